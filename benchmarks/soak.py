@@ -307,7 +307,7 @@ class Client:
         allowed = self._ledger.allowed
         for id in ids:
             allowed[id] = allowed.get(id, {None}) | {version}
-        if self._send(kind, "POST", path, json=body).status_code == 200:
+        if self._send(kind, "POST", path, (200, 201), json=body).is_success:
             for id in ids:
                 allowed[id] = {version}
 

@@ -55,6 +55,9 @@ class ToyStore:
     def count(self, filter=None):
         return len(self._fitting(filter))
 
+    def ids_after(self, after, n):
+        return sorted(id for id in self.kept if id > after)[:n]
+
     def scan(self, batch=4096, filter=None):
         records = self._records(self._fitting(filter))
         for start in range(0, len(records), batch):

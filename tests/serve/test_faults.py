@@ -23,7 +23,7 @@ from sfumato.serve.answering import Sources
 from sfumato.serve.batching import Batcher, Closed, Full
 from sfumato.serve.decode_worker import shown, stored
 from sfumato.serve.image_files import POINTER, FolderImages, UploadedImages
-from sfumato.serve.schemas import Refusal
+from sfumato.serve.schemas import CODES, Refusal
 from sfumato.serve.writing import Writer
 
 
@@ -32,7 +32,8 @@ def problem(answer, status):
     assert answer.status_code == status, answer.text
     assert answer.headers["content-type"] == "application/problem+json"
     told = answer.json()
-    assert told["status"] == status and told["title"] and told["detail"] and told["type"] == "about:blank"
+    assert told["status"] == status and told["title"] and told["detail"]
+    assert told["type"] == f"/docs#problem-{told['code']}" and CODES[told["code"]][0] == status
     return told
 
 
@@ -421,7 +422,7 @@ def test_several_items_are_stored_or_none(writable, monkeypatch):
     def files():
         return sorted(p.name for p in (writable.folder / "pictures").rglob("*") if p.is_file())
 
-    assert add(("two", "red", {"by": "me"})).status_code == 200
+    assert add(("two", "red", {"by": "me"})).status_code == 201
     record, shown = writable.get("/v1/items/two"), writable.get("/v1/pictures/two")
     collection = writable.app.state.service.sources.galleries["images"].gallery
     upsert = collection.store.upsert
@@ -438,7 +439,7 @@ def test_several_items_are_stored_or_none(writable, monkeypatch):
     assert writable.get("/v1/items/two").json() == record.json()
     assert writable.get("/v1/pictures/two").content == shown.content
     monkeypatch.undo()
-    assert add(*both).status_code == 200 and len(files()) == 2
+    assert add(*both).status_code == 201 and len(files()) == 2
     assert writable.get("/v1/pictures/two").content == writable.get("/v1/pictures/one").content != shown.content
     assert writable.get("/v1/items/two").json()["payload"] == {}
     assert writable.get("/v1/info").json()["galleries"]["images"]["fields"] == ["at", "by"]

@@ -25,7 +25,7 @@ def test_answer_and_map_lie_in_one_plane(visit, run, data, tmp_path):  # noqa: F
         ask("some bar")
         assert not drawn
         new = [{"id": str(i), "image": in_base64(picture("black"))} for i in range(13)]
-        assert client.post("/v1/items", json={"items": new}).status_code == 200
+        assert client.post("/v1/items", json={"items": new}).status_code == 201
         ask("a blue cross")
         assert len(drawn) == 1
         expect(page.locator("#list li")).to_have_count(48 + 13 + 1)

@@ -255,7 +255,7 @@ def test_a_collection_of_texts_beside_pictures(run, data, collection, tmp_path):
         made.upsert(lines.embeddings, lines.ids, lines.payload)
     with served(open_sources(collection, texts=tmp_path / "texts")) as client:
         added = client.post("/v1/items", json={"gallery": "texts", "items": [{"id": "two", "text": "a blue bar"}]})
-        assert added.json() == {"gallery": "texts", "stored": 1, "n": 2}
+        assert added.json() == {"gallery": "texts", "stored": 1, "created": 1, "n": 2}
         assert client.get("/v1/items/two?gallery=texts").json()["payload"] == {"text": "a blue bar"}
         wrong = client.post(
             "/v1/items", json={"gallery": "texts", "items": [{"id": "3", "image": in_base64(picture())}]}
@@ -339,7 +339,8 @@ def test_what_was_added_is_found_shown_replaced_and_removed(writable, sources):
         ]
     }
     answer = writable.post("/v1/items", json=new)
-    assert answer.status_code == 200 and answer.json() == {"gallery": "images", "stored": 2, "n": 50}, answer.text
+    assert answer.status_code == 201, answer.text
+    assert answer.json() == {"gallery": "images", "stored": 2, "created": 2, "n": 50}
     assert writable.get("/v1/items/new%2F1").json()["payload"] == {"by": "me"}
     found = search(writable, {"image": in_base64(red)}, max_results=3)[0]["hits"]
     assert "new/1" in [h["id"] for h in found]
@@ -368,7 +369,7 @@ def test_what_was_added_is_found_shown_replaced_and_removed(writable, sources):
 
 def test_a_second_writer_is_told_so_and_leaves_no_image(run, collection, writable, caplog):
     new = {"items": [{"id": "new", "image": in_base64(picture())}]}
-    assert writable.post("/v1/items", json=new).status_code == 200
+    assert writable.post("/v1/items", json=new).status_code == 201
     files = sorted((collection / "pictures").rglob("*"))
     with served(open_sources(collection)) as second:
         other = {"items": [{"id": "other", "image": in_base64(picture("blue"))}]}
@@ -438,14 +439,14 @@ def test_reading_goes_on_while_many_write(writable):
     stop.set()
     for processor in processors:
         processor.join()
-    assert written == [200] * 12 and set(statuses) == {200}
+    assert written == [201] * 12 and set(statuses) == {200}
     assert writable.get("/v1/info").json()["galleries"]["images"]["n"] == 48 + 36
 
 
 def test_the_map_keeps_its_plane_until_a_quarter_has_changed(writable):
     def add(*ids):
         new = [{"id": id, "image": in_base64(picture("black"))} for id in ids]
-        assert writable.post("/v1/items", json={"items": new}).status_code == 200
+        assert writable.post("/v1/items", json={"items": new}).is_success
 
     def place():
         return search(writable, {"id": "000.png"}, position=True)[0]["position"]
@@ -482,15 +483,15 @@ def test_a_store_is_optimised_after_many_writes_and_at_the_end(collection, monke
         return client.post("/v1/items", json={"items": [{"id": id, "image": in_base64(picture())}]}).status_code
 
     with served(sources, optimise_after=3) as client:
-        assert add("1") == add("2") == 200 and not calls
-        assert add("3") == 200  # And does not wait for it.
+        assert add("1") == add("2") == 201 and not calls
+        assert add("3") == 201  # And does not wait for it.
         for _ in range(500):
             if calls:
                 break
             time.sleep(0.02)
         assert calls == [51] and search(client, {"text": "a"})
         go.set()
-        assert add("4") == 200 and calls == [51]
+        assert add("4") == 201 and calls == [51]
     assert calls == [51, 52]
     with served(open_sources(collection)) as client:
         again = client.app.state.service.sources.galleries["images"].gallery
@@ -588,7 +589,7 @@ def test_what_was_acknowledged_survives_kill_9(collection):
                 )
             except httpx.HTTPError:
                 return
-            assert answer.status_code == 200
+            assert answer.status_code == 201
             acknowledged.extend(ids)
             if len(acknowledged) > 30:
                 sent.set()

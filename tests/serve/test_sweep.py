@@ -24,7 +24,7 @@ def world(collection):
     """(folder, uploads, names of the images of two items); everything is old."""
     with served(open_sources(collection)) as client:
         new = [{"id": i, "image": in_base64(picture(colour))} for i, colour in (("a", "red"), ("b", "blue"))]
-        assert client.post("/v1/items", json={"items": new}).status_code == 200
+        assert client.post("/v1/items", json={"items": new}).status_code == 201
     uploads = UploadedImages(collection / UPLOADED_IMAGES)
     names = sorted(aged(path).name for path in uploads.folder.glob("??/*"))
     assert len(names) == 2

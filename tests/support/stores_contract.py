@@ -67,6 +67,11 @@ def assert_holds(store, kept):
     assert store.count() == len(kept)
     scanned = [key for part in store.scan(batch=13) for key in part.ids]
     assert sorted(scanned) == sorted(kept)
+    listed = [""]
+    while page := store.ids_after(listed[-1], 7):
+        listed += page
+        assert len(page) == 7 or not store.ids_after(page[-1], 1)
+    assert listed[1:] == sorted(kept, key=str.encode)
     assert_are(store.get(list(kept)), kept, list(kept))
 
 

@@ -468,6 +468,10 @@ class GaussianCollection(Gallery):
         for records in self.store.scan(batch):
             yield self._gallery_records(records)
 
+    def ids_after(self, after: str, n: int) -> list[str]:
+        """See :meth:`Gallery.ids_after`."""
+        return self.store.ids_after(after, n)
+
     def optimise(self) -> None:
         """Build the search structures of the store, which make searches fast. Searches are correct without them."""
         self.store.optimise()

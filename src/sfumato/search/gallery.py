@@ -496,6 +496,18 @@ class Gallery(ABC):
             Batches of items.
         """
 
+    @abstractmethod
+    def ids_after(self, after: str, n: int) -> list[str]:
+        """The next ids in the order of their UTF-8 bytes, so that all items can be listed page by page.
+
+        Args:
+            after: ids up to and with this one are left out; "" for none.
+            n: number of ids, at least 1.
+
+        Returns:
+            n ids; fewer only if no more follow.
+        """
+
     def close(self) -> None:
         """Release files and connections; nothing by default."""
         return None

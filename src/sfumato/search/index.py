@@ -10,6 +10,7 @@ probability.
 
 import json
 import math
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -290,6 +291,11 @@ class GaussianIndex(Gallery):
         for start in range(0, len(self), batch):
             yield self._gallery_records(list(range(start, min(start + batch, len(self)))))
 
+    def ids_after(self, after: str, n: int) -> list[str]:
+        """See :meth:`Gallery.ids_after`."""
+        start = bisect_right(self._sorted_ids, after)
+        return self._sorted_ids[start : start + n]
+
     def save(self, path: str | Path) -> None:
         """Write the index into a folder. An existing index is replaced atomically.
 
@@ -335,6 +341,10 @@ class GaussianIndex(Gallery):
     def _position(self) -> dict[str, int]:
         """Position of each id."""
         return {i: j for j, i in enumerate(self.ids)}
+
+    @cached_property
+    def _sorted_ids(self) -> list[str]:
+        return sorted(self.ids)
 
     @cached_property
     def _uncertainty(self) -> Tensor:

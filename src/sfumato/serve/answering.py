@@ -402,9 +402,9 @@ def wanted_filter(options: SearchOptions) -> Filter | None:
         The filter; None if every item passes.
     """
     given = options.filter
-    if given is None or (not given.where and given.max_uncertainty is None):
+    if given is None or (not given.where and given.largest_variance is None):
         return None
-    return Filter({name: tuple(values) for name, values in given.where.items()}, given.max_uncertainty)
+    return Filter({name: tuple(values) for name, values in given.where.items()}, given.largest_variance)
 
 
 def _answer(
@@ -434,7 +434,7 @@ def _answer(
         kind=asked.kind,
         distance=gallery.distance,
         calibrated=calibrated,
-        uncertainty=result.uncertainty,
+        total_variance=result.uncertainty,
         expected_matches=expected if calibrated else None,
         verdict=words,
         queries_differ=differs and own,
@@ -510,12 +510,13 @@ def search_together(
     return [results[i] for i in range(len(searches))]
 
 
-def check_payloads(payloads: Iterable[Mapping[str, str]], max_bytes: int) -> None:
+def check_payloads(payloads: Iterable[Mapping[str, str]], max_bytes: int, number: str = "max_results") -> None:
     """Refuse a response that would be large by its payloads; the number of its items is limited before.
 
     Args:
         payloads: of all items of the response.
         max_bytes: largest number of their characters.
+        number: name of the parameter for the number of items.
 
     Raises:
         Refusal: 422, there are more.
@@ -525,7 +526,7 @@ def check_payloads(payloads: Iterable[Mapping[str, str]], max_bytes: int) -> Non
         total += sum(len(name) + len(value) for name, value in payload.items())
         if total > max_bytes:
             reason = f"the payloads of the response have more than {max_bytes} bytes; ask for fewer items"
-            raise Refusal(422, f"Too large: {reason}", errors=[("max_results", reason)])
+            raise Refusal(422, f"Too large: {reason}", errors=[(number, reason)])
 
 
 def info_of(served: ServedGallery) -> GalleryInfo:
@@ -579,6 +580,19 @@ def image_path(served: ServedGallery, id: str, payload: Mapping[str, str]) -> st
     return f"/v1/pictures/{quote(id)}" if known else None
 
 
+def item_path(id: str, gallery: GalleryName) -> str:
+    """Path of an item at this service.
+
+    Args:
+        id: id of the item.
+        gallery: name of its gallery.
+
+    Returns:
+        The path, with the gallery if it is not the usual one.
+    """
+    return f"/v1/items/{quote(id)}" + (f"?gallery={gallery}" if gallery != "images" else "")
+
+
 def ellipse_of(values: tuple[float, float, float, float, float]) -> Ellipse:
     """Name the values of an ellipse.
 
@@ -596,7 +610,7 @@ def _record(served: ServedGallery, record: SearchRecord, calibrated: bool) -> Re
     return ResultRecord(
         id=record.id, rank=record.rank, distance=record.distance,
         match_probability=record.match_probability if calibrated else None,
-        uncertainty=record.uncertainty, payload=handed_out(record.payload),
+        total_variance=record.uncertainty, payload=handed_out(record.payload),
         picture=image_path(served, record.id, record.payload),
     )  # fmt: skip
 

@@ -16,6 +16,7 @@ from typing import Annotated, Any
 import jinja2
 import numpy as np
 from fastapi import FastAPI, Form, Request, params
+from fastapi import Path as PathParameter
 from fastapi import Query as Parameter
 from fastapi.exceptions import RequestValidationError
 from fastapi.openapi.utils import get_openapi
@@ -29,9 +30,10 @@ from starlette.exceptions import HTTPException
 
 from sfumato import __version__
 from sfumato.errors import UserError
-from sfumato.serve.answering import Asked, Sources
+from sfumato.serve.answering import Asked, Sources, item_path
 from sfumato.serve.guard import RIGHTS, TEXT, Guard
 from sfumato.serve.schemas import (
+    CODES,
     PROBLEM,
     AddRequest,
     AddResponse,
@@ -41,6 +43,7 @@ from sfumato.serve.schemas import (
     ImageSearch,
     Info,
     Item,
+    ItemList,
     Map,
     Modality,
     NewImage,
@@ -63,27 +66,12 @@ from sfumato.serve.settings import Settings
 from sfumato.serve.writing import New, Writer
 
 INTRODUCTION = (
-    "Search among images and texts with match probabilities. Every error is a problem document (RFC 9457). Where the"
-    " service has a key,"
-    " send it as `Authorization: Bearer KEY` or `X-API-Key: KEY`."
+    "Search among images and texts with match probabilities. Every error is a problem document (RFC 9457) with a"
+    " `code`. Every path that takes GET takes HEAD. Where the service has keys, send one as"
+    " `Authorization: Bearer KEY` or `X-API-Key: KEY`."
 )
 
 _REF = "#/components/schemas/{model}"
-
-_WHY = {
-    400: "the request uses a host name that the service does not know, or is not HTTP",
-    401: "the key is missing or wrong",
-    403: "the request comes from a page of another web site, or you may not write",
-    404: "there is no such gallery, item or image",
-    408: "the request took too long to arrive",
-    409: "the gallery is read-only",
-    413: "the request is larger than the limit",
-    415: "the content type is not the expected one",
-    422: "the request is not valid; `errors` lists what is wrong and where",
-    500: "an error in the service; its log has the cause under the number in `detail`",
-    503: "the service is busy or not ready, or its store cannot be reached; see Retry-After",
-    504: "the service did not answer in time",
-}
 
 COMMON = (400, 401, 403, 408, 413, 500, 503)
 """Statuses of problems that every route may return."""
@@ -93,6 +81,15 @@ IMAGE: dict[int | str, dict[str, Any]] = {
     304: {"description": "the image has not changed since the request named by If-None-Match"},
 }
 """Responses of a route that returns an image."""
+
+
+_CREATED: dict[int | str, dict[str, Any]] = {
+    201: {
+        "description": "at least one of the items is new; for a request with a single item, Location is its path",
+        "model": AddResponse,
+        "headers": {"Location": {"description": "path of the new item", "schema": {"type": "string"}}},
+    }
+}
 
 
 def problems(*statuses: int) -> dict[int | str, dict[str, Any]]:
@@ -105,7 +102,12 @@ def problems(*statuses: int) -> dict[int | str, dict[str, Any]]:
         One response for each status.
     """
     content = {PROBLEM: {"schema": {"$ref": _REF.format(model="Problem")}}}
-    return {status: {"description": _WHY[status], "content": content} for status in statuses}
+    return {status: {"description": _why(status), "content": content} for status in statuses}
+
+
+def _why(status: int) -> str:
+    """The problems of a status."""
+    return "; ".join(f"`{code}`: {text}" for code, (of, text) in CODES.items() if of == status)
 
 
 def documented(app: FastAPI) -> dict[str, Any]:
@@ -161,7 +163,9 @@ def page_of(document: dict[str, Any], address: str) -> str:
         for path, operations in document["paths"].items()
         for method, operation in operations.items()
     ]
-    return _template().render(document=document, routes=routes, schemas=schemas, type_of=_type, phrase=_phrase)
+    return _template().render(
+        document=document, routes=routes, schemas=schemas, codes=CODES, type_of=_type, phrase=_phrase
+    )
 
 
 @cache
@@ -276,6 +280,8 @@ PAGE = HERE / "page"
 _LOG = logging.getLogger("sfumato.serve")
 
 _ItemGallery = Annotated[GalleryName, Parameter(description="gallery of the item")]
+_Gallery = Annotated[GalleryName, Parameter(description="gallery to draw")]
+_Id = Annotated[str, PathParameter(description="id of the item; percent-encoded, but for its slashes")]
 
 
 def create_app(sources: Sources, settings: Settings | None = None) -> FastAPI:
@@ -303,6 +309,7 @@ def create_app(sources: Sources, settings: Settings | None = None) -> FastAPI:
         await service.stop()
 
     app = FastAPI(
+        generate_unique_id_function=lambda route: route.name,
         title="sfumato",
         version=__version__,
         description=INTRODUCTION,
@@ -318,7 +325,8 @@ def create_app(sources: Sources, settings: Settings | None = None) -> FastAPI:
     _handle_errors(app)
     _add_pages(app, service)
     _add_searches(app, service)
-    _add_items(app, service, writer)
+    _add_views(app, service)
+    _add_writes(app, service, writer)
 
     def template(path: str) -> str:
         for route in app.routes:
@@ -336,7 +344,8 @@ def _handle_errors(app: FastAPI) -> None:
     @app.exception_handler(UserError)
     async def unreachable(request: Request, error: UserError) -> Response:
         _LOG.error("the store failed: %s", error)
-        return busy("The store cannot be searched now; the log of the service has the reason", 5).response()
+        reason = "The store cannot be searched now; the log of the service has the reason"
+        return busy(reason, 5, code="store-failed").response()
 
     @app.exception_handler(RequestValidationError)
     async def wrong(request: Request, error: RequestValidationError) -> Response:
@@ -352,7 +361,21 @@ def _handle_errors(app: FastAPI) -> None:
             405: f"{request.method} is not allowed for this path; GET /docs lists the methods",
         }
         detail = details.get(error.status_code, str(error.detail))
-        return Refusal(error.status_code, detail, headers=error.headers).response()
+        headers = dict(error.headers or {})
+        if error.status_code == 405:
+            headers["Allow"] = ", ".join(sorted(_methods(app, request.url.path)))
+        code = "no-such-path" if error.status_code == 404 else None
+        return Refusal(error.status_code, detail, headers=headers, code=code).response()
+
+
+def _methods(app: FastAPI, path: str) -> set[str]:
+    """The methods that a path takes."""
+    found = set[str]()
+    for route in app.routes:
+        pattern = getattr(route, "path_regex", None)
+        if pattern is not None and pattern.match(path):
+            found |= getattr(route, "methods", None) or {"GET"}  # Files have no list of methods.
+    return found | ({"HEAD"} if "GET" in found else set())
 
 
 def _add_pages(app: FastAPI, service: Service) -> None:
@@ -377,12 +400,12 @@ def _add_pages(app: FastAPI, service: Service) -> None:
         return app.openapi()
 
     @app.get("/healthz", response_model=State, tags=["state"])
-    async def healthz() -> Response:
+    async def get_health() -> Response:
         """Whether the process is alive. Needs no key."""
         return _json(State(status="alive"))
 
     @app.get("/readyz", response_model=State, tags=["state"], responses=problems(503))
-    async def readyz() -> Response:
+    async def get_readiness() -> Response:
         """Whether the service answers searches: 503 during warm-up and shutdown, and while a store does not answer.
 
         Needs no key.
@@ -393,25 +416,25 @@ def _add_pages(app: FastAPI, service: Service) -> None:
                 if service.failed
                 else "warming up, or shutting down"
             )
-            raise busy(f"Not ready: {why}")
+            raise busy(f"Not ready: {why}", code="not-ready")
         if problem := service.store_problem:
-            raise busy(f"Not ready: {problem}")
+            raise busy(f"Not ready: {problem}", code="not-ready")
         return _json(State(status="ready"))
 
     @app.get("/metrics", tags=["state"], response_class=Response)
-    async def metrics() -> Response:
+    async def get_metrics() -> Response:
         """Counters for Prometheus."""
         return Response(await service.measured(), media_type=TEXT)
 
     @app.get("/v1/info", response_model=Info, tags=["state"])
-    async def info(request: Request) -> Response:
+    async def get_info(request: Request) -> Response:
         """The galleries, what you may do, the guarantees that the calibration can give, and the limits."""
         return _json(await service.info(request.scope[RIGHTS]))
 
 
 def _add_searches(app: FastAPI, service: Service) -> None:
     @app.get("/v1/search", response_model=SearchResponse, tags=["search"], responses=problems(404, 422, 503, 504))
-    async def search_text(parameters: Annotated[TextSearch, Parameter()]) -> Response:
+    async def search_by_text(parameters: Annotated[TextSearch, Parameter()]) -> Response:
         """Search by one text."""
         asked = Asked("text", parameters.q, "query.q", text=parameters.q)
         return await _answers(service, [asked], parameters.options())
@@ -434,7 +457,7 @@ def _add_searches(app: FastAPI, service: Service) -> None:
         tags=["search"],
         responses=problems(404, 413, 415, 422, 503, 504),
     )
-    async def search_image(form: Annotated[ImageSearch, Form(media_type=FORM)]) -> Response:
+    async def search_by_image(form: Annotated[ImageSearch, Form(media_type=FORM)]) -> Response:
         """Search by an image file; the options are further fields of the form."""
         name, data = (form.image.filename or "image")[:200], await form.image.read()
         return await _answers(service, [Asked("image", name, "form.image", image=data)], form.options())
@@ -445,7 +468,7 @@ def _add_searches(app: FastAPI, service: Service) -> None:
         tags=["search"],
         responses=problems(404, 413, 415, 422, 503, 504),
     )
-    async def search_vector(wanted: VectorRequest) -> Response:
+    async def search_by_vector(wanted: VectorRequest) -> Response:
         """Search by embeddings that were made elsewhere.
 
         A model that reads embeddings takes the vectors of the model that made them. For another model of points they
@@ -455,60 +478,38 @@ def _add_searches(app: FastAPI, service: Service) -> None:
         return await _answers(service, asked, wanted)
 
     @app.get("/v1/map", response_model=Map, tags=["look"], responses=problems(404, 422, 503, 504))
-    async def draw(
-        gallery: _ItemGallery = "images",
+    async def get_map(
+        gallery: _Gallery = "images",
         n: Annotated[int, Parameter(ge=1, le=5000, description="items at most")] = 500,
     ) -> Response:
         """Items on the plane of the first two principal components, as ellipses of one standard deviation."""
         return _json(await service.map(gallery, n))
 
 
-def _add_items(app: FastAPI, service: Service, writer: Writer) -> None:
-    writes: dict[str, Any] = {"tags": ["items"], "responses": problems(404, 409, 413, 415, 422, 503, 504)}
-
-    @app.post("/v1/items", response_model=AddResponse, **writes)
-    async def add(wanted: AddRequest) -> Response:
-        """Add items, or replace those with the same ids: all of them or none. The response confirms the write."""
-        items = await service.in_thread(lambda: [_new(one, i) for i, one in enumerate(wanted.items)])
-        return _json(await writer.add(wanted.gallery, items))
-
-    @app.post("/v1/items/image", response_model=AddResponse, **writes)
-    async def add_image(form: Annotated[NewImage, Form(media_type=FORM)]) -> Response:
-        """Add an image file to the gallery of images; the payload is a JSON object in a field of the form."""
-        return _json(await writer.add("images", [New(form.id, "form", await form.image.read(), None, form.payload)]))
-
-    @app.post("/v1/items/delete", response_model=DeleteResponse, **writes)
-    async def delete_several(wanted: DeleteRequest) -> Response:
-        """Remove items; unknown ids are skipped."""
-        return _json(await writer.delete(wanted.gallery, wanted.ids))
-
-    @app.delete(
-        "/v1/items/{id:path}",
-        response_model=DeleteResponse,
-        tags=["items"],
-        responses=problems(404, 409, 422, 503, 504),
-    )
-    async def delete(id: str, gallery: _ItemGallery = "images") -> Response:
-        """Remove one item."""
-        if not id or "\0" in id or len(id) > 512:
-            raise Refusal(404, "There is no such item")
-        done = await writer.delete(gallery, [id])
-        if not done.deleted:
-            raise Refusal(404, f"There is no item {id!r} among the {gallery}")
-        return _json(done)
+def _add_views(app: FastAPI, service: Service) -> None:
+    @app.get("/v1/items", response_model=ItemList, tags=["items"], responses=problems(404, 422, 503, 504))
+    async def list_items(
+        gallery: Annotated[GalleryName, Parameter(description="gallery to list")] = "images",
+        cursor: Annotated[
+            str | None, Parameter(max_length=1000, description="`next_cursor` of the items before; left out to begin")
+        ] = None,
+        limit: Annotated[int, Parameter(ge=1, le=1000, description="items at most")] = 100,
+    ) -> Response:
+        """Items in the order of their ids, some at a time."""
+        return _json(await service.items(gallery, cursor, limit))
 
     @app.get("/v1/items/{id:path}", response_model=Item, tags=["items"], responses=problems(404, 422, 503, 504))
-    async def item(id: str, gallery: _ItemGallery = "images") -> Response:
-        """One item."""
+    async def get_item(id: _Id, gallery: _ItemGallery = "images") -> Response:
+        """One item, by its id. Ids may hold slashes."""
         return _json(await service.item(id, gallery))
 
     @app.get(
         "/v1/pictures/{id:path}", response_class=Response, tags=["look"],
         responses={**problems(404, 422, 503, 504), **IMAGE},
     )  # fmt: skip
-    async def image(
+    async def get_picture(
         request: Request,
-        id: str,
+        id: _Id,
         size: Annotated[int | None, Parameter(ge=16, le=2048, description="longest side of a smaller copy")] = None,
     ) -> Response:
         """The image of an item, as stored or smaller."""
@@ -520,6 +521,60 @@ def _add_items(app: FastAPI, service: Service, writer: Writer) -> None:
         if tag in request.headers.get("if-none-match", ""):
             return Response(status_code=304, headers=headers)
         return Response(data, headers=headers, media_type=kind)
+
+
+def _add_writes(app: FastAPI, service: Service, writer: Writer) -> None:
+    writes: dict[str, Any] = {"tags": ["items"], "responses": problems(404, 409, 413, 415, 422, 503, 504)}
+    adds: dict[str, Any] = {**writes, "responses": {**writes["responses"], **_CREATED}}
+
+    @app.post("/v1/items", response_model=AddResponse, **adds)
+    async def add_items(wanted: AddRequest) -> Response:
+        """Add items, or replace those with the same ids: all of them or none. The response confirms the write.
+
+        The status is 201 if at least one item is new, and 200 if all existed.
+        """
+        items = await service.in_thread(lambda: [_new(one, i) for i, one in enumerate(wanted.items)])
+        return _added(await writer.add(wanted.gallery, items), items)
+
+    @app.post("/v1/items/image", response_model=AddResponse, **adds)
+    async def add_image(form: Annotated[NewImage, Form(media_type=FORM)]) -> Response:
+        """Add an image file to the gallery of images, or replace it.
+
+        The payload is a JSON object in a field of the form. The status is 201 if the item is new, and 200 if it
+        existed.
+        """
+        items = [New(form.id, "form", await form.image.read(), None, form.payload)]
+        return _added(await writer.add("images", items), items)
+
+    @app.post("/v1/items/delete", response_model=DeleteResponse, **writes)
+    async def delete_items(wanted: DeleteRequest) -> Response:
+        """Remove items; unknown ids are skipped."""
+        return _json(await writer.delete(wanted.gallery, wanted.ids))
+
+    @app.delete(
+        "/v1/items/{id:path}",
+        response_model=DeleteResponse,
+        tags=["items"],
+        responses=problems(404, 409, 422, 503, 504),
+    )
+    async def delete_item(id: _Id, gallery: _ItemGallery = "images") -> Response:
+        """Remove one item, and its image if it was uploaded."""
+        if not id or "\0" in id or len(id) > 512:
+            raise Refusal(404, "There is no such item")
+        done = await writer.delete(gallery, [id])
+        if not done.deleted:
+            raise Refusal(404, f"There is no item {id!r} among the {gallery}")
+        return _json(done)
+
+
+def _added(done: AddResponse, items: Sequence[New]) -> Response:
+    """The response of an addition: 201 if something is new, with its location if that is one item."""
+    response = _json(done)
+    if done.created:
+        response.status_code = 201
+        if len(items) == 1:
+            response.headers["Location"] = item_path(items[0].id, done.gallery)
+    return response
 
 
 _MANY_RESULTS = 200

@@ -176,7 +176,7 @@ class Guard:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        reply, started = _Reply(send), time.perf_counter()
+        reply, started = _Reply(send, bodyless=scope["method"] == "HEAD"), time.perf_counter()
         try:
             await self._answer(scope, receive, reply)
         except Refusal as refusal:
@@ -201,6 +201,8 @@ class Guard:
             scope[RIGHTS] = self._rights(headers)
             if scope[RIGHTS] == "read" and _writes(method, path):
                 raise self._not_permitted()
+        if method == "HEAD":  # Every path that takes GET takes HEAD; the reply has no body.
+            scope = {**scope, "method": "GET"}
         if _announces_body(headers) and not (method == "POST" and path.startswith("/v1/")):
             await self._answer_unread(scope, reply)
             return
@@ -257,11 +259,13 @@ class Guard:
         host = headers.get("host", "")
         if self.settings.hosts and _name(host) not in self.settings.hosts:
             raise Refusal(
-                400, f"This service does not accept the host name {host!r}; if it should, start it with --allowed-host"
+                400,
+                f"This service does not accept the host name {host!r}; if it should, start it with --allowed-host",
+                code="unknown-host",
             )
         origin = headers.get("origin")
         if origin is not None and method not in _SAFE and _netloc(origin) != host.lower():
-            raise Refusal(403, f"Pages of {origin!r} may not send requests to this service")
+            raise Refusal(403, f"Pages of {origin!r} may not send requests to this service", code="other-site")
 
     def _rights(self, headers: Headers) -> Rights:
         """What the caller may do, by the key."""
@@ -283,10 +287,9 @@ class Guard:
 
     def _not_permitted(self) -> Refusal:
         if self.settings.read_only:
-            return Refusal(403, "This service takes no writes: it was started with --read-only")
-        return Refusal(
-            403, "This key permits searching and reading alone; to write, send a key with the right to write"
-        )
+            return Refusal(403, "This service takes no writes: it was started with --read-only", code="read-only")
+        detail = "This key permits searching and reading alone; to write, send a key with the right to write"
+        return Refusal(403, detail, code="no-right-to-write")
 
 
 class _Gone(Exception):
@@ -294,10 +297,11 @@ class _Gone(Exception):
 
 
 class _Reply:
-    """Sends a response with the service's headers and records its status."""
+    """Sends a response with the service's headers and records its status; without its body if that is wanted."""
 
-    def __init__(self, send: Send) -> None:
+    def __init__(self, send: Send, *, bodyless: bool = False) -> None:
         self._send, self.status, self.started, self.close = send, 499, False, False
+        self._bodyless = bodyless
 
     async def __call__(self, message: Message) -> None:
         if message["type"] == "http.response.start":
@@ -307,6 +311,8 @@ class _Reply:
                 headers.setdefault(name, value)
             if self.close:
                 headers["Connection"] = "close"
+        elif self._bodyless:
+            message = {**message, "body": b""}
         try:
             await self._send(message)
         except Exception as error:  # The connection is closed, or the request was not HTTP.

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, Self
 
 from fastapi import UploadFile
 from fastapi.responses import Response
-from pydantic import AfterValidator, BaseModel, ConfigDict, FailFast, Field, Json, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, FailFast, Field, Json, computed_field, model_validator
 from starlette.exceptions import HTTPException
 
 from sfumato.ids import id_error
@@ -15,7 +15,15 @@ from sfumato.serve.settings import MOST, Rights
 
 GalleryName = Literal["images", "texts"]
 Modality = Literal["text", "image"]
-ItemId = Annotated[str, Field(min_length=1, max_length=512, pattern=r"^[^\x00]*$", description="id of an item")]
+_NO_NUL, _WORD, _PAIR = r"^[^\x00]*$", r"^[^\x00]*[^\s\x00][^\x00]*$", r"^[^\x00:]+:[^\x00]*$"
+_IN_WORDS = {
+    _NO_NUL: "holds the character NUL; leave it out",
+    _WORD: "is blank or holds the character NUL; expected a text",
+    _PAIR: "expected FIELD:VALUE, without the character NUL",
+}
+"""What is expected of a text, by its pattern: nobody should have to read a regular expression."""
+
+ItemId = Annotated[str, Field(min_length=1, max_length=512, pattern=_NO_NUL, description="id of an item")]
 
 
 def _new_id(id: str) -> str:
@@ -25,14 +33,12 @@ def _new_id(id: str) -> str:
 
 
 NewId = Annotated[str, Field(min_length=1, max_length=512, description="id of the item"), AfterValidator(_new_id)]
-Text = Annotated[
-    str, Field(min_length=1, max_length=2000, pattern=r"^[^\x00]*[^\s\x00][^\x00]*$", description="any text")
-]
-Short = Annotated[str, Field(max_length=2000, pattern=r"^[^\x00]*$")]
+Text = Annotated[str, Field(min_length=1, max_length=2000, pattern=_WORD, description="any text")]
+Short = Annotated[str, Field(max_length=2000, pattern=_NO_NUL)]
 Payload = Annotated[
     dict[
-        Annotated[str, Field(min_length=1, max_length=100, pattern=r"^[^\x00]*$")],
-        Annotated[str, Field(max_length=2000, pattern=r"^[^\x00]*$")],
+        Annotated[str, Field(min_length=1, max_length=100, pattern=_NO_NUL)],
+        Short,
     ],
     Field(max_length=32, description="texts that searches return with the item"),
 ]
@@ -42,10 +48,49 @@ class _Model(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
+_PICTURE = "path of its image at this service; null if there is none"
+_PAYLOAD = "texts that were stored with the item"
+_OF_ITEM = "total variance of the item, the sum of its variances"
+
+
+class _Varying(_Model):
+    """What has a variance."""
+
+    total_variance: float = Field(description=_OF_ITEM)
+
+    @computed_field(  # type: ignore[prop-decorator]
+        description="former name of total_variance", json_schema_extra={"deprecated": True}
+    )
+    @property
+    def uncertainty(self) -> float:
+        """Former name of total_variance."""
+        return self.total_variance
+
+
+class _LargestVariance(_Model):
+    """A limit of the variance of items."""
+
+    max_total_variance: float | None = Field(None, ge=0, description="largest total variance of an item")
+    max_uncertainty: float | None = Field(
+        None, ge=0, description="former name of max_total_variance", json_schema_extra={"deprecated": True}
+    )
+
+    @model_validator(mode="after")
+    def _one_name(self) -> Self:
+        if self.max_total_variance is not None and self.max_uncertainty is not None:
+            raise ValueError("max_uncertainty is the former name of max_total_variance; give one of the two")
+        return self
+
+    @property
+    def largest_variance(self) -> float | None:
+        """The limit, by either name; None if there is none."""
+        return self.max_uncertainty if self.max_total_variance is None else self.max_total_variance
+
+
 class Query(_Model):
     """A query: exactly one of text, image and id."""
 
-    text: Text | None = None
+    text: Text | None = Field(None, description="any text")
     image: str | None = Field(None, description="an image file in base64; bare files go to /v1/search/image")
     id: ItemId | None = Field(None, description="id of an item of the gallery, to find similar items")
 
@@ -56,13 +101,12 @@ class Query(_Model):
         return self
 
 
-class ItemFilter(_Model):
+class ItemFilter(_LargestVariance):
     """Which items a search may find."""
 
     where: Annotated[dict[Short, Annotated[list[Short], Field(max_length=100)]], Field(max_length=16)] = Field(
         {}, description="by payload field, the allowed values"
     )
-    max_uncertainty: float | None = Field(None, ge=0, description="largest total variance of an item")
 
 
 class _Options(_Model):
@@ -88,7 +132,7 @@ class _Options(_Model):
 class SearchOptions(_Options):
     """Options of every search."""
 
-    filter: ItemFilter | None = None
+    filter: ItemFilter | None = Field(None, description="which items the search may find; all if null")
 
 
 class SearchRequest(SearchOptions):
@@ -107,7 +151,7 @@ class VectorQuery(_Model):
         description="the embedding; `query_kinds` of `/v1/info` has its length"
     )
     modality: Modality = Field("text", description="what it is the embedding of")
-    name: Annotated[str, Field(min_length=1, max_length=200, pattern=r"^[^\x00]*$")] | None = Field(
+    name: Annotated[str, Field(min_length=1, max_length=200, pattern=_NO_NUL)] | None = Field(
         None, description="name of the query in the answer; `vector 1` and so on if left out"
     )
 
@@ -122,43 +166,42 @@ class VectorRequest(SearchOptions):
     queries: list[VectorQuery] = Field(min_length=1, max_length=MOST, description="up to the limit of the service")
 
 
-class ResultRecord(_Model):
+class ResultRecord(_Varying):
     """One item that a search found."""
 
-    id: str
+    id: str = Field(description="id of the item")
     rank: int = Field(description="1 is the closest")
     distance: float = Field(description="to the query, in the distance that the answer names; smaller is closer")
     match_probability: float | None = Field(description="null if the answer is not calibrated")
-    uncertainty: float = Field(description="total variance of the item")
-    payload: dict[str, str]
-    picture: str | None = Field(description="path of its image at this service; null if there is none")
+    payload: dict[str, str] = Field(description=_PAYLOAD)
+    picture: str | None = Field(description=_PICTURE)
 
 
 class ConformalSet(_Model):
     """Items that contain a match with at least the requested probability."""
 
-    coverage: float
+    coverage: float = Field(description="the requested probability")
     complete: bool = Field(
         description="false if the set was cut at the limit of the service; then the coverage is not guaranteed"
     )
-    hits: list[ResultRecord]
+    hits: list[ResultRecord] = Field(description="the items, the closest first")
 
 
 class VerdictText(_Model):
     """The answer in words."""
 
-    kind: Literal["clear", "few", "many", "unsure", "abstained", "unfamiliar"]
-    text: str
+    kind: Literal["clear", "few", "many", "unsure", "abstained", "unfamiliar"] = Field(description="for programs")
+    text: str = Field(description="for people")
 
 
 class Ellipse(_Model):
-    """A Gaussian on the map: centre, half axes of one standard deviation, and angle of the first axis in radians."""
+    """A Gaussian on the map: centre, half axes of one standard deviation, and angle of the first axis."""
 
-    x: float
-    y: float
-    a: float
-    b: float
-    angle: float
+    x: float = Field(description="centre, along the first axis of the map")
+    y: float = Field(description="centre, along the second axis of the map")
+    a: float = Field(description="first half axis of one standard deviation")
+    b: float = Field(description="second half axis of one standard deviation")
+    angle: float = Field(description="of the first half axis to the first axis of the map, in radians")
 
 
 class Position(Ellipse):
@@ -169,7 +212,7 @@ class Position(Ellipse):
     )
 
 
-class Answer(_Model):
+class Answer(_Varying):
     """The answer to one query."""
 
     query: str = Field(description="the text, the name of the image file or of the vector, or the id")
@@ -179,7 +222,7 @@ class Answer(_Model):
         description="whether there are probabilities: the calibration was fitted on held-out pairs of this kind of"
         " query. Between two images or two texts, and without a calibration, there are none, and no verdict"
     )
-    uncertainty: float = Field(description="total variance of the query")
+    total_variance: float = Field(description="total variance of the query, the sum of its variances")
     queries_differ: bool = Field(
         description="whether recent queries of this kind differ from those of the calibration; then probabilities and"
         " guarantees may not hold"
@@ -194,7 +237,7 @@ class Answer(_Model):
     abstained: bool | None = Field(
         description="true if the query should not be answered; null if no risk was requested"
     )
-    hits: list[ResultRecord]
+    hits: list[ResultRecord] = Field(description="the closest first")
     conformal_set: ConformalSet | None = Field(description="null if no coverage was requested")
     position: Position | None = Field(description="on the map; null if it was not requested")
 
@@ -202,17 +245,19 @@ class Answer(_Model):
 class SearchResponse(_Model):
     """Answers in the order of the queries."""
 
-    gallery: GalleryName
-    answers: list[Answer]
+    gallery: GalleryName = Field(description="gallery that was searched")
+    answers: list[Answer] = Field(description="one for each query, in their order")
 
 
 class NewItem(_Model):
     """An item to add: a text to a gallery of texts, an image to a gallery of images."""
 
     id: NewId
-    text: Text | None = None
-    image: str | None = Field(None, description="an image file in base64; bare files go to /v1/items/image")
-    payload: Payload = {}
+    text: Text | None = Field(None, description="for a gallery of texts")
+    image: str | None = Field(
+        None, description="for a gallery of images, an image file in base64; bare files go to /v1/items/image"
+    )
+    payload: Payload = Field({}, description="texts that searches return with the item")
 
     @model_validator(mode="after")
     def _one(self) -> Self:
@@ -221,13 +266,20 @@ class NewItem(_Model):
         return self
 
 
-class Item(_Model):
+class Item(_Varying):
     """An item of a gallery."""
 
-    id: str
-    uncertainty: float = Field(description="total variance")
-    payload: dict[str, str]
-    picture: str | None = Field(description="path of its image at this service; null if there is none")
+    id: str = Field(description="id of the item")
+    payload: dict[str, str] = Field(description=_PAYLOAD)
+    picture: str | None = Field(description=_PICTURE)
+
+
+class ItemList(_Model):
+    """Some items of a gallery, in the order of their ids (of the UTF-8 bytes)."""
+
+    gallery: GalleryName = Field(description="gallery of the items")
+    items: list[Item] = Field(description="the items")
+    next_cursor: str | None = Field(description="cursor of the request for the items that follow; null if none do")
 
 
 class AddRequest(_Model):
@@ -237,15 +289,16 @@ class AddRequest(_Model):
         json_schema_extra={"examples": [{"gallery": "texts", "items": [{"id": "caption-1", "text": "a red bird"}]}]}
     )
 
-    gallery: GalleryName = "images"
+    gallery: GalleryName = Field("images", description="gallery to add to")
     items: list[NewItem] = Field(min_length=1, max_length=MOST, description="up to the limit of the service")
 
 
 class AddResponse(_Model):
     """What has been stored durably."""
 
-    gallery: GalleryName
-    stored: int
+    gallery: GalleryName = Field(description="gallery that was written to")
+    stored: int = Field(description="number of items that were added or replaced")
+    created: int = Field(description="number of those that did not exist before")
     n: int = Field(description="items in the gallery now")
 
 
@@ -254,14 +307,14 @@ class DeleteRequest(_Model):
 
     model_config = ConfigDict(json_schema_extra={"examples": [{"gallery": "images", "ids": ["birds/red.jpg"]}]})
 
-    gallery: GalleryName = "images"
-    ids: list[ItemId] = Field(min_length=1, max_length=MOST)
+    gallery: GalleryName = Field("images", description="gallery to remove from")
+    ids: list[ItemId] = Field(min_length=1, max_length=MOST, description="ids of the items; unknown ones are skipped")
 
 
 class DeleteResponse(_Model):
     """What has been removed durably."""
 
-    gallery: GalleryName
+    gallery: GalleryName = Field(description="gallery that was written to")
     deleted: int = Field(description="number of removed items")
     n: int = Field(description="items in the gallery now")
 
@@ -280,7 +333,7 @@ class QueryDrift(_Model):
 class GalleryInfo(_Model):
     """A gallery of the service."""
 
-    n: int
+    n: int = Field(description="number of items")
     writable: bool = Field(description="whether you may add and remove items: it is a collection, and you may write")
     pictures: bool = Field(description="whether the service shows images of its items")
     calibrated: bool = Field(description="whether queries of the other kind have calibrated probabilities")
@@ -295,10 +348,10 @@ class GalleryInfo(_Model):
 class Limits(_Model):
     """Limits; requests beyond them are refused."""
 
-    max_batch: int
-    max_results: int
-    max_upload_bytes: int
-    max_pixels: int
+    max_batch: int = Field(description="queries, or new items, of a request")
+    max_results: int = Field(description="results of a query, and items of a conformal set")
+    max_upload_bytes: int = Field(description="size of an image file")
+    max_pixels: int = Field(description="pixels of all images of a request together")
 
 
 class QueryKinds(_Model):
@@ -316,57 +369,55 @@ class QueryKinds(_Model):
 class Info(_Model):
     """The service."""
 
-    version: str
-    model: str
-    distance: str
-    dimensions: int
-    query_kinds: QueryKinds
+    version: str = Field(description="of sfumato")
+    model: str = Field(description="name of the model")
+    distance: str = Field(description="name of the distance of all galleries, e.g. csd")
+    dimensions: int = Field(description="of the embeddings")
+    query_kinds: QueryKinds = Field(description="what can be searched by")
     rights: Rights = Field(description="what you may do, by your key; who may write may also read")
-    galleries: dict[GalleryName, GalleryInfo]
-    limits: Limits
+    galleries: dict[GalleryName, GalleryInfo] = Field(description="by the kind of their items")
+    limits: Limits = Field(description="requests beyond them are refused")
 
 
-class MapPoint(Ellipse):
+class MapPoint(Ellipse, _Varying):
     """An item on the map."""
 
-    id: str
-    uncertainty: float
-    payload: dict[str, str]
-    picture: str | None
+    id: str = Field(description="id of the item")
+    payload: dict[str, str] = Field(description=_PAYLOAD)
+    picture: str | None = Field(description=_PICTURE)
 
 
 class Map(_Model):
     """The first two principal components of the means of a sample of the gallery, with the projected Gaussians."""
 
-    gallery: GalleryName
+    gallery: GalleryName = Field(description="gallery that is drawn")
     n: int = Field(description="items in the gallery")
     version: str = Field(
         description="version of the plane, which stays the same until a quarter of the items has changed"
     )
     explained: tuple[float, float] = Field(description="fractions of the variance of the means along the two axes")
-    points: list[MapPoint]
+    points: list[MapPoint] = Field(description="the items of the sample")
 
 
 class Invalid(_Model):
     """One error in a request."""
 
-    where: str = Field(description='e.g. "body.queries.0.text"')
-    message: str
+    where: str = Field(description='place in the request, e.g. "body.queries.0.text"')
+    message: str = Field(description="what is wrong, and what was expected")
 
 
 class State(_Model):
     """The state of the service: alive, or ready."""
 
-    status: Literal["alive", "ready"]
+    status: Literal["alive", "ready"] = Field(description="alive of /healthz, ready of /readyz")
 
 
-class SearchParameters(_Options):
+class SearchParameters(_Options, _LargestVariance):
     """The options of a search as query parameters or form fields, which cannot be nested."""
 
-    where: list[Annotated[str, Field(max_length=2101, pattern=r"^[^\x00:]+:[^\x00]*$")]] = Field(
+    where: list[Annotated[str, Field(max_length=2101, pattern=_PAIR)]] = Field(
         [], max_length=100, description="FIELD:VALUE that the payload must have; may be repeated"
     )
-    max_uncertainty: float | None = Field(None, ge=0, description="largest total variance of an item")
 
     def options(self) -> SearchOptions:
         """The same options as in JSON.
@@ -379,16 +430,17 @@ class SearchParameters(_Options):
             name, _, value = pair.partition(":")
             where.setdefault(name, []).append(value)
         wanted = None
-        if where or self.max_uncertainty is not None:
-            wanted = ItemFilter(where=where, max_uncertainty=self.max_uncertainty)
-        flat = self.model_dump(exclude={"where", "max_uncertainty", "q", "image"}, exclude_unset=True)
+        if where or self.largest_variance is not None:
+            wanted = ItemFilter(where=where, max_total_variance=self.largest_variance)
+        own = {"where", "max_total_variance", "max_uncertainty", "q", "image"}
+        flat = self.model_dump(exclude=own, exclude_unset=True)
         return SearchOptions(**flat, filter=wanted)
 
 
 class TextSearch(SearchParameters):
     """One text and the options of a search."""
 
-    q: Text = Field(examples=["a red bird"])
+    q: Text = Field(description="the text to search by", examples=["a red bird"])
 
 
 class ImageSearch(SearchParameters):
@@ -408,12 +460,39 @@ class NewImage(_Model):
 class Problem(_Model):
     """Why a request was refused, as RFC 9457 application/problem+json."""
 
-    type: str = "about:blank"
-    title: str
-    status: int
-    detail: str
-    errors: list[Invalid] = []
+    type: str = Field(description="`/docs#problem-CODE`, where the service explains it")
+    code: str = Field(description="which problem it is, for programs; the codes stay the same")
+    title: str = Field(description="the status in words")
+    status: int = Field(description="of HTTP")
+    detail: str = Field(description="what happened, what was expected and what to do")
+    errors: list[Invalid] = Field([], description="what is wrong, and where; the first 20")
 
+
+CODES = {
+    "bad-request": (400, "the request is not HTTP"),
+    "unknown-host": (400, "the request uses a host name that the service does not know"),
+    "no-key": (401, "the key is missing or wrong"),
+    "other-site": (403, "the request comes from a page of another web site"),
+    "read-only": (403, "it is a write, and the service takes none"),
+    "no-right-to-write": (403, "it is a write, and the key permits reading alone"),
+    "not-found": (404, "there is no such gallery, item or image"),
+    "no-such-path": (404, "the service has nothing under this path"),
+    "wrong-method": (405, "the path takes other methods; Allow names them"),
+    "too-slow": (408, "the request took too long to arrive"),
+    "index": (409, "the gallery is an index, which cannot be changed"),
+    "other-writer": (409, "another process writes to the collection"),
+    "too-large": (413, "the request is larger than a limit"),
+    "wrong-content-type": (415, "the content type is not the expected one"),
+    "invalid": (422, "the request is not valid; `errors` lists what is wrong and where"),
+    "error": (500, "an error in the service; its log has the cause under the number in `detail`"),
+    "busy": (503, "the service has too much to do; see Retry-After"),
+    "not-ready": (503, "the service warms up or shuts down, or its store does not answer; see Retry-After"),
+    "store-failed": (503, "the store failed; see Retry-After"),
+    "too-long": (504, "the service did not answer in time"),
+}
+"""(status, description) of every problem; the first code of a status is its usual one."""
+
+_USUAL = {status: code for code, (status, _) in reversed(CODES.items())}
 
 PROBLEM = "application/problem+json"
 _LONGEST, _MOST, _TOO_WRONG = 500, 20, 100
@@ -427,6 +506,7 @@ class Refusal(HTTPException):
         detail: the received value, the expected value and what to do.
         errors: (where, message) of each error.
         headers: of the response.
+        code: one of CODES; the first one of the status if None.
     """
 
     def __init__(
@@ -436,9 +516,10 @@ class Refusal(HTTPException):
         *,
         errors: Sequence[tuple[str, str]] = (),
         headers: Mapping[str, str] | None = None,
+        code: str | None = None,
     ) -> None:
         super().__init__(status, detail, dict(headers or {}))
-        self.errors = tuple(errors)
+        self.errors, self.code = tuple(errors), code or _USUAL.get(status, "bad-request")
 
     def response(self) -> Response:
         """The refusal as a response.
@@ -447,6 +528,8 @@ class Refusal(HTTPException):
             The problem document.
         """
         problem = Problem(
+            type=f"/docs#problem-{self.code}",
+            code=self.code,
             title=HTTPStatus(self.status_code).phrase,
             status=self.status_code,
             detail=_clean(self.detail),
@@ -456,17 +539,18 @@ class Refusal(HTTPException):
         return Response(json.dumps(problem.model_dump()), self.status_code, headers=self.headers, media_type=PROBLEM)
 
 
-def busy(detail: str, seconds: int = 1) -> Refusal:
+def busy(detail: str, seconds: int = 1, *, code: str = "busy") -> Refusal:
     """The refusal of a busy service.
 
     Args:
         detail: why.
         seconds: value of Retry-After.
+        code: one of CODES.
 
     Returns:
         503.
     """
-    return Refusal(503, detail, headers={"Retry-After": str(seconds)})
+    return Refusal(503, detail, headers={"Retry-After": str(seconds)}, code=code)
 
 
 def invalid(errors: Sequence[Any], body: str = "body") -> Refusal:
@@ -485,10 +569,18 @@ def invalid(errors: Sequence[Any], body: str = "body") -> Refusal:
     for error in errors:
         root, *path = error["loc"]
         where = ".".join(str(part) for part in (body if root == "body" else root, *path))
-        message = f"unknown field {path[-1]!r}" if error["type"] == "extra_forbidden" and path else str(error["msg"])
-        found.append((where, message.removeprefix("Value error, ")))
+        found.append((where, _message(error)))
     first = "; ".join(f"{where}: {message}" for where, message in found[:3])
     return Refusal(422, f"The request is not valid: {first}", errors=found)
+
+
+def _message(error: Any) -> str:
+    """The message of one error of a ValidationError."""
+    if error["type"] == "extra_forbidden":
+        return f"unknown field {error['loc'][-1]!r}"
+    if error["type"] == "string_pattern_mismatch":
+        return _IN_WORDS[error["ctx"]["pattern"]]
+    return str(error["msg"]).removeprefix("Value error, ")
 
 
 def _clean(text: str) -> str:

@@ -4,6 +4,7 @@ Reads continue during a write.
 """
 
 import asyncio
+import base64
 import contextlib
 import io
 import itertools
@@ -47,6 +48,7 @@ from sfumato.serve.schemas import (
     GalleryName,
     Info,
     Item,
+    ItemList,
     Limits,
     Map,
     MapPoint,
@@ -314,9 +316,37 @@ class Service:
         items = await self.in_thread(self._items, served, [id])
         if not items.ids:
             raise Refusal(404, f"There is no item {id!r} among the {gallery}")
-        u = float(items.embeddings.total_variance[0])
-        payload = items.payloads[0]
-        return Item(id=id, uncertainty=u, payload=handed_out(payload), picture=image_path(served, id, payload))
+        (item,) = _as_items(served, items)
+        return item
+
+    async def items(self, gallery: GalleryName, cursor: str | None, limit: int) -> ItemList:
+        """Items in the order of their ids.
+
+        Args:
+            gallery: name of the gallery.
+            cursor: `next_cursor` of the items before; None to begin.
+            limit: largest number of items.
+
+        Returns:
+            The items. Who follows the cursors to the end meets every item that exists all the while exactly once.
+
+        Raises:
+            Refusal: 422, the cursor is none, or the payloads are too large for a response.
+        """
+        served, after = self.gallery(gallery), "" if cursor is None else _id_of(cursor)
+
+        def read() -> ItemList:
+            ids = served.gallery.ids_after(after, limit + 1)
+            more = len(ids) > limit
+            items = served.gallery.get(ids[:limit])
+            check_payloads(items.payloads, self.settings.max_response_bytes, "limit")
+            return ItemList(
+                gallery=gallery,
+                items=_as_items(served, items),
+                next_cursor=_cursor_of(ids[limit - 1]) if more else None,
+            )
+
+        return await self.in_thread(read)
 
     async def map(self, gallery: GalleryName, n: int) -> Map:
         """The map of a gallery.
@@ -340,7 +370,7 @@ class Service:
                 MapPoint(
                     **ellipse_of(ellipse).model_dump(),
                     id=i,
-                    uncertainty=u,
+                    total_variance=u,
                     payload=handed_out(payload),
                     picture=image_path(served, i, payload),
                 )
@@ -538,6 +568,29 @@ class Service:
             _LOG.exception("warming up failed: the service will not become ready")
 
 
+def _as_items(served: ServedGallery, items: GalleryRecords) -> list[Item]:
+    return [
+        Item(id=i, total_variance=u, payload=handed_out(payload), picture=image_path(served, i, payload))
+        for i, u, payload in zip(items.ids, items.embeddings.total_variance.tolist(), items.payloads, strict=True)
+    ]
+
+
+def _cursor_of(id: str) -> str:
+    return base64.urlsafe_b64encode(id.encode()).decode().rstrip("=")
+
+
+def _id_of(cursor: str) -> str:
+    """The id in a cursor."""
+    try:
+        id = base64.b64decode(cursor + "=" * (-len(cursor) % 4), altchars=b"-_", validate=True).decode()
+    except ValueError:
+        id = ""
+    if not id or "\0" in id:
+        reason = "is no cursor of this service; send the next_cursor of an answer, or none to begin"
+        raise Refusal(422, f"query.cursor: {reason}", errors=[("query.cursor", reason)])
+    return id
+
+
 def good(found: Sequence[GaussianEmbedding | BaseException], where: Sequence[str]) -> list[GaussianEmbedding]:
     """Check that all embeddings could be computed.
 
@@ -554,7 +607,7 @@ def good(found: Sequence[GaussianEmbedding | BaseException], where: Sequence[str
     if wrong := [(place, error) for place, error in zip(where, found, strict=True) if isinstance(error, BaseException)]:
         for _, error in wrong:
             if isinstance(error, Closed):
-                raise busy("The service is shutting down", 5)
+                raise busy("The service is shutting down", 5, code="not-ready")
             if not isinstance(error, ValueError | OSError):
                 raise error
         first, error = wrong[0]

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from sfumato.errors import UserError
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.search.collection import GaussianCollection
+from sfumato.search.gallery import GalleryRecords
 from sfumato.search.stores.protocol import StoreInUseError
 from sfumato.serve.answering import ServedGallery
 from sfumato.serve.decoding import Task, bytes_of
@@ -86,9 +87,13 @@ class Writer:
             found = await self.service.embedder.embed_texts([one.text or "" for one in items])
             rows = good(found, [f"{one.where}.text" for one in items])
 
+        created = 0
+
         def store() -> int:
+            nonlocal created
             collection.begin_writing()
-            before = _images_of(served, [one.id for one in items])
+            there = collection.get([one.id for one in items])
+            before, created = _images_in(served, there), len(items) - len(there.ids)
             payloads = [
                 {**one.payload, "text": one.text} if one.text is not None else dict(one.payload) for one in items
             ]
@@ -103,7 +108,7 @@ class Writer:
             return collection.size
 
         n = await self._alone(served, store, lambda: len(items))
-        return AddResponse(gallery=gallery, stored=len(items), n=n)
+        return AddResponse(gallery=gallery, stored=len(items), created=created, n=n)
 
     async def delete(self, gallery: GalleryName, ids: Sequence[str]) -> DeleteResponse:
         """Remove items and their uploaded images.
@@ -124,7 +129,7 @@ class Writer:
         def remove() -> int:
             nonlocal removed
             distinct = list(dict.fromkeys(ids))
-            images = _images_of(served, distinct)
+            images = _images_in(served, collection.get(distinct)) if served.uploads is not None else set[str]()
             removed = collection.delete(distinct)
             _forget_images(served, images)
             return collection.size
@@ -180,6 +185,7 @@ class Writer:
                 409,
                 f"The gallery of {gallery} is an index in a file, which cannot be changed; build a collection with"
                 " `sfumato index RUN ... --store file: --out FOLDER` and serve that",
+                code="index",
             )
         return served, served.writable
 
@@ -237,12 +243,16 @@ class Writer:
         except StoreInUseError as error:
             _LOG.error("nothing was written: %s", error)
             raise Refusal(
-                409, "Another process writes to this collection: send writes to that one, or end it and try again"
+                409,
+                "Another process writes to this collection: send writes to that one, or end it and try again",
+                code="other-writer",
             ) from error
         except (UserError, OSError) as error:
             _LOG.error("the store failed: %s", error)
             raise busy(
-                "The store failed. Send the same request again to complete it; the log of the service has the reason", 5
+                "The store failed. Send the same request again to complete it; the log of the service has the reason",
+                5,
+                code="store-failed",
             ) from error
 
     async def _optimise(self, served: ServedGallery, *, least: int = 1) -> int:
@@ -269,11 +279,9 @@ class Writer:
             task.exception()  # Retrieved, so that asyncio does not report it as lost.
 
 
-def _images_of(served: ServedGallery, ids: Sequence[str]) -> set[str]:
+def _images_in(served: ServedGallery, items: GalleryRecords) -> set[str]:
     """Names of the uploaded images of these items."""
-    if served.uploads is None:
-        return set()
-    return {payload[POINTER] for payload in served.gallery.get(ids).payloads if POINTER in payload}
+    return {payload[POINTER] for payload in items.payloads if POINTER in payload and served.uploads is not None}
 
 
 def _forget_images(served: ServedGallery, names: set[str]) -> None:

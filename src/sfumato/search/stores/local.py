@@ -259,6 +259,12 @@ class LocalStore:
             while rows := cursor.fetchmany(batch):
                 yield self._records(rows)
 
+    def ids_after(self, after: str, n: int) -> list[str]:
+        """See :meth:`VectorStore.ids_after`."""
+        with self._transaction() as connection:
+            rows = connection.execute("SELECT id FROM items WHERE id > ? ORDER BY id LIMIT ?", (after, n))
+            return [id for (id,) in rows]
+
     def optimise(self) -> None:
         """Release free space, and build the index of an approximate engine if it is missing or outdated.
 

@@ -324,15 +324,32 @@ class MilvusStore:
         condition, last = condition_on(filter), ""
         limit = min(batch, self._rows_a_message())
         while True:
-            after = f"id > {quoted(last)}" + (condition and f" and ({condition})")
-            # As pymilvus's query_iterator does, which does not quote ids: "iterator" asks for the smallest ids in
-            # order.
-            smallest = {"iterator": "True", "reduce_stop_for_best": "True"}
-            rows = self._call("query", {"filter": after, "limit": limit, "output_fields": _COLUMNS, **smallest})
+            rows = self._next(last, limit, _COLUMNS, condition)
             if not rows:
                 return
             yield self._records(rows)
             last = rows[-1]["id"]
+
+    def ids_after(self, after: str, n: int) -> list[str]:
+        """See :meth:`VectorStore.ids_after`."""
+        found: list[str] = []
+        while len(found) < n:
+            last = found[-1] if found else after
+            rows = self._next(last, min(n - len(found), self.most_rows), ["id"])
+            if not rows:
+                break
+            found += [row["id"] for row in rows]
+        return found
+
+    def _next(self, last: str, limit: int, columns: Sequence[str], condition: str = "") -> list[dict[str, Any]]:
+        """Rows after an id, in the order of their ids."""
+        after = f"id > {quoted(last)}" + (condition and f" and ({condition})")
+        # As pymilvus's query_iterator does, which does not quote ids: "iterator" asks for the smallest ids in order.
+        smallest = {"iterator": "True", "reduce_stop_for_best": "True"}
+        rows: list[dict[str, Any]] = self._call(
+            "query", {"filter": after, "limit": limit, "output_fields": list(columns), **smallest}
+        )
+        return rows
 
     def optimise(self) -> None:
         """Write the log into segments, which Milvus then indexes by itself; Lite does so in the background."""

@@ -280,6 +280,12 @@ class PgVectorStore:
                 while rows := cursor.fetchmany(batch):
                     yield self._records(rows)
 
+    def ids_after(self, after: str, n: int) -> list[str]:
+        """See :meth:`VectorStore.ids_after`."""
+        text = "SELECT id FROM {table} WHERE id > %s ORDER BY id LIMIT %s"
+        with self._connections.borrow() as connection:
+            return [id for (id,) in connection.execute(self._sql(text), [after, n]).fetchall()]
+
     def optimise(self) -> None:
         """Rebuild the index, if the options name one; meanwhile others can read, and writers wait."""
         identifier = self._psycopg.sql.Identifier

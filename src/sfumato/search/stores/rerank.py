@@ -512,6 +512,10 @@ class RerankStore:
                 # An item was replaced or deleted since the scan began. Its present record has deviations.
                 yield self.get(part.ids)
 
+    def ids_after(self, after: str, n: int) -> list[str]:
+        """See :meth:`VectorStore.ids_after`."""
+        return self._means.ids_after(after, n)
+
     def optimise(self) -> None:
         """Optimise the means, and remove deviations that no record names."""
         with self._writing():

@@ -1,0 +1,260 @@
+"""What clients of any HTTP interface expect: methods, statuses, lists, problems with codes, a whole document."""
+
+import re
+from pathlib import Path
+from urllib.parse import quote
+
+import pytest
+from serve.test_faults import problem
+from support.serving import in_base64, make_collection, picture, served
+
+from sfumato.models.galleries import GalleryPart, create_collection
+from sfumato.models.run import load_run
+from sfumato.serve.answering import open_sources
+from sfumato.serve.schemas import CODES
+
+GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "serve.md"
+
+
+def add(client, *ids, **more):
+    return client.post("/v1/items", json={"items": [{"id": i, "image": in_base64(picture())} for i in ids], **more})
+
+
+# ---------------------------------------------------------------- methods and statuses
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        *("/", "/healthz", "/readyz", "/docs", "/docs/style.css", "/openapi.json", "/metrics", "/page/page.js"),
+        *("/v1/info", "/v1/search?q=a", "/v1/map", "/v1/items", "/v1/items/000.png", "/v1/pictures/000.png?size=16"),
+        *("/v1/items/nothing", "/v1/search", "/nothing"),
+    ],
+)
+def test_head_says_what_get_says_without_the_body(client, path):
+    got, head = client.get(path), client.head(path)
+    assert head.status_code == got.status_code and head.content == b"" and got.content
+    for name in ("content-type", "content-security-policy", "etag", "cache-control"):
+        assert head.headers.get(name) == got.headers.get(name)
+    if path != "/metrics":  # It counts its own requests.
+        assert head.headers.get("content-length") == got.headers.get("content-length") == str(len(got.content))
+
+
+@pytest.mark.parametrize(
+    ("path", "methods"),
+    [
+        ("/", "GET, HEAD"),
+        ("/page/page.js", "GET, HEAD"),
+        ("/metrics", "GET, HEAD"),
+        ("/v1/search", "GET, HEAD, POST"),
+        ("/v1/search/image", "POST"),
+        ("/v1/items", "GET, HEAD, POST"),
+        ("/v1/items/000.png", "DELETE, GET, HEAD"),
+        ("/v1/items/image", "DELETE, GET, HEAD, POST"),
+    ],
+)
+def test_a_wrong_method_learns_the_right_ones(client, path, methods):
+    for method in ("PATCH", "OPTIONS", "PUT"):
+        answer = client.request(method, path)
+        assert problem(answer, 405)["code"] == "wrong-method"
+        assert answer.headers["allow"] == methods
+    assert client.request("PUT", path, content=b"body").headers["allow"] == methods
+
+
+def test_a_new_item_is_created_and_an_old_one_replaced(writable):
+    first = add(writable, "a/new one?.png")
+    assert first.status_code == 201 and first.json()["created"] == 1
+    assert first.headers["location"] == "/v1/items/a/new%20one%3F.png"
+    assert writable.get(first.headers["location"]).json()["id"] == "a/new one?.png"
+    again = add(writable, "a/new one?.png")
+    assert again.status_code == 200 and again.json()["created"] == 0 and "location" not in again.headers
+    some = add(writable, "a/new one?.png", "b")
+    assert some.status_code == 201 and "location" not in some.headers
+    assert some.json() == {"gallery": "images", "stored": 2, "created": 1, "n": first.json()["n"] + 1}
+    form = {"files": {"image": ("a.png", picture())}, "data": {"id": "c"}}
+    alone = writable.post("/v1/items/image", **form)
+    assert alone.status_code == 201 and alone.headers["location"] == "/v1/items/c"
+    assert writable.post("/v1/items/image", **form).status_code == 200
+    assert writable.delete("/v1/items/c").json()["deleted"] == 1
+
+
+def test_a_new_text_is_located_with_its_gallery(run, tmp_path):
+    model = load_run(run)
+    texts = GalleryPart(model.model.embed_texts(["a red bird"]), ["old"], ["a red bird"])
+    with create_collection(model, texts, tmp_path / "texts", model_source=run) as collection:
+        collection.upsert(texts.embeddings, texts.ids, texts.payload)
+    with served(open_sources(tmp_path / "texts")) as client:
+        body = {"gallery": "texts", "items": [{"id": "birds/7", "text": "a blue bird"}]}
+        answer = client.post("/v1/items", json=body)
+        assert answer.status_code == 201 and answer.headers["location"] == "/v1/items/birds/7?gallery=texts"
+        assert client.get(answer.headers["location"]).json()["payload"] == {"text": "a blue bird"}
+        assert client.post("/v1/items", json=body).status_code == 200
+        assert [item["id"] for item in client.get("/v1/items?gallery=texts").json()["items"]] == ["birds/7", "old"]
+
+
+@pytest.mark.parametrize(
+    "id",
+    ["a/b/c.png", "/a", "a/", "a//b", "a b", "a?b#c", "100%", "%2F", "ä/ö/🦊", "image", "delete", "a;b=c", "+", "'"],
+)
+def test_any_id_is_a_path(writable, id):
+    path = f"/v1/items/{quote(id)}"
+    answer = add(writable, id)
+    assert answer.status_code == 201 and answer.headers["location"] == path
+    item = writable.get(path).json()
+    assert item["id"] == id and writable.get(item["picture"]).status_code == 200
+    assert id in [one["id"] for one in writable.get("/v1/items", params={"limit": 1000}).json()["items"]]
+    assert writable.delete(path).status_code == 200
+    assert problem(writable.get(path), 404)["code"] == "not-found"
+
+
+# ---------------------------------------------------------------- lists
+
+
+def listed(client, limit, between=lambda page: None, **more):
+    found, cursor = [], None
+    while True:
+        page = client.get("/v1/items", params={"limit": limit, **more, **({"cursor": cursor} if cursor else {})}).json()
+        assert len(page["items"]) <= limit
+        found += [item["id"] for item in page["items"]]
+        if (cursor := page["next_cursor"]) is None:
+            return found
+        between(page)
+
+
+def test_items_are_listed_page_by_page(client, sources):
+    for name, served_gallery in sources.galleries.items():
+        ids = served_gallery.gallery.ids
+        for limit in (1, 7, len(ids) - 1, len(ids), 1000):
+            assert listed(client, limit, gallery=name) == sorted(ids)
+    page = client.get("/v1/items", params={"limit": 2}).json()
+    assert page["gallery"] == "images" and page["items"][0] == client.get("/v1/items/000.png").json()
+    assert len(client.get("/v1/items").json()["items"]) == min(100, len(sources.galleries["images"].gallery.ids))
+    for wrong in ("?", "a", "AAAA", "_w"):  # No base64, cut short, NUL, no UTF-8.
+        told = problem(client.get("/v1/items", params={"cursor": wrong}), 422)
+        assert told["errors"][0]["where"] == "query.cursor" and "next_cursor" in told["detail"]
+    for limit in ("0", "1001", "x"):
+        assert problem(client.get(f"/v1/items?limit={limit}"), 422)["errors"][0]["where"] == "query.limit"
+
+
+def test_a_list_misses_nothing_when_items_come_and_go(writable):
+    kept = listed(writable, 1000)
+    names = iter(range(100))
+
+    def change(page):
+        last = page["items"][-1]["id"]
+        assert add(writable, f"0{next(names)}").status_code == 201  # Before and after where the list is.
+        assert add(writable, f"{last}-new").status_code == 201
+        if last.endswith("-new"):
+            assert writable.delete(f"/v1/items/{last}").status_code == 200
+
+    found = listed(writable, 5, change)
+    assert found == sorted(found) and len(set(found)) == len(found) and set(kept) <= set(found)
+
+
+def test_a_list_with_large_payloads_is_refused(run, data, tmp_path):
+    with served(open_sources(make_collection(run, data, tmp_path / "c")), max_response_bytes=50) as client:
+        for i in "ab":
+            body = {"items": [{"id": i, "image": in_base64(picture()), "payload": {"note": "x" * 40}}]}
+            assert client.post("/v1/items", json=body).status_code == 201
+        told = problem(client.get("/v1/items?limit=1000"), 422)
+        assert told["errors"][0]["where"] == "limit" and "more than 50 bytes" in told["detail"]
+
+
+# ---------------------------------------------------------------- names
+
+
+def test_variances_have_their_name_and_keep_the_former_one(client):
+    question = {"queries": [{"text": "a red bar"}], "max_results": 40, "position": True}
+    (answer,) = client.post("/v1/search", json=question).json()["answers"]
+    told = [answer, *answer["hits"], client.get("/v1/items/000.png").json(), *client.get("/v1/map").json()["points"]]
+    assert all(one["total_variance"] == one["uncertainty"] > 0 for one in told)
+    middle = sorted(hit["total_variance"] for hit in answer["hits"])[20]
+    found = []
+    for name in ("max_total_variance", "max_uncertainty"):
+        (answer,) = client.post("/v1/search", json={**question, "filter": {name: middle}}).json()["answers"]
+        got = client.get("/v1/search", params={"q": "a red bar", "max_results": 40, name: middle}).json()
+        assert [h["id"] for h in got["answers"][0]["hits"]] == [h["id"] for h in answer["hits"]]
+        assert answer["hits"] and max(h["total_variance"] for h in answer["hits"]) <= middle
+        found.append(answer["hits"])
+    assert found[0] == found[1]
+    both = {"filter": {"max_total_variance": 1, "max_uncertainty": 1}}
+    assert "former name" in problem(client.post("/v1/search", json={**question, **both}), 422)["detail"]
+
+
+# ---------------------------------------------------------------- problems
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "options", "code"),
+    [
+        ("GET", "/v1/info", {"headers": {"X-API-Key": "x"}}, None),
+        ("GET", "/nothing", {}, "no-such-path"),
+        ("GET", "/v1/items/nothing", {}, "not-found"),
+        ("GET", "/v1/items?gallery=sounds", {}, "invalid"),
+        ("PUT", "/v1/info", {}, "wrong-method"),
+        ("POST", "/v1/search", {"content": b"{}"}, "wrong-content-type"),
+        ("POST", "/v1/search", {"json": {}}, "invalid"),
+        ("POST", "/v1/search", {"json": {}, "headers": {"Origin": "http://elsewhere"}}, "other-site"),
+        ("POST", "/v1/search/image", {"files": {"image": ("a", b"x" * 100_000_000)}}, "too-large"),
+        ("DELETE", "/v1/items/000.png", {}, "index"),
+    ],
+)
+def test_problems_have_codes(client, method, path, options, code):
+    answer = client.request(method, path, **options)
+    if code is None:
+        assert answer.status_code == 200
+        return
+    told = answer.json()
+    assert told["code"] == code and told["status"] == answer.status_code == CODES[code][0]
+    assert told["type"] == f"/docs#problem-{code}"
+    assert f'id="problem-{code}"' in client.get("/docs").text
+
+
+def test_the_guide_lists_every_code():
+    rows = re.findall(r"^\| `([a-z-]+)` \| (\d{3}) \|", GUIDE.read_text(encoding="utf-8"), re.MULTILINE)
+    assert {code: int(status) for code, status in rows} == {code: status for code, (status, _) in CODES.items()}
+
+
+@pytest.mark.parametrize(
+    ("body", "where", "message"),
+    [
+        ({"queries": [{"text": "   "}]}, "body.queries.0.text", "blank"),
+        ({"queries": [{"text": "a\0b"}]}, "body.queries.0.text", "NUL"),
+        ({"queries": [{"id": "a\0b"}]}, "body.queries.0.id", "NUL"),
+        ({"queries": [{"text": "a"}], "filter": {"where": {"a\0": ["b"]}}}, "body.filter.where.a\0.[key]", "NUL"),
+        ({"queries": [{"text": "a"}], "colour": 1}, "body.colour", "unknown field 'colour'"),
+    ],
+)
+def test_messages_are_in_words(client, body, where, message):
+    told = problem(client.post("/v1/search", json=body), 422)
+    (error,) = told["errors"]
+    assert error["where"] == where and message in error["message"]
+    assert "pattern" not in told["detail"] and "\\x00" not in told["detail"]
+
+
+def test_messages_of_links_are_in_words(client):
+    told = problem(client.get("/v1/search?q=a&where=label"), 422)
+    assert "expected FIELD:VALUE" in told["detail"] and "pattern" not in told["detail"]
+
+
+# ---------------------------------------------------------------- the document
+
+
+def test_every_operation_and_field_is_described(client):
+    document = client.get("/openapi.json").json()
+    names = []
+    for path, operations in document["paths"].items():
+        for method, operation in operations.items():
+            names.append(operation["operationId"])
+            assert operation["summary"] and operation["description"], (method, path)
+            for parameter in operation.get("parameters", ()):
+                assert parameter.get("description") or parameter["schema"].get("description"), (path, parameter["name"])
+    assert len(set(names)) == len(names) and all(re.fullmatch("[a-z]+(_[a-z]+)+|search", name) for name in names)
+    schemas = document["components"]["schemas"]
+    assert len(schemas) > 20
+    for name, schema in schemas.items():
+        assert schema.get("description"), name
+        for field, one in schema["properties"].items():
+            assert one.get("description"), f"{name}.{field}"
+    assert schemas["ResultRecord"]["properties"]["uncertainty"]["deprecated"]
+    assert schemas["ItemFilter"]["properties"]["max_uncertainty"]["deprecated"]

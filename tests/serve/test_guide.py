@@ -1,0 +1,133 @@
+"""The commands of the guides are run as they are printed, in their order, against the services that the guide means."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+from serve.test_service import Process
+from support.serving import calibration, embedded, embedding_sources, make_embedding_run
+
+from sfumato.models.galleries import GalleryPart, create_collection
+from sfumato.models.run import load_run
+
+DOCS = Path(__file__).parents[2] / "docs"
+GUIDE = DOCS / "guides" / "serve.md"
+ADDRESS = "127.0.0.1:8000"
+
+pytestmark = pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
+
+
+def commands(text):
+    """The lines that call curl on the address of the guide."""
+    return [line.strip() for line in text.splitlines() if re.match(r"(    )?\S*(curl|python3) .*127\.0\.0\.1", line)]
+
+
+def section(text, heading):
+    (found,) = re.findall(rf"^## {heading}\n(.*?)(?=^## )", text, re.MULTILINE | re.DOTALL)
+    return found
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    """An empty folder to work in, where curl makes an error status an error."""
+    folder = tmp_path_factory.mktemp("home")
+    (folder / ".curlrc").write_text('fail-with-body\nsilent\nshow-error\nnoproxy = "*"\nmax-time = 30\n')
+    return folder
+
+
+def shell(command, home, port):
+    """What a command prints, in a shell where python3 is this Python."""
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    line = ["bash", "-c", f"set -o pipefail; {command.replace(ADDRESS, f'127.0.0.1:{port}')}"]
+    environment = {**os.environ, "PATH": path, "HOME": str(home), "CURL_HOME": str(home)}
+    done = subprocess.run(line, cwd=home, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+def collection(model, source, part, folder):
+    with create_collection(model, part, folder, model_source=source) as made:
+        made.upsert(part.embeddings, part.ids, part.payload)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def service(run, data, tmp_path_factory):
+    """Of two small collections, of images with the ids of the demo and of texts."""
+    folder, model = tmp_path_factory.mktemp("served"), load_run(run)
+    pictures = folder / "pictures"
+    for i, path in enumerate(sorted(data.glob("*.png"))[:12]):
+        target = pictures / ("1F98A/fluent3d" if i == 0 else f"{i}.png")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(path, target.with_suffix(".png"))
+    images = embedded(model, pictures)
+    ids = [one.removesuffix(".png") if "1F98A" in one else one for one in images.ids]
+    os.rename(pictures / "1F98A/fluent3d.png", pictures / "1F98A/fluent3d")
+    place = ["wood" if i % 2 else "zoo" for i in range(len(ids))]
+    images = replace(images, ids=ids, kept={"place": place})
+    words = [f"a {c} {s}" for c in ("red", "green", "blue") for s in ("circle", "square", "cross")]
+    texts = GalleryPart(model.model.embed_texts(words), [f"text {i}" for i in range(len(words))], words)
+    model = replace(model, calibrated=True, calibration=calibration(texts.embeddings, images.embeddings))
+    process = Process(
+        collection(model, run, images, folder / "images"), "--texts", collection(model, run, texts, folder / "texts")
+    )
+    yield process
+    process.end(signal.SIGTERM)
+
+
+def test_the_commands_of_the_guide(service, home):
+    text = GUIDE.read_text(encoding="utf-8")
+    vectors = commands(section(text, "Search by vector"))
+    told = {}
+    for command in commands(text):
+        if command not in vectors:
+            told[command] = shell(command, home, service.client.base_url.port)
+    assert len(told) >= 14
+    for command, answer in told.items():
+        if " -o " in command:
+            assert answer == ""
+        elif "search" in command:
+            for one in json.loads(answer)["answers"]:
+                assert one["hits"], command
+        else:
+            assert json.loads(answer), command
+    with Image.open(home / "small.png") as small:
+        assert 0 < max(small.size) <= 64
+    created = next(json.loads(answer) for command, answer in told.items() if "id=foxes/1.png" in command)
+    assert created["created"] == 1
+    assert json.loads(told[f"curl -X DELETE {ADDRESS}/v1/items/foxes/1.png"])["deleted"] == 1
+
+
+def test_the_commands_of_the_guide_about_vectors(tmp_path, home):
+    text = section(GUIDE.read_text(encoding="utf-8"), "Search by vector")
+    run = make_embedding_run(tmp_path)
+    embedding_sources(run).galleries["images"].gallery.save(tmp_path / "index")
+    vectors = np.load(tmp_path / "texts.npy")
+    np.save(home / "vector.npy", vectors[0])
+    np.save(home / "vectors.npy", vectors[:3])
+    process = Process(tmp_path / "index")
+    try:
+        port = process.client.base_url.port
+        info, searched = (json.loads(shell(command, home, port)) for command in commands(text))
+        assert info["query_kinds"]["vector"] == {"text": 5, "image": 6} and searched["answers"][0]["hits"]
+        (block,) = re.findall(r"(?:^    .*\n|^\n)+", text[text.index("In Python") :], re.MULTILINE)[:1]
+        script = home / "script.py"
+        script.write_text("\n".join(line[4:] for line in block.splitlines()).replace(ADDRESS, f"127.0.0.1:{port}"))
+        printed = shell(f"{sys.executable} {script}", home, port)
+        assert len(printed.splitlines()) == 3 and "photo-" in printed
+    finally:
+        process.end(signal.SIGTERM)
+
+
+def test_no_other_page_has_commands_that_nobody_runs():
+    others = [DOCS.parent / "README.md", *DOCS.rglob("*.md")]
+    assert [path for path in others if path != GUIDE and commands(path.read_text(encoding="utf-8"))] == []
