@@ -357,8 +357,10 @@ def test_exported_models_embed_index_and_search(work, sfumato, tmp_path):
 
 
 def test_trust_prints_tables_and_writes_json(work, sfumato):
-    status, out, _ = sfumato("trust", work / "run", "--bootstrap", 10, "--corrupted", 4)
+    status, out, _ = sfumato("trust", work / "run", "--bootstrap", 10)
     assert status == 0 and len(out.splitlines()) <= 12 and "erased" not in out
+    written = json.loads((work / "run" / "trust-test.json").read_text())
+    assert written["directions"]["t2i"]["corruptions"] == {}, "embedding them is what takes the time"
     # A toy of three epochs ranks by chance, or has too few queries.
     assert "rely on nothing" in out or "too few to tell" in out
     for word in ("recall@1", "chance", "--details"):

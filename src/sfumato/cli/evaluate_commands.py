@@ -526,7 +526,14 @@ def trust(
     split: Split = "test",
     queries: Annotated[str, typer.Option(help="Queries whose uncertainty is measured: text, image or both.")] = "both",
     bootstrap: Bootstrap = 1000,
-    corrupted: Annotated[int, typer.Option(min=0, help="Number of queries to corrupt in each way; 0 for none.")] = 200,
+    corrupted: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            show_default="200 with --details or --json, else 0",
+            help="Number of queries to corrupt and embed again in each way; 0 for none.",
+        ),
+    ] = None,
     seed: Seed = 0,
     details: Annotated[
         bool, typer.Option("--details", help="After the summary, print the tables of all figures.")
@@ -546,6 +553,8 @@ def trust(
     opened = open_model_on_data(model, data, overrides, split, device, purpose="measure it on")
     check_results(opened)
     path = None
+    if corrupted is None:  # The summary says nothing of corruptions, and embedding them takes most of the time.
+        corrupted = 200 if details or as_json else 0
     if opened.own_run is not None:
         report, path = trust_run(
             opened.own_run, split, queries=queries, n_resamples=bootstrap, n_corrupted=corrupted, seed=seed
