@@ -1,6 +1,7 @@
 """Post-hoc uncertainties of frozen models: every method and baseline, three data sets, two models each, three seeds.
 
     python benchmarks/referee.py WORK [--data FOLDER] [--seeds 0 1 2] [--only MODEL ...] [--json FILE] [--tables]
+        [--adapters {short,long,published}]
 
 emoji: heads on EfficientNet-Lite0 and MiniLM, a fifth of the wordings held out; splits test and wordings. flickr8k:
 heads on precomputed features, recipe `embeddings`. coco-captions: nothing is trained; the first caption of an image
@@ -8,15 +9,18 @@ searches for its four others by MiniLM, last or third layer, and the seed decide
 are trained by InfoNCE and by triplets with semi-hard negatives.
 
 Models and figures are kept in WORK, so that the command resumes. FOLDER has flickr8k/ and coco5k_text/ and is
-$SFUMATO_SHARED/data unless given. --tables prints what WORK has, and computes nothing.
+$SFUMATO_SHARED/data unless given. --tables prints what WORK has, and computes nothing. --adapters long fits the methods
+that train a network alone, for their published number of epochs.
 """
 
 import argparse
+import io
 import json
 import os
 import platform
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,14 +28,26 @@ from typing import Any
 import numpy as np
 import torch
 
+from sfumato.data.images import Problems
+from sfumato.encoders.dual import DualEncoder
 from sfumato.encoders.frozen import text_backbone
 from sfumato.files import write_atomically
 from sfumato.metrics.uncertainty import spearman
+from sfumato.models.embed import load_splits
 from sfumato.models.recipe import find_recipe, load_recipe
 from sfumato.models.run import load_run
+from sfumato.models.trust_run import corrupt_texts
+from sfumato.posthoc import METHODS
 from sfumato.reports.referee_tables import referee_summary, referee_tables
 from sfumato.studies.contestants import CONTESTANTS
-from sfumato.studies.frozen_model import FrozenModel, FrozenSplit, freeze
+from sfumato.studies.frozen_model import (
+    FrozenCorruption,
+    FrozenModel,
+    FrozenSplit,
+    freeze,
+    last_layer,
+    layer_inputs,
+)
 from sfumato.studies.referee import RefereeOptions, adapter_epochs, referee_model
 from sfumato.training.loop import fit
 
@@ -43,29 +59,91 @@ FLICKR8K = {"images": "efflite0_224_fp16.npy", "texts": "minilm_l6_v2_fp16.npy",
 LAYERS = (3, 6)
 """Layers of MiniLM that are frozen models of captions; 6 is the last one."""
 
+N_CORRUPTED = 100
+"""Queries of either side that are corrupted in each way."""
+
 ADAPTER_EPOCHS = 4
 """Passes over the pairs of an adapter; half of the default, so that the table takes less than two hours."""
 
 
-def trained(run: Path, recipe: str, changes: list[str], tests: tuple[str, ...]) -> FrozenModel:
+ADAPTERS = tuple(adapter_epochs(1))
+
+
+def adapter_options(kind: str) -> dict[str, dict[str, Any]]:
+    """How the networks are trained: "short" for the table, "long" for the published epochs, batches and optimisers with
+    the small networks of the table, "published" with the published networks too."""
+    if kind == "short":
+        return adapter_epochs(ADAPTER_EPOCHS)
+    found: dict[str, dict[str, Any]] = {}
+    for name in ADAPTERS:
+        method: Any = METHODS[name]
+        widths = method.published.widths if kind == "published" else method.default.widths
+        found[name] = {"training": replace(method.published, widths=widths)}
+    if kind == "published":
+        found["probvlm"]["head_width"] = None
+    return found
+
+
+def trained(run: Path, recipe: str, changes: list[str], tests: tuple[str, ...], seed: int) -> FrozenModel:
     """Heads of a recipe, trained unless they are there."""
     if not (run / "model.safetensors").exists():
         fit(load_recipe(find_recipe(recipe), changes), run)
     loaded = load_run(run)
-    return freeze(loaded, loaded.recipe.data, tests, name=run.name.rpartition("-seed")[0])
+    name = run.name.rpartition("-seed")[0]
+    return freeze(loaded, loaded.recipe.data, tests, name=name, n_corrupted=N_CORRUPTED, seed=seed)
 
 
 def emoji(work: Path, data: Path, seed: int, *, triplet: bool) -> FrozenModel:
     more = [TRIPLET, "optim.lr=1.5e-3", "optim.logits_lr_multiplier=1"] if triplet else []
     run = work / "runs" / f"emoji-{'triplet' if triplet else 'infonce'}-seed{seed}"
-    return trained(run, "emoji-infonce", [*EMOJI, *more, f"train.seed={seed}"], ("test", "wordings"))
+    return trained(run, "emoji-infonce", [*EMOJI, *more, f"train.seed={seed}"], ("test", "wordings"), seed)
 
 
 def flickr8k(work: Path, data: Path, seed: int, *, triplet: bool) -> FrozenModel:
     more = [TRIPLET, "optim.lr=2e-3", "optim.logits_lr_multiplier=1"] if triplet else []
     files = [f"data.{key}={data / 'flickr8k' / name}" for key, name in FLICKR8K.items()]
     run = work / "runs" / f"flickr8k-{'triplet' if triplet else 'infonce'}-seed{seed}"
-    return trained(run, "embeddings", [*files, *more, f"train.seed={seed}"], ("test",))
+    model = trained(run, "embeddings", [*files, *more, f"train.seed={seed}"], ("test",), seed)
+    loaded = load_run(run)
+    captions = load_splits(loaded.recipe.data, Problems())["test"].texts
+    found = corrupted_captions(model, captions, seed, partial(of_text_head, loaded.model))
+    notes = ("images are not corrupted: only their features are there",)
+    return replace(model, corruptions=found, notes=notes)
+
+
+def of_text_head(model: DualEncoder, features: np.ndarray) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Raw embeddings and inputs of the last layer, of texts that a head reads as rows of a table."""
+    layer = last_layer(model.text)
+    assert layer is not None
+    store, _ = model.text.processor.read([partial(npy_bytes, row) for row in features])
+    hidden = layer_inputs(model.text, store)
+    return hidden @ layer[0].T + layer[1], hidden
+
+
+def npy_bytes(row: np.ndarray) -> bytes:
+    with io.BytesIO() as file:
+        np.save(file, row.reshape(1, -1).astype(np.float32))
+        return file.getvalue()
+
+
+def of_features(features: np.ndarray) -> tuple[torch.Tensor, torch.Tensor | None]:
+    return torch.from_numpy(features).float(), None
+
+
+def corrupted_captions(
+    model: FrozenModel,
+    captions: Sequence[str],
+    seed: int,
+    embed: Callable[[np.ndarray], tuple[torch.Tensor, torch.Tensor | None]],
+    layer: int = 6,
+) -> tuple[FrozenCorruption, ...]:
+    """Corrupted texts of split test, where the model reads features of MiniLM and not texts."""
+    backbone, split = text_backbone("minilm-l6-v2", pooled=True, layers=(layer,)), model.tests["test"]
+    assert len(captions) == len(split.texts)
+    found = corrupt_texts(captions, np.ones(len(captions), bool), N_CORRUPTED, seed)
+    return tuple(
+        FrozenCorruption.of(split, "text", c, lambda texts: embed(np.concatenate(backbone(texts)))) for c in found
+    )
 
 
 def embed_captions(work: Path, captions: list[str]) -> None:
@@ -80,20 +158,23 @@ def embed_captions(work: Path, captions: list[str]) -> None:
 def coco_captions(work: Path, data: Path, seed: int, *, layer: int) -> FrozenModel:
     """The first caption of an image in place of the image, its other four as texts."""
     file = work / f"minilm-layer{layer}.npy"
+    captions = (data / "coco5k_text" / "testall_caps.txt").read_text(encoding="utf-8").splitlines()
     if not file.exists():
-        embed_captions(work, (data / "coco5k_text" / "testall_caps.txt").read_text(encoding="utf-8").splitlines())
+        embed_captions(work, captions)
     embedded = torch.from_numpy(np.load(file)).float()
     ids = (data / "coco5k_text" / "testall_ids.txt").read_text().split()
     assert len(ids) == len(embedded) == 25_000 and all(len(set(ids[k : k + 5])) == 1 for k in range(0, 25_000, 5))
     images = torch.arange(0, 25_000, 5)
     order = torch.randperm(5000, generator=torch.Generator().manual_seed(seed))
-    splits = []
+    splits, texts = [], []
     for part in order.split([3000, 1000, 1000]):
         first = images[part.sort().values]
         others = (first[:, None] + torch.arange(1, 5)).flatten()
         pairs = np.stack([np.repeat(np.arange(len(first)), 4), np.arange(len(others))], axis=1)
         splits.append(FrozenSplit(embedded[first], embedded[others], pairs))
-    return FrozenModel(f"coco-captions-layer{layer}", splits[0], splits[1], {"test": splits[2]})
+        texts.append([captions[k] for k in others.tolist()])
+    model = FrozenModel(f"coco-captions-layer{layer}", splits[0], splits[1], {"test": splits[2]})
+    return replace(model, corruptions=corrupted_captions(model, texts[2], seed, of_features, layer))
 
 
 MODELS: dict[str, Callable[[Path, Path, int], FrozenModel]] = {
@@ -120,18 +201,24 @@ def main() -> None:
     parser.add_argument("--data", type=Path, default=Path(shared) / "data" if shared else Path("data"))
     parser.add_argument("--seeds", type=int, nargs="*", default=[0, 1, 2])
     parser.add_argument("--only", nargs="*", choices=list(MODELS), default=list(MODELS))
+    parser.add_argument("--adapters", choices=("short", "long", "published"), default="short")
     parser.add_argument("--tables", action="store_true")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(1)
     options.work.mkdir(parents=True, exist_ok=True)
-    files = {(name, seed): options.work / f"{name}-seed{seed}.json" for seed in options.seeds for name in options.only}
+    suffix, methods = ("", CONTESTANTS) if options.adapters == "short" else (f"-{options.adapters}", ADAPTERS)
+    files = {
+        (name, seed): options.work / f"{name}-seed{seed}{suffix}.json"
+        for seed in options.seeds
+        for name in options.only
+    }
     for (name, seed), path in {} if options.tables else files.items():
         model = MODELS[name](options.work, options.data, seed)
-        chosen = RefereeOptions(fit=adapter_epochs(ADAPTER_EPOCHS), seed=seed)
+        chosen = RefereeOptions(methods, adapter_options(options.adapters), seed=seed)
         referee_model(model, chosen, path=path, about=about(), say=partial(print, flush=True))
     found = {key: json.loads(path.read_text()) for key, path in files.items() if path.exists()}
-    found = {key: report for key, report in found.items() if len(report["methods"]) == len(CONTESTANTS)}
+    found = {key: report for key, report in found.items() if len(report["methods"]) == len(methods)}
     if unfinished := [f"{name} seed {seed}" for name, seed in files if (name, seed) not in found]:
         print(f"Not finished, and left out: {', '.join(unfinished)}.\n")
     models = [[report for (model, _), report in found.items() if model == name] for name in options.only]

@@ -246,7 +246,7 @@ FLOORS: dict[str, list[str]] = {
         "ablation",
     ],
     "studies": [
-        "audit corruption frozen_model maps phrase_boxes toy words zeroshot",
+        "audit corruption frozen_model maps peak_memory phrase_boxes toy words zeroshot",
         "contestants crops sets",
         "analyse referee",
     ],

@@ -3,22 +3,35 @@
 import csv
 import json
 import math
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from scipy.stats import spearmanr
 from support.toy import make_toy
 from torch.nn import functional
 
 from sfumato.errors import UserError
 from sfumato.metrics.reliability import log_loss
+from sfumato.models.embed import load_split
 from sfumato.models.recipe import find_recipe, load_recipe
 from sfumato.models.run import load_run
+from sfumato.models.trust_run import corrupted_images, corrupted_texts
 from sfumato.posthoc import METHODS, AdapterTraining, fit_hit_logits
-from sfumato.reports.referee_tables import referee_heading, referee_summary, referee_table, referee_tables
+from sfumato.reports.referee_tables import (
+    corruption_table,
+    referee_heading,
+    referee_summary,
+    referee_table,
+    referee_tables,
+)
+from sfumato.studies import peak_memory
 from sfumato.studies import referee as referee_module
 from sfumato.studies.contestants import BASELINES, CONTESTANTS, fit_contestant, pair_calibration
-from sfumato.studies.frozen_model import FrozenModel, FrozenSplit, freeze
+from sfumato.studies.frozen_model import FrozenCorruption, FrozenModel, FrozenSplit, freeze
+from sfumato.studies.peak_memory import PeakMemory
 from sfumato.studies.referee import RefereeOptions, adapter_epochs, referee_model, wanted_methods
 from sfumato.training.loop import fit
 
@@ -80,6 +93,8 @@ def untimed(report):
         for split in method.get("tests", {}).values():
             for figures in split.values():
                 figures.pop("ms_per_query")
+                figures.pop("query_megabytes")
+        method.pop("fit_megabytes", None)
     return found
 
 
@@ -249,6 +264,86 @@ def test_selected_images_keep_their_texts_and_matches():
     assert split.many_to_many and not split_of(9, 5).many_to_many
 
 
+def test_other_queries_keep_the_gallery_and_their_matches():
+    split = split_of(9, 5, many=True)
+    for side, column in (("image", 0), ("text", 1)):
+        index = np.array([1, 4, 5])
+        x, hidden = draw(3, 6, seed=9), draw(3, 4, seed=8)
+        part, other = split.with_queries(side, index, x, hidden), {"image": "text", "text": "image"}[side]
+        expected = {
+            tuple(index.tolist().index(v) if c == column else v for c, v in enumerate(pair))
+            for pair in split.pairs.tolist()
+            if pair[column] in index
+        }
+        assert {tuple(pair) for pair in part.pairs.tolist()} == expected
+        assert torch.equal(part.embeddings(side), x) and torch.equal(part.hidden(side), hidden)
+        assert torch.equal(part.embeddings(other), split.embeddings(other))
+        assert len(part.groups) == len(part.images)
+
+
+# ---------------------------------------------------------------- corruptions and costs
+def noisier(split, side, index, strength):
+    """Queries with noise on the inputs of the last layer."""
+    rows, (matrix, bias) = torch.from_numpy(index), PROJECTIONS[side]
+    hidden = split.hidden(side)[rows] + strength * draw(len(index), matrix.shape[1], seed=33)
+    return split.with_queries(side, index, hidden @ matrix.T + bias, hidden)
+
+
+@pytest.fixture(scope="module")
+def damaged(model):
+    """The model with noisy texts and images; the strengths are standard deviations."""
+    split, strengths, found = model.tests["test"], (0.0, 0.5, 2.0, 8.0), []
+    for side, index in (("text", np.arange(0, 90, 3)), ("image", np.arange(0, 60, 2))):
+        splits = tuple(noisier(split, side, index, s) for s in strengths)
+        found.append(FrozenCorruption(f"noisy_{side}s", side, strengths, splits))
+    return replace(model, corruptions=tuple(found))
+
+
+def test_the_response_to_corruptions_is_that_of_loops(damaged):
+    options = RefereeOptions(methods=("constant", "top1", "asymvlm"), fit=TINY, n_resamples=20, n_absent=0)
+    methods = referee_model(damaged, options)["methods"]
+    assert set(methods["asymvlm"]["corruptions"]) == {"noisy_texts"}
+    for corruption in damaged.corruptions:
+        steps = []
+        for split in corruption.splits:
+            cosine, match = by_loops(split, corruption.side)
+            steps.append([1 - max(row) for row in cosine])
+            recall = np.mean([first_hit(c, m) for c, m in zip(cosine, match, strict=True)])
+            figures = methods["top1"]["corruptions"][corruption.name]
+            assert figures["recall"][len(steps) - 1] == pytest.approx(recall)
+        assert figures["auroc"]["value"] == pytest.approx(auroc_by_loops(steps[0], steps[-1]), abs=0.01)
+        rho = [spearmanr(range(4), u).statistic for u in zip(*steps, strict=True)]
+        assert figures["spearman"]["value"] == pytest.approx(np.mean(rho), abs=0.02)
+        assert figures["auroc"]["low"] <= figures["auroc"]["value"] <= figures["auroc"]["high"]
+        assert figures["recall"][0] > figures["recall"][-1] + 0.2 and figures["auroc"]["value"] > 0.6
+        chance = methods["constant"]["corruptions"][corruption.name]
+        assert chance["auroc"]["value"] == 0.5 and chance["spearman"]["value"] == 0
+
+
+def test_other_corruptions_are_another_model(damaged, model):
+    fewer = replace(damaged, corruptions=damaged.corruptions[:1])
+    assert len({model.digest, damaged.digest, fewer.digest}) == 3
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="only Linux can reset the peak of its memory")
+def test_peak_memory_sees_what_is_freed_again_and_not_what_was_there():
+    kept = torch.ones(10_000_000)  # 40 MB, there before
+    torch.ones(30_000_000)  # 120 MB, freed before
+    with PeakMemory() as memory:
+        (kept[:5_000_000] + 1).sum()  # 20 MB that tracemalloc does not see
+    assert 19 < memory.megabytes < 35
+    with PeakMemory() as nothing:
+        pass
+    assert nothing.megabytes < 3
+
+
+def test_peak_memory_is_none_where_it_cannot_be_reset(monkeypatch, tmp_path):
+    monkeypatch.setattr(peak_memory, "_RESET", tmp_path / "none" / "clear_refs")
+    with PeakMemory() as memory:
+        pass
+    assert memory.megabytes is None
+
+
 # ---------------------------------------------------------------- files
 def test_finished_contestants_are_not_computed_again(model, tmp_path, monkeypatch):
     path = tmp_path / "tiny.json"
@@ -297,14 +392,25 @@ def made(values, seed=0):
             "n_galleries": 1, "recall": interval(0.25), "recall_csd": None, "log_loss": interval(loss), "ece": 0.01,
             "wrong_auroc": interval(auroc), "wrong_aurc": interval(0.5), "wrong_excess_aurc": interval(0.2),
             "wrong_gain": interval(0.3), "absent_auroc": 0.5, "ambiguity": None, "ms_per_query": 1.5,
+            "query_megabytes": 3.0,
             "minus_s_r2": {b: {"score": {"value": None, "low": None, "high": None}} for b in ("count", "width")},
         }
         for name, (loss, auroc) in values.items()
     }  # fmt: skip
-    methods = {n: {"fit_seconds": 12.0, "bytes": 2e6, "tests": {"test": {"t2i": f}}} for n, f in figures.items()}
+    methods = {
+        n: {"fit_seconds": 12.0, "fit_megabytes": 40.0, "bytes": 2e6, "tests": {"test": {"t2i": f}}}
+        for n, f in figures.items()
+    }
     methods["laplace"] = {"unavailable": "no layers"}
     sizes = {"train": {}, "val": {}, "test": {"images": 1000, "texts": 5000}}
-    return {"model": "tiny", "seed": seed, "sizes": sizes, "notes": ["a note"], "methods": methods}
+    return {
+        "model": "tiny",
+        "seed": seed,
+        "sizes": sizes,
+        "notes": ["a note"],
+        "not_built": {"g": "slow"},
+        "methods": methods,
+    }
 
 
 def test_a_table_by_hand():
@@ -313,13 +419,34 @@ def test_a_table_by_hand():
     assert lines[0].startswith("| method | log loss | ECE | wrong: AUROC | AURC |") and "S·R²" not in lines[0]
     assert lines[2].startswith("| better | **.500** ± .000 | **.010** ± .000 | .600 ± .000 |")
     assert lines[3].startswith("| worse | .800 ± .141 | **.010** ± .000 | **.650** ± .071 |")
-    assert lines[3].endswith("| 12 | 1.50 | 2.00 |")
+    assert lines[0].endswith("| fit, s | fit, MB | ms a query | query, MB | stored, MB |")
+    assert lines[3].endswith("| 12 | 40 | 1.50 | 3.00 | 2.00 |")
     assert lines[5] == "Not available: laplace (no layers)."
     heading = referee_heading(reports, "test", "t2i")
     assert heading == "tiny, split test, text -> image: 1,000 images, 5,000 texts, recall@1 25.0%, 2 seeds"
     alone = referee_tables(reports[:1], ["better"])
     assert "| better | **.500** [.400, .600] |" in alone and "worse" not in alone and "image -> text" not in alone
-    assert alone.endswith("Note: a note.")
+    assert alone.endswith("Note: a note.\nNot built: g. slow.")
+
+
+def test_a_table_of_corruptions_by_hand():
+    interval = lambda v: {"value": v, "low": v - 0.1, "high": v + 0.1}
+
+    def report(auroc):
+        methods = {}
+        for name, shift in (("worse", 0.0), ("better", 0.2)):
+            figures = {"auroc": interval(auroc + shift), "spearman": interval(shift)}
+            common = {"n_queries": 9, "recall": [0.5, 0.25], "strengths": [0.0, 1.0]}
+            methods[name] = {"corruptions": {"blurred": {"direction": "i2t", **common, **figures}}}
+        return {"model": "tiny", "methods": methods | {"laplace": {"unavailable": "no layers"}}}
+
+    lines = corruption_table([report(0.5), report(0.7)], "i2t").splitlines()
+    assert lines[0] == "**tiny, image -> text: 9 corrupted queries. Recall@1: blurred 50.0% to 25.0%**"
+    assert lines[2] == "| method | blurred: AUROC | blurred: Spearman |"
+    assert lines[4] == "| better | **.800** ± .141 | **.200** ± .000 |"
+    assert lines[5].startswith("| worse | .600 ±") and len(lines) == 6
+    assert "| better | **.700** [.600, .800] |" in corruption_table([report(0.5)], "i2t")
+    assert corruption_table([report(0.5)], "t2i") == ""
 
 
 def test_a_summary_by_hand():
@@ -385,6 +512,7 @@ def test_the_command_prints_tables_writes_files_and_resumes(run, sfumato):
     tables = [line for line in out.splitlines() if line.startswith("**run, split test")]
     assert len(tables) == 2 and "text -> image: 30 images, 60 texts" in tables[0]
     assert all(f"\n| {name} |" in out for name in chosen[1].split(","))
+    assert "Note: images are not corrupted: the model reads embeddings" in out and "corrupted queries" not in out
     path = run / "referee-test" / "run-seed0.json"
     first = path.read_text()
     status, out, err = sfumato("referee", run, *chosen, "--json")
@@ -414,7 +542,23 @@ def test_other_models_and_other_distances_are_refused(sfumato, tmp_path):
     fit(load_recipe(recipe, ["train.epochs=1"]), tmp_path / "csd")
     status, out, err = sfumato("referee", tmp_path / "csd", "--methods", "top1,laplace", "--bootstrap", 5)
     assert status == 0 and "Note: its variances are left out: methods see the means." in out
-    assert "Not available: laplace" in out
+    assert "Not available: laplace" in out and "corrupted queries. Recall@1: erased" in out
+    loaded = load_run(tmp_path / "csd")
+    frozen = freeze(loaded, loaded.recipe.data, ("test",), name="csd", n_corrupted=4, seed=3)
+    data = load_split(loaded.model, loaded.recipe.data, "test").data
+    usable = {"image": np.ones(len(data.images), bool), "text": np.ones(len(data.texts), bool)}
+    found = {(c.side, c.name): c for c in frozen.corruptions}
+    expected = {
+        (side, c.name): c
+        for side, corrupted in (("image", corrupted_images), ("text", corrupted_texts))
+        for c in corrupted(loaded.model, data, usable[side], 4, 3)
+    }
+    assert found.keys() == expected.keys() and len(found) == 5
+    for key, c in found.items():
+        assert c.strengths == (0.0, *expected[key].strengths)
+        steps = [frozen.tests["test"].points(key[0])[torch.from_numpy(expected[key].index)], *expected[key].embeddings]
+        for split, step in zip(c.splits, steps, strict=True):
+            torch.testing.assert_close(split.points(key[0]).mean, functional.normalize(step.mean, dim=1))
     changes = ["train.epochs=1", "model.item_offset=true"]
     fit(load_recipe(recipe, changes), tmp_path / "offset")
     status, _, err = sfumato("referee", tmp_path / "offset")

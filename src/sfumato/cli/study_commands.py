@@ -376,6 +376,11 @@ AdapterEpochs = Annotated[
 ]
 
 
+CorruptedQueries = Annotated[
+    int, typer.Option(min=0, help="Number of queries of either side to corrupt in each way; 0 for none.")
+]
+
+
 @app.command()
 def referee(
     runs: RefereedRuns,
@@ -383,6 +388,7 @@ def referee(
     split: Annotated[str, typer.Option(help="Splits to measure, separated by commas; not train or val.")] = "test",
     epochs: AdapterEpochs = 0,
     absent: Absent = 200,
+    corrupted: CorruptedQueries = 100,
     bootstrap: Bootstrap = 200,
     seed: Seed = 0,
     out: Annotated[
@@ -395,7 +401,8 @@ def referee(
 
     Fits every method on the training pairs, calibrates it on validation, and measures it on the test split: will the
     first hit be wrong, how likely is it right, does nothing match, how many match? One table a direction, by ascending
-    log loss of the first hit. Finished methods are not computed again.
+    log loss of the first hit; then whether damaged images and texts are noticed. Finished methods are not computed
+    again.
     """
     from sfumato.models.run import choose_device, load_run
     from sfumato.progress import say
@@ -415,7 +422,8 @@ def referee(
         check_out_folder(folder)
         loaded = load_run(run, device=choose_device(device))
         name = run.resolve().name
-        model = freeze(loaded, loaded.recipe.data, tuple(parse_names(split)), name=name)
+        tests = tuple(parse_names(split))
+        model = freeze(loaded, loaded.recipe.data, tests, name=name, n_corrupted=corrupted, seed=seed)
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"{name}-seed{seed}.json"
         report = referee_model(model, options, path=path, say=say)

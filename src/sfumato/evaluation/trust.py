@@ -118,6 +118,10 @@ FIGURES: dict[str, str] = {
 """The figures that are measured of each estimator. Only the benchmark knows the ground truth behind them."""
 
 
+CORRUPTION_FIGURES = ("spearman", "rises", "monotone", "auroc")
+"""What is measured of the response of an estimator to a corruption, see :class:`CorruptionTrust`."""
+
+
 @dataclass(frozen=True)
 class CorruptionTrust:
     """The response of the estimators to a corruption of the queries.
@@ -508,13 +512,7 @@ def follow_corruption(
     statistics: dict[str, Statistic] = {}
     strengths = [0.0, *corrupted.strengths]
     for name, u in scores.items():
-        correlations = [spearman(np.array(strengths), values) for values in u.T]
-        # np.diff of two infinities is NaN, so compare instead.
-        falls, rises = (u[1:] < u[:-1]).any(0), u[-1] > u[0]
-        statistics[f"{name}/spearman"] = mean_statistic(np.nan_to_num(np.array(correlations)))
-        statistics[f"{name}/rises"] = mean_statistic(rises + 0.5 * (u[-1] == u[0]))
-        statistics[f"{name}/monotone"] = mean_statistic(rises & ~falls)
-        statistics[f"{name}/auroc"] = _paired(u[0], u[-1])
+        statistics |= {f"{name}/{figure}": found for figure, found in corruption_statistics(u, strengths).items()}
         statistics |= {f"{name}/{s}": mean_statistic(values) for s, values in enumerate(u) if np.isfinite(values).all()}
     found = resample(statistics)
     undefined = Interval(None, None, None)
@@ -522,12 +520,31 @@ def follow_corruption(
         n=len(corrupted.index),
         strengths=strengths,
         recall=recalls,
-        estimators={
-            name: {f: found[f"{name}/{f}"] for f in ("spearman", "rises", "monotone", "auroc")} for name in scores
-        },
+        estimators={name: {f: found[f"{name}/{f}"] for f in CORRUPTION_FIGURES} for name in scores},
         medians={name: np.median(u, axis=1).tolist() for name, u in scores.items()},
         means={name: [found.get(f"{name}/{s}", undefined) for s in range(len(u))] for name, u in scores.items()},
     )
+
+
+def corruption_statistics(u: np.ndarray, strengths: Sequence[float]) -> dict[str, Statistic]:
+    """The figures of one uncertainty of k queries that are corrupted more and more.
+
+    Args:
+        u: (s, k) uncertainties; the first row is that of the clean queries.
+        strengths: s numbers, ascending from 0.
+
+    Returns:
+        The figures of :data:`CORRUPTION_FIGURES` by name, see :class:`CorruptionTrust`.
+    """
+    correlations = [spearman(np.array(strengths), values) for values in u.T]
+    # np.diff of two infinities is NaN, so compare instead.
+    falls, rises = (u[1:] < u[:-1]).any(0), u[-1] > u[0]
+    return {
+        "spearman": mean_statistic(np.nan_to_num(np.array(correlations))),
+        "rises": mean_statistic(rises + 0.5 * (u[-1] == u[0])),
+        "monotone": mean_statistic(rises & ~falls),
+        "auroc": _paired(u[0], u[-1]),
+    }
 
 
 def random_pairs(ground_truth: Relevance, random: np.random.Generator) -> np.ndarray:

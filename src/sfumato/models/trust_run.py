@@ -4,16 +4,18 @@ The benchmark uses no labels at test time for its estimates. The fitted parts, t
 estimator, use only the validation split.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Generic, Literal, TypeVar, get_args
 
 import numpy as np
 import torch
 
+from sfumato.data.images import ImageSource
 from sfumato.data.pairs import PairData
 from sfumato.data.sources import DataConfig
-from sfumato.data.transforms import IMAGE_CORRUPTIONS, TEXT_CORRUPTIONS
+from sfumato.data.transforms import IMAGE_CORRUPTIONS, TEXT_CORRUPTIONS, ImageCorruption, TextCorruption
 from sfumato.distances import get_distance
 from sfumato.encoders.dual import DualEncoder
 from sfumato.encoders.regions import features_read
@@ -37,6 +39,8 @@ from sfumato.models.embed import RetrievalModel, embed_split, load_split
 from sfumato.models.run import Run
 from sfumato.progress import progress_bar
 from sfumato.search.exact import rank_relevant
+
+Input = TypeVar("Input", str, bytes)
 
 Queries = Literal["text", "image", "both"]
 
@@ -298,6 +302,77 @@ def _chosen(usable: np.ndarray, n: int, seed: int) -> np.ndarray:
     return np.sort(np.random.default_rng([seed, 2]).permutation(usable)[:n])
 
 
+@dataclass(frozen=True, eq=False)
+class CorruptedInputs(Generic[Input]):
+    """Some queries that are corrupted in one way.
+
+    Attributes:
+        name: of the corruption.
+        index: (k,) positions of these queries among all.
+        strengths: ascending, without 0.
+        apply: (position, strength) -> the corrupted query.
+    """
+
+    name: str
+    index: np.ndarray
+    strengths: tuple[float, ...]
+    apply: Callable[[int, float], Input]
+
+    def inputs(self) -> Iterator[list[Input]]:
+        """The corrupted queries.
+
+        Yields:
+            k of them for each strength.
+        """
+        for strength in self.strengths:
+            yield [self.apply(int(i), strength) for i in self.index]
+
+
+def corrupt_texts(texts: Sequence[str], usable: np.ndarray, n: int, seed: int) -> list[CorruptedInputs[str]]:
+    """Corrupt some texts in every way that suits them.
+
+    Args:
+        texts: m texts.
+        usable: (m,) bool, the texts to choose from.
+        n: number of them at most.
+        seed: of the choice and of the corruptions.
+
+    Returns:
+        The texts by corruption; a corruption that suits none is left out.
+    """
+    found = []
+    for c in TEXT_CORRUPTIONS.values():
+        suited = np.flatnonzero(usable & np.array([c.suits(t) for t in texts], bool))
+
+        def apply(i: int, strength: float, c: TextCorruption = c) -> str:
+            return c.apply(texts[i], strength, (seed, i))
+
+        found.append(CorruptedInputs(c.name, _chosen(suited, n, seed), c.strengths, apply))
+    return [c for c in found if len(c.index)]
+
+
+def corrupt_images(
+    images: Sequence[ImageSource], usable: np.ndarray, n: int, seed: int
+) -> list[CorruptedInputs[bytes]]:
+    """Corrupt some images in every way: see :func:`corrupt_texts`.
+
+    Args:
+        images: m images.
+        usable, n, seed: likewise.
+
+    Returns:
+        The bytes of image files by corruption.
+    """
+    index, found = _chosen(np.flatnonzero(usable), n, seed), []
+    for c in IMAGE_CORRUPTIONS.values():
+
+        def apply(i: int, strength: float, c: ImageCorruption = c) -> bytes:
+            return c.apply(images[i].read_bytes(), strength, (seed, i))
+
+        found.append(CorruptedInputs(c.name, index, c.strengths, apply))
+    return found if len(index) else []
+
+
 def corrupted_texts(model: DualEncoder, data: PairData, usable: np.ndarray, n: int, seed: int) -> list[Corrupted]:
     """Embed some texts of a split again, corrupted in every way that suits them.
 
@@ -311,16 +386,10 @@ def corrupted_texts(model: DualEncoder, data: PairData, usable: np.ndarray, n: i
     Returns:
         The embeddings by corruption and strength.
     """
-    result = []
-    for c in TEXT_CORRUPTIONS.values():
-        suited = np.flatnonzero(usable & np.array([c.suits(t) for t in data.texts], bool))
-        index = _chosen(suited, n, seed)
-        if len(index):
-            embedded = tuple(
-                model.embed_texts([c.apply(data.texts[i], s, (seed, int(i))) for i in index]) for s in c.strengths
-            )
-            result.append(Corrupted(c.name, index, c.strengths, embedded))
-    return result
+    return [
+        Corrupted(c.name, c.index, c.strengths, tuple(model.embed_texts(inputs) for inputs in c.inputs()))
+        for c in corrupt_texts(data.texts, usable, n, seed)
+    ]
 
 
 def corrupted_images(model: DualEncoder, data: PairData, usable: np.ndarray, n: int, seed: int) -> list[Corrupted]:
@@ -329,18 +398,12 @@ def corrupted_images(model: DualEncoder, data: PairData, usable: np.ndarray, n: 
     Raises:
         ValueError: an image cannot be decoded.
     """
-    index, result = _chosen(np.flatnonzero(usable), n, seed), []
-    if not len(index):
-        return []
-    with progress_bar(
-        "corrupting images", len(index) * sum(len(c.strengths) for c in IMAGE_CORRUPTIONS.values())
-    ) as go:
-        for c in IMAGE_CORRUPTIONS.values():
+    kinds, result = corrupt_images(data.images, usable, n, seed), []
+    with progress_bar("corrupting images", sum(len(c.index) * len(c.strengths) for c in kinds)) as go:
+        for c in kinds:
             embedded = []
-            for strength in c.strengths:
-                embedded.append(
-                    model.embed_images([c.apply(data.images[i].read_bytes(), strength, (seed, int(i))) for i in index])
-                )
-                go(len(index))
-            result.append(Corrupted(c.name, index, c.strengths, tuple(embedded)))
+            for inputs in c.inputs():
+                embedded.append(model.embed_images(inputs))
+                go(len(c.index))
+            result.append(Corrupted(c.name, c.index, c.strengths, tuple(embedded)))
     return result

@@ -24,8 +24,10 @@ COLUMNS: dict[str, tuple[str, Any]] = {
     "ambiguity": ("ambiguity", _HIGHER),
     "recall_csd": ("recall@1 by csd", _HIGHER),
     "fit_seconds": ("fit, s", None),
+    "fit_megabytes": ("fit, MB", None),
     "ms_per_query": ("ms a query", None),
-    "megabytes": ("MB", None),
+    "query_megabytes": ("query, MB", None),
+    "megabytes": ("stored, MB", None),
 }
 """Figure -> its title, and which value is best; None for costs, whose best is not marked."""
 
@@ -49,7 +51,55 @@ def referee_tables(reports: Sequence[dict[str, Any]], methods: Sequence[str] = (
             if split not in ("train", "val") and any(_known(report, split, direction) for report in reports):
                 heading = referee_heading(reports, split, direction)
                 parts.append(f"**{heading}**\n\n{referee_table(reports, split, direction, columns)}\n")
-    return "\n".join([*parts, *(f"Note: {note}." for note in reports[0]["notes"])])
+    for direction in DIRECTION_NAMES:
+        if table := corruption_table(reports, direction):
+            parts.append(f"{table}\n")
+    notes = [f"Note: {note}." for note in reports[0]["notes"]]
+    notes += [fill(f"Not built: {name}. {why}.", _WIDTH) for name, why in reports[0]["not_built"].items()]
+    return "\n".join([*parts, *notes])
+
+
+def corruption_table(reports: Sequence[dict[str, Any]], direction: str) -> str:
+    """How contestants respond to corrupted queries, the best mean AUROC first.
+
+    Args:
+        reports, direction: see :func:`referee_table`.
+
+    Returns:
+        Markdown with a heading: for each corruption the AUROC of the greatest strength against the clean queries, and
+        the Spearman correlation of strength and uncertainty within a query. Empty without corrupted queries.
+    """
+    found = [
+        {name: {c: f for c, f in m.get("corruptions", {}).items() if f["direction"] == direction} for name, m in items}
+        for items in (report["methods"].items() for report in reports)
+    ]
+    rows = {name: [report[name] for report in found] for name, own in found[0].items() if own}
+    if not rows:
+        return ""
+    first = next(iter(rows.values()))
+    kinds = list(first[0])
+    heading = "; ".join(
+        f"{kind} {fmean(r[kind]['recall'][0] for r in first):.1%} to {fmean(r[kind]['recall'][-1] for r in first):.1%}"
+        for kind in kinds
+    )
+    keys = [(kind, figure) for kind in kinds for figure in ("auroc", "spearman")]
+    values = {
+        name: {(kind, figure): [_triple(report[kind][figure]) for report in row] for kind, figure in keys}
+        for name, row in rows.items()
+    }
+    best = {key: max(fmean(v[0] for v in row[key]) for row in values.values()) for key in keys}
+    titles = [f"{kind}: {'AUROC' if figure == 'auroc' else 'Spearman'}" for kind, figure in keys]
+    lines = ["| method | " + " | ".join(titles) + " |", "| --- |" + " ---: |" * len(titles)]
+    mean = {name: fmean(v[0] for key in keys if key[1] == "auroc" for v in row[key]) for name, row in values.items()}
+    for name in sorted(values, key=lambda name: -mean[name]):
+        lines.append(f"| {name} | " + " | ".join(_cell(values[name][key], best[key]) for key in keys) + " |")
+    n, models = first[0][kinds[0]]["n_queries"], reports[0]["model"]
+    title = f"{models}, {DIRECTION_NAMES[direction]}: {n} corrupted queries. Recall@1: {heading}"
+    return "\n".join([f"**{title}**", "", *lines])
+
+
+def _triple(interval: dict[str, Any]) -> list[Any]:
+    return [interval[key] for key in ("value", "low", "high")]
 
 
 def referee_summary(models: Sequence[Sequence[dict[str, Any]]], figure: str) -> str:
@@ -165,13 +215,14 @@ def _row(reports: Sequence[dict[str, Any]], name: str, split: str, direction: st
             continue
         values = figures | {
             "fit_seconds": method["fit_seconds"],
+            "fit_megabytes": method["fit_megabytes"],
             "megabytes": method["bytes"] / 1e6,
             **{binning: binned["score"] for binning, binned in figures["minus_s_r2"].items()},
         }
         for key, so_far in found.items():
             value = values[key]
             if isinstance(value, dict):
-                value = None if value["value"] is None else [value[k] for k in ("value", "low", "high")]
+                value = None if value["value"] is None else _triple(value)
             elif value is not None:
                 value = [value]
             if value is not None:

@@ -4,11 +4,11 @@ The module knows no method and no measure.
 """
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import torch
@@ -19,13 +19,15 @@ from sfumato.data.pairs import PairData
 from sfumato.data.sources import DataConfig
 from sfumato.distances import get_distance
 from sfumato.encoders.dual import Tower
+from sfumato.encoders.encoder_protocol import Item
 from sfumato.encoders.features import Store, TokenFeatures
 from sfumato.encoders.heads import AveragePool, GaussianHead
+from sfumato.encoders.regions import features_read
 from sfumato.errors import UserError
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.metrics.relevance import Relevance
 from sfumato.models.embed import PreparedSplit, RetrievalModel, load_split
-from sfumato.models.trust_run import resampled_together
+from sfumato.models.trust_run import CorruptedInputs, corrupt_images, corrupt_texts, resampled_together
 from sfumato.posthoc import FrozenPairs, Side
 
 
@@ -138,6 +140,25 @@ class FrozenSplit:
             *hidden,
         )
 
+    def with_queries(self, side: Side, index: np.ndarray, x: Tensor, hidden: Tensor | None = None) -> "FrozenSplit":
+        """Other embeddings of some queries, with the whole other side as gallery.
+
+        Args:
+            side: of the queries.
+            index: (k,) positions of queries, ascending.
+            x: (k, d) raw embeddings.
+            hidden: (k, P) inputs of the last linear layer, where they are known.
+
+        Returns:
+            A split with k items on this side and all on the other, and with their matches.
+        """
+        column = get_args(Side).index(side)
+        pairs = self.pairs[np.isin(self.pairs[:, column], index)].copy()
+        pairs[:, column] = np.searchsorted(index, pairs[:, column])
+        if side == "image":
+            return replace(self, images=x, image_hidden=hidden, pairs=pairs, groups=self.groups[index])
+        return replace(self, texts=x, text_hidden=hidden, pairs=pairs)
+
     def galleries(self, n_images: int, *, seed: int = 0) -> list["FrozenSplit"]:
         """The split dealt at random into parts of about equal size.
 
@@ -169,6 +190,48 @@ class FrozenSplit:
 
 
 @dataclass(frozen=True, eq=False)
+class FrozenCorruption:
+    """Some queries of a split, embedded again from inputs that are corrupted more and more.
+
+    Attributes:
+        name: of the corruption.
+        side: of the queries.
+        strengths: ascending from 0, the clean inputs.
+        splits: for each strength the queries with the whole gallery, see :meth:`FrozenSplit.with_queries`.
+    """
+
+    name: str
+    side: Side
+    strengths: tuple[float, ...]
+    splits: tuple[FrozenSplit, ...]
+
+    @classmethod
+    def of(
+        cls,
+        split: FrozenSplit,
+        side: Side,
+        corrupted: CorruptedInputs[Any],
+        embed: Callable[[Sequence[Any]], tuple[Tensor, Tensor | None]],
+    ) -> "FrozenCorruption":
+        """Embed corrupted queries.
+
+        Args:
+            split: with the clean queries.
+            side: of the queries.
+            corrupted: the queries.
+            embed: from inputs to (raw embeddings, inputs of the last layer or None).
+
+        Returns:
+            The queries at every strength.
+        """
+        rows, hidden = torch.from_numpy(corrupted.index), split.hidden(side)
+        clean = split.embeddings(side)[rows], None if hidden is None else hidden[rows]
+        steps = [clean, *(embed(inputs) for inputs in corrupted.inputs())]
+        splits = tuple(split.with_queries(side, corrupted.index, *step) for step in steps)
+        return cls(corrupted.name, side, (0.0, *corrupted.strengths), splits)
+
+
+@dataclass(frozen=True, eq=False)
 class FrozenModel:
     """A frozen two-tower model on its data.
 
@@ -179,6 +242,7 @@ class FrozenModel:
         tests: what is measured, by the name of the split.
         projections: by side, (matrix (d, P), bias (d,)) of the last linear layer; empty where it is not known.
         notes: what a reader of the figures has to know.
+        corruptions: corrupted queries of a test split.
     """
 
     name: str
@@ -187,12 +251,18 @@ class FrozenModel:
     tests: Mapping[str, FrozenSplit]
     projections: Mapping[Side, tuple[Tensor, Tensor]] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    corruptions: tuple[FrozenCorruption, ...] = ()
 
     @cached_property
     def digest(self) -> str:
         """SHA-256 of all embeddings and pairs: figures of other embeddings are not those of this model."""
         found = hashlib.sha256()
-        for name, split in {"train": self.train, "val": self.val, **self.tests}.items():
+        corrupted = {
+            f"{c.side} {c.name} {strength}": split
+            for c in self.corruptions
+            for strength, split in zip(c.strengths, c.splits, strict=True)
+        }
+        for name, split in {"train": self.train, "val": self.val, **self.tests, **corrupted}.items():
             found.update(name.encode())
             for f in fields(split):
                 value = getattr(split, f.name)
@@ -228,6 +298,8 @@ def freeze(
     *,
     name: str,
     with_hidden: bool = True,
+    n_corrupted: int = 0,
+    seed: int = 0,
 ) -> FrozenModel:
     """The embeddings of a model that searches by the cosine of its means, as an outsider would see them.
 
@@ -237,6 +309,8 @@ def freeze(
         tests: names of the splits that are measured.
         name: of the model.
         with_hidden: whether to keep the inputs of the last linear layers, where the heads have them.
+        n_corrupted: queries of either side of the first of the tests that are corrupted in each way.
+        seed: of their choice and of the corruptions.
 
     Returns:
         The means; the variances of the model, if it has any, are left out.
@@ -261,8 +335,50 @@ def freeze(
                 f"the means of split {split} are not of unit length, so the model does not search by their cosine;"
                 " the referee compares methods for models that do"
             )
-    notes = ("its variances are left out: methods see the means",) if _has_variance(towers) else ()
-    return FrozenModel(name, splits["train"], splits["val"], {t: splits[t] for t in tests}, projections, notes)
+    notes = ["its variances are left out: methods see the means"] if _has_variance(towers) else []
+    corruptions: list[FrozenCorruption] = []
+    for side, tower in zip(get_args(Side), towers, strict=True):
+        if n_corrupted and (features := features_read(tower)):
+            notes.append(f"{side}s are not corrupted: the model reads {features}, which cannot be corrupted")
+        elif n_corrupted:
+            corruptions += _corrupted(
+                tower, side, splits[tests[0]], prepared[tests[0]].data, projections.get(side), n_corrupted, seed
+            )
+    return FrozenModel(
+        name,
+        splits["train"],
+        splits["val"],
+        {t: splits[t] for t in tests},
+        projections,
+        tuple(notes),
+        tuple(corruptions),
+    )
+
+
+def _corrupted(
+    tower: Tower,
+    side: Side,
+    split: FrozenSplit,
+    data: PairData,
+    layer: tuple[Tensor, Tensor] | None,
+    n: int,
+    seed: int,
+) -> list[FrozenCorruption]:
+    """Some queries of a side in every corruption."""
+
+    def embed(inputs: Sequence[str | bytes]) -> tuple[Tensor, Tensor | None]:
+        store, _ = tower.processor.read([_constant(value) for value in inputs])
+        return _raw(tower, store, layer)
+
+    usable = split.relevance(side).counts > 0
+    found: Sequence[CorruptedInputs[Any]] = (
+        corrupt_images(data.images, usable, n, seed) if side == "image" else corrupt_texts(data.texts, usable, n, seed)
+    )
+    return [FrozenCorruption.of(split, side, corrupted, embed) for corrupted in found]
+
+
+def _constant(value: bytes | str) -> Item:
+    return lambda: value
 
 
 def _check_cosine(retrieval_model: RetrievalModel) -> None:
@@ -336,10 +452,16 @@ def _frozen(
     towers: tuple[Tower, Tower], split: PreparedSplit, projections: Mapping[Side, tuple[Tensor, Tensor]]
 ) -> FrozenSplit:
     """The raw embeddings: before the scaling to unit length where the last layers are known."""
-    stores, pairs, groups = (split.images, split.texts), split.data.pairs, split.data.groups
-    if not projections:
-        image, text = (tower.embed(store).mean.float().cpu() for tower, store in zip(towers, stores, strict=True))
-        return FrozenSplit(image, text, pairs, groups)
-    hidden = [layer_inputs(tower, store) for tower, store in zip(towers, stores, strict=True)]
-    image, text = (x @ matrix.T + bias for x, (matrix, bias) in zip(hidden, projections.values(), strict=True))
-    return FrozenSplit(image, text, pairs, groups, image_hidden=hidden[0], text_hidden=hidden[1])
+    (image, image_hidden), (text, text_hidden) = (
+        _raw(tower, store, projections.get(side))
+        for side, tower, store in zip(get_args(Side), towers, (split.images, split.texts), strict=True)
+    )
+    return FrozenSplit(image, text, split.data.pairs, split.data.groups, image_hidden, text_hidden)
+
+
+def _raw(tower: Tower, store: Store, layer: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor | None]:
+    """((n, d) raw embeddings, (n, P) inputs of the last layer) of a side; None where the layer is not known."""
+    if layer is None:
+        return tower.embed(store).mean.float().cpu(), None
+    hidden, (matrix, bias) = layer_inputs(tower, store), layer
+    return hidden @ matrix.T + bias, hidden

@@ -22,6 +22,7 @@ import torch
 from sfumato.calibration.calibrator import Calibration
 from sfumato.errors import UserError
 from sfumato.evaluation.hits import N_BINS
+from sfumato.evaluation.trust import corruption_statistics
 from sfumato.files import write_json
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.matching import match_probability
@@ -45,7 +46,7 @@ from sfumato.metrics.selective import (
     rejection_ratio_statistic,
 )
 from sfumato.metrics.uncertainty import balanced_spearman
-from sfumato.posthoc import METHODS, AdapterTraining, Side, fit_hit_logits
+from sfumato.posthoc import METHODS, NOT_BUILT, AdapterTraining, Side, fit_hit_logits
 from sfumato.search.exact import rank_relevant
 from sfumato.studies.contestants import (
     CONTESTANTS,
@@ -56,9 +57,10 @@ from sfumato.studies.contestants import (
     fit_contestant,
     pair_calibration,
 )
-from sfumato.studies.frozen_model import FrozenModel, FrozenSplit
+from sfumato.studies.frozen_model import FrozenCorruption, FrozenModel, FrozenSplit
+from sfumato.studies.peak_memory import PeakMemory
 
-FORMAT = 1
+FORMAT = 2
 """Version of the JSON files; files of another one are made anew."""
 
 BINNINGS: tuple[RecallBinning, ...] = ("count", "width")
@@ -123,6 +125,8 @@ class ContestantFigures:
             list them all.
         minus_s_r2: by binning, see :class:`~sfumato.metrics.binned.BinnedRecall`.
         ms_per_query: time of the uncertainties, the whole gallery at once.
+        query_megabytes: peak memory of the same, see :class:`~sfumato.studies.peak_memory.PeakMemory`; None where it
+            cannot be measured.
     """
 
     n_queries: int
@@ -142,6 +146,29 @@ class ContestantFigures:
     ambiguity: Interval | None
     minus_s_r2: dict[str, dict[str, Any]]
     ms_per_query: float
+    query_megabytes: float | None
+
+
+@dataclass(frozen=True)
+class CorruptionFigures:
+    """The response of a contestant to one corruption of some queries.
+
+    Attributes:
+        direction: "t2i" for texts that are corrupted, "i2t" for images.
+        n_queries: number of corrupted queries.
+        strengths: ascending from 0, the clean inputs.
+        recall: recall@1 of the frozen cosine at each strength.
+        spearman, rises, monotone, auroc: see :class:`~sfumato.evaluation.trust.CorruptionTrust`.
+    """
+
+    direction: str
+    n_queries: int
+    strengths: tuple[float, ...]
+    recall: list[float]
+    spearman: Interval
+    rises: Interval
+    monotone: Interval
+    auroc: Interval
 
 
 def wanted_methods(names: Sequence[str]) -> tuple[str, ...]:
@@ -199,9 +226,10 @@ def referee_model(
         say: told what is done.
 
     Returns:
-        The JSON values: "model", "seed", "sizes", "notes", "machine", "about", and "methods": by name {"unavailable":
-        reason} or {"summary", "fit_seconds", "bytes", "needs_gallery", "tests": {split: {direction:
-        :class:`ContestantFigures`}}}.
+        The JSON values: "model", "seed", "sizes", "notes", "not_built" (reasons by method), "machine", "about", and
+        "methods": by name {"unavailable": reason} or {"summary", "fit_seconds", "fit_megabytes", "bytes",
+        "needs_gallery", "tests": {split: {direction: :class:`ContestantFigures`}}, "corruptions": {name:
+        :class:`CorruptionFigures`}}.
     """
     options = options or RefereeOptions()
     report = _kept(path, model, options) or _new_report(model, options)
@@ -233,6 +261,7 @@ def _new_report(model: FrozenModel, options: RefereeOptions) -> dict[str, Any]:
             for name, x in splits.items()
         },
         "notes": list(model.notes),
+        "not_built": dict(NOT_BUILT),
         "about": {},
         "machine": {
             "processor": platform.processor() or platform.machine(),
@@ -336,12 +365,13 @@ def _measured(
     validation: Mapping[Side, _Scene],
     scenes: Mapping[str, Mapping[Side, _Scene]],
 ) -> dict[str, Any]:
-    started = time.perf_counter()
     try:
-        contestant = fit_contestant(name, model, calibration, seed=options.seed, options=options.fit.get(name))
+        with PeakMemory() as memory:
+            started = time.perf_counter()
+            contestant = fit_contestant(name, model, calibration, seed=options.seed, options=options.fit.get(name))
+            seconds = time.perf_counter() - started
     except (ValueError, ArithmeticError) as error:
         return {"unavailable": str(error)}
-    seconds = time.perf_counter() - started
     tests: dict[str, dict[str, Any]] = {split: {} for split in scenes}
     for side in contestant.sides:
         platt, rate = _platt(contestant, validation[side])
@@ -351,10 +381,34 @@ def _measured(
     return {
         "summary": contestant.summary,
         "fit_seconds": seconds,
+        "fit_megabytes": memory.megabytes,
         "bytes": contestant.n_bytes,
         "needs_gallery": contestant.needs_gallery,
         "tests": tests,
+        "corruptions": {
+            c.name: asdict(_of_corruption(contestant, c, options))
+            for c in model.corruptions
+            if c.side in contestant.sides
+        },
     }
+
+
+def _of_corruption(contestant: Contestant, corruption: FrozenCorruption, options: RefereeOptions) -> CorruptionFigures:
+    """Whether the contestant is less certain of corrupted queries."""
+    side, clean = corruption.side, corruption.splits[0]
+    u = np.stack([contestant.uncertainty(split, side) for split in corruption.splits])
+    recall = [
+        float(first_hits(split.points(side), split.points(OTHER_SIDE[side]), split.relevance(side)).mean())
+        for split in corruption.splits
+    ]
+    found = bootstrap(
+        corruption_statistics(u, corruption.strengths),
+        u.shape[1],
+        n_resamples=options.n_resamples,
+        groups=clean.resampled_together(side),
+        seed=options.seed,
+    )
+    return CorruptionFigures(DIRECTION_OF[side], u.shape[1], corruption.strengths, recall, **found)
 
 
 def _platt(contestant: Contestant, scene: _Scene) -> tuple[tuple[float, float] | None, float]:
@@ -373,9 +427,10 @@ def _platt(contestant: Contestant, scene: _Scene) -> tuple[tuple[float, float] |
 def _figures(
     contestant: Contestant, scene: _Scene, platt: tuple[float, float] | None, rate: float, options: RefereeOptions
 ) -> ContestantFigures:
-    started = time.perf_counter()
-    u, every = scene.uncertainty(contestant)
-    seconds = time.perf_counter() - started
+    with PeakMemory() as memory:
+        started = time.perf_counter()
+        u, every = scene.uncertainty(contestant)
+        seconds = time.perf_counter() - started
     hit, groups = scene.hit, scene.groups
     p = contestant.probability(u)
     if p is None:
@@ -412,6 +467,7 @@ def _figures(
         ambiguity=_ambiguity(contestant, scene, options),
         minus_s_r2=binned,
         ms_per_query=1000 * seconds / max(1, sum(map(len, every))),
+        query_megabytes=memory.megabytes,
     )
 
 
