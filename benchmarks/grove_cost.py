@@ -26,7 +26,8 @@ def gram(x: Tensor, y: Tensor, length: Tensor) -> Tensor:
 
 def factored(points: Tensor, length: Tensor) -> Tensor:
     """(dims, inducing, inducing) Cholesky factors of the Gram matrices."""
-    return torch.linalg.cholesky(gram(points, points, length) + 1e-3 * torch.eye(points.shape[1]))
+    found: Tensor = torch.linalg.cholesky(gram(points, points, length) + 1e-3 * torch.eye(points.shape[1]))
+    return found
 
 
 def step(points: Tensor, length: Tensor, latent: Tensor, factor: Tensor | None = None) -> None:
