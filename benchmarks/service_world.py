@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from PIL import Image
 
+from sfumato.data.item_images import UploadedImages
 from sfumato.encoders.dual import DualEncoder
 from sfumato.encoders.processors import train_tokenizer
 from sfumato.gaussian import GaussianEmbedding
@@ -16,7 +17,6 @@ from sfumato.models.run import Assets, build_model
 from sfumato.search.collection import GaussianCollection
 from sfumato.search.index import GaussianIndex
 from sfumato.serve.answering import ServedGallery, Sources
-from sfumato.serve.image_files import UploadedImages
 
 WORDS = (
     "red",

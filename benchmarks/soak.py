@@ -47,12 +47,12 @@ from store_servers import SERVERS, StoreServer, family
 
 from sfumato.calibration.calibrator import Calibration
 from sfumato.calibration.query_scores import QueryScores
+from sfumato.data.item_images import UploadedImages
 from sfumato.distances import csd_matrix
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.search.collection import UPLOADED_IMAGES, GaussianCollection
 from sfumato.serve.answering import ServedGallery, Sources
 from sfumato.serve.app import create_app
-from sfumato.serve.image_files import UploadedImages
 from sfumato.serve.server import run_app
 from sfumato.serve.settings import Settings
 

@@ -78,7 +78,7 @@ def test_rows_are_chosen_by_slice_indices_or_mask():
             TypeError,
             "mean must be a floating point tensor, got a tensor of torch.int64",
         ),
-        (torch.zeros(2, 3), [[0.0]], TypeError, "log_var must be a floating point tensor, got list"),
+        (torch.zeros(2, 3), [[0.0]], TypeError, "log_var must be a tensor or an array, got list"),
     ],
 )
 def test_errors(mean, log_var, error, message):

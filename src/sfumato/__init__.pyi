@@ -15,11 +15,20 @@ from .api.loaded import (
 from .api.loaded import (
     load_index as load_index,
 )
+from .api.reliability_plot import (
+    Reliability as Reliability,
+)
+from .arrays import (
+    as_tensor as as_tensor,
+)
 from .calibration.calibrator import (
     Calibration as Calibration,
 )
 from .calibration.platt import (
     fit_logits as fit_logits,
+)
+from .calibration.query_scores import (
+    QueryScores as QueryScores,
 )
 from .data.embedding_files import (
     read_embeddings as read_embeddings,
@@ -344,6 +353,12 @@ from .search.exact import (
 )
 from .search.exact import (
     top_k as top_k,
+)
+from .search.gallery import (
+    SearchRecord as SearchRecord,
+)
+from .search.gallery import (
+    SearchResult as SearchResult,
 )
 from .search.index import (
     GaussianIndex as GaussianIndex,

@@ -9,12 +9,15 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save as safetensors_bytes
 from torch import Tensor
 
+from sfumato.arrays import Array, as_tensor
 from sfumato.files import write_atomically
 
 EMBEDDINGS_FORMAT = "sfumato-embeddings-1"
@@ -40,11 +43,11 @@ class GaussianEmbedding:
     A deterministic embedding is the same type with variance 0, i.e. log_var = -inf: see :meth:`point`.
 
     Args:
-        mean: (n, d) floating point.
+        mean: (n, d) floating point, a tensor or an array of NumPy.
         log_var: (n, d) natural logarithm of the variance (sigma squared, not sigma); same shape, dtype and device.
 
     Raises:
-        TypeError: an argument is not a floating point tensor.
+        TypeError: an argument is neither a tensor nor an array, or not floating point.
         ValueError: shapes, dtypes or devices differ, or the tensors are not two-dimensional.
 
     Example:
@@ -56,11 +59,18 @@ class GaussianEmbedding:
     mean: Tensor
     log_var: Tensor
 
+    if TYPE_CHECKING:
+
+        def __init__(self, mean: Array, log_var: Array) -> None: ...
+
     def __post_init__(self) -> None:
-        for name, value in (("mean", self.mean), ("log_var", self.log_var)):
-            if not isinstance(value, Tensor) or not value.is_floating_point():
-                came = f"a tensor of {value.dtype}" if isinstance(value, Tensor) else type(value).__name__
-                raise TypeError(f"GaussianEmbedding: {name} must be a floating point tensor, got {came}")
+        for name in ("mean", "log_var"):
+            value = as_tensor(getattr(self, name), name, "GaussianEmbedding")
+            object.__setattr__(self, name, value)
+            if not value.is_floating_point():
+                raise TypeError(
+                    f"GaussianEmbedding: {name} must be a floating point tensor, got a tensor of {value.dtype}"
+                )
             if value.ndim != 2:
                 raise ValueError(
                     f"GaussianEmbedding: {name} must have shape (n, d), got {tuple(value.shape)};"
@@ -78,11 +88,11 @@ class GaussianEmbedding:
             )
 
     @classmethod
-    def point(cls, mean: Tensor) -> "GaussianEmbedding":
+    def point(cls, mean: Array) -> "GaussianEmbedding":
         """A deterministic embedding: variance 0.
 
         Args:
-            mean: (n, d) floating point.
+            mean: (n, d) floating point, a tensor or an array.
 
         Returns:
             n points; log_var is -inf.
@@ -91,6 +101,7 @@ class GaussianEmbedding:
             >>> GaussianEmbedding.point(torch.ones(1, 2)).total_variance
             tensor([0.])
         """
+        mean = as_tensor(mean, "mean", "GaussianEmbedding.point")
         return cls(mean, torch.full_like(mean, -math.inf))
 
     @classmethod
@@ -110,11 +121,18 @@ class GaussianEmbedding:
             raise ValueError("GaussianEmbedding.cat: got no parts, expected at least one")
         return cls(torch.cat([p.mean for p in parts]), torch.cat([p.log_var for p in parts]))
 
+    def __repr__(self) -> str:
+        kind = "points" if self.n and torch.isneginf(self.log_var).all() else "Gaussians"
+        dtype, where = str(self.dtype).removeprefix("torch."), "" if self.device.type == "cpu" else f", {self.device}"
+        return f"GaussianEmbedding({self.n} {kind} in {self.d} dimensions, {dtype}{where})"
+
     def __len__(self) -> int:
         return self.n
 
-    def __getitem__(self, index: slice | Tensor) -> "GaussianEmbedding":
+    def __getitem__(self, index: slice | Array) -> "GaussianEmbedding":
         """Rows by slice, (k,) indices or (n,) mask. An integer is refused: use [i : i + 1] for a batch of one."""
+        if isinstance(index, np.ndarray):
+            index = as_tensor(index, "index", "GaussianEmbedding")
         if (isinstance(index, Tensor) and index.ndim != 1) or not isinstance(index, Tensor | slice):
             raise TypeError(
                 f"GaussianEmbedding: index with a slice or a 1-D tensor (x[i : i + 1] for one row), got {index!r}"

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from sfumato.arrays import Array, as_tensor
 from sfumato.distances import DEFAULT_MEMORY_MB, Distance, reduce_sample_distances
 from sfumato.gaussian import GaussianEmbedding
 
@@ -34,11 +35,11 @@ def match_logit(distance: Tensor, logit_scale: Tensor | float, logit_bias: Tenso
     return logit_bias - logit_scale * distance
 
 
-def match_probability(distance: Tensor, logit_scale: Tensor | float, logit_bias: Tensor | float) -> Tensor:
+def match_probability(distance: Array, logit_scale: Tensor | float, logit_bias: Tensor | float) -> Tensor:
     """Probability that a pair at this distance matches, sigmoid(logit_bias - logit_scale * distance).
 
     Args:
-        distance: any shape, smaller is closer.
+        distance: any shape, a tensor or an array; smaller is closer.
         logit_scale: a > 0.
         logit_bias: b, the logit at distance 0.
 
@@ -49,6 +50,7 @@ def match_probability(distance: Tensor, logit_scale: Tensor | float, logit_bias:
         >>> match_probability(torch.tensor([1.0, 2.0]), 5.0, 5.0)
         tensor([0.5000, 0.0067])
     """
+    distance = as_tensor(distance, "distance", "match_probability")
     return torch.sigmoid(match_logit(distance, logit_scale, logit_bias))
 
 

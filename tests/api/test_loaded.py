@@ -13,6 +13,8 @@ from support.toy import make_toy
 import sfumato
 from sfumato.errors import UserError
 from sfumato.models.adopt import adopt
+from sfumato.models.embed import embed_split, load_split
+from sfumato.models.export import export_run
 from sfumato.models.recipe import load_recipe
 from sfumato.models.run import load_run
 from sfumato.training.loop import fit
@@ -252,6 +254,39 @@ def test_what_cannot_be_opened_is_said(work, model, tmp_path):
     with pytest.raises(UserError, match="is not at .*gone; give its folder"):
         moved.search("a dog")
     assert len(moved.search_items(["000.png"], 2)[0]) == 2, "by an item no model is needed"
+
+
+def test_notebooks_show_the_images_of_hits(work, model, tmp_path):
+    """From the folder of an index, from what was given, and from nothing where nothing is known."""
+    paths = sorted((work / "data").glob("*.png"))[:3]
+    model.index(work / "data").save(tmp_path / "index")
+    saved, given = sfumato.load_index(tmp_path / "index"), model.index([Image.open(path) for path in paths])
+    for index, n in ((saved, 4), (given, 3), (model.index(paths), 3), (model.index(model.embed_images(paths)), 0)):
+        assert index.search("a red circle", k=4)._repr_html_().count("data:image/webp;base64") == n
+    [hit] = [hit for hit in given.search("a red circle") if hit.id == "1"]
+    pixels = np.asarray(Image.open(io.BytesIO(given.image_of(hit).read_bytes())).convert("RGB"))
+    assert np.array_equal(pixels, np.asarray(Image.open(paths[1]).convert("RGB")))
+    assert "data:image" not in model.index_texts(["a red circle"]).search(paths[0])._repr_html_()
+
+
+def test_the_reliability_of_a_run_counts_first_hits(work, model, tmp_path):
+    run = load_run(work / "run")
+    prepared = load_split(run.model, run.recipe.data, "test")
+    images, texts = embed_split(run.model, prepared)
+    right = prepared.data.relevance().to_dense()
+    index = sfumato.GaussianIndex.build(images, prepared.data.image_ids, calibration=run.calibration)
+    hits = [result[0] for result in index.search(texts, 1)]
+    n = len(hits)
+    found = model.reliability("test", n_bins=3)
+    assert found.n == n and sum(b["count"] for b in found.curve) == n
+    assert found.mean_probability == pytest.approx(np.mean([hit.match_probability for hit in hits]), rel=1e-5)
+    positions = [prepared.data.image_ids.index(hit.id) for hit in hits]
+    assert found.rate == pytest.approx(np.mean([right[i, j] for j, i in enumerate(positions)]))
+    with pytest.raises(UserError, match="has no split 'none'; it has train"):
+        model.reliability("none")
+    export_run(work / "run", tmp_path / "exported")
+    with pytest.raises(UserError, match="is not a run and has no data of its own"):
+        sfumato.load(tmp_path / "exported").reliability()
 
 
 def test_a_saved_file_of_bytes_is_not_kept_open(model):

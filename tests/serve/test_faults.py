@@ -18,11 +18,11 @@ import pytest
 from PIL import Image
 from support.serving import SlowModel, bomb, in_base64, picture, read_only, served
 
+from sfumato.data.item_images import POINTER, FolderImages, UploadedImages
 from sfumato.errors import UserError
 from sfumato.serve.answering import Sources
 from sfumato.serve.batching import Batcher, Closed, Full
 from sfumato.serve.decode_worker import shown, stored
-from sfumato.serve.image_files import POINTER, FolderImages, UploadedImages
 from sfumato.serve.schemas import CODES, Refusal
 from sfumato.serve.writing import Writer
 

@@ -17,12 +17,12 @@ from support.serving import (
     served,
 )
 
+from sfumato.data.item_images import FolderImages
 from sfumato.models.galleries import build_index
 from sfumato.models.run import load_run
 from sfumato.search.gallery import verdict
 from sfumato.serve.answering import ServedGallery, Sources, open_sources
 from sfumato.serve.app import PAGE
-from sfumato.serve.image_files import FolderImages
 
 playwright = pytest.importorskip("playwright.sync_api", reason="needs the package playwright")
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)

@@ -8,10 +8,10 @@ from serve.test_faults import problem
 from serve.test_sweep import aged
 from support.serving import KEY, in_base64, picture, served
 
+from sfumato.data.item_images import UploadedImages
 from sfumato.errors import UserError
 from sfumato.search.collection import UPLOADED_IMAGES
 from sfumato.serve.answering import open_sources
-from sfumato.serve.image_files import UploadedImages
 from sfumato.serve.settings import Settings, read_keys
 
 READER = "a-key-for-reading"

@@ -16,6 +16,7 @@ from support.processes import Started, command
 from support.serving import KEY, Process, SlowModel, in_base64, picture, served, wait_until_ready
 
 from sfumato.data.image_decoding import decode_image
+from sfumato.data.item_images import SplitImages, UploadedImages
 from sfumato.errors import UserError
 from sfumato.models.galleries import GalleryPart, build_index, create_collection
 from sfumato.models.run import load_run
@@ -24,7 +25,6 @@ from sfumato.search.index import GaussianIndex
 from sfumato.search.stores.protocol import Filter
 from sfumato.serve.answering import ServedGallery, Sources, open_sources
 from sfumato.serve.app import create_app
-from sfumato.serve.image_files import SplitImages, UploadedImages
 from sfumato.serve.server import check_host, check_names, hosts_of, is_loopback, run_app
 from sfumato.serve.settings import Settings, read_keys
 

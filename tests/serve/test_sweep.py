@@ -6,10 +6,10 @@ import time
 import pytest
 from support.serving import in_base64, picture, served
 
+from sfumato.data.item_images import UploadedImages
 from sfumato.files import remove_leftovers
 from sfumato.search.collection import UPLOADED_IMAGES
 from sfumato.serve.answering import open_sources
-from sfumato.serve.image_files import UploadedImages
 from sfumato.serve.sweep import KEPT, SAFE_AGE, find_orphans, sweep
 
 

@@ -18,6 +18,7 @@ import uvicorn
 from PIL import Image
 
 from sfumato.calibration.calibrator import Calibration, QueryScores
+from sfumato.data.item_images import FolderImages
 from sfumato.distances import csd_matrix
 from sfumato.models.embed import embed_folder
 from sfumato.models.galleries import GalleryPart, build_index, create_collection
@@ -25,7 +26,6 @@ from sfumato.models.recipe import find_recipe, load_recipe
 from sfumato.models.run import load_run
 from sfumato.serve.answering import ServedGallery, Sources
 from sfumato.serve.app import create_app
-from sfumato.serve.image_files import FolderImages
 from sfumato.serve.settings import Settings
 from sfumato.training.loop import fit
 from support.toy import make_toy

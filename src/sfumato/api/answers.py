@@ -1,12 +1,19 @@
 """Answers of a search with their certainty, as objects and as the plain values that `sfumato search --json` prints."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
+from sfumato.data.images import ImageSource, thumbnail
 from sfumato.direction import Direction
 from sfumato.gaussian import GaussianEmbedding
+from sfumato.reports.charts import FIRST, STYLE, require_matplotlib
 from sfumato.search.gallery import Gallery, SearchRecord, Verdict, verdict
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_LABEL = 32
 
 
 @dataclass(frozen=True)
@@ -24,6 +31,7 @@ class SearchAnswer:
         verdict: the answer in one sentence.
         hits: the closest items. With min_probability there may be fewer than k, or none.
         conformal_set: the items that hold a match with the requested coverage; None if none was requested.
+        image_of: gives the image of a hit, or None; notebooks show it.
     """
 
     query: str
@@ -35,6 +43,7 @@ class SearchAnswer:
     verdict: Verdict
     hits: tuple[SearchRecord, ...]
     conformal_set: tuple[SearchRecord, ...] | None = None
+    image_of: Callable[[SearchRecord], ImageSource | None] = field(default=lambda hit: None, repr=False, compare=False)
 
     def __iter__(self) -> Iterator[SearchRecord]:
         return iter(self.hits)
@@ -50,10 +59,71 @@ class SearchAnswer:
 
     @property
     def summary(self) -> str:
-        """The query and the verdict in one line; without calibrated probabilities it says so instead."""
+        """The query and the verdict in one line."""
+        return f"{self.query!r}: {self.sentence}"
+
+    @property
+    def sentence(self) -> str:
+        """The verdict with the expected number of matches; without calibrated probabilities it says so instead."""
         if not self.calibrated:
-            return f"{self.query!r}: by distance; match probabilities are not calibrated for such queries"
-        return f"{self.query!r}: {self.verdict.text}; {self.expected_matches:.1f} matches expected"
+            return "by distance; match probabilities are not calibrated for such queries"
+        return f"{self.verdict.text}; {self.expected_matches:.1f} matches expected"
+
+    def with_images(self, image_of: Callable[[SearchRecord], ImageSource | None]) -> "SearchAnswer":
+        """The same answer with images.
+
+        Args:
+            image_of: see :class:`SearchAnswer`.
+
+        Returns:
+            A copy.
+        """
+        return replace(self, image_of=image_of)
+
+    def _repr_html_(self) -> str:
+        """The hits with small images and bars of their probabilities, for notebooks."""
+        from sfumato.reports.page_files import data_url, render_page  # Loads what a search alone does not need.
+
+        def image(hit: SearchRecord) -> str | None:
+            source = self.image_of(hit)
+            content = None if source is None else thumbnail(source)
+            return None if content is None else data_url(content)
+
+        found = {"sentence": self.sentence, "thumbnail": image, "colour": FIRST}
+        return render_page("answer.html.j2", {**vars(self), **found})
+
+    def plot(self, ax: "Axes | None" = None) -> "Axes":
+        """Draw the hits as bars: match probabilities, or distances if the probabilities are not calibrated.
+
+        Args:
+            ax: axes of matplotlib to draw on; new ones if None.
+
+        Returns:
+            The axes.
+
+        Raises:
+            UserError: matplotlib is not installed.
+        """
+        require_matplotlib()
+        import matplotlib
+        from matplotlib import pyplot
+
+        with matplotlib.rc_context(STYLE):
+            if ax is None:
+                size = (5.6, 1.2 + 0.3 * max(1, len(self)))
+                figure, ax = pyplot.subplots(figsize=size, layout="constrained")
+                figure.suptitle(f"{_shortened(self.query)}: {self.sentence}", x=0.01, ha="left", wrap=True)
+            values = [hit.match_probability if self.calibrated else hit.distance for hit in self]
+            bars = ax.barh(range(len(self)), values, height=0.6, color=FIRST)
+            ax.bar_label(bars, ["%.1f%%" % (100 * v) if self.calibrated else f"{v:.3f}" for v in values], padding=3)
+            ax.set_yticks(range(len(self)), [_shortened(_name(hit)) for hit in self])
+            ax.invert_yaxis()
+            if self.calibrated:
+                ax.set_xlim(0, 1.12)
+                ax.set_xticks([0, 0.25, 0.5, 0.75, 1], ["0%", "25%", "50%", "75%", "100%"])
+            ax.set_xlabel("match probability" if self.calibrated else f"{self.distance} (smaller is closer)")
+            ax.grid(axis="x")
+        return ax
 
     def to_json(self) -> dict[str, Any]:
         """The answer as plain values.
@@ -138,7 +208,20 @@ def _values(hit: SearchRecord) -> dict[str, Any]:
     }
 
 
+def _name(hit: SearchRecord) -> str:
+    """What a hit is called: its label or text, else its id."""
+    return hit.payload.get("label") or hit.payload.get("text") or hit.id
+
+
 def _line(answer: SearchAnswer, hit: SearchRecord) -> str:
     probability = f"{hit.match_probability:6.1%}  " if answer.calibrated else ""
-    label = hit.payload.get("label") or hit.payload.get("text", "")
-    return f"{probability}{answer.distance} {hit.distance:.4f}  {hit.id}" + (f"  {label}" if label else "")
+    name = _name(hit)
+    return f"{probability}{answer.distance} {hit.distance:.4f}  {hit.id}" + ("" if name == hit.id else f"  {name}")
+
+
+def _shortened(text: str) -> str:
+    """The beginning of a long text; of a long path the end."""
+    if len(text) <= _LABEL:
+        return text
+    is_path = " " not in text and ("/" in text or "\\" in text)
+    return f"…{text[1 - _LABEL :]}" if is_path else f"{text[: _LABEL - 1]}…"

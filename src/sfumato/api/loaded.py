@@ -5,8 +5,8 @@ The commands search with the same objects, so that a program and `sfumato search
 
 import contextlib
 import os
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, Union, overload
@@ -17,28 +17,43 @@ from PIL import Image
 from torch import Tensor
 
 from sfumato.api.answers import SearchAnswer, answer_queries
+from sfumato.api.reliability_plot import Reliability
 from sfumato.data.image_inputs import ImageInput, image_sources, unreadable, vector_file
+from sfumato.data.images import ImageSource, MemoryImage, Problems
+from sfumato.data.item_images import Images, SplitImages
 from sfumato.direction import Direction
 from sfumato.distances import get_distance
 from sfumato.encoders.embeddings import EmbeddingProcessor
 from sfumato.encoders.regions import features_read
 from sfumato.errors import UserError
+from sfumato.evaluation.hits import first_hits
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.matching import match_probability
-from sfumato.models.embed import embed_folder
+from sfumato.models.calibrate import some_positions
+from sfumato.models.embed import embed_folder, embed_split, load_splits, no_split_error, prepare_split
 from sfumato.models.export import load_model
-from sfumato.models.galleries import GalleryPart, build_index, is_gallery, load_retrieval_model, open_gallery
+from sfumato.models.galleries import (
+    GalleryPart,
+    build_index,
+    is_gallery,
+    item_images,
+    load_retrieval_model,
+    open_gallery,
+)
 from sfumato.models.pretrained import PretrainedModel
+from sfumato.models.recipe import load_recipe
 from sfumato.models.run import RECIPE, choose_device
 from sfumato.models.unfamiliar import unfamiliar_texts
 from sfumato.progress import say
-from sfumato.search.gallery import Gallery
+from sfumato.search.gallery import Gallery, SearchRecord
 from sfumato.search.index import GaussianIndex
 
 Modality = Literal["texts", "images"]
 
 OneQuery = Union[str, "os.PathLike[str]", bytes, Image.Image]
 """A single query: a text, or an image by its path (a :class:`~pathlib.Path`), its bytes or as a Pillow image."""
+
+_MOST_MEASURING = 3_000
 
 _DIRECTION: dict[Modality, Direction] = {"texts": "t2i", "images": "i2t"}
 
@@ -167,6 +182,44 @@ class LoadedModel:
             )
         return match_probability(distance, found.logit_scale, found.logit_bias)
 
+    def reliability(self, split: str = "test", *, direction: Direction = "t2i", n_bins: int = 10) -> Reliability:
+        """How well the probabilities of first hits hold on a split of the run's own data.
+
+        Args:
+            split: one that neither trained nor calibrated it. Of more than 3,000 images a random part is taken.
+            direction: "t2i" if texts search among images.
+            n_bins: number of bins, each with equally many queries.
+
+        Returns:
+            The comparison; its ``plot()`` draws it.
+
+        Raises:
+            UserError: the model is no run, has no calibration, or its data have no such split.
+        """
+        found = self.retrieval_model
+        if not (Path(self.source) / RECIPE).is_file():
+            raise UserError(
+                f"{self.source} is not a run and has no data of its own; use Reliability.of(probability, match)"
+            )
+        if found.calibration is None:
+            raise UserError(f"{self.source} has no calibration; make one: sfumato calibrate {self.source}")
+        config, problems = load_recipe(Path(self.source) / RECIPE, saved=True).data, Problems()
+        splits = load_splits(config, problems)
+        if split not in splits:
+            raise no_split_error(config, split, splits)
+        data = splits[split].keep_images(some_positions(len(splits[split].image_ids), _MOST_MEASURING, 0))
+        prepared = prepare_split(found.model, data, problems, split)
+        embedded = embed_split(found.model, prepared)
+        hits = first_hits(
+            found.calibration,
+            get_distance(found.distance).matrix(*embedded),
+            torch.from_numpy(prepared.data.relevance().to_dense()).float(),
+            direction,
+            embedded=embedded,
+            population=found.calibration.metadata.get("queries", "planted"),
+        )
+        return Reliability.of(hits.probability, hits.match, n_bins=n_bins)
+
     def index(
         self,
         images: "str | os.PathLike[str] | Sequence[ImageInput] | GaussianEmbedding",
@@ -201,7 +254,10 @@ class LoadedModel:
         if isinstance(images, GaussianEmbedding):
             return self._searcher(GalleryPart(images, _ids(ids, range(images.n))), engine)
         names = [Path(i).as_posix() if isinstance(i, str | os.PathLike) else str(k) for k, i in enumerate(images)]
-        return self._searcher(GalleryPart(self.embed_images(images), _ids(ids, names)), engine)
+        ids, features = _ids(ids, names), features_read(self.retrieval_model.model.image)
+        searcher = self._searcher(GalleryPart(self.embed_images(images), ids), engine)
+        sources = image_sources(images, "index", features=features)
+        return searcher if features else replace(searcher, given_images=dict(zip(ids, sources, strict=True)))
 
     def index_texts(
         self, texts: Sequence[str], ids: Sequence[str] | None = None, *, engine: str = "exact"
@@ -240,12 +296,14 @@ class Searcher:
         source: its folder; of a gallery in memory, the source of its model.
         model: its model; loaded when the first query needs it.
         run: folder or name of the model, if it has moved.
+        given_images: images by id, of a gallery in memory that was made from them.
     """
 
     gallery: Gallery
     source: str
     _model: LoadedModel | None = field(default=None, repr=False)
     run: str | None = None
+    given_images: Mapping[str, ImageSource] | None = field(default=None, repr=False)
 
     def __len__(self) -> int:
         return len(self.gallery)
@@ -354,6 +412,7 @@ class Searcher:
             self.gallery, names, query, k, direction=_DIRECTION[kind], min_probability=min_probability,
             coverage=coverage, max_risk=max_risk, unfamiliar=judged,
         )  # fmt: skip
+        answers = [answer.with_images(self.image_of) for answer in answers]
         return answers[0] if single else answers
 
     def search_items(self, ids: Sequence[str], k: int = 10) -> list[SearchAnswer]:
@@ -373,7 +432,26 @@ class Searcher:
         if missing := [i for i in ids if i not in found.ids]:
             raise UserError(f"{self.source} has no item {missing[0]!r} to search by")
         rows = torch.tensor([found.ids.index(i) for i in ids], dtype=torch.long)
-        return answer_queries(self.gallery, ids, found.embeddings[rows], k)
+        answers = answer_queries(self.gallery, ids, found.embeddings[rows], k)
+        return [answer.with_images(self.image_of) for answer in answers]
+
+    def image_of(self, hit: SearchRecord) -> ImageSource | None:
+        """The image of a hit, if the gallery knows where its images are.
+
+        Args:
+            hit: a hit of this gallery.
+
+        Returns:
+            Its image; None for a text, for features, and for an image that is gone.
+        """
+        data = None if self._images is None else self._images.read(hit.id, hit.payload)
+        return None if data is None else MemoryImage(hit.id, data)
+
+    @cached_property
+    def _images(self) -> Images | None:
+        if self.given_images is not None:
+            return SplitImages(self.given_images)
+        return item_images(self.gallery, self.run or self.gallery.metadata.get("run", ""))
 
     def save(self, folder: str | Path) -> None:
         """Write an index, for :func:`load_index` and `sfumato search`. An existing index is replaced.

@@ -22,6 +22,7 @@ from safetensors.torch import load_file as read_safetensors
 from safetensors.torch import save as safetensors_bytes
 from torch import Tensor
 
+from sfumato.arrays import Array, as_tensor
 from sfumato.calibration.abstention import answer_limit, answered_fraction, conformal_radius, precision_limit
 from sfumato.calibration.conditional import N_NEAREST, ConditionalLogits
 from sfumato.calibration.platt import Knots, fit_knots, fit_logits, knots_logit, log_odds
@@ -69,11 +70,18 @@ class Calibration:
     hits: Mapping[Direction, QueryScores] = field(default_factory=dict)
     reference: Mapping[Direction, ReferenceQueries] = field(default_factory=dict)
 
+    def __repr__(self) -> str:
+        held_out = {name: getattr(self, name) for name in get_args(Direction)}
+        queries = [f"{name}: {len(found.closest_match)} queries" for name, found in held_out.items() if found]
+        method = "platt" if self.knots is None else "isotonic"
+        logit = f"logit {self.logit_bias:.4g} - {self.logit_scale:.4g} * distance"
+        return f"Calibration({', '.join([method, logit, *queries])})"
+
     @classmethod
     def fit(
         cls,
-        distance: Tensor,
-        match: Tensor,
+        distance: Array,
+        match: Array,
         *,
         method: str = "platt",
         i2t: QueryScores | None = None,
@@ -85,7 +93,7 @@ class Calibration:
         """Fit on held-out pairs, never on those of training.
 
         Args:
-            distance: of pairs, any shape.
+            distance: of pairs, any shape; a tensor or an array.
             match: 0 and 1, the same shape.
             method: "platt" fits two numbers. "isotonic" fits any decreasing curve; it needs thousands of matches and
                 the extra `calibration`.
@@ -111,6 +119,7 @@ class Calibration:
         """
         if method not in METHODS:
             raise ValueError(f"Calibration: unknown method {method!r}; known: {', '.join(METHODS)}")
+        distance, match = as_tensor(distance, "distance", "Calibration"), as_tensor(match, "match", "Calibration")
         scale, bias = fit_logits(distance, match)
         fraction = float(match.double().mean())
         knots = fit_knots(distance, match) if method == "isotonic" else None
@@ -119,7 +128,7 @@ class Calibration:
 
     def logit(
         self,
-        distance: Tensor,
+        distance: Array,
         *,
         n_gallery: int | None = None,
         match_fraction: float | None = None,
@@ -137,14 +146,14 @@ class Calibration:
             ValueError: see :meth:`prior_shift`.
         """
         shift = self.prior_shift(n_gallery=n_gallery, match_fraction=match_fraction, direction=direction)
-        d = distance.detach().double()
+        d = as_tensor(distance, "distance", "Calibration").detach().double()
         if self.knots is None:
             return match_logit(d, self.logit_scale, self.logit_bias + shift)
         return knots_logit(d, self.knots, self.logit_scale) + shift
 
     def probability(
         self,
-        distance: Tensor,
+        distance: Array,
         *,
         n_gallery: int | None = None,
         match_fraction: float | None = None,
@@ -153,7 +162,7 @@ class Calibration:
         """Probability that a pair at this distance matches.
 
         Args:
-            distance: any shape.
+            distance: any shape, a tensor or an array.
             n_gallery: size of the gallery of the item: in a larger gallery a match at the same distance is less
                 probable. None uses the size of the fit.
             match_fraction: fraction of matches among the pairs, if it is known, in place of n_gallery.
@@ -165,6 +174,7 @@ class Calibration:
         Raises:
             ValueError: see :meth:`prior_shift`.
         """
+        distance = as_tensor(distance, "distance", "Calibration")
         logit = self.logit(distance, n_gallery=n_gallery, match_fraction=match_fraction, direction=direction)
         return torch.sigmoid(logit).to(distance.dtype)
 

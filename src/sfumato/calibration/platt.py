@@ -6,11 +6,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from sfumato.arrays import Array, as_tensor
 from sfumato.calibration.logistic import fit_logistic
 from sfumato.errors import UserError
 
 
-def fit_logits(distance: Tensor, match: Tensor, *, weight: Tensor | None = None) -> tuple[float, float]:
+def fit_logits(distance: Array, match: Array, *, weight: Array | None = None) -> tuple[float, float]:
     """The (logit_scale, logit_bias) that maximise the likelihood of known matches (Platt scaling).
 
     A convex problem in two numbers, solved in float64. Fit on held-out pairs, never on the training pairs.
@@ -18,7 +19,7 @@ def fit_logits(distance: Tensor, match: Tensor, *, weight: Tensor | None = None)
     shift.
 
     Args:
-        distance: (k,) or any shape; flattened.
+        distance: (k,) or any shape, a tensor or an array; flattened.
         match: labels in [0, 1] of the same shape.
         weight: of each pair, same shape; 1 for all if None.
 
@@ -31,8 +32,12 @@ def fit_logits(distance: Tensor, match: Tensor, *, weight: Tensor | None = None)
 
     Paper: Platt, "Probabilistic outputs for support vector machines", 1999.
     """
-    distance, match = distance.detach().flatten().double(), match.detach().flatten().double()
-    weight = torch.ones_like(match) if weight is None else weight.detach().flatten().double()
+    who = "fit_logits"
+    distance, match = (
+        as_tensor(value, name, who).detach().flatten().double()
+        for value, name in ((distance, "distance"), (match, "match"))
+    )
+    weight = torch.ones_like(match) if weight is None else as_tensor(weight, "weight", who).detach().flatten().double()
     if distance.shape != match.shape or weight.shape != match.shape:
         raise ValueError(
             f"fit_logits: got {distance.numel()} distances, {match.numel()} labels and {weight.numel()} weights;"

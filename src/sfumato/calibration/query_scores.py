@@ -10,6 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from sfumato.arrays import Array, as_tensor
+
 N_STEPS = 20
 """Number of limits that are tried for a precision or a risk, at equal steps of the fraction of answered queries."""
 
@@ -52,14 +54,20 @@ class QueryScores:
     group: tuple[int, ...] = ()
     per_doubling: tuple[float, ...] = ()
 
+    def __repr__(self) -> str:
+        return (
+            f"QueryScores({len(self.closest_match)} queries, {self.n_gallery} items,"
+            f" {self.matches_per_query:.2f} matches per query)"
+        )
+
     @classmethod
     def fit(
-        cls, distance: Tensor, match: Tensor, *, growth: float | None = None, group: np.ndarray | None = None
+        cls, distance: Array, match: Array, *, growth: float | None = None, group: np.ndarray | None = None
     ) -> "QueryScores":
         """Scores from all distances between some queries and a gallery.
 
         Args:
-            distance: (q, m) smaller is closer; kept in float32.
+            distance: (q, m) smaller is closer, a tensor or an array; kept in float32.
             match: (q, m) bool, or 0 and 1.
             growth: see :class:`QueryScores`; None measures it by halving the gallery in expectation.
             group: (q,) see :class:`QueryScores`; None if all queries are independent.
@@ -70,7 +78,8 @@ class QueryScores:
         Raises:
             ValueError: shapes differ, a distance is not finite, labels are not 0 and 1, or no query has a match.
         """
-        return cls.from_blocks(lambda: [(distance, match)], growth=growth, group=group)
+        d, y = as_tensor(distance, "distance", "QueryScores"), as_tensor(match, "match", "QueryScores")
+        return cls.from_blocks(lambda: [(d, y)], growth=growth, group=group)
 
     @classmethod
     def from_blocks(

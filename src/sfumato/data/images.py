@@ -254,6 +254,9 @@ class Problems:
     def __len__(self) -> int:
         return len(self.items)
 
+    def __repr__(self) -> str:
+        return f"Problems({len(self)} items)"
+
     def add(self, location: str | Path, reason: str) -> None:
         """Record an item that is left out. Characters that are not valid Unicode are recorded with backslashes.
 

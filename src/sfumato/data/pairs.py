@@ -66,6 +66,9 @@ class PairData:
         object.__setattr__(self, "pairs", pairs)
         object.__setattr__(self, "groups", groups)
 
+    def __repr__(self) -> str:
+        return f"PairData({len(self.image_ids)} images, {len(self.text_ids)} texts, {len(self.pairs)} matches)"
+
     @cached_property
     def _keys(self) -> np.ndarray:
         """(p,) sorted keys of the pairs, for look-up."""

@@ -57,6 +57,9 @@ class GroundTruth:
     averaged_as: str | None = None
     source: str = ""
 
+    def __repr__(self) -> str:
+        return f"GroundTruth({self.name!r}, {len(self.image_ids)} images, {len(self.text_ids)} texts)"
+
     def __post_init__(self) -> None:
         n, m = len(self.image_ids), len(self.text_ids)
         for what, relevance, size in (("i2t", self.i2t, (n, m)), ("t2i", self.t2i, (m, n))):

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from sfumato.arrays import Array, as_tensor
 from sfumato.distances import Distance, get_distance
 from sfumato.gaussian import GaussianEmbedding, accumulation_dtype
 from sfumato.losses.labels import canonical, dense_labels, label_rows, transposed
@@ -385,13 +386,13 @@ def sum_of_terms(terms: dict[str, Tensor], stats: dict[str, Tensor] | None = Non
     return LossOutput(torch.stack(list(terms.values())).sum(), terms, stats or {})
 
 
-def check_match(image: GaussianEmbedding, text: GaussianEmbedding, match: Tensor, who: str) -> Tensor:
+def check_match(image: GaussianEmbedding, text: GaussianEmbedding, match: Array, who: str) -> Tensor:
     """Check the labels of a batch.
 
     Args:
         image: (n, d) embeddings.
         text: (m, d) embeddings.
-        match: (n, m) labels, dense or in a sparse layout.
+        match: (n, m) labels, dense or in a sparse layout; a tensor or an array.
         who: name of the caller, for error messages.
 
     Returns:
@@ -400,6 +401,7 @@ def check_match(image: GaussianEmbedding, text: GaussianEmbedding, match: Tensor
     Raises:
         ValueError: match has another shape, the batch is empty, or a label lies outside of [0, 1].
     """
+    match = as_tensor(match, "match", who)
     if match.shape != (image.n, text.n):
         raise ValueError(
             f"{who}: match must have shape (images, texts) = ({image.n}, {text.n}), got {tuple(match.shape)}"

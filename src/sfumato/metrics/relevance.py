@@ -37,6 +37,9 @@ class Relevance:
             )
         object.__setattr__(self, "n_outside", outside)
 
+    def __repr__(self) -> str:
+        return f"Relevance({self.n_queries} queries, {self.n_gallery} items, {len(self.indices)} matches)"
+
     @classmethod
     def from_pairs(
         cls,

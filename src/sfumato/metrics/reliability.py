@@ -11,17 +11,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from sfumato.arrays import Array, as_tensor
+
 Binning = Literal["width", "count"]
 """Bins of equal width, or with equally many predictions."""
 
 
 def reliability_curve(
-    probability: Tensor, match: Tensor, *, n_bins: int = 15, binning: Binning = "width", confidence: float = 0.95
+    probability: Array, match: Array, *, n_bins: int = 15, binning: Binning = "width", confidence: float = 0.95
 ) -> list[dict[str, Any]]:
     """The reliability curve: predicted probability and observed fraction in each bin.
 
     Args:
-        probability: (k,) predictions in [0, 1].
+        probability: (k,) predictions in [0, 1], a tensor or an array.
         match: (k,) labels in [0, 1].
         n_bins: number of bins.
         binning: "width" divides [0, 1] into equal parts. "count" puts the same number of predictions into each bin,
@@ -36,6 +38,7 @@ def reliability_curve(
     Raises:
         ValueError: shapes differ, a probability is outside of [0, 1], n_bins < 1, or an unknown binning.
     """
+    probability, match = _tensors(probability, match, "reliability_curve")
     if n_bins < 1:
         raise ValueError(f"reliability_curve: n_bins must be at least 1, got {n_bins}")
     if binning not in get_args(Binning):
@@ -71,7 +74,7 @@ def _which_bin(probability: Tensor, n_bins: int, binning: Binning) -> Tensor:
 
 
 def expected_calibration_error(
-    probability: Tensor, match: Tensor, *, n_bins: int = 15, binning: Binning = "width"
+    probability: Array, match: Array, *, n_bins: int = 15, binning: Binning = "width"
 ) -> float:
     """Mean gap between predicted and observed over the bins of :func:`reliability_curve`, weighted by their size (ECE).
 
@@ -90,17 +93,18 @@ def expected_calibration_error(
 
     Paper: Naeini, Cooper and Hauskrecht, "Obtaining well calibrated probabilities using Bayesian binning", AAAI 2015.
     """
+    probability, match = _tensors(probability, match, "expected_calibration_error")
     if not len(probability):
         raise ValueError("expected_calibration_error: got no probabilities")
     curve = reliability_curve(probability, match, n_bins=n_bins, binning=binning)
     return float(sum(b["count"] * abs(b["probability"] - b["observed"]) for b in curve)) / len(probability)
 
 
-def brier_score(probability: Tensor, match: Tensor) -> float:
+def brier_score(probability: Array, match: Array) -> float:
     """Mean squared gap between prediction and label: 0 is perfect, 0.25 is a constant prediction of one half.
 
     Args:
-        probability: (k,) predictions in [0, 1].
+        probability: (k,) predictions in [0, 1], a tensor or an array.
         match: (k,) labels in [0, 1].
 
     Returns:
@@ -109,15 +113,16 @@ def brier_score(probability: Tensor, match: Tensor) -> float:
     Raises:
         ValueError: shapes differ, or there are no predictions.
     """
+    probability, match = _tensors(probability, match, "brier_score")
     _check_predictions("brier_score", probability, match)
     return float((probability.double() - match.double()).square().mean())
 
 
-def log_loss(probability: Tensor, match: Tensor) -> float:
+def log_loss(probability: Array, match: Array) -> float:
     """Mean negative logarithm of the probability of what happened, in nats; predictions of 0 and 1 count as 1e-12.
 
     Args:
-        probability: (k,) predictions in [0, 1].
+        probability: (k,) predictions in [0, 1], a tensor or an array.
         match: (k,) labels in [0, 1].
 
     Returns:
@@ -126,6 +131,7 @@ def log_loss(probability: Tensor, match: Tensor) -> float:
     Raises:
         ValueError: shapes differ, or there are no predictions.
     """
+    probability, match = _tensors(probability, match, "log_loss")
     _check_predictions("log_loss", probability, match)
     p, y = probability.double().clamp(1e-12, 1 - 1e-12), match.double()
     return float(-(y * p.log() + (1 - y) * (1 - p).log()).mean())
@@ -168,7 +174,7 @@ def simulated_calibration_errors(
 
 
 def calibration_error_by_chance(
-    probability: Tensor, *, n_bins: int = 15, binning: Binning = "count", n_samples: int = 100, seed: int = 0
+    probability: Array, *, n_bins: int = 15, binning: Binning = "count", n_samples: int = 100, seed: int = 0
 ) -> float:
     """The ECE of perfect probabilities: the mean over outcomes that are drawn from the predictions.
 
@@ -181,14 +187,13 @@ def calibration_error_by_chance(
     Returns:
         A number in [0, 1], near 0 for many predictions.
     """
-    errors = simulated_calibration_errors(
-        probability, probability, n_bins=n_bins, binning=binning, n_samples=n_samples, seed=seed
-    )
+    p = as_tensor(probability, "probability", "calibration_error_by_chance")
+    errors = simulated_calibration_errors(p, p, n_bins=n_bins, binning=binning, n_samples=n_samples, seed=seed)
     return float(errors.mean())
 
 
 def compare_calibration(
-    probability: Mapping[str, Tensor], match: Tensor, *, n_bins: int = 15
+    probability: Mapping[str, Array], match: Array, *, n_bins: int = 15
 ) -> dict[str, dict[str, Any]]:
     """Compare several predictions of the same outcomes, e.g. before and after calibration.
 
@@ -355,6 +360,10 @@ def betting_p_value(values: np.ndarray, limit: float, *, seed: int = 0) -> float
     stake = np.minimum(lead / (squares + lead**2), 0.75 / (1 - limit))
     capital = np.cumsum(np.log1p(stake * (limit - x)))
     return float(np.exp(-max(0.0, float(capital.max(initial=0.0)))))
+
+
+def _tensors(probability: Array, match: Array, who: str) -> tuple[Tensor, Tensor]:
+    return as_tensor(probability, "probability", who), as_tensor(match, "match", who)
 
 
 def _check_predictions(who: str, probability: Tensor, match: Tensor) -> None:

@@ -17,6 +17,7 @@ from typing import Any, cast, get_args
 import numpy as np
 import torch
 
+from sfumato.arrays import Array, as_tensor
 from sfumato.calibration.calibrator import Calibration
 from sfumato.calibration.conditional import Population
 from sfumato.data.embedding_tables import open_table, resolved_table
@@ -73,8 +74,6 @@ _MOST_WORDED = 20_000
 
 _MOST_QUERIES = 1_500
 """Largest number of queries of either side whose hits and scores calibrate."""
-
-Array = np.ndarray | torch.Tensor
 
 Reference = tuple[GaussianEmbedding, GaussianEmbedding]
 
@@ -133,7 +132,7 @@ class AdoptedModel:
         Raises:
             ValueError: the width differs, or a vector is zero or not finite.
         """
-        x = torch.as_tensor(vectors).detach().float()
+        x = as_tensor(vectors, "vectors", "embed").detach().float()
         x = x.unsqueeze(0) if x.ndim == 1 else x
         channels = self.run.recipe.model.dim
         if x.ndim != 2 or x.shape[1] != channels:

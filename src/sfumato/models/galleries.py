@@ -12,6 +12,7 @@ from typing import Any
 
 from sfumato.data.emoji import emoji_names
 from sfumato.data.images import Problems
+from sfumato.data.item_images import FolderImages, Images, SplitImages, UploadedImages
 from sfumato.direction import Direction
 from sfumato.encoders.embeddings import EmbeddingProcessor
 from sfumato.errors import UserError
@@ -21,14 +22,16 @@ from sfumato.models.embed import (
     embed_folder,
     embed_split_images,
     embed_table,
+    load_splits,
     model_digest,
     read_lines,
 )
 from sfumato.models.export import load_model
 from sfumato.models.pretrained import PretrainedModel
-from sfumato.models.run import Run
+from sfumato.models.recipe import load_recipe
+from sfumato.models.run import RECIPE, Run
 from sfumato.progress import progress_bar
-from sfumato.search.collection import GaussianCollection, check_empty, copy_gallery
+from sfumato.search.collection import UPLOADED_IMAGES, GaussianCollection, check_empty, copy_gallery
 from sfumato.search.gallery import Gallery
 from sfumato.search.index import GaussianIndex
 from sfumato.search.lifting import gallery_centre, lifted_dim
@@ -421,3 +424,29 @@ def load_retrieval_model(gallery: Gallery, folder: str | Path, run: str | Path |
             " the right model with --run, or build the index again"
         )
     return loaded
+
+
+def item_images(gallery: Gallery, run: str | Path) -> Images | None:
+    """The images of the items of a gallery: what its metadata name, and of a collection the uploaded ones.
+
+    Args:
+        gallery: an open index or collection of images.
+        run: folder of its model, whose recipe says where the images of a split are.
+
+    Returns:
+        The images; None if their location is not known.
+
+    Raises:
+        UserError: the data of the split cannot be read.
+    """
+    source = gallery.metadata.get("pictures") or {}
+    found: Images | None = None
+    if "folder" in source:
+        found = FolderImages(Path(source["folder"]))
+    elif "split" in source and (Path(run) / RECIPE).is_file():
+        splits = load_splits(load_recipe(Path(run) / RECIPE, saved=True).data, Problems())
+        if (data := splits.get(source["split"])) is not None:
+            found = SplitImages(dict(zip(data.image_ids, data.images, strict=True)))
+    if isinstance(gallery, GaussianCollection):
+        return UploadedImages(gallery.folder / UPLOADED_IMAGES, found)
+    return found

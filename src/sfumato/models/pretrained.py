@@ -410,6 +410,10 @@ class PretrainedModel:
     calibration: Calibration | None = None
     unfamiliar: UnfamiliarTexts | None = None
 
+    def __repr__(self) -> str:
+        state = "calibrated" if self.calibrated else "not calibrated"
+        return f"PretrainedModel({self.source!r}, {self.distance}, {state})"
+
 
 def load_pretrained(
     name_or_folder: str | Path,

@@ -189,6 +189,10 @@ class Run:
     calibration: Calibration | None = None
     unfamiliar: UnfamiliarTexts | None = None
 
+    def __repr__(self) -> str:
+        state = "calibrated" if self.calibrated else "not calibrated"
+        return f"Run({str(self.folder)!r}, {self.recipe.name}, {self.distance}, {state})"
+
     @property
     def distance(self) -> str:
         """Name of the distance that the logits belong to."""

@@ -35,13 +35,14 @@ _VARIABLES = {
 }
 _VARIABLES |= {colour: f"--f{k}" for k, colour in enumerate(FAMILIES)}
 
-_STYLE: Any = {
+STYLE: Any = {
     "svg.fonttype": "none", "text.parse_math": False, "font.size": 11, "axes.axisbelow": True,
     "axes.spines.left": False, "axes.spines.right": False, "axes.spines.top": False, "axes.edgecolor": FAINT,
     "axes.labelcolor": INK, "xtick.color": SOFT, "ytick.color": SOFT, "xtick.major.size": 0, "ytick.major.size": 0,
     "grid.color": GRID, "grid.linewidth": 1, "text.color": INK, "legend.frameon": False, "legend.borderaxespad": 0.4,
     "errorbar.capsize": 3, "axes.titlesize": 11,
 }  # fmt: skip
+"""Settings of matplotlib for every chart."""
 
 
 def require_matplotlib() -> None:
@@ -53,7 +54,7 @@ def require_matplotlib() -> None:
     try:
         import matplotlib.figure  # noqa: F401
     except ImportError as error:
-        raise UserError("the page draws charts with matplotlib: pip install 'sfumato[report]'") from error
+        raise UserError("charts are drawn with matplotlib: pip install 'sfumato[report]'") from error
 
 
 class Chart:
@@ -85,7 +86,7 @@ class Chart:
 
         self._label, self._width, self._height = label, width, height
         self._titles: dict[str, list[str]] = {}
-        with matplotlib.rc_context(_STYLE):
+        with matplotlib.rc_context(STYLE):
             self._figure = Figure(figsize=(width / 72, height / 72), layout=None if plane else "constrained")
             self.axes: Axes = self._figure.add_axes((0, 0, 1, 1)) if plane else self._figure.subplots()
             if plane:
@@ -109,7 +110,7 @@ class Chart:
         """Put a legend of all labelled series above the axes."""
         import matplotlib
 
-        with matplotlib.rc_context(_STYLE):
+        with matplotlib.rc_context(STYLE):
             self._figure.legend(loc="outside upper left", ncols=4, handlelength=2.1, columnspacing=1.4)
 
     def svg(self) -> Markup:
@@ -121,7 +122,7 @@ class Chart:
         import matplotlib
 
         file = io.StringIO()
-        with matplotlib.rc_context(_STYLE | {"svg.hashsalt": self._label}):
+        with matplotlib.rc_context(STYLE | {"svg.hashsalt": self._label}):
             nothing: Any = dict.fromkeys(("Date", "Creator", "Format", "Type"))
             self._figure.savefig(file, format="svg", transparent=True, metadata=nothing)
         text = re.sub(r"\s+", " ", file.getvalue().split("</defs>", 1)[1].rpartition("</svg>")[0])

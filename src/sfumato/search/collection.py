@@ -267,6 +267,9 @@ class GaussianCollection(Gallery):
         """Dimensions of the embeddings."""
         return self._d
 
+    def __repr__(self) -> str:
+        return f"GaussianCollection({self.contents}, {without_password(self.store.url)!r})"
+
     def __len__(self) -> int:
         return self.store.count()
 

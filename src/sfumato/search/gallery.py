@@ -46,6 +46,12 @@ class SearchRecord:
     uncertainty: float
     payload: dict[str, str]
 
+    def __repr__(self) -> str:
+        return (
+            f"SearchRecord({self.id!r}, rank={self.rank}, distance={self.distance:.4f},"
+            f" match_probability={self.match_probability:.3f}, uncertainty={self.uncertainty:.4g})"
+        )
+
 
 @dataclass(frozen=True)
 class SearchResult:
@@ -74,6 +80,10 @@ class SearchResult:
     def hits(self) -> tuple[SearchRecord, ...]:
         """The name of `records` in version 0.1."""
         return self.records
+
+    def __repr__(self) -> str:
+        first = f", first {self.records[0].id!r}" if self.records else ""
+        return f"SearchResult({len(self)} records{first}, best_probability={self.best_probability:.3f})"
 
     def __iter__(self) -> Iterator[SearchRecord]:
         return iter(self.records)
@@ -388,6 +398,13 @@ class Gallery(ABC):
     def __len__(self) -> int: ...
 
     @property
+    def contents(self) -> str:
+        """Number and kind of the items, the distance and whether it is calibrated, for one line."""
+        kind = "images" if self.scorer.direction == "t2i" else "texts"
+        state = "calibrated" if self.calibrated else "not calibrated"
+        return f"{self.size} {kind} in {self.d} dimensions, {self.distance}, {state}"
+
+    @property
     def calibrated(self) -> bool:
         """Whether the probabilities for queries of its direction were fitted on held-out pairs."""
         return bool(self.metadata.get("calibrated", self.scorer.calibration is not None))
@@ -607,8 +624,14 @@ class Gallery(ABC):
             The same embeddings in float32 on the CPU, detached.
 
         Raises:
+            TypeError: queries are no embeddings.
             ValueError: k < 1, another d, or a number that is not finite.
         """
+        if not isinstance(queries, GaussianEmbedding):
+            raise TypeError(
+                f"search: queries must be a GaussianEmbedding, got {type(queries).__name__}; to search by texts and"
+                " images, open the index with its model: sfumato.load_index(FOLDER)"
+            )
         if k < 1:
             raise ValueError(f"search: k must be at least 1, got {k}")
         if queries.d != self.d:

@@ -148,6 +148,9 @@ class GaussianIndex(Gallery):
             calibration, direction,
         )  # fmt: skip
 
+    def __repr__(self) -> str:
+        return f"GaussianIndex({self.contents}, engine {self.engine})"
+
     def __len__(self) -> int:
         return len(self.ids)
 

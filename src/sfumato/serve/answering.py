@@ -13,19 +13,18 @@ from urllib.parse import quote
 import torch
 
 from sfumato.calibration.drift import DriftMonitor
-from sfumato.data.images import Problems
+from sfumato.data.item_images import Images, SplitImages, UploadedImages, handed_out
 from sfumato.encoders.dual import DualEncoder
 from sfumato.encoders.regions import features_read
 from sfumato.errors import UserError
 from sfumato.gaussian import GaussianEmbedding
-from sfumato.models.embed import embed_split, load_split, load_splits
-from sfumato.models.galleries import GalleryPart, build_index, load_retrieval_model, open_gallery
+from sfumato.models.embed import embed_split, load_split
+from sfumato.models.galleries import GalleryPart, build_index, item_images, load_retrieval_model, open_gallery
 from sfumato.models.run import RECIPE, Run, load_run
 from sfumato.models.unfamiliar import unfamiliar_texts
-from sfumato.search.collection import UPLOADED_IMAGES, GaussianCollection
+from sfumato.search.collection import GaussianCollection
 from sfumato.search.gallery import Gallery, SearchRecord, SearchResult, check_unfiltered, verdict
 from sfumato.search.stores.protocol import Filter
-from sfumato.serve.image_files import FolderImages, Images, SplitImages, UploadedImages, handed_out
 from sfumato.serve.schemas import (
     Answer,
     ConformalSet,
@@ -200,27 +199,12 @@ def _from_gallery(folder: Path, run: str | None, store: str | None) -> Sources:
             )
         location = str(run or gallery.metadata["run"])
         shown = kind(gallery) == "images" and not features_read(retrieval_model.model.image)
-        served = ServedGallery(gallery, _images(gallery, location) if shown else None)
+        served = ServedGallery(gallery, item_images(gallery, location) if shown else None)
         judge = partial(unfamiliar_texts, retrieval_model)
         return Sources(retrieval_model.model, Path(location).name, {kind(gallery): served}, judge)
     except BaseException:
         gallery.close()
         raise
-
-
-def _images(gallery: Gallery, run: str) -> Images | None:
-    """The images named by the metadata of a gallery; for a collection also the folder of new images."""
-    source = gallery.metadata.get("pictures") or {}
-    found: Images | None = None
-    if "folder" in source:
-        found = FolderImages(Path(source["folder"]))
-    elif "split" in source and (Path(run) / RECIPE).is_file():
-        splits = load_splits(load_run(run).recipe.data, Problems())
-        if (data := splits.get(source["split"])) is not None:
-            found = SplitImages(dict(zip(data.image_ids, data.images, strict=True)))
-    if isinstance(gallery, GaussianCollection):
-        return UploadedImages(gallery.folder / UPLOADED_IMAGES, found)
-    return found
 
 
 def _from_run(run: Run, folder: Path, split: str, *, images_alone: bool) -> Sources:

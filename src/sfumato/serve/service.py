@@ -19,6 +19,7 @@ import torch
 from PIL import Image
 
 from sfumato import __version__
+from sfumato.data.item_images import handed_out
 from sfumato.data.region_features import regions_to_bytes
 from sfumato.encoders.regions import blank_features, features_read
 from sfumato.gaussian import GaussianEmbedding
@@ -40,7 +41,6 @@ from sfumato.serve.answering import (
 from sfumato.serve.batching import Batcher, Closed, Embedder, submitted
 from sfumato.serve.decoding import HEADER, Task, message_of
 from sfumato.serve.guard import Metrics
-from sfumato.serve.image_files import handed_out
 from sfumato.serve.limits import Budget, Threads
 from sfumato.serve.schemas import (
     Answer,

@@ -12,10 +12,10 @@ import time
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
+from sfumato.data.item_images import POINTER, UploadedImages
 from sfumato.files import remove_leftovers
 from sfumato.search.collection import GaussianCollection
 from sfumato.search.stores.protocol import Filter
-from sfumato.serve.image_files import POINTER, UploadedImages
 
 _LOG = logging.getLogger("sfumato.serve")
 

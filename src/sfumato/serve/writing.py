@@ -8,6 +8,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
+from sfumato.data.item_images import POINTER
 from sfumato.errors import UserError
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.search.collection import GaussianCollection
@@ -15,7 +16,6 @@ from sfumato.search.gallery import GalleryRecords
 from sfumato.search.stores.protocol import StoreInUseError
 from sfumato.serve.answering import ServedGallery
 from sfumato.serve.decoding import Task, bytes_of
-from sfumato.serve.image_files import POINTER
 from sfumato.serve.schemas import AddResponse, DeleteResponse, GalleryName, Refusal, busy
 from sfumato.serve.service import Service, good
 from sfumato.serve.sweep import find_orphans, sweep

@@ -69,6 +69,9 @@ class ImageSets:
     embeddings: dict[str, GaussianEmbedding]
     other: GaussianEmbedding
 
+    def __repr__(self) -> str:
+        return f"ImageSets({len(self.pairs)} pairs)"
+
     def __post_init__(self) -> None:
         sizes = {name: e.n for name, e in (self.embeddings | {"other": self.other}).items()}
         if set(self.embeddings) != set(MADE) or set(sizes.values()) != {len(self.pairs)}:

@@ -1,0 +1,152 @@
+"""What a notebook and a terminal show: short lines, hits with images and bars in escaped HTML, and plots."""
+
+import base64
+import io
+import re
+import sys
+from html.parser import HTMLParser
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import sfumato
+from sfumato.api.answers import SearchAnswer
+from sfumato.data.images import MemoryImage
+from sfumato.errors import UserError
+from sfumato.search.gallery import SearchRecord, verdict
+
+pyplot = pytest.importorskip("matplotlib.pyplot", reason="the extra report is not installed")
+
+
+@pytest.fixture(autouse=True)
+def _no_window():
+    pyplot.switch_backend("Agg")
+    yield
+    pyplot.close("all")
+
+
+def answer(n=3, calibrated=True, query="a <b>dog</b> & cat", **values):
+    hits = tuple(
+        SearchRecord(f"<i>{i}.png", i + 1, 0.5 + i, 0.9 / (i + 1), 0.1, {"label": 'a "label" <x>'} if i else {})
+        for i in range(n)
+    )
+    return SearchAnswer(query, "csd", calibrated, 0.1, 1.6, None, verdict(1.6, 0.9), hits, **values)
+
+
+class Page(HTMLParser):
+    """The tags, texts and attributes of some HTML."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.tags, self.texts, self.images, self.widths = [], [], [], []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attributes):
+        values = dict(attributes)
+        self.tags.append(tag)
+        self.images += [values["src"]] if tag == "img" else []
+        self.widths += re.findall(r"[ ;]width: ([\d.]+)%", values.get("style", ""))
+
+    def handle_data(self, data):
+        self.texts.append(" ".join(data.split()))
+
+
+def test_texts_are_escaped_and_bars_are_as_long_as_the_probability():
+    page = Page(answer()._repr_html_())
+    assert set(page.tags) == {"div", "strong", "br"}
+    assert {"a <b>dog</b> & cat", "<i>0.png", 'a "label" <x>', "90.0%", "45.0%", "30.0%"} <= set(page.texts)
+    assert page.widths == ["90.0", "45.0", "30.0"]
+    assert any("One clear match; 1.6 matches expected" in text for text in page.texts)
+    plain = Page(answer(calibrated=False)._repr_html_())
+    assert not plain.widths and not any("%" in text for text in plain.texts)
+    assert any("not calibrated for such queries" in text for text in plain.texts)
+    assert "No item reaches this probability." in Page(answer(0)._repr_html_()).texts
+
+
+def test_images_are_small_and_in_the_page():
+    buffer = io.BytesIO()
+    noise = np.random.default_rng(0).integers(0, 256, (600, 900, 3), dtype=np.uint8)
+    Image.fromarray(noise).save(buffer, "PNG")
+    files = {"<i>0.png": buffer.getvalue(), "<i>1.png": b"no image"}
+    found = answer(image_of=lambda hit: MemoryImage(hit.id, files[hit.id]) if hit.id in files else None)
+    [image] = Page(found._repr_html_()).images
+    data = base64.b64decode(image.removeprefix("data:image/webp;base64,"))
+    assert len(data) < 15_000 and Image.open(io.BytesIO(data)).size == (144, 96)
+
+
+def test_an_answer_is_a_few_lines():
+    lines = repr(answer()).splitlines()
+    assert lines[0] == "SearchAnswer('a <b>dog</b> & cat': One clear match; 1.6 matches expected)"
+    assert lines[1] == "   90.0%  csd 0.5000  <i>0.png" and lines[2].endswith('<i>1.png  a "label" <x>')
+    assert "%" not in "".join(repr(answer(calibrated=False)).splitlines()[1:])
+
+
+def test_hits_are_drawn_as_bars():
+    axes = answer().plot()
+    assert [bar.get_width() for bar in axes.patches] == pytest.approx([0.9, 0.45, 0.3])
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["<i>0.png", 'a "label" <x>', 'a "label" <x>']
+    assert axes.get_ylim()[0] > axes.get_ylim()[1], "the first hit is at the top"
+    assert axes.get_xlabel() == "match probability" and "One clear match" in axes.figure.get_suptitle()
+    by_distance = answer(calibrated=False).plot()
+    assert [bar.get_width() for bar in by_distance.patches] == pytest.approx([0.5, 1.5, 2.5])
+    assert by_distance.get_xlabel() == "csd (smaller is closer)"
+    _, mine = pyplot.subplots()
+    assert answer().plot(mine) is mine and answer(0).plot() is not mine
+    long = answer(1, query="/a/very/long/path/that/does/not/fit/into/the/title/dog.png").plot()
+    assert "title/dog.png" in long.figure.get_suptitle() and "/a/very" not in long.figure.get_suptitle()
+
+
+def test_a_reliability_curve_has_the_bins_of_loops():
+    random = np.random.default_rng(0)
+    p = random.random(1000)
+    y = (random.random(1000) < p**2).astype(int)
+    found = sfumato.Reliability.of(p, y, n_bins=5)
+    expected = []
+    order = np.argsort(p)
+    for part in np.array_split(order, 5):
+        expected.append((p[part].mean(), y[part].mean(), len(part)))
+    for b, (mean, rate, count) in zip(found.curve, expected, strict=True):
+        assert (b["probability"], b["observed"], b["count"]) == (pytest.approx(mean), pytest.approx(rate), count)
+    ece = sum(abs(a - b) * n for a, b, n in expected) / 1000
+    assert found.ece == pytest.approx(ece) and found.ece > 3 * found.ece_by_chance
+    assert f"calibration error {ece:.3f}" in repr(found) and "1000 hits" in repr(found)
+    axes = found.plot()
+    line = axes.lines[1]
+    assert line.get_xdata() == pytest.approx([a for a, _, _ in expected])
+    assert line.get_ydata() == pytest.approx([b for _, b, _ in expected])
+    assert [text.get_text() for text in axes.texts] == ["n = 200", "200", "200", "200", "200"]
+
+
+def test_without_matplotlib_the_extra_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    for drawn in (answer(), sfumato.Reliability.of(np.array([0.5]), np.array([1]))):
+        with pytest.raises(UserError, match=r"pip install 'sfumato\[report\]'"):
+            drawn.plot()
+
+
+def test_public_objects_are_one_short_line():
+    embeddings = sfumato.GaussianEmbedding(torch.zeros(300, 4), torch.zeros(300, 4))
+    distance = torch.tensor([[0.2, 1.0, 0.9], [1.1, 0.4, 0.3]])
+    match = torch.tensor([[1, 0, 0], [0, 1, 0]])
+    scores = sfumato.QueryScores.fit(distance, match)
+    index = sfumato.GaussianIndex.build(embeddings, [str(i) for i in range(300)])
+    result = index.search(embeddings[:1], 20)[0]
+    data = sfumato.load_emoji()["test"]
+    for thing, expected in (
+        (embeddings, "GaussianEmbedding(300 Gaussians in 4 dimensions, float32)"),
+        (
+            sfumato.GaussianEmbedding.point(torch.zeros(2, 3).double()),
+            "GaussianEmbedding(2 points in 3 dimensions, float64)",
+        ),
+        (index, "GaussianIndex(300 images in 4 dimensions, csd, not calibrated, engine exact)"),
+        (result, "SearchResult(20 records, first '0', best_probability="),
+        (result[0], "SearchRecord('0', rank=1, distance="),
+        (scores, "QueryScores(2 queries, 3 items, 1.00 matches per query)"),
+        (sfumato.Calibration.fit(distance, match, t2i=scores), "Calibration(platt, logit "),
+        (data, "PairData("),
+        (data.relevance(), "Relevance("),
+        (sfumato.Problems(), "Problems(0 items)"),
+    ):
+        assert repr(thing).startswith(expected) and "\n" not in repr(thing) and len(repr(thing)) < 160

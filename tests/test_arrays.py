@@ -1,0 +1,94 @@
+"""Arrays of NumPy stand wherever tensors do, by one conversion that names the argument."""
+
+import numpy as np
+import pytest
+import torch
+
+import sfumato
+from sfumato.arrays import as_tensor
+from sfumato.metrics.reliability import brier_score, expected_calibration_error, log_loss, reliability_curve
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64", "int64", "uint8", "bool", ">f4"])
+def test_the_numbers_and_the_dtype_stay(dtype):
+    array = np.arange(6).reshape(2, 3).astype(dtype)
+    for value in (array, array[::-1], array.T, np.lib.stride_tricks.as_strided(array)):
+        found = as_tensor(value, "x", "me")
+        assert (
+            found.tolist() == value.tolist()
+            and found.dtype == torch.from_numpy(value.astype(value.dtype.newbyteorder("="))).dtype
+        )
+    fixed = array.copy()
+    fixed.flags.writeable = False
+    assert as_tensor(fixed, "x", "me").tolist() == array.tolist()
+
+
+def test_a_tensor_is_returned_as_it_is():
+    tensor = torch.zeros(2, requires_grad=True)
+    assert as_tensor(tensor, "x", "me") is tensor
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ([1.0, 2.0], "me: x must be a tensor or an array, got list"),
+        (None, "me: x must be a tensor or an array, got NoneType"),
+        (np.array(["a"]), "me: x must be an array of numbers, got <U1"),
+        (np.array([None]), "me: x must be an array of numbers, got object"),
+        (np.array([1j]), "me: x must be an array of numbers, got complex128"),
+        (np.zeros(2, np.longdouble), "me: x has the dtype float128, which torch lacks"),
+    ],
+)
+def test_what_is_no_array_of_numbers_is_named(value, message):
+    if isinstance(value, np.ndarray) and value.dtype == np.longdouble and value.dtype.itemsize == 8:
+        pytest.skip("long double is double here")
+    with pytest.raises(TypeError, match=message):
+        as_tensor(value, "x", "me")
+
+
+def test_public_functions_give_the_same_from_arrays_as_from_tensors():
+    generator = torch.Generator().manual_seed(0)
+    mean, log_var = torch.randn(5, 3, generator=generator), torch.randn(5, 3, generator=generator)
+    x, y = sfumato.GaussianEmbedding(mean, log_var), sfumato.GaussianEmbedding(mean.numpy(), log_var.numpy())
+    assert torch.equal(x.mean, y.mean) and torch.equal(x.log_var, y.log_var)
+    assert torch.equal(sfumato.GaussianEmbedding.point(mean.numpy()).mean, mean)
+    assert torch.equal(x[np.array([3, 1])].mean, mean[[3, 1]])
+    assert torch.equal(x[np.array([True, False, True, False, False])].mean, mean[[0, 2]])
+    distance, match = torch.rand(4, 6, generator=generator), torch.zeros(4, 6)
+    match[range(4), range(4)] = 1
+    distance[range(4), range(4)] /= 4
+    arrays = distance.numpy(), match.numpy()
+    assert sfumato.fit_logits(*arrays) == sfumato.fit_logits(distance, match)
+    assert sfumato.QueryScores.fit(*arrays) == sfumato.QueryScores.fit(distance, match)
+    calibration = sfumato.Calibration.fit(*arrays)
+    assert calibration == sfumato.Calibration.fit(distance, match)
+    assert torch.equal(calibration.probability(arrays[0]), calibration.probability(distance))
+    p = sfumato.match_probability(arrays[0], 5.0, 5.0)
+    assert torch.equal(p, sfumato.match_probability(distance, 5.0, 5.0))
+    flat = p.flatten(), match.flatten()
+    for measure in (reliability_curve, expected_calibration_error, brier_score, log_loss):
+        assert measure(*(value.numpy() for value in flat)) == measure(*flat)
+    images, texts = x, sfumato.GaussianEmbedding(mean + 0.1, log_var)
+    labels = torch.eye(5)
+    for name, entry in sfumato.LOSSES.items():
+        loss = entry.build(entry.options())
+        if name in ("daa", "pvse"):
+            continue
+        assert loss(images, texts, labels.numpy()).total == loss(images, texts, labels).total, name
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: sfumato.GaussianEmbedding([[0.0]], [[0.0]]), "GaussianEmbedding: mean must be a tensor or an array"),
+        (
+            lambda: sfumato.match_probability([1.0], 5.0, 5.0),
+            "match_probability: distance must be a tensor or an array",
+        ),
+        (lambda: sfumato.fit_logits(np.zeros(2), [1, 0]), "fit_logits: match must be a tensor or an array, got list"),
+        (lambda: brier_score([0.1], np.zeros(1)), "brier_score: probability must be a tensor or an array"),
+    ],
+)
+def test_the_argument_is_named(call, message):
+    with pytest.raises(TypeError, match=message):
+        call()
