@@ -19,8 +19,49 @@ Side = Literal["image", "text"]
 """The modality of an item."""
 
 
+class TwoSides:
+    """What a frozen model gives for images and texts, by side.
+
+    Attributes:
+        images: (n, d) raw embeddings.
+        texts: (m, d) raw embeddings.
+        image_hidden, text_hidden: (n, P), (m, P') inputs of the projection layers; None where they are not known.
+    """
+
+    images: Tensor
+    texts: Tensor
+    image_hidden: Tensor | None
+    text_hidden: Tensor | None
+
+    def embeddings(self, side: Side) -> Tensor:
+        """The embeddings of one side.
+
+        Args:
+            side: "image" or "text".
+
+        Returns:
+            (n, d) embeddings.
+
+        Raises:
+            ValueError: there is no such side.
+        """
+        check_side(side)
+        return self.images if side == "image" else self.texts
+
+    def hidden(self, side: Side) -> Tensor | None:
+        """The inputs of one side's projection layer.
+
+        Args:
+            side: "image" or "text".
+
+        Returns:
+            (n, P) features, or None.
+        """
+        return self.image_hidden if side == "image" else self.text_hidden
+
+
 @dataclass(frozen=True, eq=False)
-class FrozenPairs:
+class FrozenPairs(TwoSides):
     """Embeddings of a frozen two-tower model for pairs that a method is fitted on.
 
     Only the first three are needed by every method. The hidden features, the inputs of the two projection layers, are
@@ -90,32 +131,6 @@ class FrozenPairs:
     def d(self) -> int:
         """Number of dimensions of the embeddings."""
         return self.images.shape[1]
-
-    def embeddings(self, side: Side) -> Tensor:
-        """The embeddings of one side.
-
-        Args:
-            side: "image" or "text".
-
-        Returns:
-            (n, d) embeddings.
-
-        Raises:
-            ValueError: there is no such side.
-        """
-        check_side(side)
-        return self.images if side == "image" else self.texts
-
-    def hidden(self, side: Side) -> Tensor | None:
-        """The inputs of one side's projection layer.
-
-        Args:
-            side: "image" or "text".
-
-        Returns:
-            (n, P) features, or None.
-        """
-        return self.image_hidden if side == "image" else self.text_hidden
 
     def projection(self, side: Side) -> Tensor | None:
         """The matrix of one side's projection layer.

@@ -29,10 +29,11 @@ from sfumato.metrics.relevance import Relevance
 from sfumato.models.embed import PreparedSplit, RetrievalModel, load_split
 from sfumato.models.trust_run import CorruptedInputs, corrupt_images, corrupt_texts, resampled_together
 from sfumato.posthoc import FrozenPairs, Side
+from sfumato.posthoc.method import TwoSides
 
 
 @dataclass(frozen=True, eq=False)
-class FrozenSplit:
+class FrozenSplit(TwoSides):
     """A split, embedded by a frozen model.
 
     Attributes:
@@ -57,28 +58,6 @@ class FrozenSplit:
         FrozenPairs(self.images, self.texts, torch.from_numpy(self.pairs))
         if not len(self.groups):
             object.__setattr__(self, "groups", np.arange(len(self.images)))
-
-    def embeddings(self, side: Side) -> Tensor:
-        """The raw embeddings of a side.
-
-        Args:
-            side: "image" or "text".
-
-        Returns:
-            (n, d) embeddings.
-        """
-        return self.images if side == "image" else self.texts
-
-    def hidden(self, side: Side) -> Tensor | None:
-        """The inputs of a side's last linear layer.
-
-        Args:
-            side: "image" or "text".
-
-        Returns:
-            (n, P) features, or None.
-        """
-        return self.image_hidden if side == "image" else self.text_hidden
 
     def points(self, side: Side) -> GaussianEmbedding:
         """The unit embeddings as points: their squared distance is 2 - 2 cosine.
