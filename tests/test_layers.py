@@ -271,7 +271,7 @@ FLOORS: dict[str, list[str]] = {
         "settings",
         "decode_worker schemas",
         "limits vectors",
-        "decoding guard",
+        "decoding examples guard",
         "answering batching store_health sweep",
         "service",
         "server writing",

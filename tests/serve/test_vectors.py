@@ -321,7 +321,7 @@ def test_the_documentation_has_an_example_that_works(vectors, client, points):
     other = client.get("/openapi.json").json()["components"]["schemas"]["VectorRequest"]["examples"]
     assert len(other[0]["queries"][0]["vector"]) == 2  # Its model takes none; the examples of two services are apart.
     page = html.unescape(vectors.get("/docs").text)
-    (command,) = re.findall(r"<pre>(python3 .*/v1/search/vector)</pre>", page)
+    (command,) = re.findall(r"<pre[^>]*>(python3 .*/v1/search/vector)</pre>", page)
     assert "[0.1] * 5" in command
     if shutil.which("curl") and shutil.which("python3"):
         done = subprocess.run(["bash", "-c", command.replace("curl ", "curl -s --noproxy '*' ")], capture_output=True)

@@ -338,6 +338,7 @@ def answered(
     max_set: int,
     plane: Projection | None = None,
     unfamiliar: Sequence[bool] | None = None,
+    watched: bool = True,
 ) -> list[Answer]:
     """Search by several queries with the same options.
 
@@ -349,6 +350,7 @@ def answered(
         max_set: largest number of items in a conformal set.
         plane: projection of the map, if the positions of the queries are wanted.
         unfamiliar: for each query, whether it is a text that does not look like words; None for none.
+        watched: whether the queries are users' own, to be compared with those of the calibration.
 
     Returns:
         n answers.
@@ -363,7 +365,7 @@ def answered(
         max_set=max_set,
         filter=wanted,
     )
-    if wanted is None:
+    if wanted is None and watched:
         watch(served, asked, results)
     expected_matches = gallery.expected_matches(queries, wanted)
     positions: list[Position | None] = [None] * len(asked)

@@ -27,6 +27,7 @@ from markupsafe import Markup, escape
 from pydantic import BaseModel
 from pydantic_core import from_json
 from starlette.exceptions import HTTPException
+from starlette.middleware.gzip import GZipMiddleware
 
 from sfumato import __version__
 from sfumato.errors import UserError
@@ -39,6 +40,7 @@ from sfumato.serve.schemas import (
     AddResponse,
     DeleteRequest,
     DeleteResponse,
+    Examples,
     GalleryName,
     ImageSearch,
     Info,
@@ -335,6 +337,7 @@ def create_app(sources: Sources, settings: Settings | None = None) -> FastAPI:
                 return str(getattr(route, "path", ""))
         return "none"
 
+    app.add_middleware(GZipMiddleware, minimum_size=1024, compresslevel=6)
     app.add_middleware(Guard, settings=settings, metrics=service.metrics, route=template)
     app.openapi = lambda: documented(app)  # type: ignore[method-assign]
     return app
@@ -378,14 +381,24 @@ def _methods(app: FastAPI, path: str) -> set[str]:
     return found | ({"HEAD"} if "GET" in found else set())
 
 
-def _add_pages(app: FastAPI, service: Service) -> None:
-    @app.get("/", include_in_schema=False)
-    async def page() -> Response:
-        if not (PAGE / "index.html").is_file():
-            raise HTTPException(404)
-        return FileResponse(PAGE / "index.html", headers={"Cache-Control": "no-cache"})
+class _Assets(StaticFiles):
+    """Files of the page. A browser keeps them and asks each time whether they have changed."""
 
-    app.mount("/page", StaticFiles(directory=PAGE), name="page")
+    def file_response(self, *args: Any, **kwargs: Any) -> Response:
+        """See :meth:`starlette.staticfiles.StaticFiles.file_response`."""
+        response = super().file_response(*args, **kwargs)
+        response.headers["Cache-Control"] = "no-cache"
+        return response
+
+
+def _add_pages(app: FastAPI, service: Service) -> None:
+    assets = _Assets(directory=PAGE)
+
+    @app.get("/", include_in_schema=False)
+    async def page(request: Request) -> Response:
+        return await assets.get_response("index.html", request.scope)
+
+    app.mount("/page", assets, name="page")
 
     @app.get("/docs", include_in_schema=False)
     async def docs(request: Request) -> Response:
@@ -393,7 +406,7 @@ def _add_pages(app: FastAPI, service: Service) -> None:
 
     @app.get("/docs/style.css", include_in_schema=False)
     async def style() -> Response:
-        return FileResponse(HERE / "docs.css")
+        return FileResponse(HERE / "docs.css", headers={"Cache-Control": "no-cache"})
 
     @app.get("/openapi.json", include_in_schema=False)
     async def openapi() -> dict[str, Any]:
@@ -476,6 +489,11 @@ def _add_searches(app: FastAPI, service: Service) -> None:
         """
         asked = await service.in_thread(lambda: [_vector(query, i) for i, query in enumerate(wanted.queries)])
         return await _answers(service, asked, wanted)
+
+    @app.get("/v1/examples", response_model=Examples, tags=["look"], responses=problems(404, 422, 503, 504))
+    async def get_examples(gallery: _ItemGallery = "images") -> Response:
+        """Queries that show what the gallery can answer, with their answers, and some items."""
+        return _json(await service.examples(gallery))
 
     @app.get("/v1/map", response_model=Map, tags=["look"], responses=problems(404, 422, 503, 504))
     async def get_map(

@@ -282,6 +282,23 @@ class ItemList(_Model):
     next_cursor: str | None = Field(description="cursor of the request for the items that follow; null if none do")
 
 
+class Example(_Model):
+    """A query with its answer, to show what the gallery can tell."""
+
+    kind: Literal["vague", "precise", "nonsense"] = Field(description="what it is an example of")
+    answer: Answer = Field(description="the answer of the gallery, with at most 4 hits")
+
+
+class Examples(_Model):
+    """Where a newcomer can start."""
+
+    gallery: GalleryName = Field(description="gallery of the examples")
+    queries: list[Example] = Field(
+        description="at most one of each kind, chosen by the verdicts; none without texts as queries and a calibration"
+    )
+    items: list[Item] = Field(description="some items, at random")
+
+
 class AddRequest(_Model):
     """Items to add, or to replace if their ids exist; all of them or none."""
 

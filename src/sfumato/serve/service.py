@@ -29,21 +29,25 @@ from sfumato.serve.answering import (
     Search,
     ServedGallery,
     Sources,
+    answered,
     check_guarantees,
     check_payloads,
     ellipse_of,
     image_path,
     info_of,
+    native,
     query_drift,
     search_together,
     without_bytes,
 )
 from sfumato.serve.batching import Batcher, Closed, Embedder, submitted
 from sfumato.serve.decoding import HEADER, Task, message_of
+from sfumato.serve.examples import N_HITS, N_ITEMS, N_LOOKED_AT, candidates, chosen
 from sfumato.serve.guard import Metrics
 from sfumato.serve.limits import Budget, Threads
 from sfumato.serve.schemas import (
     Answer,
+    Examples,
     GalleryInfo,
     GalleryName,
     Info,
@@ -100,6 +104,7 @@ class Service:
         ] = {}  # (items written, items in the gallery, projection) when it was fitted
         self._fitting = threading.Lock()
         self._infos: dict[GalleryName, tuple[int, GalleryInfo]] = {}
+        self._examples: dict[GalleryName, tuple[int, Examples]] = {}
         self._warming: asyncio.Task[None] | None = None
         collections = {name: served.writable for name, served in sources.galleries.items()}
         self._stores = {name: StoreHealth(name, one) for name, one in collections.items() if one is not None}
@@ -347,6 +352,34 @@ class Service:
             )
 
         return await self.in_thread(read)
+
+    async def examples(self, gallery: GalleryName) -> Examples:
+        """Queries and items to start from; they are chosen again after a write.
+
+        Args:
+            gallery: name of the gallery.
+
+        Returns:
+            The examples.
+        """
+        served, kept = self.gallery(gallery), self._examples.get(gallery)
+        if kept is not None and kept[0] == served.version:
+            return kept[1]
+        version, some = served.version, await self.in_thread(served.gallery.sample, N_LOOKED_AT)
+        items = _as_items(served, some)[:: max(1, len(some.ids) // N_ITEMS)][:N_ITEMS]
+        queries = []
+        if items and served.gallery.calibrated and native(served.gallery) == "text" and self.query_kinds().text:
+            texts = candidates(some.payloads)
+            most, found = self.settings.max_batch, []
+            for part in (texts[i : i + most] for i in range(0, len(texts), most)):
+                found += good(await self.embedder.embed_texts(part), part)
+            rows = GaussianEmbedding.cat(found).to(torch.float32)
+            asked = [Asked("text", text, "", text=text) for text in texts]
+            options, unfamiliar = SearchOptions(gallery=gallery, max_results=N_HITS), self.sources.unfamiliar(texts)
+            ask = partial(answered, served, asked, rows, options, max_set=N_HITS, unfamiliar=unfamiliar, watched=False)
+            queries = chosen(await self.in_thread(ask))
+        self._examples[gallery] = version, Examples(gallery=gallery, queries=queries, items=items)
+        return self._examples[gallery][1]
 
     async def map(self, gallery: GalleryName, n: int) -> Map:
         """The map of a gallery.

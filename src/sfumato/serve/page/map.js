@@ -1,9 +1,38 @@
-// The map: a canvas with one dot and one ellipse (one standard deviation) for every item, the queries and their hits on top.
+// The map: a canvas with one dot and one ellipse for every item, the queries and their hits on top. An ellipse has the shape
+// of one standard deviation and a size on a log scale, since at the scale of the map it could not be seen.
 // It knows points, marks and gestures; what they mean and what a pick does is the page's business.
 
 const THUMBNAIL = 30;
-const DOTS = 3;
-const LIKELY = 0.1; // hits from here on show their pictures
+const DOT = 1.8;
+const [SMALLEST, LARGEST] = [4, 12]; // half axes of the ellipses in pixels, at the scale that shows all
+const PICTURES = 12; // hits that show their pictures
+const [LABELS, COMPACT, ALIKE] = [16, 0.7, 0.5]; // of groups: how many, how close together, how many items in common
+
+// Words that many names near each other have in common: [{label, x, y}], the largest groups first.
+export function groupsOf(points, nameOf) {
+  const members = new Map();
+  for (const point of points)
+    for (const word of new Set(nameOf(point).toLowerCase().match(/\p{L}{3,}/gu)))
+      members.set(word, [...(members.get(word) ?? []), point]);
+  const middle = (values) => values.sort((one, other) => one - other)[values.length >> 1];
+  const place = (some) => {
+    const [x, y] = [middle(some.map((point) => point.x)), middle(some.map((point) => point.y))];
+    return { x, y, spread: middle(some.map((point) => Math.hypot(point.x - x, point.y - y))) };
+  };
+  const whole = points.length && place(points).spread;
+  const found = [...members]
+    .filter(([, some]) => some.length >= Math.max(4, points.length / 150))
+    .map(([label, some]) => ({ label, some, ...place(some) }))
+    .filter(({ spread }) => spread < COMPACT * whole)
+    .sort((one, other) => other.some.length - one.some.length);
+  const groups = [];
+  for (const group of found) {
+    const all = new Set(group.some);
+    const alike = ({ some }) => some.filter((point) => all.has(point)).length > ALIKE * Math.min(some.length, all.size);
+    if (groups.length < LABELS && !groups.some(alike)) groups.push(group);
+  }
+  return groups.map(({ label, x, y }) => ({ label, x, y }));
+}
 
 export class CollectionMap {
   #canvas;
@@ -12,9 +41,12 @@ export class CollectionMap {
   #describe;
   #pick;
   #points = [];
+  #groups = [];
   #marks = [];
+  #sizes = [0, 0]; // least and largest half axis
   #chosen = -1;
-  #scale = 1; // pixels per unit, the same on both axes: an ellipse stays what it is
+  #scale = 1; // pixels per unit, the same on both axes: an ellipse keeps its shape
+  #whole = 1; // the scale that shows all
   #centre = [0, 0]; // what lies in the middle of the canvas
   #images = new Map();
   #pointers = new Map();
@@ -39,13 +71,17 @@ export class CollectionMap {
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.draw());
   }
 
-  // points: of the collection. marks: [{label, tone, dashed, ellipse, hits}], one for each query; hits: id -> probability.
-  show(points, marks) {
+  // points and groups: of the collection. marks: [{label, dashed, ellipse, hits}], one for each query; hits: ids.
+  // Returns the least and the largest half axis.
+  show({ points, groups }, marks) {
     const other = points !== this.#points;
-    [this.#points, this.#marks] = [points, marks];
+    [this.#points, this.#groups, this.#marks] = [points, groups, marks];
+    const axes = [...points, ...marks.flatMap(({ ellipse }) => ellipse ?? [])].flatMap(({ a, b }) => [a, b]).filter((v) => v > 0);
+    this.#sizes = axes.length ? axes.reduce(([low, high], v) => [Math.min(low, v), Math.max(high, v)], [Infinity, 0]) : [0, 0];
     this.#choose(-1);
     if (other || marks.some(({ ellipse }) => ellipse && !this.#inside(ellipse))) this.fit();
     else this.draw();
+    return { least: this.#sizes[0], most: this.#sizes[1] };
   }
 
   fit() {
@@ -55,7 +91,7 @@ export class CollectionMap {
     const [left, right] = range(all.flatMap(({ x, a }) => [x - a, x + a]));
     const [low, high] = range(all.flatMap(({ y, a }) => [y - a, y + a]));
     this.#centre = all.length ? [(left + right) / 2, (low + high) / 2] : [0, 0];
-    this.#scale = 0.94 * Math.min(width / (right - left || 1), height / (high - low || 1)) || 1;
+    this.#scale = this.#whole = 0.94 * Math.min(width / (right - left || 1), height / (high - low || 1)) || 1;
     this.draw();
   }
 
@@ -88,6 +124,14 @@ export class CollectionMap {
     return [(px - width / 2) / this.#scale + this.#centre[0], this.#centre[1] - (py - height / 2) / this.#scale];
   }
 
+  // The length of a half axis: on a log scale, and growing slowly with the map.
+  #pixels(axis) {
+    const [least, most] = this.#sizes;
+    if (!(axis > 0)) return 0;
+    const part = most > least ? Math.log(axis / least) / Math.log(most / least) : 0.5;
+    return (SMALLEST + (LARGEST - SMALLEST) * part) * Math.max(1, Math.sqrt(this.#scale / this.#whole));
+  }
+
   #inside(point, margin = 0) {
     const [x, y] = this.#screen(point);
     const [width, height] = this.#size;
@@ -107,57 +151,77 @@ export class CollectionMap {
       const [x, y] = this.#screen(point);
       ctx.beginPath();
       // y points up on the map and down on the screen, so angles change their sign
-      ctx.ellipse(x, y, Math.max(least, point.a * this.#scale), Math.max(least, point.b * this.#scale), -point.angle, 0, 7);
+      ctx.ellipse(x, y, Math.max(least, this.#pixels(point.a)), Math.max(least, this.#pixels(point.b)), -point.angle, 0, 7);
     };
     const dot = (point, radius) => {
       ctx.beginPath();
       ctx.arc(...this.#screen(point), radius, 0, 7);
     };
-    const seen = this.#points.filter((point) => this.#inside(point, point.a * this.#scale + THUMBNAIL));
-    ctx.fillStyle = colour("sure");
-    ctx.globalAlpha = Math.min(0.07, 12 / (seen.length + 1) + 0.02);
-    for (const point of seen) shape(point), ctx.fill();
+    const seen = this.#points.filter((point) => this.#inside(point, THUMBNAIL + this.#pixels(point.a)));
+    ctx.strokeStyle = ctx.fillStyle = colour("soft");
+    for (const point of seen) {
+      if (!point.a) continue;
+      shape(point);
+      ctx.globalAlpha = 0.08;
+      ctx.fill();
+      ctx.globalAlpha = 0.22;
+      ctx.stroke();
+    }
     const near = seen.length < (width * height) / 4000; // room for pictures
-    ctx.globalAlpha = near ? 0.8 : 0.55;
-    ctx.fillStyle = colour("soft");
-    for (const point of seen) if (!near || !this.#thumbnail(ctx, point)) dot(point, DOTS), ctx.fill();
+    ctx.globalAlpha = near ? 0.9 : 0.7;
+    for (const point of seen) if (!near || !this.#thumbnail(ctx, point)) dot(point, DOT), ctx.fill();
     ctx.globalAlpha = 1;
 
-    for (const { tone, dashed, ellipse, hits } of this.#marks) {
-      ctx.strokeStyle = ctx.fillStyle = colour(tone);
+    for (const { hits } of this.#marks) {
+      ctx.strokeStyle = ctx.fillStyle = colour("sure");
       ctx.lineWidth = 2;
-      ctx.setLineDash(dashed ? [4, 3] : []);
-      const found = seen.filter(({ id }) => hits.has(id)).sort((one, other) => hits.get(one.id) - hits.get(other.id));
+      const order = [...hits];
+      const found = seen.filter(({ id }) => hits.has(id)).sort((one, other) => order.indexOf(other.id) - order.indexOf(one.id));
       for (const point of found) {
-        if (hits.get(point.id) >= LIKELY && this.#thumbnail(ctx, point)) ctx.stroke();
-        else dot(point, DOTS + 1), ctx.fill();
+        if (order.indexOf(point.id) < PICTURES && this.#thumbnail(ctx, point)) ctx.stroke();
+        else dot(point, 2 * DOT), ctx.fill();
       }
+    }
+    ctx.textBaseline = "middle";
+    const taken = []; // [left, top, right, bottom] of what is written
+    const write = (label, left, top, colour) => {
+      const long = ctx.measureText(label).width;
+      const box = [left - 3, top - 11, left + long + 3, top + 11];
+      if (taken.some(([l, t, r, b]) => box[0] < r && l < box[2] && box[1] < b && t < box[3])) return false;
+      taken.push(box);
+      ctx.lineWidth = 4;
+      ctx.lineJoin = "round";
+      ctx.strokeStyle = card;
+      ctx.strokeText(label, left, top);
+      ctx.fillStyle = colour;
+      ctx.fillText(label, left, top);
+      return true;
+    };
+    const card = colour("card");
+    for (const { label, dashed, ellipse } of this.#marks) {
       if (!ellipse) continue;
-      shape(ellipse, 5);
-      ctx.globalAlpha = 0.2;
+      ctx.strokeStyle = ctx.fillStyle = colour("query");
+      ctx.lineWidth = 3;
+      ctx.setLineDash(dashed ? [5, 4] : []);
+      shape(ellipse, 7);
+      ctx.globalAlpha = 0.25;
       ctx.fill();
       ctx.globalAlpha = 1;
       ctx.stroke();
+      ctx.setLineDash([]);
       dot(ellipse, 4);
       ctx.fill();
-    }
-    ctx.setLineDash([]);
-    ctx.font = `600 14px ${style.fontFamily}`;
-    ctx.textBaseline = "middle";
-    const taken = [];
-    for (const { label, tone, ellipse } of this.#marks) {
-      if (!ellipse) continue;
+      ctx.font = `700 15px ${style.fontFamily}`;
+      const short = label.length > 40 ? `${label.slice(0, 39)}…` : label;
       const [x, y] = this.#screen(ellipse);
-      const long = ctx.measureText(label).width;
-      const left = Math.max(4, Math.min(x + 12, width - long - 8));
-      let top = y;
-      while (taken.some((other) => Math.abs(other - top) < 22)) top += 22; // labels below each other rather than on top
-      taken.push(top);
-      ctx.lineWidth = 5;
-      ctx.strokeStyle = colour("card");
-      ctx.strokeText(label, left, top);
-      ctx.fillStyle = colour(tone);
-      ctx.fillText(label, left, top);
+      const left = Math.max(4, Math.min(x + 20, width - ctx.measureText(short).width - 8));
+      for (let top = y; !write(short, left, top, colour("query")); ) top += 22; // below each other rather than on top
+    }
+    ctx.font = `600 13px ${style.fontFamily}`;
+    for (const group of this.#groups) {
+      if (!this.#inside(group)) continue;
+      const [x, y] = this.#screen(group);
+      write(group.label, x - ctx.measureText(group.label).width / 2, y, colour("ink"));
     }
     const chosen = this.#points[this.#chosen];
     if (!chosen) return;

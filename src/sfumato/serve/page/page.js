@@ -1,27 +1,18 @@
 // The page of `sfumato serve`: it calls the API at its own origin and shows the answers. The URL holds the search, so that
 // it can be shared and Back works. An image is kept while the page is open.
-import { CollectionMap } from "./map.js";
+import { Refused, forgetPictures, json, key, onKeyNeeded, pictureURL, setKey } from "./service.js";
+import { about, bar, button, count, expectation, figure, h, megabytes, nameOf, odds, percent, strip, things } from "./words.js";
 
 const $ = (selector, root = document) => root.querySelector(selector);
 const $$ = (selector) => document.querySelectorAll(selector);
 
-const h = (tag, attributes = {}, ...children) => {
-  const node = document.createElement(tag);
-  for (const [name, value] of Object.entries(attributes)) {
-    if (name.startsWith("on")) node.addEventListener(name.slice(2), value);
-    else if (value === true) node.setAttribute(name, "");
-    else if (value !== false && value != null) node.setAttribute(name, value);
-  }
-  node.append(...children.flat(2).filter((child) => child != null && child !== false));
-  return node;
-};
-const button = (attributes, ...children) => h("button", { type: "button", ...attributes }, ...children);
-
 const SLOTS = [0, 1];
-const TONES = { clear: "sure", few: "sure", many: "vague", unsure: "none", abstained: "none", unfamiliar: "none" };
+const TONES = new Map(Object.entries({ clear: "sure", few: "sure", many: "calm", unsure: "unsure", abstained: "none", unfamiliar: "none" }));
+const SIGNS = { sure: "✓", calm: "●●●", unsure: "?", none: "–" }; // beside the colour, which not everyone sees
 const HITS = 24;
+const LONGEST = 2000; // characters of a text that the service takes
+const THUMBNAIL = 96; // pixels, on the start page
 const files = new Map(); // key -> picture that was asked with
-const blobs = new Map(); // path -> promise of a URL of a picture of the collection
 const known = new Map(); // id -> item: name and picture of what was seen
 const answers = new Map(); // request -> answer
 const maps = new Map(); // gallery -> promise of its map
@@ -36,49 +27,7 @@ const begun = new Promise((resolve) => (begin = resolve));
 // Actions wait until the collection is known.
 const on = (node, type, act) => node.addEventListener(type, (event) => (info ? act(event) : begun.then(() => act(event))));
 
-let map;
-
-// ---- the service
-
-const TITLES = { 401: "This service needs a key", 404: "Not found", 413: "Too large", 422: "The service cannot use this request", 503: "The service is busy" };
-
-class Refused extends Error {
-  // From a problem document, without locations in a request that the reader never saw.
-  constructor(status, { title, detail = "No reason was given" } = {}) {
-    super(detail.replaceAll(/body\.(queries|items)\.0\.(\w+): /g, "").replace(/[.?]?$/, (end) => end || "."));
-    Object.assign(this, { status, title: title ?? `The service answered ${status}` });
-  }
-}
-
-const headers = () => {
-  const key = sessionStorage.getItem("sfumato-key");
-  return key ? { Authorization: `Bearer ${key}` } : {};
-};
-
-async function call(path, { method = "GET", body, signal } = {}) {
-  const extra = body ? { "Content-Type": "application/json" } : {};
-  let response;
-  try {
-    response = await fetch(path, { method, signal, headers: { ...headers(), ...extra }, body: body && JSON.stringify(body) });
-  } catch (error) {
-    if (error.name === "AbortError") throw error;
-    throw new Refused(0, { title: "The service does not answer", detail: "Is it still running, and are you connected to it?" });
-  }
-  if (response.ok) return response;
-  const problem = await response.json().catch(() => ({}));
-  if (response.status === 401) askKey();
-  throw new Refused(response.status, { ...problem, title: TITLES[response.status] ?? problem.title });
-}
-
-const json = async (path, options) => (await call(path, options)).json();
-
-// The URL of an image; with a key it is fetched, since an <img> sends none.
-async function pictureURL(picture, size) {
-  const path = `${picture}?size=${size}`;
-  if (!sessionStorage.getItem("sfumato-key")) return path;
-  if (!blobs.has(path)) blobs.set(path, call(path).then((response) => response.blob()).then((blob) => URL.createObjectURL(blob)));
-  return blobs.get(path);
-}
+let map; // made when it is first looked at
 
 const image = (path, alt = "", size = 224) => {
   const node = h("img", { alt, decoding: "async" });
@@ -96,33 +45,35 @@ const base64 = (file) => new Promise((resolve, reject) => {
 function checkPicture(file) {
   const { max_upload_bytes: most } = info.limits;
   if (file.type && !file.type.startsWith("image/")) throw new Refused(422, { title: "This is not an image", detail: `${file.name} is a ${file.type}.` });
-  if (file.size > most) throw new Refused(413, { title: TITLES[413], detail: `The file has ${megabytes(file.size)}; the limit of the service is ${megabytes(most)}.` });
+  if (file.size > most) throw new Refused(413, { detail: `The file has ${megabytes(file.size)}; the limit of the service is ${megabytes(most)}.` });
 }
-
-// ---- figures in words
-
-const megabytes = (bytes) => `${figure(bytes / 1e6)} MB`;
-const percent = (p) => (p > 0 && p < 0.0005 ? "<0.1%" : p < 1 && p >= 0.995 ? ">99%" : `${Number((100 * p).toFixed(p < 0.1 ? 1 : 0))}%`); // as in verdicts
-const figure = (v, digits = 3) => (v >= 1000 ? count(v) : String(Number(v.toPrecision(digits))));
-const count = (n) => Math.round(n).toLocaleString("en");
-const about = (n) => (n > 0 && n < 0.05 ? "<0.1" : n < 10 ? String(Number(n.toFixed(1))) : count(n));
-const nameOf = ({ id, payload }) => payload.label || payload.text || payload.name || id;
-const things = (gallery, n) => `${count(n)} ${gallery === "texts" ? (n === 1 ? "text" : "texts") : n === 1 ? "image" : "images"}`;
 
 const here = () => info.galleries[state.gallery];
 const native = () => (state.gallery === "images" ? "text" : "image"); // what promises are made for
+
+const hint = (text) => ($("#hint").textContent = text);
+
+const hintBlank = () => hint(`There is nothing to search by yet: write ${info.query_kinds.text ? "what you look for" : "the id of an item"}, or choose one of the examples.`);
+
+// A text that the service can take; what was cut is said.
+function cut(text) {
+  text = text.trim();
+  if (text.length <= LONGEST) return text;
+  hint(`The text was cut after its first ${count(LONGEST)} characters, the most that the service takes.`);
+  return text.slice(0, LONGEST);
+}
 
 // ---- what is asked: the URL, and the pictures of this page
 
 function read() {
   const get = new URLSearchParams(location.search);
-  const gallery = info.galleries[get.get("in")] ? get.get("in") : Object.keys(info.galleries)[0];
+  const gallery = Object.hasOwn(info.galleries, get.get("in")) ? get.get("in") : Object.keys(info.galleries)[0];
   const queries = SLOTS.map((slot) => {
     const suffix = slot ? "2" : "";
     const key = history.state?.pictures?.[slot];
     if (files.has(key)) return { kind: "image", value: key };
     for (const [kind, name] of [...(info.query_kinds.text ? [["text", "q"]] : []), ["id", "id"]])
-      if (get.get(name + suffix)?.trim()) return { kind, value: get.get(name + suffix).trim() };
+      if (get.get(name + suffix)?.trim()) return { kind, value: cut(get.get(name + suffix)) };
     return null;
   });
   return {
@@ -156,6 +107,7 @@ function go(change, how = "pushState") {
 }
 
 function ask(slot, query) {
+  hint("");
   wanted = HITS;
   const queries = [...state.queries];
   queries[slot] = query;
@@ -197,13 +149,14 @@ async function answerOf(query, signal) {
   return answers.get(key);
 }
 
-async function search(slot) {
+async function search(slot, { more = false } = {}) {
   const query = state.queries[slot];
   running[slot]?.abort();
+  const before = more ? shown[slot].answer.hits.length : 0;
   shown[slot] = running[slot] = null;
   if (!query) return;
   const controller = (running[slot] = new AbortController());
-  const waiting = setTimeout(() => panel(slot, skeleton(query)), 80); // an answer at once needs no skeleton
+  const waiting = more || setTimeout(() => panel(slot, skeleton(query)), 80); // an answer at once needs no skeleton
   try {
     const answer = await answerOf(query, controller.signal);
     if (controller.signal.aborted) return;
@@ -212,6 +165,7 @@ async function search(slot) {
     panel(slot, result(slot, query, answer));
     filter();
     if (query.kind === "id") syncAsk(slot); // its name may have become known
+    if (more) $(`#answers [data-slot="${slot}"] .hit:nth-child(n + ${before + 1}):not([hidden]) .pick`)?.focus();
     if (document.activeElement === document.body) $("#answers").focus({ preventScroll: true }); // what was clicked has gone
   } catch (error) {
     if (!controller.signal.aborted) fail(slot, error);
@@ -227,6 +181,7 @@ const tell = () => running.some(Boolean) || ($("#status").textContent = shown.fi
 // ---- the answers
 
 const wordsOf = ({ verdict }) => verdict?.text ?? "Closest results first";
+const toneOf = ({ verdict }) => TONES.get(verdict?.kind) ?? "plain";
 
 const titleOf = ({ kind, value }) =>
   kind === "text" ? `“${value}”` : kind === "image" ? files.get(value).file.name || "an image" : `More like ${known.has(value) ? nameOf(known.get(value)) : value}`;
@@ -253,41 +208,57 @@ const refusal = ({ title, message, status }, again) =>
 
 const fail = (slot, error) => panel(slot, refusal(error, () => search(slot)));
 
+const verdictOf = (answer) => {
+  const sign = SIGNS[toneOf(answer)];
+  return h("p", { class: "verdict" }, sign && h("span", { class: "sign", "aria-hidden": "true" }, sign), wordsOf(answer));
+};
+
+const number = (answer) => answer.hits[0]?.match_probability ?? 0; // of the first result
+
 function result(slot, query, answer) {
   const { gallery } = state;
-  const { n, calibrated } = info.galleries[gallery];
-  const best = answer.hits[0]?.match_probability ?? 0;
-  const fact = (value, label) => h("div", {}, h("b", {}, value), h("span", {}, label));
+  const { n } = here();
   const set = answer.conformal_set;
   const inSet = new Set(set?.hits.map(({ id }) => id));
-  return h("section", { class: `card ${TONES[answer.verdict?.kind ?? "unsure"]}`, "aria-label": `Answer to ${titleOf(query)}` },
-    h("header", {}, thumbnailOf(query), h("div", {}, h("h2", {}, titleOf(query)), h("p", { class: "verdict" }, wordsOf(answer)))),
-    answer.calibrated && h("div", { class: "facts" }, fact(about(answer.expected_matches), "matches expected"), fact(percent(best), "first result is right")),
-    !answer.calibrated && h("p", { class: "guess" }, calibrated
-      ? `There are no probabilities, as they are not calibrated: the calibration was fitted on ${native()}s against ${gallery}, and this search compares two ${gallery}.`
-      : "There are no probabilities, as they are not calibrated: the model has no calibration."),
-    answer.calibrated && h("details", {}, h("summary", {}, "What do these numbers mean?"),
-      h("p", {}, h("b", {}, "Matches expected. "), `Each of the ${things(gallery, n)} has a match probability, computed from its distance (${answer.distance}) to your query and from the distances of the closest results: one clear result is more probable than the same distance among many. The probabilities add up to ${about(answer.expected_matches)}: that many true matches are expected.`),
-      h("p", {}, h("b", {}, "First result is right. "), "The match probability of the closest result.")),
+  const title = titleOf(query);
+  return h("section", { class: `card ${toneOf(answer)}`, "aria-label": `Answer to ${title.slice(0, 100)}` },
+    h("header", {}, thumbnailOf(query), h("div", {}, h("h2", { title: title.length > 80 && title }, title), verdictOf(answer))),
+    answer.verdict?.kind === "unfamiliar" ? h("p", { class: "guess" }, "So the probabilities below say little. Check the spelling, or use other words.")
+      : answer.calibrated ? facts(answer, n, gallery) : plain(gallery),
     set && h("p", { class: "count" }, set.complete ? `The framed set of ${things(gallery, set.hits.length)}: for queries like those of the calibration it holds a match with a probability of ${percent(set.coverage)}.` : `The framed set was cut at ${things(gallery, set.hits.length)}, so its coverage of ${percent(set.coverage)} is not guaranteed.`),
     h("p", { class: "count", "data-count": "" }),
-    h("ul", { class: `grid ${state.gallery}` }, answer.hits.map((hit) => card(slot, hit, inSet.has(hit.id)))),
-    wanted < Math.min(n, info.limits.max_results) && answer.hits.length >= wanted && h("p", { class: "after", "data-probability": answer.hits.at(-1).match_probability ?? 1 }, button({ onclick: () => { wanted *= 2; search(slot); } }, "More results")));
+    h("ul", { class: `grid ${gallery}` }, answer.hits.map((hit) => card(slot, hit, inSet.has(hit.id))), wanted < Math.min(n, info.limits.max_results) && answer.hits.length >= wanted
+      && h("li", { class: "after", "data-probability": answer.hits.at(-1).match_probability ?? 1 }, button({ onclick: () => { wanted *= 2; search(slot, { more: true }); } }, "More results"))));
 }
 
-const pick = (slot, item, ...children) =>
+const facts = (answer, n, gallery) => [
+  h("div", { class: "facts" },
+    h("div", {}, h("p", {}, expectation(answer.expected_matches, n, gallery)), strip(answer.expected_matches, n)),
+    answer.hits.length > 0 && h("div", {}, h("p", {}, "First result: right in ", h("b", {}, odds(number(answer))), " such searches"),
+      h("span", { class: "strip", role: "img", "aria-label": `probability ${percent(number(answer))}` }, bar(number(answer))))),
+  answer.queries_differ && h("p", { class: "guess" }, "Recent searches differ from those that the probabilities were fitted on: they may be off."),
+  h("details", {}, h("summary", {}, "What do these numbers mean?"),
+    h("p", {}, h("b", {}, "How many match. "), `Each of the ${things(gallery, n)} has a probability that it matches. It comes from its distance to your search, and from the distances of the closest results: one clear result is more probable than the same distance among many. The probabilities add up to ${about(answer.expected_matches)}: that many matches are to be expected. The strip is the whole gallery.`),
+    h("p", {}, h("b", {}, "The first result. "), `Its probability is ${percent(number(answer))}. Among many searches with such a first result, that part has a right one.`),
+    h("p", {}, h("b", {}, "For those who know the method. "), `Distance ${answer.distance}; total variance of the search ${figure(answer.total_variance)}.`)),
+];
+
+const plain = (gallery) =>
+  h("p", { class: "guess" }, h("b", {}, "No probabilities here. "), here().calibrated
+    ? `They are not calibrated for this search: the calibration was fitted on ${native()}s against ${gallery}, and this search compares two ${gallery}. `
+    : "They are not calibrated: the model has no calibration. ",
+  "The results are in the order of their distance; how many of them match is not known.");
+
+const pick = (slot, item, { size, children } = {}) =>
   button({ class: "pick", title: "More like this", onclick: () => like(slot, item.id) },
-    item.picture ? image(item.picture) : here().pictures && h("i", { class: "blank" }), h("span", { class: "name" }, nameOf(item)), children);
+    item.picture ? image(item.picture, "", size) : here().pictures && h("i", { class: "blank" }), h("span", { class: "name" }, nameOf(item)), children);
 
 function card(slot, hit, inSet) {
   const name = nameOf(hit);
-  const bar = h("i");
   const p = hit.match_probability;
-  bar.style.width = `${100 * p}%`;
+  const figures = p !== null && [bar(p), h("span", { class: "figures" }, h("span", { class: "quiet" }, "match probability "), h("b", {}, percent(p)))];
   return h("li", { class: inSet ? "hit in-set" : "hit", "data-probability": p ?? 1 },
-    pick(slot, hit,
-      p !== null && h("span", { class: "bar" }, bar),
-      h("span", { class: "figures" }, p !== null && [h("span", { class: "quiet" }, "match probability "), h("b", {}, percent(p))], h("span", { class: "soft", title: "total variance of this item" }, `σ² ${figure(hit.uncertainty, 2).replace(/^0\./, ".")}`))),
+    pick(slot, hit, { children: figures }),
     button({ class: "more", "aria-label": `Details of ${name}`, onclick: () => details(slot, hit) }, "⋯"));
 }
 
@@ -295,30 +266,63 @@ function card(slot, hit, inSet) {
 function filter() {
   for (const slot of SLOTS) {
     if (!shown[slot]) continue;
-    const { hits, calibrated } = shown[slot].answer;
-    const left = hits.filter((hit) => !calibrated || hit.match_probability >= state.least);
-    const sum = left.reduce((total, hit) => total + hit.match_probability, 0);
+    const { answer } = shown[slot];
     const section = $(`#answers [data-slot="${slot}"]`);
     for (const item of section.querySelectorAll("[data-probability]")) item.hidden = Number(item.dataset.probability) < state.least;
-    const which = state.least ? `${left.length} of the ${hits.length} closest have a probability of at least ${percent(state.least)}` : `The ${hits.length} closest`;
-    $("[data-count]", section).textContent = !hits.length ? "This collection is empty." : !left.length ? `None of the ${hits.length} closest has a probability of at least ${percent(state.least)}.`
-      : calibrated ? `${which}: about ${about(sum)} of these should match.` : `The ${hits.length} closest.`;
+    $("[data-count]", section).textContent = counted(answer);
   }
   if (state.view === "map") mark();
 }
 
-const welcome = () => {
+// What the shown results are part of.
+function counted({ hits, calibrated, verdict, expected_matches: expected }) {
   const { n } = here();
-  const { text, image } = info.query_kinds;
-  const some = h("ul", { class: `grid ${state.gallery}` });
-  if (n) mapOf(state.gallery).then(({ points }) => {
-    const step = Math.max(1, Math.floor(points.length / 12));
-    some.append(...points.filter((_, i) => i % step === 0).slice(0, 12).map((point) => h("li", { class: "hit" }, pick(0, point))));
-  }, () => {});
-  return h("section", { class: "card empty" }, h("h2", {}, text ? "Search for anything" : "Search by item"),
-    h("p", {}, "Every result has a probability that it matches. Every answer says how many matches to expect: many for a vague query, one for a precise one. ", text ? "Write a text" : "Write the id of an item", image && ", or drop or paste an image",
-      n ? ", or start from one of these." : ". This collection is still empty."), some);
-};
+  if (!hits.length) return "";
+  const closest = hits.length < n ? `the ${hits.length} closest of ${things(state.gallery, n)}` : `all ${things(state.gallery, n)}`;
+  const sum = (some) => some.reduce((total, hit) => total + hit.match_probability, 0);
+  if (!calibrated || verdict.kind === "unfamiliar") return `These are ${closest}.`;
+  if (!state.least) {
+    const others = hits.length < n && expected > 1.5 ? `, and about ${about(Math.max(0, expected - sum(hits)))} of the others` : "";
+    return `These are ${closest}. About ${about(sum(hits))} of these should match${others}.`;
+  }
+  const left = hits.filter((hit) => hit.match_probability >= state.least);
+  const which = `a probability of at least ${percent(state.least)}`;
+  return left.length ? `Of ${closest}, ${left.length} ${left.length === 1 ? "has" : "have"} ${which}: about ${about(sum(left))} of these should match.` : `Of ${closest}, none has ${which}.`;
+}
+
+// ---- the start
+
+const KINDS = { vague: "A vague search", precise: "A precise search", nonsense: "No words at all" };
+
+function welcome() {
+  const { n } = here();
+  const { text, image: pictures } = info.query_kinds;
+  const { gallery } = state;
+  const waiting = n > 0 && Array.from({ length: 3 }, () => h("li", { class: "tile waiting", "aria-hidden": "true" }, h("i", { class: "blank" })));
+  const tiles = h("ul", { class: "tiles" }, waiting);
+  const node = h("section", { class: "card empty" },
+    h("h2", {}, text ? `Search ${things(gallery, n)}` : `Search ${things(gallery, n)} by item`),
+    h("p", {}, ...(!n ? ["This collection is still empty."] : [
+      text ? "Write what you look for" : "Write the id of an item", pictures && ", or drop or paste an image",
+      here().calibrated && info.query_kinds[native()] ? ". Every answer says how many results should match, and whether the first one is right." : ". The closest items come first.",
+    ]).filter(Boolean)), tiles);
+  if (n) json(`v1/examples?gallery=${gallery}`).then(({ queries, items }) => {
+    for (const item of items) known.set(item.id, item);
+    tiles.replaceChildren(...queries.map(example));
+    if (queries.length) $("p", node).append(" Try the difference:");
+    if (items.length) tiles.append(h("li", { class: "tile wide" }, h("h3", {}, here().pictures ? "An image: what looks like it?" : "An item: what is like it?"),
+      h("ul", { class: `grid ${gallery}` }, items.map((item) => h("li", { class: "hit" }, pick(0, item, { size: THUMBNAIL }))))));
+  }, () => tiles.replaceChildren()); // Without examples one can search all the same.
+  return node;
+}
+
+const example = ({ kind, answer }) =>
+  h("li", { class: `tile ${toneOf(answer)} ${kind}` },
+    h("h3", {}, KINDS[kind]),
+    button({ class: "try", onclick: () => ask(0, { kind: "text", value: answer.query }) },
+      h("span", { class: "query" }, `“${answer.query}”`),
+      h("span", { class: "thumbs" }, answer.hits.map((hit) => (hit.picture ? image(hit.picture, "", THUMBNAIL) : h("span", { class: "name" }, nameOf(hit))))),
+      strip(answer.expected_matches, here().n), verdictOf(answer)));
 
 // ---- details of a hit, deleting, adding
 
@@ -328,7 +332,7 @@ function details(slot, hit) {
   $("h2", dialog).textContent = nameOf(hit);
   $(".problem", dialog).hidden = true;
   $(".about", dialog).replaceChildren(...(hit.picture ? [image(hit.picture, nameOf(hit), 1024)] : []),
-    h("dl", {}, hit.match_probability !== null ? row("Match probability", percent(hit.match_probability)) : [], row("Rank", hit.rank), row("Distance", figure(hit.distance)), row("Total variance", figure(hit.uncertainty)), row("Id", hit.id),
+    h("dl", {}, hit.match_probability !== null ? row("Match probability", percent(hit.match_probability)) : [], row("Rank", hit.rank), row("Distance", figure(hit.distance)), row("Total variance", figure(hit.total_variance)), row("Id", hit.id),
       Object.entries(hit.payload).map(([name, value]) => row(name, value))));
   $(".main", dialog).onclick = () => (dialog.close(), like(slot, hit.id));
   const remove = $(".delete", dialog);
@@ -373,7 +377,7 @@ async function add(event) {
 function changed(n, said, gone) {
   here().n = n;
   answers.clear();
-  blobs.clear();
+  forgetPictures();
   maps.delete(state.gallery);
   go({ queries: state.queries.map((query) => (query?.kind === "id" && query.value === gone ? null : query)) }, "replaceState");
   $("#status").textContent = said;
@@ -392,31 +396,42 @@ function mapOf(gallery) {
 
 async function mark() {
   const { gallery, least } = state;
-  let found;
+  let found, code;
   try {
-    found = await mapOf(gallery);
+    [found, code] = await Promise.all([mapOf(gallery), import("./map.js")]);
   } catch (error) {
-    $("#legend").textContent = `The map cannot be shown: ${error.message}`;
+    $("#axes").textContent = `The map cannot be shown: ${error.message}`;
     return;
   }
   if (gallery !== state.gallery || state.view !== "map") return;
+  map ??= new code.CollectionMap($("canvas"), $("#tip"), { picture: pictureURL, describe: tip, pick: ({ id }) => like(0, id) });
   const marks = SLOTS.filter((slot) => shown[slot]).map((slot) => {
     const { query, answer } = shown[slot];
     const hits = answer.hits.filter((hit) => (hit.match_probability ?? 1) >= least);
-    return { label: titleOf(query), tone: TONES[answer.verdict?.kind ?? "unsure"], dashed: slot === 1, ellipse: answer.position?.version === found.version ? answer.position : null, hits: new Map(hits.map((hit) => [hit.id, hit.match_probability ?? 1])) };
+    return { label: titleOf(query), dashed: slot === 1, ellipse: answer.position?.version === found.version ? answer.position : null, hits: new Set(hits.map(({ id }) => id)) };
   });
-  map.show(found.points, marks);
-  const ids = new Set(found.points.map(({ id }) => id));
-  const outside = new Set(marks.flatMap(({ hits }) => [...hits.keys()]).filter((id) => !ids.has(id))).size;
-  $("#legend").textContent = [
-    `${found.points.length < found.n ? `A sample of ${count(found.points.length)} of ` : ""}${things(gallery, found.n)}, each drawn as an ellipse of one standard deviation. The two axes show ${percent(found.explained[0])} and ${percent(found.explained[1])} of the variance of the means: items far apart on the map are far apart, items close on it may not be close.`,
-    marks.length && `Coloured: your query and its results${outside ? ` (${outside} of them are not in the sample)` : ""}.`,
-    "Drag to move, scroll or pinch to zoom; select an item to find similar ones.",
-  ].filter(Boolean).join(" ");
+  found.groups ??= code.groupsOf(found.points, nameOf);
+  const { least: small, most: large } = map.show(found, marks);
+  legend(found, marks, small, large);
   list(found.points, marks);
 }
 
-// What the canvas shows, in words: the queries, and all items, hits first.
+// What each sign on the map is.
+function legend({ points, n, explained, groups }, marks, small, large) {
+  const sign = (kind, ...text) => h("li", {}, h("i", { class: `sign-${kind}`, "aria-hidden": "true" }), ...text);
+  const ids = new Set(points.map(({ id }) => id));
+  const outside = new Set(marks.flatMap(({ hits }) => [...hits]).filter((id) => !ids.has(id))).size;
+  const one = state.gallery.slice(0, -1);
+  $("#legend").replaceChildren(
+    sign("dot", `one ${one} each${points.length < n ? `: a sample of ${count(points.length)} of ${things(state.gallery, n)}` : `: ${things(state.gallery, n)}`}`),
+    ...(large ? [sign("ellipses", `how uncertain its place is: one standard deviation, from ± ${figure(small, 2)} to ± ${figure(large, 2)}, drawn larger and on a log scale`)] : []),
+    ...marks.map(({ label, dashed }) => sign(dashed ? "query dashed" : "query", label)),
+    ...(marks.length ? [sign("hit", `shown results${outside ? ` (${outside} of them are not in the sample)` : ""}`)] : []),
+    ...(groups.length ? [h("li", {}, h("i", { class: "sign-group", "aria-hidden": "true" }, "abc"), `a word of many names around this place`)] : []));
+  $("#axes").textContent = `The two axes show ${percent(explained[0])} and ${percent(explained[1])} of the differences between the items: what lies far apart is different, what lies close may still differ. Drag to move, scroll or pinch to zoom; select an item to find similar ones.`;
+}
+
+// What the canvas shows, in words: the searches, and all items, results first.
 function list(points, marks) {
   const details = $("#list");
   const fill = () => {
@@ -426,15 +441,15 @@ function list(points, marks) {
     $("ul", details).replaceChildren(
       ...marks.filter(({ ellipse }) => ellipse).map(({ label, ellipse }) => h("li", {}, h("b", {}, label), ` ${at(ellipse)}, ± ${figure(ellipse.a)} by ${figure(ellipse.b)}`)),
       ...[...points].sort((one, other) => hit(other) - hit(one)).map((point) => h("li", {},
-        button({ onclick: () => like(0, point.id) }, nameOf(point)), ` ${hit(point) ? "(result) " : ""}${at(point)}, total variance ${figure(point.uncertainty)}`)));
+        button({ onclick: () => like(0, point.id) }, nameOf(point)), ` ${hit(point) ? "(result) " : ""}${at(point)}, ± ${figure(point.a)}`)));
   };
   details.ontoggle = fill;
   fill();
 }
 
 const tip = (point) => {
-  const probability = SLOTS.map((slot) => shown[slot]?.answer.hits.find(({ id }) => id === point.id)).filter(Boolean);
-  return [point.picture && image(point.picture), h("div", {}, h("b", {}, nameOf(point)), ...probability.filter((hit) => hit.match_probability !== null).map((hit) => h("div", {}, `match probability ${percent(hit.match_probability)}`)), h("div", { class: "soft" }, `total variance ${figure(point.uncertainty)}`))].filter(Boolean);
+  const found = SLOTS.map((slot) => shown[slot]?.answer.hits.find(({ id }) => id === point.id)).filter((hit) => hit && hit.match_probability !== null);
+  return [point.picture && image(point.picture), h("div", {}, h("b", {}, nameOf(point)), ...found.map((hit) => h("div", {}, `match probability ${percent(hit.match_probability)}`)))].filter(Boolean);
 };
 
 // ---- the page around them
@@ -465,7 +480,7 @@ function syncAsk(slot) {
   chip.hidden = !query || query.kind === typed();
   $(".file", node).hidden = !image;
   if (!text) input.ariaLabel = slot ? "Id of a second item" : "Id of an item";
-  input.placeholder = !text ? input.ariaLabel : !chip.hidden ? "or describe it" : slot ? "and something else to compare with" : image ? "Describe it, or drop an image here" : "Describe it";
+  input.placeholder = !text ? input.ariaLabel : !chip.hidden ? "or describe it" : slot ? "and something else to compare with" : image && matchMedia("(hover: hover)").matches ? "Describe it, or drop an image here" : "Describe it";
   if (!chip.hidden)
     chip.replaceChildren(...[thumbnailOf(query), h("span", {}, titleOf(query)), button({ "aria-label": "Remove it", onclick: () => (ask(slot, null), input.focus()) }, "×")].filter(Boolean));
 }
@@ -481,7 +496,8 @@ function choices(name, none) {
 
 function render() {
   const gallery = here();
-  $("#about").textContent = `${things(state.gallery, gallery.n)} · model ${info.model} · ${info.distance}`;
+  $("#about").textContent = things(state.gallery, gallery.n);
+  $("#model").textContent = `sfumato ${info.version} · model ${info.model} · distance ${info.distance}`;
   $(`[name=gallery][value=${state.gallery}]`).checked = true;
   $(`[name=view][value=${state.view}]`).checked = true;
   $("#compare").checked = state.compare;
@@ -499,7 +515,7 @@ function render() {
   document.title = [...state.queries.filter(Boolean).map(titleOf), "sfumato"].join(" · ");
   SLOTS.forEach(syncAsk);
   $("#notice").replaceChildren();
-  $("#answers").replaceChildren(...(state.queries.some(Boolean) ? [] : [welcome()]));
+  $("#answers").replaceChildren(...(state.queries.some(Boolean) || state.view === "map" ? [] : [welcome()]));
   $("#answers").classList.toggle("brief", state.view === "map");
   $("#map").hidden = state.view !== "map";
   SLOTS.forEach(search);
@@ -511,7 +527,7 @@ const sayLeast = () => ($("#least").ariaValueText = $("#least-value").textConten
 function askKey() {
   const dialog = $("#key");
   const line = $(".problem", dialog);
-  line.hidden = !sessionStorage.getItem("sfumato-key");
+  line.hidden = !key();
   line.textContent = "The service does not accept this key.";
   if (!dialog.open) dialog.showModal();
 }
@@ -536,11 +552,13 @@ const name = ({ form, files: [file] }) => (form.elements.id.value ||= file?.name
 function listen() {
   $("#search").addEventListener("submit", (event) => event.preventDefault());
   on($("#search"), "submit", () => {
+    hint("");
     const queries = state.queries.map((query, slot) => {
-      const value = $(`#q${slot}`).value.trim();
+      const value = cut($(`#q${slot}`).value);
       if (slot === 1 && !state.compare) return null;
       return value ? { kind: typed(), value } : query?.kind === typed() ? null : query;
     });
+    if (!queries.some(Boolean)) hintBlank();
     wanted = HITS;
     go({ queries });
   });
@@ -571,7 +589,7 @@ function listen() {
   on($("#add [name=file]"), "change", ({ target }) => name(target));
   on($("#add form"), "submit", add);
   for (const button of $$("dialog .close")) button.addEventListener("click", () => button.closest("dialog").close());
-  for (const button of $$(".zoom button")) on(button, "click", () => map.zoom(Number(button.dataset.zoom)));
+  for (const button of $$(".zoom button")) on(button, "click", () => map?.zoom(Number(button.dataset.zoom)));
   addEventListener("dragover", (event) => {
     event.preventDefault();
     document.body.classList.add("dragging");
@@ -583,6 +601,7 @@ function listen() {
   });
   addEventListener("paste", (event) => receive(event, event.clipboardData));
   on(window, "popstate", () => {
+    hint("");
     state = read();
     render();
   });
@@ -597,19 +616,19 @@ async function start() {
   $("#galleries").hidden = Object.keys(info.galleries).length < 2;
   state = read();
   state.compare ||= $("#compare").checked;
-  map = new CollectionMap($("canvas"), $("#tip"), { picture: pictureURL, describe: tip, pick: ({ id }) => like(0, id) });
+  if (!state.queries.some(Boolean) && /[?&](q|id)2?=/.test(location.search)) hintBlank();
   begin();
   render();
   if (!state.queries[0]) $("#q0").focus({ preventScroll: true });
 }
 
 $("#asks").append(...SLOTS.map(box));
-const narrow = matchMedia("(max-width: 520px)"); // folds the options, unless they are in use
-(narrow.onchange = () => ($("#options").open = !narrow.matches || /least|abstain|coverage/.test(location.search)))();
+$("#options").open = /[?&](least|abstain|coverage)=/.test(location.search); // folded, unless they are in use
 $("[data-ask='1']").hidden = true;
 listen();
+onKeyNeeded(askKey);
 $("#key form").addEventListener("submit", ({ target }) => {
-  sessionStorage.setItem("sfumato-key", target.elements.key.value);
+  setKey(target.elements.key.value);
   target.reset();
   if (!info) start();
   else render();

@@ -1,0 +1,52 @@
+// Requests to the service that sent this page, with the key of this tab, and their errors in words.
+
+const KEY = "sfumato-key"; // in the storage of this tab
+const TITLES = new Map([
+  [401, "This service needs a key"],
+  [404, "Not found"],
+  [413, "Too large"],
+  [422, "The service cannot use this request"],
+  [503, "The service is busy"],
+]);
+const blobs = new Map(); // path -> promise of a URL of a picture that was fetched with the key
+
+let askKey = () => {};
+export const onKeyNeeded = (ask) => (askKey = ask);
+export const key = () => sessionStorage.getItem(KEY);
+export const setKey = (value) => sessionStorage.setItem(KEY, value);
+
+export class Refused extends Error {
+  // From a problem document, without locations in a request that the reader never saw.
+  constructor(status, { title, detail = "No reason was given" } = {}) {
+    super(detail.replaceAll(/body\.(queries|items)\.0\.(\w+): /g, "").replace(/[.?]?$/, (end) => end || "."));
+    Object.assign(this, { status, title: title ?? TITLES.get(status) ?? `The service answered ${status}` });
+  }
+}
+
+async function call(path, { method = "GET", body, signal } = {}) {
+  const headers = { ...(key() && { Authorization: `Bearer ${key()}` }), ...(body && { "Content-Type": "application/json" }) };
+  let response;
+  try {
+    response = await fetch(path, { method, signal, headers, body: body && JSON.stringify(body) });
+  } catch (error) {
+    if (error.name === "AbortError") throw error;
+    throw new Refused(0, { title: "The service does not answer", detail: "Is it still running, and are you connected to it?" });
+  }
+  if (response.ok) return response;
+  const problem = await response.json().catch(() => ({}));
+  if (response.status === 401) askKey();
+  throw new Refused(response.status, { ...problem, title: TITLES.get(response.status) ?? problem.title });
+}
+
+export const json = async (path, options) => (await call(path, options)).json();
+
+// The URL of an image; with a key it is fetched, since an <img> sends none.
+export async function pictureURL(picture, size) {
+  const path = `${picture}?size=${size}`;
+  if (!key()) return path;
+  if (!blobs.has(path))
+    blobs.set(path, call(path).then((response) => response.blob()).then((blob) => URL.createObjectURL(blob)));
+  return blobs.get(path);
+}
+
+export const forgetPictures = () => blobs.clear();
