@@ -1,7 +1,9 @@
 """Errors that commands print without a traceback: mistakes of the user (exit status 2) and failed runs (1)."""
 
+import difflib
 import errno
 import re
+from collections.abc import Sequence
 
 _CAUSES = {
     errno.ENOSPC: "the disk is full; free some space, then run the same command again",
@@ -52,6 +54,40 @@ def explain_os_error(error: BaseException) -> str:
     if cause is None:
         return str(error)
     return f"{path}: {cause}" if path is not None else cause
+
+
+def expected_columns(found: Sequence[str], expected: Sequence[str]) -> str:
+    """The end of a message about a table that lacks a column.
+
+    Args:
+        found: names of its columns.
+        expected: names of the columns that it must have.
+
+    Returns:
+        The columns that there are, those that are expected, and for each lacking one the nearest other name.
+
+    Example:
+        >>> expected_columns(["img", "captoin"], ["image", "caption"])
+        "the columns are img, captoin; expected image and caption among them (is 'img' image? is 'captoin' caption?)"
+    """
+    others = [name for name in found if name not in expected]
+    guesses = []
+    for name in expected:
+        usual = [other for other in others if other.lower() in _SYNONYMS.get(name, ())]
+        if name not in found and (near := usual or difflib.get_close_matches(name, others, n=1, cutoff=0.6)):
+            guesses.append(f"is {near[0]!r} {name}?")
+            others.remove(near[0])
+    guessed = f" ({' '.join(guesses)})" if guesses else ""
+    return f"the columns are {', '.join(found) or '(none)'}; expected {' and '.join(expected)} among them{guessed}"
+
+
+_SYNONYMS = {
+    "image": ("file", "filename", "file_name", "filepath", "img", "image_path", "path", "picture"),
+    "captions": ("text", "texts", "sentence", "sentences", "raw", "title", "description"),
+    "caption": ("text", "texts", "sentence", "sentences", "raw", "title", "description"),
+    "text": ("caption", "captions", "sentence", "txt"),
+}
+"""Names that other tables have for a column."""
 
 
 class UserError(Exception):

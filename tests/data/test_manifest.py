@@ -136,10 +136,10 @@ def test_every_bad_line_is_named_with_its_place_and_the_rest_is_read(pictures):
     for line, start in {
         **{1: "empty caption", 2: "not JSON", 4: "expected an object with image and captions, got list"},
         **{
-            5: "no image: the columns are captions; expected a path",
+            5: "no image: the columns are captions; expected image among them",
             6: "no image: found 5; expected a path",
             7: "captions: found ['x', None]",
-            8: "no captions: the columns are image; expected",
+            8: "no captions: the columns are image; expected captions",
         },
         **{9: "empty caption", 10: "empty caption", 11: f"image {pictures}/gone.png is missing"},
         **{12: f"image {pictures}/my pictures is missing", 13: "image ", 14: "not valid Unicode", 15: "not JSON"},

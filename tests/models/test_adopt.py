@@ -117,7 +117,13 @@ def test_every_command_takes_files(tmp_path, monkeypatch, capsys):
     command = app_runner(capsys)
     files = ("--images", "images.npy", "--texts", "texts.npy", "--pairs", "pairs.csv")
     out = command("adopt", *files)
-    assert "1 left out" in out and "kept" in out and "runs/adopted is a run" in out
+    words = " ".join(out.split())
+    assert "1 left out" in words and "kept" in out and "adopted is a run" in out
+    assert max(map(len, out.splitlines())) <= 80 and "of the split val" in words and "--max-queries" not in out
+    some = command("adopt", *files, "--force", "--method", "nearest", "--max-queries", "60")
+    assert "60 of" in some and "--max-queries takes more" in " ".join(some.split())
+    written = json.loads((tmp_path / "runs/adopted/adopted.json").read_text())
+    assert written["n_queries"] == {"t2i": 60, "i2t": 60}
     assert "images.npy[5]" in (tmp_path / "runs/adopted/problems.jsonl").read_text()
     with pytest.raises(UserError, match="--force"):
         command("adopt", *files)
@@ -130,7 +136,7 @@ def test_every_command_takes_files(tmp_path, monkeypatch, capsys):
     np.save(tmp_path / "query.npy", texts[30])
     (found,) = json.loads(command("search", index, tmp_path / "query.npy", "-k", "2", "--json"))
     assert found["calibrated"] and found["hits"][0]["id"] == "10"
-    assert "calibration error" in command("trust", run, "--bootstrap", "5")
+    assert "probability of the first hit" in command("trust", run, "--bootstrap", "5")
     command("evaluate", "run", run)
     command("calibrate", run)
 

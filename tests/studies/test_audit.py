@@ -2,11 +2,14 @@
 
 import csv
 import json
+import shutil
 import sys
 
 import numpy as np
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from support.toy import make_toy
 
 from sfumato import GaussianEmbedding, cli
@@ -14,8 +17,16 @@ from sfumato.data.images import MemoryImage
 from sfumato.data.pairs import PairData, images_of_part, parse_part, without_part
 from sfumato.metrics.relevance import Relevance
 from sfumato.metrics.selective import auroc
-from sfumato.reports.study_pages import summary
-from sfumato.studies.audit import NEIGHBOURS, MissingScores, audit_pairs, varied, wrong_fraction, wrong_probability
+from sfumato.reports.study_pages import print_audit, wrong_pairs
+from sfumato.studies.audit import (
+    NEIGHBOURS,
+    MissingScores,
+    audit_pairs,
+    varied,
+    wrong_fraction,
+    wrong_fraction_interval,
+    wrong_probability,
+)
 
 
 def embeddings(n, d, seed, *, points=False):
@@ -228,7 +239,9 @@ def work(tmp_path_factory):
     folder = tmp_path_factory.mktemp("audit")
     recipe = make_toy(folder)
     options = 'noise_rate = 0.25\nequal_texts = "separate"\ntest_fraction'
-    recipe.write_text(recipe.read_text().replace("test_fraction", options))
+    # Forty epochs, because an audit by a model at chance is refused.
+    learning = recipe.read_text().replace("epochs = 3", "epochs = 40").replace("lr = 2e-3", "lr = 5e-3")
+    recipe.write_text(learning.replace("test_fraction", options))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", ["sfumato", "train", str(recipe), "--out", str(folder / "run")])
         with pytest.raises(SystemExit) as stop:
@@ -249,7 +262,7 @@ def test_what_is_shown_is_varied():
     assert varied(scores, 9) == [0, 1, 2, 4, 5, 7] and varied(scores, 2) == [0, 1] and varied(scores, 0) == []
 
 
-def test_the_command_writes_tables_and_a_page(work, sfumato):
+def test_the_command_writes_tables_and_a_page(work, sfumato, capsys):
     status, out, _ = sfumato("audit", "--run", work / "run", "--top", 3, "--json")
     folder = work / "run" / "audit-test"
     result = json.loads(out)
@@ -267,16 +280,66 @@ def test_the_command_writes_tables_and_a_page(work, sfumato):
     page = (folder / "audit.html").read_text()
     assert page.count('<li class="card">') == 6 and "data:image/webp;base64," in page and pairs[0]["text"] in page
     assert "http" not in page and "<script" not in page
-    lines = summary(result)
-    assert str(result["n_pairs"]) in lines and "the most probable of" in lines and " wrong  " in lines
-    long = result | {"pairs": [result["pairs"][0] | {"text": "a" * 71, "better_text": "b" * 51}]}
-    assert f"'{'a' * 69}…'  (better: '{'b' * 49}…')" in summary(long)
+    print_audit(result)
+    lines = capsys.readouterr().out
+    assert str(result["n_pairs"]) in lines and "the most probable of" in lines and "closest unlisted text" in lines
+    long = result | {"pairs": [result["pairs"][0] | {"text": "a " * 71, "better_text": "b " * 51}]}
+    print_audit(long)
+    lines = capsys.readouterr().out
+    assert lines.split().count("a") >= 71 and lines.split().count("b") == 51
+    assert max(map(len, lines.splitlines())) <= 80
+
+
+def figures_of(**changed):
+    numbers = {"n_pairs": 860, "wrong_share": 0.48, "wrong_share_interval": [0.44, 0.52], "suspects": 258}
+    return numbers | changed
+
+
+def test_expected_and_named_wrong_pairs_are_told_apart():
+    """Of 413 expected wrong pairs 258 can be named; the sentences say which is which."""
+    first, second = wrong_pairs(figures_of())
+    assert "about 413 of 860 are wrong" in first and "258 of them are more likely wrong than right" in second
+    assert wrong_pairs(figures_of(suspects=1))[1].startswith("1 of them is ")
+    assert wrong_pairs(figures_of(suspects=0, wrong_share=0.001, wrong_share_interval=[0.0, 0.02]))[1] == (
+        "no single pair is more likely wrong than right"
+    )
+    (vague,) = wrong_pairs(figures_of(wrong_share_interval=[0.1, 1.0]))
+    assert "cannot be estimated" in vague and "between 10% and 100%" in vague
+
+
+@pytest.mark.parametrize("share", [0.0, 0.1, 0.48, 1.0])
+def test_expected_number_of_wrong_pairs_is_the_sum_of_their_probabilities(share):
+    """At the fraction of maximum likelihood, the probabilities of the pairs sum to the expected number, at most all."""
+    random = np.random.default_rng(1)
+    wrong = random.random(860) < share
+    odds = np.where(wrong, random.normal(-2, 2, 860), random.normal(2, 2, 860))  # Their true log odds.
+    fraction = wrong_fraction(odds)
+    assert wrong_probability(odds, fraction).sum() == pytest.approx(fraction * 860, abs=0.5)
+    low, high = wrong_fraction_interval(odds)
+    assert 0 <= low <= fraction + 0.0025 and fraction - 0.0025 <= high <= 1
+    assert low <= wrong.mean() <= high and high - low < 0.12
+
+
+def test_a_model_at_chance_is_refused(work, sfumato, tmp_path):
+    shutil.copytree(work / "run", tmp_path / "run")
+    weights = load_file(tmp_path / "run" / "model.safetensors")
+    generator = torch.Generator().manual_seed(0)
+    shuffled = {
+        name: value.flatten()[torch.randperm(value.numel(), generator=generator)].view_as(value)
+        for name, value in weights.items()
+    }
+    with safe_open(tmp_path / "run" / "model.safetensors", "pt") as file:
+        metadata = file.metadata()
+    save_file(shuffled, tmp_path / "run" / "model.safetensors", metadata)
+    status, out, err = sfumato("audit", tmp_path / "run")
+    assert status == 2 and not out and "no better than chance" in err
+    assert not (tmp_path / "run" / "audit-test").exists()
 
 
 def test_other_data_another_model_and_a_split_it_was_trained_on(work, sfumato, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     status, out, _ = sfumato("audit", work / "toy.toml", "data.test_share=0.25", "--run", work / "run")
-    assert status == 0 and "listed and probably wrong" in out and (tmp_path / "audit-test" / "audit.html").is_file()
+    assert status == 0 and "the most suspicious listed" in out and (tmp_path / "audit-test" / "audit.html").is_file()
     assert sfumato("export", work / "run", tmp_path / "moved")[0] == 0
     arguments = "audit", work / "toy.toml", "--run", tmp_path / "moved", "--out", tmp_path / "a", "--json"
     assert json.loads(sfumato(*arguments)[1])["model"] == "moved"
@@ -290,14 +353,13 @@ def test_other_data_another_model_and_a_split_it_was_trained_on(work, sfumato, t
     assert sum(text.split("#")[0] != image for text, image in shown.items()) == round(0.25 * len(noise))
 
 
-def test_an_uncalibrated_model_gives_no_probabilities(work, sfumato, tmp_path):
-    import shutil
-
+def test_an_uncalibrated_model_gives_no_probabilities(work, sfumato, tmp_path, capsys):
     shutil.copytree(work / "run", tmp_path / "run")
     (tmp_path / "run" / "calibration.json").unlink()
     result = json.loads(sfumato("audit", "--run", tmp_path / "run", "--json")[1])
-    lines = summary(result)
-    assert "–" not in lines and "wrong  " not in lines and "the closest of" in lines
+    print_audit(result)
+    lines = capsys.readouterr().out
+    assert "are wrong" not in lines and "more likely" not in lines and "the closest of" in lines
     page = (tmp_path / "run" / "audit-test" / "audit.html").read_text()
     assert "wrong · excess" not in page and "In per cent" not in page and ">–<" not in page and ">excess" in page
     assert result["wrong_share"] is None and result["pairs"][0]["wrong_probability"] is None

@@ -306,7 +306,7 @@ def test_the_command_measures_writes_and_says(work, sfumato, tmp_path, capsys):
             row[side] = dict.fromkeys(row[side])
     print_crops(printed)
     said = capsys.readouterr().out
-    assert "embeds points, which have no uncertainty" in said and "area below" in said and "±" not in said
+    assert "embeds points, which have no uncertainty" in said and "below" in said and "±" not in said
     assert "C above A" not in said and "In brackets: 95% intervals" in said
     status, out, err = sfumato(*arguments, "--bootstrap", "0", "--uncertainty", "log_det")
     assert "±: one standard error of the mean\n" in out and "brackets" not in out

@@ -3,7 +3,8 @@
 import csv
 import json
 import sys
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,6 +15,7 @@ from support.toy import COLOURS, SHAPES, make_toy
 from sfumato import GaussianEmbedding, PairData, cli, csd_matrix, evaluate_zeroshot, load_emoji, pool_prompts
 from sfumato.data.captioned import Labelled, data_labelled, emoji_labelled, read_class_folder, read_class_names
 from sfumato.errors import UserError
+from sfumato.metrics.bootstrap import Interval
 from sfumato.studies.zeroshot import (
     best_k,
     best_k_per_class,
@@ -514,7 +516,8 @@ def test_the_command_on_folders(work, sfumato, tmp_path):
         "oracle, K most certain, per class",
     ):
         assert shown in out
-    assert "against all prompts" in out and "against a random order with K chosen in the same way" in out
+    assert "always the most frequent class" in out and "whether filtering helps cannot be told" in out
+    assert max(map(len, out.splitlines()[:-1])) <= 80
     written = json.loads((tmp_path / "out" / "zeroshot.json").read_text())
     status, out, _ = sfumato(*arguments, "--filter", "global", "--filter", "oracle", "--json")
     assert status == 0 and json.loads(out) == written
@@ -558,7 +561,7 @@ def test_the_command_leaves_out_what_it_cannot_read(work, sfumato, tmp_path):
     status, out, _ = sfumato("zeroshot", work / "run", "--images", tmp_path / "broken", "--filter", "none")
     assert (
         status == 0
-        and "1 images of 2 classes" in out
+        and "1 image of 2 classes" in out
         and "1 left out" in out
         and "which can only be wrong answers: 1" in out
     )
@@ -570,6 +573,23 @@ def _shapes(work, folder):
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_bytes((work / "data" / f"{k:02d}1.png").read_bytes())
     return folder / "shapes"
+
+
+def test_no_conclusion_is_drawn_from_methods_at_chance():
+    """Twelve points more of something that a constant answer beats help nobody."""
+    pictures = labelled([(0.0, 0), (5.5, 1), (5.5, 0), (11.0, 1), (0.0, 0), (11.0, 1)])
+    report = evaluate_zeroshot(BOUNDARY, pictures, ["sure {}", "vague {}"], filters=["global"], n_resamples=20)
+    assert report.chance == pytest.approx(max(Counter(pictures.labels.tolist()).values()) / 6, abs=0.2)
+    (filtered,) = (m for m in report.methods if m.against_random is not None)
+    better = Interval(0.12, 0.05, 0.19)
+
+    def verdict(low):
+        top1 = Interval(low + 0.1, low, low + 0.2)
+        judged = replace(filtered, top1=top1, against_all=better, against_random_order=better)
+        return replace(report, methods=[*report.methods[:2], judged], chance=1 / 3).verdict()
+
+    assert "cannot be told" in verdict(0.3) and "helps" not in verdict(0.3).replace("filtering helps", "")
+    assert "+12.0 [+5.0, +19.0] points against all prompts, which helps" in verdict(0.4)
 
 
 @pytest.mark.parametrize(

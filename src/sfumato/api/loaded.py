@@ -560,8 +560,8 @@ def load_index(folder: str | Path, *, run: str | Path | None = None, store: str 
     """
     if (Path(folder) / RECIPE).is_file():
         raise UserError(
-            f"{folder} is a run, not an index; index images with sfumato.load({str(folder)!r}).index(images), or with"
-            " sfumato index"
+            f"{folder} is a run, not an index; index images with sfumato.load({str(folder)!r}).index(images), or"
+            f" with `sfumato index {folder} --split all --out {folder}-index`"
         )
     return Searcher(open_gallery(folder, store), str(folder), run=None if run is None else str(run))
 

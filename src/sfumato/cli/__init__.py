@@ -5,8 +5,11 @@ lost process), 2 the user can correct it. Heavy modules are imported inside the 
 --help is fast.
 """
 
+import math
 import os
 import sys
+from collections.abc import MutableMapping
+from pathlib import Path
 
 # In the order of the help.
 from sfumato.cli import embed_commands, evaluate_commands, search_commands, study_commands, train_commands
@@ -15,10 +18,12 @@ from sfumato.errors import RunFailedError, UserError, explain_os_error
 
 __all__ = [
     "app",
+    "available_cores",
     "embed_commands",
     "evaluate_commands",
     "main",
     "search_commands",
+    "set_threads",
     "study_commands",
     "train_commands",
 ]
@@ -26,8 +31,43 @@ __all__ = [
 _INTERRUPTED = 130
 
 
+def available_cores(quota: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
+    """Number of cores that this process may use: those of its affinity, at most those of its container.
+
+    Args:
+        quota: file in which the system states the container's limit.
+
+    Returns:
+        At least 1.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        most, period = quota.read_text().split()
+        return max(1, min(cores, math.ceil(int(most) / int(period))))
+    except (OSError, ValueError):  # No such file, or "max".
+        return cores
+
+
+def set_threads(environment: MutableMapping[str, str], cores: int, load: float) -> None:
+    """Set the variables by which torch's threads start; those that are set already stay.
+
+    Threads that spin while they wait for each other slow a busy machine down: with two threads on two cores and a load
+    of 11, an adoption took 303 s, with passive waiting 95 s, with one thread 77 s.
+
+    Args:
+        environment: variables of this process; torch must not be imported yet.
+        cores: number that may be used.
+        load: mean number of running processes of the last minute.
+    """
+    if cores < (os.cpu_count() or 1):
+        environment.setdefault("OMP_NUM_THREADS", str(cores))
+    if load >= 1:
+        environment.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+
 def main() -> None:
     """Entry point: errors that users can correct become one line and exit status 2."""
+    set_threads(os.environ, available_cores(), os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0)
     debug = bool(os.environ.get("SFUMATO_DEBUG"))
     try:
         app(standalone_mode=True)

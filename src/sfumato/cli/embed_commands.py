@@ -259,6 +259,14 @@ AskedBy = Annotated[
     ),
 ]
 
+MaxQueries = Annotated[
+    int,
+    typer.Option(
+        min=1,
+        help="Largest number of images, and of texts, of the split val that are queries of the fit. More take longer.",
+    ),
+]
+
 
 @app.command()
 def adopt(
@@ -272,6 +280,7 @@ def adopt(
     val_fraction: Calibrating = 0.5,
     test_fraction: Measuring = 0.3,
     queries: AskedBy = "planted",
+    max_queries: MaxQueries = 1500,
     force: Annotated[bool, typer.Option("--force", help="Replace an adopted model in the folder.")] = False,
     seed: Seed = 0,
     as_json: AsJson = False,
@@ -287,7 +296,7 @@ def adopt(
 
     options: dict[str, Any] = {
         "method": method, "val_fraction": val_fraction, "test_fraction": test_fraction, "population": queries,
-        "force": force, "seed": seed,
+        "max_queries": max_queries, "force": force, "seed": seed,
     }  # fmt: skip
     check_out_folder(out)
     with writing(out):
@@ -301,4 +310,6 @@ def adopt(
         print(json.dumps(adopted.to_json()))
         return
     print_adopted(adopted)
-    print(f"{out} is a run: `sfumato index {out} --split all --out {out}-index`, then `sfumato serve {out}-index`")
+    print(f"{out} is a run; next:")
+    print(f"  sfumato index {out} --split all --out {out}-index")
+    print(f"  sfumato serve {out}-index")

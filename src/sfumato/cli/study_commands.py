@@ -237,6 +237,7 @@ def zeroshot(
     from sfumato.models.embed import file_endings
     from sfumato.models.export import load_model
     from sfumato.models.run import choose_device
+    from sfumato.reports.console import print_zeroshot
     from sfumato.studies.zeroshot import evaluate_zeroshot, read_templates
 
     if sum(source is not None for source in (images, emoji, data)) != 1:
@@ -261,8 +262,11 @@ def zeroshot(
     )  # fmt: skip
     if out is not None:
         report.write(out)
-    print(json.dumps(report.to_json(), ensure_ascii=False) if as_json else report.table())
-    if out is not None and not as_json:
+    if as_json:
+        print(json.dumps(report.to_json(), ensure_ascii=False))
+        return
+    print_zeroshot(report)
+    if out is not None:
         print(f"written to {out}")
 
 
@@ -338,7 +342,7 @@ def audit(
     Writes listed pairs that are probably wrong, and unlisted pairs that probably match, to tables and a page.
     """
     from sfumato import __version__
-    from sfumato.reports.study_pages import AUDIT_PAGE, summary, write_audit
+    from sfumato.reports.study_pages import AUDIT_PAGE, print_audit, write_audit
     from sfumato.studies.audit import audit_model, cross_fit
 
     named, data, changes = _audited(model, overrides, data, former_model)
@@ -356,7 +360,11 @@ def audit(
         name = Path(named).resolve().name if opened.run is not None else opened.name
         result = audit_model(opened.model, opened.data, split, name=name, seen=opened.same_data and split == "train")
     figures = write_audit(result, folder, top, __version__)
-    print_result(figures | {"out": str(folder)}, as_json, f"{summary(figures)}\npage: {folder / AUDIT_PAGE}")
+    if as_json:
+        print(json.dumps(figures | {"out": str(folder)}))
+        return
+    print_audit(figures)
+    print(f"page: {folder / AUDIT_PAGE}")
 
 
 RefereedRuns = Annotated[

@@ -25,7 +25,7 @@ from sfumato.data.captioned import (
 )
 from sfumato.data.images import Problems
 from sfumato.data.pairs import PairData
-from sfumato.errors import UserError
+from sfumato.errors import UserError, expected_columns
 
 MANIFEST_SUFFIXES = (".jsonl", ".csv", ".parquet")
 """Endings of manifests."""
@@ -247,20 +247,17 @@ def _parquet_rows(path: Path, problems: Problems, needed: Sequence[str]) -> Iter
 def _check_columns(path: Path, columns: Sequence[str], needed: Sequence[str]) -> None:
     known = {*columns, "captions"} if "caption" in columns else set(columns)
     if not known.issuperset(needed):
-        raise UserError(
-            f"{path}: the columns are {', '.join(columns) or '(none)'}; expected {' and '.join(needed)} among them"
-        )
+        raise UserError(f"{path}: {expected_columns(columns, needed)}")
 
 
 def _check_row(location: str, values: dict[str, Any], root: Path, problems: Problems) -> CaptionedImage | None:
     image, captions = values.get("image"), values.get("captions", values.get("caption"))
-    there = ", ".join(map(str, values))
     if not isinstance(image, str) or not image.strip():
-        found = f"found {reprlib.repr(image)}" if "image" in values else f"the columns are {there}"
-        problems.add(location, f"no image: {found}; expected a path")
+        found = f"found {reprlib.repr(image)}; expected a path"
+        problems.add(location, f"no image: {found if 'image' in values else expected_columns(list(values), ['image'])}")
         return None
     if captions is None and not {"captions", "caption"} & values.keys():
-        problems.add(location, f"no captions: the columns are {there}; expected captions or caption")
+        problems.add(location, f"no captions: {expected_columns(list(values), ['captions'])}")
         return None
     captions = [captions] if isinstance(captions, str) else captions
     if not isinstance(captions, list) or not all(isinstance(c, str) for c in captions):

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from sfumato.data.pairs import PairData
-from sfumato.errors import UserError
+from sfumato.errors import UserError, expected_columns
 from sfumato.metrics.relevance import Relevance
 from sfumato.metrics.retrieval import check_metric
 
@@ -299,8 +299,7 @@ def _read_csv(path: Path) -> _Ids:
         with path.open(encoding="utf-8-sig", newline="") as file:
             reader = csv.DictReader(file, strict=True)
             if not {"image", "text"} <= set(reader.fieldnames or ()):
-                found = ", ".join(reader.fieldnames or ()) or "(none)"
-                raise UserError(f"{path}:1: the columns are {found}; expected image and text among them")
+                raise UserError(f"{path}:1: {expected_columns(list(reader.fieldnames or ()), ['image', 'text'])}")
             for row in reader:
                 if not row["image"] or not row["text"]:
                     raise UserError(f"{path}:{reader.line_num}: image or text is empty")

@@ -72,8 +72,8 @@ _MOST_CALIBRATING, _MOST_MEASURING = 5_000, 3_000
 _MOST_WORDED = 20_000
 """Largest number of texts from which the model's subwords of words are learnt."""
 
-_MOST_QUERIES = 1_500
-"""Largest number of queries of either side whose hits and scores calibrate."""
+MOST_QUERIES = 1_500
+"""Largest number of queries of either side whose hits and scores calibrate, unless another is given."""
 
 Reference = tuple[GaussianEmbedding, GaussianEmbedding]
 
@@ -102,6 +102,7 @@ class AdoptedModel:
         retrieval: recalls of the frozen model on the images that measure.
         hits: "served" and "distance": the probabilities of hits there, as searches show them and by the distance alone.
         n_images, n_texts: by split.
+        n_queries: by direction, number of queries of the split val that the probabilities are fitted on.
         n_left_out: number of rows that no model can use; problems.jsonl names them.
         seconds: time of the adoption.
     """
@@ -113,6 +114,7 @@ class AdoptedModel:
     hits: Mapping[str, Sequence[HitFigures]]
     n_images: Mapping[str, int]
     n_texts: Mapping[str, int]
+    n_queries: Mapping[Direction, int]
     n_left_out: int
     seconds: float
 
@@ -186,6 +188,7 @@ class AdoptedModel:
             "hits": {name: [f.to_json() for f in found] for name, found in self.hits.items()},
             "n_images": dict(self.n_images),
             "n_texts": dict(self.n_texts),
+            "n_queries": dict(self.n_queries),
             "n_left_out": self.n_left_out,
             "seconds": self.seconds,
         }
@@ -201,6 +204,7 @@ def adopt(
     val_fraction: float = VAL_FRACTION,
     test_fraction: float = TEST_FRACTION,
     population: str = "planted",
+    max_queries: int = MOST_QUERIES,
     force: bool = False,
     seed: int = 0,
 ) -> AdoptedModel:
@@ -219,6 +223,8 @@ def adopt(
         test_fraction: fraction of the images that measure, where they name no split "test". The others are the
             reference queries.
         population: see :func:`~sfumato.models.calibrate.calibrate_split`.
+        max_queries: largest number of images, and of texts, of the split val that are queries of the fit. More make
+            the probabilities of large data a little better; time grows with their number times the items.
         force: replace an adopted model in the folder.
         seed: of all random choices.
 
@@ -231,20 +237,19 @@ def adopt(
         ValueError: an argument is out of range.
     """
     with _new_folder(Path(out), force, (images, texts, pairs)) as folder:
-        return _adopt_tables(images, texts, pairs, folder, (val_fraction, test_fraction), method, population, seed)
+        recipe = _recipe_of_tables(images, texts, pairs, folder, (val_fraction, test_fraction), seed)
+        return adopt_recipe(recipe, folder, method=method, population=population, max_queries=max_queries)
 
 
-def _adopt_tables(
+def _recipe_of_tables(
     images: str | Path | Array,
     texts: str | Path | Array,
     pairs: str | Path | Sequence[tuple[int, int]] | None,
     folder: Path,
     fractions: tuple[float, float],
-    method: str,
-    population: str,
     seed: int,
-) -> AdoptedModel:
-    """See :func:`adopt`."""
+) -> Recipe:
+    """The recipe of embeddings; arrays are written into the folder."""
     image_file, text_file = (_named_file(value, folder, name) for value, name in ((images, "images"), (texts, "texts")))
     pair_file = _pair_file(pairs, folder)
     channels = [open_table(file).table.channels for file in (image_file, text_file)]
@@ -268,7 +273,7 @@ def _adopt_tables(
         "loss": {"name": "infonce"},
         "train": {"seed": seed},
     }
-    return adopt_recipe(check_recipe(values, "adopt"), folder, method=method, population=population)
+    return check_recipe(values, "adopt")
 
 
 def adopt_encoders(
@@ -280,6 +285,7 @@ def adopt_encoders(
     val_fraction: float = VAL_FRACTION,
     test_fraction: float = TEST_FRACTION,
     population: str = "planted",
+    max_queries: int = MOST_QUERIES,
     force: bool = False,
     seed: int = 0,
 ) -> AdoptedModel:
@@ -293,7 +299,7 @@ def adopt_encoders(
             :func:`~sfumato.encoders.open_clip.is_open_clip`.
         data: images with captions: a manifest (.csv, .jsonl, .parquet), a folder of images with .txt files, or a
             Karpathy JSON beside its images.
-        out, method, val_fraction, test_fraction, population, force, seed: see :func:`adopt`.
+        out, method, val_fraction, test_fraction, population, max_queries, force, seed: see :func:`adopt`.
 
     Returns:
         The adopted model; it is written into the folder.
@@ -327,7 +333,7 @@ def adopt_encoders(
     }
     recipe = check_recipe(values, "adopt")
     with _new_folder(Path(out), force, (model, data)) as folder:
-        return adopt_recipe(recipe, folder, method=method, population=population)
+        return adopt_recipe(recipe, folder, method=method, population=population, max_queries=max_queries)
 
 
 def _resolved_name(model: str) -> str:
@@ -346,13 +352,14 @@ def adopt_recipe(
     *,
     method: str = "auto",
     population: str = "planted",
+    max_queries: int = MOST_QUERIES,
 ) -> AdoptedModel:
     """Adopt the model and the data of a recipe, see :func:`adopt`.
 
     Args:
         recipe: with ``model.identity``.
         folder: of the run, empty.
-        method, population: see :func:`adopt`.
+        method, population, max_queries: see :func:`adopt`.
 
     Returns:
         The adopted model.
@@ -364,7 +371,9 @@ def adopt_recipe(
         raise UserError(f"adopt: unknown method {method!r}; known: auto, {', '.join(METHODS)}")
     if population not in get_args(Population):
         raise UserError(f"adopt: unknown queries {population!r}; known: {', '.join(get_args(Population))}")
-    asked_by = cast(Population, population)
+    if max_queries < 1:
+        raise UserError(f"adopt: max_queries must be at least 1, got {max_queries}")
+    how = cast(Population, population), max_queries
     started, problems = time.monotonic(), Problems()
     splits = load_splits(recipe.data, problems)
     if "val" not in splits:
@@ -378,9 +387,9 @@ def adopt_recipe(
     comparison = dict[str, Comparison]()
     try:
         if method == "auto":
-            comparison = _compare(calibrating, reference, run.distance, asked_by, seed)
+            comparison = _compare(calibrating, reference, run.distance, how, seed)
         chosen = method if method != "auto" else min(comparison, key=lambda name: comparison[name].log_loss)
-        calibration = _calibrate(calibrating, reference, run.distance, asked_by, chosen)
+        calibration = _calibrate(calibrating, reference, run.distance, how, chosen)
     except ValueError as error:
         raise UserError(
             f"cannot calibrate on the {calibrating.images.n} images of the split val: {error}. Either the pairs are"
@@ -401,6 +410,9 @@ def adopt_recipe(
         hits={} if measured is None else measured[1],
         n_images={name: len(data.image_ids) for name, data in splits.items()},
         n_texts={name: len(data.text_ids) for name, data in splits.items()},
+        n_queries={
+            d: len(scores.nearest) for d in get_args(Direction) if (scores := getattr(calibration, d)) is not None
+        },
         n_left_out=len(problems),
         seconds=time.monotonic() - started,
     )
@@ -471,36 +483,36 @@ def _embedded(run: Run, data: PairData, problems: Problems, name: str, most: int
 
 
 def _calibrate(
-    split: _Split, reference: Reference | None, distance: str, population: Population, method: str
+    split: _Split, reference: Reference | None, distance: str, how: tuple[Population, int], method: str
 ) -> Calibration:
-    """Fit the probabilities of a method."""
+    """Fit the probabilities of a method; `how` has the population and the largest number of queries."""
     fitted = calibrate_split(
         (split.images, split.texts),
         split.data,
         distance,
         split="val",
-        max_queries=_MOST_QUERIES,
-        population=population,
+        max_queries=how[1],
+        population=how[0],
         reference=reference if method == "reference" else None,
     )
     return without_nearest(fitted) if method == "distance" else fitted
 
 
 def _compare(
-    split: _Split, reference: Reference | None, distance: str, population: Population, seed: int
+    split: _Split, reference: Reference | None, distance: str, how: tuple[Population, int], seed: int
 ) -> dict[str, Comparison]:
     """Fit every method on half of the images, and compare their first hits on the other half."""
     groups = np.unique(split.data.groups, return_inverse=True)[1]
     fitting = (np.random.default_rng(seed).permutation(int(groups.max()) + 1) % 2 == 0)[groups]
     half, other = split.part(np.flatnonzero(fitting)), split.part(np.flatnonzero(~fitting))
     d, match = other.pairs(distance)
-    fitted = _calibrate(half, reference, distance, population, "reference")
+    fitted = _calibrate(half, reference, distance, how, "reference")
     methods = {"nearest": without_reference(fitted), "distance": without_nearest(fitted)}
     methods |= {"reference": fitted} if fitted.reference else {}
     losses, weights, group = dict[str, np.ndarray](), np.empty(0), np.empty(0)
     for name, calibration in methods.items():
         found = [
-            first_hits(calibration, d, match, direction, embedded=(other.images, other.texts), population=population)
+            first_hits(calibration, d, match, direction, embedded=(other.images, other.texts), population=how[0])
             for direction in get_args(Direction)
         ]
         losses[name] = np.concatenate([hits.log_loss() for hits in found])

@@ -1,11 +1,7 @@
 """The console output of commands for human readers."""
 
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
-
-from rich.console import Console
-from rich.table import Table
 
 from sfumato.evaluation.compare import MoreResults, OverSeeds
 from sfumato.evaluation.embedded_input import Measured
@@ -17,12 +13,15 @@ from sfumato.models.adopt import METHODS, AdoptedModel
 from sfumato.reports.formatting import (
     MISSING,
     compact_interval,
+    counted,
     digits,
     interval,
     number,
     percent,
     signed,
 )
+from sfumato.reports.tables import print_table, print_wrapped
+from sfumato.studies.zeroshot import ZeroShotReport, points
 
 
 def print_over_seeds(summary: Mapping[str, OverSeeds], title: str) -> None:
@@ -32,9 +31,7 @@ def print_over_seeds(summary: Mapping[str, OverSeeds], title: str) -> None:
         summary: by name, the figures.
         title: a line above them.
     """
-    print(title)
-    for name, value in summary.items():
-        print(f"  {name:<24}{value!s:>16}")
+    print_table(title, ["figure", "mean ± deviation"], [[name, str(value)] for name, value in summary.items()])
 
 
 def print_ablation(cells: Mapping[str, Mapping[str, Mapping[str, OverSeeds]]], title: str) -> None:
@@ -44,21 +41,20 @@ def print_ablation(cells: Mapping[str, Mapping[str, Mapping[str, OverSeeds]]], t
         cells: by the distance of training and that of ranking, the figures.
         title: start of the table's title.
     """
-    table = Table(
-        title=f"{title}: rsum of 600, text -> image recall@1 in per cent", title_justify="left", show_lines=True
-    )
-    table.add_column("trained with", no_wrap=True)
-    for name in dict.fromkeys(by for row in cells.values() for by in row):
-        table.add_column(f"by {name}", justify="right", no_wrap=True)
+    names = list(dict.fromkeys(by for row in cells.values() for by in row))
+    rows = []
     for name, row in cells.items():
-        shown = [f"{found['rsum']}\n{found['t2i recall@1']}" for found in row.values()]
-        table.add_row(name, *(shown or ["diverged"]))
-    wide_console().print(table)
+        shown = [f"{row[by]['rsum']}\n{row[by]['t2i recall@1']}" if by in row else MISSING for by in names]
+        rows.append([name, *(shown if row else ["diverged"] * len(names))])
+    print_table(
+        f"{title}: rsum of 600, below it text -> image recall@1 in per cent",
+        ["trained with", *(f"by {name}" for name in names)], rows,
+    )  # fmt: skip
 
 
 NOT_ABOVE_CHANCE = (
-    "Warning: recall@10 is not above chance. The model has not learnt to match these data: check that images and texts"
-    " belong together, and train longer, on more pairs, or from pre-trained features."
+    "Warning: the recalls are not above chance. The model has not learnt to match these data: check that images and"
+    " texts belong together, and train longer, on more pairs, or from pre-trained features."
 )
 """What evaluation and training say about a model that ranks no better than a random order."""
 
@@ -70,30 +66,30 @@ def print_evaluation(evaluation: Evaluation, title: str) -> None:
         evaluation: the figures.
         title: of the table.
     """
-    table = Table(title=title, title_justify="left")
-    table.add_column("direction")
     names = ["recall@1", "recall@5", "recall@10", "r_precision", "map@r"]
-    for heading in ("recall@1", "@5", "@10", "R-P", "mAP@R", "median", "queries"):
-        table.add_column(heading, justify="right", no_wrap=True)
+    rows = []
     for k, (direction, metrics) in enumerate(table_rows(evaluation)):
         shown = [f"{metrics[name]:.1%}" for name in names]
-        table.add_row(direction, *shown, f"{metrics['median_rank']:g}", f"{metrics['n_queries']:g}")
+        rows.append([direction, *shown, f"{metrics['median_rank']:g}", f"{metrics['n_queries']:g}"])
         if k < len(evaluation.chance):
             by_chance = list(evaluation.chance.values())[k]
-            table.add_row("  by chance", *(f"{by_chance[name]:.1%}" if name in by_chance else "" for name in names))
-    Console(width=None if sys.stdout.isatty() else 120).print(table)
+            shown = [f"{by_chance[name]:.1%}" if name in by_chance else "" for name in names]
+            rows.append(["  by chance", *shown, "", ""])
+    print_table(
+        title, ["direction", "recall@1", "@5", "@10", "R-P", "mAP@R", "median rank", "queries"], rows
+    )  # fmt: skip
     print(
         f"rsum {evaluation.rsum * 100:.1f} of 600, {evaluation.chance_rsum * 100:.1f} by chance"
         f" | images {evaluation.n_images}, texts {evaluation.n_texts}"
     )
     if not evaluation.above_chance:
-        print(NOT_ABOVE_CHANCE)
+        print_wrapped(NOT_ABOVE_CHANCE)
     variance = evaluation.total_variance
     print(f"mean total variance: images {variance['image']:.4g}, texts {variance['text']:.4g}")
     _print_uncertainty(evaluation.uncertainty or {})
     if evaluation.multiplicity:
         both = evaluation.multiplicity
-        print(
+        print_wrapped(
             "Spearman of a text's total variance with its number of true images:"
             f" {signed(both['all'])} over all texts, {signed(both['balanced'])} balanced over powers of two"
         )
@@ -102,13 +98,15 @@ def print_evaluation(evaluation: Evaluation, title: str) -> None:
 def _print_uncertainty(directions: Mapping[str, Any], prefix: str = "") -> None:
     """Recall@1 in ten bins of uncertainty, as in figure 3 of PCME++."""
     for direction, values in directions.items():
-        print(
-            f"{prefix}{direction} recall@1 from the most certain tenth of the queries to the least: "
-            + " ".join(f"{b['recall']:.0%}" for b in values["bins"])
+        print_wrapped(
+            f"{prefix}{direction}: recall@1 of ten groups of queries, from the most certain to the least: "
+            + " ".join(f"{b['recall']:.0%}" for b in values["bins"]),
+            indent=2,
         )
-        print(
-            f"{prefix}{direction} correlation of bin and recall@1: {signed(values['correlation'])},"
-            f" Spearman over queries: {signed(values['spearman'])}"
+        print_wrapped(
+            f"{prefix}{direction}: correlation of group and recall@1 {signed(values['correlation'])}, Spearman over"
+            f" queries {signed(values['spearman'])}",
+            indent=2,
         )
 
 
@@ -121,22 +119,23 @@ def print_measured(measured: Measured, title: str) -> None:
     """
     metrics = dict.fromkeys(name for one in measured.figures.values() for name in one["i2t"])
     names = [name for name in metrics if name not in ("n_queries", "n_without_positives")]
-    table = Table(title=f"{title}, by {measured.score}", title_justify="left")
-    table.add_column("ground truth")
-    table.add_column("direction")
-    for name in [*names, "n_queries"]:
-        table.add_column(name, justify="right")
-    for ground_truth, one in measured.figures.items():
-        for direction in ("i2t", "t2i"):
-            shown = [_metric(name, one[direction].get(name)) for name in names]
-            table.add_row(ground_truth, direction, *shown, f"{one[direction]['n_queries']:g}")
-    wide_console().print(table)
+    rows = [
+        [
+            ground_truth,
+            direction,
+            *(_metric(name, one[direction].get(name)) for name in names),
+            f"{one[direction]['n_queries']:g}",
+        ]
+        for ground_truth, one in measured.figures.items()
+        for direction in ("i2t", "t2i")
+    ]
+    print_table(f"{title}, by {measured.score}", ["ground truth", "direction", *names, "queries"], rows, left=2)
     sums = [
         f"{ground_truth} rsum {one['rsum'] * 100:.1f} of 600"
         for ground_truth, one in measured.figures.items()
         if "rsum" in one
     ]
-    print(" | ".join([*sums, f"images {measured.n_images}, texts {measured.n_texts}"]))
+    print_wrapped(" | ".join([*sums, f"images {measured.n_images}, texts {measured.n_texts}"]))
     if measured.total_variance is not None:
         variance = measured.total_variance
         print(f"mean total variance: images {variance['image']:.4g}, texts {variance['text']:.4g}")
@@ -158,7 +157,7 @@ def print_more(more: MoreResults) -> None:
     if more.published:
         _print_published(more)
     for source in dict.fromkeys(row.source for row in more.published):
-        print(f"published figures: {source}")
+        print_wrapped(f"published figures: {source}")
     if more.per_query:
         print(f"single queries written to {more.per_query}")
 
@@ -168,43 +167,50 @@ def _print_strategies(more: MoreResults) -> None:
     own = {name: common_figures(result.figures) for name, result in more.strategies.items()}
     names = list(dict.fromkeys(name for figures in own.values() for name in figures))
     if names:
-        table = Table(title="strategies: mean of both directions, per cent", title_justify="left")
-        for name in ("strategy", *names, "seconds"):
-            table.add_column(name, justify="left" if name == "strategy" else "right")
-        for key, result in more.strategies.items():
-            shown = [number(own[key].get(name), 1) for name in names]
-            table.add_row(result.strategy.label, *shown, f"{result.seconds:.2f}")
-    else:
-        figures = [one for result in more.strategies.values() for one in result.figures.values()]
-        metrics = list(dict.fromkeys(name for one in figures for name in one["i2t"] if not name.startswith("n_")))
-        table = Table(title="strategies", title_justify="left")
-        for name in ("strategy", "ground truth", "direction", *metrics, "seconds"):
-            table.add_column(name, justify="left" if name in ("strategy", "ground truth", "direction") else "right")
-        for result in more.strategies.values():
-            for ground_truth, one in result.figures.items():
-                for direction in ("i2t", "t2i"):
-                    shown = [_metric(name, one[direction].get(name)) for name in metrics]
-                    table.add_row(result.strategy.label, ground_truth, direction, *shown, f"{result.seconds:.2f}")
-    wide_console().print(table)
+        print_table(
+            "strategies: mean of both directions, per cent",
+            ["strategy", *names, "seconds"],
+            [
+                [
+                    result.strategy.label,
+                    *(number(own[key].get(name), 1) for name in names),
+                    f"{result.seconds:.2f}",
+                ]
+                for key, result in more.strategies.items()
+            ],
+        )
+        return
+    figures = [one for result in more.strategies.values() for one in result.figures.values()]
+    metrics = list(dict.fromkeys(name for one in figures for name in one["i2t"] if not name.startswith("n_")))
+    rows = [
+        [
+            result.strategy.label,
+            ground_truth,
+            direction,
+            *(_metric(name, one[direction].get(name)) for name in metrics),
+            f"{result.seconds:.2f}",
+        ]
+        for result in more.strategies.values()
+        for ground_truth, one in result.figures.items()
+        for direction in ("i2t", "t2i")
+    ]
+    print_table("strategies", ["strategy", "ground truth", "direction", *metrics, "seconds"], rows, left=3)
 
 
 def _print_differences(more: MoreResults) -> None:
-    table = Table(
-        title=f"compared with {more.compared_with}, query by query; 95 per cent intervals, p by random swaps",
-        title_justify="left",
-    )
-    for name in ("ground truth", "direction", "metric"):
-        table.add_column(name)
-    for name in ("other", "this", "difference", "interval", "p", "n_queries"):
-        table.add_column(name, justify="right")
+    rows = []
     for d in more.differences:
         own = d.difference
         interval = MISSING if own.low is None or own.high is None else f"{100 * own.low:+.2f} .. {100 * own.high:+.2f}"
-        table.add_row(
+        rows.append([
             d.ground_truth, d.direction, d.metric, f"{100 * d.first:.2f}", f"{100 * d.second:.2f}",
             f"{100 * (own.value or 0):+.2f}", interval, f"{d.p_value:.4f}", str(d.n_queries),
-        )  # fmt: skip
-    wide_console().print(table)
+        ])  # fmt: skip
+    print_table(
+        f"compared with {more.compared_with}, query by query, in per cent; 95 % intervals, p by random swaps",
+        ["ground truth", "direction", "metric", "other", "this", "difference", "interval", "p", "queries"],
+        rows, left=3,
+    )  # fmt: skip
 
 
 def _print_published(more: MoreResults) -> None:
@@ -214,21 +220,23 @@ def _print_published(more: MoreResults) -> None:
         names = {name: row.own_name(name) for row in rows for name in row.figures if row.own_name(name) in more.own}
         first = rows[0]
         sides = {"both": "mean of both directions", "each": "by direction"}.get(first.direction, first.direction)
-        table = Table(
-            title=f"beside {first.paper}, table {first.table} ({first.about}): {sides}, per cent", title_justify="left"
-        )
         named = any(row.backbone for row in rows)
-        for column in ("backbone", "method") if named else ("method",):
-            table.add_column(column)
         places = {name: _decimals([row.figures[name] for row in rows if name in row.figures]) for name in names}
-        for name in names:
-            table.add_column(_heading(name), justify="right", no_wrap=True)
-        for row in rows:
-            shown = [number(row.figures.get(name), places[name]) for name in names]
-            table.add_row(*([row.backbone] if named else []), row.method, *shown)
+        cells = [
+            [
+                *([row.backbone] if named else []),
+                row.method,
+                *(number(row.figures.get(name), places[name]) for name in names),
+            ]
+            for row in rows
+        ]
         own = [number(more.own[key], places[name]) for name, key in names.items()]
-        table.add_row(*([""] if named else []), "this", *own)
-        wide_console().print(table)
+        print_table(
+            f"beside {first.paper}, table {first.table} ({first.about}): {sides}, per cent",
+            [*(["backbone"] if named else []), "method", *map(_heading, names)],
+            [*cells, [*([""] if named else []), "this", *own]],
+            left=2 if named else 1,
+        )
 
 
 def _decimals(printed: Sequence[float]) -> int:
@@ -237,23 +245,14 @@ def _decimals(printed: Sequence[float]) -> int:
 
 
 def _heading(name: str) -> str:
-    """The name of a published figure, one word below the other."""
+    """The name of a published figure in short words."""
     for long, short in (("r_precision", "R-P"), ("recall@", "R@"), ("map@r", "mAP@R"), ("_", " ")):
         name = name.replace(long, short)
-    return name.replace(" ", "\n")
+    return name
 
 
 def _metric(name: str, value: float | None) -> str:
     return digits(value, 6) if name in RANK_METRICS else percent(value)
-
-
-def wide_console() -> Console:
-    """A console for wide tables: 160 columns where the output is no terminal.
-
-    Returns:
-        The console.
-    """
-    return Console(width=None if sys.stdout.isatty() else 160)
 
 
 def print_search(result: dict[str, Any]) -> None:
@@ -272,7 +271,7 @@ def print_search(result: dict[str, Any]) -> None:
     if not result["hits"]:
         print("  no item reaches this probability")
     if (found := result["conformal_set"]) is not None:
-        print(f"  conformal set of the requested coverage: {len(found)} items")
+        print(f"  conformal set of the requested coverage: {counted(len(found), 'item')}")
         _print_hits(found[:_SET_SHOWN], result["distance"], calibrated)
         if len(found) > _SET_SHOWN:
             print(f"  ... and {len(found) - _SET_SHOWN} more; --json prints all")
@@ -294,35 +293,64 @@ def print_calibration(result: dict[str, Any]) -> None:
     Args:
         result: of :func:`~sfumato.models.calibrate.describe_calibration`.
     """
-    print(f"{result['method']} on {result['pairs']} pairs of split {result['split']}, {result['queries']} queries")
+    population = {"planted": "every query has a match", "independent": "some queries have no match"}[result["queries"]]
+    print_wrapped(
+        f"calibrated by {result['method']} on {counted(result['pairs'], 'pair')} of the split {result['split']};"
+        f" {result['queries']} queries: {population}"
+    )
     for key, name in (("t2i", "text -> image"), ("i2t", "image -> text")):
         if (found := result.get(key)) is None:
             continue
-        print(
-            f"{name}: {found['n_queries']} queries, {found['n_gallery']} items,"
-            f" {found['matches_per_query']:.2f} matches per query,"
-            f" growing with the gallery to the power {found['growth']:.2f}"
+        print()
+        print_wrapped(
+            f"{name}: {counted(found['n_queries'], 'query', 'queries')}, {counted(found['n_gallery'], 'item')},"
+            f" {found['matches_per_query']:.2f} matches per query; a gallery of twice the size has"
+            f" {2 ** found['growth']:.2f} times as many",
+            indent=2,
         )
         if (first := found.get("first_hit")) is not None:
-            print(
+            print_wrapped(
                 f"  first hit: {first['mean_probability']:.1%} probable on average, right in {first['rate']:.1%};"
-                f" calibration error {first['ece']:.3f}, by chance {first['ece_by_chance']:.3f}"
+                f" calibration error {first['ece']:.3f}, of perfect probabilities {first['ece_by_chance']:.3f}",
+                indent=4,
             )
             if first["auroc"] is not None:
-                print(
-                    f"    right against wrong first hits: AUROC {first['auroc']:.3f}, by the distance alone"
-                    f" {first['auroc_of_distance']:.3f}"
+                print_wrapped(
+                    f"  right against wrong first hits: AUROC {first['auroc']:.3f}, by the distance alone"
+                    f" {first['auroc_of_distance']:.3f}",
+                    indent=4,
                 )
-        for level, threshold in found["precision"].items():
-            print(f"  precision {float(level):.0%}: " + _or_none(threshold, "report above a probability of {:.3f}"))
-        for level, values in found["risk"].items():
-            answered = "" if values["answered"] is None else f"; {values['answered']:.0%} of the queries are answered"
-            limit = _or_none(values["abstain_below"], "abstain up to a probability of {:.3f}")
-            print(f"  risk {float(level):.0%}: {limit}{answered}")
-        for level, values in found["coverage"].items():
-            size = "" if values["size"] is None else f"; half of the queries have at most {values['size']:.0f} items"
-            within = _or_none(values["radius"], "all within a distance of {:.4f}")
-            print(f"  coverage {float(level):.0%}: {within}{size}")
+        if rows := _guarantees(found):
+            print_table("", ["guarantee", "limit of the probability", "what it costs"], rows, running=(1, 2))
+        for kind in ("precision", "risk", "coverage"):
+            missing = [f"{float(level):.0%}" for level, values in found[kind].items() if _rule(kind, values) is None]
+            if missing:
+                print_wrapped(f"  {kind} {', '.join(missing)}: cannot be guaranteed from these queries", indent=4)
+
+
+def _rule(kind: str, values: Any) -> float | None:
+    """The threshold, the limit or the radius of a guarantee; None if there is none."""
+    value: float | None = values if kind == "precision" else values["abstain_below" if kind == "risk" else "radius"]
+    return value
+
+
+def _guarantees(found: Mapping[str, Any]) -> list[list[str]]:
+    """Rows of the guarantees that hold."""
+    rows = []
+    for level, threshold in found["precision"].items():
+        if threshold is not None:
+            rows.append([f"precision {float(level):.0%}", f"report above {threshold:.3f}", MISSING])
+    for level, values in found["risk"].items():
+        if values["abstain_below"] is not None:
+            answered = MISSING if values["answered"] is None else f"{values['answered']:.0%} of the queries answered"
+            rows.append([f"risk {float(level):.0%}", f"answer above {values['abstain_below']:.3f}", answered])
+    for level, values in found["coverage"].items():
+        if values["radius"] is not None:
+            size = MISSING
+            if values["size"] is not None:
+                size = f"at most {counted(round(values['size']), 'item')} for half of them"
+            rows.append([f"coverage {float(level):.0%}", f"all within distance {values['radius']:.4f}", size])
+    return rows
 
 
 _ENOUGH = 100
@@ -337,38 +365,58 @@ def print_adopted(adopted: AdoptedModel) -> None:
     """
     images, texts = sum(adopted.n_images.values()), sum(adopted.n_texts.values())
     channels = adopted.run.recipe.model.dim
-    left_out = f"; {adopted.n_left_out} left out, see problems.jsonl" if adopted.n_left_out else ""
-    print(f"adopted {images:,} images and {texts:,} texts of {channels} channels in {adopted.seconds:.0f} s{left_out}")
+    left_out = f"; {adopted.n_left_out:,} left out, see problems.jsonl" if adopted.n_left_out else ""
+    print_wrapped(
+        f"adopted {counted(images, 'image')} and {counted(texts, 'text')} of {counted(channels, 'channel')} in"
+        f" {adopted.seconds:.0f} s{left_out}"
+    )
+    asking = (
+        (adopted.n_queries.get("t2i", 0), adopted.n_texts["val"], "text"),
+        (adopted.n_queries.get("i2t", 0), adopted.n_images["val"], "image"),
+    )
+    used = [f"{n:,} of {counted(of, noun)}" for n, of, noun in asking]
+    more = "; --max-queries takes more" if any(n < of for n, of, _ in asking) else ""
+    print_wrapped(f"the probabilities are fitted on {' and '.join(used)} of the split val{more}")
     if adopted.comparison:
-        print(
-            "log loss of first hits (lower is better), fitted on half of the calibrating images, measured on the other"
-            " half;\nin brackets 95 % intervals:"
-        )
-        for name, found in adopted.comparison.items():
-            worse = "kept" if name == adopted.method else f"{compact_interval(found.worse)} more"
-            print(f"  {name:<10} {found.log_loss:.3f}  {worse:<24} {METHODS[name]}")
+        rows = [
+            [
+                f"{name}, kept" if name == adopted.method else name,
+                f"{found.log_loss:.3f}",
+                MISSING if name == adopted.method else compact_interval(found.worse),
+                METHODS[name],
+            ]
+            for name, found in adopted.comparison.items()
+        ]
+        print_table(
+            "log loss of first hits (lower is better), fitted on half of the calibrating images and measured on the"
+            " other half; in brackets 95 % intervals",
+            ["method", "log loss", "more", "computed from"], rows, running=(3,),
+        )  # fmt: skip
     if (n := adopted.n_images["val"]) < _ENOUGH:
-        print(f"warning: only {n} images calibrate; with fewer than {_ENOUGH} all of these figures are rough")
+        print_wrapped(
+            f"warning: only {counted(n, 'image')} calibrate; with fewer than {_ENOUGH} all of these figures are rough"
+        )
     if adopted.retrieval is None:
-        print("no split 'test': the probabilities are not measured; `sfumato trust` measures them on other pairs")
+        print_wrapped(
+            "no split 'test': the probabilities are not measured; `sfumato trust` measures them on other pairs"
+        )
         return
     retrieval = adopted.retrieval
-    print(f"on {retrieval.n_images:,} other images and {retrieval.n_texts:,} texts:")
+    print_wrapped(
+        f"on {counted(retrieval.n_images, 'other image')} and {counted(retrieval.n_texts, 'text')}, with the frozen"
+        " model's own ranking:"
+    )
     for key, name, metrics in (("t2i", "text -> image", retrieval.t2i), ("i2t", "image -> text", retrieval.i2t)):
         served, alone = (
             next(f for f in adopted.hits[kind] if f.direction == key and f.hits == 1) for kind in ("served", "distance")
         )
-        chance = retrieval.chance[key]["recall@1"]
-        print(f"  {name}: recall@1 {metrics['recall@1']:.1%}, as the frozen model has it (chance {chance:.2%})")
-        print(
-            f"    first hit {served.mean_probability:.1%} probable on average, right in {served.rate:.1%};"
-            f" calibration error {served.ece:.3f}"
+        print_wrapped(f"  {name}: recall@1 {metrics['recall@1']:.1%}, chance {retrieval.chance[key]['recall@1']:.2%}")
+        print_wrapped(
+            f"    first hit {served.mean_probability:.1%} probable on average, right in {served.rate:.1%}; calibration"
+            f" error {served.ece:.3f}, by the distance alone {alone.ece:.3f}, of perfect probabilities"
+            f" {served.ece_by_chance:.3f}",
+            indent=4,
         )
-        print(f"    (by the distance alone {alone.ece:.3f}, of perfect probabilities {served.ece_by_chance:.3f})")
-
-
-def _or_none(value: float | None, text: str) -> str:
-    return "no value can be guaranteed from these queries" if value is None else text.format(value)
 
 
 def print_crops(study: Mapping[str, Any]) -> None:
@@ -380,30 +428,27 @@ def print_crops(study: Mapping[str, Any]) -> None:
     title = f"{study['model']}: mean {study['uncertainty']} of {study['n_pictures']:,} images' crops and captions"
     rows = [(row, side) for row in study["thresholds"] for side in ("crops", "captions") if row[side]["mean"]]
     if rows:
-        table = Table(title=title, title_justify="left")
-        for name in ("area below", "n", "of", "A", "B", "C", "C above A"):
-            table.add_column(name, justify="left" if name == "of" else "right")
+        cells = []
         for row, side in rows:
             means, errors = row[side]["mean"], row[side]["standard_error"]
-            cells = [_with_error(means[r]["value"], errors[r]) for r in means]
-            table.add_row(
-                f"{row['threshold']:.0%}", f"{row['n']:,}", side, *cells, str(interval(row[side]["c_above_a"], percent))
-            )
-        wide_console().print(table)
+            shown = [_with_error(means[r]["value"], errors[r]) for r in means]
+            above = str(interval(row[side]["c_above_a"], percent))
+            cells.append([f"{row['threshold']:.0%}", side, f"{row['n']:,}", *shown, above])
+        print_table(title, ["area below", "of", "n", "A", "B", "C", "C above A"], cells, left=2)
         brackets = f"; in brackets: {study['level']:.0%} intervals, as below" if study["n_resamples"] else ""
         print(f"±: one standard error of the mean{brackets}")
     else:
         print(f"{study['model']} embeds points, which have no uncertainty: no means are shown")
-    table = Table(title="fraction that chooses its own partner", title_justify="left")
     first = next(iter(study["published"].values()))
-    for name in ("area below", "by", *first):
-        table.add_column(name, justify="left" if name == "by" else "right")
-    for row in study["thresholds"]:
-        for distance, cells in row["selection"].items():
-            table.add_row(f"{row['threshold']:.0%}", distance, *(str(interval(cells[cell], percent)) for cell in first))
-    for name, cells in study["published"].items():
-        table.add_row("published", name, *(percent(cells[cell]) for cell in first))
-    wide_console().print(table)
+    cells = [
+        [f"{row['threshold']:.0%}", distance, *(str(interval(found[cell], percent)) for cell in first)]
+        for row in study["thresholds"]
+        for distance, found in row["selection"].items()
+    ]
+    cells += [
+        ["published", name, *(percent(found[cell]) for cell in first)] for name, found in study["published"].items()
+    ]
+    print_table("fraction that chooses its own partner", ["area below", "by", *first], cells, left=2)
     if study["n_resamples"]:
         print(
             f"In brackets: {study['level']:.0%} intervals"
@@ -423,60 +468,105 @@ def print_analyses(found: Mapping[str, Any]) -> None:
     Args:
         found: results in the form of `sfumato analyse --json`.
     """
-    console, title = wide_console(), f"{found['model']} on {found['split']}"
+    title = f"{found['model']} on {found['split']}"
     if study := found.get("corruption"):
-        _print_curves(console, study, title)
+        _print_curves(study, title)
     if study := found.get("sets"):
-        _print_sets(console, study, title)
+        _print_sets(study, title)
     if study := found.get("words"):
-        _print_words(console, study, title)
+        _print_words(study, title)
     if study := found.get("map"):
         method = "t-SNE"
         if study["explained"] is not None:
             explained = percent(sum(study["explained"]), 0)
             method = f"the first two principal components, which explain {explained} of the variance of their means"
-        print(f"map: {len(study['items'])} images and texts by {method}")
+        print_wrapped(f"map: {len(study['items'])} images and texts by {method}")
 
 
-def _print_curves(console: Console, study: Mapping[str, Any], title: str) -> None:
-    table = Table(title=f"{title}: does damage raise {study['uncertainty']}?", title_justify="left")
-    for name in ("corrupted", "items", "mean at each strength", "Spearman within an item", "rises", "AUROC"):
-        table.add_column(name, justify="left" if name in ("corrupted", "mean at each strength") else "right")
+def _print_curves(study: Mapping[str, Any], title: str) -> None:
+    rows, means = [], []
     for curves in study["sides"].values():
         for name, curve in curves.items():
             steps = [
-                f"{strength:g}: " + digits(mean["value"], 3)
+                f"{strength:g}: {digits(mean['value'], 3)}"
                 for strength, mean in zip(curve["strengths"], curve["mean"], strict=True)
             ]
             figures = [compact_interval(Interval(**curve[figure])) for figure in ("spearman", "rises", "auroc")]
-            table.add_row(name, str(curve["n"]), "  ".join(steps), *figures)
-    console.print(table)
+            rows.append([name, str(curve["n"]), *figures])
+            means.append(f"{name}, mean at each strength: {', '.join(steps)}")
+    headings = ["damage", "items", "Spearman within an item", "rises", "AUROC"]
+    print_table(f"{title}: does damage raise {study['uncertainty']}?", headings, rows)
+    for line in means:
+        print_wrapped(line, indent=2)
 
 
-def _print_sets(console: Console, study: Mapping[str, Any], title: str) -> None:
+def _print_sets(study: Mapping[str, Any], title: str) -> None:
     names = {"mixup": "Mixup", "cutmix": "CutMix", "other": "another image"}
-    table = Table(title=f"{title}: mixtures of two images, {study['n']} pairs", title_justify="left")
-    table.add_column("figure", no_wrap=True)
-    for name in study["mixes"]:
-        table.add_column(names[name], justify="right")
-    for figure in study["definitions"]["mixes"]:
-        table.add_row(figure, *(compact_interval(Interval(**values[figure])) for values in study["mixes"].values()))
-    console.print(table)
-    erased = "  ".join(f"{figure} {compact_interval(Interval(**value))}" for figure, value in study["erased"].items())
-    print(f"the same images with {percent(study['erased_share'], 0)} erased: {erased}")
+    rows = [
+        [figure, *(compact_interval(Interval(**values[figure])) for values in study["mixes"].values())]
+        for figure in study["definitions"]["mixes"]
+    ]
+    headings = ["figure", *(names[name] for name in study["mixes"])]
+    print_table(f"{title}: mixtures of two images, {counted(study['n'], 'pair')}", headings, rows)
+    erased = ", ".join(f"{figure} {compact_interval(Interval(**value))}" for figure, value in study["erased"].items())
+    print_wrapped(f"the same images with {percent(study['erased_share'], 0)} erased: {erased}")
     for figure, about in study["definitions"]["mixes"].items():
-        print(f"  {figure}: {about}")
+        print_wrapped(f"  {figure}: {about}", indent=4)
 
 
-def _print_words(console: Console, study: Mapping[str, Any], title: str) -> None:
+def _print_words(study: Mapping[str, Any], title: str) -> None:
     for side, bins in study["sides"].items():
-        table = Table(title=f"{title}: words of {side}s by {study['uncertainty']}", title_justify="left")
-        for name in ("bin", "mean", "captions", "words"):
-            table.add_column(name, justify="left" if name == "words" else "right")
-        for k, one in enumerate(bins, 1):
-            words = ", ".join(word["word"] for word in one["words"])
-            table.add_row(str(k), digits(one["mean"], 3), str(one["n_captions"]), words)
-        console.print(table)
+        rows = [
+            [str(k), digits(one["mean"], 3), str(one["n_captions"]), ", ".join(word["word"] for word in one["words"])]
+            for k, one in enumerate(bins, 1)
+        ]
+        heading = f"{title}: words of {side}s by {study['uncertainty']}, from the most certain bin to the least"
+        print_table(heading, ["bin", "mean", "captions", "words"], rows, running=(3,))
+
+
+def print_zeroshot(report: ZeroShotReport) -> None:
+    """Print the accuracies of the methods of a zero-shot classification, and whether filtering prompts helps.
+
+    Args:
+        report: the figures.
+    """
+    chosen = f", K chosen on {counted(report.n_chosen_on, 'other')}" if report.n_chosen_on else ""
+    rows = [
+        [
+            m.name,
+            MISSING if m.k is None else f"{m.k[0]}" if len(set(m.k)) == 1 else f"{min(m.k)} to {max(m.k)}",
+            _accuracy(m.top1),
+            _accuracy(m.top5),
+            points(m.against_all),
+            points(m.against_random),
+            points(m.against_random_order),
+        ]
+        for m in report.methods
+    ]
+    rows.append(["always the most frequent class", MISSING, f"{100 * report.chance:.1f}", *[MISSING] * 4])
+    print_table(
+        f"{counted(report.n_images, 'image')} of {counted(len(report.classes), 'class', 'classes')}{chosen}; by"
+        f" {report.distance}, pooling {report.pooling}; per cent, and differences in percentage points",
+        ["method", "K", "top-1", "top-5", "against all", "against random", "against a random order"], rows,
+    )  # fmt: skip
+    if report.best_alone is not None:
+        print_wrapped(
+            f"each image at the best K of its own class, which a classifier cannot know: {100 * report.best_alone:.1f}"
+        )
+    if report.certain_is_right is not None:
+        print_wrapped(
+            f"templates: Spearman of mean total variance and top-1 of each alone {report.certain_is_right:+.2f}"
+        )
+    if report.n_empty:
+        print_wrapped(f"classes without an image, which can only be wrong answers: {report.n_empty}")
+    if report.left_out:
+        print("\n  ".join([f"{len(report.left_out):,} left out:", *report.left_out[:10]]))
+    for line in report.verdict().splitlines():
+        print_wrapped(line, indent=2)
+
+
+def _accuracy(value: Interval | None) -> str:
+    return points(value).replace("+", "")
 
 
 def print_toy(result: Mapping[str, Any], title: str) -> None:
@@ -486,13 +576,10 @@ def print_toy(result: Mapping[str, Any], title: str) -> None:
         result: of :func:`~sfumato.studies.toy.run_toy`.
         title: a line above the table.
     """
-    print(title)
-    print(f"{'method':<18}{'certain':>9}{'uncertain':>11}{'ratio':>8}{'published':>11}")
-    for method in result["ratio"]:
-        values = (result[key][method] for key in ("certain", "uncertain", "ratio", "published_ratio"))
-        cells = [number(value, 2) for value in values]
-        print(f"{method:<18}{cells[0]:>9}{cells[1]:>11}{cells[2]:>8}{cells[3]:>11}")
+    keys = ("certain", "uncertain", "ratio", "published_ratio")
+    rows = [[method, *(number(result[key][method], 2) for key in keys)] for method in result["ratio"]]
+    print_table(title, ["method", "certain", "uncertain", "ratio", "published ratio"], rows)
     for reading in result["readings"]:
         ratios = ", ".join(f"{method} {ratio}" for method, ratio in reading["ratio"].items())
-        print(f'"500 epochs" read as {reading["as"]} ({reading["updates"]} updates), seeds 0 to 4: {ratios}')
+        print_wrapped(f'"500 epochs" read as {reading["as"]} ({reading["updates"]} updates), seeds 0 to 4: {ratios}')
     print(f"image: {result['picture']}\nanimation: {result['animation']}")

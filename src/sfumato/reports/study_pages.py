@@ -11,8 +11,10 @@ from sfumato.data.images import MemoryImage, Problems, thumbnail
 from sfumato.files import write_atomically, write_json
 from sfumato.reports.charts import FAMILIES, FIRST, INK, SECOND, Chart, Ellipse, ellipse_chart, magnification
 from sfumato.reports.formatting import (
+    MISSING,
     clipped,
     column_decimals,
+    counted,
     digits,
     in_words,
     interval,
@@ -21,6 +23,7 @@ from sfumato.reports.formatting import (
     probability,
 )
 from sfumato.reports.page_files import data_url, read_image, read_studies, render_page
+from sfumato.reports.tables import print_table, print_wrapped
 from sfumato.studies.analyse import NAMES, Analyses, same_model_and_data
 from sfumato.studies.audit import NEIGHBOURS, Audit, varied
 from sfumato.studies.crops import CELLS, MEANS, PUBLISHED, ROLES, CropFigures, CropStudy, Example
@@ -244,7 +247,7 @@ def write_analyses(analyses: Analyses, folder: Path, version: str) -> Path:
     return folder / ANALYSIS_PAGE
 
 
-PAIRS, MISSING, AUDIT_PAGE, AUDIT_FIGURES = "pairs.csv", "missing.csv", "audit.html", "audit.json"
+PAIRS, MISSING_PAIRS, AUDIT_PAGE, AUDIT_FIGURES = "pairs.csv", "missing.csv", "audit.html", "audit.json"
 
 _SHOWN_TEXTS = 4
 
@@ -264,53 +267,84 @@ def write_audit(audit: Audit, folder: Path, top: int, version: str) -> dict[str,
     folder.mkdir(parents=True, exist_ok=True)
     pairs, missing, figures = audit.pair_rows(), audit.missing_rows(), audit.to_json(top)
     write_atomically(folder / PAIRS, _table(pairs))
-    write_atomically(folder / MISSING, _table(missing))
+    write_atomically(folder / MISSING_PAIRS, _table(missing))
     write_atomically(folder / AUDIT_PAGE, _page(audit, figures, version))
     write_json(folder / AUDIT_FIGURES, figures)
     return figures
 
 
-def summary(figures: Mapping[str, Any], shown: int = 5) -> str:
-    """The figures of an audit as lines for the console.
+def print_audit(figures: Mapping[str, Any], shown: int = 5) -> None:
+    """Print the figures of an audit.
 
     Args:
         figures: of :meth:`~sfumato.studies.audit.Audit.to_json`.
         shown: number of pairs of each kind.
-
-    Returns:
-        The lines.
     """
-    lines = [
-        f"{figures['n_pairs']:,} listed pairs of {figures['n_images']:,} images and {figures['n_texts']:,} texts, split"
-        f" {figures['split']}, by {figures['distance']} of {figures['model']}"
-    ]
-    if figures["wrong_share"] is not None:
-        lines.append(
-            f"estimated fraction of wrong pairs: {percent(figures['wrong_share'])};"
-            f" {figures['suspects']:,} pairs are probably wrong"
-        )
-    lines.append(
-        f"listed and probably wrong, sorted by their distance minus that of the {NEIGHBOURS} closest unlisted items:"
+    sizes = (counted(figures[f"n_{name}s"], noun) for name, noun in (("pair", "listed pair"), ("image", "image")))
+    print_wrapped(
+        f"{' of '.join(sizes)} and {counted(figures['n_texts'], 'text')}, split {figures['split']}, by"
+        f" {figures['distance']} of {figures['model']}"
     )
-    lines += [
-        f"  {_likely(row['wrong_probability'], 'wrong')}{row['image']}  {clipped(row['text'], 70)!r}"
-        f"  (better: {clipped(row['better_text'] or '-', 50)!r})"
+    for sentence in wrong_pairs(figures):
+        print_wrapped(sentence, indent=2)
+    print()
+    rows = [
+        [_likely(row["wrong_probability"]), row["image"], clipped(row["text"]), clipped(row["better_text"] or MISSING)]
         for row in figures["pairs"][:shown]
     ]
-    first = (
-        "the closest" if all(row["match_probability"] is None for row in figures["missing"]) else "the most probable"
-    )
-    lines.append(f"not listed and probably a match, {first} of {figures['candidates']:,} candidates first:")
-    lines += [
-        f"  {_likely(row['match_probability'], 'match')}{row['image']}  {clipped(row['text'], 70)!r}"
-        for row in figures["missing"][:shown]
+    print_table(
+        f"the most suspicious listed pairs, by their distance minus that of the {NEIGHBOURS} closest unlisted items",
+        ["wrong", "image", "text", "closest unlisted text"], rows, left=2, running=(2, 3),
+    )  # fmt: skip
+    first = "closest" if all(row["match_probability"] is None for row in figures["missing"]) else "most probable"
+    rows = [
+        [_likely(row["match_probability"]), row["image"], clipped(row["text"])] for row in figures["missing"][:shown]
     ]
-    return "\n".join([*lines, *figures["notes"]])
+    print()
+    print_table(
+        f"unlisted pairs that may match, the {first} of {counted(figures['candidates'], 'candidate')}",
+        ["match", "image", "text"], rows, left=2, running=(2,),
+    )  # fmt: skip
+    for note in figures["notes"]:
+        print_wrapped(note)
 
 
-def _likely(value: float | None, what: str) -> str:
-    """A probability with its label; empty without a calibration."""
-    return "" if value is None else f"{probability(value)} {what}  "
+_VAGUE = 0.5
+"""Width of the interval of the fraction of wrong pairs from which the fraction is not stated."""
+
+
+def wrong_pairs(figures: Mapping[str, Any]) -> list[str]:
+    """Sentences on how many listed pairs are wrong; none without a calibration.
+
+    The expected number and the number of pairs that are more likely wrong than right differ: a wrong pair that looks
+    nearly right has a small probability, and is expected without being named.
+
+    Args:
+        figures: of :meth:`~sfumato.studies.audit.Audit.to_json`.
+
+    Returns:
+        The sentences.
+    """
+    fraction, n = figures["wrong_share"], figures["n_pairs"]
+    if fraction is None:
+        return []
+    low, high = figures["wrong_share_interval"]
+    if high - low > _VAGUE:
+        return [
+            f"how many are wrong cannot be estimated from these pairs: between {percent(low, 0)} and {percent(high, 0)}"
+        ]
+    suspects = figures["suspects"]
+    more = f"{suspects:,} of them {'is' if suspects == 1 else 'are'} more likely wrong than right"
+    return [
+        f"about {round(fraction * n):,} of {n:,} are wrong: {percent(fraction)} by their distances"
+        f" (95% interval {percent(low)} to {percent(high)})",
+        more if suspects else "no single pair is more likely wrong than right",
+    ]
+
+
+def _likely(value: float | None) -> str:
+    """A probability; a dash without a calibration."""
+    return MISSING if value is None else probability(value)
 
 
 def _table(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -352,6 +386,7 @@ def _page(audit: Audit, figures: Mapping[str, Any], version: str) -> str:
         beside = {"picture": picture(image), "better": picture(int(own[0]) if len(own) else -1)}
         unlisted.append(row | beside | {"others": texts(image, text), "percent": probability(row["match_probability"])})
     values = {"figures": figures, "wrong": wrong, "unlisted": unlisted, "version": version}
+    values["wrong_pairs"] = wrong_pairs(figures)
     return render_page("audit.html.j2", values)
 
 

@@ -19,6 +19,7 @@ from sfumato.direction import Direction
 from sfumato.encoders.regions import features_read
 from sfumato.errors import UserError
 from sfumato.evaluation.estimators import ESTIMATORS, Estimator, Matching
+from sfumato.evaluation.protocols import evaluate_retrieval
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.metrics.relevance import Relevance
 from sfumato.models.embed import PreparedSplit, RetrievalModel, embed_split, load_split
@@ -55,6 +56,12 @@ SHOWN_PAIRS = 4
 
 LEAST_PAIRS = 3
 """Least number of pairs for figures."""
+
+AT_CHANCE = (
+    "the model does not rank these pairs better than chance, so nothing here says what its uncertainty measures; train"
+    " it further, or check that images and texts belong together"
+)
+"""Note on a model from which no conclusion can be drawn."""
 
 _TOGETHER = 16
 """Number of pairs whose images are in memory at once."""
@@ -220,6 +227,12 @@ class _Split:
         """Whether some embeddings have no variance."""
         return any(bool(torch.isneginf(e.log_var).any()) for e in (self.images, self.texts))
 
+    def above_chance(self) -> bool:
+        """Whether the model ranks the pairs of the split better than a random order."""
+        return evaluate_retrieval(
+            self.images, self.texts, self.relevance, distance=self.retrieval_model.distance
+        ).above_chance
+
     @staticmethod
     def _matching(retrieval_model: RetrievalModel, direction: Direction) -> Matching:
         return Matching(
@@ -298,6 +311,10 @@ def analyse_model(
     reasons = {study: reason for study in chosen if (reason := scene.impossible(study))}
     if reasons and studies is not None:
         raise UserError("; ".join(reasons.values()))
+    if set(chosen) - set(reasons):
+        metadata["above_chance"] = scene.above_chance()
+        if not metadata["above_chance"]:
+            scene.notes.append(AT_CHANCE)
     found: dict[str, dict[str, Any]] = {}
     images: dict[str, bytes] = {}
     for study in chosen:

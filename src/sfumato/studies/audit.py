@@ -24,7 +24,7 @@ from sfumato.distances import Distance, get_distance
 from sfumato.errors import UserError
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.metrics.relevance import Relevance
-from sfumato.metrics.retrieval import relevant_ranks
+from sfumato.metrics.retrieval import beats_chance, chance_metrics, relevant_ranks
 from sfumato.models.embed import PreparedSplit, RetrievalModel, embed_split, load_split, load_splits, prepare_split
 from sfumato.models.run import Run, load_run
 from sfumato.progress import progress_bar, say
@@ -208,6 +208,32 @@ def wrong_fraction(log_odds: np.ndarray, *, n_steps: int = 1000) -> float:
     return fraction
 
 
+def wrong_fraction_interval(log_odds: np.ndarray) -> tuple[float, float]:
+    """The fractions of wrong pairs that the distances do not contradict: an interval of 95 % by the likelihood ratio.
+
+    Args:
+        log_odds: see :func:`wrong_fraction`.
+
+    Returns:
+        (low, high). It takes pairs as independent and the odds as known, so the truth is somewhat less certain.
+
+    Example:
+        >>> low, high = wrong_fraction_interval(np.array([9.0] * 90 + [-9.0] * 10))
+        >>> low < 0.1 < high < 0.2
+        True
+    """
+    fractions = np.linspace(0, 1, 401)
+    ratio = np.asarray(log_odds, np.float64)
+    with np.errstate(divide="ignore"):
+        likelihood = np.array([np.logaddexp(np.log(1 - f) + ratio, np.log(f)).sum() for f in fractions])
+    near = fractions[2 * (likelihood.max() - likelihood) <= _CHI_SQUARE]
+    return float(near[0]), float(near[-1])
+
+
+_CHI_SQUARE = 3.841
+"""95 % quantile of chi squared with one degree of freedom."""
+
+
 def wrong_probability(log_odds: np.ndarray, fraction: float) -> np.ndarray:
     """Probabilities that listed pairs are wrong, given the fraction of wrong pairs.
 
@@ -312,6 +338,7 @@ class Audit:
         wrong_probability: (p,) calibrated under the assumption that a fraction of wrong_fraction is wrong; None without
             a calibration.
         wrong_fraction: estimated fraction of wrong pairs; None without a calibration.
+        wrong_interval: see :func:`wrong_fraction_interval`; None without a calibration.
         missing: candidates for missing matches.
         match_probability: (c,) calibrated for a random pair at that distance in a gallery of this size; None without a
             calibration.
@@ -322,6 +349,7 @@ class Audit:
     listed: ListedScores
     wrong_probability: np.ndarray | None
     wrong_fraction: float | None
+    wrong_interval: tuple[float, float] | None
     missing: MissingScores
     match_probability: np.ndarray | None
     metadata: Mapping[str, Any]
@@ -378,6 +406,7 @@ class Audit:
             "n_texts": len(self.data.text_ids),
             "n_pairs": len(self.listed),
             "wrong_share": self.wrong_fraction,
+            "wrong_share_interval": None if self.wrong_interval is None else list(self.wrong_interval),
             "suspects": None if self.wrong_probability is None else int((self.wrong_probability >= 0.5).sum()),
             "candidates": len(self.missing),
             "pairs": self.pair_rows(varied(self.listed, top)),
@@ -428,7 +457,7 @@ def audit_model(
         The audit.
 
     Raises:
-        UserError: the data has no such split.
+        UserError: the data has no such split, or the model ranks its pairs no better than chance.
     """
     prepared = prepare_listed(retrieval_model, config, split)
     scored = _score(retrieval_model, prepared, np.arange(len(prepared.data.image_ids)))
@@ -455,7 +484,8 @@ def cross_fit(run: Run, config: DataConfig, n_parts: int, folder: Path) -> Audit
         each model's logit, so they can be compared.
 
     Raises:
-        UserError: n_parts is below 2, or the data has no split "train" or no pair.
+        UserError: n_parts is below 2, the data has no split "train" or no pair, or the models rank no better than
+            chance.
     """
     if n_parts < 2:
         raise UserError(f"--cross-fit must be at least 2 parts, got {n_parts}")
@@ -509,6 +539,52 @@ class _Part:
     log_odds: np.ndarray | None
     missing: MissingScores
     match_probability: np.ndarray | None
+    recalls: "_Recalls"
+
+
+@dataclass(frozen=True)
+class _Recalls:
+    """By direction, recall@K of the model and of a random order; and the number of independent queries."""
+
+    found: Mapping[str, Mapping[str, float]]
+    by_chance: Mapping[str, Mapping[str, float]]
+    n: int
+
+    @classmethod
+    def of(cls, listed: ListedScores, relevance: Relevance) -> "_Recalls":
+        """Those of a part, with positions in the part; the closest listed item of a query counts."""
+        found = {}
+        for direction, query, rank in (
+            ("i2t", listed.image, listed.text_rank),
+            ("t2i", listed.text, listed.image_rank),
+        ):
+            best = np.full(query.max() + 1, np.iinfo(np.int64).max)
+            np.minimum.at(best, query, rank)
+            asked = best[np.unique(query)]
+            found[direction] = {f"recall@{k}": float((asked < k).mean()) for k in (1, 5, 10)}
+        chance = {"i2t": chance_metrics(relevance), "t2i": chance_metrics(relevance.transpose())}
+        return cls(found, chance, min(relevance.n_queries, relevance.n_gallery))
+
+
+def _check_above_chance(parts: Sequence[_Recalls], split: str) -> None:
+    """Raise an error if the models rank the listed pairs no better than a random order."""
+    n = sum(part.n for part in parts)
+
+    def mean(of: Sequence[Mapping[str, float]]) -> dict[str, float]:
+        return {
+            f"recall@{k}": sum(one[f"recall@{k}"] * part.n for one, part in zip(of, parts, strict=True)) / n
+            for k in (1, 5, 10)
+        }
+
+    pairs = {d: (mean([p.found[d] for p in parts]), mean([p.by_chance[d] for p in parts])) for d in ("i2t", "t2i")}
+    if not any(beats_chance(found, chance, n) for found, chance in pairs.values()):
+        found, chance = pairs["t2i"]
+        raise UserError(
+            f"no audit: the model ranks the listed pairs of {split} no better than chance (text -> image recall@5"
+            f" {found['recall@5']:.0%}, a random order {chance['recall@5']:.0%}), so it cannot tell wrong pairs from"
+            " right ones. Train it further, or take another model; a model that is good on other data means that"
+            " most of these pairs are wrong, e.g. shifted by one row"
+        )
 
 
 def _score(retrieval_model: RetrievalModel, prepared: PreparedSplit, chosen: np.ndarray) -> _Part:
@@ -528,6 +604,7 @@ def _score(retrieval_model: RetrievalModel, prepared: PreparedSplit, chosen: np.
             wording=[data.texts[t] for t in kept],
             progress=advance,
         )
+    recalls = _Recalls.of(listed, relevance)
     fitted, log_odds, probability = retrieval_model.calibration, None, None
     if fitted is not None and fitted.match_fraction is not None:
         log_odds = fitted.logit(torch.from_numpy(listed.distance), match_fraction=0.5).numpy()
@@ -538,11 +615,12 @@ def _score(retrieval_model: RetrievalModel, prepared: PreparedSplit, chosen: np.
     whole["better_image"] = np.where(listed.better_image >= 0, chosen[listed.better_image], -1)
     listed = dataclasses.replace(listed, excess=retrieval_model.logit_scale * listed.excess, **whole)
     missing = dataclasses.replace(missing, image=chosen[missing.image], text=kept[missing.text])
-    return _Part(listed, log_odds, missing, probability)
+    return _Part(listed, log_odds, missing, probability, recalls)
 
 
 def _joined(retrieval_model: RetrievalModel, data: PairData, parts: Sequence[_Part], about: Mapping[str, Any]) -> Audit:
     """Both lists in their order, with probabilities if all parts have them."""
+    _check_above_chance([p.recalls for p in parts], about["split"])
     listed, missing = _join([p.listed for p in parts]), _join([p.missing for p in parts])
     log_odds = _if_all([p.log_odds for p in parts])
     probability = _if_all([p.match_probability for p in parts])
@@ -560,6 +638,7 @@ def _joined(retrieval_model: RetrievalModel, data: PairData, parts: Sequence[_Pa
         _take(listed, first),
         None if wrong is None else wrong[first],
         fraction,
+        None if log_odds is None else wrong_fraction_interval(log_odds),
         _take(missing, close),
         None if probability is None else probability[close],
         {**about, "distance": retrieval_model.distance, "notes": notes},

@@ -350,6 +350,7 @@ class ZeroShotReport:
         template_top1: fraction of the reported images that each template alone classifies correctly.
         certain_is_right: Spearman correlation over templates of the mean total variance and template_top1; negative if
             certain templates are better, None if either is constant.
+        chance: fraction of the images in the most frequent class, which a constant answer gets right.
         n_images: number of reported images.
         n_chosen_on: number of images on which K was chosen; none of them is reported.
         n_empty: number of classes without an image.
@@ -366,6 +367,7 @@ class ZeroShotReport:
     total_variance: list[list[float]]
     template_top1: list[float]
     certain_is_right: float | None
+    chance: float
     n_images: int
     n_chosen_on: int
     n_empty: int
@@ -374,20 +376,43 @@ class ZeroShotReport:
     pooling: str
     seed: int
 
+    def beats_chance(self, method: Method) -> bool:
+        """Whether the top-1 of a method is above that of a constant answer, beyond noise.
+
+        Args:
+            method: one of ``methods``.
+
+        Returns:
+            True if the interval of its top-1, or without an interval the value, lies above ``chance``.
+        """
+        top1 = method.top1
+        if top1 is None or top1.value is None:
+            return False
+        return (top1.value if top1.low is None else top1.low) > self.chance
+
     def verdict(self) -> str:
         """Judge for each filter whether it helps beyond noise.
 
         Returns:
-            A line for each filter: against all prompts, and against a random order.
+            A line for each filter: against all prompts, and against a random order. Of methods that are no better than
+            a constant answer it says only that.
         """
-        said = [
-            f"{m.name}: {_points(m.against_all)} points against all prompts, {_judged(m.against_all)};"
-            f" {_points(m.against_random_order)} against a random order with K chosen in the same way,"
+        filtered = [m for m in self.methods if m.against_random is not None]
+        if not filtered:
+            return "Nothing was filtered."
+        if not any(self.beats_chance(m) for m in filtered):
+            return (
+                f"No filter is better than always answering the most frequent class ({100 * self.chance:.1f}% right),"
+                " so whether filtering helps cannot be told. Take another model, other class names, or more images."
+            )
+        return "\n".join(
+            f"{m.name}: {points(m.against_all)} points against all prompts, {_judged(m.against_all)};"
+            f" {points(m.against_random_order)} against a random order with K chosen in the same way,"
             f" {_judged(m.against_random_order)}."
-            for m in self.methods
-            if m.against_random is not None
-        ]
-        return "\n".join(said) or "Nothing was filtered."
+            if self.beats_chance(m)
+            else f"{m.name}: not better than always answering the most frequent class."
+            for m in filtered
+        )
 
     def to_json(self) -> dict[str, Any]:
         """Convert to JSON values.
@@ -396,42 +421,6 @@ class ZeroShotReport:
             Plain numbers and strings.
         """
         return asdict(self) | {"verdict": self.verdict()}
-
-    def table(self) -> str:
-        """Format the results.
-
-        Returns:
-            A table in per cent and percentage points, with 95 % intervals.
-        """
-        width = max(len(m.name) for m in self.methods)
-        chosen = f", K chosen on {self.n_chosen_on} others" if self.n_chosen_on else ""
-        lines = [
-            f"{self.n_images} images of {len(self.classes)} classes{chosen}; by {self.distance},"
-            f" pooling {self.pooling}",
-            f"{'method':<{width}}  {'K':>10}  {'top-1':>17}  {'top-5':>17}  {'against all':>19}"
-            f"  {'against random':>19}  {'random order':>19}",
-        ]
-        for m in self.methods:
-            k = "-" if m.k is None else f"{m.k[0]}" if len(set(m.k)) == 1 else f"{min(m.k)} to {max(m.k)}"
-            lines.append(
-                f"{m.name:<{width}}  {k:>10}  {_per_cent(m.top1):>17}  {_per_cent(m.top5):>17}"
-                f"  {_points(m.against_all):>19}  {_points(m.against_random):>19}"
-                f"  {_points(m.against_random_order):>19}"
-            )
-        if self.best_alone is not None:
-            lines.append(
-                "each image at the best K of its own class, which a classifier cannot know:"
-                f" {100 * self.best_alone:.1f}"
-            )
-        if self.certain_is_right is not None:
-            lines.append(
-                f"templates: Spearman of mean total variance and top-1 of each alone {self.certain_is_right:+.2f}"
-            )
-        if self.n_empty:
-            lines.append(f"classes without an image, which can only be wrong answers: {self.n_empty}")
-        if self.left_out:
-            lines.append("\n  ".join([f"{len(self.left_out)} left out:", *self.left_out[:10]]))
-        return "\n".join([*lines, self.verdict()])
 
     def write(self, folder: Path) -> None:
         """Write zeroshot.json, and prompts.csv with the total variance of every prompt.
@@ -455,15 +444,23 @@ def _judged(difference: Interval | None) -> str:
     return "which helps" if difference.low > 0 else "which hurts" if difference.high < 0 else "within noise"
 
 
-def _per_cent(one: Interval | None, sign: str = "") -> str:
+def points(one: Interval | None) -> str:
+    """A difference in percentage points, with its sign and interval.
+
+    Args:
+        one: the difference of two fractions; None if it was not measured.
+
+    Returns:
+        The text.
+
+    Example:
+        >>> points(Interval(0.05, 0.01, 0.09)), points(None)
+        ('+5.0 [+1.0, +9.0]', '–')
+    """
     if one is None or one.value is None:
-        return "-"
-    low, high = (None if end is None else f"{100 * end:{sign}.1f}" for end in (one.low, one.high))
-    return f"{100 * one.value:{sign}.1f}" + (f" [{low}, {high}]" if low and high else "")
-
-
-def _points(one: Interval | None) -> str:
-    return _per_cent(one, "+")
+        return "–"
+    low, high = (None if end is None else f"{100 * end:+.1f}" for end in (one.low, one.high))
+    return f"{100 * one.value:+.1f}" + (f" [{low}, {high}]" if low and high else "")
 
 
 FILTERS = ("none", "global", "per-class", "oracle")
@@ -547,6 +544,7 @@ def evaluate_zeroshot(
         total_variance=uncertainty.tolist(),
         template_top1=[float(value) for value in alone_top1],
         certain_is_right=correlation,
+        chance=float(np.bincount(shown.labels).max() / len(shown.labels)),
         n_images=len(shown.labels),
         n_chosen_on=len(held.labels),
         n_empty=c - len(np.unique(pictures.labels)),
