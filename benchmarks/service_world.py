@@ -4,10 +4,12 @@ import base64
 import io
 import zlib
 from pathlib import Path
+from typing import Any
 
 import torch
 from PIL import Image
 
+from sfumato.calibration.calibrator import Calibration
 from sfumato.data.item_images import UploadedImages
 from sfumato.encoders.dual import DualEncoder
 from sfumato.encoders.processors import train_tokenizer
@@ -58,9 +60,9 @@ def noise(n: int, d: int, seed: int = 1) -> GaussianEmbedding:
     return GaussianEmbedding(mean, torch.rand(n, d, generator=generator).mul(0.4 / d).log())
 
 
-def small_sources(folder: Path, n: int = 30, d: int = 16) -> Sources:
+def small_sources(folder: Path, n: int = 30, d: int = 16, calibration: Calibration | None = None) -> Sources:
     """A collection in a new folder."""
-    collection = GaussianCollection.create(folder / "collection", d=d)
+    collection = GaussianCollection.create(folder / "collection", d=d, calibration=calibration)
     collection.upsert(
         noise(n, d), [str(i) for i in range(n)], {"first": ["yes" if i < n // 2 else "no" for i in range(n)]}
     )
@@ -76,10 +78,10 @@ def large_sources(n: int, d: int, width: int) -> Sources:
     return Sources(random_model(d, width), "random", {"images": ServedGallery(index)})
 
 
-def picture(colour: str = "red", size: tuple[int, int] = (20, 14), format: str = "PNG") -> bytes:
-    """The bytes of a picture."""
+def picture(colour: str = "red", size: tuple[int, int] = (20, 14), format: str = "PNG", **options: Any) -> bytes:
+    """The bytes of a picture; options are those of Pillow's save."""
     file = io.BytesIO()
-    Image.new("RGB", size, colour).save(file, format)
+    Image.new("RGB", size, colour).save(file, format, **options)
     return file.getvalue()
 
 

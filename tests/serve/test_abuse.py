@@ -127,6 +127,19 @@ def test_bodies_in_memory_have_a_budget(sources):
         assert client.post("/v1/search/image", files=large).status_code == 200
 
 
+def test_the_memory_of_large_bodies_goes_back(sources, monkeypatch):
+    calls = []
+    monkeypatch.setattr(limits, "_REST", 0.1)
+    monkeypatch.setattr(limits, "_trim", lambda: calls.append(0))
+    large = {"image": ("a", picture(size=(300, 300), format="BMP"))}
+    with served(sources, timeout=60) as client:
+        assert client.get("/v1/search?q=a").status_code == 200
+        time.sleep(0.3)
+        assert not calls
+        assert client.post("/v1/search/image", files=large).status_code == 200
+        until(lambda: calls == [0])
+
+
 def guard_of(app):
     layer = app.middleware_stack
     while not isinstance(layer, Guard):

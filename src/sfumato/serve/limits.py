@@ -2,6 +2,8 @@
 
 import asyncio
 import contextlib
+import ctypes
+import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -19,6 +21,9 @@ SMALL_BODY = 65_536
 
 _PROMPT, _GRACE = 1.0, 5.0
 """Seconds after which a body counts as slow, and after which it must have kept the least rate."""
+
+_REST = 2.0
+"""Seconds without large bodies after which their memory goes back to the system."""
 
 
 class Budget:
@@ -152,6 +157,7 @@ class Bodies:
         self.settings = settings
         self.bytes = Budget(settings.byte_budget, "large requests in memory")
         self._slow: set[_Arrival] = set()
+        self._rest: asyncio.TimerHandle | None = None
 
     @contextlib.asynccontextmanager
     async def arrived(self, announced: str, receive: Receive) -> AsyncIterator[list[bytes] | None]:
@@ -185,6 +191,10 @@ class Bodies:
             yield body
         finally:
             self.bytes.give_back(arrival.charged)
+            if arrival.charged and not self.bytes.used:
+                if self._rest is not None:
+                    self._rest.cancel()
+                self._rest = asyncio.get_running_loop().call_later(_REST, self._give_memory_back)
 
     async def _read(self, arrival: _Arrival, receive: Receive) -> bool:
         """Read a body; False if the client has left."""
@@ -236,6 +246,16 @@ class Bodies:
                 return
         arrival.check = loop.call_later(_PROMPT, self._check, arrival)
 
+    def _give_memory_back(self) -> None:
+        if not self.bytes.used:
+            asyncio.get_running_loop().run_in_executor(None, _trim)
+
     def _large(self) -> Refusal:
         reason = f"The request has more than {self.settings.max_body_bytes} bytes"
         return Refusal(413, reason, headers={"Connection": "close"})
+
+
+def _trim() -> None:
+    """Give free memory back to the system; glibc alone keeps what large bodies took."""
+    if sys.platform == "linux" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
+        trim(0)
