@@ -441,10 +441,11 @@ def test_a_table_of_corruptions_by_hand():
         return {"model": "tiny", "methods": methods | {"laplace": {"unavailable": "no layers"}}}
 
     lines = corruption_table([report(0.5), report(0.7)], "i2t").splitlines()
-    assert lines[0] == "**tiny, image -> text: 9 corrupted queries. Recall@1: blurred 50.0% to 25.0%**"
+    assert lines[0] == "**tiny, image -> text: 9 corrupted queries**"
     assert lines[2] == "| method | blurred: AUROC | blurred: Spearman |"
-    assert lines[4] == "| better | **.800** ± .141 | **.200** ± .000 |"
-    assert lines[5].startswith("| worse | .600 ±") and len(lines) == 6
+    assert lines[4] == "| recall@1, clean to damaged | 50.0% to 25.0% | |"
+    assert lines[5] == "| better | **.800** ± .141 | **.200** ± .000 |"
+    assert lines[6].startswith("| worse | .600 ±") and len(lines) == 7
     assert "| better | **.700** [.600, .800] |" in corruption_table([report(0.5)], "i2t")
     assert corruption_table([report(0.5)], "t2i") == ""
 
@@ -542,7 +543,7 @@ def test_other_models_and_other_distances_are_refused(sfumato, tmp_path):
     fit(load_recipe(recipe, ["train.epochs=1"]), tmp_path / "csd")
     status, out, err = sfumato("referee", tmp_path / "csd", "--methods", "top1,laplace", "--bootstrap", 5)
     assert status == 0 and "Note: its variances are left out: methods see the means." in out
-    assert "Not available: laplace" in out and "corrupted queries. Recall@1: erased" in out
+    assert "Not available: laplace" in out and "corrupted queries**" in out
     loaded = load_run(tmp_path / "csd")
     frozen = freeze(loaded, loaded.recipe.data, ("test",), name="csd", n_corrupted=4, seed=3)
     data = load_split(loaded.model, loaded.recipe.data, "test").data

@@ -78,10 +78,10 @@ def corruption_table(reports: Sequence[dict[str, Any]], direction: str) -> str:
         return ""
     first = next(iter(rows.values()))
     kinds = list(first[0])
-    heading = "; ".join(
-        f"{kind} {fmean(r[kind]['recall'][0] for r in first):.1%} to {fmean(r[kind]['recall'][-1] for r in first):.1%}"
+    recalls = [
+        f"{fmean(r[kind]['recall'][0] for r in first):.1%} to {fmean(r[kind]['recall'][-1] for r in first):.1%} |"
         for kind in kinds
-    )
+    ]
     keys = [(kind, figure) for kind in kinds for figure in ("auroc", "spearman")]
     values = {
         name: {(kind, figure): [_triple(report[kind][figure]) for report in row] for kind, figure in keys}
@@ -90,12 +90,12 @@ def corruption_table(reports: Sequence[dict[str, Any]], direction: str) -> str:
     best = {key: max(fmean(v[0] for v in row[key]) for row in values.values()) for key in keys}
     titles = [f"{kind}: {'AUROC' if figure == 'auroc' else 'Spearman'}" for kind, figure in keys]
     lines = ["| method | " + " | ".join(titles) + " |", "| --- |" + " ---: |" * len(titles)]
+    lines.append("| recall@1, clean to damaged | " + " | ".join(recalls) + " |")
     mean = {name: fmean(v[0] for key in keys if key[1] == "auroc" for v in row[key]) for name, row in values.items()}
     for name in sorted(values, key=lambda name: -mean[name]):
         lines.append(f"| {name} | " + " | ".join(_cell(values[name][key], best[key]) for key in keys) + " |")
     n, models = first[0][kinds[0]]["n_queries"], reports[0]["model"]
-    title = f"{models}, {DIRECTION_NAMES[direction]}: {n} corrupted queries. Recall@1: {heading}"
-    return "\n".join([f"**{title}**", "", *lines])
+    return "\n".join([f"**{models}, {DIRECTION_NAMES[direction]}: {n} corrupted queries**", "", *lines])
 
 
 def _triple(interval: dict[str, Any]) -> list[Any]:
