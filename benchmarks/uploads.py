@@ -3,11 +3,12 @@
     python benchmarks/uploads.py [--clients 8] [--megabytes 64] [--seconds 60] [--json PATH]
 
 A service in a process of its own on loopback: a collection of noise, small encoders that were never trained, the usual
-limits. The clients send photographs of noise, as large together as `--megabytes`, without a pause: every second client
-searches by its image, the others store theirs. A client that is sent away (503) waits as Retry-After says. Beside them
-one client searches by text, 20 times a second: before the load, during it, and after it. Figures: p50, p99 and the
-largest time of the text searches, statuses, and the resident memory of the service with its workers: before the load
-(after four images of the same size, two at a time, so that the workers are there), its peak, and a minute after it.
+limits. In a third process, clients send photographs of noise, as large together as `--megabytes`, without a pause:
+every second client searches by its image, the others store theirs. A client that is sent away (503) waits as
+Retry-After says. Beside them one client searches by text, 20 times a second: before the load, during it, and after it.
+Figures: p50, p99 and the largest time of the text searches, statuses, and the resident memory of the service with its
+workers: before the load (after four images of the same size, two at a time, so that the workers are there), its peak,
+and a minute after it.
 
 Exits with 1 if p99 under load is more than three times the quiet one, if the memory afterwards is more than 10 % above
 the one before, or if a text search is refused.
@@ -28,6 +29,7 @@ from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 from typing import Any
 
@@ -109,51 +111,81 @@ def search_texts(service: Watched, seconds: float) -> dict[str, Any]:
     return {"n": i, "p50_ms": p50, "p99_ms": p99, "largest_ms": max(times), "statuses": dict(statuses)}
 
 
-def send(http: httpx.Client, service: Watched, image: bytes, id: str | None) -> httpx.Response:
-    """Search by an image, or store it."""
-    files = {"image": ("photograph.jpg", image)}
-    if id is None:
-        return http.post(f"{service.url}/v1/search/image", files=files)
-    return http.post(f"{service.url}/v1/items/image", files=files, data={"id": id})
+def send(url: str, image: bytes, id: str | None) -> tuple[str, float]:
+    """Search by an image, or store it; returns (status, seconds to wait before the next request)."""
+    fields = b"" if id is None else b'--x\r\nContent-Disposition: form-data; name="id"\r\n\r\n' + id.encode() + b"\r\n"
+    file = b'--x\r\nContent-Disposition: form-data; name="image"; filename="a.jpg"\r\n\r\n' + image + b"\r\n--x--\r\n"
+    connection = HTTPConnection(url.removeprefix("http://"), timeout=90)
+    try:
+        path = "/v1/search/image" if id is None else "/v1/items/image"
+        connection.request("POST", path, fields + file, {"Content-Type": "multipart/form-data; boundary=x"})
+        answer = connection.getresponse()
+        answer.read()
+        return str(answer.status), float(answer.headers.get("Retry-After", 0))
+    except (OSError, HTTPException) as error:
+        return type(error).__name__, 0.0
+    finally:
+        connection.close()
 
 
-@contextlib.contextmanager
-def uploads(service: Watched, clients: int, image: bytes) -> Iterator[dict[str, Counter[str]]]:
-    """Clients that send an image without a pause; yields their statuses by kind, which are complete at the end."""
-    stop, statuses = threading.Event(), {"search": Counter[str](), "add": Counter[str]()}
+def send_until_told(url: str, clients: int, megabytes: float) -> None:
+    """Send images without a pause until standard input ends; then print statuses by kind."""
+    image, stop = photograph(megabytes / clients), threading.Event()
+    statuses = {"search": Counter[str](), "add": Counter[str]()}
 
     def client(number: int) -> None:
         kind = "search" if number % 2 else "add"
-        with httpx.Client(trust_env=False, timeout=90) as http:
-            while not stop.is_set():
-                try:
-                    answer = send(http, service, image, f"photograph/{number}" if kind == "add" else None)
-                except httpx.HTTPError as error:
-                    statuses[kind][type(error).__name__] += 1
-                    continue
-                statuses[kind][str(answer.status_code)] += 1
-                stop.wait(float(answer.headers.get("retry-after", 0)))
+        while not stop.is_set():
+            status, pause = send(url, image, f"photograph/{number}" if kind == "add" else None)
+            statuses[kind][status] += 1
+            stop.wait(pause)
 
     threads = [threading.Thread(target=client, args=(number,)) for number in range(clients)]
     for thread in threads:
         thread.start()
-    try:
-        yield statuses
-    finally:
-        stop.set()
-        for thread in threads:
-            thread.join()
+    print("sending", flush=True)
+    sys.stdin.read()
+    stop.set()
+    for thread in threads:
+        thread.join()
+    print(json.dumps(statuses))
 
 
-def measured(service: Watched, clients: int, image: bytes, seconds: float) -> dict[str, Any]:
+@contextlib.contextmanager
+def uploads(service: Watched, clients: int, megabytes: float) -> Iterator[dict[str, Any]]:
+    """The clients, in a process of their own; yields their statuses by kind, which are there at the end."""
+    command = [
+        sys.executable,
+        __file__,
+        "--send",
+        service.url,
+        "--clients",
+        str(clients),
+        "--megabytes",
+        str(megabytes),
+    ]
+    statuses: dict[str, Any] = {}
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stdin is not None
+        process.stdout.readline()
+        try:
+            yield statuses
+        finally:
+            process.stdin.close()
+            statuses |= json.loads(process.stdout.read())
+
+
+def measured(service: Watched, clients: int, megabytes: float, seconds: float) -> dict[str, Any]:
     """Quiet, load, and after the load."""
-    with httpx.Client(trust_env=False, timeout=90) as http, ThreadPoolExecutor(2) as pool:
-        for answer in pool.map(partial(send, http, service, image), (None, "photograph/first") * 2):
-            answer.raise_for_status()
+    image = photograph(megabytes / clients)
+    with ThreadPoolExecutor(2) as pool:
+        first = [status for status, _ in pool.map(partial(send, service.url, image), (None, "photograph/0") * 2)]
+    if first != ["200", "201", "200", "200"]:
+        raise RuntimeError(f"the first images: {first}")
     search_texts(service, 5)
     load = [os.getloadavg()[0]]
     quiet, before, service.peak = search_texts(service, seconds), service.memory, 0.0
-    with uploads(service, clients, image) as statuses:
+    with uploads(service, clients, megabytes) as statuses:
         busy = search_texts(service, seconds)
         load.append(os.getloadavg()[0])
     peak = service.peak
@@ -163,7 +195,7 @@ def measured(service: Watched, clients: int, image: bytes, seconds: float) -> di
     return {
         "quiet": quiet, "load": busy, "after": quiet_again, "p99_ratio": busy["p99_ms"] / quiet["p99_ms"],
         "p50_ratio": busy["p50_ms"] / quiet["p50_ms"],
-        "uploads": {kind: dict(counts) for kind, counts in statuses.items()},
+        "image_bytes": len(image), "uploads": statuses,
         "memory_mb": {"before": before, "peak": peak, "after": after, "ratio": after / before}, "load_average": load,
     }  # fmt: skip
 
@@ -175,19 +207,22 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=60)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--serve", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--send", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.serve is not None:
         serve(arguments.serve)
         return 0
-    image = photograph(arguments.megabytes / arguments.clients)
+    if arguments.send is not None:
+        send_until_told(arguments.send, arguments.clients, arguments.megabytes)
+        return 0
     with tempfile.TemporaryDirectory() as folder:
         service = Watched(Path(folder))
         try:
-            figures = measured(service, arguments.clients, image, arguments.seconds)
+            figures = measured(service, arguments.clients, arguments.megabytes, arguments.seconds)
         finally:
             service.end()
     result = {
-        "benchmark": "uploads", "python": platform.python_version(), "cores": os.cpu_count(), "image_bytes": len(image),
+        "benchmark": "uploads", "python": platform.python_version(), "cores": os.cpu_count(),
         "clients": arguments.clients, "seconds": arguments.seconds, **figures,
     }  # fmt: skip
     print(json.dumps(result, indent=2))

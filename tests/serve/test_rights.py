@@ -1,12 +1,14 @@
 """Who may write: keys that read, keys that write, and services that take no writes."""
 
 import logging
+import signal
 import time
 
 import pytest
 from serve.test_faults import problem
+from serve.test_service import Process
 from serve.test_sweep import aged
-from support.serving import KEY, in_base64, picture, served
+from support.serving import KEY, in_base64, picture, served, wait_until_ready
 
 from sfumato.data.item_images import UploadedImages
 from sfumato.errors import UserError
@@ -82,6 +84,18 @@ def test_a_service_that_takes_no_writes(collection):
                 return
             time.sleep(0.1)
     raise AssertionError("a service that writes did not sweep either")
+
+
+def test_the_command_takes_rights(collection):
+    process = Process(collection, "--read-only", SFUMATO_API_KEY=f"read:{READER}")
+    try:
+        wait_until_ready(process.client)
+        problem(process.client.get("/v1/info"), 401)
+        assert told(as_reader(process.client)) == ("read", False)
+        assert problem(process.client.delete("/v1/items/000.png"), 403)["code"] == "read-only"
+    finally:
+        status, (_, errors) = process.end(signal.SIGTERM)
+    assert status == 0 and READER not in errors
 
 
 def test_without_keys_everybody_writes(writable):
