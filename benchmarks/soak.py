@@ -199,7 +199,8 @@ class Client:
         self._service, self._ledger = service, ledger
         self._ids = [f"soak/{number}/{i} ü.png" for i in range(OWN)]
         self._version = 0
-        self._http = httpx.Client(timeout=WAIT, trust_env=False)
+        # The service closes connections that were idle for five seconds, perhaps while a request is on its way.
+        self._http = httpx.Client(timeout=WAIT, trust_env=False, limits=httpx.Limits(keepalive_expiry=2))
 
     def run(self, until: float, pause: float, *, kinds: dict[str, int] = KINDS) -> None:
         """Send until a time of the monotonic clock, with pauses of this length on average."""
@@ -209,9 +210,8 @@ class Client:
             getattr(self, f"_{kind}")()
             time.sleep(self._chance.expovariate(1 / pause) if pause else 0.0)
 
-    def check(self, *, pictures: bool = True) -> int:
-        """Compare the items of this client with what was acknowledged; returns how many there are."""
-        there = 0
+    def check(self) -> None:
+        """Compare the items of this client with what was acknowledged."""
         for id in self._ids:
             allowed = self._ledger.allowed.get(id, {None})
             answer = self._http.get(f"{self._service.url}/v1/items/{id}")
@@ -219,10 +219,7 @@ class Client:
             if answer.status_code not in (200, 404) or found not in allowed:
                 self._ledger.blame(f"lost: {id} is {found} ({answer.status_code}), expected one of {allowed}")
             elif found is not None:
-                there += 1
-                if pictures:
-                    self._look(id, found)
-        return there
+                self._look(id, found)
 
     def _look(self, id: str, version: int) -> None:
         answer = self._http.get(f"{self._service.url}/v1/pictures/{id}")
@@ -397,6 +394,12 @@ def picture_files(service: Service) -> list[Path]:
     return list((service.folder / "collection" / UPLOADED_IMAGES).glob("[0-9a-f][0-9a-f]/*"))
 
 
+def orphans(service: Service, seeds: int) -> int:
+    """How many more picture files there are than items that were added; some by requests that are bad but valid."""
+    info = httpx.get(f"{service.url}/v1/info", timeout=WAIT, trust_env=False).json()
+    return len(picture_files(service)) - (int(info["galleries"]["images"]["n"]) - seeds)
+
+
 def check_seeds(service: Service, ledger: Ledger, n: int) -> None:
     """Look for the items of the beginning, which nobody deletes."""
     with httpx.Client(timeout=WAIT, trust_env=False) as http:
@@ -441,11 +444,15 @@ def soak(store: str, options: argparse.Namespace, folder: Path) -> dict[str, Any
         if alive:
             asked = ledger.statuses["text"]["200"]
             figures["drift"] = check_drift(service, ledger, asked)
-            figures["orphans"] = len(picture_files(service)) - sum(one.check() for one in clients)
+            figures["orphans"] = orphans(service, options.items)
+            for one in clients:
+                one.check()
             check_seeds(service, ledger, options.items)
         figures["items_checked"] = len(ledger.allowed) + options.items
-        figures["orphans_after_restart"] = _restart(service, clients, ledger)
-        figures["acknowledged_writes"] = ledger.statuses["add"]["200"] + ledger.statuses["delete"]["200"]
+        figures["orphans_after_restart"] = _restart(service, clients, ledger, options.items)
+        figures["acknowledged_writes"] = sum(
+            ledger.statuses[kind][s] for kind in ("add", "delete") for s in ("200", "201")
+        )
         figures["exit_status"] = service.stop()
     finally:
         with contextlib.suppress(Exception):
@@ -461,7 +468,7 @@ def soak(store: str, options: argparse.Namespace, folder: Path) -> dict[str, Any
     return {"store": store, **figures}
 
 
-def _restart(service: Service, clients: list[Client], ledger: Ledger) -> int:
+def _restart(service: Service, clients: list[Client], ledger: Ledger, seeds: int) -> int:
     """Kill the service while it writes, start it again, and look for what was acknowledged.
 
     Returns the number of pictures that no item names once the service has had time to put them away.
@@ -475,12 +482,13 @@ def _restart(service: Service, clients: list[Client], ledger: Ledger) -> int:
     for file in picture_files(service):
         os.utime(file, (time.time() - 7200,) * 2)
     service.start()
-    there = sum(one.check() for one in clients)
+    for one in clients:
+        one.check()
     until = time.monotonic() + SLACK
-    while (left := len(picture_files(service)) - there) and time.monotonic() < until:
+    while (left := orphans(service, seeds)) and time.monotonic() < until:
         time.sleep(0.5)
     if left:
-        ledger.blame(f"{left} pictures that no item names are left after a restart")
+        ledger.blame(f"{left} more pictures than items after a restart")
     for one in clients:  # The sweep has taken no picture that an item names.
         one.check()
     return left

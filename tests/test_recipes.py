@@ -209,6 +209,12 @@ def test_files_that_are_no_recipes(tmp_path):
     (tmp_path / "bad.toml").write_text("name = ")
     with pytest.raises(UserError, match="not a valid TOML file"):
         load_recipe(tmp_path / "bad.toml")
+    for value in ("[" * 5000, "9" * 5000):  # For which Python itself has errors of other types.
+        (tmp_path / "bad.toml").write_text(f"name = {value}")
+        with pytest.raises(UserError, match="not a valid TOML file"):
+            load_recipe(tmp_path / "bad.toml")
+        with pytest.raises(UserError, match="override .*the value cannot be read"):
+            load_recipe(find_recipe("emoji-pcmepp"), [f"train.epochs={value}"])
     (tmp_path / "bad.toml").write_text('name = "x"\n[model.image]\nsize = 32\n')
     with pytest.raises(UserError, match="model.image: needs its 'kind'"):
         load_recipe(tmp_path / "bad.toml")

@@ -18,6 +18,7 @@ _CAUSES = {
     errno.ENOENT: "there is no such file or folder; give another path",
     errno.ENAMETOOLONG: "the name is too long; give a shorter one",
     errno.EMFILE: "too many files are open (see `ulimit -n`)",
+    errno.ELOOP: "is a link that leads back to itself; give the file it should be",
 }
 """What happened and what to do, by the number of the system's error."""
 
@@ -88,6 +89,28 @@ _SYNONYMS = {
     "text": ("caption", "captions", "sentence", "txt"),
 }
 """Names that other tables have for a column."""
+
+
+_UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def printable(message: str, most: int = 2000) -> str:
+    """A message as a terminal can show it: file names and contents in it may hold anything.
+
+    Args:
+        message: any text.
+        most: largest number of characters of a line; a longer line is cut.
+
+    Returns:
+        The message with control characters, changes of the writing direction and lone surrogates as escapes. Line
+        breaks stay.
+
+    Example:
+        >>> printable("no image in \\x1b[31mred")
+        'no image in \\\\x1b[31mred'
+    """
+    escaped = _UNPRINTABLE.sub(lambda found: found[0].encode("unicode_escape").decode(), message)
+    return "\n".join(line if len(line) <= most else line[:most] + " ..." for line in escaped.split("\n"))
 
 
 class UserError(Exception):

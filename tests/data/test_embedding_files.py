@@ -203,6 +203,27 @@ def test_files_that_do_not_fit(tmp_path):
             read_embeddings(tmp_path / "a.npy", **{argument: tmp_path / "nothing"})
 
 
+def npy(header):
+    """The beginning of a .npy file with this header."""
+    made = header.encode() + b"\n"
+    return b"\x93NUMPY\x01\x00" + len(made).to_bytes(2, "little") + made
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        "{'descr': '<f4', 'fortran_order': False, 'shape': (3, ",  # numpy lets a TokenError of Python through,
+        "{'descr': '<f4', 'fortran_order': False, 'shape': (" + "9" * 40 + ", 2)}",  # an OverflowError,
+        "{'descr': '<f4', 'fortran_order': False, 'shape': (1099511627776, 1099511627776)}",  # and a MemoryError.
+    ],
+)
+def test_headers_that_make_numpy_stumble(header, tmp_path):
+    (tmp_path / "a.npy").write_bytes(npy(header) + bytes(64))
+    for reader in (read_embeddings, read_ids):
+        with pytest.raises(ValueError, match=r"a\.npy: not a complete \.npy file \("):
+            reader(tmp_path / "a.npy")
+
+
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
@@ -214,7 +235,9 @@ def test_files_that_do_not_fit(tmp_path):
         ("i.json", b"[1.5]", "expected a list of strings or whole numbers"),
         ("i.json", b'["a", 1, "1"]', "'1' occurs at entry 2 and again at 3"),
         ("i.json", b"[", "cannot read ids"),
-        ("i.npy", b"", "cannot read ids"),
+        ("i.npy", b"", "not a complete .npy file"),
+        ("i.npy", npy("{'descr': '<i8', 'fortran_order': False, 'shape': (10000000000000,)}"), "not a complete .npy"),
+        ("i.json", b"[" * 100_000, "cannot read ids"),
         ("i.npy", saved(np.ones(2)), r"ids of shape \(2,\) and type float64"),
         ("i.npy", saved(np.ones((2, 2), int)), r"ids of shape \(2, 2\)"),
     ],
@@ -228,3 +251,14 @@ def test_files_that_are_no_ids(name, content, message, tmp_path):
 def test_json_numbers_and_strings_are_one_kind_of_id(tmp_path):
     (tmp_path / "i.json").write_text(json.dumps([3, "4"]))
     assert read_ids(tmp_path / "i.json") == ["3", "4"]
+
+
+def test_a_column_whose_name_is_not_utf_8(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    parquet.write_table(pyarrow.table({"vectors": [[1.0, 2.0]]}), tmp_path / "v.parquet", store_schema=False)
+    assert read_embeddings(tmp_path / "v.parquet")[0].mean.tolist() == [[1.0, 2.0]]
+    (tmp_path / "v.parquet").write_bytes((tmp_path / "v.parquet").read_bytes().replace(b"vectors", b"v\xffctors"))
+    with pytest.raises(ValueError, match=r"v\.parquet: not a complete Parquet file"):
+        read_embeddings(tmp_path / "v.parquet")

@@ -103,6 +103,10 @@ def test_damaged_parquet(pictures):
         path.write_bytes(data)
         with pytest.raises(UserError, match=r"m\.parquet: damaged after row 0, or not a Parquet file"):
             read(path)
+    parquet.write_table(pyarrow.table({"image": ["a.png"], "captions": ["x"]}), path, store_schema=False)
+    path.write_bytes(path.read_bytes().replace(b"captions", b"capti\xffns"))  # A name that is not UTF-8.
+    with pytest.raises(UserError, match=r"m\.parquet: damaged after row 0, or not a Parquet file"):
+        read(path)
 
 
 def test_every_bad_line_is_named_with_its_place_and_the_rest_is_read(pictures):

@@ -281,7 +281,8 @@ def test_a_problem_with_an_undecodable_name_can_be_written(tmp_path):
     problems = Problems()
     problems.add("caf\udce9.png", "missing")
     problems.write(tmp_path / "p.jsonl")
-    assert problems.items == [Problem("caf\\udce9.png", "missing")]
+    problems.add("a\nb.png", "looks \x1b[31mred")
+    assert problems.items == [Problem("caf\\udce9.png", "missing"), Problem("a\\nb.png", "looks \\x1b[31mred")]
 
 
 # Equal texts ----------------------------------------------------------------------------------------------------------

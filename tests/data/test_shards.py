@@ -420,7 +420,10 @@ def test_shards_that_cannot_be_had(tmp_path):
             expand_shards(f"{tmp_path}/{spec}")
     for spec, message in (
         ("{3..1}", "must count upwards"),
-        ("{1..9999999}", "at most 1000000"),
+        ("{1..9999999}", "at most 300000"),
+        ("{0..99999}{0..9}", "stands for more than 300000 names"),
+        ("{0..9}" * 12, "stands for more than 300000 names"),
+        ("{0.." + "9" * 5000 + "}", "cannot read {0..9"),
         ("{x}", "cannot read {x}"),
     ):
         with pytest.raises(UserError, match=message):

@@ -212,6 +212,13 @@ def test_folders_that_are_not_whole(run, tmp_path):
         {**config, "model": {**config["model"], "dim": 8}},
         r"does not fit its config.json: tensor 'image.head.*differs, and .* more",
     )
+    refused({**config, "encoders": 1.5}, "encoders must be an object")
+    refused({**config, "logit_scale": "x"}, "and the logits numbers")
+    huge = {**config["model"]["text"], "width": 10**13}
+    refused({**config, "model": {**config["model"], "text": huge}}, "does not fit into memory; choose smaller sizes")
+    (out / "config.json").write_text('{"sfumato": ' + "[" * 100_000)
+    with pytest.raises(UserError, match=r"config\.json is not valid JSON"):
+        load_model(out)
     (out / "config.json").write_text(json.dumps(config))
     (out / "tokenizer.json").unlink()
     with pytest.raises(UserError, match="tokenizer.json is missing; the folder is incomplete"):

@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import re
 import sys
 import types
 from collections import OrderedDict
@@ -133,6 +134,13 @@ def test_damaged_files_and_files_of_something_else(tmp_path):
         (tmp_path / name).write_bytes(content)
         with pytest.raises(UserError, match=f"{name}: damaged, or not a checkpoint"):
             read_checkpoint(tmp_path / name)
+    torch.save({"a": torch.ones(3)}, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
+    old = (tmp_path / "old.pt").read_bytes()
+    key = re.findall(rb"\d{6,}", old)[-1]  # Of the storage: once in the description of the tensor, once in a list.
+    at = old.rindex(key)
+    (tmp_path / "old.pt").write_bytes(old[:at] + key[::-1] + old[at + len(key) :])
+    with pytest.raises(UserError, match=r"old\.pt: damaged, or not a checkpoint"):
+        read_checkpoint(tmp_path / "old.pt")
     torch.save([torch.ones(1)], tmp_path / "list.pt")
     with pytest.raises(UserError, match="holds a list, expected a dictionary"):
         read_checkpoint(tmp_path / "list.pt")

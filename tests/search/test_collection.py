@@ -455,3 +455,8 @@ def test_filling_beside_another_writer_does_not_mark_the_collection(tmp_path):
         with pytest.raises(StoreInUseError, match="writes to it"), second.filling("again"):
             raise AssertionError("the block must not run")
         GaussianCollection.open(tmp_path / "c").close()
+
+
+def test_a_manifest_nested_deeply_is_no_collection(tmp_path):
+    (tmp_path / "manifest.json").write_text('{"kind": ' + "[" * 100_000)
+    assert not GaussianCollection.is_one(tmp_path)

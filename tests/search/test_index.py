@@ -1,3 +1,4 @@
+import hashlib
 import itertools
 import json
 import os
@@ -391,6 +392,58 @@ def save_again_and_again(path):
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs SIGKILL")
+def sealed(folder, change):
+    """Change the manifest of an index and the content of items.json, and make the checksums fit."""
+    manifest = json.loads((folder / "manifest.json").read_text())
+    file = folder / manifest["data"] / "items.json"
+    items = json.loads(file.read_text())
+    change(manifest, items)
+    file.write_text(json.dumps(items))
+    seal(folder, manifest)
+
+
+def seal(folder, manifest):
+    """Write a manifest with checksums that fit, as another program could."""
+    for name, entry in manifest["files"].items() if isinstance(manifest["files"], dict) else ():
+        held = (folder / manifest["data"] / name).read_bytes()
+        entry |= {"bytes": len(held), "sha256": hashlib.sha256(held).hexdigest()}
+    manifest.pop("sha256", None)
+    (folder / "manifest.json").write_text(json.dumps({**manifest, "sha256": _digest_of(manifest)}))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda manifest, items: items.pop("payload"), "damaged .KeyError: 'payload'"),
+        (lambda manifest, items: items["ids"].pop(), "'ids' must be 9 texts"),
+        (lambda manifest, items: items["ids"].__setitem__(0, 7), "'ids' must be 9 texts"),
+        (lambda manifest, items: items["ids"].__setitem__(0, items["ids"][1]), "repeated ids"),
+        (lambda manifest, items: items["payload"].update(a=["x"]), "'a' must be 9 texts"),
+        (lambda manifest, items: manifest["about"].update(about=[]), "its metadata are no object"),
+        (lambda manifest, items: manifest["about"].update(direction="up"), "its direction is unknown"),
+        (lambda manifest, items: manifest["about"].update(logit_scale="1"), "damaged .TypeError"),
+        (lambda manifest, items: manifest["about"].update(engine="flat", options=None), "damaged .TypeError"),
+        (lambda manifest, items: manifest.update(files=[]), "files and about must be objects"),
+    ],
+)
+def test_an_index_whose_checksums_fit_and_whose_content_does_not(change, message, tmp_path):
+    GaussianIndex.build(clustered(9, seed=1), ids_of(9)).save(tmp_path / "index")
+    sealed(tmp_path / "index", lambda *_: None)
+    GaussianIndex.load(tmp_path / "index")
+    sealed(tmp_path / "index", change)
+    with pytest.raises(ValueError, match=message):
+        GaussianIndex.load(tmp_path / "index")
+
+
+def test_a_manifest_names_no_files_elsewhere(tmp_path):
+    GaussianIndex.build(clustered(9, seed=1), ids_of(9)).save(tmp_path / "index")
+    manifest = json.loads((tmp_path / "index" / "manifest.json").read_text())
+    (tmp_path / "index" / manifest["data"]).rename(tmp_path / manifest["data"])
+    seal(tmp_path / "index", {**manifest, "data": f"../{manifest['data']}"})
+    with pytest.raises(ValueError, match="names files outside its data folder"):
+        GaussianIndex.load(tmp_path / "index")
+
+
 def test_a_process_killed_while_it_saves_again_and_again_leaves_a_whole_index(tmp_path):
     path = tmp_path / "index"
     GaussianIndex.build(clustered(500, seed=20), ids_of(500), metadata={"n": 0}).save(path)

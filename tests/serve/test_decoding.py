@@ -2,10 +2,12 @@
 
 import asyncio
 import contextlib
+import gc
 import io
 import os
 import signal
 import sys
+import threading
 
 import numpy as np
 import pytest
@@ -17,6 +19,7 @@ from sfumato.data.image_decoding import REDUCED_FROM, decode_image
 from sfumato.encoders.processors import PixelProcessor
 from sfumato.models.embed import embedding_steps
 from sfumato.serve.decoding import HEADER, Decoders, Task, bytes_of, input_task
+from sfumato.serve.limits import Threads
 
 PHOTO = np.random.default_rng(0).integers(0, 256, (9, 12, 3), dtype=np.uint8)
 """Blurred when it is enlarged; no two pixels alike."""
@@ -165,3 +168,28 @@ def test_all_requests_share_a_budget_of_pixels(sources):
         pixels.give_back(200)
         large = {"image": ("a", picture(size=(40, 40)))}
         assert client.post("/v1/search/image", files=large).status_code == 200  # Alone, whatever its size.
+
+
+def test_an_error_that_nobody_waits_for_is_no_traceback_in_the_log():
+    async def run():
+        logged, release = [], threading.Event()
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: logged.append(context["message"]))
+        threads = Threads(1, "decode")
+
+        def work():
+            release.wait(20)
+            raise ValueError("not an image")
+
+        caller = asyncio.create_task(threads.run(work))
+        await asyncio.sleep(0.05)
+        caller.cancel()
+        await asyncio.wait([caller])
+        release.set()
+        await threads.run(str)  # The thread is free again, so the error has come.
+        del caller
+        gc.collect()
+        await asyncio.sleep(0)
+        threads.pool.shutdown()
+        return logged
+
+    assert asyncio.run(run()) == []

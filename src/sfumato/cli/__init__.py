@@ -14,7 +14,7 @@ from pathlib import Path
 # In the order of the help.
 from sfumato.cli import embed_commands, evaluate_commands, search_commands, study_commands, train_commands
 from sfumato.cli.common import app
-from sfumato.errors import RunFailedError, UserError, explain_os_error
+from sfumato.errors import RunFailedError, UserError, explain_os_error, printable
 
 __all__ = [
     "app",
@@ -74,7 +74,7 @@ def main() -> None:
     except (UserError, ValueError, OSError) as error:
         if debug:
             raise
-        print(f"sfumato: {explain_os_error(error)}", file=sys.stderr)
+        print(printable(f"sfumato: {explain_os_error(error)}"), file=sys.stderr)
         sys.exit(2)
     except SystemExit as error:
         if error.code == _INTERRUPTED:
@@ -87,5 +87,5 @@ def main() -> None:
     except (RunFailedError, ArithmeticError) as error:
         if debug:
             raise
-        print(f"sfumato: {error}", file=sys.stderr)
+        print(printable(f"sfumato: {error}"), file=sys.stderr)
         sys.exit(1)

@@ -15,6 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from sfumato.errors import first_line
 from sfumato.gaussian import GaussianEmbedding, check_finite, is_embeddings_file, load_embeddings
 
 MEAN_NAMES = ("mean", "embeddings")
@@ -116,10 +117,10 @@ def read_ids(path: str | Path) -> list[str]:
     path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(f"no ids at {path}")
+    loaded = _map_array(path, copy_on_write=False) if path.suffix == ".npy" else None
     unit = "line" if path.suffix not in (".npy", ".json") else "entry"
     try:
-        if path.suffix == ".npy":
-            loaded = np.load(path, allow_pickle=False)
+        if loaded is not None:
             if loaded.ndim != 1 or loaded.dtype.kind not in "iuU":
                 raise ValueError(
                     f"ids of shape {loaded.shape} and type {loaded.dtype}; expected (n,) strings or integers"
@@ -135,8 +136,8 @@ def read_ids(path: str | Path) -> list[str]:
         else:
             ids = path.read_text(encoding="utf-8-sig").removesuffix("\n").split("\n")
             ids = [] if ids == [""] else [i.removesuffix("\r") for i in ids]
-    except (ValueError, EOFError, RecursionError) as error:
-        raise ValueError(f"{path}: cannot read ids: {error}") from error
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: cannot read ids: {first_line(error)}") from error
     first: dict[str, int] = {}
     for number, i in enumerate(ids, 1):
         if not i:
@@ -156,19 +157,26 @@ def _split(path: str | Path) -> tuple[Path, str | None]:
     return Path(path), None
 
 
-def _read_array(path: Path, *, copy_on_write: bool = True) -> Tensor:
+def _map_array(path: Path, *, copy_on_write: bool) -> np.ndarray:
+    """The array of a .npy file, memory-mapped: its header may claim more than the memory holds."""
     try:
-        array = np.load(path, mmap_mode="c" if copy_on_write else "r", allow_pickle=False)
-    except (ValueError, EOFError, OSError) as error:
+        with np.errstate(over="ignore"):  # Of the sizes in a damaged header.
+            array = np.load(path, mmap_mode="c" if copy_on_write else "r", allow_pickle=False)
+    except Exception as error:  # numpy lets through what parsing the header raises, also MemoryError and TokenError.
         if _pickled(path) or "Object arrays" in str(error) or "Python objects" in str(error):
             raise ValueError(
                 f"{path}: holds pickled Python objects, which can run code when read; save plain numbers with"
                 f" numpy.save"
             ) from error
-        raise ValueError(f"{path}: not a complete .npy file ({error})") from error
+        raise ValueError(f"{path}: not a complete .npy file ({first_line(error)})") from error
     if not isinstance(array, np.ndarray):
         array.close()
         raise ValueError(f"{path}: an archive of several arrays; save one array with numpy.save")
+    return array
+
+
+def _read_array(path: Path, *, copy_on_write: bool = True) -> Tensor:
+    array = _map_array(path, copy_on_write=copy_on_write)
     if array.ndim != 2 or array.dtype.newbyteorder("=") not in _FLOATS:
         raise ValueError(
             f"{path}: an array of shape {array.shape} and type {array.dtype}; expected (n, d) floating point"
@@ -193,7 +201,7 @@ def _read_tensors(path: Path, name: str | None) -> tuple[Tensor, Tensor | None]:
             mean = file.get_tensor(chosen)
             log_variance = file.get_tensor("log_var") if name in (None, "mean") and "log_var" in present else None
     except SafetensorError as error:
-        raise ValueError(f"{path}: not a complete .safetensors file ({error})") from error
+        raise ValueError(f"{path}: not a complete .safetensors file ({first_line(error)})") from error
     if mean.ndim != 2 or not mean.is_floating_point():
         raise ValueError(
             f"{path}: tensor {chosen!r} has shape {tuple(mean.shape)} and type {mean.dtype}; expected (n, d)"
@@ -225,8 +233,8 @@ def _read_column(path: Path, name: str | None) -> Tensor:
                     f" choose one with {path.name}:NAME"
                 )
             chunks = file.read(columns=[chosen]).column(0).chunks
-    except (pyarrow.ArrowException, OSError) as error:
-        raise ValueError(f"{path}: not a complete Parquet file ({error})") from error
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:  # The last: names of columns.
+        raise ValueError(f"{path}: not a complete Parquet file ({first_line(error)})") from error
     n = sum(map(len, chunks))
     lengths = {length for chunk in chunks for length in chunk.value_lengths().unique().to_pylist()}
     values = [chunk.flatten().to_numpy(zero_copy_only=False) for chunk in chunks]

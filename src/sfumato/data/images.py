@@ -17,7 +17,7 @@ from typing import IO, Protocol
 from PIL import Image
 
 from sfumato.data.image_decoding import decode_image
-from sfumato.errors import UserError
+from sfumato.errors import UserError, printable
 from sfumato.files import write_atomically
 
 
@@ -258,15 +258,13 @@ class Problems:
         return f"Problems({len(self)} items)"
 
     def add(self, location: str | Path, reason: str) -> None:
-        """Record an item that is left out. Characters that are not valid Unicode are recorded with backslashes.
+        """Record an item that is left out, in one line: what a terminal cannot show is recorded with backslashes.
 
         Args:
             location: a file, file:line or archive!member.
             reason: what is wrong with it.
         """
-        self.items.append(
-            Problem(*(str(part).encode("utf-8", "backslashreplace").decode() for part in (location, reason)))
-        )
+        self.items.append(Problem(*(printable(str(part)).replace("\n", "\\n") for part in (location, reason))))
 
     def write(self, path: str | Path) -> None:
         """Write the list as JSONL, one {"place", "reason"} a line; an empty file if there are no problems.

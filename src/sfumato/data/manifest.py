@@ -25,7 +25,7 @@ from sfumato.data.captioned import (
 )
 from sfumato.data.images import Problems
 from sfumato.data.pairs import PairData
-from sfumato.errors import UserError, expected_columns
+from sfumato.errors import UserError, expected_columns, first_line
 
 MANIFEST_SUFFIXES = (".jsonl", ".csv", ".parquet")
 """Endings of manifests."""
@@ -240,8 +240,8 @@ def _parquet_rows(path: Path, problems: Problems, needed: Sequence[str]) -> Iter
                 for values in batch.to_pylist():
                     number += 1
                     yield f"{path}:row {number}", values
-    except (pyarrow.ArrowException, OSError) as error:
-        raise UserError(f"{path}: damaged after row {number}, or not a Parquet file ({error})") from error
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:  # The last: names of columns.
+        raise UserError(f"{path}: damaged after row {number}, or not a Parquet file ({first_line(error)})") from error
 
 
 def _check_columns(path: Path, columns: Sequence[str], needed: Sequence[str]) -> None:

@@ -33,7 +33,7 @@ _REMOTE = re.compile(r"pipe:|[a-z][a-z0-9+.-]*://", re.IGNORECASE)
 
 _MEMBER = re.compile(r"((?:.*/)?[^./]+)\.([^/]*)", re.DOTALL)  # key.ending, as in the webdataset library
 
-_MOST_NAMES = 1_000_000
+_MOST_NAMES = 300_000
 
 
 # What tarfile raises on damaged headers.
@@ -298,22 +298,33 @@ def _caption_of_json(data: bytes) -> str:
 
 def _braces(pattern: str) -> list[str]:
     """``a{1..3}b`` and ``a{x,y}b``, any number of them, spelt out; a leading zero asks for a fixed width."""
-    brace = re.search(r"\{([^{}]*)\}", pattern)
-    if brace is None:
-        return [pattern]
-    limits = re.fullmatch(r"(\d+)\.\.(\d+)", brace[1], re.ASCII)
+    found, left = list[str](), [pattern]
+    while left:
+        name = left.pop()
+        brace = re.search(r"\{([^{}]*)\}", name)
+        if brace is None:
+            found.append(name)
+            continue
+        values = _between(brace[1], pattern)
+        if len(found) + len(left) + len(values) > _MOST_NAMES:
+            raise UserError(f"shards {pattern!r}: stands for more than {_MOST_NAMES} names; give a folder or a glob")
+        left += [name[: brace.start()] + value + name[brace.end() :] for value in reversed(values)]
+    return found
+
+
+def _between(text: str, pattern: str) -> list[str]:
+    """The values that the text between two braces stands for."""
+    limits = re.fullmatch(r"(\d{1,20})\.\.(\d{1,20})", text, re.ASCII)
     if limits:
         first, last = int(limits[1]), int(limits[2])
         padded = any(limit.startswith("0") and len(limit) > 1 for limit in limits.groups())
         width = max(map(len, limits.groups())) if padded else 1
         if not first <= last < first + _MOST_NAMES:
-            raise UserError(f"shards {pattern!r}: {brace[0]} must count upwards, to at most {_MOST_NAMES} names")
-        values = [f"{number:0{width}d}" for number in range(first, last + 1)]
-    elif "," in brace[1]:
-        values = brace[1].split(",")
-    else:
-        raise UserError(f"shards {pattern!r}: cannot read {brace[0]}; expected a range {{00..31}} or a list {{a,b}}")
-    return [name for value in values for name in _braces(pattern[: brace.start()] + value + pattern[brace.end() :])]
+            raise UserError(f"shards {pattern!r}: {{{text}}} must count upwards, to at most {_MOST_NAMES} names")
+        return [f"{number:0{width}d}" for number in range(first, last + 1)]
+    if "," in text:
+        return text.split(",")
+    raise UserError(f"shards {pattern!r}: cannot read {{{text}}}; expected a range {{00..31}} or a list {{a,b}}")
 
 
 def _natural(name: str) -> list[str | int]:

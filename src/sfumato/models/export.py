@@ -20,6 +20,7 @@ from safetensors.torch import save as safetensors_bytes
 from tokenizers import Tokenizer
 
 from sfumato import __version__
+from sfumato.distances import get_distance
 from sfumato.encoders.encoder_protocol import EncoderConfig
 from sfumato.encoders.encoder_registry import encoder_entry
 from sfumato.errors import UserError
@@ -121,6 +122,10 @@ def load_exported(folder: str | Path, *, device: torch.device | str = "cpu") -> 
     try:
         model_config = ModelConfig.model_validate(config["model"])
         known = {key: config[key] for key in ("encoders", "distance", "logit_scale", "logit_bias", "calibrated")}
+        numbers = (known["logit_scale"], known["logit_bias"])
+        if not isinstance(known["encoders"], dict) or not all(isinstance(one, int | float) for one in numbers):
+            raise UserError(f"{folder}: {CONFIG} is damaged: encoders must be an object, and the logits numbers")
+        get_distance(str(known["distance"]))
     except (ValidationError, KeyError) as error:
         first = error.errors()[0] if isinstance(error, ValidationError) else {"loc": error.args, "msg": "missing"}
         raise UserError(

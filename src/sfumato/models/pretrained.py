@@ -519,7 +519,7 @@ def read_config(folder: Path, where: str) -> dict[str, Any]:
             )
     try:
         config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{where}: {CONFIG} is not valid JSON ({error})") from error
     if not isinstance(config, dict):
         raise UserError(f"{where}: {CONFIG} holds a {type(config).__name__}, expected an object")

@@ -4,6 +4,7 @@ import math
 import pickle
 import re
 import struct
+import warnings
 import zipfile
 from collections import OrderedDict
 from collections.abc import Mapping
@@ -11,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-import safetensors
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
@@ -19,7 +19,7 @@ from torch import Tensor
 from sfumato.encoders.clip import clip_image_encoder, clip_text_encoder
 from sfumato.encoders.clip_transformers import ClipImageEncoder, ClipTextEncoder
 from sfumato.encoders.dual import DualEncoder
-from sfumato.errors import UserError
+from sfumato.errors import UserError, first_line
 
 
 def read_checkpoint(path: str | Path) -> dict[str, Any]:
@@ -43,7 +43,8 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
     try:
         if path.suffix == ".safetensors":
             return dict(load_file(path))
-        with torch.serialization.safe_globals(_STAND_INS):
+        with torch.serialization.safe_globals(_STAND_INS), warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # Of rare protocols, which torch then reads or refuses.
             content = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except pickle.UnpicklingError as error:
         foreign = re.search(r"GLOBAL ([\w.]+)", str(error))
@@ -54,9 +55,8 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
             " If you trust the file, load it where it was made and save only its state dict:"
             " torch.save(model.state_dict(), path)"
         ) from error
-    except (RuntimeError, EOFError, OSError, LookupError, ValueError, safetensors.SafetensorError) as error:
-        first = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise UserError(f"{path}: damaged, or not a checkpoint ({first})") from error
+    except Exception as error:  # The readers raise whatever damage leads to, also AssertionError and struct.error.
+        raise UserError(f"{path}: damaged, or not a checkpoint ({first_line(error)})") from error
     plain = _plain(content)
     if not isinstance(plain, dict):
         raise UserError(f"{path}: holds a {type(content).__name__}, expected a dictionary of tensors")

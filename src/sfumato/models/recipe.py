@@ -566,7 +566,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), *, saved: bool 
         raise UserError(f"no recipe at {path}; `sfumato recipes` lists those that come with the package")
     try:
         values = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # A number of 5,000 digits is a ValueError of Python itself.
         raise UserError(f"{path}: not a valid TOML file: {error}") from error
     _use_new_names(values, str(path))
     if saved and isinstance(values.get("data"), dict):
@@ -680,6 +680,8 @@ def _apply(values: dict[str, Any], override: str) -> None:
         value = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         value = text.strip()
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"override {override!r}: the value cannot be read: {error}") from error
     for part in parts[:-1]:
         inner = values.setdefault(part, {})
         if not isinstance(inner, dict):

@@ -10,6 +10,7 @@ problems.jsonl    items left out, with their errors      evaluation-*.json  writ
 import hashlib
 import json
 import os
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -88,10 +89,22 @@ def build_model(config: ModelConfig, assets: Assets, augment: AugmentConfig | No
         The model, on the CPU.
 
     Raises:
-        UserError: pre-trained weights, or the package that reads them, are missing.
+        UserError: pre-trained weights, or the package that reads them, are missing, or the model exceeds the memory.
         ValueError: the kind of an encoder is not registered, or an asset is missing.
     """
     augment = augment or AugmentConfig()
+    try:
+        return _dual_encoder(config, assets, augment)
+    except (RuntimeError, TypeError, MemoryError) as error:  # How torch refuses a size, each with its own class.
+        if not re.search("allocat|Overflow|dimension", str(error)):
+            raise
+        raise UserError(
+            "the model of this recipe does not fit into memory; choose smaller sizes: model.dim, and the widths of its"
+            " encoders"
+        ) from error
+
+
+def _dual_encoder(config: ModelConfig, assets: Assets, augment: AugmentConfig) -> DualEncoder:
     # Texts with token ids are augmented before the encoder reads them; only features are dropped here.
     text_tokens = 0.0 if encoder_entry("text", config.text.kind).tokenizer else augment.text_tokens
     return DualEncoder(
@@ -322,11 +335,14 @@ def read_tokenizer(path: Path) -> Tokenizer:
         raise _damaged(path, error) from error
 
 
-def _read_json(path: Path) -> Any:
+def _read_json(path: Path) -> dict[str, Any]:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(found, dict):
+            raise ValueError(f"expected an object, got {type(found).__name__}")
+    except (ValueError, RecursionError) as error:
         raise _damaged(path, error) from error
+    return found
 
 
 def _damaged(path: Path, error: Exception) -> UserError:
@@ -399,10 +415,10 @@ def load_state(
         with safe_open(path, framework="pt") as file:
             note = json.loads((file.metadata() or {})["state"])
             tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (not a mapping)
-        about: dict[str, Any] = note["about"]
-        numbers: dict[str, float] = note["optimiser"]
-    except (SafetensorError, KeyError, json.JSONDecodeError) as error:
-        raise UserError(f"{path}: damaged, or not a checkpoint of sfumato ({error})") from error
+        about: dict[str, Any] = dict(note["about"])
+        numbers: dict[str, float] = dict(note["optimiser"])
+    except (SafetensorError, LookupError, TypeError, ValueError, RecursionError) as error:
+        raise UserError(f"{path}: damaged, or not a checkpoint of sfumato ({first_line(error)})") from error
     for name, module in modules.items():
         own = {key.removeprefix(f"{name}/"): value for key, value in tensors.items() if key.startswith(f"{name}/")}
         expected = module.state_dict()
@@ -418,12 +434,17 @@ def load_state(
             )
         module.load_state_dict(own)
     if optimiser is not None:
-        state: dict[int, dict[str, Any]] = {}
-        for key, value in (tensors | numbers).items():
-            if key.startswith("optimiser/") or key in numbers:
-                i, what = key.removeprefix("optimiser/").split("/")
-                state.setdefault(int(i), {})[what] = value
-        optimiser.load_state_dict({"state": state, "param_groups": optimiser.state_dict()["param_groups"]})
+        try:
+            state: dict[int, dict[str, Any]] = {}
+            for key, value in (tensors | numbers).items():
+                if key.startswith("optimiser/") or key in numbers:
+                    i, what = key.removeprefix("optimiser/").split("/")
+                    state.setdefault(int(i), {})[what] = value
+            optimiser.load_state_dict({"state": state, "param_groups": optimiser.state_dict()["param_groups"]})
+        except (LookupError, ValueError, TypeError, AttributeError, RuntimeError) as error:
+            raise UserError(
+                f"{path}: the state of the optimiser is damaged, or belongs to another one ({first_line(error)})"
+            ) from error
     return about
 
 

@@ -20,12 +20,20 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from filelock import FileLock, Timeout
+from safetensors import SafetensorError
 
-from sfumato.files import sync_folder, write_json
+from sfumato.errors import first_line
+from sfumato.files import is_plain_name, sync_folder, write_json
 
 _MANIFEST, _LOCK, _UNFINISHED = "manifest.json", ".lock", ".manifest.json."
 _DATA = re.compile("data-[0-9a-f]{16}")
 Result = TypeVar("Result")
+
+# What reading the files of a folder leads to when checksums fit, but the content does not: another program made them.
+_MISFITS = (
+    LookupError, TypeError, AttributeError, ArithmeticError, RecursionError, UnicodeError, json.JSONDecodeError,
+    SafetensorError,
+)  # fmt: skip
 
 
 def save_folder(
@@ -114,6 +122,10 @@ def load_folder(path: str | Path, kind: str, read: Callable[[Path, dict[str, Any
                 raise ValueError(
                     f"{path}: damaged, {Path(error.filename or data).name} is missing; build it again"
                 ) from error
+        except _MISFITS as error:
+            raise ValueError(
+                f"{path}: damaged ({type(error).__name__}: {first_line(error)}); build it again"
+            ) from error
     raise ValueError(f"{path}: was replaced three times while being read; try again")
 
 
@@ -127,13 +139,20 @@ def _read_manifest(path: Path, kind: str) -> dict[str, Any]:
         )
     try:
         manifest = json.loads(file.read_bytes())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{file}: damaged ({error}); build it again") from error
     if not isinstance(manifest, dict) or manifest.get("kind") != kind:
         found = manifest.get("kind") if isinstance(manifest, dict) else None
         raise ValueError(f"{path}: holds {found!r}, expected {kind!r}; give another folder, or build it again")
     if manifest.pop("sha256", None) != _digest_of(manifest):
         raise ValueError(f"{file}: damaged or edited, its checksum does not fit; build it again")
+    files, metadata = manifest.get("files"), manifest.get("about")
+    if not (
+        isinstance(files, dict) and isinstance(metadata, dict) and all(isinstance(one, dict) for one in files.values())
+    ):
+        raise ValueError(f"{file}: damaged, files and about must be objects; build it again")
+    if not all(is_plain_name(name) for name in files) or not _DATA.fullmatch(str(manifest.get("data"))):
+        raise ValueError(f"{file}: names files outside its data folder; build it again")
     return manifest
 
 

@@ -192,7 +192,14 @@ class GaussianCollection(Gallery):
 
         def read(data: Path, settings: dict[str, Any]) -> tuple[dict[str, Any], Tensor, Calibration | None]:
             calibration = Calibration.load(data / _CALIBRATION) if settings["calibration"] else None
-            return settings, load_file(data / _CENTRE)["centre"], calibration
+            centre = load_file(data / _CENTRE)["centre"]
+            texts, known = (settings["store"], settings["fingerprint"]), settings["direction"] in ("t2i", "i2t")
+            known &= 0 < settings["logit_scale"] < math.inf and math.isfinite(settings["logit_bias"])
+            fits = known and isinstance(settings["about"], dict) and all(isinstance(one, str) for one in texts)
+            lifted_dim(settings["d"], settings["distance"])
+            if not fits or centre.shape != (settings["d"],):
+                raise ValueError(f"{folder}: damaged, its settings do not fit together; build it again")
+            return settings, centre, calibration
 
         settings, centre, calibration = load_folder(folder, _KIND, read)
         opened = open_store(anchored(store or settings["store"], folder))
@@ -225,7 +232,7 @@ class GaussianCollection(Gallery):
         """
         try:
             return bool(json.loads((Path(folder) / "manifest.json").read_bytes())["kind"] == _KIND)
-        except (OSError, ValueError, KeyError, TypeError):
+        except (OSError, ValueError, LookupError, TypeError, RecursionError):
             return False
 
     def __enter__(self) -> "GaussianCollection":

@@ -372,6 +372,7 @@ class GaussianIndex(Gallery):
         if "queries_first" in about and not get_distance(about["distance"]).symmetric:
             direction = "i2t" if about["queries_first"] else "t2i"
         items = json.loads((folder / _ITEMS).read_text(encoding="utf-8"))
+        _check_loaded(about, tensors, items)
         store = None
         if about["engine"] != "exact":
             store = FaissStore.read(folder / _FAISS, about["engine"], FaissOptions(**about["options"]))
@@ -480,6 +481,23 @@ def _check_gallery(embeddings: GaussianEmbedding, ids: tuple[str, ...], payload:
     check_finite(embeddings, "GaussianIndex")
     if not torch.isfinite(embeddings.total_variance.float()).all():
         raise ValueError("GaussianIndex: a total variance overflows float32; the model may have diverged")
+
+
+def _check_loaded(about: dict[str, Any], tensors: dict[str, Tensor], items: dict[str, Any]) -> None:
+    """A ValueError says what does not fit together in an index that another program wrote."""
+    check_settings(about["distance"], about["engine"], about["logit_scale"], about["logit_bias"])
+    mean, centre = tensors["mean"], tensors["centre"]
+    check_finite(GaussianEmbedding(mean, tensors["log_var"]), "its embeddings")
+    columns = {"ids": items["ids"], **items["payload"]}
+    for name, column in columns.items():
+        if not isinstance(column, list) or len(column) != len(mean) or not all(isinstance(one, str) for one in column):
+            raise ValueError(f"the index is damaged: {name!r} must be {len(mean)} texts; build it again")
+    if len(set(items["ids"])) < len(mean) or not len(mean) or centre.shape != mean.shape[1:]:
+        raise ValueError("the index is damaged: it has no items, repeated ids or another centre; build it again")
+    if not isinstance(about["about"], dict) or about.get("direction", "t2i") not in ("t2i", "i2t"):
+        raise ValueError(
+            "the index is damaged: its metadata are no object, or its direction is unknown; build it again"
+        )
 
 
 def check_settings(distance: str, engine: str, logit_scale: float = 1.0, logit_bias: float = 0.0) -> None:

@@ -112,6 +112,7 @@ class Threads:
             raise busy("The service is shutting down", 5) from None
         # The thread is free when the work is done, whether or not the caller still waits then.
         task = asyncio.ensure_future(self._until_free(running))
+        task.add_done_callback(_retrieve)
         try:
             return await asyncio.shield(task)
         except asyncio.CancelledError:
@@ -124,6 +125,12 @@ class Threads:
             return await running
         finally:
             self._free.release()
+
+
+def _retrieve(task: "asyncio.Task[Done]") -> None:
+    """Take the error of work whose caller has left; asyncio would write a traceback into the log."""
+    if not task.cancelled():
+        task.exception()
 
 
 @dataclass(eq=False)

@@ -1,0 +1,59 @@
+"""A hundred bad inputs at every entrance, see benchmarks/bad_inputs.py: refused in a clear line, or taken."""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).parents[1] / "benchmarks"
+ENTRANCES = ("manifest", "shards", "embeddings", "recipe", "index", "collection", "run", "checkpoint")
+
+
+@pytest.fixture(scope="module")
+def bad_inputs():
+    """The benchmark as a module."""
+    pytest.importorskip("fastapi")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(FOLDER))
+        patch.setenv("HF_HUB_OFFLINE", "1")
+        spec = importlib.util.spec_from_file_location("bad_inputs", FOLDER / "bad_inputs.py")
+        module = importlib.util.module_from_spec(spec)
+        patch.setitem(sys.modules, "bad_inputs", module)
+        spec.loader.exec_module(module)
+        yield module
+    for name in ("service_world", "faults", "spoiling"):
+        sys.modules.pop(name, None)
+
+
+def test_all_entrances_are_tried(bad_inputs):
+    assert tuple(bad_inputs.ENTRANCES) == ENTRANCES
+
+
+@pytest.mark.parametrize("name", ENTRANCES)
+def test_bad_inputs(name, bad_inputs, tmp_path):
+    found = bad_inputs.try_all(name, tmp_path, 100, seed=11)
+    assert found.unexpected == [] and found.inputs == 100
+    assert found.refused >= 20 and found.accepted >= 5
+
+
+def test_requests(bad_inputs, tmp_path):
+    found = bad_inputs.try_all("http", tmp_path, 100, seed=11)
+    assert found.unexpected == [] and found.inputs == 100 and found.refused >= 20
+
+
+def test_what_is_unexpected_is_seen(bad_inputs):
+    def told(raise_it):
+        try:
+            raise_it()
+        except BaseException as error:
+            return bad_inputs.unclear(error)
+
+    def too_long():
+        raise bad_inputs.TooLongError
+
+    assert "KeyError" in told(lambda: {}["a"])
+    assert "another package" in told(lambda: int("x"))
+    assert "no end" in told(too_long)
+    assert bad_inputs.unreadable("red \x1b[31m") and bad_inputs.unreadable("x" * 6000)
+    assert bad_inputs.unreadable("two\nlines") is None

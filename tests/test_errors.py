@@ -1,0 +1,32 @@
+"""Messages for a terminal, and the errors that commands print."""
+
+import sys
+
+import pytest
+
+from sfumato.cli import main
+from sfumato.errors import explain_os_error, printable
+
+
+def test_what_a_terminal_cannot_show_becomes_an_escape():
+    assert printable("a\x1b[2Jb\rc\x00\u202e\udce9\u2028 é ü 中\td\ne") == (
+        "a\\x1b[2Jb\\rc\\x00\\u202e\\udce9\\u2028 é ü 中\td\ne"
+    )
+    assert printable("x" * 30 + "\n" + "y" * 5, most=10) == "x" * 10 + " ...\nyyyyy"
+
+
+def test_a_link_to_itself_is_explained(tmp_path):
+    (tmp_path / "a").symlink_to("a")
+    with pytest.raises(OSError) as caught:
+        (tmp_path / "a").read_bytes()
+    assert "a: is a link that leads back to itself" in explain_os_error(caught.value)
+
+
+def test_a_file_name_cannot_write_to_the_terminal(capsys, monkeypatch):
+    monkeypatch.setattr("sfumato.cli.set_threads", lambda *_: None)
+    monkeypatch.setattr(sys, "argv", ["sfumato", "train", "\x1b[31mno\r.toml"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    told = capsys.readouterr().err
+    assert ended.value.code == 2 and "\\x1b[31mno\\r.toml" in told
+    assert "\x1b" not in told and "\r" not in told
