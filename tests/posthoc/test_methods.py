@@ -1,14 +1,17 @@
 """What holds for every method of the registry."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from safetensors.torch import save_file
 from torch.nn import functional
 
-from sfumato.posthoc import METHODS, NOT_BUILT, AdapterTraining, FrozenPairs, load_method, save_method
+from sfumato.posthoc import METHODS, NOT_BUILT, FrozenPairs, load_method, save_method
+from sfumato.posthoc.adapter_method import AdapterMethod
 from sfumato.posthoc.method import PosthocMethod
 
-ADAPTERS = {"probvlm", "asymvlm", "pfe", "pcmepp", "prolip"}
+ADAPTERS = {name for name, method in METHODS.items() if issubclass(method, AdapterMethod)}
 OTHER = {"image": "text", "text": "image"}
 
 
@@ -22,10 +25,15 @@ def pairs_of(n=48, d=6, widths=(7, 5), dtype=torch.float32):
     return FrozenPairs(images, texts, torch.arange(n).repeat(2, 1).T, 10.0, None, *hidden, *matrices)
 
 
+def small_training(name, epochs=2):
+    widths = (8,) * len(METHODS[name].default.widths)
+    return replace(METHODS[name].default, widths=widths, epochs=epochs, batch_size=16)
+
+
 def fitted(name, pairs, seed=0):
     options = {}
     if name in ADAPTERS:
-        options["training"] = AdapterTraining((8,) if name == "probvlm" else (8, 8), 2, 16)
+        options["training"] = small_training(name)
     return METHODS[name].fit(pairs, seed=seed, **options)
 
 
@@ -38,6 +46,7 @@ def asked(method, pairs, side, rows=slice(0, 9)):
 def test_the_registry_names_every_method():
     assert all(name == method.name and method.summary for name, method in METHODS.items())
     assert all(issubclass(method, PosthocMethod) for method in METHODS.values())
+    assert {"probvlm", "asymvlm", "pfe", "pcmepp", "prolip"} <= ADAPTERS
     assert set(NOT_BUILT) == {"grove"} and not set(NOT_BUILT) & set(METHODS)
 
 
@@ -111,7 +120,7 @@ def test_options_survive(name):
     options = dict(STATE_OPTIONS[name])
     pairs = pairs_of()
     if name in ADAPTERS:
-        options["training"] = AdapterTraining((8,), 1, 16)
+        options["training"] = small_training(name, epochs=1)
     method = METHODS[name].fit(pairs, **options)
     read = METHODS[name].from_state(method.state())
     for side in method.sides:

@@ -46,7 +46,8 @@ from sfumato.metrics.selective import (
     rejection_ratio_statistic,
 )
 from sfumato.metrics.uncertainty import balanced_spearman
-from sfumato.posthoc import METHODS, NOT_BUILT, AdapterTraining, Side, fit_hit_logits
+from sfumato.posthoc import METHODS, NOT_BUILT, Side, fit_hit_logits
+from sfumato.posthoc.adapter_method import AdapterMethod
 from sfumato.search.exact import rank_relevant
 from sfumato.studies.contestants import (
     CONTESTANTS,
@@ -199,12 +200,8 @@ def adapter_epochs(epochs: int) -> dict[str, dict[str, Any]]:
     Returns:
         Options by method, for :class:`RefereeOptions`.
     """
-    defaults = {name: getattr(method, "default", None) for name, method in METHODS.items()}
-    return {
-        name: {"training": replace(default, epochs=epochs)}
-        for name, default in defaults.items()
-        if epochs and isinstance(default, AdapterTraining)
-    }
+    adapters = {name: method for name, method in METHODS.items() if issubclass(method, AdapterMethod)}
+    return {name: {"training": replace(m.default, epochs=epochs)} for name, m in adapters.items() if epochs}
 
 
 def referee_model(
