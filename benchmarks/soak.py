@@ -199,8 +199,7 @@ class Client:
         self._service, self._ledger = service, ledger
         self._ids = [f"soak/{number}/{i} ü.png" for i in range(OWN)]
         self._version = 0
-        # The service closes connections that were idle for five seconds, perhaps while a request is on its way.
-        self._http = httpx.Client(timeout=WAIT, trust_env=False, limits=httpx.Limits(keepalive_expiry=2))
+        self._http = httpx.Client(timeout=WAIT, trust_env=False)
 
     def run(self, until: float, pause: float, *, kinds: dict[str, int] = KINDS) -> None:
         """Send until a time of the monotonic clock, with pauses of this length on average."""

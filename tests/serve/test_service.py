@@ -654,3 +654,10 @@ def test_a_text_that_is_no_word_is_said_to_be_none(sources):
 
 def sources_first_id(sources):
     return sources.galleries["images"].gallery.ids[0]
+
+
+def test_idle_connections_are_kept_longer_than_proxies_keep_them(sources, monkeypatch):
+    configured = []
+    monkeypatch.setattr("sfumato.serve.server.Server.run", lambda self: configured.append(self.config))
+    run_app(create_app(sources), host="127.0.0.1", port=0)
+    assert configured[0].timeout_keep_alive > 60

@@ -137,6 +137,11 @@ class Server(uvicorn.Server):
         print(f"serving {held}: http://{f'[{host}]' if ':' in host else host}:{port}", flush=True)
 
 
+IDLE = 75
+"""Seconds for which a connection may be idle. Clients and proxies give idle connections up earlier, often after 60 s.
+The side that closes first must be theirs, or a request that is on its way finds a closed connection."""
+
+
 def run_app(app: FastAPI, *, host: str, port: int, grace: int = 30, access_log: bool = False) -> None:
     """Serve until SIGTERM or SIGINT. Running requests then have `grace` seconds; a second signal ends it at once.
 
@@ -165,6 +170,7 @@ def run_app(app: FastAPI, *, host: str, port: int, grace: int = 30, access_log: 
         access_log=False,
         server_header=False,
         proxy_headers=False,
+        timeout_keep_alive=IDLE,
         timeout_graceful_shutdown=grace,
     )
     # uvicorn raises the signal again at its end, so a normal shutdown would have the status of a killed process.
