@@ -14,7 +14,7 @@ import torch
 from support.toy import make_toy
 
 from sfumato import cli, load_embeddings
-from sfumato.errors import UserError
+from sfumato.errors import UserError, explain_os_error
 from sfumato.search.collection import GaussianCollection
 from sfumato.search.parts import read_parts
 
@@ -791,3 +791,17 @@ def test_threads_start_sensibly(tmp_path):
     cli.set_threads(own, many - 1, 9.0)
     assert free == {} and busy == {"OMP_NUM_THREADS": str(many - 1), "OMP_WAIT_POLICY": "PASSIVE"}
     assert own == {"OMP_NUM_THREADS": "7", "OMP_WAIT_POLICY": "ACTIVE"}
+
+
+def test_a_message_of_ours_about_a_full_disk_keeps_its_path():
+    message = "here/index: the disk is full; free some space, then run the same command again"
+    assert explain_os_error(UserError(message)) == message
+    assert explain_os_error(OSError(28, "No space left on device", "a/b")).startswith("a/b: the disk is full")
+
+
+def test_a_model_without_parameters_is_not_called_trained(sfumato, work, tmp_path, monkeypatch):
+    """A frozen model that is used as it is: `train` says that nothing was trained, and whether it is calibrated."""
+    figures = {"best_score": None, "epochs": 1, "parameters": 0, "run": "there", "calibrated": True}
+    monkeypatch.setattr("sfumato.training.loop.fit", lambda *_: figures)
+    out = sfumato("train", work / "toy.toml", "--out", tmp_path / "run")[1]
+    assert "nothing was trained" in out and "calibrated on validation pairs" in out and "0 parameters" not in out

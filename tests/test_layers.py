@@ -139,6 +139,7 @@ PARTS: dict[str, set[str]] = {
     "demo": {
         "api",
         "data",
+        "errors",
         "evaluation",
         "files",
         "gaussian",

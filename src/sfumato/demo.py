@@ -14,6 +14,7 @@ from sfumato import __version__
 from sfumato.api.answers import answer_queries
 from sfumato.data.emoji import emoji_names
 from sfumato.data.pairs import PairData
+from sfumato.errors import counted
 from sfumato.evaluation.protocols import Evaluation, evaluate_retrieval, table_rows
 from sfumato.files import write_atomically
 from sfumato.gaussian import GaussianEmbedding
@@ -69,7 +70,7 @@ def run_demo(out: Path, overrides: list[str]) -> dict[str, Any]:
         run, GalleryPart(images, style.data.image_ids, images={"split": "style"}), model_source=out / "run"
     )
     index.save(out / "index")
-    print(f"{len(index)} images: {out / 'index'}")
+    print(f"{counted(len(index), 'image')}: {out / 'index'}")
 
     print("\n3. Searching: vague and precise queries, drawn at random")
     pairs, pictures = draw_examples(style.data)

@@ -1,4 +1,7 @@
-"""Errors that commands print without a traceback: mistakes of the user (exit status 2) and failed runs (1)."""
+"""Errors that commands print without a traceback: mistakes of the user (exit status 2) and failed runs (1).
+
+Also the small parts that messages share.
+"""
 
 import difflib
 import errno
@@ -52,9 +55,27 @@ def explain_os_error(error: BaseException) -> str:
         'a.txt/run: a part of this path is a file, not a folder; give another path'
     """
     cause, path = disk_cause(error), getattr(error, "filename", None)
-    if cause is None:
+    if cause is None or isinstance(error, UserError):  # Whose message has the path already.
         return str(error)
     return f"{path}: {cause}" if path is not None else cause
+
+
+def counted(n: int, one: str, many: str = "") -> str:
+    """A number with its noun, in the singular for 1.
+
+    Args:
+        n: the number.
+        one: the noun.
+        many: its plural; by default with an s.
+
+    Returns:
+        The text.
+
+    Example:
+        >>> counted(1, "item"), counted(1200, "query", "queries")
+        ('1 item', '1,200 queries')
+    """
+    return f"{n:,} {one if n == 1 else many or one + 's'}"
 
 
 def expected_columns(found: Sequence[str], expected: Sequence[str]) -> str:

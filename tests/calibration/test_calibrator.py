@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+import re
 import sys
 from dataclasses import replace
 
@@ -270,8 +271,12 @@ def test_abstention_by_hand():
     assert calibration.abstains(torch.tensor([0.99, 1e6]), 0.5).tolist() == [False, True]
     with pytest.raises(
         ValueError, match="no limit has a risk of at most 0.01 with confidence 0.9 on 400 held-out queries"
-    ):
+    ) as refused:
         calibration.abstain_below(0.01)
+    reachable = float(re.search(r"the smallest that works is (0\.\d\d);", str(refused.value))[1])
+    assert calibration.abstain_below(reachable) > 0
+    with pytest.raises(ValueError, match="the smallest that works"):
+        calibration.abstain_below(reachable - 0.01)
     # In a gallery a hundred times larger the same distance is worth less: ln(99 / 9999) / 4 nearer is as good.
     nearer = 299 / 400 - math.log(9999 / 99) / 4
     assert calibration.abstains(torch.tensor([nearer - 0.01, nearer + 0.01]), 0.05, n_gallery=10_000).tolist() == [
@@ -389,8 +394,12 @@ def test_threshold_by_hand():
     assert calibration.threshold(0.8) == pytest.approx(expected, rel=1e-5)
     last = float(calibration.probability(torch.tensor(599 / 600)))
     assert calibration.threshold(0.4) == pytest.approx(last, rel=1e-5), "all that is as close as something held out was"
-    with pytest.raises(ValueError, match=r"no limit has a precision of 0.999 with confidence 0.9 on 600"):
+    with pytest.raises(ValueError, match=r"no limit has a precision of 0.999 with confidence 0.9 on 600") as refused:
         calibration.threshold(0.999)
+    reachable = float(re.search(r"the largest that works is (0\.\d\d);", str(refused.value))[1])
+    assert calibration.threshold(reachable) > 0
+    with pytest.raises(ValueError, match="the largest that works"):
+        calibration.threshold(reachable + 0.01)
 
 
 def hoeffding_bentkus(precision, n):

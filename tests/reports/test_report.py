@@ -147,6 +147,14 @@ def test_what_users_wrote_cannot_become_markup():
     assert "img" not in Checker(gone).tags
 
 
+def test_estimators_without_figures_and_versions_without_a_second_one_are_left_out():
+    value = {"value": 0.7, "low": 0.6, "high": 0.8}
+    trust = {"directions": {"t2i": {"estimators": {"log_det": {}, "margin": {"wrong_auroc": value}}}}}
+    page = make_report(scene(trust=trust)).html
+    assert "margin" in page and "log det" not in page
+    assert "ECE after" not in make_report(scene(learnt_logits=None)).html
+
+
 def test_mistakes_are_counted_as_loops_count_them():
     data = scene(seed=3)
     distance = csd_matrix(data.images, data.texts)

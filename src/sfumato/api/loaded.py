@@ -25,7 +25,7 @@ from sfumato.direction import Direction
 from sfumato.distances import get_distance
 from sfumato.encoders.embeddings import EmbeddingProcessor
 from sfumato.encoders.regions import features_read
-from sfumato.errors import UserError
+from sfumato.errors import UserError, counted
 from sfumato.evaluation.hits import first_hits
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.matching import match_probability
@@ -249,7 +249,7 @@ class LoadedModel:
             folder = Path(images)
             embeddings, names, problems = embed_folder(self.retrieval_model, folder)
             if len(problems):
-                say(f"{len(problems)} images left out:\n{problems.summary()}")
+                say(f"{counted(len(problems), 'image')} left out:\n{problems.summary()}")
             return self._searcher(GalleryPart(embeddings, names, images={"folder": str(folder.resolve())}), engine)
         if isinstance(images, GaussianEmbedding):
             return self._searcher(GalleryPart(images, _ids(ids, range(images.n))), engine)

@@ -5,6 +5,8 @@ simultaneously, and the loosest of them is used.
 """
 
 import math
+from bisect import bisect_left
+from collections.abc import Callable
 from typing import Literal
 
 import numpy as np
@@ -69,17 +71,23 @@ def precision_limit(scores: QueryScores, precision: float, *, confidence: float 
     _check_open("confidence", confidence)
     answered = [len(np.unique(scores.groups[scores.nearest < limit])) for limit in scores.limits]
     level = (1 - confidence) / len(answered)
-    passing = [
-        limit
-        for limit, n, value in zip(scores.limits.tolist(), answered, scores.precision, strict=True)
-        if mean_loss_p_value(1 - value, n, 1 - precision) <= level
-    ]
-    if not passing:
+
+    def passing(wanted: float) -> list[float]:
+        return [
+            limit
+            for limit, n, value in zip(scores.limits.tolist(), answered, scores.precision, strict=True)
+            if mean_loss_p_value(1 - value, n, 1 - wanted) <= level
+        ]
+
+    if not (found := passing(precision)):
+        best = _strictest(lambda allowed: bool(passing(1 - allowed)), 1 - precision)
         raise ValueError(
             f"threshold: no limit has a precision of {precision:g} with confidence {confidence:g} on"
-            f" {len(scores.nearest)} held-out queries; give a lower precision, or calibrate on more queries"
+            f" {len(scores.nearest)} held-out queries;"
+            + ("" if best is None else f" the largest that works is {1 - best:.2f};")
+            + " give a lower precision, or calibrate on more queries"
         )
-    return float(max(passing))
+    return float(max(found))
 
 
 def answer_limit(
@@ -112,15 +120,31 @@ def answer_limit(
     nearest, right = _with_absent(scores, absent, seed)
     limits = limits_of(nearest)
     level = (1 - confidence) / len(limits)
-    passing = [
-        limit for limit in limits.tolist() if _risk_p_value(nearest < limit, ~right, risk, scores.groups) <= level
-    ]
-    if not passing:
+
+    def passing(allowed: float) -> list[float]:
+        return [
+            limit
+            for limit in limits.tolist()
+            if _risk_p_value(nearest < limit, ~right, allowed, scores.groups) <= level
+        ]
+
+    if not (found := passing(risk)):
+        best = _strictest(lambda allowed: bool(passing(allowed)), risk)
         raise ValueError(
             f"abstention: no limit has a risk of at most {risk:g} with confidence {confidence:g} on {len(nearest)}"
-            " held-out queries; allow more risk, or calibrate on more queries"
+            " held-out queries;"
+            + ("" if best is None else f" the smallest that works is {best:.2f};")
+            + " allow more risk, or calibrate on more queries"
         )
-    return float(max(passing))
+    return float(max(found))
+
+
+def _strictest(works: Callable[[float], bool], above: float) -> float | None:
+    """The smallest hundredth above a level that works, by bisection; None if none does."""
+    levels = [k / 100 for k in range(1, 100) if k / 100 > above]
+    if not levels or not works(levels[-1]):
+        return None
+    return levels[bisect_left(levels, True, key=works)]
 
 
 def answered_fraction(scores: QueryScores, limit: float, *, absent: float = 0.0, seed: int = 0) -> float:

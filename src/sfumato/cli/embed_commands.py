@@ -126,11 +126,11 @@ def embed(
     write into the same folder.
     """
     from sfumato.data.listings import list_source
+    from sfumato.errors import counted
     from sfumato.models.embed import file_endings
     from sfumato.models.export import load_model
     from sfumato.models.ingest import embed_collection, which_job
     from sfumato.models.run import choose_device
-    from sfumato.reports.formatting import counted
     from sfumato.search.parts import MANIFEST
 
     if out.suffix == ".safetensors":
@@ -164,11 +164,11 @@ def _embed_one_file(
     """Embed a folder of images or a file of texts into one file; returns the result and a line about it."""
     import time
 
+    from sfumato.errors import counted
     from sfumato.gaussian import save_embeddings
     from sfumato.models.embed import embed_folder, embed_lines
     from sfumato.models.export import load_model
     from sfumato.models.run import choose_device
-    from sfumato.reports.formatting import counted
 
     check_out_folder(out.parent)
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -242,7 +242,7 @@ AdoptBy = Annotated[
     str,
     typer.Option(
         help="What the probability of a hit is computed from: distance, nearest (also the nearest items), reference"
-        " (also reference queries), or auto, which compares them."
+        " (also reference queries), or auto, which tries all and keeps the best."
     ),
 ]
 Calibrating = Annotated[

@@ -110,7 +110,9 @@ CompareRun = Annotated[
 CompareFile = Annotated[
     str | None, typer.Option(metavar="FILE", help="Compare query by query with a file that --per-query wrote.")
 ]
-Published = Annotated[bool, typer.Option("--published", help="Show published figures as well.")]
+Published = Annotated[
+    bool, typer.Option("--published", help="Show the papers' figures for this data beside the own ones.")
+]
 PublishedTables = Annotated[
     str | None,
     typer.Option(help="Published tables to show, separated by commas, e.g. 'PCME++ C.3,PCME E.4'."),

@@ -58,11 +58,11 @@ def index(
     as_json: AsJson = False,
 ) -> None:
     """Build an index, or fill a collection in a vector store."""
+    from sfumato.errors import counted
     from sfumato.models.embed import RetrievalModel
     from sfumato.models.export import load_model
     from sfumato.models.galleries import build_index, check_new, embed_source, fill_collection, whole
     from sfumato.models.run import choose_device, load_run
-    from sfumato.reports.formatting import counted
     from sfumato.search.index import check_settings
 
     _check_index_options((images, split, texts, embeddings), engine, store, add)
@@ -70,7 +70,8 @@ def index(
     load = load_run if split is not None else load_model
     retrieval_model: RetrievalModel = load(model, device=choose_device(device))
     if store is not None:
-        check_new(out, retrieval_model.distance, store)
+        with writing(out):
+            check_new(out, retrieval_model.distance, store)
     elif not add:
         check_settings(retrieval_model.distance, engine or "exact")
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -130,8 +131,8 @@ def copy(
     as_json: AsJson = False,
 ) -> None:
     """Copy an index or a collection into another store."""
+    from sfumato.errors import counted
     from sfumato.models.galleries import copy_index
-    from sfumato.reports.formatting import counted
 
     check_out_folder(out)
     with writing(out):

@@ -54,7 +54,8 @@ def analyse(
         ),
     ] = None,
     uncertainty: Annotated[
-        str, typer.Option(help="corruption and words: estimator, e.g. log_det; `sfumato trust` lists them.")
+        str,
+        typer.Option(help="corruption and words: estimator, e.g. log_det; `sfumato trust RUN --details` lists them."),
     ] = "total_variance",
     corrupted: Corrupted = 200,
     pairs: SetPairs = 100,
@@ -325,7 +326,11 @@ def audit(
     split: Annotated[str | None, typer.Option(help="Split of the data. Default: test; with --cross-fit train.")] = None,
     parts: Annotated[
         int,
-        typer.Option("--cross-fit", metavar="K", help="Audit train in K parts, each by a model trained on the others."),
+        typer.Option(
+            "--cross-fit",
+            metavar="K",
+            help="Audit train in K parts, each by a model trained on the others; 0: no training, the model audits.",
+        ),
     ] = 0,
     top: Annotated[int, typer.Option(min=0, help="Number of pairs of each kind on the page and in audit.json.")] = 100,
     out: Annotated[
@@ -376,7 +381,8 @@ Methods = Annotated[
     typer.Option(help="Methods and baselines, separated by commas; all: every one of them. A wrong name lists them."),
 ]
 Absent = Annotated[
-    int, typer.Option(min=0, help="Largest number of queries whose matches are taken out of the gallery, a direction.")
+    int,
+    typer.Option(min=0, help="Largest number of queries whose matches are taken out of the gallery, per direction."),
 ]
 AdapterEpochs = Annotated[
     int,
@@ -408,9 +414,9 @@ def referee(
     """Compare post-hoc uncertainties of a frozen model.
 
     Fits every method on the training pairs, calibrates it on validation, and measures it on the test split: will the
-    first hit be wrong, how likely is it right, does nothing match, how many match? One table a direction, by ascending
-    log loss of the first hit; then whether damaged images and texts are noticed. Finished methods are not computed
-    again.
+    first hit be wrong, how likely is it right, does nothing match, how many match? Prints a
+    table for each direction, the smallest log loss of the first hit first; then whether damaged images and texts are
+    noticed. Finished methods are not computed again.
     """
     from sfumato.models.run import choose_device, load_run
     from sfumato.progress import say

@@ -31,10 +31,10 @@ def train(
 
     An interrupted run in the same folder is resumed; with more train.epochs, a finished one is extended.
     """
+    from sfumato.errors import counted
     from sfumato.models.preferred_recipe import preferred_recipe
     from sfumato.models.recipe import find_recipe, load_recipe
     from sfumato.progress import first_process, say
-    from sfumato.reports.formatting import counted
     from sfumato.training.loop import fit
 
     resolved = load_recipe(find_recipe(recipe), overrides or [])
@@ -53,7 +53,10 @@ def train(
         named = f"rsum {best * 100:.1f} of 600" if result["selected_by"] == "rsum" else f"map@r {best:.1%}"
         score = f", best epoch {result['best_epoch'] + 1} with a validation {named}"
     epochs = counted(result["epochs"], "epoch")
-    line = f"trained {result['parameters']:,} parameters for {epochs}{score}: {result['run']}"
+    line = f"trained {counted(result['parameters'], 'parameter')} for {epochs}{score}: {result['run']}"
+    if not result["parameters"]:
+        calibrated = "calibrated on validation pairs" if result["calibrated"] else "not calibrated: there are no pairs"
+        line = f"nothing was trained: the model is used as it is; its probabilities are {calibrated}: {result['run']}"
     print_result(result, as_json, line)
 
 
@@ -89,10 +92,10 @@ def ablate(
 
     The runs are OUT/DISTANCE-SEED. Runs that are finished there, also by `sfumato train`, are used as they are.
     """
+    from sfumato.errors import counted
     from sfumato.models.recipe import find_recipe, load_recipe
     from sfumato.models.run import choose_device
     from sfumato.reports.console import print_ablation
-    from sfumato.reports.formatting import counted
     from sfumato.training.ablation import ABLATED, ablate, ablation_file
 
     resolved = load_recipe(find_recipe(recipe), overrides or [])
@@ -131,9 +134,10 @@ def calibrate(
     device: Device = "auto",
     as_json: AsJson = False,
 ) -> None:
-    """Calibrate a run again.
+    """Calibrate a run again, by another method or for other queries.
 
-    Fits match probabilities, thresholds, abstention and conformal sets, and writes them to the run's calibration.json.
+    Training and `sfumato adopt` calibrate already. Fits match probabilities, thresholds, abstention and conformal sets,
+    and writes them to the run's calibration.json.
     """
     from sfumato.models.calibrate import calibrate_run, describe_calibration
     from sfumato.models.run import choose_device

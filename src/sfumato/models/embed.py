@@ -25,7 +25,7 @@ from sfumato.encoders.features import PixelStore, RaggedStore, Store
 from sfumato.encoders.frozen import FrozenProcessor
 from sfumato.encoders.processors import ImageFileProcessor, PixelProcessor
 from sfumato.encoders.regions import FeatureProcessor, features_read, stacked
-from sfumato.errors import UserError
+from sfumato.errors import UserError, counted
 from sfumato.evaluation.benchmarks import plan_ranks
 from sfumato.evaluation.embedded_input import EmbeddedSet, Measured
 from sfumato.evaluation.ground_truth import GroundTruth, ground_truth_from_data
@@ -121,7 +121,7 @@ def load_split(
         raise no_split_error(config, name, splits)
     prepared = prepare_split(model, splits[name], problems, name, process_group)
     if len(problems):
-        say(f"{len(problems)} items left out:\n{problems.summary()}")
+        say(f"{counted(len(problems), 'item')} left out:\n{problems.summary()}")
     return prepared
 
 
@@ -462,7 +462,7 @@ def embed_split_images(
         raise no_split_error(data, split, splits)
     prepared = [prepare_split(model, splits[name], problems, name) for name in names]
     if len(problems):
-        say(f"{len(problems)} items left out:\n{problems.summary()}")
+        say(f"{counted(len(problems), 'item')} left out:\n{problems.summary()}")
     ids = [i for part in prepared for i in part.data.image_ids]
     check_ids(ids, f"the images of the split {split}")
     return GaussianEmbedding.cat([model.image.embed(part.images) for part in prepared]), ids, problems

@@ -418,7 +418,10 @@ def load_state(
         about: dict[str, Any] = dict(note["about"])
         numbers: dict[str, float] = dict(note["optimiser"])
     except (SafetensorError, LookupError, TypeError, ValueError, RecursionError) as error:
-        raise UserError(f"{path}: damaged, or not a checkpoint of sfumato ({first_line(error)})") from error
+        raise UserError(
+            f"{path}: damaged, or not a checkpoint of sfumato ({first_line(error)}); copy the folder again, or train"
+            " into a new one"
+        ) from error
     for name, module in modules.items():
         own = {key.removeprefix(f"{name}/"): value for key, value in tensors.items() if key.startswith(f"{name}/")}
         expected = module.state_dict()

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from sfumato.errors import counted
 from sfumato.evaluation.compare import MoreResults, OverSeeds
 from sfumato.evaluation.embedded_input import Measured
 from sfumato.evaluation.protocols import Evaluation, table_rows
@@ -13,7 +14,6 @@ from sfumato.models.adopt import METHODS, AdoptedModel
 from sfumato.reports.formatting import (
     MISSING,
     compact_interval,
-    counted,
     digits,
     interval,
     number,

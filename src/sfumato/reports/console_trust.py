@@ -1,9 +1,10 @@
 """The console output of `sfumato trust`: what to do in a few lines, and all figures on demand."""
 
+from sfumato.errors import counted
 from sfumato.evaluation.hits import FAR, HitFigures
 from sfumato.evaluation.trust import DirectionTrust, TrustReport
 from sfumato.metrics.bootstrap import Interval
-from sfumato.reports.formatting import compact_interval, compact_number, counted
+from sfumato.reports.formatting import compact_interval, compact_number
 from sfumato.reports.tables import print_table, print_wrapped
 
 _NAMES: dict[str, str] = {"t2i": "text -> image", "i2t": "image -> text"}
@@ -118,6 +119,7 @@ def print_trust(report: TrustReport, title: str) -> None:
                     [
                         [name, *(compact_interval(figures.get(figure)) for figure in shown)]
                         for name, figures in direction.estimators.items()
+                        if any(figure in figures for figure in shown)
                     ],
                 )
         if direction.corruptions:
@@ -186,6 +188,8 @@ def _print_corruptions(title: str, direction: DirectionTrust) -> None:
     names = direction.corruptions
     rows = []
     for estimator in direction.estimators:
+        if not any(estimator in corruption.estimators for corruption in direction.corruptions.values()):
+            continue  # A constant estimator has no figures.
         cells = []
         for corruption in direction.corruptions.values():
             found = corruption.estimators.get(estimator, {})

@@ -82,24 +82,6 @@ def number(value: Any, decimals: int | None = None) -> str:
     return (text if text.strip("-0.") else text.lstrip("-")).replace("-", "−")
 
 
-def counted(n: int, one: str, many: str = "") -> str:
-    """A number with its noun, in the singular for 1.
-
-    Args:
-        n: the number.
-        one: the noun.
-        many: its plural; by default with an s.
-
-    Returns:
-        The text.
-
-    Example:
-        >>> counted(1, "item"), counted(1200, "query", "queries")
-        ('1 item', '1,200 queries')
-    """
-    return f"{n:,} {one if n == 1 else many or one + 's'}"
-
-
 def digits(value: Any, n: int = 4) -> str:
     """A number with a given number of significant digits.
 

@@ -249,7 +249,8 @@ def _trust(found: Mapping[str, Any] | None) -> dict[str, Any] | None:
 def _trust_table(key: str, direction: Mapping[str, Any], definitions: Any) -> dict[str, Any] | None:
     """A row for each estimator, a column for each figure; None if there is none."""
     found = direction.get("estimators")
-    rows = {n: f for n, f in found.items() if isinstance(f, Mapping)} if isinstance(found, Mapping) else {}
+    # A constant estimator, such as the variance of points, has no figures.
+    rows = {n: f for n, f in found.items() if isinstance(f, Mapping) and f} if isinstance(found, Mapping) else {}
     columns = list(dict.fromkeys(c for figures in rows.values() for c in figures))
     if not columns:
         return None

@@ -217,7 +217,7 @@ def recall_by_uncertainty(direction: DirectionResult, evaluation: Evaluation) ->
     assert evaluation.uncertainty is not None
     found = evaluation.uncertainty[direction.key]
     bins, name = found["bins"], DIRECTIONS[direction.key]
-    chart = Chart(f"Recall at 1 by tenth of uncertainty, {name}: " + ", ".join(f"{b['recall']:.0%}" for b in bins))
+    chart = Chart(f"Recall at 1 of ten groups by uncertainty, {name}: " + ", ".join(f"{b['recall']:.0%}" for b in bins))
     rows = []
     for i, b in enumerate(bins, 1):
         low, high = wilson_interval(b["recall"], b["count"])
@@ -225,14 +225,15 @@ def recall_by_uncertainty(direction: DirectionResult, evaluation: Evaluation) ->
         (bar,) = chart.axes.bar([i], [b["recall"]], width=0.72, color=FIRST, alpha=0.75)
         chart.hover(
             bar,
-            f"tenth {i}: recall@1 {b['recall']:.1%} ({between}), {b['count']} queries, mean total variance {variance}",
+            f"group {i} of 10: recall@1 {b['recall']:.1%} ({between}), {b['count']} queries, mean total variance"
+            f" {variance}",
         )
         chart.axes.errorbar([i], [(low + high) / 2], [(high - low) / 2], color=INK, linewidth=1.2)
         rows.append([str(i), variance, f"{b['count']:,}", percent(b["recall"]), between])
     chart.axes.set_xticks(range(1, len(bins) + 1))
     chart.axes.set_ylim(bottom=0)
     _in_percent(chart.axes.yaxis)
-    chart.axes.set_xlabel("tenth of the queries: most certain → least certain")
+    chart.axes.set_xlabel("ten groups of queries: most certain → least certain")
     chart.axes.set_ylabel("recall@1")
     counts = sorted({b["count"] for b in bins})
     return {

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from sfumato.data.images import MemoryImage, Problems, thumbnail
+from sfumato.errors import counted
 from sfumato.files import write_atomically, write_json
 from sfumato.reports.charts import FAMILIES, FIRST, INK, SECOND, Chart, Ellipse, ellipse_chart, magnification
 from sfumato.reports.formatting import (
     MISSING,
     clipped,
     column_decimals,
-    counted,
     digits,
     in_words,
     interval,

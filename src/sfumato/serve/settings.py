@@ -174,4 +174,7 @@ def require_extra() -> None:
     """
     needed = ("fastapi", "uvicorn", "prometheus_client", "python_multipart")
     if missing := [name for name in needed if find_spec(name) is None]:
-        raise UserError(f"the service needs {' and '.join(missing)}: pip install 'sfumato[serve]'")
+        raise UserError(
+            f"the service needs the extra serve, of which {' and '.join(missing)} is missing: pip install"
+            " 'sfumato[serve]'"
+        )

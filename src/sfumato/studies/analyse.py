@@ -17,7 +17,7 @@ from sfumato.data.pairs import PairData
 from sfumato.data.sources import DataConfig
 from sfumato.direction import Direction
 from sfumato.encoders.regions import features_read
-from sfumato.errors import UserError
+from sfumato.errors import UserError, counted
 from sfumato.evaluation.estimators import ESTIMATORS, Estimator, Matching
 from sfumato.evaluation.protocols import evaluate_retrieval
 from sfumato.gaussian import GaussianEmbedding
@@ -176,7 +176,8 @@ class _Split:
         if study == "map":
             n = sum(min(options.n_mapped, len(some)) for some in (data.images, data.texts))
             if n < LEAST_ITEMS:
-                return f"{n} items are too few for a map, which needs {LEAST_ITEMS}; --items is {options.n_mapped}"
+                have = f"{counted(n, 'item')} {'is' if n == 1 else 'are'}"
+                return f"{have} too few for a map, which needs {LEAST_ITEMS}; --items is {options.n_mapped}"
         return None
 
     def sides(self) -> dict[str, tuple[GaussianEmbedding, GaussianEmbedding, Relevance, Matching]]:

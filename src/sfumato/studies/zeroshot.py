@@ -21,7 +21,7 @@ from sfumato.data.images import Problems
 from sfumato.data.sources import DataConfig
 from sfumato.distances import get_distance
 from sfumato.encoders.dual import DualEncoder
-from sfumato.errors import UserError
+from sfumato.errors import UserError, counted
 from sfumato.files import write_atomically, write_json
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.metrics.bootstrap import Interval, bootstrap, mean_statistic
@@ -712,7 +712,7 @@ def labelled_split(data: DataConfig, split: str, names: Mapping[str, str] | None
     if split not in splits:
         raise UserError(f"the data ({data.source}) has no split {split!r}; it has {', '.join(splits)}")
     if len(problems):
-        say(f"{len(problems)} items left out:\n{problems.summary()}")
+        say(f"{counted(len(problems), 'item')} left out:\n{problems.summary()}")
     return data_labelled(splits[split], names, where=data.path)
 
 

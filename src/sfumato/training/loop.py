@@ -26,7 +26,7 @@ from sfumato.data.pairs import PairData
 from sfumato.distances import Distance
 from sfumato.encoders.dual import DualEncoder
 from sfumato.encoders.precision import number_format
-from sfumato.errors import UserError
+from sfumato.errors import UserError, counted
 from sfumato.evaluation.protocols import Evaluation, evaluate_retrieval
 from sfumato.files import write_atomically
 from sfumato.gaussian import GaussianEmbedding, check_finite
@@ -171,6 +171,7 @@ def _fit(recipe: Recipe, folder: Path, process_group: ProcessGroup) -> dict[str,
             selected_by(recipe.train.select, training.val.data.relevance()) if training.val is not None else None
         ),
         "parameters": sum(p.numel() for p in training.model.parameters()),
+        "calibrated": (folder / CALIBRATION).exists(),
         "problems": len(training.problems),
         "seconds": round(sum(json.loads(line)["seconds"] for line in (folder / LOG).read_text().splitlines()), 1),
     }
@@ -196,9 +197,9 @@ def _prepare(recipe: Recipe, folder: Path, process_group: ProcessGroup) -> _Trai
     used |= {"val": val.data} if val is not None else {}
     problems.check(sum(len(data.image_ids) for data in used.values()), recipe.data.max_problem_fraction)
     for name, data in used.items():
-        say(f"{name}: {len(data.image_ids)} images, {len(data.text_ids)} texts")
+        say(f"{name}: {counted(len(data.image_ids), 'image')}, {counted(len(data.text_ids), 'text')}")
     if len(problems):
-        say(f"{len(problems)} items left out, listed in {folder / PROBLEMS}:\n{problems.summary(3)}")
+        say(f"{counted(len(problems), 'item')} left out, listed in {folder / PROBLEMS}:\n{problems.summary(3)}")
     optimiser = build_optimiser(model, loss, recipe.optim)
     average = WeightAverage(model, config.ema_decay or None) if config.ema_decay or config.swa_epochs else None
     return _Training(recipe, folder, process_group, model, loss, batches, val, problems, optimiser, average)
