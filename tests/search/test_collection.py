@@ -1,7 +1,9 @@
 """GaussianCollection against GaussianIndex with its exact engine: the same results from lifted vectors in a store."""
 
+import contextlib
 import json
 import math
+import sqlite3
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,8 +20,9 @@ from sfumato.search.collection import GaussianCollection, copy_gallery
 from sfumato.search.index import GaussianIndex
 from sfumato.search.lifting import LIFTED_DISTANCES, gallery_centre, lift_gallery, lowered
 from sfumato.search.stores.local import LocalStore
+from sfumato.search.stores.local_database import DATABASE
 from sfumato.search.stores.protocol import Filter, Records, StoreInUseError
-from sfumato.search.stores.store_url import anchored, create_store, redacted, without_password
+from sfumato.search.stores.store_url import anchored, create_store, open_store, redacted, without_password
 
 D = 11
 
@@ -460,3 +463,20 @@ def test_filling_beside_another_writer_does_not_mark_the_collection(tmp_path):
 def test_a_manifest_nested_deeply_is_no_collection(tmp_path):
     (tmp_path / "manifest.json").write_text('{"kind": ' + "[" * 100_000)
     assert not GaussianCollection.is_one(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "DELETE FROM meta WHERE name = 'dim'",
+        "UPDATE meta SET value = 'x' WHERE name = 'dim'",
+        "UPDATE meta SET value = '[' WHERE name = 'settings'",
+        "UPDATE meta SET value = '[1]' WHERE name = 'settings'",
+    ],
+)
+def test_a_store_whose_settings_are_damaged(change, tmp_path):
+    create_store(str(tmp_path / "store"), 3, "x").close()
+    with contextlib.closing(sqlite3.connect(tmp_path / "store" / DATABASE)) as connection, connection:
+        assert connection.execute(change).rowcount == 1
+    with pytest.raises(UserError, match=r"the settings in .* are damaged .*; build it again"):
+        open_store(str(tmp_path / "store"))

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sfumato.errors import UserError
+from sfumato.errors import UserError, first_line
 from sfumato.files import sync_folder
 from sfumato.search.stores import version_0_1
 from sfumato.search.stores.local_database import (
@@ -146,9 +146,13 @@ class LocalStore:
                     " build it again"
                 )
             about = dict(connection.execute("SELECT name, value FROM meta"))
-        self.dim: int = about["dim"]
-        self.fingerprint: str = about["fingerprint"]
-        kept = json.loads(about["settings"])
+        try:
+            self.dim, self.fingerprint = int(about["dim"]), str(about["fingerprint"])
+            kept = dict(json.loads(about["settings"]))
+        except (LookupError, TypeError, ValueError, RecursionError) as error:
+            raise UserError(
+                f"store {url}: the settings in {self._database} are damaged ({first_line(error)}); build it again"
+            ) from error
         check_against(url, given, kept)
         self._settings = LocalSettings.of(url, kept | given)
 
