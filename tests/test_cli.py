@@ -680,7 +680,7 @@ def test_index_of_a_split(work, sfumato):
 
 def test_recipes_are_listed_and_shown(sfumato):
     status, out, _ = sfumato("recipes")
-    assert status == 0 and "emoji-demo" in out
+    assert status == 0 and "emoji-demo" in out and max(map(len, out.splitlines())) <= 80
     status, out, _ = sfumato("recipes", "emoji-demo")
     assert status == 0 and 'name = "emoji-demo"' in out
 

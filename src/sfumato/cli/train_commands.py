@@ -149,7 +149,7 @@ def calibrate(
         print(json.dumps(result))
         return
     print_calibration(result)
-    print("written to calibration.json; build indices of this run again, so that they use it")
+    print("written to calibration.json; build indices of this run again to use it")
 
 
 @app.command()
@@ -203,11 +203,10 @@ def recipes(
 ) -> None:
     """List the recipes of the package, or print one."""
     from sfumato.models.recipe import find_recipe, recipe_files, recipe_summary
+    from sfumato.reports.tables import print_table
 
     if name:
         print(find_recipe(name).read_text(encoding="utf-8"), end="")
         return
-    files = recipe_files()
-    width = max(len(n) for n in files)
-    for key, file in files.items():
-        print(f"{key:<{width}}  {recipe_summary(file)}")
+    rows = [[key, recipe_summary(file)] for key, file in recipe_files().items()]
+    print_table("", ["recipe", "what it is"], rows, running=(1,))
