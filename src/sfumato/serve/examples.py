@@ -10,7 +10,7 @@ from sfumato.serve.schemas import Answer, Example
 N_LOOKED_AT = 200
 """Items whose names are looked at."""
 
-N_ITEMS, N_HITS = 6, 4
+N_ITEMS, N_HITS = 6, 3
 """Items to start from, and hits of an example."""
 
 _WORDS, _NAMES, _LONGEST = 8, 100, 40

@@ -286,7 +286,7 @@ class Example(_Model):
     """A query with its answer, to show what the gallery can tell."""
 
     kind: Literal["vague", "precise", "nonsense"] = Field(description="what it is an example of")
-    answer: Answer = Field(description="the answer of the gallery, with at most 4 hits")
+    answer: Answer = Field(description="the answer of the gallery, with at most 3 hits")
 
 
 class Examples(_Model):

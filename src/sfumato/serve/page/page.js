@@ -238,7 +238,7 @@ const facts = (answer, n, gallery) => [
       h("span", { class: "strip", role: "img", "aria-label": `probability ${percent(number(answer))}` }, bar(number(answer))))),
   answer.queries_differ && h("p", { class: "guess" }, "Recent searches differ from those that the probabilities were fitted on: they may be off."),
   h("details", {}, h("summary", {}, "What do these numbers mean?"),
-    h("p", {}, h("b", {}, "How many match. "), `Each of the ${things(gallery, n)} has a probability that it matches. It comes from its distance to your search, and from the distances of the closest results: one clear result is more probable than the same distance among many. The probabilities add up to ${about(answer.expected_matches)}: that many matches are to be expected. The strip is the whole gallery.`),
+    h("p", {}, h("b", {}, "How many match. "), `Each of the ${things(gallery, n)} has a probability that it matches. It comes from its distance to your search, and from the distances of the closest results: one clear result is more probable than the same distance among many. The probabilities add up to ${about(answer.expected_matches)}: that many matches are to be expected; for a vague search the true number can be much smaller or larger. The strip is the whole gallery.`),
     h("p", {}, h("b", {}, "The first result. "), `Its probability is ${percent(number(answer))}. Among many searches with such a first result, that part has a right one.`),
     h("p", {}, h("b", {}, "For those who know the method. "), `Distance ${answer.distance}; total variance of the search ${figure(answer.total_variance)}.`)),
 ];
@@ -322,7 +322,7 @@ const example = ({ kind, answer }) =>
     button({ class: "try", onclick: () => ask(0, { kind: "text", value: answer.query }) },
       h("span", { class: "query" }, `“${answer.query}”`),
       h("span", { class: "thumbs" }, answer.hits.map((hit) => (hit.picture ? image(hit.picture, "", THUMBNAIL) : h("span", { class: "name" }, nameOf(hit))))),
-      strip(answer.expected_matches, here().n), verdictOf(answer)));
+      kind !== "nonsense" && strip(answer.expected_matches, here().n), verdictOf(answer)));
 
 // ---- details of a hit, deleting, adding
 
