@@ -475,6 +475,15 @@ def test_map(visit, service):
     page.get_by_text("Map", exact=True).click()
     told = service.get("/v1/map?n=2000").json()
     canvas, tip = page.locator("canvas"), page.locator("#tip")
+    axes = [v for point in told["points"] for v in (point["a"], point["b"])]
+    axes += [ask(service, {"text": "a red circle"}, position=True)["position"][name] for name in ("a", "b")]
+    for said in (
+        "one image each: 48 images",
+        f"from ± {min(axes):.2g} to ± {max(axes):.2g}",
+        "“a red circle”",
+        "shown",
+    ):
+        expect(page.locator("#legend")).to_contain_text(said)
     expect(page.locator("#axes")).to_contain_text(f"{round(100 * told['explained'][0])}%")
     page.get_by_text("The map as a list").click()
     expect(page.locator("#list li")).to_have_count(len(told["points"]) + 1)  # and the query
@@ -682,7 +691,7 @@ def test_contrast(visit, service, scheme):
 def test_it_is_small_and_asks_nobody_else():
     files = {path.name: path.read_text() for path in PAGE.iterdir()}
     assert set(files) == {"index.html", "page.css", "page.js", "service.js", "words.js", "map.js"}
-    assert sum(map(len, files.values())) < 75_000
+    assert sum(map(len, files.values())) < 72_000
     for name, text in files.items():
         assert "https://" not in text and "innerHTML" not in text and "eval(" not in text, name
 
