@@ -334,6 +334,9 @@ from .models.recipe import (
     Recipe as Recipe,
 )
 from .models.recipe import (
+    find_recipe as find_recipe,
+)
+from .models.recipe import (
     load_recipe as load_recipe,
 )
 from .models.run import (

@@ -27,12 +27,15 @@ def _no_window():
     pyplot.close("all")
 
 
-def answer(n=3, calibrated=True, query="a <b>dog</b> & cat", **values):
+CLEAR = verdict(1.6, 0.9)
+
+
+def answer(n=3, calibrated=True, query="a <b>dog</b> & cat", found=CLEAR, **values):
     hits = tuple(
         SearchRecord(f"<i>{i}.png", i + 1, 0.5 + i, 0.9 / (i + 1), 0.1, {"label": 'a "label" <x>'} if i else {})
         for i in range(n)
     )
-    return SearchAnswer(query, "csd", calibrated, 0.1, 1.6, None, verdict(1.6, 0.9), hits, **values)
+    return SearchAnswer(query, "csd", calibrated, 0.1, 1.6, None, found, hits, **values)
 
 
 class Page(HTMLParser):
@@ -81,6 +84,8 @@ def test_an_answer_is_a_few_lines():
     assert lines[0] == "SearchAnswer('a <b>dog</b> & cat': One clear match; 1.6 matches expected)"
     assert lines[1] == "   90.0%  csd 0.5000  <i>0.png" and lines[2].endswith('<i>1.png  a "label" <x>')
     assert "%" not in "".join(repr(answer(calibrated=False)).splitlines()[1:])
+    assert answer(found=verdict(38.2, 0.9)).sentence == "Many matches: about 38", "the number stands there already"
+    assert "expected" not in answer(found=verdict(1.6, 0.9, unfamiliar=True)).sentence, "guesses have no number"
 
 
 def test_hits_are_drawn_as_bars():
@@ -96,6 +101,22 @@ def test_hits_are_drawn_as_bars():
     assert answer().plot(mine) is mine and answer(0).plot() is not mine
     long = answer(1, query="/a/very/long/path/that/does/not/fit/into/the/title/dog.png").plot()
     assert "title/dog.png" in long.figure.get_suptitle() and "/a/very" not in long.figure.get_suptitle()
+
+
+def test_figures_are_made_outside_of_the_style(monkeypatch):
+    """The first figure loads the backend, which sets `interactive`; the end of the style would undo that."""
+    import matplotlib
+
+    usual, seen, figure = matplotlib.rcParams["axes.edgecolor"], [], pyplot.figure
+
+    def watched(**options):
+        seen.append(matplotlib.rcParams["axes.edgecolor"])
+        return figure(**options)
+
+    monkeypatch.setattr(pyplot, "figure", watched)
+    axes = [answer().plot(), sfumato.Reliability.of(np.array([0.5]), np.array([1])).plot()]
+    assert seen == [usual, usual]
+    assert not any(axis.spines["right"].get_visible() for axis in axes), "the style holds for what is drawn"
 
 
 def test_a_reliability_curve_has_the_bins_of_loops():

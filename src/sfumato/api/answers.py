@@ -67,6 +67,8 @@ class SearchAnswer:
         """The verdict with the expected number of matches; without calibrated probabilities it says so instead."""
         if not self.calibrated:
             return "by distance; match probabilities are not calibrated for such queries"
+        if self.verdict.kind == "unfamiliar" or "about" in self.verdict.text:
+            return self.verdict.text
         return f"{self.verdict.text}; {self.expected_matches:.1f} matches expected"
 
     def with_images(self, image_of: Callable[[SearchRecord], ImageSource | None]) -> "SearchAnswer":
@@ -108,11 +110,13 @@ class SearchAnswer:
         import matplotlib
         from matplotlib import pyplot
 
-        with matplotlib.rc_context(STYLE):
-            if ax is None:
-                size = (5.6, 1.2 + 0.3 * max(1, len(self)))
-                figure, ax = pyplot.subplots(figsize=size, layout="constrained")
+        if ax is None:
+            # Outside of the style: the first figure loads the backend, whose settings the end of the style would undo.
+            figure = pyplot.figure(figsize=(5.6, 1.2 + 0.3 * max(1, len(self))), layout="constrained")
+            with matplotlib.rc_context(STYLE):
+                ax = figure.subplots()
                 figure.suptitle(f"{_shortened(self.query)}: {self.sentence}", x=0.01, ha="left", wrap=True)
+        with matplotlib.rc_context(STYLE):
             values = [hit.match_probability if self.calibrated else hit.distance for hit in self]
             bars = ax.barh(range(len(self)), values, height=0.6, color=FIRST)
             ax.bar_label(bars, ["%.1f%%" % (100 * v) if self.calibrated else f"{v:.3f}" for v in values], padding=3)

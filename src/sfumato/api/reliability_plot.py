@@ -84,9 +84,12 @@ class Reliability:
         from matplotlib import pyplot
         from matplotlib.ticker import PercentFormatter
 
+        if ax is None:
+            # Outside of the style: the first figure loads the backend, whose settings the end of the style would undo.
+            figure = pyplot.figure(figsize=(4.4, 4.2), layout="constrained")
+            with matplotlib.rc_context(STYLE):
+                ax = figure.subplots()
         with matplotlib.rc_context(STYLE):
-            if ax is None:
-                _, ax = pyplot.subplots(figsize=(4.4, 4.2), layout="constrained")
             x, y, low, high, count = (
                 [b[key] for b in self.curve] for key in ("probability", "observed", "low", "high", "count")
             )

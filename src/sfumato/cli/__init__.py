@@ -42,7 +42,7 @@ def available_cores(quota: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     try:
-        most, period = quota.read_text().split()
+        most, period = quota.read_text(encoding="ascii").split()
         return max(1, min(cores, math.ceil(int(most) / int(period))))
     except (OSError, ValueError):  # No such file, or "max".
         return cores

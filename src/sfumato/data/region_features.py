@@ -7,6 +7,7 @@ images as bytes handles regions too. Region features cannot be displayed as imag
 import io
 import math
 import os
+import threading
 import tokenize
 import weakref
 from collections.abc import Sequence
@@ -51,7 +52,8 @@ class RegionFile:
         if not self.path.is_file():
             raise UserError(f"there is no file {self.path}")
         try:
-            self._descriptor = os.open(self.path, os.O_RDONLY)
+            # Windows reads descriptors as texts unless told otherwise.
+            self._descriptor = os.open(self.path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
         except OSError as error:
             raise UserError(f"cannot read {self.path}: {error.strerror}") from error
         weakref.finalize(self, os.close, self._descriptor)
@@ -97,10 +99,22 @@ class RegionFile:
         """The bytes of a row, or the first of them."""
         size = self.regions * self.channels * self._dtype.itemsize
         wanted = size if most is None else min(most, size)
-        data = os.pread(self._descriptor, wanted, self._start + row * size)
+        data = _read_at(self._descriptor, wanted, self._start + row * size)
         if len(data) < wanted:
             raise OSError(f"{self.path} ends within row {row}; it was longer when it was opened")
         return data
+
+
+_SEEKING = threading.Lock()
+
+
+def _read_at(descriptor: int, size: int, start: int) -> bytes:
+    """Up to `size` bytes of a file from `start` on, from any thread."""
+    if hasattr(os, "pread"):
+        return os.pread(descriptor, size, start)
+    with _SEEKING:  # Windows reads from the position of the descriptor alone.
+        os.lseek(descriptor, start, os.SEEK_SET)
+        return os.read(descriptor, size)
 
 
 @dataclass(frozen=True)

@@ -232,10 +232,10 @@ class FeatureCache:
         about = self.folder / "about.json"
         if not about.exists():
             write_json(about, expected)
-        elif json.loads(about.read_text()) != expected:
+        elif json.loads(about.read_text(encoding="utf-8")) != expected:
             raise ValueError(
-                f"{self.folder}: holds a cache of other features ({about.read_text().strip()}); delete the folder to"
-                " rebuild it"
+                f"{self.folder}: holds a cache of other features ({about.read_text(encoding='utf-8').strip()});"
+                " delete the folder to rebuild it"
             )
 
     def known(self) -> dict[bytes, tuple[int, int]]:

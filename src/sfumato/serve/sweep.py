@@ -100,7 +100,7 @@ def _move_away(uploads: UploadedImages, name: str) -> bool:
     source, target = uploads.path_of(name), uploads.orphans / name
     uploads.orphans.mkdir(exist_ok=True)
     try:
-        os.rename(source, target)
+        os.replace(source, target)
     except FileNotFoundError:  # Another process has removed it.
         return False
     if _age(target) <= SAFE_AGE:

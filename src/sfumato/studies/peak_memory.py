@@ -35,10 +35,10 @@ class PeakMemory:
 
     def __enter__(self) -> Self:
         gc.collect()
-        with contextlib.suppress(OSError, AttributeError):  # Only glibc has it.
+        with contextlib.suppress(OSError, AttributeError, TypeError):  # Only glibc has it.
             ctypes.CDLL(None).malloc_trim(0)
         try:
-            _RESET.write_text("5")
+            _RESET.write_text("5", encoding="ascii")
             self._start: float | None = _largest()
         except OSError:
             self._start = None
@@ -52,7 +52,7 @@ class PeakMemory:
 
 
 def _largest() -> float:
-    found = re.search(r"VmHWM:\s+(\d+) kB", _STATUS.read_text())
+    found = re.search(r"VmHWM:\s+(\d+) kB", _STATUS.read_text(encoding="ascii"))
     if found is None:
         raise OSError(f"{_STATUS} has no VmHWM")
     return int(found[1]) * 1024 / 1e6

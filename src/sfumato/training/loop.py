@@ -173,7 +173,9 @@ def _fit(recipe: Recipe, folder: Path, process_group: ProcessGroup) -> dict[str,
         "parameters": sum(p.numel() for p in training.model.parameters()),
         "calibrated": (folder / CALIBRATION).exists(),
         "problems": len(training.problems),
-        "seconds": round(sum(json.loads(line)["seconds"] for line in (folder / LOG).read_text().splitlines()), 1),
+        "seconds": round(
+            sum(json.loads(line)["seconds"] for line in (folder / LOG).read_text(encoding="utf-8").splitlines()), 1
+        ),
     }
 
 

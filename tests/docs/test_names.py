@@ -1,0 +1,73 @@
+"""Names of the package that documents mention exist, where they say that they are."""
+
+import ast
+import importlib
+import re
+from pathlib import Path
+
+import pytest
+
+import sfumato
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
+CODE = re.compile(r"```(?:python|py)\n(.*?)```|`([^`\n]+)`", re.DOTALL)
+DOTTED = re.compile(r"(?<![\w./~@-])sfumato((?:\.[A-Za-z_]\w*)+)(?![\w/-])")
+FROM = re.compile(r"from (sfumato[\w.]*) import ([\w, ]+)")
+DEFINED = {
+    node.name
+    for path in (ROOT / "src" / "sfumato").rglob("*.py")
+    for node in ast.parse(path.read_text(encoding="utf-8")).body
+    if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
+}
+
+
+def code_of(text):
+    """The code of a page: its Python blocks and what stands between backticks."""
+    return [block or inline for block, inline in CODE.findall(text)]
+
+
+def names_of(text):
+    """(module, name) of `from MODULE import NAME`, and (sfumato, dotted name) of `sfumato.DOTTED`."""
+    found = [(module, name.strip()) for module, names in FROM.findall(text) for name in names.split(",")]
+    return found + [("sfumato", name[1:]) for name in DOTTED.findall(text)]
+
+
+def resolved(module, name):
+    """What a dotted name is; AttributeError or ImportError if there is nothing."""
+    thing = importlib.import_module(module)
+    for part in name.split("."):
+        try:
+            thing = getattr(thing, part)
+        except AttributeError:
+            thing = importlib.import_module(f"{thing.__name__}.{part}")
+    return thing
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_names_exist(page):
+    text = page.read_text(encoding="utf-8")
+    directives = re.findall(r"^::: ([\w.]+)", text, re.MULTILINE)
+    named = [name for code in code_of(text) for name in names_of(code)]
+    for module, name in [*named, *(("sfumato", d.removeprefix("sfumato.")) for d in directives if d != "sfumato")]:
+        if "mine" not in f"{module}.{name}".split("."):  # In CONTRIBUTING it stands for the name of a new part.
+            resolved(module, name)
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if p.parent.name in ("start", "guides")], ids=lambda page: page.stem)
+def test_classes_that_guides_name_are_exported(page):
+    """A class between backticks in a guide, which does not say where it is, is one of `sfumato` itself."""
+    text = page.read_text(encoding="utf-8")
+    imported = {name.rpartition(".")[2] for _, name in names_of(text)}
+    named = {word for _, inline in CODE.findall(text) for word in re.findall(r"\b[A-Z][A-Za-z]+[a-z]\w*\b", inline)}
+    assert not sorted((named & DEFINED) - imported - set(sfumato.__all__))
+
+
+def test_what_does_not_exist_is_found():
+    assert names_of("from sfumato import a, b") == [("sfumato", "a"), ("sfumato", "b")]
+    assert names_of("x = sfumato.load(1); sfumato.data.pairs") == [("sfumato", "load"), ("sfumato", "data.pairs")]
+    assert names_of("runs/sfumato.toml and ~/.sfumato.load") == []
+    with pytest.raises((AttributeError, ImportError)):
+        resolved("sfumato", "lod")
+    with pytest.raises((AttributeError, ImportError)):
+        resolved("sfumato", "data.pears")

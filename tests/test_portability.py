@@ -1,0 +1,91 @@
+"""What macOS and Windows lack is not used, or only where the program asks first. Linux alone runs the tests."""
+
+import ast
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import sfumato
+from sfumato.data import region_features
+from sfumato.data.region_features import RegionFile
+
+SOURCE = Path(sfumato.__file__).parent
+
+# Modules and functions that are not everywhere; the value names the files that ask before they use one.
+MODULES = {"fcntl": "", "pwd": "", "grp": "", "pty": "", "termios": "", "resource": "serve/decode_worker.py"}
+FUNCTIONS = {
+    "os.fork": "", "os.rename": "", "os.getuid": "", "os.mkfifo": "", "os.link": "", "os.symlink": "", "os.killpg": "",
+    "os.sendfile": "", "signal.SIGALRM": "", "signal.SIGKILL": "", "signal.SIGHUP": "", "signal.alarm": "",
+    "os.pread": "data/region_features.py", "os.nice": "serve/decode_worker.py",
+    "os.posix_fallocate": "files.py", "os.sched_getaffinity": "encoders/processors.py cli/__init__.py",
+    "os.getloadavg": "cli/__init__.py",
+}  # fmt: skip
+
+
+def uses(tree):
+    """The modules that a program imports, and the attributes of modules that it names."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield from (node.module, *(f"{node.module}.{alias.name}" for alias in node.names))
+        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            yield f"{node.value.id}.{node.attr}"
+
+
+def without_encoding(tree):
+    """Lines that read or write text in the encoding of the system, which differs between systems."""
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call) or any(keyword.arg == "encoding" for keyword in node.keywords):
+            continue
+        name = getattr(node.func, "attr", getattr(node.func, "id", ""))
+        modes = [a.value for a in node.args if isinstance(a, ast.Constant) and isinstance(a.value, str)]
+        reads = name in ("read_text", "write_text") and "utf-8" not in modes
+        if reads or (name == "open" and isinstance(node.func, ast.Name) and not modes):
+            yield node.lineno
+
+
+def test_what_is_not_everywhere_is_not_used_unasked():
+    found = {}
+    for path in SOURCE.rglob("*.py"):
+        tree, place = ast.parse(path.read_text(encoding="utf-8")), path.relative_to(SOURCE).as_posix()
+        for name in set(uses(tree)):
+            if (allowed := {**MODULES, **FUNCTIONS}.get(name)) is not None and place not in allowed.split():
+                found[f"{place}: {name}"] = "guard it, and say so here"
+    assert not found
+
+
+def test_texts_have_an_encoding():
+    found = []
+    for path in SOURCE.rglob("*.py"):
+        text = path.read_text(encoding="utf-8")
+        if "def open(" not in text:  # A store has a function of this name, which opens a URL.
+            found += [f"{path.name}:{line}" for line in without_encoding(ast.parse(text))]
+    assert not found
+
+
+def test_the_rules_find_what_breaks_them():
+    tree = ast.parse("import os, fcntl\nos.rename(a, b)\nfrom os import fork\np.read_text()\nopen(path)\nopen(p, 'rb')")
+    assert {"fcntl", "os.rename", "os.fork"} <= set(uses(tree))
+    assert list(without_encoding(tree)) == [4, 5]
+
+
+def test_rows_are_read_alike_without_pread(tmp_path, monkeypatch):
+    rows = np.random.default_rng(0).random((5, 3, 4), dtype=np.float32)
+    np.save(tmp_path / "rows.npy", rows)
+    file = RegionFile(tmp_path / "rows.npy")
+    expected = [file.same(i, j) for i in range(5) for j in range(5)]
+    read = [region_features._read_at(file._descriptor, 16, start) for start in (128, 200, 128)]
+    monkeypatch.delattr(os, "pread")
+    assert [region_features._read_at(file._descriptor, 16, start) for start in (128, 200, 128)] == read
+    assert [file.same(i, j) for i in range(5) for j in range(5)] == expected
+    assert read[0] == read[2] != read[1]
+
+
+@pytest.mark.parametrize("name", ["errors.py", "files.py", "data/image_decoding.py"])
+def test_modules_of_the_decoding_process_import_without_resource(name):
+    """What a process that decodes images imports at its start is portable: `resource` is asked for later."""
+    tree = ast.parse((SOURCE / name).read_text(encoding="utf-8"))
+    assert "resource" not in {n for node in tree.body for n in uses(ast.Module([node], []))}
