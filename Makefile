@@ -1,13 +1,15 @@
-# Two commands for visitors: `make demo` and `make test`. Each makes its own environment in $(VENV).
+# For visitors: `make install`, `make demo` and `make test`. Each makes the environment in $(VENV) that it needs.
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 
-.PHONY: help demo test style types examples docs check lowest release-check format benchmarks clean
+.PHONY: help install demo test style types examples docs check lowest release-check format benchmarks clean
 
 help:  ## what there is
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
+
+install: $(VENV)/.demo  ## an environment in .venv for the commands of the README; other extras: pip install -e '.[...]'
 
 demo: $(VENV)/.demo  ## train, evaluate, index and search on the embedded emoji set; writes runs/demo/index.html
 	$(BIN)/sfumato demo
@@ -50,7 +52,7 @@ $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.demo: $(VENV)/bin/python pyproject.toml constraints.txt
-	$(PIP) --editable '.[demo,offline]'
+	$(PIP) --editable '.[demo,offline,report,serve]'
 	touch $@
 
 $(VENV)/.dev: $(VENV)/bin/python pyproject.toml constraints.txt

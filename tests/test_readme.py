@@ -1,5 +1,6 @@
 """The README's blocks run, the commands of README and docs exist, and the paths and tests that they name are there."""
 
+import json
 import os
 import re
 import shlex
@@ -82,7 +83,7 @@ def run_lines(folder, lines):
 def visited(tmp_path_factory):
     """A folder in which all commands of the README ran, and what they printed. One process: torch is imported once."""
     folder = tmp_path_factory.mktemp("readme")
-    make_toy(folder)
+    make_toy(folder, n_each=8)
     shutil.move(folder / "data", folder / "pictures")
     rng = np.random.default_rng(0)
     images = rng.standard_normal((200, 8)).astype(np.float32)
@@ -101,15 +102,15 @@ def visited(tmp_path_factory):
 
 def test_shell_blocks_run(visited):
     _, printed = visited
-    assert "recall@1" in printed and "48 images indexed" in printed and "200 images indexed" in printed
+    assert "recall@1" in printed and "192 images indexed" in printed and "200 images indexed" in printed
     assert printed.count("matches expected") >= 3, "two queries of words and a vector"
 
 
 def test_python_blocks_run_where_the_commands_ran(visited):
     folder, _ = visited
     printed = [run_python(block, folder) for block in blocks("python")]
-    assert len(printed) == 2 and "matches expected" in printed[0]
-    assert re.search(r"id='0'", printed[1])
+    assert len(printed) == 2 and "%  csd" in printed[0]
+    assert printed[1].startswith("[('0', "), "text 0 is of image 0"
 
 
 def test_the_service_of_the_readme_starts(visited):
@@ -118,8 +119,12 @@ def test_the_service_of_the_readme_starts(visited):
     arguments = shlex.split(line, comments=True)
     process = Process(*arguments[2:], folder=folder)
     wait_until_ready(process.client)
-    assert process.client.get("/v1/info").json()["galleries"]["images"]["n"] == 48
+    assert process.client.get("/v1/info").json()["galleries"]["images"]["n"] == 192
     assert "<title>" in process.client.get("/").text
+    [line] = [line for block in blocks("bash") for line in block.splitlines() if line.startswith("curl ")]
+    asked = shlex.split(line.replace("127.0.0.1:8000", str(process.client.base_url).rstrip("/")))
+    found = subprocess.run([*asked, "--silent", "--fail"], check=True, capture_output=True, text=True).stdout
+    assert len(json.loads(found)["answers"][0]["hits"]) == 3
     status, _ = process.end(signal.SIGTERM)
     assert status == 0
 

@@ -38,15 +38,16 @@ threads = 1
 """
 
 
-def make_toy(folder: Path) -> Path:
-    """Two pictures of every coloured shape with two captions each, and a recipe; returns the recipe's path."""
+def make_toy(folder: Path, n_each: int = 2) -> Path:
+    """Pictures of every coloured shape, n_each, with two captions each, and a recipe; returns the recipe's path."""
     data = folder / "data"
     data.mkdir(parents=True)
     for k, (colour, shape) in enumerate(itertools.product(COLOURS, SHAPES)):
-        for twin in range(2):
+        for twin in range(n_each):
             picture = Image.new("RGB", (24, 24), "white")
             draw = ImageDraw.Draw(picture)
-            box = (3 + twin, 4, 19 + twin, 20)
+            x, y = 3 + twin % 3, 4 + twin // 3
+            box = (x, y, x + 16, y + 16)
             if shape == "circle":
                 draw.ellipse(box, fill=colour)
             elif shape == "square":

@@ -80,7 +80,7 @@ def main() -> None:
         if error.code == _INTERRUPTED:
             print(
                 "sfumato: interrupted. No file is incomplete."
-                " Run the same train, ablate, embed or audit --cross-fit again to continue.",
+                " The same demo, train, ablate, adopt, embed or audit --cross-fit continues where it stopped.",
                 file=sys.stderr,
             )
         raise
