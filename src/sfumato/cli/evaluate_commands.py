@@ -570,6 +570,6 @@ def trust(
         return
     (print_trust if details else print_trust_summary)(report, f"{model} on {split}, by {report.distance}")
     if not details:
-        print("--details prints the figures behind this, and all estimators")
+        print("Brackets are 95 % intervals. --details prints the figures and all estimators.")
     if path is not None:
         print(f"written to {path}")

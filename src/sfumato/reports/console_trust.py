@@ -12,10 +12,12 @@ _NAMES: dict[str, str] = {"t2i": "text -> image", "i2t": "image -> text"}
 _ENOUGH = 500
 """Number of queries that nearly always tell perfect probabilities from those that are off by FAR."""
 
+_MORE = "calibrate on more images (more data, or a larger data.val_fraction)"
+
 _VERDICTS = {
-    "holds": "show it; it holds for queries like these",
-    "rough": "show it in words only (likely, unlikely), or calibrate on queries like these",
-    "misleads": "do not show it: calibrate on queries like these",
+    "holds": "show it; it holds for queries like those of this split",
+    "rough": f"show it in words only (likely, unlikely), or {_MORE}",
+    "misleads": f"do not show it; {_MORE}",
 }
 
 _USES = {
