@@ -419,6 +419,8 @@ def test_shards_that_cannot_be_had(tmp_path):
         with pytest.raises(UserError, match="found no .tar file; give a folder, a glob"):
             expand_shards(f"{tmp_path}/{spec}")
     for spec, message in (
+        ("*\0", "holds a character that no file name can hold"),
+        ("*\ud800", "holds a character that no file name can hold"),
         ("{3..1}", "must count upwards"),
         ("{1..9999999}", "at most 300000"),
         ("{0..99999}{0..9}", "stands for more than 300000 names"),

@@ -33,7 +33,7 @@ _REMOTE = re.compile(r"pipe:|[a-z][a-z0-9+.-]*://", re.IGNORECASE)
 
 _MEMBER = re.compile(r"((?:.*/)?[^./]+)\.([^/]*)", re.DOTALL)  # key.ending, as in the webdataset library
 
-_MOST_NAMES = 300_000
+_MOST_NAMES, _LONGEST = 300_000, 4096
 
 
 # What tarfile raises on damaged headers.
@@ -87,6 +87,8 @@ def expand_shards(spec: str) -> list[str]:
             f"shards {spec!r}: addresses and commands are not opened; download the shards, and name their folder"
         )
     path = os.path.expanduser(spec)
+    if "\0" in path or re.search("[\ud800-\udc7f\udd00-\udfff]", path):
+        raise UserError(f"shards {spec!r}: holds a character that no file name can hold; remove it")
     if os.path.isdir(path):
         found = glob.glob(os.path.join(glob.escape(path), "*.tar"))
     elif os.path.isfile(path):
@@ -95,6 +97,7 @@ def expand_shards(spec: str) -> list[str]:
         names = _braces(path)
         globs = [name for name in names if any(sign in name for sign in "*?[")]
         plain = [name for name in names if name not in set(globs)]
+        globs = [name for name in globs if len(name) < _LONGEST]  # Python keeps each compiled pattern in memory.
         missing = [name for name in plain if not os.path.isfile(name)]
         if missing:
             raise UserError(
