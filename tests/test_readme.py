@@ -124,7 +124,8 @@ def test_the_service_of_the_readme_starts(visited):
     [line] = [line for block in blocks("bash") for line in block.splitlines() if line.startswith("curl ")]
     asked = shlex.split(line.replace("127.0.0.1:8000", str(process.client.base_url).rstrip("/")))
     found = subprocess.run([*asked, "--silent", "--fail"], check=True, capture_output=True, text=True).stdout
-    assert len(json.loads(found)["answers"][0]["hits"]) == 3
+    hits = json.loads(found)["answers"][0]["hits"]
+    assert len(hits) == 3 and all(process.client.get(hit["picture"]).status_code == 200 for hit in hits)
     status, _ = process.end(signal.SIGTERM)
     assert status == 0
 

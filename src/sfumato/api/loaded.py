@@ -133,7 +133,7 @@ class LoadedModel:
             if reads and isinstance(text, str):
                 raise UserError(
                     f"this model reads {reads} and has no encoder for texts such as {text[:40]!r}; give an array of"
-                    " them, or search by an item with search_items"
+                    " them, or search an index by an item: Searcher.search_items"
                 )
             if reads and isinstance(text, os.PathLike):
                 texts[i] = Path(text).read_bytes()
@@ -430,7 +430,9 @@ class Searcher:
         """
         found = self.gallery.get(ids)
         if missing := [i for i in ids if i not in found.ids]:
-            raise UserError(f"{self.source} has no item {missing[0]!r} to search by")
+            raise UserError(
+                f"{self.source} has no item {missing[0]!r} to search by; ids are those that a search returns"
+            )
         rows = torch.tensor([found.ids.index(i) for i in ids], dtype=torch.long)
         answers = answer_queries(self.gallery, ids, found.embeddings[rows], k)
         return [answer.with_images(self.image_of) for answer in answers]
@@ -451,7 +453,9 @@ class Searcher:
     def _images(self) -> Images | None:
         if self.given_images is not None:
             return SplitImages(self.given_images)
-        return item_images(self.gallery, self.run or self.gallery.metadata.get("run", ""))
+        with contextlib.suppress(UserError):  # The data have moved: a search goes on without its images.
+            return item_images(self.gallery, self.run or self.gallery.metadata.get("run", ""))
+        return None
 
     def save(self, folder: str | Path) -> None:
         """Write an index, for :func:`load_index` and `sfumato search`. An existing index is replaced.

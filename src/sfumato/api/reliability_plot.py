@@ -64,7 +64,7 @@ class Reliability:
     def __repr__(self) -> str:
         return (
             f"Reliability({self.n} hits, {self.mean_probability:.1%} probable on average, right in {self.rate:.1%};"
-            f" calibration error {self.ece:.3f}, by chance {self.ece_by_chance:.3f})"
+            f" calibration error {self.ece:.3f}, of perfect probabilities {self.ece_by_chance:.3f})"
         )
 
     def plot(self, ax: "Axes | None" = None) -> "Axes":
@@ -103,6 +103,10 @@ class Reliability:
             ax.set(xlim=(-0.03, 1.03), ylim=(-0.03, 1.1), xlabel="predicted probability", ylabel="fraction of matches")
             ax.xaxis.set_major_formatter(PercentFormatter(1))
             ax.yaxis.set_major_formatter(PercentFormatter(1))
-            ax.set_title(f"calibration error {self.ece:.3f}, by chance {self.ece_by_chance:.3f}", loc="left")
+            ax.set_title(
+                f"calibration error {self.ece:.3f}, of perfect probabilities {self.ece_by_chance:.3f}",
+                loc="left",
+                fontsize=9,
+            )
             ax.grid(True)
         return ax

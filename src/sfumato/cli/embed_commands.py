@@ -288,7 +288,7 @@ def adopt(
     """Give a frozen model calibrated probabilities.
 
     The model is named, or given by its embeddings. No network is trained and the ranking stays. The folder is a run:
-    index, search, serve, evaluate, trust, audit and report take it.
+    index, serve, evaluate, trust, audit and report take it. Search its index.
     """
     from sfumato.models.adopt import adopt as adopt_embeddings
     from sfumato.models.adopt import adopt_encoders

@@ -37,6 +37,8 @@ def image_sources(images: Sequence[ImageInput], who: str, *, features: str = "")
         ValueError: the pixels of one have another shape or dtype.
     """
     one = isinstance(images, str | bytes | os.PathLike | Image.Image)
+    if not one and not hasattr(images, "__getitem__") and hasattr(images, "__iter__"):
+        raise TypeError(f"{who}: got a {type(images).__name__}, expected a list of images: list(images)")
     if one or not hasattr(images, "__len__") or not hasattr(images, "__getitem__"):
         raise TypeError(f"{who}: got one {type(images).__name__}, expected a list of images: [image]")
     expected = 1 if features else 3

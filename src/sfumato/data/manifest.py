@@ -246,8 +246,8 @@ def _parquet_rows(path: Path, problems: Problems, needed: Sequence[str]) -> Iter
 
 def _check_columns(path: Path, columns: Sequence[str], needed: Sequence[str]) -> None:
     known = {*columns, "captions"} if "caption" in columns else set(columns)
-    if not known.issuperset(needed):
-        raise UserError(f"{path}: {expected_columns(columns, needed)}")
+    if lacking := [name for name in needed if name not in known]:
+        raise UserError(f"{path}: {expected_columns(columns, lacking)}")
 
 
 def _check_row(location: str, values: dict[str, Any], root: Path, problems: Problems) -> CaptionedImage | None:

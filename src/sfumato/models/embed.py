@@ -1,7 +1,7 @@
 """Use of a run or a published model: loading and embedding of splits, folders and files, and evaluation."""
 
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -439,6 +439,19 @@ def read_lines(path: Path) -> tuple[list[str], list[str], Problems]:
     return texts, ids, problems
 
 
+def split_names(splits: Mapping[str, PairData], split: str) -> list[str]:
+    """The splits that a name stands for.
+
+    Args:
+        splits: by name.
+        split: a name; "all" for all of them, where none is called so.
+
+    Returns:
+        Their names.
+    """
+    return list(splits) if split == "all" and "all" not in splits else [split]
+
+
 def embed_split_images(
     retrieval_model: RetrievalModel, data: DataConfig, split: str
 ) -> tuple[GaussianEmbedding, list[str], Problems]:
@@ -457,8 +470,8 @@ def embed_split_images(
     """
     problems, model = Problems(), retrieval_model.model
     splits = load_splits(data, problems)
-    names = list(splits) if split == "all" and "all" not in splits else [split]
-    if names == [split] and split not in splits:
+    names = split_names(splits, split)
+    if not set(names) <= splits.keys():
         raise no_split_error(data, split, splits)
     prepared = [prepare_split(model, splits[name], problems, name) for name in names]
     if len(problems):

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from sfumato.data.embedding_tables import EmbeddingRow
 from sfumato.data.emoji import emoji_names
 from sfumato.data.images import Problems
 from sfumato.data.item_images import FolderImages, Images, SplitImages, UploadedImages
@@ -25,6 +26,7 @@ from sfumato.models.embed import (
     load_splits,
     model_digest,
     read_lines,
+    split_names,
 )
 from sfumato.models.export import load_model
 from sfumato.models.pretrained import PretrainedModel
@@ -413,7 +415,8 @@ def load_retrieval_model(gallery: Gallery, folder: str | Path, run: str | Path |
     model_source = str(run or gallery.metadata.get("run", ""))
     if not model_source or (Path(model_source).is_absolute() and not Path(model_source).exists()):
         raise UserError(
-            f"the model that {folder} was built with is not at {model_source}; give its folder or name with --run"
+            f"the model that {folder} was built with is not at {model_source}; give its folder or name"
+            " (--run, in Python run=)"
         )
     loaded = load_model(model_source)
     # The first indices of version 0.1 do not record their model.
@@ -421,7 +424,7 @@ def load_retrieval_model(gallery: Gallery, folder: str | Path, run: str | Path |
         raise UserError(
             f"{folder} was built with another model than {model_source} is now: their distances cannot be"
             f" compared; give"
-            " the right model with --run, or build the index again"
+            " the right model (--run, in Python run=), or build the index again"
         )
     return loaded
 
@@ -445,8 +448,10 @@ def item_images(gallery: Gallery, run: str | Path) -> Images | None:
         found = FolderImages(Path(source["folder"]))
     elif "split" in source and (Path(run) / RECIPE).is_file():
         splits = load_splits(load_recipe(Path(run) / RECIPE, saved=True).data, Problems())
-        if (data := splits.get(source["split"])) is not None:
-            found = SplitImages(dict(zip(data.image_ids, data.images, strict=True)))
+        parts = [splits[name] for name in split_names(splits, source["split"]) if name in splits]
+        images = {i: image for part in parts for i, image in zip(part.image_ids, part.images, strict=True)}
+        if images and not any(isinstance(image, EmbeddingRow) for image in images.values()):
+            found = SplitImages(images)
     if isinstance(gallery, GaussianCollection):
         return UploadedImages(gallery.folder / UPLOADED_IMAGES, found)
     return found

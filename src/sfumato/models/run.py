@@ -446,7 +446,8 @@ def load_state(
             optimiser.load_state_dict({"state": state, "param_groups": optimiser.state_dict()["param_groups"]})
         except (LookupError, ValueError, TypeError, AttributeError, RuntimeError) as error:
             raise UserError(
-                f"{path}: the state of the optimiser is damaged, or belongs to another one ({first_line(error)})"
+                f"{path}: the state of the optimiser is damaged, or belongs to another one ({first_line(error)}); copy"
+                " the folder again, or train into a new one"
             ) from error
     return about
 

@@ -509,7 +509,8 @@ def _add_views(app: FastAPI, service: Service) -> None:
     async def list_items(
         gallery: Annotated[GalleryName, Parameter(description="gallery to list")] = "images",
         cursor: Annotated[
-            str | None, Parameter(max_length=1000, description="`next_cursor` of the items before; left out to begin")
+            str | None,
+            Parameter(max_length=100_000, description="`next_cursor` of the items before; left out to begin"),
         ] = None,
         limit: Annotated[int, Parameter(ge=1, le=1000, description="items at most")] = 100,
     ) -> Response:

@@ -184,11 +184,13 @@ class Service:
         """
         served, limits = self.gallery(options.gallery), self.settings
         if len(asked) > limits.max_batch:
-            raise Refusal(422, f"{len(asked)} queries are more than the limit of {limits.max_batch}")
+            raise Refusal(
+                422, f"{len(asked)} queries are more than the limit of {limits.max_batch}; send fewer at a time"
+            )
         if "max_results" not in options.model_fields_set:
             options = options.model_copy(update={"max_results": min(options.max_results, limits.max_results)})
         if options.max_results > limits.max_results:
-            reason = f"{options.max_results} is more than the limit of {limits.max_results}"
+            reason = f"{options.max_results} is more than the limit of {limits.max_results}; ask for fewer"
             raise Refusal(422, f"max_results: {reason}", errors=[("max_results", reason)])
         max_set = self._max_set(len(asked), options)
         if not options.abstain is options.coverage is options.min_probability is None:
@@ -375,7 +377,8 @@ class Service:
                 found += good(await self.embedder.embed_texts(part), part)
             rows = GaussianEmbedding.cat(found).to(torch.float32)
             asked = [Asked("text", text, "", text=text) for text in texts]
-            options, unfamiliar = SearchOptions(gallery=gallery, max_results=N_HITS), self.sources.unfamiliar(texts)
+            options = SearchOptions(gallery=gallery, max_results=N_HITS)
+            unfamiliar = await self.in_thread(self.sources.unfamiliar, texts)
             ask = partial(answered, served, asked, rows, options, max_set=N_HITS, unfamiliar=unfamiliar, watched=False)
             queries = chosen(await self.in_thread(ask))
         self._examples[gallery] = version, Examples(gallery=gallery, queries=queries, items=items)

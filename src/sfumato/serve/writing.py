@@ -192,7 +192,7 @@ class Writer:
     def _check(self, gallery: GalleryName, served: ServedGallery, items: Sequence[New]) -> None:
         most, errors, seen = self.service.settings.max_batch, list[tuple[str, str]](), set[str]()
         if len(items) > most:
-            raise Refusal(422, f"{len(items)} items are more than the limit of {most}")
+            raise Refusal(422, f"{len(items)} items are more than the limit of {most}; send fewer at a time")
         wanted = "image" if gallery == "images" else "text"
         for one in items:
             if (one.image is None) == (wanted == "image"):

@@ -181,7 +181,8 @@ const tell = () => running.some(Boolean) || ($("#status").textContent = shown.fi
 // ---- the answers
 
 const wordsOf = ({ verdict }) => verdict?.text ?? "Closest results first";
-const toneOf = ({ verdict }) => TONES.get(verdict?.kind) ?? "plain";
+const toneOf = ({ verdict, hits }) =>
+  verdict?.kind === "few" && hits?.[0]?.match_probability < 0.5 ? "unsure" : (TONES.get(verdict?.kind) ?? "plain");
 
 const titleOf = ({ kind, value }) =>
   kind === "text" ? `“${value}”` : kind === "image" ? files.get(value).file.name || "an image" : `More like ${known.has(value) ? nameOf(known.get(value)) : value}`;
