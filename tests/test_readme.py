@@ -97,12 +97,13 @@ def visited(tmp_path_factory):
     process.stdout.close()
     status, errors = process.finish()
     assert status == 0, errors
-    return folder, printed
+    return folder, printed + errors
 
 
 def test_shell_blocks_run(visited):
     _, printed = visited
     assert "recall@1" in printed and "192 images indexed" in printed and "200 images indexed" in printed
+    assert printed.count("The training images are in this gallery") == 1, "of the trained model, not of the adopted one"
     assert printed.count("matches expected") >= 3, "two queries of words and a vector"
 
 

@@ -10,6 +10,7 @@ import typer
 from sfumato.cli.common import AsJson, Device, ModelName, app, print_result, problems_suffix
 from sfumato.cli.outputs import check_out_folder, writing
 from sfumato.errors import UserError
+from sfumato.progress import say
 
 ImagesToIndex = Annotated[
     Path | None,
@@ -89,6 +90,12 @@ def index(
     result = {"out": str(out), "n": n, **kept, "problems": len(problems)}
     items = counted(n, "image" if direction == "t2i" else "text")
     print_result(result, as_json, f"{items} {line}: {out}" + problems_suffix(problems))
+    trained = any(True for _ in retrieval_model.model.parameters())
+    if split in ("all", "train") and retrieval_model.calibrated and trained:
+        say(
+            "Probabilities were fitted on images that training left out. The training images are in this gallery, which"
+            " is also larger: here they are a rough guide, and sfumato trust does not measure them"
+        )
 
 
 def _check_index_options(sources: tuple[object, ...], engine: str | None, store: str | None, add: bool) -> None:
