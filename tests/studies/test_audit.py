@@ -237,7 +237,7 @@ def test_parts_keep_groups_whole_and_leave_nothing_out():
 def work(tmp_path_factory):
     """A folder with data, a recipe and a run trained on noisy pairs."""
     folder = tmp_path_factory.mktemp("audit")
-    recipe = make_toy(folder)
+    recipe = make_toy(folder, n_each=4)  # Parts of a cross-fit learn too.
     options = 'noise_rate = 0.25\nequal_texts = "separate"\ntest_fraction'
     # Forty epochs, because an audit by a model at chance is refused.
     learning = recipe.read_text().replace("epochs = 3", "epochs = 40").replace("lr = 2e-3", "lr = 5e-3")
@@ -321,7 +321,7 @@ def test_expected_number_of_wrong_pairs_is_the_sum_of_their_probabilities(share)
 
 
 def test_a_model_at_chance_is_refused(work, sfumato, tmp_path):
-    shutil.copytree(work / "run", tmp_path / "run")
+    shutil.copytree(work / "run", tmp_path / "run", ignore=shutil.ignore_patterns("audit-*"))
     weights = load_file(tmp_path / "run" / "model.safetensors")
     generator = torch.Generator().manual_seed(0)
     shuffled = {
@@ -371,6 +371,7 @@ def test_an_uncalibrated_model_gives_no_probabilities(work, sfumato, tmp_path, c
 def test_cross_fitting_trains_on_the_other_parts(work, sfumato, tmp_path):
     arguments = "audit", "--run", work / "run", "--cross-fit", 2, "--out", tmp_path / "c", "--top", 500, "--json"
     status, out, err = sfumato(*arguments)
+    assert status == 0, err
     result = json.loads(out)
     assert status == 0 and result["cross_fit"] == 2 and result["split"] == "train" and "part 2 of 2" in err
     logs = [tmp_path / "c" / f"part-{k}" / "log.jsonl" for k in range(2)]
