@@ -10,6 +10,7 @@ help:  ## what there is
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
 
 install: $(VENV)/.demo  ## an environment in .venv for the commands of the README; other extras: pip install -e '.[...]'
+	@echo 'Ready. Next: source $(BIN)/activate'
 
 demo: $(VENV)/.demo  ## train, evaluate, index and search on the embedded emoji set; writes runs/demo/index.html
 	$(BIN)/sfumato demo
