@@ -43,7 +43,7 @@ import torch
 from faults import exchange, raw_request, wrong_with
 from PIL import Image
 from service_world import WORDS, in_base64, noise, picture, random_model
-from store_servers import SERVERS, StoreServer, family
+from store_servers import SERVERS, StoreServer, family, family_memory
 
 from sfumato.calibration.calibrator import Calibration
 from sfumato.calibration.query_scores import QueryScores
@@ -128,11 +128,7 @@ class Service:
     @property
     def memory(self) -> float:
         """Resident MB of the service with its workers."""
-        pages = 0
-        for pid in family(self._process.pid):
-            with contextlib.suppress(OSError):
-                pages += int(Path(f"/proc/{pid}/statm").read_text().split()[1])
-        return pages * os.sysconf("SC_PAGE_SIZE") / 1e6
+        return family_memory(self._process.pid)
 
 
 class Ledger:

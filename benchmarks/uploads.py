@@ -37,7 +37,7 @@ import httpx
 import numpy as np
 from PIL import Image
 from service_world import WORDS, small_sources
-from store_servers import family
+from store_servers import family_memory
 
 from sfumato.serve.app import create_app
 from sfumato.serve.server import run_app
@@ -79,11 +79,7 @@ class Watched:
     @property
     def memory(self) -> float:
         """Resident MB of the service with its workers."""
-        pages = 0
-        for pid in family(self._process.pid):
-            with contextlib.suppress(OSError):
-                pages += int(Path(f"/proc/{pid}/statm").read_text().split()[1])
-        found = pages * os.sysconf("SC_PAGE_SIZE") / 1e6
+        found = family_memory(self._process.pid)
         self.peak = max(self.peak, found)
         return found
 

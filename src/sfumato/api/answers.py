@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from sfumato.data.images import ImageSource, thumbnail
 from sfumato.direction import Direction
 from sfumato.gaussian import GaussianEmbedding
-from sfumato.reports.charts import FIRST, STYLE, require_matplotlib
+from sfumato.reports.charts import FIRST, STYLE, new_axes, require_matplotlib
 from sfumato.search.gallery import Gallery, SearchRecord, Verdict, verdict
 
 if TYPE_CHECKING:
@@ -108,14 +108,10 @@ class SearchAnswer:
         """
         require_matplotlib()
         import matplotlib
-        from matplotlib import pyplot
 
         if ax is None:
-            # Outside of the style: the first figure loads the backend, whose settings the end of the style would undo.
-            figure = pyplot.figure(figsize=(5.6, 1.2 + 0.3 * max(1, len(self))), layout="constrained")
-            with matplotlib.rc_context(STYLE):
-                ax = figure.subplots()
-                figure.suptitle(f"{_shortened(self.query)}: {self.sentence}", x=0.01, ha="left", wrap=True)
+            title = f"{_shortened(self.query)}: {self.sentence}"
+            ax = new_axes(5.6, 1.2 + 0.3 * max(1, len(self)), title)
         with matplotlib.rc_context(STYLE):
             values = [hit.match_probability if self.calibrated else hit.distance for hit in self]
             bars = ax.barh(range(len(self)), values, height=0.6, color=FIRST)

@@ -9,7 +9,7 @@ from sfumato.metrics.reliability import (
     expected_calibration_error,
     reliability_curve,
 )
-from sfumato.reports.charts import FAINT, FIRST, STYLE, require_matplotlib
+from sfumato.reports.charts import FAINT, FIRST, STYLE, new_axes, require_matplotlib
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -81,14 +81,10 @@ class Reliability:
         """
         require_matplotlib()
         import matplotlib
-        from matplotlib import pyplot
         from matplotlib.ticker import PercentFormatter
 
         if ax is None:
-            # Outside of the style: the first figure loads the backend, whose settings the end of the style would undo.
-            figure = pyplot.figure(figsize=(4.4, 4.2), layout="constrained")
-            with matplotlib.rc_context(STYLE):
-                ax = figure.subplots()
+            ax = new_axes(4.4, 4.2)
         with matplotlib.rc_context(STYLE):
             x, y, low, high, count = (
                 [b[key] for b in self.curve] for key in ("probability", "observed", "low", "high", "count")

@@ -57,6 +57,27 @@ def require_matplotlib() -> None:
         raise UserError("charts are drawn with matplotlib: pip install 'sfumato[report]'") from error
 
 
+def new_axes(width: float, height: float, title: str = "") -> "Axes":
+    """Axes in the style of the charts, on a new figure that notebooks show.
+
+    Args:
+        width, height: of the figure, in inches.
+        title: of the figure; none if empty.
+
+    Returns:
+        The axes.
+    """
+    import matplotlib
+    from matplotlib import pyplot
+
+    # Outside of the style: the first figure loads the backend, whose settings the end of the style would undo.
+    figure = pyplot.figure(figsize=(width, height), layout="constrained")
+    with matplotlib.rc_context(STYLE):
+        if title:
+            figure.suptitle(title, x=0.01, ha="left", wrap=True)
+        return figure.subplots()
+
+
 class Chart:
     """A matplotlib figure with one pair of axes.
 
