@@ -139,7 +139,7 @@ def estimates(log_odds: np.ndarray, wrong: np.ndarray) -> dict[str, float]:
     """The estimated share of wrong pairs and how well its probabilities are calibrated."""
     share = wrong_fraction(log_odds)
     p = torch.from_numpy(wrong_probability(log_odds, share))
-    error = expected_calibration_error(p, torch.from_numpy(wrong.astype(float)))
+    error = expected_calibration_error(p, torch.from_numpy(wrong.astype(float)), binning="width")
     return {"wrong": float(wrong.mean()), "estimated": share, "ece": float(error)}
 
 
@@ -229,7 +229,7 @@ def hidden(folder: Path, split: str, share: float, resamples: int) -> dict[str, 
         "n": len(found),
         "of the hidden": float(hit.sum() / len(gone)),
         "precision": {str(k): float(hit[:k].mean()) for k in (100, 1000)},
-        "ece": float(expected_calibration_error(p, torch.from_numpy(hit.astype(float)))),
+        "ece": float(expected_calibration_error(p, torch.from_numpy(hit.astype(float)), binning="width")),
         "expected over true": float(p.sum() / hit.sum()),
     }
     return result

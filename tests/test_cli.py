@@ -13,7 +13,7 @@ import safetensors.torch
 import torch
 from support.toy import make_toy
 
-from sfumato import cli, load_embeddings
+from sfumato import cli, load, load_embeddings
 from sfumato.errors import UserError, explain_os_error
 from sfumato.search.collection import GaussianCollection
 from sfumato.search.parts import read_parts
@@ -152,6 +152,21 @@ def test_report_of_a_run_and_of_a_model_elsewhere(work, sfumato, tmp_path):
     status, out, _ = sfumato("report", tmp_path / "moved", *arguments)
     assert status == 0 and json.loads(out)["evaluation"] == result["evaluation"]
     assert "moved on “test”" in out_file.read_text() and "training loss" not in out_file.read_text()
+
+
+def test_report_and_trust_give_first_hits_one_calibration_error(work, sfumato, tmp_path):
+    report = json.loads(sfumato("report", work / "run", "--out", tmp_path / "page.html", "--json")[1])["calibration"]
+    trust = json.loads(sfumato("trust", work / "run", "--bootstrap", 0, "--json")[1])["hits"]["served"]
+    first = [hits for hits in trust if hits["hits"] == 1]
+    assert {hits["direction"] for hits in first} == {"t2i", "i2t"}
+    for hits in first:
+        mine = report[hits["direction"]]
+        assert mine["n"] == hits["n"] and mine["matches"] == pytest.approx(hits["rate"])
+        assert mine["after"]["ece"] == pytest.approx(hits["ece"], abs=1e-6) and hits["ece"] > 0
+        assert mine["after"]["ece_of_perfect"] == pytest.approx(hits["ece_by_chance"], abs=1e-6)
+    model = load(work / "run")
+    for hits in first:
+        assert model.reliability(direction=hits["direction"]).ece == pytest.approx(hits["ece"], abs=1e-6)
 
 
 def test_a_run_is_evaluated_where_its_data_are_now(work, sfumato, tmp_path):

@@ -19,11 +19,12 @@ from sfumato.metrics.reliability import (
 def test_worked_by_hand():
     probability = torch.tensor([0.0, 0.1, 0.5, 0.6, 0.9, 1.0])
     match = torch.tensor([0.0, 1.0, 0.0, 1.0, 1.0, 1.0])
-    curve = reliability_curve(probability, match, n_bins=2)
+    curve = reliability_curve(probability, match, n_bins=2, binning="width")
     assert [b["count"] for b in curve] == [2, 4]
     assert [b["probability"] for b in curve] == pytest.approx([0.05, 0.75])
     assert [b["observed"] for b in curve] == pytest.approx([0.5, 0.75])
-    assert expected_calibration_error(probability, match, n_bins=2) == pytest.approx(2 / 6 * 0.45)
+    ece = expected_calibration_error(probability, match, n_bins=2, binning="width")
+    assert ece == pytest.approx(2 / 6 * 0.45)
     assert brier_score(probability, match) == pytest.approx((0.81 + 0.25 + 0.16 + 0.01) / 6)
 
 
@@ -35,7 +36,7 @@ def test_agrees_with_a_loop():
         inside = [i for i in range(301) if min(int(float(probability[i]) * 15), 14) == b]
         if inside:
             total += abs(sum(float(probability[i]) - float(match[i]) for i in inside)) / 301
-    assert expected_calibration_error(probability, match) == pytest.approx(total, abs=1e-6)
+    assert expected_calibration_error(probability, match, binning="width") == pytest.approx(total, abs=1e-6)
 
 
 def test_a_calibrated_forecast_passes_and_an_overconfident_one_does_not():
@@ -72,7 +73,8 @@ def test_bins_of_equal_count_by_hand():
     assert [b["observed"] for b in curve] == pytest.approx([0.0, 1.0])
     by_count = expected_calibration_error(probability, match, n_bins=2, binning="count")
     assert by_count == pytest.approx((3 * 0.02 + 2 * 0.53) / 5)
-    by_width = expected_calibration_error(probability, match, n_bins=2)
+    assert by_count == expected_calibration_error(probability, match, n_bins=2), "bins with equally many by default"
+    by_width = expected_calibration_error(probability, match, n_bins=2, binning="width")
     assert by_width == pytest.approx((4 * 0.225 + 0.1) / 5) and by_width != by_count
     with pytest.raises(ValueError, match="unknown binning 'mass'; known: width, count"):
         reliability_curve(probability, match, binning="mass")

@@ -29,6 +29,7 @@ from sfumato.errors import UserError, counted
 from sfumato.evaluation.hits import first_hits
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.matching import match_probability
+from sfumato.metrics.reliability import N_BINS
 from sfumato.models.calibrate import some_positions
 from sfumato.models.embed import embed_folder, embed_split, load_splits, no_split_error, prepare_split
 from sfumato.models.export import load_model
@@ -182,13 +183,13 @@ class LoadedModel:
             )
         return match_probability(distance, found.logit_scale, found.logit_bias)
 
-    def reliability(self, split: str = "test", *, direction: Direction = "t2i", n_bins: int = 10) -> Reliability:
+    def reliability(self, split: str = "test", *, direction: Direction = "t2i", n_bins: int = N_BINS) -> Reliability:
         """How well the probabilities of first hits hold on a split of the run's own data.
 
         Args:
             split: one that neither trained nor calibrated it. Of more than 3,000 images a random part is taken.
             direction: "t2i" if texts search among images.
-            n_bins: number of bins, each with equally many queries.
+            n_bins: number of bins of the curve, each with equally many queries.
 
         Returns:
             The comparison; its ``plot()`` draws it.

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from sfumato.arrays import Array, as_tensor
 from sfumato.metrics.reliability import (
+    N_BINS,
     calibration_error_by_chance,
     expected_calibration_error,
     reliability_curve,
@@ -21,7 +22,7 @@ class Reliability:
 
     Attributes:
         curve: bins of equally many predictions, see :func:`~sfumato.metrics.reliability.reliability_curve`.
-        ece: expected calibration error over these bins.
+        ece: expected calibration error, in N_BINS bins however many the curve has: the figure of `sfumato trust`.
         ece_by_chance: what perfect probabilities of as many cases would show.
         n: number of predictions.
         mean_probability: mean prediction.
@@ -36,13 +37,13 @@ class Reliability:
     rate: float
 
     @classmethod
-    def of(cls, probability: Array, match: Array, *, n_bins: int = 10) -> "Reliability":
+    def of(cls, probability: Array, match: Array, *, n_bins: int = N_BINS) -> "Reliability":
         """Compare predictions with outcomes.
 
         Args:
             probability: (k,) predictions in [0, 1], a tensor or an array.
             match: (k,) outcomes in [0, 1].
-            n_bins: number of bins, each with equally many predictions.
+            n_bins: number of bins of the curve, each with equally many predictions.
 
         Returns:
             The comparison.
@@ -53,9 +54,9 @@ class Reliability:
         p = as_tensor(probability, "probability", "Reliability.of").double()
         y = as_tensor(match, "match", "Reliability.of").double()
         return cls(
-            tuple(reliability_curve(p, y, n_bins=n_bins, binning="count")),
-            expected_calibration_error(p, y, n_bins=n_bins, binning="count"),
-            calibration_error_by_chance(p, n_bins=n_bins),
+            tuple(reliability_curve(p, y, n_bins=n_bins)),
+            expected_calibration_error(p, y),
+            calibration_error_by_chance(p),
             len(p),
             float(p.mean()),
             float(y.mean()),

@@ -26,9 +26,6 @@ from sfumato.metrics.reliability import (
 )
 from sfumato.metrics.selective import auroc
 
-N_BINS = 15
-"""Bins with equally many hits, of every calibration error here."""
-
 Verdict = Literal["holds", "rough", "misleads", "too few"]
 """What may be done with the probabilities of first hits, see :attr:`HitFigures.verdict`."""
 
@@ -51,7 +48,7 @@ class HitFigures:
         n: number of hits.
         rate: fraction of hits that match.
         mean_probability: mean probability of the hits.
-        ece: expected calibration error over N_BINS bins of equally many hits.
+        ece: expected calibration error in bins with equally many hits, as everywhere.
         ece_by_chance: the calibration error that perfect probabilities of these hits would show, on average.
         ece_perfect_most: the error that perfect probabilities exceed in 5 % of the samples of as many hits.
         ece_off_least: the error that probabilities off by FAR stay below in 5 % of such samples: the smallest of those
@@ -307,7 +304,7 @@ def _hits(
 def _figures(p: Tensor, y: Tensor, direction: Direction, n_gallery: int, hits: int) -> HitFigures:
     rate = float(y.mean())
     constant = rate * (1 - rate)
-    perfect = simulated_calibration_errors(p, p, n_bins=N_BINS)
+    perfect = simulated_calibration_errors(p, p)
     return HitFigures(
         direction=direction,
         n_gallery=n_gallery,
@@ -315,12 +312,10 @@ def _figures(p: Tensor, y: Tensor, direction: Direction, n_gallery: int, hits: i
         n=len(p),
         rate=rate,
         mean_probability=float(p.mean()),
-        ece=expected_calibration_error(p, y, n_bins=N_BINS, binning="count"),
+        ece=expected_calibration_error(p, y),
         ece_by_chance=float(perfect.mean()),
         ece_perfect_most=float(perfect.quantile(1 - _UNSURE)),
-        ece_off_least=min(
-            float(simulated_calibration_errors(p, off, n_bins=N_BINS).quantile(_UNSURE)) for off in _off(p)
-        ),
+        ece_off_least=min(float(simulated_calibration_errors(p, off).quantile(_UNSURE)) for off in _off(p)),
         log_loss=log_loss(p, y),
         brier_skill=1 - brier_score(p, y) / constant if constant else 0.0,
         auroc=auroc(p.numpy(), y.bool().numpy()) if constant else None,

@@ -16,9 +16,12 @@ from sfumato.arrays import Array, as_tensor
 Binning = Literal["width", "count"]
 """Bins of equal width, or with equally many predictions."""
 
+N_BINS = 15
+"""Bins of every calibration error, unless a caller asks for others. They have equally many predictions."""
+
 
 def reliability_curve(
-    probability: Array, match: Array, *, n_bins: int = 15, binning: Binning = "width", confidence: float = 0.95
+    probability: Array, match: Array, *, n_bins: int = N_BINS, binning: Binning = "count", confidence: float = 0.95
 ) -> list[dict[str, Any]]:
     """The reliability curve: predicted probability and observed fraction in each bin.
 
@@ -26,9 +29,9 @@ def reliability_curve(
         probability: (k,) predictions in [0, 1], a tensor or an array.
         match: (k,) labels in [0, 1].
         n_bins: number of bins.
-        binning: "width" divides [0, 1] into equal parts. "count" puts the same number of predictions into each bin,
-            with a difference of at most one; equal predictions may fall into two bins. For all pairs of a gallery
-            prefer "count": nearly all of their predictions lie in the first bin of equal width.
+        binning: "count" puts the same number of predictions into each bin, with a difference of at most one; equal
+            predictions may fall into two bins. "width" divides [0, 1] into equal parts; nearly all predictions of all
+            pairs of a gallery lie in the first of these.
         confidence: of the interval of the observed fraction.
 
     Returns:
@@ -74,7 +77,7 @@ def _which_bin(probability: Tensor, n_bins: int, binning: Binning) -> Tensor:
 
 
 def expected_calibration_error(
-    probability: Array, match: Array, *, n_bins: int = 15, binning: Binning = "width"
+    probability: Array, match: Array, *, n_bins: int = N_BINS, binning: Binning = "count"
 ) -> float:
     """Mean gap between predicted and observed over the bins of :func:`reliability_curve`, weighted by their size (ECE).
 
@@ -141,7 +144,7 @@ def simulated_calibration_errors(
     probability: Tensor,
     true_probability: Tensor,
     *,
-    n_bins: int = 15,
+    n_bins: int = N_BINS,
     binning: Binning = "count",
     n_samples: int = 100,
     seed: int = 0,
@@ -174,7 +177,7 @@ def simulated_calibration_errors(
 
 
 def calibration_error_by_chance(
-    probability: Array, *, n_bins: int = 15, binning: Binning = "count", n_samples: int = 100, seed: int = 0
+    probability: Array, *, n_bins: int = N_BINS, binning: Binning = "count", n_samples: int = 100, seed: int = 0
 ) -> float:
     """The ECE of perfect probabilities: the mean over outcomes that are drawn from the predictions.
 
@@ -193,7 +196,7 @@ def calibration_error_by_chance(
 
 
 def compare_calibration(
-    probability: Mapping[str, Array], match: Array, *, n_bins: int = 15
+    probability: Mapping[str, Array], match: Array, *, n_bins: int = N_BINS
 ) -> dict[str, dict[str, Any]]:
     """Compare several predictions of the same outcomes, e.g. before and after calibration.
 
@@ -203,19 +206,19 @@ def compare_calibration(
         n_bins: number of bins.
 
     Returns:
-        For each name {"expected_calibration_error", "expected_calibration_error_by_count", "brier_score", "curve",
-        "curve_by_count"}; the latter two see :func:`reliability_curve`.
+        For each name {"expected_calibration_error" and "curve", in bins of equal width,
+        "expected_calibration_error_by_count" and "curve_by_count", in bins with equally many, "brier_score"}.
 
     Raises:
         ValueError: see :func:`reliability_curve` and :func:`brier_score`.
     """
     return {
         name: {
-            "expected_calibration_error": expected_calibration_error(p, match, n_bins=n_bins),
-            "expected_calibration_error_by_count": expected_calibration_error(p, match, n_bins=n_bins, binning="count"),
+            "expected_calibration_error": expected_calibration_error(p, match, n_bins=n_bins, binning="width"),
+            "expected_calibration_error_by_count": expected_calibration_error(p, match, n_bins=n_bins),
             "brier_score": brier_score(p, match),
-            "curve": reliability_curve(p, match, n_bins=n_bins),
-            "curve_by_count": reliability_curve(p, match, n_bins=n_bins, binning="count"),
+            "curve": reliability_curve(p, match, n_bins=n_bins, binning="width"),
+            "curve_by_count": reliability_curve(p, match, n_bins=n_bins),
         }
         for name, p in probability.items()
     }

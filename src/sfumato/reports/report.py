@@ -17,7 +17,7 @@ from sfumato.evaluation.protocols import Evaluation, evaluate_retrieval, table_r
 from sfumato.evaluation.trust import FIGURES
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.metrics.relevance import Relevance
-from sfumato.metrics.reliability import wilson_interval
+from sfumato.metrics.reliability import N_BINS, wilson_interval
 from sfumato.reports.charts import require_matplotlib
 from sfumato.reports.formatting import DIRECTIONS, MISSING, in_words, interval, number, percent, signed
 from sfumato.reports.page_files import render_page
@@ -47,7 +47,7 @@ class Report:
         html: the page, which needs no other file.
         evaluation: of both directions by the model's own distance.
         calibration: of all pairs ("pairs") and of each query's first result ("i2t", "t2i"): "n", "matches" (fraction
-            that match) and, before and after calibration, "ece" and "brier".
+            that match) and, before and after calibration, "ece" and "brier"; for first results also "ece_of_perfect".
         mistakes: by direction, the number "n" of queries, the number with a "wrong" first result, and the number of
             these with a match probability of at least one half, "plausible".
     """
@@ -102,6 +102,7 @@ def make_report(data: ReportData) -> Report:
         "correlation": evaluation.multiplicity,
         "calibration": calibration,
         "calibration_panels": panels,
+        "n_bins": N_BINS,
         "extremes": [] if points else uncertain_queries(data, directions, thumbnails),
         "mistakes": mistakes,
         "shown_mistakes": [group | {"name": DIRECTIONS[group["key"]]} for group in shown_mistakes],

@@ -193,8 +193,6 @@ if TYPE_CHECKING:
 
 _PAIRS = 4_000_000
 
-_BINS = 10
-
 _QUANTILES = (("least", 0.0), ("tenth", 0.1), ("median", 0.5), ("nine tenths", 0.9), ("most", 1.0))
 
 
@@ -307,14 +305,14 @@ def calibration_panels(
         versions |= {"after": fitted.double()} if calibrated else {}
         curves = {}
         for version, p in versions.items():
-            curves[version] = reliability_curve(p, match, n_bins=_BINS)
+            # Of all pairs, bins with equally many would all lie near 0.
+            curves[version] = reliability_curve(p, match, binning="width" if key == "pairs" else "count")
             figures[key][version] = {
-                "ece": expected_calibration_error(p, match, n_bins=_BINS),
+                "ece": expected_calibration_error(p, match),
                 "brier": brier_score(p, match),
             }
             if key != "pairs":
-                perfect = calibration_error_by_chance(p, n_bins=_BINS, binning="width")
-                figures[key][version]["ece_of_perfect"] = perfect
+                figures[key][version]["ece_of_perfect"] = calibration_error_by_chance(p)
         rows = [
             [version, percent(b["probability"]), percent(b["observed"]), f"{b['count']:,}"]
             for version, curve in curves.items()

@@ -21,7 +21,6 @@ import torch
 
 from sfumato.calibration.calibrator import Calibration
 from sfumato.errors import UserError
-from sfumato.evaluation.hits import N_BINS
 from sfumato.evaluation.trust import corruption_statistics
 from sfumato.files import write_json
 from sfumato.gaussian import GaussianEmbedding
@@ -457,8 +456,8 @@ def _figures(
         **bootstrap(statistics, len(u), n_resamples=n, groups=groups, seed=seed),
         recall_after=recall_after,
         recall_csd=recall_csd,
-        ece=expected_calibration_error(probability, torch.from_numpy(hit), n_bins=N_BINS, binning="count"),
-        ece_by_chance=calibration_error_by_chance(probability, n_bins=N_BINS),
+        ece=expected_calibration_error(probability, torch.from_numpy(hit)),
+        ece_by_chance=calibration_error_by_chance(probability),
         platt=platt,
         absent_auroc=_absent(contestant, scene, every, options),
         ambiguity=_ambiguity(contestant, scene, options),
