@@ -252,15 +252,18 @@ class Asked:
     vector: bytes | None = None
 
 
-def without_bytes(asked: Asked) -> Asked:
+def without_bytes(asked: Asked, served: ServedGallery) -> Asked:
     """A query after its embedding, for a queue.
 
     Args:
         asked: the query.
+        served: the gallery to search.
 
     Returns:
-        The same with digests in place of an image and of a vector.
+        The same without an image or a vector; with their digests if :func:`watch` tells queries apart by them.
     """
+    if served.drift is None or asked.kind != native(served.gallery):
+        return replace(asked, image=b"", vector=None)
     image, vector = (value and hashlib.blake2b(value, digest_size=16).digest() for value in (asked.image, asked.vector))
     return replace(asked, image=image or b"", vector=vector)
 

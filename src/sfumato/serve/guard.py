@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from sfumato.serve.limits import Bodies, Budget
+from sfumato.serve.limits import Bodies, Body, Budget
 from sfumato.serve.schemas import QueryDrift, Refusal
 from sfumato.serve.settings import Rights, Settings
 
@@ -224,14 +224,15 @@ class Guard:
 
         await self.app(scope, nothing, reply)  # There is no such route: 404 or 405.
 
-    async def _within_time(self, scope: Scope, body: list[bytes], receive: Receive, reply: "_Reply") -> None:
+    async def _within_time(self, scope: Scope, body: Body, receive: Receive, reply: "_Reply") -> None:
         """Run the application until it has answered, the time limit is over, or the client has left."""
         gone = asyncio.ensure_future(receive())
 
         async def replay() -> Message:
             if not body:
                 return await asyncio.shield(gone)
-            return {"type": "http.request", "body": body.pop(), "more_body": False}
+            piece = body.take()
+            return {"type": "http.request", "body": piece, "more_body": bool(body)}
 
         answering = asyncio.ensure_future(self._application(scope, replay, reply))
         try:

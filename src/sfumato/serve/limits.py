@@ -4,7 +4,8 @@ import asyncio
 import contextlib
 import ctypes
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -18,6 +19,9 @@ Done = TypeVar("Done")
 
 SMALL_BODY = 65_536
 """Bytes of a body that count for no budget: requests without images never wait for those with."""
+
+PIECE = 1_000_000
+"""Bytes of a body that are handled at a time: the event loop and the other threads wait for no longer copy."""
 
 _PROMPT, _GRACE = 1.0, 5.0
 """Seconds after which a body counts as slow, and after which it must have kept the least rate."""
@@ -133,6 +137,33 @@ def _retrieve(task: "asyncio.Task[Done]") -> None:
         task.exception()
 
 
+class Body:
+    """A body that has arrived, in the parts in which it came. It keeps nothing of what was taken from it.
+
+    Args:
+        parts: in their order.
+    """
+
+    def __init__(self, parts: Iterable[bytes]) -> None:
+        self._parts = deque(parts)
+
+    def __bool__(self) -> bool:
+        """Whether something is left."""
+        return bool(self._parts)
+
+    def take(self) -> bytes:
+        """The next piece.
+
+        Returns:
+            At least PIECE bytes while there are so many; b"" if nothing is left.
+        """
+        taken, size = list[bytes](), 0
+        while self._parts and size < PIECE:
+            taken.append(self._parts.popleft())
+            size += len(taken[-1])
+        return b"".join(taken)
+
+
 @dataclass(eq=False)
 class _Arrival:
     """A body that arrives."""
@@ -167,7 +198,7 @@ class Bodies:
         self._rest: asyncio.TimerHandle | None = None
 
     @contextlib.asynccontextmanager
-    async def arrived(self, announced: str, receive: Receive) -> AsyncIterator[list[bytes] | None]:
+    async def arrived(self, announced: str, receive: Receive) -> AsyncIterator["Body | None"]:
         """A body, which counts for the budget of bytes until the request has been answered.
 
         Args:
@@ -175,7 +206,7 @@ class Bodies:
             receive: of ASGI.
 
         Yields:
-            The body as the only element of a list; None if the client has left.
+            The body; None if the client has left.
 
         Raises:
             Refusal: 400, 408, 413 or 503. Before a 413 up to the same number of bytes is read and dropped, so that the
@@ -190,11 +221,9 @@ class Bodies:
             if not await self._read(arrival, receive):
                 yield None
                 return
-            parts, arrival.parts = arrival.parts, []
+            body, arrival.parts = Body(arrival.parts), []
             if arrival.size > self.settings.max_body_bytes:
                 raise self._large()
-            body = [b"".join(parts)]
-            del parts
             yield body
         finally:
             self.bytes.give_back(arrival.charged)
@@ -260,6 +289,21 @@ class Bodies:
     def _large(self) -> Refusal:
         reason = f"The request has more than {self.settings.max_body_bytes} bytes"
         return Refusal(413, reason, headers={"Connection": "close"})
+
+
+_ARENA_MAX, _MMAP_THRESHOLD, _TRIM_THRESHOLD = -8, -3, -1
+"""Parameters of glibc's mallopt."""
+
+
+def keep_little_memory() -> None:
+    """Have the C library return the memory of large blocks as soon as they are free, where it is glibc.
+
+    Otherwise it raises its thresholds to the size of the first large body, and each of many pools of memory then keeps
+    tens of megabytes, which :func:`_trim` cannot reach.
+    """
+    if sys.platform == "linux" and (mallopt := getattr(ctypes.CDLL(None), "mallopt", None)) is not None:
+        for parameter, value in ((_ARENA_MAX, 2), (_MMAP_THRESHOLD, PIECE // 2), (_TRIM_THRESHOLD, 4 * PIECE)):
+            mallopt(parameter, value)
 
 
 def _trim() -> None:

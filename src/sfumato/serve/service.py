@@ -44,7 +44,7 @@ from sfumato.serve.batching import Batcher, Closed, Embedder, submitted
 from sfumato.serve.decoding import HEADER, Task, message_of
 from sfumato.serve.examples import N_HITS, N_ITEMS, N_LOOKED_AT, candidates, chosen
 from sfumato.serve.guard import Metrics
-from sfumato.serve.limits import Budget, Threads
+from sfumato.serve.limits import SMALL_BODY, Budget, Threads
 from sfumato.serve.schemas import (
     Answer,
     Examples,
@@ -196,7 +196,8 @@ class Service:
         if not options.abstain is options.coverage is options.min_probability is None:
             await self.in_thread(check_guarantees, served.gallery, asked, options)
         rows = await self._embedded(asked, served.gallery)
-        searches = [Search(without_bytes(one), row, options, max_set) for one, row in zip(asked, rows, strict=True)]
+        light = await self._without_bytes(asked, served)
+        searches = [Search(one, row, options, max_set) for one, row in zip(light, rows, strict=True)]
         found = await submitted(self.searches, searches)
         answers = []
         for one in found:
@@ -207,6 +208,14 @@ class Service:
         hits = itertools.chain.from_iterable([*(one.hits for one in answers), *sets])
         check_payloads((hit.payload for hit in hits), limits.max_response_bytes)
         return SearchResponse(gallery=options.gallery, answers=answers)
+
+    async def _without_bytes(self, asked: Sequence[Asked], served: ServedGallery) -> list[Asked]:
+        """The queries for the queue; digests of large images take milliseconds, so a thread computes them."""
+
+        def light() -> list[Asked]:
+            return [without_bytes(one, served) for one in asked]
+
+        return await self.in_thread(light) if any(len(one.image) > SMALL_BODY for one in asked) else light()
 
     def _max_set(self, n: int, options: SearchOptions) -> int:
         """Largest conformal set of each of n queries, so that the response stays within its number of items."""
