@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -18,8 +19,10 @@ from support.serving import in_base64, many_scans, picture, served
 from sfumato.data.image_decoding import REDUCED_FROM, decode_image
 from sfumato.encoders.processors import PixelProcessor
 from sfumato.models.embed import embedding_steps
+from sfumato.serve import decode_worker, decoding
 from sfumato.serve.decoding import HEADER, Decoders, Task, bytes_of, input_task
 from sfumato.serve.limits import Threads
+from sfumato.serve.schemas import Refusal
 
 PHOTO = np.random.default_rng(0).integers(0, 256, (9, 12, 3), dtype=np.uint8)
 """Blurred when it is enlarged; no two pixels alike."""
@@ -110,26 +113,96 @@ def test_jpeg_files_of_many_scans_are_refused(client):
     assert "scans, more than the limit of 100" in told["detail"]
 
 
-def test_what_takes_too_long_is_stopped_and_the_next_is_decoded():
-    square, slow = Task("square", {"size": 16, "fit": "squash"}, bytes_of), many_scans(90, (4000, 4000))
+SQUARE = Task("square", {"size": 16, "fit": "squash"}, bytes_of)
+
+
+@pytest.mark.parametrize(("own_time", "told"), [(True, "0.2 seconds of the processor to"), (False, "0.2 seconds to")])
+def test_what_takes_too_long_is_stopped_and_the_next_is_decoded(monkeypatch, own_time, told):
+    if own_time and not decode_worker.KNOWS_ITS_TIME:
+        pytest.skip("this system has no such limit")
+    slow = many_scans(90, (4000, 4000))
+    # Without a limit of its own time the process is stopped by the clock: it gets one that it does not reach.
+    monkeypatch.setattr(decode_worker, "KNOWS_ITS_TIME", own_time)
+    monkeypatch.setattr(decoding, "PATIENCE", 100.0)
 
     async def work(decoders):
+        (process,) = decoders._processes
         await decoders.run(HEADER, picture())  # The process has started.
-        decoders._processes[0].seconds = 0.2
-        with pytest.raises(ValueError, match=r"takes more than 0.2 seconds to decode; send a smaller copy"):
-            await decoders.run(square, slow)
-        decoders._processes[0].seconds = 20
-        return await decoders.run(square, picture())
+        process.seconds = 0.2
+        send = decode_worker.send
+        if not own_time:
+            without = lambda pipe, message: send(pipe, ({**message[0], "seconds": 0}, message[1]))
+            monkeypatch.setattr(decode_worker, "send", without)
+        with pytest.raises(ValueError, match=rf"takes more than {told} decode; send a smaller copy"):
+            await decoders.run(SQUARE, slow)
+        process.seconds = 20
+        return await decoders.run(SQUARE, picture())
 
     assert len(go(work)) == 3 * 16 * 16
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="the limit is that of Linux")
-def test_what_takes_too_much_memory_is_refused():
-    square, large = Task("square", {"size": 16, "fit": "squash"}, bytes_of), picture(size=(5000, 5000))
+def stopped(process):
+    """Stop a process of the decoders: time goes by, but not its own."""
+    os.kill(process.child.pid, signal.SIGSTOP)
+
+
+own_time = pytest.mark.skipif(not decode_worker.KNOWS_ITS_TIME, reason="this system has no limit of processor time")
+
+
+@own_time
+def test_an_image_is_not_blamed_for_a_busy_computer():
+    async def work(decoders):
+        (process,) = decoders._processes
+        await decoders.run(HEADER, picture())
+        process.seconds = 0.2
+        stopped(process)
+        began = time.monotonic()
+        with pytest.raises(Refusal) as refused:
+            await decoders.run(SQUARE, picture())
+        assert refused.value.status_code == 503 and refused.value.headers["Retry-After"] == "5"
+        assert 0.4 <= time.monotonic() - began < 15  # By the clock it may take longer than of the processor.
+        process.seconds = 20
+        return await decoders.run(SQUARE, picture())
+
+    assert len(go(work)) == 3 * 16 * 16
+
+
+@own_time
+def test_the_limit_is_that_of_each_image():
+    file = many_scans(30, (1000, 1000))
+    began = time.process_time()
+    decode_worker.done("square", SQUARE.options, file)
+    one = time.process_time() - began
 
     async def work(decoders):
-        found = await decoders.all(square, [large, picture(), picture(size=(5000, 5000), format="WEBP")])
+        (process,) = decoders._processes
+        await decoders.run(SQUARE, file)
+        first, process.seconds = process.child.pid, 5 * one
+        for _ in range(10):  # Together twice as long as one may take.
+            await decoders.run(SQUARE, file)
+        return first == process.child.pid
+
+    assert one > 0.02 and go(work)
+
+
+@own_time
+def test_a_search_by_image_on_a_busy_computer_is_sent_again(sources):
+    file = {"image": ("a", picture())}
+    with served(sources, workers=1, decode_timeout=0.5) as client:
+        assert client.post("/v1/search/image", files=file).status_code == 200
+        (process,) = client.app.state.service.embedder.decoders._processes
+        stopped(process)
+        told = problem(busy := client.post("/v1/search/image", files=file), 503)
+        assert "too busy to decode" in told["detail"] and busy.headers["retry-after"] == "5"
+        assert client.post("/v1/search/image", files=file).status_code == 200
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the limit is that of Linux")
+def test_what_takes_too_much_memory_is_refused():
+    large = picture(size=(5000, 5000))
+
+    async def work(decoders):
+        found = await decoders.all(SQUARE, [large, picture(), picture(size=(5000, 5000), format="WEBP")])
         return [found[0], len(found[1]), found[2]]
 
     first, second, third = go(work, memory_bytes=170_000_000)
@@ -138,20 +211,18 @@ def test_what_takes_too_much_memory_is_refused():
 
 
 def test_a_process_that_ends_is_replaced(monkeypatch):
-    square = Task("square", {"size": 16, "fit": "squash"}, bytes_of)
-
     async def work(decoders):
         (process,) = decoders._processes
         await decoders.run(HEADER, picture())
         first, kill = process.child.pid, getattr(signal, "SIGKILL", signal.SIGTERM)
         os.kill(first, kill)
-        assert len(await decoders.run(square, picture())) == 3 * 16 * 16 and process.child.pid != first
+        assert len(await decoders.run(SQUARE, picture())) == 3 * 16 * 16 and process.child.pid != first
         monkeypatch.setattr(process, "memory_bytes", "no number")  # Every new one ends at once.
         os.kill(process.child.pid, kill)
         with pytest.raises(ValueError, match="it stops the program that decodes images"):
-            await decoders.run(square, picture())
+            await decoders.run(SQUARE, picture())
         monkeypatch.undo()
-        assert len(await decoders.run(square, picture())) == 3 * 16 * 16
+        assert len(await decoders.run(SQUARE, picture())) == 3 * 16 * 16
 
     go(work)
 

@@ -1,7 +1,7 @@
 """The process that decodes images for the service: one request after the other on its standard input.
 
-It is started by :mod:`sfumato.serve.decoding`, has a memory limit where the system knows one, and imports numpy and
-Pillow alone. Whatever a file does to it, the service goes on without it.
+It is started by :mod:`sfumato.serve.decoding`, has a memory limit and a limit of processor time where the system knows
+them, and imports numpy and Pillow alone. Whatever a file does to it, the service goes on without it.
 
 A message is two lengths, a JSON object and bytes. Nothing is pickled: the service must not trust what comes back.
 """
@@ -26,6 +26,9 @@ MAX_SCANS = 100
 
 Message = tuple[Mapping[str, Any], bytes]
 """A JSON object and bytes."""
+
+KNOWS_ITS_TIME = hasattr(signal, "setitimer")
+"""Whether the system ends a process that has used the processor for too long; Windows does not."""
 
 _LENGTHS = struct.Struct(">IQ")
 _SHOWN = {"PNG": "image/png", "JPEG": "image/jpeg", "WEBP": "image/webp", "GIF": "image/gif"}
@@ -217,12 +220,20 @@ def _encoded(image: Image.Image, format: str) -> bytes:
 def _limit(memory_bytes: int) -> None:
     """Leave the computer to others: little memory, low priority, and no interest in Ctrl-C."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if KNOWS_ITS_TIME:
+        signal.signal(signal.SIGPROF, signal.SIG_DFL)  # Ends the process.
     if hasattr(os, "nice"):
         os.nice(10)
     with contextlib.suppress(ImportError, OSError, ValueError):  # No such limit, or a stricter one holds already.
         import resource
 
         resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
+
+
+def _end_after(seconds: float) -> None:
+    """End this process after so much time of the processor, where the system can; 0 for never."""
+    if KNOWS_ITS_TIME:
+        signal.setitimer(signal.ITIMER_PROF, seconds)
 
 
 def main(memory_bytes: int) -> None:
@@ -240,7 +251,9 @@ def main(memory_bytes: int) -> None:
                 request, data = receive(sys.stdin.buffer)
             except EOFError:
                 return
+            _end_after(request["seconds"])
             answer = done(request["task"], request["options"], data)
+            _end_after(0)
             del data
             send(answers, answer)
 

@@ -7,6 +7,7 @@ and cannot stop one that hangs, and a spawned process imports the program that r
 import asyncio
 import contextlib
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -29,6 +30,9 @@ Result = TypeVar("Result")
 
 _REDUCED_SIDE = 1536
 """Side down to which images are reduced for a frozen backbone: four times the usual 384 pixels of its input."""
+
+PATIENCE = 2.0
+"""Time by the clock that a task may take, in multiples of its processor time: other work may have the processor."""
 
 
 def message_of(answer: Message) -> Message:
@@ -104,7 +108,8 @@ class Decoders:
 
     Args:
         n: number of processes; each is started when it is needed first.
-        seconds: time limit of one task.
+        seconds: limit of the processor time of one task. It may take PATIENCE times as long by the clock. Where the
+            system does not end a process by its processor time, the limit is one of the clock.
         memory_bytes: memory limit of one process, where the system has one.
     """
 
@@ -125,7 +130,7 @@ class Decoders:
 
         Raises:
             ValueError: the image cannot be decoded within the limits.
-            Refusal: 503, the service is shutting down.
+            Refusal: 503, the computer has too much else to do, or the service is shutting down.
         """
         return await self._threads.run(self._do, task, data)
 
@@ -140,7 +145,7 @@ class Decoders:
             For each image the result, or the exception.
 
         Raises:
-            Refusal: 503, the service is shutting down.
+            Refusal: 503, as :meth:`run`.
         """
         found = await asyncio.gather(*(self.run(task, image) for image in images), return_exceptions=True)
         for one in found:
@@ -188,20 +193,27 @@ class _Process:
 
     def _ask(self, task: Task[Any], data: bytes) -> Message | None:
         """The answer; None if the process has ended without one."""
-        child = self._started()
+        child, own_time = self._started(), decode_worker.KNOWS_ITS_TIME
         late = threading.Event()
 
         def stop() -> None:
             late.set()
             child.kill()
 
-        timer = threading.Timer(self.seconds, stop)
+        timer = threading.Timer(self.seconds * (PATIENCE if own_time else 1), stop)
         timer.start()
         try:
-            decode_worker.send(_pipe(child.stdin), ({"task": task.name, "options": dict(task.options)}, data))
+            request = {"task": task.name, "options": dict(task.options), "seconds": self.seconds}
+            decode_worker.send(_pipe(child.stdin), (request, data))
             return decode_worker.receive(_pipe(child.stdout))
         except (OSError, EOFError, ValueError):
             self._end()
+            if own_time and child.returncode == -signal.SIGPROF:
+                raise ValueError(
+                    f"takes more than {self.seconds:g} seconds of the processor to decode; send a smaller copy"
+                ) from None
+            if late.is_set() and own_time:
+                raise busy("The computer is too busy to decode an image; send the request again later", 5) from None
             if late.is_set():
                 raise ValueError(f"takes more than {self.seconds:g} seconds to decode; send a smaller copy") from None
             return None
