@@ -23,7 +23,6 @@ import random
 import socket
 import sys
 import tempfile
-import threading
 import time
 import warnings
 from collections import Counter
@@ -33,9 +32,8 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import uvicorn
 from hard_cases import CASES, run_cases
-from service_world import bomb, in_base64, picture, small_sources
+from service_world import bomb, in_base64, picture, serving, small_sources
 
 from sfumato.serve.app import create_app
 from sfumato.serve.settings import Settings
@@ -494,24 +492,13 @@ def served(folder: Path) -> Iterator[tuple[str, int]]:
     """A service of a small collection; yields (address, port)."""
     settings = Settings(max_upload_bytes=200_000, max_pixels=1_000_000, timeout=1.0)
     app = create_app(small_sources(folder), settings)
-    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="critical", ws="none", access_log=False))
-    thread = threading.Thread(target=server.run, daemon=True)
-    thread.start()
-    try:
-        while not server.started:
-            time.sleep(0.01)
-        port = server.servers[0].sockets[0].getsockname()[1]
+    with serving(app) as port:
         url = f"http://127.0.0.1:{port}"
-        while httpx.get(f"{url}/readyz", trust_env=False).status_code != 200:
-            time.sleep(0.05)
         new = {
             "items": [{"id": "0", "image": in_base64(picture()), "payload": {"first": "yes"}}]
         }  # A picture to look at.
         httpx.post(f"{url}/v1/items", json=new, timeout=20, trust_env=False)
         yield url, port
-    finally:
-        server.should_exit = True
-        thread.join(20)
 
 
 def main() -> int:

@@ -22,9 +22,8 @@ from typing import Any
 
 import httpx
 import torch
-import uvicorn
 from fastapi import FastAPI
-from service_world import in_base64, noise, picture, small_sources
+from service_world import in_base64, noise, picture, serving, small_sources
 
 from sfumato.calibration.calibrator import Calibration
 from sfumato.calibration.query_scores import QueryScores
@@ -80,19 +79,8 @@ class World:
 def world(folder: Path, sources: Sources | None = None) -> Iterator[World]:
     """Serve in this process, with the usual limits."""
     app = create_app(sources or calibrated_sources(folder), Settings())
-    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="critical", ws="none", access_log=False))
-    thread = threading.Thread(target=server.run, daemon=True)
-    thread.start()
-    try:
-        while not server.started:
-            time.sleep(0.01)
-        made = World(folder, app, server.servers[0].sockets[0].getsockname()[1])
-        while made.ask("GET", "/readyz").status_code != 200:
-            time.sleep(0.05)
-        yield made
-    finally:
-        server.should_exit = True
-        thread.join(30)
+    with serving(app) as port:
+        yield World(folder, app, port)
 
 
 def calibrated_sources(folder: Path) -> Sources:

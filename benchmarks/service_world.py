@@ -1,12 +1,19 @@
-"""What the benchmarks of the service serve: models that were never trained, and galleries of noise."""
+"""What the benchmarks of the service serve, and how: models that were never trained, and galleries of noise."""
 
 import base64
+import contextlib
 import io
+import threading
+import time
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import torch
+import uvicorn
+from fastapi import FastAPI
 from PIL import Image
 
 from sfumato.calibration.calibrator import Calibration
@@ -76,6 +83,24 @@ def large_sources(n: int, d: int, width: int) -> Sources:
     """An exact index in memory."""
     index = GaussianIndex.build(noise(n, d), [str(i) for i in range(n)])
     return Sources(random_model(d, width), "random", {"images": ServedGallery(index)})
+
+
+@contextlib.contextmanager
+def serving(app: FastAPI) -> Iterator[int]:
+    """Serve an application in this process on a free port of 127.0.0.1; yields the port when it is ready."""
+    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="critical", ws="none", access_log=False))
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    try:
+        while not server.started:
+            time.sleep(0.01)
+        port = server.servers[0].sockets[0].getsockname()[1]
+        while httpx.get(f"http://127.0.0.1:{port}/readyz", trust_env=False, timeout=90).status_code != 200:
+            time.sleep(0.05)
+        yield port
+    finally:
+        server.should_exit = True
+        thread.join(30)
 
 
 def picture(colour: str = "red", size: tuple[int, int] = (20, 14), format: str = "PNG", **options: Any) -> bytes:

@@ -577,7 +577,7 @@ def test_an_index_of_texts_is_searched_by_picture(work, sfumato, tmp_path):
         assert {h["id"] for h in result["hits"]} <= {"1", "3", "4"}
         assert not json.loads(sfumato("search", out, "a text", "--json")[1])[0]["calibrated"]
         status, _, err = sfumato("search", out, "a text", "--min-probability", 0.5)
-        assert status == 2 and "for images as queries only" in err
+        assert status == 2 and "works only with queries by image" in err
 
 
 def test_what_embed_has_written_is_indexed_part_by_part(work, sfumato, tmp_path):
@@ -641,7 +641,7 @@ def test_calibrate_again_and_search_by_its_promises(work, sfumato, tmp_path):
     for asked, message in (
         (["a red circle", "--abstain", "0.0001"], "no limit has a risk of at most 0.0001"),
         (["a red circle", "--coverage", "90"], "coverage must be between 0 and 1, got 90"),
-        (["--image", work / "data" / "000.png", "--coverage", "0.9"], "for texts as queries only"),
+        (["--image", work / "data" / "000.png", "--coverage", "0.9"], "works only with queries by text"),
     ):
         status, out, err = sfumato("search", tmp_path / "index", *asked)
         assert status == 2 and message in err and out == ""

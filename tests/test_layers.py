@@ -224,7 +224,8 @@ FLOORS: dict[str, list[str]] = {
     ],
     "search": [
         "atomic_folder exact lifting parts screening stores stores.faiss stores.nearest stores.protocol",
-        "gallery stores.store_url",
+        "guarantees stores.store_url",
+        "gallery",
         "collection index stores.local_database stores.milvus stores.pgvector",
         "stores.version_0_1",
         "stores.local",

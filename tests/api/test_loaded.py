@@ -215,7 +215,7 @@ def test_queries_of_every_kind(work, model):
             index.search(query)
     with pytest.raises(TypeError, match="the queries are texts; leave out modality"):
         index.search(["a dog"], modality="images")
-    with pytest.raises(UserError, match="for texts as queries only"):
+    with pytest.raises(UserError, match="works only with queries by text"):
         index.search(path, coverage=0.9)
     with pytest.raises(UserError, match="has no item 'nothing'"):
         index.search_items(["nothing"])

@@ -160,7 +160,7 @@ def test_an_image_is_not_blamed_for_a_busy_computer():
         with pytest.raises(Refusal) as refused:
             await decoders.run(SQUARE, picture())
         assert refused.value.status_code == 503 and refused.value.headers["Retry-After"] == "5"
-        assert 0.4 <= time.monotonic() - began < 15  # By the clock it may take longer than of the processor.
+        assert 0.25 <= time.monotonic() - began < 15  # By the clock it may take longer than of the processor.
         process.seconds = 20
         return await decoders.run(SQUARE, picture())
 
@@ -168,7 +168,8 @@ def test_an_image_is_not_blamed_for_a_busy_computer():
 
 
 @own_time
-def test_the_limit_is_that_of_each_image():
+def test_the_limit_is_that_of_each_image(monkeypatch):
+    monkeypatch.setattr(decoding, "PATIENCE", 100.0)
     file = many_scans(30, (1000, 1000))
     began = time.process_time()
     decode_worker.done("square", SQUARE.options, file)
@@ -188,12 +189,14 @@ def test_the_limit_is_that_of_each_image():
 @own_time
 def test_a_search_by_image_on_a_busy_computer_is_sent_again(sources):
     file = {"image": ("a", picture())}
-    with served(sources, workers=1, decode_timeout=0.5) as client:
+    with served(sources, workers=1) as client:
         assert client.post("/v1/search/image", files=file).status_code == 200
         (process,) = client.app.state.service.embedder.decoders._processes
+        process.seconds = 0.2
         stopped(process)
         told = problem(busy := client.post("/v1/search/image", files=file), 503)
         assert "too busy to decode" in told["detail"] and busy.headers["retry-after"] == "5"
+        process.seconds = 20
         assert client.post("/v1/search/image", files=file).status_code == 200
 
 

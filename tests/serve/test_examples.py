@@ -1,10 +1,12 @@
 """The examples of the start page, and how the files of the page travel."""
 
 import gzip
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from support.serving import embedding_sources, make_embedding_run, served
+from support.serving import embedding_sources, make_embedding_run, read_only, served
 
+from sfumato.serve import service
 from sfumato.serve.answering import Sources
 from sfumato.serve.app import PAGE
 from sfumato.serve.examples import candidates, chosen
@@ -67,12 +69,23 @@ def test_examples_are_answers_of_the_gallery(client):
 
 
 def test_examples_are_not_counted_among_the_queries(run, data):
-    from support.serving import read_only
-
     with served(read_only(run, data)) as client:
         before = client.get("/v1/info").json()["galleries"]["images"]["queries"]["n_queries"]
         client.get("/v1/examples")
         assert client.get("/v1/info").json()["galleries"]["images"]["queries"]["n_queries"] == before
+
+
+def test_the_first_visitors_share_one_choice(run, data, monkeypatch):
+    chosen_for, some = [], service.candidates
+
+    def counted(payloads):
+        chosen_for.append(len(payloads))
+        return some(payloads)
+
+    monkeypatch.setattr(service, "candidates", counted)
+    with served(read_only(run, data)) as client, ThreadPoolExecutor(6) as pool:
+        found = list(pool.map(lambda _: client.get("/v1/examples").json(), range(6)))
+    assert len(chosen_for) == 1 and all(one == found[0] for one in found) and found[0]["queries"]
 
 
 def test_examples_follow_the_collection(writable):

@@ -47,6 +47,7 @@ from sfumato.models.run import RECIPE, choose_device
 from sfumato.models.unfamiliar import unfamiliar_texts
 from sfumato.progress import say
 from sfumato.search.gallery import Gallery, SearchRecord
+from sfumato.search.guarantees import NATIVE, GuaranteeError, check_native
 from sfumato.search.index import GaussianIndex
 
 Modality = Literal["texts", "images"]
@@ -55,6 +56,9 @@ OneQuery = Union[str, "os.PathLike[str]", bytes, Image.Image]
 """A single query: a text, or an image by its path (a :class:`~pathlib.Path`), its bytes or as a Pillow image."""
 
 _MOST_MEASURING = 3_000
+
+_OPTIONS = {"max_risk": "max_risk (--abstain)"}
+"""Options that the command has under another name."""
 
 _DIRECTION: dict[Modality, Direction] = {"texts": "t2i", "images": "i2t"}
 
@@ -335,7 +339,7 @@ class Searcher:
     @property
     def native(self) -> Modality:
         """The kind of queries that its probabilities are calibrated for: "texts" in a gallery of images."""
-        return "texts" if self.gallery.scorer.direction == "t2i" else "images"
+        return "texts" if NATIVE[self.gallery.scorer.direction] == "text" else "images"
 
     @overload
     def search(
@@ -396,7 +400,8 @@ class Searcher:
         kind = self._modality(asked) or modality or self.native
         if modality not in (None, kind):
             raise TypeError(f"search: the queries are {kind}; leave out modality={modality!r}")
-        self.check_guarantees(native=kind == self.native, wanted=(min_probability, coverage, max_risk))
+        wanted = {"min_probability": min_probability, "coverage": coverage, "max_risk": max_risk}
+        self._check_native(wanted, [kind])
         judged = None
         if isinstance(asked, GaussianEmbedding):
             names, query = [str(i) for i in range(asked.n)], asked
@@ -477,21 +482,14 @@ class Searcher:
         found = _modality(queries)
         return None if found == "images" and features_read(self.model.retrieval_model.model.text) else found
 
-    def check_guarantees(self, *, native: bool, wanted: Iterable[float | None]) -> None:
-        """Refuse guarantees for queries that the calibration was not fitted on.
-
-        Args:
-            native: whether all queries are :attr:`native`.
-            wanted: min_probability, coverage and max_risk, None where not wanted.
-
-        Raises:
-            UserError: there is one, and a query is not native.
-        """
-        if not native and any(value is not None for value in wanted):
-            raise UserError(
-                f"this index has calibrated probabilities, coverages and risks for {self.native} as queries only;"
-                f" search by {self.native} alone, or leave these options out"
-            )
+    def _check_native(self, wanted: Mapping[str, float | None], asked: Iterable[str | None]) -> None:
+        """Refuse guarantees for queries of other kinds than :attr:`native`; None is neither text nor image."""
+        options = {_OPTIONS.get(name, name): value for name, value in wanted.items()}
+        kinds = ["item" if kind is None else kind.removesuffix("s") for kind in asked]
+        try:
+            check_native(options, self.gallery.scorer.direction, kinds)
+        except GuaranteeError as error:
+            raise UserError(str(error)) from error
 
 
 def _names(queries: Sequence[Any], noun: str) -> list[str]:
@@ -608,8 +606,8 @@ def search_index(
     """
     with contextlib.closing(load_index(folder, run=run, store=store)) as searcher:
         guarantees = {"min_probability": min_probability, "coverage": coverage, "max_risk": max_risk}
-        foreign = images if searcher.native == "texts" else texts
-        searcher.check_guarantees(native=not foreign and not ids, wanted=guarantees.values())
+        kinds: list[str | None] = ["texts"] * len(texts) + ["images"] * len(images) + [None] * len(ids)
+        searcher._check_native(guarantees, kinds)
         answers: list[SearchAnswer] = []
         if texts:
             queries = _vector_files(searcher.model, texts)

@@ -23,6 +23,7 @@ from sfumato.calibration.reference import REFERENCE_FEATURES, ReferenceQueries
 from sfumato.direction import Direction
 from sfumato.gaussian import GaussianEmbedding, check_finite
 from sfumato.matching import match_probability
+from sfumato.search.guarantees import check_unfiltered
 from sfumato.search.stores.protocol import Filter, Records, VectorStore
 
 
@@ -647,24 +648,6 @@ class Gallery(ABC):
         return tuple(
             SearchRecord(i, rank, d, p, u, dict(payload))
             for rank, (i, payload, d, p, u) in enumerate(zip(found.ids, found.payloads, *columns, strict=True), 1)
-        )
-
-
-def check_unfiltered(filter: Filter | None, *, coverage: float | None, max_risk: float | None) -> None:
-    """Refuse a guarantee together with a filter.
-
-    Args:
-        filter: of a search.
-        coverage: of the same search.
-        max_risk: of the same search.
-
-    Raises:
-        ValueError: there is a filter, and coverage or max_risk.
-    """
-    if filter is not None and not (coverage is max_risk is None):
-        raise ValueError(
-            "search: coverage and max_risk (abstain) are guarantees about the whole gallery, but a filter may remove"
-            " the match; leave out the filter, or coverage and max_risk"
         )
 
 

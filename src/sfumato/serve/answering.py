@@ -23,7 +23,8 @@ from sfumato.models.galleries import GalleryPart, build_index, item_images, load
 from sfumato.models.run import RECIPE, Run, load_run
 from sfumato.models.unfamiliar import unfamiliar_texts
 from sfumato.search.collection import GaussianCollection
-from sfumato.search.gallery import Gallery, SearchRecord, SearchResult, check_unfiltered, verdict
+from sfumato.search.gallery import Gallery, SearchRecord, SearchResult, verdict
+from sfumato.search.guarantees import NATIVE, GuaranteeError, QueryKind, check_native, check_unfiltered
 from sfumato.search.stores.protocol import Filter
 from sfumato.serve.schemas import (
     Answer,
@@ -285,7 +286,7 @@ class Search:
     max_set: int
 
 
-def native(gallery: Gallery) -> str:
+def native(gallery: Gallery) -> QueryKind:
     """The kind of queries that a gallery is calibrated for.
 
     Args:
@@ -294,10 +295,10 @@ def native(gallery: Gallery) -> str:
     Returns:
         "text" for a gallery of images, "image" for one of texts.
     """
-    return "text" if kind(gallery) == "images" else "image"
+    return NATIVE[gallery.scorer.direction]
 
 
-def check_guarantees(gallery: Gallery, asked: Sequence[Asked], options: SearchOptions) -> None:
+def refuse_guarantees(gallery: Gallery, asked: Sequence[Asked], options: SearchOptions) -> None:
     """Refuse guarantees that the calibration cannot give; other errors of a search are internal errors.
 
     Args:
@@ -309,25 +310,18 @@ def check_guarantees(gallery: Gallery, asked: Sequence[Asked], options: SearchOp
         Refusal: 422, if a guarantee is requested for queries of another kind than :func:`native` or together with a
             filter, or the calibration cannot give it.
     """
-    wanted = native(gallery)
-    for name in ("abstain", "coverage", "min_probability"):
-        if getattr(options, name) is not None and any(one.kind != wanted for one in asked):
-            raise Refusal(
-                422,
-                f"{name} works only with queries by {wanted} among the {kind(gallery)}, because the calibration was"
-                " fitted on"
-                f" those. Search by {wanted} alone, or leave out {name}",
-                errors=[(name, f"works only with queries by {wanted}")],
-            )
-    if options.min_probability is not None and not gallery.calibrated:
-        reason = "needs a calibration, and this gallery has none"
-        raise Refusal(422, f"min_probability {reason}; leave it out", errors=[("min_probability", reason)])
+    wanted = {name: getattr(options, name) for name in ("abstain", "coverage", "min_probability")}
     try:
+        check_native(wanted, gallery.scorer.direction, [one.kind for one in asked])
+        if options.min_probability is not None and not gallery.calibrated:
+            raise GuaranteeError("min_probability", "needs a calibration, and this gallery has none", "leave it out")
         check_unfiltered(wanted_filter(options), coverage=options.coverage, max_risk=options.abstain)
         if options.coverage is not None:
             gallery.scorer.radius(options.coverage)
         if options.abstain is not None:
             gallery.scorer.check_risk(options.abstain)
+    except GuaranteeError as error:
+        raise Refusal(422, str(error), errors=[(error.option, error.reason)]) from error
     except ValueError as error:
         raise Refusal(422, str(error)) from error
 
@@ -349,7 +343,7 @@ def answered(
         served: the gallery to search.
         asked: n queries.
         queries: (n, d) their embeddings.
-        options: checked by :func:`check_guarantees`.
+        options: checked by :func:`refuse_guarantees`.
         max_set: largest number of items in a conformal set.
         plane: projection of the map, if the positions of the queries are wanted.
         unfamiliar: for each query, whether it is a text that does not look like words; None for none.

@@ -31,8 +31,9 @@ Result = TypeVar("Result")
 _REDUCED_SIDE = 1536
 """Side down to which images are reduced for a frozen backbone: four times the usual 384 pixels of its input."""
 
-PATIENCE = 2.0
-"""Time by the clock that a task may take, in multiples of its processor time: other work may have the processor."""
+PATIENCE = 1.25
+"""Time by the clock that a task may take, in multiples of its processor time: other work may have the processor. So one
+image after another in the same process is refused before the time limit of requests."""
 
 
 def message_of(answer: Message) -> Message:

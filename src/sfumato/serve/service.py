@@ -30,13 +30,13 @@ from sfumato.serve.answering import (
     ServedGallery,
     Sources,
     answered,
-    check_guarantees,
     check_payloads,
     ellipse_of,
     image_path,
     info_of,
     native,
     query_drift,
+    refuse_guarantees,
     search_together,
     without_bytes,
 )
@@ -105,6 +105,7 @@ class Service:
         self._fitting = threading.Lock()
         self._infos: dict[GalleryName, tuple[int, GalleryInfo]] = {}
         self._examples: dict[GalleryName, tuple[int, Examples]] = {}
+        self._choosing = {name: asyncio.Lock() for name in sources.galleries}
         self._warming: asyncio.Task[None] | None = None
         collections = {name: served.writable for name, served in sources.galleries.items()}
         self._stores = {name: StoreHealth(name, one) for name, one in collections.items() if one is not None}
@@ -194,7 +195,7 @@ class Service:
             raise Refusal(422, f"max_results: {reason}", errors=[("max_results", reason)])
         max_set = self._max_set(len(asked), options)
         if not options.abstain is options.coverage is options.min_probability is None:
-            await self.in_thread(check_guarantees, served.gallery, asked, options)
+            await self.in_thread(refuse_guarantees, served.gallery, asked, options)
         rows = await self._embedded(asked, served.gallery)
         light = await self._without_bytes(asked, served)
         searches = [Search(one, row, options, max_set) for one, row in zip(light, rows, strict=True)]
@@ -373,10 +374,16 @@ class Service:
         Returns:
             The examples.
         """
-        served, kept = self.gallery(gallery), self._examples.get(gallery)
-        if kept is not None and kept[0] == served.version:
+        served = self.gallery(gallery)
+        async with self._choosing[gallery]:  # The first visitors share one choice.
+            kept, version = self._examples.get(gallery), served.version
+            if kept is None or kept[0] != version:
+                self._examples[gallery] = kept = version, await self._chosen(gallery, served)
             return kept[1]
-        version, some = served.version, await self.in_thread(served.gallery.sample, N_LOOKED_AT)
+
+    async def _chosen(self, gallery: GalleryName, served: ServedGallery) -> Examples:
+        """Examples of a gallery as it is now."""
+        some = await self.in_thread(served.gallery.sample, N_LOOKED_AT)
         items = _as_items(served, some)[:: max(1, len(some.ids) // N_ITEMS)][:N_ITEMS]
         queries = []
         if items and served.gallery.calibrated and native(served.gallery) == "text" and self.query_kinds().text:
@@ -390,8 +397,7 @@ class Service:
             unfamiliar = await self.in_thread(self.sources.unfamiliar, texts)
             ask = partial(answered, served, asked, rows, options, max_set=N_HITS, unfamiliar=unfamiliar, watched=False)
             queries = chosen(await self.in_thread(ask))
-        self._examples[gallery] = version, Examples(gallery=gallery, queries=queries, items=items)
-        return self._examples[gallery][1]
+        return Examples(gallery=gallery, queries=queries, items=items)
 
     async def map(self, gallery: GalleryName, n: int) -> Map:
         """The map of a gallery.

@@ -30,8 +30,8 @@ class Settings:
         max_pixels: largest total number of pixels of all images in a request; at most MAX_PIXELS.
         pixel_budget: largest total number of pixels of the images of all requests that are being checked, decoded or
             embedded; more are refused with 503.
-        decode_timeout: seconds of the processor within which an image must be decoded. It may take twice as long by the
-            clock; then it is refused with 503.
+        decode_timeout: seconds of the processor within which an image must be decoded. When it takes a
+            quarter longer by the clock, it is refused with 503.
         decode_memory_bytes: memory of a process that decodes images, where the system limits it. 40 million pixels
             take up to 1.1 GB, by their format.
         max_requests: largest number of simultaneous requests to /v1/, counted when their bodies have arrived; more are

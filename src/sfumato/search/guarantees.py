@@ -1,0 +1,62 @@
+"""Which guarantees a search may ask for: those that the calibration was fitted for, about the whole gallery."""
+
+from collections.abc import Iterable, Mapping
+from typing import Literal
+
+from sfumato.direction import Direction
+from sfumato.search.stores.protocol import Filter
+
+QueryKind = Literal["text", "image"]
+
+NATIVE: dict[Direction, QueryKind] = {"t2i": "text", "i2t": "image"}
+"""Kind of the queries that the calibration of each direction was fitted on."""
+
+
+class GuaranteeError(ValueError):
+    """A guarantee that the calibration cannot give to a query.
+
+    Args:
+        option: name of the option that asks for it.
+        reason: why not, to follow the name.
+        way_out: what to do.
+    """
+
+    def __init__(self, option: str, reason: str, way_out: str) -> None:
+        super().__init__(f"{option} {reason}; {way_out}")
+        self.option, self.reason = option, reason
+
+
+def check_native(wanted: Mapping[str, float | None], direction: Direction, asked: Iterable[str]) -> None:
+    """Refuse guarantees for queries of another kind than those that the calibration was fitted on.
+
+    Args:
+        wanted: guarantees by the names of their options; None where not wanted.
+        direction: of the calibration.
+        asked: kind of each query: "text", "image", or another.
+
+    Raises:
+        GuaranteeError: there is one, and a query has another kind.
+    """
+    native = NATIVE[direction]
+    options = [name for name, value in wanted.items() if value is not None]
+    if options and any(kind != native for kind in asked):
+        reason = f"works only with queries by {native}, on which the calibration was fitted"
+        raise GuaranteeError(options[0], reason, f"search by {native} alone, or leave out {options[0]}")
+
+
+def check_unfiltered(filter: Filter | None, *, coverage: float | None, max_risk: float | None) -> None:
+    """Refuse a guarantee together with a filter.
+
+    Args:
+        filter: of a search.
+        coverage: of the same search.
+        max_risk: of the same search.
+
+    Raises:
+        ValueError: there is a filter, and coverage or max_risk.
+    """
+    if filter is not None and not (coverage is max_risk is None):
+        raise ValueError(
+            "search: coverage and max_risk (abstain) are guarantees about the whole gallery, but a filter may remove"
+            " the match; leave out the filter, or coverage and max_risk"
+        )
