@@ -78,6 +78,10 @@ def test_toy_prints_a_table_or_json(sfumato, tmp_path):
 def test_evaluate_prints_a_table_and_writes_json(work, sfumato):
     status, out, _ = sfumato("evaluate", "run", work / "run")
     assert status == 0 and "image -> text" in out and "recall@1" in out and "by chance" in out
+    words = " ".join(out.split())
+    for meaning in ("RSUM: sum of recall@1, @5 and @10 of both directions", "csd: closed-form sampled", "−1 is good"):
+        assert meaning in words
+    assert [line for line in out.splitlines() if len(line) > 80 and str(work) not in line] == []
     written = json.loads((work / "run" / "evaluation-test-csd.json").read_text())
     status, out, _ = sfumato("evaluate", "run", work / "run", "--json")
     assert json.loads(out) == written
@@ -264,7 +268,13 @@ def test_evaluate_embeddings_of_another_model(files, sfumato):
         assert recalls[-1] == [np.mean(hit) for hit in hits.values()]
     assert len({tuple(r) for r in recalls}) == 3, "the three scores must be told apart"
     status, out, _ = sfumato(*arguments)
-    assert status == 0 and "by csd" in out and "truth rsum" in out and "images 3, texts 6" in out
+    assert (
+        status == 0
+        and "by csd" in out
+        and "truth RSUM" in out
+        and "closed-form sampled distance" in out
+        and "images 3, texts 6" in out
+    )
     status, out, _ = sfumato(*arguments, "--metrics", "recall@2,map@r", "--json")
     assert set(json.loads(out)["truths"]["truth"]["i2t"]) == {"recall@2", "map@r", "n_queries", "n_without_positives"}
 
@@ -385,9 +395,11 @@ def test_trust_prints_tables_and_writes_json(work, sfumato):
     assert max(map(len, out.splitlines())) <= 80 or str(work) in out
     status, out, _ = sfumato("trust", work / "run", "--bootstrap", 10, "--corrupted", 4, "--details")
     assert status == 0
-    shown = ("Brier", "text -> image", "image -> text", "expected_matches", "AUROC", "erased", "dropped_words")
+    shown = ("Brier", "text -> image", "image -> text", "expected_matches", "AUROC", "erased", "dropped words")
     for word in (*shown, "rises", "calibration error"):
         assert word in out
+    for name, title in (("knn_distance", "distance to 10 items"), ("match_entropy_top10", "entropy, 10 nearest")):
+        assert f"\n{title} " in out and out.count(name) == 1 and f"[{name}]" in out, "in words, with a legend"
     assert [line for line in out.splitlines() if len(line) > 80 and str(work) not in line] == []
     written = json.loads((work / "run" / "trust-test.json").read_text())
     status, out, _ = sfumato("trust", work / "run", "--bootstrap", 10, "--corrupted", 4, "--json")

@@ -261,7 +261,7 @@ FLOORS: dict[str, list[str]] = {
     "reports": [
         "charts formatting page_files referee_tables tables",
         "console report_charts study_pages",
-        "console_trust",
+        "console_referee console_trust",
         "report",
         "model_report",
     ],

@@ -88,7 +88,7 @@ def test_a_run_against_a_benchmark_is_the_same_run_on_its_split(work, sfumato):
     assert status == 0 and "flickr8k" in out and "map@r" in out and "benchmark-flickr8k-val-csd.json" in out
     status, out, _ = sfumato("evaluate", "run", work / "run", *wanted)
     words = " ".join(out.split())
-    assert "flickr8k i2t: recall@1 of ten groups of queries, from the most certain" in words
+    assert "recall@1 of ten groups of queries, from the most certain" in words and "flickr8k image -> text: " in words
     assert "mean total variance: images" in out and max(map(len, out.splitlines()[1:])) <= 120
     status, out, err = sfumato("evaluate", "run", work / "run", *wanted, "--compare", work / "run", "--json")
     assert status == 0 and all(d["difference"] == 0 for d in json.loads(out)["comparison"]["differences"])

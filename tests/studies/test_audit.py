@@ -288,6 +288,13 @@ def test_the_command_writes_tables_and_a_page(work, sfumato, capsys):
     lines = capsys.readouterr().out
     assert lines.split().count("a") >= 71 and lines.split().count("b") == 51
     assert max(map(len, lines.splitlines())) <= 80
+    print_audit(result | {"pairs": [result["pairs"][0] | {"wrong_probability": p} for p in (0.0031, 0.00002)]})
+    lines = capsys.readouterr().out
+    assert "nothing is suspicious" in lines and "most suspicious" not in lines
+    assert "\n0.31% " in lines and "\n<0.01% " in lines, "digits that rank"
+    print_audit(result | {"pairs": [result["pairs"][0] | {"wrong_probability": p} for p in (0.31, 0.0031)]})
+    lines = capsys.readouterr().out
+    assert "nothing is suspicious" not in lines and "the most suspicious listed pairs" in lines and "\n31% " in lines
 
 
 def figures_of(**changed):
@@ -339,7 +346,9 @@ def test_a_model_at_chance_is_refused(work, sfumato, tmp_path):
 def test_other_data_another_model_and_a_split_it_was_trained_on(work, sfumato, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     status, out, _ = sfumato("audit", work / "toy.toml", "data.test_share=0.25", "--run", work / "run")
-    assert status == 0 and "the most suspicious listed" in out and (tmp_path / "audit-test" / "audit.html").is_file()
+    assert (
+        status == 0 and "the least certain listed pairs" in out and (tmp_path / "audit-test" / "audit.html").is_file()
+    )
     assert sfumato("export", work / "run", tmp_path / "moved")[0] == 0
     arguments = "audit", work / "toy.toml", "--run", tmp_path / "moved", "--out", tmp_path / "a", "--json"
     assert json.loads(sfumato(*arguments)[1])["model"] == "moved"

@@ -514,11 +514,17 @@ def test_the_command_prints_tables_writes_files_and_resumes(run, sfumato):
     chosen = "--methods", "constant,sfumato,top1,margin,laplace,pfe", "--bootstrap", 5, "--absent", 5, "--epochs", 1
     status, out, err = sfumato("referee", run, *chosen)
     assert status == 0 and "run, seed 0: pfe" in err
-    tables = [line for line in out.splitlines() if line.startswith("**run, split test")]
-    assert len(tables) == 2 and "text -> image: 30 images, 60 texts" in tables[0]
-    assert all(f"\n| {name} |" in out for name in chosen[1].split(","))
-    assert "Note: images are not corrupted: the model reads embeddings" in out and "corrupted queries" not in out
+    tables = [line for line in out.splitlines() if line.startswith("run, split test")]
+    assert len(tables) == 2 and "text -> image: 30 images, 60 texts" in tables[0] and "|" not in out
     path = run / "referee-test" / "run-seed0.json"
+    assert [line for line in out.splitlines() if len(line) > 80 and str(path) not in line] == []
+    assert all(out.count(f"\n{name} ") == 3 and f"[{name}]" in out for name in chosen[1].split(","))
+    assert "note: images are not corrupted: the model reads embeddings" in out and "corrupted queries" not in out
+    markdown = path.with_suffix(".md").read_text()
+    assert markdown.startswith("**run, split test") and all(
+        f"\n| {name} |" in markdown for name in chosen[1].split(",")
+    )
+    assert "PRR" in markdown and "Note: images are not corrupted" in markdown
     first = path.read_text()
     status, out, err = sfumato("referee", run, *chosen, "--json")
     (printed,) = json.loads(out)
@@ -546,8 +552,8 @@ def test_other_models_and_other_distances_are_refused(sfumato, tmp_path):
     recipe = make_toy(tmp_path / "toy")
     fit(load_recipe(recipe, ["train.epochs=1"]), tmp_path / "csd")
     status, out, err = sfumato("referee", tmp_path / "csd", "--methods", "top1,laplace", "--bootstrap", 5)
-    assert status == 0 and "Note: its variances are left out: methods see the means." in out
-    assert "Not available: laplace" in out and "corrupted queries**" in out
+    assert status == 0 and "note: its variances are left out: methods see the means" in out
+    assert "Not available: laplace" in out and "corrupted queries\n" in out
     loaded = load_run(tmp_path / "csd")
     frozen = freeze(loaded, loaded.recipe.data, ("test",), name="csd", n_corrupted=4, seed=3)
     data = load_split(loaded.model, loaded.recipe.data, "test").data

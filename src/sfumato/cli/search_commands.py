@@ -202,7 +202,7 @@ def search(
     Prints ids, distances, match probabilities and uncertainties.
     """
     from sfumato.api.loaded import search_index
-    from sfumato.reports.console import print_search
+    from sfumato.reports.console import print_match_meaning, print_search
 
     if not query and not image and not item:
         raise UserError("nothing to search for: give a text, --image FILE or --id ITEM")
@@ -218,6 +218,7 @@ def search(
         return
     for result in results:
         print_search(result)
+    print_match_meaning(results)
 
 
 TextGallery = Annotated[

@@ -406,7 +406,8 @@ def referee(
     bootstrap: Bootstrap = 200,
     seed: Seed = 0,
     out: Annotated[
-        Path | None, typer.Option(help="Folder for RUN-seedN.json. Default: referee-SPLIT in the folder of each run.")
+        Path | None,
+        typer.Option(help="Folder for RUN-seedN.json and .md. Default: referee-SPLIT in the folder of each run."),
     ] = None,
     device: Device = "auto",
     as_json: AsJson = False,
@@ -420,7 +421,8 @@ def referee(
     """
     from sfumato.models.run import choose_device, load_run
     from sfumato.progress import say
-    from sfumato.reports.referee_tables import referee_tables
+    from sfumato.reports.console_referee import print_referee
+    from sfumato.reports.referee_tables import write_referee_tables
     from sfumato.studies.frozen_model import freeze
     from sfumato.studies.referee import RefereeOptions, adapter_epochs, referee_model, wanted_methods
 
@@ -442,9 +444,11 @@ def referee(
         path = folder / f"{name}-seed{seed}.json"
         report = referee_model(model, options, path=path, say=say)
         reports.append(report | {"out": str(path)})
+        tables = path.with_suffix(".md")
+        write_referee_tables(report, chosen, tables)
         if not as_json:
-            print(referee_tables([report], chosen))
-            print(f"written to {path}")
+            print_referee(report, chosen)
+            print(f"all figures: {tables} and {path}")
     if as_json:
         print(json.dumps(reports, ensure_ascii=False))
 

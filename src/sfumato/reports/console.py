@@ -47,10 +47,17 @@ def print_ablation(cells: Mapping[str, Mapping[str, Mapping[str, OverSeeds]]], t
         shown = [f"{row[by]['rsum']}\n{row[by]['t2i recall@1']}" if by in row else MISSING for by in names]
         rows.append([name, *(shown if row else ["diverged"] * len(names))])
     print_table(
-        f"{title}: rsum of 600, below it text -> image recall@1 in per cent",
+        f"{title}: RSUM (recall@1, @5 and @10 of both directions, of 600), below it text -> image recall@1 in per cent",
         ["trained with", *(f"by {name}" for name in names)], rows,
     )  # fmt: skip
 
+
+_RSUM = "RSUM: sum of recall@1, @5 and @10 of both directions, in per cent"
+_R_PRECISION = (
+    "R-P, R-precision: fraction of matches among the first R, for a query with R matches; mAP@R: the first count more"
+)
+_CSD = "csd: closed-form sampled distance, the mean squared distance of one sample of each side"
+_SIDES = {"i2t": "image -> text", "t2i": "text -> image"}
 
 NOT_ABOVE_CHANCE = (
     "Warning: the recalls are not above chance. The model has not learnt to match these data: check that images and"
@@ -78,10 +85,12 @@ def print_evaluation(evaluation: Evaluation, title: str) -> None:
     print_table(
         title, ["direction", "recall@1", "@5", "@10", "R-P", "mAP@R", "median rank", "queries"], rows
     )  # fmt: skip
-    print(
-        f"rsum {evaluation.rsum * 100:.1f} of 600, {evaluation.chance_rsum * 100:.1f} by chance"
+    print_wrapped(
+        f"RSUM {evaluation.rsum * 100:.1f} of 600, {evaluation.chance_rsum * 100:.1f} by chance"
         f" | images {evaluation.n_images}, texts {evaluation.n_texts}"
     )
+    for line in (_RSUM, _R_PRECISION, *([_CSD] if evaluation.distance == "csd" else [])):
+        print_wrapped(f"  {line}", indent=4)
     if not evaluation.above_chance:
         print_wrapped(NOT_ABOVE_CHANCE)
     variance = evaluation.total_variance
@@ -97,16 +106,19 @@ def print_evaluation(evaluation: Evaluation, title: str) -> None:
 
 def _print_uncertainty(directions: Mapping[str, Any], prefix: str = "") -> None:
     """Recall@1 in ten bins of uncertainty, as in figure 3 of PCME++."""
+    if directions:
+        print_wrapped(
+            "recall@1 of ten groups of queries, from the most certain to the least (by total variance). Correlation of"
+            " group and recall@1: −1 is good, recall then falls evenly; 0 says nothing; +1 is the wrong way round."
+            " Spearman: the same over single queries"
+        )
     for direction, values in directions.items():
         print_wrapped(
-            f"{prefix}{direction}: recall@1 of ten groups of queries, from the most certain to the least: "
-            + " ".join(f"{b['recall']:.0%}" for b in values["bins"]),
-            indent=2,
+            f"  {prefix}{_SIDES[direction]}: " + " ".join(f"{b['recall']:.0%}" for b in values["bins"]), indent=4
         )
         print_wrapped(
-            f"{prefix}{direction}: correlation of group and recall@1 {signed(values['correlation'])}, Spearman over"
-            f" queries {signed(values['spearman'])}",
-            indent=2,
+            f"    correlation {signed(values['correlation'])}, Spearman {signed(values['spearman'])}",
+            indent=4,
         )
 
 
@@ -131,11 +143,13 @@ def print_measured(measured: Measured, title: str) -> None:
     ]
     print_table(f"{title}, by {measured.score}", ["ground truth", "direction", *names, "queries"], rows, left=2)
     sums = [
-        f"{ground_truth} rsum {one['rsum'] * 100:.1f} of 600"
+        f"{ground_truth} RSUM {one['rsum'] * 100:.1f} of 600"
         for ground_truth, one in measured.figures.items()
         if "rsum" in one
     ]
     print_wrapped(" | ".join([*sums, f"images {measured.n_images}, texts {measured.n_texts}"]))
+    for line in (*([_RSUM] if sums else []), *([_CSD] if measured.score == "csd" else [])):
+        print_wrapped(f"  {line}", indent=4)
     if measured.total_variance is not None:
         variance = measured.total_variance
         print(f"mean total variance: images {variance['image']:.4g}, texts {variance['text']:.4g}")
@@ -275,6 +289,16 @@ def print_search(result: dict[str, Any]) -> None:
         _print_hits(found[:_SET_SHOWN], result["distance"], calibrated)
         if len(found) > _SET_SHOWN:
             print(f"  ... and {len(found) - _SET_SHOWN} more; --json prints all")
+
+
+def print_match_meaning(results: Sequence[Mapping[str, Any]]) -> None:
+    """Print what "right" and "match" mean below calibrated results.
+
+    Args:
+        results: of :meth:`~sfumato.api.answers.SearchAnswer.to_json`.
+    """
+    if any(result["calibrated"] for result in results):
+        print_wrapped("right: a match, a pair like those that the data list (a photo and its caption)")
 
 
 def _print_hits(hits: list[dict[str, Any]], distance: str, calibrated: bool) -> None:

@@ -4,7 +4,7 @@ from sfumato.errors import counted
 from sfumato.evaluation.hits import FAR, HitFigures
 from sfumato.evaluation.trust import DirectionTrust, TrustReport
 from sfumato.metrics.bootstrap import Interval
-from sfumato.reports.formatting import compact_interval, compact_number
+from sfumato.reports.formatting import compact_interval, compact_number, in_words
 from sfumato.reports.tables import print_table, print_wrapped
 
 _NAMES: dict[str, str] = {"t2i": "text -> image", "i2t": "image -> text"}
@@ -91,7 +91,8 @@ def _best(direction: DirectionTrust, figure: str, by_chance: float) -> tuple[str
 def _estimator(best: tuple[str, Interval, bool], unit: str) -> str:
     name, figure, above = best
     shown = f"{unit} {compact_interval(figure)}"
-    return f"{name} ({shown})" if above else f"no estimator is above chance here (best: {name}, {shown})"
+    title = in_words(name)
+    return f"{title} ({shown})" if above else f"no estimator is above chance here (best: {title}, {shown})"
 
 
 def print_trust(report: TrustReport, title: str) -> None:
@@ -119,7 +120,7 @@ def print_trust(report: TrustReport, title: str) -> None:
                     f"{_NAMES[key]}: {heading}",
                     ["estimator", *shown.values()],
                     [
-                        [name, *(compact_interval(figures.get(figure)) for figure in shown)]
+                        [in_words(name), *(compact_interval(figures.get(figure)) for figure in shown)]
                         for name, figures in direction.estimators.items()
                         if any(figure in figures for figure in shown)
                     ],
@@ -134,6 +135,7 @@ def print_trust(report: TrustReport, title: str) -> None:
             f" AURC of chance {compact_number(chance)}, of a perfect order {compact_interval(direction.risk_best)};"
             f" match probability of true against random pairs, AUROC {compact_interval(direction.right_pairs)}"
         )
+    _print_legend(report)
     print_wrapped(
         f"Higher is less certain. In brackets: {report.level:.0%} intervals"
         f" from {report.n_resamples} bootstrap resamples of the queries."
@@ -169,12 +171,36 @@ def _print_hit_table(report: TrustReport) -> None:
     print_table("Are the probabilities of hits right?", ["queries, images, first hits", *labels], rows)
 
 
+def _print_legend(report: TrustReport) -> None:
+    """What the words of the tables mean, and the keys of the estimators in files and in Python."""
+    print()
+    shown = {name for direction in report.directions.values() for name in direction.estimators}
+    rows = [
+        [in_words(name), f"{about['estimates']} [{name}]"] for name, about in report.estimators.items() if name in shown
+    ]
+    print_table(
+        "The estimators of uncertainty; in square brackets the key in the JSON file and in Python",
+        ["estimator", "what it is"], rows, running=(1,),
+    )  # fmt: skip
+    for line in _LEGEND:
+        print_wrapped(line, indent=2)
+
+
+_LEGEND = (
+    "AUROC: how often a wrong first hit is less certain than a right one; .5 is chance, 1 perfect",
+    "AURC: mean error rate of first hits if the least certain queries are left out one by one; lower is better",
+    "PRR: what that order gains, as a fraction of what a perfect order gains; 0 is chance, 1 perfect",
+    "recall@1 of ten groups, from the most certain to the least: correlation of group and recall; -1 is good",
+    "ECE: mean difference between probability and fraction of matches, in groups of hits; 0 is perfect",
+    "Brier skill: 0 is a constant probability, 1 perfect",
+)
+
 _TRUST_TABLES = {
     "is the best item wrong?": {
         "wrong_auroc": "AUROC",
         "wrong_aurc": "AURC",
         "wrong_gain": "PRR",
-        "deciles": "recall@1 by ten bins, Pearson",
+        "deciles": "recall@1 of ten groups, Pearson",
     },
     "ambiguity and absence": {
         "multiplicity": "true number, Spearman",
@@ -196,14 +222,16 @@ def _print_corruptions(title: str, direction: DirectionTrust) -> None:
         for corruption in direction.corruptions.values():
             found = corruption.estimators.get(estimator, {})
             cells += [compact_interval(found.get("spearman")), compact_interval(found.get("rises"))]
-        rows.append([estimator, *cells])
+        rows.append([in_words(estimator), *cells])
     print()
     print_table(
         f"{title}: do corrupted queries become less certain? Spearman with strength, fraction that rises",
-        ["estimator", *(f"{name}: {figure}" for name in names for figure in ("Spearman", "rises"))],
+        ["estimator", *(f"{in_words(name)}: {figure}" for name in names for figure in ("Spearman", "rises"))],
         rows,
     )
     for name, corruption in direction.corruptions.items():
         recall = " ".join(f"{r:.0%}" for r in corruption.recall)
         strengths = " ".join(f"{s:g}" for s in corruption.strengths)
-        print_wrapped(f"{name}, {counted(corruption.n, 'query', 'queries')}: recall@1 {recall} at strength {strengths}")
+        print_wrapped(
+            f"{in_words(name)}, {counted(corruption.n, 'query', 'queries')}: recall@1 {recall} at strength {strengths}"
+        )

@@ -18,6 +18,21 @@ DIRECTIONS = {"i2t": "image → text", "t2i": "text → image"}
 """The two directions of retrieval in words."""
 
 _WORDS = {
+    "total_variance": "total variance",
+    "log_det": "log volume",
+    "geometric_std": "geometric mean σ",
+    "sample_spread": "sample distance",
+    "self_mismatch": "mismatch with itself",
+    "expected_matches": "expected matches",
+    "match_entropy": "entropy, all items",
+    "match_entropy_top10": "entropy, 10 nearest",
+    "top1_mismatch": "first hit mismatch",
+    "margin": "margin to second hit",
+    "knn_distance": "distance to 10 items",
+    "nearest_mean": "distance of means",
+    "inclusion": "includes its hits",
+    "not_included": "outside of its hits",
+    "predicted_miss": "trained predictor",
     "more_uncertain": "more uncertain",
     "variance_ratio": "ratio of total variances",
     "between": "lies between its parts",
@@ -227,8 +242,8 @@ def in_words(name: str) -> str:
         The words.
 
     Example:
-        >>> in_words("off_line"), in_words("wrong_auroc")
-        ('distance off the line', 'wrong AUROC')
+        >>> in_words("off_line"), in_words("wrong_auroc"), in_words("knn_distance")
+        ('distance off the line', 'wrong AUROC', 'distance to 10 items')
     """
     plain = str(name).replace("_", " ").replace("auroc", "AUROC").replace("aurc", "AURC")
     return _WORDS.get(name, plain)

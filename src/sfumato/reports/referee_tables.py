@@ -1,9 +1,13 @@
 """The tables of the referee, one for each direction, as Markdown."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from statistics import fmean, stdev
 from textwrap import fill
 from typing import Any
+
+from sfumato.files import write_atomically
 
 DIRECTION_NAMES = {"t2i": "text -> image", "i2t": "image -> text"}
 
@@ -32,6 +36,50 @@ COLUMNS: dict[str, tuple[str, Any]] = {
 """Figure -> its title, and which value is best; None for costs, whose best is not marked."""
 
 
+@dataclass(frozen=True)
+class Cells:
+    """A table before it is Markdown, or columns of a terminal.
+
+    Attributes:
+        heading: what it is about.
+        titles: of its columns.
+        rows: texts, as many as titles; the best of a column stands between two pairs of asterisks.
+        notes: sentences below it.
+    """
+
+    heading: str
+    titles: list[str]
+    rows: list[list[str]]
+    notes: Sequence[str] = ()
+
+    def markdown(self) -> str:
+        """The table without its heading and its notes.
+
+        Returns:
+            Markdown.
+        """
+        lines = ["| " + " | ".join(self.titles) + " |", "| --- |" + " ---: |" * (len(self.titles) - 1)]
+        lines += ["| " + " | ".join(row) + " |" for row in self.rows]
+        return "\n".join(lines).replace("|  |", "| |")
+
+
+def tested(reports: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:
+    """What was measured.
+
+    Args:
+        reports: see :func:`referee_table`.
+
+    Returns:
+        The splits that no method has seen, each with both directions, where there are figures.
+    """
+    return [
+        (split, direction)
+        for split in reports[0]["sizes"]
+        for direction in DIRECTION_NAMES
+        if split not in ("train", "val") and any(_known(report, split, direction) for report in reports)
+    ]
+
+
 def referee_tables(reports: Sequence[dict[str, Any]], methods: Sequence[str] = (), columns: Sequence[str] = ()) -> str:
     """All tables of a model, each below its heading.
 
@@ -46,17 +94,26 @@ def referee_tables(reports: Sequence[dict[str, Any]], methods: Sequence[str] = (
     if methods:
         reports = [r | {"methods": {n: r["methods"][n] for n in methods if n in r["methods"]}} for r in reports]
     parts = []
-    for split in reports[0]["sizes"]:
-        for direction in DIRECTION_NAMES:
-            if split not in ("train", "val") and any(_known(report, split, direction) for report in reports):
-                heading = referee_heading(reports, split, direction)
-                parts.append(f"**{heading}**\n\n{referee_table(reports, split, direction, columns)}\n")
+    for split, direction in tested(reports):
+        heading = referee_heading(reports, split, direction)
+        parts.append(f"**{heading}**\n\n{referee_table(reports, split, direction, columns)}\n")
     for direction in DIRECTION_NAMES:
         if table := corruption_table(reports, direction):
             parts.append(f"{table}\n")
     notes = [f"Note: {note}." for note in reports[0]["notes"]]
     notes += [fill(f"Not built: {name}. {why}.", _WIDTH) for name, why in reports[0]["not_built"].items()]
     return "\n".join([*parts, *notes])
+
+
+def write_referee_tables(report: dict[str, Any], methods: Sequence[str], path: Path) -> None:
+    """Write all tables of a report as Markdown.
+
+    Args:
+        report: of one model and seed.
+        methods: those that are shown.
+        path: of the file.
+    """
+    write_atomically(path, f"{referee_tables([report], methods)}\n")
 
 
 def corruption_table(reports: Sequence[dict[str, Any]], direction: str) -> str:
@@ -66,8 +123,21 @@ def corruption_table(reports: Sequence[dict[str, Any]], direction: str) -> str:
         reports, direction: see :func:`referee_table`.
 
     Returns:
-        Markdown with a heading: for each corruption the AUROC of the greatest strength against the clean queries, and
-        the Spearman correlation of strength and uncertainty within a query. Empty without corrupted queries.
+        Markdown with a heading: see :func:`corruption_cells`. Empty without corrupted queries.
+    """
+    found = corruption_cells(reports, direction)
+    return f"**{found.heading}**\n\n{found.markdown()}" if found else ""
+
+
+def corruption_cells(reports: Sequence[dict[str, Any]], direction: str) -> "Cells | None":
+    """How contestants respond to corrupted queries, the best mean AUROC first.
+
+    Args:
+        reports, direction: see :func:`referee_table`.
+
+    Returns:
+        For each corruption the AUROC of the greatest strength against the clean queries, and the Spearman correlation
+        of strength and uncertainty within a query. None without corrupted queries.
     """
     found = [
         {name: {c: f for c, f in m.get("corruptions", {}).items() if f["direction"] == direction} for name, m in items}
@@ -75,12 +145,16 @@ def corruption_table(reports: Sequence[dict[str, Any]], direction: str) -> str:
     ]
     rows = {name: [report[name] for report in found] for name, own in found[0].items() if own}
     if not rows:
-        return ""
+        return None
     first = next(iter(rows.values()))
     kinds = list(first[0])
     recalls = [
-        f"{fmean(r[kind]['recall'][0] for r in first):.1%} to {fmean(r[kind]['recall'][-1] for r in first):.1%} |"
+        cell
         for kind in kinds
+        for cell in (
+            f"{fmean(r[kind]['recall'][0] for r in first):.1%} to {fmean(r[kind]['recall'][-1] for r in first):.1%}",
+            "",
+        )
     ]
     keys = [(kind, figure) for kind in kinds for figure in ("auroc", "spearman")]
     values = {
@@ -89,13 +163,12 @@ def corruption_table(reports: Sequence[dict[str, Any]], direction: str) -> str:
     }
     best = {key: max(fmean(v[0] for v in row[key]) for row in values.values()) for key in keys}
     titles = [f"{kind}: {'AUROC' if figure == 'auroc' else 'Spearman'}" for kind, figure in keys]
-    lines = ["| method | " + " | ".join(titles) + " |", "| --- |" + " ---: |" * len(titles)]
-    lines.append("| recall@1, clean to damaged | " + " | ".join(recalls) + " |")
+    lines = [["recall@1, clean to damaged", *recalls]]
     mean = {name: fmean(v[0] for key in keys if key[1] == "auroc" for v in row[key]) for name, row in values.items()}
     for name in sorted(values, key=lambda name: -mean[name]):
-        lines.append(f"| {name} | " + " | ".join(_cell(values[name][key], best[key]) for key in keys) + " |")
+        lines.append([name, *(_cell(values[name][key], best[key]) for key in keys)])
     n, models = first[0][kinds[0]]["n_queries"], reports[0]["model"]
-    return "\n".join([f"**{models}, {DIRECTION_NAMES[direction]}: {n} corrupted queries**", "", *lines])
+    return Cells(f"{models}, {DIRECTION_NAMES[direction]}: {n} corrupted queries", ["method", *titles], lines)
 
 
 def _triple(interval: dict[str, Any]) -> list[Any]:
@@ -157,6 +230,22 @@ def referee_table(reports: Sequence[dict[str, Any]], split: str, direction: str,
         Markdown. A single report has 95 % intervals over queries in brackets; several have mean ± standard deviation
         over reports. A dash: not defined. Contestants that are not available stand below, with the reason.
     """
+    found = referee_cells(reports, split, direction, columns)
+    notes = [fill(note, _WIDTH) for note in found.notes]
+    return "\n".join([found.markdown(), *([""] if notes else []), *notes])
+
+
+def referee_cells(
+    reports: Sequence[dict[str, Any]], split: str, direction: str, columns: Sequence[str] = ()
+) -> "Cells":
+    """The cells of :func:`referee_table`.
+
+    Args:
+        reports, split, direction, columns: see there.
+
+    Returns:
+        The cells.
+    """
     rows = {name: _row(reports, name, split, direction) for name in reports[0]["methods"]}
     known = {name: row for name, row in rows.items() if row["log_loss"]}
     shown = [key for key in columns or COLUMNS if any(row[key] for row in known.values())]
@@ -165,14 +254,14 @@ def referee_table(reports: Sequence[dict[str, Any]], split: str, direction: str,
         for key in shown
         if COLUMNS[key][1] is not None
     }
-    lines = ["| method | " + " | ".join(COLUMNS[key][0] for key in shown) + " |"]
-    lines.append("| --- |" + " ---: |" * len(shown))
-    for name, row in sorted(known.items(), key=lambda item: fmean(v[0] for v in item[1]["log_loss"])):
-        cells = [_cell(row[key], best.get(key)) for key in shown]
-        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    lines = [
+        [name, *(_cell(row[key], best.get(key)) for key in shown)]
+        for name, row in sorted(known.items(), key=lambda item: fmean(v[0] for v in item[1]["log_loss"]))
+    ]
     missing = {name: _reason(reports, name, direction) for name in rows if name not in known}
-    notes = [fill(f"Not available: {name} ({reason}).", _WIDTH) for name, reason in missing.items()]
-    return "\n".join([*lines, *([""] if notes else []), *notes])
+    notes = [f"Not available: {name} ({reason})." for name, reason in missing.items()]
+    titles = ["method", *(COLUMNS[key][0] for key in shown)]
+    return Cells(referee_heading(reports, split, direction), titles, lines, notes)
 
 
 def referee_heading(reports: Sequence[dict[str, Any]], split: str, direction: str) -> str:

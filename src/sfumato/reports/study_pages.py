@@ -289,11 +289,22 @@ def print_audit(figures: Mapping[str, Any], shown: int = 5) -> None:
         print_wrapped(sentence, indent=2)
     print()
     rows = [
-        [_likely(row["wrong_probability"]), row["image"], clipped(row["text"]), clipped(row["better_text"] or MISSING)]
+        [
+            _suspicion(row["wrong_probability"]),
+            row["image"],
+            clipped(row["text"]),
+            clipped(row["better_text"] or MISSING),
+        ]
         for row in figures["pairs"][:shown]
     ]
+    of_all = [row["wrong_probability"] for row in figures["pairs"]]
+    which = "the most suspicious listed pairs"
+    if of_all and all(p is not None and p < _UNSUSPICIOUS for p in of_all):
+        least = "every pair below is" if figures["n_pairs"] > len(of_all) else "every listed pair is"
+        print_wrapped(f"nothing is suspicious: {least} wrong with a probability below {_UNSUSPICIOUS:.0%}", indent=2)
+        which = "the least certain listed pairs all the same"
     print_table(
-        f"the most suspicious listed pairs, by their distance minus that of the {NEIGHBOURS} closest unlisted items",
+        f"{which}, by their distance minus that of the {NEIGHBOURS} closest unlisted items",
         ["wrong", "image", "text", "closest unlisted text"], rows, left=2, running=(2, 3),
     )  # fmt: skip
     first = "closest" if all(row["match_probability"] is None for row in figures["missing"]) else "most probable"
@@ -340,6 +351,17 @@ def wrong_pairs(figures: Mapping[str, Any]) -> list[str]:
         f" (95% interval {percent(low)} to {percent(high)})",
         more if suspects else "no single pair is more likely wrong than right",
     ]
+
+
+_UNSUSPICIOUS = 0.01
+"""Probability of being wrong below which a pair is not called suspicious."""
+
+
+def _suspicion(value: float | None) -> str:
+    """A probability with the digits that rank small ones; a dash without a calibration."""
+    if value is None or value >= _UNSUSPICIOUS:
+        return _likely(value)
+    return f"{value:.2%}" if value >= 1e-4 else "<0.01%"
 
 
 def _likely(value: float | None) -> str:
