@@ -1,6 +1,10 @@
-"""The file that training resumes from: what was saved comes back, and a damaged one is named."""
+"""The file that training resumes from: what was saved comes back, and a damaged one is named; damaged run folders."""
 
 import json
+import pickle
+import shutil
+import time
+import zipfile
 
 import pytest
 import torch
@@ -8,8 +12,13 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
 
+from sfumato.encoders.processors import train_tokenizer
 from sfumato.errors import UserError
-from sfumato.models.run import load_state, save_state
+from sfumato.models import run
+from sfumato.models.export import export_run, load_model
+from sfumato.models.pretrained_tensors import read_checkpoint
+from sfumato.models.recipe import Recipe, save_recipe
+from sfumato.models.run import Assets, build_loss, build_model, load_state, save_assets, save_state
 
 
 def fresh():
@@ -60,3 +69,69 @@ def test_what_does_not_fit_is_named(changes, message, checkpoint):
     model, optimiser = fresh()
     with pytest.raises(UserError, match=message):
         load_state(path, {"m": model}, optimiser)
+
+
+@pytest.fixture(scope="module")
+def untrained(tmp_path_factory):
+    """A run folder and the model exported from it."""
+    folder = tmp_path_factory.mktemp("untrained")
+    encoders = {"image": {"kind": "small", "size": 16, "width": 4}, "text": {"kind": "small", "width": 16}}
+    recipe = Recipe.model_validate({"name": "untrained", "model": {"dim": 8, **encoders}})
+    tokenizer = train_tokenizer(["a red bird", "a blue fish"], 60)
+    model = build_model(recipe.model, Assets(tokenizer, {}))
+    (folder / "run").mkdir()
+    save_recipe(recipe, folder / "run" / run.RECIPE)
+    save_assets(folder / "run", tokenizer, model)
+    save_state(folder / "run" / run.MODEL, {"model": model, "loss": build_loss(recipe)}, None, {"epoch": 1})
+    export_run(folder / "run", folder / "exported")
+    return folder
+
+
+@pytest.mark.parametrize("kind", ["run", "exported"])
+def test_weights_of_another_width_are_refused_before_the_model_is_made(kind, untrained, tmp_path, monkeypatch):
+    shutil.copytree(untrained / kind, tmp_path / kind)
+    monkeypatch.chdir(tmp_path)
+    path, width = (kind + "/recipe.toml", "width = 16") if kind == "run" else (kind + "/config.json", '"width": 16')
+    load_model(tmp_path / kind)
+    text = (tmp_path / path).read_text()
+    assert text.count(width) == 1
+    (tmp_path / path).write_text(text.replace(width, width.replace("16", "25666")))  # 8 GB of random numbers.
+    began = time.process_time()
+    with pytest.raises(UserError, match=r"does not fit .*text.*differs, and \d+ more"):
+        load_model(tmp_path / kind)
+    assert time.process_time() - began < 2
+
+
+@pytest.mark.parametrize("kind", ["run", "exported"])
+def test_a_tokenizer_with_an_id_beyond_its_size_is_refused(kind, untrained, tmp_path):
+    shutil.copytree(untrained / kind, tmp_path / kind)
+    tokenizer = json.loads((tmp_path / kind / run.TOKENIZER).read_text())
+    tokenizer["model"]["vocab"]["fish"] = 4441
+    (tmp_path / kind / run.TOKENIZER).write_text(json.dumps(tokenizer))
+    with pytest.raises(UserError, match=r"the tokenizer is damaged: of its \d+ tokens, 'fish' has the id 4441"):
+        load_model(tmp_path / kind)
+
+
+@pytest.mark.parametrize("zipped", [False, True])
+def test_a_checkpoint_with_a_class_of_a_very_long_name_is_refused_at_once(zipped, tmp_path):
+    def content(name):
+        return b"\x80\x02ccollections\n" + name + b"\n."
+
+    def file(name):
+        path = tmp_path / f"{len(name)}.pt"
+        if not zipped:
+            head = [0x1950A86A20F9469CFC6C, 1001, {"protocol_version": 1001, "little_endian": True, "type_sizes": {}}]
+            path.write_bytes(b"".join(pickle.dumps(one, 2) for one in head) + content(name))
+            return path
+        torch.save({"a": torch.ones(2)}, tmp_path / "good.pt")
+        with zipfile.ZipFile(tmp_path / "good.pt") as good, zipfile.ZipFile(path, "w") as made:
+            for one in good.infolist():
+                made.writestr(one.filename, content(name) if one.filename.endswith("data.pkl") else good.read(one))
+        return path
+
+    with pytest.raises(UserError, match="holds a collections.Short, and reading that would run code"):
+        read_checkpoint(file(b"Short"))
+    began, long = time.process_time(), file(b"L" * 70_000)
+    with pytest.raises(UserError, match="damaged, or not a checkpoint") as told:
+        read_checkpoint(long)
+    assert time.process_time() - began < 2 and len(str(told.value)) < 500

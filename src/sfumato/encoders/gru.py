@@ -17,7 +17,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from sfumato.encoders.encoder_protocol import BuildContext, EncoderModule, TextEncoderConfig
 from sfumato.encoders.features import Inputs, TokenFeatures
-from sfumato.encoders.processors import TokenProcessor, count_words, splitting_at_words
+from sfumato.encoders.processors import TokenProcessor, count_words, splitting_at_words, vocabulary_size
 from sfumato.errors import UserError
 from sfumato.progress import say
 
@@ -249,7 +249,7 @@ def build_word_text(config: WordTextConfig, context: BuildContext) -> tuple[Toke
     """
     tokenizer = context.need_tokenizer(config.kind)
     encoder = WordEncoder(
-        tokenizer.get_vocab_size(),
+        vocabulary_size(tokenizer),
         config.width,
         config.hidden,
         bidirectional=config.bidirectional,

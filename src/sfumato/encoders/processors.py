@@ -385,6 +385,28 @@ MASK_TOKENS = ("[MASK]", "<mask>", "[UNK]", "m</w>", "<unk>")
 """Tokens that stand for a hidden word, the first that a tokenizer has. The fourth is "m", as in PCME++'s code."""
 
 
+def vocabulary_size(tokenizer: Tokenizer) -> int:
+    """Number of the ids of a tokenizer, for a table of embeddings.
+
+    Args:
+        tokenizer: the tokenizer.
+
+    Returns:
+        The number; all ids are smaller.
+
+    Raises:
+        UserError: an id is not.
+    """
+    size, known = tokenizer.get_vocab_size(), tokenizer.get_vocab()
+    token = max(known, key=known.__getitem__, default="")
+    if known.get(token, -1) >= size:
+        raise UserError(
+            f"the tokenizer is damaged: of its {size} tokens, {token[:40]!r} has the id {known[token]}; copy the folder"
+            " of the model again"
+        )
+    return size
+
+
 class TokenProcessor:
     """Texts as the ids of their subword tokens.
 

@@ -17,7 +17,7 @@ from sfumato.encoders.encoder_protocol import (
     TextEncoderConfig,
 )
 from sfumato.encoders.features import Inputs, TokenFeatures, padded
-from sfumato.encoders.processors import PixelProcessor, TokenProcessor, train_tokenizer
+from sfumato.encoders.processors import PixelProcessor, TokenProcessor, train_tokenizer, vocabulary_size
 
 
 class SmallImageConfig(ImageEncoderConfig):
@@ -137,7 +137,7 @@ def build_small_text(config: SmallTextConfig, context: BuildContext) -> tuple[To
         (processor, encoder).
     """
     tokenizer = context.need_tokenizer(config.kind)
-    encoder = SmallTextEncoder(tokenizer.get_vocab_size(), config.width, config.dropout)
+    encoder = SmallTextEncoder(vocabulary_size(tokenizer), config.width, config.dropout)
     return TokenProcessor(tokenizer, config.max_tokens), encoder
 
 

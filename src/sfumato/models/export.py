@@ -45,6 +45,7 @@ from sfumato.models.run import (
     load_assets,
     load_calibration,
     load_run,
+    misfits,
     read_tokenizer,
     some_of,
 )
@@ -136,7 +137,10 @@ def load_exported(folder: str | Path, *, device: torch.device | str = "cpu") -> 
     if encoder_entry("text", model_config.text.kind).tokenizer and not tokenizer.is_file():
         raise UserError(f"{tokenizer} is missing; the folder is incomplete, copy it whole")
     own = read_tokenizer(tokenizer) if tokenizer.is_file() else None
-    model = build_model(model_config, Assets(own, known["encoders"], trained=True))
+    assets = Assets(own, known["encoders"], trained=True)
+    if wrong := misfits(folder / WEIGHTS, model_config, assets):
+        raise UserError(f"{folder / WEIGHTS}: does not fit its {CONFIG}: {some_of(wrong, 'tensor')}")
+    model = build_model(model_config, assets)
     _load(model, read_checkpoint(folder / WEIGHTS), folder / WEIGHTS)
     return PretrainedModel(
         model.to(device).eval(),

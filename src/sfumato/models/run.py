@@ -7,6 +7,7 @@ log.jsonl         one line per epoch                     calibration.json   what
 problems.jsonl    items left out, with their errors      evaluation-*.json  written by `sfumato evaluate`
 """
 
+import contextlib
 import hashlib
 import json
 import os
@@ -26,6 +27,7 @@ from sfumato.calibration.calibrator import Calibration
 from sfumato.encoders.dual import DualEncoder, Tower
 from sfumato.encoders.encoder_protocol import BuildContext, Side
 from sfumato.encoders.encoder_registry import encoder_entry
+from sfumato.encoders.frozen import FrozenImageConfig, FrozenTextConfig
 from sfumato.encoders.heads import GaussianHead, HeadOptions
 from sfumato.errors import UserError, first_line
 from sfumato.files import write_atomically, write_json
@@ -235,8 +237,10 @@ def load_run(folder: str | Path, *, device: torch.device | str = "cpu") -> Run:
         raise UserError(
             f"{folder} has no weights. Its training has not finished an epoch, or the folder was copied incompletely"
         )
-    model = build_model(recipe.model, load_assets(folder, recipe))
-    loss = build_loss(recipe)
+    assets = load_assets(folder, recipe)
+    if wrong := misfits(folder / MODEL, recipe.model, assets, "model/"):
+        raise _other_recipe(folder / MODEL, "model", wrong)
+    model, loss = build_model(recipe.model, assets), build_loss(recipe)
     load_state(folder / MODEL, {"model": model, "loss": loss})
     scale, bias = loss.match_logits() or (1.0, 0.0)
     if (calibration := load_calibration(folder)) is not None:
@@ -431,10 +435,7 @@ def load_state(
             if k not in own or k not in expected or own[k].shape != expected[k].shape
         ]
         if wrong:
-            raise UserError(
-                f"{path}: does not fit the {name} of this recipe: {some_of(wrong, 'tensor')};"
-                " use the recipe that is saved beside it"
-            )
+            raise _other_recipe(path, name, wrong)
         module.load_state_dict(own)
     if optimiser is not None:
         try:
@@ -450,6 +451,41 @@ def load_state(
                 " the folder again, or train into a new one"
             ) from error
     return about
+
+
+def _other_recipe(path: Path, name: str, wrong: Sequence[str]) -> UserError:
+    return UserError(
+        f"{path}: does not fit the {name} of this recipe: {some_of(wrong, 'tensor')}; use the recipe that is saved"
+        " beside it"
+    )
+
+
+def misfits(path: Path, config: ModelConfig, assets: Assets, prefix: str = "") -> list[str]:
+    """Compare the header of a file of weights with a model, before the model takes memory and time.
+
+    Args:
+        path: a .safetensors file.
+        config: section ``model`` of the recipe.
+        assets: of a trained model.
+        prefix: of the names of the model's tensors in the file.
+
+    Returns:
+        Names of tensors that are missing, needless or of another shape; none if that cannot be said yet, because the
+        file is damaged or an encoder cannot be built without its weights. Sides with a frozen backbone are left out:
+        they would load it.
+    """
+    wrong = set[str]()
+    sides: tuple[Side, ...] = ("image", "text")
+    with contextlib.suppress(Exception), safe_open(path, framework="pt") as file, torch.device("meta"):
+        # Libraries of encoders raise what they like. What is wrong shows when the model is built and its weights read.
+        for side in sides:
+            if isinstance(getattr(config, side), FrozenImageConfig | FrozenTextConfig):
+                continue
+            expected = _tower(side, config, assets, 0.0, False).state_dict(prefix=f"{side}.")
+            own = [key for key in file.keys() if key.startswith(f"{prefix}{side}.")]  # noqa: SIM118 (not a mapping)
+            came = {(key.removeprefix(prefix), tuple(file.get_slice(key).get_shape())) for key in own}
+            wrong |= {key for key, _ in came ^ {(key, tuple(value.shape)) for key, value in expected.items()}}
+    return sorted(wrong)
 
 
 def weights_digest(model: DualEncoder) -> str:
