@@ -1,5 +1,7 @@
 """Arrays of NumPy stand wherever tensors do, by one conversion that names the argument."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -7,6 +9,7 @@ import torch
 import sfumato
 from sfumato.arrays import as_tensor
 from sfumato.metrics.reliability import brier_score, expected_calibration_error, log_loss, reliability_curve
+from sfumato.studies.zeroshot import pool_prompts
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64", "int64", "uint8", "bool", ">f4"])
@@ -63,6 +66,12 @@ def test_public_functions_give_the_same_from_arrays_as_from_tensors():
     calibration = sfumato.Calibration.fit(*arrays)
     assert calibration == sfumato.Calibration.fit(distance, match)
     assert torch.equal(calibration.probability(arrays[0]), calibration.probability(distance))
+    some = distance.sort(1).values
+    calibration = replace(calibration, t2i=sfumato.QueryScores.fit(*arrays))
+    hits = calibration.hit_probability(some[:, :2], some, n_gallery=6)
+    assert torch.equal(calibration.hit_probability(some[:, :2].numpy(), some.numpy(), n_gallery=6), hits)
+    weights = torch.rand(1, 5, generator=generator)
+    assert torch.equal(pool_prompts(x, weights.numpy()).mean, pool_prompts(x, weights).mean)
     p = sfumato.match_probability(arrays[0], 5.0, 5.0)
     assert torch.equal(p, sfumato.match_probability(distance, 5.0, 5.0))
     flat = p.flatten(), match.flatten()

@@ -85,6 +85,7 @@ PARTS: dict[str, set[str]] = {
         "search",
     },
     "studies": {
+        "arrays",
         "calibration",
         "data",
         "direction",

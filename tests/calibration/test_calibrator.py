@@ -269,6 +269,7 @@ def test_abstention_by_hand():
     # A risk of one half is kept by answering whatever is as close as something held out was.
     assert calibration.answered_fraction(0.5) == pytest.approx(399 / 400)
     assert calibration.abstains(torch.tensor([0.99, 1e6]), 0.5).tolist() == [False, True]
+    assert calibration.abstains(np.array([0.99, 1e6]), 0.5).tolist() == [False, True]
     with pytest.raises(
         ValueError, match="no limit has a risk of at most 0.01 with confidence 0.9 on 400 held-out queries"
     ) as refused:
@@ -428,6 +429,7 @@ def test_risk_and_precision_are_kept_on_new_queries():
         distance[::3] = torch.randn(distance[::3].shape, generator=generator) + 3.5
         calibration = Calibration(3.0, 1.0, 0.05, t2i=QueryScores.fit(distance, match))
         answer = ~calibration.abstains(nearest, 0.2)
+        assert torch.equal(~calibration.abstains(nearest.numpy(), 0.2), answer)
         broken += bool((~right[answer]).double().mean() > 0.2)
         answered.append(float(answer.double().mean()))
         below = calibration.probability(new.double()) > calibration.threshold(0.8)

@@ -180,17 +180,17 @@ class Calibration:
 
     def hit_probability(
         self,
-        distance: Tensor,
-        nearest: Tensor,
+        distance: Array,
+        nearest: Array,
         *,
         n_gallery: int,
         direction: Direction = "t2i",
-        reference: Tensor | None = None,
+        reference: Array | None = None,
     ) -> Tensor:
         """Probability that a hit of a search matches its query, given the nearest items of the query.
 
         Args:
-            distance: (..., c) distances of c hits of each query.
+            distance: (..., c) distances of c hits of each query, a tensor or an array, as those below.
             nearest: (..., k) distances of its nearest items, ascending, infinite where there is none. Of the first
                 :data:`~sfumato.calibration.conditional.N_NEAREST` items all that there are.
             n_gallery: number of items in the gallery.
@@ -205,17 +205,18 @@ class Calibration:
         Raises:
             ValueError: the features of the reference queries are missing; or see :meth:`prior_shift`.
         """
+        distance = as_tensor(distance, "distance", "Calibration")
         logit = self.hit_logit(distance, nearest, n_gallery=n_gallery, direction=direction, reference=reference)
         return torch.sigmoid(logit).to(distance.dtype)
 
     def hit_logit(
         self,
-        distance: Tensor,
-        nearest: Tensor,
+        distance: Array,
+        nearest: Array,
         *,
         n_gallery: int,
         direction: Direction = "t2i",
-        reference: Tensor | None = None,
+        reference: Array | None = None,
     ) -> Tensor:
         """Logarithm of the odds of :meth:`hit_probability`.
 
@@ -230,7 +231,8 @@ class Calibration:
         """
         if (conditional := self.conditional.get(direction)) is None:
             return self.logit(distance, n_gallery=n_gallery, direction=direction)
-        return conditional.logit(self.logit(distance), self.logit(nearest), n_gallery, reference)
+        seen = None if reference is None else as_tensor(reference, "reference", "Calibration")
+        return conditional.logit(self.logit(distance), self.logit(nearest), n_gallery, seen)
 
     def prior_shift(
         self, *, n_gallery: int | None = None, match_fraction: float | None = None, direction: Direction = "t2i"
@@ -338,7 +340,7 @@ class Calibration:
 
     def abstains(
         self,
-        nearest: Tensor,
+        nearest: Array,
         risk: float,
         *,
         n_gallery: int | None = None,
@@ -346,13 +348,14 @@ class Calibration:
         confidence: float = 0.9,
         absent: float = 0.0,
         seed: int = 0,
-        reference: Tensor | None = None,
+        reference: Array | None = None,
     ) -> Tensor:
         """Which queries should not be answered: closest item at or below the probability of :meth:`abstain_below`.
 
         Args:
-            nearest: (n, k) distances of the nearest items of each query, see :meth:`hit_probability`; (n,) those of the
-                closest item are enough without logits given the nearest items.
+            nearest: (n, k) distances of the nearest items of each query, a tensor or an array, see
+                :meth:`hit_probability`; (n,) those of the closest item are enough without logits given the nearest
+                items.
             n_gallery: size of the gallery; that of the fit if None. In a larger gallery the same distance has a lower
                 probability.
             risk, direction, confidence, absent, seed: see :meth:`abstain_below`.
@@ -365,6 +368,7 @@ class Calibration:
             ValueError: see :meth:`abstain_below`.
         """
         scores = self._guaranteed(direction)
+        nearest = as_tensor(nearest, "nearest", "Calibration")
         limit = answer_limit(scores, risk, confidence=confidence, absent=absent, seed=seed)
         if direction in self.hits:
             if nearest.ndim != 2:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from sfumato.arrays import Array, as_tensor
 from sfumato.data.captioned import Labelled, data_labelled
 from sfumato.data.images import Problems
 from sfumato.data.sources import DataConfig
@@ -83,7 +84,7 @@ def embed_prompts(model: DualEncoder, classes: Sequence[str], templates: Sequenc
     return GaussianEmbedding.cat(parts)
 
 
-def pool_prompts(prompts: GaussianEmbedding, weights: Tensor, *, pooling: str = "mixture") -> GaussianEmbedding:
+def pool_prompts(prompts: GaussianEmbedding, weights: Array, *, pooling: str = "mixture") -> GaussianEmbedding:
     r"""Pool the prompts of each class into one Gaussian.
 
         mean = sum_p w_p mean_p        var = sum_p w_p (var_p + (mean_p - mean)^2)
@@ -93,7 +94,7 @@ def pool_prompts(prompts: GaussianEmbedding, weights: Tensor, *, pooling: str = 
 
     Args:
         prompts: (c * p, d) embeddings, class by class.
-        weights: (c, p) weights >= 0; the weights of a class are divided by their sum.
+        weights: (c, p) weights >= 0, a tensor or an array; the weights of a class are divided by their sum.
         pooling: "mixture" or "unit".
 
     Returns:
@@ -102,6 +103,7 @@ def pool_prompts(prompts: GaussianEmbedding, weights: Tensor, *, pooling: str = 
     Raises:
         ValueError: sizes do not fit, the pooling is unknown, a weight is negative, or a class has no positive weight.
     """
+    weights = as_tensor(weights, "weights", "pool_prompts")
     c, p = weights.shape
     if prompts.n != c * p or pooling not in PROMPT_POOLINGS:
         raise ValueError(
