@@ -512,9 +512,10 @@ def test_index_and_search(work, sfumato, engine):
         assert result["uncertainty"] > 0 and result["expected_matches"] > 0
     status, out, _ = sfumato("search", folder, "--image", work / "data" / "000.png", "-k", 3)
     assert status == 0 and "probabilities are not calibrated for such queries" in out and "000.png" in out
-    assert "matches expected" not in out and "%" not in out
+    assert "matches expected" not in out and "%" not in out and "right: a match" not in out
     status, out, _ = sfumato("search", folder, "a red circle", "-k", 3)
     assert status == 0 and "matches expected" in out and "%" in out
+    assert out.splitlines()[-1].startswith("right: a match, a pair like those that the data list")
 
 
 def test_a_collection_in_a_store_is_filled_searched_added_to_and_copied(work, sfumato, tmp_path):
