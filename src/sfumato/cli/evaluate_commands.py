@@ -570,7 +570,7 @@ def trust(
         return
     (print_trust if details else print_trust_summary)(report, f"{model} on {split}, by {report.distance}")
     if not details:
-        print("AUROC: .5 is chance, 1 perfect. Brackets are 95 % intervals. --details prints all")
-        print("figures, and what each estimator is.")
+        print("AUROC: .5 is chance, 1 perfect. Brackets are 95 % intervals. --details prints")
+        print("all figures, and what each estimator is.")
     if path is not None:
         print(f"written to {path}")
