@@ -1,5 +1,6 @@
-r"""What can be the id of an item of a gallery: one line of text that a path of HTTP, a log and a table can hold."""
+"""Ids of items: one line of text that a path of HTTP, a log and a table can hold; and numbers drawn by them."""
 
+import hashlib
 import re
 from collections.abc import Iterable
 
@@ -44,3 +45,15 @@ def check_ids(ids: Iterable[str], what: str) -> None:
     for row, id in enumerate(ids):
         if error := id_error(id):
             raise ValueError(f"{what}: row {row}: {error}")
+
+
+def uniform_hash(key: str) -> float:
+    """A number that looks random and depends on a string alone.
+
+    Args:
+        key: the string.
+
+    Returns:
+        The number, in [0, 1).
+    """
+    return int.from_bytes(hashlib.sha256(key.encode()).digest()[:6], "big") / 2**48

@@ -63,6 +63,7 @@ def index(
     from sfumato.models.embed import RetrievalModel
     from sfumato.models.export import load_model
     from sfumato.models.galleries import build_index, check_new, embed_source, fill_collection, whole
+    from sfumato.models.gallery_calibration import training_note
     from sfumato.models.run import choose_device, load_run
     from sfumato.search.index import check_settings
 
@@ -79,23 +80,21 @@ def index(
     sources, problems = embed_source(retrieval_model, images=images, split=split, texts=texts, parts=embeddings)
     if store is None and not add:
         source, engine = whole(sources), engine or "exact"
+        gallery = build_index(retrieval_model, source, model_source=model, engine=engine)
         with writing(out):
-            build_index(retrieval_model, source, model_source=model, engine=engine).save(out)
-        n, kept, direction = len(source.ids), {"engine": engine}, source.direction
+            gallery.save(out)
+        n, note, kept, direction = len(source.ids), training_note(gallery), {"engine": engine}, source.direction
         line = f"indexed ({engine})"
     else:
         with writing(out), fill_collection(retrieval_model, sources, out, store, model_source=model) as collection:
-            n, kept, direction = len(collection), {"store": collection.store.url}, collection.scorer.direction
+            n, note = len(collection), training_note(collection)
+            kept, direction = {"store": collection.store.url}, collection.scorer.direction
         line = f"in {kept['store']}"
-    result = {"out": str(out), "n": n, **kept, "problems": len(problems)}
+    result = {"out": str(out), "n": n, **kept, "problems": len(problems), "note": note}
     items = counted(n, "image" if direction == "t2i" else "text")
     print_result(result, as_json, f"{items} {line}: {out}" + problems_suffix(problems))
-    trained = any(True for _ in retrieval_model.model.parameters())
-    if split in ("all", "train") and retrieval_model.calibrated and trained:
-        say(
-            "Probabilities were fitted on images that training left out. The training images are in this gallery, which"
-            " is also larger: here they are a rough guide, and sfumato trust does not measure them"
-        )
+    if note and not as_json:
+        say(note)
 
 
 def _check_index_options(sources: tuple[object, ...], engine: str | None, store: str | None, add: bool) -> None:

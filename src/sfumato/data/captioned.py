@@ -4,7 +4,6 @@ Captions come from manifests or image folders; classes from folders in ImageNet'
 whose texts are classes. This module does not depend on the files that the rows come from.
 """
 
-import hashlib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,6 +16,7 @@ from sfumato.data.image_decoding import IMAGE_ENDINGS
 from sfumato.data.images import FileImage, ImageSource, Problems
 from sfumato.data.pairs import PairData, make_pair_data
 from sfumato.errors import UserError
+from sfumato.ids import uniform_hash
 
 _SPLIT_NAMES = {"restval": "train", "training": "train", "valid": "val", "validation": "val", "dev": "val"}
 
@@ -215,7 +215,7 @@ def hashed_split(identity: str, val_fraction: float, test_fraction: float) -> st
         >>> hashed_split("a.png", 0.0, 0.0)
         'train'
     """
-    number = int.from_bytes(hashlib.sha256(identity.encode()).digest()[:6], "big") / 2**48
+    number = uniform_hash(identity)
     return "val" if number < val_fraction else "test" if number < val_fraction + test_fraction else "train"
 
 

@@ -7,7 +7,6 @@ that a figure can be that of new words and new things. Licences and sources lie 
 scripts/build_emoji.py rebuilds it.
 """
 
-import hashlib
 import json
 import zipfile
 from collections.abc import Callable
@@ -20,6 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from sfumato.data.images import ZipImage
 from sfumato.data.pairs import PairData, normal_wording, parse_part
+from sfumato.ids import uniform_hash
 
 Style = Literal["noto", "twemoji", "fluent3d"]
 EmojiClasses = Literal["group", "subgroup"]
@@ -111,12 +111,12 @@ def load_emoji(
     if held_out_wordings:  # Parts are alike: dealt within each kind and power of two of the number of matches.
         new_text = _dealt(
             len(texts),
-            lambda t: (kinds[t], int(counts[t]).bit_length(), _uniform("text " + texts[t])),
+            lambda t: (kinds[t], int(counts[t]).bit_length(), uniform_hash("text " + texts[t])),
             *parse_part(held_out_wordings),
         )
     if held_out_concepts:
         new_concept = _dealt(
-            len(concepts), lambda c: _uniform("concept " + concepts[c]["hexcode"]), *parse_part(held_out_concepts)
+            len(concepts), lambda c: uniform_hash("concept " + concepts[c]["hexcode"]), *parse_part(held_out_concepts)
         )
 
     def split(styles: list[str], chosen: list[int], kept: np.ndarray | None = None) -> PairData:
@@ -137,8 +137,8 @@ def load_emoji(
         return everything.keep_images(np.arange(len(own)))
 
     everyone = list(range(len(concepts)))
-    val = [c for c in everyone if _uniform(concepts[c]["hexcode"]) < val_fraction]
-    test = [c for c in everyone if _uniform(concepts[c]["hexcode"]) >= val_fraction]
+    val = [c for c in everyone if uniform_hash(concepts[c]["hexcode"]) < val_fraction]
+    test = [c for c in everyone if uniform_hash(concepts[c]["hexcode"]) >= val_fraction]
     seen = [style for style in get_args(Style) if style != held_out_style]
     splits = {
         "train": split(seen, [c for c in everyone if not new_concept[c]], ~new_text),
@@ -216,11 +216,6 @@ def _dealt(n: int, order: Callable[[int], Any], part: int, of: int) -> np.ndarra
     chosen = np.zeros(n, bool)
     chosen[sorted(range(n), key=order)[part::of]] = True
     return chosen
-
-
-def _uniform(key: str) -> float:
-    """A number in [0, 1) that depends on the key alone, such as the code point of a concept."""
-    return int.from_bytes(hashlib.sha256(key.encode()).digest()[:6], "big") / 2**48
 
 
 @cache

@@ -134,6 +134,17 @@ class PairData:
             tuple(self.text_rows[i] for i in texts) if self.text_rows else (),
         )
 
+    def keep_texts(self, kept: np.ndarray) -> "PairData":
+        """A split with all of the images and only some of the texts; an image may have none.
+
+        Args:
+            kept: (m,) bool.
+
+        Returns:
+            A split of n images.
+        """
+        return replace(self, pairs=self.pairs[kept[self.pairs[:, 1]]]).keep_images(np.arange(len(self.image_ids)))
+
 
 @dataclass(frozen=True, eq=False)
 class PairBatch:

@@ -120,6 +120,11 @@ class DataConfig(BaseModel):
         description="I/K, e.g. 0/2: train without part I of K equal parts of the training images, as"
         " `sfumato audit --cross-fit K` does",
     )
+    held_out_wordings: str = Field(
+        "",
+        description="I/K, e.g. 0/5: train without part I of K of each image's texts, and fit the probabilities of"
+        " galleries with the training images on these; split wordings has them. emoji: see data.options",
+    )
     max_problem_fraction: float = Field(
         0.01,
         ge=0,
@@ -160,13 +165,14 @@ class DataConfig(BaseModel):
             raise ValueError(f"data.texts is for data.source=embeddings, not {self.source!r}; leave it out")
         if self.noise_rate and self.noise_file:
             raise ValueError("give either data.noise_rate or data.noise_file, not both")
-        if self.leave_out:
-            parse_part(self.leave_out)
+        for part in filter(None, (self.leave_out, self.held_out_wordings)):
+            parse_part(part)
         if source.streamed:
             needs_all = {
                 "noise_rate and noise_file": self.noise_rate or self.noise_file,
                 "graded": self.graded,
                 "leave_out": self.leave_out,
+                "held_out_wordings": self.held_out_wordings,
             }
             if wrong := next((name for name, given in needs_all.items() if given), None):
                 raise ValueError(

@@ -128,16 +128,50 @@ def measure_hits(
     Raises:
         ValueError: the calibration has reference queries, and the embeddings are not given.
     """
+    return measure_cross_fitted(
+        [(calibration, match)],
+        distance,
+        embedded=embedded,
+        sizes=sizes,
+        n_galleries=n_galleries,
+        population=population,
+        seed=seed,
+    )
+
+
+def measure_cross_fitted(
+    folds: Sequence[tuple[Calibration, Tensor]],
+    distance: Tensor,
+    *,
+    embedded: tuple[GaussianEmbedding, GaussianEmbedding] | None = None,
+    sizes: Sequence[int] = (100, 356),
+    n_galleries: int = 5,
+    population: str = "planted",
+    seed: int = 0,
+) -> list[HitFigures]:
+    """Measure the probabilities of hits where parts of the queries have calibrations of their own.
+
+    Args:
+        folds: pairs of a calibration and the (n, m) matches of the queries that it was not fitted on.
+        distance, embedded, sizes, n_galleries, population, seed: see :func:`measure_hits`.
+
+    Returns:
+        Figures by direction, size and number of hits, of the queries of all folds.
+
+    Raises:
+        ValueError: see :func:`measure_hits`.
+    """
     figures = []
     n = len(distance)
     directions: tuple[Direction, ...] = ("t2i", "i2t")
     for direction in directions:
-        seen = _Seen.by(calibration, embedded, direction)
+        seen = [_Seen.by(calibration, embedded, direction) for calibration, _ in folds]
         for size in [*sorted({size for size in sizes if size < n}), n]:
-            rng = np.random.default_rng(seed)
+            n_drawn = n_galleries if size < n else 1
             parts = [
-                _hits(calibration, asked, direction, population, seen)
-                for asked in _galleries(distance, match, direction, size, n_galleries if size < n else 1, rng)
+                _hits(calibration, asked, direction, population, of_fold)
+                for (calibration, match), of_fold in zip(folds, seen, strict=True)
+                for asked in _galleries(distance, match, direction, size, n_drawn, np.random.default_rng(seed))
             ]
             for hits in (1, 10):
                 p, y = (torch.cat([part[k][:, :hits].flatten() for part in parts]).double() for k in (0, 1))

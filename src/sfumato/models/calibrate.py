@@ -19,6 +19,7 @@ from sfumato.calibration.reference import N_REFERENCE, ReferenceQueries
 from sfumato.data.images import Problems
 from sfumato.data.pairs import PairData
 from sfumato.data.sources import DataConfig
+from sfumato.data.wordings import WORDINGS
 from sfumato.direction import Direction
 from sfumato.distances import get_distance
 from sfumato.encoders.dual import DualEncoder
@@ -27,7 +28,7 @@ from sfumato.gaussian import GaussianEmbedding
 from sfumato.metrics.reliability import calibration_error_by_chance, expected_calibration_error
 from sfumato.metrics.selective import auroc
 from sfumato.models.embed import embed_split, load_split, load_splits, prepare_split
-from sfumato.models.run import CALIBRATION, load_run
+from sfumato.models.run import CALIBRATION, TRAINING_CALIBRATION, load_run
 from sfumato.search.exact import distance_blocks
 
 PRECISIONS, RISKS, COVERAGES = (0.5, 0.8, 0.9), (0.5, 0.3, 0.2, 0.1), (0.8, 0.9, 0.95)
@@ -336,6 +337,9 @@ def calibrate_run(
 ) -> Calibration:
     """Calibrate a run on a split of its data that it was not trained on, and write calibration.json into its folder.
 
+    The split "wordings" calibrates galleries with the training images, in calibration-training.json, if the training
+    wrote that.
+
     Args:
         folder: folder of the run.
         split: name of the split.
@@ -359,6 +363,7 @@ def calibrate_run(
     run = load_run(folder, device=device)
     prepared = load_split(run.model, run.recipe.data, split)
     embedded = embed_split(run.model, prepared)
+    of_training = split == WORDINGS and run.training_calibration is not None
     calibration = calibrate_split(
         embedded,
         prepared.data,
@@ -366,9 +371,9 @@ def calibrate_run(
         split=split,
         method=method,
         population=cast(Population, population),
-        reference=embed_reference(run.model, run.recipe.data),
+        reference=None if of_training else embed_reference(run.model, run.recipe.data),
     )
-    calibration.save(run.folder / CALIBRATION)
+    calibration.save(run.folder / (TRAINING_CALIBRATION if of_training else CALIBRATION))
     return calibration
 
 

@@ -15,9 +15,10 @@ from sfumato.calibration.calibrator import Calibration
 from sfumato.data.embedding_tables import EmbeddingRow, open_table
 from sfumato.data.image_decoding import IMAGE_ENDINGS, check_image, decode_image
 from sfumato.data.images import FileImage, ImageSource, Problems
-from sfumato.data.pairs import PairData, merge_equal_texts
+from sfumato.data.pairs import PairData, merge_equal_texts, parse_part
 from sfumato.data.region_features import REGION_ENDINGS
 from sfumato.data.sources import DataConfig, get_source
+from sfumato.data.wordings import WORDINGS, hold_out_wordings
 from sfumato.distances import Distance, get_distance
 from sfumato.encoders.dual import DualEncoder, Tower
 from sfumato.encoders.encoder_protocol import Item
@@ -189,9 +190,12 @@ def load_splits(config: DataConfig, problems: Problems) -> dict[str, PairData]:
         UserError: the path does not exist, or nothing in the data can be used.
     """
     splits = get_source(config.source).read(config, problems)
-    if config.equal_texts == "separate":
-        return splits
-    return {name: merge_equal_texts(split) for name, split in splits.items()}
+    merged = config.equal_texts == "merged"
+    if config.held_out_wordings and "train" in splits:
+        if WORDINGS in splits:
+            raise UserError(f"the data have a split {WORDINGS!r} already; leave data.held_out_wordings out")
+        splits = hold_out_wordings(splits, *parse_part(config.held_out_wordings), merged=merged)
+    return {name: merge_equal_texts(split) for name, split in splits.items()} if merged else splits
 
 
 def file_endings(model: DualEncoder) -> frozenset[str]:
@@ -444,12 +448,19 @@ def split_names(splits: Mapping[str, PairData], split: str) -> list[str]:
 
     Args:
         splits: by name.
-        split: a name; "all" for all of them, where none is called so.
+        split: a name; "all" for those that have all images, where none is called so.
 
     Returns:
         Their names.
     """
-    return list(splits) if split == "all" and "all" not in splits else [split]
+    if split != "all" or "all" in splits:
+        return [split]
+    seen, names = set[str](), []
+    for name, data in splits.items():
+        if not seen.issuperset(data.image_ids):
+            names.append(name)
+            seen.update(data.image_ids)
+    return names
 
 
 def embed_split_images(

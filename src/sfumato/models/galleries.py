@@ -29,6 +29,7 @@ from sfumato.models.embed import (
     split_names,
 )
 from sfumato.models.export import load_model
+from sfumato.models.gallery_calibration import choose_calibration
 from sfumato.models.pretrained import PretrainedModel
 from sfumato.models.recipe import load_recipe
 from sfumato.models.run import RECIPE, Run
@@ -94,12 +95,9 @@ def build_index(
         source.ids,
         distance=retrieval_model.distance,
         engine=engine,
-        logit_scale=retrieval_model.logit_scale,
-        logit_bias=retrieval_model.logit_bias,
         payload=source.payload,
-        calibration=retrieval_model.calibration,
         direction=source.direction,
-        metadata=_about(retrieval_model, model_source, source),
+        **_settings(retrieval_model, model_source, source),
     )
 
 
@@ -129,11 +127,8 @@ def create_collection(
         d=like.embeddings.d,
         distance=retrieval_model.distance,
         centre=gallery_centre(like.embeddings),
-        logit_scale=retrieval_model.logit_scale,
-        logit_bias=retrieval_model.logit_bias,
-        calibration=retrieval_model.calibration,
         direction=like.direction,
-        metadata=_about(retrieval_model, model_source, like),
+        **_settings(retrieval_model, model_source, like),
     )
 
 
@@ -259,8 +254,10 @@ def fill_collection(
                 " sfumato copy"
             )
         collection = GaussianCollection.open(folder, unfinished=True)
-        about = _about(retrieval_model, model_source, first)
-        if collection.metadata.get("model") != about["model"] or collection.scorer.direction != first.direction:
+        if (
+            collection.metadata.get("model") != model_digest(retrieval_model.model)
+            or collection.scorer.direction != first.direction
+        ):
             collection.close()
             raise UserError(
                 f"{folder} holds embeddings by the model of {collection.metadata.get('run')}; add only embeddings of"
@@ -353,13 +350,20 @@ def copy_index(folder: str | Path, out: str | Path, store: str, *, source_store:
         return copied.store.url, len(copied)
 
 
-def _about(retrieval_model: RetrievalModel, model_source: str | Path, source: GalleryPart) -> dict[str, Any]:
-    return {
+def _settings(retrieval_model: RetrievalModel, model_source: str | Path, source: GalleryPart) -> dict[str, Any]:
+    """The probabilities of a gallery, and its metadata."""
+    scale, bias = retrieval_model.logit_scale, retrieval_model.logit_bias
+    calibration, n_trained = choose_calibration(retrieval_model, model_source, source.ids, source.images)
+    if calibration is not None:
+        scale, bias = calibration.logit_scale, calibration.logit_bias
+    metadata = {
         "run": str(Path(model_source).resolve()) if Path(model_source).exists() else str(model_source),
         "model": model_digest(retrieval_model.model),
         "calibrated": retrieval_model.calibrated,
         "pictures": dict(source.images),
+        "trained": n_trained,
     }
+    return {"logit_scale": scale, "logit_bias": bias, "calibration": calibration, "metadata": metadata}
 
 
 def open_gallery(folder: str | Path, store: str | None = None) -> Gallery:

@@ -176,6 +176,8 @@ RECIPE, MODEL, LAST, LOG = "recipe.toml", "model.safetensors", "last.safetensors
 
 TOKENIZER, CALIBRATION, PROBLEMS = "tokenizer.json", "calibration.json", "problems.jsonl"
 
+TRAINING_CALIBRATION = "calibration-training.json"
+
 ENCODERS, NOISE, WORDS = "encoders.json", "noise.npy", "words.json"
 
 
@@ -192,6 +194,8 @@ class Run:
         calibrated: whether these two were fitted on held-out pairs; otherwise they are the loss's own.
         calibration: everything that was fitted on held-out pairs; None if nothing was.
         unfamiliar: tells texts of words from made-up ones; None if the training had no texts, or too few.
+        training_calibration: what was fitted on texts that the training left out, in a gallery with its images; None
+            if it left none out.
     """
 
     folder: Path
@@ -203,6 +207,7 @@ class Run:
     calibrated: bool
     calibration: Calibration | None = None
     unfamiliar: UnfamiliarTexts | None = None
+    training_calibration: Calibration | None = None
 
     def __repr__(self) -> str:
         state = "calibrated" if self.calibrated else "not calibrated"
@@ -249,14 +254,16 @@ def load_run(folder: str | Path, *, device: torch.device | str = "cpu") -> Run:
     words = folder / WORDS
     judge = UnfamiliarTexts.load(words) if words.is_file() and piece_counter(model) else None
     model, loss = model.to(device).eval(), loss.to(device).eval()
-    return Run(folder, recipe, model, loss, scale, bias, calibrated, calibration, judge)
+    of_training = load_calibration(folder, TRAINING_CALIBRATION)
+    return Run(folder, recipe, model, loss, scale, bias, calibrated, calibration, judge, of_training)
 
 
-def load_calibration(folder: Path) -> Calibration | None:
+def load_calibration(folder: Path, name: str = CALIBRATION) -> Calibration | None:
     """The calibration of a run or an exported model.
 
     Args:
         folder: of the model.
+        name: of its file.
 
     Returns:
         The calibration; None without one.
@@ -264,7 +271,7 @@ def load_calibration(folder: Path) -> Calibration | None:
     Raises:
         UserError: its file is damaged, or a newer version wrote it.
     """
-    path = folder / CALIBRATION
+    path = folder / name
     try:
         return Calibration.load(path) if path.is_file() else None
     except ValueError as error:

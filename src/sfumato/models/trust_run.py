@@ -16,12 +16,13 @@ from sfumato.data.images import ImageSource
 from sfumato.data.pairs import PairData
 from sfumato.data.sources import DataConfig
 from sfumato.data.transforms import IMAGE_CORRUPTIONS, TEXT_CORRUPTIONS, ImageCorruption, TextCorruption
+from sfumato.data.wordings import WORDINGS
 from sfumato.distances import get_distance
 from sfumato.encoders.dual import DualEncoder
 from sfumato.encoders.regions import features_read
 from sfumato.errors import UserError
 from sfumato.evaluation.estimators import FailurePredictor, Matching, usable_estimators
-from sfumato.evaluation.hits import HitFigures, measure_hits, without_nearest
+from sfumato.evaluation.hits import HitFigures, measure_cross_fitted, without_nearest
 from sfumato.evaluation.trust import (
     Corrupted,
     DirectionTrust,
@@ -35,6 +36,8 @@ from sfumato.files import write_json
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.metrics.relevance import Relevance
 from sfumato.metrics.retrieval import per_query_metrics
+from sfumato.models.calibrate import embed_reference
+from sfumato.models.cross_fitting import cross_fitted
 from sfumato.models.embed import RetrievalModel, embed_split, load_split
 from sfumato.models.run import Run
 from sfumato.progress import progress_bar
@@ -115,7 +118,7 @@ def trust_model(
             level=_LEVEL,
             seed=seed,
         )
-    hits, unmeasured = _hits(retrieval_model, images, texts, prepared.data, split, DIRECTIONS[queries], seed)
+    hits, unmeasured = _hits(retrieval_model, data, images, texts, prepared.data, split, DIRECTIONS[queries], seed)
     return TrustReport(
         split=split,
         distance=retrieval_model.distance,
@@ -136,33 +139,57 @@ def trust_model(
 
 def _hits(
     retrieval_model: RetrievalModel,
+    data: DataConfig,
     images: GaussianEmbedding,
     texts: GaussianEmbedding,
-    data: PairData,
+    pairs: PairData,
     split: str,
     directions: Sequence[str],
     seed: int,
 ) -> tuple[dict[str, list[HitFigures]], list[str]]:
-    """The probabilities beside hits, by what they are computed from, and notes on those left out."""
+    """The probabilities beside hits, by what they are computed from, and notes on them.
+
+    Queries that the calibration was fitted on have the probabilities of a fit on the other half of them.
+    """
     calibration = retrieval_model.calibration
+    if split == WORDINGS and isinstance(retrieval_model, Run) and retrieval_model.training_calibration is not None:
+        calibration = retrieval_model.training_calibration
     if calibration is None:
         return {}, ["the probabilities of hits are left out: the model has no calibration"]
-    if calibration.metadata.get("split") == split:
-        return {}, [f"the probabilities of hits are left out: they were fitted on {split}, the split that is measured"]
     n, m = images.n, texts.n
     chosen = _chosen(np.arange(n), min(_HIT_IMAGES, n, max(2, _HIT_PAIRS // m)), seed)
-    match = torch.from_numpy(data.match(chosen, np.arange(m)))
-    beside = torch.ones(m, dtype=torch.bool) if len(chosen) == n else match.bool().any(0)
+    own = calibration.metadata.get("split") == split
+    match = torch.from_numpy(pairs.match(chosen, np.arange(m)))
+    beside = match.bool().any(0) if own or len(chosen) < n else torch.ones(m, dtype=torch.bool)
     embedded = _rows(images, chosen), texts[beside]
-    distance = get_distance(retrieval_model.distance).matrix(*embedded)
-    kinds = {"served": calibration, "distance": without_nearest(calibration)}
+    distance = get_distance(retrieval_model.distance).matrix(*embedded).cpu()
+    folds, notes = [(calibration, match[:, beside])], []
+    if own:
+        reference = embed_reference(retrieval_model.model, data) if calibration.reference else None
+        population = calibration.metadata.get("queries", "planted")
+        try:
+            folds = cross_fitted(
+                embedded,
+                pairs.keep_images(chosen),
+                retrieval_model.distance,
+                split=split,
+                population=population,
+                reference=reference,
+                seed=seed,
+            )
+        except ValueError as error:
+            return {}, [f"the probabilities of hits are left out: {error}"]
+        notes.append(f"the calibration was fitted on {split}: each half has the probabilities of a fit on the other")
     measured = {
-        name: measure_hits(kind, distance.cpu(), match[:, beside], embedded=embedded, seed=seed)
-        for name, kind in kinds.items()
+        "served": measure_cross_fitted(folds, distance, embedded=embedded, seed=seed),
+        "distance": measure_cross_fitted(
+            [(without_nearest(fitted), y) for fitted, y in folds], distance, embedded=embedded, seed=seed
+        ),
     }
     figures = {name: [f for f in found if f.direction in directions] for name, found in measured.items()}
-    some = [] if len(chosen) == n else [f"the probabilities of hits are those among {len(chosen)} random images"]
-    return figures, some
+    if len(chosen) < n:
+        notes.append(f"the probabilities of hits are those among {len(chosen)} random images")
+    return figures, notes
 
 
 def _check_options(queries: str, n_resamples: int, n_corrupted: int, seed: int) -> None:
@@ -267,8 +294,8 @@ def _failure_predictors(
     retrieval_model: RetrievalModel, data: DataConfig, split: str, directions: Sequence[str], seed: int
 ) -> tuple[dict[str, FailurePredictor], list[str]]:
     """Failure predictors by direction, fitted on the validation split, and notes on those left out."""
-    if split == "val":
-        return {}, ["predicted_miss is left out: it is fitted on val, the split that is measured"]
+    if split in ("val", WORDINGS):
+        return {}, [f"predicted_miss is left out: it is fitted on val, whose images {split} has"]
     try:
         prepared = load_split(retrieval_model.model, data, "val")
     except UserError as error:

@@ -23,6 +23,7 @@ from sfumato.calibration.calibrator import Calibration
 from sfumato.calibration.reference import N_REFERENCE
 from sfumato.data.images import Problems
 from sfumato.data.pairs import PairData
+from sfumato.data.wordings import WORDINGS
 from sfumato.distances import Distance
 from sfumato.encoders.dual import DualEncoder
 from sfumato.encoders.precision import number_format
@@ -42,6 +43,7 @@ from sfumato.models.run import (
     LOG,
     MODEL,
     PROBLEMS,
+    TRAINING_CALIBRATION,
     WORDS,
     build_loss,
     choose_device,
@@ -97,6 +99,8 @@ class _Training:
     loss: MatchLoss
     batches: Batches
     val: PreparedSplit | None
+    val_split: str
+    wordings: PairData | None
     problems: Problems
     optimiser: torch.optim.Optimizer
     average: WeightAverage | None
@@ -191,12 +195,15 @@ def _prepare(recipe: Recipe, folder: Path, process_group: ProcessGroup) -> _Trai
     torch.manual_seed(config.seed)
     model = new_or_resumed_model(recipe, folder, splits, process_group)
     loss = build_loss(recipe).to(process_group.device)
-    val = prepare_split(model, splits["val"], problems, "val", process_group) if "val" in splits else None
+    held_out = WORDINGS if recipe.data.held_out_wordings and WORDINGS in splits else None
+    val_split = "val" if "val" in splits else held_out  # If all images train, their other texts validate.
+    val = prepare_split(model, splits[val_split], problems, val_split, process_group) if val_split else None
+    wordings = splits[held_out] if held_out and held_out != val_split else None
     batches = training_batches(recipe, model, splits, problems, process_group)
     if process_group.main:
         problems.write(folder / PROBLEMS)
     used = {"train": batches.sampler.data} if isinstance(batches, IndexedBatches) else {}
-    used |= {"val": val.data} if val is not None else {}
+    used |= {val_split: val.data} if val is not None and val_split else {}
     problems.check(sum(len(data.image_ids) for data in used.values()), recipe.data.max_problem_fraction)
     for name, data in used.items():
         say(f"{name}: {counted(len(data.image_ids), 'image')}, {counted(len(data.text_ids), 'text')}")
@@ -204,7 +211,20 @@ def _prepare(recipe: Recipe, folder: Path, process_group: ProcessGroup) -> _Trai
         say(f"{counted(len(problems), 'item')} left out, listed in {folder / PROBLEMS}:\n{problems.summary(3)}")
     optimiser = build_optimiser(model, loss, recipe.optim)
     average = WeightAverage(model, config.ema_decay or None) if config.ema_decay or config.swa_epochs else None
-    return _Training(recipe, folder, process_group, model, loss, batches, val, problems, optimiser, average)
+    return _Training(
+        recipe,
+        folder,
+        process_group,
+        model,
+        loss,
+        batches,
+        val,
+        val_split or "",
+        wordings,
+        problems,
+        optimiser,
+        average,
+    )
 
 
 def _extended(recipe: Recipe, former: int) -> str:
@@ -343,12 +363,27 @@ def _finish(training: _Training) -> None:
     if val is not None:
         embedded = embed_split(training.model, val, group)
         if group.main:
-            calibration = calibrate(embedded, val.data, training.loss, folder, reference=_reference(training))
+            calibration = calibrate(
+                embedded, val.data, training.loss, folder, split=training.val_split, reference=_reference(training)
+            )
+        if training.wordings is not None:
+            _calibrate_training(training, training.wordings)
     if second_stage and not about.get("variance_stage", about.get("spread")):
         _fit_variances(training, calibration)
         if group.main:
             save_state(folder / MODEL, training.weights, None, about | {"variance_stage": True})
     group.wait()
+
+
+def _calibrate_training(training: _Training, wordings: PairData) -> None:
+    """Calibrate a gallery of the training images on the texts that the training left out."""
+    group = training.process_group
+    prepared = prepare_split(training.model, wordings, training.problems, WORDINGS, group)
+    embedded = embed_split(training.model, prepared, group)
+    if group.main:
+        path = training.folder / TRAINING_CALIBRATION
+        with contextlib.suppress(ValueError):  # Too few texts: such a gallery has the probabilities of other images.
+            calibrate_split(embedded, prepared.data, training.loss.distance.name, split=WORDINGS).save(path)
 
 
 def _reference(training: _Training) -> tuple[GaussianEmbedding, GaussianEmbedding] | None:
@@ -443,6 +478,7 @@ def calibrate(
     loss: MatchLoss,
     folder: Path,
     *,
+    split: str = "val",
     reference: tuple[GaussianEmbedding, GaussianEmbedding] | None = None,
 ) -> Calibration | None:
     """Calibrate on the embeddings of the validation split, and write calibration.json into the run folder.
@@ -452,13 +488,14 @@ def calibrate(
         data: the matches of the split.
         loss: the loss, with its distance and learnt logits.
         folder: of the run.
+        split: its name.
         reference: (images, texts) of the training, see :func:`~sfumato.models.calibrate.calibrate_split`.
 
     Returns:
         The calibration; None if nothing can be fitted, which is said.
     """
     try:
-        calibration = calibrate_split(embedded, data, loss.distance.name, split="val", reference=reference)
+        calibration = calibrate_split(embedded, data, loss.distance.name, split=split, reference=reference)
     except ValueError as error:
         say(f"match probabilities are not calibrated: {error}")
         return None

@@ -1,0 +1,86 @@
+"""Captions that training leaves out, of images that it does not: what a search in a gallery of one's own images asks.
+
+Validation images are unknown to the model, and so are their captions. Someone who searches the images that the model
+was trained on has new words for known images. The split "wordings" holds such words.
+"""
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from sfumato.data.pairs import PairData, merge_equal_texts, normal_wording
+from sfumato.ids import uniform_hash
+
+WORDINGS = "wordings"
+"""Name of the split with the texts that training leaves out."""
+
+
+def hold_out_wordings(
+    splits: Mapping[str, PairData], part: int, of: int, *, merged: bool = True
+) -> dict[str, PairData]:
+    """The splits, with part of the texts of "train" left out of it, and the split "wordings".
+
+    An image with c texts loses c / of of them, rounded up or down, and keeps at least one.
+
+    Args:
+        splits: by name, with "train".
+        part: number of the part, from 0.
+        of: number of parts; equal arguments leave out equal texts.
+        merged: whether equally worded texts are one text.
+
+    Returns:
+        The splits; "train" without the part, and "wordings": the images of "train" and "val" with only the texts of
+        the part. All splits as they are if no image has two texts.
+    """
+    n = len(splits["train"].image_ids)
+    both = joined(splits["train"], splits["val"]) if "val" in splits else splits["train"]
+    both = merge_equal_texts(both) if merged else both
+    held_out = _part_of_texts(both, part, of)
+    if not held_out.any():
+        return dict(splits)
+    return {
+        **splits,
+        "train": both.keep_texts(~held_out).keep_images(np.arange(n)),
+        WORDINGS: both.keep_texts(held_out),
+    }
+
+
+def joined(first: PairData, second: PairData) -> PairData:
+    """Two splits as one.
+
+    Args:
+        first: n images.
+        second: other images.
+
+    Returns:
+        The images and texts of the first, then those of the second; groups stay apart.
+    """
+    n, m = len(first.image_ids), len(first.text_ids)
+    return PairData(
+        first.image_ids + second.image_ids,
+        first.images + second.images,
+        first.text_ids + second.text_ids,
+        first.texts + second.texts,
+        first.text_kinds + second.text_kinds,
+        np.concatenate([first.pairs, second.pairs + np.array([n, m])]),
+        np.concatenate([first.groups, second.groups - second.groups.min(initial=0) + first.groups.max(initial=-1) + 1]),
+        first.text_rows + second.text_rows,
+    )
+
+
+def _part_of_texts(data: PairData, part: int, of: int) -> np.ndarray:
+    """(m,) whether each text is left out: dealt image by image, unless an image would have no text left."""
+    m = len(data.texts)
+    wordings = [normal_wording(text) for text in data.texts]
+    chance = np.array([uniform_hash(words) for words in wordings])
+    texts, at = np.unique(data.pairs[:, 1], return_index=True)
+    first_image = np.full(m, -1)
+    first_image[texts] = data.pairs[at, 0]
+    held_out = np.zeros(m, bool)
+    held_out[np.lexsort((chance, first_image))[part::of]] = True
+    # An equal wording elsewhere, where equal texts are separate, would show it to the training.
+    seen = {words for words, out in zip(wordings, held_out, strict=True) if not out}
+    held_out &= np.array([words not in seen for words in wordings], dtype=bool)
+    left = np.bincount(data.pairs[~held_out[data.pairs[:, 1]], 0], minlength=len(data.image_ids))
+    held_out[data.pairs[left[data.pairs[:, 0]] == 0, 1]] = False
+    return held_out
