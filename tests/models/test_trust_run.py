@@ -151,10 +151,19 @@ def test_probabilities_of_hits_are_those_that_a_search_shows(run):
     )
 
 
-def test_probabilities_of_hits_are_left_out_on_the_split_that_calibrated(run):
+def test_probabilities_of_hits_on_the_split_that_calibrated_are_those_of_halves(run):
     report = trust_model(run, run.recipe.data, "val", queries="text", n_resamples=0, n_corrupted=0)
-    assert report.hits == {}
-    assert any("fitted on val" in note for note in report.notes)
+    assert [f.direction for f in report.hits["served"]] == ["t2i", "t2i"]
+    assert any("fitted on val: each half" in note for note in report.notes)
+
+
+def test_a_split_that_cannot_be_halved_has_no_probabilities_of_hits(run, monkeypatch):
+    def refuses(*args, **options):
+        raise ValueError("the split cannot be halved")
+
+    monkeypatch.setattr(trust, "cross_fitted", refuses)
+    report = trust_model(run, run.recipe.data, "val", queries="text", n_resamples=0, n_corrupted=0)
+    assert report.hits == {} and "the probabilities of hits are left out: the split cannot be halved" in report.notes
 
 
 def test_probabilities_of_hits_in_a_large_split_are_those_of_some_images(run, monkeypatch):

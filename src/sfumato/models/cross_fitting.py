@@ -33,7 +33,7 @@ def cross_fitted(
         Two pairs of a calibration and the (n, m) matches of the half that it was not fitted on; 0 for all others.
 
     Raises:
-        ValueError: nothing can be fitted on a half.
+        ValueError: nothing can be fitted on a half, or no text has all its images there.
     """
     group = np.unique(data.groups, return_inverse=True)[1]
     first = (np.random.default_rng(seed).permutation(int(group.max()) + 1) % 2 == 0)[group]
@@ -51,5 +51,8 @@ def cross_fitted(
             reference=reference,
             seed=seed,
         )
-        folds.append((fitted, match * (has[measuring] & ~has[fitting])))
+        only_here = has[measuring] & ~has[fitting]
+        if not only_here.any():
+            raise ValueError("the split cannot be halved: all texts of one half have images in the other too")
+        folds.append((fitted, match * only_here))
     return folds

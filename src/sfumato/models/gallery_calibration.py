@@ -35,7 +35,7 @@ def choose_calibration(
     """
     folder, n_trained, fitted = Path(model_source), 0, None
     trained = any(True for _ in retrieval_model.model.parameters())
-    if images and trained and retrieval_model.calibrated and (folder / RECIPE).is_file():
+    if images and trained and (folder / RECIPE).is_file():
         n_trained = _n_trained(load_recipe(folder / RECIPE, saved=True).data, ids, images)
         fitted = load_calibration(folder, TRAINING_CALIBRATION)
     if fitted is not None and 2 * n_trained >= len(ids):

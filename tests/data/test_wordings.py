@@ -1,0 +1,127 @@
+"""Which texts training leaves out, and the split that has them."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from sfumato.data.images import MemoryImage, Problems
+from sfumato.data.pairs import PairData, make_pair_data, normal_wording
+from sfumato.data.sources import DataConfig
+from sfumato.data.wordings import WORDINGS, hold_out_wordings, joined
+from sfumato.errors import UserError
+from sfumato.models.embed import load_splits, split_names
+
+
+def photographs(numbers, captions):
+    ids = [f"photo-{n}" for n in numbers]
+    return make_pair_data(ids, [MemoryImage(i, b"") for i in ids], [captions(n) for n in numbers])
+
+
+def five(n):
+    return [f"caption {k} of photo {n}" for k in range(5)]
+
+
+def splits(captions=five):
+    return {
+        "train": photographs(range(40), captions),
+        "val": photographs(range(40, 50), captions),
+        "test": photographs(range(50, 60), captions),
+    }
+
+
+def test_each_image_has_one_caption_of_five_left_out():
+    found = hold_out_wordings(splits(), 0, 5)
+    train, wordings = found["train"], found[WORDINGS]
+    assert train.image_ids == splits()["train"].image_ids
+    assert wordings.image_ids == train.image_ids + splits()["val"].image_ids
+    assert np.bincount(train.pairs[:, 0]).tolist() == [4] * 40
+    assert np.bincount(wordings.pairs[:, 0]).tolist() == [1] * 50
+    assert not set(train.texts) & set(wordings.texts)
+    assert found["val"].texts == splits()["val"].texts and found["test"].texts == splits()["test"].texts
+    for data in (train, wordings):
+        for image, text in data.pairs:
+            assert data.texts[text].endswith(f"of {data.image_ids[image].replace('-', ' ')}")
+
+
+def test_the_parts_are_all_captions_each_once_and_not_always_the_first():
+    parts = [hold_out_wordings(splits(), part, 5)[WORDINGS].texts for part in range(5)]
+    everything = sorted(itertools.chain.from_iterable(parts))
+    assert everything == sorted(splits()["train"].texts + splits()["val"].texts)
+    assert len({text.split()[1] for text in parts[0]}) > 1
+
+
+@pytest.mark.parametrize("c", [2, 3, 4, 7])
+def test_any_number_of_captions_is_dealt_in_proportion(c):
+    found = hold_out_wordings(splits(lambda n: five(n)[:c] + [f"more {n} {k}" for k in range(c - 5)]), 1, 5)
+    left_out = np.bincount(found[WORDINGS].pairs[:, 0], minlength=50)
+    assert set(left_out) <= {c // 5, -(-c // 5)} and abs(left_out.mean() - c / 5) < 0.05
+
+
+def test_an_only_caption_stays():
+    data = splits(lambda n: [f"the only caption of {n}"])
+    assert hold_out_wordings(data, 0, 5) == data
+    mixed = splits(lambda n: five(n)[: 1 + n % 2])
+    found = hold_out_wordings(mixed, 0, 2)
+    assert np.bincount(found["train"].pairs[:, 0]).tolist() == [1] * 40
+    assert all(found[WORDINGS].image_ids[i].endswith(tuple("13579")) for i in found[WORDINGS].pairs[:, 0])
+
+
+def test_a_text_of_several_images_is_left_out_of_all():
+    data = splits(lambda n: [*five(n), "A dog", "an  animal", "a photo"])
+    dealt = [hold_out_wordings(data, part, 8) for part in range(8)]
+    with_dog = [part for part in dealt if "A dog" in part[WORDINGS].texts]
+    assert len(with_dog) == 1
+    (found,) = with_dog
+    dog = found[WORDINGS].texts.index("A dog")
+    assert (found[WORDINGS].pairs[:, 1] == dog).sum() == 50, "it matches the images of train and of val"
+    assert "A dog" not in found["train"].texts
+
+
+def test_separate_texts_with_the_words_of_a_trained_one_are_not_left_out():
+    data = splits(lambda n: [*five(n), f"A  dog {n % 3}"])
+    for part in range(3):
+        found = hold_out_wordings(data, part, 3, merged=False)
+        trained = {normal_wording(text) for text in found["train"].texts}
+        assert not trained & {normal_wording(text) for text in found[WORDINGS].texts}
+
+
+def test_groups_of_the_two_splits_stay_apart():
+    first, second = (
+        PairData(d.image_ids, d.images, d.text_ids, d.texts, d.text_kinds, d.pairs, np.arange(len(d.image_ids)) // 2)
+        for d in (splits()["train"], splits()["val"])
+    )
+    both = joined(first, second)
+    assert both.groups.tolist() == [*np.arange(40) // 2, *20 + np.arange(10) // 2]
+
+
+def manifest(tmp_path, **settings):
+    lines = (f'{{"image": "{n}.png", "captions": ["one {n}", "two {n}", "three {n}"]}}' for n in range(60))
+    for n in range(60):
+        (tmp_path / f"{n}.png").write_bytes(b"")
+    (tmp_path / "data.jsonl").write_text("\n".join(lines))
+    return DataConfig(source="manifest", path=str(tmp_path / "data.jsonl"), **settings)
+
+
+def test_a_recipe_has_the_split_and_all_images_are_still_each_once(tmp_path):
+    found = load_splits(manifest(tmp_path, held_out_wordings="0/3"), Problems())
+    assert set(found) == {"train", "val", "test", WORDINGS}
+    assert set(split_names(found, "all")) == {"train", "val", "test"}
+    assert WORDINGS not in load_splits(manifest(tmp_path), Problems())
+    alone = load_splits(manifest(tmp_path, held_out_wordings="0/3", val_fraction=0, test_fraction=0), Problems())
+    assert len(alone[WORDINGS].image_ids) == len(alone["train"].image_ids) == 60
+
+
+def test_all_splits_of_the_emoji_have_every_image_once():
+    found = load_splits(DataConfig(options={"held_out_wordings": "0/5"}), Problems())
+    assert set(split_names(found, "all")) == {"train", "val", "test"}
+
+
+def test_wrong_settings_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="expected a part I/K"):
+        manifest(tmp_path, held_out_wordings="5/5")
+    with pytest.raises(ValueError, match=r"data\.held_out_wordings needs all pairs in memory"):
+        DataConfig(source="shards", path="x", held_out_wordings="0/5")
+    twice = DataConfig(options={"held_out_wordings": "0/5"}, held_out_wordings="0/5")
+    with pytest.raises(UserError, match="have a split 'wordings' already"):
+        load_splits(twice, Problems())
