@@ -549,6 +549,7 @@ def trust(
     wrong first hits and queries without a match. The tables of --details have the figures of all estimators. For a run
     on its own data, writes trust-SPLIT.json into its folder.
     """
+    from sfumato.data.wordings import WORDINGS
     from sfumato.models.trust_run import trust_model, trust_run
     from sfumato.reports.console_trust import print_trust, print_trust_summary
 
@@ -574,3 +575,5 @@ def trust(
         print("all figures, and what each estimator is.")
     if path is not None:
         print(f"written to {path}")
+    if opened.own_run is not None and opened.own_run.training_calibration is not None and split != WORDINGS:
+        print(f"An index of the training images has other probabilities; for these: --split {WORDINGS}")

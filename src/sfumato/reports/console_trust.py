@@ -12,7 +12,7 @@ _NAMES: dict[str, str] = {"t2i": "text -> image", "i2t": "image -> text"}
 _ENOUGH = 500
 """Number of queries that nearly always tell perfect probabilities from those that are off by FAR."""
 
-_MORE = "calibrate on more images (more data, or a larger data.val_fraction)"
+_MORE = "calibrate on more of them (more data, or a larger data.val_fraction)"
 
 _VERDICTS = {
     "holds": "show it; it holds for queries like those of this split",
@@ -69,9 +69,10 @@ def _advice(served: HitFigures | None, report: TrustReport) -> str:
     if served is None:
         reason = next((note for note in report.notes if note.startswith("the probabilities of hits are left out")), "")
         return f"not measured: {reason.partition(': ')[2] or 'see --details'}"
+    shown = f"{compact_number(served.mean_probability)} on average, {compact_number(served.rate)} are right"
     if served.verdict == "too few":
-        return f"{counted(served.n, 'query', 'queries')} are too few to tell; take {_ENOUGH}"
-    return _VERDICTS[served.verdict]
+        return f"{shown}; {counted(served.n, 'query', 'queries')} are too few to tell more, take {_ENOUGH}"
+    return f"{shown}; {_VERDICTS[served.verdict]}"
 
 
 def _best(direction: DirectionTrust, figure: str, by_chance: float) -> tuple[str, Interval, bool] | None:
