@@ -75,7 +75,7 @@ def test_threads_keep_no_memory_of_large_bodies():
             together.wait()
 
         if sys.argv[1] == "now":
-            limits.keep_little_memory()
+            limits.share_memory()
         together, before = threading.Barrier(7), resident()
         threads = [threading.Thread(target=work) for _ in range(6)]
         for thread in threads:

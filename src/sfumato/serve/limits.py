@@ -295,14 +295,14 @@ _ARENA_MAX, _MMAP_THRESHOLD, _TRIM_THRESHOLD = -8, -3, -1
 """Parameters of glibc's mallopt."""
 
 
-def keep_little_memory() -> None:
-    """Have the C library return the memory of large blocks as soon as they are free, where it is glibc.
+def share_memory() -> None:
+    """Have all threads share one pool of memory, where the C library is glibc; call it before threads start.
 
-    Otherwise it raises its thresholds to the size of the first large body, and each of many pools of memory then keeps
-    tens of megabytes, which :func:`_trim` cannot reach.
+    Otherwise each of many pools keeps megabytes that :func:`_trim` cannot reach. In the pool the memory of a body is
+    used again for the next one; to take it from the system anew each time costs more than to copy the body.
     """
     if sys.platform == "linux" and (mallopt := getattr(ctypes.CDLL(None), "mallopt", None)) is not None:
-        for parameter, value in ((_ARENA_MAX, 2), (_MMAP_THRESHOLD, PIECE // 2), (_TRIM_THRESHOLD, 4 * PIECE)):
+        for parameter, value in ((_ARENA_MAX, 1), (_MMAP_THRESHOLD, 32 << 20), (_TRIM_THRESHOLD, 512 << 20)):
             mallopt(parameter, value)
 
 

@@ -13,7 +13,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from sfumato.errors import UserError
-from sfumato.serve.limits import keep_little_memory
+from sfumato.serve.limits import share_memory
 from sfumato.serve.service import Service
 from sfumato.serve.settings import Settings
 
@@ -158,7 +158,7 @@ def run_app(app: FastAPI, *, host: str, port: int, grace: int = 30, access_log: 
         UserError: the address is not available, or others could use the service under any name and without a key.
     """
     check_names(host, app.state.service.settings)
-    keep_little_memory()
+    share_memory()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("sfumato.serve").setLevel(logging.DEBUG if access_log else logging.INFO)
     config = uvicorn.Config(
