@@ -299,7 +299,7 @@ def share_memory() -> None:
     """Have all threads share one pool of memory, where the C library is glibc; call it before threads start.
 
     Otherwise each of many pools keeps megabytes that :func:`_trim` cannot reach. In the pool the memory of a body is
-    used again for the next one; to take it from the system anew each time costs more than to copy the body.
+    used again for the next one; to return and take it anew each time was tried, and fewer images were answered.
     """
     if sys.platform == "linux" and (mallopt := getattr(ctypes.CDLL(None), "mallopt", None)) is not None:
         for parameter, value in ((_ARENA_MAX, 1), (_MMAP_THRESHOLD, 32 << 20), (_TRIM_THRESHOLD, 512 << 20)):
