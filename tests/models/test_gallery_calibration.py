@@ -82,7 +82,7 @@ def test_a_gallery_has_the_calibration_of_its_images(run, sfumato, tmp_path, spl
     if own:
         assert said["note"].startswith("160 of the 240" if split == "all" else "All images trained the model.")
         assert "fitted on 200 captions that training left out" in said["note"]
-        assert ("The other 80 images" in said["note"]) == (split == "all")
+        assert ("Captions of the other 80 images" in said["note"]) == (split == "all")
     else:
         assert said["note"] == ""
 

@@ -83,4 +83,5 @@ def training_note(gallery: Gallery) -> str:
     )
     if (first := found.get("first_hit")) is not None:
         note += f", of which {first['rate']:.0%} find their image first (expected: {first['mean_probability']:.0%})"
-    return note if n_trained >= n else f"{note}. The other {n - n_trained:,} images are found less often than they say"
+    others = f". Captions of the other {n - n_trained:,} images find theirs much less often"
+    return note if n_trained >= n else note + others
