@@ -67,15 +67,23 @@ def test_an_only_caption_stays():
     assert all(found[WORDINGS].image_ids[i].endswith(tuple("13579")) for i in found[WORDINGS].pairs[:, 0])
 
 
-def test_a_text_of_several_images_is_left_out_of_all():
+def test_a_text_of_several_images_stays_where_images_have_their_own():
     data = splits(lambda n: [*five(n), "A dog", "an  animal", "a photo"])
-    dealt = [hold_out_wordings(data, part, 8) for part in range(8)]
-    with_dog = [part for part in dealt if "A dog" in part[WORDINGS].texts]
-    assert len(with_dog) == 1
-    (found,) = with_dog
-    dog = found[WORDINGS].texts.index("A dog")
-    assert (found[WORDINGS].pairs[:, 1] == dog).sum() == 50, "it matches the images of train and of val"
-    assert "A dog" not in found["train"].texts
+    for part in range(5):
+        found = hold_out_wordings(data, part, 5)
+        assert {"A dog", "an  animal", "a photo"} <= set(found["train"].texts)
+        assert np.bincount(found[WORDINGS].pairs[:, 0]).tolist() == [1] * 50
+
+
+def test_where_all_texts_are_shared_they_are_left_out_of_all_their_images():
+    data = splits(lambda n: [f"tag {(n + k) % 10}" for k in range(5)] + ([f"only of {n}"] if n % 3 == 0 else []))
+    dealt = [hold_out_wordings(data, part, 5) for part in range(5)]
+    with_tag = [found for found in dealt if "tag 7" in found[WORDINGS].texts]
+    assert len(with_tag) == 1
+    (found,) = with_tag
+    tag = found[WORDINGS].texts.index("tag 7")
+    assert (found[WORDINGS].pairs[:, 1] == tag).sum() == 25, "it matches half of the images of train and of val"
+    assert "tag 7" not in found["train"].texts
 
 
 def test_separate_texts_with_the_words_of_a_trained_one_are_not_left_out():

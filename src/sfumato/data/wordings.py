@@ -20,7 +20,9 @@ def hold_out_wordings(
 ) -> dict[str, PairData]:
     """The splits, with part of the texts of "train" left out of it, and the split "wordings".
 
-    An image with c texts loses c / of of them, rounded up or down, and keeps at least one.
+    An image with c texts of its own loses c / of of them, rounded up or down, and keeps at least one. A text of several
+    images, such as a tag, stays: training would lose its word. Only if more than half of the images have no text of
+    their own, such texts are left out too.
 
     Args:
         splits: by name, with "train".
@@ -70,17 +72,21 @@ def joined(first: PairData, second: PairData) -> PairData:
 
 def _part_of_texts(data: PairData, part: int, of: int) -> np.ndarray:
     """(m,) whether each text is left out: dealt image by image, unless an image would have no text left."""
-    m = len(data.texts)
+    n, m = len(data.image_ids), len(data.texts)
+    dealt = np.bincount(data.pairs[:, 1], minlength=m) == 1
+    if 2 * len(np.unique(data.pairs[dealt[data.pairs[:, 1]], 0])) < n:
+        dealt[:] = True
     wordings = [normal_wording(text) for text in data.texts]
     chance = np.array([uniform_hash(words) for words in wordings])
     texts, at = np.unique(data.pairs[:, 1], return_index=True)
     first_image = np.full(m, -1)
     first_image[texts] = data.pairs[at, 0]
     held_out = np.zeros(m, bool)
-    held_out[np.lexsort((chance, first_image))[part::of]] = True
+    order = np.lexsort((chance, first_image))
+    held_out[order[dealt[order]][part::of]] = True
     # An equal wording elsewhere, where equal texts are separate, would show it to the training.
     seen = {words for words, out in zip(wordings, held_out, strict=True) if not out}
     held_out &= np.array([words not in seen for words in wordings], dtype=bool)
-    left = np.bincount(data.pairs[~held_out[data.pairs[:, 1]], 0], minlength=len(data.image_ids))
+    left = np.bincount(data.pairs[~held_out[data.pairs[:, 1]], 0], minlength=n)
     held_out[data.pairs[left[data.pairs[:, 0]] == 0, 1]] = False
     return held_out
