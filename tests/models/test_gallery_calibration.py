@@ -121,7 +121,12 @@ def test_calibrating_again_writes_the_file_that_it_stands_for(run):
     calibrate_run(run, "wordings", population="independent")
     assert (run / CALIBRATION).read_bytes() == before[CALIBRATION]
     assert (run / TRAINING_CALIBRATION).read_bytes() != before[TRAINING_CALIBRATION]
-    calibrate_run(run, "wordings")
+    calibrate_run(run, population="independent")
+    again = load_run(run)
+    for calibration in (again.calibration, again.training_calibration):
+        assert calibration.metadata["queries"] == "independent", "the default split fits both"
+    calibrate_run(run)
+    assert load_run(run).training_calibration.metadata["queries"] == "planted"
 
 
 def test_a_folder_of_images_is_recognised_by_its_files(tmp_path, sfumato):

@@ -137,7 +137,8 @@ def calibrate(
     """Calibrate a run again, by another method or for other queries.
 
     Training and `sfumato adopt` calibrate already. Fits match probabilities, thresholds, abstention and conformal sets,
-    and writes them to the run's calibration.json.
+    and writes them to the run's calibration.json. A run with held-out wordings has calibration-training.json too, for
+    indices of the training images; it is fitted again with the default split, and alone with --split wordings.
     """
     from sfumato.models.calibrate import calibrate_run, describe_calibration
     from sfumato.models.run import choose_device
@@ -149,7 +150,7 @@ def calibrate(
         print(json.dumps(result))
         return
     print_calibration(result)
-    print("written to calibration.json; build indices of this run again to use it")
+    print(f"written to {run}; build indices of this run again to use it")
 
 
 @app.command()

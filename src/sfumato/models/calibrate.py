@@ -28,7 +28,7 @@ from sfumato.gaussian import GaussianEmbedding
 from sfumato.metrics.reliability import calibration_error_by_chance, expected_calibration_error
 from sfumato.metrics.selective import auroc
 from sfumato.models.embed import embed_split, load_split, load_splits, prepare_split
-from sfumato.models.run import CALIBRATION, TRAINING_CALIBRATION, load_run
+from sfumato.models.run import CALIBRATION, TRAINING_CALIBRATION, Run, load_run
 from sfumato.search.exact import distance_blocks
 
 PRECISIONS, RISKS, COVERAGES = (0.5, 0.8, 0.9), (0.5, 0.3, 0.2, 0.1), (0.8, 0.9, 0.95)
@@ -337,8 +337,8 @@ def calibrate_run(
 ) -> Calibration:
     """Calibrate a run on a split of its data that it was not trained on, and write calibration.json into its folder.
 
-    The split "wordings" calibrates galleries with the training images, in calibration-training.json, if the training
-    wrote that.
+    If the training left texts out, calibration-training.json, for galleries with the training images, is fitted again
+    with it, on the split "wordings"; or alone, if this split is given.
 
     Args:
         folder: folder of the run.
@@ -360,20 +360,29 @@ def calibrate_run(
         )
     if population not in get_args(Population):
         raise UserError(f"unknown queries {population!r}; known: {', '.join(get_args(Population))}")
-    run = load_run(folder, device=device)
+    run, queries = load_run(folder, device=device), cast(Population, population)
+    of_training = run.training_calibration is not None
+    if of_training and split == WORDINGS:
+        return _calibrate_run(run, split, method, queries, TRAINING_CALIBRATION)
+    calibration = _calibrate_run(run, split, method, queries, CALIBRATION)
+    if of_training and split == "val":
+        _calibrate_run(run, WORDINGS, method, queries, TRAINING_CALIBRATION)
+    return calibration
+
+
+def _calibrate_run(run: Run, split: str, method: str, population: Population, file: str) -> Calibration:
+    """Calibrate a run on a split, and write the file into its folder."""
     prepared = load_split(run.model, run.recipe.data, split)
-    embedded = embed_split(run.model, prepared)
-    of_training = split == WORDINGS and run.training_calibration is not None
     calibration = calibrate_split(
-        embedded,
+        embed_split(run.model, prepared),
         prepared.data,
         run.distance,
         split=split,
         method=method,
-        population=cast(Population, population),
-        reference=None if of_training else embed_reference(run.model, run.recipe.data),
+        population=population,
+        reference=None if file == TRAINING_CALIBRATION else embed_reference(run.model, run.recipe.data),
     )
-    calibration.save(run.folder / (TRAINING_CALIBRATION if of_training else CALIBRATION))
+    calibration.save(run.folder / file)
     return calibration
 
 
