@@ -10,11 +10,10 @@ import torch
 from support.toy import make_toy
 
 from sfumato import load
-from sfumato.calibration.calibrator import Calibration
-from sfumato.data.pairs import PairData
+from sfumato.calibration.calibrator import Calibration, QueryScores
 from sfumato.distances import get_distance
-from sfumato.evaluation.hits import first_hits, measure_cross_fitted, measure_hits
-from sfumato.models.calibrate import calibrate_run, calibrate_split
+from sfumato.evaluation.hits import Fold, first_hits, measure_cross_fitted, measure_hits
+from sfumato.models.calibrate import calibrate_run
 from sfumato.models.cross_fitting import cross_fitted
 from sfumato.models.embed import embed_split, load_split
 from sfumato.models.galleries import open_gallery
@@ -24,7 +23,7 @@ from sfumato.models.run import CALIBRATION, TRAINING_CALIBRATION, load_run
 from sfumato.models.trust_run import trust_model
 from sfumato.training.loop import fit
 
-N, PER_IMAGE = 240, 3
+N, PER_IMAGE = 360, 3
 SMALL = "model.dim=8", "model.hidden=16", "train.batch_size=32", "train.epochs=8", "optim.lr=1e-2", "train.device=cpu"
 
 
@@ -68,8 +67,8 @@ def test_training_writes_both_calibrations(run):
     found = load_run(run)
     assert found.calibration.metadata["split"] == "val"
     assert found.training_calibration.metadata["split"] == "wordings"
-    # 160 training and 40 validation images; each has one of three texts there.
-    assert found.training_calibration.t2i.n_gallery == 200 and len(found.training_calibration.t2i.nearest) == 200
+    # 240 training and 60 validation images; each has one of three texts there.
+    assert found.training_calibration.t2i.n_gallery == 300 and len(found.training_calibration.t2i.nearest) == 300
 
 
 @pytest.mark.parametrize(("split", "own"), [("all", True), ("train", True), ("test", False), ("val", False)])
@@ -77,12 +76,13 @@ def test_a_gallery_has_the_calibration_of_its_images(run, sfumato, tmp_path, spl
     said, model = index(sfumato, run, tmp_path / "index", "--split", split), load_run(run)
     gallery = open_gallery(tmp_path / "index")
     expected = model.training_calibration if own else model.calibration
-    assert gallery.calibration == expected
+    assert gallery.calibration.conditional == expected.conditional
+    assert gallery.calibration.metadata == expected.metadata
     assert gallery.scorer.logit_bias == expected.logit_bias
     if own:
-        assert said["note"].startswith("160 of the 240" if split == "all" else "All images trained the model.")
-        assert "fitted on 200 captions that training left out" in said["note"]
-        assert ("Captions of the other 80 images" in said["note"]) == (split == "all")
+        assert said["note"].startswith("240 of the 360" if split == "all" else "All images trained the model.")
+        assert "fitted on 300 captions that training left out" in said["note"]
+        assert ("Captions of the other 120 images" in said["note"]) == (split == "all")
     else:
         assert said["note"] == ""
 
@@ -91,7 +91,7 @@ def test_a_collection_and_the_interface_choose_alike(run, sfumato, tmp_path):
     sfumato("index", run, "--split", "all", "--out", tmp_path / "store", "--store", "file:")
     with open_gallery(tmp_path / "store") as collection:
         assert collection.scorer.calibration == load_run(run).training_calibration
-        assert training_note(collection).startswith("160 of the 240 images")
+        assert training_note(collection).startswith("240 of the 360 images")
 
 
 def test_without_such_captions_the_note_says_the_way_out(folder, sfumato, tmp_path):
@@ -151,56 +151,66 @@ def embedded(run, split):
 
 
 def test_each_half_has_the_fit_on_the_other(run):
-    """The folds, taken apart by hand."""
+    """The folds, taken apart by hand: of texts that search images, the same as a split with only these texts."""
     found, data, (images, texts) = embedded(run, "wordings")
     folds = cross_fitted((images, texts), data, found.distance, split="wordings", seed=5)
-    match = data.relevance().to_dense()
-    assert torch.equal(sum(y for _, y in folds), torch.from_numpy(match).float()), "every query is in one fold"
-    for k, (calibration, measured) in enumerate(folds):
-        fitting = folds[1 - k][1].bool().any(0).numpy()
-        pairs = np.array([(i, t) for i, t in data.pairs if fitting[t]])
-        number = np.cumsum(fitting) - 1
-        names = tuple(np.array(data.text_ids)[fitting].tolist())
-        half = PairData(
-            data.image_ids, data.images, names, names, ("caption",) * len(names),
-            np.stack([pairs[:, 0], number[pairs[:, 1]]], axis=1),
-        )  # fmt: skip
-        by_hand = calibrate_split(
-            (images, texts[torch.from_numpy(fitting)]), half, found.distance, split="wordings", seed=5
+    assert sorted(torch.cat([fold.texts for fold in folds]).tolist()) == list(range(texts.n)), "each query once"
+    assert sorted(torch.cat([fold.images for fold in folds]).tolist()) == list(range(images.n))
+    of_text = dict(data.pairs[:, ::-1].tolist())
+    for k, fold in enumerate(folds):
+        assert {of_text[t] for t in fold.texts.tolist()} <= set(fold.images.tolist())
+        kept = np.isin(np.arange(texts.n), folds[1 - k].texts.numpy())
+        by_hand = QueryScores.fit(
+            get_distance(found.distance).for_direction("t2i").matrix(texts[torch.from_numpy(kept)], images),
+            torch.from_numpy(data.keep_texts(kept).relevance().to_dense()).float().T,
         )
-        assert by_hand.conditional == calibration.conditional
-        assert not measured[:, fitting].any()
-    assert folds[0][0].conditional != folds[1][0].conditional
+        assert fold.calibration.t2i.n_gallery == by_hand.n_gallery == images.n
+        np.testing.assert_allclose(fold.calibration.t2i.nearest, by_hand.nearest, rtol=1e-4)
+        np.testing.assert_allclose(fold.calibration.t2i.closest_match, by_hand.closest_match, rtol=1e-4)
+        assert fold.calibration.i2t.n_gallery == texts.n and len(fold.calibration.i2t.nearest) == len(kept) // 2
+    assert folds[0].calibration.conditional != folds[1].calibration.conditional
 
 
 def test_figures_of_folds_are_those_of_all_their_queries(run):
     found, data, (images, texts) = embedded(run, "wordings")
     distance = get_distance(found.distance).matrix(images, texts)
     match = torch.from_numpy(data.relevance().to_dense()).float()
-    first = torch.arange(len(match)) < 90
-    folds = [(found.calibration, match * chosen.unsqueeze(1)) for chosen in (first, ~first)]
-    together = measure_hits(found.calibration, distance, match, embedded=(images, texts), sizes=())
-    divided = measure_cross_fitted(folds, distance, embedded=(images, texts), sizes=())
-    for a, b in zip(together[:2], divided[:2], strict=True):
-        assert a.direction == b.direction == "t2i" and (a.n, a.rate) == (b.n, pytest.approx(b.rate))
+    folds = [
+        Fold(found.calibration, torch.arange(*some), torch.arange(texts.n)[match[slice(*some)].any(0)])
+        for some in ((0, 90), (90, len(match)))
+    ]
+    together = measure_hits(found.calibration, distance, match, embedded=(images, texts))
+    divided = measure_cross_fitted(folds, distance, match, embedded=(images, texts))
+    for a, b in zip(together, divided, strict=True):
+        assert (a.direction, a.n_gallery, a.n, a.rate) == (b.direction, b.n_gallery, b.n, pytest.approx(b.rate))
         assert a.mean_probability == pytest.approx(b.mean_probability) and a.ece == pytest.approx(b.ece, abs=1e-9)
 
 
 def test_trust_measures_the_queries_of_the_calibration_by_halves(run):
     found, data, (images, texts) = embedded(run, "wordings")
-    report = trust_model(found, found.recipe.data, "wordings", queries="text", n_resamples=0, n_corrupted=0, seed=5)
-    (served,) = (f for f in report.hits["served"] if f.hits == 1 and f.n_gallery == 200)
-    distance = get_distance(found.distance).matrix(images, texts)
+    report = trust_model(found, found.recipe.data, "wordings", n_resamples=0, n_corrupted=0, seed=5)
+    distance, match = get_distance(found.distance).matrix(images, texts), torch.from_numpy(data.relevance().to_dense())
     folds = cross_fitted((images, texts), data, found.distance, split="wordings", seed=5)
-    hits = [first_hits(c, distance, y, "t2i", embedded=(images, texts)) for c, y in folds]
-    p, y = torch.cat([h.probability for h in hits]), torch.cat([h.match for h in hits])
-    assert served.n == len(p) == 200
-    assert served.mean_probability == pytest.approx(float(p.mean()), abs=1e-6)
-    assert served.rate == pytest.approx(float(y.mean()))
-    assert abs(served.rate - served.mean_probability) < 0.12, "three standard deviations of 200 hits"
+    for direction in ("t2i", "i2t"):
+        (served,) = (
+            f for f in report.hits["served"] if (f.hits, f.n_gallery, f.direction) == (1, 300, direction)
+        )  # fmt: skip
+        p, y = [], []
+        for fold in folds:
+            hits = first_hits(fold.calibration, distance, match.float(), direction, embedded=(images, texts))
+            kept = torch.isin(hits.queries, fold.texts if direction == "t2i" else fold.images)
+            p.append(hits.probability[kept])
+            y.append(hits.match[kept])
+        p, y = torch.cat(p), torch.cat(y)
+        assert served.n == len(p) == 300
+        assert served.mean_probability == pytest.approx(float(p.mean()), abs=1e-6)
+        assert served.rate == pytest.approx(float(y.mean()))
+        assert served.rate == pytest.approx(report.directions[direction].recall.value), "the recall@1 beside it"
+        assert abs(served.rate - served.mean_probability) < 0.12, "three standard deviations of 300 hits and more"
     assert any("each half has the probabilities of a fit on the other" in note for note in report.notes)
+    (served,) = (f for f in report.hits["served"] if (f.hits, f.n_gallery, f.direction) == (1, 300, "t2i"))
     in_sample = measure_hits(
         Calibration.load(run / TRAINING_CALIBRATION), distance, torch.from_numpy(data.relevance().to_dense()).float()
     )
-    (own,) = (f for f in in_sample if f.hits == 1 and f.direction == "t2i" and f.n_gallery == 200)
+    (own,) = (f for f in in_sample if f.hits == 1 and f.direction == "t2i" and f.n_gallery == 300)
     assert own.log_loss < served.log_loss, "the fit on the queries themselves looks better than it is"

@@ -151,12 +151,6 @@ def test_probabilities_of_hits_are_those_that_a_search_shows(run):
     )
 
 
-def test_probabilities_of_hits_on_the_split_that_calibrated_are_those_of_halves(run):
-    report = trust_model(run, run.recipe.data, "val", queries="text", n_resamples=0, n_corrupted=0)
-    assert [f.direction for f in report.hits["served"]] == ["t2i", "t2i"]
-    assert any("fitted on val: each half" in note for note in report.notes)
-
-
 def test_a_split_that_cannot_be_halved_has_no_probabilities_of_hits(run, monkeypatch):
     def refuses(*args, **options):
         raise ValueError("the split cannot be halved")

@@ -128,9 +128,11 @@ def measure_hits(
     Raises:
         ValueError: the calibration has reference queries, and the embeddings are not given.
     """
+    everything = Fold(calibration, torch.arange(len(distance)), torch.arange(distance.shape[1]))
     return measure_cross_fitted(
-        [(calibration, match)],
+        [everything],
         distance,
+        match,
         embedded=embedded,
         sizes=sizes,
         n_galleries=n_galleries,
@@ -139,9 +141,24 @@ def measure_hits(
     )
 
 
+@dataclass(frozen=True, eq=False)
+class Fold:
+    """Queries with a calibration of their own.
+
+    Attributes:
+        calibration: not fitted on these queries.
+        images, texts: positions of the queries in the split.
+    """
+
+    calibration: Calibration
+    images: Tensor
+    texts: Tensor
+
+
 def measure_cross_fitted(
-    folds: Sequence[tuple[Calibration, Tensor]],
+    folds: Sequence[Fold],
     distance: Tensor,
+    match: Tensor,
     *,
     embedded: tuple[GaussianEmbedding, GaussianEmbedding] | None = None,
     sizes: Sequence[int] = (100, 356),
@@ -152,8 +169,8 @@ def measure_cross_fitted(
     """Measure the probabilities of hits where parts of the queries have calibrations of their own.
 
     Args:
-        folds: pairs of a calibration and the (n, m) matches of the queries that it was not fitted on.
-        distance, embedded, sizes, n_galleries, population, seed: see :func:`measure_hits`.
+        folds: all galleries are those of the whole split.
+        distance, match, embedded, sizes, n_galleries, population, seed: see :func:`measure_hits`.
 
     Returns:
         Figures by direction, size and number of hits, of the queries of all folds.
@@ -165,12 +182,12 @@ def measure_cross_fitted(
     n = len(distance)
     directions: tuple[Direction, ...] = ("t2i", "i2t")
     for direction in directions:
-        seen = [_Seen.by(calibration, embedded, direction) for calibration, _ in folds]
+        seen = [_Seen.by(fold.calibration, embedded, direction) for fold in folds]
         for size in [*sorted({size for size in sizes if size < n}), n]:
             n_drawn = n_galleries if size < n else 1
             parts = [
-                _hits(calibration, asked, direction, population, of_fold)
-                for (calibration, match), of_fold in zip(folds, seen, strict=True)
+                _hits(fold.calibration, asked.of(fold, direction), direction, population, of_fold)
+                for fold, of_fold in zip(folds, seen, strict=True)
                 for asked in _galleries(distance, match, direction, size, n_drawn, np.random.default_rng(seed))
             ]
             for hits in (1, 10):
@@ -278,6 +295,11 @@ class _Asked:
     match: Tensor
     queries: Tensor
     items: Tensor
+
+    def of(self, fold: Fold, direction: Direction) -> "_Asked":
+        """The queries of a fold alone."""
+        kept = torch.isin(self.queries, fold.texts if direction == "t2i" else fold.images)
+        return replace(self, distance=self.distance[kept], match=self.match[kept], queries=self.queries[kept])
 
 
 @dataclass(frozen=True, eq=False)

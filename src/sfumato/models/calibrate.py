@@ -152,6 +152,7 @@ def calibrate_split(
     max_queries: int = 5_000,
     population: Population = "planted",
     reference: tuple[GaussianEmbedding, GaussianEmbedding] | None = None,
+    of_images: np.ndarray | None = None,
     seed: int = 0,
 ) -> Calibration:
     """Fit match probabilities on the pairs of a split, and store the scores of its queries in both directions.
@@ -174,6 +175,8 @@ def calibrate_split(
             "independent": all queries, also those whose matches are not in the gallery.
         reference: (images, texts) of other data, best of the training, to be the reference queries of the logits of
             hits; None for logits without them.
+        of_images: positions of the images whose pairs and queries are used, with the texts that match no other image,
+            all in the whole gallery; None for all.
         seed: seed of the random choice of images, queries and galleries.
 
     Returns:
@@ -185,12 +188,12 @@ def calibrate_split(
         ValueError: nothing can be fitted; see :func:`~sfumato.calibration.platt.fit_logits`.
     """
     whole = _Split(embedded[0].to("cpu"), embedded[1].to("cpu"), data, distance)
-    n, m = whole.images.n, whole.texts.n
-    pairs = whole.of_images(some_positions(n, max(1, max_pairs // m), seed))
+    images, texts = queries_of(data, of_images)
+    pairs = whole.of_images(some_of(images, max(1, max_pairs // whole.texts.n), seed))
     d, match = (torch.cat(parts) for parts in zip(*pairs, strict=True))
     base = Calibration.fit(d, match, method=method)
     seen_by = _reference_queries(reference, distance, seed)
-    asking = some_positions(n, max_queries, seed), some_positions(m, max_queries, seed)
+    asking = (some_of(images, max_queries, seed), some_of(texts, max_queries, seed))
     queries = whole.queries(*asking, population, seen_by, seed)
     scores = {
         direction: QueryScores.from_blocks(
@@ -215,6 +218,24 @@ def calibrate_split(
     sizes = {d: _set_sizes(held_out, scores[d]) for d, held_out in queries.items()}
     calibration.metadata.update(about | {"set_sizes": sizes})
     return calibration
+
+
+def queries_of(data: PairData, of_images: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
+    """The queries of some images of a split.
+
+    Args:
+        data: the split.
+        of_images: positions of images; None for all.
+
+    Returns:
+        (positions of the images, positions of the texts that match no other image; of all texts if of_images is None).
+    """
+    images, texts = np.arange(len(data.image_ids)), np.arange(len(data.text_ids))
+    if of_images is None:
+        return images, texts
+    others = np.setdiff1d(images, of_images)
+    only_here = data.match(of_images, texts).any(0) & ~data.match(others, texts).any(0)
+    return np.sort(of_images), texts[only_here]
 
 
 def _reference_queries(
@@ -325,6 +346,12 @@ def some_positions(n: int, most: int, seed: int) -> np.ndarray:
         (min(n, most),) positions, ascending.
     """
     return np.sort(np.random.default_rng(seed).permutation(n)[:most])
+
+
+def some_of(positions: np.ndarray, most: int, seed: int) -> np.ndarray:
+    """A random sample of given positions, in their order; see :func:`some_positions`."""
+    sample: np.ndarray = positions[some_positions(len(positions), most, seed)]
+    return sample
 
 
 def calibrate_run(

@@ -5,7 +5,7 @@ estimator, use only the validation split.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Generic, Literal, TypeVar, get_args
 
@@ -22,7 +22,7 @@ from sfumato.encoders.dual import DualEncoder
 from sfumato.encoders.regions import features_read
 from sfumato.errors import UserError
 from sfumato.evaluation.estimators import FailurePredictor, Matching, usable_estimators
-from sfumato.evaluation.hits import HitFigures, measure_cross_fitted, without_nearest
+from sfumato.evaluation.hits import Fold, HitFigures, measure_cross_fitted, without_nearest
 from sfumato.evaluation.trust import (
     Corrupted,
     DirectionTrust,
@@ -163,7 +163,8 @@ def _hits(
     beside = match.bool().any(0) if own or len(chosen) < n else torch.ones(m, dtype=torch.bool)
     embedded = _rows(images, chosen), texts[beside]
     distance = get_distance(retrieval_model.distance).matrix(*embedded).cpu()
-    folds, notes = [(calibration, match[:, beside])], []
+    match, notes = match[:, beside], list[str]()
+    folds: Sequence[Fold] = [Fold(calibration, torch.arange(len(match)), torch.arange(match.shape[1]))]
     if own:
         reference = embed_reference(retrieval_model.model, data) if calibration.reference else None
         population = calibration.metadata.get("queries", "planted")
@@ -180,11 +181,10 @@ def _hits(
         except ValueError as error:
             return {}, [f"the probabilities of hits are left out: {error}"]
         notes.append(f"the calibration was fitted on {split}: each half has the probabilities of a fit on the other")
+    alone = [replace(fold, calibration=without_nearest(fold.calibration)) for fold in folds]
     measured = {
-        "served": measure_cross_fitted(folds, distance, embedded=embedded, seed=seed),
-        "distance": measure_cross_fitted(
-            [(without_nearest(fitted), y) for fitted, y in folds], distance, embedded=embedded, seed=seed
-        ),
+        name: measure_cross_fitted(some, distance, match, embedded=embedded, seed=seed)
+        for name, some in (("served", folds), ("distance", alone))
     }
     figures = {name: [f for f in found if f.direction in directions] for name, found in measured.items()}
     if len(chosen) < n:
