@@ -1,4 +1,4 @@
-"""Texts that do not look like words: against real words that the fit never saw, and where users meet them."""
+"""Texts whose words a model hardly knows: against real words that the fit never saw, and where users meet them."""
 
 import json
 
@@ -71,7 +71,7 @@ def test_few_texts_are_refused():
 
 def test_a_verdict_says_it_first():
     found = verdict(40.0, 0.9, True, unfamiliar=True)
-    assert found.kind == "unfamiliar" and "do not look like words" in found.text
+    assert found.kind == "unfamiliar" and found.text == "The model hardly knows these words: the results are guesses"
 
 
 def test_a_run_remembers_its_words_and_models_without_texts_judge_nothing(tmp_path, judge):

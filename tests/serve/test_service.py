@@ -649,7 +649,7 @@ def test_a_text_that_is_no_word_is_said_to_be_none(sources):
         found = search(client, {"text": "qxzvkw"}, {"text": "a red circle"}, {"id": sources_first_id(sources)})
     kinds = [answer["verdict"] and answer["verdict"]["kind"] for answer in found]
     assert kinds[0] == "unfamiliar" and kinds[1] not in (None, "unfamiliar") and kinds[2] is None
-    assert "do not look like words" in found[0]["verdict"]["text"] and found[0]["hits"]
+    assert "hardly knows these words" in found[0]["verdict"]["text"] and found[0]["hits"]
 
 
 def sources_first_id(sources):

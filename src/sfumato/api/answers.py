@@ -169,7 +169,7 @@ def answer_queries(
         min_probability: see :meth:`Gallery.search`.
         coverage: see :meth:`Gallery.search`.
         max_risk: see :meth:`Gallery.search`.
-        unfamiliar: for each query, whether it is a text that does not look like words; None for none.
+        unfamiliar: for each query, whether it is a text of words that the model hardly knows; None for none.
 
     Returns:
         n answers.

@@ -193,7 +193,7 @@ def _numbers(texts: Sequence[str], pieces: Pieces) -> np.ndarray:
 
 
 def unfamiliar_texts(retrieval_model: object, texts: Sequence[str]) -> list[bool]:
-    """Which texts do not look like words to a model.
+    """Which texts have words that a model hardly knows.
 
     Args:
         retrieval_model: a run, or any other model, which judges none.

@@ -694,7 +694,7 @@ def verdict(
         expected_matches: sum of the match probabilities over the gallery.
         best_probability: match probability of the closest item; 0 if there is none.
         abstained: whether the query should not be answered at the requested risk; None if no risk was requested.
-        unfamiliar: whether the query is a text that does not look like words.
+        unfamiliar: whether the query is a text of words that the model hardly knows.
 
     Returns:
         The verdict.
@@ -704,7 +704,7 @@ def verdict(
         'One clear match'
     """
     if unfamiliar:
-        return Verdict("unfamiliar", "To the model these do not look like words: the results are guesses")
+        return Verdict("unfamiliar", "The model hardly knows these words: the results are guesses")
     if abstained:
         return Verdict("abstained", "No confident match: an answer would exceed the risk that you allow")
     if expected_matches >= MANY:

@@ -86,7 +86,7 @@ class Sources:
         model: embeds the queries and new items.
         name: name of the model, for display.
         galleries: galleries by the kind of their items.
-        unfamiliar: says which texts do not look like words.
+        unfamiliar: says which texts have words that the model hardly knows.
 
     Raises:
         UserError: the galleries differ in their dimensions or their distance.
@@ -346,7 +346,7 @@ def answered(
         options: checked by :func:`refuse_guarantees`.
         max_set: largest number of items in a conformal set.
         plane: projection of the map, if the positions of the queries are wanted.
-        unfamiliar: for each query, whether it is a text that does not look like words; None for none.
+        unfamiliar: for each query, whether it is a text of words that the model hardly knows; None for none.
         watched: whether the queries are users' own, to be compared with those of the calibration.
 
     Returns:
@@ -469,7 +469,7 @@ def search_together(
         searches: n searches.
         served_of: gallery by name.
         plane_of: projection of the map by name of the gallery.
-        unfamiliar_of: says which texts do not look like words.
+        unfamiliar_of: says which texts have words that the model hardly knows.
 
     Returns:
         n answers; an exception in place of an answer for a search that failed.

@@ -232,7 +232,7 @@ class Answer(_Varying):
         " items; null if the answer is not calibrated"
     )
     verdict: VerdictText | None = Field(
-        description="null if the answer is not calibrated, unless the text does not look like words"
+        description="null if the answer is not calibrated, unless the model hardly knows the words of the text"
     )
     abstained: bool | None = Field(
         description="true if the query should not be answered; null if no risk was requested"
