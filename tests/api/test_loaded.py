@@ -156,7 +156,14 @@ def test_python_and_the_command_line_agree_to_the_last_digit(work, sfumato, tmp_
         assert [hit.id for hit in one] == [hit.id for hit in one.hits] and one[0].rank == 1
     by_gallery = index.gallery.search(index.model.embed_texts(texts), 4)
     assert [answer.uncertainty for answer in found] == [result.uncertainty for result in by_gallery]
-    assert by_command[0]["calibrated"] and not foreign[0]["calibrated"] and not foreign[-1]["calibrated"]
+    assert all(answer["calibrated"] and answer["verdict"] and answer["expected_matches"] > 0 for answer in by_command)
+    assert all(
+        hit["match_probability"] > 0 for answer in by_command for hit in answer["hits"] + answer["conformal_set"]
+    )
+    assert len(foreign) == 3 and all(len(answer["hits"]) == 3 for answer in foreign)
+    for answer in foreign:
+        assert answer["calibrated"] is False and answer["verdict"] is answer["expected_matches"] is None
+        assert {hit["match_probability"] for hit in answer["hits"]} == {None}
 
 
 def load_index(folder):

@@ -15,6 +15,7 @@ import sfumato
 from sfumato.api.answers import SearchAnswer
 from sfumato.data.images import MemoryImage
 from sfumato.errors import UserError
+from sfumato.reports.console import print_search
 from sfumato.search.gallery import SearchRecord, verdict
 
 pyplot = pytest.importorskip("matplotlib.pyplot", reason="the extra report is not installed")
@@ -86,6 +87,19 @@ def test_an_answer_is_a_few_lines():
     assert "%" not in "".join(repr(answer(calibrated=False)).splitlines()[1:])
     assert answer(found=verdict(38.2, 0.9)).sentence == "Many matches: about 38", "the number stands there already"
     assert "expected" not in answer(found=verdict(1.6, 0.9, unfamiliar=True)).sentence, "guesses have no number"
+
+
+@pytest.mark.parametrize("calibrated", [True, False])
+def test_plain_values_have_no_probabilities_that_are_not_calibrated(calibrated, capsys):
+    values = answer(calibrated=calibrated, conformal_set=answer().hits[:1]).to_json()
+    assert (values["verdict"], values["expected_matches"]) == (("One clear match", 1.6) if calibrated else (None, None))
+    given = [hit["match_probability"] for hit in values["hits"] + values["conformal_set"]]
+    assert given == ([0.9, 0.45, 0.3, 0.9] if calibrated else [None] * 4)
+    strange = answer(calibrated=calibrated, found=verdict(1.6, 0.9, unfamiliar=True))
+    assert "hardly knows" in strange.to_json()["verdict"] and strange.sentence == strange.to_json()["verdict"]
+    print_search(strange.to_json())
+    lines = capsys.readouterr().out
+    assert "hardly knows" in lines and ("%" in lines) is ("matches expected" in lines) is calibrated
 
 
 def test_hits_are_drawn_as_bars():

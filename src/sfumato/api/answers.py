@@ -26,7 +26,8 @@ class SearchAnswer:
         calibrated: whether the probabilities were fitted on held-out pairs of this kind of query. If not, only the
             order and the distances mean something.
         uncertainty: total variance of the query.
-        expected_matches: sum of the match probabilities over the whole gallery.
+        expected_matches: sum of the match probabilities over the whole gallery; like theirs, its value means nothing
+            if they are not calibrated.
         abstained: whether the risk is too high to answer; None if no risk was given.
         verdict: the answer in one sentence.
         hits: the closest items. With min_probability there may be fewer than k, or none.
@@ -65,9 +66,11 @@ class SearchAnswer:
     @property
     def sentence(self) -> str:
         """The verdict with the expected number of matches; without calibrated probabilities it says so instead."""
+        if self.verdict.kind == "unfamiliar":
+            return self.verdict.text
         if not self.calibrated:
             return "by distance; match probabilities are not calibrated for such queries"
-        if self.verdict.kind == "unfamiliar" or "about" in self.verdict.text:
+        if "about" in self.verdict.text:
             return self.verdict.text
         return f"{self.verdict.text}; {self.expected_matches:.1f} matches expected"
 
@@ -126,23 +129,27 @@ class SearchAnswer:
         return ax
 
     def to_json(self) -> dict[str, Any]:
-        """The answer as plain values.
+        """The answer as plain values, without probabilities where they are not calibrated.
 
         Returns:
             {"query", "distance", "calibrated", "uncertainty", "expected_matches", "abstained", "verdict" (a sentence),
             "hits": [{"id", "distance", "match_probability", "uncertainty", and the payload}], "conformal_set" (like
-            hits; None without coverage)}.
+            hits; None without coverage)}. If not calibrated, expected_matches and every match_probability are None,
+            and so is the verdict unless it says that the model hardly knows the words.
         """
+        said = self.calibrated or self.verdict.kind == "unfamiliar"
         return {
             "query": self.query,
             "distance": self.distance,
             "calibrated": self.calibrated,
             "uncertainty": self.uncertainty,
-            "expected_matches": self.expected_matches,
+            "expected_matches": self.expected_matches if self.calibrated else None,
             "abstained": self.abstained,
-            "verdict": self.verdict.text,
-            "hits": [_values(hit) for hit in self.hits],
-            "conformal_set": None if self.conformal_set is None else [_values(hit) for hit in self.conformal_set],
+            "verdict": self.verdict.text if said else None,
+            "hits": [_values(hit, self.calibrated) for hit in self.hits],
+            "conformal_set": None
+            if self.conformal_set is None
+            else [_values(hit, self.calibrated) for hit in self.conformal_set],
         }
 
 
@@ -198,11 +205,11 @@ def answer_queries(
     ]
 
 
-def _values(hit: SearchRecord) -> dict[str, Any]:
+def _values(hit: SearchRecord, calibrated: bool) -> dict[str, Any]:
     return {
         "id": hit.id,
         "distance": hit.distance,
-        "match_probability": hit.match_probability,
+        "match_probability": hit.match_probability if calibrated else None,
         "uncertainty": hit.uncertainty,
         **hit.payload,
     }

@@ -278,9 +278,10 @@ def print_search(result: dict[str, Any]) -> None:
     calibrated = result["calibrated"]
     if calibrated:
         print(f"{result['query']}   about {result['expected_matches']:.1f} matches expected")
-        print(f"  {result['verdict']}")
     else:
         print(f"{result['query']}   (by distance: match probabilities are not calibrated for such queries)")
+    if result["verdict"] is not None:
+        print(f"  {result['verdict']}")
     _print_hits(result["hits"], result["distance"], calibrated)
     if not result["hits"]:
         print("  no item reaches this probability")
