@@ -239,8 +239,9 @@ const facts = (answer, n, gallery) => [
       h("span", { class: "strip", role: "img", "aria-label": `probability ${percent(number(answer))}` }, bar(number(answer))))),
   answer.queries_differ && h("p", { class: "guess" }, "Recent searches differ from those that the probabilities were fitted on: they may be off."),
   h("details", {}, h("summary", {}, "What do these numbers mean?"),
+    h("p", {}, h("b", {}, "A match "), "is a pair like those that the data list, such as a photograph and its caption. A result is right if it is a match of your search in this sense. More results may fit your words than the numbers say: a list names few of the pairs that fit."),
     h("p", {}, h("b", {}, "How many match. "), `Each of the ${things(gallery, n)} has a probability that it matches. It comes from its distance to your search, and from the distances of the closest results: one clear result is more probable than the same distance among many. The probabilities add up to ${about(answer.expected_matches)}: that many matches are to be expected; for a vague search the true number can be much smaller or larger. The strip is the whole gallery.`),
-    h("p", {}, h("b", {}, "The first result. "), `Its probability is ${percent(number(answer))}. Among many searches with such a first result, that part has a right one.`),
+    h("p", {}, h("b", {}, "The first result. "), `Its probability is ${percent(number(answer))}. Among many searches with such a first result, that part has a right one, which is a match.`),
     h("p", {}, h("b", {}, "For those who know the method. "), `Distance ${answer.distance}; total variance of the search ${figure(answer.total_variance)}.`)),
 ];
 
@@ -275,7 +276,7 @@ function filter() {
   if (state.view === "map") mark();
 }
 
-// What the shown results are part of.
+// What the shown results are part of. Fewer than one match is not said: an image matches or not.
 function counted({ hits, calibrated, verdict, expected_matches: expected }) {
   const { n } = here();
   if (!hits.length) return "";
@@ -283,12 +284,13 @@ function counted({ hits, calibrated, verdict, expected_matches: expected }) {
   const sum = (some) => some.reduce((total, hit) => total + hit.match_probability, 0);
   if (!calibrated || verdict.kind === "unfamiliar") return `These are ${closest}.`;
   if (!state.least) {
-    const others = hits.length < n && expected > 1.5 ? `, and about ${about(Math.max(0, expected - sum(hits)))} of the others` : "";
-    return `These are ${closest}. About ${about(sum(hits))} of these should match${others}.`;
+    const rest = hits.length < n ? Math.round(expected) - Math.round(sum(hits)) : 0;
+    const others = rest > 0 ? `, and about ${count(rest)} of the others` : "";
+    return `These are ${closest}.` + (sum(hits) < 1 ? "" : ` About ${count(sum(hits))} of these should match${others}.`);
   }
   const left = hits.filter((hit) => hit.match_probability >= state.least);
   const which = `a probability of at least ${percent(state.least)}`;
-  return left.length ? `Of ${closest}, ${left.length} ${left.length === 1 ? "has" : "have"} ${which}: about ${about(sum(left))} of these should match.` : `Of ${closest}, none has ${which}.`;
+  return left.length ? `Of ${closest}, ${left.length} ${left.length === 1 ? "has" : "have"} ${which}${sum(left) < 1 ? "" : `: about ${count(sum(left))} of these should match`}.` : `Of ${closest}, none has ${which}.`;
 }
 
 // ---- the start
@@ -305,7 +307,7 @@ function welcome() {
     h("h2", {}, text ? `Search ${things(gallery, n)}` : `Search ${things(gallery, n)} by item`),
     h("p", {}, ...(!n ? ["This collection is still empty."] : [
       text ? "Write what you look for" : "Write the id of an item", pictures && ", or drop or paste an image",
-      here().calibrated && info.query_kinds[native()] ? ". Every answer says how many results should match, and whether the first one is right." : ". The closest items come first.",
+      here().calibrated && info.query_kinds[native()] ? ". Every answer says how many results should match, and how likely the first one is right." : ". The closest items come first.",
     ]).filter(Boolean)), tiles);
   if (n) json(`v1/examples?gallery=${gallery}`).then(({ queries, items }) => {
     for (const item of items) known.set(item.id, item);

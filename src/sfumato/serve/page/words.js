@@ -22,11 +22,12 @@ export const about = (n) => (n > 0 && n < 0.05 ? "<0.1" : n < 10 ? String(Number
 export const things = (gallery, n) => `${count(n)} ${count(n) === "1" ? gallery.slice(0, -1) : gallery}`;
 export const nameOf = ({ id, payload }) => payload.label || payload.text || payload.name || id;
 
-// A probability as a frequency: "about 4 of 10".
+// A probability as a frequency: "about 4 of 10", "about 15 of 100".
 export function odds(p) {
   if (p >= 0.995) return "more than 99 of 100";
   if (p < 0.005) return "fewer than 1 of 100";
-  return p > 0.9 || p < 0.1 ? `about ${Math.round(100 * p)} of 100` : `about ${Math.round(10 * p)} of 10`;
+  const hundredths = Math.round(100 * p);
+  return hundredths % 10 ? `about ${hundredths} of 100` : `about ${hundredths / 10} of 10`;
 }
 
 // A fraction as a bar; what is not nothing can be seen.
@@ -40,7 +41,8 @@ export function bar(fraction, attributes = {}) {
 export const strip = (expected, n) =>
   h("span", { class: "strip", role: "img", "aria-label": `${about(expected)} of ${count(n)}` }, bar(n ? expected / n : 0));
 
+// An expected number below a half is more likely none than any.
 export const expectation = (expected, n, gallery) =>
-  n && expected < 0.95
-    ? [h("b", {}, "Less than one match"), ` to be expected among ${things(gallery, n)} (${about(expected)})`]
+  n && expected < 1.5
+    ? [h("b", {}, expected < 0.5 ? "Probably no match" : "About one match or none"), ` among ${things(gallery, n)}`]
     : [h("b", {}, `About ${count(expected)}`), ` of ${things(gallery, n)} should match`];
