@@ -103,7 +103,7 @@ def visited(tmp_path_factory):
 def test_shell_blocks_run(visited):
     _, printed = visited
     assert "recall@1" in printed and "192 images indexed" in printed and "200 images indexed" in printed
-    note = "of the 192 images trained the model. The probabilities are for new captions"
+    note = "All images trained the model. The probabilities are for new captions"
     assert printed.count(note) == 1, "of the trained model, not of the adopted one"
     assert printed.count("matches expected") >= 3, "two queries of words and a vector"
 

@@ -1,5 +1,7 @@
 """A recipe that prefers another one where its weights can be had; the preferred one keeps the model's ranking."""
 
+import json
+
 import huggingface_hub
 import numpy as np
 import pytest
@@ -77,3 +79,23 @@ def test_training_keeps_the_embeddings_of_the_model(tmp_path, monkeypatch):
         expected = torch.nn.functional.normalize(torch.from_numpy(np.concatenate(raw)), dim=1)
         torch.testing.assert_close(images.mean, expected)
         assert bool(images.log_var.isneginf().all()) == (out == "points")
+
+
+def test_without_validation_images_the_captions_kept_back_calibrate(tmp_path, monkeypatch):
+    pytest.importorskip("transformers", reason="the extra backbones is not installed")
+    monkeypatch.setenv("SFUMATO_CACHE", str(tmp_path / "cache"))
+    manifest = two_colours(tmp_path)
+    folder = str(taught_clip(tmp_path / "model", manifest))
+    lines = [json.loads(line) for line in manifest.read_text().splitlines()]
+    for k, line in enumerate(lines):
+        words, number = line.pop("caption").rsplit(" ", 1)
+        line["captions"] = [f"{words} {number}", *(f"{words} {100 + 4 * k + more}" for more in range(4))]
+    manifest.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    backbones = [f"model.{side}.backbone={folder}" for side in ("image", "text")]
+    everything = ["data.val_fraction=0", "data.test_fraction=0", "train.epochs=1", "model.dim=8"]
+    app(
+        ["train", CLIP, f"data.path={manifest}", *backbones, *everything, "--out", str(tmp_path / "run")],
+        standalone_mode=False,
+    )
+    run = load_run(tmp_path / "run")
+    assert run.calibration.metadata["split"] == "wordings" and run.calibration.t2i.n_gallery == 300

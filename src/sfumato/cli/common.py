@@ -10,6 +10,7 @@ import typer
 from typer.core import TyperGroup
 
 from sfumato.errors import UserError
+from sfumato.progress import say
 
 
 class _Commands(TyperGroup):
@@ -220,7 +221,7 @@ def open_model_on_data(
         model: folder of a run, folder of an exported or published model, or name of a model on the hub.
         data: recipe (path or name) whose data to use; None for the data of the run.
         overrides: changes to that recipe, or to the recipe of the run, each "section.key=value".
-        split: name of the split.
+        split: name of the split; a run without test has "wordings" instead, if its training left texts out.
         device: "auto", "cpu", ..., or a device.
         purpose: what the data are for, as the end of a sentence; for the error message.
 
@@ -255,7 +256,24 @@ def open_model_on_data(
         return ModelOnData(run, moved, split, run.recipe.name or run.folder.name, run, own_data=own == moved)
     if config is not None:
         return ModelOnData(run, config, split, Path(model).name, run, own_data=False)
+    split = _split_that_is_there(run.recipe.data, split)
     return ModelOnData(run, run.recipe.data, split, run.recipe.name or run.folder.name, run, own_data=True)
+
+
+def _split_that_is_there(config: "DataConfig", split: str) -> str:
+    """The split, or, if it is test and all images train, the split of the texts that training left out."""
+    from sfumato.data.images import Problems
+    from sfumato.data.wordings import WORDINGS
+    from sfumato.models.embed import load_splits
+
+    if split == "test" and config.held_out_wordings:
+        splits = load_splits(config, Problems())
+        if "test" not in splits and WORDINGS in splits:
+            say(
+                f"all images train, so there is no split test: measured on {WORDINGS}, the texts that training left out"
+            )
+            return WORDINGS
+    return split
 
 
 def _no_run(model: str, purpose: str) -> UserError:

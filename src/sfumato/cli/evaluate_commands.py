@@ -368,6 +368,7 @@ def _evaluate_and_print(
 
     with join_process_group(partial(choose_device, device), TIMEOUT_MINUTES) as group:
         opened = open_model_on_data(model, data, overrides, split, group.device, purpose="evaluate it on")
+        split = opened.split
         opened = replace(opened, split=_split_of_fold(opened, split))
         check_results(opened, more.per_query)
         result, path, beside = _evaluate(opened, distance, benchmark, more, group)
@@ -554,6 +555,7 @@ def trust(
     from sfumato.reports.console_trust import print_trust, print_trust_summary
 
     opened = open_model_on_data(model, data, overrides, split, device, purpose="measure it on")
+    split = opened.split
     check_results(opened)
     path = None
     if corrupted is None:  # The summary says nothing of corruptions, and embedding them takes most of the time.

@@ -94,6 +94,7 @@ def analyse(
     )  # fmt: skip
     studies = None if only is None else known_studies(parse_names(only))
     opened = open_model_on_data(model, data, overrides, split, device, purpose="analyse")
+    split = opened.split
     folder = opened.folder(out, f"analysis-{split}")
     check_out_folder(folder)
     found = analyse_model(opened.model, opened.data, split, studies=studies, options=options, name=opened.name)
@@ -357,6 +358,7 @@ def audit(
         raise UserError(f"--cross-fit needs a run folder, whose recipe it trains with; {named} is not a run folder")
     split = split or ("train" if parts else "test")
     opened = open_model_on_data(named, data, changes, split, device, purpose="audit")
+    split = opened.split
     folder = opened.folder(out, f"audit-{split}")
     check_out_folder(folder)
     if parts and opened.run is not None:
@@ -490,6 +492,7 @@ def report(
             "--analyses needs a run on its own data; for other data run `sfumato analyse`, which writes a page"
         )
     opened = open_model_on_data(model, data, overrides, split, device, purpose="report on")
+    split = opened.split
     path = opened.folder(out, f"report-{split}.html")
     check_out_file(path)
     if opened.own_run is not None:

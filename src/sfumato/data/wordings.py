@@ -71,19 +71,20 @@ def joined(first: PairData, second: PairData) -> PairData:
 
 
 def _part_of_texts(data: PairData, part: int, of: int) -> np.ndarray:
-    """(m,) whether each text is left out: dealt image by image, unless an image would have no text left."""
+    """(m,) whether each text is left out. It depends on the text and its images alone, not on the other images."""
     n, m = len(data.image_ids), len(data.texts)
-    dealt = np.bincount(data.pairs[:, 1], minlength=m) == 1
-    if 2 * len(np.unique(data.pairs[dealt[data.pairs[:, 1]], 0])) < n:
-        dealt[:] = True
     wordings = [normal_wording(text) for text in data.texts]
     chance = np.array([uniform_hash(words) for words in wordings])
-    texts, at = np.unique(data.pairs[:, 1], return_index=True)
-    first_image = np.full(m, -1)
-    first_image[texts] = data.pairs[at, 0]
+    own = np.bincount(data.pairs[:, 1], minlength=m) == 1
+    images, texts = data.pairs[own[data.pairs[:, 1]]].T
     held_out = np.zeros(m, bool)
-    order = np.lexsort((chance, first_image))
-    held_out[order[dealt[order]][part::of]] = True
+    if 2 * len(np.unique(images)) >= n:  # Dealt among the texts of each image, from another part on for each.
+        texts = texts[np.lexsort((chance[texts], images))]
+        rank = np.arange(len(images)) - np.searchsorted(images, images)
+        first = np.array([int(uniform_hash(f"image {i}") * of) for i in data.image_ids])
+        held_out[texts] = (rank + first[images]) % of == part
+    else:
+        held_out = (chance * of).astype(int) == part
     # An equal wording elsewhere, where equal texts are separate, would show it to the training.
     seen = {words for words, out in zip(wordings, held_out, strict=True) if not out}
     held_out &= np.array([words not in seen for words in wordings], dtype=bool)

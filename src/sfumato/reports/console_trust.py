@@ -71,7 +71,10 @@ def _advice(served: HitFigures | None, report: TrustReport) -> str:
         return f"not measured: {reason.partition(': ')[2] or 'see --details'}"
     shown = f"{compact_number(served.mean_probability)} on average, {compact_number(served.rate)} are right"
     if served.verdict == "too few":
-        return f"{shown}; {counted(served.n, 'query', 'queries')} are too few to tell more, take {_ENOUGH}"
+        return (
+            f"{shown}; {counted(served.n, 'query', 'queries')} are too few to exclude an error of 10 points"
+            f" ({_ENOUGH} nearly always can)"
+        )
     return f"{shown}; {_VERDICTS[served.verdict]}"
 
 
