@@ -13,10 +13,12 @@ from safetensors.torch import load_file, save_file
 from support.toy import make_toy
 
 from sfumato import GaussianEmbedding, cli
-from sfumato.data.images import MemoryImage
+from sfumato.data.images import MemoryImage, Problems
 from sfumato.data.pairs import PairData, images_of_part, parse_part, without_part
 from sfumato.metrics.relevance import Relevance
 from sfumato.metrics.selective import auroc
+from sfumato.models.embed import load_splits
+from sfumato.models.run import load_run
 from sfumato.reports.study_pages import print_audit, wrong_pairs
 from sfumato.studies.audit import (
     NEIGHBOURS,
@@ -262,6 +264,10 @@ def test_what_is_shown_is_varied():
     assert varied(scores, 9) == [0, 1, 2, 4, 5, 7] and varied(scores, 2) == [0, 1] and varied(scores, 0) == []
 
 
+def splits_of(work):
+    return load_splits(load_run(work / "run").recipe.data, Problems())
+
+
 def test_the_command_writes_tables_and_a_page(work, sfumato, capsys):
     status, out, _ = sfumato("audit", "--run", work / "run", "--top", 3, "--json")
     folder = work / "run" / "audit-test"
@@ -282,8 +288,16 @@ def test_the_command_writes_tables_and_a_page(work, sfumato, capsys):
     assert "http" not in page and "<script" not in page
     print_audit(result)
     lines = capsys.readouterr().out
-    assert str(result["n_pairs"]) in lines and "the most probable of" in lines and "closest unlisted text" in lines
-    long = result | {"pairs": [result["pairs"][0] | {"text": "a " * 71, "better_text": "b " * 51}]}
+    first = " ".join(lines.split())
+    n_images, n_texts = result["n_images"], result["n_texts"]
+    assert first.startswith(f"checked the split test: {n_images} images, {n_texts} texts, {result['n_pairs']} listed")
+    others = {name: len(one.image_ids) for name, one in splits_of(work).items() if name != "test"}
+    assert result["other_splits"] == others and {"train", "val"} <= set(others)
+    assert all(f"--split {name} ({n} images)" in first for name, n in others.items())
+    assert "the most probable of" in lines and ("closest unlisted text" in lines) is ("suspicious listed" in lines)
+    long = result | {
+        "pairs": [result["pairs"][0] | {"wrong_probability": 0.31, "text": "a " * 71, "better_text": "b " * 51}]
+    }
     print_audit(long)
     lines = capsys.readouterr().out
     assert lines.split().count("a") >= 71 and lines.split().count("b") == 51
@@ -291,7 +305,10 @@ def test_the_command_writes_tables_and_a_page(work, sfumato, capsys):
     print_audit(result | {"pairs": [result["pairs"][0] | {"wrong_probability": p} for p in (0.0031, 0.00002)]})
     lines = capsys.readouterr().out
     assert "nothing is suspicious" in lines and "most suspicious" not in lines
-    assert "\n0.31% " in lines and "\n<0.01% " in lines, "digits that rank"
+    assert "pairs.csv" in lines and "0.31%" not in lines and "<0.01%" not in lines, "no rows"
+    print_audit(result | {"pairs": [result["pairs"][0] | {"wrong_probability": p} for p in (0.31, 0.0031, 0.00002)]})
+    lines = capsys.readouterr().out
+    assert "\n31% " in lines and "\n0.31% " in lines and "\n<0.01% " in lines, "digits that rank"
     print_audit(result | {"pairs": [result["pairs"][0] | {"wrong_probability": p} for p in (0.31, 0.0031)]})
     lines = capsys.readouterr().out
     assert "nothing is suspicious" not in lines and "the most suspicious listed pairs" in lines and "\n31% " in lines
@@ -346,9 +363,7 @@ def test_a_model_at_chance_is_refused(work, sfumato, tmp_path):
 def test_other_data_another_model_and_a_split_it_was_trained_on(work, sfumato, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     status, out, _ = sfumato("audit", work / "toy.toml", "data.test_share=0.25", "--run", work / "run")
-    assert (
-        status == 0 and "the least certain listed pairs" in out and (tmp_path / "audit-test" / "audit.html").is_file()
-    )
+    assert status == 0 and "nothing is suspicious" in out and (tmp_path / "audit-test" / "audit.html").is_file()
     assert sfumato("export", work / "run", tmp_path / "moved")[0] == 0
     arguments = "audit", work / "toy.toml", "--run", tmp_path / "moved", "--out", tmp_path / "a", "--json"
     assert json.loads(sfumato(*arguments)[1])["model"] == "moved"

@@ -280,10 +280,15 @@ def print_audit(figures: Mapping[str, Any], shown: int = 5) -> None:
         figures: of :meth:`~sfumato.studies.audit.Audit.to_json`.
         shown: number of pairs of each kind.
     """
-    sizes = (counted(figures[f"n_{name}s"], noun) for name, noun in (("pair", "listed pair"), ("image", "image")))
+    sizes = [
+        counted(figures[f"n_{name}s"], noun)
+        for name, noun in (("image", "image"), ("text", "text"), ("pair", "listed pair"))
+    ]
+    others = [f"--split {name} ({counted(n, 'image')})" for name, n in figures["other_splits"].items()]
+    elsewhere = f". Others are checked with {' or '.join(others)}" if others else ""
     print_wrapped(
-        f"{' of '.join(sizes)} and {counted(figures['n_texts'], 'text')}, split {figures['split']}, by"
-        f" {figures['distance']} of {figures['model']}"
+        f"checked the split {figures['split']}: {sizes[0]}, {sizes[1]}, {sizes[2]}, by {figures['distance']} of"
+        f" {figures['model']}{elsewhere}"
     )
     for sentence in wrong_pairs(figures):
         print_wrapped(sentence, indent=2)
@@ -298,15 +303,19 @@ def print_audit(figures: Mapping[str, Any], shown: int = 5) -> None:
         for row in figures["pairs"][:shown]
     ]
     of_all = [row["wrong_probability"] for row in figures["pairs"]]
-    which = "the most suspicious listed pairs"
     if of_all and all(p is not None and p < _UNSUSPICIOUS for p in of_all):
-        least = "every pair below is" if figures["n_pairs"] > len(of_all) else "every listed pair is"
-        print_wrapped(f"nothing is suspicious: {least} wrong with a probability below {_UNSUSPICIOUS:.0%}", indent=2)
-        which = "the least certain listed pairs all the same"
-    print_table(
-        f"{which}, by their distance minus that of the {NEIGHBOURS} closest unlisted items",
-        ["wrong", "image", "text", "closest unlisted text"], rows, left=2, running=(2, 3),
-    )  # fmt: skip
+        some = figures["n_pairs"] > len(of_all)
+        pairs = f"each of the {counted(len(of_all), 'least certain pair')}" if some else "every listed pair"
+        print_wrapped(
+            f"nothing is suspicious: {pairs} is wrong with a probability below {_UNSUSPICIOUS:.0%}; {PAIRS} has all"
+            " pairs, the least certain first",
+            indent=2,
+        )
+    else:
+        print_table(
+            f"the most suspicious listed pairs, by distance minus that of the {NEIGHBOURS} closest unlisted items",
+            ["wrong", "image", "text", "closest unlisted text"], rows, left=2, running=(2, 3),
+        )  # fmt: skip
     first = "closest" if all(row["match_probability"] is None for row in figures["missing"]) else "most probable"
     rows = [
         [_likely(row["match_probability"]), row["image"], clipped(row["text"])] for row in figures["missing"][:shown]

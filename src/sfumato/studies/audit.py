@@ -21,11 +21,11 @@ from sfumato.data.noise import apply_noise, load_noise, shuffle_pairs
 from sfumato.data.pairs import PairData, images_of_part
 from sfumato.data.sources import DataConfig
 from sfumato.distances import Distance, get_distance
-from sfumato.errors import UserError
+from sfumato.errors import UserError, counted
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.metrics.relevance import Relevance
 from sfumato.metrics.retrieval import beats_chance, chance_metrics, relevant_ranks
-from sfumato.models.embed import PreparedSplit, RetrievalModel, embed_split, load_split, load_splits, prepare_split
+from sfumato.models.embed import PreparedSplit, RetrievalModel, embed_split, load_splits, no_split_error, prepare_split
 from sfumato.models.run import Run, load_run
 from sfumato.progress import progress_bar, say
 from sfumato.search.exact import distance_blocks
@@ -342,7 +342,8 @@ class Audit:
         missing: candidates for missing matches.
         match_probability: (c,) calibrated for a random pair at that distance in a gallery of this size; None without a
             calibration.
-        metadata: "split", "model", "distance", "cross_fit" and "notes".
+        metadata: "split", "other_splits" (numbers of images by name, of splits with other images), "model", "distance",
+            "cross_fit" and "notes".
     """
 
     data: PairData
@@ -459,15 +460,14 @@ def audit_model(
     Raises:
         UserError: the data has no such split, or the model ranks its pairs no better than chance.
     """
-    prepared = prepare_listed(retrieval_model, config, split)
+    prepared, others = _load_listed(retrieval_model, config, split)
     scored = _score(retrieval_model, prepared, np.arange(len(prepared.data.image_ids)))
     notes = [] if not seen else [
         "The model was trained on these pairs and may have memorised wrong ones;"
         " --cross-fit 2 audits with models that were trained on other pairs."
     ]  # fmt: skip
-    return _joined(
-        retrieval_model, prepared.data, [scored], {"split": split, "model": name, "cross_fit": 0, "notes": notes}
-    )
+    about = {"split": split, "other_splits": others, "model": name, "cross_fit": 0, "notes": notes}
+    return _joined(retrieval_model, prepared.data, [scored], about)
 
 
 def cross_fit(run: Run, config: DataConfig, n_parts: int, folder: Path) -> Audit:
@@ -489,17 +489,18 @@ def cross_fit(run: Run, config: DataConfig, n_parts: int, folder: Path) -> Audit
     """
     if n_parts < 2:
         raise UserError(f"--cross-fit must be at least 2 parts, got {n_parts}")
-    scored, retrieval_model, data = [], None, None
+    scored, retrieval_model, data, others = [], None, None, dict[str, int]()
     for part in range(n_parts):
         own = config.model_copy(update={"leave_out": f"{part}/{n_parts}"})
         say(f"part {part + 1} of {n_parts}: training on the others")
         fit(run.recipe.model_copy(update={"data": own}), folder / f"part-{part}")
         retrieval_model = load_run(folder / f"part-{part}", device=run.model.image.device)
-        prepared = prepare_listed(retrieval_model, config, "train")
+        prepared, others = _load_listed(retrieval_model, config, "train")
         data = prepared.data
         scored.append(_score(retrieval_model, prepared, images_of_part(data, part, n_parts)))
     assert retrieval_model is not None and data is not None
-    about = {"split": "train", "model": run.recipe.name or run.folder.name, "cross_fit": n_parts, "notes": []}
+    name = run.recipe.name or run.folder.name
+    about = {"split": "train", "other_splits": others, "model": name, "cross_fit": n_parts, "notes": []}
     return _joined(retrieval_model, data, scored, about)
 
 
@@ -517,18 +518,29 @@ def prepare_listed(retrieval_model: RetrievalModel, config: DataConfig, split: s
     Raises:
         UserError: the data has no such split.
     """
-    if split != "train" or not (config.noise_rate or config.noise_file):
-        return load_split(retrieval_model.model, config, split)
+    return _load_listed(retrieval_model, config, split)[0]
+
+
+def _load_listed(
+    retrieval_model: RetrievalModel, config: DataConfig, split: str
+) -> tuple[PreparedSplit, dict[str, int]]:
+    """See :func:`prepare_listed`; and by name, the numbers of images of the splits that have other images."""
     problems = Problems()
     splits = load_splits(config, problems)
-    if "train" not in splits:
-        raise UserError(f"the data ({config.source}) has no split 'train'; it has {', '.join(splits)}")
-    data = splits["train"]
-    if config.noise_file:
-        image_of_pair = load_noise(config.noise_file, data)
-    else:
-        _, image_of_pair = shuffle_pairs(data, config.noise_rate, config.noise_seed)
-    return prepare_split(retrieval_model.model, apply_noise(data, image_of_pair), problems, split)
+    if split not in splits:
+        raise no_split_error(config, split, splits)
+    data = splits[split]
+    others = {name: len(one.image_ids) for name, one in splits.items() if not set(one.image_ids) <= set(data.image_ids)}
+    if split == "train" and (config.noise_rate or config.noise_file):
+        if config.noise_file:
+            image_of_pair = load_noise(config.noise_file, data)
+        else:
+            _, image_of_pair = shuffle_pairs(data, config.noise_rate, config.noise_seed)
+        data = apply_noise(data, image_of_pair)
+    prepared = prepare_split(retrieval_model.model, data, problems, split)
+    if len(problems):
+        say(f"{counted(len(problems), 'item')} left out:\n{problems.summary()}")
+    return prepared, others
 
 
 @dataclass(frozen=True, eq=False)
