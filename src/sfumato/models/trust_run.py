@@ -295,7 +295,8 @@ def _failure_predictors(
 ) -> tuple[dict[str, FailurePredictor], list[str]]:
     """Failure predictors by direction, fitted on the validation split, and notes on those left out."""
     if split in ("val", WORDINGS):
-        return {}, [f"predicted_miss is left out: it is fitted on val, whose images {split} has"]
+        of_split = "the split that is measured" if split == "val" else f"whose images {split} has"
+        return {}, [f"predicted_miss is left out: it is fitted on val, {of_split}"]
     try:
         prepared = load_split(retrieval_model.model, data, "val")
     except UserError as error:
