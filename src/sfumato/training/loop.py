@@ -164,7 +164,7 @@ def _fit(recipe: Recipe, folder: Path, process_group: ProcessGroup) -> dict[str,
             training.problems.write(folder / PROBLEMS)
             _append_line(folder / LOG, line)
             _save_epoch(training, epoch)
-        say(_one_line(line, recipe.train.epochs))
+        say(_one_line(line, recipe.train.epochs, training.val_split))
     _finish(training)
     return {
         "run": str(folder),
@@ -513,12 +513,12 @@ def _summary(evaluation: Evaluation, score: float) -> dict[str, float]:
     }
 
 
-def _one_line(line: dict[str, Any], epochs: int) -> str:
+def _one_line(line: dict[str, Any], epochs: int, val_split: str) -> str:
     text = f"epoch {line['epoch'] + 1}/{epochs}  loss {line['loss']:.4f}"
     if "val/score" in line:
         i2t, t2i = line["val/i2t/recall@1"], line["val/t2i/recall@1"]
         text += (
-            f"  val recall@1 i2t {i2t:.1%} t2i {t2i:.1%}, rsum {line['val/rsum'] * 100:.1f} of 600"
+            f"  {val_split} recall@1 i2t {i2t:.1%} t2i {t2i:.1%}, rsum {line['val/rsum'] * 100:.1f} of 600"
             f" ({line['val/chance_rsum'] * 100:.1f} by chance)"
         )
         if line["val/score"] != line["val/rsum"]:
