@@ -389,7 +389,7 @@ def test_trust_prints_tables_and_writes_json(work, sfumato):
     written = json.loads((work / "run" / "trust-test.json").read_text())
     assert written["directions"]["t2i"]["corruptions"] == {}, "embedding them is what takes the time"
     # A toy of three epochs ranks by chance, or has too few queries.
-    assert "rely on nothing" in out or "too few to tell" in out
+    assert "rely on nothing" in out or "too few to exclude" in out
     for word in ("recall@1", "chance", "--details"):
         assert word in out
     assert [line for line in out.splitlines() if len(line) > 80 and str(work) not in line] == []

@@ -12,7 +12,7 @@ _NAMES: dict[str, str] = {"t2i": "text -> image", "i2t": "image -> text"}
 _ENOUGH = 500
 """Number of queries that nearly always tell perfect probabilities from those that are off by FAR."""
 
-_MORE = "calibrate on more of them (more data, or a larger data.val_fraction)"
+_MORE = "calibrate on more of them (more data, or more of it kept back)"
 
 _VERDICTS = {
     "holds": "show it; it holds for queries like those of this split",
