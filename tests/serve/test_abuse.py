@@ -116,7 +116,7 @@ def test_bodies_in_memory_have_a_budget(sources):
     with served(sources, byte_budget=400_000, timeout=600, min_rate=0) as client:
         assert client.post("/v1/search/image", files=large).status_code == 200
         budget = guard_of(client.app).bodies.bytes
-        assert budget.used == 0
+        until(lambda: budget.used == 0)  # The answer may be here before its body is forgotten.
         with sending(client, b" " * 300_000, 500_000):
             until(lambda: budget.used == 300_000 - limits.SMALL_BODY)
             refused = problem(client.post("/v1/search/image", files=large), 503)
