@@ -189,11 +189,11 @@ def calibrate_split(
     """
     whole = _Split(embedded[0].to("cpu"), embedded[1].to("cpu"), data, distance)
     images, texts = queries_of(data, of_images)
-    pairs = whole.of_images(some_of(images, max(1, max_pairs // whole.texts.n), seed))
+    pairs = whole.of_images(_sample(images, max(1, max_pairs // whole.texts.n), seed))
     d, match = (torch.cat(parts) for parts in zip(*pairs, strict=True))
     base = Calibration.fit(d, match, method=method)
     seen_by = _reference_queries(reference, distance, seed)
-    asking = (some_of(images, max_queries, seed), some_of(texts, max_queries, seed))
+    asking = (_sample(images, max_queries, seed), _sample(texts, max_queries, seed))
     queries = whole.queries(*asking, population, seen_by, seed)
     scores = {
         direction: QueryScores.from_blocks(
@@ -233,9 +233,9 @@ def queries_of(data: PairData, of_images: np.ndarray | None = None) -> tuple[np.
     images, texts = np.arange(len(data.image_ids)), np.arange(len(data.text_ids))
     if of_images is None:
         return images, texts
-    others = np.setdiff1d(images, of_images)
-    only_here = data.match(of_images, texts).any(0) & ~data.match(others, texts).any(0)
-    return np.sort(of_images), texts[only_here]
+    inside = np.isin(data.pairs[:, 0], of_images)
+    here, everywhere = (np.bincount(found, minlength=len(texts)) for found in (data.pairs[inside, 1], data.pairs[:, 1]))
+    return np.sort(of_images), texts[(here > 0) & (here == everywhere)]
 
 
 def _reference_queries(
@@ -348,7 +348,7 @@ def some_positions(n: int, most: int, seed: int) -> np.ndarray:
     return np.sort(np.random.default_rng(seed).permutation(n)[:most])
 
 
-def some_of(positions: np.ndarray, most: int, seed: int) -> np.ndarray:
+def _sample(positions: np.ndarray, most: int, seed: int) -> np.ndarray:
     """A random sample of given positions, in their order; see :func:`some_positions`."""
     sample: np.ndarray = positions[some_positions(len(positions), most, seed)]
     return sample

@@ -382,6 +382,7 @@ def _calibrate_training(training: _Training, wordings: PairData) -> None:
     embedded = embed_split(training.model, prepared, group)
     if group.main:
         path = training.folder / TRAINING_CALIBRATION
+        path.unlink(missing_ok=True)  # Of the weights before, if the run was extended.
         with contextlib.suppress(ValueError):  # Too few texts: such a gallery has the probabilities of other images.
             calibrate_split(embedded, prepared.data, training.loss.distance.name, split=WORDINGS).save(path)
 
