@@ -1,4 +1,4 @@
-"""The page Results (docs/project/results.md), from files of benchmarks/methods.py.
+"""The tables of docs/results/methods.md, from files of benchmarks/methods.py.
 
     python benchmarks/results_page.py
 
@@ -11,24 +11,24 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-RESULTS, PAGE = ROOT / "benchmarks" / "results", ROOT / "docs" / "project" / "results.md"
+RESULTS, PAGE = ROOT / "benchmarks" / "results", ROOT / "docs" / "results" / "methods.md"
 
 METHODS = {
-    "infonce": ("InfoNCE", "`infonce`"),
-    "pcmepp": ("PCME++", "`pcmepp`"),
-    "mean-only": ("PCME++, means alone", "`pcmepp`, no variance"),
-    "pcme": ("PCME", "`pcme`: sampled distances"),
-    "probabilistic-vsepp": ("probabilistic VSE++", "`triplet` with a distance of Gaussians"),
-    "vse0": ("VSE0", "`triplet`, all negatives"),
-    "vsepp": ("VSE++", "`triplet`, hardest negative"),
-    "semihard": ("semi-hard triplets", "`triplet`, semi-hard negatives"),
-    "triplet": ("VSE++ after one epoch of VSE0", "`triplet`, all, then hardest"),
-    "vseinf": ("VSE∞", "`triplet`, GPO, two-layer heads"),
-    "softmargin": ("VSE∞ with a soft margin", "`loss.soft_margin`"),
-    "daa": ("DAA", "`daa`"),
-    "pvse": ("PVSE", "`pvse`: several embeddings an item"),
+    "infonce": "InfoNCE",
+    "pcmepp": "PCME++",
+    "mean-only": "PCME++, means alone",
+    "pcme": "PCME: sampled distances",
+    "probabilistic-vsepp": "probabilistic VSE++: triplets of Gaussians",
+    "vse0": "VSE0: triplets with all negatives",
+    "vsepp": "VSE++: triplets with the hardest negative",
+    "semihard": "triplets with semi-hard negatives",
+    "triplet": "VSE++ after one epoch of VSE0",
+    "vseinf": "VSE∞: triplets, GPO, two-layer heads",
+    "softmargin": "VSE∞ with a soft margin",
+    "daa": "DAA",
+    "pvse": "PVSE: several embeddings an item",
 }
-"""The end of a recipe's name -> the method, and what defines it in a recipe."""
+"""The end of a recipe's name -> the method."""
 
 COLUMNS = {
     "flickr8k": {
@@ -51,20 +51,8 @@ TITLES = {
     "emoji": "Emoji, unseen style, test split: 1,496 images, 4,488 texts",
 }
 
-HEAD = """\
-# Results
-
-<!-- Written by benchmarks/results_page.py from benchmarks/results; do not edit. -->
-
-All methods on the same frozen features with the same heads, batch and number of epochs; each with its own loss. Every
-method tries the same multiples of its recipe's learning rate with seed 0, and the best validation score chooses. The
-test split is opened once for each seed. Per cent, mean ± standard deviation over the seeds. [The
-family](../experiments/2026-11-22-family.md) says what the order means, and what it does not. RSUM is the sum of
-recall@1, @5 and @10 in both directions, at most 600.
-
-## The family
-
-"""
+BEGIN = "<!-- Written by benchmarks/results_page.py from benchmarks/results, up to the next comment: do not edit. -->"
+END = "<!-- The end of what benchmarks/results_page.py writes. -->"
 
 
 def load(name: str, folder: Path = RESULTS) -> dict[str, Any] | None:
@@ -73,7 +61,7 @@ def load(name: str, folder: Path = RESULTS) -> dict[str, Any] | None:
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
 
 
-def method(recipe: str) -> tuple[str, str]:
+def method(recipe: str) -> str:
     return METHODS[recipe.split("-", 1)[1]]
 
 
@@ -99,7 +87,7 @@ def section(name: str, result: dict[str, Any]) -> str:
     for recipe, row in rows:
         seconds = [f"{row['figures'][key]['mean']:.0f}" for key in ("seconds", "processor seconds")]
         figures = [cell(row, figure) for figure in columns.values()]
-        lines.append([method(recipe)[0], f"`{recipe}`", *figures, f"{row['learning rate']:g}", *seconds])
+        lines.append([method(recipe), f"`{recipe}`", *figures, f"{row['learning rate']:g}", *seconds])
     chance = rows[0][1]["chance"]
     by_chance = [f"{chance[figure]:.1f}" if figure in chance else "–" for figure in columns.values()]
     lines.append(["by chance", "", *by_chance, "", "", ""])
@@ -113,23 +101,12 @@ def section(name: str, result: dict[str, Any]) -> str:
     return f"## {TITLES[name]}\n\n```bash\n{result['command']}\n```\n\n{table(lines, left=2)}\n{about}\n"
 
 
-def page(results: dict[str, dict[str, Any]]) -> str:
-    """The whole page in Markdown."""
-    return "\n".join([HEAD + summary(results), *(section(name, result) for name, result in results.items())])
-
-
-def summary(results: dict[str, dict[str, Any]]) -> str:
-    """The methods with their main figures."""
-    headings = {"flickr8k": "Flickr8k RSUM", "emoji": "emoji text→image R@1"}
-    figures = {"flickr8k": "rsum", "emoji": "t2i recall@1"}
-    lines = [["method", "`loss.name` and what defines it", *(headings[name] for name in results)]]
-    for ending, (label, loss) in METHODS.items():
-        rows = {name: result["table"].get(f"{name}-{ending}") for name, result in results.items()}
-        if any(rows.values()):
-            lines.append([label, loss, *(cell(row, figures[name]) if row else "–" for name, row in rows.items())])
-    first = {name: next(iter(result["table"].values())) for name, result in results.items()}
-    chance = [f"{row['chance'][figures[name]]:.1f}" for name, row in first.items()]
-    return table([*lines, ["by chance", "", *chance]], left=2)
+def page(results: dict[str, dict[str, Any]], text: str) -> str:
+    """The page in Markdown; its text outside the two comments stays."""
+    before, rest = text.split(BEGIN)
+    _, after = rest.split(END)
+    sections = "\n".join(section(name, result) for name, result in results.items())
+    return f"{before}{BEGIN}\n\n{sections}\n{END}{after}"
 
 
 def all_results(folder: Path = RESULTS) -> dict[str, dict[str, Any]]:
@@ -138,7 +115,7 @@ def all_results(folder: Path = RESULTS) -> dict[str, dict[str, Any]]:
 
 
 def main() -> None:
-    PAGE.write_text(page(all_results()), encoding="utf-8")
+    PAGE.write_text(page(all_results(), PAGE.read_text(encoding="utf-8")), encoding="utf-8")
 
 
 if __name__ == "__main__":
