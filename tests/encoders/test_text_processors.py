@@ -1,9 +1,9 @@
 """Texts as token ids, as the published models have them."""
 
 import pytest
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 
-from sfumato.encoders.processors import CLEANINGS, SpecialTokenProcessor
+from sfumato.encoders.processors import CLEANINGS, SpecialTokenProcessor, TokenProcessor
 
 
 @pytest.mark.parametrize(
@@ -67,6 +67,30 @@ def test_the_tokenizer_is_looked_for_once_with_the_first_text(tokenizer):
     ids(lazy, "a")
     ids(lazy, "b")
     assert len(asked) == 1
+
+
+def clip_like(*, lower=True):
+    """The first ids of CLIP's tokenizer: visible bytes in their order, alone and at the end of a word, and no merges."""
+    letters = [*map(chr, range(ord("!"), ord("~") + 1))]
+    tokens = [*letters, *(f"{letter}</w>" for letter in letters), "<|startoftext|>", "<|endoftext|>"]
+    tokenizer = Tokenizer(models.BPE({t: i for i, t in enumerate(tokens)}, [], end_of_word_suffix="</w>"))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.NFC(), *([normalizers.Lowercase()] if lower else [])])
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return tokenizer
+
+
+def test_clips_mask_is_the_released_one_which_no_text_has():
+    """The released code takes encoder["M"], whose comment says index 44; "m" as a word would be an ordinary word."""
+    tokenizer = clip_like()
+    words = TokenProcessor(tokenizer, 9)
+    assert words.mask_id == 44 == tokenizer.token_to_id("M") and words.forbidden == (44,)
+    assert 44 not in tokenizer.encode("M MAM I AM").ids and tokenizer.token_to_id("m</w>") in tokenizer.encode("M").ids
+    assert TokenProcessor(clip_like(lower=False), 9).mask_id is None, "with capital letters M is a part of words"
+    tokenizer.add_special_tokens(["[MASK]"])
+    assert TokenProcessor(tokenizer, 9).mask_id == tokenizer.token_to_id("[MASK]")
+    letters = Tokenizer(models.WordLevel({"M": 0, "m": 1, "<unk>": 2}, unk_token="<unk>"))
+    letters.normalizer = normalizers.Lowercase()
+    assert TokenProcessor(letters, 9).mask_id == 2, "not a tokenizer of CLIP's form"
 
 
 TEXTS = ["A Dog, abc!  x", "", "don't " * 9, "abcdog\n42"]

@@ -381,8 +381,17 @@ def tokenize(tokenizer: Tokenizer, texts: Sequence[str], max_tokens: int) -> lis
     return [encoding.ids[:max_tokens] or [0] for encoding in tokenizer.encode_batch(list(texts))]
 
 
-MASK_TOKENS = ("[MASK]", "<mask>", "[UNK]", "m</w>", "<unk>")
-"""Tokens that stand for a hidden word, the first that a tokenizer has. The fourth is "m", as in PCME++'s code."""
+MASK_TOKENS = ("[MASK]", "<mask>", "[UNK]", "M", "<unk>")
+"""Tokens that stand for a hidden word, the first that a tokenizer has. The fourth is for CLIP's tokenizer alone, as in
+PCME++'s code: the capital letter within a word, id 44, which no text has after it was lower-cased."""
+
+
+def _mask_id(tokenizer: Tokenizer) -> int | None:
+    """The id of the first of MASK_TOKENS that a tokenizer has."""
+    lowers = tokenizer.normalizer is not None and tokenizer.normalizer.normalize_str("M") == "m"
+    clip = lowers and tokenizer.token_to_id("M</w>") is not None
+    known = (tokenizer.token_to_id(token) for token in MASK_TOKENS if token != "M" or clip)
+    return next((i for i in known if i is not None), None)
 
 
 def vocabulary_size(tokenizer: Tokenizer) -> int:
@@ -417,7 +426,7 @@ class TokenProcessor:
 
     Attributes:
         special: number of begin tokens and number of end tokens of each text.
-        mask_id: id of the token for a hidden word, the first of MASK_TOKENS that the tokenizer has; None without one.
+        mask_id: id of the token for a hidden word, see MASK_TOKENS; None without one.
         forbidden: ids that are not words.
     """
 
@@ -426,8 +435,7 @@ class TokenProcessor:
         empty = tokenizer.encode("")
         around = [i for i, present in zip(empty.ids, empty.attention_mask, strict=True) if present]
         self.special = len(around) // 2, len(around) - len(around) // 2
-        known = (tokenizer.token_to_id(token) for token in MASK_TOKENS)
-        self.mask_id = next((i for i in known if i is not None), None)
+        self.mask_id = _mask_id(tokenizer)
         self.forbidden = tuple(sorted({*around} if self.mask_id is None else {self.mask_id, *around}))
 
     def read(
