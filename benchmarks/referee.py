@@ -9,8 +9,9 @@ searches for its four others by MiniLM, last or third layer, and the seed decide
 are trained by InfoNCE and by triplets with semi-hard negatives.
 
 Models and figures are kept in WORK, so that the command resumes. FOLDER has flickr8k/ and coco5k_text/ and is
-$SFUMATO_SHARED/data unless given. --tables prints what WORK has, and computes nothing. --adapters long fits the methods
-that train a network alone, for their published number of epochs.
+$SFUMATO_SHARED/data unless given. --tables prints what WORK has, and computes nothing; so does a file of --json in place
+of WORK (benchmarks/results/referee.json). --adapters long fits the methods that train a network alone, for their
+published number of epochs.
 """
 
 import argparse
@@ -18,6 +19,7 @@ import io
 import json
 import os
 import platform
+import re
 import subprocess
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -209,6 +211,9 @@ def main() -> None:
     parser.add_argument("--tables", action="store_true")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
+    if options.work.is_file():
+        print_all(list(of_file(options.work).values()))
+        return
     torch.set_num_threads(1)
     options.work.mkdir(parents=True, exist_ok=True)
     suffix, methods = ("", CONTESTANTS) if options.adapters == "short" else (f"-{options.adapters}", TRAINED)
@@ -242,19 +247,28 @@ def compact(value: Any) -> str:
     return json.dumps(digits, separators=(",", ":"), ensure_ascii=False)
 
 
+def of_file(path: Path) -> dict[str, list[dict[str, Any]]]:
+    """{model: reports of its seeds} of a file that --json wrote."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for key, report in json.loads(path.read_text(encoding="utf-8")).items():
+        found.setdefault(re.sub(r"-seed\d+", "", key), []).append(report)
+    return found
+
+
 SHOWN = ("log_loss", "ece", "wrong_auroc", "wrong_gain", "count", "width", "absent_auroc", "ambiguity")
 COSTS = ("recall_csd", "fit_seconds", "fit_megabytes", "ms_per_query", "query_megabytes", "megabytes")
 
 
 def print_all(models: list[list[dict[str, Any]]]) -> None:
-    """Everything that docs/experiments shows."""
+    """All tables; docs/results/frozen-models.md shows some."""
+    complete = [reports for reports in models if "constant" in reports[0]["methods"]]
     for figure, title in (
         ("skill", "Log loss of the first hit: fraction of the constant's that is saved"),
         ("wrong_auroc", "AUROC of wrong first hits"),
         ("count", "-S·R², ten bins of equal numbers"),
         ("width", "-S·R², ten bins of equal widths"),
     ):
-        print(f"## {title}\n\n{referee_summary(models, figure)}\n")
+        print(f"## {title}\n\n{referee_summary(complete, figure)}\n")
     print_hidden(models)
     for reports in models:
         print(f"## {reports[0]['model']}\n\n{referee_tables(reports, columns=(*SHOWN, *COSTS))}")

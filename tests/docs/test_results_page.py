@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -43,3 +44,12 @@ def test_every_method_of_a_file_has_a_name_and_every_figure_a_baseline(script):
             assert set(row["validation scores"]) == {f"{rate:g}" for rate in result["rates"]}
             main = next(iter(script.COLUMNS[family].values()))
             assert row["chance"][main] > 0 and row["figures"][main]["mean"] > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "seen"), [("referee", "## flickr8k-triplet"), ("referee-damaged", "corrupted queries")]
+)
+def test_the_referee_prints_the_files_that_hold_its_figures(name, seen):
+    command = ["benchmarks/referee.py", f"benchmarks/results/{name}.json"]
+    done = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert "| sfumato |" in done.stdout and seen in done.stdout

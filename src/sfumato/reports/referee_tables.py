@@ -101,7 +101,7 @@ def referee_tables(reports: Sequence[dict[str, Any]], methods: Sequence[str] = (
         if table := corruption_table(reports, direction):
             parts.append(f"{table}\n")
     notes = [f"Note: {note}." for note in reports[0]["notes"]]
-    notes += [fill(f"Not built: {name}. {why}.", _WIDTH) for name, why in reports[0]["not_built"].items()]
+    notes += [fill(f"Not built: {name}. {why}.", _WIDTH) for name, why in reports[0].get("not_built", {}).items()]
     return "\n".join([*parts, *notes])
 
 
@@ -151,6 +151,7 @@ def corruption_cells(reports: Sequence[dict[str, Any]], direction: str) -> "Cell
     recalls = [
         cell
         for kind in kinds
+        if "recall" in first[0][kind]  # Compact reports leave it out.
         for cell in (
             f"{fmean(r[kind]['recall'][0] for r in first):.1%} to {fmean(r[kind]['recall'][-1] for r in first):.1%}",
             "",
@@ -163,7 +164,7 @@ def corruption_cells(reports: Sequence[dict[str, Any]], direction: str) -> "Cell
     }
     best = {key: max(fmean(v[0] for v in row[key]) for row in values.values()) for key in keys}
     titles = [f"{kind}: {'AUROC' if figure == 'auroc' else 'Spearman'}" for kind, figure in keys]
-    lines = [["recall@1, clean to damaged", *recalls]]
+    lines = [["recall@1, clean to damaged", *recalls]] if recalls else []
     mean = {name: fmean(v[0] for key in keys if key[1] == "auroc" for v in row[key]) for name, row in values.items()}
     for name in sorted(values, key=lambda name: -mean[name]):
         lines.append([name, *(_cell(values[name][key], best[key]) for key in keys)])
@@ -304,12 +305,12 @@ def _row(reports: Sequence[dict[str, Any]], name: str, split: str, direction: st
             continue
         values = figures | {
             "fit_seconds": method["fit_seconds"],
-            "fit_megabytes": method["fit_megabytes"],
+            "fit_megabytes": method.get("fit_megabytes"),  # Reports of format 1 have no memory.
             "megabytes": method["bytes"] / 1e6,
             **{binning: binned["score"] for binning, binned in figures["minus_s_r2"].items()},
         }
         for key, so_far in found.items():
-            value = values[key]
+            value = values.get(key)
             if isinstance(value, dict):
                 value = None if value["value"] is None else _triple(value)
             elif value is not None:
