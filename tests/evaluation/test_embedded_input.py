@@ -209,7 +209,8 @@ def test_mistakes_are_named(folder, tmp_path):
 
 def test_named_benchmarks(shared):
     found = read_ground_truths("coco", annotations=shared / "data" / "coco5k_text")
-    assert [t.name for t in found] == ["coco_5k", "coco_1k", "cxc", "rpc2", "cxc_1k", "rpc2_1k", "eccv"]
+    names = ["coco_5k", "coco_1k", "cxc", "rpc2", "rpc2_cxc", "cxc_1k", "rpc2_1k", "rpc2_cxc_1k", "eccv"]
+    assert [t.name for t in found] == names
     with pytest.raises(UserError, match="for --split val name Karpathy's file with --annotations dataset_coco.json"):
         read_ground_truths("coco", annotations=shared / "data" / "coco5k_text", split="val")
     only = read_ground_truths("coco", annotations=shared / "data" / "coco5k_text", metrics=["recall@1"])

@@ -115,10 +115,13 @@ def test_emoji_and_any_split_of_pairs():
 
 def test_eccv_caption_has_the_published_numbers():
     ground_truths = eccv_caption(shared("coco5k_text"))
-    assert list(ground_truths) == ["coco_5k", "coco_1k", "cxc", "rpc2", "cxc_1k", "rpc2_1k", "eccv"]
+    names = ["coco_5k", "coco_1k", "cxc", "rpc2", "rpc2_cxc", "cxc_1k", "rpc2_1k", "rpc2_cxc_1k", "eccv"]
+    assert list(ground_truths) == names
     expected = {
         "coco_5k": ((5000, 25000), (25000, 25000)),
         "cxc": ((5000, 35585), (24972, 35585)),
+        "rpc2": ((5000, 35614), (25000, 35614)),
+        "rpc2_cxc": ((5000, 35585), (24972, 35585)),
         "eccv": ((1261, 22550), (1332, 11279)),
     }
     for name, sides in expected.items():
@@ -133,7 +136,7 @@ def test_eccv_caption_has_the_published_numbers():
     assert ground_truths["coco_5k"].text_ids[:2] == ("770337", "771687")
     assert [len(images) for images, _ in ground_truths["coco_1k"].folds] == [1000] * 5
     assert (ground_truths["coco_1k"].folds[4][1] == np.arange(20000, 25000)).all()
-    assert ground_truths["rpc2"].i2t is ground_truths["cxc"].i2t and ground_truths["rpc2"].metrics == ("r_precision",)
+    assert ground_truths["rpc2"].metrics == ground_truths["rpc2_cxc_1k"].metrics == ("r_precision",)
     listed = json.loads(shared("coco5k_text", "cxc_image_to_caption.json").read_text())
     assert matches(ground_truths["cxc"])[0] == {image: set(map(str, texts)) for image, texts in listed.items()}
     assert [ground_truths[name].name for name in ("cxc", "eccv", "rpc2")] == ["cxc", "eccv", "rpc2"]
@@ -150,6 +153,38 @@ def test_the_positives_of_cxc_are_the_pairs_rated_3_or_higher():
     positives, pairs = ({(i, t) for i, texts in matches(one)[0].items() for t in texts} for one in (cxc, own))
     assert positives == {pair for pair, score in rated.items() if score >= 3} and len(positives) == 35_585
     assert len(pairs - positives) == 29 and max(rated[pair] for pair in pairs - positives) == 2.99
+    # The paper: 10,614 pairs more, "added to the original 25,000".
+    union = {(i, t) for i, texts in matches(eccv_caption(shared("coco5k_text"))["rpc2"])[0].items() for t in texts}
+    assert union == positives | pairs and len(union) == 25_000 + 10_614
+
+
+def test_rpc2_is_of_both_or_of_cxc_alone(tmp_path):
+    """Caption 20 of the second image is rated low: no positive of CxC, but still a pair of COCO's own."""
+    files = small_eccv(
+        tmp_path,
+        cxc_image_to_caption={"1": [10, 11], "2": [21, 10], "3": [30, 31], "4": [40, 41], "5": [50, 51]},
+        cxc_caption_to_image={str(c): [c // 10] for c in (11, 21, 30, 31, 40, 41, 50, 51)} | {"10": [1, 2]},
+    )
+    both, narrow = eccv_caption(files), eccv_caption(files, rpc2="cxc")
+    assert matches(both["rpc2"])[0]["2"] == {"20", "21", "10"} and matches(both["rpc2"])[1]["20"] == {"2"}
+    assert matches(both["rpc2_cxc"]) == matches(both["cxc"]) == matches(narrow["rpc2"]) == matches(narrow["cxc"])
+    assert matches(narrow["rpc2_union"]) == matches(both["rpc2"]) and "rpc2_cxc" not in narrow
+    assert matches(both["cxc"])[0]["2"] == {"21", "10"} and matches(both["cxc"])[1]["20"] == set()
+    texts, images = both["cxc"].text_ids, both["cxc"].image_ids
+    scores = np.random.default_rng(1).normal(size=(5, 10))
+    scores[1, [texts.index(t) for t in ("21", "10", "50")]] = 9, 8, 7  # Both of CxC's first, then no match.
+    found = evaluate_score_matrix(scores, images, texts, both.values(), better="larger")
+    for name in ("rpc2", "rpc2_cxc"):
+        by_loop = []
+        for i, image in enumerate(images):
+            own = matches(both[name])[0][image]
+            first = sorted(texts, key=lambda t: -scores[i, texts.index(t)])[: len(own)]  # noqa: B023
+            by_loop.append(len(own & set(first)) / len(own))
+        assert found[name]["i2t"]["r_precision"] == pytest.approx(np.mean(by_loop)), name
+    assert found["rpc2"]["i2t"] != found["rpc2_cxc"]["i2t"]
+    assert (found["rpc2"]["t2i"]["n_queries"], found["rpc2_cxc"]["t2i"]["n_queries"]) == (10, 9)
+    with pytest.raises(UserError, match="unknown matches of RPC2 'own'; known: union, cxc"):
+        eccv_caption(files, rpc2="own")
 
 
 def test_cxc_in_the_folds_of_coco_1k_counts_the_matches_of_the_fold(tmp_path):

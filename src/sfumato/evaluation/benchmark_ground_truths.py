@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal, get_args
 
 import numpy as np
 
@@ -78,31 +79,60 @@ def coco_1k(
     return in_folds(coco_5k(image_ids, text_ids, pairs, source=source), name="coco_1k")
 
 
+Rpc2 = Literal["union", "cxc"]
+"""The matches of RPC2: CxC's and COCO's own pairs, as in the paper, or CxC's alone."""
+
 _MAX_OUTSIDE = 0.01
 """Largest fraction of positives outside of the gallery; above it the files belong to another benchmark."""
 
 
-def eccv_caption(folder: str | Path | None = None) -> dict[str, GroundTruth]:
+def eccv_caption(folder: str | Path | None = None, *, rpc2: Rpc2 = "union") -> dict[str, GroundTruth]:
     """Read the ground truths of the ``eccv_caption`` package: COCO 5K and 1K, CxC, RPC2 and ECCV Caption.
 
     The package's files are read, but its code is never run. CxC has more positives than COCO and 24,972 text queries.
-    Its positives are the pairs that people rated 3 or higher: 29 of COCO's own 25,000 pairs are rated lower and are not
-    among them, and 28 captions have no positive. RPC2 is R-Precision on the positives of CxC (Pishdad et al., 4.3). In
-    the folds of COCO 1K only positives of the same fold count. ECCV Caption has 1,261 image queries and 1,332 text
-    queries; two texts among its positives are not in the gallery, so they count as relevant but can never be found.
+    Its positives are the 35,585 pairs that people rated 3 or higher: 29 of COCO's own 25,000 pairs are rated lower and
+    are not among them, and 28 captions have no positive. RPC2 is R-Precision on CxC's pairs added to COCO's own, 35,614
+    (Pishdad et al., 4.1 and 4.3), and under another name on CxC's alone. In the folds of COCO 1K only positives of the
+    same fold count. ECCV Caption has 1,261 image queries and 1,332 text queries; two texts among its positives are not
+    in the gallery, so they count as relevant but can never be found.
 
     Args:
         folder: with coco_test_ids.npy, original_*.json, cxc_*.json and eccv_*.json, and pm_*.json, which the package
             lacks; the folder of the installed package if None.
+        rpc2: the matches that are named "rpc2"; the others are named "rpc2_cxc" or "rpc2_union".
 
     Returns:
-        "coco_5k", "coco_1k", "cxc", "rpc2", "cxc_1k", "rpc2_1k" and "eccv", and "pmrp_eccv_caption" (one threshold, no
-        average) if there are pm_*.json.
+        "coco_5k", "coco_1k", "cxc", "rpc2", "rpc2_cxc", each of the last three in the folds of COCO 1K too ("cxc_1k",
+        ...), "eccv", and "pmrp_eccv_caption" (one threshold, no average) if there are pm_*.json.
 
     Raises:
-        UserError: the package is not installed, or a file is missing or damaged.
+        UserError: the package is not installed, a file is missing or damaged, or rpc2 is unknown.
     """
+    if rpc2 not in get_args(Rpc2):
+        raise UserError(f"unknown matches of RPC2 {rpc2!r}; known: {', '.join(get_args(Rpc2))}")
     root = _installed() if folder is None else Path(folder)
+    five = _coco_of_package(root)
+    try:
+        ground_truths = {"coco_5k": five, "coco_1k": in_folds(five, name="coco_1k")}
+    except ValueError as error:
+        raise UserError(f"{root / 'coco_test_ids.npy'}: {error}") from error
+    cxc = _from_lists(root, "cxc", five, RECALLS)
+    both = {"union": _union(cxc, five), "cxc": cxc}
+    of_rpc2 = {"rpc2": both.pop(rpc2)} | {f"rpc2_{kind}": one for kind, one in both.items()}
+    of_rpc2 = {name: replace(one, name=name, metrics=("r_precision",)) for name, one in of_rpc2.items()}
+    ground_truths |= {"cxc": cxc} | of_rpc2
+    for name in ("cxc", *of_rpc2):
+        ground_truths[f"{name}_1k"] = in_folds_of(ground_truths["coco_1k"], ground_truths[name], name=f"{name}_1k")
+    ground_truths["eccv"] = _from_lists(root, "eccv", five, ("map@r", "r_precision", *RECALLS))
+    if (root / "pm_image_to_caption.json").is_file():
+        ground_truths["pmrp_eccv_caption"] = replace(
+            _from_lists(root, "pm", five, ("r_precision",)), name="pmrp_eccv_caption"
+        )
+    return ground_truths
+
+
+def _coco_of_package(root: Path) -> GroundTruth:
+    """COCO 5K by the id lists of the package."""
     try:
         texts = tuple(str(int(i)) for i in np.load(root / "coco_test_ids.npy", allow_pickle=False))
     except (OSError, ValueError, TypeError) as error:
@@ -113,21 +143,19 @@ def eccv_caption(folder: str | Path | None = None) -> dict[str, GroundTruth]:
     if missing:
         raise UserError(f"{own_path}: caption {missing[0]} has {len(own.get(missing[0], []))} images, expected one")
     images = tuple(dict.fromkeys(own[text][0] for text in texts))
-    five = coco_5k(images, texts, ((own[text][0], text) for text in texts), source=str(root))
-    try:
-        ground_truths = {"coco_5k": five, "coco_1k": in_folds(five, name="coco_1k")}
-    except ValueError as error:
-        raise UserError(f"{root / 'coco_test_ids.npy'}: {error}") from error
-    ground_truths["cxc"] = _from_lists(root, "cxc", five, RECALLS)
-    ground_truths["rpc2"] = replace(ground_truths["cxc"], name="rpc2", metrics=("r_precision",))
-    for name in ("cxc", "rpc2"):
-        ground_truths[f"{name}_1k"] = in_folds_of(ground_truths["coco_1k"], ground_truths[name], name=f"{name}_1k")
-    ground_truths["eccv"] = _from_lists(root, "eccv", five, ("map@r", "r_precision", *RECALLS))
-    if (root / "pm_image_to_caption.json").is_file():
-        ground_truths["pmrp_eccv_caption"] = replace(
-            _from_lists(root, "pm", five, ("r_precision",)), name="pmrp_eccv_caption"
+    return coco_5k(images, texts, ((own[text][0], text) for text in texts), source=str(root))
+
+
+def _union(first: GroundTruth, second: GroundTruth) -> GroundTruth:
+    """The matches of both, of ground truths with the same ids."""
+    sides = [
+        Relevance.from_pairs(
+            np.concatenate([a.query_of_item, b.query_of_item]), np.concatenate([a.indices, b.indices]),
+            n_queries=a.n_queries, n_gallery=a.n_gallery, n_outside=a.n_outside,
         )
-    return ground_truths
+        for a, b in ((first.i2t, second.i2t), (first.t2i, second.t2i))
+    ]  # fmt: skip
+    return replace(first, i2t=sides[0], t2i=sides[1])
 
 
 def _installed() -> Path:

@@ -14,6 +14,7 @@ from sfumato.distances import Distance
 from sfumato.errors import UserError
 from sfumato.evaluation.benchmark_ground_truths import (
     CUB_SPLITS,
+    Rpc2,
     coco_image_id,
     cub_captions,
     cub_split,
@@ -88,6 +89,7 @@ def read_ground_truths(
     classes: Path | None = None,
     split: str = "test",
     metrics: Sequence[str] = (),
+    rpc2: Rpc2 = "union",
 ) -> tuple[GroundTruth, ...]:
     """Read the ground truths of a benchmark, or a user's own.
 
@@ -102,6 +104,7 @@ def read_ground_truths(
             (:func:`~sfumato.evaluation.benchmark_ground_truths.cub_split`), or a file of class names.
         split: of a dataset_*.json, of emoji, or of cub.
         metrics: to report instead of those of each ground truth.
+        rpc2: only for coco: see :func:`~sfumato.evaluation.benchmark_ground_truths.eccv_caption`.
 
     Returns:
         The ground truths, with distinct names.
@@ -113,13 +116,14 @@ def read_ground_truths(
     """
     if (benchmark is None) == (ground_truth is None):
         raise UserError(f"name the ground truth: either --truth FILE or --benchmark NAME ({', '.join(BENCHMARKS)})")
-    for option, of, given in (("--instances", "coco", instances), ("--classes", "cub", classes)):
+    of_one = (("--instances", "coco", instances), ("--classes", "cub", classes), ("--rpc2", "coco", rpc2 != "union"))
+    for option, of, given in of_one:
         if given and benchmark != of:
             raise UserError(f"{option} belongs to --benchmark {of}; leave it out")
     if ground_truth is not None:
         found = [read_ground_truth(ground_truth)]
     elif benchmark == "coco":
-        found = _read_coco(annotations, instances, split)
+        found = _read_coco(annotations, instances, split, rpc2)
     elif benchmark == "emoji":
         found = [emoji(split)]
     elif benchmark in ("flickr30k", "flickr8k", "cub"):
@@ -135,7 +139,7 @@ def read_ground_truths(
     return tuple(one.with_metrics(*metrics) if metrics else one for one in found)
 
 
-def _read_coco(annotations: Path | None, instances: Sequence[Path], split: str) -> list[GroundTruth]:
+def _read_coco(annotations: Path | None, instances: Sequence[Path], split: str, rpc2: Rpc2) -> list[GroundTruth]:
     if annotations is not None and annotations.is_file():
         by_name = read_coco(annotations, split=split)
     elif split not in ("test", "testall"):  # The second name is that of SCAN's features.
@@ -144,7 +148,7 @@ def _read_coco(annotations: Path | None, instances: Sequence[Path], split: str) 
             " dataset_coco.json"
         )
     else:
-        by_name = eccv_caption(annotations)
+        by_name = eccv_caption(annotations, rpc2=rpc2)
     if instances:
         by_name |= pmrp(list(instances), by_name["coco_5k"], folded=by_name["coco_1k"])
     return list(by_name.values())
