@@ -99,29 +99,46 @@ def test_published_figures_stand_in_the_paper(name, shared):
     """Means of both directions, in the tables and beside overrides, as seven (table C.2: six) figures of one line
     there.
 
-    Of the paper that has no means of both directions the recalls of each, three in a row, and six beside overrides.
+    Of the papers that have no means of both directions the recalls of each, three in a row, and six beside overrides.
     """
     rows = figures(name).values()
-    directions_alone = bool(rows) and all(value is None for row in rows for value in row["mean"][:-1])
-    (paper,) = (shared / "papers").glob("001_*.txt" if directions_alone else "000_*.txt")
-    text = paper.read_text(encoding="utf-8")
-    if directions_alone:
-        found = [row[d][k : k + 3] for row in rows for d in ("i2t", "t2i") for k in (3, 6, 9)]
-        lines = [" ".join(f"{value:.1f}" for value in triple) for triple in found]
+    pcmepp, pvsepp, pcme = (paper_text(shared, number) for number in ("000", "001", "004"))
+    both, apart = ([row for row in rows if any(row["mean"][:-1]) == wanted] for wanted in (True, False))
+    means = [[v for v in row["mean"] if v is not None] for row in both]
+    triples = [row[d][k : k + 3] for row in apart for d in ("i2t", "t2i") for k in (3, 6, 9)]
+    if means or not triples:
+        beside = re.compile(r"(?:(?:[\d.]+|-) ){6}[\d.]*\d")
+        found = [beside.search(line) for line in header(name)]
+        means += [[float(v) for v in one[0].split() if v != "-"] for one in found if one]
+    if triples:
         beside = " ".join(line.removeprefix("#").strip() for line in header(name) if "|" not in line)
-        lines += re.findall(r"(?:\d+\.\d ){5}\d+\.\d", beside)
-        for line in lines:
-            assert re.search(rf"(?<![\d.]){re.escape(line)}(?![\d.]*\d)", text), line
-        return
-    rows = [[v for v in row["mean"] if v is not None] for row in figures(name).values()]
-    beside = re.compile(r"(?:(?:[\d.]+|-) ){6}[\d.]*\d")
-    rows += [
-        [float(v) for v in found[0].split() if v != "-"] for line in header(name) if (found := beside.search(line))
-    ]
-    assert rows or name.startswith("pretrain-")
-    for row in rows:
-        line = " ".join(f"{value:.1f}" for value in row)
-        assert re.search(rf"(?<![\d.]){re.escape(line)}(?![\d.]*\d)", text), line
+        sixes = [six.split() for six in re.findall(r"(?:\d+\.\d ){5}\d+\.\d", beside)]
+        triples += [[float(v) for v in part] for six in sixes for part in (six[:3], six[3:])]
+    assert means or triples or name.startswith("pretrain-")
+    for row in means:
+        assert stands_alone(" ".join(f"{value:.1f}" for value in row), pcmepp), row
+    for row in triples:
+        figures_of = [f"{value:.1f}" for value in row if value is not None]
+        assert stands_alone(" ".join(figures_of), pvsepp) or "".join(figures_of) in pcme, row
+
+
+def test_figures_beside_the_overrides_for_cub_stand_in_the_paper(shared):
+    """R-Precision and recall@1 of both directions, four in a row; the text of the paper has no spaces between cells."""
+    beside = " ".join(line.removeprefix("#").strip() for line in header("cub-pcme"))
+    fours = re.findall(r"(?:\d\d\.\d\d ){3}\d\d\.\d\d", beside)
+    assert len(fours) == 18
+    assert [four for four in fours if four.replace(" ", "") not in paper_text(shared, "004")] == []
+
+
+def paper_text(shared, number):
+    """The text of a paper, which is named by its number."""
+    (paper,) = (shared / "papers").glob(f"{number}_*.txt")
+    return paper.read_text(encoding="utf-8")
+
+
+def stands_alone(line, text):
+    """Whether a row of figures stands in the text, with no further digits before or after it."""
+    return re.search(rf"(?<![\d.]){re.escape(line)}(?![\d.]*\d)", text) is not None
 
 
 @pytest.mark.parametrize(

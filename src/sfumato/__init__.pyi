@@ -129,6 +129,12 @@ from .distances import (
 from .distances import (
     wasserstein2_printed_matrix as wasserstein2_printed_matrix,
 )
+from .distances import (
+    wasserstein2_root as wasserstein2_root,
+)
+from .distances import (
+    wasserstein2_root_matrix as wasserstein2_root_matrix,
+)
 from .encoders.clip_transformers import (
     ClipImageEncoder as ClipImageEncoder,
 )

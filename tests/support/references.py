@@ -15,6 +15,10 @@ def wasserstein2(m1, v1, m2, v2):
     return sum((a - b) ** 2 + (math.sqrt(s) - math.sqrt(t)) ** 2 for a, s, b, t in zip(m1, v1, m2, v2, strict=True))
 
 
+def wasserstein2_root(m1, v1, m2, v2):
+    return math.sqrt(wasserstein2(m1, v1, m2, v2))
+
+
 def wasserstein2_printed(m1, v1, m2, v2):
     return math.sqrt(sum((a - b) ** 2 + (s - t) ** 2 for a, s, b, t in zip(m1, v1, m2, v2, strict=True)))
 
@@ -72,7 +76,8 @@ WRONG = {
         lambda m1, v1, m2, v2: squared_l2(m1, v1, m2, v2) + sum((s - t) ** 2 for s, t in zip(v1, v2, strict=True)),
         lambda m1, v1, m2, v2: math.sqrt(wasserstein2(m1, v1, m2, v2)),
     ],
-    "wasserstein2_printed": [wasserstein2],
+    "wasserstein2_root": [wasserstein2, wasserstein2_printed],
+    "wasserstein2_printed": [wasserstein2, wasserstein2_root],
     "kl": [lambda m1, v1, m2, v2: kl(m2, v2, m1, v1), lambda m1, v1, m2, v2: kl(m1, v1, m2, v2) / len(m1)],
     "kl_reversed": [kl],
     "min_kl": [js],

@@ -48,6 +48,8 @@ from sfumato.distances.separable import (
     wasserstein2_matrix,
     wasserstein2_printed,
     wasserstein2_printed_matrix,
+    wasserstein2_root,
+    wasserstein2_root_matrix,
     wasserstein2_vectors,
 )
 
@@ -63,6 +65,7 @@ DISTANCES: dict[str, Distance] = {
             lift=WASSERSTEIN2_LIFT,
             vectors=wasserstein2_vectors,
         ),
+        Distance("wasserstein2_root", wasserstein2_root, wasserstein2_root_matrix),
         Distance("wasserstein2_printed", wasserstein2_printed, wasserstein2_printed_matrix),
         Distance("kl", kl, kl_matrix, symmetric=False, needs_variance=True),
         Distance("kl_reversed", kl_reversed, kl_reversed_matrix, symmetric=False, needs_variance=True),
@@ -138,4 +141,6 @@ __all__ = [
     "wasserstein2_matrix",
     "wasserstein2_printed",
     "wasserstein2_printed_matrix",
+    "wasserstein2_root",
+    "wasserstein2_root_matrix",
 ]

@@ -98,8 +98,8 @@ def read_word_vectors(path: str | Path, tokenizer: Tokenizer, width: int) -> dic
     path = Path(path)
     if not path.is_file():
         raise UserError(
-            f"no word vectors at {path}; nlp.stanford.edu/projects/glove has them, e.g. glove.6B.300d.txt in"
-            " glove.6B.zip"
+            f"no word vectors at {path}; nlp.stanford.edu/projects/glove has them, e.g. glove.840B.300d.txt in"
+            " glove.840B.zip"
         )
     wanted = {word.encode(): i for word, i in tokenizer.get_vocab().items() if i > 0}
     found: dict[int, np.ndarray] = {}

@@ -258,6 +258,12 @@ class OptimConfig(_Section):
         description="number of first epochs with the pre-trained layers of both encoders frozen (of a gru, word"
         " vectors from a file). All layers learn in the remaining epochs, the second stage. 0 for a single stage",
     )
+    first_stage_schedule_epochs: int = Field(
+        0,
+        ge=0,
+        description="length in epochs of the schedule of which the first stage runs only optim.first_stage_epochs; 0:"
+        " the schedule ends with the stage",
+    )
     second_stage_factor: PositiveFloat = Field(0.1, description="multiplier of all learning rates in the second stage")
     schedule: Literal["constant", "cosine", "step"] = Field(
         "cosine", description="how the learning rate falls; with two stages, once in each stage"
@@ -272,10 +278,15 @@ class OptimConfig(_Section):
     clip_norm: NonNegativeFloat = Field(2.0, description="largest norm of the gradient; 0 for no limit")
 
     @model_validator(mode="after")
-    def _one_way_to_freeze(self) -> "OptimConfig":
+    def _stages_fit(self) -> "OptimConfig":
         if self.first_stage_epochs and self.freeze_image_epochs:
             raise ValueError(
                 "optim.first_stage_epochs freezes the image encoder already; leave out optim.freeze_image_epochs"
+            )
+        if self.first_stage_schedule_epochs and not 0 < self.first_stage_epochs <= self.first_stage_schedule_epochs:
+            raise ValueError(
+                f"optim.first_stage_schedule_epochs={self.first_stage_schedule_epochs} must be at least"
+                f" optim.first_stage_epochs, and needs a first stage; got {self.first_stage_epochs}"
             )
         return self
 

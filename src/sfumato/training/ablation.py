@@ -23,10 +23,10 @@ from sfumato.progress import say
 from sfumato.training.loop import fit
 from sfumato.training.step import DivergedError
 
-_VARIANTS = ("wasserstein2_printed", "kl_reversed")
+_VARIANTS = ("wasserstein2_root", "wasserstein2_printed", "kl_reversed")
 
 ABLATED = tuple(d.name for d in DISTANCES.values() if not d.sampled and d.name not in _VARIANTS)
-"""The distances that are compared by default: all closed forms but two variants of one paper."""
+"""The distances that are compared by default: all closed forms but three variants of one paper."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ def ablate(
     for (name, seed), one in recipes.items():
         run = folder / f"{name}-{seed}"
         try:
-            if _finished(run, one):
+            if finished(run, one):
                 say(f"{run}: trained already")
             else:
                 say(f"{run}: training")
@@ -153,7 +153,7 @@ def _with(recipe: Recipe, distance: str, seed: int) -> Recipe:
     return check_recipe(values, f"{recipe.name} with loss.distance={distance}")
 
 
-def _finished(folder: Path, recipe: Recipe) -> bool:
+def finished(folder: Path, recipe: Recipe) -> bool:
     """Whether all epochs of exactly this recipe are done; :func:`fit` handles every other case."""
     if not all((folder / name).is_file() for name in (RECIPE, LOG, MODEL)):
         return False

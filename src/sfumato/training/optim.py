@@ -20,7 +20,8 @@ def build_optimiser(model: DualEncoder, loss: MatchLoss, config: OptimConfig) ->
     Matrices decay; vectors and scalars (biases, norms, the match logits) do not. The encoders and the match logits have
     separate learning-rate multipliers. A transformer block is also multiplied by layer_decay to the power of its
     number, counted from the top: the last block has the factor 1, for any number of blocks. (The released code counts
-    from 12; in a ViT-L it would multiply the learning rate of the last block by 51.) Parameters outside of the blocks
+    from 12: with a decay of 0.7 it multiplies the learning rate of the last block of a ViT-L, its number 23, by 0.7^-11
+    = 51.) Parameters outside of the blocks
     have the multiplier alone.
 
     Args:
@@ -105,13 +106,13 @@ def learning_rate_factor(progress: float, config: OptimConfig, *, epochs: int) -
 
     Returns:
         Linear warm-up once the image encoder is no longer frozen (1 before that), times 1, a half cosine down to 0, or
-        a step. With two stages each stage has its own schedule, and the second is also multiplied by
-        second_stage_factor.
+        a step. With two stages each stage has its own schedule, of which the first may run the beginning only
+        (first_stage_schedule_epochs), and the second is also multiplied by second_stage_factor.
     """
     first = config.first_stage_epochs
     if first and progress >= first:
         return config.second_stage_factor * _stage_factor(progress - first, config, epochs=epochs - first)
-    return _stage_factor(progress, config, epochs=first or epochs)
+    return _stage_factor(progress, config, epochs=config.first_stage_schedule_epochs or first or epochs)
 
 
 def _stage_factor(progress: float, config: OptimConfig, *, epochs: int) -> float:
