@@ -1,6 +1,8 @@
 """What commands share: options, messages, and the resolution of model, data, overrides, split and device."""
 
+import difflib
 import json
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,6 +21,41 @@ class _Commands(TyperGroup):
     def list_commands(self, ctx: Any) -> list[str]:
         first = ("train", "evaluate")
         return sorted(super().list_commands(ctx), key=lambda name: first.index(name) if name in first else len(first))
+
+
+class Verbs(TyperGroup):
+    """A command with sub-verbs. Without one, it says in one line which is meant and how to write it."""
+
+    def meant(self, command: str, arguments: list[str]) -> str:
+        """The line, for a command with arguments but no verb; a group that knows more about them overrides it."""
+        verbs = ", ".join(self.commands)
+        return f"write {command} VERB {shlex.join(arguments)}".rstrip() + f", where VERB is one of {verbs}"
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Refuse arguments without a verb."""
+        if not args or (args[0] not in self.commands and args[0] not in ctx.help_option_names):
+            command = f"sfumato {ctx.info_name}"
+            near = difflib.get_close_matches(args[0], self.commands, n=1) if args else []
+            if near and not Path(args[0]).exists():
+                raise UserError(f"unknown {args[0]!r}; did you mean: {written(command, near[0], *args[1:])}")
+            raise UserError(self.meant(command, list(args)))
+        parsed: list[str] = super().parse_args(ctx, args)
+        return parsed
+
+    def values(self, arguments: list[str]) -> list[str]:
+        """The arguments that are neither options nor the values of options."""
+        options = [p for verb in self.commands.values() for p in verb.params if getattr(p, "is_flag", False)]
+        flags = {name for option in options for name in option.opts}
+        return [
+            value
+            for before, value in zip(["", *arguments], arguments, strict=False)
+            if not value.startswith("-") and (not before.startswith("-") or "=" in before or before in flags)
+        ]
+
+
+def written(command: str, *arguments: str) -> str:
+    """A command as a shell takes it; names in capitals stand for what the user has."""
+    return f"{command} {shlex.join(arguments)}"
 
 
 app = typer.Typer(

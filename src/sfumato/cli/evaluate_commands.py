@@ -1,16 +1,14 @@
 """The commands that measure a model: the group `evaluate` with run, model and files, and trust."""
 
 import json
-import shlex
-import sys
+import re
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from typer.core import TyperGroup
 
 from sfumato.cli.common import (
     TIMEOUT_MINUTES,
@@ -23,10 +21,12 @@ from sfumato.cli.common import (
     ModelOnData,
     Seed,
     Split,
+    Verbs,
     app,
     is_run,
     open_model_on_data,
     parse_names,
+    written,
 )
 from sfumato.cli.outputs import check_out_file, check_out_folder
 from sfumato.errors import UserError
@@ -43,32 +43,99 @@ _FILE_OPTIONS = (
     "--images", "--texts", "--image-ids", "--text-ids", "--image-log-var", "--text-log-var", "--ranked", "--truth",
 )  # fmt: skip
 """Options that belong to embedding files alone."""
-_BENCHMARK_OPTIONS = ("--benchmark", "--annotations", "--instances", "--classes", "--metrics")
 
 
-class _EvaluateGroup(TyperGroup):
-    """Takes the spelling of version 0.1 as well, in which `sfumato evaluate` was one command."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        if not args or (args[0] not in self.commands and args[0] not in ("--help", "-h")):
-            command = _command_of_old_spelling(args)
-            print(f"hint: the new spelling is sfumato evaluate {shlex.join([command, *args])}", file=sys.stderr)
-            args = [command, *args]
-        parsed: list[str] = super().parse_args(ctx, args)
-        return parsed
+_TO_EVALUATE = (
+    "say what to evaluate: sfumato evaluate run RUN (a run on its own data), sfumato evaluate model MODEL --data RECIPE"
+    " (any model on other data), or sfumato evaluate files --images FILE --texts FILE --truth FILE (embeddings of any"
+    " program)"
+)
 
 
-def _command_of_old_spelling(args: list[str]) -> str:
-    """The subcommand that arguments without one belong to."""
-    names = [argument.partition("=")[0] for argument in args]
-    of_files = next((name for name in names if name in _FILE_OPTIONS), None)
-    if of_files and not args[0].startswith("-"):
-        raise UserError(f"{of_files} is an option for embedding files; leave it out, or leave the model out")
-    if of_files and "--data" in names:
-        raise UserError("--data needs a model; for embedding files give --truth or --benchmark")
-    if of_files or not args or (args[0].startswith("-") and any(name in _BENCHMARK_OPTIONS for name in names)):
-        return "files"
-    return "model" if "--data" in names else "run"
+class _EvaluateGroup(Verbs):
+    """Says by what lies at a path whether it is a run, a model or embeddings."""
+
+    def meant(self, command: str, arguments: list[str]) -> str:
+        """See :class:`Verbs`."""
+        names = [argument.partition("=")[0] for argument in arguments]
+        of_files = next((name for name in names if name in _FILE_OPTIONS), None)
+        path = next(iter(self.values(arguments)), None)
+        if of_files and path is not None:
+            return f"{of_files} is an option for embedding files; leave it out, or leave {path} out"
+        if of_files and "--data" in names:
+            return "--data needs a model; for embedding files give --truth or --benchmark"
+        if of_files:
+            return f"{of_files} is an option for embedding files: {written(command, 'files', *arguments)}"
+        if path is None:
+            return _TO_EVALUATE
+        what, verb = _kind(path)
+        if verb == "train":
+            return f"{path} is {what}: {written('sfumato train', path, '--out', 'RUN')}; then {command} run RUN"
+        if verb == "files":
+            others = [argument for argument in arguments if argument != path]
+            return f"{path} is {what}: {written(command, verb, *_embedding_files(path), *others)}"
+        if verb and (verb == "model" or "--data" in names):
+            data = [] if "--data" in names else ["--data", "RECIPE"]
+            return f"{path} is {what}: {written(command, 'model', *arguments, *data)}"
+        return (
+            f"{path} is {what}: {written(command, verb, *arguments)}" if verb else f"{path} is {what}; {_TO_EVALUATE}"
+        )
+
+
+def _kind(path: str) -> tuple[str, str]:
+    """(what lies at a path, the verb of evaluate that takes it; "" for none)."""
+    from sfumato.models.galleries import is_gallery
+    from sfumato.models.pretrained import CONFIG
+    from sfumato.models.recipe import recipe_files
+    from sfumato.search.collection import GaussianCollection
+
+    file = Path(path.partition(".safetensors:")[0] + ".safetensors" if ".safetensors:" in path else path)
+    if is_run(file):
+        return "a run folder", "run"
+    if file.suffix == ".toml" or (path in recipe_files() and not file.exists()):
+        return "a recipe, which has to be trained first", "train"
+    if file.is_dir():
+        if (file / CONFIG).is_file():
+            return "an exported or published model", "model"
+        if GaussianCollection.is_one(file) or is_gallery(file):
+            return "an index, which holds no pairs to evaluate", ""
+        if any(_of_embeddings(f) for f in file.iterdir()):
+            return "a folder of embeddings", "files"
+        return "a folder that holds neither a run, nor a model, nor embeddings", ""
+    if file.exists():
+        if file.suffix == ".json":
+            return "a file of ranked lists", "files"
+        return ("a file of embeddings", "files") if _of_embeddings(file) else ("the file of a model", "model")
+    if path.count("/") == 1 and not path.startswith(("/", ".")):
+        return "no path here; a model of this name on the Hugging Face hub is evaluated by", "model"
+    return "neither a file nor a folder", ""
+
+
+def _of_embeddings(file: Path) -> bool:
+    from safetensors import SafetensorError, safe_open
+
+    from sfumato.data.embedding_files import MEAN_NAMES
+
+    if file.suffix != ".safetensors":
+        return file.suffix in (".npy", ".parquet")
+    try:
+        with safe_open(file, framework="pt") as tensors:
+            return any(name in MEAN_NAMES for name in tensors.keys())  # noqa: SIM118
+    except SafetensorError:
+        return False
+
+
+def _embedding_files(path: str) -> list[str]:
+    """The options that name the embeddings at a path; in capitals what it does not tell."""
+    file = Path(path)
+    if file.suffix == ".json":
+        return ["--ranked", path, "--truth", "TRUTH"]
+    inside = sorted(f for f in file.iterdir() if _of_embeddings(f)) if file.is_dir() else [file]
+    texts = next((str(f) for f in inside if re.search("text|capt", f.name.lower())), "TEXTS")
+    images = next((str(f) for f in inside if re.search("im(age|g)", f.name.lower())), "IMAGES")
+    if not file.is_dir() and texts != path:
+        images = path
+    return ["--images", images, "--texts", texts, "--truth", "TRUTH"]
 
 
 evaluate = typer.Typer(
