@@ -9,8 +9,8 @@ searches for its four others by MiniLM, last or third layer, and the seed decide
 are trained by InfoNCE and by triplets with semi-hard negatives.
 
 Models and figures are kept in WORK, so that the command resumes. FOLDER has flickr8k/ and coco5k_text/ and is
-$SFUMATO_SHARED/data unless given. --tables prints what WORK has, and computes nothing; so does a file of --json in place
-of WORK (benchmarks/results/referee.json). --adapters long fits the methods that train a network alone, for their
+$SFUMATO_SHARED/data unless given. --tables prints what WORK has, and computes nothing; so does a file of --json in
+place of WORK (benchmarks/results/referee.json). --adapters long fits the methods that train a network alone, for their
 published number of epochs.
 """
 
