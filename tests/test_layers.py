@@ -233,7 +233,8 @@ FLOORS: dict[str, list[str]] = {
         "stores.rerank",
     ],
     "evaluation": [
-        "estimators ground_truth hits protocols published",
+        "estimators ground_truth hits papers protocols",
+        "published",
         "benchmark_ground_truths trust",
         "ambiguity benchmarks",
         "per_query strategies",
@@ -257,12 +258,12 @@ FLOORS: dict[str, list[str]] = {
     ],
     "studies": [
         "audit corruption frozen_model maps peak_memory phrase_boxes toy words zeroshot",
-        "contestants crops sets",
+        "contestants crops paper_tables sets",
         "analyse referee",
     ],
     "reports": [
         "charts formatting page_files referee_tables tables",
-        "console report_charts study_pages",
+        "console paper_files report_charts study_pages",
         "console_referee console_trust",
         "report",
         "model_report",
@@ -283,7 +284,7 @@ FLOORS: dict[str, list[str]] = {
     ],
     "cli": [
         "common outputs",
-        "embed_commands evaluate_commands search_commands study_commands train_commands",
+        "embed_commands evaluate_commands search_commands study_commands table_commands train_commands",
     ],
 }
 

@@ -7,6 +7,8 @@ import os
 import re
 import secrets
 import time
+from importlib import resources
+from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any
 
@@ -124,3 +126,9 @@ def is_plain_name(name: str) -> bool:
         False for an empty name, ".", "..", and names with a slash, a backslash or a zero byte.
     """
     return name not in ("", ".", "..") and not any(c in name for c in "/\\\0")
+
+
+def recipe_folder() -> Traversable:
+    """The recipes of the package, or in a checkout its folder ``recipes``."""
+    packaged = resources.files("sfumato") / "recipe_files"
+    return packaged if packaged.is_dir() else Path(__file__).resolve().parents[2] / "recipes"

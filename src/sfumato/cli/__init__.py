@@ -12,7 +12,14 @@ from collections.abc import MutableMapping
 from pathlib import Path
 
 # In the order of the help.
-from sfumato.cli import embed_commands, evaluate_commands, search_commands, study_commands, train_commands
+from sfumato.cli import (
+    embed_commands,
+    evaluate_commands,
+    search_commands,
+    study_commands,
+    table_commands,
+    train_commands,
+)
 from sfumato.cli.common import app
 from sfumato.errors import RunFailedError, UserError, explain_os_error, printable
 
@@ -25,6 +32,7 @@ __all__ = [
     "search_commands",
     "set_threads",
     "study_commands",
+    "table_commands",
     "train_commands",
 ]
 
@@ -80,7 +88,7 @@ def main() -> None:
         if error.code == _INTERRUPTED:
             print(
                 "sfumato: interrupted. No file is incomplete."
-                " The same demo, train, ablate, adopt, embed or audit --cross-fit continues where it stopped.",
+                " The same demo, train, ablate, table, adopt, embed or audit --cross-fit continues where it stopped.",
                 file=sys.stderr,
             )
         raise

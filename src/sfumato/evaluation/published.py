@@ -1,11 +1,11 @@
 """Figures of published tables, and the figures of an evaluation in the same form."""
 
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from importlib.resources import files
 from typing import Any
+
+from sfumato.evaluation.papers import paper_items
 
 DEFAULT_TABLES = ("PCME++ 1", "PCME E.4", "PCME E.5", "PVSE++ 1", "PVSE++ 2", "PVSE++ 3", "PCME E.2", "PCME E.3")
 """Tables of methods, shown beside an evaluation that has some of their figures; the others are ablations."""
@@ -156,12 +156,10 @@ _SIDES = {"both": ("i2t", "t2i")}
 
 @cache
 def _rows() -> tuple[PublishedRow, ...]:
-    loaded = tomllib.loads(files("sfumato.evaluation").joinpath("published.toml").read_text(encoding="utf-8"))
-    rows = []
-    for table in loaded["table"]:
-        common: dict[str, Any] = {key: value for key, value in table.items() if key not in ("columns", "rows")}
-        for backbone, method, *values in table["rows"]:
-            pairs = zip(table["columns"], values, strict=True)
-            figures = {name: float(value) for name, value in pairs if value != "-"}
-            rows.append(PublishedRow(**common, backbone=backbone, method=method, figures=figures))
-    return tuple(rows)
+    return tuple(
+        PublishedRow(
+            item.paper, item.source, item.number, item.about, item.benchmark, item.direction, backbone, method, figures
+        )
+        for item in paper_items().values()
+        for (backbone, method), figures in item.published.items()
+    )

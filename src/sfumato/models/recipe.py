@@ -13,7 +13,6 @@ import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from functools import partial
-from importlib import resources
 from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_type_hints
@@ -42,7 +41,7 @@ from sfumato.encoders.encoder_registry import ENCODERS, encoder_entry, encoder_s
 from sfumato.encoders.precision import Precision
 from sfumato.encoders.small import SmallImageConfig, SmallTextConfig
 from sfumato.errors import UserError
-from sfumato.files import write_atomically
+from sfumato.files import recipe_folder, write_atomically
 from sfumato.losses import LOSSES, LossOptions
 
 _ImageSection = Annotated[SerializeAsAny[ImageEncoderConfig], BeforeValidator(partial(encoder_section, "image"))]
@@ -792,11 +791,9 @@ def recipe_files() -> dict[str, Traversable]:
     Returns:
         name -> file, in the order of the names.
     """
-    packaged = resources.files("sfumato") / "recipe_files"
-    folder: Traversable = packaged if packaged.is_dir() else Path(__file__).resolve().parents[3] / "recipes"
     return {
         f.name.removesuffix(".toml"): f
-        for f in sorted(folder.iterdir(), key=lambda f: f.name)
+        for f in sorted(recipe_folder().iterdir(), key=lambda f: f.name)
         if f.name.endswith(".toml")
     }
 

@@ -1,0 +1,88 @@
+"""The command that repeats the tables and figures of the papers."""
+
+import json
+import re
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from sfumato.cli.common import AsJson, Device, app
+from sfumato.cli.outputs import check_out_folder
+from sfumato.errors import UserError
+
+
+@app.command()
+def table(
+    name: Annotated[
+        str | None, typer.Argument(metavar="ID", help='Table or figure, e.g. "PCME++ 3" or "PCME++ Fig. 3".')
+    ] = None,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="SECTION.KEY=VALUE", help="Change to the recipes of all rows, e.g. data.path=... or train.epochs=5."
+        ),
+    ] = None,
+    listed: Annotated[
+        bool, typer.Option("--list", help="List all tables and figures with their state and what they need.")
+    ] = False,
+    data: Annotated[
+        str | None,
+        typer.Option(
+            help="Data to repeat it on: coco, flickr30k, cub, flickr8k or emoji (which comes with the package), a"
+            " dataset_*.json in Karpathy's layout, a manifest, or a folder of images. Default: the paper's."
+        ),
+    ] = None,
+    seeds: Annotated[int, typer.Option(min=1, help="Number of runs of each row, with the following seeds.")] = 1,
+    published: Annotated[
+        bool, typer.Option("--published", help="Show the paper's figures alone; nothing is trained.")
+    ] = False,
+    instances: Annotated[
+        list[Path] | None,
+        typer.Option(help="COCO's instances_*.json, to add PMRP; may be given several times."),
+    ] = None,
+    runs: Annotated[
+        Path, typer.Option(help="Folder of the runs; finished ones are reused, interrupted ones go on.")
+    ] = Path("runs/tables"),
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for the table in JSON, Markdown and LaTeX, or for the figure's images.")
+    ] = None,
+    device: Device = "auto",
+    as_json: AsJson = False,
+) -> None:
+    """Repeat a table or a figure of the papers.
+
+    Trains the runs that are missing, evaluates them, and prints ours beside published. The same command goes on where
+    it was interrupted.
+    """
+    from sfumato.evaluation.papers import find_item, paper_items
+    from sfumato.reports.paper_files import print_items, print_paper_table, write_table
+    from sfumato.studies.paper_tables import choose_data, make_table, published_table
+
+    if listed or name is None:
+        if as_json:
+            print(json.dumps([item.to_json() for item in paper_items().values()], ensure_ascii=False))
+        else:
+            print_items(paper_items())
+        return
+    item = find_item(name)
+    if published:
+        made = published_table(item)
+    else:
+        if item.state == "published only":
+            raise UserError(f"{item.id} has published figures only; --published shows them")
+        folder = (out or Path("tables")) / re.sub(r"[^a-z0-9]+", "-", item.id.lower().replace("+", "p")).strip("-")
+        check_out_folder(folder)
+        from sfumato.models.run import choose_device
+
+        made = make_table(
+            item, choose_data(item, data, overrides or []), runs, n_seeds=seeds, instances=tuple(instances or ()),
+            device=choose_device(device),
+        )  # fmt: skip
+        write_table(made, folder)
+    if as_json:
+        print(json.dumps(made.to_json(), ensure_ascii=False))
+        return
+    print_paper_table(made)
+    if not published:
+        print(f"written to {folder}")

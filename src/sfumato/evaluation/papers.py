@@ -1,0 +1,188 @@
+"""The tables and figures of the papers as data: published figures, the runs that repeat them, and what they need.
+
+One TOML file a paper beside the recipes, in the folder tables; its README says what the keys mean. Nothing is trained
+or drawn here.
+"""
+
+import difflib
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cache
+from typing import Any
+
+from sfumato.errors import UserError
+from sfumato.files import recipe_folder
+
+STATES = ("run", "no data", "published only")
+"""State of an item: repeated, with figures in docs/results; its command exists, but its data were not available; no
+recipe trains what it shows."""
+
+
+@dataclass(frozen=True)
+class PaperItem:
+    """A table or a figure of a paper. The attributes are the keys of recipes/tables/README.md."""
+
+    paper: str
+    source: str
+    number: str
+    about: str
+    benchmark: str = ""
+    direction: str = "both"
+    columns: tuple[str, ...] = ()
+    published: dict[tuple[str, str], dict[str, float]] = field(default_factory=dict)
+    runs: dict[str, str] = field(default_factory=dict)
+    other: dict[str, dict[str, str]] = field(default_factory=dict)
+    rank_by: dict[str, str] = field(default_factory=dict)
+    variants: tuple[str, ...] = ()
+    split: str = "test"
+    draw: str = ""
+    options: dict[str, Any] = field(default_factory=dict)
+    command: str = ""
+    note: str = ""
+    results: str = ""
+
+    @property
+    def id(self) -> str:
+        """Paper and number, e.g. "PCME++ C.3" or "PCME++ Fig. 3"."""
+        return f"{self.paper} {self.number}"
+
+    @property
+    def state(self) -> str:
+        """One of STATES."""
+        if self.results:
+            return "run"
+        return "no data" if self.runs or self.draw or self.command else "published only"
+
+    @property
+    def needs(self) -> str:
+        """What has to be there to repeat it on the paper's data; empty if nothing."""
+        return data_sets()[self.benchmark].needs if self.state != "published only" and self.benchmark else ""
+
+    @property
+    def rows(self) -> dict[str, dict[str, float]]:
+        """The published figures of each row by its label, backbone and method."""
+        return {" ".join(filter(None, key)): figures for key, figures in self.published.items()}
+
+    @property
+    def labels(self) -> list[str]:
+        """The rows: those that were published, then those that only runs have."""
+        return list(dict.fromkeys([*self.rows, *self.runs]))
+
+    def name_on(self, label: str, data: str) -> str:
+        """The label of a row; on other data than the paper's without the backbone, which is another one there."""
+        (method,) = {key[1] for key in self.published if " ".join(filter(None, key)) == label} or {label}
+        return label if data == self.benchmark else method
+
+    def run_of(self, label: str, data: str) -> str:
+        """The run of a row: a recipe and overrides, as on a command line; empty if it has none on this data."""
+        if data in self.other and label in self.other[data]:
+            return self.other[data][label]
+        words = self.runs.get(label, "").split(" ", 1)
+        if data == self.benchmark or not words[0]:
+            return " ".join(words)
+        instead = data_sets()[data].instead.get(words[0], "")
+        changes = words[1] if len(words) > 1 else ""
+        if not instead or "weights=" in changes or "data.path=" in changes:
+            return ""
+        return f"{instead} {changes}".strip()
+
+    def to_json(self) -> dict[str, Any]:
+        """What `sfumato table --list` says of it."""
+        return {
+            "id": self.id,
+            "title": self.about,
+            "paper": self.paper,
+            "command": self.command or (f'sfumato table "{self.id}"' if self.state != "published only" else ""),
+            "needs": self.needs,
+            "state": self.state,
+            "results": self.results,
+            "note": self.note,
+        }
+
+
+@dataclass(frozen=True)
+class DataSet:
+    """Data that tables can be repeated on.
+
+    Attributes:
+        name: e.g. "flickr8k".
+        title: as it is written, e.g. "Flickr8k".
+        needs: what has to be there; empty if it comes with the package.
+        instead: recipe of a paper -> the recipe, with overrides, that has its method on this data.
+    """
+
+    name: str
+    title: str
+    needs: str = ""
+    instead: dict[str, str] = field(default_factory=dict)
+
+
+@cache
+def data_sets() -> dict[str, DataSet]:
+    """The data sets by name."""
+    loaded = _read("data.toml")
+    return {name: DataSet(name, **values) for name, values in loaded["data"].items()}
+
+
+@cache
+def paper_items() -> dict[str, PaperItem]:
+    """All tables and figures by id, in the order of the papers."""
+    folder = recipe_folder() / "tables"
+    names = sorted(file.name for file in folder.iterdir() if file.name.endswith(".toml") and file.name != "data.toml")
+    items: dict[str, PaperItem] = {}
+    for name in names:
+        loaded = _read(name)
+        for kind in ("table", "figure"):
+            for values in loaded.get(kind, []):
+                item = _item(loaded, kind, values, items)
+                items[item.id] = item
+    return items
+
+
+def find_item(name: str) -> PaperItem:
+    """The table or figure of a name, however it is spelt: "pcme++ 3", "PCME++ table 3", "PCME++ figure 3".
+
+    Raises:
+        UserError: there is none; the message names the nearest.
+    """
+    known = {_folded(id): item for id, item in paper_items().items()}
+    if (folded := _folded(name)) in known:
+        return known[folded]
+    near = difflib.get_close_matches(folded, known, n=3, cutoff=0.4)
+    hint = f"did you mean {' or '.join(repr(known[key].id) for key in near)}? " if near else ""
+    raise UserError(f"no table or figure {name!r} in the papers; {hint}`sfumato table --list` lists them")
+
+
+def _folded(name: str) -> str:
+    words = re.sub(r"\btable\b|\btab\.", " ", name.lower())
+    return " ".join(re.sub(r"\bfig(ure)?\b\.?", " fig. ", words).split())
+
+
+def _item(
+    loaded: Mapping[str, Any], kind: str, values: Mapping[str, Any], before: Mapping[str, PaperItem]
+) -> PaperItem:
+    """An item from its TOML table; runs_of takes the runs of an earlier one of the same paper."""
+    given = dict(values)
+    number = given.pop("table") if kind == "table" else f"Fig. {given.pop('figure')}"
+    columns = tuple(given.pop("columns", ()))
+    published = {
+        (backbone, method): {name: float(value) for name, value in zip(columns, figures, strict=True) if value != "-"}
+        for backbone, method, *figures in given.pop("rows", ())
+    }
+    of = given.pop("runs_of", "")
+    if of:
+        given["runs"] = before[f"{loaded['paper']} {of}"].runs | given.get("runs", {})
+        given["other"] = before[f"{loaded['paper']} {of}"].other | given.get("other", {})
+    variants = tuple(given.pop("variants", ()))
+    item = PaperItem(
+        loaded["paper"], loaded["source"], number, columns=columns, published=published, variants=variants, **given
+    )
+    if of and published:
+        return replace(item, runs={label: run for label, run in item.runs.items() if label in item.rows})
+    return item
+
+
+def _read(name: str) -> dict[str, Any]:
+    return tomllib.loads((recipe_folder() / "tables" / name).read_text(encoding="utf-8"))

@@ -1,0 +1,149 @@
+"""A repeated table of a paper on the screen, in Markdown and in LaTeX: ours beside published."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from sfumato.evaluation.compare import OverSeeds
+from sfumato.evaluation.papers import PaperItem
+from sfumato.files import write_atomically, write_json
+from sfumato.reports.formatting import number
+from sfumato.reports.tables import print_table, print_wrapped
+from sfumato.studies.paper_tables import Table
+
+_SHORT = (("r_precision", "R-P"), ("recall@", "R@"), ("map@r", "mAP@R"), ("rsum", "RSUM"), ("_", " "))
+
+_TEX = {
+    "%": r"\%",
+    "&": r"\&",
+    "#": r"\#",
+    "_": r"\_",
+    "±": r"$\pm$",
+    "μ": r"$\mu$",
+    "σ": r"$\sigma$",
+    "∞": r"$\infty$",
+}
+_TEX |= {"∞": r"$\infty$", "†": r"$\dagger$", "→": r"$\rightarrow$", "×": r"$\times$", "²": "$^2$", "–": "--"}
+
+
+def write_table(table: Table, folder: Path) -> list[Path]:
+    """Write table.json, table.md and table.tex; the paths."""
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json(folder / "table.json", table.to_json())
+    write_atomically(folder / "table.md", table_markdown(table))
+    write_atomically(folder / "table.tex", table_latex(table))
+    return [folder / f"table.{ending}" for ending in ("json", "md", "tex")]
+
+
+def print_paper_table(table: Table) -> None:
+    """Print a table; one wider than the screen is continued below."""
+    lines = _cells(table)
+    print_table(_title(table), lines[0], lines[1:], left=1)
+    for line in notes(table):
+        print_wrapped(line)
+
+
+def print_items(items: Mapping[str, PaperItem]) -> None:
+    """Print the list of all tables and figures."""
+    rows = [[item.id, item.about, item.state] for item in items.values()]
+    print_table("", ["id", "title", "state"], rows, running=(1,))
+    print_wrapped(
+        "run: repeated, docs/results has the figures. no data: the command exists, its data were not available; many"
+        " run with --data flickr8k or --data emoji. published only: no recipe trains it. --json has the commands and"
+        " what they need."
+    )
+
+
+def table_markdown(table: Table) -> str:
+    """The table in Markdown, with its title above and its notes below."""
+    head, *rows = _cells(table)
+    rule = ["---"] + ["---:"] * (len(head) - 1)
+    lines = ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in (head, rule, *rows)]
+    return "\n".join([_title(table), "", *lines, "", *notes(table), ""])
+
+
+def table_latex(table: Table) -> str:
+    """The table for the package booktabs: each figure has a column of ours and one of the paper."""
+    pairs = len(table.columns)
+    names = " & ".join(rf"\multicolumn{{2}}{{c}}{{{_tex(heading(name))}}}" for name in table.columns)
+    rules = "".join(rf"\cmidrule(lr){{{2 * k + 2}-{2 * k + 3}}}" for k in range(pairs))
+    second = " & ".join(["ours & published"] * pairs)
+    body = [" & ".join(_tex(cell) for cell in row) + r" \\" for row in _cells(table)[1:]]
+    caption = _tex(" ".join([_title(table) + ".", *notes(table)]))
+    return "\n".join(
+        [
+            r"\begin{table}",
+            r"\centering",
+            rf"\begin{{tabular}}{{l{'rr' * pairs}}}",
+            r"\toprule",
+            rf" & {names} \\",
+            rules,
+            rf" & {second} \\",
+            r"\midrule",
+            *body,
+            r"\bottomrule",
+            r"\end{tabular}",
+            rf"\caption{{{caption}}}",
+            r"\end{table}",
+            "",
+        ]
+    )
+
+
+def heading(name: str) -> str:
+    """The name of a figure in short words."""
+    for long, short in _SHORT:
+        name = name.replace(long, short)
+    return name
+
+
+def notes(table: Table) -> list[str]:
+    """What a reader has to know beside the figures."""
+    found = [f"Published: {table.item.source}."]
+    if not table.same_data:
+        found.append(f"The published figures are of other data, {_benchmark(table)}: only the order can be compared.")
+    found += [f"{row.label}: {reason}." for row in table.rows for reason in row.failed]
+    if left := [row.label for row in table.rows if not row.runs and not row.failed]:
+        found.append(f"Not repeated: {', '.join(left)}.")
+    if table.item.note:
+        found.append(table.item.note)
+    return found
+
+
+def _benchmark(table: Table) -> str:
+    from sfumato.evaluation.papers import data_sets
+
+    return data_sets()[table.item.benchmark].title
+
+
+def _title(table: Table) -> str:
+    seeds = f"mean ± standard deviation over {table.n_seeds} seeds" if table.n_seeds > 1 else "one seed"
+    return f"{table.item.id}: {table.item.about}. Ours: {table.data.title}, split {table.split}, {seeds}; per cent"
+
+
+def _cells(table: Table) -> list[list[str]]:
+    """Headings and rows of texts: label, then ours and published of each figure."""
+    head = [""]
+    for name in table.columns:
+        head += [heading(name), "published"]
+    rows = []
+    for row in table.rows:
+        cells = [row.label]
+        for name in table.columns:
+            published = row.published.get(name)
+            cells += [_ours(row.own.get(name)), "–" if published is None else number(published, _digits(published))]
+        rows.append(cells)
+    return [head, *rows]
+
+
+def _digits(value: float) -> int:
+    return 1 if round(value, 1) == value else 2
+
+
+def _ours(value: OverSeeds | None) -> str:
+    if value is None:
+        return "–"
+    return f"{value.mean:.1f}" + ("" if value.deviation is None else f" ± {value.deviation:.1f}")
+
+
+def _tex(text: str) -> str:
+    return "".join(_TEX.get(character, character) for character in text)

@@ -1,0 +1,353 @@
+"""A table of a paper repeated: the runs that are missing are trained, all are evaluated, and published figures stand
+beside. What a table consists of is data, see :mod:`sfumato.evaluation.papers`.
+"""
+
+import hashlib
+import json
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sfumato.errors import UserError
+from sfumato.evaluation.compare import OverSeeds, over_seeds
+from sfumato.evaluation.embedded_input import EmbeddedSet, measure, read_ground_truths
+from sfumato.evaluation.papers import PaperItem, data_sets
+from sfumato.evaluation.published import own_figures
+from sfumato.evaluation.strategies import choose_strategies, evaluate_strategies
+from sfumato.files import write_json
+from sfumato.matching import MATCH_PROBABILITY
+from sfumato.models.embed import embed_for_evaluation, ranking_distance
+from sfumato.models.recipe import Recipe, absolute_recipe, find_recipe, load_recipe
+from sfumato.models.run import MODEL, load_run
+from sfumato.progress import say
+from sfumato.training.ablation import finished
+from sfumato.training.loop import fit
+from sfumato.training.step import DivergedError
+
+_GALLERIES = ("coco_1k", "cub", "flickr30k", "cxc_1k", "coco_5k", "cxc", "eccv", "pmrp_1k", "rpc2_1k", "pmrp", "rpc2")
+"""Ground truths of published figures, in the order in which one of them stands beside a figure of other data."""
+
+_MANIFESTS = (".csv", ".jsonl", ".parquet")
+
+
+@dataclass(frozen=True)
+class TableData:
+    """The data that a table is repeated on.
+
+    Attributes:
+        name: of :func:`~sfumato.evaluation.papers.data_sets`; it chooses the recipes.
+        title: as it is written above the figures.
+        overrides: of every recipe, e.g. where the data are.
+    """
+
+    name: str
+    title: str
+    overrides: tuple[str, ...] = ()
+
+
+def choose_data(item: PaperItem, given: str | None, overrides: Sequence[str]) -> TableData:
+    """The data of --data: a name, a dataset_*.json, a manifest, or a folder; by default the paper's.
+
+    Raises:
+        UserError: the name is unknown, or the file cannot be read.
+    """
+    if given is None or given in data_sets():
+        name = given or item.benchmark
+        return TableData(name, data_sets()[name].title, tuple(overrides))
+    path = Path(given)
+    if not path.exists():
+        raise UserError(f"--data {given}: neither a file or folder nor a data set; known: {', '.join(data_sets())}")
+    if path.suffix == ".json":
+        try:
+            name = str(json.loads(path.read_text(encoding="utf-8"))["dataset"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise UserError(f"--data {given}: not a dataset_*.json in Karpathy's layout") from error
+        if name not in data_sets():
+            name = "flickr8k"
+        return TableData(name, data_sets()[name].title, (f"data.path={json.dumps(given)}", *overrides))
+    source = "folder" if path.is_dir() else "manifest"
+    if source == "manifest" and path.suffix not in _MANIFESTS:
+        raise UserError(f"--data {given}: expected {', '.join(_MANIFESTS)}, dataset_*.json or a folder of images")
+    own = (f"data.source={source}", f"data.path={json.dumps(given)}")
+    return TableData("flickr8k", given, (*own, *overrides))
+
+
+@dataclass(frozen=True)
+class PlannedRow:
+    """A row before its runs: the recipes of its seeds and variants; none if it is not repeated on this data."""
+
+    label: str
+    recipes: tuple[Recipe, ...] = ()
+    spec: str = ""
+
+
+def plan_table(item: PaperItem, data: TableData, n_seeds: int = 1) -> list[PlannedRow]:
+    """The rows with their recipes.
+
+    Raises:
+        UserError: no row can be repeated on this data, or an override is wrong.
+    """
+    if data.name not in (item.benchmark, *(name for name, one in data_sets().items() if one.instead)):
+        raise UserError(f"{item.id} is about {item.benchmark}; --data {data.name} has no recipes for it")
+    rows = []
+    for label in item.labels:
+        spec = item.run_of(label, data.name)
+        if not spec:
+            rows.append(PlannedRow(label))
+            continue
+        name, *changes = shlex.split(spec)
+        variants = item.variants if data.name == item.benchmark and item.variants else ("",)
+        recipes = []
+        for variant in variants:
+            recipe = load_recipe(find_recipe(name), [*changes, *shlex.split(variant), *data.overrides])
+            for seed in range(recipe.train.seed, recipe.train.seed + n_seeds):
+                recipes.append(recipe.model_copy(update={"train": recipe.train.model_copy(update={"seed": seed})}))
+        rows.append(PlannedRow(label, tuple(recipes), spec))
+    if not any(row.recipes for row in rows):
+        raise UserError(f"{item.id}: none of its rows can be repeated on {data.title}: {_where(item)}")
+    return rows
+
+
+def _where(item: PaperItem) -> str:
+    """On which data an item can be repeated."""
+    able = [name for name in data_sets() if any(item.run_of(label, name) for label in item.labels)]
+    return f"--data {' or '.join(able)}" if able else "it has published figures only"
+
+
+@dataclass(frozen=True)
+class TableRow:
+    """A row of a repeated table.
+
+    Attributes:
+        label: backbone and method.
+        published: the paper's figures by column.
+        own: ours over the runs by column; empty if the row was not repeated.
+        runs: folders of the runs.
+        spec: recipe and overrides.
+        failed: reasons of runs that diverged.
+    """
+
+    label: str
+    published: dict[str, float]
+    own: dict[str, OverSeeds] = field(default_factory=dict)
+    runs: tuple[str, ...] = ()
+    spec: str = ""
+    failed: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Table:
+    """A repeated table.
+
+    Attributes:
+        item: what was repeated.
+        data: on which data.
+        split: on which split.
+        n_seeds: number of seeds.
+        columns: names of the figures, in the order of the paper.
+        rows: in the order of the paper.
+    """
+
+    item: PaperItem
+    data: TableData
+    split: str
+    n_seeds: int
+    columns: tuple[str, ...]
+    rows: tuple[TableRow, ...]
+
+    @property
+    def same_data(self) -> bool:
+        """Whether it was repeated on the data of the paper."""
+        return self.data.name == self.item.benchmark
+
+    def to_json(self) -> dict[str, Any]:
+        """The table as JSON values; figures in per cent, rsum of 600."""
+        return {
+            "id": self.item.id,
+            "title": self.item.about,
+            "source": self.item.source,
+            "data": self.data.title,
+            "same_data": self.same_data,
+            "split": self.split,
+            "seeds": self.n_seeds,
+            "overrides": list(self.data.overrides),
+            "columns": list(self.columns),
+            "rows": [asdict(row) for row in self.rows],
+        }
+
+
+def run_folder(recipe: Recipe, runs: Path) -> Path:
+    """The folder of a recipe's run: equal recipes of all tables share it."""
+    values = recipe.model_dump(mode="json")
+    seed = values["train"].pop("seed")
+    digest = hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:8]
+    return runs / f"{recipe.name}-{digest}-{seed}"
+
+
+def train_missing(recipes: Sequence[Recipe], runs: Path) -> tuple[list[Path], list[str]]:
+    """Train what is not finished, resume what was interrupted; the folders, and why others have none."""
+    folders, failed = [], []
+    for recipe in map(absolute_recipe, recipes):
+        folder = run_folder(recipe, runs)
+        try:
+            if not finished(folder, recipe):
+                say(f"{folder}: training")
+                fit(recipe, folder)
+            folders.append(folder)
+        except DivergedError as error:
+            failed.append(f"{folder.name}: {error}")
+            say(failed[-1])
+    return folders, failed
+
+
+def make_table(
+    item: PaperItem,
+    data: TableData,
+    runs: Path,
+    *,
+    n_seeds: int = 1,
+    instances: Sequence[Path] = (),
+    device: torch.device | str = "cpu",
+) -> Table:
+    """Train the missing runs and evaluate all.
+
+    Args:
+        item: a table.
+        data: of :func:`choose_data`.
+        runs: folder of all runs; finished ones are reused.
+        n_seeds: number of runs of each row.
+        instances: COCO's instances_*.json, for PMRP.
+        device: for embedding; training uses the recipe's.
+
+    Raises:
+        UserError: no row can be repeated on this data, or the data cannot be used.
+    """
+    planned = plan_table(item, data, n_seeds)
+    columns = table_columns(item, data)
+    rows = []
+    for number, row in enumerate(planned):
+        published = {own: item.rows.get(row.label, {}).get(name) for own, name in columns.items()}
+        known = {name: value for name, value in published.items() if value is not None}
+        name = item.name_on(row.label, data.name) if row.recipes else row.label
+        if not row.recipes:
+            rows.append(TableRow(name, known))
+            continue
+        say(f"{item.id}, row {number + 1} of {len(planned)}: {row.label}")
+        folders, failed = train_missing(row.recipes, runs)
+        figures = [run_figures(folder, item, data, row.label, instances=instances, device=device) for folder in folders]
+        own = {name: value for name, value in over_seeds(figures).items() if name in columns}
+        rows.append(TableRow(name, known, own, tuple(map(str, folders)), row.spec, tuple(failed)))
+    shown = tuple(name for name in columns if any(name in row.own or name in row.published for row in rows))
+    return Table(item, data, item.split, n_seeds, shown, tuple(rows))
+
+
+def published_table(item: PaperItem) -> Table:
+    """The paper's figures alone."""
+    rows = tuple(TableRow(label, {_own_name(item, k): v for k, v in item.rows[label].items()}) for label in item.rows)
+    if not rows:
+        raise UserError(f"{item.id} has no published figures that could be shown; {item.note or item.about}")
+    data = TableData(item.benchmark, data_sets()[item.benchmark].title)
+    return Table(item, data, item.split, 1, tuple(_own_name(item, name) for name in item.columns), rows)
+
+
+def table_columns(item: PaperItem, data: TableData) -> dict[str, str]:
+    """Name of each own figure -> the published figure that stands beside it.
+
+    On the paper's data these are the same. Other data have one ground truth: a metric is shown once, beside the
+    published one whose gallery is nearest in size.
+    """
+    if data.name == item.benchmark == "coco" and item.split == "test":
+        return {_own_name(item, name): name for name in item.columns}
+    found: dict[str, str] = {}
+    for name in sorted(item.columns, key=_nearness):
+        found.setdefault(_short(_own_name(item, name)), name)
+    order = [_short(_own_name(item, name)) for name in item.columns]
+    return {name: found[name] for name in dict.fromkeys(order)}
+
+
+def _own_name(item: PaperItem, name: str) -> str:
+    return f"{item.direction} {name}" if item.direction in ("i2t", "t2i") else name
+
+
+def _short(name: str) -> str:
+    """The name of a figure without its ground truth."""
+    words = name.split()
+    return " ".join([words[0], words[-1]] if len(words) > 1 and words[0] in ("i2t", "t2i") else words[-1:])
+
+
+def _nearness(name: str) -> int:
+    words = [word for word in name.split() if word not in ("i2t", "t2i")]
+    return _GALLERIES.index(words[0]) if words[0] in _GALLERIES else -1
+
+
+def run_figures(
+    folder: Path,
+    item: PaperItem,
+    data: TableData,
+    label: str,
+    *,
+    instances: Sequence[Path] = (),
+    device: torch.device | str = "cpu",
+) -> dict[str, float | None]:
+    """The figures of a run by the names of :func:`table_columns`; those computed before come from the run's folder."""
+    benchmark = "coco" if data.name == item.benchmark == "coco" and item.split == "test" else ""
+    strategy = item.rank_by.get(label, "")
+    path = folder / f"{'-'.join(filter(None, ['figures', benchmark or 'own', item.split, strategy]))}.json"
+    if path.is_file() and path.stat().st_mtime_ns >= (folder / MODEL).stat().st_mtime_ns and not instances:
+        loaded: dict[str, float | None] = json.loads(path.read_text(encoding="utf-8"))
+        return loaded
+    run = load_run(folder, device=device)
+    truths = read_ground_truths("coco", instances=instances, split=item.split) if benchmark else ()
+    embedded = embed_for_evaluation(run, run.recipe.data, item.split, ground_truths=truths)
+    distance = ranking_distance(run)
+    if strategy:
+        (chosen,) = choose_strategies(strategy)
+        needs = chosen.distance == MATCH_PROBABILITY
+        probability = ranking_distance(run, MATCH_PROBABILITY) if needs else None
+        result = evaluate_strategies(
+            embedded.images, embedded.texts, embedded.image_ids, embedded.text_ids, embedded.ground_truths, [chosen],
+            match_probability=probability, engine="flat",
+        )[strategy]  # fmt: skip
+        truth_figures, uncertainty, variance = result.figures, None, None
+    else:
+        measured = measure(embedded, distance)
+        truth_figures, uncertainty, variance = measured.figures, measured.uncertainty, measured.total_variance
+    if benchmark:
+        figures: dict[str, float | None] = dict(own_figures(truth_figures, uncertainty, variance))
+    else:
+        (only,) = truth_figures.values()
+        figures = _plain_figures(only, (uncertainty or {}).get(next(iter(truth_figures)), {}), variance)
+    figures |= log_deviations(embedded)
+    write_json(path, figures)
+    return figures
+
+
+def _plain_figures(
+    both: Mapping[str, Any], uncertainty: Mapping[str, Any], variance: Mapping[str, float] | None
+) -> dict[str, float | None]:
+    """Figures of a single ground truth, in per cent: by direction, and the mean of both without one."""
+    sides = {side: both[side] for side in ("i2t", "t2i")}
+    figures: dict[str, float | None] = {
+        f"{side} {name}": 100 * value for side, metrics in sides.items() for name, value in metrics.items()
+    }
+    for name in sides["i2t"].keys() & sides["t2i"].keys():
+        figures[name] = 100 * sum(metrics[name] for metrics in sides.values()) / 2
+    if "rsum" in both:
+        figures["rsum"] = 100 * both["rsum"]
+    correlations = [side["correlation"] for side in uncertainty.values()]
+    if correlations and None not in correlations:
+        figures["minus_rho"] = -sum(correlations) / len(correlations)
+    if correlations and variance:
+        figures["total_variance"] = sum(variance.values()) / len(variance)
+    return figures
+
+
+def log_deviations(embedded: EmbeddedSet) -> dict[str, float | None]:
+    """Mean ln sigma over dimensions and items of images and texts; nothing for points."""
+    sides = {"image": embedded.images, "text": embedded.texts}
+    means = {name: float(side.log_var.double().mean()) / 2 for name, side in sides.items()}
+    return {f"{name} log_sigma": value for name, value in means.items() if value > -1e4}
