@@ -8,7 +8,16 @@ from torch import Tensor
 
 from sfumato.distances import get_distance
 from sfumato.gaussian import GaussianEmbedding
-from sfumato.losses.base import LossOptions, LossOutput, MatchLoss, PairBlock, option, sum_of_blocks, sum_of_terms
+from sfumato.losses.base import (
+    FREE_SCALE,
+    LossOptions,
+    LossOutput,
+    MatchLoss,
+    PairBlock,
+    option,
+    sum_of_blocks,
+    sum_of_terms,
+)
 from sfumato.losses.labels import matched_rows
 from sfumato.losses.tiles import PairTerms, Tile, Tiles, pair_sums
 from sfumato.matching import MatchingLogits
@@ -29,6 +38,7 @@ class InfoNCEOptions(LossOptions):
         5.0, "initial scale; a scale of 1 on squared_l2 is a softmax temperature of 0.5 on the cosine", gt=0
     )
     largest_scale: float = option(0.0, LARGEST_SCALE, ge=0)
+    free_scale: bool = option(False, FREE_SCALE)
 
 
 def infonce_loss(
@@ -168,7 +178,8 @@ class InfoNCELoss(MatchLoss):
     def __init__(self, options: InfoNCEOptions = InfoNCEOptions()) -> None:
         super().__init__(options)
         self.options = options
-        self.logits = MatchingLogits(options.logit_scale, 0.0, largest=options.largest_scale or math.inf)
+        largest = options.largest_scale or math.inf
+        self.logits = MatchingLogits(options.logit_scale, 0.0, free=options.free_scale, largest=largest)
         self.logits.logit_bias.requires_grad_(False)
 
     def counts(self, block: PairBlock) -> Tensor:
