@@ -43,7 +43,7 @@ format: $(VENV)/.dev  ## put the code into its one layout
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-benchmarks: $(VENV)/.dev  ## speed and memory against the references, into benchmarks/results and the page Performance
+benchmarks: $(VENV)/.dev  ## speed and memory against the references, into benchmarks/results and the page "How fast is it?"
 	$(BIN)/python benchmarks/suite.py
 
 clean:  ## remove the environment and all runs

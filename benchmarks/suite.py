@@ -1,4 +1,4 @@
-"""Run the benchmarks that matter to a user, one after the other, then write docs/project/performance.md from them.
+"""Run the benchmarks that matter to a user, one after the other, then write docs/results/speed.md from them.
 
     python benchmarks/suite.py [NAME ...] [--results FOLDER] [--page PATH] [--page-only]
 

@@ -1,4 +1,4 @@
-"""The page Performance equals what its script makes of the result files, marks what loses and what was disturbed."""
+"""The page of speed equals what its script makes of the result files, marks what loses and what was disturbed."""
 
 import copy
 import json
