@@ -142,7 +142,7 @@ def main() -> None:
 
 
 def print_tables(found: list[dict[str, Any]]) -> None:
-    """The tables of docs/concepts/trust.md."""
+    """The tables of docs/results/ambiguity.md and estimators.md."""
     columns = [(wordings, figure) for wordings in ("seen", "unseen") for figure in FIGURES]
     print("| predictor of the number of matches | " + " | ".join(f"{w}: {f}" for w, f in columns) + " |")
     print("| --- |" + " ---: |" * len(columns))

@@ -7,7 +7,7 @@ a hit is linear in the match logit z of its distance, with a positive slope, and
     logit = slope * z + bias,    bias = intercept + weights . features(z of the nearest items, size of the gallery)
 
 The order of the hits stays that of their distances, and each query costs a constant time beside its search.
-docs/concepts/calibration.md derives the features; docs/experiments has what they are worth.
+docs/concepts/calibration.md derives the features; docs/results/probabilities.md has what they are worth.
 """
 
 import math

@@ -5,7 +5,7 @@ anyway, the distance of a query to its closest item, with that of the held-out q
 and Smirnov, once for each window of queries. It needs no labels. It sees drift that moves this distance and no other,
 and it cannot tell new queries from a gallery of new items.
 
-docs/concepts/calibration.md states what it controls; docs/experiments has what it finds.
+docs/concepts/calibration.md states what it controls; docs/results/guarantees.md has what it finds.
 """
 
 import itertools

@@ -687,7 +687,7 @@ def verdict(
 ) -> Verdict:
     """Put a search result into words.
 
-    The limits were chosen on validation data; docs/experiments/2026-11-22-hits.md has the precision and the recall of
+    The limits were chosen on validation data; docs/results/probabilities.md has the precision and the recall of
     "many" and "clear".
 
     Args:
