@@ -5,6 +5,7 @@ import re
 
 import numpy as np
 from markupsafe import escape
+from support.words import folded
 
 from sfumato.data.emoji import load_emoji
 from sfumato.data.sources import SOURCES, Source
@@ -34,7 +35,7 @@ def test_demo_makes_a_self_contained_page(tmp_path, capsys, monkeypatch):
     pairs, _ = draw_examples(read_every_fourth(load_recipe(find_recipe("emoji-demo")).data, None)["style"])
     assert len(pairs) == 4
     result = run_demo(tmp_path / "demo", TINY)
-    printed = capsys.readouterr().out
+    printed = folded(capsys.readouterr().out)
     for pair in pairs:
         assert all(query in printed for query in pair)
     assert "image -> name" in printed and "matches expected" in printed

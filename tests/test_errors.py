@@ -1,11 +1,13 @@
 """Messages for a terminal, and the errors that commands print."""
 
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from sfumato.cli import main
-from sfumato.errors import explain_os_error, printable
+from sfumato.errors import as_typed, explain_os_error, printable
 
 
 def test_what_a_terminal_cannot_show_becomes_an_escape():
@@ -13,6 +15,13 @@ def test_what_a_terminal_cannot_show_becomes_an_escape():
         "a\\x1b[2Jb\\rc\\x00\\u202e\\udce9\\u2028 é ü 中\td\ne"
     )
     assert printable("x" * 30 + "\n" + "y" * 5, most=10) == "x" * 10 + " ...\nyyyyy"
+
+
+def test_commands_are_quoted_for_the_shell():
+    words = ["sfumato", "search", Path("my runs/ü"), "it's a dog", "--out=x"]
+    assert as_typed(*words) == "sfumato search 'my runs/ü' 'it'\"'\"'s a dog' --out=x"
+    printed = subprocess.run(["sh", "-c", f"printf '%s\\n' {as_typed(*words)}"], capture_output=True, check=True).stdout
+    assert printed.decode().splitlines() == [str(word) for word in words]
 
 
 def test_a_link_to_itself_is_explained(tmp_path):

@@ -59,6 +59,30 @@ def test_no_module_names_two_things_alike():
     assert not twice
 
 
+def unfolded_phrases(tree):
+    """Lines that look for several words in what a command printed, where a line may end between them."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Compare) and isinstance(node.ops[0], ast.In | ast.NotIn):
+            where = node.comparators[0]
+            printed = getattr(where, "id", getattr(where, "attr", "")) == "out"
+            if printed and any(isinstance(x, ast.Constant) and " " in str(x.value) for x in ast.walk(node.left)):
+                yield node.lineno
+
+
+def test_phrases_are_looked_for_in_folded_text():
+    """`folded` of support.words; a table's cells and a wrapped sentence break where the screen ends."""
+    found = [
+        f"{path.relative_to(ROOT)}:{line}"
+        for path in (ROOT / "tests").rglob("*.py")
+        for line in unfolded_phrases(ast.parse(path.read_text(encoding="utf-8")))
+    ]
+    assert not found
+    bad = ast.parse(
+        "assert 'two words' in out and f'{x} a' not in done.out and 'word' in out and 'a b' in folded(out)"
+    )
+    assert list(unfolded_phrases(bad)) == [1, 1]
+
+
 def test_the_rules_find_what_breaks_them(tmp_path):
     (tmp_path / "bad.py").write_text(
         '"""A module."""\n\n\ndef mine(x, **rest):\n    """Do."""\n    if x:\n        raise ValueError(x)\n    return x'

@@ -15,6 +15,7 @@ import pytest
 from support.processes import Started, command
 from support.serving import Process, wait_until_ready
 from support.toy import make_toy
+from support.words import folded
 
 from sfumato.cli import app
 from sfumato.models.recipe import find_recipe, load_recipe
@@ -97,7 +98,7 @@ def visited(tmp_path_factory):
     process.stdout.close()
     status, errors = process.finish()
     assert status == 0, errors
-    return folder, printed + errors
+    return folder, folded(printed + errors)
 
 
 def test_shell_blocks_run(visited):
@@ -141,9 +142,11 @@ def commands(document):
 @pytest.mark.parametrize("document", [d for d in (*DOCUMENTS, *PAGES) if commands(d)])
 def test_commands_that_are_not_run_name_what_exists(document):
     known = {c.callback.__name__ for c in app.registered_commands} | {g.name for g in app.registered_groups}
+    verbs = {g.name: {c.callback.__name__ for c in g.typer_instance.registered_commands} for g in app.registered_groups}
     for line in commands(document):
         command = re.split(r"\bsfumato (?=[a-z])", line, maxsplit=1)[1].split(";")[0].split()
         assert command[0] in known, line
+        assert command[0] not in verbs or command[1] in verbs[command[0]], line
         if command[0] == "train":
             words = [w for w in shlex.split(" ".join(command[1:]), comments=True) if w != "CHANGE"]
             overrides = [word for word in words[1:] if re.match(r"[a-z_.]+=", word) and "$" not in word]

@@ -14,7 +14,7 @@ from sfumato import __version__
 from sfumato.api.answers import answer_queries
 from sfumato.data.emoji import emoji_names
 from sfumato.data.pairs import PairData
-from sfumato.errors import counted
+from sfumato.errors import as_typed, counted
 from sfumato.evaluation.protocols import Evaluation, evaluate_retrieval, table_rows
 from sfumato.files import write_atomically
 from sfumato.gaussian import GaussianEmbedding
@@ -79,9 +79,8 @@ def run_demo(out: Path, overrides: list[str]) -> dict[str, Any]:
     results = [answer.to_json() for answer in answers]
     for result in results:
         print_search(result | {"hits": result["hits"][:4]})
-    print(
-        f'After {time.monotonic() - started:.0f} seconds you can search: sfumato search {out / "index"} "something red"'
-    )
+    search = as_typed("sfumato", "search", out / "index", "something red")
+    print(f"After {time.monotonic() - started:.0f} seconds you can search: {search}")
 
     print("\n4. Evaluating on the concepts of that style that chose nothing")
     evaluation, _ = evaluate_run(run, "test")

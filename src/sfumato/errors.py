@@ -6,6 +6,7 @@ Also the small parts that messages share.
 import difflib
 import errno
 import re
+import shlex
 from collections.abc import Sequence
 
 _CAUSES = {
@@ -39,6 +40,18 @@ def disk_cause(error: BaseException) -> str | None:
     """
     full = _FULL.search(str(error))
     return _CAUSES.get(errno.ENOSPC if full else getattr(error, "errno", None) or 0)
+
+
+def as_typed(*words: object) -> str:
+    """A command as a shell takes it: words with spaces are quoted.
+
+    Args:
+        words: of the command; paths too.
+
+    Returns:
+        The line.
+    """
+    return shlex.join(map(str, words))
 
 
 def explain_os_error(error: BaseException) -> str:

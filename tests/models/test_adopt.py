@@ -4,12 +4,14 @@ import csv
 import io
 import json
 import math
+import shlex
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 from support.tiny_models import WORDS, tiny_clip
+from support.words import folded, too_wide
 
 import sfumato.models.adopt as adopting
 from sfumato.calibration.calibrator import Calibration
@@ -116,12 +118,18 @@ def test_every_command_takes_files(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     command = app_runner(capsys)
     files = ("--images", "images.npy", "--texts", "texts.npy", "--pairs", "pairs.csv")
+    out = command("adopt", *files, "--out", "runs/my own")
+    nexts = [shlex.split(line) for line in out.splitlines() if line.startswith("  sfumato ")]
+    assert nexts == [
+        ["sfumato", "index", "runs/my own", "--split", "all", "--out", "runs/my own-index"],
+        ["sfumato", "serve", "runs/my own-index"],
+    ]
     out = command("adopt", *files)
-    words = " ".join(out.split())
-    assert "1 left out" in words and "kept" in out and "adopted is a run" in out
-    assert max(map(len, out.splitlines())) <= 80 and "of the split val" in words and "--max-queries" not in out
+    words = folded(out)
+    assert "1 left out" in words and "kept" in words and "adopted is a run" in words
+    assert not too_wide(out) and "of the split val" in words and "--max-queries" not in out
     some = command("adopt", *files, "--force", "--method", "nearest", "--max-queries", "60")
-    assert "60 of" in some and "--max-queries takes more" in " ".join(some.split())
+    assert "60 of" in folded(some) and "--max-queries takes more" in folded(some)
     written = json.loads((tmp_path / "runs/adopted/adopted.json").read_text())
     assert written["n_queries"] == {"t2i": 60, "i2t": 60}
     assert "images.npy[5]" in (tmp_path / "runs/adopted/problems.jsonl").read_text()
@@ -130,13 +138,14 @@ def test_every_command_takes_files(tmp_path, monkeypatch, capsys):
     assert json.loads(command("adopt", *files, "--force", "--method", "nearest", "--json"))["method"] == "nearest"
     monkeypatch.chdir("/")
     run, index = tmp_path / "runs/adopted", tmp_path / "index"
-    assert "399 images" in command("index", run, "--split", "all", "--out", index)
-    assert "399 images" in command("index", run, "--images", tmp_path / "images.npy", "--out", tmp_path / "index2")
+    assert "399 images" in folded(command("index", run, "--split", "all", "--out", index))
+    again = command("index", run, "--images", tmp_path / "images.npy", "--out", tmp_path / "index2")
+    assert "399 images" in folded(again)
     assert sorted(GaussianIndex.load(index).ids) == sorted(GaussianIndex.load(tmp_path / "index2").ids)
     np.save(tmp_path / "query.npy", texts[30])
     (found,) = json.loads(command("search", index, tmp_path / "query.npy", "-k", "2", "--json"))
     assert found["calibrated"] and found["hits"][0]["id"] == "10"
-    assert "probability of the first hit" in command("trust", run, "--bootstrap", "5")
+    assert "probability of the first hit" in folded(command("trust", run, "--bootstrap", "5"))
     command("evaluate", "run", run)
     command("calibrate", run)
 

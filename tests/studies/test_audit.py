@@ -11,6 +11,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from support.toy import make_toy
+from support.words import folded, too_wide
 
 from sfumato import GaussianEmbedding, cli
 from sfumato.data.images import MemoryImage, Problems
@@ -287,8 +288,7 @@ def test_the_command_writes_tables_and_a_page(work, sfumato, capsys):
     assert page.count('<li class="card">') == 6 and "data:image/webp;base64," in page and pairs[0]["text"] in page
     assert "http" not in page and "<script" not in page
     print_audit(result)
-    lines = capsys.readouterr().out
-    first = " ".join(lines.split())
+    first = lines = folded(capsys.readouterr().out)
     n_images, n_texts = result["n_images"], result["n_texts"]
     assert first.startswith(f"checked the split test: {n_images} images, {n_texts} texts, {result['n_pairs']} listed")
     others = {name: len(one.image_ids) for name, one in splits_of(work).items() if name != "test"}
@@ -301,9 +301,9 @@ def test_the_command_writes_tables_and_a_page(work, sfumato, capsys):
     print_audit(long)
     lines = capsys.readouterr().out
     assert lines.split().count("a") >= 71 and lines.split().count("b") == 51
-    assert max(map(len, lines.splitlines())) <= 80
+    assert not too_wide(lines)
     print_audit(result | {"pairs": [result["pairs"][0] | {"wrong_probability": p} for p in (0.0031, 0.00002)]})
-    lines = capsys.readouterr().out
+    lines = folded(capsys.readouterr().out)
     assert "nothing is suspicious" in lines and "most suspicious" not in lines
     assert "pairs.csv" in lines and "0.31%" not in lines and "<0.01%" not in lines, "no rows"
     print_audit(result | {"pairs": [result["pairs"][0] | {"wrong_probability": p} for p in (0.31, 0.0031, 0.00002)]})
@@ -311,7 +311,8 @@ def test_the_command_writes_tables_and_a_page(work, sfumato, capsys):
     assert "\n31% " in lines and "\n0.31% " in lines and "\n<0.01% " in lines, "digits that rank"
     print_audit(result | {"pairs": [result["pairs"][0] | {"wrong_probability": p} for p in (0.31, 0.0031)]})
     lines = capsys.readouterr().out
-    assert "nothing is suspicious" not in lines and "the most suspicious listed pairs" in lines and "\n31% " in lines
+    words = folded(lines)
+    assert "nothing is suspicious" not in words and "the most suspicious listed pairs" in words and "\n31% " in lines
 
 
 def figures_of(**changed):
@@ -363,7 +364,7 @@ def test_a_model_at_chance_is_refused(work, sfumato, tmp_path):
 def test_other_data_another_model_and_a_split_it_was_trained_on(work, sfumato, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     status, out, _ = sfumato("audit", work / "toy.toml", "data.test_share=0.25", "--run", work / "run")
-    assert status == 0 and "nothing is suspicious" in out and (tmp_path / "audit-test" / "audit.html").is_file()
+    assert status == 0 and "nothing is suspicious" in folded(out) and (tmp_path / "audit-test" / "audit.html").is_file()
     assert sfumato("export", work / "run", tmp_path / "moved")[0] == 0
     arguments = "audit", work / "toy.toml", "--run", tmp_path / "moved", "--out", tmp_path / "a", "--json"
     assert json.loads(sfumato(*arguments)[1])["model"] == "moved"
@@ -382,7 +383,7 @@ def test_an_uncalibrated_model_gives_no_probabilities(work, sfumato, tmp_path, c
     (tmp_path / "run" / "calibration.json").unlink()
     result = json.loads(sfumato("audit", "--run", tmp_path / "run", "--json")[1])
     print_audit(result)
-    lines = capsys.readouterr().out
+    lines = folded(capsys.readouterr().out)
     assert "are wrong" not in lines and "more likely" not in lines and "the closest of" in lines
     page = (tmp_path / "run" / "audit-test" / "audit.html").read_text()
     assert "wrong · excess" not in page and "In per cent" not in page and ">–<" not in page and ">excess" in page

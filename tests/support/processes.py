@@ -6,12 +6,24 @@ import socket
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
+from multiprocessing import util
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 import torch
 
 _CONTEXT = multiprocessing.get_context("forkserver")
+
+
+def _short_folder() -> None:
+    """Put the server's socket where its path is short: the system allows 107 bytes, and a TMPDIR may have more."""
+    before = tempfile.tempdir
+    tempfile.tempdir = "/tmp" if len(os.fsencode(tempfile.gettempdir())) > 60 else before
+    util.get_temp_dir()  # Of all servers of this process.
+    tempfile.tempdir = before
+
+
+_short_folder()
 _CONTEXT.set_forkserver_preload(
     [
         "torch._dynamo",

@@ -25,7 +25,7 @@ from sfumato.direction import Direction
 from sfumato.distances import get_distance
 from sfumato.encoders.embeddings import EmbeddingProcessor
 from sfumato.encoders.regions import features_read
-from sfumato.errors import UserError, counted
+from sfumato.errors import UserError, as_typed, counted
 from sfumato.evaluation.hits import first_hits
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.matching import match_probability
@@ -207,7 +207,9 @@ class LoadedModel:
                 f"{self.source} is not a run and has no data of its own; use Reliability.of(probability, match)"
             )
         if found.calibration is None:
-            raise UserError(f"{self.source} has no calibration; make one: sfumato calibrate {self.source}")
+            raise UserError(
+                f"{self.source} has no calibration; make one: {as_typed('sfumato', 'calibrate', self.source)}"
+            )
         config, problems = load_recipe(Path(self.source) / RECIPE, saved=True).data, Problems()
         splits = load_splits(config, problems)
         if split not in splits:
@@ -564,7 +566,7 @@ def load_index(folder: str | Path, *, run: str | Path | None = None, store: str 
     if (Path(folder) / RECIPE).is_file():
         raise UserError(
             f"{folder} is a run, not an index; index images with sfumato.load({str(folder)!r}).index(images), or"
-            f" with `sfumato index {folder} --split all --out {folder}-index`"
+            f" with `{as_typed('sfumato', 'index', folder, '--split', 'all', '--out', f'{folder}-index')}`"
         )
     return Searcher(open_gallery(folder, store), str(folder), run=None if run is None else str(run))
 

@@ -2,7 +2,6 @@
 
 import difflib
 import json
-import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from sfumato.errors import UserError
+from sfumato.errors import UserError, as_typed
 from sfumato.progress import say
 
 
@@ -29,16 +28,16 @@ class Verbs(TyperGroup):
     def meant(self, command: str, arguments: list[str]) -> str:
         """The line, for a command with arguments but no verb; a group that knows more about them overrides it."""
         verbs = ", ".join(self.commands)
-        return f"write {command} VERB {shlex.join(arguments)}".rstrip() + f", where VERB is one of {verbs}"
+        return f"write {as_typed('sfumato', command, 'VERB', *arguments)}, where VERB is one of {verbs}"
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Refuse arguments without a verb."""
         if not args or (args[0] not in self.commands and args[0] not in ctx.help_option_names):
-            command = f"sfumato {ctx.info_name}"
             near = difflib.get_close_matches(args[0], self.commands, n=1) if args else []
             if near and not Path(args[0]).exists():
-                raise UserError(f"unknown {args[0]!r}; did you mean: {written(command, near[0], *args[1:])}")
-            raise UserError(self.meant(command, list(args)))
+                command = as_typed("sfumato", ctx.info_name, near[0], *args[1:])
+                raise UserError(f"unknown {args[0]!r}; did you mean: {command}")
+            raise UserError(self.meant(str(ctx.info_name), list(args)))
         parsed: list[str] = super().parse_args(ctx, args)
         return parsed
 
@@ -51,11 +50,6 @@ class Verbs(TyperGroup):
             for before, value in zip(["", *arguments], arguments, strict=False)
             if not value.startswith("-") and (not before.startswith("-") or "=" in before or before in flags)
         ]
-
-
-def written(command: str, *arguments: str) -> str:
-    """A command as a shell takes it; names in capitals stand for what the user has."""
-    return f"{command} {shlex.join(arguments)}"
 
 
 app = typer.Typer(
@@ -316,7 +310,7 @@ def _split_that_is_there(config: "DataConfig", split: str) -> str:
 def _no_run(model: str, purpose: str) -> UserError:
     from sfumato.models.run import RECIPE
 
-    command = f"sfumato evaluate model {model} " if purpose.startswith("evaluate") else ""
+    command = as_typed("sfumato", "evaluate", "model", model) + " " if purpose.startswith("evaluate") else ""
     way = f"{command}--data RECIPE data.path=..."
     if not Path(model).exists():
         return UserError(f"there is no folder {model}; a model on the hub needs data to {purpose}: {way}")

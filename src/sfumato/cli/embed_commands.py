@@ -20,7 +20,7 @@ from sfumato.cli.common import (
     speed_suffix,
 )
 from sfumato.cli.outputs import check_out_file, check_out_folder, writing
-from sfumato.errors import UserError
+from sfumato.errors import UserError, as_typed
 
 
 @app.command()
@@ -63,10 +63,9 @@ def regions(
     line = "\n".join(f"{name}: {n} x {r} x {c}" for name, (n, r, c) in shapes.items())
     channels = next(iter(shapes.values()))[2]
     path = out / MANIFEST if layout == "manifest" else out
-    keys = f"data.source={layout} data.path={path} model.image.kind=regions model.image.channels={channels}"
-    print_result(
-        result, as_json, f"{line}\nto train from them: sfumato train RECIPE {keys}" + problems_suffix(problems)
-    )
+    keys = f"data.source={layout}", f"data.path={path}", "model.image.kind=regions", f"model.image.channels={channels}"
+    command = as_typed("sfumato", "train", "RECIPE", *keys)
+    print_result(result, as_json, f"{line}\nto train from them: {command}" + problems_suffix(problems))
 
 
 Images = Annotated[Path | None, typer.Option(help="Folder of images, with all its subfolders.")]
@@ -311,5 +310,5 @@ def adopt(
         return
     print_adopted(adopted)
     print(f"{out} is a run; next:")
-    print(f"  sfumato index {out} --split all --out {out}-index")
-    print(f"  sfumato serve {out}-index")
+    print("  " + as_typed("sfumato", "index", out, "--split", "all", "--out", f"{out}-index"))
+    print("  " + as_typed("sfumato", "serve", f"{out}-index"))

@@ -26,10 +26,9 @@ from sfumato.cli.common import (
     is_run,
     open_model_on_data,
     parse_names,
-    written,
 )
 from sfumato.cli.outputs import check_out_file, check_out_folder
-from sfumato.errors import UserError
+from sfumato.errors import UserError, as_typed
 
 if TYPE_CHECKING:
     from sfumato.evaluation.compare import More, MoreResults
@@ -43,7 +42,6 @@ _FILE_OPTIONS = (
     "--images", "--texts", "--image-ids", "--text-ids", "--image-log-var", "--text-log-var", "--ranked", "--truth",
 )  # fmt: skip
 """Options that belong to embedding files alone."""
-
 
 _TO_EVALUATE = (
     "say what to evaluate: sfumato evaluate run RUN (a run on its own data), sfumato evaluate model MODEL --data RECIPE"
@@ -64,26 +62,28 @@ class _EvaluateGroup(Verbs):
             return f"{of_files} is an option for embedding files; leave it out, or leave {path} out"
         if of_files and "--data" in names:
             return "--data needs a model; for embedding files give --truth or --benchmark"
+        write = partial(as_typed, "sfumato", command)
         if of_files:
-            return f"{of_files} is an option for embedding files: {written(command, 'files', *arguments)}"
+            return f"{of_files} is an option for embedding files: {write('files', *arguments)}"
         if path is None:
             return _TO_EVALUATE
         what, verb = _kind(path)
-        if verb == "train":
-            return f"{path} is {what}: {written('sfumato train', path, '--out', 'RUN')}; then {command} run RUN"
+        if not verb:
+            return f"{path} is {what}; {_TO_EVALUATE}"
         if verb == "files":
             others = [argument for argument in arguments if argument != path]
-            return f"{path} is {what}: {written(command, verb, *_embedding_files(path), *others)}"
-        if verb and (verb == "model" or "--data" in names):
-            data = [] if "--data" in names else ["--data", "RECIPE"]
-            return f"{path} is {what}: {written(command, 'model', *arguments, *data)}"
-        return (
-            f"{path} is {what}: {written(command, verb, *arguments)}" if verb else f"{path} is {what}; {_TO_EVALUATE}"
-        )
+            return f"{path} is {what}: {write(verb, *_embedding_files(path), *others)}"
+        if verb == "train":
+            return f"{path} is {what}: {as_typed('sfumato', verb, path, '--out', 'RUN')}; then {write('run', 'RUN')}"
+        if verb == "model" or "--data" in names:
+            return (
+                f"{path} is {what}: {write('model', *arguments, *([] if '--data' in names else ['--data', 'RECIPE']))}"
+            )
+        return f"{path} is {what}: {write(verb, *arguments)}"
 
 
 def _kind(path: str) -> tuple[str, str]:
-    """(what lies at a path, the verb of evaluate that takes it; "" for none)."""
+    """(what lies at a path, the verb of evaluate that takes it; "train" for a recipe, "" for none)."""
     from sfumato.models.galleries import is_gallery
     from sfumato.models.pretrained import CONFIG
     from sfumato.models.recipe import recipe_files

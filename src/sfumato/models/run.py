@@ -29,7 +29,7 @@ from sfumato.encoders.encoder_protocol import BuildContext, Side
 from sfumato.encoders.encoder_registry import encoder_entry
 from sfumato.encoders.frozen import FrozenImageConfig, FrozenTextConfig
 from sfumato.encoders.heads import GaussianHead, HeadOptions
-from sfumato.errors import UserError, first_line
+from sfumato.errors import UserError, as_typed, first_line
 from sfumato.files import write_atomically, write_json
 from sfumato.losses import LOSSES, MatchLoss
 from sfumato.models.recipe import AugmentConfig, ModelConfig, Recipe, load_recipe
@@ -235,7 +235,8 @@ def load_run(folder: str | Path, *, device: torch.device | str = "cpu") -> Run:
     folder = Path(folder)
     if not (folder / RECIPE).is_file():
         raise UserError(
-            f"{folder} is not a run folder (no {RECIPE} in it); make one with `sfumato train RECIPE --out {folder}`"
+            f"{folder} is not a run folder (no {RECIPE} in it); make one with"
+            f" `{as_typed('sfumato', 'train', 'RECIPE', '--out', folder)}`"
         )
     recipe = load_recipe(folder / RECIPE, saved=True)
     if not (folder / MODEL).is_file():
@@ -276,8 +277,8 @@ def load_calibration(folder: Path, name: str = CALIBRATION) -> Calibration | Non
         return Calibration.load(path) if path.is_file() else None
     except ValueError as error:
         raise UserError(
-            f"{error}. A damaged file can be replaced: delete {path}, then run `sfumato calibrate {folder}`, or export"
-            " the run again"
+            f"{error}. A damaged file can be replaced: delete {path}, then run"
+            f" `{as_typed('sfumato', 'calibrate', folder)}`, or export the run again"
         ) from error
 
 
