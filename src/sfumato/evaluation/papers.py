@@ -88,6 +88,12 @@ class PaperItem:
             return ""
         return f"{instead} {changes}".strip()
 
+    @property
+    def data_sets(self) -> list[str]:
+        """The data on which at least one row can be repeated, the paper's first."""
+        others = [name for name, one in data_sets().items() if one.instead and name != self.benchmark]
+        return [n for n in (self.benchmark, *others) if n and any(self.run_of(label, n) for label in self.labels)]
+
     def to_json(self) -> dict[str, Any]:
         """What `sfumato table --list` says of it."""
         return {
@@ -96,6 +102,7 @@ class PaperItem:
             "paper": self.paper,
             "command": self.command or (f'sfumato table "{self.id}"' if self.state != "published only" else ""),
             "needs": self.needs,
+            "data": self.data_sets,
             "state": self.state,
             "results": self.results,
             "note": self.note,

@@ -108,14 +108,10 @@ def plan_table(item: PaperItem, data: TableData, n_seeds: int = 1) -> list[Plann
                 recipes.append(recipe.model_copy(update={"train": recipe.train.model_copy(update={"seed": seed})}))
         rows.append(PlannedRow(label, tuple(recipes), spec))
     if not any(row.recipes for row in rows):
-        raise UserError(f"{item.id}: none of its rows can be repeated on {data.title}: {_where(item)}")
+        able = " or ".join(item.data_sets)
+        where = f"give --data {able}" if able else "it has published figures only"
+        raise UserError(f"{item.id}: none of its rows can be repeated on {data.title}; {where}")
     return rows
-
-
-def _where(item: PaperItem) -> str:
-    """On which data an item can be repeated."""
-    able = [name for name in data_sets() if any(item.run_of(label, name) for label in item.labels)]
-    return f"--data {' or '.join(able)}" if able else "it has published figures only"
 
 
 @dataclass(frozen=True)
