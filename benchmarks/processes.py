@@ -41,7 +41,7 @@ def step(process_group: ProcessGroup, b: int, d: int, max_pairs: int) -> float:
     alone = process_group.size == 1
     share = PairBlock(image if alone else image[rows], text if alone else text[rows], image, text, match, match)
     loss = PCMEPPLoss()
-    output = loss_of_block(loss, share, max_pairs=max_pairs, total=process_group.total)
+    output = loss_of_block(loss, share, max_pairs=max_pairs, gather=process_group.gather_row)
     output.total.backward()
     for leaf in leaves:
         assert leaf.grad is not None

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import zlib
 
 import pytest
 import torch
@@ -112,11 +113,43 @@ def test_without_a_distance_at_which_a_match_is_likely_or_by_another_distance_it
     assert PCMELoss(PCMEOptions(distance="wasserstein2")).match_logits() is None
 
 
-def test_blocks_add_up_with_uniformity():
-    image, text = batch()
-    loss = PCMELoss(PCMEOptions(uniformity_weight=10)).double()
-    block = PairBlock.whole(image, text, MATCH, "test")
-    torch.testing.assert_close(loss_of_block(loss, block, max_pairs=7).total, loss(image, text, MATCH).total)
+def uniformity_by_loops(leaves, eps):
+    """The logarithm of the mean over all pairs of two different samples, one pair after the other."""
+    image_mean, image_log_var, text_mean, text_log_var = leaves
+    sides = (image_mean, image_log_var, eps[0]), (text_mean, text_log_var, eps[1])
+    vectors = [
+        mean[i] + (log_var[i] / 2).exp() * noise[i, j]
+        for mean, log_var, noise in sides
+        for i in range(len(mean))
+        for j in range(noise.shape[1])
+    ]
+    exponents = [-2 * (x - y).square().sum() for i, x in enumerate(vectors) for y in vectors[:i]]
+    return torch.stack(exponents).logsumexp(0) - math.log(len(exponents))
+
+
+@pytest.mark.parametrize("max_pairs", [1000, 7])
+@pytest.mark.parametrize("total_variance", [0.01, 0.1, 1, 8, 64, 512])
+def test_uniformity_in_float32_is_the_loop_in_float64(total_variance, max_pairs):
+    """A sum that includes each sample with itself is right for small variances only: exp(-2 * 1024) beside 1 is 0."""
+    d = 512
+    generator = torch.Generator().manual_seed(7)
+    means = [torch.nn.functional.normalize(torch.randn(n, d, generator=generator), dim=1) for n in (4, 6)]
+    log_vars = [math.log(total_variance / d) + torch.randn(n, d, generator=generator) / 2 for n in (4, 6)]
+    leaves = [t.requires_grad_() for pair in zip(means, log_vars, strict=True) for t in pair]
+    image, text = GaussianEmbedding(*leaves[:2]), GaussianEmbedding(*leaves[2:])
+    loss = PCMELoss(PCMEOptions(beta=0, match_weight=0, uniformity_weight=1, n_samples=3))
+    value = loss_of_block(loss, PairBlock.whole(image, text, MATCH.float(), "test"), max_pairs=max_pairs).total
+    value.backward()
+    exact = [t.detach().double().requires_grad_() for t in leaves]
+    seed = zlib.crc32(b"0 0")  # Of the options' seed and the step.
+    generator = torch.Generator().manual_seed(seed)
+    eps = [torch.randn((n, 3, d), generator=generator).double() for n in (4, 6)]
+    expected = uniformity_by_loops(exact, eps)
+    expected.backward()
+    assert value.item() == pytest.approx(expected.item(), rel=1e-4)
+    for ours, theirs in zip(leaves, exact, strict=True):
+        assert float(theirs.grad.norm()) > 0
+        relatively_equal(ours.grad.double(), theirs.grad, 1e-4)
 
 
 def test_gradients_with_uniformity():

@@ -5,7 +5,13 @@ import torch
 from support.batches import MATCH, batch
 
 from sfumato.gaussian import GaussianEmbedding
-from sfumato.losses import LOSSES, PairBlock, PCMEPPOptions, loss_of_block
+from sfumato.losses import LOSSES, PairBlock, PCMEOptions, PCMEPPOptions, loss_of_block
+
+GIVEN = {"pcme": PCMEOptions(uniformity_weight=0.5)}  # Of a sum within a logarithm, which crosses all blocks.
+
+
+def build(name):
+    return LOSSES[name].build(*([GIVEN[name]] if name in GIVEN else [])).double()
 
 
 def leaves():
@@ -19,7 +25,7 @@ def gradients(loss, inputs, total):
 
 @pytest.fixture(params=LOSSES)
 def expected(request):
-    loss, inputs = LOSSES[request.param].build().double(), leaves()
+    loss, inputs = build(request.param), leaves()
     output = loss(GaussianEmbedding(*inputs[:2]), GaussianEmbedding(*inputs[2:]), MATCH)
     return request.param, output, gradients(loss, inputs, output.total)
 
@@ -37,21 +43,21 @@ def check(outputs, got, expected):
 
 @pytest.mark.parametrize("rows, columns", [([4], [6]), ([1, 3], [4, 2]), ([2, 0, 1, 1], [0, 3, 1, 2])])
 def test_uneven_and_empty_blocks_add_up(expected, rows, columns):
-    loss, inputs = LOSSES[expected[0]].build().double(), leaves()
+    loss, inputs = build(expected[0]), leaves()
     image, text = GaussianEmbedding(*inputs[:2]), GaussianEmbedding(*inputs[2:])
     blocks, r, c = [], 0, 0
     for more_rows, more_columns in zip(rows, columns, strict=True):
         own, other = slice(r, r + more_rows), slice(c, c + more_columns)
         blocks.append(PairBlock(image[own], text[other], image, text, MATCH[own], MATCH.T[other], r, c))
         r, c = r + more_rows, c + more_columns
-    counts = sum(loss.counts(block) for block in blocks)
-    outputs = [loss_of_block(loss, block, total=lambda _: counts) for block in blocks]
+    counts = torch.stack([loss.counts(block) for block in blocks])
+    outputs = [loss_of_block(loss, block, gather=lambda _: counts) for block in blocks]
     check(outputs, gradients(loss, inputs, sum(o.total for o in outputs)), expected)
 
 
 @pytest.mark.parametrize("max_pairs", [1, 7, 12, 1000])
 def test_blocks_add_up(expected, max_pairs):
-    loss, inputs = LOSSES[expected[0]].build().double(), leaves()
+    loss, inputs = build(expected[0]), leaves()
     block = PairBlock.whole(GaussianEmbedding(*inputs[:2]), GaussianEmbedding(*inputs[2:]), MATCH, "test")
     blocks = list(block.split(max_pairs))
     assert len(blocks) == {1: 6, 7: 4, 12: 2, 1000: 1}[max_pairs]
@@ -64,5 +70,5 @@ def test_one_process_alone_would_average_over_too_little():
     loss = LOSSES["pcmepp"].build(PCMEPPOptions(alpha=0, beta=0)).double()
     image, text = batch()
     block = PairBlock(image[:1], text[:3], image, text, MATCH[:1], MATCH.T[:3])
-    right = loss_of_block(loss, block, total=lambda _: torch.tensor([24.0], dtype=torch.float64)).total
+    right = loss_of_block(loss, block, gather=lambda _: torch.tensor([[24.0]], dtype=torch.float64)).total
     assert abs(loss_of_block(loss, block).total / right - 4) < 1e-9

@@ -10,7 +10,7 @@ from sfumato.encoders.dual import DualEncoder, Tower
 from sfumato.encoders.features import Inputs
 from sfumato.encoders.frozen import FeatureInput
 from sfumato.encoders.heads import GaussianHead, HeadOptions
-from sfumato.losses import LOSSES
+from sfumato.losses import LOSSES, PCMEOptions
 from sfumato.models.process_group import ProcessGroup, join_process_group
 from sfumato.training.step import TrainBatch, forward_backward
 
@@ -41,7 +41,9 @@ def gradients_of_losses(out: Path, sizes: list[int]) -> None:
     with join_process_group(lambda _: torch.device("cpu"), 1.0) as process_group:
         tensors, measured = {}, {}
         for loss_name, entry in LOSSES.items():
-            model, loss = tiny_model(), entry.build().double()
+            # PCME with its uniformity, whose sum within a logarithm crosses all processes.
+            options = (PCMEOptions(uniformity_weight=0.5),) if loss_name == "pcme" else ()
+            model, loss = tiny_model(), entry.build(*options).double()
             for step, n in enumerate(sizes):
                 model.zero_grad()
                 loss.zero_grad()

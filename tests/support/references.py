@@ -144,8 +144,8 @@ def pcme(images, texts, match, scale, bias):
 
 
 def uniformity(vectors):
-    values = [math.exp(-2 * math.dist(x, y) ** 2) for i, x in enumerate(vectors) for y in vectors[:i]]
-    return math.log(sum(values) / len(values))
+    values = [-2 * math.dist(x, y) ** 2 for i, x in enumerate(vectors) for y in vectors[:i]]
+    return max(values) + math.log(sum(math.exp(v - max(values)) for v in values) / len(values))
 
 
 def match_dispersion(vectors):

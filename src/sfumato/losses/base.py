@@ -29,6 +29,18 @@ FREE_SCALE = (
 """Description of the option free_scale of the losses that have it."""
 
 _T = TypeVar("_T")
+
+
+def own_row(counts: Tensor) -> Tensor:
+    """(k,) -> (1, k) counts of a process that works alone."""
+    return counts.unsqueeze(0)
+
+
+def sum_of_rows(counts: Tensor) -> Tensor:
+    """(b, k) -> (k,)."""
+    return counts.sum(0)
+
+
 _BOUNDS = {"gt": ("above", operator.gt), "ge": ("at least", operator.ge), "lt": ("below", operator.lt)}
 
 
@@ -219,8 +231,8 @@ class MatchLoss(nn.Module, ABC):
     """The protocol of a loss of a batch of images and texts with its matrix of labels.
 
     A loss is a class derived from this one. It takes only its options, holds its learnable logits, if any, and provides
-    :meth:`counts` and :meth:`part`: the loss of a batch is the sum of the parts of its blocks. A loss with a random
-    generator also provides :meth:`advance`.
+    :meth:`counts` and :meth:`part`: the loss of a batch is the sum of the parts of its blocks. A loss whose counts do
+    not simply add up also provides :meth:`combine`, one with a random generator :meth:`advance`.
 
     Args:
         options: of the loss; options.distance names the distance by which images and texts are compared.
@@ -287,8 +299,20 @@ class MatchLoss(nn.Module, ABC):
             block: a block of the pairs.
 
         Returns:
-            (k,) float64 numbers; the numbers of the blocks sum to those of the batch.
+            (k,) float64 numbers; :meth:`combine` makes those of the batch from those of its blocks.
         """
+
+    def combine(self, counts: Tensor) -> Tensor:
+        """The divisors of several blocks together.
+
+        Args:
+            counts: (b, k) :meth:`counts` of the blocks, one a row.
+
+        Returns:
+            (k,) float64 numbers: the sums, unless a loss overrides it. Combining twice, over the blocks of a process
+            and then over the processes, gives the same.
+        """
+        return sum_of_rows(counts)
 
     @abstractmethod
     def part(self, block: PairBlock, counts: Tensor, *, epoch: int | None = None) -> LossOutput:
@@ -310,7 +334,7 @@ def loss_of_block(
     *,
     epoch: int | None = None,
     max_pairs: int = MAX_PAIRS,
-    total: Callable[[Tensor], Tensor] = lambda counts: counts,
+    gather: Callable[[Tensor], Tensor] = own_row,
 ) -> LossOutput:
     """The contribution of a block to the batch's loss, in parts that the backward pass recomputes.
 
@@ -319,7 +343,7 @@ def loss_of_block(
         block: a block of a batch; all blocks add up to the value and the gradients of ``loss(image, text, match)``.
         epoch: 0-based; None means after every warm-up.
         max_pairs: pairs in memory at a time; a block with fewer is computed at once, and nothing is recomputed.
-        total: sums the counts over the processes of the other blocks.
+        gather: (k,) counts of this block -> (p, k) those of all p blocks, which other processes hold.
 
     Returns:
         The total, terms and statistics of the block.
@@ -329,8 +353,9 @@ def loss_of_block(
         loss.counts,
         lambda small, counts: loss.part(small, counts, epoch=epoch),
         in_tiles=loss.in_tiles,
+        combine=loss.combine,
         max_pairs=max_pairs,
-        total=total,
+        gather=gather,
     )
 
 
@@ -340,8 +365,9 @@ def sum_of_blocks(
     part_of: Callable[[PairBlock, Tensor], LossOutput],
     *,
     in_tiles: bool = False,
+    combine: Callable[[Tensor], Tensor] = sum_of_rows,
     max_pairs: int = MAX_PAIRS,
-    total: Callable[[Tensor], Tensor] = lambda counts: counts,
+    gather: Callable[[Tensor], Tensor] = own_row,
 ) -> LossOutput:
     """The contribution of a block to the batch's loss; see :func:`loss_of_block`.
 
@@ -349,20 +375,22 @@ def sum_of_blocks(
         block: a block of a batch.
         counts_of, part_of: the loss, as :meth:`MatchLoss.counts` and :meth:`MatchLoss.part`.
         in_tiles: as :attr:`MatchLoss.in_tiles`; otherwise a large block is split, and labels are made dense.
-        max_pairs, total: see :func:`loss_of_block`.
+        combine: as :meth:`MatchLoss.combine`.
+        max_pairs, gather: see :func:`loss_of_block`.
 
     Returns:
         The total, terms and statistics of the block.
     """
     if in_tiles:
         block = replace(block, max_pairs=max_pairs)
-        return part_of(block, total(counts_of(block)))
+        return part_of(block, combine(gather(counts_of(block))))
 
     def part(small: PairBlock, counts: Tensor) -> LossOutput:
         return part_of(small.with_dense_labels(), counts)
 
     blocks = list(block.split(max_pairs))
-    counts = total(torch.stack([counts_of(small.with_dense_labels()) for small in blocks]).sum(0))
+    own = combine(torch.stack([counts_of(small.with_dense_labels()) for small in blocks]))
+    counts = combine(gather(own))
     if len(blocks) == 1:
         return part(block, counts)
     outputs = [checkpoint(part, small, counts, use_reentrant=False, preserve_rng_state=False) for small in blocks]

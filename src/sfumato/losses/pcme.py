@@ -6,6 +6,7 @@ samples.
 
 import math
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -13,7 +14,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from sfumato.distances import reduce_sample_distances
+from sfumato.distances import DEFAULT_MEMORY_MB, reduce_sample_distances
+from sfumato.distances.blockwise import blockwise
+from sfumato.distances.distance import squared_l2_product
 from sfumato.gaussian import GaussianEmbedding, accumulation_dtype
 from sfumato.losses.base import (
     FREE_SCALE,
@@ -80,8 +83,8 @@ def pcme_loss(
         match = mean over pairs of -label ln p - (1 - label) ln(1 - p)
         uniformity = ln mean over pairs of two samples of exp(-2 ||z - z'||^2), images' and texts' together
 
-    Both logarithms are log-sum-exps over the s^2 logits, so that neither p nor 1 - p underflows. Blocks of samples are
-    recomputed in the backward pass.
+    All logarithms are log-sum-exps, so that neither p nor 1 - p nor the uniformity's mean underflows. Blocks of samples
+    are recomputed in the backward pass.
 
     The released loss has sums in the place of the means over pairs and over embeddings and dimensions.
     docs/concepts/losses.md converts its weights.
@@ -118,6 +121,7 @@ def pcme_loss(
         block,
         lambda small: _counts(small, noise, options),
         lambda small, counts: _part(small, counts, noise, options, logit_scale, logit_bias),
+        combine=_combined,
     )
 
 
@@ -140,39 +144,67 @@ def _check_noise(block: PairBlock, noise: tuple[Tensor, Tensor]) -> None:
             )
 
 
-def _samples(x: GaussianEmbedding, noise: Tensor) -> Tensor:
+def _samples(x: GaussianEmbedding, noise: Tensor, dtype: torch.dtype) -> Tensor:
     """(n, s, d) samples mean + sqrt(var) * noise."""
-    dtype = accumulation_dtype(x.dtype)
     mean, log_var = x.mean.to(dtype), x.log_var.to(dtype)
     return torch.addcmul(mean.unsqueeze(1), (log_var / 2).exp().unsqueeze(1), noise.to(dtype))
 
 
-def _own_and_all(block: PairBlock, noise: tuple[Tensor, Tensor]) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+def _own_and_all(
+    block: PairBlock, noise: tuple[Tensor, Tensor], dtype: torch.dtype
+) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
     """Samples of the block's images and texts, then of all images and all texts; equal items have equal samples."""
     own_image = noise[0][block.first_image : block.first_image + block.image.n]
     own_text = noise[1][block.first_text : block.first_text + block.text.n]
-    own = _samples(block.image, own_image), _samples(block.text, own_text)
-    return own, (_samples(block.images, noise[0]), _samples(block.texts, noise[1]))
+    own = _samples(block.image, own_image, dtype), _samples(block.text, own_text, dtype)
+    return own, (_samples(block.images, noise[0], dtype), _samples(block.texts, noise[1], dtype))
 
 
-def _uniformity_sum(block: PairBlock, noise: tuple[Tensor, Tensor]) -> Tensor:
-    """() sum over the block's samples and all other samples of exp(-2 ||z - z'||^2)."""
-    own, everything = _own_and_all(block, noise)
+def _reduced_exponents(block: PairBlock, noise: tuple[Tensor, Tensor], reduce: Callable[[Tensor], Tensor]) -> Tensor:
+    """(k,) values of reduce, (r, c, s, s') exponents -2 ||z - z'||^2 of the block's and of all samples -> (r, c).
 
-    def reduce(distance: Tensor) -> Tensor:
-        return (-2 * distance.square()).exp().sum((2, 3))
+    A sample with itself has the exponent -inf. Exponents reach thousands and their differences matter, hence float64.
+    """
+    own, everything = _own_and_all(block, noise, torch.float64)
+    sizes = [x.shape[0] * x.shape[1] for x in noise]
+    numbers = torch.arange(sum(sizes), device=block.images.device).split(sizes)  # One for each sample of the batch.
+    all_numbers = [number.view(x.shape[:2]) for number, x in zip(numbers, noise, strict=True)]
+    first, second = block.first_image, block.first_text
+    own_numbers = all_numbers[0][first : first + block.image.n], all_numbers[1][second : second + block.text.n]
 
-    total = torch.stack([reduce_sample_distances(a, b, reduce).double().sum() for a in own for b in everything]).sum()
-    return total - sum(a.shape[0] * a.shape[1] for a in own)  # Minus each sample with itself, exp(0) each.
+    def exponents(a: Tensor, a_number: Tensor, b: Tensor, b_number: Tensor) -> Tensor:
+        exponent = -2 * squared_l2_product(a.flatten(0, 1), b.flatten(0, 1))
+        exponent = exponent.masked_fill(a_number.view(-1, 1) == b_number.flatten(), -torch.inf)
+        return reduce(exponent.unflatten(0, a.shape[:2]).unflatten(2, b.shape[:2]).transpose(1, 2))
+
+    # Counted as in reduce_sample_distances.
+    parts = [
+        blockwise(
+            exponents,
+            (a, a_number),
+            (b, b_number),
+            floats_per_pair=6 * a.shape[1] * b.shape[1],
+            floats_per_row=5 * max(a.shape[1], b.shape[1]) * a.shape[2],
+            memory_mb=DEFAULT_MEMORY_MB,
+        ).flatten()
+        for a, a_number in zip(own, own_numbers, strict=True)
+        for b, b_number in zip(everything, all_numbers, strict=True)
+    ]
+    return torch.cat(parts)
 
 
 def _counts(block: PairBlock, noise: tuple[Tensor, Tensor], options: PCMEOptions) -> Tensor:
-    """Number of pairs, and with uniformity the sum within its logarithm."""
+    """Number of pairs, and with uniformity the logarithm of the sum of the exponentials."""
     values = [torch.tensor(float(block.match_i2t.numel()), dtype=torch.float64, device=block.images.device)]
     if options.uniformity_weight:
         with torch.no_grad():
-            values.append(_uniformity_sum(block, noise).detach())
+            values.append(_reduced_exponents(block, noise, lambda exponent: exponent.logsumexp((2, 3))).logsumexp(0))
     return torch.stack(values)
+
+
+def _combined(counts: Tensor) -> Tensor:
+    """(b, k) -> (k,): pairs add up, and so do the exponentials of the uniformity's logarithms, the largest first."""
+    return torch.cat([counts[:, :1].sum(0), counts[:, 1:].logsumexp(0)])
 
 
 def _part(
@@ -183,7 +215,7 @@ def _part(
     logit_scale: Tensor | float,
     logit_bias: Tensor | float,
 ) -> LossOutput:
-    (own_image, _), (_, texts) = _own_and_all(block, noise)
+    (own_image, _), (_, texts) = _own_and_all(block, noise, accumulation_dtype(block.images.dtype))
     log_pairs = math.log(own_image.shape[1] * texts.shape[1])
 
     def log_probability(sign: float) -> Tensor:
@@ -202,10 +234,9 @@ def _part(
         terms["vib"] = options.beta * vib_of_block(block)
     if options.uniformity_weight:
         samples = sum(x.shape[0] * x.shape[1] for x in noise)
-        whole = counts[1].clamp_min(1e-300)
-        part = _uniformity_sum(block, noise) / whole
-        # This block's fraction of the logarithm; its gradient is that of the logarithm of the whole sum.
-        value = part.detach() * (whole / (samples * (samples - 1))).log() + (part - part.detach())
+        # The block's fraction of the whole sum; its gradient is that of the logarithm of the whole sum.
+        part = _reduced_exponents(block, noise, lambda exponent: (exponent - counts[1]).exp().sum((2, 3))).sum()
+        value = part.detach() * (counts[1] - math.log(samples * (samples - 1))) + (part - part.detach())
         terms["uniformity"] = options.uniformity_weight * value.to(likelihood.dtype)
     return sum_of_terms(terms)
 
@@ -256,6 +287,10 @@ class PCMELoss(MatchLoss):
         needs_noise = self.options.uniformity_weight > 0
         noise = _noise(block, self.options, int(self.step)) if needs_noise else (torch.empty(0), torch.empty(0))
         return _counts(block, noise, self.options)
+
+    def combine(self, counts: Tensor) -> Tensor:
+        """See :class:`MatchLoss`."""
+        return _combined(counts)
 
     def part(self, block: PairBlock, counts: Tensor, *, epoch: int | None = None) -> LossOutput:
         """See :class:`MatchLoss`."""

@@ -122,6 +122,17 @@ class ProcessGroup:
         _answered(lambda: dist.all_gather(parts, padded))
         return torch.cat([part[:k] for part, k in zip(parts, counts, strict=True)]).to(value.device)
 
+    def gather_row(self, row: Tensor) -> Tensor:
+        """:meth:`gather` of one row of each process.
+
+        Args:
+            row: (k,) of this process; the same k in all.
+
+        Returns:
+            (processes, k) in their order.
+        """
+        return self.gather(row.unsqueeze(0), [1] * self.size)
+
     def gather_embeddings(self, embeddings: GaussianEmbedding, counts: Sequence[int]) -> GaussianEmbedding:
         """:meth:`gather` of means and log variances.
 

@@ -93,7 +93,7 @@ def forward_backward(
         loss,
         _share(leaves, own, *(label.to(process_group.device) for label in labels)),
         epoch=epoch,
-        total=process_group.total,
+        gather=process_group.gather_row,
     )
     measured = _measured(output, leaves, labels[0], process_group)
     _check_terms(measured)
