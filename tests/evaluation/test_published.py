@@ -111,12 +111,12 @@ def test_rows_are_chosen_and_what_is_missing_is_told():
     assert all(0 <= v <= 100 for _, v in fractions)
     assert published_rows(table="PCME E.1") == published_rows(paper="PCME", table="E.1") == published_rows(table="E.1")
     assert {row.paper for row in published_rows(table="1")} == {"PCME", "PCME++", "PVSE++"}
-    with pytest.raises(ValueError, match=r"no figures for table 'C.12'; known: D.1, D.2, .*C.11"):
+    with pytest.raises(ValueError, match=r"no figures for table 'C.12'; known: 1, 2, 3, 4, 5, C.1"):
         published_rows(table="C.12")
-    with pytest.raises(ValueError, match="no figures for table 'PCME C.3'; known: PCME D.1, .*PCME.. 2"):
+    with pytest.raises(ValueError, match="no figures for table 'PCME C.3'; known: PCME.. 1, PCME.. 2"):
         published_rows(table="PCME C.3")
     with pytest.raises(
-        ValueError, match="no figures for benchmark 'cxc'; known: cub, coco, imagenet, flickr30k, visual_genome"
+        ValueError, match="no figures for benchmark 'cxc'; known: coco, imagenet, cub, flickr30k, visual_genome"
     ):
         published_rows("cxc")
     with pytest.raises(ValueError, match="no figures for direction 'i2t'; known: both"):

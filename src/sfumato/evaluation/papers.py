@@ -145,7 +145,14 @@ def paper_items() -> dict[str, PaperItem]:
             for values in loaded.get(kind, []):
                 item = _item(loaded, kind, values, items)
                 items[item.id] = item
-    return items
+    return dict(sorted(items.items(), key=lambda entry: _place(entry[1])))
+
+
+def _place(item: PaperItem) -> tuple[int, bool, str, int]:
+    """Where an item stands in a list: by paper, tables before figures, those of the body before the appendix."""
+    papers = ("PCME++", "PCME", "PVSE++")
+    figure, letter, number = re.fullmatch(r"(Fig\. )?(?:(\w+)[. ])?(\d+)", item.number).groups()  # type: ignore[union-attr]
+    return papers.index(item.paper), figure is not None, letter or "", int(number)
 
 
 def find_item(name: str) -> PaperItem:
