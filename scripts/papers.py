@@ -20,6 +20,7 @@ RECIPES = ROOT / "recipes"
 HEAD = "# Rows of the papers' tables, made by scripts/papers.py. `sfumato table ID --published` has the headings:"
 FOOT = "# End of the rows."
 
+
 def figures(item: PaperItem, label: str) -> str:
     """The published figures of a row in the order of the columns, as they are printed."""
     row = item.rows.get(label, {})

@@ -1,5 +1,6 @@
 """Recipes are complete, strict, and documented at their head."""
 
+import functools
 import re
 import shlex
 from itertools import takewhile
@@ -7,6 +8,7 @@ from itertools import takewhile
 import pytest
 
 from sfumato.errors import UserError
+from sfumato.evaluation.papers import paper_items
 from sfumato.models.recipe import (
     Recipe,
     check_recipe,
@@ -214,3 +216,44 @@ def test_weights_limits_and_epsilon_are_those_published_times_the_factor_of_the_
     if factor is not None:
         assert recipe.optim.clip_norm == pytest.approx(2 * factor, rel=1e-6)
         assert recipe.optim.eps == pytest.approx(1e-8 * factor, rel=1e-6)
+
+
+RUNS = sorted(
+    {
+        f"{run} {variant}".strip()
+        for item in paper_items().values()
+        for run in item.runs.values()
+        for variant in item.variants or ("",)
+        if run.startswith(("coco-", "cub-"))
+    }
+)
+
+
+def released_factor(recipe):
+    """Our loss over the released one; docs/concepts/losses.md derives it."""
+    n, name = recipe.train.batch_size, recipe.loss.name
+    if name in ("pcmepp", "infonce"):
+        return 1
+    if name == "pcme":
+        return 1 / n**2
+    squared = 2 if recipe.loss.distance.startswith(("squared_l2", "nearest_of")) else 1
+    if name == "pvse" or recipe.name == "cub-pcme":  # A mean over anchors, or over all pairs.
+        return squared * (n if recipe.loss.mining == "sum" else 1)
+    return squared / n
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_what_stands_beside_a_loss_is_converted_by_the_batch_and_the_dimensions_of_the_run(run):
+    """Limit of the norm, epsilon and the weights of the other terms, from the released 2, 1e-8, 1e-3 and so on."""
+    name, *overrides = shlex.split(run)
+    recipe = load_recipe(find_recipe(name), overrides)
+    loss, n, d, c = recipe.loss, recipe.train.batch_size, recipe.model.dim, released_factor(recipe)
+    close = functools.partial(pytest.approx, rel=1e-5)
+    assert recipe.optim.clip_norm == close(2 * c) and recipe.optim.eps == close(1e-8 * c)
+    if loss.name == "pcme" and name != "coco-pcme-b32":
+        bottleneck, uniformity = (1e-3, 10) if name == "cub-pcme" else (1e-5, 0)
+        assert loss.beta in (0, close(bottleneck * d / n)) and loss.uniformity_weight in (0, close(uniformity * c))
+    if loss.name == "pvse" and recipe.model.embeddings > 1:
+        assert (loss.mmd_weight, loss.diversity_weight) == (close(0.01 * c), close(0.1 * c))
+    if name == "cub-pcme":
+        assert n == (9 if "classes" in recipe.data.options else 100 if "fold" in recipe.data.options else 150)

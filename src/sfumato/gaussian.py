@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, get_args
 
 import numpy as np
 import torch
@@ -22,6 +22,9 @@ from sfumato.files import write_atomically
 
 EMBEDDINGS_FORMAT = "sfumato-embeddings-1"
 """The format in the metadata of a safetensors file of mean, log_var and ids."""
+
+ScalarUncertainty = Literal["total_variance", "geometric_std", "log_det"]
+"""The scalar uncertainties of an embedding: those of Chun 2024, of Chun et al. 2021, and of Pishdad et al."""
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -187,6 +190,23 @@ class GaussianEmbedding:
         Paper: Chun et al. 2021, section 3.2.1.
         """
         return (self.log_var.to(accumulation_dtype(self.dtype)).mean(-1) / 2).exp()
+
+    def uncertainty(self, measure: ScalarUncertainty = "total_variance") -> Tensor:
+        """A scalar uncertainty by its name.
+
+        Args:
+            measure: one of ScalarUncertainty. geometric_std and log_det order items alike.
+
+        Returns:
+            (n,) numbers, higher is less certain.
+
+        Raises:
+            ValueError: the name is unknown.
+        """
+        if measure not in get_args(ScalarUncertainty):
+            raise ValueError(f"unknown uncertainty {measure!r}; known: {', '.join(get_args(ScalarUncertainty))}")
+        value: Tensor = getattr(self, measure)
+        return value
 
     def sample(self, n_samples: int, *, generator: torch.Generator | None = None) -> Tensor:
         """Reparametrised samples mean + sqrt(var) * noise; gradients flow to mean and log_var.

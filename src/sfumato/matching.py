@@ -8,6 +8,7 @@ samples.
 
 import functools
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +20,20 @@ from sfumato.gaussian import GaussianEmbedding
 
 MATCH_PROBABILITY = "match_probability"
 """Name of :func:`match_probability_distance`, which needs the logits of a model and is therefore not in DISTANCES."""
+
+
+class SampledLogits(NamedTuple):
+    """Match logits that were learnt on distances of samples, as PCME's.
+
+    Attributes:
+        logit_scale: a > 0, for the plain sigmoid.
+        logit_bias: b.
+        n_samples: number of samples of each embedding at test time.
+    """
+
+    logit_scale: float
+    logit_bias: float
+    n_samples: int
 
 
 def match_logit(distance: Tensor, logit_scale: Tensor | float, logit_bias: Tensor | float) -> Tensor:

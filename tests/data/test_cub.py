@@ -139,7 +139,7 @@ def test_the_recipe_trains_evaluates_and_draws_nine_classes_in_two_dimensions(cu
     small = [
         f"data.path={cub}", "model.image.weights=", "model.image.depths=[1,1]", "model.image.width=4",
         "model.image.size=32", "model.text.vectors=", "model.text.hidden=8", "train.epochs=2",
-        "optim.first_stage_epochs=0", "model.dim=6", "train.threads=1",
+        "optim.first_stage_epochs=0", "optim.first_stage_schedule_epochs=0", "model.dim=6", "train.threads=1",
     ]  # fmt: skip
     status, _, err = sfumato("train", "cub-pcme", *small, "--out", tmp_path / "run")
     assert status == 0, err

@@ -70,7 +70,7 @@ def test_the_tokenizer_is_looked_for_once_with_the_first_text(tokenizer):
 
 
 def clip_like(*, lower=True):
-    """The first ids of CLIP's tokenizer: visible bytes in their order, alone and at the end of a word, and no merges."""
+    """The first ids of CLIP's tokenizer: visible bytes in order, alone and at the end of a word; no merges."""
     letters = [*map(chr, range(ord("!"), ord("~") + 1))]
     tokens = [*letters, *(f"{letter}</w>" for letter in letters), "<|startoftext|>", "<|endoftext|>"]
     tokenizer = Tokenizer(models.BPE({t: i for i, t in enumerate(tokens)}, [], end_of_word_suffix="</w>"))

@@ -1,5 +1,6 @@
 """`sfumato evaluate` of a run against a benchmark, on a dozen synthetic images in Karpathy's layout."""
 
+import csv
 import io
 import json
 import tarfile
@@ -75,7 +76,7 @@ def test_a_run_against_a_benchmark_is_the_same_run_on_its_split(work, sfumato):
     own = json.loads(sfumato("evaluate", "run", work / "run", "--json")[1])
     for command in (
         ("run", work / "run"), ("model", work / "run"),
-        ("model", work / "run", "--data", work / "birds.toml"), (work / "run",),
+        ("model", work / "run", "--data", work / "birds.toml"),
     ):  # fmt: skip
         status, out, err = sfumato("evaluate", *command, *wanted, "--json")
         assert status == 0, err
@@ -157,6 +158,71 @@ def test_ranking_by_match_probability_takes_the_logits_of_the_run(work, sfumato)
     assert own["i2t"]["recall@1"] == found["i2t"]["recall@1"] and own["rsum"] == found["rsum"]
     with pytest.raises(ValueError, match="unknown distance 'elkk'.*nearest_of_K, match_probability"):
         ranking_distance(run, "elkk")
+
+
+def test_samples_at_test_time_are_chosen_with_their_seed(work, sfumato):
+    run = load_run(work / "run")
+    embedded = embed_for_evaluation(run, run.recipe.data, "test")
+    logits = run.loss.logits
+    scale, bias = (2 * x.item() for x in (logits.logit_scale, logits.logit_bias))
+    a = seeded_samples(embedded.images, 5, seed=4, side="image")
+    b = seeded_samples(embedded.texts, 5, seed=4, side="text")
+    scores = {
+        "match_probability": [[torch.sigmoid(bias - scale * torch.cdist(x, y)).mean() for y in b] for x in a],
+        "average_l2": [[-torch.cdist(x, y).mean() for y in b] for x in a],
+    }
+    wanted = ("evaluate", "run", work / "run", "--samples", 5, "--seed", 4, "--json")
+    benchmark = ("--benchmark", "flickr8k", "--annotations", work / "dataset_flickr8k.json")
+    for name, table in scores.items():
+        p = torch.tensor(table)
+        hit = (p.argmax(1) // 2 == torch.arange(12)).double().mean()
+        rank = (p.T[range(24), torch.arange(24) // 2][:, None] < p.T).sum(1) + 1
+        status, out, err = sfumato(*wanted, "--distance", name)
+        assert status == 0, err
+        found = json.loads(out)
+        assert found["samples"] == {"n": 5, "seed": 4}
+        assert found["i2t"]["recall@1"] == pytest.approx(float(hit))
+        assert found["t2i"]["mean_rank"] == pytest.approx(float(rank.double().mean()))
+        found_again = json.loads(sfumato(*wanted, *benchmark, "--distance", name)[1])
+        assert found_again["samples"] == {"n": 5, "seed": 4}
+        assert found_again["truths"]["flickr8k"]["i2t"]["recall@5"] == found["i2t"]["recall@5"]
+        strategies = json.loads(sfumato(*wanted, *benchmark, "--strategies", name)[1])["strategies"]
+        assert strategies[name]["truths"]["flickr8k"]["rsum"] == found["rsum"]
+    own = json.loads(sfumato("evaluate", "run", work / "run", "--distance", "match_probability", "--json")[1])
+    assert own["samples"] == {"n": 3, "seed": 0}, "the number of the training"
+    status, out, err = sfumato("evaluate", "run", work / "run", "--samples", 5)
+    assert (status, out) == (2, "") and "csd needs none. Leave --samples out" in " ".join(err.split())
+    files = ("evaluate", "files", "--images", "i.npy", "--texts", "t.npy", "--truth", "x.csv", "--samples", 5)
+    status, out, err = sfumato(*files)
+    assert (status, out) == (2, "") and "csd needs none" in err
+    status, out, err = sfumato(*wanted, "--distance", "match_probability", "--samples", 0)
+    assert status == 2 and "--samples" in err
+
+
+def test_recall_and_single_queries_by_another_uncertainty(work, sfumato, tmp_path):
+    run = load_run(work / "run")
+    embedded = embed_for_evaluation(run, run.recipe.data, "test")
+    log_det = embedded.texts.log_var.sum(1)
+    wanted = ("--benchmark", "flickr8k", "--annotations", work / "dataset_flickr8k.json", "--uncertainty", "log_det")
+    status, out, err = sfumato("evaluate", "run", work / "run", *wanted, "--per-query", tmp_path / "q.csv", "--json")
+    assert status == 0, err
+    found = json.loads(out)
+    assert found["uncertainty_measure"] == "log_det"
+    bins = found["uncertainty"]["flickr8k"]["t2i"]["bins"]
+    parts = np.array_split(log_det.sort().values.double().numpy(), 10)
+    assert [b["uncertainty"] for b in bins] == pytest.approx([p.mean() for p in parts], rel=1e-5)
+    with (tmp_path / "q.csv").open() as file:
+        rows = {row["query"]: float(row["uncertainty"]) for row in csv.DictReader(file) if row["direction"] == "t2i"}
+    assert list(rows.values()) == pytest.approx([log_det[embedded.text_ids.index(q)].item() for q in rows])
+    plain = json.loads(sfumato("evaluate", "run", work / "run", "--uncertainty", "geometric_std", "--json")[1])
+    assert plain["uncertainty_measure"] == "geometric_std"
+    expected = torch.exp(embedded.texts.log_var.mean(1) / 2).sort().values.double().numpy()
+    shown = [b["uncertainty"] for b in plain["uncertainty"]["t2i"]["bins"]]
+    assert shown == pytest.approx([p.mean() for p in np.array_split(expected, 10)], rel=1e-5)
+    words = " ".join(sfumato("evaluate", "run", work / "run", "--uncertainty", "log_det")[1].split())
+    assert "from the most certain to the least (by log volume)" in words
+    status, out, err = sfumato("evaluate", "run", work / "run", "--uncertainty", "entropy")
+    assert (status, out) == (2, "") and "known: total_variance, geometric_std, log_det" in err
 
 
 def test_files_are_ranked_by_match_probability_with_given_logits(work, sfumato):

@@ -92,17 +92,20 @@ def test_one_command_gives_every_figure_of_the_tables(work, sfumato, monkeypatch
     for name, metrics in {
         "coco_1k": {"recall@1", "recall@5", "recall@10"}, "coco_5k": {"recall@1"}, "cxc": {"recall@1"},
         "eccv": {"map@r", "r_precision", "recall@1"}, "pmrp": {"r_precision"}, "pmrp_1k": {"r_precision"},
-        "rpc2": {"r_precision"}, "rpc2_1k": {"r_precision"}, "cxc_1k": {"recall@1"},
+        "rpc2": {"r_precision"}, "rpc2_1k": {"r_precision"}, "cxc_1k": {"recall@1"}, "rpc2_cxc": {"r_precision"},
+        "rpc2_cxc_1k": {"r_precision"},
     }.items():  # fmt: skip
         for direction in ("i2t", "t2i"):
             assert metrics <= set(found["truths"][name][direction]), name
     assert (found["n_images"], found["n_texts"]) == (5000, 25_001)
     queries = {name: [found["truths"][name][side]["n_queries"] for side in ("i2t", "t2i")] for name in found["truths"]}
     assert queries["coco_1k"] == queries["coco_5k"] == [5000, 25_000]
-    assert queries["cxc"] == [5000, 24_972] and queries["eccv"] == [1261, 1332]
+    assert queries["cxc"] == queries["rpc2_cxc"] == [5000, 24_972] and queries["rpc2"] == [5000, 25_000]
+    assert queries["eccv"] == [1261, 1332]
     assert json.loads((folder / "run" / "benchmark-coco-test-csd.json").read_text()) == {
-        key: found[key] for key in ("score", "n_images", "n_texts", "truths", "uncertainty", "total_variance")
+        key: found[key] for key in found if key != "published"
     }
+    assert (found["samples"], found["uncertainty_measure"]) == (None, "total_variance")
     papers = {(row["paper"], row["table"]) for row in found["published"]["rows"]}
     assert papers == {("PCME++", "1"), ("PCME", "E.4"), ("PCME", "E.5"), ("PVSE++", "1"), ("PVSE++", "2")}
 

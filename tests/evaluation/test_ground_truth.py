@@ -178,7 +178,7 @@ def test_rpc2_is_of_both_or_of_cxc_alone(tmp_path):
         by_loop = []
         for i, image in enumerate(images):
             own = matches(both[name])[0][image]
-            first = sorted(texts, key=lambda t: -scores[i, texts.index(t)])[: len(own)]  # noqa: B023
+            first = sorted(texts, key=lambda t: -scores[i, texts.index(t)])[: len(own)]
             by_loop.append(len(own & set(first)) / len(own))
         assert found[name]["i2t"]["r_precision"] == pytest.approx(np.mean(by_loop)), name
     assert found["rpc2"]["i2t"] != found["rpc2_cxc"]["i2t"]

@@ -8,7 +8,8 @@ from scipy import stats
 from support.references_metrics import csd_by_loops, metrics_by_definition
 
 from sfumato.distances import DISTANCES
-from sfumato.evaluation.protocols import evaluate_retrieval, table_rows
+from sfumato.errors import UserError
+from sfumato.evaluation.protocols import EvaluationOptions, evaluate_retrieval, table_rows
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.metrics.relevance import Relevance
 
@@ -70,6 +71,59 @@ def test_uncertainty_by_scipy():
     expected = stats.spearmanr(texts.total_variance.numpy()[has], ground_truth.sum(0)[has]).statistic
     assert result.multiplicity["all"] == pytest.approx(expected) and result.multiplicity["n_texts"] == 29
     assert -1 <= result.multiplicity["balanced"] <= 1
+
+
+MEASURES = {  # by the formulas of the three papers
+    "total_variance": lambda log_var: np.exp(log_var).sum(1),
+    "geometric_std": lambda log_var: np.exp(log_var / 2).prod(1) ** (1 / D),
+    "log_det": lambda log_var: np.log(np.array([np.linalg.det(np.diag(v)) for v in np.exp(log_var)])),
+}
+
+
+@pytest.mark.parametrize("measure", MEASURES)
+def test_recall_is_binned_by_the_uncertainty_of_the_paper_that_is_asked_for(measure):
+    images, texts, relevance, ground_truth = scene(6)
+    distance = csd_by_loops(images.mean.numpy(), images.var.numpy(), texts.mean.numpy(), texts.var.numpy())
+    result = evaluate_retrieval(images, texts, relevance, uncertainty=measure)
+    assert result.uncertainty_measure == measure
+    for name, embeddings, d, t in (("i2t", images, distance, ground_truth), ("t2i", texts, distance.T, ground_truth.T)):
+        has = t.any(1)
+        hit = t[np.arange(len(t)), d.argmin(1)][has]
+        values = MEASURES[measure](embeddings.log_var.double().numpy())[has]
+        parts = np.array_split(np.argsort(values), 10)
+        found = result.uncertainty[name]
+        assert [b["recall"] for b in found["bins"]] == pytest.approx([hit[p].mean() for p in parts])
+        assert [b["uncertainty"] for b in found["bins"]] == pytest.approx([values[p].mean() for p in parts], rel=1e-4)
+        assert found["spearman"] == pytest.approx(stats.spearmanr(values, hit).statistic)
+    has = ground_truth.any(0)
+    values = MEASURES[measure](texts.log_var.double().numpy())[has]
+    expected = stats.spearmanr(values, ground_truth.sum(0)[has]).statistic
+    assert result.multiplicity["all"] == pytest.approx(expected)
+    assert result.total_variance["text"] == pytest.approx(float(texts.var.sum(1).mean()), rel=1e-5)
+
+
+def test_the_measures_differ_and_two_of_them_order_alike():
+    images, texts, relevance, _ = scene(6)
+    total, geometric, volume = (
+        evaluate_retrieval(images, texts, relevance, uncertainty=measure) for measure in MEASURES
+    )
+    spearman = [result.uncertainty["t2i"]["spearman"] for result in (total, geometric, volume)]
+    assert spearman[0] != pytest.approx(spearman[1], abs=1e-3) and spearman[1] == pytest.approx(spearman[2])
+    with pytest.raises(ValueError, match="unknown uncertainty 'entropy'; known: total_variance, geometric_std"):
+        evaluate_retrieval(images, texts, relevance, uncertainty="entropy")
+    with pytest.raises(UserError, match="--uncertainty entropy: unknown"):
+        EvaluationOptions(uncertainty="entropy")
+    with pytest.raises(UserError, match="--samples 0: give at least 1"):
+        EvaluationOptions(0)
+
+
+def test_the_log_determinant_of_points_is_not_in_a_file():
+    images, texts, relevance, _ = scene(4)
+    result = evaluate_retrieval(GaussianEmbedding.point(images.mean), texts, relevance, uncertainty="log_det")
+    assert {b["uncertainty"] for b in result.uncertainty["i2t"]["bins"]} == {None}
+    assert result.uncertainty["i2t"]["correlation"] is result.uncertainty["i2t"]["spearman"] is None
+    assert result.uncertainty["t2i"]["correlation"] is not None
+    json.dumps(result.to_json(), allow_nan=False)
 
 
 def test_kl_goes_from_image_to_text_in_both_directions():

@@ -1,5 +1,7 @@
 """PVSE: the nearest of K x K embeddings, discrepancy and diversity against loops."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from support import references
@@ -38,9 +40,13 @@ def test_every_term_is_its_loop(k, mining):
     assert float(output.terms["diversity"]) == pytest.approx(5 * diversity, rel=1e-12)
 
 
+@pytest.mark.parametrize("mining", ["hardest", "sum"])
 @pytest.mark.parametrize("k", [1, 2])
-def test_the_defaults_are_twice_the_released_loss_on_the_cosine(k):
-    """Mean hinges with margin 0.1 on the largest of K x K cosines; for K > 1 also 0.01 discrepancy, 0.1 diversity."""
+def test_the_defaults_are_twice_the_released_loss_on_the_cosine(k, mining):
+    """Mean hinges with margin 0.1 on the largest of K x K cosines; for K > 1 also 0.01 discrepancy, 0.1 diversity.
+
+    Without hardest negatives the released mean is over all n^2 pairs and ours over n anchors: 2 n times.
+    """
     n, d = 5, 3
     sides = []
     for seed in (0, 1):
@@ -50,7 +56,8 @@ def test_the_defaults_are_twice_the_released_loss_on_the_cosine(k):
     total = 0
     for similarity in (cosine, cosine.T):
         hinges = (0.1 + similarity - similarity.diagonal().unsqueeze(1)).clamp_min(0)
-        total = total + hinges.masked_fill(torch.eye(n, dtype=torch.bool), 0).amax(1).mean()
+        hinges = hinges.masked_fill(torch.eye(n, dtype=torch.bool), 0)
+        total = total + (hinges.amax(1) if mining == "hardest" else hinges).mean()
     if k > 1:
         a, b = (side.flatten(0, 1) for side in sides)
         kernel = lambda x, y: (-0.5 * (x.unsqueeze(1) - y).square().sum(2)).exp().mean()
@@ -59,12 +66,16 @@ def test_the_defaults_are_twice_the_released_loss_on_the_cosine(k):
         total = total + 0.1 * sum((g.square().sum((1, 2)).sqrt() / k**2).mean() for g in gram)
     released = torch.autograd.grad(total, sides)
     embeddings = [GaussianEmbedding.point(side.flatten(1)) for side in sides]
-    ours = pvse_loss(*embeddings, torch.eye(n), PVSEOptions(distance=f"nearest_of_{k}")).total
-    torch.testing.assert_close(ours, 2 * total, rtol=1e-9, atol=0)
+    options = PVSEOptions(distance=f"nearest_of_{k}", mining=mining)
+    times = 2 if mining == "hardest" else 2 * n
+    if mining == "sum":
+        options = replace(options, mmd_weight=0.01 * times, diversity_weight=0.1 * times)
+    ours = pvse_loss(*embeddings, torch.eye(n), options).total
+    torch.testing.assert_close(ours, times * total, rtol=1e-9, atol=0)
     # The diversity scales embeddings to unit length; only the part of a gradient along the sphere is compared.
     for own, other, side in zip(torch.autograd.grad(ours, sides), released, sides, strict=True):
         along = lambda g, side=side: g - (g * side).sum(2, keepdim=True) * side
-        assert (along(own) - 2 * along(other)).norm() < 1e-9 * other.norm()
+        assert (along(own) - times * along(other)).norm() < 1e-9 * times * other.norm()
 
 
 def test_the_discrepancy_of_equal_sides_is_none_and_that_of_sides_apart_is_positive():

@@ -1,6 +1,7 @@
 """Checkpoints of PCME: a synthetic one with the released names, and its embeddings computed from those names alone."""
 
 import io
+import json
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from torch.nn import functional as F
 pytest.importorskip("transformers", reason="the extra backbones is not installed")
 
 from sfumato.data.transforms import IMAGENET_MEAN, IMAGENET_STD
+from sfumato.distances import seeded_samples
 from sfumato.encoders.features import Inputs
 from sfumato.errors import UserError
 from sfumato.models.pretrained import load_pretrained
@@ -173,6 +175,46 @@ def test_the_logits_are_those_of_samples_and_are_told(path):
     loaded = load_pretrained(path)
     assert (loaded.distance, loaded.logit_scale, loaded.logit_bias) == ("squared_l2", 1.0, 0.0)
     assert not loaded.calibrated and "a = 15.25 and b = 14.5 of samples" in loaded.source
+
+
+def test_a_checkpoint_is_ranked_by_its_match_probability(path, checkpoint, sfumato, tmp_path):
+    """PCME's own way to rank, with the compressed sigmoid exp(x) / (exp(x) + exp(-x)) of its code, sample by sample."""
+    random = np.random.default_rng(3)
+    rows = []
+    for k in range(6):
+        Image.fromarray(random.integers(0, 256, (40, 40, 3), np.uint8)).save(tmp_path / f"{k}.png")
+        rows.append(f"{k}.png,{' '.join(random.choice(WORDS[4:7], 3))} {k},test\n")
+    (tmp_path / "own.csv").write_text("image,caption,split\n" + "".join(rows))
+    (tmp_path / "own.toml").write_text(f"""
+name = "own"
+[data]
+source = "manifest"
+path = "{tmp_path}/own.csv"
+""")
+    loaded = load_pretrained(path)
+    assert loaded.sampled_logits == (2 * 15.25, 2 * 14.5, 7)
+    images = loaded.model.embed_images([(tmp_path / f"{k}.png").read_bytes() for k in range(6)])
+    texts = loaded.model.embed_texts([row.split(",")[1] for row in rows])
+    wanted = ("evaluate", "model", path, "--data", tmp_path / "own.toml", "--distance", "match_probability", "--json")
+    for arguments, n, seed in (((), 7, 0), (("--samples", 3, "--seed", 5), 3, 5)):
+        a = seeded_samples(images, n, seed=seed, side="image")
+        b = seeded_samples(texts, n, seed=seed, side="text")
+        x = torch.stack([torch.stack([14.5 - 15.25 * torch.cdist(i, t) for t in b]) for i in a]).double()
+        p = (x.exp() / (x.exp() + (-x).exp())).mean((2, 3))
+        status, out, err = sfumato(*wanted, *arguments)
+        assert status == 0, err
+        found = json.loads(out)
+        assert found["distance"] == "match_probability" and found["samples"] == {"n": n, "seed": seed}
+        for direction, scores in (("i2t", p), ("t2i", p.T)):
+            rank = (scores > scores.diagonal()[:, None]).sum(1) + 1
+            assert found[direction]["mean_rank"] == pytest.approx(float(rank.double().mean()))
+
+
+def test_a_scale_that_prefers_distant_samples_is_refused(checkpoint, tmp_path):
+    checkpoint["criterion"]["negative_scale"] = torch.tensor([-1.0])
+    torch.save(checkpoint, tmp_path / "x.pth")
+    with pytest.raises(UserError, match="negative_scale is -1; a positive number"):
+        load_pretrained(tmp_path / "x.pth")
 
 
 def test_nothing_is_left_over_and_every_shape_is_checked(checkpoint, tmp_path):

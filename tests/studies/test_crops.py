@@ -404,7 +404,7 @@ def test_boxes_are_in_the_pixels_of_the_file(work, tmp_path):
         (["--thresholds", "0.1,x"], "expected fractions with commas between"),
         (["--thresholds", "0.1,1.5"], "thresholds must be different fractions in (0, 1]"),
         (["--thresholds", "0.001"], "none of 3 images has 10 boxes below a threshold of 0.001"),
-        (["--uncertainty", "entropy"], "unknown; known: total_variance, log_det, geometric_std"),
+        (["--uncertainty", "entropy"], "unknown; known: total_variance, geometric_std, log_det"),
         (["--images", "nowhere"], "there is no folder nowhere"),
         (["--regions", "nowhere.json"], "nowhere.json"),
     ],

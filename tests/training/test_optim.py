@@ -452,6 +452,14 @@ SCHEDULES = [
         8,
         {0: 0.0, 1: 0.5, 2: 1.0, 3: 0.5, 3.9999999999: 0.0, 4: 0.0, 5: 0.25, 6: 0.5, 7: 0.25, 8: 0.0},
     ),
+    (  # cub-pcme: the first stage runs ten epochs of a cosine of 50, (1 + cos(pi/5)) / 2 at its end.
+        {
+            **{"schedule": "cosine", "warmup_epochs": 0, "first_stage_epochs": 10},
+            **{"first_stage_schedule_epochs": 50, "second_stage_factor": 1.0},
+        },
+        60,
+        {0: 1.0, 5: 0.9755282581475768, 9.9999999999999: 0.9045084971874737, 10: 1.0, 35: 0.5, 60: 0.0},
+    ),
     (
         {
             **{"schedule": "step", "warmup_epochs": 0, "step_at": 0.5, "step_factor": 0.1},

@@ -212,6 +212,11 @@ def test_infonce_keeps_its_scale_below_the_largest(tmp_path):
             "optim.first_stage_epochs=3 leaves no epoch of train.epochs=3 for the second stage",
         ),
         (["optim.first_stage_epochs=1", "optim.freeze_image_epochs=1"], "leave out optim.freeze_image_epochs"),
+        (["optim.first_stage_schedule_epochs=9"], "must be at least optim.first_stage_epochs, and needs a first stage"),
+        (
+            ["optim.first_stage_epochs=2", "optim.first_stage_schedule_epochs=1"],
+            "optim.first_stage_schedule_epochs=1 must be at least optim.first_stage_epochs",
+        ),
         (
             ["model.local_attention=true", "model.embeddings=2", "model.variance=false", "loss.beta=0"],
             "leave out model.local_attention",

@@ -114,6 +114,9 @@ Bootstrap = Annotated[
 ]
 Seed = Annotated[int, typer.Option(min=0, help="Seed of all random choices.")]
 Device = Annotated[str, typer.Option(help="Where to compute: auto, cpu, cuda or mps.")]
+InstanceFiles = Annotated[
+    list[Path] | None, typer.Option(help="COCO's instances_*.json, to add PMRP; may be given several times.")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 
 TIMEOUT_MINUTES = 30.0

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
@@ -17,6 +17,7 @@ from sfumato.cli.common import (
     DataOverrides,
     DataRecipe,
     Device,
+    InstanceFiles,
     ModelName,
     ModelOnData,
     Seed,
@@ -31,11 +32,13 @@ from sfumato.cli.outputs import check_out_file, check_out_folder
 from sfumato.errors import UserError, as_typed
 
 if TYPE_CHECKING:
+    from sfumato.evaluation.benchmark_ground_truths import Rpc2
     from sfumato.evaluation.compare import More, MoreResults
     from sfumato.evaluation.embedded_input import Benchmark, Measured
     from sfumato.evaluation.ground_truth import GroundTruth
     from sfumato.evaluation.per_query import PerQuery
     from sfumato.evaluation.protocols import Evaluation
+    from sfumato.gaussian import ScalarUncertainty
     from sfumato.models.process_group import ProcessGroup
 
 _FILE_OPTIONS = (
@@ -189,9 +192,6 @@ GroundTruthFile = Annotated[
 ]
 BenchmarkName = Annotated[str | None, typer.Option(help="Benchmark: coco, flickr30k, flickr8k, cub or emoji.")]
 AnnotationFiles = Annotated[Path | None, typer.Option(help="File or folder with the benchmark's annotations.")]
-InstanceFiles = Annotated[
-    list[Path] | None, typer.Option(help="COCO's instances_*.json, to add PMRP; may be given several times.")
-]
 ClassLists = Annotated[
     Path | None,
     typer.Option(
@@ -199,6 +199,29 @@ ClassLists = Annotated[
         " seen, train, train1, val1, ...), or a file of class names."
     ),
 ]
+Rpc2Matches = Annotated[
+    str,
+    typer.Option(
+        "--rpc2",
+        help="COCO: matches of RPC²: union, CxC's and COCO's own pairs, as in the paper; or cxc, CxC's alone. The"
+        " others stand beside, as rpc2_cxc or rpc2_union.",
+    ),
+]
+Uncertainty = Annotated[
+    str,
+    typer.Option(
+        help="Uncertainty of queries: total_variance (PCME++), geometric_std (PCME) or log_det (probabilistic VSE++)."
+    ),
+]
+Samples = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        help="Number of samples of each embedding for average_l2 and match_probability. Default: as in training; 7 for"
+        " a released model of PCME, 8 for average_l2.",
+    ),
+]
+SampleSeed = Annotated[int, typer.Option("--seed", min=0, help="Seed of these samples.")]
 MetricNames = Annotated[
     str | None,
     typer.Option(help="Metrics, separated by commas, e.g. recall@1,map@r. Default: those of the ground truth."),
@@ -226,6 +249,10 @@ def run(
     instances: InstanceFiles = None,
     classes: ClassLists = None,
     metrics: MetricNames = None,
+    rpc2: Rpc2Matches = "union",
+    uncertainty: Uncertainty = "total_variance",
+    samples: Samples = None,
+    seed: SampleSeed = 0,
     strategies: Strategies = None,
     engine: Engine = "ivf",
     candidates: Candidates = 100,
@@ -242,10 +269,10 @@ def run(
     split by the ids of images and texts, and writes benchmark-NAME-SPLIT-DISTANCE.json instead. Started by torchrun,
     several processes share the work.
     """
-    from sfumato.evaluation.compare import More
-
-    more = More(strategies, engine, candidates, per_query, compare, published, published_tables)
-    chosen = _read_benchmark(benchmark, annotations, instances, classes, metrics, split)
+    more = _more(
+        strategies, engine, candidates, per_query, compare, published, published_tables, uncertainty, samples, seed
+    )
+    chosen = _read_benchmark(benchmark, annotations, instances, classes, metrics, split, rpc2)
     if not is_run(run):
         open_model_on_data(run, None, overrides, split, "cpu", purpose="evaluate it on")
     if seeds:
@@ -271,6 +298,10 @@ def model(
     instances: InstanceFiles = None,
     classes: ClassLists = None,
     metrics: MetricNames = None,
+    rpc2: Rpc2Matches = "union",
+    uncertainty: Uncertainty = "total_variance",
+    samples: Samples = None,
+    seed: SampleSeed = 0,
     strategies: Strategies = None,
     engine: Engine = "ivf",
     candidates: Candidates = 100,
@@ -286,10 +317,10 @@ def model(
     The model may be exported or published, or a run that is evaluated on other data. Started by torchrun, several
     processes share the work.
     """
-    from sfumato.evaluation.compare import More
-
-    more = More(strategies, engine, candidates, per_query, compare, published, published_tables)
-    chosen = _read_benchmark(benchmark, annotations, instances, classes, metrics, split)
+    more = _more(
+        strategies, engine, candidates, per_query, compare, published, published_tables, uncertainty, samples, seed
+    )
+    chosen = _read_benchmark(benchmark, annotations, instances, classes, metrics, split, rpc2)
     _evaluate_and_print(model, data, overrides, split, distance, chosen, more, device, as_json)
 
 
@@ -337,8 +368,12 @@ def files(
     instances: InstanceFiles = None,
     classes: ClassLists = None,
     metrics: MetricNames = None,
+    rpc2: Rpc2Matches = "union",
     split: Annotated[str, typer.Option(help="Split of a benchmark that has several.")] = "test",
     score: Score = None,
+    uncertainty: Uncertainty = "total_variance",
+    samples: Samples = None,
+    seed: SampleSeed = 0,
     logit_scale: Annotated[float | None, typer.Option(help="For match_probability: scale of the match logits.")] = None,
     logit_bias: Annotated[float, typer.Option(help="For match_probability: bias of the match logits.")] = 0.0,
     strategies: Strategies = None,
@@ -355,30 +390,50 @@ def files(
 
     They may come from any program; --truth or --benchmark gives the ground truth.
     """
-    from sfumato.evaluation.compare import More, more_results
+    from sfumato.evaluation.compare import more_results
     from sfumato.evaluation.embedded_input import Files, measure_files
     from sfumato.matching import match_probability_distance
     from sfumato.models.run import choose_device
     from sfumato.progress import say
-    from sfumato.reports.console import print_measured, print_more
 
-    more = More(strategies, engine, candidates, per_query, compare, published, published_tables)
+    more = _more(
+        strategies, engine, candidates, per_query, compare, published, published_tables, uncertainty, samples, seed
+    )
     probability = None if logit_scale is None else match_probability_distance(logit_scale, logit_bias)
     other = _read_compared(compare)
+    more.check_samples(score or "csd")
     chosen = Files(
         images, texts, image_ids, text_ids, image_log_var, text_log_var, ranked, truth, benchmark, annotations,
-        tuple(instances or ()), classes, metrics,
+        tuple(instances or ()), classes, metrics, cast("Rpc2", rpc2),
     )  # fmt: skip
     where = None if device == "auto" else choose_device(device)
-    measured, embedded = measure_files(chosen, score, split=split, match_probability=probability, device=where)
+    measured, embedded = measure_files(
+        chosen, score, split=split, match_probability=probability, device=where, options=more.options
+    )
     if ranked is None and not (image_ids and text_ids):
         say("note: no ids were given for some embeddings; they get the ids of the ground truth, in its order")
     extra = more_results(measured, embedded, more, other, match_probability=probability)
+    _print_figures(measured, extra, str(ranked) if ranked else f"{images}, {texts}", as_json)
+
+
+def _print_figures(
+    result: "Evaluation | Measured", beside: "MoreResults | None", title: str, as_json: bool, path: Path | None = None
+) -> None:
+    """Print an evaluation, what was asked for beside it, and the file that it was written to."""
+    from sfumato.evaluation.embedded_input import Measured
+    from sfumato.reports.console import print_evaluation, print_measured, print_more
+
     if as_json:
-        print(json.dumps(measured.to_json() | extra.to_json()))
+        print(json.dumps(result.to_json() | (beside.to_json() if beside else {})))
         return
-    print_measured(measured, str(ranked) if ranked else f"{images}, {texts}")
-    print_more(extra)
+    if isinstance(result, Measured):
+        print_measured(result, title)
+    else:
+        print_evaluation(result, f"{title}, by {result.distance}")
+    if beside is not None:
+        print_more(beside)
+    if path is not None:
+        print(f"written to {path}")
 
 
 def _read_compared(compare: str | None) -> "PerQuery | None":
@@ -393,6 +448,26 @@ def _read_compared(compare: str | None) -> "PerQuery | None":
     return read_per_query(compare)
 
 
+def _more(
+    strategies: str | None,
+    engine: str,
+    candidates: int,
+    per_query: Path | None,
+    compare: str | None,
+    published: bool,
+    tables: str | None,
+    uncertainty: str,
+    samples: int | None,
+    seed: int,
+) -> "More":
+    """The extras of an evaluation, and what it measures beside the distance."""
+    from sfumato.evaluation.compare import More
+    from sfumato.evaluation.protocols import EvaluationOptions
+
+    options = EvaluationOptions(samples, seed, cast("ScalarUncertainty", uncertainty))
+    return More(strategies, engine, candidates, per_query, compare, published, tables, options=options)
+
+
 def _read_benchmark(
     benchmark: str | None,
     annotations: Path | None,
@@ -400,18 +475,20 @@ def _read_benchmark(
     classes: Path | None,
     metrics: str | None,
     split: str,
+    rpc2: str,
 ) -> "Benchmark | None":
     """The ground truths that a model is to be evaluated against; None for those of its split."""
     from sfumato.evaluation.embedded_input import Benchmark, read_ground_truths
 
     given = {"--annotations": annotations, "--instances": instances, "--classes": classes, "--metrics": metrics}
+    given |= {"--rpc2": None if rpc2 == "union" else rpc2}
     if benchmark is None:
         if extra := next((name for name, value in given.items() if value), None):
             raise UserError(f"{extra} belongs to a benchmark; add --benchmark NAME, or leave it out")
         return None
     found = read_ground_truths(
         benchmark, annotations=annotations, instances=tuple(instances or ()), classes=classes, split=split,
-        metrics=parse_names(metrics or ""),
+        metrics=parse_names(metrics or ""), rpc2=cast("Rpc2", rpc2),
     )  # fmt: skip
     return Benchmark(benchmark, found)
 
@@ -428,10 +505,8 @@ def _evaluate_and_print(
     as_json: bool,
 ) -> None:
     """Evaluate one model and print the result in the first process."""
-    from sfumato.evaluation.embedded_input import Measured
     from sfumato.models.process_group import join_process_group
     from sfumato.models.run import choose_device
-    from sfumato.reports.console import print_evaluation, print_measured, print_more
 
     with join_process_group(partial(choose_device, device), TIMEOUT_MINUTES) as group:
         opened = open_model_on_data(model, data, overrides, split, group.device, purpose="evaluate it on")
@@ -441,17 +516,7 @@ def _evaluate_and_print(
         result, path, beside = _evaluate(opened, distance, benchmark, more, group)
     if not group.main or result is None:
         return
-    if as_json:
-        print(json.dumps(result.to_json() | (beside.to_json() if beside else {})))
-        return
-    if isinstance(result, Measured):
-        print_measured(result, f"{model} on {split}")
-    else:
-        print_evaluation(result, f"{model} on {split}, by {result.distance}")
-    if beside is not None:
-        print_more(beside)
-    if path is not None:
-        print(f"written to {path}")
+    _print_figures(result, beside, f"{model} on {split}", as_json, path)
 
 
 def _split_of_fold(opened: ModelOnData, split: str) -> str:
@@ -491,10 +556,11 @@ def _evaluate(
         write_benchmark,
     )
 
-    truths = benchmark.ground_truths if benchmark else ()
+    truths, options = benchmark.ground_truths if benchmark else (), more.options
     chosen = ranking_distance(opened.model, distance)
     needed = more.needs_match_probability
     probability = ranking_distance(opened.model, MATCH_PROBABILITY) if needed else None
+    more.check_samples(chosen)
     other = _per_query_of_compared(more, opened, distance, truths, group)
     embedded = None
     if more.anything or benchmark:
@@ -504,14 +570,16 @@ def _evaluate(
     result: Evaluation | Measured | None = None
     path = None
     if benchmark is None and opened.own_run is not None:
-        result, path = evaluate_run(opened.own_run, opened.split, distance, process_group=group, embedded=embedded)
+        result, path = evaluate_run(
+            opened.own_run, opened.split, distance, process_group=group, embedded=embedded, options=options
+        )
     elif benchmark is None:
         result = evaluate_model(
-            opened.model, opened.data, opened.split, distance, process_group=group, embedded=embedded
+            opened.model, opened.data, opened.split, distance, process_group=group, embedded=embedded, options=options
         )
     if embedded is None or not group.main:
         return result, path, None
-    measured = measure(embedded, chosen)
+    measured = measure(embedded, chosen, options=options)
     if benchmark is not None:
         result = measured
         if opened.own_run is not None:
@@ -544,8 +612,8 @@ def _per_query_of_compared(
     )
     if not group.main:
         return None
-    theirs = measure(embedded, ranking_distance(compared, distance))
-    return per_query_table(theirs.ranks, embedded.uncertainty())
+    theirs = measure(embedded, ranking_distance(compared, distance), options=more.options)
+    return per_query_table(theirs.ranks, embedded.uncertainty(more.options.uncertainty))
 
 
 def _evaluate_seeds(
@@ -575,7 +643,14 @@ def _evaluate_seeds(
             if result is not None and group.main:
                 found = result.to_json()
                 results.append(
-                    dict(own_figures(found["truths"], found["uncertainty"], found["total_variance"]))
+                    dict(
+                        own_figures(
+                            found["truths"],
+                            found["uncertainty"],
+                            found["total_variance"],
+                            measure=more.options.uncertainty,
+                        )
+                    )
                     if benchmark
                     else main_figures(found)
                 )

@@ -7,9 +7,8 @@ from typing import Annotated
 
 import typer
 
-from sfumato.cli.common import AsJson, Device, app
+from sfumato.cli.common import AsJson, Device, InstanceFiles, app
 from sfumato.cli.outputs import check_out_folder
-from sfumato.errors import UserError
 
 
 @app.command()
@@ -35,15 +34,10 @@ def table(
     ] = None,
     seeds: Annotated[int, typer.Option(min=1, help="Number of runs of each row, with the following seeds.")] = 1,
     published: Annotated[
-        bool, typer.Option("--published", help="Show the paper's figures alone; nothing is trained.")
+        bool, typer.Option("--published", help="Show the paper's figures; nothing is trained.")
     ] = False,
-    instances: Annotated[
-        list[Path] | None,
-        typer.Option(help="COCO's instances_*.json, to add PMRP; may be given several times."),
-    ] = None,
-    runs: Annotated[
-        Path, typer.Option(help="Folder of the runs; finished ones are reused, interrupted ones go on.")
-    ] = Path("runs/tables"),
+    instances: InstanceFiles = None,
+    runs: Annotated[Path, typer.Option(help="Folder of the runs; finished ones are reused.")] = Path("runs/tables"),
     out: Annotated[
         Path | None, typer.Option(help="Folder for the table in JSON, Markdown and LaTeX, or for the figure's images.")
     ] = None,
@@ -56,6 +50,7 @@ def table(
     it was interrupted.
     """
     from sfumato.evaluation.papers import find_item, paper_items
+    from sfumato.models.run import choose_device
     from sfumato.reports.paper_files import print_items, print_paper_table, write_table
     from sfumato.studies.paper_tables import choose_data, make_table, published_table
 
@@ -67,22 +62,23 @@ def table(
         return
     item = find_item(name)
     if published:
-        made = published_table(item)
+        made, folder = published_table(item), None
     else:
-        if item.state == "published only":
-            raise UserError(f"{item.id} has published figures only; --published shows them")
-        folder = (out or Path("tables")) / re.sub(r"[^a-z0-9]+", "-", item.id.lower().replace("+", "p")).strip("-")
+        folder = (out or Path("tables")) / _folder_name(item.id)
         check_out_folder(folder)
-        from sfumato.models.run import choose_device
-
+        chosen = choose_data(item, data, overrides or [])
         made = make_table(
-            item, choose_data(item, data, overrides or []), runs, n_seeds=seeds, instances=tuple(instances or ()),
-            device=choose_device(device),
-        )  # fmt: skip
+            item, chosen, runs, n_seeds=seeds, instances=tuple(instances or ()), device=choose_device(device)
+        )
         write_table(made, folder)
     if as_json:
         print(json.dumps(made.to_json(), ensure_ascii=False))
         return
     print_paper_table(made)
-    if not published:
+    if folder is not None:
         print(f"written to {folder}")
+
+
+def _folder_name(id: str) -> str:
+    """E.g. pcmepp-fig-3 of "PCME++ Fig. 3"."""
+    return re.sub(r"[^a-z0-9]+", "-", id.lower().replace("+", "p")).strip("-")

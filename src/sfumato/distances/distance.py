@@ -168,6 +168,7 @@ class Distance:
         of_samples: (n, s, d), (m, s, d) samples -> (n, m) distances, for a distance that is estimated from samples; its
             row and matrix take n_samples and generator. None for the others.
         n_samples: number s of samples of each embedding when a sampled distance ranks.
+        seed: of these samples.
         embeddings: number K of embeddings of equal size that an item's mean consists of; 1 except for ``nearest_of_K``.
         lift: conversion to a squared L2 distance that any vector engine can search; None if there is none.
         vectors: (n, d) embeddings -> (n, k) vectors and (n,) offsets, float32 or better, for a distance that is the
@@ -182,6 +183,7 @@ class Distance:
     needs_variance: bool = False
     of_samples: Callable[[Tensor, Tensor], Tensor] | None = None
     n_samples: int = 8
+    seed: int = 0
     embeddings: int = 1
     lift: Lift | None = None
     vectors: Callable[[GaussianEmbedding], tuple[Tensor, Tensor]] | None = None
@@ -191,6 +193,18 @@ class Distance:
     def sampled(self) -> bool:
         """Whether it is estimated from random samples."""
         return self.of_samples is not None
+
+    def with_samples(self, n_samples: int | None, seed: int) -> "Distance":
+        """The same distance with other samples when it ranks; a closed form is returned unchanged.
+
+        Args:
+            n_samples: number s of samples of each embedding; that of this distance if None.
+            seed: of the samples.
+
+        Returns:
+            The distance.
+        """
+        return replace(self, n_samples=n_samples or self.n_samples, seed=seed) if self.sampled else self
 
     def for_direction(self, direction: Direction) -> "Distance":
         """The same distance with queries first: row and matrix take (queries, gallery) of this direction of retrieval.

@@ -2,14 +2,14 @@
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from sfumato.distances import Distance
+from sfumato.distances import Distance, get_distance
 from sfumato.errors import UserError
 from sfumato.evaluation.embedded_input import EmbeddedSet, Measured
 from sfumato.evaluation.per_query import (
@@ -20,8 +20,15 @@ from sfumato.evaluation.per_query import (
     query_name,
     write_per_query,
 )
+from sfumato.evaluation.protocols import EvaluationOptions
 from sfumato.evaluation.published import DEFAULT_TABLES, STRATEGY_TABLES, PublishedRow, own_figures, published_rows
-from sfumato.evaluation.strategies import STRATEGY_SETS, StrategyResult, choose_strategies, evaluate_strategies
+from sfumato.evaluation.strategies import (
+    STRATEGY_SETS,
+    StrategyResult,
+    choose_strategies,
+    distance_of_score,
+    evaluate_strategies,
+)
 from sfumato.matching import MATCH_PROBABILITY
 from sfumato.metrics.bootstrap import Interval, bootstrap, mean_statistic
 
@@ -264,6 +271,7 @@ class More:
         published: whether to add the rows of published tables.
         tables: these tables instead of the default ones, e.g. "PCME++ C.3,PCME E.4"; published is then implied.
         n_resamples: number of resamples of the comparison.
+        options: samples of sampled distances, and the scalar uncertainty.
 
     Raises:
         ValueError: a strategy or a table is unknown.
@@ -278,6 +286,7 @@ class More:
     published: bool = False
     tables: str | None = None
     n_resamples: int = 2000
+    options: EvaluationOptions = field(default_factory=EvaluationOptions)
 
     def __post_init__(self) -> None:
         chosen = choose_strategies(self.strategies) if self.strategies is not None else []
@@ -298,6 +307,27 @@ class More:
         if not self.published:
             return ()
         return DEFAULT_TABLES if self.strategies is None else STRATEGY_TABLES
+
+    def check_samples(self, score: str | Distance) -> None:
+        """Check that a number of samples has an effect.
+
+        Args:
+            score: what is ranked by, a name or a distance.
+
+        Raises:
+            UserError: a number of samples was chosen, but neither the score nor a strategy is a sampled distance.
+            ValueError: the score is unknown.
+        """
+        if self.options.n_samples is None or score == MATCH_PROBABILITY:
+            return
+        names = choose_strategies(self.strategies) if self.strategies is not None else []
+        by = [distance_of_score(score), *(get_distance(s.distance) for s in names if s.distance != MATCH_PROBABILITY)]
+        if not self.needs_match_probability and not any(distance.sampled for distance in by if distance is not None):
+            name = score if isinstance(score, str) else score.name
+            raise UserError(
+                f"--samples is for distances that are estimated from samples, average_l2 and {MATCH_PROBABILITY};"
+                f" {name} needs none. Leave --samples out, or rank by one of these"
+            )
 
     @property
     def needs_match_probability(self) -> bool:
@@ -392,14 +422,14 @@ def more_results(
         strategies = evaluate_strategies(
             embedded.images, embedded.texts, embedded.image_ids, embedded.text_ids, embedded.ground_truths,
             chosen, match_probability=match_probability, engine=more.engine,
-            candidates=more.candidates,
+            candidates=more.candidates, evaluation=more.options,
         )  # fmt: skip
         if len(strategies) == 1:
             (only,) = strategies.values()
             ranks, figures = only.ranks, only.figures
     differences: list[Difference] = []
     if more.per_query or other is not None:
-        table = per_query_table(ranks, None if embedded is None else embedded.uncertainty())
+        table = per_query_table(ranks, None if embedded is None else embedded.uncertainty(more.options.uncertainty))
         if more.per_query:
             write_per_query(more.per_query, table)
         if other is not None:
@@ -411,7 +441,7 @@ def more_results(
     rows: list[PublishedRow] = []
     own: dict[str, float] = {}
     if more.chosen_tables:
-        own = own_figures(figures, measured.uncertainty, measured.total_variance)
+        own = own_figures(figures, measured.uncertainty, measured.total_variance, measure=measured.uncertainty_measure)
         rows = [
             row
             for table in more.chosen_tables

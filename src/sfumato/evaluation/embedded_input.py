@@ -27,8 +27,9 @@ from sfumato.evaluation.benchmark_ground_truths import (
 )
 from sfumato.evaluation.benchmarks import BenchmarkRanks, benchmark_metrics, rank_ground_truths_by_lists
 from sfumato.evaluation.ground_truth import GroundTruth, read_ground_truth
-from sfumato.evaluation.strategies import rank_ground_truths_by
-from sfumato.gaussian import GaussianEmbedding, accumulation_dtype
+from sfumato.evaluation.protocols import EvaluationOptions, samples_of
+from sfumato.evaluation.strategies import distance_of_score, rank_ground_truths_by
+from sfumato.gaussian import GaussianEmbedding, ScalarUncertainty, accumulation_dtype
 from sfumato.matching import MATCH_PROBABILITY
 from sfumato.metrics.uncertainty import recall_by_uncertainty
 
@@ -67,15 +68,18 @@ class EmbeddedSet:
         """
         return replace(self, images=self.images.to(device), texts=self.texts.to(device))
 
-    def uncertainty(self) -> dict[str, dict[str, float]] | None:
-        """Compute total variances in the form of :func:`~sfumato.evaluation.per_query.per_query_table`.
+    def uncertainty(self, measure: ScalarUncertainty = "total_variance") -> dict[str, dict[str, float]] | None:
+        """Compute uncertainties in the form of :func:`~sfumato.evaluation.per_query.per_query_table`.
+
+        Args:
+            measure: the scalar uncertainty.
 
         Returns:
             {"i2t": {image id: number}, "t2i": {text id: number}}; None for points.
         """
         sides = {"i2t": (self.image_ids, self.images), "t2i": (self.text_ids, self.texts)}
-        found = {name: dict(zip(ids, e.total_variance.tolist(), strict=True)) for name, (ids, e) in sides.items()}
-        if not any(value for side in found.values() for value in side.values()):
+        found = {name: dict(zip(ids, e.uncertainty(measure).tolist(), strict=True)) for name, (ids, e) in sides.items()}
+        if not any(bool((e.total_variance != 0).any()) for _, e in sides.values()):
             return None
         return {name: {coco_image_id(i): v for i, v in side.items()} | side for name, side in found.items()}
 
@@ -253,9 +257,11 @@ class Measured:
         figures: of :func:`~sfumato.evaluation.benchmarks.evaluate_benchmarks`.
         ranks: the ranks from which the figures were computed.
         uncertainty: for ground truths that report recall@1, by name and direction: recall@1 in ten bins of the query's
-            total variance, of :func:`~sfumato.metrics.uncertainty.recall_by_uncertainty`. A query is ranked within its
+            uncertainty, of :func:`~sfumato.metrics.uncertainty.recall_by_uncertainty`. A query is ranked within its
             fold, if there are folds, and all folds share the bins. None for points and lists.
         total_variance: means of "image" and "text"; None for points and lists.
+        uncertainty_measure: the scalar uncertainty of "uncertainty".
+        samples: see :class:`~sfumato.evaluation.protocols.Evaluation`.
     """
 
     score: str
@@ -265,6 +271,8 @@ class Measured:
     ranks: BenchmarkRanks
     uncertainty: dict[str, dict[str, Any]] | None = None
     total_variance: dict[str, float] | None = None
+    uncertainty_measure: ScalarUncertainty = "total_variance"
+    samples: dict[str, int] | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Convert to JSON values.
@@ -279,15 +287,20 @@ class Measured:
             "truths": self.figures,
             "uncertainty": self.uncertainty,
             "total_variance": self.total_variance,
+            "uncertainty_measure": self.uncertainty_measure,
+            "samples": self.samples,
         }
 
 
-def measure(embedded: EmbeddedSet, score: str | Distance = "csd") -> Measured:
+def measure(
+    embedded: EmbeddedSet, score: str | Distance = "csd", *, options: EvaluationOptions | None = None
+) -> Measured:
     """Evaluate embeddings.
 
     Args:
         embedded: the embeddings with their ground truths.
         score: to rank by: a name in SCORES, or a distance with images as its first argument.
+        options: samples of sampled distances, and the scalar uncertainty; the defaults if None.
 
     Returns:
         The figures and ranks.
@@ -295,29 +308,34 @@ def measure(embedded: EmbeddedSet, score: str | Distance = "csd") -> Measured:
     Raises:
         ValueError: the score is unknown, or ids and ground truths do not fit.
     """
-    ranks = rank_ground_truths_by(
-        score, embedded.images, embedded.texts, embedded.image_ids, embedded.text_ids, embedded.ground_truths
-    )
+    options = options or EvaluationOptions()
+    distance = distance_of_score(score)
+    ranked_by = None if distance is None else options.sampled(distance)
+    ids = embedded.image_ids, embedded.text_ids
+    ranks = rank_ground_truths_by(ranked_by or score, embedded.images, embedded.texts, *ids, embedded.ground_truths)
     name = score if isinstance(score, str) else score.name
-    measured = Measured(name, embedded.images.n, embedded.texts.n, benchmark_metrics(ranks), ranks)
-    variances = embedded.uncertainty()
-    if variances is None:
+    measured = Measured(
+        name, embedded.images.n, embedded.texts.n, benchmark_metrics(ranks), ranks,
+        uncertainty_measure=options.uncertainty, samples=None if ranked_by is None else samples_of(ranked_by),
+    )  # fmt: skip
+    values = embedded.uncertainty(options.uncertainty)
+    if values is None:
         return measured
     sides = {"image": embedded.images, "text": embedded.texts}
     return replace(
         measured,
-        uncertainty=_recall_by_uncertainty(ranks, variances),
+        uncertainty=_recall_by_uncertainty(ranks, values),
         total_variance={name: float(side.total_variance.mean()) for name, side in sides.items()},
     )
 
 
-def _recall_by_uncertainty(ranks: BenchmarkRanks, variances: dict[str, dict[str, float]]) -> dict[str, dict[str, Any]]:
+def _recall_by_uncertainty(ranks: BenchmarkRanks, values: dict[str, dict[str, float]]) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     for name, both in ranks.items():
         for direction, of in both.items():
             if "recall@1" in of.ground_truth.metrics:
                 ids, single = of.per_query(["recall@1"])
-                uncertainty = np.array([variances[direction][i] for i in ids])
+                uncertainty = np.array([values[direction][i] for i in ids])
                 found.setdefault(name, {})[direction] = recall_by_uncertainty(uncertainty, single["recall@1"])
     return found
 
@@ -367,7 +385,7 @@ class Files:
     Attributes:
         images, texts, image_ids, text_ids, image_log_var, text_log_var: see :func:`read_embedded_set`.
         ranked: a file of ranked lists instead, see :func:`measure_lists`.
-        ground_truth, benchmark, annotations, instances, classes: see :func:`read_ground_truths`.
+        ground_truth, benchmark, annotations, instances, classes, rpc2: see :func:`read_ground_truths`.
         metrics: names of metrics with commas between them.
     """
 
@@ -384,6 +402,7 @@ class Files:
     instances: tuple[Path, ...] = ()
     classes: Path | None = None
     metrics: str | None = None
+    rpc2: Rpc2 = "union"
 
     def given(self) -> list[str]:
         """List the options that were given.
@@ -391,7 +410,7 @@ class Files:
         Returns:
             Their names on the command line.
         """
-        names = [f.name for f in fields(self) if getattr(self, f.name)]
+        names = [f.name for f in fields(self) if getattr(self, f.name) != f.default]
         return [f"--{'truth' if name == 'ground_truth' else name.replace('_', '-')}" for name in names]
 
 
@@ -402,6 +421,7 @@ def measure_files(
     split: str = "test",
     match_probability: Distance | None = None,
     device: torch.device | None = None,
+    options: EvaluationOptions | None = None,
 ) -> tuple[Measured, EmbeddedSet | None]:
     """Evaluate embeddings or ranked lists from files.
 
@@ -411,6 +431,7 @@ def measure_files(
         split: of a benchmark that has several.
         match_probability: the distance of this name; None without logits.
         device: device of the computation; None uses the device of the embeddings.
+        options: see :func:`measure`.
 
     Returns:
         (the evaluation, the embeddings or None for ranked lists).
@@ -424,7 +445,7 @@ def measure_files(
     metrics = [name.strip() for name in files.metrics.split(",")] if files.metrics else []
     ground_truths = read_ground_truths(
         files.benchmark, ground_truth=files.ground_truth, annotations=files.annotations, instances=files.instances,
-        classes=files.classes, split=split, metrics=metrics,
+        classes=files.classes, split=split, metrics=metrics, rpc2=files.rpc2,
     )  # fmt: skip
     if files.ranked is not None:
         if score is not None or files.image_log_var or files.text_log_var:
@@ -439,4 +460,4 @@ def measure_files(
     if score == MATCH_PROBABILITY and match_probability is None:
         raise UserError(f"--score {score} needs the logits of the model; give --logit-scale and --logit-bias")
     by_probability = match_probability if score == MATCH_PROBABILITY else None
-    return measure(embedded, by_probability or score or "csd"), embedded
+    return measure(embedded, by_probability or score or "csd", options=options), embedded

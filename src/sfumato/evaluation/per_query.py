@@ -38,8 +38,8 @@ class PerQuery:
         group: (r,) strings. Queries with the same relevant items, like the captions of an image, are in one group. They
             are not independent, so they are resampled together.
         figures: by name (r,) float64, NaN where undefined: "recall@K", "r_precision", "map@r"; "best_rank", the rank
-            from 0 of the closest relevant item, infinite if none is in the gallery; "uncertainty", the total variance
-            of the query.
+            from 0 of the closest relevant item, infinite if none is in the gallery; "uncertainty", the scalar
+            uncertainty of the query, by default its total variance.
 
     Raises:
         ValueError: columns differ in length, or a key occurs twice.

@@ -2,13 +2,14 @@
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, get_args
 
 import numpy as np
 import torch
 
 from sfumato.distances import Distance, get_distance
-from sfumato.gaussian import GaussianEmbedding
+from sfumato.errors import UserError
+from sfumato.gaussian import GaussianEmbedding, ScalarUncertainty
 from sfumato.metrics.relevance import Relevance
 from sfumato.metrics.retrieval import beats_chance, chance_metrics, per_query_metrics, retrieval_metrics
 from sfumato.metrics.uncertainty import balanced_spearman, none_if_nan, recall_by_uncertainty, spearman
@@ -40,6 +41,42 @@ class Ranker(Protocol):
 
 
 @dataclass(frozen=True)
+class EvaluationOptions:
+    """What an evaluation measures beside the distance.
+
+    Attributes:
+        n_samples: number of samples of each embedding at test time, of sampled distances; None for that of the model.
+        seed: of these samples.
+        uncertainty: the scalar uncertainty of the queries, one of :data:`~sfumato.gaussian.ScalarUncertainty`.
+
+    Raises:
+        UserError: the uncertainty is unknown, or n_samples < 1.
+    """
+
+    n_samples: int | None = None
+    seed: int = 0
+    uncertainty: ScalarUncertainty = "total_variance"
+
+    def __post_init__(self) -> None:
+        if self.uncertainty not in get_args(ScalarUncertainty):
+            known = ", ".join(get_args(ScalarUncertainty))
+            raise UserError(f"--uncertainty {self.uncertainty}: unknown; known: {known}")
+        if self.n_samples is not None and self.n_samples < 1:
+            raise UserError(f"--samples {self.n_samples}: give at least 1")
+
+    def sampled(self, distance: Distance) -> Distance:
+        """A distance with the samples of these options.
+
+        Args:
+            distance: any distance.
+
+        Returns:
+            The same with the number and seed of the samples; a closed form is returned unchanged.
+        """
+        return distance.with_samples(self.n_samples, self.seed)
+
+
+@dataclass(frozen=True)
 class Evaluation:
     """The figures of an evaluation; recalls and precisions are fractions in [0, 1].
 
@@ -52,12 +89,15 @@ class Evaluation:
         rsum: recall@1 + recall@5 + recall@10 of both directions; at most 6.
         t2i_by_kind: text to image metrics of the texts of each kind.
         i2t_by_kind: image to text metrics with only the texts of that kind as gallery.
-        uncertainty: by direction, recall@1 in ten bins of the query's total variance, and their correlation; None for
+        uncertainty: by direction, recall@1 in ten bins of the query's uncertainty, and their correlation; None for
             points.
-        multiplicity: Spearman correlation between a text's total variance and its number of true images, "all" and
+        multiplicity: Spearman correlation between a text's uncertainty and its number of true images, "all" and
             "balanced"; None for points, or if every text has one true image.
         total_variance: means of "image" and "text".
         chance: by direction, the metrics of a random order (:func:`~sfumato.metrics.retrieval.chance_metrics`).
+        uncertainty_measure: the scalar uncertainty of "uncertainty" and "multiplicity", one of
+            :data:`~sfumato.gaussian.ScalarUncertainty`.
+        samples: {"n", "seed"} of a sampled distance; None for the others.
     """
 
     distance: str
@@ -72,6 +112,8 @@ class Evaluation:
     multiplicity: dict[str, float | None] | None
     total_variance: dict[str, float]
     chance: dict[str, dict[str, float]]
+    uncertainty_measure: str = "total_variance"
+    samples: dict[str, int] | None = None
 
     @property
     def chance_rsum(self) -> float:
@@ -108,6 +150,7 @@ def evaluate_retrieval(
     distance: str | Distance = "csd",
     text_kinds: Sequence[str] | None = None,
     rank: Ranker = rank_relevant,
+    uncertainty: ScalarUncertainty = "total_variance",
 ) -> Evaluation:
     """Evaluate both directions.
 
@@ -118,6 +161,7 @@ def evaluate_retrieval(
         distance: to rank by: a name in DISTANCES, or a distance with images as its first argument.
         text_kinds: (m,) kinds of the texts for a breakdown; no breakdown if None or if there is only one kind.
         rank: the ranking function; by default exact search in this process.
+        uncertainty: the scalar uncertainty of the queries.
 
     Returns:
         All figures.
@@ -144,17 +188,18 @@ def evaluate_retrieval(
                 i2t_by_kind[kind] = retrieval_metrics(
                     rank(images, texts[torch.from_numpy(index).to(texts.device)], narrowed, chosen), narrowed
                 )
-    variance = {"image": images.total_variance.cpu().numpy(), "text": texts.total_variance.cpu().numpy()}
-    varies = any(np.ptp(v) > 0 for v in variance.values())
-    uncertainty: dict[str, Any] | None = None
+    sides = {"image": images, "text": texts}
+    values = {side: e.uncertainty(uncertainty).cpu().numpy() for side, e in sides.items()}
+    varies = any(v.min(initial=np.inf) < v.max(initial=-np.inf) for v in values.values())
+    by_uncertainty: dict[str, Any] | None = None
     if varies:
         hits = {
             "i2t": per_query_metrics(i2t_ranks, relevance)["recall@1"],
             "t2i": per_query_metrics(t2i_ranks, other)["recall@1"],
         }
-        uncertainty = {
-            "i2t": recall_by_uncertainty(variance["image"], hits["i2t"]),
-            "t2i": recall_by_uncertainty(variance["text"], hits["t2i"]),
+        by_uncertainty = {
+            "i2t": recall_by_uncertainty(values["image"], hits["i2t"]),
+            "t2i": recall_by_uncertainty(values["text"], hits["t2i"]),
         }
     has = other.counts > 0
     return Evaluation(
@@ -166,10 +211,12 @@ def evaluate_retrieval(
         rsum=sum(direction[r] for direction in (i2t, t2i) for r in recalls),
         t2i_by_kind=t2i_by_kind,
         i2t_by_kind=i2t_by_kind,
-        uncertainty=uncertainty,
-        multiplicity=_multiplicity(variance["text"][has], other.counts[has]) if varies else None,
-        total_variance={side: float(v.mean()) for side, v in variance.items()},
+        uncertainty=by_uncertainty,
+        multiplicity=_multiplicity(values["text"][has], other.counts[has]) if varies else None,
+        total_variance={side: float(e.total_variance.mean()) for side, e in sides.items()},
         chance={"i2t": chance_metrics(relevance), "t2i": chance_metrics(other)},
+        uncertainty_measure=uncertainty,
+        samples=samples_of(chosen),
     )
 
 
@@ -188,11 +235,23 @@ def table_rows(evaluation: Evaluation) -> list[tuple[str, dict[str, float]]]:
     return rows
 
 
-def _multiplicity(variance: np.ndarray, counts: np.ndarray) -> dict[str, float | None] | None:
+def samples_of(distance: Distance) -> dict[str, int] | None:
+    """The samples by which a distance ranks.
+
+    Args:
+        distance: any distance.
+
+    Returns:
+        {"n": number of samples of each embedding, "seed"}; None for a closed form.
+    """
+    return {"n": distance.n_samples, "seed": distance.seed} if distance.sampled else None
+
+
+def _multiplicity(uncertainty: np.ndarray, counts: np.ndarray) -> dict[str, float | None] | None:
     if counts.max(initial=0) <= 1:
         return None
     return {
-        "all": none_if_nan(spearman(variance, counts)),
-        "balanced": none_if_nan(balanced_spearman(variance, counts)),
+        "all": none_if_nan(spearman(uncertainty, counts)),
+        "balanced": none_if_nan(balanced_spearman(uncertainty, counts)),
         "n_texts": len(counts),
     }

@@ -113,7 +113,7 @@ def common_figures(figures: Mapping[str, Mapping[str, Any]], direction: str = "b
     found = {}
     for name in dict.fromkeys(name for row in _rows() if row.direction == direction for name in row.figures):
         first, _, rest = name.partition(" ")
-        sides, key = ((first,), rest) if direction == "each" else (_SIDES.get(direction, (direction,)), name)
+        sides, key = ((first,), rest) if direction == "each" and rest else (_SIDES.get(direction, (direction,)), name)
         ground_truth, _, metric = key.rpartition(" ")
         both = figures.get(ground_truth or "coco_1k", {})
         if metric == "rsum" and "rsum" in both:
@@ -127,6 +127,8 @@ def own_figures(
     figures: Mapping[str, Mapping[str, Any]],
     uncertainty: Mapping[str, Mapping[str, Any]] | None = None,
     total_variance: Mapping[str, float] | None = None,
+    *,
+    measure: str = "total_variance",
 ) -> dict[str, float]:
     """All figures of an evaluation that some published table has.
 
@@ -134,6 +136,7 @@ def own_figures(
         figures: see :func:`common_figures`.
         uncertainty: by ground truth and direction, of :func:`~sfumato.metrics.uncertainty.recall_by_uncertainty`.
         total_variance: means of "image" and "text".
+        measure: scalar uncertainty of the uncertainty; no table has figures of another one than the total variance.
 
     Returns:
         Figures by the name of :meth:`PublishedRow.own_name`. "minus_rho" is the mean over both directions of COCO 1K of
@@ -144,7 +147,7 @@ def own_figures(
         found |= {f"{side} {name}": value for name, value in common_figures(figures, side).items()}
     both = (uncertainty or {}).get("coco_1k", {})
     values = [side["correlation"] for side in both.values()]
-    if values and None not in values:
+    if values and None not in values and measure == "total_variance":
         found["minus_rho"] = -sum(values) / len(values)
     if values and total_variance:
         found["total_variance"] = sum(total_variance.values()) / len(total_variance)

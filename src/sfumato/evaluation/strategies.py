@@ -26,6 +26,7 @@ from sfumato.evaluation.benchmarks import (
     rank_ground_truths_by_scores,
 )
 from sfumato.evaluation.ground_truth import GroundTruth
+from sfumato.evaluation.protocols import EvaluationOptions
 from sfumato.gaussian import GaussianEmbedding, accumulation_dtype
 from sfumato.matching import MATCH_PROBABILITY
 from sfumato.metrics.relevance import Relevance
@@ -251,17 +252,34 @@ def rank_ground_truths_by(
     Raises:
         ValueError: the score is unknown, or ids and ground truths do not fit.
     """
-    if isinstance(score, str) and score in get_args(Similarity):
+    distance = distance_of_score(score)
+    if distance is None:
         matrix = SimilarityMatrix(images, texts, "cosine" if score == "cosine" else "dot")
         better: Better = "larger"
         return rank_ground_truths_by_scores(matrix, image_ids, text_ids, ground_truths, better=better)
+    return rank_ground_truths(images, texts, image_ids, text_ids, ground_truths, distance=distance)
+
+
+def distance_of_score(score: str | Distance) -> Distance | None:
+    """The distance of a score.
+
+    Args:
+        score: see :func:`rank_ground_truths_by`.
+
+    Returns:
+        The distance; None for a similarity.
+
+    Raises:
+        ValueError: the score is unknown.
+    """
+    if score in get_args(Similarity):
+        return None
     if score == MATCH_PROBABILITY:
         raise ValueError(f"the score {score} needs match logits; give match_probability_distance(scale, bias)")
     try:
-        distance = get_distance(score)
+        return get_distance(score)
     except ValueError as error:
         raise ValueError(f"unknown score {score!r}; known: {', '.join(SCORES)}, nearest_of_K") from error
-    return rank_ground_truths(images, texts, image_ids, text_ids, ground_truths, distance=distance)
 
 
 @dataclass(frozen=True, eq=False)
@@ -319,6 +337,7 @@ def evaluate_strategies(
     engine: str = "ivf",
     candidates: int = 100,
     options: FaissOptions | None = None,
+    evaluation: EvaluationOptions | None = None,
 ) -> dict[str, StrategyResult]:
     """Evaluate several strategies on the same embeddings.
 
@@ -333,6 +352,7 @@ def evaluate_strategies(
         engine: of the strategies with FAISS, see :class:`FaissRanker`.
         candidates: number of items that FAISS finds for re-ranking.
         options: of the engine.
+        evaluation: with the samples of sampled distances; the defaults if None.
 
     Returns:
         By name of the strategy. FAISS strategies have no median and mean rank.
@@ -347,8 +367,11 @@ def evaluate_strategies(
     for strategy in strategies:
         start = time.perf_counter()
         if strategy.indexed is None:
-            distance = match_probability if strategy.distance == MATCH_PROBABILITY else None
-            ranks = rank_ground_truths_by(distance or strategy.distance, images, texts, *ids, chosen)
+            by_probability = match_probability if strategy.distance == MATCH_PROBABILITY else None
+            distance = distance_of_score(by_probability or strategy.distance)
+            assert distance is not None
+            sampled = (evaluation or EvaluationOptions()).sampled(distance)
+            ranks = rank_ground_truths_by(sampled, images, texts, *ids, chosen)
         else:
             listed = [_without_rank_metrics(ground_truth) for ground_truth in chosen]
             at_least = max(LISTED_AT_LEAST, *(_needed(ground_truth) for ground_truth in listed))

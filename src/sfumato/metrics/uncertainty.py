@@ -111,9 +111,9 @@ def recall_by_uncertainty(uncertainty: np.ndarray, hit: np.ndarray, *, n_bins: i
         n_bins: number of bins.
 
     Returns:
-        "bins": a list of {"uncertainty", "recall", "count"}; "correlation": Pearson between bin number and recall, as
-        reported in the paper (Chun 2024, figure 3: negative when uncertain queries fail); "spearman" over single
-        queries. None where a correlation is undefined, as for points.
+        "bins": a list of {"uncertainty", "recall", "count"}, the uncertainty None if it is infinite; "correlation":
+        Pearson between bin number and recall, as reported in the paper (Chun 2024, figure 3: negative when uncertain
+        queries fail); "spearman" over single queries. None where a correlation is undefined, as for points.
 
     Raises:
         ValueError: shapes differ, or n_bins < 1.
@@ -129,10 +129,12 @@ def recall_by_uncertainty(uncertainty: np.ndarray, hit: np.ndarray, *, n_bins: i
     uncertainty, hit = uncertainty[~np.isnan(hit)], hit[~np.isnan(hit)]
     order = np.argsort(uncertainty, kind="stable")
     parts = [part for part in np.array_split(order, n_bins) if len(part)]
+    means = [float(uncertainty[p].mean()) for p in parts]
     bins = [
-        {"uncertainty": float(uncertainty[p].mean()), "recall": float(hit[p].mean()), "count": len(p)} for p in parts
+        {"uncertainty": mean if np.isfinite(mean) else None, "recall": float(hit[p].mean()), "count": len(p)}
+        for p, mean in zip(parts, means, strict=True)
     ]
-    constant = len(uncertainty) < 2 or np.ptp(uncertainty) == 0
+    constant = len(uncertainty) < 2 or uncertainty.min() == uncertainty.max()
     correlation = float("nan") if constant else pearson(np.arange(len(bins)), np.array([b["recall"] for b in bins]))
     return {"bins": bins, "correlation": none_if_nan(correlation), "spearman": none_if_nan(spearman(uncertainty, hit))}
 

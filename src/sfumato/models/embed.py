@@ -30,12 +30,12 @@ from sfumato.errors import UserError, counted
 from sfumato.evaluation.benchmarks import plan_ranks
 from sfumato.evaluation.embedded_input import EmbeddedSet, Measured
 from sfumato.evaluation.ground_truth import GroundTruth, ground_truth_from_data
-from sfumato.evaluation.protocols import Evaluation, evaluate_retrieval
+from sfumato.evaluation.protocols import Evaluation, EvaluationOptions, evaluate_retrieval
 from sfumato.files import write_json
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.ids import check_ids, id_error
 from sfumato.losses.pcme import SIGMOIDS, PCMELoss
-from sfumato.matching import MATCH_PROBABILITY, match_probability_distance
+from sfumato.matching import MATCH_PROBABILITY, SampledLogits, match_probability_distance
 from sfumato.models.process_group import ProcessGroup, alone
 from sfumato.models.run import Run
 from sfumato.progress import progress_bar, say
@@ -519,8 +519,26 @@ def embed_table(retrieval_model: RetrievalModel, paths: str) -> tuple[GaussianEm
     return embeddings, [str(row) if named.ids is None else named.ids[row] for row in rows], problems
 
 
+def sampled_logits(retrieval_model: RetrievalModel) -> SampledLogits | None:
+    """The logits of PCME's match probability.
+
+    Args:
+        retrieval_model: the model.
+
+    Returns:
+        Those of a run that was trained with the loss pcme, or of a model that brings its own; None for all others.
+    """
+    loss = getattr(retrieval_model, "loss", None)
+    if isinstance(loss, PCMELoss):
+        factor = SIGMOIDS[loss.options.sigmoid]
+        scale, bias = factor * loss.logits.logit_scale.item(), factor * loss.logits.logit_bias.item()
+        return SampledLogits(scale, bias, loss.options.n_samples)
+    own: SampledLogits | None = getattr(retrieval_model, "sampled_logits", None)
+    return own
+
+
 def ranking_distance(retrieval_model: RetrievalModel, name: str | None = None) -> Distance:
-    """The distance to rank by, which may be PCME's match probability with the logits that a run has learnt.
+    """The distance to rank by, which may be PCME's match probability with the logits that the model has learnt.
 
     Args:
         retrieval_model: the model.
@@ -530,7 +548,7 @@ def ranking_distance(retrieval_model: RetrievalModel, name: str | None = None) -
         The distance.
 
     Raises:
-        UserError: the match probability is wanted of a model that is not a run trained with the loss pcme.
+        UserError: the match probability is wanted of a model that has not learnt it.
         ValueError: the name is unknown.
     """
     if name != MATCH_PROBABILITY:
@@ -538,15 +556,13 @@ def ranking_distance(retrieval_model: RetrievalModel, name: str | None = None) -
             return get_distance(name or retrieval_model.distance)
         except ValueError as error:
             raise ValueError(f"{error}, {MATCH_PROBABILITY}") from error
-    loss = getattr(retrieval_model, "loss", None)
-    if not isinstance(loss, PCMELoss):
+    logits = sampled_logits(retrieval_model)
+    if logits is None:
         raise UserError(
             f"{MATCH_PROBABILITY} needs logits that were learnt on distances of samples; this model has none."
-            " Name a run that was trained with the loss pcme, or rank by another distance"
+            " Name a run that was trained with the loss pcme, or a released model of PCME, or rank by another distance"
         )
-    factor = SIGMOIDS[loss.options.sigmoid]
-    scale, bias = factor * loss.logits.logit_scale.item(), factor * loss.logits.logit_bias.item()
-    return match_probability_distance(scale, bias, n_samples=loss.options.n_samples)
+    return match_probability_distance(logits.logit_scale, logits.logit_bias, n_samples=logits.n_samples)
 
 
 def embed_for_evaluation(
@@ -592,6 +608,7 @@ def evaluate_model(
     *,
     process_group: ProcessGroup | None = None,
     embedded: EmbeddedSet | None = None,
+    options: EvaluationOptions | None = None,
 ) -> Evaluation:
     """Evaluate any model on a split of any data.
 
@@ -602,12 +619,13 @@ def evaluate_model(
         distance: distance for ranking, see :func:`ranking_distance`.
         process_group: the processes among which the work is divided; None for a single process.
         embedded: of :func:`embed_for_evaluation`, if the split is embedded already.
+        options: samples of sampled distances, and the scalar uncertainty; the defaults if None.
 
     Returns:
         The figures, in every process.
     """
-    process_group = process_group or alone()
-    chosen = ranking_distance(retrieval_model, distance)
+    process_group, options = process_group or alone(), options or EvaluationOptions()
+    chosen = options.sampled(ranking_distance(retrieval_model, distance))
     embedded = embedded or embed_for_evaluation(retrieval_model, data, split, process_group=process_group)
     (ground_truth,) = embedded.ground_truths
     return evaluate_retrieval(
@@ -617,6 +635,7 @@ def evaluate_model(
         distance=chosen,
         text_kinds=embedded.text_kinds,
         rank=process_group.rank_relevant,
+        uncertainty=options.uncertainty,
     )
 
 
@@ -644,17 +663,20 @@ def evaluate_run(
     *,
     process_group: ProcessGroup | None = None,
     embedded: EmbeddedSet | None = None,
+    options: EvaluationOptions | None = None,
 ) -> tuple[Evaluation, Path]:
     """Evaluate a run on a split of its data, and write the figures into its folder.
 
     Args:
-        run, split, distance, process_group, embedded: see :func:`evaluate_model`; of several processes the first one
-            writes.
+        run, split, distance, process_group, embedded, options: see :func:`evaluate_model`; of several processes the
+            first one writes.
 
     Returns:
         (the figures, the file evaluation-SPLIT-DISTANCE.json).
     """
-    result = evaluate_model(run, run.recipe.data, split, distance, process_group=process_group, embedded=embedded)
+    result = evaluate_model(
+        run, run.recipe.data, split, distance, process_group=process_group, embedded=embedded, options=options
+    )
     path = run.folder / f"evaluation-{split}-{result.distance}.json"
     if process_group is None or process_group.main:
         write_json(path, result.to_json())

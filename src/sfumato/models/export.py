@@ -25,6 +25,8 @@ from sfumato.encoders.encoder_protocol import EncoderConfig
 from sfumato.encoders.encoder_registry import encoder_entry
 from sfumato.errors import UserError
 from sfumato.files import sync_folder, write_atomically, write_json
+from sfumato.matching import SampledLogits
+from sfumato.models.embed import sampled_logits
 from sfumato.models.pretrained import (
     CALIBRATION,
     CONFIG,
@@ -82,6 +84,7 @@ def export_run(run_folder: str | Path, out_folder: str | Path) -> Path:
         "logit_scale": run.logit_scale,
         "logit_bias": run.logit_bias,
         "calibrated": run.calibrated,
+        **({"sampled_logits": list(logits)} if (logits := sampled_logits(run)) is not None else {}),
     }
     weights = {key: value.detach().cpu().contiguous() for key, value in run.model.state_dict().items()}
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -124,6 +127,8 @@ def load_exported(folder: str | Path, *, device: torch.device | str = "cpu") -> 
         model_config = ModelConfig.model_validate(config["model"])
         known = {key: config[key] for key in ("encoders", "distance", "logit_scale", "logit_bias", "calibrated")}
         numbers = (known["logit_scale"], known["logit_bias"])
+        logits = config.get("sampled_logits", [])
+        numbers += tuple(logits) if isinstance(logits, list) and len(logits) in (0, 3) else ("",)
         if not isinstance(known["encoders"], dict) or not all(isinstance(one, int | float) for one in numbers):
             raise UserError(f"{folder}: {CONFIG} is damaged: encoders must be an object, and the logits numbers")
         get_distance(str(known["distance"]))
@@ -150,6 +155,7 @@ def load_exported(folder: str | Path, *, device: torch.device | str = "cpu") -> 
         f"{folder} (sfumato {config['sfumato']}, {config.get('name', 'without a name')})",
         calibrated=known["calibrated"],
         calibration=load_calibration(folder),
+        sampled_logits=SampledLogits(*logits) if logits else None,
     )
 
 
@@ -181,6 +187,7 @@ def load_model(
             calibrated=run.calibrated,
             calibration=run.calibration,
             unfamiliar=run.unfamiliar,
+            sampled_logits=sampled_logits(run),
         )
     if not folder.exists():
         folder = download(str(name_or_folder))

@@ -34,6 +34,7 @@ from sfumato.encoders.heads import GaussianHead, HeadOptions
 from sfumato.encoders.package_weights import hub_reachable
 from sfumato.encoders.processors import CLEANINGS, BilinearProcessor, ImageFileProcessor, SpecialTokenProcessor
 from sfumato.errors import UserError, first_line
+from sfumato.matching import SampledLogits
 from sfumato.models.pretrained_pcme import is_pcme, pcme_training
 from sfumato.models.pretrained_tensors import (
     ConfigSection,
@@ -398,6 +399,7 @@ class PretrainedModel:
         source: origin and description of the model.
         calibrated: whether the logits were fitted on held-out pairs; logits learnt by a loss were not.
         calibration: everything that was fitted on held-out pairs; None for models of other authors.
+        sampled_logits: those of PCME's match probability, if the model learnt it; None for all others.
         unfamiliar: tells texts of words from made-up ones; None but for runs.
     """
 
@@ -409,6 +411,7 @@ class PretrainedModel:
     calibrated: bool = False
     calibration: Calibration | None = None
     unfamiliar: UnfamiliarTexts | None = None
+    sampled_logits: SampledLogits | None = None
 
     def __repr__(self) -> str:
         state = "calibrated" if self.calibrated else "not calibrated"
@@ -439,7 +442,8 @@ def load_pretrained(
     Returns:
         The model with its logits. ProLIP's logit ``scale * (mean.mean - total variances / 2) + bias`` is expressed by
         csd, which for unit means is ``2 - 2 mean.mean + total variances``: logit_scale = scale / 2, logit_bias = bias +
-        scale. A deterministic baseline has no logits of a distance, and PCME's are those of samples; they are 1 and 0.
+        scale. A deterministic baseline has no logits of a distance, and PCME's are those of samples
+        (``sampled_logits``); they are 1 and 0.
 
     Raises:
         UserError: there is no such file or model, the hub cannot be reached, the file would run code, the model is of
@@ -465,6 +469,7 @@ def load_pretrained(
         layout.logit_bias,
         layout.distance,
         f"{name} ({what})",
+        sampled_logits=layout.sampled_logits,
     )
 
 

@@ -15,10 +15,14 @@ from sfumato.encoders.heads import GaussianHead, HeadOptions
 from sfumato.encoders.processors import CentreProcessor, TokenProcessor
 from sfumato.encoders.resnet import ResNetEncoder, resnet_encoder
 from sfumato.errors import UserError
+from sfumato.matching import SampledLogits
 from sfumato.models.pretrained_tensors import Layout, below, check_tensors, number_of, prefixed
 
 IMAGE_SIZE, RESIZED = 224, 256
 """Side of PCME's images in pixels, and length of the shorter side from which their centre is cut."""
+
+TEST_SAMPLES = 7
+"""Samples of each embedding in all experiments of Chun et al., CVPR 2021."""
 
 _MAX_WORDS = 512
 
@@ -53,8 +57,8 @@ def pcme_training(content: Mapping[str, Any], tokenizer: Tokenizer | None, where
     Returns:
         The model and its weights, and a description with the learnt a and b. The layout's distance is squared_l2, which
         ranks as the released evaluation does on average over its samples, with logits 1 and 0: the released logits,
-        b - a times the distance of two samples, belong to no closed-form distance. They are those of
-        ``match_probability(x, y, logit_scale=2 * a, logit_bias=2 * b)``, because the code's sigmoid is sigmoid(2 x).
+        b - a times the distance of two samples, belong to no closed-form distance. They are the layout's
+        ``sampled_logits``, 2 a and 2 b because the code's sigmoid is sigmoid(2 x), with the 7 samples of the paper.
 
     Raises:
         UserError: the checkpoint is incomplete, or tensors are missing, left over or of the wrong shape.
@@ -94,7 +98,10 @@ def pcme_training(content: Mapping[str, Any], tokenizer: Tokenizer | None, where
     for branch, factor in (("mean", 1.0), ("log_var", 2.0)):
         state |= prefixed(f"text.head.{branch}.linear.", {"weight": factor * torch.eye(dim), "bias": torch.zeros(dim)})
     a, b = (number_of(logits[name]) for name in ("negative_scale", "shift"))
-    return Layout(model, state, 1.0, 0.0, "squared_l2"), f"PCME training, a = {a:.4g} and b = {b:.4g} of samples"
+    if a <= 0:
+        raise UserError(f"{where}: criterion.negative_scale is {a:g}; a positive number makes closer samples likelier")
+    layout = Layout(model, state, 1.0, 0.0, "squared_l2", SampledLogits(2 * a, 2 * b, TEST_SAMPLES))
+    return layout, f"PCME training, a = {a:.4g} and b = {b:.4g} of samples"
 
 
 def _network(tensors: Mapping[str, Any], where: str) -> ResNetEncoder:

@@ -23,6 +23,7 @@ from sfumato.encoders.clip import clip_image_encoder, clip_text_encoder
 from sfumato.encoders.clip_transformers import ClipImageEncoder, ClipTextEncoder
 from sfumato.encoders.dual import DualEncoder
 from sfumato.errors import UserError, first_line
+from sfumato.matching import SampledLogits
 
 
 def read_checkpoint(path: str | Path) -> dict[str, Any]:
@@ -598,6 +599,7 @@ class Layout:
         logit_scale, logit_bias: match probability = sigmoid(logit_bias - logit_scale * distance); nan for tensors on
             the meta device.
         distance: name in DISTANCES.
+        sampled_logits: those of PCME's match probability; None for all other models.
     """
 
     model: DualEncoder
@@ -605,3 +607,4 @@ class Layout:
     logit_scale: float
     logit_bias: float
     distance: str = "csd"
+    sampled_logits: SampledLogits | None = None

@@ -15,6 +15,7 @@ from sfumato.reports.formatting import (
     MISSING,
     compact_interval,
     digits,
+    in_words,
     interval,
     number,
     percent,
@@ -95,22 +96,22 @@ def print_evaluation(evaluation: Evaluation, title: str) -> None:
         print_wrapped(NOT_ABOVE_CHANCE)
     variance = evaluation.total_variance
     print(f"mean total variance: images {variance['image']:.4g}, texts {variance['text']:.4g}")
-    _print_uncertainty(evaluation.uncertainty or {})
+    _print_uncertainty(evaluation.uncertainty or {}, evaluation.uncertainty_measure)
     if evaluation.multiplicity:
         both = evaluation.multiplicity
         print_wrapped(
-            "Spearman of a text's total variance with its number of true images:"
+            f"Spearman of a text's {in_words(evaluation.uncertainty_measure)} with its number of true images:"
             f" {signed(both['all'])} over all texts, {signed(both['balanced'])} balanced over powers of two"
         )
 
 
-def _print_uncertainty(directions: Mapping[str, Any], prefix: str = "") -> None:
+def _print_uncertainty(directions: Mapping[str, Any], measure: str, prefix: str = "") -> None:
     """Recall@1 in ten bins of uncertainty, as in figure 3 of PCME++."""
     if directions:
         print_wrapped(
-            "recall@1 of ten groups of queries, from the most certain to the least (by total variance). Correlation of"
-            " group and recall@1: −1 is good, recall then falls evenly; 0 says nothing; +1 is the wrong way round."
-            " Spearman: the same over single queries"
+            f"recall@1 of ten groups of queries, from the most certain to the least (by {in_words(measure)})."
+            " Correlation of group and recall@1: −1 is good, recall then falls evenly; 0 says nothing; +1 is the wrong"
+            " way round. Spearman: the same over single queries"
         )
     for direction, values in directions.items():
         print_wrapped(
@@ -155,7 +156,7 @@ def print_measured(measured: Measured, title: str) -> None:
         print(f"mean total variance: images {variance['image']:.4g}, texts {variance['text']:.4g}")
     if measured.uncertainty:
         name = "coco_1k" if "coco_1k" in measured.uncertainty else next(iter(measured.uncertainty))
-        _print_uncertainty(measured.uncertainty[name], f"{name} ")
+        _print_uncertainty(measured.uncertainty[name], measured.uncertainty_measure, f"{name} ")
 
 
 def print_more(more: MoreResults) -> None:

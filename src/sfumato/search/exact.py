@@ -23,7 +23,7 @@ def distance_blocks(
     distance: str | Distance = "csd",
     *,
     memory_mb: float = 256.0,
-    seed: int = 0,
+    seed: int | None = None,
     first: int = 0,
 ) -> Iterator[tuple[int, Tensor]]:
     """Distances of blocks of queries to the whole gallery.
@@ -33,8 +33,8 @@ def distance_blocks(
         gallery: (m, d) embeddings.
         distance: name in DISTANCES, or one of these made for the direction (:meth:`Distance.for_direction`).
         memory_mb: size of a block of distances in MiB.
-        seed: of a sampled distance. An item has the same samples in every block, call, process and direction, see
-            :func:`~sfumato.distances.seeded_samples`.
+        seed: of a sampled distance, that of the distance if None. An item has the same samples in every block, call,
+            process and direction, see :func:`~sfumato.distances.seeded_samples`.
         first: position of the first query among all queries; it only matters to a sampled distance.
 
     Yields:
@@ -42,7 +42,7 @@ def distance_blocks(
     """
     chosen = get_distance(distance)
     rows = max(1, int(memory_mb * 2**20 / 4 / max(gallery.n, 1)))
-    samples = None if chosen.of_samples is None else _Samples(chosen, gallery, seed)
+    samples = None if chosen.of_samples is None else _Samples(chosen, gallery, chosen.seed if seed is None else seed)
     for start in range(0, queries.n, rows):
         part = queries[start : start + rows]
         yield start, chosen.matrix(part, gallery) if samples is None else samples.distances(part, first + start)
@@ -67,7 +67,12 @@ class _Samples:
 
 @torch.no_grad()
 def top_k(
-    queries: GaussianEmbedding, gallery: GaussianEmbedding, k: int, distance: str | Distance = "csd", *, seed: int = 0
+    queries: GaussianEmbedding,
+    gallery: GaussianEmbedding,
+    k: int,
+    distance: str | Distance = "csd",
+    *,
+    seed: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The k closest gallery items of each query.
 
@@ -76,7 +81,7 @@ def top_k(
         gallery: (m, d) embeddings.
         k: number of results; all m if it is larger.
         distance: name in DISTANCES, or one of these made for the direction (:meth:`Distance.for_direction`).
-        seed: of a sampled distance.
+        seed: of a sampled distance; that of the distance if None.
 
     Returns:
         ((n, k) distances ascending, (n, k) gallery positions); equal distances in gallery order.
@@ -162,7 +167,7 @@ def rank_relevant(
     relevance: Relevance,
     distance: str | Distance = "csd",
     *,
-    seed: int = 0,
+    seed: int | None = None,
     first: int = 0,
     progress: Callable[[int], None] | None = None,
 ) -> np.ndarray:
@@ -173,7 +178,7 @@ def rank_relevant(
         gallery: (m, d) embeddings.
         relevance: n queries, m gallery items.
         distance: name in DISTANCES, or one of these made for the direction (:meth:`Distance.for_direction`).
-        seed: of a sampled distance.
+        seed: of a sampled distance; that of the distance if None.
         first: position of the first query among all queries; it only matters to a sampled distance.
         progress: called with the number of queries just done.
 

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import numpy as np
 import torch
@@ -24,13 +24,11 @@ from sfumato.data.transforms import encode_png
 from sfumato.distances import get_distance
 from sfumato.encoders.regions import features_read
 from sfumato.errors import UserError
-from sfumato.gaussian import GaussianEmbedding
+from sfumato.gaussian import GaussianEmbedding, ScalarUncertainty
 from sfumato.metrics.bootstrap import Interval, bootstrap, mean_statistic
 from sfumato.models.embed import RetrievalModel, embedding_steps
 from sfumato.progress import progress_bar
 from sfumato.studies.phrase_boxes import BoxedImage, read_boxed_images
-
-Uncertainty = Literal["total_variance", "log_det", "geometric_std"]
 
 CANDIDATES = 10
 """Number of boxes among which A and B are chosen; an image with fewer boxes below the threshold is left out."""
@@ -230,7 +228,7 @@ def measure_crops(
         threshold: see :class:`CropFigures`.
         left_out: see :class:`CropFigures`.
         distance: name of the model's distance.
-        uncertainty: one of Uncertainty.
+        uncertainty: one of ScalarUncertainty.
         n_resamples: number of bootstrap resamples; a single triplet has no intervals.
         level: coverage of the intervals.
         seed: of the resamples.
@@ -241,8 +239,8 @@ def measure_crops(
     Raises:
         ValueError: uncertainty is unknown, or there are no triplets.
     """
-    if uncertainty not in get_args(Uncertainty):
-        raise ValueError(f"unknown uncertainty {uncertainty!r}; known: {', '.join(get_args(Uncertainty))}")
+    if uncertainty not in get_args(ScalarUncertainty):
+        raise ValueError(f"unknown uncertainty {uncertainty!r}; known: {', '.join(get_args(ScalarUncertainty))}")
     if not triplets:
         raise ValueError("measure_crops: got no triplets, nothing to measure")
     n, boxes = len(triplets), np.stack([triplet.boxes for triplet in triplets])
@@ -407,8 +405,8 @@ def study_crops(
         UserError: the model reads no image files, the files cannot be used, or no image has enough boxes.
         ValueError: a number is out of range, or the uncertainty is unknown.
     """
-    if uncertainty not in get_args(Uncertainty):
-        raise ValueError(f"--uncertainty {uncertainty}: unknown; known: {', '.join(get_args(Uncertainty))}")
+    if uncertainty not in get_args(ScalarUncertainty):
+        raise ValueError(f"--uncertainty {uncertainty}: unknown; known: {', '.join(get_args(ScalarUncertainty))}")
     if not thresholds or not all(0 < t <= 1 for t in thresholds) or len(set(thresholds)) < len(thresholds):
         raise ValueError(f"thresholds must be different fractions in (0, 1], got {', '.join(map(str, thresholds))}")
     if features := features_read(retrieval_model.model.image):

@@ -89,8 +89,11 @@ def plan_table(item: PaperItem, data: TableData, n_seeds: int = 1) -> list[Plann
     """The rows with their recipes.
 
     Raises:
-        UserError: no row can be repeated on this data, or an override is wrong.
+        UserError: no row can be repeated on this data, the data are not there, or an override is wrong.
     """
+    if item.command or item.state == "published only":
+        how = f"repeat it with `{item.command}`" if item.command else "no recipe trains what it shows"
+        raise UserError(f"{item.id} is not made by this command: {how}; --published shows the paper's figures")
     if data.name not in (item.benchmark, *(name for name, one in data_sets().items() if one.instead)):
         raise UserError(f"{item.id} is about {item.benchmark}; --data {data.name} has no recipes for it")
     rows = []
@@ -107,11 +110,26 @@ def plan_table(item: PaperItem, data: TableData, n_seeds: int = 1) -> list[Plann
             for seed in range(recipe.train.seed, recipe.train.seed + n_seeds):
                 recipes.append(recipe.model_copy(update={"train": recipe.train.model_copy(update={"seed": seed})}))
         rows.append(PlannedRow(label, tuple(recipes), spec))
+    _check_data(item, data, rows)
     if not any(row.recipes for row in rows):
         able = " or ".join(item.data_sets)
         where = f"give --data {able}" if able else "it has published figures only"
         raise UserError(f"{item.id}: none of its rows can be repeated on {data.title}; {where}")
     return rows
+
+
+def _check_data(item: PaperItem, data: TableData, rows: Sequence[PlannedRow]) -> None:
+    """Before anything is trained: the files that the first row reads are there."""
+    recipe = next((row.recipes[0] for row in rows if row.recipes), None)
+    path = recipe.data.path if recipe else ""
+    if not path or Path(path).exists() or any(character in path for character in "*?[{"):
+        return
+    others = [name for name in item.data_sets if name != data.name and not data_sets()[name].needs]
+    here = f"; or give --data {' or '.join(others)}, which needs no files" if others else ""
+    raise UserError(
+        f"{item.id} on {data.title}: no {path} here. It needs {data_sets()[data.name].needs}. Say where they are, e.g."
+        f" data.path={path}{here}"
+    )
 
 
 @dataclass(frozen=True)
