@@ -51,8 +51,8 @@ def table(
     """
     from sfumato.evaluation.papers import find_item, paper_items
     from sfumato.models.run import choose_device
-    from sfumato.reports.paper_files import print_items, print_paper_table, write_table
-    from sfumato.studies.paper_tables import choose_data, make_table, published_table
+    from sfumato.reports.paper_files import print_items, print_paper_table, print_published, write_table
+    from sfumato.studies.paper_tables import choose_data, make_table
 
     if listed or name is None:
         if as_json:
@@ -62,20 +62,19 @@ def table(
         return
     item = find_item(name)
     if published:
-        made, folder = published_table(item), None
-    else:
-        folder = (out or Path("tables")) / _folder_name(item.id)
-        check_out_folder(folder)
-        chosen = choose_data(item, data, overrides or [])
-        made = make_table(
-            item, chosen, runs, n_seeds=seeds, instances=tuple(instances or ()), device=choose_device(device)
-        )
-        write_table(made, folder)
+        print(json.dumps(item.rows, ensure_ascii=False)) if as_json else print_published(item)
+        return
+    folder = (out or Path("tables")) / _folder_name(item.id)
+    check_out_folder(folder)
+    made = make_table(
+        item, choose_data(item, data, overrides or []), runs, n_seeds=seeds, instances=tuple(instances or ()),
+        device=choose_device(device),
+    )  # fmt: skip
+    write_table(made, folder)
     if as_json:
         print(json.dumps(made.to_json(), ensure_ascii=False))
-        return
-    print_paper_table(made)
-    if folder is not None:
+    else:
+        print_paper_table(made)
         print(f"written to {folder}")
 
 

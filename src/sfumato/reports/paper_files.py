@@ -3,8 +3,9 @@
 from collections.abc import Mapping
 from pathlib import Path
 
+from sfumato.errors import UserError
 from sfumato.evaluation.compare import OverSeeds
-from sfumato.evaluation.papers import PaperItem
+from sfumato.evaluation.papers import PaperItem, data_sets
 from sfumato.files import write_atomically, write_json
 from sfumato.reports.formatting import number
 from sfumato.reports.tables import print_table, print_wrapped
@@ -23,6 +24,16 @@ _TEX = {
     "∞": r"$\infty$",
 }
 _TEX |= {"∞": r"$\infty$", "†": r"$\dagger$", "→": r"$\rightarrow$", "×": r"$\times$", "²": "$^2$", "–": "--"}
+
+
+def print_published(item: PaperItem) -> None:
+    """Print the paper's figures alone."""
+    if not item.rows:
+        raise UserError(f"{item.id} has no published figures that could be shown; {item.note or item.about}")
+    cells = [[label, *(_published(figures.get(name)) for name in item.columns)] for label, figures in item.rows.items()]
+    print_table(f"{item.id}: {item.about}; per cent", ["", *map(heading, item.columns)], cells, left=1)
+    for line in filter(None, (f"{item.source}.", item.note)):
+        print_wrapped(line)
 
 
 def write_table(table: Table, folder: Path) -> list[Path]:
@@ -101,17 +112,17 @@ def notes(table: Table) -> list[str]:
     found = [f"Published: {table.item.source}."]
     if not table.same_data:
         found.append(f"The published figures are of other data, {_benchmark(table)}: only the order can be compared.")
+    if table.data.overrides:
+        found.append(f"Changed in all recipes: {', '.join(table.data.overrides)}.")
     found += [f"{row.label}: {reason}." for row in table.rows for reason in row.failed]
     if left := [row.label for row in table.rows if not row.runs and not row.failed]:
-        found.append(f"Not repeated: {', '.join(left)}.")
+        found.append(f"Not repeated: {'; '.join(left)}.")
     if table.item.note:
         found.append(table.item.note)
     return found
 
 
 def _benchmark(table: Table) -> str:
-    from sfumato.evaluation.papers import data_sets
-
     return data_sets()[table.item.benchmark].title
 
 
@@ -129,14 +140,13 @@ def _cells(table: Table) -> list[list[str]]:
     for row in table.rows:
         cells = [row.label]
         for name in table.columns:
-            published = row.published.get(name)
-            cells += [_ours(row.own.get(name)), "–" if published is None else number(published, _digits(published))]
+            cells += [_ours(row.own.get(name)), _published(row.published.get(name))]
         rows.append(cells)
     return [head, *rows]
 
 
-def _digits(value: float) -> int:
-    return 1 if round(value, 1) == value else 2
+def _published(value: float | None) -> str:
+    return "–" if value is None else number(value, 1 if round(value, 1) == value else 2)
 
 
 def _ours(value: OverSeeds | None) -> str:

@@ -12,9 +12,11 @@ from typing import Any
 
 import torch
 
+from sfumato.data.sources import DataConfig
 from sfumato.errors import UserError
 from sfumato.evaluation.compare import OverSeeds, over_seeds
 from sfumato.evaluation.embedded_input import EmbeddedSet, measure, read_ground_truths
+from sfumato.evaluation.ground_truth import GroundTruth
 from sfumato.evaluation.papers import PaperItem, data_sets
 from sfumato.evaluation.published import own_figures
 from sfumato.evaluation.strategies import choose_strategies, evaluate_strategies
@@ -22,7 +24,7 @@ from sfumato.files import write_json
 from sfumato.matching import MATCH_PROBABILITY
 from sfumato.models.embed import embed_for_evaluation, ranking_distance
 from sfumato.models.recipe import Recipe, absolute_recipe, find_recipe, load_recipe
-from sfumato.models.run import MODEL, load_run
+from sfumato.models.run import MODEL, Run, load_run
 from sfumato.progress import say
 from sfumato.training.ablation import finished
 from sfumato.training.loop import fit
@@ -30,6 +32,11 @@ from sfumato.training.step import DivergedError
 
 _GALLERIES = ("coco_1k", "cub", "flickr30k", "cxc_1k", "coco_5k", "cxc", "eccv", "pmrp_1k", "rpc2_1k", "pmrp", "rpc2")
 """Ground truths of published figures, in the order in which one of them stands beside a figure of other data."""
+
+_ANNOTATED = ("cxc", "eccv", "rpc2")
+"""Ground truths with matches beside COCO's own pairs; the package eccv_caption has them."""
+
+_SIDES = ("i2t", "t2i", "image", "text")
 
 _MANIFESTS = (".csv", ".jsonl", ".parquet")
 
@@ -259,22 +266,13 @@ def make_table(
     return Table(item, data, item.split, n_seeds, shown, tuple(rows))
 
 
-def published_table(item: PaperItem) -> Table:
-    """The paper's figures alone."""
-    rows = tuple(TableRow(label, {_own_name(item, k): v for k, v in item.rows[label].items()}) for label in item.rows)
-    if not rows:
-        raise UserError(f"{item.id} has no published figures that could be shown; {item.note or item.about}")
-    data = TableData(item.benchmark, data_sets()[item.benchmark].title)
-    return Table(item, data, item.split, 1, tuple(_own_name(item, name) for name in item.columns), rows)
-
-
 def table_columns(item: PaperItem, data: TableData) -> dict[str, str]:
     """Name of each own figure -> the published figure that stands beside it.
 
     On the paper's data these are the same. Other data have one ground truth: a metric is shown once, beside the
     published one whose gallery is nearest in size.
     """
-    if data.name == item.benchmark == "coco" and item.split == "test":
+    if data.name == item.benchmark == "coco":
         return {_own_name(item, name): name for name in item.columns}
     found: dict[str, str] = {}
     for name in sorted(item.columns, key=_nearness):
@@ -290,7 +288,7 @@ def _own_name(item: PaperItem, name: str) -> str:
 def _short(name: str) -> str:
     """The name of a figure without its ground truth."""
     words = name.split()
-    return " ".join([words[0], words[-1]] if len(words) > 1 and words[0] in ("i2t", "t2i") else words[-1:])
+    return " ".join([words[0], words[-1]] if words[0] in _SIDES and len(words) > 1 else words[-1:])
 
 
 def _nearness(name: str) -> int:
@@ -308,16 +306,38 @@ def run_figures(
     device: torch.device | str = "cpu",
 ) -> dict[str, float | None]:
     """The figures of a run by the names of :func:`table_columns`; those computed before come from the run's folder."""
-    benchmark = "coco" if data.name == item.benchmark == "coco" and item.split == "test" else ""
-    strategy = item.rank_by.get(label, "")
-    path = folder / f"{'-'.join(filter(None, ['figures', benchmark or 'own', item.split, strategy]))}.json"
+    coco = data.name == item.benchmark == "coco"
+    annotated = any(name.startswith(_ANNOTATED) for column in item.columns for name in column.split())
+    truths = ("coco" if annotated else "coco-pairs") if coco else "own"
+    path = folder / f"{'-'.join(filter(None, ['figures', truths, item.split, item.rank_by.get(label, '')]))}.json"
     if path.is_file() and path.stat().st_mtime_ns >= (folder / MODEL).stat().st_mtime_ns and not instances:
-        loaded: dict[str, float | None] = json.loads(path.read_text(encoding="utf-8"))
-        return loaded
-    run = load_run(folder, device=device)
-    truths = read_ground_truths("coco", instances=instances, split=item.split) if benchmark else ()
-    embedded = embed_for_evaluation(run, run.recipe.data, item.split, ground_truths=truths)
-    distance = ranking_distance(run)
+        figures: dict[str, float | None] = json.loads(path.read_text(encoding="utf-8"))
+    else:
+        run = load_run(folder, device=device)
+        split, ground_truths = _coco(run.recipe.data, item.split, annotated, instances) if coco else (item.split, ())
+        embedded = embed_for_evaluation(run, run.recipe.data, split, ground_truths=ground_truths)
+        figures = _measured(run, embedded, item.rank_by.get(label, ""), of_benchmark=bool(ground_truths))
+        write_json(path, figures)
+    if coco:  # A split without ids has one ground truth, that of the columns.
+        figures |= {
+            name: figures[_short(name)] for name in item.columns if name not in figures and _short(name) in figures
+        }
+    return figures
+
+
+def _coco(
+    data: DataConfig, split: str, annotated: bool, instances: Sequence[Path]
+) -> tuple[str, tuple[GroundTruth, ...]]:
+    """Split and ground truths on COCO; none for the validation part of SCAN's features, which has no ids."""
+    scan = data.source == "scan"
+    if scan and split != "test":
+        return split, ()
+    own = None if scan or annotated else Path(data.path)
+    return "testall" if scan else split, read_ground_truths("coco", annotations=own, instances=instances, split=split)
+
+
+def _measured(run: Run, embedded: EmbeddedSet, strategy: str, *, of_benchmark: bool) -> dict[str, float | None]:
+    """Figures of an embedded split, ranked by the run's distance or a search strategy."""
     if strategy:
         (chosen,) = choose_strategies(strategy)
         needs = chosen.distance == MATCH_PROBABILITY
@@ -326,18 +346,14 @@ def run_figures(
             embedded.images, embedded.texts, embedded.image_ids, embedded.text_ids, embedded.ground_truths, [chosen],
             match_probability=probability, engine="flat",
         )[strategy]  # fmt: skip
-        truth_figures, uncertainty, variance = result.figures, None, None
+        by_truth, uncertainty, variance = result.figures, None, None
     else:
-        measured = measure(embedded, distance)
-        truth_figures, uncertainty, variance = measured.figures, measured.uncertainty, measured.total_variance
-    if benchmark:
-        figures: dict[str, float | None] = dict(own_figures(truth_figures, uncertainty, variance))
-    else:
-        (only,) = truth_figures.values()
-        figures = _plain_figures(only, (uncertainty or {}).get(next(iter(truth_figures)), {}), variance)
-    figures |= log_deviations(embedded)
-    write_json(path, figures)
-    return figures
+        measured = measure(embedded, ranking_distance(run))
+        by_truth, uncertainty, variance = measured.figures, measured.uncertainty, measured.total_variance
+    if of_benchmark:
+        return own_figures(by_truth, uncertainty, variance) | log_deviations(embedded)
+    (only,) = by_truth.values()
+    return _plain_figures(only, (uncertainty or {}).get(next(iter(by_truth)), {}), variance) | log_deviations(embedded)
 
 
 def _plain_figures(
