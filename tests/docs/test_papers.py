@@ -1,11 +1,12 @@
-"""The page of the papers names recipes, keys, options and tables that exist."""
+"""The page of the papers and the recipes' headers are what recipes/tables make of them, and name what exists."""
 
+import importlib.util
 import re
 from pathlib import Path
 
 import pytest
 
-from sfumato.evaluation.published import published_rows
+from sfumato.evaluation.papers import paper_items
 from sfumato.models.recipe import find_recipe, load_recipe
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -36,6 +37,23 @@ def test_every_option_is_one_of_its_command(sfumato):
             assert all(option in known for option in words if option.startswith("--")), code
 
 
-def test_every_published_table_named_exists():
-    named = re.findall(r'--published-tables "([^"]+)"', PAGE)
-    assert named and all(published_rows(table=table) for table in named)
+def made():
+    """What scripts/papers.py writes."""
+    spec = importlib.util.spec_from_file_location("papers", ROOT / "scripts" / "papers.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return list(module.written())
+
+
+def test_the_page_and_the_headers_are_those_of_the_tables():
+    """`python scripts/papers.py` writes them again."""
+    assert not [path.name for path, text in made() if path.read_text(encoding="utf-8") != text]
+
+
+def test_the_page_has_every_item_and_links_to_results_that_exist():
+    commands = [item.to_json()["command"] for item in paper_items().values()]
+    assert all(f"`{command}`" in PAGE for command in commands if command)
+    for page, anchor in re.findall(r"\]\(\.\./results/([\w-]+\.md)(?:#([\w-]+))?\)", PAGE):
+        text = (ROOT / "docs" / "results" / page).read_text(encoding="utf-8")
+        headings = [re.sub(r"[^\w\s-]", "", h.lower()).replace(" ", "-") for h in re.findall(r"^#+ (.+)$", text, re.M)]
+        assert not anchor or anchor in headings, f"{page}#{anchor}"

@@ -194,7 +194,8 @@ def _item(
         loaded["paper"], loaded["source"], number, columns=columns, published=published, variants=variants, **given
     )
     if of and published:
-        return replace(item, runs={label: run for label, run in item.runs.items() if label in item.rows})
+        own = lambda runs: {label: run for label, run in runs.items() if label in item.rows}
+        return replace(item, runs=own(item.runs), other={data: own(runs) for data, runs in item.other.items()})
     return item
 
 

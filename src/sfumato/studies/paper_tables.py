@@ -79,7 +79,7 @@ def choose_data(item: PaperItem, given: str | None, overrides: Sequence[str]) ->
     source = "folder" if path.is_dir() else "manifest"
     if source == "manifest" and path.suffix not in _MANIFESTS:
         raise UserError(f"--data {given}: expected {', '.join(_MANIFESTS)}, dataset_*.json or a folder of images")
-    own = (f"data.source={source}", f"data.path={json.dumps(given)}")
+    own = (f"data.source={source}", f"data.path={json.dumps(given)}", 'data.images=""')
     return TableData("flickr8k", given, (*own, *overrides))
 
 

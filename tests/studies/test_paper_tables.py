@@ -1,0 +1,212 @@
+"""`sfumato table`: what is listed stands in the papers; runs are reused; figures are those of `sfumato evaluate`."""
+
+import json
+import re
+from statistics import mean, stdev
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from sfumato.evaluation.papers import data_sets, find_item, paper_items
+from sfumato.studies import paper_tables
+
+PAPERS = {"PCME++": "000_*.txt", "PVSE++": "001_*.txt", "PCME": "004_*.txt"}
+
+WITHOUT_NUMBERS = {"PCME++": {"1", "2", "A.2", "B.1"}, "PVSE++": {"1", "3"}, "PCME": {"1", "2", "3", "4", "C.1", "C.2"}}
+"""Figures that are diagrams, pseudo-code or photographs alone."""
+
+WORDS = ("red", "green", "blue", "circle", "square", "dog", "on", "the", "grass")
+SMALL = (
+    'model.image={kind="small",size=16,width=2}', 'model.text={kind="small",vocabulary=80,width=4,max_tokens=8}',
+    "model.dim=128", "model.hidden=0", "train.epochs=1", "train.batch_size=16", "train.evaluate_every=1",
+    "train.threads=1",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("paper", PAPERS)
+def test_every_table_and_figure_with_numbers_is_listed(shared, paper):
+    (path,) = (shared / "papers").glob(PAPERS[paper])
+    captions = re.findall(r"^(Table|Figure) ([A-Z]?\.?\d+)[.:]", path.read_text(encoding="utf-8"), re.MULTILINE)
+    printed = {number if kind == "Table" else f"Fig. {number}" for kind, number in captions}
+    printed -= {f"Fig. {number}" for number in WITHOUT_NUMBERS[paper]}
+    listed = {
+        item.number for item in paper_items().values() if item.paper == paper and not item.number.startswith("v1")
+    }
+    assert len(captions) >= 15 and printed == listed
+
+
+def test_the_list_has_what_a_program_needs(sfumato):
+    listed = json.loads(sfumato("table", "--list", "--json")[1])
+    assert len(listed) >= 45 and len({item["id"] for item in listed}) == len(listed)
+    for item in listed:
+        assert {"id", "title", "paper", "command", "needs", "state"} <= item.keys()
+        assert item["state"] in ("run", "no data", "published only")
+        assert bool(item["command"]) == (item["state"] != "published only"), item["id"]
+        assert find_item(item["id"].replace("Fig.", "figure").lower()).id == item["id"]
+    shown = sfumato("table", "--list")[1]
+    assert all(item["id"].split()[-1] in shown for item in listed)
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory):
+    """Twenty images of a colour each with five captions, in Karpathy's layout, in a manifest and in a folder."""
+    folder, random = tmp_path_factory.mktemp("pictures"), np.random.default_rng(0)
+    (folder / "images").mkdir()
+    entries, rows = [], ["image,captions"]
+    for k in range(20):
+        colour = random.integers(0, 255, 3, dtype=np.uint8)
+        Image.fromarray(np.broadcast_to(colour, (20, 20, 3)).copy()).save(folder / "images" / f"{k}.png")
+        texts = [" ".join(random.choice(WORDS, 5)) for _ in range(5)]
+        rows += [f"images/{k}.png,{text}" for text in texts]
+        (folder / "images" / f"{k}.txt").write_text("\n".join(texts), encoding="utf-8")
+        part = "train" if k < 10 else "val" if k < 14 else "test"
+        sentences = [{"sentid": 5 * k + i, "raw": text} for i, text in enumerate(texts)]
+        entries.append({"filename": f"{k}.png", "split": part, "sentences": sentences})
+    (folder / "dataset.json").write_text(json.dumps({"images": entries, "dataset": "flickr8k"}), encoding="utf-8")
+    (folder / "pictures.csv").write_text("\n".join(rows), encoding="utf-8")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def table(pictures, tmp_path_factory):
+    """The arguments of a table of two rows and two seeds, and its folders."""
+    work = tmp_path_factory.mktemp("tables")
+    return work, (
+        "table", "PVSE++ 6", "--data", pictures / "dataset.json", *SMALL, f"data.images={pictures / 'images'}",
+        "--seeds", 2, "--runs", work / "runs", "--out", work / "out",
+    )  # fmt: skip
+
+
+def test_figures_are_means_and_deviations_of_evaluate_and_runs_are_reused(table, sfumato):
+    work, command = table
+    status, out, err = sfumato(*command, "--json")
+    assert status == 0, err
+    made = json.loads(out)
+    trained = {path: path.stat().st_mtime_ns for path in work.glob("runs/*/model.safetensors")}
+    repeated = [row for row in made["rows"] if row["runs"]]
+    assert len(trained) == sum(len(row["runs"]) for row in repeated) >= 4
+    for row in repeated:
+        found = [json.loads(sfumato("evaluate", "run", run, "--split", "val", "--json")[1]) for run in row["runs"]]
+        recalls = [100 * one["t2i"]["recall@5"] for one in found]
+        rsums = [100 * one["rsum"] for one in found]
+        for name, values in (("t2i recall@5", recalls), ("rsum", rsums)):
+            assert row["own"][name]["mean"] == pytest.approx(mean(values), rel=1e-9)
+            assert row["own"][name]["deviation"] == pytest.approx(stdev(values), rel=1e-6, abs=1e-9)
+    assert not made["same_data"] and made["rows"][0]["published"]["rsum"] > 400
+    status, again, err = sfumato(*command, "--json")
+    assert json.loads(again)["rows"] == made["rows"] and "training" not in err
+    assert trained == {path: path.stat().st_mtime_ns for path in work.glob("runs/*/model.safetensors")}
+
+
+def test_rows_ranked_by_strategies_share_one_run(pictures, sfumato, tmp_path):
+    status, out, err = sfumato(
+        "table", "PCME++ C.7", "--data", pictures / "dataset.json", *SMALL, f"data.images={pictures / 'images'}",
+        "--runs", tmp_path / "runs", "--out", tmp_path / "out", "--json",
+    )  # fmt: skip
+    assert status == 0, err
+    rows = json.loads(out)["rows"]
+    (run,) = {run for row in rows for run in row["runs"]}
+    asked = "mean,wasserstein2,csd,faiss_mean,faiss_rerank"
+    found = json.loads(sfumato("evaluate", "run", run, "--strategies", asked, "--engine", "flat", "--json")[1])
+    for row, name in zip(rows, asked.split(","), strict=True):
+        figures = found["strategies"][name]["truths"]["test"]
+        both = mean(figures[side]["recall@1"] for side in ("i2t", "t2i"))
+        assert row["own"]["recall@1"]["mean"] == pytest.approx(100 * both, rel=1e-9), name
+
+
+def test_an_interrupted_table_goes_on_where_it_stopped(table, sfumato, tmp_path, monkeypatch):
+    """Interrupted within the second run; the result is that of a table made in one go."""
+    work, command = table
+    status, out, err = sfumato(*command, "--json")
+    assert status == 0, err
+    fit, begun = paper_tables.fit, []
+
+    def interrupted(recipe, folder):
+        begun.append(folder)
+        if len(begun) == 2:
+            raise KeyboardInterrupt
+        return fit(recipe, folder)
+
+    other = [tmp_path / "runs" if word == work / "runs" else word for word in command]
+    with monkeypatch.context() as patched:
+        patched.setattr(paper_tables, "fit", interrupted)
+        assert sfumato(*other)[0] != 0
+    first = next(tmp_path.glob("runs/*/model.safetensors"))
+    before = first.stat().st_mtime_ns
+    status, again, err = sfumato(*other, "--json")
+    own = lambda text: [(row["label"], row["own"]) for row in json.loads(text)["rows"]]
+    assert status == 0 and own(again) == own(out) and first.stat().st_mtime_ns == before
+
+
+def test_what_is_written_says_ours_and_published(table, sfumato):
+    work, command = table
+    status, out, err = sfumato(*command)
+    assert status == 0, err
+    (folder,) = (work / "out").iterdir()
+    made = json.loads((folder / "table.json").read_text(encoding="utf-8"))
+    cells = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in (folder / "table.md").read_text(encoding="utf-8").splitlines()
+        if line.startswith("|")
+    ]
+    assert all(len(row) == 1 + 2 * len(made["columns"]) for row in cells) and len(cells) == 2 + len(made["rows"])
+    for row, values in zip(cells[2:4], made["rows"], strict=False):
+        assert row[0] == values["label"]
+        last = made["columns"][-1]
+        own, deviation = (values["own"][last][key] for key in ("mean", "deviation"))
+        assert row[-2] == f"{own:.1f} ± {deviation:.1f}"
+        assert float(row[-1].replace("−", "-")) == pytest.approx(values["published"][last])
+    latex = (folder / "table.tex").read_text(encoding="utf-8")
+    body = latex.split("\\midrule")[1].split("\\bottomrule")[0].strip().splitlines()
+    assert all(line.count("&") == 2 * len(made["columns"]) and line.endswith("\\\\") for line in body)
+    assert latex.count("{") == latex.count("}") and not re.search(r"[^\x00-\x7f]|(?<!\\)[%#_]", latex)
+    said = " ".join(out.split())
+    assert "Flickr8k, split val, mean ± standard deviation over 2 seeds" in said
+    assert "other data, COCO: only the order can be compared" in said and "train.epochs=1" in said
+
+
+@pytest.mark.parametrize("given", ["pictures.csv", "images"])
+def test_own_data_repeat_a_table(pictures, sfumato, tmp_path, given):
+    status, out, err = sfumato(
+        "table", "PVSE++ 6", "--data", pictures / given, *SMALL, "data.val_fraction=0.2", "data.test_fraction=0.2",
+        "--runs", tmp_path / "runs", "--out", tmp_path / "out", "--json",
+    )  # fmt: skip
+    assert status == 0, err
+    assert all(row["own"]["rsum"]["mean"] > 0 for row in json.loads(out)["rows"] if row["runs"])
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["PCME++ 33"], "no table or figure 'PCME++ 33' in the papers; did you mean 'PCME++ 3'"),
+        (["PCME++ B.1"], "no recipe trains what it shows"),
+        (["PCME++ 3"], "no dataset_coco.json here"),
+        (["PCME++ 3", "--data", "nowhere"], "--data nowhere: neither a file or folder nor a data set; known: coco,"),
+        (["PCME++ 3", "--data", "cub"], "--data cub has no recipes for it"),
+        (["PCME++ 5"], "repeat it with `sfumato zeroshot"),
+        (["PCME++ 3", "--data", "emoji", "train.epoch=3"], "train.epoch"),
+        (["PCME++ 3", "--seeds", "0"], "--seeds"),
+    ],
+)
+def test_what_cannot_be_repeated_is_said_before_anything_is_trained(words, said, sfumato, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    status, _, err = sfumato("table", *words)
+    assert status == 2 and said in " ".join(err.split())
+    assert not any(tmp_path.iterdir())
+
+
+def test_published_figures_alone(sfumato):
+    rows = json.loads(sfumato("table", "PCME++ 4", "--published", "--json")[1])
+    assert rows["ViT-B/32 Proposed (Equation 1)"]["rsum"] == 534.5 and len(rows) == 7
+    out = sfumato("table", "PCME++ 4", "--published")[1]
+    assert "534.5" in out and "ours" not in out.lower()
+
+
+def test_every_name_in_the_data_is_a_row():
+    """Runs themselves are trained in tests/training/test_published_recipes.py."""
+    for item in paper_items().values():
+        assert item.labels or item.state == "published only" or item.command or item.draw, item.id
+        rows = set(item.labels)
+        assert set(item.rank_by) | {label for rows in item.other.values() for label in rows} <= rows, item.id
+        assert set(item.data_sets) <= data_sets().keys(), item.id
