@@ -144,7 +144,7 @@ def test_the_recipe_trains_evaluates_and_draws_nine_classes_in_two_dimensions(cu
     status, _, err = sfumato("train", "cub-pcme", *small, "--out", tmp_path / "run")
     assert status == 0, err
     for split in ("test", "seen"):
-        status, out, err = sfumato("evaluate", tmp_path / "run", "--split", split, "--json")
+        status, out, err = sfumato("evaluate", "run", tmp_path / "run", "--split", split, "--json")
         assert status == 0 and 0 <= json.loads(out)["i2t"]["r_precision"] <= 1, err
     chosen = json.dumps(BIRDS[:3])
     flat = [*small, "model.dim=2", "model.local_attention=false", f"data.options.classes={chosen}"]
