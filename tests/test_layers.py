@@ -263,7 +263,7 @@ FLOORS: dict[str, list[str]] = {
     ],
     "reports": [
         "charts formatting page_files referee_tables tables",
-        "console paper_files report_charts study_pages",
+        "console paper_files prompt_charts report_charts study_pages",
         "console_referee console_trust",
         "report",
         "model_report",

@@ -281,6 +281,26 @@ def test_k_is_chosen_on_other_pictures_and_only_the_oracle_sees_the_reported_one
         assert again[name].k == rows[name].k, "the choice depends on what is reported"
 
 
+def test_accuracy_by_the_number_of_prompts_kept_counts_each_number_alone():
+    """Figure C.2 of the PCME++ paper, by hand: class a is at 0 or, with both prompts, at 2, and class b at 10."""
+    templates = ["sure {}", "vague {}"]
+    held, reported = [(5.5, 0), (5.4, 0), (11.0, 1)], [(0.0, 0), (5.5, 1), (5.6, 1), (0.1, 1)]
+    report = evaluate_zeroshot(
+        BOUNDARY, labelled(reported), templates, filters=["none,global, oracle"], choose_on=labelled(held)
+    )
+    assert [one.images for one in report.prompts_kept] == ["others", "reported"]
+    for one, pictures in zip(report.prompts_kept, (held, reported), strict=True):
+        right = [[int(abs(x - a) > abs(x - 10)) == label for x, label in pictures] for a in (0, 2)]
+        assert one.top1 == pytest.approx([np.mean(r) for r in right])
+        for c in (0, 1):
+            own = [sum(ok for ok, (_, label) in zip(r, pictures, strict=True) if label == c) for r in right]
+            assert one.best_k[c] == (2 if own[1] >= own[0] else 1)
+        assert min(one.top1) <= min(one.random_top1) and max(one.random_top1) <= max(one.top1)
+    assert report.prompts_kept[0].best_k == [2, 2] and report.prompts_kept[1].best_k == [2, 1]
+    nothing = evaluate_zeroshot(BOUNDARY, labelled([(0.0, 1), (0.0, 0)]), templates, filters=["oracle"])
+    assert nothing.prompts_kept[0].best_k == [2, None] and nothing.prompts_kept[0].top1 == [0.5, 0.5]
+
+
 def test_the_halves_that_choose_are_not_reported():
     report = evaluate_zeroshot(BOUNDARY, labelled([(0.0, 0)] * 5 + [(10.0, 1)] * 4), ["sure {}", "vague {}"], seed=1)
     assert (report.n_images, report.n_chosen_on) == (5, 4)
@@ -507,7 +527,8 @@ def test_the_command_on_folders(work, sfumato, tmp_path):
         "--bootstrap",
         100,
     )
-    status, out, _ = sfumato(*arguments, "--filter", "global", "--filter", "oracle", "--out", tmp_path / "out")
+    listed = *arguments, "--filter", "none,global,per-class,oracle"
+    status, out, _ = sfumato(*listed, "--out", tmp_path / "out", "--published")
     words = folded(out)
     assert status == 0 and "24 images of 24 classes, K chosen on 24 others; by csd" in words
     for shown in (
@@ -521,8 +542,14 @@ def test_the_command_on_folders(work, sfumato, tmp_path):
     assert "always the most frequent class" in words and "whether filtering helps cannot be told" in words
     assert not too_wide(out, tmp_path)
     written = json.loads((tmp_path / "out" / "zeroshot.json").read_text())
-    status, out, _ = sfumato(*arguments, "--filter", "global", "--filter", "oracle", "--json")
+    status, out, _ = sfumato(*arguments, "--filter", "oracle", "--filter", "global,per-class", "--json")
     assert status == 0 and json.loads(out) == written
+    assert [len(one["top1"]) for one in written["prompts_kept"]] == [3, 3]
+    assert "top-1 on the reported images by the number of prompts kept" in words
+    for which in ("others", "reported"):
+        assert (tmp_path / "out" / f"prompts_kept-{which}.png").read_bytes().startswith(b"\x89PNG")
+        drawn = (tmp_path / "out" / f"prompts_kept-{which}.svg").read_text()
+        assert "prompts kept" in drawn and "best number of prompts of a class" in drawn
     with (tmp_path / "out" / "prompts.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert len(rows) == 72 and rows[1] == {
@@ -531,6 +558,24 @@ def test_the_command_on_folders(work, sfumato, tmp_path):
         "total_variance": rows[1]["total_variance"],
     }
     assert float(rows[1]["total_variance"]) == written["total_variance"][0][1] > 0
+
+
+def test_published_figures_stand_beside_those_of_the_command(work, sfumato):
+    arguments = "zeroshot", work / "run", "--images", work / "classes", "--templates", work / "templates.txt"
+    status, out, _ = sfumato(*arguments, "--filter", "oracle", "--published", "--json")
+    result = json.loads(out)
+    own = {m["name"]: m["top1"]["value"] for m in result["methods"]}
+    beside = {row["method"]: row for row in result["published"]}
+    for method, printed, name in (
+        ("InfoNCE, one prompt", 0.3185, "one prompt: a {}"),
+        ("PCME++, all 80 prompts", 0.3422, "all 3 prompts"),
+        ("PCME++, top-K certain prompts", 0.3422, "oracle, K most certain"),
+        ("PCME++, best top-K for each class", 0.4182, "oracle, K most certain, per class"),
+    ):
+        row = beside[method]
+        assert row["top1"] == pytest.approx(printed) and (row["own"], row["own_top1"]) == (name, own[name])
+    status, out, _ = sfumato(*arguments, "--filter", "none", "--published")
+    assert status == 0 and "41.82%" in folded(out)
 
 
 def test_the_command_on_emoji_and_on_data(work, sfumato, tmp_path):

@@ -191,8 +191,8 @@ Filters = Annotated[
     list[str] | None,
     typer.Option(
         "--filter",
-        help="How many prompts to keep: none, global, per-class or oracle; may be given several times. Default: global"
-        " and per-class.",
+        help="How many prompts to keep: none, global, per-class or oracle, or several with commas. Default:"
+        " global,per-class.",
     ),
 ]
 ChooseOn = Annotated[
@@ -205,6 +205,9 @@ ChooseOn = Annotated[
     ),
 ]
 Pooling = Annotated[str, typer.Option(help="How a class's prompts are joined: mixture, or unit as in CLIP.")]
+ZeroshotPublished = Annotated[
+    bool, typer.Option("--published", help="Show the paper's figures for ImageNet beside the own ones.")
+]
 ZeroshotDistance = Annotated[str | None, typer.Option(help="Distance to classify by. Default: the model's own.")]
 
 
@@ -223,10 +226,11 @@ def zeroshot(
     choose_on: ChooseOn = None,
     pooling: Pooling = "mixture",
     distance: ZeroshotDistance = None,
+    published: ZeroshotPublished = False,
     bootstrap: Bootstrap = 1000,
     seed: Seed = 0,
     out: Annotated[
-        Path | None, typer.Option(help="Folder for zeroshot.json and prompts.csv. Default: not written.")
+        Path | None, typer.Option(help="Folder for zeroshot.json, prompts.csv and charts. Default: not written.")
     ] = None,
     device: Device = "auto",
     as_json: AsJson = False,
@@ -239,8 +243,10 @@ def zeroshot(
     from sfumato.models.embed import file_endings
     from sfumato.models.export import load_model
     from sfumato.models.run import choose_device
-    from sfumato.reports.console import print_zeroshot
-    from sfumato.studies.zeroshot import evaluate_zeroshot, read_templates
+    from sfumato.progress import say
+    from sfumato.reports.console import print_zeroshot, print_zeroshot_published
+    from sfumato.reports.prompt_charts import write_prompt_charts
+    from sfumato.studies.zeroshot import evaluate_zeroshot, published_beside, read_templates
 
     if sum(source is not None for source in (images, emoji, data)) != 1:
         raise UserError("give one of --images FOLDER, --emoji group or subgroup, and --data RECIPE")
@@ -264,10 +270,17 @@ def zeroshot(
     )  # fmt: skip
     if out is not None:
         report.write(out)
+        try:
+            write_prompt_charts(report.prompts_kept, out)
+        except UserError as error:
+            say(f"no charts are written: {error}")
+    beside = published_beside(report) if published else []
     if as_json:
-        print(json.dumps(report.to_json(), ensure_ascii=False))
+        print(json.dumps(report.to_json() | ({"published": beside} if published else {}), ensure_ascii=False))
         return
     print_zeroshot(report)
+    if published:
+        print_zeroshot_published(beside)
     if out is not None:
         print(f"written to {out}")
 

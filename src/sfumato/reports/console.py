@@ -22,7 +22,7 @@ from sfumato.reports.formatting import (
     signed,
 )
 from sfumato.reports.tables import print_table, print_wrapped
-from sfumato.studies.zeroshot import ZeroShotReport, points
+from sfumato.studies.zeroshot import PromptsKept, ZeroShotReport, points
 
 
 def print_over_seeds(summary: Mapping[str, OverSeeds], title: str) -> None:
@@ -575,6 +575,8 @@ def print_zeroshot(report: ZeroShotReport) -> None:
         f" {report.distance}, pooling {report.pooling}; per cent, and differences in percentage points",
         ["method", "K", "top-1", "top-5", "against all", "against random", "against a random order"], rows,
     )  # fmt: skip
+    for kept in report.prompts_kept:
+        _print_prompts_kept(kept)
     if report.best_alone is not None:
         print_wrapped(
             f"each image at the best K of its own class, which a classifier cannot know: {100 * report.best_alone:.1f}"
@@ -589,6 +591,32 @@ def print_zeroshot(report: ZeroShotReport) -> None:
         print("\n  ".join([f"{len(report.left_out):,} left out:", *report.left_out[:10]]))
     for line in report.verdict().splitlines():
         print_wrapped(line, indent=2)
+
+
+def print_zeroshot_published(rows: Sequence[Mapping[str, Any]]) -> None:
+    """Print :func:`~sfumato.studies.zeroshot.published_beside`."""
+    cells = [
+        [row["backbone"], row["method"], percent(row["top1"], 2), row["own"] or MISSING, percent(row["own_top1"], 2)]
+        for row in rows
+    ]
+    print_table(
+        "beside PCME++, table 5: ImageNet's validation images, top-1; there K was chosen on the reported images",
+        ["backbone", "method", "paper", "here", "this model"], cells, left=2,
+    )  # fmt: skip
+
+
+def _print_prompts_kept(kept: PromptsKept) -> None:
+    """Top-1 at some numbers of prompts, and how many prompts the classes would keep for their own images."""
+    p = len(kept.top1)
+    shown = sorted({*range(1, min(p, 3) + 1), *(round(p * part / 8) for part in range(1, 9))} - {0})
+    which = "the images K was chosen on" if kept.images == "others" else "the reported images"
+    rows = [[str(k), percent(kept.top1[k - 1]), percent(kept.random_top1[k - 1])] for k in shown]
+    print_table(f"top-1 on {which} by the number of prompts kept", ["K", "most certain", "random order"], rows)
+    best = [k for k in kept.best_k if k is not None]
+    print_wrapped(
+        f"best K of a class for its own images: all {p} for {counted(best.count(p), 'class', 'classes')}, fewer for"
+        f" {len(best) - best.count(p):,}, no image right for {len(kept.best_k) - len(best):,}"
+    )
 
 
 def _accuracy(value: Interval | None) -> str:

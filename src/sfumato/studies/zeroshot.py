@@ -23,6 +23,7 @@ from sfumato.data.sources import DataConfig
 from sfumato.distances import get_distance
 from sfumato.encoders.dual import DualEncoder
 from sfumato.errors import UserError, counted
+from sfumato.evaluation.published import published_rows
 from sfumato.files import write_atomically, write_json
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.metrics.bootstrap import Interval, bootstrap, mean_statistic
@@ -339,6 +340,36 @@ class Method:
 
 
 @dataclass(frozen=True)
+class PromptsKept:
+    """Accuracy by the number of prompts that every class keeps: figure C.2 of the PCME++ paper.
+
+    Attributes:
+        images: "others", on which K was chosen, or "reported".
+        top1: for K = 1, 2 ... p: fraction of images whose closest class is their own.
+        random_top1: the same with prompts in a random order, mean of five orders.
+        best_k: for each class the K that gets most of its own images right, of tied values the largest; None where no K
+            gets any right. Classes attract each other's images, so these are no K to classify with.
+    """
+
+    images: str
+    top1: list[float]
+    random_top1: list[float]
+    best_k: list[int | None]
+
+
+def prompts_kept(counts: Sequence[np.ndarray], n_images: int, images: str) -> PromptsKept:
+    """Accuracy by K from (c, p) counts of :func:`right_by_k`: by uncertainty, then in each random order."""
+    own, *others = counts
+    best = own.shape[1] - own[:, ::-1].argmax(axis=1)
+    return PromptsKept(
+        images=images,
+        top1=(own.sum(axis=0) / n_images).tolist(),
+        random_top1=(np.mean([other.sum(axis=0) for other in others], axis=0) / n_images).tolist(),
+        best_k=[int(k) if right else None for k, right in zip(best, own.max(axis=1), strict=True)],
+    )
+
+
+@dataclass(frozen=True)
 class ZeroShotReport:
     """The result of :func:`~sfumato.studies.zeroshot.evaluate_zeroshot`.
 
@@ -346,6 +377,7 @@ class ZeroShotReport:
         methods: rows of the table.
         best_alone: fraction of images that are right at the K that is best for their own class, if all classes keep
             that many prompts. This is not a classifier, because it needs the true class; None without the oracle.
+        prompts_kept: accuracy by K on the images that K was chosen on: the others, and with the oracle those reported.
         classes: names in prompts.
         templates: with one {} each.
         total_variance: of every prompt: a list for each class, in the order of the templates.
@@ -364,6 +396,7 @@ class ZeroShotReport:
 
     methods: list[Method]
     best_alone: float | None
+    prompts_kept: list[PromptsKept]
     classes: list[str]
     templates: list[str]
     total_variance: list[list[float]]
@@ -440,6 +473,41 @@ class ZeroShotReport:
         write_atomically(folder / "prompts.csv", text.getvalue())
 
 
+_PRINTED = {
+    "one prompt": "one prompt: ",
+    "all 80 prompts": "all ",
+    "top-K certain prompts": "oracle, K most certain",
+    "best top-K for each class": "oracle, K most certain, per class",
+}
+"""The method of a report that a row of table 5 of the PCME++ paper is about, whole or its beginning with a space."""
+
+
+def published_beside(report: ZeroShotReport) -> list[dict[str, Any]]:
+    """Rows of table 5 of the PCME++ paper, each with the method of the report that repeats it.
+
+    Args:
+        report: of any images; the paper's are ImageNet's validation images.
+
+    Returns:
+        Dictionaries of ``backbone``, ``method`` and ``top1`` as printed, ``own`` the name of the method here and
+        ``own_top1``, all in fractions; both None if the report has no such method.
+    """
+    rows = []
+    for row in published_rows("imagenet", table="PCME++ 5"):
+        name = _PRINTED[row.method.partition(", ")[2]]
+        own = next((m for m in report.methods if m.name == name or (name[-1] == " " and m.name.startswith(name))), None)
+        rows.append(
+            {
+                "backbone": row.backbone,
+                "method": row.method,
+                "top1": row.figures["imagenet top1"] / 100,
+                "own": own and own.name,
+                "own_top1": own and own.top1 and own.top1.value,
+            }
+        )
+    return rows
+
+
 def _judged(difference: Interval | None) -> str:
     if difference is None or difference.low is None or difference.high is None:
         return "not measured"
@@ -491,7 +559,7 @@ def evaluate_zeroshot(
         pictures: images to report on. If K must be chosen and choose_on is None, half of each class is set aside to
             choose K.
         templates: with one {} each; the first is the single prompt.
-        filters: names in FILTERS.
+        filters: names in FILTERS, each alone or several with commas.
         choose_on: images of the same classes to choose K and to fit weights.
         pooling: see :func:`~sfumato.studies.zeroshot.pool_prompts`.
         distance: name of the distance that finds the closest class, ties in the order of the classes; that of the model
@@ -507,7 +575,7 @@ def evaluate_zeroshot(
         UserError: a filter or the pooling is unknown, no image is left to report on or to choose on, or the model has
             no variances to filter by.
     """
-    wanted, problems = set(filters), Problems()
+    wanted, problems = {name.strip() for one in filters for name in one.split(",")}, Problems()
     if unknown := wanted - set(FILTERS):
         raise UserError(f"unknown filter {min(unknown)!r}; known: {', '.join(FILTERS)}")
     if pooling not in PROMPT_POOLINGS:
@@ -521,7 +589,7 @@ def evaluate_zeroshot(
     if wanted - {"none"} and not (uncertainty > 0).all():
         raise UserError("the model has no variances to filter prompts by; use only the filter none")
     ways = _simple_ways(templates, uncertainty, prompts, held, seed)
-    filtered, best_alone = _filtered_ways(wanted, shown, held, prompts, uncertainty, (distance, pooling), seed)
+    filtered, kept, best_alone = _filtered_ways(wanted, shown, held, prompts, uncertainty, (distance, pooling), seed)
     ways += filtered
     figures = _figures(ways, shown, prompts, (distance, pooling))
     alone_top1 = [_right(shown, prompts, w.expand(c, p), (distance, pooling))[:, 0].mean() for w in torch.eye(p)]
@@ -541,6 +609,7 @@ def evaluate_zeroshot(
             for way in ways
         ],
         best_alone=best_alone,
+        prompts_kept=kept,
         classes=classes,
         templates=list(templates),
         total_variance=uncertainty.tolist(),
@@ -613,18 +682,21 @@ def _filtered_ways(
     uncertainty: Tensor,
     how: tuple[str, str],
     seed: int,
-) -> tuple[list["_Way"], float | None]:
-    """The methods with a chosen K, and the fraction of images that are correct at the best K of their own class."""
+) -> tuple[list["_Way"], list[PromptsKept], float | None]:
+    """The methods with a chosen K, accuracy by K, and the fraction correct at the best K of an image's own class."""
     generator = torch.Generator().manual_seed(seed)
     orders = [uncertainty, *(torch.rand(*uncertainty.shape, generator=generator) for _ in range(_N_RANDOM))]
     ways: list[_Way] = []
+    kept: list[PromptsKept] = []
     best_alone = None
     if kinds := wanted & {"global", "per-class"}:
-        ways += _choose("", kinds, held, prompts, orders, how)[0]
+        ways, counts = _choose("", kinds, held, prompts, orders, how)
+        kept.append(prompts_kept(counts, len(held.labels), "others"))
     if "oracle" in wanted:
-        more, alone = _choose("oracle, ", {"global", "per-class"}, shown, prompts, orders, how)
-        ways, best_alone = ways + more, alone / len(shown.labels)
-    return ways, best_alone
+        more, counts = _choose("oracle, ", {"global", "per-class"}, shown, prompts, orders, how)
+        kept.append(prompts_kept(counts, len(shown.labels), "reported"))
+        ways, best_alone = ways + more, int(counts[0].max(axis=1).sum()) / len(shown.labels)
+    return ways, kept, best_alone
 
 
 def _right(shown: _Embedded, prompts: GaussianEmbedding, weights: Tensor, how: tuple[str, str]) -> np.ndarray:
@@ -667,17 +739,16 @@ def _choose(
     prompts: GaussianEmbedding,
     orders: Sequence[Tensor],
     how: tuple[str, str],
-) -> tuple[list[_Way], int]:
+) -> tuple[list[_Way], list[np.ndarray]]:
     """The methods whose K is chosen on these images, with prompts in the first order; the other orders are random.
 
-    Also the number of images that are right at the best K of their own class.
+    Also the counts of right_by_k in each order.
     """
     data, (distance, pooling) = (chosen_on.images, chosen_on.labels), how
     found: dict[str, list[Tensor]] = {kind: [] for kind in sorted(kinds)}
-    right = []
+    every = []
     for order in orders:
-        counts = right_by_k(*data, prompts, order, distance=distance, pooling=pooling)
-        right.append(int(counts.max(axis=1).sum()))
+        every.append(counts := right_by_k(*data, prompts, order, distance=distance, pooling=pooling))
         same = np.full(len(counts), best_k(counts))
         for kind, chosen in found.items():
             k = same
@@ -692,7 +763,7 @@ def _choose(
         }
         name = f"{title}K most certain" + (", per class" if kind == "per-class" else "")
         ways.append(_Way(name, certain_prompts(orders[0], own), own, random))
-    return ways, right[0]
+    return ways, every
 
 
 def labelled_split(data: DataConfig, split: str, names: Mapping[str, str] | None = None) -> Labelled:
