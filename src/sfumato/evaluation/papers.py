@@ -194,9 +194,14 @@ def _item(
         loaded["paper"], loaded["source"], number, columns=columns, published=published, variants=variants, **given
     )
     if of and published:
-        own = lambda runs: {label: run for label, run in runs.items() if label in item.rows}
-        return replace(item, runs=own(item.runs), other={data: own(runs) for data, runs in item.other.items()})
+        return replace(
+            item, runs=_kept(item.runs, item.rows), other={k: _kept(v, item.rows) for k, v in item.other.items()}
+        )
     return item
+
+
+def _kept(runs: Mapping[str, str], rows: Mapping[str, Any]) -> dict[str, str]:
+    return {label: run for label, run in runs.items() if label in rows}
 
 
 def _read(name: str) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from sfumato.errors import UserError
 from sfumato.evaluation.compare import OverSeeds
 from sfumato.evaluation.papers import PaperItem, data_sets
 from sfumato.files import write_atomically, write_json
-from sfumato.reports.formatting import number
+from sfumato.reports.formatting import MISSING, number
 from sfumato.reports.tables import print_table, print_wrapped
 from sfumato.studies.paper_tables import Table
 
@@ -55,12 +55,12 @@ def print_paper_table(table: Table) -> None:
 
 def print_items(items: Mapping[str, PaperItem]) -> None:
     """Print the list of all tables and figures."""
-    rows = [[item.id, item.about, item.state] for item in items.values()]
-    print_table("", ["id", "title", "state"], rows, running=(1,))
+    rows = [[item.id, item.about, "\n".join(item.data_sets) or MISSING, item.state] for item in items.values()]
+    print_table("", ["id", "title", "data", "state"], rows, left=3, running=(1,))
     print_wrapped(
-        "run: repeated, docs/results has the figures. no data: the command exists, its data were not available; many"
-        " run with --data flickr8k or --data emoji. published only: no recipe trains it. --json has the commands and"
-        " what they need."
+        "run: repeated, docs/results has the figures. no data: its parts are tested, the paper's data were not"
+        " available. published only: no recipe trains it. data: what it can be repeated on, the paper's first, by"
+        ' `sfumato table "ID" --data NAME`; emoji comes with the package. --json has the commands and what they need.'
     )
 
 
