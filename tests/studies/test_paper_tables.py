@@ -9,6 +9,7 @@ import pytest
 from PIL import Image
 
 from sfumato.evaluation.papers import data_sets, find_item, paper_items
+from sfumato.reports.paper_files import tex
 from sfumato.studies import paper_tables
 
 PAPERS = {"PCME++": "000_*.txt", "PVSE++": "001_*.txt", "PCME": "004_*.txt"}
@@ -160,7 +161,10 @@ def test_what_is_written_says_ours_and_published(table, sfumato):
     latex = (folder / "table.tex").read_text(encoding="utf-8")
     body = latex.split("\\midrule")[1].split("\\bottomrule")[0].strip().splitlines()
     assert all(line.count("&") == 2 * len(made["columns"]) and line.endswith("\\\\") for line in body)
-    assert latex.count("{") == latex.count("}") and not re.search(r"[^\x00-\x7f]|(?<!\\)[%#_]", latex)
+    opened = [len(re.findall(rf"(?<!\\){re.escape(bracket)}", latex)) for bracket in "{}"]
+    assert opened[0] == opened[1] and not re.search(r"[^\x00-\x7f]|(?<!\\)[%#_]", latex)
+    every = "".join("".join([item.about, item.note, item.source, *item.labels]) for item in paper_items().values())
+    assert tex(every).isascii() and tex("a_b{c}\\") == r"a\_b\{c\}\textbackslash{}"
     said = " ".join(out.split())
     assert "Flickr8k, split val, mean ± standard deviation over 2 seeds" in said
     assert "other data, COCO: only the order can be compared" in said and "train.epochs=1" in said

@@ -13,17 +13,23 @@ from sfumato.studies.paper_tables import Table
 
 _SHORT = (("r_precision", "R-P"), ("recall@", "R@"), ("map@r", "mAP@R"), ("rsum", "RSUM"), ("_", " "))
 
-_TEX = {
-    "%": r"\%",
-    "&": r"\&",
-    "#": r"\#",
-    "_": r"\_",
+_TEX = {character: f"\\{character}" for character in "%&#_${}"} | {
+    "\\": r"\textbackslash{}",
+    "~": r"\textasciitilde{}",
+    "^": r"\textasciicircum{}",
     "±": r"$\pm$",
+    "−": "$-$",
+    "–": "--",
+    "×": r"$\times$",
+    "²": "$^2$",
+    "→": r"$\rightarrow$",
+    "∞": r"$\infty$",
+    "†": r"$\dagger$",
+    "α": r"$\alpha$",
     "μ": r"$\mu$",
     "σ": r"$\sigma$",
-    "∞": r"$\infty$",
+    "ζ": r"$\zeta$",
 }
-_TEX |= {"∞": r"$\infty$", "†": r"$\dagger$", "→": r"$\rightarrow$", "×": r"$\times$", "²": "$^2$", "–": "--"}
 
 
 def print_published(item: PaperItem) -> None:
@@ -75,11 +81,11 @@ def table_markdown(table: Table) -> str:
 def table_latex(table: Table) -> str:
     """The table for the package booktabs: each figure has a column of ours and one of the paper."""
     pairs = len(table.columns)
-    names = " & ".join(rf"\multicolumn{{2}}{{c}}{{{_tex(heading(name))}}}" for name in table.columns)
+    names = " & ".join(rf"\multicolumn{{2}}{{c}}{{{tex(heading(name))}}}" for name in table.columns)
     rules = "".join(rf"\cmidrule(lr){{{2 * k + 2}-{2 * k + 3}}}" for k in range(pairs))
     second = " & ".join(["ours & published"] * pairs)
-    body = [" & ".join(_tex(cell) for cell in row) + r" \\" for row in _cells(table)[1:]]
-    caption = _tex(" ".join([_title(table) + ".", *notes(table)]))
+    body = [" & ".join(tex(cell) for cell in row) + r" \\" for row in _cells(table)[1:]]
+    caption = tex(" ".join([_title(table) + ".", *notes(table)]))
     return "\n".join(
         [
             r"\begin{table}",
@@ -152,8 +158,9 @@ def _published(value: float | None) -> str:
 def _ours(value: OverSeeds | None) -> str:
     if value is None:
         return "–"
-    return f"{value.mean:.1f}" + ("" if value.deviation is None else f" ± {value.deviation:.1f}")
+    return number(value.mean, 1) + ("" if value.deviation is None else f" ± {value.deviation:.1f}")
 
 
-def _tex(text: str) -> str:
+def tex(text: str) -> str:
+    """The text for LaTeX."""
     return "".join(_TEX.get(character, character) for character in text)
