@@ -6,15 +6,18 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from markupsafe import Markup
 
 from sfumato.errors import UserError
+from sfumato.files import write_atomically
 
 if TYPE_CHECKING:
     from matplotlib.artist import Artist
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 FIRST, SECOND, INK, SOFT, FAINT, GRID, CARD = (
     "#2563eb", "#c2410c", "#1d2430", "#5d6878", "#9aa4b2", "#e8ebf0", "#fefefe"
@@ -78,6 +81,39 @@ def new_axes(width: float, height: float, title: str = "") -> "Axes":
         return figure.subplots()
 
 
+def make_plane(axes: "Axes") -> None:
+    """Give both axes one scale, and no ticks."""
+    axes.set_aspect("equal", adjustable="datalim")
+    axes.axis("off")
+
+
+def write_drawing(figure: "Figure", folder: Path, name: str) -> list[Path]:
+    """Write NAME.png and NAME.svg, equal in every run; the paths."""
+    import matplotlib
+
+    paths = []
+    with matplotlib.rc_context(STYLE | {"svg.hashsalt": name}):
+        for ending in ("png", "svg"):
+            drawn = io.BytesIO()
+            nothing: Any = {"Date": None} if ending == "svg" else None
+            figure.savefig(drawn, format=ending, dpi=150, metadata=nothing)
+            paths.append(path := folder / f"{name}.{ending}")
+            write_atomically(path, drawn.getvalue())
+    return paths
+
+
+def draw_curve(
+    axes: "Axes", points: Sequence[Mapping[str, Any]], colour: str, *, label: str = "", markers: bool = True
+) -> "list[Artist]":
+    """Draw {"x", "value", "low", "high"} as a line with intervals where there are any; the markers."""
+    xs, values = [p["x"] for p in points], [p["value"] for p in points]
+    axes.plot(xs, values, color=colour, linewidth=2, label=label or None)
+    for p in points:
+        if p["low"] is not None:
+            axes.vlines(p["x"], p["low"], p["high"], color=INK if markers else colour, linewidth=1.2)
+    return [axes.plot([x], [v], "o", color=colour, markersize=6)[0] for x, v in zip(xs, values, strict=True) if markers]
+
+
 class Chart:
     """A matplotlib figure with one pair of axes.
 
@@ -111,8 +147,7 @@ class Chart:
             self._figure = Figure(figsize=(width / 72, height / 72), layout=None if plane else "constrained")
             self.axes: Axes = self._figure.add_axes((0, 0, 1, 1)) if plane else self._figure.subplots()
             if plane:
-                self.axes.set_aspect("equal", adjustable="datalim")
-                self.axes.axis("off")
+                make_plane(self.axes)
             else:
                 self.axes.grid(axis="y")
 
@@ -269,24 +304,31 @@ def ellipse_chart(
     Returns:
         The chart.
     """
+    chart = Chart(label, width=width, height=height, plane=True)
+    for e, patch in zip(ellipses, draw_ellipses(chart.axes, ellipses, times), strict=True):
+        if e.title:
+            chart.hover(patch, e.title)
+    return chart
+
+
+def draw_ellipses(axes: "Axes", ellipses: Sequence[Ellipse], times: float) -> "list[Artist]":
+    """Draw ellipses with their dots and letters on a plane; the ellipses."""
     from matplotlib.patches import Ellipse as Patch
 
-    chart = Chart(label, width=width, height=height, plane=True)
+    drawn: list[Artist] = []
     for e in ellipses:
         style: dict[str, Any] = {"linestyle": (0, (4, 3)) if e.dashed else "-", "linewidth": 1.6 if e.strong else 0.6}
         size = 2 * times * e.a, 2 * times * e.b
         patch = Patch(
             (e.x, e.y), *size, angle=math.degrees(e.angle), facecolor=(e.colour, 0.12), edgecolor=e.colour, **style
         )
-        chart.axes.add_patch(patch)
-        if e.title:
-            chart.hover(patch, e.title)
-        chart.axes.plot([e.x], [e.y], "o", color=e.colour, markersize=3.6 if e.strong else 2, markeredgewidth=0)
-    chart.axes.margins(0.08 if any(e.letter for e in ellipses) else 0.02)
+        drawn.append(axes.add_patch(patch))
+        axes.plot([e.x], [e.y], "o", color=e.colour, markersize=3.6 if e.strong else 2, markeredgewidth=0)
+    axes.margins(0.08 if any(e.letter for e in ellipses) else 0.02)
     for e, (x, y) in zip(ellipses, letter_positions(ellipses, times), strict=True):
         if e.letter:
-            chart.axes.text(x, y, e.letter, color=e.colour, weight="bold", ha="center", va="center")
-    return chart
+            axes.text(x, y, e.letter, color=e.colour, weight="bold", ha="center", va="center")
+    return drawn
 
 
 def letter_positions(ellipses: Sequence[Ellipse], times: float) -> list[tuple[float, float]]:

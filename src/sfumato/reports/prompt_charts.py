@@ -1,12 +1,10 @@
 """Charts of zero-shot classification by the number of prompts kept, as figure C.2 of the PCME++ paper."""
 
-import io
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sfumato.files import write_atomically
-from sfumato.reports.charts import FIRST, SECOND, STYLE, require_matplotlib
+from sfumato.reports.charts import FIRST, SECOND, STYLE, require_matplotlib, write_drawing
 from sfumato.studies.zeroshot import PromptsKept
 
 if TYPE_CHECKING:
@@ -40,16 +38,12 @@ def write_prompt_charts(kept: Sequence[PromptsKept], folder: Path) -> list[Path]
     import matplotlib
     from matplotlib.figure import Figure
 
-    paths = []
+    paths: list[Path] = []
     for one in kept:
-        with matplotlib.rc_context(STYLE | {"svg.hashsalt": one.images}):
+        with matplotlib.rc_context(STYLE):
             figure = Figure(figsize=(9, 3.4), layout="constrained")
             left, right = figure.subplots(1, 2)
             draw_accuracy_by_k(left, one)
             draw_best_k(right, one)
-            for ending in ("svg", "png"):
-                paths.append(path := folder / f"prompts_kept-{one.images}.{ending}")
-                drawn = io.BytesIO()
-                figure.savefig(drawn, format=ending, dpi=150)
-                write_atomically(path, drawn.getvalue())
+        paths += write_drawing(figure, folder, f"prompts_kept-{one.images}")
     return paths

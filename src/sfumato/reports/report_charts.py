@@ -188,7 +188,9 @@ def direction_result(data: ReportData, direction: Direction, ranks: np.ndarray) 
 
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.axis import Axis
+    from matplotlib.patches import Rectangle
 
 
 _PAIRS = 4_000_000
@@ -217,22 +219,16 @@ def recall_by_uncertainty(direction: DirectionResult, evaluation: Evaluation) ->
     bins, name = found["bins"], DIRECTIONS[direction.key]
     chart = Chart(f"Recall at 1 of ten groups by uncertainty, {name}: " + ", ".join(f"{b['recall']:.0%}" for b in bins))
     rows = []
-    for i, b in enumerate(bins, 1):
-        low, high = wilson_interval(b["recall"], b["count"])
+    intervals = [wilson_interval(b["recall"], b["count"]) for b in bins]
+    bars = draw_recall_bins(chart.axes, [b["recall"] for b in bins], intervals)
+    for i, (b, bar, (low, high)) in enumerate(zip(bins, bars, intervals, strict=True), 1):
         between, variance = f"{low:.1%} to {high:.1%}", digits(b["uncertainty"], 3)
-        (bar,) = chart.axes.bar([i], [b["recall"]], width=0.72, color=FIRST, alpha=0.75)
         chart.hover(
             bar,
             f"group {i} of 10: recall@1 {b['recall']:.1%} ({between}), {b['count']} queries, mean total variance"
             f" {variance}",
         )
-        chart.axes.errorbar([i], [(low + high) / 2], [(high - low) / 2], color=INK, linewidth=1.2)
         rows.append([str(i), variance, f"{b['count']:,}", percent(b["recall"]), between])
-    chart.axes.set_xticks(range(1, len(bins) + 1))
-    chart.axes.set_ylim(bottom=0)
-    _in_percent(chart.axes.yaxis)
-    chart.axes.set_xlabel("ten groups of queries: most certain → least certain")
-    chart.axes.set_ylabel("recall@1")
     counts = sorted({b["count"] for b in bins})
     return {
         "name": name,
@@ -242,6 +238,22 @@ def recall_by_uncertainty(direction: DirectionResult, evaluation: Evaluation) ->
         "spearman": signed(found["spearman"]),
         "rows": rows,
     }
+
+
+def draw_recall_bins(
+    axes: "Axes", recall: Sequence[float], intervals: Sequence[tuple[float, float]]
+) -> "list[Rectangle]":
+    """Bars of recall@1, fractions, from the most to the least certain group of queries; the bars."""
+    bars: list[Rectangle] = []
+    for i, (value, (low, high)) in enumerate(zip(recall, intervals, strict=True), 1):
+        bars += axes.bar([i], [value], width=0.72, color=FIRST, alpha=0.75)
+        axes.errorbar([i], [(low + high) / 2], [(high - low) / 2], color=INK, linewidth=1.2)
+    axes.set_xticks(range(1, len(recall) + 1))
+    axes.set_ylim(bottom=0)
+    _in_percent(axes.yaxis)
+    axes.set_xlabel("ten groups of queries: most certain → least certain")
+    axes.set_ylabel("recall@1")
+    return bars
 
 
 def variance_histogram(data: ReportData) -> dict[str, Any]:

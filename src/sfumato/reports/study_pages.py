@@ -10,7 +10,7 @@ from typing import Any
 from sfumato.data.images import MemoryImage, Problems, thumbnail
 from sfumato.errors import counted
 from sfumato.files import write_atomically, write_json
-from sfumato.reports.charts import FAMILIES, FIRST, INK, SECOND, Chart, Ellipse, ellipse_chart, magnification
+from sfumato.reports.charts import FAMILIES, FIRST, SECOND, Chart, Ellipse, draw_curve, ellipse_chart, magnification
 from sfumato.reports.formatting import (
     MISSING,
     clipped,
@@ -40,7 +40,7 @@ CORRUPTIONS: dict[str, tuple[str, str]] = {
 }
 """What each corruption is called, and what its strength is."""
 
-_MADE = {
+MADE: dict[str, tuple[str, str, str]] = {
     "first": ("A", FIRST, "first"),
     "second": ("B", SECOND, "second"),
     "mixup": ("M", FAMILIES[2], "half of each (Mixup)"),
@@ -48,6 +48,7 @@ _MADE = {
     "erased_first": ("A′", FIRST, "first, erased in part"),
     "erased_second": ("B′", SECOND, "second, erased in part"),
 }
+"""Letter, colour and words of each image of a pair."""
 
 _MIXED = {"mixup": "Mixup", "cutmix": "CutMix", "other": "another image"}
 
@@ -102,11 +103,9 @@ def _curve(
     label = f"Mean {estimator} of {title} by strength: "
     chart = Chart(label + ", ".join(f"{digits(m['value'], 3)} at {s:g}" for s, m in points))
     axes = chart.axes
-    axes.plot([s for s, _ in points], [m["value"] for _, m in points], color=colour, linewidth=2)
-    for s, m in points:
-        if m["low"] is not None:
-            axes.vlines(s, m["low"], m["high"], color=INK, linewidth=1.2)
-        chart.hover(axes.plot([s], [m["value"]], "o", color=colour, markersize=6)[0], f"strength {s:g}: {interval(m)}")
+    dots = draw_curve(axes, [{"x": s, **m} for s, m in points], colour)
+    for dot, (s, m) in zip(dots, points, strict=True):
+        chart.hover(dot, f"strength {s:g}: {interval(m)}")
     low, high = axes.get_ylim()
     if 0 < low < 0.5 * high:
         axes.set_ylim(bottom=0)
@@ -137,11 +136,9 @@ def _sets(study: Mapping[str, Any], picture: Callable[[str], bytes | None]) -> d
 
 def _shown_pair(pair: Mapping[str, Any], picture: Callable[[str], bytes | None]) -> dict[str, Any]:
     """The view of two images, their combinations and their ellipses."""
-    ellipses, items = [], []
+    items = []
     for item in pair["items"]:
-        letter, colour, about = _MADE[item["name"]]
-        dashed = item["name"].startswith("erased")
-        ellipse = Ellipse.read(item, colour, letter=letter, dashed=dashed, title=f"{letter}: {about}")
+        letter, _, about = MADE[item["name"]]
         content = picture(item["picture"])
         items.append(
             {
@@ -152,8 +149,7 @@ def _shown_pair(pair: Mapping[str, Any], picture: Callable[[str], bytes | None])
                 "variance": digits(item["total_variance"], 3),
             }
         )
-        ellipses.append(ellipse)
-    times = magnification(ellipses, 0.14 / DRAWN_SIGMAS)
+    ellipses, times = pair_ellipses(pair)
     label = "Six Gaussians in a plane: " + ", ".join(f"{i['letter']} total variance {i['variance']}" for i in items)
     chart = ellipse_chart(ellipses, label, times=DRAWN_SIGMAS * times, width=380, height=300)
     return {
@@ -163,6 +159,16 @@ def _shown_pair(pair: Mapping[str, Any], picture: Callable[[str], bytes | None])
         "explained": percent(sum(pair["explained"]), 0),
         "times": f"{times:g}",
     }
+
+
+def pair_ellipses(pair: Mapping[str, Any]) -> tuple[list[Ellipse], float]:
+    """The ellipses of a pair's six images, and the factor beside DRAWN_SIGMAS by which they are drawn larger."""
+    ellipses = []
+    for item in pair["items"]:
+        letter, colour, about = MADE[item["name"]]
+        dashed = item["name"].startswith("erased")
+        ellipses.append(Ellipse.read(item, colour, letter=letter, dashed=dashed, title=f"{letter}: {about}"))
+    return ellipses, magnification(ellipses, 0.14 / DRAWN_SIGMAS)
 
 
 def _words(study: Mapping[str, Any]) -> dict[str, Any]:
@@ -184,9 +190,9 @@ def _words(study: Mapping[str, Any]) -> dict[str, Any]:
     return {"of": in_words(study["uncertainty"]), "corpus": study["corpus"], "tables": tables}
 
 
-def _map(study: Mapping[str, Any]) -> dict[str, Any]:
-    tsne, ellipses, families = study["method"] == "tsne", [], {}
-    # Highlighted items are drawn over the others.
+def map_ellipses(study: Mapping[str, Any]) -> tuple[list[Ellipse], float]:
+    """The ellipses of a map, highlighted ones over the others, and the factor by which they are drawn larger."""
+    ellipses = []
     for item in sorted(study["items"], key=lambda item: item["family"] is not None):
         image, family = item["side"] == "image", item["family"]
         colour = FAMILIES[family] if family is not None else FIRST if image else SECOND
@@ -194,9 +200,16 @@ def _map(study: Mapping[str, Any]) -> dict[str, Any]:
         title = f"{kind} “{label}”, total variance {digits(item['total_variance'], 3)}"
         strong = family is not None
         ellipses.append(Ellipse.read(item, colour, title=title, dashed=strong and not image, strong=strong))
-        if family is not None and image:
-            families[family] = clipped(item["label"], 48)
-    times = 1.0 if tsne else magnification(ellipses, 0.035)
+    return ellipses, 1.0 if study["method"] == "tsne" else magnification(ellipses, 0.035)
+
+
+def _map(study: Mapping[str, Any]) -> dict[str, Any]:
+    tsne, (ellipses, times) = study["method"] == "tsne", map_ellipses(study)
+    families = {
+        item["family"]: clipped(item["label"], 48)
+        for item in study["items"]
+        if item["family"] is not None and item["side"] == "image"
+    }
     counts = [sum(item["side"] == side for item in study["items"]) for side in ("image", "text")]
     label = (
         f"Map of {counts[0]} images and {counts[1]} texts by {'t-SNE' if tsne else 'PCA'}; the colours of"
