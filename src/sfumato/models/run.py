@@ -10,6 +10,7 @@ problems.jsonl    items left out, with their errors      evaluation-*.json  writ
 import contextlib
 import hashlib
 import json
+import math
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -355,6 +356,19 @@ def _read_json(path: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise _damaged(path, error) from error
     return found
+
+
+def read_log(path: Path) -> list[dict[str, Any]]:
+    """The finite values of each complete line of a training log; an empty list if there is no such file."""
+    lines = []
+    for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else []:
+        try:
+            value = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(value, dict):
+            lines.append({k: v for k, v in value.items() if not isinstance(v, float) or math.isfinite(v)})
+    return lines
 
 
 def _damaged(path: Path, error: Exception) -> UserError:

@@ -11,8 +11,8 @@ from sfumato.files import write_atomically
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.matching import MatchingLogits
 from sfumato.models.embed import RetrievalModel, embed_split, load_split
-from sfumato.models.run import LOG, RECIPE, Run, weights_digest
-from sfumato.reports.page_files import read_evaluations, read_image, read_log, read_object, read_studies
+from sfumato.models.run import LOG, RECIPE, Run, read_log, weights_digest
+from sfumato.reports.page_files import read_evaluations, read_image, read_object, read_studies
 from sfumato.reports.report import Report, make_report
 from sfumato.reports.report_charts import ReportData
 from sfumato.reports.study_pages import write_analyses

@@ -2,8 +2,7 @@
 
 import base64
 import json
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -115,23 +114,3 @@ def read_evaluations(folder: Path, split: str, own: str, n: int, m: int) -> list
         ):
             found.append(result)
     return found
-
-
-def read_log(path: Path) -> Sequence[dict[str, Any]]:
-    """Read a training log.
-
-    Args:
-        path: of the file, one JSON object per line.
-
-    Returns:
-        The finite values of each complete line; an empty list if there is no such file.
-    """
-    lines = []
-    for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else []:
-        try:
-            value = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(value, dict):
-            lines.append({k: v for k, v in value.items() if not isinstance(v, float) or math.isfinite(v)})
-    return lines
