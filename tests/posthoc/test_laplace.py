@@ -25,9 +25,9 @@ def normal(*shape, seed, dtype=torch.float64):
 
 
 def close(found, wanted, rtol=1e-10, atol=0.0):
-    """Float32 is compared in units of the largest value: a sum has the rounding of its terms."""
-    if found.dtype == torch.float32 or wanted.dtype == torch.float32:
-        atol = max(atol, 1e-6 * float(wanted.detach().abs().max()))
+    """Also in units of the largest value: a sum has the rounding of its terms, which may cancel."""
+    single = torch.float32 in (found.dtype, wanted.dtype)
+    atol = max(atol, (1e-6 if single else 1e-14) * float(wanted.detach().abs().max()))
     torch.testing.assert_close(found, wanted, rtol=rtol, atol=atol, check_dtype=False)
 
 
@@ -61,6 +61,11 @@ def test_the_curvature_does_not_depend_on_the_blocks(monkeypatch):
     close(summed_curvature(sources, targets, logit_scale=9.0), whole)
 
 
+def rounding(wanted, dtype, scale):
+    """Of float32 inputs: the logit scale multiplies it, relative to the largest value."""
+    return 0.0 if dtype == torch.float64 else 5e-7 * scale * float(wanted.abs().max())
+
+
 @pytest.mark.parametrize("dtype, rtol", DTYPES)
 @pytest.mark.parametrize("side", SIDES)
 def test_parity_curvature_and_factors(side, dtype, rtol):
@@ -71,12 +76,12 @@ def test_parity_curvature_and_factors(side, dtype, rtol):
     if side == "image":
         first = inputs[0][: cases["batch"]], inputs[2][: cases["num_classes"]]
         found = summed_curvature(*first, logit_scale=scale).to(dtype)
-        # The rounding of float32 inputs is multiplied by the logit scale.
-        close(found, t["clip/H_infonce"], rtol, 0.0 if dtype == torch.float64 else 5e-6)
+        close(found, t["clip/H_infonce"], rtol, rounding(t["clip/H_infonce"], dtype, scale))
     for name, batch in (("divisible", None), ("remainder", cases["batch_size_remainder"])):
         a, b = kronecker_factors(*inputs, logit_scale=scale, class_batch=cases["num_classes"], official_batch=batch)
         close(a.to(dtype), t[f"clip/{name}/A_{own}"], rtol)
-        close(b.to(dtype), t[f"clip/{name}/B_{own}"], rtol)
+        wanted = t[f"clip/{name}/B_{own}"]
+        close(b.to(dtype), wanted, rtol, rounding(wanted, dtype, scale))
     assert not torch.allclose(t[f"clip/divisible/B_{own}"], t[f"clip/remainder/B_{own}"])
 
 
@@ -91,16 +96,17 @@ def test_parity_siglip_factors(side, dtype, rtol):
         *inputs, logit_scale=scale, logit_bias=bias, bias_column=True, class_batch=described["cases"]["num_classes"]
     )
     close(a.to(dtype), t[f"siglip/A_{own}"], rtol)
-    close(b.to(dtype), t[f"siglip/B_{own}"], rtol)
+    close(b.to(dtype), t[f"siglip/B_{own}"], rtol, rounding(t[f"siglip/B_{own}"], dtype, scale))
     if side == "image":
         rows = t["siglip/indices"]
         classes = described["cases"]["num_classes"]
-        for targets in (inputs[2][:classes], inputs[2]):
-            found = summed_curvature(inputs[0][rows], targets, logit_scale=scale, logit_bias=bias)
-            if torch.allclose(found, t["siglip/H"].double(), rtol=1e-3):
-                close(found.to(dtype), t["siglip/H"], rtol)
-                return
-        raise AssertionError("siglip/H is of other targets")
+        found = [
+            summed_curvature(inputs[0][rows], targets, logit_scale=scale, logit_bias=bias).to(dtype)
+            for targets in (inputs[2][:classes], inputs[2])
+        ]
+        # Released for one class batch or for all targets: the nearer is meant.
+        nearer = min(found, key=lambda h: float((h - t["siglip/H"]).abs().max()))
+        close(nearer, t["siglip/H"], rtol, rounding(t["siglip/H"], dtype, scale))
 
 
 def test_parity_damped_inverses():
