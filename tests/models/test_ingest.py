@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import shlex
 import signal
 import subprocess
 import tarfile
@@ -547,9 +548,9 @@ def test_a_picture_that_was_gone_is_tried_again_when_its_part_is_deleted(tmp_pat
     assert embed_collection(retrieval_model, listing, out).n == 22
     (pictures / "a" / "001.png").write_bytes(data)
     assert embed_collection(retrieval_model, listing, out).new == 0
-    command = 'grep -lF "No such file" embedded/part-*.safetensors | xargs rm'
+    command = 'grep -lF --null "No such file" embedded/part-*.safetensors | xargs -0 rm'
     assert command in (Path(__file__).parents[2] / "docs" / "guides" / "ingest.md").read_text()
-    subprocess.run(command.replace("embedded", str(out)), shell=True, check=True)
+    subprocess.run(command.replace("embedded", shlex.quote(str(out))), shell=True, check=True)
     assert len(files(out)) == 4
     done = embed_collection(retrieval_model, listing, out)
     assert done.n == 23 and not done.problems.items

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -122,7 +123,7 @@ def test_the_commands_of_the_guide_about_vectors(tmp_path, home):
         (block,) = re.findall(r"(?:^    .*\n|^\n)+", text[text.index("In Python") :], re.MULTILINE)[:1]
         script = home / "script.py"
         script.write_text("\n".join(line[4:] for line in block.splitlines()).replace(ADDRESS, f"127.0.0.1:{port}"))
-        printed = shell(f"{sys.executable} {script}", home, port)
+        printed = shell(shlex.join([sys.executable, str(script)]), home, port)
         assert len(printed.splitlines()) == 3 and "photo-" in printed
     finally:
         process.end(signal.SIGTERM)
