@@ -219,6 +219,10 @@ def test_report_of_a_run_and_of_a_model_elsewhere(work, sfumato, tmp_path):
     status, out, _ = sfumato("report", tmp_path / "moved", *arguments)
     assert status == 0 and json.loads(out)["evaluation"] == result["evaluation"]
     assert "moved on “test”" in out_file.read_text() and "training loss" not in out_file.read_text()
+    status, out, _ = sfumato("report", work / "run", "--uncertainty", "log_det", "--out", out_file, "--json")
+    assert status == 0 and json.loads(out)["evaluation"]["uncertainty_measure"] == "log_det"
+    status, _, err = sfumato("report", work / "run", "--uncertainty", "entropy")
+    assert status == 2 and "known: total_variance, geometric_std, log_det" in err
 
 
 def test_report_and_trust_give_first_hits_one_calibration_error(work, sfumato, tmp_path):

@@ -250,6 +250,37 @@ def test_words_about_the_uncertainty_follow_its_sign():
     assert "Total variance does not show which texts fail" in page
 
 
+@pytest.mark.parametrize(
+    ("measure", "words", "loop"),
+    [
+        ("geometric_std", "geometric mean σ", lambda var: np.prod(np.sqrt(var), axis=1) ** (1 / var.shape[1])),
+        ("log_det", "log volume", lambda var: np.log(np.prod(var, axis=1))),
+    ],
+)
+def test_the_papers_own_measures_sort_bin_and_show_the_queries(measure, words, loop):
+    """PCME's geometric mean of sigma and the second paper's ln det; the order is not that of the total variance."""
+    captions = [f"text number {i:03d}." for i in range(29)]
+    texts = scene().texts
+    log_var = texts.log_var.clone()
+    log_var[7] = torch.tensor([3.0, -6.0, -6.0, -6.0, -6.0])  # the largest total variance, and no large volume
+    data = scene(captions=captions, uncertainty=measure, texts=GaussianEmbedding(texts.mean, log_var))
+    report = make_report(data)
+    page, var = report.html, data.texts.var.double().numpy()
+    expected = loop(var)
+    most = int(expected.argmax())
+    assert most != int(data.texts.total_variance.argmax())
+    start = page.index(f"“text number {most:03d}.”", page.index("Texts it is least certain of"))
+    assert f"{words} <b>{expected[most]:.3g}</b>" in page[start:]
+    found = report.evaluation.to_json()
+    assert found["uncertainty_measure"] == measure
+    has = np.asarray(data.relevance.to_dense()).any(0)
+    order = np.argsort(expected[has], kind="stable")
+    certain = np.array_split(expected[has][order], 10)[0]
+    assert found["uncertainty"]["t2i"]["bins"][0]["uncertainty"] == pytest.approx(certain.mean(), rel=1e-5)
+    assert f"Queries sorted by {words}" in page and f"Histogram of {words}" in page
+    assert "total variance" not in page.lower()
+
+
 def test_points_have_no_uncertainty_to_show():
     data = scene()
     page = make_report(

@@ -109,6 +109,12 @@ DataOverrides = Annotated[
     ),
 ]
 Split = Annotated[str, typer.Option(help="Split of the data.")]
+Uncertainty = Annotated[
+    str,
+    typer.Option(
+        help="Uncertainty of queries: total_variance (PCME++), geometric_std (PCME) or log_det (probabilistic VSE++)."
+    ),
+]
 Bootstrap = Annotated[
     int, typer.Option(min=0, help="Number of bootstrap resamples for the confidence intervals; 0 for no intervals.")
 ]

@@ -22,6 +22,7 @@ from sfumato.cli.common import (
     ModelOnData,
     Seed,
     Split,
+    Uncertainty,
     Verbs,
     app,
     is_run,
@@ -205,12 +206,6 @@ Rpc2Matches = Annotated[
         "--rpc2",
         help="COCO: matches of RPC²: union, CxC's and COCO's own pairs, as in the paper; or cxc, CxC's alone. The"
         " others stand beside, as rpc2_cxc or rpc2_union.",
-    ),
-]
-Uncertainty = Annotated[
-    str,
-    typer.Option(
-        help="Uncertainty of queries: total_variance (PCME++), geometric_std (PCME) or log_det (probabilistic VSE++)."
     ),
 ]
 Samples = Annotated[

@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
@@ -15,6 +15,7 @@ from sfumato.cli.common import (
     ModelName,
     Seed,
     Split,
+    Uncertainty,
     app,
     is_run,
     open_model_on_data,
@@ -26,6 +27,7 @@ from sfumato.errors import UserError
 
 if TYPE_CHECKING:
     from sfumato.data.captioned import Labelled
+    from sfumato.gaussian import ScalarUncertainty
     from sfumato.models.embed import RetrievalModel
 
 Corrupted = Annotated[int, typer.Option(min=1, help="corruption: number of items to corrupt in each way.")]
@@ -489,6 +491,7 @@ def report(
             " weights.",
         ),
     ] = False,
+    uncertainty: Uncertainty = "total_variance",
     device: Device = "auto",
     as_json: AsJson = False,
 ) -> None:
@@ -496,10 +499,12 @@ def report(
 
     It shows figures, uncertainty, calibration, and right and wrong results with their images.
     """
+    from sfumato.evaluation.protocols import EvaluationOptions
     from sfumato.reports.charts import require_matplotlib
     from sfumato.reports.model_report import report_model, report_run
 
     require_matplotlib()
+    measure = EvaluationOptions(uncertainty=cast("ScalarUncertainty", uncertainty)).uncertainty
     if data is not None and analyses:
         raise UserError(
             "--analyses needs a run on its own data; for other data run `sfumato analyse`, which writes a page"
@@ -509,9 +514,9 @@ def report(
     path = opened.folder(out, f"report-{split}.html")
     check_out_file(path)
     if opened.own_run is not None:
-        page, path = report_run(opened.own_run, split, out, analyses=analyses)
+        page, path = report_run(opened.own_run, split, out, analyses=analyses, uncertainty=measure)
     else:
-        page = report_model(opened.model, opened.data, split, path, name=opened.name)
+        page = report_model(opened.model, opened.data, split, path, name=opened.name, uncertainty=measure)
     size = path.stat().st_size
     result: dict[str, Any] = {"out": str(path), "bytes": size, **page.to_json()}
     print_result(result, as_json, f"a page of {size / 1e6:.1f} MB: {path}")

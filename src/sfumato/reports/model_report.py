@@ -8,7 +8,7 @@ from sfumato.data.images import Problems, thumbnail
 from sfumato.data.sources import DataConfig
 from sfumato.encoders.regions import features_read
 from sfumato.files import write_atomically
-from sfumato.gaussian import GaussianEmbedding
+from sfumato.gaussian import GaussianEmbedding, ScalarUncertainty
 from sfumato.matching import MatchingLogits
 from sfumato.models.embed import RetrievalModel, embed_split, load_split
 from sfumato.models.run import LOG, RECIPE, Run, read_log, weights_digest
@@ -19,7 +19,15 @@ from sfumato.reports.study_pages import write_analyses
 from sfumato.studies.analyse import FORMAT, NAMES, analyse_model
 
 
-def report_model(retrieval_model: RetrievalModel, data: DataConfig, split: str, out: Path, *, name: str) -> Report:
+def report_model(
+    retrieval_model: RetrievalModel,
+    data: DataConfig,
+    split: str,
+    out: Path,
+    *,
+    name: str,
+    uncertainty: ScalarUncertainty = "total_variance",
+) -> Report:
     """Evaluate any model on a split of any data and write a page about it.
 
     Args:
@@ -28,14 +36,22 @@ def report_model(retrieval_model: RetrievalModel, data: DataConfig, split: str, 
         split: name of the split.
         out: the HTML file; its folder must exist.
         name: of the model, for the title.
+        uncertainty: the scalar uncertainty of the queries.
 
     Returns:
         The page and its figures.
     """
-    return _report(retrieval_model, data, split, out, name, run=None)
+    return _report(retrieval_model, data, split, out, name, uncertainty, run=None)
 
 
-def report_run(run: Run, split: str, out: Path | None = None, *, analyses: bool = False) -> tuple[Report, Path]:
+def report_run(
+    run: Run,
+    split: str,
+    out: Path | None = None,
+    *,
+    analyses: bool = False,
+    uncertainty: ScalarUncertainty = "total_variance",
+) -> tuple[Report, Path]:
     """Evaluate a run on a split of its own data and write a page about it.
 
     In addition to the content of :func:`report_model`, the page has the recipe, the training curves, and the results of
@@ -46,6 +62,7 @@ def report_run(run: Run, split: str, out: Path | None = None, *, analyses: bool 
         split: name of the split.
         out: the HTML file; report-SPLIT.html in the run's folder if None.
         analyses: first run the studies of `sfumato analyse` that are missing or were made with other weights.
+        uncertainty: the scalar uncertainty of the queries.
 
     Returns:
         (the page and its figures, the file).
@@ -56,11 +73,18 @@ def report_run(run: Run, split: str, out: Path | None = None, *, analyses: bool 
         found = analyse_model(run, run.recipe.data, split, name=name, earlier=read_studies(folder))
         if found.studies:
             write_analyses(found, folder, __version__)
-    return _report(run, run.recipe.data, split, path, name, run=run), path
+    return _report(run, run.recipe.data, split, path, name, uncertainty, run=run), path
 
 
 def _report(
-    retrieval_model: RetrievalModel, data: DataConfig, split: str, out: Path, name: str, *, run: Run | None
+    retrieval_model: RetrievalModel,
+    data: DataConfig,
+    split: str,
+    out: Path,
+    name: str,
+    uncertainty: ScalarUncertainty,
+    *,
+    run: Run | None,
 ) -> Report:
     if not out.parent.is_dir():
         raise FileNotFoundError(f"cannot write {out}: the folder {out.parent} does not exist; create it first")
@@ -81,6 +105,7 @@ def _report(
             captions=pairs.texts,
             image_names=pairs.image_ids,
             thumbnail=lambda i: thumbnail(pairs.images[i]),
+            uncertainty=uncertainty,
             text_kinds=pairs.text_kinds,
             learnt_logits=None if run is None else _learnt_logits(run),
             others=[] if run is None else read_evaluations(run.folder, split, run.distance, images.n, texts.n),

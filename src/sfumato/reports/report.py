@@ -70,6 +70,20 @@ class Report:
         }
 
 
+_MEASURES = {
+    "total_variance": (
+        "the sum of an embedding's variances over all dimensions",
+        "In squared units of the embedding space, as the distance.",
+    ),
+    "geometric_std": (
+        "the geometric mean of an embedding's standard deviations over all dimensions",
+        "In units of the embedding space.",
+    ),
+    "log_det": ("the logarithm of the product of an embedding's variances", "In natural units."),
+}
+"""What the scalar uncertainties are, and their units."""
+
+
 def make_report(data: ReportData) -> Report:
     """Evaluate, and write the page.
 
@@ -93,6 +107,8 @@ def make_report(data: ReportData) -> Report:
         "data": data,
         "evaluation": evaluation,
         "points": points,
+        "measure": in_words(data.uncertainty),
+        "measure_is": _MEASURES[data.uncertainty],
         "calibrated": data.calibration is not None,
         "headline": [_recall(direction) for direction in directions],
         "summary": _summary(evaluation, calibration, mistakes, directions),
@@ -132,6 +148,7 @@ def _evaluate(data: ReportData) -> tuple[Evaluation, list[DirectionResult]]:
         distance=data.distance,
         text_kinds=data.text_kinds,
         rank=rank,
+        uncertainty=data.uncertainty,
     )
     return evaluation, [direction_result(data, "i2t", found["i2t"]), direction_result(data, "t2i", found["t2i"])]
 
@@ -167,7 +184,7 @@ def _summary(
         )
     for direction in directions:
         if evaluation.uncertainty is not None:
-            sentences.append(_meaning_of_variance(direction, evaluation.uncertainty[direction.key]["spearman"]))
+            sentences.append(_meaning_of_variance(direction, evaluation))
     version = "after" if "after" in calibration["pairs"] else "before"
     which = "Calibrated match probabilities" if version == "after" else "Match probabilities without calibration"
     gaps = [
@@ -186,20 +203,22 @@ def _summary(
     return sentences
 
 
-def _meaning_of_variance(direction: DirectionResult, correlation: float | None) -> str:
-    """The meaning of the correlation of total variance and success in words; the threshold is two standard errors."""
+def _meaning_of_variance(direction: DirectionResult, evaluation: Evaluation) -> str:
+    """The meaning of the correlation of uncertainty and success in words; the threshold is two standard errors."""
+    assert evaluation.uncertainty is not None
+    correlation, measure = evaluation.uncertainty[direction.key]["spearman"], in_words(evaluation.uncertainty_measure)
     side = "images" if direction.key == "i2t" else "texts"
     if correlation is None:
-        return f"All {side} have the same result, so their total variance cannot show which fail."
+        return f"All {side} have the same result, so their {measure} cannot show which fail."
     n = int((direction.ground_truth.totals > 0).sum())
     figure = f"Spearman {signed(correlation)} over {n:,} {side}"
     if abs(correlation) < 2 / math.sqrt(max(n, 1)):
-        return f"Total variance does not show which {side} fail ({figure}, within chance)."
+        return f"{measure[0].upper()}{measure[1:]} does not show which {side} fail ({figure}, within chance)."
     strength = "clearly" if abs(correlation) > 0.2 else "slightly"
-    start = f"{side.capitalize()} with a larger total variance fail {strength}"
+    start = f"{side.capitalize()} with a larger {measure} fail {strength}"
     if correlation < 0:
         return f"{start} more often, as expected of an uncertainty ({figure})."
-    return f"{start} less often here ({figure}): do not read total variance as uncertainty about the result."
+    return f"{start} less often here ({figure}): do not read {measure} as uncertainty about the result."
 
 
 def _tables(evaluation: Evaluation, others: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from sfumato.calibration.calibrator import Calibration
 from sfumato.direction import Direction
 from sfumato.distances import get_distance
 from sfumato.evaluation.protocols import Evaluation
-from sfumato.gaussian import GaussianEmbedding
+from sfumato.gaussian import GaussianEmbedding, ScalarUncertainty
 from sfumato.matching import match_probability
 from sfumato.metrics.relevance import Relevance
 from sfumato.metrics.reliability import (
@@ -24,7 +24,7 @@ from sfumato.metrics.reliability import (
 )
 from sfumato.metrics.retrieval import per_query_metrics
 from sfumato.reports.charts import CARD, FAINT, FIRST, INK, SECOND, Chart
-from sfumato.reports.formatting import DIRECTIONS, clipped, digits, is_number, percent, probability, signed
+from sfumato.reports.formatting import DIRECTIONS, clipped, digits, in_words, is_number, percent, probability, signed
 from sfumato.reports.page_files import data_url
 from sfumato.search.exact import distance_blocks, top_k
 from sfumato.search.gallery import QueryContext, Scorer
@@ -44,6 +44,7 @@ class ReportData:
         texts: (m, d) embeddings.
         relevance: image -> texts that truly match.
         distance: name of the model's distance; results are ranked by it.
+        uncertainty: the scalar uncertainty of the queries.
         logits: (scale, bias) of the match probabilities, without a correction for the size of the gallery.
         calibration: of the model, fitted on held-out pairs; None if it is not calibrated.
         learnt_logits: (scale, bias) that the loss learnt in training, for comparison; None if there are none.
@@ -75,6 +76,7 @@ class ReportData:
     captions: Sequence[str]
     image_names: Sequence[str]
     thumbnail: Callable[[int], bytes | None]
+    uncertainty: ScalarUncertainty = "total_variance"
     learnt_logits: tuple[float, float] | None = None
     text_kinds: Sequence[str] | None = None
     others: Sequence[Mapping[str, Any]] = ()
@@ -225,8 +227,8 @@ def recall_by_uncertainty(direction: DirectionResult, evaluation: Evaluation) ->
         between, variance = f"{low:.1%} to {high:.1%}", digits(b["uncertainty"], 3)
         chart.hover(
             bar,
-            f"group {i} of 10: recall@1 {b['recall']:.1%} ({between}), {b['count']} queries, mean total variance"
-            f" {variance}",
+            f"group {i} of 10: recall@1 {b['recall']:.1%} ({between}), {b['count']} queries, mean"
+            f" {in_words(evaluation.uncertainty_measure)} {variance}",
         )
         rows.append([str(i), variance, f"{b['count']:,}", percent(b["recall"]), between])
     counts = sorted({b["count"] for b in bins})
@@ -257,7 +259,7 @@ def draw_recall_bins(
 
 
 def variance_histogram(data: ReportData) -> dict[str, Any]:
-    """Histogram of the total variances of both sides, on a logarithmic axis because they differ by factors.
+    """Histogram of the uncertainties of both sides; on a logarithmic axis, but for log_det, as they differ by factors.
 
     Args:
         data: of the report.
@@ -267,32 +269,40 @@ def variance_histogram(data: ReportData) -> dict[str, Any]:
     """
     from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator
 
-    variance = {
-        "images": data.images.total_variance.double().cpu().numpy(),
-        "texts": data.texts.total_variance.double().cpu().numpy(),
-    }
-    joined = np.concatenate([v[v > 0] for v in variance.values()])
-    low, high = joined.min(), joined.max()
-    edges = np.geomspace(*((low, high) if high > 1.26 * low else (low / 1.12, high * 1.12)), 36)
+    sides = {"images": data.images, "texts": data.texts}
+    variance = {side: e.uncertainty(data.uncertainty).double().cpu().numpy() for side, e in sides.items()}
+    logarithmic = data.uncertainty != "log_det"
+    shown = {side: v[v > 0] if logarithmic else v[np.isfinite(v)] for side, v in variance.items()}
+    joined, name = np.concatenate(list(shown.values())), in_words(data.uncertainty)
+    edges = _edges(joined.min(), joined.max(), logarithmic)
     label = "; ".join(f"{side} median {digits(np.median(v), 3)}" for side, v in variance.items())
-    chart = Chart(f"Histogram of total variance: {label}")
-    for (side, v), colour, alpha in zip(variance.items(), (FIRST, SECOND), (0.75, 0.6), strict=True):
-        fraction = np.histogram(v, edges)[0] / max(len(v), 1)
+    chart = Chart(f"Histogram of {name}: {label}")
+    for (side, v), colour, alpha in zip(shown.items(), (FIRST, SECOND), (0.75, 0.6), strict=True):
+        fraction = np.histogram(v, edges)[0] / max(len(variance[side]), 1)
         bars = chart.axes.bar(edges[:-1], fraction, np.diff(edges), align="edge", color=colour, alpha=alpha, label=side)
         for bar, height, left, right in zip(bars, fraction, edges[:-1], edges[1:], strict=True):
             chart.hover(bar, f"{side}: {height:.1%} between {left:.3g} and {right:.3g}")
-    chart.axes.set_xscale("log")
-    chart.axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)) if high > 5 * low else MaxNLocator(4))
-    chart.axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    chart.axes.minorticks_off()
+    if logarithmic:
+        chart.axes.set_xscale("log")
+        wide = joined.max() > 5 * joined.min()
+        chart.axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)) if wide else MaxNLocator(4))
+        chart.axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        chart.axes.minorticks_off()
     _in_percent(chart.axes.yaxis)
-    chart.axes.set_xlabel("total variance (logarithmic)")
+    chart.axes.set_xlabel(name + (" (logarithmic)" if logarithmic else ""))
     chart.axes.set_ylabel("fraction of the items")
     chart.legend()
     both = list(variance.values())
     rows = [["number of items", *(f"{len(v):,}" for v in both)], ["mean", *(digits(v.mean(), 3) for v in both)]]
     rows += [[name, *(digits(np.quantile(v, q), 3) for v in both)] for name, q in _QUANTILES]
-    return {"chart": chart.svg(), "rows": rows, "zeros": int(sum((v <= 0).sum() for v in both))}
+    return {"chart": chart.svg(), "rows": rows, "zeros": int(sum(len(v) for v in both) - len(joined))}
+
+
+def _edges(low: float, high: float, logarithmic: bool) -> np.ndarray:
+    """36 edges of bins; values that hardly differ stand in the middle."""
+    if logarithmic:
+        return np.geomspace(*((low, high) if high > 1.26 * low else (low / 1.12, high * 1.12)), 36)
+    return np.linspace(*((low, high) if high > low else (low - 1, high + 1)), 36)
 
 
 def calibration_panels(
@@ -504,7 +514,7 @@ def uncertain_queries(
     """
     shown = []
     for direction in directions:
-        order = np.argsort(direction.queries.total_variance.cpu().numpy(), kind="stable")
+        order = np.argsort(direction.queries.uncertainty(data.uncertainty).cpu().numpy(), kind="stable")
         few = order[: min(SHOWN, len(order) // 2)]
         for word, chosen in (("most certain", few), ("least certain", order[::-1][: len(few)])):
             expected = _expected_matches(data, direction, chosen)
@@ -545,7 +555,7 @@ def _query(
         "picture": None if of_text else thumbnails[query],
         "text": clipped(data.captions[query]) if of_text else None,
         "kind": kinds[query] if of_text and kinds is not None and len(set(kinds)) > 1 else None,
-        "variance": f"{float(direction.queries.total_variance[query]):.3g}",
+        "variance": f"{float(direction.queries[query : query + 1].uncertainty(data.uncertainty)):.3g}",
         "expected": f"{expected:.1f}" if expected < 10 else f"{expected:.0f}",
         "true": len(true),
         "rank": f"{direction.best_rank(query):,}" if len(true) else None,
