@@ -260,11 +260,12 @@ FLOORS: dict[str, list[str]] = {
         "audit corruption frozen_model maps peak_memory phrase_boxes toy words zeroshot",
         "contestants crops paper_tables sets",
         "analyse referee",
+        "figure_numbers",
     ],
     "reports": [
         "charts formatting page_files referee_tables tables",
         "console paper_files prompt_charts report_charts study_pages",
-        "console_referee console_trust",
+        "console_referee console_trust paper_figures",
         "report",
         "model_report",
     ],

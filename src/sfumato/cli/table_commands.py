@@ -2,13 +2,18 @@
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from sfumato.cli.common import AsJson, Device, InstanceFiles, app
 from sfumato.cli.outputs import check_out_folder
+
+if TYPE_CHECKING:
+    from sfumato.evaluation.papers import PaperItem
+    from sfumato.studies.paper_tables import TableData
 
 
 @app.command()
@@ -50,9 +55,8 @@ def table(
     it was interrupted.
     """
     from sfumato.evaluation.papers import find_item, paper_items
-    from sfumato.models.run import choose_device
-    from sfumato.reports.paper_files import print_items, print_paper_table, print_published, write_table
-    from sfumato.studies.paper_tables import choose_data, make_table
+    from sfumato.reports.paper_files import print_items, print_published
+    from sfumato.studies.paper_tables import choose_data
 
     if listed or name is None:
         if as_json:
@@ -64,18 +68,46 @@ def table(
     if published:
         print(json.dumps(item.rows, ensure_ascii=False)) if as_json else print_published(item)
         return
+    chosen = choose_data(item, data, overrides or [])
     folder = (out or Path("tables")) / _folder_name(item.id)
     check_out_folder(folder)
-    made = make_table(
-        item, choose_data(item, data, overrides or []), runs, n_seeds=seeds, instances=tuple(instances or ()),
-        device=choose_device(device),
-    )  # fmt: skip
-    write_table(made, folder)
+    write = _write_figure if item.draw else _write_table
+    made, lines = write(item, chosen, runs, folder, seeds, tuple(instances or ()), device)
     if as_json:
-        print(json.dumps(made.to_json(), ensure_ascii=False))
+        print(json.dumps(made, ensure_ascii=False))
     else:
-        print_paper_table(made)
+        lines()
         print(f"written to {folder}")
+
+
+_Written = tuple[dict[str, Any], Callable[[], None]]
+"""The JSON values of what was made, and what prints it."""
+
+
+def _write_table(
+    item: "PaperItem", data: "TableData", runs: Path, folder: Path, seeds: int, instances: tuple[Path, ...], device: str
+) -> _Written:
+    from sfumato.models.run import choose_device
+    from sfumato.reports.paper_files import print_paper_table, write_table
+    from sfumato.studies.paper_tables import make_table
+
+    made = make_table(item, data, runs, n_seeds=seeds, instances=instances, device=choose_device(device))
+    write_table(made, folder)
+    return made.to_json(), lambda: print_paper_table(made)
+
+
+def _write_figure(
+    item: "PaperItem", data: "TableData", runs: Path, folder: Path, seeds: int, instances: tuple[Path, ...], device: str
+) -> _Written:
+    from sfumato.models.run import choose_device
+    from sfumato.reports.charts import require_matplotlib
+    from sfumato.reports.paper_figures import print_figure, write_figure
+    from sfumato.studies.figure_numbers import make_figure
+
+    require_matplotlib()
+    made = make_figure(item, data, runs, n_seeds=seeds, instances=instances, device=choose_device(device))
+    write_figure(made, folder)
+    return made.to_json(), lambda: print_figure(made)
 
 
 def _folder_name(id: str) -> str:

@@ -62,6 +62,10 @@ def choose_data(item: PaperItem, given: str | None, overrides: Sequence[str]) ->
     Raises:
         UserError: the name is unknown, or the file cannot be read.
     """
+    if not item.benchmark:
+        if given or overrides:
+            raise UserError(f"{item.id} is made without data; leave out --data and overrides")
+        return TableData("", "no data")
     if given is None or given in data_sets():
         name = given or item.benchmark
         return TableData(name, data_sets()[name].title, tuple(overrides))
@@ -314,9 +318,9 @@ def run_figures(
         figures: dict[str, float | None] = json.loads(path.read_text(encoding="utf-8"))
     else:
         run = load_run(folder, device=device)
-        split, ground_truths = _coco(run.recipe.data, item.split, annotated, instances) if coco else (item.split, ())
-        embedded = embed_for_evaluation(run, run.recipe.data, split, ground_truths=ground_truths)
-        figures = _measured(run, embedded, item.rank_by.get(label, ""), of_benchmark=bool(ground_truths))
+        embedded = embed_item(run, item, data, annotated=annotated, instances=instances)
+        of_benchmark = coco and not _scan_without_ids(run.recipe.data, item.split)
+        figures = _measured(run, embedded, item.rank_by.get(label, ""), of_benchmark=of_benchmark)
         write_json(path, figures)
     if coco:  # A split without ids has one ground truth, that of the columns.
         figures |= {
@@ -325,15 +329,23 @@ def run_figures(
     return figures
 
 
-def _coco(
-    data: DataConfig, split: str, annotated: bool, instances: Sequence[Path]
-) -> tuple[str, tuple[GroundTruth, ...]]:
-    """Split and ground truths on COCO; none for the validation part of SCAN's features, which has no ids."""
-    scan = data.source == "scan"
-    if scan and split != "test":
-        return split, ()
-    own = None if scan or annotated else Path(data.path)
-    return "testall" if scan else split, read_ground_truths("coco", annotations=own, instances=instances, split=split)
+def embed_item(
+    run: Run, item: PaperItem, data: TableData, *, annotated: bool, instances: Sequence[Path] = ()
+) -> EmbeddedSet:
+    """Embed the split of an item; on the paper's COCO with its ground truths, on other data with that of the split."""
+    config, split = run.recipe.data, item.split
+    ground_truths: tuple[GroundTruth, ...] = ()
+    if data.name == item.benchmark == "coco" and not _scan_without_ids(config, split):
+        scan = config.source == "scan"
+        own = None if scan or annotated else Path(config.path)
+        truths = read_ground_truths("coco", annotations=own, instances=instances, split=split)
+        split, ground_truths = "testall" if scan else split, truths
+    return embed_for_evaluation(run, config, split, ground_truths=ground_truths)
+
+
+def _scan_without_ids(data: DataConfig, split: str) -> bool:
+    """The validation part of SCAN's features has no ids of COCO, and so the ground truth of the split alone."""
+    return data.source == "scan" and split != "test"
 
 
 def _measured(run: Run, embedded: EmbeddedSet, strategy: str, *, of_benchmark: bool) -> dict[str, float | None]:

@@ -1,0 +1,418 @@
+"""The figures of the papers, drawn from the numbers of studies.figure_numbers."""
+
+import io
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sfumato.evaluation.papers import data_sets
+from sfumato.files import write_json
+from sfumato.reports.charts import (
+    CARD,
+    FAINT,
+    FAMILIES,
+    FIRST,
+    INK,
+    SECOND,
+    SOFT,
+    STYLE,
+    draw_curve,
+    draw_ellipses,
+    make_plane,
+    require_matplotlib,
+    write_drawing,
+)
+from sfumato.reports.formatting import DIRECTIONS, clipped, digits, in_words, number, percent, signed
+from sfumato.reports.prompt_charts import draw_accuracy_by_k, draw_best_k
+from sfumato.reports.report_charts import draw_recall_bins
+from sfumato.reports.study_pages import CORRUPTIONS, DRAWN_SIGMAS, MADE, map_ellipses, pair_ellipses
+from sfumato.reports.tables import print_wrapped
+from sfumato.studies.figure_numbers import Figure
+from sfumato.studies.zeroshot import PromptsKept
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure as Drawing
+
+COLOURS = (FIRST, SECOND, *FAMILIES)
+"""Of the series of a panel, and again from the first."""
+
+_PANEL = (4.4, 3.3)
+
+_PAIRS, _WIDE = 2, 10
+
+_MOSAIC: list[Any] = [["first", "second", "mixup", "plane"], ["erased_first", "erased_second", "cutmix", "plane"]]
+
+_SIDES = {"image": "images", "text": "texts"}
+
+_PARTS = DIRECTIONS | _SIDES | {name: title for name, (title, _) in CORRUPTIONS.items()}
+"""Names of panels in words."""
+
+_METRICS = {"r_precision": "R-Precision, %", "recall@1": "recall@1, %", "PMRP": "PMRP, %"}
+
+
+def write_figure(figure: Figure, folder: Path) -> list[Path]:
+    """Write figure.json, figure.png and figure.svg; the paths."""
+    require_matplotlib()
+    import matplotlib
+
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json(folder / "figure.json", figure.to_json())
+    with matplotlib.rc_context(STYLE | {"font.size": 10}):
+        drawing = DRAWN[figure.item.draw][0](figure)
+        width = int(14 * drawing.get_figwidth())
+        drawing.suptitle("\n".join(textwrap.wrap(title(figure), width)), x=0.01, ha="left", fontsize=10)
+        return [folder / "figure.json", *write_drawing(drawing, folder, "figure")]
+
+
+def title(figure: Figure) -> str:
+    """What a figure shows, and of which data."""
+    about = f"{figure.item.id}: {figure.item.about}"
+    if not figure.runs:
+        return about
+    seeds = f"mean ± standard deviation of {figure.n_seeds} seeds" if figure.n_seeds > 1 else "one seed"
+    return f"{about}. Ours: {figure.data.title}, split {figure.split}, {seeds}"
+
+
+def print_figure(figure: Figure) -> None:
+    """Print the most telling numbers."""
+    for line in figure_lines(figure):
+        print_wrapped(line)
+
+
+def figure_lines(figure: Figure) -> list[str]:
+    """The most telling numbers in words, and what a reader has to know."""
+    lines = [f"{title(figure)}.", *DRAWN[figure.item.draw][1](figure.numbers)]
+    if figure.runs and figure.data.name != figure.item.benchmark:
+        lines.append(f"The paper's figure is of other data, {data_sets()[figure.item.benchmark].title}.")
+    if figure.data.overrides:
+        lines.append(f"Changed in all recipes: {', '.join(figure.data.overrides)}.")
+    lines += [f"{reason}." for reason in figure.failed]
+    if left := [row for row in figure.item.labels if row not in figure.runs]:
+        lines.append(f"Not repeated: {'; '.join(left)}.")
+    return lines + ([figure.item.note] if figure.item.note else [])
+
+
+def _drawing(width: float, height: float) -> "Drawing":
+    from matplotlib.figure import Figure as Drawing
+
+    return Drawing(figsize=(width, height), layout="constrained")
+
+
+def _grid(n: int, size: tuple[float, float] = _PANEL, columns: int = 2) -> "tuple[Drawing, list[Axes]]":
+    """A drawing of n panels, row by row."""
+    across = min(n, columns)
+    down = -(-n // across)
+    drawing = _drawing(across * size[0], down * size[1] + 0.5)
+    axes = list(drawing.subplots(down, across, squeeze=False).flat)
+    for unused in axes[n:]:
+        unused.axis("off")
+    return drawing, axes[:n]
+
+
+def _words(name: str) -> str:
+    return _METRICS.get(name, in_words(name))
+
+
+def _curves(figure: Figure) -> "Drawing":
+    panels = figure.numbers["panels"]
+    drawing, axes = _grid(len(panels))
+    for ax, panel in zip(axes, panels, strict=True):
+        few = max(map(len, panel["series"].values())) <= 12
+        for colour, (name, points) in zip(_cycle(len(panel["series"])), panel["series"].items(), strict=True):
+            draw_curve(ax, [p for p in points if p["value"] is not None], colour, label=name, markers=few)
+        if panel["look"] == "logarithmic":
+            ax.set_yscale("log")
+        if panel["look"] == "marked":
+            xs = sorted({p["x"] for points in panel["series"].values() for p in points})
+            ax.set_xticks(xs, [f"{x:g}" for x in xs])
+        known = panel["name"] in CORRUPTIONS
+        ax.set_xlabel(CORRUPTIONS[panel["name"]][1] if known else panel["x"])
+        ax.set_ylabel(f"mean {_words(panel['y'])}" if known else _words(panel["y"]))
+        ax.set_title(_PARTS.get(panel["name"], panel["name"]), loc="left")
+        ax.grid(axis="y")
+        if len(panel["series"]) > 1:
+            ax.legend()
+    return drawing
+
+
+def _cycle(n: int) -> list[str]:
+    return [COLOURS[k % len(COLOURS)] for k in range(n)]
+
+
+def _curve_lines(numbers: Mapping[str, Any]) -> list[str]:
+    lines = []
+    for panel in numbers["panels"]:
+        for name, points in panel["series"].items():
+            ends = [points[0], points[-1]] if len(points) > 1 else points
+            values = " to ".join(f"{digits(p['value'], 3)} at {p['x']:g}" for p in ends)
+            where = ", ".join(filter(None, (_PARTS.get(panel["name"], panel["name"]), name)))
+            lines.append(f"{where}: {_words(panel['y'])} {values} ({panel['x']})")
+    return lines
+
+
+def _bars(figure: Figure) -> "Drawing":
+    panels = figure.numbers["panels"]
+    drawing, axes = _grid(len(panels))
+    for ax, panel in zip(axes, panels, strict=True):
+        bins = panel["bins"]
+        draw_recall_bins(ax, [b["value"] for b in bins], [(b["low"], b["high"]) for b in bins])
+        ax.set_xlabel(f"tenths of the queries by {in_words(figure.numbers['uncertainty'])}, ascending")
+        ax.set_title(f"{panel['row']}, {DIRECTIONS[panel['name']]}", loc="left")
+        ax.grid(axis="y")
+    return drawing
+
+
+def _bar_lines(numbers: Mapping[str, Any]) -> list[str]:
+    return [
+        f"{p['row']}, {DIRECTIONS[p['name']]}: recall@1 {percent(p['bins'][0]['value'])} in the most certain tenth,"
+        f" {percent(p['bins'][-1]['value'])} in the least; correlation of tenth and recall {signed(p['correlation'])}"
+        for p in numbers["panels"]
+    ]
+
+
+def _maps(figure: Figure) -> "Drawing":
+    maps = figure.numbers["maps"]
+    drawing, axes = _grid(len(maps), (5.2, 4.6))
+    for ax, (row, study) in zip(axes, maps.items(), strict=True):
+        ellipses, times = map_ellipses(study)
+        make_plane(ax)
+        draw_ellipses(ax, ellipses, times)
+        larger = f", ellipses drawn {times:g} times as large" if times != 1 else ""
+        area = "areas are total variances" if study["method"] == "tsne" else "one standard deviation"
+        ax.set_title(f"{row}: {area}{larger}", loc="left")
+    families = {
+        i["family"]: clipped(i["label"], 40)
+        for i in next(iter(maps.values()))["items"]
+        if i["family"] is not None and i["side"] == "image"
+    }
+    marks = {FIRST: "other images", SECOND: "other texts"} | {FAMILIES[k]: f for k, f in sorted(families.items())}
+    _legend(drawing, marks, columns=2)
+    return drawing
+
+
+def _legend(drawing: "Drawing", marks: Mapping[str, str], *, columns: int) -> None:
+    """Colours and what they stand for, below a drawing."""
+    from matplotlib.lines import Line2D
+
+    dots = [Line2D([], [], color=colour, marker="o", linestyle="", label=label) for colour, label in marks.items()]
+    drawing.legend(handles=dots, loc="outside lower left", ncols=columns, fontsize=9)
+
+
+def _map_lines(numbers: Mapping[str, Any]) -> list[str]:
+    lines = []
+    for row, study in numbers["maps"].items():
+        counts = [sum(i["side"] == side for i in study["items"]) for side in _SIDES]
+        mean = [
+            sum(i["total_variance"] for i in study["items"] if i["side"] == side) / max(n, 1)
+            for side, n in zip(_SIDES, counts, strict=True)
+        ]
+        lines.append(
+            f"{row}: {counts[0]} images of mean total variance {digits(mean[0], 3)}, {counts[1]} texts of"
+            f" {digits(mean[1], 3)}"
+        )
+    return lines
+
+
+def _scatter(figure: Figure) -> "Drawing":
+    panels = figure.numbers["panels"]
+    drawing, axes = _grid(len(panels))
+    colours = dict(zip(figure.runs, _cycle(len(figure.runs)), strict=True))
+    for ax, panel in zip(axes, panels, strict=True):
+        for k, point in enumerate(panel["points"]):
+            x, y = point["x"], point["y"]
+            marker, colour = "os^Dv"[k // len(COLOURS)], colours[point["row"]]
+            ax.plot(x["value"], y["value"], marker, color=colour, markersize=7, label=point["row"])
+            if x["low"] is not None:
+                ax.hlines(y["value"], x["low"], x["high"], color=colour, linewidth=1.2)
+                ax.vlines(x["value"], y["low"], y["high"], color=colour, linewidth=1.2)
+        ax.set_xlabel(_words(panel["x"]))
+        ax.set_ylabel(_words(panel["y"]))
+        ax.set_title(DIRECTIONS[panel["name"]], loc="left")
+        ax.grid(axis="y")
+    drawing.legend(*axes[0].get_legend_handles_labels(), loc="outside lower left", ncols=3, fontsize=9)
+    return drawing
+
+
+def _scatter_lines(numbers: Mapping[str, Any]) -> list[str]:
+    return [
+        f"{DIRECTIONS[panel['name']]}, {point['row']}: "
+        + ", ".join(f"{_words(panel[a])} {number(point[a]['value'], 1)}" for a in ("x", "y"))
+        for panel in numbers["panels"]
+        for point in panel["points"]
+    ]
+
+
+def _matrices(figure: Figure) -> "Drawing":
+    matrices = figure.numbers["matrices"]
+    drawing, axes = _grid(len(matrices), (3.0, 3.0), columns=len(matrices))
+    for ax, (name, rows) in zip(axes, matrices.items(), strict=True):
+        most = max(abs(value) for row in rows for value in row)
+        shown = ax.imshow([[value / most for value in row] for row in rows], cmap="RdBu", vmin=-1, vmax=1)
+        ax.set_xticks([])
+        ax.set_yticks([])
+        ax.set_xlabel("texts")
+        ax.set_ylabel("images")
+        ax.set_title(name, loc="left", fontsize=10)
+    drawing.colorbar(shown, ax=axes, shrink=0.7, label="derivative by the distance\n(largest of a loss = 1)")
+    return drawing
+
+
+def _matrix_lines(numbers: Mapping[str, Any]) -> list[str]:
+    lines = []
+    for name, rows in numbers["matrices"].items():
+        n = len(rows)
+        most = max(abs(value) for row in rows for value in row)
+        others = [abs(rows[i][j]) for i in range(n) for j in range(n) if i != j]
+        lines.append(
+            f"{name}: {sum(v > 1e-9 * most for v in others)} of {len(others)} pairs that do not match contribute"
+        )
+    return lines
+
+
+def _prompts(figure: Figure) -> "Drawing":
+    kept = PromptsKept(**figure.numbers["kept"])
+    drawing, (left, right) = _grid(2)
+    draw_accuracy_by_k(left, kept)
+    draw_best_k(right, kept)
+    return drawing
+
+
+def _prompt_lines(numbers: Mapping[str, Any]) -> list[str]:
+    top1, random = numbers["kept"]["top1"], numbers["kept"]["random_top1"]
+    best = max(range(len(top1)), key=lambda k: top1[k])
+    few = sum(k is not None and k < 10 for k in numbers["kept"]["best_k"])
+    return [
+        f"top-1 of {numbers['n_images']:,} images in {numbers['classes']} classes: {percent(top1[-1])} with all"
+        f" {len(top1)} prompts, at best {percent(top1[best])} with the {best + 1} most certain"
+        f" ({percent(random[best])} with as many at random); {few} classes are best with fewer than 10"
+    ]
+
+
+def _sets(figure: Figure) -> "Drawing":
+    pairs = figure.numbers["shown"][:_PAIRS]
+    drawing = _drawing(_WIDE, 2.6 * len(pairs) + 0.5)
+    for rows, pair in zip(drawing.subfigures(len(pairs), 1, squeeze=False).flat, pairs, strict=True):
+        axes = rows.subplot_mosaic(_MOSAIC, width_ratios=[1, 1, 1, 3.2])
+        for name, (letter, colour, _) in MADE.items():
+            _show(axes[name], figure.pictures.get(_picture(pair, name)), letter, colour)
+        make_plane(axes["plane"])
+        ellipses, times = pair_ellipses(pair)
+        draw_ellipses(axes["plane"], ellipses, DRAWN_SIGMAS * times)
+        larger = f", drawn {times:g} times as large" if times != 1 else ""
+        axes["plane"].set_title(f"ellipses of {DRAWN_SIGMAS} standard deviations{larger}", fontsize=9, color=SOFT)
+    return drawing
+
+
+def _picture(pair: Mapping[str, Any], name: str) -> str:
+    return next(str(item["picture"]) for item in pair["items"] if item["name"] == name)
+
+
+def _show(ax: "Axes", content: bytes | None, heading: str = "", colour: str = INK) -> None:
+    """An image without ticks; an empty frame if there is none."""
+    from PIL import Image
+
+    ax.set_xticks([])
+    ax.set_yticks([])
+    if content is not None:
+        with Image.open(io.BytesIO(content)) as picture:
+            ax.imshow(picture.convert("RGB"))
+    ax.set_title(heading, color=colour, fontsize=10)
+
+
+def _set_lines(numbers: Mapping[str, Any]) -> list[str]:
+    erased = numbers["erased"]
+    lines = [
+        f"{name}: less certain than both parts in {percent(numbers['mixes'][name]['more_uncertain']['value'])} of"
+        f" {numbers['n']} pairs, between them in {percent(numbers['mixes'][name]['between']['value'])}"
+        for name in ("mixup", "cutmix")
+    ]
+    return [*lines, f"erased in part: less certain in {percent(erased['more_uncertain']['value'])} of the images"]
+
+
+def _word_table(figure: Figure) -> "Drawing":
+    sides = figure.numbers["sides"]
+    most = max(len(one["words"]) for bins in sides.values() for one in bins)
+    drawing = _drawing(12, (0.21 * most + 0.7) * len(sides) + 0.5)
+    for ax, (side, bins) in zip(drawing.subplots(len(sides), 1, squeeze=False).flat, sides.items(), strict=True):
+        ax.axis("off")
+        ax.set(xlim=(0, len(bins)), ylim=(most + 1.2, 0))
+        ax.set_title(f"{_SIDES[side]}, from the most certain tenth to the least", loc="left")
+        for k, one in enumerate(bins):
+            ax.text(k, 0.6, digits(one["mean"], 3), color=SOFT, fontsize=8, va="center")
+            for i, word in enumerate(one["words"]):
+                colour = FIRST if side == "image" else SECOND
+                ax.text(k, i + 1.6, clipped(word["word"], 14), fontsize=9, va="center", color=colour)
+    return drawing
+
+
+def _word_lines(numbers: Mapping[str, Any]) -> list[str]:
+    return [
+        f"{_SIDES[side]}, {end} certain tenth: {', '.join(word['word'] for word in bins[k]['words'][:6])}"
+        for side, bins in numbers["sides"].items()
+        for k, end in ((0, "most"), (-1, "least"))
+    ]
+
+
+def _examples(figure: Figure) -> "Drawing":
+    numbers = figure.numbers
+    rows = [(side, one) for side, found in numbers["sides"].items() for one in found]
+    across = 1 + max(len(one["results"]) for _, one in rows)
+    drawing = _drawing(1.9 * across, 1.75 * len(rows) + 0.6)
+    for axes, (_, one) in zip(drawing.subplots(len(rows), across, squeeze=False), rows, strict=True):
+        value = f"{in_words(numbers['uncertainty'])} {digits(one['uncertainty'], 3)}"
+        _item(axes[0], one["query"], figure, INK, value)
+        for ax in axes[1 + len(one["results"]) :]:
+            ax.axis("off")
+        for ax, result in zip(axes[1:], one["results"], strict=False):
+            _item(ax, result, figure, FIRST if result["true"] else FAINT)
+    _legend(drawing, {INK: "query", FIRST: "result, a match of the data", FAINT: "other result"}, columns=3)
+    return drawing
+
+
+def _item(ax: "Axes", item: Mapping[str, Any], figure: Figure, colour: str, heading: str = "") -> None:
+    """An image, or a text in its frame."""
+    content = figure.pictures.get(item.get("picture") or "")
+    _show(ax, content, heading, SOFT)
+    ax.title.set_fontsize(8)
+    for spine in ax.spines.values():
+        spine.set(visible=True, color=colour, linewidth=2)
+    if content is None:
+        ax.set(xlim=(0, 1), ylim=(0, 1), facecolor=CARD)
+        ax.set_box_aspect(1)
+        text = textwrap.fill(clipped(item.get("text") or item.get("id", ""), 110), 20)
+        ax.text(0.5, 0.5, text, ha="center", va="center", fontsize=8)
+
+
+def _example_lines(numbers: Mapping[str, Any]) -> list[str]:
+    lines = []
+    for side, found in numbers["sides"].items():
+        right = sum(one["results"][0]["true"] for one in found)
+        values = [one["uncertainty"] for one in found]
+        lines.append(
+            f"the {numbers['order']} uncertain {_SIDES[side]}, {in_words(numbers['uncertainty'])}"
+            f" {digits(values[0], 3)} to {digits(values[-1], 3)}: {right} of {len(found)} find a match first"
+        )
+    return lines
+
+
+_Lines = Callable[[Mapping[str, Any]], Sequence[str]]
+
+_CURVES: "tuple[Callable[[Figure], Drawing], _Lines]" = (_curves, _curve_lines)
+
+DRAWN: "dict[str, tuple[Callable[[Figure], Drawing], _Lines]]" = {
+    "recall_by_uncertainty": (_bars, _bar_lines),
+    "map": (_maps, _map_lines),
+    "sets": (_sets, _set_lines),
+    "words": (_word_table, _word_lines),
+    "examples": (_examples, _example_lines),
+    "prompts_kept": (_prompts, _prompt_lines),
+    "two_metrics": (_scatter, _scatter_lines),
+    "gradients": (_matrices, _matrix_lines),
+    **dict.fromkeys(
+        ("corruption", "sorted_variances", "by_value", "samples_at_test", "pmrp_by_tolerance", "pseudo_positives"),
+        _CURVES,
+    ),
+}
+"""How each kind is drawn, and said in words."""
