@@ -3,6 +3,7 @@
 import functools
 import re
 import shlex
+import tomllib
 from itertools import takewhile
 
 import pytest
@@ -257,3 +258,23 @@ def test_what_stands_beside_a_loss_is_converted_by_the_batch_and_the_dimensions_
         assert (loss.mmd_weight, loss.diversity_weight) == (close(0.01 * c), close(0.1 * c))
     if name == "cub-pcme":
         assert n == (9 if "classes" in recipe.data.options else 100 if "fold" in recipe.data.options else 150)
+
+
+@pytest.mark.parametrize("name", ["vsepp", "vsrn"])
+def test_a_probabilistic_recipe_differs_from_its_point_model_in_what_its_header_says(name):
+    """All else of coco-probabilistic-vsepp is that of coco-vsepp, how images are cut included; VSRN likewise."""
+    point, probabilistic = (
+        recipe_files()[f"coco-{kind}{name}"].read_text(encoding="utf-8") for kind in ("", "probabilistic-")
+    )
+    both = [tomllib.loads(text) for text in (point, probabilistic)]
+    for recipe in both:
+        del recipe["name"]
+    assert both[0]["model"]["image"] == {
+        key: value for key, value in both[1]["model"]["image"].items() if key != "variance_layers"
+    }
+    flat = [{(a, b): v for a, section in recipe.items() for b, v in section.items()} for recipe in both]
+    assert {key for key in flat[0] | flat[1] if flat[0].get(key) != flat[1].get(key)} - {("model", "image")} == {
+        ("model", "text"), ("model", "variance"), ("model", "covariance"), ("model", "variance_bounds"),
+        ("model", "init_total_variance"), ("loss", "distance"), ("loss", "margin"), ("optim", "eps"),
+        ("optim", "clip_norm"),
+    }  # fmt: skip
