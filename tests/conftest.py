@@ -1,5 +1,6 @@
 """What all tests share: no network, few threads, and the folder of reference data where it exists."""
 
+import gc
 import os
 import sys
 from collections import Counter
@@ -48,6 +49,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     n_tests = Counter(item.path for item in items)
     places = {tests / name: place for place, name in enumerate(LONG)}
     items.sort(key=lambda item: (places.get(item.path, len(LONG)), -n_tests[item.path]))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """What is there when the tests are collected stays until the end, so that no search for garbage looks at it."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.collect()
+        gc.freeze()
 
 
 @pytest.hookimpl(wrapper=True)
