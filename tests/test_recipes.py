@@ -7,6 +7,7 @@ import tomllib
 from itertools import takewhile
 
 import pytest
+import torch
 
 from sfumato.errors import UserError
 from sfumato.evaluation.papers import paper_items
@@ -19,7 +20,7 @@ from sfumato.models.recipe import (
     recipe_summary,
     save_recipe,
 )
-from sfumato.models.run import build_loss
+from sfumato.models.run import Assets, build_loss, build_model, fresh_tokenizer
 
 PUBLISHED = [name for name in recipe_files() if name.startswith(("coco-", "pretrain-"))]
 
@@ -278,3 +279,29 @@ def test_a_probabilistic_recipe_differs_from_its_point_model_in_what_its_header_
         ("model", "init_total_variance"), ("loss", "distance"), ("loss", "margin"), ("optim", "eps"),
         ("optim", "clip_norm"),
     }  # fmt: skip
+
+
+def n_parameters(name, *overrides):
+    """Without those of the image network and the words, whose number does not depend on the row."""
+    if name.endswith("vsepp"):
+        overrides += ("model.image.weights=", "model.image.depths=[1,1,1,1]", "optim.freeze_image_epochs=0")
+    config = load_recipe(find_recipe(name), overrides).model
+    with torch.device("meta"):
+        model = build_model(config, Assets(fresh_tokenizer(config, ["a dog runs", "the cat sleeps"] * 5)))
+    left_out = ("text.encoder.words", "image.encoder" if name.endswith("vsepp") else "text.encoder.words")
+    return sum(p.numel() for key, p in model.named_parameters() if not key.startswith(left_out))
+
+
+@pytest.mark.parametrize(("method", "millions"), [("VSE++", (5.6, 11.3, 19.7)), ("VSRN", (119, 239, 465))])
+def test_the_point_row_of_equal_capacity_has_as_many_parameters_as_the_probabilistic_model(method, millions):
+    """The papers' second row has twice the dimensions; the header's override has the number itself, within 0.1 %."""
+    name = method.lower().replace("++", "pp")
+    doubled = next(run for row, run in paper_items()["PVSE++ 1"].runs.items() if f"{method} (second row)" in row)
+    sizes = [
+        line for line in override_lines(f"coco-{name}") if re.fullmatch(r"model.dim=\d+ model.text.hidden=\d+", line)
+    ]
+    (equal,) = {*sizes} - {doubled.partition(" ")[2]}
+    probabilistic = n_parameters(f"coco-probabilistic-{name}")
+    assert n_parameters(f"coco-{name}", *equal.split()) == pytest.approx(probabilistic, rel=1e-3)
+    found = (n_parameters(f"coco-{name}"), probabilistic, n_parameters(*doubled.split()))
+    assert [round(n / 1e6, 1 if n < 1e8 else None) for n in found] == list(millions)
