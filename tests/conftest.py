@@ -82,6 +82,14 @@ def shared() -> Path:
     return SHARED
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _files_in_memory() -> Generator[None, None, None]:
+    """No file waits for the disk: what a killed process has written stays, and no test cuts the power."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda _: None)
+        yield
+
+
 @pytest.fixture(autouse=True)
 def _own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     """No test reads or fills the user's feature cache."""
