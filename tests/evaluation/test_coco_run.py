@@ -7,6 +7,7 @@ import tarfile
 import numpy as np
 import pytest
 from PIL import Image
+from support.words import folded
 
 from sfumato.gaussian import save_embeddings
 from sfumato.models.embed import embed_for_evaluation
@@ -133,3 +134,46 @@ def test_one_command_gives_every_figure_of_the_tables(work, sfumato, monkeypatch
     assert found["published"]["own"]["i2t pmrp_1k r_precision"] == pytest.approx(
         100 * found["truths"]["pmrp_1k"]["i2t"]["r_precision"]
     )
+
+
+def scan_folder(folder, order):
+    """12 images with 5 captions each: region features and captions in SCAN's layout, annotations in another order."""
+    random = np.random.default_rng(1)
+    captions = [[f"word{i} {word} thing" for word in ("a", "one", "some", "this", "that")] for i in range(20)]
+    for part, chosen in (("train", range(20)), ("dev", range(4)), ("test", range(10))):
+        np.save(folder / f"{part}_ims.npy", random.standard_normal((len(chosen), 2, 4)).astype(np.float32))
+        (folder / f"{part}_caps.txt").write_text("".join(f"{c}\n" for i in chosen for c in captions[i]))
+    images = [
+        {
+            "filename": f"COCO_val2014_{900 + i:012d}.jpg",
+            "split": "test",
+            "sentences": [{"sentid": 5000 - 10 * i + k, "raw": c} for k, c in enumerate(captions[i])],
+        }
+        for i in order
+    ]
+    (folder / "dataset_coco.json").write_text(json.dumps({"images": images}))
+
+
+@pytest.mark.parametrize("ids", ["of captions", "of images", "none"])
+def test_a_run_on_scans_features_meets_cocos_ids_by_their_order(tmp_path, sfumato, ids):
+    """The benchmark's own pairs are the split's, so that its figures are those of the split."""
+    scan_folder(tmp_path, range(10) if ids == "none" else (3, 9, 0, 1, 8, 2, 7, 4, 6, 5))
+    if ids != "none":
+        times = 5 if ids == "of captions" else 1
+        (tmp_path / "test_ids.txt").write_text("".join(f"{900 + i}\n" * times for i in range(10)))
+    small = (
+        f"data.path={tmp_path}", "model.image.channels=4", "model.image.graph_layers=1", "model.dim=4",
+        "model.text.hidden=4", "model.text.width=4", "model.text.min_count=1", "train.epochs=1", "train.batch_size=20",
+    )  # fmt: skip
+    status, _, err = sfumato("train", "coco-vsrn", *small, "--out", tmp_path / "run")
+    assert status == 0, err
+    own = json.loads(sfumato("evaluate", "run", tmp_path / "run", "--json")[1])
+    wanted = "--benchmark", "coco", "--annotations", tmp_path / "dataset_coco.json"
+    status, out, err = sfumato("evaluate", "run", tmp_path / "run", *wanted, "--json")
+    assert status == 0 and "they take those of coco_5k, in their order" in err
+    truths = json.loads(out)["truths"]
+    for side in ("i2t", "t2i"):
+        assert {truths["coco_5k"][side][m] == own[side][m] for m in ("recall@1", "recall@5", "recall@10")} == {True}
+    (tmp_path / "test_ids.txt").write_text("".join(f"{905 + i}\n" for i in range(10)))
+    status, _, err = sfumato("evaluate", "run", tmp_path / "run", *wanted)
+    assert status == 2 and "are not among the 10 images" in folded(err)

@@ -155,6 +155,33 @@ def ground_truth_from_data(data: PairData, *, name: str, metrics: Sequence[str] 
     return GroundTruth(name, tuple(data.image_ids), tuple(data.text_ids), i2t, i2t.transpose(), tuple(metrics))
 
 
+def ids_by_order(own: GroundTruth, benchmark: GroundTruth) -> GroundTruth:
+    """The same data with a benchmark's ids: of images by their own ids, or all by order; of an image's texts by order.
+
+    Files of features as SCAN's name no captions. They list them in the order of the annotations.
+
+    Args:
+        own: ground truth of the data, each text with one image.
+        benchmark: likewise, with as many images and as many texts for each.
+
+    Returns:
+        The ground truth with other ids; the given one if the data are not as many.
+    """
+    if (len(own.image_ids), len(own.text_ids)) != (len(benchmark.image_ids), len(benchmark.text_ids)):
+        return own
+    place = {identity: i for i, identity in enumerate(benchmark.image_ids)}
+    known = [place[identity] for identity in own.image_ids if identity in place]
+    of_image = known if len(known) == len(own.image_ids) else list(range(len(own.image_ids))) if not known else None
+    if of_image is None or (own.i2t.counts != benchmark.i2t.counts[of_image]).any() or own.t2i.counts.max() > 1:
+        return own
+    texts = [""] * len(own.text_ids)
+    for i, j in enumerate(of_image):
+        mine, theirs = (np.sort(t.i2t.indices[slice(*t.i2t.indptr[k : k + 2])]) for t, k in ((own, i), (benchmark, j)))
+        for a, b in zip(mine, theirs, strict=True):
+            texts[a] = benchmark.text_ids[b]
+    return replace(own, image_ids=tuple(benchmark.image_ids[j] for j in of_image), text_ids=tuple(texts))
+
+
 def in_folds(ground_truth: GroundTruth, n_folds: int = 5, *, name: str) -> GroundTruth:
     """Divide a ground truth into folds of consecutive images, each with the texts of its images.
 

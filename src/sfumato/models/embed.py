@@ -29,7 +29,7 @@ from sfumato.encoders.regions import FeatureProcessor, features_read, stacked
 from sfumato.errors import UserError, counted
 from sfumato.evaluation.benchmarks import plan_ranks
 from sfumato.evaluation.embedded_input import EmbeddedSet, Measured
-from sfumato.evaluation.ground_truth import GroundTruth, ground_truth_from_data
+from sfumato.evaluation.ground_truth import GroundTruth, ground_truth_from_data, ids_by_order
 from sfumato.evaluation.protocols import Evaluation, EvaluationOptions, evaluate_retrieval
 from sfumato.files import write_json
 from sfumato.gaussian import GaussianEmbedding
@@ -580,7 +580,8 @@ def embed_for_evaluation(
         data: where the split comes from.
         split: its name.
         ground_truths: of a benchmark, instead of that of the split; joined by their ids before anything is embedded.
-            Equal captions then stay separate, as in every benchmark.
+            Equal captions then stay separate, as in every benchmark. Captions of SCAN's files, and images without
+            ids, take those of the first ground truth in their order.
         process_group: the processes among which the work is divided; None for a single process.
 
     Returns:
@@ -595,6 +596,11 @@ def embed_for_evaluation(
     prepared = load_split(retrieval_model.model, data, split, process_group=process_group)
     own, kinds = ground_truth_from_data(prepared.data, name=split), prepared.data.text_kinds
     chosen = tuple(ground_truths) or (own,)
+    if ground_truths and data.source == "scan":  # Its captions have no ids.
+        named = ids_by_order(own, chosen[0])
+        if named is not own and process_group.main:
+            say(f"note: the captions of SCAN's files have no ids; they take those of {chosen[0].name}, in their order")
+        own = named
     plan_ranks(chosen, own.image_ids, own.text_ids, (len(own.image_ids), len(own.text_ids)))
     images, texts = embed_split(retrieval_model.model, prepared, process_group)
     return EmbeddedSet(images, texts, own.image_ids, own.text_ids, chosen, tuple(kinds) if kinds else None)
