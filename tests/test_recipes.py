@@ -305,3 +305,11 @@ def test_the_point_row_of_equal_capacity_has_as_many_parameters_as_the_probabili
     assert n_parameters(f"coco-{name}", *equal.split()) == pytest.approx(probabilistic, rel=1e-3)
     found = (n_parameters(f"coco-{name}"), probabilistic, n_parameters(*doubled.split()))
     assert [round(n / 1e6, 1 if n < 1e8 else None) for n in found] == list(millions)
+
+
+@pytest.mark.parametrize("name", ["coco-pcme", "coco-pvse", "cub-pcme"])
+def test_word_vectors_are_the_released_ones_of_840_billion_tokens(name):
+    """The papers: 2.2 million words, which only the vectors of 840B have; those of 6B have 400,000."""
+    text = load_recipe(find_recipe(name)).model.text
+    assert (text.vectors, text.width) == ("glove.840B.300d.txt", 300)
+    assert not any("6B" in line for line in header(name))
