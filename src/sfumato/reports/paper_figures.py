@@ -2,7 +2,7 @@
 
 import io
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -61,7 +61,7 @@ def write_figure(figure: Figure, folder: Path) -> list[Path]:
     write_json(folder / "figure.json", figure.to_json())
     with matplotlib.rc_context(STYLE | {"font.size": 10}):
         drawing = DRAWN[figure.item.draw][0](figure)
-        width = int(14 * drawing.get_figwidth())
+        width = int(12.5 * drawing.get_figwidth())
         drawing.suptitle("\n".join(textwrap.wrap(title(figure), width)), x=0.01, ha="left", fontsize=10)
         return [folder / "figure.json", *write_drawing(drawing, folder, "figure")]
 
@@ -116,17 +116,22 @@ def _words(name: str) -> str:
 
 
 def _curves(figure: Figure) -> "Drawing":
+    from matplotlib.ticker import MaxNLocator
+
     panels = figure.numbers["panels"]
     drawing, axes = _grid(len(panels))
+    colours = _colours(dict.fromkeys(name for panel in panels for name in panel["series"]))
     for ax, panel in zip(axes, panels, strict=True):
         few = max(map(len, panel["series"].values())) <= 12
-        for colour, (name, points) in zip(_cycle(len(panel["series"])), panel["series"].items(), strict=True):
-            draw_curve(ax, [p for p in points if p["value"] is not None], colour, label=name, markers=few)
+        for name, points in panel["series"].items():
+            draw_curve(ax, points, colours[name], label=name, markers=few)
         if panel["look"] == "logarithmic":
-            ax.set_yscale("log")
+            _logarithmic(ax, panel)
         if panel["look"] == "marked":
             xs = sorted({p["x"] for points in panel["series"].values() for p in points})
             ax.set_xticks(xs, [f"{x:g}" for x in xs])
+        elif panel["x"] == "epoch":
+            ax.xaxis.set_major_locator(MaxNLocator(6, integer=True))
         known = panel["name"] in CORRUPTIONS
         ax.set_xlabel(CORRUPTIONS[panel["name"]][1] if known else panel["x"])
         ax.set_ylabel(f"mean {_words(panel['y'])}" if known else _words(panel["y"]))
@@ -137,8 +142,20 @@ def _curves(figure: Figure) -> "Drawing":
     return drawing
 
 
-def _cycle(n: int) -> list[str]:
-    return [COLOURS[k % len(COLOURS)] for k in range(n)]
+def _logarithmic(ax: "Axes", panel: Mapping[str, Any]) -> None:
+    """A logarithmic vertical axis with plain numbers, if the values differ by factors."""
+    from matplotlib.ticker import FuncFormatter, LogLocator
+
+    values = [p["value"] for points in panel["series"].values() for p in points]
+    if max(values) > 20 * min(values) > 0:
+        ax.set_yscale("log")
+        ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        ax.minorticks_off()
+
+
+def _colours(names: Iterable[str]) -> dict[str, str]:
+    return {name: COLOURS[k % len(COLOURS)] for k, name in enumerate(names)}
 
 
 def _curve_lines(numbers: Mapping[str, Any]) -> list[str]:
@@ -181,13 +198,15 @@ def _maps(figure: Figure) -> "Drawing":
         draw_ellipses(ax, ellipses, times)
         larger = f", ellipses drawn {times:g} times as large" if times != 1 else ""
         area = "areas are total variances" if study["method"] == "tsne" else "one standard deviation"
-        ax.set_title(f"{row}: {area}{larger}", loc="left")
+        points = not any(e.a for e in ellipses)
+        ax.set_title(f"{row}: {'points' if points else f'{area}{larger}'}", loc="left", fontsize=10)
     families = {
         i["family"]: clipped(i["label"], 40)
         for i in next(iter(maps.values()))["items"]
         if i["family"] is not None and i["side"] == "image"
     }
-    marks = {FIRST: "other images", SECOND: "other texts"} | {FAMILIES[k]: f for k, f in sorted(families.items())}
+    marks = {FIRST: "other images", SECOND: "other texts"}
+    marks |= {FAMILIES[k]: f"{f}; its texts dashed" for k, f in sorted(families.items())}
     _legend(drawing, marks, columns=2)
     return drawing
 
@@ -208,17 +227,15 @@ def _map_lines(numbers: Mapping[str, Any]) -> list[str]:
             sum(i["total_variance"] for i in study["items"] if i["side"] == side) / max(n, 1)
             for side, n in zip(_SIDES, counts, strict=True)
         ]
-        lines.append(
-            f"{row}: {counts[0]} images of mean total variance {digits(mean[0], 3)}, {counts[1]} texts of"
-            f" {digits(mean[1], 3)}"
-        )
+        variance = f", mean total variance {digits(mean[0], 3)} and {digits(mean[1], 3)}" if any(mean) else ", points"
+        lines.append(f"{row}: {counts[0]} images, {counts[1]} texts{variance}")
     return lines
 
 
 def _scatter(figure: Figure) -> "Drawing":
     panels = figure.numbers["panels"]
     drawing, axes = _grid(len(panels))
-    colours = dict(zip(figure.runs, _cycle(len(figure.runs)), strict=True))
+    colours = _colours(figure.runs)
     for ax, panel in zip(axes, panels, strict=True):
         for k, point in enumerate(panel["points"]):
             x, y = point["x"], point["y"]
@@ -266,7 +283,7 @@ def _matrix_lines(numbers: Mapping[str, Any]) -> list[str]:
         most = max(abs(value) for row in rows for value in row)
         others = [abs(rows[i][j]) for i in range(n) for j in range(n) if i != j]
         lines.append(
-            f"{name}: {sum(v > 1e-9 * most for v in others)} of {len(others)} pairs that do not match contribute"
+            f"{name}: {sum(v > 1e-14 * most for v in others)} of {len(others)} pairs that do not match contribute"
         )
     return lines
 

@@ -1,0 +1,97 @@
+"""Every figure of the papers that has runs is drawn from tiny ones."""
+
+import json
+import xml.etree.ElementTree as ET
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from PIL import Image
+from support.tiny_figures import SMALL, make_pictures
+
+from sfumato.evaluation.papers import find_item, paper_items
+from sfumato.reports.paper_figures import DRAWN, figure_lines, write_figure
+from sfumato.studies.figure_numbers import KINDS, Figure, make_figure
+from sfumato.studies.paper_tables import TableData, choose_data
+
+FIGURES = [item.id for item in paper_items().values() if item.draw]
+
+ELSEWHERE = {"PCME Fig. E.3", "PCME++ Fig. C.2"}
+"""Figures that need COCO's instances, or labelled images: below, from made-up numbers."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Pictures with captions, and the runs of all figures."""
+    return make_pictures(tmp_path_factory.mktemp("drawn"))
+
+
+def check(figure, folder):
+    """The files of a figure, and that its words have no undefined number."""
+    paths = write_figure(figure, folder)
+    assert [path.name for path in paths] == ["figure.json", "figure.png", "figure.svg"]
+    with Image.open(paths[1]) as image:
+        pixels = np.asarray(image.convert("L"))
+    assert min(pixels.shape) > 300 and (pixels < 200).mean() > 0.002
+    texts = [e.text or "" for e in ET.parse(paths[2]).getroot().iter("{http://www.w3.org/2000/svg}text")]
+    assert texts and not any(word in " ".join(texts) for word in ("nan", "mathdefault", "None"))
+    stored = json.loads(paths[0].read_text(encoding="utf-8"))
+    assert stored["id"] == figure.item.id and stored["source"] and stored["numbers"]
+    lines = figure_lines(figure)
+    assert len(lines) >= 2 and "nan" not in " ".join(lines) and "None" not in " ".join(lines)
+    return stored, texts
+
+
+def test_every_kind_of_the_data_is_computed_and_drawn():
+    assert set(KINDS) == set(DRAWN) == {item.draw for item in paper_items().values() if item.draw}
+
+
+@pytest.mark.parametrize("id", [id for id in FIGURES if id not in ELSEWHERE])
+def test_every_figure_is_drawn_from_tiny_runs(id, folder, tmp_path):
+    item = find_item(id)
+    given = (f"data.images={folder / 'images'}", *SMALL)
+    data = choose_data(item, str(folder / "dataset_flickr8k.json"), given) if item.runs else choose_data(item, None, ())
+    stored, texts = check(make_figure(item, data, folder / "runs"), tmp_path / "out")
+    assert set(stored["runs"]) == set(item.runs) and any(item.id in text for text in texts)
+    if item.runs:
+        assert not stored["same_data"] and stored["data"] == "Flickr8k" and stored["overrides"] == list(data.overrides)
+
+
+def made_up(id, numbers):
+    item = find_item(id)
+    return Figure(item, TableData("coco", "COCO"), 1, {row: () for row in item.runs}, numbers, {})
+
+
+def test_pmrp_and_prompts_are_drawn(tmp_path):
+    curve = [{"x": float(z), "value": 40.0 + z, "low": 39.0 + z, "high": 41.0 + z} for z in range(3)]
+    panel = {"name": "i2t", "x": "tolerance ζ", "y": "PMRP", "look": "marked", "series": {"PVSE": curve, "PCME": curve}}
+    _, texts = check(made_up("PCME Fig. E.3", {"panels": [panel, panel | {"name": "t2i"}]}), tmp_path / "pmrp")
+    assert {"tolerance ζ", "PMRP, %", "PVSE", "image → text"} <= set(texts)
+    kept = {"images": "reported", "top1": [0.2, 0.4, 0.3], "random_top1": [0.1, 0.2, 0.3], "best_k": [1, None, 2]}
+    figure = made_up("PCME++ Fig. C.2", {"classes": 3, "n_images": 9, "kept": kept})
+    check(figure, tmp_path / "prompts")
+    (line,) = [line for line in figure_lines(figure) if line.startswith("top-1")]
+    assert "30.0% with all 3 prompts, at best 40.0% with the 2 most certain (20.0%" in line
+
+
+def test_a_figure_without_variances_says_points(folder, tmp_path):
+    item = find_item("PCME++ Fig. 4")
+    data = choose_data(item, str(folder / "dataset_flickr8k.json"), (f"data.images={folder / 'images'}", *SMALL))
+    figure = make_figure(item, data, folder / "runs")
+    assert any(line.startswith("VSE∞: ") and line.endswith("points") for line in figure_lines(figure))
+    alone = replace(figure, runs={}, numbers={"maps": {"VSE∞": figure.numbers["maps"]["VSE∞"]}})
+    _, texts = check(alone, tmp_path / "out")
+    assert "VSE∞: points" in texts
+
+
+def test_the_command_writes_and_prints_a_figure(folder, sfumato, tmp_path):
+    asked = ("table", "PVSE++ figure 5", "--data", folder / "dataset_flickr8k.json", f"data.images={folder / 'images'}")
+    places = ("--runs", folder / "runs", "--out", tmp_path)
+    status, out, err = sfumato(*asked, *SMALL, *places)
+    assert status == 0, err
+    said, place = " ".join(out.split()), tmp_path / "pvsepp-fig-5"
+    assert "the most uncertain texts, log volume" in said and "of other data, COCO" in said
+    assert f"written to {place}" in out and (place / "figure.svg").is_file()
+    status, again, err = sfumato(*asked, *SMALL, *places, "--json")
+    assert json.loads(again) == json.loads((place / "figure.json").read_text(encoding="utf-8"))
+    assert "training" not in err
