@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from sfumato.data.captioned import Labelled
     from sfumato.gaussian import ScalarUncertainty
     from sfumato.models.embed import RetrievalModel
+    from sfumato.studies.zeroshot import ZeroShotReport
 
 Corrupted = Annotated[int, typer.Option(min=1, help="corruption: number of items to corrupt in each way.")]
 SetPairs = Annotated[int, typer.Option(min=3, help="sets: number of pairs of images to mix, and to erase in part.")]
@@ -245,10 +246,7 @@ def zeroshot(
     from sfumato.models.embed import file_endings
     from sfumato.models.export import load_model
     from sfumato.models.run import choose_device
-    from sfumato.progress import say
-    from sfumato.reports.console import print_zeroshot, print_zeroshot_published
-    from sfumato.reports.prompt_charts import write_prompt_charts
-    from sfumato.studies.zeroshot import evaluate_zeroshot, published_beside, read_templates
+    from sfumato.studies.zeroshot import evaluate_zeroshot, read_templates
 
     if sum(source is not None for source in (images, emoji, data)) != 1:
         raise UserError("give one of --images FOLDER, --emoji group or subgroup, and --data RECIPE")
@@ -270,6 +268,16 @@ def zeroshot(
         retrieval_model, labelled, prompts, filters=filters or ("global", "per-class"),
         choose_on=others, pooling=pooling, distance=distance, n_resamples=bootstrap, seed=seed,
     )  # fmt: skip
+    _show_zeroshot(report, out, published, as_json)
+
+
+def _show_zeroshot(report: "ZeroShotReport", out: Path | None, published: bool, as_json: bool) -> None:
+    """Write the files of a zero-shot classification, and print it."""
+    from sfumato.progress import say
+    from sfumato.reports.console import print_zeroshot, print_zeroshot_published
+    from sfumato.reports.prompt_charts import write_prompt_charts
+    from sfumato.studies.zeroshot import published_beside
+
     if out is not None:
         report.write(out)
         try:

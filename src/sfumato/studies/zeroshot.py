@@ -582,8 +582,7 @@ def evaluate_zeroshot(
         raise UserError(f"unknown pooling {pooling!r}; known: {', '.join(PROMPT_POOLINGS)}")
     distance = get_distance(distance or retrieval_model.distance).name
     shown, held = _divide(retrieval_model, pictures, choose_on, wanted, problems, seed)
-    classes = list(pictures.classes)
-    c, p = len(classes), len(templates)
+    classes, (c, p) = list(pictures.classes), (len(pictures.classes), len(templates))
     prompts = embed_prompts(retrieval_model.model, classes, templates)
     uncertainty = prompts.total_variance.view(c, p)
     if wanted - {"none"} and not (uncertainty > 0).all():
