@@ -1,10 +1,12 @@
 """The page in a real browser against a real service: use by mouse, finger and keyboard, and what must never happen."""
 
+import os
 import re
 import shutil
 from urllib.parse import parse_qs, urlsplit
 
 import pytest
+from support.processes import short_folder
 from support.serving import (
     KEY,
     embedded,
@@ -59,7 +61,7 @@ def service(run):
 @pytest.fixture(scope="module")
 def chromium():
     with playwright.sync_playwright() as driver:
-        browser = driver.chromium.launch(executable_path=CHROMIUM)
+        browser = driver.chromium.launch(executable_path=CHROMIUM, env={**os.environ, "TMPDIR": short_folder()})
         yield browser
         browser.close()
 

@@ -15,15 +15,19 @@ import torch
 _CONTEXT = multiprocessing.get_context("forkserver")
 
 
-def _short_folder() -> None:
-    """Put the server's socket where its path is short: the system allows 107 bytes, and a TMPDIR may have more."""
-    before = tempfile.tempdir
-    tempfile.tempdir = "/tmp" if len(os.fsencode(tempfile.gettempdir())) > 60 else before
-    util.get_temp_dir()  # Of all servers of this process.
+def short_folder() -> str:
+    """Where sockets have a short path: the system allows 107 bytes, and a TMPDIR may have more."""
+    return "/tmp" if len(os.fsencode(tempfile.gettempdir())) > 60 else tempfile.gettempdir()
+
+
+def _socket_of_the_server() -> None:
+    """In the short folder, for all servers of this process."""
+    before, tempfile.tempdir = tempfile.tempdir, short_folder()
+    util.get_temp_dir()
     tempfile.tempdir = before
 
 
-_short_folder()
+_socket_of_the_server()
 _CONTEXT.set_forkserver_preload(
     [
         "torch._dynamo",
