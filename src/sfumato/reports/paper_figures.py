@@ -191,24 +191,33 @@ def _bar_lines(numbers: Mapping[str, Any]) -> list[str]:
 
 def _maps(figure: Figure) -> "Drawing":
     maps = figure.numbers["maps"]
-    drawing, axes = _grid(len(maps), (5.2, 4.6))
-    for ax, (row, study) in zip(axes, maps.items(), strict=True):
-        ellipses, times = map_ellipses(study)
+    apart = figure.item.options.get("sides") == "apart"
+    panels = [(row, study, side) for row, study in maps.items() for side in (_SIDES if apart else ("",))]
+    drawing, axes = _grid(len(panels), (5.2, 4.6))
+    for ax, (row, study, side) in zip(axes, panels, strict=True):
+        shown = [item for item in study["items"] if not side or item["side"] == side]
+        ellipses, times = map_ellipses({**study, "items": shown})
         make_plane(ax)
         draw_ellipses(ax, ellipses, times)
-        larger = f", ellipses drawn {times:g} times as large" if times != 1 else ""
-        area = "areas are total variances" if study["method"] == "tsne" else "one standard deviation"
-        points = not any(e.a for e in ellipses)
-        ax.set_title(f"{row}: {'points' if points else f'{area}{larger}'}", loc="left", fontsize=10)
+        name = ", ".join(filter(None, (row, _SIDES.get(side))))
+        dashed = "" if side else "; dashed: texts"
+        ax.set_title(f"{name}: {_meaning(study, shown, times)}{dashed}", loc="left", fontsize=10)
     families = {
-        i["family"]: clipped(i["label"], 40)
+        i["family"]: clipped(i["label"], 30)
         for i in next(iter(maps.values()))["items"]
         if i["family"] is not None and i["side"] == "image"
     }
-    marks = {FIRST: "other images", SECOND: "other texts"}
-    marks |= {FAMILIES[k]: f"{f}; its texts dashed" for k, f in sorted(families.items())}
+    marks = {FIRST: "other images", SECOND: "other texts"} | {FAMILIES[k]: f for k, f in sorted(families.items())}
     _legend(drawing, marks, columns=2)
     return drawing
+
+
+def _meaning(study: Mapping[str, Any], shown: Sequence[Mapping[str, Any]], times: float) -> str:
+    """What the ellipses of a map are."""
+    if not any(item["total_variance"] for item in shown):
+        return "points"
+    larger = f" drawn {times:g} times as large" if times != 1 else ""
+    return "areas are total variances" if study["method"] == "tsne" else f"one standard deviation{larger}"
 
 
 def _legend(drawing: "Drawing", marks: Mapping[str, str], *, columns: int) -> None:
@@ -312,8 +321,10 @@ def _sets(figure: Figure) -> "Drawing":
     drawing = _drawing(_WIDE, 2.6 * len(pairs) + 0.5)
     for rows, pair in zip(drawing.subfigures(len(pairs), 1, squeeze=False).flat, pairs, strict=True):
         axes = rows.subplot_mosaic(_MOSAIC, width_ratios=[1, 1, 1, 3.2])
-        for name, (letter, colour, _) in MADE.items():
-            _show(axes[name], figure.pictures.get(_picture(pair, name)), letter, colour)
+        for name, (letter, colour, about) in MADE.items():
+            heading = textwrap.fill(f"{letter}: {about}", 24)
+            _show(axes[name], figure.pictures.get(_picture(pair, name)), heading, colour)
+            axes[name].title.set_fontsize(8)
         make_plane(axes["plane"])
         ellipses, times = pair_ellipses(pair)
         draw_ellipses(axes["plane"], ellipses, DRAWN_SIGMAS * times)
