@@ -209,7 +209,7 @@ def test_short_lists_are_exact_or_refused_also_in_folds():
 
 
 def test_a_list_that_is_empty_or_empty_within_a_fold_has_no_figure():
-    """The eccv_caption package (cd49441) counts it as -1 beside a warning, so that a mean of recalls can be negative."""
+    """The eccv_caption package (cd49441) counts it as -1 beside a warning: a mean of recalls may be negative."""
     scores = np.random.default_rng(5).permutation(1000).reshape(20, 50).astype(np.float32)
     i2t, t2i = whole_lists(scores)
     whole, folded = (ground_truth.with_metrics("recall@1") for ground_truth in ground_truths()[:2])
