@@ -31,6 +31,14 @@ def toy(tmp_path_factory):
     return recipe, [*stream, "data.samples_per_epoch=512", "data.shuffle_buffer=16"], splits
 
 
+@pytest.fixture(scope="module")
+def trained(toy):
+    """(folder, what the training returned)."""
+    recipe, stream, _ = toy
+    folder = recipe.parent / "run"
+    return folder, fit(load_recipe(recipe, stream), folder)
+
+
 def test_shards_read_as_a_split_are_the_split_that_was_written(toy, tmp_path):
     _, _, splits = toy
     (tmp_path / "v").mkdir()
@@ -41,22 +49,21 @@ def test_shards_read_as_a_split_are_the_split_that_was_written(toy, tmp_path):
     assert again.relevance().counts.tolist() == splits["val"].relevance().counts.tolist()
 
 
-def test_a_stream_trains_validates_and_resumes(toy):
+def test_a_stream_trains_validates_and_resumes(toy, trained):
     recipe, stream, _ = toy
-    folder = recipe.parent / "run"
-    result = fit(load_recipe(recipe, stream), folder)
+    folder, result = trained
     lines = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
     assert result["best_score"] > 0 and lines[-1]["loss/match"] < lines[0]["loss/match"]
     assert load_run(folder).calibrated
     assert load_run(folder).model.text.processor.tokenizer.token_to_id("circle") is not None
 
 
-def test_equal_captions_match_and_bad_pictures_are_left_out(toy):
+def test_equal_captions_match_and_bad_pictures_are_left_out(toy, trained):
     from sfumato.data.shards import ShardBatch
     from sfumato.training.batches import Augmentation, ShardBatches
 
     recipe, _, splits = toy
-    model = load_run(recipe.parent / "run").model
+    model = load_run(trained[0]).model
     resolved = load_recipe(recipe)
     picture, other, third = (image.read_bytes() for image in splits["train"].images[:3])
     skipped = []
