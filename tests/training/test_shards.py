@@ -32,7 +32,7 @@ def toy(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def trained(toy):
+def trained(toy, trained):
     """(folder, what the training returned)."""
     recipe, stream, _ = toy
     folder = recipe.parent / "run"
@@ -95,7 +95,7 @@ def test_captions_of_a_stream_are_equal_whatever_their_case_unless_they_are_kept
     from sfumato.training.batches import Augmentation, ShardBatches
 
     recipe, _, splits = toy
-    model = load_run(recipe.parent / "run").model
+    model = load_run(trained[0]).model
     pictures = [image.read_bytes() for image in splits["train"].images[:4]]
 
     class Stream:
