@@ -32,7 +32,7 @@ def toy(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def trained(toy, trained):
+def trained(toy):
     """(folder, what the training returned)."""
     recipe, stream, _ = toy
     folder = recipe.parent / "run"
@@ -49,8 +49,7 @@ def test_shards_read_as_a_split_are_the_split_that_was_written(toy, tmp_path):
     assert again.relevance().counts.tolist() == splits["val"].relevance().counts.tolist()
 
 
-def test_a_stream_trains_validates_and_resumes(toy, trained):
-    recipe, stream, _ = toy
+def test_a_stream_trains_validates_and_resumes(trained):
     folder, result = trained
     lines = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
     assert result["best_score"] > 0 and lines[-1]["loss/match"] < lines[0]["loss/match"]
@@ -90,7 +89,9 @@ def test_equal_captions_match_and_bad_pictures_are_left_out(toy, trained):
 
 
 @pytest.mark.parametrize(("equal_texts", "matches"), [("merged", 4 + 2), ("separate", 4)])
-def test_captions_of_a_stream_are_equal_whatever_their_case_unless_they_are_kept_separate(toy, equal_texts, matches):
+def test_captions_of_a_stream_are_equal_whatever_their_case_unless_they_are_kept_separate(
+    toy, trained, equal_texts, matches
+):
     from sfumato.data.shards import ShardBatch
     from sfumato.training.batches import Augmentation, ShardBatches
 
