@@ -12,7 +12,7 @@ import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
-from functools import partial
+from functools import cache, partial
 from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_type_hints
@@ -702,16 +702,25 @@ def _apply(values: dict[str, Any], override: str) -> None:
     values[parts[-1]] = value
 
 
-def _old_names(model: type[BaseModel] | None = None, prefix: str = "") -> dict[str, str]:
+def _old_names() -> Mapping[str, str]:
     """Old key -> new key of every field that was renamed, by its AliasChoices."""
+    return _old_names_with(tuple(entry.config for kinds in ENCODERS.values() for entry in kinds.values()))
+
+
+@cache
+def _old_names_with(_registered: tuple[type[BaseModel], ...]) -> Mapping[str, str]:
+    """With these sections of encoders, which are the only ones that may change."""
+    return _old_names_of(Recipe)
+
+
+def _old_names_of(model: type[BaseModel], prefix: str = "") -> dict[str, str]:
     found: dict[str, str] = {}
-    model = model or Recipe
     for name, sections in _fields(model):
         alias = model.model_fields[name].validation_alias
         choices = alias.choices if isinstance(alias, AliasChoices) else []
         found |= {f"{prefix}{old}": f"{prefix}{name}" for old in choices if old != name}
         for section in sections:
-            found |= _old_names(section, f"{prefix}{name}.")
+            found |= _old_names_of(section, f"{prefix}{name}.")
     return found
 
 
