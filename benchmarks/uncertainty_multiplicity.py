@@ -2,12 +2,13 @@
 
     python benchmarks/uncertainty_multiplicity.py WORK --data FOLDER [--seeds 0 1 2] [--only MODEL ...] [--posthoc 4]
         [--json FILE] [--plot FILE.png]
-    python benchmarks/uncertainty_multiplicity.py FILE.json
+    python benchmarks/uncertainty_multiplicity.py FILE.json [--page] [--plot FILE.png]
 
 FOLDER has flickr8k/ (dataset_flickr8k.json, images_128.tar, the features of its images and captions),
 flickr8k_judgements/ (crowd.csv) and coco5k_text/ (captions, ECCV Caption, CxC). Runs and the numbers of every query are
 kept in WORK, so that the command resumes. --posthoc N fits the post-hoc methods on the means of the PCME++ runs,
-adapters in N epochs; 0 leaves them out. FILE.json prints the tables of a file of --json again.
+adapters in N epochs; 0 leaves them out. FILE.json prints the tables of a file of --json again,
+and --page writes them into docs/results/uncertainty.md.
 
 Scenes: emoji texts and images with their true matches; Flickr8k's test captions with the images that most of three or
 more people said they describe, and the images with such captions (a caption's own image left out); COCO's test captions
@@ -19,13 +20,14 @@ import argparse
 import csv
 import io
 import json
+import re
 import subprocess
 import tarfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -60,6 +62,8 @@ from sfumato.studies.frozen_model import FrozenSplit, freeze, layer_inputs
 from sfumato.studies.referee import adapter_epochs
 from sfumato.training.loop import fit
 
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "results" / "uncertainty.md"
+
 EMOJI = ["train.epochs=30", "train.evaluate_every=30"]
 FLICKR8K = [
     "data.source=embeddings", 'model.image={kind="embeddings",whiten=0}', 'model.text={kind="embeddings",whiten=0}',
@@ -85,29 +89,31 @@ POSTHOC = ("emoji-pcmepp", "flickr8k-pcmepp")
 
 FLICKR8K_FILES = {"images": "efflite0_224_fp16.npy", "texts": "minilm_l6_v2_fp16.npy", "path": "dataset_flickr8k.json"}
 
-Figure = Literal["all", "balanced", "beside words"]
+NEIGHBOURS = "similar test items"
+
+Figure = Literal["all", "balanced", "beside words", "beside neighbours"]
 FIGURES: tuple[Figure, ...] = get_args(Figure)
 """Spearman correlations with the number of matches: over all queries, over sets balanced over powers of two, and over
-all queries with the ranks of the number of words taken out of both (partial correlation)."""
+all queries with the ranks of a baseline, few words or NEIGHBOURS, taken out of both (partial correlation)."""
+
+TAKEN_OUT: dict[Figure, str] = {"beside words": "baseline: few words", "beside neighbours": f"baseline: {NEIGHBOURS}"}
 
 RESAMPLES = 1000
 
 
 @dataclass(frozen=True)
 class Scene:
-    """Queries whose number of matches people know.
+    """Queries whose matches people know.
 
     Attributes:
-        matches: query -> matches, of n queries.
         rows: (n,) positions of the queries in the arrays of scores.
+        counts: (n,) numbers of matches, or their share of the pairs that people were asked about.
         groups: (n,) queries with one number are resampled together.
-        words: (n,) numbers of words; None for images.
     """
 
-    matches: Relevance
     rows: np.ndarray
+    counts: np.ndarray
     groups: np.ndarray
-    words: np.ndarray | None
 
 
 Scores = dict[str, np.ndarray]
@@ -215,17 +221,22 @@ def embedded(texts: Sequence[str]) -> np.ndarray:
 
 
 # ---------------------------------------------------------------- the trivial baselines
-def similarity(features: np.ndarray) -> Scores:
-    """Mean cosine with all items of the side, and with the ten nearest others."""
-    x = features / np.maximum(np.linalg.norm(features, axis=1, keepdims=True), 1e-12)
-    nearest = np.empty(len(x))
+def similarity(features: np.ndarray, training: np.ndarray, owners: np.ndarray) -> Scores:
+    """Mean cosine with all training items, with the ten nearest, and with the ten nearest of the test items.
+
+    Test items of one owner, as the captions of an image, are no neighbours of each other.
+    """
+    x, y = (f / np.maximum(np.linalg.norm(f, axis=1, keepdims=True), 1e-12) for f in (features, training))
+    in_training, in_test = np.empty(len(x)), np.empty(len(x))
     for start in range(0, len(x), 1000):
-        block = x[start : start + 1000] @ x.T
-        nearest[start : start + 1000] = np.sort(np.partition(block, -11, axis=1)[:, -11:], axis=1)[:, :-1].mean(1)
-    return {"mean similarity": x @ x.mean(0), "nearest similarity": nearest}
+        block = slice(start, start + 1000)
+        in_training[block] = np.partition(x[block] @ y.T, -10, axis=1)[:, -10:].mean(1)
+        own = owners[block, None] == owners
+        in_test[block] = np.partition(np.where(own, -1, x[block] @ x.T), -10, axis=1)[:, -10:].mean(1)
+    return {"similar to training": x @ y.mean(0), "similar training items": in_training, NEIGHBOURS: in_test}
 
 
-def of_texts(texts: Sequence[str], features: np.ndarray, corpus: Sequence[str]) -> Scores:
+def of_texts(texts: Sequence[str], corpus: Sequence[str], similar: Scores) -> Scores:
     """Few words, common words (by the documents of a corpus), similarity, and random numbers."""
     words = [words_of(text) for text in texts]
     documents: dict[str, int] = {}
@@ -236,123 +247,115 @@ def of_texts(texts: Sequence[str], features: np.ndarray, corpus: Sequence[str]) 
     return {
         "few words": -np.array([float(len(own)) for own in words]),
         "common words": -np.array([fmean(own) for own in rarity]),
-        **similarity(features),
+        **similar,
         "random": np.random.default_rng(0).random(len(texts)),
     }
 
 
-def of_images(pictures: Sequence[bytes], features: np.ndarray) -> Scores:
+def of_images(pictures: Sequence[bytes], similar: Scores) -> Scores:
     """Bytes of the file, edges, similarity, and random numbers."""
     edges = []
     for data in pictures:
         grey = np.asarray(Image.open(io.BytesIO(data)).convert("RGB").convert("L"), float)
         edges.append(np.abs(np.diff(grey, axis=0)).mean() + np.abs(np.diff(grey, axis=1)).mean())
-    found: Scores = similarity(features) | {"random": np.random.default_rng(1).random(len(features))}
-    if pictures:
-        found |= {"bytes of the file": np.array([float(len(data)) for data in pictures]), "edges": np.array(edges)}
-    return found
+    return {
+        "bytes of the file": np.array([float(len(data)) for data in pictures]),
+        "edges": np.array(edges),
+        **similar,
+        "random": np.random.default_rng(1).random(len(pictures)),
+    }
+
+
+def of_kinds(**kinds: Scores) -> Scores:
+    return {f"{kind}/{name}": values for kind, found in kinds.items() for name, values in found.items()}
 
 
 # ---------------------------------------------------------------- the scenes
 def emoji_scenes(run: Run) -> tuple[dict[str, Scene], Scores]:
     """Texts and images of the emoji set with their baselines."""
-    prepared = load_split(run.model, run.recipe.data, "test")
-    train, test = load_split(run.model, run.recipe.data, "train").data, prepared.data
-    pictures = [source.read_bytes() for source in test.images]
-    pooled = prepared.images.batch(np.arange(len(pictures))).values.mean(1).numpy()
-    texts, training = embedded(test.texts), embedded(train.texts)
-    counts = train.relevance().transpose().counts
-    more = baselines(test.texts, texts, train.texts, training, counts)
-    found = {f"text/{k}": v for k, v in (of_texts(test.texts, texts, train.texts) | more).items()}
-    found |= {f"image/{k}": v for k, v in of_images(pictures, pooled).items()}
-    words = np.array([len(words_of(text)) for text in test.texts])
-    relevance, n, m = test.relevance(), len(test.image_ids), len(test.texts)
+    train, test = (load_split(run.model, run.recipe.data, split) for split in ("train", "test"))
+    images = [part.images.batch(np.arange(len(part.images))).values.mean(1).numpy() for part in (test, train)]
+    texts = [embedded(part.data.texts) for part in (test, train)]
+    corpus, n, m = train.data.texts, len(test.data.image_ids), len(test.data.texts)
+    counts = train.data.relevance().transpose().counts
+    trivial = of_kinds(
+        text=of_texts(test.data.texts, corpus, similarity(texts[0], texts[1], np.arange(m)))
+        | baselines(test.data.texts, texts[0], corpus, texts[1], counts),
+        image=of_images(
+            [source.read_bytes() for source in test.data.images], similarity(images[0], images[1], np.arange(n))
+        ),
+    )
+    relevance = test.data.relevance()
     scenes = {
-        "emoji texts": Scene(relevance.transpose(), np.arange(m), np.arange(m), words),
-        "emoji images": Scene(relevance, np.arange(n), np.arange(n), None),
+        "emoji texts": Scene(np.arange(m), relevance.transpose().counts, np.arange(m)),
+        "emoji images": Scene(np.arange(n), relevance.counts, np.arange(n)),
     }
-    return scenes, found
+    return scenes, trivial
 
 
 def flickr8k_scenes(run: Run, work: Path, data: Path) -> tuple[dict[str, Scene], Scores]:
     """Captions and images of Flickr8k with what people said, COCO's captions, and the baselines of all."""
-    train, test = (load_split(run.model, run.recipe.data, split).data for split in ("train", "test"))
     entries = json.loads((data / "flickr8k" / "dataset_flickr8k.json").read_text())["images"]
-    captions = {split: captions_of(entries, split) for split in ("train", "test")}
-    assert len(captions["test"]) == len(test.texts) and len(captions["train"]) == len(train.texts)
-    rows = np.concatenate([entry["sentids"] for entry in entries if entry["split"] == "test"])
-    image_rows = [k for k, entry in enumerate(entries) if entry["split"] == "test"]
-    features = {key: np.load(data / "flickr8k" / FLICKR8K_FILES[key]) for key in ("images", "texts")}
-    texts = list(captions["test"].values())
-    found = {
-        f"text/{k}": v
-        for k, v in of_texts(texts, features["texts"][rows].astype(np.float32), [*captions["train"].values()]).items()
-    }
-    files = [entries[k]["filename"] for k in image_rows]
+    parts = {split: [entry for entry in entries if entry["split"] == split] for split in ("test", "train")}
+    images, texts = (np.load(data / "flickr8k" / FLICKR8K_FILES[key]) for key in ("images", "texts"))
+    place = {entry["filename"]: k for k, entry in enumerate(entries)}
+    of_image = [images[[place[entry["filename"]] for entry in part]].astype(np.float32) for part in parts.values()]
+    of_text = [texts[[k for entry in part for k in entry["sentids"]]].astype(np.float32) for part in parts.values()]
+    test, corpus = captions_of(parts["test"]), list(captions_of(parts["train"]).values())
+    files = [entry["filename"] for entry in parts["test"]]
+    check = load_split(run.model, run.recipe.data, "test").data
+    assert list(check.texts) == list(test.values()) and list(check.image_ids) == files
     with tarfile.open(data / "flickr8k" / "images_128.tar") as tar:
         inside = {Path(member.name).name: member for member in tar.getmembers() if member.isfile()}
         pictures = [tar.extractfile(inside[name]).read() for name in files]  # type: ignore[union-attr]
-    of_side = of_images(pictures, features["images"][image_rows].astype(np.float32))
-    found |= {f"image/{k}": v for k, v in of_side.items()}
-    scenes, asked = judged_scenes(data, captions["test"], files)
-    found |= asked
-    scenes |= coco_scenes(data)
-    coco = coco_captions(data)
-    found |= {f"coco/{k}": v for k, v in of_texts(coco, np.load(coco_features(work, data)), coco).items()}
-    return scenes, found
+    coco, coco_texts = coco_captions(data), np.load(coco_features(work, data))
+    owners = np.array([int(i) for i in (data / "coco5k_text" / "testall_ids.txt").read_text().split()])
+    trivial = of_kinds(
+        text=of_texts(list(test.values()), corpus, similarity(of_text[0], of_text[1], resampled_together(run, "text"))),
+        image=of_images(pictures, similarity(of_image[0], of_image[1], np.arange(len(files)))),
+        coco=of_texts(coco, corpus, similarity(coco_texts, of_text[1], owners)),
+    )
+    scenes, asked = judged_scenes(data, list(test), files)
+    return scenes | coco_scenes(data, owners), trivial | asked
 
 
-def captions_of(entries: Sequence[Mapping[str, Any]], split: str) -> dict[str, str]:
-    """ "FILE#NUMBER" -> caption of a split."""
-    return {
-        f"{entry['filename']}#{k}": sentence["raw"]
-        for entry in entries
-        if entry["split"] == split
-        for k, sentence in enumerate(entry["sentences"])
-    }
+def captions_of(entries: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """ "FILE#NUMBER" -> caption."""
+    return {f"{e['filename']}#{k}": sentence["raw"] for e in entries for k, sentence in enumerate(e["sentences"])}
 
 
-def judged_scenes(data: Path, captions: dict[str, str], files: list[str]) -> tuple[dict[str, Scene], Scores]:
+def judged_scenes(data: Path, captions: list[str], files: list[str]) -> tuple[dict[str, Scene], Scores]:
     """What people said of Flickr8k; how many pairs they were asked about is a baseline."""
     text_of, image_of = ({name: k for k, name in enumerate(names)} for names in (captions, files))
     with (data / "flickr8k_judgements" / "crowd.csv").open(encoding="utf-8") as file:
         rows = [row for row in csv.DictReader(file) if row["caption_id"] in text_of and row["image"] in image_of]
     rows = [row for row in rows if row["caption_id"].split("#")[0] != row["image"]]
-    text, image = (
-        np.array([position[row[key]] for row in rows])
-        for key, position in (("caption_id", text_of), ("image", image_of))
-    )
+    text = np.array([text_of[row["caption_id"]] for row in rows])
+    image = np.array([image_of[row["image"]] for row in rows])
     yes = np.array([int(row["yes"]) > int(row["no"]) for row in rows])
-    words = np.array([len(words_of(caption)) for caption in captions.values()])
     scenes, found = {}, {}
-    for name, side, query, item, n, m in (
-        ("flickr8k captions", "text", text, image, len(captions), len(files)),
-        ("flickr8k images", "image", image, text, len(files), len(captions)),
+    for name, side, query, n in (
+        ("flickr8k captions", "text", text, len(captions)),
+        ("flickr8k images", "image", image, len(files)),
     ):
-        matches = Relevance.from_pairs(query[yes], item[yes], n_queries=n, n_gallery=m)
-        asked = np.unique(query)
-        scenes[name] = Scene(
-            matches.select_queries(asked), asked, np.arange(len(asked)), words[asked] if side == "text" else None
-        )
-        found[f"{side}/pairs asked about"] = np.bincount(query, minlength=n).astype(float)
+        pairs, counts = np.bincount(query, minlength=n), np.bincount(query[yes], minlength=n)
+        asked = np.flatnonzero(pairs)
+        scenes[name] = Scene(asked, counts[asked], asked)
+        scenes[f"{name}, share"] = Scene(asked, counts[asked] / pairs[asked], asked)
+        found[f"{side}/pairs asked about"] = pairs.astype(float)
     return scenes, found
 
 
-def coco_scenes(data: Path) -> dict[str, Scene]:
+def coco_scenes(data: Path, owners: np.ndarray) -> dict[str, Scene]:
     """COCO's captions with ECCV Caption and CxC."""
     folder = data / "coco5k_text"
     place = {str(k): row for row, k in enumerate(np.load(folder / "coco_test_ids.npy").tolist())}
-    own = (folder / "testall_ids.txt").read_text().split()
-    words = np.array([len(words_of(caption)) for caption in coco_captions(data)])
     scenes = {}
     for name in ("eccv", "cxc"):
         listed = json.loads((folder / f"{name}_caption_to_image.json").read_text())
-        listed = {place[k]: images for k, images in listed.items() if k in place}
-        rows = np.array(sorted(listed))
-        items = {k: row for row, k in enumerate(sorted({k for images in listed.values() for k in images}))}
-        matches = Relevance.from_lists([[items[k] for k in listed[row]] for row in rows], n_gallery=len(items))
-        groups = np.unique([own[row] for row in rows], return_inverse=True)[1]
-        scenes[f"coco captions, {name}"] = Scene(matches, rows, groups, words[rows])
+        counts = {place[k]: len(images) for k, images in listed.items() if k in place}
+        rows = np.array(sorted(counts))
+        scenes[f"coco captions, {name}"] = Scene(rows, np.array([counts[row] for row in rows]), owners[rows])
     return scenes
 
 
@@ -361,6 +364,8 @@ KIND_OF = {
     "emoji images": "image",
     "flickr8k captions": "text",
     "flickr8k images": "image",
+    "flickr8k captions, share": "text",
+    "flickr8k images, share": "image",
     "coco captions, eccv": "coco",
     "coco captions, cxc": "coco",
 }
@@ -370,15 +375,14 @@ KIND_OF = {
 # ---------------------------------------------------------------- the figures
 def measure(scene: Scene, scores: Mapping[str, Sequence[np.ndarray]], n_resamples: int) -> dict[str, Any]:
     """By name the figures, means over seeds, with intervals over queries; each seed's; and ten bins."""
-    counts = scene.matches.counts
+    counts = scene.counts
     own = {name: [x[scene.rows] for x in seeds] for name, seeds in scores.items()}
     statistics = {f"{name}/all": mean_of([spearman_statistic(x, counts) for x in own[name]]) for name in own}
-    if scene.words is not None:
-        words = scene.words
+    for figure, baseline in TAKEN_OUT.items():
         statistics |= {
-            f"{name}/beside words": mean_of([partial_statistic(x, counts, words) for x in own[name]])
+            f"{name}/{figure}": mean_of([partial_statistic(x, counts, own[baseline][0]) for x in own[name]])
             for name in own
-            if name != "baseline: few words"
+            if baseline in own and name != baseline
         }
     found = bootstrap(statistics, len(counts), n_resamples=n_resamples, groups=scene.groups)
     if counts.min() > 0 and counts.max() >= 16:
@@ -456,9 +460,9 @@ def measured(options: argparse.Namespace) -> dict[str, Any]:
         for scene, what in scenes.items():
             scores = of_kind(KIND_OF[scene], trivial, models)
             print(f"{scene}: {len(what.rows)} queries, {len(scores)} numbers of each", flush=True)
-            counts = what.matches.counts
+            counts = what.counts
             report["scenes"][scene] = {
-                "n": len(counts), "mean": float(counts.mean()), "largest": int(counts.max()),
+                "n": len(counts), "mean": float(counts.mean()), "largest": float(counts.max()),
                 "none": int((counts == 0).sum()), "scores": measure(what, scores, options.resamples),
             }  # fmt: skip
         for kind in ("text", "image"):
@@ -494,32 +498,118 @@ def commit() -> str:
 
 
 # ---------------------------------------------------------------- tables and the picture
-def cell(interval: Mapping[str, float | None]) -> str:
-    if interval["value"] is None:
+GALLERY = (
+    "expected_matches", "match_entropy", "match_entropy_top10", "top1_mismatch", "margin", "knn_distance",
+    "nearest_mean", "inclusion", "not_included",
+)  # fmt: skip
+ROWS = {
+    **{
+        f"*baseline:* {name}": f"baseline: {name}"
+        for name in (
+            "few words", "common words", "bytes of the file", "edges", "similar to training", "similar training items",
+            NEIGHBOURS, "nearest texts", "lookup", "pairs asked about", "random",
+        )
+    },
+    "PCME++: total variance": "FAMILY-pcmepp: total_variance",
+    "PCME++: ln det": "FAMILY-pcmepp: log_det",
+    "PCME++ with pseudo-positives: total variance": "FAMILY-pcmepp-pseudo: total_variance",
+    "PCME: geometric mean of sigma": "FAMILY-pcme: geometric_std",
+    "probabilistic VSE++: ln det": "FAMILY-probabilistic-vsepp: log_det",
+    "taught by expected matches: total variance": "FAMILY-taught: total_variance",
+    **{f"gallery: `{name}`": f"FAMILY-pcmepp: {name}" for name in GALLERY},
+    **{f"post-hoc: `{name}`": f"FAMILY-pcmepp + post-hoc: {name}" for name in METHODS},
+}  # fmt: skip
+"""Label of a row -> name of its scores."""
+
+COLUMNS: dict[str, list[tuple[str, str, Figure]]] = {
+    "texts": [
+        ("emoji: balanced", "emoji texts", "balanced"),
+        ("emoji: all", "emoji texts", "all"),
+        ("Flickr8k: people", "flickr8k captions", "all"),
+        ("share", "flickr8k captions, share", "all"),
+        ("ECCV Caption", "coco captions, eccv", "all"),
+        ("CxC", "coco captions, cxc", "all"),
+    ],
+    "texts, a baseline taken out": [
+        (f"{head}: {figure.removeprefix('beside ')}", scene, figure)
+        for head, scene in (
+            ("emoji", "emoji texts"),
+            ("Flickr8k", "flickr8k captions"),
+            ("ECCV Caption", "coco captions, eccv"),
+        )
+        for figure in TAKEN_OUT
+    ],
+    "images": [
+        ("emoji: balanced", "emoji images", "balanced"),
+        ("emoji: all", "emoji images", "all"),
+        ("Flickr8k: people", "flickr8k images", "all"),
+        ("share", "flickr8k images, share", "all"),
+    ],
+}
+"""Table -> its columns: heading, scene, figure."""
+
+
+def cell(interval: Mapping[str, float | None] | None) -> str:
+    if interval is None or interval["value"] is None:
         return "–"
-    low, high = interval["low"], interval["high"]
-    between = "" if low is None or high is None else f" [{short(low)}, {short(high)}]"
-    return short(interval["value"]) + between
+    return f"{short(interval['value'])} [{short(interval['low'])}, {short(interval['high'])}]"
 
 
 def short(value: float | None) -> str:
-    return f"{value:.2f}".replace("0.", ".", 1).replace("-", "−") if value is not None else "–"
+    return "–" if value is None else f"{value:.2f}".replace("0.", ".", 1).replace("-", "−")
 
 
-def print_tables(report: Mapping[str, Any]) -> None:
-    """The tables of docs/results/uncertainty.md."""
-    for scene, found in report["scenes"].items():
-        print(f"\n## {scene}: {found['n']} queries, {found['mean']:.2f} matches on average, {found['largest']} at most")
-        print(f"\n| number of the query | {' | '.join(FIGURES)} | over seeds |\n| --- |" + " ---: |" * 4)
-        for name, figures in sorted(found["scores"].items(), key=lambda x: -(x[1]["all"]["value"] or -2)):
-            over = short(stdev(figures["seeds"])) if len(figures["seeds"]) > 1 else ""
-            print(f"| {name} | {' | '.join(cell(figures[f]) for f in FIGURES)} | {over} |")
-    for which, scores in report["recall"].items():
-        print(f"\n## recall@1 by ten bins: {which}\n")
-        print("| number | bins | AUROC | first, last bin |\n| --- | ---: | ---: | --- |")
-        for name, figures in scores.items():
-            ends = f"{figures['recall'][0]:.2f}, {figures['recall'][-1]:.2f}"
-            print(f"| {name} | {cell(figures['bins'])} | {cell(figures['auroc'])} | {ends} |")
+def family_of(name: str) -> str:
+    return "emoji" if name.startswith("emoji") else "flickr8k"
+
+
+def table(heads: Sequence[str], rows: Mapping[str, Sequence[str]]) -> str:
+    """A table in Markdown, without rows that have nothing."""
+    lines = [f"| {' | '.join(heads)} |", "| --- |" + " ---: |" * (len(heads) - 1)]
+    return "\n".join([*lines, *(f"| {row} | {' | '.join(c)} |" for row, c in rows.items() if set(c) != {"–"})])
+
+
+def scores_of(report: Mapping[str, Any], scene: str) -> dict[str, Any]:
+    found: dict[str, Any] = report["scenes"].get(scene, {"scores": {}})["scores"]
+    return found
+
+
+def tables(report: Mapping[str, Any]) -> dict[str, str]:
+    """The tables of docs/results/uncertainty.md by their titles."""
+    found = {}
+    for title, columns in COLUMNS.items():
+        rows = {
+            label: [
+                cell(scores_of(report, scene).get(name.replace("FAMILY", family_of(scene)), {}).get(figure))
+                for _, scene, figure in columns
+            ]
+            for label, name in ROWS.items()
+            if not ("taken out" in title and "baseline" in name)
+        }
+        found[title] = table(["number of the query", *(head for head, _, _ in columns)], rows)
+    for kind in ("text", "image"):
+        models = [f"emoji-pcmepp, {kind}", f"flickr8k-pcmepp, {kind}"]
+        rows = {}
+        for label, name in ROWS.items():
+            own = [report["recall"].get(model, {}).get(name.replace("FAMILY-pcmepp: ", "")) for model in models]
+            rows[label] = [cell(f and f[figure]) for f in own for figure in ("bins", "auroc")]
+        heads = [f"{data}: {figure}" for data in ("emoji", "Flickr8k") for figure in ("bins", "AUROC")]
+        found[f"recall@1 of {kind}s"] = table(["number of the query", *heads], rows)
+    rows = {
+        scene: [str(found["n"]), f"{found['mean']:.2f}", str(found["largest"]), str(found["none"])]
+        for scene, found in report["scenes"].items()
+    }
+    found["queries"] = table(["queries", "number", "matches on average", "at most", "without any"], rows)
+    return found
+
+
+def page(report: Mapping[str, Any], text: str) -> str:
+    """The page with the tables of a report between its comments."""
+    for title, lines in tables(report).items():
+        pattern = rf"(<!-- table: {re.escape(title)} -->\n\n).*?(\n\n<!-- end of the table -->)"
+        text, n = re.subn(pattern, lambda m, lines=lines: m[1] + lines + m[2], text, flags=re.DOTALL)
+        assert n == 1, title
+    return text
 
 
 LINES = {
@@ -528,7 +618,7 @@ LINES = {
     "gallery: expected matches": "PCMEPP: expected_matches",
     "gallery: first hit wrong?": "PCMEPP: top1_mismatch",
     "baseline: few words, or small file": "baseline: few words|bytes of the file",
-    "baseline: mean similarity": "baseline: mean similarity",
+    f"baseline: {NEIGHBOURS}": f"baseline: {NEIGHBOURS}",
 }
 """Label -> name of the scores; PCMEPP and TAUGHT are those of the family."""
 
@@ -547,7 +637,7 @@ def plot(report: Mapping[str, Any], path: Path) -> None:
     shown: dict[str, Any] = {}
     for axis, name in zip(axes.flat, (*UPPER, *LOWER), strict=True):
         below = name in LOWER
-        family = "emoji" if name.startswith("emoji") else "flickr8k"
+        family = family_of(name)
         scores = report["recall"][name] if below else report["scenes"][name]["scores"]
         for k, (label, wanted) in enumerate(LINES.items()):
             wanted = wanted.replace("PCMEPP", f"{family}-pcmepp").replace("TAUGHT", f"{family}-taught")
@@ -582,6 +672,7 @@ def main() -> None:
     parser.add_argument("--scores", action="store_true", help="compute the numbers of the queries, and no figures")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path)
+    parser.add_argument("--page", action="store_true", help="write the tables into docs/results/uncertainty.md")
     options = parser.parse_args()
     torch.set_num_threads(1)
     if options.work.is_file():
@@ -599,7 +690,10 @@ def main() -> None:
         report = rounded(measured(options))
         if options.json:
             write_atomically(options.json, json.dumps(report, separators=(",", ":")) + "\n")
-    print_tables(report)
+    for title, text in tables(report).items():
+        print(f"## {title}\n\n{text}\n")
+    if options.page:
+        write_atomically(PAGE, page(report, PAGE.read_text(encoding="utf-8")))
     if options.plot:
         plot(report, options.plot)
 
