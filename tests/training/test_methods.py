@@ -9,6 +9,7 @@ import torch
 
 from sfumato.data.emoji import load_emoji
 from sfumato.data.sources import SOURCES, Source
+from sfumato.encoders.clip import ARCHITECTURES
 from sfumato.encoders.features import TokenFeatures
 from sfumato.encoders.heads import GaussianHead, HeadOptions
 from sfumato.models.recipe import find_recipe, load_recipe
@@ -117,7 +118,9 @@ def read_every_eighth(config, problems):
 
 
 @pytest.fixture(autouse=True)
-def part_of_the_emoji(monkeypatch):
+def little(monkeypatch):
+    """Part of the emoji, and a small CLIP."""
+    monkeypatch.setitem(ARCHITECTURES, "ViT-Ti/16", {"image": (48, 1, 3), "text": (48, 1, 3)})
     monkeypatch.setitem(SOURCES, "emoji", Source(read_every_eighth, needs_path=False))
 
 
