@@ -6,12 +6,14 @@ import xml.etree.ElementTree as ET
 import numpy as np
 import pytest
 from PIL import Image
-from support.tiny_figures import SMALL, make_pictures
+from support import tiny_figures
 
 from sfumato.evaluation.papers import find_item, paper_items
 from sfumato.reports.paper_figures import DRAWN, figure_lines, write_figure
 from sfumato.studies.figure_numbers import KINDS, Figure, make_figure
 from sfumato.studies.paper_tables import TableData, choose_data
+
+SMALL = (*tiny_figures.SMALL, "model.dim=32")
 
 FIGURES = [item.id for item in paper_items().values() if item.draw]
 
@@ -22,7 +24,7 @@ ELSEWHERE = {"PCME Fig. E.3", "PCME++ Fig. C.2"}
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """Pictures with captions, and the runs of all figures."""
-    return make_pictures(tmp_path_factory.mktemp("drawn"))
+    return tiny_figures.make_pictures(tmp_path_factory.mktemp("drawn"))
 
 
 def check(figure, folder):

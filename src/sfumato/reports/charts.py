@@ -4,6 +4,7 @@ import html
 import io
 import math
 import re
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -92,7 +93,8 @@ def write_drawing(figure: "Figure", folder: Path, name: str) -> list[Path]:
     import matplotlib
 
     paths = []
-    with matplotlib.rc_context(STYLE | {"svg.hashsalt": name}):
+    with matplotlib.rc_context(STYLE | {"svg.hashsalt": name}), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph")  # A character that the font lacks is a box in the PNG alone.
         for ending in ("png", "svg"):
             drawn = io.BytesIO()
             nothing: Any = {"Date": None} if ending == "svg" else None

@@ -400,7 +400,7 @@ def _examples(figure: Figure) -> "Drawing":
 
 
 def _item(ax: "Axes", item: Mapping[str, Any], figure: Figure, colour: str, heading: str = "") -> None:
-    """An image, or a text in its frame."""
+    """A text in its frame, or an image; the id and a caption of one that cannot be read."""
     content = figure.pictures.get(item.get("picture") or "")
     _show(ax, content, heading, SOFT)
     ax.title.set_fontsize(8)
@@ -409,8 +409,8 @@ def _item(ax: "Axes", item: Mapping[str, Any], figure: Figure, colour: str, head
     if content is None:
         ax.set(xlim=(0, 1), ylim=(0, 1), facecolor=CARD)
         ax.set_box_aspect(1)
-        text = textwrap.fill(clipped(item.get("text") or item.get("id", ""), 110), 20)
-        ax.text(0.5, 0.5, text, ha="center", va="center", fontsize=8)
+        text = item["text"] if "text" in item else f"{item['id']}: {item['caption']}"
+        ax.text(0.5, 0.5, textwrap.fill(clipped(text, 110), 19), ha="center", va="center", fontsize=8)
 
 
 def _example_lines(numbers: Mapping[str, Any]) -> list[str]:

@@ -23,11 +23,14 @@ def draw_accuracy_by_k(axes: "Axes", kept: PromptsKept) -> None:
 
 def draw_best_k(axes: "Axes", kept: PromptsKept) -> None:
     """Number of classes by the number of prompts that is best for their own images."""
+    from matplotlib.ticker import MaxNLocator
+
     p = len(kept.top1)
     best = [k for k in kept.best_k if k is not None]
     axes.bar(range(1, p + 1), [best.count(k) for k in range(1, p + 1)], color=FIRST)
     axes.set_xlabel("best number of prompts of a class")
     axes.set_ylabel("classes")
+    axes.yaxis.set_major_locator(MaxNLocator(6, integer=True))
 
 
 def write_prompt_charts(kept: Sequence[PromptsKept], folder: Path) -> list[Path]:

@@ -165,6 +165,8 @@ def _corruption(scene: Scene) -> dict[str, Any]:
             series[row] = points
         if series:
             panels.append(_panel(name, "strength", uncertainty, series))
+    if not panels:
+        raise UserError(f"{scene.item.id} damages images and words, but these runs read ready features alone")
     return {"panels": panels}
 
 
@@ -269,13 +271,14 @@ def _prompts_kept(scene: Scene) -> dict[str, Any]:
     ((_, (folder, *_)),) = scene.runs.items()
     run = scene.load(folder)
     if scene.data.name == "emoji":
-        images = emoji_labelled(scene.options["emoji"])
+        images, split = emoji_labelled(scene.options["emoji"]), "style"
     else:
         names = read_class_names(Path(scene.options["classes"]))
         images = read_class_folder(Path(scene.options["images"]), names, endings=file_endings(run.model))
+        split = scene.options["images"]
     report = evaluate_zeroshot(run, images, read_templates(), filters=("oracle",), n_resamples=0)
     (kept,) = report.prompts_kept
-    return {"classes": len(report.classes), "n_images": report.n_images, "kept": asdict(kept)}
+    return {"split": split, "classes": len(report.classes), "n_images": report.n_images, "kept": asdict(kept)}
 
 
 def _check_prompts(item: PaperItem, data: TableData, instances: Sequence[Path]) -> None:
@@ -306,7 +309,9 @@ def _examples(scene: Scene) -> dict[str, Any]:
         name, small = f"image-{index}.webp", thumbnail(data.images[index])
         if small is not None:
             scene.pictures[name] = small
-        return {"id": data.image_ids[index], "picture": None if small is None else name}
+        own = relevance.indices[slice(*relevance.indptr[index : index + 2])]
+        caption = data.texts[own[0]] if len(own) else ""
+        return {"id": data.image_ids[index], "caption": caption, "picture": None if small is None else name}
 
     found = {}
     for side in SIDES if options["side"] == "both" else (options["side"],):
@@ -408,7 +413,7 @@ class Figure:
     @property
     def split(self) -> str:
         """The split that it shows."""
-        return str(self.item.options.get("split", self.item.split))
+        return str(self.numbers.get("split", self.item.options.get("split", self.item.split)))
 
     def to_json(self) -> dict[str, Any]:
         """The figure as JSON values."""
