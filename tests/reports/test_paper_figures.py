@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from PIL import Image
 from support import tiny_figures
+from support.words import folded
 
 from sfumato.evaluation.papers import find_item, paper_items
 from sfumato.reports.paper_figures import DRAWN, figure_lines, write_figure
@@ -85,9 +86,9 @@ def test_the_command_writes_and_prints_a_figure(folder, sfumato, tmp_path):
     places = ("--runs", folder / "runs", "--out", tmp_path)
     status, out, err = sfumato(*asked, *SMALL, *places)
     assert status == 0, err
-    said, place = " ".join(out.split()), tmp_path / "pvsepp-fig-5"
+    said, place = folded(out), tmp_path / "pvsepp-fig-5"
     assert "the most uncertain texts, log volume" in said and "of other data, COCO" in said
-    assert f"written to {place}" in out and (place / "figure.svg").is_file()
+    assert f"written to {place}" in said and (place / "figure.svg").is_file()
     status, again, err = sfumato(*asked, *SMALL, *places, "--json")
     assert json.loads(again) == json.loads((place / "figure.json").read_text(encoding="utf-8"))
     assert "training" not in err
