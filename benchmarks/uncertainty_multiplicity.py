@@ -20,7 +20,6 @@ import argparse
 import csv
 import io
 import json
-import re
 import subprocess
 import tarfile
 from collections.abc import Mapping, Sequence
@@ -606,9 +605,9 @@ def tables(report: Mapping[str, Any]) -> dict[str, str]:
 def page(report: Mapping[str, Any], text: str) -> str:
     """The page with the tables of a report between its comments."""
     for title, lines in tables(report).items():
-        pattern = rf"(<!-- table: {re.escape(title)} -->\n\n).*?(\n\n<!-- end of the table -->)"
-        text, n = re.subn(pattern, lambda m, lines=lines: m[1] + lines + m[2], text, flags=re.DOTALL)
-        assert n == 1, title
+        begin, end = f"<!-- table: {title} -->\n\n", "\n\n<!-- end of the table -->"
+        before, _, rest = text.partition(begin)
+        text = before + begin + lines + end + rest.partition(end)[2]
     return text
 
 
