@@ -200,8 +200,9 @@ def _maps(figure: Figure) -> "Drawing":
         make_plane(ax)
         draw_ellipses(ax, ellipses, times)
         name = ", ".join(filter(None, (row, _SIDES.get(side))))
-        dashed = "" if side else "; dashed: texts"
-        ax.set_title(f"{name}: {_meaning(study, shown, times)}{dashed}", loc="left", fontsize=10)
+        meaning = _meaning(study, shown, times)
+        dashed = "" if side or meaning == "points" else "; dashed: texts"
+        ax.set_title(f"{name}: {meaning}{dashed}", loc="left", fontsize=10)
     families = {
         i["family"]: clipped(i["label"], 30)
         for i in next(iter(maps.values()))["items"]
