@@ -595,8 +595,9 @@ def tables(report: Mapping[str, Any]) -> dict[str, str]:
         heads = [f"{data}: {figure}" for data in ("emoji", "Flickr8k") for figure in ("bins", "AUROC")]
         found[f"recall@1 of {kind}s"] = table(["number of the query", *heads], rows)
     rows = {
-        scene: [str(found["n"]), f"{found['mean']:.2f}", str(found["largest"]), str(found["none"])]
+        scene: [str(found["n"]), f"{found['mean']:.2f}", f"{found['largest']:g}", str(found["none"])]
         for scene, found in report["scenes"].items()
+        if "share" not in scene
     }
     found["queries"] = table(["queries", "number", "matches on average", "at most", "without any"], rows)
     return found
@@ -641,7 +642,7 @@ def plot(report: Mapping[str, Any], path: Path) -> None:
         for k, (label, wanted) in enumerate(LINES.items()):
             wanted = wanted.replace("PCMEPP", f"{family}-pcmepp").replace("TAUGHT", f"{family}-taught")
             model, _, ends = wanted.partition(": ")
-            keys = [end if below else f"{model}: {end}" for end in ends.split("|")]
+            keys = [end if below and model != "baseline" else f"{model}: {end}" for end in ends.split("|")]
             for key in [key for key in keys if key in scores and not (below and "taught" in model)]:
                 values = scores[key]["recall" if below else "deciles"]
                 style = "--" if "baseline" in label else "-"
