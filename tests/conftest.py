@@ -83,17 +83,13 @@ def shared() -> Path:
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _files_in_memory() -> Generator[None, None, None]:
-    """No file waits for the disk: what a killed process has written stays, and no test cuts the power."""
+def _apart_from_the_user(tmp_path_factory: pytest.TempPathFactory) -> Generator[None, None, None]:
+    """No test reads or fills the user's feature cache. No file waits for the disk: what a killed process has written
+    stays, and no test cuts the power."""
     with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SFUMATO_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
         patch.setattr(os, "fsync", lambda _: None)
         yield
-
-
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No test reads or fills the user's feature cache."""
-    monkeypatch.setenv("SFUMATO_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
 
 
 @pytest.fixture

@@ -108,8 +108,8 @@ def test_evaluate_calibrate_and_the_other_commands(folder, run, sfumato):
     assert torch.equal(exported.model.embed_texts([query]).mean, model.embed_texts([query]).mean)
 
 
-def test_index_and_search(folder, run, sfumato):
-    index = folder / "index"
+def test_index_and_search(folder, run, sfumato, tmp_path):
+    index = tmp_path / "index"
     status, _, err = sfumato("index", run, "--split", "test", "--out", index)
     assert status == 0, err
     status, out, err = sfumato("search", index, "--id", "photo-33", "--id", "photo-35", "-k", "3", "--json")
