@@ -97,7 +97,7 @@ all queries with the ranks of a baseline, few words or NEIGHBOURS, taken out of 
 
 TAKEN_OUT: dict[Figure, str] = {"beside words": "baseline: few words", "beside neighbours": f"baseline: {NEIGHBOURS}"}
 
-RESAMPLES = 1000
+RESAMPLES = 200
 
 
 @dataclass(frozen=True)
@@ -606,9 +606,10 @@ def tables(report: Mapping[str, Any]) -> dict[str, str]:
 def page(report: Mapping[str, Any], text: str) -> str:
     """The page with the tables of a report between its comments."""
     for title, lines in tables(report).items():
-        begin, end = f"<!-- table: {title} -->\n\n", "\n\n<!-- end of the table -->"
-        before, _, rest = text.partition(begin)
-        text = before + begin + lines + end + rest.partition(end)[2]
+        before, begin, rest = text.partition(f"<!-- table: {title} -->")
+        _, end, after = rest.partition("<!-- end of the table -->")
+        assert begin and end, title
+        text = f"{before}{begin}\n\n{lines}\n\n{end}{after}"
     return text
 
 
@@ -617,7 +618,7 @@ LINES = {
     "variance taught by expected matches": "TAUGHT: total_variance",
     "gallery: expected matches": "PCMEPP: expected_matches",
     "gallery: first hit wrong?": "PCMEPP: top1_mismatch",
-    "baseline: few words, or small file": "baseline: few words|bytes of the file",
+    "baseline: few words, or bytes of the file": "baseline: few words|bytes of the file",
     f"baseline: {NEIGHBOURS}": f"baseline: {NEIGHBOURS}",
 }
 """Label -> name of the scores; PCMEPP and TAUGHT are those of the family."""

@@ -1,4 +1,4 @@
-"""The tables of the methods are what benchmarks/results_page.py makes of the result files."""
+"""The tables of methods and of uncertainty are what their benchmarks make of the result files."""
 
 import importlib.util
 import json
@@ -7,18 +7,28 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.fixture(scope="module")
-def script():
-    spec = importlib.util.spec_from_file_location("results_page", ROOT / "benchmarks" / "results_page.py")
+def benchmark(name):
+    spec = importlib.util.spec_from_file_location(name, ROOT / "benchmarks" / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
-    sys.modules["results_page"] = module
+    sys.modules[name] = module
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="module")
+def script():
+    return benchmark("results_page")
+
+
+@pytest.fixture(scope="module")
+def multiplicity():
+    return benchmark("uncertainty_multiplicity")
 
 
 def test_the_page_is_that_of_the_files(script):
@@ -53,3 +63,32 @@ def test_the_referee_prints_the_files_that_hold_its_figures(name, seen):
     command = ["benchmarks/referee.py", f"benchmarks/results/{name}.json"]
     done = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True, check=True)
     assert "| sfumato |" in done.stdout and seen in done.stdout
+
+
+def test_the_page_of_uncertainty_is_that_of_its_file(multiplicity):
+    report = json.loads((ROOT / "benchmarks" / "results" / "uncertainty.json").read_text(encoding="utf-8"))
+    text = multiplicity.PAGE.read_text(encoding="utf-8")
+    assert text == multiplicity.page(report, text)
+    report["scenes"]["emoji texts"]["scores"]["baseline: few words"]["all"]["value"] = 0.987
+    assert text != multiplicity.page(report, text)
+
+
+def test_a_partial_rank_correlation_is_that_of_the_residuals(multiplicity):
+    random = np.random.default_rng(0)
+    x, y, z = random.normal(size=(3, 50)) + random.normal(size=50)
+    rank = [np.argsort(np.argsort(values)).astype(float) for values in (x, y, z)]
+    line = np.stack([rank[2], np.ones(50)], axis=1)
+    a, b = (r - line @ np.linalg.lstsq(line, r, rcond=None)[0] for r in rank[:2])
+    found = multiplicity.partial_statistic(x, y, z)(np.ones((1, 50)))
+    assert found == pytest.approx([np.corrcoef(a, b)[0, 1]], abs=1e-9)
+
+
+def test_neighbours_of_an_item_are_those_of_other_owners(multiplicity):
+    random = np.random.default_rng(0)
+    x, owners = random.normal(size=(24, 3)), np.arange(24) // 2
+    unit = x / np.linalg.norm(x, axis=1, keepdims=True)
+    found = multiplicity.similarity(x, x[:12], owners)
+    for k in range(24):
+        near = sorted(unit[k] @ unit[j] for j in range(24) if owners[j] != owners[k])[-10:]
+        assert found[multiplicity.NEIGHBOURS][k] == pytest.approx(np.mean(near))
+        assert found["similar to training"][k] == pytest.approx(np.mean([unit[k] @ unit[j] for j in range(12)]))
