@@ -163,7 +163,9 @@ def nonsense(n: int, *, seed: int = 0) -> list[str]:
         [True, True]
     """
     random = np.random.default_rng(seed)
-    letters, vowels, consonants = list("abcdefghijklmnopqrstuvwxyz"), list("aeiou"), list("bcdfghjklmnprstvwz")
+    letters, vowels, consonants = (
+        np.array(list(some)) for some in ("abcdefghijklmnopqrstuvwxyz", "aeiou", "bcdfghjklmnprstvwz")
+    )
 
     def letters_of_a_word() -> str:
         return "".join(random.choice(letters, random.integers(4, 10)))
