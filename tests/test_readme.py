@@ -7,7 +7,6 @@ import shlex
 import shutil
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -40,11 +39,24 @@ def test_the_readme_is_short():
     assert len(README.splitlines()) <= 120
 
 
+def printed_by(function, *arguments):
+    """What a function prints in a process of its own: standard output, then standard error."""
+    process = Started(function, *arguments, piped=True)
+    printed = process.stdout.read()
+    process.stdout.close()
+    status, errors = process.finish()
+    assert status == 0, errors
+    return printed + errors
+
+
+def run_block(folder, block):
+    os.chdir(folder)
+    exec(block, {"__name__": "__main__"})
+
+
 def run_python(block, folder):
     """What a block of Python prints, in a process of its own that works in a folder."""
-    return subprocess.run(
-        [sys.executable, "-c", block], check=True, stdout=subprocess.PIPE, text=True, cwd=folder
-    ).stdout
+    return printed_by(run_block, folder, block)
 
 
 def test_the_block_of_five_minutes_runs(tmp_path):
@@ -54,16 +66,13 @@ def test_the_block_of_five_minutes_runs(tmp_path):
 
 def test_the_block_about_stores_runs(tmp_path):
     [block] = blocks("python", SEARCH)
-    printed = subprocess.run(
-        [sys.executable, "-c", block], check=True, capture_output=True, text=True, cwd=tmp_path
-    ).stdout
+    printed = run_python(block, tmp_path)
     assert printed.count("\n") == 3 and printed.count("'colour': 'red'") == 3
 
 
 def test_the_block_about_arrays_runs(tmp_path):
     block = blocks("python", read("docs/guides/adopt.md"))[0]
-    run = subprocess.run([sys.executable, "-c", block], check=True, capture_output=True, text=True, cwd=tmp_path)
-    found = [line.split() for line in run.stdout.splitlines()]
+    found = [line.split() for line in run_python(block, tmp_path).splitlines()]
     assert len(found) == 3 and found[0][0] == "3" and int(found[0][1].rstrip("%")) > 50  # Text 7 is of image 3.
 
 
@@ -93,12 +102,7 @@ def visited(tmp_path_factory):
     np.save(folder / "query.npy", images[7])
     (folder / "pairs.csv").write_text("image,text\n" + "".join(f"{i},{i}\n" for i in range(200)))
     lines = [line for line in "".join(blocks("sh")).splitlines() if line.strip() and not line.startswith("#")]
-    process = Started(run_lines, folder, lines, piped=True)
-    printed = process.stdout.read()
-    process.stdout.close()
-    status, errors = process.finish()
-    assert status == 0, errors
-    return folder, folded(printed + errors)
+    return folder, folded(printed_by(run_lines, folder, lines))
 
 
 def test_shell_blocks_run(visited):
