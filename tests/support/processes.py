@@ -36,6 +36,9 @@ _CONTEXT.set_forkserver_preload(
         "sfumato.training.loop",
         "sfumato.models.embed",
         "sfumato.search.collection",
+        "sfumato.serve.app",
+        "sfumato.serve.server",
+        "transformers.models.bert.modeling_bert",
         "pytest",
         "support.processes",
     ]
@@ -87,6 +90,12 @@ class Started:
         """End it with SIGKILL, which no handler sees."""
         self._process.kill()
         self._process.join()
+
+    @property
+    def pid(self) -> int:
+        """Its number."""
+        assert self._process.pid is not None
+        return self._process.pid
 
     @property
     def running(self) -> bool:
