@@ -3,7 +3,7 @@
 import importlib.util
 import json
 import re
-import subprocess
+import runpy
 import sys
 from pathlib import Path
 
@@ -59,10 +59,13 @@ def test_every_method_of_a_file_has_a_name_and_every_figure_a_baseline(script):
 @pytest.mark.parametrize(
     ("name", "seen"), [("referee", "## flickr8k-triplet"), ("referee-damaged", "corrupted queries")]
 )
-def test_the_referee_prints_the_files_that_hold_its_figures(name, seen):
-    command = ["benchmarks/referee.py", f"benchmarks/results/{name}.json"]
-    done = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert "| sfumato |" in done.stdout and seen in done.stdout
+def test_the_referee_prints_the_files_that_hold_its_figures(name, seen, monkeypatch, capsys):
+    script = ROOT / "benchmarks" / "referee.py"
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(sys, "argv", [str(script), f"benchmarks/results/{name}.json"])
+    runpy.run_path(str(script), run_name="__main__")
+    printed = capsys.readouterr().out
+    assert "| sfumato |" in printed and seen in printed
 
 
 def test_the_page_of_uncertainty_is_that_of_its_file(multiplicity):
