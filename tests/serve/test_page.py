@@ -1,5 +1,6 @@
 """The page in a real browser against a real service: use by mouse, finger and keyboard, and what must never happen."""
 
+import math
 import os
 import re
 import shutil
@@ -13,7 +14,6 @@ from support.serving import (
     embedding_sources,
     make_collection,
     make_embedding_run,
-    make_run,
     picture,
     read_only,
     served,
@@ -47,14 +47,9 @@ COLOURS = r"""(names) => {
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory):
-    return make_run(tmp_path_factory.mktemp("page"))
-
-
-@pytest.fixture(scope="module")
-def service(run):
+def service(sources):
     """A read-only service of pictures and texts."""
-    with served(read_only(run, run.parent / "data")) as client:
+    with served(sources) as client:
         yield client
 
 
@@ -66,43 +61,72 @@ def chromium():
         browser.close()
 
 
-@pytest.fixture
-def visit(chromium):
-    """Opens pages; in the end none has asked another origin, broken the content security policy or written an error."""
-    seen, contexts = [], []
+class Tab:
+    """A page in a browser session of its own, that notes what must never happen: another origin is asked, the content
+    security policy is broken, an error is written."""
 
-    def open_page(client, path="/", *, width=1280, height=800, allowed=(), **options):
-        base = str(client.base_url).rstrip("/")
-        context = chromium.new_context(
-            base_url=base, viewport={"width": width, "height": height}, reduced_motion="reduce", **options
-        )
-        contexts.append(context)
-        page = context.new_page()
-        page.set_default_timeout(8000)
-        page.add_init_script(
+    def __init__(self, chromium, base, **options):
+        self.base, self.seen, self.allowed = base, [], ()
+        self.page = chromium.new_context(base_url=base, **options).new_page()
+        self.page.set_default_timeout(8000)
+        self.page.add_init_script(
             "addEventListener('securitypolicyviolation', (e) =>"
             " console.error('policy', e.violatedDirective, e.blockedURI))"
         )
+        self.page.on("request", self._request)
+        self.page.on("console", self._console)
+        self.page.on("pageerror", lambda error: self.seen.append(f"thrown: {error}"))
 
-        def request(asked):
-            if not asked.url.startswith((base + "/", "data:", f"blob:{base}/")):
-                seen.append(f"asked {asked.url}")
+    def _request(self, asked):
+        if not asked.url.startswith((self.base + "/", "data:", f"blob:{self.base}/", "about:blank")):
+            self.seen.append(f"asked {asked.url}")
 
-        def console(message):
-            # The browser itself notes every refused request; those that a test brings about are allowed.
-            if message.type in ("error", "warning") and not any(text in message.text for text in allowed):
-                seen.append(f"{message.type}: {message.text}")
+    def _console(self, message):
+        # The browser itself notes every refused request; those that a test brings about are allowed.
+        if message.type in ("error", "warning") and not any(text in message.text for text in self.allowed):
+            self.seen.append(f"{message.type}: {message.text}")
 
-        page.on("request", request)
-        page.on("console", console)
-        page.on("pageerror", lambda error: seen.append(f"thrown: {error}"))
-        page.goto(path)
-        return page
+    def clear(self):
+        """As it was before the test."""
+        self.page.unroute_all()
+        self.page.evaluate("sessionStorage.clear()")
+        self.page.goto("about:blank")
+        self.page.mouse.move(0, 0)
+
+
+@pytest.fixture(scope="module")
+def tabs():
+    """Tabs that the next test goes on with, by their service."""
+    return {}
+
+
+@pytest.fixture
+def visit(request, chromium, tabs):
+    """Opens pages; in the end nothing has happened that must never happen. Those of services that outlive the test are
+    opened in the same tab as before, cleared."""
+    opened = []
+    lasting = [request.getfixturevalue(name) for name in ("service", "embeddings") if name in request.fixturenames]
+
+    def open_page(client, path="/", *, width=1280, height=800, color_scheme="light", allowed=(), **options):
+        base = str(client.base_url).rstrip("/")
+        kept = not options and client in lasting
+        tab = tabs.pop(base, None) if kept else None
+        tab = tab or Tab(chromium, base, **options)
+        opened.append((tab, kept))
+        tab.allowed = allowed
+        tab.page.set_viewport_size({"width": width, "height": height})
+        tab.page.emulate_media(color_scheme=color_scheme, reduced_motion="reduce")
+        tab.page.goto(path)
+        return tab.page
 
     yield open_page
-    for context in contexts:
-        context.close()
-    assert not seen
+    for tab, kept in opened:
+        if kept:
+            tab.clear()
+            tabs[tab.base] = tab
+        else:
+            tab.page.context.close()
+    assert not [one for tab, _ in opened for one in tab.seen]
 
 
 def ask(client, query, **options):
@@ -200,12 +224,12 @@ def test_verdicts_differ_by_more_than_words(visit, service):
     """Many matches, an ambiguous query and one that fits nothing: three signs and three colours."""
     page = visit(service)
     answer = ask(service, {"text": "some bar"})
+    page.route("**/v1/search", lambda route: route.fulfill(json={"answers": [answer]}))
     seen = {}
     for kind in ("clear", "few", "many", "unsure", "abstained", "unfamiliar"):
         answer["verdict"] = {"kind": kind, "text": f"the words for {kind}"}
-        page.unroute("**/v1/search")
-        page.route("**/v1/search", lambda route, _, answer=answer: route.fulfill(json={"answers": [answer]}))
-        page.goto(f"/?q={kind}")
+        page.locator("#q0").fill(kind)
+        page.keyboard.press("Enter")
         verdict_line = panel(page).locator(".verdict")
         expect(verdict_line).to_contain_text(f"the words for {kind}")
         colour = verdict_line.evaluate("(line) => getComputedStyle(line).color")
@@ -472,13 +496,32 @@ def test_keyboard_alone(visit, service):
     expect(page.get_by_role("dialog")).to_be_hidden()
 
 
+def places(points, box, *ellipses):
+    """Where the points of a map are on the screen when it shows all."""
+    seen = [*points, *ellipses]
+    (left, right), (low, high) = (
+        (min(one[name] - one["a"] for one in seen), max(one[name] + one["a"] for one in seen)) for name in "xy"
+    )
+    scale = 0.94 * min(box["width"] / (right - left), box["height"] / (high - low))
+    x, y = (
+        box["x"] + box["width"] / 2 - scale * (left + right) / 2,
+        box["y"] + box["height"] / 2 + scale * (low + high) / 2,
+    )
+    return [(x + scale * one["x"], y - scale * one["y"]) for one in points]
+
+
+def alone(places):
+    """Number of the place that is farthest from all others."""
+    return max(range(len(places)), key=lambda i: min(math.dist(places[i], one) for one in places if one != places[i]))
+
+
 def test_map(visit, service):
     page = visit(service, "/?q=a+red+circle")
     page.get_by_text("Map", exact=True).click()
     told = service.get("/v1/map?n=2000").json()
     canvas, tip = page.locator("canvas"), page.locator("#tip")
-    axes = [v for point in told["points"] for v in (point["a"], point["b"])]
-    axes += [ask(service, {"text": "a red circle"}, position=True)["position"][name] for name in ("a", "b")]
+    query = ask(service, {"text": "a red circle"}, position=True)["position"]
+    axes = [one[name] for one in (*told["points"], query) for name in ("a", "b")]
     for said in (
         "one image each: 48 images",
         f"from ± {min(axes):.2g} to ± {max(axes):.2g}",
@@ -502,8 +545,11 @@ def test_map(visit, service):
     page.keyboard.press("Escape")
     expect(tip).to_be_hidden()
     page.keyboard.press("+")
-    page.wait_for_timeout(100)
-    assert canvas.screenshot() != whole
+    for _ in range(100):
+        if canvas.screenshot() != whole:
+            break
+    else:
+        raise AssertionError("it draws what it drew before")
     page.keyboard.press("0")
     # with the mouse: over the very place of an item, by its own coordinates
     box = canvas.bounding_box()
@@ -514,16 +560,11 @@ def test_map(visit, service):
     page.mouse.up()
     assert searched(page)["q"] == "a red circle"  # dragging picks nothing
     page.get_by_role("button", name="Show all").click()
-    found = None
-    for k in range(12, 28):
-        for row in range(4, 16):
-            page.mouse.move(box["x"] + box["width"] * k / 40, box["y"] + box["height"] * row / 20)
-            if tip.is_visible():
-                found = tip.locator("b").inner_text()
-                break
-        if found:
-            break
-    assert found
+    there = places(told["points"], box, query)
+    chosen = alone(there)
+    found = told["points"][chosen]["id"]
+    page.mouse.move(*there[chosen])
+    expect(tip.locator("b")).to_have_text(found)
     page.mouse.down()
     page.mouse.up()
     expect(panel(page).locator("h2")).to_have_text(f"More like {found}")
@@ -535,18 +576,14 @@ def test_map_by_touch(visit, service):
     canvas, tip = page.locator("canvas"), page.locator("#tip")
     expect(page.locator("#legend")).to_contain_text("48 images")
     canvas.scroll_into_view_if_needed()
-    page.wait_for_timeout(100)
-    box = canvas.bounding_box()
-    for k in range(1, 60):
-        x, y = box["x"] + box["width"] * (k % 8 + 1) / 9, box["y"] + box["height"] * (k // 8 + 1) / 9
-        page.touchscreen.tap(x, y)
-        page.wait_for_timeout(30)
-        if tip.is_visible():
-            break
+    points = service.get("/v1/map?n=2000").json()["points"]
+    there = places(points, canvas.bounding_box())
+    chosen = alone(there)
+    page.touchscreen.tap(*there[chosen])
+    expect(tip.locator("b")).to_have_text(points[chosen]["id"])
     assert "id" not in searched(page)  # the first tap shows, the second picks
-    name = tip.locator("b").inner_text()
-    page.touchscreen.tap(x, y)
-    expect(panel(page).locator("h2")).to_have_text(f"More like {name}")
+    page.touchscreen.tap(*there[chosen])
+    expect(panel(page).locator("h2")).to_have_text(f"More like {points[chosen]['id']}")
 
 
 def test_key(visit, run):
@@ -780,6 +817,8 @@ def test_options_are_folded_unless_they_are_in_use(visit, run, tmp_path):
 def test_small_probabilities_read_as_in_the_verdict(visit, service):
     page = visit(service)
     none, one = "Probably no match", "About one match or none"
+    answer = ask(service, {"text": "some bar"})
+    page.route("**/v1/search", lambda route: route.fulfill(json={"answers": [answer]}))
     for p, expected, said, number, odds in (
         (0.0049, 0.0312, "0.5%", none, "fewer than 1 of 100"),
         (0.0001, 0.0002, "<0.1%", none, "fewer than 1 of 100"),
@@ -790,15 +829,14 @@ def test_small_probabilities_read_as_in_the_verdict(visit, service):
         (0.96, 1.04, "96%", one, "about 96 of 100"),
         (0.998, 1.49, ">99%", one, "more than 99 of 100"),
     ):
-        answer = ask(service, {"text": "some bar"})
         answer["expected_matches"] = expected
         for hit in answer["hits"]:
             hit["match_probability"] = min(p, expected / 24)
         answer["hits"][0]["match_probability"] = p
         answer["verdict"] = dict(zip(("kind", "text"), vars(verdict(expected, p)).values(), strict=True))
-        page.unroute("**/v1/search")
-        page.route("**/v1/search", lambda route, _, answer=answer: route.fulfill(json={"answers": [answer]}))
-        page.goto(f"/?q={p}")
+        page.locator("#q0").fill(str(p))
+        page.keyboard.press("Enter")
+        expect(panel(page).locator(".figures b").first).to_have_text(said)
         expect(panel(page).locator(".facts p").first).to_have_text(f"{number} among 48 images")
         shown = sum(hit["match_probability"] for hit in answer["hits"])
         said_of_them = "" if shown < 1 else f" About {round(shown)} of these should match."
@@ -807,7 +845,6 @@ def test_small_probabilities_read_as_in_the_verdict(visit, service):
         )
         expect(panel(page).get_by_role("img", name=f"probability {said}")).to_be_visible()
         expect(panel(page).locator(".facts p").nth(1)).to_have_text(f"First result: right in {odds} such searches")
-        expect(panel(page).locator(".figures b").first).to_have_text(said)
         if 0.001 < p < 0.75:
             expect(panel(page).locator(".verdict")).to_contain_text(f"a probability of {said}")
 

@@ -1,6 +1,6 @@
 """The map on the page, when the service draws its own anew."""
 
-from serve.test_page import CHROMIUM, chromium, expect, panel, pytestmark, visit  # noqa: F401
+from serve.test_page import CHROMIUM, chromium, expect, panel, pytestmark, tabs, visit  # noqa: F401
 from support.serving import in_base64, make_collection, picture, served
 
 from sfumato.serve.answering import open_sources

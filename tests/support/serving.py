@@ -1,15 +1,15 @@
 """A tiny trained run, served: what the tests of the service share."""
 
+import asyncio
 import base64
 import contextlib
 import io
 import os
-import subprocess
-import sys
 import threading
 import time
 import zlib
 from dataclasses import replace
+from functools import partial
 
 import httpx
 import numpy as np
@@ -28,6 +28,7 @@ from sfumato.serve.answering import ServedGallery, Sources
 from sfumato.serve.app import create_app
 from sfumato.serve.settings import Settings
 from sfumato.training.loop import fit
+from support.processes import Started, command
 from support.toy import make_toy
 
 KEY = "a-key-for-the-tests"
@@ -144,33 +145,77 @@ def make_collection(run_folder, pictures, folder):
     return folder
 
 
+class Server(uvicorn.Server):
+    """Ends as soon as it is asked to; that of uvicorn looks ten times a second, and waits in between."""
+
+    async def main_loop(self):
+        self.loop, self.asked = asyncio.get_running_loop(), asyncio.Event()
+        while not await self.on_tick(0):
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self.asked.wait(), 1)
+
+    async def shutdown(self, sockets=None):
+        for server in self.servers:
+            server.close()
+        for connection in list(self.server_state.connections):
+            connection.shutdown()
+        await asyncio.sleep(0)  # so that they close
+        await self._wait_tasks_to_complete()
+        await self.lifespan.shutdown()
+
+    def end(self):
+        self.should_exit = True
+        if hasattr(self, "asked"):
+            self.loop.call_soon_threadsafe(self.asked.set)
+
+
+_decoding = {}  # memory limit -> processes that decode images and are idle
+
+
+def _keep_processes(decoders):
+    """The next service goes on with the processes of this one that decode images: each takes a while to start."""
+
+    def close(process):
+        process.closed = True
+        if process in decoders._idle and process.child is not None:
+            _decoding.setdefault(process.memory_bytes, []).append(process.child)
+            process.child = None
+        process._end()
+
+    for process in decoders._processes:
+        process.close = partial(close, process)
+        if idle := _decoding.get(process.memory_bytes):
+            process.child = idle.pop()
+
+
 @contextlib.contextmanager
 def served(sources, **settings):
     """A client of a real server on a free port of this machine, ready."""
     app = create_app(sources, Settings(**settings))
-    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error", ws="none", access_log=False))
+    _keep_processes(app.state.service.embedder.decoders)
+    server = Server(uvicorn.Config(app, port=0, log_level="error", ws="none", access_log=False))
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     headers = {"Authorization": f"Bearer {settings['keys'][0]}"} if settings.get("keys") else {}
     try:
         while not server.started:
             assert thread.is_alive()
-            time.sleep(0.01)
+            time.sleep(0.001)
         port = server.servers[0].sockets[0].getsockname()[1]
         with httpx.Client(base_url=f"http://127.0.0.1:{port}", headers=headers, timeout=20, trust_env=False) as client:
             client.app = app
             wait_until_ready(client)
             yield client
     finally:
-        server.should_exit = True
+        server.end()
         thread.join(20)
 
 
 def wait_until_ready(client, seconds=20):
-    for _ in range(int(seconds / 0.05)):
+    for _ in range(int(seconds / 0.01)):
         if client.get("/readyz").status_code == 200:
             return
-        time.sleep(0.05)
+        time.sleep(0.01)
     raise AssertionError(client.get("/readyz").text)
 
 
@@ -194,23 +239,28 @@ class SlowModel(torch.nn.Module):
 
 
 class Process:
-    """`sfumato serve` as users start it."""
+    """`sfumato serve` in a process of its own."""
 
     def __init__(self, *arguments, folder=None, **environment):
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "sfumato", "serve", *map(str, arguments), "--port", "0"],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            cwd=folder,
-            env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
-        )
-        line = self.process.stdout.readline()
-        assert "http://" in line, self.process.stderr.read()
+        self._started = Started(_serve, folder or os.getcwd(), *arguments, env=environment, piped=True)
+        line = self._started.stdout.readline()
+        assert "http://" in line, self._started.finish()
         self.client = httpx.Client(base_url=line.split()[-1], timeout=20, trust_env=False)
 
     def end(self, signal_number):
-        self.process.send_signal(signal_number)
+        """(exit status, standard error)."""
+        self.send_signal(signal_number)
         self.client.close()
-        out = self.process.communicate(timeout=30)
-        return self.process.returncode, out
+        return self.finish()
+
+    def send_signal(self, signal_number):
+        os.kill(self._started.pid, signal_number)
+
+    def finish(self):
+        with self._started.stdout:
+            return self._started.finish(30)
+
+
+def _serve(folder, *arguments):
+    os.chdir(folder)
+    command("serve", *arguments, "--port", "0")
