@@ -94,7 +94,7 @@ def test_the_command_takes_rights(collection):
         assert told(as_reader(process.client)) == ("read", False)
         assert problem(process.client.delete("/v1/items/000.png"), 403)["code"] == "read-only"
     finally:
-        status, (_, errors) = process.end(signal.SIGTERM)
+        status, errors = process.end(signal.SIGTERM)
     assert status == 0 and READER not in errors
 
 

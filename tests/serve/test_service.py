@@ -12,7 +12,6 @@ from dataclasses import replace
 import httpx
 import pytest
 import torch
-from support.processes import Started, command
 from support.serving import KEY, Process, SlowModel, in_base64, picture, served, wait_until_ready
 
 from sfumato.data.image_decoding import decode_image
@@ -566,14 +565,14 @@ def test_sigterm_lets_requests_finish(collection):
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         asked = pool.submit(process.client.post, "/v1/search", json={"queries": [{"text": "a red bar"}]})
         time.sleep(0.5)
-        process.process.send_signal(signal.SIGTERM)
-        time.sleep(0.3)
+        process.send_signal(signal.SIGTERM)
         with pytest.raises(httpx.ConnectError):
-            httpx.get(f"{process.client.base_url}/healthz", trust_env=False)
+            while not asked.done():
+                httpx.get(f"{process.client.base_url}/healthz", trust_env=False)
         answer = asked.result()
     assert answer.status_code == 200 and answer.json()["answers"][0]["hits"]
-    _, err = process.process.communicate(timeout=30)
-    assert process.process.returncode == 0 and "Traceback" not in err
+    status, err = process.finish()
+    assert status == 0 and "Traceback" not in err
 
 
 def test_what_was_acknowledged_survives_kill_9(collection):
@@ -597,9 +596,9 @@ def test_what_was_acknowledged_survives_kill_9(collection):
     thread = threading.Thread(target=ingest)
     thread.start()
     assert sent.wait(30)
-    process.process.kill()
+    process.send_signal(signal.SIGKILL)
     thread.join()
-    process.process.communicate()
+    assert process.finish()[0] == -signal.SIGKILL
     with served(open_sources(collection)) as client:
         for id in acknowledged:
             assert client.get(f"/v1/items/{id}").status_code == 200
@@ -624,17 +623,16 @@ def test_a_service_that_cannot_answer_says_so_and_ends(collection, monkeypatch, 
     assert "cannot answer: no such table" in err and not out
 
 
-def test_the_command_says_what_is_wrong(run, tmp_path):
-    wrong = (
+def test_the_command_says_what_is_wrong(run, tmp_path, sfumato, monkeypatch):
+    monkeypatch.setattr("sfumato.serve.server.Server.run", lambda self: pytest.fail("it serves"))
+    for arguments, message in (
         ((tmp_path / "nothing",), str(tmp_path / "nothing")),
         ((run, "--host", "0.0.0.0"), "--api-key-file"),
         ((run, "--host", "0.0.0.0", "--no-key"), "--allowed-host"),
         ((run, "--store", "x"), "are for an index"),
-    )
-    started = [Started(command, "serve", *arguments) for arguments, _ in wrong]
-    for process, (_, message) in zip(started, wrong, strict=True):
-        status, printed = process.finish(60)
-        assert status == 2 and message in printed and "Traceback" not in printed, printed
+    ):
+        status, out, err = sfumato("serve", *arguments)
+        assert status == 2 and message in err and not out and "Traceback" not in err, err
 
 
 def test_threads_do_not_change_the_answer(sources):
