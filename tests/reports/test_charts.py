@@ -6,6 +6,7 @@ import xml.etree.ElementTree as ET
 
 import numpy as np
 import pytest
+from matplotlib import pyplot
 from reports.test_report import EVIL
 
 from sfumato.errors import UserError
@@ -17,7 +18,9 @@ from sfumato.reports.charts import (
     ellipse_chart,
     letter_positions,
     magnification,
+    new_axes,
     require_matplotlib,
+    write_drawing,
 )
 from sfumato.reports.report_charts import training_curves
 
@@ -56,6 +59,18 @@ def test_each_marker_of_a_collection_has_its_title():
     assert [e.find("title").text for e in dots] == [f"dot {k}" for k in range(n)]
     positions = [float(e.attrib["x"]) for e in dots]
     assert positions == sorted(positions) and len(set(positions)) == n
+
+
+def test_writing_a_figure_leaves_it_as_it_was(tmp_path):
+    """Its layout too, which is found once for both files, and leaves room for the label."""
+    axes = new_axes(3, 2)
+    axes.set_ylabel("label")
+    figure = axes.figure
+    canvas, engine = figure.canvas, figure.get_layout_engine()
+    assert [path.name for path in write_drawing(figure, tmp_path, "drawn")] == ["drawn.png", "drawn.svg"]
+    assert figure.canvas is canvas and figure.get_layout_engine() is engine and engine is not None
+    assert axes.yaxis.label.get_window_extent().x0 >= 0
+    pyplot.close(figure)
 
 
 def test_without_matplotlib_the_extra_is_named(monkeypatch):

@@ -11,10 +11,12 @@ import pytest
 import torch
 from PIL import Image
 from scipy import stats
+from support.charts import undrawn
 
 from sfumato import GaussianEmbedding, csd_matrix
 from sfumato.calibration.calibrator import Calibration
 from sfumato.data.pairs import PairData
+from sfumato.evaluation.protocols import evaluate_retrieval
 from sfumato.matching import match_probability
 from sfumato.metrics.relevance import Relevance
 from sfumato.models.calibrate import calibrate_split
@@ -62,6 +64,9 @@ def scene(n=13, m=29, d=5, seed=0, **changes):
 def plain_report():
     """The report of the scene without changes."""
     return make_report(scene())
+
+
+undrawn_report = undrawn()(make_report)
 
 
 class Checker(html.parser.HTMLParser):
@@ -143,23 +148,23 @@ def test_what_users_wrote_cannot_become_markup():
     }
     checked = Checker(make_report(scene(**bad)).html)
     assert sum(EVIL in text for text in checked.text) > 20
-    gone = make_report(scene(thumbnail=lambda i: None, image_names=[EVIL] * data.images.n)).html
+    gone = undrawn_report(scene(thumbnail=lambda i: None, image_names=[EVIL] * data.images.n)).html
     assert "img" not in Checker(gone).tags
 
 
 def test_estimators_without_figures_and_versions_without_a_second_one_are_left_out():
     value = {"value": 0.7, "low": 0.6, "high": 0.8}
     trust = {"directions": {"t2i": {"estimators": {"log_det": {}, "margin": {"wrong_auroc": value}}}}}
-    page = make_report(scene(trust=trust)).html
+    page = undrawn_report(scene(trust=trust)).html
     assert "margin" in page and "log det" not in page
-    assert "ECE after" not in make_report(scene(learnt_logits=None)).html
+    assert "ECE after" not in undrawn_report(scene(learnt_logits=None)).html
 
 
 def test_mistakes_are_counted_as_loops_count_them():
     data = scene(seed=3)
     distance = csd_matrix(data.images, data.texts)
     ground_truth = torch.from_numpy(np.asarray(data.relevance.to_dense())) > 0
-    report = make_report(data)
+    report = undrawn_report(data)
     for key, d, t in (("i2t", distance, ground_truth), ("t2i", distance.T, ground_truth.T)):
         wrong, plausible, judged = 0, 0, 0
         for i in range(len(d)):
@@ -178,7 +183,7 @@ def test_calibration_is_that_of_loops_before_and_after():
     data = scene(seed=1)
     distance = csd_matrix(data.images, data.texts).double()
     ground_truth = torch.from_numpy(np.asarray(data.relevance.to_dense())).double()
-    found = make_report(data).calibration
+    found = undrawn_report(data).calibration
     has = data.relevance.counts > 0
     first = distance.argmin(1)
     sets = {
@@ -195,15 +200,15 @@ def test_calibration_is_that_of_loops_before_and_after():
             gaps = [len(s) * abs(p[s].mean() - match[s].mean()).item() for s in parts if s]
             assert found[key][version]["ece"] == pytest.approx(sum(gaps) / len(p), abs=1e-6)
             assert found[key][version]["brier"] == pytest.approx((p - match).square().mean().item(), abs=1e-6)
-    assert "before" not in make_report(scene(learnt_logits=None)).calibration["pairs"]
-    alone = make_report(scene(calibration=None, learnt_logits=None))
+    assert "before" not in undrawn_report(scene(learnt_logits=None)).calibration["pairs"]
+    alone = undrawn_report(scene(calibration=None, learnt_logits=None))
     assert set(alone.calibration["pairs"]) == {"n", "matches", "before"}
     assert "not calibrated on held-out pairs" in alone.html
 
 
 def test_the_most_uncertain_come_with_what_they_retrieved():
     data = scene(captions=[f"text number {i:03d}." for i in range(29)])
-    page = make_report(data).html
+    page = undrawn_report(data).html
     part = page[page.index('id="extremes"') : page.index('id="mistakes"')]
     most = int(data.texts.total_variance.argmax())
     start = part.index(f"“text number {most:03d}.”", part.index("Texts it is least certain of"))
@@ -243,10 +248,10 @@ def test_words_about_the_uncertainty_follow_its_sign():
     sizes = torch.where(right, -12.0, -10.0) + 0.01 * torch.arange(300) / 300
     for sign, words in ((1, "fail clearly more often"), (-1, "fail clearly less often")):
         log_var = (sizes if sign > 0 else -22 - sizes)[:, None].expand(300, 5)
-        page = make_report(scene(n=40, m=300, seed=5, texts=GaussianEmbedding(data.texts.mean, log_var))).html
+        page = undrawn_report(scene(n=40, m=300, seed=5, texts=GaussianEmbedding(data.texts.mean, log_var))).html
         assert f"Texts with a larger total variance {words}" in page
     chance = torch.randn(300, 5, generator=torch.Generator().manual_seed(0)) - 10
-    page = make_report(scene(n=40, m=300, seed=5, texts=GaussianEmbedding(data.texts.mean, chance))).html
+    page = undrawn_report(scene(n=40, m=300, seed=5, texts=GaussianEmbedding(data.texts.mean, chance))).html
     assert "Total variance does not show which texts fail" in page
 
 
@@ -291,7 +296,8 @@ def test_points_have_no_uncertainty_to_show():
 
 
 def test_other_distances_trust_and_training_are_shown_and_what_is_malformed_is_left_out():
-    other = make_report(scene(distance="wasserstein2")).evaluation.to_json()
+    data = scene()
+    other = evaluate_retrieval(data.images, data.texts, data.relevance, distance="wasserstein2").to_json()
     interval = {"value": 0.61, "low": 0.55, "high": 0.67}
     log = [
         {"epoch": e, "loss": 1 / (e + 1), "val/i2t/recall@1": 0.1 * e, "val/t2i/recall@1": 0.05 * e} for e in range(4)
@@ -326,7 +332,7 @@ def test_other_distances_trust_and_training_are_shown_and_what_is_malformed_is_l
     assert checked.tags.count("svg") == 2 + 1 + 3 + 2
     assert 'title="the volume"' in page and ">odd<" not in page
     for broken in ({}, {"directions": 3}, {"directions": {"t2i": {"estimators": {"a": 1}}}}):
-        assert 'id="trust"' not in make_report(scene(trust=broken)).html
+        assert 'id="trust"' not in undrawn_report(scene(trust=broken)).html
 
 
 def test_the_page_does_not_grow_with_the_data():
@@ -373,7 +379,7 @@ def test_the_probabilities_of_results_are_those_of_searches():
     calibration = calibrate_split((data.images, data.texts), split, "csd", split="val")
     logits = calibration.logit_scale, calibration.logit_bias
     data = dataclasses.replace(data, calibration=calibration, logits=logits)
-    found = make_report(data).calibration
+    found = undrawn_report(data).calibration
     for direction, queries, gallery, match in (
         ("t2i", data.texts, data.images, dense.T),
         ("i2t", data.images, data.texts, dense),

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image
 from reports.test_report import Checker
+from support.charts import undrawn
 from support.toy import make_toy
 from support.words import folded
 
@@ -71,6 +72,7 @@ def test_all_studies_are_printed_written_and_drawn(run, sfumato):
     assert all(printed[name].items() <= files[name].items() for name in files)
 
 
+@undrawn()
 def test_corruption_is_that_of_trust(run, sfumato):
     """The same items; and the same intervals, of which those of texts draw the two captions of an image together."""
     sfumato("analyse", run, "--only", "corruption", "--corrupted", 9, "--bootstrap", 20, "--seed", 3)
@@ -87,6 +89,7 @@ def test_corruption_is_that_of_trust(run, sfumato):
                 assert mean == pytest.approx(other, rel=1e-5)
 
 
+@undrawn()
 def test_the_other_picture_is_embedded_like_the_mixtures(run, sfumato):
     """As a PNG square of the mixtures' size, made here without the package's own decoder."""
     sfumato("analyse", run, *QUICK, "--only", "sets", "--seed", 1)
@@ -113,6 +116,7 @@ def test_the_other_picture_is_embedded_like_the_mixtures(run, sfumato):
     assert other(lambda content: content)["off_line"] != pytest.approx(expected["off_line"], rel=1e-4)
 
 
+@undrawn()
 def test_one_study_joins_those_that_lie_there(run, sfumato):
     sfumato("analyse", run, *QUICK, "--only", "words")
     page = run / "analysis-test" / "analysis.html"
@@ -122,6 +126,7 @@ def test_one_study_joins_those_that_lie_there(run, sfumato):
     assert Checker(page.read_text()).ids == ["sets", "words", "map"]
 
 
+@undrawn()
 def test_the_report_shows_what_was_found_with_these_weights(run, work, sfumato):
     plain = sfumato("report", run, "--json")[1]
     assert json.loads(plain)["bytes"] and 'id="map"' not in (run / "report-test.html").read_text()
@@ -144,6 +149,7 @@ def test_the_report_shows_what_was_found_with_these_weights(run, work, sfumato):
     ] == ["map"]
 
 
+@undrawn()
 def test_points_have_a_map_and_whatever_looks_at_the_gallery(work, sfumato, tmp_path):
     status, out, err = sfumato("analyse", work / "points", *QUICK, "--out", tmp_path / "found", "--json")
     plain, told = sfumato("analyse", work / "points", *QUICK, "--out", tmp_path / "again")[1:]
@@ -157,6 +163,7 @@ def test_points_have_a_map_and_whatever_looks_at_the_gallery(work, sfumato, tmp_
     assert found["corruption"]["uncertainty"] == found["words"]["uncertainty"] == "top1_mismatch"
 
 
+@undrawn()
 def test_other_data_are_analysed_here(work, sfumato, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     status, out, _ = sfumato(
@@ -228,6 +235,7 @@ def test_too_few_items_are_refused_before_anything_is_embedded(run, sfumato, mon
         analyse_model(loaded, loaded.recipe.data, "test", studies=["map"], options=AnalysisOptions(n_mapped=1))
 
 
+@undrawn()
 def test_the_report_does_what_is_missing_and_keeps_the_rest(run, sfumato):
     folder = run / "analysis-test"
     sfumato("analyse", run, *QUICK, "--only", "words,sets", "--corpus", "split")
@@ -251,6 +259,7 @@ def test_the_report_does_what_is_missing_and_keeps_the_rest(run, sfumato):
     assert json.loads((folder / "words.json").read_text())["corpus"] == "bin"
 
 
+@undrawn()
 def test_region_features_leave_what_needs_no_pictures(tmp_path, sfumato):
     data, words = tmp_path / "data", ("cat", "dog", "bus", "cup")
     data.mkdir()

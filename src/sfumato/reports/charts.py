@@ -1,11 +1,12 @@
 """Charts as matplotlib SVG: curves, bars, and maps of Gaussians as ellipses."""
 
+import contextlib
 import html
 import io
 import math
 import re
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -88,6 +89,25 @@ def make_plane(axes: "Axes") -> None:
     axes.axis("off")
 
 
+@contextlib.contextmanager
+def _laid_out(figure: "Figure") -> Iterator[None]:
+    """Within, the layout stands: matplotlib would draw everything once more for each file to find it."""
+    from matplotlib.backends.backend_svg import FigureCanvasSVG
+
+    canvas, engine = figure.canvas, figure.get_layout_engine()
+    if engine is None:
+        yield
+        return
+    FigureCanvasSVG(figure)  # Widths of words are those of the drawing.
+    try:
+        engine.execute(figure)
+        figure.set_layout_engine(None)
+        yield
+    finally:
+        figure.set_layout_engine(engine)
+        figure.set_canvas(canvas)
+
+
 def write_drawing(figure: "Figure", folder: Path, name: str) -> list[Path]:
     """Write NAME.png and NAME.svg, equal in every run; the paths."""
     import matplotlib
@@ -95,12 +115,13 @@ def write_drawing(figure: "Figure", folder: Path, name: str) -> list[Path]:
     paths = []
     with matplotlib.rc_context(STYLE | {"svg.hashsalt": name}), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph")  # A character that the font lacks is a box in the PNG alone.
-        for ending in ("png", "svg"):
-            drawn = io.BytesIO()
-            nothing: Any = {"Date": None} if ending == "svg" else None
-            figure.savefig(drawn, format=ending, dpi=150, metadata=nothing)
-            paths.append(path := folder / f"{name}.{ending}")
-            write_atomically(path, drawn.getvalue())
+        with _laid_out(figure):
+            for ending in ("png", "svg"):
+                drawn = io.BytesIO()
+                nothing: Any = {"Date": None} if ending == "svg" else None
+                figure.savefig(drawn, format=ending, dpi=150, metadata=nothing)
+                paths.append(path := folder / f"{name}.{ending}")
+                write_atomically(path, drawn.getvalue())
     return paths
 
 
@@ -110,9 +131,8 @@ def draw_curve(
     """Draw {"x", "value", "low", "high"} as a line with intervals where there are any; the markers."""
     xs, values = [p["x"] for p in points], [p["value"] for p in points]
     axes.plot(xs, values, color=colour, linewidth=2, label=label or None)
-    for p in points:
-        if p["low"] is not None:
-            axes.vlines(p["x"], p["low"], p["high"], color=INK if markers else colour, linewidth=1.2)
+    if known := [(p["x"], p["low"], p["high"]) for p in points if p["low"] is not None]:
+        axes.vlines(*zip(*known, strict=True), color=INK if markers else colour, linewidth=1.2)
     return [axes.plot([x], [v], "o", color=colour, markersize=6)[0] for x, v in zip(xs, values, strict=True) if markers]
 
 
@@ -182,7 +202,8 @@ class Chart:
         file = io.StringIO()
         with matplotlib.rc_context(STYLE | {"svg.hashsalt": self._label}):
             nothing: Any = dict.fromkeys(("Date", "Creator", "Format", "Type"))
-            self._figure.savefig(file, format="svg", transparent=True, metadata=nothing)
+            with _laid_out(self._figure):
+                self._figure.savefig(file, format="svg", transparent=True, metadata=nothing)
         text = re.sub(r"\s+", " ", file.getvalue().split("</defs>", 1)[1].rpartition("</svg>")[0])
         text = re.sub(r' clip-path="[^"]*"|; font-family: [^;"]*|<defs> <clipPath.*?</defs>', "", text)
         text = re.sub(r"<[^>]*>", lambda tag: re.sub(r"(\d\.\d\d)\d+", r"\1", tag[0]), text)
@@ -326,8 +347,9 @@ def draw_ellipses(axes: "Axes", ellipses: Sequence[Ellipse], times: float) -> "l
         )
         drawn.append(axes.add_patch(patch))
         axes.plot([e.x], [e.y], "o", color=e.colour, markersize=3.6 if e.strong else 2, markeredgewidth=0)
-    axes.margins(0.08 if any(e.letter for e in ellipses) else 0.02)
-    for e, (x, y) in zip(ellipses, letter_positions(ellipses, times), strict=True):
+    lettered = any(e.letter for e in ellipses)
+    axes.margins(0.08 if lettered else 0.02)
+    for e, (x, y) in zip(ellipses, letter_positions(ellipses, times), strict=True) if lettered else ():
         if e.letter:
             axes.text(x, y, e.letter, color=e.colour, weight="bold", ha="center", va="center")
     return drawn

@@ -246,11 +246,11 @@ def draw_recall_bins(
     axes: "Axes", recall: Sequence[float], intervals: Sequence[tuple[float, float]]
 ) -> "list[Rectangle]":
     """Bars of recall@1, fractions, from the most to the least certain group of queries; the bars."""
-    bars: list[Rectangle] = []
-    for i, (value, (low, high)) in enumerate(zip(recall, intervals, strict=True), 1):
-        bars += axes.bar([i], [value], width=0.72, color=FIRST, alpha=0.75)
-        axes.errorbar([i], [(low + high) / 2], [(high - low) / 2], color=INK, linewidth=1.2)
-    axes.set_xticks(range(1, len(recall) + 1))
+    places = range(1, len(recall) + 1)
+    bars: list[Rectangle] = [*axes.bar(places, recall, width=0.72, color=FIRST, alpha=0.75)]
+    middle, half = ([(high + sign * low) / 2 for low, high in intervals] for sign in (1, -1))
+    axes.errorbar(places, middle, half, color=INK, linewidth=1.2, linestyle="none")
+    axes.set_xticks(places)
     axes.set_ylim(bottom=0)
     _in_percent(axes.yaxis)
     axes.set_xlabel("ten groups of queries: most certain → least certain")
@@ -388,8 +388,9 @@ def _reliability_chart(curves: Mapping[str, list[dict[str, Any]]], name: str) ->
         colour, line = (SECOND, (0, (4, 3))) if before else (FIRST, "-")
         points = [b["probability"] for b in curve], [b["observed"] for b in curve]
         axes.plot(*points, color=colour, linestyle=line, linewidth=2, label=f"{version} calibration")
+        low, high = ([b[key] for b in curve] for key in ("low", "high"))
+        axes.vlines(points[0], low, high, color=colour, alpha=0.6, linewidth=1.2)
         for b in curve:
-            axes.vlines(b["probability"], b["low"], b["high"], color=colour, alpha=0.6, linewidth=1.2)
             size = 5 + 8 * np.log1p(b["count"]) / np.log1p(most)
             (dot,) = axes.plot(
                 [b["probability"]], [b["observed"]], "o", color=colour, markersize=size,
