@@ -31,6 +31,13 @@ def collection(run, data, tmp_path):
     return make_collection(run, data, tmp_path / "collection")
 
 
+@pytest.fixture(scope="module")
+def kept(run, data, tmp_path_factory):
+    """Of a service of a collection, for tests that leave it as it was."""
+    with served(open_sources(make_collection(run, data, tmp_path_factory.mktemp("kept") / "collection"))) as client:
+        yield client
+
+
 @pytest.fixture
 def writable(collection):
     """Of a service of a collection."""

@@ -11,13 +11,12 @@ from dataclasses import replace
 import pytest
 import torch
 from serve.test_faults import problem
-from support.serving import KEY, in_base64, picture, served
+from support.serving import KEY, guard_of, in_base64, picture, served, until
 
 from sfumato.encoders.dual import DualEncoder
 from sfumato.errors import UserError
 from sfumato.serve import limits
 from sfumato.serve.decoding import _Process
-from sfumato.serve.guard import Guard
 from sfumato.serve.settings import Settings
 
 KNOWN = {"Authorization": f"Bearer {KEY}"}
@@ -62,8 +61,7 @@ def test_with_a_key_bodies_are_read_where_they_belong(sources):
 def test_strangers_take_no_place_of_those_with_a_key(sources):
     with served(sources, keys=(KEY,), max_requests=2) as client, contextlib.ExitStack() as open_ones:
         for line in ("POST /healthz HTTP/1.1", "POST /v1/search HTTP/1.1", "GET /docs HTTP/1.1") * 3:
-            open_ones.enter_context(idle(client, line))
-        time.sleep(0.5)  # They have arrived.
+            assert open_ones.enter_context(idle(client, line)).recv(10_000)  # An answer, though the body has not come.
         assert client.get("/v1/search?q=a").status_code == 200
         assert client.get("/healthz").status_code == 200
 
@@ -138,21 +136,6 @@ def test_the_memory_of_large_bodies_goes_back(sources, monkeypatch):
         assert not calls
         assert client.post("/v1/search/image", files=large).status_code == 200
         until(lambda: calls == [0])
-
-
-def guard_of(app):
-    layer = app.middleware_stack
-    while not isinstance(layer, Guard):
-        layer = layer.app
-    return layer
-
-
-def until(true):
-    for _ in range(1000):
-        if true():
-            return
-        time.sleep(0.02)
-    raise AssertionError("it did not become true")
 
 
 # ---------------------------------------------------------------- responses

@@ -99,15 +99,15 @@ def test_a_new_text_is_located_with_its_gallery(run, tmp_path):
     "id",
     ["a/b/c.png", "/a", "a/", "a//b", "a b", "a?b#c", "100%", "%2F", "ä/ö/🦊", "image", "delete", "a;b=c", "+", "'"],
 )
-def test_any_id_is_a_path(writable, id):
+def test_any_id_is_a_path(kept, id):
     path = f"/v1/items/{quote(id)}"
-    answer = add(writable, id)
+    answer = add(kept, id)
     assert answer.status_code == 201 and answer.headers["location"] == path
-    item = writable.get(path).json()
-    assert item["id"] == id and writable.get(item["picture"]).status_code == 200
-    assert id in [one["id"] for one in writable.get("/v1/items", params={"limit": 1000}).json()["items"]]
-    assert writable.delete(path).status_code == 200
-    assert problem(writable.get(path), 404)["code"] == "not-found"
+    item = kept.get(path).json()
+    assert item["id"] == id and kept.get(item["picture"]).status_code == 200
+    assert id in [one["id"] for one in kept.get("/v1/items", params={"limit": 1000}).json()["items"]]
+    assert kept.delete(path).status_code == 200
+    assert problem(kept.get(path), 404)["code"] == "not-found"
 
 
 # ---------------------------------------------------------------- lists

@@ -10,13 +10,12 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import httpx
 import pytest
 from PIL import Image
-from support.serving import SlowModel, bomb, in_base64, picture, read_only, served
+from support.serving import SlowModel, bomb, guard_of, in_base64, picture, read_only, served, until
 
 from sfumato.data.item_images import POINTER, FolderImages, UploadedImages
 from sfumato.errors import UserError
@@ -300,13 +299,12 @@ def test_a_full_queue_sends_clients_away_and_recovers(sources):
     ):
         process_group.model.go.clear()
         asked = [pool.submit(client.get, "/v1/search?q=a") for _ in range(10)]
-        for _ in range(100):
-            if (
+        until(
+            lambda: (
                 'sfumato_waiting{kind="text"} 3.0' in client.get("/metrics").text
                 and sum(one.done() for one in asked) == 6
-            ):
-                break
-            time.sleep(0.1)
+            )
+        )
         assert client.get("/healthz").status_code == 200
         process_group.model.go.set()
         answers = [one.result() for one in asked]
@@ -321,7 +319,7 @@ def test_too_many_requests_at_work(sources):
     with served(process_group, max_requests=2) as client, concurrent.futures.ThreadPoolExecutor(2) as pool:
         process_group.model.go.clear()
         asked = [pool.submit(client.get, "/v1/search?q=a") for _ in range(2)]
-        time.sleep(0.5)
+        until(lambda: guard_of(client.app)._slots.used == 2)
         assert problem(client.get("/v1/info"), 503)
         assert client.get("/readyz").status_code == 200
         process_group.model.go.set()
@@ -354,15 +352,15 @@ def test_clients_that_leave_take_their_queries_along(sources):
     with served(process_group, batch_size=4) as client:
         process_group.model.go.clear()
         for _ in range(6):
-            with pytest.raises(httpx.ReadTimeout):
-                httpx.get(f"{client.base_url}/v1/search?q=gone", timeout=0.2, trust_env=False)
-        time.sleep(0.3)
+            with socket.create_connection(("127.0.0.1", client.base_url.port)) as connection:
+                connection.sendall(b"GET /v1/search?q=gone HTTP/1.1\r\nHost: a\r\n\r\n")
+                until(lambda: guard_of(client.app)._slots.used)
+            until(lambda: not guard_of(client.app)._slots.used)
         process_group.model.sizes.clear()
         process_group.model.go.set()
         assert client.get("/v1/search?q=here").status_code == 200
         assert sum(process_group.model.sizes) <= 2 + 4  # What was at work went on; of the rest nothing was computed.
-        text = client.get("/metrics").text
-        assert 'route="/v1/search",status="499"} 6.0' in text
+        until(lambda: 'route="/v1/search",status="499"} 6.0' in client.get("/metrics").text)
 
 
 def test_a_model_that_fails_is_a_500_without_particulars(sources, caplog):
@@ -378,8 +376,6 @@ def test_a_model_that_fails_is_a_500_without_particulars(sources, caplog):
 def test_not_ready_before_and_after(sources):
     process_group = slow(sources)
     process_group.model.go.clear()
-    ready = threading.Timer(1.0, process_group.model.go.set)
-    ready.start()
     seen = []
     original = httpx.Client.get
 
@@ -387,6 +383,7 @@ def test_not_ready_before_and_after(sources):
         answer = original(self, path, **options)
         if path == "/readyz":
             seen.append(answer.status_code)
+            process_group.model.go.set()
         return answer
 
     with pytest.MonkeyPatch.context() as patch:
@@ -474,11 +471,7 @@ def sent(client, id):
 def until_gone(client, n):
     """Wait until the service knows that the clients of n additions have left."""
     counted = f'sfumato_requests_total{{method="POST",route="/v1/items",status="499"}} {n}.0'
-    for _ in range(400):
-        if counted in client.get("/metrics").text:
-            return
-        time.sleep(0.05)
-    raise AssertionError(client.get("/metrics").text)
+    until(lambda: counted in client.get("/metrics").text)
 
 
 def test_a_write_that_nobody_waits_for_does_not_begin(writable, monkeypatch):

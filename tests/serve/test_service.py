@@ -12,7 +12,7 @@ from dataclasses import replace
 import httpx
 import pytest
 import torch
-from support.serving import KEY, Process, SlowModel, in_base64, picture, served, wait_until_ready
+from support.serving import KEY, Process, SlowModel, in_base64, picture, served, until, wait_until_ready
 
 from sfumato.data.image_decoding import decode_image
 from sfumato.data.item_images import SplitImages, UploadedImages
@@ -214,11 +214,10 @@ def test_info_and_metrics(client):
     assert info["galleries"]["texts"]["fields"] == ["text"] and not info["galleries"]["texts"]["pictures"]
     client.get("/v1/items/000.png")
     client.request("BREW", "/v1/items/000.png")
-    for _ in range(100):  # A request is counted just after its answer.
-        text = client.get("/metrics").text
-        if 'route="/v1/items/{id:path}",status="405"' in text:
-            break
-        time.sleep(0.02)
+    until(
+        lambda: 'route="/v1/items/{id:path}",status="405"' in client.get("/metrics").text
+    )  # Counted after its answer.
+    text = client.get("/metrics").text
     assert 'sfumato_requests_total{method="GET",route="/v1/items/{id:path}",status="200"}' in text
     assert 'sfumato_requests_total{method="other",route="/v1/items/{id:path}",status="405"}' in text
     assert 'sfumato_items{gallery="images"} 48.0' in text and 'sfumato_waiting{kind="text"} 0.0' in text
@@ -382,15 +381,15 @@ def test_a_second_writer_is_told_so_and_leaves_no_image(run, collection, writabl
 
 
 @pytest.mark.parametrize("id", ["two\nlines", "bell\a", "..", "."])
-def test_ids_that_no_path_can_hold_are_refused(writable, id):
+def test_ids_that_no_path_can_hold_are_refused(kept, id):
     good = {"id": "good", "image": in_base64(picture())}
-    answer = writable.post("/v1/items", json={"items": [good, {**good, "id": id}]})
+    answer = kept.post("/v1/items", json={"items": [good, {**good, "id": id}]})
     assert answer.status_code == 422
     assert f"body.items.1.id: the id {id!r} " in answer.json()["detail"]
-    form = writable.post("/v1/items/image", data={"id": id}, files={"image": ("a.png", picture())})
+    form = kept.post("/v1/items/image", data={"id": id}, files={"image": ("a.png", picture())})
     assert form.status_code == 422 and f"the id {id!r} " in form.json()["detail"]
-    assert writable.get("/v1/items/good").status_code == 404
-    assert writable.post("/v1/items/delete", json={"ids": [id]}).json()["deleted"] == 0
+    assert kept.get("/v1/items/good").status_code == 404
+    assert kept.post("/v1/items/delete", json={"ids": [id]}).json()["deleted"] == 0
 
 
 def test_a_batch_is_stored_whole_or_not_at_all(writable):
@@ -484,10 +483,7 @@ def test_a_store_is_optimised_after_many_writes_and_at_the_end(collection, monke
     with served(sources, optimise_after=3) as client:
         assert add("1") == add("2") == 201 and not calls
         assert add("3") == 201  # And does not wait for it.
-        for _ in range(500):
-            if calls:
-                break
-            time.sleep(0.02)
+        until(lambda: calls)
         assert calls == [51] and search(client, {"text": "a"})
         go.set()
         assert add("4") == 201 and calls == [51]
@@ -564,7 +560,7 @@ def test_sigterm_lets_requests_finish(collection):
     wait_until_ready(process.client)
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         asked = pool.submit(process.client.post, "/v1/search", json={"queries": [{"text": "a red bar"}]})
-        time.sleep(0.5)
+        until(lambda: 'sfumato_waiting{kind="text"} 1.0' in process.client.get("/metrics").text)
         process.send_signal(signal.SIGTERM)
         with pytest.raises(httpx.ConnectError):
             while not asked.done():

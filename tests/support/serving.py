@@ -26,6 +26,7 @@ from sfumato.models.recipe import find_recipe, load_recipe
 from sfumato.models.run import load_run
 from sfumato.serve.answering import ServedGallery, Sources
 from sfumato.serve.app import create_app
+from sfumato.serve.guard import Guard
 from sfumato.serve.settings import Settings
 from sfumato.training.loop import fit
 from support.processes import Started, command
@@ -217,6 +218,22 @@ def wait_until_ready(client, seconds=20):
             return
         time.sleep(0.01)
     raise AssertionError(client.get("/readyz").text)
+
+
+def guard_of(app):
+    """The first that a request meets."""
+    layer = app.middleware_stack
+    while not isinstance(layer, Guard):
+        layer = layer.app
+    return layer
+
+
+def until(true):
+    for _ in range(2000):
+        if true():
+            return
+        time.sleep(0.01)
+    raise AssertionError("it did not become true")
 
 
 class SlowModel(torch.nn.Module):
