@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from sfumato.errors import UserError
 from sfumato.evaluation.papers import data_sets, find_item, paper_items
-from sfumato.reports.paper_files import tex
+from sfumato.reports.paper_files import averaged_over, tex
 from sfumato.studies import paper_tables
 
 PAPERS = {"PCME++": "000_*.txt", "PVSE++": "001_*.txt", "PCME": "004_*.txt"}
@@ -169,6 +170,48 @@ def test_what_is_written_says_ours_and_published(table, sfumato):
     said = " ".join(out.split())
     assert "Flickr8k, split val, mean ± standard deviation over 2 seeds" in said
     assert "other data, COCO: only the order can be compared" in said and "train.epochs=1" in said
+    assert "Of several published figures these stand beside ours: R@1: coco 1k R@1; R@5: coco 1k R@5" in said
+
+
+def test_rows_of_other_data_keep_their_own_paths_and_without_them_the_others_are_made(pictures):
+    """The VSRN rows read regions; the images' path is not theirs."""
+    item = find_item("PVSE++ 1")
+    chosen = paper_tables.choose_data(item, str(pictures / "dataset.json"), [f"data.images={pictures / 'images'}"])
+    rows = {row.label: row for row in paper_tables.plan_table(item, chosen)}
+    assert rows["VSRN ours"].missing == "no flickr8k_regions here" and not rows["VSRN ours"].recipes
+    assert rows["VSE++ ours"].recipes[0].data.path == str(pictures / "dataset.json")
+
+
+def test_folds_are_said_as_well_as_seeds():
+    assert averaged_over(1, 3) == "mean ± standard deviation over 3 folds with 1 seed"
+    assert (averaged_over(2, 1), averaged_over(1, 1)) == ("mean ± standard deviation over 2 seeds", "one seed")
+
+
+def test_a_file_is_called_by_its_own_name(pictures, tmp_path):
+    for name, expected in (
+        ("flickr30k", ("flickr8k", "Flickr30k")),
+        ("mine", ("flickr8k", None)),
+        ("coco", ("coco", "COCO")),
+    ):
+        path = tmp_path / "größe.json"
+        path.write_text(json.dumps({"images": [], "dataset": name}))
+        chosen = paper_tables.choose_data(find_item("PCME++ 3"), str(path), [])
+        assert (chosen.name, chosen.title) == (expected[0], expected[1] or str(path))
+        assert chosen.overrides[0] == f'data.path="{path}"'
+
+
+def test_ground_truths_are_looked_for_before_training(pictures, capsys, tmp_path, monkeypatch):
+    """ECCV Caption's package and, for PMRP, COCO's instances."""
+    coco = paper_tables.TableData("coco", "COCO", (f"data.path={pictures / 'dataset.json'}",))
+    monkeypatch.setattr(paper_tables, "fit", lambda *_: pytest.fail("trained"))
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    with pytest.raises(UserError, match="eccv_caption"):
+        paper_tables.make_table(find_item("PCME++ 4"), coco, tmp_path)
+    with pytest.raises(UserError, match="no figures"):
+        monkeypatch.setattr(paper_tables, "train_missing", lambda *_: (_ for _ in ()).throw(UserError("no figures")))
+        paper_tables.make_table(find_item("PCME 3"), coco, tmp_path)
+    assert "PMRP, which needs --instances instances_val2014.json" in " ".join(capsys.readouterr().err.split())
+    assert "--instances" in find_item("PCME 3").needs and "sfumato[benchmarks]" in find_item("PCME++ 4").needs
 
 
 @pytest.mark.parametrize("given", ["pictures.csv", "images"])
@@ -185,6 +228,7 @@ def test_own_data_repeat_a_table(pictures, sfumato, tmp_path, given):
     ("words", "said"),
     [
         (["PCME++ 33"], "no table or figure 'PCME++ 33' in the papers; did you mean 'PCME++ 3'"),
+        (["PCME 6"], "did you mean 'PCME Fig. 6'?"),
         (["PCME++ B.1"], "no recipe trains what it shows"),
         (["PCME++ 3"], "no dataset_coco.json here"),
         (["PCME++ 3", "--data", "nowhere"], "--data nowhere: neither a file or folder nor a data set; known: coco,"),

@@ -58,7 +58,29 @@ class PaperItem:
     @property
     def needs(self) -> str:
         """What has to be there to repeat it on the paper's data; empty if nothing."""
-        return data_sets()[self.benchmark].needs if self.state != "published only" and self.benchmark else ""
+        if self.state == "published only" or not self.benchmark:
+            return ""
+        found = [data_sets()[self.benchmark].needs]
+        if any("vsrn" in run for run in self.runs.values()):
+            found.append("for VSRN the region features of SCAN")
+        if self.annotated:
+            found.append("the extra sfumato[benchmarks]")
+        if self.plausible:
+            found.append("for PMRP COCO's instances: --instances instances_val2014.json")
+        return "; ".join(found)
+
+    @property
+    def annotated(self) -> bool:
+        """Whether a column counts matches beside COCO's own pairs."""
+        return self._has_column("cxc", "eccv", "rpc2")
+
+    @property
+    def plausible(self) -> bool:
+        """Whether it shows PMRP, whose plausible matches come from COCO's instances."""
+        return self._has_column("pmrp") or self.draw.startswith("pmrp")
+
+    def _has_column(self, *prefixes: str) -> bool:
+        return any(word.startswith(prefixes) for column in self.columns for word in column.split())
 
     @property
     def rows(self) -> dict[str, dict[str, float]]:
@@ -164,7 +186,9 @@ def find_item(name: str) -> PaperItem:
     known = {_folded(id): item for id, item in paper_items().items()}
     if (folded := _folded(name)) in known:
         return known[folded]
-    near = difflib.get_close_matches(folded, known, n=3, cutoff=0.4)
+    paper, _, number = folded.rpartition(" ")
+    figure = f"{paper} fig. {number}"
+    near = [figure] if figure in known else difflib.get_close_matches(folded, known, n=3, cutoff=0.4)
     hint = f"did you mean {' or '.join(repr(known[key].id) for key in near)}? " if near else ""
     raise UserError(f"no table or figure {name!r} in the papers; {hint}`sfumato table --list` lists them")
 

@@ -24,6 +24,7 @@ from sfumato.reports.charts import (
     write_drawing,
 )
 from sfumato.reports.formatting import DIRECTIONS, clipped, digits, in_words, number, percent, signed
+from sfumato.reports.paper_files import averaged_over
 from sfumato.reports.prompt_charts import draw_accuracy_by_k, draw_best_k
 from sfumato.reports.report_charts import draw_recall_bins
 from sfumato.reports.study_pages import CORRUPTIONS, DRAWN_SIGMAS, MADE, map_ellipses, pair_ellipses
@@ -71,8 +72,8 @@ def title(figure: Figure) -> str:
     about = f"{figure.item.id}: {figure.item.about}"
     if not figure.runs:
         return about
-    seeds = f"mean ± standard deviation of {figure.n_seeds} seeds" if figure.n_seeds > 1 else "one seed"
-    return f"{about}. Ours: {figure.data.title}, split {figure.split}, {seeds}"
+    averaged = averaged_over(figure.n_seeds, figure.n_variants)
+    return f"{about}. Ours: {figure.data.title}, split {figure.split}, {averaged}"
 
 
 def print_figure(figure: Figure) -> None:

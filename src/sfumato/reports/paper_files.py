@@ -1,5 +1,6 @@
 """A repeated table of a paper on the screen, in Markdown and in LaTeX: ours beside published."""
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -9,7 +10,7 @@ from sfumato.evaluation.papers import PaperItem, data_sets
 from sfumato.files import write_atomically, write_json
 from sfumato.reports.formatting import MISSING, number
 from sfumato.reports.tables import print_table, print_wrapped
-from sfumato.studies.paper_tables import Table
+from sfumato.studies.paper_tables import Table, table_columns
 
 _SHORT = (("r_precision", "R-P"), ("recall@", "R@"), ("map@r", "mAP@R"), ("rsum", "RSUM"), ("_", " "))
 
@@ -118,6 +119,8 @@ def notes(table: Table) -> list[str]:
     found = [f"Published: {table.item.source}."]
     if not table.same_data:
         found.append(f"The published figures are of other data, {_benchmark(table)}: only the order can be compared.")
+        if beside := _beside(table):
+            found.append(f"Of several published figures these stand beside ours: {beside}.")
     if table.data.overrides:
         found.append(f"Changed in all recipes: {', '.join(table.data.overrides)}.")
     found += [f"{row.label}: {reason}." for row in table.rows for reason in row.failed]
@@ -128,13 +131,27 @@ def notes(table: Table) -> list[str]:
     return found
 
 
+def _beside(table: Table) -> str:
+    """Which published figure stands beside each of ours, where the names differ."""
+    names = {own: published for own, published in table_columns(table.item, table.data).items() if own in table.columns}
+    pairs = [[heading(re.sub(r"^(i2t|t2i) ", "", name)) for name in pair] for pair in names.items()]
+    return "; ".join(dict.fromkeys(f"{own}: {published}" for own, published in pairs if own != published))
+
+
+def averaged_over(n_seeds: int, n_variants: int) -> str:
+    """What a figure is the mean of."""
+    if n_variants > 1:
+        return f"mean ± standard deviation over {n_variants} folds with {n_seeds} {'seeds' if n_seeds > 1 else 'seed'}"
+    return f"mean ± standard deviation over {n_seeds} seeds" if n_seeds > 1 else "one seed"
+
+
 def _benchmark(table: Table) -> str:
     return data_sets()[table.item.benchmark].title
 
 
 def _title(table: Table) -> str:
-    seeds = f"mean ± standard deviation over {table.n_seeds} seeds" if table.n_seeds > 1 else "one seed"
-    return f"{table.item.id}: {table.item.about}. Ours: {table.data.title}, split {table.split}, {seeds}; per cent"
+    averaged = averaged_over(table.n_seeds, table.n_variants)
+    return f"{table.item.id}: {table.item.about}. Ours: {table.data.title}, split {table.split}, {averaged}; per cent"
 
 
 def _cells(table: Table) -> list[list[str]]:

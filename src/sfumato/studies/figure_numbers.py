@@ -30,7 +30,7 @@ from sfumato.models.run import LOG, Run, load_run, read_log
 from sfumato.progress import say
 from sfumato.search.exact import top_k
 from sfumato.studies.analyse import AnalysisOptions, analyse_model
-from sfumato.studies.paper_tables import TableData, embed_item, plan_table, run_figures, train_missing
+from sfumato.studies.paper_tables import TableData, embed_item, plan_table, run_figures, train_missing, variants_on
 from sfumato.studies.zeroshot import evaluate_zeroshot, read_templates
 
 SIDES: dict[str, Direction] = {"image": "i2t", "text": "t2i"}
@@ -411,6 +411,11 @@ class Figure:
     failed: tuple[str, ...] = ()
 
     @property
+    def n_variants(self) -> int:
+        """Number of variants of every row, e.g. folds."""
+        return len(variants_on(self.item, self.data))
+
+    @property
     def split(self) -> str:
         """The split that it shows."""
         return str(self.numbers.get("split", self.item.options.get("split", self.item.split)))
@@ -454,6 +459,7 @@ def make_figure(
         planned = plan_table(item, data, n_seeds)
         kind.check(item, data, instances)
         for number, row in enumerate(planned):
+            failed += [f"{row.label}: {row.missing}"] if row.missing else []
             if row.recipes:
                 say(f"{item.id}, row {number + 1} of {len(planned)}: {row.label}")
                 done, why = train_missing(row.recipes, runs)

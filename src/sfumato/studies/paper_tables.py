@@ -33,9 +33,6 @@ from sfumato.training.step import DivergedError
 _GALLERIES = ("coco_1k", "cub", "flickr30k", "cxc_1k", "coco_5k", "cxc", "eccv", "pmrp_1k", "rpc2_1k", "pmrp", "rpc2")
 """Ground truths of published figures, in the order in which one of them stands beside a figure of other data."""
 
-_ANNOTATED = ("cxc", "eccv", "rpc2")
-"""Ground truths with matches beside COCO's own pairs; the package eccv_caption has them."""
-
 _SIDES = ("i2t", "t2i", "image", "text")
 
 _MANIFESTS = (".csv", ".jsonl", ".parquet")
@@ -77,14 +74,24 @@ def choose_data(item: PaperItem, given: str | None, overrides: Sequence[str]) ->
             name = str(json.loads(path.read_text(encoding="utf-8"))["dataset"])
         except (ValueError, KeyError, TypeError) as error:
             raise UserError(f"--data {given}: not a dataset_*.json in Karpathy's layout") from error
-        if name not in data_sets():
+        title = data_sets()[name].title if name in data_sets() else given
+        if name != item.benchmark and name not in _with_recipes():
             name = "flickr8k"
-        return TableData(name, data_sets()[name].title, (f"data.path={json.dumps(given)}", *overrides))
+        return TableData(name, title, (_set("data.path", given), *overrides))
     source = "folder" if path.is_dir() else "manifest"
     if source == "manifest" and path.suffix not in _MANIFESTS:
         raise UserError(f"--data {given}: expected {', '.join(_MANIFESTS)}, dataset_*.json or a folder of images")
-    own = (f"data.source={source}", f"data.path={json.dumps(given)}", 'data.images=""')
+    own = (f"data.source={source}", _set("data.path", given), 'data.images=""')
     return TableData("flickr8k", given, (*own, *overrides))
+
+
+def _set(key: str, value: str) -> str:
+    return f"{key}={json.dumps(value, ensure_ascii=False)}"
+
+
+def _with_recipes() -> list[str]:
+    """The data on which other recipes stand for those of the papers."""
+    return [name for name, one in data_sets().items() if one.instead]
 
 
 @dataclass(frozen=True)
@@ -94,6 +101,7 @@ class PlannedRow:
     label: str
     recipes: tuple[Recipe, ...] = ()
     spec: str = ""
+    missing: str = ""
 
 
 def plan_table(item: PaperItem, data: TableData, n_seeds: int = 1) -> list[PlannedRow]:
@@ -105,19 +113,27 @@ def plan_table(item: PaperItem, data: TableData, n_seeds: int = 1) -> list[Plann
     if item.command or item.state == "published only":
         how = f"repeat it with `{item.command}`" if item.command else "no recipe trains what it shows"
         raise UserError(f"{item.id} is not made by this command: {how}; --published shows the paper's figures")
-    if data.name not in (item.benchmark, *(name for name, one in data_sets().items() if one.instead)):
+    if data.name not in (item.benchmark, *_with_recipes()):
         raise UserError(f"{item.id} is about {item.benchmark}; --data {data.name} has no recipes for it")
-    rows = []
+    rows: list[PlannedRow] = []
+    source = ""
     for label in item.labels:
         spec = item.run_of(label, data.name)
         if not spec:
             rows.append(PlannedRow(label))
             continue
         name, *changes = shlex.split(spec)
-        variants = item.variants if data.name == item.benchmark and item.variants else ("",)
+        read = load_recipe(find_recipe(name), changes).data
+        source = source or read.source
+        overrides = data.overrides
+        if read.source != source:  # The paths that were given are those of the first row's kind of data.
+            overrides = tuple(one for one in overrides if not one.startswith("data."))
+            if _is_missing(read.path):
+                rows.append(PlannedRow(label, spec=spec, missing=f"no {read.path} here"))
+                continue
         recipes = []
-        for variant in variants:
-            recipe = load_recipe(find_recipe(name), [*changes, *shlex.split(variant), *data.overrides])
+        for variant in variants_on(item, data):
+            recipe = load_recipe(find_recipe(name), [*changes, *shlex.split(variant), *overrides])
             for seed in range(recipe.train.seed, recipe.train.seed + n_seeds):
                 recipes.append(recipe.model_copy(update={"train": recipe.train.model_copy(update={"seed": seed})}))
         rows.append(PlannedRow(label, tuple(recipes), spec))
@@ -129,11 +145,21 @@ def plan_table(item: PaperItem, data: TableData, n_seeds: int = 1) -> list[Plann
     return rows
 
 
+def variants_on(item: PaperItem, data: TableData) -> tuple[str, ...]:
+    """The overrides that every row is run with in turn; a single empty one on other data than the paper's."""
+    return item.variants if data.name == item.benchmark and item.variants else ("",)
+
+
+def _is_missing(path: str) -> bool:
+    """Whether a path is not there; a pattern of several files is not looked for."""
+    return bool(path) and not Path(path).exists() and not any(character in path for character in "*?[{")
+
+
 def _check_data(item: PaperItem, data: TableData, rows: Sequence[PlannedRow]) -> None:
     """Before anything is trained: the files that the first row reads are there."""
     recipe = next((row.recipes[0] for row in rows if row.recipes), None)
     path = recipe.data.path if recipe else ""
-    if not path or Path(path).exists() or any(character in path for character in "*?[{"):
+    if not _is_missing(path):
         return
     others = [name for name in item.data_sets if name != data.name and not data_sets()[name].needs]
     here = f"; or give --data {' or '.join(others)}, which needs no files" if others else ""
@@ -153,7 +179,7 @@ class TableRow:
         own: ours over the runs by column; empty if the row was not repeated.
         runs: folders of the runs.
         spec: recipe and overrides.
-        failed: reasons of runs that diverged.
+        failed: reasons of runs that diverged, and of data that are not there.
     """
 
     label: str
@@ -188,6 +214,11 @@ class Table:
     def same_data(self) -> bool:
         """Whether it was repeated on the data of the paper."""
         return self.data.name == self.item.benchmark
+
+    @property
+    def n_variants(self) -> int:
+        """Number of variants of every row, e.g. folds."""
+        return len(variants_on(self.item, self.data))
 
     def to_json(self) -> dict[str, Any]:
         """The table as JSON values; figures in per cent, rsum of 600."""
@@ -252,6 +283,7 @@ def make_table(
         UserError: no row can be repeated on this data, or the data cannot be used.
     """
     planned = plan_table(item, data, n_seeds)
+    _check_ground_truths(item, data, planned, instances)
     columns = table_columns(item, data)
     rows = []
     for number, row in enumerate(planned):
@@ -259,7 +291,7 @@ def make_table(
         known = {name: value for name, value in published.items() if value is not None}
         name = item.name_on(row.label, data.name) if row.recipes else row.label
         if not row.recipes:
-            rows.append(TableRow(name, known))
+            rows.append(TableRow(name, known, failed=(row.missing,) if row.missing else ()))
             continue
         say(f"{item.id}, row {number + 1} of {len(planned)}: {row.label}")
         folders, failed = train_missing(row.recipes, runs)
@@ -268,6 +300,19 @@ def make_table(
         rows.append(TableRow(name, known, own, tuple(map(str, folders)), row.spec, tuple(failed)))
     shown = tuple(name for name in columns if any(name in row.own or name in row.published for row in rows))
     return Table(item, data, item.split, n_seeds, shown, tuple(rows))
+
+
+def _check_ground_truths(
+    item: PaperItem, data: TableData, rows: Sequence[PlannedRow], instances: Sequence[Path]
+) -> None:
+    """Before anything is trained: the ground truths of COCO that the columns need can be read."""
+    if not data.name == item.benchmark == "coco":
+        return
+    regions = any(row.recipes and row.recipes[0].data.source == "scan" for row in rows) and item.split == "test"
+    if item.annotated or regions:
+        read_ground_truths("coco", instances=instances, split=item.split)
+    if item.plausible and not instances:
+        say(f"note: {item.id} has PMRP, which needs --instances instances_val2014.json; its columns stay empty")
 
 
 def table_columns(item: PaperItem, data: TableData) -> dict[str, str]:
@@ -311,14 +356,13 @@ def run_figures(
 ) -> dict[str, float | None]:
     """The figures of a run by the names of :func:`table_columns`; those computed before come from the run's folder."""
     coco = data.name == item.benchmark == "coco"
-    annotated = any(name.startswith(_ANNOTATED) for column in item.columns for name in column.split())
-    truths = ("coco" if annotated else "coco-pairs") if coco else "own"
+    truths = ("coco" if item.annotated else "coco-pairs") if coco else "own"
     path = folder / f"{'-'.join(filter(None, ['figures', truths, item.split, item.rank_by.get(label, '')]))}.json"
     if path.is_file() and path.stat().st_mtime_ns >= (folder / MODEL).stat().st_mtime_ns and not instances:
         figures: dict[str, float | None] = json.loads(path.read_text(encoding="utf-8"))
     else:
         run = load_run(folder, device=device)
-        embedded = embed_item(run, item, data, annotated=annotated, instances=instances)
+        embedded = embed_item(run, item, data, annotated=item.annotated, instances=instances)
         of_benchmark = coco and not _scan_without_ids(run.recipe.data, item.split)
         figures = _measured(run, embedded, item.rank_by.get(label, ""), of_benchmark=of_benchmark)
         write_json(path, figures)
