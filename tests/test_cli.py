@@ -14,6 +14,7 @@ import pytest
 import safetensors.torch
 import torch
 import typer
+from support.charts import undrawn
 from support.toy import make_toy
 from support.words import folded, too_wide
 
@@ -212,19 +213,21 @@ def test_report_of_a_run_and_of_a_model_elsewhere(work, sfumato, tmp_path):
     for shown in ("data:image/webp;base64,", "squared_l2", "training loss", "warmup_epochs", "before calibration"):
         assert shown in page
     out_file = tmp_path / "page.html"
-    status, out, _ = sfumato("report", work / "run", "--split", "val", "--out", out_file)
-    assert status == 0 and str(out_file) in out and "“val”" in out_file.read_text()
-    sfumato("export", work / "run", tmp_path / "moved")
-    arguments = "--data", work / "toy.toml", "data.test_share=0.25", "--out", out_file, "--json"
-    status, out, _ = sfumato("report", tmp_path / "moved", *arguments)
-    assert status == 0 and json.loads(out)["evaluation"] == result["evaluation"]
-    assert "moved on “test”" in out_file.read_text() and "training loss" not in out_file.read_text()
-    status, out, _ = sfumato("report", work / "run", "--uncertainty", "log_det", "--out", out_file, "--json")
-    assert status == 0 and json.loads(out)["evaluation"]["uncertainty_measure"] == "log_det"
-    status, _, err = sfumato("report", work / "run", "--uncertainty", "entropy")
-    assert status == 2 and "known: total_variance, geometric_std, log_det" in err
+    with undrawn():
+        status, out, _ = sfumato("report", work / "run", "--split", "val", "--out", out_file)
+        assert status == 0 and str(out_file) in out and "“val”" in out_file.read_text()
+        sfumato("export", work / "run", tmp_path / "moved")
+        arguments = "--data", work / "toy.toml", "data.test_share=0.25", "--out", out_file, "--json"
+        status, out, _ = sfumato("report", tmp_path / "moved", *arguments)
+        assert status == 0 and json.loads(out)["evaluation"] == result["evaluation"]
+        assert "moved on “test”" in out_file.read_text() and "training loss" not in out_file.read_text()
+        status, out, _ = sfumato("report", work / "run", "--uncertainty", "log_det", "--out", out_file, "--json")
+        assert status == 0 and json.loads(out)["evaluation"]["uncertainty_measure"] == "log_det"
+        status, _, err = sfumato("report", work / "run", "--uncertainty", "entropy")
+        assert status == 2 and "known: total_variance, geometric_std, log_det" in err
 
 
+@undrawn()
 def test_report_and_trust_give_first_hits_one_calibration_error(work, sfumato, tmp_path):
     report = json.loads(sfumato("report", work / "run", "--out", tmp_path / "page.html", "--json")[1])["calibration"]
     trust = json.loads(sfumato("trust", work / "run", "--bootstrap", 0, "--json")[1])["hits"]["served"]
