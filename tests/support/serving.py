@@ -158,10 +158,12 @@ class Server(uvicorn.Server):
     async def shutdown(self, sockets=None):
         for server in self.servers:
             server.close()
-        for connection in list(self.server_state.connections):
-            connection.shutdown()
-        await asyncio.sleep(0)  # so that they close
-        await self._wait_tasks_to_complete()
+        asked = set()
+        while self.server_state.connections or self.server_state.tasks:
+            for connection in self.server_state.connections - asked:  # of a browser, one may have come just now
+                connection.shutdown()
+                asked.add(connection)
+            await asyncio.sleep(0.001)
         await self.lifespan.shutdown()
 
     def end(self):
@@ -210,6 +212,7 @@ def served(sources, **settings):
     finally:
         server.end()
         thread.join(20)
+        assert not thread.is_alive(), "the service does not end"
 
 
 def wait_until_ready(client, seconds=20):
