@@ -178,7 +178,10 @@ def test_rows_of_other_data_keep_their_own_paths_and_without_them_the_others_are
     item = find_item("PVSE++ 1")
     chosen = paper_tables.choose_data(item, str(pictures / "dataset.json"), [f"data.images={pictures / 'images'}"])
     rows = {row.label: row for row in paper_tables.plan_table(item, chosen)}
-    assert rows["VSRN ours"].missing == "no flickr8k_regions here" and not rows["VSRN ours"].recipes
+    assert (
+        rows["VSRN ours"].missing.startswith("no flickr8k_regions here, see `sfumato recipes flickr8k-vsrn`")
+        and not rows["VSRN ours"].recipes
+    )
     assert rows["VSE++ ours"].recipes[0].data.path == str(pictures / "dataset.json")
 
 

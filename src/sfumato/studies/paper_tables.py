@@ -129,7 +129,7 @@ def plan_table(item: PaperItem, data: TableData, n_seeds: int = 1) -> list[Plann
         if read.source != source:  # The paths that were given are those of the first row's kind of data.
             overrides = tuple(one for one in overrides if not one.startswith("data."))
             if _is_missing(read.path):
-                rows.append(PlannedRow(label, spec=spec, missing=f"no {read.path} here"))
+                rows.append(PlannedRow(label, spec=spec, missing=f"no {read.path} here, see `sfumato recipes {name}`"))
                 continue
         recipes = []
         for variant in variants_on(item, data):
