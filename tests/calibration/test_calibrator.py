@@ -6,6 +6,7 @@ import math
 import re
 import sys
 from dataclasses import replace
+from functools import cache
 
 import numpy as np
 import pytest
@@ -299,10 +300,13 @@ def captions(random, n_images, correlation, slope=0.0):
     return distance, right, image
 
 
+@cache
 def broken(correlation, *, grouped, slope=0.0, risk=0.1, n_sets=200):
     """Of held-out sets of 150 images, the fraction whose limit allows more than the risk, and that is certified."""
     random = np.random.default_rng(int(100 * correlation))
     distance, right, _ = captions(random, 200_000, correlation, slope)
+    order = distance.argsort()
+    distance, n_wrong = distance[order], (~right[order]).cumsum()
     above = certified = 0
     for _ in range(n_sets):
         d, y, image = captions(random, 150, correlation, slope)
@@ -314,7 +318,8 @@ def broken(correlation, *, grouped, slope=0.0, risk=0.1, n_sets=200):
         except ValueError:
             continue
         certified += 1
-        above += (~right[distance < limit]).mean() > risk
+        n_below = distance.searchsorted(limit)
+        above += n_wrong[n_below - 1] / n_below > risk
     return above / n_sets, certified / n_sets
 
 
@@ -424,12 +429,12 @@ def test_risk_and_precision_are_kept_on_new_queries():
     nearest, place = new.min(1)
     right = ground_truth.gather(1, place[:, None])[:, 0].bool()
     broken, answered, spoilt = 0, [], 0
-    for _ in range(HELD_OUT_SETS):
+    for k in range(HELD_OUT_SETS):
         distance, match = scene(generator, 400, 40, n_matches=2, shift=3.5)
         distance[::3] = torch.randn(distance[::3].shape, generator=generator) + 3.5
         calibration = Calibration(3.0, 1.0, 0.05, t2i=QueryScores.fit(distance, match))
         answer = ~calibration.abstains(nearest, 0.2)
-        assert torch.equal(~calibration.abstains(nearest.numpy(), 0.2), answer)
+        assert k or torch.equal(~calibration.abstains(nearest.numpy(), 0.2), answer)
         broken += bool((~right[answer]).double().mean() > 0.2)
         answered.append(float(answer.double().mean()))
         below = calibration.probability(new.double()) > calibration.threshold(0.8)

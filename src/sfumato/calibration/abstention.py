@@ -72,22 +72,21 @@ def precision_limit(scores: QueryScores, precision: float, *, confidence: float 
     answered = [len(np.unique(scores.groups[scores.nearest < limit])) for limit in scores.limits]
     level = (1 - confidence) / len(answered)
 
-    def passing(wanted: float) -> list[float]:
-        return [
-            limit
-            for limit, n, value in zip(scores.limits.tolist(), answered, scores.precision, strict=True)
-            if mean_loss_p_value(1 - value, n, 1 - wanted) <= level
-        ]
+    limits = sorted(zip(scores.limits.tolist(), answered, scores.precision, strict=True), reverse=True)
 
-    if not (found := passing(precision)):
-        best = _strictest(lambda allowed: bool(passing(1 - allowed)), 1 - precision)
+    def loosest(wanted: float) -> float | None:
+        passing = (limit for limit, n, value in limits if mean_loss_p_value(1 - value, n, 1 - wanted) <= level)
+        return next(passing, None)
+
+    if (found := loosest(precision)) is None:
+        best = _strictest(lambda allowed: loosest(1 - allowed) is not None, 1 - precision)
         raise ValueError(
             f"threshold: no limit has a precision of {precision:g} with confidence {confidence:g} on"
             f" {len(scores.nearest)} held-out queries;"
             + ("" if best is None else f" the largest that works is {1 - best:.2f};")
             + " give a lower precision, or calibrate on more queries"
         )
-    return float(max(found))
+    return found
 
 
 def answer_limit(
@@ -118,25 +117,22 @@ def answer_limit(
     _check_open("risk", risk)
     _check_open("confidence", confidence)
     nearest, right = _with_absent(scores, absent, seed)
-    limits = limits_of(nearest)
+    limits = sorted(limits_of(nearest).tolist(), reverse=True)
     level = (1 - confidence) / len(limits)
 
-    def passing(allowed: float) -> list[float]:
-        return [
-            limit
-            for limit in limits.tolist()
-            if _risk_p_value(nearest < limit, ~right, allowed, scores.groups) <= level
-        ]
+    def loosest(allowed: float) -> float | None:
+        passing = (x for x in limits if _risk_p_value(nearest < x, ~right, allowed, scores.groups) <= level)
+        return next(passing, None)
 
-    if not (found := passing(risk)):
-        best = _strictest(lambda allowed: bool(passing(allowed)), risk)
+    if (found := loosest(risk)) is None:
+        best = _strictest(lambda allowed: loosest(allowed) is not None, risk)
         raise ValueError(
             f"abstention: no limit has a risk of at most {risk:g} with confidence {confidence:g} on {len(nearest)}"
             " held-out queries;"
             + ("" if best is None else f" the smallest that works is {best:.2f};")
             + " allow more risk, or calibrate on more queries"
         )
-    return float(max(found))
+    return found
 
 
 def _strictest(works: Callable[[float], bool], above: float) -> float | None:
