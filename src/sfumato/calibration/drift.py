@@ -89,7 +89,7 @@ class DriftMonitor:
             raise ValueError(f"DriftMonitor: tolerance must be at least 0 and below 1, got {tolerance}")
         self.scores, self.window, self.level, self.tolerance = scores, window, level, tolerance
         self._n_groups = len(np.unique(scores.groups))
-        self._state = DriftState()
+        self._state, self._n_queries = DriftState(), 0
         self._lock = threading.Lock()
         self._begin()
 
@@ -97,7 +97,7 @@ class DriftMonitor:
     def state(self) -> DriftState:
         """The state now."""
         with self._lock:
-            return self._state
+            return replace(self._state, n_queries=self._n_queries)
 
     def add(
         self, nearest: Iterable[float], *, n_gallery: int, names: Iterable[Hashable] | None = None
@@ -127,7 +127,7 @@ class DriftMonitor:
                     self._seen.add(key)
                 self._distances.append(distance)
                 self._doublings += doublings
-                self._state = replace(self._state, n_queries=self._state.n_queries + 1)
+                self._n_queries += 1
                 if len(self._distances) == self.window and self._compare():
                     changes.append(self._state)
         return changes
@@ -144,7 +144,7 @@ class DriftMonitor:
         p_value = smirnov_p_value(statistic - self.tolerance, self.window, self._n_groups)
         before = self._state.differs
         differs = p_value < (_OVER if before else self.level)
-        self._state = DriftState(self._state.n_queries, self._state.n_windows + 1, statistic, p_value, differs)
+        self._state = DriftState(self._n_queries, self._state.n_windows + 1, statistic, p_value, differs)
         self._begin()
         return differs is not before
 
