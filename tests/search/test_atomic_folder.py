@@ -2,37 +2,34 @@
 
 import json
 import os
-import subprocess
+import shutil
+import signal
 import sys
-from pathlib import Path
 
 import pytest
+from support.processes import Started
 
-import sfumato
 from sfumato.search.atomic_folder import load_folder, save_folder
 
-SOURCE = Path(sfumato.__file__).parents[1]
-WRITER = """
-import os, shutil, signal, sys
-steps = int(sys.argv[2])
-def deadly(function):
-    def call(*arguments, **named):
-        global steps
-        steps -= 1
-        if steps == 0:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return function(*arguments, **named)
-    return call
-for name in ("fsync", "replace", "mkdir", "chmod", "unlink", "rmdir", "open"):
-    setattr(os, name, deadly(getattr(os, name)))
-from pathlib import Path
-from sfumato.search.atomic_folder import save_folder
-def write(folder):
-    for name in ("a", "b"):
-        (folder / name).write_text(sys.argv[3] * 1000)
-save_folder(sys.argv[1], "test-1", {"content": sys.argv[3]}, write)
-print("done")
-"""
+
+def save_until_killed(path, steps, text):
+    """Saves, and ends with SIGKILL before a step."""
+    left = [steps]
+
+    def deadly(function):
+        def call(*arguments, **named):
+            left[0] -= 1
+            if left[0] == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return function(*arguments, **named)
+
+        return call
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("fsync", "replace", "mkdir", "chmod", "unlink", "rmdir", "open"):
+            patch.setattr(os, name, deadly(getattr(os, name)))
+        save(path, text)
+    print("done")
 
 
 def write_texts(text):
@@ -72,27 +69,22 @@ def test_a_writer_killed_before_any_step_leaves_the_old_or_the_new(tmp_path, exi
     for step in range(1, 60):
         if exists:
             save(path, "old")
-        done = subprocess.run(
-            [sys.executable, "-c", WRITER, path, str(step), "new"],
-            capture_output=True,
-            text=True,
-            env={"PYTHONPATH": str(SOURCE)},
-        )
+        status, printed = Started(save_until_killed, path, step, "new").finish()
         if exists or path.is_dir():
             try:
                 seen.append(load(path))
             except FileNotFoundError as error:
                 assert not exists and "first save did not finish" in str(error)
                 seen.append("nothing")
-        if done.stdout == "done\n":
+        if printed == "done\n":
             break
-        assert done.returncode == -9, done.stderr
+        assert status == -signal.SIGKILL, printed
         save(path, "after")  # A killed writer stands in nobody's way, and its leftovers go.
         assert load(path) == "after"
         assert sorted(p.name[:5] for p in path.iterdir()) == [".lock", "data-", "manif"]
         if not exists:
-            subprocess.run(["rm", "-r", path], check=True)
-    assert done.stdout == "done\n" and step > 8
+            shutil.rmtree(path)
+    assert printed == "done\n" and status == 0 and step > 8
     assert set(seen) == ({"old", "new"} if exists else {"nothing", "new"})
 
 

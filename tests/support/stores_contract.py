@@ -77,11 +77,12 @@ def assert_holds(store, kept):
 
 def assert_are(found, kept, ids):
     assert list(found.ids) == list(ids)
-    for i, key in enumerate(ids):
-        vector, uncertainty, payload = kept[key]
-        torch.testing.assert_close(found.vectors[i], vector, rtol=0, atol=0)
-        assert float(found.uncertainty[i]) == uncertainty
-        assert dict(found.payloads[i]) == payload
+    if not ids:
+        return
+    vectors, uncertainty, payloads = zip(*(kept[key] for key in ids), strict=True)
+    torch.testing.assert_close(found.vectors, torch.stack(vectors), rtol=0, atol=0)
+    assert found.uncertainty.tolist() == list(uncertainty)
+    assert [dict(payload) for payload in found.payloads] == list(payloads)
 
 
 def assert_nearest(store, kept, wanted, k, filter=None):
@@ -89,14 +90,15 @@ def assert_nearest(store, kept, wanted, k, filter=None):
     fitting = [key for key, (_, u, payload) in kept.items() if filter is None or filter.accepts(payload, u)]
     results = store.search(wanted, k, filter)
     assert len(results) == len(wanted)
-    for query, found in zip(wanted, results, strict=True):
+    ground_truth = np.sort(squared_l2(wanted, torch.stack([kept[key][0] for key in fitting]))) if fitting else None
+    for i, found in enumerate(results):
         assert len(set(found.ids)) == len(found) == min(k, len(fitting))
         assert set(found.ids) <= set(fitting)
         if not fitting:
             continue
         assert_are(found, kept, found.ids)
-        ground_truth = np.sort(squared_l2(query[None], torch.stack([kept[key][0] for key in fitting]))[0])[: len(found)]
-        np.testing.assert_allclose(squared_l2(query[None], found.vectors)[0], ground_truth, rtol=1e-5, atol=1e-6)
+        distance = squared_l2(wanted[i : i + 1], found.vectors)[0]
+        np.testing.assert_allclose(distance, ground_truth[i, : len(found)], rtol=1e-5, atol=1e-6)
 
 
 class StoreContract:
