@@ -175,7 +175,7 @@ def test_parity_ranked_lists(k):
     shortened = described["metrics_lists_truncated_to_50"]
     assert shortened["coco_1k_r5"]["t2i"] < described["metrics_full_ranking"]["coco_1k_r5"]["t2i"]
     with pytest.raises(ValueError, match=r"coco_1k, i2t: the list of '\d+' holds \d of 5000 items, but recall@"):
-        evaluate_ranked_lists(*lists, images, captions, ground_truths)
+        evaluate_ranked_lists(*lists, images, captions, ground_truths[:1])
     # Lists of 50 are enough for all others: no query of ECCV Caption has more positives.
     others = evaluate_ranked_lists(*lists, images, captions, ground_truths[1:])
     check({name: v for name, v in described["metrics_full_ranking"].items() if not name.startswith("coco_1k")}, others)
