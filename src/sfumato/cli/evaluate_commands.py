@@ -110,7 +110,7 @@ def _kind(path: str) -> tuple[str, str]:
         if file.suffix == ".json":
             return "a file of ranked lists", "files"
         return ("a file of embeddings", "files") if _of_embeddings(file) else ("the file of a model", "model")
-    if path.count("/") == 1 and not path.startswith(("/", ".")):
+    if path.count("/") == 1 and not path.startswith(("/", ".")) and not file.parent.is_dir():
         return "no path here; a model of this name on the Hugging Face hub is evaluated by", "model"
     return "neither a file nor a folder", ""
 

@@ -10,6 +10,7 @@ import typer
 
 from sfumato.cli.common import AsJson, Device, InstanceFiles, app
 from sfumato.cli.outputs import check_out_folder
+from sfumato.errors import UserError
 
 if TYPE_CHECKING:
     from sfumato.evaluation.papers import PaperItem
@@ -69,6 +70,8 @@ def table(
         print(json.dumps(item.rows, ensure_ascii=False)) if as_json else print_published(item)
         return
     chosen = choose_data(item, data, overrides or [])
+    if instances and not (item.plausible and chosen.name == "coco"):
+        raise UserError("--instances is for PMRP on COCO; leave it out")
     folder = (out or Path("tables")) / _folder_name(item.id)
     check_out_folder(folder)
     write = _write_figure if item.draw else _write_table

@@ -111,8 +111,9 @@ def plan_table(item: PaperItem, data: TableData, n_seeds: int = 1) -> list[Plann
         UserError: no row can be repeated on this data, the data are not there, or an override is wrong.
     """
     if item.command or item.state == "published only":
-        how = f"repeat it with `{item.command}`" if item.command else "no recipe trains what it shows"
-        raise UserError(f"{item.id} is not made by this command: {how}; --published shows the paper's figures")
+        how = f"repeat it with `{item.command}`" if item.command else item.note or "no recipe trains what it shows"
+        shown = "; --published shows the paper's figures" if item.rows else ""
+        raise UserError(f"{item.id} is not made by this command: {how.removesuffix('.')}{shown}")
     if data.name not in (item.benchmark, *_with_recipes()):
         raise UserError(f"{item.id} is about {item.benchmark}; --data {data.name} has no recipes for it")
     rows: list[PlannedRow] = []
