@@ -192,11 +192,10 @@ def new_database(folder: Path, dim: int, fingerprint: str, settings: Mapping[str
     new.unlink(missing_ok=True)
     with contextlib.closing(sqlite3.connect(new, isolation_level=None)) as connection:
         connection.execute(f"PRAGMA page_size={_PAGE}")
-        connection.executescript(_SCHEMA)
+        connection.executescript(f"BEGIN;{_SCHEMA}")
         about = {"dim": dim, "fingerprint": fingerprint, "settings": json.dumps(dict(settings)), "version": 0}
         connection.executemany("INSERT INTO meta VALUES (?, ?)", about.items())
         connection.execute(f"PRAGMA user_version={FORMAT}")
-        connection.execute("BEGIN")
         yield connection
         connection.execute("COMMIT")
         connection.execute("PRAGMA journal_mode=WAL")
