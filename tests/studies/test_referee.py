@@ -1,6 +1,7 @@
 """The referee on tiny frozen models: every figure against loops, files that resume, tables by hand, the command."""
 
 import csv
+import gc
 import json
 import math
 import re
@@ -79,6 +80,12 @@ def model_of(**options):
     return FrozenModel("tiny", split_of(80, 10, **options), split_of(60, 11, **options), tests, projections)
 
 
+@pytest.fixture(autouse=True)
+def _quick_collections():
+    """Every measurement of memory collects garbage first, and need not look at what was there before the test."""
+    gc.freeze()
+
+
 @pytest.fixture(scope="module")
 def model():
     return model_of()
@@ -86,6 +93,7 @@ def model():
 
 @pytest.fixture(scope="module")
 def report(model):
+    gc.freeze()
     return referee_model(model, QUICK)
 
 
