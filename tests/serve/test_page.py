@@ -10,7 +10,6 @@ import pytest
 from support.processes import short_folder
 from support.serving import (
     KEY,
-    embedded,
     embedding_sources,
     make_collection,
     make_embedding_run,
@@ -19,11 +18,8 @@ from support.serving import (
     served,
 )
 
-from sfumato.data.item_images import FolderImages
-from sfumato.models.galleries import build_index
-from sfumato.models.run import load_run
 from sfumato.search.gallery import verdict
-from sfumato.serve.answering import ServedGallery, Sources, open_sources
+from sfumato.serve.answering import open_sources
 from sfumato.serve.app import PAGE
 
 playwright = pytest.importorskip("playwright.sync_api", reason="needs the package playwright")
@@ -49,7 +45,17 @@ COLOURS = r"""(names) => {
 @pytest.fixture(scope="module")
 def service(sources):
     """A read-only service of pictures and texts."""
-    with served(sources) as client:
+    with served(sources, max_upload_bytes=20_000) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def uncalibrated(run, data, tmp_path_factory):
+    """A service of a collection whose model has no calibration."""
+    folder = tmp_path_factory.mktemp("uncalibrated")
+    shutil.copytree(run, folder / "run")
+    (folder / "run" / "calibration.json").unlink()
+    with served(open_sources(make_collection(folder / "run", data, folder / "collection"))) as client:
         yield client
 
 
@@ -105,7 +111,11 @@ def visit(request, chromium, tabs):
     """Opens pages; in the end nothing has happened that must never happen. Those of services that outlive the test are
     opened in the same tab as before, cleared."""
     opened = []
-    lasting = [request.getfixturevalue(name) for name in ("service", "embeddings") if name in request.fixturenames]
+    lasting = [
+        request.getfixturevalue(name)
+        for name in ("service", "uncalibrated", "embeddings")
+        if name in request.fixturenames
+    ]
 
     def open_page(client, path="/", *, width=1280, height=800, color_scheme="light", allowed=(), **options):
         base = str(client.base_url).rstrip("/")
@@ -299,15 +309,22 @@ def test_the_start_page_weighs_at_most_100_kb(chromium, service):
     page = context.new_page()
     session = context.new_cdp_session(page)
     session.send("Network.enable")
-    got = []
-    session.on("Network.loadingFinished", lambda event: got.append(event["encodedDataLength"]))
+    asked, got = set(), {}
+    session.on("Network.requestWillBeSent", lambda event: asked.add(event["requestId"]))
+    session.on("Network.loadingFinished", lambda event: got.update({event["requestId"]: event["encodedDataLength"]}))
     weights = []
     for _ in range(2):
+        asked.clear()
         got.clear()
         page.goto("/")
         expect(page.locator(".empty .pick")).to_have_count(6)
-        page.wait_for_load_state("networkidle")
-        weights.append(sum(got))
+        page.wait_for_function("[...document.images].every((image) => image.complete)")
+        for _ in range(400):
+            if asked <= set(got):
+                break
+            page.wait_for_timeout(20)
+        assert asked <= set(got)
+        weights.append(sum(got.values()))
     context.close()
     assert 10_000 < weights[0] < 100_000
     assert weights[1] < weights[0] / 4  # the files of the page are kept
@@ -356,17 +373,15 @@ def test_search_by_file_drop_and_paste(visit, service):
     expect(page.locator(".empty")).to_be_visible()
 
 
-def test_files_that_are_not_images_or_too_large(visit, run):
-    with served(read_only(run, run.parent / "data"), max_upload_bytes=20_000) as client:
-        page = visit(client, allowed=["status of 422"])
-        chooser = page.get_by_label("Image to search by", exact=True)
-        chooser.set_input_files({"name": "a.txt", "mimeType": "text/plain", "buffer": b"no"})
-        expect(page.get_by_role("alert").last).to_contain_text("This is not an image")
-        chooser.set_input_files({"name": "a.png", "mimeType": "image/png", "buffer": bytes(30_000)})
-        expect(page.get_by_role("alert").last).to_contain_text("Too large")
-        chooser.set_input_files({"name": "a.png", "mimeType": "image/png", "buffer": b"junk"})
-        expect(page.get_by_role("alert").last).to_contain_text("not an image in one of the formats")
-        page.close()
+def test_files_that_are_not_images_or_too_large(visit, service):
+    page = visit(service, allowed=["status of 422"])
+    chooser = page.get_by_label("Image to search by", exact=True)
+    chooser.set_input_files({"name": "a.txt", "mimeType": "text/plain", "buffer": b"no"})
+    expect(page.get_by_role("alert").last).to_contain_text("This is not an image")
+    chooser.set_input_files({"name": "a.png", "mimeType": "image/png", "buffer": bytes(30_000)})
+    expect(page.get_by_role("alert").last).to_contain_text("Too large")
+    chooser.set_input_files({"name": "a.png", "mimeType": "image/png", "buffer": b"junk"})
+    expect(page.get_by_role("alert").last).to_contain_text("not an image in one of the formats")
 
 
 def test_threshold_filters_at_once(visit, service):
@@ -409,18 +424,12 @@ def test_guarantees_are_offered_as_the_calibration_can_give_them(visit, service)
     expect(panel(page).locator(".in-set")).to_have_count(min(24, len(inside)))
 
 
-def test_without_calibration_it_says_so(visit, run, tmp_path):
-    shutil.copytree(run, tmp_path / "run")
-    (tmp_path / "run" / "calibration.json").unlink()
-    bare, data = load_run(tmp_path / "run"), run.parent / "data"
-    gallery = ServedGallery(build_index(bare, embedded(bare, data), model_source=tmp_path / "run"), FolderImages(data))
-    with served(Sources(bare.model, "run", {"images": gallery})) as client:
-        page = visit(client, "/?q=a+red+circle")
-        expect(panel(page).locator(".guess")).to_contain_text("not calibrated")
-        expect(page.get_by_label("Wrong answers allowed")).to_be_disabled()
-        expect(page.get_by_label("Set that holds a match")).to_be_disabled()
-        expect(page.locator("#promises")).to_contain_text("need a model that was calibrated")
-        page.close()
+def test_without_calibration_it_says_so(visit, uncalibrated):
+    page = visit(uncalibrated, "/?q=a+red+circle")
+    expect(panel(page).locator(".guess")).to_contain_text("not calibrated")
+    expect(page.get_by_label("Wrong answers allowed")).to_be_disabled()
+    expect(page.get_by_label("Set that holds a match")).to_be_disabled()
+    expect(page.locator("#promises")).to_contain_text("need a model that was calibrated")
 
 
 def test_compare(visit, service):
@@ -657,16 +666,16 @@ def test_markup_in_texts_and_ids_stays_text(visit, service):
 
 def test_add_and_delete(visit, run, tmp_path):
     folder = make_collection(run, run.parent / "data", tmp_path / "collection")
+    violet = {"name": "violet.png", "mimeType": "image/png", "buffer": picture("violet")}
     with served(open_sources(folder)) as client:
         page = visit(client)
         page.get_by_role("button", name="Add…").click()
         dialog = page.get_by_role("dialog", name="Add to the collection")
-        dialog.get_by_label("Image:").set_input_files(
-            {"name": "violet.png", "mimeType": "image/png", "buffer": picture("violet")}
-        )
+        dialog.get_by_label("Image:").set_input_files(violet)
         expect(dialog.get_by_label("Id (")).to_have_value("violet.png")
         dialog.get_by_role("button", name="Add").click()
         expect(dialog).to_be_hidden()
+        expect(page.locator("#status")).to_have_text("violet.png was added.")
         expect(page.locator("#about")).to_contain_text("49 images")
         page.goto("/?id=violet.png")
         page.get_by_role("button", name="Details of violet.png").click()
@@ -675,6 +684,12 @@ def test_add_and_delete(visit, run, tmp_path):
         page.get_by_role("button", name="Delete permanently").click()
         expect(page.locator("#about")).to_contain_text("48 images")
         expect(page.locator(".empty .pick")).to_have_count(6)
+        # by another id than its file's
+        page.get_by_role("button", name="Add…").click()
+        dialog.get_by_label("Image:").set_input_files(violet)
+        dialog.get_by_label("Id (").fill("the violet one")
+        dialog.get_by_role("button", name="Add").click()
+        expect(page.locator("#status")).to_have_text("the violet one was added.")
         page.close()
 
 
@@ -754,21 +769,6 @@ def test_compare_keeps_what_is_being_written(visit, service, width):
     expect(page.locator("#q0")).to_have_value("")  # another search brings its own text
 
 
-def test_what_was_added_is_announced_by_its_id(visit, run, tmp_path):
-    folder = make_collection(run, run.parent / "data", tmp_path / "collection")
-    with served(open_sources(folder)) as client:
-        page = visit(client)
-        page.get_by_role("button", name="Add…").click()
-        dialog = page.get_by_role("dialog", name="Add to the collection")
-        dialog.get_by_label("Image:").set_input_files(
-            {"name": "violet.png", "mimeType": "image/png", "buffer": picture("violet")}
-        )
-        dialog.get_by_label("Id (").fill("the violet one")
-        dialog.get_by_role("button", name="Add").click()
-        expect(page.locator("#status")).to_have_text("the violet one was added.")
-        page.close()
-
-
 @pytest.mark.parametrize("late", ["circle", "bar"])
 def test_two_answers_are_announced_at_once(visit, service, late):
     page = visit(service)
@@ -791,27 +791,22 @@ def test_one_of_two_answers_fails(visit, service):
     expect(page.locator("#status")).to_have_text(f"“a red circle”: {said}. 24 results.")
 
 
-def test_options_are_folded_unless_they_are_in_use(visit, run, tmp_path):
-    shutil.copytree(run, tmp_path / "run")
-    (tmp_path / "run" / "calibration.json").unlink(missing_ok=True)
-    folder = make_collection(tmp_path / "run", run.parent / "data", tmp_path / "collection")
-    with served(open_sources(folder)) as client:
-        page = visit(client, "/?q=a+red+circle&q2=some+bar", width=390, height=844)
-        slider, options = page.get_by_role("slider"), page.get_by_text("Options", exact=True)
-        row = [page.locator(it).bounding_box() for it in ("#views", ".toggle", "#add-open")]
-        assert len({(box["y"], box["height"]) for box in row}) == 1  # one row, aligned
-        expect(slider).to_be_hidden()
-        expect(page.locator("#promises")).to_be_hidden()
-        options.click()
-        expect(slider).to_be_visible()
-        expect(page.locator("#promises")).to_contain_text("need a model that was calibrated")
-        one, other = (page.locator(it).bounding_box() for it in ("#abstain", "#coverage"))
-        assert (one["y"], one["width"]) == (other["y"], other["width"])
-        page.goto("/?q=a+red+circle&least=0.01")
-        expect(slider).to_be_visible()  # in use, so not hidden
-        page.goto("/?q=a+red+circle")
-        expect(slider).to_be_hidden()
-        page.close()
+def test_options_are_folded_unless_they_are_in_use(visit, uncalibrated):
+    page = visit(uncalibrated, "/?q=a+red+circle&q2=some+bar", width=390, height=844)
+    slider, options = page.get_by_role("slider"), page.get_by_text("Options", exact=True)
+    row = [page.locator(it).bounding_box() for it in ("#views", ".toggle", "#add-open")]
+    assert len({(box["y"], box["height"]) for box in row}) == 1  # one row, aligned
+    expect(slider).to_be_hidden()
+    expect(page.locator("#promises")).to_be_hidden()
+    options.click()
+    expect(slider).to_be_visible()
+    expect(page.locator("#promises")).to_contain_text("need a model that was calibrated")
+    one, other = (page.locator(it).bounding_box() for it in ("#abstain", "#coverage"))
+    assert (one["y"], one["width"]) == (other["y"], other["width"])
+    page.goto("/?q=a+red+circle&least=0.01")
+    expect(slider).to_be_visible()  # in use, so not hidden
+    page.goto("/?q=a+red+circle")
+    expect(slider).to_be_hidden()
 
 
 def test_small_probabilities_read_as_in_the_verdict(visit, service):
