@@ -118,7 +118,7 @@ def test_every_command_takes_files(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     command = app_runner(capsys)
     files = ("--images", "images.npy", "--texts", "texts.npy", "--pairs", "pairs.csv")
-    out = command("adopt", *files, "--out", "runs/my own")
+    out = command("adopt", *files, "--out", "runs/my own", "--method", "distance")
     nexts = [shlex.split(line) for line in out.splitlines() if line.startswith("  sfumato ")]
     assert nexts == [
         ["sfumato", "index", "runs/my own", "--split", "all", "--out", "runs/my own-index"],

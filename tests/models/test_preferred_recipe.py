@@ -63,11 +63,18 @@ def test_where_weights_are(monkeypatch, tmp_path):
     assert where_weights_are("nobody/nothing") == "cache"
 
 
-def test_training_keeps_the_embeddings_of_the_model(tmp_path, monkeypatch):
+@pytest.fixture(scope="module")
+def taught(tmp_path_factory):
+    """A manifest of photographs, and the folder of a model that matches them."""
     pytest.importorskip("transformers", reason="the extra backbones is not installed")
+    folder = tmp_path_factory.mktemp("taught")
+    manifest = two_colours(folder)
+    return manifest, str(taught_clip(folder / "model", manifest))
+
+
+def test_training_keeps_the_embeddings_of_the_model(taught, tmp_path, monkeypatch):
     monkeypatch.setenv("SFUMATO_CACHE", str(tmp_path / "cache"))
-    manifest = two_colours(tmp_path)
-    folder = str(taught_clip(tmp_path / "model", manifest))
+    manifest, folder = taught
     backbones = [f"model.{side}.backbone={folder}" for side in ("image", "text")]
     for out, more in (("points", []), ("gaussians", ["model.variance=true", "loss.name=pcmepp", "loss.alpha=0"])):
         command = ["train", CLIP, f"data.path={manifest}", "model.dim=8", *backbones, "train.epochs=2", *more]
@@ -81,15 +88,14 @@ def test_training_keeps_the_embeddings_of_the_model(tmp_path, monkeypatch):
         assert bool(images.log_var.isneginf().all()) == (out == "points")
 
 
-def test_without_validation_images_the_captions_kept_back_calibrate(tmp_path, monkeypatch):
-    pytest.importorskip("transformers", reason="the extra backbones is not installed")
+def test_without_validation_images_the_captions_kept_back_calibrate(taught, tmp_path, monkeypatch):
     monkeypatch.setenv("SFUMATO_CACHE", str(tmp_path / "cache"))
-    manifest = two_colours(tmp_path)
-    folder = str(taught_clip(tmp_path / "model", manifest))
+    manifest, folder = taught
     lines = [json.loads(line) for line in manifest.read_text().splitlines()]
     for k, line in enumerate(lines):
         words, number = line.pop("caption").rsplit(" ", 1)
         line["captions"] = [f"{words} {number}", *(f"{words} {100 + 4 * k + more}" for more in range(4))]
+    manifest = manifest.with_name("five-captions.jsonl")
     manifest.write_text("".join(json.dumps(line) + "\n" for line in lines))
     backbones = [f"model.{side}.backbone={folder}" for side in ("image", "text")]
     everything = ["data.val_fraction=0", "data.test_fraction=0", "train.epochs=1", "model.dim=8"]

@@ -92,23 +92,24 @@ def two_colours(folder, n=300, seed=0):
     return path
 
 
-def teach(parameters, embed_images, embed_texts, manifest, steps=300):
+def teach(parameters, prepare, embed_images, embed_texts, manifest, steps=300):
     """Train a model on the photographs of a manifest with InfoNCE, until it matches most of them.
 
     Args:
         parameters: of the model.
-        embed_images: list of PIL images -> (n, c).
+        prepare: list of PIL images -> (n, ...).
+        embed_images: (n, ...) -> (n, c).
         embed_texts: list of texts -> (n, c).
         manifest: of :func:`two_colours`.
         steps: of Adam, on 64 pairs each.
     """
     lines = [json.loads(line) for line in manifest.read_text().splitlines()]
-    images = [Image.open(manifest.parent / line["image"]).convert("RGB") for line in lines]
+    images = prepare([Image.open(manifest.parent / line["image"]).convert("RGB") for line in lines])
     optimiser = torch.optim.Adam(list(parameters), lr=1e-2)
     generator = torch.Generator().manual_seed(0)
     for _ in range(steps):
         chosen = torch.randperm(len(lines), generator=generator)[:64].tolist()
-        a = normalize(embed_images([images[i] for i in chosen]), dim=1)
+        a = normalize(embed_images(images[chosen]), dim=1)
         b = normalize(embed_texts([lines[i]["caption"] for i in chosen]), dim=1)
         scores, target = 20 * a @ b.T, torch.arange(len(chosen))
         loss = cross_entropy(scores, target) + cross_entropy(scores.T, target)
@@ -129,14 +130,17 @@ def taught_clip(folder, manifest):
     def pooled(found):
         return found if isinstance(found, torch.Tensor) else found.pooler_output
 
+    def prepare(batch):
+        return processor(images=batch, return_tensors="pt")["pixel_values"]
+
     def images(batch):
-        return pooled(model.get_image_features(**processor(images=batch, return_tensors="pt")))
+        return pooled(model.get_image_features(batch))
 
     def texts(batch):
         tokens = tokenizer(batch, padding=True, max_length=12, truncation=True, return_tensors="pt")
         return pooled(model.get_text_features(tokens["input_ids"], tokens["attention_mask"]))
 
-    teach(model.parameters(), images, texts, manifest)
+    teach(model.parameters(), prepare, images, texts, manifest)
     model.save_pretrained(folder)
     return folder
 
@@ -148,7 +152,8 @@ def taught_open_clip(folder, manifest):
     model, preprocess, tokenizer = tiny_open_clip(folder)
     teach(
         model.parameters(),
-        lambda batch: model.encode_image(torch.stack([preprocess(image) for image in batch])),
+        lambda batch: torch.stack([preprocess(image) for image in batch]),
+        model.encode_image,
         lambda batch: model.encode_text(tokenizer(batch)),
         manifest,
     )
