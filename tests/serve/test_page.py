@@ -318,7 +318,7 @@ def test_the_start_page_weighs_at_most_100_kb(chromium, service):
         got.clear()
         page.goto("/")
         expect(page.locator(".empty .pick")).to_have_count(6)
-        page.wait_for_function("[...document.images].every((image) => image.complete)")
+        page.wait_for_function("() => [...document.images].every((image) => image.complete)")
         for _ in range(400):
             if asked <= set(got):
                 break
@@ -638,7 +638,7 @@ def test_what_is_done_before_the_page_knows_its_collection_is_done_then(visit, s
     page.goto("/")
     page.locator("#q0").fill("a red square")
     page.keyboard.press("Enter")
-    page.wait_for_function("document.activeElement.id === 'q0'")
+    page.wait_for_function("() => document.activeElement.id === 'q0'")
     assert page.url.endswith("/") and len(held) == 1
     held[0].continue_()
     expect(page.locator("[data-slot='0'] .facts")).to_be_visible()
