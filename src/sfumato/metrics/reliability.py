@@ -170,10 +170,12 @@ def simulated_calibration_errors(
     p, q = probability.double(), true_probability.double()
     which = _which_bin(p, n_bins, binning)
     errors = []
-    for _ in range(n_samples):
-        gaps = torch.bincount(which, weights=p - torch.bernoulli(q, generator=generator), minlength=n_bins)
-        errors.append(gaps.abs().sum() / len(p))
-    return torch.stack(errors)
+    for some in torch.arange(n_samples).split(max(1, 2**15 // len(p))):  # Many sets of few outcomes at once.
+        gaps = p - torch.bernoulli(q.repeat(len(some), 1), generator=generator)
+        bins = (which + n_bins * (some - some[0]).unsqueeze(1)).flatten()
+        sums = torch.bincount(bins, weights=gaps.flatten(), minlength=len(some) * n_bins).view(len(some), n_bins)
+        errors.append(sums.abs().sum(1) / len(p))
+    return torch.cat(errors)
 
 
 def calibration_error_by_chance(
