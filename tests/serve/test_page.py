@@ -62,7 +62,9 @@ def uncalibrated(run, data, tmp_path_factory):
 @pytest.fixture(scope="module")
 def chromium():
     with playwright.sync_playwright() as driver:
-        browser = driver.chromium.launch(executable_path=CHROMIUM, args=["--disable-gpu"], env={**os.environ, "TMPDIR": short_folder()})
+        browser = driver.chromium.launch(
+            executable_path=CHROMIUM, args=["--disable-gpu"], env={**os.environ, "TMPDIR": short_folder()}
+        )
         yield browser
         browser.close()
 
