@@ -481,7 +481,8 @@ def test_trust_prints_tables_and_writes_json(work, sfumato, monkeypatch):
                 assert interval["low"] is None or interval["low"] <= interval["high"]
             # Two captions for each picture: no multiplicity, but captions that agree or do not.
             assert "caption_distance" in figures and "multiplicity" not in figures
-    status, out, _ = sfumato("trust", work / "run", "--seed", 1, "--bootstrap", 10, "--corrupted", 4, "--json")
+    quick = ("--queries", "text", "--bootstrap", 10, "--corrupted", 4, "--json")
+    status, out, _ = sfumato("trust", work / "run", "--seed", 1, *quick)
     other = json.loads(out)["directions"]["t2i"]
     assert other["recall"]["value"] == written["directions"]["t2i"]["recall"]["value"]
     assert other["corruptions"] != written["directions"]["t2i"]["corruptions"]

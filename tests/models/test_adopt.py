@@ -92,7 +92,7 @@ def test_auto_keeps_the_method_with_the_smallest_loss_and_says_by_how_much(adopt
 
 def test_a_given_method_is_taken_and_not_compared(tmp_path):
     for method, reads in (("distance", (False, False)), ("nearest", (True, False)), ("reference", (True, True))):
-        made = adopt(*frozen(n=1200), tmp_path / method, method=method, val_fraction=0.4, test_fraction=0.1)
+        made = adopt(*frozen(n=600), tmp_path / method, method=method, val_fraction=0.4, test_fraction=0.1)
         calibration = made.run.calibration
         assert (bool(calibration.conditional), bool(calibration.reference)) == reads
         assert made.method == method and not made.comparison
