@@ -150,6 +150,16 @@ def embedded(run, split):
     return found, prepared.data, embed_split(found.model, prepared)
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_texts_of_both_halves_cannot_be_halved(run, seed):
+    """The one text left is of two images: in no half, or in one alone, whichever half is drawn."""
+    found, data, (images, texts) = embedded(run, "wordings")
+    of_one_text = {name: getattr(data, name)[:1] for name in ("text_ids", "texts", "text_kinds", "text_rows")}
+    two = replace(data, pairs=np.array([[0, 0], [images.n - 1, 0]]), **of_one_text)
+    with pytest.raises(ValueError, match="the split cannot be halved"):
+        cross_fitted((images, texts), two, found.distance, split="wordings", seed=seed)
+
+
 def test_each_half_has_the_fit_on_the_other(run):
     """The folds, taken apart by hand: of texts that search images, the same as a split with only these texts."""
     found, data, (images, texts) = embedded(run, "wordings")

@@ -39,8 +39,11 @@ def cross_fitted(
     group = np.unique(data.groups, return_inverse=True)[1]
     first = (np.random.default_rng(seed).permutation(int(group.max()) + 1) % 2 == 0)[group]
     halves = [np.flatnonzero(first), np.flatnonzero(~first)]
+    queries = [queries_of(data, half) for half in halves]
+    if not all(len(texts) for _, texts in queries):
+        raise ValueError("the split cannot be halved: all texts of one half have images in the other too")
     folds = []
-    for fitting, measuring in (halves, halves[::-1]):
+    for fitting, measured in zip(halves, reversed(queries), strict=True):
         fitted = calibrate_split(
             embedded,
             data,
@@ -51,8 +54,5 @@ def cross_fitted(
             of_images=fitting,
             seed=seed,
         )
-        images, texts = (torch.from_numpy(positions) for positions in queries_of(data, measuring))
-        if not len(texts):
-            raise ValueError("the split cannot be halved: all texts of one half have images in the other too")
-        folds.append(Fold(fitted, images, texts))
+        folds.append(Fold(fitted, *(torch.from_numpy(positions) for positions in measured)))
     return folds
