@@ -125,7 +125,7 @@ def notes(table: Table) -> list[str]:
         found.append(f"Changed in all recipes: {', '.join(table.data.overrides)}.")
     found += [f"{row.label}: {reason}." for row in table.rows for reason in row.failed]
     if left := [row.label for row in table.rows if not row.runs and not row.failed]:
-        found.append(f"Not repeated: {'; '.join(left)}.")
+        found.append(f"Not repeated, because no recipe trains them on this data: {'; '.join(left)}.")
     if table.item.note:
         found.append(table.item.note)
     return found
