@@ -99,8 +99,8 @@ def missing_parts(definition: Definition) -> list[str]:
     return missing
 
 
-def count_code(path: Path) -> int:
-    """Lines that hold code: no blank lines, comments or docstrings."""
+def count(path: Path) -> tuple[int, int]:
+    """Lines that hold code, without blank lines, comments and docstrings; and lines of docstrings."""
     source = path.read_text(encoding="utf-8")
     documented: set[int] = set()
     for node in ast.walk(ast.parse(source)):
@@ -111,7 +111,7 @@ def count_code(path: Path) -> int:
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type not in quiet:
             held |= set(range(token.start[0], token.end[0] + 1))
-    return len(held - documented)
+    return len(held - documented), len(documented)
 
 
 def main(folder: Path) -> None:
@@ -120,8 +120,9 @@ def main(folder: Path) -> None:
     functions = [d for d in found if not isinstance(d.node, ast.ClassDef)]
     public = [d for d in found if d.public]
     lines = sum(len(path.read_text(encoding="utf-8").splitlines()) for path in paths)
+    code, docs = (sum(n) for n in zip(*map(count, paths), strict=True))
     print(f"modules            {len(paths)}, of them {sum(p.name == '__init__.py' for p in paths)} __init__.py")
-    print(f"lines              {lines:,}, of code {sum(map(count_code, paths)):,}")
+    print(f"lines              {lines:,}, of code {code:,}, of docstrings {docs:,}")
     print(f"complete docs      {sum(not missing_parts(d) for d in public)} of {len(public)} public names")
     sizes = sorted(((code_lines(d.node), d) for d in functions), key=lambda pair: -pair[0])
     print(f"functions > 60     {sum(n > 60 for n, _ in sizes)}; longest:")

@@ -44,18 +44,7 @@ _COLOURS = {"name": FIRST, "tag": FAMILIES[1], "subgroup": SECOND, "group": FAMI
 
 
 def run_demo(out: Path, overrides: list[str]) -> dict[str, Any]:
-    """Train (or resume), index, search, evaluate, and write the page.
-
-    Args:
-        out: folder for "run", "index" and "index.html".
-        overrides: of the recipe emoji-demo.
-
-    Returns:
-        {"page", "run", "index", "seconds", "test": metrics, "searches": results}.
-
-    Raises:
-        UserError: matplotlib, which draws the page's chart, is not installed; or an override is wrong.
-    """
+    """Train (or resume), index, search, evaluate, and write the page."""
     require_matplotlib()
     started = time.monotonic()
     recipe = load_recipe(find_recipe(RECIPE), overrides)
@@ -102,17 +91,7 @@ def run_demo(out: Path, overrides: list[str]) -> dict[str, Any]:
 
 
 def draw_examples(data: PairData, n: int = N_SHOWN, seed: int = SEED) -> tuple[list[tuple[str, str]], list[int]]:
-    """Queries and images to show, drawn at random.
-
-    Args:
-        data: images and texts with their matches.
-        n: number of pairs and of images.
-        seed: of the draw.
-
-    Returns:
-        n pairs of a text that matches at least MANY images and a text that matches one of these alone; and the
-        positions of n images. Fewer where the data have fewer.
-    """
+    """Queries and images to show, drawn at random."""
     generator = np.random.default_rng(seed)
     relevance = data.relevance()
     of_text, of_image = (np.split(r.indices, r.indptr[1:-1]) for r in (relevance.transpose(), relevance))

@@ -30,43 +30,18 @@ _FULL = re.compile(r"[Nn]o space left|disk is full|os error 28|requested and \d+
 
 
 def disk_cause(error: BaseException) -> str | None:
-    """What happened on the disk and what to do, without the path.
-
-    Args:
-        error: any; also of a library that reports a full disk in its own words.
-
-    Returns:
-        The text; None for other errors, and for rare ones of the system.
-    """
+    """What happened on the disk and what to do, without the path."""
     full = _FULL.search(str(error))
     return _CAUSES.get(errno.ENOSPC if full else getattr(error, "errno", None) or 0)
 
 
 def as_typed(*words: object) -> str:
-    """A command as a shell takes it: words with spaces are quoted.
-
-    Args:
-        words: of the command; paths too.
-
-    Returns:
-        The line.
-    """
+    """A command as a shell takes it: words with spaces are quoted."""
     return shlex.join(map(str, words))
 
 
 def explain_os_error(error: BaseException) -> str:
-    """An error of the operating system in one line: the path, what happened, and what to do.
-
-    Args:
-        error: any.
-
-    Returns:
-        The line; the error's own message if :func:`disk_cause` knows none.
-
-    Example:
-        >>> explain_os_error(NotADirectoryError(20, "Not a directory", "a.txt/run"))
-        'a.txt/run: a part of this path is a file, not a folder; give another path'
-    """
+    """An error of the operating system in one line: the path, what happened, and what to do."""
     cause, path = disk_cause(error), getattr(error, "filename", None)
     if cause is None or isinstance(error, UserError):  # Whose message has the path already.
         return str(error)
@@ -74,37 +49,12 @@ def explain_os_error(error: BaseException) -> str:
 
 
 def counted(n: int, one: str, many: str = "") -> str:
-    """A number with its noun, in the singular for 1.
-
-    Args:
-        n: the number.
-        one: the noun.
-        many: its plural; by default with an s.
-
-    Returns:
-        The text.
-
-    Example:
-        >>> counted(1, "item"), counted(1200, "query", "queries")
-        ('1 item', '1,200 queries')
-    """
+    """A number with its noun, in the singular for 1."""
     return f"{n:,} {one if n == 1 else many or one + 's'}"
 
 
 def expected_columns(found: Sequence[str], expected: Sequence[str]) -> str:
-    """The end of a message about a table that lacks a column.
-
-    Args:
-        found: names of its columns.
-        expected: names of the columns that it must have.
-
-    Returns:
-        The columns that there are, those that are expected, and for each lacking one the nearest other name.
-
-    Example:
-        >>> expected_columns(["img", "captoin"], ["image", "caption"])
-        "the columns are img, captoin; expected image and caption among them (is 'img' image? is 'captoin' caption?)"
-    """
+    """The end of a message about a table that lacks a column."""
     others = [name for name in found if name not in expected]
     guesses = []
     for name in expected:
@@ -129,20 +79,7 @@ _UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e
 
 
 def printable(message: str, most: int = 2000) -> str:
-    """A message as a terminal can show it: file names and contents in it may hold anything.
-
-    Args:
-        message: any text.
-        most: largest number of characters of a line; a longer line is cut.
-
-    Returns:
-        The message with control characters, changes of the writing direction and lone surrogates as escapes. Line
-        breaks stay.
-
-    Example:
-        >>> printable("no image in \\x1b[31mred")
-        'no image in \\\\x1b[31mred'
-    """
+    """A message as a terminal can show it: file names and contents in it may hold anything."""
     escaped = _UNPRINTABLE.sub(lambda found: found[0].encode("unicode_escape").decode(), message)
     return "\n".join(line if len(line) <= most else line[:most] + " ..." for line in escaped.split("\n"))
 
@@ -156,14 +93,6 @@ class RunFailedError(RuntimeError):
 
 
 def first_line(error: BaseException, most: int = 200) -> str:
-    """The message of an error in one line.
-
-    Args:
-        error: any.
-        most: largest number of characters; a longer line is cut.
-
-    Returns:
-        The first line of its message, or the name of its class if it has none.
-    """
+    """The message of an error in one line."""
     line = next(iter(str(error).strip().splitlines()), type(error).__name__)
     return line if len(line) <= most else line[:most] + " ..."

@@ -16,15 +16,7 @@ _TEMPORARY = re.compile(r"\..+\.[0-9a-z_]{8,}\.tmp")
 
 
 def write_atomically(path: str | Path, data: bytes | str) -> None:
-    """Replace the file at path by data. Readers see only the old or the new content. The umask decides who they are.
-
-    Args:
-        path: the file; its folder must exist.
-        data: the whole content; text is written as UTF-8.
-
-    Raises:
-        FileNotFoundError: the folder does not exist.
-    """
+    """Replace the file at path by data. Readers see only the old or the new content. The umask decides who they are."""
     path = Path(path)
     if not path.parent.is_dir():
         raise FileNotFoundError(f"cannot write {path}: the folder {path.parent} does not exist; create it first")
@@ -52,29 +44,12 @@ def _replace(path: Path, data: bytes | str) -> None:
 
 
 def write_json(path: str | Path, value: Any) -> None:
-    """Write value as indented JSON, atomically.
-
-    Args:
-        path: the file; its folder must exist.
-        value: a value that JSON can represent.
-
-    Raises:
-        FileNotFoundError: the folder does not exist.
-        ValueError: value contains NaN or infinity, which JSON does not have.
-    """
+    """Write value as indented JSON, atomically."""
     write_atomically(path, json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
 
 
 def remove_leftovers(folder: Path, age: float) -> int:
-    """Remove the temporary files of :func:`write_atomically` that killed processes have left.
-
-    Args:
-        folder: the folder, without its subfolders.
-        age: seconds; younger files may belong to a write that has not ended.
-
-    Returns:
-        Number of removed files.
-    """
+    """Remove the temporary files of :func:`write_atomically` that killed processes have left."""
     removed = 0
     for path in folder.iterdir():
         with contextlib.suppress(OSError):
@@ -85,11 +60,7 @@ def remove_leftovers(folder: Path, age: float) -> int:
 
 
 def sync_folder(folder: Path) -> None:
-    """Force the entries of a folder, e.g. a rename, to disk. It does nothing on systems that cannot (Windows).
-
-    Args:
-        folder: an existing folder.
-    """
+    """Force the entries of a folder, e.g. a rename, to disk. It does nothing on systems that cannot (Windows)."""
     if os.name == "posix":
         descriptor = os.open(folder, os.O_RDONLY)
         try:
@@ -99,14 +70,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def reserve(path: Path) -> None:
-    """Reserve the disk space of a file that is written through a memory map; a full disk would end the process there.
-
-    Args:
-        path: a file of its final size. Where the system cannot reserve space, nothing is done.
-
-    Raises:
-        OSError: the disk is full.
-    """
+    """Reserve the space of a file that is written through a memory map; a full disk would end the process."""
     if hasattr(os, "posix_fallocate"):
         with path.open("rb+") as file:
             try:
@@ -117,14 +81,7 @@ def reserve(path: Path) -> None:
 
 
 def is_plain_name(name: str) -> bool:
-    """Whether a text can be the name of a file in a folder, and is not a path to another folder.
-
-    Args:
-        name: any text.
-
-    Returns:
-        False for an empty name, ".", "..", and names with a slash, a backslash or a zero byte.
-    """
+    """Whether a text can be the name of a file in a folder, and is not a path to another folder."""
     return name not in ("", ".", "..") and not any(c in name for c in "/\\\0")
 
 

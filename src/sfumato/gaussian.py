@@ -28,14 +28,7 @@ ScalarUncertainty = Literal["total_variance", "geometric_std", "log_det"]
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which sums over d are taken.
-
-    Args:
-        dtype: of the input, floating point.
-
-    Returns:
-        float32 for half precision, dtype itself otherwise.
-    """
+    """The dtype in which sums over d are taken."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
@@ -307,14 +300,7 @@ def load_embeddings(path: str | Path) -> tuple[GaussianEmbedding, list[str]]:
 
 
 def is_embeddings_file(path: str | Path) -> bool:
-    """Whether :func:`save_embeddings` wrote a file.
-
-    Args:
-        path: a safetensors file.
-
-    Returns:
-        True if its metadata name the format; False otherwise, and for a file that cannot be read.
-    """
+    """Whether :func:`save_embeddings` wrote a file."""
     try:
         with safe_open(path, framework="pt") as file:
             return bool((file.metadata() or {}).get("format") == EMBEDDINGS_FORMAT)
@@ -323,15 +309,7 @@ def is_embeddings_file(path: str | Path) -> bool:
 
 
 def check_finite(embeddings: GaussianEmbedding, who: str) -> None:
-    """Refuse NaN, infinite means and infinite variances; log_var = -inf, a point, is allowed.
-
-    Args:
-        embeddings: n embeddings.
-        who: name of the caller, for error messages.
-
-    Raises:
-        ValueError: a value is NaN or infinite; the message names the first such row.
-    """
+    """Refuse NaN, infinite means and infinite variances; log_var = -inf, a point, is allowed."""
     bad = ~torch.isfinite(embeddings.mean) | torch.isnan(embeddings.log_var) | torch.isposinf(embeddings.log_var)
     if bad.any():
         row = int(bad.any(dim=1).nonzero()[0])

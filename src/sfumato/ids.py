@@ -9,18 +9,7 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def id_error(id: str) -> str:
-    r"""What is wrong with an id.
-
-    Args:
-        id: any text.
-
-    Returns:
-        The reason with the id in it; "" if nothing is wrong.
-
-    Example:
-        >>> id_error("birds/7.jpg"), id_error("..")
-        ('', "the id '..' names a folder in paths; expected another text")
-    """
+    r"""What is wrong with an id."""
     if not id:
         return "the id '' is empty; expected a text"
     if id in (".", ".."):
@@ -33,27 +22,12 @@ def id_error(id: str) -> str:
 
 
 def check_ids(ids: Iterable[str], what: str) -> None:
-    """Refuse ids that no gallery takes.
-
-    Args:
-        ids: the ids.
-        what: what they belong to, for the message.
-
-    Raises:
-        ValueError: one is wrong; the message names it and its row, counted from 0.
-    """
+    """Refuse ids that no gallery takes."""
     for row, id in enumerate(ids):
         if error := id_error(id):
             raise ValueError(f"{what}: row {row}: {error}")
 
 
 def uniform_hash(key: str) -> float:
-    """A number that looks random and depends on a string alone.
-
-    Args:
-        key: the string.
-
-    Returns:
-        The number, in [0, 1).
-    """
+    """A number that looks random and depends on a string alone."""
     return int.from_bytes(hashlib.sha256(key.encode()).digest()[:6], "big") / 2**48

@@ -66,15 +66,7 @@ def released_log_inclusion(x: GaussianEmbedding, y: GaussianEmbedding, *, eps: f
     Apart from constants it is log_inclusion - log_var_x - log_var_y / 2, with the distance of the means times exp(eps):
     at the published -10 and -20 the means have no effect.
 
-    Args:
-        x, y: (n, d) embeddings; see :func:`log_inclusion`.
-        eps: added to the logarithms of the inverse variances; -10 in the released class, -20 in its command line.
-
-    Returns:
-        (n, d) values, in float32 or better; the released expression without its cancellations.
-
-    Raises:
-        ValueError: shape, dtype or device differ.
+    x, y (n, d) -> (n, d).
     """
     x, y = _checked(x, y, "released_log_inclusion")
     log_v = torch.logaddexp(x.log_var, y.log_var + math.log(2))
@@ -87,14 +79,7 @@ def released_inclusion_test(x: GaussianEmbedding, y: GaussianEmbedding, *, eps: 
 
     At eps = 0 it is inclusion_test + (log_var_y - log_var_x) / 2.
 
-    Args:
-        x, y, eps: see :func:`released_log_inclusion`.
-
-    Returns:
-        (n, d) tests.
-
-    Raises:
-        ValueError: shape, dtype or device differ.
+    Returns (n, d).
     """
     return released_log_inclusion(x, y, eps=eps) - released_log_inclusion(y, x, eps=eps)
 
@@ -102,14 +87,7 @@ def released_inclusion_test(x: GaussianEmbedding, y: GaussianEmbedding, *, eps: 
 def inclusion_losses(
     inner: GaussianEmbedding, outer: GaussianEmbedding, *, scale: float = 1000.0, released_eps: float | None = None
 ) -> Tensor:
-    """Losses -log sigmoid(scale * inclusion_test(inner, outer)) of the rows, averaged over d.
-
-    Args:
-        inner, outer, scale, released_eps: see :func:`inclusion_loss`.
-
-    Returns:
-        (n,) losses >= 0.
-    """
+    """Losses -log sigmoid(scale * inclusion_test(inner, outer)) of the rows, averaged over d. Returns (n,)."""
     if released_eps is None:
         test = inclusion_test(inner, outer)
     else:

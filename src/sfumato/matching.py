@@ -23,30 +23,15 @@ MATCH_PROBABILITY = "match_probability"
 
 
 class SampledLogits(NamedTuple):
-    """Match logits that were learnt on distances of samples, as PCME's.
+    """Match logits that were learnt on distances of samples, as PCME's."""
 
-    Attributes:
-        logit_scale: a > 0, for the plain sigmoid.
-        logit_bias: b.
-        n_samples: number of samples of each embedding at test time.
-    """
-
-    logit_scale: float
-    logit_bias: float
-    n_samples: int
+    logit_scale: float  # a > 0, for the plain sigmoid
+    logit_bias: float  # b
+    n_samples: int  # number of samples of each embedding at test time
 
 
 def match_logit(distance: Tensor, logit_scale: Tensor | float, logit_bias: Tensor | float) -> Tensor:
-    """logit_bias - logit_scale * distance, the one sign flip of the package.
-
-    Args:
-        distance: any shape, smaller is closer.
-        logit_scale: a > 0.
-        logit_bias: b, the logit at distance 0.
-
-    Returns:
-        Logits of the shape of distance.
-    """
+    """logit_bias - logit_scale * distance, the one sign flip of the package."""
     return logit_bias - logit_scale * distance
 
 

@@ -16,20 +16,12 @@ _PLAIN_SECONDS = 15.0
 
 
 def first_process() -> bool:
-    """Whether this is the only process, or the first of those that torchrun has started.
-
-    Returns:
-        True if the environment variable RANK is 0 or missing.
-    """
+    """Whether this is the only process, or the first of those that torchrun has started."""
     return os.environ.get("RANK", "0") == "0"
 
 
 def say(line: str) -> None:
-    """Print one plain line on standard error; only the first process does.
-
-    Args:
-        line: without a line break.
-    """
+    """Print one plain line on standard error; only the first process does."""
     if not first_process():
         return
     print(line, file=sys.stderr, flush=True)
@@ -37,15 +29,7 @@ def say(line: str) -> None:
 
 @contextmanager
 def progress_bar(title: str, total: int) -> Iterator[Callable[[int], None]]:
-    """Show the progress of a loop.
-
-    Args:
-        title: name of the work.
-        total: number of items.
-
-    Yields:
-        A function to call with the number of items that were completed since the last call.
-    """
+    """Show the progress of a loop."""
     console = Console(stderr=True)
     if console.is_terminal and first_process():
         columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()

@@ -165,25 +165,7 @@ def answer_queries(
     max_risk: float | None = None,
     unfamiliar: Sequence[bool] | None = None,
 ) -> list[SearchAnswer]:
-    """Search a gallery, and describe the certainty of each answer.
-
-    Args:
-        gallery: gallery to search in.
-        names: n names of the queries.
-        queries: (n, d) embeddings.
-        k: see :meth:`Gallery.search`.
-        direction: of the queries; None if it is not one of the calibration, as with items that search among items.
-        min_probability: see :meth:`Gallery.search`.
-        coverage: see :meth:`Gallery.search`.
-        max_risk: see :meth:`Gallery.search`.
-        unfamiliar: for each query, whether it is a text of words that the model hardly knows; None for none.
-
-    Returns:
-        n answers.
-
-    Raises:
-        ValueError: see :meth:`Gallery.search`.
-    """
+    """Search a gallery, and describe the certainty of each answer. queries (n, d)."""
     found = gallery.search(queries, k, min_probability=min_probability, coverage=coverage, max_risk=max_risk)
     # The logits were fitted on pairs of an image and a text: within one modality they are not calibrated.
     calibrated = gallery.calibrated and direction == gallery.scorer.direction

@@ -584,28 +584,7 @@ def search_index(
     coverage: float | None = None,
     max_risk: float | None = None,
 ) -> list[SearchAnswer]:
-    """Search a saved index by texts and images with the model that it was built with, or by its own items.
-
-    Args:
-        folder: of the index or collection.
-        texts: the text queries; of a model that reads embeddings, .npy files of one vector each.
-        images: files of the image queries.
-        k: number of results of each query.
-        ids: items of the index to search by, which needs no model.
-        run: folder or name of the model, if it has moved.
-        store: URL of a collection's store, if it has moved.
-        min_probability: see :meth:`Gallery.search`; only for queries of the other modality than the gallery's.
-        coverage: as min_probability.
-        max_risk: as min_probability.
-
-    Returns:
-        An answer for each query: texts first, then images, then items.
-
-    Raises:
-        UserError: the model or an item is missing, an image cannot be used, or a guarantee is asked for a modality
-            without one.
-        ValueError: see :meth:`Gallery.search`.
-    """
+    """Search a saved index by texts and images with the model that it was built with, or by its own items."""
     with contextlib.closing(load_index(folder, run=run, store=store)) as searcher:
         guarantees = {"min_probability": min_probability, "coverage": coverage, "max_risk": max_risk}
         kinds: list[str | None] = ["texts"] * len(texts) + ["images"] * len(images) + [None] * len(ids)

@@ -22,17 +22,6 @@ def conformal_radius(scores: QueryScores, alpha: float, *, contains: Literal["an
     the held-out queries and the new one, which must be exchangeable; equal scores only raise it. With groups of queries
     the groups must be exchangeable, and the queries within a group; each group counts once, a query of it in part.
 
-    Args:
-        scores: of q held-out queries.
-        alpha: fraction of queries whose set may miss, in (0, 1).
-        contains: "any" for a set that contains at least one of the query's matches; "all" for all of them.
-
-    Returns:
-        The radius; the set contains every item within it. It is infinite (the whole gallery) if q < 1/alpha - 1.
-
-    Raises:
-        ValueError: alpha is outside of (0, 1), or contains is neither.
-
     Paper: Vovk, Gammerman and Shafer, "Algorithmic learning in a random world", 2005; Papadopoulos et al., ECML 2002;
         groups: Lee, Barber and Willett, "Distribution-free inference with hierarchical data", 2023.
     """
@@ -54,18 +43,6 @@ def precision_limit(scores: QueryScores, precision: float, *, confidence: float 
     The precision is the mean, over the queries with an item below the limit, of the fraction of true matches among
     their items below the limit; with groups of queries the mean over the groups. A limit passes with a
     Hoeffding-Bentkus p-value.
-
-    Args:
-        scores: of held-out queries.
-        precision: wanted, in (0, 1).
-        confidence: lower limit of the probability over held-out sets that the precision holds on new queries of the
-            same kind.
-
-    Returns:
-        A distance; report items strictly nearer than it.
-
-    Raises:
-        ValueError: no limit passes, or an argument is outside of (0, 1).
     """
     _check_open("precision", precision)
     _check_open("confidence", confidence)
@@ -98,21 +75,6 @@ def answer_limit(
     p-value; with groups of queries, where the groups are independent and count alike, with the p-value of a bet on
     their means (:func:`~sfumato.metrics.reliability.betting_p_value`). A query whose closest item is farther than
     that of every held-out query is never answered, because no held-out query gives evidence for it.
-
-    Args:
-        scores: of held-out queries.
-        risk: largest fraction of wrong answers, in (0, 1).
-        confidence: lower limit of the probability over held-out sets that the risk holds on new queries of the same
-            kind.
-        absent: expected fraction of queries without any match in the gallery. For a random part of the held-out queries
-            of this size, the matches are removed from the gallery.
-        seed: of the choice of that part.
-
-    Returns:
-        A distance; answer a query if its closest item is strictly nearer than it.
-
-    Raises:
-        ValueError: no limit passes, or an argument is out of range.
     """
     _check_open("risk", risk)
     _check_open("confidence", confidence)
@@ -144,16 +106,7 @@ def _strictest(works: Callable[[float], bool], above: float) -> float | None:
 
 
 def answered_fraction(scores: QueryScores, limit: float, *, absent: float = 0.0, seed: int = 0) -> float:
-    """Fraction of the held-out queries that are answered under a limit.
-
-    Args:
-        scores: of held-out queries.
-        limit: of :func:`answer_limit`.
-        absent, seed: see :func:`answer_limit`.
-
-    Returns:
-        A number in [0, 1].
-    """
+    """Fraction of the held-out queries that are answered under a limit."""
     nearest, _ = _with_absent(scores, absent, seed)
     return float(_below(nearest, np.array([limit]))[0]) / len(nearest)
 

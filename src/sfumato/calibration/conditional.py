@@ -34,47 +34,27 @@ _PENALTY = 1e-6
 
 @dataclass(frozen=True)
 class NearestItems:
-    """The nearest items of held-out queries in one gallery.
+    """The nearest items of held-out queries in one gallery."""
 
-    Attributes:
-        logit: (q, k) match logits of the k nearest items of each query, descending.
-        match: (q, k) 0 and 1.
-        n_gallery: size of the gallery.
-        reference: (q, 2) what reference queries say of each query and its first item,
-            :meth:`~sfumato.calibration.reference.ReferenceQueries.features`; None without such queries.
-    """
-
-    logit: Tensor
-    match: Tensor
-    n_gallery: int
+    logit: Tensor  # (q, k) match logits of the k nearest items of each query, descending
+    match: Tensor  # (q, k) 0 and 1
+    n_gallery: int  # size of the gallery
     reference: Tensor | None = None
 
 
 @dataclass(frozen=True)
 class ConditionalLogits:
-    """The logit of a hit given the nearest items of its query; make one with :meth:`fit`.
+    """The logit of a hit given the nearest items of its query; make one with :meth:`fit`."""
 
-    Attributes:
-        slope: factor of the match logit of the distance, positive.
-        intercept: of the bias.
-        weights: one for each feature of :func:`query_features`.
-        low, high: range of each feature in the fit; values outside of it are set to its ends, but for the size of the
-            gallery.
-        population: the queries that it holds for.
-        n_queries: number of held-out queries of the fit.
-        n_galleries: sizes of the galleries of the fit, ascending.
-        first: what reference queries change about the first hit; None if the fit had none.
-    """
-
-    slope: float
-    intercept: float
-    weights: tuple[float, ...]
+    slope: float  # factor of the match logit of the distance, positive
+    intercept: float  # of the bias
+    weights: tuple[float, ...]  # one for each feature of :func:`query_features`
     low: tuple[float, ...]
     high: tuple[float, ...]
-    population: Population
-    n_queries: int
-    n_galleries: tuple[int, ...]
-    first: "FirstHit | None" = None
+    population: Population  # the queries that it holds for
+    n_queries: int  # number of held-out queries of the fit
+    n_galleries: tuple[int, ...]  # sizes of the galleries of the fit, ascending
+    first: "FirstHit | None" = None  # what reference queries change about the first hit; None if the fit had none
 
     @classmethod
     def fit(
@@ -84,17 +64,6 @@ class ConditionalLogits:
 
         All sizes have the same weight, all galleries of one size too, and all queries of a gallery. Within a query the
         item of rank r has the weight 1 / r, because the first hits are what is read.
-
-        Args:
-            galleries: at least one.
-            n_queries: number of distinct queries among them.
-            population: the queries that they are; kept.
-
-        Returns:
-            The logits.
-
-        Raises:
-            ValueError: fewer than 50 queries, only matches or only other items, or a slope that is not positive.
         """
         found = [items for items in galleries if len(items.logit)]
         if n_queries < _MIN_QUERIES or not found:
@@ -138,21 +107,7 @@ class ConditionalLogits:
         return self.first is not None
 
     def logit(self, match_logit: Tensor, nearest: Tensor, n_gallery: int, reference: Tensor | None = None) -> Tensor:
-        """The logit of hits.
-
-        Args:
-            match_logit: (..., c) match logits of c hits of each query.
-            nearest: (..., k) match logits of its nearest items in the gallery, descending; of the first 50 of these
-                all that there are, -inf in place of missing ones.
-            n_gallery: size of the gallery.
-            reference: (..., 2) features of reference queries, if the fit had any.
-
-        Returns:
-            (..., c) logits in float64, in the order of the match logits.
-
-        Raises:
-            ValueError: the fit had reference queries, and their features are not given.
-        """
+        """The logit of hits. match_logit (..., c), nearest (..., k), reference (..., 2) -> (..., c)."""
         features = query_features(nearest.double()[..., :N_NEAREST], n_gallery)
         low, high, weights = (features.new_tensor(values) for values in (self.low, self.high, self.weights))
         inside = torch.cat([features.clamp(low, high)[..., :-1], features[..., -1:]], dim=-1)
@@ -168,14 +123,7 @@ class ConditionalLogits:
         return torch.where(match_logit.double() >= closest, first, torch.minimum(logit, first))
 
     def first_hit_loss(self, galleries: Iterable[NearestItems]) -> float:
-        """Mean log loss of the first hits of other queries, all galleries with the same weight.
-
-        Args:
-            galleries: at least one with queries.
-
-        Returns:
-            The loss in nats.
-        """
+        """Mean log loss of the first hits of other queries, all galleries with the same weight."""
         losses = []
         for items in galleries:
             if len(items.logit):
@@ -185,27 +133,13 @@ class ConditionalLogits:
         return sum(losses) / len(losses)
 
     def to_json(self) -> dict[str, Any]:
-        """The logits as plain values.
-
-        Returns:
-            JSON values.
-        """
+        """The logits as plain values."""
         values = {key: list(value) if isinstance(value, tuple) else value for key, value in vars(self).items()}
         return values | {"first": None if self.first is None else self.first.to_json()}
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "ConditionalLogits":
-        """Make the logits from plain values.
-
-        Args:
-            values: output of :meth:`to_json`.
-
-        Returns:
-            The logits.
-
-        Raises:
-            ValueError: a value is missing or does not fit.
-        """
+        """Make the logits from plain values."""
         read: dict[str, Any] = {
             key: tuple(value) if isinstance(value, list) else value for key, value in values.items()
         }
@@ -222,32 +156,17 @@ class ConditionalLogits:
 
 @dataclass(frozen=True)
 class FirstHit:
-    """The logit of the first hit given what reference queries say of it and of the query.
+    """The logit of the first hit given what reference queries say of it and of the query."""
 
-    Attributes:
-        slope: factor of the logit by the nearest items, positive.
-        intercept: added.
-        weights: one for each of REFERENCE_FEATURES.
-        low, high: range of each in the fit; values outside of it are set to its ends.
-    """
-
-    slope: float
-    intercept: float
-    weights: tuple[float, ...]
+    slope: float  # factor of the logit by the nearest items, positive
+    intercept: float  # added
+    weights: tuple[float, ...]  # one for each of REFERENCE_FEATURES
     low: tuple[float, ...]
     high: tuple[float, ...]
 
     @classmethod
     def fit(cls, by_nearest: ConditionalLogits, galleries: Sequence[NearestItems]) -> "FirstHit | None":
-        """Fit on the first hits, all sizes of the gallery with the same weight.
-
-        Args:
-            by_nearest: the logits by the nearest items.
-            galleries: of its fit.
-
-        Returns:
-            The logit; None if some gallery has no features, or they say nothing.
-        """
+        """Fit on the first hits, all sizes of the gallery with the same weight."""
         sizes = [items.n_gallery for items in galleries]
         rows, targets, weights = [], [], []
         for items in galleries:
@@ -275,40 +194,18 @@ class FirstHit:
         )
 
     def logit(self, by_nearest: Tensor, reference: Tensor) -> Tensor:
-        """The logit of the first hit.
-
-        Args:
-            by_nearest: (..., 1) logit by the nearest items.
-            reference: (..., 2) features of reference queries.
-
-        Returns:
-            (..., 1) logits in float64.
-        """
+        """The logit of the first hit. by_nearest (..., 1), reference (..., 2) -> (..., 1)."""
         low, high, weights = (by_nearest.new_tensor(values) for values in (self.low, self.high, self.weights))
         change = self.intercept + reference.to(by_nearest).clamp(low, high) @ weights
         return self.slope * by_nearest + change.unsqueeze(-1)
 
     def to_json(self) -> dict[str, Any]:
-        """The logit as plain values.
-
-        Returns:
-            JSON values.
-        """
+        """The logit as plain values."""
         return {key: list(value) if isinstance(value, tuple) else value for key, value in vars(self).items()}
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "FirstHit":
-        """Make the logit from plain values.
-
-        Args:
-            values: output of :meth:`to_json`.
-
-        Returns:
-            The logit.
-
-        Raises:
-            ValueError: a value does not fit.
-        """
+        """Make the logit from plain values."""
         read: dict[str, Any] = {
             key: tuple(value) if isinstance(value, list) else value for key, value in values.items()
         }
@@ -326,17 +223,7 @@ FEATURES = ("log sum", "first", "gap", "log expected", "log expected squared", "
 
 
 def query_features(nearest: Tensor, n_gallery: int) -> Tensor:
-    """What the nearest items say about a query.
-
-    Args:
-        nearest: (..., k) match logits of the nearest items, descending; -inf where there is none.
-        n_gallery: size of the gallery.
-
-    Returns:
-        (..., 7) the logarithm of the sum of exp(z), the first z, its lead over the second, the logarithm of the sum of
-        sigmoid(z), the squares of the two sums, and the logarithm of the size. A missing second item leaves the lead
-        infinite.
-    """
+    """What the nearest items say about a query. nearest (..., k) -> (..., 7)."""
     log_sum, first = nearest.logsumexp(-1), nearest[..., 0]
     second = nearest[..., 1] if nearest.shape[-1] > 1 else torch.full_like(first, -math.inf)
     log_expected = torch.sigmoid(nearest).sum(-1).clamp_min(1e-300).log()

@@ -24,21 +24,13 @@ _OVER = 0.05
 
 @dataclass(frozen=True)
 class DriftState:
-    """The result of the last complete window of queries.
+    """The result of the last complete window of queries."""
 
-    Attributes:
-        n_queries: number of queries that were compared or wait for their window to be complete.
-        n_windows: number of complete windows.
-        statistic: largest difference of the two distribution functions, in [0, 1]; None before the first window.
-        p_value: of "the difference is at most the tolerance"; None before the first window.
-        differs: whether the queries differ from those of the calibration.
-    """
-
-    n_queries: int = 0
-    n_windows: int = 0
+    n_queries: int = 0  # number of queries that were compared or wait for their window to be complete
+    n_windows: int = 0  # number of complete windows
     statistic: float | None = None
-    p_value: float | None = None
-    differs: bool = False
+    p_value: float | None = None  # of "the difference is at most the tolerance"; None before the first window
+    differs: bool = False  # whether the queries differ from those of the calibration
 
 
 class DriftMonitor:
@@ -57,22 +49,6 @@ class DriftMonitor:
 
     A query costs constant time and a window one sort; memory is that of the held-out distances and one window. Threads
     may share a monitor.
-
-    Args:
-        scores: of the held-out queries, by distance.
-        window: number of queries of a window, at least 20.
-        level: largest probability of a false alarm in one window, in (0, .05).
-        tolerance: largest difference of the distribution functions that counts as none, in [0, 1).
-
-    Raises:
-        ValueError: an argument is out of range.
-
-    Example:
-        >>> import torch
-        >>> distance, match = torch.rand(400, 50, generator=torch.Generator().manual_seed(0)), torch.eye(50)
-        >>> monitor = DriftMonitor(QueryScores.fit(distance, match.repeat(8, 1)))
-        >>> [state.differs for state in monitor.add([0.3 + i / 1000 for i in range(200)], n_gallery=50)]
-        [True]
 
     Paper: Smirnov, "On the estimation of the discrepancy between empirical curves of distribution for two independent
         samples", 1939.
@@ -102,18 +78,7 @@ class DriftMonitor:
     def add(
         self, nearest: Iterable[float], *, n_gallery: int, names: Iterable[Hashable] | None = None
     ) -> list[DriftState]:
-        """Add queries.
-
-        Args:
-            nearest: distance of each to its closest item; those that are not finite are left out.
-            n_gallery: number of items that they searched; if the scores say nothing about this size
-                (:meth:`~sfumato.calibration.query_scores.QueryScores.covers`), all are left out.
-            names: for each query what it is, e.g. its text; equal ones in one window count once. None if no two are
-                equal. Only hashes are kept.
-
-        Returns:
-            The states at which the queries began to differ, or ceased to; mostly none.
-        """
+        """Add queries."""
         changes: list[DriftState] = []
         if not self.scores.covers(n_gallery):
             return changes
@@ -152,16 +117,7 @@ class DriftMonitor:
 def largest_difference(x: np.ndarray, y: np.ndarray) -> float:
     """The largest difference of the distribution functions of two samples, the statistic of Kolmogorov and Smirnov.
 
-    Args:
-        x: (n,) values.
-        y: (m,) values.
-
-    Returns:
-        A number in [0, 1].
-
-    Example:
-        >>> largest_difference(np.array([1.0, 2.0]), np.array([2.0, 3.0, 4.0, 5.0]))
-        0.75
+    x (n,), y (m,).
     """
     both = np.concatenate([x, y])
     below = [np.searchsorted(np.sort(each), both, side="right") / len(each) for each in (x, y)]
@@ -174,18 +130,6 @@ def smirnov_p_value(difference: float, n: int, m: int) -> float:
         p = 2 sum_k (-1)^(k - 1) exp(-2 k^2 t^2),    t = difference * sqrt(n m / (n + m)),    k = 1, 2, ...
 
     This is the limit for many values; for few the true probability is as a rule smaller.
-
-    Args:
-        difference: of the distribution functions.
-        n: number of values of one sample.
-        m: number of values of the other.
-
-    Returns:
-        A probability; 1 for a difference of 0 or less.
-
-    Example:
-        >>> round(smirnov_p_value(0.1358, 200, 200), 3)
-        0.05
     """
     t = difference * math.sqrt(n * m / (n + m))
     if t < 0.2:  # The series needs many terms here, and is 1 to twelve digits.

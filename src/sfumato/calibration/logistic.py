@@ -15,17 +15,7 @@ def fit_logistic(
     The problem is convex. Newton steps are halved until the objective falls, so that every step is an improvement. Use
     standardised features: the penalty treats all alike.
 
-    Args:
-        features: (k, f) x.
-        target: (k,) labels in [0, 1].
-        weight: (k,) of each row, not negative; equal if None.
-        penalty: of the squared weights; the bias is free. Positive if the rows may be separable.
-
-    Returns:
-        ((f,) w, b) in float64.
-
-    Raises:
-        ValueError: a number of rows differs, or the weights add up to 0.
+    features (k, f), target (k,), weight (k,).
     """
     x, y = features.detach().double(), target.detach().double()
     w = torch.ones_like(y) if weight is None else weight.detach().double()

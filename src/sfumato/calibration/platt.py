@@ -74,17 +74,6 @@ Knots = tuple[tuple[float, float], ...]
 def fit_knots(distance: Tensor, match: Tensor) -> Knots:
     """Centred isotonic regression: the mean distance and the log odds of each level of the monotone fit.
 
-    Args:
-        distance: of pairs, any shape.
-        match: 0 and 1, the same shape.
-
-    Returns:
-        The knots, with strictly falling log odds.
-
-    Raises:
-        UserError: scikit-learn is missing.
-        ValueError: the fit is constant.
-
     Paper: Oron and Flournoy, "Centered isotonic regression", Statistics in Biopharmaceutical Research, 2017.
     """
     try:
@@ -115,16 +104,7 @@ def fit_knots(distance: Tensor, match: Tensor) -> Knots:
 
 
 def knots_logit(distance: Tensor, knots: Knots, slope: float) -> Tensor:
-    """The logit of an isotonic fit: linear between the knots, and falling with a constant slope outside of them.
-
-    Args:
-        distance: any shape, float64.
-        knots: of :func:`fit_knots`.
-        slope: decrease of the logit per unit of distance outside of the knots; positive.
-
-    Returns:
-        Logits of the shape of distance.
-    """
+    """The logit of an isotonic fit: linear between the knots, and falling with a constant slope outside of them."""
     x, y = (np.array(values) for values in zip(*knots, strict=True))
     inside = distance.clamp(x[0], x[-1])
     values = torch.as_tensor(np.interp(inside.cpu().numpy(), x, y)).to(distance.device)
@@ -132,14 +112,7 @@ def knots_logit(distance: Tensor, knots: Knots, slope: float) -> Tensor:
 
 
 def log_odds(p: float) -> float:
-    """Logarithm of the odds of a probability.
-
-    Args:
-        p: in (0, 1).
-
-    Returns:
-        ln(p / (1 - p)).
-    """
+    """Logarithm of the odds of a probability."""
     return math.log(p) - math.log1p(-p)
 
 

@@ -245,16 +245,7 @@ def growth_by_halving(n_matches: np.ndarray, n_gallery: int) -> float:
     In a random half, queries without a remaining match are left out. The mean number of matches of the others is
     sum(R h / m) / sum(1 - P(no match remains)), with h = m // 2 and a hypergeometric P.
 
-    Args:
-        n_matches: (q,) numbers of matches, at least 1.
-        n_gallery: m.
-
-    Returns:
-        g in [0, 1]: 0 if every query has one match, near 1 if all have very many.
-
-    Example:
-        >>> round(growth_by_halving(np.array([2]), 4), 3)  # a half holds 1 on average, none in 1 of 6: log2(2 / 1.2)
-        0.737
+    n_matches (q,).
     """
     half = n_gallery // 2
     if half == 0:
@@ -269,14 +260,7 @@ def growth_by_halving(n_matches: np.ndarray, n_gallery: int) -> float:
 
 
 def limits_of(nearest: np.ndarray) -> np.ndarray:
-    """The distances that are tested as limits.
-
-    Args:
-        nearest: (q,) distance of each query to its closest item.
-
-    Returns:
-        (N_STEPS,) ascending quantiles of nearest; the last one is its largest value.
-    """
+    """The distances that are tested as limits. nearest (q,) -> (N_STEPS,)."""
     ranks = -(-np.arange(1, N_STEPS + 1) * len(nearest) // N_STEPS)
     limits: np.ndarray = np.sort(nearest)[ranks - 1]
     return limits

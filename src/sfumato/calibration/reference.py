@@ -30,36 +30,17 @@ REFERENCE_FEATURES = ("hub", "isolation")
 
 @dataclass(frozen=True, eq=False)
 class ReferenceQueries:
-    """Queries that no later query is; make them with :meth:`of`.
+    """Queries that no later query is; make them with :meth:`of`."""
 
-    Attributes:
-        embeddings: (b, d) float32, rounded to float16.
-        distance: name in DISTANCES.
-        direction: of the queries, "t2i" if they are texts.
-    """
-
-    embeddings: GaussianEmbedding
-    distance: str
-    direction: Direction
+    embeddings: GaussianEmbedding  # (b, d) float32, rounded to float16
+    distance: str  # name in DISTANCES
+    direction: Direction  # of the queries, "t2i" if they are texts
 
     @classmethod
     def of(
         cls, queries: GaussianEmbedding, distance: str, direction: Direction, *, seed: int = 0
     ) -> "ReferenceQueries":
-        """Keep at most N_REFERENCE of some queries.
-
-        Args:
-            queries: (n, d) embeddings, at least N_CLOSE.
-            distance: name in DISTANCES; not a sampled one.
-            direction: of the queries.
-            seed: of the choice.
-
-        Returns:
-            The reference queries.
-
-        Raises:
-            ValueError: there are too few, or the distance is sampled.
-        """
+        """Keep at most N_REFERENCE of some queries. queries (n, d)."""
         if queries.n < N_CLOSE:
             raise ValueError(f"ReferenceQueries: needs at least {N_CLOSE} queries, got {queries.n}")
         if get_distance(distance).sampled:
@@ -72,37 +53,18 @@ class ReferenceQueries:
         return get_distance(self.distance).for_direction(self.direction)
 
     def features(self, queries: GaussianEmbedding, first: GaussianEmbedding) -> Tensor:
-        """What the reference queries say about queries and their first hits.
-
-        Args:
-            queries: (n, d) embeddings.
-            first: (n, d) the first hit of each.
-
-        Returns:
-            (n, 2) float64: :meth:`hub` of the first hit and :meth:`isolation` of the query.
-        """
+        """What the reference queries say about queries and their first hits. queries (n, d), first (n, d) -> (n, 2)."""
         return torch.stack([self.hub(first), self.isolation(queries)], dim=1)
 
     def hub(self, items: GaussianEmbedding) -> Tensor:
         """The mean distance of items from the reference queries closest to them: small for an item that many ask for.
 
-        Args:
-            items: (m, d) embeddings.
-
-        Returns:
-            (m,) float64.
+        items (m, d) -> (m,).
         """
         return self._closest(items, lambda some: self._oriented.matrix(self.embeddings, some).T)
 
     def isolation(self, queries: GaussianEmbedding) -> Tensor:
-        """The mean distance of queries from the reference queries closest to them.
-
-        Args:
-            queries: (n, d) embeddings.
-
-        Returns:
-            (n,) float64.
-        """
+        """The mean distance of queries from the reference queries closest to them. queries (n, d) -> (n,)."""
         return self._closest(queries, lambda some: self._oriented.matrix(some, self.embeddings))
 
     def _closest(self, some: GaussianEmbedding, distance: Callable[[GaussianEmbedding], Tensor]) -> Tensor:
@@ -115,14 +77,7 @@ class ReferenceQueries:
 
 
 def no_reference_error(who: str) -> ValueError:
-    """The error of a calibration with reference queries that is used without them.
-
-    Args:
-        who: function that was called.
-
-    Returns:
-        The error.
-    """
+    """The error of a calibration with reference queries that is used without them."""
     return ValueError(
         f"{who}: this calibration reads reference queries; give"
         " reference=calibration.reference[direction].features(queries, first hits)"

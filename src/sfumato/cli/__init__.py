@@ -40,14 +40,7 @@ _INTERRUPTED = 130
 
 
 def available_cores(quota: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
-    """Number of cores that this process may use: those of its affinity, at most those of its container.
-
-    Args:
-        quota: file in which the system states the container's limit.
-
-    Returns:
-        At least 1.
-    """
+    """Number of cores that this process may use: those of its affinity, at most those of its container."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     try:
         most, period = quota.read_text(encoding="ascii").split()
@@ -61,11 +54,6 @@ def set_threads(environment: MutableMapping[str, str], cores: int, load: float) 
 
     Threads that spin while they wait for each other slow a busy machine down: with two threads on two cores and a load
     of 11, an adoption took 303 s, with passive waiting 95 s, with one thread 77 s.
-
-    Args:
-        environment: variables of this process; torch must not be imported yet.
-        cores: number that may be used.
-        load: mean number of running processes of the last minute.
     """
     if cores < (os.cpu_count() or 1):
         environment.setdefault("OMP_NUM_THREADS", str(cores))

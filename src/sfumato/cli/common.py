@@ -130,49 +130,22 @@ TIMEOUT_MINUTES = 30.0
 
 
 def print_result(result: dict[str, Any], as_json: bool, line: str) -> None:
-    """Print a result as JSON, or as text.
-
-    Args:
-        result: plain values.
-        as_json: whether to print JSON.
-        line: the text otherwise.
-    """
+    """Print a result as JSON, or as text."""
     print(json.dumps(result) if as_json else line)
 
 
 def parse_names(listed: str) -> list[str]:
-    """Split a list of names at its commas.
-
-    Args:
-        listed: names with commas between them.
-
-    Returns:
-        The names, without empty ones.
-    """
+    """Split a list of names at its commas."""
     return [name.strip() for name in listed.split(",") if name.strip()]
 
 
 def speed_suffix(per_second: float | None) -> str:
-    """Items per second, as the end of a line.
-
-    Args:
-        per_second: the rate; None if it is not known.
-
-    Returns:
-        The text.
-    """
+    """Items per second, as the end of a line."""
     return f"; {per_second:.1f} a second" if per_second else ""
 
 
 def problems_suffix(problems: Any) -> str:
-    """What was left out and why, as the end of a line.
-
-    Args:
-        problems: :class:`~sfumato.data.images.Problems`.
-
-    Returns:
-        The text; empty without problems.
-    """
+    """What was left out and why, as the end of a line."""
     return f"; {len(problems)} left out:\n{problems.summary()}" if len(problems) else ""
 
 
@@ -186,23 +159,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class ModelOnData:
-    """A model and a split of data.
+    """A model and a split of data."""
 
-    Attributes:
-        model: the loaded model.
-        data: where the split comes from.
-        split: name of the split.
-        name: of the model, for titles.
-        run: the model as a run; None for exported and published models.
-        own_data: whether the data are those of the run's own recipe, without --data.
-    """
-
-    model: "RetrievalModel"
-    data: "DataConfig"
-    split: str
-    name: str
-    run: "Run | None"
-    own_data: bool
+    model: "RetrievalModel"  # the loaded model
+    data: "DataConfig"  # where the split comes from
+    split: str  # name of the split
+    name: str  # of the model, for titles
+    run: "Run | None"  # the model as a run; None for exported and published models
+    own_data: bool  # whether the data are those of the run's own recipe, without --data
 
     @property
     def own_run(self) -> "Run | None":
@@ -220,27 +184,12 @@ class ModelOnData:
         return own is not None and (here.source, here.path, here.texts) == (own.source, own.path, own.texts)
 
     def folder(self, out: Path | None, name: str) -> Path:
-        """Where results go.
-
-        Args:
-            out: the folder that was asked for; None for the default.
-            name: of the default, in the run's folder or, with --data, in the current one.
-
-        Returns:
-            The folder.
-        """
+        """Where results go."""
         return out or (self.own_run.folder if self.own_run is not None else Path()) / name
 
 
 def is_run(model: str | Path) -> bool:
-    """Whether a name is the folder of a run.
-
-    Args:
-        model: a folder, or a name on the hub.
-
-    Returns:
-        The answer.
-    """
+    """Whether a name is the folder of a run."""
     from sfumato.models.run import RECIPE
 
     return (Path(model) / RECIPE).is_file()
@@ -255,22 +204,7 @@ def open_model_on_data(
     *,
     purpose: str = "use",
 ) -> ModelOnData:
-    """Load a model and find its data.
-
-    Args:
-        model: folder of a run, folder of an exported or published model, or name of a model on the hub.
-        data: recipe (path or name) whose data to use; None for the data of the run.
-        overrides: changes to that recipe, or to the recipe of the run, each "section.key=value".
-        split: name of the split; a run without test has "wordings" instead, if its training left texts out.
-        device: "auto", "cpu", ..., or a device.
-        purpose: what the data are for, as the end of a sentence; for the error message.
-
-    Returns:
-        The model on the split.
-
-    Raises:
-        UserError: a model that is no run comes without data, or an override does not fit.
-    """
+    """Load a model and find its data."""
     from sfumato.models.export import load_model
     from sfumato.models.recipe import find_recipe, load_recipe
     from sfumato.models.run import RECIPE, choose_device, load_run

@@ -521,15 +521,7 @@ def _split_of_fold(opened: ModelOnData, split: str) -> str:
 
 
 def check_results(opened: ModelOnData, file: Path | None = None) -> None:
-    """Check, before the work, that the results of a run can be written into its folder, and others into a file.
-
-    Args:
-        opened: the model on its data.
-        file: another file that is asked for.
-
-    Raises:
-        UserError: one of them cannot be written.
-    """
+    """Check, before the work, that the results of a run can be written into its folder, and others into a file."""
     if file is not None:
         check_out_file(file, option="--per-query")
     if opened.own_run is not None:

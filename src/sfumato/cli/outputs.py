@@ -9,17 +9,7 @@ from sfumato.errors import UserError, disk_cause
 
 
 def check_out_folder(path: Path, *, ours: Callable[[Path], bool] | None = None, option: str = "--out") -> None:
-    """Check that a folder can be written, or made with its parents.
-
-    Args:
-        path: the folder; it need not exist.
-        ours: whether an existing folder may be written to; None allows every folder. Empty ones and those with hidden
-            files alone are always allowed.
-        option: name of the option, for messages.
-
-    Raises:
-        UserError: it is a file, cannot be made or written, or holds something else.
-    """
+    """Check that a folder can be written, or made with its parents."""
     if path.is_dir():
         found = next((p.name for p in sorted(path.iterdir()) if not p.name.startswith(".")), None)
         if ours is not None and found is not None and not ours(path):
@@ -30,15 +20,7 @@ def check_out_folder(path: Path, *, ours: Callable[[Path], bool] | None = None, 
 
 
 def check_out_file(path: Path, *, option: str = "--out") -> None:
-    """Check that a file can be written.
-
-    Args:
-        path: the file; its folder must exist.
-        option: name of the option, for messages.
-
-    Raises:
-        UserError: it is a folder, or its folder is missing or cannot be written.
-    """
+    """Check that a file can be written."""
     if path.is_dir():
         raise UserError(f"{option} {path} is a folder; give the name of a file, e.g. {path / 'NAME'}{path.suffix}")
     if not path.parent.is_dir():
@@ -62,17 +44,7 @@ def _check_writable(folder: Path, path: Path, option: str) -> None:
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Name the output in errors of the disk that name no file, and in those of libraries that have their own classes.
-
-    Args:
-        path: what the block writes.
-
-    Yields:
-        Nothing.
-
-    Raises:
-        UserError: the disk is full, or the like.
-    """
+    """Name the output in errors of the disk that name no file, and in those of libraries with classes of their own."""
     try:
         yield
     except Exception as error:

@@ -13,21 +13,12 @@ MixChoice = Literal["batch", "element"]
 
 @dataclass(frozen=True, eq=False)
 class MixPlan:
-    """Which images of a batch are mixed, with which, how and how much.
+    """Which images of a batch are mixed, with which, how and how much."""
 
-    Attributes:
-        partner: (n,) int64, the other image; an image that is not mixed has itself.
-        own_fraction: (n,) float32 in [0, 1], the fraction of the original image that remains: lambda of Mixup, the area
-            that CutMix leaves. It is 1 where an image is not mixed.
-        box: (n, 4) int64, top, bottom, left and right of the box that CutMix replaces, ends excluded; zeros without
-            one.
-        size: (h, w) of the images that the plan was sampled for.
-    """
-
-    partner: Tensor
+    partner: Tensor  # (n,) int64, the other image; an image that is not mixed has itself
     own_fraction: Tensor
     box: Tensor
-    size: tuple[int, int]
+    size: tuple[int, int]  # (h, w) of the images that the plan was sampled for
 
     def __len__(self) -> int:
         return len(self.partner)
@@ -38,17 +29,7 @@ class MixPlan:
         return self.box.any(1)
 
     def apply(self, pixels: Tensor) -> Tensor:
-        """The mixed images, on the device of pixels and with its gradients.
-
-        Args:
-            pixels: (n, 3, h, w) uint8, or floating point in [0, 1].
-
-        Returns:
-            (n, 3, h, w) float32 in [0, 1]; images that are not mixed keep their values exactly.
-
-        Raises:
-            ValueError: n, h or w are not those of the plan.
-        """
+        """The mixed images, on the device of pixels and with its gradients. pixels (n, 3, h, w) -> (n, 3, h, w)."""
         expected = (len(self), 3, *self.size)
         if tuple(pixels.shape) != expected:
             raise ValueError(f"MixPlan.apply: the plan is for pixels of shape {expected}, got {tuple(pixels.shape)}")
@@ -71,17 +52,10 @@ class MixPlan:
         Every caption that matched before mixing keeps a label: a second caption of one of the two images keeps that
         image's weight, and a caption of both images keeps the label 1.
 
-        Args:
-            match: (n, m) labels in [0, 1], rows are images.
-
-        Returns:
-            (n, m) labels in [0, 1], of the dtype of match where it is floating point, float32 otherwise.
-
-        Raises:
-            ValueError: match has not n rows.
-
         Paper: Chun, ICLR 2024, section 2.4. The released code rebuilds the labels from a diagonal instead, so that a
         second caption of an image in the batch becomes a non-match.
+
+        match (n, m) -> (n, m).
         """
         if match.ndim != 2 or len(match) != len(self):
             raise ValueError(f"MixPlan.match: match must have shape ({len(self)}, m), got {tuple(match.shape)}")
@@ -91,17 +65,7 @@ class MixPlan:
 
     @classmethod
     def cat(cls, plans: Sequence["MixPlan"]) -> "MixPlan":
-        """Concatenate several plans; partners stay within their own plan.
-
-        Args:
-            plans: one at least, all for images of one size.
-
-        Returns:
-            The plan of all their images.
-
-        Raises:
-            ValueError: there is no plan, or their sizes differ.
-        """
+        """Concatenate several plans; partners stay within their own plan."""
         sizes = sorted({plan.size for plan in plans})
         if len(sizes) != 1:
             raise ValueError(f"MixPlan.cat: expected plans for images of one size, got {len(plans)} plans for {sizes}")
@@ -132,25 +96,6 @@ def plan_mixing(
     place: the box has 1 - lambda of the area and a uniformly sampled centre, and is clipped at the border of the image.
     own_fraction is the remaining area after clipping. With odd n the image in the middle is its own partner: it is
     never mixed.
-
-    Args:
-        n: number of images.
-        size: their (h, w).
-        generator: on the CPU; one number is sampled from it, and it is the only source of randomness.
-        fraction: expected fraction of images that are mixed; 0 for none.
-        mixup_alpha: of Mixup; 0 leaves CutMix only.
-        cutmix_alpha: of CutMix; 0 leaves Mixup only.
-        cutmix_probability: of CutMix where both are on.
-        choice: "batch" chooses Mixup or CutMix for the whole batch, as in the paper; "element" chooses for each image,
-            as in the released code.
-        choice_generator: on the CPU, for the choice of the whole batch. Equal ones give the parts of a batch on several
-            processes the same choice. None: a generator in the state of ``generator``.
-
-    Returns:
-        The plan, its tensors on the CPU.
-
-    Raises:
-        ValueError: a number is out of its range, both alphas are 0, or choice is unknown.
 
     Paper: Zhang et al., "mixup", ICLR 2018; Yun et al., "CutMix", ICCV 2019; Chun, ICLR 2024, section 2.4 and table
     B.1. The released code mixes every image, not a fraction of them, when Mixup or CutMix is off.
@@ -199,18 +144,7 @@ def plan_mixing(
 
 
 def smooth_match(match: Tensor, smoothing: float) -> Tensor:
-    """Label smoothing: 0 becomes smoothing, 1 becomes 1 - smoothing, linear between.
-
-    Args:
-        match: labels in [0, 1] of any shape, floating point.
-        smoothing: in [0, 0.5); 1e-4 in the released configuration of PCME++.
-
-    Returns:
-        smoothing + (1 - 2 * smoothing) * match.
-
-    Raises:
-        ValueError: smoothing is out of its range.
-    """
+    """Label smoothing: 0 becomes smoothing, 1 becomes 1 - smoothing, linear between."""
     if not 0 <= smoothing < 0.5:
         raise ValueError(f"smooth_match: smoothing must lie in [0, 0.5), got {smoothing}")
     return smoothing + (1 - 2 * smoothing) * match
@@ -223,19 +157,9 @@ def drop_tokens(mask: Tensor, *, rate: float = 0.2, generator: torch.Generator |
     token is dropped. An item keeps at least one of its tokens. A class token is treated like every other token, as in
     the released code.
 
-    Args:
-        mask: (n, t) bool, True where there is a token; torch.ones(n, t, dtype=torch.bool, device=...) where all are.
-        rate: in [0, 1]; 0 drops nothing.
-        generator: on the device of mask; the global one, which torch.manual_seed governs, if None.
-
-    Returns:
-        (n, t) bool, a subset of mask. The mean and the log variance of an item use the same mask.
-
-    Raises:
-        TypeError: mask is not bool.
-        ValueError: mask is not two-dimensional, or rate is out of its range.
-
     Paper: Chen et al., CVPR 2021 (VSE-infinity); Chun, ICLR 2024, table B.1.
+
+    mask (n, t) -> (n, t).
     """
     _check_mask(mask, rate, "drop_tokens")
     p = torch.rand(len(mask), 1, generator=generator, device=mask.device)
@@ -250,19 +174,9 @@ def drop_regions(mask: Tensor, *, rate: float, generator: torch.Generator | None
     VSE-infinity augments region features in this way, and the tokens of other encoders with :func:`drop_tokens`, which
     drops fewer: at rate 0.2 a region is dropped with probability 20 %, a token with 9.6 %.
 
-    Args:
-        mask: (n, r) bool, True where there is a region.
-        rate: in [0, 1]; 0 drops nothing.
-        generator: on the device of mask; the global one if None.
-
-    Returns:
-        (n, r) bool, a subset of mask.
-
-    Raises:
-        TypeError: mask is not bool.
-        ValueError: mask is not two-dimensional, or rate is out of its range.
-
     Source: https://github.com/woodfrog/vse_infty, the data set of precomputed regions. Paper: Chen et al., CVPR 2021.
+
+    mask (n, r) -> (n, r).
     """
     _check_mask(mask, rate, "drop_regions")
     draw = torch.rand(mask.shape, generator=generator, device=mask.device)
@@ -288,27 +202,10 @@ def augment_token_ids(
     By default 50 % of the chosen tokens become mask_id, 10 % become a random id of the vocabulary and 40 % are deleted.
     The remaining tokens move to the left. A text that would lose all its words keeps one of them unchanged.
 
-    Args:
-        ids: (n, t) int64 token ids.
-        mask: (n, t) bool, True where there is a token.
-        special: numbers of special tokens at the beginning and at the end of each text, which are never changed.
-        mask_id: id of a masked word; None is allowed where ``masked`` is 0.
-        vocabulary_size: vocabulary size of the model that reads the ids; random ids are smaller.
-        pad_id: id of the places without a token.
-        forbidden: ids that are never sampled as random ids: beginning, end, padding, ...
-        rate: in [0, 1]; 0 changes nothing.
-        masked, replaced: fractions of the chosen tokens; 0 and 0 delete all of them, which is PCME's caption dropping.
-        generator: on the device of ids; the global one if None.
-
-    Returns:
-        ((n, t) int64 ids, (n, t) bool mask), each text is aligned to the left and followed by pad_id.
-
-    Raises:
-        TypeError: mask is not bool, or ids are not int64.
-        ValueError: shapes do not fit, a number or an id is out of its range, or all ids are forbidden.
-
     Paper: Chen et al., CVPR 2021; Chun, ICLR 2024, table B.1. The released code samples random ids from the range of
     BERT's vocabulary, for every model.
+
+    ids (n, t), mask (n, t).
     """
     _check_mask(mask, rate, "augment_token_ids")
     if ids.dtype != torch.int64:

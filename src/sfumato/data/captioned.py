@@ -23,45 +23,23 @@ _SPLIT_NAMES = {"restval": "train", "training": "train", "valid": "val", "valida
 
 @dataclass(frozen=True)
 class CaptionedImage:
-    """An image file with its captions.
+    """An image file with its captions."""
 
-    Attributes:
-        location: where the row stands, for messages.
-        image: path of the image file.
-        id: id of the image.
-        captions: its captions, at least one, none empty.
-        split: name of its split; "" if the data does not say.
-        caption_ids: the id of each caption, "" for those without one; None if no caption has one. Captions with one id
-            are one text.
-    """
-
-    location: str
-    image: Path
-    id: str
-    captions: list[str]
-    split: str
+    location: str  # where the row stands, for messages
+    image: Path  # path of the image file
+    id: str  # id of the image
+    captions: list[str]  # its captions, at least one, none empty
+    split: str  # name of its split; "" if the data does not say
     caption_ids: list[str] | None = None
 
     def numbered(self) -> list[str]:
-        """The id of each caption, made of the id of the image where it has none.
-
-        Returns:
-            As many ids as captions.
-        """
+        """The id of each caption, made of the id of the image where it has none."""
         own = self.caption_ids or [""] * len(self.captions)
         return [identity or f"{self.id}#{k}" for k, identity in enumerate(own)]
 
 
 def check_fractions(val_fraction: float, test_fraction: float) -> None:
-    """Raise an error if the fractions leave no images for training.
-
-    Args:
-        val_fraction: fraction of the images for validation.
-        test_fraction: fraction of the images for the test.
-
-    Raises:
-        ValueError: one is negative, or their sum is 1 or more.
-    """
+    """Raise an error if the fractions leave no images for training."""
     if not (val_fraction >= 0 and test_fraction >= 0 and val_fraction + test_fraction < 1):
         raise ValueError(
             "val_fraction and test_fraction must not be negative, and below 1 together;"
@@ -70,49 +48,18 @@ def check_fractions(val_fraction: float, test_fraction: float) -> None:
 
 
 def canonical_split(name: str) -> str:
-    """The canonical name of a split: "valid", "validation" and "dev" become "val", "restval" becomes "train".
-
-    Args:
-        name: name of the split in the data, in upper or lower case.
-
-    Returns:
-        The canonical name in lower case.
-
-    Example:
-        >>> canonical_split("Validation"), canonical_split("mine")
-        ('val', 'mine')
-    """
+    """The canonical name of a split: "valid", "validation" and "dev" become "val", "restval" becomes "train"."""
     name = name.strip().lower()
     return _SPLIT_NAMES.get(name, name)
 
 
 def is_unicode(text: str) -> bool:
-    r"""Whether a text can be written as UTF-8; undecodable bytes and lone surrogates cannot.
-
-    Args:
-        text: any string.
-
-    Returns:
-        True if it can.
-
-    Example:
-        >>> is_unicode("Hund"), is_unicode("\ud800")
-        (True, False)
-    """
+    r"""Whether a text can be written as UTF-8; undecodable bytes and lone surrogates cannot."""
     return not any("\ud800" <= c <= "\udfff" for c in text)
 
 
 def usable_captions(location: str, captions: Iterable[str], problems: Problems) -> dict[int, str]:
-    """The captions that are not empty, stripped of surrounding white space.
-
-    Args:
-        location: where they stand, for messages.
-        captions: all captions of an image.
-        problems: receives the empty ones.
-
-    Returns:
-        number of the caption, from 0 -> caption, without the empty ones, in their order.
-    """
+    """The captions that are not empty, stripped of surrounding white space."""
     usable = {}
     for number, caption in enumerate(captions):
         if caption.strip():
@@ -136,22 +83,7 @@ def _nothing_usable(source: Path, problems: Problems) -> UserError:
 def splits_of_rows(
     rows: Iterable[CaptionedImage], source: Path, problems: Problems, val_fraction: float, test_fraction: float
 ) -> dict[str, PairData]:
-    """Convert rows to splits; rows with the same image and split are merged.
-
-    Args:
-        rows: the usable rows.
-        source: where they come from, for the message.
-        problems: receives ids that occur with two images or in two splits, and caption ids with two wordings.
-        val_fraction: fraction of the images for "val" where no row names a split, chosen by a hash of the id, so that
-            new rows never change the split of old rows. If some rows name a split, the rows without one are in "train".
-        test_fraction: the same for "test".
-
-    Returns:
-        split -> data.
-
-    Raises:
-        UserError: there are no rows.
-    """
+    """Convert rows to splits; rows with the same image and split are merged."""
     rows = list(rows)
     if not rows:
         raise _nothing_usable(source, problems)
@@ -201,56 +133,24 @@ def _consistent(row: CaptionedImage, wordings: dict[str, str], problems: Problem
 
 
 def hashed_split(identity: str, val_fraction: float, test_fraction: float) -> str:
-    """The split of an image in data without splits; it depends on its id and the fractions alone.
-
-    Args:
-        identity: id of the image.
-        val_fraction: fraction of all images in "val".
-        test_fraction: fraction of all images in "test".
-
-    Returns:
-        "train", "val" or "test".
-
-    Example:
-        >>> hashed_split("a.png", 0.0, 0.0)
-        'train'
-    """
+    """The split of an image in data without splits; it depends on its id and the fractions alone."""
     number = uniform_hash(identity)
     return "val" if number < val_fraction else "test" if number < val_fraction + test_fraction else "train"
 
 
 @dataclass(frozen=True, eq=False)
 class Labelled:
-    """n images, each of one of c classes.
+    """n images, each of one of c classes."""
 
-    Attributes:
-        sources: n of them.
-        ids: n distinct ids.
-        labels: (n,) class numbers.
-        keys: c distinct keys, the names of the classes in the source.
-        classes: c names of the classes in a prompt; a class may have no image.
-    """
-
-    sources: tuple[ImageSource, ...]
-    ids: tuple[str, ...]
-    labels: np.ndarray
-    keys: tuple[str, ...]
-    classes: tuple[str, ...]
+    sources: tuple[ImageSource, ...]  # n of them
+    ids: tuple[str, ...]  # n distinct ids
+    labels: np.ndarray  # (n,) class numbers
+    keys: tuple[str, ...]  # c distinct keys, the names of the classes in the source
+    classes: tuple[str, ...]  # c names of the classes in a prompt; a class may have no image
 
 
 def read_class_names(path: Path) -> dict[str, str]:
-    """Read the names of classes from a text file.
-
-    Args:
-        path: a UTF-8 file. Each line has a class and its name, separated by a tab, or by the first blank if no line has
-            a tab.
-
-    Returns:
-        class -> name, in the order of the file.
-
-    Raises:
-        UserError: there is no such file, it is not UTF-8, a line has no name, or a class occurs twice.
-    """
+    """Read the names of classes from a text file."""
     if not path.is_file():
         raise UserError(f"there is no file {path}")
     try:
@@ -276,19 +176,7 @@ def read_class_names(path: Path) -> dict[str, str]:
 def read_class_folder(
     root: Path, names: Mapping[str, str] | None = None, *, endings: Collection[str] = IMAGE_ENDINGS
 ) -> Labelled:
-    """Read images from one folder for each class, with its subfolders.
-
-    Args:
-        root: ROOT/CLASS/image.jpg.
-        names: class -> name in prompts, for all classes; None uses the folder names, with "_" replaced by a space.
-        endings: file name endings of images, in lower case with the dot.
-
-    Returns:
-        The images with their classes.
-
-    Raises:
-        UserError: there is no such folder, no class or image in it, or a class with images has no name.
-    """
+    """Read images from one folder for each class, with its subfolders."""
     if not root.is_dir():
         raise UserError(f"there is no folder {root}")
     folders = sorted(p for p in root.iterdir() if p.is_dir() and not p.name.startswith("."))
@@ -307,20 +195,7 @@ def read_class_folder(
 
 
 def emoji_labelled(kind: str, *, style: str = "fluent3d", names: Mapping[str, str] | None = None) -> Labelled:
-    """The emoji of one drawing style, with their group or subgroup as class.
-
-    Args:
-        kind: "group" or "subgroup".
-        style: the drawing style.
-        names: see :func:`read_class_folder`.
-
-    Returns:
-        The images with their classes.
-
-    Raises:
-        UserError: kind is unknown, or a class has no name.
-        ValueError: the style is unknown.
-    """
+    """The emoji of one drawing style, with their group or subgroup as class."""
     if kind not in get_args(EmojiClasses):
         raise UserError(f"the classes of the emoji set are {' and '.join(get_args(EmojiClasses))}, got {kind!r}")
     of = emoji_classes(cast(EmojiClasses, kind))
@@ -330,19 +205,7 @@ def emoji_labelled(kind: str, *, style: str = "fluent3d", names: Mapping[str, st
 
 
 def data_labelled(data: PairData, names: Mapping[str, str] | None = None, *, where: str = "the data") -> Labelled:
-    """Labelled images from data with one text for each image, the name of its class.
-
-    Args:
-        data: one split.
-        names: see :func:`read_class_folder`; None uses the distinct texts, sorted.
-        where: source of the data, for messages.
-
-    Returns:
-        The images with their classes.
-
-    Raises:
-        UserError: an image has two different texts, or none, or a class has no name.
-    """
+    """Labelled images from data with one text for each image, the name of its class."""
     texts: list[set[str]] = [set() for _ in data.image_ids]
     for image, text in data.pairs:
         texts[image].add(data.texts[text])

@@ -66,22 +66,6 @@ def read_cub(
 ) -> dict[str, PairData]:
     """Read CUB Captions.
 
-    Args:
-        root: folder with ``images/CLASS/IMAGE.jpg``.
-        problems: receives images without captions and captions that are empty or not UTF-8.
-        options: see :class:`CubOptions`.
-        val_fraction: with ``options.classes``, fraction of the images for "val".
-        test_fraction: the same for "test".
-
-    Returns:
-        "train", the images of the training classes without those of seen_test_images.txt; "seen", these images; "test",
-        the unseen classes; with a fold, "val", its validation classes. Image ids are "CLASS/IMAGE.jpg", text ids
-        "CLASS/IMAGE.jpg#LINE", lines from 0; groups are classes. Only the pairs of "train" follow
-        ``options.train_pairs``. A split without images is left out.
-
-    Raises:
-        UserError: a folder, a list or a class is missing, or nothing is usable.
-
     Papers: Reed et al., CVPR 2016 (the captions); Xian et al., CVPR 2017 (the classes); Chun et al., CVPR 2021 (the
     benchmark).
     """

@@ -67,22 +67,7 @@ def read_embeddings(
 
 
 def open_vectors(path: str | Path, *, copy_on_write: bool = False) -> tuple[Tensor, Tensor | None, list[str] | None]:
-    """Open a file of embeddings without a look at their values.
-
-    Args:
-        path: as for :func:`read_embeddings`. Of a .parquet file it is the column of lists of floating point numbers;
-            PATH.parquet:NAME selects one of several.
-        copy_on_write: map a .npy file so that the tensor may be changed, which never reaches the file. Without it the
-            tensor must not be changed, and the file may be larger than the memory.
-
-    Returns:
-        ((n, d) means, (n, d) log variances or None, ids or None if the file has none). .npy and .safetensors files are
-        memory-mapped; a .parquet file is read.
-
-    Raises:
-        FileNotFoundError: the file is missing.
-        ValueError: the file is damaged, has an unknown format, or is pickled.
-    """
+    """Open a file of embeddings without a look at their values."""
     file, name = _split(path)
     if not file.is_file():
         raise FileNotFoundError(f"no embeddings at {file}")
@@ -102,18 +87,7 @@ def open_vectors(path: str | Path, *, copy_on_write: bool = False) -> tuple[Tens
 
 
 def read_ids(path: str | Path) -> list[str]:
-    """Read distinct ids from a text file (one on each line), a JSON list, or a .npy file of strings or integers.
-
-    Args:
-        path: .json, .npy, or any other ending for text.
-
-    Returns:
-        n ids as strings.
-
-    Raises:
-        FileNotFoundError: the file is missing.
-        ValueError: the file is not such a list, or an id is empty or occurs twice. The message has its line or number.
-    """
+    """Read distinct ids from a text file (one on each line), a JSON list, or a .npy file of strings or integers."""
     path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(f"no ids at {path}")

@@ -32,29 +32,7 @@ def read_embedding_pairs(
     val_fraction: float = 0.1,
     test_fraction: float = 0.1,
 ) -> dict[str, PairData]:
-    """Read pairs of embeddings; the values of all rows in a pair are checked once, block by block.
-
-    Args:
-        images: table of the images, see :func:`~sfumato.data.embedding_tables.open_table`.
-        texts: table of the texts.
-        problems: receives rows with NaN, infinity or zeros alone, which are left out with their pairs; malformed lines
-            of the pairs; and pairs whose image was in another split before.
-        pairs: file of the pairs. Either with columns ``image`` and ``text``, and optionally ``split`` and ``caption``
-            (.csv, .jsonl, .parquet, or .json with a list of objects): each line is a pair, named by ids or by row
-            numbers from 0. Or a Karpathy JSON: image i is row i, and the sentences are the rows of the texts, both in
-            the order of the file. None: row i of the images with row i of the texts.
-        val_fraction: fraction of the images for "val" where the pairs name no split, in [0, 1); chosen by a hash of
-            the id. If some pairs name a split, the pairs without one are in "train".
-        test_fraction: the same for "test".
-
-    Returns:
-        split -> data with rows as ``images`` and ``text_rows``. Ids are those of the tables or of the Karpathy JSON,
-        or row numbers.
-
-    Raises:
-        UserError: a file is missing or damaged, a row or an id does not exist, or nothing is usable.
-        ValueError: the fractions are negative or leave nothing to train on.
-    """
+    """Read pairs of embeddings; the values of all rows in a pair are checked once, block by block."""
     check_fractions(val_fraction, test_fraction)
     tables = open_table(images), open_table(texts)
     if pairs is None:

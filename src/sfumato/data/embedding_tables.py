@@ -22,26 +22,7 @@ _BLOCK = 4096
 
 
 class EmbeddingTable:
-    """n embeddings of c channels, in files.
-
-    Args:
-        name: of the table, for messages.
-        blocks: the arrays. Those of one block stand one below the other, (n_1, c_b), (n_2, c_b) and so on with n rows
-            in all; the blocks stand side by side.
-
-    Attributes:
-        n: number of rows.
-        channels: c.
-
-    Raises:
-        ValueError: there is no array, or the sizes do not fit.
-
-    Example:
-        >>> table = EmbeddingTable("mine", [[torch.zeros(2, 3), torch.ones(1, 3)], [torch.zeros(3, 1)]])
-        >>> table.rows(np.array([2, 0]))
-        tensor([[1., 1., 1., 0.],
-                [0., 0., 0., 0.]])
-    """
+    """n embeddings of c channels, in files."""
 
     def __init__(self, name: str, blocks: Sequence[Sequence[Tensor]]) -> None:
         if not blocks or not all(blocks):
@@ -58,14 +39,7 @@ class EmbeddingTable:
         self._starts = [np.cumsum([0, *map(len, parts)])[:-1] for parts in blocks]
 
     def rows(self, index: np.ndarray) -> Tensor:
-        """Some rows.
-
-        Args:
-            index: (k,) int64 positions in [0, n).
-
-        Returns:
-            (k, c) float32.
-        """
+        """Some rows. index (k,) -> (k, c)."""
         values, column = torch.empty(len(index), self.channels), 0
         for parts, starts in zip(self._blocks, self._starts, strict=True):
             of_block = values[:, column : column + parts[0].shape[1]]
@@ -77,14 +51,7 @@ class EmbeddingTable:
         return values
 
     def errors(self, index: np.ndarray) -> dict[int, str]:
-        """The rows among some that no model can use.
-
-        Args:
-            index: (k,) positions, in the order in which they are read.
-
-        Returns:
-            position -> what is wrong with the row: NaN or infinity (in float32), or zeros alone.
-        """
+        """The rows among some that no model can use. index (k,)."""
         found: dict[int, str] = {}
         for start in range(0, len(index), _BLOCK):
             some = index[start : start + _BLOCK]
@@ -97,15 +64,10 @@ class EmbeddingTable:
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingRow:
-    """A row of a table: an item of a data set, of images or of texts.
+    """A row of a table: an item of a data set, of images or of texts."""
 
-    Attributes:
-        table: the table.
-        row: its position.
-    """
-
-    table: EmbeddingTable
-    row: int
+    table: EmbeddingTable  # the table
+    row: int  # its position
 
     @property
     def location(self) -> str:
@@ -125,17 +87,11 @@ class EmbeddingRow:
 
 @dataclass(frozen=True, eq=False)
 class NamedTable:
-    """A table with the names of its rows.
+    """A table with the names of its rows."""
 
-    Attributes:
-        table: the table.
-        ids: n distinct ids; None if no file has any.
-        captions: n wordings; None if no file has any.
-    """
-
-    table: EmbeddingTable
-    ids: Sequence[str] | None = None
-    captions: Sequence[str] | None = None
+    table: EmbeddingTable  # the table
+    ids: Sequence[str] | None = None  # n distinct ids; None if no file has any
+    captions: Sequence[str] | None = None  # n wordings; None if no file has any
 
 
 def open_table(paths: str) -> NamedTable:
@@ -145,17 +101,6 @@ def open_table(paths: str) -> NamedTable:
     :func:`~sfumato.data.embedding_files.read_ids`), its wordings in table.txt, one a line. A folder of shards has them
     under its own name, or in the files ../metadata/\\*.parquet that clip-retrieval writes (``image_path``,
     ``caption``).
-
-    Args:
-        paths: a .npy, .safetensors or .parquet file, see :func:`~sfumato.data.embedding_files.open_vectors`; or a
-            folder of such files, which are read in the order of the numbers in their names. Several with "+" between
-            them give their channels side by side.
-
-    Returns:
-        The table.
-
-    Raises:
-        UserError: a file is missing or damaged, or sizes do not fit.
     """
     parts = paths.split("+") if "+" in paths and not Path(paths).exists() else [paths]
     ids: Sequence[str] | None = None
@@ -181,14 +126,7 @@ def open_table(paths: str) -> NamedTable:
 
 
 def resolved_table(paths: str) -> str:
-    """The same table with absolute paths, so that it is found from any folder.
-
-    Args:
-        paths: see :func:`open_table`.
-
-    Returns:
-        Its paths; those of a file that does not exist unchanged.
-    """
+    """The same table with absolute paths, so that it is found from any folder."""
     parts = paths.split("+") if "+" in paths and not Path(paths).exists() else [paths]
     resolved = []
     for part in parts:

@@ -154,27 +154,12 @@ def load_emoji(
 
 
 def emoji_names() -> dict[str, str]:
-    """The name of every concept; image ids of the emoji set are "hexcode/style".
-
-    Returns:
-        hexcode -> name.
-
-    Example:
-        >>> emoji_names()["1F992"]
-        'giraffe'
-    """
+    """The name of every concept; image ids of the emoji set are "hexcode/style"."""
     return {c["hexcode"]: c["label"] for c in _concepts()}
 
 
 def emoji_classes(kind: EmojiClasses) -> dict[str, str]:
-    """The group, or subgroup, of every concept.
-
-    Args:
-        kind: "group" or "subgroup".
-
-    Returns:
-        hexcode -> wording of the class.
-    """
+    """The group, or subgroup, of every concept."""
     worded = {"group": _group_text, "subgroup": _subgroup_text}[kind]
     return {c["hexcode"]: worded(c[kind]) for c in _concepts()}
 

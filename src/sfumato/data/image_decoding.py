@@ -62,29 +62,7 @@ def decode_image(
 ) -> np.ndarray:
     """Decode an image of any mode: turned upright by its EXIF data, transparency on white, in RGB.
 
-    Args:
-        data: the bytes of a file in one of FORMATS; the first frame of several.
-        size: side of the resized square in pixels (bicubic). None keeps the size of the image.
-        fit: "squash": resized to the square without keeping the aspect ratio. "crop": the shorter side resized to
-            ``size`` and the middle cut out, pixel for pixel what the CLIP image processor of transformers does.
-            "crop-nearest": the same as open_clip and torchvision do it. "crop-margin": as "crop-nearest", from an image
-            whose shorter side is 8/7 as long.
-        crop: the part to cut out first, in coordinates of the upright image, rounded to whole pixels; or a function
-            from the image's width / height to this part. Large JPEG files
-            are then decoded at a half, a quarter or an eighth of their size as long as the part keeps twice ``size`` on
-            both sides.
-        reduced: decode JPEG files of more than REDUCED_FROM pixels at a half, a quarter or an eighth of their size, as
-            long as both sides keep four times ``size``. It is faster by as much, and changes the resized pixels a
-            little.
-        upright: False keeps the pixels in the orientation of the file and ignores its EXIF data. Pillow rotates TIFF
-            files even so.
-
-    Returns:
-        (3, h, w) uint8.
-
-    Raises:
-        ValueError: the data is not an image, is truncated, or has more than MAX_PIXELS pixels; fit is unknown; or the
-            crop is not within [0, 1].
+    Returns (3, h, w).
     """
     check_fit(fit)
     if crop is not None and not callable(crop):
@@ -108,14 +86,7 @@ def decode_image(
 
 
 def check_image(data: bytes) -> None:
-    """Check quickly whether an image can be decoded; the whole file is read.
-
-    Args:
-        data: the bytes of a file.
-
-    Raises:
-        ValueError: the error that :func:`decode_image` would raise.
-    """
+    """Check quickly whether an image can be decoded; the whole file is read."""
     with opened_image(data) as image:
         image.draft(
             None, (1, 1)
@@ -126,32 +97,14 @@ def check_image(data: bytes) -> None:
 
 
 def check_fit(fit: str) -> None:
-    """Raise an error if :func:`decode_image` does not support ``fit``.
-
-    Args:
-        fit: value given by the user.
-
-    Raises:
-        ValueError: it is unknown; the message lists the known ones.
-    """
+    """Raise an error if :func:`decode_image` does not support ``fit``."""
     if fit not in get_args(Fit):
         raise ValueError(f"unknown fit {fit!r}; known: {', '.join(get_args(Fit))}")
 
 
 @contextmanager
 def opened_image(data: bytes, max_pixels: int | None = MAX_PIXELS) -> Iterator[Image.Image]:
-    """An open image, not decoded yet; every error while it is open becomes a ValueError with a clear message.
-
-    Args:
-        data: the bytes of a file in one of FORMATS.
-        max_pixels: largest number of pixels; None for pillow's own limit.
-
-    Yields:
-        The image.
-
-    Raises:
-        ValueError: the data is not an image, cannot be decoded, or has too many pixels.
-    """
+    """An open image, not decoded yet; every error while it is open becomes a ValueError with a clear message."""
     if not data:
         raise ValueError("the file is empty")
     try:

@@ -22,20 +22,7 @@ _CHANNELS = (3, 4)
 
 
 def image_sources(images: Sequence[ImageInput], who: str, *, features: str = "") -> list[ImageSource]:
-    """Images as sources of the bytes of image files. Nothing is read from disk yet.
-
-    Args:
-        images: n images, see :data:`ImageInput`; or one array of them, (n, h, w, c).
-        who: name of the caller, for messages.
-        features: what the model reads instead of images, see :func:`~sfumato.encoders.regions.features_read`.
-
-    Returns:
-        n sources; the location of one is its path, or "image 3", counted from 0.
-
-    Raises:
-        TypeError: images is a single one, or one has another type.
-        ValueError: the pixels of one have another shape or dtype.
-    """
+    """Images as sources of the bytes of image files. Nothing is read from disk yet."""
     one = isinstance(images, str | bytes | os.PathLike | Image.Image)
     if not one and not hasattr(images, "__getitem__") and hasattr(images, "__iter__"):
         raise TypeError(f"{who}: got a {type(images).__name__}, expected a list of images: list(images)")
@@ -95,20 +82,7 @@ def _pillow_file(image: Image.Image) -> bytes:
 
 
 def vector_file(vector: Any, name: str, features: str) -> bytes:
-    """An array as the bytes of a .npy file, for a model that reads features.
-
-    Args:
-        vector: (c,) an embedding, or (r, c) region features; floating numbers, an array or a tensor.
-        name: of the argument, for messages.
-        features: what the model reads.
-
-    Returns:
-        The bytes.
-
-    Raises:
-        TypeError: it is no array.
-        ValueError: it has another number of dimensions, or no floating numbers.
-    """
+    """An array as the bytes of a .npy file, for a model that reads features. vector (c,)."""
     value = vector.detach().cpu() if hasattr(vector, "detach") else vector
     array = np.asarray(value) if hasattr(value, "__array__") and not isinstance(value, Image.Image) else None
     if array is None:
@@ -119,15 +93,7 @@ def vector_file(vector: Any, name: str, features: str) -> bytes:
 
 
 def unreadable(source: ImageSource, error: Exception) -> UserError:
-    """The error of an image that cannot be used.
-
-    Args:
-        source: the image.
-        error: what happened.
-
-    Returns:
-        The error, which names the image by its path or number.
-    """
+    """The error of an image that cannot be used."""
     if isinstance(error, FileNotFoundError):
         return UserError(f"there is no image {source.location}")
     reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)

@@ -43,13 +43,9 @@ class ImageSource(Protocol):
 
 @dataclass(frozen=True)
 class FileImage:
-    """An image in a file of its own.
+    """An image in a file of its own."""
 
-    Attributes:
-        path: the file.
-    """
-
-    path: Path
+    path: Path  # the file
 
     @property
     def location(self) -> str:
@@ -63,15 +59,10 @@ class FileImage:
 
 @dataclass(frozen=True)
 class ZipImage:
-    """An image in an open zip archive.
+    """An image in an open zip archive."""
 
-    Attributes:
-        archive: reads of one archive may come from several threads.
-        member: its name there.
-    """
-
-    archive: zipfile.ZipFile
-    member: str
+    archive: zipfile.ZipFile  # reads of one archive may come from several threads
+    member: str  # its name there
 
     @property
     def location(self) -> str:
@@ -88,15 +79,10 @@ class ZipImage:
 
 @dataclass(frozen=True)
 class MemoryImage:
-    """An image whose file is in memory.
+    """An image whose file is in memory."""
 
-    Attributes:
-        location: where it came from.
-        data: the encoded image.
-    """
-
-    location: str
-    data: bytes = field(repr=False)
+    location: str  # where it came from
+    data: bytes = field(repr=False)  # the encoded image
 
     def read_bytes(self) -> bytes:
         """See :class:`ImageSource`."""
@@ -104,14 +90,7 @@ class MemoryImage:
 
 
 class TarArchive:
-    """An uncompressed tar file: one scan finds the members, and any thread can then read them by position.
-
-    Args:
-        path: the tar file.
-
-    Raises:
-        ValueError: it is not an uncompressed tar file.
-    """
+    """An uncompressed tar file: one scan finds the members, and any thread can then read them by position."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
@@ -129,18 +108,7 @@ class TarArchive:
         return member in self._members
 
     def read(self, member: str) -> bytes:
-        """The bytes of a member.
-
-        Args:
-            member: its name, normalised; see ``in``.
-
-        Returns:
-            Its bytes.
-
-        Raises:
-            KeyError: there is no such member.
-            OSError: the archive is shorter than when it was opened.
-        """
+        """The bytes of a member."""
         offset, size = self._members[member]
         with self._lock:
             self._file.seek(offset)
@@ -152,15 +120,10 @@ class TarArchive:
 
 @dataclass(frozen=True)
 class TarImage:
-    """An image in a tar archive.
+    """An image in a tar archive."""
 
-    Attributes:
-        archive: the scanned archive.
-        member: its name there.
-    """
-
-    archive: TarArchive
-    member: str
+    archive: TarArchive  # the scanned archive
+    member: str  # its name there
 
     @property
     def location(self) -> str:
@@ -180,14 +143,7 @@ _BYTES = 12_000
 
 
 def thumbnail(source: ImageSource) -> bytes | None:
-    """Convert an image to a small WebP file, upright and with transparency on white.
-
-    Args:
-        source: the image.
-
-    Returns:
-        The bytes of the WebP file, with a longer side of THUMBNAIL pixels; None if the image cannot be read.
-    """
+    """Convert an image to a small WebP file, upright and with transparency on white."""
     try:
         pixels = decode_image(source.read_bytes(), None)
     except (OSError, ValueError):
@@ -207,41 +163,18 @@ _FEW = 3
 
 @dataclass(frozen=True)
 class Problem:
-    """One unusable item.
+    """One unusable item."""
 
-    Attributes:
-        location: a file, file:line or archive!member.
-        reason: what is wrong with it.
-    """
-
-    location: str
-    reason: str
+    location: str  # a file, file:line or archive!member
+    reason: str  # what is wrong with it
 
     def to_json(self) -> dict[str, str]:
-        """The problem as it stands in files.
-
-        Returns:
-            {"place": location, "reason"}.
-
-        Example:
-            >>> Problem("a.png", "cut short").to_json()
-            {'place': 'a.png', 'reason': 'cut short'}
-        """
+        """The problem as it stands in files."""
         return {"place": self.location, "reason": self.reason}
 
     @classmethod
     def from_json(cls, values: Mapping[str, str]) -> "Problem":
-        """The inverse of :meth:`to_json`.
-
-        Args:
-            values: {"place", "reason"}.
-
-        Returns:
-            The problem.
-
-        Raises:
-            KeyError: one of the two is missing.
-        """
+        """The inverse of :meth:`to_json`."""
         return cls(values["place"], values["reason"])
 
 

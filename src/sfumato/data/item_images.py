@@ -47,13 +47,9 @@ class Images(Protocol):
 
 @dataclass(frozen=True)
 class FolderImages:
-    """Images whose ids are their paths in a folder. Nothing outside the folder is read, not even through a link.
+    """Images whose ids are their paths in a folder. Nothing outside the folder is read, not even through a link."""
 
-    Attributes:
-        folder: the folder.
-    """
-
-    folder: Path
+    folder: Path  # the folder
 
     def read(self, id: str, payload: Mapping[str, str]) -> bytes | None:
         """See :meth:`Images.read`."""
@@ -73,13 +69,9 @@ class FolderImages:
 
 @dataclass(frozen=True)
 class SplitImages:
-    """Images of a split of some data.
+    """Images of a split of some data."""
 
-    Attributes:
-        sources: image sources by id.
-    """
-
-    sources: Mapping[str, ImageSource]
+    sources: Mapping[str, ImageSource]  # image sources by id
 
     def read(self, id: str, payload: Mapping[str, str]) -> bytes | None:
         """See :meth:`Images.read`."""
@@ -100,14 +92,10 @@ class UploadedImages:
 
     The payload of an item holds the name of its image under POINTER. The name is a digest of the id and of the bytes,
     so it belongs to this item and this image only.
-
-    Attributes:
-        folder: the folder.
-        others: images of items without an uploaded one; None if there are none.
     """
 
-    folder: Path
-    others: Images | None = None
+    folder: Path  # the folder
+    others: Images | None = None  # images of items without an uploaded one; None if there are none
 
     def read(self, id: str, payload: Mapping[str, str]) -> bytes | None:
         """See :meth:`Images.read`."""
@@ -123,15 +111,7 @@ class UploadedImages:
         return POINTER in payload or (self.others is not None and self.others.has(id, payload))
 
     def write(self, id: str, data: bytes) -> str:
-        """Store an image durably.
-
-        Args:
-            id: id of the item.
-            data: bytes of the image file.
-
-        Returns:
-            Its name, for the payload of the item.
-        """
+        """Store an image durably."""
         name = hashlib.blake2b(id.encode() + b"\0" + data, digest_size=16).hexdigest()
         path = self.path_of(name)
         for folder in (self.folder, path.parent):
@@ -142,11 +122,7 @@ class UploadedImages:
         return name
 
     def remove(self, name: str) -> None:
-        """Remove an image that no payload names any more, if it exists.
-
-        Args:
-            name: name of the image.
-        """
+        """Remove an image that no payload names any more, if it exists."""
         self.path_of(name).unlink(missing_ok=True)
 
     @property
@@ -156,40 +132,16 @@ class UploadedImages:
 
     @staticmethod
     def is_name(name: str) -> bool:
-        """Whether a text is a name that :meth:`write` gives.
-
-        Args:
-            name: any text.
-
-        Returns:
-            True if it is.
-        """
+        """Whether a text is a name that :meth:`write` gives."""
         return _NAME.fullmatch(name) is not None
 
     def path_of(self, name: str) -> Path:
-        """Location of an image.
-
-        Args:
-            name: its name.
-
-        Returns:
-            The path of the file.
-
-        Raises:
-            ValueError: it is not the name of an uploaded image.
-        """
+        """Location of an image."""
         if not self.is_name(name):
             raise ValueError(f"not the name of an uploaded image: {name!r}")
         return self.folder / name[:2] / name
 
 
 def handed_out(payload: Mapping[str, str]) -> dict[str, str]:
-    """A payload without the field that the service reserves.
-
-    Args:
-        payload: the stored payload.
-
-    Returns:
-        The payload to return to clients.
-    """
+    """A payload without the field that the service reserves."""
     return {name: value for name, value in payload.items() if name != POINTER}

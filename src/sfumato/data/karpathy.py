@@ -13,38 +13,18 @@ from sfumato.errors import UserError
 
 @dataclass(frozen=True)
 class KarpathyEntry:
-    """An image of a split file.
+    """An image of a split file."""
 
-    Attributes:
-        location: where it stands, for messages.
-        filename: name of the image file.
-        split: "train" (also for "restval"), "val" or "test"; "none" if it has none, "" if it cannot be read.
-        folder: COCO's subfolder; "" if there is none.
-        sentences: (sentid, caption as written) of each caption.
-        mistake: the error in the form of the entry; "" if there is none. If there is one, all other attributes except
-            split are empty.
-    """
-
-    location: str
-    filename: str = ""
-    split: str = "none"
-    folder: str = ""
-    sentences: tuple[tuple[str, str], ...] = ()
+    location: str  # where it stands, for messages
+    filename: str = ""  # name of the image file
+    split: str = "none"  # "train" (also for "restval"), "val" or "test"; "none" if it has none, "" if it cannot be read
+    folder: str = ""  # COCO's subfolder; "" if there is none
+    sentences: tuple[tuple[str, str], ...] = ()  # (sentid, caption as written) of each caption
     mistake: str = ""
 
 
 def karpathy_entries(path: str | Path) -> list[KarpathyEntry]:
-    """All entries of a dataset_coco.json, dataset_flickr30k.json or dataset_flickr8k.json, in their order.
-
-    Args:
-        path: the JSON file.
-
-    Returns:
-        The entries, malformed ones too; see ``mistake``.
-
-    Raises:
-        UserError: the file is missing or not of this layout.
-    """
+    """All entries of a dataset_coco.json, dataset_flickr30k.json or dataset_flickr8k.json, in their order."""
     path = Path(path)
     try:
         loaded = json.loads(path.read_text(encoding="utf-8-sig"))

@@ -29,64 +29,30 @@ PART_SIZE = 4096
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """An item to embed.
+    """An item to embed."""
 
-    Attributes:
-        id: distinct id of a usable item of a listing.
-        location: where it is, for messages.
-        payload: data that is stored with the embedding.
-        read: returns the encoded image or the text; called from any thread. It raises OSError or ValueError if the item
-            cannot be used, and ShardError if the shard as a whole cannot be read.
-    """
-
-    id: str
-    location: str
-    payload: dict[str, str]
+    id: str  # distinct id of a usable item of a listing
+    location: str  # where it is, for messages
+    payload: dict[str, str]  # data that is stored with the embedding
     read: Callable[[], bytes | str] = field(repr=False)
 
 
 @dataclass(frozen=True)
 class Listing:
-    """Items in a fixed order, in sections that can be embedded independently of each other.
+    """Items in a fixed order, in sections that can be embedded independently of each other."""
 
-    Attributes:
-        modality: modality of the items.
-        kind: "folder", "manifest", "shards" or "texts".
-        path: as the user gave it.
-        n: number of listed images, rows, shards or lines.
-        digest: hash of the list; for a text file, of its content. It does not detect that an image or a shard has
-            changed under the same name.
-        part_size: maximum number of items in a part. A section has no more items either, except for shards.
-        sections: number of sections.
-        entries: number of a section -> its items, at least one. Raises ShardError for a shard that cannot be read as a
-            whole.
-    """
-
-    modality: Modality
-    kind: str
-    path: str
-    n: int
+    modality: Modality  # modality of the items
+    kind: str  # "folder", "manifest", "shards" or "texts"
+    path: str  # as the user gave it
+    n: int  # number of listed images, rows, shards or lines
     digest: str
-    part_size: int
-    sections: int
+    part_size: int  # maximum number of items in a part. A section has no more items either, except for shards
+    sections: int  # number of sections
     entries: Callable[[int], Sequence[Entry]] = field(repr=False)
 
 
 def list_folder(folder: str | Path, *, part_size: int, endings: frozenset[str] = IMAGE_ENDINGS) -> Listing:
-    """Every image below a folder, sorted by path; ids are relative paths. Links to folders are not followed.
-
-    Args:
-        folder: the folder.
-        part_size: images in a section.
-        endings: file name endings of images, in lower case.
-
-    Returns:
-        The listing.
-
-    Raises:
-        UserError: there is no such folder, or no image in it.
-        ValueError: part_size is less than 1.
-    """
+    """Every image below a folder, sorted by path; ids are relative paths. Links to folders are not followed."""
     folder = Path(folder)
     if not folder.is_dir():
         raise UserError(f"there is no folder {folder}")
@@ -105,20 +71,7 @@ def list_folder(folder: str | Path, *, part_size: int, endings: frozenset[str] =
 
 
 def list_manifest(path: str | Path, *, part_size: int, image_root: str | Path | None = None) -> Listing:
-    """The images of a manifest (JSONL, CSV, Parquet) in its order; see :func:`sfumato.data.manifest.list_images`.
-
-    Args:
-        path: the manifest.
-        part_size: images in a section.
-        image_root: folder that the paths are relative to; the manifest's folder if None.
-
-    Returns:
-        The listing.
-
-    Raises:
-        UserError: it cannot be read, or is empty.
-        ValueError: part_size is less than 1.
-    """
+    """The images of a manifest (JSONL, CSV, Parquet) in its order; see :func:`sfumato.data.manifest.list_images`."""
     rows = list(list_images(path, image_root=image_root))
     if not rows:
         raise UserError(f"{path} lists no image")
@@ -137,17 +90,6 @@ def list_shards(spec: str, *, part_size: int) -> Listing:
     """The images of webdataset shards, with or without captions; a section is a shard.
 
     Ids are SHARD.tar!KEY, relative to the shards' folder.
-
-    Args:
-        spec: see :func:`sfumato.data.shards.expand_shards`.
-        part_size: maximum number of images in a part; a larger shard is divided into several parts.
-
-    Returns:
-        The listing.
-
-    Raises:
-        UserError: see :func:`sfumato.data.shards.expand_shards`.
-        ValueError: part_size is less than 1.
     """
     paths = [os.path.abspath(shard) for shard in expand_shards(spec)]
     home = os.path.commonpath([os.path.dirname(path) for path in paths])
@@ -171,19 +113,7 @@ def list_shards(spec: str, *, part_size: int) -> Listing:
 
 
 def list_texts(path: str | Path, *, part_size: int) -> Listing:
-    """The lines of a text file; ids are line numbers from 1, and empty lines are unusable.
-
-    Args:
-        path: a UTF-8 file.
-        part_size: lines in a section.
-
-    Returns:
-        The listing.
-
-    Raises:
-        UserError: there is no such file, or no line in it.
-        ValueError: part_size is less than 1.
-    """
+    """The lines of a text file; ids are line numbers from 1, and empty lines are unusable."""
     path = Path(path)
     _check_part_size(part_size)
     if not path.is_file():
@@ -225,23 +155,7 @@ def list_source(
     part_size: int = PART_SIZE,
     endings: frozenset[str] = IMAGE_ENDINGS,
 ) -> Listing:
-    """The listing of the given source; exactly one source must be given.
-
-    Args:
-        images: folder, see :func:`list_folder`.
-        manifest: file, see :func:`list_manifest`.
-        shards: pattern, see :func:`list_shards`.
-        texts: file, see :func:`list_texts`.
-        part_size: maximum number of items in a part.
-        endings: file name endings of images in a folder; see :func:`~sfumato.models.embed.file_endings`.
-
-    Returns:
-        The listing.
-
-    Raises:
-        UserError: none is given, or several, or it cannot be read.
-        ValueError: part_size is less than 1.
-    """
+    """The listing of the given source; exactly one source must be given."""
     if sum(source is not None for source in (images, manifest, shards, texts)) != 1:
         raise UserError("give one of --images FOLDER, --manifest FILE, --shards PATTERN and --texts FILE")
     if images is not None:

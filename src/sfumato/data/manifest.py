@@ -73,35 +73,18 @@ def read_manifest(
 
 @dataclass(frozen=True, slots=True)
 class ListedImage:
-    """A row of a manifest of which only the image is used.
+    """A row of a manifest of which only the image is used."""
 
-    Attributes:
-        location: file and line, for messages.
-        id: id of the row; its ``image`` value if it has none.
-        path: path of the image file; it may be missing.
-        error: the error in the row; "" if there is none.
-    """
-
-    location: str
-    id: str
-    path: str
-    error: str = ""
+    location: str  # file and line, for messages
+    id: str  # id of the row; its ``image`` value if it has none
+    path: str  # path of the image file; it may be missing
+    error: str = ""  # the error in the row; "" if there is none
 
 
 def list_images(path: str | Path, *, image_root: str | Path | None = None) -> Iterator[ListedImage]:
     """The images of a manifest in its order, for embedding: rows need no captions, and no image is opened.
 
     An image that occurs several times with the same id (one row for each caption) is returned once.
-
-    Args:
-        path: a .jsonl, .csv or .parquet file.
-        image_root: folder that the image paths are relative to; the manifest's folder if None.
-
-    Yields:
-        The usable rows, and the unusable rows with their errors, in the order of the file.
-
-    Raises:
-        UserError: the file is missing, of an unknown kind, or lacks the column image.
     """
     path = Path(path)
     root = Path(image_root) if image_root is not None else path.parent
@@ -133,20 +116,7 @@ def list_images(path: str | Path, *, image_root: str | Path | None = None) -> It
 
 
 def read_rows(path: Path, problems: Problems, needed: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The rows of a manifest as they stand in the file.
-
-    Args:
-        path: a .jsonl, .csv or .parquet file.
-        problems: receives malformed lines.
-        needed: columns that must be there.
-
-    Returns:
-        An iterator over (file and line, column -> value). Columns that no reader of this package uses may be missing.
-
-    Raises:
-        UserError: the file is missing or of an unknown kind; while the rows are read, the file lacks a column or is
-            damaged.
-    """
+    """The rows of a manifest as they stand in the file."""
     if not path.is_file():
         raise UserError(f"there is no manifest {path}")
     readers: dict[str, Callable[[Path, Problems, Sequence[str]], Iterator[tuple[str, dict[str, Any]]]]]

@@ -22,17 +22,6 @@ def shuffle_pairs(data: PairData, rate: float, seed: int) -> tuple[PairData, np.
     The images of round(rate * p) pairs are permuted among them; the rest stay as they are. Every image and every text
     keeps its number of pairs. Equal arguments give equal results, on every process.
 
-    Args:
-        data: a split with p pairs.
-        rate: fraction of the pairs in [0, 1]; 0 changes nothing.
-        seed: seed of the permutation.
-
-    Returns:
-        (the noisy data, (p,) int64 image of each pair in text order, as :func:`save_noise` writes it).
-
-    Raises:
-        ValueError: rate is out of its range, fewer than two pairs are to be shuffled, or no such permutation was found.
-
     Paper: Huang et al., "Learning with noisy correspondence", NeurIPS 2021 (NCR); Chun, ICLR 2024, section 3.2. Their
     code shuffles without a check, which leaves a few true pairs among the shuffled ones.
     """
@@ -59,18 +48,7 @@ def shuffle_pairs(data: PairData, rate: float, seed: int) -> tuple[PairData, np.
 
 
 def apply_noise(data: PairData, image_of_pair: np.ndarray) -> PairData:
-    """Replace the images of the pairs.
-
-    Args:
-        data: the clean split with p pairs.
-        image_of_pair: (p,) integers, in text order.
-
-    Returns:
-        The same images and texts with new pairs; images without any remaining text are kept.
-
-    Raises:
-        ValueError: the array does not fit the data.
-    """
+    """Replace the images of the pairs. image_of_pair (p,)."""
     image_of_pair = _checked(image_of_pair, data, "apply_noise")
     noisy = dataclasses.replace(data, pairs=np.stack([image_of_pair, _in_text_order(data)[1]], axis=1))
     if len(noisy.pairs) < len(data.pairs):
@@ -100,16 +78,7 @@ def noisy_pairs(clean: PairData, image_of_pair: np.ndarray) -> np.ndarray:
 
 
 def save_noise(path: str | Path, image_of_pair: np.ndarray) -> None:
-    """Write an index file, atomically.
-
-    Args:
-        path: the .npy file; its folder must exist.
-        image_of_pair: (p,) integers, in text order.
-
-    Raises:
-        FileNotFoundError: the folder does not exist.
-        ValueError: the array is not one-dimensional or not of integers.
-    """
+    """Write an index file, atomically. image_of_pair (p,)."""
     if image_of_pair.ndim != 1 or image_of_pair.dtype.kind not in "iu":
         raise ValueError(
             f"save_noise: expected (p,) integers, got shape {image_of_pair.shape} of {image_of_pair.dtype}"
@@ -120,19 +89,7 @@ def save_noise(path: str | Path, image_of_pair: np.ndarray) -> None:
 
 
 def load_noise(path: str | Path, data: PairData) -> np.ndarray:
-    """Read an index file of :func:`save_noise` or of NCR.
-
-    Args:
-        path: the .npy file.
-        data: the clean split of the index file, with p pairs.
-
-    Returns:
-        (p,) int64 image of each pair, in text order.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: it is not an index file, or does not fit the data.
-    """
+    """Read an index file of :func:`save_noise` or of NCR. Returns (p,)."""
     if not Path(path).is_file():
         raise FileNotFoundError(f"no index of noisy pairs at {path}; write one with save_noise()")
     try:

@@ -148,16 +148,10 @@ class PairData:
 
 @dataclass(frozen=True, eq=False)
 class PairBatch:
-    """b pairs, and the labels of all pairs among their images and texts.
+    """b pairs, and the labels of all pairs among their images and texts."""
 
-    Attributes:
-        image_index: (b,) positions of the images.
-        text_index: (b,) positions of their texts.
-        labels: (r,) image and (c,) text positions within the batch -> (r, c) float32 labels.
-    """
-
-    image_index: np.ndarray
-    text_index: np.ndarray
+    image_index: np.ndarray  # (b,) positions of the images
+    text_index: np.ndarray  # (b,) positions of their texts
     labels: Callable[[np.ndarray, np.ndarray], np.ndarray]
 
     def __len__(self) -> int:
@@ -179,26 +173,7 @@ Positives = Literal["listed", "sampled"]
 
 
 class PairSampler:
-    """Samples the batches of an epoch, the same for the same seed and epoch.
-
-    Args:
-        data: the split.
-        batch_size: pairs in a batch. The last batch may be smaller; it is left out if it has a single pair.
-        seed: seed of all random choices.
-        epoch_over: "images": each image once, with one of its texts at random; "pairs": every pair once; "groups":
-            batches of one image from each of batch_size groups at random, or from all groups if there are fewer, each
-            with one of its texts, and as many batches as would hold every text once.
-        positives: "listed": every pair of the batch that the data lists is a match. So all captions of an image in the
-            batch match that image, and a tag matches all images with this tag. "sampled": an image matches only the
-            texts sampled for an image of the same group, as in data that does not list the other matches.
-        kind_weights: relative frequency of each kind of text, uniform within a kind, for epoch_over "images"; missing
-            kinds are never sampled. None samples uniformly from an image's texts.
-        grades: (r,) image and (c,) text positions -> (r, c) in [0, 1], the degree of match of an unlisted pair; half of
-            this grade, which is below 1/2, becomes its label, see :class:`~sfumato.data.pairs.Grades`. None: 0.
-
-    Raises:
-        ValueError: an option is unknown, a batch has fewer than two pairs, or there are no pairs to sample.
-    """
+    """Samples the batches of an epoch, the same for the same seed and epoch."""
 
     def __init__(
         self,
@@ -248,14 +223,7 @@ class PairSampler:
         return full + (rest >= 2)
 
     def batches(self, epoch: int) -> Iterator[PairBatch]:
-        """The batches of an epoch.
-
-        Args:
-            epoch: number of the epoch, from 0.
-
-        Yields:
-            The batches.
-        """
+        """The batches of an epoch."""
         random = np.random.default_rng([self.seed, epoch])
         size = self.batch_size
         if self.epoch_over == "pairs":
@@ -328,18 +296,7 @@ def make_pair_data(
     captions: Sequence[Sequence[str]],
     caption_ids: Sequence[Sequence[str]] | None = None,
 ) -> PairData:
-    """Make a split of n images, each with its own captions.
-
-    Args:
-        image_ids: n distinct ids.
-        images: n sources.
-        captions: the texts of each image.
-        caption_ids: their ids; captions with one id are one text, with the words of the first. "imageid#0",
-            "imageid#1" ... if None.
-
-    Returns:
-        A split in which each image matches its own captions.
-    """
+    """Make a split of n images, each with its own captions."""
     if caption_ids is None:
         caption_ids = [[f"{i}#{k}" for k in range(len(c))] for i, c in zip(image_ids, captions, strict=True)]
     counts = np.array([len(c) for c in captions], dtype=np.int64)
@@ -360,18 +317,7 @@ def make_pair_data(
 
 
 def normal_wording(text: str) -> str:
-    """A text in lower case with single spaces: two texts with the same result are equally worded.
-
-    Args:
-        text: any text.
-
-    Returns:
-        The normalised text.
-
-    Example:
-        >>> normal_wording(" A  red Dog ")
-        'a red dog'
-    """
+    """A text in lower case with single spaces: two texts with the same result are equally worded."""
     return " ".join(text.lower().split())
 
 
@@ -380,13 +326,6 @@ def merge_equal_texts(data: PairData) -> PairData:
 
     Two equally worded texts have the same embedding. Kept separate, each counts as a wrong match of the other's images,
     in a ranking and in a batch.
-
-    Args:
-        data: a split.
-
-    Returns:
-        The split in which every wording (:func:`normal_wording`) occurs once, with the id, words and kind of its first
-        text.
     """
     number: dict[str, int] = {}
     # An embedding without a wording has its id instead, in which upper and lower case differ.
@@ -407,21 +346,7 @@ def merge_equal_texts(data: PairData) -> PairData:
 
 
 def parse_part(text: str) -> tuple[int, int]:
-    """The part that "I/K" names.
-
-    Args:
-        text: I/K with 0 <= I < K and K >= 2.
-
-    Returns:
-        (I, K).
-
-    Raises:
-        ValueError: the text is not of this form.
-
-    Example:
-        >>> parse_part("1/3")
-        (1, 3)
-    """
+    """The part that "I/K" names. Returns (I, K)."""
     found = re.fullmatch(r"(\d+)/(\d+)", text)
     part, of = (int(found[1]), int(found[2])) if found else (0, 0)
     if of < 2 or part >= of:
@@ -432,17 +357,7 @@ def parse_part(text: str) -> tuple[int, int]:
 def images_of_part(data: PairData, part: int, of: int, *, seed: int = 0) -> np.ndarray:
     """The positions of the images in one part of a split; the parts have about equal size and never divide a group.
 
-    Args:
-        data: the split.
-        part: number of the part, from 0.
-        of: number of parts; equal arguments give equal parts, and every image is in one of them.
-        seed: seed of the random assignment.
-
-    Returns:
-        (k,) sorted positions.
-
-    Raises:
-        ValueError: there are fewer groups than parts.
+    Returns (k,).
     """
     group = np.unique(data.groups, return_inverse=True)[1]
     n_groups = int(group.max(initial=-1)) + 1
@@ -453,17 +368,7 @@ def images_of_part(data: PairData, part: int, of: int, *, seed: int = 0) -> np.n
 
 
 def without_part(data: PairData, part: int, of: int, *, seed: int = 0) -> PairData:
-    """The split without the images of a part, and without the texts that only they have.
-
-    Args:
-        data: the split.
-        part: number of the part, from 0.
-        of: number of parts.
-        seed: see :func:`images_of_part`.
-
-    Returns:
-        The rest of the split.
-    """
+    """The split without the images of a part, and without the texts that only they have."""
     return data.keep_images(np.setdiff1d(np.arange(len(data.image_ids)), images_of_part(data, part, of, seed=seed)))
 
 
@@ -475,9 +380,6 @@ class Grades:
 
     Words are what ``\\w\\w+`` finds in the lower-case text; a word in k of n texts weighs its count times ln((1 + n) /
     (1 + k)) + 1; the weight vector of a text has unit length. A text without a word has similarity 0 to every text.
-
-    Args:
-        data: split that gives the texts and their counts.
     """
 
     def __init__(self, data: PairData) -> None:

@@ -35,16 +35,6 @@ class RegionFile:
     The header gives the expected length of the file. Rows are read by position, from any thread, so memory never holds
     more than the requested rows, and a disk failure is an OSError. The file is closed when the object is
     garbage-collected.
-
-    Args:
-        path: the file.
-
-    Attributes:
-        n: number of images.
-        regions, channels: r and c.
-
-    Raises:
-        UserError: the file is missing, not a .npy file, pickled, truncated, or has an unsupported shape or type.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -70,29 +60,11 @@ class RegionFile:
         self.regions = shape[1] if len(shape) == 3 else 1
 
     def row(self, row: int) -> np.ndarray:
-        """The features of an image.
-
-        Args:
-            row: position of the image, in [0, n).
-
-        Returns:
-            (r, c) numbers in the type of the file.
-
-        Raises:
-            OSError: the file cannot be read, or no longer has this row.
-        """
+        """The features of an image. Returns (r, c)."""
         return np.frombuffer(self._read(row), self._dtype).reshape(self.regions, self.channels)
 
     def same(self, row: int, other: int) -> bool:
-        """Whether two rows are equal bit by bit; whole rows are read only if their beginnings agree.
-
-        Args:
-            row: position of an image.
-            other: position of another image.
-
-        Returns:
-            True if they are equal.
-        """
+        """Whether two rows are equal bit by bit; whole rows are read only if their beginnings agree."""
         return self._read(row, _BEGINNING) == self._read(other, _BEGINNING) and self._read(row) == self._read(other)
 
     def _read(self, row: int, most: int | None = None) -> bytes:
@@ -119,15 +91,10 @@ def _read_at(descriptor: int, size: int, start: int) -> bytes:
 
 @dataclass(frozen=True)
 class RegionRow:
-    """The features of an image in a :class:`RegionFile`.
+    """The features of an image in a :class:`RegionFile`."""
 
-    Attributes:
-        file: the file.
-        row: position of the image in the file.
-    """
-
-    file: RegionFile
-    row: int
+    file: RegionFile  # the file
+    row: int  # position of the image in the file
 
     @property
     def location(self) -> str:
@@ -140,33 +107,14 @@ class RegionRow:
 
 
 def regions_to_bytes(features: np.ndarray) -> bytes:
-    """Features as the bytes of a .npy file, the inverse of :func:`regions_from_bytes`.
-
-    Args:
-        features: (r, c) numbers.
-
-    Returns:
-        The bytes of the file.
-    """
+    """Features as the bytes of a .npy file, the inverse of :func:`regions_from_bytes`. features (r, c)."""
     file = io.BytesIO()
     np.lib.format.write_array(file, features, allow_pickle=False)
     return file.getvalue()
 
 
 def regions_from_bytes(data: bytes, channels: int | None = None) -> np.ndarray:
-    """Read the features of one image from the bytes of a .npy file; pickled data is refused.
-
-    Args:
-        data: (r, c) numbers, or (c,) for a single region, in float16, float32 or float64.
-        channels: expected number c of channels; None accepts any.
-
-    Returns:
-        (r, c) float32.
-
-    Raises:
-        ValueError: the bytes are not a .npy file, are truncated, have an unsupported shape or type, or hold NaN or
-            infinity.
-    """
+    """Read the features of one image from the bytes of a .npy file; pickled data is refused. data (r, c) -> (r, c)."""
     if not data.startswith(_MAGIC):
         raise ValueError(
             "not a .npy file: region features are expected here, not an image; `sfumato regions` makes them from images"
@@ -192,17 +140,6 @@ def read_scan(folder: str | Path, problems: Problems) -> dict[str, PairData]:
     i to k * i + k - 1. If there are as many captions as rows, lines with the same id are captions of one image; without
     ids, consecutive lines with equal rows are captions of one image. The optional ``NAME_ids.txt`` has one image id for
     each row, or one for each caption; without it the id of an image is NAME-ROW.
-
-    Args:
-        folder: where the files are.
-        problems: receives empty captions, captions that are not UTF-8, and repeated ids.
-
-    Returns:
-        split -> data, "dev" is named "val". It has all of dev; the published code uses only its first 5,000 captions.
-        "testall" is also "test" if there is no other "test".
-
-    Raises:
-        UserError: there is no such folder, no split in it, a file is missing or damaged, or numbers do not fit.
     """
     folder = Path(folder)
     if not folder.is_dir():
@@ -221,11 +158,7 @@ def read_scan(folder: str | Path, problems: Problems) -> dict[str, PairData]:
 
 
 def _checked_header(file: IO[bytes], size: int) -> tuple[tuple[int, ...], np.dtype, int]:
-    """(shape, type, position of the numbers) of a .npy file of that many bytes, checked before memory is allocated.
-
-    Raises:
-        ValueError: it is no such file, holds something else than floats row by row, or is shorter than its header says.
-    """
+    """(shape, type, position of the numbers) of a .npy file of that many bytes, checked before memory is allocated."""
     magic = file.read(len(_MAGIC))
     if magic.startswith(b"PK"):
         raise ValueError("an archive of several arrays; save the features alone with numpy.save")
@@ -345,14 +278,7 @@ def _first_of_equal(file: RegionFile) -> np.ndarray:
 
 
 def equal_captions(data: PairData) -> Sequence[Sequence[int]] | None:
-    """The texts of each image, if SCAN's layout can represent them: equal numbers, and no text of two images.
-
-    Args:
-        data: a split.
-
-    Returns:
-        n lists of text positions; None if the layout cannot represent the split.
-    """
+    """The texts of each image, if SCAN's layout can represent them: equal numbers, and no text of two images."""
     counts = np.bincount(data.pairs[:, 0], minlength=len(data.image_ids))
     if len(set(counts.tolist())) != 1 or len(data.pairs) != len(data.texts):
         return None

@@ -41,12 +41,7 @@ _DAMAGED = (tarfile.TarError, ValueError, TypeError, LookupError, OverflowError,
 
 
 class ShardError(Exception):
-    """A shard as a whole cannot be read now: it is missing, the disk or the network fails, or it is cut short.
-
-    Args:
-        shard: path of the shard.
-        reason: why it cannot be read.
-    """
+    """A shard as a whole cannot be read now: it is missing, the disk or the network fails, or it is cut short."""
 
     def __init__(self, shard: str | Path, reason: str) -> None:
         super().__init__(f"{shard}: {reason}")
@@ -55,33 +50,15 @@ class ShardError(Exception):
 
 @dataclass(frozen=True)
 class ShardSample:
-    """An image and its caption.
+    """An image and its caption."""
 
-    Attributes:
-        key: "path/of/shard.tar!key", different for every sample.
-        image: the bytes of the file, not decoded.
-        text: the caption, not empty.
-    """
-
-    key: str
-    image: bytes
-    text: str
+    key: str  # "path/of/shard.tar!key", different for every sample
+    image: bytes  # the bytes of the file, not decoded
+    text: str  # the caption, not empty
 
 
 def expand_shards(spec: str) -> list[str]:
-    """The files that a shard pattern names.
-
-    Args:
-        spec: a folder of .tar files, one file, or a pattern: ``data/cc3m-{00000..00331}.tar`` with any number of ranges
-            and lists in braces, or a glob with ``*``, ``?``, ``[...]`` and ``**``, of which the .tar files count.
-
-    Returns:
-        Local paths, each once, in natural order (2 before 10).
-
-    Raises:
-        UserError: a remote address or a command, a pattern that cannot be read, files that do not exist, or nothing
-            found.
-    """
+    """The files that a shard pattern names."""
     if _REMOTE.match(spec):
         raise UserError(
             f"shards {spec!r}: addresses and commands are not opened; download the shards, and name their folder"
@@ -115,35 +92,17 @@ def expand_shards(spec: str) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class ShardImage:
-    """The position of a sample's image in its shard; the sample needs no caption.
+    """The position of a sample's image in its shard; the sample needs no caption."""
 
-    Attributes:
-        key: of the sample; different for every one that is usable.
-        member: name of the image's member.
-        offset: position of its first byte in the file.
-        size: number of its bytes.
-        error: the error in the sample, or in the file from this position on; "" if there is none.
-    """
-
-    key: str
-    member: str = ""
-    offset: int = 0
-    size: int = 0
-    error: str = ""
+    key: str  # of the sample; different for every one that is usable
+    member: str = ""  # name of the image's member
+    offset: int = 0  # position of its first byte in the file
+    size: int = 0  # number of its bytes
+    error: str = ""  # the error in the sample, or in the file from this position on; "" if there is none
 
 
 def list_shard(shard: str | Path) -> list[ShardImage]:
-    """The images of a shard in its order, from the headers alone: no image is read.
-
-    Args:
-        shard: a local tar file.
-
-    Returns:
-        One item for every sample and one for every damaged range; at least one.
-
-    Raises:
-        ShardError: it cannot be opened or read, or is truncated, for example while it is being copied.
-    """
+    """The images of a shard in its order, from the headers alone: no image is read."""
     found: list[ShardImage] = []
     cut: list[str] = []
 
@@ -179,16 +138,7 @@ def list_shard(shard: str | Path) -> list[ShardImage]:
 
 
 def read_shard(shard: str, mine: slice, bad: Callable[[str, str], None]) -> Iterator[ShardSample]:
-    """Read the usable samples in a slice of a shard.
-
-    Args:
-        shard: a local tar file.
-        mine: slice of its samples to read.
-        bad: receives (location, reason) of unusable samples.
-
-    Yields:
-        The samples.
-    """
+    """Read the usable samples in a slice of a shard."""
     try:
         with open(shard, "rb") as file:
             members = _named(_members(file, lambda reason, _: bad(shard, reason)))
@@ -434,17 +384,11 @@ _ENOUGH_TO_JUDGE = 1000
 
 @dataclass(frozen=True)
 class ShardBatch:
-    """b samples.
+    """b samples."""
 
-    Attributes:
-        keys: b keys, as in :class:`~sfumato.data.shards.ShardSample`.
-        images: b encoded images.
-        texts: b captions.
-    """
-
-    keys: list[str]
-    images: list[bytes]
-    texts: list[str]
+    keys: list[str]  # b keys, as in :class:`~sfumato.data.shards.ShardSample`
+    images: list[bytes]  # b encoded images
+    texts: list[str]  # b captions
 
 
 class ShardStream:

@@ -204,33 +204,16 @@ class ReadSource(Protocol):
 
 @dataclass(frozen=True)
 class Source:
-    """An entry of SOURCES.
+    """An entry of SOURCES."""
 
-    Attributes:
-        read: reads the splits.
-        options: pydantic model of ``data.options``; None if the source has no options of its own.
-        needs_path: whether ``data.path`` must be given.
-        inputs: type of the inputs: "images", "regions" or "either" of these on the image side; or "embeddings".
-        streamed: whether the training pairs are a stream of the shards at ``data.path``, and ``read`` gives "val"
-            alone.
-    """
-
-    read: ReadSource
+    read: ReadSource  # reads the splits
     options: type[BaseModel] | None = None
-    needs_path: bool = True
+    needs_path: bool = True  # whether ``data.path`` must be given
     inputs: Inputs = "images"
     streamed: bool = False
 
     def check_options(self, name: str, values: Mapping[str, Any]) -> None:
-        """Check ``data.options`` against the model of the source.
-
-        Args:
-            name: of the source, for the message.
-            values: the options of a recipe.
-
-        Raises:
-            ValueError: the source has no options, or one is unknown or wrong.
-        """
+        """Check ``data.options`` against the model of the source."""
         if self.options is None:
             if values:
                 raise ValueError(f"data.options: data.source={name!r} takes no options; leave out {min(values)}")
@@ -250,49 +233,14 @@ def register_source(
     needs_path: bool = False,
     inputs: Inputs = "images",
 ) -> None:
-    """Make a source known, so that ``data.source = "NAME"`` works in a recipe of this process.
-
-    Args:
-        name: a new name.
-        read: reads the splits.
-        options: pydantic model that checks ``data.options``; None if there are none.
-        needs_path: whether ``data.path`` must be given.
-        inputs: type of ``PairData.images``: "images" (encoded files), "regions" (.npy features), or "either"; or
-            "embeddings", rows of a table there and in ``PairData.text_rows``.
-
-    Raises:
-        ValueError: the name is taken.
-
-    Example:
-        >>> def read_mine(config, problems):
-        ...     return {"train": load_emoji()["val"]}
-        >>> register_source("mine", read_mine)
-        >>> config = DataConfig(source="mine")
-        >>> len(get_source(config.source).read(config, Problems())["train"].image_ids) > 100
-        True
-        >>> _ = SOURCES.pop("mine")
-    """
+    """Make a source known, so that ``data.source = "NAME"`` works in a recipe of this process."""
     if name in SOURCES:
         raise ValueError(f"register_source: there is a source {name!r} already; known: {', '.join(SOURCES)}")
     SOURCES[name] = Source(read, options, needs_path, inputs)
 
 
 def get_source(name: str) -> Source:
-    """The entry of a name.
-
-    Args:
-        name: the value of ``data.source``.
-
-    Returns:
-        The source.
-
-    Raises:
-        ValueError: the name is unknown; the message lists the known ones.
-
-    Example:
-        >>> get_source("scan").inputs
-        'regions'
-    """
+    """The entry of a name."""
     if name not in SOURCES:
         near = get_close_matches(name, SOURCES, n=1)
         hint = f"did you mean {near[0]!r}? " if near else ""

@@ -26,19 +26,10 @@ IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 def random_crop_box(random: np.random.Generator, low: float = 0.6) -> Box:
     """Sample a random crop for training: a random width and height, which changes the aspect, then a random position.
 
-    Args:
-        random: random generator; four numbers are sampled from it.
-        low: smallest fraction of either side, in (0, 1]; the largest is 1.
-
-    Returns:
-        (left, top, width, height) as fractions of the sides. Width and height are uniform in [low, 1]; left and top are
-        uniform over all positions inside the image.
-
-    Raises:
-        ValueError: low is not in (0, 1].
-
     Source: the training crop of the PCME++ code, https://github.com/naver-ai/pcmepp, which samples one fraction for
         both sides.
+
+    Returns (left, top, width, height).
     """
     if not 0 < low <= 1:
         raise ValueError(f"random_crop_box: low must be in (0, 1], got {low}")
@@ -50,20 +41,9 @@ def random_crop_box(random: np.random.Generator, low: float = 0.6) -> Box:
 def resized_crop_box(random: np.random.Generator, aspect: float, *, low: float = 0.08) -> Box:
     """Sample a random crop as it is usual for ImageNet: a fraction of the area, then an aspect, then a position.
 
-    Args:
-        random: random generator.
-        aspect: width / height of the image.
-        low: smallest fraction of the area, in (0, 1]; the largest is 1.
-
-    Returns:
-        (left, top, width, height) as fractions of the sides. The area is uniform in [low, 1], the logarithm of the
-        crop's own aspect uniform between those of 3/4 and 4/3, and the position uniform. If ten samples do not fit into
-        the image: its centre, cut to the nearest of these aspects.
-
-    Raises:
-        ValueError: low is not in (0, 1], or aspect is not positive.
-
     Source: Szegedy et al., "Going Deeper with Convolutions", CVPR 2015, section 6.
+
+    Returns (left, top, width, height).
     """
     if not (0 < low <= 1 and aspect > 0):
         raise ValueError(f"resized_crop_box: low must be in (0, 1] and aspect positive, got {low} and {aspect}")
@@ -85,12 +65,7 @@ def augment(pixels: Tensor, *, generator: torch.Generator) -> Tensor:
     then a random background instead of white for half of them, brightness, contrast, a random mix of the colour
     channels, and grey for one in five.
 
-    Args:
-        pixels: (n, 3, h, w) uint8.
-        generator: random generator on the CPU.
-
-    Returns:
-        (n, 3, h, w) float32 in [0, 1].
+    pixels (n, 3, h, w) -> (n, 3, h, w).
     """
     n = len(pixels)
 
@@ -127,13 +102,7 @@ def augment(pixels: Tensor, *, generator: torch.Generator) -> Tensor:
 def crop_and_mirror(pixels: Tensor, *, generator: torch.Generator, low: float = 0.6) -> Tensor:
     """PCME++'s training geometry on decoded images: a random part of each, stretched; half of them mirrored.
 
-    Args:
-        pixels: (n, 3, h, w) uint8.
-        generator: random generator on the CPU.
-        low: smallest fraction of either side, as in :func:`random_crop_box`.
-
-    Returns:
-        (n, 3, h, w) float32 in [0, 1].
+    pixels (n, 3, h, w) -> (n, 3, h, w).
     """
     fraction = low + (1 - low) * torch.rand(len(pixels), 2, generator=generator)
     shift = (2 * torch.rand(len(pixels), 2, generator=generator) - 1) * (1 - fraction)
@@ -150,18 +119,9 @@ def erase_rectangles(pixels: Tensor, *, fraction: float, generator: torch.Genera
     The rectangle has between 2 % and a third of the image's area, an aspect ratio between 0.3 and 1 / 0.3, and a random
     position. A side longer than the image is reduced to the side of the image.
 
-    Args:
-        pixels: (n, 3, h, w) uint8, or float in [0, 1].
-        fraction: probability that an image is changed.
-        generator: random generator on the CPU; five numbers are sampled for each image.
-
-    Returns:
-        (n, 3, h, w) float32 in [0, 1].
-
-    Raises:
-        ValueError: fraction is not in [0, 1].
-
     Paper: Zhong et al., "Random Erasing Data Augmentation", AAAI 2020, with its limits of area and aspect.
+
+    pixels (n, 3, h, w) -> (n, 3, h, w).
     """
     if not 0 <= fraction <= 1:
         raise ValueError(f"erase_rectangles: fraction must be in [0, 1], got {fraction}")
@@ -186,19 +146,7 @@ _LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
 def erase_squares(image: bytes, fraction: float, seed: Sequence[int]) -> bytes:
-    """Cover a fraction of an image with grey squares of an 8 x 8 grid.
-
-    Args:
-        image: a file in a format that :func:`~sfumato.data.image_decoding.decode_image` reads.
-        fraction: fraction of the 64 squares that are erased, in [0, 1].
-        seed: seed of the order in which squares are erased.
-
-    Returns:
-        A PNG file.
-
-    Raises:
-        ValueError: the image cannot be decoded, or fraction is outside of [0, 1].
-    """
+    """Cover a fraction of an image with grey squares of an 8 x 8 grid."""
     pixels = decode_image(image, None).copy()
     erased = np.zeros(_SQUARES**2, bool)
     erased[_first(_SQUARES**2, fraction, seed)] = True
@@ -208,19 +156,7 @@ def erase_squares(image: bytes, fraction: float, seed: Sequence[int]) -> bytes:
 
 
 def blur(image: bytes, radius: float, seed: Sequence[int] = ()) -> bytes:
-    """Apply a Gaussian blur to an image.
-
-    Args:
-        image: see :func:`erase_squares`.
-        radius: standard deviation as a fraction of the shorter side.
-        seed: not used; a blur is not random.
-
-    Returns:
-        A PNG file.
-
-    Raises:
-        ValueError: the image cannot be decoded, or radius is negative.
-    """
+    """Apply a Gaussian blur to an image."""
     if radius < 0:
         raise ValueError(f"blur: radius must not be negative, got {radius}")
     sharp = Image.fromarray(decode_image(image, None).transpose(1, 2, 0))
@@ -228,38 +164,14 @@ def blur(image: bytes, radius: float, seed: Sequence[int] = ()) -> bytes:
 
 
 def drop_words(text: str, fraction: float, seed: Sequence[int]) -> str:
-    """Drop a random fraction of the words of a text; at least one word remains.
-
-    Args:
-        text: words are separated by white space.
-        fraction: in [0, 1]; rounded to whole words, halves up.
-        seed: seed of the order in which words are left out.
-
-    Returns:
-        The remaining words, separated by single blanks.
-
-    Raises:
-        ValueError: fraction is outside of [0, 1].
-    """
+    """Drop a random fraction of the words of a text; at least one word remains."""
     words = text.split()
     gone = set(_first(len(words), fraction, seed)[: max(len(words) - 1, 0)].tolist())
     return " ".join(word for i, word in enumerate(words) if i not in gone)
 
 
 def replace_letters(text: str, fraction: float, seed: Sequence[int]) -> str:
-    """Replace a random fraction of the letters of a text by other letters, like spelling mistakes.
-
-    Args:
-        text: letters are a-z and A-Z; everything else stays.
-        fraction: fraction of the letters in [0, 1]; rounded to whole letters, halves up.
-        seed: seed of the order in which letters are replaced and of the new letters.
-
-    Returns:
-        A text of the same length.
-
-    Raises:
-        ValueError: fraction is outside of [0, 1].
-    """
+    """Replace a random fraction of the letters of a text by other letters, like spelling mistakes."""
     positions = [m.start() for m in re.finditer("[a-zA-Z]", text)]
     letters = np.random.default_rng([*seed, 1]).integers(1, 26, len(positions))
     result = list(text)
@@ -274,17 +186,6 @@ def unknown_words(text: str, fraction: float, seed: Sequence[int]) -> str:
     """Replace a random fraction of the words of a text by random letters, so that they become unknown words.
 
     This simulates the <unk> tokens of PCME's appendix F.1 with any tokenizer.
-
-    Args:
-        text: words are separated by white space.
-        fraction: in [0, 1]; rounded to whole words, halves up.
-        seed: seed of the order in which words are replaced and of the letters.
-
-    Returns:
-        As many words of the same lengths.
-
-    Raises:
-        ValueError: fraction is outside of [0, 1].
     """
     words = text.split()
     gone = set(_first(len(words), fraction, seed).tolist())
@@ -293,34 +194,21 @@ def unknown_words(text: str, fraction: float, seed: Sequence[int]) -> str:
 
 @dataclass(frozen=True)
 class ImageCorruption:
-    """A way to corrupt images.
+    """A way to corrupt images."""
 
-    Attributes:
-        name: key in IMAGE_CORRUPTIONS.
-        strengths: ascending.
-        apply: (encoded image, strength, seed) -> encoded image.
-    """
-
-    name: str
-    strengths: tuple[float, ...]
-    apply: Callable[[bytes, float, Sequence[int]], bytes]
+    name: str  # key in IMAGE_CORRUPTIONS
+    strengths: tuple[float, ...]  # ascending
+    apply: Callable[[bytes, float, Sequence[int]], bytes]  # (encoded image, strength, seed) -> encoded image
 
 
 @dataclass(frozen=True)
 class TextCorruption:
-    """A way to corrupt texts.
+    """A way to corrupt texts."""
 
-    Attributes:
-        name: key in TEXT_CORRUPTIONS.
-        strengths: ascending.
-        apply: (text, strength, seed) -> text.
-        suits: returns whether a text can be corrupted this way.
-    """
-
-    name: str
-    strengths: tuple[float, ...]
-    apply: Callable[[str, float, Sequence[int]], str]
-    suits: Callable[[str], bool]
+    name: str  # key in TEXT_CORRUPTIONS
+    strengths: tuple[float, ...]  # ascending
+    apply: Callable[[str, float, Sequence[int]], str]  # (text, strength, seed) -> text
+    suits: Callable[[str], bool]  # returns whether a text can be corrupted this way
 
 
 IMAGE_CORRUPTIONS: dict[str, ImageCorruption] = {
@@ -360,14 +248,7 @@ def _nonsense(n: int, seed: Sequence[int]) -> str:
 
 
 def encode_png(pixels: np.ndarray) -> bytes:
-    """Encode pixels as a PNG file, with little compression.
-
-    Args:
-        pixels: (3, h, w) uint8.
-
-    Returns:
-        The bytes of the file.
-    """
+    """Encode pixels as a PNG file, with little compression. pixels (3, h, w)."""
     file = io.BytesIO()
     Image.fromarray(np.ascontiguousarray(pixels.transpose(1, 2, 0))).save(file, "PNG", compress_level=1)
     return file.getvalue()

@@ -23,16 +23,6 @@ def hold_out_wordings(
     An image with c texts of its own loses c / of of them, rounded up or down, and keeps at least one. A text of several
     images, such as a tag, stays: training would lose its word. Only if more than half of the images have no text of
     their own, such texts are left out too.
-
-    Args:
-        splits: by name, with "train".
-        part: number of the part, from 0.
-        of: number of parts; equal arguments leave out equal texts.
-        merged: whether equally worded texts are one text.
-
-    Returns:
-        The splits; "train" without the part, and "wordings": the images of "train" and "val" with only the texts of
-        the part. All splits as they are if no image has two texts.
     """
     n = len(splits["train"].image_ids)
     both = joined(splits["train"], splits["val"]) if "val" in splits else splits["train"]
@@ -48,15 +38,7 @@ def hold_out_wordings(
 
 
 def joined(first: PairData, second: PairData) -> PairData:
-    """Two splits as one.
-
-    Args:
-        first: n images.
-        second: other images.
-
-    Returns:
-        The images and texts of the first, then those of the second; groups stay apart.
-    """
+    """Two splits as one."""
     n, m = len(first.image_ids), len(first.text_ids)
     return PairData(
         first.image_ids + second.image_ids,

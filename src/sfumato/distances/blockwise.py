@@ -28,17 +28,7 @@ STREAM_MEMORY_MB = 16.0
 
 
 def elk(x: GaussianEmbedding, y: GaussianEmbedding) -> Tensor:
-    """Negative log expected likelihood kernel row by row: see :func:`elk_matrix`.
-
-    Args:
-        x, y: (n, d) embeddings, variances positive on at least one side; same n, d, dtype and device.
-
-    Returns:
-        (n,) values, possibly negative.
-
-    Raises:
-        ValueError: shape, dtype or device differ, or both sides are points.
-    """
+    """Negative log expected likelihood kernel row by row: see :func:`elk_matrix`. x, y (n, d) -> (n,)."""
     x, y = checked_rows(x, y, "elk", points="on one side")
     return _elk_terms(x.mean, x.var, y.mean, y.var).sum(-1) / 2 + x.d / 2 * math.log(2 * math.pi)
 
@@ -48,18 +38,9 @@ def elk_matrix(x: GaussianEmbedding, y: GaussianEmbedding, *, memory_mb: float =
 
         elk(i, j) = 1/2 sum [ (mean_i - mean_j)^2 / (var_i + var_j) + ln(var_i + var_j) ] + d/2 ln(2 pi)
 
-    Args:
-        x: (n, d) embeddings, variances positive on at least one side.
-        y: (m, d) embeddings; same d, dtype and device.
-        memory_mb: working memory in MiB for blocks of n * m * d values.
-
-    Returns:
-        (n, m) values, smaller is closer; negative for concentrated densities.
-
-    Raises:
-        ValueError: d, dtype or device differ, or both sides are points.
-
     Paper: Chun et al., CVPR 2021, appendix B (there without the constant).
+
+    x (n, d), y (m, d) -> (n, m).
     """
     x, y = checked(x, y, "elk_matrix", points="on one side")
 
@@ -71,17 +52,7 @@ def elk_matrix(x: GaussianEmbedding, y: GaussianEmbedding, *, memory_mb: float =
 
 
 def bhattacharyya(x: GaussianEmbedding, y: GaussianEmbedding) -> Tensor:
-    """Bhattacharyya distance row by row: see :func:`bhattacharyya_matrix`.
-
-    Args:
-        x, y: (n, d) embeddings with positive variances; same n, d, dtype and device.
-
-    Returns:
-        (n,) distances >= 0.
-
-    Raises:
-        ValueError: shape, dtype or device differ, or a variance is 0.
-    """
+    """Bhattacharyya distance row by row: see :func:`bhattacharyya_matrix`. x, y (n, d) -> (n,)."""
     x, y = checked_rows(x, y, "bhattacharyya", points="refused")
     return _bhattacharyya_terms(x.mean, x.var, y.mean, y.var).sum(-1) / 4
 
@@ -91,18 +62,9 @@ def bhattacharyya_matrix(x: GaussianEmbedding, y: GaussianEmbedding, *, memory_m
 
         v = var_i + var_j:   bhattacharyya(i, j) = sum [ 1/4 (mean_i - mean_j)^2 / v + 1/2 ln(v / (2 std_i std_j)) ]
 
-    Args:
-        x: (n, d) embeddings with positive variances.
-        y: (m, d) embeddings with positive variances; same d, dtype and device.
-        memory_mb: working memory in MiB for blocks of n * m * d values.
-
-    Returns:
-        (n, m) distances >= 0, exactly 0 for equal Gaussians.
-
-    Raises:
-        ValueError: d, dtype or device differ, or a variance is 0.
-
     Paper: Chun et al., CVPR 2021, appendix B (there up to a constant).
+
+    x (n, d), y (m, d) -> (n, m).
     """
     x, y = checked(x, y, "bhattacharyya_matrix", points="refused")
 
@@ -117,16 +79,7 @@ def average_l2(
 ) -> Tensor:
     """Mean Euclidean distance of samples, row by row: see :func:`average_l2_matrix`, which takes the same samples.
 
-    Args:
-        x, y: (n, d) embeddings; same n, d, dtype and device.
-        n_samples: number s of samples of each embedding; all s^2 pairs are averaged.
-        generator: source of the samples.
-
-    Returns:
-        (n,) distances >= 0.
-
-    Raises:
-        ValueError: shape, dtype or device differ.
+    x, y (n, d) -> (n,).
     """
     x, y = checked_rows(x, y, "average_l2")
     a, b = x.sample(n_samples, generator=generator), y.sample(n_samples, generator=generator)
@@ -144,20 +97,9 @@ def average_l2_matrix(
 ) -> Tensor:
     r"""Mean Euclidean distance of samples between all pairs: 1/s^2 sum_jk ||x_i^j - y_l^k||, not squared.
 
-    Args:
-        x: (n, d) embeddings.
-        y: (m, d) embeddings; same d, dtype and device.
-        n_samples: number s of samples of each embedding; all s^2 pairs are averaged.
-        generator: source of the samples; the same seed gives the same distances.
-        memory_mb: working memory in MiB for blocks of n * m * s^2 values.
-
-    Returns:
-        (n, m) distances >= 0; the gradient of a distance of 0 is 0.
-
-    Raises:
-        ValueError: d, dtype or device differ.
-
     Paper: Chun et al., CVPR 2021, table 1.
+
+    x (n, d), y (m, d) -> (n, m).
     """
     x, y = checked(x, y, "average_l2_matrix")
     samples = x.sample(n_samples, generator=generator), y.sample(n_samples, generator=generator)
@@ -165,16 +107,7 @@ def average_l2_matrix(
 
 
 def average_l2_of_samples(x_samples: Tensor, y_samples: Tensor, *, memory_mb: float = DEFAULT_MEMORY_MB) -> Tensor:
-    """Mean Euclidean distance between given samples: see :func:`average_l2_matrix`.
-
-    Args:
-        x_samples: (n, s, d).
-        y_samples: (m, s', d); same d, dtype and device.
-        memory_mb: working memory in MiB for blocks of n * m * s * s' values.
-
-    Returns:
-        (n, m) distances >= 0.
-    """
+    """Mean Euclidean distance between given samples: see :func:`average_l2_matrix`. x_samples (n, s, d) -> (n, m)."""
     return reduce_sample_distances(x_samples, y_samples, lambda distance: distance.mean((2, 3)), memory_mb=memory_mb)
 
 
@@ -185,21 +118,7 @@ def seeded_samples(
 
     So every division of the items into blocks or among processes, on every device, gives an item the same samples.
 
-    Args:
-        x: (n, d) embeddings, consecutive items of a larger set.
-        n_samples: number s of samples of each embedding.
-        seed: at least 0.
-        side: of the items; the two sides have independent noise.
-        first: position of the first item in the larger set.
-
-    Returns:
-        (n, s, d) samples.
-
-    Example:
-        >>> x = GaussianEmbedding(torch.zeros(100, 3), torch.zeros(100, 3))
-        >>> whole = seeded_samples(x, 2, seed=0, side="text")
-        >>> torch.equal(seeded_samples(x[70:], 2, seed=0, side="text", first=70), whole[70:])
-        True
+    x (n, d) -> (n, s, d).
     """
     chunks = range(first // _NOISE_ROWS, -(-(first + x.n) // _NOISE_ROWS)) if x.n else range(0)
     parts = []
@@ -219,14 +138,7 @@ def reduce_sample_distances(
 ) -> Tensor:
     """Euclidean distances of all sample pairs, reduced block by block so that (n, m, s, s) never exists at once.
 
-    Args:
-        x_samples: (n, s, d).
-        y_samples: (m, s', d); same d, dtype and device.
-        reduce: (rows, columns, s, s') distances -> (rows, columns) values.
-        memory_mb: working memory in MiB, in the backward pass too.
-
-    Returns:
-        (n, m) reduced values.
+    x_samples (n, s, d) -> (n, m).
     """
     dtype = accumulation_dtype(x_samples.dtype)
     s, t = x_samples.shape[1], y_samples.shape[1]
@@ -276,19 +188,7 @@ def blockwise(
 ) -> Tensor:
     """A function of all pairs in square blocks of x and y, recomputed in the backward pass.
 
-    Args:
-        function: (rows, ...) tensors of x and (columns, ...) tensors of y -> (rows, columns).
-        x: tensors with n rows each.
-        y: tensors with m rows each.
-        floats_per_pair: working memory of function for each pair, in values.
-        floats_per_row: for each row and each column of a block, in values.
-        memory_mb: working memory in MiB.
-
-    Returns:
-        (n, m) results.
-
-    Raises:
-        ValueError: memory_mb is not positive.
+    function (rows, ...) -> (n, m).
     """
     n, m = len(x[0]), len(y[0])
     if n == 0 or m == 0:

@@ -17,21 +17,7 @@ Points = Literal["allowed", "on one side", "refused"]
 def checked(
     x: GaussianEmbedding, y: GaussianEmbedding, who: str, *, points: Points = "allowed"
 ) -> tuple[GaussianEmbedding, GaussianEmbedding]:
-    """The two sides in the dtype of accumulation, after the checks that every distance needs.
-
-    Args:
-        x: (n, d) embeddings.
-        y: (m, d) embeddings; same d, dtype and device.
-        who: name of the distance, for error messages.
-        points: whether both sides, one side or neither may hold points.
-
-    Returns:
-        Both sides, in float32 if they were in half precision.
-
-    Raises:
-        TypeError: a side is not a GaussianEmbedding.
-        ValueError: d, dtype or device differ, or there are points that are refused.
-    """
+    """The two sides in the dtype of accumulation, after the checks that every distance needs. x (n, d), y (m, d)."""
     for name, value in (("x", x), ("y", y)):
         if not isinstance(value, GaussianEmbedding):
             raise TypeError(
@@ -56,19 +42,7 @@ def checked(
 def checked_rows(
     x: GaussianEmbedding, y: GaussianEmbedding, who: str, *, points: Points = "allowed"
 ) -> tuple[GaussianEmbedding, GaussianEmbedding]:
-    """:func:`checked` for the row form, which also needs equally many rows.
-
-    Args:
-        x, y: (n, d) embeddings; same n, d, dtype and device.
-        who, points: see :func:`checked`.
-
-    Returns:
-        Both sides, in float32 if they were in half precision.
-
-    Raises:
-        TypeError: a side is not a GaussianEmbedding.
-        ValueError: as for :func:`checked`, or n differs.
-    """
+    """:func:`checked` for the row form, which also needs equally many rows. x, y (n, d)."""
     x, y = checked(x, y, who, points=points)
     if x.n != y.n:
         raise ValueError(
@@ -78,14 +52,7 @@ def checked_rows(
 
 
 def safe_sqrt(squared: Tensor) -> Tensor:
-    """Square root whose gradient at 0 is 0 instead of infinite.
-
-    Args:
-        squared: any shape; negative values count as 0.
-
-    Returns:
-        Roots of the same shape.
-    """
+    """Square root whose gradient at 0 is 0 instead of infinite."""
     zero = squared <= 0
     return squared.masked_fill(zero, 1).sqrt().masked_fill(zero, 0)
 
@@ -93,27 +60,14 @@ def safe_sqrt(squared: Tensor) -> Tensor:
 def squared_l2_product(a: Tensor, b: Tensor) -> Tensor:
     """||a_i - b_j||^2 by one matrix product about the centre of b, which keeps precision far from the origin.
 
-    Args:
-        a: (n, d) vectors.
-        b: (m, d) vectors.
-
-    Returns:
-        (n, m) squared distances >= 0.
+    a (n, d), b (m, d) -> (n, m).
     """
     a, b = centred(a, b)
     return squared_l2_of_centred(a, b, a.square().sum(-1), b.square().sum(-1))
 
 
 def centred(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """Both sides about the centre of b, which has no gradient.
-
-    Args:
-        a: (n, d) vectors.
-        b: (m, d) vectors.
-
-    Returns:
-        Both, moved by the same vector.
-    """
+    """Both sides about the centre of b, which has no gradient. a (n, d), b (m, d)."""
     centre = b.detach().mean(0) if len(b) else 0
     return a - centre, b - centre
 
@@ -121,13 +75,7 @@ def centred(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
 def squared_l2_of_centred(a: Tensor, b: Tensor, a_squares: Tensor, b_squares: Tensor) -> Tensor:
     """||a_i||^2 + ||b_j||^2 - 2 a_i . b_j, for vectors about their centre.
 
-    Args:
-        a: (n, d) vectors.
-        b: (m, d) vectors.
-        a_squares, b_squares: (n,) and (m,) squared lengths.
-
-    Returns:
-        (n, m) squared distances >= 0.
+    a (n, d), b (m, d), a_squares, b_squares (n,) -> (n, m).
     """
     with torch.autocast(a.device.type, enabled=False):
         squares = a_squares.unsqueeze(1) + b_squares
@@ -141,16 +89,11 @@ class Lift:
         distance(q, g) = ||[mean_q, query(q)] - [mean_g, gallery(g)]||^2 + constant(q)
 
     The constant does not change the order of a query's results, so that any vector engine can search by the distance.
-
-    Attributes:
-        gallery: (m, d) embeddings -> (m, c) columns behind the means of items, float32 or better.
-        query: (n, d) embeddings -> (n, c) columns behind the means of queries.
-        constant: (n, d) embeddings -> (n,) float32 or better.
     """
 
     gallery: Callable[[GaussianEmbedding], Tensor]
-    query: Callable[[GaussianEmbedding], Tensor]
-    constant: Callable[[GaussianEmbedding], Tensor]
+    query: Callable[[GaussianEmbedding], Tensor]  # (n, d) embeddings -> (n, c) columns behind the means of queries
+    constant: Callable[[GaussianEmbedding], Tensor]  # (n, d) embeddings -> (n,) float32 or better
 
 
 @dataclass(frozen=True)
@@ -158,32 +101,16 @@ class Distance:
     """The protocol of a distance: its row form, its matrix form, and what it needs and allows.
 
     Losses, search and evaluation use only these attributes of a distance, never its name.
-
-    Attributes:
-        name: key in DISTANCES and in recipes.
-        row: (n, d), (n, d) -> (n,) distances of corresponding rows.
-        matrix: (n, d), (m, d) -> (n, m) distances between all pairs.
-        symmetric: distance(x, y) = distance(y, x); if not, images come first.
-        needs_variance: points (variance 0) are refused.
-        of_samples: (n, s, d), (m, s, d) samples -> (n, m) distances, for a distance that is estimated from samples; its
-            row and matrix take n_samples and generator. None for the others.
-        n_samples: number s of samples of each embedding when a sampled distance ranks.
-        seed: of these samples.
-        embeddings: number K of embeddings of equal size that an item's mean consists of; 1 except for ``nearest_of_K``.
-        lift: conversion to a squared L2 distance that any vector engine can search; None if there is none.
-        vectors: (n, d) embeddings -> (n, k) vectors and (n,) offsets, float32 or better, for a distance that is the
-            squared L2 distance of the vectors plus both offsets; None for the others.
-        direction: side of the first argument: "i2t" for images as queries, "t2i" for texts; see :meth:`for_direction`.
     """
 
-    name: str
-    row: Callable[..., Tensor]
-    matrix: Callable[..., Tensor]
-    symmetric: bool = True
-    needs_variance: bool = False
+    name: str  # key in DISTANCES and in recipes
+    row: Callable[..., Tensor]  # (n, d), (n, d) -> (n,) distances of corresponding rows
+    matrix: Callable[..., Tensor]  # (n, d), (m, d) -> (n, m) distances between all pairs
+    symmetric: bool = True  # distance(x, y) = distance(y, x); if not, images come first
+    needs_variance: bool = False  # points (variance 0) are refused
     of_samples: Callable[[Tensor, Tensor], Tensor] | None = None
-    n_samples: int = 8
-    seed: int = 0
+    n_samples: int = 8  # number s of samples of each embedding when a sampled distance ranks
+    seed: int = 0  # of these samples
     embeddings: int = 1
     lift: Lift | None = None
     vectors: Callable[[GaussianEmbedding], tuple[Tensor, Tensor]] | None = None
@@ -195,32 +122,13 @@ class Distance:
         return self.of_samples is not None
 
     def with_samples(self, n_samples: int | None, seed: int) -> "Distance":
-        """The same distance with other samples when it ranks; a closed form is returned unchanged.
-
-        Args:
-            n_samples: number s of samples of each embedding; that of this distance if None.
-            seed: of the samples.
-
-        Returns:
-            The distance.
-        """
+        """The same distance with other samples when it ranks; a closed form is returned unchanged."""
         return replace(self, n_samples=n_samples or self.n_samples, seed=seed) if self.sampled else self
 
     def for_direction(self, direction: Direction) -> "Distance":
         """The same distance with queries first: row and matrix take (queries, gallery) of this direction of retrieval.
 
         It always compares images with texts, so that only the result of an asymmetric distance, such as kl, changes.
-
-        Args:
-            direction: "i2t" if images are the queries, "t2i" if texts are.
-
-        Returns:
-            A distance with queries as its first argument.
-
-        Example:
-            >>> from sfumato.distances import get_distance
-            >>> get_distance("kl").for_direction("t2i").direction
-            't2i'
         """
         if direction == self.direction:
             return self

@@ -98,14 +98,7 @@ class _ClipConfig(EncoderConfig):
         return frozenset({"backbones"})
 
     def own_blocks(self, variance: bool) -> int:
-        """Number of variance blocks to build.
-
-        Args:
-            variance: whether the model has variances.
-
-        Returns:
-            0 for points and with an [UNC] token.
-        """
+        """Number of variance blocks to build."""
         return self.variance_blocks if variance and not self.variance_token else 0
 
     def check(self, section: str) -> None:
@@ -182,25 +175,7 @@ def clip_image_encoder(
     variance_start: VarianceStart = "random",
     checkpointing: bool = False,
 ) -> ClipImageEncoder:
-    """The image side of a CLIP or SigLIP model.
-
-    Args:
-        weights: a hub name or a local folder of transformers; "" for random weights.
-        architecture: without weights, a name in ARCHITECTURES.
-        size: side of the images in pixels; position codes are interpolated to it. None: that of the weights, or 224.
-        blocks: without weights, number of blocks; the architecture's if None.
-        activation: without weights; quick_gelu is OpenAI's, gelu open_clip's.
-        description: description of an earlier encoder, instead of weights and architecture.
-        final_norm, variance_blocks, variance_start, checkpointing: see
-            :class:`~sfumato.encoders.clip_transformers.ClipImageEncoder`.
-
-    Returns:
-        The encoder.
-
-    Raises:
-        UserError: transformers or the weights are missing, or the model has another type.
-        ValueError: the architecture is unknown, or the size is not a multiple of the patch.
-    """
+    """The image side of a CLIP or SigLIP model."""
     transformers = import_transformers()
     kinds = {
         "clip_vision_model": transformers.CLIPVisionModel,
@@ -255,25 +230,7 @@ def clip_text_encoder(
     variance_start: VarianceStart = "random",
     checkpointing: bool = False,
 ) -> ClipTextEncoder:
-    """The text side of a CLIP or SigLIP model.
-
-    Args:
-        weights: a hub name or a local folder of transformers; "" for random weights.
-        architecture: without weights, a name in ARCHITECTURES.
-        vocabulary, max_tokens: without weights, number of subword tokens and of positions.
-        blocks: without weights, number of blocks; the architecture's if None.
-        activation: without weights; quick_gelu is OpenAI's, gelu open_clip's.
-        description: description of an earlier encoder, instead of weights and architecture.
-        variance_blocks, variance_start, checkpointing: see
-            :class:`~sfumato.encoders.clip_transformers.ClipTextEncoder`.
-
-    Returns:
-        The encoder.
-
-    Raises:
-        UserError: transformers or the weights are missing, or the model has another type.
-        ValueError: the architecture is unknown.
-    """
+    """The text side of a CLIP or SigLIP model."""
     transformers = import_transformers()
     kinds = {"clip_text_model": transformers.CLIPTextModel, "siglip_text_model": transformers.SiglipTextModel}
     if description is not None:
@@ -304,34 +261,13 @@ def clip_text_encoder(
 
 
 def text_positions(weights: str) -> int:
-    """Number of positions of the text side of a CLIP or SigLIP model.
-
-    Args:
-        weights: a hub name or a local folder of transformers.
-
-    Returns:
-        Largest number of tokens of a text.
-
-    Raises:
-        UserError: transformers or the model's configuration are missing.
-    """
+    """Number of positions of the text side of a CLIP or SigLIP model."""
     config = from_pretrained(import_transformers().AutoConfig, weights)
     return int(_part(config, "text").max_position_embeddings)
 
 
 def clip_tokenizer(config: ClipTextConfig, texts: Iterable[str]) -> Tokenizer:
-    """The tokenizer of a new text encoder of kind "clip".
-
-    Args:
-        config: its section of the recipe.
-        texts: the training texts; used only without weights and without a tokenizer of another model.
-
-    Returns:
-        The tokenizer of the weights, or subword tokens learnt from the texts, with a begin and an end token.
-
-    Raises:
-        UserError: max_tokens is more than the weights have positions, or a tokenizer cannot be loaded.
-    """
+    """The tokenizer of a new text encoder of kind "clip"."""
     positions = text_positions(config.weights) if config.weights else config.max_tokens or _MAX_TOKENS
     max_tokens = config.max_tokens or positions
     if max_tokens > positions:
@@ -354,18 +290,7 @@ def clip_tokenizer(config: ClipTextConfig, texts: Iterable[str]) -> Tokenizer:
 def build_clip_image(
     config: ClipImageConfig, context: BuildContext
 ) -> tuple[PixelProcessor | ImageFileProcessor, ClipImageEncoder | UncTokenImageEncoder]:
-    """Build the image side of kind "clip".
-
-    Args:
-        config: its section of the recipe.
-        context: with the description, for a trained model.
-
-    Returns:
-        (processor, encoder).
-
-    Raises:
-        UserError: transformers or the weights are missing, or the model has another type.
-    """
+    """Build the image side of kind "clip". Returns (processor, encoder)."""
     encoder = clip_image_encoder(
         config.weights,
         architecture=config.architecture,
@@ -385,18 +310,7 @@ def build_clip_image(
 def build_clip_text(
     config: ClipTextConfig, context: BuildContext
 ) -> tuple[TokenProcessor, ClipTextEncoder | UncTokenTextEncoder]:
-    """Build the text side of kind "clip".
-
-    Args:
-        config: its section of the recipe.
-        context: with the tokenizer, and for a trained model the description.
-
-    Returns:
-        (processor, encoder).
-
-    Raises:
-        UserError: transformers or the weights are missing, or the model has another type.
-    """
+    """Build the text side of kind "clip". Returns (processor, encoder)."""
     tokenizer = context.need_tokenizer(config.kind)
     encoder = clip_text_encoder(
         config.weights,

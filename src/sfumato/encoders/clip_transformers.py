@@ -19,19 +19,7 @@ CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.261302
 
 
 class ClipEncoder(EncoderModule):
-    """The common base of both sides: the blocks; the last ones exist twice, for the mean and for the log variance.
-
-    Args:
-        backbone: CLIPVisionModel, CLIPTextModel, SiglipVisionModel or SiglipTextModel; its layers are reused.
-        norm_in: norm between the embeddings and the first block.
-        norm_out: norm after the last block of the mean; the log variance has no norm.
-        variance_blocks: number of last blocks that are separate for the log variance; 0 for points.
-        variance_start: start of these blocks, "random" (as published) or "copy" of the mean's.
-        checkpointing: recompute activations in the backward pass instead of keeping them.
-
-    Raises:
-        ValueError: variance_blocks is not in [0, number of blocks].
-    """
+    """The common base of both sides: the blocks; the last ones exist twice, for the mean and for the log variance."""
 
     pretrained = True
 
@@ -87,15 +75,7 @@ class ClipEncoder(EncoderModule):
     ) -> TokenFeatures:
         """Apply the blocks to embedded tokens.
 
-        Args:
-            embedded: (n, t, c).
-            mask: (n, t), returned unchanged.
-            causal: each token attends to the tokens before it; otherwise to all.
-            attention: (n, 1, t or 1, t) bool, True where a token (row) may attend to a token (column); instead of
-                ``causal``.
-
-        Returns:
-            (n, t, c) features for the mean, and (n, t, c) for the log variance if it has separate blocks.
+        embedded (n, t, c), mask (n, t), attention (n, 1, t or 1, t) -> (n, t, c).
         """
         options: dict[str, Any] = {"is_causal": True} if causal else {}
         hidden = self._through(self.shared_blocks, self.norm_in(embedded), attention, options)
@@ -234,12 +214,7 @@ class ClipTextEncoder(ClipEncoder):
 
 
 def resize_positions(embeddings: Any, size: int) -> None:
-    """Interpolate the position codes of a vision transformer to images of another size, in place.
-
-    Args:
-        embeddings: its embedding layer.
-        size: new side of the images in pixels, a multiple of the patch.
-    """
+    """Interpolate the position codes of a vision transformer to images of another size, in place."""
     patches = (size // embeddings.patch_size) ** 2
     extra = embeddings.num_positions - embeddings.num_patches
     with torch.no_grad():
@@ -255,17 +230,7 @@ def _is_siglip(backbone: Any) -> bool:
 
 
 def openai_image_state(state: Mapping[str, Tensor], encoder: ClipImageEncoder) -> dict[str, Tensor]:
-    """Rename the tensors of a vision transformer.
-
-    Args:
-        state: ``conv1.weight``, ``class_embedding``, ``positional_embedding``, ``ln_pre.*``, ``ln_post.*`` (left out
-            where the encoder has no last norm), ``transformer.resblocks.i.*``,
-            ``uncertainty_transformer.resblocks.j.*``.
-        encoder: the encoder that will load them.
-
-    Returns:
-        The same tensors by the names of the encoder's state dict.
-    """
+    """Rename the tensors of a vision transformer."""
     names = {
         "conv1.weight": "embeddings.patch_embedding.weight",
         "class_embedding": "embeddings.class_embedding",
@@ -277,16 +242,7 @@ def openai_image_state(state: Mapping[str, Tensor], encoder: ClipImageEncoder) -
 
 
 def openai_text_state(state: Mapping[str, Tensor], encoder: ClipTextEncoder) -> dict[str, Tensor]:
-    """Rename the tensors of a text transformer.
-
-    Args:
-        state: ``token_embedding.weight``, ``positional_embedding``, ``ln_final.*``, ``transformer.resblocks.i.*``, and
-            the variance blocks as ``uncertainty_transformer.resblocks.j.*`` or ``transformer.prob_resblocks.j.*``.
-        encoder: the encoder that will load them.
-
-    Returns:
-        The same tensors by the names of the encoder's state dict.
-    """
+    """Rename the tensors of a text transformer."""
     names: dict[str, str | None] = {
         "token_embedding.weight": "embeddings.token_embedding.weight",
         "positional_embedding": "embeddings.position_embedding.weight",
@@ -362,13 +318,6 @@ class UncTokenImageEncoder(_UncTokenEncoder):
 
     The mean's features are the class token (CLIP's only) and the patches: a head with pooling "first" takes the class
     token, as published. The features of the log variance are the single [UNC] token, which no pooling changes.
-
-    Args:
-        encoder: built with ``variance_blocks=0``, and ``final_norm=True`` as published; its layers are taken over.
-        released: pass the mean's features through the last norm twice, as the released weights expect.
-
-    Raises:
-        ValueError: the encoder has variance blocks.
     """
 
     encoder: ClipImageEncoder
@@ -378,15 +327,7 @@ class UncTokenImageEncoder(_UncTokenEncoder):
         self.size = encoder.size
 
     def forward(self, inputs: Inputs, *, patches: Tensor | None = None) -> TokenFeatures:
-        """Token features without a mask.
-
-        Args:
-            inputs: n images.
-            patches: (k,) numbers of the patches to use, row by row from 0; the others are left out. All if None.
-
-        Returns:
-            Features (n, t, c) for the mean and (n, 1, c) for the log variance.
-        """
+        """Token features without a mask. patches (k,)."""
         embedded = self.encoder.embed(inputs)
         if patches is not None:
             before = self.encoder.embeddings.num_positions - self.encoder.embeddings.num_patches
@@ -398,21 +339,7 @@ class UncTokenImageEncoder(_UncTokenEncoder):
 
 
 class UncTokenTextEncoder(_UncTokenEncoder):
-    """A text transformer with an [UNC] token after the text's own tokens: (n, t) token ids -> token features.
-
-    Args:
-        encoder: built with ``variance_blocks=0``; its layers are taken over.
-        class_token: append a class token after [UNC], whose features alone are the mean's, (n, 1, c), as published.
-            Without one the mean's features are the text's tokens: a head with pooling "last" takes CLIP's end token.
-        causal: each token attends only to the tokens before it, so that [UNC] sees the text but not the other way
-            round. None: as the encoder was pre-trained.
-        released: as the released weights expect: a class token, every token sees all of them, padding included, and the
-            log variance has no features of its own. Texts must come padded to the full length then, all of it in the
-            mask.
-
-    Raises:
-        ValueError: the encoder has variance blocks.
-    """
+    """A text transformer with an [UNC] token after the text's own tokens: (n, t) token ids -> token features."""
 
     encoder: ClipTextEncoder
 
@@ -432,18 +359,7 @@ class UncTokenTextEncoder(_UncTokenEncoder):
         )
 
     def forward(self, inputs: Inputs) -> TokenFeatures:
-        """Token features of texts.
-
-        Args:
-            inputs: (n, t) token ids and their mask.
-
-        Returns:
-            Features for the mean, (n, t, c) of the text with the mask of the inputs, or (n, 1, c) of the class token;
-            and (n, 1, c) for the log variance.
-
-        Raises:
-            ValueError: released, and the texts do not have the full length.
-        """
+        """Token features of texts. inputs (n, t)."""
         mask = inputs.mask
         if self.released:
             if inputs.values.shape[1] != self.max_tokens or not (mask is None or bool(mask.all())):

@@ -16,15 +16,7 @@ from sfumato.gaussian import GaussianEmbedding
 
 
 class Tower(nn.Module):
-    """One side of a model: a processor of raw items, an encoder and a Gaussian head.
-
-    Args:
-        processor: raw items -> inputs.
-        encoder: inputs -> token features; a torch module.
-        head: token features -> Gaussian embeddings.
-        token_dropout: rate of SizeAugment, see :func:`~sfumato.data.augment.drop_tokens`: largest fraction of the
-            tokens that are masked from the head in training.
-    """
+    """One side of a model: a processor of raw items, an encoder and a Gaussian head."""
 
     def __init__(
         self, processor: Processor, encoder: Encoder, head: GaussianHead, *, token_dropout: float = 0.0
@@ -39,26 +31,12 @@ class Tower(nn.Module):
         return self.new_zeros(0).device
 
     def new_zeros(self, *shape: int) -> Tensor:
-        """Zeros on the device of the weights, in their dtype; without weights in float32 on the CPU.
-
-        Args:
-            *shape: of the tensor.
-
-        Returns:
-            The zeros.
-        """
+        """Zeros on the device of the weights, in their dtype; without weights in float32 on the CPU."""
         weights = itertools.chain(self.parameters(), self.buffers())
         return next(weights, torch.empty(0)).new_zeros(shape)
 
     def forward(self, inputs: Inputs) -> GaussianEmbedding:
-        """Embed a batch.
-
-        Args:
-            inputs: n items.
-
-        Returns:
-            (n, d) embeddings in float32.
-        """
+        """Embed a batch. Returns (n, d)."""
         tokens = self.encoder(inputs)
         if self.training and self.token_dropout:
             present = tokens.mask
@@ -79,17 +57,7 @@ class Tower(nn.Module):
     ) -> GaussianEmbedding:
         """Embed the items of a store in evaluation mode; the previous mode is restored afterwards.
 
-        Args:
-            store: n inputs, at least one.
-            positions: (k,) positions of the items to embed; all if None.
-            batch_size: number of items at a time.
-            progress: called with the number of items just done.
-
-        Returns:
-            (n, d) or (k, d) embeddings on the CPU, in the order of the positions.
-
-        Raises:
-            ValueError: the store is empty.
+        positions (k,) -> (n, d).
         """
         positions = np.arange(len(store)) if positions is None else positions
         if len(positions) == 0:

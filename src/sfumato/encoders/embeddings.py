@@ -48,12 +48,7 @@ class EmbeddingTextConfig(TextEncoderConfig):
 
 
 class EmbeddingStore:
-    """Rows of a table that stays on disk: a batch reads only its own rows.
-
-    Args:
-        table: the table.
-        index: (n,) rows, one for each item.
-    """
+    """Rows of a table that stays on disk: a batch reads only its own rows."""
 
     def __init__(self, table: EmbeddingTable, index: np.ndarray) -> None:
         self.table, self.index = table, index
@@ -67,22 +62,14 @@ class EmbeddingStore:
 
 
 class EmbeddingProcessor(FeatureProcessor):
-    """Leaves the rows of a table on disk; other items are the bytes of .npy files of one vector each.
-
-    Args:
-        channels: c of the embeddings.
-    """
+    """Leaves the rows of a table on disk; other items are the bytes of .npy files of one vector each."""
 
     reads: ClassVar[str] = "embeddings"
 
     def read(
         self, items: Sequence[Item], *, progress: Progress | None = None, on_error: OnError | None = None
     ) -> tuple[Store, np.ndarray]:
-        """See :class:`~sfumato.encoders.encoder_protocol.Processor`. Rows are not read: their source has checked them.
-
-        Raises:
-            UserError: an item is a text, or the rows have another number of channels.
-        """
+        """See :class:`~sfumato.encoders.encoder_protocol.Processor`. Its source has checked the rows."""
         rows = [item for item in items if isinstance(item, EmbeddingRow)]
         if rows and len(rows) == len(items) and all(item.table is rows[0].table for item in rows):
             table = rows[0].table
@@ -105,12 +92,7 @@ class EmbeddingProcessor(FeatureProcessor):
         return stacked(found, self.channels), np.array(kept, dtype=np.int64)
 
     def features(self, data: bytes | str) -> np.ndarray:
-        """See :meth:`FeatureProcessor.features <sfumato.encoders.regions.FeatureProcessor.features>`; a single vector.
-
-        Raises:
-            UserError: it is a text.
-            ValueError: the file is damaged, or holds another number of vectors or channels.
-        """
+        """One vector for each image."""
         if isinstance(data, str):
             raise UserError(
                 f"this model reads embeddings and has no encoder for {data[:40]!r}: give a .npy file of"
@@ -133,14 +115,7 @@ class EmbeddingInput(FeatureInput):
 
 
 def described_by(data: PairData) -> dict[str, dict[str, int]]:
-    """What data say about the encoders that read them.
-
-    Args:
-        data: the training split.
-
-    Returns:
-        side -> description of its encoder, for the sides that are embeddings.
-    """
+    """What data say about the encoders that read them."""
     rows = {"image": data.images[:1], "text": data.text_rows[:1]}
     return {
         side: {"channels": row.table.channels}
@@ -151,18 +126,7 @@ def described_by(data: PairData) -> dict[str, dict[str, int]]:
 
 
 def build_embeddings(config: EncoderConfig, context: BuildContext) -> tuple[EmbeddingProcessor, EmbeddingInput]:
-    """Build a side of kind "embeddings".
-
-    Args:
-        config: its section of the recipe.
-        context: with the number of channels as description, and the dropout.
-
-    Returns:
-        (processor, encoder).
-
-    Raises:
-        ValueError: the number of channels is not known, or whiten is larger.
-    """
+    """Build a side of kind "embeddings". Returns (processor, encoder)."""
     if context.description is None:
         raise ValueError("an encoder of kind 'embeddings' has the channels of its data; none are given")
     channels = context.description["channels"]

@@ -27,14 +27,7 @@ Item = Callable[[], bytes | str]
 
 
 def item_bytes(item: Item) -> bytes:
-    """The bytes of an item.
-
-    Args:
-        item: see :data:`Item`.
-
-    Returns:
-        The result of the function; a text is encoded in UTF-8.
-    """
+    """The bytes of an item."""
     data = item()
     return data if isinstance(data, bytes) else data.encode()
 
@@ -143,16 +136,10 @@ class Encoder(Protocol):
 
 
 class EncoderModule(nn.Module):
-    """Base class of encoders, with the defaults of :class:`Encoder`: trained from scratch, no blocks, no description.
+    """Base class of encoders, with the defaults of :class:`Encoder`: trained from scratch, no blocks."""
 
-    Attributes:
-        channels: c of the token features; each subclass sets it.
-        local_channels: see :class:`Encoder`.
-        pretrained: whether its weights are pre-trained, so that they can be frozen while the new layers are trained.
-    """
-
-    channels: int
-    local_channels: int | None = None
+    channels: int  # c of the token features; each subclass sets it
+    local_channels: int | None = None  # see :class:`Encoder`
     pretrained: bool = False
 
     @property
@@ -238,25 +225,11 @@ class EncoderConfig(BaseModel):
         return frozenset()
 
     def changed(self, *keys: str) -> set[str]:
-        """The keys among the given ones that differ from their defaults.
-
-        Args:
-            keys: names of fields.
-
-        Returns:
-            The names of the changed fields.
-        """
+        """The keys among the given ones that differ from their defaults."""
         return {key for key in keys if dict(self)[key] != type(self).model_fields[key].default}
 
     def check(self, section: str) -> None:
-        """Refuse keys without an effect or with a harmful one; by default no key is refused.
-
-        Args:
-            section: name of the section for messages, "model.image" or "model.text".
-
-        Raises:
-            ValueError: there is such a key; the message names it.
-        """
+        """Refuse keys without an effect or with a harmful one; by default no key is refused."""
 
 
 class ImageEncoderConfig(EncoderConfig):
@@ -295,42 +268,19 @@ class TextEncoderConfig(EncoderConfig):
 
 @dataclass(frozen=True)
 class BuildContext:
-    """The inputs of a build function beside its own section.
+    """The inputs of a build function beside its own section."""
 
-    Attributes:
-        dim: d of the embeddings, model.dim.
-        variance: whether the model has variances, model.variance.
-        feature_dropout: fraction of the token features to drop while training, model.feature_dropout.
-        token_dropout: fraction of the tokens to drop while training, augment.image_tokens or augment.text_tokens; only
-            for encoders that drop tokens themselves.
-        cache: folder for features of frozen backbones.
-        tokenizer: of a text encoder that reads tokens; None for others.
-        description: of the same encoder in a saved model, see :attr:`Encoder.description`; of a new one what its data
-            say, else None.
-        trained: whether trained weights will be loaded; then no pre-trained weights are needed.
-    """
-
-    dim: int
-    variance: bool
-    feature_dropout: float
+    dim: int  # d of the embeddings, model.dim
+    variance: bool  # whether the model has variances, model.variance
+    feature_dropout: float  # fraction of the token features to drop while training, model.feature_dropout
     token_dropout: float
-    cache: Path
-    tokenizer: Tokenizer | None = None
+    cache: Path  # folder for features of frozen backbones
+    tokenizer: Tokenizer | None = None  # of a text encoder that reads tokens; None for others
     description: Mapping[str, Any] | None = None
-    trained: bool = False
+    trained: bool = False  # whether trained weights will be loaded; then no pre-trained weights are needed
 
     def need_tokenizer(self, kind: str) -> Tokenizer:
-        """The tokenizer, for a text encoder that requires one.
-
-        Args:
-            kind: of the encoder, for the message.
-
-        Returns:
-            The tokenizer.
-
-        Raises:
-            ValueError: there is none.
-        """
+        """The tokenizer, for a text encoder that requires one."""
         if self.tokenizer is None:
             raise ValueError(f"the text encoder of kind {kind!r} needs its tokenizer; give it in Assets(tokenizer)")
         return self.tokenizer
@@ -338,16 +288,8 @@ class BuildContext:
 
 @dataclass(frozen=True)
 class EncoderEntry:
-    """A registered kind of encoder.
+    """A registered kind of encoder."""
 
-    Attributes:
-        config: class of its section in the recipe.
-        build: its section and a :class:`BuildContext` -> (processor, encoder). With ``context.trained`` it starts from
-            random weights.
-        tokenizer: for text encoders that read tokens: its section and the training texts -> the tokenizer of a new
-            model.
-    """
-
-    config: type[EncoderConfig]
+    config: type[EncoderConfig]  # class of its section in the recipe
     build: Callable[[Any, BuildContext], tuple[Processor, Encoder]]
     tokenizer: Callable[[Any, Iterable[str]], Tokenizer] | None = None

@@ -97,18 +97,7 @@ def register_encoder(
 
 
 def encoder_entry(side: Side, kind: str) -> EncoderEntry:
-    """The registered entry of a kind.
-
-    Args:
-        side: "image" or "text".
-        kind: name of the kind.
-
-    Returns:
-        Its entry.
-
-    Raises:
-        ValueError: nothing is registered under this name; the message lists the kinds.
-    """
+    """The registered entry of a kind."""
     if kind not in ENCODERS[side]:
         raise ValueError(f"unknown kind of {side} encoder {kind!r}; known: {', '.join(sorted(ENCODERS[side]))}")
     return ENCODERS[side][kind]
@@ -118,18 +107,6 @@ def encoder_section(side: Side, value: Any) -> EncoderConfig:
     """Check a section ``model.image`` or ``model.text`` with the class that is registered for its ``kind``.
 
     Recipes use it as a pydantic validator, so its errors are those of a union that is discriminated by ``kind``.
-
-    Args:
-        side: "image" or "text".
-        value: the section as a mapping, or checked already.
-
-    Returns:
-        The checked section.
-
-    Raises:
-        PydanticKnownError: there is no kind, or it is not registered.
-        ValidationError: a key or a value is wrong.
-        ValueError: the section belongs to another kind or side.
     """
     if isinstance(value, EncoderConfig):
         if not isinstance(value, encoder_entry(side, value.kind).config):

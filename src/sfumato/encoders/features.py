@@ -25,15 +25,10 @@ _RECORD = np.dtype([("digest", "V32"), ("offset", "<i8"), ("length", "<i8")])
 
 @dataclass(frozen=True)
 class Inputs:
-    """A batch of inputs of a tower.
+    """A batch of inputs of a tower."""
 
-    Attributes:
-        values: (n, 3, h, w) uint8 pixels, (n, t) int64 token ids or (n, t, c) float32 token features.
-        mask: (n, t) bool, True where there is a token; None for pixels.
-    """
-
-    values: Tensor
-    mask: Tensor | None = None
+    values: Tensor  # (n, 3, h, w) uint8 pixels, (n, t) int64 token ids or (n, t, c) float32 token features
+    mask: Tensor | None = None  # (n, t) bool, True where there is a token; None for pixels
 
     def __len__(self) -> int:
         return len(self.values)
@@ -42,43 +37,22 @@ class Inputs:
         return Inputs(self.values[part], None if self.mask is None else self.mask[part])
 
     def to(self, device: torch.device | str) -> "Inputs":
-        """The same batch on another device.
-
-        Args:
-            device: the device.
-
-        Returns:
-            The batch.
-        """
+        """The same batch on another device."""
         return Inputs(self.values.to(device), None if self.mask is None else self.mask.to(device))
 
 
 @dataclass(frozen=True)
 class TokenFeatures:
-    """The token features of a batch: the output of an encoder and the input of a Gaussian head.
+    """The token features of a batch: the output of an encoder and the input of a Gaussian head."""
 
-    Attributes:
-        mean: (n, t, c) token features for the mean.
-        mask: (n, t) bool, True where there is a token; None for all.
-        log_var: (n, t, c) token features for the log variance, under the same mask, or (n, 1, c) of one token that is
-            never masked; None: the features of the mean.
-        local: (n, s, k) features for local attention, which may have another width and number; None: the features of
-            the mean and of the log variance.
-        local_mask: (n, s) bool, True where there is a feature; None for all.
-    """
-
-    mean: Tensor
-    mask: Tensor | None = None
+    mean: Tensor  # (n, t, c) token features for the mean
+    mask: Tensor | None = None  # (n, t) bool, True where there is a token; None for all
     log_var: Tensor | None = None
     local: Tensor | None = None
-    local_mask: Tensor | None = None
+    local_mask: Tensor | None = None  # (n, s) bool, True where there is a feature; None for all
 
     def float(self) -> "TokenFeatures":
-        """The same features in float32, or in float64 if they are in float64.
-
-        Returns:
-            The features.
-        """
+        """The same features in float32, or in float64 if they are in float64."""
         mean, log_var, local = (
             None if features is None else _at_least_float32(features)
             for features in (self.mean, self.log_var, self.local)
@@ -87,25 +61,13 @@ class TokenFeatures:
         return TokenFeatures(mean, self.mask, log_var, local, self.local_mask)
 
     def for_log_var(self) -> tuple[Tensor, Tensor | None]:
-        """The features for the log variance.
-
-        Returns:
-            (n, t, c) features and their mask.
-        """
+        """The features for the log variance. Returns (n, t, c)."""
         features = self.mean if self.log_var is None else self.log_var
         return features, self.mask if features.shape[1] == self.mean.shape[1] else None
 
 
 def padded(rows: Tensor, mask: Tensor) -> Tensor:
-    """Put the rows of present tokens at their places.
-
-    Args:
-        rows: (k, c), one for each True of the mask, in its order: ``tokens[mask]``.
-        mask: (n, t) bool.
-
-    Returns:
-        (n, t, c), 0 where there is no token.
-    """
+    """Put the rows of present tokens at their places. rows (k, c), mask (n, t) -> (n, t, c)."""
     return rows.new_zeros(*mask.shape, rows.shape[-1]).index_put((mask,), rows)
 
 
@@ -128,13 +90,9 @@ class Store(Protocol):
 
 @dataclass(frozen=True)
 class PixelStore:
-    """Images of one size, in memory.
+    """Images of one size, in memory."""
 
-    Attributes:
-        pixels: (n, 3, h, w) uint8.
-    """
-
-    pixels: Tensor
+    pixels: Tensor  # (n, 3, h, w) uint8
 
     def __len__(self) -> int:
         return len(self.pixels)
@@ -146,31 +104,15 @@ class PixelStore:
 
 @dataclass(frozen=True)
 class RaggedStore:
-    """Token sequences of different lengths, concatenated in one array that may be memory mapped.
+    """Token sequences of different lengths, concatenated in one array that may be memory mapped."""
 
-    Attributes:
-        rows: (total,) token ids or (total, c) token features.
-        offsets: (n,) first row of each item.
-        lengths: (n,) number of rows of each item.
-    """
-
-    rows: np.ndarray
-    offsets: np.ndarray
-    lengths: np.ndarray
+    rows: np.ndarray  # (total,) token ids or (total, c) token features
+    offsets: np.ndarray  # (n,) first row of each item
+    lengths: np.ndarray  # (n,) number of rows of each item
 
     @classmethod
     def from_list(cls, items: Sequence[Sequence[int]]) -> "RaggedStore":
-        """A store of token ids.
-
-        Args:
-            items: n lists of token ids, each with at least one.
-
-        Returns:
-            The store.
-
-        Raises:
-            ValueError: a list is empty.
-        """
+        """A store of token ids."""
         lengths = np.array([len(i) for i in items], dtype=np.int64)
         if len(lengths) and lengths.min() < 1:
             raise ValueError(f"RaggedStore: item {int(lengths.argmin())} has no tokens; every item needs one")
@@ -209,17 +151,7 @@ _DTYPES = {"float16": "<f2", "float32": "<f4"}
 
 
 class FeatureCache:
-    """Token features by content, for one backbone.
-
-    Args:
-        folder: folder of caches; a subfolder named after the fingerprint is made in it.
-        fingerprint: of the backbone and its preprocessing.
-        channels: c of the features.
-        dtype: of the features, "float16" or "float32".
-
-    Raises:
-        ValueError: the folder holds a cache of another layout.
-    """
+    """Token features by content, for one backbone."""
 
     def __init__(self, folder: str | Path, fingerprint: str, channels: int, dtype: str = "float16") -> None:
         self.channels, self._dtype = channels, np.dtype(_DTYPES[dtype])
@@ -239,11 +171,7 @@ class FeatureCache:
             )
 
     def known(self) -> dict[bytes, tuple[int, int]]:
-        """The items whose features are completely on disk.
-
-        Returns:
-            digest -> (offset, length) in rows.
-        """
+        """The items whose features are completely on disk."""
         if not self._index.exists():
             return {}
         whole = self._index.stat().st_size // _RECORD.itemsize
@@ -253,12 +181,7 @@ class FeatureCache:
         return {r["digest"].tobytes(): (int(r["offset"]), int(r["length"])) for r in records[fits]}
 
     def append(self, digests: Sequence[bytes], features: Sequence[np.ndarray]) -> None:
-        """Add items. Rows are forced to disk before their records, so that no record points at missing rows.
-
-        Args:
-            digests: k SHA-256 digests.
-            features: k arrays of (t, c) features.
-        """
+        """Add items. Rows are forced to disk before their records, so that no record points at missing rows."""
         with self._lock:
             _truncate(self._index, _RECORD.itemsize)
             _truncate(self._rows, self._width)
@@ -285,14 +208,7 @@ class FeatureCache:
             write_atomically(self._index, records[fits].tobytes())
 
     def store(self, digests: Sequence[bytes]) -> RaggedStore:
-        """The features of items, memory mapped.
-
-        Args:
-            digests: k digests, all of them known.
-
-        Returns:
-            A store of k items in this order.
-        """
+        """The features of items, memory mapped."""
         known = self.known()
         positions = np.array([known[digest] for digest in digests], dtype=np.int64).reshape(-1, 2)
         rows: np.ndarray = np.empty((0, self.channels), self._dtype)
@@ -310,23 +226,7 @@ def cached_features(
     progress: Callable[[int], None] | None = None,
     on_error: Callable[[int, Exception], None] | None = None,
 ) -> tuple[RaggedStore, np.ndarray]:
-    """Token features of items, read from the cache, or computed and added to it.
-
-    Args:
-        backbone: backbone that computes the features.
-        read: for each item, a function that returns its bytes or text.
-        folder: folder of caches.
-        batch_size: number of items computed and saved together; saved items survive an interruption.
-        progress: called with the number of items just done.
-        on_error: called with position and error of an item that cannot be read or decoded, which is then left out;
-            without it the error is raised.
-
-    Returns:
-        Features of the k usable items, and the (k,) positions of these items.
-
-    Raises:
-        ValueError, OSError: an item cannot be read or decoded, and there is no on_error.
-    """
+    """Token features of items, read from the cache, or computed and added to it."""
     dtype = getattr(backbone, "feature_dtype", "float16")
     cache = FeatureCache(folder, backbone.fingerprint, backbone.channels, dtype)
     known = set(cache.known())

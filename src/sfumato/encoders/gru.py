@@ -60,16 +60,6 @@ def word_tokenizer(texts: Iterable[str], *, min_count: int = 1) -> Tokenizer:
     """Learn the vocabulary of whole words: lower case, without accents, split at spaces and punctuation marks.
 
     A punctuation mark is a word too.
-
-    Args:
-        texts: the training texts; the same texts in another order give the same vocabulary.
-        min_count: minimum number of occurrences of a word with its own id.
-
-    Returns:
-        A tokenizer with ids by descending frequency; id 0 is "[UNK]", for all unknown words.
-
-    Raises:
-        ValueError: min_count is less than 1.
     """
     if min_count < 1:
         raise ValueError(f"word_tokenizer: min_count must be at least 1, got {min_count}")
@@ -81,20 +71,7 @@ def word_tokenizer(texts: Iterable[str], *, min_count: int = 1) -> Tokenizer:
 
 
 def read_word_vectors(path: str | Path, tokenizer: Tokenizer, width: int) -> dict[int, np.ndarray]:
-    """Read the vectors of a vocabulary's words from a text file of GloVe or fastText.
-
-    Args:
-        path: the file, with a line for each word: the word and its numbers, with spaces between them. It is read line
-            by line.
-        tokenizer: has the vocabulary.
-        width: number of values of a vector.
-
-    Returns:
-        id -> (width,) float32, for the words that are in the file.
-
-    Raises:
-        UserError: the file is missing, has another form or width, or has none of the words.
-    """
+    """Read the vectors of a vocabulary's words from a text file of GloVe or fastText."""
     path = Path(path)
     if not path.is_file():
         raise UserError(
@@ -149,20 +126,6 @@ class WordEncoder(EncoderModule):
     the first word: each depends on the whole text. Padding has no influence. (PCME's code takes both states at the last
     word, where the backward direction has read only that word.)
 
-    Args:
-        vocabulary: number of words; id 0 is the unknown word.
-        width: of the word vectors.
-        hidden: width of the GRU in each direction.
-        bidirectional: read backwards too; c is then twice ``hidden``, else ``hidden``.
-        states: "final" or "all".
-        variance_gru: whether the log variance has a second GRU on the same word vectors, with separate weights.
-        freeze: never change the word vectors.
-        pretrained: the word vectors start from a file; they are frozen while the text encoder is.
-
-    Attributes:
-        channels: c of the token features.
-        local_channels: width of the word vectors, the features for local attention.
-
     Papers: Faghri et al., "VSE++", BMVC 2018 (one direction); Chun et al., "PCME", CVPR 2021 (two); Pishdad et al.,
     "Uncertainty-based Cross-Modal Retrieval with Probabilistic Representations", section 4.2 (the second GRU).
     """
@@ -199,24 +162,12 @@ class WordEncoder(EncoderModule):
 
     @torch.no_grad()
     def set_vectors(self, vectors: dict[int, np.ndarray]) -> None:
-        """Replace word vectors.
-
-        Args:
-            vectors: id -> (width,) values.
-        """
+        """Replace word vectors."""
         for i, vector in vectors.items():
             self.words.weight[i] = torch.from_numpy(vector)
 
     def forward(self, inputs: Inputs) -> TokenFeatures:
-        """Token features of texts, and their word vectors for local attention.
-
-        Args:
-            inputs: (n, t) word ids and their mask; the words stand at the left of each row.
-
-        Returns:
-            (n, 1, c) or (n, t, c) features for the mean, the same shape for the log variance if it has a separate GRU,
-            and (n, t, width) features for local attention.
-        """
+        """Token features of texts, and their word vectors for local attention. inputs (n, t) -> (n, 1, c)."""
         words = self.words(inputs.values)
         n, t = inputs.values.shape
         lengths = torch.full((n,), t) if inputs.mask is None else inputs.mask.sum(1).cpu()
@@ -235,18 +186,7 @@ class WordEncoder(EncoderModule):
 
 
 def build_word_text(config: WordTextConfig, context: BuildContext) -> tuple[TokenProcessor, WordEncoder]:
-    """Build the text side of kind "gru".
-
-    Args:
-        config: its section of the recipe.
-        context: with the tokenizer; a new model also reads the file of word vectors.
-
-    Returns:
-        (processor, encoder).
-
-    Raises:
-        UserError: the file of word vectors is missing or damaged.
-    """
+    """Build the text side of kind "gru". Returns (processor, encoder)."""
     tokenizer = context.need_tokenizer(config.kind)
     encoder = WordEncoder(
         vocabulary_size(tokenizer),
@@ -267,13 +207,5 @@ def build_word_text(config: WordTextConfig, context: BuildContext) -> tuple[Toke
 
 
 def words_of_texts(config: WordTextConfig, texts: Iterable[str]) -> Tokenizer:
-    """The tokenizer of a new text encoder of kind "gru".
-
-    Args:
-        config: its section of the recipe.
-        texts: the training texts.
-
-    Returns:
-        The words of the texts.
-    """
+    """The tokenizer of a new text encoder of kind "gru"."""
     return word_tokenizer(texts, min_count=config.min_count)

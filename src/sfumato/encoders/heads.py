@@ -20,15 +20,7 @@ class Pooling(nn.Module, ABC):
 
     @abstractmethod
     def forward(self, features: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Pool the tokens of each item.
-
-        Args:
-            features: (n, t, c).
-            mask: (n, t) bool, True where there is a token; every item needs one. None means all.
-
-        Returns:
-            (n, c) pooled features.
-        """
+        """Pool the tokens of each item. features (n, t, c), mask (n, t) -> (n, c)."""
 
 
 class AveragePool(Pooling):

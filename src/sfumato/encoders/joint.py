@@ -45,15 +45,7 @@ class _Joint:
 
 
 class JointImage(_Joint):
-    """The image side of CLIP or SigLIP, with the model's own preprocessing.
-
-    Args:
-        name: hub name or local folder.
-        precision: number format of the computation.
-
-    Raises:
-        UserError: the model cannot be loaded, or has no joint embedding.
-    """
+    """The image side of CLIP or SigLIP, with the model's own preprocessing."""
 
     def __init__(self, name: str, *, precision: Precision = "float32") -> None:
         super().__init__(name, precision, "get_image_features", "image")
@@ -71,15 +63,7 @@ class JointImage(_Joint):
 
 
 class JointText(_Joint):
-    """The text side of CLIP or SigLIP; texts longer than its context are cut.
-
-    Args:
-        name: hub name or local folder.
-        precision: number format of the computation.
-
-    Raises:
-        UserError: the model cannot be loaded, or has no joint embedding.
-    """
+    """The text side of CLIP or SigLIP; texts longer than its context are cut."""
 
     def __init__(self, name: str, *, precision: Precision = "float32") -> None:
         super().__init__(name, precision, "get_text_features", "text")
@@ -98,57 +82,22 @@ class JointText(_Joint):
         return self._features({k: v for k, v in tokens.items() if k in ("input_ids", "attention_mask")})
 
     def pieces(self, words: Sequence[str]) -> list[int]:
-        """The number of subword pieces of each word.
-
-        Args:
-            words: n words.
-
-        Returns:
-            n numbers.
-        """
+        """The number of subword pieces of each word."""
         found = self._tokenizer(list(words), add_special_tokens=False)["input_ids"] if words else []
         return [len(ids) for ids in found]
 
 
 def joint_name(name: str) -> str:
-    """The folder of the transformers model within a folder of sentence-transformers; other names unchanged.
-
-    Args:
-        name: hub name or local folder.
-
-    Returns:
-        The name to load.
-    """
+    """The folder of the transformers model within a folder of sentence-transformers; other names unchanged."""
     inside = Path(name) / "0_CLIPModel"
     return str(inside) if inside.is_dir() else name
 
 
 def joint_image(name: str, *, precision: Precision = "float32") -> FrozenBackbone:
-    """The image side of a CLIP or SigLIP model of transformers, or of a model of open_clip.
-
-    Args:
-        name: hub name or local folder; see :func:`~sfumato.encoders.open_clip.is_open_clip`.
-        precision: number format of the computation.
-
-    Returns:
-        The backbone.
-
-    Raises:
-        UserError: the model cannot be loaded, or has no joint embedding.
-    """
+    """The image side of a CLIP or SigLIP model of transformers, or of a model of open_clip."""
     return (OpenClipImage if is_open_clip(name) else JointImage)(name, precision=precision)
 
 
 def joint_text(name: str, *, precision: Precision = "float32") -> FrozenBackbone:
-    """The text side of the model, see :func:`joint_image`.
-
-    Args:
-        name, precision: see :func:`joint_image`.
-
-    Returns:
-        The backbone.
-
-    Raises:
-        UserError: see :func:`joint_image`.
-    """
+    """The text side of the model, see :func:`joint_image`."""
     return (OpenClipText if is_open_clip(name) else JointText)(name, precision=precision)

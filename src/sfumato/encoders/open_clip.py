@@ -28,26 +28,12 @@ _CONFIG, _WEIGHTS = "open_clip_config.json", "open_clip_model.safetensors"
 
 
 def is_open_clip(name: str) -> bool:
-    """Whether a name is that of a model of open_clip.
-
-    Args:
-        name: hub name, local folder, or a name with one of PREFIXES.
-
-    Returns:
-        True for a prefix, and for a folder of open_clip that is none of transformers.
-    """
+    """Whether a name is that of a model of open_clip."""
     return name.startswith(PREFIXES) or ((Path(name) / _CONFIG).is_file() and not (Path(name) / "config.json").exists())
 
 
 def import_open_clip() -> Any:
-    """Import the package open_clip.
-
-    Returns:
-        The module.
-
-    Raises:
-        UserError: it is not installed, or does not work; the message has the way out.
-    """
+    """Import the package open_clip."""
     try:
         import open_clip
     except ImportError as error:
@@ -86,15 +72,7 @@ class _OpenClip:
 
 
 class OpenClipImage(_OpenClip):
-    """The image side of a model of open_clip, with the model's own preprocessing.
-
-    Args:
-        name: see :func:`is_open_clip`.
-        precision: number format of the computation.
-
-    Raises:
-        UserError: the package or the model cannot be loaded.
-    """
+    """The image side of a model of open_clip, with the model's own preprocessing."""
 
     def __init__(self, name: str, *, precision: Precision = "float32") -> None:
         super().__init__(name, precision, "image")
@@ -115,15 +93,7 @@ class OpenClipImage(_OpenClip):
 
 
 class OpenClipText(_OpenClip):
-    """The text side of a model of open_clip; texts longer than its context are cut.
-
-    Args:
-        name: see :func:`is_open_clip`.
-        precision: number format of the computation.
-
-    Raises:
-        UserError: the package or the model cannot be loaded.
-    """
+    """The text side of a model of open_clip; texts longer than its context are cut."""
 
     def __init__(self, name: str, *, precision: Precision = "float32") -> None:
         super().__init__(name, precision, "text")
@@ -139,14 +109,7 @@ class OpenClipText(_OpenClip):
             return self._features(self._model.encode_text(self._tokenizer(list(items))))
 
     def pieces(self, words: Sequence[str]) -> list[int]:
-        """The number of subword pieces of each word.
-
-        Args:
-            words: n words.
-
-        Returns:
-            n numbers.
-        """
+        """The number of subword pieces of each word."""
         if inner := getattr(self._tokenizer, "tokenizer", None):  # A tokenizer of transformers.
             return [len(ids) for ids in inner(list(words), add_special_tokens=False)["input_ids"]] if words else []
         return [len(self._tokenizer.encode(word)) for word in words]

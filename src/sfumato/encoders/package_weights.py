@@ -18,14 +18,7 @@ _CONNECT_SECONDS = 3.0
 
 
 def import_transformers() -> Any:
-    """Import the package transformers, without its progress bars.
-
-    Returns:
-        The module.
-
-    Raises:
-        UserError: it is not installed; the message names the extra.
-    """
+    """Import the package transformers, without its progress bars."""
     try:
         import transformers
     except ImportError as error:
@@ -35,17 +28,7 @@ def import_transformers() -> Any:
 
 
 def pretrained_tokenizer(name: str) -> Any:
-    """The tokenizer of a pre-trained model.
-
-    Args:
-        name: hub name or local folder.
-
-    Returns:
-        A fast tokenizer of transformers.
-
-    Raises:
-        UserError: it cannot be loaded.
-    """
+    """The tokenizer of a pre-trained model."""
     tokenizer = from_pretrained(import_transformers().AutoTokenizer, name)
     # Without a network some tokenizers load without any tokens instead of failing.
     if len(tokenizer) < 100:
@@ -57,17 +40,7 @@ def pretrained_tokenizer(name: str) -> Any:
 
 
 def package_folder(package: str) -> Path:
-    """Folder of an installed package.
-
-    Args:
-        package: name of the module.
-
-    Returns:
-        Its folder.
-
-    Raises:
-        UserError: it is not installed; the message names the extra.
-    """
+    """Folder of an installed package."""
     spec = importlib.util.find_spec(package)
     if spec is None or spec.origin is None:
         raise UserError(
@@ -78,18 +51,7 @@ def package_folder(package: str) -> Path:
 
 
 def from_pretrained(kind: Any, name: str) -> Any:
-    """Load something of transformers by name.
-
-    Args:
-        kind: class with a method ``from_pretrained``.
-        name: hub name or local folder.
-
-    Returns:
-        An instance of the class.
-
-    Raises:
-        UserError: it cannot be loaded.
-    """
+    """Load something of transformers by name."""
     unreachable = not Path(name).exists() and not hub_reachable()
     only_safe = {"use_safetensors": True} if hasattr(kind, "from_config") or hasattr(kind, "_from_config") else {}
     try:
@@ -105,12 +67,7 @@ def from_pretrained(kind: Any, name: str) -> Any:
 
 @functools.cache
 def hub_reachable() -> bool:
-    """Whether the Hugging Face hub answers, asked once; without a network its own client tries for half a minute.
-
-    Returns:
-        False if it is switched off (HF_HUB_OFFLINE) or no connection opens within seconds; True behind a proxy, which
-        is not asked.
-    """
+    """Whether the Hugging Face hub answers, asked once; without a network its own client tries for half a minute."""
     from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE:
@@ -126,14 +83,7 @@ def hub_reachable() -> bool:
 
 
 def where_weights_are(name: str) -> Literal["", "cache", "hub"]:
-    """Where the weights of a model on the hub can be had from; only its small config.json is downloaded to find out.
-
-    Args:
-        name: hub name.
-
-    Returns:
-        "cache" if they are on this machine, "hub" if they can be downloaded, "" if neither.
-    """
+    """Where the weights of a model on the hub can be had from; only its small config.json is downloaded to find out."""
     try:
         from huggingface_hub import hf_hub_download, try_to_load_from_cache
     except ImportError:
@@ -150,15 +100,7 @@ def where_weights_are(name: str) -> Literal["", "cache", "hub"]:
 
 
 def model_hash(model: torch.nn.Module, name: str) -> str:
-    """Hash of name and weights, so that a changed checkpoint of the same name has a separate cache.
-
-    Args:
-        model: the network.
-        name: hub name or local folder.
-
-    Returns:
-        64 hexadecimal digits.
-    """
+    """Hash of name and weights, so that a changed checkpoint of the same name has a separate cache."""
     digest = hashlib.sha256(Path(name).name.encode())
     for key, value in model.state_dict().items():
         digest.update(key.encode())

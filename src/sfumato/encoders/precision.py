@@ -8,15 +8,7 @@ Precision = Literal["float32", "bfloat16", "auto"]
 
 
 def number_format(precision: Precision, device: torch.device | str = "cpu") -> torch.dtype:
-    """The dtype of a precision's name.
-
-    Args:
-        precision: "auto" is bfloat16 where the device has instructions for it, float32 elsewhere.
-        device: where it computes.
-
-    Returns:
-        float32 or bfloat16.
-    """
+    """The dtype of a precision's name."""
     if precision != "auto":
         return torch.bfloat16 if precision == "bfloat16" else torch.float32
     if torch.device(device).type == "cuda":

@@ -23,12 +23,7 @@ from sfumato.errors import UserError
 
 
 class PixelProcessor:
-    """Decodes images to squares of one size, once, and keeps the pixels in memory.
-
-    Args:
-        size: side in pixels.
-        fit: "squash" or "crop", see :func:`~sfumato.data.image_decoding.decode_image`.
-    """
+    """Decodes images to squares of one size, once, and keeps the pixels in memory."""
 
     def __init__(self, size: int, *, fit: Fit = "squash") -> None:
         self.size, self.fit = size, fit
@@ -62,19 +57,7 @@ _BLOCK = 512
 
 
 class ImageFileStore:
-    """Image files, decoded batch by batch; only the batch is in memory.
-
-    Args:
-        items: for each image, a function that returns its bytes. It is called whenever the image is needed, from
-            several threads.
-        size: side of the square images in pixels.
-        fit: how an image becomes a square outside of training; see :func:`sfumato.data.image_decoding.decode_image`.
-        crop_low: smallest fraction of either side that a training crop keeps.
-        workers: number of threads that decode; None: one for each CPU that this process may use.
-
-    Raises:
-        ValueError: size or workers are less than 1, fit is unknown, or crop_low is not in (0, 1].
-    """
+    """Image files, decoded batch by batch; only the batch is in memory."""
 
     def __init__(
         self,
@@ -98,17 +81,7 @@ class ImageFileStore:
         return len(self.items)
 
     def batch(self, index: np.ndarray) -> Inputs:
-        """The images at some positions, without random changes.
-
-        Args:
-            index: (n,) positions.
-
-        Returns:
-            (n, 3, size, size) uint8 pixels.
-
-        Raises:
-            OSError: an image can no longer be read or decoded; the message names its position.
-        """
+        """The images at some positions, without random changes. index (n,) -> (n, 3, size, size)."""
         return self._decoded(index, lambda _, data: decode_image(data, self.size, fit=self.fit))
 
     def training_batch(self, index: np.ndarray, seed_key: Sequence[int], *, resized_crop: bool = False) -> Inputs:
@@ -117,19 +90,9 @@ class ImageFileStore:
         Each image is cut to a random box (:func:`sfumato.data.transforms.random_crop_box`), resized to the square
         without keeping its aspect ratio, and mirrored with probability 1/2.
 
-        Args:
-            index: (n,) positions.
-            seed_key: numbers >= 0 that determine all random choices of the batch, e.g. (seed, epoch, step, rank). Image
-                i of the batch has the generator ``numpy.random.default_rng([*seed_key, i])``.
-            resized_crop: cut boxes of :func:`sfumato.data.transforms.resized_crop_box` instead, as PCME does.
-
-        Returns:
-            (n, 3, size, size) uint8 pixels.
-
-        Raises:
-            OSError: an image can no longer be read or decoded; the message names its position.
-
         Source: https://github.com/naver-ai/pcmepp, which resizes bilinearly; here it is bicubic, as in evaluation.
+
+        index (n,) -> (n, 3, size, size).
         """
         generators = [np.random.default_rng([*seed_key, i]) for i in range(len(index))]
 
@@ -162,17 +125,7 @@ class ImageFileStore:
 
 
 class ImageFileProcessor:
-    """Checks image files once and leaves them on disk; each batch is decoded when it is needed.
-
-    Args:
-        size: side of the square images in pixels.
-        fit: how an image becomes a square; see :func:`sfumato.data.image_decoding.decode_image`.
-        crop_low: smallest fraction of either side that a training crop keeps.
-        workers: number of threads that check and decode; None: one for each CPU that this process may use.
-
-    Raises:
-        ValueError: as :class:`ImageFileStore`.
-    """
+    """Checks image files once and leaves them on disk; each batch is decoded when it is needed."""
 
     def __init__(self, size: int, *, fit: Fit = "squash", crop_low: float = 0.6, workers: int | None = None) -> None:
         # The store checks the arguments: a wrong one is refused now, not after the data were read.
@@ -212,20 +165,12 @@ class ImageFileProcessor:
 
 
 def available_cpus() -> int:
-    """Number of CPUs that this process may use.
-
-    Returns:
-        At least 1.
-    """
+    """Number of CPUs that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class BilinearProcessor:
-    """Images resized as in PCME++'s training code: to a square, bilinearly, without smoothing.
-
-    Args:
-        size: side in pixels.
-    """
+    """Images resized as in PCME++'s training code: to a square, bilinearly, without smoothing."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -251,12 +196,7 @@ class BilinearProcessor:
 
 
 class CentreProcessor(BilinearProcessor):
-    """Images prepared as in PCME's code: the shorter side resized bilinearly, then the centre cut out.
-
-    Args:
-        size: side of the centre in pixels.
-        resized: length of the shorter side before, at least ``size``.
-    """
+    """Images prepared as in PCME's code: the shorter side resized bilinearly, then the centre cut out."""
 
     def __init__(self, size: int, resized: int) -> None:
         super().__init__(size)
@@ -284,20 +224,6 @@ def train_tokenizer(texts: Iterable[str], vocabulary: int) -> Tokenizer:
     The tokens are all single characters, then the most frequent words, then the most frequent word endings. An unseen
     word is split into known tokens, if necessary into characters. The same texts always give the same tokens. (The
     trainers of the library ``tokenizers`` break ties at random: two equal runs would differ.)
-
-    Args:
-        texts: the training texts.
-        vocabulary: largest number of tokens.
-
-    Returns:
-        The tokenizer; id 0 is the unknown token "[UNK]".
-
-    Raises:
-        ValueError: the single characters alone are more than the vocabulary.
-
-    Example:
-        >>> train_tokenizer(["a red dog", "a red cat"], 40).encode("a red dogcat").tokens
-        ['a', 'red', 'dog', '##c', '##a', '##t']
     """
     tokenizer = splitting_at_words(Tokenizer(models.WordPiece(unk_token="[UNK]")))
     words = count_words(tokenizer, texts)
@@ -321,29 +247,14 @@ def train_tokenizer(texts: Iterable[str], vocabulary: int) -> Tokenizer:
 
 
 def splitting_at_words(tokenizer: Tokenizer) -> Tokenizer:
-    """Make a tokenizer read lower case without accents, split at spaces and punctuation.
-
-    Args:
-        tokenizer: is changed in place.
-
-    Returns:
-        The same tokenizer.
-    """
+    """Make a tokenizer read lower case without accents, split at spaces and punctuation."""
     tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     return tokenizer
 
 
 def count_words(tokenizer: Tokenizer, texts: Iterable[str]) -> Counter[str]:
-    """Count the words of some texts.
-
-    Args:
-        tokenizer: splits texts at words, see :func:`splitting_at_words`.
-        texts: the texts.
-
-    Returns:
-        The number of occurrences of each word.
-    """
+    """Count the words of some texts."""
     words: Counter[str] = Counter()
     for text in texts:
         words.update(w for w, _ in tokenizer.pre_tokenizer.pre_tokenize_str(tokenizer.normalizer.normalize_str(text)))
@@ -351,15 +262,7 @@ def count_words(tokenizer: Tokenizer, texts: Iterable[str]) -> Counter[str]:
 
 
 def add_begin_and_end(tokenizer: Tokenizer, max_tokens: int) -> Tokenizer:
-    """Make a tokenizer put a begin and an end token around every text.
-
-    Args:
-        tokenizer: is changed in place.
-        max_tokens: largest number of tokens of a text, with these two; longer texts are cut before the end token.
-
-    Returns:
-        The same tokenizer.
-    """
+    """Make a tokenizer put a begin and an end token around every text."""
     tokenizer.add_special_tokens(["[BOS]", "[EOS]"])
     ends = [(token, tokenizer.token_to_id(token)) for token in ("[BOS]", "[EOS]")]
     tokenizer.post_processor = processors.TemplateProcessing(single="[BOS] $A [EOS]", special_tokens=ends)
@@ -368,16 +271,7 @@ def add_begin_and_end(tokenizer: Tokenizer, max_tokens: int) -> Tokenizer:
 
 
 def tokenize(tokenizer: Tokenizer, texts: Sequence[str], max_tokens: int) -> list[list[int]]:
-    """Token ids of texts.
-
-    Args:
-        tokenizer: splits the texts.
-        texts: n texts.
-        max_tokens: largest number of ids of a text; the rest is left out.
-
-    Returns:
-        For each text its ids, at least one: a text without any token becomes the unknown token.
-    """
+    """Token ids of texts."""
     return [encoding.ids[:max_tokens] or [0] for encoding in tokenizer.encode_batch(list(texts))]
 
 
@@ -395,17 +289,7 @@ def _mask_id(tokenizer: Tokenizer) -> int | None:
 
 
 def vocabulary_size(tokenizer: Tokenizer) -> int:
-    """Number of the ids of a tokenizer, for a table of embeddings.
-
-    Args:
-        tokenizer: the tokenizer.
-
-    Returns:
-        The number; all ids are smaller.
-
-    Raises:
-        UserError: an id is not.
-    """
+    """Number of the ids of a tokenizer, for a table of embeddings."""
     size, known = tokenizer.get_vocab_size(), tokenizer.get_vocab()
     token = max(known, key=known.__getitem__, default="")
     if known.get(token, -1) >= size:
@@ -417,18 +301,7 @@ def vocabulary_size(tokenizer: Tokenizer) -> int:
 
 
 class TokenProcessor:
-    """Texts as the ids of their subword tokens.
-
-    Args:
-        tokenizer: the tokenizer that the model was trained with. A tokenizer that adds begin and end tokens cuts long
-            texts itself, so that these tokens stay. A tokenizer for an encoder that attends to padding also pads.
-        max_tokens: largest number of tokens; longer texts are cut.
-
-    Attributes:
-        special: number of begin tokens and number of end tokens of each text.
-        mask_id: id of the token for a hidden word, see MASK_TOKENS; None without one.
-        forbidden: ids that are not words.
-    """
+    """Texts as the ids of their subword tokens."""
 
     def __init__(self, tokenizer: Tokenizer, max_tokens: int) -> None:
         self.tokenizer, self.max_tokens = tokenizer, max_tokens
@@ -448,14 +321,7 @@ class TokenProcessor:
         return store, np.arange(len(items))
 
     def pieces(self, words: Sequence[str]) -> list[int]:
-        """The number of subword pieces of each word; a letter that the tokenizer does not have is a piece.
-
-        Args:
-            words: n words.
-
-        Returns:
-            n numbers.
-        """
+        """The number of subword pieces of each word; a letter that the tokenizer does not have is a piece."""
         unknown = getattr(self.tokenizer.model, "unk_token", None)
         result = []
         for word in words:
@@ -469,45 +335,17 @@ def single_spaces(text: str) -> str:
     """Replace HTML entities (also those escaped twice) by characters, and white space by single spaces.
 
     The released tokenizers also repair broken encodings with ftfy; here such texts are not changed.
-
-    Args:
-        text: any text.
-
-    Returns:
-        The cleaned text.
-
-    Example:
-        >>> single_spaces("  fish &amp;amp;  chips ")
-        'fish & chips'
     """
     return " ".join(html.unescape(html.unescape(text)).split())
 
 
 def lower(text: str) -> str:
-    """:func:`single_spaces` in lower case.
-
-    Args:
-        text: any text.
-
-    Returns:
-        The cleaned text.
-    """
+    """:func:`single_spaces` in lower case."""
     return single_spaces(text).lower()
 
 
 def canonicalize(text: str) -> str:
-    """Clean a text as in ProLIP's training: lower case without ASCII punctuation, with "_" as a space.
-
-    Args:
-        text: any text.
-
-    Returns:
-        The cleaned text.
-
-    Example:
-        >>> canonicalize("It's a_b (really)!")
-        'its a b really'
-    """
+    """Clean a text as in ProLIP's training: lower case without ASCII punctuation, with "_" as a space."""
     return lower(single_spaces(text).replace("_", " ").translate(str.maketrans("", "", string.punctuation)))
 
 
@@ -520,19 +358,7 @@ CLEANINGS: dict[str, Callable[[str], str]] = {
 
 
 class SpecialTokenProcessor:
-    """Texts as the token ids of a pre-trained text transformer, with its begin and end tokens.
-
-    Args:
-        find: returns the tokenizer. It is called with the first text, so that images can be embedded without a
-            tokenizer.
-        vocabulary: number of tokens of the model. A tokenizer with more tokens, or with less than half as many, is
-            refused.
-        max_tokens: largest number of tokens with the begin and end tokens; a longer text loses its last words.
-        begin: special token before a text; "" for none.
-        end: special token behind a text.
-        pad_to_max: fill every text up to max_tokens with the end token; the mask covers all of them.
-        clean: function that is applied to each text first.
-    """
+    """Texts as the token ids of a pre-trained text transformer, with its begin and end tokens."""
 
     def __init__(
         self,
@@ -553,11 +379,7 @@ class SpecialTokenProcessor:
     def read(
         self, items: Sequence[Item], *, progress: Progress | None = None, on_error: OnError | None = None
     ) -> tuple[Store, np.ndarray]:
-        """See :class:`~sfumato.encoders.encoder_protocol.Processor`.
-
-        Raises:
-            UserError: the tokenizer cannot be loaded, or belongs to another model.
-        """
+        """See :class:`~sfumato.encoders.encoder_protocol.Processor`."""
         if self._tokenizer is None:
             self._tokenizer = self._own(self.find())
         begin = [_id(self._tokenizer, self.begin)] if self.begin else []

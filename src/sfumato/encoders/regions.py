@@ -67,13 +67,7 @@ class RegionImageConfig(ImageEncoderConfig):
 
 
 class RegionStore:
-    """Region features that stay on disk: a batch reads only its own items.
-
-    Args:
-        items: for each image, a function that returns the bytes of its .npy file. It is called whenever the item is
-            needed.
-        channels: c of the features.
-    """
+    """Region features that stay on disk: a batch reads only its own items."""
 
     def __init__(self, items: Sequence[Item], channels: int) -> None:
         self.items, self.channels = items, channels
@@ -82,17 +76,7 @@ class RegionStore:
         return len(self.items)
 
     def batch(self, index: np.ndarray) -> Inputs:
-        """The features at some positions.
-
-        Args:
-            index: (n,) positions.
-
-        Returns:
-            (n, r, c) features, padded with 0 to the largest number of regions in the batch, and their (n, r) mask.
-
-        Raises:
-            OSError: an item can no longer be read; the message names its position.
-        """
+        """The features at some positions. index (n,) -> (n, r, c)."""
         found = []
         for position in index.tolist():
             try:
@@ -106,41 +90,20 @@ class RegionStore:
 
 
 class FeatureProcessor:
-    """Base of the processors whose items are .npy files of features instead of images or texts.
+    """Base of the processors whose items are .npy files of features instead of images or texts."""
 
-    Args:
-        channels: c of the features.
-
-    Attributes:
-        reads: what the items are, for messages.
-    """
-
-    reads: ClassVar[str] = "features"
+    reads: ClassVar[str] = "features"  # what the items are, for messages
 
     def __init__(self, channels: int) -> None:
         self.channels = channels
 
     def features(self, data: bytes | str) -> np.ndarray:
-        """Read an item.
-
-        Args:
-            data: the bytes of a .npy file of (r, c) numbers, or (c,) for r = 1.
-
-        Returns:
-            (r, c) float32.
-
-        Raises:
-            ValueError: the file is damaged, or has another number of channels.
-        """
+        """Read an item. Returns (r, c)."""
         return regions_from_bytes(data if isinstance(data, bytes) else data.encode(), self.channels)
 
 
 class RegionProcessor(FeatureProcessor):
-    """Checks region features once and leaves them on disk; each batch is read when it is needed.
-
-    Args:
-        channels: c of the features.
-    """
+    """Checks region features once and leaves them on disk; each batch is read when it is needed."""
 
     reads: ClassVar[str] = "region features"
 
@@ -163,15 +126,7 @@ class RegionProcessor(FeatureProcessor):
 
 
 def stacked(features: Sequence[np.ndarray], channels: int) -> RaggedStore:
-    """A store in memory of the features of several images.
-
-    Args:
-        features: n arrays of (r, c) features; r may differ.
-        channels: c, also for n = 0.
-
-    Returns:
-        The store.
-    """
+    """A store in memory of the features of several images."""
     lengths = np.array([len(f) for f in features], dtype=np.int64)
     rows = np.concatenate(features) if len(features) else np.empty((0, channels), np.float32)
     return RaggedStore(rows, np.cumsum(lengths) - lengths, lengths)
@@ -187,9 +142,6 @@ class GraphLayer(nn.Module):
     change. The weight and bias of the norm start at 0, as in the released code, so that the layer starts as the
     identity.
 
-    Args:
-        width: channels of v and of theta, phi and g.
-
     Paper: Li et al., ICCV 2019, equations 1 and 2. The relations have no softmax, as in the paper and its code.
     """
 
@@ -200,15 +152,7 @@ class GraphLayer(nn.Module):
         nn.init.zeros_(self.norm.weight)
 
     def forward(self, regions: Tensor, mask: Tensor) -> Tensor:
-        """One layer of reasoning.
-
-        Args:
-            regions: (n, r, width).
-            mask: (n, r) bool, True where there is a region.
-
-        Returns:
-            (n, r, width); masked regions are unchanged.
-        """
+        """One layer of reasoning. regions (n, r, width), mask (n, r) -> (n, r, width)."""
         count = mask.sum(1).to(regions.dtype).view(-1, 1, 1)
         relation = self.theta(regions) @ self.phi(regions).transpose(1, 2) / count
         moved = self.out(relation.masked_fill(~mask.unsqueeze(1), 0) @ self.g(regions))
@@ -223,14 +167,7 @@ class GraphLayer(nn.Module):
 
 
 class RegionReasoning(nn.Module):
-    """A linear map of every region to unit length, graph layers, unit length again, and if wanted a GRU over them.
-
-    Args:
-        channels: c of the features.
-        width: channels of all layers.
-        layers: number of graph layers.
-        recurrent: return the last state of a GRU over the regions in their order; otherwise the regions.
-    """
+    """A linear map of every region to unit length, graph layers, unit length again, and if wanted a GRU over them."""
 
     def __init__(self, channels: int, width: int, *, layers: int, recurrent: bool) -> None:
         super().__init__()
@@ -241,15 +178,7 @@ class RegionReasoning(nn.Module):
         self.gru = nn.GRU(width, width, batch_first=True) if recurrent else None
 
     def forward(self, features: Tensor, mask: Tensor) -> Tensor:
-        """Reason over regions.
-
-        Args:
-            features: (n, r, c).
-            mask: (n, r) bool, True where there is a region.
-
-        Returns:
-            (n, r, width) regions, or the (n, 1, width) last state of the GRU.
-        """
+        """Reason over regions. features (n, r, c), mask (n, r) -> (n, r, width)."""
         regions = functional.normalize(self.linear(features), dim=-1)
         for layer in self.graph:
             regions = layer(regions, mask)
@@ -268,16 +197,6 @@ class RegionEncoder(EncoderModule):
     """The image side of VSRN for points or Gaussians: (n, r, c) -> token features.
 
     Without layers and without the GRU the regions go to the head unchanged, as in the region branch of VSE-infinity.
-
-    Args:
-        channels: c of the features.
-        width: channels of the layers.
-        layers: number of graph layers.
-        recurrent: whether the output is the last state of a GRU.
-        variance: whether the log variance has separate layers; otherwise it uses the features of the mean.
-        dropout: fraction of the features dropped while training.
-        region_dropout: probability that a region is dropped while training, see
-            :func:`~sfumato.data.augment.drop_regions`.
     """
 
     def __init__(
@@ -304,14 +223,7 @@ class RegionEncoder(EncoderModule):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, inputs: Inputs) -> TokenFeatures:
-        """Token features of region features.
-
-        Args:
-            inputs: (n, r, c) features and their mask.
-
-        Returns:
-            (n, r, width) features with their mask, or (n, 1, width) without a mask if the encoder ends in a GRU.
-        """
+        """Token features of region features. inputs (n, r, c) -> (n, r, width)."""
         mask = inputs.mask
         if mask is None:
             mask = torch.ones(inputs.values.shape[:2], dtype=torch.bool, device=inputs.values.device)
@@ -326,27 +238,12 @@ class RegionEncoder(EncoderModule):
 
 
 def features_read(tower: Tower) -> str:
-    """What a side of a model reads instead of image files or texts.
-
-    Args:
-        tower: the side.
-
-    Returns:
-        "region features" or "embeddings", of which there are no image files or texts to embed, corrupt or display; ""
-        for a side that reads images or texts.
-    """
+    """What a side of a model reads instead of image files or texts."""
     return tower.processor.reads if isinstance(tower.processor, FeatureProcessor) else ""
 
 
 def blank_features(tower: Tower) -> bytes | None:
-    """A file of features with a single row of zeros, to test a model.
-
-    Args:
-        tower: a side of it.
-
-    Returns:
-        The bytes of an .npy file; None for a side that reads images or texts.
-    """
+    """A file of features with a single row of zeros, to test a model."""
     processor = tower.processor
     if not isinstance(processor, FeatureProcessor):
         return None
@@ -354,15 +251,7 @@ def blank_features(tower: Tower) -> bytes | None:
 
 
 def build_regions(config: RegionImageConfig, context: BuildContext) -> tuple[RegionProcessor, RegionEncoder]:
-    """Build the image side of kind "regions".
-
-    Args:
-        config: its section of the recipe.
-        context: with the model's dimension, dropout and whether it has variances.
-
-    Returns:
-        (processor, encoder).
-    """
+    """Build the image side of kind "regions". Returns (processor, encoder)."""
     encoder = RegionEncoder(
         config.channels,
         config.width or context.dim,

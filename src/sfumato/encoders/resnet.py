@@ -100,10 +100,6 @@ class ResNetEncoder(EncoderModule):
     """(n, 3, s, s) pixels -> (n, t, c) cells of the last map; all parameters are trained.
 
     An image of 224 pixels and four stages give 7 x 7 cells.
-
-    Args:
-        network: ResNetModel of transformers.
-        pixel_mean, pixel_std: mean and standard deviation by which pixels in [0, 1] are standardised.
     """
 
     pixel_mean: Tensor
@@ -136,14 +132,7 @@ class ResNetEncoder(EncoderModule):
         }
 
     def forward(self, inputs: Inputs) -> TokenFeatures:
-        """Token features of images.
-
-        Args:
-            inputs: (n, 3, s, s) pixels: uint8, or floating-point in [0, 1] after augmentation.
-
-        Returns:
-            (n, t, c) features, without a mask.
-        """
+        """Token features of images. inputs (n, 3, s, s) -> (n, t, c)."""
         pixels = inputs.values
         pixels = pixels.to(self.pixel_mean.dtype) / 255 if pixels.dtype == torch.uint8 else pixels
         normal = ((pixels - self.pixel_mean) / self.pixel_std).contiguous(memory_format=self._memory_format)
@@ -158,23 +147,7 @@ def resnet_encoder(
     width: int = 64,
     description: Mapping[str, Any] | None = None,
 ) -> ResNetEncoder:
-    """A residual network as an image encoder.
-
-    Args:
-        weights: a hub name or a local folder of transformers, e.g. "microsoft/resnet-152"; "" for random weights. Its
-            image processor decides how pixels are standardised.
-        architecture: without weights, a name in RESNETS.
-        depths: instead of an architecture, the number of basic blocks of each stage.
-        width: with depths, channels of the first stage; each later stage has twice as many.
-        description: description of an earlier encoder, instead of all other arguments.
-
-    Returns:
-        The encoder, with random weights unless ``weights`` are given.
-
-    Raises:
-        UserError: transformers or the weights are missing, or the model has another type.
-        ValueError: the architecture is unknown, or depths are empty.
-    """
+    """A residual network as an image encoder."""
     transformers = import_transformers()
     if description is not None:
         network = transformers.ResNetModel(transformers.ResNetConfig(**description["backbone"]))
@@ -205,18 +178,7 @@ def resnet_encoder(
 def build_resnet(
     config: ResNetImageConfig, context: BuildContext
 ) -> tuple[PixelProcessor | ImageFileProcessor, ResNetEncoder]:
-    """Build the image side of kind "resnet".
-
-    Args:
-        config: its section of the recipe.
-        context: with the description, for a trained model.
-
-    Returns:
-        (processor, encoder).
-
-    Raises:
-        UserError: transformers or the weights are missing, or the model has another type.
-    """
+    """Build the image side of kind "resnet". Returns (processor, encoder)."""
     encoder = resnet_encoder(
         config.weights,
         architecture=config.architecture,

@@ -49,11 +49,7 @@ class SmallTextConfig(TextEncoderConfig):
 
 
 class SmallImageEncoder(EncoderModule):
-    """A residual network of four stages: (n, 3, s, s) uint8 pixels -> (n, (s/16)^2, 8 w) token features.
-
-    Args:
-        width: w, channels of the first stage.
-    """
+    """A residual network of four stages: (n, 3, s, s) uint8 pixels -> (n, (s/16)^2, 8 w) token features."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -64,14 +60,7 @@ class SmallImageEncoder(EncoderModule):
         self.channels = 8 * width
 
     def forward(self, inputs: Inputs) -> TokenFeatures:
-        """Token features of images.
-
-        Args:
-            inputs: (n, 3, s, s) pixels: uint8, or floating-point in [0, 1] after augmentation.
-
-        Returns:
-            (n, (s/16)^2, 8 w) features, without a mask.
-        """
+        """Token features of images. inputs (n, 3, s, s)."""
         pixels = inputs.values
         pixels = pixels.float() / 255 if pixels.dtype == torch.uint8 else pixels
         maps = self.stages((pixels - 0.5).mul(2).contiguous(memory_format=torch.channels_last))
@@ -79,13 +68,7 @@ class SmallImageEncoder(EncoderModule):
 
 
 class SmallTextEncoder(EncoderModule):
-    """Embedded subword tokens and their neighbours: (n, t) ids -> (n, t, w) token features.
-
-    Args:
-        vocabulary: number of subword tokens; id 0 is the unknown token.
-        width: w.
-        dropout: fraction of the features dropped while training.
-    """
+    """Embedded subword tokens and their neighbours: (n, t) ids -> (n, t, w) token features."""
 
     def __init__(self, vocabulary: int, width: int, dropout: float) -> None:
         super().__init__()
@@ -96,14 +79,7 @@ class SmallTextEncoder(EncoderModule):
         self.channels = width
 
     def forward(self, inputs: Inputs) -> TokenFeatures:
-        """Token features of texts.
-
-        Args:
-            inputs: (n, t) token ids and their mask.
-
-        Returns:
-            (n, t, w) features and the mask of the inputs.
-        """
+        """Token features of texts. inputs (n, t) -> (n, t, w)."""
         mask = torch.ones_like(inputs.values, dtype=torch.bool) if inputs.mask is None else inputs.mask
         embedded = self.embedding(inputs.values[mask])
         # The convolution as one product for present tokens only: most texts are much shorter than the longest.
@@ -114,43 +90,19 @@ class SmallTextEncoder(EncoderModule):
 
 
 def build_small_image(config: SmallImageConfig, context: BuildContext) -> tuple[PixelProcessor, SmallImageEncoder]:
-    """Build the image side of kind "small".
-
-    Args:
-        config: its section of the recipe.
-        context: not used.
-
-    Returns:
-        (processor, encoder).
-    """
+    """Build the image side of kind "small". Returns (processor, encoder)."""
     return PixelProcessor(config.size), SmallImageEncoder(config.width)
 
 
 def build_small_text(config: SmallTextConfig, context: BuildContext) -> tuple[TokenProcessor, SmallTextEncoder]:
-    """Build the text side of kind "small".
-
-    Args:
-        config: its section of the recipe.
-        context: with the tokenizer.
-
-    Returns:
-        (processor, encoder).
-    """
+    """Build the text side of kind "small". Returns (processor, encoder)."""
     tokenizer = context.need_tokenizer(config.kind)
     encoder = SmallTextEncoder(vocabulary_size(tokenizer), config.width, config.dropout)
     return TokenProcessor(tokenizer, config.max_tokens), encoder
 
 
 def small_tokenizer(config: SmallTextConfig, texts: Iterable[str]) -> Tokenizer:
-    """The tokenizer of a new text encoder of kind "small".
-
-    Args:
-        config: its section of the recipe.
-        texts: the training texts.
-
-    Returns:
-        Subword tokens learnt from the texts.
-    """
+    """The tokenizer of a new text encoder of kind "small"."""
     return train_tokenizer(texts, config.vocabulary)
 
 

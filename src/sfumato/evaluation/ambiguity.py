@@ -29,25 +29,6 @@ def measure_ambiguity(
     """Correlate numbers of queries with their true number of matches.
 
     Intervals resample queries and, independently, the items of the gallery, which changes the numbers of matches.
-
-    Args:
-        scores: by name, (n,) numbers that should rise with the number of matches.
-        relevance: query -> its true items; queries without any are left out.
-        n_resamples: number of bootstrap resamples; 0 for none.
-        level: coverage of the intervals.
-        seed: of the resamples.
-
-    Returns:
-        By name and by figure of FIGURES the interval; its value is None where it is undefined, as of a constant.
-
-    Raises:
-        ValueError: a name has another number of queries.
-
-    Example:
-        >>> relevance = Relevance.from_lists([[0], [1, 2], [0, 1, 2, 3]], n_gallery=4)
-        >>> found = measure_ambiguity({"mine": np.array([0.1, 0.2, 0.3])}, relevance, n_resamples=0)
-        >>> found["mine"]["all"].value
-        1.0
     """
     for name, values in scores.items():
         if len(values) != relevance.n_queries:
@@ -95,18 +76,7 @@ def baselines(
 ) -> dict[str, np.ndarray]:
     """Trivial predictors of the number of matches of texts, which need no model of images.
 
-    Args:
-        texts: n texts.
-        features: (n, c) features of them from a text model.
-        training_texts: m texts of the training.
-        training_features: (m, c).
-        training_counts: (m,) numbers of matches in the training.
-        n_nearest: number of nearest training texts.
-
-    Returns:
-        (n,) numbers by name. "lookup": the logarithm of the text's own training count, 0 for texts that are not in the
-        training. "nearest texts": the mean logarithm of the counts of the nearest training texts by cosine, the text
-        itself included. "few words": the number of words, negated.
+    features (n, c), training_features (m, c), training_counts (m,) -> (n,).
     """
     log_count = np.log(np.maximum(training_counts, 1))
     own = dict(zip(training_texts, log_count.tolist(), strict=True))

@@ -37,20 +37,7 @@ def coco_5k(
     *,
     source: str = "",
 ) -> GroundTruth:
-    """COCO's 5,000 test images and 25,000 captions, with recall@1, 5 and 10.
-
-    Args:
-        image_ids: distinct ids.
-        text_ids: distinct ids.
-        pairs: (image id, text id) of each match.
-        source: the file or package of the pairs.
-
-    Returns:
-        The ground truth "coco_5k".
-
-    Raises:
-        ValueError: a pair names an unknown id, or an id occurs twice.
-    """
+    """COCO's 5,000 test images and 25,000 captions, with recall@1, 5 and 10. pairs (image id, text id)."""
     return ground_truth_from_pairs("coco_5k", image_ids, text_ids, pairs, metrics=RECALLS, source=source)
 
 
@@ -63,18 +50,7 @@ def coco_1k(
 ) -> GroundTruth:
     """COCO's five folds of 1,000 images in the order of the ids; metrics are averaged over the folds.
 
-    Args:
-        image_ids: distinct ids.
-        text_ids: distinct ids.
-        pairs: (image id, text id) of each match.
-        source: the file or package of the pairs.
-
-    Returns:
-        The ground truth "coco_1k".
-
-    Raises:
-        ValueError: a pair names an unknown id, an id occurs twice, the images cannot be divided into five equal folds,
-            or a text matches images of two folds or of none.
+    pairs (image id, text id).
     """
     return in_folds(coco_5k(image_ids, text_ids, pairs, source=source), name="coco_1k")
 
@@ -95,18 +71,6 @@ def eccv_caption(folder: str | Path | None = None, *, rpc2: Rpc2 = "union") -> d
     (Pishdad et al., 4.1 and 4.3), and under another name on CxC's alone. In the folds of COCO 1K only positives of the
     same fold count. ECCV Caption has 1,261 image queries and 1,332 text queries; two texts among its positives are not
     in the gallery, so they count as relevant but can never be found.
-
-    Args:
-        folder: with coco_test_ids.npy, original_*.json, cxc_*.json and eccv_*.json, and pm_*.json, which the package
-            lacks; the folder of the installed package if None.
-        rpc2: the matches that are named "rpc2"; the others are named "rpc2_cxc" or "rpc2_union".
-
-    Returns:
-        "coco_5k", "coco_1k", "cxc", "rpc2", "rpc2_cxc", each of the last three in the folds of COCO 1K too ("cxc_1k",
-        ...), "eccv", and "pmrp_eccv_caption" (one threshold, no average) if there are pm_*.json.
-
-    Raises:
-        UserError: the package is not installed, a file is missing or damaged, or rpc2 is unknown.
     """
     if rpc2 not in get_args(Rpc2):
         raise UserError(f"unknown matches of RPC2 {rpc2!r}; known: {', '.join(get_args(Rpc2))}")
@@ -194,18 +158,7 @@ def _from_lists(root: Path, prefix: str, base: GroundTruth, metrics: tuple[str, 
 
 
 def coco_image_id(name: str) -> str:
-    """Read COCO's image number from a file name.
-
-    Args:
-        name: a file name or any other id.
-
-    Returns:
-        The number without leading zeros; any other id unchanged.
-
-    Example:
-        >>> coco_image_id("COCO_val2014_000000391895.jpg"), coco_image_id("000000391895.jpg"), coco_image_id("a.jpg")
-        ('391895', '391895', 'a.jpg')
-    """
+    """Read COCO's image number from a file name."""
     match = re.fullmatch(r"(?:.*/)?(?:COCO_(?:train|val|test)20\d\d_)?0*(\d+)\.jpe?g", name)
     return match[1] if match and re.search(r"\d{12}\.", name) else name
 
@@ -214,22 +167,7 @@ def coco_image_id(name: str) -> str:
 def read_karpathy_ground_truth(
     path: str | Path, *, split: str = "test", name: str, coco_ids: bool = False, captions_per_image: int | None = None
 ) -> GroundTruth:
-    """Read a split of dataset_coco.json, dataset_flickr30k.json or dataset_flickr8k.json; no image is needed.
-
-    Args:
-        path: of the JSON file.
-        split: "train", which includes "restval", "val" or "test".
-        name: of the ground truth.
-        coco_ids: whether image ids are COCO's numbers instead of file names.
-        captions_per_image: only the first ones of an image; None for all.
-
-    Returns:
-        The ground truth, with recall@1, 5 and 10. Text ids are sentence ids, as in
-        :func:`~sfumato.data.karpathy.read_karpathy`.
-
-    Raises:
-        UserError: the file is missing, not of this layout, repeats an id, or has nothing in this split.
-    """
+    """Read a split of dataset_coco.json, dataset_flickr30k.json or dataset_flickr8k.json; no image is needed."""
     images: list[str] = []
     pairs: list[tuple[str, str]] = []
     for entry in karpathy_entries(path):
@@ -250,19 +188,7 @@ def read_karpathy_ground_truth(
 
 
 def read_coco(path: str | Path, *, split: str = "test") -> dict[str, GroundTruth]:
-    """Read COCO 5K and 1K from Karpathy's dataset_coco.json.
-
-    Args:
-        path: of the JSON file.
-        split: "test" or "val".
-
-    Returns:
-        "coco_5k" and "coco_1k", with the first five captions of an image, as in the papers: 25,000 of the test split's
-        25,010. Image ids are COCO's image numbers, text ids its caption numbers.
-
-    Raises:
-        UserError: as :func:`read_karpathy_ground_truth`, or the images cannot be divided into five equal folds.
-    """
+    """Read COCO 5K and 1K from Karpathy's dataset_coco.json."""
     five = read_karpathy_ground_truth(path, split=split, name="coco_5k", coco_ids=True, captions_per_image=5)
     try:
         return {"coco_5k": five, "coco_1k": in_folds(five, name="coco_1k")}
@@ -284,20 +210,6 @@ def pmrp(
     most zeta classes. Images without any instance, and their texts, are left out of the queries and the gallery. The
     paper averages R-Precision over zeta = 0, 1, 2; the variant of the ``eccv_caption`` package has the single threshold
     zetas=(2,).
-
-    Args:
-        instances: one or several instances_*.json, which together annotate all images of captions.
-        captions: the images and texts with their pairs, such as :func:`coco_5k`.
-        zetas: thresholds; each makes a ground truth.
-        folded: such as COCO 1K; adds the same in its folds.
-
-    Returns:
-        "pmrp@ZETA" for each threshold; several are averaged as "pmrp". With folded also "pmrp_1k@ZETA", averaged as
-        "pmrp_1k".
-
-    Raises:
-        UserError: a file is missing or malformed, or does not annotate an image.
-        ValueError: zetas are empty, negative or repeated, or a text belongs to no image or to several.
 
     Paper: Chun et al., CVPR 2021, C.1.
     """
@@ -372,18 +284,7 @@ def _classes_of_images(paths: Sequence[Path]) -> dict[str, set[int]]:
 
 
 def emoji(split: str = "test", *, held_out_style: Style = "fluent3d") -> GroundTruth:
-    """The ground truth of the emoji data set: names, tags, subgroups and groups, many to many.
-
-    Args:
-        split: "train", "val", "test" or "style".
-        held_out_style: drawing style of the split "style", see :func:`~sfumato.data.emoji.load_emoji`.
-
-    Returns:
-        The ground truth "emoji".
-
-    Raises:
-        ValueError: the split is unknown.
-    """
+    """The ground truth of the emoji data set: names, tags, subgroups and groups, many to many."""
     splits = load_emoji(held_out_style=held_out_style)
     if split not in splits:
         raise ValueError(f"emoji: unknown split {split!r}; known: {', '.join(splits)}")
@@ -391,28 +292,12 @@ def emoji(split: str = "test", *, held_out_style: Style = "fluent3d") -> GroundT
 
 
 def flickr30k(path: str | Path, *, split: str = "test") -> GroundTruth:
-    """Flickr30k from Karpathy's dataset_flickr30k.json: 1,000 test images with 5,000 captions.
-
-    Args:
-        path: of the JSON file.
-        split: "train", "val" or "test".
-
-    Returns:
-        The ground truth "flickr30k"; see :func:`read_karpathy_ground_truth`.
-    """
+    """Flickr30k from Karpathy's dataset_flickr30k.json: 1,000 test images with 5,000 captions."""
     return read_karpathy_ground_truth(path, split=split, name="flickr30k")
 
 
 def flickr8k(path: str | Path, *, split: str = "test") -> GroundTruth:
-    """Flickr8k from Karpathy's dataset_flickr8k.json: 1,000 test images with 5,000 captions.
-
-    Args:
-        path: of the JSON file.
-        split: "train", "val" or "test".
-
-    Returns:
-        The ground truth "flickr8k"; see :func:`read_karpathy_ground_truth`.
-    """
+    """Flickr8k from Karpathy's dataset_flickr8k.json: 1,000 test images with 5,000 captions."""
     return read_karpathy_ground_truth(path, split=split, name="flickr8k")
 
 
@@ -422,19 +307,6 @@ CUB_SPLITS = ("test", "seen", "train", *(f"{part}{k}" for k in (1, 2, 3) for par
 
 def cub_split(captions: str | Path, lists: str | Path, split: str = "test") -> GroundTruth:
     """A split of CUB Captions by the public lists of classes and images.
-
-    Args:
-        captions: see :func:`cub_captions`.
-        lists: folder with testclasses.txt, trainvalclasses.txt, trainclasses1.txt to valclasses3.txt and
-            seen_test_images.txt; only those of the split are read.
-        split: "test": the 50 unseen classes. "seen": test images of the 150 other classes. "train": their other images.
-            "train1", "val1" to "train3", "val3": these images, with the classes of a fold of the validation.
-
-    Returns:
-        The ground truth "cub" for "test", else "cub_SPLIT".
-
-    Raises:
-        UserError: the split is unknown, or a file is missing.
 
     Source: Xian, Schiele and Akata, "Zero-Shot Learning: the Good, the Bad and the Ugly", CVPR 2017, for the classes;
     Chun et al., CVPR 2021, 4.1.2 and tables E.2 (unseen) and E.3 (seen).
@@ -466,22 +338,6 @@ def cub_captions(
     The unseen split is ``classes="testclasses.txt"``, 50 of the 200 classes. The seen split is
     ``classes="trainvalclasses.txt", only="seen_test_images.txt"``, 150 classes; ten images of that list are of unseen
     classes. Training takes the same 150 classes ``without`` those images.
-
-    Args:
-        captions: folder of CLASS/IMAGE.txt with one caption per line, as in the public data (text_c10); other files are
-            ignored.
-        classes: those to keep, as names or as a file with one per line; None keeps all.
-        only: images to keep, as "CLASS/IMAGE.jpg" or as a file with one per line; None keeps all.
-        without: images to leave out, likewise.
-        images: folder of CLASS/IMAGE.jpg; if given, every image must be there.
-        name: of the ground truth.
-
-    Returns:
-        The ground truth. Image ids are "CLASS/IMAGE.jpg", text ids "CLASS/IMAGE.jpg#LINE" with lines from 0; both
-        sorted.
-
-    Raises:
-        UserError: a folder, file, class, image or its captions are missing.
     """
     root = Path(captions)
     if not root.is_dir():

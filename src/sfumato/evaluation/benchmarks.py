@@ -34,51 +34,28 @@ from sfumato.search.exact import distance_blocks
 
 @dataclass(frozen=True, eq=False)
 class RankedPart:
-    """The ranks of a fold, or of the whole ground truth.
+    """The ranks of a fold, or of the whole ground truth."""
 
-    Attributes:
-        queries: (q,) positions among the queries of the ground truth.
-        relevance: of these queries, within the gallery of this part.
-        ranks: (p,) ranks from 0 of the relevant items, in the order of relevance.indices.
-        depth: (q,) lengths of the ranked lists; None if every rank is known.
-    """
-
-    queries: np.ndarray
-    relevance: Relevance
-    ranks: np.ndarray
-    depth: np.ndarray | None = None
+    queries: np.ndarray  # (q,) positions among the queries of the ground truth
+    relevance: Relevance  # of these queries, within the gallery of this part
+    ranks: np.ndarray  # (p,) ranks from 0 of the relevant items, in the order of relevance.indices
+    depth: np.ndarray | None = None  # (q,) lengths of the ranked lists; None if every rank is known
 
 
 @dataclass(frozen=True, eq=False)
 class GroundTruthRanks:
-    """The ranks of a ground truth in one direction, from which all its metrics are computed.
+    """The ranks of a ground truth in one direction, from which all its metrics are computed."""
 
-    Attributes:
-        ground_truth: the ground truth.
-        direction: "i2t" or "t2i".
-        parts: its folds, or the whole as one part.
-    """
-
-    ground_truth: GroundTruth
-    direction: Direction
-    parts: tuple[RankedPart, ...]
+    ground_truth: GroundTruth  # the ground truth
+    direction: Direction  # "i2t" or "t2i"
+    parts: tuple[RankedPart, ...]  # its folds, or the whole as one part
 
     @property
     def _ids(self) -> tuple[str, ...]:
         return self.ground_truth.image_ids if self.direction == "i2t" else self.ground_truth.text_ids
 
     def metrics(self, names: Sequence[str] | None = None) -> dict[str, float]:
-        """Compute metrics, averaged over folds; "n_queries" and "n_without_positives" are summed.
-
-        Args:
-            names: metrics of :func:`~sfumato.metrics.retrieval.retrieval_metrics`; those of the ground truth if None.
-
-        Returns:
-            By name; recalls and precisions are fractions in [0, 1].
-
-        Raises:
-            ValueError: a list is too short for a metric, or no query has a relevant item.
-        """
+        """Compute metrics, averaged over folds; "n_queries" and "n_without_positives" are summed."""
         names = self.ground_truth.metrics if names is None else names
         parts = []
         for part in self.parts:
@@ -98,18 +75,7 @@ class GroundTruthRanks:
         }
 
     def per_query(self, names: Sequence[str] | None = None) -> tuple[list[str], dict[str, np.ndarray]]:
-        """Compute metrics of single queries.
-
-        Args:
-            names: metrics of :func:`~sfumato.metrics.retrieval.per_query_metrics`; those of the ground truth if None,
-                with "best_rank" in place of the median and mean rank.
-
-        Returns:
-            (ids of the queries that have a relevant item, {metric: (q,) values}), fold after fold.
-
-        Raises:
-            ValueError: a list is too short for a metric.
-        """
+        """Compute metrics of single queries."""
         given = self.ground_truth.metrics if names is None else names
         names = list(dict.fromkeys("best_rank" if name in ("median_rank", "mean_rank") else name for name in given))
         kept: list[str] = []
@@ -128,16 +94,7 @@ BenchmarkRanks = dict[str, dict[Direction, GroundTruthRanks]]
 
 
 class GalleryGroup:
-    """The parts of ground truths with the same gallery; their relevant items are ranked together, each once.
-
-    Attributes:
-        gallery: (g,) positions of the gallery's items among all items.
-        parts: (name, fold, queries of the ground truth, rows among all queries, relevance) of each part.
-        rows: (q,) queries with a relevant item in some part, as positions among all queries.
-        relevance: of these queries, the union over all parts.
-        ranks: (p,) ranks of the relevant items, filled in by the ranking code.
-        depth: (q,) lengths of the ranked lists; None if every rank is known.
-    """
+    """The parts of ground truths with the same gallery; their relevant items are ranked together, each once."""
 
     def __init__(self, gallery: np.ndarray) -> None:
         self.gallery = gallery
@@ -145,12 +102,7 @@ class GalleryGroup:
         self.depth: np.ndarray | None = None
 
     def close(self, n_queries: int, n_gallery: int) -> None:
-        """Compute the union over the parts, after the last part was added.
-
-        Args:
-            n_queries: number of all queries.
-            n_gallery: number of all items.
-        """
+        """Compute the union over the parts, after the last part was added."""
         g = len(self.gallery)
         keys = [rows[relevance.query_of_item] * g + relevance.indices for *_, rows, relevance in self.parts]
         union = sorted_distinct(np.concatenate(keys))
@@ -174,25 +126,14 @@ def _as_slice(index: np.ndarray) -> slice | np.ndarray:
 
 
 class RankPlan:
-    """The plan of all rankings in one direction.
-
-    Attributes:
-        direction: "i2t" or "t2i".
-        groups: one for each gallery.
-        ground_truths: by name.
-    """
+    """The plan of all rankings in one direction."""
 
     def __init__(self, direction: Direction, groups: list[GalleryGroup], ground_truths: dict[str, GroundTruth]) -> None:
         self.direction: Direction = direction
         self.groups, self.ground_truths = groups, ground_truths
 
     def count(self, start: int, block: Tensor) -> None:
-        """Count the ranks of a block of queries in every gallery.
-
-        Args:
-            start: position of the first of these queries.
-            block: (b, m) scores of b queries and all items, smaller is closer.
-        """
+        """Count the ranks of a block of queries in every gallery. block (b, m)."""
         for group in self.groups:
             a, b = np.searchsorted(group.rows, (start, start + len(block)))
             if a == b:
@@ -207,11 +148,7 @@ class RankPlan:
             group.ranks[filled] = relevant_ranks(chosen, group.relevance, int(a))
 
     def collect(self, result: BenchmarkRanks) -> None:
-        """Write the ranks of every part into the result.
-
-        Args:
-            result: by name of the ground truth; receives this direction.
-        """
+        """Write the ranks of every part into the result."""
         found: dict[str, dict[int, RankedPart]] = {}
         for group in self.groups:
             for (name, fold, queries, rows, relevance), pick in zip(group.parts, group.picks, strict=True):
@@ -231,17 +168,7 @@ def plan_ranks(
 ) -> Iterator[RankPlan]:
     """Plan the rankings of several ground truths, so that common ranks are counted once.
 
-    Args:
-        ground_truths: with distinct names.
-        image_ids: n distinct ids. COCO's file names are read as its image numbers.
-        text_ids: m distinct ids.
-        shape: (number of images, number of texts) of the evaluated data.
-
-    Returns:
-        A plan for images as queries, then one for texts as queries.
-
-    Raises:
-        ValueError: sizes do not fit, names or ids repeat, or an id of a ground truth is missing.
+    shape (number of images, number of texts).
     """
     chosen = list(ground_truths)
     names = [ground_truth.name for ground_truth in chosen]
@@ -319,17 +246,7 @@ RankedLists = Mapping[Any, Sequence[Any] | np.ndarray] | np.ndarray
 
 
 class ListRanker:
-    """Ranks relevant items by the lists of one direction, some queries at a time.
-
-    Args:
-        lists: for every query that is evaluated, items from best to worst.
-        query_ids: of the queries.
-        gallery_ids: of the items.
-        direction: "i2t" or "t2i", for messages.
-
-    Raises:
-        ValueError: there is a list for an unknown query, or the shape or type of an array does not fit.
-    """
+    """Ranks relevant items by the lists of one direction, some queries at a time."""
 
     def __init__(
         self, lists: RankedLists, query_ids: Sequence[str], gallery_ids: Sequence[str], direction: Direction
@@ -357,15 +274,7 @@ class ListRanker:
             self.numbers = numbers[self.order]
 
     def rank(self, plan: RankPlan, *, batch_size: int = 256) -> None:
-        """Fill in the ranks and depths of all groups of a plan.
-
-        Args:
-            plan: of the same direction, queries and items.
-            batch_size: number of queries whose lists are in memory at once.
-
-        Raises:
-            ValueError: a list is missing, repeats an item, or holds an unknown one.
-        """
+        """Fill in the ranks and depths of all groups of a plan."""
         places = []  # For each group, the position within its gallery of every item, or -1.
         for group in plan.groups:
             place = np.full(self.n_gallery, -1)
@@ -385,17 +294,7 @@ class ListRanker:
                 group.depth[a:b] = depth
 
     def positions(self, query: int) -> np.ndarray:
-        """Read the list of one query.
-
-        Args:
-            query: its position.
-
-        Returns:
-            (k,) distinct gallery positions from best to worst.
-
-        Raises:
-            ValueError: the list is missing, repeats an item, or holds an unknown one.
-        """
+        """Read the list of one query. Returns (k,)."""
         name = self.query_ids[query]
         if self.by_id is None:
             row = self.array[query].astype(np.int64)
@@ -539,18 +438,7 @@ def evaluate_ranked_lists(
 
 
 def benchmark_metrics(ranks: BenchmarkRanks) -> dict[str, dict[str, Any]]:
-    """Compute the metrics of :func:`evaluate_benchmarks` from ranks.
-
-    Args:
-        ranks: output of :func:`rank_ground_truths` and similar functions.
-
-    Returns:
-        As :func:`evaluate_benchmarks`.
-
-    Raises:
-        ValueError: a list is too short for a metric, no query has a relevant item, or an average has the name of a
-            ground truth.
-    """
+    """Compute the metrics of :func:`evaluate_benchmarks` from ranks."""
     result: dict[str, dict[str, Any]] = {}
     averages: dict[str, list[dict[str, Any]]] = {}
     for name, both in ranks.items():
@@ -585,11 +473,7 @@ def rank_ground_truths(
     progress: Callable[[int], None] | None = None,
     memory_mb: float = 64.0,
 ) -> BenchmarkRanks:
-    """Rank embeddings for several ground truths; see :func:`evaluate_benchmarks` for arguments and errors.
-
-    Returns:
-        The ranks from which :func:`benchmark_metrics` and the figures of single queries are computed.
-    """
+    """Rank embeddings for several ground truths; see :func:`evaluate_benchmarks` for arguments and errors."""
     ground_truths = list(ground_truths)
     result: BenchmarkRanks = {ground_truth.name: {} for ground_truth in ground_truths}
     for plan in plan_ranks(ground_truths, image_ids, text_ids, (images.n, texts.n)):
@@ -622,11 +506,7 @@ def rank_ground_truths_by_scores(
     better: Better,
     memory_mb: float = 64.0,
 ) -> BenchmarkRanks:
-    """Rank by a score matrix for several ground truths; see :func:`evaluate_score_matrix` for arguments and errors.
-
-    Returns:
-        As :func:`rank_ground_truths`.
-    """
+    """Rank by a score matrix for several ground truths; see :func:`evaluate_score_matrix` for arguments and errors."""
     ground_truths = list(ground_truths)
     result: BenchmarkRanks = {ground_truth.name: {} for ground_truth in ground_truths}
     for plan in plan_ranks(ground_truths, image_ids, text_ids, tuple(int(size) for size in scores.shape)):
@@ -647,11 +527,7 @@ def rank_ground_truths_by_lists(
     *,
     batch_size: int = 256,
 ) -> BenchmarkRanks:
-    """Rank by ranked lists for several ground truths; see :func:`evaluate_ranked_lists` for arguments and errors.
-
-    Returns:
-        As :func:`rank_ground_truths`.
-    """
+    """Rank by ranked lists for several ground truths; see :func:`evaluate_ranked_lists` for arguments and errors."""
     ground_truths = list(ground_truths)
     result: BenchmarkRanks = {ground_truth.name: {} for ground_truth in ground_truths}
     for plan in plan_ranks(ground_truths, image_ids, text_ids, (len(image_ids), len(text_ids))):

@@ -39,37 +39,20 @@ _CHUNK = 2**22
 # ---------------------------------------------------------------- two runs
 @dataclass(frozen=True)
 class Difference:
-    """The difference of two runs in a metric on the same queries.
+    """The difference of two runs in a metric on the same queries."""
 
-    Attributes:
-        ground_truth: its name.
-        direction: "i2t" or "t2i".
-        metric: its name; larger is better.
-        n_queries: number of queries that have it.
-        n_groups: number of groups of queries that were resampled together.
-        first: mean of the first run over queries.
-        second: mean of the second run over queries.
-        difference: second - first, with its bootstrap interval.
-        p_value: two-sided p-value of the hypothesis that the runs are interchangeable on every group: the fraction of
-            random swaps of the runs that differ at least as much. It is at least 1 / (n_resamples + 1).
-    """
-
-    ground_truth: str
-    direction: str
-    metric: str
-    n_queries: int
-    n_groups: int
-    first: float
-    second: float
-    difference: Interval
+    ground_truth: str  # its name
+    direction: str  # "i2t" or "t2i"
+    metric: str  # its name; larger is better
+    n_queries: int  # number of queries that have it
+    n_groups: int  # number of groups of queries that were resampled together
+    first: float  # mean of the first run over queries
+    second: float  # mean of the second run over queries
+    difference: Interval  # second - first, with its bootstrap interval
     p_value: float
 
     def to_json(self) -> dict[str, Any]:
-        """Convert to JSON values.
-
-        Returns:
-            Plain numbers and strings; the name of the ground truth is "truth".
-        """
+        """Convert to JSON values."""
         plain = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("ground_truth", "difference")}
         gap = self.difference
         return {"truth": self.ground_truth} | plain | {"difference": gap.value, "low": gap.low, "high": gap.high}
@@ -148,17 +131,10 @@ def swap_test(
 ) -> dict[str, float]:
     """Paired randomisation test of the mean difference, with a random sign for every group of queries.
 
-    Args:
-        gaps: by name, (n,) differences of two runs on the same queries.
-        groups: (n,) whole numbers from 0; queries with the same number are swapped together.
-        n_resamples: number b of random assignments of signs, the same for all names.
-        seed: of the signs.
-
-    Returns:
-        By name the two-sided p-value (1 + number of assignments at least as extreme) / (b + 1), which is never 0.
-
     Paper: Smucker, Allan and Carterette, "A comparison of statistical significance tests for information retrieval
     evaluation", CIKM 2007.
+
+    groups (n,).
     """
     names = list(gaps)
     g = int(groups.max(initial=-1)) + 1
@@ -193,31 +169,18 @@ def _aligned(first: PerQuery, second: PerQuery) -> np.ndarray:
 # ---------------------------------------------------------------- several seeds
 @dataclass(frozen=True)
 class OverSeeds:
-    """A figure over several seeds.
+    """A figure over several seeds."""
 
-    Attributes:
-        mean: of the values.
-        deviation: their standard deviation (n - 1); None for a single value.
-        values: in the order of the runs, without undefined ones.
-    """
-
-    mean: float
-    deviation: float | None
-    values: tuple[float, ...]
+    mean: float  # of the values
+    deviation: float | None  # their standard deviation (n - 1); None for a single value
+    values: tuple[float, ...]  # in the order of the runs, without undefined ones
 
     def __str__(self) -> str:
         return f"{self.mean:.2f}" if self.deviation is None else f"{self.mean:.2f} ± {self.deviation:.2f}"
 
 
 def main_figures(result: Mapping[str, Any]) -> dict[str, float | None]:
-    """Choose the figures that summarise several runs.
-
-    Args:
-        result: of :meth:`~sfumato.evaluation.protocols.Evaluation.to_json`.
-
-    Returns:
-        By name, in per cent except for correlations; None where a figure is undefined.
-    """
+    """Choose the figures that summarise several runs."""
     chosen: dict[str, float | None] = {}
     for direction in ("t2i", "i2t"):
         for name in ("recall@1", "recall@5", "recall@10", "r_precision", "map@r"):
@@ -237,18 +200,7 @@ def main_figures(result: Mapping[str, Any]) -> dict[str, float | None]:
 
 
 def over_seeds(results: Sequence[Mapping[str, float | None]]) -> dict[str, OverSeeds]:
-    """Mean and standard deviation of every figure over several runs.
-
-    Args:
-        results: figures of each run by name; None or a missing name means undefined.
-
-    Returns:
-        By name in the order of the runs, without names that are undefined in all runs.
-
-    Example:
-        >>> print(over_seeds([{"rsum": 500.0}, {"rsum": 503.0}])["rsum"])
-        501.50 ± 2.12
-    """
+    """Mean and standard deviation of every figure over several runs."""
     summary = {}
     for name in dict.fromkeys(name for result in results for name in result):
         values = tuple(float(value) for result in results if (value := result.get(name)) is not None)
@@ -260,32 +212,16 @@ def over_seeds(results: Sequence[Mapping[str, float | None]]) -> dict[str, OverS
 
 @dataclass(frozen=True)
 class More:
-    """The requested extras beside the figures.
+    """The requested extras beside the figures."""
 
-    Attributes:
-        strategies: a name in STRATEGY_SETS, or names of STRATEGIES with commas between them.
-        engine: of the strategies with FAISS.
-        candidates: number of items that FAISS finds for re-ranking.
-        per_query: file for the results of single queries.
-        compared_with: name of the other run; None for no comparison.
-        published: whether to add the rows of published tables.
-        tables: these tables instead of the default ones, e.g. "PCME++ C.3,PCME E.4"; published is then implied.
-        n_resamples: number of resamples of the comparison.
-        options: samples of sampled distances, and the scalar uncertainty.
-
-    Raises:
-        ValueError: a strategy or a table is unknown.
-        UserError: single queries of several strategies are wanted at once, or their file has an unknown ending.
-    """
-
-    strategies: str | None = None
-    engine: str = "ivf"
-    candidates: int = 100
-    per_query: Path | None = None
-    compared_with: str | None = None
-    published: bool = False
+    strategies: str | None = None  # a name in STRATEGY_SETS, or names of STRATEGIES with commas between them
+    engine: str = "ivf"  # of the strategies with FAISS
+    candidates: int = 100  # number of items that FAISS finds for re-ranking
+    per_query: Path | None = None  # file for the results of single queries
+    compared_with: str | None = None  # name of the other run; None for no comparison
+    published: bool = False  # whether to add the rows of published tables
     tables: str | None = None
-    n_resamples: int = 2000
+    n_resamples: int = 2000  # number of resamples of the comparison
     options: EvaluationOptions = field(default_factory=EvaluationOptions)
 
     def __post_init__(self) -> None:
@@ -309,15 +245,7 @@ class More:
         return DEFAULT_TABLES if self.strategies is None else STRATEGY_TABLES
 
     def check_samples(self, score: str | Distance) -> None:
-        """Check that a number of samples has an effect.
-
-        Args:
-            score: what is ranked by, a name or a distance.
-
-        Raises:
-            UserError: a number of samples was chosen, but neither the score nor a strategy is a sampled distance.
-            ValueError: the score is unknown.
-        """
+        """Check that a number of samples has an effect."""
         if self.options.n_samples is None or score == MATCH_PROBABILITY:
             return
         names = choose_strategies(self.strategies) if self.strategies is not None else []
@@ -343,33 +271,18 @@ class More:
 
 @dataclass(frozen=True, eq=False)
 class MoreResults:
-    """The results of :class:`More`.
+    """The results of :class:`More`."""
 
-    Attributes:
-        strategies: by name.
-        per_query: the file that was written.
-        compared_with: name of the other run.
-        differences: this run minus the other, for the metrics that each ground truth reports; positive is better than
-            the other.
-        published: rows of published tables that share figures with this evaluation.
-        own: the figures of this evaluation, see :func:`~sfumato.evaluation.published.own_figures`.
-        left_out: strategies of the wanted set that need FAISS, which is not installed.
-    """
-
-    strategies: dict[str, StrategyResult]
-    per_query: Path | None
-    compared_with: str | None
+    strategies: dict[str, StrategyResult]  # by name
+    per_query: Path | None  # the file that was written
+    compared_with: str | None  # name of the other run
     differences: list[Difference]
-    published: list[PublishedRow]
-    own: dict[str, float]
-    left_out: tuple[str, ...] = ()
+    published: list[PublishedRow]  # rows of published tables that share figures with this evaluation
+    own: dict[str, float]  # the figures of this evaluation, see :func:`~sfumato.evaluation.published.own_figures`
+    left_out: tuple[str, ...] = ()  # strategies of the wanted set that need FAISS, which is not installed
 
     def to_json(self) -> dict[str, Any]:
-        """Convert to JSON values.
-
-        Returns:
-            Plain values of the extras that were wanted.
-        """
+        """Convert to JSON values."""
         result: dict[str, Any] = {}
         if self.strategies:
             result["strategies"] = {
@@ -393,22 +306,7 @@ def more_results(
     *,
     match_probability: Distance | None = None,
 ) -> MoreResults:
-    """Compute the extras.
-
-    Args:
-        measured: the evaluation.
-        embedded: the embeddings that were evaluated; None for ranked lists, which have no strategies.
-        more: the extras that are wanted.
-        other: table of single queries of the run to compare with.
-        match_probability: for the strategy of this name; None without the logits of a model.
-
-    Returns:
-        The extras.
-
-    Raises:
-        UserError: strategies are wanted of ranked lists, or no published table has these figures.
-        ValueError: the other run has different queries, or an option does not fit.
-    """
+    """Compute the extras."""
     strategies: dict[str, StrategyResult] = {}
     left_out: tuple[str, ...] = ()
     ranks, figures = measured.ranks, measured.figures

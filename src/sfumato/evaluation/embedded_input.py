@@ -39,44 +39,21 @@ BENCHMARKS = ("coco", "flickr30k", "flickr8k", "cub", "emoji")
 
 @dataclass(frozen=True, eq=False)
 class EmbeddedSet:
-    """Embedded images and texts with their ground truths.
+    """Embedded images and texts with their ground truths."""
 
-    Attributes:
-        images: (n, d) embeddings.
-        texts: (m, d) embeddings.
-        image_ids: n distinct ids.
-        text_ids: m distinct ids.
-        ground_truths: with distinct names.
-        text_kinds: (m,) kinds of the texts, if they have any.
-    """
-
-    images: GaussianEmbedding
-    texts: GaussianEmbedding
-    image_ids: tuple[str, ...]
-    text_ids: tuple[str, ...]
-    ground_truths: tuple[GroundTruth, ...]
-    text_kinds: tuple[str, ...] | None = None
+    images: GaussianEmbedding  # (n, d) embeddings
+    texts: GaussianEmbedding  # (m, d) embeddings
+    image_ids: tuple[str, ...]  # n distinct ids
+    text_ids: tuple[str, ...]  # m distinct ids
+    ground_truths: tuple[GroundTruth, ...]  # with distinct names
+    text_kinds: tuple[str, ...] | None = None  # (m,) kinds of the texts, if they have any
 
     def to(self, device: torch.device) -> "EmbeddedSet":
-        """Move the embeddings to another device.
-
-        Args:
-            device: where to.
-
-        Returns:
-            The same set there.
-        """
+        """Move the embeddings to another device."""
         return replace(self, images=self.images.to(device), texts=self.texts.to(device))
 
     def uncertainty(self, measure: ScalarUncertainty = "total_variance") -> dict[str, dict[str, float]] | None:
-        """Compute uncertainties in the form of :func:`~sfumato.evaluation.per_query.per_query_table`.
-
-        Args:
-            measure: the scalar uncertainty.
-
-        Returns:
-            {"i2t": {image id: number}, "t2i": {text id: number}}; None for points.
-        """
+        """Compute uncertainties in the form of :func:`~sfumato.evaluation.per_query.per_query_table`."""
         sides = {"i2t": (self.image_ids, self.images), "t2i": (self.text_ids, self.texts)}
         found = {name: dict(zip(ids, e.uncertainty(measure).tolist(), strict=True)) for name, (ids, e) in sides.items()}
         if not any(bool((e.total_variance != 0).any()) for _, e in sides.values()):
@@ -95,29 +72,7 @@ def read_ground_truths(
     metrics: Sequence[str] = (),
     rpc2: Rpc2 = "union",
 ) -> tuple[GroundTruth, ...]:
-    """Read the ground truths of a benchmark, or a user's own.
-
-    Args:
-        benchmark: one of BENCHMARKS.
-        ground_truth: a file of :func:`~sfumato.evaluation.ground_truth.read_ground_truth` instead of a benchmark.
-        annotations: the file or folder of the benchmark. For coco: dataset_coco.json, or a folder with the files of
-            eccv_caption, which add CxC and ECCV Caption; by default the folder of the installed package. For flickr30k
-            and flickr8k: their dataset_*.json. For cub: the folder of captions.
-        instances: only for coco: instances_*.json, which add PMRP.
-        classes: only for cub: the folder of its lists of classes, from which split chooses
-            (:func:`~sfumato.evaluation.benchmark_ground_truths.cub_split`), or a file of class names.
-        split: of a dataset_*.json, of emoji, or of cub.
-        metrics: to report instead of those of each ground truth.
-        rpc2: only for coco: see :func:`~sfumato.evaluation.benchmark_ground_truths.eccv_caption`.
-
-    Returns:
-        The ground truths, with distinct names.
-
-    Raises:
-        UserError: neither or both of benchmark and ground_truth are given, the benchmark is unknown, annotations or
-            classes are missing, the benchmark has no such split, or a file cannot be read.
-        ValueError: a metric is unknown.
-    """
+    """Read the ground truths of a benchmark, or a user's own."""
     if (benchmark is None) == (ground_truth is None):
         raise UserError(f"name the ground truth: either --truth FILE or --benchmark NAME ({', '.join(BENCHMARKS)})")
     of_one = (("--instances", "coco", instances), ("--classes", "cub", classes), ("--rpc2", "coco", rpc2 != "union"))
@@ -174,15 +129,10 @@ def _read_cub(captions: Path, classes: Path | None, split: str) -> GroundTruth:
 
 @dataclass(frozen=True, eq=False)
 class Benchmark:
-    """A benchmark that a model is evaluated against.
+    """A benchmark that a model is evaluated against."""
 
-    Attributes:
-        name: one of BENCHMARKS.
-        ground_truths: of :func:`read_ground_truths`.
-    """
-
-    name: str
-    ground_truths: tuple[GroundTruth, ...]
+    name: str  # one of BENCHMARKS
+    ground_truths: tuple[GroundTruth, ...]  # of :func:`read_ground_truths`
 
 
 def read_embedded_set(
@@ -195,25 +145,7 @@ def read_embedded_set(
     image_log_var: Path | None = None,
     text_log_var: Path | None = None,
 ) -> EmbeddedSet:
-    """Read embeddings of any model for these ground truths.
-
-    Args:
-        images: file of :func:`~sfumato.data.embedding_files.read_embeddings` with the images.
-        texts: file of the texts.
-        ground_truths: with distinct names.
-        image_ids: file of image ids. If None, and if the file of embeddings has no ids, rows are in the order of the
-            ids of the ground truths.
-        text_ids: file of text ids, likewise.
-        image_log_var: file of the log variances of the images.
-        text_log_var: file of the log variances of the texts.
-
-    Returns:
-        The embeddings, both of one dtype, with their ids.
-
-    Raises:
-        UserError: there are no ids, and the number of rows is not the number of ids of the ground truths.
-        ValueError: a file cannot be read, or d differs.
-    """
+    """Read embeddings of any model for these ground truths."""
     sides, ids = [], []
     for what, path, own, log_var in (
         ("image", images, image_ids, image_log_var),
@@ -248,38 +180,20 @@ def _ids_of_ground_truths(ground_truths: Sequence[GroundTruth], what: str, n: in
 
 @dataclass(frozen=True, eq=False)
 class Measured:
-    """The result of an evaluation against several ground truths.
+    """The result of an evaluation against several ground truths."""
 
-    Attributes:
-        score: name of the score used for ranking; "lists" for ranked lists.
-        n_images: number of images.
-        n_texts: number of texts.
-        figures: of :func:`~sfumato.evaluation.benchmarks.evaluate_benchmarks`.
-        ranks: the ranks from which the figures were computed.
-        uncertainty: for ground truths that report recall@1, by name and direction: recall@1 in ten bins of the query's
-            uncertainty, of :func:`~sfumato.metrics.uncertainty.recall_by_uncertainty`. A query is ranked within its
-            fold, if there are folds, and all folds share the bins. None for points and lists.
-        total_variance: means of "image" and "text"; None for points and lists.
-        uncertainty_measure: the scalar uncertainty of "uncertainty".
-        samples: see :class:`~sfumato.evaluation.protocols.Evaluation`.
-    """
-
-    score: str
-    n_images: int
-    n_texts: int
-    figures: dict[str, dict[str, Any]]
-    ranks: BenchmarkRanks
+    score: str  # name of the score used for ranking; "lists" for ranked lists
+    n_images: int  # number of images
+    n_texts: int  # number of texts
+    figures: dict[str, dict[str, Any]]  # of :func:`~sfumato.evaluation.benchmarks.evaluate_benchmarks`
+    ranks: BenchmarkRanks  # the ranks from which the figures were computed
     uncertainty: dict[str, dict[str, Any]] | None = None
-    total_variance: dict[str, float] | None = None
-    uncertainty_measure: ScalarUncertainty = "total_variance"
-    samples: dict[str, int] | None = None
+    total_variance: dict[str, float] | None = None  # means of "image" and "text"; None for points and lists
+    uncertainty_measure: ScalarUncertainty = "total_variance"  # the scalar uncertainty of "uncertainty"
+    samples: dict[str, int] | None = None  # see :class:`~sfumato.evaluation.protocols.Evaluation`
 
     def to_json(self) -> dict[str, Any]:
-        """Convert to JSON values.
-
-        Returns:
-            Plain numbers and dictionaries; the figures are under "truths".
-        """
+        """Convert to JSON values."""
         return {
             "score": self.score,
             "n_images": self.n_images,
@@ -295,19 +209,7 @@ class Measured:
 def measure(
     embedded: EmbeddedSet, score: str | Distance = "csd", *, options: EvaluationOptions | None = None
 ) -> Measured:
-    """Evaluate embeddings.
-
-    Args:
-        embedded: the embeddings with their ground truths.
-        score: to rank by: a name in SCORES, or a distance with images as its first argument.
-        options: samples of sampled distances, and the scalar uncertainty; the defaults if None.
-
-    Returns:
-        The figures and ranks.
-
-    Raises:
-        ValueError: the score is unknown, or ids and ground truths do not fit.
-    """
+    """Evaluate embeddings."""
     options = options or EvaluationOptions()
     distance = distance_of_score(score)
     ranked_by = None if distance is None else options.sampled(distance)
@@ -343,21 +245,7 @@ def _recall_by_uncertainty(ranks: BenchmarkRanks, values: dict[str, dict[str, fl
 def measure_lists(
     path: Path, ground_truths: Sequence[GroundTruth], *, image_ids: Path | None = None, text_ids: Path | None = None
 ) -> Measured:
-    """Evaluate ranked lists from a JSON file {"i2t": {image: [texts]}, "t2i": {text: [images]}}, best first.
-
-    Args:
-        path: of the file. Lists may be cut if they remain long enough for the metrics that the ground truths report.
-        ground_truths: with distinct names.
-        image_ids: file of the ids of the images that were searched; None if they are those of the ground truths.
-        text_ids: file of the ids of the texts that were searched, likewise.
-
-    Returns:
-        The figures and ranks.
-
-    Raises:
-        UserError: the file is missing or has another form.
-        ValueError: a list is missing, too short, or holds an unknown or repeated item.
-    """
+    """Evaluate ranked lists from a JSON file {"i2t": {image: [texts]}, "t2i": {text: [images]}}, best first."""
     try:
         loaded = json.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
@@ -380,14 +268,7 @@ def measure_lists(
 
 @dataclass(frozen=True)
 class Files:
-    """The options of the command line for an evaluation without a model.
-
-    Attributes:
-        images, texts, image_ids, text_ids, image_log_var, text_log_var: see :func:`read_embedded_set`.
-        ranked: a file of ranked lists instead, see :func:`measure_lists`.
-        ground_truth, benchmark, annotations, instances, classes, rpc2: see :func:`read_ground_truths`.
-        metrics: names of metrics with commas between them.
-    """
+    """The options of the command line for an evaluation without a model."""
 
     images: str | None = None
     texts: str | None = None
@@ -395,21 +276,17 @@ class Files:
     text_ids: Path | None = None
     image_log_var: Path | None = None
     text_log_var: Path | None = None
-    ranked: Path | None = None
+    ranked: Path | None = None  # a file of ranked lists instead, see :func:`measure_lists`
     ground_truth: Path | None = None
     benchmark: str | None = None
     annotations: Path | None = None
     instances: tuple[Path, ...] = ()
     classes: Path | None = None
-    metrics: str | None = None
+    metrics: str | None = None  # names of metrics with commas between them
     rpc2: Rpc2 = "union"
 
     def given(self) -> list[str]:
-        """List the options that were given.
-
-        Returns:
-            Their names on the command line.
-        """
+        """List the options that were given."""
         names = [f.name for f in fields(self) if getattr(self, f.name) != f.default]
         return [f"--{'truth' if name == 'ground_truth' else name.replace('_', '-')}" for name in names]
 
@@ -425,19 +302,7 @@ def measure_files(
 ) -> tuple[Measured, EmbeddedSet | None]:
     """Evaluate embeddings or ranked lists from files.
 
-    Args:
-        files: options of the command line.
-        score: a name in SCORES to rank embeddings by, or "match_probability"; csd if None.
-        split: of a benchmark that has several.
-        match_probability: the distance of this name; None without logits.
-        device: device of the computation; None uses the device of the embeddings.
-        options: see :func:`measure`.
-
-    Returns:
-        (the evaluation, the embeddings or None for ranked lists).
-
-    Raises:
-        UserError: there is nothing to evaluate, options contradict each other, or a file cannot be read.
+    Returns (the evaluation, the embeddings or None for ranked lists).
     """
     pair = files.images is not None and files.texts is not None
     if (files.ranked is not None) == pair or (files.images is None) != (files.texts is None):

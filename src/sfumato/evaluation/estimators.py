@@ -45,19 +45,12 @@ Kind = Literal["aleatoric", "epistemic", "both"]
 
 @dataclass(frozen=True)
 class Matching:
-    """The matching of queries with a gallery by a model: the distance and the match logits.
+    """The matching of queries with a gallery by a model: the distance and the match logits."""
 
-    Attributes:
-        distance: name in DISTANCES.
-        logit_scale: factor of the distance in the match logit; best the calibrated one.
-        logit_bias: constant of the match logit; best the calibrated one.
-        direction: "i2t" if the queries are images, "t2i" if they are texts.
-    """
-
-    distance: str = "csd"
-    logit_scale: float = 5.0
-    logit_bias: float = 5.0
-    direction: Direction = "i2t"
+    distance: str = "csd"  # name in DISTANCES
+    logit_scale: float = 5.0  # factor of the distance in the match logit; best the calibrated one
+    logit_bias: float = 5.0  # constant of the match logit; best the calibrated one
+    direction: Direction = "i2t"  # "i2t" if the queries are images, "t2i" if they are texts
 
     @property
     def oriented_distance(self) -> Distance:
@@ -67,21 +60,13 @@ class Matching:
 
 @dataclass(frozen=True, eq=False)
 class Block:
-    """Some queries with their distances to the gallery; all estimators use the same computed quantities.
+    """Some queries with their distances to the gallery; all estimators use the same computed quantities."""
 
-    Attributes:
-        queries: (b, d) embeddings.
-        gallery: (m, d) embeddings.
-        distance: (b, m) distances; infinite for items that are left out.
-        matching: the distance and the match logits.
-        seed: of the samples.
-    """
-
-    queries: GaussianEmbedding
-    gallery: GaussianEmbedding
-    distance: Tensor
-    matching: Matching
-    seed: int = 0
+    queries: GaussianEmbedding  # (b, d) embeddings
+    gallery: GaussianEmbedding  # (m, d) embeddings
+    distance: Tensor  # (b, m) distances; infinite for items that are left out
+    matching: Matching  # the distance and the match logits
+    seed: int = 0  # of the samples
 
     @cached_property
     def logit(self) -> Tensor:
@@ -109,14 +94,7 @@ class Block:
         return distance
 
     def mean_over_nearest(self, function: Callable[[GaussianEmbedding, GaussianEmbedding], Tensor]) -> Tensor:
-        """The mean of a function of (item, query) over the nearest items and over dimensions.
-
-        Args:
-            function: ((r, d) items, (r, d) queries) -> (r, d), row by row.
-
-        Returns:
-            (b,) means.
-        """
+        """The mean of a function of (item, query) over the nearest items and over dimensions. Returns (b,)."""
         index = self.nearest[1]
         k = index.shape[1]
         rows = torch.arange(len(index), device=index.device).repeat_interleave(k)
@@ -415,15 +393,7 @@ def estimate_uncertainty(
 def usable_estimators(
     *embeddings: GaussianEmbedding, estimators: Mapping[str, Estimator] = ESTIMATORS
 ) -> dict[str, Estimator]:
-    """Choose the estimators that are defined for these embeddings.
-
-    Args:
-        embeddings: all embeddings that are involved.
-        estimators: estimators to choose from.
-
-    Returns:
-        By name. If some of the embeddings are points, the estimators that need variances are missing.
-    """
+    """Choose the estimators that are defined for these embeddings."""
     points = any(bool(torch.isneginf(e.log_var).any()) for e in embeddings)
     return {name: e for name, e in estimators.items() if not (points and e.needs_variance)}
 
@@ -463,21 +433,14 @@ class FailurePredictor:
     A logistic regression on the standardised means and log variances. It is fitted on queries with known outcomes, and
     it needs no gallery to score new queries.
 
-    Attributes:
-        centre: (f,) means of the features; f = d, or 2 d with log variances.
-        scale: (f,) standard deviations of the features.
-        weight: (f,) weights of the standardised features.
-        bias: logit at the centre.
-        penalty: strength of the squared penalty on the weights; cross-validation chose it.
-
     Paper: the simplest member of the family of Yoo and Kweon, "Learning loss for active learning", CVPR 2019.
     """
 
-    centre: Tensor
-    scale: Tensor
-    weight: Tensor
-    bias: float
-    penalty: float
+    centre: Tensor  # (f,) means of the features; f = d, or 2 d with log variances
+    scale: Tensor  # (f,) standard deviations of the features
+    weight: Tensor  # (f,) weights of the standardised features
+    bias: float  # logit at the centre
+    penalty: float  # strength of the squared penalty on the weights; cross-validation chose it
 
     @classmethod
     def fit(
@@ -491,18 +454,7 @@ class FailurePredictor:
     ) -> "FailurePredictor":
         """Fit on queries with known outcomes, which must differ from the queries that are scored later.
 
-        Args:
-            queries: (n, d) embeddings.
-            missed: (n,) 1 where the best item was wrong, else 0.
-            penalties: candidates; the one with the lowest log loss in cross-validation is used.
-            folds: number of folds of the cross-validation.
-            seed: of the assignment to folds.
-
-        Returns:
-            The fitted predictor.
-
-        Raises:
-            ValueError: shapes differ, there are only hits or only misses, or fewer queries than folds.
+        queries (n, d), missed (n,).
         """
         target = torch.from_numpy(np.asarray(missed, float))
         if target.shape != (queries.n,):
@@ -533,17 +485,7 @@ class FailurePredictor:
         return cls(centre, scale, weight, bias, best)
 
     def score(self, queries: GaussianEmbedding) -> Tensor:
-        """Predict failures.
-
-        Args:
-            queries: (n, d) embeddings of the model that it was fitted on.
-
-        Returns:
-            (n,) float64 probabilities in (0, 1) that the best item of each query is wrong.
-
-        Raises:
-            ValueError: another number of dimensions, or points where it was fitted on Gaussians.
-        """
+        """Predict failures. queries (n, d) -> (n,)."""
         with_variance = len(self.weight) == 2 * queries.d
         if not with_variance and len(self.weight) != queries.d:
             raise ValueError(
@@ -558,14 +500,7 @@ class FailurePredictor:
         return torch.sigmoid(z @ self.weight.to(device) + self.bias)
 
     def estimator(self, name: str = "predicted_miss") -> Estimator:
-        """Convert this predictor to an :class:`~sfumato.evaluation.estimators.Estimator`.
-
-        Args:
-            name: of the estimator.
-
-        Returns:
-            An estimator to measure beside those of ESTIMATORS.
-        """
+        """Convert this predictor to an :class:`~sfumato.evaluation.estimators.Estimator`."""
         return Estimator(
             name,
             "probability that the best item is wrong, by a logistic regression fitted on other queries",
@@ -576,11 +511,7 @@ class FailurePredictor:
         )
 
     def save(self, path: str | Path) -> None:
-        """Write the predictor into one safetensors file, atomically.
-
-        Args:
-            path: of the file.
-        """
+        """Write the predictor into one safetensors file, atomically."""
         # The file calls the scale "spread".
         tensors = {"centre": self.centre, "spread": self.scale, "weight": self.weight}
         tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
@@ -589,18 +520,7 @@ class FailurePredictor:
 
     @classmethod
     def load(cls, path: str | Path) -> "FailurePredictor":
-        """Read a file of :meth:`save`.
-
-        Args:
-            path: of the file.
-
-        Returns:
-            The predictor that was saved.
-
-        Raises:
-            FileNotFoundError: there is no such file.
-            ValueError: it is damaged, or not a file of :meth:`save`.
-        """
+        """Read a file of :meth:`save`."""
         if not Path(path).is_file():
             raise FileNotFoundError(f"no failure predictor at {path}; write one with FailurePredictor.save()")
         try:

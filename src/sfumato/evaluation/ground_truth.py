@@ -106,27 +106,7 @@ def ground_truth_from_pairs(
     metrics: Sequence[str] = ALL_METRICS,
     source: str = "",
 ) -> GroundTruth:
-    """Make a ground truth from ids and the pairs that match, the same in both directions.
-
-    Args:
-        name: of the ground truth.
-        image_ids: distinct ids; a number stands for its decimal string.
-        text_ids: distinct ids, likewise.
-        pairs: (image id, text id) of each match.
-        metrics: metrics to report.
-        source: the file or package of the pairs.
-
-    Returns:
-        The ground truth.
-
-    Raises:
-        ValueError: a pair names an unknown id, or an id occurs twice.
-
-    Example:
-        >>> mine = ground_truth_from_pairs("mine", ["a", "b"], [1, 2, 3], [("a", 1), ("a", 2), ("b", 3)])
-        >>> mine.i2t.counts
-        array([2, 1])
-    """
+    """Make a ground truth from ids and the pairs that match, the same in both directions. pairs (image id, text id)."""
     images, texts = tuple(map(str, image_ids)), tuple(map(str, text_ids))
     positions = ({x: i for i, x in enumerate(images)}, {x: i for i, x in enumerate(texts)})
     rows = []
@@ -141,16 +121,7 @@ def ground_truth_from_pairs(
 
 
 def ground_truth_from_data(data: PairData, *, name: str, metrics: Sequence[str] = ALL_METRICS) -> GroundTruth:
-    """Make the ground truth of a split of any data set that the package reads.
-
-    Args:
-        data: the split.
-        name: of the ground truth.
-        metrics: metrics to report.
-
-    Returns:
-        The ground truth.
-    """
+    """Make the ground truth of a split of any data set that the package reads."""
     i2t = data.relevance()
     return GroundTruth(name, tuple(data.image_ids), tuple(data.text_ids), i2t, i2t.transpose(), tuple(metrics))
 
@@ -159,13 +130,6 @@ def ids_by_order(own: GroundTruth, benchmark: GroundTruth) -> GroundTruth:
     """The same data with a benchmark's ids: of images by their own ids, or all by order; of an image's texts by order.
 
     Files of features as SCAN's name no captions. They list them in the order of the annotations.
-
-    Args:
-        own: ground truth of the data, each text with one image.
-        benchmark: likewise, with as many images and as many texts for each.
-
-    Returns:
-        The ground truth with other ids; the given one if the data are not as many.
     """
     if (len(own.image_ids), len(own.text_ids)) != (len(benchmark.image_ids), len(benchmark.text_ids)):
         return own
@@ -183,19 +147,7 @@ def ids_by_order(own: GroundTruth, benchmark: GroundTruth) -> GroundTruth:
 
 
 def in_folds(ground_truth: GroundTruth, n_folds: int = 5, *, name: str) -> GroundTruth:
-    """Divide a ground truth into folds of consecutive images, each with the texts of its images.
-
-    Args:
-        ground_truth: each of its texts must match images of exactly one fold.
-        n_folds: number of folds.
-        name: of the result.
-
-    Returns:
-        The same ground truth with folds of equal size.
-
-    Raises:
-        ValueError: the images cannot be divided into equal folds, or a text matches images of two folds or of none.
-    """
+    """Divide a ground truth into folds of consecutive images, each with the texts of its images."""
     n = len(ground_truth.image_ids)
     if n_folds < 1 or n % n_folds:
         raise ValueError(f"{name}: {n} images cannot be divided into {n_folds} equal folds")
@@ -217,15 +169,6 @@ def in_folds_of(
     """Divide a ground truth into the folds of another one, such as CxC into the folds of COCO 1K.
 
     A query's relevant items outside of its fold do not count there.
-
-    Args:
-        folded: with the folds.
-        ground_truth: whose ids are among those of folded; its matches may cross the folds.
-        name: of the result.
-        averaged_as: see :class:`GroundTruth`.
-
-    Returns:
-        The same matches with these folds; items that ground_truth lacks are missing from their fold.
     """
     images, texts = (
         {identity: i for i, identity in enumerate(ids)} for ids in (ground_truth.image_ids, ground_truth.text_ids)
@@ -243,14 +186,7 @@ def _places(ids: Sequence[str], chosen: np.ndarray, place: Mapping[str, int]) ->
 
 
 def relevance_from_table(match: np.ndarray) -> Relevance:
-    """Make a relevance from a dense table.
-
-    Args:
-        match: (n, m) bool, whether query and item match.
-
-    Returns:
-        n queries by m items.
-    """
+    """Make a relevance from a dense table. match (n, m)."""
     rows, columns = np.nonzero(match)
     return Relevance(np.searchsorted(rows, np.arange(len(match) + 1)), columns, match.shape[1])
 
@@ -341,17 +277,7 @@ def _read_csv(path: Path) -> _Ids:
 
 
 def read_json(path: Path) -> Any:
-    """Read a JSON file in which no object repeats a key.
-
-    Args:
-        path: of the file.
-
-    Returns:
-        Its content.
-
-    Raises:
-        UserError: the file is missing, is not JSON, or an object repeats a key.
-    """
+    """Read a JSON file in which no object repeats a key."""
     try:
         return json.loads(path.read_text(encoding="utf-8-sig"), object_pairs_hook=_distinct)
     except OSError as error:
@@ -369,17 +295,7 @@ def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def read_lists(path: Path) -> dict[str, list[str]]:
-    """Read a JSON file that lists the matches of each query.
-
-    Args:
-        path: of a file {query id: [ids]}.
-
-    Returns:
-        The same with all ids as strings.
-
-    Raises:
-        UserError: the file is missing or has another form.
-    """
+    """Read a JSON file that lists the matches of each query."""
     return _lists_of(path, read_json(path))
 
 
@@ -398,18 +314,7 @@ def _is_id(value: Any) -> bool:
 
 
 def first_twice(ids: Sequence[str]) -> str | None:
-    """Find a repeated id.
-
-    Args:
-        ids: any number.
-
-    Returns:
-        The first id that occurs a second time; None if all differ.
-
-    Example:
-        >>> first_twice(["a", "b", "b", "a"])
-        'b'
-    """
+    """Find a repeated id."""
     seen = set()
     for identity in ids:
         if identity in seen:

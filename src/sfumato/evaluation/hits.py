@@ -39,38 +39,21 @@ _UNSURE = 0.05
 
 @dataclass(frozen=True)
 class HitFigures:
-    """The probabilities of hits against what they are.
+    """The probabilities of hits against what they are."""
 
-    Attributes:
-        direction: "t2i" if texts search among images.
-        n_gallery: number of images of the gallery, or whose texts are the gallery; the mean over several galleries.
-        hits: number of hits of each query that count: 1, or the first 10.
-        n: number of hits.
-        rate: fraction of hits that match.
-        mean_probability: mean probability of the hits.
-        ece: expected calibration error in bins with equally many hits, as everywhere.
-        ece_by_chance: the calibration error that perfect probabilities of these hits would show, on average.
-        ece_perfect_most: the error that perfect probabilities exceed in 5 % of the samples of as many hits.
-        ece_off_least: the error that probabilities off by FAR stay below in 5 % of such samples: the smallest of those
-            that are all too high, all too low, too sure and not sure enough.
-        log_loss: mean, in nats.
-        brier_skill: 1 - Brier score / that of the constant `rate`; 0 is the constant, 1 is perfect.
-        auroc: of matches against other hits by the probability; None if there is only one kind.
-    """
-
-    direction: Direction
-    n_gallery: int
-    hits: int
-    n: int
-    rate: float
-    mean_probability: float
-    ece: float
-    ece_by_chance: float
-    ece_perfect_most: float
+    direction: Direction  # "t2i" if texts search among images
+    n_gallery: int  # number of images of the gallery, or whose texts are the gallery; the mean over several galleries
+    hits: int  # number of hits of each query that count: 1, or the first 10
+    n: int  # number of hits
+    rate: float  # fraction of hits that match
+    mean_probability: float  # mean probability of the hits
+    ece: float  # expected calibration error in bins with equally many hits, as everywhere
+    ece_by_chance: float  # the calibration error that perfect probabilities of these hits would show, on average
+    ece_perfect_most: float  # the error that perfect probabilities exceed in 5 % of the samples of as many hits
     ece_off_least: float
-    log_loss: float
-    brier_skill: float
-    auroc: float | None
+    log_loss: float  # mean, in nats
+    brier_skill: float  # 1 - Brier score / that of the constant `rate`; 0 is the constant, 1 is perfect
+    auroc: float | None  # of matches against other hits by the probability; None if there is only one kind
 
     @property
     def verdict(self) -> Verdict:
@@ -88,11 +71,7 @@ class HitFigures:
         return "rough" if excess <= FAR else "misleads"
 
     def to_json(self) -> dict[str, Any]:
-        """The figures as plain values.
-
-        Returns:
-            JSON values.
-        """
+        """The figures as plain values."""
         return asdict(self)
 
 
@@ -112,21 +91,7 @@ def measure_hits(
     A gallery is a random set of images, or the texts that match one of them. Its queries are the texts of the split, or
     these images.
 
-    Args:
-        calibration: of the model, not fitted on these queries.
-        distance: (n images, m texts) of a split.
-        match: (n, m) 0 and 1.
-        embedded: (images, texts), which a calibration with reference queries needs.
-        sizes: numbers of images of the galleries; all images of the split come in addition.
-        n_galleries: number of random galleries of each size.
-        population: "planted" for queries with a match in their gallery, "independent" for all.
-        seed: of the galleries.
-
-    Returns:
-        Figures by direction, size and number of hits.
-
-    Raises:
-        ValueError: the calibration has reference queries, and the embeddings are not given.
+    distance (n images, m texts), match (n, m), embedded (images, texts).
     """
     everything = Fold(calibration, torch.arange(len(distance)), torch.arange(distance.shape[1]))
     return measure_cross_fitted(
@@ -143,14 +108,9 @@ def measure_hits(
 
 @dataclass(frozen=True, eq=False)
 class Fold:
-    """Queries with a calibration of their own.
+    """Queries with a calibration of their own."""
 
-    Attributes:
-        calibration: not fitted on these queries.
-        images, texts: positions of the queries in the split.
-    """
-
-    calibration: Calibration
+    calibration: Calibration  # not fitted on these queries
     images: Tensor
     texts: Tensor
 
@@ -166,18 +126,7 @@ def measure_cross_fitted(
     population: str = "planted",
     seed: int = 0,
 ) -> list[HitFigures]:
-    """Measure the probabilities of hits where parts of the queries have calibrations of their own.
-
-    Args:
-        folds: all galleries are those of the whole split.
-        distance, match, embedded, sizes, n_galleries, population, seed: see :func:`measure_hits`.
-
-    Returns:
-        Figures by direction, size and number of hits, of the queries of all folds.
-
-    Raises:
-        ValueError: see :func:`measure_hits`.
-    """
+    """Measure the probabilities of hits where parts of the queries have calibrations of their own."""
     figures = []
     n = len(distance)
     directions: tuple[Direction, ...] = ("t2i", "i2t")
@@ -198,38 +147,20 @@ def measure_cross_fitted(
 
 @dataclass(frozen=True, eq=False)
 class FirstHits:
-    """The first hits of the queries of a split among all its items.
+    """The first hits of the queries of a split among all its items."""
 
-    Attributes:
-        probability: (q,) of each.
-        match: (q,) whether it matches, 0 and 1.
-        queries: (q,) positions of the queries.
-        direction: of the queries.
-    """
-
-    probability: Tensor
-    match: Tensor
-    queries: Tensor
-    direction: Direction
+    probability: Tensor  # (q,) of each
+    match: Tensor  # (q,) whether it matches, 0 and 1
+    queries: Tensor  # (q,) positions of the queries
+    direction: Direction  # of the queries
 
     def log_loss(self) -> np.ndarray:
-        """The log loss of each probability.
-
-        Returns:
-            (q,) in nats.
-        """
+        """The log loss of each probability. Returns (q,)."""
         p = torch.where(self.match.bool(), self.probability, 1 - self.probability)
         return -p.clamp_min(torch.finfo(torch.float64).tiny).log().numpy()
 
     def image(self, match: Tensor) -> np.ndarray:
-        """The image that each query belongs to.
-
-        Args:
-            match: (n images, m texts) of the split.
-
-        Returns:
-            (q,) positions; of a text with several images the first.
-        """
+        """The image that each query belongs to. match (n images, m texts) -> (q,)."""
         images = self.queries if self.direction == "i2t" else match[:, self.queries].argmax(0)
         return images.numpy()
 
@@ -243,18 +174,7 @@ def first_hits(
     embedded: tuple[GaussianEmbedding, GaussianEmbedding] | None = None,
     population: str = "planted",
 ) -> FirstHits:
-    """The probabilities of first hits in the whole of a split.
-
-    Args:
-        calibration, distance, match, embedded, population: see :func:`measure_hits`.
-        direction: of the queries.
-
-    Returns:
-        The first hits; with the population "planted" of the queries with a match.
-
-    Raises:
-        ValueError: see :func:`measure_hits`.
-    """
+    """The probabilities of first hits in the whole of a split."""
     seen = _Seen.by(calibration, embedded, direction)
     (asked,) = _galleries(distance, match, direction, len(distance), 1, np.random.default_rng(0))
     p, y = _hits(calibration, asked, direction, population, seen)
@@ -263,26 +183,12 @@ def first_hits(
 
 
 def without_nearest(calibration: Calibration) -> Calibration:
-    """The calibration by the distance and the size of the gallery alone: the baseline.
-
-    Args:
-        calibration: of a model.
-
-    Returns:
-        The same without logits given the nearest items.
-    """
+    """The calibration by the distance and the size of the gallery alone: the baseline."""
     return replace(calibration, conditional={}, hits={}, reference={})
 
 
 def without_reference(calibration: Calibration) -> Calibration:
-    """The calibration given the nearest items alone, without reference queries: a baseline for probabilities of hits.
-
-    Args:
-        calibration: of a model.
-
-    Returns:
-        The same without reference queries, and without the scores of hits that go with them.
-    """
+    """The calibration given the nearest items alone, without reference queries: a baseline."""
     plain = {direction: replace(logits, first=None) for direction, logits in calibration.conditional.items()}
     return replace(calibration, conditional=plain, hits={}, reference={})
 

@@ -133,18 +133,11 @@ class PaperItem:
 
 @dataclass(frozen=True)
 class DataSet:
-    """Data that tables can be repeated on.
+    """Data that tables can be repeated on."""
 
-    Attributes:
-        name: e.g. "flickr8k".
-        title: as it is written, e.g. "Flickr8k".
-        needs: what has to be there; empty if it comes with the package.
-        instead: recipe of a paper -> the recipe, with overrides, that has its method on this data.
-    """
-
-    name: str
-    title: str
-    needs: str = ""
+    name: str  # e.g. "flickr8k"
+    title: str  # as it is written, e.g. "Flickr8k"
+    needs: str = ""  # what has to be there; empty if it comes with the package
     instead: dict[str, str] = field(default_factory=dict)
 
 
@@ -178,11 +171,7 @@ def _place(item: PaperItem) -> tuple[int, bool, str, int]:
 
 
 def find_item(name: str) -> PaperItem:
-    """The table or figure of a name, however it is spelt: "pcme++ 3", "PCME++ table 3", "PCME++ figure 3".
-
-    Raises:
-        UserError: there is none; the message names the nearest.
-    """
+    """The table or figure of a name, however it is spelt: "pcme++ 3", "PCME++ table 3", "PCME++ figure 3"."""
     known = {_folded(id): item for id, item in paper_items().items()}
     if (folded := _folded(name)) in known:
         return known[folded]

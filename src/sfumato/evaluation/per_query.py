@@ -29,25 +29,11 @@ _METRICS = (*COMPARED, "best_rank")
 
 @dataclass(frozen=True, eq=False)
 class PerQuery:
-    """Metrics of single queries, one row for each ground truth, direction and query that has a relevant item.
+    """Metrics of single queries, one row for each ground truth, direction and query that has a relevant item."""
 
-    Attributes:
-        ground_truth: (r,) names of ground truths; ground truth, direction and query are the key of a row.
-        direction: (r,) "i2t" or "t2i".
-        query: (r,) ids.
-        group: (r,) strings. Queries with the same relevant items, like the captions of an image, are in one group. They
-            are not independent, so they are resampled together.
-        figures: by name (r,) float64, NaN where undefined: "recall@K", "r_precision", "map@r"; "best_rank", the rank
-            from 0 of the closest relevant item, infinite if none is in the gallery; "uncertainty", the scalar
-            uncertainty of the query, by default its total variance.
-
-    Raises:
-        ValueError: columns differ in length, or a key occurs twice.
-    """
-
-    ground_truth: np.ndarray
-    direction: np.ndarray
-    query: np.ndarray
+    ground_truth: np.ndarray  # (r,) names of ground truths; ground truth, direction and query are the key of a row
+    direction: np.ndarray  # (r,) "i2t" or "t2i"
+    query: np.ndarray  # (r,) ids
     group: np.ndarray
     figures: dict[str, np.ndarray]
 
@@ -65,30 +51,15 @@ class PerQuery:
         return len(self.query)
 
     def keys(self) -> list[tuple[str, str, str]]:
-        """List the keys.
-
-        Returns:
-            (ground truth, direction, query) of every row.
-        """
+        """List the keys. Returns (ground truth, direction, query)."""
         return list(zip(self.ground_truth.tolist(), self.direction.tolist(), self.query.tolist(), strict=True))
 
     def columns(self) -> dict[str, np.ndarray]:
-        """List the columns.
-
-        Returns:
-            (r,) values by name on disk, the keys first.
-        """
+        """List the columns. Returns (r,)."""
         return {name: getattr(self, attribute) for name, attribute in _KEYS.items()} | self.figures
 
     def select(self, index: np.ndarray) -> "PerQuery":
-        """Choose rows.
-
-        Args:
-            index: (k,) positions.
-
-        Returns:
-            The k rows in this order.
-        """
+        """Choose rows. index (k,)."""
         columns = self.columns()
         return _from_columns({name: values[index] for name, values in columns.items()})
 
@@ -100,30 +71,12 @@ def _from_columns(columns: Mapping[str, np.ndarray]) -> PerQuery:
 
 
 def query_name(key: tuple[str, str, str]) -> str:
-    """Name a row in a message.
-
-    Args:
-        key: of :meth:`PerQuery.keys`.
-
-    Returns:
-        Its query with ground truth and direction.
-    """
+    """Name a row in a message."""
     return f"query {key[2]!r} ({key[0]}, {key[1]})"
 
 
 def per_query_table(ranks: BenchmarkRanks, uncertainty: Mapping[str, Mapping[str, float]] | None = None) -> PerQuery:
-    """Make the table of single queries of one evaluation.
-
-    Args:
-        ranks: by ground truth and direction, of :func:`~sfumato.evaluation.benchmarks.rank_ground_truths` and its like.
-        uncertainty: {"i2t": {image id: number}, "t2i": {text id: number}}; None leaves the column undefined.
-
-    Returns:
-        All metrics if complete rankings are known; for ranked lists, the metrics that the ground truth reports.
-
-    Raises:
-        ValueError: a list is too short for a metric that its ground truth reports, or there is no ground truth.
-    """
+    """Make the table of single queries of one evaluation."""
     parts: list[PerQuery] = []
     for name, both in ranks.items():
         for direction, of in both.items():
@@ -170,16 +123,7 @@ def _groups(relevance: Relevance, queries: np.ndarray) -> list[int]:
 
 
 def write_per_query(path: str | Path, table: PerQuery) -> None:
-    """Write a table atomically as Parquet or CSV. Undefined metrics are empty.
-
-    Args:
-        path: ends in .parquet, which needs the extra `parquet`, or in .csv.
-        table: to write.
-
-    Raises:
-        UserError: the path has another ending, or pyarrow is not installed.
-        FileNotFoundError: the folder does not exist.
-    """
+    """Write a table atomically as Parquet or CSV. Undefined metrics are empty."""
     path = Path(path)
     check_per_query_path(path)
     columns = table.columns()
@@ -208,14 +152,7 @@ def write_per_query(path: str | Path, table: PerQuery) -> None:
 
 
 def check_per_query_path(path: Path) -> None:
-    """Check before the computation that :func:`write_per_query` can write this file.
-
-    Args:
-        path: of the file.
-
-    Raises:
-        UserError: the ending is not .parquet or .csv, or it is .parquet and pyarrow is not installed.
-    """
+    """Check before the computation that :func:`write_per_query` can write this file."""
     if path.suffix not in PER_QUERY_ENDINGS:
         raise UserError(
             f"{path}: results of single queries must be a .parquet or .csv file, got {path.suffix or 'no ending'}"
@@ -225,17 +162,7 @@ def check_per_query_path(path: Path) -> None:
 
 
 def read_per_query(path: str | Path) -> PerQuery:
-    """Read a file of :func:`write_per_query`.
-
-    Args:
-        path: of the file.
-
-    Returns:
-        The table.
-
-    Raises:
-        UserError: the file is missing, damaged or of another form, or pyarrow is not installed.
-    """
+    """Read a file of :func:`write_per_query`."""
     path = Path(path)
     check_per_query_path(path)
     if not path.is_file():

@@ -65,55 +65,28 @@ class EvaluationOptions:
             raise UserError(f"--samples {self.n_samples}: give at least 1")
 
     def sampled(self, distance: Distance) -> Distance:
-        """A distance with the samples of these options.
-
-        Args:
-            distance: any distance.
-
-        Returns:
-            The same with the number and seed of the samples; a closed form is returned unchanged.
-        """
+        """A distance with the samples of these options."""
         return distance.with_samples(self.n_samples, self.seed)
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The figures of an evaluation; recalls and precisions are fractions in [0, 1].
+    """The figures of an evaluation; recalls and precisions are fractions in [0, 1]."""
 
-    Attributes:
-        distance: name of the distance used for ranking.
-        n_images: number of images.
-        n_texts: number of texts.
-        i2t: retrieval metrics of images as queries.
-        t2i: retrieval metrics of texts as queries.
-        rsum: recall@1 + recall@5 + recall@10 of both directions; at most 6.
-        t2i_by_kind: text to image metrics of the texts of each kind.
-        i2t_by_kind: image to text metrics with only the texts of that kind as gallery.
-        uncertainty: by direction, recall@1 in ten bins of the query's uncertainty, and their correlation; None for
-            points.
-        multiplicity: Spearman correlation between a text's uncertainty and its number of true images, "all" and
-            "balanced"; None for points, or if every text has one true image.
-        total_variance: means of "image" and "text".
-        chance: by direction, the metrics of a random order (:func:`~sfumato.metrics.retrieval.chance_metrics`).
-        uncertainty_measure: the scalar uncertainty of "uncertainty" and "multiplicity", one of
-            :data:`~sfumato.gaussian.ScalarUncertainty`.
-        samples: {"n", "seed"} of a sampled distance; None for the others.
-    """
-
-    distance: str
-    n_images: int
-    n_texts: int
-    i2t: dict[str, float]
-    t2i: dict[str, float]
-    rsum: float
-    t2i_by_kind: dict[str, dict[str, float]]
-    i2t_by_kind: dict[str, dict[str, float]]
+    distance: str  # name of the distance used for ranking
+    n_images: int  # number of images
+    n_texts: int  # number of texts
+    i2t: dict[str, float]  # retrieval metrics of images as queries
+    t2i: dict[str, float]  # retrieval metrics of texts as queries
+    rsum: float  # recall@1 + recall@5 + recall@10 of both directions; at most 6
+    t2i_by_kind: dict[str, dict[str, float]]  # text to image metrics of the texts of each kind
+    i2t_by_kind: dict[str, dict[str, float]]  # image to text metrics with only the texts of that kind as gallery
     uncertainty: dict[str, Any] | None
     multiplicity: dict[str, float | None] | None
-    total_variance: dict[str, float]
+    total_variance: dict[str, float]  # means of "image" and "text"
     chance: dict[str, dict[str, float]]
     uncertainty_measure: str = "total_variance"
-    samples: dict[str, int] | None = None
+    samples: dict[str, int] | None = None  # {"n", "seed"} of a sampled distance; None for the others
 
     @property
     def chance_rsum(self) -> float:
@@ -134,11 +107,7 @@ class Evaluation:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Convert to JSON values.
-
-        Returns:
-            Plain numbers, lists and dictionaries.
-        """
+        """Convert to JSON values."""
         return asdict(self)
 
 
@@ -221,14 +190,7 @@ def evaluate_retrieval(
 
 
 def table_rows(evaluation: Evaluation) -> list[tuple[str, dict[str, float]]]:
-    """List the rows of a table.
-
-    Args:
-        evaluation: its figures.
-
-    Returns:
-        (name, metrics) of both directions, then of each kind of text.
-    """
+    """List the rows of a table. Returns (name, metrics)."""
     rows = [("image -> text", evaluation.i2t), ("text -> image", evaluation.t2i)]
     rows += [(f"image -> {kind}", metrics) for kind, metrics in evaluation.i2t_by_kind.items()]
     rows += [(f"{kind} -> image", metrics) for kind, metrics in evaluation.t2i_by_kind.items()]
@@ -236,14 +198,7 @@ def table_rows(evaluation: Evaluation) -> list[tuple[str, dict[str, float]]]:
 
 
 def samples_of(distance: Distance) -> dict[str, int] | None:
-    """The samples by which a distance ranks.
-
-    Args:
-        distance: any distance.
-
-    Returns:
-        {"n": number of samples of each embedding, "seed"}; None for a closed form.
-    """
+    """The samples by which a distance ranks."""
     return {"n": distance.n_samples, "seed": distance.seed} if distance.sampled else None
 
 

@@ -16,29 +16,16 @@ STRATEGY_TABLES = ("PCME++ C.7", "PCME E.1")
 
 @dataclass(frozen=True)
 class PublishedRow:
-    """A row of a published table.
+    """A row of a published table."""
 
-    Attributes:
-        paper: short name, as in docs/concepts/index.md.
-        source: author, title, venue and number.
-        table: number of the table in that paper.
-        about: subject of the table.
-        benchmark: "coco" for COCO 1K and 5K, CxC, RPC2, PMRP and ECCV Caption; "cub", "flickr30k" or "imagenet".
-        direction: "i2t", "t2i", "both" for the mean of the two, or "each": the names of the figures begin with theirs.
-        backbone: of the method; empty if the table names none.
-        method: as printed; the paper marks figures from an official checkpoint or another paper with †.
-        figures: by "GROUND_TRUTH METRIC", e.g. "eccv map@r", and "rsum" of COCO 1K; in per cent as printed, rsum of
-            600. "total_variance" and "minus_rho" as printed.
-    """
-
-    paper: str
-    source: str
-    table: str
-    about: str
-    benchmark: str
+    paper: str  # short name, as in docs/concepts/index.md
+    source: str  # author, title, venue and number
+    table: str  # number of the table in that paper
+    about: str  # subject of the table
+    benchmark: str  # "coco" for COCO 1K and 5K, CxC, RPC2, PMRP and ECCV Caption; "cub", "flickr30k" or "imagenet"
     direction: str
-    backbone: str
-    method: str
+    backbone: str  # of the method; empty if the table names none
+    method: str  # as printed; the paper marks figures from an official checkpoint or another paper with †
     figures: dict[str, float]
 
     @property
@@ -47,14 +34,7 @@ class PublishedRow:
         return f"{self.paper} {self.table}"
 
     def own_name(self, name: str) -> str:
-        """The name of a figure in :func:`own_figures`.
-
-        Args:
-            name: of a figure of this row.
-
-        Returns:
-            The same with the direction, if the table has one direction.
-        """
+        """The name of a figure in :func:`own_figures`."""
         return f"{self.direction} {name}" if self.direction in ("i2t", "t2i") else name
 
 
@@ -96,20 +76,7 @@ def published_rows(
 
 
 def common_figures(figures: Mapping[str, Mapping[str, Any]], direction: str = "both") -> dict[str, float]:
-    """Convert the figures of an evaluation to the form of the published ones.
-
-    Args:
-        figures: {ground truth: {"i2t": {metric: fraction}, "t2i": ..., "rsum": ...}} of
-            :func:`~sfumato.evaluation.benchmarks.evaluate_benchmarks`.
-        direction: "i2t", "t2i", "both" for the mean of the two, or "each" for names that begin with theirs.
-
-    Returns:
-        Per cent by "GROUND_TRUTH METRIC", and the rsum of COCO 1K; only figures that a published table has.
-
-    Example:
-        >>> common_figures({"cxc": {"i2t": {"recall@1": 0.5}, "t2i": {"recall@1": 0.25}}})
-        {'cxc recall@1': 37.5}
-    """
+    """Convert the figures of an evaluation to the form of the published ones."""
     found = {}
     for name in dict.fromkeys(name for row in _rows() if row.direction == direction for name in row.figures):
         first, _, rest = name.partition(" ")
@@ -130,18 +97,7 @@ def own_figures(
     *,
     measure: str = "total_variance",
 ) -> dict[str, float]:
-    """All figures of an evaluation that some published table has.
-
-    Args:
-        figures: see :func:`common_figures`.
-        uncertainty: by ground truth and direction, of :func:`~sfumato.metrics.uncertainty.recall_by_uncertainty`.
-        total_variance: means of "image" and "text".
-        measure: scalar uncertainty of the uncertainty; no table has figures of another one than the total variance.
-
-    Returns:
-        Figures by the name of :meth:`PublishedRow.own_name`. "minus_rho" is the mean over both directions of COCO 1K of
-        the negative correlation of bin and recall@1; "total_variance" the mean over both sides.
-    """
+    """All figures of an evaluation that some published table has."""
     found = common_figures(figures, "both") | common_figures(figures, "each")
     for side in ("i2t", "t2i"):
         found |= {f"{side} {name}": value for name, value in common_figures(figures, side).items()}

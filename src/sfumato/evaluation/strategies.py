@@ -46,21 +46,13 @@ LISTED_AT_LEAST = 10
 
 @dataclass(frozen=True)
 class Strategy:
-    """A retrieval strategy.
+    """A retrieval strategy."""
 
-    Attributes:
-        name: key in STRATEGIES.
-        label: its name in a table; the name of table C.7 if it is listed there.
-        distance: the distance that orders the final results: a name in DISTANCES, or "match_probability".
-        indexed: the distance of the FAISS index; None ranks the whole gallery exactly.
-        reranks: whether the first `candidates` that FAISS finds are ordered by distance.
-    """
-
-    name: str
-    label: str
-    distance: str
-    indexed: str | None = None
-    reranks: bool = False
+    name: str  # key in STRATEGIES
+    label: str  # its name in a table; the name of table C.7 if it is listed there
+    distance: str  # the distance that orders the final results: a name in DISTANCES, or "match_probability"
+    indexed: str | None = None  # the distance of the FAISS index; None ranks the whole gallery exactly
+    reranks: bool = False  # whether the first `candidates` that FAISS finds are ordered by distance
 
 
 STRATEGIES: dict[str, Strategy] = {
@@ -94,25 +86,11 @@ _SCALING = tuple(STRATEGIES[name] for name in STRATEGY_SETS["all"])
 
 @dataclass(frozen=True)
 class FaissRanker:
-    """A :class:`~sfumato.evaluation.protocols.Ranker` that builds a FAISS index of each gallery and ranks by its lists.
+    """A :class:`Ranker` that builds a FAISS index of each gallery and ranks by its lists."""
 
-    Attributes:
-        strategy: one with an index.
-        engine: "ivf" and "hnsw" are approximate, "flat" and "exact" find all items. The clusters of ivf are seeded; the
-            graph of hnsw depends on the number of threads.
-        candidates: number K of items that FAISS finds for re-ranking.
-        at_least: minimum length of a list. A list is longer if a query has more relevant items, and shorter if the
-            gallery is smaller.
-        options: of the engine. If the engine finds fewer items than a list needs, GaussianIndex answers the query
-            exactly.
-
-    Raises:
-        ValueError: the strategy has no index, the engine is unknown, or a number is below 1.
-    """
-
-    strategy: Strategy
+    strategy: Strategy  # one with an index
     engine: str = "ivf"
-    candidates: int = 100
+    candidates: int = 100  # number K of items that FAISS finds for re-ranking
     at_least: int = LISTED_AT_LEAST
     options: FaissOptions | None = None
 
@@ -131,13 +109,7 @@ class FaissRanker:
         A strategy that re-ranks orders the first `candidates` by distance; the items after them stay in the order of
         FAISS.
 
-        Args:
-            queries: (n, d) embeddings.
-            gallery: (m, d) embeddings.
-            k: number of items.
-
-        Returns:
-            (n, min(k, m)) gallery positions.
+        queries (n, d), gallery (m, d).
         """
         index = GaussianIndex.build(
             gallery,
@@ -162,17 +134,7 @@ class FaissRanker:
     ) -> np.ndarray:
         """Rank the relevant items; see :class:`~sfumato.evaluation.protocols.Ranker`.
 
-        Args:
-            queries: (n, d) embeddings.
-            gallery: (m, d) embeddings.
-            relevance: query -> its relevant items.
-            distance: must be that of the strategy.
-
-        Returns:
-            (p,) ranks from 0 of all relevant items; UNLISTED for an item that is not in the list.
-
-        Raises:
-            ValueError: the distance is not that of the strategy.
+        queries (n, d), gallery (m, d) -> (p,).
         """
         if get_distance(distance).name != self.strategy.distance:
             raise ValueError(
@@ -188,20 +150,11 @@ class FaissRanker:
 
 @dataclass(frozen=True, eq=False)
 class SimilarityMatrix:
-    """The similarities of all images and texts: a ScoreMatrix that computes each block when it is read.
+    """The similarities of all images and texts: a ScoreMatrix that computes each block when it is read."""
 
-    Attributes:
-        images: (n, d) embeddings.
-        texts: (m, d) embeddings.
-        kind: "dot", the product of the means, or "cosine", the product of means scaled to length 1.
-
-    Raises:
-        ValueError: the kind is unknown, or d differs.
-    """
-
-    images: GaussianEmbedding
-    texts: GaussianEmbedding
-    kind: Similarity
+    images: GaussianEmbedding  # (n, d) embeddings
+    texts: GaussianEmbedding  # (m, d) embeddings
+    kind: Similarity  # "dot", the product of the means, or "cosine", the product of means scaled to length 1
 
     def __post_init__(self) -> None:
         if self.kind not in get_args(Similarity):
@@ -236,22 +189,7 @@ def rank_ground_truths_by(
     text_ids: Sequence[str],
     ground_truths: Iterable[GroundTruth],
 ) -> BenchmarkRanks:
-    """Rank by any score; see :func:`~sfumato.evaluation.benchmarks.rank_ground_truths`.
-
-    Args:
-        score: a name in SCORES, nearest_of_K, or a distance with images as its first argument.
-        images: (n, d) embeddings.
-        texts: (m, d) embeddings.
-        image_ids: n distinct ids.
-        text_ids: m distinct ids.
-        ground_truths: with distinct names.
-
-    Returns:
-        The ranks by ground truth and direction.
-
-    Raises:
-        ValueError: the score is unknown, or ids and ground truths do not fit.
-    """
+    """Rank by any score; see :func:`~sfumato.evaluation.benchmarks.rank_ground_truths`. images (n, d), texts (m, d)."""
     distance = distance_of_score(score)
     if distance is None:
         matrix = SimilarityMatrix(images, texts, "cosine" if score == "cosine" else "dot")
@@ -261,17 +199,7 @@ def rank_ground_truths_by(
 
 
 def distance_of_score(score: str | Distance) -> Distance | None:
-    """The distance of a score.
-
-    Args:
-        score: see :func:`rank_ground_truths_by`.
-
-    Returns:
-        The distance; None for a similarity.
-
-    Raises:
-        ValueError: the score is unknown.
-    """
+    """The distance of a score."""
     if score in get_args(Similarity):
         return None
     if score == MATCH_PROBABILITY:
@@ -284,37 +212,16 @@ def distance_of_score(score: str | Distance) -> Distance | None:
 
 @dataclass(frozen=True, eq=False)
 class StrategyResult:
-    """The result of one strategy.
+    """The result of one strategy."""
 
-    Attributes:
-        strategy: the strategy.
-        ranks: by ground truth and direction.
-        figures: of :func:`~sfumato.evaluation.benchmarks.evaluate_benchmarks`.
-        seconds: time to rank both directions of all ground truths, in seconds, including the time to build indexes.
-    """
-
-    strategy: Strategy
-    ranks: BenchmarkRanks
-    figures: dict[str, dict[str, Any]]
-    seconds: float
+    strategy: Strategy  # the strategy
+    ranks: BenchmarkRanks  # by ground truth and direction
+    figures: dict[str, dict[str, Any]]  # of :func:`~sfumato.evaluation.benchmarks.evaluate_benchmarks`
+    seconds: float  # time to rank both directions of all ground truths, in seconds, including the time to build indexes
 
 
 def choose_strategies(names: str) -> list[Strategy]:
-    """Choose strategies by name.
-
-    Args:
-        names: a name in STRATEGY_SETS, or names in STRATEGIES with commas between them.
-
-    Returns:
-        The strategies in this order.
-
-    Raises:
-        ValueError: a name is unknown or occurs twice, or there is none.
-
-    Example:
-        >>> [s.name for s in choose_strategies("csd,mean")]
-        ['csd', 'mean']
-    """
+    """Choose strategies by name."""
     known = ", ".join((*STRATEGY_SETS, *STRATEGIES))
     wanted = STRATEGY_SETS.get(names.strip()) or [name.strip() for name in names.split(",") if name.strip()]
     for name in wanted:

@@ -44,12 +44,7 @@ def caption_distance(texts: GaussianEmbedding, relevance: Relevance) -> np.ndarr
     It is a proxy of an image's ambiguity for data without counts of the true matches. It uses the ground truth, namely
     the captions of the image. So it can be used to measure estimators, but is not an estimator.
 
-    Args:
-        texts: (m, d) embeddings.
-        relevance: image -> its texts.
-
-    Returns:
-        (n,) squared distances, one per image; NaN for an image with fewer than two texts.
+    texts (m, d) -> (n,).
     """
     mean = texts.mean.double().cpu().numpy()
     result = np.full(relevance.n_queries, np.nan)
@@ -65,16 +60,7 @@ def caption_words(texts: Sequence[str], relevance: Relevance) -> np.ndarray:
 
     It is a proxy of ambiguity like :func:`caption_distance`, but needs no model.
 
-    Args:
-        texts: m captions.
-        relevance: image -> its texts.
-
-    Returns:
-        (n,) in [0, 1], one per image; NaN for an image with fewer than two texts.
-
-    Example:
-        >>> caption_words(["A red dog.", "a dog"], Relevance.from_lists([[0, 1]], n_gallery=2)).round(3)
-        array([0.333])
+    Returns (n,).
     """
     words = [set(words_of(text)) for text in texts]
     result = np.full(relevance.n_queries, np.nan)
@@ -87,18 +73,7 @@ def caption_words(texts: Sequence[str], relevance: Relevance) -> np.ndarray:
 
 
 def words_of(text: str) -> list[str]:
-    """Split a text into lower-case words, which are runs of letters and digits.
-
-    Args:
-        text: any text.
-
-    Returns:
-        The words in the order of the text.
-
-    Example:
-        >>> words_of("A dog's ball, 2x")
-        ['a', 'dog', 's', 'ball', '2x']
-    """
+    """Split a text into lower-case words, which are runs of letters and digits."""
     return "".join(c if c.isalnum() else " " for c in text.lower()).split()
 
 
@@ -124,129 +99,68 @@ CORRUPTION_FIGURES = ("spearman", "rises", "monotone", "auroc")
 
 @dataclass(frozen=True)
 class CorruptionTrust:
-    """The response of the estimators to a corruption of the queries.
+    """The response of the estimators to a corruption of the queries."""
 
-    Attributes:
-        n: number of corrupted queries.
-        strengths: ascending, from 0 for the clean inputs.
-        recall: recall@1 at each strength, which shows whether the queries become harder.
-        estimators: by name, "spearman" (of strength and uncertainty within a query, mean over queries), "rises"
-            (fraction of queries that are less certain at the greatest strength than clean; a tie counts one half),
-            "monotone" (fraction whose uncertainty rises and never falls from one strength to the next) and "auroc"
-            (greatest strength against clean).
-        medians: by name, the median uncertainty at each strength.
-        means: by name, the mean uncertainty at each strength; None where it is infinite.
-    """
-
-    n: int
-    strengths: list[float]
-    recall: list[float]
+    n: int  # number of corrupted queries
+    strengths: list[float]  # ascending, from 0 for the clean inputs
+    recall: list[float]  # recall@1 at each strength, which shows whether the queries become harder
     estimators: dict[str, dict[str, Interval]]
-    medians: dict[str, list[float]]
-    means: dict[str, list[Interval]]
+    medians: dict[str, list[float]]  # by name, the median uncertainty at each strength
+    means: dict[str, list[Interval]]  # by name, the mean uncertainty at each strength; None where it is infinite
 
 
 @dataclass(frozen=True)
 class DirectionTrust:
-    """The figures of one direction.
+    """The figures of one direction."""
 
-    Attributes:
-        n_queries: number of queries with a true match; the others are left out.
-        n_gallery: size of the gallery.
-        recall: recall@1 of these queries.
-        chance: recall@1 of a random order.
-        above_chance: whether the model ranks better than a random order; if not, no other figure means anything.
-        risk_best: area under the risk-coverage curve of a perfect order; a random order has 1 - recall.
-        right_pairs: AUROC of the match probability of a true pair against that of a random wrong pair; one of both per
-            query.
-        n_out_of_gallery: number of queries in the figure out_of_gallery.
-        estimators: by name, the figures of :data:`FIGURES` that are defined here; empty for a constant estimator.
-        deciles: by name, recall@1 in ten bins from the most certain queries to the least.
-        corruptions: by name.
-    """
-
-    n_queries: int
-    n_gallery: int
-    recall: Interval
-    chance: float
-    above_chance: bool
-    risk_best: Interval
+    n_queries: int  # number of queries with a true match; the others are left out
+    n_gallery: int  # size of the gallery
+    recall: Interval  # recall@1 of these queries
+    chance: float  # recall@1 of a random order
+    above_chance: bool  # whether the model ranks better than a random order; if not, no other figure means anything
+    risk_best: Interval  # area under the risk-coverage curve of a perfect order; a random order has 1 - recall
     right_pairs: Interval
-    n_out_of_gallery: int
+    n_out_of_gallery: int  # number of queries in the figure out_of_gallery
     estimators: dict[str, dict[str, Interval]]
-    deciles: dict[str, list[float]]
-    corruptions: dict[str, CorruptionTrust]
+    deciles: dict[str, list[float]]  # by name, recall@1 in ten bins from the most certain queries to the least
+    corruptions: dict[str, CorruptionTrust]  # by name
 
 
 @dataclass(frozen=True)
 class TrustReport:
-    """The quality of a model's uncertainties on a split.
+    """The quality of a model's uncertainties on a split."""
 
-    Attributes:
-        split: name of the split.
-        distance: name of the model's distance.
-        calibrated: whether the match logits were fitted on held-out pairs.
-        n_images: number of images.
-        n_texts: number of texts.
-        n_resamples: number of bootstrap resamples of the intervals.
-        level: coverage of the intervals.
-        seed: seed of all random choices.
-        estimators: by name {"estimates": formula, "kind", "cost"}.
-        directions: figures by "t2i" and "i2t", or by one of them.
-        notes: omitted parts, with reasons.
-        hits: the probabilities beside hits, "served" as searches show them and "distance" by the distance and the size
-            of the gallery alone, the baseline; empty without a calibration of other data.
-    """
-
-    split: str
-    distance: str
-    calibrated: bool
-    n_images: int
-    n_texts: int
-    n_resamples: int
-    level: float
-    seed: int
-    estimators: dict[str, dict[str, str]]
-    directions: dict[str, DirectionTrust]
-    notes: list[str]
+    split: str  # name of the split
+    distance: str  # name of the model's distance
+    calibrated: bool  # whether the match logits were fitted on held-out pairs
+    n_images: int  # number of images
+    n_texts: int  # number of texts
+    n_resamples: int  # number of bootstrap resamples of the intervals
+    level: float  # coverage of the intervals
+    seed: int  # seed of all random choices
+    estimators: dict[str, dict[str, str]]  # by name {"estimates": formula, "kind", "cost"}
+    directions: dict[str, DirectionTrust]  # figures by "t2i" and "i2t", or by one of them
+    notes: list[str]  # omitted parts, with reasons
     hits: dict[str, list[HitFigures]] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
-        """Convert to JSON values.
-
-        Returns:
-            Plain numbers, strings, lists and dictionaries.
-        """
+        """Convert to JSON values."""
         return asdict(self)
 
 
 def described(estimators: Mapping[str, Estimator]) -> dict[str, dict[str, str]]:
-    """Describe estimators for a report.
-
-    Args:
-        estimators: by name.
-
-    Returns:
-        By name {"estimates": formula, "kind", "cost"}.
-    """
+    """Describe estimators for a report."""
     return {name: {"estimates": e.formula, "kind": e.kind, "cost": e.cost} for name, e in estimators.items()}
 
 
 @dataclass(frozen=True, eq=False)
 class Corrupted:
-    """Some queries, embedded again from corrupted inputs.
+    """Some queries, embedded again from corrupted inputs."""
 
-    Attributes:
-        name: of the corruption.
-        index: (k,) positions of these queries among all.
-        strengths: ascending, without 0, which is the clean input.
-        embeddings: (k, d) embeddings for each strength.
-    """
-
-    name: str
-    index: np.ndarray
-    strengths: tuple[float, ...]
-    embeddings: tuple[GaussianEmbedding, ...]
+    name: str  # of the corruption
+    index: np.ndarray  # (k,) positions of these queries among all
+    strengths: tuple[float, ...]  # ascending, without 0, which is the clean input
+    embeddings: tuple[GaussianEmbedding, ...]  # (k, d) embeddings for each strength
 
 
 def measure_trust(
@@ -485,22 +399,7 @@ def follow_corruption(
     resample: Callable[[Mapping[str, Statistic]], dict[str, Interval]],
     seed: int = 0,
 ) -> CorruptionTrust:
-    """Measure the response of estimators to one corruption of k queries.
-
-    Args:
-        corrupted: the queries' embeddings at s strengths.
-        clean: by name, (k,) uncertainties of the same queries without corruption.
-        gallery: (m, d) embeddings.
-        relevance: query -> its true items, of the k queries.
-        matching: the distance and the match logits.
-        estimators: by name, as in clean.
-        recall: recall@1 of the k queries without corruption.
-        resample: statistics of the k queries by name -> intervals by name.
-        seed: of the samples of sampled estimators.
-
-    Returns:
-        The figures of this corruption.
-    """
+    """Measure the response of estimators to one corruption of k queries. gallery (m, d)."""
     embeddings = corrupted.embeddings
     estimate = partial(estimate_uncertainty, gallery=gallery, matching=matching, estimators=estimators, seed=seed)
     steps = [clean, *(estimate(e) for e in embeddings)]
@@ -527,15 +426,7 @@ def follow_corruption(
 
 
 def corruption_statistics(u: np.ndarray, strengths: Sequence[float]) -> dict[str, Statistic]:
-    """The figures of one uncertainty of k queries that are corrupted more and more.
-
-    Args:
-        u: (s, k) uncertainties; the first row is that of the clean queries.
-        strengths: s numbers, ascending from 0.
-
-    Returns:
-        The figures of :data:`CORRUPTION_FIGURES` by name, see :class:`CorruptionTrust`.
-    """
+    """The figures of one uncertainty of k queries that are corrupted more and more. u (s, k)."""
     correlations = [spearman(np.array(strengths), values) for values in u.T]
     # np.diff of two infinities is NaN, so compare instead.
     falls, rises = (u[1:] < u[:-1]).any(0), u[-1] > u[0]
@@ -548,15 +439,7 @@ def corruption_statistics(u: np.ndarray, strengths: Sequence[float]) -> dict[str
 
 
 def random_pairs(ground_truth: Relevance, random: np.random.Generator) -> np.ndarray:
-    """Choose a true and a wrong item of each query at random.
-
-    Args:
-        ground_truth: query -> its true items.
-        random: source of randomness.
-
-    Returns:
-        (p, 3) positions: a query that has wrong items, one of its true items, and one of its wrong items.
-    """
+    """Choose a true and a wrong item of each query at random. Returns (p, 3)."""
     m, counts = ground_truth.n_gallery, ground_truth.counts
     usable = np.flatnonzero(counts < m)
     right = ground_truth.indices[

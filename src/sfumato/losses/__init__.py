@@ -19,28 +19,13 @@ from sfumato.losses.triplet import TripletLoss, TripletOptions, triplet_loss
 
 @dataclass(frozen=True)
 class LossEntry:
-    """A loss of the registry.
+    """A loss of the registry."""
 
-    Attributes:
-        options: class of its options; its fields are the keys of the recipe's section ``[loss]``.
-        module: class of its module, which takes only the options.
-    """
-
-    options: type[LossOptions]
-    module: type[MatchLoss]
+    options: type[LossOptions]  # class of its options; its fields are the keys of the recipe's section ``[loss]``
+    module: type[MatchLoss]  # class of its module, which takes only the options
 
     def build(self, options: LossOptions | None = None) -> MatchLoss:
-        """Build a module with initial logits.
-
-        Args:
-            options: of this loss; the defaults if None.
-
-        Returns:
-            The module.
-
-        Raises:
-            TypeError: the options are those of another loss.
-        """
+        """Build a module with initial logits."""
         options = self.options() if options is None else options
         if type(options) is not self.options:
             raise TypeError(f"{self.module.__name__}: expected {self.options.__name__}, got {type(options).__name__}")

@@ -47,16 +47,7 @@ _BOUNDS = {"gt": ("above", operator.gt), "ge": ("at least", operator.ge), "lt": 
 def option(
     default: _T, description: str, *, gt: float | None = None, ge: float | None = None, lt: float | None = None
 ) -> _T:
-    """A field of a :class:`LossOptions` class, with its default, its description and its range.
-
-    Args:
-        default: the value if none is given.
-        description: one line with the meaning, the unit and the effect of special values.
-        gt, ge, lt: the value must be above gt, at least ge, below lt; None is no bound.
-
-    Returns:
-        A dataclass field whose metadata hold "description" and the bounds.
-    """
+    """A field of a :class:`LossOptions` class, with its default, its description and its range."""
     bounds = {name: bound for name, bound in (("gt", gt), ("ge", ge), ("lt", lt)) if bound is not None}
     return field(default=default, metadata={"description": description, **bounds})
 
@@ -91,16 +82,10 @@ class LossOptions:
 
 @dataclass(frozen=True)
 class LossOutput:
-    """A loss with its terms and statistics.
+    """A loss with its terms and statistics."""
 
-    Attributes:
-        total: () the number to minimise.
-        terms: name -> () weighted term; they sum to total.
-        stats: name -> () detached numbers for the log (counts, scales), which are not in the total.
-    """
-
-    total: Tensor
-    terms: dict[str, Tensor]
+    total: Tensor  # () the number to minimise
+    terms: dict[str, Tensor]  # name -> () weighted term; they sum to total
     stats: dict[str, Tensor] = field(default_factory=dict)
 
 
@@ -110,43 +95,21 @@ class PairBlock:
 
     The blocks of several processes, or blocks that fit into memory, sum to the batch. Every loss is a sum over images
     (rows) and over texts (columns), so that no loss needs all n * m pairs at once.
-
-    Attributes:
-        image, text: (r, d) and (c, d) embeddings of this block.
-        images, texts: (n, d) and (m, d) embeddings of the batch.
-        match_i2t: (r, m) labels in [0, 1], dense or coalesced.
-        match_t2i: (c, n) labels in [0, 1], rows are texts; dense or coalesced.
-        first_image, first_text: positions in the batch of this block's first image and first text. The others follow
-            them in the order of the batch.
-        max_pairs: largest number of pairs that a loss that works in tiles holds in memory at a time.
     """
 
     image: GaussianEmbedding
     text: GaussianEmbedding
     images: GaussianEmbedding
     texts: GaussianEmbedding
-    match_i2t: Tensor
-    match_t2i: Tensor
+    match_i2t: Tensor  # (r, m) labels in [0, 1], dense or coalesced
+    match_t2i: Tensor  # (c, n) labels in [0, 1], rows are texts; dense or coalesced
     first_image: int = 0
     first_text: int = 0
-    max_pairs: int = MAX_PAIRS
+    max_pairs: int = MAX_PAIRS  # largest number of pairs that a loss that works in tiles holds in memory at a time
 
     @classmethod
     def whole(cls, image: GaussianEmbedding, text: GaussianEmbedding, match: Tensor, who: str) -> "PairBlock":
-        """Make one block of a batch, with checked labels.
-
-        Args:
-            image: (n, d) embeddings.
-            text: (m, d) embeddings.
-            match: (n, m) labels in [0, 1], dense or in a sparse layout.
-            who: name of the caller, for error messages.
-
-        Returns:
-            The block of all n * m pairs.
-
-        Raises:
-            ValueError: see :func:`check_match`.
-        """
+        """Make one block of a batch, with checked labels. image (n, d), text (m, d), match (n, m)."""
         match = check_match(image, text, match, who)
         return cls(image, text, image, text, match, transposed(match))
 
@@ -156,22 +119,13 @@ class PairBlock:
         return self.image is self.images and self.text is self.texts
 
     def with_dense_labels(self) -> "PairBlock":
-        """The same block with dense labels.
-
-        Returns:
-            A block whose labels are dense.
-        """
+        """The same block with dense labels."""
         if not self.match_i2t.is_sparse:
             return self
         return replace(self, match_i2t=dense_labels(self.match_i2t), match_t2i=dense_labels(self.match_t2i))
 
     def rectangles(self) -> Iterator[tuple[GaussianEmbedding, GaussianEmbedding, Tensor, tuple[int, ...]]]:
-        """The pairs of the block as images with texts: one rectangle for a whole batch, otherwise two.
-
-        Yields:
-            Images, texts, their labels (rows are images), and the axes along which the rectangle is complete: 0 if it
-            has all texts of its images, 1 if it has all images of its texts.
-        """
+        """The pairs of the block as images with texts: one rectangle for a whole batch, otherwise two."""
         if self.is_whole:
             yield self.image, self.text, self.match_i2t, (0, 1)
             return
@@ -179,35 +133,16 @@ class PairBlock:
         yield self.images, self.text, transposed(self.match_t2i), (1,)
 
     def n_positives(self) -> Tensor:
-        """Number of matching pairs of this block's images with all texts.
-
-        Returns:
-            (1,) float64 count of labels of at least 1/2.
-        """
+        """Number of matching pairs of this block's images with all texts. Returns (1,)."""
         return (self.match_i2t >= 0.5).sum().double().unsqueeze(0)
 
     def distances(self, distance: Distance) -> tuple[Tensor, Tensor]:
-        """Distances of this block's images to all texts, and of its texts to all images.
-
-        Args:
-            distance: the distance; images are its first argument.
-
-        Returns:
-            (r, m) and (c, n) distances. For a whole batch the second is the transpose of the first and is not computed
-            again.
-        """
+        """Distances of this block's images to all texts, and of its texts to all images. Returns (r, m)."""
         i2t = distance.matrix(self.image, self.texts)
         return i2t, i2t.T if self.is_whole else distance.matrix(self.images, self.text).T
 
     def split(self, max_pairs: int) -> Iterator["PairBlock"]:
-        """Smaller blocks that add up to this one.
-
-        Args:
-            max_pairs: approximate largest number of pairs of a block in one direction.
-
-        Yields:
-            Blocks in the order of the batch; this block itself if it is small enough.
-        """
+        """Smaller blocks that add up to this one."""
         pairs = max(self.match_i2t.numel(), self.match_t2i.numel(), 1)
         parts = min(math.ceil(pairs / max_pairs), max(self.image.n, self.text.n, 1))
         if parts == 1:
@@ -233,12 +168,6 @@ class MatchLoss(nn.Module, ABC):
     A loss is a class derived from this one. It takes only its options, holds its learnable logits, if any, and provides
     :meth:`counts` and :meth:`part`: the loss of a batch is the sum of the parts of its blocks. A loss whose counts do
     not simply add up also provides :meth:`combine`, one with a random generator :meth:`advance`.
-
-    Args:
-        options: of the loss; options.distance names the distance by which images and texts are compared.
-
-    Attributes:
-        distance: the distance by which a trained model compares images and texts.
     """
 
     def __init__(self, options: LossOptions) -> None:
@@ -248,21 +177,7 @@ class MatchLoss(nn.Module, ABC):
     def forward(
         self, image: GaussianEmbedding, text: GaussianEmbedding, match: Tensor, *, epoch: int | None = None
     ) -> LossOutput:
-        """The loss of a batch.
-
-        Args:
-            image: (n, d) embeddings.
-            text: (m, d) embeddings.
-            match: (n, m) labels in [0, 1], rows are images. A sparse matrix of torch is allowed, and needed where n *
-                m labels do not fit into memory; pairs that it leaves out have the label 0.
-            epoch: 0-based epoch, for losses that change after a warm-up; None means after every warm-up.
-
-        Returns:
-            The total, its terms and its statistics.
-
-        Raises:
-            ValueError: see :func:`check_match`; some losses also refuse a batch without a match.
-        """
+        """The loss of a batch. image (n, d), text (m, d), match (n, m)."""
         return loss_of_block(self, PairBlock.whole(image, text, match, type(self).__name__), epoch=epoch)
 
     @property
@@ -274,58 +189,27 @@ class MatchLoss(nn.Module, ABC):
         """Advance to the next training step, after an update of the parameters, on all processes.
 
         Learnt logits are kept within their limits. A loss with random samples then uses new samples.
-
-        Raises:
-            ArithmeticError: the update made a free scale of the logits negative.
         """
         for module in self.modules():
             if isinstance(module, MatchingLogits):
                 module.constrain()
 
     def match_logits(self) -> tuple[float, float] | None:
-        """The logits that the loss has learnt, as a function of :attr:`distance`.
-
-        Returns:
-            (logit_scale, logit_bias); None for losses that learn none.
-        """
+        """The logits that the loss has learnt, as a function of :attr:`distance`. Returns (logit_scale, logit_bias)."""
         logits = getattr(self, "logits", None)
         return None if logits is None else (logits.logit_scale.item(), logits.logit_bias.item())
 
     @abstractmethod
     def counts(self, block: PairBlock) -> Tensor:
-        """The divisors of the loss.
-
-        Args:
-            block: a block of the pairs.
-
-        Returns:
-            (k,) float64 numbers; :meth:`combine` makes those of the batch from those of its blocks.
-        """
+        """The divisors of the loss. Returns (k,)."""
 
     def combine(self, counts: Tensor) -> Tensor:
-        """The divisors of several blocks together.
-
-        Args:
-            counts: (b, k) :meth:`counts` of the blocks, one a row.
-
-        Returns:
-            (k,) float64 numbers: the sums, unless a loss overrides it. Combining twice, over the blocks of a process
-            and then over the processes, gives the same.
-        """
+        """The divisors of several blocks together. counts (b, k) -> (k,)."""
         return sum_of_rows(counts)
 
     @abstractmethod
     def part(self, block: PairBlock, counts: Tensor, *, epoch: int | None = None) -> LossOutput:
-        """The contribution of a block to the batch's loss.
-
-        Args:
-            block: a block of the pairs.
-            counts: :meth:`counts` of the whole batch.
-            epoch: see :meth:`forward`.
-
-        Returns:
-            Totals, terms and statistics that add up to those of the batch.
-        """
+        """The contribution of a block to the batch's loss."""
 
 
 def loss_of_block(
@@ -336,18 +220,7 @@ def loss_of_block(
     max_pairs: int = MAX_PAIRS,
     gather: Callable[[Tensor], Tensor] = own_row,
 ) -> LossOutput:
-    """The contribution of a block to the batch's loss, in parts that the backward pass recomputes.
-
-    Args:
-        loss: any loss.
-        block: a block of a batch; all blocks add up to the value and the gradients of ``loss(image, text, match)``.
-        epoch: 0-based; None means after every warm-up.
-        max_pairs: pairs in memory at a time; a block with fewer is computed at once, and nothing is recomputed.
-        gather: (k,) counts of this block -> (p, k) those of all p blocks, which other processes hold.
-
-    Returns:
-        The total, terms and statistics of the block.
-    """
+    """The contribution of a block to the batch's loss, in parts that the backward pass recomputes. gather (k,)."""
     return sum_of_blocks(
         block,
         loss.counts,
@@ -369,18 +242,7 @@ def sum_of_blocks(
     max_pairs: int = MAX_PAIRS,
     gather: Callable[[Tensor], Tensor] = own_row,
 ) -> LossOutput:
-    """The contribution of a block to the batch's loss; see :func:`loss_of_block`.
-
-    Args:
-        block: a block of a batch.
-        counts_of, part_of: the loss, as :meth:`MatchLoss.counts` and :meth:`MatchLoss.part`.
-        in_tiles: as :attr:`MatchLoss.in_tiles`; otherwise a large block is split, and labels are made dense.
-        combine: as :meth:`MatchLoss.combine`.
-        max_pairs, gather: see :func:`loss_of_block`.
-
-    Returns:
-        The total, terms and statistics of the block.
-    """
+    """The contribution of a block to the batch's loss; see :func:`loss_of_block`."""
     if in_tiles:
         block = replace(block, max_pairs=max_pairs)
         return part_of(block, combine(gather(counts_of(block))))
@@ -402,33 +264,12 @@ def sum_of_blocks(
 
 
 def sum_of_terms(terms: dict[str, Tensor], stats: dict[str, Tensor] | None = None) -> LossOutput:
-    """A loss whose total is the sum of its terms.
-
-    Args:
-        terms: name -> () weighted term, at least one.
-        stats: name -> () detached numbers; none if left out.
-
-    Returns:
-        The total with its terms and statistics.
-    """
+    """A loss whose total is the sum of its terms."""
     return LossOutput(torch.stack(list(terms.values())).sum(), terms, stats or {})
 
 
 def check_match(image: GaussianEmbedding, text: GaussianEmbedding, match: Array, who: str) -> Tensor:
-    """Check the labels of a batch.
-
-    Args:
-        image: (n, d) embeddings.
-        text: (m, d) embeddings.
-        match: (n, m) labels, dense or in a sparse layout; a tensor or an array.
-        who: name of the caller, for error messages.
-
-    Returns:
-        match on the device of the images, dense or coalesced.
-
-    Raises:
-        ValueError: match has another shape, the batch is empty, or a label lies outside of [0, 1].
-    """
+    """Check the labels of a batch. image (n, d), text (m, d), match (n, m)."""
     match = as_tensor(match, "match", who)
     if match.shape != (image.n, text.n):
         raise ValueError(
@@ -454,43 +295,21 @@ def vib_loss(x: GaussianEmbedding) -> Tensor:
 
     The divergence KL(x || N(0, I)) sums over d; this divides it by d, as the published code does.
 
-    Args:
-        x: (n, d) embeddings with positive variances; infinite for points.
-
-    Returns:
-        () value >= 0 in nats per dimension.
-
-    Example:
-        >>> vib_loss(GaussianEmbedding(torch.ones(1, 4), torch.zeros(1, 4)))
-        tensor(0.5000)
-
     Paper: Chun 2024, section 2.3 (Oh et al., "Modeling uncertainty with hedged instance embedding", 2019).
+
+    x (n, d).
     """
     return vib_sums(x).mean() / x.d
 
 
 def vib_sums(x: GaussianEmbedding) -> Tensor:
-    """KL divergence of each embedding to the standard normal, summed over its dimensions.
-
-    Args:
-        x: (n, d) embeddings with positive variances.
-
-    Returns:
-        (n,) values >= 0 in nats.
-    """
+    """KL divergence of each embedding to the standard normal, summed over its dimensions. x (n, d) -> (n,)."""
     dtype = accumulation_dtype(x.dtype)
     mean, log_var = x.mean.to(dtype), x.log_var.to(dtype)
     return (mean.square() + log_var.expm1() - log_var).sum(-1) / 2
 
 
 def vib_of_block(block: PairBlock) -> Tensor:
-    """The contribution of a block to the sum of :func:`vib_loss` of the batch's images and texts.
-
-    Args:
-        block: a block of the pairs.
-
-    Returns:
-        () value >= 0 in nats per dimension.
-    """
+    """The contribution of a block to the sum of :func:`vib_loss` of the batch's images and texts."""
     image = vib_sums(block.image).sum() / (block.images.n * block.images.d)
     return image + vib_sums(block.text).sum() / (block.texts.n * block.texts.d)

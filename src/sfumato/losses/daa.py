@@ -49,21 +49,10 @@ def daa_loss(
     128 = 0.39 and 0.156 (docs/concepts/losses.md). With the released temperature of 0.001, for similarities, only near
     ties have a gradient.
 
-    Args:
-        image: (n, d) embeddings.
-        text: (m, d) embeddings.
-        match: (n, m) labels in [0, 1], dense or sparse.
-        options: see :class:`DAAOptions`.
-        epoch: 0-based epoch; None means after every warm-up.
-
-    Returns:
-        Terms "i2t", "t2i" and "asp"; stat "active" of the triplet loss.
-
-    Raises:
-        ValueError: see :func:`~sfumato.losses.triplet.triplet_loss`.
-
     Paper: Li et al., "A Differentiable Semantic Metric Approximation in Probabilistic Embedding for Cross-Modal
     Retrieval", NeurIPS 2022.
+
+    image (n, d), text (m, d), match (n, m).
     """
     return DAALoss(options).forward(image, text, match, epoch=epoch)
 
@@ -95,12 +84,7 @@ def _label_ranks(label: Tensor) -> Tensor:
 
 
 class DAALoss(TripletLoss):
-    """:func:`daa_loss` as a module; it has no parameters.
-
-    Args:
-        options: see :class:`DAAOptions`.
-        max_values: comparisons of two gallery items that are held in memory at a time.
-    """
+    """:func:`daa_loss` as a module; it has no parameters."""
 
     def __init__(self, options: DAAOptions = DAAOptions(), *, max_values: int = MAX_PAIRS) -> None:
         super().__init__(options)

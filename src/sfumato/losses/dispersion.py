@@ -19,26 +19,7 @@ def match_dispersion(
     1/k, and copies of one match do not increase it. Whitening, W = covariance^(-1/2), makes unrelated items orthogonal.
     Without whitening, many near-duplicates count as little more than one match.
 
-    Args:
-        partners: (n, d) means of the other side, e.g. of all training images for the dispersion of texts.
-        item: (p,) positions of items in 0 .. n_items - 1; with partner the list of all true pairs.
-        partner: (p,) positions of their matches in partners.
-        n_items: m.
-        whiten: False uses the unit vectors of the partners without whitening.
-        shrinkage: added to the eigenvalues of the covariance, in units of their mean; must be positive if there are
-            fewer partners than dimensions.
-
-    Returns:
-        (m,) dispersions in [0, 1], 0 for items without a match; (m,) numbers of matches. Without gradient.
-
-    Raises:
-        ValueError: partners is not (n, d), item and partner differ in length, or shrinkage is negative.
-
-    Example:
-        >>> two_things = torch.tensor([[1.0, 0.0], [0.0, 1.0], [0.0, 1.0]])
-        >>> item, partner = torch.tensor([0, 1, 1, 2, 2]), torch.tensor([0, 0, 1, 1, 2])
-        >>> match_dispersion(two_things, item, partner, 3, whiten=False)
-        (tensor([0.0000, 0.5000, 0.0000]), tensor([1, 2, 2]))
+    partners (n, d), item (p,), partner (p,) -> (m,).
     """
     if partners.ndim != 2 or item.shape != partner.shape or item.ndim != 1:
         raise ValueError(
@@ -68,16 +49,7 @@ def dispersion_loss(log_var: Tensor, dispersion: Tensor, *, floor: float = 0.02)
     Apart from a constant it is the negative log-likelihood of an item's matches under a Gaussian around their own
     centre with the same variance in every dimension.
 
-    Args:
-        log_var: (n, d).
-        dispersion: (n,) of :func:`match_dispersion`.
-        floor: total variance that fits an item with a single match; positive.
-
-    Returns:
-        () loss.
-
-    Raises:
-        ValueError: the sizes differ, or floor is not positive.
+    log_var (n, d), dispersion (n,).
     """
     if log_var.ndim != 2 or dispersion.shape != log_var.shape[:1]:
         raise ValueError(

@@ -55,25 +55,9 @@ def infonce_loss(
     without a positive do not count. On unit means squared_l2 = 2 - 2 cos, so a scale a here is a temperature of 1 / (2
     a) on the cosine.
 
-    Args:
-        image: (n, d) embeddings.
-        text: (m, d) embeddings.
-        match: (n, m) labels in [0, 1], dense or sparse.
-        options: see :class:`InfoNCEOptions`.
-        logit_scale: a > 0; logits are -a * distance. options.logit_scale is only the initial value of the module.
-
-    Returns:
-        Terms "i2t" and "t2i".
-
-    Raises:
-        ValueError: shapes do not fit, the batch is empty, or no pair in it matches.
-
-    Example:
-        >>> e = GaussianEmbedding.point(torch.eye(2))
-        >>> infonce_loss(e, e, torch.eye(2), logit_scale=1.0).total
-        tensor(0.1269)
-
     Paper: van den Oord et al. 2018; Radford et al. 2021 (CLIP).
+
+    image (n, d), text (m, d), match (n, m).
     """
     return sum_of_blocks(
         PairBlock.whole(image, text, match, "infonce_loss"),
@@ -84,32 +68,12 @@ def infonce_loss(
 
 
 def infonce_counts(block: PairBlock) -> Tensor:
-    """The divisors of InfoNCE.
-
-    Args:
-        block: a block of the pairs.
-
-    Returns:
-        (2,) float64 numbers of images and of texts with a match.
-    """
+    """The divisors of InfoNCE. Returns (2,)."""
     return torch.stack([matched_rows(match).sum() for match in (block.match_i2t, block.match_t2i)]).double()
 
 
 def infonce_part(block: PairBlock, counts: Tensor, options: InfoNCEOptions, logit_scale: Tensor | float) -> LossOutput:
-    """The contribution of a block to :func:`infonce_loss`.
-
-    Args:
-        block: a block of the pairs.
-        counts: (2,) :func:`infonce_counts` of the whole batch.
-        options: see :class:`InfoNCEOptions`.
-        logit_scale: a > 0.
-
-    Returns:
-        Terms "i2t" and "t2i".
-
-    Raises:
-        ValueError: no pair of the batch matches.
-    """
+    """The contribution of a block to :func:`infonce_loss`. counts (2,)."""
     if not counts.all():
         raise ValueError("infonce_loss: no pair of the batch matches; InfoNCE needs at least one positive")
     distance = get_distance(options.distance)
@@ -169,11 +133,7 @@ class _CrossEntropies(PairTerms):
 
 
 class InfoNCELoss(MatchLoss):
-    """:func:`infonce_loss` with a learnable scale.
-
-    Args:
-        options: see :class:`InfoNCEOptions`.
-    """
+    """:func:`infonce_loss` with a learnable scale."""
 
     def __init__(self, options: InfoNCEOptions = InfoNCEOptions()) -> None:
         super().__init__(options)

@@ -5,39 +5,17 @@ from torch import Tensor
 
 
 def canonical(match: Tensor) -> Tensor:
-    """A sparse matrix in the one layout that the functions here read; a dense one as it is.
-
-    Args:
-        match: (n, m) labels, dense or in any sparse layout of torch.
-
-    Returns:
-        The same labels, dense or as a coalesced COO matrix.
-    """
+    """A sparse matrix in the one layout that the functions here read; a dense one as it is. match (n, m)."""
     return match if match.layout == torch.strided else match.to_sparse_coo().coalesce()
 
 
 def transposed(match: Tensor) -> Tensor:
-    """The labels with rows and columns swapped.
-
-    Args:
-        match: (n, m) labels, dense or coalesced.
-
-    Returns:
-        (m, n) labels, dense or coalesced.
-    """
+    """The labels with rows and columns swapped. match (n, m) -> (m, n)."""
     return canonical(match.t())
 
 
 def label_rows(match: Tensor, rows: slice) -> Tensor:
-    """Some rows of a matrix of labels.
-
-    Args:
-        match: (n, m) labels, dense or coalesced.
-        rows: a range within n, with both ends.
-
-    Returns:
-        (r, m) labels, dense or coalesced.
-    """
+    """Some rows of a matrix of labels. match (n, m) -> (r, m)."""
     if not match.is_sparse:
         return match[rows]
     indices, values = _within(match, rows)
@@ -46,15 +24,7 @@ def label_rows(match: Tensor, rows: slice) -> Tensor:
 
 
 def dense_labels(match: Tensor, rows: slice = slice(None), columns: slice = slice(None)) -> Tensor:
-    """A dense part of a matrix of labels.
-
-    Args:
-        match: (n, m) labels, dense or coalesced.
-        rows, columns: ranges with both ends; all if left out.
-
-    Returns:
-        (r, c) labels.
-    """
+    """A dense part of a matrix of labels. match (n, m) -> (r, c)."""
     if not match.is_sparse:
         return match[rows, columns]
     rows, columns = (slice(*r.indices(size)[:2]) for r, size in zip((rows, columns), match.shape, strict=True))
@@ -66,14 +36,7 @@ def dense_labels(match: Tensor, rows: slice = slice(None), columns: slice = slic
 
 
 def matched_rows(match: Tensor) -> Tensor:
-    """Which rows have a match.
-
-    Args:
-        match: (n, m) labels, dense or coalesced.
-
-    Returns:
-        (n,) truth values: a label of the row is above 0.
-    """
+    """Which rows have a match. match (n, m) -> (n,)."""
     if not match.is_sparse:
         return match.sum(1) > 0
     found = torch.zeros(match.shape[0], dtype=torch.bool, device=match.device)

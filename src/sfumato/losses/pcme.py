@@ -89,29 +89,9 @@ def pcme_loss(
     The released loss has sums in the place of the means over pairs and over embeddings and dimensions.
     docs/concepts/losses.md converts its weights.
 
-    Args:
-        image: (n, d) embeddings.
-        text: (m, d) embeddings.
-        match: (n, m) labels in [0, 1], dense or sparse; soft labels are allowed.
-        options: see :class:`PCMEOptions`.
-        logit_scale: a > 0; options.logit_scale is only the initial value of the module.
-        logit_bias: b; likewise.
-        step: number of the step; it determines the samples together with options.seed.
-        noise: (n, s, d) and (m, s, d) standard normal numbers in place of random ones; options.n_samples and seed have
-            no effect then.
-
-    Returns:
-        Terms "match", "vib", "uniformity"; a term of weight 0 is left out.
-
-    Raises:
-        ValueError: shapes do not fit, or the batch is empty.
-
-    Example:
-        >>> e = GaussianEmbedding(torch.eye(2), torch.full((2, 2), -99.0))
-        >>> pcme_loss(e, e, torch.eye(2), PCMEOptions(beta=0), logit_scale=5.0, logit_bias=5.0).terms["match"]
-        tensor(0.1254)
-
     Paper: Chun et al., CVPR 2021, Eq. 1-3 and A.1.
+
+    image (n, d), text (m, d), match (n, m), noise (n, s, d).
     """
     block = PairBlock.whole(image, text, match, "pcme_loss")
     if noise is None:
@@ -247,9 +227,6 @@ class PCMELoss(MatchLoss):
     Samples depend only on options.seed and ``step``, a buffer that :meth:`advance` increments after every training step
     and that checkpoints keep. So within a step every process, block and recomputation uses the same samples, two equal
     runs are bitwise equal, and so is a resumed one.
-
-    Args:
-        options: see :class:`PCMEOptions`.
     """
 
     step: Tensor
@@ -272,9 +249,7 @@ class PCMELoss(MatchLoss):
         and csd is the mean of D^2. So p = sigmoid(c (b - a sqrt(csd))) up to the dispersion of D, which the tangent at
         csd = (b / a)^2, where p = 1/2, turns into a scale of c a^2 / (2 b) and a bias of c b / 2.
 
-        Returns:
-            (logit_scale, logit_bias); None if the model ranks by another distance, or if b <= 0, so that no distance
-            makes a match likely.
+        Returns (logit_scale, logit_bias).
         """
         scale, bias = self.logits.logit_scale.item(), self.logits.logit_bias.item()
         if self.distance.name != "csd" or bias <= 0:

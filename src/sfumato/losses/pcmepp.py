@@ -56,18 +56,9 @@ def pseudo_positives(distance: Tensor, match: Tensor) -> Tensor:
     The ground truth of row i is the first column g of its largest label. Every column j with distance_ij <= distance_ig
     takes that label, the others keep theirs. For the other direction pass the transposes.
 
-    Args:
-        distance: (n, m), smaller is closer.
-        match: (n, m) labels in [0, 1].
-
-    Returns:
-        (n, m) labels >= match, without gradient.
-
-    Example:
-        >>> pseudo_positives(torch.tensor([[2.0, 1.0, 3.0]]), torch.tensor([[1.0, 0.0, 0.0]]))
-        tensor([[1., 1., 0.]])
-
     Paper: Chun 2024, section 2.3. Its pseudo-code compares along the wrong axis; the threshold belongs to the row.
+
+    distance (n, m), match (n, m) -> (n, m).
     """
     label, ground_truth = match.detach().max(dim=1, keepdim=True)
     closer = distance.detach() <= distance.detach().gather(1, ground_truth)
@@ -92,30 +83,9 @@ def pcmepp_loss(
     An untrained model places nearly everything closer than the ground truth, and early pseudo-positives flood the
     labels (docs/concepts/losses.md): options.pseudo_positives_from delays them.
 
-    Args:
-        image: (n, d) embeddings.
-        text: (m, d) embeddings.
-        match: (n, m) labels in [0, 1], dense or sparse; soft labels are allowed.
-        options: see :class:`PCMEPPOptions`.
-        logit_scale: a > 0; options.logit_scale is only the initial value of the module.
-        logit_bias: b; likewise.
-        infonce_scale: scale of the InfoNCE loss; options.infonce_scale if None.
-        epoch: 0-based epoch; None means after every warm-up.
-
-    Returns:
-        Terms "match", "pseudo_positive", "vib", "infonce_i2t" and "infonce_t2i"; a term of weight 0 is left out. Stats
-        "pseudo_positives_i2t" and "_t2i", the number of labels raised; "vib_ignored", the number of modalities whose
-        bottleneck is above VIB_LIMIT.
-
-    Raises:
-        ValueError: shapes do not fit, the batch is empty, or InfoNCE finds no match in it.
-
-    Example:
-        >>> e = GaussianEmbedding(torch.eye(2), torch.full((2, 2), -9.0))
-        >>> pcmepp_loss(e, e, torch.eye(2), logit_scale=5.0, logit_bias=5.0).terms["match"]
-        tensor(0.0134)
-
     Paper: Chun, ICLR 2024, arXiv 2305.18171, Eq. 2 and 3, A.4.
+
+    image (n, d), text (m, d), match (n, m).
     """
     block = PairBlock.whole(image, text, match, "pcmepp_loss")
     scale = options.infonce_scale if infonce_scale is None else infonce_scale
@@ -265,11 +235,7 @@ def _cross_entropy(logit: Tensor, label: Tensor) -> Tensor:
 
 
 class PCMEPPLoss(MatchLoss):
-    """:func:`pcmepp_loss` with learnable logits.
-
-    Args:
-        options: see :class:`PCMEPPOptions`.
-    """
+    """:func:`pcmepp_loss` with learnable logits."""
 
     def __init__(self, options: PCMEPPOptions = PCMEPPOptions()) -> None:
         super().__init__(options)

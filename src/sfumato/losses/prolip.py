@@ -67,29 +67,10 @@ def prolip_loss(
     The inclusion term is the mean over the pairs with a label of at least 1/2, and takes memory for their number times
     d; it is 0 for a batch without such a pair.
 
-    Args:
-        image: (n, d) embeddings.
-        text: (m, d) embeddings.
-        match: (n, m) labels in [0, 1], dense or sparse.
-        options: see :class:`ProLIPOptions`.
-        logit_scale: a > 0; options.logit_scale is only the initial value of the module.
-        logit_bias: b; likewise.
-
-    Returns:
-        Terms "match", "inclusion", "vib"; a term of weight 0 is left out. Stat "included", the fraction of the
-        dimensions in which an image's variance is below its text's.
-
-    Raises:
-        ValueError: shapes do not fit, or the batch is empty.
-
-    Example:
-        >>> import torch
-        >>> e = GaussianEmbedding(torch.eye(2), torch.full((2, 2), -9.0))
-        >>> prolip_loss(e, e, torch.eye(2), logit_scale=5.0, logit_bias=5.0).terms["match"]
-        tensor(0.0134)
-
     Paper: Chun et al., "Probabilistic language-image pre-training", ICLR 2025. The released bottleneck is vib_loss of
     halved log variances, which is not a divergence.
+
+    image (n, d), text (m, d), match (n, m).
     """
     return sum_of_blocks(
         PairBlock.whole(image, text, match, "prolip_loss"),
@@ -119,11 +100,7 @@ def _part(
 
 
 class ProLIPLoss(MatchLoss):
-    """:func:`prolip_loss` with learnable logits.
-
-    Args:
-        options: see :class:`ProLIPOptions`.
-    """
+    """:func:`prolip_loss` with learnable logits."""
 
     def __init__(self, options: ProLIPOptions = ProLIPOptions()) -> None:
         super().__init__(options)

@@ -57,21 +57,9 @@ def pvse_loss(
     embeddings. The released weights stand beside hinges on the cosine. Hinges on squared distances of unit means are
     twice as large, and so are the weights here (docs/concepts/losses.md).
 
-    Args:
-        image: (n, K d) embeddings, K of d dimensions side by side.
-        text: (m, K d) embeddings.
-        match: (n, m) labels in [0, 1], dense or sparse.
-        options: see :class:`PVSEOptions`; K is that of options.distance. K = 1 leaves both additional terms out, as the
-            released code does; the diversity would be 0.
-        epoch: 0-based epoch; None means after every warm-up.
-
-    Returns:
-        Terms "i2t", "t2i", "mmd" and "diversity"; a term of weight 0 is left out. Stat "active" of the triplet loss.
-
-    Raises:
-        ValueError: see :func:`~sfumato.losses.triplet.triplet_loss`; or K does not divide the dimensions.
-
     Paper: Song and Soleymani, "Polysemous Visual-Semantic Embedding for Cross-Modal Retrieval", CVPR 2019.
+
+    image (n, K d), text (m, K d), match (n, m).
     """
     return PVSELoss(options).forward(image, text, match, epoch=epoch)
 
@@ -104,11 +92,7 @@ def _single(x: GaussianEmbedding, k: int) -> GaussianEmbedding:
 
 
 class PVSELoss(TripletLoss):
-    """:func:`pvse_loss` as a module; it has no parameters.
-
-    Args:
-        options: see :class:`PVSEOptions`.
-    """
+    """:func:`pvse_loss` as a module; it has no parameters."""
 
     def __init__(self, options: PVSEOptions = PVSEOptions()) -> None:
         super().__init__(options)

@@ -25,35 +25,16 @@ CPU_PAIRS = 2**20
 
 @dataclass(frozen=True)
 class Tile:
-    """Some images with some texts.
+    """Some images with some texts."""
 
-    Attributes:
-        ranges: of its r images (axis 0) and of its c texts (axis 1).
-        label: (r, c) labels in [0, 1].
-        distance: (r, c) distances.
-        logit: (r, c) match logits.
-    """
-
-    ranges: tuple[slice, slice]
-    label: Tensor
-    distance: Tensor
-    logit: Tensor
+    ranges: tuple[slice, slice]  # of its r images (axis 0) and of its c texts (axis 1)
+    label: Tensor  # (r, c) labels in [0, 1]
+    distance: Tensor  # (r, c) distances
+    logit: Tensor  # (r, c) match logits
 
 
 class Tiles:
-    """The labels, distances and logits of n images and m texts, tile by tile.
-
-    Args:
-        tensors: (n, k) and (m, k) vectors about their centre, (n,) and (m,) offsets, () scale and () bias of the
-            logits. The distance is the squared L2 distance of the vectors plus both offsets.
-        labels: (n, m) labels in [0, 1], dense or coalesced.
-        max_pairs: largest number of pairs of a tile.
-        whole: (n, m) distances, if they are known and there is only one tile.
-
-    Attributes:
-        shape: (n, m).
-        whole: the distances of the only tile, once they are computed; None if there are several.
-    """
+    """The labels, distances and logits of n images and m texts, tile by tile."""
 
     def __init__(
         self, tensors: tuple[Tensor, ...], labels: Tensor, max_pairs: int, *, whole: Tensor | None = None
@@ -68,48 +49,22 @@ class Tiles:
         self._width = max(1, min(m, max_pairs // self._height))
 
     def ranges(self) -> Iterator[tuple[slice, slice]]:
-        """The ranges of all tiles.
-
-        Yields:
-            Ranges of images and texts; images vary slowest.
-        """
+        """The ranges of all tiles."""
         n, m = self.shape
         for i in range(0, n, self._height):
             for j in range(0, m, self._width):
                 yield slice(i, min(i + self._height, n)), slice(j, min(j + self._width, m))
 
     def zeros(self, size: int, dtype: torch.dtype | None = None) -> Tensor:
-        """Zeros on the device of the distances.
-
-        Args:
-            size: how many.
-            dtype: that of the distances if None.
-
-        Returns:
-            (size,) zeros.
-        """
+        """Zeros on the device of the distances. Returns (size,)."""
         return self._x.new_zeros(size, dtype=dtype)
 
     def label(self, ranges: tuple[slice, slice]) -> Tensor:
-        """The labels of a tile.
-
-        Args:
-            ranges: of the tile.
-
-        Returns:
-            (r, c) labels in the dtype of the distances.
-        """
+        """The labels of a tile. Returns (r, c)."""
         return dense_labels(self._labels, *ranges).to(self._x.dtype)
 
     def distance(self, ranges: tuple[slice, slice]) -> Tensor:
-        """The distances of a tile.
-
-        Args:
-            ranges: of the tile.
-
-        Returns:
-            (r, c) distances, not to be changed.
-        """
+        """The distances of a tile. Returns (r, c)."""
         if self.whole is not None:
             return self.whole
         (rows, columns), (x_squares, y_squares) = ranges, self._squares
@@ -126,49 +81,22 @@ class Tiles:
 
 
 class PairTerms(ABC):
-    """Sums over the pairs of a batch, as a function of their distances, logits and labels.
-
-    Args:
-        labels: (n, m) labels in [0, 1], dense or coalesced.
-        axes: along which a sum needs all of an image's texts (0) or of a text's images (1).
-    """
+    """Sums over the pairs of a batch, as a function of their distances, logits and labels."""
 
     def __init__(self, labels: Tensor, axes: tuple[int, ...]) -> None:
         self.labels, self.axes = labels, axes
 
     @abstractmethod
     def of_matrix(self, distance: Tensor, logit: Tensor, label: Tensor) -> Tensor:
-        """The sums, by operations that autograd knows.
-
-        Args:
-            distance, logit, label: (n, m).
-
-        Returns:
-            (k,) sums.
-        """
+        """The sums, by operations that autograd knows. distance, logit, label (n, m) -> (k,)."""
 
     @abstractmethod
     def of_tiles(self, tiles: Tiles) -> Tensor:
-        """The sums, without gradient. What :meth:`gradient` needs of the whole batch is kept.
-
-        Args:
-            tiles: of the batch.
-
-        Returns:
-            (k,) sums in float64.
-        """
+        """The sums, without gradient. What :meth:`gradient` needs of the whole batch is kept. Returns (k,)."""
 
     @abstractmethod
     def gradient(self, tile: Tile, upstream: Tensor) -> Tensor:
-        """The derivative of the weighted sums by the logits; :meth:`of_tiles` comes first.
-
-        Args:
-            tile: of the batch; its logit may be overwritten.
-            upstream: (k,) weights of the sums.
-
-        Returns:
-            (r, c) derivatives, to be overwritten.
-        """
+        """The derivative of the weighted sums by the logits; :meth:`of_tiles` comes first. upstream (k,) -> (r, c)."""
 
 
 def pair_sums(
@@ -183,17 +111,7 @@ def pair_sums(
 ) -> Tensor:
     """Sums over all pairs: in tiles if the distance has vectors, otherwise from the whole matrix.
 
-    Args:
-        distance: the distance; images are its first argument.
-        image: (n, d) embeddings.
-        text: (m, d) embeddings.
-        terms: what is summed.
-        logit_scale: a > 0.
-        logit_bias: b.
-        max_pairs: largest number of pairs of a tile.
-
-    Returns:
-        (k,) sums, differentiable.
+    image (n, d), text (m, d) -> (k,).
     """
     scalars = all(not isinstance(value, Tensor) or value.ndim == 0 for value in (logit_scale, logit_bias))
     if distance.vectors is None or not scalars:

@@ -51,26 +51,9 @@ def triplet_loss(
 
     Hardest mining may collapse at the start of a training; options.sum_epochs sums over all negatives first.
 
-    Args:
-        image: (n, d) embeddings.
-        text: (m, d) embeddings.
-        match: (n, m) labels in [0, 1], dense or sparse.
-        options: see :class:`TripletOptions`.
-        epoch: 0-based epoch; None means after every warm-up.
-
-    Returns:
-        Terms "i2t" and "t2i"; stat "active", the fraction of anchors with a loss (1 with a loss of 2 * margin:
-        collapsed).
-
-    Raises:
-        ValueError: shapes do not fit, the batch is empty, or no pair of it matches.
-
-    Example:
-        >>> e = GaussianEmbedding.point(torch.ones(2, 3))
-        >>> triplet_loss(e, e, torch.eye(2), TripletOptions(margin=0.4)).total
-        tensor(0.8000)
-
     Paper: Faghri et al., "VSE++", BMVC 2018; Schroff et al., "FaceNet", CVPR 2015.
+
+    image (n, d), text (m, d), match (n, m).
     """
     return TripletLoss(options).forward(image, text, match, epoch=epoch)
 
@@ -90,11 +73,7 @@ def _direction(distance: Tensor, positive: Tensor, margin: Tensor | float, minin
 
 
 class TripletLoss(MatchLoss):
-    """:func:`triplet_loss` as a module; it has no parameters.
-
-    Args:
-        options: see :class:`TripletOptions`.
-    """
+    """:func:`triplet_loss` as a module; it has no parameters."""
 
     def __init__(self, options: TripletOptions = TripletOptions()) -> None:
         super().__init__(options)
@@ -111,20 +90,7 @@ class TripletLoss(MatchLoss):
     def hinges(
         self, block: PairBlock, distances: tuple[Tensor, Tensor], counts: Tensor, epoch: int | None
     ) -> LossOutput:
-        """The hinge terms of a block, from its distances.
-
-        Args:
-            block: a block of the pairs.
-            distances: (r, m) and (c, n) distances of the block.
-            counts: (1,) number of positive pairs of the batch.
-            epoch: 0-based epoch; None means after every warm-up.
-
-        Returns:
-            Terms "i2t" and "t2i"; stat "active".
-
-        Raises:
-            ValueError: no pair of the batch matches.
-        """
+        """The hinge terms of a block, from its distances. distances (r, m), counts (1,)."""
         if not counts[0] > 0:
             raise ValueError("triplet_loss: no pair of the batch matches; a triplet needs at least one positive")
         early = epoch is not None and epoch < self.hinge.sum_epochs

@@ -31,32 +31,18 @@ where the number does not divide.
 
 @dataclass(frozen=True)
 class BinnedRecall:
-    """Recall in bins of ascending uncertainty.
+    """Recall in bins of ascending uncertainty."""
 
-    Attributes:
-        binning: see :data:`RecallBinning`.
-        n_bins: number of bins that were asked for.
-        counts: number of queries in each of them; with "uclip" by ascending uncertainty too.
-        recall: recall@1 of the bins that are not empty.
-        spearman: S of their number and recall; None if it is undefined.
-        r_squared: R2 of them, likewise.
-        score: -S * R2, with its interval.
-    """
-
-    binning: RecallBinning
-    n_bins: int
-    counts: tuple[int, ...]
-    recall: tuple[float, ...]
-    spearman: float | None
-    r_squared: float | None
-    score: Interval
+    binning: RecallBinning  # see :data:`RecallBinning`
+    n_bins: int  # number of bins that were asked for
+    counts: tuple[int, ...]  # number of queries in each of them; with "uclip" by ascending uncertainty too
+    recall: tuple[float, ...]  # recall@1 of the bins that are not empty
+    spearman: float | None  # S of their number and recall; None if it is undefined
+    r_squared: float | None  # R2 of them, likewise
+    score: Interval  # -S * R2, with its interval
 
     def to_json(self) -> dict[str, Any]:
-        """The figures as plain values.
-
-        Returns:
-            JSON values.
-        """
+        """The figures as plain values."""
         return asdict(self)
 
 
@@ -73,26 +59,9 @@ def binned_recall(
 ) -> BinnedRecall:
     """Recall in bins of ascending uncertainty, and -S*R^2 with its bootstrap interval.
 
-    Args:
-        uncertainty: (n,) of the queries, larger is less certain.
-        hit: (n,) 1 where the best item is right, else 0.
-        binning: see :data:`RecallBinning`.
-        n_bins: number of bins.
-        n_resamples, level, groups, seed: see :func:`~sfumato.metrics.bootstrap.bootstrap`; every resample is binned
-            anew.
-
-    Returns:
-        The figures; a constant uncertainty, or the same recall in all bins, has no score.
-
-    Raises:
-        ValueError: shapes differ, there are no queries, a value is NaN, n_bins < 1, or an unknown binning.
-
-    Example:
-        >>> found = binned_recall(np.arange(6.0), np.array([1, 1, 1, 0, 0, 0]), n_bins=3, n_resamples=0)
-        >>> found.recall, found.counts, round(found.score.value, 3)
-        ((1.0, 0.5, 0.0), (2, 2, 2), 1.0)
-
     Source: ProbVLM (ICCV 2023) and its issue 3; the released binnings of uCLIP, ProbVLM, GroVE and AsymVLM.
+
+    uncertainty (n,), hit (n,).
     """
     uncertainty, hit = _checked(uncertainty, hit, binning, n_bins)
     if not len(hit):
@@ -113,34 +82,14 @@ def binned_recall(
 def minus_s_r2(
     uncertainty: np.ndarray, hit: np.ndarray, *, binning: RecallBinning = "count", n_bins: int = 10
 ) -> float:
-    """-S*R^2 without its parts.
-
-    Args:
-        uncertainty, hit, binning, n_bins: see :func:`binned_recall`.
-
-    Returns:
-        A number in [-1, 1], 1 is ideal; NaN where it is undefined.
-
-    Raises:
-        ValueError: as there.
-    """
+    """-S*R^2 without its parts."""
     return on_all(binned_recall_statistic(uncertainty, hit, binning=binning, n_bins=n_bins), len(hit))
 
 
 def binned_recall_statistic(
     uncertainty: np.ndarray, hit: np.ndarray, *, binning: RecallBinning = "count", n_bins: int = 10
 ) -> Statistic:
-    """-S*R^2 as a statistic for the bootstrap.
-
-    Args:
-        uncertainty, hit, binning, n_bins: see :func:`binned_recall`.
-
-    Returns:
-        A statistic for :func:`~sfumato.metrics.bootstrap.bootstrap`.
-
-    Raises:
-        ValueError: as there.
-    """
+    """-S*R^2 as a statistic for the bootstrap."""
     uncertainty, hit = _checked(uncertainty, hit, binning, n_bins)
     order = np.argsort(uncertainty, kind="stable")
     ordered, hits = uncertainty[order], hit[order]

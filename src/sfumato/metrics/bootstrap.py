@@ -16,12 +16,7 @@ undefined."""
 
 @dataclass(frozen=True)
 class Interval:
-    """A value with its bootstrap confidence interval.
-
-    Attributes:
-        value: value on the data without resampling; None if it is undefined, like a correlation with a constant.
-        low, high: percentiles over the resamples; None if value is None, or if most resamples are undefined.
-    """
+    """A value with its bootstrap confidence interval."""
 
     value: float | None
     low: float | None
@@ -29,14 +24,7 @@ class Interval:
 
 
 def mean_statistic(values: np.ndarray) -> Statistic:
-    """The mean of values, to be resampled.
-
-    Args:
-        values: (n,) one for each query.
-
-    Returns:
-        A statistic for :func:`bootstrap`.
-    """
+    """The mean of values, to be resampled. values (n,)."""
     values = np.asarray(values, float)
 
     def statistic(counts: np.ndarray) -> np.ndarray:
@@ -58,28 +46,9 @@ def bootstrap(
 ) -> dict[str, Interval]:
     """Percentile confidence intervals of several statistics from the same resamples of n queries, with replacement.
 
-    Args:
-        statistics: by name; see :data:`Statistic`.
-        n: number of queries.
-        n_resamples: number of resamples; 0 gives values without intervals.
-        level: nominal coverage of the intervals. Percentile intervals are somewhat narrow for few queries and skewed
-            statistics.
-        seed: of the resamples.
-        groups: (n,) queries with equal entries are resampled together: the five captions of an image are not
-            independent. None resamples each query by itself.
-        max_counts: number of counts that are held in memory at a time.
-
-    Returns:
-        An :class:`Interval` for each name. Resamples where a statistic is undefined are left out.
-
-    Raises:
-        ValueError: n_resamples < 0, level is outside of (0, 1), or groups has another length.
-
-    Example:
-        >>> bootstrap({"mean": mean_statistic(np.array([0.0, 1.0]))}, 2, n_resamples=0)["mean"].value
-        0.5
-
     Paper: Efron and Tibshirani, "An introduction to the bootstrap", 1993, chapter 13.
+
+    groups (n,).
     """
     if n_resamples < 0:
         raise ValueError(f"bootstrap: n_resamples must not be negative, got {n_resamples}")
@@ -107,16 +76,7 @@ def bootstrap(
 
 
 def percentile_interval(value: float, resampled: np.ndarray, level: float = 0.95) -> Interval:
-    """The interval between the percentiles of resampled values.
-
-    Args:
-        value: value on the data without resampling; NaN if it is undefined.
-        resampled: (b,) values of the resamples; NaN are left out.
-        level: nominal coverage of the interval, in (0, 1).
-
-    Returns:
-        The interval; low and high are None if most resamples are NaN.
-    """
+    """The interval between the percentiles of resampled values. resampled (b,)."""
     if np.isnan(value):
         return Interval(None, None, None)
     defined = resampled[~np.isnan(resampled)]
@@ -140,16 +100,7 @@ def resampled_balanced_spearman(
     Queries are resampled within each power of two of the multiplicity, so that every resample has all of these bins.
     From each resample n_sets balanced sets are taken instead of 200.
 
-    Args:
-        scores: by name, (n,) uncertainties.
-        multiplicity: (n,) true numbers of matches, at least 1.
-        per_bin: largest number of queries of a bin in a balanced set.
-        n_resamples: b resamples.
-        n_sets: number of balanced sets of each resample.
-        seed: of the resamples, which are the same for all scores.
-
-    Returns:
-        (b,) values for each name; all NaN if there is only one bin.
+    multiplicity (n,) -> (b,).
     """
     multiplicity = np.asarray(multiplicity)
     bins = np.floor(np.log2(multiplicity)).astype(int)
@@ -174,15 +125,7 @@ def resampled_balanced_spearman(
 
 
 def on_all(statistic: Statistic, n: int) -> float:
-    """The value of a statistic on the data without resampling.
-
-    Args:
-        statistic: of n queries.
-        n: their number.
-
-    Returns:
-        The value; NaN where it is undefined.
-    """
+    """The value of a statistic on the data without resampling."""
     return float(statistic(np.ones((1, n)))[0])
 
 

@@ -186,15 +186,7 @@ def sorted_distinct(values: np.ndarray) -> np.ndarray:
 
     NumPy's own function goes through a hash table, which takes many times longer for millions of keys.
 
-    Args:
-        values: (n,) whole numbers >= 0.
-
-    Returns:
-        (k,) the values, each once.
-
-    Example:
-        >>> sorted_distinct(np.array([3, 1, 3]))
-        array([1, 3])
+    values (n,) -> (k,).
     """
     ordered = np.sort(values)
     return ordered[np.diff(ordered, prepend=-1) > 0]

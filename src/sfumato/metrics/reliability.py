@@ -23,24 +23,7 @@ N_BINS = 15
 def reliability_curve(
     probability: Array, match: Array, *, n_bins: int = N_BINS, binning: Binning = "count", confidence: float = 0.95
 ) -> list[dict[str, Any]]:
-    """The reliability curve: predicted probability and observed fraction in each bin.
-
-    Args:
-        probability: (k,) predictions in [0, 1], a tensor or an array.
-        match: (k,) labels in [0, 1].
-        n_bins: number of bins.
-        binning: "count" puts the same number of predictions into each bin, with a difference of at most one; equal
-            predictions may fall into two bins. "width" divides [0, 1] into equal parts; nearly all predictions of all
-            pairs of a gallery lie in the first of these.
-        confidence: of the interval of the observed fraction.
-
-    Returns:
-        For each bin with predictions {"probability", "observed", "low", "high", "count"}: means, Wilson's interval of
-        the observed fraction, and size. The interval holds for labels that are 0 or 1 and independent.
-
-    Raises:
-        ValueError: shapes differ, a probability is outside of [0, 1], n_bins < 1, or an unknown binning.
-    """
+    """The reliability curve: predicted probability and observed fraction in each bin. probability (k,), match (k,)."""
     probability, match = _tensors(probability, match, "reliability_curve")
     if n_bins < 1:
         raise ValueError(f"reliability_curve: n_bins must be at least 1, got {n_bins}")
@@ -81,19 +64,6 @@ def expected_calibration_error(
 ) -> float:
     """Mean gap between predicted and observed over the bins of :func:`reliability_curve`, weighted by their size (ECE).
 
-    Args:
-        probability, match, n_bins, binning: see :func:`reliability_curve`.
-
-    Returns:
-        A number in [0, 1]; 0 is perfect.
-
-    Raises:
-        ValueError: as there, or there are no probabilities.
-
-    Example:
-        >>> round(expected_calibration_error(torch.tensor([0.9, 0.9, 0.1]), torch.tensor([1, 1, 0])), 6)
-        0.1
-
     Paper: Naeini, Cooper and Hauskrecht, "Obtaining well calibrated probabilities using Bayesian binning", AAAI 2015.
     """
     probability, match = _tensors(probability, match, "expected_calibration_error")
@@ -106,15 +76,7 @@ def expected_calibration_error(
 def brier_score(probability: Array, match: Array) -> float:
     """Mean squared gap between prediction and label: 0 is perfect, 0.25 is a constant prediction of one half.
 
-    Args:
-        probability: (k,) predictions in [0, 1], a tensor or an array.
-        match: (k,) labels in [0, 1].
-
-    Returns:
-        A number in [0, 1].
-
-    Raises:
-        ValueError: shapes differ, or there are no predictions.
+    probability (k,), match (k,).
     """
     probability, match = _tensors(probability, match, "brier_score")
     _check_predictions("brier_score", probability, match)
@@ -124,15 +86,7 @@ def brier_score(probability: Array, match: Array) -> float:
 def log_loss(probability: Array, match: Array) -> float:
     """Mean negative logarithm of the probability of what happened, in nats; predictions of 0 and 1 count as 1e-12.
 
-    Args:
-        probability: (k,) predictions in [0, 1], a tensor or an array.
-        match: (k,) labels in [0, 1].
-
-    Returns:
-        A number, at least 0; 0 is perfect.
-
-    Raises:
-        ValueError: shapes differ, or there are no predictions.
+    probability (k,), match (k,).
     """
     probability, match = _tensors(probability, match, "log_loss")
     _check_predictions("log_loss", probability, match)
@@ -151,19 +105,7 @@ def simulated_calibration_errors(
 ) -> Tensor:
     """The ECE that predictions show over sets of outcomes that are drawn from other probabilities.
 
-    Args:
-        probability: (k,) predictions in [0, 1].
-        true_probability: (k,) in [0, 1], from which independent outcomes are drawn; the predictions themselves for the
-            ECE of perfect probabilities.
-        n_bins, binning: see :func:`reliability_curve`.
-        n_samples: number of drawn sets of outcomes.
-        seed: of the outcomes.
-
-    Returns:
-        (n_samples,) errors in [0, 1].
-
-    Raises:
-        ValueError: shapes differ, or there are no predictions.
+    probability (k,), true_probability (k,) -> (n_samples,).
     """
     _check_predictions("simulated_calibration_errors", probability, true_probability)
     generator = torch.Generator().manual_seed(seed)
@@ -185,12 +127,7 @@ def calibration_error_by_chance(
 
     With few predictions in a bin, even perfect ones differ from what is observed. An ECE is to be compared with this.
 
-    Args:
-        probability: (k,) predictions in [0, 1].
-        n_bins, binning, n_samples, seed: see :func:`simulated_calibration_errors`.
-
-    Returns:
-        A number in [0, 1], near 0 for many predictions.
+    probability (k,).
     """
     p = as_tensor(probability, "probability", "calibration_error_by_chance")
     errors = simulated_calibration_errors(p, p, n_bins=n_bins, binning=binning, n_samples=n_samples, seed=seed)
@@ -200,20 +137,7 @@ def calibration_error_by_chance(
 def compare_calibration(
     probability: Mapping[str, Array], match: Array, *, n_bins: int = N_BINS
 ) -> dict[str, dict[str, Any]]:
-    """Compare several predictions of the same outcomes, e.g. before and after calibration.
-
-    Args:
-        probability: by name, (k,) predictions in [0, 1].
-        match: (k,) labels in [0, 1].
-        n_bins: number of bins.
-
-    Returns:
-        For each name {"expected_calibration_error" and "curve", in bins of equal width,
-        "expected_calibration_error_by_count" and "curve_by_count", in bins with equally many, "brier_score"}.
-
-    Raises:
-        ValueError: see :func:`reliability_curve` and :func:`brier_score`.
-    """
+    """Compare several predictions of the same outcomes, e.g. before and after calibration. match (k,)."""
     return {
         name: {
             "expected_calibration_error": expected_calibration_error(p, match, n_bins=n_bins, binning="width"),
@@ -229,22 +153,9 @@ def compare_calibration(
 def wilson_interval(fraction: float, n: int, *, confidence: float = 0.95) -> tuple[float, float]:
     """Wilson's score interval of a fraction of n independent cases; approximate, and never outside of [0, 1].
 
-    Args:
-        fraction: observed, in [0, 1]; ignored for n = 0.
-        n: number of cases.
-        confidence: in (0, 1), two-sided.
-
-    Returns:
-        (low, high) within [0, 1]; (0, 1) for n = 0.
-
-    Raises:
-        ValueError: confidence is outside of (0, 1).
-
-    Example:
-        >>> [round(bound, 3) for bound in wilson_interval(0.8, 10)]
-        [0.49, 0.943]
-
     Paper: Wilson, "Probable inference, the law of succession, and statistical inference", JASA 1927.
+
+    Returns (low, high).
     """
     _check_confidence("wilson_interval", confidence)
     if n == 0:
@@ -256,20 +167,7 @@ def wilson_interval(fraction: float, n: int, *, confidence: float = 0.95) -> tup
 
 
 def binomial_tail(k: int, n: int, p: float) -> float:
-    """P(X <= k) for a binomial X: successes in n trials with probability p each. It is summed in log space.
-
-    Args:
-        k: any integer; the tail is 0 for k < 0 and 1 for k >= n.
-        n: number of trials.
-        p: in [0, 1].
-
-    Returns:
-        A probability.
-
-    Example:
-        >>> round(binomial_tail(1, 2, 0.5), 6)
-        0.75
-    """
+    """P(X <= k) for a binomial X: successes in n trials with probability p each. It is summed in log space."""
     if k < 0:
         return 0.0
     if k >= n or p <= 0:
@@ -283,21 +181,6 @@ def binomial_tail(k: int, n: int, p: float) -> float:
 
 def clopper_pearson_upper(errors: int, n: int, *, confidence: float = 0.95) -> float:
     """The exact one-sided upper confidence bound of a binomial error rate.
-
-    Args:
-        errors: observed number, 0 to n.
-        n: number of independent trials.
-        confidence: lower limit of the probability that the bound is not below the true rate.
-
-    Returns:
-        The p with P(X <= errors) = 1 - confidence; 1 for errors = n, n = 0 among them.
-
-    Raises:
-        ValueError: errors is outside of 0..n, or confidence outside of (0, 1).
-
-    Example:
-        >>> round(clopper_pearson_upper(0, 29, confidence=0.95), 3)  # the "rule of three": 1 - 0.05 ** (1 / 29)
-        0.098
 
     Paper: Clopper and Pearson, "The use of confidence or fiducial limits illustrated in the case of the binomial",
     1934.
@@ -319,14 +202,6 @@ def mean_loss_p_value(mean: float, n: int, limit: float) -> float:
 
     The Hoeffding-Bentkus bound: valid for losses of any shape, hence looser than the binomial tail for 0 and 1.
 
-    Args:
-        mean: of the losses.
-        n: their number.
-        limit: in (0, 1).
-
-    Returns:
-        A p-value: if the expected loss is at least the limit, the p-value is at most u with a probability of at most u.
-
     Paper: Bates et al., "Distribution-free, risk-controlling prediction sets", JACM 2021, section 3.1.
     """
     if n == 0 or mean >= limit:
@@ -343,19 +218,9 @@ def betting_p_value(values: np.ndarray, limit: float, *, seed: int = 0) -> float
     is at least the limit, the capital grows c-fold with a probability of at most 1 / c. Unlike a bound that knows only
     the range, the stake follows the variance.
 
-    Args:
-        values: (n,) independent, in [0, 1].
-        limit: in (0, 1).
-        seed: of the order in which they are bet on.
-
-    Returns:
-        A probability; valid for every n.
-
-    Example:
-        >>> betting_p_value(np.full(50, 0.1), 0.2) < 0.05 < betting_p_value(np.full(50, 0.2), 0.2)
-        True
-
     Paper: Waudby-Smith and Ramdas, "Estimating means of bounded random variables by betting", JRSS B 2024.
+
+    values (n,).
     """
     x = np.random.default_rng(seed).permutation(np.asarray(values, dtype=float))
     before = np.arange(len(x)) + 1

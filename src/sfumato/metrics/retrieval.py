@@ -31,12 +31,7 @@ _BUFFER = 2**20
 
 
 class ShortListError(ValueError):
-    """A ranked list is too short to determine a metric.
-
-    Attributes:
-        query: position of the query.
-        reason: what the list holds and what it needs.
-    """
+    """A ranked list is too short to determine a metric."""
 
     def __init__(self, query: int, reason: str) -> None:
         super().__init__(f"the list of query {query} {reason}")
@@ -61,17 +56,7 @@ def score_blocks(
 ) -> Iterator[tuple[int, Tensor]]:
     """A score matrix as blocks of distances, smaller is closer; only one block is in memory at a time.
 
-    Args:
-        scores: (n, m), of any real type; half precision is widened, integers are compared as integers.
-        better: "larger" for similarities, "smaller" for distances.
-        queries: whether the queries are the rows or the columns.
-        memory_mb: size of a block in MiB.
-
-    Yields:
-        (first query, (b, gallery) distances).
-
-    Raises:
-        ValueError: scores are not a matrix of real numbers, or better is neither.
+    scores (n, m).
     """
     if better not in get_args(Better):
         raise ValueError(f"score_blocks: better is {better!r}; say 'larger' for similarities, 'smaller' for distances")
@@ -113,23 +98,7 @@ def ranks_from_scores(
     queries: Literal["rows", "columns"] = "rows",
     memory_mb: float = 64.0,
 ) -> np.ndarray:
-    """Ranks of the relevant items from a score matrix, block by block.
-
-    Args:
-        scores, better, queries, memory_mb: see :func:`score_blocks`.
-        relevance: of the queries.
-
-    Returns:
-        (p,) int64 ranks, 0 is the closest, in the order of relevance.indices; ties by gallery position.
-
-    Raises:
-        ValueError: sizes do not fit, a score is NaN, and as :func:`score_blocks`.
-
-    Example:
-        >>> similarity = np.array([[0.9, 0.1, 0.8], [0.2, 0.2, 0.7]])
-        >>> ranks_from_scores(similarity, Relevance.from_lists([[2], [0, 1]], n_gallery=3), better="larger")
-        array([1, 1, 2])
-    """
+    """Ranks of the relevant items from a score matrix, block by block. Returns (p,)."""
     n = int(scores.shape[0 if queries == "rows" else 1])
     if n != relevance.n_queries:
         raise ValueError(
@@ -143,21 +112,7 @@ def ranks_from_scores(
 def ranks_from_lists(
     lists: Sequence[Sequence[int] | np.ndarray], relevance: Relevance
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Ranks of the relevant items from ranked lists of gallery positions.
-
-    Args:
-        lists: of each query, positions in the gallery from best to worst; the complete list, or only its beginning. An
-            (n, k) array is accepted.
-        relevance: of the queries.
-
-    Returns:
-        ((p,) int64 ranks in the order of relevance.indices, UNLISTED for items that the list does not contain; (n,)
-        lengths of the lists, the ``depth`` of :func:`retrieval_metrics`).
-
-    Raises:
-        ValueError: there is not one list for each query, or a list holds a position twice or one outside of the
-            gallery.
-    """
+    """Ranks of the relevant items from ranked lists of gallery positions."""
     n, m = relevance.n_queries, relevance.n_gallery
     if len(lists) != n:
         raise ValueError(f"ranks_from_lists: got {len(lists)} lists for {n} queries; give one for each")
@@ -188,19 +143,7 @@ def ranks_from_lists(
 
 
 def relevant_ranks(distance: Tensor, relevance: Relevance, first_query: int = 0) -> np.ndarray:
-    """Ranks of the relevant items of a block of queries.
-
-    Args:
-        distance: (b, m), smaller is closer; no NaN.
-        relevance: of all queries.
-        first_query: the query that row 0 belongs to.
-
-    Returns:
-        (p,) int64 ranks, 0 is the closest, in the order of relevance.indices for these b queries.
-
-    Raises:
-        ValueError: the gallery sizes differ, or a distance is NaN.
-    """
+    """Ranks of the relevant items of a block of queries. distance (b, m) -> (p,)."""
     b, m = distance.shape
     if m != relevance.n_gallery:
         raise ValueError(f"relevant_ranks: distance has {m} columns for a gallery of {relevance.n_gallery} items")
@@ -322,25 +265,7 @@ def per_query_metrics(
     depth: np.ndarray | None = None,
     names: Sequence[str] | None = None,
 ) -> dict[str, np.ndarray]:
-    """Metrics of every query.
-
-    Args:
-        ranks: (p,) of all relevant items, in the order of relevance.indices.
-        relevance: the ground truth.
-        ks: K of recall@K.
-        depth: (n,) lengths of the ranked lists that the ranks came from; None if every rank is known.
-        names: the metrics to give, "recall@K" with any K among them; None gives all, with the K of ks.
-
-    Returns:
-        (n,) each of "recall@K", "r_precision", "map@r" and "best_rank" (0-based, infinite if all relevant items are
-        outside of the gallery); NaN for queries without a relevant item.
-
-    Raises:
-        ValueError: there is not one rank for each relevant item, or a name is unknown.
-        ShortListError: a ValueError; a list is too short for a metric. recall@K needs K items; r_precision and map@r
-            need as many items as there are relevant ones; best_rank needs the best relevant item. A complete list is
-            sufficient for all metrics.
-    """
+    """Metrics of every query. ranks (p,), depth (n,) -> (n,)."""
     if len(ranks) != len(relevance.indices):
         raise ValueError(
             f"per_query_metrics: got {len(ranks)} ranks for {len(relevance.indices)} relevant items;"
@@ -379,20 +304,6 @@ def chance_metrics(relevance: Relevance, ks: Sequence[int] = (1, 5, 10)) -> dict
 
     A query with p relevant items among m has one of them among the first k with the probability
     1 - C(m - p, k) / C(m, k).
-
-    Args:
-        relevance: queries and their relevant items.
-        ks: cut-offs of recall.
-
-    Returns:
-        "recall@K" and "r_precision" as fractions in [0, 1], averaged as in :func:`retrieval_metrics`.
-
-    Raises:
-        ValueError: no query has a relevant item.
-
-    Example:
-        >>> chance_metrics(Relevance.from_lists([[2], [0, 1]], n_gallery=4), ks=[1, 2])
-        {'recall@1': 0.375, 'recall@2': 0.6666666666666667, 'r_precision': 0.375}
     """
     has, m = relevance.totals > 0, relevance.n_gallery
     if not has.any():
@@ -412,20 +323,7 @@ _BY_CHANCE = 0.001
 
 
 def beats_chance(metrics: Mapping[str, float], by_chance: Mapping[str, float], n_independent: int) -> bool:
-    """Whether recall@1, 5 or 10 is so high that a random order hardly ever reaches it.
-
-    Args:
-        metrics: "recall@K" of a model, fractions.
-        by_chance: those of a random order, see :func:`chance_metrics`.
-        n_independent: number of independent queries; the captions of one image are not independent.
-
-    Returns:
-        True if a random order reaches one of the recalls with a probability below 0.001, by a binomial tail.
-
-    Example:
-        >>> [beats_chance({"recall@1": 0.5}, {"recall@1": 0.1}, n) for n in (20, 4)]
-        [True, False]
-    """
+    """Whether recall@1, 5 or 10 is so high that a random order hardly ever reaches it."""
     for name in ("recall@1", "recall@5", "recall@10"):
         if name in metrics and name in by_chance:
             hits = math.floor(metrics[name] * n_independent + 1e-9)
@@ -444,22 +342,6 @@ def retrieval_metrics(
     names: Sequence[str] | None = None,
 ) -> dict[str, float]:
     """Metrics averaged over the queries that have a relevant item.
-
-    Args:
-        ranks, relevance, ks, depth: see :func:`per_query_metrics`.
-        names: the metrics to give; None gives all.
-
-    Returns:
-        "recall@K", "r_precision", "map@r" as fractions in [0, 1]; "median_rank" and "mean_rank" of the best relevant
-        item, 1 for the first; "n_queries" and "n_without_positives", the queries left out.
-
-    Raises:
-        ValueError: no query has a relevant item, and as :func:`per_query_metrics`.
-
-    Example:
-        >>> relevance = Relevance.from_lists([[2], [0, 1]], n_gallery=3)
-        >>> retrieval_metrics(np.array([1, 0, 2]), relevance, names=["recall@1", "map@r"])
-        {'recall@1': 0.5, 'map@r': 0.25, 'n_queries': 2, 'n_without_positives': 0}
 
     Paper: Musgrave, Belongie and Lim, "A metric learning reality check", ECCV 2020 (mAP@R, R-Precision).
     """
@@ -486,14 +368,7 @@ RANK_METRICS = ("median_rank", "mean_rank")
 
 
 def check_metric(name: str) -> None:
-    """Check the name of a metric of :func:`retrieval_metrics`.
-
-    Args:
-        name: e.g. "recall@5" or "map@r".
-
-    Raises:
-        ValueError: there is no such metric.
-    """
+    """Check the name of a metric of :func:`retrieval_metrics`."""
     if name not in RANK_METRICS:
         _k_of(name, also=RANK_METRICS)
 

@@ -14,19 +14,7 @@ from sfumato.metrics.bootstrap import Statistic, mean_statistic, on_all
 def auroc(score: np.ndarray, positive: np.ndarray) -> float:
     """Probability that a positive item has a higher score than a negative one; ties count one half.
 
-    Args:
-        score: (n,) scores; a higher score should mean positive.
-        positive: (n,) bool, or 0 and 1.
-
-    Returns:
-        A number in [0, 1], 0.5 for chance; NaN if there are only positives or only negatives.
-
-    Raises:
-        ValueError: shapes differ, a score is NaN, or positive is neither 0 nor 1.
-
-    Example:
-        >>> auroc(np.array([0.1, 0.4, 0.4, 0.9]), np.array([0, 0, 1, 1]))
-        0.875
+    score (n,), positive (n,).
     """
     return on_all(auroc_statistic(score, positive), len(score))
 
@@ -34,31 +22,15 @@ def auroc(score: np.ndarray, positive: np.ndarray) -> float:
 def aurc(uncertainty: np.ndarray, error: np.ndarray) -> float:
     """Area under the risk-coverage curve: the mean, over k = 1..n, of the mean error of the k most certain items.
 
-    Args:
-        uncertainty: (n,) higher is less certain.
-        error: (n,) loss of each item, 0 and 1 for right and wrong.
-
-    Returns:
-        A number between the area of the best order and the area of the worst order; a random order has the mean error.
-        For tied items it is the expectation over their random order, so a constant uncertainty gets the mean error. NaN
-        for n = 0.
-
-    Raises:
-        ValueError: shapes differ, or a value is NaN.
-
     Paper: Geifman, Uziel and El-Yaniv, "Bias-reduced uncertainty estimation for deep neural classifiers", ICLR 2019.
+
+    uncertainty (n,), error (n,).
     """
     return on_all(aurc_statistic(uncertainty, error), len(uncertainty))
 
 
 def excess_aurc(uncertainty: np.ndarray, error: np.ndarray) -> float:
     """Excess area under the risk-coverage curve (E-AURC): :func:`aurc` less that of the best order of the same errors.
-
-    Args:
-        uncertainty, error: see :func:`aurc`.
-
-    Returns:
-        A number >= 0; 0 is perfect.
 
     Paper: Geifman, Uziel and El-Yaniv, ICLR 2019.
     """
@@ -70,43 +42,18 @@ def prediction_rejection_ratio(uncertainty: np.ndarray, error: np.ndarray) -> fl
 
         PRR = (mean error - aurc) / (mean error - best aurc)
 
-    Args:
-        uncertainty, error: see :func:`aurc`.
-
-    Returns:
-        1 for the best order, 0 for a random one, negative if the uncertain items are the right ones; NaN if all errors
-        are equal, because then no order has a gain.
-
     Paper: Malinin, "Uncertainty estimation in deep learning with application to spoken language assessment", 2019.
     """
     return on_all(rejection_ratio_statistic(uncertainty, error), len(uncertainty))
 
 
 def risk_at_coverage(uncertainty: np.ndarray, error: np.ndarray, coverage: float) -> float:
-    """Mean error of the ceil(coverage * n) most certain items; for ties at the limit, the expectation.
-
-    Args:
-        uncertainty, error: see :func:`aurc`.
-        coverage: fraction of items that are answered, in (0, 1].
-
-    Returns:
-        The expected mean error.
-
-    Raises:
-        ValueError: as there, or coverage is outside of (0, 1].
-    """
+    """Mean error of the ceil(coverage * n) most certain items; for ties at the limit, the expectation."""
     return on_all(risk_statistic(uncertainty, error, coverage), len(uncertainty))
 
 
 def risk_coverage_curve(uncertainty: np.ndarray, error: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The curve whose mean is :func:`aurc`.
-
-    Args:
-        uncertainty, error: see :func:`aurc`.
-
-    Returns:
-        ((n,) coverages 1/n, 2/n ... 1, (n,) expected mean errors of the 1, 2 ... n most certain items).
-    """
+    """The curve whose mean is :func:`aurc`."""
     uncertainty, error = _checked(uncertainty, error, "risk_coverage_curve")
     n = len(error)
     order, starts = _groups(uncertainty)
@@ -117,17 +64,7 @@ def risk_coverage_curve(uncertainty: np.ndarray, error: np.ndarray) -> tuple[np.
 
 
 def auroc_statistic(score: np.ndarray, positive: np.ndarray) -> Statistic:
-    """:func:`auroc` as a statistic for the bootstrap.
-
-    Args:
-        score, positive: see :func:`auroc`.
-
-    Returns:
-        A statistic for :func:`~sfumato.metrics.bootstrap.bootstrap`.
-
-    Raises:
-        ValueError: shapes differ, a score is NaN, or positive is neither 0 nor 1.
-    """
+    """:func:`auroc` as a statistic for the bootstrap."""
     score, positive = _checked(score, positive, "auroc")
     if not np.isin(positive, (0.0, 1.0)).all():
         raise ValueError("auroc: positive must be 0 or 1 (or bool) for every item")
@@ -145,14 +82,7 @@ def auroc_statistic(score: np.ndarray, positive: np.ndarray) -> Statistic:
 
 
 def aurc_statistic(uncertainty: np.ndarray, error: np.ndarray) -> Statistic:
-    """:func:`aurc` as a statistic for the bootstrap.
-
-    Args:
-        uncertainty, error: see :func:`aurc`.
-
-    Returns:
-        A statistic for :func:`~sfumato.metrics.bootstrap.bootstrap`.
-    """
+    """:func:`aurc` as a statistic for the bootstrap."""
     uncertainty, error = _checked(uncertainty, error, "aurc")
     order, starts = _groups(uncertainty)
     ordered = error[order]
@@ -174,27 +104,13 @@ def aurc_statistic(uncertainty: np.ndarray, error: np.ndarray) -> Statistic:
 
 
 def excess_aurc_statistic(uncertainty: np.ndarray, error: np.ndarray) -> Statistic:
-    """:func:`excess_aurc` as a statistic for the bootstrap.
-
-    Args:
-        uncertainty, error: see :func:`aurc`.
-
-    Returns:
-        A statistic for :func:`~sfumato.metrics.bootstrap.bootstrap`.
-    """
+    """:func:`excess_aurc` as a statistic for the bootstrap."""
     own, best = aurc_statistic(uncertainty, error), aurc_statistic(error, error)
     return lambda counts: own(counts) - best(counts)
 
 
 def rejection_ratio_statistic(uncertainty: np.ndarray, error: np.ndarray) -> Statistic:
-    """:func:`prediction_rejection_ratio` as a statistic for the bootstrap.
-
-    Args:
-        uncertainty, error: see :func:`aurc`.
-
-    Returns:
-        A statistic for :func:`~sfumato.metrics.bootstrap.bootstrap`.
-    """
+    """:func:`prediction_rejection_ratio` as a statistic for the bootstrap."""
     own, best, mean = aurc_statistic(uncertainty, error), aurc_statistic(error, error), mean_statistic(error)
 
     def statistic(counts: np.ndarray) -> np.ndarray:
@@ -207,17 +123,7 @@ def rejection_ratio_statistic(uncertainty: np.ndarray, error: np.ndarray) -> Sta
 
 
 def risk_statistic(uncertainty: np.ndarray, error: np.ndarray, coverage: float) -> Statistic:
-    """:func:`risk_at_coverage` as a statistic for the bootstrap.
-
-    Args:
-        uncertainty, error, coverage: see :func:`risk_at_coverage`.
-
-    Returns:
-        A statistic for :func:`~sfumato.metrics.bootstrap.bootstrap`.
-
-    Raises:
-        ValueError: shapes differ, a value is NaN, or coverage is outside of (0, 1].
-    """
+    """:func:`risk_at_coverage` as a statistic for the bootstrap."""
     if not 0 < coverage <= 1:
         raise ValueError(f"risk_at_coverage: coverage must be in (0, 1], got {coverage}")
     uncertainty, error = _checked(uncertainty, error, "risk_at_coverage")
@@ -237,11 +143,7 @@ def risk_statistic(uncertainty: np.ndarray, error: np.ndarray, coverage: float) 
 def spearman_statistic(x: np.ndarray, y: np.ndarray) -> Statistic:
     """Spearman rank correlation as a statistic for the bootstrap: ties by average ranks, ranks within the resample.
 
-    Args:
-        x, y: (n,) values.
-
-    Returns:
-        A statistic for :func:`~sfumato.metrics.bootstrap.bootstrap`.
+    x, y (n,).
     """
     x, y = _checked(x, y, "spearman")
     ranks_of = [_ranker(values) for values in (x, y)]
@@ -262,13 +164,7 @@ def decile_statistic(uncertainty: np.ndarray, hit: np.ndarray, *, n_bins: int = 
 
     See :func:`~sfumato.metrics.uncertainty.recall_by_uncertainty`.
 
-    Args:
-        uncertainty: (n,) of the queries.
-        hit: (n,) 1 where the query found a relevant item first, else 0.
-        n_bins: number of bins.
-
-    Returns:
-        A statistic for :func:`~sfumato.metrics.bootstrap.bootstrap`.
+    uncertainty (n,), hit (n,).
     """
     uncertainty, hit = _checked(uncertainty, hit, "decile_statistic")
     order = np.argsort(uncertainty, kind="stable")

@@ -6,18 +6,7 @@ import numpy as np
 
 
 def average_ranks(x: np.ndarray) -> np.ndarray:
-    """Ranks from 0; equal values get the mean of their ranks.
-
-    Args:
-        x: (n,) values.
-
-    Returns:
-        (n,) ranks.
-
-    Example:
-        >>> average_ranks(np.array([5.0, 1.0, 5.0])).tolist()
-        [1.5, 0.0, 1.5]
-    """
+    """Ranks from 0; equal values get the mean of their ranks. x (n,) -> (n,)."""
     _, which, counts = np.unique(x, return_inverse=True, return_counts=True)
     ends = np.cumsum(counts)
     ranks: np.ndarray = (ends - (counts + 1) / 2)[which]
@@ -25,17 +14,7 @@ def average_ranks(x: np.ndarray) -> np.ndarray:
 
 
 def pearson(x: np.ndarray, y: np.ndarray) -> float:
-    """Pearson correlation.
-
-    Args:
-        x, y: (n,) values.
-
-    Returns:
-        A number in [-1, 1]; NaN if one side is constant or n < 2.
-
-    Raises:
-        ValueError: shapes differ.
-    """
+    """Pearson correlation. x, y (n,)."""
     x, y = np.asarray(x, float), np.asarray(y, float)
     if x.shape != y.shape:
         raise ValueError(f"pearson: got {x.shape} and {y.shape} values; the shapes must be equal")
@@ -45,17 +24,7 @@ def pearson(x: np.ndarray, y: np.ndarray) -> float:
 
 
 def spearman(x: np.ndarray, y: np.ndarray) -> float:
-    """Spearman rank correlation, ties by average ranks.
-
-    Args:
-        x, y: (n,) values.
-
-    Returns:
-        A number in [-1, 1]; NaN if one side is constant or n < 2.
-
-    Raises:
-        ValueError: shapes differ.
-    """
+    """Spearman rank correlation, ties by average ranks. x, y (n,)."""
     return pearson(average_ranks(np.asarray(x)), average_ranks(np.asarray(y)))
 
 
@@ -68,18 +37,7 @@ def balanced_spearman(
     by floor(log2(multiplicity)). A set takes at most per_bin random items of each bin; the correlations of n_sets sets
     are averaged.
 
-    Args:
-        x: (n,) uncertainties.
-        multiplicity: (n,) true numbers of matches, at least 1.
-        per_bin: largest number of items of a bin in a set.
-        n_sets: number of sets.
-        seed: of the sets.
-
-    Returns:
-        The mean correlation; NaN if there is only one bin, or x is constant.
-
-    Raises:
-        ValueError: shapes differ, a multiplicity is below 1, or per_bin or n_sets is.
+    x (n,), multiplicity (n,).
     """
     x, multiplicity = np.asarray(x, float), np.asarray(multiplicity)
     if x.shape != multiplicity.shape:
@@ -103,21 +61,7 @@ def balanced_spearman(
 
 
 def recall_by_uncertainty(uncertainty: np.ndarray, hit: np.ndarray, *, n_bins: int = 10) -> dict[str, Any]:
-    """Recall in bins of equal size, from the most to the least certain queries.
-
-    Args:
-        uncertainty: (n,) of the queries.
-        hit: (n,) 1 where the query found a relevant item first, else 0; NaN leaves a query out.
-        n_bins: number of bins.
-
-    Returns:
-        "bins": a list of {"uncertainty", "recall", "count"}, the uncertainty None if it is infinite; "correlation":
-        Pearson between bin number and recall, as reported in the paper (Chun 2024, figure 3: negative when uncertain
-        queries fail); "spearman" over single queries. None where a correlation is undefined, as for points.
-
-    Raises:
-        ValueError: shapes differ, or n_bins < 1.
-    """
+    """Recall in bins of equal size, from the most to the least certain queries. uncertainty (n,), hit (n,)."""
     if n_bins < 1:
         raise ValueError(f"recall_by_uncertainty: n_bins must be at least 1, got {n_bins}")
     uncertainty, hit = np.asarray(uncertainty, float), np.asarray(hit, float)
@@ -140,12 +84,5 @@ def recall_by_uncertainty(uncertainty: np.ndarray, hit: np.ndarray, *, n_bins: i
 
 
 def none_if_nan(value: float) -> float | None:
-    """None for an undefined number: JSON has no NaN.
-
-    Args:
-        value: a number or NaN.
-
-    Returns:
-        The number, or None for NaN.
-    """
+    """None for an undefined number: JSON has no NaN."""
     return None if np.isnan(value) else value

@@ -80,14 +80,9 @@ Reference = tuple[GaussianEmbedding, GaussianEmbedding]
 
 @dataclass(frozen=True)
 class Comparison:
-    """A method on the half of the calibrating images that it was not fitted on.
+    """A method on the half of the calibrating images that it was not fitted on."""
 
-    Attributes:
-        log_loss: mean over the first hits of both directions, in nats; each direction has the same weight.
-        worse: how much larger it is than that of the chosen method, with a 95 % interval by bootstrap over images.
-    """
-
-    log_loss: float
+    log_loss: float  # mean over the first hits of both directions, in nats; each direction has the same weight
     worse: Interval
 
 
@@ -354,19 +349,7 @@ def adopt_recipe(
     population: str = "planted",
     max_queries: int = MOST_QUERIES,
 ) -> AdoptedModel:
-    """Adopt the model and the data of a recipe, see :func:`adopt`.
-
-    Args:
-        recipe: with ``model.identity``.
-        folder: of the run, empty.
-        method, population, max_queries: see :func:`adopt`.
-
-    Returns:
-        The adopted model.
-
-    Raises:
-        UserError: see :func:`adopt`.
-    """
+    """Adopt the model and the data of a recipe, see :func:`adopt`."""
     if method != "auto" and method not in METHODS:
         raise UserError(f"adopt: unknown method {method!r}; known: auto, {', '.join(METHODS)}")
     if population not in get_args(Population):

@@ -40,23 +40,14 @@ _FEWEST_REFERENCE = 200
 
 @dataclass(frozen=True)
 class _HeldOut:
-    """q held-out queries of one direction.
-
-    Attributes:
-        blocks: gives (distance, match) of a few queries at a time to all m items.
-        half: (q,) bool, the half that each query belongs to; queries of one group are in one half.
-        galleries: (m,) which items are in a gallery, and (q,) which queries it is asked.
-        group: (q,) queries of images of one concept have one number.
-        isolation: (q,) of the queries, see :meth:`ReferenceQueries.isolation`; None without reference queries.
-        hub: (m,) of the items, see :meth:`ReferenceQueries.hub`.
-    """
+    """q held-out queries of one direction."""
 
     blocks: Callable[[], Iterator[tuple[Tensor, Tensor]]]
-    half: np.ndarray
+    half: np.ndarray  # (q,) bool, the half that each query belongs to; queries of one group are in one half
     galleries: Sequence[tuple[np.ndarray, np.ndarray]]
-    group: np.ndarray
+    group: np.ndarray  # (q,) queries of images of one concept have one number
     isolation: Tensor | None = None
-    hub: Tensor | None = None
+    hub: Tensor | None = None  # (m,) of the items, see :meth:`ReferenceQueries.hub`
 
     def reference(self, queries: Tensor, first: Tensor) -> Tensor | None:
         """(k, 2) features of reference queries, given (k,) queries and their first items."""
@@ -163,29 +154,7 @@ def calibrate_split(
     the scores of each half are those of logits that were fitted on the other. The same galleries give the shift of
     the nearest distance with the size of the gallery.
 
-    Args:
-        embedded: (images, texts) of the split.
-        data: pairs of the split, n images and m texts.
-        distance: name in DISTANCES.
-        split: name of the split, kept with the calibration.
-        method: see :meth:`Calibration.fit`.
-        max_pairs: largest number of pairs in the fit.
-        max_queries: largest number of queries of either side whose scores are kept.
-        population: the queries that probabilities of hits are for. "planted": those with a match in their gallery.
-            "independent": all queries, also those whose matches are not in the gallery.
-        reference: (images, texts) of other data, best of the training, to be the reference queries of the logits of
-            hits; None for logits without them.
-        of_images: positions of the images whose pairs and queries are used, with the texts that match no other image,
-            all in the whole gallery; None for all.
-        seed: seed of the random choice of images, queries and galleries.
-
-    Returns:
-        The calibration. In its `metadata`, "set_sizes" has by direction and coverage the median number of items within
-        the radius of held-out queries. For i2t the growth is 0, because a larger gallery of texts has more images and
-        not more texts for an image; for t2i it is measured.
-
-    Raises:
-        ValueError: nothing can be fitted; see :func:`~sfumato.calibration.platt.fit_logits`.
+    embedded (images, texts), reference (images, texts).
     """
     whole = _Split(embedded[0].to("cpu"), embedded[1].to("cpu"), data, distance)
     images, texts = queries_of(data, of_images)
@@ -221,15 +190,7 @@ def calibrate_split(
 
 
 def queries_of(data: PairData, of_images: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
-    """The queries of some images of a split.
-
-    Args:
-        data: the split.
-        of_images: positions of images; None for all.
-
-    Returns:
-        (positions of the images, positions of the texts that match no other image; of all texts if of_images is None).
-    """
+    """The queries of some images of a split."""
     images, texts = np.arange(len(data.image_ids)), np.arange(len(data.text_ids))
     if of_images is None:
         return images, texts
@@ -335,16 +296,7 @@ def _nearest_items(
 
 
 def some_positions(n: int, most: int, seed: int) -> np.ndarray:
-    """A sorted random sample of positions.
-
-    Args:
-        n: number of positions.
-        most: largest size of the sample.
-        seed: of the choice.
-
-    Returns:
-        (min(n, most),) positions, ascending.
-    """
+    """A sorted random sample of positions."""
     return np.sort(np.random.default_rng(seed).permutation(n)[:most])
 
 
@@ -366,20 +318,6 @@ def calibrate_run(
 
     If the training left texts out, calibration-training.json, for galleries with the training images, is fitted again
     with it, on the split "wordings"; or alone, if this split is given.
-
-    Args:
-        folder: folder of the run.
-        split: name of the split.
-        method: see :meth:`Calibration.fit`.
-        population: see :func:`calibrate_split`.
-        device: device that embeds.
-
-    Returns:
-        The calibration.
-
-    Raises:
-        UserError: it is not a run, the data have no such split, or there is no such population.
-        ValueError: nothing can be fitted; see :func:`~sfumato.calibration.platt.fit_logits`.
     """
     if split == "train":
         raise UserError(
@@ -416,17 +354,7 @@ def _calibrate_run(run: Run, split: str, method: str, population: Population, fi
 def embed_reference(
     model: DualEncoder, config: DataConfig, *, split: str = "train", seed: int = 0
 ) -> tuple[GaussianEmbedding, GaussianEmbedding] | None:
-    """Embed some images and texts of the training, which become the reference queries of a calibration.
-
-    Args:
-        model: images and texts to Gaussians.
-        config: section ``data`` of the recipe.
-        split: where the queries come from.
-        seed: of their choice.
-
-    Returns:
-        ((n, d) images, (m, d) texts), at most N_REFERENCE of each; None if there is no such split, as with shards.
-    """
+    """Embed some images and texts of the training, which become the reference queries of a calibration."""
     problems = Problems()
     data = load_splits(config, problems).get(split)
     if data is None:
@@ -438,18 +366,7 @@ def embed_reference(
 
 
 def describe_calibration(calibration: Calibration) -> dict[str, Any]:
-    """The thresholds of a calibration at common levels.
-
-    Args:
-        calibration: fitted.
-
-    Returns:
-        Its `metadata`, and for "t2i" and "i2t" {"n_queries", "n_gallery", "matches_per_query", "growth", "precision":
-        {level: threshold}, "risk": {level: {"abstain_below", "answered"}}, "coverage": {level: {"radius", "size"}}} at
-        the levels PRECISIONS, RISKS and COVERAGES; null if the held-out queries do not support a guarantee. With logits
-        of hits also "first_hit": {"rate", "mean_probability", "ece", "ece_by_chance", "auroc", "auroc_of_distance"} of
-        held-out queries, each half by the fit on the other.
-    """
+    """The thresholds of a calibration at common levels."""
     result: dict[str, Any] = dict(calibration.metadata)
     for direction in get_args(Direction):
         if getattr(calibration, direction) is None:

@@ -25,16 +25,6 @@ def cross_fitted(
     """Calibrate on the queries of each half of the images of a split, in the gallery of all.
 
     Groups of images are not divided. A text with images in both halves is in neither.
-
-    Args:
-        embedded, data, distance, split, population, reference: see :func:`~sfumato.models.calibrate.calibrate_split`.
-        seed: of the halves and of the fits.
-
-    Returns:
-        Two folds: a calibration, and the queries of the half that it was not fitted on.
-
-    Raises:
-        ValueError: nothing can be fitted on a half, or no text has all its images there.
     """
     group = np.unique(data.groups, return_inverse=True)[1]
     first = (np.random.default_rng(seed).permutation(int(group.max()) + 1) % 2 == 0)[group]

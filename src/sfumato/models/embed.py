@@ -43,17 +43,11 @@ from sfumato.progress import progress_bar, say
 
 @dataclass(frozen=True)
 class PreparedSplit:
-    """A split whose images and texts are ready to be fed to the towers.
+    """A split whose images and texts are ready to be fed to the towers."""
 
-    Attributes:
-        data: the usable items.
-        images: inputs of the image tower, in the order of the data.
-        texts: inputs of the text tower, in the order of the data.
-    """
-
-    data: PairData
-    images: Store
-    texts: Store
+    data: PairData  # the usable items
+    images: Store  # inputs of the image tower, in the order of the data
+    texts: Store  # inputs of the text tower, in the order of the data
 
 
 def prepare_split(
@@ -62,19 +56,6 @@ def prepare_split(
     """Read every image and text of a split for the model's towers; items that cannot be used are left out and reported.
 
     With several processes each one first computes the frozen features of its part; all then read them from the cache.
-
-    Args:
-        model: image and text towers.
-        data: the split.
-        problems: receives the images that cannot be used.
-        name: name of the split, for messages.
-        process_group: the processes among which the work is divided; None for a single process.
-
-    Returns:
-        The split, without the unusable images.
-
-    Raises:
-        UserError: no usable pair is left.
     """
     items = [source if isinstance(source, EmbeddingRow) else source.read_bytes for source in data.images]
     if process_group is not None and process_group.size > 1:
@@ -101,21 +82,7 @@ def load_split(
     problems: Problems | None = None,
     process_group: ProcessGroup | None = None,
 ) -> PreparedSplit:
-    """A split of some data, ready for a model; problems are recorded, and printed on standard error.
-
-    Args:
-        model: image and text towers.
-        config: section ``data`` of the recipe.
-        name: name of the split.
-        problems: receives every unusable item; a new list if None.
-        process_group: the processes among which the work is divided; None for a single process.
-
-    Returns:
-        The split.
-
-    Raises:
-        UserError: the data has no such split.
-    """
+    """A split of some data, ready for a model; problems are recorded, and printed on standard error."""
     problems = Problems() if problems is None else problems
     splits = load_splits(config, problems)
     if name not in splits:
@@ -127,32 +94,14 @@ def load_split(
 
 
 def no_split_error(config: DataConfig, name: str, splits: Iterable[str]) -> UserError:
-    """The error of a split that is not there.
-
-    Args:
-        config: section ``data`` of the recipe.
-        name: of the split.
-        splits: those that the data has.
-
-    Returns:
-        The error.
-    """
+    """The error of a split that is not there."""
     return UserError(f"the data ({config.source}) has no split {name!r}; it has {', '.join(splits)}")
 
 
 def embed_split(
     model: DualEncoder, split: PreparedSplit, process_group: ProcessGroup | None = None
 ) -> tuple[GaussianEmbedding, GaussianEmbedding]:
-    """Embed a split; each process computes its part, and every process returns all embeddings.
-
-    Args:
-        model: image and text towers.
-        split: ready for the model.
-        process_group: the processes among which the work is divided; None for a single process.
-
-    Returns:
-        ((n, d) embeddings of the images, (m, d) of the texts).
-    """
+    """Embed a split; each process computes its part, and every process returns all embeddings."""
     process_group = process_group or alone()
     image, text = (
         _embed_part(tower, store, process_group)
@@ -178,16 +127,6 @@ def load_splits(config: DataConfig, problems: Problems) -> dict[str, PairData]:
     """The data of a recipe by split ("train", "val", "test" and any other split of the source).
 
     Equally worded texts are merged unless the recipe keeps them separate.
-
-    Args:
-        config: section ``data`` of the recipe.
-        problems: receives every unusable item.
-
-    Returns:
-        split -> data.
-
-    Raises:
-        UserError: the path does not exist, or nothing in the data can be used.
     """
     splits = get_source(config.source).read(config, problems)
     merged = config.equal_texts == "merged"
@@ -199,26 +138,12 @@ def load_splits(config: DataConfig, problems: Problems) -> dict[str, PairData]:
 
 
 def file_endings(model: DualEncoder) -> frozenset[str]:
-    """File name endings of what a model embeds on its image side: images, or .npy files of features.
-
-    Args:
-        model: images and texts to Gaussians.
-
-    Returns:
-        The endings in lower case, with the dot.
-    """
+    """File name endings of what a model embeds on its image side: images, or .npy files of features."""
     return REGION_ENDINGS if features_read(model.image) else IMAGE_ENDINGS
 
 
 def model_digest(model: DualEncoder) -> str:
-    """The SHA-256 of a model's weights and of its processor and head settings, independent of its path and device.
-
-    Args:
-        model: images and texts to Gaussians.
-
-    Returns:
-        64 hexadecimal digits.
-    """
+    """The SHA-256 of a model's weights and of its processor and head settings, independent of its path and device."""
     digest = hashlib.sha256()
     for key, value in sorted(model.state_dict().items()):
         digest.update(f"{key} {value.dtype} {tuple(value.shape)}".encode())
@@ -242,16 +167,7 @@ def embedding_steps(
 ) -> tuple[Callable[[bytes | str], Any], Callable[[list[Any]], GaussianEmbedding]]:
     """The two steps that embed items batch by batch; frozen backbones do not use their cache on disk.
 
-    Args:
-        tower: of images or texts.
-        modality: "images" or "texts".
-
-    Returns:
-        (prepare, encode). ``prepare``, for worker threads, converts the bytes of an image, or a text, to the input of
-        the encoder; ``encode`` converts a list of n inputs to (n, d) embeddings.
-
-    Raises:
-        UserError: the model reads embeddings instead of texts.
+    Returns (prepare, encode).
     """
     processor = tower.processor
     if modality == "texts" and features_read(tower):
@@ -340,18 +256,7 @@ class RetrievalModel(Protocol):
 
 
 def embed_folder(retrieval_model: RetrievalModel, folder: Path) -> tuple[GaussianEmbedding, list[str], Problems]:
-    """Embed every image below a folder; for a model that reads features, every .npy file.
-
-    Args:
-        retrieval_model: the model.
-        folder: searched with its subfolders.
-
-    Returns:
-        ((n, d) embeddings; n ids, paths relative to the folder, sorted; the items left out, with reasons).
-
-    Raises:
-        UserError: there is no such folder, or no usable image in it.
-    """
+    """Embed every image below a folder; for a model that reads features, every .npy file."""
     if not folder.is_dir():
         raise UserError(f"there is no folder {folder}")
     endings = file_endings(retrieval_model.model)
@@ -366,19 +271,7 @@ def embed_folder(retrieval_model: RetrievalModel, folder: Path) -> tuple[Gaussia
 def embed_sources(
     retrieval_model: RetrievalModel, sources: Sequence[ImageSource], ids: Sequence[str]
 ) -> tuple[GaussianEmbedding, list[str], Problems]:
-    """Embed images; those that cannot be used are left out and reported.
-
-    Args:
-        retrieval_model: the model.
-        sources: k images.
-        ids: k ids.
-
-    Returns:
-        ((n, d) embeddings, their n ids, the items left out, with reasons).
-
-    Raises:
-        UserError: no image can be used.
-    """
+    """Embed images; those that cannot be used are left out and reported."""
     problems = Problems()
     items: list[Item] = [partial(_read_item, source, i) for source, i in zip(sources, ids, strict=True)]
     with progress_bar("reading images", len(items)) as advance:
@@ -400,31 +293,13 @@ def _read_item(source: ImageSource, id: str) -> bytes:
 
 
 def embed_lines(retrieval_model: RetrievalModel, path: Path) -> tuple[GaussianEmbedding, list[str], Problems]:
-    """Embed the texts of a file.
-
-    Args:
-        retrieval_model: the model.
-        path: see :func:`read_lines`.
-
-    Returns:
-        ((n, d) embeddings, n ids, the items left out).
-    """
+    """Embed the texts of a file."""
     texts, ids, problems = read_lines(path)
     return retrieval_model.model.embed_texts(texts), ids, problems
 
 
 def read_lines(path: Path) -> tuple[list[str], list[str], Problems]:
-    """Read the texts of a file, one on each line; empty lines are left out and reported.
-
-    Args:
-        path: a UTF-8 file.
-
-    Returns:
-        (texts, ids: line numbers from 1, the items left out).
-
-    Raises:
-        UserError: there is no such file, it is not UTF-8, or holds no text.
-    """
+    """Read the texts of a file, one on each line; empty lines are left out and reported."""
     if not path.is_file():
         raise UserError(f"there is no file {path}")
     problems, texts, ids = Problems(), [], []
@@ -444,15 +319,7 @@ def read_lines(path: Path) -> tuple[list[str], list[str], Problems]:
 
 
 def split_names(splits: Mapping[str, PairData], split: str) -> list[str]:
-    """The splits that a name stands for.
-
-    Args:
-        splits: by name.
-        split: a name; "all" for those that have all images, where none is called so.
-
-    Returns:
-        Their names.
-    """
+    """The splits that a name stands for."""
     if split != "all" or "all" in splits:
         return [split]
     seen, names = set[str](), []
@@ -466,19 +333,7 @@ def split_names(splits: Mapping[str, PairData], split: str) -> list[str]:
 def embed_split_images(
     retrieval_model: RetrievalModel, data: DataConfig, split: str
 ) -> tuple[GaussianEmbedding, list[str], Problems]:
-    """Embed the images of a split.
-
-    Args:
-        retrieval_model: the model.
-        data: where the split comes from.
-        split: its name; "all" for all splits, one after the other.
-
-    Returns:
-        ((n, d) embeddings, n ids, the items left out).
-
-    Raises:
-        UserError: the data has no such split.
-    """
+    """Embed the images of a split."""
     problems, model = Problems(), retrieval_model.model
     splits = load_splits(data, problems)
     names = split_names(splits, split)
@@ -493,18 +348,7 @@ def embed_split_images(
 
 
 def embed_table(retrieval_model: RetrievalModel, paths: str) -> tuple[GaussianEmbedding, list[str], Problems]:
-    """Embed the rows of a table of image embeddings, for a model that reads such.
-
-    Args:
-        retrieval_model: the model.
-        paths: see :func:`~sfumato.data.embedding_tables.open_table`.
-
-    Returns:
-        ((n, d) embeddings, n ids: those beside the table, or row numbers; the rows left out).
-
-    Raises:
-        UserError: the table is missing or damaged, its width differs, or no row can be used.
-    """
+    """Embed the rows of a table of image embeddings, for a model that reads such."""
     named, problems = open_table(paths), Problems()
     errors = named.table.errors(np.arange(named.table.n))
     errors |= {row: error for row, i in enumerate(named.ids or ()) if (error := id_error(i))}
@@ -520,14 +364,7 @@ def embed_table(retrieval_model: RetrievalModel, paths: str) -> tuple[GaussianEm
 
 
 def sampled_logits(retrieval_model: RetrievalModel) -> SampledLogits | None:
-    """The logits of PCME's match probability.
-
-    Args:
-        retrieval_model: the model.
-
-    Returns:
-        Those of a run that was trained with the loss pcme, or of a model that brings its own; None for all others.
-    """
+    """The logits of PCME's match probability."""
     loss = getattr(retrieval_model, "loss", None)
     if isinstance(loss, PCMELoss):
         factor = SIGMOIDS[loss.options.sigmoid]
@@ -538,19 +375,7 @@ def sampled_logits(retrieval_model: RetrievalModel) -> SampledLogits | None:
 
 
 def ranking_distance(retrieval_model: RetrievalModel, name: str | None = None) -> Distance:
-    """The distance to rank by, which may be PCME's match probability with the logits that the model has learnt.
-
-    Args:
-        retrieval_model: the model.
-        name: a name in DISTANCES, nearest_of_K or "match_probability"; None for the distance of the model.
-
-    Returns:
-        The distance.
-
-    Raises:
-        UserError: the match probability is wanted of a model that has not learnt it.
-        ValueError: the name is unknown.
-    """
+    """The distance to rank by, which may be PCME's match probability with the logits that the model has learnt."""
     if name != MATCH_PROBABILITY:
         try:
             return get_distance(name or retrieval_model.distance)
@@ -573,23 +398,7 @@ def embed_for_evaluation(
     ground_truths: Sequence[GroundTruth] = (),
     process_group: ProcessGroup | None = None,
 ) -> EmbeddedSet:
-    """Embed a split of any data; its ground truth is named after the split.
-
-    Args:
-        retrieval_model: the model.
-        data: where the split comes from.
-        split: its name.
-        ground_truths: of a benchmark, instead of that of the split; joined by their ids before anything is embedded.
-            Equal captions then stay separate, as in every benchmark. Captions of SCAN's files, and images without
-            ids, take those of the first ground truth in their order.
-        process_group: the processes among which the work is divided; None for a single process.
-
-    Returns:
-        Embeddings and ground truths, complete in every process.
-
-    Raises:
-        ValueError: the split lacks an image or text of ground_truths.
-    """
+    """Embed a split of any data; its ground truth is named after the split."""
     process_group = process_group or alone()
     if ground_truths:
         data = data.model_copy(update={"equal_texts": "separate"})
@@ -616,20 +425,7 @@ def evaluate_model(
     embedded: EmbeddedSet | None = None,
     options: EvaluationOptions | None = None,
 ) -> Evaluation:
-    """Evaluate any model on a split of any data.
-
-    Args:
-        retrieval_model: the model.
-        data: where the split comes from.
-        split: its name.
-        distance: distance for ranking, see :func:`ranking_distance`.
-        process_group: the processes among which the work is divided; None for a single process.
-        embedded: of :func:`embed_for_evaluation`, if the split is embedded already.
-        options: samples of sampled distances, and the scalar uncertainty; the defaults if None.
-
-    Returns:
-        The figures, in every process.
-    """
+    """Evaluate any model on a split of any data."""
     process_group, options = process_group or alone(), options or EvaluationOptions()
     chosen = options.sampled(ranking_distance(retrieval_model, distance))
     embedded = embedded or embed_for_evaluation(retrieval_model, data, split, process_group=process_group)
@@ -646,17 +442,7 @@ def evaluate_model(
 
 
 def write_benchmark(run: Run, name: str, split: str, measured: Measured) -> Path:
-    """Write the figures of a benchmark into the folder of a run.
-
-    Args:
-        run: the run.
-        name: of the benchmark.
-        split: of the run's data.
-        measured: the figures.
-
-    Returns:
-        The file benchmark-NAME-SPLIT-DISTANCE.json.
-    """
+    """Write the figures of a benchmark into the folder of a run."""
     path = run.folder / f"benchmark-{name}-{split}-{measured.score}.json"
     write_json(path, measured.to_json())
     return path
@@ -671,15 +457,7 @@ def evaluate_run(
     embedded: EmbeddedSet | None = None,
     options: EvaluationOptions | None = None,
 ) -> tuple[Evaluation, Path]:
-    """Evaluate a run on a split of its data, and write the figures into its folder.
-
-    Args:
-        run, split, distance, process_group, embedded, options: see :func:`evaluate_model`; of several processes the
-            first one writes.
-
-    Returns:
-        (the figures, the file evaluation-SPLIT-DISTANCE.json).
-    """
+    """Evaluate a run on a split of its data, and write the figures into its folder."""
     result = evaluate_model(
         run, run.recipe.data, split, distance, process_group=process_group, embedded=embedded, options=options
     )

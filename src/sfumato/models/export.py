@@ -197,14 +197,7 @@ def load_model(
 
 
 def model_card(run: Run) -> str:
-    """The model card of a run: a description of its model, its use, and its scores.
-
-    Args:
-        run: the run; scores come from the evaluation-*.json in its folder.
-
-    Returns:
-        Markdown.
-    """
+    """The model card of a run: a description of its model, its use, and its scores."""
     recipe, model = run.recipe, run.recipe.model
     kind = "a Gaussian with a diagonal covariance" if model.variance else "a point"
     logits = "fitted on held-out pairs" if run.calibrated else "as the loss learnt them, not calibrated"

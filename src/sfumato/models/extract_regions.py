@@ -46,22 +46,6 @@ def write_regions(
 
     The features are cached on disk, so that an interrupted call continues where it stopped. The folder is written
     completely or not at all.
-
-    Args:
-        data: data with the images.
-        out: a new or empty folder.
-        backbone: gives the regions of an image, see :func:`~sfumato.encoders.frozen.image_backbone`.
-        layout: "scan": NAME_ims.npy, NAME_caps.txt and NAME_ids.txt, for data with the same number of captions for
-            every image. "manifest": a .npy file for each image and a manifest.jsonl, for any numbers of captions.
-            Neither layout can represent a text of several images.
-        splits: names of the splits to write; all if None.
-
-    Returns:
-        (split -> shape of its features, the items left out).
-
-    Raises:
-        UserError: the folder is not empty; the data cannot be used, have no such split, or do not fit the layout; or
-            the name of a split is not a valid file name.
     """
     if layout not in get_args(Layout):
         raise UserError(f"--layout {layout}: unknown; known: {', '.join(get_args(Layout))}")

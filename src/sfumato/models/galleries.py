@@ -44,21 +44,12 @@ from sfumato.search.stores.store_url import anchored, scheme
 
 @dataclass(frozen=True, eq=False)
 class GalleryPart:
-    """Embedded images or texts for a gallery, all of them or a part.
+    """Embedded images or texts for a gallery, all of them or a part."""
 
-    Attributes:
-        embeddings: (n, d).
-        ids: n distinct ids.
-        texts: n texts if the gallery is of texts; None if it is of images.
-        kept: name -> n texts to store beside the images.
-        images: location of the image files: {"folder": folder that the ids are relative to}, {"split": a split of the
-            run's data}, or {} if unknown.
-    """
-
-    embeddings: GaussianEmbedding
-    ids: Sequence[str]
-    texts: Sequence[str] | None = None
-    kept: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    embeddings: GaussianEmbedding  # (n, d)
+    ids: Sequence[str]  # n distinct ids
+    texts: Sequence[str] | None = None  # n texts if the gallery is of texts; None if it is of images
+    kept: Mapping[str, Sequence[str]] = field(default_factory=dict)  # name -> n texts to store beside the images
     images: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -79,17 +70,7 @@ class GalleryPart:
 def build_index(
     retrieval_model: RetrievalModel, source: GalleryPart, *, model_source: str | Path, engine: str = "exact"
 ) -> GaussianIndex:
-    """An index with the model's distance, its calibration and the source of the model.
-
-    Args:
-        retrieval_model: model that made the embeddings.
-        source: the embedded items to index.
-        model_source: folder or hub name of the model.
-        engine: see :meth:`GaussianIndex.build`.
-
-    Returns:
-        The index, in memory.
-    """
+    """An index with the model's distance, its calibration and the source of the model."""
     return GaussianIndex.build(
         source.embeddings,
         source.ids,
@@ -109,18 +90,7 @@ def create_collection(
     *,
     model_source: str | Path,
 ) -> GaussianCollection:
-    """Create an empty collection for the embeddings of a model.
-
-    Args:
-        retrieval_model: the model.
-        like: a first part of the items to store, or all of them; vectors are stored relative to its centre.
-        folder: see :meth:`GaussianCollection.create`.
-        store: see :meth:`GaussianCollection.create`.
-        model_source: folder or hub name of the model.
-
-    Returns:
-        The collection, open.
-    """
+    """Create an empty collection for the embeddings of a model."""
     return GaussianCollection.create(
         folder,
         store,
@@ -140,22 +110,7 @@ def embed_source(
     texts: Path | None = None,
     parts: Path | None = None,
 ) -> tuple[Iterator[GalleryPart], Problems]:
-    """Embed the items of a gallery; exactly one of images, split, texts and parts must be given.
-
-    Args:
-        retrieval_model: the model; for a split it must be a run.
-        images: folder of images; or, for a model that reads embeddings, a table of them, see
-            :func:`~sfumato.data.embedding_tables.open_table`.
-        split: name of a split of the run's data, or "all".
-        texts: text file, one text a line.
-        parts: folder that :func:`~sfumato.models.ingest.embed_collection` has written with the same model.
-
-    Returns:
-        (an iterator over the parts of the gallery; the items left out).
-
-    Raises:
-        UserError: the source is missing, incomplete, or nothing in it can be used.
-    """
+    """Embed the items of a gallery; exactly one of images, split, texts and parts must be given."""
     if parts is not None:
         return _embedded_parts(retrieval_model, parts), Problems()
     if images is not None and isinstance(retrieval_model.model.image.processor, EmbeddingProcessor):
@@ -195,17 +150,7 @@ def _embedded_parts(retrieval_model: RetrievalModel, folder: Path) -> Iterator[G
 
 
 def whole(sources: Iterable[GalleryPart]) -> GalleryPart:
-    """Concatenate all parts in memory.
-
-    Args:
-        sources: the parts.
-
-    Returns:
-        One part.
-
-    Raises:
-        UserError: there are no parts.
-    """
+    """Concatenate all parts in memory."""
     parts = list(sources)
     if not parts:
         raise UserError("there is nothing to index: no item could be embedded")
@@ -227,23 +172,7 @@ def fill_collection(
     *,
     model_source: str | Path,
 ) -> GaussianCollection:
-    """Store embedded items in a new collection, or, if store is None, in an existing one.
-
-    Args:
-        retrieval_model: the model.
-        sources: the parts to store, one after the other.
-        folder: of the collection.
-        store: URL; a relative path is relative to the current folder; without a path the store is in the collection's
-            folder.
-        model_source: folder or hub name of the model.
-
-    Returns:
-        The collection, open.
-
-    Raises:
-        UserError: there is no collection (or one already), it is of another model or kind, or there is nothing to
-            store.
-    """
+    """Store embedded items in a new collection, or, if store is None, in an existing one."""
     first = next(sources, None)
     if first is None:
         raise UserError("there is nothing to index: no item could be embedded")
@@ -300,48 +229,20 @@ def _below(kept: Mapping[str, str], added: Mapping[str, str], folder: Path) -> s
 
 
 def check_new(folder: Path, distance: str, store: str) -> None:
-    """Check the arguments of a new collection before anything is embedded.
-
-    Args:
-        folder: of the collection.
-        distance: name of the distance.
-        store: URL.
-
-    Raises:
-        UserError: the folder is not empty, or no store has such a URL.
-        ValueError: the distance does not lift.
-    """
+    """Check the arguments of a new collection before anything is embedded."""
     check_empty(folder)
     lifted_dim(1, distance)
     scheme(store)
 
 
 def own_or_anchored(store: str) -> str:
-    """Convert a store's URL from the command line to the form kept in a collection.
-
-    Args:
-        store: URL; "file:" without a path is in the collection's folder, other relative paths start at the current
-            folder.
-
-    Returns:
-        The URL with an absolute path, or "store".
-    """
+    """Convert a store's URL from the command line to the form kept in a collection."""
     path, mark, query = store.removeprefix("file:").partition("?")
     return f"store{mark}{query}" if not path else anchored(store, Path.cwd())
 
 
 def copy_index(folder: str | Path, out: str | Path, store: str, *, source_store: str | None = None) -> tuple[str, int]:
-    """Copy an index or a collection into a new collection.
-
-    Args:
-        folder: what :func:`open_gallery` opens.
-        out: folder of the copy.
-        store: URL as for :func:`fill_collection`.
-        source_store: URL of the collection's store, if it has moved.
-
-    Returns:
-        (URL of the new store, number of items in it).
-    """
+    """Copy an index or a collection into a new collection. Returns (URL of the new store, number of items in it)."""
     with (
         contextlib.closing(open_gallery(folder, source_store)) as gallery,
         progress_bar("copying", len(gallery)) as advance,
@@ -367,20 +268,7 @@ def _settings(retrieval_model: RetrievalModel, model_source: str | Path, source:
 
 
 def open_gallery(folder: str | Path, store: str | None = None) -> Gallery:
-    """Open an index or a collection that `sfumato index` has written.
-
-    Args:
-        folder: of the index or the collection.
-        store: URL of a collection's store, if it has moved, as for :func:`fill_collection`.
-
-    Returns:
-        The index or the collection.
-
-    Raises:
-        ValueError: it is damaged.
-        UserError: there is neither an index nor a collection, the store cannot be opened, or a store was given for an
-            index.
-    """
+    """Open an index or a collection that `sfumato index` has written."""
     if GaussianCollection.is_one(folder):
         return GaussianCollection.open(folder, None if store is None else own_or_anchored(store))
     if not is_gallery(folder):
@@ -391,31 +279,12 @@ def open_gallery(folder: str | Path, store: str | None = None) -> Gallery:
 
 
 def is_gallery(folder: str | Path) -> bool:
-    """Whether there is an index or a collection in a folder, damaged or not.
-
-    Args:
-        folder: any path.
-
-    Returns:
-        True if there is one.
-    """
+    """Whether there is an index or a collection in a folder, damaged or not."""
     return (Path(folder) / "manifest.json").is_file()
 
 
 def load_retrieval_model(gallery: Gallery, folder: str | Path, run: str | Path | None = None) -> PretrainedModel:
-    """The model that a gallery was made with.
-
-    Args:
-        gallery: an open index or collection.
-        folder: its folder, for the message.
-        run: folder or name of the model, if it has moved.
-
-    Returns:
-        The model.
-
-    Raises:
-        UserError: the model is missing or has changed.
-    """
+    """The model that a gallery was made with."""
     model_source = str(run or gallery.metadata.get("run", ""))
     if not model_source or (Path(model_source).is_absolute() and not Path(model_source).exists()):
         raise UserError(
@@ -434,18 +303,7 @@ def load_retrieval_model(gallery: Gallery, folder: str | Path, run: str | Path |
 
 
 def item_images(gallery: Gallery, run: str | Path) -> Images | None:
-    """The images of the items of a gallery: what its metadata name, and of a collection the uploaded ones.
-
-    Args:
-        gallery: an open index or collection of images.
-        run: folder of its model, whose recipe says where the images of a split are.
-
-    Returns:
-        The images; None if their location is not known.
-
-    Raises:
-        UserError: the data of the split cannot be read.
-    """
+    """The images of the items of a gallery: what its metadata name, and of a collection the uploaded ones."""
     source = gallery.metadata.get("pictures") or {}
     found: Images | None = None
     if "folder" in source:

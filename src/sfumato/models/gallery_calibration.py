@@ -22,16 +22,6 @@ def choose_calibration(
 
     A run whose training left some texts out has two: one for images that it has not seen, and one for galleries in
     which at least half of the images are of the training.
-
-    Args:
-        retrieval_model: the model.
-        model_source: folder or hub name of the model.
-        ids: of the items.
-        images: where their files are, see :class:`~sfumato.models.galleries.GalleryPart`; {} for texts, or if that is
-            not known.
-
-    Returns:
-        (the calibration, None if the model has none; the number of items that trained the model, as far as known).
     """
     folder, n_trained, fitted = Path(model_source), 0, None
     trained = any(True for _ in retrieval_model.model.parameters())
@@ -59,14 +49,7 @@ def _n_trained(config: DataConfig, ids: Sequence[str], images: Mapping[str, str]
 
 
 def training_note(gallery: Gallery) -> str:
-    """What the probabilities of a gallery with training images are worth.
-
-    Args:
-        gallery: an index or a collection.
-
-    Returns:
-        A few sentences; "" if none of its images trained the model, or it has no calibration.
-    """
+    """What the probabilities of a gallery with training images are worth."""
     n_trained, n, calibration = gallery.metadata.get("trained", 0), len(gallery), gallery.scorer.calibration
     if not n_trained or calibration is None:
         return ""

@@ -53,27 +53,16 @@ class Embedder(Protocol):
 
 @dataclass(frozen=True)
 class Ingested:
-    """The result of a job.
+    """The result of a job."""
 
-    Attributes:
-        out: folder of the parts.
-        job: number of this job, from 0.
-        of: number of jobs.
-        n: number of embeddings in the job's parts.
-        new: number of these embeddings that this job computed.
-        parts: number of the job's parts.
-        seconds: time of computing the new embeddings in seconds, without loading the model.
-        problems: the items left out of the job's parts, in the order of the listing.
-    """
-
-    out: Path
-    job: int
-    of: int
-    n: int
-    new: int
-    parts: int
-    seconds: float
-    problems: Problems
+    out: Path  # folder of the parts
+    job: int  # number of this job, from 0
+    of: int  # number of jobs
+    n: int  # number of embeddings in the job's parts
+    new: int  # number of these embeddings that this job computed
+    parts: int  # number of the job's parts
+    seconds: float  # time of computing the new embeddings in seconds, without loading the model
+    problems: Problems  # the items left out of the job's parts, in the order of the listing
 
     @property
     def per_second(self) -> float | None:
@@ -81,11 +70,7 @@ class Ingested:
         return self.new / self.seconds if self.new else None
 
     def to_json(self) -> dict[str, Any]:
-        """The figures, with the number of problems instead of their list.
-
-        Returns:
-            {"job", "of", "n", "new", "parts", "seconds", "per_second", "out", "problems"}.
-        """
+        """The figures, with the number of problems instead of their list."""
         return {
             **{key: getattr(self, key) for key in ("job", "of", "n", "new", "parts", "seconds", "per_second")},
             "out": str(self.out),
@@ -115,37 +100,6 @@ def embed_collection(
     a whole shard cannot be read, its part is not written; the other parts are written, and then the job ends with an
     error. Memory holds the listing, the embeddings of one or two parts and the decoded images of three batches,
     whatever the collection's size.
-
-    Args:
-        retrieval_model: model that embeds, on its device.
-        listing: what to embed; see :mod:`sfumato.data.listings`.
-        out: folder of the parts, made if it does not exist; all jobs of a collection share it. Read it with
-            :func:`sfumato.search.parts.read_parts`.
-        job: number of this job, in [0, of).
-        of: number of jobs.
-        workers: threads that read and decode; None for one a processor.
-        batch_size: items per batch of the encoder.
-        max_problem_fraction: largest tolerated fraction of unusable items of this job, in [0, 1]; up to three are never
-            too many. Checked from the first thousand items on, and at the end; the part that exceeds it is not written.
-        model_source: folder or name of the model, kept with the embeddings.
-
-    Returns:
-        The result. It is also written to problems.jsonl (problems-JOB-of-OF.jsonl of several jobs) and
-        job-JOB-of-OF.json in ``out``.
-
-    Raises:
-        UserError: ``out`` holds embeddings of another collection, too many items or all items are unusable, or a shard
-            could not be read.
-        ValueError: a number is out of its range.
-        OSError: ``out`` cannot be written to.
-
-    Example:
-        >>> from sfumato.data.listings import list_folder
-        >>> from sfumato.search.parts import read_parts
-        >>> from sfumato.models.export import load_model
-        >>> listing = list_folder("images", part_size=4096)  # doctest: +SKIP
-        >>> done = embed_collection(load_model("runs/mine"), listing, "out")  # doctest: +SKIP
-        >>> for ids, embeddings, payloads in read_parts("out"): ...  # doctest: +SKIP
     """
     workers = available_cpus() if workers is None else workers
     if of < 1 or not 0 <= job < of:
@@ -214,17 +168,7 @@ def _unread_shards(state: "_JobState") -> str:
 
 
 def which_job(shard: str | None) -> tuple[int, int]:
-    """The job that "I/N" means.
-
-    Args:
-        shard: I/N, I counted from 0. None takes RANK/WORLD_SIZE as torchrun sets them, or 0/1 without them.
-
-    Returns:
-        (number of the job, number of jobs).
-
-    Raises:
-        UserError: it is not of this form, or I is not in [0, N).
-    """
+    """The job that "I/N" means. Returns (number of the job, number of jobs)."""
     if shard is None:
         shard = f"{os.environ.get('RANK', '0')}/{os.environ['WORLD_SIZE']}" if "WORLD_SIZE" in os.environ else "0/1"
     found = re.fullmatch(r"(\d+)/(\d+)", shard, re.ASCII)

@@ -12,16 +12,7 @@ _CHOOSES = ("model.", "loss.", "variance_stage.")
 
 
 def preferred_recipe(recipe: Recipe, overrides: Sequence[str], folder: Path) -> tuple[Recipe, str]:
-    """The recipe to train, and why.
-
-    Args:
-        recipe: that was asked for, with its overrides.
-        overrides: these overrides, which are applied to the other recipe as well.
-        folder: of the run; a run that exists keeps its recipe.
-
-    Returns:
-        (``recipe`` or the one of the package that it names in ``prefer``, a sentence about the choice; "" without one).
-    """
+    """The recipe to train, and why."""
     if not recipe.prefer or any(override.strip().startswith(_CHOOSES) for override in overrides):
         return recipe, ""
     other = load_recipe(find_recipe(recipe.prefer), overrides)

@@ -70,20 +70,7 @@ TokenizerFinder = Callable[[str], Callable[[], Tokenizer]]
 
 
 def pcmepp_hub(config: Mapping[str, Any], tensors: Mapping[str, Any], find: TokenizerFinder, where: str) -> Layout:
-    """The hub layout of PCME++: class token and end token, final norms on the means only, projections without bias.
-
-    Args:
-        config: content of config.json, with or without cast_dtype, output_dict and quick_gelu.
-        tensors: content of model.safetensors; 354 tensors in the released ViT-B/16 models.
-        find: loads the tokenizer when it is needed.
-        where: name of the model for errors.
-
-    Returns:
-        The model and its weights.
-
-    Raises:
-        UserError: the configuration is of another kind of model, or the tensors do not fit it.
-    """
+    """The hub layout of PCME++: class token and end token, final norms on the means only, projections without bias."""
     section = ConfigSection(config, "vision_cfg", where, {"global_average_pool": False, "attentional_pool": False})
     text_section = ConfigSection(config, "text_cfg", where, {"embed_cls": False})
     vision, text, dim = vision_sizes(section, config), text_sizes(text_section, config), embedding_size(config, where)
@@ -127,18 +114,6 @@ def prolip_hub(config: Mapping[str, Any], tensors: Mapping[str, Any], find: Toke
 
     Images are prepared as open_clip does, with which the models were trained and scored. The example of the model card
     uses the CLIP processor of transformers, whose crop may lie one pixel away.
-
-    Args:
-        config: content of config.json.
-        tensors: content of model.safetensors; 311 tensors in the released ViT-B/16 model.
-        find: loads the tokenizer when it is needed.
-        where: name of the model for errors.
-
-    Returns:
-        The model and its weights.
-
-    Raises:
-        UserError: the configuration is of another kind of model, or the tensors do not fit it.
     """
     pooled = {"global_average_pool": False, "attentional_pool": False, "pool_type": "tok", "final_ln_after_pool": False}
     appended = {"embed_cls": True, "embed_unc": True, "no_causal_mask": True, "proj_bias": True, "pool_type": "last"}
@@ -229,20 +204,6 @@ def pcmepp_training(
     As in that code, images are squashed to a square without smoothing, and standardised by ImageNet's mean and
     deviation instead of CLIP's. Its ``x / (|x| + 1e-8)`` is x / |x| here. The tensors show whether a model has GPO, a
     layer norm on the log variance, and variances at all; deterministic baselines have logits 1 and 0 here.
-
-    Args:
-        options: the settings of the run that are known: model.no_imgnorm, model.no_txtnorm, criterion.name,
-            criterion.prob_distance.
-        tensors: ``img_enc.*``, ``txt_enc.*`` and ``criterion.*``; 367 tensors for ViT-B/32.
-        find: loads the tokenizer when it is needed.
-        where: name of the model for errors.
-        heads: attention heads of image and text transformer; None: one for each 64 channels, as in the code.
-
-    Returns:
-        The model and its weights.
-
-    Raises:
-        UserError: tensors are missing, left over or of the wrong shape, or the loss was PCME's.
     """
     model_options, criterion = (dict(options.get(section) or {}) for section in ("model", "criterion"))
     if criterion.get("name") == "pcme":
@@ -474,18 +435,7 @@ def load_pretrained(
 
 
 def download(name: str) -> Path:
-    """The local copy of a model of the Hugging Face hub: its configuration, weights, tokenizer and calibration.
-
-    Args:
-        name: owner/model.
-
-    Returns:
-        A folder in the hub's cache.
-
-    Raises:
-        UserError: the name has another form, there is no such model, or there is neither a network nor a copy in the
-            cache.
-    """
+    """The local copy of a model of the Hugging Face hub: its configuration, weights, tokenizer and calibration."""
     if not _HUB_NAME.fullmatch(name):
         adopted = f". This command takes adopted models: sfumato adopt {name} --data my.csv --out runs/adopted"
         raise UserError(
@@ -502,18 +452,7 @@ def download(name: str) -> Path:
 
 
 def read_config(folder: Path, where: str) -> dict[str, Any]:
-    """Read the config.json of a complete model.
-
-    Args:
-        folder: folder with config.json and model.safetensors.
-        where: name of the model for errors.
-
-    Returns:
-        The configuration.
-
-    Raises:
-        UserError: one of the two files is missing, or config.json is not a JSON object.
-    """
+    """Read the config.json of a complete model."""
     for needed in (CONFIG, WEIGHTS):
         if not (folder / needed).is_file():
             index = (folder / "manifest.json").is_file()

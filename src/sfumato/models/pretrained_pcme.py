@@ -30,14 +30,7 @@ _SPECIAL = ("<start>", "<end>", "<unk>")
 
 
 def is_pcme(content: Mapping[str, Any]) -> bool:
-    """Whether a checkpoint is one of the PCME code.
-
-    Args:
-        content: content of the file.
-
-    Returns:
-        True if it has PCME's words, or tensors of its image network.
-    """
+    """Whether a checkpoint is one of the PCME code."""
     return "word2idx" in content or any(str(key).startswith("img_enc.cnn.") for key in content)
 
 
@@ -48,20 +41,6 @@ def pcme_training(content: Mapping[str, Any], tokenizer: Tokenizer | None, where
     a GRU are read at the last word. Images are prepared as in that code's evaluation, and words are split as by the
     Penn Treebank, except that sentences are not looked for: every word that ends in a period loses it, unless it is a
     letter or an abbreviation with periods inside.
-
-    Args:
-        content: of the file, with "model", "criterion" and "word2idx".
-        tokenizer: replaces the words of the checkpoint.
-        where: name of the model for errors.
-
-    Returns:
-        The model and its weights, and a description with the learnt a and b. The layout's distance is squared_l2, which
-        ranks as the released evaluation does on average over its samples, with logits 1 and 0: the released logits,
-        b - a times the distance of two samples, belong to no closed-form distance. They are the layout's
-        ``sampled_logits``, 2 a and 2 b because the code's sigmoid is sigmoid(2 x), with the 7 samples of the paper.
-
-    Raises:
-        UserError: the checkpoint is incomplete, or tensors are missing, left over or of the wrong shape.
 
     Source: https://github.com/naver-ai/pcme.
     """
@@ -163,23 +142,7 @@ def _released_name(ours: str) -> str:
 
 
 def treebank_tokenizer(words: Mapping[str, int], where: str) -> Tokenizer:
-    """A tokenizer of whole words: lower case, punctuation and contractions split as by the Penn Treebank.
-
-    Args:
-        words: word -> id, with "<start>", "<end>" and "<unk>"; a text begins and ends with the first two.
-        where: name of the model for errors.
-
-    Returns:
-        The tokenizer; unknown words have the id of "<unk>".
-
-    Raises:
-        UserError: a special word is missing.
-
-    Example:
-        >>> known = {word: i for i, word in enumerate(["<unk>", "<start>", "<end>", "it", "'s", "red", "."])}
-        >>> treebank_tokenizer(known, "here").encode("It's red.").tokens
-        ['<start>', 'it', "'s", 'red', '.', '<end>']
-    """
+    """A tokenizer of whole words: lower case, punctuation and contractions split as by the Penn Treebank."""
     missing = [word for word in _SPECIAL if word not in words]
     if missing:
         raise UserError(f"{where}: word2idx has no {missing[0]!r}; expected {', '.join(_SPECIAL)} among its words")

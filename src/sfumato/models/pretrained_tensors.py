@@ -154,41 +154,17 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 def linear_shapes(name: str, out: int, into: int) -> Shapes:
-    """Shapes of a linear layer.
-
-    Args:
-        name: of the layer.
-        out: number of output channels.
-        into: number of input channels.
-
-    Returns:
-        Shapes of weight and bias.
-    """
+    """Shapes of a linear layer."""
     return {f"{name}.weight": (out, into), f"{name}.bias": (out,)}
 
 
 def norm_shapes(name: str, width: int) -> Shapes:
-    """Shapes of a layer norm.
-
-    Args:
-        name: of the layer.
-        width: channels.
-
-    Returns:
-        Shapes of weight and bias.
-    """
+    """Shapes of a layer norm."""
     return {f"{name}.weight": (width,), f"{name}.bias": (width,)}
 
 
 def gpo_shapes(name: str) -> Shapes:
-    """Shapes of GPO(32, 32), the only size that the released code builds.
-
-    Args:
-        name: of the layer.
-
-    Returns:
-        Shapes by name.
-    """
+    """Shapes of GPO(32, 32), the only size that the released code builds."""
     shapes: Shapes = {f"{name}.linear.weight": (1, 32)}
     for end in ("l0", "l0_reverse"):
         shapes |= {f"{name}.gru.weight_{x}_{end}": (96, 32) for x in ("ih", "hh")}
@@ -197,30 +173,13 @@ def gpo_shapes(name: str) -> Shapes:
 
 
 def count_blocks(tensors: Mapping[str, Any], prefix: str) -> int:
-    """Count the blocks that have tensors.
-
-    Args:
-        tensors: by name.
-        prefix: of the blocks' names.
-
-    Returns:
-        One more than the largest number of a block; 0 for none.
-    """
+    """Count the blocks that have tensors."""
     numbers = [key.removeprefix(f"{prefix}.").split(".")[0] for key in tensors if key.startswith(f"{prefix}.")]
     return 1 + max((int(number) for number in numbers if number.isdigit()), default=-1)
 
 
 def check_tensors(tensors: Mapping[str, Any], expected: Shapes, where: str) -> None:
-    """Check that the tensors are the expected ones.
-
-    Args:
-        tensors: by name.
-        expected: shapes by name.
-        where: name of the model for errors.
-
-    Raises:
-        UserError: tensors are missing, left over or of another shape; the message names the first three.
-    """
+    """Check that the tensors are the expected ones."""
     wrong = [f"{key!r} is missing" for key in expected if key not in tensors]
     wrong += [f"{key!r} is left over" for key in tensors if key not in expected]
     for key, shape in expected.items():
@@ -237,98 +196,43 @@ def check_tensors(tensors: Mapping[str, Any], expected: Shapes, where: str) -> N
 
 
 def below(prefix: str, tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """Tensors with a prefix, by their names without it.
-
-    Args:
-        prefix: beginning of the names.
-        tensors: by name.
-
-    Returns:
-        Some of the tensors.
-    """
+    """Tensors with a prefix, by their names without it."""
     return {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
 
 
 def without(tensors: Mapping[str, Any], prefixes: tuple[str, ...]) -> dict[str, Any]:
-    """Tensors without any of some prefixes.
-
-    Args:
-        tensors: by name.
-        prefixes: beginnings of the names to leave out.
-
-    Returns:
-        The other tensors.
-    """
+    """Tensors without any of some prefixes."""
     return {key: value for key, value in tensors.items() if not key.startswith(prefixes)}
 
 
 def prefixed(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors with a prefix added to their names.
-
-    Args:
-        prefix: new beginning of the names.
-        tensors: by name.
-
-    Returns:
-        The same tensors.
-    """
+    """Tensors with a prefix added to their names."""
     return {prefix + key: value for key, value in tensors.items()}
 
 
 def projection(name: str, matrix: Tensor) -> dict[str, Tensor]:
-    """The projection x @ matrix as the tensors of a linear layer.
-
-    Args:
-        name: of the layer.
-        matrix: (c, d).
-
-    Returns:
-        Its weight (d, c), and a bias of 0.
-    """
+    """The projection x @ matrix as the tensors of a linear layer. matrix (c, d)."""
     return {f"{name}.weight": matrix.T, f"{name}.bias": torch.zeros_like(matrix[0])}
 
 
 def number_of(tensor: Tensor) -> float:
-    """The value of a scalar.
-
-    Args:
-        tensor: with one element.
-
-    Returns:
-        The value; nan on the meta device.
-    """
+    """The value of a scalar."""
     return math.nan if tensor.is_meta else float(tensor)
 
 
 @dataclass(frozen=True)
 class TransformerSizes:
-    """The sizes of a transformer.
+    """The sizes of a transformer."""
 
-    Attributes:
-        width: channels.
-        blocks: number of residual attention blocks.
-        heads: number of attention heads.
-        inner: channels inside of the two-layer networks.
-        quick_gelu: activation of OpenAI's models instead of GELU.
-        epsilon: of the layer norms.
-    """
-
-    width: int
-    blocks: int
-    heads: int
-    inner: int
-    quick_gelu: bool
-    epsilon: float = 1e-5
+    width: int  # channels
+    blocks: int  # number of residual attention blocks
+    heads: int  # number of attention heads
+    inner: int  # channels inside of the two-layer networks
+    quick_gelu: bool  # activation of OpenAI's models instead of GELU
+    epsilon: float = 1e-5  # of the layer norms
 
     def config(self, kind: str) -> dict[str, Any]:
-        """The sizes by the names of the library transformers.
-
-        Args:
-            kind: its model type.
-
-        Returns:
-            Keyword arguments of a configuration.
-        """
+        """The sizes by the names of the library transformers."""
         return {
             "model_type": kind,
             "hidden_size": self.width,
@@ -340,15 +244,7 @@ class TransformerSizes:
         }
 
     def block_shapes(self, name: str, blocks: int) -> Shapes:
-        """Shapes of residual attention blocks by the names of OpenAI's CLIP.
-
-        Args:
-            name: prefix of the blocks.
-            blocks: number of blocks.
-
-        Returns:
-            Shapes by name.
-        """
+        """Shapes of residual attention blocks by the names of OpenAI's CLIP."""
         width = self.width
         shapes: Shapes = {}
         for block in (f"{name}.{i}" for i in range(blocks)):
@@ -362,43 +258,21 @@ class TransformerSizes:
 
 @dataclass(frozen=True, kw_only=True)
 class VisionSizes(TransformerSizes):
-    """The sizes of a vision transformer.
+    """The sizes of a vision transformer."""
 
-    Attributes:
-        patch: side of a patch in pixels.
-        size: side of an image in pixels.
-    """
-
-    patch: int
-    size: int
+    patch: int  # side of a patch in pixels
+    size: int  # side of an image in pixels
 
     def encoder(
         self, mean: tuple[float, ...], std: tuple[float, ...], variance_blocks: int, *, final_norm: bool
     ) -> ClipImageEncoder:
-        """An encoder of these sizes with random weights.
-
-        Args:
-            mean, std: by which pixels in [0, 1] are standardised.
-            variance_blocks: number of blocks for the log variance.
-            final_norm: whether the mean passes the last norm.
-
-        Returns:
-            The encoder.
-        """
+        """An encoder of these sizes with random weights."""
         backbone = self.config("clip_vision_model") | {"patch_size": self.patch, "image_size": self.size}
         description = {"backbone": backbone, "pixel_mean": mean, "pixel_std": std}
         return clip_image_encoder(description=description, variance_blocks=variance_blocks, final_norm=final_norm)
 
     def shapes(self, prefix: str, extra: int) -> Shapes:
-        """Shapes of the transformer without the norm behind it.
-
-        Args:
-            prefix: of all names.
-            extra: number of position codes beside those of the patches.
-
-        Returns:
-            Shapes by name.
-        """
+        """Shapes of the transformer without the norm behind it."""
         return {
             f"{prefix}class_embedding": (self.width,),
             f"{prefix}positional_embedding": ((self.size // self.patch) ** 2 + extra, self.width),
@@ -410,25 +284,13 @@ class VisionSizes(TransformerSizes):
 
 @dataclass(frozen=True, kw_only=True)
 class TextSizes(TransformerSizes):
-    """The sizes of a text transformer.
+    """The sizes of a text transformer."""
 
-    Attributes:
-        vocabulary: number of tokens.
-        context: number of positions.
-    """
-
-    vocabulary: int
-    context: int
+    vocabulary: int  # number of tokens
+    context: int  # number of positions
 
     def encoder(self, variance_blocks: int) -> ClipTextEncoder:
-        """An encoder of these sizes with random weights.
-
-        Args:
-            variance_blocks: number of blocks for the log variance.
-
-        Returns:
-            The encoder.
-        """
+        """An encoder of these sizes with random weights."""
         backbone = self.config("clip_text_model") | {
             **{"vocab_size": self.vocabulary, "max_position_embeddings": self.context},
             **{"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0},
@@ -436,15 +298,7 @@ class TextSizes(TransformerSizes):
         return clip_text_encoder(description={"backbone": backbone}, variance_blocks=variance_blocks)
 
     def shapes(self, prefix: str, extra: int) -> Shapes:
-        """Shapes of the transformer with the norm behind it.
-
-        Args:
-            prefix: of all names.
-            extra: number of position codes beside those of the text.
-
-        Returns:
-            Shapes by name.
-        """
+        """Shapes of the transformer with the norm behind it."""
         return {
             f"{prefix}token_embedding.weight": (self.vocabulary, self.width),
             f"{prefix}positional_embedding": (self.context + extra, self.width),
@@ -485,47 +339,20 @@ class ConfigSection:
                 raise UserError(f"{self.name}.{key} is {came!r}; only models with {expected!r} can be loaded")
 
     def number(self, key: str, default: int) -> int:
-        """A positive whole number of the section.
-
-        Args:
-            key: its name.
-            default: where the key is left out.
-
-        Returns:
-            The number; a UserError if it is none.
-        """
+        """A positive whole number of the section."""
         return _whole(self.given.get(key, default), f"{self.name}.{key}")
 
     def inner(self, width: int) -> int:
-        """Channels inside of the two-layer networks of the blocks.
-
-        Args:
-            width: of the transformer.
-
-        Returns:
-            mlp_ratio times the width.
-        """
+        """Channels inside of the two-layer networks of the blocks."""
         return int(width * float(self.given.get("mlp_ratio") or 4.0))
 
     def epsilon(self) -> float:
-        """Epsilon of the layer norms.
-
-        Returns:
-            1e-5 if the section has none.
-        """
+        """Epsilon of the layer norms."""
         return float((self.given.get("norm_kwargs") or {}).get("eps", 1e-5))
 
 
 def vision_sizes(section: ConfigSection, config: Mapping[str, Any]) -> VisionSizes:
-    """The sizes of the image side.
-
-    Args:
-        section: vision_cfg.
-        config: content of config.json.
-
-    Returns:
-        The sizes, checked.
-    """
+    """The sizes of the image side."""
     width, quick = section.number("width", 768), bool(config.get("quick_gelu"))
     heads = width // section.number("head_width", 64)
     _check_heads(width, heads, section.name)
@@ -542,15 +369,7 @@ def vision_sizes(section: ConfigSection, config: Mapping[str, Any]) -> VisionSiz
 
 
 def text_sizes(section: ConfigSection, config: Mapping[str, Any]) -> TextSizes:
-    """The sizes of the text side.
-
-    Args:
-        section: text_cfg.
-        config: content of config.json.
-
-    Returns:
-        The sizes, checked.
-    """
+    """The sizes of the text side."""
     width, heads, quick = section.number("width", 512), section.number("heads", 8), bool(config.get("quick_gelu"))
     _check_heads(width, heads, section.name)
     return TextSizes(
@@ -566,15 +385,7 @@ def text_sizes(section: ConfigSection, config: Mapping[str, Any]) -> TextSizes:
 
 
 def embedding_size(config: Mapping[str, Any], where: str) -> int:
-    """Number of dimensions of the embeddings.
-
-    Args:
-        config: content of config.json.
-        where: name of the model for errors.
-
-    Returns:
-        embed_dim, checked.
-    """
+    """Number of dimensions of the embeddings."""
     return _whole(config.get("embed_dim"), f"{where}: config.json: embed_dim")
 
 
@@ -591,20 +402,11 @@ def _check_heads(width: int, heads: int, name: str) -> None:
 
 @dataclass(frozen=True)
 class Layout:
-    """A model and its published weights, which are not loaded yet.
+    """A model and its published weights, which are not loaded yet."""
 
-    Attributes:
-        model: the model with random weights.
-        state: the published weights by the names of the model's state dict; some are computed, in float64.
-        logit_scale, logit_bias: match probability = sigmoid(logit_bias - logit_scale * distance); nan for tensors on
-            the meta device.
-        distance: name in DISTANCES.
-        sampled_logits: those of PCME's match probability; None for all other models.
-    """
-
-    model: DualEncoder
+    model: DualEncoder  # the model with random weights
     state: dict[str, Tensor]
     logit_scale: float
     logit_bias: float
-    distance: str = "csd"
-    sampled_logits: SampledLogits | None = None
+    distance: str = "csd"  # name in DISTANCES
+    sampled_logits: SampledLogits | None = None  # those of PCME's match probability; None for all other models

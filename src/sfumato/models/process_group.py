@@ -35,17 +35,11 @@ class PeerLostError(RunFailedError):
 
 @dataclass(frozen=True)
 class ProcessGroup:
-    """The processes of a run, from the view of one of them.
+    """The processes of a run, from the view of one of them."""
 
-    Attributes:
-        rank: number of this process, from 0.
-        size: number of processes.
-        device: device of this process.
-    """
-
-    rank: int
-    size: int
-    device: torch.device
+    rank: int  # number of this process, from 0
+    size: int  # number of processes
+    device: torch.device  # device of this process
 
     @property
     def main(self) -> bool:
@@ -55,32 +49,13 @@ class ProcessGroup:
     def part(self, n: int, rank: int | None = None) -> np.ndarray:
         """Positions of the items that belong to a process: contiguous, and the sizes differ by one at most.
 
-        Args:
-            n: number of items of all processes.
-            rank: number of the process; this one if None.
-
-        Returns:
-            (k,) positions in [0, n).
-
-        Example:
-            >>> ProcessGroup(1, 3, torch.device("cpu")).part(8)
-            array([2, 3, 4])
+        Returns (k,).
         """
         rank = self.rank if rank is None else rank
         return np.arange(rank * n // self.size, (rank + 1) * n // self.size)
 
     def total(self, value: Tensor) -> Tensor:
-        """The sum of a tensor over the processes, without gradient.
-
-        Args:
-            value: this process's tensor; the same shape in all.
-
-        Returns:
-            The sum, on the device of value.
-
-        Raises:
-            PeerLostError: another process has ended or does not answer.
-        """
+        """The sum of a tensor over the processes, without gradient."""
         if self.size == 1:
             return value.detach()
         result = value.detach().to(self.device).clone()
@@ -88,31 +63,13 @@ class ProcessGroup:
         return result.to(value.device)
 
     def counts(self, own: int) -> list[int]:
-        """The number of items of each process.
-
-        Args:
-            own: number of items of this process.
-
-        Returns:
-            One number for each process.
-        """
+        """The number of items of each process."""
         counts = torch.zeros(self.size, dtype=torch.int64)
         counts[self.rank] = own
         return [int(k) for k in self.total(counts)]
 
     def gather(self, value: Tensor, counts: Sequence[int]) -> Tensor:
-        """The tensors of all processes, one after the other, without gradient.
-
-        Args:
-            value: (counts[rank], ...) of this process.
-            counts: number of rows of each process.
-
-        Returns:
-            (sum of counts, ...) in the order of the processes.
-
-        Raises:
-            PeerLostError: another process has ended or does not answer.
-        """
+        """The tensors of all processes, one after the other, without gradient. Returns (sum of counts, ...)."""
         if self.size == 1:
             return value.detach()
         own = value.detach().to(self.device)
@@ -123,26 +80,11 @@ class ProcessGroup:
         return torch.cat([part[:k] for part, k in zip(parts, counts, strict=True)]).to(value.device)
 
     def gather_row(self, row: Tensor) -> Tensor:
-        """:meth:`gather` of one row of each process.
-
-        Args:
-            row: (k,) of this process; the same k in all.
-
-        Returns:
-            (processes, k) in their order.
-        """
+        """:meth:`gather` of one row of each process. row (k,) -> (processes, k)."""
         return self.gather(row.unsqueeze(0), [1] * self.size)
 
     def gather_embeddings(self, embeddings: GaussianEmbedding, counts: Sequence[int]) -> GaussianEmbedding:
-        """:meth:`gather` of means and log variances.
-
-        Args:
-            embeddings: (counts[rank], d) of this process.
-            counts: number of embeddings of each process.
-
-        Returns:
-            (sum of counts, d) embeddings.
-        """
+        """:meth:`gather` of means and log variances. Returns (sum of counts, d)."""
         return GaussianEmbedding(self.gather(embeddings.mean, counts), self.gather(embeddings.log_var, counts))
 
     def rank_relevant(
@@ -154,14 +96,7 @@ class ProcessGroup:
     ) -> np.ndarray:
         """:func:`~sfumato.search.exact.rank_relevant`, where each process ranks its part of the queries.
 
-        Args:
-            queries: (n, d) embeddings, the same in all processes.
-            gallery: (m, d) embeddings, the same in all processes.
-            relevance: (n, m) true matches.
-            distance: to rank by.
-
-        Returns:
-            The ranks of all queries' matches, in every process.
+        queries (n, d), gallery (m, d), relevance (n, m).
         """
         own = self.part(queries.n)
         mine = rank_relevant(
@@ -174,14 +109,7 @@ class ProcessGroup:
         return self.gather(torch.from_numpy(mine), self.counts(len(mine))).numpy()
 
     def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Replace every parameter's gradient by its sum over the processes; a missing gradient counts as 0.
-
-        Args:
-            parameters: in the same order in all processes.
-
-        Raises:
-            PeerLostError: another process has ended or does not answer.
-        """
+        """Replace every parameter's gradient by its sum over the processes; a missing gradient counts as 0."""
         if self.size == 1:
             return
         bucket: list[Tensor] = []
@@ -198,22 +126,14 @@ class ProcessGroup:
             bucket = []
 
     def copy_from_main(self, model: nn.Module) -> None:
-        """Replace weights and buffers by those of the first process.
-
-        Args:
-            model: of the same form in all processes.
-        """
+        """Replace weights and buffers by those of the first process."""
         if self.size == 1:
             return
         for value in model.state_dict().values():
             _answered(lambda value=value: dist.broadcast(value, 0))  # type: ignore[misc]
 
     def average_buffers(self, model: nn.Module) -> None:
-        """Replace running statistics by their mean over the processes; other buffers are equal already.
-
-        Args:
-            model: of the same form in all processes.
-        """
+        """Replace running statistics by their mean over the processes; other buffers are equal already."""
         if self.size == 1:
             return
         for name, buffer in model.named_buffers():
@@ -226,35 +146,13 @@ class ProcessGroup:
 
 
 def alone(device: torch.device | str = "cpu") -> ProcessGroup:
-    """The group of a single process.
-
-    Args:
-        device: where it computes.
-
-    Returns:
-        The group; its sums and gathers return their input.
-
-    Example:
-        >>> alone().total(torch.tensor(3.0))
-        tensor(3.)
-    """
+    """The group of a single process."""
     return ProcessGroup(0, 1, torch.device(device))
 
 
 @contextmanager
 def join_process_group(choose_device: Callable[[int], torch.device], timeout_minutes: float) -> Iterator[ProcessGroup]:
-    """The processes that torchrun has started, or this one alone without torchrun.
-
-    Args:
-        choose_device: number of the process on its machine -> device where it computes.
-        timeout_minutes: longest wait for another process, in minutes.
-
-    Yields:
-        The group; it ends with the block.
-
-    Raises:
-        PeerLostError: later, from every call that waits for another process.
-    """
+    """The processes that torchrun has started, or this one alone without torchrun."""
     size = int(os.environ.get("WORLD_SIZE", "1"))
     device = choose_device(int(os.environ.get("LOCAL_RANK", "0")))
     process_group = alone(device)

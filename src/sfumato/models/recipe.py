@@ -126,11 +126,7 @@ class ModelConfig(BaseModel):
     )
 
     def check_head(self) -> None:
-        """Refuse settings of the heads that contradict each other or have no effect.
-
-        Raises:
-            ValueError: there are some; the message names them.
-        """
+        """Refuse settings of the heads that contradict each other or have no effect."""
         if self.embeddings > 1 and self.variance:
             raise ValueError("model.embeddings above 1 is for points; set model.variance=false")
         if self.embeddings > 1 and self.local_attention:
@@ -373,24 +369,12 @@ class LossConfig(_Section):
     distance: str
 
     def options(self) -> LossOptions:
-        """The options of the loss.
-
-        Returns:
-            The options, validated.
-        """
+        """The options of the loss."""
         return LOSSES[self.name].options(**self.model_dump(exclude={"name"}))
 
 
 def loss_config(name: str, options: type[LossOptions]) -> type[LossConfig]:
-    """The section of a loss, made from its options: the same keys, defaults, descriptions and bounds.
-
-    Args:
-        name: of the loss in LOSSES.
-        options: class of its options.
-
-    Returns:
-        A pydantic model; its key ``name`` accepts this name alone.
-    """
+    """The section of a loss, made from its options: the same keys, defaults, descriptions and bounds."""
     kinds = get_type_hints(options)
     keys: dict[str, Any] = {o.name: (kinds[o.name], Field(o.default, **o.metadata)) for o in fields(options)}
     keys["name"] = (Literal[name], name)
@@ -588,18 +572,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), *, saved: bool 
 
 
 def check_recipe(values: dict[str, Any], where: str) -> Recipe:
-    """Check the values of a recipe.
-
-    Args:
-        values: by section and key, as in the TOML file.
-        where: name of the file for errors.
-
-    Returns:
-        The recipe.
-
-    Raises:
-        UserError: values are wrong; the message lists all of them.
-    """
+    """Check the values of a recipe."""
     try:
         return Recipe.model_validate(values)
     except ValidationError as error:
@@ -608,24 +581,12 @@ def check_recipe(values: dict[str, Any], where: str) -> Recipe:
 
 
 def save_recipe(recipe: Recipe, path: str | Path) -> None:
-    """Write a resolved recipe as TOML, with all defaults.
-
-    Args:
-        recipe: the recipe.
-        path: the file.
-    """
+    """Write a resolved recipe as TOML, with all defaults."""
     write_atomically(path, tomli_w.dumps(recipe.model_dump(mode="json", exclude_none=True)))
 
 
 def absolute_data(config: DataConfig) -> DataConfig:
-    """The same data with absolute paths, so that they are found from any folder.
-
-    Args:
-        config: section ``data`` of a recipe.
-
-    Returns:
-        The section; paths of nothing that exists are unchanged.
-    """
+    """The same data with absolute paths, so that they are found from any folder."""
     table = resolved_table if config.source == "embeddings" else _absolute
     return config.model_copy(
         update={name: _absolute(getattr(config, name)) for name in ("path", "val_path", "noise_file")}
@@ -634,14 +595,7 @@ def absolute_data(config: DataConfig) -> DataConfig:
 
 
 def absolute_recipe(recipe: Recipe) -> Recipe:
-    """The same recipe with absolute paths, as it is saved in a run folder.
-
-    Args:
-        recipe: any.
-
-    Returns:
-        The recipe; names of models on the hub, and paths of nothing that exists, are unchanged.
-    """
+    """The same recipe with absolute paths, as it is saved in a run folder."""
     sides: dict[str, Any] = {}
     for side, section in (("image", recipe.model.image), ("text", recipe.model.text)):
         paths = {key: _absolute(getattr(section, key)) for key in section.path_fields if getattr(section, key)}
@@ -658,15 +612,7 @@ def _absolute(path: str) -> str:
 
 
 def differing_keys(saved: Recipe, given: Recipe) -> dict[str, tuple[Any, Any]]:
-    """The keys in which two recipes differ.
-
-    Args:
-        saved: one recipe.
-        given: the other one.
-
-    Returns:
-        "section.key" -> (value in the first, value in the second), None where a recipe has no such key.
-    """
+    """The keys in which two recipes differ."""
     first, second = (dict(_leaves(recipe.model_dump(mode="json"))) for recipe in (saved, given))
     keys = dict.fromkeys([*first, *second])
     return {key: (first.get(key), second.get(key)) for key in keys if first.get(key) != second.get(key)}
@@ -795,11 +741,7 @@ def _fields(model: type[BaseModel]) -> Iterator[tuple[str, list[type[BaseModel]]
 
 
 def recipe_files() -> dict[str, Traversable]:
-    """The recipes of the package, or in a checkout of its folder ``recipes``.
-
-    Returns:
-        name -> file, in the order of the names.
-    """
+    """The recipes of the package, or in a checkout of its folder ``recipes``."""
     return {
         f.name.removesuffix(".toml"): f
         for f in sorted(recipe_folder().iterdir(), key=lambda f: f.name)
@@ -830,13 +772,6 @@ def find_recipe(name: str) -> Path:
 
 
 def recipe_summary(file: Traversable) -> str:
-    """The short description of a recipe.
-
-    Args:
-        file: the recipe.
-
-    Returns:
-        Its first comment line.
-    """
+    """The short description of a recipe."""
     first = file.read_text(encoding="utf-8").splitlines()[0]
     return first.lstrip("# ").strip()

@@ -38,63 +38,28 @@ from sfumato.models.unfamiliar import UnfamiliarTexts, piece_counter
 
 
 def cache_folder() -> Path:
-    """The folder for token features of frozen backbones.
-
-    Returns:
-        $SFUMATO_CACHE, else $XDG_CACHE_HOME/sfumato, else ~/.cache/sfumato.
-    """
+    """The folder for token features of frozen backbones."""
     own, shared = os.environ.get("SFUMATO_CACHE"), os.environ.get("XDG_CACHE_HOME")
     return Path(own) if own else (Path(shared) if shared else Path.home() / ".cache") / "sfumato"
 
 
 @dataclass(frozen=True)
 class Assets:
-    """The assets that a model needs beside its recipe and weights, to be rebuilt without a network.
+    """The assets that a model needs beside its recipe and weights, to be rebuilt without a network."""
 
-    Attributes:
-        tokenizer: of a text encoder that reads words or subword tokens.
-        encoders: by side, "image" and "text", the descriptions of encoders
-            (:attr:`~sfumato.encoders.encoder_protocol.Encoder.description`).
-        trained: whether trained weights will be loaded; then pre-trained weights are not needed.
-    """
-
-    tokenizer: Tokenizer | None = None
+    tokenizer: Tokenizer | None = None  # of a text encoder that reads words or subword tokens
     encoders: Mapping[str, Any] = field(default_factory=dict)
-    trained: bool = False
+    trained: bool = False  # whether trained weights will be loaded; then pre-trained weights are not needed
 
 
 def fresh_tokenizer(config: ModelConfig, texts: Iterable[str]) -> Tokenizer | None:
-    """The tokenizer of a new model.
-
-    Args:
-        config: section ``model`` of the recipe.
-        texts: the training texts, which train a tokenizer unless the text encoder has a pre-trained one.
-
-    Returns:
-        The tokenizer; None if the text encoder has none, as with frozen features.
-
-    Raises:
-        UserError: a pre-trained tokenizer cannot be loaded, or does not fit.
-    """
+    """The tokenizer of a new model."""
     tokenizer = encoder_entry("text", config.text.kind).tokenizer
     return None if tokenizer is None else tokenizer(config.text, texts)
 
 
 def build_model(config: ModelConfig, assets: Assets, augment: AugmentConfig | None = None) -> DualEncoder:
-    """Build a model with new weights, or with the weights of its pre-trained encoders.
-
-    Args:
-        config: section ``model`` of the recipe.
-        assets: the tokenizer; with the descriptions of a run's encoders nothing pre-trained is loaded.
-        augment: section ``augment`` of the recipe, for the augmentation between encoders and heads in training.
-
-    Returns:
-        The model, on the CPU.
-
-    Raises:
-        UserError: pre-trained weights, or the package that reads them, are missing, or the model exceeds the memory.
-        ValueError: the kind of an encoder is not registered, or an asset is missing.
-    """
+    """Build a model with new weights, or with the weights of its pre-trained encoders."""
     augment = augment or AugmentConfig()
     try:
         return _dual_encoder(config, assets, augment)
@@ -137,30 +102,12 @@ def _tower(side: Side, config: ModelConfig, assets: Assets, token_dropout: float
 
 
 def build_loss(recipe: Recipe) -> MatchLoss:
-    """Build the loss of a recipe, with initial logits.
-
-    Args:
-        recipe: its section ``loss`` names the loss and holds its options.
-
-    Returns:
-        The module.
-    """
+    """Build the loss of a recipe, with initial logits."""
     return LOSSES[recipe.loss.name].build(recipe.loss.options())
 
 
 def choose_device(name: str, local_rank: int = 0) -> torch.device:
-    """The device with a given name; "auto" is cuda if there is a GPU, else the CPU, as mps lacks float64 for sums.
-
-    Args:
-        name: "auto", "cpu", "cuda", "cuda:1" ...
-        local_rank: number of the process on its machine; each process has a GPU of its own.
-
-    Returns:
-        The device.
-
-    Raises:
-        UserError: the device does not exist here.
-    """
+    """The device with a given name; "auto" is cuda if there is a GPU, else the CPU, as mps lacks float64 for sums."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cuda":
@@ -261,18 +208,7 @@ def load_run(folder: str | Path, *, device: torch.device | str = "cpu") -> Run:
 
 
 def load_calibration(folder: Path, name: str = CALIBRATION) -> Calibration | None:
-    """The calibration of a run or an exported model.
-
-    Args:
-        folder: of the model.
-        name: of its file.
-
-    Returns:
-        The calibration; None without one.
-
-    Raises:
-        UserError: its file is damaged, or a newer version wrote it.
-    """
+    """The calibration of a run or an exported model."""
     path = folder / name
     try:
         return Calibration.load(path) if path.is_file() else None
@@ -284,13 +220,7 @@ def load_calibration(folder: Path, name: str = CALIBRATION) -> Calibration | Non
 
 
 def save_assets(folder: Path, tokenizer: Tokenizer | None, model: DualEncoder) -> None:
-    """Write the assets that :func:`load_assets` reads.
-
-    Args:
-        folder: the run folder.
-        tokenizer: of the text encoder, if it has one.
-        model: whose encoders are described.
-    """
+    """Write the assets that :func:`load_assets` reads."""
     if tokenizer is not None:
         write_atomically(folder / TOKENIZER, tokenizer.to_str(pretty=False))
     described = {
@@ -303,18 +233,7 @@ def save_assets(folder: Path, tokenizer: Tokenizer | None, model: DualEncoder) -
 
 
 def load_assets(folder: Path, recipe: Recipe) -> Assets:
-    """The tokenizer of a run and the descriptions of its encoders, if it has them.
-
-    Args:
-        folder: the run folder.
-        recipe: its recipe.
-
-    Returns:
-        The assets that :func:`~sfumato.models.run.build_model` needs for a trained model.
-
-    Raises:
-        UserError: a file is missing.
-    """
+    """The tokenizer of a run and the descriptions of its encoders, if it has them."""
     image, text = recipe.model.image, recipe.model.text
     needed = {
         TOKENIZER: encoder_entry("text", text.kind).tokenizer is not None,
@@ -331,17 +250,7 @@ def load_assets(folder: Path, recipe: Recipe) -> Assets:
 
 
 def read_tokenizer(path: Path) -> Tokenizer:
-    """Read a tokenizer.
-
-    Args:
-        path: its file.
-
-    Returns:
-        The tokenizer.
-
-    Raises:
-        UserError: the file is damaged.
-    """
+    """Read a tokenizer."""
     try:
         return Tokenizer.from_str(path.read_text(encoding="utf-8"))
     except Exception as error:  # The library raises no narrower class.
@@ -378,14 +287,7 @@ def _damaged(path: Path, error: Exception) -> UserError:
 def save_state(
     path: str | Path, modules: dict[str, nn.Module], optimiser: torch.optim.Optimizer | None, about: dict[str, Any]
 ) -> None:
-    """Write modules, optimiser and a JSON-able note into one safetensors file, atomically.
-
-    Args:
-        path: the file.
-        modules: name -> module; saved as "name/key".
-        optimiser: its moments and step counts, if given; settings come from the recipe.
-        about: epoch, best score and the like.
-    """
+    """Write modules, optimiser and a JSON-able note into one safetensors file, atomically."""
     tensors = {f"{name}/{key}": value for name, module in modules.items() for key, value in module.state_dict().items()}
     numbers: dict[str, float] = {}
     if optimiser is not None:
@@ -402,38 +304,14 @@ def save_state(
 
 
 def some_of(wrong: Sequence[str], noun: str) -> str:
-    """The first of some names that differ, and how many more there are, for a message.
-
-    Args:
-        wrong: at least one name.
-        noun: what they are names of.
-
-    Returns:
-        The clause.
-
-    Example:
-        >>> some_of(["a"], "tensor"), some_of(["a", "b"], "tensor")
-        ("tensor 'a' differs", "tensor 'a' differs, and 1 more")
-    """
+    """The first of some names that differ, and how many more there are, for a message."""
     return f"{noun} {wrong[0]!r} differs" + (f", and {len(wrong) - 1} more" if len(wrong) > 1 else "")
 
 
 def load_state(
     path: str | Path, modules: dict[str, nn.Module], optimiser: torch.optim.Optimizer | None = None
 ) -> dict[str, Any]:
-    """Read a file of :func:`save_state` back into the same modules and optimiser.
-
-    Args:
-        path: the file.
-        modules: name -> module, as they were saved.
-        optimiser: the same kind of optimiser over the same parameters, if its state is wanted.
-
-    Returns:
-        The note ``about`` of :func:`save_state`.
-
-    Raises:
-        UserError: the file is missing or damaged, or belongs to another model; the message names the first difference.
-    """
+    """Read a file of :func:`save_state` back into the same modules and optimiser."""
     path = Path(path)
     if not path.is_file():
         raise UserError(f"no checkpoint at {path}; expected the folder of a finished or running `sfumato train`")
@@ -483,19 +361,7 @@ def _other_recipe(path: Path, name: str, wrong: Sequence[str]) -> UserError:
 
 
 def misfits(path: Path, config: ModelConfig, assets: Assets, prefix: str = "") -> list[str]:
-    """Compare the header of a file of weights with a model, before the model takes memory and time.
-
-    Args:
-        path: a .safetensors file.
-        config: section ``model`` of the recipe.
-        assets: of a trained model.
-        prefix: of the names of the model's tensors in the file.
-
-    Returns:
-        Names of tensors that are missing, needless or of another shape; none if that cannot be said yet, because the
-        file is damaged or an encoder cannot be built without its weights. Sides with a frozen backbone are left out:
-        they would load it.
-    """
+    """Compare the header of a file of weights with a model, before the model takes memory and time."""
     wrong = set[str]()
     sides: tuple[Side, ...] = ("image", "text")
     with contextlib.suppress(Exception), safe_open(path, framework="pt") as file, torch.device("meta"):
@@ -511,14 +377,7 @@ def misfits(path: Path, config: ModelConfig, assets: Assets, prefix: str = "") -
 
 
 def weights_digest(model: DualEncoder) -> str:
-    """A hash of a model's weights, which changes when the model is trained again in the same folder.
-
-    Args:
-        model: the model.
-
-    Returns:
-        16 hexadecimal digits.
-    """
+    """A hash of a model's weights, which changes when the model is trained again in the same folder."""
     digest = hashlib.blake2b(digest_size=8)
     for name, value in sorted(model.state_dict().items()):
         digest.update(name.encode())

@@ -66,25 +66,7 @@ def trust_model(
     n_corrupted: int = 200,
     seed: int = 0,
 ) -> TrustReport:
-    """Measure the quality of a model's uncertainties on a split of any data.
-
-    Args:
-        retrieval_model: the model.
-        data: where the split comes from; its split "val", if it is another one, trains the learnt estimator.
-        split: its name.
-        queries: "text", "image" or "both".
-        n_resamples: of the confidence intervals.
-        n_corrupted: queries that are corrupted in each way, at each strength; 0 for none. Features of a frozen backbone
-            go into its cache, so that another model on the same backbone reuses the same corruptions.
-        seed: seed of the choice of queries to corrupt, the corruptions, the wrong pairs and the resamples.
-
-    Returns:
-        All figures.
-
-    Raises:
-        UserError: the data has no such split.
-        ValueError: an option is out of range.
-    """
+    """Measure the quality of a model's uncertainties on a split of any data."""
     _check_options(queries, n_resamples, n_corrupted, seed)
     prepared = load_split(retrieval_model.model, data, split)
     images, texts = embed_split(retrieval_model.model, prepared)
@@ -231,15 +213,7 @@ def _corrupted(
 def resampled_together(relevance: Relevance, groups: np.ndarray, of_text: bool) -> np.ndarray | None:
     """The groups of dependent queries, which a bootstrap samples together.
 
-    Args:
-        relevance: (n images, m texts) image -> its texts.
-        groups: (n,) group numbers; images of the same concept have the same number.
-        of_text: whether texts are the queries.
-
-    Returns:
-        For images, their groups. For texts, (m,) the position of the image of each text, the last of several, and
-        numbers from n on for texts without an image. None if more than a tenth of the texts match several images,
-        because texts then have no distinct groups.
+    relevance (n images, m texts), groups (n,).
     """
     if not of_text:
         return groups
@@ -259,14 +233,7 @@ def _many_to_many(relevance: Relevance) -> bool:
 def trust_run(
     run: Run, split: str, *, queries: str = "both", n_resamples: int = 1000, n_corrupted: int = 200, seed: int = 0
 ) -> tuple[TrustReport, Path]:
-    """Measure a run on its own data, and write the figures into its folder.
-
-    Args:
-        run, split, queries, n_resamples, n_corrupted, seed: see :func:`trust_model`.
-
-    Returns:
-        (the figures, the file trust-SPLIT.json).
-    """
+    """Measure a run on its own data, and write the figures into its folder."""
     report = trust_model(
         run,
         run.recipe.data,
@@ -332,42 +299,21 @@ def _chosen(usable: np.ndarray, n: int, seed: int) -> np.ndarray:
 
 @dataclass(frozen=True, eq=False)
 class CorruptedInputs(Generic[Input]):
-    """Some queries that are corrupted in one way.
+    """Some queries that are corrupted in one way."""
 
-    Attributes:
-        name: of the corruption.
-        index: (k,) positions of these queries among all.
-        strengths: ascending, without 0.
-        apply: (position, strength) -> the corrupted query.
-    """
-
-    name: str
-    index: np.ndarray
-    strengths: tuple[float, ...]
-    apply: Callable[[int, float], Input]
+    name: str  # of the corruption
+    index: np.ndarray  # (k,) positions of these queries among all
+    strengths: tuple[float, ...]  # ascending, without 0
+    apply: Callable[[int, float], Input]  # (position, strength) -> the corrupted query
 
     def inputs(self) -> Iterator[list[Input]]:
-        """The corrupted queries.
-
-        Yields:
-            k of them for each strength.
-        """
+        """The corrupted queries."""
         for strength in self.strengths:
             yield [self.apply(int(i), strength) for i in self.index]
 
 
 def corrupt_texts(texts: Sequence[str], usable: np.ndarray, n: int, seed: int) -> list[CorruptedInputs[str]]:
-    """Corrupt some texts in every way that suits them.
-
-    Args:
-        texts: m texts.
-        usable: (m,) bool, the texts to choose from.
-        n: number of them at most.
-        seed: of the choice and of the corruptions.
-
-    Returns:
-        The texts by corruption; a corruption that suits none is left out.
-    """
+    """Corrupt some texts in every way that suits them. usable (m,)."""
     found = []
     for c in TEXT_CORRUPTIONS.values():
         suited = np.flatnonzero(usable & np.array([c.suits(t) for t in texts], bool))
@@ -382,15 +328,7 @@ def corrupt_texts(texts: Sequence[str], usable: np.ndarray, n: int, seed: int) -
 def corrupt_images(
     images: Sequence[ImageSource], usable: np.ndarray, n: int, seed: int
 ) -> list[CorruptedInputs[bytes]]:
-    """Corrupt some images in every way: see :func:`corrupt_texts`.
-
-    Args:
-        images: m images.
-        usable, n, seed: likewise.
-
-    Returns:
-        The bytes of image files by corruption.
-    """
+    """Corrupt some images in every way: see :func:`corrupt_texts`."""
     index, found = _chosen(np.flatnonzero(usable), n, seed), []
     for c in IMAGE_CORRUPTIONS.values():
 
@@ -402,18 +340,7 @@ def corrupt_images(
 
 
 def corrupted_texts(model: DualEncoder, data: PairData, usable: np.ndarray, n: int, seed: int) -> list[Corrupted]:
-    """Embed some texts of a split again, corrupted in every way that suits them.
-
-    Args:
-        model: model that embeds the texts.
-        data: the split.
-        usable: (m,) bool, the texts to choose from.
-        n: number of them at most.
-        seed: of the choice and of the corruptions.
-
-    Returns:
-        The embeddings by corruption and strength.
-    """
+    """Embed some texts of a split again, corrupted in every way that suits them. usable (m,)."""
     return [
         Corrupted(c.name, c.index, c.strengths, tuple(model.embed_texts(inputs) for inputs in c.inputs()))
         for c in corrupt_texts(data.texts, usable, n, seed)
@@ -421,11 +348,7 @@ def corrupted_texts(model: DualEncoder, data: PairData, usable: np.ndarray, n: i
 
 
 def corrupted_images(model: DualEncoder, data: PairData, usable: np.ndarray, n: int, seed: int) -> list[Corrupted]:
-    """Embed some images of a split again, corrupted in every way: see :func:`corrupted_texts`.
-
-    Raises:
-        ValueError: an image cannot be decoded.
-    """
+    """Embed some images of a split again, corrupted in every way: see :func:`corrupted_texts`."""
     kinds, result = corrupt_images(data.images, usable, n, seed), []
     with progress_bar("corrupting images", sum(len(c.index) * len(c.strengths) for c in kinds)) as go:
         for c in kinds:

@@ -27,14 +27,7 @@ _PENALTY = 1e-3
 
 
 def piece_counter(model: DualEncoder) -> Pieces | None:
-    """The function that counts the subword pieces of words as the text side of a model does.
-
-    Args:
-        model: any model.
-
-    Returns:
-        The function; None if the text side has no subwords, as with embeddings from elsewhere.
-    """
+    """The function that counts the subword pieces of words as the text side of a model does."""
     processor = model.text.processor
     counter: Pieces | None = getattr(getattr(processor, "backbone", processor), "pieces", None)
     return counter
@@ -42,38 +35,18 @@ def piece_counter(model: DualEncoder) -> Pieces | None:
 
 @dataclass(frozen=True)
 class UnfamiliarTexts:
-    """Judges whether a text consists of words; make one with :meth:`fit`.
+    """Judges whether a text consists of words; make one with :meth:`fit`."""
 
-    Attributes:
-        weights: of the number of pieces for each letter and of that for each word.
-        bias: log odds = bias + weights . numbers.
-        threshold: log odds above which a text counts as unfamiliar.
-        words: the words of the training texts, in lower case; a text of these is always familiar.
-    """
-
-    weights: tuple[float, float]
-    bias: float
-    threshold: float
-    words: frozenset[str]
+    weights: tuple[float, float]  # of the number of pieces for each letter and of that for each word
+    bias: float  # log odds = bias + weights . numbers
+    threshold: float  # log odds above which a text counts as unfamiliar
+    words: frozenset[str]  # the words of the training texts, in lower case; a text of these is always familiar
 
     @classmethod
     def fit(
         cls, texts: Sequence[str], pieces: Pieces, *, false_alarms: float = 0.05, seed: int = 0
     ) -> "UnfamiliarTexts":
-        """Fit on training texts against as many made-up ones, half of random letters and half pronounceable.
-
-        Args:
-            texts: at least one.
-            pieces: see :func:`piece_counter`.
-            false_alarms: fraction of the training texts above the threshold, if they were not known.
-            seed: of the made-up texts, and of the choice among more than 5,000 texts.
-
-        Returns:
-            The judge.
-
-        Raises:
-            ValueError: there are fewer than 100 texts with a word.
-        """
+        """Fit on training texts against as many made-up ones, half of random letters and half pronounceable."""
         random = np.random.default_rng(seed)
         spelt = [text for text in texts if _WORD.search(text)]
         if len(spelt) < 100:
@@ -91,27 +64,11 @@ class UnfamiliarTexts:
         return cls((float(weights[0]), float(weights[1])), bias, threshold, words)
 
     def score(self, texts: Sequence[str], pieces: Pieces) -> np.ndarray:
-        """Log odds that texts are made up.
-
-        Args:
-            texts: n texts.
-            pieces: of the model of the fit.
-
-        Returns:
-            (n,) log odds; higher is less familiar.
-        """
+        """Log odds that texts are made up. Returns (n,)."""
         return np.asarray(_numbers(texts, pieces) @ np.array(self.weights) + self.bias)
 
     def of(self, texts: Sequence[str], pieces: Pieces) -> list[bool]:
-        """Which texts are unfamiliar.
-
-        Args:
-            texts: n texts.
-            pieces: of the model of the fit.
-
-        Returns:
-            n values. A text of the training's words, or without any word, is not.
-        """
+        """Which texts are unfamiliar."""
         above = self.score(texts, pieces) > self.threshold
         return [
             bool(over) and not all(word.lower() in self.words for word in _WORD.findall(text))
@@ -119,26 +76,12 @@ class UnfamiliarTexts:
         ]
 
     def save(self, path: str | Path) -> None:
-        """Write the judge into a JSON file, atomically.
-
-        Args:
-            path: of the file.
-        """
+        """Write the judge into a JSON file, atomically."""
         write_json(path, {**vars(self), "words": sorted(self.words)})
 
     @classmethod
     def load(cls, path: str | Path) -> "UnfamiliarTexts":
-        """Read a file of :meth:`save`.
-
-        Args:
-            path: of the file.
-
-        Returns:
-            The judge that was saved.
-
-        Raises:
-            UserError: it is damaged.
-        """
+        """Read a file of :meth:`save`."""
         try:
             found = json.loads(Path(path).read_text(encoding="utf-8"))
             first, second = found["weights"]
@@ -149,19 +92,7 @@ class UnfamiliarTexts:
 
 
 def nonsense(n: int, *, seed: int = 0) -> list[str]:
-    """Made-up texts of one or two words: the even ones of random letters, the odd ones of syllables.
-
-    Args:
-        n: number of texts.
-        seed: of the letters.
-
-    Returns:
-        n texts.
-
-    Example:
-        >>> [text.isascii() for text in nonsense(2)]
-        [True, True]
-    """
+    """Made-up texts of one or two words: the even ones of random letters, the odd ones of syllables."""
     random = np.random.default_rng(seed)
     letters, vowels, consonants = (
         np.array(list(some)) for some in ("abcdefghijklmnopqrstuvwxyz", "aeiou", "bcdfghjklmnprstvwz")
@@ -195,15 +126,7 @@ def _numbers(texts: Sequence[str], pieces: Pieces) -> np.ndarray:
 
 
 def unfamiliar_texts(retrieval_model: object, texts: Sequence[str]) -> list[bool]:
-    """Which texts have words that a model hardly knows.
-
-    Args:
-        retrieval_model: a run, or any other model, which judges none.
-        texts: n texts.
-
-    Returns:
-        n values.
-    """
+    """Which texts have words that a model hardly knows."""
     judge = getattr(retrieval_model, "unfamiliar", None)
     model = getattr(retrieval_model, "model", None)
     counter = None if judge is None or model is None else piece_counter(model)

@@ -33,16 +33,11 @@ class AdapterMethod(PosthocMethod, Generic[Network]):
     """Base of the methods that train a network for each of their sides.
 
     A constructor takes the networks in the order of ``sides``, and by keyword what :attr:`options` gives.
-
-    Attributes:
-        default: how it is trained unless the caller says otherwise.
-        published: how its authors train it; hours on a CPU.
-        network_options: those of :attr:`options` that are the networks' own, and that the constructor does not take.
     """
 
     per_item = True
-    default: ClassVar[AdapterTraining] = AdapterTraining()
-    published: ClassVar[AdapterTraining]
+    default: ClassVar[AdapterTraining] = AdapterTraining()  # how it is trained unless the caller says otherwise
+    published: ClassVar[AdapterTraining]  # how its authors train it; hours on a CPU
     network_options: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, networks: Iterable[Network]) -> None:
@@ -58,28 +53,10 @@ class AdapterMethod(PosthocMethod, Generic[Network]):
     @classmethod
     @abstractmethod
     def read_network(cls, weights: Mapping[str, Tensor], options: Mapping[str, Any]) -> Network:
-        """Build one network again.
-
-        Args:
-            weights: by their own names.
-            options: of the stored method.
-
-        Returns:
-            The network.
-        """
+        """Build one network again."""
 
     def network(self, side: Side) -> Network:
-        """The network of a side.
-
-        Args:
-            side: one of ``sides``.
-
-        Returns:
-            The network.
-
-        Raises:
-            ValueError: there is no such side.
-        """
+        """The network of a side."""
         check_side(side)
         return self.networks[side]
 

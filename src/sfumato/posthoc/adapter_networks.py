@@ -26,26 +26,14 @@ _LAST_LR = 1e-6
 
 @dataclass(frozen=True)
 class AdapterTraining:
-    """How an adapter is trained. The defaults take about a minute for 30,000 pairs in 512 dimensions on one thread.
+    """How an adapter is trained. The defaults take about a minute for 30,000 pairs in 512 dimensions on one thread."""
 
-    Attributes:
-        widths: of the hidden layers.
-        epochs: passes over the pairs.
-        batch_size: pairs of a step; the other items of a batch are the negatives, where a loss has any.
-        lr: first learning rate; a cosine takes it to 1e-6.
-        optimiser: see :data:`Optimiser`.
-        weight_decay: of the optimiser.
-
-    Raises:
-        ValueError: a number is out of its range, or an unknown optimiser.
-    """
-
-    widths: tuple[int, ...] = (256, 256)
-    epochs: int = 8
-    batch_size: int = 512
-    lr: float = 1e-3
-    optimiser: Optimiser = "adamw"
-    weight_decay: float = 1e-4
+    widths: tuple[int, ...] = (256, 256)  # of the hidden layers
+    epochs: int = 8  # passes over the pairs
+    batch_size: int = 512  # pairs of a step; the other items of a batch are the negatives, where a loss has any
+    lr: float = 1e-3  # first learning rate; a cosine takes it to 1e-6
+    optimiser: Optimiser = "adamw"  # see :data:`Optimiser`
+    weight_decay: float = 1e-4  # of the optimiser
 
     def __post_init__(self) -> None:
         if self.optimiser not in get_args(Optimiser):
@@ -64,16 +52,7 @@ class AdapterTraining:
 
 
 def mlp(d_in: int, widths: Iterable[int], d_out: int) -> nn.Sequential:
-    """Linear layers with ReLU between them.
-
-    Args:
-        d_in: width of the input.
-        widths: of the hidden layers.
-        d_out: width of the output.
-
-    Returns:
-        Linear layers "0", "2", "4", ...
-    """
+    """Linear layers with ReLU between them."""
     sizes = [d_in, *widths, d_out]
     layers: list[nn.Module] = []
     for a, b in itertools.pairwise(sizes):
@@ -82,22 +61,13 @@ def mlp(d_in: int, widths: Iterable[int], d_out: int) -> nn.Sequential:
 
 
 def own_randomness() -> AbstractContextManager[None]:
-    """Leave torch's global generators on the CPU as they are: linear layers draw their first weights from them.
-
-    Returns:
-        A context.
-    """
+    """Leave torch's global generators on the CPU as they are: linear layers draw their first weights from them."""
     context: AbstractContextManager[None] = torch.random.fork_rng(devices=[])
     return context
 
 
 def initialise(module: nn.Module, generator: torch.Generator) -> None:
-    """Give all linear layers the initial weights of torch, from a generator of one's own.
-
-    Args:
-        module: with linear layers.
-        generator: on the CPU.
-    """
+    """Give all linear layers the initial weights of torch, from a generator of one's own."""
     for layer in module.modules():
         if isinstance(layer, nn.Linear):
             nn.init.kaiming_uniform_(layer.weight, a=math.sqrt(5), generator=generator)
@@ -107,12 +77,7 @@ def initialise(module: nn.Module, generator: torch.Generator) -> None:
 
 @torch.no_grad()
 def start_at(network: nn.Sequential, value: float) -> None:
-    """Make the output of a network nearly constant at first.
-
-    Args:
-        network: with initial weights; its last layer is linear.
-        value: its output.
-    """
+    """Make the output of a network nearly constant at first."""
     layer = network[-1]
     assert isinstance(layer, nn.Linear)
     layer.weight.mul_(0.1)
@@ -122,21 +87,13 @@ def start_at(network: nn.Sequential, value: float) -> None:
 def scaled_inputs(x: Tensor) -> Tensor:
     """Embeddings as the adapters see them: unit length times sqrt(d), so that an entry is about 1.
 
-    Args:
-        x: (n, d) raw embeddings.
-
-    Returns:
-        (n, d), float32 or better.
+    x (n, d) -> (n, d).
     """
     return unit(x) * math.sqrt(x.shape[1])
 
 
 class PairBatches:
-    """The items of some pairs, each once, and which of them match.
-
-    Args:
-        pairs: the pairs.
-    """
+    """The items of some pairs, each once, and which of them match."""
 
     def __init__(self, pairs: FrozenPairs) -> None:
         self.index = pairs.pairs
@@ -152,11 +109,7 @@ class PairBatches:
     def items(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The items of a batch of pairs and all their matches, also those listed in pairs outside of the batch.
 
-        Args:
-            rows: (b,) positions of pairs.
-
-        Returns:
-            ((i,) positions of images, (t,) positions of texts, (i, t) 1.0 for a match, else 0.0).
+        rows (b,).
         """
         images, texts = (self.index[rows, column].unique() for column in (0, 1))
         place = torch.full((self._n_texts,), -1, device=texts.device)
@@ -178,21 +131,7 @@ def train(
     *,
     generator: torch.Generator,
 ) -> float:
-    """Minimise a loss of batches of pairs.
-
-    Args:
-        parameters: what is learnt.
-        loss_of: from (b,) positions of pairs to the () loss of the batch.
-        n_pairs: number of pairs.
-        training: see :class:`AdapterTraining`.
-        generator: of the order of the pairs, on the CPU.
-
-    Returns:
-        Mean loss of the last epoch.
-
-    Raises:
-        ArithmeticError: the loss is no longer finite.
-    """
+    """Minimise a loss of batches of pairs."""
     optimiser = _optimiser(list(parameters), training)
     steps = training.epochs * -(-n_pairs // training.batch_size)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, steps, eta_min=min(_LAST_LR, training.lr))
@@ -220,33 +159,14 @@ def _optimiser(parameters: list[nn.Parameter], training: AdapterTraining) -> tor
 
 
 def network_state(networks: Mapping[str, nn.Module]) -> dict[str, Tensor]:
-    """The weights of networks.
-
-    Args:
-        networks: by name.
-
-    Returns:
-        Weights by "name.weight's own name".
-    """
+    """The weights of networks."""
     return {
         f"{name}.{key}": w.detach().clone() for name, net in networks.items() for key, w in net.state_dict().items()
     }
 
 
 def weights_of(state: Mapping[str, Tensor], network: str, who: str) -> dict[str, Tensor]:
-    """The weights of one network in a state.
-
-    Args:
-        state: of :func:`network_state`, perhaps with other tensors.
-        network: its name.
-        who: name of the method, for the message.
-
-    Returns:
-        Weights by their own names.
-
-    Raises:
-        ValueError: there are none.
-    """
+    """The weights of one network in a state."""
     prefix = f"{network}."
     found = {key.removeprefix(prefix): w for key, w in state.items() if key.startswith(prefix)}
     if not found:
@@ -257,18 +177,7 @@ def weights_of(state: Mapping[str, Tensor], network: str, who: str) -> dict[str,
 
 
 def mlp_of(weights: Mapping[str, Tensor], who: str) -> nn.Sequential:
-    """An :func:`mlp` with given weights, in their dtype.
-
-    Args:
-        weights: "0.weight", "0.bias", "2.weight", ...
-        who: name of the method, for the message.
-
-    Returns:
-        The network.
-
-    Raises:
-        ValueError: the weights are not those of an mlp.
-    """
+    """An :func:`mlp` with given weights, in their dtype."""
     matrices = [weights[name] for name in sorted((k for k in weights if k.endswith("weight")), key=_layer_number)]
     if not matrices:
         raise ValueError(f"{who}: the state holds no weights of a network; it has {', '.join(sorted(weights))}")
@@ -280,16 +189,7 @@ def mlp_of(weights: Mapping[str, Tensor], who: str) -> nn.Sequential:
 
 
 def load_weights(network: nn.Module, weights: Mapping[str, Tensor], who: str) -> None:
-    """Give a network its weights.
-
-    Args:
-        network: of the same layout.
-        weights: by name.
-        who: name of the method, for the message.
-
-    Raises:
-        ValueError: a weight is missing, unknown or of another shape.
-    """
+    """Give a network its weights."""
     try:
         network.load_state_dict(dict(weights))
     except RuntimeError as error:
@@ -302,17 +202,7 @@ def _layer_number(name: str) -> int:
 
 
 def checked_items(who: str, side: Side, x: Tensor, network: nn.Module) -> Tensor:
-    """Embeddings of the width that an adapter was fitted on, in its dtype.
-
-    Args:
-        who: name of the method, for the message.
-        side: modality, for the message.
-        x: (n, d) raw embeddings.
-        network: whose first linear layer reads them.
-
-    Returns:
-        (n, d) embeddings in the dtype of the network or better.
-    """
+    """Embeddings of the width that an adapter was fitted on, in its dtype. x (n, d) -> (n, d)."""
     first = next(m for m in network.modules() if isinstance(m, nn.Linear))
     check_embeddings(x, who, f"{side} embeddings", d=first.in_features)
     return x.to(first.weight.device, first.weight.dtype)

@@ -32,13 +32,7 @@ _FIRST_LOG_KAPPA = 4.6  # kappa 100, the factor of the cosine in CLIP's logits
 def asymvlm_loss(log_likelihood: Tensor, match: Tensor, temperature: Tensor | float) -> Tensor:
     """Mean of the cross-entropies of rows and of columns of temperature * log likelihood.
 
-    Args:
-        log_likelihood: (n, m), rows are images.
-        match: (n, m) 1 for a match, else 0; several matches share a row's or column's target equally.
-        temperature: factor of the log likelihoods.
-
-    Returns:
-        () loss in nats.
+    log_likelihood (n, m), match (n, m).
     """
     logits, losses = temperature * log_likelihood, []
     for z, labels in ((logits, match), (logits.T, match.T)):
@@ -55,11 +49,6 @@ class AsymVLM(MLPMethod):
     frozen model. Without it, as published, the direction mu is learnt again: a text is mean = R mu with the same
     variance, csd to a unit image is E ||X - x||^2 = 2 - 2 R mu . x exactly, and retrieval differs from that of the
     frozen model. Images are points in both.
-
-    Args:
-        network: from scaled text embeddings to log kappa (n, 1), or without keep_mean to eta = kappa mu (n, d).
-        distribution: see :data:`~sfumato.posthoc.spherical.Distribution`.
-        keep_mean: whether the direction is the frozen one.
 
     Paper: Ju et al., "Exploiting the asymmetric uncertainty structure of pre-trained VLMs on the unit hypersphere",
     2025.
@@ -91,18 +80,7 @@ class AsymVLM(MLPMethod):
         keep_mean: bool = True,
         training: AdapterTraining | None = None,
     ) -> Self:
-        """Train the text network on the pairs.
-
-        Args:
-            pairs: at least 32.
-            seed: of the initial weights and the order of the pairs.
-            distribution: see :data:`~sfumato.posthoc.spherical.Distribution`.
-            keep_mean: False learns the direction too, as published.
-            training: ``cls.default`` if None; ``cls.published`` is the paper's, and takes hours on a CPU.
-
-        Returns:
-            The fitted method.
-        """
+        """Train the text network on the pairs."""
         training = training or cls.default
         check_distribution(distribution)
         images, texts = unit(pairs.images).float(), scaled_inputs(pairs.texts).float()
@@ -140,14 +118,7 @@ class AsymVLM(MLPMethod):
 
     @torch.no_grad()
     def concentration(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """The distributions of texts.
-
-        Args:
-            x: (n, d) raw text embeddings.
-
-        Returns:
-            ((n, d) directions mu, (n,) concentrations kappa).
-        """
+        """The distributions of texts. x (n, d)."""
         return self._concentration(scaled_inputs(checked_items(self.name, "text", x, self.network("text"))))
 
     def embed(self, side: Side, x: Tensor, *, hidden: Tensor | None = None) -> GaussianEmbedding:
@@ -165,11 +136,7 @@ class AsymVLM(MLPMethod):
     def uncertainty(
         self, side: Side, queries: Tensor, gallery: Tensor | None = None, *, hidden: Tensor | None = None
     ) -> Tensor:
-        """See :meth:`PosthocMethod.uncertainty`; 1 / kappa of texts.
-
-        Raises:
-            ValueError: the queries are images, which have none.
-        """
+        """See :meth:`PosthocMethod.uncertainty`; 1 / kappa of texts."""
         check_side(side)
         if side == "image":
             raise ValueError("asymvlm: images are points and have no uncertainty; ask for texts")
@@ -177,13 +144,6 @@ class AsymVLM(MLPMethod):
 
 
 def direction_and_kappa(eta: Tensor) -> tuple[Tensor, Tensor]:
-    """Split eta = kappa mu.
-
-    Args:
-        eta: (n, d) outputs of the network.
-
-    Returns:
-        ((n, d) unit directions mu, (n,) concentrations of at least KAPPA_FLOOR).
-    """
+    """Split eta = kappa mu. eta (n, d)."""
     kappa = eta.norm(dim=1).clamp_min(KAPPA_FLOOR)
     return functional.normalize(eta, dim=1), kappa

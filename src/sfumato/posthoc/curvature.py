@@ -27,15 +27,10 @@ _MAX_ENTRIES = 2**24
 
 
 class KroneckerFactors(NamedTuple):
-    """A sum of curvatures over n items as a Kronecker product.
+    """A sum of curvatures over n items as a Kronecker product."""
 
-    Attributes:
-        activations: (P, P) A, the sum of a a^T over the inputs a of the projection layer, divided by sqrt(n).
-        gradients: (d, d) B, the sum of H divided by sqrt(n).
-    """
-
-    activations: Tensor
-    gradients: Tensor
+    activations: Tensor  # (P, P) A, the sum of a a^T over the inputs a of the projection layer, divided by sqrt(n)
+    gradients: Tensor  # (d, d) B, the sum of H divided by sqrt(n)
 
 
 @torch.no_grad()
@@ -44,21 +39,10 @@ def summed_curvature(
 ) -> Tensor:
     """The sum of H over sources that share their targets.
 
-    Args:
-        sources: (n, d) raw embeddings.
-        targets: (c, d) raw embeddings of the other side.
-        logit_scale: s, the factor of the cosine.
-        logit_bias: b of the sigmoid loss (SigLIP); None for the softmax (CLIP).
-
-    Returns:
-        (d, d) float64. Matrix products are in the dtype of the input.
-
-    Example:
-        >>> summed_curvature(torch.tensor([[2.0, 0.0]]), torch.eye(2), logit_scale=2.0).diagonal().round(decimals=4)
-        tensor([0.0000, 0.1050], dtype=torch.float64)
-
     Paper: Baumann et al., "Post-hoc probabilistic vision-language models", 2025 (BayesVLM); the order of the sums is
     ours.
+
+    sources (n, d), targets (c, d) -> (d, d).
     """
     y = unit(targets)
     if logit_bias is None:
@@ -104,21 +88,7 @@ def kronecker_factors(
 
     Row i of the three matrices is one pair. Consecutive rows form class batches, of equal size up to one.
 
-    Args:
-        sources: (n, d) raw embeddings of the side.
-        hidden: (n, P) inputs of its projection layer.
-        targets: (n, d) raw embeddings of the other side.
-        logit_scale, logit_bias: see :func:`summed_curvature`.
-        bias_column: append a 1 to the inputs, for a projection layer with a bias; A is then (P + 1, P + 1).
-        class_batch: largest number of targets that share a softmax. Their number has an influence on B.
-        official_batch: None keeps all items. A number b leaves out what the released code does with batches of b: the
-            last n mod class_batch items, and of every class batch the last class_batch mod b in B alone.
-
-    Returns:
-        The factors in float64; their product is the sum over the n items.
-
-    Raises:
-        ValueError: numbers of rows differ, there are no rows or no whole class batch, or values are not finite.
+    sources (n, d), hidden (n, P), targets (n, d).
     """
     who = "kronecker_factors"
     check_embeddings(sources, who, "sources")
@@ -158,13 +128,5 @@ def _second_moment(hidden: Tensor, bias_column: bool) -> Tensor:
 
 
 def with_bias_column(hidden: Tensor, bias_column: bool) -> Tensor:
-    """The inputs of a projection layer, with a last column of ones if the layer has a bias.
-
-    Args:
-        hidden: (n, P).
-        bias_column: whether to append it.
-
-    Returns:
-        (n, P) or (n, P + 1).
-    """
+    """The inputs of a projection layer, with a last column of ones if the layer has a bias. hidden (n, P) -> (n, P)."""
     return torch.cat([hidden, torch.ones_like(hidden[:, :1])], dim=1) if bias_column else hidden

@@ -38,21 +38,7 @@ def log_evidence(
     damping: Damping = "split",
     form: EvidenceForm = "corrected",
 ) -> Tensor:
-    """The evidence up to terms without the prior precision.
-
-    Args:
-        prior_precision: (l,) values lambda > 0.
-        a, b: (p,) and (q,) eigenvalues of the factors; negative ones, which are rounding, count as 0.
-        squared_norm: sum of the squares of all parameters of the layer, its bias included.
-        pseudo_data: n, a factor of the data's curvature.
-        damping, form: see the module.
-
-    Returns:
-        (l,) float64 in nats.
-
-    Raises:
-        ValueError: an unknown damping or form, or the official form with exact damping.
-    """
+    """The evidence up to terms without the prior precision. prior_precision (l,), a, b (p,) -> (l,)."""
     _check(damping, form)
     value = prior_precision.double().unsqueeze(1)
     a, b = a.double().clamp_min(0), b.double().clamp_min(0)
@@ -75,18 +61,7 @@ def best_prior_precision(
     damping: Damping = "split",
     form: EvidenceForm = "corrected",
 ) -> float:
-    """The prior precision with the largest evidence: the root of the derivative for log lambda, by bisection.
-
-    Args:
-        a, b, squared_norm, pseudo_data, damping, form: see :func:`log_evidence`.
-
-    Returns:
-        lambda > 0.
-
-    Raises:
-        ValueError: the evidence has no maximum (factors or parameters are zero), an unknown damping or form, or the
-            official form with exact damping.
-    """
+    """The prior precision with the largest evidence: the root of the derivative for log lambda, by bisection."""
     _check(damping, form)
     a, b = a.detach().double().clamp_min(0), b.detach().double().clamp_min(0)
     p, q = len(a), len(b)

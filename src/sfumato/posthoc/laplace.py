@@ -47,26 +47,14 @@ _CLASS_BATCH, _PSEUDO_DATA, _MIN_PAIRS = 4096, 10.0, 16
 
 @dataclass(frozen=True, eq=False)
 class ProjectionPosterior:
-    """The posterior of one projection layer.
+    """The posterior of one projection layer."""
 
-    Attributes:
-        activations: (P, P) factor A; (P + 1, P + 1) with a bias column.
-        gradients: (d, d) factor B.
-        prior_precision: lambda.
-        pseudo_data: n, how often the data count.
-        damping: see :data:`~sfumato.posthoc.evidence.Damping`.
-        bias_column: whether a 1 is appended to the layer's inputs.
-
-    Raises:
-        ValueError: a factor is not square and finite, or a number is not positive.
-    """
-
-    activations: Tensor
-    gradients: Tensor
-    prior_precision: float
-    pseudo_data: float = _PSEUDO_DATA
-    damping: Damping = "split"
-    bias_column: bool = False
+    activations: Tensor  # (P, P) factor A; (P + 1, P + 1) with a bias column
+    gradients: Tensor  # (d, d) factor B
+    prior_precision: float  # lambda
+    pseudo_data: float = _PSEUDO_DATA  # n, how often the data count
+    damping: Damping = "split"  # see :data:`~sfumato.posthoc.evidence.Damping`
+    bias_column: bool = False  # whether a 1 is appended to the layer's inputs
 
     def __post_init__(self) -> None:
         for name in ("activations", "gradients"):
@@ -98,17 +86,7 @@ class ProjectionPosterior:
         return self._b[1]
 
     def spectrum(self, hidden: Tensor) -> Tensor:
-        """The eigenvalues of the covariance of embeddings.
-
-        Args:
-            hidden: (n, P) inputs of the projection layer.
-
-        Returns:
-            (n, d) float64, variances along the columns of :attr:`basis`, in squared units of raw embeddings.
-
-        Raises:
-            ValueError: another width, NaN or infinity.
-        """
+        """The eigenvalues of the covariance of embeddings. hidden (n, P) -> (n, d)."""
         check_rows(hidden, "laplace", "hidden", d=len(self.activations) - self.bias_column)
         (alpha, u), (beta, _) = self._a, self._b
         squared = (with_bias_column(hidden.double(), self.bias_column) @ u).square()
@@ -119,14 +97,7 @@ class ProjectionPosterior:
         return torch.outer(own, (n**0.5 * beta + value**0.5).reciprocal())
 
     def variance(self, hidden: Tensor) -> Tensor:
-        """The diagonal of the covariance of embeddings.
-
-        Args:
-            hidden: (n, P) inputs of the projection layer.
-
-        Returns:
-            (n, d) float64 variances in squared units of raw embeddings.
-        """
+        """The diagonal of the covariance of embeddings. hidden (n, P) -> (n, d)."""
         return self.spectrum(hidden) @ self.basis.square().T
 
 
@@ -138,14 +109,9 @@ def cosine_moments(image: GaussianEmbedding, text: GaussianEmbedding) -> tuple[T
 
     The lengths are taken at their root mean squares, as constants. The variance is that of the inner product.
 
-    Args:
-        image: (n, d) Gaussians of raw embeddings.
-        text: (m, d) likewise.
-
-    Returns:
-        ((n, m) means, (n, m) variances).
-
     Paper: Baumann et al., "Post-hoc probabilistic vision-language models", 2025 (BayesVLM).
+
+    image (n, d), text (m, d).
     """
     lengths = [x.mean.square().sum(1) + x.var.sum(1) for x in (image, text)]
     scale = torch.outer(lengths[0], lengths[1])
@@ -157,12 +123,7 @@ def cosine_moments(image: GaussianEmbedding, text: GaussianEmbedding) -> tuple[T
 def probit_softmax(mean: Tensor, variance: Tensor) -> Tensor:
     """Class probabilities from the mean and variance of logits, softmax(mean / sqrt(1 + pi/8 variance)).
 
-    Args:
-        mean: (n, m) mean logits.
-        variance: (n, m) their variances.
-
-    Returns:
-        (n, m) probabilities that sum to 1 in each row.
+    mean (n, m), variance (n, m) -> (n, m).
     """
     return (mean / (1 + math.pi / 8 * variance).sqrt()).softmax(-1)
 
@@ -173,11 +134,6 @@ class LaplaceProjections(PosthocMethod):
     :meth:`embed` gives mean = f / sqrt(m), var = v / m with m = ||f||^2 + sum(v), so that ||mean||^2 + sum(var) = 1 and
     csd = 2 - 2 * expected cosine. The means point as the frozen embeddings do, and are shorter for uncertain items:
     csd and the inner product rank by the expected cosine, the cosine of the means as the frozen model.
-
-    Args:
-        image, text: posteriors of the two layers.
-        logit_scale: factor of the cosine in the logit.
-        logit_bias: constant of the logit, None without one.
 
     Paper: Baumann et al., "Post-hoc probabilistic vision-language models", 2025 (BayesVLM).
     """
@@ -214,21 +170,6 @@ class LaplaceProjections(PosthocMethod):
 
         The softmax of CLIP or, with pairs.logit_bias, the sigmoid of SigLIP. A layer with a bias gets a bias column.
         An item counts once for each of its pairs.
-
-        Args:
-            pairs: with hidden features, matrices and logit_scale; about 100,000 pairs as published.
-            seed: of the order of the pairs, which decides who shares a class batch.
-            class_batch: targets that share a softmax; 32768 as published, which costs 8 times the default.
-            pseudo_data: n; choose it by :meth:`choose_pseudo_data` on held-out pairs, if there are any.
-            damping: see :data:`~sfumato.posthoc.evidence.Damping`.
-            evidence: see :data:`~sfumato.posthoc.evidence.EvidenceForm`.
-            prior_precision: of (images, texts), in place of the evidence; the matrices are then not needed.
-
-        Returns:
-            The fitted method.
-
-        Raises:
-            ValueError: the hidden features, a matrix or the logit scale is missing, or there are too few pairs.
         """
         pairs.at_least(_MIN_PAIRS, cls.name)
         scale = _checked_scale(pairs, with_matrices=prior_precision is None)
@@ -268,24 +209,7 @@ class LaplaceProjections(PosthocMethod):
         evidence: EvidenceForm = "corrected",
         bias_column: bool = False,
     ) -> Self:
-        """Use factors that somebody has published.
-
-        Args:
-            source: "A_img", "B_img", "A_txt" and "B_txt" by name, or a safetensors file of them.
-            logit_scale, logit_bias: of the model.
-            prior_precision: of (images, texts).
-            squared_norms: sums of squares of the parameters of the (image, text) layer, from which the evidence finds
-                the prior precisions; give one of the two.
-            pseudo_data, damping, evidence: see :meth:`fit`.
-            bias_column: whether the layers have a bias, the last row and column of A.
-
-        Returns:
-            The method.
-
-        Raises:
-            FileNotFoundError: there is no such file.
-            ValueError: a factor is missing or does not fit, or not exactly one of prior_precision and squared_norms.
-        """
+        """Use factors that somebody has published."""
         factors = source if isinstance(source, Mapping) else _read(Path(source))
         values = prior_precision or squared_norms
         if values is None or (prior_precision and squared_norms):
@@ -297,34 +221,12 @@ class LaplaceProjections(PosthocMethod):
         return cls(*found, logit_scale=logit_scale, logit_bias=logit_bias)
 
     def posterior(self, side: Side) -> ProjectionPosterior:
-        """The posterior of one side's layer.
-
-        Args:
-            side: "image" or "text".
-
-        Returns:
-            The posterior.
-
-        Raises:
-            ValueError: there is no such side.
-        """
+        """The posterior of one side's layer."""
         check_side(side)
         return self.image if side == "image" else self.text
 
     def embed_raw(self, side: Side, x: Tensor, *, hidden: Tensor | None) -> GaussianEmbedding:
-        """The Gaussians of raw embeddings, with diagonal covariances.
-
-        Args:
-            side: "image" or "text".
-            x: (n, d) raw embeddings.
-            hidden: (n, P) inputs of the projection layer.
-
-        Returns:
-            Means x and variances in squared units of x, float64.
-
-        Raises:
-            ValueError: hidden is missing, or an input does not fit.
-        """
+        """The Gaussians of raw embeddings, with diagonal covariances. x (n, d), hidden (n, P)."""
         own = self.posterior(side)
         x, hidden = _checked_items(own, x, hidden)
         return GaussianEmbedding(x, own.variance(hidden).log())
@@ -354,18 +256,7 @@ class LaplaceProjections(PosthocMethod):
     ) -> tuple[Tensor, Tensor]:
         """Mean and variance of the model's logits between all pairs.
 
-        Args:
-            images: (n, d) raw embeddings.
-            texts: (m, d) raw embeddings.
-            image_hidden, text_hidden: (n, P), (m, P') inputs of the projection layers.
-            covariance: see :data:`Covariance`; "full" costs d^2 more for an item and no more for a pair.
-            official: leave the bias of SigLIP's logit out of the mean, as the released code does.
-
-        Returns:
-            ((n, m) means, (n, m) variances), float64.
-
-        Raises:
-            ValueError: hidden features are missing, an input does not fit, or an unknown covariance.
+        images (n, d), texts (m, d), image_hidden, text_hidden (n, P).
         """
         if covariance not in ("diagonal", "full"):
             raise ValueError(f"laplace: unknown covariance {covariance!r}; known: diagonal, full")
@@ -388,14 +279,7 @@ class LaplaceProjections(PosthocMethod):
         return variance / torch.outer(*lengths)
 
     def nlpd(self, pairs: FrozenPairs) -> float:
-        """Mean negative log probit probability of the right partner, over both directions.
-
-        Args:
-            pairs: held-out pairs with hidden features. The gallery is all of their items.
-
-        Returns:
-            The value in nats; smaller is better.
-        """
+        """Mean negative log probit probability of the right partner, over both directions."""
         mean, variance = self.logits(
             pairs.images, pairs.texts, image_hidden=pairs.image_hidden, text_hidden=pairs.text_hidden
         )
@@ -412,17 +296,7 @@ class LaplaceProjections(PosthocMethod):
         candidates: Sequence[float] = (1.0, 3.0, 10.0, 30.0, 100.0),
         evidence: EvidenceForm = "corrected",
     ) -> Self:
-        """The pseudo-data count with the smallest held-out :meth:`nlpd`; each gets its own prior precisions.
-
-        Args:
-            held_out: pairs that the factors have not seen, with hidden features.
-            squared_norms: sums of squares of the parameters of the (image, text) layer.
-            candidates: counts that are tried.
-            evidence: see :meth:`fit`.
-
-        Returns:
-            A method with the best count and the same factors.
-        """
+        """The pseudo-data count with the smallest held-out :meth:`nlpd`; each gets its own prior precisions."""
         tried = [self._with_pseudo_data(n, squared_norms, evidence) for n in candidates]
         return min(tried, key=lambda method: method.nlpd(held_out))
 

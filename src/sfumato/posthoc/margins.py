@@ -78,12 +78,6 @@ class AdversarialMargin(PosthocMethod):
     With a search other than "exact" it is minus tanh of the length that the released code finds on raw queries; that
     number grows with the length of the query, and the iterative one ends at tanh(1.25) without notice.
 
-    Args:
-        search: see :data:`Search`.
-
-    Raises:
-        ValueError: an unknown search.
-
     Source: adversarial and adversarial_lin of the uCLIP repository; the exact form is ours.
     """
 
@@ -98,16 +92,7 @@ class AdversarialMargin(PosthocMethod):
 
     @classmethod
     def fit(cls, pairs: FrozenPairs, *, seed: int = 0, search: Search = "exact") -> Self:
-        """Make the method; nothing is fitted.
-
-        Args:
-            pairs: not looked at.
-            seed: not used; there is no random choice.
-            search: see :data:`Search`.
-
-        Returns:
-            The method.
-        """
+        """Make the method; nothing is fitted."""
         return cls(search)
 
     def uncertainty(
@@ -140,16 +125,7 @@ def shortest_change(queries: Tensor, gallery: Tensor) -> Tensor:
     A duplicate of the best item gives 0. Each query visits items by falling cosine until no other can be nearer, at
     most the whole gallery: O(m d) for a query.
 
-    Args:
-        queries: (q, d); the result is proportional to their length. Give unit queries for a number free of scale.
-        gallery: (m, d) unit vectors, m >= 2.
-
-    Returns:
-        (q,) lengths >= 0, in float32 or better.
-
-    Example:
-        >>> shortest_change(torch.tensor([[1.0, 0.0]]), torch.tensor([[1.0, 0.0], [0.0, 1.0]]))
-        tensor([0.7071])
+    queries (q, d), gallery (m, d) -> (q,).
     """
     dtype = accumulation_dtype(queries.dtype)
     queries, gallery = queries.to(dtype), gallery.to(dtype)
@@ -186,12 +162,7 @@ def _changes(queries: Tensor, best: Tensor, others: Tensor) -> Tensor:
 def linear_change(queries: Tensor, gallery: Tensor) -> Tensor:
     r"""The lead over the runner-up divided by its gradient: ||q|| tan t, where the exact length is ||q|| sin t.
 
-    Args:
-        queries: (q, d) raw queries.
-        gallery: (m, d) unit vectors, m >= 2.
-
-    Returns:
-        (q,) lengths >= 0, as the released adversarial_lin before its tanh; 0 for a duplicate of the best item.
+    queries (q, d), gallery (m, d) -> (q,).
     """
     found = []
     for rows in queries.split(_BLOCK):
@@ -207,14 +178,7 @@ def iterative_change(
 ) -> Tensor:
     """Length of the change after steps against the current runner-up, until another item is the best.
 
-    Args:
-        queries: (q, d) raw queries.
-        gallery: (m, d) unit vectors, m >= 2.
-        step_size: length of a step.
-        max_steps: number of steps after which a query is given up: its result is then too small.
-
-    Returns:
-        (q,) lengths, about a whole number of steps; not the shortest change if a third item is nearer.
+    queries (q, d), gallery (m, d) -> (q,).
     """
     change = torch.zeros_like(queries)
     first = torch.cat([(unit(rows) @ gallery.T).argmax(1) for rows in queries.split(_BLOCK)]) if len(queries) else None

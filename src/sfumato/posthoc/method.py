@@ -20,43 +20,20 @@ Side = Literal["image", "text"]
 
 
 class TwoSides:
-    """What a frozen model gives for images and texts, by side.
+    """What a frozen model gives for images and texts, by side."""
 
-    Attributes:
-        images: (n, d) raw embeddings.
-        texts: (m, d) raw embeddings.
-        image_hidden, text_hidden: (n, P), (m, P') inputs of the projection layers; None where they are not known.
-    """
-
-    images: Tensor
-    texts: Tensor
+    images: Tensor  # (n, d) raw embeddings
+    texts: Tensor  # (m, d) raw embeddings
     image_hidden: Tensor | None
     text_hidden: Tensor | None
 
     def embeddings(self, side: Side) -> Tensor:
-        """The embeddings of one side.
-
-        Args:
-            side: "image" or "text".
-
-        Returns:
-            (n, d) embeddings.
-
-        Raises:
-            ValueError: there is no such side.
-        """
+        """The embeddings of one side. Returns (n, d)."""
         check_side(side)
         return self.images if side == "image" else self.texts
 
     def hidden(self, side: Side) -> Tensor | None:
-        """The inputs of one side's projection layer.
-
-        Args:
-            side: "image" or "text".
-
-        Returns:
-            (n, P) features, or None.
-        """
+        """The inputs of one side's projection layer. Returns (n, P)."""
         return self.image_hidden if side == "image" else self.text_hidden
 
 
@@ -66,31 +43,13 @@ class FrozenPairs(TwoSides):
 
     Only the first three are needed by every method. The hidden features, the inputs of the two projection layers, are
     needed by the Laplace method, together with the matrices of the layers.
-
-    Attributes:
-        images: (n, d) image embeddings as the model gives them, normalised or not.
-        texts: (m, d) text embeddings, likewise.
-        pairs: (p, 2) integers, rows (position of an image, position of a text). An item may occur in several pairs.
-        logit_scale: factor of the cosine in the model's logit, the number itself and not its logarithm (100 for CLIP).
-        logit_bias: constant of the model's logit (SigLIP); None for a model without one (CLIP).
-        image_hidden, text_hidden: (n, P), (m, P') inputs of the projection layers; P may differ between the sides.
-        image_projection, text_projection: (d, P), (d, P') matrices of the projection layers.
-        image_projection_bias, text_projection_bias: (d,) biases of the projection layers, where they have one.
-
-    Raises:
-        ValueError: a shape does not fit, a value is not finite, an embedding is zero, or a pair names no item.
-
-    Example:
-        >>> pairs = FrozenPairs(torch.eye(3), 2 * torch.eye(3), torch.arange(3).repeat(2, 1).T)
-        >>> pairs.d, len(pairs.pairs)
-        (3, 3)
     """
 
-    images: Tensor
-    texts: Tensor
+    images: Tensor  # (n, d) image embeddings as the model gives them, normalised or not
+    texts: Tensor  # (m, d) text embeddings, likewise
     pairs: Tensor
     logit_scale: float | None = None
-    logit_bias: float | None = None
+    logit_bias: float | None = None  # constant of the model's logit (SigLIP); None for a model without one (CLIP)
     image_hidden: Tensor | None = None
     text_hidden: Tensor | None = None
     image_projection: Tensor | None = None
@@ -133,40 +92,15 @@ class FrozenPairs(TwoSides):
         return self.images.shape[1]
 
     def projection(self, side: Side) -> Tensor | None:
-        """The matrix of one side's projection layer.
-
-        Args:
-            side: "image" or "text".
-
-        Returns:
-            (d, P) matrix, or None.
-        """
+        """The matrix of one side's projection layer. Returns (d, P)."""
         return self.image_projection if side == "image" else self.text_projection
 
     def projection_bias(self, side: Side) -> Tensor | None:
-        """The bias of one side's projection layer.
-
-        Args:
-            side: "image" or "text".
-
-        Returns:
-            (d,) bias, or None.
-        """
+        """The bias of one side's projection layer. Returns (d,)."""
         return self.image_projection_bias if side == "image" else self.text_projection_bias
 
     def at_least(self, n_pairs: int, who: str) -> Self:
-        """Refuse too few pairs.
-
-        Args:
-            n_pairs: smallest number of pairs.
-            who: name of the method, for the message.
-
-        Returns:
-            The pairs.
-
-        Raises:
-            ValueError: there are fewer.
-        """
+        """Refuse too few pairs."""
         if len(self.pairs) < n_pairs:
             raise ValueError(f"{who}: needs at least {n_pairs} pairs to fit, got {len(self.pairs)}")
         return self
@@ -176,50 +110,22 @@ class PosthocMethod(ABC):
     """A method that adds an uncertainty to a frozen model, without a change of its ranking unless the method says so.
 
     :meth:`fit` makes one from pairs; :meth:`state` and :meth:`from_state` store it and build it again.
-
-    Attributes:
-        name: its key in METHODS.
-        summary: its formula or idea in one line, with the unit of its uncertainty.
-        per_item: whether :meth:`embed` gives a Gaussian for each item.
-        needs_gallery: whether :meth:`uncertainty` looks at the gallery.
-        needs_hidden: whether it needs the inputs of the projection layer (``hidden``).
-        sides: modalities that have an uncertainty.
     """
 
-    name: ClassVar[str]
-    summary: ClassVar[str]
-    per_item: ClassVar[bool] = False
-    needs_gallery: ClassVar[bool] = False
-    needs_hidden: ClassVar[bool] = False
-    sides: ClassVar[tuple[Side, ...]] = ("image", "text")
+    name: ClassVar[str]  # its key in METHODS
+    summary: ClassVar[str]  # its formula or idea in one line, with the unit of its uncertainty
+    per_item: ClassVar[bool] = False  # whether :meth:`embed` gives a Gaussian for each item
+    needs_gallery: ClassVar[bool] = False  # whether :meth:`uncertainty` looks at the gallery
+    needs_hidden: ClassVar[bool] = False  # whether it needs the inputs of the projection layer (``hidden``)
+    sides: ClassVar[tuple[Side, ...]] = ("image", "text")  # modalities that have an uncertainty
 
     @classmethod
     @abstractmethod
     def fit(cls, pairs: FrozenPairs, *, seed: int = 0) -> Self:
-        """Fit the method; a subclass has options of its own, all with defaults.
-
-        Args:
-            pairs: what the frozen model says of the held-in pairs.
-            seed: of all random choices.
-
-        Returns:
-            The fitted method.
-        """
+        """Fit the method; a subclass has options of its own, all with defaults."""
 
     def embed(self, side: Side, x: Tensor, *, hidden: Tensor | None = None) -> GaussianEmbedding:
-        """The Gaussian of every item.
-
-        Args:
-            side: "image" or "text".
-            x: (n, d) raw embeddings of the frozen model.
-            hidden: (n, P) inputs of the projection layer; only for a method with ``needs_hidden``.
-
-        Returns:
-            n Gaussians; the documentation of the method says their means and the unit of their variances.
-
-        Raises:
-            ValueError: the method has no distribution of an item (``per_item`` is False), or the input does not fit.
-        """
+        """The Gaussian of every item. x (n, d), hidden (n, P)."""
         raise ValueError(
             f"{self.name}: has no distribution of an item, only uncertainty(); methods with per_item have one"
         )
@@ -228,72 +134,27 @@ class PosthocMethod(ABC):
     def uncertainty(
         self, side: Side, queries: Tensor, gallery: Tensor | None = None, *, hidden: Tensor | None = None
     ) -> Tensor:
-        """The uncertainty of every query.
-
-        Args:
-            side: modality of the queries, "image" or "text".
-            queries: (q, d) raw embeddings of the frozen model.
-            gallery: (m, d) raw embeddings of the other modality; only for a method with ``needs_gallery``.
-            hidden: (q, P) inputs of the queries' projection layer; only for a method with ``needs_hidden``.
-
-        Returns:
-            (q,) numbers, larger is less certain.
-
-        Raises:
-            ValueError: the input does not fit, or what the method needs is missing.
-        """
+        """The uncertainty of every query. queries (q, d), gallery (m, d), hidden (q, P) -> (q,)."""
 
     @abstractmethod
     def state(self) -> dict[str, Tensor]:
-        """Everything that was fitted.
-
-        Returns:
-            Tensors by name, for a safetensors file and :meth:`from_state`.
-        """
+        """Everything that was fitted."""
 
     @classmethod
     @abstractmethod
     def from_state(cls, state: Mapping[str, Tensor]) -> Self:
-        """Build the method again.
-
-        Args:
-            state: of :meth:`state`.
-
-        Returns:
-            The same method.
-
-        Raises:
-            ValueError: a tensor is missing.
-        """
+        """Build the method again."""
 
 
 # ---------------------------------------------------------------- checks and helpers of the methods
 def check_side(side: str) -> None:
-    """Refuse an unknown modality.
-
-    Args:
-        side: "image" or "text".
-
-    Raises:
-        ValueError: it is neither.
-    """
+    """Refuse an unknown modality."""
     if side not in get_args(Side):
         raise ValueError(f"unknown side {side!r}; known: {', '.join(get_args(Side))}")
 
 
 def check_rows(x: Tensor, who: str, what: str, *, n: int | None = None, d: int | None = None) -> None:
-    """Refuse anything but a finite floating point matrix.
-
-    Args:
-        x: (n, d) values.
-        who: name of the caller, for the message.
-        what: name of the argument, for the message.
-        n: number of rows; any if None.
-        d: number of columns; any if None.
-
-    Raises:
-        ValueError: another shape, an integer matrix, NaN or infinity.
-    """
+    """Refuse anything but a finite floating point matrix. x (n, d)."""
     wanted = f"({'n' if n is None else n}, {'d' if d is None else d})"
     if x.ndim != 2 or x.shape != (x.shape[0] if n is None else n, x.shape[1] if d is None else d):
         raise ValueError(f"{who}: {what} must be {wanted}, got {tuple(x.shape)}")
@@ -306,17 +167,7 @@ def check_rows(x: Tensor, who: str, what: str, *, n: int | None = None, d: int |
 
 
 def check_embeddings(x: Tensor, who: str, what: str, *, d: int | None = None) -> None:
-    """Refuse embeddings without a direction, and what :func:`check_rows` refuses.
-
-    Args:
-        x: (n, d) embeddings.
-        who: name of the caller, for the message.
-        what: name of the argument, for the message.
-        d: number of dimensions of the fit; any if None.
-
-    Raises:
-        ValueError: another shape, NaN, infinity or a zero row.
-    """
+    """Refuse embeddings without a direction, and what :func:`check_rows` refuses. x (n, d)."""
     check_rows(x, who, what, d=d)
     zero = (x == 0).all(1)
     if zero.any():
@@ -324,55 +175,25 @@ def check_embeddings(x: Tensor, who: str, what: str, *, d: int | None = None) ->
 
 
 def unit(x: Tensor) -> Tensor:
-    """Embeddings scaled to unit length.
-
-    Args:
-        x: (n, d) embeddings, not zero.
-
-    Returns:
-        (n, d) unit vectors, float32 or better.
-    """
+    """Embeddings scaled to unit length. x (n, d) -> (n, d)."""
     return functional.normalize(x.to(accumulation_dtype(x.dtype)), dim=-1, eps=0.0)
 
 
 def point_variance(x: Tensor, var: Tensor) -> GaussianEmbedding:
     """Gaussians about the unit embeddings, so that the means rank exactly as the frozen model does.
 
-    Args:
-        x: (n, d) raw embeddings.
-        var: (n, d) variances in squared units of the unit embeddings.
-
-    Returns:
-        Gaussians in the dtype of the variances.
+    x (n, d), var (n, d).
     """
     return GaussianEmbedding(unit(x).to(var.dtype), var.log())
 
 
 def pack_options(options: Mapping[str, Any]) -> Tensor:
-    """Options as a tensor, for :meth:`PosthocMethod.state`.
-
-    Args:
-        options: JSON values by name.
-
-    Returns:
-        (b,) uint8, UTF-8 bytes of JSON.
-    """
+    """Options as a tensor, for :meth:`PosthocMethod.state`. Returns (b,)."""
     return torch.frombuffer(bytearray(json.dumps(dict(options), sort_keys=True).encode()), dtype=torch.uint8)
 
 
 def unpack_options(state: Mapping[str, Tensor], who: str) -> dict[str, Any]:
-    """The options in a state.
-
-    Args:
-        state: with the tensor "options" of :func:`pack_options`.
-        who: name of the method, for the message.
-
-    Returns:
-        The options by name.
-
-    Raises:
-        ValueError: they are missing or damaged.
-    """
+    """The options in a state."""
     try:
         found = json.loads(taken(state, "options", who).cpu().numpy().tobytes())
     except (UnicodeDecodeError, json.JSONDecodeError) as error:
@@ -381,19 +202,7 @@ def unpack_options(state: Mapping[str, Tensor], who: str) -> dict[str, Any]:
 
 
 def taken(state: Mapping[str, Tensor], key: str, who: str) -> Tensor:
-    """A tensor of a state.
-
-    Args:
-        state: tensors by name.
-        key: name of the tensor.
-        who: name of the method, for the message.
-
-    Returns:
-        The tensor.
-
-    Raises:
-        ValueError: it is missing.
-    """
+    """A tensor of a state."""
     if key not in state:
         raise ValueError(f"{who}: the state has no {key!r}; it has {', '.join(sorted(state)) or 'nothing'}")
     return state[key]

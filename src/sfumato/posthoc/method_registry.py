@@ -43,29 +43,13 @@ _FORMAT = "sfumato-posthoc-1"
 
 
 def save_method(path: str | Path, method: PosthocMethod) -> None:
-    """Write a fitted method into one safetensors file, atomically.
-
-    Args:
-        path: of the file; its folder must exist.
-        method: fitted.
-    """
+    """Write a fitted method into one safetensors file, atomically."""
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in method.state().items()}
     write_atomically(path, safetensors_bytes(tensors, {"format": _FORMAT, "method": method.name}))
 
 
 def load_method(path: str | Path) -> PosthocMethod:
-    """Read a file of :func:`save_method`.
-
-    Args:
-        path: of the file.
-
-    Returns:
-        The fitted method.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: it is damaged, not a file of :func:`save_method`, or of an unknown method.
-    """
+    """Read a file of :func:`save_method`."""
     if not Path(path).is_file():
         raise FileNotFoundError(f"no fitted method at {path}; write one with save_method()")
     try:

@@ -41,17 +41,11 @@ _EPS, _SMALLEST, _LARGEST = 1e-4, 1e-4, 1e3
 
 
 class GeneralisedGaussian(NamedTuple):
-    """The outputs of the network.
+    """The outputs of the network."""
 
-    Attributes:
-        mean: (n, d) mu.
-        one_over_alpha: (n, d) inverse of the scale.
-        beta: (n, d) shape; 2 is a normal distribution, 1 a Laplace distribution.
-    """
-
-    mean: Tensor
-    one_over_alpha: Tensor
-    beta: Tensor
+    mean: Tensor  # (n, d) mu
+    one_over_alpha: Tensor  # (n, d) inverse of the scale
+    beta: Tensor  # (n, d) shape; 2 is a normal distribution, 1 a Laplace distribution
 
 
 def generalised_gaussian_loss(found: GeneralisedGaussian, target: Tensor, *, form: LossForm = "power") -> Tensor:
@@ -61,19 +55,9 @@ def generalised_gaussian_loss(found: GeneralisedGaussian, target: Tensor, *, for
 
     1e-4 is added to 1/alpha and beta, and the first term is clamped to [1e-4, 1e3], as in the released code.
 
-    Args:
-        found: outputs of the network.
-        target: (n, d) x.
-        form: "product" replaces the power by beta |mu - x| / alpha. That is the likelihood of a Laplace distribution of
-            scale alpha / beta, and takes beta to 0.684 for any data.
-
-    Returns:
-        (n, d) values in nats.
-
-    Raises:
-        ValueError: an unknown form.
-
     Paper: Upadhyay et al., "ProbVLM: probabilistic adapter for frozen vision-language models", ICCV 2023, Eq. 3.
+
+    target (n, d) -> (n, d).
     """
     if form not in get_args(LossForm):
         raise ValueError(f"unknown form of the loss {form!r}; known: {', '.join(get_args(LossForm))}")
@@ -97,19 +81,7 @@ def probvlm_loss(
     t2: float = T2,
     cross: float = CROSS,
 ) -> Tensor:
-    """The loss of matching rows: each modality explains itself and, weakly, the other.
-
-    Args:
-        image, text: outputs of the networks for n matching pairs.
-        targets: (n, d) image and (n, d) text embeddings.
-        form: see :func:`generalised_gaussian_loss`.
-        t1: weight of the mean absolute error.
-        t2: weight of the likelihood.
-        cross: weight of the terms across modalities.
-
-    Returns:
-        () loss.
-    """
+    """The loss of matching rows: each modality explains itself and, weakly, the other. targets (n, d)."""
 
     def one(found: GeneralisedGaussian, target: Tensor) -> Tensor:
         error = (found.mean - target).abs().mean()
@@ -120,18 +92,7 @@ def probvlm_loss(
 
 
 def generalised_gaussian_variance(found: GeneralisedGaussian, *, form: VarianceForm = "exact") -> Tensor:
-    """The variance of every element, alpha^2 Gamma(3 / beta) / Gamma(1 / beta).
-
-    Args:
-        found: outputs of the network.
-        form: "clipped" takes alpha = 1 / (output + 1e-5) within [1e-4, 5] and beta = output + 0.1 within [0.1, 5].
-
-    Returns:
-        (n, d) variances.
-
-    Raises:
-        ValueError: an unknown form.
-    """
+    """The variance of every element, alpha^2 Gamma(3 / beta) / Gamma(1 / beta). Returns (n, d)."""
     if form not in get_args(VarianceForm):
         raise ValueError(f"unknown form of the variance {form!r}; known: {', '.join(get_args(VarianceForm))}")
     inverse, beta = found.one_over_alpha, found.beta
@@ -144,32 +105,14 @@ def generalised_gaussian_variance(found: GeneralisedGaussian, *, form: VarianceF
 def dropout_uncertainty(
     passes: GeneralisedGaussian, *, official: bool = False, form: VarianceForm = "clipped"
 ) -> tuple[Tensor, Tensor]:
-    """Aleatoric and epistemic variance from passes with dropout.
-
-    Args:
-        passes: (k, n, d) outputs of k passes.
-        official: the released epistemic part, the geometric mean of var(mu) with the variance of the aleatoric part
-            over passes and items, which depends on the other items.
-        form: see :func:`generalised_gaussian_variance`.
-
-    Returns:
-        ((n, d) mean variance over the passes, (n, d) variance of mu over them).
-    """
+    """Aleatoric and epistemic variance from passes with dropout. passes (k, n, d)."""
     own = generalised_gaussian_variance(passes, form=form)
     spread = passes.mean.var(0)
     return own.mean(0), (own.flatten(0, 1).var(0) * spread).sqrt() if official else spread
 
 
 class ProbVLMNetwork(nn.Module):
-    """The adapter of one modality: h = x + MLP(x), and a head for each of mu, 1/alpha and beta.
-
-    Args:
-        d: width of the embeddings.
-        width: of the two hidden layers; 256 as published.
-        head_width: of the hidden layer of a head; d as published.
-        dropout: after the second hidden layer.
-        relu: end 1/alpha and beta in ReLU, as the released network does, in place of softplus; exact zeros then occur.
-    """
+    """The adapter of one modality: h = x + MLP(x), and a head for each of mu, 1/alpha and beta."""
 
     def __init__(
         self, d: int, *, width: int = 256, head_width: int | None = None, dropout: float = 0.0, relu: bool = False
@@ -189,25 +132,11 @@ class ProbVLMNetwork(nn.Module):
         )
 
     def forward(self, x: Tensor) -> GeneralisedGaussian:
-        """The distributions of embeddings.
-
-        Args:
-            x: (n, d) embeddings.
-
-        Returns:
-            Its three outputs.
-        """
+        """The distributions of embeddings. x (n, d)."""
         return self.heads(x + self.mod(x))
 
     def heads(self, h: Tensor) -> GeneralisedGaussian:
-        """The distributions from the hidden features.
-
-        Args:
-            h: (n, d) features, x + mod(x).
-
-        Returns:
-            The three outputs.
-        """
+        """The distributions from the hidden features. h (n, d)."""
         inverse, beta = self.block_alpha(h), self.block_beta(h)
         positive = functional.relu if self.relu else functional.softplus
         return GeneralisedGaussian(self.block_mu(h), positive(inverse), positive(beta))
@@ -218,14 +147,6 @@ class ProbVLM(AdapterMethod[ProbVLMNetwork]):
 
     Both modalities are scaled to length sqrt(d) for the networks, and variances back to unit length. (The released
     training has unit images times 100 and unit texts.)
-
-    Args:
-        image, text: networks.
-        variance_form: see :data:`VarianceForm`; "clipped" clips in the units of the networks.
-        text_order: see :data:`TextOrder`; it has an effect on :meth:`uncertainty` alone.
-
-    Raises:
-        ValueError: an unknown form or order.
 
     Paper: Upadhyay et al., "ProbVLM: probabilistic adapter for frozen vision-language models", ICCV 2023.
     """
@@ -275,25 +196,7 @@ class ProbVLM(AdapterMethod[ProbVLMNetwork]):
         dropout: float = 0.0,
         training: AdapterTraining | None = None,
     ) -> Self:
-        """Train on the pairs.
-
-        Args:
-            pairs: at least 32.
-            seed: of the initial weights, the dropout and the order of the pairs.
-            loss: see :data:`LossForm`.
-            variance: see :data:`VarianceForm`.
-            text_order: see :data:`TextOrder`.
-            t1, t2: weights of the absolute error and of the likelihood; 1 and 0.05 or 1e-4 as published.
-            head_width: of the hidden layer of a head; None for d, as published.
-            dropout: after the second hidden layer, in training.
-            training: ``cls.default`` if None; ``widths`` is the width of the two hidden layers.
-
-        Returns:
-            The fitted method.
-
-        Raises:
-            ValueError: too few pairs, an unknown option, or more than one width.
-        """
+        """Train on the pairs."""
         training = training or cls.default
         if len(training.widths) != 1 or not 0 <= dropout < 1:
             raise ValueError(f"{cls.name}: needs one width and a dropout in [0, 1), got {training.widths}, {dropout}")
@@ -323,29 +226,13 @@ class ProbVLM(AdapterMethod[ProbVLMNetwork]):
 
     @torch.no_grad()
     def distribution(self, side: Side, x: Tensor) -> GeneralisedGaussian:
-        """The generalised Gaussians of items, in the units of the networks: unit length times sqrt(d).
-
-        Args:
-            side: "image" or "text".
-            x: (n, d) raw embeddings.
-
-        Returns:
-            The outputs of the network.
-        """
+        """The generalised Gaussians of items, in the units of the networks: unit length times sqrt(d). x (n, d)."""
         network = self.network(side)
         found: GeneralisedGaussian = network(scaled_inputs(checked_items(self.name, side, x, network)))
         return found
 
     def variance(self, side: Side, x: Tensor) -> Tensor:
-        """The variances of items.
-
-        Args:
-            side: "image" or "text".
-            x: (n, d) raw embeddings.
-
-        Returns:
-            (n, d) variances in squared units of unit embeddings.
-        """
+        """The variances of items. x (n, d) -> (n, d)."""
         return generalised_gaussian_variance(self.distribution(side, x), form=self.variance_form) / x.shape[1]
 
     def embed(self, side: Side, x: Tensor, *, hidden: Tensor | None = None) -> GaussianEmbedding:
@@ -365,18 +252,7 @@ class ProbVLM(AdapterMethod[ProbVLMNetwork]):
     ) -> tuple[Tensor, Tensor]:
         """Aleatoric and epistemic variance from passes with dropout; use an adapter that was trained with dropout.
 
-        Args:
-            side: "image" or "text".
-            x: (n, d) raw embeddings.
-            n_passes: number of passes, at least 2.
-            dropout: its probability, 0.3 as published.
-            seed: of the dropout.
-
-        Returns:
-            ((n, d) aleatoric, (n, d) epistemic) in squared units of unit embeddings.
-
-        Raises:
-            ValueError: fewer than two passes, or a dropout outside of (0, 1).
+        x (n, d).
         """
         if n_passes < 2 or not 0 < dropout < 1:
             raise ValueError(f"{self.name}: needs two passes and a dropout in (0, 1), got {n_passes} and {dropout}")
@@ -399,18 +275,7 @@ class ProbVLM(AdapterMethod[ProbVLMNetwork]):
 
 
 def probvlm_network(weights: Mapping[str, Tensor], *, relu: bool = False) -> ProbVLMNetwork:
-    """An adapter with given weights, also those of the released code.
-
-    Args:
-        weights: "mod.0.weight", "block_mu.0.weight", ...
-        relu: see :class:`ProbVLMNetwork`.
-
-    Returns:
-        The network in evaluation mode, in the dtype of the weights.
-
-    Raises:
-        ValueError: weights are missing or do not fit.
-    """
+    """An adapter with given weights, also those of the released code."""
     if not {"mod.0.weight", "block_mu.0.weight"} <= set(weights):
         raise ValueError(f"probvlm: these are no weights of an adapter: {', '.join(sorted(weights))}")
     first, head = weights["mod.0.weight"], weights["block_mu.0.weight"]

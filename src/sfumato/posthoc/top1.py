@@ -48,20 +48,7 @@ class Top1Distance(PosthocMethod):
 
 
 def checked_gallery(who: str, queries: Tensor, gallery: Tensor | None, *, at_least: int = 1) -> Tensor:
-    """Check queries and gallery of a method that looks at the gallery.
-
-    Args:
-        who: name of the method, for the message.
-        queries: (q, d) raw embeddings.
-        gallery: (m, d) raw embeddings.
-        at_least: smallest m.
-
-    Returns:
-        (m, d) unit vectors of the gallery, in the dtype of unit(queries).
-
-    Raises:
-        ValueError: the gallery is missing or too small, or a value does not fit.
-    """
+    """Check queries and gallery of a method that looks at the gallery. queries (q, d), gallery (m, d) -> (m, d)."""
     if gallery is None:
         raise ValueError(f"{who}: looks at the gallery; pass uncertainty(side, queries, gallery)")
     check_embeddings(queries, who, "queries")
@@ -78,18 +65,9 @@ def fit_hit_logits(uncertainty: Tensor, hit: Tensor) -> tuple[float, float]:
     queries give finite logits. The order of the queries stays: AUROC does not change, calibration errors do. It holds
     for the gallery that it was fitted on. :func:`~sfumato.matching.match_probability` applies it.
 
-    Args:
-        uncertainty: (q,) of held-out queries, larger is less certain.
-        hit: (q,) 1 where the best item is right, else 0.
-
-    Returns:
-        (scale > 0, bias).
-
-    Raises:
-        ValueError: sizes differ, a label is not 0 or 1, there are only hits or only misses, or hits are not more
-            certain than misses.
-
     Paper: Platt, "Probabilistic outputs for support vector machines", 1999.
+
+    uncertainty (q,), hit (q,).
     """
     label = hit.detach().double()
     if not ((label == 0) | (label == 1)).all():

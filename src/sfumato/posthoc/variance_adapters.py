@@ -43,15 +43,7 @@ PROLIP_BOTTLENECK = 1e-5
 
 
 class VarianceAdapter(MLPMethod):
-    """Base of the adapters: a network for each modality, from frozen embeddings to what makes their variances.
-
-    Args:
-        image, text: networks (n, d) -> (n, d).
-        units: see :data:`Units`; what :meth:`uncertainty` is measured in.
-
-    Raises:
-        ValueError: unknown units.
-    """
+    """Base of the adapters: a network for each modality, from frozen embeddings to what makes their variances."""
 
     published: ClassVar[AdapterTraining] = AdapterTraining((1024, 1024, 1024), 200, 2048, 5e-4, "adamw", 1e-4)
 
@@ -69,26 +61,12 @@ class VarianceAdapter(MLPMethod):
     @staticmethod
     @abstractmethod
     def log_variance(output: Tensor) -> Tensor:
-        """Log variances from the output of a network.
-
-        Args:
-            output: (n, d).
-
-        Returns:
-            (n, d) natural logarithms of variances.
-        """
+        """Log variances from the output of a network. output (n, d) -> (n, d)."""
 
     @staticmethod
     @abstractmethod
     def output_at(variance: float) -> float:
-        """The output of a network that means a variance.
-
-        Args:
-            variance: positive.
-
-        Returns:
-            The inverse of :meth:`log_variance`.
-        """
+        """The output of a network that means a variance."""
 
     @classmethod
     def _fit(
@@ -140,15 +118,7 @@ class VarianceAdapter(MLPMethod):
 
     @torch.no_grad()
     def variance(self, side: Side, x: Tensor) -> Tensor:
-        """The variances of items in the units of the fit.
-
-        Args:
-            side: "image" or "text".
-            x: (n, d) raw embeddings.
-
-        Returns:
-            (n, d) variances.
-        """
+        """The variances of items in the units of the fit. x (n, d) -> (n, d)."""
         network = self.network(side)
         x = checked_items(self.name, side, x, network)
         return self.log_variance(network(scaled_inputs(x) if self.units == "unit" else x)).exp()
@@ -180,13 +150,9 @@ class _LogVarianceAdapter(VarianceAdapter):
 def pfe_loss(image: GaussianEmbedding, text: GaussianEmbedding) -> Tensor:
     """The mutual likelihood of matching pairs, mean over pairs of sum[(m_i - m_t)^2 / (v_i + v_t) + log(v_i + v_t)].
 
-    Args:
-        image, text: (n, d) Gaussians; row i of one matches row i of the other. No other pairs enter.
-
-    Returns:
-        () loss in nats, without its factor 1/2 and its constant.
-
     Paper: Shi and Jain, "Probabilistic face embeddings", ICCV 2019.
+
+    image, text (n, d).
     """
     var = image.var + text.var
     return ((image.mean - text.mean).square() / var + var.log()).sum(1).mean()
@@ -206,17 +172,7 @@ class PFEAdapter(VarianceAdapter):
     def fit(
         cls, pairs: FrozenPairs, *, seed: int = 0, units: Units = "unit", training: AdapterTraining | None = None
     ) -> Self:
-        """Train on the pairs.
-
-        Args:
-            pairs: at least 32.
-            seed: of the initial weights and the order of the pairs.
-            units: "raw" as published, for embeddings that are not normalised.
-            training: ``cls.default`` if None.
-
-        Returns:
-            The fitted method.
-        """
+        """Train on the pairs."""
 
         def loss_of(image: GaussianEmbedding, text: GaussianEmbedding, match: Tensor) -> Tensor:
             return pfe_loss(image, text)
@@ -240,12 +196,7 @@ def first_logits(pairs: FrozenPairs, *, seed: int) -> tuple[float, float]:
     The published starts, 5 and 5 or 10 and -10 in ProLIP's way of writing, are far from those of a frozen model, whose
     cosines lie close together. The variances would do the work of the bias: they vanish, or measure the batch size.
 
-    Args:
-        pairs: at least one.
-        seed: of the choice of 1024 pairs.
-
-    Returns:
-        (logit_scale, logit_bias) as functions of csd; (5, 5) if matches are not closer than other pairs.
+    Returns (logit_scale, logit_bias).
     """
     batches = PairBatches(pairs)
     rows = torch.randperm(len(batches), generator=torch.Generator().manual_seed(seed))[:_N_LOGITS]
@@ -277,17 +228,7 @@ class PCMEPPAdapter(_LogVarianceAdapter):
         logits: tuple[float, float] | None = None,
         training: AdapterTraining | None = None,
     ) -> Self:
-        """Train on the pairs.
-
-        Args:
-            pairs: at least 32.
-            seed: of the initial weights and the order of the pairs.
-            logits: first scale and bias of the match logits, (5, 5) as published; :func:`first_logits` if None.
-            training: ``cls.default`` if None.
-
-        Returns:
-            The fitted method.
-        """
+        """Train on the pairs."""
         scale, bias = logits or first_logits(pairs.at_least(MIN_PAIRS, cls.name), seed=seed)
         options = PCMEPPOptions(alpha=0.0, beta=0.0, logit_scale=scale, logit_bias=bias)
         loss = PCMEPPLoss(options).to(pairs.images.device)
@@ -320,19 +261,7 @@ class ProLIPAdapter(_LogVarianceAdapter):
         logits: tuple[float, float] | None = None,
         training: AdapterTraining | None = None,
     ) -> Self:
-        """Train on the pairs.
-
-        Args:
-            pairs: at least 32.
-            seed: of the initial weights and the order of the pairs.
-            frozen_scale: the loss of the released adapter, :func:`released_prolip_loss`.
-            logits: first scale and bias as functions of csd, (5, 0) for ProLIP's 10 and -10; :func:`first_logits` if
-                None. Without effect on frozen_scale.
-            training: ``cls.default`` if None.
-
-        Returns:
-            The fitted method.
-        """
+        """Train on the pairs."""
         if frozen_scale:
             return cls._fit(pairs, released_prolip_loss, [], seed=seed, training=training)
         scale, bias = logits or first_logits(pairs.at_least(MIN_PAIRS, cls.name), seed=seed)
@@ -346,15 +275,9 @@ class ProLIPAdapter(_LogVarianceAdapter):
 def released_prolip_loss(image: GaussianEmbedding, text: GaussianEmbedding, match: Tensor) -> Tensor:
     """ProLIP's loss with scale 1 and bias 0, and the released bottleneck, which halves the log variances.
 
-    Args:
-        image: (n, d) Gaussians with unit means.
-        text: (m, d) likewise.
-        match: (n, m) labels.
-
-    Returns:
-        () loss.
-
     Source: the ProLIP adapter of the AsymVLM repository.
+
+    image (n, d), text (m, d), match (n, m).
     """
     # On unit means a scale of 1/2 and a bias of 1 on csd are ProLIP's scale 1 and bias 0.
     matched = prolip_loss(image, text, match, ProLIPOptions(beta=0.0), logit_scale=0.5, logit_bias=1.0).total

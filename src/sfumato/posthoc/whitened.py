@@ -22,32 +22,17 @@ SHRINKAGE = 0.01
 
 @dataclass(frozen=True, eq=False)
 class Whitening:
-    """The Gaussian of one modality.
+    """The Gaussian of one modality."""
 
-    Attributes:
-        mean: (d,) float64.
-        vectors: (d, d) eigenvectors of the covariance in columns, float64.
-        values: (d,) eigenvalues after shrinkage, ascending, all positive.
-    """
-
-    mean: Tensor
-    vectors: Tensor
-    values: Tensor
+    mean: Tensor  # (d,) float64
+    vectors: Tensor  # (d, d) eigenvectors of the covariance in columns, float64
+    values: Tensor  # (d,) eigenvalues after shrinkage, ascending, all positive
 
     @classmethod
     def fit(cls, x: Tensor, *, shrinkage: float = SHRINKAGE, who: str = "Whitening") -> "Whitening":
         """Mean and covariance of raw embeddings, (1 - shrinkage) covariance + shrinkage * its mean eigenvalue * I.
 
-        Args:
-            x: (n, d) raw embeddings.
-            shrinkage: in [0, 1]; 0 is the plain covariance, which must then be regular.
-            who: name of the caller, for messages.
-
-        Returns:
-            The whitening.
-
-        Raises:
-            ValueError: fewer than two items, a shrinkage outside of [0, 1], or a singular covariance.
+        x (n, d).
         """
         check_rows(x, who, "embeddings")
         if len(x) < 2:
@@ -67,36 +52,18 @@ class Whitening:
         return cls(mean, vectors.contiguous(), values)
 
     def whitened(self, x: Tensor) -> Tensor:
-        """Whitened embeddings.
-
-        Args:
-            x: (n, d) raw embeddings.
-
-        Returns:
-            (n, d) float64, on the fit with mean 0 and, without shrinkage, covariance 1. Signs of columns are free.
-        """
+        """Whitened embeddings. x (n, d) -> (n, d)."""
         return (x.double() - self.mean.to(x.device)) @ self.vectors.to(x.device) / self.values.to(x.device).sqrt()
 
     def log_likelihood(self, x: Tensor) -> Tensor:
         """Log density in the whitened space, -(d log 2 pi + ||w||^2) / 2; the embedding's own lacks -log det / 2.
 
-        Args:
-            x: (n, d) raw embeddings.
-
-        Returns:
-            (n,) float64 in nats. Do not compare modalities by it.
+        x (n, d) -> (n,).
         """
         return -(len(self.mean) * math.log(2 * math.pi) + self.whitened(x).square().sum(1)) / 2
 
     def log_density(self, x: Tensor) -> Tensor:
-        """Log density of the embeddings.
-
-        Args:
-            x: (n, d) raw embeddings.
-
-        Returns:
-            (n,) float64 in nats.
-        """
+        """Log density of the embeddings. x (n, d) -> (n,)."""
         return self.log_likelihood(x) - self.values.log().sum() / 2
 
 
@@ -104,9 +71,6 @@ class WhitenedNorm(PosthocMethod):
     """The squared Mahalanobis distance of an item from its modality: large for items unlike those of the fit.
 
     It is one number for an item and no variance of its embedding, so it must not enter a ranking.
-
-    Args:
-        image, text: the Gaussians of the two modalities.
 
     Paper: Betser et al., "Whitened CLIP as a likelihood surrogate of images and captions", ICML 2025 (W_CLIP).
     """
@@ -121,17 +85,7 @@ class WhitenedNorm(PosthocMethod):
     def fit(
         cls, pairs: FrozenPairs, *, seed: int = 0, shrinkage: float = SHRINKAGE, wclip_official: bool = False
     ) -> Self:
-        """Means and covariances of the raw embeddings of each modality, each item once.
-
-        Args:
-            pairs: their images and texts.
-            seed: not used; there is no random choice.
-            shrinkage: see :meth:`Whitening.fit`.
-            wclip_official: the plain covariance of the released code, without shrinkage.
-
-        Returns:
-            The fitted method.
-        """
+        """Means and covariances of the raw embeddings of each modality, each item once."""
         amount = 0.0 if wclip_official else shrinkage
         return cls(*(Whitening.fit(x, shrinkage=amount, who=cls.name) for x in (pairs.images, pairs.texts)))
 

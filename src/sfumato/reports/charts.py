@@ -51,11 +51,7 @@ STYLE: Any = {
 
 
 def require_matplotlib() -> None:
-    """Check that charts can be drawn, before a long computation.
-
-    Raises:
-        UserError: matplotlib is not installed.
-    """
+    """Check that charts can be drawn, before a long computation."""
     try:
         import matplotlib.figure  # noqa: F401
     except ImportError as error:
@@ -63,15 +59,7 @@ def require_matplotlib() -> None:
 
 
 def new_axes(width: float, height: float, title: str = "") -> "Axes":
-    """Axes in the style of the charts, on a new figure that notebooks show.
-
-    Args:
-        width, height: of the figure, in inches.
-        title: of the figure; none if empty.
-
-    Returns:
-        The axes.
-    """
+    """Axes in the style of the charts, on a new figure that notebooks show."""
     import matplotlib
     from matplotlib import pyplot
 
@@ -137,26 +125,7 @@ def draw_curve(
 
 
 class Chart:
-    """A matplotlib figure with one pair of axes.
-
-    Attributes:
-        axes: matplotlib's axes, to draw on.
-
-    Args:
-        label: what the chart shows, for readers who do not see it.
-        width: of the drawing, in points; pages scale it.
-        height: of the drawing, in points.
-        plane: whether the axes are a plane without ticks, in which both have one scale.
-
-    Raises:
-        UserError: matplotlib is not installed.
-
-    Example:
-        >>> chart = Chart("a line")
-        >>> chart.hover(chart.axes.plot([0, 1], [2, 3])[0], "from 2 to 3")
-        >>> "<title>from 2 to 3</title>" in chart.svg()
-        True
-    """
+    """A matplotlib figure with one pair of axes."""
 
     def __init__(self, label: str, *, width: int = 380, height: int = 230, plane: bool = False) -> None:
         require_matplotlib()
@@ -174,12 +143,7 @@ class Chart:
                 self.axes.grid(axis="y")
 
     def hover(self, artist: "Artist", *titles: str) -> None:
-        """Give a shape a title that browsers show under the pointer.
-
-        Args:
-            artist: what matplotlib's drawing functions return.
-            titles: one; of a collection of equal markers one for each.
-        """
+        """Give a shape a title that browsers show under the pointer."""
         name = f"titled-{len(self._titles)}"
         artist.set_gid(name)
         self._titles[name] = [f"<title>{html.escape(title)}</title>" for title in titles]
@@ -192,11 +156,7 @@ class Chart:
             self._figure.legend(loc="outside upper left", ncols=4, handlelength=2.1, columnspacing=1.4)
 
     def svg(self) -> Markup:
-        """The chart as an SVG element.
-
-        Returns:
-            Markup for a page, without any reference to another file.
-        """
+        """The chart as an SVG element."""
         import matplotlib
 
         file = io.StringIO()
@@ -233,31 +193,18 @@ def _title_each(text: str, mark: str, titles: list[str]) -> str:
 
 @dataclass(frozen=True)
 class Ellipse:
-    """An ellipse with a dot at its centre.
+    """An ellipse with a dot at its centre."""
 
-    Attributes:
-        x: of the centre.
-        y: of the centre.
-        a: first half axis.
-        b: second half axis, at most a.
-        angle: of the first half axis, in radians.
-        colour: of line, area and dot.
-        title: shown under the pointer; empty for none.
-        letter: written beside it; empty for none.
-        dashed: whether its line is dashed.
-        strong: whether it stands out from others.
-    """
-
-    x: float
-    y: float
-    a: float
-    b: float
-    angle: float
-    colour: str
-    title: str = ""
-    letter: str = ""
-    dashed: bool = False
-    strong: bool = True
+    x: float  # of the centre
+    y: float  # of the centre
+    a: float  # first half axis
+    b: float  # second half axis, at most a
+    angle: float  # of the first half axis, in radians
+    colour: str  # of line, area and dot
+    title: str = ""  # shown under the pointer; empty for none
+    letter: str = ""  # written beside it; empty for none
+    dashed: bool = False  # whether its line is dashed
+    strong: bool = True  # whether it stands out from others
 
     @classmethod
     def read(
@@ -270,37 +217,13 @@ class Ellipse:
         dashed: bool = False,
         strong: bool = True,
     ) -> "Ellipse":
-        """The ellipse of an item as the studies write it.
-
-        Args:
-            item: {"x", "y", "a", "b", "angle"}.
-            colour: this and the others: see the class.
-            title: see there.
-            letter: see there.
-            dashed: see there.
-            strong: see there.
-
-        Returns:
-            It.
-        """
+        """The ellipse of an item as the studies write it."""
         x, y, a, b, angle = (float(item[key]) for key in ("x", "y", "a", "b", "angle"))
         return cls(x, y, a, b, angle, colour, title, letter, dashed, strong)
 
 
 def magnification(ellipses: Sequence[Ellipse], fraction: float) -> float:
-    """The drawing scale of ellipses: 1, or a round factor that makes most of them visible.
-
-    Args:
-        ellipses: of one chart; all get the same factor.
-        fraction: largest size of the long half axis of the ninth decile, relative to the wider side of the centres.
-
-    Returns:
-        1, 2 or 5 times a power of ten, at least 1.
-
-    Example:
-        >>> magnification([Ellipse(x, 0.0, 0.02, 0.0, 0.0, "") for x in (0.0, 1.0)], 0.1)
-        5.0
-    """
+    """The drawing scale of ellipses: 1, or a round factor that makes most of them visible."""
     if not ellipses:
         return 1.0
     wide = max(max(v) - min(v) for v in ([e.x for e in ellipses], [e.y for e in ellipses]))
@@ -315,18 +238,7 @@ def magnification(ellipses: Sequence[Ellipse], fraction: float) -> float:
 def ellipse_chart(
     ellipses: Sequence[Ellipse], label: str, *, times: float, width: int = 720, height: int = 540
 ) -> Chart:
-    """Draw ellipses in one scale for both axes.
-
-    Args:
-        ellipses: in the order of drawing.
-        label: see :class:`~sfumato.reports.charts.Chart`.
-        times: half axes are drawn this many times as long.
-        width: see there.
-        height: see there.
-
-    Returns:
-        The chart.
-    """
+    """Draw ellipses in one scale for both axes."""
     chart = Chart(label, width=width, height=height, plane=True)
     for e, patch in zip(ellipses, draw_ellipses(chart.axes, ellipses, times), strict=True):
         if e.title:
@@ -358,12 +270,7 @@ def draw_ellipses(axes: "Axes", ellipses: Sequence[Ellipse], times: float) -> "l
 def letter_positions(ellipses: Sequence[Ellipse], times: float) -> list[tuple[float, float]]:
     """Positions for a letter beside each ellipse: apart from letters and centres, outside of ellipses, outwards.
 
-    Args:
-        ellipses: of one chart.
-        times: see :func:`ellipse_chart`.
-
-    Returns:
-        (x, y) of each letter's middle, in the units of the plane.
+    Returns (x, y).
     """
     if not ellipses:
         return []

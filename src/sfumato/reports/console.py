@@ -26,22 +26,12 @@ from sfumato.studies.zeroshot import PromptsKept, ZeroShotReport, points
 
 
 def print_over_seeds(summary: Mapping[str, OverSeeds], title: str) -> None:
-    """Print figures of several runs, mean ± standard deviation.
-
-    Args:
-        summary: by name, the figures.
-        title: a line above them.
-    """
+    """Print figures of several runs, mean ± standard deviation."""
     print_table(title, ["figure", "mean ± deviation"], [[name, str(value)] for name, value in summary.items()])
 
 
 def print_ablation(cells: Mapping[str, Mapping[str, Mapping[str, OverSeeds]]], title: str) -> None:
-    """Print a table with a row for each distance of training and a column for each of ranking: rsum above recall@1.
-
-    Args:
-        cells: by the distance of training and that of ranking, the figures.
-        title: start of the table's title.
-    """
+    """Print a table with a row for each distance of training and a column for each of ranking: rsum above recall@1."""
     names = list(dict.fromkeys(by for row in cells.values() for by in row))
     rows = []
     for name, row in cells.items():
@@ -68,12 +58,7 @@ NOT_ABOVE_CHANCE = (
 
 
 def print_evaluation(evaluation: Evaluation, title: str) -> None:
-    """Print a table of an evaluation, recalls and precisions in per cent.
-
-    Args:
-        evaluation: the figures.
-        title: of the table.
-    """
+    """Print a table of an evaluation, recalls and precisions in per cent."""
     names = ["recall@1", "recall@5", "recall@10", "r_precision", "map@r"]
     rows = []
     for k, (direction, metrics) in enumerate(table_rows(evaluation)):
@@ -124,12 +109,7 @@ def _print_uncertainty(directions: Mapping[str, Any], measure: str, prefix: str 
 
 
 def print_measured(measured: Measured, title: str) -> None:
-    """Print a table of one or more ground truths in both directions, with all metrics that any of them reports.
-
-    Args:
-        measured: the figures; fractions are printed in per cent.
-        title: of the table.
-    """
+    """Print a table of one or more ground truths in both directions, with all metrics that any of them reports."""
     metrics = dict.fromkeys(name for one in measured.figures.values() for name in one["i2t"])
     names = [name for name in metrics if name not in ("n_queries", "n_without_positives")]
     rows = [
@@ -160,11 +140,7 @@ def print_measured(measured: Measured, title: str) -> None:
 
 
 def print_more(more: MoreResults) -> None:
-    """Print strategies, a comparison and published rows, if they were requested.
-
-    Args:
-        more: the results.
-    """
+    """Print strategies, a comparison and published rows, if they were requested."""
     if more.strategies:
         _print_strategies(more)
     if more.compared_with:
@@ -271,11 +247,7 @@ def _metric(name: str, value: float | None) -> str:
 
 
 def print_search(result: dict[str, Any]) -> None:
-    """Print one query and its results.
-
-    Args:
-        result: of :meth:`~sfumato.api.answers.SearchAnswer.to_json`.
-    """
+    """Print one query and its results."""
     calibrated = result["calibrated"]
     if calibrated:
         print(f"{result['query']}   about {result['expected_matches']:.1f} matches expected")
@@ -294,11 +266,7 @@ def print_search(result: dict[str, Any]) -> None:
 
 
 def print_match_meaning(results: Sequence[Mapping[str, Any]]) -> None:
-    """Print what "right" and "match" mean below calibrated results.
-
-    Args:
-        results: of :meth:`~sfumato.api.answers.SearchAnswer.to_json`.
-    """
+    """Print what "right" and "match" mean below calibrated results."""
     if any(result["calibrated"] for result in results):
         print_wrapped("right: a match, a pair like those that the data list (a photo and its caption)")
 
@@ -314,11 +282,7 @@ _SET_SHOWN = 20
 
 
 def print_calibration(result: dict[str, Any]) -> None:
-    """Print the guarantees of a calibration.
-
-    Args:
-        result: of :func:`~sfumato.models.calibrate.describe_calibration`.
-    """
+    """Print the guarantees of a calibration."""
     population = {"planted": "every query has a match", "independent": "some queries have no match"}[result["queries"]]
     print_wrapped(
         f"calibrated by {result['method']} on {counted(result['pairs'], 'pair')} of the split {result['split']};"
@@ -384,11 +348,7 @@ _ENOUGH = 100
 
 
 def print_adopted(adopted: AdoptedModel) -> None:
-    """Print what an adoption gave, and what its probabilities are worth beside their baselines.
-
-    Args:
-        adopted: the adopted model.
-    """
+    """Print what an adoption gave, and what its probabilities are worth beside their baselines."""
     images, texts = sum(adopted.n_images.values()), sum(adopted.n_texts.values())
     channels = adopted.run.recipe.model.dim
     left_out = f"; {adopted.n_left_out:,} left out, see problems.jsonl" if adopted.n_left_out else ""
@@ -446,11 +406,7 @@ def print_adopted(adopted: AdoptedModel) -> None:
 
 
 def print_crops(study: Mapping[str, Any]) -> None:
-    """Print two tables about crops: uncertainties, and binary selection beside the published figures.
-
-    Args:
-        study: of :meth:`~sfumato.studies.crops.CropStudy.to_json`.
-    """
+    """Print two tables about crops: uncertainties, and binary selection beside the published figures."""
     title = f"{study['model']}: mean {study['uncertainty']} of {study['n_pictures']:,} images' crops and captions"
     rows = [(row, side) for row in study["thresholds"] for side in ("crops", "captions") if row[side]["mean"]]
     if rows:
@@ -489,11 +445,7 @@ def _with_error(value: float | None, error: float | None) -> str:
 
 
 def print_analyses(found: Mapping[str, Any]) -> None:
-    """Print tables of the results of studies.
-
-    Args:
-        found: results in the form of `sfumato analyse --json`.
-    """
+    """Print tables of the results of studies."""
     title = f"{found['model']} on {found['split']}"
     if study := found.get("corruption"):
         _print_curves(study, title)
@@ -551,11 +503,7 @@ def _print_words(study: Mapping[str, Any], title: str) -> None:
 
 
 def print_zeroshot(report: ZeroShotReport) -> None:
-    """Print the accuracies of the methods of a zero-shot classification, and whether filtering prompts helps.
-
-    Args:
-        report: the figures.
-    """
+    """Print the accuracies of the methods of a zero-shot classification, and whether filtering prompts helps."""
     chosen = f", K chosen on {counted(report.n_chosen_on, 'other')}" if report.n_chosen_on else ""
     rows = [
         [
@@ -621,12 +569,7 @@ def _accuracy(value: Interval | None) -> str:
 
 
 def print_toy(result: Mapping[str, Any], title: str) -> None:
-    """Print the table of the 2-D study and the location of its images.
-
-    Args:
-        result: of :func:`~sfumato.studies.toy.run_toy`.
-        title: a line above the table.
-    """
+    """Print the table of the 2-D study and the location of its images."""
     keys = ("certain", "uncertain", "ratio", "published_ratio")
     rows = [[method, *(number(result[key][method], 2) for key in keys)] for method in result["ratio"]]
     print_table(title, ["method", "certain", "uncertain", "ratio", "published ratio"], rows)

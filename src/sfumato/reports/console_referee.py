@@ -20,12 +20,7 @@ _LEGEND = (
 
 
 def print_referee(report: dict[str, Any], methods: Sequence[str]) -> None:
-    """Print a report of one model and seed, and what its words mean.
-
-    Args:
-        report: of :func:`~sfumato.studies.referee.referee_model`.
-        methods: those that are shown.
-    """
+    """Print a report of one model and seed, and what its words mean."""
     shown = {name: report["methods"][name] for name in methods if name in report["methods"]}
     reports = [report | {"methods": shown}]
     for split, direction in tested(reports):

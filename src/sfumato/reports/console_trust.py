@@ -29,12 +29,7 @@ _USES = {
 
 
 def print_trust_summary(report: TrustReport, title: str) -> None:
-    """Print what to do with the probabilities and the estimators of a model: a few lines for each direction.
-
-    Args:
-        report: the figures.
-        title: what was measured.
-    """
+    """Print what to do with the probabilities and the estimators of a model: a few lines for each direction."""
     print_wrapped(f"{title}: {counted(report.n_images, 'image')}, {counted(report.n_texts, 'text')}")
     for key, direction in report.directions.items():
         print_wrapped(
@@ -100,12 +95,7 @@ def _estimator(best: tuple[str, Interval, bool], unit: str) -> str:
 
 
 def print_trust(report: TrustReport, title: str) -> None:
-    """Print the summary, and tables of the figures of each estimator of uncertainty with confidence intervals.
-
-    Args:
-        report: the figures.
-        title: what was measured.
-    """
+    """Print the summary, and tables of the figures of each estimator of uncertainty with confidence intervals."""
     print_trust_summary(report, title)
     print()
     for key, name in _NAMES.items():

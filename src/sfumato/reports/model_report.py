@@ -28,19 +28,7 @@ def report_model(
     name: str,
     uncertainty: ScalarUncertainty = "total_variance",
 ) -> Report:
-    """Evaluate any model on a split of any data and write a page about it.
-
-    Args:
-        retrieval_model: the model.
-        data: where the split comes from.
-        split: name of the split.
-        out: the HTML file; its folder must exist.
-        name: of the model, for the title.
-        uncertainty: the scalar uncertainty of the queries.
-
-    Returns:
-        The page and its figures.
-    """
+    """Evaluate any model on a split of any data and write a page about it."""
     return _report(retrieval_model, data, split, out, name, uncertainty, run=None)
 
 
@@ -57,15 +45,7 @@ def report_run(
     In addition to the content of :func:`report_model`, the page has the recipe, the training curves, and the results of
     `sfumato evaluate`, `sfumato trust` and `sfumato analyse` for this split in the run folder.
 
-    Args:
-        run: run to evaluate.
-        split: name of the split.
-        out: the HTML file; report-SPLIT.html in the run's folder if None.
-        analyses: first run the studies of `sfumato analyse` that are missing or were made with other weights.
-        uncertainty: the scalar uncertainty of the queries.
-
-    Returns:
-        (the page and its figures, the file).
+    Returns (the page and its figures, the file).
     """
     path, name = run.folder / f"report-{split}.html" if out is None else out, run.recipe.name or run.folder.name
     if analyses:

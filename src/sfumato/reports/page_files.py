@@ -20,40 +20,18 @@ def _environment() -> jinja2.Environment:
 
 
 def render_page(template: str, values: Mapping[str, Any]) -> str:
-    """Fill a template; all texts are escaped.
-
-    Args:
-        template: name of a file in the folder templates.
-        values: values of the template by name.
-
-    Returns:
-        The page.
-    """
+    """Fill a template; all texts are escaped."""
     return _environment().get_template(template).render(values)
 
 
 def data_url(content: bytes) -> str:
-    """The bytes of an image file as a URL that a page can hold.
-
-    Args:
-        content: of a PNG, WebP or JPEG file.
-
-    Returns:
-        The URL.
-    """
+    """The bytes of an image file as a URL that a page can hold."""
     kind = "png" if content[:4] == b"\x89PNG" else "webp" if content[:4] == b"RIFF" else "jpeg"
     return f"data:image/{kind};base64,{base64.b64encode(content).decode()}"
 
 
 def read_object(path: Path) -> dict[str, Any] | None:
-    """Read a JSON object.
-
-    Args:
-        path: of the file.
-
-    Returns:
-        The object; None if there is no such file, or it does not contain an object.
-    """
+    """Read a JSON object."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -62,15 +40,7 @@ def read_object(path: Path) -> dict[str, Any] | None:
 
 
 def read_image(folder: Path, name: str) -> bytes | None:
-    """Read an image beside the studies of a folder.
-
-    Args:
-        folder: of the studies.
-        name: of the image; folders in it are ignored.
-
-    Returns:
-        The bytes of the file; None if it is not there.
-    """
+    """Read an image beside the studies of a folder."""
     try:
         return (folder / Path(name).name).read_bytes()
     except OSError:
@@ -78,31 +48,13 @@ def read_image(folder: Path, name: str) -> bytes | None:
 
 
 def read_studies(folder: Path) -> dict[str, dict[str, Any]]:
-    """Read the results of earlier calls of `sfumato analyse` in a folder.
-
-    Args:
-        folder: of the studies.
-
-    Returns:
-        The studies by name, of any model and split.
-    """
+    """Read the results of earlier calls of `sfumato analyse` in a folder."""
     found = {name: read_object(folder / f"{name}.json") for name in STUDIES}
     return {name: study for name, study in found.items() if study is not None}
 
 
 def read_evaluations(folder: Path, split: str, own: str, n: int, m: int) -> list[dict[str, Any]]:
-    """Read the results of `sfumato evaluate` on a split with other distances.
-
-    Args:
-        folder: of the run.
-        split: name of the split.
-        own: name of the distance to leave out.
-        n: number of images that an evaluation must have.
-        m: number of texts that it must have.
-
-    Returns:
-        The evaluations, in the order of their names.
-    """
+    """Read the results of `sfumato evaluate` on a split with other distances."""
     found = []
     for path in sorted(folder.glob("evaluation-*.json")):
         result = read_object(path)

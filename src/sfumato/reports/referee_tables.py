@@ -38,40 +38,22 @@ COLUMNS: dict[str, tuple[str, Any]] = {
 
 @dataclass(frozen=True)
 class Cells:
-    """A table before it is Markdown, or columns of a terminal.
+    """A table before it is Markdown, or columns of a terminal."""
 
-    Attributes:
-        heading: what it is about.
-        titles: of its columns.
-        rows: texts, as many as titles; the best of a column stands between two pairs of asterisks.
-        notes: sentences below it.
-    """
-
-    heading: str
-    titles: list[str]
-    rows: list[list[str]]
-    notes: Sequence[str] = ()
+    heading: str  # what it is about
+    titles: list[str]  # of its columns
+    rows: list[list[str]]  # texts, as many as titles; the best of a column stands between two pairs of asterisks
+    notes: Sequence[str] = ()  # sentences below it
 
     def markdown(self) -> str:
-        """The table without its heading and its notes.
-
-        Returns:
-            Markdown.
-        """
+        """The table without its heading and its notes."""
         lines = ["| " + " | ".join(self.titles) + " |", "| --- |" + " ---: |" * (len(self.titles) - 1)]
         lines += ["| " + " | ".join(row) + " |" for row in self.rows]
         return "\n".join(lines).replace("|  |", "| |")
 
 
 def tested(reports: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:
-    """What was measured.
-
-    Args:
-        reports: see :func:`referee_table`.
-
-    Returns:
-        The splits that no method has seen, each with both directions, where there are figures.
-    """
+    """What was measured."""
     return [
         (split, direction)
         for split in reports[0]["sizes"]
@@ -81,16 +63,7 @@ def tested(reports: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:
 
 
 def referee_tables(reports: Sequence[dict[str, Any]], methods: Sequence[str] = (), columns: Sequence[str] = ()) -> str:
-    """All tables of a model, each below its heading.
-
-    Args:
-        reports: see :func:`referee_table`.
-        methods: those that are shown; all if none are named.
-        columns: see :func:`referee_table`.
-
-    Returns:
-        Markdown.
-    """
+    """All tables of a model, each below its heading."""
     if methods:
         reports = [r | {"methods": {n: r["methods"][n] for n in methods if n in r["methods"]}} for r in reports]
     parts = []
@@ -106,39 +79,18 @@ def referee_tables(reports: Sequence[dict[str, Any]], methods: Sequence[str] = (
 
 
 def write_referee_tables(report: dict[str, Any], methods: Sequence[str], path: Path) -> None:
-    """Write all tables of a report as Markdown.
-
-    Args:
-        report: of one model and seed.
-        methods: those that are shown.
-        path: of the file.
-    """
+    """Write all tables of a report as Markdown."""
     write_atomically(path, f"{referee_tables([report], methods)}\n")
 
 
 def corruption_table(reports: Sequence[dict[str, Any]], direction: str) -> str:
-    """How contestants respond to corrupted queries, the best mean AUROC first.
-
-    Args:
-        reports, direction: see :func:`referee_table`.
-
-    Returns:
-        Markdown with a heading: see :func:`corruption_cells`. Empty without corrupted queries.
-    """
+    """How contestants respond to corrupted queries, the best mean AUROC first."""
     found = corruption_cells(reports, direction)
     return f"**{found.heading}**\n\n{found.markdown()}" if found else ""
 
 
 def corruption_cells(reports: Sequence[dict[str, Any]], direction: str) -> "Cells | None":
-    """How contestants respond to corrupted queries, the best mean AUROC first.
-
-    Args:
-        reports, direction: see :func:`referee_table`.
-
-    Returns:
-        For each corruption the AUROC of the greatest strength against the clean queries, and the Spearman correlation
-        of strength and uncertainty within a query. None without corrupted queries.
-    """
+    """How contestants respond to corrupted queries, the best mean AUROC first."""
     found = [
         {name: {c: f for c, f in m.get("corruptions", {}).items() if f["direction"] == direction} for name, m in items}
         for items in (report["methods"].items() for report in reports)
@@ -177,16 +129,7 @@ def _triple(interval: dict[str, Any]) -> list[Any]:
 
 
 def referee_summary(models: Sequence[Sequence[dict[str, Any]]], figure: str) -> str:
-    """One figure of every contestant on several models, split test; the best mean first.
-
-    Args:
-        models: reports of each model, one for each seed.
-        figure: "skill" for 1 - log loss / log loss of the constant, or a key of COLUMNS that is not a cost.
-
-    Returns:
-        Markdown: rows are contestants, columns models and directions, values means over seeds; the last column is the
-        mean over the columns where the contestant has a value.
-    """
+    """One figure of every contestant on several models, split test; the best mean first."""
     places = [(reports, direction) for direction in DIRECTION_NAMES for reports in models]
     names = list(dict.fromkeys(name for reports in models for name in reports[0]["methods"]))
     rows = {name: [_mean_of(reports, name, direction, figure) for reports, direction in places] for name in names}
@@ -219,18 +162,7 @@ def _mean_of(reports: Sequence[dict[str, Any]], name: str, direction: str, figur
 
 
 def referee_table(reports: Sequence[dict[str, Any]], split: str, direction: str, columns: Sequence[str] = ()) -> str:
-    """One table: contestants by rows, ascending log loss of the first hit; the best of each column is bold.
-
-    Args:
-        reports: of :func:`~sfumato.studies.referee.referee_model`, of one model with several seeds, or a single one.
-        split: name of the measured split.
-        direction: "t2i" or "i2t".
-        columns: keys of COLUMNS that are shown; all that have a value if none are named.
-
-    Returns:
-        Markdown. A single report has 95 % intervals over queries in brackets; several have mean ± standard deviation
-        over reports. A dash: not defined. Contestants that are not available stand below, with the reason.
-    """
+    """One table: contestants by rows, ascending log loss of the first hit; the best of each column is bold."""
     found = referee_cells(reports, split, direction, columns)
     notes = [fill(note, _WIDTH) for note in found.notes]
     return "\n".join([found.markdown(), *([""] if notes else []), *notes])
@@ -239,14 +171,7 @@ def referee_table(reports: Sequence[dict[str, Any]], split: str, direction: str,
 def referee_cells(
     reports: Sequence[dict[str, Any]], split: str, direction: str, columns: Sequence[str] = ()
 ) -> "Cells":
-    """The cells of :func:`referee_table`.
-
-    Args:
-        reports, split, direction, columns: see there.
-
-    Returns:
-        The cells.
-    """
+    """The cells of :func:`referee_table`."""
     rows = {name: _row(reports, name, split, direction) for name in reports[0]["methods"]}
     known = {name: row for name, row in rows.items() if row["log_loss"]}
     shown = [key for key in columns or COLUMNS if any(row[key] for row in known.values())]
@@ -266,14 +191,7 @@ def referee_cells(
 
 
 def referee_heading(reports: Sequence[dict[str, Any]], split: str, direction: str) -> str:
-    """What a table is about.
-
-    Args:
-        reports, split, direction: see :func:`referee_table`.
-
-    Returns:
-        One line: the model, the split, the numbers of queries and items, recall@1 of the frozen cosine.
-    """
+    """What a table is about."""
     first, sizes = reports[0], reports[0]["sizes"][split]
     known = [figures[0] for report in reports if (figures := _known(report, split, direction))]
     recall, n_galleries = fmean(f["recall"]["value"] for f in known), known[0]["n_galleries"]

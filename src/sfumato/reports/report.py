@@ -41,28 +41,15 @@ _METRICS = ("recall@1", "recall@5", "recall@10", "r_precision", "map@r")
 
 @dataclass(frozen=True)
 class Report:
-    """A page and its main figures.
+    """A page and its main figures."""
 
-    Attributes:
-        html: the page, which needs no other file.
-        evaluation: of both directions by the model's own distance.
-        calibration: of all pairs ("pairs") and of each query's first result ("i2t", "t2i"): "n", "matches" (fraction
-            that match) and, before and after calibration, "ece" and "brier"; for first results also "ece_of_perfect".
-        mistakes: by direction, the number "n" of queries, the number with a "wrong" first result, and the number of
-            these with a match probability of at least one half, "plausible".
-    """
-
-    html: str
-    evaluation: Evaluation
+    html: str  # the page, which needs no other file
+    evaluation: Evaluation  # of both directions by the model's own distance
     calibration: dict[str, dict[str, Any]]
     mistakes: dict[str, dict[str, int]]
 
     def to_json(self) -> dict[str, Any]:
-        """The figures as plain numbers, lists and dictionaries, without the page.
-
-        Returns:
-            {"evaluation", "calibration", "mistakes"}.
-        """
+        """The figures as plain numbers, lists and dictionaries, without the page."""
         return {
             "evaluation": self.evaluation.to_json(),
             "calibration": self.calibration,
@@ -85,18 +72,7 @@ _MEASURES = {
 
 
 def make_report(data: ReportData) -> Report:
-    """Evaluate, and write the page.
-
-    Args:
-        data: embeddings, ground truth, captions and images.
-
-    Returns:
-        The page and its figures.
-
-    Raises:
-        ValueError: sizes do not fit, or nothing matches.
-        UserError: matplotlib is not installed.
-    """
+    """Evaluate, and write the page."""
     require_matplotlib()
     evaluation, directions = _evaluate(data)
     calibration, panels = calibration_panels(data, directions)

@@ -35,58 +35,30 @@ RESULTS = 5
 
 @dataclass(frozen=True, eq=False)
 class ReportData:
-    """The input data of a report page.
+    """The input data of a report page."""
 
-    Attributes:
-        model: name of the model, for the title.
-        split: name of the split, for the title.
-        images: (n, d) embeddings.
-        texts: (m, d) embeddings.
-        relevance: image -> texts that truly match.
-        distance: name of the model's distance; results are ranked by it.
-        uncertainty: the scalar uncertainty of the queries.
-        logits: (scale, bias) of the match probabilities, without a correction for the size of the gallery.
-        calibration: of the model, fitted on held-out pairs; None if it is not calibrated.
-        learnt_logits: (scale, bias) that the loss learnt in training, for comparison; None if there are none.
-        captions: (m,) the texts.
-        text_kinds: (m,) kinds for a breakdown; None for none.
-        image_names: (n,) ids of the images.
-        thumbnail: the bytes of a small WebP, PNG or JPEG file of the image at a position; None if it cannot be read.
-        others: evaluations of the same split by other distances, as :meth:`Evaluation.to_json` gives them.
-        trust: the figures of the estimators of uncertainty, as `sfumato trust` writes them.
-        analyses: results of the studies by name, in the form that `sfumato analyse` writes.
-        analysis_image: the bytes of an image that a study names; None if it is missing.
-        recipe: the text of the run's recipe.
-        log: of training, one dictionary for each epoch.
-        notes: sentences about omitted parts.
-        version: of the program that makes the page.
-
-    Raises:
-        ValueError: the number of captions, names or kinds does not fit the embeddings.
-    """
-
-    model: str
-    split: str
-    images: GaussianEmbedding
-    texts: GaussianEmbedding
-    relevance: Relevance
-    distance: str
+    model: str  # name of the model, for the title
+    split: str  # name of the split, for the title
+    images: GaussianEmbedding  # (n, d) embeddings
+    texts: GaussianEmbedding  # (m, d) embeddings
+    relevance: Relevance  # image -> texts that truly match
+    distance: str  # name of the model's distance; results are ranked by it
     logits: tuple[float, float]
-    calibration: Calibration | None
-    captions: Sequence[str]
-    image_names: Sequence[str]
+    calibration: Calibration | None  # of the model, fitted on held-out pairs; None if it is not calibrated
+    captions: Sequence[str]  # (m,) the texts
+    image_names: Sequence[str]  # (n,) ids of the images
     thumbnail: Callable[[int], bytes | None]
-    uncertainty: ScalarUncertainty = "total_variance"
+    uncertainty: ScalarUncertainty = "total_variance"  # the scalar uncertainty of the queries
     learnt_logits: tuple[float, float] | None = None
-    text_kinds: Sequence[str] | None = None
+    text_kinds: Sequence[str] | None = None  # (m,) kinds for a breakdown; None for none
     others: Sequence[Mapping[str, Any]] = ()
     trust: Mapping[str, Any] | None = None
     analyses: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     analysis_image: Callable[[str], bytes | None] = lambda name: None
-    recipe: str = ""
-    log: Sequence[Mapping[str, Any]] = ()
-    notes: Sequence[str] = ()
-    version: str = ""
+    recipe: str = ""  # the text of the run's recipe
+    log: Sequence[Mapping[str, Any]] = ()  # of training, one dictionary for each epoch
+    notes: Sequence[str] = ()  # sentences about omitted parts
+    version: str = ""  # of the program that makes the page
 
     def __post_init__(self) -> None:
         for name, side, n in (
@@ -98,65 +70,32 @@ class ReportData:
                 raise ValueError(f"ReportData: got {len(getattr(self, name))} {name} for {n} {side}; give one for each")
 
     def scorer(self, direction: Direction) -> Scorer:
-        """What gives the results of one direction their probabilities, as searches do.
-
-        Args:
-            direction: "i2t" or "t2i".
-
-        Returns:
-            The scorer.
-        """
+        """What gives the results of one direction their probabilities, as searches do."""
         return Scorer(*self.logits, self.calibration, direction)
 
 
 @dataclass(frozen=True, eq=False)
 class DirectionResult:
-    """The search results of one direction.
+    """The search results of one direction."""
 
-    Attributes:
-        key: "i2t" or "t2i".
-        queries: (n, d) embeddings.
-        gallery: (m, d) embeddings.
-        ground_truth: query -> gallery items that truly match.
-        ranks: (p,) ranks of these items, from 0.
-        closest: (n, RESULTS) positions of the closest items.
-        distances: (n, RESULTS) their distances.
-        context: what their probabilities depend on beside the distance.
-        probabilities: (n, RESULTS) their match probabilities, as a search in this gallery shows them.
-    """
-
-    key: Direction
-    queries: GaussianEmbedding
-    gallery: GaussianEmbedding
-    ground_truth: Relevance
-    ranks: np.ndarray
-    closest: np.ndarray
-    distances: Tensor
-    context: QueryContext
-    probabilities: Tensor
+    key: Direction  # "i2t" or "t2i"
+    queries: GaussianEmbedding  # (n, d) embeddings
+    gallery: GaussianEmbedding  # (m, d) embeddings
+    ground_truth: Relevance  # query -> gallery items that truly match
+    ranks: np.ndarray  # (p,) ranks of these items, from 0
+    closest: np.ndarray  # (n, RESULTS) positions of the closest items
+    distances: Tensor  # (n, RESULTS) their distances
+    context: QueryContext  # what their probabilities depend on beside the distance
+    probabilities: Tensor  # (n, RESULTS) their match probabilities, as a search in this gallery shows them
 
     def true_items(self, query: int) -> np.ndarray:
-        """The true items of a query, the best-ranked first.
-
-        Args:
-            query: position of the query.
-
-        Returns:
-            Positions in the gallery.
-        """
+        """The true items of a query, the best-ranked first."""
         start, stop = self.ground_truth.indptr[query : query + 2]
         items: np.ndarray = self.ground_truth.indices[start:stop][np.argsort(self.ranks[start:stop], kind="stable")]
         return items
 
     def best_rank(self, query: int) -> int:
-        """The rank of a query's best-ranked true item.
-
-        Args:
-            query: position of a query that has a true item.
-
-        Returns:
-            The rank, from 1.
-        """
+        """The rank of a query's best-ranked true item."""
         return int(self.ranks[slice(*self.ground_truth.indptr[query : query + 2])].min()) + 1
 
     @property
@@ -166,16 +105,7 @@ class DirectionResult:
 
 
 def direction_result(data: ReportData, direction: Direction, ranks: np.ndarray) -> DirectionResult:
-    """Search in one direction.
-
-    Args:
-        data: the embeddings and the ground truth.
-        direction: "i2t" or "t2i".
-        ranks: (p,) ranks of the true items of all queries, from 0.
-
-    Returns:
-        The results.
-    """
+    """Search in one direction. ranks (p,)."""
     queries, gallery = (data.images, data.texts) if direction == "i2t" else (data.texts, data.images)
     ground_truth = data.relevance if direction == "i2t" else data.relevance.transpose()
     scorer = data.scorer(direction)
@@ -207,15 +137,7 @@ def _in_percent(axis: "Axis") -> None:
 
 
 def recall_by_uncertainty(direction: DirectionResult, evaluation: Evaluation) -> dict[str, Any]:
-    """Recall@1 of the queries in ten parts, from the most to the least certain.
-
-    Args:
-        direction: results of one direction.
-        evaluation: evaluation of embeddings with variances.
-
-    Returns:
-        For the template: name, chart, correlations and rows.
-    """
+    """Recall@1 of the queries in ten parts, from the most to the least certain."""
     assert evaluation.uncertainty is not None
     found = evaluation.uncertainty[direction.key]
     bins, name = found["bins"], DIRECTIONS[direction.key]
@@ -259,14 +181,7 @@ def draw_recall_bins(
 
 
 def variance_histogram(data: ReportData) -> dict[str, Any]:
-    """Histogram of the uncertainties of both sides; on a logarithmic axis, but for log_det, as they differ by factors.
-
-    Args:
-        data: of the report.
-
-    Returns:
-        For the template: chart, rows, and the number of items with variance 0, which are not in the chart.
-    """
+    """Histogram of the uncertainties of both sides; on a logarithmic axis, but for log_det."""
     from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator
 
     sides = {"images": data.images, "texts": data.texts}
@@ -308,15 +223,7 @@ def _edges(low: float, high: float, logarithmic: bool) -> np.ndarray:
 def calibration_panels(
     data: ReportData, directions: Sequence[DirectionResult]
 ) -> tuple[dict[str, dict[str, Any]], list[dict[str, Any]]]:
-    """The calibration of match probabilities, over all pairs and over first results.
-
-    Args:
-        data: of the report.
-        directions: results of both directions.
-
-    Returns:
-        (the figures of :class:`~sfumato.reports.report.Report`, for the template a panel for each of them).
-    """
+    """The calibration of match probabilities, over all pairs and over first results."""
     calibrated = data.calibration is not None
     learnt = data.learnt_logits or (None if calibrated else data.logits)
     figures: dict[str, dict[str, Any]] = {}
@@ -424,14 +331,7 @@ _CURVES: tuple[tuple[str, dict[str, tuple[str, str]]], ...] = (
 
 
 def training_curves(log: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Charts of the quantities in a training log.
-
-    Args:
-        log: a dictionary for each epoch.
-
-    Returns:
-        For the template: name and chart of each quantity that is in the log.
-    """
+    """Charts of the quantities in a training log."""
     from matplotlib.ticker import MaxNLocator
 
     shown = []
@@ -481,11 +381,7 @@ IMAGES = 4 * SHOWN * RESULTS + 6 * MISTAKES
 
 
 class Thumbnails:
-    """Small images as data URLs; each image is read once.
-
-    Args:
-        data: of the report.
-    """
+    """Small images as data URLs; each image is read once."""
 
     def __init__(self, data: ReportData) -> None:
         self._data, self._read = data, dict[int, str | None]()
@@ -503,16 +399,7 @@ class Thumbnails:
 def uncertain_queries(
     data: ReportData, directions: Sequence[DirectionResult], thumbnails: Thumbnails
 ) -> list[dict[str, Any]]:
-    """The most and the least uncertain queries of each side with their results.
-
-    Args:
-        data: of the report.
-        directions: results of both directions.
-        thumbnails: the images.
-
-    Returns:
-        For the template: a group for each side and each end.
-    """
+    """The most and the least uncertain queries of each side with their results."""
     shown = []
     for direction in directions:
         order = np.argsort(direction.queries.uncertainty(data.uncertainty).cpu().numpy(), kind="stable")
@@ -572,16 +459,7 @@ def _match(p: float, distance: float) -> dict[str, Any]:
 def wrong_first_results(
     data: ReportData, directions: Sequence[DirectionResult], thumbnails: Thumbnails
 ) -> tuple[dict[str, dict[str, int]], list[dict[str, Any]]]:
-    """The counts of wrong first results, and the most probable of them, one for each wrong item.
-
-    Args:
-        data: of the report.
-        directions: results of both directions.
-        thumbnails: the images.
-
-    Returns:
-        (the counts of :class:`~sfumato.reports.report.Report` by direction, a group for the template by direction).
-    """
+    """The counts of wrong first results, and the most probable of them, one for each wrong item."""
     counts: dict[str, dict[str, int]] = {}
     shown = []
     for direction in directions:

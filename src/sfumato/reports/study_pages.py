@@ -56,15 +56,7 @@ _MIXED = {"mixup": "Mixup", "cutmix": "CutMix", "other": "another image"}
 def analysis_views(
     found: Mapping[str, Mapping[str, Any]], picture: Callable[[str], bytes | None]
 ) -> dict[str, dict[str, Any]]:
-    """The values for the templates, by the name of the study.
-
-    Args:
-        found: results of `sfumato analyse` by the name of the study.
-        picture: the bytes of an image that a study names; None if it is missing.
-
-    Returns:
-        A view for each study that was found.
-    """
+    """The values for the templates, by the name of the study."""
     makers: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
         "corruption": _corruption,
         "sets": lambda study: _sets(study, picture),
@@ -229,16 +221,7 @@ ANALYSIS_PAGE = "analysis.html"
 
 
 def write_analyses(analyses: Analyses, folder: Path, version: str) -> Path:
-    """Write STUDY.json and images of each study, and analysis.html with these and earlier studies in the folder.
-
-    Args:
-        analyses: what was found.
-        folder: where to write; made if it does not exist.
-        version: of the program, for the page.
-
-    Returns:
-        The page.
-    """
+    """Write STUDY.json and images of each study, and analysis.html with these and earlier studies in the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, content in analyses.images.items():
         write_atomically(folder / name, content)
@@ -266,17 +249,7 @@ _SHOWN_TEXTS = 4
 
 
 def write_audit(audit: Audit, folder: Path, top: int, version: str) -> dict[str, Any]:
-    """Write all pairs to pairs.csv and missing.csv, and the first of each to audit.json and audit.html.
-
-    Args:
-        audit: result of the audit.
-        folder: where to write; made if it does not exist.
-        top: number of pairs of each kind in audit.json and on the page.
-        version: of the program, for the page.
-
-    Returns:
-        The content of audit.json.
-    """
+    """Write all pairs to pairs.csv and missing.csv, and the first of each to audit.json and audit.html."""
     folder.mkdir(parents=True, exist_ok=True)
     pairs, missing, figures = audit.pair_rows(), audit.missing_rows(), audit.to_json(top)
     write_atomically(folder / PAIRS, _table(pairs))
@@ -287,12 +260,7 @@ def write_audit(audit: Audit, folder: Path, top: int, version: str) -> dict[str,
 
 
 def print_audit(figures: Mapping[str, Any], shown: int = 5) -> None:
-    """Print the figures of an audit.
-
-    Args:
-        figures: of :meth:`~sfumato.studies.audit.Audit.to_json`.
-        shown: number of pairs of each kind.
-    """
+    """Print the figures of an audit."""
     sizes = [
         counted(figures[f"n_{name}s"], noun)
         for name, noun in (("image", "image"), ("text", "text"), ("pair", "listed pair"))
@@ -351,12 +319,6 @@ def wrong_pairs(figures: Mapping[str, Any]) -> list[str]:
 
     The expected number and the number of pairs that are more likely wrong than right differ: a wrong pair that looks
     nearly right has a small probability, and is expected without being named.
-
-    Args:
-        figures: of :meth:`~sfumato.studies.audit.Audit.to_json`.
-
-    Returns:
-        The sentences.
     """
     fraction, n = figures["wrong_share"], figures["n_pairs"]
     if fraction is None:
@@ -445,18 +407,7 @@ _WHAT = {
 
 
 def write_crops(study: CropStudy, examples: Sequence[Example], problems: Problems, folder: Path, version: str) -> Path:
-    """Write crops.json, problems.jsonl and crops.html.
-
-    Args:
-        study: the figures.
-        examples: crops to show.
-        problems: the items left out.
-        folder: where to write; made if it does not exist.
-        version: of the program, for the page.
-
-    Returns:
-        The page.
-    """
+    """Write crops.json, problems.jsonl and crops.html."""
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / CROPS_FIGURES, study.to_json())
     problems.write(folder / LEFT_OUT)
@@ -531,14 +482,7 @@ def _selection(study: CropStudy) -> list[dict[str, Any]]:
 
 
 def differences(figures: CropFigures) -> list[str]:
-    """A sentence on whether C is less certain than A, among crops and among captions.
-
-    Args:
-        figures: of one threshold.
-
-    Returns:
-        A clause for each side with an interval of the mean difference; the interval decides the wording.
-    """
+    """A sentence on whether C is less certain than A, among crops and among captions."""
     clauses = []
     for side, name in ((figures.crops, "crops"), (figures.captions, "captions")):
         if side.difference is None or side.difference.low is None or side.difference.high is None:

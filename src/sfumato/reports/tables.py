@@ -21,21 +21,12 @@ _FLEXIBLE = 24
 
 
 def screen_width() -> int:
-    """Number of columns of the output.
-
-    Returns:
-        That of the terminal; 80 for a file or a pipe.
-    """
+    """Number of columns of the output."""
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else PLAIN_WIDTH
 
 
 def print_wrapped(text: str, indent: int = 0) -> None:
-    """Print a paragraph in lines that fit the screen; paths and other long words stay whole.
-
-    Args:
-        text: the paragraph; the spaces that it starts with indent its first line.
-        indent: number of spaces before its other lines.
-    """
+    """Print a paragraph in lines that fit the screen; paths and other long words stay whole."""
     words = text.lstrip(" ")
     print(
         textwrap.fill(
@@ -53,15 +44,7 @@ def print_table(
     left: int = 1,
     running: Collection[int] = (),
 ) -> None:
-    """Print a table. One that is wider than the screen is continued below, with its first columns again.
-
-    Args:
-        title: a line above it; empty for none.
-        headings: of the columns; they are wrapped at spaces.
-        rows: texts, as many as headings; a text may have several lines.
-        left: number of first columns, aligned on the left; they name the row, and stand in every part.
-        running: positions of columns of running text, which are wrapped and aligned on the left.
-    """
+    """Print a table. One that is wider than the screen is continued below, with its first columns again."""
     width = screen_width()
     widths = [_column_width(headings[k], [row[k] for row in rows], k in running) for k in range(len(headings))]
     if title:

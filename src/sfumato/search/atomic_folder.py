@@ -44,19 +44,7 @@ def save_folder(
     *,
     beside: tuple[str, ...] = (),
 ) -> None:
-    """Write a folder, or replace what an earlier save wrote there. The umask decides who may read its files.
-
-    Args:
-        path: the folder; made with its parents if it does not exist.
-        kind: kind and version of the content, e.g. "sfumato-index-1".
-        metadata: JSON values to keep in the manifest.
-        write: writes the files, without subfolders, into the empty folder that it is called with.
-        beside: names of other files and folders that the folder may contain.
-
-    Raises:
-        ValueError: path is a file, or a folder with something else in it.
-        BlockingIOError: another process is saving there.
-    """
+    """Write a folder, or replace what an earlier save wrote there. The umask decides who may read its files."""
     path = Path(path)
     if path.exists() and not path.is_dir():
         raise ValueError(f"cannot save to {path}: it is a file, expected a folder or a new name")
@@ -94,20 +82,7 @@ def save_folder(
 
 
 def load_folder(path: str | Path, kind: str, read: Callable[[Path, dict[str, Any]], Result]) -> Result:
-    """Check a folder of :func:`save_folder` and read it.
-
-    Args:
-        path: the folder.
-        kind: the expected kind.
-        read: called with the folder of the files and the metadata.
-
-    Returns:
-        The result of `read`.
-
-    Raises:
-        FileNotFoundError: there is no such folder, or nothing has been saved there completely.
-        ValueError: a file is missing, cut short or changed, or the folder holds another kind.
-    """
+    """Check a folder of :func:`save_folder` and read it."""
     path = Path(path)
     for _ in range(3):
         manifest = _read_manifest(path, kind)

@@ -517,14 +517,7 @@ class GaussianCollection(Gallery):
 
 
 def check_empty(folder: Path) -> None:
-    """Raise an error if a folder is not empty.
-
-    Args:
-        folder: where a collection is to be made.
-
-    Raises:
-        UserError: the folder exists and is not empty.
-    """
+    """Raise an error if a folder is not empty."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(
             f"{folder} exists already; give a new or empty folder (sfumato index --add adds to a collection)"

@@ -26,20 +26,7 @@ def distance_blocks(
     seed: int | None = None,
     first: int = 0,
 ) -> Iterator[tuple[int, Tensor]]:
-    """Distances of blocks of queries to the whole gallery.
-
-    Args:
-        queries: (n, d) embeddings.
-        gallery: (m, d) embeddings.
-        distance: name in DISTANCES, or one of these made for the direction (:meth:`Distance.for_direction`).
-        memory_mb: size of a block of distances in MiB.
-        seed: of a sampled distance, that of the distance if None. An item has the same samples in every block, call,
-            process and direction, see :func:`~sfumato.distances.seeded_samples`.
-        first: position of the first query among all queries; it only matters to a sampled distance.
-
-    Yields:
-        (first query of the block, counted from the first of these queries, (b, m) distances).
-    """
+    """Distances of blocks of queries to the whole gallery. queries (n, d), gallery (m, d)."""
     chosen = get_distance(distance)
     rows = max(1, int(memory_mb * 2**20 / 4 / max(gallery.n, 1)))
     samples = None if chosen.of_samples is None else _Samples(chosen, gallery, chosen.seed if seed is None else seed)
@@ -94,20 +81,7 @@ def top_k(
 
 @torch.no_grad()
 def closest_in_blocks(blocks: Iterable[tuple[int, Tensor]], k: int, n: int, m: int) -> tuple[Tensor, Tensor]:
-    """The k closest gallery items of each query, from blocks of distances.
-
-    Args:
-        blocks: (first query, (b, m) distances), in order, as :func:`distance_blocks` yields them.
-        k: number of results; all m if it is larger.
-        n: number of queries.
-        m: number of gallery items.
-
-    Returns:
-        ((n, k) distances ascending, (n, k) gallery positions); equal distances in gallery order.
-
-    Raises:
-        ValueError: k < 1.
-    """
+    """The k closest gallery items of each query, from blocks of distances."""
     if k < 1:
         raise ValueError(f"top_k: k must be at least 1, got {k}")
     k = min(k, m)
@@ -128,19 +102,7 @@ def closest_candidates(
 ) -> tuple[Tensor, Tensor]:
     """Order each query's candidates by their distances, computed row by row and never for a whole matrix.
 
-    Args:
-        queries: (n, d) embeddings.
-        gallery: (m, d) embeddings.
-        candidates: (n, c) gallery positions, in any order; a negative position means no candidate.
-        distance: name in DISTANCES, or one of these made for the direction (:meth:`Distance.for_direction`).
-        memory_mb: size of a block of float32 means in MiB.
-
-    Returns:
-        ((n, c) distances ascending, (n, c) positions); equal distances by gallery position. Missing candidates are
-        last, with distance infinity and position -1.
-
-    Raises:
-        ValueError: the distance is unknown, or is sampled.
+    queries (n, d), gallery (m, d), candidates (n, c).
     """
     n, c = candidates.shape
     oriented = get_distance(distance)

@@ -98,47 +98,25 @@ class SearchResult:
 
 @dataclass(frozen=True, eq=False)
 class GalleryRecords:
-    """Stored items of a gallery with their embeddings.
+    """Stored items of a gallery with their embeddings."""
 
-    Attributes:
-        ids: n ids.
-        embeddings: (n, d) float32. Distances computed from them equal those of the gallery. Where the gallery keeps
-            only total variances, each is divided evenly over the dimensions.
-        payloads: n dictionaries.
-    """
-
-    ids: tuple[str, ...]
+    ids: tuple[str, ...]  # n ids
     embeddings: GaussianEmbedding
-    payloads: tuple[Mapping[str, str], ...]
+    payloads: tuple[Mapping[str, str], ...]  # n dictionaries
 
 
 @dataclass(frozen=True, eq=False)
 class Candidates:
-    """Items close to one query, as columns.
+    """Items close to one query, as columns."""
 
-    Attributes:
-        ids: c ids.
-        distance: (c,) distances, ascending.
-        uncertainty: (c,) total variances.
-        payloads: c dictionaries.
-        closest: (1, d) the closest of them; None if there is none, or the probabilities of the gallery do not read it.
-    """
-
-    ids: tuple[str, ...]
-    distance: Tensor
-    uncertainty: Tensor
-    payloads: tuple[Mapping[str, str], ...]
+    ids: tuple[str, ...]  # c ids
+    distance: Tensor  # (c,) distances, ascending
+    uncertainty: Tensor  # (c,) total variances
+    payloads: tuple[Mapping[str, str], ...]  # c dictionaries
     closest: GaussianEmbedding | None = None
 
     def first(self, n: int) -> "Candidates":
-        """The closest of the candidates.
-
-        Args:
-            n: how many to keep.
-
-        Returns:
-            min(n, c) candidates in the same order.
-        """
+        """The closest of the candidates."""
         return Candidates(self.ids[:n], self.distance[:n], self.uncertainty[:n], self.payloads[:n], self.closest)
 
 
@@ -148,46 +126,22 @@ N_WHOLE = 20_000
 
 @dataclass(frozen=True)
 class MatchEstimate:
-    """The expected number of matches of a query in a gallery.
+    """The expected number of matches of a query in a gallery."""
 
-    Attributes:
-        expected: the sum of the match probabilities over the gallery, or an unbiased estimate of it.
-        low: lower end of the interval that holds the sum in about 95 of 100 samples; equal to `expected` if exact.
-        high: its upper end.
-    """
-
-    expected: float
-    low: float
-    high: float
+    expected: float  # the sum of the match probabilities over the gallery, or an unbiased estimate of it
+    low: float  # lower end of the interval that holds the sum in about 95 of 100 samples; equal to `expected` if exact
+    high: float  # its upper end
 
     @classmethod
     def exact(cls, total: float) -> "MatchEstimate":
-        """An exact sum.
-
-        Args:
-            total: the sum.
-
-        Returns:
-            An estimate without error.
-        """
+        """An exact sum."""
         return cls(total, total, total)
 
     @classmethod
     def of(cls, near: Tensor, sample: Tensor, outside: Tensor, n: int) -> "list[MatchEstimate]":
         """Estimate sums from their largest terms and a sample of the others.
 
-        Args:
-            near: (b, h) match probabilities of the closest items of each query; 0 where there are fewer than h.
-            sample: (b, s) match probabilities of a uniform sample of all items.
-            outside: (b, s) whether the item of the sample is not among the closest.
-            n: number of items in the gallery.
-
-        Returns:
-            b estimates; their intervals are 1.96 standard errors of the sample to both sides.
-
-        Example:
-            >>> MatchEstimate.of(torch.tensor([[0.75]]), torch.tensor([[0.25, 0.25]]), torch.tensor([[True, True]]), 5)
-            [MatchEstimate(expected=1.75, low=1.75, high=1.75)]
+        near (b, h), sample (b, s), outside (b, s).
         """
         first, s, others = near.double().sum(1), outside.sum(1), n - (near > 0).sum(1)
         rest = torch.where(outside, sample, 0).double()
@@ -203,15 +157,9 @@ class MatchEstimate:
 
 @dataclass(frozen=True, eq=False)
 class QueryContext:
-    """What the probabilities of a query's hits depend on beside their own distances.
+    """What the probabilities of a query's hits depend on beside their own distances."""
 
-    Attributes:
-        nearest: (..., k) distances of its nearest items, ascending, infinite where there are fewer.
-        reference: (..., 2) what the reference queries of the calibration say of it and its first hit; None if the
-            calibration has none.
-    """
-
-    nearest: Tensor
+    nearest: Tensor  # (..., k) distances of its nearest items, ascending, infinite where there are fewer
     reference: Tensor | None = None
 
     def __getitem__(self, index: int | Tensor) -> "QueryContext":
@@ -220,29 +168,15 @@ class QueryContext:
 
 @dataclass(frozen=True)
 class Scorer:
-    """Computes match probabilities, conformal sets and abstention from distances, for galleries of any size.
+    """Computes match probabilities, conformal sets and abstention from distances, for galleries of any size."""
 
-    Attributes:
-        logit_scale: a of the match logit b - a * distance, without a correction for the size of the gallery.
-        logit_bias: b of the match logit.
-        calibration: calibration of the model; if given, probabilities come from it instead of the logits.
-        direction: "t2i" if the queries are texts and the items images.
-    """
-
-    logit_scale: float
-    logit_bias: float
+    logit_scale: float  # a of the match logit b - a * distance, without a correction for the size of the gallery
+    logit_bias: float  # b of the match logit
     calibration: Calibration | None = None
-    direction: Direction = "t2i"
+    direction: Direction = "t2i"  # "t2i" if the queries are texts and the items images
 
     def prior_shift(self, n_gallery: int) -> float:
-        """Correction of the logits for the size of the gallery.
-
-        Args:
-            n_gallery: number of items.
-
-        Returns:
-            The shift; 0 without a calibration, or if the calibration does not have the size of its gallery.
-        """
+        """Correction of the logits for the size of the gallery."""
         calibration = self.calibration
         if calibration is None or calibration.match_fraction is None or getattr(calibration, self.direction) is None:
             return 0.0
@@ -262,17 +196,7 @@ class Scorer:
     def context(
         self, distance: Tensor, queries: GaussianEmbedding, first: Callable[[Tensor], GaussianEmbedding]
     ) -> QueryContext:
-        """What the other methods need to know of queries.
-
-        Args:
-            distance: (n, c) distances of each query's closest items, or of the whole gallery, in any order; infinite
-                where there is none.
-            queries: (n, d) embeddings.
-            first: gives the (n, d) items of (n,) columns of `distance`; called only with reference queries.
-
-        Returns:
-            Their context.
-        """
+        """What the other methods need to know of queries. distance (n, c), queries (n, d)."""
         nearest, place = distance.topk(min(self.n_nearest, distance.shape[-1]), largest=False)
         nearest = functional.pad(nearest, (0, self.n_nearest - nearest.shape[-1]), value=torch.inf)
         if self.reference is None:
@@ -285,16 +209,7 @@ class Scorer:
         return QueryContext(nearest, features)
 
     def match_probability(self, distance: Tensor, n_gallery: int, context: QueryContext | None = None) -> Tensor:
-        """Probability that items at these distances from a query match it.
-
-        Args:
-            distance: (..., c) distances of c items from each query.
-            n_gallery: number of items in the gallery.
-            context: of each query, of :meth:`context`. None gives the probability of random pairs at these distances.
-
-        Returns:
-            (..., c) probabilities in [0, 1].
-        """
+        """Probability that items at these distances from a query match it. distance (..., c) -> (..., c)."""
         if context is not None and self.n_nearest > 1 and self.calibration is not None:
             return self.calibration.hit_probability(
                 distance,
@@ -309,48 +224,19 @@ class Scorer:
         return torch.sigmoid(self.calibration.logit(distance) + shift).to(distance.dtype)
 
     def radius(self, coverage: float) -> float:
-        """Radius of the set that contains a match with a given probability, see :meth:`Calibration.conformal_radius`.
-
-        Args:
-            coverage: probability in (0, 1).
-
-        Returns:
-            The largest distance of an item in the set; infinite if only the whole gallery guarantees this coverage.
-
-        Raises:
-            ValueError: coverage is not in (0, 1), or the calibration cannot guarantee it.
-        """
+        """Radius of the set that contains a match with a given probability."""
         if not 0 < coverage < 1:
             raise ValueError(f"search: coverage must be between 0 and 1, got {coverage}")
         return self._calibration_for("coverage").conformal_radius(1 - coverage, direction=self.direction)
 
     def check_risk(self, max_risk: float) -> None:
-        """Raise the error that a search with this risk would raise.
-
-        Args:
-            max_risk: see :meth:`abstains`.
-
-        Raises:
-            ValueError: the calibration cannot guarantee this risk.
-        """
+        """Raise the error that a search with this risk would raise."""
         nearest = torch.zeros(1, self.n_nearest)
         reference = None if self.reference is None else torch.zeros(1, len(REFERENCE_FEATURES))
         self.abstains(QueryContext(nearest, reference), max_risk, 1)
 
     def abstains(self, context: QueryContext, max_risk: float, n_gallery: int) -> list[bool]:
-        """The queries that should not be answered at a given risk.
-
-        Args:
-            context: of n queries, of :meth:`context`.
-            max_risk: largest fraction of wrong answers among the answered queries, in (0, 1).
-            n_gallery: number of items in the gallery.
-
-        Returns:
-            n booleans, True to abstain.
-
-        Raises:
-            ValueError: the calibration cannot guarantee this risk.
-        """
+        """The queries that should not be answered at a given risk."""
         calibration = self._calibration_for("abstention (max_risk)")
         n = max(1, n_gallery) if calibration.match_fraction is not None else None
         found = context.nearest[:, 0].isfinite()
@@ -417,50 +303,20 @@ class Gallery(ABC):
 
     @abstractmethod
     def closest(self, queries: GaussianEmbedding, k: int, filter: Filter | None = None) -> list[Candidates]:
-        """The closest items of each query.
-
-        Args:
-            queries: (n, d) embeddings that :meth:`checked` has returned.
-            k: largest number of items, at least 1.
-            filter: which items may be found; all if None.
-
-        Returns:
-            n lists of at most k candidates.
-        """
+        """The closest items of each query. queries (n, d)."""
 
     @abstractmethod
     def within(self, queries: GaussianEmbedding, radius: float, *, most: int | None = None) -> list[Candidates]:
-        """All items within a distance of each query.
-
-        Args:
-            queries: (n, d) embeddings that :meth:`checked` has returned.
-            radius: largest distance.
-            most: largest number of items to keep, closest first; all if None.
-
-        Returns:
-            n lists of candidates.
-        """
+        """All items within a distance of each query. queries (n, d)."""
 
     @abstractmethod
     def count(self, filter: Filter) -> int:
-        """Number of items that a search with a filter may find.
-
-        Args:
-            filter: the filter.
-
-        Returns:
-            The number.
-        """
+        """Number of items that a search with a filter may find."""
 
     def expected_matches(self, queries: GaussianEmbedding, filter: Filter | None = None) -> list[float]:
         """The expected number of matches of each query: the sum of the match probabilities over the gallery.
 
-        Args:
-            queries: (n, d) embeddings.
-            filter: which items count; all if None.
-
-        Returns:
-            n sums, exact up to N_WHOLE items and estimated beyond, see :meth:`match_estimates`.
+        queries (n, d).
         """
         return [estimate.expected for estimate in self.match_estimates(queries, filter)]
 
@@ -472,59 +328,24 @@ class Gallery(ABC):
         and the rest of the sum is estimated without bias from a seeded sample. So the cost does not grow with the
         gallery beyond that of one search.
 
-        Args:
-            queries: (n, d) embeddings.
-            filter: which items count; all if None.
-
-        Returns:
-            n estimates.
+        queries (n, d).
         """
 
     @abstractmethod
     def get(self, ids: Sequence[str]) -> GalleryRecords:
-        """Items by id.
-
-        Args:
-            ids: wanted ids.
-
-        Returns:
-            The existing items, in the order of `ids`.
-        """
+        """Items by id."""
 
     @abstractmethod
     def sample(self, n: int, *, seed: int = 0) -> GalleryRecords:
-        """A uniform random sample of the items.
-
-        Args:
-            n: largest number of items.
-            seed: the same seed gives the same items.
-
-        Returns:
-            At most n items.
-        """
+        """A uniform random sample of the items."""
 
     @abstractmethod
     def scan(self, batch: int = 4096) -> Iterator[GalleryRecords]:
-        """All items, each once.
-
-        Args:
-            batch: largest number of items at a time.
-
-        Yields:
-            Batches of items.
-        """
+        """All items, each once."""
 
     @abstractmethod
     def ids_after(self, after: str, n: int) -> list[str]:
-        """The next ids in the order of their UTF-8 bytes, so that all items can be listed page by page.
-
-        Args:
-            after: ids up to and with this one are left out; "" for none.
-            n: number of ids, at least 1.
-
-        Returns:
-            n ids; fewer only if no more follow.
-        """
+        """The next ids in the order of their UTF-8 bytes, so that all items can be listed page by page."""
 
     def close(self) -> None:
         """Release files and connections; nothing by default."""
@@ -542,27 +363,7 @@ class Gallery(ABC):
         max_set: int | None = None,
         filter: Filter | None = None,
     ) -> list[SearchResult]:
-        """The k closest items of each query.
-
-        Args:
-            queries: (n, d) embeddings; any floating dtype and device.
-            k: number of records; all items if the gallery is smaller.
-            min_probability: leave out records with a lower match probability. :meth:`Calibration.threshold` gives the
-                value for a wanted precision.
-            coverage: also return the set of all items that holds a match of the query with at least this probability,
-                see :meth:`Calibration.conformal_radius`.
-            max_risk: also report for each query whether to abstain, so that at most this fraction of the answers is
-                wrong, see :meth:`Calibration.abstain_below`. Records and set are returned in either case.
-            max_set: largest number of items in the set; the result says whether it was cut.
-            filter: items that may be found. The probabilities are those in a gallery of these items alone.
-
-        Returns:
-            n results in the order of the queries.
-
-        Raises:
-            ValueError: k < 1, another d, NaN in a query, a fraction outside (0, 1), coverage or max_risk together
-                with a filter, or a guarantee that the calibration cannot give.
-        """
+        """The k closest items of each query. queries (n, d)."""
         check_unfiltered(filter, coverage=coverage, max_risk=max_risk)
         if min_probability is not None and not 0 <= min_probability <= 1:
             raise ValueError(f"search: min_probability must be between 0 and 1, got {min_probability}")
@@ -605,29 +406,12 @@ class Gallery(ABC):
     def match_probability(self, distance: Tensor, context: QueryContext | None = None) -> Tensor:
         """Probability that items of this gallery at these distances from a query match it.
 
-        Args:
-            distance: (..., c) distances of c items from each query, in the distance of the gallery.
-            context: of each query, see :meth:`Scorer.match_probability`.
-
-        Returns:
-            (..., c) probabilities, from the calibration at the size of this gallery, or from the logits.
+        distance (..., c) -> (..., c).
         """
         return self.scorer.match_probability(distance, self.size, context)
 
     def checked(self, queries: GaussianEmbedding, k: int = 1) -> GaussianEmbedding:
-        """Check queries, and convert them to float32 on the CPU.
-
-        Args:
-            queries: (n, d) embeddings; any floating dtype and device.
-            k: number of wanted records.
-
-        Returns:
-            The same embeddings in float32 on the CPU, detached.
-
-        Raises:
-            TypeError: queries are no embeddings.
-            ValueError: k < 1, another d, or a number that is not finite.
-        """
+        """Check queries, and convert them to float32 on the CPU. queries (n, d)."""
         if not isinstance(queries, GaussianEmbedding):
             raise TypeError(
                 f"search: queries must be a GaussianEmbedding, got {type(queries).__name__}; to search by texts and"
@@ -652,14 +436,7 @@ class Gallery(ABC):
 
 
 def with_margin(k: int) -> int:
-    """Number of candidates to fetch for k results, so that a wrong order of near ties has no effect.
-
-    Args:
-        k: number of results.
-
-    Returns:
-        1.25 k, at least k + 8. The exact distances of the candidates then decide.
-    """
+    """Number of candidates to fetch for k results, so that a wrong order of near ties has no effect."""
     return k + max(8, k // 4)
 
 
@@ -671,15 +448,10 @@ _CLEAR, _SINGLE, _FEW, _UNSURE = 0.75, 2, 3, 0.25
 
 @dataclass(frozen=True)
 class Verdict:
-    """A search result in words.
+    """A search result in words."""
 
-    Attributes:
-        kind: one word.
-        text: one sentence.
-    """
-
-    kind: Literal["clear", "few", "many", "unsure", "abstained", "unfamiliar"]
-    text: str
+    kind: Literal["clear", "few", "many", "unsure", "abstained", "unfamiliar"]  # one word
+    text: str  # one sentence
 
 
 def verdict(
@@ -689,19 +461,6 @@ def verdict(
 
     The limits were chosen on validation data; docs/results/probabilities.md has the precision and the recall of
     "many" and "clear".
-
-    Args:
-        expected_matches: sum of the match probabilities over the gallery.
-        best_probability: match probability of the closest item; 0 if there is none.
-        abstained: whether the query should not be answered at the requested risk; None if no risk was requested.
-        unfamiliar: whether the query is a text of words that the model hardly knows.
-
-    Returns:
-        The verdict.
-
-    Example:
-        >>> verdict(1.2, 0.9).text
-        'One clear match'
     """
     if unfamiliar:
         return Verdict("unfamiliar", "The model hardly knows these words: the results are guesses")
@@ -729,27 +488,16 @@ def _percent(p: float) -> str:
 
 @dataclass(frozen=True, eq=False)
 class Sample:
-    """A sample, and the state of the collection when it was taken.
+    """A sample, and the state of the collection when it was taken."""
 
-    Attributes:
-        records: the sampled records.
-        size: number of items in the collection.
-        changed: number of items that this process had written or removed.
-        seed: seed of the sample.
-    """
-
-    records: Records
-    size: int
-    changed: int
-    seed: int
+    records: Records  # the sampled records
+    size: int  # number of items in the collection
+    changed: int  # number of items that this process had written or removed
+    seed: int  # seed of the sample
 
 
 class Sampler:
-    """Takes samples of a store and keeps the last one.
-
-    Args:
-        store: the store to sample.
-    """
+    """Takes samples of a store and keeps the last one."""
 
     def __init__(self, store: VectorStore) -> None:
         self._store = store
@@ -757,18 +505,7 @@ class Sampler:
         self._lock = threading.Lock()
 
     def sample(self, n: int, *, size: int, changed: int, seed: int = 0) -> Sample:
-        """A uniform sample of at least min(n, size) records.
-
-        Args:
-            n: wanted number of records.
-            size: number of items in the store now.
-            changed: number of items that this process has written or removed so far.
-            seed: the same seed gives the same records, as long as the store does not change.
-
-        Returns:
-            The last sample, if it is large enough and at most a hundredth of the store has changed since; else a new
-            one, by a scan of the store.
-        """
+        """A uniform sample of at least min(n, size) records."""
         with self._lock:
             last = self._last
             if (
@@ -784,17 +521,7 @@ class Sampler:
 
 
 def even_sample(batches: Iterator[Records], n: int, e: int, seed: int = 0) -> Records:
-    """The n records whose ids have the smallest digests: a sample that does not depend on the order of the records.
-
-    Args:
-        batches: all records.
-        n: wanted number of records.
-        e: dimensions of their vectors.
-        seed: salt of the digests.
-
-    Returns:
-        min(n, all) records.
-    """
+    """The n records whose ids have the smallest digests: a sample that does not depend on the order of the records."""
     kept, digests, salt = Records.none(e), list[bytes](), seed.to_bytes(16, "little")
     for batch in batches:
         new = [hashlib.blake2b(i.encode(), digest_size=8, salt=salt).digest() for i in batch.ids]

@@ -13,13 +13,7 @@ NATIVE: dict[Direction, QueryKind] = {"t2i": "text", "i2t": "image"}
 
 
 class GuaranteeError(ValueError):
-    """A guarantee that the calibration cannot give to a query.
-
-    Args:
-        option: name of the option that asks for it.
-        reason: why not, to follow the name.
-        way_out: what to do.
-    """
+    """A guarantee that the calibration cannot give to a query."""
 
     def __init__(self, option: str, reason: str, way_out: str) -> None:
         super().__init__(f"{option} {reason}; {way_out}")
@@ -27,16 +21,7 @@ class GuaranteeError(ValueError):
 
 
 def check_native(wanted: Mapping[str, float | None], direction: Direction, asked: Iterable[str]) -> None:
-    """Refuse guarantees for queries of another kind than those that the calibration was fitted on.
-
-    Args:
-        wanted: guarantees by the names of their options; None where not wanted.
-        direction: of the calibration.
-        asked: kind of each query: "text", "image", or another.
-
-    Raises:
-        GuaranteeError: there is one, and a query has another kind.
-    """
+    """Refuse guarantees for queries of another kind than those that the calibration was fitted on."""
     native = NATIVE[direction]
     options = [name for name, value in wanted.items() if value is not None]
     if options and any(kind != native for kind in asked):
@@ -45,16 +30,7 @@ def check_native(wanted: Mapping[str, float | None], direction: Direction, asked
 
 
 def check_unfiltered(filter: Filter | None, *, coverage: float | None, max_risk: float | None) -> None:
-    """Refuse a guarantee together with a filter.
-
-    Args:
-        filter: of a search.
-        coverage: of the same search.
-        max_risk: of the same search.
-
-    Raises:
-        ValueError: there is a filter, and coverage or max_risk.
-    """
+    """Refuse a guarantee together with a filter."""
     if filter is not None and not (coverage is max_risk is None):
         raise ValueError(
             "search: coverage and max_risk (abstain) are guarantees about the whole gallery, but a filter may remove"

@@ -501,17 +501,7 @@ def _check_loaded(about: dict[str, Any], tensors: dict[str, Tensor], items: dict
 
 
 def check_settings(distance: str, engine: str, logit_scale: float = 1.0, logit_bias: float = 0.0) -> None:
-    """Check the settings of an index before its items are embedded.
-
-    Args:
-        distance: name in DISTANCES.
-        engine: one of ENGINES.
-        logit_scale: a > 0 of the match logit b - a * distance.
-        logit_bias: b of the match logit.
-
-    Raises:
-        ValueError: a setting does not fit.
-    """
+    """Check the settings of an index before its items are embedded."""
     if get_distance(distance).sampled:
         raise ValueError(f"GaussianIndex: {distance} is sampled at random, so two searches would differ; use csd")
     if engine not in ENGINES:

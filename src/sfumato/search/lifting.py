@@ -26,131 +26,53 @@ LIFTED_DISTANCES = tuple(name for name, distance in DISTANCES.items() if distanc
 
 
 def gallery_centre(gallery: GaussianEmbedding) -> Tensor:
-    """Mean of the gallery's means.
-
-    Args:
-        gallery: (m, d) embeddings.
-
-    Returns:
-        (d,) float32, summed in float64; the origin if the gallery is empty.
-    """
+    """Mean of the gallery's means. gallery (m, d) -> (d,)."""
     if gallery.n == 0:
         return torch.zeros(gallery.d, device=gallery.device)
     return gallery.mean.double().mean(0).float()
 
 
 def lifted_dim(d: int, distance: str = "csd") -> int:
-    """Dimensions of lifted vectors.
-
-    Args:
-        d: dimensions of the embeddings.
-        distance: one of LIFTED_DISTANCES.
-
-    Returns:
-        e: d + 1 for csd, 2 d for wasserstein2, d for squared_l2.
-
-    Raises:
-        ValueError: the distance does not lift.
-    """
+    """Dimensions of lifted vectors."""
     one = GaussianEmbedding.point(torch.zeros(1, d))
     return d + _lift(distance).gallery(one).shape[1]
 
 
 def lift_gallery(gallery: GaussianEmbedding, distance: str = "csd", *, centre: Tensor | None = None) -> Tensor:
-    """Vectors to store in an engine.
-
-    Args:
-        gallery: (m, d) embeddings.
-        distance: one of LIFTED_DISTANCES.
-        centre: (d,) subtracted from the means; none if None.
-
-    Returns:
-        (m, e) float32, e = d + 1 for csd, 2 d for wasserstein2, d for squared_l2.
-
-    Raises:
-        ValueError: the distance does not lift, or the centre is not (d,).
-    """
+    """Vectors to store in an engine. gallery (m, d), centre (d,) -> (m, e)."""
     return torch.cat([_centred(gallery, centre), _lift(distance).gallery(gallery).float()], dim=1)
 
 
 def lift_queries(queries: GaussianEmbedding, distance: str = "csd", *, centre: Tensor | None = None) -> Tensor:
     """Vectors to search with; their squared L2 to :func:`lift_gallery` plus :func:`query_constant` is the distance.
 
-    Args:
-        queries: (n, d) embeddings.
-        distance: one of LIFTED_DISTANCES.
-        centre: (d,) as given to lift_gallery.
-
-    Returns:
-        (n, e) float32.
-
-    Raises:
-        ValueError: the distance does not lift, or the centre is not (d,).
+    queries (n, d), centre (d,) -> (n, e).
     """
     return torch.cat([_centred(queries, centre), _lift(distance).query(queries).float()], dim=1)
 
 
 def query_constant(queries: GaussianEmbedding, distance: str = "csd") -> Tensor:
-    """The difference between the distance and the squared L2 of lifted vectors.
-
-    Args:
-        queries: (n, d) embeddings.
-        distance: one of LIFTED_DISTANCES.
-
-    Returns:
-        (n,) float32: the query's total variance for csd, 0 for the others.
-
-    Raises:
-        ValueError: the distance does not lift.
-    """
+    """The difference between the distance and the squared L2 of lifted vectors. queries (n, d) -> (n,)."""
     return _lift(distance).constant(queries).float()
 
 
 @dataclass(frozen=True, eq=False)
 class LiftedGallery:
-    """A lifted gallery for exact search by many queries: a block of distances is one matrix product and a sum.
+    """A lifted gallery for exact search by many queries: a block of distances is one matrix product and a sum."""
 
-    Attributes:
-        vectors: (m, e) of :func:`lift_gallery`, about the centre.
-        squares: (m,) their squared lengths.
-        distance: one of LIFTED_DISTANCES.
-        centre: (d,).
-    """
-
-    vectors: Tensor
-    squares: Tensor
-    distance: str
-    centre: Tensor
+    vectors: Tensor  # (m, e) of :func:`lift_gallery`, about the centre
+    squares: Tensor  # (m,) their squared lengths
+    distance: str  # one of LIFTED_DISTANCES
+    centre: Tensor  # (d,)
 
     @classmethod
     def of(cls, gallery: GaussianEmbedding, distance: str, centre: Tensor) -> "LiftedGallery":
-        """Lift a gallery.
-
-        Args:
-            gallery: (m, d) embeddings.
-            distance: one of LIFTED_DISTANCES.
-            centre: (d,) point that the vectors are relative to.
-
-        Returns:
-            The lifted gallery.
-
-        Raises:
-            ValueError: the distance does not lift, or the centre is not (d,).
-        """
+        """Lift a gallery. gallery (m, d), centre (d,)."""
         vectors = lift_gallery(gallery, distance, centre=centre)
         return cls(vectors, vectors.square().sum(1), distance, centre)
 
     def distance_blocks(self, queries: GaussianEmbedding, *, memory_mb: float = 256.0) -> Iterator[tuple[int, Tensor]]:
-        """Distances of blocks of queries to the whole gallery.
-
-        Args:
-            queries: (n, d) embeddings.
-            memory_mb: size of a block of distances.
-
-        Yields:
-            (first query, (b, m) float32 distances), with an error of about 1e-6 of the largest squared distance to
-            the centre.
-        """
+        """Distances of blocks of queries to the whole gallery. queries (n, d)."""
         rows = max(1, int(memory_mb * 2**20 / 4 / max(len(self.vectors), 1)))
         vectors, constant = (
             lift_queries(queries, self.distance, centre=self.centre),
@@ -166,15 +88,7 @@ class LiftedGallery:
 def lowered(vectors: Tensor, total_variance: Tensor, distance: str, centre: Tensor) -> GaussianEmbedding:
     """Embeddings that have the same distances as the original embeddings before lifting.
 
-    Args:
-        vectors: (n, e) of :func:`lift_gallery`.
-        total_variance: (n,) total variances of the lifted embeddings.
-        distance: one of LIFTED_DISTANCES.
-        centre: (d,) as given to lift_gallery.
-
-    Returns:
-        (n, d) with the means and total variances of the originals, and for wasserstein2 their variances. The other two
-        distances depend on the total variance only; there it is divided evenly over the dimensions.
+    vectors (n, e), total_variance (n,), centre (d,) -> (n, d).
     """
     _lift(distance)
     d = len(centre)

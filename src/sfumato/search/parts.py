@@ -35,31 +35,18 @@ _FEW = 5
 
 @dataclass(frozen=True)
 class PartsManifest:
-    """The manifest of a folder of parts; the first seven fields identify the collection, others may differ by job.
+    """The manifest of a folder of parts; the first seven fields identify the collection, others may differ by job."""
 
-    Attributes:
-        modality: "images" or "texts".
-        model: digest of the model.
-        kind: kind of the source: "folder", "manifest", "shards" or "texts".
-        n: number of entries that the source lists.
-        digest: digest of that list.
-        part_size: maximum number of items in a part.
-        sections: number of sections.
-        model_source: folder or name of the model; "home" in the file.
-        path: path of the source.
-        distance: name of the model's distance.
-    """
-
-    modality: str
-    model: str
-    kind: str
-    n: int
-    digest: str
-    part_size: int
-    sections: int
-    model_source: str
-    path: str
-    distance: str
+    modality: str  # "images" or "texts"
+    model: str  # digest of the model
+    kind: str  # kind of the source: "folder", "manifest", "shards" or "texts"
+    n: int  # number of entries that the source lists
+    digest: str  # digest of that list
+    part_size: int  # maximum number of items in a part
+    sections: int  # number of sections
+    model_source: str  # folder or name of the model; "home" in the file
+    path: str  # path of the source
+    distance: str  # name of the model's distance
 
     @property
     def identity(self) -> str:
@@ -69,15 +56,10 @@ class PartsManifest:
 
 @dataclass(frozen=True)
 class PartName:
-    """The name of a part.
+    """The name of a part."""
 
-    Attributes:
-        section: number of its section.
-        number: number within the section, from 0.
-    """
-
-    section: int
-    number: int = 0
+    section: int  # number of its section
+    number: int = 0  # number within the section, from 0
 
     @property
     def file(self) -> str:
@@ -87,31 +69,16 @@ class PartName:
 
 @dataclass(frozen=True)
 class PartMetadata:
-    """The metadata of a part.
+    """The metadata of a part."""
 
-    Attributes:
-        collection: :attr:`PartsManifest.identity` of its collection.
-        n: number of embeddings.
-        parts: number of parts of its section.
-        problems: {"place", "reason"} of the items that were left out.
-    """
-
-    collection: str
-    n: int
-    parts: int
-    problems: list[dict[str, str]]
+    collection: str  # :attr:`PartsManifest.identity` of its collection
+    n: int  # number of embeddings
+    parts: int  # number of parts of its section
+    problems: list[dict[str, str]]  # {"place", "reason"} of the items that were left out
 
 
 def begin(folder: str | Path, manifest: PartsManifest) -> None:
-    """Make the folder, or continue in one that holds the same collection.
-
-    Args:
-        folder: of the parts.
-        manifest: content of the folder.
-
-    Raises:
-        UserError: the folder has other content; the message names the difference.
-    """
+    """Make the folder, or continue in one that holds the same collection."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     if not (folder / MANIFEST).exists():
@@ -133,17 +100,7 @@ def begin(folder: str | Path, manifest: PartsManifest) -> None:
 
 
 def read_manifest(folder: str | Path) -> PartsManifest:
-    """Read the manifest of a folder of parts.
-
-    Args:
-        folder: of the parts.
-
-    Returns:
-        Its manifest.
-
-    Raises:
-        UserError: it is not a folder of parts.
-    """
+    """Read the manifest of a folder of parts."""
     path = Path(folder) / MANIFEST
     if not path.is_file():
         raise UserError(f"{folder} is no folder of embeddings (no {MANIFEST} in it); write one with `sfumato embed`")
@@ -164,19 +121,7 @@ def write_part(
     ids: Sequence[str],
     payloads: Sequence[Mapping[str, str]],
 ) -> None:
-    """Write a part, atomically; the same arguments give the same bytes.
-
-    Args:
-        folder: of the parts.
-        name: name of the part.
-        about: its metadata.
-        embeddings: n of them, kept in float32.
-        ids: n distinct strings.
-        payloads: n dictionaries.
-
-    Raises:
-        ValueError: the numbers differ, an id is not a text of one line or occurs twice, or a value is NaN or infinite.
-    """
+    """Write a part, atomically; the same arguments give the same bytes."""
     check_finite(embeddings, name.file)
     check_ids(ids, name.file)
     if not len(ids) == len(payloads) == embeddings.n == about.n or len(set(ids)) != len(ids):
@@ -192,15 +137,7 @@ def write_part(
 
 
 def read_metadata(folder: str | Path, name: PartName) -> PartMetadata | None:
-    """The metadata of a part, without reading its embeddings.
-
-    Args:
-        folder: of the parts.
-        name: name of the part.
-
-    Returns:
-        The metadata; None if the part does not exist or is damaged.
-    """
+    """The metadata of a part, without reading its embeddings."""
     path = Path(folder) / name.file
     if not path.is_file():
         return None
@@ -239,18 +176,7 @@ def read_parts(folder: str | Path) -> Iterator[tuple[list[str], GaussianEmbeddin
 
 
 def check_complete(folder: str | Path) -> list[PartName]:
-    """All parts of a collection, in the order of its source.
-
-    Args:
-        folder: of the parts.
-
-    Returns:
-        The names of the parts.
-
-    Raises:
-        UserError: it is no folder of embeddings, a part is of another collection, or some are missing; the message
-            names them and the job of each.
-    """
+    """All parts of a collection, in the order of its source."""
     folder = Path(folder)
     manifest = read_manifest(folder)
     identity = manifest.identity
@@ -283,14 +209,7 @@ def check_complete(folder: str | Path) -> list[PartName]:
 
 
 def write_job(folder: str | Path, job: int, of: int, figures: Mapping[str, Any]) -> None:
-    """Write the result of a job, or a note that it has started.
-
-    Args:
-        folder: of the parts.
-        job: its number, from 0.
-        of: number of jobs.
-        figures: "finished", and any further figures.
-    """
+    """Write the result of a job, or a note that it has started."""
     write_json(Path(folder) / f"job-{job}-of-{of}.json", {"job": job, "of": of, **figures})
 
 

@@ -58,11 +58,7 @@ _HUGE = 1e37
 
 @functools.cache
 def product_dtype() -> torch.dtype:
-    """The dtype in which this machine takes products faster, by a short trial.
-
-    Returns:
-        bfloat16 if it takes less than .8 of the time of float32, otherwise float32. Both lead to the same results.
-    """
+    """The dtype in which this machine takes products faster, by a short trial."""
     times = {}
     for dtype in (torch.float32, torch.bfloat16):
         rows, queries = torch.ones(2048, 512, dtype=dtype), torch.ones(512, 32, dtype=dtype)
@@ -101,15 +97,7 @@ def pair_distances(
 ) -> Tensor:
     """Distances of some pairs, by the row form in float64.
 
-    Args:
-        queries: (n, d) embeddings.
-        gallery: (m, d) embeddings.
-        distance: with queries as its first argument.
-        query: (p,) positions in queries.
-        item: (p,) positions in the gallery.
-
-    Returns:
-        (p,) float64. Equal items have equal distances.
+    queries (n, d), gallery (m, d), query (p,), item (p,) -> (p,).
     """
     queries, found = queries.to(torch.float64), torch.empty(len(query), dtype=torch.float64)
 
@@ -125,17 +113,7 @@ def pair_distances(
 def ordered_candidates(
     queries: GaussianEmbedding, gallery: GaussianEmbedding, distance: Distance, candidates: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Order each query's candidates by their float64 distances.
-
-    Args:
-        queries: (n, d) embeddings.
-        gallery: (m, d) embeddings.
-        distance: with queries as its first argument.
-        candidates: (n, c) gallery positions.
-
-    Returns:
-        ((n, c) float64 distances ascending, (n, c) positions); equal distances by gallery position.
-    """
+    """Order each query's candidates by their float64 distances. queries (n, d), gallery (m, d), candidates (n, c)."""
     n, c = candidates.shape
     candidates = candidates.sort(dim=1).values
     query = torch.arange(n).repeat_interleave(c)
@@ -146,19 +124,12 @@ def ordered_candidates(
 
 @dataclass(frozen=True, eq=False)
 class _Relative:
-    """Some queries relative to a centre.
+    """Some queries relative to a centre."""
 
-    Attributes:
-        query: (b,) their positions among the queries of the pass.
-        coded: (b, e) in the dtype of the products.
-        length: (b,) float64 lengths.
-        rounding: (b,) float64 lengths of what coding rounded away.
-    """
-
-    query: Tensor
-    coded: Tensor
-    length: Tensor
-    rounding: Tensor
+    query: Tensor  # (b,) their positions among the queries of the pass
+    coded: Tensor  # (b, e) in the dtype of the products
+    length: Tensor  # (b,) float64 lengths
+    rounding: Tensor  # (b,) float64 lengths of what coding rounded away
 
     @classmethod
     def of(cls, vectors: Tensor, centre: Tensor, dtype: torch.dtype) -> "_Relative":
@@ -192,12 +163,7 @@ class _Pairs:
 
 
 class _Pending:
-    """The pairs that a pass has found so far, from several threads; with k, those whose lower bound is still in reach.
-
-    Attributes:
-        reach: (b,) with k, at most the k-th smallest upper bound of each query.
-        too_many: there are too many pairs for several queries at once.
-    """
+    """The pairs that a pass has found, from several threads; with k, those whose lower bound is in reach."""
 
     def __init__(self, reach: Tensor, k: int | None) -> None:
         self.reach, self.too_many, self._k = reach, False, k
@@ -228,45 +194,22 @@ class Screen:
 
     Rows are the items ordered by centre, then by length. Beside the gallery it takes 2 e + 20 bytes for each item with
     bfloat16, 4 e + 20 with float32.
-
-    Attributes:
-        gallery: (m, d) embeddings, float32.
-        distance: one that lifts, with queries as its first argument.
-        item: (r,) gallery position of each row.
-        coded: (r, e) items less their centre, in the dtype of the products.
-        weight: (r,) lower bounds of w.
-        length: (r,) upper bounds of the lengths of `coded`.
-        rounding: (r,) upper bounds of the lengths of what coding rounded away.
-        centres: (c, e) float32.
-        starts: c + 1 numbers, the first row of each centre and r.
     """
 
-    gallery: GaussianEmbedding
-    distance: Distance
-    item: Tensor
-    coded: Tensor
-    weight: Tensor
-    length: Tensor
-    rounding: Tensor
-    centres: Tensor
-    starts: tuple[int, ...]
+    gallery: GaussianEmbedding  # (m, d) embeddings, float32
+    distance: Distance  # one that lifts, with queries as its first argument
+    item: Tensor  # (r,) gallery position of each row
+    coded: Tensor  # (r, e) items less their centre, in the dtype of the products
+    weight: Tensor  # (r,) lower bounds of w
+    length: Tensor  # (r,) upper bounds of the lengths of `coded`
+    rounding: Tensor  # (r,) upper bounds of the lengths of what coding rounded away
+    centres: Tensor  # (c, e) float32
+    starts: tuple[int, ...]  # c + 1 numbers, the first row of each centre and r
 
     @classmethod
     @torch.no_grad()
     def of(cls, gallery: GaussianEmbedding, distance: Distance, *, dtype: torch.dtype | None = None) -> "Screen":
-        """Prepare a gallery.
-
-        Args:
-            gallery: (m, d) embeddings, float32 on the CPU, m >= 1.
-            distance: one that lifts, with queries as its first argument.
-            dtype: of the products, bfloat16 or float32; that of :func:`product_dtype` if None.
-
-        Returns:
-            The screen.
-
-        Raises:
-            ValueError: the distance does not lift.
-        """
+        """Prepare a gallery. gallery (m, d)."""
         if distance.lift is None:
             raise ValueError(f"Screen: distance {distance.name!r} does not lift; rank it with top_k")
         lift, dtype, m = distance.lift, dtype or product_dtype(), gallery.n
@@ -298,14 +241,7 @@ class Screen:
         return len(self.item)
 
     def among(self, items: Tensor) -> "Screen":
-        """The same with some of its items only; their rows are copied.
-
-        Args:
-            items: (s,) distinct gallery positions.
-
-        Returns:
-            A screen of s rows.
-        """
+        """The same with some of its items only; their rows are copied. items (s,)."""
         wanted = torch.zeros(self.gallery.n, dtype=torch.bool)
         wanted[items] = True
         rows = wanted[self.item].nonzero().squeeze(1)
@@ -322,15 +258,7 @@ class Screen:
 
     @torch.no_grad()
     def closest(self, queries: GaussianEmbedding, k: int) -> tuple[Tensor, Tensor]:
-        """The k closest items of each query.
-
-        Args:
-            queries: (n, d) embeddings, float32 on the CPU.
-            k: number of results; all items if there are fewer.
-
-        Returns:
-            ((n, k) float64 distances ascending, (n, k) gallery positions); equal distances in gallery order.
-        """
+        """The k closest items of each query. queries (n, d)."""
         k = min(k, self.n)
         expected = min(self.n, 4 * k * self._stride(k)) + 1
         step = max(1, min(_QUERIES, _MANY_PAIRS // expected))
@@ -341,16 +269,7 @@ class Screen:
 
     @torch.no_grad()
     def within(self, queries: GaussianEmbedding, radius: float) -> Iterator[tuple[Tensor, Tensor]]:
-        """All items whose distance, rounded to float32, is at most a radius.
-
-        Args:
-            queries: (n, d) embeddings, float32 on the CPU.
-            radius: the largest distance.
-
-        Yields:
-            For each query (its (s,) float64 distances ascending, their gallery positions); equal distances in gallery
-            order.
-        """
+        """All items whose distance, rounded to float32, is at most a radius. queries (n, d)."""
         for start in range(0, queries.n, _QUERIES):
             yield from self._within(queries[start : start + _QUERIES], radius)
 

@@ -46,20 +46,12 @@ _LOG = logging.getLogger("sfumato.serve")
 
 @dataclass(eq=False)
 class ServedGallery:
-    """A gallery with its images.
+    """A gallery with its images."""
 
-    Attributes:
-        gallery: the gallery.
-        images: images of its items; None if there are none, or their location is unknown.
-        version: number of writes by this service.
-        written: number of items that this service has stored or removed.
-        drift: compares its queries with those of its calibration; None without held-out queries.
-    """
-
-    gallery: Gallery
-    images: Images | None = None
-    version: int = 0
-    written: int = 0
+    gallery: Gallery  # the gallery
+    images: Images | None = None  # images of its items; None if there are none, or their location is unknown
+    version: int = 0  # number of writes by this service
+    written: int = 0  # number of items that this service has stored or removed
     drift: DriftMonitor | None = field(init=False)
 
     def __post_init__(self) -> None:
@@ -80,21 +72,11 @@ class ServedGallery:
 
 @dataclass(frozen=True, eq=False)
 class Sources:
-    """The model and the galleries of a service.
+    """The model and the galleries of a service."""
 
-    Attributes:
-        model: embeds the queries and new items.
-        name: name of the model, for display.
-        galleries: galleries by the kind of their items.
-        unfamiliar: says which texts have words that the model hardly knows.
-
-    Raises:
-        UserError: the galleries differ in their dimensions or their distance.
-    """
-
-    model: DualEncoder
-    name: str
-    galleries: dict[GalleryName, ServedGallery] = field(default_factory=dict)
+    model: DualEncoder  # embeds the queries and new items
+    name: str  # name of the model, for display
+    galleries: dict[GalleryName, ServedGallery] = field(default_factory=dict)  # galleries by the kind of their items
     unfamiliar: Callable[[Sequence[str]], list[bool]] = lambda texts: [False] * len(texts)
 
     def __post_init__(self) -> None:
@@ -128,23 +110,7 @@ def open_sources(
     split: str | None = None,
     device: torch.device | str = "cpu",
 ) -> Sources:
-    """Open the model and the galleries for `sfumato serve`.
-
-    Args:
-        path: folder of an index, a collection or a run. For a run, a split of its data is embedded now, images and
-            texts.
-        texts: an additional index or collection of texts.
-        run: folder or name of the model, if it has moved since the index was built.
-        store: store URL of a collection at `path`, if the store has moved.
-        split: split of a run; "test" if None.
-        device: device of the model.
-
-    Returns:
-        The sources, open.
-
-    Raises:
-        UserError: something is missing or does not fit together.
-    """
+    """Open the model and the galleries for `sfumato serve`."""
     if (path / RECIPE).is_file():
         if store is not None or (run is not None and texts is None):
             raise UserError(f"{path} is a run; --run and --store are for an index, leave them out")
@@ -178,14 +144,7 @@ def open_sources(
 
 
 def kind(gallery: Gallery) -> GalleryName:
-    """The kind of the items of a gallery.
-
-    Args:
-        gallery: the gallery.
-
-    Returns:
-        "images" or "texts".
-    """
+    """The kind of the items of a gallery."""
     return "images" if gallery.scorer.direction == "t2i" else "texts"
 
 
@@ -234,35 +193,18 @@ _LOOKED_AT = 200
 
 @dataclass(frozen=True)
 class Asked:
-    """A query.
+    """A query."""
 
-    Attributes:
-        kind: what the query is; of a vector, its modality.
-        name: name of the query in the answer: the text, the name of the image file or of the vector, or the id.
-        where: its location in the request, e.g. "body.queries.0.text".
-        text: the text, for kind "text".
-        image: the bytes of the image file, for kind "image".
-        vector: float32 numbers as bytes, for a vector of kind "text" or "image"; None for others.
-    """
-
-    kind: Literal["text", "image", "id"]
-    name: str
-    where: str
-    text: str = ""
-    image: bytes = b""
-    vector: bytes | None = None
+    kind: Literal["text", "image", "id"]  # what the query is; of a vector, its modality
+    name: str  # name of the query in the answer: the text, the name of the image file or of the vector, or the id
+    where: str  # its location in the request, e.g. "body.queries.0.text"
+    text: str = ""  # the text, for kind "text"
+    image: bytes = b""  # the bytes of the image file, for kind "image"
+    vector: bytes | None = None  # float32 numbers as bytes, for a vector of kind "text" or "image"; None for others
 
 
 def without_bytes(asked: Asked, served: ServedGallery) -> Asked:
-    """A query after its embedding, for a queue.
-
-    Args:
-        asked: the query.
-        served: the gallery to search.
-
-    Returns:
-        The same without an image or a vector; with their digests if :func:`watch` tells queries apart by them.
-    """
+    """A query after its embedding, for a queue."""
     if served.drift is None or asked.kind != native(served.gallery):
         return replace(asked, image=b"", vector=None)
     image, vector = (value and hashlib.blake2b(value, digest_size=16).digest() for value in (asked.image, asked.vector))
@@ -271,45 +213,21 @@ def without_bytes(asked: Asked, served: ServedGallery) -> Asked:
 
 @dataclass(frozen=True)
 class Search:
-    """An embedded query and how to search by it.
+    """An embedded query and how to search by it."""
 
-    Attributes:
-        asked: the query, :func:`without_bytes`.
-        query: (1, d) its embedding.
-        options: options of the search.
-        max_set: largest number of items in a conformal set.
-    """
-
-    asked: Asked
-    query: GaussianEmbedding
-    options: SearchOptions
-    max_set: int
+    asked: Asked  # the query, :func:`without_bytes`
+    query: GaussianEmbedding  # (1, d) its embedding
+    options: SearchOptions  # options of the search
+    max_set: int  # largest number of items in a conformal set
 
 
 def native(gallery: Gallery) -> QueryKind:
-    """The kind of queries that a gallery is calibrated for.
-
-    Args:
-        gallery: the gallery.
-
-    Returns:
-        "text" for a gallery of images, "image" for one of texts.
-    """
+    """The kind of queries that a gallery is calibrated for."""
     return NATIVE[gallery.scorer.direction]
 
 
 def refuse_guarantees(gallery: Gallery, asked: Sequence[Asked], options: SearchOptions) -> None:
-    """Refuse guarantees that the calibration cannot give; other errors of a search are internal errors.
-
-    Args:
-        gallery: where to search.
-        asked: the queries.
-        options: options of the search.
-
-    Raises:
-        Refusal: 422, if a guarantee is requested for queries of another kind than :func:`native` or together with a
-            filter, or the calibration cannot give it.
-    """
+    """Refuse guarantees that the calibration cannot give; other errors of a search are internal errors."""
     wanted = {name: getattr(options, name) for name in ("abstain", "coverage", "min_probability")}
     try:
         check_native(wanted, gallery.scorer.direction, [one.kind for one in asked])
@@ -337,21 +255,7 @@ def answered(
     unfamiliar: Sequence[bool] | None = None,
     watched: bool = True,
 ) -> list[Answer]:
-    """Search by several queries with the same options.
-
-    Args:
-        served: the gallery to search.
-        asked: n queries.
-        queries: (n, d) their embeddings.
-        options: checked by :func:`refuse_guarantees`.
-        max_set: largest number of items in a conformal set.
-        plane: projection of the map, if the positions of the queries are wanted.
-        unfamiliar: for each query, whether it is a text of words that the model hardly knows; None for none.
-        watched: whether the queries are users' own, to be compared with those of the calibration.
-
-    Returns:
-        n answers.
-    """
+    """Search by several queries with the same options. queries (n, d)."""
     gallery, wanted = served.gallery, wanted_filter(options)
     results = gallery.search(
         queries,
@@ -376,14 +280,7 @@ def answered(
 
 
 def wanted_filter(options: SearchOptions) -> Filter | None:
-    """The filter of a search.
-
-    Args:
-        options: options of the search.
-
-    Returns:
-        The filter; None if every item passes.
-    """
+    """The filter of a search."""
     given = options.filter
     if given is None or (not given.where and given.largest_variance is None):
         return None
@@ -432,13 +329,7 @@ _DIFFERS = ". Recent queries differ from those of the calibration: its guarantee
 
 
 def watch(served: ServedGallery, asked: Sequence[Asked], results: Sequence[SearchResult]) -> None:
-    """Compare new queries with those of the calibration, and log when they begin or cease to differ.
-
-    Args:
-        served: the gallery that was searched, all of it.
-        asked: n queries; those of another kind than :func:`native` are left out.
-        results: n results.
-    """
+    """Compare new queries with those of the calibration, and log when they begin or cease to differ."""
     if served.drift is None:
         return
     wanted = native(served.gallery)
@@ -463,17 +354,7 @@ def search_together(
     plane_of: Callable[[GalleryName], Projection | None],
     unfamiliar_of: Callable[[Sequence[str]], list[bool]],
 ) -> list[Answer | Exception]:
-    """Answer the searches of several requests; those with the same options are searched at once.
-
-    Args:
-        searches: n searches.
-        served_of: gallery by name.
-        plane_of: projection of the map by name of the gallery.
-        unfamiliar_of: says which texts have words that the model hardly knows.
-
-    Returns:
-        n answers; an exception in place of an answer for a search that failed.
-    """
+    """Answer the searches of several requests; those with the same options are searched at once."""
     alike: dict[tuple[str, int], list[int]] = {}
     for i, one in enumerate(searches):
         alike.setdefault((one.options.model_dump_json(exclude={"queries"}), one.max_set), []).append(i)
@@ -494,16 +375,7 @@ def search_together(
 
 
 def check_payloads(payloads: Iterable[Mapping[str, str]], max_bytes: int, number: str = "max_results") -> None:
-    """Refuse a response that would be large by its payloads; the number of its items is limited before.
-
-    Args:
-        payloads: of all items of the response.
-        max_bytes: largest number of their characters.
-        number: name of the parameter for the number of items.
-
-    Raises:
-        Refusal: 422, there are more.
-    """
+    """Refuse a response that would be large by its payloads; the number of its items is limited before."""
     total = 0
     for payload in payloads:
         total += sum(len(name) + len(value) for name, value in payload.items())
@@ -513,14 +385,7 @@ def check_payloads(payloads: Iterable[Mapping[str, str]], max_bytes: int, number
 
 
 def info_of(served: ServedGallery) -> GalleryInfo:
-    """Describe a gallery.
-
-    Args:
-        served: the gallery.
-
-    Returns:
-        The description, with n = 0 and queries = None for the caller to fill in.
-    """
+    """Describe a gallery."""
     some, scorer = served.gallery.sample(_LOOKED_AT), served.gallery.scorer
     return GalleryInfo(
         n=0,
@@ -535,56 +400,25 @@ def info_of(served: ServedGallery) -> GalleryInfo:
 
 
 def query_drift(served: ServedGallery) -> QueryDrift | None:
-    """How the queries of a gallery compare with those of its calibration, for the interface.
-
-    Args:
-        served: the gallery.
-
-    Returns:
-        The values; None without a monitor, or if its calibration does not cover the size of the gallery.
-    """
+    """How the queries of a gallery compare with those of its calibration, for the interface."""
     if served.drift is None or not served.drift.scores.covers(served.gallery.size):
         return None
     return QueryDrift(window=served.drift.window, **vars(served.drift.state))
 
 
 def image_path(served: ServedGallery, id: str, payload: Mapping[str, str]) -> str | None:
-    """Path of the image of an item at this service.
-
-    Args:
-        served: gallery of the item.
-        id: id of the item.
-        payload: payload of the item.
-
-    Returns:
-        The path; None if the item is known to have no image.
-    """
+    """Path of the image of an item at this service."""
     known = served.images is not None and served.images.has(id, payload)
     return f"/v1/pictures/{quote(id)}" if known else None
 
 
 def item_path(id: str, gallery: GalleryName) -> str:
-    """Path of an item at this service.
-
-    Args:
-        id: id of the item.
-        gallery: name of its gallery.
-
-    Returns:
-        The path, with the gallery if it is not the usual one.
-    """
+    """Path of an item at this service."""
     return f"/v1/items/{quote(id)}" + (f"?gallery={gallery}" if gallery != "images" else "")
 
 
 def ellipse_of(values: tuple[float, float, float, float, float]) -> Ellipse:
-    """Name the values of an ellipse.
-
-    Args:
-        values: (x, y, a, b, angle).
-
-    Returns:
-        The ellipse.
-    """
+    """Name the values of an ellipse. values (x, y, a, b, angle)."""
     x, y, a, b, angle = values
     return Ellipse(x=x, y=y, a=a, b=b, angle=angle)
 

@@ -95,14 +95,7 @@ _CREATED: dict[int | str, dict[str, Any]] = {
 
 
 def problems(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """Descriptions of problem documents, for the `responses` of a route.
-
-    Args:
-        statuses: of HTTP.
-
-    Returns:
-        One response for each status.
-    """
+    """Descriptions of problem documents, for the `responses` of a route."""
     content = {PROBLEM: {"schema": {"$ref": _REF.format(model="Problem")}}}
     return {status: {"description": _why(status), "content": content} for status in statuses}
 
@@ -113,14 +106,7 @@ def _why(status: int) -> str:
 
 
 def documented(app: FastAPI) -> dict[str, Any]:
-    """The OpenAPI document of the application: FastAPI's, with the problem documents and the ways to send a key.
-
-    Args:
-        app: the application; it keeps the document.
-
-    Returns:
-        The document.
-    """
+    """The OpenAPI document of the application: FastAPI's, with the problem documents and the ways to send a key."""
     if app.openapi_schema is None:
         document = get_openapi(
             title=app.title,
@@ -150,15 +136,7 @@ def _fit_example(document: dict[str, Any], lengths: Mapping[Modality, int]) -> N
 
 
 def page_of(document: dict[str, Any], address: str) -> str:
-    """The document as a page: each route with its parameters, its body, its responses and a curl command.
-
-    Args:
-        document: of :func:`documented`.
-        address: base URL of the service, for the curl commands.
-
-    Returns:
-        HTML without scripts and without external resources.
-    """
+    """The document as a page: each route with its parameters, its body, its responses and a curl command."""
     schemas = document["components"]["schemas"]
     routes = [
         {"method": method.upper(), "path": path, "curl": _curl(method, address + path, operation, schemas), **operation}
@@ -287,15 +265,7 @@ _Id = Annotated[str, PathParameter(description="id of the item; percent-encoded,
 
 
 def create_app(sources: Sources, settings: Settings | None = None) -> FastAPI:
-    """The service as an ASGI application.
-
-    Args:
-        sources: model and galleries; closed when the application shuts down.
-        settings: limits, sizes and keys.
-
-    Returns:
-        An application whose `state.service` is the :class:`Service`. It becomes ready some time after its start.
-    """
+    """The service as an ASGI application."""
     settings = settings or Settings()
     service = Service(sources, settings)
     writer = Writer(service)

@@ -31,18 +31,7 @@ class Closed(Exception):
 
 
 class Batcher(Generic[Item, Result]):
-    """Collects items of several tasks and computes them together. Start it in a running event loop.
-
-    Args:
-        compute: items -> as many results. An exception among the results fails that item alone. If the call itself
-            raises for several items, it is repeated for each item alone.
-        executor: runs the calls.
-        size: largest number of items in a call.
-        window: seconds that the first item waits for others while the executor is free.
-        waiting: largest number of waiting items.
-        observe: function called with the size of each batch.
-        workers: number of simultaneous calls.
-    """
+    """Collects items of several tasks and computes them together. Start it in a running event loop."""
 
     def __init__(
         self,
@@ -71,18 +60,7 @@ class Batcher(Generic[Item, Result]):
         self._tasks = [loop.create_task(self._work()) for _ in range(self._workers)]
 
     async def submit(self, items: Sequence[Item]) -> list[Result | BaseException]:
-        """Compute items. If the caller is cancelled, its waiting items are dropped.
-
-        Args:
-            items: the items.
-
-        Returns:
-            Results in the order of the items; the exception of an item that failed.
-
-        Raises:
-            Full: there is no room for all of them.
-            Closed: the batcher is closed or was never started.
-        """
+        """Compute items. If the caller is cancelled, its waiting items are dropped."""
         if not self._tasks or all(task.done() for task in self._tasks):
             raise Closed
         if len(self._queue) + len(items) > self.waiting:
@@ -164,17 +142,7 @@ Embedded = list[GaussianEmbedding | BaseException]
 
 
 class Embedder:
-    """The model behind two queues, one for texts and one for images: no text waits for an image.
-
-    Args:
-        model: the model in evaluation mode; no other code may use it at the same time.
-        settings: sizes of batches and queues.
-        metrics: counts the batches.
-
-    Attributes:
-        decoders: the processes that decode images.
-        decoding: number of images that are being decoded or wait for it.
-    """
+    """The model behind two queues, one for texts and one for images: no text waits for an image."""
 
     def __init__(self, model: DualEncoder, settings: Settings, metrics: Metrics) -> None:
         self.model = model
@@ -212,31 +180,11 @@ class Embedder:
         self.decoders.close()
 
     async def embed_texts(self, texts: Sequence[str | bytes]) -> Embedded:
-        """Embed texts.
-
-        Args:
-            texts: the texts; of a model that reads embeddings, the bytes of .npy files.
-
-        Returns:
-            (1, d) embedding of each, or its exception.
-
-        Raises:
-            Refusal: 503, the queue is full.
-        """
+        """Embed texts. Returns (1, d)."""
         return await submitted(self.texts, texts)
 
     async def embed_images(self, images: Sequence[bytes]) -> Embedded:
-        """Decode and embed image files.
-
-        Args:
-            images: bytes of the files; of a model that reads features, of .npy files.
-
-        Returns:
-            (1, d) embedding of each, or its exception: a ValueError if it cannot be decoded.
-
-        Raises:
-            Refusal: 503, the queue is full.
-        """
+        """Decode and embed image files. Returns (1, d)."""
         if self.decoding + len(self.images) + len(images) > self._max_waiting:
             raise _full()
         self.decoding += len(images)
@@ -276,18 +224,7 @@ def _full() -> Refusal:
 
 
 async def submitted(batcher: Batcher[Asked, Found], items: Sequence[Asked]) -> list[Found | BaseException]:
-    """Submit items to a batcher.
-
-    Args:
-        batcher: the batcher.
-        items: the items.
-
-    Returns:
-        See :meth:`Batcher.submit`.
-
-    Raises:
-        Refusal: 503, the batcher is full or closed.
-    """
+    """Submit items to a batcher."""
     try:
         return await batcher.submit(items)
     except Full:

@@ -36,52 +36,18 @@ _SHOWN = {"PNG": "image/png", "JPEG": "image/jpeg", "WEBP": "image/webp", "GIF":
 
 
 def header(data: bytes) -> Message:
-    """Read the header of an image file; nothing is decoded.
-
-    Args:
-        data: bytes of the file.
-
-    Returns:
-        Pillow's name of its format, its width and its height.
-
-    Raises:
-        ValueError: it is not an image.
-    """
+    """Read the header of an image file; nothing is decoded."""
     with opened_image(data, max_pixels=None) as image:
         return {"format": str(image.format), "width": image.width, "height": image.height}, b""
 
 
 def square(data: bytes, size: int, fit: Fit) -> Message:
-    """Decode an image to a square, see :func:`~sfumato.data.image_decoding.decode_image`.
-
-    Args:
-        data: bytes of the file.
-        size: side of the square in pixels.
-        fit: how the image becomes a square.
-
-    Returns:
-        (3, size, size) uint8 as bytes.
-
-    Raises:
-        ValueError: it cannot be decoded.
-    """
+    """Decode an image to a square, see :func:`~sfumato.data.image_decoding.decode_image`. Returns (3, size, size)."""
     return {}, decode_image(data, size, fit=fit, reduced=True).tobytes()
 
 
 def rgb(data: bytes, side: int | None) -> Message:
-    """Decode an image of any format to one that is simple: upright, in RGB, uncompressed.
-
-    Args:
-        data: bytes of the file.
-        side: images whose sides are both at least twice this long are reduced by a whole number, so that both keep this
-            length; None keeps every size.
-
-    Returns:
-        A BMP file.
-
-    Raises:
-        ValueError: it cannot be decoded.
-    """
+    """Decode an image of any format to one that is simple: upright, in RGB, uncompressed."""
     if side is not None:
         data = _drafted(data, side)
     image = Image.fromarray(decode_image(data, None).transpose(1, 2, 0))
@@ -90,17 +56,7 @@ def rgb(data: bytes, side: int | None) -> Message:
 
 
 def stored(data: bytes) -> Message:
-    """Re-encode an image file, upright and in RGB, without its metadata such as the location of the camera.
-
-    Args:
-        data: bytes of the file.
-
-    Returns:
-        A JPEG file if it was one, else a PNG file.
-
-    Raises:
-        ValueError: it cannot be decoded.
-    """
+    """Re-encode an image file, upright and in RGB, without its metadata such as the location of the camera."""
     with opened_image(data) as image:
         format = "JPEG" if image.format == "JPEG" else "PNG"
     pixels = np.ascontiguousarray(decode_image(data, None).transpose(1, 2, 0))
@@ -108,19 +64,7 @@ def stored(data: bytes) -> Message:
 
 
 def shown(data: bytes, size: int | None) -> Message:
-    """Convert a stored image for a browser.
-
-    Args:
-        data: bytes of the file.
-        size: longest side in pixels of a smaller copy; None returns the file unchanged, if browsers can display its
-            format.
-
-    Returns:
-        Its media type, and the bytes; none if the file is unchanged.
-
-    Raises:
-        ValueError: it cannot be decoded.
-    """
+    """Convert a stored image for a browser."""
     with opened_image(data) as image:
         kind = str(image.format)
         if size is None and kind in _SHOWN:
@@ -141,16 +85,7 @@ TASKS: dict[str, Callable[..., Message]] = {
 
 
 def done(task: str, options: Mapping[str, Any], data: bytes) -> Message:
-    """Do one task.
-
-    Args:
-        task: key in TASKS.
-        options: of the task.
-        data: bytes of an image file.
-
-    Returns:
-        The answer; an object with "error" if the image cannot be used.
-    """
+    """Do one task."""
     try:
         _check_scans(data)
         return TASKS[task](data, **options)
@@ -161,12 +96,7 @@ def done(task: str, options: Mapping[str, Any], data: bytes) -> Message:
 
 
 def send(pipe: IO[bytes], message: Message) -> None:
-    """Write a message.
-
-    Args:
-        pipe: to the other process.
-        message: the message.
-    """
+    """Write a message."""
     text, data = json.dumps(message[0]).encode(), message[1]
     pipe.write(_LENGTHS.pack(len(text), len(data)) + text)
     pipe.write(data)
@@ -174,17 +104,7 @@ def send(pipe: IO[bytes], message: Message) -> None:
 
 
 def receive(pipe: IO[bytes]) -> Message:
-    """Read a message.
-
-    Args:
-        pipe: from the other process.
-
-    Returns:
-        The message.
-
-    Raises:
-        EOFError: the other process has ended.
-    """
+    """Read a message."""
     of_text, of_data = _LENGTHS.unpack(_exactly(pipe, _LENGTHS.size))
     return json.loads(_exactly(pipe, of_text)), _exactly(pipe, of_data)
 
@@ -237,11 +157,7 @@ def _end_after(seconds: float) -> None:
 
 
 def main(memory_bytes: int) -> None:
-    """Answer requests until the service closes the pipe.
-
-    Args:
-        memory_bytes: memory limit of this process.
-    """
+    """Answer requests until the service closes the pipe."""
     _limit(memory_bytes)
     Image.MAX_IMAGE_PIXELS = None  # The service decides by the header.
     with os.fdopen(os.dup(1), "wb") as answers:

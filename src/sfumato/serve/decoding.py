@@ -37,42 +37,22 @@ image after another in the same process is refused before the time limit of requ
 
 
 def message_of(answer: Message) -> Message:
-    """The answer of a process as it is.
-
-    Args:
-        answer: the answer.
-
-    Returns:
-        The same.
-    """
+    """The answer of a process as it is."""
     return answer
 
 
 def bytes_of(answer: Message) -> bytes:
-    """The file that a process answers with.
-
-    Args:
-        answer: the answer.
-
-    Returns:
-        Its bytes.
-    """
+    """The file that a process answers with."""
     return answer[1]
 
 
 @dataclass(frozen=True)
 class Task(Generic[Result]):
-    """What a process does with an image, see :data:`~sfumato.serve.decode_worker.TASKS`.
+    """What a process does with an image, see :data:`~sfumato.serve.decode_worker.TASKS`."""
 
-    Attributes:
-        name: key in TASKS.
-        options: of the task.
-        finish: converts the answer, in a thread of the service.
-    """
-
-    name: str
-    options: Mapping[str, Any]
-    finish: Callable[[Message], Result]
+    name: str  # key in TASKS
+    options: Mapping[str, Any]  # of the task
+    finish: Callable[[Message], Result]  # converts the answer, in a thread of the service
 
 
 HEADER = Task("header", {}, message_of)
@@ -80,16 +60,7 @@ HEADER = Task("header", {}, message_of)
 
 
 def input_task(tower: Tower, prepare: Callable[[bytes], Any]) -> Task[Any]:
-    """The task that makes the input of an image tower.
-
-    Args:
-        tower: of images, that does not read features.
-        prepare: makes the input from the bytes of an image in this process.
-
-    Returns:
-        The task. Its results are those of `prepare`, but for very large images, see ``reduced`` of
-        :func:`~sfumato.data.image_decoding.decode_image`.
-    """
+    """The task that makes the input of an image tower."""
     processor = tower.processor
     if isinstance(processor, PixelProcessor | ImageFileProcessor):
         shape = (3, processor.size, processor.size)
@@ -105,14 +76,7 @@ def _pixels(answer: Message, shape: tuple[int, int, int]) -> np.ndarray:
 
 
 class Decoders:
-    """A few processes that decode images, one image each at a time.
-
-    Args:
-        n: number of processes; each is started when it is needed first.
-        seconds: limit of the processor time of one task. It may take PATIENCE times as long by the clock. Where the
-            system does not end a process by its processor time, the limit is one of the clock.
-        memory_bytes: memory limit of one process, where the system has one.
-    """
+    """A few processes that decode images, one image each at a time."""
 
     def __init__(self, n: int, *, seconds: float, memory_bytes: int) -> None:
         self._threads = Threads(n, "decode")
@@ -120,34 +84,11 @@ class Decoders:
         self._idle = list(self._processes)
 
     async def run(self, task: Task[Result], data: bytes) -> Result:
-        """Do a task in a process.
-
-        Args:
-            task: the task.
-            data: bytes of an image file.
-
-        Returns:
-            The result.
-
-        Raises:
-            ValueError: the image cannot be decoded within the limits.
-            Refusal: 503, the computer has too much else to do, or the service is shutting down.
-        """
+        """Do a task in a process."""
         return await self._threads.run(self._do, task, data)
 
     async def all(self, task: Task[Result], images: Sequence[bytes]) -> list[Result | BaseException]:
-        """Do a task with several images.
-
-        Args:
-            task: the task.
-            images: bytes of image files.
-
-        Returns:
-            For each image the result, or the exception.
-
-        Raises:
-            Refusal: 503, as :meth:`run`.
-        """
+        """Do a task with several images."""
         found = await asyncio.gather(*(self.run(task, image) for image in images), return_exceptions=True)
         for one in found:
             if isinstance(one, Refusal):

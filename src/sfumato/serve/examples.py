@@ -25,14 +25,7 @@ _KINDS: dict[Literal["vague", "precise", "nonsense"], tuple[str, ...]] = {
 
 
 def candidates(payloads: Iterable[Mapping[str, str]]) -> list[str]:
-    """Texts that may serve as examples for a gallery.
-
-    Args:
-        payloads: of some of its items.
-
-    Returns:
-        At most 118 texts: the most frequent words of the names, some whole names, and a few general texts.
-    """
+    """Texts that may serve as examples for a gallery."""
     names = [next(filter(None, (one.get(field) for field in ("label", "text", "name"))), "") for one in payloads]
     count = Counter(word for name in names for word in set(re.findall(r"[^\W\d_]{3,}", name.casefold())))
     words = [word for word, n in count.most_common(_WORDS) if n > 1]
@@ -41,14 +34,7 @@ def candidates(payloads: Iterable[Mapping[str, str]]) -> list[str]:
 
 
 def chosen(answers: Sequence[Answer]) -> list[Example]:
-    """The clearest example of each kind, by the verdicts of the answers.
-
-    Args:
-        answers: to the :func:`candidates`.
-
-    Returns:
-        At most one example of each kind; a kind without such an answer is left out.
-    """
+    """The clearest example of each kind, by the verdicts of the answers."""
     found = []
     for kind, verdicts in _KINDS.items():
         some = [one for one in answers if (one.query in _NO_WORDS) == (kind == "nonsense")]

@@ -70,35 +70,16 @@ class Metrics:
         self._ready = Gauge("sfumato_ready", "1 if the service answers searches.", registry=self.registry)
 
     def request(self, method: str, route: str, status: int, seconds: float) -> None:
-        """Count a request.
-
-        Args:
-            method: of HTTP.
-            route: template of the path.
-            status: of the response; 499 if the client had left.
-            seconds: from the first byte of the request to the last byte of the response.
-        """
+        """Count a request."""
         self._requests.labels(method if method in _METHODS else "other", route, str(status)).inc()
         self._seconds.labels(route).observe(seconds)
 
     def batch(self, kind: str) -> Callable[[int], None]:
-        """A counter of batches.
-
-        Args:
-            kind: "text", "image" or "search".
-
-        Returns:
-            To be called with the size of each batch.
-        """
+        """A counter of batches."""
         return self._batch.labels(kind).observe
 
     def abstention(self, gallery: str, abstained: bool) -> None:
-        """Count an answer to a query with abstain.
-
-        Args:
-            gallery: name of the gallery.
-            abstained: whether the answer is to abstain.
-        """
+        """Count an answer to a query with abstain."""
         self._abstentions.labels(gallery, "yes" if abstained else "no").inc()
 
     def text(
@@ -109,18 +90,7 @@ class Metrics:
         stores: Mapping[str, bool],
         ready: bool,
     ) -> bytes:
-        """All metrics, for GET /metrics.
-
-        Args:
-            waiting: number of waiting items by kind.
-            items: number of items by gallery.
-            drift: by gallery, how its queries compare with those of its calibration.
-            stores: by gallery, whether its store answers; for collections.
-            ready: whether the service answers searches.
-
-        Returns:
-            The text format of Prometheus.
-        """
+        """All metrics, for GET /metrics."""
         for kind, n in waiting.items():
             self._waiting.labels(kind).set(n)
         for gallery, n in items.items():
@@ -158,14 +128,7 @@ _LOG = logging.getLogger("sfumato.serve")
 
 
 class Guard:
-    """The ASGI middleware; it is pure ASGI, so that it sees every byte.
-
-    Args:
-        app: the wrapped application.
-        settings: limits and keys.
-        metrics: counts the requests.
-        route: path -> its template, for the metrics.
-    """
+    """The ASGI middleware; it is pure ASGI, so that it sees every byte."""
 
     def __init__(self, app: ASGIApp, settings: Settings, metrics: Metrics, route: Callable[[str], str]) -> None:
         self.app, self.settings, self.metrics, self.route = app, settings, metrics, route

@@ -31,50 +31,24 @@ _REST = 2.0
 
 
 class Budget:
-    """An amount that requests share, such as pixels at work.
-
-    Args:
-        most: the amount.
-        what: what there is too much of when it is used up, for messages.
-    """
+    """An amount that requests share, such as pixels at work."""
 
     def __init__(self, most: int, what: str) -> None:
         self.most, self.what, self.used = most, what, 0
 
     def take(self, amount: int) -> None:
-        """Take some.
-
-        Args:
-            amount: how much.
-
-        Raises:
-            Refusal: 503, it is not there now. The first to take some gets it, however much it is.
-        """
+        """Take some."""
         if self.used and amount and self.used + amount > self.most:
             raise busy(f"Too many {self.what}; send the request again in a moment")
         self.used += amount
 
     def give_back(self, amount: int) -> None:
-        """Give some back.
-
-        Args:
-            amount: how much.
-        """
+        """Give some back."""
         self.used -= amount
 
     @contextlib.contextmanager
     def taken(self, amount: int) -> Iterator[None]:
-        """Take some for a while.
-
-        Args:
-            amount: how much.
-
-        Yields:
-            Nothing; it is given back afterwards.
-
-        Raises:
-            Refusal: 503, as :meth:`take`.
-        """
+        """Take some for a while."""
         self.take(amount)
         try:
             yield
@@ -83,31 +57,14 @@ class Budget:
 
 
 class Threads:
-    """A few threads. Work waits for one in the task of its caller: if he leaves, it is dropped with all that it holds.
-
-    Args:
-        n: number of threads.
-        name: their name.
-        initializer: called in each thread.
-    """
+    """A few threads. Work waits for one in the task of its caller: if he leaves, it is dropped."""
 
     def __init__(self, n: int, name: str, initializer: Callable[[], object] | None = None) -> None:
         self.pool = ThreadPoolExecutor(n, name, initializer)
         self._free = asyncio.Semaphore(n)
 
     async def run(self, work: Callable[..., Done], *arguments: object) -> Done:
-        """Run work in a thread; work that has begun continues if the caller stops waiting.
-
-        Args:
-            work: called with the arguments.
-            arguments: for the work.
-
-        Returns:
-            The result of the work.
-
-        Raises:
-            Refusal: 503, the service is shutting down.
-        """
+        """Run work in a thread; work that has begun continues if the caller stops waiting."""
         await self._free.acquire()
         try:
             running = asyncio.wrap_future(self.pool.submit(work, *arguments))
@@ -138,11 +95,7 @@ def _retrieve(task: "asyncio.Task[Done]") -> None:
 
 
 class Body:
-    """A body that has arrived, in the parts in which it came. It keeps nothing of what was taken from it.
-
-    Args:
-        parts: in their order.
-    """
+    """A body that has arrived, in the parts in which it came. It keeps nothing of what was taken from it."""
 
     def __init__(self, parts: Iterable[bytes]) -> None:
         self._parts = deque(parts)
@@ -152,11 +105,7 @@ class Body:
         return bool(self._parts)
 
     def take(self) -> bytes:
-        """The next piece.
-
-        Returns:
-            At least PIECE bytes while there are so many; b"" if nothing is left.
-        """
+        """The next piece."""
         taken, size = list[bytes](), 0
         while self._parts and size < PIECE:
             taken.append(self._parts.popleft())
@@ -186,9 +135,6 @@ class Bodies:
 
     A body that has not arrived after a second is slow. If there are too many slow ones, the slowest is refused. So they
     shut out nobody but each other.
-
-    Args:
-        settings: the limits.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -199,19 +145,7 @@ class Bodies:
 
     @contextlib.asynccontextmanager
     async def arrived(self, announced: str, receive: Receive) -> AsyncIterator["Body | None"]:
-        """A body, which counts for the budget of bytes until the request has been answered.
-
-        Args:
-            announced: the header Content-Length; "0" if there is none.
-            receive: of ASGI.
-
-        Yields:
-            The body; None if the client has left.
-
-        Raises:
-            Refusal: 400, 408, 413 or 503. Before a 413 up to the same number of bytes is read and dropped, so that the
-                client can read the response.
-        """
+        """A body, which counts for the budget of bytes until the request has been answered."""
         if not (announced.isascii() and announced.isdecimal() and len(announced) < 20):
             raise Refusal(400, "Content-Length is not a number", headers={"Connection": "close"})
         if int(announced) > 2 * self.settings.max_body_bytes:

@@ -437,11 +437,7 @@ class SearchParameters(_Options, _LargestVariance):
     )
 
     def options(self) -> SearchOptions:
-        """The same options as in JSON.
-
-        Returns:
-            The options.
-        """
+        """The same options as in JSON."""
         where: dict[str, list[str]] = {}
         for pair in self.where:
             name, _, value = pair.partition(":")
@@ -516,15 +512,7 @@ _LONGEST, _MOST, _TOO_WRONG = 500, 20, 100
 
 
 class Refusal(HTTPException):
-    """The refusal of a request.
-
-    Args:
-        status: of HTTP.
-        detail: the received value, the expected value and what to do.
-        errors: (where, message) of each error.
-        headers: of the response.
-        code: one of CODES; the first one of the status if None.
-    """
+    """The refusal of a request."""
 
     def __init__(
         self,
@@ -539,11 +527,7 @@ class Refusal(HTTPException):
         self.errors, self.code = tuple(errors), code or _USUAL.get(status, "bad-request")
 
     def response(self) -> Response:
-        """The refusal as a response.
-
-        Returns:
-            The problem document.
-        """
+        """The refusal as a response."""
         problem = Problem(
             type=f"/docs#problem-{self.code}",
             code=self.code,
@@ -557,29 +541,12 @@ class Refusal(HTTPException):
 
 
 def busy(detail: str, seconds: int = 1, *, code: str = "busy") -> Refusal:
-    """The refusal of a busy service.
-
-    Args:
-        detail: why.
-        seconds: value of Retry-After.
-        code: one of CODES.
-
-    Returns:
-        503.
-    """
+    """The refusal of a busy service."""
     return Refusal(503, detail, headers={"Retry-After": str(seconds)}, code=code)
 
 
 def invalid(errors: Sequence[Any], body: str = "body") -> Refusal:
-    """The refusal of a request that pydantic finds invalid.
-
-    Args:
-        errors: of a ValidationError.
-        body: name of the body in `where`.
-
-    Returns:
-        422, with the first errors; only their number if there are very many.
-    """
+    """The refusal of a request that pydantic finds invalid."""
     if len(errors) > _TOO_WRONG:
         return Refusal(422, f"The request is not valid: {body}: it has {len(errors)} errors")
     found = []

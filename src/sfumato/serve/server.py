@@ -22,14 +22,7 @@ LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach an address.
-
-    Args:
-        host: address or name.
-
-    Returns:
-        True for a loopback address and for localhost.
-    """
+    """Whether only this machine can reach an address."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -37,31 +30,14 @@ def is_loopback(host: str) -> bool:
 
 
 def hosts_of(host: str, more: Sequence[str]) -> tuple[str, ...]:
-    """Names that the service accepts in the Host header.
-
-    Args:
-        host: address that it listens to.
-        more: names given by the user.
-
-    Returns:
-        The names; empty, that is any, for a network address without given names. :func:`run_app` then requires a key.
-    """
+    """Names that the service accepts in the Host header."""
     given = tuple(name.lower() for name in more)
     own = f"[{host}]" if ":" in host else host.lower()
     return tuple(dict.fromkeys((*LOOPBACK, own, *given))) if is_loopback(host) or given else ()
 
 
 def check_host(host: str, keys: tuple[str, ...], no_key: bool) -> None:
-    """Refuse to listen to a network without a key, unless the user asks for it.
-
-    Args:
-        host: address to listen to.
-        keys: all API keys.
-        no_key: whether the user gave --no-key.
-
-    Raises:
-        UserError: there is no key.
-    """
+    """Refuse to listen to a network without a key, unless the user asks for it."""
     if not is_loopback(host) and not keys and not no_key:
         raise UserError(
             f"--host {host}: others could use the service without a key; give --api-key-file FILE (or"
@@ -74,13 +50,6 @@ def check_names(host: str, settings: Settings) -> None:
     """Refuse to answer a network under any name without a key.
 
     A web site could point a name of its own at this address and send requests through the browsers of its visitors.
-
-    Args:
-        host: address to listen to.
-        settings: with keys and names.
-
-    Raises:
-        UserError: there is neither a key nor a name.
     """
     if not is_loopback(host) and not settings.all_keys and not settings.hosts:
         raise UserError(
@@ -91,15 +60,7 @@ def check_names(host: str, settings: Settings) -> None:
 
 
 def check_address(host: str, port: int) -> None:
-    """Refuse an address that is not available, before a model is loaded.
-
-    Args:
-        host: address to listen to.
-        port: port; 0 for a free one.
-
-    Raises:
-        UserError: the address is in use, or does not belong to this machine.
-    """
+    """Refuse an address that is not available, before a model is loaded."""
     try:
         socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
     except OSError as error:
@@ -144,19 +105,7 @@ The side that closes first must be theirs, or a request that is on its way finds
 
 
 def run_app(app: FastAPI, *, host: str, port: int, grace: int = 30, access_log: bool = False) -> None:
-    """Serve until SIGTERM or SIGINT. Running requests then have `grace` seconds; a second signal ends it at once.
-
-    Args:
-        app: of :func:`~sfumato.serve.app.create_app`.
-        host: address to listen to.
-        port: port; 0 takes a free one.
-        grace: seconds that running requests have after a signal.
-        access_log: write a line for every request with its route and status, without the query.
-
-    Raises:
-        SystemExit: with 1 and a line on stderr, if no text or image can be embedded or searched.
-        UserError: the address is not available, or others could use the service under any name and without a key.
-    """
+    """Serve until SIGTERM or SIGINT. Running requests then have `grace` seconds; a second signal ends it at once."""
     check_names(host, app.state.service.settings)
     share_memory()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")

@@ -76,16 +76,7 @@ _LOG = logging.getLogger("sfumato.serve")
 
 
 class Service:
-    """The state and the operations behind the routes of `create_app`.
-
-    Args:
-        sources: the model and the galleries.
-        settings: limits and sizes.
-
-    Attributes:
-        ready: set when a text and an image have been embedded and a search has been made.
-        failed: why warming up failed; None if it did not.
-    """
+    """The state and the operations behind the routes of `create_app`."""
 
     def __init__(self, sources: Sources, settings: Settings) -> None:
         self.sources, self.settings, self.metrics = sources, settings, Metrics()
@@ -139,50 +130,17 @@ class Service:
         self.sources.close()
 
     async def in_thread(self, work: Callable[..., Done], *arguments: object) -> Done:
-        """Run work in a thread beside the event loop; it continues if the caller stops waiting.
-
-        Args:
-            work: called with the arguments.
-            arguments: for the work.
-
-        Returns:
-            The result of the work.
-
-        Raises:
-            Refusal: 503, the service is shutting down.
-        """
+        """Run work in a thread beside the event loop; it continues if the caller stops waiting."""
         return await self._threads.run(work, *arguments)
 
     def gallery(self, name: GalleryName) -> ServedGallery:
-        """A gallery by name.
-
-        Args:
-            name: its name.
-
-        Returns:
-            The gallery.
-
-        Raises:
-            Refusal: 404, there is no such gallery.
-        """
+        """A gallery by name."""
         if name not in self.sources.galleries:
             raise Refusal(404, f"This service has no gallery of {name}; it has {', '.join(self.sources.galleries)}")
         return self.sources.galleries[name]
 
     async def search(self, asked: Sequence[Asked], options: SearchOptions) -> SearchResponse:
-        """Search by queries.
-
-        Args:
-            asked: the queries.
-            options: options of the search.
-
-        Returns:
-            The answers in the order of the queries.
-
-        Raises:
-            Refusal: the request is over a limit, names an unknown id, holds an unreadable image, or asks for a
-                guarantee that the calibration cannot give.
-        """
+        """Search by queries."""
         served, limits = self.gallery(options.gallery), self.settings
         if len(asked) > limits.max_batch:
             raise Refusal(
@@ -227,15 +185,7 @@ class Service:
         return min(self.settings.max_results, max(1, left // n))
 
     def refuse_features(self, side: Literal["image", "text"], where: Sequence[str]) -> None:
-        """Refuse the images or texts of a request if the model reads features instead of them.
-
-        Args:
-            side: "image" or "text".
-            where: their locations in the request; none are not refused.
-
-        Raises:
-            Refusal: 422, there are some, and the model has no encoder for them.
-        """
+        """Refuse the images or texts of a request if the model reads features instead of them."""
         model = self.sources.model
         features = features_read(model.image if side == "image" else model.text)
         if where and features:
@@ -249,15 +199,7 @@ class Service:
     async def checked_images(self, images: Sequence[tuple[str, bytes]]) -> AsyncIterator[None]:
         """Check the image files of a request by their headers, and take their pixels from the budget of all requests.
 
-        Args:
-            images: (location in the request, bytes) of each.
-
-        Yields:
-            Nothing; the pixels are given back afterwards.
-
-        Raises:
-            Refusal: a file is not an image, together they have too many pixels, or the model reads features; 503, other
-                requests have the pixels.
+        images (location in the request, bytes).
         """
         self.refuse_features("image", [where for where, _ in images])
         for where, data in images:
@@ -285,18 +227,7 @@ class Service:
             yield
 
     async def image(self, id: str, size: int | None) -> tuple[bytes, str]:
-        """The image of an item.
-
-        Args:
-            id: id of the item.
-            size: longest side in pixels of a smaller copy; None for the stored file.
-
-        Returns:
-            (bytes, media type).
-
-        Raises:
-            Refusal: 404, there is no such item or image, or the image cannot be decoded.
-        """
+        """The image of an item. Returns (bytes, media type)."""
 
         def read() -> bytes:
             served = self.gallery("images")
@@ -317,18 +248,7 @@ class Service:
         return smaller or data, str(answer["type"])
 
     async def item(self, id: str, gallery: GalleryName) -> Item:
-        """An item by id.
-
-        Args:
-            id: id of the item.
-            gallery: name of its gallery.
-
-        Returns:
-            The item.
-
-        Raises:
-            Refusal: 404, there is no such item.
-        """
+        """An item by id."""
         served = self.gallery(gallery)
         items = await self.in_thread(self._items, served, [id])
         if not items.ids:
@@ -337,19 +257,7 @@ class Service:
         return item
 
     async def items(self, gallery: GalleryName, cursor: str | None, limit: int) -> ItemList:
-        """Items in the order of their ids.
-
-        Args:
-            gallery: name of the gallery.
-            cursor: `next_cursor` of the items before; None to begin.
-            limit: largest number of items.
-
-        Returns:
-            The items. Who follows the cursors to the end meets every item that exists all the while exactly once.
-
-        Raises:
-            Refusal: 422, the cursor is none, or the payloads are too large for a response.
-        """
+        """Items in the order of their ids."""
         served, after = self.gallery(gallery), "" if cursor is None else _id_of(cursor)
 
         def read() -> ItemList:
@@ -366,14 +274,7 @@ class Service:
         return await self.in_thread(read)
 
     async def examples(self, gallery: GalleryName) -> Examples:
-        """Queries and items to start from; they are chosen again after a write.
-
-        Args:
-            gallery: name of the gallery.
-
-        Returns:
-            The examples.
-        """
+        """Queries and items to start from; they are chosen again after a write."""
         served = self.gallery(gallery)
         async with self._choosing[gallery]:  # The first visitors share one choice.
             kept, version = self._examples.get(gallery), served.version
@@ -400,15 +301,7 @@ class Service:
         return Examples(gallery=gallery, queries=queries, items=items)
 
     async def map(self, gallery: GalleryName, n: int) -> Map:
-        """The map of a gallery.
-
-        Args:
-            gallery: name of the gallery.
-            n: largest number of items.
-
-        Returns:
-            The map.
-        """
+        """The map of a gallery."""
         served = self.gallery(gallery)
 
         def draw() -> Map:
@@ -440,11 +333,7 @@ class Service:
         return await self.in_thread(draw)
 
     def query_kinds(self) -> QueryKinds:
-        """The kinds of queries that the model can answer.
-
-        Returns:
-            The kinds.
-        """
+        """The kinds of queries that the model can answer."""
         model, sides = self.sources.model, self.vector_sides
         return QueryKinds(
             text=not features_read(model.text),
@@ -454,14 +343,7 @@ class Service:
         )
 
     async def info(self, rights: Rights) -> Info:
-        """Describe the service.
-
-        Args:
-            rights: what the caller may do.
-
-        Returns:
-            Model, galleries and limits.
-        """
+        """Describe the service."""
         return Info(
             version=__version__,
             model=self.sources.name,
@@ -479,11 +361,7 @@ class Service:
         )
 
     async def measured(self) -> bytes:
-        """The metrics of the service.
-
-        Returns:
-            The text of GET /metrics.
-        """
+        """The metrics of the service."""
         galleries = self.sources.galleries if self.ready.is_set() else {}  # Nothing here may wait for a store.
         items: dict[str, int] = {name: served.gallery.size for name, served in galleries.items()}
         waiting = {
@@ -497,12 +375,7 @@ class Service:
         return self.metrics.text(waiting, items, drift, stores, self.ready.is_set() and all(stores.values()))
 
     def changed(self, served: ServedGallery, items: int) -> None:
-        """Record a write to a gallery.
-
-        Args:
-            served: the gallery.
-            items: number of items that were written or removed, or may have been.
-        """
+        """Record a write to a gallery."""
         served.version += 1
         served.written += items
 
@@ -643,18 +516,7 @@ def _id_of(cursor: str) -> str:
 
 
 def good(found: Sequence[GaussianEmbedding | BaseException], where: Sequence[str]) -> list[GaussianEmbedding]:
-    """Check that all embeddings could be computed.
-
-    Args:
-        found: embeddings or exceptions.
-        where: location of each in the request.
-
-    Returns:
-        The embeddings.
-
-    Raises:
-        Refusal: 422 with the failed items and the reasons; 503 during shutdown.
-    """
+    """Check that all embeddings could be computed."""
     if wrong := [(place, error) for place, error in zip(where, found, strict=True) if isinstance(error, BaseException)]:
         for _, error in wrong:
             if isinstance(error, Closed):

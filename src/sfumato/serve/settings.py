@@ -135,19 +135,7 @@ class Settings:
 
 
 def read_keys(file: Path | None, environment: str | None) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """API keys of a file, or of the environment.
-
-    Args:
-        file: one key per line: `read:KEY` permits everything but writes; `write:KEY`, or the key alone, permits
-            everything. None for the environment.
-        environment: value of the environment variable, if it is set; in the same form as a line.
-
-    Returns:
-        (keys that permit everything, keys that permit reading); both empty if there are none.
-
-    Raises:
-        UserError: the file cannot be read or holds no key.
-    """
+    """API keys of a file, or of the environment. Returns (keys that permit everything, keys that permit reading)."""
     if file is None:
         lines = [environment or ""]
     else:
@@ -168,11 +156,7 @@ def read_keys(file: Path | None, environment: str | None) -> tuple[tuple[str, ..
 
 
 def require_extra() -> None:
-    """Check that the packages of the extra `serve` are installed, before anything is loaded.
-
-    Raises:
-        UserError: the extra `serve` is not installed.
-    """
+    """Check that the packages of the extra `serve` are installed, before anything is loaded."""
     needed = ("fastapi", "uvicorn", "prometheus_client", "python_multipart")
     if missing := [name for name in needed if find_spec(name) is None]:
         raise UserError(

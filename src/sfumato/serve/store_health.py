@@ -14,14 +14,7 @@ _LOG = logging.getLogger("sfumato.serve")
 
 
 class StoreHealth:
-    """Reads a record of the store every few seconds, and counts the items.
-
-    Args:
-        name: of the gallery, for messages.
-        collection: the collection; its `size` no longer counts once this has started.
-        every: seconds between two looks. A store in which a count takes long is counted less often.
-        patience: seconds without an answer after which the store counts as hanging.
-    """
+    """Reads a record of the store every few seconds, and counts the items."""
 
     def __init__(self, name: str, collection: GaussianCollection, *, every: float = 5.0, patience: float = 5.0) -> None:
         self._name, self._collection, self._every, self._patience = name, collection, every, patience
@@ -39,11 +32,7 @@ class StoreHealth:
         return f"the store of the {self._name} cannot be read" if self._error else ""
 
     def start(self) -> None:
-        """Count the items, then go on in the background.
-
-        Raises:
-            UserError: the store cannot be read.
-        """
+        """Count the items, then go on in the background."""
         self._collection.recount()
         self._collection.counts_itself = False
         threading.Thread(target=self._watch, name=f"store of {self._name}", daemon=True).start()

@@ -30,16 +30,7 @@ def find_orphans(
 ) -> tuple[set[str], set[str]]:
     """The old images that no item names, by a scan of the store.
 
-    Args:
-        collection: the collection.
-        uploads: its uploaded images.
-        stopping: whether to give up.
-
-    Returns:
-        (names of images to move away, names among the orphans that an item names); both empty if it has given up.
-
-    Raises:
-        UserError: the store cannot be read.
+    Returns (names of images to move away, names among the orphans that an item names).
     """
     old = {path.name for path in _files(uploads.folder) if _age(path) > SAFE_AGE}
     away = {path.name for path in uploads.orphans.glob("*")} if uploads.orphans.is_dir() else set[str]()
@@ -57,18 +48,7 @@ def find_orphans(
 def sweep(
     collection: GaussianCollection, uploads: UploadedImages, orphans: Collection[str], back: Collection[str]
 ) -> None:
-    """Move orphans away and others back, and remove temporary files and what has been away for long.
-
-    Args:
-        collection: the collection, which nobody else in this process writes to meanwhile.
-        uploads: its uploaded images.
-        orphans: of :func:`find_orphans`.
-        back: of :func:`find_orphans`.
-
-    Raises:
-        UserError: the store cannot be read.
-        OSError: a folder cannot be written to.
-    """
+    """Move orphans away and others back, and remove temporary files and what has been away for long."""
     for name in back:
         with contextlib.suppress(FileNotFoundError):
             os.replace(uploads.orphans / name, uploads.path_of(name))

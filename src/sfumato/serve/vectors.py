@@ -22,31 +22,16 @@ _SHORTEST, _LONGEST = 1e-12, 1e18
 
 @dataclass(frozen=True)
 class VectorSide:
-    """The vectors of one modality.
+    """The vectors of one modality."""
 
-    Attributes:
-        modality: what they are embeddings of.
-        channels: c numbers of a vector; None if the model cannot be searched by one.
-        reads: whether they pass the tower of the model; otherwise they are means in the space of the gallery.
-        normalize: whether means are scaled to unit length, as the model does.
-        reason: why the model cannot be searched by one; "" if it can.
-    """
-
-    modality: Modality
-    channels: int | None
+    modality: Modality  # what they are embeddings of
+    channels: int | None  # c numbers of a vector; None if the model cannot be searched by one
     reads: bool = False
-    normalize: bool = False
-    reason: str = ""
+    normalize: bool = False  # whether means are scaled to unit length, as the model does
+    reason: str = ""  # why the model cannot be searched by one; "" if it can
 
     def error(self, vector: np.ndarray) -> str:
-        """What is wrong with a vector.
-
-        Args:
-            vector: (k,) float32.
-
-        Returns:
-            What came and what was expected; "" if nothing is wrong.
-        """
+        """What is wrong with a vector. vector (k,)."""
         if len(vector) != self.channels:
             what = "an image" if self.modality == "image" else "a text"
             return f"has {len(vector)} numbers, expected the {self.channels} of an embedding of {what}"
@@ -60,28 +45,13 @@ class VectorSide:
         return ""
 
     def points(self, vectors: Sequence[np.ndarray]) -> GaussianEmbedding:
-        """Vectors as embeddings in the space of the gallery.
-
-        Args:
-            vectors: n of (d,) float32, without an error.
-
-        Returns:
-            (n, d) points.
-        """
+        """Vectors as embeddings in the space of the gallery. Returns (n, d)."""
         mean = torch.from_numpy(np.stack(vectors))
         return GaussianEmbedding.point(torch.nn.functional.normalize(mean, dim=1) if self.normalize else mean)
 
 
 def vector_sides(model: DualEncoder, d: int) -> dict[Modality, VectorSide]:
-    """The vectors that a model can be searched by.
-
-    Args:
-        model: the model.
-        d: dimensions of the galleries.
-
-    Returns:
-        By modality.
-    """
+    """The vectors that a model can be searched by."""
     towers = zip(get_args(Modality), (model.text, model.image), strict=True)
     return {name: _side(tower, name, d) for name, tower in towers}
 

@@ -26,29 +26,17 @@ _LOG = logging.getLogger("sfumato.serve")
 
 @dataclass(frozen=True)
 class New:
-    """An item to store, an image or a text.
+    """An item to store, an image or a text."""
 
-    Attributes:
-        id: id of the item.
-        where: its location in the request, e.g. "body.items.0".
-        image: bytes of the image file.
-        text: the text.
-        payload: texts that searches return with the item.
-    """
-
-    id: str
-    where: str
-    image: bytes | None = None
-    text: str | None = None
-    payload: Mapping[str, str] = field(default_factory=dict)
+    id: str  # id of the item
+    where: str  # its location in the request, e.g. "body.items.0"
+    image: bytes | None = None  # bytes of the image file
+    text: str | None = None  # the text
+    payload: Mapping[str, str] = field(default_factory=dict)  # texts that searches return with the item
 
 
 class Writer:
-    """Writes to the galleries of a service, one write at a time.
-
-    Args:
-        service: the service.
-    """
+    """Writes to the galleries of a service, one write at a time."""
 
     def __init__(self, service: Service) -> None:
         self.service = service
@@ -59,19 +47,7 @@ class Writer:
         self._optimised = {served: served.written for served in service.sources.galleries.values()}
 
     async def add(self, gallery: GalleryName, items: Sequence[New]) -> AddResponse:
-        """Store items, all or none. When it returns, items and images survive the death of the process.
-
-        Args:
-            gallery: name of the gallery.
-            items: items to add, or to replace if their ids exist.
-
-        Returns:
-            The number of stored items, and the size of the gallery.
-
-        Raises:
-            Refusal: an item cannot be stored, and then no item is stored; 503 if the store fails, and a repeated
-                request completes the write; 409 if another process writes to the collection.
-        """
+        """Store items, all or none. When it returns, items and images survive the death of the process."""
         served, collection = self._writable(gallery)
         self._check(gallery, served, items)
         images = [(f"{one.where}.image", one.image) for one in items if one.image is not None]
@@ -111,18 +87,7 @@ class Writer:
         return AddResponse(gallery=gallery, stored=len(items), created=created, n=n)
 
     async def delete(self, gallery: GalleryName, ids: Sequence[str]) -> DeleteResponse:
-        """Remove items and their uploaded images.
-
-        Args:
-            gallery: name of the gallery.
-            ids: ids of the items; unknown ones are skipped.
-
-        Returns:
-            The number of removed items, and the size of the gallery.
-
-        Raises:
-            Refusal: the gallery is read-only; 503 if the store fails.
-        """
+        """Remove items and their uploaded images."""
         served, collection = self._writable(gallery)
         removed = 0
 
@@ -208,13 +173,7 @@ class Writer:
             raise Refusal(422, f"Nothing was stored: {errors[0][0]}: {errors[0][1]}", errors=errors)
 
     async def _alone(self, served: ServedGallery, work: Callable[[], int], items: Callable[[], int]) -> int:
-        """Run a write when no other runs; it is dropped if the caller leaves before it starts, and else completed.
-
-        Args:
-            served: gallery that is written to.
-            work: the write; returns the number of items in the gallery.
-            items: called after the write, for the number of items that it has stored or removed.
-        """
+        """Run a write when no other runs; it is dropped if the caller leaves before it starts, and else completed."""
         wanted = True
 
         async def locked() -> int:

@@ -116,29 +116,15 @@ class AnalysisOptions:
 
 @dataclass(frozen=True, eq=False)
 class Analyses:
-    """The results of the studies.
+    """The results of the studies."""
 
-    Attributes:
-        metadata: model, split, sizes and options.
-        studies: plain values by name of the study.
-        images: thumbnails that a study refers to, WebP files by name.
-        notes: omitted studies and items, with reasons.
-    """
-
-    metadata: dict[str, Any]
-    studies: dict[str, dict[str, Any]]
-    images: dict[str, bytes] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()
+    metadata: dict[str, Any]  # model, split, sizes and options
+    studies: dict[str, dict[str, Any]]  # plain values by name of the study
+    images: dict[str, bytes] = field(default_factory=dict)  # thumbnails that a study refers to, WebP files by name
+    notes: tuple[str, ...] = ()  # omitted studies and items, with reasons
 
     def to_json(self, name: str | None = None) -> dict[str, Any]:
-        """Convert to JSON values.
-
-        Args:
-            name: of a study; all studies if None.
-
-        Returns:
-            Plain values with the metadata.
-        """
+        """Convert to JSON values."""
         if name is None:
             return self.metadata | self.studies | {"notes": list(self.notes)}
         return self.metadata | {"study": name} | self.studies[name]
@@ -245,17 +231,7 @@ class _Split:
 
 
 def known_studies(names: Sequence[str]) -> tuple[str, ...]:
-    """Check names of studies.
-
-    Args:
-        names: of studies.
-
-    Returns:
-        The names, each once.
-
-    Raises:
-        ValueError: a name is unknown.
-    """
+    """Check names of studies."""
     if unknown := [name for name in names if name not in STUDIES]:
         raise ValueError(f"unknown study {unknown[0]!r}; known: {', '.join(STUDIES)}")
     return tuple(dict.fromkeys(names))
@@ -336,15 +312,7 @@ def analyse_model(
 
 
 def same_model_and_data(study: Mapping[str, Any] | None, metadata: Mapping[str, Any]) -> bool:
-    """Whether a study has the same weights, distance, split and number of items; its options may differ.
-
-    Args:
-        study: a study that was written before; None if there is none.
-        metadata: of the new studies.
-
-    Returns:
-        True if the earlier study can be kept.
-    """
+    """Whether a study has the same weights, distance, split and number of items; its options may differ."""
     same = ("format", "weights", "split", "distance", "n_images", "n_texts")
     return study is not None and all(study.get(key) == metadata[key] for key in same)
 

@@ -39,35 +39,18 @@ Progress = Callable[[int], None]
 
 @dataclass(frozen=True, eq=False)
 class ListedScores:
-    """The p listed pairs, by image and then by text.
+    """The p listed pairs, by image and then by text."""
 
-    Attributes:
-        image: (p,) positions of the images.
-        text: (p,) positions of the texts.
-        distance: (p,) between image and text.
-        excess: (p,) the score: the distance minus the mean distance of an item to its NEIGHBOURS closest unlisted
-            items, mean of both directions. High is suspicious; 0 means that unlisted items fit equally well. Under csd
-            a variance counts half as much as in the distance, so a vague text, which is far from all images, is not
-            suspicious for this reason alone.
-        text_rank: (p,) number of unlisted texts that are closer to the image; at equal distances the earlier text is
-            closer.
-        image_rank: (p,) number of unlisted images that are closer to the text, likewise.
-        better_text: (p,) closest unlisted text of the image; -1 if all texts are listed.
-        better_image: (p,) closest unlisted image of the text; -1 if all images are listed.
-        better_text_distance: (p,) distance of that text from the image; infinite if there is none.
-        better_image_distance: (p,) distance of that image from the text; infinite if there is none.
-    """
-
-    image: np.ndarray
-    text: np.ndarray
-    distance: np.ndarray
+    image: np.ndarray  # (p,) positions of the images
+    text: np.ndarray  # (p,) positions of the texts
+    distance: np.ndarray  # (p,) between image and text
     excess: np.ndarray
     text_rank: np.ndarray
-    image_rank: np.ndarray
-    better_text: np.ndarray
-    better_image: np.ndarray
-    better_text_distance: np.ndarray
-    better_image_distance: np.ndarray
+    image_rank: np.ndarray  # (p,) number of unlisted images that are closer to the text, likewise
+    better_text: np.ndarray  # (p,) closest unlisted text of the image; -1 if all texts are listed
+    better_image: np.ndarray  # (p,) closest unlisted image of the text; -1 if all images are listed
+    better_text_distance: np.ndarray  # (p,) distance of that text from the image; infinite if there is none
+    better_image_distance: np.ndarray  # (p,) distance of that image from the text; infinite if there is none
 
     def __len__(self) -> int:
         return len(self.image)
@@ -75,21 +58,13 @@ class ListedScores:
 
 @dataclass(frozen=True, eq=False)
 class MissingScores:
-    """Unlisted pairs that may match, the closest first.
+    """Unlisted pairs that may match, the closest first."""
 
-    Attributes:
-        image: (c,) positions of the images.
-        text: (c,) positions of the texts.
-        distance: (c,) the score; a small distance is suspicious.
-        text_rank: (c,) rank from 0 among the unlisted texts of the image; -1 beyond NEIGHBOURS.
-        image_rank: (c,) rank from 0 among the unlisted images of the text; -1 beyond NEIGHBOURS.
-    """
-
-    image: np.ndarray
-    text: np.ndarray
-    distance: np.ndarray
-    text_rank: np.ndarray
-    image_rank: np.ndarray
+    image: np.ndarray  # (c,) positions of the images
+    text: np.ndarray  # (c,) positions of the texts
+    distance: np.ndarray  # (c,) the score; a small distance is suspicious
+    text_rank: np.ndarray  # (c,) rank from 0 among the unlisted texts of the image; -1 beyond NEIGHBOURS
+    image_rank: np.ndarray  # (c,) rank from 0 among the unlisted images of the text; -1 beyond NEIGHBOURS
 
     def __len__(self) -> int:
         return len(self.image)
@@ -211,16 +186,7 @@ def wrong_fraction(log_odds: np.ndarray, *, n_steps: int = 1000) -> float:
 def wrong_fraction_interval(log_odds: np.ndarray) -> tuple[float, float]:
     """The fractions of wrong pairs that the distances do not contradict: an interval of 95 % by the likelihood ratio.
 
-    Args:
-        log_odds: see :func:`wrong_fraction`.
-
-    Returns:
-        (low, high). It takes pairs as independent and the odds as known, so the truth is somewhat less certain.
-
-    Example:
-        >>> low, high = wrong_fraction_interval(np.array([9.0] * 90 + [-9.0] * 10))
-        >>> low < 0.1 < high < 0.2
-        True
+    Returns (low, high).
     """
     fractions = np.linspace(0, 1, 401)
     ratio = np.asarray(log_odds, np.float64)
@@ -330,40 +296,19 @@ Scored = ListedScores | MissingScores
 
 @dataclass(frozen=True, eq=False)
 class Audit:
-    """The result of an audit. Both lists start with the most suspicious pair.
+    """The result of an audit. Both lists start with the most suspicious pair."""
 
-    Attributes:
-        data: the listed pairs.
-        listed: scores of all listed pairs.
-        wrong_probability: (p,) calibrated under the assumption that a fraction of wrong_fraction is wrong; None without
-            a calibration.
-        wrong_fraction: estimated fraction of wrong pairs; None without a calibration.
-        wrong_interval: see :func:`wrong_fraction_interval`; None without a calibration.
-        missing: candidates for missing matches.
-        match_probability: (c,) calibrated for a random pair at that distance in a gallery of this size; None without a
-            calibration.
-        metadata: "split", "other_splits" (numbers of images by name, of splits with other images), "model", "distance",
-            "cross_fit" and "notes".
-    """
-
-    data: PairData
-    listed: ListedScores
+    data: PairData  # the listed pairs
+    listed: ListedScores  # scores of all listed pairs
     wrong_probability: np.ndarray | None
-    wrong_fraction: float | None
-    wrong_interval: tuple[float, float] | None
-    missing: MissingScores
+    wrong_fraction: float | None  # estimated fraction of wrong pairs; None without a calibration
+    wrong_interval: tuple[float, float] | None  # see :func:`wrong_fraction_interval`; None without a calibration
+    missing: MissingScores  # candidates for missing matches
     match_probability: np.ndarray | None
     metadata: Mapping[str, Any]
 
     def pair_rows(self, chosen: Sequence[int] | None = None) -> list[dict[str, Any]]:
-        """Describe listed pairs for a table.
-
-        Args:
-            chosen: positions in the list; all if None.
-
-        Returns:
-            For each pair the ids, the texts, the scores, ranks from 1, and the closest unlisted items of both.
-        """
+        """Describe listed pairs for a table."""
         s, data = self.listed, self.data
         rows = []
         for k in range(len(s)) if chosen is None else chosen:
@@ -381,26 +326,12 @@ class Audit:
         return rows
 
     def missing_rows(self, chosen: Sequence[int] | None = None) -> list[dict[str, Any]]:
-        """Describe candidates for missing matches for a table.
-
-        Args:
-            chosen: positions in the list; all if None.
-
-        Returns:
-            For each pair the ids, the text, the scores, and ranks from 1, which are None beyond the closest few.
-        """
+        """Describe candidates for missing matches for a table."""
         every = range(len(self.missing)) if chosen is None else chosen
         return [self._row(self.missing, k, {"match_probability": _at(self.match_probability, k)}) for k in every]
 
     def to_json(self, top: int) -> dict[str, Any]:
-        """Convert to JSON values.
-
-        Args:
-            top: number of pairs of each list. An image or a text occurs at most REPEATED times in a list.
-
-        Returns:
-            Plain values: sizes, estimates and the first pairs of both lists.
-        """
+        """Convert to JSON values."""
         return {
             **self.metadata,
             "n_images": len(self.data.image_ids),
@@ -422,15 +353,7 @@ class Audit:
 
 
 def varied(scores: Scored, most: int) -> list[int]:
-    """Choose the first pairs in which no image and no text occurs more than REPEATED times.
-
-    Args:
-        scores: of ordered pairs.
-        most: number of pairs at most.
-
-    Returns:
-        Their positions, ascending.
-    """
+    """Choose the first pairs in which no image and no text occurs more than REPEATED times."""
     images, texts, chosen = Counter[int](), Counter[int](), list[int]()
     for k, (image, text) in enumerate(zip(scores.image.tolist(), scores.text.tolist(), strict=True)):
         if len(chosen) >= most:
@@ -445,21 +368,7 @@ def varied(scores: Scored, most: int) -> list[int]:
 def audit_model(
     retrieval_model: RetrievalModel, config: DataConfig, split: str, *, name: str, seen: bool = False
 ) -> Audit:
-    """Audit a split of some data with a model.
-
-    Args:
-        retrieval_model: the model.
-        config: the data; noise is applied as in training.
-        split: name of the split.
-        name: of the model.
-        seen: whether the model was trained on this split; the notes report it.
-
-    Returns:
-        The audit.
-
-    Raises:
-        UserError: the data has no such split, or the model ranks its pairs no better than chance.
-    """
+    """Audit a split of some data with a model."""
     prepared, others = _load_listed(retrieval_model, config, split)
     scored = _score(retrieval_model, prepared, np.arange(len(prepared.data.image_ids)))
     notes = [] if not seen else [
@@ -471,22 +380,7 @@ def audit_model(
 
 
 def cross_fit(run: Run, config: DataConfig, n_parts: int, folder: Path) -> Audit:
-    """Audit a training split in parts, each with a model that is trained on the other parts.
-
-    Args:
-        run: its recipe is trained; its weights are not used.
-        config: the data.
-        n_parts: number of parts and of trainings; finished trainings in the folder are not repeated.
-        folder: receives the runs part-0, part-1 ...
-
-    Returns:
-        The joined lists of all parts; pairs across parts are not candidates for missing matches. Scores are in units of
-        each model's logit, so they can be compared.
-
-    Raises:
-        UserError: n_parts is below 2, the data has no split "train" or no pair, or the models rank no better than
-            chance.
-    """
+    """Audit a training split in parts, each with a model that is trained on the other parts."""
     if n_parts < 2:
         raise UserError(f"--cross-fit must be at least 2 parts, got {n_parts}")
     scored, retrieval_model, data, others = [], None, None, dict[str, int]()
@@ -505,19 +399,7 @@ def cross_fit(run: Run, config: DataConfig, n_parts: int, folder: Path) -> Audit
 
 
 def prepare_listed(retrieval_model: RetrievalModel, config: DataConfig, split: str) -> PreparedSplit:
-    """Load a split as it is used in training; "train" is noisy if the data configures noise.
-
-    Args:
-        retrieval_model: the model that will embed it.
-        config: the data.
-        split: name of the split.
-
-    Returns:
-        The prepared split.
-
-    Raises:
-        UserError: the data has no such split.
-    """
+    """Load a split as it is used in training; "train" is noisy if the data configures noise."""
     return _load_listed(retrieval_model, config, split)[0]
 
 

@@ -32,76 +32,36 @@ _BLOCK = 512
 
 
 class Contestant(ABC):
-    """A source of uncertainty, fitted on a frozen model.
+    """A source of uncertainty, fitted on a frozen model."""
 
-    Attributes:
-        summary: what its uncertainty is, in one line.
-        sides: sides whose queries have one.
-        needs_gallery: whether it depends on the gallery; otherwise it cannot know that a match is absent.
-        n_bytes: size of what is stored of the fit.
-    """
-
-    summary: str
-    sides: Sequence[Side] = get_args(Side)
-    needs_gallery: bool = True
-    n_bytes: int = 0
+    summary: str  # what its uncertainty is, in one line
+    sides: Sequence[Side] = get_args(Side)  # sides whose queries have one
+    needs_gallery: bool = True  # whether it depends on the gallery; otherwise it cannot know that a match is absent
+    n_bytes: int = 0  # size of what is stored of the fit
 
     @abstractmethod
     def uncertainty(self, split: FrozenSplit, side: Side) -> np.ndarray:
-        """The uncertainty of all queries of a side, with the whole other side as gallery.
-
-        Args:
-            split: embeddings.
-            side: of the queries.
-
-        Returns:
-            (q,) float64, larger is less certain.
-        """
+        """The uncertainty of all queries of a side, with the whole other side as gallery. Returns (q,)."""
 
     def without_matches(self, split: FrozenSplit, side: Side, rows: np.ndarray) -> np.ndarray:
-        """The uncertainty of some queries whose true matches are taken out of the gallery.
-
-        Args:
-            split: embeddings.
-            side: of the queries.
-            rows: (k,) positions of queries that keep at least 10 items.
-
-        Returns:
-            (k,) float64; for a contestant that does not look at the gallery that of :meth:`uncertainty`.
-        """
+        """The uncertainty of some queries whose true matches are taken out of the gallery. rows (k,) -> (k,)."""
         chosen: np.ndarray = self.uncertainty(split, side)[rows]
         return chosen
 
     def probability(self, uncertainty: np.ndarray) -> np.ndarray | None:
         """The probability that the first hit is right, for a contestant with one of its own.
 
-        Args:
-            uncertainty: (q,).
-
-        Returns:
-            (q,) probabilities; None for one that has to be calibrated first.
+        uncertainty (q,) -> (q,).
         """
         return None
 
     def gaussians(self, split: FrozenSplit, side: Side) -> GaussianEmbedding | None:
-        """The Gaussian of every item of a side.
-
-        Args:
-            split: embeddings.
-            side: of the items.
-
-        Returns:
-            n Gaussians; None for a contestant without.
-        """
+        """The Gaussian of every item of a side."""
         return None
 
 
 class PosthocContestant(Contestant):
-    """A post-hoc method of :data:`~sfumato.posthoc.METHODS`.
-
-    Args:
-        method: fitted.
-    """
+    """A post-hoc method of :data:`~sfumato.posthoc.METHODS`."""
 
     def __init__(self, method: PosthocMethod) -> None:
         self.method = method
@@ -146,11 +106,7 @@ class Constant(Contestant):
 
 
 class MatchEntropy(Contestant):
-    """The entropy of the softmax of the match logits over the gallery.
-
-    Args:
-        calibration: its logits are those of the pairs.
-    """
+    """The entropy of the softmax of the match logits over the gallery."""
 
     summary = "entropy of the softmax of calibrated match logits over the gallery, in nats"
 
@@ -177,11 +133,7 @@ class MatchEntropy(Contestant):
 
 
 class HitProbability(Contestant):
-    """The probability that sfumato's searches show beside the first hit: given the nearest items of the query.
-
-    Args:
-        calibration: fitted on validation.
-    """
+    """The probability that sfumato's searches show beside the first hit: given the nearest items of the query."""
 
     summary = "1 - probability of the first hit given the nearest items, as sfumato's searches show it"
 
@@ -234,15 +186,7 @@ CONTESTANTS = (*BASELINES, *METHODS)
 
 
 def pair_calibration(model: FrozenModel, *, reference: bool) -> Calibration:
-    """sfumato's calibration of the frozen cosine on the validation split.
-
-    Args:
-        model: embeddings.
-        reference: whether training items are reference queries.
-
-    Returns:
-        The calibration of the squared distance of unit embeddings, 2 - 2 cosine.
-    """
+    """sfumato's calibration of the frozen cosine on the validation split."""
     embedded = model.val.points("image"), model.val.points("text")
     training = (model.train.points("image"), model.train.points("text")) if reference else None
     return calibrate_split(embedded, model.val.data, "squared_l2", split="val", reference=training)
@@ -251,22 +195,7 @@ def pair_calibration(model: FrozenModel, *, reference: bool) -> Calibration:
 def fit_contestant(
     name: str, model: FrozenModel, calibration: Calibration, *, seed: int = 0, options: Mapping[str, Any] | None = None
 ) -> Contestant:
-    """Fit a contestant.
-
-    Args:
-        name: in CONTESTANTS.
-        model: embeddings; methods see its training split alone.
-        calibration: of :func:`pair_calibration` without reference queries. Its scale is the logit scale of methods that
-            need one: twice as much for the cosine.
-        seed: of the fit.
-        options: of :meth:`PosthocMethod.fit`, for a method.
-
-    Returns:
-        The contestant.
-
-    Raises:
-        ValueError: an unknown name, or the method is not available for this model.
-    """
+    """Fit a contestant."""
     if name == "constant":
         return Constant()
     if name == "match_entropy":
@@ -280,15 +209,7 @@ def fit_contestant(
 
 
 def answerable_without(split: FrozenSplit, side: Side) -> np.ndarray:
-    """Queries with a match, whose gallery keeps enough items without their matches.
-
-    Args:
-        split: embeddings.
-        side: of the queries.
-
-    Returns:
-        (k,) positions.
-    """
+    """Queries with a match, whose gallery keeps enough items without their matches. Returns (k,)."""
     counts = split.relevance(side).counts
     return np.flatnonzero((counts > 0) & (len(split.embeddings(OTHER_SIDE[side])) - counts >= NEAREST))
 

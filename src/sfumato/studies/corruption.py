@@ -23,34 +23,19 @@ from sfumato.search.exact import rank_relevant
 
 @dataclass(frozen=True)
 class CorruptionCurve:
-    """The response of one estimator to one corruption.
+    """The response of one estimator to one corruption."""
 
-    Attributes:
-        n: number of corrupted items.
-        strengths: ascending, from 0 for the clean items.
-        mean: mean uncertainty at each strength.
-        recall: recall@1 of the items as queries at each strength.
-        spearman: of strength and uncertainty within an item, mean over items; an item that never changes counts 0.
-        rises: fraction of items that are less certain at the greatest strength than clean; a tie counts one half.
-        monotone: fraction of items whose uncertainty rises and never falls from one strength to the next.
-        auroc: of items at the greatest strength against the same items clean.
-    """
-
-    n: int
-    strengths: list[float]
-    mean: list[Interval]
-    recall: list[float]
+    n: int  # number of corrupted items
+    strengths: list[float]  # ascending, from 0 for the clean items
+    mean: list[Interval]  # mean uncertainty at each strength
+    recall: list[float]  # recall@1 of the items as queries at each strength
     spearman: Interval
     rises: Interval
-    monotone: Interval
-    auroc: Interval
+    monotone: Interval  # fraction of items whose uncertainty rises and never falls from one strength to the next
+    auroc: Interval  # of items at the greatest strength against the same items clean
 
     def to_json(self) -> dict[str, Any]:
-        """Convert to JSON values.
-
-        Returns:
-            Plain numbers, lists and dictionaries.
-        """
+        """Convert to JSON values."""
         return asdict(self)
 
 

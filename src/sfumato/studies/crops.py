@@ -50,16 +50,11 @@ PUBLISHED = {
 
 @dataclass(frozen=True)
 class Triplet:
-    """The boxes chosen in an image.
-
-    Attributes:
-        a, b: positions among the boxes that were given.
-        boxes: (3, 4) left, top, right, bottom of A, B and C.
-    """
+    """The boxes chosen in an image."""
 
     a: int
     b: int
-    boxes: np.ndarray
+    boxes: np.ndarray  # (3, 4) left, top, right, bottom of A, B and C
 
 
 def choose_triplet(boxes: np.ndarray, area: float, threshold: float) -> Triplet | None:
@@ -68,18 +63,7 @@ def choose_triplet(boxes: np.ndarray, area: float, threshold: float) -> Triplet 
     The paper does not define ties, but many boxes do not overlap at all. Here, of two equal areas the earlier counts as
     the larger, and of two equal overlaps with A the overlap of the larger box counts as the smaller.
 
-    Args:
-        boxes: (n, 4) left, top, right, bottom in pixels, within the image.
-        area: of the image in pixels.
-        threshold: a box must be smaller than this fraction of the image's area.
-
-    Returns:
-        The triplet; None if fewer than CANDIDATES boxes are below the threshold.
-
-    Example:
-        >>> boxes = np.array([[0, 0, k, 1] for k in range(1, 12)])
-        >>> choose_triplet(boxes, 100, 0.105).a
-        9
+    boxes (n, 4).
     """
     areas = (boxes[:, 2] - boxes[:, 0]) * (boxes[:, 3] - boxes[:, 1])
     below = np.flatnonzero(areas < threshold * area)
@@ -93,19 +77,7 @@ def choose_triplet(boxes: np.ndarray, area: float, threshold: float) -> Triplet 
 
 
 def overlap(box: np.ndarray, others: np.ndarray) -> np.ndarray:
-    """Intersection over union of a box with others.
-
-    Args:
-        box: (4,) left, top, right, bottom.
-        others: (n, 4) likewise.
-
-    Returns:
-        (n,) in [0, 1].
-
-    Example:
-        >>> overlap(np.array([0, 0, 2, 2]), np.array([[0, 0, 2, 1], [5, 5, 6, 6]]))
-        array([0.5, 0. ])
-    """
+    """Intersection over union of a box with others. box (4,), others (n, 4) -> (n,)."""
     sides = np.minimum(box[2:], others[:, 2:]) - np.maximum(box[:2], others[:, :2])
     common = sides.clip(min=0).prod(1)
     union = (box[2:] - box[:2]).prod() + (others[:, 2:] - others[:, :2]).prod(1) - common
@@ -114,93 +86,50 @@ def overlap(box: np.ndarray, others: np.ndarray) -> np.ndarray:
 
 
 def join_captions(a: str, b: str) -> str:
-    """Make the caption of C.
-
-    Args:
-        a: caption of A.
-        b: caption of B.
-
-    Returns:
-        "A and B".
-    """
+    """Make the caption of C."""
     return f"{a} and {b}"
 
 
 @dataclass(frozen=True)
 class Side:
-    """The uncertainties of crops, or of captions.
+    """The uncertainties of crops, or of captions."""
 
-    Attributes:
-        mean: by "A", "B", "C" the mean uncertainty; None for points.
-        standard_error: of these means; None for a single triplet.
-        c_above_a: fraction of triplets whose C is less certain than their A, a tie counts one half; None for points.
-        difference: mean of C - A; None for points.
-    """
-
-    mean: dict[str, Interval] | None
-    standard_error: dict[str, float | None] | None
+    mean: dict[str, Interval] | None  # by "A", "B", "C" the mean uncertainty; None for points
+    standard_error: dict[str, float | None] | None  # of these means; None for a single triplet
     c_above_a: Interval | None
-    difference: Interval | None
+    difference: Interval | None  # mean of C - A; None for points
 
 
 @dataclass(frozen=True)
 class CropFigures:
-    """The figures at one threshold.
+    """The figures at one threshold."""
 
-    Attributes:
-        threshold: boxes are smaller than this fraction of the image's area.
-        n: number of triplets, one per image.
-        left_out: number of images with too few boxes below the threshold.
-        area: by "A", "B", "C" the mean fraction of the image's area.
-        overlap: mean intersection over union of A and B.
-        crops: uncertainties of the crops.
-        captions: uncertainties of the captions.
-        selection: by distance, that of the model first, and by cell of CELLS, the fraction of queries that choose their
-            own partner; a tie counts one half.
-    """
-
-    threshold: float
-    n: int
-    left_out: int
-    area: dict[str, float]
-    overlap: float
-    crops: Side
-    captions: Side
+    threshold: float  # boxes are smaller than this fraction of the image's area
+    n: int  # number of triplets, one per image
+    left_out: int  # number of images with too few boxes below the threshold
+    area: dict[str, float]  # by "A", "B", "C" the mean fraction of the image's area
+    overlap: float  # mean intersection over union of A and B
+    crops: Side  # uncertainties of the crops
+    captions: Side  # uncertainties of the captions
     selection: dict[str, dict[str, Interval]]
 
 
 @dataclass(frozen=True)
 class CropStudy:
-    """The result of the study.
+    """The result of the study."""
 
-    Attributes:
-        model: name of the model.
-        distance: name of the model's distance.
-        uncertainty: name of the uncertainty.
-        n_pictures: number of images in the sample.
-        thresholds: figures of each threshold.
-        n_resamples: number of bootstrap resamples of the images.
-        level: coverage of the intervals.
-        seed: of the sample and the resamples.
-        problems: number of problems by reason.
-    """
-
-    model: str
-    distance: str
-    uncertainty: str
-    n_pictures: int
-    thresholds: list[CropFigures]
-    n_resamples: int
-    level: float
-    seed: int
-    problems: Mapping[str, int]
+    model: str  # name of the model
+    distance: str  # name of the model's distance
+    uncertainty: str  # name of the uncertainty
+    n_pictures: int  # number of images in the sample
+    thresholds: list[CropFigures]  # figures of each threshold
+    n_resamples: int  # number of bootstrap resamples of the images
+    level: float  # coverage of the intervals
+    seed: int  # of the sample and the resamples
+    problems: Mapping[str, int]  # number of problems by reason
 
     def to_json(self) -> dict[str, Any]:
-        """Convert to JSON values.
-
-        Returns:
-            Plain numbers, lists and dictionaries, with the published figures.
-        """
+        """Convert to JSON values."""
         return asdict(self) | {"published": PUBLISHED}
 
 
@@ -218,27 +147,7 @@ def measure_crops(
     level: float = 0.95,
     seed: int = 0,
 ) -> CropFigures:
-    """Measure the triplets of a threshold.
-
-    Args:
-        crops: by "A", "B", "C" (n, d) embeddings.
-        captions: by "A", "B", "C" (n, d) embeddings.
-        triplets: of n images.
-        areas: (n,) areas of the images in pixels.
-        threshold: see :class:`CropFigures`.
-        left_out: see :class:`CropFigures`.
-        distance: name of the model's distance.
-        uncertainty: one of ScalarUncertainty.
-        n_resamples: number of bootstrap resamples; a single triplet has no intervals.
-        level: coverage of the intervals.
-        seed: of the resamples.
-
-    Returns:
-        All figures.
-
-    Raises:
-        ValueError: uncertainty is unknown, or there are no triplets.
-    """
+    """Measure the triplets of a threshold. areas (n,)."""
     if uncertainty not in get_args(ScalarUncertainty):
         raise ValueError(f"unknown uncertainty {uncertainty!r}; known: {', '.join(get_args(ScalarUncertainty))}")
     if not triplets:
@@ -321,15 +230,7 @@ def _standard_error(values: np.ndarray) -> float | None:
 
 
 def rows_of(embeddings: GaussianEmbedding, index: Sequence[int]) -> GaussianEmbedding:
-    """Choose embeddings.
-
-    Args:
-        embeddings: (n, d) embeddings.
-        index: k positions.
-
-    Returns:
-        (k, d) embeddings.
-    """
+    """Choose embeddings. embeddings (n, d) -> (k, d)."""
     return embeddings[torch.tensor(index, dtype=torch.int64)]
 
 
@@ -346,19 +247,12 @@ _LEVEL = 0.95
 
 @dataclass(frozen=True)
 class Example:
-    """An example triplet for the page.
+    """An example triplet for the page."""
 
-    Attributes:
-        picture: id of the image.
-        threshold: the area threshold at which it was chosen.
-        crops: three PNG files.
-        captions: three texts.
-    """
-
-    picture: str
-    threshold: float
-    crops: tuple[bytes, ...]
-    captions: tuple[str, ...]
+    picture: str  # id of the image
+    threshold: float  # the area threshold at which it was chosen
+    crops: tuple[bytes, ...]  # three PNG files
+    captions: tuple[str, ...]  # three texts
 
 
 @dataclass(frozen=True)
@@ -387,23 +281,7 @@ def study_crops(
 
     Images are read one by one. Crops are embedded in batches, equal crops once.
 
-    Args:
-        retrieval_model: the model.
-        regions: JSON file of boxes, see :func:`~sfumato.studies.phrase_boxes.read_boxed_images`.
-        images: folder of the images.
-        name: of the model.
-        thresholds: fractions of an image's area, each in (0, 1].
-        sample: number of images; all if None.
-        uncertainty: "total_variance", "log_det" or "geometric_std".
-        n_resamples: number of bootstrap resamples of the intervals.
-        seed: of the sample and the resamples.
-
-    Returns:
-        (the figures, some example triplets, the items left out).
-
-    Raises:
-        UserError: the model reads no image files, the files cannot be used, or no image has enough boxes.
-        ValueError: a number is out of range, or the uncertainty is unknown.
+    Returns (the figures, some example triplets, the items left out).
     """
     if uncertainty not in get_args(ScalarUncertainty):
         raise ValueError(f"--uncertainty {uncertainty}: unknown; known: {', '.join(get_args(ScalarUncertainty))}")

@@ -447,11 +447,7 @@ def make_figure(
     instances: Sequence[Path] = (),
     device: torch.device | str = "cpu",
 ) -> Figure:
-    """Train the missing runs of a figure and compute its numbers; the arguments are those of a table.
-
-    Raises:
-        UserError: as for a table; several seeds of a figure that shows one run; or every run has diverged.
-    """
+    """Train the missing runs of a figure and compute its numbers; the arguments are those of a table."""
     kind, folders, failed = KINDS[item.draw], dict[str, tuple[Path, ...]](), list[str]()
     if n_seeds > 1 and (kind.one_run or not item.runs):
         raise UserError(f"{item.id} shows {'one run' if item.runs else 'no run'}; leave out --seeds {n_seeds}")

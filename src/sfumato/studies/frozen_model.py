@@ -34,22 +34,11 @@ from sfumato.posthoc.method import TwoSides
 
 @dataclass(frozen=True, eq=False)
 class FrozenSplit(TwoSides):
-    """A split, embedded by a frozen model.
+    """A split, embedded by a frozen model."""
 
-    Attributes:
-        images: (n, d) raw embeddings.
-        texts: (m, d) raw embeddings.
-        pairs: (p, 2) int64, the matches, rows (position of an image, position of a text).
-        groups: (n,) numbers; images of one concept have one number. Empty for one group an image.
-        image_hidden, text_hidden: (n, P), (m, P') inputs of the last linear layers; None where they are not known.
-
-    Raises:
-        ValueError: see :class:`~sfumato.posthoc.FrozenPairs`.
-    """
-
-    images: Tensor
-    texts: Tensor
-    pairs: np.ndarray
+    images: Tensor  # (n, d) raw embeddings
+    texts: Tensor  # (m, d) raw embeddings
+    pairs: np.ndarray  # (p, 2) int64, the matches, rows (position of an image, position of a text)
     groups: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
     image_hidden: Tensor | None = None
     text_hidden: Tensor | None = None
@@ -60,50 +49,22 @@ class FrozenSplit(TwoSides):
             object.__setattr__(self, "groups", np.arange(len(self.images)))
 
     def points(self, side: Side) -> GaussianEmbedding:
-        """The unit embeddings as points: their squared distance is 2 - 2 cosine.
-
-        Args:
-            side: "image" or "text".
-
-        Returns:
-            (n, d) points.
-        """
+        """The unit embeddings as points: their squared distance is 2 - 2 cosine. Returns (n, d)."""
         return GaussianEmbedding.point(torch.nn.functional.normalize(self.embeddings(side).float(), dim=1))
 
     def relevance(self, side: Side) -> Relevance:
-        """The matches of the queries of a side.
-
-        Args:
-            side: of the queries.
-
-        Returns:
-            Query -> matching items of the other side.
-        """
+        """The matches of the queries of a side."""
         of_images = Relevance.from_pairs(
             self.pairs[:, 0], self.pairs[:, 1], n_queries=len(self.images), n_gallery=len(self.texts)
         )
         return of_images if side == "image" else of_images.transpose()
 
     def resampled_together(self, side: Side) -> np.ndarray | None:
-        """The groups of queries that a bootstrap takes together.
-
-        Args:
-            side: of the queries.
-
-        Returns:
-            See :func:`~sfumato.models.trust_run.resampled_together`.
-        """
+        """The groups of queries that a bootstrap takes together."""
         return resampled_together(self.relevance("image"), self.groups, side == "text")
 
     def select_images(self, index: np.ndarray) -> "FrozenSplit":
-        """Some of the images, and the texts that match one of them.
-
-        Args:
-            index: (k,) positions of images, ascending.
-
-        Returns:
-            A split of k images.
-        """
+        """Some of the images, and the texts that match one of them. index (k,)."""
         kept = self.pairs[np.isin(self.pairs[:, 0], index)]
         texts = np.unique(kept[:, 1])
         pairs = np.stack([np.searchsorted(index, kept[:, 0]), np.searchsorted(texts, kept[:, 1])], axis=1)
@@ -122,14 +83,7 @@ class FrozenSplit(TwoSides):
     def with_queries(self, side: Side, index: np.ndarray, x: Tensor, hidden: Tensor | None = None) -> "FrozenSplit":
         """Other embeddings of some queries, with the whole other side as gallery.
 
-        Args:
-            side: of the queries.
-            index: (k,) positions of queries, ascending.
-            x: (k, d) raw embeddings.
-            hidden: (k, P) inputs of the last linear layer, where they are known.
-
-        Returns:
-            A split with k items on this side and all on the other, and with their matches.
+        index (k,), x (k, d), hidden (k, P).
         """
         column = get_args(Side).index(side)
         pairs = self.pairs[np.isin(self.pairs[:, column], index)].copy()
@@ -139,15 +93,7 @@ class FrozenSplit(TwoSides):
         return replace(self, texts=x, text_hidden=hidden, pairs=pairs)
 
     def galleries(self, n_images: int, *, seed: int = 0) -> list["FrozenSplit"]:
-        """The split dealt at random into parts of about equal size.
-
-        Args:
-            n_images: wanted number of images of a part.
-            seed: of the deal.
-
-        Returns:
-            The split itself if it is not half as large again.
-        """
+        """The split dealt at random into parts of about equal size."""
         n = len(self.images)
         n_parts = max(1, round(n / n_images))
         if n_parts == 1:
@@ -170,18 +116,11 @@ class FrozenSplit(TwoSides):
 
 @dataclass(frozen=True, eq=False)
 class FrozenCorruption:
-    """Some queries of a split, embedded again from inputs that are corrupted more and more.
+    """Some queries of a split, embedded again from inputs that are corrupted more and more."""
 
-    Attributes:
-        name: of the corruption.
-        side: of the queries.
-        strengths: ascending from 0, the clean inputs.
-        splits: for each strength the queries with the whole gallery, see :meth:`FrozenSplit.with_queries`.
-    """
-
-    name: str
-    side: Side
-    strengths: tuple[float, ...]
+    name: str  # of the corruption
+    side: Side  # of the queries
+    strengths: tuple[float, ...]  # ascending from 0, the clean inputs
     splits: tuple[FrozenSplit, ...]
 
     @classmethod
@@ -192,17 +131,7 @@ class FrozenCorruption:
         corrupted: CorruptedInputs[Any],
         embed: Callable[[Sequence[Any]], tuple[Tensor, Tensor | None]],
     ) -> "FrozenCorruption":
-        """Embed corrupted queries.
-
-        Args:
-            split: with the clean queries.
-            side: of the queries.
-            corrupted: the queries.
-            embed: from inputs to (raw embeddings, inputs of the last layer or None).
-
-        Returns:
-            The queries at every strength.
-        """
+        """Embed corrupted queries."""
         rows, hidden = torch.from_numpy(corrupted.index), split.hidden(side)
         clean = split.embeddings(side)[rows], None if hidden is None else hidden[rows]
         steps = [clean, *(embed(inputs) for inputs in corrupted.inputs())]
@@ -212,25 +141,15 @@ class FrozenCorruption:
 
 @dataclass(frozen=True, eq=False)
 class FrozenModel:
-    """A frozen two-tower model on its data.
+    """A frozen two-tower model on its data."""
 
-    Attributes:
-        name: of the model, for files and tables.
-        train: what methods are fitted on.
-        val: what probabilities are fitted on.
-        tests: what is measured, by the name of the split.
-        projections: by side, (matrix (d, P), bias (d,)) of the last linear layer; empty where it is not known.
-        notes: what a reader of the figures has to know.
-        corruptions: corrupted queries of a test split.
-    """
-
-    name: str
-    train: FrozenSplit
-    val: FrozenSplit
-    tests: Mapping[str, FrozenSplit]
+    name: str  # of the model, for files and tables
+    train: FrozenSplit  # what methods are fitted on
+    val: FrozenSplit  # what probabilities are fitted on
+    tests: Mapping[str, FrozenSplit]  # what is measured, by the name of the split
     projections: Mapping[Side, tuple[Tensor, Tensor]] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()
-    corruptions: tuple[FrozenCorruption, ...] = ()
+    notes: tuple[str, ...] = ()  # what a reader of the figures has to know
+    corruptions: tuple[FrozenCorruption, ...] = ()  # corrupted queries of a test split
 
     @cached_property
     def digest(self) -> str:
@@ -250,14 +169,7 @@ class FrozenModel:
         return found.hexdigest()
 
     def training_pairs(self, logit_scale: float | None = None) -> FrozenPairs:
-        """What post-hoc methods are fitted on.
-
-        Args:
-            logit_scale: factor of the cosine in the logit of a match.
-
-        Returns:
-            The pairs of the training split.
-        """
+        """What post-hoc methods are fitted on."""
         train, index = self.train, torch.from_numpy(self.train.pairs)
         pairs = FrozenPairs(train.images, train.texts, index, logit_scale=logit_scale)
         if not self.projections:
@@ -280,23 +192,7 @@ def freeze(
     n_corrupted: int = 0,
     seed: int = 0,
 ) -> FrozenModel:
-    """The embeddings of a model that searches by the cosine of its means, as an outsider would see them.
-
-    Args:
-        retrieval_model: the model.
-        data: with splits "train" and "val".
-        tests: names of the splits that are measured.
-        name: of the model.
-        with_hidden: whether to keep the inputs of the last linear layers, where the heads have them.
-        n_corrupted: queries of either side of the first of the tests that are corrupted in each way.
-        seed: of their choice and of the corruptions.
-
-    Returns:
-        The means; the variances of the model, if it has any, are left out.
-
-    Raises:
-        UserError: the model does not search by the cosine of its means, or a split is missing.
-    """
+    """The embeddings of a model that searches by the cosine of its means, as an outsider would see them."""
     _check_cosine(retrieval_model)
     if {"train", "val"} & set(tests):
         raise UserError(f"methods are fitted on train and val; measure another split than {', '.join(tests)}")
@@ -381,12 +277,6 @@ def last_layer(tower: Tower) -> tuple[Tensor, Tensor] | None:
     """The last linear layer of a tower: its mean is matrix @ inputs + bias, scaled to unit length.
 
     A hidden network beside a linear map is one layer of the two inputs side by side.
-
-    Args:
-        tower: of images or texts.
-
-    Returns:
-        ((d, P) matrix, (d,) bias); None if the mean is not linear in the average of anything.
     """
     head = tower.head
     if not isinstance(head, GaussianHead) or head.offset is not None or head.local is not None or not head.normalize:
@@ -402,15 +292,7 @@ def last_layer(tower: Tower) -> tuple[Tensor, Tensor] | None:
 
 @torch.no_grad()
 def layer_inputs(tower: Tower, store: Store) -> Tensor:
-    """The inputs of :func:`last_layer`.
-
-    Args:
-        tower: one that has such a layer.
-        store: n items, ready for the tower.
-
-    Returns:
-        (n, P) float32.
-    """
+    """The inputs of :func:`last_layer`. Returns (n, P)."""
     found: list[Tensor] = []
     head = tower.head
 

@@ -31,52 +31,29 @@ _DISC = 0.02
 
 @dataclass(frozen=True)
 class MapItem:
-    """An image or a text on the map.
+    """An image or a text on the map."""
 
-    Attributes:
-        side: "image" or "text".
-        index: position among the images, or the texts.
-        x: horizontal position of the mean, in units of the map.
-        y: vertical position of the mean.
-        a: longer half axis. By PCA one standard deviation of the projected Gaussian; by t-SNE the radius of a disc
-            whose area is proportional to the total variance.
-        b: shorter half axis.
-        angle: of the longer axis, in radians.
-        total_variance: of the item.
-        family: number from 0 of the FAMILIES images and of the texts that match only them; None for all others.
-    """
-
-    side: str
-    index: int
-    x: float
-    y: float
+    side: str  # "image" or "text"
+    index: int  # position among the images, or the texts
+    x: float  # horizontal position of the mean, in units of the map
+    y: float  # vertical position of the mean
     a: float
-    b: float
-    angle: float
-    total_variance: float
+    b: float  # shorter half axis
+    angle: float  # of the longer axis, in radians
+    total_variance: float  # of the item
     family: int | None
 
 
 @dataclass(frozen=True)
 class GaussianMap:
-    """A map of some images and texts.
+    """A map of some images and texts."""
 
-    Attributes:
-        method: "pca" or "tsne".
-        explained: by PCA the fractions of the variance of the shown means along the two axes; None by t-SNE.
-        items: images, then texts, each in the order of their positions.
-    """
-
-    method: str
+    method: str  # "pca" or "tsne"
     explained: tuple[float, float] | None
-    items: tuple[MapItem, ...]
+    items: tuple[MapItem, ...]  # images, then texts, each in the order of their positions
 
     def to_json(self) -> dict[str, Any]:
-        """Convert to JSON values.
-
-        Returns:
-            Plain numbers, strings, lists and dictionaries.
-        """
+        """Convert to JSON values."""
         return asdict(self) | {"items": [asdict(item) for item in self.items]}
 
 
@@ -190,15 +167,9 @@ _ROUNDING = 1e-20
 
 @dataclass(frozen=True, eq=False)
 class Projection:
-    """A plane in the space of the embeddings.
+    """A plane in the space of the embeddings."""
 
-    Attributes:
-        centre: (d,) float64 mean of the means; it is at (0, 0).
-        axes: (d, 2) float64 orthonormal columns; the largest entry of each is positive. With d = 1 the second one is 0.
-        explained: fractions of the variance of the means along the two axes; 0 and 0 if all means are equal.
-    """
-
-    centre: Tensor
+    centre: Tensor  # (d,) float64 mean of the means; it is at (0, 0)
     axes: Tensor
     explained: tuple[float, float]
 
@@ -213,16 +184,7 @@ class Projection:
 
             covariance = axes^T diag(var) axes,  a 2 x 2 matrix with eigenvalues a^2 >= b^2
 
-        Args:
-            embeddings: (n, d) embeddings; same d as the plane.
-
-        Returns:
-            n times (x, y, a, b, angle): the centre, the half axes a >= b >= 0 of one standard deviation, and the
-            angle of the longer one in radians, above -pi/2 and at most pi/2. A point (variance 0) has a = b = 0 and
-            angle 0.
-
-        Raises:
-            ValueError: d differs.
+        embeddings (n, d).
         """
         if embeddings.d != self.centre.shape[0]:
             raise ValueError(

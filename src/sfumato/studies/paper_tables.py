@@ -40,25 +40,15 @@ _MANIFESTS = (".csv", ".jsonl", ".parquet")
 
 @dataclass(frozen=True)
 class TableData:
-    """The data that a table is repeated on.
+    """The data that a table is repeated on."""
 
-    Attributes:
-        name: of :func:`~sfumato.evaluation.papers.data_sets`; it chooses the recipes.
-        title: as it is written above the figures.
-        overrides: of every recipe, e.g. where the data are.
-    """
-
-    name: str
-    title: str
-    overrides: tuple[str, ...] = ()
+    name: str  # of :func:`~sfumato.evaluation.papers.data_sets`; it chooses the recipes
+    title: str  # as it is written above the figures
+    overrides: tuple[str, ...] = ()  # of every recipe, e.g. where the data are
 
 
 def choose_data(item: PaperItem, given: str | None, overrides: Sequence[str]) -> TableData:
-    """The data of --data: a name, a dataset_*.json, a manifest, or a folder; by default the paper's.
-
-    Raises:
-        UserError: the name is unknown, or the file cannot be read.
-    """
+    """The data of --data: a name, a dataset_*.json, a manifest, or a folder; by default the paper's."""
     if not item.benchmark:
         if given or overrides:
             raise UserError(f"{item.id} is made without data; leave out --data and overrides")
@@ -105,11 +95,7 @@ class PlannedRow:
 
 
 def plan_table(item: PaperItem, data: TableData, n_seeds: int = 1) -> list[PlannedRow]:
-    """The rows with their recipes.
-
-    Raises:
-        UserError: no row can be repeated on this data, the data are not there, or an override is wrong.
-    """
+    """The rows with their recipes."""
     if item.command or item.state == "published only":
         how = f"repeat it with `{item.command}`" if item.command else item.note or "no recipe trains what it shows"
         shown = "; --published shows the paper's figures" if item.rows else ""
@@ -172,44 +158,26 @@ def _check_data(item: PaperItem, data: TableData, rows: Sequence[PlannedRow]) ->
 
 @dataclass(frozen=True)
 class TableRow:
-    """A row of a repeated table.
+    """A row of a repeated table."""
 
-    Attributes:
-        label: backbone and method.
-        published: the paper's figures by column.
-        own: ours over the runs by column; empty if the row was not repeated.
-        runs: folders of the runs.
-        spec: recipe and overrides.
-        failed: reasons of runs that diverged, and of data that are not there.
-    """
-
-    label: str
-    published: dict[str, float]
+    label: str  # backbone and method
+    published: dict[str, float]  # the paper's figures by column
     own: dict[str, OverSeeds] = field(default_factory=dict)
-    runs: tuple[str, ...] = ()
-    spec: str = ""
-    failed: tuple[str, ...] = ()
+    runs: tuple[str, ...] = ()  # folders of the runs
+    spec: str = ""  # recipe and overrides
+    failed: tuple[str, ...] = ()  # reasons of runs that diverged, and of data that are not there
 
 
 @dataclass(frozen=True)
 class Table:
-    """A repeated table.
+    """A repeated table."""
 
-    Attributes:
-        item: what was repeated.
-        data: on which data.
-        split: on which split.
-        n_seeds: number of seeds.
-        columns: names of the figures, in the order of the paper.
-        rows: in the order of the paper.
-    """
-
-    item: PaperItem
-    data: TableData
-    split: str
-    n_seeds: int
-    columns: tuple[str, ...]
-    rows: tuple[TableRow, ...]
+    item: PaperItem  # what was repeated
+    data: TableData  # on which data
+    split: str  # on which split
+    n_seeds: int  # number of seeds
+    columns: tuple[str, ...]  # names of the figures, in the order of the paper
+    rows: tuple[TableRow, ...]  # in the order of the paper
 
     @property
     def same_data(self) -> bool:
@@ -270,19 +238,7 @@ def make_table(
     instances: Sequence[Path] = (),
     device: torch.device | str = "cpu",
 ) -> Table:
-    """Train the missing runs and evaluate all.
-
-    Args:
-        item: a table.
-        data: of :func:`choose_data`.
-        runs: folder of all runs; finished ones are reused.
-        n_seeds: number of runs of each row.
-        instances: COCO's instances_*.json, for PMRP.
-        device: for embedding; training uses the recipe's.
-
-    Raises:
-        UserError: no row can be repeated on this data, or the data cannot be used.
-    """
+    """Train the missing runs and evaluate all."""
     planned = plan_table(item, data, n_seeds)
     _check_ground_truths(item, data, planned, instances)
     columns = table_columns(item, data)

@@ -20,18 +20,9 @@ class PeakMemory:
 
     Memory that the allocator keeps for later is given back to the system first; otherwise a block that reuses it would
     seem to need none.
-
-    Attributes:
-        megabytes: 10^6 bytes above the start; None before the end, and where it cannot be measured.
-
-    Example:
-        >>> with PeakMemory() as memory:
-        ...     kept = bytearray(50_000_000)
-        >>> memory.megabytes is None or memory.megabytes >= 49
-        True
     """
 
-    megabytes: float | None = None
+    megabytes: float | None = None  # 10^6 bytes above the start; None before the end, and where it cannot be measured
 
     def __enter__(self) -> Self:
         gc.collect()

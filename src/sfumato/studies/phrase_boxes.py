@@ -23,38 +23,23 @@ _SPACE = re.compile(r"[ \t\r\n]*")
 
 @dataclass(frozen=True)
 class PhraseBox:
-    """A box in an image and the phrase that describes it.
+    """A box in an image and the phrase that describes it."""
 
-    Attributes:
-        x: left edge in pixels; may be outside of the image.
-        y: upper edge in pixels; may be outside of the image.
-        width: in pixels.
-        height: in pixels.
-        phrase: not empty.
-        location: in the file, for messages.
-    """
-
-    x: float
-    y: float
-    width: float
-    height: float
-    phrase: str
-    location: str
+    x: float  # left edge in pixels; may be outside of the image
+    y: float  # upper edge in pixels; may be outside of the image
+    width: float  # in pixels
+    height: float  # in pixels
+    phrase: str  # not empty
+    location: str  # in the file, for messages
 
 
 @dataclass(frozen=True)
 class BoxedImage:
-    """An image and its boxes.
+    """An image and its boxes."""
 
-    Attributes:
-        id: of the image.
-        path: path of the existing image file.
-        boxes: in the order of the file.
-    """
-
-    id: str
-    path: Path
-    boxes: tuple[PhraseBox, ...]
+    id: str  # of the image
+    path: Path  # path of the existing image file
+    boxes: tuple[PhraseBox, ...]  # in the order of the file
 
 
 def read_boxed_images(
@@ -71,22 +56,6 @@ def read_boxed_images(
     The file is a list of {"id", "regions": [{"region_id", "x", "y", "width", "height", "phrase", "image_id"}]}. An
     image is ID.jpg, ID.png or ID.jpeg, in the folder or in VG_100K or VG_100K_2 below it. The file is read once, entry
     by entry, because that of Visual Genome has 5.4 million boxes.
-
-    Args:
-        path: of the JSON file.
-        images: folder of the images.
-        problems: receives malformed entries and missing images of the whole file, and malformed boxes and empty phrases
-            of the sample.
-        sample: number of images, chosen at random among those in the folder; all if None.
-        seed: of the sample, which depends on the ids but not on their order.
-        chunk_size: number of characters read at a time.
-
-    Returns:
-        The sample, in the order of the file.
-
-    Raises:
-        UserError: the file or the folder is missing, the file is not such a list, or no box in it can be used.
-        ValueError: sample is less than 1.
     """
     path, images = Path(path), Path(images)
     if sample is not None and sample < 1:

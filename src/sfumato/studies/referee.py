@@ -104,67 +104,36 @@ class RefereeOptions:
 
 @dataclass(frozen=True)
 class ContestantFigures:
-    """The figures of a contestant for the queries of one direction; intervals over queries.
+    """The figures of a contestant for the queries of one direction; intervals over queries."""
 
-    Attributes:
-        n_queries: number of queries with a match.
-        n_galleries: number of galleries that the split was dealt into.
-        recall: recall@1 of the frozen cosine.
-        recall_after: recall@1 by the cosine of the contestant's means; None without Gaussians.
-        recall_csd: recall@1 by csd of the contestant's Gaussians; None without.
-        wrong_auroc: AUROC of wrong against right first hits.
-        wrong_aurc, wrong_excess_aurc, wrong_gain: AURC, E-AURC and PRR of them, see :mod:`~sfumato.metrics.selective`.
-        log_loss: mean negative log probability of what the first hit is, in nats (NLPD).
-        ece: calibration error of this probability, in 15 bins of equally many hits.
-        ece_by_chance: what perfect probabilities of these hits would show.
-        platt: (scale, bias) that were fitted on validation; None for a contestant with a probability of its own, and
-            where the uncertainty had the wrong sign there: its probability is then the hit rate of validation.
-        absent_auroc: AUROC of queries without their true matches in the gallery against the same queries with them; .5
-            by construction for a contestant that does not look at the gallery.
-        ambiguity: balanced Spearman with the true number of matches in the whole split; None for data that does not
-            list them all.
-        minus_s_r2: by binning, see :class:`~sfumato.metrics.binned.BinnedRecall`.
-        ms_per_query: time of the uncertainties, the whole gallery at once.
-        query_megabytes: peak memory of the same, see :class:`~sfumato.studies.peak_memory.PeakMemory`; None where it
-            cannot be measured.
-    """
-
-    n_queries: int
-    n_galleries: int
-    recall: Interval
-    recall_after: float | None
-    recall_csd: float | None
-    wrong_auroc: Interval
+    n_queries: int  # number of queries with a match
+    n_galleries: int  # number of galleries that the split was dealt into
+    recall: Interval  # recall@1 of the frozen cosine
+    recall_after: float | None  # recall@1 by the cosine of the contestant's means; None without Gaussians
+    recall_csd: float | None  # recall@1 by csd of the contestant's Gaussians; None without
+    wrong_auroc: Interval  # AUROC of wrong against right first hits
     wrong_aurc: Interval
     wrong_excess_aurc: Interval
     wrong_gain: Interval
-    log_loss: Interval
-    ece: float
-    ece_by_chance: float
+    log_loss: Interval  # mean negative log probability of what the first hit is, in nats (NLPD)
+    ece: float  # calibration error of this probability, in 15 bins of equally many hits
+    ece_by_chance: float  # what perfect probabilities of these hits would show
     platt: tuple[float, float] | None
     absent_auroc: float
     ambiguity: Interval | None
-    minus_s_r2: dict[str, dict[str, Any]]
-    ms_per_query: float
+    minus_s_r2: dict[str, dict[str, Any]]  # by binning, see :class:`~sfumato.metrics.binned.BinnedRecall`
+    ms_per_query: float  # time of the uncertainties, the whole gallery at once
     query_megabytes: float | None
 
 
 @dataclass(frozen=True)
 class CorruptionFigures:
-    """The response of a contestant to one corruption of some queries.
+    """The response of a contestant to one corruption of some queries."""
 
-    Attributes:
-        direction: "t2i" for texts that are corrupted, "i2t" for images.
-        n_queries: number of corrupted queries.
-        strengths: ascending from 0, the clean inputs.
-        recall: recall@1 of the frozen cosine at each strength.
-        spearman, rises, monotone, auroc: see :class:`~sfumato.evaluation.trust.CorruptionTrust`.
-    """
-
-    direction: str
-    n_queries: int
-    strengths: tuple[float, ...]
-    recall: list[float]
+    direction: str  # "t2i" for texts that are corrupted, "i2t" for images
+    n_queries: int  # number of corrupted queries
+    strengths: tuple[float, ...]  # ascending from 0, the clean inputs
+    recall: list[float]  # recall@1 of the frozen cosine at each strength
     spearman: Interval
     rises: Interval
     monotone: Interval
@@ -172,17 +141,7 @@ class CorruptionFigures:
 
 
 def wanted_methods(names: Sequence[str]) -> tuple[str, ...]:
-    """The contestants of a list of names.
-
-    Args:
-        names: in CONTESTANTS; "all" for all of them.
-
-    Returns:
-        The names in the order of CONTESTANTS.
-
-    Raises:
-        UserError: an unknown name, or none.
-    """
+    """The contestants of a list of names."""
     if unknown := [name for name in names if name not in (*CONTESTANTS, "all")]:
         raise UserError(f"unknown method {unknown[0]!r}; known: all, {', '.join(CONTESTANTS)}")
     if not names:
@@ -191,14 +150,7 @@ def wanted_methods(names: Sequence[str]) -> tuple[str, ...]:
 
 
 def adapter_epochs(epochs: int) -> dict[str, dict[str, Any]]:
-    """Options of the fit of the methods that train a network.
-
-    Args:
-        epochs: passes over the pairs; 0 for the methods' own defaults.
-
-    Returns:
-        Options by method, for :class:`RefereeOptions`.
-    """
+    """Options of the fit of the methods that train a network."""
     adapters = {name: method for name, method in METHODS.items() if issubclass(method, AdapterMethod)}
     return {name: {"training": replace(m.default, epochs=epochs)} for name, m in adapters.items() if epochs}
 
@@ -211,22 +163,7 @@ def referee_model(
     about: Mapping[str, Any] | None = None,
     say: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
-    """Fit and measure every contestant on one frozen model.
-
-    Args:
-        model: its embeddings.
-        options: see :class:`RefereeOptions`.
-        path: JSON file that is written after each contestant. Contestants that it already has for the same embeddings
-            and options are not computed again.
-        about: JSON values to keep, such as the commit; those of the last call that computed something stay.
-        say: told what is done.
-
-    Returns:
-        The JSON values: "model", "seed", "sizes", "notes", "not_built" (reasons by method), "machine", "about", and
-        "methods": by name {"unavailable": reason} or {"summary", "fit_seconds", "fit_megabytes", "bytes",
-        "needs_gallery", "tests": {split: {direction: :class:`ContestantFigures`}}, "corruptions": {name:
-        :class:`CorruptionFigures`}}.
-    """
+    """Fit and measure every contestant on one frozen model."""
     options = options or RefereeOptions()
     report = _kept(path, model, options) or _new_report(model, options)
     missing = [name for name in options.methods if name not in report["methods"]]
@@ -342,13 +279,7 @@ class _Scene:
 def first_hits(queries: GaussianEmbedding, gallery: GaussianEmbedding, relevance: Relevance) -> np.ndarray:
     """Whether the closest item of each query matches, by the squared distance of the means.
 
-    Args:
-        queries: (n, d) points.
-        gallery: (m, d) points.
-        relevance: of the queries.
-
-    Returns:
-        (n,) 1 and 0; NaN for a query without a match.
+    queries (n, d), gallery (m, d) -> (n,).
     """
     return per_query_metrics(rank_relevant(queries, gallery, relevance, "squared_l2"), relevance)["recall@1"]
 

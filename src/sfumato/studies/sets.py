@@ -82,37 +82,21 @@ class ImageSets:
 
 @dataclass(frozen=True)
 class SetFigures:
-    """The figures of many pairs.
+    """The figures of many pairs."""
 
-    Attributes:
-        n: number of pairs; pairs with two equal means are left out.
-        mixes: FIGURES by "mixup", "cutmix" and "other", an unrelated image in place of the mixture.
-        erased: ERASED_FIGURES.
-    """
-
-    n: int
+    n: int  # number of pairs; pairs with two equal means are left out
     mixes: dict[str, dict[str, Interval]]
-    erased: dict[str, Interval]
+    erased: dict[str, Interval]  # ERASED_FIGURES
 
     def to_json(self) -> dict[str, Any]:
-        """Convert to JSON values.
-
-        Returns:
-            Plain numbers, strings, lists and dictionaries.
-        """
+        """Convert to JSON values."""
         return asdict(self)
 
 
 def choose_pairs(groups: np.ndarray, n: int, seed: int) -> np.ndarray:
     """Choose pairs of images of different groups, each with a third image of another group; every image once.
 
-    Args:
-        groups: (m,) numbers; images of the same thing have the same number.
-        n: largest number of pairs.
-        seed: of the choice.
-
-    Returns:
-        (p, 3) positions, p <= n.
+    groups (m,) -> (p, 3).
     """
     order = np.random.default_rng([seed, 4]).permutation(len(groups)).tolist()
     found: list[list[int]] = []
@@ -135,17 +119,6 @@ def mix_images(first: bytes, second: bytes, seed: Sequence[int]) -> dict[str, by
 
     Mixup averages both images. CutMix replaces a random half of the first image, left, right, top or bottom, by that
     half of the second. Erasing removes a random quarter of an 8 x 8 grid from each image.
-
-    Args:
-        first: encoded image.
-        second: encoded image.
-        seed: seed of all random choices.
-
-    Returns:
-        By name in MADE, PNG files of SIZE x SIZE pixels.
-
-    Raises:
-        ValueError: an image cannot be decoded.
     """
     pixels = torch.from_numpy(np.stack([decode_image(data, SIZE) for data in (first, second)]))  # (2, 3, h, w)
     half = SIZE // 2
@@ -163,17 +136,7 @@ def mix_images(first: bytes, second: bytes, seed: Sequence[int]) -> dict[str, by
 
 
 def square_image(data: bytes) -> bytes:
-    """Make an image square, as :func:`mix_images` does with images that it does not change.
-
-    Args:
-        data: encoded image.
-
-    Returns:
-        PNG file of SIZE x SIZE pixels.
-
-    Raises:
-        ValueError: the image cannot be decoded.
-    """
+    """Make an image square, as :func:`mix_images` does with images that it does not change."""
     return encode_png(decode_image(data, SIZE))
 
 
@@ -216,16 +179,7 @@ def measure_sets(sets: ImageSets, *, n_resamples: int = 1000, level: float = 0.9
 
 
 def draw_pair(sets: ImageSets, row: int) -> dict[str, Any]:
-    """Project one pair onto the first two principal components of the means of its six images.
-
-    Args:
-        sets: embedded pairs.
-        row: position of the pair.
-
-    Returns:
-        {"explained": fractions of the variance of the six means along the axes, "items": [{"name": of MADE, "x", "y",
-        "a", "b", "angle", "total_variance"}]}; see :meth:`~sfumato.studies.maps.Projection.ellipses`.
-    """
+    """Project one pair onto the first two principal components of the means of its six images."""
     six = GaussianEmbedding.cat([_double(sets.embeddings[name][row : row + 1]) for name in MADE])
     plane = fit_map(six)
     items = [
@@ -236,19 +190,7 @@ def draw_pair(sets: ImageSets, row: int) -> dict[str, Any]:
 
 
 def read_mixed_images(images: Sequence[ImageSource], row: Sequence[int], seed: int) -> dict[str, bytes]:
-    """Read two images of some data and mix them with :func:`mix_images`.
-
-    Args:
-        images: of the data.
-        row: positions; the first two are used.
-        seed: seed of all random choices, together with the positions.
-
-    Returns:
-        By name in MADE, PNG files.
-
-    Raises:
-        ValueError: an image cannot be decoded.
-    """
+    """Read two images of some data and mix them with :func:`mix_images`."""
     first, second = (images[int(i)].read_bytes() for i in row[:2])
     return mix_images(first, second, (seed, int(row[0]), int(row[1])))
 

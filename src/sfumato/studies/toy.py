@@ -56,35 +56,21 @@ _COLOURS = ((214, 69, 65), (226, 168, 20), (46, 140, 87), (140, 86, 160), (70, 1
 
 @dataclass(frozen=True)
 class ToyData:
-    """The samples before training; n = 1500.
+    """The samples before training; n = 1500."""
 
-    Attributes:
-        embedding: (n, 2) means around the centroids, and log variances.
-        label: (n,) class 0, 1 or 2; for an uncertain sample the first of its two classes.
-        uncertain: (n,) bool. The class of an uncertain sample is label or label + 1 (mod 3), chosen at random at each
-            use.
-    """
-
-    embedding: GaussianEmbedding
-    label: Tensor
+    embedding: GaussianEmbedding  # (n, 2) means around the centroids, and log variances
+    label: Tensor  # (n,) class 0, 1 or 2; for an uncertain sample the first of its two classes
     uncertain: Tensor
 
 
 @dataclass(frozen=True)
 class ToyRun:
-    """The result of one method.
+    """The result of one method."""
 
-    Attributes:
-        certain: mean variance of the certain samples, over samples and both dimensions; None for points.
-        uncertain: mean variance of the uncertain samples, likewise.
-        updates: number of updates after which each frame was taken.
-        frames: the embeddings after these updates, from the start to the result.
-    """
-
-    certain: float | None
-    uncertain: float | None
-    updates: list[int]
-    frames: list[GaussianEmbedding]
+    certain: float | None  # mean variance of the certain samples, over samples and both dimensions; None for points
+    uncertain: float | None  # mean variance of the uncertain samples, likewise
+    updates: list[int]  # number of updates after which each frame was taken
+    frames: list[GaussianEmbedding]  # the embeddings after these updates, from the start to the result
 
     @property
     def ratio(self) -> float | None:
@@ -97,12 +83,6 @@ def toy_data(generator: torch.Generator) -> ToyData:
 
     The centroids are standard normal. The samples are normal around them with a standard deviation of 0.1, and log
     sigma of each dimension is uniform in [-1.5, 1.5].
-
-    Args:
-        generator: source of randomness.
-
-    Returns:
-        The samples.
     """
     label = torch.arange(CLASSES).repeat_interleave(PER_CLASS)  # (n,)
     uncertain = torch.arange(PER_CLASS).repeat(CLASSES) >= PER_CLASS - UNCERTAIN_PER_CLASS  # (n,)
@@ -125,20 +105,6 @@ def train_toy(
 
     Every update compares two mini-batches without a common sample, like a batch of images with a batch of captions. A
     pair matches if both samples have the same class in this update.
-
-    Args:
-        data: of :func:`toy_data`; it is not changed.
-        method: one of METHODS.
-        generator: source of randomness for the order of the samples and the classes of uncertain ones.
-        updates: number of optimiser steps. The paper's "500 epochs" are taken as 500 mini-batches, see READINGS.
-        batch_size: number of samples of each of the two mini-batches.
-        lr: learning rate of the samples and of the match logits.
-
-    Returns:
-        The result.
-
-    Raises:
-        ValueError: the method is unknown, updates is below 1, or a mini-batch is larger than half of the samples.
     """
     if updates < 1:
         raise ValueError(f"train_toy: updates must be at least 1, got {updates}")
@@ -187,18 +153,7 @@ def _loss(method: str) -> Callable[[GaussianEmbedding, GaussianEmbedding, Tensor
 
 
 def run_toy(out: Path, *, seed: int = 0, updates: int = 500, methods: Sequence[str] = METHODS) -> dict[str, Any]:
-    """Train with each method from the same start, and write an image of the results and an animation of the training.
-
-    Args:
-        out: folder for "toy.png" and "toy.gif"; created if it is missing.
-        seed: of the samples and of the batches of each method.
-        updates: number of optimiser steps of each method.
-        methods: some of METHODS.
-
-    Returns:
-        {"seed", "updates", "ratio": {method: uncertain / certain}, "published_ratio", "certain", "uncertain": mean
-        variances, "readings": READINGS, "picture", "animation"}; null where a method has no variance.
-    """
+    """Train with each method from the same start; write an image of the results and an animation."""
     out.mkdir(parents=True, exist_ok=True)
     data = toy_data(torch.Generator().manual_seed(seed))
     runs = {

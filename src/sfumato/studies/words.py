@@ -19,48 +19,27 @@ LEAST = 2
 
 @dataclass(frozen=True)
 class Word:
-    """A word of a bin.
+    """A word of a bin."""
 
-    Attributes:
-        word: in lower case.
-        n: number of captions of the bin with this word.
-        weight: its TF-IDF.
-    """
-
-    word: str
-    n: int
-    weight: float
+    word: str  # in lower case
+    n: int  # number of captions of the bin with this word
+    weight: float  # its TF-IDF
 
 
 @dataclass(frozen=True)
 class WordBin:
-    """Items of similar uncertainty and the words of their captions.
+    """Items of similar uncertainty and the words of their captions."""
 
-    Attributes:
-        n_items: number of items.
-        n_captions: number of captions of these items; a caption of two items counts twice.
-        low: smallest uncertainty.
-        mean: mean uncertainty.
-        high: largest uncertainty.
-        words_per_caption: mean number of words.
-        words: those of the largest weights, in descending order, without words in fewer than LEAST captions or of
-            weight 0.
-    """
-
-    n_items: int
-    n_captions: int
-    low: float
-    mean: float
-    high: float
-    words_per_caption: float
+    n_items: int  # number of items
+    n_captions: int  # number of captions of these items; a caption of two items counts twice
+    low: float  # smallest uncertainty
+    mean: float  # mean uncertainty
+    high: float  # largest uncertainty
+    words_per_caption: float  # mean number of words
     words: tuple[Word, ...]
 
     def to_json(self) -> dict[str, Any]:
-        """Convert to JSON values.
-
-        Returns:
-            Plain numbers, strings, lists and dictionaries.
-        """
+        """Convert to JSON values."""
         return asdict(self) | {"words": [asdict(word) for word in self.words]}
 
 
@@ -68,18 +47,6 @@ def tf_idf(n_with: int, n_holding: int, n_captions: int) -> float:
     r"""Weight of a word.
 
         (1 + ln n_with) ln(n_captions / n_holding)
-
-    Args:
-        n_with: number of captions of the bin with the word, at least 1.
-        n_holding: number of captions of the corpus with the word.
-        n_captions: number of captions of the corpus.
-
-    Returns:
-        The weight.
-
-    Example:
-        >>> tf_idf(1, 2, 2)
-        0.0
 
     Paper: Chun et al., CVPR 2021, F.2, where n_with and n_holding are one number, n_i; this is the corpus "bin" of
     :func:`words_by_uncertainty`.

@@ -43,17 +43,7 @@ _CLASSES = 64
 
 
 def read_templates(path: Path | None = None) -> list[str]:
-    """Read prompt templates.
-
-    Args:
-        path: of a text file with one template per line, each with one {} for the class; the templates of CLIP if None.
-
-    Returns:
-        The templates.
-
-    Raises:
-        UserError: the file is missing, empty or not UTF-8, or a line has no {} or several, or occurs twice.
-    """
+    """Read prompt templates."""
     templates, numbers, _ = read_lines(path or CLIP_TEMPLATES)
     for template, number in zip(templates, numbers, strict=True):
         if template.count("{}") != 1:
@@ -66,16 +56,7 @@ def read_templates(path: Path | None = None) -> list[str]:
 
 
 def embed_prompts(model: DualEncoder, classes: Sequence[str], templates: Sequence[str]) -> GaussianEmbedding:
-    """Embed every class in every template.
-
-    Args:
-        model: embeds the prompts.
-        classes: c names.
-        templates: p templates with one {} each.
-
-    Returns:
-        (c * p, d) embeddings, class by class.
-    """
+    """Embed every class in every template. Returns (c * p, d)."""
     parts = []
     with progress_bar("embedding prompts", len(classes) * len(templates)) as advance:
         for start in range(0, len(classes), _CLASSES):
@@ -129,15 +110,7 @@ def pool_prompts(prompts: GaussianEmbedding, weights: Array, *, pooling: str = "
 
 
 def certain_prompts(uncertainty: Tensor, k: int | Tensor) -> Tensor:
-    """Choose the k most certain prompts of each class; ties are decided by order.
-
-    Args:
-        uncertainty: (c, p) of every prompt, usually the total variance.
-        k: number of prompts, 1 to p: one number for all classes, or (c,) numbers.
-
-    Returns:
-        (c, p) weights: 1 for the chosen prompts, else 0.
-    """
+    """Choose the k most certain prompts of each class; ties are decided by order. uncertainty (c, p) -> (c, p)."""
     c, p = uncertainty.shape
     kept = torch.arange(p) < torch.as_tensor(k).expand(c).unsqueeze(1)
     return torch.zeros(c, p).scatter_(1, uncertainty.argsort(dim=1, stable=True), kept.float())
@@ -152,17 +125,9 @@ def mixture_weights(
     with concentration 2, and initial weights proportional to 1 / variance. A class without images keeps its initial
     weights.
 
-    Args:
-        images: (n, d) embeddings; the first five of a class are used.
-        labels: (n,) class numbers.
-        prompts: (c * p, d) embeddings with variances.
-        n_classes: c.
-        seed: of the samples.
-
-    Returns:
-        (c, p) float64 weights; those of a class sum to 1.
-
     Source: https://github.com/naver-ai/prolip, "bprw"; Chun et al., ICLR 2025, arXiv 2410.18857.
+
+    images (n, d), labels (n,), prompts (c * p, d) -> (c, p).
     """
     generator = torch.Generator().manual_seed(seed)
     weights = 1 / prompts.total_variance.double().view(n_classes, -1)
@@ -188,14 +153,7 @@ def mixture_weights(
 def right_at(images: GaussianEmbedding, labels: np.ndarray, classes: GaussianEmbedding, distance: str) -> np.ndarray:
     """Classify images by the closest class; at equal distances the earlier class is closer.
 
-    Args:
-        images: (n, d) embeddings.
-        labels: (n,) class numbers.
-        classes: (c, d) embeddings.
-        distance: name in DISTANCES.
-
-    Returns:
-        (n, 2) floats: 1 if the class of an image is the closest one, and if it is among the five closest ones; else 0.
+    images (n, d), labels (n,), classes (c, d) -> (n, 2).
     """
     _, order = top_k(images, classes, 5, distance)
     same = order.numpy() == labels[:, None]
@@ -213,16 +171,7 @@ def right_by_k(
 ) -> np.ndarray:
     """Count right images for every number of prompts that all classes keep.
 
-    Args:
-        images: (n, d) embeddings.
-        labels: (n,) class numbers.
-        prompts: (c * p, d) embeddings, class by class.
-        uncertainty: (c, p) of every prompt; the most certain ones are kept.
-        distance: name in DISTANCES.
-        pooling: see :func:`pool_prompts`.
-
-    Returns:
-        (c, p) numbers of correctly classified images of each class if every class keeps 1, 2 ... p prompts.
+    images (n, d), labels (n,), prompts (c * p, d), uncertainty (c, p) -> (c, p).
     """
     c, p = uncertainty.shape
     counts = np.zeros((c, p), np.int64)
@@ -236,14 +185,7 @@ def right_by_k(
 
 
 def best_k(counts: np.ndarray) -> int:
-    """Choose one K for all classes.
-
-    Args:
-        counts: (c, p) of :func:`right_by_k`.
-
-    Returns:
-        The K with the most correct images; of tied values the largest, which filters least.
-    """
+    """Choose one K for all classes. counts (c, p)."""
     return int(counts.shape[1] - counts.sum(0)[::-1].argmax())
 
 
@@ -262,17 +204,7 @@ def best_k_per_class(
     Each class takes the K for which the most images of all classes are correct. So a class has no advantage from
     attracting images of other classes. If no K is better than the initial one, a class keeps the initial one.
 
-    Args:
-        images: (n, d) embeddings.
-        labels: (n,) class numbers.
-        prompts: (c * p, d) embeddings, class by class.
-        uncertainty: (c, p) of every prompt; the most certain ones are kept.
-        start: (c,) initial K of each class.
-        distance: name in DISTANCES.
-        pooling: see :func:`pool_prompts`.
-
-    Returns:
-        (c,) K of each class.
+    images (n, d), labels (n,), prompts (c * p, d), uncertainty (c, p), start (c,) -> (c,).
     """
     (n_classes, p), best, own = uncertainty.shape, start.copy(), torch.from_numpy(labels)
     classes = pool_prompts(prompts, certain_prompts(uncertainty, torch.from_numpy(start)), pooling=pooling)
@@ -296,12 +228,7 @@ def best_k_per_class(
 def halves(labels: np.ndarray, seed: int) -> tuple[np.ndarray, np.ndarray]:
     """Divide images at random into halves, class by class.
 
-    Args:
-        labels: (n,) class numbers.
-        seed: of the choice.
-
-    Returns:
-        (positions for the choice, positions for the report); with an odd number of images the report has one more.
+    labels (n,) -> (positions for the choice, positions for the report).
     """
     random, chosen = np.random.default_rng(seed), np.zeros(len(labels), bool)
     for c in np.unique(labels):
@@ -317,43 +244,24 @@ def _distances(images: GaussianEmbedding, classes: GaussianEmbedding, distance: 
 
 @dataclass(frozen=True)
 class Method:
-    """A method to make class embeddings, and its accuracy on the reported images.
+    """A method to make class embeddings, and its accuracy on the reported images."""
 
-    Attributes:
-        name: name of the method.
-        k: number of prompts kept for each class; None if prompts are weighted.
-        top1: fraction of images whose closest class is their own.
-        top5: fraction of images with their class among the five closest; None for five classes or fewer.
-        against_all: top1 minus that of all prompts, on the same resamples of images.
-        against_random: top1 minus the mean top1 of as many random prompts of each class; None if nothing is filtered.
-        against_random_order: top1 minus the mean top1 of prompts in a random order with K chosen in the same way. It
-            separates the effect of the uncertainty from the effect of the choice on labelled images.
-    """
-
-    name: str
-    k: list[int] | None
-    top1: Interval | None
-    top5: Interval | None
-    against_all: Interval | None
+    name: str  # name of the method
+    k: list[int] | None  # number of prompts kept for each class; None if prompts are weighted
+    top1: Interval | None  # fraction of images whose closest class is their own
+    top5: Interval | None  # fraction of images with their class among the five closest; None for five classes or fewer
+    against_all: Interval | None  # top1 minus that of all prompts, on the same resamples of images
     against_random: Interval | None
     against_random_order: Interval | None
 
 
 @dataclass(frozen=True)
 class PromptsKept:
-    """Accuracy by the number of prompts that every class keeps: figure C.2 of the PCME++ paper.
+    """Accuracy by the number of prompts that every class keeps: figure C.2 of the PCME++ paper."""
 
-    Attributes:
-        images: "others", on which K was chosen, or "reported".
-        top1: for K = 1, 2 ... p: fraction of images whose closest class is their own.
-        random_top1: the same with prompts in a random order, mean of five orders.
-        best_k: for each class the K that gets most of its own images right, of tied values the largest; None where no K
-            gets any right. Classes attract each other's images, so these are no K to classify with.
-    """
-
-    images: str
-    top1: list[float]
-    random_top1: list[float]
+    images: str  # "others", on which K was chosen, or "reported"
+    top1: list[float]  # for K = 1, 2 ... p: fraction of images whose closest class is their own
+    random_top1: list[float]  # the same with prompts in a random order, mean of five orders
     best_k: list[int | None]
 
 
@@ -371,67 +279,34 @@ def prompts_kept(counts: Sequence[np.ndarray], n_images: int, images: str) -> Pr
 
 @dataclass(frozen=True)
 class ZeroShotReport:
-    """The result of :func:`~sfumato.studies.zeroshot.evaluate_zeroshot`.
+    """The result of :func:`~sfumato.studies.zeroshot.evaluate_zeroshot`."""
 
-    Attributes:
-        methods: rows of the table.
-        best_alone: fraction of images that are right at the K that is best for their own class, if all classes keep
-            that many prompts. This is not a classifier, because it needs the true class; None without the oracle.
-        prompts_kept: accuracy by K on the images that K was chosen on: the others, and with the oracle those reported.
-        classes: names in prompts.
-        templates: with one {} each.
-        total_variance: of every prompt: a list for each class, in the order of the templates.
-        template_top1: fraction of the reported images that each template alone classifies correctly.
-        certain_is_right: Spearman correlation over templates of the mean total variance and template_top1; negative if
-            certain templates are better, None if either is constant.
-        chance: fraction of the images in the most frequent class, which a constant answer gets right.
-        n_images: number of reported images.
-        n_chosen_on: number of images on which K was chosen; none of them is reported.
-        n_empty: number of classes without an image.
-        left_out: unusable images with their reasons.
-        distance: name of the distance that finds the closest class.
-        pooling: pooling of prompts.
-        seed: seed of all random choices.
-    """
-
-    methods: list[Method]
+    methods: list[Method]  # rows of the table
     best_alone: float | None
     prompts_kept: list[PromptsKept]
-    classes: list[str]
-    templates: list[str]
-    total_variance: list[list[float]]
-    template_top1: list[float]
+    classes: list[str]  # names in prompts
+    templates: list[str]  # with one {} each
+    total_variance: list[list[float]]  # of every prompt: a list for each class, in the order of the templates
+    template_top1: list[float]  # fraction of the reported images that each template alone classifies correctly
     certain_is_right: float | None
-    chance: float
-    n_images: int
-    n_chosen_on: int
-    n_empty: int
-    left_out: list[str]
-    distance: str
-    pooling: str
-    seed: int
+    chance: float  # fraction of the images in the most frequent class, which a constant answer gets right
+    n_images: int  # number of reported images
+    n_chosen_on: int  # number of images on which K was chosen; none of them is reported
+    n_empty: int  # number of classes without an image
+    left_out: list[str]  # unusable images with their reasons
+    distance: str  # name of the distance that finds the closest class
+    pooling: str  # pooling of prompts
+    seed: int  # seed of all random choices
 
     def beats_chance(self, method: Method) -> bool:
-        """Whether the top-1 of a method is above that of a constant answer, beyond noise.
-
-        Args:
-            method: one of ``methods``.
-
-        Returns:
-            True if the interval of its top-1, or without an interval the value, lies above ``chance``.
-        """
+        """Whether the top-1 of a method is above that of a constant answer, beyond noise."""
         top1 = method.top1
         if top1 is None or top1.value is None:
             return False
         return (top1.value if top1.low is None else top1.low) > self.chance
 
     def verdict(self) -> str:
-        """Judge for each filter whether it helps beyond noise.
-
-        Returns:
-            A line for each filter: against all prompts, and against a random order. Of methods that are no better than
-            a constant answer it says only that.
-        """
+        """Judge for each filter whether it helps beyond noise."""
         filtered = [m for m in self.methods if m.against_random is not None]
         if not filtered:
             return "Nothing was filtered."
@@ -450,19 +325,11 @@ class ZeroShotReport:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Convert to JSON values.
-
-        Returns:
-            Plain numbers and strings.
-        """
+        """Convert to JSON values."""
         return asdict(self) | {"verdict": self.verdict()}
 
     def write(self, folder: Path) -> None:
-        """Write zeroshot.json, and prompts.csv with the total variance of every prompt.
-
-        Args:
-            folder: where to; created if it is missing.
-        """
+        """Write zeroshot.json, and prompts.csv with the total variance of every prompt."""
         folder.mkdir(parents=True, exist_ok=True)
         write_json(folder / "zeroshot.json", self.to_json())
         text = io.StringIO()
@@ -483,15 +350,7 @@ _PRINTED = {
 
 
 def published_beside(report: ZeroShotReport) -> list[dict[str, Any]]:
-    """Rows of table 5 of the PCME++ paper, each with the method of the report that repeats it.
-
-    Args:
-        report: of any images; the paper's are ImageNet's validation images.
-
-    Returns:
-        Dictionaries of ``backbone``, ``method`` and ``top1`` as printed, ``own`` the name of the method here and
-        ``own_top1``, all in fractions; both None if the report has no such method.
-    """
+    """Rows of table 5 of the PCME++ paper, each with the method of the report that repeats it."""
     rows = []
     for row in published_rows("imagenet", table="PCME++ 5"):
         name = _PRINTED[row.method.partition(", ")[2]]
@@ -515,18 +374,7 @@ def _judged(difference: Interval | None) -> str:
 
 
 def points(one: Interval | None) -> str:
-    """A difference in percentage points, with its sign and interval.
-
-    Args:
-        one: the difference of two fractions; None if it was not measured.
-
-    Returns:
-        The text.
-
-    Example:
-        >>> points(Interval(0.05, 0.01, 0.09)), points(None)
-        ('+5.0 [+1.0, +9.0]', '–')
-    """
+    """A difference in percentage points, with its sign and interval."""
     if one is None or one.value is None:
         return "–"
     low, high = (None if end is None else f"{100 * end:+.1f}" for end in (one.low, one.high))
@@ -766,19 +614,7 @@ def _choose(
 
 
 def labelled_split(data: DataConfig, split: str, names: Mapping[str, str] | None = None) -> Labelled:
-    """Load a split of a recipe's data in which the only text of an image is its class.
-
-    Args:
-        data: where the split comes from.
-        split: name of the split.
-        names: class names by text; None uses the texts.
-
-    Returns:
-        The images with their classes. Unusable items are reported on standard error.
-
-    Raises:
-        UserError: there is no such split, or an image has several texts.
-    """
+    """Load a split of a recipe's data in which the only text of an image is its class."""
     problems = Problems()
     splits = load_splits(data, problems)
     if split not in splits:

@@ -31,29 +31,16 @@ ABLATED = tuple(d.name for d in DISTANCES.values() if not d.sampled and d.name n
 
 @dataclass(frozen=True)
 class Ablation:
-    """The figures of every distance.
+    """The figures of every distance."""
 
-    Attributes:
-        recipe: name of the recipe.
-        split: the evaluated split.
-        seeds: train.seed of the runs of each distance.
-        cells: {trained with: {ranked by: {figure of main_figures: over seeds}}}; empty for a distance whose runs all
-            failed.
-        failed: {"DISTANCE-SEED": reason} of runs that diverged; they are in no cell.
-    """
-
-    recipe: str
-    split: str
-    seeds: tuple[int, ...]
+    recipe: str  # name of the recipe
+    split: str  # the evaluated split
+    seeds: tuple[int, ...]  # train.seed of the runs of each distance
     cells: dict[str, dict[str, dict[str, OverSeeds]]]
-    failed: dict[str, str]
+    failed: dict[str, str]  # {"DISTANCE-SEED": reason} of runs that diverged; they are in no cell
 
     def to_json(self) -> dict[str, Any]:
-        """The ablation as JSON values.
-
-        Returns:
-            Plain numbers, lists and dictionaries.
-        """
+        """The ablation as JSON values."""
         return asdict(self)
 
 
@@ -71,23 +58,6 @@ def ablate(
 
     A finished run of the same recipe is reused, and an interrupted run is resumed. Figures that exist in its folder are
     not computed again.
-
-    Args:
-        recipe: recipe of all runs; loss.distance and train.seed are replaced.
-        folder: made if missing.
-        trained: names of distances to train with.
-        retrieved: names of distances to rank by.
-        n_seeds: number of runs of each distance, with the recipe's seed and the following seeds.
-        split: to evaluate on.
-        device: for embedding; training uses the recipe's.
-
-    Returns:
-        The figures that were written.
-
-    Raises:
-        ValueError: a distance is unknown.
-        UserError: a distance is named twice or is sampled, the recipe has no variances or a loss without a distance, or
-            the folder of a run has other content.
     """
     _check(recipe, trained, "train")
     _check(recipe, retrieved, "retrieve")
@@ -118,15 +88,7 @@ def ablate(
 
 
 def ablation_file(folder: Path, split: str) -> Path:
-    """The file into which :func:`ablate` writes its figures.
-
-    Args:
-        folder: that holds the runs.
-        split: that was evaluated.
-
-    Returns:
-        The path of ablation-SPLIT.json.
-    """
+    """The file into which :func:`ablate` writes its figures."""
     return folder / f"ablation-{split}.json"
 
 

@@ -47,25 +47,12 @@ class Batches(Protocol):
 
 
 def epoch_seed(*key: int) -> int:
-    """A seed from several numbers, such as (seed, epoch, stream); keys that differ give independent seeds.
-
-    Args:
-        key: non-negative numbers.
-
-    Returns:
-        A seed of 63 bits.
-    """
+    """A seed from several numbers, such as (seed, epoch, stream); keys that differ give independent seeds."""
     return int(np.random.SeedSequence(list(key)).generate_state(1, np.uint64)[0] >> 1)
 
 
 class Augmentation:
-    """The random changes of a recipe, applied to one process's part of a batch.
-
-    Args:
-        recipe: its sections model.image, augment and train.seed.
-        model: its processors define the inputs.
-        process_group: the processes of the run.
-    """
+    """The random changes of a recipe, applied to one process's part of a batch."""
 
     def __init__(self, recipe: Recipe, model: DualEncoder, process_group: ProcessGroup) -> None:
         self.config: AugmentConfig = recipe.augment
@@ -86,28 +73,12 @@ class Augmentation:
             )
 
     def generator(self, epoch: int) -> torch.Generator:
-        """The random generator of an epoch's changes on this process.
-
-        Args:
-            epoch: 0-based.
-
-        Returns:
-            A generator on the CPU.
-        """
+        """The random generator of an epoch's changes on this process."""
         own = (self.process_group.rank,) if self.process_group.rank else ()
         return torch.Generator().manual_seed(epoch_seed(self.seed, epoch, 1, *own))
 
     def images(self, store: Store, index: np.ndarray, generator: torch.Generator) -> Inputs:
-        """The images at some positions, augmented as in the recipe.
-
-        Args:
-            store: of the training split.
-            index: (r,) positions.
-            generator: of :meth:`generator`.
-
-        Returns:
-            Inputs of r images.
-        """
+        """The images at some positions, augmented as in the recipe. index (r,)."""
         inputs = self._reshaped(store, index, generator)
         if not self.config.erase or not len(index):
             return inputs
@@ -125,15 +96,7 @@ class Augmentation:
         return Inputs(change(inputs.values, generator=generator))
 
     def texts(self, inputs: Inputs, generator: torch.Generator) -> Inputs:
-        """Texts with some tokens masked, replaced or deleted.
-
-        Args:
-            inputs: (r, t) token ids and their mask.
-            generator: of :meth:`generator`.
-
-        Returns:
-            Inputs of r texts; at most t tokens each.
-        """
+        """Texts with some tokens masked, replaced or deleted. inputs (r, t)."""
         if self.words is None or inputs.mask is None:
             return inputs
         ids, mask = inputs.values, inputs.mask
@@ -155,17 +118,7 @@ class Augmentation:
         return Inputs(ids, mask)
 
     def plans(self, counts: list[int], size: tuple[int, int], epoch: int, step: int) -> list[MixPlan] | None:
-        """The mixing plans of all processes in a step, the same on every process.
-
-        Args:
-            counts: number of pairs of each process.
-            size: (height, width) of the images in pixels.
-            epoch: 0-based.
-            step: 0-based, within the epoch.
-
-        Returns:
-            A plan for each process; None if the recipe mixes nothing.
-        """
+        """The mixing plans of all processes in a step, the same on every process. size (height, width)."""
         if not self.config.mixed_share:
             return None
         if self.config.mix_whole:
@@ -194,16 +147,7 @@ class Augmentation:
         return [MixPlan(torch.arange(n).flip(0), fraction.expand(n), box.expand(n, 4), size) for n in counts]
 
     def labels(self, match_i2t: Tensor, match_t2i: Tensor, plans: list[MixPlan] | None) -> tuple[Tensor, Tensor]:
-        """Labels after mixing and smoothing.
-
-        Args:
-            match_i2t: (r, n) labels of this process's images with all texts.
-            match_t2i: (r, n) labels of this process's texts with all images.
-            plans: of :meth:`plans`.
-
-        Returns:
-            Both, changed.
-        """
+        """Labels after mixing and smoothing. match_i2t (r, n), match_t2i (r, n)."""
         if plans is not None:
             match_i2t = plans[self.process_group.rank].match(match_i2t)
             match_t2i = MixPlan.cat(plans).match(match_t2i.T).T
@@ -213,14 +157,7 @@ class Augmentation:
 
 
 class IndexedBatches:
-    """Batches of a split whose pairs are all known.
-
-    Args:
-        images, texts: the inputs of the split.
-        sampler: samples the pairs, the same on all processes; each process takes its part.
-        augmentation: the random changes.
-        process_group: the processes of the run.
-    """
+    """Batches of a split whose pairs are all known."""
 
     def __init__(
         self, images: Store, texts: Store, sampler: PairSampler, augmentation: Augmentation, process_group: ProcessGroup
@@ -229,11 +166,7 @@ class IndexedBatches:
         self.augmentation, self.process_group = augmentation, process_group
 
     def prepare(self, model: DualEncoder) -> None:
-        """Convert the inputs to the form that costs the encoders least at every step.
-
-        Args:
-            model: with the weights that training starts from.
-        """
+        """Convert the inputs to the form that costs the encoders least at every step."""
         self.images = model.image.encoder.prepared(self.images)
         self.texts = model.text.encoder.prepared(self.texts)
 
@@ -260,15 +193,7 @@ class IndexedBatches:
 
 
 class ShardBatches:
-    """Batches of a stream of shards, in the order in which they are read; pairs with an equal image or text match.
-
-    Args:
-        stream: this process's part of the shards.
-        model: its processors turn samples into inputs.
-        augmentation: the random changes.
-        process_group: the processes of the run.
-        equal_texts: "merged": texts are equal whatever their case and white space; "separate": byte by byte.
-    """
+    """Batches of a stream of shards, in the order in which they are read; pairs with an equal image or text match."""
 
     def __init__(
         self,
@@ -328,17 +253,6 @@ def prefetch(source: Iterable[T], depth: int = 2) -> Generator[T, None, None]:
     The thread starts when the first item is requested. It ends with the source, with an exception of the source, or
     when the consumer closes the generator (leaving a loop does that). On closing, the item in work is finished, the
     source is closed in its own thread, and then ``close`` returns.
-
-    Args:
-        source: makes the items; from then on only the thread uses it.
-        depth: number of items made ahead; at least 1.
-
-    Yields:
-        The items in their order.
-
-    Raises:
-        ValueError: depth is less than 1.
-        BaseException: what the source raises, after the items before it.
     """
     if depth < 1:
         raise ValueError(f"prefetch: depth must be at least 1, got {depth}")

@@ -432,18 +432,7 @@ def validate(
 ) -> tuple[Evaluation, float]:
     """Evaluate the embeddings of a split, and compute the score by which the best epoch is chosen.
 
-    Args:
-        embedded: (images, texts) of the split.
-        split: with its matches.
-        distance: distance for ranking.
-        select: "rsum", "map@r" or "auto": map@r if a text has several images, else rsum; see TrainConfig.
-        process_group: the processes among which the work is divided.
-
-    Returns:
-        (all figures, the score: higher is better).
-
-    Raises:
-        DivergedError: an embedding is NaN or infinite.
+    embedded (images, texts).
     """
     relevance = split.data.relevance()
     for side, embeddings in zip(("image", "text"), embedded, strict=True):
@@ -460,15 +449,7 @@ def validate(
 
 
 def selected_by(select: str, relevance: Relevance) -> str:
-    """The metric by which the best epoch is chosen.
-
-    Args:
-        select: key ``train.select`` of the recipe.
-        relevance: image -> texts of the validation split.
-
-    Returns:
-        "map@r" if asked for, or with "auto" if a text has several images; else "rsum".
-    """
+    """The metric by which the best epoch is chosen."""
     many = relevance.transpose().counts.max() > 1
     return "map@r" if select == "map@r" or (select == "auto" and many) else "rsum"
 
@@ -484,16 +465,7 @@ def calibrate(
 ) -> Calibration | None:
     """Calibrate on the embeddings of the validation split, and write calibration.json into the run folder.
 
-    Args:
-        embedded: (images, texts) of the split.
-        data: the matches of the split.
-        loss: the loss, with its distance and learnt logits.
-        folder: of the run.
-        split: its name.
-        reference: (images, texts) of the training, see :func:`~sfumato.models.calibrate.calibrate_split`.
-
-    Returns:
-        The calibration; None if nothing can be fitted, which is said.
+    embedded (images, texts), reference (images, texts).
     """
     try:
         calibration = calibrate_split(embedded, data, loss.distance.name, split=split, reference=reference)

@@ -22,15 +22,6 @@ def build_optimiser(model: DualEncoder, loss: MatchLoss, config: OptimConfig) ->
     number, counted from the top: the last block has the factor 1, for any number of blocks. (The released code counts
     from 12, so that the last block of a ViT-L, its number 23, has the factor layer_decay^-11: 51 with a decay of 0.7.)
     Parameters outside of the blocks have the multiplier alone.
-
-    Args:
-        model: parameters named ``image.encoder.*`` and ``text.encoder.*`` belong to the encoders, which number their
-            blocks (:meth:`~sfumato.encoders.encoder_protocol.Encoder.blocks_from_top`).
-        loss: may hold learnable match logits.
-        config: section ``optim`` of the recipe.
-
-    Returns:
-        The optimiser; each group has a "base_lr" that the schedule multiplies.
     """
     groups: dict[tuple[float, float], list[nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
@@ -64,11 +55,6 @@ def freeze_encoder(encoder: Encoder, frozen: bool) -> None:
     """Freeze or unfreeze the pre-trained parameters of an encoder and their running statistics.
 
     Call it after ``model.train()``.
-
-    Args:
-        encoder: encoder that names its pre-trained parameters
-            (:meth:`~sfumato.encoders.encoder_protocol.Encoder.freezes`).
-        frozen: True to freeze, False to train.
     """
     for name, module in encoder.named_modules():
         if frozen and isinstance(module, nn.modules.batchnorm._BatchNorm) and encoder.freezes(f"{name}."):
@@ -84,11 +70,6 @@ def freeze_for_epoch(model: DualEncoder, epoch: int, config: OptimConfig) -> Non
     """Freeze the encoders that the recipe freezes in an epoch, and unfreeze the others.
 
     Call it after ``model.train()``.
-
-    Args:
-        model: a dual encoder.
-        epoch: 0-based.
-        config: section ``optim`` of the recipe.
     """
     first_stage = epoch < config.first_stage_epochs
     freeze_encoder(model.image.encoder, first_stage or epoch < config.freeze_image_epochs)
@@ -96,18 +77,7 @@ def freeze_for_epoch(model: DualEncoder, epoch: int, config: OptimConfig) -> Non
 
 
 def learning_rate_factor(progress: float, config: OptimConfig, *, epochs: int) -> float:
-    """The factor on all base learning rates.
-
-    Args:
-        progress: epochs done so far, fractions included, in [0, epochs].
-        config: section ``optim`` of the recipe.
-        epochs: length of the run.
-
-    Returns:
-        Linear warm-up once the image encoder is no longer frozen (1 before that), times 1, a half cosine down to 0, or
-        a step. With two stages each stage has its own schedule, of which the first may run the beginning only
-        (first_stage_schedule_epochs), and the second is also multiplied by second_stage_factor.
-    """
+    """The factor on all base learning rates."""
     first = config.first_stage_epochs
     if first and progress >= first:
         return config.second_stage_factor * _stage_factor(progress - first, config, epochs=epochs - first)
@@ -128,37 +98,19 @@ def _stage_factor(progress: float, config: OptimConfig, *, epochs: int) -> float
 
 
 def set_learning_rate(optimiser: torch.optim.Optimizer, factor: float) -> None:
-    """Set the learning rate of every group to its base learning rate times a factor.
-
-    Args:
-        optimiser: of :func:`build_optimiser`.
-        factor: of :func:`learning_rate_factor`.
-    """
+    """Set the learning rate of every group to its base learning rate times a factor."""
     for group in optimiser.param_groups:
         group["lr"] = group["base_lr"] * factor
 
 
 def clip_gradients(parameters: Iterable[nn.Parameter], largest: float) -> float:
-    """Scale the gradients to a largest norm.
-
-    Args:
-        parameters: with their gradients.
-        largest: norm after clipping; 0 clips nothing.
-
-    Returns:
-        The norm before clipping; NaN or infinite if a gradient is.
-    """
+    """Scale the gradients to a largest norm."""
     norm = nn.utils.clip_grad_norm_(parameters, largest if largest else math.inf)
     return float(norm)
 
 
 class WeightAverage(nn.Module):
     """The average of all weights and buffers of a model: both towers and their heads.
-
-    Args:
-        model: model that gives the initial values.
-        decay: fraction of the average that an update keeps (exponential moving average), smaller during the first
-            updates. None: the plain mean of the values at all updates (stochastic weight averaging).
 
     Paper: Izmailov et al., "Averaging weights leads to wider optima and better generalization", UAI 2018, for the plain
         mean.
@@ -176,11 +128,7 @@ class WeightAverage(nn.Module):
 
     @torch.no_grad()
     def update(self, model: nn.Module) -> None:
-        """Add the model's current values to the average.
-
-        Args:
-            model: with the parameters and buffers that the average started from.
-        """
+        """Add the model's current values to the average."""
         self.updates += 1
         count = float(self.updates)
         kept = 1 - 1 / count if self.decay is None else min(self.decay, count / (count + 10))
@@ -191,25 +139,13 @@ class WeightAverage(nn.Module):
                 own.copy_(value)
 
     def values(self) -> list[Tensor]:
-        """The averaged values.
-
-        Returns:
-            Tensors in the order of the model's state dict.
-        """
+        """The averaged values."""
         return [self.get_buffer(f"value{i}") for i in range(len(self.names))]
 
 
 @contextmanager
 def averaged(model: nn.Module, average: WeightAverage | None) -> Iterator[None]:
-    """Use the averaged weights of a model within a ``with`` block, and restore its own weights afterwards.
-
-    Args:
-        model: model to change; it keeps its own weights if nothing is averaged yet.
-        average: averaged weights; None leaves the model unchanged.
-
-    Yields:
-        Nothing.
-    """
+    """Use the averaged weights of a model within a ``with`` block, and restore its own weights afterwards."""
     if average is None or not average.updates:
         yield
         return

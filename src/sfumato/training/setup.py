@@ -45,17 +45,6 @@ def claim_folder(folder: Path, recipe: Recipe) -> int | None:
 
     Before the first checkpoint, files of an earlier start are replaced, so a run that failed because of a wrong path
     can start again.
-
-    Args:
-        folder: of the run; exists.
-        recipe: the complete recipe, with absolute paths.
-
-    Returns:
-        The number of epochs that the run there was to have, if this recipe has more and is else the same; None without
-        such a run.
-
-    Raises:
-        UserError: the folder holds other files, or a run of another recipe; the message names the keys that differ.
     """
     for left in folder.glob(".*.tmp"):
         left.unlink(missing_ok=True)  # The leftover file of a killed writer.
@@ -106,17 +95,7 @@ def _check_extends(folder: Path, saved: Recipe, recipe: Recipe) -> None:
 def training_splits(
     recipe: Recipe, folder: Path, problems: Problems, process_group: ProcessGroup
 ) -> dict[str, PairData]:
-    """The splits of the recipe's data; the training split has its noise and lacks the part that is left out.
-
-    Args:
-        recipe: the complete recipe.
-        folder: the run folder, which keeps the indices of noisy pairs.
-        problems: receives every unusable item.
-        process_group: the processes of the run.
-
-    Returns:
-        Splits by name; a stream of shards has no split "train".
-    """
+    """The splits of the recipe's data; the training split has its noise and lacks the part that is left out."""
     splits = load_splits(recipe.data, problems)
     if "train" in splits:
         splits["train"] = _with_noise(recipe.data, splits["train"], folder, process_group)
@@ -145,17 +124,7 @@ def _with_noise(config: DataConfig, data: PairData, folder: Path, process_group:
 def new_or_resumed_model(
     recipe: Recipe, folder: Path, splits: dict[str, PairData], process_group: ProcessGroup
 ) -> DualEncoder:
-    """Build a new model, equal on all processes, or the model of an interrupted run without its weights.
-
-    Args:
-        recipe: the complete recipe.
-        folder: of the run; receives the tokenizer and the descriptions of encoders.
-        splits: the texts of "train" make the vocabulary.
-        process_group: the processes of the run.
-
-    Returns:
-        The model, on the device of this process.
-    """
+    """Build a new model, equal on all processes, or the model of an interrupted run without its weights."""
     if (folder / LAST).exists():
         return build_model(recipe.model, load_assets(folder, recipe), recipe.augment).to(process_group.device)
     if process_group.main:
@@ -205,21 +174,7 @@ def _stream(recipe: Recipe, problems: Problems, process_group: ProcessGroup) -> 
 def training_batches(
     recipe: Recipe, model: DualEncoder, splits: dict[str, PairData], problems: Problems, process_group: ProcessGroup
 ) -> Batches:
-    """The batches of the split "train", or of a stream of shards.
-
-    Args:
-        recipe: the complete recipe.
-        model: reads the items with its processors.
-        splits: of :func:`training_splits`.
-        problems: receives every unusable item.
-        process_group: the processes of the run; each samples its own part of a batch.
-
-    Returns:
-        The batches of any epoch.
-
-    Raises:
-        UserError: there is no split "train", or no usable pair in it.
-    """
+    """The batches of the split "train", or of a stream of shards."""
     augmentation = Augmentation(recipe, model, process_group)
     if recipe.data.source == "shards":
         for side, section in (("image", recipe.model.image), ("text", recipe.model.text)):

@@ -29,14 +29,7 @@ class DivergedError(ArithmeticError):
 
 @dataclass(frozen=True, eq=False)
 class TrainBatch:
-    """One process's part of a batch.
-
-    Attributes:
-        images, texts: inputs of its r pairs.
-        labels: process group -> (r, n) labels of its images with all texts of the batch, (r, n) of its texts with all
-            images.
-        mix: how its images are mixed with each other; None if they are not. The labels already account for it.
-    """
+    """One process's part of a batch."""
 
     images: Inputs
     texts: Inputs
@@ -54,24 +47,7 @@ def forward_backward(
     low_precision: bool = False,
     micro_batch: int = 0,
 ) -> dict[str, float]:
-    """Compute the gradients of the whole batch for the parameters of the model and the loss.
-
-    Args:
-        model, loss: equal on all processes; their gradients must be empty.
-        batch: this process's part.
-        process_group: the processes of the run.
-        epoch: 0-based.
-        low_precision: compute encoders and the linear maps of the heads in bfloat16.
-        micro_batch: pairs encoded at a time; 0 for all. With fewer, each pair is encoded twice: once for all
-            embeddings, and again with the same random numbers for the gradients. (Batch norms then see the
-            micro-batches, each twice.)
-
-    Returns:
-        Loss, terms, statistics and mean total variances of the whole batch, the same on all processes.
-
-    Raises:
-        DivergedError: a term is NaN or infinite; no gradient has been computed.
-    """
+    """Compute the gradients of the whole batch for the parameters of the model and the loss."""
     images, texts = batch.images.to(process_group.device), batch.texts.to(process_group.device)
     if batch.mix is not None:
         images = Inputs(batch.mix.apply(images.values))

@@ -44,20 +44,7 @@ def teach_variances(
     logits: tuple[float, float] | None = None,
     seed: int,
 ) -> None:
-    """Fit the log variances of each side to what the teacher says of its training items.
-
-    Args:
-        model: ranks by its means; only its log variances change.
-        stores: training inputs of (images, texts).
-        data: the training pairs.
-        config: section ``variance_stage`` of the recipe.
-        logits: (scale, bias) of the match logits of an estimator, best those calibrated on held-out pairs: a model is
-            too sure of the pairs that it was trained on. None fits them on these.
-        seed: of all random choices.
-
-    Raises:
-        UserError: the teacher is unknown, or the data are too small for it.
-    """
+    """Fit the log variances of each side to what the teacher says of its training items. logits (scale, bias)."""
     image, text = (tower.embed(store) for tower, store in zip((model.image, model.text), stores, strict=True))
     relevance = data.relevance()
     sides: dict[str, tuple[Tower, Store, GaussianEmbedding, GaussianEmbedding, Relevance, Direction]] = {
@@ -91,20 +78,7 @@ def teacher_values(
     The dispersion is what it is. Of the number of listed or expected matches it is the logarithm. All others than the
     dispersion are scaled so that 0 and 1 are their quantiles .01 and .99, and cut there.
 
-    Args:
-        config: section ``variance_stage`` of the recipe.
-        items: (n, d) embeddings.
-        partners: (m, d) embeddings of the other side.
-        matches: item -> its listed partners.
-        direction: "i2t" if the items are images.
-        logits: see :func:`teach_variances`.
-        seed: of the gallery of an estimator.
-
-    Returns:
-        (n,) numbers.
-
-    Raises:
-        UserError: there is no such teacher, or there are too few partners for an estimator.
+    items (n, d), partners (m, d) -> (n,).
     """
     if config.teacher == "dispersion":
         item, partner = (torch.from_numpy(index) for index in (matches.query_of_item, matches.indices))
@@ -167,19 +141,7 @@ def fit_variance_stage(
 ) -> float:
     """Fit a tower's log variances to given total variances of items; its means do not change by a bit.
 
-    Args:
-        tower: a tower with variances; its training mode is restored afterwards.
-        store: its training inputs.
-        taught: (n,) total variances of all items without the floor, >= 0.
-        index: (k,) positions of the items to learn from.
-        config: section ``variance_stage`` of the recipe.
-        seed: of the order of the items and of dropout.
-
-    Returns:
-        Rank correlation of total variance with what was taught over the k items; NaN if all are equal.
-
-    Raises:
-        ValueError: the tower has no variances.
+    taught (n,), index (k,).
     """
     head = tower.head
     branches = [head.log_var, head.log_var_hidden, head.log_var_local, head.log_var_norm]

@@ -73,21 +73,7 @@ class FaissStore:
 
     @classmethod
     def build(cls, vectors: Tensor, engine: str, options: FaissOptions | None = None) -> "FaissStore":
-        """Index vectors.
-
-        Args:
-            vectors: (m, e) float32, m >= 1.
-            engine: one of STORE_ENGINES.
-            options: see :class:`FaissOptions`.
-
-        Returns:
-            The index. Equal vectors, options and seeds make equal indexes, hnsw only with one thread
-            (OMP_NUM_THREADS=1).
-
-        Raises:
-            UserError: faiss is not installed.
-            ValueError: unknown engine, more lists than vectors, or fewer than 16 vectors for ivf-pq.
-        """
+        """Index vectors. vectors (m, e)."""
         faiss = require_faiss()
         options = options or FaissOptions()
         m, e = vectors.shape
@@ -125,18 +111,7 @@ class FaissStore:
         return int(self._index.ntotal)
 
     def search(self, queries: Tensor, k: int, among: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """The k nearest vectors that the engine finds.
-
-        Args:
-            queries: (n, e) float32.
-            k: 1 <= k <= m.
-            among: (c,) positions that may be found, c >= 1, each once; all if None. Approximate engines then look at
-                m / c times as many candidates.
-
-        Returns:
-            ((n, k) squared L2 ascending, (n, k) positions); position -1 where the engine found fewer than k. For
-            ivf-pq it is the squared L2 to the compressed vectors.
-        """
+        """The k nearest vectors that the engine finds. queries (n, e), among (c,)."""
         faiss = require_faiss()
         effort, selector = 1.0, None
         if among is not None:
@@ -158,14 +133,7 @@ class FaissStore:
         return torch.from_numpy(squared_l2), torch.from_numpy(positions)
 
     def write(self, path: Path) -> None:
-        """Write FAISS's file, without forcing it to disk.
-
-        Args:
-            path: the file.
-
-        Raises:
-            OSError: FAISS cannot write the file, for example because the disk is full.
-        """
+        """Write FAISS's file, without forcing it to disk."""
         try:
             require_faiss().write_index(self._index, str(path))
         except RuntimeError as error:
@@ -173,22 +141,7 @@ class FaissStore:
 
     @classmethod
     def read(cls, path: Path, engine: str, options: FaissOptions, *, mapped: bool = False) -> "FaissStore":
-        """Read a file of :meth:`write`. Check its checksum or size first: FAISS trusts the content.
-
-        Args:
-            path: the file.
-            engine: engine that it was built with.
-            options: options that it was built with; search options may differ.
-            mapped: map the file into memory instead of reading it, so that memory holds only the parts that searches
-                touch. The file must not change; it may be unlinked.
-
-        Returns:
-            The index.
-
-        Raises:
-            UserError: faiss is not installed.
-            ValueError: FAISS cannot read it.
-        """
+        """Read a file of :meth:`write`. Check its checksum or size first: FAISS trusts the content."""
         faiss = require_faiss()
         flags = 0
         if mapped:
@@ -218,14 +171,7 @@ def _compressed(faiss: Any, m: int, e: int, n_lists: int, options: FaissOptions)
 
 
 def require_faiss() -> Any:
-    """Import FAISS.
-
-    Returns:
-        The module faiss.
-
-    Raises:
-        UserError: FAISS is not installed.
-    """
+    """Import FAISS."""
     try:
         return importlib.import_module("faiss")
     except ImportError as error:

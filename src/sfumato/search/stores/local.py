@@ -66,19 +66,7 @@ _STALE = 0.2
 
 
 def create(url: str, dim: int, fingerprint: str) -> "LocalStore":
-    """Make an empty store in a new or empty folder.
-
-    Args:
-        url: PATH?OPTIONS or file:PATH?OPTIONS, see LOCAL_OPTIONS of :mod:`~sfumato.search.stores.local_database`.
-        dim: e >= 1.
-        fingerprint: kept.
-
-    Returns:
-        The store, open.
-
-    Raises:
-        UserError: an option is wrong, the folder is not empty, or the engine needs FAISS and it is not installed.
-    """
+    """Make an empty store in a new or empty folder."""
     path, given = parse_url(url)
     if dim < 1:
         raise ValueError(f"store {url}: dim must be at least 1, got {dim}")
@@ -98,18 +86,7 @@ def create(url: str, dim: int, fingerprint: str) -> "LocalStore":
 
 
 def open(url: str) -> "LocalStore":
-    """Open a store of :func:`create`; several processes may open it, and one at a time may write.
-
-    Args:
-        url: as for create. Search options are taken from this URL; other options must be left out or equal those of the
-            store.
-
-    Returns:
-        The store; one of version 0.1 is converted first.
-
-    Raises:
-        UserError: there is no store, it is damaged or of another version, an option contradicts it, or it needs FAISS.
-    """
+    """Open a store of :func:`create`; several processes may open it, and one at a time may write."""
     path = parse_url(url)[0]
     if not (path / DATABASE).is_file() and version_0_1.is_one(path):
         version_0_1.convert(url, path)
@@ -157,15 +134,7 @@ class LocalStore:
         self._settings = LocalSettings.of(url, kept | given)
 
     def upsert(self, records: Records) -> None:
-        """Store records; records with existing ids are replaced completely. If it raises, none are stored.
-
-        Args:
-            records: n records with (n, e) vectors.
-
-        Raises:
-            ValueError: vectors of another dimension.
-            UserError: another process writes, or the disk is full.
-        """
+        """Store records; records with existing ids are replaced completely. If it raises, none are stored."""
         if records.vectors.shape[1] != self.dim:
             raise ValueError(f"store {self.url}: vectors have {records.vectors.shape[1]} dimensions, not {self.dim}")
         if len(records):
@@ -174,29 +143,12 @@ class LocalStore:
                 insert(connection, records)
 
     def delete(self, ids: Sequence[str]) -> int:
-        """Remove items.
-
-        Args:
-            ids: of the items.
-
-        Returns:
-            The number of these ids that existed.
-
-        Raises:
-            UserError: another process writes, or the disk is full.
-        """
+        """Remove items."""
         with self._writing() as connection:
             return remove(connection, ids)
 
     def get(self, ids: Sequence[str]) -> Records:
-        """Records by id.
-
-        Args:
-            ids: of the items.
-
-        Returns:
-            The existing records, each once, in the requested order.
-        """
+        """Records by id."""
         with self._transaction() as connection:
             found = {row[0]: row for row in connection.execute(f"{RECORD} WHERE id IN {LIST}", (listed(ids),))}
             return self._records([found[i] for i in dict.fromkeys(ids) if i in found])
@@ -204,18 +156,7 @@ class LocalStore:
     def search(self, queries: Tensor, k: int, filter: Filter | None = None) -> list[Records]:
         """The nearest items of each query, by distances from the full vectors; ties in the order of storage.
 
-        Args:
-            queries: (n, e) float32.
-            k: at least 1.
-            filter: items that may be found; all if None. It is checked on the payloads of all items.
-
-        Returns:
-            For each query k records, nearest first; fewer only if fewer fit the filter. With engine flat exactly the
-            nearest.
-
-        Raises:
-            ValueError: k or the queries do not fit.
-            UserError: a file of the store is damaged; the message names it.
+        queries (n, e).
         """
         wanted = check_queries(self.url, queries, k, self.dim)
         results: list[Records] = []
@@ -235,28 +176,13 @@ class LocalStore:
         return results
 
     def count(self, filter: Filter | None = None) -> int:
-        """Number of items.
-
-        Args:
-            filter: which items count; all if None.
-
-        Returns:
-            How many fit.
-        """
+        """Number of items."""
         where, values = condition_of(filter)
         with self._transaction() as connection:
             return int(connection.execute(f"SELECT count(*) FROM items WHERE {where}", values).fetchone()[0])
 
     def scan(self, batch: int = 4096, filter: Filter | None = None) -> Iterator[Records]:
-        """All items that pass the filter, each once, in the state at the request of the first batch.
-
-        Args:
-            batch: items at a time.
-            filter: which items; all if None.
-
-        Yields:
-            Batches, in the order stored.
-        """
+        """All items that pass the filter, each once, in the state at the request of the first batch."""
         where, values = condition_of(filter)
         with self._transaction() as connection:
             cursor = connection.execute(f"{RECORD} WHERE {where} ORDER BY position", values)
@@ -274,9 +200,6 @@ class LocalStore:
 
         Building an index takes twice the memory of all vectors. Searches continue; writes of other threads wait. If the
         process dies, no items are lost.
-
-        Raises:
-            UserError: another process writes, or the disk is full.
         """
         with self._writer:
             self.begin_writing()
@@ -289,12 +212,7 @@ class LocalStore:
             self._remove_strangers()
 
     def begin_writing(self) -> None:
-        """Acquire the write lock, as every write does, and hold it until close or until the process dies.
-
-        Raises:
-            StoreInUseError: another process writes.
-            UserError: the folder cannot be written to.
-        """
+        """Acquire the write lock, as every write does, and hold it until close or until the process dies."""
         with self._writer:
             if not (self._lock.is_locked or self._closed):
                 take(self._lock, self.url)

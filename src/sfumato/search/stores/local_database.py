@@ -71,18 +71,7 @@ class LocalSettings:
 
     @staticmethod
     def of(url: str, given: Mapping[str, Any]) -> "LocalSettings":
-        """Settings from options, with defaults for those that are left out.
-
-        Args:
-            url: of the store, for messages.
-            given: by name; numbers as numbers.
-
-        Returns:
-            The settings.
-
-        Raises:
-            UserError: an option is unknown or wrong, or the engine needs FAISS and it is not installed.
-        """
+        """Settings from options, with defaults for those that are left out."""
         rest = {name: value for name, value in given.items() if name != "shard_size"}
         engine = rest.pop("engine", "flat")
         if engine not in STORE_ENGINES:
@@ -104,16 +93,7 @@ class LocalSettings:
 
 
 def check_against(url: str, given: Mapping[str, Any], kept: Mapping[str, Any]) -> None:
-    """Check that the options at opening do not contradict the options at creation.
-
-    Args:
-        url: of the store, for messages.
-        given: options of the URL that opens.
-        kept: options of the URL that created.
-
-    Raises:
-        UserError: they differ; the message names the option.
-    """
+    """Check that the options at opening do not contradict the options at creation."""
     engine = kept.get("engine", "flat")
     for name, value in given.items():
         if name in _SEARCHING or name == "shard_size":
@@ -126,17 +106,7 @@ def check_against(url: str, given: Mapping[str, Any], kept: Mapping[str, Any]) -
 
 
 def parse_url(url: str) -> tuple[Path, dict[str, Any]]:
-    """Folder and options of a URL, numbers as numbers.
-
-    Args:
-        url: PATH?OPTIONS or file:PATH?OPTIONS.
-
-    Returns:
-        The folder, and the options that are given.
-
-    Raises:
-        UserError: there is no path, or an option is unknown or no number.
-    """
+    """Folder and options of a URL, numbers as numbers."""
     path = url.removeprefix("file:").partition("?")[0]
     # A path may have a #, which would end the URL for `options`.
     given: dict[str, Any] = dict(options(url.replace("#", "%23"), LOCAL_OPTIONS))
@@ -174,20 +144,7 @@ CREATE TABLE indexes (file TEXT NOT NULL, bytes INTEGER NOT NULL, positions BLOB
 
 @contextlib.contextmanager
 def new_database(folder: Path, dim: int, fingerprint: str, settings: Mapping[str, Any]) -> Iterator[sqlite3.Connection]:
-    """Make a new database in a transaction; it is renamed into place after the block, unless the block raises.
-
-    Args:
-        folder: where it will be.
-        dim: e, of the vectors.
-        fingerprint: kept.
-        settings: options of the store, kept.
-
-    Yields:
-        A connection to it.
-
-    Raises:
-        OSError, sqlite3.Error: it cannot be written.
-    """
+    """Make a new database in a transaction; it is renamed into place after the block, unless the block raises."""
     new = folder / f".creating-{os.getpid()}.sqlite"
     new.unlink(missing_ok=True)
     with contextlib.closing(sqlite3.connect(new, isolation_level=None)) as connection:
@@ -208,9 +165,6 @@ def keep_log_files(folder: Path) -> None:
     """Make the files of SQLite's log, empty, after SQLite has removed them with the last connection.
 
     Without them, who may read the folder but not write to it could not open the database.
-
-    Args:
-        folder: of the store.
     """
     with contextlib.suppress(OSError):
         for ending in ("-wal", "-shm"):
@@ -218,28 +172,12 @@ def keep_log_files(folder: Path) -> None:
 
 
 def lock_of(folder: Path) -> filelock.BaseFileLock:
-    """The write lock of a store, which one process at a time can hold.
-
-    Args:
-        folder: of the store.
-
-    Returns:
-        The lock, not acquired yet.
-    """
+    """The write lock of a store, which one process at a time can hold."""
     return filelock.FileLock(folder / ".lock", thread_local=False)
 
 
 def take(lock: filelock.BaseFileLock, url: str) -> None:
-    """Acquire the write lock.
-
-    Args:
-        lock: of :func:`lock_of`.
-        url: of the store, for messages.
-
-    Raises:
-        StoreInUseError: another process holds it.
-        UserError: the folder cannot be written to.
-    """
+    """Acquire the write lock."""
     note, own = Path(lock.lock_file).with_name(_WRITER), f"process {os.getpid()} on {socket.gethostname()}"
     try:
         lock.acquire(timeout=0)
@@ -256,12 +194,7 @@ def take(lock: filelock.BaseFileLock, url: str) -> None:
 
 
 def insert(connection: sqlite3.Connection, records: Records) -> None:
-    """Store records whose ids are not there, at new positions.
-
-    Args:
-        connection: in a transaction.
-        records: at least one.
-    """
+    """Store records whose ids are not there, at new positions."""
     last = connection.execute("SELECT ifnull(max(seq), 0) FROM sqlite_sequence WHERE name = 'items'").fetchone()[0]
     positions = range(last + 1, last + 1 + len(records))
     payloads = (json.dumps(dict(payload), ensure_ascii=False) for payload in records.payloads)
@@ -272,15 +205,7 @@ def insert(connection: sqlite3.Connection, records: Records) -> None:
 
 
 def remove(connection: sqlite3.Connection, ids: Sequence[str]) -> int:
-    """Remove items.
-
-    Args:
-        connection: in a transaction.
-        ids: of the items.
-
-    Returns:
-        The number of removed items.
-    """
+    """Remove items."""
     found = positions_of(connection, f"SELECT position FROM items WHERE id IN {LIST}", (listed(ids),)).tolist()
     for table in ("items", "vectors") if found else ():
         connection.execute(f"DELETE FROM {table} WHERE position IN {LIST}", (listed(found),))
@@ -288,40 +213,17 @@ def remove(connection: sqlite3.Connection, ids: Sequence[str]) -> int:
 
 
 def positions_of(connection: sqlite3.Connection, select: str, values: Sequence[Any] = ()) -> Positions:
-    """Positions that a query finds.
-
-    Args:
-        connection: in a transaction.
-        select: the query; its first column is a position.
-        values: of the query.
-
-    Returns:
-        (m,) ascending.
-    """
+    """Positions that a query finds. Returns (m,)."""
     return np.sort(np.fromiter((row[0] for row in connection.execute(select, values)), dtype=np.int64))
 
 
 def listed(values: Sequence[Any]) -> str:
-    """Values for LIST.
-
-    Args:
-        values: texts or numbers.
-
-    Returns:
-        The value for the question mark of LIST.
-    """
+    """Values for LIST."""
     return json.dumps(list(values), ensure_ascii=False)
 
 
 def condition_of(filter: Filter | None) -> tuple[str, list[Any]]:
-    """A filter in SQL.
-
-    Args:
-        filter: which items; all if None.
-
-    Returns:
-        A condition on the table items, and its values.
-    """
+    """A filter in SQL."""
     conditions, values = ["1"], list[Any]()
     if filter is not None and filter.max_uncertainty is not None:
         conditions.append("uncertainty <= ?")
@@ -334,37 +236,17 @@ def condition_of(filter: Filter | None) -> tuple[str, list[Any]]:
 
 @dataclass(frozen=True, eq=False)
 class LocalIndex:
-    """An index, mapped into memory.
+    """An index, mapped into memory."""
 
-    Attributes:
-        file: its file.
-        faiss: the index.
-        positions: of its rows, ascending.
-    """
-
-    file: Path
-    faiss: FaissStore
-    positions: Positions
+    file: Path  # its file
+    faiss: FaissStore  # the index
+    positions: Positions  # of its rows, ascending
 
 
 def read_index(
     url: str, folder: Path, connection: sqlite3.Connection, settings: LocalSettings, known: LocalIndex | None
 ) -> LocalIndex | None:
-    """Read the index that the database names.
-
-    Args:
-        url: of the store, for messages.
-        folder: of the store.
-        connection: in a transaction.
-        settings: of the store.
-        known: an index that was read before; returned if it is still current.
-
-    Returns:
-        None if there is no index, or its file is gone.
-
-    Raises:
-        UserError: the file is damaged.
-    """
+    """Read the index that the database names."""
     about = connection.execute("SELECT file, bytes FROM indexes").fetchone()
     if about is None:
         return None
@@ -386,21 +268,7 @@ def read_index(
 
 
 def write_index(url: str, folder: Path, positions: Positions, vectors: Vectors, settings: LocalSettings) -> Path:
-    """Build an index and force it to disk.
-
-    Args:
-        url: of the store, for messages.
-        folder: of the store.
-        positions: (n,) ascending, n >= 16.
-        vectors: (n, e).
-        settings: of the store.
-
-    Returns:
-        Its file; the caller must record it in the database.
-
-    Raises:
-        UserError: the disk is full.
-    """
+    """Build an index and force it to disk. positions (n,), vectors (n, e)."""
     n, numbers = len(positions), settings.faiss
     if numbers.n_lists:
         numbers = replace(numbers, n_lists=min(numbers.n_lists, max(1, n // 39)))
@@ -416,25 +284,14 @@ def write_index(url: str, folder: Path, positions: Positions, vectors: Vectors, 
 
 
 def name_index(connection: sqlite3.Connection, file: Path, positions: Positions) -> None:
-    """Record a written index in the database.
-
-    Args:
-        connection: in a transaction that writes.
-        file: of :func:`write_index`.
-        positions: (n,) of its rows.
-    """
+    """Record a written index in the database. positions (n,)."""
     connection.execute("DELETE FROM indexes")
     row = (file.name, file.stat().st_size, positions.astype("<i8").tobytes())
     connection.execute("INSERT INTO indexes VALUES (?, ?, ?)", row)
 
 
 def remove_others(folder: Path, connection: sqlite3.Connection) -> None:
-    """Remove index files that the database does not name; processes that have one open can still read it.
-
-    Args:
-        folder: of the store.
-        connection: in a transaction.
-    """
+    """Remove index files that the database does not name; processes that have one open can still read it."""
     known: Iterable[tuple[str]] = connection.execute("SELECT file FROM indexes")
     for file in set(folder.glob("index-*.*")) - {folder / row[0] for row in known}:
         file.unlink(missing_ok=True)

@@ -47,38 +47,17 @@ _ESCAPES = str.maketrans({"\\": "\\\\", '"': '\\"', "\n": "\\n", "\r": "\\r", "\
 
 
 def quoted(text: str) -> str:
-    """A text literal. Milvus has templates for this, which Lite does not support.
-
-    Args:
-        text: any text.
-
-    Returns:
-        The literal.
-    """
+    """A text literal. Milvus has templates for this, which Lite does not support."""
     return f'"{text.translate(_ESCAPES)}"'
 
 
 def among(ids: Sequence[str]) -> str:
-    """The condition that an item has one of these ids.
-
-    Args:
-        ids: ids of items.
-
-    Returns:
-        The expression.
-    """
+    """The condition that an item has one of these ids."""
     return f"id in [{', '.join(map(quoted, ids))}]"
 
 
 def condition_on(filter: Filter | None) -> str:
-    """The condition that an item passes a filter.
-
-    Args:
-        filter: the filter; None for all items.
-
-    Returns:
-        The expression; "" for all items.
-    """
+    """The condition that an item passes a filter."""
     if filter is None:
         return ""
     conditions = []
@@ -161,12 +140,7 @@ def open(url: str) -> "MilvusStore":
 
 
 class MilvusStore:
-    """A collection (id, vector, uncertainty, payload); its properties hold the fingerprint and the options.
-
-    Attributes:
-        most_rows: most rows that Milvus returns at once.
-        most_bytes: most bytes of vectors in a message; Milvus refuses 64 MiB.
-    """
+    """A collection (id, vector, uncertainty, payload); its properties hold the fingerprint and the options."""
 
     def __init__(self, place: "_Place", client: Any, chosen: Mapping[str, str], dim: int, fingerprint: str) -> None:
         self._place, self._client = place, client
@@ -190,11 +164,7 @@ class MilvusStore:
         return self._fingerprint
 
     def make(self) -> None:
-        """Create the collection.
-
-        Raises:
-            UserError: the collection already exists.
-        """
+        """Create the collection."""
         types = _driver().DataType
         if self._call("has_collection"):
             raise UserError(
@@ -226,11 +196,7 @@ class MilvusStore:
         self._call("load_collection")
 
     def load(self) -> None:
-        """Read the fingerprint and options of the collection, and load it for searching.
-
-        Raises:
-            UserError: there is no such collection, or sfumato has not made it.
-        """
+        """Read the fingerprint and options of the collection, and load it for searching."""
         if not self._call("has_collection"):
             raise UserError(f"store {self.url}: there is no collection {self._place.name}")
         described = self._call("describe_collection")

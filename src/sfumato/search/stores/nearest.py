@@ -26,33 +26,17 @@ NO_POSITIONS: Positions = np.empty(0, dtype=np.int64)
 
 @dataclass(frozen=True, eq=False)
 class Block:
-    """Some vectors, prepared for products. Make one with :meth:`of`.
+    """Some vectors, prepared for products. Make one with :meth:`of`."""
 
-    Attributes:
-        positions: (b,) distinct positions, ascending.
-        centred: (b, e) vectors less the centre.
-        norm: (b,) squared lengths of the centred vectors.
-        centre: (e,).
-        allowed: (b,) bool, the vectors that may be found; all if None.
-    """
-
-    positions: Positions
-    centred: Tensor
-    norm: Tensor
-    centre: Tensor
-    allowed: npt.NDArray[np.bool_] | None = None
+    positions: Positions  # (b,) distinct positions, ascending
+    centred: Tensor  # (b, e) vectors less the centre
+    norm: Tensor  # (b,) squared lengths of the centred vectors
+    centre: Tensor  # (e,)
+    allowed: npt.NDArray[np.bool_] | None = None  # (b,) bool, the vectors that may be found; all if None
 
     @staticmethod
     def of(positions: Positions, vectors: Vectors) -> "Block":
-        """A block of vectors.
-
-        Args:
-            positions: (b,) distinct, ascending, b >= 1.
-            vectors: (b, e); changed by this.
-
-        Returns:
-            The block, with all of them allowed.
-        """
+        """A block of vectors. positions (b,), vectors (b, e)."""
         given = torch.from_numpy(vectors)
         # Not the mean, which a single outlier moves.
         centre = given[:: -(-len(given) // _SAMPLE)].median(dim=0).values
@@ -60,14 +44,7 @@ class Block:
         return Block(positions, centred, centred.square().sum(1), centre)
 
     def among(self, allowed: Positions) -> "Block":
-        """Restrict the vectors of the block that may be found.
-
-        Args:
-            allowed: (m,) positions, ascending.
-
-        Returns:
-            The same block, where a vector is allowed if it was allowed before and is in the given positions.
-        """
+        """Restrict the vectors of the block that may be found. allowed (m,)."""
         inside = is_in(self.positions, allowed)
         if self.allowed is not None:
             inside &= self.allowed
@@ -88,11 +65,7 @@ class Block:
         it is summed, the rounding of x and q to the centre included. So the bounds are loose for vectors far from the
         centre.
 
-        Args:
-            queries: (n, e).
-
-        Returns:
-            (n, b); infinite for vectors that are not allowed, minus infinite where a square overflows float32.
+        queries (n, e) -> (n, b).
         """
         exactly = 1 - (queries.shape[1] + 8) * torch.finfo(torch.float32).eps
         wanted = queries - self.centre
@@ -115,11 +88,7 @@ class Nearest:
         """For each query at most k positions, nearest first."""
 
     def add(self, positions: Positions) -> None:
-        """Consider some vectors.
-
-        Args:
-            positions: (n, c), a row for each query; -1 is none.
-        """
+        """Consider some vectors. positions (n, c)."""
         distinct = np.unique(positions[positions >= 0])
         vectors = self._fetch(distinct)
         for i, row in enumerate(positions):
@@ -131,9 +100,6 @@ class Nearest:
         The products give a few more than k candidates for each query. If the bounds do not exclude that another vector
         is among the k nearest, the distances of all such vectors are computed by differences. This happens with
         outliers, distant clusters, and many equal vectors.
-
-        Args:
-            blocks: called at most twice; both times it must bring the same vectors.
         """
         n, c, seen = len(self._queries), self._k + max(8, self._k // 4), 0
         bound, candidates = torch.full((n, c), torch.inf), torch.full((n, c), -1)
@@ -173,20 +139,7 @@ class Nearest:
 
 
 def check_queries(url: str, queries: Tensor, k: int, dim: int) -> Tensor:
-    """Check that queries fit a store.
-
-    Args:
-        url: of the store, for messages.
-        queries: (n, e).
-        k: number of results.
-        dim: e of the store.
-
-    Returns:
-        (n, e) queries as float32 on the CPU.
-
-    Raises:
-        ValueError: k < 1, another shape, or a number that is not finite.
-    """
+    """Check that queries fit a store. queries (n, e) -> (n, e)."""
     if k < 1:
         raise ValueError(f"store {url}: k must be at least 1, got {k}")
     if queries.ndim != 2 or queries.shape[1] != dim:
@@ -198,30 +151,14 @@ def check_queries(url: str, queries: Tensor, k: int, dim: int) -> Tensor:
 
 
 def squared_l2(vectors: Vectors, query: Vectors) -> npt.NDArray[np.float64]:
-    """Squared distances by differences in float64.
-
-    Args:
-        vectors: (m, e).
-        query: (e,).
-
-    Returns:
-        (m,) squared distances.
-    """
+    """Squared distances by differences in float64. vectors (m, e), query (e,) -> (m,)."""
     difference = np.subtract(vectors, query, dtype=np.float64)
     squared: npt.NDArray[np.float64] = np.square(difference).sum(1)
     return squared
 
 
 def is_in(positions: Positions, allowed: Positions) -> npt.NDArray[np.bool_]:
-    """Test which positions are allowed.
-
-    Args:
-        positions: (b,) distinct, ascending.
-        allowed: (m,) distinct, ascending.
-
-    Returns:
-        (b,) for each position, whether it is allowed.
-    """
+    """Test which positions are allowed. positions (b,), allowed (m,) -> (b,)."""
     if not len(allowed):
         return np.zeros(len(positions), dtype=bool)
     places = np.searchsorted(allowed, positions)

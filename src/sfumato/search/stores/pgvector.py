@@ -107,11 +107,7 @@ def open(url: str) -> "PgVectorStore":
 
 
 class PgVectorStore:
-    """A table (id, embedding, uncertainty, payload); its comment holds the fingerprint and the options.
-
-    Attributes:
-        index: "none", "hnsw" or "ivfflat".
-    """
+    """A table (id, embedding, uncertainty, payload); its comment holds the fingerprint and the options."""
 
     def __init__(self, url: str, chosen: Mapping[str, str], dim: int, fingerprint: str) -> None:
         self._psycopg = _driver()
@@ -140,11 +136,7 @@ class PgVectorStore:
         return self._fingerprint
 
     def make(self) -> None:
-        """Create the table.
-
-        Raises:
-            UserError: the table already exists, or the server has no pgvector.
-        """
+        """Create the table."""
         errors = self._psycopg.errors
         with self._connections.borrow() as connection:
             try:
@@ -174,14 +166,7 @@ class PgVectorStore:
             connection.execute(self._sql("COMMENT ON TABLE {table} IS {note}", {"note": json.dumps(note)}))
 
     def note(self) -> dict[str, Any]:
-        """Read the comment of the table.
-
-        Returns:
-            {"dim", "fingerprint", "options"}.
-
-        Raises:
-            UserError: there is no such table, or sfumato has not made it.
-        """
+        """Read the comment of the table."""
         with self._connections.borrow() as connection:
             found = connection.execute(
                 "SELECT obj_description(to_regclass(%s), 'pg_class'), to_regclass(%s) IS NOT NULL",
@@ -400,17 +385,7 @@ class _Connections:
 
     @contextmanager
     def borrow(self, *, limited: bool = True) -> Iterator[Any]:
-        """A connection for one transaction: committed if all went well, else undone.
-
-        Args:
-            limited: give the server up if it does not answer a statement in time.
-
-        Yields:
-            The connection.
-
-        Raises:
-            UserError: any error of PostgreSQL; the next call connects anew.
-        """
+        """A connection for one transaction: committed if all went well, else undone."""
         connection = None
         try:
             connection = self._take()
@@ -457,14 +432,9 @@ class _Connections:
 @functools.cache
 def _connection_type(psycopg: Any) -> Any:
     class Connection(psycopg.Connection):  # type: ignore[misc]
-        """A connection that is given up if the server does not answer: libpq has no time limit for reading.
+        """A connection that is given up if the server does not answer: libpq has no time limit for reading."""
 
-        Attributes:
-            seconds: until it is given up; None for never.
-            late: whether it was given up.
-        """
-
-        seconds: float | None = None
+        seconds: float | None = None  # until it is given up; None for never
         late = False
 
         def wait(self, *arguments: Any, **options: Any) -> Any:

@@ -22,23 +22,12 @@ class StoreInUseError(UserError):
 
 @dataclass(frozen=True, eq=False)
 class Records:
-    """A batch of stored items.
+    """A batch of stored items."""
 
-    Attributes:
-        ids: n distinct ids.
-        vectors: (n, e) float32 on the CPU.
-        uncertainty: (n,) float32, total variance of each item.
-        payloads: n dictionaries of texts that searches return with the items.
-
-    Raises:
-        ValueError: sizes differ, an id is empty or occurs twice, a payload holds anything but texts, or a number is not
-            finite; the message names the first such item.
-    """
-
-    ids: tuple[str, ...]
-    vectors: Tensor
-    uncertainty: Tensor
-    payloads: tuple[Mapping[str, str], ...]
+    ids: tuple[str, ...]  # n distinct ids
+    vectors: Tensor  # (n, e) float32 on the CPU
+    uncertainty: Tensor  # (n,) float32, total variance of each item
+    payloads: tuple[Mapping[str, str], ...]  # n dictionaries of texts that searches return with the items
 
     def __post_init__(self) -> None:
         n = len(self.ids)
@@ -71,14 +60,7 @@ class Records:
         return len(self.ids)
 
     def take(self, positions: Sequence[int]) -> "Records":
-        """Select some of the records.
-
-        Args:
-            positions: positions of the wanted records.
-
-        Returns:
-            The records in the order of the positions.
-        """
+        """Select some of the records."""
         chosen = list(positions)
         return Records(
             tuple(self.ids[i] for i in chosen),
@@ -89,14 +71,7 @@ class Records:
 
     @staticmethod
     def none(e: int) -> "Records":
-        """An empty batch.
-
-        Args:
-            e: dimensions of the vectors.
-
-        Returns:
-            Records without items.
-        """
+        """An empty batch."""
         return Records((), torch.empty(0, e), torch.empty(0), ())
 
 

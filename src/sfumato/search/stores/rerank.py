@@ -102,17 +102,7 @@ class Deviations(Protocol):
 
 
 class FileDeviations:
-    """Deviations in a flat local store, which has the keys as ids.
-
-    Args:
-        folder: folder of the store.
-        dim: number s of deviations of an item.
-        metadata: text that the means have as well.
-        new: create the store instead of opening it.
-
-    Raises:
-        UserError: the store exists already, does not exist, or belongs to other means.
-    """
+    """Deviations in a flat local store, which has the keys as ids."""
 
     def __init__(self, folder: Path, dim: int, metadata: str, new: bool) -> None:
         self.location = str(folder)
@@ -156,19 +146,7 @@ class FileDeviations:
 
 
 class RedisDeviations:
-    """Deviations in Redis: PREFIX + key holds raw float32, PREFIX + "about" holds the metadata of the means.
-
-    Args:
-        url: redis://host:port/database; what follows a question mark is ignored. Without a password in it, that of the
-            environment variable REDIS_PASSWORD is used.
-        prefix: prefix of the keys in Redis.
-        metadata: text that the means have as well.
-        new: create the store instead of opening it.
-
-    Raises:
-        UserError: Redis cannot be reached or its client is not installed, or the prefix is taken, empty or of other
-            means.
-    """
+    """Deviations in Redis: PREFIX + key holds raw float32, PREFIX + "about" holds the metadata of the means."""
 
     def __init__(self, url: str, prefix: str, metadata: str, new: bool) -> None:
         try:
@@ -311,20 +289,7 @@ Result = TypeVar("Result")
 
 
 def create(url: str, dim: int, fingerprint: str) -> "RerankStore":
-    """Make an empty store.
-
-    Args:
-        url: rerank:PATH?OPTIONS or redis://host:port/database?means=PATH&OPTIONS. The options of
-            :mod:`~sfumato.search.stores.local_database` apply to the means.
-        dim: number e >= 2 of coordinates, means and deviations together.
-        fingerprint: a text to be kept with the store.
-
-    Returns:
-        The store, open.
-
-    Raises:
-        UserError: an option is wrong, the store already exists, Redis cannot be reached, or an extra is not installed.
-    """
+    """Make an empty store."""
     given, means = _parse(url)
     mean_dim = given.get("mean_dim", dim - 1)
     if not 1 <= mean_dim < dim:
@@ -352,19 +317,7 @@ def create(url: str, dim: int, fingerprint: str) -> "RerankStore":
 
 
 def open(url: str) -> "RerankStore":
-    """Open a store of :func:`create`.
-
-    Args:
-        url: as for create. `candidates` and the search options of the means may differ from those at creation; the
-            other options must be the same.
-
-    Returns:
-        The store.
-
-    Raises:
-        UserError: there is no store, means and deviations do not belong together, Redis cannot be reached, or an extra
-            is not installed.
-    """
+    """Open a store of :func:`create`."""
     return RerankStore(url)
 
 
@@ -401,15 +354,7 @@ class RerankStore:
             raise
 
     def upsert(self, records: Records) -> None:
-        """Store records; a record replaces the one with the same id as a whole. If it raises, none are stored.
-
-        Args:
-            records: vectors of dimension e.
-
-        Raises:
-            ValueError: the vectors have another dimension.
-            UserError: another process writes, the disk is full, or Redis cannot be reached.
-        """
+        """Store records; a record replaces the one with the same id as a whole. If it raises, none are stored."""
         if records.vectors.shape[1] != self.dim:
             raise ValueError(
                 f"store {self.url}: vectors have {records.vectors.shape[1]} dimensions, the store {self.dim}"
@@ -427,17 +372,7 @@ class RerankStore:
             self._drop(old)
 
     def delete(self, ids: Sequence[str]) -> int:
-        """Remove items.
-
-        Args:
-            ids: ids of the items; unknown ones are skipped.
-
-        Returns:
-            Number of removed items.
-
-        Raises:
-            UserError: another process writes, the disk is full, or Redis cannot be reached.
-        """
+        """Remove items."""
         with self._writing():
             old = _keys(self._means.get(ids))
             deleted = self._means.delete(ids)
@@ -445,34 +380,11 @@ class RerankStore:
         return deleted
 
     def get(self, ids: Sequence[str]) -> Records:
-        """Records by id.
-
-        Args:
-            ids: wanted ids.
-
-        Returns:
-            The records of those ids that exist, in the order of `ids`, each once.
-
-        Raises:
-            UserError: deviations are missing; the message names the item.
-        """
+        """Records by id."""
         return self._with_retries(lambda: self._joined([self._means.get(ids)])[0])
 
     def search(self, queries: Tensor, k: int, filter: Filter | None = None) -> list[Records]:
-        """The k items nearest by mean and deviations among the max(candidates, k) nearest by mean.
-
-        Args:
-            queries: (n, e) float32.
-            k: number of results, at least 1.
-            filter: which items may be candidates; all if None.
-
-        Returns:
-            For each query k records, nearest first. There are fewer only if fewer pass the filter.
-
-        Raises:
-            ValueError: k or the queries do not fit.
-            UserError: deviations are missing; the message names the item.
-        """
+        """The k items nearest by mean and deviations among the max(candidates, k) nearest by mean. queries (n, e)."""
         wanted = check_queries(self.url, queries, k, self.dim)
         means = wanted[:, : self._means.dim].contiguous()
         candidates = self._with_retries(
@@ -485,26 +397,11 @@ class RerankStore:
         return results
 
     def count(self, filter: Filter | None = None) -> int:
-        """Number of items.
-
-        Args:
-            filter: which items count; all if None.
-
-        Returns:
-            The number.
-        """
+        """Number of items."""
         return self._means.count(filter)
 
     def scan(self, batch: int = 4096, filter: Filter | None = None) -> Iterator[Records]:
-        """All items that existed when the scan began, each once. One replaced meanwhile comes in its old or new form.
-
-        Args:
-            batch: largest number of records at a time.
-            filter: which items are wanted; all if None.
-
-        Yields:
-            Batches of records.
-        """
+        """All items that existed when the scan began, each once; one replaced meanwhile in its old or new form."""
         for part in self._means.scan(batch, filter):
             try:
                 yield self._joined([part])[0]

@@ -27,13 +27,7 @@ _SCHEME = "[a-z][a-z0-9+]+"
 
 @dataclass(frozen=True)
 class StoreKind:
-    """An entry of STORES.
-
-    Attributes:
-        factory: makes and opens the stores, or the name of the module that does; the module is imported at first use.
-        path: where the URL holds a local path: "" directly after the scheme, else the name of an option; None if
-            nowhere. A relative path starts at the folder of the collection.
-    """
+    """An entry of STORES."""
 
     factory: StoreFactory | str
     path: str | None = None
@@ -67,17 +61,7 @@ STORES: dict[str, StoreKind] = {
 
 
 def register_store(scheme: str, factory: StoreFactory | str, *, path: str | None = None) -> None:
-    """Add a kind of store.
-
-    Args:
-        scheme: first part of its URLs, before the colon: two or more lower-case letters, digits and +.
-        factory: a module or an object with the functions `create` and `open`, or the name of a module to import at
-            first use.
-        path: where the URL holds a local path, see :class:`StoreKind`.
-
-    Raises:
-        ValueError: the scheme is malformed or already registered.
-    """
+    """Add a kind of store."""
     if not re.fullmatch(_SCHEME, scheme):
         raise ValueError(
             f"register_store: a scheme is two or more lower-case letters, digits and +, letter first, got {scheme!r}"
@@ -88,49 +72,17 @@ def register_store(scheme: str, factory: StoreFactory | str, *, path: str | None
 
 
 def create_store(url: str, dim: int, fingerprint: str) -> VectorStore:
-    """Make an empty store.
-
-    Args:
-        url: store URL; options follow a question mark.
-        dim: dimensions e of the vectors.
-        fingerprint: a short text about the meaning of the vectors, kept with them.
-
-    Returns:
-        The store, open.
-
-    Raises:
-        UserError: the URL is malformed, the store already exists or cannot be reached, or an extra is not installed.
-    """
+    """Make an empty store."""
     return STORES[scheme(url)].create(url, dim, fingerprint)
 
 
 def open_store(url: str) -> VectorStore:
-    """Open a store that was created before.
-
-    Args:
-        url: store URL; its search options replace the options given at creation.
-
-    Returns:
-        The store.
-
-    Raises:
-        UserError: the URL is malformed, there is no such store, it cannot be reached, or an extra is not installed.
-    """
+    """Open a store that was created before."""
     return STORES[scheme(url)].open(url)
 
 
 def scheme(url: str) -> str:
-    """The scheme of a store URL.
-
-    Args:
-        url: store URL, or a path.
-
-    Returns:
-        A key of STORES; "file" for a path without a scheme.
-
-    Raises:
-        UserError: no store has such a scheme.
-    """
+    """The scheme of a store URL."""
     found = re.match(f"({_SCHEME}):", url)
     if found is None:
         return "file"
@@ -140,18 +92,7 @@ def scheme(url: str) -> str:
 
 
 def options(url: str, known: dict[str, str]) -> dict[str, str]:
-    """The options of a store URL, after its question mark.
-
-    Args:
-        url: store URL.
-        known: known options with a description of each, for the message.
-
-    Returns:
-        Values by option.
-
-    Raises:
-        UserError: an option is unknown or occurs twice, or the host or port is malformed.
-    """
+    """The options of a store URL, after its question mark."""
     if _malformed(url):
         raise UserError(
             f"store {redacted(url)}: the host or port is malformed; write / ? # @ in a password as %2F %3F %23 %40"
@@ -167,15 +108,7 @@ def options(url: str, known: dict[str, str]) -> dict[str, str]:
 
 
 def anchored(url: str, folder: Path) -> str:
-    """Resolve the relative path of a store URL, if it has one, against a folder.
-
-    Args:
-        url: store URL.
-        folder: where relative paths start.
-
-    Returns:
-        The URL with the path below the folder; a URL without a local path as it is.
-    """
+    """Resolve the relative path of a store URL, if it has one, against a folder."""
     kind = scheme(url)
     option = STORES[kind].path
     if option is None:
@@ -192,14 +125,7 @@ def anchored(url: str, folder: Path) -> str:
 
 
 def without_password(url: str) -> str:
-    """Remove the password, so that the URL can be kept in a file; the password then comes from the environment.
-
-    Args:
-        url: store URL.
-
-    Returns:
-        The URL without a password.
-    """
+    """Remove the password, so that the URL can be kept in a file; the password then comes from the environment."""
     parts = urlsplit(url)
     if parts.password is None:
         return url
@@ -207,15 +133,7 @@ def without_password(url: str) -> str:
 
 
 def redacted(url: str) -> str:
-    """Replace the password by ***, for messages and logs.
-
-    Args:
-        url: store URL.
-
-    Returns:
-        The URL with *** in place of the password. Where special characters in the password make the URL ambiguous, all
-        that follows is replaced as well.
-    """
+    """Replace the password by ***, for messages and logs."""
     if _malformed(url):
         return re.sub(r"(://[^:@/?#]*).*", r"\1:***", url, flags=re.DOTALL)
     url = re.sub(r"(?<=[?&])(password|token)=[^&]*", r"\1=***", url)

@@ -28,27 +28,12 @@ _FILES = re.compile(r"store\.sqlite(-wal|-shm)?|\.?shard-\d+\.(vectors|[\d.a-z-]
 
 
 def is_one(folder: Path) -> bool:
-    """Whether a folder holds a store of version 0.1.
-
-    Args:
-        folder: the folder.
-
-    Returns:
-        Whether it does.
-    """
+    """Whether a folder holds a store of version 0.1."""
     return (folder / _DATABASE).is_file()
 
 
 def convert(url: str, folder: Path) -> None:
-    """Convert a store in place; if the process dies, the old store is unchanged.
-
-    Args:
-        url: of the store, for messages.
-        folder: of the store.
-
-    Raises:
-        UserError: another process writes, a file is damaged, or the folder cannot be written to.
-    """
+    """Convert a store in place; if the process dies, the old store is unchanged."""
     lock = lock_of(folder)
     take(lock, url)
     try:
@@ -74,11 +59,7 @@ def convert(url: str, folder: Path) -> None:
 
 
 def remove(folder: Path) -> None:
-    """Remove the files of a store that has been converted.
-
-    Args:
-        folder: of the store.
-    """
+    """Remove the files of a store that has been converted."""
     for file in folder.iterdir():
         if _FILES.fullmatch(file.name):
             file.unlink(missing_ok=True)
