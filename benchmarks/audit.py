@@ -38,7 +38,7 @@ from sfumato.metrics.reliability import expected_calibration_error
 from sfumato.metrics.selective import auroc, auroc_statistic
 from sfumato.models.embed import embed_split, load_split, load_splits
 from sfumato.models.run import Run, cache_folder, load_run
-from sfumato.studies.audit import (
+from sfumato.workflows.audit import (
     NEIGHBOURS,
     ListedScores,
     audit_pairs,

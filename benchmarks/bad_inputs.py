@@ -75,13 +75,13 @@ from sfumato.data.shards import ShardError, expand_shards, list_shard, read_shar
 from sfumato.encoders.processors import train_tokenizer
 from sfumato.errors import UserError, explain_os_error, printable
 from sfumato.gaussian import save_embeddings
-from sfumato.models.export import export_run, load_model
-from sfumato.models.galleries import open_gallery
 from sfumato.models.pretrained_tensors import read_checkpoint
 from sfumato.models.recipe import Recipe, load_recipe, recipe_files, save_recipe
 from sfumato.models.run import LAST, MODEL, RECIPE, Assets, build_loss, build_model, load_state, save_assets, save_state
 from sfumato.search.collection import GaussianCollection
 from sfumato.search.index import GaussianIndex
+from sfumato.workflows.export import export_run, load_model
+from sfumato.workflows.index import open_gallery
 
 D, LIMIT, LONGEST = 8, 10.0, 120.0
 """Dimensions of the samples, and the seconds that an input may take: of the processor, and with waiting."""

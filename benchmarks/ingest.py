@@ -38,7 +38,7 @@ from sfumato.encoders.efficientnet import EfficientNetEncoder
 from sfumato.encoders.frozen import FeatureInput
 from sfumato.encoders.heads import GaussianHead
 from sfumato.encoders.processors import PixelProcessor
-from sfumato.models.ingest import embed_collection
+from sfumato.workflows.embed import embed_collection
 
 SIDE, DIM = 224, 512
 

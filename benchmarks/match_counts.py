@@ -19,9 +19,9 @@ from torch import Tensor
 
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.models.embed import embed_split, load_split
-from sfumato.models.galleries import GalleryPart, build_index
 from sfumato.models.run import Run, load_run
 from sfumato.search.exact import distance_blocks
+from sfumato.workflows.index import GalleryPart, build_index
 
 EDGES = (0.0, 1.0, 2.0, 3.0, 7.0, 20.0, 60.0, float("inf"))
 _Z = 1.645

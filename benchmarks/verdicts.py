@@ -11,9 +11,9 @@ from statistics import fmean
 import numpy as np
 
 from sfumato.models.embed import embed_split, load_split
-from sfumato.models.galleries import GalleryPart, build_index
 from sfumato.models.run import load_run
 from sfumato.search.gallery import verdict
+from sfumato.workflows.index import GalleryPart, build_index
 
 MANY = 10
 """True matches from which a text has many."""

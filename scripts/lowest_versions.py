@@ -34,6 +34,7 @@ TESTS = (
     "tests/losses/test_pcmepp.py",
     "tests/metrics",
     "tests/models",
+    "tests/workflows",
     "tests/reports",
     "tests/search/test_index.py",
     "tests/serve/test_service.py",

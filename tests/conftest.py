@@ -32,7 +32,7 @@ LONG = (
     "serve/test_page.py",
     "search/test_stores.py",
     "serve/test_service.py",
-    "models/test_ingest.py",
+    "workflows/test_embed.py",
     "search/test_milvus.py",
     "studies/test_commands.py",
     "metrics/test_parity_metrics.py",

@@ -309,24 +309,6 @@ from .matching import (
 from .metrics.relevance import (
     Relevance as Relevance,
 )
-from .models.adopt import (
-    AdoptedModel as AdoptedModel,
-)
-from .models.adopt import (
-    adopt as adopt,
-)
-from .models.adopt import (
-    adopt_encoders as adopt_encoders,
-)
-from .models.export import (
-    export_run as export_run,
-)
-from .models.export import (
-    load_exported as load_exported,
-)
-from .models.export import (
-    load_model as load_model,
-)
 from .models.pretrained import (
     PretrainedModel as PretrainedModel,
 )
@@ -384,15 +366,6 @@ from .studies.analyse import (
 from .studies.analyse import (
     analyse_model as analyse_model,
 )
-from .studies.audit import (
-    audit_pairs as audit_pairs,
-)
-from .studies.audit import (
-    wrong_fraction as wrong_fraction,
-)
-from .studies.audit import (
-    wrong_probability as wrong_probability,
-)
 from .studies.corruption import (
     corruption_curves as corruption_curves,
 )
@@ -419,6 +392,33 @@ from .studies.zeroshot import (
 )
 from .training.loop import (
     fit as fit,
+)
+from .workflows.adopt import (
+    AdoptedModel as AdoptedModel,
+)
+from .workflows.adopt import (
+    adopt as adopt,
+)
+from .workflows.adopt import (
+    adopt_encoders as adopt_encoders,
+)
+from .workflows.audit import (
+    audit_pairs as audit_pairs,
+)
+from .workflows.audit import (
+    wrong_fraction as wrong_fraction,
+)
+from .workflows.audit import (
+    wrong_probability as wrong_probability,
+)
+from .workflows.export import (
+    export_run as export_run,
+)
+from .workflows.export import (
+    load_exported as load_exported,
+)
+from .workflows.export import (
+    load_model as load_model,
 )
 
 __version__: str

@@ -20,7 +20,6 @@ from sfumato.files import write_atomically
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.metrics.uncertainty import balanced_spearman, spearman
 from sfumato.models.embed import embed_split, evaluate_run, load_split
-from sfumato.models.galleries import GalleryPart, build_index
 from sfumato.models.recipe import find_recipe, load_recipe
 from sfumato.models.run import Run, load_run
 from sfumato.reports.charts import FAINT, FAMILIES, FIRST, SECOND, Chart, require_matplotlib
@@ -31,6 +30,7 @@ from sfumato.search.exact import top_k
 from sfumato.search.gallery import MANY, Scorer, verdict
 from sfumato.search.index import GaussianIndex
 from sfumato.training.loop import fit
+from sfumato.workflows.index import GalleryPart, build_index
 
 RECIPE = "emoji-demo"
 

@@ -12,12 +12,12 @@ from support.toy import make_toy
 
 import sfumato
 from sfumato.errors import UserError
-from sfumato.models.adopt import adopt
 from sfumato.models.embed import embed_split, load_split
-from sfumato.models.export import export_run
 from sfumato.models.recipe import load_recipe
 from sfumato.models.run import load_run
 from sfumato.training.loop import fit
+from sfumato.workflows.adopt import adopt
+from sfumato.workflows.export import export_run
 
 
 @pytest.fixture(scope="module")

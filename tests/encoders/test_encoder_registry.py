@@ -15,10 +15,10 @@ from sfumato.encoders.processors import PixelProcessor, TokenProcessor
 from sfumato.encoders.small import SmallImageConfig, SmallTextConfig, build_small_image
 from sfumato.errors import UserError
 from sfumato.models.embed import evaluate_run
-from sfumato.models.export import export_run, load_exported
 from sfumato.models.recipe import check_recipe, load_recipe, save_recipe
 from sfumato.models.run import Assets, build_model, fresh_tokenizer, load_run
 from sfumato.training.loop import fit
+from sfumato.workflows.export import export_run, load_exported
 
 # A toy encoder for each side, from outside of the package -------------------------------------------------------------
 

@@ -13,7 +13,7 @@ from sfumato.encoders.frozen import FrozenImageConfig, FrozenTextConfig
 from sfumato.encoders.joint import joint_image, joint_text
 from sfumato.encoders.open_clip import is_open_clip
 from sfumato.errors import UserError
-from sfumato.models.adopt import adopt_encoders
+from sfumato.workflows.adopt import adopt_encoders
 
 
 def test_features_are_those_of_open_clip(tmp_path):

@@ -454,7 +454,7 @@ def test_files_of_something_else(tmp_path):
     [
         ({"model_type": "clip"}, "not that of a PCME"),
         ({"vision_cfg": {"layers": 12}, "text_cfg": {}}, "has no variances"),
-        ({"sfumato": "0.1.0"}, "load it with sfumato.models.export.load_model"),
+        ({"sfumato": "0.1.0"}, "load it with sfumato.workflows.export.load_model"),
         ([1], "holds a list, expected an object"),
     ],
 )

@@ -11,12 +11,12 @@ from sfumato.encoders.frozen import text_backbone
 from sfumato.encoders.processors import TokenProcessor, train_tokenizer
 from sfumato.errors import UserError
 from sfumato.metrics.selective import auroc
-from sfumato.models.export import load_model
 from sfumato.models.recipe import load_recipe
 from sfumato.models.run import WORDS, load_run
 from sfumato.models.unfamiliar import UnfamiliarTexts, nonsense, piece_counter, unfamiliar_texts
 from sfumato.search.gallery import verdict
 from sfumato.training.loop import fit
+from sfumato.workflows.export import load_model
 
 
 @pytest.fixture(scope="module")

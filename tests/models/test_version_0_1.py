@@ -15,10 +15,10 @@ from support.toy import make_toy
 
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.models.embed import evaluate_run
-from sfumato.models.export import load_model
 from sfumato.models.recipe import load_recipe
 from sfumato.models.run import load_run
 from sfumato.search.index import GaussianIndex
+from sfumato.workflows.export import load_model
 
 FIXTURES = Path(__file__).parent.parent / "fixtures"
 

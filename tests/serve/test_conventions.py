@@ -8,10 +8,10 @@ import pytest
 from serve.test_faults import problem
 from support.serving import in_base64, make_collection, picture, served
 
-from sfumato.models.galleries import GalleryPart, create_collection
 from sfumato.models.run import load_run
 from sfumato.serve.answering import open_sources
 from sfumato.serve.schemas import CODES
+from sfumato.workflows.index import GalleryPart, create_collection
 
 GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "serve.md"
 

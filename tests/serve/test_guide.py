@@ -17,8 +17,8 @@ from PIL import Image
 from serve.test_service import Process
 from support.serving import calibration, embedded, embedding_sources, make_embedding_run
 
-from sfumato.models.galleries import GalleryPart, create_collection
 from sfumato.models.run import load_run
+from sfumato.workflows.index import GalleryPart, create_collection
 
 DOCS = Path(__file__).parents[2] / "docs"
 GUIDE = DOCS / "guides" / "serve.md"

@@ -10,9 +10,9 @@ from support.serving import embedded, in_base64, picture, read_only, served
 from sfumato.calibration.calibrator import Calibration, QueryScores
 from sfumato.distances import csd_matrix
 from sfumato.gaussian import GaussianEmbedding
-from sfumato.models.galleries import build_index
 from sfumato.models.run import load_run
 from sfumato.serve.answering import ServedGallery, Sources
+from sfumato.workflows.index import build_index
 
 WARNING = "Queries differ from those of the calibration (images, last 200 queries, D = "
 NOTE = "Recent queries differ from those of the calibration: its guarantees may not hold"

@@ -17,7 +17,6 @@ from support.serving import KEY, Process, SlowModel, in_base64, picture, served,
 from sfumato.data.image_decoding import decode_image
 from sfumato.data.item_images import SplitImages, UploadedImages
 from sfumato.errors import UserError
-from sfumato.models.galleries import GalleryPart, build_index, create_collection
 from sfumato.models.run import load_run
 from sfumato.search.gallery import verdict
 from sfumato.search.index import GaussianIndex
@@ -26,6 +25,7 @@ from sfumato.serve.answering import ServedGallery, Sources, open_sources
 from sfumato.serve.app import create_app
 from sfumato.serve.server import check_host, check_names, hosts_of, is_loopback, run_app
 from sfumato.serve.settings import Settings, read_keys
+from sfumato.workflows.index import GalleryPart, build_index, create_collection
 
 
 def search(client, *queries, status=200, **options):

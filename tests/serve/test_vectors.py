@@ -27,13 +27,13 @@ from support.serving import (
 from support.toy import make_toy
 
 from sfumato.encoders.features import Inputs
-from sfumato.models.galleries import build_index
 from sfumato.models.recipe import load_recipe
 from sfumato.models.run import load_run
 from sfumato.search.stores.protocol import Filter
 from sfumato.serve.answering import ServedGallery, Sources
 from sfumato.serve.vectors import vector_sides
 from sfumato.training.loop import fit
+from sfumato.workflows.index import build_index
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,6 @@ from sfumato.calibration.calibrator import Calibration, QueryScores
 from sfumato.data.item_images import FolderImages
 from sfumato.distances import csd_matrix
 from sfumato.models.embed import embed_folder
-from sfumato.models.galleries import GalleryPart, build_index, create_collection
 from sfumato.models.recipe import find_recipe, load_recipe
 from sfumato.models.run import load_run
 from sfumato.serve.answering import ServedGallery, Sources
@@ -29,6 +28,7 @@ from sfumato.serve.app import create_app
 from sfumato.serve.guard import Guard
 from sfumato.serve.settings import Settings
 from sfumato.training.loop import fit
+from sfumato.workflows.index import GalleryPart, build_index, create_collection
 from support.processes import Started, command
 from support.toy import make_toy
 

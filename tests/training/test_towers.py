@@ -10,7 +10,6 @@ from support.toy import assert_same_tensors, make_toy, stop_after_checkpoint_of
 
 from sfumato.encoders.gru import WordEncoder
 from sfumato.errors import UserError
-from sfumato.models.export import export_run, load_exported
 from sfumato.models.process_group import ProcessGroup
 from sfumato.models.recipe import load_recipe
 from sfumato.models.run import load_run
@@ -18,6 +17,7 @@ from sfumato.training import loop
 from sfumato.training.loop import fit
 from sfumato.training.optim import build_optimiser, set_learning_rate
 from sfumato.training.step import DivergedError
+from sfumato.workflows.export import export_run, load_exported
 
 GRU = 'model.text={ kind = "gru", width = 3, hidden = 8, bidirectional = true }'
 RED, SOME = [0.5, -0.25, 1.0], [2.0, 4.0, 8.0]

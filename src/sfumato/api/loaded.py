@@ -32,15 +32,6 @@ from sfumato.matching import match_probability
 from sfumato.metrics.reliability import N_BINS
 from sfumato.models.calibrate import some_positions
 from sfumato.models.embed import embed_folder, embed_split, load_splits, no_split_error, prepare_split
-from sfumato.models.export import load_model
-from sfumato.models.galleries import (
-    GalleryPart,
-    build_index,
-    is_gallery,
-    item_images,
-    load_retrieval_model,
-    open_gallery,
-)
 from sfumato.models.pretrained import PretrainedModel
 from sfumato.models.recipe import load_recipe
 from sfumato.models.run import RECIPE, choose_device
@@ -49,6 +40,15 @@ from sfumato.progress import say
 from sfumato.search.gallery import Gallery, SearchRecord
 from sfumato.search.guarantees import NATIVE, GuaranteeError, check_native
 from sfumato.search.index import GaussianIndex
+from sfumato.workflows.export import load_model
+from sfumato.workflows.index import (
+    GalleryPart,
+    build_index,
+    is_gallery,
+    item_images,
+    load_retrieval_model,
+    open_gallery,
+)
 
 Modality = Literal["texts", "images"]
 

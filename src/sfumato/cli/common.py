@@ -205,9 +205,9 @@ def open_model_on_data(
     purpose: str = "use",
 ) -> ModelOnData:
     """Load a model and find its data."""
-    from sfumato.models.export import load_model
     from sfumato.models.recipe import find_recipe, load_recipe
     from sfumato.models.run import RECIPE, choose_device, load_run
+    from sfumato.workflows.export import load_model
 
     if data is None and not is_run(model):
         raise _no_run(model, purpose)

@@ -52,8 +52,8 @@ def regions(
 
     A model with model.image.kind=regions is trained from them.
     """
-    from sfumato.models.extract_regions import MANIFEST, regions_of_images
     from sfumato.models.recipe import find_recipe, load_recipe
+    from sfumato.workflows.regions import MANIFEST, regions_of_images
 
     config = load_recipe(find_recipe(data), overrides or []).data
     check_out_folder(out)
@@ -127,10 +127,10 @@ def embed(
     from sfumato.data.listings import list_source
     from sfumato.errors import counted
     from sfumato.models.embed import file_endings
-    from sfumato.models.export import load_model
-    from sfumato.models.ingest import embed_collection, which_job
     from sfumato.models.run import choose_device
     from sfumato.search.parts import MANIFEST
+    from sfumato.workflows.embed import embed_collection, which_job
+    from sfumato.workflows.export import load_model
 
     if out.suffix == ".safetensors":
         if manifest or shards or shard or (images is None) == (texts is None):
@@ -166,8 +166,8 @@ def _embed_one_file(
     from sfumato.errors import counted
     from sfumato.gaussian import save_embeddings
     from sfumato.models.embed import embed_folder, embed_lines
-    from sfumato.models.export import load_model
     from sfumato.models.run import choose_device
+    from sfumato.workflows.export import load_model
 
     check_out_folder(out.parent)
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -194,7 +194,7 @@ def export(
 
     Writes the weights, config.json and a model card with scores.
     """
-    from sfumato.models.export import export_run
+    from sfumato.workflows.export import export_run
 
     check_out_folder(out)
     with writing(out):
@@ -289,9 +289,9 @@ def adopt(
     The model is named, or given by its embeddings. No network is trained and the ranking stays. The folder is a run:
     index, serve, evaluate, trust, audit and report take it. Search its index.
     """
-    from sfumato.models.adopt import adopt as adopt_embeddings
-    from sfumato.models.adopt import adopt_encoders
     from sfumato.reports.console import print_adopted
+    from sfumato.workflows.adopt import adopt as adopt_embeddings
+    from sfumato.workflows.adopt import adopt_encoders
 
     options: dict[str, Any] = {
         "method": method, "val_fraction": val_fraction, "test_fraction": test_fraction, "population": queries,

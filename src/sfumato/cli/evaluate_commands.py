@@ -88,10 +88,10 @@ class _EvaluateGroup(Verbs):
 
 def _kind(path: str) -> tuple[str, str]:
     """(what lies at a path, the verb of evaluate that takes it; "train" for a recipe, "" for none)."""
-    from sfumato.models.galleries import is_gallery
     from sfumato.models.pretrained import CONFIG
     from sfumato.models.recipe import recipe_files
     from sfumato.search.collection import GaussianCollection
+    from sfumato.workflows.index import is_gallery
 
     file = Path(path.partition(".safetensors:")[0] + ".safetensors" if ".safetensors:" in path else path)
     if is_run(file):

@@ -61,11 +61,11 @@ def index(
     """Build an index, or fill a collection in a vector store."""
     from sfumato.errors import counted
     from sfumato.models.embed import RetrievalModel
-    from sfumato.models.export import load_model
-    from sfumato.models.galleries import build_index, check_new, embed_source, fill_collection, whole
-    from sfumato.models.gallery_calibration import training_note
     from sfumato.models.run import choose_device, load_run
     from sfumato.search.index import check_settings
+    from sfumato.workflows.export import load_model
+    from sfumato.workflows.gallery_calibration import training_note
+    from sfumato.workflows.index import build_index, check_new, embed_source, fill_collection, whole
 
     _check_index_options((images, split, texts, embeddings), engine, store, add)
     _check_index_folder(out, store is not None, add, force)
@@ -110,8 +110,8 @@ def _check_index_options(sources: tuple[object, ...], engine: str | None, store:
 
 def _check_index_folder(out: Path, new_collection: bool, add: bool, force: bool) -> None:
     """Refuse a folder that cannot be written or holds something else, before anything is embedded."""
-    from sfumato.models.galleries import is_gallery
     from sfumato.search.collection import GaussianCollection
+    from sfumato.workflows.index import is_gallery
 
     collection = GaussianCollection.is_one(out)
     if add and not collection:
@@ -138,7 +138,7 @@ def copy(
 ) -> None:
     """Copy an index or a collection into another store."""
     from sfumato.errors import counted
-    from sfumato.models.galleries import copy_index
+    from sfumato.workflows.index import copy_index
 
     check_out_folder(out)
     with writing(out):

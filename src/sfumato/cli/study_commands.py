@@ -142,12 +142,12 @@ def crops(
     threshold, B a box that overlaps little with A, and C the crop around both.
     """
     from sfumato import __version__
-    from sfumato.models.export import load_model
     from sfumato.models.run import choose_device
     from sfumato.reports.charts import require_matplotlib
     from sfumato.reports.console import print_crops
     from sfumato.reports.study_pages import write_crops
     from sfumato.studies.crops import study_crops
+    from sfumato.workflows.export import load_model
 
     require_matplotlib()
     try:
@@ -244,9 +244,9 @@ def zeroshot(
     """
     from sfumato.data.captioned import read_class_folder, read_class_names
     from sfumato.models.embed import file_endings
-    from sfumato.models.export import load_model
     from sfumato.models.run import choose_device
     from sfumato.studies.zeroshot import evaluate_zeroshot, read_templates
+    from sfumato.workflows.export import load_model
 
     if sum(source is not None for source in (images, emoji, data)) != 1:
         raise UserError("give one of --images FOLDER, --emoji group or subgroup, and --data RECIPE")
@@ -372,7 +372,7 @@ def audit(
     """
     from sfumato import __version__
     from sfumato.reports.study_pages import AUDIT_PAGE, print_audit, write_audit
-    from sfumato.studies.audit import audit_model, cross_fit
+    from sfumato.workflows.audit import audit_model, cross_fit
 
     named, data, changes = _audited(model, overrides, data, former_model)
     if parts and split not in (None, "train"):

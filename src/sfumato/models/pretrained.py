@@ -2,7 +2,7 @@
 
 Supported are the PCME++ and ProLIP models of the Hugging Face hub, and the checkpoints of the released training
 codes of PCME++ and PCME (the COCO models). The config.json and the names of the tensors show what a path holds.
-:func:`sfumato.models.export.load_model` also loads the models that sfumato exported.
+:func:`sfumato.workflows.export.load_model` also loads the models that sfumato exported.
 """
 
 import json
@@ -474,7 +474,7 @@ def _recognise(
     config: Mapping[str, Any], where: str
 ) -> tuple[Callable[[Mapping[str, Any], Mapping[str, Any], TokenizerFinder, str], Layout], str]:
     if "sfumato" in config:
-        raise UserError(f"{where}: a model that sfumato exported; load it with sfumato.models.export.load_model")
+        raise UserError(f"{where}: a model that sfumato exported; load it with sfumato.workflows.export.load_model")
     vision = config.get("vision_cfg")
     if isinstance(vision, dict) and isinstance(config.get("text_cfg"), dict):
         if vision.get("embed_unc"):

@@ -10,7 +10,6 @@ from sfumato.evaluation.protocols import Evaluation, table_rows
 from sfumato.evaluation.published import common_figures
 from sfumato.metrics.bootstrap import Interval
 from sfumato.metrics.retrieval import RANK_METRICS
-from sfumato.models.adopt import METHODS, AdoptedModel
 from sfumato.reports.formatting import (
     MISSING,
     compact_interval,
@@ -23,6 +22,7 @@ from sfumato.reports.formatting import (
 )
 from sfumato.reports.tables import print_table, print_wrapped
 from sfumato.studies.zeroshot import PromptsKept, ZeroShotReport, points
+from sfumato.workflows.adopt import METHODS, AdoptedModel
 
 
 def print_over_seeds(summary: Mapping[str, OverSeeds], title: str) -> None:

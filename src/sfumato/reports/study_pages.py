@@ -25,8 +25,8 @@ from sfumato.reports.formatting import (
 from sfumato.reports.page_files import data_url, read_image, read_studies, render_page
 from sfumato.reports.tables import print_table, print_wrapped
 from sfumato.studies.analyse import NAMES, Analyses, same_model_and_data
-from sfumato.studies.audit import NEIGHBOURS, Audit, varied
 from sfumato.studies.crops import CELLS, MEANS, PUBLISHED, ROLES, CropFigures, CropStudy, Example
+from sfumato.workflows.audit import NEIGHBOURS, Audit, varied
 
 DRAWN_SIGMAS = 2
 """Standard deviations of the ellipses of set algebra."""

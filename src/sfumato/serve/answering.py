@@ -19,7 +19,6 @@ from sfumato.encoders.regions import features_read
 from sfumato.errors import UserError
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.models.embed import embed_split, load_split
-from sfumato.models.galleries import GalleryPart, build_index, item_images, load_retrieval_model, open_gallery
 from sfumato.models.run import RECIPE, Run, load_run
 from sfumato.models.unfamiliar import unfamiliar_texts
 from sfumato.search.collection import GaussianCollection
@@ -40,6 +39,7 @@ from sfumato.serve.schemas import (
     VerdictText,
 )
 from sfumato.studies.maps import Projection
+from sfumato.workflows.index import GalleryPart, build_index, item_images, load_retrieval_model, open_gallery
 
 _LOG = logging.getLogger("sfumato.serve")
 

@@ -231,7 +231,7 @@ def model_card(run: Run) -> str:
             "",
             "```python",
             "from sfumato import get_distance, match_probability",
-            "from sfumato.models.export import load_model",
+            "from sfumato.workflows.export import load_model",
             "",
             'published = load_model(".")  # this folder, or its name on the hub',
             f"images = published.model.embed_images([{example[0]}])",

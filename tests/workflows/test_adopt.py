@@ -13,14 +13,14 @@ from PIL import Image
 from support.tiny_models import WORDS, tiny_clip
 from support.words import folded, too_wide
 
-import sfumato.models.adopt as adopting
+import sfumato.workflows.adopt as adopting
 from sfumato.calibration.calibrator import Calibration
 from sfumato.cli import app
 from sfumato.errors import UserError
-from sfumato.models.adopt import ADOPTED, METHODS, adopt, adopt_encoders
-from sfumato.models.export import load_model
 from sfumato.models.run import load_run
 from sfumato.search.index import GaussianIndex
+from sfumato.workflows.adopt import ADOPTED, METHODS, adopt, adopt_encoders
+from sfumato.workflows.export import load_model
 
 N, PER_IMAGE, C = 400, 3, 24
 

@@ -15,10 +15,10 @@ from support.toy import make_toy
 
 from sfumato.errors import UserError
 from sfumato.models.embed import evaluate_run
-from sfumato.models.export import export_run, load_exported, load_model
 from sfumato.models.recipe import check_recipe, load_recipe, save_recipe
 from sfumato.models.run import Assets, build_loss, build_model, fresh_tokenizer, load_run, save_assets, save_state
 from sfumato.training.loop import fit
+from sfumato.workflows.export import export_run, load_exported, load_model
 
 TEXTS = ["a red circle", "some bar in blue", "never seen before"]
 
@@ -82,7 +82,7 @@ def test_load_model_takes_runs_and_exported_models(toy, run, tmp_path):
 
 def test_load_model_takes_a_name_on_the_hub(toy, run, tmp_path, monkeypatch):
     out = export_run(run, tmp_path / "snapshot")
-    monkeypatch.setattr("sfumato.models.export.download", {"somebody/toy": out}.__getitem__)
+    monkeypatch.setattr("sfumato.workflows.export.download", {"somebody/toy": out}.__getitem__)
     assert_embeds_alike(load_run(run).model, load_model("somebody/toy").model, picture(toy))
 
 
@@ -190,7 +190,7 @@ def test_a_killed_export_leaves_nothing(run, tmp_path, monkeypatch):
     def stop(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("sfumato.models.export.write_json", stop)
+    monkeypatch.setattr("sfumato.workflows.export.write_json", stop)
     with pytest.raises(KeyboardInterrupt):
         export_run(run, tmp_path / "out")
     assert list(tmp_path.iterdir()) == []

@@ -28,8 +28,6 @@ from sfumato.models.embed import (
     read_lines,
     split_names,
 )
-from sfumato.models.export import load_model
-from sfumato.models.gallery_calibration import choose_calibration
 from sfumato.models.pretrained import PretrainedModel
 from sfumato.models.recipe import load_recipe
 from sfumato.models.run import RECIPE, Run
@@ -40,6 +38,8 @@ from sfumato.search.index import GaussianIndex
 from sfumato.search.lifting import gallery_centre, lifted_dim
 from sfumato.search.parts import read_manifest, read_parts
 from sfumato.search.stores.store_url import anchored, scheme
+from sfumato.workflows.export import load_model
+from sfumato.workflows.gallery_calibration import choose_calibration
 
 
 @dataclass(frozen=True, eq=False)

@@ -32,8 +32,8 @@ from sfumato.encoders.small import SmallImageEncoder, SmallTextEncoder
 from sfumato.errors import UserError
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.models.embed import embed_folder, embed_lines, model_digest
-from sfumato.models.ingest import embed_collection, which_job
 from sfumato.search.parts import check_complete, read_manifest, read_metadata, read_parts
+from sfumato.workflows.embed import embed_collection, which_job
 
 WORDS = ("[UNK]", "red", "green", "blue", "circle", "square")
 

@@ -17,10 +17,10 @@ from sfumato.data.images import Problems
 from sfumato.data.region_features import read_scan
 from sfumato.errors import UserError
 from sfumato.models.embed import load_splits
-from sfumato.models.extract_regions import write_regions
 from sfumato.models.recipe import find_recipe, load_recipe
 from sfumato.models.run import load_run
 from sfumato.training.loop import fit
+from sfumato.workflows.regions import write_regions
 
 COLOURS = ("red", "green", "blue", "black")
 THINGS = ("cat", "dog", "bus", "cup", "tree", "hat")
