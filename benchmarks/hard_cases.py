@@ -27,7 +27,7 @@ from service_world import in_base64, noise, picture, serving, small_sources
 
 from sfumato.calibration.calibrator import Calibration
 from sfumato.calibration.query_scores import QueryScores
-from sfumato.data.item_images import UploadedImages
+from sfumato.data.images import UploadedImages
 from sfumato.distances import csd_matrix
 from sfumato.errors import UserError
 from sfumato.gaussian import GaussianEmbedding

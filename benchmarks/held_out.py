@@ -18,7 +18,7 @@ import torch
 
 from sfumato.data.emoji import load_emoji
 from sfumato.direction import Direction
-from sfumato.encoders.frozen import text_backbone
+from sfumato.encoders.backbones import text_backbone
 from sfumato.evaluation.ambiguity import FIGURES, baselines, measure_ambiguity
 from sfumato.evaluation.estimators import ESTIMATORS, Matching, estimate_uncertainty
 from sfumato.metrics.relevance import Relevance

@@ -33,8 +33,8 @@ from PIL import Image
 from sfumato.data.image_decoding import decode_image
 from sfumato.data.listings import list_folder
 from sfumato.encoders.clip import clip_image_encoder
+from sfumato.encoders.convolutional import EfficientNetEncoder
 from sfumato.encoders.dual import DualEncoder, Tower
-from sfumato.encoders.efficientnet import EfficientNetEncoder
 from sfumato.encoders.frozen import FeatureInput
 from sfumato.encoders.heads import GaussianHead
 from sfumato.encoders.processors import PixelProcessor

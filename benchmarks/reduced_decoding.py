@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from sfumato.encoders.frozen import EfficientNetLite
+from sfumato.encoders.backbones import EfficientNetLite
 
 
 def decoded(data: bytes, size: int, kept: int | None) -> tuple[Image.Image, bool]:

@@ -17,7 +17,7 @@ from fastapi import FastAPI
 from PIL import Image
 
 from sfumato.calibration.calibrator import Calibration
-from sfumato.data.item_images import UploadedImages
+from sfumato.data.images import UploadedImages
 from sfumato.encoders.dual import DualEncoder
 from sfumato.encoders.processors import train_tokenizer
 from sfumato.gaussian import GaussianEmbedding

@@ -47,7 +47,7 @@ from store_servers import SERVERS, StoreServer, family, family_memory
 
 from sfumato.calibration.calibrator import Calibration
 from sfumato.calibration.query_scores import QueryScores
-from sfumato.data.item_images import UploadedImages
+from sfumato.data.images import UploadedImages
 from sfumato.distances import csd_matrix
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.search.collection import UPLOADED_IMAGES, GaussianCollection

@@ -33,7 +33,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from sfumato.encoders.frozen import text_backbone
+from sfumato.encoders.backbones import text_backbone
 from sfumato.evaluation.ambiguity import baselines
 from sfumato.evaluation.estimators import Matching, estimate_uncertainty
 from sfumato.evaluation.trust import words_of

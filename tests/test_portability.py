@@ -9,7 +9,7 @@ import pytest
 
 import sfumato
 from sfumato.data import region_features
-from sfumato.data.region_features import RegionFile
+from sfumato.data.feature_tables import RegionFile
 
 SOURCE = Path(sfumato.__file__).parent
 

@@ -30,26 +30,23 @@ from .calibration.platt import (
 from .calibration.query_scores import (
     QueryScores as QueryScores,
 )
+from .data.captioned import (
+    read_image_folder as read_image_folder,
+)
 from .data.embedding_files import (
     read_embeddings as read_embeddings,
 )
 from .data.emoji import (
     load_emoji as load_emoji,
 )
-from .data.folder import (
-    read_image_folder as read_image_folder,
-)
 from .data.images import (
     Problems as Problems,
 )
-from .data.karpathy import (
+from .data.layouts import (
     read_karpathy as read_karpathy,
 )
 from .data.manifest import (
     read_manifest as read_manifest,
-)
-from .data.noise import (
-    noisy_pairs as noisy_pairs,
 )
 from .data.pairs import (
     PairData as PairData,
@@ -62,6 +59,9 @@ from .data.shards import (
 )
 from .data.shards import (
     write_shards as write_shards,
+)
+from .data.splits import (
+    noisy_pairs as noisy_pairs,
 )
 from .distances import (
     DISTANCES as DISTANCES,

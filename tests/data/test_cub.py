@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from sfumato.data.cub import CubOptions, read_cub
 from sfumato.data.images import Problems
+from sfumato.data.layouts import CubOptions, read_cub
 from sfumato.data.pairs import PairSampler
 from sfumato.errors import UserError
 from sfumato.evaluation.benchmark_ground_truths import cub_captions

@@ -7,8 +7,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from sfumato.data.embedding_tables import EmbeddingRow, EmbeddingTable, open_table
-from sfumato.encoders.regions import regions_from_bytes
+from sfumato.data.feature_tables import EmbeddingRow, EmbeddingTable, open_table
+from sfumato.encoders.feature_rows import regions_from_bytes
 from sfumato.errors import UserError
 
 

@@ -9,7 +9,7 @@ from PIL import Image
 
 from sfumato.data.image_decoding import decode_image
 from sfumato.data.images import Problems
-from sfumato.data.karpathy import read_karpathy
+from sfumato.data.layouts import read_karpathy
 from sfumato.errors import UserError
 
 

@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 from PIL import Image
 
-from sfumato.data.folder import read_image_folder
+from sfumato.data.captioned import read_image_folder
 from sfumato.data.images import Problems
 from sfumato.data.manifest import read_manifest
 from sfumato.errors import UserError
@@ -43,11 +43,7 @@ ROWS = [
     {"image": "b.jpg", "captions": "größer, „bunt“", "split": "val", "id": ""},
     {"image": "my pictures/d.PNG", "captions": ['said "no"'], "split": "test", "id": "d"},
 ]
-READ = {
-    "train": {"7": ["a red square", "red"]},
-    "val": {"b.jpg": ["größer, „bunt“"]},
-    "test": {"d": ['said "no"']},
-}
+READ = {"train": {"7": ["a red square", "red"]}, "val": {"b.jpg": ["größer, „bunt“"]}, "test": {"d": ['said "no"']}}
 
 
 def write_jsonl(path, rows):

@@ -10,8 +10,8 @@ from scipy import stats
 from support.pairs import captions, many_to_many
 
 from sfumato.data.images import FileImage
-from sfumato.data.noise import apply_noise, load_noise, noisy_pairs, save_noise, shuffle_pairs
 from sfumato.data.pairs import PairData, PairSampler, make_pair_data
+from sfumato.data.splits import apply_noise, load_noise, noisy_pairs, save_noise, shuffle_pairs
 
 
 def in_text_order(data):
@@ -71,7 +71,7 @@ def test_every_pair_is_as_likely_to_be_noisy_and_every_wrong_image_as_likely_to_
 
 def test_every_process_draws_the_same():
     code = (
-        "from support.pairs import captions, many_to_many; from sfumato.data.noise import shuffle_pairs;"
+        "from support.pairs import captions, many_to_many; from sfumato.data.splits import shuffle_pairs;"
         "print([shuffle_pairs(d, 0.5, 3)[1].tolist() for d in (captions(20, 5), many_to_many())])"
     )
     here = [shuffle_pairs(d, 0.5, 3)[1].tolist() for d in (captions(20, 5), many_to_many())]

@@ -11,7 +11,8 @@ import pytest
 from support.pairs import captions, many_to_many
 
 from sfumato.data.images import FileImage, Problem, Problems, TarArchive, TarImage, ZipImage
-from sfumato.data.pairs import PairData, PairSampler, make_pair_data, merge_equal_texts
+from sfumato.data.pairs import PairData, PairSampler, make_pair_data
+from sfumato.data.splits import merge_equal_texts
 from sfumato.errors import UserError
 
 

@@ -12,9 +12,10 @@ import warnings
 import numpy as np
 import pytest
 
+from sfumato.data.feature_tables import RegionFile, regions_from_bytes, regions_to_bytes
 from sfumato.data.images import Problems
+from sfumato.data.layouts import read_scan
 from sfumato.data.manifest import read_manifest
-from sfumato.data.region_features import RegionFile, read_scan, regions_from_bytes, regions_to_bytes
 from sfumato.errors import UserError
 
 RANDOM = np.random.default_rng(0)
@@ -195,10 +196,7 @@ def test_a_file_that_shrinks_is_an_error_not_a_crash(tmp_path):
     [
         (b"\xff\xd8\xff\xe0 a JPEG", "not a .npy file: region features are expected here, not an image"),
         (regions_to_bytes(FEATURES[0])[:-3], "cut short or damaged: .* 60 bytes, and 57 are there"),
-        (
-            regions_to_bytes(FEATURES),
-            r"float32 of shape \(4, 3, 5\); expected the \(regions, channels\) of one image",
-        ),
+        (regions_to_bytes(FEATURES), r"float32 of shape \(4, 3, 5\); expected the \(regions, channels\) of one image"),
         (regions_to_bytes(np.full((2, 5), np.nan, np.float32)), "NaN or infinity"),
         (regions_to_bytes(np.ones((2, 6), np.float32)), "has 6 channels; the model reads 5"),
         (regions_to_bytes(np.ones((2, 5), bool)), "numbers of type bool"),
@@ -299,7 +297,7 @@ def test_a_large_file_is_never_in_memory(tmp_path):
     """600 MB of features (a file with holes), row by row: peak memory grows by less than 20 MB."""
     program = """
         import resource, sys
-        from sfumato.data.region_features import RegionFile
+        from sfumato.data.feature_tables import RegionFile
         file = RegionFile(sys.argv[1])
         for row in range(10): file.row(row)
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -8,7 +8,7 @@ import pytest
 from sfumato.data.images import MemoryImage, Problems
 from sfumato.data.pairs import PairData, make_pair_data, normal_wording
 from sfumato.data.sources import DataConfig
-from sfumato.data.wordings import WORDINGS, hold_out_wordings, joined
+from sfumato.data.splits import WORDINGS, hold_out_wordings, joined
 from sfumato.errors import UserError
 from sfumato.models.embed import load_splits, split_names
 

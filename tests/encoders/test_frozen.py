@@ -6,15 +6,9 @@ import torch
 from pydantic import ValidationError
 
 from sfumato.data.emoji import load_emoji
+from sfumato.encoders.backbones import SideBySide, image_backbone, text_backbone
 from sfumato.encoders.features import RaggedStore, TokenFeatures
-from sfumato.encoders.frozen import (
-    FeatureInput,
-    FrozenImageConfig,
-    FrozenTextConfig,
-    SideBySide,
-    image_backbone,
-    text_backbone,
-)
+from sfumato.encoders.frozen import FeatureInput, FrozenImageConfig, FrozenTextConfig
 from sfumato.encoders.heads import GaussianHead, HeadOptions
 from sfumato.errors import UserError
 
@@ -164,7 +158,7 @@ def test_the_hidden_network_reads_the_average_token():
 
 def test_folded_batch_norms_change_only_the_rounding():
     pytest.importorskip("efficientnet_lite_pytorch", reason="needs the extra offline")
-    from sfumato.encoders.efficientnet import efficientnet_lite, fold_batch_norms
+    from sfumato.encoders.convolutional import efficientnet_lite, fold_batch_norms
 
     torch.manual_seed(0)
     pixels = torch.randn(2, 3, 64, 64)

@@ -5,9 +5,9 @@ import pytest
 import torch
 from torch import nn
 
-from sfumato.data.region_features import regions_to_bytes
+from sfumato.data.feature_tables import regions_to_bytes
+from sfumato.encoders.feature_rows import GraphLayer, RegionEncoder, RegionProcessor, RegionReasoning
 from sfumato.encoders.features import Inputs
-from sfumato.encoders.regions import GraphLayer, RegionEncoder, RegionProcessor, RegionReasoning
 
 
 def layer_of(width, seed=0):

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from sfumato.encoders.convolutional import RESNETS, resnet_encoder
 from sfumato.encoders.features import Inputs
-from sfumato.encoders.resnet import RESNETS, resnet_encoder
 from sfumato.errors import UserError
 
 transformers = pytest.importorskip("transformers", reason="the extra backbones is not installed")

@@ -147,10 +147,7 @@ def test_every_pooling_takes_the_variance_token_as_it_is(pooling):
 
 
 def test_gradients_reach_the_extra_tokens():
-    for encoder, inputs in (
-        (image_encoder(), Inputs(PIXELS)),
-        (text_encoder(class_token=True), Inputs(IDS, MASK)),
-    ):
+    for encoder, inputs in ((image_encoder(), Inputs(PIXELS)), (text_encoder(class_token=True), Inputs(IDS, MASK))):
         tokens = encoder.train()(inputs)
         (tokens.mean.square().sum() + tokens.log_var.sum()).backward()
         for name, parameter in encoder.named_parameters():

@@ -17,7 +17,7 @@ import pytest
 from PIL import Image
 from support.serving import SlowModel, bomb, guard_of, in_base64, picture, read_only, served, until
 
-from sfumato.data.item_images import POINTER, FolderImages, UploadedImages
+from sfumato.data.images import POINTER, FolderImages, UploadedImages
 from sfumato.errors import UserError
 from sfumato.serve.answering import Sources
 from sfumato.serve.batching import Batcher, Closed, Full

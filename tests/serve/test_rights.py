@@ -10,7 +10,7 @@ from serve.test_service import Process
 from serve.test_sweep import aged
 from support.serving import KEY, in_base64, picture, served, until, wait_until_ready
 
-from sfumato.data.item_images import UploadedImages
+from sfumato.data.images import UploadedImages
 from sfumato.errors import UserError
 from sfumato.search.collection import UPLOADED_IMAGES
 from sfumato.serve.answering import open_sources

@@ -15,7 +15,7 @@ import torch
 from support.serving import KEY, Process, SlowModel, in_base64, picture, served, until, wait_until_ready
 
 from sfumato.data.image_decoding import decode_image
-from sfumato.data.item_images import SplitImages, UploadedImages
+from sfumato.data.images import SplitImages, UploadedImages
 from sfumato.errors import UserError
 from sfumato.models.run import load_run
 from sfumato.search.gallery import verdict

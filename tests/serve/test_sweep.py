@@ -6,7 +6,7 @@ import time
 import pytest
 from support.serving import in_base64, picture, served
 
-from sfumato.data.item_images import UploadedImages
+from sfumato.data.images import UploadedImages
 from sfumato.files import remove_leftovers
 from sfumato.search.collection import UPLOADED_IMAGES
 from sfumato.serve.answering import open_sources

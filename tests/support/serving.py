@@ -18,7 +18,7 @@ import uvicorn
 from PIL import Image
 
 from sfumato.calibration.calibrator import Calibration, QueryScores
-from sfumato.data.item_images import FolderImages
+from sfumato.data.images import FolderImages
 from sfumato.distances import csd_matrix
 from sfumato.models.embed import embed_folder
 from sfumato.models.recipe import find_recipe, load_recipe

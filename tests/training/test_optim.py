@@ -13,11 +13,11 @@ pytest.importorskip("transformers", reason="the extra backbones is not installed
 from sfumato.encoders.clip import clip_image_encoder, clip_text_encoder
 from sfumato.encoders.dual import DualEncoder, Tower
 from sfumato.encoders.encoder_protocol import EncoderModule
+from sfumato.encoders.feature_rows import RegionEncoder
 from sfumato.encoders.features import Inputs
 from sfumato.encoders.frozen import FeatureInput
 from sfumato.encoders.gru import WordEncoder
 from sfumato.encoders.heads import GaussianHead
-from sfumato.encoders.regions import RegionEncoder
 from sfumato.encoders.small import SmallImageEncoder, SmallTextEncoder
 from sfumato.errors import UserError
 from sfumato.losses import LOSSES

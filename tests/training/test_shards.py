@@ -10,8 +10,8 @@ import torch
 from support.toy import make_toy
 
 from sfumato.data.images import Problems
-from sfumato.data.pairs import merge_equal_texts
 from sfumato.data.shards import expand_shards, read_shards, write_shards
+from sfumato.data.splits import merge_equal_texts
 from sfumato.errors import UserError
 from sfumato.models.embed import load_splits
 from sfumato.models.process_group import alone

@@ -15,7 +15,8 @@ from support.words import folded, too_wide
 
 from sfumato import GaussianEmbedding, cli
 from sfumato.data.images import MemoryImage, Problems
-from sfumato.data.pairs import PairData, images_of_part, parse_part, without_part
+from sfumato.data.pairs import PairData
+from sfumato.data.splits import images_of_part, parse_part, without_part
 from sfumato.metrics.relevance import Relevance
 from sfumato.metrics.selective import auroc
 from sfumato.models.embed import load_splits

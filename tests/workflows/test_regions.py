@@ -14,7 +14,7 @@ from support.words import folded
 
 from sfumato.data.image_decoding import decode_image
 from sfumato.data.images import Problems
-from sfumato.data.region_features import read_scan
+from sfumato.data.layouts import read_scan
 from sfumato.errors import UserError
 from sfumato.models.embed import load_splits
 from sfumato.models.recipe import find_recipe, load_recipe

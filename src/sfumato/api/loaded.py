@@ -18,13 +18,20 @@ from torch import Tensor
 
 from sfumato.api.answers import SearchAnswer, answer_queries
 from sfumato.api.reliability_plot import Reliability
-from sfumato.data.image_inputs import ImageInput, image_sources, unreadable, vector_file
-from sfumato.data.images import ImageSource, MemoryImage, Problems
-from sfumato.data.item_images import Images, SplitImages
+from sfumato.data.images import (
+    ImageInput,
+    Images,
+    ImageSource,
+    MemoryImage,
+    Problems,
+    SplitImages,
+    image_sources,
+    unreadable,
+    vector_file,
+)
 from sfumato.direction import Direction
 from sfumato.distances import get_distance
-from sfumato.encoders.embeddings import EmbeddingProcessor
-from sfumato.encoders.regions import features_read
+from sfumato.encoders.feature_rows import EmbeddingProcessor, features_read
 from sfumato.errors import UserError, as_typed, counted
 from sfumato.evaluation.hits import first_hits
 from sfumato.gaussian import GaussianEmbedding

@@ -237,7 +237,7 @@ def open_model_on_data(
 def _split_that_is_there(config: "DataConfig", split: str) -> str:
     """The split, or, if it is test and all images train, the split of the texts that training left out."""
     from sfumato.data.images import Problems
-    from sfumato.data.wordings import WORDINGS
+    from sfumato.data.splits import WORDINGS
     from sfumato.models.embed import load_splits
 
     if split == "test" and config.held_out_wordings:

@@ -679,7 +679,7 @@ def trust(
     wrong first hits and queries without a match. The tables of --details have the figures of all estimators. For a run
     on its own data, writes trust-SPLIT.json into its folder.
     """
-    from sfumato.data.wordings import WORDINGS
+    from sfumato.data.splits import WORDINGS
     from sfumato.models.trust_run import trust_model, trust_run
     from sfumato.reports.console_trust import print_trust, print_trust_summary
 

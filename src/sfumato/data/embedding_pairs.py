@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 
 from sfumato.data.captioned import canonical_split, check_fractions, hashed_split, is_unicode
-from sfumato.data.embedding_tables import EmbeddingRow, NamedTable, open_table
+from sfumato.data.feature_tables import EmbeddingRow, NamedTable, open_table
 from sfumato.data.images import Problems
-from sfumato.data.karpathy import karpathy_entries
+from sfumato.data.layouts import karpathy_entries
 from sfumato.data.manifest import read_rows
 from sfumato.data.pairs import PairData
 from sfumato.errors import UserError

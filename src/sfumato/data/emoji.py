@@ -18,7 +18,8 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from sfumato.data.images import ZipImage
-from sfumato.data.pairs import PairData, normal_wording, parse_part
+from sfumato.data.pairs import PairData, normal_wording
+from sfumato.data.splits import parse_part
 from sfumato.ids import uniform_hash
 
 Style = Literal["noto", "twemoji", "fluent3d"]

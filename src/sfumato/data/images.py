@@ -1,24 +1,28 @@
-"""Sources of images: files, archive members and memory; small previews of them; and the unusable ones.
+"""Images: where they are (files, archive members, memory), what programs give for them, and those of a gallery.
 
 An unusable item is counted and listed in a file with location and reason. Too many of them raise an error.
 """
 
+import hashlib
 import io
 import json
 import os
+import re
 import tarfile
 import threading
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Protocol
+from typing import IO, Any, Protocol, Union
 
-from PIL import Image
+import numpy as np
+from PIL import Image, ImageOps
 
+from sfumato.data.feature_tables import regions_to_bytes
 from sfumato.data.image_decoding import decode_image
 from sfumato.errors import UserError, printable
-from sfumato.files import write_atomically
+from sfumato.files import sync_folder, write_atomically
 
 
 class ImageSource(Protocol):
@@ -237,3 +241,226 @@ class Problems:
                 f"{len(self)} of {total + len(self)} items are unusable, more than {setting}{max_fraction:g}"
                 f" allows; correct them, or raise that fraction:\n{self.summary()}"
             )
+
+
+ImageInput = Union[str, "os.PathLike[str]", bytes, Image.Image, np.ndarray]
+"""An image: the path of a file, its bytes, a Pillow image, or (h, w), (h, w, 3) or (h, w, 4) pixels in uint8. For a
+model that reads features, a path or the bytes of a .npy file, or an array of floating numbers."""
+
+_LOSSLESS_PNG = frozenset({"1", "L", "LA", "P", "RGB", "RGBA", "I;16"})
+_CHANNELS = (3, 4)
+
+
+def image_sources(images: Sequence[ImageInput], who: str, *, features: str = "") -> list[ImageSource]:
+    """Images as sources of the bytes of image files. Nothing is read from disk yet."""
+    one = isinstance(images, str | bytes | os.PathLike | Image.Image)
+    if not one and not hasattr(images, "__getitem__") and hasattr(images, "__iter__"):
+        raise TypeError(f"{who}: got a {type(images).__name__}, expected a list of images: list(images)")
+    if one or not hasattr(images, "__len__") or not hasattr(images, "__getitem__"):
+        raise TypeError(f"{who}: got one {type(images).__name__}, expected a list of images: [image]")
+    expected = 1 if features else 3
+    if (ndim := getattr(images, "ndim", None)) is not None and ndim <= expected:
+        shape = tuple(getattr(images, "shape", ()))
+        raise ValueError(
+            f"{who}: got one array of shape {shape}, expected a batch: a batch of one is {(1, *shape)}, or a list"
+        )
+    return [_source(image, f"image {i}", who, features) for i, image in enumerate(images)]
+
+
+def _source(image: ImageInput, name: str, who: str, features: str) -> ImageSource:
+    if isinstance(image, bytes):
+        return MemoryImage(name, image)
+    if isinstance(image, str | os.PathLike):
+        return FileImage(Path(image))
+    if features:
+        return MemoryImage(name, vector_file(image, f"{who}: {name}", features))
+    if isinstance(image, Image.Image):
+        return _Encoded(name, lambda: _pillow_file(image))
+    array = np.asarray(image) if hasattr(image, "__array__") else None
+    if array is None:
+        raise TypeError(
+            f"{who}: {name} is a {type(image).__name__}; expected a path, the bytes of a file, a Pillow image or an"
+            " array of uint8"
+        )
+    if array.dtype != np.uint8 or not (array.ndim == 2 or (array.ndim == 3 and array.shape[2] in _CHANNELS)):
+        raise ValueError(
+            f"{who}: {name} has pixels of shape {array.shape} in {array.dtype}; expected (h, w), (h, w, 3) or"
+            " (h, w, 4) in uint8 from 0 to 255"
+        )
+    return _Encoded(name, lambda: _pillow_file(Image.fromarray(array)))
+
+
+class _Encoded:
+    """An image in memory that is encoded when it is read."""
+
+    def __init__(self, location: str, encode: Callable[[], bytes]) -> None:
+        self.location, self._encode = location, encode
+
+    def read_bytes(self) -> bytes:
+        """See :class:`~sfumato.data.images.ImageSource`."""
+        return self._encode()
+
+
+def _pillow_file(image: Image.Image) -> bytes:
+    """The bytes of a lossless file with the pixels of an image, upright."""
+    upright, file = ImageOps.exif_transpose(image), io.BytesIO()
+    if upright.mode in _LOSSLESS_PNG:
+        upright.save(file, "PNG", compress_level=0)
+    else:
+        upright.save(file, "TIFF")  # It keeps numbers of 32 bits and the channels of prints.
+    return file.getvalue()
+
+
+def vector_file(vector: Any, name: str, features: str) -> bytes:
+    """An array as the bytes of a .npy file, for a model that reads features. vector (c,)."""
+    value = vector.detach().cpu() if hasattr(vector, "detach") else vector
+    array = np.asarray(value) if hasattr(value, "__array__") and not isinstance(value, Image.Image) else None
+    if array is None:
+        raise TypeError(f"{name} is a {type(vector).__name__}, but this model reads {features}; give an array of them")
+    if array.ndim not in (1, 2) or not np.issubdtype(array.dtype, np.floating):
+        raise ValueError(f"{name} has shape {array.shape} in {array.dtype}; expected {features}: floating numbers")
+    return regions_to_bytes(np.atleast_2d(array))
+
+
+def unreadable(source: ImageSource, error: Exception) -> UserError:
+    """The error of an image that cannot be used."""
+    if isinstance(error, FileNotFoundError):
+        return UserError(f"there is no image {source.location}")
+    reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    return UserError(f"{source.location}: {reason}")
+
+
+POINTER = "_picture"
+"""Payload field that names an uploaded image; searches do not return it."""
+
+_NAME = re.compile("[0-9a-f]{32}")
+
+
+class Images(Protocol):
+    """The images of a gallery. Call it only for items of the gallery, with their payloads."""
+
+    def read(self, id: str, payload: Mapping[str, str]) -> bytes | None:
+        """The image file of an item.
+
+        Args:
+            id: id of the item.
+            payload: payload of the item.
+
+        Returns:
+            The bytes; None if there is no file.
+        """
+        ...
+
+    def has(self, id: str, payload: Mapping[str, str]) -> bool:
+        """Whether an item may have an image, judged without access to the disk.
+
+        Args:
+            id: id of the item.
+            payload: payload of the item.
+
+        Returns:
+            False if it is known to have none.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class FolderImages:
+    """Images whose ids are their paths in a folder. Nothing outside the folder is read, not even through a link."""
+
+    folder: Path  # the folder
+
+    def read(self, id: str, payload: Mapping[str, str]) -> bytes | None:
+        """See :meth:`Images.read`."""
+        if "\0" in id or "\\" in id or not id or os.path.isabs(id) or ".." in id.split("/"):
+            return None
+        try:
+            root = self.folder.resolve(strict=True)
+            path = (root / id).resolve(strict=True)
+            return path.read_bytes() if path.is_relative_to(root) and path.is_file() else None
+        except (OSError, RuntimeError):  # A missing file, a name that is too long, or a cycle of links.
+            return None
+
+    def has(self, id: str, payload: Mapping[str, str]) -> bool:
+        """See :meth:`Images.has`; always True, because only the disk knows."""
+        return True
+
+
+@dataclass(frozen=True)
+class SplitImages:
+    """Images of a split of some data."""
+
+    sources: Mapping[str, ImageSource]  # image sources by id
+
+    def read(self, id: str, payload: Mapping[str, str]) -> bytes | None:
+        """See :meth:`Images.read`."""
+        source = self.sources.get(id)
+        try:
+            return None if source is None else source.read_bytes()
+        except (OSError, ValueError):
+            return None
+
+    def has(self, id: str, payload: Mapping[str, str]) -> bool:
+        """See :meth:`Images.has`."""
+        return id in self.sources
+
+
+@dataclass(frozen=True)
+class UploadedImages:
+    """Images that were uploaded to the service, in a separate folder.
+
+    The payload of an item holds the name of its image under POINTER. The name is a digest of the id and of the bytes,
+    so it belongs to this item and this image only.
+    """
+
+    folder: Path  # the folder
+    others: Images | None = None  # images of items without an uploaded one; None if there are none
+
+    def read(self, id: str, payload: Mapping[str, str]) -> bytes | None:
+        """See :meth:`Images.read`."""
+        if POINTER not in payload:
+            return None if self.others is None else self.others.read(id, payload)
+        try:
+            return self.path_of(payload[POINTER]).read_bytes()
+        except (FileNotFoundError, ValueError):
+            return None
+
+    def has(self, id: str, payload: Mapping[str, str]) -> bool:
+        """See :meth:`Images.has`."""
+        return POINTER in payload or (self.others is not None and self.others.has(id, payload))
+
+    def write(self, id: str, data: bytes) -> str:
+        """Store an image durably."""
+        name = hashlib.blake2b(id.encode() + b"\0" + data, digest_size=16).hexdigest()
+        path = self.path_of(name)
+        for folder in (self.folder, path.parent):
+            if not folder.is_dir():
+                folder.mkdir(exist_ok=True)
+                sync_folder(folder.parent)
+        write_atomically(path, data)
+        return name
+
+    def remove(self, name: str) -> None:
+        """Remove an image that no payload names any more, if it exists."""
+        self.path_of(name).unlink(missing_ok=True)
+
+    @property
+    def orphans(self) -> Path:
+        """Folder of images that no item names, which are deleted later."""
+        return self.folder / ".orphans"
+
+    @staticmethod
+    def is_name(name: str) -> bool:
+        """Whether a text is a name that :meth:`write` gives."""
+        return _NAME.fullmatch(name) is not None
+
+    def path_of(self, name: str) -> Path:
+        """Location of an image."""
+        if not self.is_name(name):
+            raise ValueError(f"not the name of an uploaded image: {name!r}")
+        return self.folder / name[:2] / name
+
+
+def handed_out(payload: Mapping[str, str]) -> dict[str, str]:
+    """A payload without the field that the service reserves."""
+    return {name: value for name, value in payload.items() if name != POINTER}

@@ -57,7 +57,7 @@ def read_manifest(
     Returns:
         split -> data; "valid", "validation" and "dev" are "val". Rows with the same image and split are merged, and
         captions with the same id are one text. Equal wordings with different ids stay apart; see
-        :func:`~sfumato.data.pairs.merge_equal_texts`.
+        :func:`~sfumato.data.splits.merge_equal_texts`.
 
     Raises:
         UserError: the file is missing, of an unknown kind, lacks a column, or holds nothing usable.

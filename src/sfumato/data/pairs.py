@@ -9,7 +9,7 @@ from typing import Literal, get_args
 
 import numpy as np
 
-from sfumato.data.embedding_tables import EmbeddingRow
+from sfumato.data.feature_tables import EmbeddingRow
 from sfumato.data.images import ImageSource
 from sfumato.metrics.relevance import Relevance
 
@@ -319,57 +319,6 @@ def make_pair_data(
 def normal_wording(text: str) -> str:
     """A text in lower case with single spaces: two texts with the same result are equally worded."""
     return " ".join(text.lower().split())
-
-
-def merge_equal_texts(data: PairData) -> PairData:
-    """Make equally worded texts one text, which matches every image that one of them matches.
-
-    Two equally worded texts have the same embedding. Kept separate, each counts as a wrong match of the other's images,
-    in a ranking and in a batch.
-    """
-    number: dict[str, int] = {}
-    # An embedding without a wording has its id instead, in which upper and lower case differ.
-    unworded = [bool(data.text_rows) and text == i for text, i in zip(data.texts, data.text_ids, strict=True)]
-    wordings = [text if own else normal_wording(text) for text, own in zip(data.texts, unworded, strict=True)]
-    merged = np.array([number.setdefault(wording, len(number)) for wording in wordings], dtype=np.int64)
-    if len(number) == len(data.texts):
-        return data
-    first = np.unique(merged, return_index=True)[1]
-    return replace(
-        data,
-        text_ids=tuple(data.text_ids[i] for i in first),
-        texts=tuple(data.texts[i] for i in first),
-        text_kinds=tuple(data.text_kinds[i] for i in first),
-        pairs=np.stack([data.pairs[:, 0], merged[data.pairs[:, 1]]], axis=1),
-        text_rows=tuple(data.text_rows[i] for i in first) if data.text_rows else (),
-    )
-
-
-def parse_part(text: str) -> tuple[int, int]:
-    """The part that "I/K" names. Returns (I, K)."""
-    found = re.fullmatch(r"(\d+)/(\d+)", text)
-    part, of = (int(found[1]), int(found[2])) if found else (0, 0)
-    if of < 2 or part >= of:
-        raise ValueError(f"expected a part I/K, with K at least 2 and I from 0 to K - 1, such as 0/2; got {text!r}")
-    return part, of
-
-
-def images_of_part(data: PairData, part: int, of: int, *, seed: int = 0) -> np.ndarray:
-    """The positions of the images in one part of a split; the parts have about equal size and never divide a group.
-
-    Returns (k,).
-    """
-    group = np.unique(data.groups, return_inverse=True)[1]
-    n_groups = int(group.max(initial=-1)) + 1
-    if n_groups < of:
-        raise ValueError(f"images_of_part: {n_groups} groups of images cannot be divided into {of} parts")
-    part_of_group = np.random.default_rng(seed).permutation(n_groups) % of
-    return np.flatnonzero(part_of_group[group] == part)
-
-
-def without_part(data: PairData, part: int, of: int, *, seed: int = 0) -> PairData:
-    """The split without the images of a part, and without the texts that only they have."""
-    return data.keep_images(np.setdiff1d(np.arange(len(data.image_ids)), images_of_part(data, part, of, seed=seed)))
 
 
 _WORD = re.compile(r"\w\w+")

@@ -22,16 +22,15 @@ from pydantic import (
     model_validator,
 )
 
-from sfumato.data.cub import CubOptions, read_cub
+from sfumato.data.captioned import read_image_folder
 from sfumato.data.embedding_pairs import read_embedding_pairs
 from sfumato.data.emoji import EmojiOptions, Style, load_emoji
-from sfumato.data.folder import read_image_folder
 from sfumato.data.images import Problems
-from sfumato.data.karpathy import read_karpathy
+from sfumato.data.layouts import CubOptions, read_cub, read_karpathy, read_scan
 from sfumato.data.manifest import MANIFEST_SUFFIXES, read_manifest
-from sfumato.data.pairs import EpochOver, EqualTexts, PairData, Positives, parse_part
-from sfumato.data.region_features import read_scan
+from sfumato.data.pairs import EpochOver, EqualTexts, PairData, Positives
 from sfumato.data.shards import expand_shards, read_shards
+from sfumato.data.splits import parse_part
 from sfumato.errors import UserError
 
 Inputs = Literal["images", "regions", "either", "embeddings"]

@@ -177,10 +177,7 @@ def clip_image_encoder(
 ) -> ClipImageEncoder:
     """The image side of a CLIP or SigLIP model."""
     transformers = import_transformers()
-    kinds = {
-        "clip_vision_model": transformers.CLIPVisionModel,
-        "siglip_vision_model": transformers.SiglipVisionModel,
-    }
+    kinds = {"clip_vision_model": transformers.CLIPVisionModel, "siglip_vision_model": transformers.SiglipVisionModel}
     mean, std = CLIP_MEAN, CLIP_STD
     if description is not None:
         backbone = _from_description(kinds, description["backbone"])
@@ -253,10 +250,7 @@ def clip_text_encoder(
         )
         backbone = transformers.CLIPTextModel(config)
     return ClipTextEncoder(
-        backbone,
-        variance_blocks=variance_blocks,
-        variance_start=variance_start,
-        checkpointing=checkpointing,
+        backbone, variance_blocks=variance_blocks, variance_start=variance_start, checkpointing=checkpointing
     )
 
 

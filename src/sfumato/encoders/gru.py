@@ -42,8 +42,7 @@ class WordTextConfig(TextEncoderConfig):
     )
     max_tokens: PositiveInt = Field(64, description="largest number of words of a text; longer texts are cut")
     vectors: str = Field(
-        "",
-        description="GloVe text file of word vectors to start from, read only when a run begins; none if empty",
+        "", description="GloVe text file of word vectors to start from, read only when a run begins; none if empty"
     )
     freeze: bool = Field(False, description="keep the word vectors frozen; needs vectors")
     variance_gru: bool = Field(True, description="use a second GRU for the log variance only")

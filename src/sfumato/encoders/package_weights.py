@@ -1,4 +1,4 @@
-"""Pre-trained weights and tokenizers: from transformers, or from installed packages (extra ``offline``)."""
+"""Pre-trained weights and tokenizers, from transformers or installed packages (extra ``offline``); number formats."""
 
 import functools
 import hashlib
@@ -110,3 +110,18 @@ def model_hash(model: torch.nn.Module, name: str) -> str:
             else repr(value.item()).encode()
         )
     return digest.hexdigest()
+
+
+Precision = Literal["float32", "bfloat16", "auto"]
+
+
+def number_format(precision: Precision, device: torch.device | str = "cpu") -> torch.dtype:
+    """The dtype of a precision's name."""
+    if precision != "auto":
+        return torch.bfloat16 if precision == "bfloat16" else torch.float32
+    if torch.device(device).type == "cuda":
+        has_it = torch.cuda.is_bf16_supported(including_emulation=False)
+    else:
+        capabilities: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
+        has_it = torch.device(device).type == "cpu" and any(capabilities.get(f"{s}_bf16") for s in ("avx512", "amx"))
+    return torch.bfloat16 if has_it else torch.float32

@@ -349,11 +349,7 @@ def canonicalize(text: str) -> str:
     return lower(single_spaces(text).replace("_", " ").translate(str.maketrans("", "", string.punctuation)))
 
 
-CLEANINGS: dict[str, Callable[[str], str]] = {
-    "whitespace": single_spaces,
-    "lower": lower,
-    "canonicalize": canonicalize,
-}
+CLEANINGS: dict[str, Callable[[str], str]] = {"whitespace": single_spaces, "lower": lower, "canonicalize": canonicalize}
 """Cleaning functions by the names that configurations of open_clip models use."""
 
 

@@ -13,7 +13,7 @@ from typing import Literal, get_args
 import numpy as np
 
 from sfumato.data.emoji import Style, load_emoji
-from sfumato.data.karpathy import karpathy_entries
+from sfumato.data.layouts import karpathy_entries
 from sfumato.errors import UserError
 from sfumato.evaluation.ground_truth import (
     RECALLS,

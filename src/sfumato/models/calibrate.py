@@ -19,7 +19,7 @@ from sfumato.calibration.reference import N_REFERENCE, ReferenceQueries
 from sfumato.data.images import Problems
 from sfumato.data.pairs import PairData
 from sfumato.data.sources import DataConfig
-from sfumato.data.wordings import WORDINGS
+from sfumato.data.splits import WORDINGS
 from sfumato.direction import Direction
 from sfumato.distances import get_distance
 from sfumato.encoders.dual import DualEncoder

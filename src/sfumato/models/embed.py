@@ -12,20 +12,19 @@ import torch
 from tokenizers import Tokenizer
 
 from sfumato.calibration.calibrator import Calibration
-from sfumato.data.embedding_tables import EmbeddingRow, open_table
+from sfumato.data.feature_tables import REGION_ENDINGS, EmbeddingRow, open_table
 from sfumato.data.image_decoding import IMAGE_ENDINGS, check_image, decode_image
 from sfumato.data.images import FileImage, ImageSource, Problems
-from sfumato.data.pairs import PairData, merge_equal_texts, parse_part
-from sfumato.data.region_features import REGION_ENDINGS
+from sfumato.data.pairs import PairData
 from sfumato.data.sources import DataConfig, get_source
-from sfumato.data.wordings import WORDINGS, hold_out_wordings
+from sfumato.data.splits import WORDINGS, hold_out_wordings, merge_equal_texts, parse_part
 from sfumato.distances import Distance, get_distance
 from sfumato.encoders.dual import DualEncoder, Tower
 from sfumato.encoders.encoder_protocol import Item
+from sfumato.encoders.feature_rows import FeatureProcessor, features_read, stacked
 from sfumato.encoders.features import PixelStore, RaggedStore, Store
 from sfumato.encoders.frozen import FrozenProcessor
 from sfumato.encoders.processors import ImageFileProcessor, PixelProcessor
-from sfumato.encoders.regions import FeatureProcessor, features_read, stacked
 from sfumato.errors import UserError, counted
 from sfumato.evaluation.benchmarks import plan_ranks
 from sfumato.evaluation.embedded_input import EmbeddedSet, Measured

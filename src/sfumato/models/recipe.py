@@ -33,12 +33,12 @@ from pydantic import (
     model_validator,
 )
 
-from sfumato.data.embedding_tables import resolved_table
+from sfumato.data.feature_tables import resolved_table
 from sfumato.data.sources import DataConfig, get_source
 from sfumato.distances import get_distance
 from sfumato.encoders.encoder_protocol import ImageEncoderConfig, Side, TextEncoderConfig
 from sfumato.encoders.encoder_registry import ENCODERS, encoder_entry, encoder_section
-from sfumato.encoders.precision import Precision
+from sfumato.encoders.package_weights import Precision
 from sfumato.encoders.small import SmallImageConfig, SmallTextConfig
 from sfumato.errors import UserError
 from sfumato.files import recipe_folder, write_atomically

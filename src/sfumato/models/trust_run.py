@@ -15,11 +15,11 @@ import torch
 from sfumato.data.images import ImageSource
 from sfumato.data.pairs import PairData
 from sfumato.data.sources import DataConfig
+from sfumato.data.splits import WORDINGS
 from sfumato.data.transforms import IMAGE_CORRUPTIONS, TEXT_CORRUPTIONS, ImageCorruption, TextCorruption
-from sfumato.data.wordings import WORDINGS
 from sfumato.distances import get_distance
 from sfumato.encoders.dual import DualEncoder
-from sfumato.encoders.regions import features_read
+from sfumato.encoders.feature_rows import features_read
 from sfumato.errors import UserError
 from sfumato.evaluation.estimators import FailurePredictor, Matching, usable_estimators
 from sfumato.evaluation.hits import Fold, HitFigures, measure_cross_fitted, without_nearest

@@ -6,7 +6,7 @@ from typing import Any
 from sfumato import __version__
 from sfumato.data.images import Problems, thumbnail
 from sfumato.data.sources import DataConfig
-from sfumato.encoders.regions import features_read
+from sfumato.encoders.feature_rows import features_read
 from sfumato.files import write_atomically
 from sfumato.gaussian import GaussianEmbedding, ScalarUncertainty
 from sfumato.matching import MatchingLogits

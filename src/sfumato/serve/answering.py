@@ -13,9 +13,9 @@ from urllib.parse import quote
 import torch
 
 from sfumato.calibration.drift import DriftMonitor
-from sfumato.data.item_images import Images, SplitImages, UploadedImages, handed_out
+from sfumato.data.images import Images, SplitImages, UploadedImages, handed_out
 from sfumato.encoders.dual import DualEncoder
-from sfumato.encoders.regions import features_read
+from sfumato.encoders.feature_rows import features_read
 from sfumato.errors import UserError
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.models.embed import embed_split, load_split

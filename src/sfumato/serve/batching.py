@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from sfumato.encoders.dual import DualEncoder
-from sfumato.encoders.regions import features_read
+from sfumato.encoders.feature_rows import features_read
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.models.embed import embedding_steps
 from sfumato.serve.decoding import Decoders, input_task

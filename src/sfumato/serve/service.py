@@ -19,9 +19,9 @@ import torch
 from PIL import Image
 
 from sfumato import __version__
-from sfumato.data.item_images import handed_out
-from sfumato.data.region_features import regions_to_bytes
-from sfumato.encoders.regions import blank_features, features_read
+from sfumato.data.feature_tables import regions_to_bytes
+from sfumato.data.images import handed_out
+from sfumato.encoders.feature_rows import blank_features, features_read
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.search.gallery import Gallery, GalleryRecords
 from sfumato.serve.answering import (

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
-from sfumato.data.item_images import POINTER, UploadedImages
+from sfumato.data.images import POINTER, UploadedImages
 from sfumato.files import remove_leftovers
 from sfumato.search.collection import GaussianCollection
 from sfumato.search.stores.protocol import Filter

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from sfumato.encoders.dual import DualEncoder, Tower
-from sfumato.encoders.embeddings import EmbeddingProcessor
+from sfumato.encoders.feature_rows import EmbeddingProcessor
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.serve.schemas import Modality
 

@@ -16,7 +16,7 @@ from sfumato.data.images import MemoryImage, thumbnail
 from sfumato.data.pairs import PairData
 from sfumato.data.sources import DataConfig
 from sfumato.direction import Direction
-from sfumato.encoders.regions import features_read
+from sfumato.encoders.feature_rows import features_read
 from sfumato.errors import UserError, counted
 from sfumato.evaluation.estimators import ESTIMATORS, Estimator, Matching
 from sfumato.evaluation.protocols import evaluate_retrieval

@@ -22,7 +22,7 @@ from sfumato.data.image_decoding import decode_image
 from sfumato.data.images import Problems
 from sfumato.data.transforms import encode_png
 from sfumato.distances import get_distance
-from sfumato.encoders.regions import features_read
+from sfumato.encoders.feature_rows import features_read
 from sfumato.errors import UserError
 from sfumato.gaussian import GaussianEmbedding, ScalarUncertainty
 from sfumato.metrics.bootstrap import Interval, bootstrap, mean_statistic

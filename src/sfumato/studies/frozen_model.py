@@ -20,9 +20,9 @@ from sfumato.data.sources import DataConfig
 from sfumato.distances import get_distance
 from sfumato.encoders.dual import Tower
 from sfumato.encoders.encoder_protocol import Item
+from sfumato.encoders.feature_rows import features_read
 from sfumato.encoders.features import Store, TokenFeatures
 from sfumato.encoders.heads import AveragePool, GaussianHead
-from sfumato.encoders.regions import features_read
 from sfumato.errors import UserError
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.metrics.relevance import Relevance

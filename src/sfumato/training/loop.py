@@ -23,10 +23,10 @@ from sfumato.calibration.calibrator import Calibration
 from sfumato.calibration.reference import N_REFERENCE
 from sfumato.data.images import Problems
 from sfumato.data.pairs import PairData
-from sfumato.data.wordings import WORDINGS
+from sfumato.data.splits import WORDINGS
 from sfumato.distances import Distance
 from sfumato.encoders.dual import DualEncoder
-from sfumato.encoders.precision import number_format
+from sfumato.encoders.package_weights import number_format
 from sfumato.errors import UserError, counted
 from sfumato.evaluation.protocols import Evaluation, evaluate_retrieval
 from sfumato.files import write_atomically

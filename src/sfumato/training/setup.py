@@ -6,12 +6,12 @@ from contextlib import closing
 from pathlib import Path
 
 from sfumato.data.images import Problems
-from sfumato.data.noise import apply_noise, load_noise, save_noise, shuffle_pairs
-from sfumato.data.pairs import Grades, PairData, PairSampler, parse_part, without_part
+from sfumato.data.pairs import Grades, PairData, PairSampler
 from sfumato.data.shards import ShardStream, expand_shards
 from sfumato.data.sources import DataConfig
+from sfumato.data.splits import apply_noise, load_noise, parse_part, save_noise, shuffle_pairs, without_part
 from sfumato.encoders.dual import DualEncoder
-from sfumato.encoders.embeddings import described_by
+from sfumato.encoders.feature_rows import described_by
 from sfumato.errors import UserError
 from sfumato.models.embed import load_splits, prepare_split
 from sfumato.models.process_group import ProcessGroup, alone

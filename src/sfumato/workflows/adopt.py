@@ -20,13 +20,13 @@ import torch
 from sfumato.arrays import Array, as_tensor
 from sfumato.calibration.calibrator import Calibration
 from sfumato.calibration.conditional import Population
-from sfumato.data.embedding_tables import open_table, resolved_table
+from sfumato.data.feature_tables import open_table, resolved_table
 from sfumato.data.images import Problems
 from sfumato.data.pairs import PairData
 from sfumato.direction import Direction
 from sfumato.distances import get_distance
-from sfumato.encoders.embeddings import described_by
-from sfumato.encoders.joint import joint_image, joint_text
+from sfumato.encoders.backbones import joint_image, joint_text
+from sfumato.encoders.feature_rows import described_by
 from sfumato.errors import UserError
 from sfumato.evaluation.hits import HitFigures, first_hits, measure_hits, without_nearest, without_reference
 from sfumato.evaluation.protocols import Evaluation, evaluate_retrieval
@@ -207,7 +207,7 @@ def adopt(
 
     Args:
         images: (n, c) embeddings of images, or a file of them, see
-            :func:`~sfumato.data.embedding_tables.open_table`. Arrays are written into the folder.
+            :func:`~sfumato.data.feature_tables.open_table`. Arrays are written into the folder.
         texts: (m, c) embeddings of texts, or a file of them.
         pairs: (image row, text row) of true pairs; or a file, see
             :func:`~sfumato.data.embedding_pairs.read_embedding_pairs`; None pairs row i with row i.
@@ -291,7 +291,7 @@ def adopt_encoders(
 
     Args:
         model: hub name or local folder, of transformers or of sentence-transformers (CLIP); or of open_clip, see
-            :func:`~sfumato.encoders.open_clip.is_open_clip`.
+            :func:`~sfumato.encoders.backbones.is_open_clip`.
         data: images with captions: a manifest (.csv, .jsonl, .parquet), a folder of images with .txt files, or a
             Karpathy JSON beside its images.
         out, method, val_fraction, test_fraction, population, max_queries, force, seed: see :func:`adopt`.

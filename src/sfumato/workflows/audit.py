@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from sfumato.data.images import Problems
-from sfumato.data.noise import apply_noise, load_noise, shuffle_pairs
-from sfumato.data.pairs import PairData, images_of_part
+from sfumato.data.pairs import PairData
 from sfumato.data.sources import DataConfig
+from sfumato.data.splits import apply_noise, images_of_part, load_noise, shuffle_pairs
 from sfumato.distances import Distance, get_distance
 from sfumato.errors import UserError, counted
 from sfumato.gaussian import GaussianEmbedding

@@ -6,7 +6,7 @@ from pathlib import Path
 from sfumato.calibration.calibrator import Calibration
 from sfumato.data.images import FileImage, Problems
 from sfumato.data.sources import DataConfig
-from sfumato.data.wordings import WORDINGS
+from sfumato.data.splits import WORDINGS
 from sfumato.errors import UserError
 from sfumato.models.calibrate import describe_calibration
 from sfumato.models.embed import RetrievalModel, load_splits

@@ -10,12 +10,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from sfumato.data.embedding_tables import EmbeddingRow
 from sfumato.data.emoji import emoji_names
-from sfumato.data.images import Problems
-from sfumato.data.item_images import FolderImages, Images, SplitImages, UploadedImages
+from sfumato.data.feature_tables import EmbeddingRow
+from sfumato.data.images import FolderImages, Images, Problems, SplitImages, UploadedImages
 from sfumato.direction import Direction
-from sfumato.encoders.embeddings import EmbeddingProcessor
+from sfumato.encoders.feature_rows import EmbeddingProcessor
 from sfumato.errors import UserError
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.models.embed import (

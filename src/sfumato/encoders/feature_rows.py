@@ -1,11 +1,12 @@
-"""Region features: a processor that keeps them on disk, and an encoder that reasons over an image's regions.
+"""Features of another model as inputs: regions of images, with an encoder that reasons over them, and embeddings.
 
 Paper: Li et al., "Visual Semantic Reasoning for Image-Text Matching" (VSRN), ICCV 2019; its log variances: Pishdad et
-al., "Uncertainty-based Cross-Modal Retrieval with Probabilistic Representations".
+al., "Uncertainty-based Cross-Modal Retrieval with Probabilistic Representations". Of embeddings only the heads are
+trained; the number of their channels is that of the data, and a run stores it.
 """
 
 from collections.abc import Sequence
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -15,18 +16,23 @@ from torch.nn import functional
 from torch.nn.utils.rnn import pack_padded_sequence
 
 from sfumato.data.augment import drop_regions
-from sfumato.data.region_features import regions_from_bytes, regions_to_bytes
+from sfumato.data.feature_tables import EmbeddingRow, EmbeddingTable, regions_from_bytes, regions_to_bytes
+from sfumato.data.pairs import PairData
 from sfumato.encoders.dual import Tower
 from sfumato.encoders.encoder_protocol import (
     BuildContext,
+    EncoderConfig,
     EncoderModule,
     ImageEncoderConfig,
     Item,
     OnError,
     Progress,
+    TextEncoderConfig,
     item_bytes,
 )
-from sfumato.encoders.features import Inputs, RaggedStore, TokenFeatures
+from sfumato.encoders.features import Inputs, RaggedStore, Store, TokenFeatures
+from sfumato.encoders.frozen import FeatureInput, Whiten
+from sfumato.errors import UserError
 
 
 class RegionImageConfig(ImageEncoderConfig):
@@ -262,3 +268,111 @@ def build_regions(config: RegionImageConfig, context: BuildContext) -> tuple[Reg
         region_dropout=context.token_dropout,
     )
     return RegionProcessor(config.channels), encoder
+
+
+class EmbeddingImageConfig(ImageEncoderConfig):
+    """Embeddings of images that another model has made (data.source=embeddings)."""
+
+    from_pixels: ClassVar[bool] = False
+    needs_description: ClassVar[bool] = True
+    reads_embeddings: ClassVar[bool] = True
+
+    kind: Literal["embeddings"] = "embeddings"
+    whiten: Whiten = None
+
+
+class EmbeddingTextConfig(TextEncoderConfig):
+    """Embeddings of texts that another model has made (data.source=embeddings)."""
+
+    needs_description: ClassVar[bool] = True
+    reads_embeddings: ClassVar[bool] = True
+
+    kind: Literal["embeddings"] = "embeddings"
+    whiten: Whiten = None
+
+
+class EmbeddingStore:
+    """Rows of a table that stays on disk: a batch reads only its own rows."""
+
+    def __init__(self, table: EmbeddingTable, index: np.ndarray) -> None:
+        self.table, self.index = table, index
+
+    def __len__(self) -> int:
+        return len(self.index)
+
+    def batch(self, index: np.ndarray) -> Inputs:
+        """See :class:`~sfumato.encoders.features.Store`: one token an item, (n, 1, c) and no mask."""
+        return Inputs(self.table.rows(self.index[index]).unsqueeze(1))
+
+
+class EmbeddingProcessor(FeatureProcessor):
+    """Leaves the rows of a table on disk; other items are the bytes of .npy files of one vector each."""
+
+    reads: ClassVar[str] = "embeddings"
+
+    def read(
+        self, items: Sequence[Item], *, progress: Progress | None = None, on_error: OnError | None = None
+    ) -> tuple[Store, np.ndarray]:
+        """See :class:`~sfumato.encoders.encoder_protocol.Processor`. Its source has checked the rows."""
+        rows = [item for item in items if isinstance(item, EmbeddingRow)]
+        if rows and len(rows) == len(items) and all(item.table is rows[0].table for item in rows):
+            table = rows[0].table
+            if table.channels != self.channels:
+                raise UserError(f"{table.name}: has {table.channels} channels, and this model reads {self.channels}")
+            if progress:
+                progress(len(items))
+            return EmbeddingStore(table, np.array([item.row for item in rows], np.int64)), np.arange(len(items))
+        found, kept = [], []
+        for position, item in enumerate(items):
+            try:
+                found.append(self.features(item()))
+                kept.append(position)
+            except (ValueError, OSError) as error:
+                if on_error is None:
+                    raise
+                on_error(position, error)
+            if progress:
+                progress(1)
+        return stacked(found, self.channels), np.array(kept, dtype=np.int64)
+
+    def features(self, data: bytes | str) -> np.ndarray:
+        """One vector for each image."""
+        if isinstance(data, str):
+            raise UserError(
+                f"this model reads embeddings and has no encoder for {data[:40]!r}: give a .npy file of"
+                f" {self.channels} numbers, or search by an item that is there (`sfumato search INDEX --id ID`)"
+            )
+        values = regions_from_bytes(data)
+        if values.shape != (1, self.channels):
+            n, channels = values.shape
+            raise ValueError(f"holds {n} x {channels} numbers; this model reads one embedding of {self.channels}")
+        return values
+
+
+class EmbeddingInput(FeatureInput):
+    """The encoder of embeddings: one token each, whitened and with dropout, without trained parameters."""
+
+    @property
+    def description(self) -> dict[str, Any]:
+        """The number of channels of the data."""
+        return {"channels": self._received}
+
+
+def described_by(data: PairData) -> dict[str, dict[str, int]]:
+    """What data say about the encoders that read them."""
+    rows = {"image": data.images[:1], "text": data.text_rows[:1]}
+    return {
+        side: {"channels": row.table.channels}
+        for side, first in rows.items()
+        for row in first
+        if isinstance(row, EmbeddingRow)
+    }
+
+
+def build_embeddings(config: EncoderConfig, context: BuildContext) -> tuple[EmbeddingProcessor, EmbeddingInput]:
+    """Build a side of kind "embeddings". Returns (processor, encoder)."""
+    if context.description is None:
+        raise ValueError("an encoder of kind 'embeddings' has the channels of its data; none are given")
+    channels = context.description["channels"]
+    encoder = EmbeddingInput(channels, context.feature_dropout, whiten=dict(config)["whiten"])
+    return EmbeddingProcessor(channels), encoder

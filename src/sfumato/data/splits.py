@@ -1,17 +1,88 @@
-"""Noisy correspondence: training pairs with deliberately wrong images, and the index files that record them.
+"""Changes of splits: texts merged, parts and wordings left out of training, and noisy correspondence.
 
-The array of an index file has one entry for each pair: the position of its image. The pairs are ordered by text, then
-by image. For ordinary data, one image for each text, this is the `t2i_index` that NCR publishes.
+Validation images are unknown to the model, and so are their captions. Someone who searches the images that the model
+was trained on has new words for known images: the split "wordings" holds such words. Noisy correspondence are training
+pairs with deliberately wrong images. The array of an index file has one entry for each pair: the position of its image.
+The pairs are ordered by text, then by image. For ordinary data, one image for each text, this is the `t2i_index` that
+NCR publishes.
 """
 
 import dataclasses
 import io
+import re
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
-from sfumato.data.pairs import PairData
+from sfumato.data.pairs import PairData, normal_wording
 from sfumato.files import write_atomically
+from sfumato.ids import uniform_hash
+
+WORDINGS = "wordings"
+"""Name of the split with the texts that training leaves out."""
+
+
+def hold_out_wordings(
+    splits: Mapping[str, PairData], part: int, of: int, *, merged: bool = True
+) -> dict[str, PairData]:
+    """The splits, with part of the texts of "train" left out of it, and the split "wordings".
+
+    An image with c texts of its own loses c / of of them, rounded up or down, and keeps at least one. A text of several
+    images, such as a tag, stays: training would lose its word. Only if more than half of the images have no text of
+    their own, such texts are left out too.
+    """
+    n = len(splits["train"].image_ids)
+    both = joined(splits["train"], splits["val"]) if "val" in splits else splits["train"]
+    both = merge_equal_texts(both) if merged else both
+    held_out = _part_of_texts(both, part, of)
+    if not held_out.any():
+        return dict(splits)
+    return {
+        **splits,
+        "train": both.keep_texts(~held_out).keep_images(np.arange(n)),
+        WORDINGS: both.keep_texts(held_out),
+    }
+
+
+def joined(first: PairData, second: PairData) -> PairData:
+    """Two splits as one."""
+    n, m = len(first.image_ids), len(first.text_ids)
+    return PairData(
+        first.image_ids + second.image_ids,
+        first.images + second.images,
+        first.text_ids + second.text_ids,
+        first.texts + second.texts,
+        first.text_kinds + second.text_kinds,
+        np.concatenate([first.pairs, second.pairs + np.array([n, m])]),
+        np.concatenate([first.groups, second.groups - second.groups.min(initial=0) + first.groups.max(initial=-1) + 1]),
+        first.text_rows + second.text_rows,
+    )
+
+
+def _part_of_texts(data: PairData, part: int, of: int) -> np.ndarray:
+    """(m,) whether each text is left out. It depends on the text and its images alone, not on the other images."""
+    n, m = len(data.image_ids), len(data.texts)
+    wordings = [normal_wording(text) for text in data.texts]
+    chance = np.array([uniform_hash(words) for words in wordings])
+    own = np.bincount(data.pairs[:, 1], minlength=m) == 1
+    images, texts = data.pairs[own[data.pairs[:, 1]]].T
+    held_out = np.zeros(m, bool)
+    if 2 * len(np.unique(images)) >= n:  # Dealt among the texts of each image, from another part on for each.
+        texts = texts[np.lexsort((chance[texts], images))]
+        rank = np.arange(len(images)) - np.searchsorted(images, images)
+        first = np.array([int(uniform_hash(f"image {i}") * of) for i in data.image_ids])
+        held_out[texts] = (rank + first[images]) % of == part
+    else:
+        held_out = (chance * of).astype(int) == part
+    # An equal wording elsewhere, where equal texts are separate, would show it to the training.
+    seen = {words for words, out in zip(wordings, held_out, strict=True) if not out}
+    held_out &= np.array([words not in seen for words in wordings], dtype=bool)
+    left = np.bincount(data.pairs[~held_out[data.pairs[:, 1]], 0], minlength=n)
+    held_out[data.pairs[left[data.pairs[:, 0]] == 0, 1]] = False
+    return held_out
+
 
 _TRIES = 20
 
@@ -156,3 +227,54 @@ def _wrong_images(
         images[j], images[other] = images[other], images[j]
         bad[[j, other]] = False
     return np.array(images, dtype=np.int64)
+
+
+def merge_equal_texts(data: PairData) -> PairData:
+    """Make equally worded texts one text, which matches every image that one of them matches.
+
+    Two equally worded texts have the same embedding. Kept separate, each counts as a wrong match of the other's images,
+    in a ranking and in a batch.
+    """
+    number: dict[str, int] = {}
+    # An embedding without a wording has its id instead, in which upper and lower case differ.
+    unworded = [bool(data.text_rows) and text == i for text, i in zip(data.texts, data.text_ids, strict=True)]
+    wordings = [text if own else normal_wording(text) for text, own in zip(data.texts, unworded, strict=True)]
+    merged = np.array([number.setdefault(wording, len(number)) for wording in wordings], dtype=np.int64)
+    if len(number) == len(data.texts):
+        return data
+    first = np.unique(merged, return_index=True)[1]
+    return replace(
+        data,
+        text_ids=tuple(data.text_ids[i] for i in first),
+        texts=tuple(data.texts[i] for i in first),
+        text_kinds=tuple(data.text_kinds[i] for i in first),
+        pairs=np.stack([data.pairs[:, 0], merged[data.pairs[:, 1]]], axis=1),
+        text_rows=tuple(data.text_rows[i] for i in first) if data.text_rows else (),
+    )
+
+
+def parse_part(text: str) -> tuple[int, int]:
+    """The part that "I/K" names. Returns (I, K)."""
+    found = re.fullmatch(r"(\d+)/(\d+)", text)
+    part, of = (int(found[1]), int(found[2])) if found else (0, 0)
+    if of < 2 or part >= of:
+        raise ValueError(f"expected a part I/K, with K at least 2 and I from 0 to K - 1, such as 0/2; got {text!r}")
+    return part, of
+
+
+def images_of_part(data: PairData, part: int, of: int, *, seed: int = 0) -> np.ndarray:
+    """The positions of the images in one part of a split; the parts have about equal size and never divide a group.
+
+    Returns (k,).
+    """
+    group = np.unique(data.groups, return_inverse=True)[1]
+    n_groups = int(group.max(initial=-1)) + 1
+    if n_groups < of:
+        raise ValueError(f"images_of_part: {n_groups} groups of images cannot be divided into {of} parts")
+    part_of_group = np.random.default_rng(seed).permutation(n_groups) % of
+    return np.flatnonzero(part_of_group[group] == part)
+
+
+def without_part(data: PairData, part: int, of: int, *, seed: int = 0) -> PairData:
+    """The split without the images of a part, and without the texts that only they have."""
+    return data.keep_images(np.setdiff1d(np.arange(len(data.image_ids)), images_of_part(data, part, of, seed=seed)))
