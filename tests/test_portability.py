@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import sfumato
-from sfumato.data import region_features
+from sfumato.data import feature_tables
 from sfumato.data.feature_tables import RegionFile
 
 SOURCE = Path(sfumato.__file__).parent
@@ -18,7 +18,7 @@ MODULES = {"fcntl": "", "pwd": "", "grp": "", "pty": "", "termios": "", "resourc
 FUNCTIONS = {
     "os.fork": "", "os.rename": "", "os.getuid": "", "os.mkfifo": "", "os.link": "", "os.symlink": "", "os.killpg": "",
     "os.sendfile": "", "signal.SIGALRM": "", "signal.SIGKILL": "", "signal.SIGHUP": "", "signal.alarm": "",
-    "os.pread": "data/region_features.py", "os.nice": "serve/decode_worker.py",
+    "os.pread": "data/feature_tables.py", "os.nice": "serve/decode_worker.py",
     "os.posix_fallocate": "files.py", "os.sched_getaffinity": "encoders/processors.py cli/__init__.py",
     "os.getloadavg": "cli/__init__.py",
 }  # fmt: skip
@@ -77,9 +77,9 @@ def test_rows_are_read_alike_without_pread(tmp_path, monkeypatch):
     np.save(tmp_path / "rows.npy", rows)
     file = RegionFile(tmp_path / "rows.npy")
     expected = [file.same(i, j) for i in range(5) for j in range(5)]
-    read = [region_features._read_at(file._descriptor, 16, start) for start in (128, 200, 128)]
+    read = [feature_tables._read_at(file._descriptor, 16, start) for start in (128, 200, 128)]
     monkeypatch.delattr(os, "pread")
-    assert [region_features._read_at(file._descriptor, 16, start) for start in (128, 200, 128)] == read
+    assert [feature_tables._read_at(file._descriptor, 16, start) for start in (128, 200, 128)] == read
     assert [file.same(i, j) for i in range(5) for j in range(5)] == expected
     assert read[0] == read[2] != read[1]
 
