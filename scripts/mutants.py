@@ -25,23 +25,23 @@ GROUPS = {
     "stores": ["search/stores"],
     "service": ["serve"],
 }
-SWAPS: dict[type[ast.AST], str] = {
-    ast.Lt: "<=",
-    ast.LtE: "<",
-    ast.Gt: ">=",
-    ast.GtE: ">",
-    ast.Eq: "!=",
-    ast.NotEq: "==",
-    ast.Is: "is not",
-    ast.IsNot: "is",
-    ast.In: "not in",
-    ast.NotIn: "in",
-    ast.Add: "-",
-    ast.Sub: "+",
-    ast.Mult: "/",
-    ast.Div: "*",
-    ast.And: "or",
-    ast.Or: "and",
+SWAPS: dict[type[ast.AST], tuple[str, str]] = {
+    ast.Lt: ("<", "<="),
+    ast.LtE: ("<=", "<"),
+    ast.Gt: (">", ">="),
+    ast.GtE: (">=", ">"),
+    ast.Eq: ("==", "!="),
+    ast.NotEq: ("!=", "=="),
+    ast.Is: ("is", "is not"),
+    ast.IsNot: ("is not", "is"),
+    ast.In: ("in", "not in"),
+    ast.NotIn: ("not in", "in"),
+    ast.Add: ("+", "-"),
+    ast.Sub: ("-", "+"),
+    ast.Mult: ("*", "/"),
+    ast.Div: ("/", "*"),
+    ast.And: ("and", "or"),
+    ast.Or: ("or", "and"),
 }
 LIMIT_S = 150  # of one run of tests; a mutant that takes longer is found
 
@@ -85,27 +85,23 @@ def changes(path: Path) -> Iterator[tuple[int, int, str]]:
     def place(node: ast.AST) -> tuple[int, int]:
         return starts[node.lineno - 1] + node.col_offset, starts[node.end_lineno - 1] + node.end_col_offset  # type: ignore[attr-defined]
 
-    def between(left: ast.AST, right: ast.AST, operator: ast.AST, old: str) -> Iterator[tuple[int, int, str]]:
-        start, end = place(left)[1], place(right)[0]
-        at = source.find(old.encode(), start, end)
-        if at >= 0 and type(operator) in SWAPS:
-            yield at, at + len(old), SWAPS[type(operator)]
+    def between(left: ast.AST, right: ast.AST, operator: ast.AST) -> Iterator[tuple[int, int, str]]:
+        old, new = SWAPS.get(type(operator), ("", ""))
+        at = source.find(old.encode(), place(left)[1], place(right)[0])
+        if old and at >= 0:
+            yield at, at + len(old), new
 
-    words = {ast.Lt: "<", ast.LtE: "<=", ast.Gt: ">", ast.GtE: ">=", ast.Eq: "==", ast.NotEq: "!=", ast.Is: "is"}
-    words |= {ast.IsNot: "is not", ast.In: "in", ast.NotIn: "not in", ast.Add: "+", ast.Sub: "-", ast.Mult: "*"}
-    words |= {ast.Div: "/", ast.And: "and", ast.Or: "or"}
     for node in statements(ast.parse(source)):
         if isinstance(node, ast.Compare) and len(node.ops) == 1:
-            yield from between(node.left, node.comparators[0], node.ops[0], words[type(node.ops[0])])
-        elif isinstance(node, ast.BinOp) and type(node.op) in words:
-            yield from between(node.left, node.right, node.op, words[type(node.op)])
+            yield from between(node.left, node.comparators[0], node.ops[0])
+        elif isinstance(node, ast.BinOp):
+            yield from between(node.left, node.right, node.op)
         elif isinstance(node, ast.BoolOp):
-            yield from between(node.values[0], node.values[1], node.op, words[type(node.op)])
+            yield from between(node.values[0], node.values[1], node.op)
         elif isinstance(node, ast.UnaryOp) and isinstance(node.op, (ast.Not, ast.USub)):
             yield place(node)[0], place(node.operand)[0], ""
-        elif isinstance(node, ast.Constant) and type(node.value) in (bool, int, float):
-            new = not node.value if isinstance(node.value, bool) else node.value + 1
-            yield *place(node), repr(new)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, int | float):
+            yield *place(node), repr(not node.value if isinstance(node.value, bool) else node.value + 1)
 
 
 def pytest_run(tests: list[str], out: Path | None = None) -> int:
