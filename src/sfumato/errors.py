@@ -7,7 +7,8 @@ import difflib
 import errno
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 _CAUSES = {
     errno.ENOSPC: "the disk is full; free some space, then run the same command again",
@@ -96,3 +97,12 @@ def first_line(error: BaseException, most: int = 200) -> str:
     """The message of an error in one line."""
     line = next(iter(str(error).strip().splitlines()), type(error).__name__)
     return line if len(line) <= most else line[:most] + " ..."
+
+
+@contextmanager
+def need(extra: str, what: str, instead: str = "") -> Iterator[None]:
+    """Around the import of an optional package: says what needs it, how to install it, and what goes without it."""
+    try:
+        yield
+    except ImportError as error:
+        raise UserError(f"{what}: pip install 'sfumato[{extra}]'{instead}") from error

@@ -6,11 +6,15 @@ import json
 import os
 import re
 import secrets
+import shutil
 import time
+from collections.abc import Iterator
 from importlib import resources
 from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any
+
+from sfumato.errors import UserError
 
 _TEMPORARY = re.compile(r"\..+\.[0-9a-z_]{8,}\.tmp")
 
@@ -46,6 +50,39 @@ def _replace(path: Path, data: bytes | str) -> None:
 def write_json(path: str | Path, value: Any) -> None:
     """Write value as indented JSON, atomically."""
     write_atomically(path, json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def read_json(path: str | Path, *, hook: Any = None) -> Any:
+    """The value of a JSON file that a user gave; hook makes the objects of their pairs."""
+    try:
+        return json.loads(Path(path).read_text(encoding="utf-8-sig"), object_pairs_hook=hook)
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path}: not usable JSON: {error}") from error
+
+
+def is_unused(folder: Path) -> bool:
+    """Whether nothing is there, or an empty folder."""
+    return not folder.exists() or (folder.is_dir() and not any(folder.iterdir()))
+
+
+@contextlib.contextmanager
+def new_folder(folder: Path) -> Iterator[Path]:
+    """A folder that has a temporary name until the block ends, and goes if it fails. Check first that it is unused."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = folder.with_name(f".{folder.name}.{secrets.token_hex(8)}.tmp")
+    unfinished.mkdir()
+    try:
+        yield unfinished
+        sync_folder(unfinished)
+        if folder.exists():
+            folder.rmdir()
+        unfinished.rename(folder)
+    except BaseException:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise
+    sync_folder(folder.parent)
 
 
 def remove_leftovers(folder: Path, age: float) -> int:

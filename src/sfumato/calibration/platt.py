@@ -8,7 +8,7 @@ from torch import Tensor
 
 from sfumato.arrays import Array, as_tensor
 from sfumato.calibration.logistic import fit_logistic
-from sfumato.errors import UserError
+from sfumato.errors import need
 
 
 def fit_logits(distance: Array, match: Array, *, weight: Array | None = None) -> tuple[float, float]:
@@ -76,12 +76,8 @@ def fit_knots(distance: Tensor, match: Tensor) -> Knots:
 
     Paper: Oron and Flournoy, "Centered isotonic regression", Statistics in Biopharmaceutical Research, 2017.
     """
-    try:
+    with need("calibration", "isotonic calibration needs scikit-learn", ", or use platt"):
         from sklearn.isotonic import isotonic_regression
-    except ImportError as error:
-        raise UserError(
-            "isotonic calibration needs scikit-learn: pip install 'sfumato[calibration]', or use platt"
-        ) from error
     d, y = distance.detach().flatten().double().cpu().numpy(), match.detach().flatten().double().cpu().numpy()
     x, position, weight = np.unique(d, return_inverse=True, return_counts=True)
     fitted = isotonic_regression(

@@ -15,7 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from sfumato.errors import first_line
+from sfumato.errors import first_line, need
 from sfumato.gaussian import GaussianEmbedding, check_finite, is_embeddings_file, load_embeddings
 
 MEAN_NAMES = ("mean", "embeddings")
@@ -191,11 +191,9 @@ def _read_tensors(path: Path, name: str | None) -> tuple[Tensor, Tensor | None]:
 
 def _read_column(path: Path, name: str | None) -> Tensor:
     """The vectors in a column of a Parquet file."""
-    try:
+    with need("parquet", f"{path}: Parquet files need pyarrow"):
         import pyarrow
         import pyarrow.parquet
-    except ImportError as error:
-        raise ValueError(f"{path}: Parquet files need pyarrow: pip install 'sfumato[parquet]'") from error
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
             lists = [c.name for c in file.schema_arrow if _is_list_of_floats(c.type)]

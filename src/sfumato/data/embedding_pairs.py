@@ -4,7 +4,6 @@ An encoder of such data reads the rows instead of images and texts. A text keeps
 a file has one; else its id stands there.
 """
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,6 +18,7 @@ from sfumato.data.layouts import karpathy_entries
 from sfumato.data.manifest import read_rows
 from sfumato.data.pairs import PairData
 from sfumato.errors import UserError
+from sfumato.files import read_json
 
 _SIDES = ("image", "text")
 
@@ -140,10 +140,7 @@ def _rows(path: Path, problems: Problems) -> Iterator[tuple[str, dict[str, Any]]
     if path.suffix.lower() != ".json":
         yield from read_rows(path, problems, _SIDES)
         return
-    try:
-        entries = json.loads(path.read_text(encoding="utf-8-sig"))
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{path}: not JSON: {error}") from error
+    entries = read_json(path)
     if not isinstance(entries, list):
         raise UserError(f"{path}: found {type(entries).__name__}; expected a list of objects with image and text")
     for number, entry in enumerate(entries):

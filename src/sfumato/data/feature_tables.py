@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from sfumato.data.embedding_files import open_vectors, read_ids
-from sfumato.errors import UserError
+from sfumato.errors import UserError, need
 
 _BLOCK = 4096
 """Rows that are checked at a time."""
@@ -181,14 +181,11 @@ def _metadata(folder: Path) -> tuple[list[str] | None, list[str] | None]:
     files = sorted(folder.glob("*.parquet"), key=_numbers)
     if not files:
         return None, None
-    try:
+    with need(
+        "parquet", f"{folder}: Parquet metadata need pyarrow", ", or move the folder away: ids are then row numbers"
+    ):
         import pyarrow
         import pyarrow.parquet
-    except ImportError as error:
-        raise UserError(
-            f"{folder}: Parquet metadata need pyarrow: pip install 'sfumato[parquet]', or move the folder away to"
-            " use row numbers as ids"
-        ) from error
     columns: dict[str, list[str]] = {"image_path": [], "caption": []}
     try:
         for file in files:

@@ -5,7 +5,6 @@ matches every caption of the class; the images are those of CUB-200-2011, the ca
 and the splits lists of classes for zero-shot learning. scan: region features in the layout of VSE++ and SCAN.
 """
 
-import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -20,6 +19,7 @@ from sfumato.data.feature_tables import RegionFile, RegionRow
 from sfumato.data.images import FileImage, ImageSource, Problems, TarArchive, TarImage
 from sfumato.data.pairs import PairData, make_pair_data
 from sfumato.errors import UserError
+from sfumato.files import read_json
 
 
 @dataclass(frozen=True)
@@ -37,12 +37,7 @@ class KarpathyEntry:
 def karpathy_entries(path: str | Path) -> list[KarpathyEntry]:
     """All entries of a dataset_coco.json, dataset_flickr30k.json or dataset_flickr8k.json, in their order."""
     path = Path(path)
-    try:
-        loaded = json.loads(path.read_text(encoding="utf-8-sig"))
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{path}: not a Karpathy split file ({error}); expected a JSON object") from error
+    loaded = read_json(path)
     entries = loaded.get("images") if isinstance(loaded, dict) else None
     if not isinstance(entries, list):
         raise UserError(f"{path}: not a Karpathy split file; expected an object with a list under 'images'")

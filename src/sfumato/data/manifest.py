@@ -25,7 +25,7 @@ from sfumato.data.captioned import (
 )
 from sfumato.data.images import Problems
 from sfumato.data.pairs import PairData
-from sfumato.errors import UserError, expected_columns, first_line
+from sfumato.errors import UserError, expected_columns, first_line, need
 
 MANIFEST_SUFFIXES = (".jsonl", ".csv", ".parquet")
 """Endings of manifests."""
@@ -196,11 +196,9 @@ def _json_list(text: str | None) -> str | list[Any] | None:
 
 
 def _parquet_rows(path: Path, problems: Problems, needed: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
-    try:
+    with need("parquet", "Parquet manifests need pyarrow"):
         import pyarrow
         import pyarrow.parquet
-    except ImportError as error:
-        raise UserError("Parquet manifests need pyarrow: pip install 'sfumato[parquet]'") from error
     number = 0
     try:
         with pyarrow.parquet.ParquetFile(path) as file:

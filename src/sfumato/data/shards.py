@@ -11,8 +11,6 @@ import itertools
 import json
 import os
 import re
-import secrets
-import shutil
 import tarfile
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -24,7 +22,7 @@ import numpy as np
 from sfumato.data.images import MemoryImage, Problems
 from sfumato.data.pairs import PairData, make_pair_data
 from sfumato.errors import UserError
-from sfumato.files import sync_folder
+from sfumato.files import is_unused, new_folder
 
 SHARD_IMAGE_ENDINGS = ("jpg", "jpeg", "png", "webp")
 """Endings of the members that are images."""
@@ -310,14 +308,11 @@ def write_shards(
     folder = Path(folder)
     if per_shard < 1:
         raise ValueError(f"write_shards: per_shard must be at least 1, got {per_shard}")
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+    if not is_unused(folder):
         raise UserError(
             f"cannot write shards to {folder}: it exists and is not an empty folder; give a new one, or remove it"
         )
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}.tmp")
-    unfinished.mkdir()
-    try:
+    with new_folder(folder) as unfinished:
         samples = _members_of_pairs(data, problems)
         names: list[str] = []
         while part := list(itertools.islice(samples, per_shard)):
@@ -325,14 +320,6 @@ def write_shards(
             _write_shard(unfinished / names[-1], part)
         if not names:
             raise UserError(f"cannot write shards to {folder}: the data has no pair with a usable image")
-        sync_folder(unfinished)
-        if folder.exists():
-            folder.rmdir()
-        unfinished.rename(folder)
-    except BaseException:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        raise
-    sync_folder(folder.parent)
     return [folder / name for name in names]
 
 

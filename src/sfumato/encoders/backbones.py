@@ -36,7 +36,7 @@ from sfumato.encoders.package_weights import (
     package_folder,
     pretrained_tokenizer,
 )
-from sfumato.errors import UserError
+from sfumato.errors import UserError, need
 
 
 class _Joint:
@@ -139,9 +139,8 @@ def is_open_clip(name: str) -> bool:
 def import_open_clip() -> Any:
     """Import the package open_clip."""
     try:
-        import open_clip
-    except ImportError as error:
-        raise UserError("models of open_clip need its package: pip install 'sfumato[open-clip]'") from error
+        with need("open-clip", "models of open_clip need its package"):
+            import open_clip
     except RuntimeError as error:
         raise UserError(
             f"open_clip cannot be imported: {str(error).splitlines()[0]}. It needs a torchvision that was built for the"

@@ -6,7 +6,6 @@ tail, which the next process removes.
 """
 
 import hashlib
-import json
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sfumato.files import write_atomically, write_json
+from sfumato.files import read_json, write_atomically, write_json
 
 _RECORD = np.dtype([("digest", "V32"), ("offset", "<i8"), ("length", "<i8")])
 
@@ -164,7 +163,7 @@ class FeatureCache:
         about = self.folder / "about.json"
         if not about.exists():
             write_json(about, expected)
-        elif json.loads(about.read_text(encoding="utf-8")) != expected:
+        elif read_json(about) != expected:
             raise ValueError(
                 f"{self.folder}: holds a cache of other features ({about.read_text(encoding='utf-8').strip()});"
                 " delete the folder to rebuild it"

@@ -12,17 +12,15 @@ from urllib.request import getproxies
 import torch
 from safetensors import SafetensorError
 
-from sfumato.errors import UserError
+from sfumato.errors import UserError, need
 
 _CONNECT_SECONDS = 3.0
 
 
 def import_transformers() -> Any:
     """Import the package transformers, without its progress bars."""
-    try:
+    with need("backbones", "pre-trained backbones need transformers"):
         import transformers
-    except ImportError as error:
-        raise UserError("pre-trained backbones need transformers: pip install 'sfumato[backbones]'") from error
     transformers.utils.logging.disable_progress_bar()
     return transformers
 

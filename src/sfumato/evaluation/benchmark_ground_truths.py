@@ -18,15 +18,16 @@ from sfumato.errors import UserError
 from sfumato.evaluation.ground_truth import (
     RECALLS,
     GroundTruth,
+    distinct_keys,
     first_twice,
     ground_truth_from_data,
     ground_truth_from_pairs,
     in_folds,
     in_folds_of,
-    read_json,
     read_lists,
     relevance_from_table,
 )
+from sfumato.files import read_json
 from sfumato.metrics.relevance import Relevance
 
 
@@ -267,7 +268,7 @@ def _class_table(captions: GroundTruth, paths: Sequence[Path]) -> np.ndarray:
 def _classes_of_images(paths: Sequence[Path]) -> dict[str, set[int]]:
     classes: dict[str, set[int]] = {}
     for path in paths:
-        loaded = read_json(path)
+        loaded = read_json(path, hook=distinct_keys)
         if not isinstance(loaded, dict) or not all(isinstance(loaded.get(k), list) for k in ("images", "annotations")):
             raise UserError(f"{path}: not COCO's instance annotations; expected lists under 'images' and 'annotations'")
         for what in ("images", "annotations"):

@@ -1,6 +1,5 @@
 """Evaluation of embeddings or ranked lists of any model, read from files, against ground truths."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -29,6 +28,7 @@ from sfumato.evaluation.benchmarks import BenchmarkRanks, benchmark_metrics, ran
 from sfumato.evaluation.ground_truth import GroundTruth, read_ground_truth
 from sfumato.evaluation.protocols import EvaluationOptions, samples_of
 from sfumato.evaluation.strategies import distance_of_score, rank_ground_truths_by
+from sfumato.files import read_json
 from sfumato.gaussian import GaussianEmbedding, ScalarUncertainty, accumulation_dtype
 from sfumato.matching import MATCH_PROBABILITY
 from sfumato.metrics.uncertainty import recall_by_uncertainty
@@ -246,12 +246,7 @@ def measure_lists(
     path: Path, ground_truths: Sequence[GroundTruth], *, image_ids: Path | None = None, text_ids: Path | None = None
 ) -> Measured:
     """Evaluate ranked lists from a JSON file {"i2t": {image: [texts]}, "t2i": {text: [images]}}, best first."""
-    try:
-        loaded = json.loads(path.read_text(encoding="utf-8-sig"))
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{path}: not usable JSON: {error}") from error
+    loaded = read_json(path)
     form = 'expected {"i2t": {image: [texts]}, "t2i": {text: [images]}}'
     if not isinstance(loaded, dict) or set(loaded) != {"i2t", "t2i"}:
         raise UserError(

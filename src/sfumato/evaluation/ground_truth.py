@@ -5,7 +5,6 @@ sources and definitions.
 """
 
 import csv
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,6 +14,7 @@ import numpy as np
 
 from sfumato.data.pairs import PairData
 from sfumato.errors import UserError, expected_columns
+from sfumato.files import read_json
 from sfumato.metrics.relevance import Relevance
 from sfumato.metrics.retrieval import check_metric
 
@@ -234,7 +234,7 @@ _Ids = tuple[list[str], list[str], list[tuple[str, str]]]
 
 
 def _read_pairs(path: Path) -> _Ids:
-    loaded = read_json(path)
+    loaded = read_json(path, hook=distinct_keys)
     if not isinstance(loaded, dict):
         raise UserError(
             f"{path}: found {type(loaded).__name__}; expected an object with images, texts and pairs, or with lists"
@@ -276,17 +276,7 @@ def _read_csv(path: Path) -> _Ids:
     return list(dict.fromkeys(i for i, _ in pairs)), list(dict.fromkeys(t for _, t in pairs)), pairs
 
 
-def read_json(path: Path) -> Any:
-    """Read a JSON file in which no object repeats a key."""
-    try:
-        return json.loads(path.read_text(encoding="utf-8-sig"), object_pairs_hook=_distinct)
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{path}: not usable JSON: {error}") from error
-
-
-def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def distinct_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """An object with distinct keys; the standard reader would silently keep the last of equal keys."""
     loaded = dict(pairs)
     if len(loaded) != len(pairs):
@@ -296,7 +286,7 @@ def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def read_lists(path: Path) -> dict[str, list[str]]:
     """Read a JSON file that lists the matches of each query."""
-    return _lists_of(path, read_json(path))
+    return _lists_of(path, read_json(path, hook=distinct_keys))
 
 
 def _lists_of(path: Path, loaded: Any) -> dict[str, list[str]]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from sfumato.errors import UserError
+from sfumato.errors import UserError, need
 from sfumato.evaluation.benchmarks import BenchmarkRanks
 from sfumato.files import write_atomically
 from sfumato.metrics.relevance import Relevance
@@ -208,11 +208,7 @@ def _read_csv(path: Path) -> dict[str, list[Any]]:
 
 
 def _pyarrow() -> tuple[Any, Any]:
-    try:
+    with need("parquet", "Parquet files need pyarrow", ", or use a name that ends in .csv"):
         import pyarrow
         import pyarrow.parquet
-    except ImportError as error:
-        raise UserError(
-            "Parquet files need pyarrow: pip install 'sfumato[parquet]', or use a name that ends in .csv"
-        ) from error
     return pyarrow, pyarrow.parquet

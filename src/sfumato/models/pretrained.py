@@ -33,7 +33,7 @@ from sfumato.encoders.dual import DualEncoder, Tower
 from sfumato.encoders.heads import GaussianHead, HeadOptions
 from sfumato.encoders.package_weights import hub_reachable
 from sfumato.encoders.processors import CLEANINGS, BilinearProcessor, ImageFileProcessor, SpecialTokenProcessor
-from sfumato.errors import UserError, first_line
+from sfumato.errors import UserError, first_line, need
 from sfumato.matching import SampledLogits
 from sfumato.models.pretrained_pcme import is_pcme, pcme_training
 from sfumato.models.pretrained_tensors import (
@@ -538,10 +538,8 @@ def _finder(own: Tokenizer | None, folder: Path) -> TokenizerFinder:
 
 
 def _from_hub(get: Callable[[Any, bool], str], failed: str, way_out: str) -> Path:
-    try:
+    with need("backbones", "the Hugging Face hub needs huggingface_hub"):
         import huggingface_hub
-    except ImportError as error:
-        raise UserError("the Hugging Face hub needs huggingface_hub: pip install 'sfumato[backbones]'") from error
     unreachable = not hub_reachable()
     try:
         return Path(get(huggingface_hub, unreachable))

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from markupsafe import Markup
 
-from sfumato.errors import UserError
+from sfumato.errors import need
 from sfumato.files import write_atomically
 
 if TYPE_CHECKING:
@@ -52,10 +52,8 @@ STYLE: Any = {
 
 def require_matplotlib() -> None:
     """Check that charts can be drawn, before a long computation."""
-    try:
+    with need("report", "charts are drawn with matplotlib"):
         import matplotlib.figure  # noqa: F401
-    except ImportError as error:
-        raise UserError("charts are drawn with matplotlib: pip install 'sfumato[report]'") from error
 
 
 def new_axes(width: float, height: float, title: str = "") -> "Axes":

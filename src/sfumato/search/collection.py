@@ -28,7 +28,7 @@ from torch import Tensor
 from sfumato.calibration.calibrator import Calibration
 from sfumato.direction import Direction
 from sfumato.errors import UserError
-from sfumato.files import sync_folder, write_atomically
+from sfumato.files import is_unused, sync_folder, write_atomically
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.ids import check_ids
 from sfumato.search.atomic_folder import load_folder, save_folder
@@ -518,7 +518,7 @@ class GaussianCollection(Gallery):
 
 def check_empty(folder: Path) -> None:
     """Raise an error if a folder is not empty."""
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+    if not is_unused(folder):
         raise UserError(
             f"{folder} exists already; give a new or empty folder (sfumato index --add adds to a collection)"
         )

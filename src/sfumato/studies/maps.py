@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sfumato.errors import UserError
+from sfumato.errors import need
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.metrics.relevance import Relevance
 
@@ -144,10 +144,8 @@ def _on_host(embeddings: GaussianEmbedding, index: np.ndarray) -> GaussianEmbedd
 
 def _tsne(mean: Tensor, seed: int) -> np.ndarray:
     """(k, d) -> (k, 2) places."""
-    try:
+    with need("analysis", "t-SNE needs scikit-learn", ", or use --method pca"):
         from sklearn.manifold import TSNE
-    except ImportError as error:
-        raise UserError("t-SNE needs scikit-learn: pip install 'sfumato[analysis]', or use --method pca") from error
     perplexity = min(30.0, (len(mean) - 1) / 3)
     positions: np.ndarray = TSNE(2, perplexity=perplexity, init="pca", random_state=seed).fit_transform(mean.numpy())
     return positions

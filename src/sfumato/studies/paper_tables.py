@@ -20,7 +20,7 @@ from sfumato.evaluation.ground_truth import GroundTruth
 from sfumato.evaluation.papers import PaperItem, data_sets
 from sfumato.evaluation.published import own_figures
 from sfumato.evaluation.strategies import choose_strategies, evaluate_strategies
-from sfumato.files import write_json
+from sfumato.files import read_json, write_json
 from sfumato.matching import MATCH_PROBABILITY
 from sfumato.models.embed import embed_for_evaluation, ranking_distance
 from sfumato.models.recipe import Recipe, absolute_recipe, find_recipe, load_recipe
@@ -61,8 +61,8 @@ def choose_data(item: PaperItem, given: str | None, overrides: Sequence[str]) ->
         raise UserError(f"--data {given}: neither a file or folder nor a data set; known: {', '.join(data_sets())}")
     if path.suffix == ".json":
         try:
-            name = str(json.loads(path.read_text(encoding="utf-8"))["dataset"])
-        except (ValueError, KeyError, TypeError) as error:
+            name = str(read_json(path)["dataset"])
+        except (UserError, KeyError, TypeError) as error:
             raise UserError(f"--data {given}: not a dataset_*.json in Karpathy's layout") from error
         title = data_sets()[name].title if name in data_sets() else given
         if name != item.benchmark and name not in _with_recipes():
@@ -316,7 +316,7 @@ def run_figures(
     truths = ("coco" if item.annotated else "coco-pairs") if coco else "own"
     path = folder / f"{'-'.join(filter(None, ['figures', truths, item.split, item.rank_by.get(label, '')]))}.json"
     if path.is_file() and path.stat().st_mtime_ns >= (folder / MODEL).stat().st_mtime_ns and not instances:
-        figures: dict[str, float | None] = json.loads(path.read_text(encoding="utf-8"))
+        figures: dict[str, float | None] = read_json(path)
     else:
         run = load_run(folder, device=device)
         embedded = embed_item(run, item, data, annotated=item.annotated, instances=instances)

@@ -7,7 +7,6 @@ seed; nothing is chosen on it. The ranking is that of the frozen cosine for all.
 read the figures.
 """
 
-import json
 import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +21,7 @@ import torch
 from sfumato.calibration.calibrator import Calibration
 from sfumato.errors import UserError
 from sfumato.evaluation.trust import corruption_statistics
-from sfumato.files import write_json
+from sfumato.files import read_json, write_json
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.matching import match_probability
 from sfumato.metrics.binned import RecallBinning, binned_recall
@@ -218,8 +217,8 @@ def _kept(path: Path | None, model: FrozenModel, options: RefereeOptions) -> dic
     if path is None or not path.is_file():
         return None
     try:
-        report: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError:  # Damaged: made anew.
+        report: dict[str, Any] = read_json(path)
+    except UserError:  # Damaged: made anew.
         return None
     same = (report.get("format"), report.get("digest"), report.get("options"))
     return report if same == (FORMAT, model.digest, _described(options)) else None

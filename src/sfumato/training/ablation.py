@@ -4,7 +4,6 @@ The runs differ only in loss.distance and train.seed: initial logits, learning r
 recipe. Ranking by another distance needs no further training.
 """
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -15,7 +14,7 @@ import torch
 from sfumato.distances import DISTANCES, get_distance
 from sfumato.errors import UserError
 from sfumato.evaluation.compare import OverSeeds, main_figures, over_seeds
-from sfumato.files import write_json
+from sfumato.files import read_json, write_json
 from sfumato.models.embed import embed_for_evaluation, evaluate_run
 from sfumato.models.recipe import Recipe, check_recipe, load_recipe
 from sfumato.models.run import LOG, MODEL, RECIPE, load_run
@@ -134,4 +133,4 @@ def _figures(
         embedded = embed_for_evaluation(run, run.recipe.data, split)
         for name in missing:
             evaluate_run(run, split, name, embedded=embedded)
-    return {name: main_figures(json.loads(file.read_text(encoding="utf-8"))) for name, file in files.items()}
+    return {name: main_figures(read_json(file)) for name, file in files.items()}

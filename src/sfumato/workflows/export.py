@@ -5,11 +5,7 @@ tokenizer.json      its words or subword tokens          README.md     a model c
 calibration.json    what was fitted on held-out pairs
 """
 
-import json
-import os
 import re
-import shutil
-import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -24,7 +20,7 @@ from sfumato.distances import get_distance
 from sfumato.encoders.encoder_protocol import EncoderConfig
 from sfumato.encoders.encoder_registry import encoder_entry
 from sfumato.errors import UserError
-from sfumato.files import sync_folder, write_atomically, write_json
+from sfumato.files import is_unused, new_folder, read_json, write_atomically, write_json
 from sfumato.matching import SampledLogits
 from sfumato.models.embed import sampled_logits
 from sfumato.models.pretrained import (
@@ -71,7 +67,7 @@ def export_run(run_folder: str | Path, out_folder: str | Path) -> Path:
         UserError: run_folder is not a run folder, or out_folder is not empty.
     """
     out = Path(out_folder)
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+    if not is_unused(out):
         raise UserError(f"{out} exists already; give a new or empty folder, or remove it")
     run = load_run(run_folder)
     assets = load_assets(run.folder, run.recipe)
@@ -87,9 +83,7 @@ def export_run(run_folder: str | Path, out_folder: str | Path) -> Path:
         **({"sampled_logits": list(logits)} if (logits := sampled_logits(run)) is not None else {}),
     }
     weights = {key: value.detach().cpu().contiguous() for key, value in run.model.state_dict().items()}
-    out.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name}.", suffix=".tmp"))
-    try:
+    with new_folder(out) as temporary:
         write_atomically(temporary / WEIGHTS, safetensors_bytes(weights, {"format": "pt"}))
         if assets.tokenizer is not None:
             write_atomically(temporary / TOKENIZER, (run.folder / TOKENIZER).read_bytes())
@@ -98,11 +92,6 @@ def export_run(run_folder: str | Path, out_folder: str | Path) -> Path:
         write_atomically(temporary / CARD, model_card(run))
         write_json(temporary / CONFIG, config)
         temporary.chmod(run.folder.stat().st_mode & 0o777)
-        os.replace(temporary, out)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
-    sync_folder(out.parent)
     return out
 
 
@@ -270,7 +259,7 @@ def _scores(folder: Path) -> list[str]:
         "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
     for path in found:
-        result = json.loads(path.read_text(encoding="utf-8"))
+        result = read_json(path)
         split = path.stem.removeprefix("evaluation-").removesuffix(f"-{result['distance']}")
         recalls = [result[way][f"recall@{k}"] for way in ("i2t", "t2i") for k in (1, 5, 10)]
         shown = [f"{100 * value:.1f}" for value in (*recalls, result["rsum"])]

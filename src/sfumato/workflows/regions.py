@@ -5,8 +5,6 @@ regions.
 """
 
 import json
-import secrets
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal, get_args
@@ -23,7 +21,7 @@ from sfumato.encoders.encoder_protocol import Item
 from sfumato.encoders.features import FrozenBackbone, Store
 from sfumato.encoders.frozen import FrozenProcessor
 from sfumato.errors import UserError
-from sfumato.files import is_plain_name, reserve, sync_folder, write_atomically
+from sfumato.files import is_plain_name, is_unused, new_folder, reserve, write_atomically
 from sfumato.models.embed import load_splits
 from sfumato.models.run import cache_folder
 from sfumato.progress import progress_bar
@@ -52,7 +50,7 @@ def write_regions(
     if layout not in get_args(Layout):
         raise UserError(f"--layout {layout}: unknown; known: {', '.join(get_args(Layout))}")
     out = Path(out)
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+    if not is_unused(out):
         raise UserError(f"cannot write region features to {out}: it exists and is not an empty folder; give a new one")
     problems = Problems()
     # The layouts list the captions of every image; equal ones are merged when they are read again.
@@ -62,22 +60,12 @@ def write_regions(
     chosen = list(dict.fromkeys(found if splits is None else splits))
     for name in chosen:
         _check(name, found[name])
-    out.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = out.with_name(f".{out.name}.{secrets.token_hex(4)}.tmp")
-    unfinished.mkdir()
     shapes = {}
-    try:
+    with new_folder(out) as unfinished:
         for name in chosen:
             usable, store = _features(backbone, name, found[name], problems)
             write = _write_scan if layout == "scan" else _write_manifest
             shapes[name] = write(unfinished, name, usable, store)
-        if out.exists():
-            out.rmdir()
-        unfinished.rename(out)
-    except BaseException:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        raise
-    sync_folder(out.parent)
     return shapes, problems
 
 

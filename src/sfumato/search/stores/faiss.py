@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sfumato.errors import UserError
+from sfumato.errors import need
 
 FAISS_ENGINES = ("flat", "hnsw", "ivf")
 """Engines of :class:`FaissStore` that return distances of the full vectors."""
@@ -172,9 +172,5 @@ def _compressed(faiss: Any, m: int, e: int, n_lists: int, options: FaissOptions)
 
 def require_faiss() -> Any:
     """Import FAISS."""
-    try:
+    with need("faiss", "engines flat, hnsw, ivf and ivf-pq need FAISS", ", or use engine exact"):
         return importlib.import_module("faiss")
-    except ImportError as error:
-        raise UserError(
-            "engines flat, hnsw, ivf and ivf-pq need FAISS: pip install 'sfumato[faiss]', or use engine exact"
-        ) from error

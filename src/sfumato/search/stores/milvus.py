@@ -39,7 +39,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sfumato.errors import UserError, first_line
+from sfumato.errors import UserError, first_line, need
 from sfumato.search.stores.protocol import Filter, Records
 from sfumato.search.stores.store_url import options, redacted
 
@@ -477,10 +477,8 @@ def _encoded(url: str, text: str) -> bytes:
 
 
 def _driver() -> Any:
-    try:
+    with need("milvus", "stores in Milvus need pymilvus and milvus-lite"):
         import pymilvus
-    except ImportError as error:
-        raise UserError("stores in Milvus need pymilvus and milvus-lite: pip install 'sfumato[milvus]'") from error
     # They print a traceback for each error that they also raise.
     for name in ("pymilvus.decorators", "pymilvus.client.connection_manager", "milvus_lite.server_manager"):
         logging.getLogger(name).setLevel(logging.CRITICAL)

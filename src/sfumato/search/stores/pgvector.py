@@ -43,7 +43,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sfumato.errors import UserError, first_line
+from sfumato.errors import UserError, first_line, need
 from sfumato.search.stores.protocol import Filter, Records
 from sfumato.search.stores.store_url import options, redacted
 
@@ -511,10 +511,8 @@ def _binary_rows(url: str, records: Records) -> Iterator[bytes]:
 
 
 def _driver() -> Any:
-    try:
+    with need("pgvector", "stores in PostgreSQL need psycopg"):
         import psycopg
         import psycopg.conninfo
         import psycopg.sql
-    except ImportError as error:
-        raise UserError("stores in PostgreSQL need psycopg: pip install 'sfumato[pgvector]'") from error
     return psycopg

@@ -33,7 +33,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sfumato.errors import UserError, first_line
+from sfumato.errors import UserError, first_line, need
 from sfumato.search.stores import local
 from sfumato.search.stores.local_database import LOCAL_OPTIONS
 from sfumato.search.stores.nearest import check_queries
@@ -149,12 +149,8 @@ class RedisDeviations:
     """Deviations in Redis: PREFIX + key holds raw float32, PREFIX + "about" holds the metadata of the means."""
 
     def __init__(self, url: str, prefix: str, metadata: str, new: bool) -> None:
-        try:
+        with need("redis", f"store {redacted(url)}: deviations in Redis need its client"):
             import redis
-        except ImportError as error:
-            raise UserError(
-                f"store {redacted(url)}: deviations in Redis need its client: pip install 'sfumato[redis]'"
-            ) from error
         self._errors, self._prefix = redis.RedisError, prefix
         address = urlunsplit(urlsplit(url)._replace(query="", fragment=""))
         self.location = redacted(address)
