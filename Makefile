@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 
-.PHONY: help install demo test style types examples docs check lowest release-check format benchmarks clean
+.PHONY: help install demo test quick style types examples docs check lowest release-check format benchmarks clean
 
 help:  ## what there is
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -17,6 +17,9 @@ demo: $(VENV)/.demo  ## train, evaluate, index and search on the embedded emoji 
 
 test: $(VENV)/.dev  ## all tests, on as many processes as there are cores
 	$(BIN)/python -m pytest --numprocesses auto --dist loadfile --no-loadscope-reorder
+
+quick: style types  ## style, types and the tests of what changed since origin/main, in less than a minute
+	$(BIN)/python -m pytest --numprocesses auto --dist loadfile $$($(BIN)/python scripts/quick.py)
 
 style: $(VENV)/.dev  ## ruff: rules and layout of the code
 	$(BIN)/ruff check .
