@@ -1,6 +1,6 @@
 """Test files that a change concerns, for `make quick`: those of each changed module, and the rules of the house.
 
-python scripts/quick.py [BASE]    changed since the last commit in common with BASE (default: origin/main), one path a line
+python scripts/quick.py [BASE]    changed since the last commit in common with BASE (default: origin/main)
 """
 
 import ast
