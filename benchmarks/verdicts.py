@@ -12,7 +12,7 @@ import numpy as np
 
 from sfumato.models.embed import embed_split, load_split
 from sfumato.models.run import load_run
-from sfumato.search.gallery import verdict
+from sfumato.search.answer import verdict
 from sfumato.workflows.index import GalleryPart, build_index
 
 MANY = 10

@@ -11,7 +11,7 @@ from sfumato.data.emoji import load_emoji
 from sfumato.data.sources import SOURCES, Source
 from sfumato.demo import draw_examples, run_demo
 from sfumato.models.recipe import find_recipe, load_recipe
-from sfumato.search.gallery import MANY
+from sfumato.search.answer import MANY
 
 TINY = [
     "model.image.kind=small",

@@ -16,6 +16,7 @@ ORDER = [
     "progress",
     "direction",
     "arrays",
+    "charts",
     "gaussian",
     "distances",
     "inclusion",

@@ -1,22 +1,13 @@
 """Public names of sfumato and the modules that define them. ``__init__.py`` imports each on first use."""
 
-from .api.answers import (
-    SearchAnswer as SearchAnswer,
-)
 from .api.loaded import (
     LoadedModel as LoadedModel,
-)
-from .api.loaded import (
-    Searcher as Searcher,
 )
 from .api.loaded import (
     load as load,
 )
 from .api.loaded import (
     load_index as load_index,
-)
-from .api.reliability_plot import (
-    Reliability as Reliability,
 )
 from .arrays import (
     as_tensor as as_tensor,
@@ -309,6 +300,9 @@ from .matching import (
 from .metrics.relevance import (
     Relevance as Relevance,
 )
+from .metrics.reliability_plot import (
+    Reliability as Reliability,
+)
 from .models.pretrained import (
     PretrainedModel as PretrainedModel,
 )
@@ -333,6 +327,12 @@ from .models.run import (
 from .models.run import (
     load_run as load_run,
 )
+from .search.answer import (
+    Answer as Answer,
+)
+from .search.answer import (
+    Hit as Hit,
+)
 from .search.collection import (
     GaussianCollection as GaussianCollection,
 )
@@ -345,17 +345,14 @@ from .search.exact import (
 from .search.exact import (
     top_k as top_k,
 )
-from .search.gallery import (
-    SearchRecord as SearchRecord,
-)
-from .search.gallery import (
-    SearchResult as SearchResult,
-)
 from .search.index import (
     GaussianIndex as GaussianIndex,
 )
 from .search.parts import (
     read_parts as read_parts,
+)
+from .search.searcher import (
+    Searcher as Searcher,
 )
 from .search.stores.protocol import (
     Filter as Filter,

@@ -11,7 +11,7 @@ from markupsafe import Markup
 from torch import Tensor
 
 from sfumato import __version__
-from sfumato.api.answers import answer_queries
+from sfumato.charts import FAINT, FAMILIES, FIRST, SECOND, Chart, data_url, render_page, require_matplotlib
 from sfumato.data.emoji import emoji_names
 from sfumato.data.pairs import PairData
 from sfumato.errors import as_typed, counted
@@ -22,12 +22,11 @@ from sfumato.metrics.uncertainty import balanced_spearman, spearman
 from sfumato.models.embed import embed_split, evaluate_run, load_split
 from sfumato.models.recipe import find_recipe, load_recipe
 from sfumato.models.run import Run, load_run
-from sfumato.reports.charts import FAINT, FAMILIES, FIRST, SECOND, Chart, require_matplotlib
 from sfumato.reports.console import print_evaluation, print_search
 from sfumato.reports.formatting import percent, probability, signed
-from sfumato.reports.page_files import data_url, render_page
+from sfumato.search.answer import MANY, Answer
 from sfumato.search.exact import top_k
-from sfumato.search.gallery import MANY, Scorer, verdict
+from sfumato.search.gallery import Scorer
 from sfumato.search.index import GaussianIndex
 from sfumato.training.loop import fit
 from sfumato.workflows.index import GalleryPart, build_index
@@ -64,7 +63,7 @@ def run_demo(out: Path, overrides: list[str]) -> dict[str, Any]:
     print("\n3. Searching: vague and precise queries, drawn at random")
     pairs, pictures = draw_examples(style.data)
     queries = [query for pair in pairs for query in pair]
-    answers = answer_queries(index, queries, run.model.embed_texts(queries), 12, direction=index.direction)
+    answers = index.search(run.model.embed_texts(queries), 12, names=queries, expected=True)
     results = [answer.to_json() for answer in answers]
     for result in results:
         print_search(result | {"hits": result["hits"][:4]})
@@ -77,7 +76,7 @@ def run_demo(out: Path, overrides: list[str]) -> dict[str, Any]:
     whole = evaluate_retrieval(
         images, texts, style.data.relevance(), distance=index.distance, text_kinds=style.data.text_kinds
     )
-    page = _page(run, index, results, pictures, style.data, images, texts, whole, seconds)
+    page = _page(run, index, answers, pictures, style.data, images, texts, whole, seconds)
     write_atomically(out / "index.html", page)
     print(f"\n5. Open {out / 'index.html'} in a browser")
     return {
@@ -106,7 +105,7 @@ def draw_examples(data: PairData, n: int = N_SHOWN, seed: int = SEED) -> tuple[l
 def _page(
     run: Run,
     index: GaussianIndex,
-    results: list[dict[str, Any]],
+    answers: list[Answer],
     described: list[int],
     data: PairData,
     images: GaussianEmbedding,
@@ -117,7 +116,7 @@ def _page(
     """The self-contained HTML page."""
     sources = dict(zip(data.image_ids, data.images, strict=True))
     pictures = {i: data_url(s.read_bytes()) for i, s in sources.items()}
-    cards = [_card(result, data, pictures) for result in results]
+    cards = [_card(answer, data, pictures) for answer in answers]
     expected = np.array(index.expected_matches(texts))
     counts = data.relevance().transpose().counts
     variance = texts.total_variance.numpy()
@@ -147,27 +146,25 @@ def _page(
     return render_page("demo.html.j2", values)
 
 
-def _card(result: dict[str, Any], data: PairData, pictures: dict[str, str]) -> dict[str, Any]:
-    true = _true_images(data, result["query"])
-    expected = result["expected_matches"]
-    best = result["hits"][0]["match_probability"]
-    found = verdict(expected, best)
+def _card(answer: Answer, data: PairData, pictures: dict[str, str]) -> dict[str, Any]:
+    true, expected, said = _true_images(data, answer.query), answer.expected_matches, answer.verdict
+    assert expected is not None and said is not None, "the run of the demo is calibrated"
     return {
-        "query": result["query"],
-        "doubtful": found.kind == "unsure",
-        "verdict": found.text,
-        "expected": f"{expected:.0f}" if found.kind == "many" else f"{expected:.1f}",
+        "query": answer.query,
+        "doubtful": said.kind == "unsure",
+        "verdict": said.text,
+        "expected": f"{expected:.0f}" if said.kind == "many" else f"{expected:.1f}",
         "truth": len(true),
-        "top": probability(best),
+        "top": probability(answer.best_probability),
         "hits": [
             {
-                "src": pictures[hit["id"]],
-                "label": hit["label"],
-                "true": hit["id"] in true,
-                "width": round(100 * hit["match_probability"]),
-                "pct": probability(hit["match_probability"]),
+                "src": pictures[hit.id],
+                "label": hit.payload["label"],
+                "true": hit.id in true,
+                "width": round(100 * hit.match_probability),
+                "pct": probability(hit.match_probability),
             }
-            for hit in result["hits"]
+            for hit in answer
         ],
     }
 

@@ -12,11 +12,10 @@ import torch
 from PIL import Image
 
 import sfumato
-from sfumato.api.answers import SearchAnswer
 from sfumato.data.images import MemoryImage
 from sfumato.errors import UserError
 from sfumato.reports.console import print_search
-from sfumato.search.gallery import SearchRecord, verdict
+from sfumato.search.answer import Answer, Hit, verdict
 
 pyplot = pytest.importorskip("matplotlib.pyplot", reason="the extra report is not installed")
 
@@ -33,10 +32,12 @@ CLEAR = verdict(1.6, 0.9)
 
 def answer(n=3, calibrated=True, query="a <b>dog</b> & cat", found=CLEAR, **values):
     hits = tuple(
-        SearchRecord(f"<i>{i}.png", i + 1, 0.5 + i, 0.9 / (i + 1), 0.1, {"label": 'a "label" <x>'} if i else {})
+        Hit(f"<i>{i}.png", i + 1, 0.5 + i, 0.9 / (i + 1), 0.1, {"label": 'a "label" <x>'} if i else {})
         for i in range(n)
     )
-    return SearchAnswer(query, "csd", calibrated, 0.1, 1.6, None, found, hits, **values)
+    said = found if calibrated or found.kind == "unfamiliar" else None
+    total = 1.6 if calibrated else None
+    return Answer(query, "csd", calibrated, 0.1, hits, expected_matches=total, verdict=said, **values)
 
 
 class Page(HTMLParser):
@@ -82,7 +83,7 @@ def test_images_are_small_and_in_the_page():
 
 def test_an_answer_is_a_few_lines():
     lines = repr(answer()).splitlines()
-    assert lines[0] == "SearchAnswer('a <b>dog</b> & cat': One clear match; 1.6 matches expected)"
+    assert lines[0] == "Answer('a <b>dog</b> & cat': One clear match; 1.6 matches expected)"
     assert lines[1] == "   90.0%  csd 0.5000  <i>0.png" and lines[2].endswith('<i>1.png  a "label" <x>')
     assert "%" not in "".join(repr(answer(calibrated=False)).splitlines()[1:])
     assert answer(found=verdict(38.2, 0.9)).sentence == "Many matches: about 38", "the number stands there already"
@@ -179,8 +180,7 @@ def test_public_objects_are_one_short_line():
             "GaussianEmbedding(2 points in 3 dimensions, float64)",
         ),
         (index, "GaussianIndex(300 images in 4 dimensions, csd, not calibrated, engine exact)"),
-        (result, "SearchResult(20 records, first '0', best_probability="),
-        (result[0], "SearchRecord('0', rank=1, distance="),
+        (result[0], "Hit('0', rank=1, distance="),
         (scores, "QueryScores(2 queries, 3 items, 1.00 matches per query)"),
         (sfumato.Calibration.fit(distance, match, t2i=scores), "Calibration(platt, logit "),
         (data, "PairData("),

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from sfumato.api.answers import SearchAnswer
-from sfumato.api.loaded import LoadedModel, Searcher
-from sfumato.api.reliability_plot import Reliability
+from sfumato.api.loaded import LoadedModel
+from sfumato.metrics.reliability_plot import Reliability
+from sfumato.search.answer import Answer
+from sfumato.search.searcher import Searcher
 
 NOTEBOOK = Path(__file__).resolve().parents[2] / "docs" / "examples" / "train-search-plot.ipynb"
 CELLS = json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]
@@ -65,6 +66,6 @@ def test_the_cells_run(tmp_path, monkeypatch, capsys):
         shown = Path(names["lines"][0]["image"]).name if names else ""
         values.append(run_cell(source.replace("1F34E-noto.png", shown), names))
     kinds = {type(value) for value in values}
-    assert {SearchAnswer, LoadedModel, Searcher, Reliability} <= kinds
+    assert {Answer, LoadedModel, Searcher, Reliability} <= kinds
     shown = [value._repr_html_() if hasattr(value, "_repr_html_") else repr(value) for value in values]
     assert not paths_in("\n".join([capsys.readouterr().out, *shown])) and os.getcwd() not in "".join(shown)

@@ -14,7 +14,7 @@ from sfumato.metrics.selective import auroc
 from sfumato.models.recipe import load_recipe
 from sfumato.models.run import WORDS, load_run
 from sfumato.models.unfamiliar import UnfamiliarTexts, nonsense, piece_counter, unfamiliar_texts
-from sfumato.search.gallery import verdict
+from sfumato.search.answer import verdict
 from sfumato.training.loop import fit
 from sfumato.workflows.export import load_model
 

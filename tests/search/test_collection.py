@@ -68,7 +68,7 @@ def assert_same(found, expected):
     for a, b in zip(found, expected, strict=True):
         assert a.uncertainty == pytest.approx(b.uncertainty, rel=1e-6)
         assert a.abstained == b.abstained and a.best_probability == pytest.approx(b.best_probability, rel=1e-4)
-        for mine, other in ((a.records, b.records), (a.conformal_set or (), b.conformal_set or ())):
+        for mine, other in ((a.hits, b.hits), (a.conformal_set or (), b.conformal_set or ())):
             assert [h.id for h in mine] == [h.id for h in other]
             for x, y in zip(mine, other, strict=True):
                 assert (x.rank, x.payload) == (y.rank, y.payload)
@@ -149,7 +149,7 @@ def test_promises_are_the_same(tmp_path):
         assert [r.conformal_set_cut for r in cut] == [len(r.conformal_set) > 1 for r in whole]
         mauve = Filter({"colour": ("mauve",)})
         nothing = made.search(queries[:2], 5, filter=mauve)
-        assert [(r.records, r.best_probability) for r in nothing] == [((), 0.0)] * 2
+        assert [(r.hits, r.best_probability) for r in nothing] == [((), 0.0)] * 2
         assert_same(nothing, index.search(queries[:2], 5, filter=mauve))
         for gallery in (made, index):
             for promise in ({"coverage": 0.9}, {"max_risk": 0.4}):
@@ -255,7 +255,7 @@ def test_sets_are_whole_even_where_the_store_brings_few_candidates(tmp_path):
             assert {h.id for h in a.conformal_set} == {h.id for h in b.conformal_set} and len(b.conformal_set) > 30
             distances = [h.distance for h in b.conformal_set]
             assert [h.distance for h in a.conformal_set] == pytest.approx(distances, rel=2e-6)
-        assert [r.records for r in found] != [r.records for r in expected], "its own hits are not the closest"
+        assert [r.hits for r in found] != [r.hits for r in expected], "its own hits are not the closest"
         for a, b in zip(made.search(queries, 3, coverage=0.9, max_set=7), expected, strict=True):
             assert [h.id for h in a.conformal_set] == [h.id for h in b.conformal_set][:7] and a.conformal_set_cut
 

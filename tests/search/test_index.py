@@ -256,7 +256,7 @@ def test_abstention_and_least_probability(engine):
     for result, same, j in zip(asked, plain, of, strict=True):
         assert same.abstained is None and same.conformal_set is None
         assert result.abstained == (same[0].match_probability <= limit)
-        assert result.records == tuple(h for h in same if h.match_probability >= 0.3)
+        assert result.hits == tuple(h for h in same if h.match_probability >= 0.3)
         if not result.abstained:
             wrong.append(same[0].id != f"item {j}")
     abstained = [r.abstained for r in asked]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from sfumato.search.gallery import verdict
+from sfumato.search.answer import verdict
 
 
 @pytest.mark.parametrize(

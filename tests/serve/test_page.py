@@ -18,7 +18,7 @@ from support.serving import (
     served,
 )
 
-from sfumato.search.gallery import verdict
+from sfumato.search.answer import verdict
 from sfumato.serve.answering import open_sources
 from sfumato.serve.app import PAGE
 

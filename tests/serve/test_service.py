@@ -18,7 +18,7 @@ from sfumato.data.image_decoding import decode_image
 from sfumato.data.images import SplitImages, UploadedImages
 from sfumato.errors import UserError
 from sfumato.models.run import load_run
-from sfumato.search.gallery import verdict
+from sfumato.search.answer import verdict
 from sfumato.search.index import GaussianIndex
 from sfumato.search.stores.protocol import Filter
 from sfumato.serve.answering import ServedGallery, Sources, open_sources

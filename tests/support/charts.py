@@ -5,7 +5,7 @@ from contextlib import contextmanager
 import pytest
 from markupsafe import Markup
 
-from sfumato.reports.charts import Chart
+from sfumato.charts import Chart
 
 
 @contextmanager

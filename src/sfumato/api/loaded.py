@@ -1,42 +1,29 @@
-"""A loaded model and a gallery that knows its model: embed, search and match in one line each.
+"""A loaded model, and a gallery opened with its model: embed, search and match in one line each.
 
 The commands search with the same objects, so that a program and `sfumato search --json` give the same numbers.
 """
 
 import contextlib
 import os
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Union, overload
+from typing import Any
 
-import numpy as np
 import torch
-from PIL import Image
 from torch import Tensor
 
-from sfumato.api.answers import SearchAnswer, answer_queries
-from sfumato.api.reliability_plot import Reliability
-from sfumato.data.images import (
-    ImageInput,
-    Images,
-    ImageSource,
-    MemoryImage,
-    Problems,
-    SplitImages,
-    image_sources,
-    unreadable,
-    vector_file,
-)
+from sfumato.data.images import ImageInput, Problems, SplitImages, image_sources, unreadable, vector_file
 from sfumato.direction import Direction
 from sfumato.distances import get_distance
+from sfumato.encoders.dual import DualEncoder
 from sfumato.encoders.feature_rows import EmbeddingProcessor, features_read
 from sfumato.errors import UserError, as_typed, counted
 from sfumato.evaluation.hits import first_hits
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.matching import match_probability
 from sfumato.metrics.reliability import N_BINS
+from sfumato.metrics.reliability_plot import Reliability
 from sfumato.models.calibrate import some_positions
 from sfumato.models.embed import embed_folder, embed_split, load_splits, no_split_error, prepare_split
 from sfumato.models.pretrained import PretrainedModel
@@ -44,9 +31,9 @@ from sfumato.models.recipe import load_recipe
 from sfumato.models.run import RECIPE, choose_device
 from sfumato.models.unfamiliar import unfamiliar_texts
 from sfumato.progress import say
-from sfumato.search.gallery import Gallery, SearchRecord
-from sfumato.search.guarantees import NATIVE, GuaranteeError, check_native
-from sfumato.search.index import GaussianIndex
+from sfumato.search.answer import Answer
+from sfumato.search.guarantees import check_native
+from sfumato.search.searcher import Searcher
 from sfumato.workflows.export import load_model
 from sfumato.workflows.index import (
     GalleryPart,
@@ -57,17 +44,7 @@ from sfumato.workflows.index import (
     open_gallery,
 )
 
-Modality = Literal["texts", "images"]
-
-OneQuery = Union[str, "os.PathLike[str]", bytes, Image.Image]
-"""A single query: a text, or an image by its path (a :class:`~pathlib.Path`), its bytes or as a Pillow image."""
-
 _MOST_MEASURING = 3_000
-
-_OPTIONS = {"max_risk": "max_risk (--abstain)"}
-"""Options that the command has under another name."""
-
-_DIRECTION: dict[Modality, Direction] = {"texts": "t2i", "images": "i2t"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,6 +63,22 @@ class LoadedModel:
         found = self.retrieval_model
         state = "calibrated" if found.calibrated else "not calibrated"
         return f"LoadedModel({self.source!r}, {found.distance}, {state})"
+
+    @property
+    def model(self) -> DualEncoder:
+        """The encoders."""
+        return self.retrieval_model.model
+
+    def unfamiliar_texts(self, texts: Sequence[str]) -> list[bool]:
+        """Which texts have words that the model hardly knows.
+
+        Args:
+            texts: n texts.
+
+        Returns:
+            n times True or False.
+        """
+        return unfamiliar_texts(self.retrieval_model, texts)
 
     @property
     def calibrated(self) -> bool:
@@ -240,7 +233,7 @@ class LoadedModel:
         ids: Sequence[str] | None = None,
         *,
         engine: str = "exact",
-    ) -> "Searcher":
+    ) -> Searcher:
         """A gallery of images in memory, to search by text.
 
         Args:
@@ -268,14 +261,12 @@ class LoadedModel:
         if isinstance(images, GaussianEmbedding):
             return self._searcher(GalleryPart(images, _ids(ids, range(images.n))), engine)
         names = [Path(i).as_posix() if isinstance(i, str | os.PathLike) else str(k) for k, i in enumerate(images)]
-        ids, features = _ids(ids, names), features_read(self.retrieval_model.model.image)
-        searcher = self._searcher(GalleryPart(self.embed_images(images), ids), engine)
+        part, features = GalleryPart(self.embed_images(images), _ids(ids, names)), features_read(self.model.image)
         sources = image_sources(images, "index", features=features)
-        return searcher if features else replace(searcher, given_images=dict(zip(ids, sources, strict=True)))
+        given = None if features else SplitImages(dict(zip(part.ids, sources, strict=False)))
+        return self._searcher(part, engine, given)
 
-    def index_texts(
-        self, texts: Sequence[str], ids: Sequence[str] | None = None, *, engine: str = "exact"
-    ) -> "Searcher":
+    def index_texts(self, texts: Sequence[str], ids: Sequence[str] | None = None, *, engine: str = "exact") -> Searcher:
         """A gallery of texts in memory, to search by image.
 
         Args:
@@ -292,242 +283,13 @@ class LoadedModel:
         part = GalleryPart(self.embed_texts(texts), _ids(ids, range(len(texts))), list(texts))
         return self._searcher(part, engine)
 
-    def _searcher(self, part: GalleryPart, engine: str) -> "Searcher":
+    def _searcher(self, part: GalleryPart, engine: str, given: SplitImages | None = None) -> Searcher:
         gallery = build_index(self.retrieval_model, part, model_source=self.source, engine=engine)
-        return Searcher(gallery, self.source, self)
+        return Searcher(gallery, self.source, lambda: self, lambda: given or item_images(gallery, self.source))
 
 
 def _ids(ids: Sequence[str] | None, default: Sequence[object]) -> list[str]:
     return [str(i) for i in default] if ids is None else list(ids)
-
-
-@dataclass(eq=False)
-class Searcher:
-    """A gallery that knows its model, so that texts and images search it; :func:`load_index` opens one.
-
-    Attributes:
-        gallery: the index or the collection.
-        source: its folder; of a gallery in memory, the source of its model.
-        model: its model; loaded when the first query needs it.
-        run: folder or name of the model, if it has moved.
-        given_images: images by id, of a gallery in memory that was made from them.
-    """
-
-    gallery: Gallery
-    source: str
-    _model: LoadedModel | None = field(default=None, repr=False)
-    run: str | None = None
-    given_images: Mapping[str, ImageSource] | None = field(default=None, repr=False)
-
-    def __len__(self) -> int:
-        return len(self.gallery)
-
-    def __repr__(self) -> str:
-        items = "images" if self.native == "texts" else "texts"
-        state = "calibrated" if self.gallery.calibrated else "not calibrated"
-        return f"Searcher({len(self)} {items}, {self.gallery.distance}, {state}, {self.source!r})"
-
-    def __enter__(self) -> "Searcher":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Release the files and connections of a collection."""
-        self.gallery.close()
-
-    @cached_property
-    def model(self) -> LoadedModel:
-        """The model that the gallery was made with."""
-        if self._model is not None:
-            return self._model
-        loaded = load_retrieval_model(self.gallery, self.source, self.run)
-        return LoadedModel(loaded, str(self.run or self.gallery.metadata["run"]))
-
-    @property
-    def native(self) -> Modality:
-        """The kind of queries that its probabilities are calibrated for: "texts" in a gallery of images."""
-        return "texts" if NATIVE[self.gallery.scorer.direction] == "text" else "images"
-
-    @overload
-    def search(
-        self,
-        queries: OneQuery,
-        k: int = 10,
-        *,
-        min_probability: float | None = None,
-        coverage: float | None = None,
-        max_risk: float | None = None,
-    ) -> SearchAnswer: ...
-
-    @overload
-    def search(
-        self,
-        queries: Sequence[Any] | np.ndarray | GaussianEmbedding,
-        k: int = 10,
-        *,
-        modality: Modality | None = None,
-        min_probability: float | None = None,
-        coverage: float | None = None,
-        max_risk: float | None = None,
-    ) -> list[SearchAnswer]: ...
-
-    def search(
-        self,
-        queries: OneQuery | Sequence[Any] | np.ndarray | GaussianEmbedding,
-        k: int = 10,
-        *,
-        modality: Modality | None = None,
-        min_probability: float | None = None,
-        coverage: float | None = None,
-        max_risk: float | None = None,
-    ) -> SearchAnswer | list[SearchAnswer]:
-        """The k closest items of a text or an image, or of each of several.
-
-        Args:
-            queries: a text; an image, as a :class:`~pathlib.Path`, the bytes of its file or a Pillow image; a list of
-                texts, or of images (also arrays of uint8 pixels); or (n, d) embeddings. For a model that reads
-                features, a list or an array of them in place of what it has no encoder for.
-            k: number of hits; all items if the gallery is smaller.
-            modality: what embeddings or features are of; None: :attr:`native`. Not with texts and images themselves.
-            min_probability: leave out hits with a lower match probability.
-            coverage: also return the set of items that holds a match with at least this probability.
-            max_risk: largest fraction of answers with a wrong first hit; less certain queries are marked.
-
-        Returns:
-            One answer for a single text or image; for a list, an array or embeddings, a list of n answers.
-
-        Raises:
-            UserError: the model is missing, a text is empty, an image cannot be used, or a guarantee is asked for
-                queries other than :attr:`native`.
-            TypeError: a query has another type, or texts and images are mixed.
-            ValueError: see :meth:`Gallery.search`.
-        """
-        single = isinstance(queries, str | os.PathLike | bytes | Image.Image)
-        asked: Any = [queries] if single else queries
-        kind = self._modality(asked) or modality or self.native
-        if modality not in (None, kind):
-            raise TypeError(f"search: the queries are {kind}; leave out modality={modality!r}")
-        wanted = {"min_probability": min_probability, "coverage": coverage, "max_risk": max_risk}
-        self._check_native(wanted, [kind])
-        judged = None
-        if isinstance(asked, GaussianEmbedding):
-            names, query = [str(i) for i in range(asked.n)], asked
-        elif kind == "texts":
-            names = _names(asked, "text")
-            if any(not name.strip() for name in names):
-                raise UserError("a text to search for is empty; leave it out")
-            query = self.model.embed_texts(list(asked))
-            judged = unfamiliar_texts(self.model.retrieval_model, names)
-        else:
-            query = self.model.embed_images(asked)
-            names = _names(asked, "image")
-        answers = answer_queries(
-            self.gallery, names, query, k, direction=_DIRECTION[kind], min_probability=min_probability,
-            coverage=coverage, max_risk=max_risk, unfamiliar=judged,
-        )  # fmt: skip
-        answers = [answer.with_images(self.image_of) for answer in answers]
-        return answers[0] if single else answers
-
-    def search_items(self, ids: Sequence[str], k: int = 10) -> list[SearchAnswer]:
-        """The k closest items of items of the gallery itself, by distance alone; the model is not loaded.
-
-        Args:
-            ids: n ids.
-            k: number of hits.
-
-        Returns:
-            n answers, not calibrated.
-
-        Raises:
-            UserError: there is no such item.
-        """
-        found = self.gallery.get(ids)
-        if missing := [i for i in ids if i not in found.ids]:
-            raise UserError(
-                f"{self.source} has no item {missing[0]!r} to search by; ids are those that a search returns"
-            )
-        rows = torch.tensor([found.ids.index(i) for i in ids], dtype=torch.long)
-        answers = answer_queries(self.gallery, ids, found.embeddings[rows], k)
-        return [answer.with_images(self.image_of) for answer in answers]
-
-    def image_of(self, hit: SearchRecord) -> ImageSource | None:
-        """The image of a hit, if the gallery knows where its images are.
-
-        Args:
-            hit: a hit of this gallery.
-
-        Returns:
-            Its image; None for a text, for features, and for an image that is gone.
-        """
-        data = None if self._images is None else self._images.read(hit.id, hit.payload)
-        return None if data is None else MemoryImage(hit.id, data)
-
-    @cached_property
-    def _images(self) -> Images | None:
-        if self.given_images is not None:
-            return SplitImages(self.given_images)
-        with contextlib.suppress(UserError):  # The data have moved: a search goes on without its images.
-            return item_images(self.gallery, self.run or self.gallery.metadata.get("run", ""))
-        return None
-
-    def save(self, folder: str | Path) -> None:
-        """Write an index, for :func:`load_index` and `sfumato search`. An existing index is replaced.
-
-        Args:
-            folder: made if it does not exist.
-
-        Raises:
-            TypeError: it is a collection, which is in its store already.
-            ValueError: see :meth:`GaussianIndex.save`.
-        """
-        if not isinstance(self.gallery, GaussianIndex):
-            raise TypeError(f"save: {self.source} is a collection and stores itself; copy it with copy_gallery")
-        self.gallery.save(folder)
-
-    def _modality(self, queries: Any) -> Modality | None:
-        """What queries are of; None if they do not say, as the files of a model that reads embeddings of both sides."""
-        found = _modality(queries)
-        return None if found == "images" and features_read(self.model.retrieval_model.model.text) else found
-
-    def _check_native(self, wanted: Mapping[str, float | None], asked: Iterable[str | None]) -> None:
-        """Refuse guarantees for queries of other kinds than :attr:`native`; None is neither text nor image."""
-        options = {_OPTIONS.get(name, name): value for name, value in wanted.items()}
-        kinds = ["item" if kind is None else kind.removesuffix("s") for kind in asked]
-        try:
-            check_native(options, self.gallery.scorer.direction, kinds)
-        except GuaranteeError as error:
-            raise UserError(str(error)) from error
-
-
-def _names(queries: Sequence[Any], noun: str) -> list[str]:
-    """Texts and paths as they are, others by their number."""
-    return [str(q) if isinstance(q, str | os.PathLike) else f"{noun} {i}" for i, q in enumerate(queries)]
-
-
-def _modality(queries: Any) -> Modality | None:
-    """What queries are of; None for embeddings and features, which do not say."""
-    if isinstance(queries, GaussianEmbedding):
-        return None
-    if not isinstance(queries, Sequence | np.ndarray | Tensor):
-        raise TypeError(
-            f"search: got a {type(queries).__name__}; expected a text, a pathlib.Path or another image, a list of them,"
-            " or a GaussianEmbedding"
-        )
-    found = {_kind(query) for query in queries}
-    if len(found) > 1:
-        raise TypeError("search: the queries mix texts and images; search for one kind at a time")
-    if not found:
-        raise ValueError("search: got no queries, expected at least one")
-    return found.pop()
-
-
-def _kind(query: Any) -> Modality | None:
-    if isinstance(query, str):
-        return "texts"
-    floating = hasattr(query, "dtype") and str(query.dtype).rpartition(".")[2].startswith(("float", "bfloat"))
-    return None if floating else "images"
 
 
 def load(source: str | Path, *, device: torch.device | str = "cpu") -> LoadedModel:
@@ -575,7 +337,13 @@ def load_index(folder: str | Path, *, run: str | Path | None = None, store: str 
             f"{folder} is a run, not an index; index images with sfumato.load({str(folder)!r}).index(images), or"
             f" with `{as_typed('sfumato', 'index', folder, '--split', 'all', '--out', f'{folder}-index')}`"
         )
-    return Searcher(open_gallery(folder, store), str(folder), run=None if run is None else str(run))
+    gallery = open_gallery(folder, store)
+    source = str(run or gallery.metadata.get("run", ""))
+
+    def open_model() -> LoadedModel:
+        return LoadedModel(load_retrieval_model(gallery, folder, run), source)
+
+    return Searcher(gallery, str(folder), open_model, lambda: item_images(gallery, source))
 
 
 def search_index(
@@ -590,15 +358,15 @@ def search_index(
     min_probability: float | None = None,
     coverage: float | None = None,
     max_risk: float | None = None,
-) -> list[SearchAnswer]:
+) -> list[Answer]:
     """Search a saved index by texts and images with the model that it was built with, or by its own items."""
     with contextlib.closing(load_index(folder, run=run, store=store)) as searcher:
         guarantees = {"min_probability": min_probability, "coverage": coverage, "max_risk": max_risk}
-        kinds: list[str | None] = ["texts"] * len(texts) + ["images"] * len(images) + [None] * len(ids)
-        searcher._check_native(guarantees, kinds)
-        answers: list[SearchAnswer] = []
+        foreign = images if searcher.native == "texts" else texts
+        check_native(guarantees, searcher.gallery.scorer.direction, [not foreign and not ids])
+        answers: list[Answer] = []
         if texts:
-            queries = _vector_files(searcher.model, texts)
+            queries = _vector_files(searcher.model.model, texts)
             answers += searcher.search(queries, k, modality="texts", **guarantees)
         if images:
             answers += searcher.search(list(images), k, modality="images", **guarantees)
@@ -607,9 +375,9 @@ def search_index(
     return answers
 
 
-def _vector_files(model: LoadedModel, texts: Sequence[str]) -> list[str] | list[Path]:
+def _vector_files(model: DualEncoder, texts: Sequence[str]) -> list[str] | list[Path]:
     """The texts; for a model without an encoder for texts, the .npy files that they must be."""
-    tower = model.retrieval_model.model.text
+    tower = model.text
     if not features_read(tower):
         return list(texts)
     for path in texts:

@@ -85,7 +85,7 @@ def analyse(
     replaced.
     """
     from sfumato import __version__
-    from sfumato.reports.charts import require_matplotlib
+    from sfumato.charts import require_matplotlib
     from sfumato.reports.console import print_analyses
     from sfumato.reports.study_pages import write_analyses
     from sfumato.studies.analyse import AnalysisOptions, analyse_model, known_studies
@@ -142,8 +142,8 @@ def crops(
     threshold, B a box that overlaps little with A, and C the crop around both.
     """
     from sfumato import __version__
+    from sfumato.charts import require_matplotlib
     from sfumato.models.run import choose_device
-    from sfumato.reports.charts import require_matplotlib
     from sfumato.reports.console import print_crops
     from sfumato.reports.study_pages import write_crops
     from sfumato.studies.crops import study_crops
@@ -507,8 +507,8 @@ def report(
 
     It shows figures, uncertainty, calibration, and right and wrong results with their images.
     """
+    from sfumato.charts import require_matplotlib
     from sfumato.evaluation.protocols import EvaluationOptions
-    from sfumato.reports.charts import require_matplotlib
     from sfumato.reports.model_report import report_model, report_run
 
     require_matplotlib()

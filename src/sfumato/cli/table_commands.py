@@ -102,8 +102,8 @@ def _write_table(
 def _write_figure(
     item: "PaperItem", data: "TableData", runs: Path, folder: Path, seeds: int, instances: tuple[Path, ...], device: str
 ) -> _Written:
+    from sfumato.charts import require_matplotlib
     from sfumato.models.run import choose_device
-    from sfumato.reports.charts import require_matplotlib
     from sfumato.reports.paper_figures import print_figure, write_figure
     from sfumato.studies.figure_numbers import make_figure
 

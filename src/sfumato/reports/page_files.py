@@ -1,33 +1,10 @@
-"""HTML pages from templates, and the files of a run folder that pages show."""
+"""The files of a run folder that pages show."""
 
-import base64
 import json
-from collections.abc import Mapping
-from functools import cache
 from pathlib import Path
 from typing import Any
 
-import jinja2
-
 from sfumato.studies.analyse import STUDIES
-
-
-@cache
-def _environment() -> jinja2.Environment:
-    return jinja2.Environment(
-        loader=jinja2.PackageLoader("sfumato.reports"), autoescape=True, trim_blocks=True, lstrip_blocks=True
-    )
-
-
-def render_page(template: str, values: Mapping[str, Any]) -> str:
-    """Fill a template; all texts are escaped."""
-    return _environment().get_template(template).render(values)
-
-
-def data_url(content: bytes) -> str:
-    """The bytes of an image file as a URL that a page can hold."""
-    kind = "png" if content[:4] == b"\x89PNG" else "webp" if content[:4] == b"RIFF" else "jpeg"
-    return f"data:image/{kind};base64,{base64.b64encode(content).decode()}"
 
 
 def read_object(path: Path) -> dict[str, Any] | None:

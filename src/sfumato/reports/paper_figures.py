@@ -6,9 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sfumato.evaluation.papers import data_sets
-from sfumato.files import write_json
-from sfumato.reports.charts import (
+from sfumato.charts import (
     CARD,
     FAINT,
     FAMILIES,
@@ -23,6 +21,8 @@ from sfumato.reports.charts import (
     require_matplotlib,
     write_drawing,
 )
+from sfumato.evaluation.papers import data_sets
+from sfumato.files import write_json
 from sfumato.reports.formatting import DIRECTIONS, clipped, digits, in_words, number, percent, signed
 from sfumato.reports.paper_files import averaged_over
 from sfumato.reports.prompt_charts import draw_accuracy_by_k, draw_best_k

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sfumato.reports.charts import FIRST, SECOND, STYLE, require_matplotlib, write_drawing
+from sfumato.charts import FIRST, SECOND, STYLE, require_matplotlib, write_drawing
 from sfumato.studies.zeroshot import PromptsKept
 
 if TYPE_CHECKING:

@@ -12,15 +12,14 @@ from typing import Any
 
 import numpy as np
 
+from sfumato.charts import render_page, require_matplotlib
 from sfumato.distances import Distance, get_distance
 from sfumato.evaluation.protocols import Evaluation, evaluate_retrieval, table_rows
 from sfumato.evaluation.trust import FIGURES
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.metrics.relevance import Relevance
 from sfumato.metrics.reliability import N_BINS, wilson_interval
-from sfumato.reports.charts import require_matplotlib
 from sfumato.reports.formatting import DIRECTIONS, MISSING, in_words, interval, number, percent, signed
-from sfumato.reports.page_files import render_page
 from sfumato.reports.report_charts import (
     DirectionResult,
     ReportData,

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from sfumato.calibration.calibrator import Calibration
+from sfumato.charts import CARD, FAINT, FIRST, INK, SECOND, Chart, data_url
 from sfumato.direction import Direction
 from sfumato.distances import get_distance
 from sfumato.evaluation.protocols import Evaluation
@@ -23,9 +24,7 @@ from sfumato.metrics.reliability import (
     wilson_interval,
 )
 from sfumato.metrics.retrieval import per_query_metrics
-from sfumato.reports.charts import CARD, FAINT, FIRST, INK, SECOND, Chart
 from sfumato.reports.formatting import DIRECTIONS, clipped, digits, in_words, is_number, percent, probability, signed
-from sfumato.reports.page_files import data_url
 from sfumato.search.exact import distance_blocks, top_k
 from sfumato.search.gallery import QueryContext, Scorer
 

@@ -7,10 +7,21 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from sfumato.charts import (
+    FAMILIES,
+    FIRST,
+    SECOND,
+    Chart,
+    Ellipse,
+    data_url,
+    draw_curve,
+    ellipse_chart,
+    magnification,
+    render_page,
+)
 from sfumato.data.images import MemoryImage, Problems, thumbnail
 from sfumato.errors import counted
 from sfumato.files import write_atomically, write_json
-from sfumato.reports.charts import FAMILIES, FIRST, SECOND, Chart, Ellipse, draw_curve, ellipse_chart, magnification
 from sfumato.reports.formatting import (
     MISSING,
     clipped,
@@ -22,7 +33,7 @@ from sfumato.reports.formatting import (
     percent,
     probability,
 )
-from sfumato.reports.page_files import data_url, read_image, read_studies, render_page
+from sfumato.reports.page_files import read_image, read_studies
 from sfumato.reports.tables import print_table, print_wrapped
 from sfumato.studies.analyse import NAMES, Analyses, same_model_and_data
 from sfumato.studies.crops import CELLS, MEANS, PUBLISHED, ROLES, CropFigures, CropStudy, Example

@@ -10,8 +10,8 @@ import math
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,77 +23,9 @@ from sfumato.calibration.reference import REFERENCE_FEATURES, ReferenceQueries
 from sfumato.direction import Direction
 from sfumato.gaussian import GaussianEmbedding, check_finite
 from sfumato.matching import match_probability
-from sfumato.search.guarantees import check_unfiltered
+from sfumato.search.answer import Answer, Hit, verdict
+from sfumato.search.guarantees import check_native, check_unfiltered
 from sfumato.search.stores.protocol import Filter, Records, VectorStore
-
-
-@dataclass(frozen=True)
-class SearchRecord:
-    """One item that a search found.
-
-    Attributes:
-        id: id of the item.
-        rank: 1 is the closest.
-        distance: distance between query and item; smaller is closer.
-        match_probability: in [0, 1], from the calibration of the gallery, or from its logits if it has none.
-        uncertainty: total variance of the item.
-        payload: texts stored with the item, e.g. {"path": ...}.
-    """
-
-    id: str
-    rank: int
-    distance: float
-    match_probability: float
-    uncertainty: float
-    payload: dict[str, str]
-
-    def __repr__(self) -> str:
-        return (
-            f"SearchRecord({self.id!r}, rank={self.rank}, distance={self.distance:.4f},"
-            f" match_probability={self.match_probability:.3f}, uncertainty={self.uncertainty:.4g})"
-        )
-
-
-@dataclass(frozen=True)
-class SearchResult:
-    """The result of a search for one query. It iterates over its records, closest first.
-
-    Attributes:
-        uncertainty: total variance of the query.
-        records: the k closest items, or all items if there are fewer. With min_probability there may be fewer, or none.
-        best_probability: match probability of the closest item, whether or not it is among the records; 0 for an
-            empty gallery.
-        abstained: True if the query should not be answered at the requested risk; None if no risk was requested.
-        conformal_set: the items within the radius of the requested coverage, closest first; None if none was requested.
-        conformal_set_cut: True if max_set cut the set. The coverage guarantee does not hold for a cut set.
-        best_distance: distance of the closest item, as best_probability; infinite for an empty gallery.
-    """
-
-    uncertainty: float
-    records: tuple[SearchRecord, ...]
-    best_probability: float = 0.0
-    abstained: bool | None = None
-    conformal_set: tuple[SearchRecord, ...] | None = None
-    conformal_set_cut: bool = False
-    best_distance: float = math.inf
-
-    @property
-    def hits(self) -> tuple[SearchRecord, ...]:
-        """The name of `records` in version 0.1."""
-        return self.records
-
-    def __repr__(self) -> str:
-        first = f", first {self.records[0].id!r}" if self.records else ""
-        return f"SearchResult({len(self)} records{first}, best_probability={self.best_probability:.3f})"
-
-    def __iter__(self) -> Iterator[SearchRecord]:
-        return iter(self.records)
-
-    def __len__(self) -> int:
-        return len(self.records)
-
-    def __getitem__(self, index: int) -> SearchRecord:
-        return self.records[index]
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,8 +47,8 @@ class Candidates:
     payloads: tuple[Mapping[str, str], ...]  # c dictionaries
     closest: GaussianEmbedding | None = None
 
-    def first(self, n: int) -> "Candidates":
-        """The closest of the candidates."""
+    def first(self, n: int | None) -> "Candidates":
+        """The closest of the candidates; None: all."""
         return Candidates(self.ids[:n], self.distance[:n], self.uncertainty[:n], self.payloads[:n], self.closest)
 
 
@@ -362,8 +294,19 @@ class Gallery(ABC):
         max_risk: float | None = None,
         max_set: int | None = None,
         filter: Filter | None = None,
-    ) -> list[SearchResult]:
-        """The k closest items of each query. queries (n, d)."""
+        expected: bool = False,
+        names: Sequence[str] | None = None,
+        native: Sequence[bool] | None = None,
+        unfamiliar: Sequence[bool] | None = None,
+    ) -> list[Answer]:
+        """The k closest items of each query, and with `expected` the expected number of matches and the verdict.
+
+        queries (n, d); by query, its name, whether it is of the kind that the calibration was fitted on, and whether
+        the model hardly knows its words.
+        """
+        native = [True] * queries.n if native is None else native
+        wanted = {"min_probability": min_probability, "coverage": coverage, "max_risk": max_risk}
+        check_native(wanted, self.scorer.direction, native)
         check_unfiltered(filter, coverage=coverage, max_risk=max_risk)
         if min_probability is not None and not 0 <= min_probability <= 1:
             raise ValueError(f"search: min_probability must be between 0 and 1, got {min_probability}")
@@ -372,24 +315,39 @@ class Gallery(ABC):
         n = self.size if filter is None else self.count(filter)
         found = self.closest(queries, max(k, scorer.n_nearest), filter)
         context = self._context(queries, found)
-        abstained: list[bool] | list[None] = [None] * queries.n
-        if max_risk is not None:
-            abstained = scorer.abstains(context, max_risk, n)
-        limit = None if max_set is None else max_set + 1
-        sets = [None] * queries.n if radius is None else self.within(queries, radius, most=limit)
-        results = []
+        nothing: list[None] = [None] * queries.n
+        abstained = nothing if max_risk is None else scorer.abstains(context, max_risk, n)
+        sets = (
+            nothing if radius is None else self.within(queries, radius, most=None if max_set is None else max_set + 1)
+        )
+        totals = self.expected_matches(queries, filter) if expected else nothing
+        answers = []
         for i, total_variance in enumerate(queries.total_variance.tolist()):
-            records = self._records(found[i].first(k), n, context[i])
-            best = records[0].match_probability if records else 0.0
-            closest = records[0].distance if records else math.inf
-            if min_probability is not None:
-                records = tuple(record for record in records if record.match_probability >= min_probability)
-            inside, cut = sets[i], False
-            if inside is not None and max_set is not None:
-                cut, inside = len(inside.ids) > max_set, inside.first(max_set)
-            whole = None if inside is None else self._records(inside, n, context[i])
-            results.append(SearchResult(total_variance, records, best, abstained[i], whole, cut, closest))
-        return results
+            hits = self._hits(found[i].first(k), n, context[i])
+            best, closest = (hits[0].match_probability, hits[0].distance) if hits else (0.0, math.inf)
+            calibrated, inside, total = self.calibrated and native[i], sets[i], totals[i]
+            strange, said = unfamiliar is not None and unfamiliar[i], None
+            if total is not None and (calibrated or strange):
+                said = verdict(total, best, abstained[i], unfamiliar=strange)
+                if not hits:
+                    said = replace(said, text="The gallery is empty" if filter is None else "No item passes the filter")
+            answers.append(
+                Answer(
+                    str(i) if names is None else names[i],
+                    self.distance,
+                    calibrated,
+                    total_variance,
+                    tuple(hit for hit in hits if min_probability is None or hit.match_probability >= min_probability),
+                    best,
+                    closest,
+                    total if calibrated else None,
+                    said,
+                    abstained[i],
+                    None if inside is None else self._hits(inside.first(max_set), n, context[i]),
+                    inside is not None and max_set is not None and len(inside.ids) > max_set,
+                )
+            )
+        return answers
 
     def _context(self, queries: GaussianEmbedding, found: Sequence[Candidates]) -> QueryContext:
         """The context of queries by their closest items."""
@@ -426,11 +384,11 @@ class Gallery(ABC):
         check_finite(queries, "search")
         return queries.detach().to("cpu").to(torch.float32)
 
-    def _records(self, found: Candidates, n_gallery: int, context: QueryContext) -> tuple[SearchRecord, ...]:
+    def _hits(self, found: Candidates, n_gallery: int, context: QueryContext) -> tuple[Hit, ...]:
         probability = self.scorer.match_probability(found.distance, n_gallery, context)
         columns = (column.tolist() for column in (found.distance, probability, found.uncertainty))
         return tuple(
-            SearchRecord(i, rank, d, p, u, dict(payload))
+            Hit(i, rank, d, p, u, dict(payload))
             for rank, (i, payload, d, p, u) in enumerate(zip(found.ids, found.payloads, *columns, strict=True), 1)
         )
 
@@ -438,52 +396,6 @@ class Gallery(ABC):
 def with_margin(k: int) -> int:
     """Number of candidates to fetch for k results, so that a wrong order of near ties has no effect."""
     return k + max(8, k // 4)
-
-
-MANY = 7
-"""With this many expected matches or more, a search has found many matches."""
-
-_CLEAR, _SINGLE, _FEW, _UNSURE = 0.75, 2, 3, 0.25
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """A search result in words."""
-
-    kind: Literal["clear", "few", "many", "unsure", "abstained", "unfamiliar"]  # one word
-    text: str  # one sentence
-
-
-def verdict(
-    expected_matches: float, best_probability: float, abstained: bool | None = None, *, unfamiliar: bool = False
-) -> Verdict:
-    """Put a search result into words.
-
-    The limits were chosen on validation data; docs/results/probabilities.md has the precision and the recall of
-    "many" and "clear".
-    """
-    if unfamiliar:
-        return Verdict("unfamiliar", "The model hardly knows these words: the results are guesses")
-    if abstained:
-        return Verdict("abstained", "No confident match: an answer would exceed the risk that you allow")
-    if expected_matches >= MANY:
-        return Verdict("many", f"Many matches: about {expected_matches:.0f}")
-    if best_probability >= _CLEAR and expected_matches < _SINGLE:
-        return Verdict("clear", "One clear match")
-    found = f"the first result is right with a probability of {_percent(best_probability)}"
-    if best_probability < _UNSURE:
-        return Verdict("unsure", f"No clear match: {found}")
-    if expected_matches >= _FEW:
-        return Verdict("few", f"A few matches: about {expected_matches:.0f}")
-    return Verdict("few", f"A {'likely' if best_probability >= 0.5 else 'possible'} match: {found}")
-
-
-def _percent(p: float) -> str:
-    if p < 0.001:
-        return "less than 0.1%"
-    if p > 0.995:
-        return "more than 99%"
-    return f"{p:.0%}" if p >= 0.1 else f"{p:.1%}"
 
 
 @dataclass(frozen=True, eq=False)

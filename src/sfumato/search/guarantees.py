@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping
 from typing import Literal
 
 from sfumato.direction import Direction
+from sfumato.errors import UserError
 from sfumato.search.stores.protocol import Filter
 
 QueryKind = Literal["text", "image"]
@@ -11,8 +12,11 @@ QueryKind = Literal["text", "image"]
 NATIVE: dict[Direction, QueryKind] = {"t2i": "text", "i2t": "image"}
 """Kind of the queries that the calibration of each direction was fitted on."""
 
+_OPTIONS = {"max_risk": "max_risk (--abstain)"}
+"""Options that the command has under another name."""
 
-class GuaranteeError(ValueError):
+
+class GuaranteeError(UserError):
     """A guarantee that the calibration cannot give to a query."""
 
     def __init__(self, option: str, reason: str, way_out: str) -> None:
@@ -20,13 +24,13 @@ class GuaranteeError(ValueError):
         self.option, self.reason = option, reason
 
 
-def check_native(wanted: Mapping[str, float | None], direction: Direction, asked: Iterable[str]) -> None:
+def check_native(wanted: Mapping[str, float | None], direction: Direction, native: Iterable[bool]) -> None:
     """Refuse guarantees for queries of another kind than those that the calibration was fitted on."""
-    native = NATIVE[direction]
-    options = [name for name, value in wanted.items() if value is not None]
-    if options and any(kind != native for kind in asked):
-        reason = f"works only with queries by {native}, on which the calibration was fitted"
-        raise GuaranteeError(options[0], reason, f"search by {native} alone, or leave out {options[0]}")
+    options = [_OPTIONS.get(name, name) for name, value in wanted.items() if value is not None]
+    if options and not all(native):
+        kind = NATIVE[direction]
+        reason = f"works only with queries by {kind}, on which the calibration was fitted"
+        raise GuaranteeError(options[0], reason, f"search by {kind} alone, or leave out {options[0]}")
 
 
 def check_unfiltered(filter: Filter | None, *, coverage: float | None, max_risk: float | None) -> None:

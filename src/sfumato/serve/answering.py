@@ -21,8 +21,10 @@ from sfumato.gaussian import GaussianEmbedding
 from sfumato.models.embed import embed_split, load_split
 from sfumato.models.run import RECIPE, Run, load_run
 from sfumato.models.unfamiliar import unfamiliar_texts
+from sfumato.search.answer import Answer as Found
+from sfumato.search.answer import Hit
 from sfumato.search.collection import GaussianCollection
-from sfumato.search.gallery import Gallery, SearchRecord, SearchResult, verdict
+from sfumato.search.gallery import Gallery
 from sfumato.search.guarantees import NATIVE, GuaranteeError, QueryKind, check_native, check_unfiltered
 from sfumato.search.stores.protocol import Filter
 from sfumato.serve.schemas import (
@@ -230,7 +232,7 @@ def refuse_guarantees(gallery: Gallery, asked: Sequence[Asked], options: SearchO
     """Refuse guarantees that the calibration cannot give; other errors of a search are internal errors."""
     wanted = {name: getattr(options, name) for name in ("abstain", "coverage", "min_probability")}
     try:
-        check_native(wanted, gallery.scorer.direction, [one.kind for one in asked])
+        check_native(wanted, gallery.scorer.direction, [one.kind == native(gallery) for one in asked])
         if options.min_probability is not None and not gallery.calibrated:
             raise GuaranteeError("min_probability", "needs a calibration, and this gallery has none", "leave it out")
         check_unfiltered(wanted_filter(options), coverage=options.coverage, max_risk=options.abstain)
@@ -257,7 +259,7 @@ def answered(
 ) -> list[Answer]:
     """Search by several queries with the same options. queries (n, d)."""
     gallery, wanted = served.gallery, wanted_filter(options)
-    results = gallery.search(
+    answers = gallery.search(
         queries,
         options.max_results,
         min_probability=options.min_probability,
@@ -265,18 +267,17 @@ def answered(
         max_risk=options.abstain,
         max_set=max_set,
         filter=wanted,
+        expected=True,
+        names=[one.name for one in asked],
+        native=[one.kind == native(gallery) for one in asked],
+        unfamiliar=unfamiliar,
     )
     if wanted is None and watched:
-        watch(served, asked, results)
-    expected_matches = gallery.expected_matches(queries, wanted)
+        watch(served, asked, answers)
     positions: list[Position | None] = [None] * len(asked)
     if plane is not None:
         positions = [Position(**ellipse_of(one).model_dump(), version=plane.version) for one in plane.ellipses(queries)]
-    judged = unfamiliar or [False] * len(asked)
-    return [
-        _answer(served, options, *values)
-        for values in zip(asked, results, expected_matches, positions, judged, strict=True)
-    ]
+    return [_answer(served, options, *values) for values in zip(asked, answers, positions, strict=True)]
 
 
 def wanted_filter(options: SearchOptions) -> Filter | None:
@@ -288,38 +289,27 @@ def wanted_filter(options: SearchOptions) -> Filter | None:
 
 
 def _answer(
-    served: ServedGallery,
-    options: SearchOptions,
-    asked: Asked,
-    result: SearchResult,
-    expected: float,
-    position: Position | None,
-    unfamiliar: bool,
+    served: ServedGallery, options: SearchOptions, asked: Asked, found: Found, position: Position | None
 ) -> Answer:
-    gallery, own = served.gallery, asked.kind == native(served.gallery)
-    calibrated, differs = gallery.calibrated and own, served.drift is not None and served.drift.state.differs
-    guaranteed = options.abstain is not None or options.coverage is not None
-    words, whole = None, None
-    if calibrated or unfamiliar:
-        found = verdict(expected, result.best_probability, result.abstained, unfamiliar=unfamiliar)
-        words = VerdictText(kind=found.kind, text=found.text + (_DIFFERS if differs and guaranteed else ""))
-        if not math.isfinite(result.best_distance):
-            nothing = "The gallery is empty" if wanted_filter(options) is None else "No item passes the filter"
-            words = VerdictText(kind=words.kind, text=nothing)
-    if result.conformal_set is not None and options.coverage is not None:
-        hits = [_record(served, record, calibrated) for record in result.conformal_set]
-        whole = ConformalSet(coverage=options.coverage, complete=not result.conformal_set_cut, hits=hits)
+    differs, words, whole = served.drift is not None and served.drift.state.differs, None, None
+    if found.verdict is not None:
+        guaranteed = options.abstain is not None or options.coverage is not None
+        warning = _DIFFERS if differs and guaranteed and math.isfinite(found.best_distance) else ""
+        words = VerdictText(kind=found.verdict.kind, text=found.verdict.text + warning)
+    if found.conformal_set is not None and options.coverage is not None:
+        hits = [_hit(served, hit, found.calibrated) for hit in found.conformal_set]
+        whole = ConformalSet(coverage=options.coverage, complete=not found.conformal_set_cut, hits=hits)
     return Answer(
-        query=asked.name,
+        query=found.query,
         kind=asked.kind,
-        distance=gallery.distance,
-        calibrated=calibrated,
-        total_variance=result.uncertainty,
-        expected_matches=expected if calibrated else None,
+        distance=found.distance,
+        calibrated=found.calibrated,
+        total_variance=found.uncertainty,
+        expected_matches=found.expected_matches,
         verdict=words,
-        queries_differ=differs and own,
-        abstained=result.abstained,
-        hits=[_record(served, record, calibrated) for record in result],
+        queries_differ=differs and asked.kind == native(served.gallery),
+        abstained=found.abstained,
+        hits=[_hit(served, hit, found.calibrated) for hit in found],
         conformal_set=whole,
         position=position,
     )
@@ -328,13 +318,13 @@ def _answer(
 _DIFFERS = ". Recent queries differ from those of the calibration: its guarantees may not hold"
 
 
-def watch(served: ServedGallery, asked: Sequence[Asked], results: Sequence[SearchResult]) -> None:
+def watch(served: ServedGallery, asked: Sequence[Asked], answers: Sequence[Found]) -> None:
     """Compare new queries with those of the calibration, and log when they begin or cease to differ."""
     if served.drift is None:
         return
     wanted = native(served.gallery)
     own = [i for i, one in enumerate(asked) if one.kind == wanted]
-    nearest = [results[i].best_distance for i in own]
+    nearest = [answers[i].best_distance for i in own]
     names = [asked[i].text or asked[i].image or asked[i].vector for i in own]
     for state in served.drift.add(nearest, n_gallery=served.gallery.size, names=names):
         found = f"{kind(served.gallery)}, last {served.drift.window} queries, D = {state.statistic or 0:.2f}"
@@ -423,13 +413,16 @@ def ellipse_of(values: tuple[float, float, float, float, float]) -> Ellipse:
     return Ellipse(x=x, y=y, a=a, b=b, angle=angle)
 
 
-def _record(served: ServedGallery, record: SearchRecord, calibrated: bool) -> ResultRecord:
+def _hit(served: ServedGallery, hit: Hit, calibrated: bool) -> ResultRecord:
     return ResultRecord(
-        id=record.id, rank=record.rank, distance=record.distance,
-        match_probability=record.match_probability if calibrated else None,
-        total_variance=record.uncertainty, payload=handed_out(record.payload),
-        picture=image_path(served, record.id, record.payload),
-    )  # fmt: skip
+        id=hit.id,
+        rank=hit.rank,
+        distance=hit.distance,
+        match_probability=hit.match_probability if calibrated else None,
+        total_variance=hit.uncertainty,
+        payload=handed_out(hit.payload),
+        picture=image_path(served, hit.id, hit.payload),
+    )
 
 
 def _can_guarantee(guarantee: Callable[[], object]) -> bool:

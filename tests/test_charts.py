@@ -9,8 +9,7 @@ import pytest
 from matplotlib import pyplot
 from reports.test_report import EVIL
 
-from sfumato.errors import UserError
-from sfumato.reports.charts import (
+from sfumato.charts import (
     FIRST,
     INK,
     Chart,
@@ -22,6 +21,7 @@ from sfumato.reports.charts import (
     require_matplotlib,
     write_drawing,
 )
+from sfumato.errors import UserError
 from sfumato.reports.report_charts import training_curves
 
 LINK = "{http://www.w3.org/1999/xlink}href"

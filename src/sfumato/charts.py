@@ -1,5 +1,6 @@
-"""Charts as matplotlib SVG: curves, bars, and maps of Gaussians as ellipses."""
+"""Charts as matplotlib SVG (curves, bars, maps of Gaussians as ellipses), and pages from templates."""
 
+import base64
 import contextlib
 import html
 import io
@@ -8,6 +9,7 @@ import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +19,7 @@ from sfumato.errors import need
 from sfumato.files import write_atomically
 
 if TYPE_CHECKING:
+    import jinja2
     from matplotlib.artist import Artist
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
@@ -306,3 +309,22 @@ def _contains(ellipse: Ellipse, times: float, point: tuple[float, float], margin
     """Whether a point lies within an ellipse, or less than a margin outside."""
     dx, dy = point[0] - ellipse.x, point[1] - ellipse.y
     return math.hypot(dx, dy) < _radius(ellipse, times, math.atan2(dy, dx)) + margin
+
+
+@cache
+def _environment() -> "jinja2.Environment":
+    import jinja2
+
+    templates = jinja2.PackageLoader("sfumato", "reports/templates")
+    return jinja2.Environment(loader=templates, autoescape=True, trim_blocks=True, lstrip_blocks=True)
+
+
+def render_page(template: str, values: Mapping[str, Any]) -> str:
+    """Fill a template; all texts are escaped."""
+    return _environment().get_template(template).render(values)
+
+
+def data_url(content: bytes) -> str:
+    """The bytes of an image file as a URL that a page can hold."""
+    kind = "png" if content[:4] == b"\x89PNG" else "webp" if content[:4] == b"RIFF" else "jpeg"
+    return f"data:image/{kind};base64,{base64.b64encode(content).decode()}"

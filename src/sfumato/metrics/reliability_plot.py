@@ -4,13 +4,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from sfumato.arrays import Array, as_tensor
+from sfumato.charts import FAINT, FIRST, STYLE, new_axes, require_matplotlib
 from sfumato.metrics.reliability import (
     N_BINS,
     calibration_error_by_chance,
     expected_calibration_error,
     reliability_curve,
 )
-from sfumato.reports.charts import FAINT, FIRST, STYLE, new_axes, require_matplotlib
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -1,0 +1,235 @@
+"""The answer of a search and its hits: what every command, program, service, page and notebook shows."""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+from sfumato.charts import FIRST, STYLE, data_url, new_axes, render_page, require_matplotlib
+from sfumato.data.images import ImageSource, thumbnail
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+MANY = 7
+"""With this many expected matches or more, a search has found many matches."""
+
+_CLEAR, _SINGLE, _FEW, _UNSURE = 0.75, 2, 3, 0.25
+_LABEL = 32
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """An answer in words."""
+
+    kind: Literal["clear", "few", "many", "unsure", "abstained", "unfamiliar"]  # one word
+    text: str  # one sentence
+
+
+def verdict(
+    expected_matches: float, best_probability: float, abstained: bool | None = None, *, unfamiliar: bool = False
+) -> Verdict:
+    """Put an answer into words.
+
+    The limits were chosen on validation data; docs/results/probabilities.md has the precision and the recall of
+    "many" and "clear".
+    """
+    if unfamiliar:
+        return Verdict("unfamiliar", "The model hardly knows these words: the results are guesses")
+    if abstained:
+        return Verdict("abstained", "No confident match: an answer would exceed the risk that you allow")
+    if expected_matches >= MANY:
+        return Verdict("many", f"Many matches: about {expected_matches:.0f}")
+    if best_probability >= _CLEAR and expected_matches < _SINGLE:
+        return Verdict("clear", "One clear match")
+    found = f"the first result is right with a probability of {_percent(best_probability)}"
+    if best_probability < _UNSURE:
+        return Verdict("unsure", f"No clear match: {found}")
+    if expected_matches >= _FEW:
+        return Verdict("few", f"A few matches: about {expected_matches:.0f}")
+    return Verdict("few", f"A {'likely' if best_probability >= 0.5 else 'possible'} match: {found}")
+
+
+def _percent(p: float) -> str:
+    if p < 0.001:
+        return "less than 0.1%"
+    if p > 0.995:
+        return "more than 99%"
+    return f"{p:.0%}" if p >= 0.1 else f"{p:.1%}"
+
+
+@dataclass(frozen=True)
+class Hit:
+    """One item that a search found.
+
+    Attributes:
+        id: id of the item.
+        rank: 1 is the closest.
+        distance: distance between query and item; smaller is closer.
+        match_probability: in [0, 1], from the calibration of the gallery, or from its logits if it has none; it means
+            something only in a calibrated :class:`Answer`.
+        uncertainty: total variance of the item.
+        payload: texts stored with the item, e.g. {"path": ...}.
+    """
+
+    id: str
+    rank: int
+    distance: float
+    match_probability: float
+    uncertainty: float
+    payload: dict[str, str]
+
+    def __repr__(self) -> str:
+        return (
+            f"Hit({self.id!r}, rank={self.rank}, distance={self.distance:.4f},"
+            f" match_probability={self.match_probability:.3f}, uncertainty={self.uncertainty:.4g})"
+        )
+
+    @property
+    def name(self) -> str:
+        """Its label or text, else its id."""
+        return self.payload.get("label") or self.payload.get("text") or self.id
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The answer to one query. It iterates over its hits, closest first.
+
+    Attributes:
+        query: the text, the path or the number of the image, the id of the item, or the number of the embedding.
+        distance: name of the distance of the gallery.
+        calibrated: whether the probabilities were fitted on held-out pairs of this kind of query. If not, only the
+            order and the distances mean something.
+        uncertainty: total variance of the query.
+        hits: the k closest items, or all items if there are fewer. With min_probability there may be fewer, or none.
+        best_probability: match probability of the closest item, whether or not it is among the hits; 0 for an empty
+            gallery.
+        best_distance: its distance; infinite for an empty gallery.
+        expected_matches: sum of the match probabilities over the whole gallery; None if it was not asked for, or the
+            probabilities are not calibrated.
+        verdict: the answer in one sentence; None as expected_matches, unless the model hardly knows the words.
+        abstained: True if the query should not be answered at the requested risk; None if no risk was requested.
+        conformal_set: the items that hold a match with the requested coverage, closest first; None if none was
+            requested.
+        conformal_set_cut: True if max_set cut the set. The coverage guarantee does not hold for a cut set.
+        image_of: gives the image of a hit, or None; notebooks show it.
+    """
+
+    query: str
+    distance: str
+    calibrated: bool
+    uncertainty: float
+    hits: tuple[Hit, ...]
+    best_probability: float = 0.0
+    best_distance: float = math.inf
+    expected_matches: float | None = None
+    verdict: Verdict | None = None
+    abstained: bool | None = None
+    conformal_set: tuple[Hit, ...] | None = None
+    conformal_set_cut: bool = False
+    image_of: Callable[[Hit], ImageSource | None] = field(default=lambda hit: None, repr=False, compare=False)
+
+    def __iter__(self) -> Iterator[Hit]:
+        return iter(self.hits)
+
+    def __len__(self) -> int:
+        return len(self.hits)
+
+    def __getitem__(self, index: int) -> Hit:
+        return self.hits[index]
+
+    def __repr__(self) -> str:
+        return "\n".join([f"Answer({self.query!r}: {self.sentence})", *(f"  {self._line(hit)}" for hit in self.hits)])
+
+    @property
+    def sentence(self) -> str:
+        """The verdict with the expected number of matches; without calibrated probabilities it says so instead."""
+        if self.verdict is None:
+            if self.calibrated:
+                return f"the first result is right with a probability of {_percent(self.best_probability)}"
+            return "by distance; match probabilities are not calibrated for such queries"
+        if self.verdict.kind == "unfamiliar" or "about" in self.verdict.text or self.expected_matches is None:
+            return self.verdict.text
+        return f"{self.verdict.text}; {self.expected_matches:.1f} matches expected"
+
+    def _line(self, hit: Hit) -> str:
+        probability = f"{hit.match_probability:6.1%}  " if self.calibrated else ""
+        name = "" if hit.name == hit.id else f"  {hit.name}"
+        return f"{probability}{self.distance} {hit.distance:.4f}  {hit.id}{name}"
+
+    def _repr_html_(self) -> str:
+        """The hits with small images and bars of their probabilities, for notebooks."""
+
+        def image(hit: Hit) -> str | None:
+            source = self.image_of(hit)
+            content = None if source is None else thumbnail(source)
+            return None if content is None else data_url(content)
+
+        found = {"sentence": self.sentence, "thumbnail": image, "colour": FIRST}
+        return render_page("answer.html.j2", {**vars(self), **found})
+
+    def plot(self, ax: "Axes | None" = None) -> "Axes":
+        """Draw the hits as bars: match probabilities, or distances if the probabilities are not calibrated.
+
+        Args:
+            ax: axes of matplotlib to draw on; new ones if None.
+
+        Returns:
+            The axes.
+
+        Raises:
+            UserError: matplotlib is not installed.
+        """
+        require_matplotlib()
+        import matplotlib
+
+        if ax is None:
+            ax = new_axes(5.6, 1.2 + 0.3 * max(1, len(self)), f"{_shortened(self.query)}: {self.sentence}")
+        with matplotlib.rc_context(STYLE):
+            values = [hit.match_probability if self.calibrated else hit.distance for hit in self]
+            bars = ax.barh(range(len(self)), values, height=0.6, color=FIRST)
+            ax.bar_label(bars, ["%.1f%%" % (100 * v) if self.calibrated else f"{v:.3f}" for v in values], padding=3)
+            ax.set_yticks(range(len(self)), [_shortened(hit.name) for hit in self])
+            ax.invert_yaxis()
+            if self.calibrated:
+                ax.set_xlim(0, 1.12)
+                ax.set_xticks([0, 0.25, 0.5, 0.75, 1], ["0%", "25%", "50%", "75%", "100%"])
+            ax.set_xlabel("match probability" if self.calibrated else f"{self.distance} (smaller is closer)")
+            ax.grid(axis="x")
+        return ax
+
+    def to_json(self) -> dict[str, Any]:
+        """The answer as plain values, without probabilities where they are not calibrated.
+
+        Returns:
+            {"query", "distance", "calibrated", "uncertainty", "expected_matches", "abstained", "verdict" (a sentence),
+            "hits": [{"id", "distance", "match_probability", "uncertainty", and the payload}], "conformal_set" (like
+            hits; None without coverage)}. If not calibrated, every match_probability is None.
+        """
+
+        def values(hits: tuple[Hit, ...]) -> list[dict[str, Any]]:
+            return [
+                {
+                    "id": hit.id,
+                    "distance": hit.distance,
+                    "match_probability": hit.match_probability if self.calibrated else None,
+                    "uncertainty": hit.uncertainty,
+                    **hit.payload,
+                }
+                for hit in hits
+            ]
+
+        plain = ("query", "distance", "calibrated", "uncertainty", "expected_matches", "abstained")
+        return {name: getattr(self, name) for name in plain} | {
+            "verdict": None if self.verdict is None else self.verdict.text,
+            "hits": values(self.hits),
+            "conformal_set": None if self.conformal_set is None else values(self.conformal_set),
+        }
+
+
+def _shortened(text: str) -> str:
+    """The beginning of a long text; of a long path the end."""
+    if len(text) <= _LABEL:
+        return text
+    is_path = " " not in text and ("/" in text or "\\" in text)
+    return f"…{text[1 - _LABEL :]}" if is_path else f"{text[: _LABEL - 1]}…"

@@ -1,0 +1,257 @@
+"""A gallery that knows its model: texts and images search it, and every answer says how sure it is."""
+
+import contextlib
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal, Protocol, Union, overload
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from sfumato.data.images import Images, ImageSource, MemoryImage
+from sfumato.encoders.dual import DualEncoder
+from sfumato.encoders.feature_rows import features_read
+from sfumato.errors import UserError
+from sfumato.gaussian import GaussianEmbedding
+from sfumato.search.answer import Answer, Hit
+from sfumato.search.gallery import Gallery
+from sfumato.search.guarantees import NATIVE
+from sfumato.search.index import GaussianIndex
+
+Modality = Literal["texts", "images"]
+
+OneQuery = Union[str, "os.PathLike[str]", bytes, Image.Image]
+"""A single query: a text, or an image by its path (a :class:`~pathlib.Path`), its bytes or as a Pillow image."""
+
+
+class QueryModel(Protocol):
+    """What a gallery asks of its model."""
+
+    @property
+    def model(self) -> DualEncoder:
+        """The encoders."""
+
+    def embed_texts(self, texts: Sequence[Any]) -> GaussianEmbedding:
+        """Embed texts. Returns (n, d)."""
+
+    def embed_images(self, images: Sequence[Any]) -> GaussianEmbedding:
+        """Embed images. Returns (n, d)."""
+
+    def unfamiliar_texts(self, texts: Sequence[str]) -> list[bool]:
+        """Which texts have words that the model hardly knows."""
+
+
+@dataclass(eq=False)
+class Searcher:
+    """A gallery that knows its model, so that texts and images search it; :func:`load_index` opens one.
+
+    Attributes:
+        gallery: the index or the collection.
+        source: its folder; of a gallery in memory, the source of its model.
+        open_model: loads its model, when the first query needs it.
+        open_images: opens the images of its items, when the first is shown; None if there are none.
+    """
+
+    gallery: Gallery
+    source: str
+    open_model: Callable[[], QueryModel] = field(repr=False)
+    open_images: Callable[[], Images | None] = field(default=lambda: None, repr=False)
+
+    def __len__(self) -> int:
+        return len(self.gallery)
+
+    def __repr__(self) -> str:
+        items = "images" if self.native == "texts" else "texts"
+        state = "calibrated" if self.gallery.calibrated else "not calibrated"
+        return f"Searcher({len(self)} {items}, {self.gallery.distance}, {state}, {self.source!r})"
+
+    def __enter__(self) -> "Searcher":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Release the files and connections of a collection."""
+        self.gallery.close()
+
+    @cached_property
+    def model(self) -> QueryModel:
+        """The model that the gallery was made with."""
+        return self.open_model()
+
+    @property
+    def native(self) -> Modality:
+        """The kind of queries that its probabilities are calibrated for: "texts" in a gallery of images."""
+        return "texts" if NATIVE[self.gallery.scorer.direction] == "text" else "images"
+
+    @overload
+    def search(
+        self,
+        queries: OneQuery,
+        k: int = 10,
+        *,
+        min_probability: float | None = None,
+        coverage: float | None = None,
+        max_risk: float | None = None,
+    ) -> Answer: ...
+
+    @overload
+    def search(
+        self,
+        queries: Sequence[Any] | np.ndarray | GaussianEmbedding,
+        k: int = 10,
+        *,
+        modality: Modality | None = None,
+        min_probability: float | None = None,
+        coverage: float | None = None,
+        max_risk: float | None = None,
+    ) -> list[Answer]: ...
+
+    def search(
+        self,
+        queries: OneQuery | Sequence[Any] | np.ndarray | GaussianEmbedding,
+        k: int = 10,
+        *,
+        modality: Modality | None = None,
+        min_probability: float | None = None,
+        coverage: float | None = None,
+        max_risk: float | None = None,
+    ) -> Answer | list[Answer]:
+        """The k closest items of a text or an image, or of each of several.
+
+        Args:
+            queries: a text; an image, as a :class:`~pathlib.Path`, the bytes of its file or a Pillow image; a list of
+                texts, or of images (also arrays of uint8 pixels); or (n, d) embeddings. For a model that reads
+                features, a list or an array of them in place of what it has no encoder for.
+            k: number of hits; all items if the gallery is smaller.
+            modality: what embeddings or features are of; None: :attr:`native`. Not with texts and images themselves.
+            min_probability: leave out hits with a lower match probability.
+            coverage: also return the set of items that holds a match with at least this probability.
+            max_risk: largest fraction of answers with a wrong first hit; less certain queries are marked.
+
+        Returns:
+            One answer for a single text or image; for a list, an array or embeddings, a list of n answers.
+
+        Raises:
+            UserError: the model is missing, a text is empty, an image cannot be used, or a guarantee is asked for
+                queries other than :attr:`native`.
+            TypeError: a query has another type, or texts and images are mixed.
+            ValueError: see :meth:`Gallery.search`.
+        """
+        single = isinstance(queries, str | os.PathLike | bytes | Image.Image)
+        asked: Any = [queries] if single else queries
+        kind = self._modality(asked) or modality or self.native
+        if modality not in (None, kind):
+            raise TypeError(f"search: the queries are {kind}; leave out modality={modality!r}")
+        guarantees = {"min_probability": min_probability, "coverage": coverage, "max_risk": max_risk}
+        judged = None
+        if isinstance(asked, GaussianEmbedding):
+            names, query = [str(i) for i in range(asked.n)], asked
+        elif kind == "texts":
+            names = _names(asked, "text")
+            if any(not name.strip() for name in names):
+                raise UserError("a text to search for is empty; leave it out")
+            query, judged = self.model.embed_texts(list(asked)), self.model.unfamiliar_texts(names)
+        else:
+            query, names = self.model.embed_images(asked), _names(asked, "image")
+        answers = self._answers(query, k, names, kind == self.native, unfamiliar=judged, **guarantees)
+        return answers[0] if single else answers
+
+    def search_items(self, ids: Sequence[str], k: int = 10) -> list[Answer]:
+        """The k closest items of items of the gallery itself, by distance alone; the model is not loaded.
+
+        Args:
+            ids: n ids.
+            k: number of hits.
+
+        Returns:
+            n answers, not calibrated.
+
+        Raises:
+            UserError: there is no such item.
+        """
+        found = self.gallery.get(ids)
+        if missing := [i for i in ids if i not in found.ids]:
+            raise UserError(
+                f"{self.source} has no item {missing[0]!r} to search by; ids are those that a search returns"
+            )
+        rows = torch.tensor([found.ids.index(i) for i in ids], dtype=torch.long)
+        return self._answers(found.embeddings[rows], k, ids, native=False)
+
+    def _answers(
+        self, query: GaussianEmbedding, k: int, names: Sequence[str], native: bool, **options: Any
+    ) -> list[Answer]:
+        found = self.gallery.search(query, k, names=names, native=[native] * query.n, expected=True, **options)
+        return [replace(answer, image_of=self.image_of) for answer in found]
+
+    def image_of(self, hit: Hit) -> ImageSource | None:
+        """The image of a hit, if the gallery knows where its images are.
+
+        Args:
+            hit: a hit of this gallery.
+
+        Returns:
+            Its image; None for a text, for features, and for an image that is gone.
+        """
+        data = None if self._images is None else self._images.read(hit.id, hit.payload)
+        return None if data is None else MemoryImage(hit.id, data)
+
+    @cached_property
+    def _images(self) -> Images | None:
+        with contextlib.suppress(UserError):  # The data have moved: a search goes on without its images.
+            return self.open_images()
+        return None
+
+    def save(self, folder: str | Path) -> None:
+        """Write an index, for :func:`load_index` and `sfumato search`. An existing index is replaced.
+
+        Args:
+            folder: made if it does not exist.
+
+        Raises:
+            TypeError: it is a collection, which is in its store already.
+            ValueError: see :meth:`GaussianIndex.save`.
+        """
+        if not isinstance(self.gallery, GaussianIndex):
+            raise TypeError(f"save: {self.source} is a collection and stores itself; copy it with copy_gallery")
+        self.gallery.save(folder)
+
+    def _modality(self, queries: Any) -> Modality | None:
+        """What queries are of; None if they do not say, as the files of a model that reads embeddings of both sides."""
+        found = _modality(queries)
+        return None if found == "images" and features_read(self.model.model.text) else found
+
+
+def _names(queries: Sequence[Any], noun: str) -> list[str]:
+    """Texts and paths as they are, others by their number."""
+    return [str(q) if isinstance(q, str | os.PathLike) else f"{noun} {i}" for i, q in enumerate(queries)]
+
+
+def _modality(queries: Any) -> Modality | None:
+    """What queries are of; None for embeddings and features, which do not say."""
+    if isinstance(queries, GaussianEmbedding):
+        return None
+    if not isinstance(queries, Sequence | np.ndarray | Tensor):
+        raise TypeError(
+            f"search: got a {type(queries).__name__}; expected a text, a pathlib.Path or another image, a list of them,"
+            " or a GaussianEmbedding"
+        )
+    found = {_kind(query) for query in queries}
+    if len(found) > 1:
+        raise TypeError("search: the queries mix texts and images; search for one kind at a time")
+    if not found:
+        raise ValueError("search: got no queries, expected at least one")
+    return found.pop()
+
+
+def _kind(query: Any) -> Modality | None:
+    if isinstance(query, str):
+        return "texts"
+    floating = hasattr(query, "dtype") and str(query.dtype).rpartition(".")[2].startswith(("float", "bfloat"))
+    return None if floating else "images"
