@@ -168,7 +168,7 @@ def sums(items: int, d: int, rounds: int) -> list[dict[str, Any]]:
     generator, rows, ids = torch.Generator().manual_seed(0), [], [str(i) for i in range(items)]
     gallery = unit(items, d, 32, generator)
     lifted = None
-    for engine in ("exact", "flat", "ivf", "hnsw"):
+    for engine in ("exact", "ivf", "hnsw"):
         index = GaussianIndex.build(gallery, ids, engine=engine)
         if lifted is None:
             lifted = LiftedGallery.of(index.embeddings, "csd", index.centre)

@@ -1,6 +1,6 @@
 """Mixed load on a service over HTTP for a long time: no 500, nothing acknowledged lost, memory flat, p99 by kind.
 
-    python benchmarks/soak.py store rerank:store milvus:store.db postgresql redis --minutes 30 [--json PATH]
+    python benchmarks/soak.py store milvus:store.db postgresql redis --minutes 30 [--json PATH]
 
 For each store URL a collection of noise and a service of a small model that was never trained, in a process of its own
 on loopback. Paths start at the folder of the collection. `postgresql` and `redis` alone start a server, which is killed

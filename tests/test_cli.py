@@ -274,7 +274,7 @@ def test_evaluate_a_run_with_everything_beside(work, sfumato, tmp_path):
     result = json.loads(out)
     assert status == 0 and result.pop("per_query") == str(table) and result == plain
     assert len(table.read_text().splitlines()) == 1 + plain["n_images"] + plain["n_texts"]
-    status, out, _ = sfumato("evaluate", "run", work / "run", "--strategies", "all", "--engine", "flat", "--json")
+    status, out, _ = sfumato("evaluate", "run", work / "run", "--strategies", "all", "--engine", "exact", "--json")
     strategies = json.loads(out)["strategies"]
     assert list(strategies) == ["mean", "wasserstein2", "csd", "faiss_mean", "faiss_rerank", "faiss_lifted"]
     for direction in ("i2t", "t2i"):
@@ -288,7 +288,7 @@ def test_evaluate_a_run_with_everything_beside(work, sfumato, tmp_path):
         assert d["second"] == pytest.approx(means[d["direction"]][d["metric"]])
     # A run is ranked by the distance that is asked for, as this one is.
     assert all(d["difference"] == 0 for d in by_run["differences"])
-    status, out, _ = sfumato("evaluate", "run", work / "run", "--strategies", "csd,faiss_mean", "--engine", "flat")
+    status, out, _ = sfumato("evaluate", "run", work / "run", "--strategies", "csd,faiss_mean", "--engine", "exact")
     assert status == 0 and "FAISS (mean only)" in folded(out) and "image -> text" in folded(out)
     status, out, _ = sfumato("evaluate", "run", work / "run", "--compare", table)
     assert status == 0 and "compared with" in folded(out) and "+0.00" in out
@@ -566,7 +566,7 @@ def test_embed_says_what_it_cannot_do(work, sfumato, tmp_path):
         assert status == 2 and not out and expected in err and "Traceback" not in err
 
 
-@pytest.mark.parametrize("engine", ["exact", "flat", "hnsw", "ivf"])
+@pytest.mark.parametrize("engine", ["exact", "hnsw", "ivf"])
 def test_index_and_search(work, sfumato, engine):
     if engine != "exact":
         pytest.importorskip("faiss", reason="the extra faiss is not installed")
@@ -636,7 +636,7 @@ def test_a_collection_in_a_store_is_filled_searched_added_to_and_copied(work, sf
             "there is no collection in",
         ),
         (("--images", half, "--add", "--store", "file:", "--out", out), "leave --store out"),
-        (("--images", half, "--engine", "flat", "--store", "file:", "--out", tmp_path / "x"), "leave --engine out"),
+        (("--images", half, "--engine", "hnsw", "--store", "file:", "--out", tmp_path / "x"), "leave --engine out"),
         (("--images", half, "--store", "mongodb://h/x", "--out", tmp_path / "x"), "unknown kind 'mongodb'"),
         (("--images", half, "--split", "test", "--out", tmp_path / "x"), "give one of --images"),
     ):

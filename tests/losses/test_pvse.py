@@ -136,7 +136,7 @@ def test_an_index_searches_and_is_saved_with_several_embeddings_an_item(tmp_path
     torch.testing.assert_close(found, distance.sort(1).values[:, :3])
     assert position.tolist() == distance.argsort(1)[:, :3].tolist()
     with pytest.raises(ValueError, match="is not a Euclidean distance of lifted vectors"):
-        GaussianIndex.build(gallery, list("abcdef"), distance="nearest_of_2", engine="flat")
+        GaussianIndex.build(gallery, list("abcdef"), distance="nearest_of_2", engine="hnsw")
 
 
 def test_dimensions_that_k_does_not_divide_are_refused():

@@ -38,7 +38,7 @@ def test_ivf_is_seeded_and_reports_what_it_did_not_find():
 
 def test_more_effort_finds_more():
     data, queries = vectors(3000, 4), vectors(100, 5)
-    ground_truth = FaissStore.build(data, "flat").search(queries, 10)[1]
+    ground_truth = torch.from_numpy(squared_l2_by_broadcast(queries, data)).argsort(1)[:, :10]
 
     def recall(engine, **numbers):
         found = FaissStore.build(data, engine, FaissOptions(**numbers)).search(queries, 10)[1]
@@ -64,10 +64,10 @@ def test_bad_input_is_named(tmp_path):
         FaissOptions(n_probe=0)
     (tmp_path / "x").write_bytes(b"not an index")
     with pytest.raises(ValueError, match="FAISS cannot read this file"):
-        FaissStore.read(tmp_path / "x", "flat", FaissOptions())
+        FaissStore.read(tmp_path / "x", "hnsw", FaissOptions())
 
 
 def test_without_faiss_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "faiss", None)
     with pytest.raises(UserError, match=r"pip install 'sfumato\[faiss\]', or use engine exact"):
-        FaissStore.build(vectors(3, 0), "flat")
+        FaissStore.build(vectors(3, 0), "hnsw")

@@ -146,34 +146,18 @@ def test_other_dtypes_are_kept_in_float32(dtype):
 # ---------------------------------------------------------------- what engines find
 
 
-@pytest.mark.parametrize("tail", [0.0, 1.0, 3.0])
-@pytest.mark.parametrize("distance", ["csd", "wasserstein2", "squared_l2"])
-def test_flat_finds_what_exact_finds_whatever_the_variances(tail, distance):
-    pytest.importorskip("faiss", reason="needs the extra faiss")
-    gallery, queries = clustered(2000, seed=9, tail=tail), clustered(100, seed=10, tail=tail)
-    flat, exact = (GaussianIndex.build(gallery, ids_of(2000), distance=distance, engine=e) for e in ("flat", "exact"))
-    (d, i), (e, j) = flat.nearest(queries, 10), exact.nearest(queries, 10)
-    assert torch.equal(d, e) and torch.equal(i, j)
-    if distance == "csd":
-        assert recall(i, true_top(queries, gallery, 10)) == 1.0
-
-
-@pytest.mark.parametrize("engine", ["exact", "flat"])
-def test_means_far_from_the_origin_lose_nothing(engine):
-    faiss_or_skip(engine)
+def test_means_far_from_the_origin_lose_nothing():
     gallery, queries = clustered(2000, seed=11, offset=5000.0), clustered(50, seed=12, offset=5000.0)
-    index = GaussianIndex.build(gallery, ids_of(2000), engine=engine)
+    index = GaussianIndex.build(gallery, ids_of(2000))
     assert recall(index.nearest(queries, 10)[1], true_top(queries, gallery, 10)) == 1.0
 
 
-@pytest.mark.parametrize("engine", ["exact", "flat"])
-def test_two_far_groups_lose_nothing(engine):
+def test_two_far_groups_lose_nothing():
     """No centre suits both groups: products are off by 1e-3, and only rescored spare candidates order near ties."""
-    faiss_or_skip(engine)
     gallery, queries = clustered(4000, seed=21), clustered(300, seed=22, offset=100.0)
     side = torch.where(torch.arange(4000) % 2 == 0, 100.0, -100.0).unsqueeze(1)
     gallery = GaussianEmbedding(gallery.mean + side, gallery.log_var)
-    index = GaussianIndex.build(gallery, ids_of(4000), engine=engine)
+    index = GaussianIndex.build(gallery, ids_of(4000))
     assert recall(index.nearest(queries, 10)[1], true_top(queries, gallery, 10)) == 1.0
     filtered = index.search(queries, 10, filter=Filter(max_uncertainty=1e9))
     found = torch.tensor([[int(h.id.split()[1]) for h in result] for result in filtered])
@@ -245,11 +229,9 @@ def test_sets_are_all_items_within_the_radius(engine):
     assert all(len(r.conformal_set) == 150 for r in everything), "400 queries vouch for no less"
 
 
-@pytest.mark.parametrize("engine", ["exact", "flat"])
-def test_abstention_and_least_probability(engine):
-    faiss_or_skip(engine)
+def test_abstention_and_least_probability():
     gallery, queries, of, calibration = calibrated()
-    index = GaussianIndex.build(gallery, ids_of(150), engine=engine, calibration=calibration)
+    index = GaussianIndex.build(gallery, ids_of(150), calibration=calibration)
     plain, asked = index.search(queries, 4), index.search(queries, 4, max_risk=0.2, min_probability=0.3)
     limit = calibration.abstain_below(0.2)
     wrong = []
@@ -293,14 +275,15 @@ def test_a_calibration_survives_the_disk(tmp_path):
     assert again.search(queries, 5, **asked) == index.search(queries, 5, **asked)
 
 
-def test_an_index_of_before_has_no_calibration(tmp_path, monkeypatch):
-    GaussianIndex.build(clustered(5, seed=0), ids_of(5), logit_scale=2.0).save(tmp_path / "index")
+def test_an_index_of_the_former_engine_flat_is_searched_exactly(tmp_path):
+    index = GaussianIndex.build(clustered(5, seed=0), ids_of(5))
+    index.save(tmp_path / "index")
     manifest = json.loads((tmp_path / "index" / "manifest.json").read_text())
-    del manifest["about"]["calibration"], manifest["about"]["direction"], manifest["sha256"]
-    manifest["sha256"] = _digest_of(manifest)
-    (tmp_path / "index" / "manifest.json").write_text(json.dumps(manifest))
-    index = GaussianIndex.load(tmp_path / "index")
-    assert index.calibration is None and index.direction == "t2i" and index.logit_scale == 2.0
+    (tmp_path / "index" / manifest["data"] / "faiss.index").write_bytes(b"IxF2")
+    manifest["about"] |= {"engine": "flat", "options": vars(FaissOptions())}
+    seal(tmp_path / "index", manifest)
+    again = GaussianIndex.load(tmp_path / "index")
+    assert again.engine == "exact" and again.search(index.embeddings, 3) == index.search(index.embeddings, 3)
 
 
 def test_promises_that_nothing_vouches_for_are_refused():
@@ -357,7 +340,7 @@ def test_points_survive_the_disk(tmp_path):
 @pytest.mark.parametrize("how", ["cut", "flipped", "missing"])
 def test_a_damaged_file_is_named(name, how, tmp_path):
     pytest.importorskip("faiss", reason="needs the extra faiss")
-    GaussianIndex.build(clustered(60, seed=19), ids_of(60), engine="flat").save(tmp_path / "index")
+    GaussianIndex.build(clustered(60, seed=19), ids_of(60), engine="hnsw").save(tmp_path / "index")
     file = next(tmp_path.glob(f"index/data-*/{name}"))
     data = bytearray(file.read_bytes())
     if how == "cut":
@@ -422,7 +405,7 @@ def seal(folder, manifest):
         (lambda manifest, items: manifest["about"].update(about=[]), "its metadata are no object"),
         (lambda manifest, items: manifest["about"].update(direction="up"), "its direction is unknown"),
         (lambda manifest, items: manifest["about"].update(logit_scale="1"), "damaged .TypeError"),
-        (lambda manifest, items: manifest["about"].update(engine="flat", options=None), "damaged .TypeError"),
+        (lambda manifest, items: manifest["about"].update(engine="hnsw", options=None), "damaged .TypeError"),
         (lambda manifest, items: manifest.update(files=[]), "files and about must be objects"),
     ],
 )
@@ -470,8 +453,8 @@ def test_a_process_killed_while_it_saves_again_and_again_leaves_a_whole_index(tm
         ({"ids": ["a", "b", "a"]}, "'a' occurs 2 times"),
         ({"distance": "csb"}, "unknown distance 'csb'; did you mean 'csd'"),
         ({"distance": "average_l2"}, "is sampled at random"),
-        ({"distance": "elk", "engine": "flat"}, 'engine="exact"'),
-        ({"engine": "hnws"}, "unknown engine 'hnws'; known: exact, flat, hnsw, ivf"),
+        ({"distance": "elk", "engine": "hnsw"}, 'engine="exact"'),
+        ({"engine": "hnws"}, "unknown engine 'hnws'; known: exact, hnsw, ivf"),
         ({"options": FaissOptions()}, "engine exact has no options"),
         ({"logit_scale": 0.0}, "logit_scale must be positive"),
         ({"logit_bias": float("nan")}, "logit_scale must be positive and finite"),
@@ -504,7 +487,7 @@ def test_mistakes_in_a_search_are_named():
 def test_without_faiss_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "faiss", None)
     with pytest.raises(UserError, match=r"pip install 'sfumato\[faiss\]'"):
-        GaussianIndex.build(clustered(3, seed=0), ids_of(3), engine="flat")
+        GaussianIndex.build(clustered(3, seed=0), ids_of(3), engine="hnsw")
 
 
 @pytest.mark.parametrize(("mask", "mode"), [(0o027, 0o640), (0o002, 0o664), (0o077, 0o600)])

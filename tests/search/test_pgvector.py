@@ -287,22 +287,6 @@ def test_tables_that_begin_alike_keep_their_own_indexes(server, start):
     assert [len(names) for names in named] == [1, 1] and named[0] != named[1]
 
 
-def test_an_index_of_an_earlier_version_is_replaced_and_that_of_another_table_kept(server):
-    first, second = (f"{'earlier_version_with_a_long_name_of_40_' * 2}"[:44] + last for last in "ab")
-    stores = {}
-    for table in (first, second):
-        stores[table] = create_store(server.url(database="indexed", table=table, index="hnsw"), 5, FINGERPRINT)
-        stores[table].upsert(records(20, 5, 18))
-    earlier = first[:40] + "_hnsw"
-    server.execute(f"CREATE INDEX {earlier} ON {first} USING hnsw (embedding vector_l2_ops)", database="indexed")
-    stores[second].optimise()
-    assert indexes(server, first) == {earlier} and len(indexes(server, second)) == 1
-    stores[first].optimise()
-    assert len(indexes(server, first)) == 1 and earlier not in indexes(server, first)
-    for store in stores.values():
-        store.close()
-
-
 @pytest.mark.parametrize(
     "change, said",
     [

@@ -185,21 +185,10 @@ def test_reduced_precision_of_products_is_bounded_too():
 # ---------------------------------------------------------------- through an index
 
 
-# FAISS multiplies in float32: of these it brings other candidates.
-BEYOND_FLOAT32 = ("two tight clusters far apart", "near-duplicates", "a few outliers")
-
-
-@pytest.mark.parametrize(
-    ("engine", "kind"),
-    [(e, k) for e in ("exact", "flat") for k in KINDS[:6] if e == "exact" or k not in BEYOND_FLOAT32],
-)
-def test_an_index_answers_as_float64(kind, engine, tmp_path):
-    if engine == "flat":
-        pytest.importorskip("faiss", reason="needs the extra faiss")
+@pytest.mark.parametrize("kind", KINDS[:6])
+def test_an_index_answers_as_float64(kind, tmp_path):
     gallery, queries = items(kind, 900, 1), items(kind, 9, 2)
-    index = GaussianIndex.build(
-        gallery, [str(i) for i in range(900)], engine=engine, payload={"c": ["a", "b", "b"] * 300}
-    )
+    index = GaussianIndex.build(gallery, [str(i) for i in range(900)], payload={"c": ["a", "b", "b"] * 300})
     values, order = true_distances(queries, gallery, "csd").sort(dim=1, stable=True)
     index.save(tmp_path / "index")
     for one in (index, GaussianIndex.load(tmp_path / "index")):

@@ -1,4 +1,4 @@
-"""LocalStore and its engines. Rerank stores: test_rerank_store.py; common tests: support/stores_contract.py."""
+"""LocalStore and its engines. Common tests: support/stores_contract.py."""
 
 import contextlib
 import itertools
@@ -12,7 +12,6 @@ import tempfile
 import time
 from pathlib import Path
 
-import filelock
 import numpy as np
 import pytest
 import torch
@@ -28,10 +27,7 @@ from support.stores_contract import (
     squared_l2,
 )
 
-from sfumato.distances import csd_matrix
 from sfumato.errors import UserError
-from sfumato.gaussian import GaussianEmbedding
-from sfumato.search.collection import GaussianCollection, copy_gallery
 from sfumato.search.stores.protocol import Filter, Records, StoreInUseError
 from sfumato.search.stores.store_url import create_store, open_store
 
@@ -171,7 +167,7 @@ def test_options_of_searches_come_from_the_url_that_opens(tmp_path):
     store.optimise()
     store.close()
     shares = []
-    for url in (path, f"file:{path}?n_probe=5", f"{path}?n_probe=40&engine=ivf&shard_size=9"):
+    for url in (path, f"file:{path}?n_probe=5", f"{path}?n_probe=40&engine=ivf"):
         store = open_store(url)
         shares.append(recall(store, by_id(batch), wanted, 10))
         store.close()
@@ -190,7 +186,6 @@ def test_options_of_searches_come_from_the_url_that_opens(tmp_path):
         ("engine=ivf&n_probe=many", "n_probe must be a whole number, got 'many'"),
         ("engine=ivf-pq&overfetch=0", "overfetch must be at least 1, got 0"),
         ("memory=-5", "memory must be a whole number, got '-5'"),
-        ("shard_size=9", "shard_size was an option of version 0.1 and has no effect; leave it out"),
         ("colour=red", "unknown option 'colour'; known: engine"),
     ],
 )
@@ -587,85 +582,6 @@ def test_others_read_while_a_process_writes(engine, tmp_path):
     store.close()
 
 
-OLD = Path(__file__).parents[1] / "fixtures/version-0.1"
-"""Written by version 0.1, commit 9dd61ca: a collection of 30 items, six replaced and three deleted; a rerank store."""
-
-
-def gaussians(n, seed):
-    generator = torch.Generator().manual_seed(seed)
-    return GaussianEmbedding(torch.randn(n, 4, generator=generator), torch.randn(n, 4, generator=generator) - 1)
-
-
-@pytest.mark.usefixtures("needs_faiss")
-def test_a_collection_of_version_0_1_is_converted_when_it_is_opened(tmp_path):
-    shutil.copytree(OLD / "collection", tmp_path / "old")
-    first, again, ids = gaussians(30, 1), gaussians(6, 2), [f"item-{i}" for i in range(30)]
-    for _ in range(2):
-        with GaussianCollection.open(tmp_path / "old") as collection:
-            assert len(collection) == 27
-            items = collection.get(ids)
-            left = [i for i in range(30) if i not in (7, 8, 29)]
-            assert list(items.ids) == [ids[i] for i in left]
-            assert [payload["path"] for payload in items.payloads] == [f"{2 if i < 6 else 1}/{i}.jpg" for i in left]
-            mean = torch.cat([again.mean, first.mean[6:]])[left]
-            total = torch.cat([again.total_variance, first.total_variance[6:]])[left]
-            torch.testing.assert_close(items.embeddings.mean, mean, rtol=0, atol=1e-6)
-            torch.testing.assert_close(items.embeddings.total_variance, total, rtol=1e-6, atol=0)
-            found = collection.closest(gaussians(3, 3), 27)
-            truth = csd_matrix(
-                gaussians(3, 3).to(torch.float64),
-                GaussianEmbedding(mean, torch.log(total / 4)[:, None].expand(-1, 4)).to(torch.float64),
-            )
-            for row, query in zip(found, truth, strict=True):
-                assert list(row.ids) == [items.ids[j] for j in query.argsort().tolist()]
-            collection.upsert(first[:1], ["late"])
-            assert collection.delete(["late"]) == 1
-    assert sorted(f.name for f in (tmp_path / "old/store").iterdir() if f.name != ".lock") == [
-        ".writer",
-        "records.sqlite",
-        "records.sqlite-shm",
-        "records.sqlite-wal",
-    ]
-    with GaussianCollection.open(tmp_path / "old") as collection, copy_gallery(collection, tmp_path / "new") as copy:
-        assert len(copy) == 27
-
-
-def test_a_rerank_store_of_version_0_1_is_converted(tmp_path):
-    shutil.copytree(OLD / "rerank", tmp_path / "old")
-    store, generator = open_store(f"rerank:{tmp_path}/old"), torch.Generator().manual_seed(3)
-    vectors, uncertainty = torch.randn(12, 5, generator=generator), torch.rand(12, generator=generator)
-    ids, payloads = tuple(f"item-{i}" for i in range(12)), tuple({"n": str(i)} for i in range(12))
-    assert store.fingerprint == "of version 0.1" and store.candidates == 20
-    assert_holds(store, by_id(Records(ids, vectors, uncertainty, payloads)))
-    store.close()
-
-
-def test_a_conversion_that_fails_leaves_the_old_store(tmp_path):
-    folder = tmp_path / "old"
-    shutil.copytree(OLD / "collection/store", folder)
-    whole = (folder / "shard-2.vectors").read_bytes()
-    os.truncate(folder / "shard-2.vectors", 16)
-    before = {f.name: f.read_bytes() for f in folder.iterdir()}
-    with pytest.raises(
-        UserError, match="is of version 0.1 and could not be converted .*shard-2.vectors has 16 bytes where"
-    ):
-        open_store(str(folder))
-    after = {f.name: f.read_bytes() for f in folder.iterdir() if not f.name.startswith((".creating", ".writer"))}
-    assert after == before
-    (folder / "shard-2.vectors").write_bytes(whole)
-    with contextlib.closing(open_store(str(folder))) as store:
-        assert store.count() == 27
-    with sqlite3.connect(folder / "records.sqlite") as connection:
-        assert connection.execute("PRAGMA integrity_check").fetchone()[0] == "ok"
-
-
-def test_a_store_of_version_0_1_in_use_is_not_converted(tmp_path):
-    shutil.copytree(OLD / "collection/store", tmp_path / "old")
-    with filelock.FileLock(tmp_path / "old/.lock"), pytest.raises(UserError, match="writes to it; wait until"):
-        open_store(str(tmp_path / "old"))
-    assert (tmp_path / "old/store.sqlite").exists()
-
-
 def write_and_wait(url):
     """Stores a record and keeps the store open."""
     store = open_store(url)
@@ -674,9 +590,8 @@ def write_and_wait(url):
     time.sleep(60)
 
 
-@pytest.mark.parametrize("kind", ["file:", "rerank:"])
-def test_a_second_writer_is_told_who_writes(tmp_path, kind):
-    url = f"{kind}{tmp_path}/store"
+def test_a_second_writer_is_told_who_writes(tmp_path):
+    url = f"file:{tmp_path}/store"
     create_store(url, 4, FINGERPRINT).close()
     process = Started(write_and_wait, url, piped=True)
     pid = int(process.stdout.readline())

@@ -110,7 +110,7 @@ def test_rows_ranked_by_strategies_share_one_run(pictures, sfumato, tmp_path):
     rows = json.loads(out)["rows"]
     (run,) = {run for row in rows for run in row["runs"]}
     asked = "mean,wasserstein2,csd,faiss_mean,faiss_rerank"
-    found = json.loads(sfumato("evaluate", "run", run, "--strategies", asked, "--engine", "flat", "--json")[1])
+    found = json.loads(sfumato("evaluate", "run", run, "--strategies", asked, "--engine", "exact", "--json")[1])
     for row, name in zip(rows, asked.split(","), strict=True):
         figures = found["strategies"][name]["truths"]["test"]
         both = mean(figures[side]["recall@1"] for side in ("i2t", "t2i"))

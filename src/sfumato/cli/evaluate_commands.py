@@ -166,7 +166,7 @@ Strategies = Annotated[
         " match_probability, separated by commas."
     ),
 ]
-Engine = Annotated[str, typer.Option(help="Engine of the FAISS strategies: ivf, hnsw, flat or exact.")]
+Engine = Annotated[str, typer.Option(help="Engine of the FAISS strategies: ivf, hnsw or exact.")]
 Candidates = Annotated[int, typer.Option(min=1, help="Number of candidates that FAISS returns to be re-ranked.")]
 PerQueryFile = Annotated[
     Path | None, typer.Option(help="File to write the results of single queries to: .parquet or .csv.")

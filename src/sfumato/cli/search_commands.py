@@ -27,7 +27,7 @@ IndexEngine = Annotated[
     str | None,
     typer.Option(
         help=(
-            "Engine of an index: exact, flat, hnsw or ivf. All but exact need the extra faiss. Default: exact. Not"
+            "Engine of an index: exact, hnsw or ivf. All but exact need the extra faiss. Default: exact. Not"
             " with --store."
         )
     ),
@@ -38,7 +38,7 @@ StoreUrl = Annotated[
         metavar="URL",
         help="Fill a collection in a vector store instead, where items can be added and deleted: file: (in the folder),"
         " file:?engine=hnsw, milvus:PATH.db, milvus+http://host:19530/NAME, postgresql://user@host/database?table=NAME,"
-        " rerank:PATH, redis://host:6379/0?means=PATH.",
+        " redis://host:6379/0?means=PATH.",
     ),
 ]
 

@@ -1,6 +1,6 @@
 """GaussianIndex: search a gallery in memory by Gaussian queries, with probabilities and uncertainties.
 
-Engine "exact" ranks by any distance; "flat", "hnsw" and "ivf" are FAISS over lifted vectors (search/lifting.py).
+Engine "exact" ranks by any distance; "hnsw" and "ivf" are FAISS over lifted vectors (search/lifting.py).
 Engines differ only in the candidates that they return: the distances of the results are always recomputed from the
 stored embeddings, row by row, in float64 for distances that lift and in float32 for the others, and equal distances
 keep the order of the items. For distances that lift, "exact" returns the answer of float64 over all items
@@ -108,7 +108,7 @@ class GaussianIndex(Gallery):
             embeddings: (m, d) gallery, m >= 1; kept in float32.
             ids: m distinct strings.
             distance: name in DISTANCES; FAISS engines take csd, wasserstein2 or squared_l2.
-            engine: "exact", or with the extra `faiss` "flat" (all items, exact), "hnsw" or "ivf" (approximate).
+            engine: "exact", or with the extra `faiss` "hnsw" or "ivf" (approximate).
             logit_scale: a of the match logit b - a * distance; take the value of the calibrated model. The default is
                 the value at the start of training (Chun 2024), which is good for ranking only.
             logit_bias: b of the match logit.
@@ -140,7 +140,7 @@ class GaussianIndex(Gallery):
         embeddings = embeddings.detach().to("cpu").to(torch.float32)
         centre, store = gallery_centre(embeddings), None
         if engine == "exact" and options:
-            raise ValueError("GaussianIndex: engine exact has no options; leave them out, or choose flat, hnsw or ivf")
+            raise ValueError("GaussianIndex: engine exact has no options; leave them out, or choose hnsw or ivf")
         if engine != "exact":
             store = FaissStore.build(lift_gallery(embeddings, distance, centre=centre), engine, options)
         return cls(
@@ -367,11 +367,9 @@ class GaussianIndex(Gallery):
     @classmethod
     def _read(cls, folder: Path, about: dict[str, Any]) -> "GaussianIndex":
         tensors = load_file(folder / _TENSORS)
-        # Indices of version 0.1 may lack a direction, and stored the order of an asymmetric distance separately.
-        direction = about.get("direction", "t2i")
-        if "queries_first" in about and not get_distance(about["distance"]).symmetric:
-            direction = "i2t" if about["queries_first"] else "t2i"
         items = json.loads((folder / _ITEMS).read_text(encoding="utf-8"))
+        if about["engine"] == "flat":  # an engine of before, slower than exact
+            about = about | {"engine": "exact"}
         _check_loaded(about, tensors, items)
         store = None
         if about["engine"] != "exact":
@@ -387,9 +385,8 @@ class GaussianIndex(Gallery):
             metadata=about["about"],
             centre=tensors["centre"],
             store=store,
-            # Indices of version 0.1 may lack both.
-            calibration=Calibration.load(folder / _CALIBRATION) if about.get("calibration") else None,
-            direction=direction,
+            calibration=Calibration.load(folder / _CALIBRATION) if about["calibration"] else None,
+            direction=about["direction"],
         )
 
     def _found(self, distance: Tensor, position: Tensor) -> Candidates:
@@ -494,7 +491,7 @@ def _check_loaded(about: dict[str, Any], tensors: dict[str, Tensor], items: dict
             raise ValueError(f"the index is damaged: {name!r} must be {len(mean)} texts; build it again")
     if len(set(items["ids"])) < len(mean) or not len(mean) or centre.shape != mean.shape[1:]:
         raise ValueError("the index is damaged: it has no items, repeated ids or another centre; build it again")
-    if not isinstance(about["about"], dict) or about.get("direction", "t2i") not in ("t2i", "i2t"):
+    if not isinstance(about["about"], dict) or about["direction"] not in ("t2i", "i2t"):
         raise ValueError(
             "the index is damaged: its metadata are no object, or its direction is unknown; build it again"
         )

@@ -357,7 +357,7 @@ def _measured(run: Run, embedded: EmbeddedSet, strategy: str, *, of_benchmark: b
         probability = ranking_distance(run, MATCH_PROBABILITY) if needs else None
         result = evaluate_strategies(
             embedded.images, embedded.texts, embedded.image_ids, embedded.text_ids, embedded.ground_truths, [chosen],
-            match_probability=probability, engine="flat",
+            match_probability=probability, engine="exact",
         )[strategy]  # fmt: skip
         by_truth, uncertainty, variance = result.figures, None, None
     else:

@@ -1,4 +1,4 @@
-"""FAISS over lifted vectors: flat (exact), HNSW (graph), IVF (lists) and IVF-PQ (lists of compressed vectors).
+"""FAISS over lifted vectors: HNSW (graph), IVF (lists) and IVF-PQ (lists of compressed vectors).
 
 This module needs the extra `faiss` and handles only vectors and positions. IVF-PQ returns approximate distances: its
 caller must fetch several times the wanted number of candidates and re-rank them by the full vectors (as
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from sfumato.errors import need
 
-FAISS_ENGINES = ("flat", "hnsw", "ivf")
+FAISS_ENGINES = ("hnsw", "ivf")
 """Engines of :class:`FaissStore` that return distances of the full vectors."""
 
 STORE_ENGINES = (*FAISS_ENGINES, "ivf-pq")
@@ -77,9 +77,7 @@ class FaissStore:
         faiss = require_faiss()
         options = options or FaissOptions()
         m, e = vectors.shape
-        if engine == "flat":
-            index = faiss.IndexFlatL2(e)
-        elif engine == "hnsw":
+        if engine == "hnsw":
             index = faiss.IndexHNSWFlat(e, options.m)
             index.hnsw.efConstruction = options.ef_construction
         elif engine in ("ivf", "ivf-pq"):
@@ -118,9 +116,7 @@ class FaissStore:
             allowed = np.zeros(self.n, dtype=bool)
             allowed[among.numpy()] = True
             effort, selector = self.n / len(among), faiss.IDSelectorBitmap(np.packbits(allowed, bitorder="little"))
-        if self.engine == "flat":
-            parameters = faiss.SearchParameters(sel=selector)
-        elif self.engine == "hnsw":
+        if self.engine == "hnsw":
             ef_search = math.ceil(max(self.options.ef_search, k) * effort)
             parameters = faiss.SearchParametersHNSW(efSearch=min(self.n, ef_search), sel=selector)
         else:
@@ -156,7 +152,7 @@ class FaissStore:
 def _compressed(faiss: Any, m: int, e: int, n_lists: int, options: FaissOptions) -> Any:
     """An untrained IVF-PQ index behind a random rotation, which balances the variance over the parts of the code."""
     if m < 16:
-        raise ValueError(f"FaissStore: ivf-pq learns its codes from at least 16 vectors, got {m}; use flat")
+        raise ValueError(f"FaissStore: ivf-pq learns its codes from at least 16 vectors, got {m}")
     code_size = min(e, options.code_size or math.ceil(e / 4))
     wide = code_size * math.ceil(e / code_size)
     bits = max(4, min(8, int(math.log2(m / _POINTS_PER_LIST))))
@@ -172,5 +168,5 @@ def _compressed(faiss: Any, m: int, e: int, n_lists: int, options: FaissOptions)
 
 def require_faiss() -> Any:
     """Import FAISS."""
-    with need("faiss", "engines flat, hnsw, ivf and ivf-pq need FAISS", ", or use engine exact"):
+    with need("faiss", "engines hnsw, ivf and ivf-pq need FAISS", ", or use engine exact"):
         return importlib.import_module("faiss")

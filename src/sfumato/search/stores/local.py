@@ -9,7 +9,7 @@ disk. A row never changes: a replaced item gets a new position. So vectors in me
 exist. Searches keep them in memory, up to a limit, in pages of 4,096 positions each. Items outside of the index are
 compared with the queries directly. All candidates are ranked by distances from the full vectors.
 
-Engine flat needs no FAISS. Folders of version 0.1 are converted when they are opened (search/stores/version_0_1.py).
+Engine flat needs no FAISS.
 """
 
 import contextlib
@@ -25,7 +25,6 @@ from torch import Tensor
 
 from sfumato.errors import UserError, first_line
 from sfumato.files import sync_folder
-from sfumato.search.stores import version_0_1
 from sfumato.search.stores.local_database import (
     DATABASE,
     FORMAT,
@@ -70,8 +69,6 @@ def create(url: str, dim: int, fingerprint: str) -> "LocalStore":
     path, given = parse_url(url)
     if dim < 1:
         raise ValueError(f"store {url}: dim must be at least 1, got {dim}")
-    if "shard_size" in given:
-        raise UserError(f"store {url}: shard_size was an option of version 0.1 and has no effect; leave it out")
     LocalSettings.of(url, given)
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -87,11 +84,6 @@ def create(url: str, dim: int, fingerprint: str) -> "LocalStore":
 
 def open(url: str) -> "LocalStore":
     """Open a store of :func:`create`; several processes may open it, and one at a time may write."""
-    path = parse_url(url)[0]
-    if not (path / DATABASE).is_file() and version_0_1.is_one(path):
-        version_0_1.convert(url, path)
-        with contextlib.closing(LocalStore(url)) as store:
-            store.optimise()
     return LocalStore(url)
 
 
@@ -376,7 +368,6 @@ class LocalStore:
             name_index(connection, file, positions)
 
     def _remove_strangers(self) -> None:
-        """Remove the leftover files of killed writers, earlier indexes and version 0.1."""
+        """Remove the leftover files of killed writers and earlier indexes."""
         with self._transaction() as connection:
             remove_others(self.path, connection)
-        version_0_1.remove(self.path)

@@ -17,13 +17,21 @@ import torch
 
 from sfumato.errors import UserError
 from sfumato.files import sync_folder
-from sfumato.search.stores.faiss import STORE_ENGINES, FaissOptions, FaissStore, require_faiss
+from sfumato.search.stores.faiss import FaissOptions, FaissStore, require_faiss
 from sfumato.search.stores.nearest import Positions, Vectors
 from sfumato.search.stores.protocol import Filter, Records, StoreInUseError
 from sfumato.search.stores.store_url import options
 
+_OF_ENGINE = {
+    "flat": (),
+    "hnsw": ("m", "ef_construction", "ef_search"),
+    "ivf": ("n_lists", "n_probe", "seed"),
+    "ivf-pq": ("n_lists", "n_probe", "seed", "code_size", "overfetch"),
+}
+_OF_ALL = ("memory", "exact_below")
+
 LOCAL_OPTIONS = {
-    "engine": f"{', '.join(STORE_ENGINES)}; flat if left out",
+    "engine": f"{', '.join(_OF_ENGINE)}; flat if left out",
     "memory": "MB of vectors that searches keep in memory, 2000 if left out; further vectors are read at each search",
     "exact_below": "number of items below which all are compared instead of using the index, 8192 if left out",
     "m": "hnsw: number of links of a node",
@@ -34,21 +42,11 @@ LOCAL_OPTIONS = {
     "seed": "ivf, ivf-pq: seed of the clustering",
     "code_size": "ivf-pq: number of bytes of a compressed vector",
     "overfetch": "ivf-pq: number of candidates for each wanted result, 10 if left out",
-    "shard_size": "an option of version 0.1 without effect",
 }
 """What may follow the question mark of the URL, for messages and docs."""
 
 _SEARCHING = ("memory", "exact_below", "ef_search", "n_probe", "overfetch")
 """Options that the URL of every opening may set; the others are settled when the store is created."""
-
-_OF_ALL = ("memory", "exact_below")
-
-_OF_ENGINE = {
-    "flat": (),
-    "hnsw": ("m", "ef_construction", "ef_search"),
-    "ivf": ("n_lists", "n_probe", "seed"),
-    "ivf-pq": ("n_lists", "n_probe", "seed", "code_size", "overfetch"),
-}
 
 
 @dataclass(frozen=True)
@@ -56,7 +54,7 @@ class LocalSettings:
     """The settings of a store, from its creation and its opening.
 
     Attributes:
-        engine: one of STORE_ENGINES.
+        engine: flat (exact) or one of FAISS.
         memory: MB of vectors that searches keep in memory.
         exact_below: number of items below which all are compared.
         overfetch: candidates for each wanted result, for compressed vectors.
@@ -72,10 +70,10 @@ class LocalSettings:
     @staticmethod
     def of(url: str, given: Mapping[str, Any]) -> "LocalSettings":
         """Settings from options, with defaults for those that are left out."""
-        rest = {name: value for name, value in given.items() if name != "shard_size"}
+        rest = dict(given)
         engine = rest.pop("engine", "flat")
-        if engine not in STORE_ENGINES:
-            raise UserError(f"store {url}: unknown engine {engine!r}; known: {', '.join(STORE_ENGINES)}")
+        if engine not in _OF_ENGINE:
+            raise UserError(f"store {url}: unknown engine {engine!r}; known: {', '.join(_OF_ENGINE)}")
         if foreign := sorted(set(rest) - {*_OF_ENGINE[engine], *_OF_ALL}):
             known = ", ".join((*_OF_ALL, *_OF_ENGINE[engine]))
             raise UserError(f"store {url}: engine {engine} has no option {foreign[0]!r}; it has {known}")
@@ -96,7 +94,7 @@ def check_against(url: str, given: Mapping[str, Any], kept: Mapping[str, Any]) -
     """Check that the options at opening do not contradict the options at creation."""
     engine = kept.get("engine", "flat")
     for name, value in given.items():
-        if name in _SEARCHING or name == "shard_size":
+        if name in _SEARCHING:
             continue
         was = engine if name == "engine" else kept.get(name)
         if was is None and name in _OF_ENGINE[engine]:

@@ -283,23 +283,23 @@ class PgVectorStore:
             if self.index != "none":
                 settings = ", ".join(f"{key} = {number}" for key, number in numbers.items())
                 using = f"USING {self.index} (embedding vector_l2_ops)" + (settings and f" WITH ({settings})")
-                name, earlier = _index_names(self._name, self.index)
+                name = _index_name(self._name, self.index)
                 new = identifier(name + "_new")
                 connection.execute(self._sql("CREATE INDEX {new} ON {table} " + using, {"new": new}))
-                for schema, old in self._indexes(connection, (name, earlier)):
+                for schema, old in self._indexes(connection, name):
                     connection.execute(self._sql("DROP INDEX {old}", {"old": identifier(schema, old)}))
-                [(schema, _)] = self._indexes(connection, (name + "_new",))
+                [(schema, _)] = self._indexes(connection, name + "_new")
                 parts = {"new": identifier(schema, name + "_new"), "name": identifier(name)}
                 connection.execute(self._sql("ALTER INDEX {new} RENAME TO {name}", parts))
             connection.execute(self._sql("ANALYZE {table}"))
 
-    def _indexes(self, connection: Any, names: Sequence[str]) -> list[tuple[str, str]]:
-        """(schema, name) of the indexes of this table, and of no other, that have one of these names."""
+    def _indexes(self, connection: Any, name: str) -> list[tuple[str, str]]:
+        """(schema, name) of the index of this table, and of no other, that has this name."""
         found: list[tuple[str, str]] = connection.execute(
             "SELECT n.nspname, c.relname FROM pg_index i JOIN pg_class c ON c.oid = i.indexrelid"
             " JOIN pg_namespace n ON n.oid = c.relnamespace"
-            " WHERE i.indrelid = to_regclass(%s) AND c.relname = ANY(%s::text[])",
-            [self._table.as_string(connection), list(names)],
+            " WHERE i.indrelid = to_regclass(%s) AND c.relname = %s",
+            [self._table.as_string(connection), name],
         ).fetchall()
         return found
 
@@ -478,14 +478,10 @@ def _check_options(where: str, given: Mapping[str, str]) -> None:
             raise UserError(f"{where}: {name} must be a number from {least}, got {given[name]!r}")
 
 
-def _index_names(table: str, index: str) -> tuple[str, str]:
-    """The name of the index of a table, and that of version 0.1, which tables with a long common prefix shared.
-
-    PostgreSQL cuts names after 63 bytes.
-    """
-    digest, name = hashlib.sha256(table.encode()).hexdigest()[:16], table.rpartition(".")[2]
-    start = name.encode()[:24].decode(errors="ignore")
-    return f"{start}_{digest}_{index}", f"{name[:40]}_{index}".encode()[:63].decode(errors="ignore")
+def _index_name(table: str, index: str) -> str:
+    """The name of the index of a table; PostgreSQL cuts names after 63 bytes."""
+    start = table.rpartition(".")[2].encode()[:24].decode(errors="ignore")
+    return f"{start}_{hashlib.sha256(table.encode()).hexdigest()[:16]}_{index}"
 
 
 def _usual_lists(n: int) -> int:

@@ -4,8 +4,7 @@ runs/store?engine=hnsw              a local folder (file:runs/store is the same)
 milvus:runs/store.db                Milvus Lite, embedded
 milvus+http://host:19530/name       a Milvus server or cluster
 postgresql://user@host/db?table=t   PostgreSQL with pgvector
-rerank:runs/store?candidates=100    means in a folder, variances in another, candidates re-ranked
-redis://host:6379/0?means=runs/s    the same with the variances in Redis
+redis://host:6379/0?means=runs/s    means in a folder, variances in Redis, candidates re-ranked
 
 To add a store, write one module with the functions `create` and `open` (a
 :class:`~sfumato.search.stores.protocol.StoreFactory`) that return a
@@ -53,9 +52,8 @@ STORES: dict[str, StoreKind] = {
     "milvus+https": StoreKind("sfumato.search.stores.milvus"),
     "postgresql": StoreKind("sfumato.search.stores.pgvector"),
     "postgres": StoreKind("sfumato.search.stores.pgvector"),
-    "rerank": StoreKind("sfumato.search.stores.rerank", path=""),
-    "redis": StoreKind("sfumato.search.stores.rerank", path="means"),
-    "rediss": StoreKind("sfumato.search.stores.rerank", path="means"),
+    "redis": StoreKind("sfumato.search.stores.redis", path="means"),
+    "rediss": StoreKind("sfumato.search.stores.redis", path="means"),
 }
 """Kinds of stores by the scheme of their URLs; add to it with :func:`register_store`."""
 

@@ -1,4 +1,4 @@
-"""Rerank stores against brute force of their definition, and with a real redis-server that is killed during writes."""
+"""The store in Redis against brute force of its definition, with a real redis-server that is killed during writes."""
 
 import contextlib
 import itertools
@@ -84,16 +84,6 @@ def redis_server(tmp_path):
         yield start
 
 
-class TestInFiles(StoreContract):
-    def create(self, tmp_path, dim):
-        return create_store(f"rerank:{tmp_path}/store?candidates=100", dim, FINGERPRINT)
-
-
-class TestInFilesWithHalfDeviations(StoreContract):
-    def create(self, tmp_path, dim):
-        return create_store(f"rerank:{tmp_path}/store?mean_dim={dim // 2}", dim, FINGERPRINT)
-
-
 class TestInRedis(StoreContract):
     @pytest.fixture(autouse=True)
     def server(self, redis_server):
@@ -116,10 +106,11 @@ def of(embeddings, vectors):
 
 @pytest.mark.parametrize("distance, query", [("csd", "candidates=12"), ("wasserstein2", "candidates=12&mean_dim=7")])
 @pytest.mark.parametrize("filter", [None, Filter({"half": ("b",)}, max_uncertainty=9.0)], ids=["all", "filtered"])
-def test_the_candidates_nearest_by_mean_are_ranked_again(distance, query, filter, tmp_path):
+def test_the_candidates_nearest_by_mean_are_ranked_again(distance, query, filter, tmp_path, redis_server):
+    url = f"{redis_server(*DURABLE).address}?means={tmp_path}/means"
     gallery, wanted = gaussians(150, 7, 1), gaussians(20, 7, 2)
     batch, lifted = of(gallery, lift_gallery(gallery, distance)), lift_queries(wanted, distance)
-    store = create_store(f"rerank:{tmp_path}/store?{query}", lifted.shape[1], FINGERPRINT)
+    store = create_store(f"{url}&{query}", lifted.shape[1], FINGERPRINT)
     store.upsert(batch)
     assert store.dim == lifted.shape[1]
     fits = [j for j in range(150) if filter is None or filter.accepts(batch.payloads[j], float(batch.uncertainty[j]))]
@@ -135,43 +126,39 @@ def test_the_candidates_nearest_by_mean_are_ranked_again(distance, query, filter
     # The deviations change the order, and twelve candidates do not always hold the nearest; all items do.
     assert differs > 0 and moved > 10
     store.close()
-    store = open_store(f"rerank:{tmp_path}/store?candidates=150")
+    store = open_store(f"{url}&candidates=150")
     for i, found in enumerate(store.search(lifted, 5, filter)):
         assert list(found.ids) == [f"item-{fits[j]}" for j in np.argsort(by_both[i])[:5]]
     assert len(store.search(lifted[:1], 200)[0]) == 150
     store.close()
 
 
-def test_wrong_urls_are_told(tmp_path):
+def test_wrong_urls_are_told(tmp_path, redis_server):
+    address = redis_server(*DURABLE).address
+    means = f"{address}?means={tmp_path}/s"
     for url, told in [
-        ("rerank:", "the folder is missing"),
-        ("redis://127.0.0.1:1/0", "the folder is missing; write rerank:PATH, or redis://host:6379/0[?]means=PATH"),
-        (f"rerank:{tmp_path}/s?candidates=0", "candidates must be a whole number of at least 1, got '0'"),
-        (f"rerank:{tmp_path}/s?mean_dim=4", "mean_dim must be from 1 to 3, got 4"),
-        (f"rerank:{tmp_path}/s?means=x", "unknown option 'means'"),
-        (f"rerank:{tmp_path}/s?engine=tree", "unknown engine 'tree'"),
+        ("redis://127.0.0.1:1/0", "the folder is missing; write redis://host:6379/0[?]means=PATH"),
+        (f"{means}&candidates=0", "candidates must be a whole number of at least 1, got '0'"),
+        (f"{means}&mean_dim=4", "mean_dim must be from 1 to 3, got 4"),
+        (f"{means}&colour=x", "unknown option 'colour'"),
+        (f"{means}&engine=tree", "unknown engine 'tree'"),
     ]:
         with pytest.raises(UserError, match=told):
             create_store(url, 4, FINGERPRINT)
-        assert not (tmp_path / "s/spreads").exists()
-    create_store(f"rerank:{tmp_path}/s", 4, FINGERPRINT).close()
-    with pytest.raises(UserError, match="is there already"):
-        create_store(f"rerank:{tmp_path}/s", 4, FINGERPRINT)
-    open_store(f"rerank:{tmp_path}/s").close()
+        assert not (tmp_path / "s").exists()
+    create_store(means, 4, FINGERPRINT).close()
+    with pytest.raises(UserError, match="has a store already"):
+        create_store(means, 4, FINGERPRINT)
+    open_store(means).close()
     with pytest.raises(UserError, match="was created with mean_dim=3, not 2"):
-        open_store(f"rerank:{tmp_path}/s?mean_dim=2")
-    create_store(f"{tmp_path}/t/means", 4, FINGERPRINT).close()
+        open_store(f"{means}&mean_dim=2")
+    create_store(f"{tmp_path}/t", 4, FINGERPRINT).close()
     with pytest.raises(UserError, match="is a plain store without deviations"):
-        open_store(f"rerank:{tmp_path}/t")
-    create_store(f"rerank:{tmp_path}/u", 4, FINGERPRINT).close()
-    shutil.rmtree(tmp_path / "u/spreads")
-    shutil.copytree(tmp_path / "s/spreads", tmp_path / "u/spreads")
-    with pytest.raises(UserError, match="the deviations belong to other means"):
-        open_store(f"rerank:{tmp_path}/u")
+        open_store(f"{address}?means={tmp_path}/t")
 
 
-def test_a_second_writer_leaves_both_parts_alone(tmp_path):
-    url, batch = f"rerank:{tmp_path}/store", records(30, 4, 1)
+def test_a_second_writer_leaves_both_parts_alone(tmp_path, redis_server):
+    url, batch = f"{redis_server(*DURABLE).address}?means={tmp_path}/means", records(30, 4, 1)
     store = create_store(url, 4, FINGERPRINT)
     store.upsert(batch)
     with contextlib.closing(open_store(url)) as other, pytest.raises(UserError, match="wait until it closes"):
@@ -182,15 +169,14 @@ def test_a_second_writer_leaves_both_parts_alone(tmp_path):
 
 
 def test_optimise_removes_deviations_that_no_record_names(tmp_path, redis_server):
-    server, batch = redis_server(*DURABLE), records(30, 4, 1)
-    for url in (f"rerank:{tmp_path}/store", f"{server.address}?means={tmp_path}/means&prefix=a[b]*"):
-        store = create_store(url, 4, FINGERPRINT)
-        store.upsert(batch)
-        store._deviations.put(["0" * 16 + ":7"], torch.zeros(1, 1))
-        store.optimise()
-        assert store._deviations.get(["0" * 16 + ":7"]) == {}
-        assert_holds(store, by_id(batch))
-        store.close()
+    batch = records(30, 4, 1)
+    store = create_store(f"{redis_server(*DURABLE).address}?means={tmp_path}/means&prefix=a[b]*", 4, FINGERPRINT)
+    store.upsert(batch)
+    store._deviations.put(["0" * 16 + ":7"], torch.zeros(1, 1))
+    store.optimise()
+    assert store._deviations.get(["0" * 16 + ":7"]) == {}
+    assert_holds(store, by_id(batch))
+    store.close()
 
 
 def test_stores_in_one_redis_are_apart(tmp_path, redis_server):
@@ -325,8 +311,8 @@ def write_in_turn(url, first):
             store.optimise()
 
 
-def test_a_killed_writer_leaves_whole_items(tmp_path):
-    url = f"rerank:{tmp_path}/store"
+def test_a_killed_writer_leaves_whole_items(tmp_path, redis_server):
+    url = f"{redis_server(*DURABLE).address}?means={tmp_path}/means"
     create_store(url, 4, FINGERPRINT).close()
     expected = {}
     for run in (1, 2):
@@ -351,26 +337,19 @@ def test_a_killed_writer_leaves_whole_items(tmp_path):
 
 
 def test_others_read_while_a_process_writes(tmp_path, redis_server):
-    for url in (
-        f"rerank:{tmp_path}/s",
-        f"{redis_server(*DURABLE).address}?means={tmp_path}/m",
-    ):
-        create_store(url, 4, FINGERPRINT).close()
-        child = Started(write_in_turn, url, 1, piped=True)
-        assert child.stdout.readline() == "open\n"
-        for _ in range(5):
-            child.stdout.readline()
-        store = open_store(url)
-        while int(child.stdout.readline().split()[0]) < 30:
-            for found in (
-                *store.search(torch.zeros(2, 4), 20),
-                store.get([f"i{i}" for i in range(20)]),
-                *store.scan(9),
-            ):
-                # Mean and deviations are of one write.
-                assert (found.vectors == found.vectors[:, :1]).all() and len(found) > 1
-        assert child.running
-        child.kill()
-        child.finish()
-        child.stdout.close()
-        store.close()
+    url = f"{redis_server(*DURABLE).address}?means={tmp_path}/m"
+    create_store(url, 4, FINGERPRINT).close()
+    child = Started(write_in_turn, url, 1, piped=True)
+    assert child.stdout.readline() == "open\n"
+    for _ in range(5):
+        child.stdout.readline()
+    store = open_store(url)
+    while int(child.stdout.readline().split()[0]) < 30:
+        for found in (*store.search(torch.zeros(2, 4), 20), store.get([f"i{i}" for i in range(20)]), *store.scan(9)):
+            # Mean and deviations are of one write.
+            assert (found.vectors == found.vectors[:, :1]).all() and len(found) > 1
+    assert child.running
+    child.kill()
+    child.finish()
+    child.stdout.close()
+    store.close()

@@ -1,4 +1,4 @@
-"""RerankStore keeps means in one place and deviations in another, and ranks the nearest means again by both.
+"""RedisStore keeps means in one place and deviations in another, and ranks the nearest means again by both.
 
 The search of PCME++ (Chun, ICLR 2024): the index holds only the means, and the variances of its K nearest are fetched.
 Lifted vectors (search/lifting.py) split into a mean and deviations, and squared L2 is the sum over both parts:
@@ -7,9 +7,9 @@ Lifted vectors (search/lifting.py) split into a mean and deviations, and squared
     wasserstein2   [mean, std]                     d and d
 
 The means are in a :class:`~sfumato.search.stores.local.LocalStore`, which also has ids, payloads and uncertainties. The
-deviations are in a second, flat one, or in Redis (:class:`Deviations`). An item exists if its
-record among the means exists. That record is written last and names the key of its deviations; a key is used only once.
-If a writer dies between the two writes, the old item stays as it was, and the new deviations are never read.
+deviations are in Redis (:class:`Deviations`). An item exists if its record among the means exists. That record is
+written last and names the key of its deviations; a key is used only once. If a writer dies between the two writes, the
+old item stays as it was, and the new deviations are never read.
 
 Redis must be configured not to lose acknowledged writes: `appendonly yes`, `appendfsync always` and `maxmemory-policy
 noeviction`. Otherwise deviations are lost when the server dies, and searches that need them raise an error.
@@ -25,8 +25,7 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 from urllib.parse import urlencode, urlsplit, urlunsplit
 
 import numpy as np
@@ -38,114 +37,16 @@ from sfumato.search.stores import local
 from sfumato.search.stores.local_database import LOCAL_OPTIONS
 from sfumato.search.stores.nearest import check_queries
 from sfumato.search.stores.protocol import Filter, Records
-from sfumato.search.stores.store_url import options, redacted, scheme
+from sfumato.search.stores.store_url import options, redacted
 
 _KEY_FORMAT = re.compile(rb"[0-9a-f]{16}:\d+")
-"""Keys that :class:`RerankStore` makes; another store's keys may have the same prefix."""
+"""Keys that :class:`RedisStore` makes; another store's keys may have the same prefix."""
 
 _BATCH = 1000
 """Number of keys in one request to Redis."""
 
 
-class Deviations(Protocol):
-    """Deviations by key.
-
-    Attributes:
-        location: folder or address, without a password, for messages.
-    """
-
-    location: str
-
-    def put(self, keys: Sequence[str], deviations: Tensor) -> None:
-        """Store deviations.
-
-        Args:
-            keys: n new keys.
-            deviations: (n, s) float32.
-        """
-        ...
-
-    def get(self, keys: Sequence[str]) -> Mapping[str, Any]:
-        """Deviations by key.
-
-        Args:
-            keys: wanted keys.
-
-        Returns:
-            (s,) float32 arrays of the keys that exist.
-        """
-        ...
-
-    def drop(self, keys: Sequence[str]) -> None:
-        """Remove keys.
-
-        Args:
-            keys: keys to remove; unknown ones are skipped.
-        """
-        ...
-
-    def keep(self, keys: set[str]) -> None:
-        """Remove all other keys.
-
-        Args:
-            keys: keys to keep.
-        """
-        ...
-
-    def remove(self) -> None:
-        """Undo the creation of this store, which must be empty."""
-        ...
-
-    def close(self) -> None:
-        """Release files and connections."""
-        ...
-
-
-class FileDeviations:
-    """Deviations in a flat local store, which has the keys as ids."""
-
-    def __init__(self, folder: Path, dim: int, metadata: str, new: bool) -> None:
-        self.location = str(folder)
-        self._store = local.create(f"file:{folder}", dim, metadata) if new else local.open(f"file:{folder}")
-        if self._store.fingerprint != metadata:
-            self._store.close()
-            raise UserError(
-                f"store {folder}: the deviations belong to other means; restore means and deviations from one copy"
-            )
-
-    def put(self, keys: Sequence[str], deviations: Tensor) -> None:
-        """See :meth:`Deviations.put`."""
-        self._store.upsert(Records(tuple(keys), deviations.contiguous(), torch.zeros(len(keys)), ({},) * len(keys)))
-
-    def get(self, keys: Sequence[str]) -> Mapping[str, Any]:
-        """See :meth:`Deviations.get`."""
-        found = self._store.get(keys)
-        return dict(zip(found.ids, found.vectors.numpy(), strict=True))
-
-    def drop(self, keys: Sequence[str]) -> None:
-        """See :meth:`Deviations.drop`."""
-        if keys:
-            self._store.delete(keys)
-
-    def keep(self, keys: set[str]) -> None:
-        """See :meth:`Deviations.keep`."""
-        for part in self._store.scan():
-            self.drop([key for key in part.ids if key not in keys])
-        self._store.optimise()
-
-    def remove(self) -> None:
-        """See :meth:`Deviations.remove`."""
-        self._store.close()
-        for file in Path(self.location).iterdir():
-            file.unlink()
-        Path(self.location).rmdir()
-
-    def close(self) -> None:
-        """See :meth:`Deviations.close`."""
-        self._store.close()
-
-
-class RedisDeviations:
+class Deviations:
     """Deviations in Redis: PREFIX + key holds raw float32, PREFIX + "about" holds the metadata of the means."""
 
     def __init__(self, url: str, prefix: str, metadata: str, new: bool) -> None:
@@ -168,7 +69,7 @@ class RedisDeviations:
             self._check(metadata.encode())
 
     def put(self, keys: Sequence[str], deviations: Tensor) -> None:
-        """See :meth:`Deviations.put`."""
+        """Store (n, s) float32 deviations under new keys."""
         raw = np.ascontiguousarray(deviations.numpy(), dtype="<f4")
         for start in range(0, len(keys), _BATCH):
             batch = {self._prefix + key: raw[i].tobytes() for i, key in enumerate(keys[start : start + _BATCH], start)}
@@ -176,7 +77,7 @@ class RedisDeviations:
                 self._redis.mset(batch)
 
     def get(self, keys: Sequence[str]) -> Mapping[str, Any]:
-        """See :meth:`Deviations.get`."""
+        """Deviations by key, of those keys that exist: (s,) float32 arrays."""
         found: dict[str, Any] = {}
         for start in range(0, len(keys), _BATCH):
             batch = keys[start : start + _BATCH]
@@ -186,13 +87,13 @@ class RedisDeviations:
         return found
 
     def drop(self, keys: Sequence[str]) -> None:
-        """See :meth:`Deviations.drop`."""
+        """Remove keys."""
         for start in range(0, len(keys), _BATCH):
             with self._reported():
                 self._redis.unlink(*(self._prefix + key for key in keys[start : start + _BATCH]))
 
     def keep(self, keys: set[str]) -> None:
-        """See :meth:`Deviations.keep`."""
+        """Remove all other keys."""
         cut = len(self._prefix.encode())
         pattern = "".join(f"\\{c}" if c in "*?[]\\^-" else c for c in self._prefix) + "*"
         cursor = 0
@@ -206,12 +107,12 @@ class RedisDeviations:
                 return
 
     def remove(self) -> None:
-        """See :meth:`Deviations.remove`."""
+        """Undo the creation of this store, which must be empty."""
         with self._reported():
             self._redis.delete(self._metadata_key)
 
     def close(self) -> None:
-        """See :meth:`Deviations.close`."""
+        """Close the connection."""
         self._redis.close()
 
     def _create(self, metadata: bytes) -> None:
@@ -263,20 +164,14 @@ class RedisDeviations:
 
 
 _OPTIONS = {
+    "means": "folder of the means",
+    "prefix": "prefix of the keys in Redis, sfumato: if left out; every store in one Redis needs its own",
     "candidates": "number of nearest means that are ranked again, 100 if left out",
     "mean_dim": "number of leading coordinates that are the mean; all but one, as for csd, if left out",
 }
 
-_REDIS_OPTIONS = {
-    "means": "folder of the means",
-    "prefix": "prefix of the keys in Redis, sfumato: if left out; every store in one Redis needs its own",
-}
-
-_FOLDER = "spreads"
-"""Folder of the deviations, named as in version 0.1."""
-
 _KEY = "\x01spread"
-"""Payload field of the means' records that names the key of the deviations, as in version 0.1."""
+"""Payload field of the means' records that names the key of the deviations."""
 
 _GRACE = 30.0
 """Seconds that replaced deviations are kept for searches that have read the record but not yet the deviations."""
@@ -284,7 +179,7 @@ _GRACE = 30.0
 Result = TypeVar("Result")
 
 
-def create(url: str, dim: int, fingerprint: str) -> "RerankStore":
+def create(url: str, dim: int, fingerprint: str) -> "RedisStore":
     """Make an empty store."""
     given, means = _parse(url)
     mean_dim = given.get("mean_dim", dim - 1)
@@ -301,7 +196,7 @@ def create(url: str, dim: int, fingerprint: str) -> "RerankStore":
     }
     metadata = json.dumps(fields, ensure_ascii=False)
     # The means are created last: a store exists if its means exist.
-    deviations = _deviations(url, dim - mean_dim, metadata, new=True)
+    deviations = Deviations(url, given["prefix"], metadata, new=True)
     try:
         local.create(means, mean_dim, metadata).close()
     except BaseException:
@@ -312,12 +207,12 @@ def create(url: str, dim: int, fingerprint: str) -> "RerankStore":
     return open(url)
 
 
-def open(url: str) -> "RerankStore":
+def open(url: str) -> "RedisStore":
     """Open a store of :func:`create`."""
-    return RerankStore(url)
+    return RedisStore(url)
 
 
-class RerankStore:
+class RedisStore:
     """A :class:`~sfumato.search.stores.protocol.VectorStore` in two parts, from :func:`create` or :func:`open`.
 
     A search is exact among the candidates. An item whose mean is not among the K nearest is not found, however small
@@ -344,7 +239,7 @@ class RerankStore:
                 raise UserError(
                     f"store {self.url}: was created with mean_dim={mean_dim}, not {given['mean_dim']}; leave it out"
                 )
-            self._deviations = _deviations(url, self.dim - mean_dim, self._means.fingerprint, new=False)
+            self._deviations = Deviations(url, given["prefix"], self._means.fingerprint, new=False)
         except BaseException:
             self._means.close()
             raise
@@ -477,37 +372,20 @@ class _MissingDeviations(Exception):
     """The deviations of an item are not stored; the argument is its id."""
 
 
-def _deviations(url: str, dim: int, metadata: str, new: bool) -> Deviations:
-    given, means = _parse(url)
-    if scheme(url) == "rerank":
-        folder = Path(means.removeprefix("file:").partition("?")[0]).with_name(_FOLDER)
-        return FileDeviations(folder, dim, metadata, new)
-    return RedisDeviations(url, given["prefix"], metadata, new)
-
-
 def _keys(records: Records) -> list[str]:
     return [payload[_KEY] for payload in records.payloads]
 
 
 def _parse(url: str) -> tuple[dict[str, Any], str]:
     """This module's options, numbers as integers, and the URL of the means."""
-    in_redis = scheme(url) != "rerank"
-    allowed = _OPTIONS | (_REDIS_OPTIONS if in_redis else {}) | LOCAL_OPTIONS
     # A path may contain a #, which would end the URL for `options`.
-    rest: dict[str, Any] = dict(options(url.replace("#", "%23"), allowed))
-    given = {name: rest.pop(name) for name in (*_OPTIONS, *_REDIS_OPTIONS) if name in rest}
-    for name in set(given) & set(_OPTIONS):
+    rest: dict[str, Any] = dict(options(url.replace("#", "%23"), _OPTIONS | LOCAL_OPTIONS))
+    given = {"prefix": "sfumato:", "means": ""} | {name: rest.pop(name) for name in _OPTIONS if name in rest}
+    for name in {"candidates", "mean_dim"} & given.keys():
         if not given[name].isascii() or not given[name].isdigit() or int(given[name]) < 1:
             raise UserError(f"store {redacted(url)}: {name} must be a whole number of at least 1, got {given[name]!r}")
         given[name] = int(given[name])
-    if in_redis:
-        given.setdefault("prefix", "sfumato:")
-        path = given.get("means", "")
-    else:
-        path = url.removeprefix("rerank:").partition("?")[0]
-        path = path and f"{path}/means"
+    path = given["means"]
     if not path or "?" in path:
-        raise UserError(
-            f"store {redacted(url)}: the folder is missing; write rerank:PATH, or redis://host:6379/0?means=PATH"
-        )
+        raise UserError(f"store {redacted(url)}: the folder is missing; write redis://host:6379/0?means=PATH")
     return given, f"file:{path}?{urlencode(rest)}" if rest else f"file:{path}"
