@@ -1,6 +1,7 @@
 """Which module may import which: part by part, and inside each folder module by module. The arrows go one way."""
 
 import ast
+import functools
 from pathlib import Path
 
 import sfumato
@@ -75,7 +76,10 @@ def imports_of(path: Path) -> set[str]:
     return found
 
 
-IMPORTS = {name: imports_of(path) - {name} for name, path in MODULES.items()}
+@functools.cache
+def imports() -> dict[str, set[str]]:
+    """By module the modules that it imports."""
+    return {name: imports_of(path) - {name} for name, path in MODULES.items()}
 
 
 def part_of(name: str) -> str:
@@ -89,14 +93,14 @@ def test_parts_import_the_parts_before_them():
     place = {part: k for k, part in enumerate(ORDER)}
     upward = {
         name: sorted(up)
-        for name, imported in IMPORTS.items()
+        for name, imported in imports().items()
         if (up := {o for o in imported - {"__init__"} if place[part_of(o)] > place[part_of(name)]})
     }
     assert not upward
 
 
 def test_no_module_imports_itself_through_others():
-    left = dict(IMPORTS)
+    left = dict(imports())
     while ready := [name for name, imported in left.items() if not imported & set(left)]:
         for name in ready:
             del left[name]
@@ -106,7 +110,7 @@ def test_no_module_imports_itself_through_others():
 def reached_from(part: str) -> set[str]:
     """The modules of a part and all that they import, directly or through others."""
     reached = {name for name in MODULES if part_of(name) == part}
-    while more := {other for name in reached for other in IMPORTS[name]} - reached:
+    while more := {other for name in reached for other in imports()[name]} - reached:
         reached |= more
     return reached
 
