@@ -15,11 +15,11 @@ from typing import Any, get_args
 
 import numpy as np
 import torch
+from ambiguity import FIGURES, baselines, measure_ambiguity
 
 from sfumato.data.emoji import load_emoji
 from sfumato.direction import Direction
 from sfumato.encoders.backbones import text_backbone
-from sfumato.evaluation.ambiguity import FIGURES, baselines, measure_ambiguity
 from sfumato.evaluation.estimators import ESTIMATORS, Matching, estimate_uncertainty
 from sfumato.metrics.relevance import Relevance
 from sfumato.metrics.retrieval import per_query_metrics

@@ -31,10 +31,11 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
+from ambiguity import baselines
 from PIL import Image
 
+from sfumato.direction import DIRECTION_OF, Side
 from sfumato.encoders.backbones import text_backbone
-from sfumato.evaluation.ambiguity import baselines
 from sfumato.evaluation.estimators import Matching, estimate_uncertainty
 from sfumato.evaluation.trust import words_of
 from sfumato.files import write_atomically
@@ -54,9 +55,9 @@ from sfumato.models.calibrate import calibrate_split
 from sfumato.models.embed import embed_split, load_split
 from sfumato.models.recipe import find_recipe, load_recipe
 from sfumato.models.run import Run, load_run
-from sfumato.posthoc import METHODS, Side
+from sfumato.posthoc import METHODS
 from sfumato.search.exact import rank_relevant
-from sfumato.studies.contestants import DIRECTION_OF, fit_contestant, pair_calibration
+from sfumato.studies.contestants import fit_contestant, pair_calibration
 from sfumato.studies.frozen_model import FrozenSplit, freeze, layer_inputs
 from sfumato.studies.referee import adapter_epochs
 from sfumato.training.loop import fit

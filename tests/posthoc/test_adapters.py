@@ -11,20 +11,30 @@ from torch.nn import functional
 
 from sfumato.distances import csd_matrix
 from sfumato.gaussian import GaussianEmbedding
-from sfumato.losses import PCMEPPLoss, PCMEPPOptions, pcmepp_loss
-from sfumato.posthoc import METHODS, AdapterTraining, AsymVLM, FrozenPairs, PCMEPPAdapter, PFEAdapter, ProbVLM
-from sfumato.posthoc.adapter_networks import PairBatches, mlp, mlp_of, scaled_inputs, train
-from sfumato.posthoc.asymvlm import asymvlm_loss, direction_and_kappa
-from sfumato.posthoc.probvlm import (
+from sfumato.losses import PCMEPPLoss, PCMEPPOptions, ProLIPOptions, pcmepp_loss, prolip_loss, vib_loss
+from sfumato.posthoc import METHODS, AdapterTraining, FrozenPairs, variance_adapters
+from sfumato.posthoc.adapters import PairBatches, minimise, mlp, scaled_inputs
+from sfumato.posthoc.asymvlm import (
+    AsymVLM,
+    asymvlm_loss,
+    direction_and_kappa,
+    log_likelihoods,
+    log_normaliser,
+    mean_length,
+)
+from sfumato.posthoc.variance_adapters import (
     GeneralisedGaussian,
-    dropout_uncertainty,
+    PCMEPPAdapter,
+    PFEAdapter,
+    ProbVLM,
+    ProbVLMNetwork,
+    ProLIPAdapter,
+    first_logits,
     generalised_gaussian_loss,
     generalised_gaussian_variance,
+    pfe_loss,
     probvlm_loss,
-    probvlm_network,
 )
-from sfumato.posthoc.spherical import log_likelihoods, log_normaliser, mean_length
-from sfumato.posthoc.variance_adapters import ProLIPAdapter, first_logits, pfe_loss, released_prolip_loss
 
 NAMES = {"vmf": "vmf", "psd": "power_spherical"}
 FAST = AdapterTraining((24,), 30, 64, 3e-3)
@@ -37,8 +47,17 @@ def close(found, wanted, rtol=1e-10, atol=0.0):
     torch.testing.assert_close(found, wanted, rtol=rtol, atol=atol, check_dtype=False)
 
 
-def below(tensors, prefix):
-    return {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
+def loaded(network, tensors, prefix):
+    """A network with the weights of a fixture."""
+    weights = {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
+    network.double().load_state_dict(weights)
+    return network
+
+
+def loaded_mlp(tensors, prefix):
+    keys = [key for key in tensors if key.startswith(prefix) and key.endswith("weight")]
+    shapes = [tensors[key].shape for key in sorted(keys, key=lambda k: int(k.removeprefix(prefix).split(".")[0]))]
+    return loaded(mlp(shapes[0][1], [s[0] for s in shapes[:-1]], shapes[-1][0]), tensors, prefix)
 
 
 # ---------------------------------------------------------------- AsymVLM
@@ -67,7 +86,7 @@ def test_parity_asymvlm_likelihood_and_loss(name, dtype, rtol):
 @pytest.mark.parametrize("name", NAMES)
 def test_parity_asymvlm_network(name):
     _, t = fixture("asymvlm")
-    network = mlp_of(below(t, "net/param/"), "asymvlm")
+    network = loaded_mlp(t, "net/param/")
     direction, kappa = direction_and_kappa(network(t["net/z_txt"]))
     close(direction, t[f"{name}/net/mu"])
     close(1 / kappa, t[f"{name}/net/uncertainty"])
@@ -129,28 +148,31 @@ def test_asymvlm_loss_shares_several_matches():
 
 
 # ---------------------------------------------------------------- ProbVLM
-FORMS = {"product": "product", "ours/power": "power"}
-
-
 def found_inputs(t, dtype=torch.float64):
     names = ("mean", "one_over_alpha", "beta")
     return GeneralisedGaussian(*(t[f"inputs/{name}"].to(dtype).clone().requires_grad_() for name in names))
 
 
-@pytest.mark.parametrize("prefix", FORMS)
+def released_loss(found, target):
+    """As released: a product in place of the power."""
+    inverse, beta = found.one_over_alpha + 1e-4, found.beta + 1e-4
+    residual = ((found.mean - target).abs() * inverse * beta).clamp(1e-4, 1e3)
+    return residual - (inverse * beta).log() + torch.lgamma(1 / beta)
+
+
 @pytest.mark.parametrize("dtype, rtol", [(torch.float64, 1e-10), (torch.float32, 1e-6)])
-def test_parity_probvlm_loss(prefix, dtype, rtol):
+def test_parity_probvlm_loss(dtype, rtol):
     _, t = fixture("probvlm")
-    inputs, target = found_inputs(t, dtype), t["inputs/target"].to(dtype)
-    loss = generalised_gaussian_loss(inputs, target, form=FORMS[prefix])
-    atol = 1e-13
-    close(loss, t[f"{prefix}/elementwise"].to(dtype), rtol, atol)
-    close(loss.mean(), t[f"{prefix}/mean"].to(dtype), rtol)
-    loss.mean().backward()
-    for name, found in inputs._asdict().items():
-        assert torch.isfinite(found.grad).all()
-        if dtype == torch.float64:
-            close(found.grad, t[f"{prefix}/grad/{name}"], rtol, 1e-13)
+    for prefix, loss_of in (("product", released_loss), ("ours/power", generalised_gaussian_loss)):
+        inputs, target = found_inputs(t, dtype), t["inputs/target"].to(dtype)
+        loss = loss_of(inputs, target)
+        close(loss, t[f"{prefix}/elementwise"].to(dtype), rtol, 1e-13)
+        close(loss.mean(), t[f"{prefix}/mean"].to(dtype), rtol)
+        loss.mean().backward()
+        for name, found in inputs._asdict().items():
+            assert torch.isfinite(found.grad).all()
+            if dtype == torch.float64:
+                close(found.grad, t[f"{prefix}/grad/{name}"], rtol, 1e-13)
 
 
 def test_parity_exact_density():
@@ -166,93 +188,91 @@ def test_parity_exact_density():
     np.testing.assert_allclose(t["ours/gennorm_nll"], scipy, rtol=1e-9)
 
 
-@pytest.mark.parametrize("t2", ["0.0001", "0.05"])
-def test_parity_probvlm_combined_loss(t2):
-    _, t = fixture("probvlm")
-    inputs, target = found_inputs(t), t["inputs/target"]
-    both = probvlm_loss(inputs, inputs, (target, target), form="product", t2=float(t2), cross=0.0) / 2
-    close(both, t[f"comb/1_{t2}/loss"])
-    both.backward()
-    for name, found in inputs._asdict().items():
-        close(found.grad, t[f"comb/1_{t2}/grad/{name}"], atol=1e-13)
-
-
-def test_parity_probvlm_total_loss():
+def test_parity_probvlm_combined_losses(monkeypatch):
+    """Of one modality and of both, with the released likelihood in place of ours."""
     described, t = fixture("probvlm")
+    monkeypatch.setattr(variance_adapters, "generalised_gaussian_loss", released_loss)
+    target = t["inputs/target"]
+    for t2 in ("0.0001", "0.05"):
+        inputs = found_inputs(t)
+        for name, value in (("T1", 1.0), ("T2", float(t2)), ("CROSS", 0.0)):
+            monkeypatch.setattr(variance_adapters, name, value)
+        both = probvlm_loss(inputs, inputs, (target, target)) / 2
+        close(both, t[f"comb/1_{t2}/loss"])
+        both.backward()
+        for name, found in inputs._asdict().items():
+            close(found.grad, t[f"comb/1_{t2}/grad/{name}"], atol=1e-13)
     cases = described["cases"]["total"]
+    for name, key in (("T1", "T1"), ("T2", "T2"), ("CROSS", "cross_modal_lambda")):
+        monkeypatch.setattr(variance_adapters, name, cases[key])
     text = GeneralisedGaussian(*(t[f"total/txt_{name}"] for name in ("mean", "one_over_alpha", "beta")))
-    targets = t["inputs/target"], t["total/txt_target"]
-    weights = {"t1": cases["T1"], "t2": cases["T2"], "cross": cases["cross_modal_lambda"]}
-    close(probvlm_loss(found_inputs(t), text, targets, form="product", **weights), t["total/loss"])
+    close(probvlm_loss(found_inputs(t), text, (target, t["total/txt_target"])), t["total/loss"])
 
 
-@pytest.mark.parametrize("kind", ["relu", "softplus"])
-def test_parity_probvlm_network(kind):
+def test_the_loss_of_probvlm_by_hand():
+    g = torch.Generator().manual_seed(0)
+    image, text = (GeneralisedGaussian(*(torch.rand(4, 3, generator=g) + 0.2 for _ in range(3))) for _ in range(2))
+    targets = torch.rand(4, 3, generator=g), torch.rand(4, 3, generator=g)
+    one = lambda found, x: (found.mean - x).abs().mean() + 0.05 * generalised_gaussian_loss(found, x).mean()
+    own, other = one(image, targets[0]) + one(text, targets[1]), one(image, targets[1]) + one(text, targets[0])
+    close(probvlm_loss(image, text, targets), own + 1e-4 * other)
+
+
+def test_parity_probvlm_network():
     described, t = fixture("probvlm")
-    network = probvlm_network(below(t, "net/param/"), relu=kind == "relu")
-    assert network.mod[0].out_features == described["cases"]["net"]["hid_dim"]
+    weights = {key.removeprefix("net/param/"): x.shape for key, x in t.items() if key.startswith("net/param/")}
+    width, head = weights["mod.0.weight"][0], weights["block_mu.0.weight"][0]
+    assert width == described["cases"]["net"]["hid_dim"]
+    network = loaded(ProbVLMNetwork(weights["mod.0.weight"][1], width=width, head_width=head), t, "net/param/")
     for name, found in zip(("mu", "one_over_alpha", "beta"), network(t["net/x"]), strict=True):
-        close(found, t[f"net/{kind}/{name}"], atol=1e-14)
+        close(found, t[f"net/softplus/{name}"], atol=1e-14)
 
 
 def test_parity_probvlm_variance():
     _, t = fixture("probvlm")
-    grid = GeneralisedGaussian(torch.zeros(()), t["var/one_over_alpha"], t["var/beta"])
-    clipped = generalised_gaussian_variance(grid, form="clipped")
-    close(clipped, t["var/official"])
-    close(1 / clipped.mean(1), t["var/asymvlm_uncertainty"])
-    positive = GeneralisedGaussian(torch.zeros(()), grid.one_over_alpha[1:, 3:], grid.beta[1:, 3:])
+    positive = GeneralisedGaussian(torch.zeros(()), t["var/one_over_alpha"][1:, 3:], t["var/beta"][1:, 3:])
     close(generalised_gaussian_variance(positive), t["ours/var"])
     scipy = stats.gennorm.var(positive.beta, scale=1 / positive.one_over_alpha)
     np.testing.assert_allclose(generalised_gaussian_variance(positive), scipy, rtol=1e-8)
+    # The released variance has shifted and clipped parameters.
+    inverse = (1 / (t["var/one_over_alpha"] + 1e-5)).clamp(1e-4, 5).reciprocal()
+    clipped = GeneralisedGaussian(torch.zeros(()), inverse, (t["var/beta"] + 0.1).clamp(0.1, 5))
+    close(generalised_gaussian_variance(clipped), t["var/official"])
 
 
-@pytest.mark.parametrize("side", ["img", "txt"])
-def test_parity_probvlm_dropout(side):
-    _, t = fixture("probvlm")
-    passes = GeneralisedGaussian(*(t[f"mc/{side}/{name}"] for name in ("mu", "one_over_alpha", "beta")))
-    aleatoric, epistemic = dropout_uncertainty(passes)
-    close(aleatoric, t[f"ours/mc/{side}/aleatoric"])
-    close(epistemic, t[f"ours/mc/{side}/epistemic"])
-    close(dropout_uncertainty(passes, official=True)[1], t[f"mc/{side}/v"])
-    for name, found in zip(("mu", "alpha", "beta"), passes, strict=True):
-        close(found.mean(0), t[f"mc/{side}/{name}_mean"])
-
-
-def test_parity_probvlm_order_of_texts():
-    """The released order of texts begins with the most certain one."""
+def test_the_released_order_of_texts_begins_with_the_most_certain_one():
     _, t = fixture("probvlm")
     close(t["sort/u_img"].mean(1).argsort(descending=True), t["sort/img_order"])
     close(t["sort/u_txt"].mean(1).reciprocal().argsort(descending=True), t["sort/txt_order"])
-    pairs = toy_pairs()
-    usual, inverted = (
-        ProbVLM.fit(pairs, text_order=order, training=AdapterTraining((8,), 1, 64))
-        for order in ("variance", "inverted")
-    )
-    u, v = (m.uncertainty("text", pairs.texts) for m in (usual, inverted))
-    close(u.argsort(), v.argsort(descending=True))
-    close(usual.uncertainty("image", pairs.images), inverted.uncertainty("image", pairs.images))
 
 
-def test_the_product_form_forgets_the_shape():
-    """With the product the best beta is 0.684167 for any data; with the power it is that of the data."""
-    noise = torch.randn(4000, 1, generator=torch.Generator().manual_seed(0)).double()
-    best = {}
-    for form in ("power", "product"):
-        raw = torch.zeros(2, dtype=torch.float64, requires_grad=True)
-        optimiser = torch.optim.LBFGS([raw], max_iter=300, line_search_fn="strong_wolfe")
+def test_the_dropped_exponent_forgets_the_shape():
+    """By the product beta is .684167 for any data, and the variance of Laplace noise 2.62 times that of the data."""
+    normal = torch.randn(4000, 1, generator=torch.Generator().manual_seed(0)).double()
+    laplace = torch.distributions.Laplace(0.0, 1.0).icdf((torch.arange(4000).double() + 0.5) / 4000).unsqueeze(1)
+    beta, ratio = {}, {}
+    for noise, kind in ((normal, "normal"), (laplace, "laplace")):
+        for loss_of in (generalised_gaussian_loss, released_loss):
+            raw = torch.zeros(2, dtype=torch.float64, requires_grad=True)
+            optimiser = torch.optim.LBFGS([raw], max_iter=300, line_search_fn="strong_wolfe")
 
-        def closure(raw=raw, optimiser=optimiser, form=form):
-            optimiser.zero_grad()
-            found = GeneralisedGaussian(torch.zeros_like(noise), *raw.exp().expand(len(noise), 2).split(1, 1))
-            loss = generalised_gaussian_loss(found, noise, form=form).mean()
-            loss.backward()
-            return loss
+            def found(raw=raw, noise=noise):
+                return GeneralisedGaussian(torch.zeros_like(noise), *raw.exp().expand(len(noise), 2).split(1, 1))
 
-        optimiser.step(closure)
-        best[form] = float(raw[1].detach().exp())
-    assert best["product"] == pytest.approx(0.684167, abs=1e-3)
-    assert best["power"] == pytest.approx(2.0, abs=0.15)
+            def closure(optimiser=optimiser, found=found, noise=noise, loss_of=loss_of):
+                optimiser.zero_grad()
+                loss = loss_of(found(), noise).mean()
+                loss.backward()
+                return loss
+
+            optimiser.step(closure)
+            beta[kind, loss_of] = float(raw[1].detach().exp())
+            variance = generalised_gaussian_variance(found()).mean()
+            ratio[kind, loss_of] = float(variance.detach() / noise.square().mean())
+    assert beta["normal", released_loss] == pytest.approx(0.684167, abs=1e-3)
+    assert beta["normal", generalised_gaussian_loss] == pytest.approx(2.0, abs=0.15)
+    assert ratio["laplace", released_loss] == pytest.approx(2.62, abs=0.05)
+    assert ratio["laplace", generalised_gaussian_loss] == pytest.approx(1, abs=0.05)
 
 
 # ---------------------------------------------------------------- PFE, PCME++, ProLIP
@@ -301,7 +321,11 @@ def test_parity_pcmepp():
 def test_parity_prolip():
     _, t = fixture("frozen_adapters")
     both, _, log_vars = gaussians(t, -1)
-    loss = released_prolip_loss(*both, torch.eye(len(log_vars[0]), dtype=torch.float64))
+    match = torch.eye(len(log_vars[0]), dtype=torch.float64)
+    # On unit means a scale of 1/2 and a bias of 1 on csd are ProLIP's scale 1 and bias 0, at which the released code
+    # freezes them; its bottleneck halves the log variances.
+    loss = prolip_loss(*both, match, ProLIPOptions(beta=0.0), logit_scale=0.5, logit_bias=1.0).total
+    loss = loss + 1e-5 * sum(vib_loss(GaussianEmbedding(x.mean, x.log_var / 2)) for x in both)
     close(loss, t["prolip/loss"])
     loss.backward()
     for s, log_var in zip("it", log_vars, strict=True):
@@ -310,7 +334,7 @@ def test_parity_prolip():
 
 def test_parity_adapter_networks():
     _, t = fixture("frozen_adapters")
-    network = mlp_of(below(t, "net/param/"), "adapter")
+    network = loaded_mlp(t, "net/param/")
     close(PFEAdapter.log_variance(network(t["net/x"])).exp(), t["net/pfe_var"])
     mean = functional.normalize(t["net/x"], dim=1)
     close(mean, t["net/pcmepp_mean"])
@@ -348,10 +372,11 @@ def test_embedded_variances_are_in_units_of_unit_embeddings(units):
     close(method.uncertainty("text", x), method.variance("text", x).mean(1), rtol=1e-6)
 
 
-def test_probvlm_learns_the_reconstruction_error():
+def test_probvlm_learns_the_reconstruction_error(monkeypatch):
     """Trained on itself the error is small; the variance must then be near the squared error of the network."""
+    monkeypatch.setattr(variance_adapters, "T2", 1.0)
     pairs = toy_pairs()
-    method = ProbVLM.fit(pairs, t2=1.0, training=AdapterTraining((32,), 40, 64, 3e-3, "adam", 0.0))
+    method = ProbVLM.fit(pairs, training=AdapterTraining((32,), 40, 64, 3e-3, "adam", 0.0))
     found = method.distribution("image", pairs.images)
     error = (found.mean - scaled_inputs(pairs.images)).square().mean()
     ratio = float(generalised_gaussian_variance(found).mean() / error)
@@ -369,15 +394,10 @@ def test_the_match_losses_give_variances_that_differ():
         assert float(method.uncertainty("text", held_out.texts).std()) > 0
 
 
-def test_frozen_scale_measures_the_batch_size():
-    """With ProLIP's scale at 1 the variance has to do the work of the bias: half of a pair's is log(batch - 1)."""
+def test_learnt_logits_leave_the_variance_its_level():
+    """With ProLIP's scale frozen at 1, half the total variance of a pair is log(batch - 1), here 4.8."""
     pairs = toy_pairs()
-    for batch, epochs in ((16, 20), (128, 80)):
-        training = AdapterTraining((16,), epochs, batch, 1e-2)
-        method = ProLIPAdapter.fit(pairs, frozen_scale=True, training=training)
-        total = sum(method.embed(s, pairs.embeddings(s)).total_variance.mean() for s in ("image", "text"))
-        assert float(total) / 2 == pytest.approx(math.log(batch - 1), abs=0.8)
-    learnt = ProLIPAdapter.fit(pairs, training=training)
+    learnt = ProLIPAdapter.fit(pairs, training=AdapterTraining((16,), 80, 128, 1e-2))
     assert 0.2 < float(learnt.embed("text", pairs.texts).total_variance.mean()) < 2
 
 
@@ -437,17 +457,6 @@ def test_batches_know_all_matches():
         assert match.tolist() == wanted
 
 
-def test_dropout_passes_need_dropout_and_shrink_with_it():
-    pairs = toy_pairs()
-    method = ProbVLM.fit(pairs, dropout=0.1, training=AdapterTraining((16,), 2, 64))
-    x = pairs.images[:9]
-    few, many = (method.dropout_variance("image", x, dropout=p, n_passes=60)[1].mean() for p in (0.05, 0.5))
-    assert 0 < few < many
-    close(method.dropout_variance("image", x)[1], method.dropout_variance("image", x)[1])
-    with pytest.raises(ValueError, match="two passes"):
-        method.dropout_variance("image", x, n_passes=1)
-
-
 @pytest.mark.parametrize("name", ["probvlm", "asymvlm", "pfe", "pcmepp", "prolip"])
 def test_bad_input_of_adapters(name):
     kind, pairs = METHODS[name], toy_pairs(40)
@@ -471,9 +480,6 @@ def test_options_are_checked():
             AdapterTraining(**options)
     pairs, training = toy_pairs(40), AdapterTraining((8,), 1, 16)
     for name, options in (
-        ("probvlm", {"loss": "sum"}),
-        ("probvlm", {"variance": "none"}),
-        ("probvlm", {"text_order": "none"}),
         ("asymvlm", {"distribution": "normal"}),
         ("pfe", {"units": "metres"}),
     ):
@@ -486,7 +492,7 @@ def test_options_are_checked():
 def test_a_diverging_adapter_is_an_error():
     network = mlp(2, (), 1)
     with pytest.raises(ArithmeticError, match="lower the learning rate"):
-        train(
+        minimise(
             network.parameters(),
             lambda rows: network(torch.ones(1, 2)).sum() * math.inf,
             4,

@@ -517,7 +517,7 @@ def test_a_frozen_run_is_its_last_layer_on_its_inputs(run):
         assert np.array_equal(split.pairs, plain.pairs)
     pairs = frozen.training_pairs(10.0)
     assert pairs.logit_scale == 10 and torch.equal(pairs.text_hidden, frozen.train.text_hidden)
-    assert outside.training_pairs().image_projection is None and frozen.digest != outside.digest
+    assert not outside.training_pairs().projections and frozen.digest != outside.digest
 
 
 def test_the_command_prints_tables_writes_files_and_resumes(run, sfumato):

@@ -19,9 +19,6 @@ from torch import nn
 from sfumato.data import image_decoding
 from sfumato.encoders.features import Inputs, Store, TokenFeatures
 
-Side = Literal["image", "text"]
-"""The two sides of a model."""
-
 Item = Callable[[], bytes | str]
 """A function that returns the bytes of an image file (or of a file of region features), or a text."""
 

@@ -6,6 +6,7 @@ from typing import Any
 from pydantic_core import PydanticKnownError
 from tokenizers import Tokenizer
 
+from sfumato.direction import Side
 from sfumato.encoders.clip import ClipImageConfig, ClipTextConfig, build_clip_image, build_clip_text, clip_tokenizer
 from sfumato.encoders.convolutional import EfficientNetImageConfig, ResNetImageConfig, build_efficientnet, build_resnet
 from sfumato.encoders.encoder_protocol import (
@@ -15,7 +16,6 @@ from sfumato.encoders.encoder_protocol import (
     EncoderEntry,
     ImageEncoderConfig,
     Processor,
-    Side,
     TextEncoderConfig,
 )
 from sfumato.encoders.feature_rows import (

@@ -35,8 +35,9 @@ from pydantic import (
 
 from sfumato.data.feature_tables import resolved_table
 from sfumato.data.sources import DataConfig, get_source
+from sfumato.direction import Side
 from sfumato.distances import get_distance
-from sfumato.encoders.encoder_protocol import ImageEncoderConfig, Side, TextEncoderConfig
+from sfumato.encoders.encoder_protocol import ImageEncoderConfig, TextEncoderConfig
 from sfumato.encoders.encoder_registry import ENCODERS, encoder_entry, encoder_section
 from sfumato.encoders.package_weights import Precision
 from sfumato.encoders.small import SmallImageConfig, SmallTextConfig

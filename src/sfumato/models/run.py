@@ -25,8 +25,9 @@ from tokenizers import Tokenizer
 from torch import Tensor, nn
 
 from sfumato.calibration.calibrator import Calibration
+from sfumato.direction import Side
 from sfumato.encoders.dual import DualEncoder, Tower
-from sfumato.encoders.encoder_protocol import BuildContext, Side
+from sfumato.encoders.encoder_protocol import BuildContext
 from sfumato.encoders.encoder_registry import encoder_entry
 from sfumato.encoders.frozen import FrozenImageConfig, FrozenTextConfig
 from sfumato.encoders.heads import GaussianHead, HeadOptions

@@ -19,9 +19,6 @@ from torch import Tensor
 from sfumato.gaussian import accumulation_dtype
 from sfumato.posthoc.method import check_embeddings, check_rows, unit
 
-CLASS_BATCH = 32768
-"""Published number of targets that share a softmax."""
-
 _MAX_ENTRIES = 2**24
 """Entries of the matrix of sources by targets that are in memory at a time, in three copies."""
 
@@ -81,8 +78,7 @@ def kronecker_factors(
     logit_scale: float,
     logit_bias: float | None = None,
     bias_column: bool = False,
-    class_batch: int = CLASS_BATCH,
-    official_batch: int | None = None,
+    class_batch: int,
 ) -> KroneckerFactors:
     """The factors of one side.
 
@@ -100,20 +96,10 @@ def kronecker_factors(
             f" {len(targets)} targets and {class_batch}"
         )
     n = len(sources)
-    if official_batch is None:
-        batches = list(torch.arange(n).tensor_split(-(-n // class_batch)))
-    else:
-        n -= n % class_batch
-        batches = list(torch.arange(n).split(class_batch))
-    if not batches:
-        raise ValueError(f"{who}: the released code needs a whole class batch of {class_batch} items, got {n}")
     b = torch.zeros(sources.shape[1], sources.shape[1], dtype=torch.float64, device=sources.device)
-    for batch in batches:
-        rows = slice(int(batch[0]), int(batch[-1]) + 1)
-        used = len(batch) - (len(batch) % official_batch if official_batch else 0)
-        own = sources[rows][:used]
-        b += summed_curvature(own, targets[rows], logit_scale=logit_scale, logit_bias=logit_bias)
-    a = _second_moment(hidden[:n], bias_column)
+    for rows in torch.arange(n, device=sources.device).tensor_split(-(-n // class_batch)):
+        b += summed_curvature(sources[rows], targets[rows], logit_scale=logit_scale, logit_bias=logit_bias)
+    a = _second_moment(hidden, bias_column)
     return KroneckerFactors(a / n**0.5, (b + b.T) / 2 / n**0.5)
 
 

@@ -1,22 +1,19 @@
 """What a frozen model says of held-in pairs, and the interface of every method that adds an uncertainty to it.
 
-The module knows shapes, checks and the state of a method; it has no formula of a method.
+The module knows shapes and checks; it has no formula of a method.
 """
 
-import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, Self, get_args
+from dataclasses import dataclass, field
+from typing import ClassVar, Self, get_args
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from sfumato.direction import Side
 from sfumato.gaussian import GaussianEmbedding, accumulation_dtype
-
-Side = Literal["image", "text"]
-"""The modality of an item."""
 
 
 class TwoSides:
@@ -24,16 +21,16 @@ class TwoSides:
 
     images: Tensor  # (n, d) raw embeddings
     texts: Tensor  # (m, d) raw embeddings
-    image_hidden: Tensor | None
+    image_hidden: Tensor | None  # (n, P) inputs of the projection layer
     text_hidden: Tensor | None
 
     def embeddings(self, side: Side) -> Tensor:
-        """The embeddings of one side. Returns (n, d)."""
+        """(n, d) embeddings of one side."""
         check_side(side)
         return self.images if side == "image" else self.texts
 
     def hidden(self, side: Side) -> Tensor | None:
-        """The inputs of one side's projection layer. Returns (n, P)."""
+        """(n, P) inputs of one side's projection layer."""
         return self.image_hidden if side == "image" else self.text_hidden
 
 
@@ -41,21 +38,17 @@ class TwoSides:
 class FrozenPairs(TwoSides):
     """Embeddings of a frozen two-tower model for pairs that a method is fitted on.
 
-    Only the first three are needed by every method. The hidden features, the inputs of the two projection layers, are
-    needed by the Laplace method, together with the matrices of the layers.
+    Only the first three are needed by every method; the Laplace method needs the rest.
     """
 
     images: Tensor  # (n, d) image embeddings as the model gives them, normalised or not
     texts: Tensor  # (m, d) text embeddings, likewise
-    pairs: Tensor
+    pairs: Tensor  # (p, 2) positions of matching images and texts
     logit_scale: float | None = None
     logit_bias: float | None = None  # constant of the model's logit (SigLIP); None for a model without one (CLIP)
     image_hidden: Tensor | None = None
     text_hidden: Tensor | None = None
-    image_projection: Tensor | None = None
-    text_projection: Tensor | None = None
-    image_projection_bias: Tensor | None = None
-    text_projection_bias: Tensor | None = None
+    projections: Mapping[Side, tuple[Tensor, Tensor | None]] = field(default_factory=dict)  # (d, P) matrix, (d,) bias
 
     def __post_init__(self) -> None:
         who = "FrozenPairs"
@@ -70,34 +63,25 @@ class FrozenPairs(TwoSides):
                 raise ValueError(
                     f"{who}: pairs name {side} {int(positions.min())} .. {int(positions.max())}, but there are {n}"
                 )
-            self._check_hidden(side, n)
+            hidden = self.hidden(side)
+            if hidden is not None:
+                check_rows(hidden, who, f"{side}_hidden", n=n)
+            matrix, bias = self.projections.get(side, (None, None))
+            width = None if hidden is None else hidden.shape[1]
+            if matrix is not None and (matrix.ndim != 2 or matrix.shape != (self.d, width or matrix.shape[1])):
+                raise ValueError(
+                    f"{who}: the matrix of the {side}s must be (d, P) = ({self.d}, {width or 'P'}), got"
+                    f" {tuple(matrix.shape)}"
+                )
+            if bias is not None and bias.shape != (self.d,):
+                raise ValueError(f"{who}: the bias of the {side}s must be ({self.d},), got {tuple(bias.shape)}")
         if self.logit_scale is not None and not self.logit_scale > 0:
             raise ValueError(f"{who}: logit_scale must be positive, got {self.logit_scale}; give exp(log scale)")
-
-    def _check_hidden(self, side: Side, n: int) -> None:
-        hidden, matrix, bias = self.hidden(side), self.projection(side), self.projection_bias(side)
-        if hidden is not None:
-            check_rows(hidden, "FrozenPairs", f"{side}_hidden", n=n)
-        width = None if hidden is None else hidden.shape[1]
-        if matrix is not None and (matrix.ndim != 2 or matrix.shape != (self.d, width or matrix.shape[1])):
-            raise ValueError(
-                f"FrozenPairs: {side}_projection must be (d, P) = ({self.d}, {width or 'P'}), got {tuple(matrix.shape)}"
-            )
-        if bias is not None and bias.shape != (self.d,):
-            raise ValueError(f"FrozenPairs: {side}_projection_bias must be ({self.d},), got {tuple(bias.shape)}")
 
     @property
     def d(self) -> int:
         """Number of dimensions of the embeddings."""
         return self.images.shape[1]
-
-    def projection(self, side: Side) -> Tensor | None:
-        """The matrix of one side's projection layer. Returns (d, P)."""
-        return self.image_projection if side == "image" else self.text_projection
-
-    def projection_bias(self, side: Side) -> Tensor | None:
-        """The bias of one side's projection layer. Returns (d,)."""
-        return self.image_projection_bias if side == "image" else self.text_projection_bias
 
     def at_least(self, n_pairs: int, who: str) -> Self:
         """Refuse too few pairs."""
@@ -109,7 +93,7 @@ class FrozenPairs(TwoSides):
 class PosthocMethod(ABC):
     """A method that adds an uncertainty to a frozen model, without a change of its ranking unless the method says so.
 
-    :meth:`fit` makes one from pairs; :meth:`state` and :meth:`from_state` store it and build it again.
+    The attributes say what it looks at; :meth:`check` refuses what does not fit to them.
     """
 
     name: ClassVar[str]  # its key in METHODS
@@ -117,33 +101,57 @@ class PosthocMethod(ABC):
     per_item: ClassVar[bool] = False  # whether :meth:`embed` gives a Gaussian for each item
     needs_gallery: ClassVar[bool] = False  # whether :meth:`uncertainty` looks at the gallery
     needs_hidden: ClassVar[bool] = False  # whether it needs the inputs of the projection layer (``hidden``)
-    sides: ClassVar[tuple[Side, ...]] = ("image", "text")  # modalities that have an uncertainty
+    sides: ClassVar[tuple[Side, ...]] = get_args(Side)  # modalities that have an uncertainty
 
     @classmethod
     @abstractmethod
     def fit(cls, pairs: FrozenPairs, *, seed: int = 0) -> Self:
-        """Fit the method; a subclass has options of its own, all with defaults."""
+        """Fit the method; a subclass has options of its own, all with defaults.
 
-    def embed(self, side: Side, x: Tensor, *, hidden: Tensor | None = None) -> GaussianEmbedding:
-        """The Gaussian of every item. x (n, d), hidden (n, P)."""
-        raise ValueError(
-            f"{self.name}: has no distribution of an item, only uncertainty(); methods with per_item have one"
-        )
+        Args:
+            pairs: what it is fitted on.
+            seed: of everything random.
+
+        Returns:
+            The fitted method; equal seeds give equal methods.
+
+        Raises:
+            ValueError: too few pairs, or they lack what the method needs.
+        """
 
     @abstractmethod
     def uncertainty(
         self, side: Side, queries: Tensor, gallery: Tensor | None = None, *, hidden: Tensor | None = None
     ) -> Tensor:
-        """The uncertainty of every query. queries (q, d), gallery (m, d), hidden (q, P) -> (q,)."""
+        """The uncertainty of every query, which must not depend on the other queries.
 
-    @abstractmethod
-    def state(self) -> dict[str, Tensor]:
+        Args:
+            side: modality of the queries.
+            queries: (q, d) raw embeddings.
+            gallery: (m, d) raw embeddings of the other side; for methods with ``needs_gallery``.
+            hidden: (q, P) inputs of the projection layer; for methods with ``needs_hidden``.
+
+        Returns:
+            (q,) numbers, larger is less certain.
+
+        Raises:
+            ValueError: something is missing, or shapes do not fit.
+        """
+
+    def embed(self, side: Side, x: Tensor, *, hidden: Tensor | None = None) -> GaussianEmbedding:
+        """The Gaussian of every item, for methods with ``per_item``. x (n, d), hidden (n, P)."""
+        raise ValueError(
+            f"{self.name}: has no distribution of an item, only uncertainty(); methods with per_item have one"
+        )
+
+    def tensors(self) -> list[Tensor]:
         """Everything that was fitted."""
+        return []
 
-    @classmethod
-    @abstractmethod
-    def from_state(cls, state: Mapping[str, Tensor]) -> Self:
-        """Build the method again."""
+    def check(self, side: Side, x: Tensor, *, d: int | None = None) -> None:
+        """Refuse an unknown side, and embeddings of another width than d. x (n, d)."""
+        check_side(side)
+        check_embeddings(x, self.name, f"{side} embeddings", d=d)
 
 
 # ---------------------------------------------------------------- checks and helpers of the methods
@@ -177,32 +185,3 @@ def check_embeddings(x: Tensor, who: str, what: str, *, d: int | None = None) ->
 def unit(x: Tensor) -> Tensor:
     """Embeddings scaled to unit length. x (n, d) -> (n, d)."""
     return functional.normalize(x.to(accumulation_dtype(x.dtype)), dim=-1, eps=0.0)
-
-
-def point_variance(x: Tensor, var: Tensor) -> GaussianEmbedding:
-    """Gaussians about the unit embeddings, so that the means rank exactly as the frozen model does.
-
-    x (n, d), var (n, d).
-    """
-    return GaussianEmbedding(unit(x).to(var.dtype), var.log())
-
-
-def pack_options(options: Mapping[str, Any]) -> Tensor:
-    """Options as a tensor, for :meth:`PosthocMethod.state`. Returns (b,)."""
-    return torch.frombuffer(bytearray(json.dumps(dict(options), sort_keys=True).encode()), dtype=torch.uint8)
-
-
-def unpack_options(state: Mapping[str, Tensor], who: str) -> dict[str, Any]:
-    """The options in a state."""
-    try:
-        found = json.loads(taken(state, "options", who).cpu().numpy().tobytes())
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ValueError(f"{who}: the options in the state are damaged; fit the method again") from error
-    return dict(found)
-
-
-def taken(state: Mapping[str, Tensor], key: str, who: str) -> Tensor:
-    """A tensor of a state."""
-    if key not in state:
-        raise ValueError(f"{who}: the state has no {key!r}; it has {', '.join(sorted(state)) or 'nothing'}")
-    return state[key]

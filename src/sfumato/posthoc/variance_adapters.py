@@ -1,36 +1,40 @@
-"""Networks that give frozen embeddings a variance in every dimension: PFE, PCME++ and ProLIP.
+"""Networks that give frozen embeddings a variance in every dimension: PFE, PCME++, ProLIP and ProbVLM.
 
-The means stay the unit embeddings, so ranking by them stays that of the frozen model. The three differ in their loss.
+The means stay the unit embeddings, so ranking by them stays that of the frozen model. The methods differ in their loss.
 
 PFE sees matching pairs alone, and only the sum of the two variances of a pair: a level may go from one modality to the
 other. PCME++ and ProLIP see all pairs, and there a total variance acts as the prior of a match (as under csd in every
 model): among items with one match each, a noisy item needs a small variance to keep its match likely, and may come out
 as certain. Measure a method on held-out queries before its numbers are trusted.
+
+ProbVLM's network gives mu, 1/alpha and beta: a generalised Gaussian in every dimension around the reconstruction of the
+embedding. The density of an element x is beta / (2 alpha Gamma(1/beta)) exp(-(|mu - x| / alpha)^beta), its variance
+alpha^2 Gamma(3/beta) / Gamma(1/beta).
 """
 
-from abc import abstractmethod
+import math
 from collections.abc import Callable, Iterable
-from typing import Any, ClassVar, Literal, Self, get_args
+from typing import ClassVar, Literal, NamedTuple, Self, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from sfumato.calibration.platt import fit_logits
+from sfumato.direction import Side
 from sfumato.distances import squared_l2_matrix
 from sfumato.gaussian import GaussianEmbedding
-from sfumato.losses import PCMEPPLoss, PCMEPPOptions, ProLIPLoss, ProLIPOptions, prolip_loss, vib_loss
-from sfumato.posthoc.adapter_method import LossOfRows, MLPMethod
-from sfumato.posthoc.adapter_networks import (
+from sfumato.losses import PCMEPPLoss, PCMEPPOptions, ProLIPLoss, ProLIPOptions
+from sfumato.posthoc.adapters import (
     MIN_PAIRS,
+    AdapterMethod,
     AdapterTraining,
+    Networks,
     PairBatches,
-    checked_items,
     mlp,
     scaled_inputs,
-    start_at,
 )
-from sfumato.posthoc.method import FrozenPairs, Side, point_variance, unit
+from sfumato.posthoc.method import FrozenPairs, unit
 
 Units = Literal["unit", "raw"]
 """The embeddings that an adapter works on: of unit length, or as the frozen model gives them."""
@@ -42,31 +46,27 @@ PROLIP_BOTTLENECK = 1e-5
 """Published weight of ProLIP's information bottleneck in an adapter."""
 
 
-class VarianceAdapter(MLPMethod):
-    """Base of the adapters: a network for each modality, from frozen embeddings to what makes their variances."""
+class VarianceAdapter(AdapterMethod):
+    """Base of the adapters whose networks give the log variance."""
 
     published: ClassVar[AdapterTraining] = AdapterTraining((1024, 1024, 1024), 200, 2048, 5e-4, "adamw", 1e-4)
+    pairs_only: ClassVar[bool] = False  # whether the loss sees matching rows alone
 
-    def __init__(self, image: nn.Sequential, text: nn.Sequential, *, units: Units = "unit") -> None:
+    def __init__(self, networks: Networks, *, units: Units = "unit") -> None:
         if units not in get_args(Units):
             raise ValueError(f"{self.name}: unknown units {units!r}; known: {', '.join(get_args(Units))}")
-        super().__init__((image, text))
+        super().__init__(networks)
         self.units: Units = units
 
-    @property
-    def options(self) -> dict[str, Any]:
-        """See :attr:`AdapterMethod.options`."""
-        return {"units": self.units}
-
     @staticmethod
-    @abstractmethod
     def log_variance(output: Tensor) -> Tensor:
         """Log variances from the output of a network. output (n, d) -> (n, d)."""
+        return output
 
     @staticmethod
-    @abstractmethod
     def output_at(variance: float) -> float:
         """The output of a network that means a variance."""
+        return float(torch.tensor(variance).log())
 
     @classmethod
     def _fit(
@@ -78,73 +78,40 @@ class VarianceAdapter(MLPMethod):
         seed: int,
         training: AdapterTraining | None,
         units: Units = "unit",
-        rowwise: bool = False,
     ) -> Self:
         """Train both networks; the loss gets images, texts and labels, or matching rows and no labels."""
-        training = training or cls.default
-        raw = [pairs.embeddings(side) for side in cls.sides]
-        means = [(unit(x) if units == "unit" else x).float() for x in raw]
-        inputs = [scaled_inputs(x).float() for x in raw] if units == "unit" else means
+        training, raw = training or cls.default, {side: pairs.embeddings(side) for side in cls.sides}
+        means = {side: (unit(x) if units == "unit" else x).float() for side, x in raw.items()}
+        inputs = {side: scaled_inputs(x).float() for side, x in raw.items()} if units == "unit" else means
 
-        def start(side: Side, network: nn.Sequential) -> None:
+        def build(side: Side) -> nn.Module:
             # A total variance of the squared length of an embedding at first.
-            mean = means[cls.sides.index(side)]
-            start_at(network, cls.output_at(float(mean.square().mean())))
+            start = cls.output_at(float(means[side].square().mean()))
+            return mlp(pairs.d, training.widths, pairs.d, start=start)
 
-        def loss(method: Self, batches: PairBatches) -> LossOfRows:
-            def loss_of_rows(rows: Tensor) -> Tensor:
-                if rowwise:
-                    (i, t), match = batches.index[rows].T, torch.empty(0)
-                else:
-                    i, t, match = batches.items(rows)
-                image, text = (
-                    GaussianEmbedding(mean[k], cls.log_variance(network(x[k])))
-                    for network, x, mean, k in zip(method.networks.values(), inputs, means, (i, t), strict=True)
-                )
-                return loss_of(image, text, match)
+        def loss(networks: Networks, batches: PairBatches, rows: Tensor) -> Tensor:
+            i, t, match = (*batches.index[rows].T, torch.empty(0)) if cls.pairs_only else batches.items(rows)
+            image, text = (
+                GaussianEmbedding(means[side][k], cls.log_variance(networks[side](inputs[side][k])))
+                for side, k in zip(cls.sides, (i, t), strict=True)
+            )
+            return loss_of(image, text, match)
 
-            return loss_of_rows
-
-        return cls._trained(
-            pairs,
-            lambda: mlp(pairs.d, training.widths, pairs.d),
-            start,
-            loss,
-            options={"units": units},
-            seed=seed,
-            training=training,
-            parameters=parameters,
-        )
+        networks = cls.train(pairs, build, loss, seed=seed, training=training, parameters=parameters)
+        return cls(networks, units=units)
 
     @torch.no_grad()
     def variance(self, side: Side, x: Tensor) -> Tensor:
-        """The variances of items in the units of the fit. x (n, d) -> (n, d)."""
-        network = self.network(side)
-        x = checked_items(self.name, side, x, network)
-        return self.log_variance(network(scaled_inputs(x) if self.units == "unit" else x)).exp()
+        """See :meth:`AdapterMethod.variance`; of raw units, in squared units of the raw embeddings."""
+        x = self.inputs(side, x)
+        return self.log_variance(self.networks[side](scaled_inputs(x) if self.units == "unit" else x)).exp()
 
     def embed(self, side: Side, x: Tensor, *, hidden: Tensor | None = None) -> GaussianEmbedding:
-        """See :meth:`PosthocMethod.embed`; unit embeddings as means, variances in their squared units."""
-        var = self.variance(side, x)
-        return point_variance(x, var if self.units == "unit" else var / x.to(var).square().sum(1, keepdim=True))
-
-    def uncertainty(
-        self, side: Side, queries: Tensor, gallery: Tensor | None = None, *, hidden: Tensor | None = None
-    ) -> Tensor:
-        """See :meth:`PosthocMethod.uncertainty`; the mean variance over dimensions."""
-        return self.variance(side, queries).mean(1)
-
-
-class _LogVarianceAdapter(VarianceAdapter):
-    """The network gives the log variance itself."""
-
-    @staticmethod
-    def log_variance(output: Tensor) -> Tensor:
-        return output
-
-    @staticmethod
-    def output_at(variance: float) -> float:
-        return float(torch.tensor(variance).log())
+        """See :meth:`AdapterMethod.embed`."""
+        found = super().embed(side, x)
+        if self.units == "unit":
+            return found
+        return GaussianEmbedding(found.mean, found.log_var - x.to(found.mean).square().sum(1, keepdim=True).log())
 
 
 def pfe_loss(image: GaussianEmbedding, text: GaussianEmbedding) -> Tensor:
@@ -167,17 +134,14 @@ class PFEAdapter(VarianceAdapter):
     name = "pfe"
     summary = "mean variance that explains the distances of matching pairs, squared units of unit embeddings"
     published = AdapterTraining((1024, 1024, 1024), 200, 2048, 1e-3, "sgd", 0.0)
+    pairs_only = True
 
     @classmethod
     def fit(
         cls, pairs: FrozenPairs, *, seed: int = 0, units: Units = "unit", training: AdapterTraining | None = None
     ) -> Self:
         """Train on the pairs."""
-
-        def loss_of(image: GaussianEmbedding, text: GaussianEmbedding, match: Tensor) -> Tensor:
-            return pfe_loss(image, text)
-
-        return cls._fit(pairs, loss_of, [], seed=seed, training=training, units=units, rowwise=True)
+        return cls._fit(pairs, lambda i, t, _: pfe_loss(i, t), [], seed=seed, training=training, units=units)
 
     @staticmethod
     def log_variance(output: Tensor) -> Tensor:
@@ -208,10 +172,10 @@ def first_logits(pairs: FrozenPairs, *, seed: int) -> tuple[float, float]:
         return 5.0, 5.0
 
 
-class PCMEPPAdapter(_LogVarianceAdapter):
+class PCMEPPAdapter(VarianceAdapter):
     """Log variances by the match loss of PCME++ on csd, without pseudo-positives and bottleneck.
 
-    Scale and bias of the match logits are learnt, from :func:`first_logits` or, as published, from 5 and 5.
+    Scale and bias of the match logits are learnt, from :func:`first_logits`.
 
     Paper: Chun, ICLR 2024, arXiv 2305.18171; as an adapter in the AsymVLM repository.
     """
@@ -219,30 +183,26 @@ class PCMEPPAdapter(_LogVarianceAdapter):
     name = "pcmepp"
     summary = "mean variance learnt by the match loss of PCME++, squared units of unit embeddings"
 
+    @staticmethod
+    def loss(scale: float, bias: float) -> nn.Module:
+        """The loss module with the first logits."""
+        return PCMEPPLoss(PCMEPPOptions(alpha=0.0, beta=0.0, logit_scale=scale, logit_bias=bias))
+
     @classmethod
-    def fit(
-        cls,
-        pairs: FrozenPairs,
-        *,
-        seed: int = 0,
-        logits: tuple[float, float] | None = None,
-        training: AdapterTraining | None = None,
-    ) -> Self:
+    def fit(cls, pairs: FrozenPairs, *, seed: int = 0, training: AdapterTraining | None = None) -> Self:
         """Train on the pairs."""
-        scale, bias = logits or first_logits(pairs.at_least(MIN_PAIRS, cls.name), seed=seed)
-        options = PCMEPPOptions(alpha=0.0, beta=0.0, logit_scale=scale, logit_bias=bias)
-        loss = PCMEPPLoss(options).to(pairs.images.device)
+        loss = cls.loss(*first_logits(pairs.at_least(MIN_PAIRS, cls.name), seed=seed)).to(pairs.images.device)
         return cls._fit(
             pairs, lambda i, t, m: loss(i, t, m).total, list(loss.parameters()), seed=seed, training=training
         )
 
 
-class ProLIPAdapter(_LogVarianceAdapter):
-    """Log variances by the pairwise sigmoid loss of ProLIP.
+class ProLIPAdapter(PCMEPPAdapter):
+    """Log variances by the pairwise sigmoid loss of ProLIP; scale and bias as in :class:`PCMEPPAdapter`.
 
-    By default scale and bias of the logits are learnt, from :func:`first_logits`. With ``frozen_scale`` they stay 1 and
-    0, as in the AsymVLM repository; then the variance is the only way to lower the logits of the negatives, and its
-    level measures the batch size: half the total variance of a pair grows to about log(batch - 1).
+    The AsymVLM repository freezes scale and bias at 1 and 0. Then the variance is the only way to lower the logits of
+    the negatives, and its level measures the batch size: half the total variance of a pair grows to about
+    log(batch - 1).
 
     Paper: Chun et al., "Probabilistic language-image pre-training", ICLR 2025; as an adapter in the AsymVLM repository,
     which does not say its optimiser apart from the others.
@@ -251,35 +211,129 @@ class ProLIPAdapter(_LogVarianceAdapter):
     name = "prolip"
     summary = "mean variance learnt by the sigmoid loss of ProLIP, squared units of unit embeddings"
 
+    @staticmethod
+    def loss(scale: float, bias: float) -> nn.Module:
+        """See :meth:`PCMEPPAdapter.loss`."""
+        return ProLIPLoss(ProLIPOptions(beta=PROLIP_BOTTLENECK, logit_scale=scale, logit_bias=bias))
+
+
+# ---------------------------------------------------------------- ProbVLM
+T1, T2, CROSS = 1.0, 0.05, 1e-4
+"""Published weights of the absolute error, of the likelihood, and of the terms across modalities."""
+
+_EPS, _SMALLEST, _LARGEST = 1e-4, 1e-4, 1e3
+
+
+class GeneralisedGaussian(NamedTuple):
+    """The outputs of the network."""
+
+    mean: Tensor  # (n, d) mu
+    one_over_alpha: Tensor  # (n, d) inverse of the scale
+    beta: Tensor  # (n, d) shape; 2 is a normal distribution, 1 a Laplace distribution
+
+
+def generalised_gaussian_loss(found: GeneralisedGaussian, target: Tensor) -> Tensor:
+    r"""Negative log-likelihood of each element, without log 2.
+
+        (|mu - x| / alpha)^beta - log(beta / alpha) + lgamma(1 / beta)
+
+    1e-4 is added to 1/alpha and beta, and the first term is clamped to [1e-4, 1e3], as in the released code, which has
+    a product in place of the power.
+
+    Paper: Upadhyay et al., "ProbVLM: probabilistic adapter for frozen vision-language models", ICCV 2023, Eq. 3.
+
+    target (n, d) -> (n, d).
+    """
+    inverse, beta = found.one_over_alpha + _EPS, found.beta + _EPS
+    scaled = (found.mean - target).abs() * inverse
+    # A logarithm, because the derivative of 0^beta is infinite for beta < 1.
+    residual = (beta * scaled.clamp_min(torch.finfo(scaled.dtype).tiny).log()).exp()
+    return residual.clamp(_SMALLEST, _LARGEST) - inverse.log() - beta.log() + torch.lgamma(1 / beta)
+
+
+def probvlm_loss(image: GeneralisedGaussian, text: GeneralisedGaussian, targets: tuple[Tensor, Tensor]) -> Tensor:
+    """The loss of matching rows: each modality explains itself and, weakly, the other. targets (n, d)."""
+
+    def one(found: GeneralisedGaussian, target: Tensor) -> Tensor:
+        error = (found.mean - target).abs().mean()
+        return T1 * error + T2 * generalised_gaussian_loss(found, target).mean()
+
+    own = one(image, targets[0]) + one(text, targets[1])
+    return own + CROSS * (one(image, targets[1]) + one(text, targets[0])) if CROSS else own
+
+
+def generalised_gaussian_variance(found: GeneralisedGaussian) -> Tensor:
+    """(n, d) variance of every element, alpha^2 Gamma(3 / beta) / Gamma(1 / beta)."""
+    beta = found.beta
+    return (torch.lgamma(3 / beta) - torch.lgamma(1 / beta) - 2 * found.one_over_alpha.log()).exp()
+
+
+class ProbVLMNetwork(nn.Module):
+    """The adapter of one modality: h = x + MLP(x), and a head for each of mu, 1/alpha and beta."""
+
+    def __init__(self, d: int, *, width: int = 256, head_width: int | None = None) -> None:
+        super().__init__()
+        # The released network has its dropout before the last layer.
+        self.mod = nn.Sequential(
+            nn.Linear(d, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Identity(), nn.Linear(width, d)
+        )
+        laplace = math.log(math.expm1(1.0))  # A Laplace distribution of scale 1.
+        self.block_mu, self.block_alpha, self.block_beta = (
+            mlp(d, [head_width or d], d, start=start) for start in (None, laplace, laplace)
+        )
+
+    def forward(self, x: Tensor) -> GeneralisedGaussian:
+        """The distributions of embeddings. x (n, d)."""
+        h = x + self.mod(x)
+        inverse, beta = self.block_alpha(h), self.block_beta(h)
+        return GeneralisedGaussian(self.block_mu(h), functional.softplus(inverse), functional.softplus(beta))
+
+
+class ProbVLM(AdapterMethod):
+    """The variances of generalised Gaussians. The means stay the frozen unit embeddings, not mu.
+
+    Both modalities are scaled to length sqrt(d) for the networks, and variances back to unit length. (The released
+    training has unit images times 100 and unit texts.)
+
+    Paper: Upadhyay et al., "ProbVLM: probabilistic adapter for frozen vision-language models", ICCV 2023.
+    """
+
+    name = "probvlm"
+    summary = "mean variance of the generalised Gaussian around the embedding, squared units of unit embeddings"
+    default: ClassVar[AdapterTraining] = AdapterTraining((256,), 6, 512, 1e-3, "adam", 0.0)
+    published: ClassVar[AdapterTraining] = AdapterTraining((256,), 100, 64, 1e-4, "adam", 0.0)
+
     @classmethod
     def fit(
         cls,
         pairs: FrozenPairs,
         *,
         seed: int = 0,
-        frozen_scale: bool = False,
-        logits: tuple[float, float] | None = None,
+        head_width: int | None = 128,
         training: AdapterTraining | None = None,
     ) -> Self:
         """Train on the pairs."""
-        if frozen_scale:
-            return cls._fit(pairs, released_prolip_loss, [], seed=seed, training=training)
-        scale, bias = logits or first_logits(pairs.at_least(MIN_PAIRS, cls.name), seed=seed)
-        options = ProLIPOptions(beta=PROLIP_BOTTLENECK, logit_scale=scale, logit_bias=bias)
-        loss = ProLIPLoss(options).to(pairs.images.device)
-        return cls._fit(
-            pairs, lambda i, t, m: loss(i, t, m).total, list(loss.parameters()), seed=seed, training=training
-        )
+        training = training or cls.default
+        if len(training.widths) != 1:
+            raise ValueError(f"{cls.name}: needs one width, got {training.widths}")
+        inputs = {side: scaled_inputs(pairs.embeddings(side)).float() for side in cls.sides}
 
+        def build(side: Side) -> nn.Module:
+            return ProbVLMNetwork(pairs.d, width=training.widths[0], head_width=head_width)
 
-def released_prolip_loss(image: GaussianEmbedding, text: GaussianEmbedding, match: Tensor) -> Tensor:
-    """ProLIP's loss with scale 1 and bias 0, and the released bottleneck, which halves the log variances.
+        def loss(networks: Networks, batches: PairBatches, rows: Tensor) -> Tensor:
+            image, text = (inputs[s][k] for s, k in zip(cls.sides, batches.index[rows].T, strict=True))
+            return probvlm_loss(networks["image"](image), networks["text"](text), (image, text))
 
-    Source: the ProLIP adapter of the AsymVLM repository.
+        return cls(cls.train(pairs, build, loss, seed=seed, training=training))
 
-    image (n, d), text (m, d), match (n, m).
-    """
-    # On unit means a scale of 1/2 and a bias of 1 on csd are ProLIP's scale 1 and bias 0.
-    matched = prolip_loss(image, text, match, ProLIPOptions(beta=0.0), logit_scale=0.5, logit_bias=1.0).total
-    halved = [vib_loss(GaussianEmbedding(x.mean, x.log_var / 2)) for x in (image, text)]
-    return matched + PROLIP_BOTTLENECK * (halved[0] + halved[1])
+    @torch.no_grad()
+    def distribution(self, side: Side, x: Tensor) -> GeneralisedGaussian:
+        """The generalised Gaussians of items, in the units of the networks: unit length times sqrt(d). x (n, d)."""
+        x = self.inputs(side, x)
+        found: GeneralisedGaussian = self.networks[side](scaled_inputs(x))
+        return found
+
+    def variance(self, side: Side, x: Tensor) -> Tensor:
+        """See :meth:`AdapterMethod.variance`."""
+        return generalised_gaussian_variance(self.distribution(side, x)) / x.shape[1]

@@ -13,20 +13,14 @@ from torch import Tensor
 
 from sfumato.calibration.calibrator import Calibration
 from sfumato.calibration.conditional import N_NEAREST
-from sfumato.direction import Direction
+from sfumato.direction import DIRECTION_OF, OTHER_SIDE, Side
 from sfumato.distances import squared_l2_matrix
 from sfumato.evaluation.estimators import ESTIMATORS, NEAREST, Matching, estimate_uncertainty
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.metrics.relevance import Relevance
 from sfumato.models.calibrate import calibrate_split
-from sfumato.posthoc import METHODS, PosthocMethod, Side
+from sfumato.posthoc import METHODS, PosthocMethod
 from sfumato.studies.frozen_model import FrozenModel, FrozenSplit
-
-DIRECTION_OF: dict[Side, Direction] = {"image": "i2t", "text": "t2i"}
-"""The direction of a search by the side of its queries."""
-
-OTHER_SIDE: dict[Side, Side] = {"image": "text", "text": "image"}
-"""The side of the gallery by that of the queries."""
 
 _BLOCK = 512
 
@@ -66,7 +60,7 @@ class PosthocContestant(Contestant):
     def __init__(self, method: PosthocMethod) -> None:
         self.method = method
         self.summary, self.sides, self.needs_gallery = method.summary, method.sides, method.needs_gallery
-        self.n_bytes = sum(x.numel() * x.element_size() for x in method.state().values())
+        self.n_bytes = sum(x.numel() * x.element_size() for x in method.tensors())
 
     def uncertainty(self, split: FrozenSplit, side: Side) -> np.ndarray:
         """See :meth:`Contestant.uncertainty`."""

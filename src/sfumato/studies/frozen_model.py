@@ -17,6 +17,7 @@ from torch import Tensor
 from sfumato.data.images import FileImage
 from sfumato.data.pairs import PairData
 from sfumato.data.sources import DataConfig
+from sfumato.direction import Side
 from sfumato.distances import get_distance
 from sfumato.encoders.dual import Tower
 from sfumato.encoders.encoder_protocol import Item
@@ -28,7 +29,7 @@ from sfumato.gaussian import GaussianEmbedding
 from sfumato.metrics.relevance import Relevance
 from sfumato.models.embed import PreparedSplit, RetrievalModel, load_split
 from sfumato.models.trust_run import CorruptedInputs, corrupt_images, corrupt_texts, resampled_together
-from sfumato.posthoc import FrozenPairs, Side
+from sfumato.posthoc import FrozenPairs
 from sfumato.posthoc.method import TwoSides
 
 
@@ -174,12 +175,9 @@ class FrozenModel:
         pairs = FrozenPairs(train.images, train.texts, index, logit_scale=logit_scale)
         if not self.projections:
             return pairs
-        (image, image_bias), (text, text_bias) = self.projections["image"], self.projections["text"]
         return replace(
-            pairs,
-            image_hidden=train.image_hidden, image_projection=image, image_projection_bias=image_bias,
-            text_hidden=train.text_hidden, text_projection=text, text_projection_bias=text_bias,
-        )  # fmt: skip
+            pairs, image_hidden=train.image_hidden, text_hidden=train.text_hidden, projections=self.projections
+        )
 
 
 def freeze(

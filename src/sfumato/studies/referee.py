@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from sfumato.calibration.calibrator import Calibration
+from sfumato.direction import DIRECTION_OF, OTHER_SIDE, Side
 from sfumato.errors import UserError
 from sfumato.evaluation.trust import corruption_statistics
 from sfumato.files import read_json, write_json
@@ -44,13 +45,10 @@ from sfumato.metrics.selective import (
     rejection_ratio_statistic,
 )
 from sfumato.metrics.uncertainty import balanced_spearman
-from sfumato.posthoc import METHODS, NOT_BUILT, Side, fit_hit_logits
-from sfumato.posthoc.adapter_method import AdapterMethod
+from sfumato.posthoc import METHODS, NOT_BUILT, AdapterMethod, fit_hit_logits
 from sfumato.search.exact import rank_relevant
 from sfumato.studies.contestants import (
     CONTESTANTS,
-    DIRECTION_OF,
-    OTHER_SIDE,
     Contestant,
     answerable_without,
     fit_contestant,

@@ -1,19 +1,21 @@
-"""Small networks on frozen embeddings, and the one loop that trains them.
+"""The frame of the methods that are small networks on frozen embeddings: training, variances, embedding.
 
 The module knows no loss. Everything is in memory, and equal seeds give equal weights on one machine.
 """
 
 import itertools
 import math
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
-from sfumato.posthoc.method import FrozenPairs, Side, check_embeddings, unit
+from sfumato.direction import Side
+from sfumato.gaussian import GaussianEmbedding
+from sfumato.posthoc.method import FrozenPairs, PosthocMethod, unit
 
 Optimiser = Literal["adamw", "adam", "sgd"]
 """AdamW, Adam, or SGD with momentum 0.9."""
@@ -22,6 +24,11 @@ MIN_PAIRS = 32
 """Fewest pairs that an adapter is trained on."""
 
 _LAST_LR = 1e-6
+
+Networks = Mapping[Side, nn.Module]
+
+Loss = Callable[[Networks, "PairBatches", Tensor], Tensor]
+"""From the networks, the pairs and (b,) positions of pairs to the () loss of the batch."""
 
 
 @dataclass(frozen=True)
@@ -51,37 +58,101 @@ class AdapterTraining:
             )
 
 
-def mlp(d_in: int, widths: Iterable[int], d_out: int) -> nn.Sequential:
-    """Linear layers with ReLU between them."""
-    sizes = [d_in, *widths, d_out]
+class AdapterMethod(PosthocMethod):
+    """Base of the methods that train a network for each of their sides.
+
+    With :meth:`variance` alone an item is the Gaussian about its unit embedding, so that the means rank exactly as the
+    frozen model does, and its uncertainty is the mean variance over dimensions.
+    """
+
+    per_item = True
+    default: ClassVar[AdapterTraining] = AdapterTraining()  # how it is trained unless the caller says otherwise
+    published: ClassVar[AdapterTraining]  # how its authors train it; hours on a CPU
+
+    def __init__(self, networks: Networks) -> None:
+        self.networks = dict(networks)
+        first = next(m for m in self.networks["text"].modules() if isinstance(m, nn.Linear))
+        self.d, self._weight = first.in_features, first.weight
+
+    @classmethod
+    def train(
+        cls,
+        pairs: FrozenPairs,
+        build: Callable[[Side], nn.Module],
+        loss: Loss,
+        *,
+        seed: int,
+        training: AdapterTraining,
+        parameters: Iterable[nn.Parameter] = (),
+    ) -> dict[Side, nn.Module]:
+        """A network for each side, which minimise the loss together with more parameters."""
+        batches, generator = PairBatches(pairs.at_least(MIN_PAIRS, cls.name)), torch.Generator().manual_seed(seed)
+        networks: dict[Side, nn.Module] = {}
+        for side in cls.sides:
+            with torch.random.fork_rng(devices=[]):  # Linear layers draw their first weights from the global generator.
+                networks[side] = build(side)
+            initialise(networks[side], generator)
+            networks[side].to(pairs.embeddings(side).device)
+        learnt = [*(w for network in networks.values() for w in network.parameters()), *parameters]
+        minimise(learnt, lambda rows: loss(networks, batches, rows), len(batches), training, generator=generator)
+        return networks
+
+    def inputs(self, side: Side, x: Tensor) -> Tensor:
+        """Checked embeddings in the dtype of the networks. x (n, d) -> (n, d)."""
+        self.check(side, x, d=self.d)
+        return x.to(self._weight.device, self._weight.dtype)
+
+    @abstractmethod
+    def variance(self, side: Side, x: Tensor) -> Tensor:
+        """The variances of items, in squared units of unit embeddings. x (n, d) -> (n, d)."""
+
+    def embed(self, side: Side, x: Tensor, *, hidden: Tensor | None = None) -> GaussianEmbedding:
+        """See :meth:`PosthocMethod.embed`; unit embeddings as means, variances in their squared units."""
+        var = self.variance(side, x)
+        return GaussianEmbedding(unit(x).to(var.dtype), var.log())
+
+    def uncertainty(
+        self, side: Side, queries: Tensor, gallery: Tensor | None = None, *, hidden: Tensor | None = None
+    ) -> Tensor:
+        """See :meth:`PosthocMethod.uncertainty`; the mean variance over dimensions."""
+        return self.variance(side, queries).mean(1)
+
+    def tensors(self) -> list[Tensor]:
+        """See :meth:`PosthocMethod.tensors`."""
+        return [w for network in self.networks.values() for w in network.state_dict().values()]
+
+
+# ---------------------------------------------------------------- networks
+class MLP(nn.Sequential):
+    """Layers, and the value at which :func:`initialise` lets their output start."""
+
+    start: float | None = None
+
+
+def mlp(d_in: int, widths: Iterable[int], d_out: int, *, start: float | None = None) -> "MLP":
+    """Linear layers with ReLU between them; `start` makes the output nearly constant at first."""
     layers: list[nn.Module] = []
-    for a, b in itertools.pairwise(sizes):
+    for a, b in itertools.pairwise([d_in, *widths, d_out]):
         layers += [nn.Linear(a, b), nn.ReLU()]
-    return nn.Sequential(*layers[:-1])
-
-
-def own_randomness() -> AbstractContextManager[None]:
-    """Leave torch's global generators on the CPU as they are: linear layers draw their first weights from them."""
-    context: AbstractContextManager[None] = torch.random.fork_rng(devices=[])
-    return context
+    network = MLP(*layers[:-1])
+    network.start = start
+    return network
 
 
 def initialise(module: nn.Module, generator: torch.Generator) -> None:
-    """Give all linear layers the initial weights of torch, from a generator of one's own."""
+    """The initial weights of torch, from a generator of one's own, and the first outputs of :func:`mlp`."""
     for layer in module.modules():
         if isinstance(layer, nn.Linear):
             nn.init.kaiming_uniform_(layer.weight, a=math.sqrt(5), generator=generator)
             bound = 1 / math.sqrt(layer.in_features)
             nn.init.uniform_(layer.bias, -bound, bound, generator=generator)
-
-
-@torch.no_grad()
-def start_at(network: nn.Sequential, value: float) -> None:
-    """Make the output of a network nearly constant at first."""
-    layer = network[-1]
-    assert isinstance(layer, nn.Linear)
-    layer.weight.mul_(0.1)
-    layer.bias.fill_(value)
+    for network in module.modules():
+        if isinstance(network, MLP) and network.start is not None:
+            last = network[-1]
+            assert isinstance(last, nn.Linear)
+            nn.init.constant_(last.bias, network.start)
+            with torch.no_grad():
+                last.weight.mul_(0.1)
 
 
 def scaled_inputs(x: Tensor) -> Tensor:
@@ -92,6 +163,7 @@ def scaled_inputs(x: Tensor) -> Tensor:
     return unit(x) * math.sqrt(x.shape[1])
 
 
+# ---------------------------------------------------------------- training
 class PairBatches:
     """The items of some pairs, each once, and which of them match."""
 
@@ -123,19 +195,18 @@ class PairBatches:
         return images, texts, match
 
 
-def train(
+def minimise(
     parameters: Iterable[nn.Parameter],
     loss_of: Callable[[Tensor], Tensor],
     n_pairs: int,
     training: AdapterTraining,
     *,
     generator: torch.Generator,
-) -> float:
+) -> None:
     """Minimise a loss of batches of pairs."""
     optimiser = _optimiser(list(parameters), training)
     steps = training.epochs * -(-n_pairs // training.batch_size)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, steps, eta_min=min(_LAST_LR, training.lr))
-    mean = math.nan
     for epoch in range(training.epochs):
         losses = []
         for rows in torch.randperm(n_pairs, generator=generator).split(training.batch_size):
@@ -145,10 +216,8 @@ def train(
             optimiser.step()
             schedule.step()
             losses.append(loss.detach())
-        mean = float(torch.stack(losses).mean())
-        if not math.isfinite(mean):
+        if not math.isfinite(mean := float(torch.stack(losses).mean())):
             raise ArithmeticError(f"the loss of the adapter is {mean} in epoch {epoch}; lower the learning rate")
-    return mean
 
 
 def _optimiser(parameters: list[nn.Parameter], training: AdapterTraining) -> torch.optim.Optimizer:
@@ -156,53 +225,3 @@ def _optimiser(parameters: list[nn.Parameter], training: AdapterTraining) -> tor
         return torch.optim.SGD(parameters, lr=training.lr, momentum=0.9, weight_decay=training.weight_decay)
     kind = torch.optim.AdamW if training.optimiser == "adamw" else torch.optim.Adam
     return kind(parameters, lr=training.lr, weight_decay=training.weight_decay, fused=True)
-
-
-def network_state(networks: Mapping[str, nn.Module]) -> dict[str, Tensor]:
-    """The weights of networks."""
-    return {
-        f"{name}.{key}": w.detach().clone() for name, net in networks.items() for key, w in net.state_dict().items()
-    }
-
-
-def weights_of(state: Mapping[str, Tensor], network: str, who: str) -> dict[str, Tensor]:
-    """The weights of one network in a state."""
-    prefix = f"{network}."
-    found = {key.removeprefix(prefix): w for key, w in state.items() if key.startswith(prefix)}
-    if not found:
-        raise ValueError(
-            f"{who}: the state has no weights of {network!r}; it has {', '.join(sorted(state)) or 'nothing'}"
-        )
-    return found
-
-
-def mlp_of(weights: Mapping[str, Tensor], who: str) -> nn.Sequential:
-    """An :func:`mlp` with given weights, in their dtype."""
-    matrices = [weights[name] for name in sorted((k for k in weights if k.endswith("weight")), key=_layer_number)]
-    if not matrices:
-        raise ValueError(f"{who}: the state holds no weights of a network; it has {', '.join(sorted(weights))}")
-    widths = [len(w) for w in matrices]
-    with own_randomness():
-        network = mlp(matrices[0].shape[1], widths[:-1], widths[-1]).to(matrices[0].dtype)
-    load_weights(network, weights, who)
-    return network
-
-
-def load_weights(network: nn.Module, weights: Mapping[str, Tensor], who: str) -> None:
-    """Give a network its weights."""
-    try:
-        network.load_state_dict(dict(weights))
-    except RuntimeError as error:
-        raise ValueError(f"{who}: the weights do not fit the network: {str(error).splitlines()[-1].strip()}") from error
-
-
-def _layer_number(name: str) -> int:
-    first = name.split(".")[0]
-    return int(first) if first.isdecimal() else -1
-
-
-def checked_items(who: str, side: Side, x: Tensor, network: nn.Module) -> Tensor:
-    """Embeddings of the width that an adapter was fitted on, in its dtype. x (n, d) -> (n, d)."""
-    first = next(m for m in network.modules() if isinstance(m, nn.Linear))
-    check_embeddings(x, who, f"{side} embeddings", d=first.in_features)
-    return x.to(first.weight.device, first.weight.dtype)
