@@ -75,12 +75,13 @@ from sfumato.data.shards import ShardError, expand_shards, list_shard, read_shar
 from sfumato.encoders.processors import train_tokenizer
 from sfumato.errors import UserError, explain_os_error, printable
 from sfumato.gaussian import save_embeddings
+from sfumato.models.load import load_model
 from sfumato.models.pretrained_tensors import read_checkpoint
 from sfumato.models.recipe import Recipe, load_recipe, recipe_files, save_recipe
 from sfumato.models.run import LAST, MODEL, RECIPE, Assets, build_loss, build_model, load_state, save_assets, save_state
 from sfumato.search.collection import GaussianCollection
 from sfumato.search.index import GaussianIndex
-from sfumato.workflows.export import export_run, load_model
+from sfumato.workflows.export import export_run
 from sfumato.workflows.index import open_gallery
 
 D, LIMIT, LONGEST = 8, 10.0, 120.0
@@ -389,7 +390,7 @@ class Recipes(Entrance):
 
     def take(self) -> Problems | None:
         """See :meth:`Entrance.take`."""
-        load_recipe(self.path, self.overrides, saved=self.chance.random() < 0.3)
+        load_recipe(self.path, self.overrides)
         return None
 
 

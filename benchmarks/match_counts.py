@@ -32,7 +32,7 @@ def sums(
     run: Run, folder: Path, images: GaussianEmbedding, ids: list[str], texts: GaussianEmbedding
 ) -> tuple[Tensor, Tensor]:
     """(n,) expected number of matches of each text, and its variance if matches were independent."""
-    index = build_index(run, GalleryPart(images, ids), model_source=folder)
+    index = build_index(run, GalleryPart(images, ids))
     parts = []
     for start, distance in distance_blocks(texts, index.embeddings, index.oriented_distance):
         some = texts[start : start + len(distance)]

@@ -92,7 +92,7 @@ class Runs:
             result = evaluate(folder, split)
             ranks = {f"{direction} median rank": result[direction]["median_rank"] for direction in ("t2i", "i2t")}
             results.append(main_figures(result) | ranks | cost)
-        recipe, summary = load_recipe(folder / RECIPE, saved=True), over_seeds(results)
+        recipe, summary = load_recipe(folder / RECIPE), over_seeds(results)
         return {
             "learning rate": recipe.optim.lr,
             "epochs": recipe.train.epochs,

@@ -25,7 +25,7 @@ def of_run(folder: str, split: str) -> dict[str, float]:
     prepared = load_split(run.model, run.recipe.data, split)
     images, texts = embed_split(run.model, prepared)
     ids = list(prepared.data.image_ids)
-    index = build_index(run, GalleryPart(images, ids), model_source=folder)
+    index = build_index(run, GalleryPart(images, ids))
     matches = prepared.data.relevance().transpose()
     of_text = [set(matches.indices[a:b].tolist()) for a, b in zip(matches.indptr[:-1], matches.indptr[1:], strict=True)]
     kinds, right = [], []

@@ -217,7 +217,7 @@ def test_report_of_a_run_and_of_a_model_elsewhere(work, sfumato, tmp_path):
         status, out, _ = sfumato("report", work / "run", "--split", "val", "--out", out_file)
         assert status == 0 and str(out_file) in out and "“val”" in out_file.read_text()
         sfumato("export", work / "run", tmp_path / "moved")
-        arguments = "--data", work / "toy.toml", "data.test_share=0.25", "--out", out_file, "--json"
+        arguments = "--data", work / "toy.toml", "data.test_fraction=0.25", "--out", out_file, "--json"
         status, out, _ = sfumato("report", tmp_path / "moved", *arguments)
         assert status == 0 and json.loads(out)["evaluation"] == result["evaluation"]
         assert "moved on “test”" in out_file.read_text() and "training loss" not in out_file.read_text()
@@ -421,7 +421,7 @@ def test_evaluate_on_the_data_of_a_recipe(work, sfumato, tmp_path):
         p.name for p in (tmp_path / "out").iterdir()
     }
     status, out, _ = sfumato(
-        "evaluate", "model", tmp_path / "out", "--data", work / "toy.toml", "data.test_share=0.25", "--json"
+        "evaluate", "model", tmp_path / "out", "--data", work / "toy.toml", "data.test_fraction=0.25", "--json"
     )
     assert status == 0 and json.loads(out) == of_run
     status, out, _ = sfumato(
@@ -430,8 +430,8 @@ def test_evaluate_on_the_data_of_a_recipe(work, sfumato, tmp_path):
         tmp_path / "out",
         "--data",
         work / "toy.toml",
-        "data.val_share=0",
-        "data.test_share=0.5",
+        "data.val_fraction=0",
+        "data.test_fraction=0.5",
         "--json",
     )
     assert status == 0 and json.loads(out)["n_images"] > 1.5 * of_run["n_images"]

@@ -303,8 +303,11 @@ from .metrics.relevance import (
 from .metrics.reliability_plot import (
     Reliability as Reliability,
 )
-from .models.pretrained import (
-    PretrainedModel as PretrainedModel,
+from .models.load import (
+    load_model as load_model,
+)
+from .models.model import (
+    Model as Model,
 )
 from .models.pretrained import (
     load_pretrained as load_pretrained,
@@ -410,12 +413,6 @@ from .workflows.audit import (
 )
 from .workflows.export import (
     export_run as export_run,
-)
-from .workflows.export import (
-    load_exported as load_exported,
-)
-from .workflows.export import (
-    load_model as load_model,
 )
 
 __version__: str

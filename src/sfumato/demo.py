@@ -54,9 +54,7 @@ def run_demo(out: Path, overrides: list[str]) -> dict[str, Any]:
     print("\n2. Indexing all images of a drawing style that training never saw")
     style = load_split(run.model, run.recipe.data, "style")
     images, texts = embed_split(run.model, style)
-    index = build_index(
-        run, GalleryPart(images, style.data.image_ids, images={"split": "style"}), model_source=out / "run"
-    )
+    index = build_index(run, GalleryPart(images, style.data.image_ids, images={"split": "style"}))
     index.save(out / "index")
     print(f"{counted(len(index), 'image')}: {out / 'index'}")
 

@@ -1,8 +1,6 @@
 """The registry of sources: a toy from outside, options of its own, and the keys of version 0.1."""
 
 import io
-import re
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,9 +13,8 @@ from sfumato.data.pairs import make_pair_data
 from sfumato.data.sources import SOURCES, DataConfig, register_source
 from sfumato.errors import UserError
 from sfumato.models.embed import load_splits, prepare_split
-from sfumato.models.recipe import find_recipe, load_recipe, recipe_files, save_recipe
+from sfumato.models.recipe import load_recipe, save_recipe
 from sfumato.models.run import Assets, build_model, fresh_tokenizer
-from sfumato.training.setup import claim_folder
 
 
 class ToyOptions(BaseModel):
@@ -104,72 +101,6 @@ def test_streams_refuse_what_needs_all_pairs(tmp_path, key):
         load_recipe(make_toy(tmp_path), ["data.source=shards", "data.path=a.tar", f"data.{key}"])
 
 
-NEW = {"val_share": "val_fraction", "test_share": "test_fraction", "max_problem_share": "max_problem_fraction"}
-
-
-@pytest.mark.parametrize("old", NEW)
-def test_old_and_new_keys_mean_the_same(tmp_path, old):
-    path = make_toy(tmp_path)
-    text = path.read_text()
-    assert NEW[old] in text
-    path.with_name("old.toml").write_text(re.sub(rf"\b{NEW[old]}\b", old, text))
-    recipe = load_recipe(path)
-    assert load_recipe(path.with_name("old.toml")) == recipe
-    changed = [load_recipe(file, [f"data.{key}=0.125"]) for file in tmp_path.glob("*.toml") for key in (old, NEW[old])]
-    assert len(changed) == 4 and all(one == changed[0] for one in changed)
-    assert getattr(changed[0].data, NEW[old]) == 0.125 != getattr(recipe.data, NEW[old])
-    save_recipe(changed[0], tmp_path / "saved")
-    assert f"{NEW[old]} = 0.125" in (tmp_path / "saved").read_text() and old not in (tmp_path / "saved").read_text()
-    with pytest.raises(UserError, match=rf"data\.{NEW[old]}: .*(got 7)"):
-        load_recipe(path, [f"data.{old}=7"])
-
-
-def test_both_spellings_in_one_file(tmp_path):
-    path = make_toy(tmp_path)
-    path.write_text(path.read_text().replace("val_fraction", "val_share = 0.1\nval_fraction"))
-    with pytest.raises(UserError, match=r"data\.val_share is the old name of data\.val_fraction; both are given"):
-        load_recipe(path)
-
-
-def test_near_misses_of_old_keys_name_the_new_one(tmp_path):
-    with pytest.raises(UserError, match=r"unknown key 'data\.val_shares'; did you mean 'data\.val_fraction'\?"):
-        load_recipe(make_toy(tmp_path), ["data.val_shares=0.1"])
-
-
-SAVED_BY_0_1 = """
-source = "folder"
-path = "{data}"
-val_path = ""
-samples_per_epoch = 1000000
-shuffle_buffer = 10000
-images = ""
-epoch_over = "images"
-positives = "listed"
-graded = false
-val_share = 0.25
-test_share = 0.25
-held_out_style = "fluent3d"
-noise_rate = 0.0
-noise_seed = 0
-noise_file = ""
-leave_out = ""
-max_problem_share = 0.2
-
-[data.kind_weights]
-"""
-
-
-def test_a_section_that_0_1_saved(tmp_path):
-    path = make_toy(tmp_path)
-    head, rest = path.read_text().split("[data]")
-    old = tmp_path / "old.toml"
-    old.write_text(
-        f"{head}[data]\n" + SAVED_BY_0_1.format(data=tmp_path / "data") + "[model]" + rest.split("[model]")[1]
-    )
-    assert load_recipe(old) == load_recipe(path)
-    assert Path(load_recipe(old).data.path) == tmp_path / "data"
-
-
 @pytest.mark.parametrize(("equal_texts", "n_texts", "matches"), [(None, 2, 5), ("merged", 2, 5), ("separate", 5, 5)])
 def test_equal_captions_of_a_folder_are_one_text_unless_they_are_kept_separate(tmp_path, equal_texts, n_texts, matches):
     for name, caption in (("a", "a dog"), ("b", "A  dog"), ("c", "a dog\na cat"), ("d", "a cat")):
@@ -180,33 +111,3 @@ def test_equal_captions_of_a_folder_are_one_text_unless_they_are_kept_separate(t
     (data,) = load_splits(config, Problems()).values()
     assert (len(data.texts), len(data.pairs)) == (n_texts, matches)
     assert data.relevance().transpose().counts.tolist() == ([3, 2] if n_texts == 2 else [1] * 5)
-
-
-def test_a_run_that_was_saved_without_the_option_keeps_equal_texts_separate(tmp_path):
-    (tmp_path / "mine.toml").write_text('name = "mine"\n[train]\nepochs = 3\n')
-    recipe = load_recipe(tmp_path / "mine.toml")
-    folder = tmp_path / "run"
-    folder.mkdir()
-    save_recipe(recipe, folder / "recipe.toml")
-    assert load_recipe(folder / "recipe.toml", saved=True) == recipe, "today's runs state it"
-    claim_folder(folder, recipe)
-    old = (folder / "recipe.toml").read_text().replace('equal_texts = "merged"\n', "")
-    (folder / "recipe.toml").write_text(old)
-    (folder / "last.safetensors").touch()
-    assert load_recipe(folder / "recipe.toml", saved=True).data.equal_texts == "separate"
-    with pytest.raises(UserError, match=r"another recipe.*It keeps equal texts separate; add data.equal_texts"):
-        claim_folder(folder, recipe)
-    claim_folder(folder, load_recipe(tmp_path / "mine.toml", ["data.equal_texts=separate"]))
-    with pytest.raises(UserError, match=r"another recipe.*delete that one$"):
-        claim_folder(folder, load_recipe(tmp_path / "mine.toml", ["train.epochs=4"]))
-
-
-@pytest.mark.parametrize("name", [name for name in recipe_files() if name.startswith(("coco-", "flickr", "cub-"))])
-def test_recipes_of_published_protocols_keep_equal_texts_separate(name):
-    assert load_recipe(find_recipe(name)).data.equal_texts == "separate"
-
-
-@pytest.mark.parametrize("name", ["my.jsonl", "my.CSV", "a/b.parquet"])
-def test_a_recipe_for_a_folder_reads_a_manifest(name):
-    assert DataConfig(source="folder", path=name).source == "manifest"
-    assert DataConfig(source="folder", path=name.partition(".")[0]).source == "folder"

@@ -15,10 +15,11 @@ from sfumato.encoders.processors import PixelProcessor, TokenProcessor
 from sfumato.encoders.small import SmallImageConfig, SmallTextConfig, build_small_image
 from sfumato.errors import UserError
 from sfumato.models.embed import evaluate_run
+from sfumato.models.load import load_model
 from sfumato.models.recipe import check_recipe, load_recipe, save_recipe
 from sfumato.models.run import Assets, build_model, fresh_tokenizer, load_run
 from sfumato.training.loop import fit
-from sfumato.workflows.export import export_run, load_exported
+from sfumato.workflows.export import export_run
 
 # A toy encoder for each side, from outside of the package -------------------------------------------------------------
 
@@ -108,7 +109,7 @@ def test_an_encoder_from_outside_trains_evaluates_embeds_and_is_exported(registe
     assert isinstance(loaded.model.image.encoder, ToyImageEncoder)
     result, _ = evaluate_run(loaded, "test")
     assert 0 < result.rsum <= 6
-    exported = load_exported(export_run(run, tmp_path / "out"))
+    exported = load_model(export_run(run, tmp_path / "out"))
     texts = ["a red circle", "blue"]
     assert torch.equal(loaded.model.embed_texts(texts).mean, exported.model.embed_texts(texts).mean)
     # The text encoder reads characters: swapping two of them within a text changes nothing but their order.

@@ -12,7 +12,7 @@ from PIL import Image
 from support.words import folded, too_wide
 
 from sfumato.distances import seeded_samples
-from sfumato.models.embed import embed_for_evaluation, ranking_distance
+from sfumato.models.embed import embed_for_evaluation
 from sfumato.models.run import load_run
 
 RECIPE = """
@@ -157,7 +157,7 @@ def test_ranking_by_match_probability_takes_the_logits_of_the_run(work, sfumato)
     own = strategies["match_probability"]["truths"]["flickr8k"]
     assert own["i2t"]["recall@1"] == found["i2t"]["recall@1"] and own["rsum"] == found["rsum"]
     with pytest.raises(ValueError, match="unknown distance 'elkk'.*nearest_of_K, match_probability"):
-        ranking_distance(run, "elkk")
+        run.ranking_distance("elkk")
 
 
 def test_samples_at_test_time_are_chosen_with_their_seed(work, sfumato):

@@ -1,4 +1,4 @@
-"""PretrainedModel figures are those of the papers: each row stands there, and tables that tell the same agree."""
+"""Published figures are those of the papers: each row stands there, and tables that tell the same agree."""
 
 import re
 

@@ -174,7 +174,7 @@ def test_embeddings_are_those_of_the_released_layers(path, checkpoint):
 def test_the_logits_are_those_of_samples_and_are_told(path):
     loaded = load_pretrained(path)
     assert (loaded.distance, loaded.logit_scale, loaded.logit_bias) == ("squared_l2", 1.0, 0.0)
-    assert not loaded.calibrated and "a = 15.25 and b = 14.5 of samples" in loaded.source
+    assert not loaded.calibrated and "a = 15.25 and b = 14.5 of samples" in loaded.kind
 
 
 def test_a_checkpoint_is_ranked_by_its_match_probability(path, checkpoint, sfumato, tmp_path):

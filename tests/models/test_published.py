@@ -102,7 +102,7 @@ def pcmepp(parity):
 def test_parity_pcmepp_hub(pcmepp):
     folder, _, _, values = pcmepp
     published = load_pretrained(folder)
-    assert not published.model.training and published.distance == "csd" and "PCME++" in published.source
+    assert not published.model.training and published.distance == "csd" and "PCME++" in published.kind
     assert (published.logit_scale, published.logit_bias) == (
         values["out/negative_scale"].item(),
         values["out/shift"].item(),
@@ -378,7 +378,7 @@ def test_a_lightning_checkpoint_a_bare_state_dict_and_safetensors_are_the_same_m
         load_pretrained(tmp_path / name) for name in ("plain.safetensors", "plain.pth", "parallel.pt", "last.ckpt")
     ]
     assert all(same_weights(loaded[0].model, other.model) for other in loaded[1:])
-    assert loaded[0].source.endswith("plain.safetensors (PCME++ training, last weights)")
+    assert loaded[0].source.endswith("plain.safetensors") and loaded[0].kind == "PCME++ training, last weights"
     logits = tuple(state[f"criterion.{name}"].item() for name in ("negative_scale", "shift"))
     assert {(p.logit_scale, p.logit_bias) for p in loaded} == {logits}
 
@@ -389,7 +389,7 @@ def test_averaged_weights_are_taken_unless_told_otherwise(state, tmp_path):
     torch.save({"state_dict": state | averaged | counts}, tmp_path / "swa.ckpt")
     average, last = load_pretrained(tmp_path / "swa.ckpt"), load_pretrained(tmp_path / "swa.ckpt", average=False)
     scale = state["criterion.negative_scale"].item()
-    assert (average.logit_scale, last.logit_scale) == (scale + 0.5, scale) and "averaged" in average.source
+    assert (average.logit_scale, last.logit_scale) == (scale + 0.5, scale) and "averaged" in average.kind
     shifted, plain = average.model.state_dict(), last.model.state_dict()
     assert all(torch.equal(shifted[key], plain[key] + 0.5) for key in plain)
     torch.save({"state_dict": state | averaged | {key: torch.tensor(0) for key in counts}}, tmp_path / "early.ckpt")
@@ -454,7 +454,7 @@ def test_files_of_something_else(tmp_path):
     [
         ({"model_type": "clip"}, "not that of a PCME"),
         ({"vision_cfg": {"layers": 12}, "text_cfg": {}}, "has no variances"),
-        ({"sfumato": "0.1.0"}, "load it with sfumato.workflows.export.load_model"),
+        ({"sfumato": "0.1.0"}, "load it with sfumato.load_model"),
         ([1], "holds a list, expected an object"),
     ],
 )

@@ -11,12 +11,12 @@ from sfumato.encoders.backbones import text_backbone
 from sfumato.encoders.processors import TokenProcessor, train_tokenizer
 from sfumato.errors import UserError
 from sfumato.metrics.selective import auroc
+from sfumato.models.load import load_model
 from sfumato.models.recipe import load_recipe
 from sfumato.models.run import WORDS, load_run
-from sfumato.models.unfamiliar import UnfamiliarTexts, nonsense, piece_counter, unfamiliar_texts
+from sfumato.models.unfamiliar import UnfamiliarTexts, nonsense, piece_counter
 from sfumato.search.answer import verdict
 from sfumato.training.loop import fit
-from sfumato.workflows.export import load_model
 
 
 @pytest.fixture(scope="module")
@@ -78,10 +78,9 @@ def test_a_run_remembers_its_words_and_models_without_texts_judge_nothing(tmp_pa
     recipe = load_recipe(make_toy(tmp_path), ["train.epochs=1"])
     fit(recipe, tmp_path / "run")
     run = load_run(tmp_path / "run")
-    assert run.unfamiliar is None and unfamiliar_texts(run, ["qxzvkw"]) == [False]  # Fewer than 100 texts.
+    assert run.unfamiliar is None and run.unfamiliar_texts(["qxzvkw"]) == [False]  # Fewer than 100 texts.
     judge.save(tmp_path / "run" / WORDS)
     run = load_run(tmp_path / "run")
-    assert piece_counter(run.model) and unfamiliar_texts(run, ["clock", "qxzvkw vvkkqx"]) == [False, True]
-    assert unfamiliar_texts(object(), ["qxzvkw"]) == [False]
+    assert piece_counter(run.model) and run.unfamiliar_texts(["clock", "qxzvkw vvkkqx"]) == [False, True]
     loaded = load_model(tmp_path / "run")  # As searches and the service load it.
-    assert unfamiliar_texts(loaded, ["clock", "qxzvkw vvkkqx"]) == [False, True]
+    assert loaded.unfamiliar_texts(["clock", "qxzvkw vvkkqx"]) == [False, True]

@@ -84,7 +84,7 @@ def test_a_new_item_is_created_and_an_old_one_replaced(writable):
 def test_a_new_text_is_located_with_its_gallery(run, tmp_path):
     model = load_run(run)
     texts = GalleryPart(model.model.embed_texts(["a red bird"]), ["old"], ["a red bird"])
-    with create_collection(model, texts, tmp_path / "texts", model_source=run) as collection:
+    with create_collection(model, texts, tmp_path / "texts") as collection:
         collection.upsert(texts.embeddings, texts.ids, texts.payload)
     with served(open_sources(tmp_path / "texts")) as client:
         body = {"gallery": "texts", "items": [{"id": "birds/7", "text": "a blue bird"}]}

@@ -56,7 +56,7 @@ def shell(command, home, port):
 
 
 def collection(model, source, part, folder):
-    with create_collection(model, part, folder, model_source=source) as made:
+    with create_collection(model, part, folder) as made:
         made.upsert(part.embeddings, part.ids, part.payload)
     return folder
 

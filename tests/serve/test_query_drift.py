@@ -49,7 +49,7 @@ def watched(run, data):
     match = torch.zeros(48, 48).scatter(1, beside, 1.0)[torch.arange(500) % 48]
     distance = csd_matrix(texts, images.embeddings)
     fitted = Calibration.fit(distance, match, t2i=QueryScores.fit(distance, match))
-    index = build_index(replace(loaded, calibration=fitted), images, model_source=run)
+    index = build_index(replace(loaded, calibration=fitted), images)
     return Sources(model, "placed", {"images": ServedGallery(index)})
 
 

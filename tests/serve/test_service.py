@@ -249,7 +249,7 @@ def test_pages_and_documentation_need_nothing_from_elsewhere(client):
 def test_a_collection_of_texts_beside_pictures(run, data, collection, tmp_path):
     loaded = load_run(run)
     lines = GalleryPart(loaded.model.embed_texts(["a red bar"]), ["one"], ["a red bar"])
-    with create_collection(loaded, lines, tmp_path / "texts", model_source=run) as made:
+    with create_collection(loaded, lines, tmp_path / "texts") as made:
         made.upsert(lines.embeddings, lines.ids, lines.payload)
     with served(open_sources(collection, texts=tmp_path / "texts")) as client:
         added = client.post("/v1/items", json={"gallery": "texts", "items": [{"id": "two", "text": "a blue bar"}]})
@@ -279,9 +279,7 @@ def test_galleries_must_fit_together(sources, run):
     loaded = load_run(run)
     images, texts = sources.galleries["images"], sources.galleries["texts"]
     queries = loaded.model.embed_texts(["a"])
-    other = build_index(
-        loaded, GalleryPart(type(queries)(queries.mean[:, :5], queries.log_var[:, :5]), ["a"], ["a"]), model_source=run
-    )
+    other = build_index(loaded, GalleryPart(type(queries)(queries.mean[:, :5], queries.log_var[:, :5]), ["a"], ["a"]))
     with pytest.raises(UserError, match="differ in d"):
         Sources(loaded.model, "run", {"images": images, "texts": type(texts)(other)})
 

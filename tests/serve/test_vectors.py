@@ -72,7 +72,7 @@ def points(tmp_path_factory):
     run = load_run(folder / "run")
     part = embedded(run, folder / "data")
     run = replace(run, calibration=calibration(run.model.embed_texts(["a red circle", "a bar"]), part.embeddings))
-    return Sources(run.model, "points", {"images": ServedGallery(build_index(run, part, model_source=folder))})
+    return Sources(run.model, "points", {"images": ServedGallery(build_index(run, part))})
 
 
 def query(vector, **rest):

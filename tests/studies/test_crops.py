@@ -322,8 +322,8 @@ def test_the_command_measures_writes_and_says(work, sfumato, tmp_path, capsys):
 
 def test_crops_are_cut_where_the_boxes_are(work):
     """The embedding of a crop is that of the cut image."""
+    from sfumato.models.load import load_model
     from sfumato.studies.crops import study_crops
-    from sfumato.workflows.export import load_model
 
     _, examples, _ = study_crops(
         load_model(work / "run"),
@@ -380,8 +380,8 @@ def test_the_page_holds_small_examples(tmp_path):
 
 def test_boxes_are_in_the_pixels_of_the_file(work, tmp_path):
     """Nothing is turned as EXIF data says: in a file of 120 x 20 with orientation 6 all boxes lie within."""
+    from sfumato.models.load import load_model
     from sfumato.studies.crops import study_crops
-    from sfumato.workflows.export import load_model
 
     scene = Image.new("RGB", (120, 20), "white")
     for k in range(12):

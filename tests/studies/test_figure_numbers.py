@@ -16,7 +16,7 @@ from support.words import folded
 from sfumato.errors import UserError
 from sfumato.evaluation.papers import find_item
 from sfumato.losses import InfoNCEOptions, PCMEPPOptions, TripletOptions, infonce_loss, pcmepp_loss, triplet_loss
-from sfumato.models.embed import embed_split, load_split, ranking_distance
+from sfumato.models.embed import embed_split, load_split
 from sfumato.models.run import load_run
 from sfumato.studies.figure_numbers import KINDS, Scene, make_figure, pair_gradients
 from sfumato.studies.paper_tables import TableData, choose_data
@@ -241,7 +241,7 @@ def test_pmrp_by_tolerance_against_sets_of_classes(tmp_path):
     figure = make_figure(item, data, folder / "runs", instances=[folder / "instances.json"])
     ((run,),) = figure.runs.values()
     prepared, images, texts = embedded(run)
-    matrix = ranking_distance(load_run(run)).matrix(images, texts).double().numpy()
+    matrix = load_run(run).ranking_distance().matrix(images, texts).double().numpy()
     image_of = [ids[i] if i in ids else int(i) for i in prepared.data.image_ids]
     own = np.asarray(prepared.data.relevance().to_dense()).argmax(0)
     text_of = [image_of[k] for k in own]

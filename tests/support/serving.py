@@ -63,8 +63,8 @@ def embedding_sources(run_folder):
     run = replace(run, calibrated=True, calibration=calibration(texts, images))
     ids, words = [f"photo-{i}" for i in range(48)], [f"text {i % 5}" for i in range(48)]
     galleries = {
-        "images": ServedGallery(build_index(run, GalleryPart(images, ids), model_source=run_folder)),
-        "texts": ServedGallery(build_index(run, GalleryPart(texts, ids, words), model_source=run_folder)),
+        "images": ServedGallery(build_index(run, GalleryPart(images, ids))),
+        "texts": ServedGallery(build_index(run, GalleryPart(texts, ids, words))),
     }
     return Sources(run.model, "run", galleries)
 
@@ -131,8 +131,8 @@ def read_only(run_folder, pictures):
     lines = GalleryPart(run.model.embed_texts(texts), [str(i) for i in range(len(texts))], texts)
     run = replace(run, calibration=calibration(lines.embeddings, images.embeddings))
     galleries = {
-        "images": ServedGallery(build_index(run, images, model_source=run_folder), FolderImages(pictures)),
-        "texts": ServedGallery(build_index(run, lines, model_source=run_folder)),
+        "images": ServedGallery(build_index(run, images), FolderImages(pictures)),
+        "texts": ServedGallery(build_index(run, lines)),
     }
     return Sources(run.model, "run", galleries)
 
@@ -141,7 +141,7 @@ def make_collection(run_folder, pictures, folder):
     """A collection of the pictures in a folder, with a store in a folder."""
     run = load_run(run_folder)
     images = embedded(run, pictures)
-    with create_collection(run, images, folder, model_source=run_folder) as collection:
+    with create_collection(run, images, folder) as collection:
         collection.upsert(images.embeddings, images.ids, images.payload)
     return folder
 

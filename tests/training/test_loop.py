@@ -135,7 +135,7 @@ def test_bad_items_are_listed_and_skipped_and_too_many_stop(tmp_path):
     run = load_run(tmp_path / "run")
     usable = sum(len(load_split(run.model, run.recipe.data, name).data.image_ids) for name in ("train", "val"))
     with pytest.raises(UserError, match=f"4 of {usable + 4} items are unusable"):
-        fit(load_recipe(recipe, ["train.epochs=1", "data.max_problem_share=0.01"]), tmp_path / "strict")
+        fit(load_recipe(recipe, ["train.epochs=1", "data.max_problem_fraction=0.01"]), tmp_path / "strict")
 
 
 def test_a_folder_of_another_recipe_is_refused(toy, run):
@@ -185,7 +185,7 @@ def test_a_run_is_found_from_any_folder(toy, tmp_path, monkeypatch):
     monkeypatch.chdir(toy.parent)
     recipe = load_recipe(toy, ["data.path=data", "train.epochs=1"])
     fit(recipe, tmp_path / "run")
-    saved = load_recipe(tmp_path / "run" / "recipe.toml", saved=True)
+    saved = load_recipe(tmp_path / "run" / "recipe.toml")
     assert saved.data.path == str(toy.parent / "data")
     fit(recipe, tmp_path / "run")  # The same run, by its relative path.
     monkeypatch.chdir(tmp_path)

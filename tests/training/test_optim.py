@@ -350,7 +350,7 @@ def test_a_run_warms_up_after_the_frozen_epochs(tmp_path, monkeypatch):
             "optim.name=adamp",
             "train.epochs=3",
             "train.batch_size=12",
-            "data.val_share=0",
+            "data.val_fraction=0",
         ],
     )
     states, factors, first_steps = [], [], []

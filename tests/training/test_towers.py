@@ -10,6 +10,7 @@ from support.toy import assert_same_tensors, make_toy, stop_after_checkpoint_of
 
 from sfumato.encoders.gru import WordEncoder
 from sfumato.errors import UserError
+from sfumato.models.load import load_model
 from sfumato.models.process_group import ProcessGroup
 from sfumato.models.recipe import load_recipe
 from sfumato.models.run import load_run
@@ -17,7 +18,7 @@ from sfumato.training import loop
 from sfumato.training.loop import fit
 from sfumato.training.optim import build_optimiser, set_learning_rate
 from sfumato.training.step import DivergedError
-from sfumato.workflows.export import export_run, load_exported
+from sfumato.workflows.export import export_run
 
 GRU = 'model.text={ kind = "gru", width = 3, hidden = 8, bidirectional = true }'
 RED, SOME = [0.5, -0.25, 1.0], [2.0, 4.0, 8.0]
@@ -42,7 +43,7 @@ def test_a_run_needs_its_file_of_word_vectors_once(tmp_path, capsys):
     id_of = model.text.processor.tokenizer.token_to_id
     vectors = model.text.encoder.words.weight
     torch.testing.assert_close(vectors[[id_of("red"), id_of("some")]], torch.tensor([RED, SOME]), rtol=0, atol=0)
-    exported = load_exported(export_run(tmp_path / "run", tmp_path / "given"))
+    exported = load_model(export_run(tmp_path / "run", tmp_path / "given"))
     texts = ["a red circle", "some nonsense"]
     np.testing.assert_array_equal(exported.model.embed_texts(texts).mean, model.embed_texts(texts).mean)
     assert str(tmp_path) not in (tmp_path / "given" / "config.json").read_text()
@@ -130,7 +131,7 @@ def test_in_the_first_stage_backbone_and_word_vectors_rest_and_in_the_second_all
     monkeypatch.setattr(loop, "build_optimiser", spy_on_the_start)
     monkeypatch.setattr(loop, "save_state", spy_on_the_end)
     monkeypatch.setattr(loop, "set_learning_rate", spy_on_the_factor)
-    fit(pcme(tmp_path, "data.val_share=0"), tmp_path / "run")
+    fit(pcme(tmp_path, "data.val_fraction=0"), tmp_path / "run")
     start, first, second, third = states
     assert all(torch.equal(start[n], first[n]) for n in resting(start))
     learns = [n for n, p in start.items() if n not in resting(start) and p.is_floating_point()]
@@ -170,7 +171,7 @@ def test_a_run_folder_moved_elsewhere_is_enough_to_embed_and_to_export(tmp_path)
     for gone in ("run", "resnet", "data"):
         shutil.rmtree(tmp_path / gone)
     (tmp_path / "glove.3d.txt").unlink()
-    for model in (load_run(elsewhere).model, load_exported(export_run(elsewhere, tmp_path / "given")).model):
+    for model in (load_run(elsewhere).model, load_model(export_run(elsewhere, tmp_path / "given")).model):
         for first, second in (
             (model.embed_images([picture]), before.embed_images([picture])),
             (model.embed_texts(texts), before.embed_texts(texts)),
@@ -182,7 +183,7 @@ def test_a_run_folder_moved_elsewhere_is_enough_to_embed_and_to_export(tmp_path)
 
 def test_without_a_validation_split_a_run_states_probabilities_of_csd(tmp_path):
     fit(
-        pcme(tmp_path, "data.val_share=0", "train.epochs=2", "loss.logit_scale=15", "loss.logit_bias=15"),
+        pcme(tmp_path, "data.val_fraction=0", "train.epochs=2", "loss.logit_scale=15", "loss.logit_bias=15"),
         tmp_path / "run",
     )
     run = load_run(tmp_path / "run")

@@ -164,7 +164,7 @@ def test_a_run_without_validation_has_it_too(toy):
         "loss.distance=squared_l2",
         "loss.beta=0",
         "variance_stage.epochs=2",
-        "data.val_share=0",
+        "data.val_fraction=0",
         "train.epochs=1",
     ]
     fit(load_recipe(toy, changes), toy.parent / "none")

@@ -17,10 +17,10 @@ import sfumato.workflows.adopt as adopting
 from sfumato.calibration.calibrator import Calibration
 from sfumato.cli import app
 from sfumato.errors import UserError
+from sfumato.models.load import load_model
 from sfumato.models.run import load_run
 from sfumato.search.index import GaussianIndex
 from sfumato.workflows.adopt import ADOPTED, METHODS, adopt, adopt_encoders
-from sfumato.workflows.export import load_model
 
 N, PER_IMAGE, C = 400, 3, 24
 

@@ -365,7 +365,7 @@ def test_a_model_at_chance_is_refused(work, sfumato, tmp_path):
 
 def test_other_data_another_model_and_a_split_it_was_trained_on(work, sfumato, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    status, out, _ = sfumato("audit", work / "toy.toml", "data.test_share=0.25", "--run", work / "run")
+    status, out, _ = sfumato("audit", work / "toy.toml", "data.test_fraction=0.25", "--run", work / "run")
     assert status == 0 and "nothing is suspicious" in folded(out) and (tmp_path / "audit-test" / "audit.html").is_file()
     assert sfumato("export", work / "run", tmp_path / "moved")[0] == 0
     arguments = "audit", work / "toy.toml", "--run", tmp_path / "moved", "--out", tmp_path / "a", "--json"

@@ -11,7 +11,6 @@ import threading
 import time
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -32,6 +31,7 @@ from sfumato.encoders.small import SmallImageEncoder, SmallTextEncoder
 from sfumato.errors import UserError
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.models.embed import embed_folder, embed_lines, model_digest
+from sfumato.models.model import Model
 from sfumato.search.parts import check_complete, read_manifest, read_metadata, read_parts
 from sfumato.workflows.embed import embed_collection, which_job
 
@@ -48,7 +48,7 @@ def tiny_retrieval_model(seed=0, processor=None):
         Tower(processor or PixelProcessor(16), image, GaussianHead(image.channels, 7)),
         Tower(TokenProcessor(tokenizer, 5), text, GaussianHead(text.channels, 7)),
     )
-    return SimpleNamespace(model=model.eval(), distance="csd")
+    return Model(model=model.eval(), distance="csd", logit_scale=1.0, logit_bias=0.0)
 
 
 def encoded(number, size=(21, 17), form="PNG"):
@@ -100,11 +100,9 @@ def pictures(tmp_path):
 
 
 def test_parts_hold_what_embed_folder_gives(tmp_path, pictures):
-    retrieval_model = tiny_retrieval_model()
+    retrieval_model = replace(tiny_retrieval_model(), source=str(tmp_path))
     expected, ids, _ = embed_folder(retrieval_model, pictures)
-    done = embed_collection(
-        retrieval_model, list_folder(pictures, part_size=5), tmp_path / "out", batch_size=3, model_source=tmp_path
-    )
+    done = embed_collection(retrieval_model, list_folder(pictures, part_size=5), tmp_path / "out", batch_size=3)
     found_ids, found, payloads = together(tmp_path / "out")
     assert found_ids == ids and done.n == done.new == 23 and done.parts == 5 and done.per_second > 0
     assert_close(found, expected)
@@ -606,8 +604,8 @@ def test_frozen_backbones_are_asked_without_their_cache(tmp_path, pictures):
     (pictures / "wide.png").write_bytes(encoded(77, size=(60, 20)))
     (pictures / "broken.png").write_bytes(b"no")
     tower = Tower(FrozenProcessor(Colours(), tmp_path / "cache"), FeatureInput(3, 0.0), GaussianHead(3, 7))
-    retrieval_model = SimpleNamespace(
-        model=DualEncoder(tower, tiny_retrieval_model().model.text).eval(), distance="csd"
+    retrieval_model = replace(
+        tiny_retrieval_model(), model=DualEncoder(tower, tiny_retrieval_model().model.text).eval()
     )
     done = embed_collection(retrieval_model, list_folder(pictures, part_size=9), tmp_path / "out", batch_size=4)
     assert not (tmp_path / "cache").exists() and len(done.problems) == 1

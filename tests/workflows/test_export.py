@@ -15,10 +15,11 @@ from support.toy import make_toy
 
 from sfumato.errors import UserError
 from sfumato.models.embed import evaluate_run
+from sfumato.models.load import load_model
 from sfumato.models.recipe import check_recipe, load_recipe, save_recipe
 from sfumato.models.run import Assets, build_loss, build_model, fresh_tokenizer, load_run, save_assets, save_state
 from sfumato.training.loop import fit
-from sfumato.workflows.export import export_run, load_exported, load_model
+from sfumato.workflows.export import export_run
 
 TEXTS = ["a red circle", "some bar in blue", "never seen before"]
 
@@ -58,11 +59,11 @@ def test_round_trip(toy, run, tmp_path):
         "tokenizer.json",
     ]
     assert not list(out.parent.glob(".*"))
-    trained, loaded = load_run(run), load_exported(out)
+    trained, loaded = load_run(run), load_model(out)
     assert not loaded.model.training and loaded.calibrated is trained.calibrated is True
     assert (loaded.logit_scale, loaded.logit_bias) == (trained.logit_scale, trained.logit_bias)
     assert loaded.calibration == trained.calibration == load_model(run).calibration is not None
-    assert loaded.distance == "csd" and "toy" in loaded.source
+    assert loaded.distance == "csd" and "toy" in loaded.kind
     assert_embeds_alike(trained.model, loaded.model, picture(toy))
     weights = load_file(out / "model.safetensors")
     assert weights.keys() == trained.model.state_dict().keys(), "neither the loss nor the optimiser"
@@ -82,7 +83,7 @@ def test_load_model_takes_runs_and_exported_models(toy, run, tmp_path):
 
 def test_load_model_takes_a_name_on_the_hub(toy, run, tmp_path, monkeypatch):
     out = export_run(run, tmp_path / "snapshot")
-    monkeypatch.setattr("sfumato.workflows.export.download", {"somebody/toy": out}.__getitem__)
+    monkeypatch.setattr("sfumato.models.load.download", {"somebody/toy": out}.__getitem__)
     assert_embeds_alike(load_run(run).model, load_model("somebody/toy").model, picture(toy))
 
 
@@ -91,7 +92,7 @@ def test_load_model_takes_published_ones(shared):
     folder = shared / "parity" / "hf_pcmepp"
     if not folder.is_dir():
         pytest.skip(f"no reference data at {folder}")
-    assert "PCME++" in load_model(folder).source
+    assert "PCME++" in load_model(folder).kind
 
 
 def test_the_card_runs_as_it_stands(toy, run, tmp_path):
@@ -159,7 +160,7 @@ def test_pretrained_weights_are_inside_and_their_folder_is_not_named(toy, tmp_pa
     out = export_run(folder, tmp_path / "out")
     trained = load_run(folder)
     shutil.rmtree(tmp_path / "my-clip")
-    assert_embeds_alike(trained.model, load_exported(out).model, picture(toy))
+    assert_embeds_alike(trained.model, load_model(out).model, picture(toy))
     assert str(tmp_path) not in (out / "config.json").read_text() + (out / "README.md").read_text()
     assert "my-clip" in (out / "README.md").read_text()
 
@@ -171,7 +172,7 @@ def test_frozen_backbones_keep_their_name(toy, tmp_path):
     out = export_run(folder, tmp_path / "out")
     assert not any("encoder" in key for key in load_file(out / "model.safetensors") if key.startswith("image."))
     assert "Frozen backbone, loaded by its name: `efficientnet-lite0`" in (out / "README.md").read_text()
-    assert_embeds_alike(load_run(folder).model, load_exported(out).model, picture(toy))
+    assert_embeds_alike(load_run(folder).model, load_model(out).model, picture(toy))
 
 
 def test_a_folder_with_something_in_it_is_left_alone(run, tmp_path):
@@ -180,7 +181,7 @@ def test_a_folder_with_something_in_it_is_left_alone(run, tmp_path):
     with pytest.raises(UserError, match="exists already"):
         export_run(run, tmp_path / "full")
     (tmp_path / "empty").mkdir()
-    assert load_exported(export_run(run, tmp_path / "empty")).calibrated
+    assert load_model(export_run(run, tmp_path / "empty")).calibrated
     with pytest.raises(UserError, match="is not a run folder"):
         export_run(tmp_path / "full", tmp_path / "new")
     assert not (tmp_path / "new").exists()
@@ -226,5 +227,5 @@ def test_folders_that_are_not_whole(run, tmp_path):
     (tmp_path / "foreign").mkdir()
     (tmp_path / "foreign" / "config.json").write_text("{}")
     save_file({"a": torch.ones(1)}, tmp_path / "foreign" / "model.safetensors")
-    with pytest.raises(UserError, match="not a model that sfumato exported"):
-        load_exported(tmp_path / "foreign")
+    with pytest.raises(UserError, match=r"not that of a PCME\+\+ or ProLIP model"):
+        load_model(tmp_path / "foreign")

@@ -153,7 +153,7 @@ if TYPE_CHECKING:
     import torch
 
     from sfumato.data.sources import DataConfig
-    from sfumato.models.embed import RetrievalModel
+    from sfumato.models.model import Model
     from sfumato.models.run import Run
 
 
@@ -161,7 +161,7 @@ if TYPE_CHECKING:
 class ModelOnData:
     """A model and a split of data."""
 
-    model: "RetrievalModel"  # the loaded model
+    model: "Model"  # the loaded model
     data: "DataConfig"  # where the split comes from
     split: str  # name of the split
     name: str  # of the model, for titles
@@ -205,9 +205,9 @@ def open_model_on_data(
     purpose: str = "use",
 ) -> ModelOnData:
     """Load a model and find its data."""
+    from sfumato.models.load import load_model
     from sfumato.models.recipe import find_recipe, load_recipe
     from sfumato.models.run import RECIPE, choose_device, load_run
-    from sfumato.workflows.export import load_model
 
     if data is None and not is_run(model):
         raise _no_run(model, purpose)
@@ -217,7 +217,7 @@ def open_model_on_data(
     elif overrides:
         if wrong := [override for override in overrides if not override.startswith("data.")]:
             raise UserError(f"{wrong[0]!r} does not change the data of {model}; give data.KEY=VALUE")
-        moved = load_recipe(Path(model) / RECIPE, list(overrides), saved=True).data
+        moved = load_recipe(Path(model) / RECIPE, list(overrides)).data
     chosen = choose_device(device) if isinstance(device, str) else device
     if not is_run(model):
         assert config is not None

@@ -127,10 +127,10 @@ def embed(
     from sfumato.data.listings import list_source
     from sfumato.errors import counted
     from sfumato.models.embed import file_endings
+    from sfumato.models.load import load_model
     from sfumato.models.run import choose_device
     from sfumato.search.parts import MANIFEST
     from sfumato.workflows.embed import embed_collection, which_job
-    from sfumato.workflows.export import load_model
 
     if out.suffix == ".safetensors":
         if manifest or shards or shard or (images is None) == (texts is None):
@@ -150,7 +150,7 @@ def embed(
     )  # fmt: skip
     done = embed_collection(
         loaded, listing, out, job=job, of=of, workers=workers, batch_size=batch,
-        max_problem_fraction=max_problem_share, model_source=model,
+        max_problem_fraction=max_problem_share,
     )  # fmt: skip
     made = f"{counted(done.n, 'embedding')} in {counted(done.parts, 'part')}"
     line = f"job {job}/{of}: {made}, {done.new:,} of them new: {out}"
@@ -166,8 +166,8 @@ def _embed_one_file(
     from sfumato.errors import counted
     from sfumato.gaussian import save_embeddings
     from sfumato.models.embed import embed_folder, embed_lines
+    from sfumato.models.load import load_model
     from sfumato.models.run import choose_device
-    from sfumato.workflows.export import load_model
 
     check_out_folder(out.parent)
     out.parent.mkdir(parents=True, exist_ok=True)

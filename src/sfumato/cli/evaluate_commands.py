@@ -535,18 +535,12 @@ def _evaluate(
     from sfumato.evaluation.compare import more_results
     from sfumato.evaluation.embedded_input import measure
     from sfumato.matching import MATCH_PROBABILITY
-    from sfumato.models.embed import (
-        embed_for_evaluation,
-        evaluate_model,
-        evaluate_run,
-        ranking_distance,
-        write_benchmark,
-    )
+    from sfumato.models.embed import embed_for_evaluation, evaluate_model, evaluate_run, write_benchmark
 
     truths, options = benchmark.ground_truths if benchmark else (), more.options
-    chosen = ranking_distance(opened.model, distance)
+    chosen = opened.model.ranking_distance(distance)
     needed = more.needs_match_probability
-    probability = ranking_distance(opened.model, MATCH_PROBABILITY) if needed else None
+    probability = opened.model.ranking_distance(MATCH_PROBABILITY) if needed else None
     more.check_samples(chosen)
     other = _per_query_of_compared(more, opened, distance, truths, group)
     embedded = None
@@ -584,7 +578,7 @@ def _per_query_of_compared(
     """Single queries of the run or file to compare with; None without one, and in all processes but the first."""
     from sfumato.evaluation.embedded_input import measure
     from sfumato.evaluation.per_query import PER_QUERY_ENDINGS, per_query_table
-    from sfumato.models.embed import embed_for_evaluation, ranking_distance
+    from sfumato.models.embed import embed_for_evaluation
     from sfumato.models.run import load_run
 
     if more.compared_with is None:
@@ -599,7 +593,7 @@ def _per_query_of_compared(
     )
     if not group.main:
         return None
-    theirs = measure(embedded, ranking_distance(compared, distance), options=more.options)
+    theirs = measure(embedded, compared.ranking_distance(distance), options=more.options)
     return per_query_table(theirs.ranks, embedded.uncertainty(more.options.uncertainty))
 
 
@@ -615,7 +609,6 @@ def _evaluate_seeds(
     """Evaluate runs of several seeds and print mean ± standard deviation."""
     from sfumato.evaluation.compare import main_figures, over_seeds
     from sfumato.evaluation.published import own_figures
-    from sfumato.models.embed import ranking_distance
     from sfumato.models.process_group import join_process_group
     from sfumato.models.run import choose_device, load_run
     from sfumato.reports.console import print_over_seeds
@@ -624,7 +617,7 @@ def _evaluate_seeds(
     with join_process_group(partial(choose_device, device), TIMEOUT_MINUTES) as group:
         for folder in runs:
             run = load_run(folder, device=group.device)
-            name = ranking_distance(run, distance).name
+            name = run.ranking_distance(distance).name
             opened = ModelOnData(run, run.recipe.data, split, folder, run, own_data=True)
             result, _, _ = _evaluate(opened, distance, benchmark, more, group)
             if result is not None and group.main:

@@ -60,17 +60,17 @@ def index(
 ) -> None:
     """Build an index, or fill a collection in a vector store."""
     from sfumato.errors import counted
-    from sfumato.models.embed import RetrievalModel
+    from sfumato.models.load import load_model
+    from sfumato.models.model import Model
     from sfumato.models.run import choose_device, load_run
     from sfumato.search.index import check_settings
-    from sfumato.workflows.export import load_model
     from sfumato.workflows.gallery_calibration import training_note
     from sfumato.workflows.index import build_index, check_new, embed_source, fill_collection, whole
 
     _check_index_options((images, split, texts, embeddings), engine, store, add)
     _check_index_folder(out, store is not None, add, force)
     load = load_run if split is not None else load_model
-    retrieval_model: RetrievalModel = load(model, device=choose_device(device))
+    retrieval_model: Model = load(model, device=choose_device(device))
     if store is not None:
         with writing(out):
             check_new(out, retrieval_model.distance, store)
@@ -80,13 +80,13 @@ def index(
     sources, problems = embed_source(retrieval_model, images=images, split=split, texts=texts, parts=embeddings)
     if store is None and not add:
         source, engine = whole(sources), engine or "exact"
-        gallery = build_index(retrieval_model, source, model_source=model, engine=engine)
+        gallery = build_index(retrieval_model, source, engine=engine)
         with writing(out):
             gallery.save(out)
         n, note, kept, direction = len(source.ids), training_note(gallery), {"engine": engine}, source.direction
         line = f"indexed ({engine})"
     else:
-        with writing(out), fill_collection(retrieval_model, sources, out, store, model_source=model) as collection:
+        with writing(out), fill_collection(retrieval_model, sources, out, store) as collection:
             n, note = len(collection), training_note(collection)
             kept, direction = {"store": collection.store.url}, collection.scorer.direction
         line = f"in {kept['store']}"

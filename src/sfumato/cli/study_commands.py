@@ -28,7 +28,7 @@ from sfumato.errors import UserError
 if TYPE_CHECKING:
     from sfumato.data.captioned import Labelled
     from sfumato.gaussian import ScalarUncertainty
-    from sfumato.models.embed import RetrievalModel
+    from sfumato.models.model import Model
     from sfumato.studies.zeroshot import ZeroShotReport
 
 Corrupted = Annotated[int, typer.Option(min=1, help="corruption: number of items to corrupt in each way.")]
@@ -143,11 +143,11 @@ def crops(
     """
     from sfumato import __version__
     from sfumato.charts import require_matplotlib
+    from sfumato.models.load import load_model
     from sfumato.models.run import choose_device
     from sfumato.reports.console import print_crops
     from sfumato.reports.study_pages import write_crops
     from sfumato.studies.crops import study_crops
-    from sfumato.workflows.export import load_model
 
     require_matplotlib()
     try:
@@ -244,9 +244,9 @@ def zeroshot(
     """
     from sfumato.data.captioned import read_class_folder, read_class_names
     from sfumato.models.embed import file_endings
+    from sfumato.models.load import load_model
     from sfumato.models.run import choose_device
     from sfumato.studies.zeroshot import evaluate_zeroshot, read_templates
-    from sfumato.workflows.export import load_model
 
     if sum(source is not None for source in (images, emoji, data)) != 1:
         raise UserError("give one of --images FOLDER, --emoji group or subgroup, and --data RECIPE")
@@ -296,7 +296,7 @@ def _show_zeroshot(report: "ZeroShotReport", out: Path | None, published: bool, 
 
 
 def _labelled_images(
-    retrieval_model: "RetrievalModel",
+    retrieval_model: "Model",
     images: Path | None,
     emoji: str | None,
     style: str,

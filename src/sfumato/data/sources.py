@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from pydantic import (
-    AliasChoices,
     BaseModel,
     ConfigDict,
     Field,
@@ -94,14 +93,12 @@ class DataConfig(BaseModel):
         0.1,
         ge=0,
         lt=1,
-        validation_alias=AliasChoices("val_fraction", "val_share"),
         description="fraction of the images for validation, if the data names no splits",
     )
     test_fraction: float = Field(
         0.1,
         ge=0,
         lt=1,
-        validation_alias=AliasChoices("test_fraction", "test_share"),
         description="fraction of the images for the test, if the data names no splits",
     )
     held_out_style: Style = Field(
@@ -128,7 +125,6 @@ class DataConfig(BaseModel):
         0.01,
         ge=0,
         le=1,
-        validation_alias=AliasChoices("max_problem_fraction", "max_problem_share"),
         description="stop if a larger fraction of the training and validation images is unusable; up to three unusable"
         " images never stop a run",
     )

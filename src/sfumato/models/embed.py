@@ -5,20 +5,18 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 from tokenizers import Tokenizer
 
-from sfumato.calibration.calibrator import Calibration
 from sfumato.data.feature_tables import REGION_ENDINGS, EmbeddingRow, open_table
 from sfumato.data.image_decoding import IMAGE_ENDINGS, check_image, decode_image
 from sfumato.data.images import FileImage, ImageSource, Problems
 from sfumato.data.pairs import PairData
 from sfumato.data.sources import DataConfig, get_source
 from sfumato.data.splits import WORDINGS, hold_out_wordings, merge_equal_texts, parse_part
-from sfumato.distances import Distance, get_distance
 from sfumato.encoders.dual import DualEncoder, Tower
 from sfumato.encoders.encoder_protocol import Item
 from sfumato.encoders.feature_rows import FeatureProcessor, features_read, stacked
@@ -33,8 +31,7 @@ from sfumato.evaluation.protocols import Evaluation, EvaluationOptions, evaluate
 from sfumato.files import write_json
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.ids import check_ids, id_error
-from sfumato.losses.pcme import SIGMOIDS, PCMELoss
-from sfumato.matching import MATCH_PROBABILITY, SampledLogits, match_probability_distance
+from sfumato.models.model import Model
 from sfumato.models.process_group import ProcessGroup, alone
 from sfumato.models.run import Run
 from sfumato.progress import progress_bar, say
@@ -156,7 +153,7 @@ def model_digest(model: DualEncoder) -> str:
             if isinstance(value, Tokenizer):
                 digest.update(value.to_str().encode())
             elif isinstance(value, int | str):
-                # The two crops differ by a pixel at most: indices of version 0.1 stay valid.
+                # The two crops differ by a pixel at most, and galleries of either stay valid.
                 digest.update(f"{key}={'crop' if value == 'crop-nearest' else value}".encode())
     return digest.hexdigest()
 
@@ -220,67 +217,31 @@ def _same(data: bytes | str) -> bytes | str:
     return data
 
 
-class RetrievalModel(Protocol):
-    """A dual encoder with match probabilities: a :class:`~sfumato.models.run.Run` or a published model."""
-
-    @property
-    def model(self) -> DualEncoder:
-        """Images and texts to Gaussians."""
-        ...
-
-    @property
-    def distance(self) -> str:
-        """Name of the distance between them."""
-        ...
-
-    @property
-    def logit_scale(self) -> float:
-        """Scale of the match logits."""
-        ...
-
-    @property
-    def logit_bias(self) -> float:
-        """Bias of the match logits."""
-        ...
-
-    @property
-    def calibrated(self) -> bool:
-        """Whether the logits were fitted on held-out pairs."""
-        ...
-
-    @property
-    def calibration(self) -> Calibration | None:
-        """Everything that was fitted on held-out pairs."""
-        ...
-
-
-def embed_folder(retrieval_model: RetrievalModel, folder: Path) -> tuple[GaussianEmbedding, list[str], Problems]:
+def embed_folder(model: Model, folder: Path) -> tuple[GaussianEmbedding, list[str], Problems]:
     """Embed every image below a folder; for a model that reads features, every .npy file."""
     if not folder.is_dir():
         raise UserError(f"there is no folder {folder}")
-    endings = file_endings(retrieval_model.model)
+    endings = file_endings(model.model)
     paths = sorted(p for p in folder.rglob("*") if p.suffix.lower() in endings and p.is_file())
     if not paths:
         raise UserError(f"no images in {folder} (looked for {', '.join(sorted(endings))})")
-    return embed_sources(
-        retrieval_model, [FileImage(p) for p in paths], [p.relative_to(folder).as_posix() for p in paths]
-    )
+    return embed_sources(model, [FileImage(p) for p in paths], [p.relative_to(folder).as_posix() for p in paths])
 
 
 def embed_sources(
-    retrieval_model: RetrievalModel, sources: Sequence[ImageSource], ids: Sequence[str]
+    model: Model, sources: Sequence[ImageSource], ids: Sequence[str]
 ) -> tuple[GaussianEmbedding, list[str], Problems]:
     """Embed images; those that cannot be used are left out and reported."""
     problems = Problems()
     items: list[Item] = [partial(_read_item, source, i) for source, i in zip(sources, ids, strict=True)]
     with progress_bar("reading images", len(items)) as advance:
-        store, kept = retrieval_model.model.image.processor.read(
+        store, kept = model.model.image.processor.read(
             items, progress=advance, on_error=lambda i, error: problems.add(sources[i].location, str(error))
         )
     if not len(kept):
         raise UserError(f"none of {len(items)} images can be used:\n{problems.summary()}")
     with progress_bar("embedding images", len(kept)) as advance:
-        embeddings = retrieval_model.model.image.embed(store, progress=advance)
+        embeddings = model.model.image.embed(store, progress=advance)
     return embeddings, [ids[i] for i in kept], problems
 
 
@@ -291,10 +252,10 @@ def _read_item(source: ImageSource, id: str) -> bytes:
     return source.read_bytes()
 
 
-def embed_lines(retrieval_model: RetrievalModel, path: Path) -> tuple[GaussianEmbedding, list[str], Problems]:
+def embed_lines(model: Model, path: Path) -> tuple[GaussianEmbedding, list[str], Problems]:
     """Embed the texts of a file."""
     texts, ids, problems = read_lines(path)
-    return retrieval_model.model.embed_texts(texts), ids, problems
+    return model.model.embed_texts(texts), ids, problems
 
 
 def read_lines(path: Path) -> tuple[list[str], list[str], Problems]:
@@ -329,24 +290,22 @@ def split_names(splits: Mapping[str, PairData], split: str) -> list[str]:
     return names
 
 
-def embed_split_images(
-    retrieval_model: RetrievalModel, data: DataConfig, split: str
-) -> tuple[GaussianEmbedding, list[str], Problems]:
+def embed_split_images(model: Model, data: DataConfig, split: str) -> tuple[GaussianEmbedding, list[str], Problems]:
     """Embed the images of a split."""
-    problems, model = Problems(), retrieval_model.model
+    problems = Problems()
     splits = load_splits(data, problems)
     names = split_names(splits, split)
     if not set(names) <= splits.keys():
         raise no_split_error(data, split, splits)
-    prepared = [prepare_split(model, splits[name], problems, name) for name in names]
+    prepared = [prepare_split(model.model, splits[name], problems, name) for name in names]
     if len(problems):
         say(f"{counted(len(problems), 'item')} left out:\n{problems.summary()}")
     ids = [i for part in prepared for i in part.data.image_ids]
     check_ids(ids, f"the images of the split {split}")
-    return GaussianEmbedding.cat([model.image.embed(part.images) for part in prepared]), ids, problems
+    return GaussianEmbedding.cat([model.model.image.embed(part.images) for part in prepared]), ids, problems
 
 
-def embed_table(retrieval_model: RetrievalModel, paths: str) -> tuple[GaussianEmbedding, list[str], Problems]:
+def embed_table(model: Model, paths: str) -> tuple[GaussianEmbedding, list[str], Problems]:
     """Embed the rows of a table of image embeddings, for a model that reads such."""
     named, problems = open_table(paths), Problems()
     errors = named.table.errors(np.arange(named.table.n))
@@ -356,41 +315,14 @@ def embed_table(retrieval_model: RetrievalModel, paths: str) -> tuple[GaussianEm
     rows = [row for row in range(named.table.n) if row not in errors]
     if not rows:
         raise UserError(f"{paths} has no usable row:\n{problems.summary()}")
-    store, _ = retrieval_model.model.image.processor.read([EmbeddingRow(named.table, row) for row in rows])
+    store, _ = model.model.image.processor.read([EmbeddingRow(named.table, row) for row in rows])
     with progress_bar("embedding images", len(rows)) as advance:
-        embeddings = retrieval_model.model.image.embed(store, progress=advance)
+        embeddings = model.model.image.embed(store, progress=advance)
     return embeddings, [str(row) if named.ids is None else named.ids[row] for row in rows], problems
 
 
-def sampled_logits(retrieval_model: RetrievalModel) -> SampledLogits | None:
-    """The logits of PCME's match probability."""
-    loss = getattr(retrieval_model, "loss", None)
-    if isinstance(loss, PCMELoss):
-        factor = SIGMOIDS[loss.options.sigmoid]
-        scale, bias = factor * loss.logits.logit_scale.item(), factor * loss.logits.logit_bias.item()
-        return SampledLogits(scale, bias, loss.options.n_samples)
-    own: SampledLogits | None = getattr(retrieval_model, "sampled_logits", None)
-    return own
-
-
-def ranking_distance(retrieval_model: RetrievalModel, name: str | None = None) -> Distance:
-    """The distance to rank by, which may be PCME's match probability with the logits that the model has learnt."""
-    if name != MATCH_PROBABILITY:
-        try:
-            return get_distance(name or retrieval_model.distance)
-        except ValueError as error:
-            raise ValueError(f"{error}, {MATCH_PROBABILITY}") from error
-    logits = sampled_logits(retrieval_model)
-    if logits is None:
-        raise UserError(
-            f"{MATCH_PROBABILITY} needs logits that were learnt on distances of samples; this model has none."
-            " Name a run that was trained with the loss pcme, or a released model of PCME, or rank by another distance"
-        )
-    return match_probability_distance(logits.logit_scale, logits.logit_bias, n_samples=logits.n_samples)
-
-
 def embed_for_evaluation(
-    retrieval_model: RetrievalModel,
+    model: Model,
     data: DataConfig,
     split: str,
     *,
@@ -401,7 +333,7 @@ def embed_for_evaluation(
     process_group = process_group or alone()
     if ground_truths:
         data = data.model_copy(update={"equal_texts": "separate"})
-    prepared = load_split(retrieval_model.model, data, split, process_group=process_group)
+    prepared = load_split(model.model, data, split, process_group=process_group)
     own, kinds = ground_truth_from_data(prepared.data, name=split), prepared.data.text_kinds
     chosen = tuple(ground_truths) or (own,)
     if ground_truths and data.source == "scan":  # Its captions have no ids.
@@ -410,12 +342,12 @@ def embed_for_evaluation(
             say(f"note: the captions of SCAN's files have no ids; they take those of {chosen[0].name}, in their order")
         own = named
     plan_ranks(chosen, own.image_ids, own.text_ids, (len(own.image_ids), len(own.text_ids)))
-    images, texts = embed_split(retrieval_model.model, prepared, process_group)
+    images, texts = embed_split(model.model, prepared, process_group)
     return EmbeddedSet(images, texts, own.image_ids, own.text_ids, chosen, tuple(kinds) if kinds else None)
 
 
 def evaluate_model(
-    retrieval_model: RetrievalModel,
+    model: Model,
     data: DataConfig,
     split: str,
     distance: str | None = None,
@@ -426,8 +358,8 @@ def evaluate_model(
 ) -> Evaluation:
     """Evaluate any model on a split of any data."""
     process_group, options = process_group or alone(), options or EvaluationOptions()
-    chosen = options.sampled(ranking_distance(retrieval_model, distance))
-    embedded = embedded or embed_for_evaluation(retrieval_model, data, split, process_group=process_group)
+    chosen = options.sampled(model.ranking_distance(distance))
+    embedded = embedded or embed_for_evaluation(model, data, split, process_group=process_group)
     (ground_truth,) = embedded.ground_truths
     return evaluate_retrieval(
         embedded.images,

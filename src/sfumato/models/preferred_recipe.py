@@ -18,7 +18,7 @@ def preferred_recipe(recipe: Recipe, overrides: Sequence[str], folder: Path) -> 
     other = load_recipe(find_recipe(recipe.prefer), overrides)
     backbone = other.model.image.frozen_backbone
     if (saved := folder / RECIPE).is_file():
-        if load_recipe(saved, saved=True).name != other.name:
+        if load_recipe(saved).name != other.name:
             return recipe, ""
     elif not (place := where_weights_are(backbone)):
         return recipe, (

@@ -2,7 +2,7 @@
 
 Supported are the PCME++ and ProLIP models of the Hugging Face hub, and the checkpoints of the released training
 codes of PCME++ and PCME (the COCO models). The config.json and the names of the tensors show what a path holds.
-:func:`sfumato.workflows.export.load_model` also loads the models that sfumato exported.
+:func:`sfumato.models.load.load_model` also loads runs and the models that sfumato exported.
 """
 
 import json
@@ -17,7 +17,6 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from sfumato.calibration.calibrator import Calibration
 from sfumato.data.transforms import IMAGENET_MEAN, IMAGENET_STD
 from sfumato.encoders.clip_transformers import (
     CLIP_MEAN,
@@ -34,7 +33,7 @@ from sfumato.encoders.heads import GaussianHead, HeadOptions
 from sfumato.encoders.package_weights import hub_reachable
 from sfumato.encoders.processors import CLEANINGS, BilinearProcessor, ImageFileProcessor, SpecialTokenProcessor
 from sfumato.errors import UserError, first_line, need
-from sfumato.matching import SampledLogits
+from sfumato.models.model import Model
 from sfumato.models.pretrained_pcme import is_pcme, pcme_training
 from sfumato.models.pretrained_tensors import (
     ConfigSection,
@@ -57,7 +56,6 @@ from sfumato.models.pretrained_tensors import (
     vision_sizes,
     without,
 )
-from sfumato.models.unfamiliar import UnfamiliarTexts
 
 CLIP_TOKENIZER = "openai/clip-vit-base-patch16"
 """Hub name of the tokenizer of CLIP and of all PCME++ models."""
@@ -349,43 +347,13 @@ REFERENCE = "calibration.safetensors"
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
-@dataclass(frozen=True)
-class PretrainedModel:
-    """A published model.
-
-    Attributes:
-        model: the dual encoder, in evaluation mode.
-        logit_scale, logit_bias: match probability = sigmoid(logit_bias - logit_scale * distance).
-        distance: name in DISTANCES of the distance of the logits.
-        source: origin and description of the model.
-        calibrated: whether the logits were fitted on held-out pairs; logits learnt by a loss were not.
-        calibration: everything that was fitted on held-out pairs; None for models of other authors.
-        sampled_logits: those of PCME's match probability, if the model learnt it; None for all others.
-        unfamiliar: tells texts of words from made-up ones; None but for runs.
-    """
-
-    model: DualEncoder
-    logit_scale: float
-    logit_bias: float
-    distance: str
-    source: str
-    calibrated: bool = False
-    calibration: Calibration | None = None
-    unfamiliar: UnfamiliarTexts | None = None
-    sampled_logits: SampledLogits | None = None
-
-    def __repr__(self) -> str:
-        state = "calibrated" if self.calibrated else "not calibrated"
-        return f"PretrainedModel({self.source!r}, {self.distance}, {state})"
-
-
 def load_pretrained(
     name_or_folder: str | Path,
     *,
     tokenizer: Tokenizer | None = None,
     device: torch.device | str = "cpu",
     average: bool = True,
-) -> PretrainedModel:
+) -> Model:
     """Load a published PCME++, ProLIP or PCME model.
 
     Its tokenizer is loaded when the first text is embedded: images can be embedded without it.
@@ -424,12 +392,13 @@ def load_pretrained(
         build, what = _recognise(config, name)
         layout = build(config, read_checkpoint(folder / WEIGHTS), _finder(tokenizer, folder), name)
     layout.model.load_state_dict(layout.state)
-    return PretrainedModel(
-        layout.model.to(device).eval(),
-        layout.logit_scale,
-        layout.logit_bias,
-        layout.distance,
-        f"{name} ({what})",
+    return Model(
+        model=layout.model.to(device).eval(),
+        distance=layout.distance,
+        logit_scale=layout.logit_scale,
+        logit_bias=layout.logit_bias,
+        source=name,
+        kind=what,
         sampled_logits=layout.sampled_logits,
     )
 
@@ -474,7 +443,7 @@ def _recognise(
     config: Mapping[str, Any], where: str
 ) -> tuple[Callable[[Mapping[str, Any], Mapping[str, Any], TokenizerFinder, str], Layout], str]:
     if "sfumato" in config:
-        raise UserError(f"{where}: a model that sfumato exported; load it with sfumato.workflows.export.load_model")
+        raise UserError(f"{where}: a model that sfumato exported; load it with sfumato.load_model")
     vision = config.get("vision_cfg")
     if isinstance(vision, dict) and isinstance(config.get("text_cfg"), dict):
         if vision.get("embed_unc"):

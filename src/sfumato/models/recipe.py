@@ -12,14 +12,13 @@ import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
-from functools import cache, partial
+from functools import partial
 from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_type_hints
 
 import tomli_w
 from pydantic import (
-    AliasChoices,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -408,9 +407,7 @@ class Recipe(_Section):
     augment: AugmentConfig = AugmentConfig()
     optim: OptimConfig = OptimConfig()
     train: TrainConfig = TrainConfig()
-    variance_stage: VarianceStageConfig = Field(
-        VarianceStageConfig(), validation_alias=AliasChoices("variance_stage", "spread")
-    )
+    variance_stage: VarianceStageConfig = VarianceStageConfig()
 
     @model_validator(mode="after")
     def _consistent(self) -> "Recipe":
@@ -540,15 +537,13 @@ _SIDES: dict[Any, Side] = {ImageEncoderConfig: "image", TextEncoderConfig: "text
 _TAG_KEYS = ("loss.name", "model.image.kind", "model.text.kind")
 
 
-def load_recipe(path: str | Path, overrides: Sequence[str] = (), *, saved: bool = False) -> Recipe:
+def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     """Read, override and check a recipe.
 
     Args:
         path: a TOML file.
         overrides: each "section.key=value". Values are TOML (``loss.alpha=0.01``), bare words are strings. Another
             loss.name or model.image.kind resets that section to its defaults.
-        saved: the recipe was saved in a run folder, with all keys of its time. Data without ``equal_texts`` then keep
-            equally worded texts separate, as version 0.1 did.
 
     Returns:
         The recipe.
@@ -563,9 +558,6 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), *, saved: bool 
         values = tomllib.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:  # A number of 5,000 digits is a ValueError of Python itself.
         raise UserError(f"{path}: not a valid TOML file: {error}") from error
-    _use_new_names(values, str(path))
-    if saved and isinstance(values.get("data"), dict):
-        values["data"].setdefault("equal_texts", "separate")
     # Overrides that reset a section are applied first, regardless of their position.
     for override in sorted(overrides, key=lambda o: o.partition("=")[0].strip() not in _TAG_KEYS):
         _apply(values, override)
@@ -629,7 +621,7 @@ def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
 
 def _apply(values: dict[str, Any], override: str) -> None:
     key, equals, text = override.partition("=")
-    key = _new_name(key.strip())
+    key = key.strip()
     parts = key.split(".")
     if not equals or not all(parts):
         raise UserError(f"override {override!r}: expected section.key=value, e.g. train.epochs=10")
@@ -649,50 +641,6 @@ def _apply(values: dict[str, Any], override: str) -> None:
     values[parts[-1]] = value
 
 
-def _old_names() -> Mapping[str, str]:
-    """Old key -> new key of every field that was renamed, by its AliasChoices."""
-    return _old_names_with(tuple(entry.config for kinds in ENCODERS.values() for entry in kinds.values()))
-
-
-@cache
-def _old_names_with(_registered: tuple[type[BaseModel], ...]) -> Mapping[str, str]:
-    """With these sections of encoders, which are the only ones that may change."""
-    return _old_names_of(Recipe)
-
-
-def _old_names_of(model: type[BaseModel], prefix: str = "") -> dict[str, str]:
-    found: dict[str, str] = {}
-    for name, sections in _fields(model):
-        alias = model.model_fields[name].validation_alias
-        choices = alias.choices if isinstance(alias, AliasChoices) else []
-        found |= {f"{prefix}{old}": f"{prefix}{name}" for old in choices if old != name}
-        for section in sections:
-            found |= _old_names_of(section, f"{prefix}{name}.")
-    return found
-
-
-def _new_name(key: str) -> str:
-    """The key under its new name, if it or a section above it was renamed."""
-    for old, new in _old_names().items():
-        if key == old or key.startswith(f"{old}."):
-            key = new + key.removeprefix(old)
-    return key
-
-
-def _use_new_names(values: dict[str, Any], where: str) -> None:
-    """Rename the old keys of a recipe, so that an override by either name replaces them."""
-    for old, new in _old_names().items():
-        *sections, last = old.split(".")
-        inner: Any = values
-        for section in sections:
-            inner = inner.get(section) if isinstance(inner, dict) else None
-        if isinstance(inner, dict) and last in inner:
-            canonical = new.rpartition(".")[2]
-            if canonical in inner:
-                raise UserError(f"{where}: {old} is the old name of {new}; both are given, leave {old} out")
-            inner[canonical] = inner.pop(last)
-
-
 def _explain(item: Any) -> str:
     # The location has the name of a loss ("pcmepp"), which is a tag of a union and no key of the file.
     path = [str(part) for part in item["loc"]]
@@ -704,12 +652,12 @@ def _explain(item: Any) -> str:
     }
     shown = ".".join(part for i, part in enumerate(path) if not (part in tags and i > 0))
     if item["type"] == "extra_forbidden":
-        known = (_keys() | _old_names().keys()) - {shown}
+        known = _keys()
         near = difflib.get_close_matches(shown, known, n=1, cutoff=0.5) or difflib.get_close_matches(
             path[-1], [k.rsplit(".", 1)[-1] for k in known], n=1, cutoff=0.5
         )
         return f"unknown key {shown!r}" + (
-            f"; did you mean {_new_name(near[0])!r}?" if near else f"; known: {', '.join(sorted(_keys()))}"
+            f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(sorted(known))}"
         )
     if item["type"] == "union_tag_invalid":
         known_tags = sorted(re.findall(r"'([^']+)'", item["ctx"]["expected_tags"]))

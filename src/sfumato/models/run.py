@@ -34,6 +34,9 @@ from sfumato.encoders.heads import GaussianHead, HeadOptions
 from sfumato.errors import UserError, as_typed, first_line
 from sfumato.files import write_atomically, write_json
 from sfumato.losses import LOSSES, MatchLoss
+from sfumato.losses.pcme import SIGMOIDS, PCMELoss
+from sfumato.matching import SampledLogits
+from sfumato.models.model import Model
 from sfumato.models.recipe import AugmentConfig, ModelConfig, Recipe, load_recipe
 from sfumato.models.unfamiliar import UnfamiliarTexts, piece_counter
 
@@ -130,42 +133,22 @@ TRAINING_CALIBRATION = "calibration-training.json"
 ENCODERS, NOISE, WORDS = "encoders.json", "noise.npy", "words.json"
 
 
-@dataclass(frozen=True)
-class Run:
-    """A trained model, loaded from its run folder.
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
+class Run(Model):
+    """A trained or adopted model with its run folder; :func:`load_run` makes one.
 
     Attributes:
         folder: the run folder.
         recipe: the resolved recipe.
-        model: the dual encoder, in evaluation mode.
         loss: the loss with its learnt logits.
-        logit_scale, logit_bias: match probability = sigmoid(logit_bias - logit_scale * distance).
-        calibrated: whether these two were fitted on held-out pairs; otherwise they are the loss's own.
-        calibration: everything that was fitted on held-out pairs; None if nothing was.
-        unfamiliar: tells texts of words from made-up ones; None if the training had no texts, or too few.
         training_calibration: what was fitted on texts that the training left out, in a gallery with its images; None
             if it left none out.
     """
 
     folder: Path
     recipe: Recipe
-    model: DualEncoder
     loss: MatchLoss
-    logit_scale: float
-    logit_bias: float
-    calibrated: bool
-    calibration: Calibration | None = None
-    unfamiliar: UnfamiliarTexts | None = None
     training_calibration: Calibration | None = None
-
-    def __repr__(self) -> str:
-        state = "calibrated" if self.calibrated else "not calibrated"
-        return f"Run({str(self.folder)!r}, {self.recipe.name}, {self.distance}, {state})"
-
-    @property
-    def distance(self) -> str:
-        """Name of the distance that the logits belong to."""
-        return self.loss.distance.name
 
 
 def load_run(folder: str | Path, *, device: torch.device | str = "cpu") -> Run:
@@ -187,7 +170,7 @@ def load_run(folder: str | Path, *, device: torch.device | str = "cpu") -> Run:
             f"{folder} is not a run folder (no {RECIPE} in it); make one with"
             f" `{as_typed('sfumato', 'train', 'RECIPE', '--out', folder)}`"
         )
-    recipe = load_recipe(folder / RECIPE, saved=True)
+    recipe = load_recipe(folder / RECIPE)
     if not (folder / MODEL).is_file():
         raise UserError(
             f"{folder} has no weights. Its training has not finished an epoch, or the folder was copied incompletely"
@@ -197,15 +180,35 @@ def load_run(folder: str | Path, *, device: torch.device | str = "cpu") -> Run:
         raise _other_recipe(folder / MODEL, "model", wrong)
     model, loss = build_model(recipe.model, assets), build_loss(recipe)
     load_state(folder / MODEL, {"model": model, "loss": loss})
-    scale, bias = loss.match_logits() or (1.0, 0.0)
-    if (calibration := load_calibration(folder)) is not None:
-        scale, bias = calibration.logit_scale, calibration.logit_bias
-    calibrated = calibration is not None
+    calibration = load_calibration(folder)
+    logits = loss.match_logits() or (1.0, 0.0)
+    scale, bias = logits if calibration is None else (calibration.logit_scale, calibration.logit_bias)
     words = folder / WORDS
-    judge = UnfamiliarTexts.load(words) if words.is_file() and piece_counter(model) else None
-    model, loss = model.to(device).eval(), loss.to(device).eval()
-    of_training = load_calibration(folder, TRAINING_CALIBRATION)
-    return Run(folder, recipe, model, loss, scale, bias, calibrated, calibration, judge, of_training)
+    return Run(
+        model=model.to(device).eval(),
+        distance=loss.distance.name,
+        logit_scale=scale,
+        logit_bias=bias,
+        source=str(folder),
+        kind=recipe.name,
+        calibrated=calibration is not None,
+        calibration=calibration,
+        unfamiliar=UnfamiliarTexts.load(words) if words.is_file() and piece_counter(model) else None,
+        sampled_logits=_sampled_logits(loss),
+        folder=folder,
+        recipe=recipe,
+        loss=loss.to(device).eval(),
+        training_calibration=load_calibration(folder, TRAINING_CALIBRATION),
+    )
+
+
+def _sampled_logits(loss: MatchLoss) -> SampledLogits | None:
+    """The logits of PCME's match probability."""
+    if not isinstance(loss, PCMELoss):
+        return None
+    factor = SIGMOIDS[loss.options.sigmoid]
+    scale, bias = factor * loss.logits.logit_scale.item(), factor * loss.logits.logit_bias.item()
+    return SampledLogits(scale, bias, loss.options.n_samples)
 
 
 def load_calibration(folder: Path, name: str = CALIBRATION) -> Calibration | None:

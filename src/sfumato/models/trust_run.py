@@ -38,7 +38,8 @@ from sfumato.metrics.relevance import Relevance
 from sfumato.metrics.retrieval import per_query_metrics
 from sfumato.models.calibrate import embed_reference
 from sfumato.models.cross_fitting import cross_fitted
-from sfumato.models.embed import RetrievalModel, embed_split, load_split
+from sfumato.models.embed import embed_split, load_split
+from sfumato.models.model import Model
 from sfumato.models.run import Run
 from sfumato.progress import progress_bar
 from sfumato.search.exact import rank_relevant
@@ -57,7 +58,7 @@ _HIT_IMAGES, _HIT_PAIRS = 5_000, 50_000_000
 
 
 def trust_model(
-    retrieval_model: RetrievalModel,
+    retrieval_model: Model,
     data: DataConfig,
     split: str,
     *,
@@ -120,7 +121,7 @@ def trust_model(
 
 
 def _hits(
-    retrieval_model: RetrievalModel,
+    retrieval_model: Model,
     data: DataConfig,
     images: GaussianEmbedding,
     texts: GaussianEmbedding,
@@ -248,7 +249,7 @@ def trust_run(
     return report, path
 
 
-def _matching(retrieval_model: RetrievalModel, of_text: bool) -> Matching:
+def _matching(retrieval_model: Model, of_text: bool) -> Matching:
     return Matching(
         retrieval_model.distance,
         retrieval_model.logit_scale,
@@ -258,7 +259,7 @@ def _matching(retrieval_model: RetrievalModel, of_text: bool) -> Matching:
 
 
 def _failure_predictors(
-    retrieval_model: RetrievalModel, data: DataConfig, split: str, directions: Sequence[str], seed: int
+    retrieval_model: Model, data: DataConfig, split: str, directions: Sequence[str], seed: int
 ) -> tuple[dict[str, FailurePredictor], list[str]]:
     """Failure predictors by direction, fitted on the validation split, and notes on those left out."""
     if split in ("val", WORDINGS):

@@ -123,11 +123,3 @@ def _numbers(texts: Sequence[str], pieces: Pieces) -> np.ndarray:
             total = sum(next(counts) for _ in own)
             found[i] = total / sum(map(len, own)), total / len(own)
     return found
-
-
-def unfamiliar_texts(retrieval_model: object, texts: Sequence[str]) -> list[bool]:
-    """Which texts have words that a model hardly knows."""
-    judge = getattr(retrieval_model, "unfamiliar", None)
-    model = getattr(retrieval_model, "model", None)
-    counter = None if judge is None or model is None else piece_counter(model)
-    return [False] * len(texts) if judge is None or counter is None else judge.of(texts, counter)

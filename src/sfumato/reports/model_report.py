@@ -10,7 +10,8 @@ from sfumato.encoders.feature_rows import features_read
 from sfumato.files import write_atomically
 from sfumato.gaussian import GaussianEmbedding, ScalarUncertainty
 from sfumato.matching import MatchingLogits
-from sfumato.models.embed import RetrievalModel, embed_split, load_split
+from sfumato.models.embed import embed_split, load_split
+from sfumato.models.model import Model
 from sfumato.models.run import LOG, RECIPE, Run, read_log, weights_digest
 from sfumato.reports.page_files import read_evaluations, read_image, read_object, read_studies
 from sfumato.reports.report import Report, make_report
@@ -20,7 +21,7 @@ from sfumato.studies.analyse import FORMAT, NAMES, analyse_model
 
 
 def report_model(
-    retrieval_model: RetrievalModel,
+    retrieval_model: Model,
     data: DataConfig,
     split: str,
     out: Path,
@@ -57,7 +58,7 @@ def report_run(
 
 
 def _report(
-    retrieval_model: RetrievalModel,
+    retrieval_model: Model,
     data: DataConfig,
     split: str,
     out: Path,

@@ -20,7 +20,6 @@ from sfumato.errors import UserError
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.models.embed import embed_split, load_split
 from sfumato.models.run import RECIPE, Run, load_run
-from sfumato.models.unfamiliar import unfamiliar_texts
 from sfumato.search.answer import Answer as Found
 from sfumato.search.answer import Hit
 from sfumato.search.collection import GaussianCollection
@@ -162,7 +161,7 @@ def _from_gallery(folder: Path, run: str | None, store: str | None) -> Sources:
         location = str(run or gallery.metadata["run"])
         shown = kind(gallery) == "images" and not features_read(retrieval_model.model.image)
         served = ServedGallery(gallery, item_images(gallery, location) if shown else None)
-        judge = partial(unfamiliar_texts, retrieval_model)
+        judge = retrieval_model.unfamiliar_texts
         return Sources(retrieval_model.model, Path(location).name, {kind(gallery): served}, judge)
     except BaseException:
         gallery.close()
@@ -180,11 +179,11 @@ def _from_run(run: Run, folder: Path, split: str, *, images_alone: bool) -> Sour
     shown = SplitImages(dict(zip(data.image_ids, data.images, strict=True)))
     files = None if features_read(run.model.image) else shown
     galleries: dict[GalleryName, ServedGallery] = {
-        name: ServedGallery(build_index(run, source, model_source=folder), files if name == "images" else None)
+        name: ServedGallery(build_index(run, source), files if name == "images" else None)
         for name, source in sources.items()
         if name == "images" or not images_alone
     }
-    return Sources(run.model, folder.name, galleries, partial(unfamiliar_texts, run))
+    return Sources(run.model, folder.name, galleries, run.unfamiliar_texts)
 
 
 RISKS, COVERAGES = (0.5, 0.3, 0.2, 0.1, 0.05), (0.5, 0.8, 0.9, 0.95)

@@ -22,7 +22,8 @@ from sfumato.evaluation.estimators import ESTIMATORS, Estimator, Matching
 from sfumato.evaluation.protocols import evaluate_retrieval
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.metrics.relevance import Relevance
-from sfumato.models.embed import PreparedSplit, RetrievalModel, embed_split, load_split
+from sfumato.models.embed import PreparedSplit, embed_split, load_split
+from sfumato.models.model import Model
 from sfumato.models.run import weights_digest
 from sfumato.models.trust_run import corrupted_images, corrupted_texts, resampled_together
 from sfumato.progress import progress_bar, say
@@ -134,7 +135,7 @@ class Analyses:
 class _Split:
     """The data of a study."""
 
-    retrieval_model: RetrievalModel
+    retrieval_model: Model
     prepared: PreparedSplit
     relevance: Relevance
     options: AnalysisOptions
@@ -221,7 +222,7 @@ class _Split:
         ).above_chance
 
     @staticmethod
-    def _matching(retrieval_model: RetrievalModel, direction: Direction) -> Matching:
+    def _matching(retrieval_model: Model, direction: Direction) -> Matching:
         return Matching(
             retrieval_model.distance,
             retrieval_model.logit_scale,
@@ -238,7 +239,7 @@ def known_studies(names: Sequence[str]) -> tuple[str, ...]:
 
 
 def analyse_model(
-    retrieval_model: RetrievalModel,
+    retrieval_model: Model,
     data: DataConfig,
     split: str,
     *,

@@ -26,7 +26,8 @@ from sfumato.encoders.feature_rows import features_read
 from sfumato.errors import UserError
 from sfumato.gaussian import GaussianEmbedding, ScalarUncertainty
 from sfumato.metrics.bootstrap import Interval, bootstrap, mean_statistic
-from sfumato.models.embed import RetrievalModel, embedding_steps
+from sfumato.models.embed import embedding_steps
+from sfumato.models.model import Model
 from sfumato.progress import progress_bar
 from sfumato.studies.phrase_boxes import BoxedImage, read_boxed_images
 
@@ -266,7 +267,7 @@ class _Chosen:
 
 
 def study_crops(
-    retrieval_model: RetrievalModel,
+    retrieval_model: Model,
     regions: str | Path,
     images: str | Path,
     *,
@@ -377,7 +378,7 @@ def _cut(pixels: np.ndarray, box: np.ndarray) -> bytes:
 class _Crops:
     """Embeds crops in batches, without the cache on disk of a frozen backbone, which is for whole images."""
 
-    def __init__(self, retrieval_model: RetrievalModel) -> None:
+    def __init__(self, retrieval_model: Model) -> None:
         self._prepare, self._encode = embedding_steps(retrieval_model.model.image, "images")
         self._place: dict[tuple[object, ...], int] = {}
         self._waiting: list[bytes] = []

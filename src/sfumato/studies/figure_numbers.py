@@ -25,7 +25,7 @@ from sfumato.gaussian import GaussianEmbedding
 from sfumato.losses import InfoNCEOptions, PCMEPPOptions, TripletOptions, infonce_loss, pcmepp_loss, triplet_loss
 from sfumato.matching import MATCH_PROBABILITY
 from sfumato.metrics.reliability import wilson_interval
-from sfumato.models.embed import embed_split, file_endings, load_split, ranking_distance
+from sfumato.models.embed import embed_split, file_endings, load_split
 from sfumato.models.run import LOG, Run, load_run, read_log
 from sfumato.progress import say
 from sfumato.search.exact import top_k
@@ -69,7 +69,7 @@ class Scene:
         """Evaluate a run on the split of the figure, by a distance or its own."""
         run = self.load(folder)
         embedded = embed_item(run, self.item, self.data, annotated=False, instances=self.instances)
-        return measure(embedded, ranking_distance(run, distance), options=options)
+        return measure(embedded, run.ranking_distance(distance), options=options)
 
     def study(self, folder: Path, name: str, options: AnalysisOptions) -> dict[str, Any]:
         """A study of `sfumato analyse` on a run; its images become those of the figure."""
@@ -319,7 +319,7 @@ def _examples(scene: Scene) -> dict[str, Any]:
         truth, other = (relevance, "text") if side == "image" else (relevance.transpose(), "image")
         value = queries.uncertainty(options["uncertainty"]).double().cpu().numpy()
         chosen = np.argsort(sign * value, kind="stable")[:EXAMPLES]
-        distance = ranking_distance(run).for_direction(SIDES[side])
+        distance = run.ranking_distance().for_direction(SIDES[side])
         closest = top_k(queries[torch.from_numpy(chosen)], gallery, RESULTS, distance)[1].tolist()
         found[side] = [
             {

@@ -27,7 +27,8 @@ from sfumato.encoders.heads import AveragePool, GaussianHead
 from sfumato.errors import UserError
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.metrics.relevance import Relevance
-from sfumato.models.embed import PreparedSplit, RetrievalModel, load_split
+from sfumato.models.embed import PreparedSplit, load_split
+from sfumato.models.model import Model
 from sfumato.models.trust_run import CorruptedInputs, corrupt_images, corrupt_texts, resampled_together
 from sfumato.posthoc import FrozenPairs
 from sfumato.posthoc.method import TwoSides
@@ -181,7 +182,7 @@ class FrozenModel:
 
 
 def freeze(
-    retrieval_model: RetrievalModel,
+    retrieval_model: Model,
     data: DataConfig,
     tests: tuple[str, ...],
     *,
@@ -254,7 +255,7 @@ def _constant(value: bytes | str) -> Item:
     return lambda: value
 
 
-def _check_cosine(retrieval_model: RetrievalModel) -> None:
+def _check_cosine(retrieval_model: Model) -> None:
     distance = get_distance(retrieval_model.distance)
     if distance.sampled or distance.embeddings > 1 or distance.lift is None:
         raise UserError(

@@ -22,7 +22,7 @@ from sfumato.evaluation.published import own_figures
 from sfumato.evaluation.strategies import choose_strategies, evaluate_strategies
 from sfumato.files import read_json, write_json
 from sfumato.matching import MATCH_PROBABILITY
-from sfumato.models.embed import embed_for_evaluation, ranking_distance
+from sfumato.models.embed import embed_for_evaluation
 from sfumato.models.recipe import Recipe, absolute_recipe, find_recipe, load_recipe
 from sfumato.models.run import MODEL, Run, load_run
 from sfumato.progress import say
@@ -354,14 +354,14 @@ def _measured(run: Run, embedded: EmbeddedSet, strategy: str, *, of_benchmark: b
     if strategy:
         (chosen,) = choose_strategies(strategy)
         needs = chosen.distance == MATCH_PROBABILITY
-        probability = ranking_distance(run, MATCH_PROBABILITY) if needs else None
+        probability = run.ranking_distance(MATCH_PROBABILITY) if needs else None
         result = evaluate_strategies(
             embedded.images, embedded.texts, embedded.image_ids, embedded.text_ids, embedded.ground_truths, [chosen],
             match_probability=probability, engine="exact",
         )[strategy]  # fmt: skip
         by_truth, uncertainty, variance = result.figures, None, None
     else:
-        measured = measure(embedded, ranking_distance(run))
+        measured = measure(embedded, run.ranking_distance())
         by_truth, uncertainty, variance = measured.figures, measured.uncertainty, measured.total_variance
     if of_benchmark:
         return own_figures(by_truth, uncertainty, variance) | log_deviations(embedded)

@@ -28,7 +28,8 @@ from sfumato.files import write_atomically, write_json
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.metrics.bootstrap import Interval, bootstrap, mean_statistic
 from sfumato.metrics.uncertainty import none_if_nan, spearman
-from sfumato.models.embed import RetrievalModel, embed_sources, load_splits, read_lines
+from sfumato.models.embed import embed_sources, load_splits, read_lines
+from sfumato.models.model import Model
 from sfumato.progress import progress_bar, say
 from sfumato.search.exact import distance_blocks, top_k
 
@@ -389,7 +390,7 @@ _N_RANDOM = 5
 
 
 def evaluate_zeroshot(
-    retrieval_model: RetrievalModel,
+    retrieval_model: Model,
     pictures: Labelled,
     templates: Sequence[str],
     *,
@@ -485,7 +486,7 @@ class _Embedded:
 
 
 def _divide(
-    retrieval_model: RetrievalModel,
+    retrieval_model: Model,
     pictures: Labelled,
     choose_on: Labelled | None,
     wanted: set[str],
@@ -624,7 +625,7 @@ def labelled_split(data: DataConfig, split: str, names: Mapping[str, str] | None
     return data_labelled(splits[split], names, where=data.path)
 
 
-def _embed(retrieval_model: RetrievalModel, pictures: Labelled, problems: Problems) -> _Embedded:
+def _embed(retrieval_model: Model, pictures: Labelled, problems: Problems) -> _Embedded:
     embeddings, ids, left_out = embed_sources(retrieval_model, pictures.sources, pictures.ids)
     problems.items += left_out.items
     label_of = dict(zip(pictures.ids, pictures.labels.tolist(), strict=True))

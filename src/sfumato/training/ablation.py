@@ -119,7 +119,7 @@ def finished(folder: Path, recipe: Recipe) -> bool:
     if not all((folder / name).is_file() for name in (RECIPE, LOG, MODEL)):
         return False
     epochs = len((folder / LOG).read_text(encoding="utf-8").splitlines())
-    return load_recipe(folder / RECIPE, saved=True) == recipe and epochs == recipe.train.epochs
+    return load_recipe(folder / RECIPE) == recipe and epochs == recipe.train.epochs
 
 
 def _figures(

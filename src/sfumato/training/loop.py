@@ -368,7 +368,7 @@ def _finish(training: _Training) -> None:
             )
         if training.wordings is not None:
             _calibrate_training(training, training.wordings)
-    if second_stage and not about.get("variance_stage", about.get("spread")):
+    if second_stage and not about.get("variance_stage"):
         _fit_variances(training, calibration)
         if group.main:
             save_state(folder / MODEL, training.weights, None, about | {"variance_stage": True})

@@ -53,7 +53,7 @@ def claim_folder(folder: Path, recipe: Recipe) -> int | None:
         if any(path.name != LOCK for path in folder.iterdir()):
             raise UserError(f"{folder} is not empty and holds no run; give an empty or new folder with --out")
     elif started:
-        saved = absolute_recipe(load_recipe(folder / RECIPE, saved=True))
+        saved = absolute_recipe(load_recipe(folder / RECIPE))
         if saved == recipe:
             return None
         _check_extends(folder, saved, recipe)
@@ -71,11 +71,9 @@ def _check_extends(folder: Path, saved: Recipe, recipe: Recipe) -> None:
     if list(differing) != ["train.epochs"]:
         named = [f"{key} is {ours!r} there and {new!r} here" for key, (ours, new) in differing.items()]
         more = f", and {len(named) - _NAMED} more" if len(named) > _NAMED else ""
-        separate = list(differing) == ["data.equal_texts"] and saved.data.equal_texts == "separate"
         raise UserError(
             f"{folder} holds a run of another recipe: {'; '.join(named[:_NAMED])}{more}. Give another folder with"
             " --out, or delete that one"
-            + (". It keeps equal texts separate; add data.equal_texts=separate to continue it" if separate else "")
         )
     before, now = saved.train.epochs, recipe.train.epochs
     reason = (

@@ -25,7 +25,8 @@ from sfumato.errors import UserError, counted
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.metrics.relevance import Relevance
 from sfumato.metrics.retrieval import beats_chance, chance_metrics, relevant_ranks
-from sfumato.models.embed import PreparedSplit, RetrievalModel, embed_split, load_splits, no_split_error, prepare_split
+from sfumato.models.embed import PreparedSplit, embed_split, load_splits, no_split_error, prepare_split
+from sfumato.models.model import Model
 from sfumato.models.run import Run, load_run
 from sfumato.progress import progress_bar, say
 from sfumato.search.exact import distance_blocks
@@ -365,9 +366,7 @@ def varied(scores: Scored, most: int) -> list[int]:
     return chosen
 
 
-def audit_model(
-    retrieval_model: RetrievalModel, config: DataConfig, split: str, *, name: str, seen: bool = False
-) -> Audit:
+def audit_model(retrieval_model: Model, config: DataConfig, split: str, *, name: str, seen: bool = False) -> Audit:
     """Audit a split of some data with a model."""
     prepared, others = _load_listed(retrieval_model, config, split)
     scored = _score(retrieval_model, prepared, np.arange(len(prepared.data.image_ids)))
@@ -398,14 +397,12 @@ def cross_fit(run: Run, config: DataConfig, n_parts: int, folder: Path) -> Audit
     return _joined(retrieval_model, data, scored, about)
 
 
-def prepare_listed(retrieval_model: RetrievalModel, config: DataConfig, split: str) -> PreparedSplit:
+def prepare_listed(retrieval_model: Model, config: DataConfig, split: str) -> PreparedSplit:
     """Load a split as it is used in training; "train" is noisy if the data configures noise."""
     return _load_listed(retrieval_model, config, split)[0]
 
 
-def _load_listed(
-    retrieval_model: RetrievalModel, config: DataConfig, split: str
-) -> tuple[PreparedSplit, dict[str, int]]:
+def _load_listed(retrieval_model: Model, config: DataConfig, split: str) -> tuple[PreparedSplit, dict[str, int]]:
     """See :func:`prepare_listed`; and by name, the numbers of images of the splits that have other images."""
     problems = Problems()
     splits = load_splits(config, problems)
@@ -481,7 +478,7 @@ def _check_above_chance(parts: Sequence[_Recalls], split: str) -> None:
         )
 
 
-def _score(retrieval_model: RetrievalModel, prepared: PreparedSplit, chosen: np.ndarray) -> _Part:
+def _score(retrieval_model: Model, prepared: PreparedSplit, chosen: np.ndarray) -> _Part:
     data = prepared.data
     images, texts = embed_split(retrieval_model.model, prepared)
     kept = np.unique(data.pairs[np.isin(data.pairs[:, 0], chosen), 1])
@@ -512,7 +509,7 @@ def _score(retrieval_model: RetrievalModel, prepared: PreparedSplit, chosen: np.
     return _Part(listed, log_odds, missing, probability, recalls)
 
 
-def _joined(retrieval_model: RetrievalModel, data: PairData, parts: Sequence[_Part], about: Mapping[str, Any]) -> Audit:
+def _joined(retrieval_model: Model, data: PairData, parts: Sequence[_Part], about: Mapping[str, Any]) -> Audit:
     """Both lists in their order, with probabilities if all parts have them."""
     _check_above_chance([p.recalls for p in parts], about["split"])
     listed, missing = _join([p.listed for p in parts]), _join([p.missing for p in parts])

@@ -16,39 +16,25 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from sfumato.data.images import Problem, Problems
 from sfumato.data.listings import Entry, Listing
 from sfumato.data.shards import ShardError
-from sfumato.encoders.dual import DualEncoder
 from sfumato.encoders.processors import available_cpus
 from sfumato.errors import UserError
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.ids import id_error
 from sfumato.models.embed import embedding_steps, model_digest
+from sfumato.models.model import Model
 from sfumato.progress import progress_bar
 from sfumato.search.parts import PartMetadata, PartName, PartsManifest, begin, read_metadata, write_job, write_part
 
 _ENOUGH_TO_JUDGE = 1000
 _FEW_UNREAD = 10
 _UNFINISHED = re.compile(r"\.part-(\d+).*\.tmp")
-
-
-class Embedder(Protocol):
-    """A dual encoder and the name of its distance: a run, or a published model."""
-
-    @property
-    def model(self) -> DualEncoder:
-        """Images and texts to Gaussians."""
-        ...
-
-    @property
-    def distance(self) -> str:
-        """Name of the distance between them."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -79,7 +65,7 @@ class Ingested:
 
 
 def embed_collection(
-    retrieval_model: Embedder,
+    model: Model,
     listing: Listing,
     out: str | Path,
     *,
@@ -88,7 +74,6 @@ def embed_collection(
     workers: int | None = None,
     batch_size: int = 64,
     max_problem_fraction: float = 0.01,
-    model_source: str | Path = "",
 ) -> Ingested:
     """Embed one job's part of a collection into a folder of parts, or continue where an earlier job stopped.
 
@@ -107,10 +92,10 @@ def embed_collection(
     for name, value in (("workers", workers), ("batch_size", batch_size)):
         if value < 1:
             raise ValueError(f"embed_collection: {name} must be at least 1, got {value}")
-    tower = retrieval_model.model.image if listing.modality == "images" else retrieval_model.model.text
+    tower = model.model.image if listing.modality == "images" else model.model.text
     prepare, encode = embedding_steps(tower, listing.modality)
     out = Path(out)
-    manifest = _manifest(retrieval_model, listing, model_source)
+    manifest = _manifest(model, listing)
     begin(out, manifest)
     write_job(out, job, of, {"finished": False})
     _remove_unfinished(out, job, of)
@@ -141,11 +126,11 @@ def embed_collection(
     return done
 
 
-def _manifest(retrieval_model: Embedder, listing: Listing, model_source: str | Path) -> PartsManifest:
-    source = str(Path(model_source).resolve()) if model_source and Path(model_source).exists() else str(model_source)
+def _manifest(model: Model, listing: Listing) -> PartsManifest:
+    source = str(Path(model.source).resolve()) if model.source and Path(model.source).exists() else model.source
     return PartsManifest(
         modality=listing.modality,
-        model=model_digest(retrieval_model.model),
+        model=model_digest(model.model),
         kind=listing.kind,
         n=listing.n,
         digest=listing.digest,
@@ -153,7 +138,7 @@ def _manifest(retrieval_model: Embedder, listing: Listing, model_source: str | P
         sections=listing.sections,
         model_source=source,
         path=os.path.abspath(listing.path) if os.path.exists(listing.path) else listing.path,
-        distance=retrieval_model.distance,
+        distance=model.distance,
     )
 
 

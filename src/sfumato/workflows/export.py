@@ -10,42 +10,18 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import torch
-from pydantic import ValidationError
 from safetensors.torch import save as safetensors_bytes
-from tokenizers import Tokenizer
 
 from sfumato import __version__
-from sfumato.distances import get_distance
 from sfumato.encoders.encoder_protocol import EncoderConfig
-from sfumato.encoders.encoder_registry import encoder_entry
 from sfumato.errors import UserError
 from sfumato.files import is_unused, new_folder, read_json, write_atomically, write_json
-from sfumato.matching import SampledLogits
-from sfumato.models.embed import sampled_logits
-from sfumato.models.pretrained import (
-    CALIBRATION,
-    CONFIG,
-    TOKENIZER,
-    WEIGHTS,
-    PretrainedModel,
-    download,
-    load_pretrained,
-    read_config,
-)
-from sfumato.models.pretrained_tensors import read_checkpoint
+from sfumato.models.pretrained import CALIBRATION, CONFIG, TOKENIZER, WEIGHTS
 from sfumato.models.recipe import ModelConfig
 from sfumato.models.run import (
-    RECIPE,
-    Assets,
     Run,
-    build_model,
     load_assets,
-    load_calibration,
     load_run,
-    misfits,
-    read_tokenizer,
-    some_of,
 )
 
 CARD = "README.md"
@@ -80,7 +56,7 @@ def export_run(run_folder: str | Path, out_folder: str | Path) -> Path:
         "logit_scale": run.logit_scale,
         "logit_bias": run.logit_bias,
         "calibrated": run.calibrated,
-        **({"sampled_logits": list(logits)} if (logits := sampled_logits(run)) is not None else {}),
+        **({} if run.sampled_logits is None else {"sampled_logits": list(run.sampled_logits)}),
     }
     weights = {key: value.detach().cpu().contiguous() for key, value in run.model.state_dict().items()}
     with new_folder(out) as temporary:
@@ -93,96 +69,6 @@ def export_run(run_folder: str | Path, out_folder: str | Path) -> Path:
         write_json(temporary / CONFIG, config)
         temporary.chmod(run.folder.stat().st_mode & 0o777)
     return out
-
-
-def load_exported(folder: str | Path, *, device: torch.device | str = "cpu") -> PretrainedModel:
-    """Load a folder that :func:`export_run` wrote.
-
-    Args:
-        folder: the folder.
-        device: device of the model.
-
-    Returns:
-        The model, whose embeddings are bit-equal to those of the run, with its distance, logits and calibration.
-
-    Raises:
-        UserError: the folder holds something else or is incomplete, or a newer sfumato wrote it.
-    """
-    folder = Path(folder)
-    config = read_config(folder, str(folder))
-    if "sfumato" not in config:
-        raise UserError(f"{folder}: not a model that sfumato exported; load it with load_model")
-    try:
-        model_config = ModelConfig.model_validate(config["model"])
-        known = {key: config[key] for key in ("encoders", "distance", "logit_scale", "logit_bias", "calibrated")}
-        numbers = (known["logit_scale"], known["logit_bias"])
-        logits = config.get("sampled_logits", [])
-        numbers += tuple(logits) if isinstance(logits, list) and len(logits) in (0, 3) else ("",)
-        if not isinstance(known["encoders"], dict) or not all(isinstance(one, int | float) for one in numbers):
-            raise UserError(f"{folder}: {CONFIG} is damaged: encoders must be an object, and the logits numbers")
-        get_distance(str(known["distance"]))
-    except (ValidationError, KeyError) as error:
-        first = error.errors()[0] if isinstance(error, ValidationError) else {"loc": error.args, "msg": "missing"}
-        raise UserError(
-            f"{folder}: {CONFIG} of sfumato {config['sfumato']} does not fit this version, {__version__}:"
-            f" {'.'.join(map(str, first['loc']))}: {first['msg']}"
-        ) from error
-    tokenizer = folder / TOKENIZER
-    if encoder_entry("text", model_config.text.kind).tokenizer and not tokenizer.is_file():
-        raise UserError(f"{tokenizer} is missing; the folder is incomplete, copy it whole")
-    own = read_tokenizer(tokenizer) if tokenizer.is_file() else None
-    assets = Assets(own, known["encoders"], trained=True)
-    if wrong := misfits(folder / WEIGHTS, model_config, assets):
-        raise UserError(f"{folder / WEIGHTS}: does not fit its {CONFIG}: {some_of(wrong, 'tensor')}")
-    model = build_model(model_config, assets)
-    _load(model, read_checkpoint(folder / WEIGHTS), folder / WEIGHTS)
-    return PretrainedModel(
-        model.to(device).eval(),
-        known["logit_scale"],
-        known["logit_bias"],
-        known["distance"],
-        f"{folder} (sfumato {config['sfumato']}, {config.get('name', 'without a name')})",
-        calibrated=known["calibrated"],
-        calibration=load_calibration(folder),
-        sampled_logits=SampledLogits(*logits) if logits else None,
-    )
-
-
-def load_model(
-    name_or_folder: str | Path, *, tokenizer: Tokenizer | None = None, device: torch.device | str = "cpu"
-) -> PretrainedModel:
-    """Load any model: a run folder, a model that sfumato exported, or a published model of PCME++ or ProLIP.
-
-    Args:
-        name_or_folder: a local folder or file, or a name on the Hugging Face hub.
-        tokenizer: replaces the tokenizer of a published model. Other models have their tokenizer in their folder.
-        device: device of the model.
-
-    Returns:
-        The model in evaluation mode, with its distance, logits and calibration.
-
-    Raises:
-        UserError: see :func:`load_exported` and :func:`~sfumato.models.pretrained.load_pretrained`.
-    """
-    folder = Path(name_or_folder)
-    if (folder / RECIPE).is_file():
-        run = load_run(folder, device=device)
-        return PretrainedModel(
-            run.model,
-            run.logit_scale,
-            run.logit_bias,
-            run.loss.distance.name,
-            f"{folder} (a run of sfumato, {run.recipe.name})",
-            calibrated=run.calibrated,
-            calibration=run.calibration,
-            unfamiliar=run.unfamiliar,
-            sampled_logits=sampled_logits(run),
-        )
-    if not folder.exists():
-        folder = download(str(name_or_folder))
-    if folder.is_dir() and "sfumato" in read_config(folder, str(name_or_folder)):
-        return load_exported(folder, device=device)
-    return load_pretrained(name_or_folder, tokenizer=tokenizer, device=device)
 
 
 def model_card(run: Run) -> str:
@@ -219,14 +105,10 @@ def model_card(run: Run) -> str:
             f"`pip install {_package(model)}`, then, in this folder:",
             "",
             "```python",
-            "from sfumato import get_distance, match_probability",
-            "from sfumato.workflows.export import load_model",
+            "from sfumato import load",
             "",
-            'published = load_model(".")  # this folder, or its name on the hub',
-            f"images = published.model.embed_images([{example[0]}])",
-            f"texts = published.model.embed_texts([{example[1]}])",
-            "distances = get_distance(published.distance).matrix(images, texts)",
-            "print(match_probability(distances, published.logit_scale, published.logit_bias))",
+            'model = load(".")  # this folder, or its name on the hub',
+            f"print(model.probability([{example[1]}], [{example[0]}]))",
             "```",
             "",
             "## Scores",
@@ -301,11 +183,3 @@ def _without_local_paths(config: ModelConfig) -> dict[str, Any]:
             if values[side].get(key):
                 values[side][key] = _shown(values[side][key])
     return values
-
-
-def _load(model: torch.nn.Module, tensors: dict[str, Any], path: Path) -> None:
-    expected = {key: value.shape for key, value in model.state_dict().items()}
-    came = {key: value.shape for key, value in tensors.items()}
-    if wrong := sorted({key for key, _ in expected.items() ^ came.items()}):
-        raise UserError(f"{path}: does not fit its {CONFIG}: {some_of(wrong, 'tensor')}")
-    model.load_state_dict(tensors)

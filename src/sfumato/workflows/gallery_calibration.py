@@ -9,28 +9,26 @@ from sfumato.data.sources import DataConfig
 from sfumato.data.splits import WORDINGS
 from sfumato.errors import UserError
 from sfumato.models.calibrate import describe_calibration
-from sfumato.models.embed import RetrievalModel, load_splits
+from sfumato.models.embed import load_splits
+from sfumato.models.model import Model
 from sfumato.models.recipe import load_recipe
 from sfumato.models.run import RECIPE, TRAINING_CALIBRATION, load_calibration
 from sfumato.search.gallery import Gallery
 
 
-def choose_calibration(
-    retrieval_model: RetrievalModel, model_source: str | Path, ids: Sequence[str], images: Mapping[str, str]
-) -> tuple[Calibration | None, int]:
-    """The calibration of a gallery.
+def choose_calibration(model: Model, ids: Sequence[str], images: Mapping[str, str]) -> tuple[Calibration | None, int]:
+    """The calibration of a gallery, and how many of its images trained the model.
 
     A run whose training left some texts out has two: one for images that it has not seen, and one for galleries in
     which at least half of the images are of the training.
     """
-    folder, n_trained, fitted = Path(model_source), 0, None
-    trained = any(True for _ in retrieval_model.model.parameters())
-    if images and trained and (folder / RECIPE).is_file():
-        n_trained = _n_trained(load_recipe(folder / RECIPE, saved=True).data, ids, images)
+    folder, n_trained, fitted = Path(model.source), 0, None
+    if images and any(True for _ in model.model.parameters()) and (folder / RECIPE).is_file():
+        n_trained = _n_trained(load_recipe(folder / RECIPE).data, ids, images)
         fitted = load_calibration(folder, TRAINING_CALIBRATION)
     if fitted is not None and 2 * n_trained >= len(ids):
         return fitted, n_trained
-    return retrieval_model.calibration, n_trained
+    return model.calibration, n_trained
 
 
 def _n_trained(config: DataConfig, ids: Sequence[str], images: Mapping[str, str]) -> int:

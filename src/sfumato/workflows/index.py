@@ -18,7 +18,6 @@ from sfumato.encoders.feature_rows import EmbeddingProcessor
 from sfumato.errors import UserError
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.models.embed import (
-    RetrievalModel,
     embed_folder,
     embed_split_images,
     embed_table,
@@ -27,7 +26,8 @@ from sfumato.models.embed import (
     read_lines,
     split_names,
 )
-from sfumato.models.pretrained import PretrainedModel
+from sfumato.models.load import load_model
+from sfumato.models.model import Model
 from sfumato.models.recipe import load_recipe
 from sfumato.models.run import RECIPE, Run
 from sfumato.progress import progress_bar
@@ -37,7 +37,6 @@ from sfumato.search.index import GaussianIndex
 from sfumato.search.lifting import gallery_centre, lifted_dim
 from sfumato.search.parts import read_manifest, read_parts
 from sfumato.search.stores.store_url import anchored, scheme
-from sfumato.workflows.export import load_model
 from sfumato.workflows.gallery_calibration import choose_calibration
 
 
@@ -66,43 +65,34 @@ class GalleryPart:
         return {**self.kept, **({"label": labels} if all(labels) else {})}
 
 
-def build_index(
-    retrieval_model: RetrievalModel, source: GalleryPart, *, model_source: str | Path, engine: str = "exact"
-) -> GaussianIndex:
+def build_index(model: Model, source: GalleryPart, *, engine: str = "exact") -> GaussianIndex:
     """An index with the model's distance, its calibration and the source of the model."""
     return GaussianIndex.build(
         source.embeddings,
         source.ids,
-        distance=retrieval_model.distance,
+        distance=model.distance,
         engine=engine,
         payload=source.payload,
         direction=source.direction,
-        **_settings(retrieval_model, model_source, source),
+        **_settings(model, source),
     )
 
 
-def create_collection(
-    retrieval_model: RetrievalModel,
-    like: GalleryPart,
-    folder: str | Path,
-    store: str = "store",
-    *,
-    model_source: str | Path,
-) -> GaussianCollection:
+def create_collection(model: Model, like: GalleryPart, folder: str | Path, store: str = "store") -> GaussianCollection:
     """Create an empty collection for the embeddings of a model."""
     return GaussianCollection.create(
         folder,
         store,
         d=like.embeddings.d,
-        distance=retrieval_model.distance,
+        distance=model.distance,
         centre=gallery_centre(like.embeddings),
         direction=like.direction,
-        **_settings(retrieval_model, model_source, like),
+        **_settings(model, like),
     )
 
 
 def embed_source(
-    retrieval_model: RetrievalModel,
+    model: Model,
     *,
     images: Path | None = None,
     split: str | None = None,
@@ -111,27 +101,27 @@ def embed_source(
 ) -> tuple[Iterator[GalleryPart], Problems]:
     """Embed the items of a gallery; exactly one of images, split, texts and parts must be given."""
     if parts is not None:
-        return _embedded_parts(retrieval_model, parts), Problems()
-    if images is not None and isinstance(retrieval_model.model.image.processor, EmbeddingProcessor):
-        embeddings, ids, problems = embed_table(retrieval_model, str(images))
+        return _embedded_parts(model, parts), Problems()
+    if images is not None and isinstance(model.model.image.processor, EmbeddingProcessor):
+        embeddings, ids, problems = embed_table(model, str(images))
         source = GalleryPart(embeddings, ids)
     elif images is not None:
-        embeddings, ids, problems = embed_folder(retrieval_model, images)
+        embeddings, ids, problems = embed_folder(model, images)
         source = GalleryPart(embeddings, ids, images={"folder": str(images.resolve())})
     elif texts is not None:
         lines, ids, problems = read_lines(texts)
-        source = GalleryPart(retrieval_model.model.embed_texts(lines), ids, lines)
+        source = GalleryPart(model.model.embed_texts(lines), ids, lines)
     else:
-        assert isinstance(retrieval_model, Run) and split is not None, "a split is of a run's data"
-        embeddings, ids, problems = embed_split_images(retrieval_model, retrieval_model.recipe.data, split)
+        assert isinstance(model, Run) and split is not None, "a split is of a run's data"
+        embeddings, ids, problems = embed_split_images(model, model.recipe.data, split)
         source = GalleryPart(embeddings, ids, images={"split": split})
     return iter([source]), problems
 
 
-def _embedded_parts(retrieval_model: RetrievalModel, folder: Path) -> Iterator[GalleryPart]:
+def _embedded_parts(model: Model, folder: Path) -> Iterator[GalleryPart]:
     """The parts written by jobs of `sfumato embed`, one by one; embeddings of another model are refused at once."""
     manifest, parts = read_manifest(folder), read_parts(folder)
-    if manifest.model != model_digest(retrieval_model.model):
+    if manifest.model != model_digest(model.model):
         raise UserError(
             f"{folder} holds embeddings by another model, {manifest.model_source}; give that model, or embed again"
         )
@@ -164,12 +154,7 @@ def whole(sources: Iterable[GalleryPart]) -> GalleryPart:
 
 
 def fill_collection(
-    retrieval_model: RetrievalModel,
-    sources: Iterator[GalleryPart],
-    folder: Path,
-    store: str | None,
-    *,
-    model_source: str | Path,
+    model: Model, sources: Iterator[GalleryPart], folder: Path, store: str | None
 ) -> GaussianCollection:
     """Store embedded items in a new collection, or, if store is None, in an existing one."""
     first = next(sources, None)
@@ -183,7 +168,7 @@ def fill_collection(
             )
         collection = GaussianCollection.open(folder, unfinished=True)
         if (
-            collection.metadata.get("model") != model_digest(retrieval_model.model)
+            collection.metadata.get("model") != model_digest(model.model)
             or collection.scorer.direction != first.direction
         ):
             collection.close()
@@ -195,7 +180,7 @@ def fill_collection(
         start = _below(collection.metadata.get("pictures") or {}, first.images, folder)
     else:
         collection, start = (
-            create_collection(retrieval_model, first, folder, own_or_anchored(store), model_source=model_source),
+            create_collection(model, first, folder, own_or_anchored(store)),
             "",
         )
     stored = 0
@@ -250,16 +235,16 @@ def copy_index(folder: str | Path, out: str | Path, store: str, *, source_store:
         return copied.store.url, len(copied)
 
 
-def _settings(retrieval_model: RetrievalModel, model_source: str | Path, source: GalleryPart) -> dict[str, Any]:
+def _settings(model: Model, source: GalleryPart) -> dict[str, Any]:
     """The probabilities of a gallery, and its metadata."""
-    scale, bias = retrieval_model.logit_scale, retrieval_model.logit_bias
-    calibration, n_trained = choose_calibration(retrieval_model, model_source, source.ids, source.images)
+    scale, bias = model.logit_scale, model.logit_bias
+    calibration, n_trained = choose_calibration(model, source.ids, source.images)
     if calibration is not None:
         scale, bias = calibration.logit_scale, calibration.logit_bias
     metadata = {
-        "run": str(Path(model_source).resolve()) if Path(model_source).exists() else str(model_source),
-        "model": model_digest(retrieval_model.model),
-        "calibrated": retrieval_model.calibrated,
+        "run": str(Path(model.source).resolve()) if Path(model.source).exists() else model.source,
+        "model": model_digest(model.model),
+        "calibrated": model.calibrated,
         "pictures": dict(source.images),
         "trained": n_trained,
     }
@@ -282,7 +267,7 @@ def is_gallery(folder: str | Path) -> bool:
     return (Path(folder) / "manifest.json").is_file()
 
 
-def load_retrieval_model(gallery: Gallery, folder: str | Path, run: str | Path | None = None) -> PretrainedModel:
+def load_retrieval_model(gallery: Gallery, folder: str | Path, run: str | Path | None = None) -> Model:
     """The model that a gallery was made with."""
     model_source = str(run or gallery.metadata.get("run", ""))
     if not model_source or (Path(model_source).is_absolute() and not Path(model_source).exists()):
@@ -291,8 +276,7 @@ def load_retrieval_model(gallery: Gallery, folder: str | Path, run: str | Path |
             " (--run, in Python run=)"
         )
     loaded = load_model(model_source)
-    # The first indices of version 0.1 do not record their model.
-    if gallery.metadata.get("model", digest := model_digest(loaded.model)) != digest:
+    if gallery.metadata.get("model") != model_digest(loaded.model):
         raise UserError(
             f"{folder} was built with another model than {model_source} is now: their distances cannot be"
             f" compared; give"
@@ -308,7 +292,7 @@ def item_images(gallery: Gallery, run: str | Path) -> Images | None:
     if "folder" in source:
         found = FolderImages(Path(source["folder"]))
     elif "split" in source and (Path(run) / RECIPE).is_file():
-        splits = load_splits(load_recipe(Path(run) / RECIPE, saved=True).data, Problems())
+        splits = load_splits(load_recipe(Path(run) / RECIPE).data, Problems())
         parts = [splits[name] for name in split_names(splits, source["split"]) if name in splits]
         images = {i: image for part in parts for i, image in zip(part.image_ids, part.images, strict=True)}
         if images and not any(isinstance(image, EmbeddingRow) for image in images.values()):
