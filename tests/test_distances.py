@@ -15,7 +15,8 @@ from support import references
 from support.largest import LargestTensor
 from torch.distributions import Independent, Normal, kl_divergence
 
-from sfumato.distances import DISTANCES, average_l2_matrix, csd_matrix, elk_matrix, get_distance
+from sfumato.distances import DISTANCES, csd_matrix, formulas, get_distance
+from sfumato.distances.distance import Gaussians
 from sfumato.gaussian import GaussianEmbedding
 
 CLOSED = [name for name, distance in DISTANCES.items() if not distance.sampled]
@@ -47,6 +48,9 @@ def test_matrix_is_the_loops(name):
     x, y = gaussians(N, 0), gaussians(M, 1)
     expected = loops(getattr(references, name), x, y)
     torch.testing.assert_close(DISTANCES[name].matrix(x, y), expected, rtol=1e-11, atol=1e-11)
+
+    sides = (Gaussians(*(t.unsqueeze(1) for t in (x.mean, x.log_var, x.var))), y)
+    torch.testing.assert_close(getattr(formulas, name)(*sides), expected, rtol=1e-11, atol=1e-11)
 
 
 @pytest.mark.parametrize("name", CLOSED)
@@ -318,7 +322,7 @@ def test_peak_memory_keeps_to_the_budget():
 
 def test_average_l2_tends_to_the_distance_of_points():
     x, y = GaussianEmbedding.point(gaussians(N, 0).mean), GaussianEmbedding.point(gaussians(M, 1).mean)
-    torch.testing.assert_close(average_l2_matrix(x, y, n_samples=2), torch.cdist(x.mean, y.mean))
+    torch.testing.assert_close(DISTANCES["average_l2"].matrix(x, y, n_samples=2), torch.cdist(x.mean, y.mean))
 
 
 def test_average_l2_is_the_loop_over_its_samples():
@@ -327,7 +331,7 @@ def test_average_l2_is_the_loop_over_its_samples():
     a, b = x.sample(3, generator=generator), y.sample(3, generator=generator)
     expected = torch.stack([torch.stack([torch.cdist(p, q).mean() for q in b]) for p in a])
     torch.testing.assert_close(
-        average_l2_matrix(x, y, n_samples=3, generator=torch.Generator().manual_seed(5)), expected
+        DISTANCES["average_l2"].matrix(x, y, n_samples=3, generator=torch.Generator().manual_seed(5)), expected
     )
 
 
@@ -343,7 +347,7 @@ def test_errors_name_the_thing_and_the_way_out(name):
         DISTANCES[name].matrix(x, gaussians(M, 1, d=6))
     with pytest.raises(ValueError, match="float64.*float32"):
         DISTANCES[name].matrix(x, gaussians(M, 1, dtype=torch.float32))
-    with pytest.raises(ValueError, match=r"3 rows and y has 5.*_matrix"):
+    with pytest.raises(ValueError, match=r"3 rows and y has 5.*the matrix form"):
         DISTANCES[name].row(x, gaussians(M, 1))
     with pytest.raises(
         TypeError, match=r"y must be a GaussianEmbedding, got Tensor; wrap means in GaussianEmbedding.point"
@@ -359,7 +363,7 @@ def test_unknown_distance_names_the_nearest():
 def test_elk_takes_a_point_on_one_side():
     x, point = gaussians(N, 0), GaussianEmbedding.point(gaussians(M, 1).mean)
     log_density = Independent(Normal(x.mean.unsqueeze(1), x.var.sqrt().unsqueeze(1)), 1).log_prob(point.mean)
-    torch.testing.assert_close(elk_matrix(x, point), -log_density)
+    torch.testing.assert_close(DISTANCES["elk"].matrix(x, point), -log_density)
 
 
 @pytest.mark.parametrize("k", [1, 2, 3])
@@ -383,7 +387,7 @@ def test_the_nearest_of_several_does_not_depend_on_their_order():
 
 
 def test_the_nearest_of_several_refuses_sizes_and_names_that_cannot_be():
-    with pytest.raises(ValueError, match="nearest_matrix: d = 7 dimensions cannot be divided into 2 embeddings"):
+    with pytest.raises(ValueError, match="nearest_of_2: d = 7 dimensions cannot be divided into 2 embeddings"):
         get_distance("nearest_of_2").matrix(gaussians(N, 0), gaussians(M, 1))
     for name in ("nearest_of_0", "nearest_of_", "nearest_of_02", "nearest_of_-1", "nearest_of_two"):
         with pytest.raises(ValueError, match="unknown distance"):

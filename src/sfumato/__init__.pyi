@@ -58,73 +58,10 @@ from .distances import (
     DISTANCES as DISTANCES,
 )
 from .distances import (
-    average_l2 as average_l2,
-)
-from .distances import (
-    average_l2_matrix as average_l2_matrix,
-)
-from .distances import (
-    bhattacharyya as bhattacharyya,
-)
-from .distances import (
-    bhattacharyya_matrix as bhattacharyya_matrix,
-)
-from .distances import (
-    csd as csd,
-)
-from .distances import (
     csd_matrix as csd_matrix,
 )
 from .distances import (
-    elk as elk,
-)
-from .distances import (
-    elk_matrix as elk_matrix,
-)
-from .distances import (
     get_distance as get_distance,
-)
-from .distances import (
-    js as js,
-)
-from .distances import (
-    js_matrix as js_matrix,
-)
-from .distances import (
-    kl as kl,
-)
-from .distances import (
-    kl_matrix as kl_matrix,
-)
-from .distances import (
-    min_kl as min_kl,
-)
-from .distances import (
-    min_kl_matrix as min_kl_matrix,
-)
-from .distances import (
-    squared_l2 as squared_l2,
-)
-from .distances import (
-    squared_l2_matrix as squared_l2_matrix,
-)
-from .distances import (
-    wasserstein2 as wasserstein2,
-)
-from .distances import (
-    wasserstein2_matrix as wasserstein2_matrix,
-)
-from .distances import (
-    wasserstein2_printed as wasserstein2_printed,
-)
-from .distances import (
-    wasserstein2_printed_matrix as wasserstein2_printed_matrix,
-)
-from .distances import (
-    wasserstein2_root as wasserstein2_root,
-)
-from .distances import (
-    wasserstein2_root_matrix as wasserstein2_root_matrix,
 )
 from .encoders.clip_transformers import (
     ClipImageEncoder as ClipImageEncoder,

@@ -218,7 +218,7 @@ class GaussianEmbedding:
             raise ValueError(f"sample: n_samples must be at least 1, got {n_samples}")
         shape = (self.n, n_samples, self.d)
         noise = torch.randn(shape, generator=generator, dtype=self.dtype, device=self.device)
-        return torch.addcmul(self.mean.unsqueeze(1), (self.log_var / 2).exp().unsqueeze(1), noise)
+        return reparametrised(self, noise)
 
     def to(self, target: torch.device | torch.dtype | str) -> "GaussianEmbedding":
         """Move both tensors to a device, or cast them to a dtype.
@@ -238,6 +238,12 @@ class GaussianEmbedding:
             Embeddings without gradient.
         """
         return GaussianEmbedding(self.mean.detach(), self.log_var.detach())
+
+
+def reparametrised(x: GaussianEmbedding, noise: Tensor) -> Tensor:
+    """The samples mean + sqrt(var) * noise, in the dtype of x. noise (n, s, d) -> (n, s, d)."""
+    noise = noise.to(x.device, x.dtype)
+    return torch.addcmul(x.mean.unsqueeze(1), (x.log_var / 2).exp().unsqueeze(1), noise)
 
 
 def save_embeddings(path: str | Path, embeddings: GaussianEmbedding, ids: Sequence[str]) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from sfumato.arrays import Array, as_tensor
-from sfumato.distances import DEFAULT_MEMORY_MB, Distance, reduce_sample_distances
+from sfumato.distances import DEFAULT_MEMORY_MB, Distance, sampled
 from sfumato.gaussian import GaussianEmbedding
 
 MATCH_PROBABILITY = "match_probability"
@@ -157,14 +157,9 @@ def sampled_match_log_probability(
     Paper: Chun et al., CVPR 2021, Eq. 2 and 3 (s = 7); Chun 2024, A.3 (s = 8). The released code of PCME uses
     sigmoid(2 logit): pass 2 a and 2 b for it.
     """
-    if x.d != y.d or x.dtype != y.dtype or x.device != y.device:
-        raise ValueError(
-            f"sampled_match_log_probability: x is (., {x.d}) {x.dtype} on {x.device} and y is (., {y.d}) {y.dtype} on"
-            f" {y.device}; both must have the same d, dtype and device"
-        )
-    samples = x.sample(n_samples, generator=generator), y.sample(n_samples, generator=generator)
     reduce = functools.partial(_log_mean_sigmoid, logit_scale, logit_bias)
-    return reduce_sample_distances(*samples, reduce, memory_mb=memory_mb)
+    distance = sampled("sampled_match_log_probability", reduce)
+    return distance.matrix(x, y, n_samples=n_samples, generator=generator, memory_mb=memory_mb)
 
 
 def match_probability_distance(logit_scale: float, logit_bias: float, *, n_samples: int = 8) -> Distance:
@@ -192,20 +187,9 @@ def match_probability_distance(logit_scale: float, logit_bias: float, *, n_sampl
             f"match_probability_distance: needs logit_scale > 0 and n_samples >= 1, got {logit_scale} and {n_samples}"
         )
 
-    def of_samples(x_samples: Tensor, y_samples: Tensor) -> Tensor:
-        return -reduce_sample_distances(
-            x_samples, y_samples, functools.partial(_log_mean_sigmoid, logit_scale, logit_bias)
-        )
-
-    def matrix(x: GaussianEmbedding, y: GaussianEmbedding, *, generator: torch.Generator | None = None) -> Tensor:
-        return -sampled_match_log_probability(x, y, logit_scale, logit_bias, n_samples=n_samples, generator=generator)
-
-    def row(x: GaussianEmbedding, y: GaussianEmbedding, *, generator: torch.Generator | None = None) -> Tensor:
-        samples = x.sample(n_samples, generator=generator), y.sample(n_samples, generator=generator)
-        distance = torch.cdist(*samples, compute_mode="donot_use_mm_for_euclid_dist").unsqueeze(1)
-        return -_log_mean_sigmoid(logit_scale, logit_bias, distance).squeeze(1)
-
-    return Distance(MATCH_PROBABILITY, row, matrix, of_samples=of_samples, n_samples=n_samples)
+    return sampled(
+        MATCH_PROBABILITY, lambda distance: -_log_mean_sigmoid(logit_scale, logit_bias, distance), n_samples=n_samples
+    )
 
 
 def _log_mean_sigmoid(logit_scale: Tensor | float, logit_bias: Tensor | float, distance: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 from sfumato.calibration.calibrator import Calibration
 from sfumato.calibration.conditional import ConditionalLogits, FirstHit, NearestItems
 from sfumato.calibration.reference import N_CLOSE, N_REFERENCE, ReferenceQueries
-from sfumato.distances import csd_matrix, kl_matrix
+from sfumato.distances import DISTANCES, csd_matrix
 from sfumato.gaussian import GaussianEmbedding
 
 
@@ -28,7 +28,8 @@ def test_features_are_those_of_a_loop_in_the_orientation_of_the_distance(directi
     reference = ReferenceQueries.of(gaussians(40, 0), "kl", direction)
     queries, first = gaussians(3, 1), gaussians(3, 2)
     # KL is not symmetric; it takes the image first in either direction.
-    of = {"t2i": lambda asked, item: kl_matrix(item, asked).T, "i2t": kl_matrix}[direction]
+    kl = DISTANCES["kl"].matrix
+    of = {"t2i": lambda asked, item: kl(item, asked).T, "i2t": kl}[direction]
     hub, isolation = of(reference.embeddings, first).T.tolist(), of(queries, reference.embeddings).tolist()
     expected = [[mean_of_smallest(h), mean_of_smallest(i)] for h, i in zip(hub, isolation, strict=True)]
     assert reference.features(queries, first).numpy() == pytest.approx(np.array(expected), rel=1e-5)

@@ -3,7 +3,7 @@ import pytest
 import torch
 from support.references_metrics import metrics_by_definition
 
-from sfumato.distances import csd_matrix, kl_matrix
+from sfumato.distances import DISTANCES, csd_matrix
 from sfumato.evaluation.benchmark_ground_truths import coco_1k
 from sfumato.evaluation.benchmarks import (
     benchmark_metrics,
@@ -109,7 +109,7 @@ def test_embeddings_agree_with_the_definitions(memory_mb):
 def test_an_unsymmetric_distance_is_from_image_to_text_both_ways():
     result = evaluate_benchmarks(IMAGE, TEXT, IMAGES, TEXTS, ground_truths()[:2], distance="kl")
     for ground_truth in ground_truths()[:2]:
-        check(result, kl_matrix(IMAGE, TEXT).numpy(), ground_truth)
+        check(result, DISTANCES["kl"].matrix(IMAGE, TEXT).numpy(), ground_truth)
 
 
 def test_another_ranker_gives_the_same_and_only_sees_galleries():

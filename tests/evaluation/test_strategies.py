@@ -5,7 +5,7 @@ import pytest
 import torch
 from support.references_metrics import csd_by_loops, metrics_by_definition, squared_l2_by_broadcast
 
-from sfumato.distances import wasserstein2_matrix
+from sfumato.distances import DISTANCES
 from sfumato.evaluation.benchmarks import benchmark_metrics
 from sfumato.evaluation.ground_truth import ground_truth_from_pairs, in_folds
 from sfumato.evaluation.strategies import (
@@ -208,7 +208,7 @@ def test_any_distance_is_a_score():
     images, texts, image_ids, text_ids, ground_truth = scene(3)
     assert {"csd", "cosine", "dot", "wasserstein2", "kl"} <= set(SCORES)
     found = benchmark_metrics(rank_ground_truths_by("wasserstein2", images, texts, image_ids, text_ids, [ground_truth]))
-    expected = metrics_by_definition(wasserstein2_matrix(images, texts).numpy(), rows(ground_truth.i2t))
+    expected = metrics_by_definition(DISTANCES["wasserstein2"].matrix(images, texts).numpy(), rows(ground_truth.i2t))
     assert found["all"]["i2t"]["map@r"] == pytest.approx(expected["map@r"])
 
 

@@ -21,7 +21,7 @@ from sfumato.losses import (
 )
 from sfumato.losses.labels import canonical, dense_labels, label_rows, matched_rows, transposed
 
-IN_TILES = [name for name, distance in DISTANCES.items() if distance.vectors is not None]
+IN_TILES = [name for name, distance in DISTANCES.items() if distance.lift is not None]
 
 
 def leaves(pair):
@@ -51,12 +51,12 @@ def value_and_gradients(loss, tensors, match, max_pairs):
 
 def of_the_whole_matrix(monkeypatch, distance):
     """From here on the distance has no vectors, so that autograd differentiates the whole matrix."""
-    monkeypatch.setitem(DISTANCES, distance, dataclasses.replace(DISTANCES[distance], vectors=None))
+    monkeypatch.setitem(DISTANCES, distance, dataclasses.replace(DISTANCES[distance], lift=None))
 
 
 @pytest.mark.parametrize("distance", IN_TILES)
 def test_a_distance_with_vectors_is_their_squared_l2_distance_plus_offsets(distance):
-    (x, x_offset), (y, y_offset) = (DISTANCES[distance].vectors(e) for e in batch())
+    (x, x_offset), (y, y_offset) = (DISTANCES[distance].lift.vectors(e) for e in batch())
     by_loops = torch.tensor([[float((a - b).square().sum()) for b in y] for a in x], dtype=torch.float64)
     expected = by_loops + x_offset.unsqueeze(1) + y_offset
     torch.testing.assert_close(DISTANCES[distance].matrix(*batch()), expected, rtol=1e-12, atol=1e-12)

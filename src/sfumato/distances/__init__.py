@@ -1,86 +1,97 @@
 r"""Every distance between diagonal Gaussians, by name: DISTANCES. Smaller is closer, everywhere.
 
-The formulas that separate into matrix products are in ``separable``; elk, bhattacharyya and the sampled ones, which are
-computed in blocks under a memory budget, in ``blockwise``. Half precision in, float32 out. Formulas and sources are
-also in docs/concepts/distances.md. A distance does not depend on labels, logits or probabilities.
+The formulas are in ``formulas``; how they are computed for all pairs, in ``distance``. Half precision in, float32 out.
+Formulas and sources are also in docs/concepts/distances.md. A distance does not depend on labels, logits or
+probabilities.
 
-To add a distance: its row form, its matrix form and an entry in DISTANCES; a slow loop in the tests' references; the
-formula and its source in docs/concepts/distances.md.
+To add a distance: its formula; an entry in DISTANCES; a slow loop in the tests' references; the formula and its source
+in docs/concepts/distances.md.
 """
 
 import difflib
 import functools
 
-from sfumato.distances.blockwise import (
+import torch
+from torch import Tensor
+
+from sfumato.distances.distance import (
     DEFAULT_MEMORY_MB,
-    average_l2,
-    average_l2_matrix,
-    average_l2_of_samples,
-    bhattacharyya,
-    bhattacharyya_matrix,
-    elk,
-    elk_matrix,
+    Distance,
+    Lift,
+    closed_form,
     reduce_sample_distances,
+    safe_sqrt,
+    sampled,
     seeded_samples,
 )
-from sfumato.distances.distance import Distance, Lift
-from sfumato.distances.separable import (
-    CSD_LIFT,
-    SQUARED_L2_LIFT,
-    WASSERSTEIN2_LIFT,
+from sfumato.distances.formulas import (
+    bhattacharyya,
+    bhattacharyya_in_place,
     csd,
-    csd_matrix,
-    csd_vectors,
+    elk,
+    elk_in_place,
     js,
-    js_matrix,
     kl,
-    kl_matrix,
+    kl_product,
     kl_reversed,
-    kl_reversed_matrix,
     min_kl,
-    min_kl_matrix,
     nearest,
-    nearest_matrix,
+    nearest_product,
     squared_l2,
-    squared_l2_matrix,
-    squared_l2_vectors,
     wasserstein2,
-    wasserstein2_matrix,
     wasserstein2_printed,
-    wasserstein2_printed_matrix,
     wasserstein2_root,
-    wasserstein2_root_matrix,
-    wasserstein2_vectors,
 )
+from sfumato.gaussian import GaussianEmbedding
+
+_WITH_STD, _WITH_VAR = Lift(columns=lambda e: (e.log_var / 2).exp()), Lift(columns=lambda e: e.var)
 
 DISTANCES: dict[str, Distance] = {
     distance.name: distance
     for distance in (
-        Distance("csd", csd, csd_matrix, lift=CSD_LIFT, vectors=csd_vectors),
-        Distance("squared_l2", squared_l2, squared_l2_matrix, lift=SQUARED_L2_LIFT, vectors=squared_l2_vectors),
-        Distance(
-            "wasserstein2",
-            wasserstein2,
-            wasserstein2_matrix,
-            lift=WASSERSTEIN2_LIFT,
-            vectors=wasserstein2_vectors,
-        ),
-        Distance("wasserstein2_root", wasserstein2_root, wasserstein2_root_matrix),
-        Distance("wasserstein2_printed", wasserstein2_printed, wasserstein2_printed_matrix),
-        Distance("kl", kl, kl_matrix, symmetric=False, needs_variance=True),
-        Distance("kl_reversed", kl_reversed, kl_reversed_matrix, symmetric=False, needs_variance=True),
-        Distance("min_kl", min_kl, min_kl_matrix, needs_variance=True),
-        Distance("js", js, js_matrix, needs_variance=True),
-        Distance("elk", elk, elk_matrix, needs_variance=True),
-        Distance("bhattacharyya", bhattacharyya, bhattacharyya_matrix, needs_variance=True),
-        Distance("average_l2", average_l2, average_l2_matrix, of_samples=average_l2_of_samples),
+        closed_form(csd, lift=Lift(offset=lambda e: e.total_variance)),
+        closed_form(squared_l2, lift=Lift()),
+        closed_form(wasserstein2, lift=_WITH_STD),
+        closed_form(wasserstein2_root, lambda x, y: safe_sqrt(_WITH_STD.product(x, y))),
+        closed_form(wasserstein2_printed, lambda x, y: safe_sqrt(_WITH_VAR.product(x, y))),
+        closed_form(kl, kl_product, points="refused", symmetric=False),
+        closed_form(kl_reversed, lambda x, y: kl_product(y, x).T, points="refused", symmetric=False),
+        closed_form(min_kl, lambda x, y: torch.minimum(kl_product(x, y), kl_product(y, x).T), points="refused"),
+        closed_form(js, lambda x, y: (kl_product(x, y) + kl_product(y, x).T) / 2, points="refused"),
+        closed_form(elk, in_place=elk_in_place, points="on one side"),
+        closed_form(bhattacharyya, in_place=bhattacharyya_in_place, points="refused"),
+        sampled("average_l2", lambda distance: distance.mean((2, 3))),  # Chun et al., CVPR 2021, table 1; not squared
     )
 }
 """Every distance by name; recipes and commands choose from these, or take nearest_of_K for items of K embeddings."""
 
+squared_l2_matrix = DISTANCES["squared_l2"].matrix
+
+
+def csd_matrix(x: GaussianEmbedding, y: GaussianEmbedding) -> Tensor:
+    r"""Closed-form sampled distance between all pairs: the mean squared distance of one sample from each side.
+
+        csd(i, j) = ||mean_i - mean_j||^2 + sum(var_i) + sum(var_j)
+
+    Not a metric: csd(a, a) = 2 * a.total_variance. One matrix product.
+
+    Args:
+        x: (n, d) embeddings.
+        y: (m, d) embeddings; same d, dtype and device.
+
+    Returns:
+        (n, m) distances >= 0, in float32 or better; smaller is closer.
+
+    Raises:
+        ValueError: d, dtype or device differ.
+
+    Paper: Chun, ICLR 2024, arXiv 2305.18171, Eq. 1.
+    """
+    return DISTANCES["csd"].matrix(x, y)
+
 
 def get_distance(name: str | Distance) -> Distance:
-    """The distance of that name: one of DISTANCES, or nearest_of_2, nearest_of_3, ... (:func:`nearest_matrix`).
+    """The distance of that name: one of DISTANCES, or nearest_of_2, nearest_of_3, ... for items of several embeddings.
 
     Args:
         name: a name; a distance is returned unchanged.
@@ -99,8 +110,8 @@ def get_distance(name: str | Distance) -> Distance:
         return name
     count = name.removeprefix("nearest_of_")
     if count != name and count.isdecimal() and not count.startswith("0"):
-        row, matrix = (functools.partial(form, embeddings=int(count)) for form in (nearest, nearest_matrix))
-        return Distance(name, row, matrix, embeddings=int(count))
+        forms = (functools.partial(form, embeddings=int(count)) for form in (nearest, nearest_product))
+        return closed_form(*forms, name=name, embeddings=int(count))
     if name not in DISTANCES:
         near = difflib.get_close_matches(name, DISTANCES, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ";"
@@ -113,34 +124,11 @@ __all__ = [
     "DISTANCES",
     "Distance",
     "Lift",
-    "average_l2",
-    "average_l2_matrix",
-    "average_l2_of_samples",
-    "bhattacharyya",
-    "bhattacharyya_matrix",
-    "csd",
     "csd_matrix",
-    "elk",
-    "elk_matrix",
     "get_distance",
-    "js",
-    "js_matrix",
-    "kl",
-    "kl_matrix",
-    "kl_reversed",
-    "kl_reversed_matrix",
-    "min_kl",
-    "min_kl_matrix",
-    "nearest",
-    "nearest_matrix",
     "reduce_sample_distances",
+    "sampled",
     "seeded_samples",
     "squared_l2",
     "squared_l2_matrix",
-    "wasserstein2",
-    "wasserstein2_matrix",
-    "wasserstein2_printed",
-    "wasserstein2_printed_matrix",
-    "wasserstein2_root",
-    "wasserstein2_root_matrix",
 ]

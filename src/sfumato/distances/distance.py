@@ -1,17 +1,196 @@
-"""The protocol of a distance: its row and matrix forms, its lift, its direction, and the checks of its inputs."""
+"""The protocol of a distance, and how any formula becomes one: checks, matrix products, blocks under a memory budget.
 
-from collections.abc import Callable
+No (n, m, d) array ever exists, not in the backward pass either: blocks are recomputed there.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from sfumato.direction import Direction
-from sfumato.gaussian import GaussianEmbedding, accumulation_dtype
+from sfumato.gaussian import GaussianEmbedding, accumulation_dtype, reparametrised
+
+DEFAULT_MEMORY_MB = 64.0
+"""Working memory of the sampled distances, beside inputs and result."""
+
+STREAM_MEMORY_MB = 16.0
+"""Working memory of formulas in blocks: few blocks, yet each fits in a cache."""
+
+_NOISE_ROWS = 64
+"""Number of consecutive items that share a generator of noise."""
 
 Points = Literal["allowed", "on one side", "refused"]
 """Whether a side may hold points, whose variance is 0."""
+
+
+class Gaussians(NamedTuple):
+    """Diagonal Gaussians of any shape (..., d)."""
+
+    mean: Tensor
+    log_var: Tensor
+    var: Tensor
+
+
+Side = GaussianEmbedding | Gaussians
+"""What a formula takes."""
+
+Form = Callable[..., Tensor]
+
+
+@dataclass(frozen=True)
+class Lift:
+    """A distance as a squared L2 distance between longer vectors, plus a number of either side.
+
+        distance(x, y) = ||[mean, columns]_x - [mean, columns]_y||^2 + offset_x + offset_y
+
+    The root of a gallery item's offset can be a last column, opposite to 0 in the query. The query's own offset does
+    not change the order of its results, so that any vector engine can search by the distance.
+    """
+
+    columns: Callable[[GaussianEmbedding], Tensor] | None = None  # (n, d) embeddings -> (n, c)
+    offset: Callable[[GaussianEmbedding], Tensor] | None = None  # (n, d) embeddings -> (n,) float32 or better
+
+    def vectors(self, e: GaussianEmbedding) -> tuple[Tensor, Tensor]:
+        """The vectors (n, d + c), and the offsets (n,)."""
+        return e.mean if self.columns is None else torch.cat([e.mean, self.columns(e)], dim=1), self.constant(e)
+
+    def product(self, x: GaussianEmbedding, y: GaussianEmbedding) -> Tensor:
+        """The distances of all pairs by one matrix product. x (n, d), y (m, d) -> (n, m)."""
+        (a, a_offset), (b, b_offset) = self.vectors(x), self.vectors(y)
+        squared = squared_l2_product(a, b)
+        return squared if self.offset is None else squared + a_offset.unsqueeze(1) + b_offset
+
+    def gallery(self, e: GaussianEmbedding) -> Tensor:
+        """(n, c') columns beside the means of a gallery."""
+        return self._columns(e, self.constant(e).sqrt())
+
+    def query(self, e: GaussianEmbedding) -> Tensor:
+        """(n, c') columns beside the means of queries."""
+        return self._columns(e, e.mean.new_zeros(e.n, dtype=torch.float32))
+
+    def constant(self, e: GaussianEmbedding) -> Tensor:
+        """(n,) offsets in float32 or better."""
+        return e.mean.new_zeros(e.n, dtype=torch.float32) if self.offset is None else self.offset(e)
+
+    def _columns(self, e: GaussianEmbedding, last: Tensor) -> Tensor:
+        own = [] if self.columns is None else [self.columns(e.to(accumulation_dtype(e.dtype)))]
+        last = last.unsqueeze(1)[:, : 0 if self.offset is None else 1]
+        return torch.cat([*own, last], dim=1) if own else last
+
+
+@dataclass(frozen=True)
+class Distance:
+    """The protocol of a distance: its row form, its matrix form, and what it needs and allows.
+
+    Losses, search and evaluation use only these attributes of a distance, never its name.
+    """
+
+    name: str  # key in DISTANCES and in recipes
+    row: Form  # (n, d), (n, d) -> (n,) distances of corresponding rows
+    matrix: Form  # (n, d), (m, d) -> (n, m) distances between all pairs
+    symmetric: bool = True  # distance(x, y) = distance(y, x); if not, images come first
+    needs_variance: bool = False  # points (variance 0) are refused
+    of_samples: Callable[[Tensor, Tensor], Tensor] | None = None
+    n_samples: int = 8  # number s of samples of each embedding when a sampled distance ranks
+    seed: int = 0  # of these samples
+    embeddings: int = 1
+    lift: Lift | None = None
+    direction: Direction = "i2t"
+
+    @property
+    def sampled(self) -> bool:
+        """Whether it is estimated from random samples."""
+        return self.of_samples is not None
+
+    def with_samples(self, n_samples: int | None, seed: int) -> "Distance":
+        """The same distance with other samples when it ranks; a closed form is returned unchanged."""
+        return replace(self, n_samples=n_samples or self.n_samples, seed=seed) if self.sampled else self
+
+    def for_direction(self, direction: Direction) -> "Distance":
+        """The same distance with queries first: row and matrix take (queries, gallery) of this direction of retrieval.
+
+        It always compares images with texts, so that only the result of an asymmetric distance, such as kl, changes.
+        """
+        if direction == self.direction:
+            return self
+        if self.symmetric:
+            return replace(self, direction=direction)
+        row, matrix = self.row, self.matrix
+        return replace(
+            self,
+            direction=direction,
+            row=lambda queries, items: row(items, queries),
+            matrix=lambda queries, gallery: matrix(gallery, queries).T,
+        )
+
+
+def closed_form(
+    formula: Form,
+    product: Form | None = None,
+    *,
+    in_place: Form | None = None,
+    name: str = "",
+    points: Points = "allowed",
+    symmetric: bool = True,
+    embeddings: int = 1,
+    lift: Lift | None = None,
+) -> Distance:
+    """A distance from its formula, which broadcasts. All pairs come from the product or the lift, or else in blocks."""
+    name = name or formula.__name__
+
+    def row(x: GaussianEmbedding, y: GaussianEmbedding) -> Tensor:
+        return formula(*checked_rows(x, y, name, points=points))
+
+    def matrix(x: GaussianEmbedding, y: GaussianEmbedding) -> Tensor:
+        assert product is not None
+        return product(*checked(x, y, name, points=points))
+
+    def streamed(x: GaussianEmbedding, y: GaussianEmbedding, *, memory_mb: float = STREAM_MEMORY_MB) -> Tensor:
+        x, y = checked(x, y, name, points=points)
+        sides = [(e.mean, e.log_var, e.var) for e in (x, y)]
+        return blockwise(block, *sides, floats_per_pair=10 * x.d, memory_mb=memory_mb)
+
+    def block(*tensors: Tensor) -> Tensor:
+        form = formula if in_place is None or any(t.requires_grad for t in tensors) else in_place
+        return form(Gaussians(*(t.unsqueeze(1) for t in tensors[:3])), Gaussians(*tensors[3:]))
+
+    product = lift.product if lift else product
+    form = streamed if product is None else matrix
+    return Distance(name, row, form, symmetric, points != "allowed", embeddings=embeddings, lift=lift)
+
+
+def sampled(name: str, reduce: Callable[[Tensor], Tensor], *, n_samples: int = 8) -> Distance:
+    """A distance of samples: reduce takes the Euclidean distances of all pairs of samples, (n, m, s, s) -> (n, m)."""
+    s = n_samples
+
+    def of_samples(a: Tensor, b: Tensor, *, memory_mb: float = DEFAULT_MEMORY_MB) -> Tensor:
+        return reduce_sample_distances(a, b, reduce, memory_mb=memory_mb)
+
+    def matrix(
+        x: GaussianEmbedding,
+        y: GaussianEmbedding,
+        *,
+        n_samples: int = s,
+        generator: torch.Generator | None = None,
+        memory_mb: float = DEFAULT_MEMORY_MB,
+    ) -> Tensor:
+        a, b = (e.sample(n_samples, generator=generator) for e in checked(x, y, name))
+        return of_samples(a, b, memory_mb=memory_mb)
+
+    def row(
+        x: GaussianEmbedding, y: GaussianEmbedding, *, n_samples: int = s, generator: torch.Generator | None = None
+    ) -> Tensor:
+        a, b = (e.sample(n_samples, generator=generator) for e in checked_rows(x, y, name))
+        return reduce(torch.cdist(a, b, compute_mode="donot_use_mm_for_euclid_dist").unsqueeze(1)).squeeze(1)
+
+    return Distance(name, row, matrix, of_samples=of_samples, n_samples=n_samples)
 
 
 def checked(
@@ -46,7 +225,7 @@ def checked_rows(
     x, y = checked(x, y, who, points=points)
     if x.n != y.n:
         raise ValueError(
-            f"{who}: x has {x.n} rows and y has {y.n}; row by row they must be equal, for all pairs use {who}_matrix"
+            f"{who}: x has {x.n} rows and y has {y.n}; row by row they must be equal, for all pairs use the matrix form"
         )
     return x, y
 
@@ -82,62 +261,87 @@ def squared_l2_of_centred(a: Tensor, b: Tensor, a_squares: Tensor, b_squares: Te
         return squares.addmm_(a, b.T, alpha=-2).clamp_min_(0)
 
 
-@dataclass(frozen=True)
-class Lift:
-    """The conversion of a distance to a squared L2 distance between longer vectors, plus a constant of the query.
+def seeded_samples(
+    x: GaussianEmbedding, n_samples: int, *, seed: int, side: Literal["image", "text"], first: int = 0
+) -> Tensor:
+    """Samples of embeddings whose noise depends on the seed, the side and the position of the item, on nothing else.
 
-        distance(q, g) = ||[mean_q, query(q)] - [mean_g, gallery(g)]||^2 + constant(q)
+    So every division of the items into blocks or among processes, on every device, gives an item the same samples.
 
-    The constant does not change the order of a query's results, so that any vector engine can search by the distance.
+    x (n, d) -> (n, s, d).
     """
+    chunks = range(first // _NOISE_ROWS, -(-(first + x.n) // _NOISE_ROWS)) if x.n else range(0)
+    parts = []
+    for chunk in chunks:
+        state = np.random.SeedSequence([seed, 0 if side == "image" else 1, chunk]).generate_state(1)
+        generator = torch.Generator().manual_seed(int(state[0]))
+        noise = torch.randn(_NOISE_ROWS, n_samples, x.d, generator=generator)
+        start = chunk * _NOISE_ROWS
+        parts.append(noise[max(first - start, 0) : first + x.n - start])
+    noise = torch.cat([torch.empty(0, n_samples, x.d), *parts])
+    return reparametrised(x.to(accumulation_dtype(x.dtype)), noise)
 
-    gallery: Callable[[GaussianEmbedding], Tensor]
-    query: Callable[[GaussianEmbedding], Tensor]  # (n, d) embeddings -> (n, c) columns behind the means of queries
-    constant: Callable[[GaussianEmbedding], Tensor]  # (n, d) embeddings -> (n,) float32 or better
 
+def reduce_sample_distances(
+    x_samples: Tensor, y_samples: Tensor, reduce: Callable[[Tensor], Tensor], *, memory_mb: float = DEFAULT_MEMORY_MB
+) -> Tensor:
+    """Euclidean distances of all sample pairs, reduced block by block so that (n, m, s, s) never exists at once.
 
-@dataclass(frozen=True)
-class Distance:
-    """The protocol of a distance: its row form, its matrix form, and what it needs and allows.
-
-    Losses, search and evaluation use only these attributes of a distance, never its name.
+    x_samples (n, s, d) -> (n, m).
     """
+    dtype = accumulation_dtype(x_samples.dtype)
 
-    name: str  # key in DISTANCES and in recipes
-    row: Callable[..., Tensor]  # (n, d), (n, d) -> (n,) distances of corresponding rows
-    matrix: Callable[..., Tensor]  # (n, d), (m, d) -> (n, m) distances between all pairs
-    symmetric: bool = True  # distance(x, y) = distance(y, x); if not, images come first
-    needs_variance: bool = False  # points (variance 0) are refused
-    of_samples: Callable[[Tensor, Tensor], Tensor] | None = None
-    n_samples: int = 8  # number s of samples of each embedding when a sampled distance ranks
-    seed: int = 0  # of these samples
-    embeddings: int = 1
-    lift: Lift | None = None
-    vectors: Callable[[GaussianEmbedding], tuple[Tensor, Tensor]] | None = None
-    direction: Direction = "i2t"
+    def block(a: Tensor, b: Tensor) -> Tensor:
+        return reduce(by_pair(safe_sqrt(squared_l2_product(a.flatten(0, 1), b.flatten(0, 1))), a, b))
 
-    @property
-    def sampled(self) -> bool:
-        """Whether it is estimated from random samples."""
-        return self.of_samples is not None
+    return blockwise(block, (x_samples.to(dtype),), (y_samples.to(dtype),), memory_mb=memory_mb)
 
-    def with_samples(self, n_samples: int | None, seed: int) -> "Distance":
-        """The same distance with other samples when it ranks; a closed form is returned unchanged."""
-        return replace(self, n_samples=n_samples or self.n_samples, seed=seed) if self.sampled else self
 
-    def for_direction(self, direction: Direction) -> "Distance":
-        """The same distance with queries first: row and matrix take (queries, gallery) of this direction of retrieval.
+def by_pair(values: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """The values of all samples (n s, m t) by pairs of items. a (n, s, d), b (m, t, d) -> (n, m, s, t)."""
+    pairs: Tensor = values.unflatten(0, a.shape[:2]).unflatten(2, b.shape[:2])
+    return pairs.transpose(1, 2)
 
-        It always compares images with texts, so that only the result of an asymmetric distance, such as kl, changes.
-        """
-        if direction == self.direction:
-            return self
-        if self.symmetric:
-            return replace(self, direction=direction)
-        row, matrix = self.row, self.matrix
-        return replace(
-            self,
-            direction=direction,
-            row=lambda queries, items: row(items, queries),
-            matrix=lambda queries, gallery: matrix(gallery, queries).T,
-        )
+
+def blockwise(
+    function: Callable[..., Tensor],
+    x: Sequence[Tensor],
+    y: Sequence[Tensor],
+    *,
+    floats_per_pair: int = 0,
+    memory_mb: float,
+) -> Tensor:
+    """A function of all pairs in square blocks of x and y, recomputed in the backward pass.
+
+    Its memory for a pair is given, or counted for samples (n, s, d) with (m, t, d), backward pass included: six values
+    for each pair of samples, five copies of the samples of each block.
+
+    function (rows, ...) -> (n, m).
+    """
+    n, m = len(x[0]), len(y[0])
+    if n == 0 or m == 0:
+        return x[0].new_zeros(n, m)
+    if memory_mb <= 0:
+        raise ValueError(f"memory_mb must be positive, got {memory_mb}")
+    floats_per_row = 0
+    if not floats_per_pair:
+        s, t = x[0].shape[1], y[0].shape[1]
+        floats_per_pair, floats_per_row = 6 * s * t, 5 * max(s, t) * x[0].shape[2]
+    budget = memory_mb * 2**20 / x[0].element_size()
+    # side^2 * floats_per_pair + 2 * side * floats_per_row = budget; a side cut short leaves more for the other.
+    side = (math.sqrt(floats_per_row**2 + floats_per_pair * budget) - floats_per_row) / floats_per_pair
+
+    def other(cut: float) -> float:
+        return (budget - cut * floats_per_row) / (cut * floats_per_pair + floats_per_row)
+
+    rows = max(1, min(n, int(other(m) if m < side else side)))
+    columns = max(1, min(m, int(other(rows))))
+    x_blocks, y_blocks = (list(zip(*(t.split(k) for t in part), strict=True)) for part, k in ((x, rows), (y, columns)))
+    if torch.is_grad_enabled() and any(t.requires_grad for t in (*x, *y)):
+        recompute = functools.partial(checkpoint, function, use_reentrant=False, preserve_rng_state=False)
+        return torch.cat([torch.cat([recompute(*a, *b) for b in y_blocks], dim=1) for a in x_blocks])
+    result = x[0].new_empty(n, m)
+    for i, a in enumerate(x_blocks):
+        for j, b in enumerate(y_blocks):
+            result[i * rows : (i + 1) * rows, j * columns : (j + 1) * columns] = function(*a, *b)
+    return result

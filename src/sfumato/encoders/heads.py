@@ -253,7 +253,7 @@ class HeadOptions:
             approaches them, so that the gradient is never 0 as with a clamp.
         embeddings: K embeddings of d dimensions for each item, concatenated in a mean of K d dimensions; for points
             only. For K > 1, local attention as in PVSE is added to the pooled vector, which is common to all K, and a
-            layer norm follows; see :func:`~sfumato.distances.nearest_matrix` for the distance.
+            layer norm follows; see :func:`~sfumato.distances.formulas.nearest` for the distance.
         local_attention: the same for one embedding, as in PCME: mean = norm(pooled + sigmoid(linear(attended))), scaled
             to unit length with ``normalize``; log variance = pooled + linear(attended), with separate attention,
             neither squashed nor normalised.

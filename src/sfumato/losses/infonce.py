@@ -63,7 +63,7 @@ def infonce_loss(
         PairBlock.whole(image, text, match, "infonce_loss"),
         infonce_counts,
         lambda small, counts: infonce_part(small, counts, options, logit_scale),
-        in_tiles=get_distance(options.distance).vectors is not None,
+        in_tiles=get_distance(options.distance).lift is not None,
     )
 
 
@@ -149,7 +149,7 @@ class InfoNCELoss(MatchLoss):
     @property
     def in_tiles(self) -> bool:
         """See :class:`MatchLoss`."""
-        return self.distance.vectors is not None
+        return self.distance.lift is not None
 
     def part(self, block: PairBlock, counts: Tensor, *, epoch: int | None = None) -> LossOutput:
         """See :class:`MatchLoss`."""

@@ -15,8 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from sfumato.distances import DEFAULT_MEMORY_MB, reduce_sample_distances
-from sfumato.distances.blockwise import blockwise
-from sfumato.distances.distance import squared_l2_product
+from sfumato.distances.distance import blockwise, by_pair, squared_l2_product
 from sfumato.gaussian import GaussianEmbedding, accumulation_dtype
 from sfumato.losses.base import (
     FREE_SCALE,
@@ -155,16 +154,13 @@ def _reduced_exponents(block: PairBlock, noise: tuple[Tensor, Tensor], reduce: C
     def exponents(a: Tensor, a_number: Tensor, b: Tensor, b_number: Tensor) -> Tensor:
         exponent = -2 * squared_l2_product(a.flatten(0, 1), b.flatten(0, 1))
         exponent = exponent.masked_fill(a_number.view(-1, 1) == b_number.flatten(), -torch.inf)
-        return reduce(exponent.unflatten(0, a.shape[:2]).unflatten(2, b.shape[:2]).transpose(1, 2))
+        return reduce(by_pair(exponent, a, b))
 
-    # Counted as in reduce_sample_distances.
     parts = [
         blockwise(
             exponents,
             (a, a_number),
             (b, b_number),
-            floats_per_pair=6 * a.shape[1] * b.shape[1],
-            floats_per_row=5 * max(a.shape[1], b.shape[1]) * a.shape[2],
             memory_mb=DEFAULT_MEMORY_MB,
         ).flatten()
         for a, a_number in zip(own, own_numbers, strict=True)

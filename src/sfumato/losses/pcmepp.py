@@ -93,7 +93,7 @@ def pcmepp_loss(
         block,
         lambda small: _counts(small, options),
         lambda small, counts: _part(small, counts, options, logit_scale, logit_bias, scale, epoch),
-        in_tiles=get_distance(options.distance).vectors is not None,
+        in_tiles=get_distance(options.distance).lift is not None,
     )
 
 
@@ -251,7 +251,7 @@ class PCMEPPLoss(MatchLoss):
     @property
     def in_tiles(self) -> bool:
         """See :class:`MatchLoss`."""
-        return self.distance.vectors is not None
+        return self.distance.lift is not None
 
     def part(self, block: PairBlock, counts: Tensor, *, epoch: int | None = None) -> LossOutput:
         """See :class:`MatchLoss`."""

@@ -114,12 +114,12 @@ def pair_sums(
     image (n, d), text (m, d) -> (k,).
     """
     scalars = all(not isinstance(value, Tensor) or value.ndim == 0 for value in (logit_scale, logit_bias))
-    if distance.vectors is None or not scalars:
+    if distance.lift is None or not scalars:
         matrix = distance.matrix(image, text)
         label = dense_labels(terms.labels).to(matrix.dtype)
         return terms.of_matrix(matrix, match_logit(matrix, logit_scale, logit_bias), label)
     image, text = checked(image, text, distance.name)
-    (x, x_offset), (y, y_offset) = distance.vectors(image), distance.vectors(text)
+    (x, x_offset), (y, y_offset) = distance.lift.vectors(image), distance.lift.vectors(text)
     logits = [
         torch.as_tensor(value, dtype=None if isinstance(value, Tensor) else x.dtype)
         for value in (logit_scale, logit_bias)
