@@ -47,7 +47,7 @@ PATHS = (
         "/v1/items/delete",
         "/v1/items/0",
         "/v1/info",
-        "/v1/map",
+        "/v1/examples",
     ),
     *("/v1/pictures/0", "/", "/healthz", "/readyz", "/metrics", "/docs", "/openapi.json", "/page/page.css", "/page/"),
 )
@@ -140,7 +140,7 @@ NAMES = (
         "where",
         "position",
     ),
-    *("max_uncertainty", "items", "payload", "ids", "q", "n", "size", "__proto__", "", "\ud800", "a" * 2000),
+    *("max_total_variance", "items", "payload", "ids", "q", "n", "size", "__proto__", "", "\ud800", "a" * 2000),
 )
 TYPES = (
     *(
@@ -216,7 +216,11 @@ def nearly(random: random.Random) -> Any:
     """A good request with one value changed."""
     good: Any = random.choice(
         (
-            {"queries": [{"text": "red"}], "max_results": 3, "filter": {"where": {"a": ["b"]}, "max_uncertainty": 3}},
+            {
+                "queries": [{"text": "red"}],
+                "max_results": 3,
+                "filter": {"where": {"a": ["b"]}, "max_total_variance": 3},
+            },
             {"queries": [{"image": in_base64(picture())}, {"id": "0"}], "gallery": "images", "position": True},
             {"gallery": "images", "items": [{"id": "new", "image": in_base64(picture()), "payload": {"a": "b"}}]},
             {"gallery": "images", "ids": ["nobody"]},
@@ -264,7 +268,7 @@ def json_bytes(random: random.Random) -> bytes:
             b'{"max_results":' + b"9" * random.choice((20, 400, 5000)) + b',"queries":[{"text":"a"}]}',
             b'{"min_probability":NaN,"queries":[{"text":"a"}]}',
             b'{"min_probability":-Infinity,"queries":[{"text":"a"}]}',
-            b'{"max_uncertainty":1e999}',
+            b'{"max_total_variance":1e999}',
             b'{"queries":[{"text":"\\ud800"}]}',
             b'{"queries":[{"text":"a"}],"queries":[{"text":"b"}]}',
             b"",

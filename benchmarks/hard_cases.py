@@ -197,7 +197,7 @@ def guarantees_with_a_filter(there: World) -> list[str]:
     for guarantee in ({"abstain": 0.5}, {"coverage": 0.9}):
         if (status := there.search(**guarantee).status_code) != 200:
             wrong.append(f"{guarantee} alone: {status}")
-        for filter in ({"where": {"first": ["yes"]}}, {"max_uncertainty": 0.1}):
+        for filter in ({"where": {"first": ["yes"]}}, {"max_total_variance": 0.1}):
             if (status := there.search(**guarantee, filter=filter).status_code) != 422:
                 wrong.append(f"{guarantee} with {filter}: {status}")
     return wrong

@@ -26,7 +26,6 @@ STATES = {
     "filter": "/?q=animal&least=0.8",
     "compare": "/?q=animal&q2=cactus",
     "error": "/?q=dog",
-    "map": "/?q=animal&view=map",
     "docs": "/docs",
 }
 ADOPTED = {"adopted": "/", "adopted-item": "/?id=1"}

@@ -276,7 +276,7 @@ class Client:
                 self._ledger.blame(f"lost: {id} is {found}, expected one of {allowed}")
 
     def _list(self) -> None:
-        path = self._chance.choice(("/v1/info", "/v1/map?n=50", "/", "/openapi.json"))
+        path = self._chance.choice(("/v1/info", "/v1/items?limit=50", "/", "/openapi.json"))
         self._send("list", "GET", path)
 
     def _add(self) -> None:

@@ -15,8 +15,8 @@ from support.serving import KEY, guard_of, in_base64, picture, served, until
 
 from sfumato.encoders.dual import DualEncoder
 from sfumato.errors import UserError
-from sfumato.serve import limits
-from sfumato.serve.decoding import _Process
+from sfumato.serve import guard
+from sfumato.serve.embedding import _Process
 from sfumato.serve.settings import Settings
 
 KNOWN = {"Authorization": f"Bearer {KEY}"}
@@ -74,11 +74,6 @@ def sending(client, body, length):
     return connection
 
 
-def whole_answer(connection):
-    """What a service sends before it closes the connection."""
-    return b"".join(iter(lambda: connection.recv(65_536), b""))
-
-
 def test_bodies_that_arrive_slowly_take_no_place(sources):
     with served(sources, max_requests=2) as client, contextlib.ExitStack() as open_ones:
         for _ in range(130):
@@ -88,35 +83,14 @@ def test_bodies_that_arrive_slowly_take_no_place(sources):
             assert client.post("/v1/search", json={"queries": [{"text": "a"}]}).status_code == 200
 
 
-def test_of_too_many_slow_bodies_the_slowest_is_refused(sources, monkeypatch):
-    monkeypatch.setattr(limits, "_PROMPT", 0.2)
-    whole = b'{"queries":[{"text":"a"}]}'
-    with served(sources, max_slow=2) as client, contextlib.ExitStack() as open_ones:
-        slow = [open_ones.enter_context(sending(client, whole[:n], len(whole))) for n in (20, 1, 25)]
-        answer = whole_answer(slow[1])
-        assert answer.split()[1] == b"503" and b"this one is the slowest" in answer
-        assert b"connection: close" in answer.lower()
-        for connection, n in ((slow[0], 20), (slow[2], 25)):
-            connection.sendall(whole[n:])
-            assert connection.recv(10_000).split()[1] == b"200"
-
-
-def test_bodies_have_a_least_rate(sources, monkeypatch):
-    monkeypatch.setattr(limits, "_PROMPT", 0.05)
-    monkeypatch.setattr(limits, "_GRACE", 0.1)
-    with served(sources, min_rate=1000) as client, sending(client, b"{", 5000) as connection:
-        answer = whole_answer(connection)
-        assert answer.split()[1] == b"408" and b"fewer than 1000 bytes a second" in answer
-
-
 def test_bodies_in_memory_have_a_budget(sources):
     large = {"image": ("a", picture(size=(300, 300), format="BMP"))}  # 270 KB
-    with served(sources, byte_budget=400_000, timeout=600, min_rate=0) as client:
+    with served(sources, byte_budget=400_000, timeout=600) as client:
         assert client.post("/v1/search/image", files=large).status_code == 200
         budget = guard_of(client.app).bodies.bytes
         until(lambda: budget.used == 0)  # The answer may be here before its body is forgotten.
         with sending(client, b" " * 300_000, 500_000):
-            until(lambda: budget.used == 300_000 - limits.SMALL_BODY)
+            until(lambda: budget.used == 300_000 - guard.SMALL_BODY)
             refused = problem(client.post("/v1/search/image", files=large), 503)
             assert "Too many large requests in memory" in refused["detail"]
             assert client.get("/v1/search?q=a").status_code == 200
@@ -127,8 +101,8 @@ def test_bodies_in_memory_have_a_budget(sources):
 
 def test_the_memory_of_large_bodies_goes_back(sources, monkeypatch):
     calls = []
-    monkeypatch.setattr(limits, "_REST", 0.1)
-    monkeypatch.setattr(limits, "_trim", lambda: calls.append(0))
+    monkeypatch.setattr(guard, "_REST", 0.1)
+    monkeypatch.setattr(guard, "_trim", lambda: calls.append(0))
     large = {"image": ("a", picture(size=(300, 300), format="BMP"))}
     with served(sources, timeout=60) as client:
         assert client.get("/v1/search?q=a").status_code == 200

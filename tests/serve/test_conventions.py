@@ -163,27 +163,6 @@ def test_a_list_with_large_payloads_is_refused(run, data, tmp_path):
         assert told["errors"][0]["where"] == "limit" and "more than 50 bytes" in told["detail"]
 
 
-# ---------------------------------------------------------------- names
-
-
-def test_variances_have_their_name_and_keep_the_former_one(client):
-    question = {"queries": [{"text": "a red bar"}], "max_results": 40, "position": True}
-    (answer,) = client.post("/v1/search", json=question).json()["answers"]
-    told = [answer, *answer["hits"], client.get("/v1/items/000.png").json(), *client.get("/v1/map").json()["points"]]
-    assert all(one["total_variance"] == one["uncertainty"] > 0 for one in told)
-    middle = sorted(hit["total_variance"] for hit in answer["hits"])[20]
-    found = []
-    for name in ("max_total_variance", "max_uncertainty"):
-        (answer,) = client.post("/v1/search", json={**question, "filter": {name: middle}}).json()["answers"]
-        got = client.get("/v1/search", params={"q": "a red bar", "max_results": 40, name: middle}).json()
-        assert [h["id"] for h in got["answers"][0]["hits"]] == [h["id"] for h in answer["hits"]]
-        assert answer["hits"] and max(h["total_variance"] for h in answer["hits"]) <= middle
-        found.append(answer["hits"])
-    assert found[0] == found[1]
-    both = {"filter": {"max_total_variance": 1, "max_uncertainty": 1}}
-    assert "former name" in problem(client.post("/v1/search", json={**question, **both}), 422)["detail"]
-
-
 # ---------------------------------------------------------------- problems
 
 
@@ -259,5 +238,3 @@ def test_every_operation_and_field_is_described(client):
         assert schema.get("description"), name
         for field, one in schema["properties"].items():
             assert one.get("description"), f"{name}.{field}"
-    assert schemas["ResultRecord"]["properties"]["uncertainty"]["deprecated"]
-    assert schemas["ItemFilter"]["properties"]["max_uncertainty"]["deprecated"]

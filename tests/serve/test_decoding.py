@@ -19,9 +19,8 @@ from support.serving import in_base64, many_scans, picture, served
 from sfumato.data.image_decoding import REDUCED_FROM, decode_image
 from sfumato.encoders.processors import PixelProcessor
 from sfumato.models.embed import embedding_steps
-from sfumato.serve import decode_worker, decoding
-from sfumato.serve.decoding import HEADER, Decoders, Task, bytes_of, input_task
-from sfumato.serve.limits import Threads
+from sfumato.serve import decode_worker, embedding
+from sfumato.serve.embedding import HEADER, Decoders, Task, Threads, bytes_of, input_task
 from sfumato.serve.schemas import Refusal
 
 PHOTO = np.random.default_rng(0).integers(0, 256, (9, 12, 3), dtype=np.uint8)
@@ -123,7 +122,7 @@ def test_what_takes_too_long_is_stopped_and_the_next_is_decoded(monkeypatch, own
     slow = many_scans(90, (4000, 4000))
     # Without a limit of its own time the process is stopped by the clock: it gets one that it does not reach.
     monkeypatch.setattr(decode_worker, "KNOWS_ITS_TIME", own_time)
-    monkeypatch.setattr(decoding, "PATIENCE", 100.0)
+    monkeypatch.setattr(embedding, "PATIENCE", 100.0)
 
     async def work(decoders):
         (process,) = decoders._processes
@@ -169,7 +168,7 @@ def test_an_image_is_not_blamed_for_a_busy_computer():
 
 @own_time
 def test_the_limit_is_that_of_each_image(monkeypatch):
-    monkeypatch.setattr(decoding, "PATIENCE", 100.0)
+    monkeypatch.setattr(embedding, "PATIENCE", 100.0)
     file = many_scans(30, (1000, 1000))
     began = time.process_time()
     decode_worker.done("square", SQUARE.options, file)

@@ -7,9 +7,8 @@ import pytest
 from support.serving import embedding_sources, make_embedding_run, read_only, served
 
 from sfumato.serve import service
-from sfumato.serve.answering import Sources
+from sfumato.serve.answering import Sources, candidates, chosen
 from sfumato.serve.app import PAGE
-from sfumato.serve.examples import candidates, chosen
 from sfumato.serve.schemas import Answer, ResultRecord, VerdictText
 
 
@@ -21,7 +20,7 @@ def answer(query, kind, *probabilities):
     return Answer(
         query=query, kind="text", distance="csd", calibrated=True, total_variance=0, queries_differ=False,
         expected_matches=sum(probabilities), verdict=kind and VerdictText(kind=kind, text=kind), abstained=None,
-        hits=hits, conformal_set=None, position=None,
+        hits=hits, conformal_set=None,
     )  # fmt: skip
 
 

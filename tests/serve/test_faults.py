@@ -20,8 +20,8 @@ from support.serving import SlowModel, bomb, guard_of, in_base64, picture, read_
 from sfumato.data.images import POINTER, FolderImages, UploadedImages
 from sfumato.errors import UserError
 from sfumato.serve.answering import Sources
-from sfumato.serve.batching import Batcher, Closed, Full
 from sfumato.serve.decode_worker import shown, stored
+from sfumato.serve.embedding import Batcher, Closed, Full
 from sfumato.serve.schemas import CODES, Refusal
 from sfumato.serve.writing import Writer
 
@@ -211,8 +211,8 @@ def test_every_error_is_a_problem(client):
         "/v1/search?q=",
         "/v1/search?q=a&where=nothing",
         "/v1/search?q=a&x=1",
-        "/v1/map?n=0",
-        "/v1/map?gallery=x",
+        "/v1/items?limit=0",
+        "/v1/examples?gallery=x",
     ):
         assert problem(client.get(path), 422)["errors"][0]["where"].startswith("query"), path
     problem(client.get("/v1/items/nobody"), 404)

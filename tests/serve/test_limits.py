@@ -11,7 +11,7 @@ from PIL import Image
 from support.serving import in_base64, served
 
 from sfumato.serve.answering import Asked, without_bytes
-from sfumato.serve.limits import PIECE, Body
+from sfumato.serve.guard import PIECE, Body
 
 
 def test_a_body_is_taken_in_pieces_and_leaves_nothing():
@@ -60,7 +60,7 @@ def test_a_query_keeps_a_digest_only_where_the_monitor_needs_it(sources):
 def test_threads_keep_no_memory_of_large_bodies():
     program = """
         import sys, threading
-        from sfumato.serve import limits
+        from sfumato.serve import guard
 
         def resident():
             return int(open("/proc/self/statm").read().split()[1]) * 4096 / 1e6
@@ -75,14 +75,14 @@ def test_threads_keep_no_memory_of_large_bodies():
             together.wait()
 
         if sys.argv[1] == "now":
-            limits.share_memory()
+            guard.share_memory()
         together, before = threading.Barrier(7), resident()
         threads = [threading.Thread(target=work) for _ in range(6)]
         for thread in threads:
             thread.start()
         together.wait()
         together.wait()
-        limits._trim()
+        guard._trim()
         print(resident() - before)
         together.wait()
     """

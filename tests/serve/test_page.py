@@ -1,6 +1,5 @@
 """The page in a real browser against a real service: use by mouse, finger and keyboard, and what must never happen."""
 
-import math
 import os
 import re
 import shutil
@@ -252,7 +251,7 @@ def test_verdicts_differ_by_more_than_words(visit, service):
     assert len({sign for sign, _ in groups}) == len({colour for _, colour in groups}) == 4
 
 
-@pytest.mark.parametrize("path", ["/?in=constructor", "/?in=__proto__", "/?in=toString&view=map"])
+@pytest.mark.parametrize("path", ["/?in=constructor", "/?in=__proto__", "/?in=toString"])
 def test_unknown_galleries_are_the_first(visit, service, path):
     page = visit(service, path)
     expect(page.locator("#about")).to_have_text("48 images")
@@ -507,96 +506,6 @@ def test_keyboard_alone(visit, service):
     expect(page.get_by_role("dialog")).to_be_hidden()
 
 
-def places(points, box, *ellipses):
-    """Where the points of a map are on the screen when it shows all."""
-    seen = [*points, *ellipses]
-    (left, right), (low, high) = (
-        (min(one[name] - one["a"] for one in seen), max(one[name] + one["a"] for one in seen)) for name in "xy"
-    )
-    scale = 0.94 * min(box["width"] / (right - left), box["height"] / (high - low))
-    x, y = (
-        box["x"] + box["width"] / 2 - scale * (left + right) / 2,
-        box["y"] + box["height"] / 2 + scale * (low + high) / 2,
-    )
-    return [(x + scale * one["x"], y - scale * one["y"]) for one in points]
-
-
-def alone(places):
-    """Number of the place that is farthest from all others."""
-    return max(range(len(places)), key=lambda i: min(math.dist(places[i], one) for one in places if one != places[i]))
-
-
-def test_map(visit, service):
-    page = visit(service, "/?q=a+red+circle")
-    page.get_by_text("Map", exact=True).click()
-    told = service.get("/v1/map?n=2000").json()
-    canvas, tip = page.locator("canvas"), page.locator("#tip")
-    query = ask(service, {"text": "a red circle"}, position=True)["position"]
-    axes = [one[name] for one in (*told["points"], query) for name in ("a", "b")]
-    for said in (
-        "one image each: 48 images",
-        f"from ± {min(axes):.2g} to ± {max(axes):.2g}",
-        "“a red circle”",
-        "shown",
-    ):
-        expect(page.locator("#legend")).to_contain_text(said)
-    expect(page.locator("#axes")).to_contain_text(f"{round(100 * told['explained'][0])}%")
-    page.get_by_text("The map as a list").click()
-    expect(page.locator("#list li")).to_have_count(len(told["points"]) + 1)  # and the query
-    expect(page.locator("#list li").nth(1)).to_contain_text("(result)")
-    page.get_by_text("The map as a list").click()
-    # with the keyboard
-    whole = canvas.screenshot()
-    canvas.focus()
-    page.keyboard.press("ArrowRight")
-    expect(tip).to_be_visible()
-    name = tip.locator("b").inner_text()
-    page.keyboard.press("ArrowRight")
-    assert tip.locator("b").inner_text() != name
-    page.keyboard.press("Escape")
-    expect(tip).to_be_hidden()
-    page.keyboard.press("+")
-    for _ in range(100):
-        if canvas.screenshot() != whole:
-            break
-    else:
-        raise AssertionError("it draws what it drew before")
-    page.keyboard.press("0")
-    # with the mouse: over the very place of an item, by its own coordinates
-    box = canvas.bounding_box()
-    page.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
-    page.mouse.wheel(0, -400)
-    page.mouse.down()
-    page.mouse.move(box["x"] + box["width"] / 2 + 60, box["y"] + box["height"] / 2 + 10, steps=4)
-    page.mouse.up()
-    assert searched(page)["q"] == "a red circle"  # dragging picks nothing
-    page.get_by_role("button", name="Show all").click()
-    there = places(told["points"], box, query)
-    chosen = alone(there)
-    found = told["points"][chosen]["id"]
-    page.mouse.move(*there[chosen])
-    expect(tip.locator("b")).to_have_text(found)
-    page.mouse.down()
-    page.mouse.up()
-    expect(panel(page).locator("h2")).to_have_text(f"More like {found}")
-    assert searched(page) == {"id": found, "view": "map"}
-
-
-def test_map_by_touch(visit, service):
-    page = visit(service, "/?view=map", width=390, has_touch=True, is_mobile=True)
-    canvas, tip = page.locator("canvas"), page.locator("#tip")
-    expect(page.locator("#legend")).to_contain_text("48 images")
-    canvas.scroll_into_view_if_needed()
-    points = service.get("/v1/map?n=2000").json()["points"]
-    there = places(points, canvas.bounding_box())
-    chosen = alone(there)
-    page.touchscreen.tap(*there[chosen])
-    expect(tip.locator("b")).to_have_text(points[chosen]["id"])
-    assert "id" not in searched(page)  # the first tap shows, the second picks
-    page.touchscreen.tap(*there[chosen])
-    expect(panel(page).locator("h2")).to_have_text(f"More like {points[chosen]['id']}")
-
-
 def test_key(visit, run):
     with served(read_only(run, run.parent / "data"), keys=(KEY,)) as client:
         page = visit(client, "/?q=a+red+circle", allowed=["status of 401"])
@@ -698,7 +607,7 @@ def test_add_and_delete(visit, run, tmp_path):
 def test_nothing_sticks_out(visit, service):
     page = visit(service)
     long = "incomprehensibilities" * 4
-    for path in ("/", f"/?q={long}", "/?q=a&q2=some+bar", "/?q=a&id2=000.png&view=map", "/?in=texts&q=red"):
+    for path in ("/", f"/?q={long}", "/?q=a&q2=some+bar", "/?q=a&id2=000.png", "/?in=texts&q=red"):
         page.goto(path)
         expect(page.locator("#answers .empty .pick, #answers .hit").first).to_be_attached()
         for width in (360, 768, 1440):
@@ -713,20 +622,19 @@ def test_every_control_has_a_name(visit, service):
         "button", "link", "searchbox", "textbox", "slider", "combobox", "checkbox", "radio", "image", "dialog",
         "application", "region",
     }  # fmt: skip
-    for path, count, least in (("/?q=a+red+circle&id2=000.png", 48, 60), ("/?q=a&view=map", 24, 10)):
-        page.goto(path)
-        expect(page.locator("#answers > [data-slot] .hit")).to_have_count(count)
-        nodes = [node for node in session.send("Accessibility.getFullAXTree")["nodes"] if not node["ignored"]]
-        controls = [node for node in nodes if node["role"]["value"] in named]
-        assert len(controls) > least
-        assert [node for node in controls if not node.get("name", {}).get("value")] == []
+    page.goto("/?q=a+red+circle&id2=000.png")
+    expect(page.locator("#answers > [data-slot] .hit")).to_have_count(48)
+    nodes = [node for node in session.send("Accessibility.getFullAXTree")["nodes"] if not node["ignored"]]
+    controls = [node for node in nodes if node["role"]["value"] in named]
+    assert len(controls) > 60
+    assert [node for node in controls if not node.get("name", {}).get("value")] == []
     assert page.locator("html").get_attribute("lang") == "en" and page.locator("h1").count() == 1
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_contrast(visit, service, scheme):
     page = visit(service, color_scheme=scheme)
-    names = "ink", "soft", "sure", "calm", "unsure", "none", "wrong", "query", "page", "card", "on", "edge"
+    names = "ink", "soft", "sure", "calm", "unsure", "none", "wrong", "page", "card", "on", "edge"
     colours = page.evaluate(COLOURS, list(names))
     light = {}
     for name, rgb in zip(names, colours, strict=True):
@@ -738,7 +646,7 @@ def test_contrast(visit, service, scheme):
         return (high + 0.05) / (low + 0.05)
 
     for ground in ("page", "card"):
-        for ink in ("ink", "soft", "sure", "calm", "unsure", "none", "wrong", "query"):
+        for ink in ("ink", "soft", "sure", "calm", "unsure", "none", "wrong"):
             assert ratio(ink, ground) >= 4.5, (ink, ground)
         assert ratio("edge", ground) >= 3, ground
     assert ratio("on", "sure") >= 4.5
@@ -746,8 +654,8 @@ def test_contrast(visit, service, scheme):
 
 def test_it_is_small_and_asks_nobody_else():
     files = {path.name: path.read_text() for path in PAGE.iterdir()}
-    assert set(files) == {"index.html", "page.css", "page.js", "service.js", "words.js", "map.js"}
-    assert sum(map(len, files.values())) < 72_000
+    assert set(files) == {"index.html", "page.css", "page.js", "service.js", "words.js"}
+    assert sum(map(len, files.values())) < 52_000
     for name, text in files.items():
         assert "https://" not in text and "innerHTML" not in text and "eval(" not in text, name
 
@@ -763,8 +671,9 @@ def test_compare_keeps_what_is_being_written(visit, service, width):
     page.keyboard.press("Enter")
     expect(page.locator("#answers h2")).to_have_text(["“a red circle”", "“some bar”"])
     page.locator("#q0").fill("a blue square")
-    page.get_by_text("Map", exact=True).click()
-    expect(page.locator("#map")).to_be_visible()
+    page.get_by_text("Options", exact=True).click()
+    page.get_by_label("Set that holds a match").select_option("0.5")
+    expect(panel(page)).to_contain_text("The framed set of")
     expect(page.locator("#q0")).to_have_value("a blue square")
     page.go_back()
     page.go_back()
@@ -796,7 +705,7 @@ def test_one_of_two_answers_fails(visit, service):
 def test_options_are_folded_unless_they_are_in_use(visit, uncalibrated):
     page = visit(uncalibrated, "/?q=a+red+circle&q2=some+bar", width=390, height=844)
     slider, options = page.get_by_role("slider"), page.get_by_text("Options", exact=True)
-    row = [page.locator(it).bounding_box() for it in ("#views", ".toggle", "#add-open")]
+    row = [page.locator(it).bounding_box() for it in (".toggle", "#add-open")]
     assert len({(box["y"], box["height"]) for box in row}) == 1  # one row, aligned
     expect(slider).to_be_hidden()
     expect(page.locator("#promises")).to_be_hidden()
@@ -899,9 +808,7 @@ def test_without_a_text_encoder_items_are_compared_and_images_ignored(visit, emb
             document.querySelector("#answers").dispatchEvent(new DragEvent("drop", init));
         }"""
     )
-    page.get_by_text("Map", exact=True).click()
-    expect(page.locator("#legend")).to_contain_text("48 images")
-    assert searched(page) == {"id": "photo-7", "id2": "photo-9", "view": "map"}
+    assert searched(page) == {"id": "photo-7", "id2": "photo-9"}
     page.goto("/?in=texts&id=photo-3")
     expect(panel(page).locator(".pick .name").first).to_have_text("text 3")
 

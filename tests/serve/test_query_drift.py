@@ -110,7 +110,7 @@ def test_what_is_compared(watched):
         ask(client, "like", 0, 40, min_probability=1.0, max_results=3)  # No results, and a closest item all the same.
         assert state_of(client)["n_queries"] == 40
         ask(client, "like", 0, 40)  # The same texts again, in the same window.
-        ask(client, "like", 100, 40, filter={"max_uncertainty": 1e9})
+        ask(client, "like", 100, 40, filter={"max_total_variance": 1e9})
         id = watched.galleries["images"].gallery.ids[0]
         others = {"queries": [{"id": id}, {"image": in_base64(picture())}]}
         found = client.post("/v1/search", json=others).json()["answers"]

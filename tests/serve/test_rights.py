@@ -30,7 +30,6 @@ READS = [
     ("POST", "/v1/search/image", {"files": {"image": ("a.png", picture())}}),
     ("GET", "/v1/items/000.png", {}),
     ("GET", "/v1/pictures/000.png", {}),
-    ("GET", "/v1/map", {}),
     ("GET", "/metrics", {}),
     ("GET", "/docs", {}),
 ]

@@ -39,10 +39,10 @@ def same(answer, result, gallery, queries, i=0, filter=None):
     hits = [(h["id"], h["rank"], h["payload"]) for h in answer["hits"]]
     assert hits == [(h.id, h.rank, h.payload) for h in result]
     for ours, theirs in zip(answer["hits"], result, strict=True):
-        for name in ("distance", "match_probability", "uncertainty"):
+        for name, its in (("distance", "distance"), ("match_probability",) * 2, ("total_variance", "uncertainty")):
             known = name != "match_probability" or answer["calibrated"]
-            assert ours[name] == (pytest.approx(getattr(theirs, name), abs=1e-6) if known else None)
-    assert answer["uncertainty"] == pytest.approx(result.uncertainty, abs=1e-6)
+            assert ours[name] == (pytest.approx(getattr(theirs, its), abs=1e-6) if known else None)
+    assert answer["total_variance"] == pytest.approx(result.uncertainty, abs=1e-6)
     expected = gallery.expected_matches(queries, filter)[i]
     assert answer["expected_matches"] == (pytest.approx(expected, abs=1e-4) if answer["calibrated"] else None)
     assert (answer["verdict"] is not None) == answer["calibrated"]
@@ -152,7 +152,7 @@ def test_filters(client, sources):
     asked = {"q": "red", "gallery": "texts", "where": ["text:a red circle", "text:a blue cross"]}
     assert [hit["payload"]["text"] for hit in client.get("/v1/search", params=asked).json()["answers"][0]["hits"]]
     limit = sorted(h.uncertainty for h in index.search(queries, 9)[0])[3]
-    (answer,) = search(client, {"text": "red"}, gallery="texts", filter={"max_uncertainty": limit})
+    (answer,) = search(client, {"text": "red"}, gallery="texts", filter={"max_total_variance": limit})
     assert len(answer["hits"]) == 4
     (nothing,) = search(client, {"image": in_base64(picture())}, gallery="texts", filter={"where": {"text": ["x"]}})
     assert not nothing["hits"] and nothing["verdict"] == {"kind": "unsure", "text": "No item passes the filter"}
@@ -160,7 +160,7 @@ def test_filters(client, sources):
 
 @pytest.mark.parametrize("guarantee", ["abstain", "coverage"])
 def test_guarantees_are_about_the_whole_gallery(client, guarantee):
-    for filter in ({"where": {"text": ["x"]}}, {"max_uncertainty": 3.0}):
+    for filter in ({"where": {"text": ["x"]}}, {"max_total_variance": 3.0}):
         refused = search(client, {"text": "a"}, filter=filter, **{guarantee: 0.5}, status=422)
         assert "a filter may remove the match; leave out the filter" in refused["detail"]
     link = {"q": "a", "where": "text:x", guarantee: 0.5}
@@ -181,17 +181,6 @@ def test_without_a_calibration_there_are_no_probabilities(sources):
     assert not known["calibrated"] and known["verdict"] is known["expected_matches"] is None
     assert {hit["match_probability"] for hit in known["hits"]} == {None} and strange["verdict"]["kind"] == "unfamiliar"
     assert "min_probability needs a calibration" in refused["detail"]
-
-
-def test_the_map_and_positions_on_it(client, sources):
-    drawn = client.get("/v1/map", params={"n": 7}).json()
-    assert drawn["n"] == 48 and len(drawn["points"]) == 7 and sum(drawn["explained"]) <= 1
-    assert client.get("/v1/map", params={"n": 7}).json() == drawn
-    (answer,) = search(client, {"id": drawn["points"][2]["id"]}, position=True)
-    for name in ("x", "y", "a", "b"):
-        assert answer["position"][name] == pytest.approx(drawn["points"][2][name], abs=1e-6)
-    assert answer["position"]["version"] == drawn["version"]
-    assert search(client, {"text": "a"})[0]["position"] is None
 
 
 def test_pictures_are_the_files(client, data):
@@ -345,7 +334,6 @@ def test_what_was_added_is_found_shown_replaced_and_removed(writable, sources):
     assert shown.headers["cache-control"] == "private, no-cache"
     assert writable.get("/v1/pictures/new%202").headers["content-type"] == "image/jpeg"
     assert writable.get("/v1/pictures/000.png").status_code == 200  # Of before, from the folder.
-    before = writable.get("/v1/map").json()
     form = writable.post(
         "/v1/items/image",
         files={"image": ("y.png", picture("green"))},
@@ -354,7 +342,6 @@ def test_what_was_added_is_found_shown_replaced_and_removed(writable, sources):
     assert form.json()["n"] == 50
     assert writable.get("/v1/items/new/1").json()["payload"] == {"by": "you"}
     assert writable.get("/v1/pictures/new/1").headers["etag"] != shown.headers["etag"]
-    assert writable.get("/v1/map").json() != before
     assert writable.delete("/v1/items/new/1").json() == {"gallery": "images", "deleted": 1, "n": 49}
     assert writable.delete("/v1/items/new/1").status_code == 404
     assert writable.get("/v1/pictures/new/1").status_code == 404
@@ -422,9 +409,7 @@ def test_reading_goes_on_while_many_write(writable):
 
     def read():
         while not stop.is_set():
-            statuses.append(
-                writable.post("/v1/search", json={"queries": [{"text": "red"}], "position": True}).status_code
-            )
+            statuses.append(writable.post("/v1/search", json={"queries": [{"text": "red"}]}).status_code)
 
     processors = [threading.Thread(target=read) for _ in range(2)]
     for processor in processors:
@@ -437,26 +422,6 @@ def test_reading_goes_on_while_many_write(writable):
         processor.join()
     assert written == [201] * 12 and set(statuses) == {200}
     assert writable.get("/v1/info").json()["galleries"]["images"]["n"] == 48 + 36
-
-
-def test_the_map_keeps_its_plane_until_a_quarter_has_changed(writable):
-    def add(*ids):
-        new = [{"id": id, "image": in_base64(picture("black"))} for id in ids]
-        assert writable.post("/v1/items", json={"items": new}).is_success
-
-    def place():
-        return search(writable, {"id": "000.png"}, position=True)[0]["position"]
-
-    before, drawn = place(), writable.get("/v1/map").json()
-    assert before["version"] == drawn["version"]
-    add("1", "2", "3", "4", "5", "6", "7")
-    writable.delete("/v1/items/001.png")
-    assert place() == before and writable.get("/v1/map").json()["version"] == drawn["version"]
-    assert {p["id"] for p in writable.get("/v1/map").json()["points"]} >= {"1", "7"}
-    add("1", "2", "3", "4")  # The same again: 12 of 48 items now.
-    after = place()
-    assert after["version"] == writable.get("/v1/map").json()["version"] != before["version"]
-    assert after["x"] != before["x"]
 
 
 def test_hits_name_a_picture_only_where_there_may_be_one(run, data, collection):

@@ -10,7 +10,7 @@ from sfumato.data.images import UploadedImages
 from sfumato.files import remove_leftovers
 from sfumato.search.collection import UPLOADED_IMAGES
 from sfumato.serve.answering import open_sources
-from sfumato.serve.sweep import KEPT, SAFE_AGE, find_orphans, sweep
+from sfumato.serve.writing import KEPT, SAFE_AGE, find_orphans, sweep
 
 
 def aged(path, seconds=2 * SAFE_AGE):

@@ -30,8 +30,7 @@ from sfumato.encoders.features import Inputs
 from sfumato.models.recipe import load_recipe
 from sfumato.models.run import load_run
 from sfumato.search.stores.protocol import Filter
-from sfumato.serve.answering import ServedGallery, Sources
-from sfumato.serve.vectors import vector_sides
+from sfumato.serve.answering import ServedGallery, Sources, vector_sides
 from sfumato.training.loop import fit
 from sfumato.workflows.index import build_index
 
@@ -277,7 +276,7 @@ def test_a_vector_that_the_model_cannot_embed(tmp_path, texts):
     run = make_embedding_run(tmp_path, "train.epochs=1", "model.variance=true", "loss.name=pcmepp")
     with served(embedding_sources(run)) as client:
         (answer,) = search(client, query(texts[3]))
-        assert answer["uncertainty"] > 0 and answer["calibrated"]
+        assert answer["total_variance"] > 0 and answer["calibrated"]
         huge = [1e17, -1e17, 1e17, 1e17, -1e17]
         told = [search(client, query(texts[3]), query(sign * np.array(huge)), status=422) for sign in (1, -1)]
     assert all(

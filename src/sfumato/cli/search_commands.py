@@ -260,10 +260,6 @@ PixelBudget = Annotated[int, typer.Option(help="Largest number of pixels in the 
 DecodeTimeout = Annotated[float, typer.Option(help="Longest time to decode an image, in seconds.")]
 DecodeMemory = Annotated[int, typer.Option(help="Memory of a process that decodes images, in megabytes.")]
 ByteBudget = Annotated[int, typer.Option(help="Largest size of all requests in memory, in megabytes.")]
-SlowBodies = Annotated[int, typer.Option(help="Largest number of requests that arrive for more than a second.")]
-MinRate = Annotated[
-    float, typer.Option(help="Rate that a request must have after five seconds, in kilobytes a second.")
-]
 MaxRecords = Annotated[int, typer.Option(help="Largest number of results and items of conformal sets in a response.")]
 Timeout = Annotated[
     float, typer.Option(help="Longest time for a request to arrive, in seconds. The answer may take the same time.")
@@ -294,8 +290,6 @@ def serve(
     batch_window_ms: BatchWindow = 2.0,
     max_records: MaxRecords = 20_000,
     byte_budget_mb: ByteBudget = 128,
-    slow_bodies: SlowBodies = 32,
-    min_rate_kb: MinRate = 10.0,
     pixel_budget: PixelBudget = 120_000_000,
     decode_timeout: DecodeTimeout = 10.0,
     decode_memory_mb: DecodeMemory = 1300,
@@ -325,9 +319,9 @@ def serve(
         batch_size=batch_size, batch_window=batch_window_ms / 1000, max_waiting=queue, max_batch=max_batch,
         max_results=max_results, max_upload_bytes=int(max_upload_mb * 1_000_000), max_pixels=max_pixels,
         pixel_budget=pixel_budget, decode_timeout=decode_timeout, decode_memory_bytes=decode_memory_mb * 1_000_000,
-        max_records=max_records, byte_budget=byte_budget_mb * 1_000_000, max_slow=slow_bodies,
-        min_rate=int(min_rate_kb * 1000), timeout=timeout, threads=threads, workers=workers, keys=keys,
-        reading_keys=reading_keys, read_only=read_only, hosts=hosts_of(host, allowed_host or []),
+        max_records=max_records, byte_budget=byte_budget_mb * 1_000_000, timeout=timeout,
+        threads=threads, workers=workers, keys=keys, reading_keys=reading_keys, read_only=read_only,
+        hosts=hosts_of(host, allowed_host or []),
     )  # fmt: skip
     check_names(host, settings)
     check_address(host, port)

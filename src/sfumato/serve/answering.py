@@ -3,19 +3,22 @@
 import hashlib
 import logging
 import math
+import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 from urllib.parse import quote
 
+import numpy as np
 import torch
 
 from sfumato.calibration.drift import DriftMonitor
 from sfumato.data.images import Images, SplitImages, UploadedImages, handed_out
-from sfumato.encoders.dual import DualEncoder
-from sfumato.encoders.feature_rows import features_read
+from sfumato.encoders.dual import DualEncoder, Tower
+from sfumato.encoders.feature_rows import EmbeddingProcessor, features_read
 from sfumato.errors import UserError
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.models.embed import embed_split, load_split
@@ -29,17 +32,16 @@ from sfumato.search.stores.protocol import Filter
 from sfumato.serve.schemas import (
     Answer,
     ConformalSet,
-    Ellipse,
+    Example,
     GalleryInfo,
     GalleryName,
-    Position,
+    Modality,
     QueryDrift,
     Refusal,
     ResultRecord,
     SearchOptions,
     VerdictText,
 )
-from sfumato.studies.maps import Projection
 from sfumato.workflows.index import GalleryPart, build_index, item_images, load_retrieval_model, open_gallery
 
 _LOG = logging.getLogger("sfumato.serve")
@@ -189,7 +191,8 @@ def _from_run(run: Run, folder: Path, split: str, *, images_alone: bool) -> Sour
 RISKS, COVERAGES = (0.5, 0.3, 0.2, 0.1, 0.05), (0.5, 0.8, 0.9, 0.95)
 """Usual values. The service reports which of them the calibration can guarantee."""
 
-_LOOKED_AT = 200
+N_LOOKED_AT = 200
+"""Items that stand for a gallery: for the fields that it has, and for the names of examples."""
 
 
 @dataclass(frozen=True)
@@ -252,7 +255,6 @@ def answered(
     options: SearchOptions,
     *,
     max_set: int,
-    plane: Projection | None = None,
     unfamiliar: Sequence[bool] | None = None,
     watched: bool = True,
 ) -> list[Answer]:
@@ -273,23 +275,18 @@ def answered(
     )
     if wanted is None and watched:
         watch(served, asked, answers)
-    positions: list[Position | None] = [None] * len(asked)
-    if plane is not None:
-        positions = [Position(**ellipse_of(one).model_dump(), version=plane.version) for one in plane.ellipses(queries)]
-    return [_answer(served, options, *values) for values in zip(asked, answers, positions, strict=True)]
+    return [_answer(served, options, *values) for values in zip(asked, answers, strict=True)]
 
 
 def wanted_filter(options: SearchOptions) -> Filter | None:
     """The filter of a search."""
     given = options.filter
-    if given is None or (not given.where and given.largest_variance is None):
+    if given is None or (not given.where and given.max_total_variance is None):
         return None
-    return Filter({name: tuple(values) for name, values in given.where.items()}, given.largest_variance)
+    return Filter({name: tuple(values) for name, values in given.where.items()}, given.max_total_variance)
 
 
-def _answer(
-    served: ServedGallery, options: SearchOptions, asked: Asked, found: Found, position: Position | None
-) -> Answer:
+def _answer(served: ServedGallery, options: SearchOptions, asked: Asked, found: Found) -> Answer:
     differs, words, whole = served.drift is not None and served.drift.state.differs, None, None
     if found.verdict is not None:
         guaranteed = options.abstain is not None or options.coverage is not None
@@ -310,7 +307,6 @@ def _answer(
         abstained=found.abstained,
         hits=[_hit(served, hit, found.calibrated) for hit in found],
         conformal_set=whole,
-        position=position,
     )
 
 
@@ -340,7 +336,6 @@ def watch(served: ServedGallery, asked: Sequence[Asked], answers: Sequence[Found
 def search_together(
     searches: Sequence[Search],
     served_of: Callable[[GalleryName], ServedGallery],
-    plane_of: Callable[[GalleryName], Projection | None],
     unfamiliar_of: Callable[[Sequence[str]], list[bool]],
 ) -> list[Answer | Exception]:
     """Answer the searches of several requests; those with the same options are searched at once."""
@@ -352,11 +347,10 @@ def search_together(
         options, some = searches[places[0]].options, [searches[i] for i in places]
         queries = GaussianEmbedding.cat([one.query for one in some])
         try:
-            plane = plane_of(options.gallery) if options.position else None
             served, asked = served_of(options.gallery), [one.asked for one in some]
             judged = unfamiliar_of([one.text for one in asked])  # "" of other kinds of queries, which has no word.
             most = searches[places[0]].max_set
-            answers = answered(served, asked, queries, options, max_set=most, plane=plane, unfamiliar=judged)
+            answers = answered(served, asked, queries, options, max_set=most, unfamiliar=judged)
             results |= dict(zip(places, answers, strict=True))
         except Exception as error:
             results |= dict.fromkeys(places, error)
@@ -375,7 +369,7 @@ def check_payloads(payloads: Iterable[Mapping[str, str]], max_bytes: int, number
 
 def info_of(served: ServedGallery) -> GalleryInfo:
     """Describe a gallery."""
-    some, scorer = served.gallery.sample(_LOOKED_AT), served.gallery.scorer
+    some, scorer = served.gallery.sample(N_LOOKED_AT), served.gallery.scorer
     return GalleryInfo(
         n=0,
         writable=served.writable is not None,
@@ -406,12 +400,6 @@ def item_path(id: str, gallery: GalleryName) -> str:
     return f"/v1/items/{quote(id)}" + (f"?gallery={gallery}" if gallery != "images" else "")
 
 
-def ellipse_of(values: tuple[float, float, float, float, float]) -> Ellipse:
-    """Name the values of an ellipse. values (x, y, a, b, angle)."""
-    x, y, a, b, angle = values
-    return Ellipse(x=x, y=y, a=a, b=b, angle=angle)
-
-
 def _hit(served: ServedGallery, hit: Hit, calibrated: bool) -> ResultRecord:
     return ResultRecord(
         id=hit.id,
@@ -429,3 +417,93 @@ def _can_guarantee(guarantee: Callable[[], object]) -> bool:
         return guarantee() != float("inf")
     except ValueError:
         return False
+
+
+@dataclass(frozen=True)
+class VectorSide:
+    """The vectors of one modality."""
+
+    modality: Modality  # what they are embeddings of
+    channels: int | None  # c numbers of a vector; None if the model cannot be searched by one
+    reads: bool = False
+    normalize: bool = False  # whether means are scaled to unit length, as the model does
+    reason: str = ""  # why the model cannot be searched by one; "" if it can
+
+    def error(self, vector: np.ndarray) -> str:
+        """What is wrong with a vector. vector (k,)."""
+        if len(vector) != self.channels:
+            what = "an image" if self.modality == "image" else "a text"
+            return f"has {len(vector)} numbers, expected the {self.channels} of an embedding of {what}"
+        if len(bad := np.flatnonzero(~np.isfinite(vector))):
+            return f"number {bad[0]} (from 0) is {vector[bad[0]]} in float32, expected finite numbers"
+        if not vector.any():
+            return "holds zeros alone, which have no direction; expected a number other than 0"
+        length = float(np.linalg.norm(vector.astype(np.float64)))
+        if not 1e-12 <= length <= 1e18:  # Within which float32 can scale it to unit length.
+            return f"has the Euclidean length {length:.3g}, expected 1e-12 to 1e+18"
+        return ""
+
+    def points(self, vectors: Sequence[np.ndarray]) -> GaussianEmbedding:
+        """Vectors as embeddings in the space of the gallery. Returns (n, d)."""
+        mean = torch.from_numpy(np.stack(vectors))
+        return GaussianEmbedding.point(torch.nn.functional.normalize(mean, dim=1) if self.normalize else mean)
+
+
+def vector_sides(model: DualEncoder, d: int) -> dict[Modality, VectorSide]:
+    """The vectors that a model can be searched by."""
+    towers = zip(get_args(Modality), (model.text, model.image), strict=True)
+    return {name: _side(tower, name, d) for name, tower in towers}
+
+
+def _side(tower: Tower, modality: Modality, d: int) -> VectorSide:
+    head = tower.head
+    if isinstance(tower.processor, EmbeddingProcessor):
+        return VectorSide(modality, tower.processor.channels, reads=True)
+    if head.log_var is None and head.offset is None and head.dim == d:
+        return VectorSide(modality, d, normalize=head.normalize)
+    more = "with a variance, which a vector has not" if head.log_var is not None else "as more than one vector"
+    reason = f"this model embeds each {modality} {more}; search by the {modality} itself, or by an item"
+    return VectorSide(modality, None, reason=reason)
+
+
+N_ITEMS, N_HITS = 6, 3
+"""Items to start from, and hits of an example."""
+
+_WORDS, _NAMES, _LONGEST = 8, 100, 40
+_GENERAL = ("animal", "people", "food", "a red car", "a dog", "a person on a bicycle", "two people at a table")
+_NO_WORDS = ("qwzx vbrkt", "xkqz wvbt", "zzkfp grlmx")
+_KINDS: dict[Literal["vague", "precise", "nonsense"], tuple[str, ...]] = {
+    "vague": ("many",),
+    "precise": ("clear", "few"),
+    "nonsense": ("unfamiliar", "unsure"),
+}
+"""Verdicts that each kind of example may have, the best first."""
+
+
+def candidates(payloads: Iterable[Mapping[str, str]]) -> list[str]:
+    """Texts that may serve as examples for a gallery."""
+    names = [next(filter(None, (one.get(field) for field in ("label", "text", "name"))), "") for one in payloads]
+    count = Counter(word for name in names for word in set(re.findall(r"[^\W\d_]{3,}", name.casefold())))
+    words = [word for word, n in count.most_common(_WORDS) if n > 1]
+    short = [name for name in dict.fromkeys(names) if name.strip() and len(name) <= _LONGEST]
+    return list(dict.fromkeys([*words, *short[:_NAMES], *_GENERAL, *_NO_WORDS]))
+
+
+def chosen(answers: Sequence[Answer]) -> list[Example]:
+    """The clearest example of each kind, by the verdicts of the answers."""
+    found = []
+    for kind, verdicts in _KINDS.items():
+        some = [one for one in answers if (one.query in _NO_WORDS) == (kind == "nonsense")]
+        for wanted in verdicts:
+            if fitting := [one for one in some if one.verdict is not None and one.verdict.kind == wanted]:
+                found.append(Example(kind=kind, answer=max(fitting, key=_certainty)))
+                break
+    return found
+
+
+def _certainty(answer: Answer) -> float:
+    """Of the hits that the verdict speaks of: all for many matches, else the first."""
+    probabilities = [hit.match_probability or 0.0 for hit in answer.hits]
+    if answer.verdict is None or answer.verdict.kind != "many":
+        probabilities = probabilities[:1]
+    return sum(probabilities) / max(1, len(probabilities))

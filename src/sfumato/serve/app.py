@@ -46,7 +46,6 @@ from sfumato.serve.schemas import (
     Info,
     Item,
     ItemList,
-    Map,
     Modality,
     NewImage,
     NewItem,
@@ -260,7 +259,6 @@ PAGE = HERE / "page"
 _LOG = logging.getLogger("sfumato.serve")
 
 _ItemGallery = Annotated[GalleryName, Parameter(description="gallery of the item")]
-_Gallery = Annotated[GalleryName, Parameter(description="gallery to draw")]
 _Id = Annotated[str, PathParameter(description="id of the item; percent-encoded, but for its slashes")]
 
 
@@ -464,14 +462,6 @@ def _add_searches(app: FastAPI, service: Service) -> None:
     async def get_examples(gallery: _ItemGallery = "images") -> Response:
         """Queries that show what the gallery can answer, with their answers, and some items."""
         return _json(await service.examples(gallery))
-
-    @app.get("/v1/map", response_model=Map, tags=["look"], responses=problems(404, 422, 503, 504))
-    async def get_map(
-        gallery: _Gallery = "images",
-        n: Annotated[int, Parameter(ge=1, le=5000, description="items at most")] = 500,
-    ) -> Response:
-        """Items on the plane of the first two principal components, as ellipses of one standard deviation."""
-        return _json(await service.map(gallery, n))
 
 
 def _add_views(app: FastAPI, service: Service) -> None:

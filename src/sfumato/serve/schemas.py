@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, Self
 
 from fastapi import UploadFile
 from fastapi.responses import Response
-from pydantic import AfterValidator, BaseModel, ConfigDict, FailFast, Field, Json, computed_field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, FailFast, Field, Json, model_validator
 from starlette.exceptions import HTTPException
 
 from sfumato.ids import id_error
@@ -51,40 +51,7 @@ class _Model(BaseModel):
 _PICTURE = "path of its image at this service; null if there is none"
 _PAYLOAD = "texts that were stored with the item"
 _OF_ITEM = "total variance of the item, the sum of its variances"
-
-
-class _Varying(_Model):
-    """What has a variance."""
-
-    total_variance: float = Field(description=_OF_ITEM)
-
-    @computed_field(  # type: ignore[prop-decorator]
-        description="former name of total_variance", json_schema_extra={"deprecated": True}
-    )
-    @property
-    def uncertainty(self) -> float:
-        """Former name of total_variance."""
-        return self.total_variance
-
-
-class _LargestVariance(_Model):
-    """A limit of the variance of items."""
-
-    max_total_variance: float | None = Field(None, ge=0, description="largest total variance of an item")
-    max_uncertainty: float | None = Field(
-        None, ge=0, description="former name of max_total_variance", json_schema_extra={"deprecated": True}
-    )
-
-    @model_validator(mode="after")
-    def _one_name(self) -> Self:
-        if self.max_total_variance is not None and self.max_uncertainty is not None:
-            raise ValueError("max_uncertainty is the former name of max_total_variance; give one of the two")
-        return self
-
-    @property
-    def largest_variance(self) -> float | None:
-        """The limit, by either name; None if there is none."""
-        return self.max_uncertainty if self.max_total_variance is None else self.max_total_variance
+_MOST_VARIANCE = Field(None, ge=0, description="largest total variance of an item")
 
 
 class Query(_Model):
@@ -101,12 +68,13 @@ class Query(_Model):
         return self
 
 
-class ItemFilter(_LargestVariance):
+class ItemFilter(_Model):
     """Which items a search may find."""
 
     where: Annotated[dict[Short, Annotated[list[Short], Field(max_length=100)]], Field(max_length=16)] = Field(
         {}, description="by payload field, the allowed values"
     )
+    max_total_variance: float | None = _MOST_VARIANCE
 
 
 class _Options(_Model):
@@ -126,7 +94,6 @@ class _Options(_Model):
     coverage: float | None = Field(
         None, gt=0, lt=1, description="also return the set of items that holds a match with at least this probability"
     )
-    position: bool = Field(False, description="also return the position of the query on the map of the gallery")
 
 
 class SearchOptions(_Options):
@@ -166,13 +133,14 @@ class VectorRequest(SearchOptions):
     queries: list[VectorQuery] = Field(min_length=1, max_length=MOST, description="up to the limit of the service")
 
 
-class ResultRecord(_Varying):
+class ResultRecord(_Model):
     """One item that a search found."""
 
     id: str = Field(description="id of the item")
     rank: int = Field(description="1 is the closest")
     distance: float = Field(description="to the query, in the distance that the answer names; smaller is closer")
     match_probability: float | None = Field(description="null if the answer is not calibrated")
+    total_variance: float = Field(description=_OF_ITEM)
     payload: dict[str, str] = Field(description=_PAYLOAD)
     picture: str | None = Field(description=_PICTURE)
 
@@ -194,25 +162,7 @@ class VerdictText(_Model):
     text: str = Field(description="for people")
 
 
-class Ellipse(_Model):
-    """A Gaussian on the map: centre, half axes of one standard deviation, and angle of the first axis."""
-
-    x: float = Field(description="centre, along the first axis of the map")
-    y: float = Field(description="centre, along the second axis of the map")
-    a: float = Field(description="first half axis of one standard deviation")
-    b: float = Field(description="second half axis of one standard deviation")
-    angle: float = Field(description="of the first half axis to the first axis of the map, in radians")
-
-
-class Position(Ellipse):
-    """The position of a query on the map."""
-
-    version: str = Field(
-        description="version of the map that the position belongs to; if you have another version, get the map again"
-    )
-
-
-class Answer(_Varying):
+class Answer(_Model):
     """The answer to one query."""
 
     query: str = Field(description="the text, the name of the image file or of the vector, or the id")
@@ -239,7 +189,6 @@ class Answer(_Varying):
     )
     hits: list[ResultRecord] = Field(description="the closest first")
     conformal_set: ConformalSet | None = Field(description="null if no coverage was requested")
-    position: Position | None = Field(description="on the map; null if it was not requested")
 
 
 class SearchResponse(_Model):
@@ -266,10 +215,11 @@ class NewItem(_Model):
         return self
 
 
-class Item(_Varying):
+class Item(_Model):
     """An item of a gallery."""
 
     id: str = Field(description="id of the item")
+    total_variance: float = Field(description=_OF_ITEM)
     payload: dict[str, str] = Field(description=_PAYLOAD)
     picture: str | None = Field(description=_PICTURE)
 
@@ -396,26 +346,6 @@ class Info(_Model):
     limits: Limits = Field(description="requests beyond them are refused")
 
 
-class MapPoint(Ellipse, _Varying):
-    """An item on the map."""
-
-    id: str = Field(description="id of the item")
-    payload: dict[str, str] = Field(description=_PAYLOAD)
-    picture: str | None = Field(description=_PICTURE)
-
-
-class Map(_Model):
-    """The first two principal components of the means of a sample of the gallery, with the projected Gaussians."""
-
-    gallery: GalleryName = Field(description="gallery that is drawn")
-    n: int = Field(description="items in the gallery")
-    version: str = Field(
-        description="version of the plane, which stays the same until a quarter of the items has changed"
-    )
-    explained: tuple[float, float] = Field(description="fractions of the variance of the means along the two axes")
-    points: list[MapPoint] = Field(description="the items of the sample")
-
-
 class Invalid(_Model):
     """One error in a request."""
 
@@ -429,12 +359,13 @@ class State(_Model):
     status: Literal["alive", "ready"] = Field(description="alive of /healthz, ready of /readyz")
 
 
-class SearchParameters(_Options, _LargestVariance):
+class SearchParameters(_Options):
     """The options of a search as query parameters or form fields, which cannot be nested."""
 
     where: list[Annotated[str, Field(max_length=2101, pattern=_PAIR)]] = Field(
         [], max_length=100, description="FIELD:VALUE that the payload must have; may be repeated"
     )
+    max_total_variance: float | None = _MOST_VARIANCE
 
     def options(self) -> SearchOptions:
         """The same options as in JSON."""
@@ -443,9 +374,9 @@ class SearchParameters(_Options, _LargestVariance):
             name, _, value = pair.partition(":")
             where.setdefault(name, []).append(value)
         wanted = None
-        if where or self.largest_variance is not None:
-            wanted = ItemFilter(where=where, max_total_variance=self.largest_variance)
-        own = {"where", "max_total_variance", "max_uncertainty", "q", "image"}
+        if where or self.max_total_variance is not None:
+            wanted = ItemFilter(where=where, max_total_variance=self.max_total_variance)
+        own = {"where", "max_total_variance", "q", "image"}
         flat = self.model_dump(exclude=own, exclude_unset=True)
         return SearchOptions(**flat, filter=wanted)
 

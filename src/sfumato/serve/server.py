@@ -13,7 +13,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from sfumato.errors import UserError
-from sfumato.serve.limits import share_memory
+from sfumato.serve.guard import share_memory
 from sfumato.serve.service import Service
 from sfumato.serve.settings import Settings
 

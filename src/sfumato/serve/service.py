@@ -10,6 +10,7 @@ import io
 import itertools
 import logging
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
 from typing import Literal, TypeVar
@@ -22,29 +23,33 @@ from sfumato import __version__
 from sfumato.data.feature_tables import regions_to_bytes
 from sfumato.data.images import handed_out
 from sfumato.encoders.feature_rows import blank_features, features_read
+from sfumato.errors import first_line
 from sfumato.gaussian import GaussianEmbedding
+from sfumato.search.collection import GaussianCollection
 from sfumato.search.gallery import Gallery, GalleryRecords
 from sfumato.serve.answering import (
+    N_HITS,
+    N_ITEMS,
+    N_LOOKED_AT,
     Asked,
     Search,
     ServedGallery,
     Sources,
     answered,
+    candidates,
     check_payloads,
-    ellipse_of,
+    chosen,
     image_path,
     info_of,
     native,
     query_drift,
     refuse_guarantees,
     search_together,
+    vector_sides,
     without_bytes,
 )
-from sfumato.serve.batching import Batcher, Closed, Embedder, submitted
-from sfumato.serve.decoding import HEADER, Task, message_of
-from sfumato.serve.examples import N_HITS, N_ITEMS, N_LOOKED_AT, candidates, chosen
-from sfumato.serve.guard import Metrics
-from sfumato.serve.limits import SMALL_BODY, Budget, Threads
+from sfumato.serve.embedding import HEADER, Batcher, Closed, Embedder, Task, Threads, message_of, submitted
+from sfumato.serve.guard import SMALL_BODY, Budget, Metrics
 from sfumato.serve.schemas import (
     Answer,
     Examples,
@@ -54,8 +59,6 @@ from sfumato.serve.schemas import (
     Item,
     ItemList,
     Limits,
-    Map,
-    MapPoint,
     QueryDrift,
     QueryKinds,
     Refusal,
@@ -64,13 +67,9 @@ from sfumato.serve.schemas import (
     busy,
 )
 from sfumato.serve.settings import Rights, Settings
-from sfumato.serve.store_health import StoreHealth
-from sfumato.serve.vectors import vector_sides
-from sfumato.studies.maps import Projection, fit_map
 
 Done = TypeVar("Done")
 
-_ON_THE_MAP = 2000
 _BY_VECTOR = "by vector (POST /v1/search/vector)"
 _LOG = logging.getLogger("sfumato.serve")
 
@@ -90,10 +89,6 @@ class Service:
             self._search, self._threads.pool, size=settings.batch_size, window=0.0, workers=settings.workers,
             waiting=settings.max_requests * settings.max_batch, observe=self.metrics.batch("search"),
         )  # fmt: skip
-        self._maps: dict[
-            GalleryName, tuple[int, int, Projection]
-        ] = {}  # (items written, items in the gallery, projection) when it was fitted
-        self._fitting = threading.Lock()
         self._infos: dict[GalleryName, tuple[int, GalleryInfo]] = {}
         self._examples: dict[GalleryName, tuple[int, Examples]] = {}
         self._choosing = {name: asyncio.Lock() for name in sources.galleries}
@@ -300,38 +295,6 @@ class Service:
             queries = chosen(await self.in_thread(ask))
         return Examples(gallery=gallery, queries=queries, items=items)
 
-    async def map(self, gallery: GalleryName, n: int) -> Map:
-        """The map of a gallery."""
-        served = self.gallery(gallery)
-
-        def draw() -> Map:
-            total = served.gallery.size
-            projection, items = self._projection(gallery), served.gallery.sample(n)
-            check_payloads(items.payloads, self.settings.max_response_bytes)
-            if projection is None:
-                return Map(gallery=gallery, n=0, version="", explained=(0.0, 0.0), points=[])
-            points = [
-                MapPoint(
-                    **ellipse_of(ellipse).model_dump(),
-                    id=i,
-                    total_variance=u,
-                    payload=handed_out(payload),
-                    picture=image_path(served, i, payload),
-                )
-                for i, ellipse, u, payload in zip(
-                    items.ids,
-                    projection.ellipses(items.embeddings),
-                    items.embeddings.total_variance.tolist(),
-                    items.payloads,
-                    strict=True,
-                )
-            ]
-            return Map(
-                gallery=gallery, n=total, version=projection.version, explained=projection.explained, points=points
-            )
-
-        return await self.in_thread(draw)
-
     def query_kinds(self) -> QueryKinds:
         """The kinds of queries that the model can answer."""
         model, sides = self.sources.model, self.vector_sides
@@ -447,25 +410,11 @@ class Service:
         return [rows[i] for i in range(len(asked))]
 
     def _search(self, searches: list[Search]) -> list[Answer | Exception]:
-        answers = search_together(searches, self.gallery, self._projection, self.sources.unfamiliar)
+        answers = search_together(searches, self.gallery, self.sources.unfamiliar)
         for one, answer in zip(searches, answers, strict=True):
             if isinstance(answer, Answer) and answer.abstained is not None:
                 self.metrics.abstention(one.options.gallery, answer.abstained)
         return answers
-
-    def _projection(self, name: GalleryName) -> Projection | None:
-        """The projection of a gallery, fitted again when a quarter of its items has changed; None if it is empty.
-
-        Until then it is unchanged, so that an answer and the displayed map use the same plane.
-        """
-        served = self.gallery(name)
-        with self._fitting:
-            written, n, kept = served.written, served.gallery.size, self._maps.get(name)
-            if n == 0:
-                return None
-            if kept is None or 4 * max(written - kept[0], abs(n - kept[1])) >= kept[1]:
-                self._maps[name] = kept = written, n, fit_map(served.gallery.sample(_ON_THE_MAP).embeddings)
-            return kept[2]
 
     async def _warm_up(self) -> None:
         """Embed one text and one image and make one search; then the service is ready."""
@@ -526,3 +475,58 @@ def good(found: Sequence[GaussianEmbedding | BaseException], where: Sequence[str
         first, error = wrong[0]
         raise Refusal(422, f"{first}: {error}", errors=[(place, str(error)) for place, error in wrong])
     return [one for one in found if isinstance(one, GaussianEmbedding)]
+
+
+class StoreHealth:
+    """Reads a record of the store every few seconds, and counts the items."""
+
+    def __init__(self, name: str, collection: GaussianCollection, *, every: float = 5.0, patience: float = 5.0) -> None:
+        self._name, self._collection, self._every, self._patience = name, collection, every, patience
+        self._asked_at: float | None = None
+        self._next_count = 0.0
+        self._error = ""
+        self._stopping = threading.Event()
+
+    @property
+    def problem(self) -> str:
+        """Why the store cannot be used now; "" if it answers."""
+        asked_at = self._asked_at
+        if asked_at is not None and (waited := time.monotonic() - asked_at) > self._patience:
+            return f"the store of the {self._name} has not answered for {waited:.0f} seconds"
+        return f"the store of the {self._name} cannot be read" if self._error else ""
+
+    def start(self) -> None:
+        """Count the items, then go on in the background."""
+        self._collection.recount()
+        self._collection.counts_itself = False
+        threading.Thread(target=self._watch, name=f"store of {self._name}", daemon=True).start()
+
+    def stop(self) -> None:
+        """End the thread, at once or as soon as the store answers."""
+        self._stopping.set()
+
+    def _watch(self) -> None:
+        while not self._stopping.wait(self._every):
+            error = self._look()
+            if not self._stopping.is_set() and bool(error) != bool(self._error):
+                if error:
+                    _LOG.error("the store of the %s cannot be read: %s", self._name, error)
+                else:
+                    _LOG.info("the store of the %s answers again", self._name)
+            self._error = error
+
+    def _look(self) -> str:
+        """Read a record and count; returns what went wrong, "" if nothing did."""
+        try:
+            self._asked_at = time.monotonic()
+            next(self._collection.scan(1), None)
+            self._asked_at = None
+            if (began := time.monotonic()) >= self._next_count:
+                self._collection.recount()
+                ended = time.monotonic()
+                self._next_count = ended + 20 * (ended - began)
+        except Exception as error:
+            return first_line(error)
+        finally:
+            self._asked_at = None
+        return ""

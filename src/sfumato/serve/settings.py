@@ -38,8 +38,6 @@ class Settings:
             refused with 503.
         byte_budget: largest number of bytes of the bodies of all requests, arriving or at work; more are refused with
             503. Of each body 64 KiB do not count.
-        max_slow: largest number of bodies that take longer than a second to arrive; of more, the slowest are refused.
-        min_rate: bytes a second that a body must have after five seconds.
         max_records: largest number of results, and items of conformal sets, in a response.
         max_response_bytes: largest number of bytes of all payloads in a response.
         timeout: seconds for reading a request, and again for answering it.
@@ -67,8 +65,6 @@ class Settings:
     decode_memory_bytes: int = 1_300_000_000
     max_requests: int = 128
     byte_budget: int = 128_000_000
-    max_slow: int = 32
-    min_rate: int = 10_000
     max_records: int = 20_000
     max_response_bytes: int = 16_000_000
     timeout: float = 30.0
@@ -93,7 +89,6 @@ class Settings:
                 "decode_memory_bytes",
                 "max_requests",
                 "byte_budget",
-                "max_slow",
                 "max_records",
                 "max_response_bytes",
             ),

@@ -3,10 +3,8 @@
 The inputs are embeddings and their matches; the reports draw the maps.
 """
 
-import hashlib
 import math
 from dataclasses import asdict, dataclass
-from functools import cached_property
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -170,12 +168,6 @@ class Projection:
     centre: Tensor  # (d,) float64 mean of the means; it is at (0, 0)
     axes: Tensor
     explained: tuple[float, float]
-
-    @cached_property
-    def version(self) -> str:
-        """Digest of the plane; positions can be compared between maps of the same version only."""
-        numbers = torch.cat([self.centre.unsqueeze(1), self.axes], 1).numpy().tobytes()
-        return hashlib.blake2b(numbers, digest_size=8).hexdigest()
 
     def ellipses(self, embeddings: GaussianEmbedding) -> list[tuple[float, float, float, float, float]]:
         r"""Project diagonal Gaussians onto the plane.

@@ -15,7 +15,6 @@ const THUMBNAIL = 96; // pixels, on the start page
 const files = new Map(); // key -> picture that was asked with
 const known = new Map(); // id -> item: name and picture of what was seen
 const answers = new Map(); // request -> answer
-const maps = new Map(); // gallery -> promise of its map
 const shown = [null, null]; // slot -> {query, answer}
 const running = [null, null]; // slot -> AbortController
 let wanted = HITS;
@@ -26,8 +25,6 @@ const begun = new Promise((resolve) => (begin = resolve));
 
 // Actions wait until the collection is known.
 const on = (node, type, act) => node.addEventListener(type, (event) => (info ? act(event) : begun.then(() => act(event))));
-
-let map; // made when it is first looked at
 
 const image = (path, alt = "", size = 224) => {
   const node = h("img", { alt, decoding: "async" });
@@ -80,7 +77,6 @@ function read() {
     gallery,
     queries,
     compare: get.has("compare") || Boolean(queries[1]),
-    view: get.get("view") === "map" ? "map" : "hits",
     least: Math.min(0.99, Math.max(0, Number(get.get("least")) || 0)),
     ...Object.fromEntries(["abstain", "coverage"].map((name) => [name, offers(name, gallery).find((v) => v === Number(get.get(name))) ?? null])),
   };
@@ -94,7 +90,6 @@ function remember(how) {
   if (state.gallery !== Object.keys(info.galleries)[0]) set("in", state.gallery);
   state.queries.forEach((query, slot) => query && query.kind !== "image" && set((query.kind === "id" ? "id" : "q") + (slot ? "2" : ""), query.value));
   if (state.compare && !state.queries[1]) set("compare", "1");
-  if (state.view === "map") set("view", "map");
   for (const name of ["least", "abstain", "coverage"]) set(name, state[name]);
   const pictures = state.queries.map((query) => (query?.kind === "image" ? query.value : null));
   history[how]({ pictures }, "", `?${url}`.replace(/^\?$/, location.pathname));
@@ -132,17 +127,12 @@ function askPicture(slot, file) {
 
 async function answerOf(query, signal) {
   const { gallery, abstain, coverage } = state;
-  const options = { gallery, max_results: Math.min(wanted, info.limits.max_results), position: true, ...(query.kind === native() && { abstain, coverage }) };
+  const options = { gallery, max_results: Math.min(wanted, info.limits.max_results), ...(query.kind === native() && { abstain, coverage }) };
   const key = JSON.stringify([options, query]);
   if (!answers.has(key)) {
     const value = query.kind === "image" ? await base64(files.get(query.value).file) : query.value;
     const body = { ...options, queries: [{ [query.kind]: value }] };
     const found = (await json("v1/search", { method: "POST", body, signal })).answers[0];
-    const drawn = await maps.get(gallery)?.catch(() => null);
-    if (drawn && drawn.version !== found.position?.version) {
-      maps.delete(gallery); // the map has been drawn anew; so what was answered before lies in another plane
-      answers.clear();
-    }
     if (answers.size > 30) answers.delete(answers.keys().next().value);
     answers.set(key, found);
   }
@@ -273,7 +263,6 @@ function filter() {
     for (const item of section.querySelectorAll("[data-probability]")) item.hidden = Number(item.dataset.probability) < state.least;
     $("[data-count]", section).textContent = counted(answer);
   }
-  if (state.view === "map") mark();
 }
 
 // What the shown results are part of. Fewer than one match is not said: an image matches or not.
@@ -381,79 +370,9 @@ function changed(n, said, gone) {
   here().n = n;
   answers.clear();
   forgetPictures();
-  maps.delete(state.gallery);
   go({ queries: state.queries.map((query) => (query?.kind === "id" && query.value === gone ? null : query)) }, "replaceState");
   $("#status").textContent = said;
 }
-
-// ---- the map
-
-function mapOf(gallery) {
-  if (!maps.has(gallery)) {
-    const promise = json(`v1/map?n=2000&gallery=${gallery}`);
-    promise.then(({ points }) => points.forEach((point) => known.has(point.id) || known.set(point.id, point)), () => maps.delete(gallery));
-    maps.set(gallery, promise);
-  }
-  return maps.get(gallery);
-}
-
-async function mark() {
-  const { gallery, least } = state;
-  let found, code;
-  try {
-    [found, code] = await Promise.all([mapOf(gallery), import("./map.js")]);
-  } catch (error) {
-    $("#axes").textContent = `The map cannot be shown: ${error.message}`;
-    return;
-  }
-  if (gallery !== state.gallery || state.view !== "map") return;
-  map ??= new code.CollectionMap($("canvas"), $("#tip"), { picture: pictureURL, describe: tip, pick: ({ id }) => like(0, id) });
-  const marks = SLOTS.filter((slot) => shown[slot]).map((slot) => {
-    const { query, answer } = shown[slot];
-    const hits = answer.hits.filter((hit) => (hit.match_probability ?? 1) >= least);
-    return { label: titleOf(query), dashed: slot === 1, ellipse: answer.position?.version === found.version ? answer.position : null, hits: new Set(hits.map(({ id }) => id)) };
-  });
-  found.groups ??= code.groupsOf(found.points, nameOf);
-  const { least: small, most: large } = map.show(found, marks);
-  legend(found, marks, small, large);
-  list(found.points, marks);
-}
-
-// What each sign on the map is.
-function legend({ points, n, explained, groups }, marks, small, large) {
-  const sign = (kind, ...text) => h("li", {}, h("i", { class: `sign-${kind}`, "aria-hidden": "true" }), ...text);
-  const ids = new Set(points.map(({ id }) => id));
-  const outside = new Set(marks.flatMap(({ hits }) => [...hits]).filter((id) => !ids.has(id))).size;
-  const one = state.gallery.slice(0, -1);
-  $("#legend").replaceChildren(
-    sign("dot", `one ${one} each${points.length < n ? `: a sample of ${count(points.length)} of ${things(state.gallery, n)}` : `: ${things(state.gallery, n)}`}`),
-    ...(large ? [sign("ellipses", `how uncertain its place is: one standard deviation, from ± ${figure(small, 2)} to ± ${figure(large, 2)}, drawn larger and on a log scale`)] : []),
-    ...marks.map(({ label, dashed }) => sign(dashed ? "query dashed" : "query", label)),
-    ...(marks.length ? [sign("hit", `shown results${outside ? ` (${outside} of them are not in the sample)` : ""}`)] : []),
-    ...(groups.length ? [h("li", {}, h("i", { class: "sign-group", "aria-hidden": "true" }, "abc"), `a word of many names around this place`)] : []));
-  $("#axes").textContent = `The two axes show ${percent(explained[0])} and ${percent(explained[1])} of the differences between the items: what lies far apart is different, what lies close may still differ. Drag to move, scroll or pinch to zoom; select an item to find similar ones.`;
-}
-
-// What the canvas shows, in words: the searches, and all items, results first.
-function list(points, marks) {
-  const details = $("#list");
-  const fill = () => {
-    if (!details.open) return;
-    const hit = (point) => marks.some(({ hits }) => hits.has(point.id));
-    const at = ({ x, y }) => `at ${x.toFixed(2)}, ${y.toFixed(2)}`;
-    $("ul", details).replaceChildren(
-      ...marks.filter(({ ellipse }) => ellipse).map(({ label, ellipse }) => h("li", {}, h("b", {}, label), ` ${at(ellipse)}, ± ${figure(ellipse.a)} by ${figure(ellipse.b)}`)),
-      ...[...points].sort((one, other) => hit(other) - hit(one)).map((point) => h("li", {},
-        button({ onclick: () => like(0, point.id) }, nameOf(point)), ` ${hit(point) ? "(result) " : ""}${at(point)}, ± ${figure(point.a)}`)));
-  };
-  details.ontoggle = fill;
-  fill();
-}
-
-const tip = (point) => {
-  const found = SLOTS.map((slot) => shown[slot]?.answer.hits.find(({ id }) => id === point.id)).filter((hit) => hit && hit.match_probability !== null);
-  return [point.picture && image(point.picture), h("div", {}, h("b", {}, nameOf(point)), ...found.map((hit) => h("div", {}, `match probability ${percent(hit.match_probability)}`)))].filter(Boolean);
-};
 
 // ---- the page around them
 
@@ -502,7 +421,6 @@ function render() {
   $("#about").textContent = things(state.gallery, gallery.n);
   $("#model").textContent = `sfumato ${info.version} · model ${info.model} · distance ${info.distance}`;
   $(`[name=gallery][value=${state.gallery}]`).checked = true;
-  $(`[name=view][value=${state.view}]`).checked = true;
   $("#compare").checked = state.compare;
   $("#asks").classList.toggle("two", state.compare);
   $("#answers").classList.toggle("two", state.compare);
@@ -518,11 +436,8 @@ function render() {
   document.title = [...state.queries.filter(Boolean).map(titleOf), "sfumato"].join(" · ");
   SLOTS.forEach(syncAsk);
   $("#notice").replaceChildren();
-  $("#answers").replaceChildren(...(state.queries.some(Boolean) || state.view === "map" ? [] : [welcome()]));
-  $("#answers").classList.toggle("brief", state.view === "map");
-  $("#map").hidden = state.view !== "map";
+  $("#answers").replaceChildren(...(state.queries.some(Boolean) ? [] : [welcome()]));
   SLOTS.forEach(search);
-  if (state.view === "map") mark();
 }
 
 const sayLeast = () => ($("#least").ariaValueText = $("#least-value").textContent = percent(state.least));
@@ -567,7 +482,6 @@ function listen() {
   });
   for (const input of $$("[name=gallery]"))
     on(input, "change", () => go({ gallery: input.value, abstain: null, coverage: null, queries: state.queries.map((query) => (query?.kind === "id" ? null : query)) }));
-  for (const input of $$("[name=view]")) on(input, "change", () => go({ view: input.value }));
   for (const id of ["abstain", "coverage"]) on($(`#${id}`), "change", ({ target }) => go({ [id]: +target.value || null }));
   on($("#compare"), "change", ({ target }) => {
     go({ compare: target.checked, queries: target.checked ? state.queries : [state.queries[0], null] });
@@ -592,7 +506,6 @@ function listen() {
   on($("#add [name=file]"), "change", ({ target }) => name(target));
   on($("#add form"), "submit", add);
   for (const button of $$("dialog .close")) button.addEventListener("click", () => button.closest("dialog").close());
-  for (const button of $$(".zoom button")) on(button, "click", () => map?.zoom(Number(button.dataset.zoom)));
   addEventListener("dragover", (event) => {
     event.preventDefault();
     document.body.classList.add("dragging");
