@@ -120,6 +120,6 @@ def test_what_must_not_be_reached_is_not_reached():
         assert not {name for name in reached_from(start) if part_of(name) == end}, f"{start} reaches {end}"
 
 
-def test_the_service_stands_on_models_and_the_map():
+def test_the_service_stands_on_models():
     above = {"training", "studies", "reports", "demo", "cli"}
-    assert {name for name in reached_from("serve") if part_of(name) in above} == {"studies.maps"}
+    assert {name for name in reached_from("serve") if part_of(name) in above} == set()
