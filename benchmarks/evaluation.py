@@ -5,8 +5,8 @@ whose own metrics run too where it is installed: it takes ranked lists as dictio
 counts as its time. Each form runs in a process of its own. Time on top of the distances is measured within each call:
 whatever is not spent in the product that makes the blocks.
 
-    embeddings evaluate_benchmarks: the distances of both directions and every metric of every truth
-    scores     evaluate_score_matrix from a NumPy file that is mapped, not read
+    embeddings rank embeddings: the distances of both directions and every metric of every truth
+    scores     rank a score matrix from a NumPy file that is mapped, not read
     official   eccv_caption from the same scores
 
     python benchmarks/evaluation.py [--json PATH] [--folder FOLDER] [--d 512] [--distance csd] [--threads 2]
@@ -40,7 +40,8 @@ from torch import Tensor
 from sfumato.distances import get_distance
 from sfumato.evaluation import benchmarks
 from sfumato.evaluation.benchmark_ground_truths import eccv_caption
-from sfumato.evaluation.benchmarks import evaluate_benchmarks, evaluate_score_matrix
+from sfumato.evaluation.benchmarks import Embeddings, Scores, rank
+from sfumato.evaluation.benchmarks import figures as figures_of
 from sfumato.evaluation.ground_truth import GroundTruth
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.search.exact import distance_blocks
@@ -137,15 +138,15 @@ def measure(what: str, arguments: argparse.Namespace, folder: Path) -> dict[str,
     before = peak_mb(reset=True)
     if what == "embeddings":
         figures, seconds = timed(
-            lambda: evaluate_benchmarks(
-                images, texts, whole.image_ids, whole.text_ids, chosen, distance=arguments.distance
+            lambda: figures_of(
+                rank(Embeddings(images, texts, arguments.distance), whole.image_ids, whole.text_ids, chosen)
             ),
             arguments.repeats,
         )
     elif what == "scores":
         mapped = np.load(scores, mmap_mode="r")
         figures, seconds = timed(
-            lambda: evaluate_score_matrix(mapped, whole.image_ids, whole.text_ids, chosen, better="smaller"),
+            lambda: figures_of(rank(Scores(mapped, "smaller"), whole.image_ids, whole.text_ids, chosen)),
             arguments.repeats,
         )
     else:

@@ -90,18 +90,6 @@ from .encoders.heads import (
 from .encoders.heads import (
     HeadOptions as HeadOptions,
 )
-from .evaluation.benchmarks import (
-    evaluate_benchmarks as evaluate_benchmarks,
-)
-from .evaluation.benchmarks import (
-    evaluate_ranked_lists as evaluate_ranked_lists,
-)
-from .evaluation.benchmarks import (
-    evaluate_score_matrix as evaluate_score_matrix,
-)
-from .evaluation.compare import (
-    compare_per_query as compare_per_query,
-)
 from .evaluation.estimators import (
     ESTIMATORS as ESTIMATORS,
 )
@@ -122,15 +110,6 @@ from .evaluation.ground_truth import (
 )
 from .evaluation.protocols import (
     evaluate_retrieval as evaluate_retrieval,
-)
-from .evaluation.published import (
-    published_rows as published_rows,
-)
-from .evaluation.strategies import (
-    STRATEGIES as STRATEGIES,
-)
-from .evaluation.strategies import (
-    evaluate_strategies as evaluate_strategies,
 )
 from .evaluation.trust import (
     measure_trust as measure_trust,
@@ -302,9 +281,6 @@ from .studies.analyse import (
 )
 from .studies.analyse import (
     analyse_model as analyse_model,
-)
-from .studies.corruption import (
-    corruption_curves as corruption_curves,
 )
 from .studies.maps import (
     fit_map as fit_map,

@@ -1,18 +1,12 @@
 import numpy as np
 import pytest
 import torch
+from support.evaluating import evaluate_benchmarks, evaluate_ranked_lists, evaluate_score_matrix
 from support.references_metrics import metrics_by_definition
 
 from sfumato.distances import DISTANCES, csd_matrix
 from sfumato.evaluation.benchmark_ground_truths import coco_1k
-from sfumato.evaluation.benchmarks import (
-    benchmark_metrics,
-    evaluate_benchmarks,
-    evaluate_ranked_lists,
-    evaluate_score_matrix,
-    rank_ground_truths,
-    rank_ground_truths_by_scores,
-)
+from sfumato.evaluation.benchmarks import Embeddings, figures, rank
 from sfumato.evaluation.ground_truth import ALL_METRICS, RECALLS, GroundTruth, ground_truth_from_pairs
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.metrics.relevance import Relevance
@@ -119,7 +113,7 @@ def test_another_ranker_gives_the_same_and_only_sees_galleries():
         sizes.append((queries.n, gallery.n))
         return rank_relevant(queries, gallery, relevance, distance)
 
-    ours = evaluate_benchmarks(IMAGE, TEXT, IMAGES, TEXTS, ground_truths(), rank=rank)
+    ours = evaluate_benchmarks(IMAGE, TEXT, IMAGES, TEXTS, ground_truths(), ranker=rank)
     plain = evaluate_benchmarks(IMAGE, TEXT, IMAGES, TEXTS, ground_truths())
     assert ours == plain
     assert len(sizes) == 2 * (1 + 5 + 1) and (4, 10) in sizes and (10, 4) in sizes
@@ -279,8 +273,8 @@ def test_averages_of_thresholds_and_sums():
 
 
 def test_single_queries_average_to_the_figures():
-    ranks = rank_ground_truths(IMAGE, TEXT, IMAGES, TEXTS, ground_truths())
-    result = benchmark_metrics(ranks)
+    ranks = rank(Embeddings(IMAGE, TEXT), IMAGES, TEXTS, ground_truths())
+    result = figures(ranks)
     for ground_truth in ground_truths():
         for direction in ("i2t", "t2i"):
             ids, values = ranks[ground_truth.name][direction].per_query()
@@ -312,5 +306,5 @@ def test_what_does_not_fit_is_refused():
     with pytest.raises(ValueError, match="nothing, i2t: retrieval_metrics: no query has a relevant item"):
         evaluate_benchmarks(IMAGE, TEXT, IMAGES, TEXTS, [nothing])
     with pytest.raises(ValueError, match="NaN"):
-        rank_ground_truths_by_scores(np.full((20, 50), np.nan), IMAGES, TEXTS, chosen, better="larger")
+        evaluate_score_matrix(np.full((20, 50), np.nan), IMAGES, TEXTS, chosen, better="larger")
     assert evaluate_benchmarks(IMAGE, TEXT, IMAGES, TEXTS, []) == {}

@@ -9,7 +9,7 @@ import torch
 from scipy import stats
 
 from sfumato.errors import UserError
-from sfumato.evaluation.benchmarks import rank_ground_truths, rank_ground_truths_by_lists
+from sfumato.evaluation.benchmarks import Embeddings, Lists, rank
 from sfumato.evaluation.compare import compare_per_query, over_seeds, swap_test
 from sfumato.evaluation.ground_truth import ground_truth_from_pairs
 from sfumato.evaluation.per_query import COMPARED, PerQuery, per_query_table, read_per_query, write_per_query
@@ -28,7 +28,7 @@ def ground_truth(metrics=("recall@1", "r_precision", "map@r")):
 
 
 def table():
-    ranks = rank_ground_truths(IMAGES, TEXTS, IMAGE_IDS, TEXT_IDS, [ground_truth()], distance="squared_l2")
+    ranks = rank(Embeddings(IMAGES, TEXTS, "squared_l2"), IMAGE_IDS, TEXT_IDS, [ground_truth()])
     return per_query_table(ranks, {"i2t": dict(zip(IMAGE_IDS, (0.5, 0.25, 1.0), strict=True)), "t2i": {"t1": 7.0}})
 
 
@@ -58,14 +58,14 @@ def test_a_table_worked_by_hand():
 
 def test_lists_give_what_they_determine():
     lists = {"a": ["t1", "t2"], "b": ["t2"], "c": ["t4", "t3"]}, {"t1": ["b", "a"], "t2": ["b"], "t3": ["b", "a"]}
-    found = per_query_table(rank_ground_truths_by_lists(*lists, IMAGE_IDS, TEXT_IDS, [ground_truth()]))
+    found = per_query_table(rank(Lists(*lists), IMAGE_IDS, TEXT_IDS, [ground_truth()]))
     whole = table()
     for name in ("recall@1", "r_precision", "map@r"):
         np.testing.assert_array_equal(found.figures[name], whole.figures[name])
     for name in ("recall@5", "best_rank", "uncertainty"):
         assert np.isnan(found.figures[name]).all()
     with pytest.raises(ValueError, match="recall@5 needs 4"):
-        per_query_table(rank_ground_truths_by_lists(*lists, IMAGE_IDS, TEXT_IDS, [ground_truth(("recall@5",))]))
+        per_query_table(rank(Lists(*lists), IMAGE_IDS, TEXT_IDS, [ground_truth(("recall@5",))]))
 
 
 def test_ranks_beyond_a_list_of_faiss_are_undefined_not_huge():
@@ -73,7 +73,7 @@ def test_ranks_beyond_a_list_of_faiss_are_undefined_not_huge():
     line, ids = GaussianEmbedding.point(mean), [str(i) for i in range(40)]
     far = ground_truth_from_pairs("far", ids, ids, [(i, str((int(i) + 30) % 40)) for i in ids], metrics=("recall@1",))
     ranker = FaissRanker(STRATEGIES["faiss_mean"], "exact")
-    found = per_query_table(rank_ground_truths(line, line, ids, ids, [far], distance="squared_l2", rank=ranker))
+    found = per_query_table(rank(Embeddings(line, line, "squared_l2", ranker), ids, ids, [far]))
     assert np.isnan(found.figures["best_rank"]).all() and (found.figures["recall@10"] == 0).all()
 
 
@@ -83,7 +83,7 @@ def test_a_positive_outside_of_the_gallery_stands_alone_and_infinitely_far(tmp_p
     own = ground_truth()
     i2t = Relevance.from_lists([[0], [], []], n_gallery=4, n_outside=np.array([0, 1, 1]))
     outside = type(own)("out", own.image_ids, own.text_ids, i2t, own.t2i, ("map@r",))
-    found = per_query_table(rank_ground_truths(IMAGES, TEXTS, IMAGE_IDS, TEXT_IDS, [outside]))
+    found = per_query_table(rank(Embeddings(IMAGES, TEXTS), IMAGE_IDS, TEXT_IDS, [outside]))
     assert found.group[:3].tolist() == ["a", "b", "c"]
     assert found.figures["best_rank"][:3].tolist() == [0, np.inf, np.inf]
     for ending in ("csv", "parquet"):

@@ -5,12 +5,12 @@ import json
 import numpy as np
 import pytest
 import torch
+from support.evaluating import evaluate_benchmarks, evaluate_ranked_lists
 
 from sfumato.errors import UserError
-from sfumato.evaluation.benchmarks import evaluate_benchmarks, evaluate_ranked_lists
+from sfumato.evaluation.benchmarks import EmbeddedSet
 from sfumato.evaluation.compare import More, more_results
 from sfumato.evaluation.embedded_input import (
-    EmbeddedSet,
     Files,
     measure,
     measure_files,
@@ -18,8 +18,8 @@ from sfumato.evaluation.embedded_input import (
     read_embedded_set,
     read_ground_truths,
 )
+from sfumato.evaluation.papers import common_figures
 from sfumato.evaluation.per_query import per_query_table, read_per_query
-from sfumato.evaluation.published import common_figures
 from sfumato.gaussian import GaussianEmbedding, save_embeddings
 
 N, M, D = 6, 12, 3

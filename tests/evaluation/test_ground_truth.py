@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from support.evaluating import evaluate_score_matrix
 
 from sfumato.data.emoji import load_emoji
 from sfumato.errors import UserError
@@ -21,7 +22,6 @@ from sfumato.evaluation.benchmark_ground_truths import (
     pmrp,
     read_coco,
 )
-from sfumato.evaluation.benchmarks import evaluate_score_matrix
 from sfumato.evaluation.embedded_input import read_ground_truths
 from sfumato.evaluation.ground_truth import (
     RECALLS,

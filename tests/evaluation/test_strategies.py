@@ -6,7 +6,7 @@ import torch
 from support.references_metrics import csd_by_loops, metrics_by_definition, squared_l2_by_broadcast
 
 from sfumato.distances import DISTANCES
-from sfumato.evaluation.benchmarks import benchmark_metrics
+from sfumato.evaluation.benchmarks import EmbeddedSet, figures, rank
 from sfumato.evaluation.ground_truth import ground_truth_from_pairs, in_folds
 from sfumato.evaluation.strategies import (
     SCORES,
@@ -16,7 +16,7 @@ from sfumato.evaluation.strategies import (
     SimilarityMatrix,
     choose_strategies,
     evaluate_strategies,
-    rank_ground_truths_by,
+    ranked_by,
 )
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.metrics.relevance import Relevance
@@ -40,6 +40,14 @@ def scene(seed=0, n=N, m=M):
     names = [[f"{letter}{i}" for i in range(k)] for letter, k in (("i", n), ("t", m))]
     ground_truth = ground_truth_from_pairs("all", *names, [(f"i{i}", f"t{j}") for j, i in enumerate(own)])
     return images, texts, *names, ground_truth
+
+
+def strategies_of(images, texts, image_ids, text_ids, ground_truths, *chosen, **options):
+    return evaluate_strategies(EmbeddedSet(images, texts, image_ids, text_ids, ground_truths), *chosen, **options)
+
+
+def figures_by(score, images, texts, image_ids, text_ids, ground_truths):
+    return figures(rank(ranked_by(score, images, texts), image_ids, text_ids, ground_truths))
 
 
 def rows(relevance):
@@ -79,7 +87,7 @@ def test_every_strategy_by_loops(engine, candidates):
     images, texts, image_ids, text_ids, ground_truth = scene()
     assert ground_truth.i2t.counts.max() > 12 and ground_truth.i2t.counts.min() == 1
     options = {"ivf": FaissOptions(n_lists=2, n_probe=2), "hnsw": FaissOptions(ef_search=100)}.get(engine)
-    results = evaluate_strategies(
+    results = strategies_of(
         images, texts, image_ids, text_ids, [ground_truth], engine=engine, candidates=candidates, options=options
     )
     assert list(results) == list(STRATEGY_SETS["all"])
@@ -101,7 +109,7 @@ def test_the_strategies_differ_where_they_should():
     images, texts, image_ids, text_ids, ground_truth = scene()
     figures = {
         name: tuple(result.figures["all"][d]["map@r"] for d in ("i2t", "t2i"))
-        for name, result in evaluate_strategies(
+        for name, result in strategies_of(
             images, texts, image_ids, text_ids, [ground_truth], engine="exact", candidates=7
         ).items()
     }
@@ -113,9 +121,7 @@ def test_folds_have_lists_of_their_own():
     """Ten items of a whole list may hold none of a fold: each fold is searched by itself."""
     images, texts, image_ids, text_ids, ground_truth = scene()
     folds = in_folds(ground_truth, 4, name="folds")
-    results = evaluate_strategies(
-        images, texts, image_ids, text_ids, [ground_truth, folds], engine="exact", candidates=5
-    )
+    results = strategies_of(images, texts, image_ids, text_ids, [ground_truth, folds], engine="exact", candidates=5)
     for name, result in results.items():
         expected = []
         for own_images, own_texts in folds.folds:
@@ -155,7 +161,7 @@ def test_what_is_outside_of_the_gallery_counts_in_the_length_of_a_list():
     ground_truth = type(ground_truth)(
         "x", ground_truth.image_ids, ground_truth.text_ids, outside, ground_truth.t2i, ("r_precision",)
     )
-    found = evaluate_strategies(query, gallery, ["q"], ground_truth.text_ids, [ground_truth], engine="exact")
+    found = strategies_of(query, gallery, ["q"], ground_truth.text_ids, [ground_truth], engine="exact")
     for result in found.values():
         assert result.figures["x"]["i2t"]["r_precision"] == pytest.approx(3 / 12)
 
@@ -169,10 +175,8 @@ def test_ivf_is_approximate_and_repeatable():
     ground_truth = ground_truth.with_metrics("recall@1", "recall@10")
     few = FaissOptions(n_lists=10, n_probe=1)
     chosen = choose_strategies("faiss_mean, faiss_lifted")
-    a, b = (
-        evaluate_strategies(images, texts, image_ids, text_ids, [ground_truth], chosen, options=few) for _ in range(2)
-    )
-    exact = evaluate_strategies(images, texts, image_ids, text_ids, [ground_truth], engine="exact")
+    a, b = (strategies_of(images, texts, image_ids, text_ids, [ground_truth], chosen, options=few) for _ in range(2))
+    exact = strategies_of(images, texts, image_ids, text_ids, [ground_truth], engine="exact")
     for name in a:
         assert a[name].figures == b[name].figures
         assert a[name].figures["all"]["t2i"]["recall@10"] != exact[name].figures["all"]["t2i"]["recall@10"]
@@ -191,23 +195,19 @@ def test_similarities_by_loops(dtype):
         assert matrix.shape == (N, M)
         np.testing.assert_allclose(matrix[:].double().numpy(), expected, atol=2e-6)
         np.testing.assert_allclose(matrix[3:5, 7:9].double().numpy(), expected[3:5, 7:9], atol=2e-6)
-        figures = benchmark_metrics(rank_ground_truths_by(score, images, texts, image_ids, text_ids, [ground_truth]))[
-            "all"
-        ]
+        found_figures = figures_by(score, images, texts, image_ids, text_ids, [ground_truth])["all"]
         for direction, d, relevance in (("i2t", -expected, ground_truth.i2t), ("t2i", -expected.T, ground_truth.t2i)):
             for metric, value in metrics_by_definition(d, rows(relevance)).items():
-                assert figures[direction][metric] == pytest.approx(value), (score, direction, metric)
-        found[score] = figures["i2t"]["map@r"]
-    found["mean"] = benchmark_metrics(
-        rank_ground_truths_by("squared_l2", images, texts, image_ids, text_ids, [ground_truth])
-    )["all"]["i2t"]["map@r"]
+                assert found_figures[direction][metric] == pytest.approx(value), (score, direction, metric)
+        found[score] = found_figures["i2t"]["map@r"]
+    found["mean"] = figures_by("squared_l2", images, texts, image_ids, text_ids, [ground_truth])["all"]["i2t"]["map@r"]
     assert len(set(found.values())) == 3, "on means of different lengths the three differ"
 
 
 def test_any_distance_is_a_score():
     images, texts, image_ids, text_ids, ground_truth = scene(3)
     assert {"csd", "cosine", "dot", "wasserstein2", "kl"} <= set(SCORES)
-    found = benchmark_metrics(rank_ground_truths_by("wasserstein2", images, texts, image_ids, text_ids, [ground_truth]))
+    found = figures_by("wasserstein2", images, texts, image_ids, text_ids, [ground_truth])
     expected = metrics_by_definition(DISTANCES["wasserstein2"].matrix(images, texts).numpy(), rows(ground_truth.i2t))
     assert found["all"]["i2t"]["map@r"] == pytest.approx(expected["map@r"])
 
@@ -215,11 +215,11 @@ def test_any_distance_is_a_score():
 def test_mistakes_are_named():
     images, texts, image_ids, text_ids, ground_truth = scene(4)
     everything = (images, texts, image_ids, text_ids, [ground_truth])
-    assert rank_ground_truths_by("nearest_of_1", *everything)  # PVSE's distances are not in SCORES.
+    assert figures_by("nearest_of_1", *everything)  # PVSE's distances are not in SCORES.
     with pytest.raises(ValueError, match="the score match_probability needs match logits"):
-        rank_ground_truths_by("match_probability", *everything)
+        figures_by("match_probability", *everything)
     with pytest.raises(ValueError, match="unknown score 'manhattan'; known: csd,.*cosine, dot"):
-        rank_ground_truths_by("manhattan", *everything)
+        figures_by("manhattan", *everything)
     with pytest.raises(ValueError, match="unknown strategy 'fiass'; known: all, pcme, mean, wasserstein2, csd, faiss"):
         choose_strategies("csd,fiass")
     for nothing in ("", " , ", "csd,csd"):
@@ -230,12 +230,12 @@ def test_mistakes_are_named():
     with pytest.raises(ValueError, match="csd ranks exactly and has no index"):
         FaissRanker(STRATEGIES["csd"])
     with pytest.raises(ValueError, match="unknown engine 'magic'; known: exact, hnsw"):
-        evaluate_strategies(*everything, engine="magic")
+        strategies_of(*everything, engine="magic")
     with pytest.raises(ValueError, match="candidates must be at least 1, got 0"):
-        evaluate_strategies(*everything, candidates=0)
+        strategies_of(*everything, candidates=0)
     only_ranks = ground_truth.with_metrics("median_rank")
     with pytest.raises(ValueError, match=r"all reports only median_rank, which need whole rankings"):
-        evaluate_strategies(images, texts, image_ids, text_ids, [only_ranks], choose_strategies("faiss_mean"))
+        strategies_of(images, texts, image_ids, text_ids, [only_ranks], choose_strategies("faiss_mean"))
     with pytest.raises(ValueError, match="images have 4 dimensions, texts 3"):
         SimilarityMatrix(images, GaussianEmbedding.point(texts.mean[:, :3]), "dot")
     with pytest.raises(ValueError, match="unknown kind 'cos'"):

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from support.evaluating import evaluate_benchmarks, evaluate_ranked_lists, evaluate_score_matrix
 
 from sfumato.distances import csd_matrix, squared_l2_matrix
 from sfumato.evaluation.benchmark_ground_truths import eccv_caption
-from sfumato.evaluation.benchmarks import evaluate_benchmarks, evaluate_ranked_lists, evaluate_score_matrix
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.matching import match_probability
 from sfumato.metrics.relevance import Relevance

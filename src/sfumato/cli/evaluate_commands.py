@@ -608,7 +608,7 @@ def _evaluate_seeds(
 ) -> None:
     """Evaluate runs of several seeds and print mean ± standard deviation."""
     from sfumato.evaluation.compare import main_figures, over_seeds
-    from sfumato.evaluation.published import own_figures
+    from sfumato.evaluation.papers import own_figures
     from sfumato.models.process_group import join_process_group
     from sfumato.models.run import choose_device, load_run
     from sfumato.reports.console import print_over_seeds

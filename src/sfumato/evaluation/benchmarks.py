@@ -1,23 +1,24 @@
 """Evaluation of embeddings, a score matrix or ranked lists against several ground truths at once.
 
-Distances are computed once per direction, a block of queries at a time. The ranks that any ground truth needs are
-counted while the block is in memory, and ranks that several ground truths share are counted once.
+``figures(rank(source, image_ids, text_ids, ground_truths))``: a source is :class:`Embeddings`, :class:`Scores` or
+:class:`Lists`. Distances are computed once per direction, a block of queries at a time. The ranks that any ground truth
+needs are counted while the block is in memory, and ranks that several ground truths share are counted once.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from sfumato.direction import Direction
+from sfumato.direction import DIRECTIONS, Direction
 from sfumato.distances import Distance, get_distance
 from sfumato.evaluation.benchmark_ground_truths import coco_image_id
 from sfumato.evaluation.ground_truth import RECALLS, GroundTruth
 from sfumato.evaluation.protocols import Ranker
-from sfumato.gaussian import GaussianEmbedding
+from sfumato.gaussian import GaussianEmbedding, ScalarUncertainty
 from sfumato.metrics.relevance import Relevance, sorted_distinct
 from sfumato.metrics.retrieval import (
     Better,
@@ -32,6 +33,7 @@ from sfumato.metrics.retrieval import (
 from sfumato.search.exact import distance_blocks
 
 
+# ---------------------------------------------------------------- ranks and figures
 @dataclass(frozen=True, eq=False)
 class RankedPart:
     """The ranks of a fold, or of the whole ground truth."""
@@ -46,28 +48,27 @@ class RankedPart:
 class GroundTruthRanks:
     """The ranks of a ground truth in one direction, from which all its metrics are computed."""
 
-    ground_truth: GroundTruth  # the ground truth
-    direction: Direction  # "i2t" or "t2i"
+    ground_truth: GroundTruth
+    direction: Direction
     parts: tuple[RankedPart, ...]  # its folds, or the whole as one part
 
     @property
-    def _ids(self) -> tuple[str, ...]:
+    def query_ids(self) -> tuple[str, ...]:
+        """The ids of the queries of the ground truth."""
         return self.ground_truth.image_ids if self.direction == "i2t" else self.ground_truth.text_ids
 
     def metrics(self, names: Sequence[str] | None = None) -> dict[str, float]:
         """Compute metrics, averaged over folds; "n_queries" and "n_without_positives" are summed."""
         names = self.ground_truth.metrics if names is None else names
-        parts = []
+        where, parts = f"{self.ground_truth.name}, {self.direction}", []
         for part in self.parts:
             try:
                 parts.append(retrieval_metrics(part.ranks, part.relevance, depth=part.depth, names=names))
             except ShortListError as error:
-                name = self._ids[part.queries[error.query]]
-                raise ValueError(
-                    f"{self.ground_truth.name}, {self.direction}: the list of {name!r} {error.reason}"
-                ) from error
+                name = self.query_ids[part.queries[error.query]]
+                raise ValueError(f"{where}: the list of {name!r} {error.reason}") from error
             except ValueError as error:
-                raise ValueError(f"{self.ground_truth.name}, {self.direction}: {error}") from error
+                raise ValueError(f"{where}: {error}") from error
         counted = ("n_queries", "n_without_positives")
         return {
             name: sum(p[name] for p in parts) if name in counted else float(np.mean([p[name] for p in parts]))
@@ -75,31 +76,58 @@ class GroundTruthRanks:
         }
 
     def per_query(self, names: Sequence[str] | None = None) -> tuple[list[str], dict[str, np.ndarray]]:
-        """Compute metrics of single queries."""
+        """(ids, metrics) of the single queries that have a relevant item."""
         given = self.ground_truth.metrics if names is None else names
         names = list(dict.fromkeys("best_rank" if name in ("median_rank", "mean_rank") else name for name in given))
-        kept: list[str] = []
-        values: dict[str, list[np.ndarray]] = {name: [] for name in names}
-        for part in self.parts:
-            has = part.relevance.totals > 0
-            kept += [self._ids[i] for i in part.queries[has]]
-            single = per_query_metrics(part.ranks, part.relevance, depth=part.depth, names=names)
-            for name in names:
-                values[name].append(single[name][has])
-        return kept, {name: np.concatenate(parts) for name, parts in values.items()}
+        kept = [part.relevance.totals > 0 for part in self.parts]
+        single = [per_query_metrics(p.ranks, p.relevance, depth=p.depth, names=names) for p in self.parts]
+        ids = [self.query_ids[i] for part, has in zip(self.parts, kept, strict=True) for i in part.queries[has]]
+        return ids, {
+            name: np.concatenate([x[name][has] for x, has in zip(single, kept, strict=True)]) for name in names
+        }
 
 
 BenchmarkRanks = dict[str, dict[Direction, GroundTruthRanks]]
 """{name of the ground truth: {"i2t": ranks, "t2i": ranks}}"""
 
 
+def figures(ranks: BenchmarkRanks) -> dict[str, dict[str, Any]]:
+    """{name of the ground truth: {"i2t": metrics, "t2i": metrics, "rsum": number}}.
+
+    The rsum is recall@1 + recall@5 + recall@10 of both directions, at most 6; it is missing where a ground truth does
+    not report these. Ground truths with averaged_as also stand under that name as their average.
+    """
+    result: dict[str, dict[str, Any]] = {}
+    averages: dict[str, list[dict[str, Any]]] = {}
+    for name, both in ranks.items():
+        found: dict[str, Any] = {direction: of.metrics() for direction, of in both.items()}
+        if all(set(RECALLS) <= set(found[direction]) for direction in both):
+            found["rsum"] = sum(found[direction][recall] for direction in both for recall in RECALLS)
+        result[name] = found
+        if (average := next(iter(both.values())).ground_truth.averaged_as) is not None:
+            averages.setdefault(average, []).append(found)
+    for name, members in averages.items():
+        if name in result:
+            raise ValueError(f"figures: {name!r} is the name of a ground truth and of an average; rename one")
+        result[name] = _mean(members)
+    return result
+
+
+def _mean(values: list[Any]) -> Any:
+    """The mean of numbers, or of each entry of dictionaries."""
+    if isinstance(values[0], dict):
+        return {key: _mean([value[key] for value in values]) for key in values[0]}
+    return float(np.mean(values))
+
+
+# ---------------------------------------------------------------- the plan
+@dataclass
 class GalleryGroup:
     """The parts of ground truths with the same gallery; their relevant items are ranked together, each once."""
 
-    def __init__(self, gallery: np.ndarray) -> None:
-        self.gallery = gallery
-        self.parts: list[tuple[str, int, np.ndarray, np.ndarray, Relevance]] = []
-        self.depth: np.ndarray | None = None
+    gallery: np.ndarray
+    parts: list[tuple[str, int, np.ndarray, np.ndarray, Relevance]] = field(default_factory=list)
+    depth: np.ndarray | None = None
 
     def close(self, n_queries: int, n_gallery: int) -> None:
         """Compute the union over the parts, after the last part was added."""
@@ -117,6 +145,16 @@ class GalleryGroup:
         whole = g == n_gallery and bool((self.gallery == np.arange(g)).all())
         self.columns: slice | np.ndarray = slice(None) if whole else _as_slice(self.gallery)
 
+    def ranked(self) -> Iterable[tuple[str, int, RankedPart]]:
+        """(name of the ground truth, number of the fold, ranks) of each part."""
+        for (name, fold, queries, rows, relevance), pick in zip(self.parts, self.picks, strict=True):
+            depth = None
+            if self.depth is not None:
+                everyone = np.zeros(max(rows.max(initial=-1), self.rows.max(initial=-1)) + 1, np.int64)
+                everyone[self.rows] = self.depth
+                depth = everyone[rows]
+            yield name, fold, RankedPart(queries, relevance, self.ranks[pick], depth)
+
 
 def _as_slice(index: np.ndarray) -> slice | np.ndarray:
     """Consecutive positions as a slice, which avoids a copy."""
@@ -125,12 +163,18 @@ def _as_slice(index: np.ndarray) -> slice | np.ndarray:
     return index
 
 
-class RankPlan:
-    """The plan of all rankings in one direction."""
+def _on(index: slice | np.ndarray, device: torch.device) -> slice | Tensor:
+    return index if isinstance(index, slice) else torch.from_numpy(index).to(device)
 
-    def __init__(self, direction: Direction, groups: list[GalleryGroup], ground_truths: dict[str, GroundTruth]) -> None:
-        self.direction: Direction = direction
-        self.groups, self.ground_truths = groups, ground_truths
+
+@dataclass(frozen=True)
+class RankPlan:
+    """All rankings in one direction."""
+
+    direction: Direction
+    query_ids: Sequence[str]
+    gallery_ids: Sequence[str]
+    groups: list[GalleryGroup]
 
     def count(self, start: int, block: Tensor) -> None:
         """Count the ranks of a block of queries in every gallery. block (b, m)."""
@@ -138,86 +182,49 @@ class RankPlan:
             a, b = np.searchsorted(group.rows, (start, start + len(block)))
             if a == b:
                 continue
-            rows, columns = _as_slice(group.rows[a:b] - start), group.columns
-            chosen = block[rows if isinstance(rows, slice) else torch.from_numpy(rows).to(block.device)]
-            if isinstance(columns, slice):
-                chosen = chosen[:, columns]
-            else:
-                chosen = chosen[:, torch.from_numpy(columns).to(block.device)]
+            chosen = block[_on(_as_slice(group.rows[a:b] - start), block.device)]
+            chosen = chosen[:, _on(group.columns, block.device)]
             filled = slice(group.relevance.indptr[a], group.relevance.indptr[b])
             group.ranks[filled] = relevant_ranks(chosen, group.relevance, int(a))
 
-    def collect(self, result: BenchmarkRanks) -> None:
-        """Write the ranks of every part into the result."""
-        found: dict[str, dict[int, RankedPart]] = {}
-        for group in self.groups:
-            for (name, fold, queries, rows, relevance), pick in zip(group.parts, group.picks, strict=True):
-                depth = None
-                if group.depth is not None:
-                    everyone = np.zeros(max(rows.max(initial=-1), group.rows.max(initial=-1)) + 1, np.int64)
-                    everyone[group.rows] = group.depth
-                    depth = everyone[rows]
-                found.setdefault(name, {})[fold] = RankedPart(queries, relevance, group.ranks[pick], depth)
-        for name, folds in found.items():
-            parts = tuple(folds[fold] for fold in sorted(folds))
-            result[name][self.direction] = GroundTruthRanks(self.ground_truths[name], self.direction, parts)
-
 
 def plan_ranks(
-    ground_truths: Iterable[GroundTruth], image_ids: Sequence[str], text_ids: Sequence[str], shape: tuple[int, ...]
-) -> Iterator[RankPlan]:
-    """Plan the rankings of several ground truths, so that common ranks are counted once.
-
-    shape (number of images, number of texts).
-    """
+    ground_truths: Iterable[GroundTruth], image_ids: Sequence[str], text_ids: Sequence[str]
+) -> list[RankPlan]:
+    """Plan the rankings of several ground truths in both directions, so that common ranks are counted once."""
     chosen = list(ground_truths)
     names = [ground_truth.name for ground_truth in chosen]
     if len(set(names)) != len(names):
         raise ValueError(f"benchmarks: the ground truths are named {', '.join(names)}; names must be distinct")
-    if shape != (len(image_ids), len(text_ids)):
-        raise ValueError(
-            f"benchmarks: {len(image_ids)} image_ids and {len(text_ids)} text_ids for {' by '.join(map(str, shape))}"
-            " images and texts; give one id for each"
-        )
     images, texts = _Positions(image_ids, "image", coco_image_id), _Positions(text_ids, "text")
-    places = [(images.of(one.image_ids, one), texts.of(one.text_ids, one)) for one in chosen]
-    return iter(
-        (
-            _plan("i2t", chosen, places, (images.n, texts.n)),
-            _plan("t2i", chosen, [place[::-1] for place in places], (texts.n, images.n)),
-        )
-    )
-
-
-def _plan(
-    direction: Direction,
-    ground_truths: list[GroundTruth],
-    places: list[tuple[np.ndarray, np.ndarray]],
-    sizes: tuple[int, int],
-) -> RankPlan:
-    """Group the parts by gallery; places are (query, gallery) positions of each ground truth's ids."""
-    groups: dict[bytes, GalleryGroup] = {}
-    for ground_truth, (query_place, gallery_place) in zip(ground_truths, places, strict=True):
-        relevance = ground_truth.i2t if direction == "i2t" else ground_truth.t2i
-        everything = np.arange(relevance.n_queries), np.arange(relevance.n_gallery)
-        folds = [fold if direction == "i2t" else fold[::-1] for fold in ground_truth.folds] or [everything]
-        for f, (queries, gallery) in enumerate(folds):
-            queries, gallery = np.asarray(queries, np.int64), np.asarray(gallery, np.int64)
-            part = relevance.select_queries(queries).select_gallery(gallery) if ground_truth.folds else relevance
-            position = gallery_place[gallery]
-            group = groups.setdefault(position.tobytes(), GalleryGroup(position))
-            group.parts.append((ground_truth.name, f, queries, query_place[queries], part))
-    for group in groups.values():
-        group.close(*sizes)
-    return RankPlan(direction, list(groups.values()), {one.name: one for one in ground_truths})
+    groups: dict[Direction, dict[bytes, GalleryGroup]] = {direction: {} for direction in DIRECTIONS}
+    for one in chosen:
+        place = images.of(one.image_ids, one), texts.of(one.text_ids, one)
+        for direction, found in groups.items():
+            step = 1 if direction == "i2t" else -1
+            (query_place, gallery_place), relevance = place[::step], one.i2t if direction == "i2t" else one.t2i
+            everything = np.arange(relevance.n_queries), np.arange(relevance.n_gallery)
+            for f, fold in enumerate([fold[::step] for fold in one.folds] or [everything]):
+                queries, gallery = (np.asarray(index, np.int64) for index in fold)
+                part = relevance.select_queries(queries).select_gallery(gallery) if one.folds else relevance
+                position = gallery_place[gallery]
+                group = found.setdefault(position.tobytes(), GalleryGroup(position))
+                group.parts.append((one.name, f, queries, query_place[queries], part))
+    plans = []
+    for direction, found in groups.items():
+        queries_of, gallery_of = (images, texts) if direction == "i2t" else (texts, images)
+        for group in found.values():
+            group.close(len(queries_of.ids), len(gallery_of.ids))
+        plans.append(RankPlan(direction, queries_of.ids, gallery_of.ids, list(found.values())))
+    return plans
 
 
 class _Positions:
     """The positions of the ids of ground truths among the given ids."""
 
     def __init__(self, ids: Sequence[str], what: str, other_name: Callable[[str], str] | None = None) -> None:
-        self.n, self.what = len(ids), what
-        self.position = {str(identity): i for i, identity in enumerate(ids)}
+        self.ids, self.what = [str(identity) for identity in ids], what
+        self.position = {identity: i for i, identity in enumerate(self.ids)}
         if len(self.position) != len(ids):
             raise ValueError(f"benchmarks: only {len(self.position)} of the {len(ids)} {what}_ids are distinct")
         if other_name is not None:
@@ -231,9 +238,10 @@ class _Positions:
             if missing := [identity for identity in ids if identity not in self.position]:
                 raise ValueError(
                     f"{len(missing):,} of the {len(ids):,} {self.what}s of the benchmark {ground_truth.name} are not"
-                    f" among the {self.n:,} {self.what}s that were embedded, e.g. {missing[0]!r}. The ids of both must"
-                    f" agree; the first of the embedded {self.what}s has the id {next(iter(self.position), None)!r}."
-                    " Evaluate on the images and texts of the benchmark, or give their ids as the benchmark has them"
+                    f" among the {len(self.ids):,} {self.what}s that were embedded, e.g. {missing[0]!r}. The ids of"
+                    f" both must agree; the first of the embedded {self.what}s has the id"
+                    f" {next(iter(self.position), None)!r}. Evaluate on the images and texts of the benchmark, or give"
+                    " their ids as the benchmark has them"
                 )
             self.known[ids] = np.array([self.position[identity] for identity in ids], np.int64)
             if len(np.unique(self.known[ids])) != len(ids):
@@ -241,29 +249,189 @@ class _Positions:
         return self.known[ids]
 
 
+# ---------------------------------------------------------------- sources
+class Source(Protocol):
+    """What is ranked: embeddings, scores or lists."""
+
+    def shape(self) -> tuple[int, ...] | None:
+        """(number of images, number of texts), if it is known."""
+        ...
+
+    def fill(self, plan: RankPlan) -> None:
+        """Fill in the ranks of all groups of a plan."""
+        ...
+
+
+@torch.no_grad()
+def rank(
+    source: Source, image_ids: Sequence[str], text_ids: Sequence[str], ground_truths: Iterable[GroundTruth]
+) -> BenchmarkRanks:
+    """Rank the relevant items of several ground truths with distinct names.
+
+    An item that is not in a ground truth is left out of its queries and gallery. COCO's file names are read as its
+    image numbers.
+    """
+    shape = source.shape()
+    if shape is not None and shape != (len(image_ids), len(text_ids)):
+        raise ValueError(
+            f"benchmarks: {len(image_ids)} image_ids and {len(text_ids)} text_ids for {' by '.join(map(str, shape))}"
+            " images and texts; give one id for each"
+        )
+    ground_truths = list(ground_truths)
+    plans = plan_ranks(ground_truths, image_ids, text_ids)
+    chosen = {one.name: one for one in ground_truths}
+    result: BenchmarkRanks = {name: {} for name in chosen}
+    for plan in plans:
+        source.fill(plan)
+        found: dict[str, dict[int, RankedPart]] = {}
+        for group in plan.groups:
+            for name, fold, part in group.ranked():
+                found.setdefault(name, {})[fold] = part
+        for name, folds in found.items():
+            parts = tuple(folds[fold] for fold in sorted(folds))
+            result[name][plan.direction] = GroundTruthRanks(chosen[name], plan.direction, parts)
+    return result
+
+
+@dataclass(frozen=True, eq=False)
+class EmbeddedSet:
+    """Embedded images and texts with their ground truths."""
+
+    images: GaussianEmbedding  # (n, d) embeddings
+    texts: GaussianEmbedding  # (m, d) embeddings
+    image_ids: tuple[str, ...]  # n distinct ids
+    text_ids: tuple[str, ...]  # m distinct ids
+    ground_truths: tuple[GroundTruth, ...]  # with distinct names
+    text_kinds: tuple[str, ...] | None = None  # (m,) kinds of the texts, if they have any
+
+    def to(self, device: torch.device) -> "EmbeddedSet":
+        """Move the embeddings to another device."""
+        return replace(self, images=self.images.to(device), texts=self.texts.to(device))
+
+    def uncertainty(self, measure: ScalarUncertainty = "total_variance") -> dict[str, dict[str, float]] | None:
+        """Compute uncertainties in the form of :func:`~sfumato.evaluation.compare.per_query_table`."""
+        sides = {"i2t": (self.image_ids, self.images), "t2i": (self.text_ids, self.texts)}
+        found = {name: dict(zip(ids, e.uncertainty(measure).tolist(), strict=True)) for name, (ids, e) in sides.items()}
+        if not any(bool((e.total_variance != 0).any()) for _, e in sides.values()):
+            return None
+        return {name: {coco_image_id(i): v for i, v in side.items()} | side for name, side in found.items()}
+
+
+@dataclass(frozen=True, eq=False)
+class Embeddings:
+    """Ranks by a distance with images as its first argument."""
+
+    images: GaussianEmbedding  # (n, d) embeddings
+    texts: GaussianEmbedding  # (m, d) embeddings
+    distance: str | Distance = "csd"
+    ranker: Ranker | None = None  # called for every gallery; None ranks by distances that are computed once
+    progress: Callable[[int], None] | None = None  # called with the number of queries just ranked, without a ranker
+    memory_mb: float = 64.0  # size of a block of distances, in MiB
+
+    def shape(self) -> tuple[int, ...]:
+        """See :meth:`Source.shape`."""
+        return self.images.n, self.texts.n
+
+    def fill(self, plan: RankPlan) -> None:
+        """See :meth:`Source.fill`."""
+        queries, gallery = (self.images, self.texts) if plan.direction == "i2t" else (self.texts, self.images)
+        oriented = get_distance(self.distance).for_direction(plan.direction)
+        if self.ranker is not None:
+            for group in plan.groups:
+                some, others = (
+                    e[torch.from_numpy(index).to(e.device)]
+                    for e, index in ((queries, group.rows), (gallery, group.gallery))
+                )
+                group.ranks = self.ranker(some, others, group.relevance, oriented)
+            return
+        for start, block in distance_blocks(queries, gallery, oriented, memory_mb=self.memory_mb):
+            plan.count(start, block)
+            if self.progress:
+                self.progress(len(block))
+            del block  # Else it stays in memory until the next one is made.
+
+
+@dataclass(frozen=True, eq=False)
+class Scores:
+    """Ranks by a matrix of scores: an array, a memory map or a tensor. Ties go to the earlier gallery item."""
+
+    scores: ScoreMatrix  # (n, m) images by texts
+    better: Better  # "larger" for similarities, "smaller" for distances
+    memory_mb: float = 64.0  # size of a block of scores, in MiB
+
+    def shape(self) -> tuple[int, ...]:
+        """See :meth:`Source.shape`."""
+        return tuple(int(size) for size in self.scores.shape)
+
+    def fill(self, plan: RankPlan) -> None:
+        """See :meth:`Source.fill`."""
+        queries = "rows" if plan.direction == "i2t" else "columns"
+        blocks = score_blocks(self.scores, better=self.better, queries=queries, memory_mb=self.memory_mb)  # type: ignore[arg-type]
+        for start, block in blocks:
+            plan.count(start, block)
+            del block  # As above.
+
+
 RankedLists = Mapping[Any, Sequence[Any] | np.ndarray] | np.ndarray
 """{query id: [gallery ids from best to worst]}, or an (n, k) array of gallery positions with a row for each query."""
 
 
-class ListRanker:
-    """Ranks relevant items by the lists of one direction, some queries at a time."""
+@dataclass(frozen=True, eq=False)
+class Lists:
+    """Ranks by lists of texts for images and of images for texts, complete or only their beginnings.
 
-    def __init__(
-        self, lists: RankedLists, query_ids: Sequence[str], gallery_ids: Sequence[str], direction: Direction
-    ) -> None:
-        self.direction, self.query_ids, self.n_gallery = direction, [str(q) for q in query_ids], len(gallery_ids)
-        self.gallery = [str(item) for item in gallery_ids]
+    Every query of a ground truth needs one. A list must not repeat an item, hold an unknown one, or be too short for a
+    metric: recall@K needs K items of the fold, R-Precision and mAP@R as many as are relevant.
+    """
+
+    i2t: RankedLists
+    t2i: RankedLists
+    batch_size: int = 256  # number of queries whose lists are read at once
+
+    def shape(self) -> None:
+        """See :meth:`Source.shape`."""
+        return
+
+    def fill(self, plan: RankPlan) -> None:
+        """See :meth:`Source.fill`."""
+        lists = _DirectionLists(self.i2t if plan.direction == "i2t" else self.t2i, plan)
+        places = []  # For each group, the position within its gallery of every item, or -1.
+        for group in plan.groups:
+            place = np.full(len(plan.gallery_ids), -1)
+            place[group.gallery] = np.arange(len(group.gallery))
+            places.append(place)
+            group.depth = np.zeros(len(group.rows), np.int64)
+        everyone = np.unique(np.concatenate([group.rows for group in plan.groups])) if plan.groups else np.empty(0, int)
+        for start in range(0, len(everyone), self.batch_size):
+            some = everyone[start : start + self.batch_size]
+            positions = {query: lists.positions(query) for query in some.tolist()}
+            for group, place in zip(plan.groups, places, strict=True):
+                a, b = np.searchsorted(group.rows, (some[0], some[-1] + 1))
+                inside = [(own := place[positions[q]])[own >= 0] for q in group.rows[a:b].tolist()]
+                ranks, depth = ranks_from_lists(inside, group.relevance.select_queries(np.arange(a, b)))
+                group.ranks[group.relevance.indptr[a] : group.relevance.indptr[b]] = ranks
+                assert group.depth is not None
+                group.depth[a:b] = depth
+
+
+class _DirectionLists:
+    """The lists of one direction as gallery positions."""
+
+    def __init__(self, lists: RankedLists, plan: RankPlan) -> None:
+        self.direction, self.query_ids, self.gallery = plan.direction, plan.query_ids, plan.gallery_ids
         self.position_of = {item: j for j, item in enumerate(self.gallery)}
         self.by_id: dict[str, Any] | None = None
         if isinstance(lists, Mapping):
             self.by_id = {str(query): items for query, items in lists.items()}
             if unknown := self.by_id.keys() - set(self.query_ids):
-                raise ValueError(f"{direction}: there is a list for {min(unknown)!r}, which is not among the query ids")
+                raise ValueError(
+                    f"{self.direction}: there is a list for {min(unknown)!r}, which is not among the query ids"
+                )
         else:
             self.array = np.asarray(lists)
             if self.array.ndim != 2 or len(self.array) != len(self.query_ids) or self.array.dtype.kind not in "iu":
                 raise ValueError(
-                    f"{direction}: got lists of shape {self.array.shape} and type {self.array.dtype} for"
+                    f"{self.direction}: got lists of shape {self.array.shape} and type {self.array.dtype} for"
                     f" {len(self.query_ids)} queries; expected a row of gallery positions each, or a dictionary of ids"
                 )
         # Binary search for all numbers of a list at once is far faster than a dictionary.
@@ -273,265 +441,31 @@ class ListRanker:
             self.order = numbers.argsort()
             self.numbers = numbers[self.order]
 
-    def rank(self, plan: RankPlan, *, batch_size: int = 256) -> None:
-        """Fill in the ranks and depths of all groups of a plan."""
-        places = []  # For each group, the position within its gallery of every item, or -1.
-        for group in plan.groups:
-            place = np.full(self.n_gallery, -1)
-            place[group.gallery] = np.arange(len(group.gallery))
-            places.append(place)
-            group.depth = np.zeros(len(group.rows), np.int64)
-        everyone = np.unique(np.concatenate([group.rows for group in plan.groups])) if plan.groups else np.empty(0, int)
-        for start in range(0, len(everyone), batch_size):
-            some = everyone[start : start + batch_size]
-            positions = {int(query): self.positions(int(query)) for query in some}
-            for group, place in zip(plan.groups, places, strict=True):
-                a, b = np.searchsorted(group.rows, (some[0], some[-1] + 1))
-                inside = [(own := place[positions[q]])[own >= 0] for q in group.rows[a:b].tolist()]
-                ranks, depth = ranks_from_lists(inside, group.relevance.select_queries(np.arange(a, b)))
-                group.ranks[group.relevance.indptr[a] : group.relevance.indptr[b]] = ranks
-                assert group.depth is not None
-                group.depth[a:b] = depth
-
     def positions(self, query: int) -> np.ndarray:
-        """Read the list of one query. Returns (k,)."""
-        name = self.query_ids[query]
+        """(k,) positions in the list of one query."""
+        who = f"{self.direction}: the list of {self.query_ids[query]!r}"
         if self.by_id is None:
             row = self.array[query].astype(np.int64)
-            if len(row) and not (row.min() >= 0 and row.max() < self.n_gallery):
+            if len(row) and not (row.min() >= 0 and row.max() < len(self.gallery)):
                 raise ValueError(
-                    f"{self.direction}: the list of {name!r} holds positions from {row.min()} to {row.max()};"
-                    f" expected 0 to {self.n_gallery - 1}"
+                    f"{who} holds positions from {row.min()} to {row.max()}; expected 0 to {len(self.gallery) - 1}"
                 )
-        elif name not in self.by_id:
-            raise ValueError(f"{self.direction}: there is no list for query {name!r}")
+        elif self.query_ids[query] not in self.by_id:
+            raise ValueError(f"{self.direction}: there is no list for query {self.query_ids[query]!r}")
         else:
-            row = self._look_up(name, self.by_id[name])
-        if len(row) > self.n_gallery or np.bincount(row, minlength=1).max(initial=0) > 1:
-            twice = self.gallery[int(np.bincount(row).argmax())]
-            raise ValueError(f"{self.direction}: the list of {name!r} holds {twice!r} more than once")
+            row = self._look_up(who, self.by_id[self.query_ids[query]])
+        if len(row) > len(self.gallery) or np.bincount(row, minlength=1).max(initial=0) > 1:
+            raise ValueError(f"{who} holds {self.gallery[int(np.bincount(row).argmax())]!r} more than once")
         return np.asarray(row)
 
-    def _look_up(self, name: str, items: Any) -> np.ndarray:
+    def _look_up(self, who: str, items: Any) -> np.ndarray:
         given = np.asarray(items)
         if self.numbers is not None and len(self.numbers) and given.ndim == 1 and given.dtype.kind in "iu":
             at = np.searchsorted(self.numbers, given).clip(max=len(self.numbers) - 1)
             if (wrong := self.numbers[at] != given).any():
-                raise ValueError(f"{self.direction}: the list of {name!r} holds the unknown id {given[wrong][0]}")
+                raise ValueError(f"{who} holds the unknown id {given[wrong][0]}")
             return np.asarray(self.order[at])
         try:
             return np.array([self.position_of[str(item)] for item in items], np.int64)
         except KeyError as error:
-            raise ValueError(f"{self.direction}: the list of {name!r} holds the unknown id {error}") from error
-
-
-def evaluate_benchmarks(
-    images: GaussianEmbedding,
-    texts: GaussianEmbedding,
-    image_ids: Sequence[str],
-    text_ids: Sequence[str],
-    ground_truths: Iterable[GroundTruth],
-    *,
-    distance: str | Distance = "csd",
-    rank: Ranker | None = None,
-    progress: Callable[[int], None] | None = None,
-    memory_mb: float = 64.0,
-) -> dict[str, dict[str, Any]]:
-    """Evaluate embeddings against several ground truths.
-
-    Args:
-        images: (n, d) embeddings.
-        texts: (m, d) embeddings.
-        image_ids: n distinct ids. An item that is not in a ground truth is left out of its queries and gallery. COCO's
-            file names are read as its image numbers.
-        text_ids: m distinct ids.
-        ground_truths: with distinct names.
-        distance: to rank by: a name in DISTANCES, or a distance with images as its first argument.
-        rank: the ranking function, such as a search over several processes; it is called for every gallery. None ranks
-            in this process, by distances that are computed once per direction.
-        progress: called with the number of queries just ranked, n + m in all; not called if rank is given.
-        memory_mb: size of a block of distances, in MiB.
-
-    Returns:
-        {name of the ground truth: {"i2t": metrics, "t2i": metrics, "rsum": number}}. The rsum is recall@1 + recall@5 +
-        recall@10 of both directions, at most 6; it is missing where a ground truth does not report these. Ground truths
-        with averaged_as also stand under that name as their average.
-
-    Raises:
-        ValueError: sizes do not fit, names or ids repeat, or an id of a ground truth is missing.
-
-    Example:
-        >>> from sfumato.evaluation.ground_truth import ground_truth_from_pairs
-        >>> embeddings = GaussianEmbedding.point(torch.eye(2))
-        >>> pairs = [("a", "x"), ("b", "y")]
-        >>> mine = ground_truth_from_pairs("mine", ["a", "b"], ["x", "y"], pairs, metrics=["recall@1"])
-        >>> evaluate_benchmarks(embeddings, embeddings, ["a", "b"], ["x", "y"], [mine])["mine"]["i2t"]["recall@1"]
-        1.0
-    """
-    ranks = rank_ground_truths(
-        images, texts, image_ids, text_ids, ground_truths,
-        distance=distance, rank=rank, progress=progress, memory_mb=memory_mb,
-    )  # fmt: skip
-    return benchmark_metrics(ranks)
-
-
-def evaluate_score_matrix(
-    scores: ScoreMatrix,
-    image_ids: Sequence[str],
-    text_ids: Sequence[str],
-    ground_truths: Iterable[GroundTruth],
-    *,
-    better: Better,
-    memory_mb: float = 64.0,
-) -> dict[str, dict[str, Any]]:
-    """Evaluate a matrix of scores against several ground truths.
-
-    Args:
-        scores: (n, m) images by texts: an array, a memory map or a tensor. Ties go to the earlier gallery item.
-        image_ids: n distinct ids, see :func:`evaluate_benchmarks`.
-        text_ids: m distinct ids.
-        ground_truths: with distinct names.
-        better: "larger" for similarities, "smaller" for distances.
-        memory_mb: size of a block of scores, in MiB.
-
-    Returns:
-        As :func:`evaluate_benchmarks`.
-
-    Raises:
-        ValueError: as :func:`evaluate_benchmarks`, or a score is NaN.
-    """
-    ranks = rank_ground_truths_by_scores(
-        scores, image_ids, text_ids, ground_truths, better=better, memory_mb=memory_mb
-    )  # fmt: skip
-    return benchmark_metrics(ranks)
-
-
-def evaluate_ranked_lists(
-    i2t: RankedLists,
-    t2i: RankedLists,
-    image_ids: Sequence[str],
-    text_ids: Sequence[str],
-    ground_truths: Iterable[GroundTruth],
-    *,
-    batch_size: int = 256,
-) -> dict[str, dict[str, Any]]:
-    """Evaluate ranked lists against several ground truths.
-
-    Args:
-        i2t: lists of texts for images, complete or only their beginnings.
-        t2i: lists of images for texts.
-        image_ids: n distinct ids of the images that were searched, see :func:`evaluate_benchmarks`.
-        text_ids: m distinct ids of the texts that were searched.
-        ground_truths: with distinct names.
-        batch_size: number of queries whose lists are read at once.
-
-    Returns:
-        As :func:`evaluate_benchmarks`.
-
-    Raises:
-        ValueError: as :func:`evaluate_benchmarks`, or a query has no list, or a list repeats an item, holds an unknown
-            one, or is too short for a metric: recall@K needs K items of the fold, R-Precision and mAP@R as many as are
-            relevant.
-    """
-    ranks = rank_ground_truths_by_lists(i2t, t2i, image_ids, text_ids, ground_truths, batch_size=batch_size)
-    return benchmark_metrics(ranks)
-
-
-def benchmark_metrics(ranks: BenchmarkRanks) -> dict[str, dict[str, Any]]:
-    """Compute the metrics of :func:`evaluate_benchmarks` from ranks."""
-    result: dict[str, dict[str, Any]] = {}
-    averages: dict[str, list[dict[str, Any]]] = {}
-    for name, both in ranks.items():
-        found: dict[str, Any] = {direction: of.metrics() for direction, of in both.items()}
-        if all(set(RECALLS) <= set(found[direction]) for direction in both):
-            found["rsum"] = sum(found[direction][recall] for direction in both for recall in RECALLS)
-        result[name] = found
-        if (average := next(iter(both.values())).ground_truth.averaged_as) is not None:
-            averages.setdefault(average, []).append(found)
-    for name, members in averages.items():
-        if name in result:
-            raise ValueError(f"benchmark_metrics: {name!r} is the name of a ground truth and of an average; rename one")
-        result[name] = {}
-        for key, value in members[0].items():
-            if isinstance(value, dict):
-                result[name][key] = {inner: float(np.mean([m[key][inner] for m in members])) for inner in value}
-            else:
-                result[name][key] = float(np.mean([m[key] for m in members]))
-    return result
-
-
-@torch.no_grad()
-def rank_ground_truths(
-    images: GaussianEmbedding,
-    texts: GaussianEmbedding,
-    image_ids: Sequence[str],
-    text_ids: Sequence[str],
-    ground_truths: Iterable[GroundTruth],
-    *,
-    distance: str | Distance = "csd",
-    rank: Ranker | None = None,
-    progress: Callable[[int], None] | None = None,
-    memory_mb: float = 64.0,
-) -> BenchmarkRanks:
-    """Rank embeddings for several ground truths; see :func:`evaluate_benchmarks` for arguments and errors."""
-    ground_truths = list(ground_truths)
-    result: BenchmarkRanks = {ground_truth.name: {} for ground_truth in ground_truths}
-    for plan in plan_ranks(ground_truths, image_ids, text_ids, (images.n, texts.n)):
-        queries, gallery = (images, texts) if plan.direction == "i2t" else (texts, images)
-        oriented = get_distance(distance).for_direction(plan.direction)
-        if rank is not None:
-            for group in plan.groups:
-                some, others = (
-                    e[torch.from_numpy(index).to(e.device)]
-                    for e, index in ((queries, group.rows), (gallery, group.gallery))
-                )
-                group.ranks = rank(some, others, group.relevance, oriented)
-        else:
-            blocks = distance_blocks(queries, gallery, oriented, memory_mb=memory_mb)
-            for start, block in blocks:
-                plan.count(start, block)
-                if progress:
-                    progress(len(block))
-                del block  # Else it stays in memory until the next one is made.
-        plan.collect(result)
-    return result
-
-
-def rank_ground_truths_by_scores(
-    scores: ScoreMatrix,
-    image_ids: Sequence[str],
-    text_ids: Sequence[str],
-    ground_truths: Iterable[GroundTruth],
-    *,
-    better: Better,
-    memory_mb: float = 64.0,
-) -> BenchmarkRanks:
-    """Rank by a score matrix for several ground truths; see :func:`evaluate_score_matrix` for arguments and errors."""
-    ground_truths = list(ground_truths)
-    result: BenchmarkRanks = {ground_truth.name: {} for ground_truth in ground_truths}
-    for plan in plan_ranks(ground_truths, image_ids, text_ids, tuple(int(size) for size in scores.shape)):
-        side: Literal["rows", "columns"] = "rows" if plan.direction == "i2t" else "columns"
-        for start, block in score_blocks(scores, better=better, queries=side, memory_mb=memory_mb):
-            plan.count(start, block)
-            del block  # As above.
-        plan.collect(result)
-    return result
-
-
-def rank_ground_truths_by_lists(
-    i2t: RankedLists,
-    t2i: RankedLists,
-    image_ids: Sequence[str],
-    text_ids: Sequence[str],
-    ground_truths: Iterable[GroundTruth],
-    *,
-    batch_size: int = 256,
-) -> BenchmarkRanks:
-    """Rank by ranked lists for several ground truths; see :func:`evaluate_ranked_lists` for arguments and errors."""
-    ground_truths = list(ground_truths)
-    result: BenchmarkRanks = {ground_truth.name: {} for ground_truth in ground_truths}
-    for plan in plan_ranks(ground_truths, image_ids, text_ids, (len(image_ids), len(text_ids))):
-        lists, queries, gallery = (i2t, image_ids, text_ids) if plan.direction == "i2t" else (t2i, text_ids, image_ids)
-        ListRanker(lists, queries, gallery, plan.direction).rank(plan, batch_size=batch_size)
-        plan.collect(result)
-    return result
+            raise ValueError(f"{who} holds the unknown id {error}") from error

@@ -11,7 +11,9 @@ import numpy as np
 
 from sfumato.distances import Distance, get_distance
 from sfumato.errors import UserError
-from sfumato.evaluation.embedded_input import EmbeddedSet, Measured
+from sfumato.evaluation.benchmarks import EmbeddedSet
+from sfumato.evaluation.embedded_input import Measured
+from sfumato.evaluation.papers import DEFAULT_TABLES, STRATEGY_TABLES, PublishedRow, own_figures, published_rows
 from sfumato.evaluation.per_query import (
     COMPARED,
     PerQuery,
@@ -21,7 +23,6 @@ from sfumato.evaluation.per_query import (
     write_per_query,
 )
 from sfumato.evaluation.protocols import EvaluationOptions
-from sfumato.evaluation.published import DEFAULT_TABLES, STRATEGY_TABLES, PublishedRow, own_figures, published_rows
 from sfumato.evaluation.strategies import (
     STRATEGY_SETS,
     StrategyResult,
@@ -278,7 +279,7 @@ class MoreResults:
     compared_with: str | None  # name of the other run
     differences: list[Difference]
     published: list[PublishedRow]  # rows of published tables that share figures with this evaluation
-    own: dict[str, float]  # the figures of this evaluation, see :func:`~sfumato.evaluation.published.own_figures`
+    own: dict[str, float]  # the figures of this evaluation, see :func:`~sfumato.evaluation.papers.own_figures`
     left_out: tuple[str, ...] = ()  # strategies of the wanted set that need FAISS, which is not installed
 
     def to_json(self) -> dict[str, Any]:
@@ -318,8 +319,7 @@ def more_results(
             left_out = tuple(strategy.name for strategy in chosen if strategy.indexed is not None)
             chosen = [strategy for strategy in chosen if strategy.indexed is None]
         strategies = evaluate_strategies(
-            embedded.images, embedded.texts, embedded.image_ids, embedded.text_ids, embedded.ground_truths,
-            chosen, match_probability=match_probability, engine=more.engine,
+            embedded, chosen, match_probability=match_probability, engine=more.engine,
             candidates=more.candidates, evaluation=more.options,
         )  # fmt: skip
         if len(strategies) == 1:

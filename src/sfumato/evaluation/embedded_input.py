@@ -1,7 +1,7 @@
 """Evaluation of embeddings or ranked lists of any model, read from files, against ground truths."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,6 @@ from sfumato.errors import UserError
 from sfumato.evaluation.benchmark_ground_truths import (
     CUB_SPLITS,
     Rpc2,
-    coco_image_id,
     cub_captions,
     cub_split,
     eccv_caption,
@@ -24,41 +23,17 @@ from sfumato.evaluation.benchmark_ground_truths import (
     pmrp,
     read_coco,
 )
-from sfumato.evaluation.benchmarks import BenchmarkRanks, benchmark_metrics, rank_ground_truths_by_lists
+from sfumato.evaluation.benchmarks import BenchmarkRanks, EmbeddedSet, Lists, figures, rank
 from sfumato.evaluation.ground_truth import GroundTruth, read_ground_truth
 from sfumato.evaluation.protocols import EvaluationOptions, samples_of
-from sfumato.evaluation.strategies import distance_of_score, rank_ground_truths_by
+from sfumato.evaluation.strategies import distance_of_score, ranked_by
 from sfumato.files import read_json
-from sfumato.gaussian import GaussianEmbedding, ScalarUncertainty, accumulation_dtype
+from sfumato.gaussian import ScalarUncertainty, accumulation_dtype
 from sfumato.matching import MATCH_PROBABILITY
 from sfumato.metrics.uncertainty import recall_by_uncertainty
 
 BENCHMARKS = ("coco", "flickr30k", "flickr8k", "cub", "emoji")
 """Names of the benchmarks that can be read."""
-
-
-@dataclass(frozen=True, eq=False)
-class EmbeddedSet:
-    """Embedded images and texts with their ground truths."""
-
-    images: GaussianEmbedding  # (n, d) embeddings
-    texts: GaussianEmbedding  # (m, d) embeddings
-    image_ids: tuple[str, ...]  # n distinct ids
-    text_ids: tuple[str, ...]  # m distinct ids
-    ground_truths: tuple[GroundTruth, ...]  # with distinct names
-    text_kinds: tuple[str, ...] | None = None  # (m,) kinds of the texts, if they have any
-
-    def to(self, device: torch.device) -> "EmbeddedSet":
-        """Move the embeddings to another device."""
-        return replace(self, images=self.images.to(device), texts=self.texts.to(device))
-
-    def uncertainty(self, measure: ScalarUncertainty = "total_variance") -> dict[str, dict[str, float]] | None:
-        """Compute uncertainties in the form of :func:`~sfumato.evaluation.per_query.per_query_table`."""
-        sides = {"i2t": (self.image_ids, self.images), "t2i": (self.text_ids, self.texts)}
-        found = {name: dict(zip(ids, e.uncertainty(measure).tolist(), strict=True)) for name, (ids, e) in sides.items()}
-        if not any(bool((e.total_variance != 0).any()) for _, e in sides.values()):
-            return None
-        return {name: {coco_image_id(i): v for i, v in side.items()} | side for name, side in found.items()}
 
 
 def read_ground_truths(
@@ -185,7 +160,7 @@ class Measured:
     score: str  # name of the score used for ranking; "lists" for ranked lists
     n_images: int  # number of images
     n_texts: int  # number of texts
-    figures: dict[str, dict[str, Any]]  # of :func:`~sfumato.evaluation.benchmarks.evaluate_benchmarks`
+    figures: dict[str, dict[str, Any]]  # of :func:`~sfumato.evaluation.benchmarks.figures`
     ranks: BenchmarkRanks  # the ranks from which the figures were computed
     uncertainty: dict[str, dict[str, Any]] | None = None
     total_variance: dict[str, float] | None = None  # means of "image" and "text"; None for points and lists
@@ -194,16 +169,8 @@ class Measured:
 
     def to_json(self) -> dict[str, Any]:
         """Convert to JSON values."""
-        return {
-            "score": self.score,
-            "n_images": self.n_images,
-            "n_texts": self.n_texts,
-            "truths": self.figures,
-            "uncertainty": self.uncertainty,
-            "total_variance": self.total_variance,
-            "uncertainty_measure": self.uncertainty_measure,
-            "samples": self.samples,
-        }
+        found = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "ranks"}
+        return {"truths" if name == "figures" else name: value for name, value in found.items()}
 
 
 def measure(
@@ -212,22 +179,23 @@ def measure(
     """Evaluate embeddings."""
     options = options or EvaluationOptions()
     distance = distance_of_score(score)
-    ranked_by = None if distance is None else options.sampled(distance)
-    ids = embedded.image_ids, embedded.text_ids
-    ranks = rank_ground_truths_by(ranked_by or score, embedded.images, embedded.texts, *ids, embedded.ground_truths)
-    name = score if isinstance(score, str) else score.name
-    measured = Measured(
-        name, embedded.images.n, embedded.texts.n, benchmark_metrics(ranks), ranks,
-        uncertainty_measure=options.uncertainty, samples=None if ranked_by is None else samples_of(ranked_by),
-    )  # fmt: skip
-    values = embedded.uncertainty(options.uncertainty)
-    if values is None:
-        return measured
-    sides = {"image": embedded.images, "text": embedded.texts}
-    return replace(
-        measured,
-        uncertainty=_recall_by_uncertainty(ranks, values),
-        total_variance={name: float(side.total_variance.mean()) for name, side in sides.items()},
+    sampled = None if distance is None else options.sampled(distance)
+    source = ranked_by(sampled or score, embedded.images, embedded.texts)
+    ranks = rank(source, embedded.image_ids, embedded.text_ids, embedded.ground_truths)
+    values, variances = embedded.uncertainty(options.uncertainty), None
+    if values is not None:
+        sides = {"image": embedded.images, "text": embedded.texts}
+        variances = {name: float(side.total_variance.mean()) for name, side in sides.items()}
+    return Measured(
+        score if isinstance(score, str) else score.name,
+        embedded.images.n,
+        embedded.texts.n,
+        figures(ranks),
+        ranks,
+        None if values is None else _recall_by_uncertainty(ranks, values),
+        variances,
+        options.uncertainty,
+        None if sampled is None else samples_of(sampled),
     )
 
 
@@ -257,8 +225,8 @@ def measure_lists(
             raise UserError(f"{path}: {direction} is not an object of lists; {form}")
     images = _ids_of_ground_truths(ground_truths, "image") if image_ids is None else tuple(read_ids(image_ids))
     texts = _ids_of_ground_truths(ground_truths, "text") if text_ids is None else tuple(read_ids(text_ids))
-    ranks = rank_ground_truths_by_lists(loaded["i2t"], loaded["t2i"], images, texts, ground_truths)
-    return Measured("lists", len(images), len(texts), benchmark_metrics(ranks), ranks)
+    ranks = rank(Lists(loaded["i2t"], loaded["t2i"]), images, texts, ground_truths)
+    return Measured("lists", len(images), len(texts), figures(ranks), ranks)
 
 
 @dataclass(frozen=True)

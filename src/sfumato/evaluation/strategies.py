@@ -10,7 +10,7 @@ This module also has the two similarities that are not distances of Gaussians: c
 """
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -19,18 +19,13 @@ import torch
 from torch import Tensor
 
 from sfumato.distances import DISTANCES, Distance, get_distance
-from sfumato.evaluation.benchmarks import (
-    BenchmarkRanks,
-    benchmark_metrics,
-    rank_ground_truths,
-    rank_ground_truths_by_scores,
-)
+from sfumato.evaluation.benchmarks import BenchmarkRanks, EmbeddedSet, Embeddings, Scores, Source, figures, rank
 from sfumato.evaluation.ground_truth import GroundTruth
 from sfumato.evaluation.protocols import EvaluationOptions
 from sfumato.gaussian import GaussianEmbedding, accumulation_dtype
 from sfumato.matching import MATCH_PROBABILITY
 from sfumato.metrics.relevance import Relevance
-from sfumato.metrics.retrieval import RANK_METRICS, UNLISTED, Better, ranks_from_lists
+from sfumato.metrics.retrieval import RANK_METRICS, UNLISTED, ranks_from_lists
 from sfumato.search.exact import closest_candidates
 from sfumato.search.index import ENGINES, GaussianIndex
 from sfumato.search.stores.faiss import FaissOptions
@@ -180,22 +175,11 @@ class SimilarityMatrix:
         return a @ b.T
 
 
-@torch.no_grad()
-def rank_ground_truths_by(
-    score: str | Distance,
-    images: GaussianEmbedding,
-    texts: GaussianEmbedding,
-    image_ids: Sequence[str],
-    text_ids: Sequence[str],
-    ground_truths: Iterable[GroundTruth],
-) -> BenchmarkRanks:
-    """Rank by any score; see :func:`~sfumato.evaluation.benchmarks.rank_ground_truths`. images (n, d), texts (m, d)."""
-    distance = distance_of_score(score)
-    if distance is None:
-        matrix = SimilarityMatrix(images, texts, "cosine" if score == "cosine" else "dot")
-        better: Better = "larger"
-        return rank_ground_truths_by_scores(matrix, image_ids, text_ids, ground_truths, better=better)
-    return rank_ground_truths(images, texts, image_ids, text_ids, ground_truths, distance=distance)
+def ranked_by(score: str | Distance, images: GaussianEmbedding, texts: GaussianEmbedding) -> Source:
+    """The embeddings as a source that ranks by any score. images (n, d), texts (m, d)."""
+    if (distance := distance_of_score(score)) is not None:
+        return Embeddings(images, texts, distance)
+    return Scores(SimilarityMatrix(images, texts, "cosine" if score == "cosine" else "dot"), "larger")
 
 
 def distance_of_score(score: str | Distance) -> Distance | None:
@@ -216,7 +200,7 @@ class StrategyResult:
 
     strategy: Strategy  # the strategy
     ranks: BenchmarkRanks  # by ground truth and direction
-    figures: dict[str, dict[str, Any]]  # of :func:`~sfumato.evaluation.benchmarks.evaluate_benchmarks`
+    figures: dict[str, dict[str, Any]]  # of :func:`~sfumato.evaluation.benchmarks.figures`
     seconds: float  # time to rank both directions of all ground truths, in seconds, including the time to build indexes
 
 
@@ -233,11 +217,7 @@ def choose_strategies(names: str) -> list[Strategy]:
 
 
 def evaluate_strategies(
-    images: GaussianEmbedding,
-    texts: GaussianEmbedding,
-    image_ids: Sequence[str],
-    text_ids: Sequence[str],
-    ground_truths: Iterable[GroundTruth],
+    embedded: EmbeddedSet,
     strategies: Iterable[Strategy] = _SCALING,
     *,
     match_probability: Distance | None = None,
@@ -246,46 +226,27 @@ def evaluate_strategies(
     options: FaissOptions | None = None,
     evaluation: EvaluationOptions | None = None,
 ) -> dict[str, StrategyResult]:
-    """Evaluate several strategies on the same embeddings.
+    """Evaluate several strategies on the same embeddings; those with FAISS have no median and mean rank.
 
-    Args:
-        images: (n, d) embeddings.
-        texts: (m, d) embeddings.
-        image_ids: n distinct ids.
-        text_ids: m distinct ids.
-        ground_truths: with distinct names; see :func:`~sfumato.evaluation.benchmarks.evaluate_benchmarks`.
-        strategies: to evaluate; those of the set "all" by default.
-        match_probability: of :func:`~sfumato.matching.match_probability_distance`, for the strategy of this name.
-        engine: of the strategies with FAISS, see :class:`FaissRanker`.
-        candidates: number of items that FAISS finds for re-ranking.
-        options: of the engine.
-        evaluation: with the samples of sampled distances; the defaults if None.
-
-    Returns:
-        By name of the strategy. FAISS strategies have no median and mean rank.
-
-    Raises:
-        ValueError: ids and ground truths do not fit, a ground truth reports only metrics that FAISS strategies lack,
-            an engine or a number is out of range, or match_probability is missing.
-        UserError: FAISS is not installed.
+    match_probability: of :func:`~sfumato.matching.match_probability_distance`, for the strategy of this name.
     """
-    chosen, results = list(ground_truths), {}
-    ids = (image_ids, text_ids)
+    results = {}
     for strategy in strategies:
         start = time.perf_counter()
+        ground_truths, ranker = list(embedded.ground_truths), None
+        by = match_probability if strategy.distance == MATCH_PROBABILITY else None
+        distance = distance_of_score(by or strategy.distance)
+        assert distance is not None
         if strategy.indexed is None:
-            by_probability = match_probability if strategy.distance == MATCH_PROBABILITY else None
-            distance = distance_of_score(by_probability or strategy.distance)
-            assert distance is not None
-            sampled = (evaluation or EvaluationOptions()).sampled(distance)
-            ranks = rank_ground_truths_by(sampled, images, texts, *ids, chosen)
+            distance = (evaluation or EvaluationOptions()).sampled(distance)
         else:
-            listed = [_without_rank_metrics(ground_truth) for ground_truth in chosen]
-            at_least = max(LISTED_AT_LEAST, *(_needed(ground_truth) for ground_truth in listed))
+            ground_truths = [_without_rank_metrics(ground_truth) for ground_truth in ground_truths]
+            at_least = max(LISTED_AT_LEAST, *(_needed(ground_truth) for ground_truth in ground_truths))
             ranker = FaissRanker(strategy, engine, candidates, at_least, options)
-            ranks = rank_ground_truths(images, texts, *ids, listed, distance=strategy.distance, rank=ranker)
+        source = Embeddings(embedded.images, embedded.texts, distance, ranker)
+        ranks = rank(source, embedded.image_ids, embedded.text_ids, ground_truths)
         seconds = time.perf_counter() - start
-        results[strategy.name] = StrategyResult(strategy, ranks, benchmark_metrics(ranks), seconds)
+        results[strategy.name] = StrategyResult(strategy, ranks, figures(ranks), seconds)
     return results
 
 

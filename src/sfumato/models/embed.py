@@ -24,8 +24,8 @@ from sfumato.encoders.features import PixelStore, RaggedStore, Store
 from sfumato.encoders.frozen import FrozenProcessor
 from sfumato.encoders.processors import ImageFileProcessor, PixelProcessor
 from sfumato.errors import UserError, counted
-from sfumato.evaluation.benchmarks import plan_ranks
-from sfumato.evaluation.embedded_input import EmbeddedSet, Measured
+from sfumato.evaluation.benchmarks import EmbeddedSet, plan_ranks
+from sfumato.evaluation.embedded_input import Measured
 from sfumato.evaluation.ground_truth import GroundTruth, ground_truth_from_data, ids_by_order
 from sfumato.evaluation.protocols import Evaluation, EvaluationOptions, evaluate_retrieval
 from sfumato.files import write_json
@@ -341,7 +341,7 @@ def embed_for_evaluation(
         if named is not own and process_group.main:
             say(f"note: the captions of SCAN's files have no ids; they take those of {chosen[0].name}, in their order")
         own = named
-    plan_ranks(chosen, own.image_ids, own.text_ids, (len(own.image_ids), len(own.text_ids)))
+    plan_ranks(chosen, own.image_ids, own.text_ids)
     images, texts = embed_split(model.model, prepared, process_group)
     return EmbeddedSet(images, texts, own.image_ids, own.text_ids, chosen, tuple(kinds) if kinds else None)
 

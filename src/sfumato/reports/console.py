@@ -6,8 +6,8 @@ from typing import Any
 from sfumato.errors import counted
 from sfumato.evaluation.compare import MoreResults, OverSeeds
 from sfumato.evaluation.embedded_input import Measured
+from sfumato.evaluation.papers import common_figures
 from sfumato.evaluation.protocols import Evaluation, table_rows
-from sfumato.evaluation.published import common_figures
 from sfumato.metrics.bootstrap import Interval
 from sfumato.metrics.retrieval import RANK_METRICS
 from sfumato.reports.formatting import (

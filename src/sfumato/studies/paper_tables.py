@@ -14,11 +14,11 @@ import torch
 
 from sfumato.data.sources import DataConfig
 from sfumato.errors import UserError
+from sfumato.evaluation.benchmarks import EmbeddedSet
 from sfumato.evaluation.compare import OverSeeds, over_seeds
-from sfumato.evaluation.embedded_input import EmbeddedSet, measure, read_ground_truths
+from sfumato.evaluation.embedded_input import measure, read_ground_truths
 from sfumato.evaluation.ground_truth import GroundTruth
-from sfumato.evaluation.papers import PaperItem, data_sets
-from sfumato.evaluation.published import own_figures
+from sfumato.evaluation.papers import PaperItem, data_sets, own_figures
 from sfumato.evaluation.strategies import choose_strategies, evaluate_strategies
 from sfumato.files import read_json, write_json
 from sfumato.matching import MATCH_PROBABILITY
@@ -356,8 +356,7 @@ def _measured(run: Run, embedded: EmbeddedSet, strategy: str, *, of_benchmark: b
         needs = chosen.distance == MATCH_PROBABILITY
         probability = run.ranking_distance(MATCH_PROBABILITY) if needs else None
         result = evaluate_strategies(
-            embedded.images, embedded.texts, embedded.image_ids, embedded.text_ids, embedded.ground_truths, [chosen],
-            match_probability=probability, engine="exact",
+            embedded, [chosen], match_probability=probability, engine="exact",
         )[strategy]  # fmt: skip
         by_truth, uncertainty, variance = result.figures, None, None
     else:

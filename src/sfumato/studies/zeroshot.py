@@ -23,7 +23,7 @@ from sfumato.data.sources import DataConfig
 from sfumato.distances import get_distance
 from sfumato.encoders.dual import DualEncoder
 from sfumato.errors import UserError, counted
-from sfumato.evaluation.published import published_rows
+from sfumato.evaluation.papers import published_rows
 from sfumato.files import write_atomically, write_json
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.metrics.bootstrap import Interval, bootstrap, mean_statistic

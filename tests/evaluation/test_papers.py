@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from sfumato.evaluation.published import published_rows
+from sfumato.evaluation.papers import published_rows
 
 FIGURES = {  # of each table: rows, and figures of a whole row
     "1": (23, 7), "2": (14, 7), "4": (7, 7), "C.7": (5, 7),
