@@ -225,7 +225,7 @@ def test_collections_that_are_not_there_or_not_ours(server, file, tmp_path):
         ("milvus:runs/store", r"an embedded Milvus is milvus:PATH.db"),
         ("milvus+http://h:19530", "a collection has letters, digits and _ in its name, got ''"),
         ("milvus+http:///name", r"expected milvus\+http://host:19530/name"),
-        ("milvus:a.db?ef=0", "ef must be a number from 1, got '0'"),
+        ("milvus:a.db?ef=0", "ef must be a whole number from 1, got '0'"),
         ("milvus:a.db?indx=FLAT", "unknown option 'indx'; known: index"),
     ],
 )

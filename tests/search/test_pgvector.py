@@ -291,8 +291,8 @@ def test_tables_that_begin_alike_keep_their_own_indexes(server, start):
     "change, said",
     [
         ({"index": "hnsw (embedding vector_l2_ops); DROP TABLE victim; --"}, "index must be none, hnsw or ivfflat"),
-        ({"index": "hnsw", "m": "16); DROP TABLE victim; --"}, "m must be a number from 1"),
-        ({"index": "ivfflat", "lists": ["1"]}, "lists must be a number from 1"),
+        ({"index": "hnsw", "m": "16); DROP TABLE victim; --"}, "m must be a whole number from 1"),
+        ({"index": "ivfflat", "lists": ["1"]}, "lists must be a whole number from 1"),
     ],
 )
 def test_options_in_the_comment_of_a_table_are_checked(server, change, said):
@@ -384,9 +384,9 @@ def test_tables_that_are_not_there_or_not_ours(server):
     "option, said",
     [
         ("index=flat", "index must be none, hnsw or ivfflat, got 'flat'"),
-        ("index=hnsw&m=many", "m must be a number from 1, got 'many'"),
-        ("statement_timeout=-1", "statement_timeout must be a number from 0, got '-1'"),
-        ("keepalives_count=0", "keepalives_count must be a number from 1, got '0'"),
+        ("index=hnsw&m=many", "m must be a whole number from 1, got 'many'"),
+        ("statement_timeout=-1", "statement_timeout must be a whole number from 0, got '-1'"),
+        ("keepalives_count=0", "keepalives_count must be a whole number from 1, got '0'"),
         ("tabel=x", "unknown option 'tabel'; known: table"),
         ("table=a%25s", "table must be a name or schema.name, without %"),
         ("table=a.b.c", "table must be a name or schema.name"),

@@ -138,7 +138,7 @@ def test_wrong_urls_are_told(tmp_path, redis_server):
     means = f"{address}?means={tmp_path}/s"
     for url, told in [
         ("redis://127.0.0.1:1/0", "the folder is missing; write redis://host:6379/0[?]means=PATH"),
-        (f"{means}&candidates=0", "candidates must be a whole number of at least 1, got '0'"),
+        (f"{means}&candidates=0", "candidates must be a whole number from 1, got '0'"),
         (f"{means}&mean_dim=4", "mean_dim must be from 1 to 3, got 4"),
         (f"{means}&colour=x", "unknown option 'colour'"),
         (f"{means}&engine=tree", "unknown engine 'tree'"),

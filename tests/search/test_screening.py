@@ -246,7 +246,7 @@ def test_large_galleries_are_estimated(engine, distance, monkeypatch):
     monkeypatch.setattr(index_module, "N_WHOLE", 1000)
     del index.__dict__["_sample"]
     found = index.match_estimates(queries)
-    assert len(index._sample[0]) == 2048 and index.expected_matches(queries) == [e.expected for e in found]
+    assert len(index._sample.ids) == 2048 and index.expected_matches(queries) == [e.expected for e in found]
     inside = [f.low <= e.expected <= f.high for e, f in zip(exact, found, strict=True)]
     assert sum(inside) >= 16, "one sample for 20 queries of 95 %"
     assert all(f.low < f.high for f in found)

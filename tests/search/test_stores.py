@@ -183,9 +183,9 @@ def test_options_of_searches_come_from_the_url_that_opens(tmp_path):
             "engine hnsw has no option 'n_probe'; it has memory, exact_below, m, ef_construction, ef_search",
         ),
         ("engine=ivf&n_probe=0", "n_probe must be at least 1, got 0"),
-        ("engine=ivf&n_probe=many", "n_probe must be a whole number, got 'many'"),
+        ("engine=ivf&n_probe=many", "n_probe must be a whole number from 0, got 'many'"),
         ("engine=ivf-pq&overfetch=0", "overfetch must be at least 1, got 0"),
-        ("memory=-5", "memory must be a whole number, got '-5'"),
+        ("memory=-5", "memory must be a whole number from 0, got '-5'"),
         ("colour=red", "unknown option 'colour'; known: engine"),
     ],
 )

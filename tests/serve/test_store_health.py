@@ -37,7 +37,7 @@ def fickle(collection, monkeypatch):
     monkeypatch.setattr("sfumato.serve.service.StoreHealth", often)
     sources = open_sources(collection)
     gallery = sources.galleries["images"].gallery
-    gallery.store = gallery._sampler._store = store = FickleStore(gallery.store)
+    gallery.store = store = FickleStore(gallery.store)
     with served(sources) as client:
         yield client, store
         store.go.set()

@@ -9,6 +9,7 @@ with their lifted vectors. The collection recomputes their distances and order; 
 """
 
 import contextlib
+import hashlib
 import json
 import math
 import secrets
@@ -17,7 +18,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,12 +38,11 @@ from sfumato.search.gallery import (
     Candidates,
     Gallery,
     GalleryRecords,
-    MatchEstimate,
-    Sampler,
+    SampledItems,
     Scorer,
     with_margin,
 )
-from sfumato.search.lifting import lift_gallery, lift_queries, lifted_dim, lowered, query_constant
+from sfumato.search.lifting import LiftedGallery, lift_gallery, lift_queries, lifted_dim, lowered, query_constant
 from sfumato.search.stores.protocol import Filter, Records, VectorStore
 from sfumato.search.stores.store_url import anchored, create_store, open_store, without_password
 
@@ -88,7 +88,8 @@ class GaussianCollection(Gallery):
         self.folder, self.store, self.distance, self.metadata = folder, store, distance, metadata
         self._d, self.centre, self._scorer = d, centre, scorer
         self.n_exact, self.n_sample = 300, N_WHOLE
-        self._sampler = Sampler(store)
+        self._last_sample: _Sample | None = None
+        self._sampling = threading.Lock()
         self._changed = 0  # items written or removed by this process
         self._writes = 0  # beginnings and ends of writes
         self._counted = (-1, -math.inf, 0)  # (value of _changed, time, number of items) of the last count
@@ -322,9 +323,7 @@ class GaussianCollection(Gallery):
             StoreInUseError: another process writes to the store.
             UserError: the store cannot be written to.
         """
-        begin: Callable[[], None] | None = getattr(self.store, "begin_writing", None)
-        if begin is not None:
-            begin()
+        getattr(self.store, "begin_writing", lambda: None)()
 
     @torch.no_grad()
     def upsert(
@@ -424,41 +423,31 @@ class GaussianCollection(Gallery):
                 ).first(sys.maxsize if most is None else most)
         return found
 
-    @torch.no_grad()
-    def match_estimates(self, queries: GaussianEmbedding, filter: Filter | None = None) -> list[MatchEstimate]:
-        """See :meth:`Gallery.match_estimates`, with n_exact and n_sample of this collection.
-
-        The sample takes a scan of the store at the first call, and again when a hundredth of the items has changed.
-
-        Args:
-            queries: (n, d) embeddings.
-            filter: which items count; all if None.
-
-        Returns:
-            n estimates.
-        """
-        queries, size = self.checked(queries), self.size
-        n = size if filter is None else self.count(filter)
-        if n == 0:
-            return [MatchEstimate.exact(0.0)] * queries.n
-        taken = self._sampler.sample(self.n_sample, size=size, changed=self._changed)
-        sample, scorer = taken.records, self.scorer
+    def _sampled(self, n: int, filter: Filter | None) -> SampledItems:
+        """It takes a scan of the store at the first call, and again when a hundredth of the items has changed."""
+        taken = self._take_sample(self.n_sample)
+        records = taken.records
         if filter is not None:
-            columns = zip(sample.payloads, sample.uncertainty.tolist(), strict=True)
-            sample = sample.take([i for i, (payload, u) in enumerate(columns) if filter.accepts(payload, u)])
-        rest = self._distances(queries, sample, products=True)
-        if len(sample) >= n and taken.changed == self._changed:
-            context = scorer.context(rest, queries, lambda column: self._embeddings(sample)[column])
-            probability = scorer.match_probability(rest, n, context)
-            return [MatchEstimate.exact(total) for total in probability.sum(1).tolist()]
-        position, outside = {i: j for j, i in enumerate(sample.ids)}, torch.ones_like(rest, dtype=torch.bool)
-        head, probability = torch.zeros(queries.n, self.n_exact), torch.zeros_like(rest)
-        for i, found in enumerate(self._candidates(queries, self.n_exact, filter)):
-            context = self._context(queries[i : i + 1], [found])[0]
-            outside[i, [position[key] for key in found.ids if key in position]] = False
-            head[i, : len(found.ids)] = scorer.match_probability(found.distance, n, context)
-            probability[i] = scorer.match_probability(rest[i], n, context)
-        return MatchEstimate.of(head, probability, outside, n)
+            columns = zip(records.payloads, records.uncertainty.tolist(), strict=True)
+            records = records.take([i for i, (payload, u) in enumerate(columns) if filter.accepts(payload, u)])
+        blocks = LiftedGallery.of_vectors(records.vectors, self.distance, self.centre).distance_blocks
+        whole = len(records) >= n and taken.changed == self._changed
+        return SampledItems(records.ids, lambda column: self._embeddings(records)[column], blocks, whole)
+
+    def _take_sample(self, n: int, seed: int = 0) -> "_Sample":
+        """A uniform sample of at least min(n, size) records; the last one is kept."""
+        size, changed = self.size, self._changed
+        with self._sampling:
+            last = self._last_sample
+            if (
+                last is None
+                or last.seed != seed
+                or len(last.records) < min(n, size)
+                or 100 * max(changed - last.changed, abs(size - last.size)) > size
+            ):
+                records = _even_sample(self.store.scan(), n, self.store.dim, seed)
+                last = self._last_sample = _Sample(records, size, changed, seed)
+            return last
 
     def count(self, filter: Filter) -> int:
         """See :meth:`Gallery.count`."""
@@ -470,7 +459,7 @@ class GaussianCollection(Gallery):
 
     def sample(self, n: int, *, seed: int = 0) -> GalleryRecords:
         """See :meth:`Gallery.sample`. The sample stays the same while few items change; removed items are left out."""
-        taken = self._sampler.sample(max(n, self.n_sample), size=self.size, changed=self._changed, seed=seed)
+        taken = self._take_sample(max(n, self.n_sample), seed)
         return self._gallery_records(self.store.get(taken.records.ids[:n]))
 
     def scan(self, batch: int = 4096) -> Iterator[GalleryRecords]:
@@ -533,6 +522,37 @@ def _ordered(
     return Candidates(
         tuple(ids[j] for j in order), distance[order], uncertainty[order], tuple(payloads[j] for j in order)
     )
+
+
+@dataclass(frozen=True, eq=False)
+class _Sample:
+    """A sample, and the state of the collection when it was taken."""
+
+    records: Records
+    size: int  # number of items in the collection
+    changed: int  # number of items that this process had written or removed
+    seed: int
+
+
+def _even_sample(batches: Iterator[Records], n: int, e: int, seed: int = 0) -> Records:
+    """The n records whose ids have the smallest digests: a sample that does not depend on the order of the records."""
+    kept, digests, salt = Records.none(e), list[bytes](), seed.to_bytes(16, "little")
+    for batch in batches:
+        new = [hashlib.blake2b(i.encode(), digest_size=8, salt=salt).digest() for i in batch.ids]
+        last = digests[-1] if len(digests) == n else b"\xff" * 9
+        if not (low := [i for i, digest in enumerate(new) if digest < last]):
+            continue
+        part = batch.take(low)
+        both = Records(
+            kept.ids + part.ids,
+            torch.cat([kept.vectors, part.vectors]),
+            torch.cat([kept.uncertainty, part.uncertainty]),
+            kept.payloads + part.payloads,
+        )
+        digests += [new[i] for i in low]
+        order = sorted(range(len(digests)), key=digests.__getitem__)[:n]
+        kept, digests = both.take(order), [digests[i] for i in order]
+    return kept
 
 
 def copy_gallery(

@@ -5,9 +5,8 @@
 :class:`Scorer` turns distances into probabilities, sets and abstentions. Neither depends on where items are stored.
 """
 
-import hashlib
+import functools
 import math
-import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -25,7 +24,7 @@ from sfumato.gaussian import GaussianEmbedding, check_finite
 from sfumato.matching import match_probability
 from sfumato.search.answer import Answer, Hit, verdict
 from sfumato.search.guarantees import check_native, check_unfiltered
-from sfumato.search.stores.protocol import Filter, Records, VectorStore
+from sfumato.search.stores.protocol import Filter
 
 
 @dataclass(frozen=True, eq=False)
@@ -203,6 +202,9 @@ class Gallery(ABC):
     metadata: dict[str, Any]
     """JSON values that the builder of the gallery keeps with it."""
 
+    n_exact = 300
+    """Number of closest items that :meth:`match_estimates` sums exactly in a large gallery."""
+
     @property
     @abstractmethod
     def scorer(self) -> Scorer:
@@ -252,7 +254,7 @@ class Gallery(ABC):
         """
         return [estimate.expected for estimate in self.match_estimates(queries, filter)]
 
-    @abstractmethod
+    @torch.no_grad()
     def match_estimates(self, queries: GaussianEmbedding, filter: Filter | None = None) -> list[MatchEstimate]:
         """The expected number of matches of each query with its interval.
 
@@ -262,6 +264,33 @@ class Gallery(ABC):
 
         queries (n, d).
         """
+        queries, scorer, estimates = self.checked(queries), self.scorer, list[MatchEstimate]()
+        n = self.size if filter is None else self.count(filter)
+        if n == 0:
+            return [MatchEstimate.exact(0.0)] * queries.n
+        sample = self._sampled(n, filter)
+        for start, block in sample.blocks(queries):
+            some = queries[start : start + len(block)]
+            if sample.whole:
+                context = scorer.context(block, some, sample.items)
+                estimates += map(MatchEstimate.exact, scorer.match_probability(block, n, context).sum(1).tolist())
+                continue
+            found = self._near(some, filter)
+            distance, context = _padded(found), self._context(some, found)
+            outside = torch.ones_like(block, dtype=torch.bool)
+            for i, each in enumerate(found):
+                outside[i, [sample.column[key] for key in each.ids if key in sample.column]] = False
+            head = scorer.match_probability(distance, n, context).masked_fill(distance.isinf(), 0)
+            estimates += MatchEstimate.of(head, scorer.match_probability(block, n, context), outside, n)
+        return estimates
+
+    def _near(self, queries: GaussianEmbedding, filter: Filter | None) -> list[Candidates]:
+        """About the n_exact closest items of each query."""
+        return self.closest(queries, self.n_exact, filter)
+
+    @abstractmethod
+    def _sampled(self, n: int, filter: Filter | None) -> "SampledItems":
+        """All of the n items that a filter accepts, or a sample of them."""
 
     @abstractmethod
     def get(self, ids: Sequence[str]) -> GalleryRecords:
@@ -351,15 +380,12 @@ class Gallery(ABC):
 
     def _context(self, queries: GaussianEmbedding, found: Sequence[Candidates]) -> QueryContext:
         """The context of queries by their closest items."""
-        widest = max((len(each.ids) for each in found), default=0)
-        padded = [functional.pad(each.distance, (0, widest - len(each.ids)), value=torch.inf) for each in found]
-        distance = torch.stack(padded) if padded else torch.empty(0, 0)
 
         def first(columns: Tensor) -> GaussianEmbedding:
             nothing = queries[:1]
             return GaussianEmbedding.cat([each.closest if each.closest is not None else nothing for each in found])
 
-        return self.scorer.context(distance, queries, first)
+        return self.scorer.context(_padded(found), queries, first)
 
     def match_probability(self, distance: Tensor, context: QueryContext | None = None) -> Tensor:
         """Probability that items of this gallery at these distances from a query match it.
@@ -393,61 +419,28 @@ class Gallery(ABC):
         )
 
 
+@dataclass(frozen=True, eq=False)
+class SampledItems:
+    """Some items of a gallery."""
+
+    ids: tuple[str, ...]
+    items: Callable[[Tensor], GaussianEmbedding]  # their embeddings, by position among them
+    blocks: Callable[[GaussianEmbedding], Iterator[tuple[int, Tensor]]]  # distances of blocks of queries to them
+    whole: bool  # whether they are all items
+
+    @functools.cached_property
+    def column(self) -> dict[str, int]:
+        """Positions by id."""
+        return {i: j for j, i in enumerate(self.ids)}
+
+
+def _padded(found: Sequence[Candidates]) -> Tensor:
+    """(n, c) distances of candidates, infinite where a query has fewer."""
+    widest = max((len(each.ids) for each in found), default=0)
+    padded = [functional.pad(each.distance, (0, widest - len(each.ids)), value=torch.inf) for each in found]
+    return torch.stack(padded) if padded else torch.empty(0, 0)
+
+
 def with_margin(k: int) -> int:
     """Number of candidates to fetch for k results, so that a wrong order of near ties has no effect."""
     return k + max(8, k // 4)
-
-
-@dataclass(frozen=True, eq=False)
-class Sample:
-    """A sample, and the state of the collection when it was taken."""
-
-    records: Records  # the sampled records
-    size: int  # number of items in the collection
-    changed: int  # number of items that this process had written or removed
-    seed: int  # seed of the sample
-
-
-class Sampler:
-    """Takes samples of a store and keeps the last one."""
-
-    def __init__(self, store: VectorStore) -> None:
-        self._store = store
-        self._last: Sample | None = None
-        self._lock = threading.Lock()
-
-    def sample(self, n: int, *, size: int, changed: int, seed: int = 0) -> Sample:
-        """A uniform sample of at least min(n, size) records."""
-        with self._lock:
-            last = self._last
-            if (
-                last is None
-                or last.seed != seed
-                or len(last.records) < min(n, size)
-                or 100 * max(changed - last.changed, abs(size - last.size)) > size
-            ):
-                last = self._last = Sample(
-                    even_sample(self._store.scan(), n, self._store.dim, seed), size, changed, seed
-                )
-            return last
-
-
-def even_sample(batches: Iterator[Records], n: int, e: int, seed: int = 0) -> Records:
-    """The n records whose ids have the smallest digests: a sample that does not depend on the order of the records."""
-    kept, digests, salt = Records.none(e), list[bytes](), seed.to_bytes(16, "little")
-    for batch in batches:
-        new = [hashlib.blake2b(i.encode(), digest_size=8, salt=salt).digest() for i in batch.ids]
-        last = digests[-1] if len(digests) == n else b"\xff" * 9
-        if not (low := [i for i, digest in enumerate(new) if digest < last]):
-            continue
-        part = batch.take(low)
-        both = Records(
-            kept.ids + part.ids,
-            torch.cat([kept.vectors, part.vectors]),
-            torch.cat([kept.uncertainty, part.uncertainty]),
-            kept.payloads + part.payloads,
-        )
-        digests += [new[i] for i in low]
-        order = sorted(range(len(digests)), key=digests.__getitem__)[:n]
-        kept, digests = both.take(order), [digests[i] for i in order]
-    return kept

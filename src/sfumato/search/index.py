@@ -8,6 +8,7 @@ keep the order of the items. For distances that lift, "exact" returns the answer
 probability.
 """
 
+import functools
 import json
 import math
 from bisect import bisect_right
@@ -34,8 +35,7 @@ from sfumato.search.gallery import (
     Candidates,
     Gallery,
     GalleryRecords,
-    MatchEstimate,
-    QueryContext,
+    SampledItems,
     Scorer,
     with_margin,
 )
@@ -47,8 +47,8 @@ from sfumato.search.stores.protocol import Filter
 ENGINES = ("exact", *FAISS_ENGINES)
 """Engines of :class:`GaussianIndex`."""
 
-_HEAD, _SAMPLE = 64, 2048
-"""Number of closest items, and of sampled ones, for estimates of sums over large galleries."""
+_SAMPLE = 2048
+"""Number of sampled items for estimates of sums over large galleries."""
 
 _KIND = "sfumato-index-1"
 _TENSORS, _ITEMS, _FAISS, _CALIBRATION = "embeddings.safetensors", "items.json", "faiss.index", "calibration.json"
@@ -85,6 +85,7 @@ class GaussianIndex(Gallery):
     store: FaissStore | None
     calibration: Calibration | None = None
     direction: Direction = "t2i"
+    n_exact = 64
 
     @classmethod
     def build(
@@ -208,43 +209,6 @@ class GaussianIndex(Gallery):
                 found.append(self._found(distance[0][inside][:most], position[0][inside][:most]))
         return found
 
-    @torch.no_grad()
-    def match_estimates(self, queries: GaussianEmbedding, filter: Filter | None = None) -> list[MatchEstimate]:
-        """See :meth:`Gallery.match_estimates`; the sample of the whole gallery is drawn once, with seed 0."""
-        queries, found, fitting = self.checked(queries), list[MatchEstimate](), None
-        if filter is None:
-            n, (sample, part) = len(self), self._sample
-        else:
-            fitting = self._fitting(filter)
-            n, (sample, part) = len(fitting), self._sampled(fitting)
-        if n == 0:
-            return [MatchEstimate.exact(0.0)] * queries.n
-        for start, block in self._blocks(queries, part):
-            some = queries[start : start + len(block)]
-            if len(sample) == n:
-                context = self.scorer.context(block, some, lambda column: self.embeddings[sample[column]])
-                probability = self.scorer.match_probability(block, n, context)
-                found += [MatchEstimate.exact(total) for total in probability.sum(1).tolist()]
-                continue
-            distance, position = self._head(some) if fitting is None else self._closest_of(some, _HEAD, fitting)
-            context = self._context_of(some, distance, position)
-            probability = self.scorer.match_probability(block, n, context)
-            head = self.scorer.match_probability(distance, n, context).masked_fill(position < 0, 0)
-            place = torch.searchsorted(sample, position.contiguous()).clamp_max(len(sample) - 1)
-            query, nearest = (sample[place] == position).nonzero(as_tuple=True)
-            outside = torch.ones_like(probability, dtype=torch.bool)
-            outside[query, place[query, nearest]] = False
-            found += MatchEstimate.of(head, probability, outside, n)
-        return found
-
-    def _context_of(self, queries: GaussianEmbedding, distance: Tensor, position: Tensor) -> QueryContext:
-        """The context of queries by (n, c) distances of items at some positions."""
-
-        def first(column: Tensor) -> GaussianEmbedding:
-            return self.embeddings[position.gather(1, column.unsqueeze(1)).squeeze(1)]
-
-        return self.scorer.context(distance, queries, first)
-
     def get(self, ids: Sequence[str]) -> GalleryRecords:
         """See :meth:`Gallery.get`."""
         return self._gallery_records([self._position[i] for i in ids if i in self._position])
@@ -280,14 +244,6 @@ class GaussianIndex(Gallery):
         if self._lifts:
             return ordered_candidates(queries, self.embeddings, self.oriented_distance, candidates)
         return closest_candidates(queries, self.embeddings, candidates, self.oriented_distance)
-
-    def _head(self, queries: GaussianEmbedding) -> tuple[Tensor, Tensor]:
-        """About the _HEAD closest items by the engine, with its own distances: ((n, c) distances, (n, c) positions)."""
-        if self.store is None:
-            return self._nearest(queries, _HEAD)
-        squared, found = self.store.search(lift_queries(queries, self.distance, centre=self.centre), _HEAD)
-        distance = squared.clamp_min(0) + query_constant(queries, self.distance).unsqueeze(1)
-        return distance.masked_fill(found < 0, torch.inf), found
 
     def scan(self, batch: int = 4096) -> Iterator[GalleryRecords]:
         """See :meth:`Gallery.scan`; in the order of the gallery."""
@@ -435,26 +391,33 @@ class GaussianIndex(Gallery):
         return Screen.of(self.embeddings, self.oriented_distance)
 
     @cached_property
-    def _sample(self) -> tuple[Tensor, LiftedGallery | GaussianEmbedding]:
+    def _sample(self) -> SampledItems:
         """:meth:`_sampled` of all items."""
-        return self._sampled(torch.arange(len(self)))
+        return self._sample_of(torch.arange(len(self)))
 
-    def _sampled(self, positions: Tensor) -> tuple[Tensor, LiftedGallery | GaussianEmbedding]:
-        """All the ascending positions or a sample of them, and their items prepared for distances by products."""
+    def _near(self, queries: GaussianEmbedding, filter: Filter | None) -> list[Candidates]:
+        """With the distances of the engine, which need no second look for a sum."""
+        if self.store is None or filter is not None:
+            return super()._near(queries, filter)
+        squared, found = self.store.search(lift_queries(queries, self.distance, centre=self.centre), self.n_exact)
+        distance = squared.clamp_min(0) + query_constant(queries, self.distance).unsqueeze(1)
+        return [self._found(d[p >= 0], p[p >= 0]) for d, p in zip(distance, found, strict=True)]
+
+    def _sampled(self, n: int, filter: Filter | None) -> SampledItems:
+        return self._sample if filter is None else self._sample_of(self._fitting(filter))
+
+    def _sample_of(self, positions: Tensor) -> SampledItems:
+        """All the ascending positions or a sample of them, drawn with seed 0, prepared for distances by products."""
         chosen, n = positions, len(positions)
         if n > N_WHOLE:
-            order = torch.randperm(n, generator=torch.Generator().manual_seed(0))[:_SAMPLE].sort().values
-            chosen = positions[order]
+            chosen = positions[torch.randperm(n, generator=torch.Generator().manual_seed(0))[:_SAMPLE].sort().values]
         part = self.embeddings[chosen]
-        return chosen, LiftedGallery.of(part, self.distance, self.centre) if self._lifts else part
-
-    def _blocks(
-        self, queries: GaussianEmbedding, gallery: LiftedGallery | GaussianEmbedding
-    ) -> Iterator[tuple[int, Tensor]]:
-        """Distances of blocks of queries to some items."""
-        if isinstance(gallery, LiftedGallery):
-            return gallery.distance_blocks(queries)
-        return distance_blocks(queries, gallery, self.oriented_distance)
+        ids = tuple(self.ids[j] for j in chosen.tolist())
+        if self._lifts:
+            lifted = LiftedGallery.of(part, self.distance, self.centre)
+            return SampledItems(ids, part.__getitem__, lifted.distance_blocks, len(chosen) == n)
+        blocks = functools.partial(distance_blocks, gallery=part, distance=self.oriented_distance)
+        return SampledItems(ids, part.__getitem__, blocks, len(chosen) == n)
 
 
 def _check_gallery(embeddings: GaussianEmbedding, ids: tuple[str, ...], payload: dict[str, tuple[str, ...]]) -> None:

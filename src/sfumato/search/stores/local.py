@@ -48,8 +48,8 @@ from sfumato.search.stores.local_database import (
     take,
     write_index,
 )
-from sfumato.search.stores.nearest import Block, Nearest, Positions, Vectors, check_queries, is_in
-from sfumato.search.stores.protocol import Filter, Records
+from sfumato.search.stores.nearest import Block, Nearest, Positions, Vectors, is_in
+from sfumato.search.stores.protocol import Filter, Records, StoreBase, in_order
 
 _PAGE = 4096
 """Positions in a page."""
@@ -87,7 +87,7 @@ def open(url: str) -> "LocalStore":
     return LocalStore(url)
 
 
-class LocalStore:
+class LocalStore(StoreBase):
     """A :class:`~sfumato.search.stores.protocol.VectorStore` in a folder; see :func:`create` and :func:`open`.
 
     Each search, get, count and scan sees all writes that any process acknowledged before it began, and no partial
@@ -127,8 +127,7 @@ class LocalStore:
 
     def upsert(self, records: Records) -> None:
         """Store records; records with existing ids are replaced completely. If it raises, none are stored."""
-        if records.vectors.shape[1] != self.dim:
-            raise ValueError(f"store {self.url}: vectors have {records.vectors.shape[1]} dimensions, not {self.dim}")
+        self.check_vectors(records)
         if len(records):
             with self._writing() as connection:
                 remove(connection, records.ids)
@@ -143,14 +142,14 @@ class LocalStore:
         """Records by id."""
         with self._transaction() as connection:
             found = {row[0]: row for row in connection.execute(f"{RECORD} WHERE id IN {LIST}", (listed(ids),))}
-            return self._records([found[i] for i in dict.fromkeys(ids) if i in found])
+            return self._records(in_order(ids, found))
 
     def search(self, queries: Tensor, k: int, filter: Filter | None = None) -> list[Records]:
         """The nearest items of each query, by distances from the full vectors; ties in the order of storage.
 
         queries (n, e).
         """
-        wanted = check_queries(self.url, queries, k, self.dim)
+        wanted = self.check_queries(queries, k)
         results: list[Records] = []
         with self._transaction() as connection:
             allowed = None
@@ -182,7 +181,7 @@ class LocalStore:
                 yield self._records(rows)
 
     def ids_after(self, after: str, n: int) -> list[str]:
-        """See :meth:`VectorStore.ids_after`."""
+        """The next ids in the order of their UTF-8 bytes."""
         with self._transaction() as connection:
             rows = connection.execute("SELECT id FROM items WHERE id > ? ORDER BY id LIMIT ?", (after, n))
             return [id for (id,) in rows]
@@ -316,11 +315,8 @@ class LocalStore:
 
     def _records(self, rows: Sequence[tuple[str, float, str, bytes]]) -> Records:
         """The records of rows of RECORD."""
-        return Records(
-            tuple(row[0] for row in rows),
-            torch.from_numpy(self._matrix([row[3] for row in rows])),
-            torch.tensor([row[1] for row in rows], dtype=torch.float32),
-            tuple(json.loads(row[2]) for row in rows),
+        return self.records(
+            [(i, u, json.loads(text)) for i, u, text, _ in rows], self._matrix([row[3] for row in rows])
         )
 
     def _add_from_index(

@@ -3,7 +3,6 @@
 import contextlib
 import json
 import os
-import re
 import socket
 import sqlite3
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -20,7 +19,7 @@ from sfumato.files import sync_folder
 from sfumato.search.stores.faiss import FaissOptions, FaissStore, require_faiss
 from sfumato.search.stores.nearest import Positions, Vectors
 from sfumato.search.stores.protocol import Filter, Records, StoreInUseError
-from sfumato.search.stores.store_url import options
+from sfumato.search.stores.store_url import check_numbers, options
 
 _OF_ENGINE = {
     "flat": (),
@@ -110,11 +109,8 @@ def parse_url(url: str) -> tuple[Path, dict[str, Any]]:
     given: dict[str, Any] = dict(options(url.replace("#", "%23"), LOCAL_OPTIONS))
     if not path:
         raise UserError(f"store {url}: names no folder; write PATH?engine=hnsw")
-    for name in set(given) - {"engine"}:
-        if not re.fullmatch(r"\d{1,12}", given[name]):
-            raise UserError(f"store {url}: {name} must be a whole number, got {given[name]!r}")
-        given[name] = int(given[name])
-    return Path(path), given
+    check_numbers(f"store {url}", given, dict.fromkeys(LOCAL_OPTIONS.keys() - {"engine"}, 0))
+    return Path(path), {name: value if name == "engine" else int(value) for name, value in given.items()}
 
 
 _WRITER = ".writer"

@@ -40,8 +40,8 @@ import torch
 from torch import Tensor
 
 from sfumato.errors import UserError, first_line, need
-from sfumato.search.stores.protocol import Filter, Records
-from sfumato.search.stores.store_url import options, redacted
+from sfumato.search.stores.protocol import Filter, Records, StoreBase, in_order
+from sfumato.search.stores.store_url import check_numbers, options, redacted
 
 _ESCAPES = str.maketrans({"\\": "\\\\", '"': '\\"', "\n": "\\n", "\r": "\\r", "\t": "\\t"})
 
@@ -112,7 +112,7 @@ _one_at_a_time = threading.RLock()
 
 
 def create(url: str, dim: int, fingerprint: str) -> "MilvusStore":
-    """Make an empty collection. See :meth:`~sfumato.search.stores.protocol.StoreFactory.create`."""
+    """Make an empty collection."""
     place = _Place(url)
     if place.file is not None:
         place.file.parent.mkdir(parents=True, exist_ok=True)
@@ -126,7 +126,7 @@ def create(url: str, dim: int, fingerprint: str) -> "MilvusStore":
 
 
 def open(url: str) -> "MilvusStore":
-    """Open a collection. See :meth:`~sfumato.search.stores.protocol.StoreFactory.open`."""
+    """Open a collection."""
     place = _Place(url)
     if place.file is not None and not place.file.exists():
         raise UserError(f"store {place.url}: there is no file {place.file}")
@@ -139,29 +139,14 @@ def open(url: str) -> "MilvusStore":
     return store
 
 
-class MilvusStore:
+class MilvusStore(StoreBase):
     """A collection (id, vector, uncertainty, payload); its properties hold the fingerprint and the options."""
 
     def __init__(self, place: "_Place", client: Any, chosen: Mapping[str, str], dim: int, fingerprint: str) -> None:
         self._place, self._client = place, client
-        self._options, self._dim, self._fingerprint = dict(chosen), dim, fingerprint
+        self._options, self.url, self.dim, self.fingerprint = dict(chosen), place.url, dim, fingerprint
         self._closed = False
         self.most_rows, self.most_bytes = 16_384, 16_000_000
-
-    @property
-    def url(self) -> str:
-        """The store URL, without a password."""
-        return self._place.url
-
-    @property
-    def dim(self) -> int:
-        """Dimensions of the vectors."""
-        return self._dim
-
-    @property
-    def fingerprint(self) -> str:
-        """The text about the meaning of the vectors that the store was created with."""
-        return self._fingerprint
 
     def make(self) -> None:
         """Create the collection."""
@@ -170,13 +155,13 @@ class MilvusStore:
             raise UserError(
                 f"store {self.url}: collection {self._place.name} already exists; open it, or give another name"
             )
-        note = {"sfumato": 1, "dim": self._dim, "fingerprint": self._fingerprint}
+        note = {"sfumato": 1, "dim": self.dim, "fingerprint": self.fingerprint}
         text = json.dumps({**note, "options": {name: self._options[name] for name in _KEPT}})
         # Lite keeps properties and no description; a server keeps both, unless it takes no properties that it does
         # not know.
         schema = self._client.create_schema(auto_id=False, enable_dynamic_field=False, description=text)
         schema.add_field("id", types.VARCHAR, is_primary=True, max_length=_LONGEST_ID)
-        schema.add_field("vector", types.FLOAT_VECTOR, dim=self._dim)
+        schema.add_field("vector", types.FLOAT_VECTOR, dim=self.dim)
         schema.add_field("uncertainty", types.FLOAT)
         schema.add_field("payload", types.JSON)
         index = self._client.prepare_index_params()
@@ -202,7 +187,7 @@ class MilvusStore:
         described = self._call("describe_collection")
         try:
             note = json.loads(described.get("properties", {}).get("sfumato") or described.get("description") or "")
-            self._dim, self._fingerprint = int(note["dim"]), str(note["fingerprint"])
+            self.dim, self.fingerprint = int(note["dim"]), str(note["fingerprint"])
             kept = dict(note["options"])
         except (ValueError, KeyError, TypeError):
             raise UserError(
@@ -214,11 +199,8 @@ class MilvusStore:
         self._call("load_collection")
 
     def upsert(self, records: Records) -> None:
-        """See :meth:`VectorStore.upsert`. More than about 16 MB are stored in several steps, each as a whole."""
-        if records.vectors.shape[1] != self._dim:
-            raise ValueError(
-                f"store {self.url}: vectors must have {self._dim} dimensions, got {records.vectors.shape[1]}"
-            )
+        """More than about 16 MB are stored in several steps, each as a whole."""
+        self.check_vectors(records)
         for key in records.ids:
             if len(_encoded(self.url, key)) > _LONGEST_ID:
                 raise UserError(
@@ -237,7 +219,7 @@ class MilvusStore:
             self._call("upsert", {"data": part})
 
     def delete(self, ids: Sequence[str]) -> int:
-        """See :meth:`VectorStore.delete`."""
+        """Remove items; returns how many were there."""
         there = []
         for part in _parts(list(dict.fromkeys(ids)), 1000):
             found = [row["id"] for row in self._call("query", {"filter": among(part), "output_fields": ["id"]})]
@@ -247,26 +229,22 @@ class MilvusStore:
         return len(there)
 
     def get(self, ids: Sequence[str]) -> Records:
-        """See :meth:`VectorStore.get`."""
+        """Records by id, in the order of the ids."""
         rows: dict[str, dict[str, Any]] = {}
-        wanted = list(dict.fromkeys(ids))
-        for part in _parts(wanted, min(1000, self._rows_a_message())):
+        for part in _parts(list(dict.fromkeys(ids)), min(1000, self._rows_a_message())):
             found = self._call("query", {"filter": among(part), "output_fields": _COLUMNS})
             rows |= {row["id"]: row for row in found}
-        return self._records([rows[id] for id in wanted if id in rows])
+        return self._records(in_order(ids, rows))
 
     def search(self, queries: Tensor, k: int, filter: Filter | None = None) -> list[Records]:
-        """See :meth:`VectorStore.search`. More results than Milvus returns at once are found exactly, by a scan."""
-        if queries.ndim != 2 or queries.shape[1] != self._dim:
-            raise ValueError(f"store {self.url}: queries must be (n, {self._dim}), got {tuple(queries.shape)}")
-        if k < 1:
-            raise ValueError(f"store {self.url}: k must be at least 1, got {k}")
+        """More results than Milvus returns at once are found exactly, by a scan."""
+        queries = self.check_queries(queries, k)
         if k > self.most_rows:
-            return self._nearest_of_all(queries.detach().cpu(), k, filter)
+            return self._nearest_of_all(queries, k, filter)
         kind = self._options["index"]
         usual = {"HNSW": {"ef": max(k, int(self._options["ef"]))}, "IVF_FLAT": {"nprobe": int(self._options["nprobe"])}}
         utmost = {"HNSW": {"ef": 2 * self.most_rows}, "IVF_FLAT": {"nprobe": int(self._options["nlist"])}}
-        vectors = queries.detach().cpu().float().numpy()
+        vectors = queries.numpy()
         results = []
         size = max(1, self._rows_a_message() // k)
         if self._place.file is not None and kind == "FLAT" and not (filter and filter.where):
@@ -281,12 +259,12 @@ class MilvusStore:
         return [self._records(rows) for rows in results]
 
     def count(self, filter: Filter | None = None) -> int:
-        """See :meth:`VectorStore.count`."""
+        """Number of items."""
         found = self._call("query", {"filter": condition_on(filter), "output_fields": ["count(*)"]})
         return int(found[0]["count(*)"])
 
     def scan(self, batch: int = 4096, filter: Filter | None = None) -> Iterator[Records]:
-        """See :meth:`VectorStore.scan`; by id, and changes after the current id are seen."""
+        """by id, and changes after the current id are seen."""
         condition, last = condition_on(filter), ""
         limit = min(batch, self._rows_a_message())
         while True:
@@ -297,7 +275,7 @@ class MilvusStore:
             last = rows[-1]["id"]
 
     def ids_after(self, after: str, n: int) -> list[str]:
-        """See :meth:`VectorStore.ids_after`."""
+        """The next ids in the order of their UTF-8 bytes."""
         found: list[str] = []
         while len(found) < n:
             last = found[-1] if found else after
@@ -356,17 +334,11 @@ class MilvusStore:
         return [self.get([ids[j] for j in found.tolist()]) for _, found in best]
 
     def _records(self, rows: Sequence[Mapping[str, Any]]) -> Records:
-        if not rows:
-            return Records.none(self._dim)
-        return Records(
-            tuple(row["id"] for row in rows),
-            torch.from_numpy(np.array([row["vector"] for row in rows], dtype=np.float32)),
-            torch.tensor([row["uncertainty"] for row in rows], dtype=torch.float32),
-            tuple(row["payload"] for row in rows),
-        )
+        columns = [(row["id"], row["uncertainty"], row["payload"]) for row in rows]
+        return self.records(columns, [row["vector"] for row in rows])
 
     def _rows_a_message(self) -> int:
-        return max(1, min(self.most_rows, self.most_bytes // (4 * self._dim + 1000)))
+        return max(1, min(self.most_rows, self.most_bytes // (4 * self.dim + 1000)))
 
     def _call(self, method: str, arguments: Mapping[str, Any] | None = None) -> Any:
         """Call a method of the client on our collection; load it again first if the server was restarted."""
@@ -421,9 +393,7 @@ class _Place:
             raise UserError(
                 f"store {self.url}: index must be FLAT, HNSW, IVF_FLAT or AUTOINDEX, got {self.options['index']!r}"
             )
-        for name in (set(_KEPT) | {"timeout"}) - {"index"}:
-            if name in self.options and not re.fullmatch(r"[1-9][0-9]{0,5}", self.options[name]):
-                raise UserError(f"store {self.url}: {name} must be a number from 1, got {self.options[name]!r}")
+        check_numbers(f"store {self.url}", self.options, dict.fromkeys({*_KEPT, "timeout"} - {"index"}, 1))
 
     def release(self) -> None:
         """Stop the embedded server if no other store of this process uses it."""

@@ -138,18 +138,6 @@ class Nearest:
         self._distance[i], self.positions[i] = distance[first], position[first]
 
 
-def check_queries(url: str, queries: Tensor, k: int, dim: int) -> Tensor:
-    """Check that queries fit a store. queries (n, e) -> (n, e)."""
-    if k < 1:
-        raise ValueError(f"store {url}: k must be at least 1, got {k}")
-    if queries.ndim != 2 or queries.shape[1] != dim:
-        raise ValueError(f"store {url}: queries must be (n, {dim}), got {tuple(queries.shape)}")
-    wanted = queries.detach().to("cpu", torch.float32).contiguous()
-    if not torch.isfinite(wanted).all():
-        raise ValueError(f"store {url}: a query has a number that is not finite")
-    return wanted
-
-
 def squared_l2(vectors: Vectors, query: Vectors) -> npt.NDArray[np.float64]:
     """Squared distances by differences in float64. vectors (m, e), query (e,) -> (m,)."""
     difference = np.subtract(vectors, query, dtype=np.float64)

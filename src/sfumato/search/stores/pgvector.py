@@ -40,12 +40,11 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from sfumato.errors import UserError, first_line, need
-from sfumato.search.stores.protocol import Filter, Records
-from sfumato.search.stores.store_url import options, redacted
+from sfumato.search.stores.protocol import Filter, Records, StoreBase, in_order
+from sfumato.search.stores.store_url import check_numbers, options, redacted
 
 _OPTIONS = {
     "table": "name or schema.name",
@@ -86,7 +85,7 @@ _COLUMNS = "id, embedding, uncertainty, payload"
 
 
 def create(url: str, dim: int, fingerprint: str) -> "PgVectorStore":
-    """Make an empty table. See :meth:`~sfumato.search.stores.protocol.StoreFactory.create`."""
+    """Make an empty table."""
     store = PgVectorStore(url, _read_options(url), dim, fingerprint)
     if dim > _MOST_STORED or (dim > _MOST_INDEXED and store.index != "none"):
         raise UserError(
@@ -98,7 +97,7 @@ def create(url: str, dim: int, fingerprint: str) -> "PgVectorStore":
 
 
 def open(url: str) -> "PgVectorStore":
-    """Open a table. See :meth:`~sfumato.search.stores.protocol.StoreFactory.open`."""
+    """Open a table."""
     given = _read_options(url)
     asking = PgVectorStore(url, given, 0, "")
     note = asking.note()
@@ -106,7 +105,7 @@ def open(url: str) -> "PgVectorStore":
     return PgVectorStore(url, {**note["options"], **given}, note["dim"], note["fingerprint"])
 
 
-class PgVectorStore:
+class PgVectorStore(StoreBase):
     """A table (id, embedding, uncertainty, payload); its comment holds the fingerprint and the options."""
 
     def __init__(self, url: str, chosen: Mapping[str, str], dim: int, fingerprint: str) -> None:
@@ -115,25 +114,10 @@ class PgVectorStore:
             self._psycopg, url, {name: chosen[name] for name in _CONNECTION if name in chosen}
         )
         self._options = {name: chosen[name] for name in _KEPT if name in chosen}
-        self._dim, self._fingerprint = dim, fingerprint
+        self.url, self.dim, self.fingerprint = self._connections.url, dim, fingerprint
         self.index = self._options.get("index", "none")
         self._name = chosen.get("table", "sfumato")
         self._table = self._psycopg.sql.Identifier(*self._name.split("."))
-
-    @property
-    def url(self) -> str:
-        """The store URL, without a password."""
-        return self._connections.url
-
-    @property
-    def dim(self) -> int:
-        """Dimensions of the vectors."""
-        return self._dim
-
-    @property
-    def fingerprint(self) -> str:
-        """The text about the meaning of the vectors that the store was created with."""
-        return self._fingerprint
 
     def make(self) -> None:
         """Create the table."""
@@ -153,7 +137,7 @@ class PgVectorStore:
                     self._sql(
                         'CREATE TABLE {table} (id text COLLATE "C" PRIMARY KEY, embedding vector({dim}) NOT NULL,'
                         " uncertainty real NOT NULL, payload jsonb NOT NULL)",
-                        {"dim": self._dim},
+                        {"dim": self.dim},
                     )
                 )
             except errors.DuplicateTable:
@@ -162,7 +146,7 @@ class PgVectorStore:
                 ) from None
             # Stored in the row if it fits, not in a separate table, because an exact search reads every vector.
             connection.execute(self._sql("ALTER TABLE {table} ALTER COLUMN embedding SET STORAGE MAIN"))
-            note = {"sfumato": 1, "dim": self._dim, "fingerprint": self._fingerprint, "options": self._options}
+            note = {"sfumato": 1, "dim": self.dim, "fingerprint": self.fingerprint, "options": self._options}
             connection.execute(self._sql("COMMENT ON TABLE {table} IS {note}", {"note": json.dumps(note)}))
 
     def note(self) -> dict[str, Any]:
@@ -187,11 +171,8 @@ class PgVectorStore:
         return found
 
     def upsert(self, records: Records) -> None:
-        """See :meth:`VectorStore.upsert`; in one transaction, all or none."""
-        if records.vectors.shape[1] != self._dim:
-            raise ValueError(
-                f"store {self.url}: vectors must have {self._dim} dimensions, got {records.vectors.shape[1]}"
-            )
+        """in one transaction, all or none."""
+        self.check_vectors(records)
         if not len(records):
             return
         rows = _binary_rows(self.url, records)
@@ -210,30 +191,26 @@ class PgVectorStore:
             )
 
     def delete(self, ids: Sequence[str]) -> int:
-        """See :meth:`VectorStore.delete`."""
+        """Remove items; returns how many were there."""
         with self._connections.borrow() as connection:
             return int(connection.execute(self._sql("DELETE FROM {table} WHERE id = ANY(%s)"), [list(ids)]).rowcount)
 
     def get(self, ids: Sequence[str]) -> Records:
-        """See :meth:`VectorStore.get`."""
+        """Records by id, in the order of the ids."""
         with self._connections.borrow() as connection:
             query = self._sql(f"SELECT {_COLUMNS} FROM {{table}} WHERE id = ANY(%s)")
-            found = self._records(connection.execute(query, [list(ids)], binary=True).fetchall())
-        position = {id: i for i, id in enumerate(found.ids)}
-        return found.take([position[id] for id in dict.fromkeys(ids) if id in position])
+            found = {row[0]: row for row in connection.execute(query, [list(ids)], binary=True)}
+        return self._records(in_order(ids, found))
 
     def search(self, queries: Tensor, k: int, filter: Filter | None = None) -> list[Records]:
-        """See :meth:`VectorStore.search`."""
-        if queries.ndim != 2 or queries.shape[1] != self._dim:
-            raise ValueError(f"store {self.url}: queries must be (n, {self._dim}), got {tuple(queries.shape)}")
-        if k < 1:
-            raise ValueError(f"store {self.url}: k must be at least 1, got {k}")
+        """The nearest items of each query. queries (n, e)."""
+        queries = self.check_queries(queries, k)
         condition, values = self._where(filter)
         by_index, exact = (
             self._sql(f"SELECT {_COLUMNS} FROM {{table}} {{where}} ORDER BY {key} LIMIT %s", {"where": condition})
             for key in ("embedding <-> %s::vector", "(embedding <-> %s::vector) + 0")  # no index knows a sum
         )
-        vectors = ["[" + ",".join(map(repr, row)) + "]" for row in queries.detach().cpu().float().tolist()]
+        vectors = ["[" + ",".join(map(repr, row)) + "]" for row in queries.tolist()]
         results = []
         with self._connections.borrow() as connection:
             ways = [by_index, exact] if self._prepare_index(connection, k) else [exact]
@@ -246,7 +223,7 @@ class PgVectorStore:
         return results
 
     def count(self, filter: Filter | None = None) -> int:
-        """See :meth:`VectorStore.count`."""
+        """Number of items."""
         condition, values = self._where(filter)
         with self._connections.borrow() as connection:
             return int(
@@ -256,7 +233,7 @@ class PgVectorStore:
             )
 
     def scan(self, batch: int = 4096, filter: Filter | None = None) -> Iterator[Records]:
-        """See :meth:`VectorStore.scan`; items as they were at the start. It holds a connection until it ends."""
+        """items as they were at the start. It holds a connection until it ends."""
         condition, values = self._where(filter)
         with self._connections.borrow() as connection:
             connection.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ")
@@ -266,7 +243,7 @@ class PgVectorStore:
                     yield self._records(rows)
 
     def ids_after(self, after: str, n: int) -> list[str]:
-        """See :meth:`VectorStore.ids_after`."""
+        """The next ids in the order of their UTF-8 bytes."""
         text = "SELECT id FROM {table} WHERE id > %s ORDER BY id LIMIT %s"
         with self._connections.borrow() as connection:
             return [id for (id,) in connection.execute(self._sql(text), [after, n]).fetchall()]
@@ -353,13 +330,9 @@ class PgVectorStore:
         return max(0, int(found.fetchone()[0]))
 
     def _records(self, rows: list[tuple[str, bytes, float, dict[str, str]]]) -> Records:
-        if not rows:
-            return Records.none(self._dim)
-        ids, vectors, uncertainty, payloads = zip(*rows, strict=True)
         # Four bytes of header, then the numbers in network order.
-        numbers = np.frombuffer(b"".join(vectors), dtype=np.uint8).reshape(len(ids), 4 + 4 * self._dim)[:, 4:]
-        values = np.ascontiguousarray(numbers).view(">f4").astype(np.float32)
-        return Records(ids, torch.from_numpy(values), torch.tensor(uncertainty, dtype=torch.float32), payloads)
+        numbers = np.frombuffer(b"".join([row[1][4:] for row in rows]), dtype=">f4")
+        return self.records([(i, uncertainty, payload) for i, _, uncertainty, payload in rows], numbers)
 
 
 class _Connections:
@@ -472,10 +445,7 @@ def _check_options(where: str, given: Mapping[str, str]) -> None:
     """Refuse an unknown index and what is no number."""
     if given.get("index", "none") not in ("none", "hnsw", "ivfflat"):
         raise UserError(f"{where}: index must be none, hnsw or ivfflat, got {given['index']!r}")
-    for name in _NUMBERS:
-        least = 0 if name in ("statement_timeout", "tcp_user_timeout") else 1
-        if name in given and not re.fullmatch(rf"[{least}-9]|[1-9][0-9]{{1,5}}", given[name]):
-            raise UserError(f"{where}: {name} must be a number from {least}, got {given[name]!r}")
+    check_numbers(where, given, dict.fromkeys(_NUMBERS, 1) | {"statement_timeout": 0, "tcp_user_timeout": 0})
 
 
 def _index_name(table: str, index: str) -> str:

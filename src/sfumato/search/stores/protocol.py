@@ -8,12 +8,15 @@ never in figures.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from sfumato.errors import UserError
+
+Row = TypeVar("Row")
 
 
 class StoreInUseError(UserError):
@@ -234,6 +237,44 @@ class VectorStore(Protocol):
     def close(self) -> None:
         """Release files and connections. Closing twice does no harm."""
         ...
+
+
+class StoreBase:
+    """What the stores of this package share: the checks of what they are given, and records from rows."""
+
+    url: str
+    dim: int
+    fingerprint: str
+
+    def begin_writing(self) -> None:
+        """Acquire the write lock of a store that has one, as the first write would; it is held until close."""
+
+    def check_vectors(self, records: Records) -> None:
+        """Refuse vectors of another dimension."""
+        if (e := records.vectors.shape[1]) != self.dim:
+            raise ValueError(f"store {self.url}: vectors must have {self.dim} dimensions, got {e}")
+
+    def check_queries(self, queries: Tensor, k: int) -> Tensor:
+        """(n, e) float32 queries on the CPU."""
+        if k < 1:
+            raise ValueError(f"store {self.url}: k must be at least 1, got {k}")
+        if queries.ndim != 2 or queries.shape[1] != self.dim:
+            raise ValueError(f"store {self.url}: queries must be (n, {self.dim}), got {tuple(queries.shape)}")
+        wanted = queries.detach().to("cpu", torch.float32).contiguous()
+        if not torch.isfinite(wanted).all():
+            raise ValueError(f"store {self.url}: a query has a number that is not finite")
+        return wanted
+
+    def records(self, rows: Sequence[tuple[str, float, Mapping[str, str]]], vectors: Any) -> Records:
+        """Records of rows (id, uncertainty, payload) with an array of numbers, n * e in all."""
+        ids, uncertainty, payloads = zip(*rows, strict=True) if rows else ((), (), ())
+        numbers = torch.from_numpy(np.asarray(vectors, dtype=np.float32).reshape(len(rows), self.dim))
+        return Records(ids, numbers, torch.tensor(uncertainty, dtype=torch.float32), payloads)
+
+
+def in_order(ids: Sequence[str], found: Mapping[str, Row]) -> list[Row]:
+    """What was found, in the order of the wanted ids, each once."""
+    return [found[i] for i in dict.fromkeys(ids) if i in found]
 
 
 class StoreFactory(Protocol):

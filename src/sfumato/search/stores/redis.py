@@ -35,9 +35,8 @@ from torch import Tensor
 from sfumato.errors import UserError, first_line, need
 from sfumato.search.stores import local
 from sfumato.search.stores.local_database import LOCAL_OPTIONS
-from sfumato.search.stores.nearest import check_queries
-from sfumato.search.stores.protocol import Filter, Records
-from sfumato.search.stores.store_url import options, redacted
+from sfumato.search.stores.protocol import Filter, Records, StoreBase
+from sfumato.search.stores.store_url import check_numbers, options, redacted
 
 _KEY_FORMAT = re.compile(rb"[0-9a-f]{16}:\d+")
 """Keys that :class:`RedisStore` makes; another store's keys may have the same prefix."""
@@ -212,7 +211,7 @@ def open(url: str) -> "RedisStore":
     return RedisStore(url)
 
 
-class RedisStore:
+class RedisStore(StoreBase):
     """A :class:`~sfumato.search.stores.protocol.VectorStore` in two parts, from :func:`create` or :func:`open`.
 
     A search is exact among the candidates. An item whose mean is not among the K nearest is not found, however small
@@ -246,10 +245,7 @@ class RedisStore:
 
     def upsert(self, records: Records) -> None:
         """Store records; a record replaces the one with the same id as a whole. If it raises, none are stored."""
-        if records.vectors.shape[1] != self.dim:
-            raise ValueError(
-                f"store {self.url}: vectors have {records.vectors.shape[1]} dimensions, the store {self.dim}"
-            )
+        self.check_vectors(records)
         if not len(records):
             return
         mean_dim, run = self._means.dim, secrets.token_hex(8)
@@ -276,7 +272,7 @@ class RedisStore:
 
     def search(self, queries: Tensor, k: int, filter: Filter | None = None) -> list[Records]:
         """The k items nearest by mean and deviations among the max(candidates, k) nearest by mean. queries (n, e)."""
-        wanted = check_queries(self.url, queries, k, self.dim)
+        wanted = self.check_queries(queries, k)
         means = wanted[:, : self._means.dim].contiguous()
         candidates = self._with_retries(
             lambda: self._joined(self._means.search(means, max(k, self.candidates), filter))
@@ -301,7 +297,7 @@ class RedisStore:
                 yield self.get(part.ids)
 
     def ids_after(self, after: str, n: int) -> list[str]:
-        """See :meth:`VectorStore.ids_after`."""
+        """The next ids in the order of their UTF-8 bytes."""
         return self._means.ids_after(after, n)
 
     def optimise(self) -> None:
@@ -312,7 +308,7 @@ class RedisStore:
             self._deviations.keep(known.union(*(keys for _, keys in self._replaced)))
 
     def begin_writing(self) -> None:
-        """See :meth:`LocalStore.begin_writing`."""
+        """Acquire the write lock of the means."""
         self._means.begin_writing()
 
     def close(self) -> None:
@@ -381,10 +377,8 @@ def _parse(url: str) -> tuple[dict[str, Any], str]:
     # A path may contain a #, which would end the URL for `options`.
     rest: dict[str, Any] = dict(options(url.replace("#", "%23"), _OPTIONS | LOCAL_OPTIONS))
     given = {"prefix": "sfumato:", "means": ""} | {name: rest.pop(name) for name in _OPTIONS if name in rest}
-    for name in {"candidates", "mean_dim"} & given.keys():
-        if not given[name].isascii() or not given[name].isdigit() or int(given[name]) < 1:
-            raise UserError(f"store {redacted(url)}: {name} must be a whole number of at least 1, got {given[name]!r}")
-        given[name] = int(given[name])
+    check_numbers(f"store {redacted(url)}", given, numbers := {"candidates": 1, "mean_dim": 1})
+    given |= {name: int(given[name]) for name in numbers.keys() & given.keys()}
     path = given["means"]
     if not path or "?" in path:
         raise UserError(f"store {redacted(url)}: the folder is missing; write redis://host:6379/0?means=PATH")

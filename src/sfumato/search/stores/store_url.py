@@ -13,9 +13,10 @@ To add a store, write one module with the functions `create` and `open` (a
 
 import importlib
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
 
 from sfumato.errors import UserError
@@ -103,6 +104,13 @@ def options(url: str, known: dict[str, str]) -> dict[str, str]:
         listed = ", ".join(f"{name} ({what})" for name, what in known.items())
         raise UserError(f"store {redacted(url)}: unknown option {unknown[0]!r}; known: {listed or 'none'}")
     return found
+
+
+def check_numbers(where: str, given: Mapping[str, Any], least: Mapping[str, int]) -> None:
+    """Check that options are whole numbers, each from its least value."""
+    for name in least.keys() & given.keys():
+        if not (re.fullmatch("[0-9]{1,12}", str(given[name])) and int(given[name]) >= least[name]):
+            raise UserError(f"{where}: {name} must be a whole number from {least[name]}, got {given[name]!r}")
 
 
 def anchored(url: str, folder: Path) -> str:
