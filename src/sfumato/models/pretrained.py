@@ -9,7 +9,6 @@ import json
 import math
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +20,8 @@ from sfumato.data.transforms import IMAGENET_MEAN, IMAGENET_STD
 from sfumato.encoders.clip_transformers import (
     CLIP_MEAN,
     CLIP_STD,
-    ClipImageEncoder,
-    ClipTextEncoder,
     UncTokenImageEncoder,
     UncTokenTextEncoder,
-    openai_image_state,
-    openai_text_state,
 )
 from sfumato.encoders.dual import DualEncoder, Tower
 from sfumato.encoders.heads import GaussianHead, HeadOptions
@@ -42,19 +37,14 @@ from sfumato.models.pretrained_tensors import (
     TextSizes,
     VisionSizes,
     below,
-    check_tensors,
     count_blocks,
     embedding_size,
-    gpo_shapes,
-    linear_shapes,
-    norm_shapes,
     number_of,
-    prefixed,
     projection,
     read_checkpoint,
+    renamed,
     text_sizes,
     vision_sizes,
-    without,
 )
 
 CLIP_TOKENIZER = "openai/clip-vit-base-patch16"
@@ -73,37 +63,29 @@ def pcmepp_hub(config: Mapping[str, Any], tensors: Mapping[str, Any], find: Toke
     text_section = ConfigSection(config, "text_cfg", where, {"embed_cls": False})
     vision, text, dim = vision_sizes(section, config), text_sizes(text_section, config), embedding_size(config, where)
     own, text_own = section.number("unc_layers", 2), text_section.number("unc_layers", 2)
-    expected = {
-        **vision.shapes("visual.", 1),
-        **norm_shapes("visual.ln_post", vision.width),
-        **vision.block_shapes("visual.uncertainty_transformer.resblocks", own),
-        **text.shapes("", 0),
-        **text.block_shapes("uncertainty_transformer.resblocks", text_own),
-        **{name: (vision.width, dim) for name in ("visual.proj", "visual.uncertainty_proj")},
-        **{name: (text.width, dim) for name in ("text_projection", "uncertainty_text_projection")},
-        **{"logit_scale": (), "shift": (1,), "negative_scale": (1,)},
+
+    def build() -> DualEncoder:
+        image_head = GaussianHead(vision.width, dim, HeadOptions(pooling="first"))
+        text_head = GaussianHead(text.width, dim, HeadOptions(pooling="last"))
+        image_encoder = vision.encoder(CLIP_MEAN, CLIP_STD, own, final_norm=True)
+        return DualEncoder(
+            Tower(ImageFileProcessor(vision.size, fit="crop"), image_encoder, image_head),
+            Tower(_clip_processor(find, text), text.encoder(text_own), text_head),
+        )
+
+    prefixes = {"image.encoder.": "visual.", "text.encoder.": ""}
+    projections = {
+        "image.head.mean.linear": "visual.proj",
+        "image.head.log_var.linear": "visual.uncertainty_proj",
+        "text.head.mean.linear": "text_projection",
+        "text.head.log_var.linear": "uncertainty_text_projection",
     }
-    check_tensors(tensors, expected, where)
-    image_encoder = vision.encoder(CLIP_MEAN, CLIP_STD, own, final_norm=True)
-    text_encoder = text.encoder(text_own)
-    model = DualEncoder(
-        Tower(
-            ImageFileProcessor(vision.size, fit="crop"),
-            image_encoder,
-            GaussianHead(vision.width, dim, HeadOptions(pooling="first")),
-        ),
-        Tower(_clip_processor(find, text), text_encoder, GaussianHead(text.width, dim, HeadOptions(pooling="last"))),
+    others: Shapes = {name: ((vision if "visual" in name else text).width, dim) for name in projections.values()}
+    model, state = renamed(
+        build, prefixes, tensors, where, others | {"logit_scale": (), "shift": (1,), "negative_scale": (1,)}
     )
-    visual = without(below("visual.", tensors), ("proj", "uncertainty_proj"))
-    others = ("visual.", "text_projection", "uncertainty_text_projection", "logit_scale", "shift", "negative_scale")
-    state = {
-        **prefixed("image.encoder.", openai_image_state(visual, image_encoder)),
-        **prefixed("text.encoder.", openai_text_state(without(tensors, others), text_encoder)),
-        **projection("image.head.mean.linear", tensors["visual.proj"]),
-        **projection("image.head.log_var.linear", tensors["visual.uncertainty_proj"]),
-        **projection("text.head.mean.linear", tensors["text_projection"]),
-        **projection("text.head.log_var.linear", tensors["uncertainty_text_projection"]),
-    }
+    for ours, released in projections.items():
+        state |= projection(ours, tensors[released])
     return Layout(model, state, number_of(tensors["negative_scale"]), number_of(tensors["shift"]))
 
 
@@ -125,20 +107,6 @@ def prolip_hub(config: Mapping[str, Any], tensors: Mapping[str, Any], find: Toke
     cleaning = (text_section.given.get("tokenizer_kwargs") or {"clean": "canonicalize"}).get("clean", "whitespace")
     if cleaning not in CLEANINGS:
         raise UserError(f"{where}: unknown cleaning of texts {cleaning!r}; known: {', '.join(CLEANINGS)}")
-    expected = {
-        **vision.shapes("visual.", 2),
-        **norm_shapes("visual.ln_post", vision.width),
-        **{"visual.unc_embedding": (vision.width,), "visual.proj": (vision.width, dim)},
-        **linear_shapes("visual.uncertainty_proj", dim, vision.width),
-        **text.shapes("text.", 2),
-        **{"text.cls_emb": (text.width,), "text.unc_emb": (text.width,)},
-        **linear_shapes("text.text_projection", dim, text.width),
-        **linear_shapes("text.text_uncertainty_projection", dim, text.width),
-        **{name: () for name in ("logit_scale", "logit_bias") if name == "logit_scale" or name in tensors},
-    }
-    check_tensors(tensors, expected, where)
-    image_encoder = UncTokenImageEncoder(vision.encoder(CLIP_MEAN, CLIP_STD, 0, final_norm=True), released=True)
-    text_encoder = UncTokenTextEncoder(text.encoder(0), released=True)
     processor = SpecialTokenProcessor(
         find(text_section.given.get("hf_tokenizer_name") or PROLIP_TOKENIZER),
         vocabulary=text.vocabulary,
@@ -148,43 +116,52 @@ def prolip_hub(config: Mapping[str, Any], tensors: Mapping[str, Any], find: Toke
         pad_to_max=True,
         clean=CLEANINGS[cleaning],
     )
-    model = DualEncoder(
-        Tower(
-            ImageFileProcessor(vision.size, fit="crop-nearest"),
-            image_encoder,
-            GaussianHead(vision.width, dim, HeadOptions(pooling="first")),
-        ),
-        Tower(processor, text_encoder, GaussianHead(text.width, dim, HeadOptions(pooling="first"))),
-    )
+
+    def build() -> DualEncoder:
+        image = UncTokenImageEncoder(vision.encoder(CLIP_MEAN, CLIP_STD, 0, final_norm=True), released=True)
+        heads = [GaussianHead(width, dim, HeadOptions(pooling="first")) for width in (vision.width, text.width)]
+        return DualEncoder(
+            Tower(ImageFileProcessor(vision.size, fit="crop-nearest"), image, heads[0]),
+            Tower(processor, UncTokenTextEncoder(text.encoder(0), released=True), heads[1]),
+        )
+
+    prefixes = {
+        "image.encoder.encoder.": "visual.",
+        "text.encoder.encoder.": "text.",
+        "image.head.log_var.linear.": "visual.uncertainty_proj.",
+        "text.head.mean.linear.": "text.text_projection.",
+    }
+    codes: Shapes = {
+        "visual.positional_embedding": ((vision.size // vision.patch) ** 2 + 2, vision.width),
+        "text.positional_embedding": (text.context + 2, text.width),
+    }
+    others: Shapes = {
+        **{"visual.unc_embedding": (vision.width,), "visual.proj": (vision.width, dim)},
+        **{"text.cls_emb": (text.width,), "text.unc_emb": (text.width,)},
+        **{f"text.text_uncertainty_projection.{x}": (dim, text.width)[: 2 - (x == "bias")] for x in ("weight", "bias")},
+        **{name: () for name in ("logit_scale", "logit_bias") if name == "logit_scale" or name in tensors},
+    }
+    model, state = renamed(build, prefixes, tensors, where, codes | others)
     scale = math.exp(number_of(tensors["logit_scale"]))
     shift = number_of(tensors["logit_bias"]) if "logit_bias" in tensors else 0.0
     # For unit means scale * (mean.mean - variances / 2) + shift = scale * (1 - csd / 2) + shift.
-    state = _prolip_state(tensors, image_encoder.encoder, text_encoder.encoder, text.context)
-    return Layout(model, state, scale / 2, shift + scale)
+    return Layout(model, state | _prolip_state(tensors, text.context), scale / 2, shift + scale)
 
 
-def _prolip_state(
-    tensors: Mapping[str, Any], image_encoder: ClipImageEncoder, text_encoder: ClipTextEncoder, context: int
-) -> dict[str, Tensor]:
-    """ProLIP's tensors by sfumato's names. An extra token and its position code are summed to one vector."""
+def _prolip_state(tensors: Mapping[str, Any], context: int) -> dict[str, Tensor]:
+    """ProLIP's tensors that are not ours by another name. An extra token and its position code are summed."""
     visual, words = below("visual.", tensors), below("text.", tensors)
     codes, word_codes = visual["positional_embedding"].double(), words["positional_embedding"].double()
-    of_image = without(visual, ("unc_embedding", "proj", "uncertainty_proj."))
-    of_image["positional_embedding"] = torch.cat([codes[:1], codes[2:]])
-    of_text = without(words, ("unc_emb", "cls_emb", "text_projection.", "text_uncertainty_projection."))
-    of_text["positional_embedding"] = word_codes[:context]
     # log_var = V (W x + b) + c, a linear map of the projected mean, is (V W) x + (V b + c): one of the same features.
     weight, bias = (words[f"text_projection.{x}"].double() for x in ("weight", "bias"))
     above, offset = (words[f"text_uncertainty_projection.{x}"].double() for x in ("weight", "bias"))
     return {
-        **prefixed("image.encoder.encoder.", openai_image_state(of_image, image_encoder)),
+        "image.encoder.encoder.embeddings.position_embedding.weight": torch.cat([codes[:1], codes[2:]]),
         "image.encoder.variance_token": visual["unc_embedding"] + codes[1],
         **projection("image.head.mean.linear", visual["proj"]),
-        **prefixed("image.head.log_var.linear.", below("uncertainty_proj.", visual)),
-        **prefixed("text.encoder.encoder.", openai_text_state(of_text, text_encoder)),
+        "text.encoder.encoder.embeddings.position_embedding.weight": word_codes[:context],
         "text.encoder.variance_token": words["unc_emb"] + word_codes[context],
         "text.encoder.class_token": words["cls_emb"] + word_codes[context + 1],
-        **{"text.head.mean.linear.weight": weight, "text.head.mean.linear.bias": bias},
         **{"text.head.log_var.linear.weight": above @ weight, "text.head.log_var.linear.bias": above @ bias + offset},
     }
 
@@ -212,31 +189,37 @@ def pcmepp_training(
     for key in _ANCHORS:
         if not isinstance(tensors.get(key), Tensor):
             raise UserError(f"{where}: {key!r} is missing; not a complete model of the PCME++ training code")
-    sizes = _TrainingSizes.of(tensors, heads)
-    if not sizes.variance:  # The other learnt parameters of the baselines are not logits of a distance.
-        tensors = without(tensors, ("criterion.",))
-    check_tensors(tensors, sizes.shapes(), where)
-    vision, text = sizes.vision, sizes.text
-    image_encoder = vision.encoder(IMAGENET_MEAN, IMAGENET_STD, sizes.image_own_blocks, final_norm=False)
-    text_encoder = text.encoder(sizes.text_own_blocks)
-    image_head = sizes.head(vision.width, "average", not model_options.get("no_imgnorm"))
-    text_head = sizes.head(text.width, "last", not model_options.get("no_txtnorm"))
-    model = DualEncoder(
-        Tower(BilinearProcessor(vision.size), image_encoder, image_head),
-        Tower(_clip_processor(find, text), text_encoder, text_head),
-    )
-    state = {
-        **prefixed("image.encoder.", openai_image_state(below(_IMAGE, tensors), image_encoder)),
-        **prefixed("text.encoder.", openai_text_state(below(_TEXT, tensors), text_encoder)),
-    }
-    for name, linear, pool in sizes.branches:
-        # Without GPO the released "AvgPool" of images is a sum over their tokens, whose number is always the same.
-        times = sizes.image_tokens if not sizes.gpo and name.startswith("image") else 1
-        state |= {f"{name}.linear.{x}": tensors[f"{linear}.{x}"] * times for x in ("weight", "bias")}
-        state |= prefixed(f"{name}.pool.", below(f"{pool}.", tensors))
-    for name, official in _NORMS.items():
-        state |= prefixed(f"{name}.", below(f"{official}.", tensors))
-    if not sizes.variance:
+    vision, text, tokens = _training_sizes(tensors, heads)
+    variance, gpo = "img_enc.image_std_encoder.fc.weight" in tensors, "txt_enc.gpool.linear.weight" in tensors
+    dim, norm = len(tensors[_ANCHORS[2]]), variance and "txt_enc.text_std_ln.weight" in tensors
+    own_blocks = [
+        count_blocks(tensors, f"{name}resblocks")
+        for name in ("img_enc.backbone.uncertainty_transformer.", "txt_enc.backbone.transformer.prob_")
+    ]
+
+    def head(channels: int, without_gpo: str, normalize: bool) -> GaussianHead:
+        pooling = "gpo" if gpo else without_gpo
+        return GaussianHead(
+            channels, dim, HeadOptions(pooling=pooling, normalize=normalize, variance=variance, variance_norm=norm)
+        )
+
+    def build() -> DualEncoder:
+        image_encoder = vision.encoder(IMAGENET_MEAN, IMAGENET_STD, own_blocks[0], final_norm=False)
+        image_head = head(vision.width, "average", not model_options.get("no_imgnorm"))
+        text_head = head(text.width, "last", not model_options.get("no_txtnorm"))
+        return DualEncoder(
+            Tower(BilinearProcessor(vision.size), image_encoder, image_head),
+            Tower(_clip_processor(find, text), text.encoder(own_blocks[1]), text_head),
+        )
+
+    if not variance:  # The other learnt parameters of the baselines are not logits of a distance.
+        tensors = {key: value for key, value in tensors.items() if not key.startswith("criterion.")}
+    logits: Shapes = {"criterion.shift": (1,), "criterion.negative_scale": (1,)} if variance else {}
+    model, state = renamed(build, _TRAINING, tensors, where, logits, text_variance="transformer.prob_resblocks")
+    if not gpo:  # The released "AvgPool" of images is a sum over their tokens, whose number is always the same.
+        summed = [name for name in state if re.fullmatch(r"image\.head\.\w+\.linear\.\w+", name)]
+        state |= {name: state[name] * tokens for name in summed}
+    if not variance:
         return Layout(model, state, 1.0, 0.0)
     scale, bias = number_of(tensors["criterion.negative_scale"]), number_of(tensors["criterion.shift"])
     return Layout(model, state, scale, bias, "wasserstein2" if criterion.get("prob_distance") == "wdist" else "csd")
@@ -250,82 +233,35 @@ _ANCHORS = (
     "txt_enc.backbone.positional_embedding",
 )
 
-_BRANCHES = (
-    ("image.head.mean", "img_enc.image_encoder.fc", "img_enc.image_encoder.gpool"),
-    ("image.head.log_var", "img_enc.image_std_encoder.fc", "img_enc.image_std_encoder.gpool"),
-    ("text.head.mean", "txt_enc.linear", "txt_enc.gpool"),
-    ("text.head.log_var", "txt_enc.std_linear", "txt_enc.std_gpool"),
-)
+_TRAINING = {
+    "image.encoder.": "img_enc.backbone.",
+    "image.head.mean.linear.": "img_enc.image_encoder.fc.",
+    "image.head.mean.pool.": "img_enc.image_encoder.gpool.",
+    "image.head.log_var.linear.": "img_enc.image_std_encoder.fc.",
+    "image.head.log_var.pool.": "img_enc.image_std_encoder.gpool.",
+    "image.head.log_var_norm.": "img_enc.image_std_ln.",
+    "text.encoder.": "txt_enc.backbone.",
+    "text.head.mean.linear.": "txt_enc.linear.",
+    "text.head.mean.pool.": "txt_enc.gpool.",
+    "text.head.log_var.linear.": "txt_enc.std_linear.",
+    "text.head.log_var.pool.": "txt_enc.std_gpool.",
+    "text.head.log_var_norm.": "txt_enc.text_std_ln.",
+}
+"""Name here -> name in the training code."""
 
-_NORMS = {"image.head.log_var_norm": "img_enc.image_std_ln", "text.head.log_var_norm": "txt_enc.text_std_ln"}
 
-_IMAGE, _TEXT = "img_enc.backbone.", "txt_enc.backbone."
-
-_IMAGE_OWN, _TEXT_OWN = f"{_IMAGE}uncertainty_transformer.resblocks", f"{_TEXT}transformer.prob_resblocks"
-
-
-@dataclass(frozen=True)
-class _TrainingSizes:
-    """The sizes of a model of the training code, as its tensors show them."""
-
-    vision: VisionSizes
-    text: TextSizes
-    dim: int
-    image_tokens: int
-    image_own_blocks: int
-    text_own_blocks: int
-    variance: bool
-    gpo: bool
-    norm: bool
-
-    @classmethod
-    def of(cls, tensors: Mapping[str, Any], heads: tuple[int, int] | None) -> "_TrainingSizes":
-        width, _, patch, _ = tensors[_ANCHORS[0]].shape
-        length, dim = len(tensors[_ANCHORS[1]]), len(tensors[_ANCHORS[2]])
-        (vocabulary, words), context = tensors[_ANCHORS[3]].shape, len(tensors[_ANCHORS[4]])
-        image_heads, text_heads = heads or (max(1, width // 64), max(1, words // 64))
-        image_blocks, text_blocks = (count_blocks(tensors, f"{name}transformer.resblocks") for name in (_IMAGE, _TEXT))
-        size = patch * math.isqrt(length - 1)
-        return cls(
-            VisionSizes(width, image_blocks, image_heads, 4 * width, True, patch=patch, size=size),
-            TextSizes(words, text_blocks, text_heads, 4 * words, True, vocabulary=vocabulary, context=context),
-            dim=dim,
-            image_tokens=length,
-            image_own_blocks=count_blocks(tensors, _IMAGE_OWN),
-            text_own_blocks=count_blocks(tensors, _TEXT_OWN),
-            variance="img_enc.image_std_encoder.fc.weight" in tensors,
-            gpo="txt_enc.gpool.linear.weight" in tensors,
-            norm="txt_enc.text_std_ln.weight" in tensors,
-        )
-
-    @property
-    def branches(self) -> tuple[tuple[str, str, str], ...]:
-        """(name here, linear layer there, pooling there) of each branch of the heads."""
-        return _BRANCHES if self.variance else _BRANCHES[::2]
-
-    def shapes(self) -> Shapes:
-        """The shapes of all tensors of a model of the training code."""
-        expected = {
-            **self.vision.shapes(_IMAGE, 1),
-            **self.vision.block_shapes(_IMAGE_OWN, self.image_own_blocks),
-            **self.text.shapes(_TEXT, 0),
-            **self.text.block_shapes(_TEXT_OWN, self.text_own_blocks),
-        }
-        for name, linear, pool in self.branches:
-            width = self.vision.width if name.startswith("image") else self.text.width
-            expected |= linear_shapes(linear, self.dim, width) | (gpo_shapes(pool) if self.gpo else {})
-        if self.variance:
-            expected |= {"criterion.shift": (1,), "criterion.negative_scale": (1,)}
-            expected |= {k: v for name in _NORMS.values() if self.norm for k, v in norm_shapes(name, self.dim).items()}
-        return expected
-
-    def head(self, channels: int, without_gpo: str, normalize: bool) -> GaussianHead:
-        """A head with random weights."""
-        pooling = "gpo" if self.gpo else without_gpo
-        options = HeadOptions(
-            pooling=pooling, normalize=normalize, variance=self.variance, variance_norm=self.norm and self.variance
-        )
-        return GaussianHead(channels, self.dim, options)
+def _training_sizes(tensors: Mapping[str, Any], heads: tuple[int, int] | None) -> tuple[VisionSizes, TextSizes, int]:
+    """The sizes of a model of the training code, and its number of image tokens."""
+    width, _, patch, _ = tensors[_ANCHORS[0]].shape
+    (vocabulary, words), context = tensors[_ANCHORS[3]].shape, len(tensors[_ANCHORS[4]])
+    tokens, (image_heads, text_heads) = len(tensors[_ANCHORS[1]]), heads or (max(1, width // 64), max(1, words // 64))
+    blocks = [count_blocks(tensors, f"{side}_enc.backbone.transformer.resblocks") for side in ("img", "txt")]
+    size = patch * math.isqrt(tokens - 1)
+    return (
+        VisionSizes(width, blocks[0], image_heads, 4 * width, True, patch=patch, size=size),
+        TextSizes(words, blocks[1], text_heads, 4 * words, True, vocabulary=vocabulary, context=context),
+        tokens,
+    )
 
 
 def _clip_processor(find: TokenizerFinder, text: TextSizes) -> SpecialTokenProcessor:

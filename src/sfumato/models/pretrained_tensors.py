@@ -10,17 +10,17 @@ import struct
 import warnings
 import zipfile
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, ClassVar
 
 import torch
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from sfumato.encoders.clip import clip_image_encoder, clip_text_encoder
-from sfumato.encoders.clip_transformers import ClipImageEncoder, ClipTextEncoder
+from sfumato.encoders.clip_transformers import ClipEncoder, ClipImageEncoder, ClipTextEncoder
 from sfumato.encoders.dual import DualEncoder
 from sfumato.errors import UserError, first_line
 from sfumato.matching import SampledLogits
@@ -152,24 +152,7 @@ _STAND_INS: list[Any] = [
 Shapes = dict[str, tuple[int, ...]]
 """Shapes of tensors by their names."""
 
-
-def linear_shapes(name: str, out: int, into: int) -> Shapes:
-    """Shapes of a linear layer."""
-    return {f"{name}.weight": (out, into), f"{name}.bias": (out,)}
-
-
-def norm_shapes(name: str, width: int) -> Shapes:
-    """Shapes of a layer norm."""
-    return {f"{name}.weight": (width,), f"{name}.bias": (width,)}
-
-
-def gpo_shapes(name: str) -> Shapes:
-    """Shapes of GPO(32, 32), the only size that the released code builds."""
-    shapes: Shapes = {f"{name}.linear.weight": (1, 32)}
-    for end in ("l0", "l0_reverse"):
-        shapes |= {f"{name}.gru.weight_{x}_{end}": (96, 32) for x in ("ih", "hh")}
-        shapes |= {f"{name}.gru.bias_{x}_{end}": (96,) for x in ("ih", "hh")}
-    return shapes
+_VARIANCE_BLOCKS = "uncertainty_transformer.resblocks"
 
 
 def count_blocks(tensors: Mapping[str, Any], prefix: str) -> int:
@@ -195,14 +178,78 @@ def check_tensors(tensors: Mapping[str, Any], expected: Shapes, where: str) -> N
         )
 
 
+def renamed(
+    build: Callable[[], DualEncoder],
+    prefixes: Mapping[str, str],
+    tensors: Mapping[str, Any],
+    where: str,
+    others: Shapes,
+    *,
+    text_variance: str = _VARIANCE_BLOCKS,
+) -> tuple[DualEncoder, dict[str, Tensor]]:
+    """A model with random weights, and its tensors out of the released ones that have only another name.
+
+    prefixes: name here -> released name, of encoders in OpenAI's layout and of layers; others: shapes of the released
+    tensors that are not among them or differ from ours; text_variance: released name of the variance blocks of texts.
+    All names and shapes are compared before the model takes memory.
+    """
+    with torch.device("meta"):
+        model = build()
+    own = {name: tuple(value.shape) for name, value in model.state_dict().items()}
+    released: dict[str, list[str]] = {}
+    for ours, theirs in prefixes.items():
+        layer = _submodule(model, ours.rstrip("."))
+        blocks = text_variance if isinstance(layer, ClipTextEncoder) else _VARIANCE_BLOCKS
+        for name in (name.removeprefix(ours) for name in own if name.startswith(ours)):
+            there = _openai_name(name, layer, blocks) if isinstance(layer, ClipEncoder) else name
+            released.setdefault(theirs + there, []).append(ours + name)
+    expected: Shapes = {}
+    for there, names in released.items():
+        names.sort(key=lambda name: "qkv".find(name.rpartition("_proj.")[0][-1:]))
+        expected[there] = own[names[0]] if len(names) == 1 else (len(names) * own[names[0]][0], *own[names[0]][1:])
+    check_tensors(tensors, expected | others, where)
+    state: dict[str, Tensor] = {}
+    for there, names in released.items():
+        parts = [tensors[there]] if len(names) == 1 else tensors[there].chunk(len(names))
+        state |= dict(zip(names, parts, strict=True))
+    return build(), state
+
+
+def _submodule(model: DualEncoder, name: str) -> nn.Module | None:
+    """None where a model has no such layer."""
+    with contextlib.suppress(AttributeError):
+        return model.get_submodule(name)
+    return None
+
+
+_RELEASED = {
+    "embeddings.patch_embedding": "conv1",
+    "embeddings.class_embedding": "class_embedding",
+    "embeddings.position_embedding.weight": "positional_embedding",
+    "embeddings.token_embedding": "token_embedding",
+    "norm_in": "ln_pre",
+    "layer_norm": "ln_",
+    "self_attn.out_proj": "attn.out_proj",
+    "mlp.fc1": "mlp.c_fc",
+    "mlp.fc2": "mlp.c_proj",
+}
+"""Name in a transformer here -> name in OpenAI's CLIP, replaced in this order."""
+
+
+def _openai_name(name: str, encoder: ClipEncoder, variance_blocks: str) -> str:
+    """The name of a tensor of a transformer in OpenAI's CLIP, which joins query, key and value."""
+    if block := re.fullmatch(r"(shared|mean|variance)_blocks\.(\d+)\.(.+)", name):
+        number = int(block[2]) + (len(encoder.shared_blocks) if block[1] == "mean" else 0)
+        blocks = variance_blocks if block[1] == "variance" else "transformer.resblocks"
+        name = f"{blocks}.{number}." + re.sub(r"self_attn\.[qkv]_proj\.", "attn.in_proj_", block[3])
+    for ours, theirs in _RELEASED.items():
+        name = name.replace(ours, theirs)
+    return name.replace("norm_out", "ln_post" if isinstance(encoder, ClipImageEncoder) else "ln_final")
+
+
 def below(prefix: str, tensors: Mapping[str, Any]) -> dict[str, Any]:
     """Tensors with a prefix, by their names without it."""
     return {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
-
-
-def without(tensors: Mapping[str, Any], prefixes: tuple[str, ...]) -> dict[str, Any]:
-    """Tensors without any of some prefixes."""
-    return {key: value for key, value in tensors.items() if not key.startswith(prefixes)}
 
 
 def prefixed(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -243,18 +290,6 @@ class TransformerSizes:
             "layer_norm_eps": self.epsilon,
         }
 
-    def block_shapes(self, name: str, blocks: int) -> Shapes:
-        """Shapes of residual attention blocks by the names of OpenAI's CLIP."""
-        width = self.width
-        shapes: Shapes = {}
-        for block in (f"{name}.{i}" for i in range(blocks)):
-            shapes |= {f"{block}.attn.in_proj_weight": (3 * width, width), f"{block}.attn.in_proj_bias": (3 * width,)}
-            shapes |= linear_shapes(f"{block}.attn.out_proj", width, width)
-            shapes |= linear_shapes(f"{block}.mlp.c_fc", self.inner, width)
-            shapes |= linear_shapes(f"{block}.mlp.c_proj", width, self.inner)
-            shapes |= norm_shapes(f"{block}.ln_1", width) | norm_shapes(f"{block}.ln_2", width)
-        return shapes
-
 
 @dataclass(frozen=True, kw_only=True)
 class VisionSizes(TransformerSizes):
@@ -271,16 +306,6 @@ class VisionSizes(TransformerSizes):
         description = {"backbone": backbone, "pixel_mean": mean, "pixel_std": std}
         return clip_image_encoder(description=description, variance_blocks=variance_blocks, final_norm=final_norm)
 
-    def shapes(self, prefix: str, extra: int) -> Shapes:
-        """Shapes of the transformer without the norm behind it."""
-        return {
-            f"{prefix}class_embedding": (self.width,),
-            f"{prefix}positional_embedding": ((self.size // self.patch) ** 2 + extra, self.width),
-            f"{prefix}conv1.weight": (self.width, 3, self.patch, self.patch),
-            **norm_shapes(f"{prefix}ln_pre", self.width),
-            **self.block_shapes(f"{prefix}transformer.resblocks", self.blocks),
-        }
-
 
 @dataclass(frozen=True, kw_only=True)
 class TextSizes(TransformerSizes):
@@ -296,15 +321,6 @@ class TextSizes(TransformerSizes):
             **{"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0},
         }
         return clip_text_encoder(description={"backbone": backbone}, variance_blocks=variance_blocks)
-
-    def shapes(self, prefix: str, extra: int) -> Shapes:
-        """Shapes of the transformer with the norm behind it."""
-        return {
-            f"{prefix}token_embedding.weight": (self.vocabulary, self.width),
-            f"{prefix}positional_embedding": (self.context + extra, self.width),
-            **norm_shapes(f"{prefix}ln_final", self.width),
-            **self.block_shapes(f"{prefix}transformer.resblocks", self.blocks),
-        }
 
 
 class ConfigSection:
