@@ -22,7 +22,7 @@ from sfumato.gaussian import GaussianEmbedding
 from sfumato.metrics.reliability import N_BINS
 from sfumato.metrics.reliability_plot import Reliability
 from sfumato.models.calibrate import some_positions
-from sfumato.models.embed import embed_folder, embed_split, load_splits, no_split_error, prepare_split
+from sfumato.models.embed import embed_folder, embed_split, prepare_split, read_split
 from sfumato.models.load import load_model
 from sfumato.models.model import Model
 from sfumato.models.recipe import load_recipe
@@ -70,10 +70,8 @@ class LoadedModel(Model):
                 f"{self.source} has no calibration; make one: {as_typed('sfumato', 'calibrate', self.source)}"
             )
         config, problems = load_recipe(Path(self.source) / RECIPE).data, Problems()
-        splits = load_splits(config, problems)
-        if split not in splits:
-            raise no_split_error(config, split, splits)
-        data = splits[split].keep_images(some_positions(len(splits[split].image_ids), _MOST_MEASURING, 0))
+        data = read_split(config, split, problems)
+        data = data.keep_images(some_positions(len(data.image_ids), _MOST_MEASURING, 0))
         prepared = prepare_split(self.model, data, problems, split)
         embedded = embed_split(self.model, prepared)
         hits = first_hits(

@@ -64,8 +64,7 @@ def index(
     from sfumato.models.model import Model
     from sfumato.models.run import choose_device, load_run
     from sfumato.search.index import check_settings
-    from sfumato.workflows.gallery_calibration import training_note
-    from sfumato.workflows.index import build_index, check_new, embed_source, fill_collection, whole
+    from sfumato.workflows.index import build_index, check_new, embed_source, fill_collection, training_note, whole
 
     _check_index_options((images, split, texts, embeddings), engine, store, add)
     _check_index_folder(out, store is not None, add, force)

@@ -32,10 +32,10 @@ def train(
     An interrupted run in the same folder is resumed; with more train.epochs, a finished one is extended.
     """
     from sfumato.errors import counted
-    from sfumato.models.preferred_recipe import preferred_recipe
     from sfumato.models.recipe import find_recipe, load_recipe
     from sfumato.progress import first_process, say
     from sfumato.training.loop import fit
+    from sfumato.training.setup import preferred_recipe
 
     resolved = load_recipe(find_recipe(recipe), overrides or [])
     folder = out or Path("runs") / resolved.name

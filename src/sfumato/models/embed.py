@@ -1,7 +1,7 @@
 """Use of a run or a published model: loading and embedding of splits, folders and files, and evaluation."""
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -80,18 +80,27 @@ def load_split(
 ) -> PreparedSplit:
     """A split of some data, ready for a model; problems are recorded, and printed on standard error."""
     problems = Problems() if problems is None else problems
-    splits = load_splits(config, problems)
-    if name not in splits:
-        raise no_split_error(config, name, splits)
-    prepared = prepare_split(model, splits[name], problems, name, process_group)
-    if len(problems):
-        say(f"{counted(len(problems), 'item')} left out:\n{problems.summary()}")
+    prepared = prepare_split(model, read_split(config, name, problems), problems, name, process_group)
+    say_problems(problems)
     return prepared
 
 
-def no_split_error(config: DataConfig, name: str, splits: Iterable[str]) -> UserError:
-    """The error of a split that is not there."""
-    return UserError(f"the data ({config.source}) has no split {name!r}; it has {', '.join(splits)}")
+def read_split(config: DataConfig, name: str, problems: Problems) -> PairData:
+    """A split of some data."""
+    return chosen_split(load_splits(config, problems), name, config)
+
+
+def chosen_split(splits: Mapping[str, PairData], name: str, config: DataConfig) -> PairData:
+    """One of the splits of some data."""
+    if name not in splits:
+        raise UserError(f"the data ({config.source}) has no split {name!r}; it has {', '.join(splits)}")
+    return splits[name]
+
+
+def say_problems(problems: Problems) -> None:
+    """Print what was left out, if anything was."""
+    if len(problems):
+        say(f"{counted(len(problems), 'item')} left out:\n{problems.summary()}")
 
 
 def embed_split(
@@ -295,11 +304,8 @@ def embed_split_images(model: Model, data: DataConfig, split: str) -> tuple[Gaus
     problems = Problems()
     splits = load_splits(data, problems)
     names = split_names(splits, split)
-    if not set(names) <= splits.keys():
-        raise no_split_error(data, split, splits)
-    prepared = [prepare_split(model.model, splits[name], problems, name) for name in names]
-    if len(problems):
-        say(f"{counted(len(problems), 'item')} left out:\n{problems.summary()}")
+    prepared = [prepare_split(model.model, chosen_split(splits, name, data), problems, name) for name in names]
+    say_problems(problems)
     ids = [i for part in prepared for i in part.data.image_ids]
     check_ids(ids, f"the images of the split {split}")
     return GaussianEmbedding.cat([model.model.image.embed(part.images) for part in prepared]), ids, problems

@@ -20,11 +20,11 @@ from sfumato.models.run import (
     RECIPE,
     Assets,
     build_model,
+    check_weights,
     load_calibration,
     load_run,
-    misfits,
+    load_tensors,
     read_tokenizer,
-    some_of,
 )
 
 
@@ -76,14 +76,10 @@ def _exported(folder: Path, config: dict[str, Any], source: str, device: torch.d
         raise UserError(f"{tokenizer} is missing; the folder is incomplete, copy it whole")
     own = read_tokenizer(tokenizer) if tokenizer.is_file() else None
     assets = Assets(own, known["encoders"], trained=True)
-    if wrong := misfits(folder / WEIGHTS, model_config, assets):
-        raise UserError(f"{folder / WEIGHTS}: does not fit its {CONFIG}: {some_of(wrong, 'tensor')}")
+    what = f"{folder / WEIGHTS}: does not fit its {CONFIG}"
+    check_weights(folder / WEIGHTS, model_config, assets, what)
     model = build_model(model_config, assets)
-    tensors = read_checkpoint(folder / WEIGHTS)
-    came, expected = ({(k, v.shape) for k, v in some.items()} for some in (tensors, model.state_dict()))
-    if wrong := sorted({key for key, _ in came ^ expected}):
-        raise UserError(f"{folder / WEIGHTS}: does not fit its {CONFIG}: {some_of(wrong, 'tensor')}")
-    model.load_state_dict(tensors)
+    load_tensors(model, read_checkpoint(folder / WEIGHTS), what)
     return Model(
         model=model.to(device).eval(),
         distance=known["distance"],

@@ -176,8 +176,8 @@ def load_run(folder: str | Path, *, device: torch.device | str = "cpu") -> Run:
             f"{folder} has no weights. Its training has not finished an epoch, or the folder was copied incompletely"
         )
     assets = load_assets(folder, recipe)
-    if wrong := misfits(folder / MODEL, recipe.model, assets, "model/"):
-        raise _other_recipe(folder / MODEL, "model", wrong)
+    what = f"{folder / MODEL}: does not fit the model of this recipe"
+    check_weights(folder / MODEL, recipe.model, assets, what, _USE_ITS_OWN, "model/")
     model, loss = build_model(recipe.model, assets), build_loss(recipe)
     load_state(folder / MODEL, {"model": model, "loss": loss})
     calibration = load_calibration(folder)
@@ -307,11 +307,6 @@ def save_state(
     write_atomically(path, safetensors_bytes(detached, metadata))
 
 
-def some_of(wrong: Sequence[str], noun: str) -> str:
-    """The first of some names that differ, and how many more there are, for a message."""
-    return f"{noun} {wrong[0]!r} differs" + (f", and {len(wrong) - 1} more" if len(wrong) > 1 else "")
-
-
 def load_state(
     path: str | Path, modules: dict[str, nn.Module], optimiser: torch.optim.Optimizer | None = None
 ) -> dict[str, Any]:
@@ -332,15 +327,7 @@ def load_state(
         ) from error
     for name, module in modules.items():
         own = {key.removeprefix(f"{name}/"): value for key, value in tensors.items() if key.startswith(f"{name}/")}
-        expected = module.state_dict()
-        wrong = [
-            k
-            for k in sorted(own.keys() | expected.keys())
-            if k not in own or k not in expected or own[k].shape != expected[k].shape
-        ]
-        if wrong:
-            raise _other_recipe(path, name, wrong)
-        module.load_state_dict(own)
+        load_tensors(module, own, f"{path}: does not fit the {name} of this recipe", _USE_ITS_OWN)
     if optimiser is not None:
         try:
             state: dict[int, dict[str, Any]] = {}
@@ -357,14 +344,25 @@ def load_state(
     return about
 
 
-def _other_recipe(path: Path, name: str, wrong: Sequence[str]) -> UserError:
-    return UserError(
-        f"{path}: does not fit the {name} of this recipe: {some_of(wrong, 'tensor')}; use the recipe that is saved"
-        " beside it"
-    )
+_USE_ITS_OWN = "; use the recipe that is saved beside it"
 
 
-def misfits(path: Path, config: ModelConfig, assets: Assets, prefix: str = "") -> list[str]:
+def load_tensors(module: nn.Module, tensors: Mapping[str, Tensor], what: str, way_out: str = "") -> None:
+    """Load tensors into a module; unless their names and shapes are its own, an error begins with ``what``."""
+    came, expected = ({(key, value.shape) for key, value in some.items()} for some in (tensors, module.state_dict()))
+    if wrong := sorted({key for key, _ in came ^ expected}):
+        raise _misfit(what, wrong, way_out)
+    module.load_state_dict(tensors)
+
+
+def _misfit(what: str, wrong: Sequence[str], way_out: str = "") -> UserError:
+    more = f", and {len(wrong) - 1} more" if len(wrong) > 1 else ""
+    return UserError(f"{what}: tensor {wrong[0]!r} differs{more}{way_out}")
+
+
+def check_weights(
+    path: Path, config: ModelConfig, assets: Assets, what: str, way_out: str = "", prefix: str = ""
+) -> None:
     """Compare the header of a file of weights with a model, before the model takes memory and time."""
     wrong = set[str]()
     sides: tuple[Side, ...] = ("image", "text")
@@ -377,7 +375,8 @@ def misfits(path: Path, config: ModelConfig, assets: Assets, prefix: str = "") -
             own = [key for key in file.keys() if key.startswith(f"{prefix}{side}.")]  # noqa: SIM118 (not a mapping)
             came = {(key.removeprefix(prefix), tuple(file.get_slice(key).get_shape())) for key in own}
             wrong |= {key for key, _ in came ^ {(key, tuple(value.shape)) for key, value in expected.items()}}
-    return sorted(wrong)
+    if wrong:
+        raise _misfit(what, sorted(wrong), way_out)
 
 
 def weights_digest(model: DualEncoder) -> str:

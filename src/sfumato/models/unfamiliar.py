@@ -5,6 +5,7 @@ pieces of a text betray it: a tokenizer splits what it has never seen into many 
 of the number of pieces tells the training texts from made-up ones.
 """
 
+import contextlib
 import json
 import re
 from collections.abc import Callable, Sequence
@@ -89,6 +90,13 @@ class UnfamiliarTexts:
             return cls(numbers[:2], *numbers[2:], frozenset(map(str, found["words"])))
         except (ValueError, KeyError, TypeError) as error:
             raise UserError(f"{path} is damaged ({error}); delete it, and texts are no longer judged") from error
+
+
+def remember_words(model: DualEncoder, texts: Sequence[str], path: Path) -> None:
+    """Write what tells texts of words from made-up ones, if the model reads subwords and there are enough texts."""
+    if counter := piece_counter(model):
+        with contextlib.suppress(ValueError):
+            UnfamiliarTexts.fit(texts, counter).save(path)
 
 
 def nonsense(n: int, *, seed: int = 0) -> list[str]:

@@ -22,15 +22,15 @@ from sfumato.data.images import Problems
 from sfumato.data.sources import DataConfig
 from sfumato.distances import get_distance
 from sfumato.encoders.dual import DualEncoder
-from sfumato.errors import UserError, counted
+from sfumato.errors import UserError
 from sfumato.evaluation.papers import published_rows
 from sfumato.files import write_atomically, write_json
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.metrics.bootstrap import Interval, bootstrap, mean_statistic
 from sfumato.metrics.uncertainty import none_if_nan, spearman
-from sfumato.models.embed import embed_sources, load_splits, read_lines
+from sfumato.models.embed import embed_sources, read_lines, read_split, say_problems
 from sfumato.models.model import Model
-from sfumato.progress import progress_bar, say
+from sfumato.progress import progress_bar
 from sfumato.search.exact import distance_blocks, top_k
 
 PROMPT_POOLINGS = ("mixture", "unit")
@@ -617,12 +617,9 @@ def _choose(
 def labelled_split(data: DataConfig, split: str, names: Mapping[str, str] | None = None) -> Labelled:
     """Load a split of a recipe's data in which the only text of an image is its class."""
     problems = Problems()
-    splits = load_splits(data, problems)
-    if split not in splits:
-        raise UserError(f"the data ({data.source}) has no split {split!r}; it has {', '.join(splits)}")
-    if len(problems):
-        say(f"{counted(len(problems), 'item')} left out:\n{problems.summary()}")
-    return data_labelled(splits[split], names, where=data.path)
+    found = read_split(data, split, problems)
+    say_problems(problems)
+    return data_labelled(found, names, where=data.path)
 
 
 def _embed(retrieval_model: Model, pictures: Labelled, problems: Problems) -> _Embedded:

@@ -7,7 +7,6 @@ import contextlib
 import json
 import math
 import time
-from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
@@ -50,7 +49,7 @@ from sfumato.models.run import (
     load_state,
     save_state,
 )
-from sfumato.models.unfamiliar import UnfamiliarTexts, piece_counter
+from sfumato.models.unfamiliar import remember_words
 from sfumato.progress import progress_bar, say
 from sfumato.training.batches import Batches, IndexedBatches, epoch_seed, prefetch
 from sfumato.training.optim import (
@@ -354,7 +353,7 @@ def _finish(training: _Training) -> None:
                 save_state(folder / MODEL, training.weights, None, {"epoch": epochs - 1})
     second_stage = training.recipe.variance_stage.epochs
     if group.main and isinstance(training.batches, IndexedBatches):
-        _remember_words(training.model, training.batches.sampler.data.texts, folder)
+        remember_words(training.model, training.batches.sampler.data.texts, folder / WORDS)
     if val is None and not second_stage:
         return
     group.wait()
@@ -398,13 +397,6 @@ def _reference(training: _Training) -> tuple[GaussianEmbedding, GaussianEmbeddin
         for tower, store in ((training.model.image, batches.images), (training.model.text, batches.texts))
     )
     return image, text
-
-
-def _remember_words(model: DualEncoder, texts: Sequence[str], folder: Path) -> None:
-    """Write what tells texts of words from made-up ones, if the model reads subwords and there are enough texts."""
-    if counter := piece_counter(model):
-        with contextlib.suppress(ValueError):
-            UnfamiliarTexts.fit(texts, counter).save(folder / WORDS)
 
 
 def _fit_variances(training: _Training, calibration: Calibration | None) -> None:

@@ -1,7 +1,7 @@
 """The setup of a run: claim the folder, read the data, build the model, make the batches."""
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 
@@ -12,10 +12,11 @@ from sfumato.data.sources import DataConfig
 from sfumato.data.splits import apply_noise, load_noise, parse_part, save_noise, shuffle_pairs, without_part
 from sfumato.encoders.dual import DualEncoder
 from sfumato.encoders.feature_rows import described_by
+from sfumato.encoders.package_weights import where_weights_are
 from sfumato.errors import UserError
 from sfumato.models.embed import load_splits, prepare_split
 from sfumato.models.process_group import ProcessGroup, alone
-from sfumato.models.recipe import Recipe, absolute_recipe, differing_keys, load_recipe, save_recipe
+from sfumato.models.recipe import Recipe, absolute_recipe, differing_keys, find_recipe, load_recipe, save_recipe
 from sfumato.models.run import (
     ENCODERS,
     LAST,
@@ -198,3 +199,35 @@ def training_batches(
         tower.encoder.fit(store)  # A resumed run replaces what is computed here by its own.
     process_group.copy_from_main(model)
     return IndexedBatches(train.images, train.texts, sampler, augmentation, process_group)
+
+
+_CHOOSES = ("model.", "loss.", "variance_stage.")
+"""Overrides of these sections are for the recipe that was asked for."""
+
+
+def preferred_recipe(recipe: Recipe, overrides: Sequence[str], folder: Path) -> tuple[Recipe, str]:
+    """The recipe to train, and why."""
+    if not recipe.prefer or any(override.strip().startswith(_CHOOSES) for override in overrides):
+        return recipe, ""
+    other = load_recipe(find_recipe(recipe.prefer), overrides)
+    backbone = other.model.image.frozen_backbone
+    if (saved := folder / RECIPE).is_file():
+        if load_recipe(saved).name != other.name:
+            return recipe, ""
+    elif not (place := where_weights_are(backbone)):
+        return recipe, (
+            f"{backbone} is not in the hub's cache, and the hub cannot be reached: using"
+            f" {recipe.model.image.base_model} and {recipe.model.text.base_model} instead. They are smaller and find"
+            " less; train into another folder when there is a network"
+        )
+    elif place == "hub":
+        return other, _reason(other, recipe, "downloaded once (0.6 GB)")
+    return other, _reason(other, recipe, "in the hub's cache")
+
+
+def _reason(chosen: Recipe, asked: Recipe, place: str) -> str:
+    return (
+        f"using recipe {chosen.name}: {chosen.model.image.frozen_backbone}, {place}. Its ranking is the model's own,"
+        " and only probabilities are fitted. For the small models of the package:"
+        f" model.image.backbone={asked.model.image.base_model}"
+    )

@@ -50,7 +50,7 @@ from sfumato.models.run import (
     save_assets,
     save_state,
 )
-from sfumato.models.unfamiliar import UnfamiliarTexts, piece_counter
+from sfumato.models.unfamiliar import remember_words
 from sfumato.search.index import GaussianIndex
 
 ADOPTED = "adopted.json"
@@ -411,7 +411,8 @@ def _new_run(recipe: Recipe, folder: Path, splits: Mapping[str, PairData]) -> Ru
     save_state(folder / MODEL, {"model": model.eval(), "loss": loss}, None, {"epoch": 0})
     save_recipe(recipe, folder / RECIPE)
     run = load_run(folder)
-    _remember_words(run, splits)
+    texts = [text for data in splits.values() for text in data.texts]
+    remember_words(run.model, texts[:_MOST_WORDED], folder / WORDS)
     return run
 
 
@@ -427,14 +428,6 @@ def _measure(
         name: measure_hits(kind, d, match, embedded=embedded, sizes=(), population=population)
         for name, kind in kinds.items()
     }
-
-
-def _remember_words(run: Run, splits: Mapping[str, PairData]) -> None:
-    """Write what tells texts of words from made-up ones, if the model reads subwords and there are enough texts."""
-    if counter := piece_counter(run.model):
-        with contextlib.suppress(ValueError):
-            texts = [text for data in splits.values() for text in data.texts]
-            UnfamiliarTexts.fit(texts[:_MOST_WORDED], counter).save(run.folder / WORDS)
 
 
 @dataclass(frozen=True, eq=False)

@@ -21,11 +21,11 @@ from sfumato.data.pairs import PairData
 from sfumato.data.sources import DataConfig
 from sfumato.data.splits import apply_noise, images_of_part, load_noise, shuffle_pairs
 from sfumato.distances import Distance, get_distance
-from sfumato.errors import UserError, counted
+from sfumato.errors import UserError
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.metrics.relevance import Relevance
 from sfumato.metrics.retrieval import beats_chance, chance_metrics, relevant_ranks
-from sfumato.models.embed import PreparedSplit, embed_split, load_splits, no_split_error, prepare_split
+from sfumato.models.embed import PreparedSplit, chosen_split, embed_split, load_splits, prepare_split, say_problems
 from sfumato.models.model import Model
 from sfumato.models.run import Run, load_run
 from sfumato.progress import progress_bar, say
@@ -406,9 +406,7 @@ def _load_listed(retrieval_model: Model, config: DataConfig, split: str) -> tupl
     """See :func:`prepare_listed`; and by name, the numbers of images of the splits that have other images."""
     problems = Problems()
     splits = load_splits(config, problems)
-    if split not in splits:
-        raise no_split_error(config, split, splits)
-    data = splits[split]
+    data = chosen_split(splits, split, config)
     others = {name: len(one.image_ids) for name, one in splits.items() if not set(one.image_ids) <= set(data.image_ids)}
     if split == "train" and (config.noise_rate or config.noise_file):
         if config.noise_file:
@@ -417,8 +415,7 @@ def _load_listed(retrieval_model: Model, config: DataConfig, split: str) -> tupl
             _, image_of_pair = shuffle_pairs(data, config.noise_rate, config.noise_seed)
         data = apply_noise(data, image_of_pair)
     prepared = prepare_split(retrieval_model.model, data, problems, split)
-    if len(problems):
-        say(f"{counted(len(problems), 'item')} left out:\n{problems.summary()}")
+    say_problems(problems)
     return prepared, others
 
 

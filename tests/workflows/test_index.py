@@ -20,8 +20,7 @@ from sfumato.models.recipe import find_recipe, load_recipe
 from sfumato.models.run import CALIBRATION, TRAINING_CALIBRATION, load_run
 from sfumato.models.trust_run import trust_model
 from sfumato.training.loop import fit
-from sfumato.workflows.gallery_calibration import training_note
-from sfumato.workflows.index import open_gallery
+from sfumato.workflows.index import open_gallery, training_note
 
 N, PER_IMAGE = 360, 3
 SMALL = "model.dim=8", "model.hidden=16", "train.batch_size=32", "train.epochs=8", "optim.lr=1e-2", "train.device=cpu"

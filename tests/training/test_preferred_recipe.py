@@ -13,11 +13,11 @@ from sfumato.data.images import Problems
 from sfumato.encoders import package_weights
 from sfumato.encoders.backbones import joint_image
 from sfumato.encoders.package_weights import where_weights_are
-from sfumato.models import preferred_recipe as module
 from sfumato.models.embed import embed_split, load_split
-from sfumato.models.preferred_recipe import preferred_recipe
 from sfumato.models.recipe import find_recipe, load_recipe, save_recipe
 from sfumato.models.run import load_run
+from sfumato.training import setup as module
+from sfumato.training.setup import preferred_recipe
 
 OWN, CLIP = "own-pictures", "own-pictures-clip"
 
