@@ -36,8 +36,7 @@ from torch import Tensor
 
 from sfumato.gaussian import load_embeddings
 from sfumato.progress import progress_bar
-from sfumato.search.stores.protocol import Records, VectorStore
-from sfumato.search.stores.store_url import anchored, create_store
+from sfumato.search.stores.protocol import Records, VectorStore, anchored, create_store
 
 TOP = 10
 STYLES: dict[str, Literal["-", "--"]] = {"lifted": "-", "means": "--"}

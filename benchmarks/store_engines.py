@@ -25,8 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sfumato.search.stores.protocol import Filter, Records
-from sfumato.search.stores.store_url import create_store, open_store
+from sfumato.search.stores.protocol import Filter, Records, create_store, open_store
 
 MODULES = {
     "sfumato": "sqlite3",

@@ -19,10 +19,17 @@ from sfumato.gaussian import GaussianEmbedding
 from sfumato.search.collection import GaussianCollection, copy_gallery
 from sfumato.search.index import GaussianIndex
 from sfumato.search.lifting import LIFTED_DISTANCES, gallery_centre, lift_gallery, lowered
-from sfumato.search.stores.local import LocalStore
-from sfumato.search.stores.local_database import DATABASE
-from sfumato.search.stores.protocol import Filter, Records, StoreInUseError
-from sfumato.search.stores.store_url import anchored, create_store, open_store, redacted, without_password
+from sfumato.search.stores.local import DATABASE, LocalStore
+from sfumato.search.stores.protocol import (
+    Filter,
+    Records,
+    StoreInUseError,
+    anchored,
+    create_store,
+    open_store,
+    redacted,
+    without_password,
+)
 
 D = 11
 

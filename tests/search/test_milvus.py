@@ -16,8 +16,7 @@ from support.stores_contract import FINGERPRINT, StoreContract, assert_holds, as
 
 from sfumato.errors import UserError
 from sfumato.search.stores import milvus
-from sfumato.search.stores.protocol import Filter, Records
-from sfumato.search.stores.store_url import create_store, open_store, without_password
+from sfumato.search.stores.protocol import Filter, Records, create_store, open_store, without_password
 
 if not all(map(importlib.util.find_spec, ("pymilvus", "milvus_lite"))):
     pytest.skip("needs the extra milvus", allow_module_level=True)

@@ -21,8 +21,7 @@ from sfumato.errors import UserError
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.search.collection import GaussianCollection
 from sfumato.search.lifting import lift_gallery, lift_queries
-from sfumato.search.stores.protocol import Filter, Records
-from sfumato.search.stores.store_url import create_store, open_store
+from sfumato.search.stores.protocol import Filter, Records, create_store, open_store
 
 DURABLE = ("--appendonly", "yes", "--appendfsync", "always")
 

@@ -28,8 +28,7 @@ from support.stores_contract import (
 )
 
 from sfumato.errors import UserError
-from sfumato.search.stores.protocol import Filter, Records, StoreInUseError
-from sfumato.search.stores.store_url import create_store, open_store
+from sfumato.search.stores.protocol import Filter, Records, StoreInUseError, create_store, open_store
 
 APPROXIMATE = ("hnsw", "ivf", "ivf-pq")
 

@@ -10,8 +10,7 @@ from sfumato.errors import UserError
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.search.collection import GaussianCollection
 from sfumato.search.index import GaussianIndex
-from sfumato.search.stores.protocol import Records
-from sfumato.search.stores.store_url import STORES, create_store, open_store, register_store
+from sfumato.search.stores.protocol import STORES, Records, create_store, open_store, register_store
 
 
 class ToyStore:
@@ -89,7 +88,7 @@ class ToyStores:
 
 @pytest.fixture(autouse=True)
 def toy(monkeypatch):
-    monkeypatch.setattr("sfumato.search.stores.store_url.STORES", dict(STORES))
+    monkeypatch.setattr("sfumato.search.stores.protocol.STORES", dict(STORES))
     register_store("toy", ToyStores())
 
 

@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from sfumato.search.stores.protocol import Filter, Records
-from sfumato.search.stores.store_url import open_store
+from sfumato.search.stores.protocol import Filter, Records, open_store
 
 FINGERPRINT = 'csd of model "é", centre 1a2b'
 AWKWARD = (

@@ -28,8 +28,7 @@ from sfumato.models.model import Model
 from sfumato.models.recipe import load_recipe
 from sfumato.models.run import RECIPE, choose_device
 from sfumato.progress import say
-from sfumato.search.answer import Answer
-from sfumato.search.guarantees import check_native
+from sfumato.search.answer import Answer, check_native
 from sfumato.search.searcher import Searcher
 from sfumato.workflows.index import (
     GalleryPart,

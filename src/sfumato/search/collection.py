@@ -43,8 +43,15 @@ from sfumato.search.gallery import (
     with_margin,
 )
 from sfumato.search.lifting import LiftedGallery, lift_gallery, lift_queries, lifted_dim, lowered, query_constant
-from sfumato.search.stores.protocol import Filter, Records, VectorStore
-from sfumato.search.stores.store_url import anchored, create_store, open_store, without_password
+from sfumato.search.stores.protocol import (
+    Filter,
+    Records,
+    VectorStore,
+    anchored,
+    create_store,
+    open_store,
+    without_password,
+)
 
 _KIND = "sfumato-collection-1"
 
@@ -115,7 +122,7 @@ class GaussianCollection(Gallery):
 
         Args:
             folder: for the settings; new or empty.
-            store: store URL of a new store, see :mod:`sfumato.search.stores.store_url`; a relative path starts at the
+            store: store URL of a new store, see :mod:`sfumato.search.stores.protocol`; a relative path starts at the
                 folder. A password in it is used but not kept: when the collection is opened again it comes from the
                 environment.
             d: dimensions of the embeddings.

@@ -22,8 +22,7 @@ from sfumato.calibration.reference import REFERENCE_FEATURES, ReferenceQueries
 from sfumato.direction import Direction
 from sfumato.gaussian import GaussianEmbedding, check_finite
 from sfumato.matching import match_probability
-from sfumato.search.answer import Answer, Hit, verdict
-from sfumato.search.guarantees import check_native, check_unfiltered
+from sfumato.search.answer import Answer, Hit, check_native, check_unfiltered, verdict
 from sfumato.search.stores.protocol import Filter
 
 

@@ -18,9 +18,8 @@ from sfumato.encoders.dual import DualEncoder
 from sfumato.encoders.feature_rows import features_read
 from sfumato.errors import UserError
 from sfumato.gaussian import GaussianEmbedding
-from sfumato.search.answer import Answer, Hit
+from sfumato.search.answer import NATIVE, Answer, Hit
 from sfumato.search.gallery import Gallery
-from sfumato.search.guarantees import NATIVE
 from sfumato.search.index import GaussianIndex
 
 Modality = Literal["texts", "images"]

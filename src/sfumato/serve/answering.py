@@ -23,11 +23,10 @@ from sfumato.errors import UserError
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.models.embed import embed_split, load_split
 from sfumato.models.run import RECIPE, Run, load_run
+from sfumato.search.answer import NATIVE, GuaranteeError, Hit, QueryKind, check_native, check_unfiltered
 from sfumato.search.answer import Answer as Found
-from sfumato.search.answer import Hit
 from sfumato.search.collection import GaussianCollection
 from sfumato.search.gallery import Gallery
-from sfumato.search.guarantees import NATIVE, GuaranteeError, QueryKind, check_native, check_unfiltered
 from sfumato.search.stores.protocol import Filter
 from sfumato.serve.schemas import (
     Answer,

@@ -40,7 +40,7 @@ from sfumato.search.gallery import Gallery
 from sfumato.search.index import GaussianIndex
 from sfumato.search.lifting import gallery_centre, lifted_dim
 from sfumato.search.parts import read_manifest, read_parts
-from sfumato.search.stores.store_url import anchored, scheme
+from sfumato.search.stores.protocol import anchored, scheme
 
 
 @dataclass(frozen=True, eq=False)

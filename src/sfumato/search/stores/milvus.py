@@ -40,8 +40,7 @@ import torch
 from torch import Tensor
 
 from sfumato.errors import UserError, first_line, need
-from sfumato.search.stores.protocol import Filter, Records, StoreBase, in_order
-from sfumato.search.stores.store_url import check_numbers, options, redacted
+from sfumato.search.stores.protocol import Filter, Records, StoreBase, check_numbers, in_order, options, redacted
 
 _ESCAPES = str.maketrans({"\\": "\\\\", '"': '\\"', "\n": "\\n", "\r": "\\r", "\t": "\\t"})
 

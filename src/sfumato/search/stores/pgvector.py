@@ -43,8 +43,7 @@ import numpy as np
 from torch import Tensor
 
 from sfumato.errors import UserError, first_line, need
-from sfumato.search.stores.protocol import Filter, Records, StoreBase, in_order
-from sfumato.search.stores.store_url import check_numbers, options, redacted
+from sfumato.search.stores.protocol import Filter, Records, StoreBase, check_numbers, in_order, options, redacted
 
 _OPTIONS = {
     "table": "name or schema.name",

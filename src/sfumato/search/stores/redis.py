@@ -34,9 +34,8 @@ from torch import Tensor
 
 from sfumato.errors import UserError, first_line, need
 from sfumato.search.stores import local
-from sfumato.search.stores.local_database import LOCAL_OPTIONS
-from sfumato.search.stores.protocol import Filter, Records, StoreBase
-from sfumato.search.stores.store_url import check_numbers, options, redacted
+from sfumato.search.stores.local import LOCAL_OPTIONS
+from sfumato.search.stores.protocol import Filter, Records, StoreBase, check_numbers, options, redacted
 
 _KEY_FORMAT = re.compile(rb"[0-9a-f]{16}:\d+")
 """Keys that :class:`RedisStore` makes; another store's keys may have the same prefix."""
