@@ -20,8 +20,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sfumato.calibration.calibrator import METHODS, Calibration
+from sfumato.calibration.calibrator import Calibration, DirectionCalibration
 from sfumato.calibration.conditional import N_NEAREST
+from sfumato.calibration.platt import METHODS, PairLogits
 from sfumato.calibration.query_scores import N_STEPS, QueryScores
 from sfumato.direction import Direction
 from sfumato.distances import get_distance
@@ -57,7 +58,9 @@ def probabilities(run: Run, fitted: dict[str, Calibration], distance: Tensor, ma
     found = {"before": match_probability(distance, *(run.loss.match_logits() or (1.0, 0.0)))}
     for method, calibration in fitted.items():
         found[method] = calibration.probability(distance)
-        found[f"{method}, gallery size"] = calibration.probability(distance, n_gallery=len(distance))
+        found[f"{method}, gallery size"] = torch.sigmoid(
+            calibration.logit(distance) + calibration.of("t2i").prior_shift(len(distance))
+        )
     compared = compare_calibration({name: p.flatten() for name, p in found.items()}, match.flatten().float())
     for name, p in found.items():
         compared[name]["expected_matches_over_true"] = float(p.double().sum() / match.sum())
@@ -72,7 +75,7 @@ def sets(calibration: Calibration, direction: Direction, distance: Tensor, match
     for level in LEVELS:
         values: dict[str, float] = {}
         for contains in ("any", "all"):
-            radius = calibration.conformal_radius(1 - level, direction=direction, contains=contains)
+            radius = calibration.of(direction).conformal_radius(1 - level, contains=contains)
             inside = distance <= radius
             held = (inside & match).any(1) if contains == "any" else (inside | ~match).all(1)
             values |= {
@@ -93,17 +96,17 @@ def answers(calibration: Calibration, direction: Direction, distance: Tensor, ma
     result: dict[str, Any] = {"risk of answering all": float((~right).double().mean())}
     for risk in RISKS:
         try:
-            answered = ~calibration.abstains(nearest, risk, n_gallery=n, direction=direction)
+            answered = ~calibration.of(direction).abstains(nearest, risk, n_gallery=n)
         except ValueError:
             continue
         values = {"answered": float(answered.double().mean()), "risk": float((~right[answered]).double().mean())}
         result[f"risk {risk}"] = values
     for precision in PRECISIONS:
         try:
-            limit = calibration.threshold(precision, direction=direction)
+            limit = calibration.of(direction).threshold(precision)
         except ValueError:
             continue
-        above = calibration.hit_probability(distance.double(), nearest, n_gallery=n, direction=direction) > limit
+        above = calibration.of(direction).hit_probability(distance.double(), nearest, n_gallery=n) > limit
         some = above.any(1)
         each = (above & match).sum(1)[some] / above.sum(1)[some]
         result[f"precision {precision}"] = {
@@ -126,7 +129,7 @@ def halves(scores: QueryScores, n_halves: int) -> dict[str, Any]:
         ours, new = order[: len(order) // 2], order[len(order) // 2 :]
         lists = [tuple(c[ours].tolist()) for c in columns]
         half = QueryScores(scores.n_gallery, 0, 1.0, 0.0, lists[0], lists[1], lists[2], (0.0,) * N_STEPS)
-        calibration = Calibration(1.0, 0.0, t2i=half)
+        calibration = DirectionCalibration(PairLogits(1.0, 0.0, 0.5), half)
         for level in LEVELS:
             any_radius = calibration.conformal_radius(1 - level)
             all_radius = calibration.conformal_radius(1 - level, contains="all")
@@ -163,7 +166,7 @@ def main() -> None:
     fitted = calibrations(run, "val")
     own = fitted["platt"]
     seen = calibrations(run, "train")["platt"]
-    result: dict[str, Any] = {"t2i": describe(own.scores("t2i")), "i2t": describe(own.scores("i2t"))}
+    result: dict[str, Any] = {"t2i": describe(own.of("t2i").scores), "i2t": describe(own.of("i2t").scores)}
     for split in ("val", "test"):
         distance, match = pairs_of(run, split)
         result[f"probabilities, {split}"] = probabilities(run, fitted, distance, match)

@@ -21,7 +21,6 @@ from torch import Tensor
 
 from sfumato.calibration.drift import DriftMonitor, largest_difference
 from sfumato.calibration.query_scores import QueryScores
-from sfumato.direction import Direction
 from sfumato.distances import get_distance
 from sfumato.models.embed import embed_split, load_split
 from sfumato.models.run import Run, load_run
@@ -84,7 +83,7 @@ def of_run(run: Run, n: int, seed: int) -> list[dict[str, Any]]:
     data, (images, texts) = prepared.data, embed_split(run.model, prepared)
     if run.calibration is None:
         raise SystemExit(f"{run.folder} has no calibration")
-    scores: dict[Direction, QueryScores] = {"t2i": run.calibration.scores("t2i"), "i2t": run.calibration.scores("i2t")}
+    scores = {direction: fit.scores for direction, fit in run.calibration.directions.items()}
     by_text, by_image = (get_distance(run.distance).for_direction(d) for d in ("t2i", "i2t"))
     distance = by_text.matrix(texts, images)
     match = torch.from_numpy(data.match(np.arange(images.n), np.arange(texts.n))).T.bool()

@@ -1,6 +1,5 @@
 """Guarantees: by hand, against loops, and counted over many random held-out sets and new queries."""
 
-import itertools
 import json
 import math
 import re
@@ -14,9 +13,9 @@ import torch
 from scipy import stats
 
 from sfumato.calibration.abstention import answer_limit, conformal_radius
-from sfumato.calibration.calibrator import Calibration
+from sfumato.calibration.calibrator import Calibration, DirectionCalibration
 from sfumato.calibration.conditional import ConditionalLogits
-from sfumato.calibration.platt import fit_logits
+from sfumato.calibration.platt import PairLogits, fit_logits
 from sfumato.calibration.query_scores import N_STEPS, QueryScores, _mean_of_groups, growth_by_halving
 from sfumato.errors import UserError
 
@@ -34,8 +33,11 @@ def scores_of(closest, *, other=math.inf, n_gallery=100, growth=0.0):
     return QueryScores(n_gallery, 0, 1.0, growth, *lists, precision)
 
 
-def calibrated(**arguments):
-    return Calibration(4.0, 2.0, 0.01, **arguments)
+PAIRS = PairLogits(4.0, 2.0, 0.01)
+
+
+def calibrated(scores):
+    return DirectionCalibration(PAIRS, scores)
 
 
 def scene(generator, n_queries, n_gallery, *, n_matches=1, shift=1.5):
@@ -128,17 +130,17 @@ def test_platt_is_fit_logits():
 
 
 def test_prior_shift_by_hand():
-    calibration = calibrated(t2i=scores_of([0.1], n_gallery=100), i2t=scores_of([0.1], n_gallery=400, growth=0.5))
+    calibration = calibrated(scores_of([0.1], n_gallery=100))
+    growing = calibrated(scores_of([0.1], n_gallery=400, growth=0.5))
     # One match among 100 becomes one among 300: odds 1/99 -> 1/299.
-    assert calibration.prior_shift(n_gallery=300) == pytest.approx(math.log(99 / 299))
-    assert calibration.prior_shift(n_gallery=100) == pytest.approx(0, abs=1e-12)
+    assert calibration.prior_shift(300) == pytest.approx(math.log(99 / 299))
+    assert calibration.prior_shift(100) == pytest.approx(0, abs=1e-12)
     # With growth 1/2 four times the gallery is half the fraction.
-    assert calibration.prior_shift(n_gallery=1600, direction="i2t") == pytest.approx(math.log(0.005 / 0.995 * 99))
-    assert calibration.prior_shift(match_fraction=0.5) == pytest.approx(math.log(99))
-    assert calibration.prior_shift(n_gallery=1) == calibration.prior_shift(match_fraction=0.5), "never above one half"
-    assert calibration.prior_shift() == 0
+    assert growing.prior_shift(1600) == pytest.approx(math.log(0.005 / 0.995 * 99))
+    assert PAIRS.shift(0.5) == pytest.approx(math.log(99))
+    assert calibration.prior_shift(1) == PAIRS.shift(0.5), "never above one half"
     # sigmoid(2 - 4 * 0.5) is one half; 1/99 of its odds for a fraction of one in 9,802.
-    rare = calibration.probability(torch.tensor(0.5), match_fraction=1 / (99 * 99 + 1))
+    rare = PAIRS.probability(torch.tensor(0.5), match_fraction=1 / (99 * 99 + 1))
     assert float(rare) == pytest.approx(1 / 100)
 
 
@@ -150,17 +152,18 @@ def test_shifted_probabilities_are_those_of_the_other_gallery(method):
     generator = torch.Generator().manual_seed(2)
     distance, match = scene(generator, 6000, 20)
     calibration = Calibration.fit(distance, match, method=method, t2i=QueryScores.fit(distance, match))
-    assert calibration.t2i.growth == pytest.approx(0, abs=1e-9)
+    assert calibration.t2i.scores.growth == pytest.approx(0, abs=1e-9)
     larger, _ = scene(generator, 3000, 320)
     d = torch.linspace(-1.5, 1.5, 7)
     known = torch.sigmoid(math.log(1 / 319) + 1.5**2 / 2 - 1.5 * d)
     # 6,000 matches place a log odds within about 0.05 (Platt), 0.3 (isotonic, and its steps): seeded; errors of 16
     # would be 2.8.
     tolerance = 0.15 if method == "platt" else 0.7
-    got = calibration.probability(d, n_gallery=320)
+    got = calibration.t2i.hit_probability(d, d[:1], n_gallery=320)
     torch.testing.assert_close(torch.logit(got), torch.logit(known), rtol=0, atol=tolerance)
     assert (torch.logit(calibration.probability(d)) - torch.logit(known)).min() > 2
-    sums = [float(calibration.probability(larger, n_gallery=n).sum(1).mean()) for n in (320, 20)]
+    found = [calibration.t2i.hit_probability(larger, larger[:, :1], n_gallery=n) for n in (320, 20)]
+    sums = [float(p.sum(1).mean()) for p in found]
     assert sums[0] == pytest.approx(1, rel=0.1) and sums[1] > 8
     torch.testing.assert_close(calibration.probability(d, match_fraction=1 / 320), got)
 
@@ -202,13 +205,13 @@ def test_isotonic_without_scikit_learn_names_the_extra(monkeypatch):
 
 
 def test_radius_by_hand():
-    calibration = calibrated(t2i=scores_of([0.9, 0.1, 0.5, 0.3, 0.7, 0.2, 0.8, 0.4, 0.6]))
+    calibration = calibrated(scores_of([0.9, 0.1, 0.5, 0.3, 0.7, 0.2, 0.8, 0.4, 0.6]))
     # Nine scores: the ceil(10 * 0.8) = 8th; the 9th for one in ten; for less the whole gallery.
     assert calibration.conformal_radius(0.2) == pytest.approx(0.8)
     assert calibration.conformal_radius(0.1) == pytest.approx(0.9)
     assert calibration.conformal_radius(0.099) == math.inf
     assert calibration.conformal_radius(0.2, contains="all") == pytest.approx(1.8)
-    assert calibrated(i2t=scores_of([0.5] * 9)).conformal_radius(0.6, direction="i2t") == 0.5, "ties are inside"
+    assert calibrated(scores_of([0.5] * 9)).conformal_radius(0.6) == 0.5, "ties are inside"
 
 
 # Coverage of a set that a random split gives: with continuous scores the fraction of new queries covered has mean
@@ -229,7 +232,7 @@ def covered(alpha, q, contains, *, levels=None, corrected=True):
         if corrected:
             lists = {"closest_match": tuple(score[:q].tolist()), "farthest_match": tuple(score[:q].tolist())}
             scores = QueryScores(**{**vars(scores_of(score[:q])), **lists})
-            radius = calibrated(t2i=scores).conformal_radius(alpha, contains=contains)
+            radius = calibrated(scores).conformal_radius(alpha, contains=contains)
         else:
             radius = np.quantile(score[:q], 1 - alpha)
         fractions.append((score[q:] <= radius).mean())
@@ -260,11 +263,11 @@ def test_abstention_by_hand():
     # certify a risk of 0.05 from n = ln(0.1/20) / ln(0.95) = 103.3 on.
     closest = np.arange(400) / 400
     scores = scores_of(np.where(np.arange(400) < 300, closest, 5.0), other=np.where(np.arange(400) < 300, 9.0, closest))
-    calibration = calibrated(t2i=scores)
+    calibration = calibrated(scores)
     # Limits are every 20th closest distance, itself left out. Errors appear beyond 300: of 319 answered 19 are wrong, 6
     # %; of 299 none.
     below = calibration.abstain_below(0.05)
-    assert below == pytest.approx(float(calibration.probability(torch.tensor(299 / 400))), rel=1e-6)
+    assert below == pytest.approx(float(PAIRS.probability(torch.tensor(299 / 400))), rel=1e-6)
     assert calibration.answered_fraction(0.05) == pytest.approx(299 / 400)
     assert calibration.abstains(torch.tensor([0.7, 299 / 400, 0.9]), 0.05).tolist() == [False, True, True]
     # A risk of one half is kept by answering whatever is as close as something held out was.
@@ -375,7 +378,7 @@ def test_a_precision_of_groups_is_the_mean_of_their_means():
 def test_absent_matches_make_it_more_careful():
     generator = torch.Generator().manual_seed(4)
     distance, match = scene(generator, 1500, 30, shift=3.5)
-    calibration = Calibration.fit(distance, match, t2i=QueryScores.fit(distance, match))
+    calibration = Calibration.fit(distance, match, t2i=QueryScores.fit(distance, match)).of("t2i")
     present, absent = calibration.abstain_below(0.2), calibration.abstain_below(0.2, absent=0.5)
     assert present < absent
     assert calibration.answered_fraction(0.2, absent=0.5) < calibration.answered_fraction(0.2)
@@ -386,7 +389,7 @@ def test_threshold_by_hand():
     nearest = torch.arange(600) / 600
     distance = torch.stack([nearest, torch.where(torch.arange(600) < 300, 9.0, nearest)], dim=1)
     match = torch.tensor([[1, 0]]).expand(600, 2)
-    calibration = Calibration(4.0, 2.0, 0.5, t2i=QueryScores.fit(distance, match))
+    calibration = DirectionCalibration(PairLogits(4.0, 2.0, 0.5), QueryScores.fit(distance, match))
     # Below limit k/20 with k > 10 the mean precision is (10 + (k - 10) / 2) / k, but for the item at the limit: 0.8 at
     # k = 16.7. What can be certified is stricter.
     limit = next(
@@ -396,9 +399,9 @@ def test_threshold_by_hand():
             float(np.mean(np.minimum(1, [0.5 + 0.5 * (i < 300) for i in range(30 * k - 1)]))), 30 * k - 1
         )
     )
-    expected = float(calibration.probability(torch.tensor((600 * limit - 1) / 600)))
+    expected = float(calibration.pairs.probability(torch.tensor((600 * limit - 1) / 600)))
     assert calibration.threshold(0.8) == pytest.approx(expected, rel=1e-5)
-    last = float(calibration.probability(torch.tensor(599 / 600)))
+    last = float(calibration.pairs.probability(torch.tensor(599 / 600)))
     assert calibration.threshold(0.4) == pytest.approx(last, rel=1e-5), "all that is as close as something held out was"
     with pytest.raises(ValueError, match=r"no limit has a precision of 0.999 with confidence 0.9 on 600") as refused:
         calibration.threshold(0.999)
@@ -432,12 +435,12 @@ def test_risk_and_precision_are_kept_on_new_queries():
     for k in range(HELD_OUT_SETS):
         distance, match = scene(generator, 400, 40, n_matches=2, shift=3.5)
         distance[::3] = torch.randn(distance[::3].shape, generator=generator) + 3.5
-        calibration = Calibration(3.0, 1.0, 0.05, t2i=QueryScores.fit(distance, match))
+        calibration = DirectionCalibration(PairLogits(3.0, 1.0, 0.05), QueryScores.fit(distance, match))
         answer = ~calibration.abstains(nearest, 0.2)
         assert k or torch.equal(~calibration.abstains(nearest.numpy(), 0.2), answer)
         broken += bool((~right[answer]).double().mean() > 0.2)
         answered.append(float(answer.double().mean()))
-        below = calibration.probability(new.double()) > calibration.threshold(0.8)
+        below = calibration.pairs.probability(new.double()) > calibration.threshold(0.8)
         some = below.any(1)
         precision = (below & ground_truth.bool()).sum(1)[some] / below.sum(1)[some]
         spoilt += bool(precision.mean() < 0.8)
@@ -466,33 +469,17 @@ def test_there_and_back(tmp_path):
     scores = QueryScores.fit(distance, match)
     hits = ConditionalLogits(1.5, 0.25, (0.5,) * 7, (-1.0,) * 7, (2.0,) * 7, "planted", 64, (11, 22))
     knots, about = ((0.5, 1.0), (0.75, -1.0)), {"split": "val"}
-    calibration = Calibration(1.25, -0.5, 0.1, knots, scores, every, about, {"t2i": hits}, {"t2i": scores})
+    pairs = PairLogits(1.25, -0.5, 0.1, knots)
+    t2i = DirectionCalibration(pairs, every, hits, scores)
+    calibration = Calibration(**vars(pairs), i2t=DirectionCalibration(pairs, scores), t2i=t2i, metadata=about)
     calibration.save(tmp_path / "calibration.json")
     assert Calibration.load(tmp_path / "calibration.json") == calibration
     text = (tmp_path / "calibration.json").read_text()
     assert "Infinity" not in text and "NaN" not in text and len(text.splitlines()) == 13
     assert Calibration.from_json(json.loads(json.dumps(calibration.to_json()))) == calibration
-    for alpha, direction in itertools.product((0.1, 0.37), ("i2t", "t2i")):
-        radius = calibration.conformal_radius(alpha, direction=direction)
-        assert Calibration.load(tmp_path / "calibration.json").conformal_radius(alpha, direction=direction) == radius
-
-
-def test_files_of_older_versions_have_probabilities_and_no_guarantees(tmp_path):
-    old = {"logit_scale": 2.0, "logit_bias": 1.0, "split": "val", "pairs": 9, "expected_calibration_error": 0.1}
-    (tmp_path / "calibration.json").write_text(json.dumps(old))
-    calibration = Calibration.load(tmp_path / "calibration.json")
-    assert float(calibration.probability(torch.tensor(0.5))) == 0.5
-    for ask in (
-        lambda: calibration.conformal_radius(0.1),
-        lambda: calibration.abstain_below(0.1),
-        lambda: calibration.threshold(0.9),
-    ):
-        with pytest.raises(
-            ValueError, match="no scores of held-out queries for t2i; fit again .*sfumato calibrate RUN"
-        ):
-            ask()
-    with pytest.raises(ValueError, match="the fraction of matches of its fit is missing.*sfumato calibrate RUN"):
-        calibration.probability(torch.tensor(0.5), n_gallery=10)
+    for wrong, message in (("t2t", "unknown direction 't2t'; known: i2t, t2i"), ("i2t", "no scores of .* for i2t")):
+        with pytest.raises(ValueError, match=message):
+            replace(calibration, i2t=None).of(wrong)
 
 
 @pytest.mark.parametrize(
@@ -500,14 +487,16 @@ def test_files_of_older_versions_have_probabilities_and_no_guarantees(tmp_path):
     [
         ("{", "Expecting"),
         ("[]", "not a calibration, or a damaged one"),
-        ('{"logit_scale": 1}', "logit_bias.*calibrate again"),
-        ('{"logit_scale": -1, "logit_bias": 0}', "logit_scale must be positive"),
-        ('{"logit_scale": 1, "logit_bias": 0, "t2i": {"n_gallery": 3}}', "damaged.*calibrate again"),
-        ('{"logit_scale": 1, "logit_bias": 0, "version": 9}', "version 9 was written by a newer sfumato"),
+        ("{}", "damaged.*version.*calibrate again"),
+        ({"logit_scale": None}, "damaged.*calibrate again"),
+        ({"logit_scale": -1}, "logit_scale must be positive"),
+        ({"t2i": {"n_gallery": 3}}, "damaged.*calibrate again"),
+        ({"version": 9}, "version 9 is not 2; upgrade sfumato, or calibrate again"),
     ],
 )
 def test_damaged_files_are_named(text, message, tmp_path):
-    (tmp_path / "calibration.json").write_text(text)
+    whole = Calibration.fit(DISTANCE, MATCH).to_json()
+    (tmp_path / "calibration.json").write_text(text if isinstance(text, str) else json.dumps(whole | text))
     with pytest.raises(ValueError, match=rf"calibration.json: .*{message}"):
         Calibration.load(tmp_path / "calibration.json")
 
@@ -517,15 +506,12 @@ def test_damaged_files_are_named(text, message, tmp_path):
     [
         (lambda c: c.conformal_radius(1.0), "alpha must be between 0 and 1, got 1.0"),
         (lambda c: c.conformal_radius(0.1, contains="most"), "contains must be 'any' or 'all', got 'most'"),
-        (lambda c: c.conformal_radius(0.1, direction="t2t"), "unknown direction 't2t'; known: i2t, t2i"),
-        (lambda c: c.conformal_radius(0.1, direction="i2t"), "no scores of held-out queries for i2t"),
         (lambda c: c.threshold(90), "precision must be between 0 and 1, got 90"),
         (lambda c: c.abstain_below(0.1, confidence=1.0), "confidence must be between 0 and 1, got 1.0"),
         (lambda c: c.abstain_below(0.0), "risk must be between 0 and 1"),
         (lambda c: c.abstain_below(0.1, absent=1.0), "absent must be at least 0 and below 1"),
-        (lambda c: c.prior_shift(n_gallery=3, match_fraction=0.1), "give either n_gallery or match_fraction"),
-        (lambda c: c.prior_shift(n_gallery=0), "n_gallery must be at least 1, got 0"),
-        (lambda c: c.prior_shift(match_fraction=1.5), "match_fraction must be between 0 and 1, got 1.5"),
+        (lambda c: c.prior_shift(0), "n_gallery must be at least 1, got 0"),
+        (lambda c: PAIRS.shift(1.5), "match_fraction must be between 0 and 1, got 1.5"),
         (lambda c: Calibration.fit(DISTANCE, MATCH, method="beta"), "unknown method 'beta'; known: platt, isotonic"),
         (lambda c: QueryScores.fit(DISTANCE, MATCH[:2]), r"both must be \(q, m\)"),
         (lambda c: QueryScores.fit(DISTANCE, MATCH * 0.5), "match must be 0 or 1"),
@@ -540,4 +526,4 @@ def test_damaged_files_are_named(text, message, tmp_path):
 )
 def test_mistakes_are_named(ask, message):
     with pytest.raises(ValueError, match=message):
-        ask(calibrated(t2i=scores_of([0.1, 0.2])))
+        ask(calibrated(scores_of([0.1, 0.2])))

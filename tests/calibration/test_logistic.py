@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from sfumato.calibration.logistic import fit_logistic
+from sfumato.calibration.platt import fit_logistic
 
 
 def data(seed=0, n=400, f=3):

@@ -7,8 +7,10 @@ import numpy as np
 import pytest
 import torch
 
-from sfumato.calibration.calibrator import Calibration
+from sfumato.calibration.calibrator import Calibration, DirectionCalibration
 from sfumato.calibration.conditional import ConditionalLogits, FirstHit, NearestItems
+from sfumato.calibration.platt import PairLogits
+from sfumato.calibration.query_scores import QueryScores
 from sfumato.calibration.reference import N_CLOSE, N_REFERENCE, ReferenceQueries
 from sfumato.distances import DISTANCES, csd_matrix
 from sfumato.gaussian import GaussianEmbedding
@@ -61,7 +63,7 @@ def items(n=4000, seed=0, *, gallery=30):
 
 def test_the_first_hit_follows_them_and_the_others_stay_below_it():
     fit, new = ConditionalLogits.fit([items()], n_queries=4000), items(seed=1)
-    assert fit.first is not None and fit.reads_reference
+    assert fit.first is not None
     logit = fit.logit(new.logit, new.logit, new.n_gallery, new.reference)
     assert (logit[:, 1:] <= logit[:, :1]).all() and (logit.diff(dim=1) <= 0).all()
     # 2 (hub - isolation) in the simulation, on the average over the normal features of 4,000 queries
@@ -83,24 +85,26 @@ def test_values_outside_of_the_fit_are_set_to_its_ends():
 
 
 def calibration(fit):
-    reference = {"t2i": ReferenceQueries.of(gaussians(30, 5), "csd", "t2i")}
-    return Calibration(2.0, 1.0, 0.1, conditional={"t2i": fit}, reference=reference)
+    reference = ReferenceQueries.of(gaussians(30, 5), "csd", "t2i")
+    pairs = PairLogits(2.0, 1.0, 0.1)
+    scores = QueryScores.fit(torch.rand(30, 3), torch.eye(3).repeat(10, 1))
+    return Calibration(**vars(pairs), t2i=DirectionCalibration(pairs, scores, fit, None, reference))
 
 
 def test_there_and_back(tmp_path):
     made = calibration(ConditionalLogits.fit([items(300)], n_queries=300))
     made.save(tmp_path / "calibration.json")
     found = Calibration.load(tmp_path / "calibration.json")
-    assert found.conditional == made.conditional and found.to_json() == made.to_json()
+    assert found.t2i.conditional == made.t2i.conditional and found.to_json() == made.to_json()
     queries, first = gaussians(4, 6), gaussians(4, 7)
-    features = made.reference["t2i"].features(queries, first)
-    assert torch.equal(found.reference["t2i"].features(queries, first), features)
+    features = made.t2i.reference.features(queries, first)
+    assert torch.equal(found.t2i.reference.features(queries, first), features)
     distance = csd_matrix(queries, gaussians(12, 8)).sort(1).values
     p = [
-        each.hit_probability(distance, distance, n_gallery=30, reference=features) for each in (found, made)
+        each.t2i.hit_probability(distance, distance, n_gallery=30, reference=features) for each in (found, made)
     ]  # fmt: skip
     assert torch.equal(*p)
-    replace(made, reference={}).save(tmp_path / "calibration.json")
+    replace(made, t2i=replace(made.t2i, reference=None)).save(tmp_path / "calibration.json")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["calibration.json"]
 
 

@@ -4,16 +4,18 @@ import numpy as np
 import pytest
 import torch
 
-from sfumato.calibration.calibrator import Calibration
+from sfumato.calibration.calibrator import Calibration, DirectionCalibration
+from sfumato.calibration.platt import PairLogits
+from sfumato.calibration.query_scores import QueryScores
 from sfumato.evaluation.hits import _figures, measure_hits, without_nearest
 from sfumato.metrics.reliability import calibration_error_by_chance, expected_calibration_error, log_loss
 
 
-class OfDistance(Calibration):
-    """A calibration that does not depend on the size of the gallery."""
-
-    def prior_shift(self, **_):
-        return 0.0
+def of_distance(scale, bias):
+    """A calibration that does not depend on the size of the gallery: matches grow with it."""
+    pairs = PairLogits(scale, bias, 0.1)
+    fit = DirectionCalibration(pairs, QueryScores.fit(torch.eye(3), torch.eye(3), growth=1.0))
+    return Calibration(**vars(pairs), i2t=fit, t2i=fit)
 
 
 def pairs(n=300, seed=0):
@@ -25,7 +27,7 @@ def pairs(n=300, seed=0):
 
 def test_a_loop_over_queries_has_the_same_figures():
     distance, match = pairs(n=40)
-    found = {(f.direction, f.hits): f for f in measure_hits(OfDistance(2.0, 2.0), distance, match, sizes=())}
+    found = {(f.direction, f.hits): f for f in measure_hits(of_distance(2.0, 2.0), distance, match, sizes=())}
     p, y = [], []
     for t in range(40):
         if match[:, t].any():
@@ -46,7 +48,7 @@ def test_true_probabilities_have_the_error_of_chance_and_wrong_ones_a_larger_one
     distance, match = pairs(n=900)
     true, wrong = (
         {(f.direction, f.hits): f for f in measure_hits(c, distance, match, sizes=(), population="independent")}
-        for c in (OfDistance(2.0, 2.0), OfDistance(2.0, 3.5))
+        for c in (of_distance(2.0, 2.0), of_distance(2.0, 3.5))
     )
     for key in (("t2i", 10), ("i2t", 10)):
         # 9,000 hits in bins of 600: chance gives about .015, with a standard deviation of .003.
@@ -57,7 +59,7 @@ def test_true_probabilities_have_the_error_of_chance_and_wrong_ones_a_larger_one
 
 def test_sizes_and_populations():
     distance, match = pairs(n=120)
-    calibration = OfDistance(2.0, 2.0)
+    calibration = of_distance(2.0, 2.0)
     planted = measure_hits(calibration, distance, match, sizes=(30, 60, 5000), n_galleries=2)
     assert [(f.direction, f.n_gallery, f.hits) for f in planted] == [
         (d, n, h) for d in ("t2i", "i2t") for n in (30, 60, 120) for h in (1, 10)

@@ -39,12 +39,12 @@ def test_it_is_the_fit_of_all_pairs(distance):
     )
     assert (got.logit_scale, got.logit_bias) == pytest.approx((whole.logit_scale, whole.logit_bias), rel=1e-5)
     for direction in ("i2t", "t2i"):
-        a, b = got.scores(direction), whole.scores(direction)
+        a, b = got.of(direction).scores, whole.of(direction).scores
         assert (a.n_gallery, a.growth, a.matches_per_query) == (b.n_gallery, b.growth, b.matches_per_query)
         np.testing.assert_allclose(a.closest_match, b.closest_match, rtol=1e-4)
         np.testing.assert_allclose(a.closest_other, b.closest_other, rtol=1e-4)
     # Fourteen of 70 texts have two matches: half of the gallery holds 1.2 / 2 of a text's, of those that have any left.
-    assert 0 < got.t2i.growth < 0.3 and got.i2t.growth == 0
+    assert 0 < got.t2i.scores.growth < 0.3 and got.i2t.scores.growth == 0
     assert got.metadata | {"split": "val", "distance": distance, "method": "platt", "pairs": 2100} == got.metadata
 
 
@@ -69,13 +69,13 @@ def crowded(n=160, seed=0, d=8):
 def test_first_hits_have_the_stated_probability_where_the_distance_alone_errs(method):
     embedded, data = crowded()
     fitted = calibrate_split(embedded, data, "csd", split="val", method=method)
-    assert set(fitted.conditional) == set(fitted.hits) == {"i2t", "t2i"}
+    assert all(fit.conditional and fit.hits for fit in (fitted.i2t, fitted.t2i))
     (images, texts), n = crowded(n=1200, seed=1)[0], 1200
     distance = get_distance("csd").for_direction("t2i").matrix(texts, images)
     nearest, place = distance.topk(50, largest=False)
     right = (place[:, 0] == torch.arange(n)).double()
-    given = fitted.hit_probability(nearest[:, :1], nearest, n_gallery=n)[:, 0]
-    alone = fitted.probability(nearest[:, 0], n_gallery=n)
+    given = fitted.t2i.hit_probability(nearest[:, :1], nearest, n_gallery=n)[:, 0]
+    alone = torch.sigmoid(fitted.logit(nearest[:, 0]) + fitted.t2i.prior_shift(n))
 
     def brier(p):
         return float((p.double() - right).square().mean())
@@ -86,7 +86,7 @@ def test_first_hits_have_the_stated_probability_where_the_distance_alone_errs(me
     (images, texts) = crowded(n=160, seed=2)[0]
     distance = get_distance("csd").for_direction("t2i").matrix(texts, images)
     nearest, place = distance.topk(50, largest=False)
-    answered = ~fitted.abstains(nearest, 0.3, n_gallery=160)
+    answered = ~fitted.t2i.abstains(nearest, 0.3, n_gallery=160)
     wrong = place[answered, 0] != torch.arange(160)[answered]
     assert answered.sum() > 50 and float(wrong.double().mean()) < 0.4
 
@@ -94,29 +94,28 @@ def test_first_hits_have_the_stated_probability_where_the_distance_alone_errs(me
 def test_the_population_is_kept_and_independent_queries_match_less():
     embedded, data = crowded()
     both = {p: calibrate_split(embedded, data, "csd", split="val", population=p) for p in ("planted", "independent")}
-    assert all(c.metadata["queries"] == p and c.conditional["t2i"].population == p for p, c in both.items())
+    assert all(c.metadata["queries"] == p and c.t2i.conditional.population == p for p, c in both.items())
     distance = get_distance("csd").for_direction("t2i").matrix(embedded[1], embedded[0])[:, :80]
     nearest = distance.topk(50, largest=False).values
-    p = {name: float(c.hit_probability(nearest[:, :1], nearest, n_gallery=80).mean()) for name, c in both.items()}
+    p = {name: float(c.t2i.hit_probability(nearest[:, :1], nearest, n_gallery=80).mean()) for name, c in both.items()}
     assert p["independent"] < p["planted"]
 
 
 def test_few_queries_leave_the_probability_of_random_pairs():
     embedded, data = scene()
     fitted = calibrate_split(embedded, data, "csd", split="val")
-    assert not fitted.conditional and not fitted.hits
+    assert all(fit.conditional is fit.hits is None for fit in (fitted.i2t, fitted.t2i))
     distance = torch.tensor([[0.5, 1.0]])
-    assert torch.equal(
-        fitted.hit_probability(distance, distance, n_gallery=9), fitted.probability(distance, n_gallery=9)
-    )
+    expected = torch.sigmoid(fitted.logit(distance) + fitted.t2i.prior_shift(9)).float()
+    assert torch.equal(fitted.t2i.hit_probability(distance, distance, n_gallery=9), expected)
 
 
 def test_of_a_large_split_a_part_is_taken_with_the_whole_gallery():
     embedded, data = scene()
     got = calibrate_split(embedded, data, "csd", split="val", max_pairs=840, max_queries=25)
     assert got.metadata["pairs"] == 12 * 70
-    assert (len(got.i2t.nearest), got.i2t.n_gallery) == (25, 70)
-    assert (len(got.t2i.nearest), got.t2i.n_gallery) == (25, 30)
+    assert (len(got.i2t.scores.nearest), got.i2t.scores.n_gallery) == (25, 70)
+    assert (len(got.t2i.scores.nearest), got.t2i.scores.n_gallery) == (25, 30)
     assert got == calibrate_split(embedded, data, "csd", split="val", max_pairs=840, max_queries=25), (
         "the same part again"
     )
@@ -131,7 +130,7 @@ def test_the_nearest_distance_in_a_smaller_gallery(direction, population):
     noise = torch.randn(texts.mean.shape, generator=torch.Generator().manual_seed(2))
     texts = GaussianEmbedding(texts.mean + noise, texts.log_var)  # So that the closest item is often another one.
     distance = get_distance("csd").matrix(images, texts)
-    scores = calibrate_split((images, texts), data, "csd", split="val", population=population).scores(direction)
+    scores = calibrate_split((images, texts), data, "csd", split="val", population=population).of(direction).scores
     found, generator = [], torch.Generator().manual_seed(1)
     for _ in range(40):
         part = torch.randperm(160, generator=generator)[:40]  # Text i has image i: a quarter with the texts of it.
@@ -164,7 +163,7 @@ def test_reference_queries_tell_hubs_from_matches():
     embedded, data, training = with_hubs(500, 0)
     plain = calibrate_split(embedded, data, "squared_l2", split="val")
     seen = calibrate_split(embedded, data, "squared_l2", split="val", reference=(training, training))
-    assert "t2i" in seen.reference and not plain.reference
+    assert seen.t2i.reference and not plain.tensors()
     (images, texts), new, _ = with_hubs(500, 1)
     distance = get_distance("squared_l2").matrix(images, texts)
     match = torch.from_numpy(new.match(np.arange(images.n), np.arange(texts.n)))
@@ -180,4 +179,4 @@ def test_reference_queries_tell_hubs_from_matches():
 def test_too_few_reference_queries_are_left_out():
     embedded, data, training = with_hubs(120, 2)
     few = training[:150]
-    assert not calibrate_split(embedded, data, "squared_l2", split="val", reference=(few, few)).reference
+    assert not calibrate_split(embedded, data, "squared_l2", split="val", reference=(few, few)).tensors()

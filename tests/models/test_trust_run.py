@@ -141,7 +141,7 @@ def test_probabilities_of_hits_are_those_that_a_search_shows(run):
     assert {f.direction for kind in report.hits.values() for f in kind} == {"t2i"}
     served, alone = (next(f for f in report.hits[kind] if f.hits == 1) for kind in ("served", "distance"))
     d = get_distance(run.distance).matrix(queries, gallery).sort(dim=1).values
-    p = run.calibration.hit_probability(d[:, :1], d[:, :50], n_gallery=gallery.n, direction="t2i").double()
+    p = run.calibration.t2i.hit_probability(d[:, :1], d[:, :50], n_gallery=gallery.n).double()
     assert served.n_gallery == gallery.n and served.n == len(missed)
     assert served.mean_probability == pytest.approx(float(p.mean()), abs=1e-6)
     assert served.rate == alone.rate == pytest.approx(1 - missed.mean())

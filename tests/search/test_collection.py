@@ -100,15 +100,15 @@ def conditional_of(calibration):
     """The calibration with logits of hits that depend on every feature."""
     weights = (0.3, -0.2, 0.4, -0.5, 0.05, 0.02, -0.1)
     hits = ConditionalLogits(1.4, -0.3, weights, (-60.0,) * 7, (60.0,) * 7, "planted", 50, (10, 20))
-    return replace(calibration, conditional={"t2i": hits}, hits={"t2i": calibration.t2i})
+    return replace(calibration, t2i=replace(calibration.t2i, conditional=hits, hits=calibration.t2i.scores))
 
 
 def referenced(calibration):
     """The same with reference queries, which change the first hit."""
     first = FirstHit(0.9, 0.4, (0.3, -0.2), (0.0, 0.0), (90.0, 90.0))
-    hits = replace(calibration.conditional["t2i"], first=first)
+    hits = replace(calibration.t2i.conditional, first=first)
     reference = ReferenceQueries.of(gaussians(60, 17), "csd", "t2i")
-    return replace(calibration, conditional={"t2i": hits}, reference={"t2i": reference})
+    return replace(calibration, t2i=replace(calibration.t2i, conditional=hits, reference=reference, hits=None))
 
 
 @pytest.mark.parametrize("with_reference", [False, True])
@@ -124,9 +124,11 @@ def test_probabilities_given_the_nearest_items(tmp_path, wanted, with_reference)
     n, features = distance.shape[1], None
     if with_reference:
         first = index.embeddings[torch.tensor(accepted)][distance.argmin(1)]
-        features = calibration.reference["t2i"].features(queries, first)
-    slow = calibration.hit_probability(distance, nearest, n_gallery=n, reference=features)
-    assert not torch.allclose(slow, calibration.probability(distance, n_gallery=n), atol=0.01)
+        features = calibration.t2i.reference.features(queries, first)
+    slow = calibration.t2i.hit_probability(distance, nearest, n_gallery=n, reference=features)
+    assert not torch.allclose(
+        slow, torch.sigmoid(calibration.logit(distance) + calibration.t2i.prior_shift(n)), atol=0.01
+    )
     with made:
         for gallery in (index, made):
             found = gallery.search(queries, 9, filter=wanted)

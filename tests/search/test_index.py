@@ -211,7 +211,7 @@ def test_sets_are_all_items_within_the_radius(engine):
     gallery, queries, of, calibration = calibrated()
     index = GaussianIndex.build(gallery, ids_of(150), engine=engine, calibration=calibration)
     results = index.search(queries, 3, coverage=0.9)
-    radius, matrix = calibration.conformal_radius(1 - 0.9), csd_matrix(queries, gallery)
+    radius, matrix = calibration.t2i.conformal_radius(1 - 0.9), csd_matrix(queries, gallery)
     for i, result in enumerate(results):
         within = {f"item {j}" for j in (matrix[i] <= radius).nonzero().squeeze(1).tolist()}
         assert {h.id for h in result.conformal_set} == within
@@ -233,7 +233,7 @@ def test_abstention_and_least_probability():
     gallery, queries, of, calibration = calibrated()
     index = GaussianIndex.build(gallery, ids_of(150), calibration=calibration)
     plain, asked = index.search(queries, 4), index.search(queries, 4, max_risk=0.2, min_probability=0.3)
-    limit = calibration.abstain_below(0.2)
+    limit = calibration.t2i.abstain_below(0.2)
     wrong = []
     for result, same, j in zip(asked, plain, of, strict=True):
         assert same.abstained is None and same.conformal_set is None
@@ -260,7 +260,7 @@ def test_probabilities_know_the_size_of_the_gallery(method):
         assert float(few) == pytest.approx(float(calibration.logit(torch.tensor(d))), abs=1e-6)
         assert float(many - few) == pytest.approx(shift, abs=1e-6)
     hit = tenfold.search(queries[:1], 1)[0][0]
-    expected = calibration.probability(torch.tensor(hit.distance), n_gallery=1500)
+    expected = torch.sigmoid(calibration.logit(torch.tensor(hit.distance)) + calibration.t2i.prior_shift(1500))
     assert hit.match_probability == pytest.approx(float(expected), rel=1e-4)
 
 
@@ -295,7 +295,7 @@ def test_promises_that_nothing_vouches_for_are_refused():
         ):
             bare.search(queries, 3, **{asked: 0.5})
     assert len(bare.search(queries[:1], 3, min_probability=0.0)[0]) == 3
-    old = GaussianIndex.build(gallery, ids_of(150), calibration=Calibration(2.0, 1.0))
+    old = GaussianIndex.build(gallery, ids_of(150), calibration=Calibration(2.0, 1.0, 0.1))
     assert (old.logit_scale, old.logit_bias) == (2.0, 1.0)
     with pytest.raises(ValueError, match="no scores of held-out queries for t2i"):
         old.search(queries, 3, coverage=0.9)

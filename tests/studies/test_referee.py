@@ -208,7 +208,7 @@ def test_sfumato_is_the_probability_of_its_calibration(model, report):
         p = []
         for row in cosine:
             nearest = torch.tensor(sorted(2 - 2 * c for c in row)[:50])
-            p.append(calibration.hit_probability(nearest[:1], nearest, n_gallery=len(row), direction=direction))
+            p.append(calibration.of(direction).hit_probability(nearest[:1], nearest, n_gallery=len(row)))
         hits = torch.tensor([first_hit(c, m) for c, m in zip(cosine, match, strict=True)])
         figures = report["methods"]["sfumato_no_reference"]["tests"]["test"][direction]
         assert figures["platt"] is None

@@ -42,9 +42,10 @@ def test_a_run_leaves_what_is_needed_and_learns(run):
     calibration = loaded.calibration
     assert (calibration.logit_scale, calibration.logit_bias) == (loaded.logit_scale, loaded.logit_bias)
     assert calibration.metadata["split"] == "val" and calibration.metadata["distance"] == "csd"
-    assert len(calibration.i2t.nearest) == calibration.t2i.n_gallery and calibration.i2t.growth == 0
-    assert len(calibration.t2i.nearest) == calibration.i2t.n_gallery and calibration.t2i.matches_per_query >= 1
-    assert 0 < calibration.conformal_radius(0.5) <= calibration.conformal_radius(0.2)
+    i2t, t2i = calibration.i2t.scores, calibration.t2i.scores
+    assert len(i2t.nearest) == t2i.n_gallery and i2t.growth == 0
+    assert len(t2i.nearest) == i2t.n_gallery and t2i.matches_per_query >= 1
+    assert 0 < calibration.t2i.conformal_radius(0.5) <= calibration.t2i.conformal_radius(0.2)
     assert loaded.model.embed_texts(["a red circle"]).d == 16
 
 

@@ -104,4 +104,4 @@ def test_without_validation_images_the_captions_kept_back_calibrate(taught, tmp_
         standalone_mode=False,
     )
     run = load_run(tmp_path / "run")
-    assert run.calibration.metadata["split"] == "wordings" and run.calibration.t2i.n_gallery == 300
+    assert run.calibration.metadata["split"] == "wordings" and run.calibration.t2i.scores.n_gallery == 300

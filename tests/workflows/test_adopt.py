@@ -94,7 +94,7 @@ def test_a_given_method_is_taken_and_not_compared(tmp_path):
     for method, reads in (("distance", (False, False)), ("nearest", (True, False)), ("reference", (True, True))):
         made = adopt(*frozen(n=600), tmp_path / method, method=method, val_fraction=0.4, test_fraction=0.1)
         calibration = made.run.calibration
-        assert (bool(calibration.conditional), bool(calibration.reference)) == reads
+        assert (calibration.t2i.conditional is not None, calibration.t2i.reference is not None) == reads
         assert made.method == method and not made.comparison
 
 
@@ -281,7 +281,7 @@ def test_large_splits_are_sampled(tmp_path, monkeypatch):
     monkeypatch.setattr(adopting, "_MOST_CALIBRATING", 80)
     monkeypatch.setattr(adopting, "_MOST_MEASURING", 50)
     made = adopt(*frozen(), tmp_path / "run")
-    assert made.retrieval.n_images == 50 and made.run.calibration.t2i.n_gallery == 80
+    assert made.retrieval.n_images == 50 and made.run.calibration.t2i.scores.n_gallery == 80
 
 
 def test_a_failed_adoption_leaves_nothing_behind(tmp_path):

@@ -67,7 +67,8 @@ def test_training_writes_both_calibrations(run):
     assert found.calibration.metadata["split"] == "val"
     assert found.training_calibration.metadata["split"] == "wordings"
     # 240 training and 60 validation images; each has one of three texts there.
-    assert found.training_calibration.t2i.n_gallery == 300 and len(found.training_calibration.t2i.nearest) == 300
+    scores = found.training_calibration.t2i.scores
+    assert scores.n_gallery == len(scores.nearest) == 300
 
 
 @pytest.mark.parametrize(("split", "own"), [("all", True), ("train", True), ("test", False), ("val", False)])
@@ -75,7 +76,7 @@ def test_a_gallery_has_the_calibration_of_its_images(run, sfumato, tmp_path, spl
     said, model = index(sfumato, run, tmp_path / "index", "--split", split), load_run(run)
     gallery = open_gallery(tmp_path / "index")
     expected = model.training_calibration if own else model.calibration
-    assert gallery.calibration.conditional == expected.conditional
+    assert gallery.calibration.t2i.conditional == expected.t2i.conditional
     assert gallery.calibration.metadata == expected.metadata
     assert gallery.scorer.logit_bias == expected.logit_bias
     if own:
@@ -107,7 +108,7 @@ def test_all_images_can_train_and_their_other_captions_validate(folder, tmp_path
     (tmp_path / "pairs.csv").write_text(rows)
     run = trained(folder, "everything", "data.held_out_wordings=0/3", f"data.path={tmp_path / 'pairs.csv'}")
     found = load_run(run)
-    assert found.calibration.metadata["split"] == "wordings" and found.calibration.t2i.n_gallery == N
+    assert found.calibration.metadata["split"] == "wordings" and found.calibration.t2i.scores.n_gallery == N
     assert found.training_calibration is None
     log = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
     assert "val/rsum" in log[-1]
@@ -173,11 +174,14 @@ def test_each_half_has_the_fit_on_the_other(run):
             get_distance(found.distance).for_direction("t2i").matrix(texts[torch.from_numpy(kept)], images),
             torch.from_numpy(data.keep_texts(kept).relevance().to_dense()).float().T,
         )
-        assert fold.calibration.t2i.n_gallery == by_hand.n_gallery == images.n
-        np.testing.assert_allclose(fold.calibration.t2i.nearest, by_hand.nearest, rtol=1e-4)
-        np.testing.assert_allclose(fold.calibration.t2i.closest_match, by_hand.closest_match, rtol=1e-4)
-        assert fold.calibration.i2t.n_gallery == texts.n and len(fold.calibration.i2t.nearest) == len(kept) // 2
-    assert folds[0].calibration.conditional != folds[1].calibration.conditional
+        assert fold.calibration.t2i.scores.n_gallery == by_hand.n_gallery == images.n
+        np.testing.assert_allclose(fold.calibration.t2i.scores.nearest, by_hand.nearest, rtol=1e-4)
+        np.testing.assert_allclose(fold.calibration.t2i.scores.closest_match, by_hand.closest_match, rtol=1e-4)
+        assert (
+            fold.calibration.i2t.scores.n_gallery == texts.n
+            and len(fold.calibration.i2t.scores.nearest) == len(kept) // 2
+        )
+    assert folds[0].calibration.t2i.conditional != folds[1].calibration.t2i.conditional
 
 
 def test_figures_of_folds_are_those_of_all_their_queries(run):

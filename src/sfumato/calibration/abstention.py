@@ -66,9 +66,7 @@ def precision_limit(scores: QueryScores, precision: float, *, confidence: float 
     return found
 
 
-def answer_limit(
-    scores: QueryScores, risk: float, *, confidence: float = 0.9, absent: float = 0.0, seed: int = 0
-) -> float:
+def answer_limit(scores: QueryScores, risk: float, *, confidence: float = 0.9, absent: float = 0.0) -> float:
     """The loosest distance of the closest item below which queries can be answered.
 
     Risk is the fraction of answered queries whose closest item is no match. A limit passes with an exact binomial
@@ -78,7 +76,7 @@ def answer_limit(
     """
     _check_open("risk", risk)
     _check_open("confidence", confidence)
-    nearest, right = _with_absent(scores, absent, seed)
+    nearest, right = _with_absent(scores, absent)
     limits = sorted(limits_of(nearest).tolist(), reverse=True)
     level = (1 - confidence) / len(limits)
 
@@ -105,9 +103,9 @@ def _strictest(works: Callable[[float], bool], above: float) -> float | None:
     return levels[bisect_left(levels, True, key=works)]
 
 
-def answered_fraction(scores: QueryScores, limit: float, *, absent: float = 0.0, seed: int = 0) -> float:
+def answered_fraction(scores: QueryScores, limit: float, *, absent: float = 0.0) -> float:
     """Fraction of the held-out queries that are answered under a limit."""
-    nearest, _ = _with_absent(scores, absent, seed)
+    nearest, _ = _with_absent(scores, absent)
     return float(_below(nearest, np.array([limit]))[0]) / len(nearest)
 
 
@@ -127,12 +125,12 @@ def _below(values: np.ndarray, limits: np.ndarray) -> np.ndarray:
     return counts
 
 
-def _with_absent(scores: QueryScores, absent: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
+def _with_absent(scores: QueryScores, absent: float) -> tuple[np.ndarray, np.ndarray]:
     """((q,) distance to the closest item, (q,) whether it is a match), some queries without matches; a tie is wrong."""
     if not 0 <= absent < 1:
         raise ValueError(f"abstention: absent must be at least 0 and below 1, got {absent}")
     match, other = np.array(scores.closest_match), np.array(scores.closest_other)
-    gone = np.random.default_rng(seed).random(len(match)) < absent
+    gone = np.random.default_rng(0).random(len(match)) < absent
     return np.where(gone, other, np.minimum(match, other)), (match < other) & ~gone
 
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from sfumato.calibration.logistic import fit_logistic
+from sfumato.calibration.platt import fit_logistic
 from sfumato.calibration.reference import REFERENCE_FEATURES, no_reference_error
 
 N_NEAREST = 50
@@ -81,30 +81,11 @@ class ConditionalLogits:
         if y.min() == y.max():
             raise ValueError("ConditionalLogits: needs matches and other items among the nearest, got only one kind")
         finite = x.isfinite().all(1)
-        x, y, w = x[finite], y[finite], w[finite]
-        low, high = x.amin(0), x.amax(0)
-        centre, deviation = x.mean(0), x.std(0, correction=0).clamp_min(1e-9)
-        standard, bias = fit_logistic((x - centre) / deviation, y, weight=w, penalty=_PENALTY)
-        scaled = standard / deviation
-        slope, intercept = float(scaled[0]), bias - float(scaled @ centre)
-        if not slope > 0:
-            raise ValueError(f"ConditionalLogits: the slope of the match logit must be positive, got {slope:.4g}")
-        plain = cls(
-            slope,
-            intercept,
-            tuple(scaled[1:].tolist()),
-            tuple(low[1:].tolist()),
-            tuple(high[1:].tolist()),
-            population,
-            n_queries,
-            tuple(sorted(set(sizes))),
-        )
+        fitted = _fitted(x[finite], y[finite], w[finite])
+        if not fitted[0] > 0:
+            raise ValueError(f"ConditionalLogits: the slope of the match logit must be positive, got {fitted[0]:.4g}")
+        plain = cls(*fitted, population, n_queries, tuple(sorted(set(sizes))))
         return replace(plain, first=FirstHit.fit(plain, found))
-
-    @property
-    def reads_reference(self) -> bool:
-        """Whether the logits need the features of reference queries."""
-        return self.first is not None
 
     def logit(self, match_logit: Tensor, nearest: Tensor, n_gallery: int, reference: Tensor | None = None) -> Tensor:
         """The logit of hits. match_logit (..., c), nearest (..., k), reference (..., 2) -> (..., c)."""
@@ -134,24 +115,25 @@ class ConditionalLogits:
 
     def to_json(self) -> dict[str, Any]:
         """The logits as plain values."""
-        values = {key: list(value) if isinstance(value, tuple) else value for key, value in vars(self).items()}
-        return values | {"first": None if self.first is None else self.first.to_json()}
+        return vars(self) | {"first": None if self.first is None else vars(self.first)}
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "ConditionalLogits":
         """Make the logits from plain values."""
-        read: dict[str, Any] = {
-            key: tuple(value) if isinstance(value, list) else value for key, value in values.items()
-        }
-        if read.get("first") is not None:
-            read["first"] = FirstHit.from_json(read["first"])
-        found = cls(**read)
-        numbers = (found.slope, found.intercept, *found.weights, *found.low, *found.high)
-        if {len(found.weights), len(found.low), len(found.high)} != {len(FEATURES)} or not (
-            all(map(math.isfinite, numbers)) and found.slope > 0 and found.population in get_args(Population)
-        ):
-            raise ValueError("the logits given the nearest items are damaged; calibrate again")
+        first = None if values["first"] is None else FirstHit(**_tuples(values["first"]))
+        found = cls(**_tuples(values | {"first": first}))
+        fits = [(found, FEATURES), *([] if first is None else [(first, REFERENCE_FEATURES)])]
+        for fit, names in fits:
+            numbers = (fit.slope, fit.intercept, *fit.weights, *fit.low, *fit.high)
+            sizes = {len(fit.weights), len(fit.low), len(fit.high)}
+            right = found.population in get_args(Population) and all(map(math.isfinite, numbers)) and fit.slope > 0
+            if sizes != {len(names)} or not right:
+                raise ValueError("the logits given the nearest items are damaged; calibrate again")
         return found
+
+
+def _tuples(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
 
 
 @dataclass(frozen=True)
@@ -182,16 +164,8 @@ class FirstHit:
         x, y, w = x[finite], y[finite], w[finite]
         if len(x) == 0 or y.min() == y.max():
             return None
-        centre, deviation = x.mean(0), x.std(0, correction=0).clamp_min(1e-9)
-        standard, bias = fit_logistic((x - centre) / deviation, y, weight=w, penalty=_PENALTY)
-        scaled = standard / deviation
-        if not scaled[0] > 0:
-            return None
-        low, high = x[:, 1:].amin(0), x[:, 1:].amax(0)
-        of_features = tuple(scaled[1:].tolist())
-        return cls(
-            float(scaled[0]), bias - float(scaled @ centre), of_features, tuple(low.tolist()), tuple(high.tolist())
-        )
+        fitted = _fitted(x, y, w)
+        return cls(*fitted) if fitted[0] > 0 else None
 
     def logit(self, by_nearest: Tensor, reference: Tensor) -> Tensor:
         """The logit of the first hit. by_nearest (..., 1), reference (..., 2) -> (..., 1)."""
@@ -199,23 +173,17 @@ class FirstHit:
         change = self.intercept + reference.to(by_nearest).clamp(low, high) @ weights
         return self.slope * by_nearest + change.unsqueeze(-1)
 
-    def to_json(self) -> dict[str, Any]:
-        """The logit as plain values."""
-        return {key: list(value) if isinstance(value, tuple) else value for key, value in vars(self).items()}
 
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> "FirstHit":
-        """Make the logit from plain values."""
-        read: dict[str, Any] = {
-            key: tuple(value) if isinstance(value, list) else value for key, value in values.items()
-        }
-        found = cls(**read)
-        numbers = (found.slope, found.intercept, *found.weights, *found.low, *found.high)
-        if {len(found.weights), len(found.low), len(found.high)} != {len(REFERENCE_FEATURES)} or not (
-            all(map(math.isfinite, numbers)) and found.slope > 0
-        ):
-            raise ValueError("the logit of the first hit is damaged; calibrate again")
-        return found
+_Numbers = tuple[float, ...]
+
+
+def _fitted(x: Tensor, y: Tensor, w: Tensor) -> tuple[float, float, _Numbers, _Numbers, _Numbers]:
+    """(slope of the first column, intercept, weights of the others, their smallest and their largest values)."""
+    centre, deviation = x.mean(0), x.std(0, correction=0).clamp_min(1e-9)
+    standard, bias = fit_logistic((x - centre) / deviation, y, weight=w, penalty=_PENALTY)
+    scaled = standard / deviation
+    weights, low, high = (tuple(values[1:].tolist()) for values in (scaled, x.amin(0), x.amax(0)))
+    return float(scaled[0]), bias - float(scaled @ centre), weights, low, high
 
 
 FEATURES = ("log sum", "first", "gap", "log expected", "log expected squared", "log sum squared", "log size")

@@ -1,14 +1,71 @@
-"""Two curves from distances to match probabilities: Platt scaling and, for many held-out pairs, isotonic regression."""
+"""Two curves from distances to match probabilities: Platt scaling and, for many held-out pairs, isotonic regression.
+
+Logistic regression by Newton's method is the one solver of every fitted probability of sfumato.
+"""
 
 import math
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from sfumato.arrays import Array, as_tensor
-from sfumato.calibration.logistic import fit_logistic
 from sfumato.errors import need
+from sfumato.matching import match_logit
+
+_MAX_STEPS, _TOLERANCE = 100, 1e-18
+
+
+def fit_logistic(
+    features: Tensor, target: Tensor, *, weight: Tensor | None = None, penalty: float = 0.0
+) -> tuple[Tensor, float]:
+    r"""The weights w and the bias b that minimise the mean log loss of sigmoid(x w + b) plus penalty/2 ||w||^2.
+
+    The problem is convex. Newton steps are halved until the objective falls, so that every step is an improvement. Use
+    standardised features: the penalty treats all alike.
+
+    features (k, f), target (k,), weight (k,).
+    """
+    x, y = features.detach().double(), target.detach().double()
+    w = torch.ones_like(y) if weight is None else weight.detach().double()
+    if x.ndim != 2 or y.shape != x.shape[:1] or w.shape != y.shape:
+        raise ValueError(
+            f"fit_logistic: got features {tuple(x.shape)}, target {tuple(y.shape)} and weight {tuple(w.shape)};"
+            " expected (k, f), (k,) and (k,)"
+        )
+    if not w.sum() > 0:
+        raise ValueError("fit_logistic: the weights of the rows add up to 0")
+    w = w / w.sum()
+    x = torch.cat([x, torch.ones_like(y).unsqueeze(1)], dim=1)
+    ridge = torch.full((x.shape[1],), penalty, dtype=torch.float64, device=x.device)
+    ridge[-1] = 0
+    found = torch.zeros_like(ridge)
+    rate = ((w * y).sum() + 1e-6) / (1 + 2e-6)
+    found[-1] = torch.logit(rate)
+
+    def objective(parameters: Tensor) -> Tensor:
+        losses = functional.binary_cross_entropy_with_logits(x @ parameters, y, reduction="none")
+        return (w * losses).sum() + (ridge * parameters.square()).sum() / 2
+
+    value = objective(found)
+    for _ in range(_MAX_STEPS):
+        p = torch.sigmoid(x @ found)
+        gradient = x.T @ (w * (p - y)) + ridge * found
+        curvature = (w * p * (1 - p)).unsqueeze(1)
+        hessian = x.T @ (curvature * x) + torch.diag(ridge)
+        hessian.diagonal().add_(1e-13 * hessian.diagonal().mean() + 1e-300)  # Features may be linear in each other.
+        step = torch.linalg.solve(hessian, gradient)
+        if float(gradient @ step) <= _TOLERANCE:
+            break
+        size = 1.0
+        while size > 1e-6 and not (new := objective(found - size * step)) < value:
+            size /= 2
+        if size <= 1e-6:
+            break
+        found, value = found - size * step, new
+    return found[:-1].clone(), float(found[-1])
 
 
 def fit_logits(distance: Array, match: Array, *, weight: Array | None = None) -> tuple[float, float]:
@@ -117,3 +174,73 @@ def _smoothed(level: tuple[float, float, float]) -> float:
     if hits == 0:
         return 0.5 / (n + 1)
     return (hits if hits < n else hits + 0.5) / (n if hits < n else n + 1)
+
+
+METHODS = ("platt", "isotonic")
+"""Ways to fit the probability."""
+
+
+@dataclass(frozen=True)
+class PairLogits:
+    """The probability of a random pair by its distance: the part of a :class:`Calibration` without directions.
+
+    Attributes:
+        logit_scale, logit_bias: of the Platt probability sigmoid(logit_bias - logit_scale * distance).
+        match_fraction: fraction of matches among the pairs of the fit.
+        knots: of an isotonic fit, (distance, logit) by ascending distance; the logit is linear between them, and falls
+            with slope -logit_scale outside of them. None is Platt.
+    """
+
+    logit_scale: float
+    logit_bias: float
+    match_fraction: float
+    knots: Knots | None = None
+
+    @classmethod
+    def of_pairs(cls, distance: Array, match: Array, method: str = "platt") -> "PairLogits":
+        """Fit on pairs, any shape; match is 0 and 1."""
+        if method not in METHODS:
+            raise ValueError(f"Calibration: unknown method {method!r}; known: {', '.join(METHODS)}")
+        distance, match = as_tensor(distance, "distance", "Calibration"), as_tensor(match, "match", "Calibration")
+        knots = fit_knots(distance, match) if method == "isotonic" else None
+        return PairLogits(*fit_logits(distance, match), float(match.double().mean()), knots)
+
+    def shift(self, match_fraction: float) -> float:
+        """The shift of every logit where matches are rarer or more frequent than in the fit."""
+        if not 0 < match_fraction < 1:
+            raise ValueError(f"Calibration: match_fraction must be between 0 and 1, got {match_fraction}")
+        return log_odds(match_fraction) - log_odds(self.match_fraction)
+
+    def logit(self, distance: Array, *, match_fraction: float | None = None) -> Tensor:
+        """Logarithm of the odds of :meth:`probability`, strictly falling with the distance.
+
+        Args:
+            distance, match_fraction: see :meth:`probability`.
+
+        Returns:
+            (...) logits of the shape of distance, in float64.
+
+        Raises:
+            ValueError: match_fraction is outside of (0, 1).
+        """
+        shift = 0.0 if match_fraction is None else self.shift(match_fraction)
+        d = as_tensor(distance, "distance", "Calibration").detach().double()
+        if self.knots is None:
+            return match_logit(d, self.logit_scale, self.logit_bias + shift)
+        return knots_logit(d, self.knots, self.logit_scale) + shift
+
+    def probability(self, distance: Array, *, match_fraction: float | None = None) -> Tensor:
+        """Probability that a random pair at this distance matches.
+
+        Args:
+            distance: any shape, a tensor or an array.
+            match_fraction: fraction of matches among the pairs; None: that of the fit.
+
+        Returns:
+            (...) probabilities of the shape and dtype of distance.
+
+        Raises:
+            ValueError: match_fraction is outside of (0, 1).
+        """
+        distance = as_tensor(distance, "distance", "Calibration")
+        return torch.sigmoid(self.logit(distance, match_fraction=match_fraction)).to(distance.dtype)

@@ -80,5 +80,5 @@ def no_reference_error(who: str) -> ValueError:
     """The error of a calibration with reference queries that is used without them."""
     return ValueError(
         f"{who}: this calibration reads reference queries; give"
-        " reference=calibration.reference[direction].features(queries, first hits)"
+        " reference=calibration.of(direction).reference.features(queries, first hits)"
     )

@@ -5,7 +5,7 @@ reads is the probability beside a hit. So these figures take the hits of searche
 stand beside those of the distance alone and of a constant.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sfumato.calibration.calibrator import Calibration
+from sfumato.calibration.calibrator import Calibration, DirectionCalibration
 from sfumato.calibration.conditional import N_NEAREST
 from sfumato.calibration.reference import no_reference_error
 from sfumato.direction import Direction
@@ -184,13 +184,21 @@ def first_hits(
 
 def without_nearest(calibration: Calibration) -> Calibration:
     """The calibration by the distance and the size of the gallery alone: the baseline."""
-    return replace(calibration, conditional={}, hits={}, reference={})
+    return _changed(calibration, lambda fit: replace(fit, conditional=None, hits=None, reference=None))
 
 
 def without_reference(calibration: Calibration) -> Calibration:
     """The calibration given the nearest items alone, without reference queries: a baseline."""
-    plain = {direction: replace(logits, first=None) for direction, logits in calibration.conditional.items()}
-    return replace(calibration, conditional=plain, hits={}, reference={})
+
+    def alone(fit: DirectionCalibration) -> DirectionCalibration:
+        plain = None if fit.conditional is None else replace(fit.conditional, first=None)
+        return replace(fit, conditional=plain, hits=None, reference=None)
+
+    return _changed(calibration, alone)
+
+
+def _changed(calibration: Calibration, change: Callable[[DirectionCalibration], DirectionCalibration]) -> Calibration:
+    return replace(calibration, **{name: change(fit) for name, fit in calibration.directions.items()})
 
 
 @dataclass(frozen=True, eq=False)
@@ -223,7 +231,7 @@ class _Seen:
         direction: Direction,
     ) -> "_Seen | None":
         """None for a calibration without reference queries."""
-        if (reference := calibration.reference.get(direction)) is None:
+        if (reference := calibration.of(direction).reference) is None:
             return None
         if embedded is None:
             raise no_reference_error("measure_hits(..., embedded=...)")
@@ -257,9 +265,8 @@ def _hits(
     reference = None
     if seen is not None:
         reference = torch.stack([seen.hub[asked.items[place[:, 0]]], seen.isolation[queries]], dim=1)
-    p = calibration.hit_probability(
-        first, nearest, n_gallery=distance.shape[1], direction=direction, reference=reference
-    )
+    fit = calibration.of(direction)
+    p = fit.hit_probability(first, nearest, n_gallery=distance.shape[1], reference=reference)
     return p, match.gather(1, place[:, :10])
 
 

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from sfumato.calibration.abstention import conformal_radius
-from sfumato.calibration.calibrator import Calibration
+from sfumato.calibration.calibrator import Calibration, DirectionCalibration
 from sfumato.calibration.conditional import N_NEAREST, ConditionalLogits, NearestItems, Population
+from sfumato.calibration.platt import PairLogits
 from sfumato.calibration.query_scores import QueryScores
 from sfumato.calibration.reference import N_REFERENCE, ReferenceQueries
 from sfumato.data.images import Problems
@@ -160,7 +161,7 @@ def calibrate_split(
     images, texts = queries_of(data, of_images)
     pairs = whole.of_images(_sample(images, max(1, max_pairs // whole.texts.n), seed))
     d, match = (torch.cat(parts) for parts in zip(*pairs, strict=True))
-    base = Calibration.fit(d, match, method=method)
+    base = PairLogits.of_pairs(d, match, method)
     seen_by = _reference_queries(reference, distance, seed)
     asking = (_sample(images, max_queries, seed), _sample(texts, max_queries, seed))
     queries = whole.queries(*asking, population, seen_by, seed)
@@ -171,22 +172,15 @@ def calibrate_split(
         for direction, held_out in queries.items()
     }
     scores = {direction: _with_smaller(held_out, scores[direction]) for direction, held_out in queries.items()}
-    of_hits, conditional = dict[Direction, QueryScores](), dict[Direction, ConditionalLogits]()
+    found = {direction: DirectionCalibration(base, scores[direction]) for direction in queries}
     for direction, held_out in queries.items():
         with contextlib.suppress(ValueError):  # Too few queries: hits keep the probability of random pairs.
-            of_hits[direction], conditional[direction] = _hits(held_out, base.logit, population, scores[direction])
-    calibration = replace(
-        base,
-        i2t=scores["i2t"],
-        t2i=scores["t2i"],
-        conditional=conditional,
-        hits=of_hits,
-        reference={d: queries for d, queries in seen_by.items() if d in conditional and conditional[d].reads_reference},
-    )
+            of_hits, conditional = _hits(held_out, base.logit, population, scores[direction])
+            reads = None if conditional.first is None else seen_by.get(direction)
+            found[direction] = DirectionCalibration(base, scores[direction], conditional, of_hits, reads)
     about = {"split": split, "method": method, "distance": distance, "pairs": match.numel(), "queries": population}
     sizes = {d: _set_sizes(held_out, scores[d]) for d, held_out in queries.items()}
-    calibration.metadata.update(about | {"set_sizes": sizes})
-    return calibration
+    return Calibration(**vars(base), **found, metadata=about | {"set_sizes": sizes})
 
 
 def queries_of(data: PairData, of_images: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
@@ -368,41 +362,39 @@ def embed_reference(
 def describe_calibration(calibration: Calibration) -> dict[str, Any]:
     """The thresholds of a calibration at common levels."""
     result: dict[str, Any] = dict(calibration.metadata)
-    for direction in get_args(Direction):
-        if getattr(calibration, direction) is None:
-            continue
-        scores = calibration.scores(direction)
 
-        def at(guarantee: Callable[..., float], level: float, direction: Direction = direction) -> float | None:
-            try:
-                value = guarantee(level, direction=direction)
-            except ValueError:
-                return None
-            return value if math.isfinite(value) else None
+    def at(guarantee: Callable[[float], float], level: float) -> float | None:
+        try:
+            value = guarantee(level)
+        except ValueError:
+            return None
+        return value if math.isfinite(value) else None
 
+    for direction, fit in calibration.directions.items():
+        scores = fit.scores
         result[direction] = {
             "n_queries": len(scores.nearest),
             "n_gallery": scores.n_gallery,
             "matches_per_query": scores.matches_per_query,
             "growth": scores.growth,
-            "precision": {str(p): at(calibration.threshold, p) for p in PRECISIONS},
+            "precision": {str(p): at(fit.threshold, p) for p in PRECISIONS},
             "risk": {
                 str(r): {
-                    "abstain_below": at(calibration.abstain_below, r),
-                    "answered": at(calibration.answered_fraction, r),
+                    "abstain_below": at(fit.abstain_below, r),
+                    "answered": at(fit.answered_fraction, r),
                 }
                 for r in RISKS
             },
             "coverage": {
                 str(c): {
-                    "radius": at(calibration.conformal_radius, 1 - c),
+                    "radius": at(fit.conformal_radius, 1 - c),
                     "size": calibration.metadata.get("set_sizes", {}).get(direction, {}).get(str(c)),
                 }
                 for c in COVERAGES
             },
         }
-        if direction in calibration.hits:
-            result[direction]["first_hit"] = _first_hit(calibration.hits[direction], scores)
+        if fit.hits is not None:
+            result[direction]["first_hit"] = _first_hit(fit.hits, scores)
     return result
 
 

@@ -149,7 +149,7 @@ def _hits(
     match, notes = match[:, beside], list[str]()
     folds: Sequence[Fold] = [Fold(calibration, torch.arange(len(match)), torch.arange(match.shape[1]))]
     if own:
-        reference = embed_reference(retrieval_model.model, data) if calibration.reference else None
+        reference = embed_reference(retrieval_model.model, data) if calibration.tensors() else None
         population = calibration.metadata.get("queries", "planted")
         try:
             folds = cross_fitted(

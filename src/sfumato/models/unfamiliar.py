@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from sfumato.calibration.logistic import fit_logistic
+from sfumato.calibration.platt import fit_logistic
 from sfumato.encoders.dual import DualEncoder
 from sfumato.errors import UserError
 from sfumato.files import write_json

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from sfumato.calibration.calibrator import Calibration
-from sfumato.calibration.conditional import N_NEAREST
+from sfumato.calibration.calibrator import Calibration, DirectionCalibration
 from sfumato.calibration.reference import REFERENCE_FEATURES, ReferenceQueries
 from sfumato.direction import Direction
 from sfumato.gaussian import GaussianEmbedding, check_finite
@@ -105,23 +104,24 @@ class Scorer:
     calibration: Calibration | None = None
     direction: Direction = "t2i"  # "t2i" if the queries are texts and the items images
 
+    @property
+    def of_hits(self) -> DirectionCalibration | None:
+        """The calibration for queries of its direction."""
+        return None if self.calibration is None else self.calibration.directions.get(self.direction)
+
     def prior_shift(self, n_gallery: int) -> float:
         """Correction of the logits for the size of the gallery."""
-        calibration = self.calibration
-        if calibration is None or calibration.match_fraction is None or getattr(calibration, self.direction) is None:
-            return 0.0
-        return calibration.prior_shift(n_gallery=max(1, n_gallery), direction=self.direction)
+        return 0.0 if self.of_hits is None else self.of_hits.prior_shift(max(1, n_gallery))
 
     @property
     def n_nearest(self) -> int:
         """Number of nearest items of a query that its probabilities depend on; 1 if they depend on distances alone."""
-        conditional = {} if self.calibration is None else self.calibration.conditional
-        return N_NEAREST if self.direction in conditional else 1
+        return 1 if self.of_hits is None else self.of_hits.n_nearest
 
     @property
     def reference(self) -> ReferenceQueries | None:
         """The reference queries that its probabilities depend on."""
-        return None if self.calibration is None else self.calibration.reference.get(self.direction)
+        return None if self.of_hits is None else self.of_hits.reference
 
     def context(
         self, distance: Tensor, queries: GaussianEmbedding, first: Callable[[Tensor], GaussianEmbedding]
@@ -140,14 +140,9 @@ class Scorer:
 
     def match_probability(self, distance: Tensor, n_gallery: int, context: QueryContext | None = None) -> Tensor:
         """Probability that items at these distances from a query match it. distance (..., c) -> (..., c)."""
-        if context is not None and self.n_nearest > 1 and self.calibration is not None:
-            return self.calibration.hit_probability(
-                distance,
-                context.nearest,
-                n_gallery=max(1, n_gallery),
-                direction=self.direction,
-                reference=context.reference,
-            )
+        if context is not None and self.n_nearest > 1 and self.of_hits is not None:
+            n, reference = max(1, n_gallery), context.reference
+            return self.of_hits.hit_probability(distance, context.nearest, n_gallery=n, reference=reference)
         shift = self.prior_shift(n_gallery)
         if self.calibration is None or self.calibration.knots is None:
             return match_probability(distance, self.logit_scale, self.logit_bias + shift)
@@ -157,7 +152,7 @@ class Scorer:
         """Radius of the set that contains a match with a given probability."""
         if not 0 < coverage < 1:
             raise ValueError(f"search: coverage must be between 0 and 1, got {coverage}")
-        return self._calibration_for("coverage").conformal_radius(1 - coverage, direction=self.direction)
+        return self._calibration_for("coverage").conformal_radius(1 - coverage)
 
     def check_risk(self, max_risk: float) -> None:
         """Raise the error that a search with this risk would raise."""
@@ -168,25 +163,23 @@ class Scorer:
     def abstains(self, context: QueryContext, max_risk: float, n_gallery: int) -> list[bool]:
         """The queries that should not be answered at a given risk."""
         calibration = self._calibration_for("abstention (max_risk)")
-        n = max(1, n_gallery) if calibration.match_fraction is not None else None
         found = context.nearest[:, 0].isfinite()
         answered = torch.zeros_like(found)
         answered[found] = ~calibration.abstains(
             context.nearest[found],
             max_risk,
-            n_gallery=n,
-            direction=self.direction,
+            n_gallery=max(1, n_gallery),
             reference=None if context.reference is None else context.reference[found],
         )
         return (~answered).tolist()
 
-    def _calibration_for(self, wanted: str) -> Calibration:
+    def _calibration_for(self, wanted: str) -> DirectionCalibration:
         if self.calibration is None:
             raise ValueError(
                 f"search: {wanted} needs a calibration, and this index has none; calibrate the model on held-out pairs"
                 " (sfumato calibrate RUN) and build the index again"
             )
-        return self.calibration
+        return self.calibration.of(self.direction)
 
 
 class Gallery(ABC):

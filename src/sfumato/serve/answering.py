@@ -57,9 +57,8 @@ class ServedGallery:
     drift: DriftMonitor | None = field(init=False)
 
     def __post_init__(self) -> None:
-        scorer = self.gallery.scorer
-        scores = None if scorer.calibration is None else getattr(scorer.calibration, scorer.direction)
-        self.drift = DriftMonitor(scores) if scores is not None and self.gallery.calibrated else None
+        fit = self.gallery.scorer.of_hits
+        self.drift = DriftMonitor(fit.scores) if fit is not None and self.gallery.calibrated else None
 
     @property
     def writable(self) -> GaussianCollection | None:

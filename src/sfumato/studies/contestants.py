@@ -149,7 +149,7 @@ class HitProbability(Contestant):
 
     def _logits(self, split: FrozenSplit, side: Side, rows: np.ndarray, *, remove: bool) -> np.ndarray:
         direction = DIRECTION_OF[side]
-        reference = self.calibration.reference.get(direction)
+        reference = self.calibration.of(direction).reference
         queries, gallery = split.points(side)[torch.from_numpy(rows)], split.points(OTHER_SIDE[side])
         matches = split.relevance(side).select_queries(rows)
         hub = None if reference is None else reference.hub(gallery)
@@ -165,8 +165,8 @@ class HitProbability(Contestant):
             seen = None
             if hub is not None and isolation is not None:
                 seen = torch.stack([hub[place[:, 0]], isolation[block]], dim=1)
-            logit = self.calibration.hit_logit(
-                nearest[:, :1], nearest, n_gallery=gallery.n, direction=direction, reference=seen
+            logit = self.calibration.of(direction).hit_logit(
+                nearest[:, :1], nearest, n_gallery=gallery.n, reference=seen
             )
             found.append(-logit[:, 0])
         return _array(torch.cat(found))

@@ -484,7 +484,7 @@ def _compare(
     d, match = other.pairs(distance)
     fitted = _calibrate(half, reference, distance, how, "reference")
     methods = {"nearest": without_reference(fitted), "distance": without_nearest(fitted)}
-    methods |= {"reference": fitted} if fitted.reference else {}
+    methods |= {"reference": fitted} if fitted.tensors() else {}
     losses, weights, group = dict[str, np.ndarray](), np.empty(0), np.empty(0)
     for name, calibration in methods.items():
         found = [

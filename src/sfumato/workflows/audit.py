@@ -494,7 +494,7 @@ def _score(retrieval_model: Model, prepared: PreparedSplit, chosen: np.ndarray) 
         )
     recalls = _Recalls.of(listed, relevance)
     fitted, log_odds, probability = retrieval_model.calibration, None, None
-    if fitted is not None and fitted.match_fraction is not None:
+    if fitted is not None:
         log_odds = fitted.logit(torch.from_numpy(listed.distance), match_fraction=0.5).numpy()
         size = None if fitted.t2i is None else len(chosen)
         probability = fitted.probability(torch.from_numpy(missing.distance), n_gallery=size).numpy()
