@@ -224,7 +224,7 @@ def hidden(folder: Path, split: str, share: float, resamples: int) -> dict[str, 
     _, found = audit_pairs(images, texts, ground_truth, distance=run.distance, wording=prepared.data.texts)
     hit = true[found.image, found.text]
     assert run.calibration is not None
-    p = run.calibration.probability(torch.from_numpy(found.distance), n_gallery=images.n)
+    p = run.calibration.of("t2i").probability(torch.from_numpy(found.distance), n_gallery=images.n)
     result["candidates"] = {
         "n": len(found),
         "of the hidden": float(hit.sum() / len(gone)),

@@ -58,9 +58,7 @@ def probabilities(run: Run, fitted: dict[str, Calibration], distance: Tensor, ma
     found = {"before": match_probability(distance, *(run.loss.match_logits() or (1.0, 0.0)))}
     for method, calibration in fitted.items():
         found[method] = calibration.probability(distance)
-        found[f"{method}, gallery size"] = torch.sigmoid(
-            calibration.logit(distance) + calibration.of("t2i").prior_shift(len(distance))
-        )
+        found[f"{method}, gallery size"] = calibration.of("t2i").probability(distance, n_gallery=len(distance))
     compared = compare_calibration({name: p.flatten() for name, p in found.items()}, match.flatten().float())
     for name, p in found.items():
         compared[name]["expected_matches_over_true"] = float(p.double().sum() / match.sum())

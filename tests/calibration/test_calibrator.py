@@ -159,11 +159,10 @@ def test_shifted_probabilities_are_those_of_the_other_gallery(method):
     # 6,000 matches place a log odds within about 0.05 (Platt), 0.3 (isotonic, and its steps): seeded; errors of 16
     # would be 2.8.
     tolerance = 0.15 if method == "platt" else 0.7
-    got = calibration.t2i.hit_probability(d, d[:1], n_gallery=320)
+    got = calibration.t2i.probability(d, n_gallery=320)
     torch.testing.assert_close(torch.logit(got), torch.logit(known), rtol=0, atol=tolerance)
     assert (torch.logit(calibration.probability(d)) - torch.logit(known)).min() > 2
-    found = [calibration.t2i.hit_probability(larger, larger[:, :1], n_gallery=n) for n in (320, 20)]
-    sums = [float(p.sum(1).mean()) for p in found]
+    sums = [float(calibration.t2i.probability(larger, n_gallery=n).sum(1).mean()) for n in (320, 20)]
     assert sums[0] == pytest.approx(1, rel=0.1) and sums[1] > 8
     torch.testing.assert_close(calibration.probability(d, match_fraction=1 / 320), got)
 

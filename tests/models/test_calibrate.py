@@ -75,7 +75,7 @@ def test_first_hits_have_the_stated_probability_where_the_distance_alone_errs(me
     nearest, place = distance.topk(50, largest=False)
     right = (place[:, 0] == torch.arange(n)).double()
     given = fitted.t2i.hit_probability(nearest[:, :1], nearest, n_gallery=n)[:, 0]
-    alone = torch.sigmoid(fitted.logit(nearest[:, 0]) + fitted.t2i.prior_shift(n))
+    alone = fitted.t2i.probability(nearest[:, 0], n_gallery=n)
 
     def brier(p):
         return float((p.double() - right).square().mean())
@@ -106,7 +106,7 @@ def test_few_queries_leave_the_probability_of_random_pairs():
     fitted = calibrate_split(embedded, data, "csd", split="val")
     assert all(fit.conditional is fit.hits is None for fit in (fitted.i2t, fitted.t2i))
     distance = torch.tensor([[0.5, 1.0]])
-    expected = torch.sigmoid(fitted.logit(distance) + fitted.t2i.prior_shift(9)).float()
+    expected = fitted.t2i.probability(distance, n_gallery=9)
     assert torch.equal(fitted.t2i.hit_probability(distance, distance, n_gallery=9), expected)
 
 

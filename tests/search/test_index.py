@@ -260,7 +260,7 @@ def test_probabilities_know_the_size_of_the_gallery(method):
         assert float(few) == pytest.approx(float(calibration.logit(torch.tensor(d))), abs=1e-6)
         assert float(many - few) == pytest.approx(shift, abs=1e-6)
     hit = tenfold.search(queries[:1], 1)[0][0]
-    expected = torch.sigmoid(calibration.logit(torch.tensor(hit.distance)) + calibration.t2i.prior_shift(1500))
+    expected = calibration.t2i.probability(torch.tensor(hit.distance), n_gallery=1500)
     assert hit.match_probability == pytest.approx(float(expected), rel=1e-4)
 
 

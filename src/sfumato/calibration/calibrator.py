@@ -66,6 +66,11 @@ class DirectionCalibration:
         fitted = self.pairs.match_fraction
         return self.pairs.shift(min(fitted * rarer, max(0.5, fitted)))
 
+    def probability(self, distance: Array, *, n_gallery: int) -> Tensor:
+        """Probability that a random pair at this distance matches, in a gallery of any size. (...) -> (...)."""
+        distance = as_tensor(distance, "distance", "Calibration")
+        return torch.sigmoid(self.pairs.logit(distance) + self.prior_shift(n_gallery)).to(distance.dtype)
+
     def hit_logit(self, distance: Array, nearest: Array, *, n_gallery: int, reference: Array | None = None) -> Tensor:
         """Logarithm of the odds of :meth:`hit_probability`, in float64."""
         if self.conditional is None:
@@ -211,9 +216,13 @@ class Calibration(PairLogits):
             0.4
         """
         pairs = PairLogits.of_pairs(distance, match, method)
-        either = {"i2t": i2t, "t2i": t2i}
-        directions = {d: DirectionCalibration(pairs, scores) for d, scores in either.items() if scores is not None}
-        return cls(**vars(pairs), **directions, metadata=json.loads(json.dumps(dict(metadata or {}), allow_nan=False)))
+        i2t_fit, t2i_fit = (None if scores is None else DirectionCalibration(pairs, scores) for scores in (i2t, t2i))
+        return cls(
+            **vars(pairs),
+            i2t=i2t_fit,
+            t2i=t2i_fit,
+            metadata=json.loads(json.dumps(dict(metadata or {}), allow_nan=False)),
+        )
 
     @property
     def directions(self) -> dict[Direction, DirectionCalibration]:
@@ -283,7 +292,7 @@ class Calibration(PairLogits):
                 )
             knots = None if knots is None else tuple((float(x), float(y)) for x, y in knots)
             pairs = PairLogits(scale, bias, float(values["share_of_matches"]), knots)
-            directions = {
+            directions: dict[str, Any] = {
                 d: DirectionCalibration(
                     pairs,
                     QueryScores.from_json(values[d]),

@@ -120,14 +120,15 @@ class ConditionalLogits:
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "ConditionalLogits":
         """Make the logits from plain values."""
-        first = None if values["first"] is None else FirstHit(**_tuples(values["first"]))
-        found = cls(**_tuples(values | {"first": first}))
-        fits = [(found, FEATURES), *([] if first is None else [(first, REFERENCE_FEATURES)])]
-        for fit, names in fits:
+        read = _tuples(values)
+        first = None if read["first"] is None else FirstHit(**_tuples(read["first"]))
+        found = cls(**(read | {"first": first}))
+        fits: list[tuple[ConditionalLogits | FirstHit, int]] = [(found, len(FEATURES))]
+        for fit, n in fits if first is None else [*fits, (first, len(REFERENCE_FEATURES))]:
             numbers = (fit.slope, fit.intercept, *fit.weights, *fit.low, *fit.high)
             sizes = {len(fit.weights), len(fit.low), len(fit.high)}
             right = found.population in get_args(Population) and all(map(math.isfinite, numbers)) and fit.slope > 0
-            if sizes != {len(names)} or not right:
+            if sizes != {n} or not right:
                 raise ValueError("the logits given the nearest items are damaged; calibrate again")
         return found
 

@@ -198,7 +198,8 @@ def without_reference(calibration: Calibration) -> Calibration:
 
 
 def _changed(calibration: Calibration, change: Callable[[DirectionCalibration], DirectionCalibration]) -> Calibration:
-    return replace(calibration, **{name: change(fit) for name, fit in calibration.directions.items()})
+    i2t, t2i = (None if fit is None else change(fit) for fit in (calibration.i2t, calibration.t2i))
+    return replace(calibration, i2t=i2t, t2i=t2i)
 
 
 @dataclass(frozen=True, eq=False)

@@ -180,7 +180,7 @@ def calibrate_split(
             found[direction] = DirectionCalibration(base, scores[direction], conditional, of_hits, reads)
     about = {"split": split, "method": method, "distance": distance, "pairs": match.numel(), "queries": population}
     sizes = {d: _set_sizes(held_out, scores[d]) for d, held_out in queries.items()}
-    return Calibration(**vars(base), **found, metadata=about | {"set_sizes": sizes})
+    return Calibration(**vars(base), i2t=found["i2t"], t2i=found["t2i"], metadata=about | {"set_sizes": sizes})
 
 
 def queries_of(data: PairData, of_images: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:

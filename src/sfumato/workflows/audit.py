@@ -496,8 +496,9 @@ def _score(retrieval_model: Model, prepared: PreparedSplit, chosen: np.ndarray) 
     fitted, log_odds, probability = retrieval_model.calibration, None, None
     if fitted is not None:
         log_odds = fitted.logit(torch.from_numpy(listed.distance), match_fraction=0.5).numpy()
-        size = None if fitted.t2i is None else len(chosen)
-        probability = fitted.probability(torch.from_numpy(missing.distance), n_gallery=size).numpy()
+        far = torch.from_numpy(missing.distance)
+        of_size = None if fitted.t2i is None else fitted.t2i.probability(far, n_gallery=len(chosen))
+        probability = (fitted.probability(far) if of_size is None else of_size).numpy()
     whole = {"image": chosen[listed.image], "text": kept[listed.text]}
     whole["better_text"] = np.where(listed.better_text >= 0, kept[listed.better_text], -1)
     whole["better_image"] = np.where(listed.better_image >= 0, chosen[listed.better_image], -1)
