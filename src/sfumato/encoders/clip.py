@@ -63,6 +63,8 @@ class _ClipConfig(EncoderConfig):
 
     has_blocks: ClassVar[bool] = True
     needs_description: ClassVar[bool] = True
+    base_field: ClassVar[str] = "weights"
+    needs: ClassVar[frozenset[str]] = frozenset({"backbones"})
 
     weights: str = Field("", description="hub name or local folder of a CLIP or SigLIP model; random weights if empty")
     architecture: Architecture = Field("ViT-B/32", description="architecture, without weights")
@@ -81,21 +83,6 @@ class _ClipConfig(EncoderConfig):
         False, description="read the log variance from an extra token [UNC], as ProLIP, instead of extra blocks"
     )
     checkpointing: bool = Field(False, description="recompute activations in the backward pass: less memory, more time")
-
-    @property
-    def base_model(self) -> str:
-        """See :class:`~sfumato.encoders.encoder_protocol.EncoderConfig`."""
-        return self.weights
-
-    @property
-    def origin(self) -> str:
-        """See :class:`~sfumato.encoders.encoder_protocol.EncoderConfig`."""
-        return self.weights or self.architecture
-
-    @property
-    def extras(self) -> frozenset[str]:
-        """See :class:`~sfumato.encoders.encoder_protocol.EncoderConfig`."""
-        return frozenset({"backbones"})
 
     def own_blocks(self, variance: bool) -> int:
         """Number of variance blocks to build."""
@@ -128,11 +115,6 @@ class ClipImageConfig(_ClipConfig, ImageEncoderConfig):
     fit: Fit = "squash"
     augment: AugmentMode = "crop"
     in_memory: InMemory = False
-
-    @property
-    def augment_mode(self) -> AugmentMode:
-        """See :class:`~sfumato.encoders.encoder_protocol.ImageEncoderConfig`."""
-        return self.augment
 
     @property
     def starts_pretrained(self) -> bool:

@@ -34,6 +34,8 @@ CHANNELS = 1280
 class EfficientNetImageConfig(ImageEncoderConfig):
     """EfficientNet-Lite0 (extra ``offline``), fine-tuned from pixels."""
 
+    needs: ClassVar[frozenset[str]] = frozenset({"offline"})
+
     kind: Literal["efficientnet"] = "efficientnet"
     size: int = Field(128, ge=32, description="side of the square images in pixels")
     pretrained: bool = Field(True, description="start from the weights of ImageNet")
@@ -41,19 +43,9 @@ class EfficientNetImageConfig(ImageEncoderConfig):
     in_memory: InMemory = True
 
     @property
-    def augment_mode(self) -> AugmentMode:
-        """See :class:`~sfumato.encoders.encoder_protocol.ImageEncoderConfig`."""
-        return self.augment
-
-    @property
     def starts_pretrained(self) -> bool:
         """See :class:`~sfumato.encoders.encoder_protocol.ImageEncoderConfig`."""
         return self.pretrained
-
-    @property
-    def extras(self) -> frozenset[str]:
-        """See :class:`~sfumato.encoders.encoder_protocol.EncoderConfig`."""
-        return frozenset({"offline"})
 
 
 SIZES = {"efficientnet-lite0": 224, "efficientnet-lite2": 260}
@@ -136,6 +128,8 @@ class ResNetImageConfig(ImageEncoderConfig):
 
     needs_description: ClassVar[bool] = True
     path_fields: ClassVar[tuple[str, ...]] = ("weights",)
+    base_field: ClassVar[str] = "weights"
+    needs: ClassVar[frozenset[str]] = frozenset({"backbones"})
 
     kind: Literal["resnet"] = "resnet"
     weights: str = Field("", description="hub name or local folder of a ResNet; random weights if empty")
@@ -154,31 +148,6 @@ class ResNetImageConfig(ImageEncoderConfig):
     fit: Fit = "squash"
     augment: AugmentMode = "crop"
     in_memory: InMemory = False
-
-    @property
-    def augment_mode(self) -> AugmentMode:
-        """See :class:`~sfumato.encoders.encoder_protocol.ImageEncoderConfig`."""
-        return self.augment
-
-    @property
-    def starts_pretrained(self) -> bool:
-        """See :class:`~sfumato.encoders.encoder_protocol.ImageEncoderConfig`."""
-        return bool(self.weights)
-
-    @property
-    def base_model(self) -> str:
-        """See :class:`~sfumato.encoders.encoder_protocol.EncoderConfig`."""
-        return self.weights
-
-    @property
-    def origin(self) -> str:
-        """See :class:`~sfumato.encoders.encoder_protocol.EncoderConfig`."""
-        return self.weights or self.architecture
-
-    @property
-    def extras(self) -> frozenset[str]:
-        """See :class:`~sfumato.encoders.encoder_protocol.EncoderConfig`."""
-        return frozenset({"backbones"})
 
     def check(self, section: str) -> None:
         """See :meth:`EncoderConfig.check <sfumato.encoders.encoder_protocol.EncoderConfig.check>`."""

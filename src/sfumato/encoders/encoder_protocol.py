@@ -6,7 +6,9 @@ build function that makes a :class:`Processor` and the encoder from that section
 :mod:`sfumato.encoders.encoder_registry` lists the kinds.
 """
 
+import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Protocol, runtime_checkable
@@ -34,6 +36,46 @@ Progress = Callable[[int], None]
 
 OnError = Callable[[int, Exception], None]
 """Called with the position and the error of an item that cannot be used."""
+
+
+def usable(
+    items: Sequence[Item],
+    use: Callable[[int, Item], object],
+    *,
+    progress: Progress | None = None,
+    on_error: OnError | None = None,
+    workers: int | None = 1,
+) -> np.ndarray:
+    """The one reading loop: (k,) positions of the items on which use(position, item) raises no ValueError or OSError.
+
+    Several workers are threads; None for the usual number.
+    """
+
+    def attempt(position: int) -> Exception | None:
+        try:
+            use(position, items[position])
+        except (ValueError, OSError) as error:
+            return error
+        return None
+
+    kept: list[int] = []
+    with contextlib.nullcontext() if workers == 1 else ThreadPoolExecutor(workers) as pool:
+        # In blocks: the pool would hold a task for each of millions of files.
+        for start in range(0, len(items), _BLOCK):
+            block = range(start, min(start + _BLOCK, len(items)))
+            for position, error in zip(block, (pool.map if pool else map)(attempt, block), strict=True):
+                if error is None:
+                    kept.append(position)
+                elif on_error is None:
+                    raise error
+                else:
+                    on_error(position, error)
+                if progress:
+                    progress(1)
+    return np.array(kept, dtype=np.int64)
+
+
+_BLOCK = 512
 
 
 class Processor(Protocol):
@@ -191,6 +233,8 @@ class EncoderConfig(BaseModel):
             it.
         path_fields: the keys that may contain a local path of the training machine.
         reads_embeddings: whether items are embeddings of another model (data.source=embeddings).
+        base_field: the key that names the pre-trained model; "" for none.
+        needs: extras of the package sfumato without which the encoder cannot be built.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
@@ -198,13 +242,15 @@ class EncoderConfig(BaseModel):
     needs_description: ClassVar[bool] = False
     path_fields: ClassVar[tuple[str, ...]] = ()
     reads_embeddings: ClassVar[bool] = False
+    base_field: ClassVar[str] = ""
+    needs: ClassVar[frozenset[str]] = frozenset()
 
     kind: str = Field(description="kind of the encoder; it determines the other keys")
 
     @property
     def base_model(self) -> str:
         """Hub name or local folder of the pre-trained model that training starts from; "" for none."""
-        return ""
+        return str(dict(self).get(self.base_field, ""))
 
     @property
     def frozen_backbone(self) -> str:
@@ -214,12 +260,12 @@ class EncoderConfig(BaseModel):
     @property
     def origin(self) -> str:
         """Name of the pre-trained model, else of the architecture; "" if there is neither."""
-        return self.base_model
+        return self.base_model or str(dict(self).get("architecture", ""))
 
     @property
     def extras(self) -> frozenset[str]:
         """Extras of the package sfumato without which the encoder cannot be built."""
-        return frozenset()
+        return self.needs
 
     def changed(self, *keys: str) -> set[str]:
         """The keys among the given ones that differ from their defaults."""
@@ -251,12 +297,13 @@ class ImageEncoderConfig(EncoderConfig):
     @property
     def augment_mode(self) -> AugmentMode:
         """The type of random augmentation of training images."""
-        return "none"
+        mode: AugmentMode = dict(self).get("augment", "none")
+        return mode
 
     @property
     def starts_pretrained(self) -> bool:
         """Whether the encoder has parameters that optim.freeze_image_epochs can freeze."""
-        return False
+        return bool(self.base_model)
 
 
 class TextEncoderConfig(EncoderConfig):

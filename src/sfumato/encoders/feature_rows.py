@@ -29,6 +29,7 @@ from sfumato.encoders.encoder_protocol import (
     Progress,
     TextEncoderConfig,
     item_bytes,
+    usable,
 )
 from sfumato.encoders.features import Inputs, RaggedStore, Store, TokenFeatures
 from sfumato.encoders.frozen import FeatureInput, Whiten
@@ -117,18 +118,8 @@ class RegionProcessor(FeatureProcessor):
         self, items: Sequence[Item], *, progress: Progress | None = None, on_error: OnError | None = None
     ) -> tuple[RegionStore, np.ndarray]:
         """See :class:`~sfumato.encoders.encoder_protocol.Processor`. Every item is read once, and none is kept."""
-        kept = []
-        for position, item in enumerate(items):
-            try:
-                self.features(item())
-                kept.append(position)
-            except (ValueError, OSError) as error:
-                if on_error is None:
-                    raise
-                on_error(position, error)
-            if progress:
-                progress(1)
-        return RegionStore([items[i] for i in kept], self.channels), np.array(kept, dtype=np.int64)
+        kept = usable(items, lambda _, item: self.features(item()), progress=progress, on_error=on_error)
+        return RegionStore([items[i] for i in kept], self.channels), kept
 
 
 def stacked(features: Sequence[np.ndarray], channels: int) -> RaggedStore:
@@ -322,18 +313,9 @@ class EmbeddingProcessor(FeatureProcessor):
             if progress:
                 progress(len(items))
             return EmbeddingStore(table, np.array([item.row for item in rows], np.int64)), np.arange(len(items))
-        found, kept = [], []
-        for position, item in enumerate(items):
-            try:
-                found.append(self.features(item()))
-                kept.append(position)
-            except (ValueError, OSError) as error:
-                if on_error is None:
-                    raise
-                on_error(position, error)
-            if progress:
-                progress(1)
-        return stacked(found, self.channels), np.array(kept, dtype=np.int64)
+        found: list[np.ndarray] = []
+        kept = usable(items, lambda _, item: found.append(self.features(item())), progress=progress, on_error=on_error)
+        return stacked(found, self.channels), kept
 
     def features(self, data: bytes | str) -> np.ndarray:
         """One vector for each image."""

@@ -6,7 +6,7 @@ after it has no parameters: only the heads are trained.
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -24,6 +24,7 @@ from sfumato.encoders.backbones import (
 )
 from sfumato.encoders.encoder_protocol import (
     BuildContext,
+    EncoderConfig,
     EncoderModule,
     ImageEncoderConfig,
     Item,
@@ -63,11 +64,32 @@ ComputesIn = Annotated[
 ]
 
 
-class FrozenImageConfig(ImageEncoderConfig):
+class _FrozenConfig(EncoderConfig):
+    """The properties of both sides."""
+
+    path_fields: ClassVar[tuple[str, ...]] = ("backbone",)
+    base_field: ClassVar[str] = "backbone"
+    packaged: ClassVar[tuple[str, ...]]
+
+    @property
+    def frozen_backbone(self) -> str:
+        """See :class:`~sfumato.encoders.encoder_protocol.EncoderConfig`."""
+        return self.base_model
+
+    @property
+    def extras(self) -> frozenset[str]:
+        """See :class:`~sfumato.encoders.encoder_protocol.EncoderConfig`."""
+        if is_open_clip(self.base_model):
+            return frozenset({"open-clip"})
+        packaged = all(part in self.packaged for part in self.base_model.split("+"))
+        return frozenset({"offline" if packaged else "backbones"})
+
+
+class FrozenImageConfig(_FrozenConfig, ImageEncoderConfig):
     """Token features of a pre-trained image backbone, computed once."""
 
     from_pixels: ClassVar[bool] = False
-    path_fields: ClassVar[tuple[str, ...]] = ("backbone",)
+    packaged: ClassVar[tuple[str, ...]] = IMAGE_BACKBONES
 
     kind: Literal["frozen"] = "frozen"
     backbone: str = Field(
@@ -89,31 +111,11 @@ class FrozenImageConfig(ImageEncoderConfig):
     precision: ComputesIn = "float32"
     whiten: Whiten = None
 
-    @property
-    def starts_pretrained(self) -> bool:
-        """See :class:`~sfumato.encoders.encoder_protocol.ImageEncoderConfig`."""
-        return True
 
-    @property
-    def base_model(self) -> str:
-        """See :class:`~sfumato.encoders.encoder_protocol.EncoderConfig`."""
-        return self.backbone
-
-    @property
-    def frozen_backbone(self) -> str:
-        """See :class:`~sfumato.encoders.encoder_protocol.EncoderConfig`."""
-        return self.backbone
-
-    @property
-    def extras(self) -> frozenset[str]:
-        """See :class:`~sfumato.encoders.encoder_protocol.EncoderConfig`."""
-        return _extras(self.backbone, IMAGE_BACKBONES)
-
-
-class FrozenTextConfig(TextEncoderConfig):
+class FrozenTextConfig(_FrozenConfig, TextEncoderConfig):
     """Token features of a pre-trained text backbone, computed once."""
 
-    path_fields: ClassVar[tuple[str, ...]] = ("backbone",)
+    packaged: ClassVar[tuple[str, ...]] = TEXT_BACKBONES
 
     kind: Literal["frozen"] = "frozen"
     backbone: str = Field("minilm-l6-v2", description="minilm-l6-v2, a hub name, or a local folder of transformers")
@@ -127,28 +129,6 @@ class FrozenTextConfig(TextEncoderConfig):
     projected: bool = Field(False, description="as model.image.projected; other keys than backbone have no effect")
     precision: ComputesIn = "float32"
     whiten: Whiten = None
-
-    @property
-    def base_model(self) -> str:
-        """See :class:`~sfumato.encoders.encoder_protocol.EncoderConfig`."""
-        return self.backbone
-
-    @property
-    def frozen_backbone(self) -> str:
-        """See :class:`~sfumato.encoders.encoder_protocol.EncoderConfig`."""
-        return self.backbone
-
-    @property
-    def extras(self) -> frozenset[str]:
-        """See :class:`~sfumato.encoders.encoder_protocol.EncoderConfig`."""
-        return _extras(self.backbone, TEXT_BACKBONES)
-
-
-def _extras(name: str, packaged: Sequence[str]) -> frozenset[str]:
-    """The extra that brings a backbone."""
-    if is_open_clip(name):
-        return frozenset({"open-clip"})
-    return frozenset({"offline"} if all(part in packaged for part in name.split("+")) else {"backbones"})
 
 
 class FrozenProcessor:
@@ -238,27 +218,20 @@ class FeatureInput(EncoderModule):
 
 def build_frozen_image(config: FrozenImageConfig, context: BuildContext) -> tuple[FrozenProcessor, FeatureInput]:
     """Build the image side of kind "frozen". Returns (processor, encoder)."""
-    backbone: FrozenBackbone
     if config.projected:
-        backbone = joint_image(config.backbone, precision=config.precision)
-    else:
-        backbone = image_backbone(config.backbone, size=config.size, grid=config.grid, precision=config.precision)
-    encoder = FeatureInput(backbone.channels, context.feature_dropout, whiten=config.whiten)
-    return FrozenProcessor(backbone, context.cache), encoder
+        return _built(joint_image(config.backbone, precision=config.precision), config.whiten, context)
+    options: Any = config.model_dump(include={"size", "grid", "precision"})
+    return _built(image_backbone(config.backbone, **options), config.whiten, context)
 
 
 def build_frozen_text(config: FrozenTextConfig, context: BuildContext) -> tuple[FrozenProcessor, FeatureInput]:
     """Build the text side of kind "frozen". Returns (processor, encoder)."""
-    backbone: FrozenBackbone
     if config.projected:
-        backbone = joint_text(config.backbone, precision=config.precision)
-    else:
-        backbone = text_backbone(
-            config.backbone,
-            max_tokens=config.max_tokens,
-            pooled=config.pooled,
-            layers=config.layers,
-            precision=config.precision,
-        )
-    encoder = FeatureInput(backbone.channels, context.feature_dropout, whiten=config.whiten)
+        return _built(joint_text(config.backbone, precision=config.precision), config.whiten, context)
+    options: Any = config.model_dump(include={"max_tokens", "pooled", "layers", "precision"})
+    return _built(text_backbone(config.backbone, **options), config.whiten, context)
+
+
+def _built(backbone: FrozenBackbone, whiten: int | None, context: BuildContext) -> tuple[FrozenProcessor, FeatureInput]:
+    encoder = FeatureInput(backbone.channels, context.feature_dropout, whiten=whiten)
     return FrozenProcessor(backbone, context.cache), encoder

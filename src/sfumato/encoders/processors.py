@@ -7,6 +7,7 @@ import string
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import numpy as np
@@ -17,9 +18,14 @@ from torch.nn import functional
 
 from sfumato.data.image_decoding import Fit, check_fit, check_image, decode_image
 from sfumato.data.transforms import random_crop_box, resized_crop_box
-from sfumato.encoders.encoder_protocol import Item, OnError, Progress, item_bytes
+from sfumato.encoders.encoder_protocol import Item, OnError, Progress, item_bytes, usable
 from sfumato.encoders.features import Inputs, PixelStore, RaggedStore, Store
 from sfumato.errors import UserError
+
+
+def available_cpus() -> int:
+    """Number of CPUs that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class PixelProcessor:
@@ -33,49 +39,28 @@ class PixelProcessor:
     ) -> tuple[Store, np.ndarray]:
         """See :class:`~sfumato.encoders.encoder_protocol.Processor`."""
         pixels = np.empty((len(items), 3, self.size, self.size), np.uint8)
-        errors: dict[int, Exception] = {}
 
-        def decode(position: int) -> None:
-            try:
-                pixels[position] = decode_image(item_bytes(items[position]), self.size, fit=self.fit)
-            except (ValueError, OSError) as error:
-                errors[position] = error
+        def decode(position: int, item: Item) -> None:
+            pixels[position] = decode_image(item_bytes(item), self.size, fit=self.fit)
 
-        with ThreadPoolExecutor() as pool:
-            for _ in pool.map(decode, range(len(items))):
-                if progress:
-                    progress(1)
-        for position in sorted(errors):
-            if on_error is None:
-                raise errors[position]
-            on_error(position, errors[position])
-        kept = np.array([i for i in range(len(items)) if i not in errors], dtype=np.int64)
-        return PixelStore(torch.from_numpy(pixels if not errors else pixels[kept])), kept
+        kept = usable(items, decode, progress=progress, on_error=on_error, workers=None)
+        return PixelStore(torch.from_numpy(pixels if len(kept) == len(items) else pixels[kept])), kept
 
 
-_BLOCK = 512
-
-
+@dataclass(frozen=True)
 class ImageFileStore:
     """Image files, decoded batch by batch; only the batch is in memory."""
 
-    def __init__(
-        self,
-        items: Sequence[Item],
-        size: int,
-        *,
-        fit: Fit = "squash",
-        crop_low: float = 0.6,
-        workers: int | None = None,
-    ) -> None:
-        check_fit(fit)
-        workers = available_cpus() if workers is None else workers
-        for name, value in (("size", size), ("workers", workers)):
-            if value < 1:
-                raise ValueError(f"ImageFileStore: {name} must be at least 1, got {value}")
-        if not 0 < crop_low <= 1:
-            raise ValueError(f"ImageFileStore: crop_low must be in (0, 1], got {crop_low}")
-        self.items, self.size, self.fit, self.crop_low, self.workers = items, size, fit, crop_low, workers
+    items: Sequence[Item]
+    size: int
+    fit: Fit = "squash"
+    workers: int = field(default_factory=available_cpus)
+
+    def __post_init__(self) -> None:
+        check_fit(self.fit)
+        for name in ("size", "workers"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"ImageFileStore: {name} must be at least 1, got {getattr(self, name)}")
 
     def __len__(self) -> int:
         return len(self.items)
@@ -98,7 +83,7 @@ class ImageFileStore:
 
         def decode(i: int, data: bytes) -> np.ndarray:
             random = generators[i]
-            box = partial(resized_crop_box, random) if resized_crop else random_crop_box(random, self.crop_low)
+            box = partial(resized_crop_box, random) if resized_crop else random_crop_box(random)
             pixels = decode_image(data, self.size, crop=box)
             return pixels[:, :, ::-1] if generators[i].random() < 0.5 else pixels
 
@@ -127,46 +112,23 @@ class ImageFileStore:
 class ImageFileProcessor:
     """Checks image files once and leaves them on disk; each batch is decoded when it is needed."""
 
-    def __init__(self, size: int, *, fit: Fit = "squash", crop_low: float = 0.6, workers: int | None = None) -> None:
+    def __init__(self, size: int, *, fit: Fit = "squash", workers: int | None = None) -> None:
         # The store checks the arguments: a wrong one is refused now, not after the data were read.
-        store = ImageFileStore([], size, fit=fit, crop_low=crop_low, workers=workers)
-        self.size, self.fit, self.crop_low, self.workers = size, fit, crop_low, store.workers
+        self._store = ImageFileStore([], size, fit, available_cpus() if workers is None else workers)
+        self.size, self.fit, self.workers = size, fit, self._store.workers
 
     def read(
         self, items: Sequence[Item], *, progress: Progress | None = None, on_error: OnError | None = None
     ) -> tuple[ImageFileStore, np.ndarray]:
         """See :class:`~sfumato.encoders.encoder_protocol.Processor`. Every file is read once; no pixels are kept."""
-
-        def check(position: int) -> Exception | None:
-            try:
-                check_image(item_bytes(items[position]))
-            except (ValueError, OSError) as error:
-                return error
-            return None
-
-        kept: list[int] = []
-        with ThreadPoolExecutor(self.workers) as pool:
-            # In blocks: the pool would hold a task for each of millions of files.
-            for start in range(0, len(items), _BLOCK):
-                block = range(start, min(start + _BLOCK, len(items)))
-                for position, error in zip(block, pool.map(check, block), strict=True):
-                    if error is None:
-                        kept.append(position)
-                    elif on_error is None:
-                        raise error
-                    else:
-                        on_error(position, error)
-                    if progress:
-                        progress(1)
-        store = ImageFileStore(
-            [items[i] for i in kept], self.size, fit=self.fit, crop_low=self.crop_low, workers=self.workers
+        kept = usable(
+            items,
+            lambda _, item: check_image(item_bytes(item)),
+            progress=progress,
+            on_error=on_error,
+            workers=self.workers,
         )
-        return store, np.array(kept, dtype=np.int64)
-
-
-def available_cpus() -> int:
-    """Number of CPUs that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        return replace(self._store, items=[items[i] for i in kept]), kept
 
 
 class BilinearProcessor:
@@ -180,19 +142,19 @@ class BilinearProcessor:
         self, items: Sequence[Item], *, progress: Progress | None = None, on_error: OnError | None = None
     ) -> tuple[Store, np.ndarray]:
         """See :class:`~sfumato.encoders.encoder_protocol.Processor`."""
-        return self._squares.read([self._square(item) for item in items], progress=progress, on_error=on_error)
+        squares = [partial(self._square, item) for item in items]
+        return self._squares.read(squares, progress=progress, on_error=on_error)
 
-    def _square(self, item: Item) -> Item:
+    def _square(self, item: Item) -> bytes:
         """The image at its final size, in a lossless format."""
+        buffer = io.BytesIO()
+        self._prepared(decode_image(item_bytes(item), None)).save(buffer, "BMP")
+        return buffer.getvalue()
 
-        def read() -> bytes:
-            pixels = torch.from_numpy(decode_image(item_bytes(item), None)).float()
-            square = functional.interpolate(pixels[None], size=(self.size, self.size), mode="bilinear")[0]
-            buffer = io.BytesIO()
-            Image.fromarray(square.round().byte().permute(1, 2, 0).numpy()).save(buffer, "BMP")
-            return buffer.getvalue()
-
-        return read
+    def _prepared(self, pixels: np.ndarray) -> Image.Image:
+        values = torch.from_numpy(pixels).float()[None]
+        square = functional.interpolate(values, size=(self.size, self.size), mode="bilinear")[0]
+        return Image.fromarray(square.round().byte().permute(1, 2, 0).numpy())
 
 
 class CentreProcessor(BilinearProcessor):
@@ -202,20 +164,12 @@ class CentreProcessor(BilinearProcessor):
         super().__init__(size)
         self.resized = resized
 
-    def _square(self, item: Item) -> Item:
-        """The centre of the image at its final size, in a lossless format."""
-
-        def read() -> bytes:
-            image = Image.fromarray(decode_image(item_bytes(item), None).transpose(1, 2, 0))
-            width, height = (int(self.resized * side / min(image.size)) for side in image.size)
-            left, top = (round((side - self.size) / 2) for side in (width, height))
-            buffer = io.BytesIO()
-            resized = image.resize((width, height), Image.Resampling.BILINEAR)
-            centre = resized.crop((left, top, left + self.size, top + self.size))
-            centre.save(buffer, "BMP")
-            return buffer.getvalue()
-
-        return read
+    def _prepared(self, pixels: np.ndarray) -> Image.Image:
+        image = Image.fromarray(pixels.transpose(1, 2, 0))
+        width, height = (int(self.resized * side / min(image.size)) for side in image.size)
+        left, top = (round((side - self.size) / 2) for side in (width, height))
+        resized = image.resize((width, height), Image.Resampling.BILINEAR)
+        return resized.crop((left, top, left + self.size, top + self.size))
 
 
 def train_tokenizer(texts: Iterable[str], vocabulary: int) -> Tokenizer:
