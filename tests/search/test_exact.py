@@ -129,14 +129,11 @@ def test_one_tied_row_among_untied_ones():
 @pytest.mark.parametrize("name", ["csd", "kl", "wasserstein2"])
 @pytest.mark.parametrize("direction", ["i2t", "t2i"])
 def test_candidates_in_their_true_order(name, direction):
-    """Each query's own candidates by loops; blocks of two queries, candidates that are missing, and a tie."""
-    memory_mb = 2 * 4 * 3 * 4 / 2**20
+    """Each query's own candidates by loops, candidates that are missing, and a tie."""
     queries, gallery = gaussians(5, 3, 0), gaussians(9, 3, 1)
     gallery = gallery[torch.tensor([0, 1, 2, 3, 4, 5, 6, 7, 0])]  # 0 and 8 are equal
     candidates = torch.tensor([[8, 0, 3, 4], [7, 6, 5, 4], [1, -1, 2, 3], [-1, 8, -1, 0], [2, 4, 6, 8]])
-    found, order = closest_candidates(
-        queries, gallery, candidates, get_distance(name).for_direction(direction), memory_mb=memory_mb
-    )
+    found, order = closest_candidates(queries, gallery, candidates, get_distance(name).for_direction(direction))
     matrix = get_distance(name).matrix
     whole = matrix(queries, gallery) if direction == "i2t" else matrix(gallery, queries).T
     for i, row in enumerate(candidates.tolist()):

@@ -15,6 +15,7 @@ from sfumato.distances import Distance, get_distance, seeded_samples
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.metrics.relevance import Relevance
 from sfumato.metrics.retrieval import relevant_ranks
+from sfumato.search.screening import pair_distances
 
 
 def distance_blocks(
@@ -93,31 +94,20 @@ def closest_in_blocks(blocks: Iterable[tuple[int, Tensor]], k: int, n: int, m: i
 
 @torch.no_grad()
 def closest_candidates(
-    queries: GaussianEmbedding,
-    gallery: GaussianEmbedding,
-    candidates: Tensor,
-    distance: str | Distance = "csd",
-    *,
-    memory_mb: float = 16.0,
+    queries: GaussianEmbedding, gallery: GaussianEmbedding, candidates: Tensor, distance: str | Distance = "csd"
 ) -> tuple[Tensor, Tensor]:
-    """Order each query's candidates by their distances, computed row by row and never for a whole matrix.
+    """Order each query's candidates by their float64 distances, computed row by row.
 
-    queries (n, d), gallery (m, d), candidates (n, c).
+    queries (n, d), gallery (m, d), candidates (n, c), -1 where one is missing.
     """
-    n, c = candidates.shape
     oriented = get_distance(distance)
     if oriented.sampled:
         raise ValueError(f"closest_candidates: {oriented.name} is sampled, not computed row by row; use top_k")
     candidates = torch.where(candidates < 0, gallery.n, candidates).sort(dim=1).values
-    step = max(1, int(memory_mb * 2**20 / 4) // max(1, c * queries.d))
-    parts = []
-    for start in range(0, n if gallery.n else 0, step):
-        chosen = candidates[start : start + step]
-        own = torch.arange(start, start + len(chosen), device=chosen.device).repeat_interleave(c)
-        query, item = queries[own], gallery[chosen.flatten().clamp_max(gallery.n - 1)]
-        parts.append(oriented.row(query, item).view(len(chosen), c))
-    found = torch.cat(parts) if parts else torch.empty(n, c, device=candidates.device)
-    found, order = found.masked_fill(candidates == gallery.n, torch.inf).sort(dim=1, stable=True)
+    there = candidates < gallery.n
+    found = torch.full(candidates.shape, torch.inf, dtype=torch.float64, device=candidates.device)
+    found[there] = pair_distances(queries, gallery, oriented, there.nonzero()[:, 0], candidates[there])
+    found, order = found.sort(dim=1, stable=True)
     candidates = candidates.gather(1, order)
     return found, candidates.masked_fill(candidates == gallery.n, -1)
 

@@ -2,10 +2,9 @@
 
 Engine "exact" ranks by any distance; "hnsw" and "ivf" are FAISS over lifted vectors (search/lifting.py).
 Engines differ only in the candidates that they return: the distances of the results are always recomputed from the
-stored embeddings, row by row, in float64 for distances that lift and in float32 for the others, and equal distances
-keep the order of the items. For distances that lift, "exact" returns the answer of float64 over all items
-(search/screening.py). With a calibration an index can also abstain, and return sets that hold a match with a requested
-probability.
+stored embeddings, row by row in float64, and equal distances keep the order of the items. For distances that lift,
+"exact" returns the answer of float64 over all items (search/screening.py). With a calibration an index can also
+abstain, and return sets that hold a match with a requested probability.
 """
 
 import functools
@@ -29,7 +28,7 @@ from sfumato.distances import Distance, get_distance
 from sfumato.gaussian import GaussianEmbedding, check_finite
 from sfumato.ids import check_ids
 from sfumato.search.atomic_folder import load_folder, save_folder
-from sfumato.search.exact import closest_candidates, closest_in_blocks, distance_blocks, top_k
+from sfumato.search.exact import closest_candidates, distance_blocks, top_k
 from sfumato.search.gallery import (
     N_WHOLE,
     Candidates,
@@ -40,7 +39,7 @@ from sfumato.search.gallery import (
     with_margin,
 )
 from sfumato.search.lifting import LiftedGallery, gallery_centre, lift_gallery, lift_queries, query_constant
-from sfumato.search.screening import Screen, ordered_candidates
+from sfumato.search.screening import Screen
 from sfumato.search.stores.faiss import FAISS_ENGINES, FaissOptions, FaissStore
 from sfumato.search.stores.protocol import Filter
 
@@ -173,22 +172,8 @@ class GaussianIndex(Gallery):
 
     def closest(self, queries: GaussianEmbedding, k: int, filter: Filter | None = None) -> list[Candidates]:
         """See :meth:`Gallery.closest`; with a filter, every engine scans the accepted items exactly."""
-        if filter is None:
-            distance, position = self._nearest(queries, k)
-        else:
-            distance, position = self._closest_of(queries, k, self._fitting(filter))
-        return [self._found(d, p) for d, p in zip(distance, position, strict=True)]
-
-    def _closest_of(self, queries: GaussianEmbedding, k: int, chosen: Tensor) -> tuple[Tensor, Tensor]:
-        """The k closest of the items at some positions: ((n, k) float32 distances, (n, k) positions)."""
-        if not len(chosen):
-            return torch.empty(queries.n, 0), chosen.expand(queries.n, 0)
-        if self._lifts:
-            distance, position = self._screen.among(chosen).closest(queries, k)
-        else:
-            _, place = top_k(queries, self.embeddings[chosen], with_margin(k), self.oriented_distance)
-            distance, position = (found[:, :k] for found in self._anew(queries, chosen[place]))
-        return distance.float(), position
+        found = self._nearest(queries, k, None if filter is None else self._fitting(filter))
+        return [self._found(d, p) for d, p in zip(*found, strict=True)]
 
     def count(self, filter: Filter) -> int:
         """See :meth:`Gallery.count`."""
@@ -203,8 +188,8 @@ class GaussianIndex(Gallery):
             # Products of matrices round by about 1e-6 of the largest distance.
             near = block <= radius + 1e-5 * block.abs().amax(1, keepdim=True)
             for i, row in enumerate(near, start):
-                candidates = row.nonzero().squeeze(1)
-                distance, position = self._anew(queries[i : i + 1], candidates.unsqueeze(0))
+                candidates, query = row.nonzero().T, queries[i : i + 1]
+                distance, position = closest_candidates(query, self.embeddings, candidates, self.oriented_distance)
                 inside = distance[0] <= radius
                 found.append(self._found(distance[0][inside][:most], position[0][inside][:most]))
         return found
@@ -231,19 +216,21 @@ class GaussianIndex(Gallery):
         """
         return self._nearest(self.checked(queries, k), k)
 
-    def _nearest(self, queries: GaussianEmbedding, k: int) -> tuple[Tensor, Tensor]:
-        k = min(k, len(self))
-        if self.store is None and self._lifts:
-            distance, found = self._screen.closest(queries, k)
+    def _nearest(self, queries: GaussianEmbedding, k: int, chosen: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """:meth:`nearest` among all items, or exactly among those at some ascending positions."""
+        exact, n = self.store is None or chosen is not None, len(self) if chosen is None else len(chosen)
+        k, c = min(k, n), min(n, with_margin(k))
+        if exact and self._lifts:
+            screen = self._screen if chosen is None else self._screen.among(chosen)
+            distance, found = screen.closest(queries, k)
+        elif n:
+            part = self.embeddings if chosen is None else self.embeddings[chosen]
+            found = top_k(queries, part, c, self.oriented_distance)[1] if exact else self._candidates(queries, c)
+            found = found if chosen is None else chosen[found]
+            distance, found = closest_candidates(queries, self.embeddings, found, self.oriented_distance)
         else:
-            distance, found = self._anew(queries, self._candidates(queries, min(len(self), with_margin(k))))
+            distance, found = torch.empty(queries.n, 0), torch.empty(queries.n, 0, dtype=torch.long)
         return distance[:, :k].float(), found[:, :k]
-
-    def _anew(self, queries: GaussianEmbedding, candidates: Tensor) -> tuple[Tensor, Tensor]:
-        """The (n, c) candidates of each query with their exact distances, closest first."""
-        if self._lifts:
-            return ordered_candidates(queries, self.embeddings, self.oriented_distance, candidates)
-        return closest_candidates(queries, self.embeddings, candidates, self.oriented_distance)
 
     def scan(self, batch: int = 4096) -> Iterator[GalleryRecords]:
         """See :meth:`Gallery.scan`; in the order of the gallery."""
@@ -371,10 +358,8 @@ class GaussianIndex(Gallery):
         return fits.nonzero().squeeze(1)
 
     def _candidates(self, queries: GaussianEmbedding, c: int) -> Tensor:
-        """(n, c) distinct positions; queries with fewer results of an approximate engine are searched exactly."""
-        if self.store is None:
-            blocks = distance_blocks(queries, self.embeddings, self.oriented_distance)
-            return closest_in_blocks(blocks, c, queries.n, len(self))[1]
+        """(n, c) distinct positions by FAISS; queries for which it finds fewer are searched exactly."""
+        assert self.store is not None
         _, found = self.store.search(lift_queries(queries, self.distance, centre=self.centre), c)
         short = (found < 0).any(dim=1).nonzero().squeeze(1)
         if len(short):

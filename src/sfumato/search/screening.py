@@ -99,7 +99,7 @@ def pair_distances(
 
     queries (n, d), gallery (m, d), query (p,), item (p,) -> (p,).
     """
-    queries, found = queries.to(torch.float64), torch.empty(len(query), dtype=torch.float64)
+    queries, found = queries.to(torch.float64), torch.empty(len(query), dtype=torch.float64, device=query.device)
 
     @torch.no_grad()
     def work(number: int) -> None:
@@ -108,18 +108,6 @@ def pair_distances(
 
     _in_parallel(work, -(-len(query) // _PAIRS))
     return found
-
-
-def ordered_candidates(
-    queries: GaussianEmbedding, gallery: GaussianEmbedding, distance: Distance, candidates: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Order each query's candidates by their float64 distances. queries (n, d), gallery (m, d), candidates (n, c)."""
-    n, c = candidates.shape
-    candidates = candidates.sort(dim=1).values
-    query = torch.arange(n).repeat_interleave(c)
-    found = pair_distances(queries, gallery, distance, query, candidates.flatten()).view(n, c)
-    found, order = found.sort(dim=1, stable=True)
-    return found, candidates.gather(1, order)
 
 
 @dataclass(frozen=True, eq=False)
