@@ -11,30 +11,17 @@ import sys
 from collections.abc import MutableMapping
 from pathlib import Path
 
-# In the order of the help.
-from sfumato.cli import (
+from sfumato.cli import (  # noqa: F401  They register their commands.
     embed_commands,
     evaluate_commands,
     search_commands,
     study_commands,
-    table_commands,
     train_commands,
 )
 from sfumato.cli.common import app
 from sfumato.errors import RunFailedError, UserError, explain_os_error, printable
 
-__all__ = [
-    "app",
-    "available_cores",
-    "embed_commands",
-    "evaluate_commands",
-    "main",
-    "search_commands",
-    "set_threads",
-    "study_commands",
-    "table_commands",
-    "train_commands",
-]
+__all__ = ["app", "available_cores", "main", "set_threads"]
 
 _INTERRUPTED = 130
 

@@ -1,25 +1,116 @@
-"""What commands share: options, messages, and the resolution of model, data, overrides, split and device."""
+"""What commands share: how flags are made and shown, messages, checks of outputs, and the model with its data."""
 
+import dataclasses
 import difflib
+import functools
+import inspect
 import json
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 from typer.core import TyperGroup
 
-from sfumato.errors import UserError, as_typed
+from sfumato.errors import UserError, as_typed, disk_cause
 from sfumato.progress import say
+
+_GROUPS = {
+    "start": "demo index search serve",
+    "models": "train adopt calibrate export recipes",
+    "measure": "evaluate trust audit report table referee",
+    "data": "embed regions copy",
+}
+"""The groups of the help and their commands; all others are studies, which --help-all shows."""
 
 
 class _Commands(TyperGroup):
-    """Lists the commands in the order of a first use; groups would otherwise come last."""
+    """The help fits one screen: a line a command, in groups."""
 
-    def list_commands(self, ctx: Any) -> list[str]:
-        first = ("train", "evaluate")
-        return sorted(super().list_commands(ctx), key=lambda name: first.index(name) if name in first else len(first))
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Write the groups; the studies too if they are wanted."""
+        groups = {group: names.split() for group, names in _GROUPS.items()}
+        if ctx.meta.get("all"):
+            shown = " ".join(_GROUPS.values()).split()
+            groups["studies"] = [name for name in self.commands if name not in shown]
+        formatter.write("Usage: sfumato [--version] COMMAND ...\n" + str(self.help) + "\n\n")
+        for group, names in groups.items():
+            for name, heading in zip(names, [group, *[""] * len(names)], strict=False):
+                formatter.write(f"{heading:<9}{name:<11}{self.commands[name].get_short_help_str(60)}\n")
+        formatter.write("\nOptions: sfumato COMMAND --help. Studies of the papers: sfumato --help-all.\n")
+
+
+def _help_all(ctx: typer.Context, wanted: bool) -> None:
+    """Print the help with all that it leaves out at first."""
+    if wanted:
+        ctx.meta["all"] = True
+        for param in ctx.command.params:
+            if getattr(param, "help", None):
+                param.hidden = False  # type: ignore[attr-defined]
+        print(ctx.get_help())
+        raise typer.Exit
+
+
+HelpAll = Annotated[
+    bool, typer.Option("--help-all", callback=_help_all, is_eager=True, help="Show all options, rare ones too.")
+]
+
+
+def flag(help: str, *names: str, **more: Any) -> Any:
+    """An option of a command."""
+    return typer.Option(*names, help=help, **more)
+
+
+def rare(help: str, *names: str, **more: Any) -> Any:
+    """An option that --help leaves out and --help-all shows."""
+    return typer.Option(*names, help=help, hidden=True, **more)
+
+
+def word(help: str, metavar: str, **more: Any) -> Any:
+    """An argument of a command."""
+    return typer.Argument(help=help, metavar=metavar, **more)
+
+
+def command(of: typer.Typer | None = None) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Make a function a command; of a parameter whose type is a dataclass, every field is an option."""
+
+    def register(function: Callable[..., None]) -> Callable[..., None]:
+        hints = get_type_hints(function, include_extras=True)
+        parts = {name: hint for name, hint in hints.items() if dataclasses.is_dataclass(hint)}
+        taken: list[tuple[str, Any, Any]] = []
+        for name, parameter in inspect.signature(function).parameters.items():
+            if name in parts:
+                own = get_type_hints(parts[name], include_extras=True)
+                taken += [(field.name, own[field.name], _default(field)) for field in dataclasses.fields(parts[name])]
+            else:
+                taken.append((name, hints[name], parameter.default))
+        if any(getattr(info, "hidden", False) and info.help for _, hint, _ in taken for info in hint.__metadata__):
+            taken.append(("help_all", HelpAll, False))
+
+        @functools.wraps(function)
+        def call(**given: Any) -> None:
+            given.pop("help_all", None)
+            made = {
+                name: part(**{field.name: given.pop(field.name) for field in dataclasses.fields(part)})
+                for name, part in parts.items()
+            }
+            function(**given, **made)
+
+        call.__annotations__ = {name: hint for name, hint, _ in taken}
+        kind = inspect.Parameter.KEYWORD_ONLY
+        call.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+            [inspect.Parameter(name, kind, default=default, annotation=hint) for name, hint, default in taken]
+        )
+        return (of or app).command()(call)
+
+    return register
+
+
+def _default(field: Any) -> Any:
+    return inspect.Parameter.empty if field.default is dataclasses.MISSING else field.default
 
 
 class Verbs(TyperGroup):
@@ -76,54 +167,43 @@ def _options(
     version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
+    help_all: HelpAll = False,
 ) -> None:
     """Options of all commands."""
 
 
-RecipeName = Annotated[
-    str, typer.Argument(metavar="RECIPE", help="Path of a recipe, or name of a recipe of the package.")
-]
+RecipeName = Annotated[str, word("Path of a recipe, or name of a recipe of the package.", "RECIPE")]
 Overrides = Annotated[
-    list[str] | None,
-    typer.Argument(metavar="SECTION.KEY=VALUE", help="Changes to the recipe, e.g. train.epochs=10 loss.alpha=0.01."),
+    list[str] | None, word("Changes to the recipe, e.g. train.epochs=10 loss.alpha=0.01.", "SECTION.KEY=VALUE")
 ]
 ModelName = Annotated[
     str,
-    typer.Argument(
-        metavar="MODEL",
-        help="Folder of a run or of an exported or published model, file of a released checkpoint, or name on the"
+    word(
+        "Folder of a run or of an exported or published model, file of a released checkpoint, or name on the"
         " Hugging Face hub.",
+        "MODEL",
     ),
 ]
-RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run.")]
+RunFolder = Annotated[Path, word("Folder of a run.", "RUN")]
 DataRecipe = Annotated[
-    str | None,
-    typer.Option(metavar="RECIPE", help="Recipe (path or name) that names the data. Default: the data of the run."),
+    str | None, flag("Recipe (path or name) that names the data. Default: the data of the run.", metavar="RECIPE")
 ]
 DataOverrides = Annotated[
     list[str] | None,
-    typer.Argument(
-        metavar="SECTION.KEY=VALUE",
-        help="With --data: changes to that recipe, e.g. data.path=my.jsonl. Without it: where the data of the run are"
-        " now.",
+    word(
+        "With --data: changes to that recipe, e.g. data.path=my.jsonl. Without it: where the data of the run are now.",
+        "SECTION.KEY=VALUE",
     ),
 ]
-Split = Annotated[str, typer.Option(help="Split of the data.")]
-Uncertainty = Annotated[
-    str,
-    typer.Option(
-        help="Uncertainty of queries: total_variance (PCME++), geometric_std (PCME) or log_det (probabilistic VSE++)."
-    ),
-]
+Split = Annotated[str, flag("Split of the data.")]
+UNCERTAINTY = "Uncertainty of queries: total_variance (PCME++), geometric_std (PCME) or log_det (probabilistic VSE++)."
 Bootstrap = Annotated[
-    int, typer.Option(min=0, help="Number of bootstrap resamples for the confidence intervals; 0 for no intervals.")
+    int, flag("Number of bootstrap resamples for the confidence intervals; 0 for no intervals.", min=0)
 ]
-Seed = Annotated[int, typer.Option(min=0, help="Seed of all random choices.")]
-Device = Annotated[str, typer.Option(help="Where to compute: auto, cpu, cuda or mps.")]
-InstanceFiles = Annotated[
-    list[Path] | None, typer.Option(help="COCO's instances_*.json, to add PMRP; may be given several times.")
-]
-AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
+Seed = Annotated[int, flag("Seed of all random choices.", min=0)]
+Device = Annotated[str, flag("Where to compute: auto, cpu, cuda or mps.")]
+INSTANCES = "COCO's instances_*.json, to add PMRP; may be given several times."
+AsJson = Annotated[bool, flag("Print the result as JSON.", "--json")]
 
 TIMEOUT_MINUTES = 30.0
 """Longest time that one process of an evaluation waits for another one, in minutes."""
@@ -155,6 +235,21 @@ if TYPE_CHECKING:
     from sfumato.data.sources import DataConfig
     from sfumato.models.model import Model
     from sfumato.models.run import Run
+
+
+@dataclass(frozen=True)
+class OnData:
+    """The flags that name a model and its data."""
+
+    model: ModelName
+    overrides: DataOverrides = None
+    data: DataRecipe = None
+    split: Split = "test"
+    device: Device = "auto"
+
+    def open(self, purpose: str) -> "ModelOnData":
+        """Load the model and find its data."""
+        return open_model_on_data(self.model, self.data, self.overrides, self.split, self.device, purpose=purpose)
 
 
 @dataclass(frozen=True, eq=False)
@@ -258,3 +353,48 @@ def _no_run(model: str, purpose: str) -> UserError:
     if not Path(model).exists():
         return UserError(f"there is no folder {model}; a model on the hub needs data to {purpose}: {way}")
     return UserError(f"{model} is not a run folder (no {RECIPE} in it); another model needs data to {purpose}: {way}")
+
+
+def check_out_folder(path: Path, *, ours: Callable[[Path], bool] | None = None, option: str = "--out") -> None:
+    """Check that a folder can be written, or made with its parents."""
+    if path.is_dir():
+        found = next((p.name for p in sorted(path.iterdir()) if not p.name.startswith(".")), None)
+        if ours is not None and found is not None and not ours(path):
+            raise UserError(f"{option} {path}: the folder holds something else ({found}); give a new or empty one")
+    elif path.exists():
+        raise UserError(f"{option} {path} is a file; give a folder")
+    _check_writable(path, path, option)
+
+
+def check_out_file(path: Path, *, option: str = "--out") -> None:
+    """Check that a file can be written."""
+    if path.is_dir():
+        raise UserError(f"{option} {path} is a folder; give the name of a file, e.g. {path / 'NAME'}{path.suffix}")
+    if not path.parent.is_dir():
+        raise UserError(f"{option} {path}: the folder {path.parent} does not exist; create it first")
+    _check_writable(path.parent, path, option)
+
+
+def _check_writable(folder: Path, path: Path, option: str) -> None:
+    """Try to make a file in a folder, or in the nearest one above it that exists."""
+    above = next(each for each in (folder, *folder.absolute().parents) if each.exists())
+    if not above.is_dir():
+        raise UserError(f"{option} {path}: {above} is a file, so nothing can be made below it; give another folder")
+    try:
+        with tempfile.TemporaryFile(dir=above):
+            pass
+    except OSError as error:
+        raise UserError(
+            f"{option} {path}: nothing can be written there: {disk_cause(error) or error.strerror}"
+        ) from error
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Name the output in errors of the disk that name no file, and in those of libraries with classes of their own."""
+    try:
+        yield
+    except Exception as error:
+        if getattr(error, "filename", None) is not None or (cause := disk_cause(error)) is None:
+            raise
+        raise UserError(f"{path}: {cause}") from error

@@ -5,46 +5,46 @@ import os
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
-
 from sfumato.cli.common import (
     AsJson,
     Device,
     ModelName,
     RunFolder,
     Seed,
-    app,
+    check_out_file,
+    check_out_folder,
+    command,
+    flag,
     parse_names,
     print_result,
     problems_suffix,
     speed_suffix,
+    word,
+    writing,
 )
-from sfumato.cli.outputs import check_out_file, check_out_folder, writing
 from sfumato.errors import UserError, as_typed
 
 
-@app.command()
+@command()
 def regions(
-    data: Annotated[str, typer.Argument(metavar="RECIPE", help="Recipe (path or name) that names the images.")],
+    data: Annotated[str, word("Recipe (path or name) that names the images.", "RECIPE")],
     overrides: Annotated[
         list[str] | None,
-        typer.Argument(metavar="SECTION.KEY=VALUE", help="Changes to the recipe, e.g. data.path=my.jsonl."),
+        word("Changes to the recipe, e.g. data.path=my.jsonl.", "SECTION.KEY=VALUE"),
     ] = None,
-    out: Annotated[Path, typer.Option(help="Folder to write: new, or empty.")] = Path("regions"),
+    out: Annotated[Path, flag("Folder to write: new, or empty.")] = Path("regions"),
     backbone: Annotated[
-        str, typer.Option(help="Frozen model: efficientnet-lite0, a name on the hub, or a local transformers folder.")
+        str, flag("Frozen model: efficientnet-lite0, a name on the hub, or a local transformers folder.")
     ] = "efficientnet-lite0",
-    size: Annotated[
-        int | None, typer.Option(help="Side of the images, in pixels. Default: the backbone's own.")
-    ] = None,
+    size: Annotated[int | None, flag("Side of the images, in pixels. Default: the backbone's own.")] = None,
     grid: Annotated[
-        int | None, typer.Option(help="Average a convolutional map to GRID x GRID regions. Default: all its cells.")
+        int | None, flag("Average a convolutional map to GRID x GRID regions. Default: all its cells.")
     ] = None,
     layout: Annotated[
-        str, typer.Option(help="scan: one file per split. manifest: one file per image, for any number of captions.")
+        str, flag("scan: one file per split. manifest: one file per image, for any number of captions.")
     ] = "scan",
     splits: Annotated[
-        str | None, typer.Option(help="Splits of the data, separated by commas, e.g. train,val. Default: all.")
+        str | None, flag("Splits of the data, separated by commas, e.g. train,val. Default: all.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -68,54 +68,40 @@ def regions(
     print_result(result, as_json, f"{line}\nto train from them: {command}" + problems_suffix(problems))
 
 
-Images = Annotated[Path | None, typer.Option(help="Folder of images, with all its subfolders.")]
-Manifest = Annotated[
-    Path | None, typer.Option(help="Or a .jsonl, .csv or .parquet file with a column image and, optionally, id.")
-]
-Shards = Annotated[
-    str | None, typer.Option(help="Or webdataset shards: a folder, a glob, or a pattern such as 'a-{000..009}.tar'.")
-]
-Texts = Annotated[Path | None, typer.Option(help="Or a file with one text per line.")]
-Shard = Annotated[
-    str | None,
-    typer.Option(
-        metavar="I/N", help="Do job I of N jobs, from 0/N to N-1/N. Default: 0/1, under torchrun RANK/WORLD_SIZE."
-    ),
-]
-Workers = Annotated[
-    int | None, typer.Option(min=1, help="Number of threads that decode. Default: the number of processors.")
-]
-PartSize = Annotated[int, typer.Option(min=1, help="Largest number of items per part; the same in all jobs.")]
-ProblemFraction = Annotated[
-    float,
-    typer.Option(
-        "--max-problem-fraction",
-        "--max-problem-share",
-        min=0,
-        max=1,
-        help="Stop when more than this fraction of a job's items, and more than three, are unusable.",
-    ),
-]
-
-
-@app.command()
+@command()
 def embed(
     model: ModelName,
     out: Annotated[
         Path,
-        typer.Option(
-            help="Folder for the parts; an incomplete one is continued. Or, for few items, one file NAME.safetensors."
-        ),
+        flag("Folder for the parts; an incomplete one is continued. Or, for few items, one file NAME.safetensors."),
     ],
-    images: Images = None,
-    manifest: Manifest = None,
-    shards: Shards = None,
-    texts: Texts = None,
-    shard: Shard = None,
-    workers: Workers = None,
-    batch: Annotated[int, typer.Option(min=1, help="Number of items that the encoder takes at a time.")] = 64,
-    part_size: PartSize = 4096,
-    max_problem_share: ProblemFraction = 0.01,
+    images: Annotated[Path | None, flag("Folder of images, with all its subfolders.")] = None,
+    manifest: Annotated[
+        Path | None, flag("Or a .jsonl, .csv or .parquet file with a column image and, optionally, id.")
+    ] = None,
+    shards: Annotated[
+        str | None, flag("Or webdataset shards: a folder, a glob, or a pattern such as 'a-{000..009}.tar'.")
+    ] = None,
+    texts: Annotated[Path | None, flag("Or a file with one text per line.")] = None,
+    shard: Annotated[
+        str | None,
+        flag("Do job I of N jobs, from 0/N to N-1/N. Default: 0/1, under torchrun RANK/WORLD_SIZE.", metavar="I/N"),
+    ] = None,
+    workers: Annotated[
+        int | None, flag("Number of threads that decode. Default: the number of processors.", min=1)
+    ] = None,
+    batch: Annotated[int, flag("Number of items that the encoder takes at a time.", min=1)] = 64,
+    part_size: Annotated[int, flag("Largest number of items per part; the same in all jobs.", min=1)] = 4096,
+    max_problem_share: Annotated[
+        float,
+        flag(
+            "Stop when more than this fraction of a job's items, and more than three, are unusable.",
+            "--max-problem-fraction",
+            "--max-problem-share",
+            min=0,
+            max=1,
+        ),
+    ] = 0.01,
     device: Device = "auto",
     as_json: AsJson = False,
 ) -> None:
@@ -184,10 +170,10 @@ def _embed_one_file(
     return result, line + speed_suffix(per_second) + problems_suffix(problems)
 
 
-@app.command()
+@command()
 def export(
     run: RunFolder,
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to write: new, or empty.")],
+    out: Annotated[Path, word("Folder to write: new, or empty.", "OUT")],
     as_json: AsJson = False,
 ) -> None:
     """Export a run's model in the layout of the Hugging Face hub.
@@ -203,84 +189,68 @@ def export(
     print_result({"out": str(written), "bytes": size}, as_json, f"exported {size / 1e6:.1f} MB: {written}")
 
 
-FrozenModel = Annotated[
-    str | None,
-    typer.Argument(
-        metavar="MODEL",
-        help="Hub name or folder of a CLIP or SigLIP model of transformers, or open_clip:ARCHITECTURE/TAG; with --data."
-        " Or give --images and --texts.",
-    ),
-]
-FrozenData = Annotated[
-    str | None,
-    typer.Option(
-        metavar="PATH",
-        help="With MODEL: a manifest (.csv, .jsonl, .parquet), a folder of images with .txt files, or a Karpathy JSON"
-        " beside its images.",
-    ),
-]
-FrozenImages = Annotated[
-    str | None,
-    typer.Option(
-        metavar="FILE",
-        help="Embeddings of images: .npy, .safetensors (FILE:NAME), .parquet, or a folder of such files.",
-    ),
-]
-FrozenTexts = Annotated[
-    str | None, typer.Option(metavar="FILE", help="Embeddings of texts by the same model, as --images.")
-]
-FrozenPairsFile = Annotated[
-    str | None,
-    typer.Option(
-        metavar="FILE",
-        help="True pairs: columns image and text (rows or ids), optionally split and caption. Default: row i of the"
-        " images with row i of the texts.",
-    ),
-]
-AdoptBy = Annotated[
-    str,
-    typer.Option(
-        help="What the probability of a hit is computed from: distance, nearest (also the nearest items), reference"
-        " (also reference queries), or auto, which tries all and keeps the best."
-    ),
-]
-Calibrating = Annotated[
-    float, typer.Option(min=0.01, max=0.98, help="Fraction of the images that calibrate, if the pairs have no split.")
-]
-Measuring = Annotated[
-    float, typer.Option(min=0, max=0.98, help="Fraction of the images that measure, if the pairs have no split.")
-]
-AskedBy = Annotated[
-    str,
-    typer.Option(
-        help="Queries that probabilities are for. planted: every query has a match in the gallery; independent: some"
-        " have none."
-    ),
-]
-
-MaxQueries = Annotated[
-    int,
-    typer.Option(
-        min=1,
-        help="Largest number of images, and of texts, of the split val that are queries of the fit. More take longer.",
-    ),
-]
-
-
-@app.command()
+@command()
 def adopt(
-    model: FrozenModel = None,
-    data: FrozenData = None,
-    images: FrozenImages = None,
-    texts: FrozenTexts = None,
-    pairs: FrozenPairsFile = None,
-    out: Annotated[Path, typer.Option(help="Folder of the adopted model: new, or empty.")] = Path("runs/adopted"),
-    method: AdoptBy = "auto",
-    val_fraction: Calibrating = 0.5,
-    test_fraction: Measuring = 0.3,
-    queries: AskedBy = "planted",
-    max_queries: MaxQueries = 1500,
-    force: Annotated[bool, typer.Option("--force", help="Replace an adopted model in the folder.")] = False,
+    model: Annotated[
+        str | None,
+        word(
+            "Hub name or folder of a CLIP or SigLIP model of transformers, or open_clip:ARCHITECTURE/TAG; with"
+            " --data. Or give --images and --texts.",
+            "MODEL",
+        ),
+    ] = None,
+    data: Annotated[
+        str | None,
+        flag(
+            "With MODEL: a manifest (.csv, .jsonl, .parquet), a folder of images with .txt files, or a"
+            " Karpathy JSON beside its images.",
+            metavar="PATH",
+        ),
+    ] = None,
+    images: Annotated[
+        str | None,
+        flag(
+            "Embeddings of images: .npy, .safetensors (FILE:NAME), .parquet, or a folder of such files.", metavar="FILE"
+        ),
+    ] = None,
+    texts: Annotated[str | None, flag("Embeddings of texts by the same model, as --images.", metavar="FILE")] = None,
+    pairs: Annotated[
+        str | None,
+        flag(
+            "True pairs: columns image and text (rows or ids), optionally split and caption. Default: row i of"
+            " the images with row i of the texts.",
+            metavar="FILE",
+        ),
+    ] = None,
+    out: Annotated[Path, flag("Folder of the adopted model: new, or empty.")] = Path("runs/adopted"),
+    method: Annotated[
+        str,
+        flag(
+            "What the probability of a hit is computed from: distance, nearest (also the nearest items),"
+            " reference (also reference queries), or auto, which tries all and keeps the best."
+        ),
+    ] = "auto",
+    val_fraction: Annotated[
+        float, flag("Fraction of the images that calibrate, if the pairs have no split.", min=0.01, max=0.98)
+    ] = 0.5,
+    test_fraction: Annotated[
+        float, flag("Fraction of the images that measure, if the pairs have no split.", min=0, max=0.98)
+    ] = 0.3,
+    queries: Annotated[
+        str,
+        flag(
+            "Queries that probabilities are for. planted: every query has a match in the gallery; independent:"
+            " some have none."
+        ),
+    ] = "planted",
+    max_queries: Annotated[
+        int,
+        flag(
+            "Largest number of images, and of texts, of the split val that are queries of the fit. More take longer.",
+            min=1,
+        ),
+    ] = 1500,
+    force: Annotated[bool, flag("Replace an adopted model in the folder.", "--force")] = False,
     seed: Seed = 0,
     as_json: AsJson = False,
 ) -> None:

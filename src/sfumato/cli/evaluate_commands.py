@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast
@@ -11,25 +11,28 @@ from typing import TYPE_CHECKING, Annotated, cast
 import typer
 
 from sfumato.cli.common import (
+    INSTANCES,
     TIMEOUT_MINUTES,
+    UNCERTAINTY,
     AsJson,
     Bootstrap,
-    DataOverrides,
-    DataRecipe,
     Device,
-    InstanceFiles,
-    ModelName,
     ModelOnData,
+    OnData,
     Seed,
     Split,
-    Uncertainty,
     Verbs,
     app,
+    check_out_file,
+    check_out_folder,
+    command,
+    flag,
     is_run,
     open_model_on_data,
     parse_names,
+    rare,
+    word,
 )
-from sfumato.cli.outputs import check_out_file, check_out_folder
 from sfumato.errors import UserError, as_typed
 
 if TYPE_CHECKING:
@@ -152,109 +155,126 @@ app.add_typer(evaluate, name="evaluate")
 
 Distance = Annotated[
     str | None,
-    typer.Option(
+    flag(
+        "Distance to rank by; match_probability: PCME's, with the logits of the run. Default: the model's own.",
         "--distance",
         "--score",
-        help="Distance to rank by; match_probability: PCME's, with the logits of the run. Default: the model's own.",
     ),
-]
-Strategies = Annotated[
-    str | None,
-    typer.Option(
-        help="Search strategies to compare: all (those for large galleries), pcme (those of PCME's table E.1), or some"
-        " of mean, wasserstein2, csd, faiss_mean, faiss_rerank, faiss_lifted, kl, js, elk, bhattacharyya, average_l2,"
-        " match_probability, separated by commas."
-    ),
-]
-Engine = Annotated[str, typer.Option(help="Engine of the FAISS strategies: ivf, hnsw or exact.")]
-Candidates = Annotated[int, typer.Option(min=1, help="Number of candidates that FAISS returns to be re-ranked.")]
-PerQueryFile = Annotated[
-    Path | None, typer.Option(help="File to write the results of single queries to: .parquet or .csv.")
-]
-CompareRun = Annotated[
-    str | None,
-    typer.Option(
-        metavar="RUN_OR_FILE",
-        help="Compare query by query with another run, or with a file that --per-query wrote.",
-    ),
-]
-CompareFile = Annotated[
-    str | None, typer.Option(metavar="FILE", help="Compare query by query with a file that --per-query wrote.")
-]
-Published = Annotated[
-    bool, typer.Option("--published", help="Show the papers' figures for this data beside the own ones.")
-]
-PublishedTables = Annotated[
-    str | None,
-    typer.Option(help="Published tables to show, separated by commas, e.g. 'PCME++ C.3,PCME E.4'."),
-]
-GroundTruthFile = Annotated[
-    Path | None, typer.Option(help="Ground truth: .csv of image,text or .json of {image: [texts]}.")
-]
-BenchmarkName = Annotated[str | None, typer.Option(help="Benchmark: coco, flickr30k, flickr8k, cub or emoji.")]
-AnnotationFiles = Annotated[Path | None, typer.Option(help="File or folder with the benchmark's annotations.")]
-ClassLists = Annotated[
-    Path | None,
-    typer.Option(
-        help="CUB: folder of the lists testclasses.txt, trainvalclasses.txt, ..., from which --split chooses (test,"
-        " seen, train, train1, val1, ...), or a file of class names."
-    ),
-]
-Rpc2Matches = Annotated[
-    str,
-    typer.Option(
-        "--rpc2",
-        help="COCO: matches of RPC²: union, CxC's and COCO's own pairs, as in the paper; or cxc, CxC's alone. The"
-        " others stand beside, as rpc2_cxc or rpc2_union.",
-    ),
-]
-Samples = Annotated[
-    int | None,
-    typer.Option(
-        min=1,
-        help="Number of samples of each embedding for average_l2 and match_probability. Default: as in training; 7 for"
-        " a released model of PCME, 8 for average_l2.",
-    ),
-]
-SampleSeed = Annotated[int, typer.Option("--seed", min=0, help="Seed of these samples.")]
-MetricNames = Annotated[
-    str | None,
-    typer.Option(help="Metrics, separated by commas, e.g. recall@1,map@r. Default: those of the ground truth."),
 ]
 
 
-@evaluate.command()
+@dataclass(frozen=True)
+class BenchmarkFlags:
+    """A benchmark and its ground truths."""
+
+    benchmark: Annotated[str | None, flag("Benchmark: coco, flickr30k, flickr8k, cub or emoji.")] = None
+    annotations: Annotated[Path | None, flag("File or folder with the benchmark's annotations.")] = None
+    instances: Annotated[list[Path] | None, rare(INSTANCES)] = None
+    classes: Annotated[
+        Path | None,
+        rare(
+            "CUB: folder of the lists testclasses.txt, trainvalclasses.txt, ..., from which --split chooses (test,"
+            " seen, train, train1, val1, ...), or a file of class names."
+        ),
+    ] = None
+    metrics: Annotated[
+        str | None,
+        rare("Metrics, separated by commas, e.g. recall@1,map@r. Default: those of the ground truth."),
+    ] = None
+    rpc2: Annotated[
+        str,
+        rare(
+            "COCO: matches of RPC²: union, CxC's and COCO's own pairs, as in the paper; or cxc, CxC's alone. The"
+            " others stand beside, as rpc2_cxc or rpc2_union.",
+        ),
+    ] = "union"
+
+    def read(self, split: str) -> "Benchmark | None":
+        """The ground truths that a model is to be evaluated against; None for those of its split."""
+        from sfumato.evaluation.embedded_input import Benchmark, read_ground_truths
+
+        given = {f"--{name}": getattr(self, name) for name in ("annotations", "instances", "classes", "metrics")}
+        given |= {"--rpc2": None if self.rpc2 == "union" else self.rpc2}
+        if self.benchmark is None:
+            if extra := next((name for name, value in given.items() if value), None):
+                raise UserError(f"{extra} belongs to a benchmark; add --benchmark NAME, or leave it out")
+            return None
+        found = read_ground_truths(
+            self.benchmark, annotations=self.annotations, instances=tuple(self.instances or ()), classes=self.classes,
+            split=split, metrics=parse_names(self.metrics or ""), rpc2=cast("Rpc2", self.rpc2),
+        )  # fmt: skip
+        return Benchmark(self.benchmark, found)
+
+
+@dataclass(frozen=True)
+class MoreFlags:
+    """What an evaluation measures beside the distance."""
+
+    strategies: Annotated[
+        str | None,
+        flag(
+            "Search strategies to compare: all (those for large galleries), pcme (those of PCME's table E.1), or some"
+            " of mean, wasserstein2, csd, faiss_mean, faiss_rerank, faiss_lifted, kl, js, elk, bhattacharyya,"
+            " average_l2, match_probability, separated by commas."
+        ),
+    ] = None
+    engine: Annotated[str, rare("Engine of the FAISS strategies: ivf, hnsw or exact.")] = "ivf"
+    candidates: Annotated[int, rare("Number of candidates that FAISS returns to be re-ranked.", min=1)] = 100
+    per_query: Annotated[Path | None, flag("File to write the results of single queries to: .parquet or .csv.")] = None
+    compare: Annotated[
+        str | None,
+        flag(
+            "Compare query by query with a file that --per-query wrote or, for a model, with another run.",
+            metavar="RUN_OR_FILE",
+        ),
+    ] = None
+    published: Annotated[bool, rare("Show the papers' figures for this data beside the own ones.", "--published")] = (
+        False
+    )
+    published_tables: Annotated[
+        str | None, rare("Published tables to show, separated by commas, e.g. 'PCME++ C.3,PCME E.4'.")
+    ] = None
+    uncertainty: Annotated[str, rare(UNCERTAINTY)] = "total_variance"
+    samples: Annotated[
+        int | None,
+        rare(
+            "Number of samples of each embedding for average_l2 and match_probability. Default: as in training; 7 for"
+            " a released model of PCME, 8 for average_l2.",
+            min=1,
+        ),
+    ] = None
+    seed: Annotated[int, rare("Seed of these samples.", min=0)] = 0
+
+    def more(self) -> "More":
+        """The extras of an evaluation."""
+        from sfumato.evaluation.compare import More
+        from sfumato.evaluation.protocols import EvaluationOptions
+
+        return More(
+            self.strategies, self.engine, self.candidates, self.per_query, self.compare, self.published,
+            self.published_tables,
+            options=EvaluationOptions(self.samples, self.seed, cast("ScalarUncertainty", self.uncertainty)),
+        )  # fmt: skip
+
+
+@command(evaluate)
 def run(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="Folder of a run.")],
+    *,
+    run: Annotated[str, word("Folder of a run.", "RUN")],
     overrides: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="DATA.KEY=VALUE", help="Where the data of the run are now, e.g. data.path=my.jsonl."),
+        list[str] | None, word("Where the data of the run are now, e.g. data.path=my.jsonl.", "DATA.KEY=VALUE")
     ] = None,
     split: Split = "test",
     distance: Distance = None,
     seeds: Annotated[
         list[Path] | None,
-        typer.Option(
+        flag(
+            "Another run of the same recipe; may be given several times. Prints mean ± standard deviation.",
             metavar="RUN",
-            help="Another run of the same recipe; may be given several times. Prints mean ± standard deviation.",
         ),
     ] = None,
-    benchmark: BenchmarkName = None,
-    annotations: AnnotationFiles = None,
-    instances: InstanceFiles = None,
-    classes: ClassLists = None,
-    metrics: MetricNames = None,
-    rpc2: Rpc2Matches = "union",
-    uncertainty: Uncertainty = "total_variance",
-    samples: Samples = None,
-    seed: SampleSeed = 0,
-    strategies: Strategies = None,
-    engine: Engine = "ivf",
-    candidates: Candidates = 100,
-    per_query: PerQueryFile = None,
-    compare: CompareRun = None,
-    published: Published = False,
-    published_tables: PublishedTables = None,
+    benchmark: BenchmarkFlags,
+    beside: MoreFlags,
     device: Device = "auto",
     as_json: AsJson = False,
 ) -> None:
@@ -264,121 +284,66 @@ def run(
     split by the ids of images and texts, and writes benchmark-NAME-SPLIT-DISTANCE.json instead. Started by torchrun,
     several processes share the work.
     """
-    more = _more(
-        strategies, engine, candidates, per_query, compare, published, published_tables, uncertainty, samples, seed
-    )
-    chosen = _read_benchmark(benchmark, annotations, instances, classes, metrics, split, rpc2)
+    more, chosen = beside.more(), benchmark.read(split)
+    on = OnData(run, overrides, None, split, device)
     if not is_run(run):
-        open_model_on_data(run, None, overrides, split, "cpu", purpose="evaluate it on")
-    if seeds:
-        if more.anything or overrides:
-            raise UserError(
-                "--seeds needs runs on their own data, and no other model or --data; write sfumato evaluate"
-                " run RUN --seeds RUN --seeds RUN"
-            )
-        _evaluate_seeds([run, *map(str, seeds)], split, distance, chosen, more, device, as_json)
-    else:
-        _evaluate_and_print(run, None, overrides, split, distance, chosen, more, device, as_json)
+        on.open("evaluate it on")
+    if not seeds:
+        _evaluate_and_print(on, distance, chosen, more, as_json)
+        return
+    if more.anything or overrides:
+        raise UserError(
+            "--seeds needs runs on their own data, and no other model or --data; write sfumato evaluate"
+            " run RUN --seeds RUN --seeds RUN"
+        )
+    _evaluate_seeds([run, *map(str, seeds)], split, distance, chosen, more, device, as_json)
 
 
-@evaluate.command()
+@command(evaluate)
 def model(
-    model: ModelName,
-    overrides: DataOverrides = None,
-    data: DataRecipe = None,
-    split: Split = "test",
-    distance: Distance = None,
-    benchmark: BenchmarkName = None,
-    annotations: AnnotationFiles = None,
-    instances: InstanceFiles = None,
-    classes: ClassLists = None,
-    metrics: MetricNames = None,
-    rpc2: Rpc2Matches = "union",
-    uncertainty: Uncertainty = "total_variance",
-    samples: Samples = None,
-    seed: SampleSeed = 0,
-    strategies: Strategies = None,
-    engine: Engine = "ivf",
-    candidates: Candidates = 100,
-    per_query: PerQueryFile = None,
-    compare: CompareRun = None,
-    published: Published = False,
-    published_tables: PublishedTables = None,
-    device: Device = "auto",
-    as_json: AsJson = False,
+    *, on: OnData, distance: Distance = None, benchmark: BenchmarkFlags, beside: MoreFlags, as_json: AsJson = False
 ) -> None:
     """Evaluate any model on the data of a recipe.
 
     The model may be exported or published, or a run that is evaluated on other data. Started by torchrun, several
     processes share the work.
     """
-    more = _more(
-        strategies, engine, candidates, per_query, compare, published, published_tables, uncertainty, samples, seed
-    )
-    chosen = _read_benchmark(benchmark, annotations, instances, classes, metrics, split, rpc2)
-    _evaluate_and_print(model, data, overrides, split, distance, chosen, more, device, as_json)
+    _evaluate_and_print(on, distance, benchmark.read(on.split), beside.more(), as_json)
 
 
-ImageEmbeddings = Annotated[
-    str | None, typer.Option(help="Image embeddings: .npy, .parquet, .safetensors or FILE.safetensors:TENSOR.")
-]
-TextEmbeddings = Annotated[str | None, typer.Option(help="Text embeddings, in the same formats.")]
-ImageIds = Annotated[
-    Path | None,
-    typer.Option(help="Ids of the images: .txt, .json or .npy. Default: those of the ground truth, in its order."),
-]
-TextIds = Annotated[Path | None, typer.Option(help="Ids of the texts, with the same formats and default.")]
-ImageLogVar = Annotated[
-    Path | None, typer.Option(help="Log variances of the images: .npy. Default: none; the images are points.")
-]
-TextLogVar = Annotated[
-    Path | None, typer.Option(help="Log variances of the texts: .npy. Default: none; the texts are points.")
-]
-RankedLists = Annotated[
-    Path | None,
-    typer.Option(
-        help='Or ranked lists instead of embeddings, JSON: {"i2t": {image: [texts]}, "t2i": {text: [images]}}.'
-    ),
-]
-Score = Annotated[
-    str | None,
-    typer.Option(
-        "--score", "--distance", help="What to rank by: a distance, match_probability, cosine or dot. Default: csd."
-    ),
-]
-
-
-@evaluate.command()
+@command(evaluate)
 def files(
-    images: ImageEmbeddings = None,
-    texts: TextEmbeddings = None,
-    image_ids: ImageIds = None,
-    text_ids: TextIds = None,
-    image_log_var: ImageLogVar = None,
-    text_log_var: TextLogVar = None,
-    ranked: RankedLists = None,
-    truth: GroundTruthFile = None,
-    benchmark: BenchmarkName = None,
-    annotations: AnnotationFiles = None,
-    instances: InstanceFiles = None,
-    classes: ClassLists = None,
-    metrics: MetricNames = None,
-    rpc2: Rpc2Matches = "union",
-    split: Annotated[str, typer.Option(help="Split of a benchmark that has several.")] = "test",
-    score: Score = None,
-    uncertainty: Uncertainty = "total_variance",
-    samples: Samples = None,
-    seed: SampleSeed = 0,
-    logit_scale: Annotated[float | None, typer.Option(help="For match_probability: scale of the match logits.")] = None,
-    logit_bias: Annotated[float, typer.Option(help="For match_probability: bias of the match logits.")] = 0.0,
-    strategies: Strategies = None,
-    engine: Engine = "ivf",
-    candidates: Candidates = 100,
-    per_query: PerQueryFile = None,
-    compare: CompareFile = None,
-    published: Published = False,
-    published_tables: PublishedTables = None,
-    device: Device = "auto",
+    *,
+    images: Annotated[
+        str | None, flag("Image embeddings: .npy, .parquet, .safetensors or FILE.safetensors:TENSOR.")
+    ] = None,
+    texts: Annotated[str | None, flag("Text embeddings, in the same formats.")] = None,
+    image_ids: Annotated[
+        Path | None,
+        flag("Ids of the images: .txt, .json or .npy. Default: those of the ground truth, in its order."),
+    ] = None,
+    text_ids: Annotated[Path | None, flag("Ids of the texts, with the same formats and default.")] = None,
+    image_log_var: Annotated[
+        Path | None, rare("Log variances of the images: .npy. Default: none; the images are points.")
+    ] = None,
+    text_log_var: Annotated[
+        Path | None, rare("Log variances of the texts: .npy. Default: none; the texts are points.")
+    ] = None,
+    ranked: Annotated[
+        Path | None,
+        flag('Or ranked lists instead of embeddings, JSON: {"i2t": {image: [texts]}, "t2i": {text: [images]}}.'),
+    ] = None,
+    truth: Annotated[Path | None, flag("Ground truth: .csv of image,text or .json of {image: [texts]}.")] = None,
+    given: BenchmarkFlags,
+    split: Annotated[str, rare("Split of a benchmark that has several.")] = "test",
+    score: Annotated[
+        str | None,
+        flag("What to rank by: a distance, match_probability, cosine or dot. Default: csd.", "--score", "--distance"),
+    ] = None,
+    beside: MoreFlags,
+    logit_scale: Annotated[float | None, rare("For match_probability: scale of the match logits.")] = None,
+    logit_bias: Annotated[float, rare("For match_probability: bias of the match logits.")] = 0.0,
+    device: Annotated[str, rare("Where to compute: auto, cpu, cuda or mps.")] = "auto",
     as_json: AsJson = False,
 ) -> None:
     """Evaluate embeddings or ranked lists from files.
@@ -391,15 +356,13 @@ def files(
     from sfumato.models.run import choose_device
     from sfumato.progress import say
 
-    more = _more(
-        strategies, engine, candidates, per_query, compare, published, published_tables, uncertainty, samples, seed
-    )
+    more = beside.more()
     probability = None if logit_scale is None else match_probability_distance(logit_scale, logit_bias)
-    other = _read_compared(compare)
+    other = _read_compared(more.compared_with)
     more.check_samples(score or "csd")
     chosen = Files(
-        images, texts, image_ids, text_ids, image_log_var, text_log_var, ranked, truth, benchmark, annotations,
-        tuple(instances or ()), classes, metrics, cast("Rpc2", rpc2),
+        images, texts, image_ids, text_ids, image_log_var, text_log_var, ranked, truth, given.benchmark,
+        given.annotations, tuple(given.instances or ()), given.classes, given.metrics, cast("Rpc2", given.rpc2),
     )  # fmt: skip
     where = None if device == "auto" else choose_device(device)
     measured, embedded = measure_files(
@@ -443,75 +406,21 @@ def _read_compared(compare: str | None) -> "PerQuery | None":
     return read_per_query(compare)
 
 
-def _more(
-    strategies: str | None,
-    engine: str,
-    candidates: int,
-    per_query: Path | None,
-    compare: str | None,
-    published: bool,
-    tables: str | None,
-    uncertainty: str,
-    samples: int | None,
-    seed: int,
-) -> "More":
-    """The extras of an evaluation, and what it measures beside the distance."""
-    from sfumato.evaluation.compare import More
-    from sfumato.evaluation.protocols import EvaluationOptions
-
-    options = EvaluationOptions(samples, seed, cast("ScalarUncertainty", uncertainty))
-    return More(strategies, engine, candidates, per_query, compare, published, tables, options=options)
-
-
-def _read_benchmark(
-    benchmark: str | None,
-    annotations: Path | None,
-    instances: list[Path] | None,
-    classes: Path | None,
-    metrics: str | None,
-    split: str,
-    rpc2: str,
-) -> "Benchmark | None":
-    """The ground truths that a model is to be evaluated against; None for those of its split."""
-    from sfumato.evaluation.embedded_input import Benchmark, read_ground_truths
-
-    given = {"--annotations": annotations, "--instances": instances, "--classes": classes, "--metrics": metrics}
-    given |= {"--rpc2": None if rpc2 == "union" else rpc2}
-    if benchmark is None:
-        if extra := next((name for name, value in given.items() if value), None):
-            raise UserError(f"{extra} belongs to a benchmark; add --benchmark NAME, or leave it out")
-        return None
-    found = read_ground_truths(
-        benchmark, annotations=annotations, instances=tuple(instances or ()), classes=classes, split=split,
-        metrics=parse_names(metrics or ""), rpc2=cast("Rpc2", rpc2),
-    )  # fmt: skip
-    return Benchmark(benchmark, found)
-
-
 def _evaluate_and_print(
-    model: str,
-    data: str | None,
-    overrides: list[str] | None,
-    split: str,
-    distance: str | None,
-    benchmark: "Benchmark | None",
-    more: "More",
-    device: str,
-    as_json: bool,
+    on: OnData, distance: str | None, benchmark: "Benchmark | None", more: "More", as_json: bool
 ) -> None:
     """Evaluate one model and print the result in the first process."""
     from sfumato.models.process_group import join_process_group
     from sfumato.models.run import choose_device
 
-    with join_process_group(partial(choose_device, device), TIMEOUT_MINUTES) as group:
-        opened = open_model_on_data(model, data, overrides, split, group.device, purpose="evaluate it on")
+    with join_process_group(partial(choose_device, on.device), TIMEOUT_MINUTES) as group:
+        opened = open_model_on_data(on.model, on.data, on.overrides, on.split, group.device, purpose="evaluate it on")
         split = opened.split
         opened = replace(opened, split=_split_of_fold(opened, split))
         check_results(opened, more.per_query)
         result, path, beside = _evaluate(opened, distance, benchmark, more, group)
-    if not group.main or result is None:
-        return
-    _print_figures(result, beside, f"{model} on {split}", as_json, path)
+    if group.main and result is not None:
+        _print_figures(result, beside, f"{on.model} on {split}", as_json, path)
 
 
 def _split_of_fold(opened: ModelOnData, split: str) -> str:
@@ -643,27 +552,21 @@ def _evaluate_seeds(
         print_over_seeds(summary, f"{name}, {split}, {len(results)} runs")
 
 
-@app.command()
+@command()
 def trust(
-    model: ModelName,
-    overrides: DataOverrides = None,
-    data: DataRecipe = None,
-    split: Split = "test",
-    queries: Annotated[str, typer.Option(help="Queries whose uncertainty is measured: text, image or both.")] = "both",
+    on: OnData,
+    queries: Annotated[str, flag("Queries whose uncertainty is measured: text, image or both.")] = "both",
     bootstrap: Bootstrap = 1000,
     corrupted: Annotated[
         int | None,
-        typer.Option(
+        flag(
+            "Number of queries to corrupt and embed again in each way; 0 for none.",
             min=0,
             show_default="200 with --details or --json, else 0",
-            help="Number of queries to corrupt and embed again in each way; 0 for none.",
         ),
     ] = None,
     seed: Seed = 0,
-    details: Annotated[
-        bool, typer.Option("--details", help="After the summary, print the tables of all figures.")
-    ] = False,
-    device: Device = "auto",
+    details: Annotated[bool, flag("After the summary, print the tables of all figures.", "--details")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Measure what probabilities and uncertainties are worth.
@@ -676,7 +579,7 @@ def trust(
     from sfumato.models.trust_run import trust_model, trust_run
     from sfumato.reports.console_trust import print_trust, print_trust_summary
 
-    opened = open_model_on_data(model, data, overrides, split, device, purpose="measure it on")
+    opened = on.open("measure it on")
     split = opened.split
     check_results(opened)
     path = None
@@ -693,7 +596,7 @@ def trust(
     if as_json:
         print(json.dumps(report.to_json()))
         return
-    (print_trust if details else print_trust_summary)(report, f"{model} on {split}, by {report.distance}")
+    (print_trust if details else print_trust_summary)(report, f"{on.model} on {split}, by {report.distance}")
     if not details:
         print("AUROC: .5 is chance, 1 perfect. Brackets are 95 % intervals. --details prints")
         print("all figures, and what each estimator is.")

@@ -2,59 +2,61 @@
 
 import json
 import os
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
-from sfumato.cli.common import AsJson, Device, ModelName, app, print_result, problems_suffix
-from sfumato.cli.outputs import check_out_folder, writing
+from sfumato.cli.common import (
+    AsJson,
+    Device,
+    ModelName,
+    check_out_folder,
+    command,
+    flag,
+    print_result,
+    problems_suffix,
+    rare,
+    word,
+    writing,
+)
 from sfumato.errors import UserError
 from sfumato.progress import say
 
-ImagesToIndex = Annotated[
-    Path | None,
-    typer.Option(
-        help="Folder of images, with all its subfolders; for a model that reads embeddings, a file or folder of them."
-    ),
-]
-SplitToIndex = Annotated[
-    str | None, typer.Option(help="Or, for a run, the images of this split of its data; all for all splits.")
-]
-TextsToIndex = Annotated[Path | None, typer.Option(help="Or a file with one text per line, to be searched by image.")]
-EmbeddingsToIndex = Annotated[Path | None, typer.Option(help="Or a folder that sfumato embed has written.")]
-IndexEngine = Annotated[
-    str | None,
-    typer.Option(
-        help=(
-            "Engine of an index: exact, hnsw or ivf. All but exact need the extra faiss. Default: exact. Not"
-            " with --store."
-        )
-    ),
-]
-StoreUrl = Annotated[
-    str | None,
-    typer.Option(
-        metavar="URL",
-        help="Fill a collection in a vector store instead, where items can be added and deleted: file: (in the folder),"
-        " file:?engine=hnsw, milvus:PATH.db, milvus+http://host:19530/NAME, postgresql://user@host/database?table=NAME,"
-        " redis://host:6379/0?means=PATH.",
-    ),
-]
+if TYPE_CHECKING:
+    from sfumato.serve.settings import Settings
 
 
-@app.command()
+@command()
 def index(
     model: ModelName,
-    out: Annotated[Path, typer.Option(help="Folder of the index or the collection.")],
-    images: ImagesToIndex = None,
-    split: SplitToIndex = None,
-    texts: TextsToIndex = None,
-    embeddings: EmbeddingsToIndex = None,
-    engine: IndexEngine = None,
-    store: StoreUrl = None,
-    add: Annotated[bool, typer.Option("--add", help="Add to the collection that --out holds already.")] = False,
-    force: Annotated[bool, typer.Option("--force", help="Replace an index that --out holds already.")] = False,
+    out: Annotated[Path, flag("Folder of the index or the collection.")],
+    images: Annotated[
+        Path | None,
+        flag("Folder of images, with all its subfolders; for a model that reads embeddings, a file or folder of them."),
+    ] = None,
+    split: Annotated[
+        str | None, flag("Or, for a run, the images of this split of its data; all for all splits.")
+    ] = None,
+    texts: Annotated[Path | None, flag("Or a file with one text per line, to be searched by image.")] = None,
+    embeddings: Annotated[Path | None, flag("Or a folder that sfumato embed has written.")] = None,
+    engine: Annotated[
+        str | None,
+        flag(
+            "Engine of an index: exact, hnsw or ivf. All but exact need the extra faiss. Default: exact."
+            " Not with --store."
+        ),
+    ] = None,
+    store: Annotated[
+        str | None,
+        flag(
+            "Fill a collection in a vector store instead, where items can be added and deleted: file: (in the"
+            " folder), file:?engine=hnsw, milvus:PATH.db, milvus+http://host:19530/NAME,"
+            " postgresql://user@host/database?table=NAME, redis://host:6379/0?means=PATH.",
+            metavar="URL",
+        ),
+    ] = None,
+    add: Annotated[bool, flag("Add to the collection that --out holds already.", "--add")] = False,
+    force: Annotated[bool, flag("Replace an index that --out holds already.", "--force")] = False,
     device: Device = "auto",
     as_json: AsJson = False,
 ) -> None:
@@ -124,14 +126,14 @@ def _check_index_folder(out: Path, new_collection: bool, add: bool, force: bool)
     check_out_folder(out, ours=lambda folder: is_gallery(folder) or all(p.is_dir() for p in folder.glob("[!.]*")))
 
 
-@app.command()
+@command()
 def copy(
-    folder: Annotated[Path, typer.Argument(metavar="INDEX", help="Folder of an index or a collection.")],
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder of the copy: new, or empty.")],
-    store: Annotated[str, typer.Option(metavar="URL", help="Store of the copy, as for sfumato index.")] = "file:",
+    folder: Annotated[Path, word("Folder of an index or a collection.", "INDEX")],
+    out: Annotated[Path, word("Folder of the copy: new, or empty.", "OUT")],
+    store: Annotated[str, flag("Store of the copy, as for sfumato index.", metavar="URL")] = "file:",
     source_store: Annotated[
         str | None,
-        typer.Option(metavar="URL", help="URL of the collection's store. Default: the URL that it was built with."),
+        flag("URL of the collection's store. Default: the URL that it was built with.", metavar="URL"),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -145,52 +147,42 @@ def copy(
     print_result({"out": str(out), "store": url, "items": n}, as_json, f"{counted(n, 'item')} copied to {url}: {out}")
 
 
-MinProbability = Annotated[
-    float | None, typer.Option(help="Leave out results with a smaller match probability, e.g. 0.5.")
-]
-Coverage = Annotated[
-    float | None,
-    typer.Option(
-        help="Add the conformal set of this coverage, e.g. 0.9: it holds a match for this fraction of queries like"
-        " those of the calibration."
-    ),
-]
-Risk = Annotated[
-    float | None,
-    typer.Option(
-        metavar="RISK",
-        help=(
-            "Largest fraction of answers with a wrong first result, e.g. 0.1. Less certain queries get no"
-            " confident match."
-        ),
-    ),
-]
-
-
-@app.command()
+@command()
 def search(
-    folder: Annotated[Path, typer.Argument(metavar="INDEX", help="Folder of an index or a collection.")],
-    query: Annotated[list[str] | None, typer.Argument(metavar="TEXT", help="Texts to search for.")] = None,
-    image: Annotated[list[Path] | None, typer.Option(help="Image to search for; may be given several times.")] = None,
+    folder: Annotated[Path, word("Folder of an index or a collection.", "INDEX")],
+    query: Annotated[list[str] | None, word("Texts to search for.", "TEXT")] = None,
+    image: Annotated[list[Path] | None, flag("Image to search for; may be given several times.")] = None,
     item: Annotated[
-        list[str] | None, typer.Option("--id", help="Item of the index to search by; may be given several times.")
+        list[str] | None, flag("Item of the index to search by; may be given several times.", "--id")
     ] = None,
-    k: Annotated[int, typer.Option("-k", min=1, help="Number of results per query.")] = 10,
-    min_probability: MinProbability = None,
-    coverage: Coverage = None,
-    abstain: Risk = None,
+    k: Annotated[int, flag("Number of results per query.", "-k", min=1)] = 10,
+    min_probability: Annotated[
+        float | None, flag("Leave out results with a smaller match probability, e.g. 0.5.")
+    ] = None,
+    coverage: Annotated[
+        float | None,
+        flag(
+            "Add the conformal set of this coverage, e.g. 0.9: it holds a match for this fraction of queries"
+            " like those of the calibration."
+        ),
+    ] = None,
+    abstain: Annotated[
+        float | None,
+        flag(
+            "Largest fraction of answers with a wrong first result, e.g. 0.1. Less certain queries get no"
+            " confident match.",
+            metavar="RISK",
+        ),
+    ] = None,
     run: Annotated[
         str | None,
-        typer.Option(metavar="MODEL", help="Folder or name of the model. Default: where it was for the index."),
+        flag("Folder or name of the model. Default: where it was for the index.", metavar="MODEL"),
     ] = None,
     store: Annotated[
         str | None,
-        typer.Option(
+        flag(
+            "URL of the collection's store, e.g. with other search options. Default: the URL that it was built with.",
             metavar="URL",
-            help=(
-                "URL of the collection's store, e.g. with other search options. Default: the URL that it was built"
-                " with."
-            ),
         ),
     ] = None,
     as_json: AsJson = False,
@@ -219,92 +211,85 @@ def search(
     print_match_meaning(results)
 
 
-TextGallery = Annotated[
-    Path | None, typer.Option(metavar="INDEX", help="Also serve this index of texts, to be searched by image.")
-]
-MovedModel = Annotated[
-    str | None, typer.Option(metavar="MODEL", help="Folder or name of the model. Default: where it was for the index.")
-]
-MovedStore = Annotated[
-    str | None,
-    typer.Option(metavar="URL", help="URL of the collection's store. Default: the URL that it was built with."),
-]
-ServedSplit = Annotated[
-    str | None, typer.Option(help="For a run: split of its data to embed and serve. Default: test.")
-]
-Host = Annotated[str, typer.Option(help="Address to listen at. Addresses that other machines can reach require a key.")]
-Port = Annotated[int, typer.Option(min=0, max=65535, help="Port to listen at; 0 for any free one.")]
-KeyFile = Annotated[
-    Path | None,
-    typer.Option(
-        help="File of accepted API keys, one per line; read:KEY may not write. Default: the variable SFUMATO_API_KEY."
-    ),
-]
-NoKey = Annotated[
-    bool, typer.Option("--no-key", help="Listen to a network without a key; requires --allowed-host as well.")
-]
-ReadOnly = Annotated[bool, typer.Option("--read-only", help="Refuse every write, with any key.")]
-AllowedHost = Annotated[
-    list[str] | None,
-    typer.Option(help="Host name that clients may use, besides this machine's own; may be given several times."),
-]
-MaxUpload = Annotated[float, typer.Option(help="Largest size of an image file, in megabytes.")]
-MaxPixels = Annotated[int, typer.Option(help="Largest number of pixels in all images of a request.")]
-MaxBatch = Annotated[int, typer.Option(help="Largest number of queries or new items in a request.")]
-MaxResults = Annotated[int, typer.Option(help="Largest number of results per query and of items per conformal set.")]
-ServedBatch = Annotated[int, typer.Option(help="Largest number of texts or images that are embedded together.")]
-BatchWindow = Annotated[float, typer.Option(help="Longest wait for a batch to fill, in milliseconds.")]
-Queue = Annotated[int, typer.Option(help="Largest number of texts or images that wait; further requests are refused.")]
-PixelBudget = Annotated[int, typer.Option(help="Largest number of pixels in the images of all requests at work.")]
-DecodeTimeout = Annotated[float, typer.Option(help="Longest time to decode an image, in seconds.")]
-DecodeMemory = Annotated[int, typer.Option(help="Memory of a process that decodes images, in megabytes.")]
-ByteBudget = Annotated[int, typer.Option(help="Largest size of all requests in memory, in megabytes.")]
-MaxRecords = Annotated[int, typer.Option(help="Largest number of results and items of conformal sets in a response.")]
-Timeout = Annotated[
-    float, typer.Option(help="Longest time for a request to arrive, in seconds. The answer may take the same time.")
-]
-Threads = Annotated[int, typer.Option(help="Number of threads per computation.")]
-SearchWorkers = Annotated[int, typer.Option(help="Number of searches at the same time.")]
-Grace = Annotated[int, typer.Option(min=0, help="Time to finish requests after SIGTERM, in seconds.")]
+@dataclass(frozen=True)
+class Limits:
+    """Limits and sizes of a service, in the units of a command line."""
+
+    max_upload_mb: Annotated[float, rare("Largest size of an image file, in megabytes.")] = 10.0
+    max_pixels: Annotated[int, rare("Largest number of pixels in all images of a request.")] = 40_000_000
+    max_batch: Annotated[int, rare("Largest number of queries or new items in a request.")] = 64
+    max_results: Annotated[int, rare("Largest number of results per query and of items per conformal set.")] = 1000
+    batch_size: Annotated[int, rare("Largest number of texts or images that are embedded together.")] = 32
+    batch_window_ms: Annotated[float, rare("Longest wait for a batch to fill, in milliseconds.")] = 2.0
+    max_records: Annotated[int, rare("Largest number of results and items of conformal sets in a response.")] = 20_000
+    byte_budget_mb: Annotated[int, rare("Largest size of all requests in memory, in megabytes.")] = 128
+    pixel_budget: Annotated[int, rare("Largest number of pixels in the images of all requests at work.")] = 120_000_000
+    decode_timeout: Annotated[float, rare("Longest time to decode an image, in seconds.")] = 10.0
+    decode_memory_mb: Annotated[int, rare("Memory of a process that decodes images, in megabytes.")] = 1300
+    queue: Annotated[int, rare("Largest number of texts or images that wait; further requests are refused.")] = 256
+    timeout: Annotated[
+        float, rare("Longest time for a request to arrive, in seconds. The answer may take the same time.")
+    ] = 30.0
+    threads: Annotated[int, rare("Number of threads per computation.")] = 1
+    workers: Annotated[int, rare("Number of searches at the same time.")] = 2
+    grace: Annotated[int, rare("Time to finish requests after SIGTERM, in seconds.", min=0)] = 30
+
+    def settings(self, **others: Any) -> "Settings":
+        """The settings of the service, in bytes and seconds."""
+        from sfumato.serve.settings import Settings
+
+        return Settings(
+            batch_size=self.batch_size, batch_window=self.batch_window_ms / 1000, max_waiting=self.queue,
+            max_batch=self.max_batch, max_results=self.max_results,
+            max_upload_bytes=int(self.max_upload_mb * 1_000_000), max_pixels=self.max_pixels,
+            pixel_budget=self.pixel_budget, decode_timeout=self.decode_timeout,
+            decode_memory_bytes=self.decode_memory_mb * 1_000_000, max_records=self.max_records,
+            byte_budget=self.byte_budget_mb * 1_000_000,
+            timeout=self.timeout, threads=self.threads, workers=self.workers,
+            **others,
+        )  # fmt: skip
 
 
-@app.command()
+@command()
 def serve(
-    source: Annotated[Path, typer.Argument(metavar="RUN_OR_INDEX", help="Folder of an index, a collection or a run.")],
-    texts: TextGallery = None,
-    run: MovedModel = None,
-    store: MovedStore = None,
-    split: ServedSplit = None,
-    host: Host = "127.0.0.1",
-    port: Port = 8000,
-    api_key_file: KeyFile = None,
-    no_key: NoKey = False,
-    read_only: ReadOnly = False,
-    allowed_host: AllowedHost = None,
-    max_upload_mb: MaxUpload = 10.0,
-    max_pixels: MaxPixels = 40_000_000,
-    max_batch: MaxBatch = 64,
-    max_results: MaxResults = 1000,
-    batch_size: ServedBatch = 32,
-    batch_window_ms: BatchWindow = 2.0,
-    max_records: MaxRecords = 20_000,
-    byte_budget_mb: ByteBudget = 128,
-    pixel_budget: PixelBudget = 120_000_000,
-    decode_timeout: DecodeTimeout = 10.0,
-    decode_memory_mb: DecodeMemory = 1300,
-    queue: Queue = 256,
-    timeout: Timeout = 30.0,
-    threads: Threads = 1,
-    workers: SearchWorkers = 2,
-    grace: Grace = 30,
-    access_log: Annotated[bool, typer.Option("--access-log", help="Log a line for every request.")] = False,
+    *,
+    source: Annotated[Path, word("Folder of an index, a collection or a run.", "RUN_OR_INDEX")],
+    texts: Annotated[
+        Path | None, flag("Also serve this index of texts, to be searched by image.", metavar="INDEX")
+    ] = None,
+    run: Annotated[
+        str | None, flag("Folder or name of the model. Default: where it was for the index.", metavar="MODEL")
+    ] = None,
+    store: Annotated[
+        str | None,
+        flag("URL of the collection's store. Default: the URL that it was built with.", metavar="URL"),
+    ] = None,
+    split: Annotated[str | None, flag("For a run: split of its data to embed and serve. Default: test.")] = None,
+    host: Annotated[
+        str, flag("Address to listen at. Addresses that other machines can reach require a key.")
+    ] = "127.0.0.1",
+    port: Annotated[int, flag("Port to listen at; 0 for any free one.", min=0, max=65535)] = 8000,
+    api_key_file: Annotated[
+        Path | None,
+        flag("File of accepted API keys, one per line; read:KEY may not write. Default: the variable SFUMATO_API_KEY."),
+    ] = None,
+    no_key: Annotated[
+        bool, flag("Listen to a network without a key; requires --allowed-host as well.", "--no-key")
+    ] = False,
+    read_only: Annotated[bool, flag("Refuse every write, with any key.", "--read-only")] = False,
+    allowed_host: Annotated[
+        list[str] | None,
+        flag("Host name that clients may use, besides this machine's own; may be given several times."),
+    ] = None,
+    access_log: Annotated[bool, flag("Log a line for every request.", "--access-log")] = False,
     device: Device = "auto",
+    limits: Limits,
 ) -> None:
     """Serve a web page and an HTTP interface for searching.
 
     Items can be added to and deleted from a collection.
     """
-    from sfumato.serve.settings import Settings, read_keys, require_extra
+    from sfumato.serve.settings import read_keys, require_extra
 
     require_extra()
     from sfumato.models.run import choose_device
@@ -314,15 +299,10 @@ def serve(
 
     keys, reading_keys = read_keys(api_key_file, os.environ.get("SFUMATO_API_KEY"))
     check_host(host, keys + reading_keys, no_key)
-    settings = Settings(
-        batch_size=batch_size, batch_window=batch_window_ms / 1000, max_waiting=queue, max_batch=max_batch,
-        max_results=max_results, max_upload_bytes=int(max_upload_mb * 1_000_000), max_pixels=max_pixels,
-        pixel_budget=pixel_budget, decode_timeout=decode_timeout, decode_memory_bytes=decode_memory_mb * 1_000_000,
-        max_records=max_records, byte_budget=byte_budget_mb * 1_000_000, timeout=timeout,
-        threads=threads, workers=workers, keys=keys, reading_keys=reading_keys, read_only=read_only,
-        hosts=hosts_of(host, allowed_host or []),
-    )  # fmt: skip
+    settings = limits.settings(
+        keys=keys, reading_keys=reading_keys, read_only=read_only, hosts=hosts_of(host, allowed_host or [])
+    )
     check_names(host, settings)
     check_address(host, port)
     sources = open_sources(source, texts=texts, run=run, store=store, split=split, device=choose_device(device))
-    run_app(create_app(sources, settings), host=host, port=port, grace=grace, access_log=access_log)
+    run_app(create_app(sources, settings), host=host, port=port, grace=limits.grace, access_log=access_log)

@@ -1,80 +1,74 @@
-"""The commands that study a model or its data: analyse, crops, zeroshot, audit, referee; and report, a page."""
+"""The commands that study a model, its data and the papers: analyse, crops, zeroshot, audit, referee, report, table."""
 
 import json
+import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
 from sfumato.cli.common import (
+    INSTANCES,
+    UNCERTAINTY,
     AsJson,
     Bootstrap,
     DataOverrides,
     DataRecipe,
     Device,
     ModelName,
+    OnData,
     Seed,
     Split,
-    Uncertainty,
-    app,
+    check_out_file,
+    check_out_folder,
+    command,
+    flag,
     is_run,
     open_model_on_data,
     parse_names,
     print_result,
+    rare,
+    word,
 )
-from sfumato.cli.outputs import check_out_file, check_out_folder
 from sfumato.errors import UserError
 
 if TYPE_CHECKING:
     from sfumato.data.captioned import Labelled
+    from sfumato.evaluation.papers import PaperItem
     from sfumato.gaussian import ScalarUncertainty
     from sfumato.models.model import Model
+    from sfumato.studies.paper_tables import TableData
     from sfumato.studies.zeroshot import ZeroShotReport
 
-Corrupted = Annotated[int, typer.Option(min=1, help="corruption: number of items to corrupt in each way.")]
-SetPairs = Annotated[int, typer.Option(min=3, help="sets: number of pairs of images to mix, and to erase in part.")]
-WordBins = Annotated[int, typer.Option(min=1, help="words: number of bins of uncertainty.")]
-WordCorpus = Annotated[
-    str, typer.Option(help="words: captions that a word is compared with: those of its bin, or of the whole split.")
-]
-MapMethod = Annotated[str, typer.Option(help="map: pca, or tsne (needs the extra analysis).")]
-MapItems = Annotated[int, typer.Option(min=2, help="map: largest number of images, and of texts.")]
 
-
-@app.command()
+@command()
 def analyse(
-    model: ModelName,
-    overrides: DataOverrides = None,
-    data: DataRecipe = None,
-    split: Split = "test",
+    on: OnData,
     only: Annotated[
         str | None,
-        typer.Option(
-            help=(
-                "Studies, separated by commas: corruption,sets,words,map. Default: all that the model and the data"
-                " allow."
-            )
+        flag(
+            "Studies, separated by commas: corruption,sets,words,map. Default: all that the model and the data allow."
         ),
     ] = None,
     uncertainty: Annotated[
         str,
-        typer.Option(help="corruption and words: estimator, e.g. log_det; `sfumato trust RUN --details` lists them."),
+        flag("corruption and words: estimator, e.g. log_det; `sfumato trust RUN --details` lists them."),
     ] = "total_variance",
-    corrupted: Corrupted = 200,
-    pairs: SetPairs = 100,
-    bins: WordBins = 10,
-    corpus: WordCorpus = "bin",
-    method: MapMethod = "pca",
-    items: MapItems = 200,
+    corrupted: Annotated[int, rare("corruption: number of items to corrupt in each way.", min=1)] = 200,
+    pairs: Annotated[int, rare("sets: number of pairs of images to mix, and to erase in part.", min=3)] = 100,
+    bins: Annotated[int, rare("words: number of bins of uncertainty.", min=1)] = 10,
+    corpus: Annotated[
+        str, rare("words: captions that a word is compared with: those of its bin, or of the whole split.")
+    ] = "bin",
+    method: Annotated[str, rare("map: pca, or tsne (needs the extra analysis).")] = "pca",
+    items: Annotated[int, rare("map: largest number of images, and of texts.", min=2)] = 200,
     bootstrap: Bootstrap = 1000,
     seed: Seed = 0,
     out: Annotated[
         Path | None,
-        typer.Option(
-            help="Folder to write. Default: analysis-SPLIT, in the run's folder or, with --data, in the current one."
-        ),
+        flag("Folder to write. Default: analysis-SPLIT, in the run's folder or, with --data, in the current one."),
     ] = None,
-    device: Device = "auto",
     as_json: AsJson = False,
 ) -> None:
     """Repeat studies of the papers on any model, with a page.
@@ -96,7 +90,7 @@ def analyse(
         n_mapped=items, n_resamples=bootstrap, seed=seed,
     )  # fmt: skip
     studies = None if only is None else known_studies(parse_names(only))
-    opened = open_model_on_data(model, data, overrides, split, device, purpose="analyse")
+    opened = on.open("analyse")
     split = opened.split
     folder = opened.folder(out, f"analysis-{split}")
     check_out_folder(folder)
@@ -109,29 +103,23 @@ def analyse(
     print(f"page: {page}")
 
 
-@app.command()
+@command()
 def crops(
     model: ModelName,
-    regions: Annotated[
-        Path, typer.Option(help="Boxes with phrases, in the format of Visual Genome's region_descriptions.json.")
-    ],
+    regions: Annotated[Path, flag("Boxes with phrases, in the format of Visual Genome's region_descriptions.json.")],
     images: Annotated[
-        Path, typer.Option(help="Folder of the images, ID.jpg or ID.png; its VG_100K and VG_100K_2 are searched too.")
+        Path, flag("Folder of the images, ID.jpg or ID.png; its VG_100K and VG_100K_2 are searched too.")
     ],
     thresholds: Annotated[
-        str, typer.Option(help="Largest areas of a box, as fractions of its image, separated by commas.")
+        str, flag("Largest areas of a box, as fractions of its image, separated by commas.")
     ] = "0.1,0.2,0.3,0.4,0.5",
-    sample: Annotated[int, typer.Option(min=1, help="Number of images, chosen at random.")] = 2000,
-    uncertainty: Annotated[
-        str, typer.Option(help="Estimator: total_variance, log_det or geometric_std.")
-    ] = "total_variance",
+    sample: Annotated[int, flag("Number of images, chosen at random.", min=1)] = 2000,
+    uncertainty: Annotated[str, flag("Estimator: total_variance, log_det or geometric_std.")] = "total_variance",
     bootstrap: Bootstrap = 1000,
     seed: Seed = 0,
     out: Annotated[
         Path | None,
-        typer.Option(
-            help="Folder to write. Default: crops, in the run's folder or, for other models, in the current one."
-        ),
+        flag("Folder to write. Default: crops, in the run's folder or, for other models, in the current one."),
     ] = None,
     device: Device = "auto",
     as_json: AsJson = False,
@@ -168,73 +156,53 @@ def crops(
     print(f"page: {page}")
 
 
-LabelledFolder = Annotated[Path | None, typer.Option(help="Folder of images, ROOT/CLASS/IMAGE.jpg.")]
-EmojiClasses = Annotated[
-    str | None, typer.Option(help="Or the emoji set, with the classes of this level: group or subgroup.")
-]
-EmojiStyle = Annotated[str, typer.Option(help="With --emoji: drawing style, noto, twemoji or fluent3d.")]
-LabelledRecipe = Annotated[
-    str | None,
-    typer.Option(
-        metavar="RECIPE",
-        help="Or a recipe (path or name). Each image of its data must have one text, the name of its class.",
-    ),
-]
-Templates = Annotated[
-    Path | None, typer.Option(help="File of templates, one per line, with {} for the class. Default: the 80 of CLIP.")
-]
-Classes = Annotated[
-    Path | None,
-    typer.Option(
-        help="File of all classes, one per line: the folder (group, text), a tab, the name. Default: the folders'"
-        " names."
-    ),
-]
-Filters = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--filter",
-        help="How many prompts to keep: none, global, per-class or oracle, or several with commas. Default:"
-        " global,per-class.",
-    ),
-]
-ChooseOn = Annotated[
-    Path | None,
-    typer.Option(
-        help=(
-            "Folder in the layout of --images, to choose the number of prompts on. Default: half of the images of"
-            " each class."
-        )
-    ),
-]
-Pooling = Annotated[str, typer.Option(help="How a class's prompts are joined: mixture, or unit as in CLIP.")]
-ZeroshotPublished = Annotated[
-    bool, typer.Option("--published", help="Show the paper's figures for ImageNet beside the own ones.")
-]
-ZeroshotDistance = Annotated[str | None, typer.Option(help="Distance to classify by. Default: the model's own.")]
-
-
-@app.command()
+@command()
 def zeroshot(
     model: ModelName,
     overrides: DataOverrides = None,
-    images: LabelledFolder = None,
-    emoji: EmojiClasses = None,
-    style: EmojiStyle = "fluent3d",
-    data: LabelledRecipe = None,
+    images: Annotated[Path | None, flag("Folder of images, ROOT/CLASS/IMAGE.jpg.")] = None,
+    emoji: Annotated[str | None, flag("Or the emoji set, with the classes of this level: group or subgroup.")] = None,
+    style: Annotated[str, rare("With --emoji: drawing style, noto, twemoji or fluent3d.")] = "fluent3d",
+    data: Annotated[
+        str | None,
+        flag(
+            "Or a recipe (path or name). Each image of its data must have one text, the name of its class.",
+            metavar="RECIPE",
+        ),
+    ] = None,
     split: Split = "test",
-    templates: Templates = None,
-    classes: Classes = None,
-    filters: Filters = None,
-    choose_on: ChooseOn = None,
-    pooling: Pooling = "mixture",
-    distance: ZeroshotDistance = None,
-    published: ZeroshotPublished = False,
+    templates: Annotated[
+        Path | None, flag("File of templates, one per line, with {} for the class. Default: the 80 of CLIP.")
+    ] = None,
+    classes: Annotated[
+        Path | None,
+        rare(
+            "File of all classes, one per line: the folder (group, text), a tab, the name. Default: the folders' names."
+        ),
+    ] = None,
+    filters: Annotated[
+        list[str] | None,
+        flag(
+            "How many prompts to keep: none, global, per-class or oracle, or several with commas. Default:"
+            " global,per-class.",
+            "--filter",
+        ),
+    ] = None,
+    choose_on: Annotated[
+        Path | None,
+        flag(
+            "Folder in the layout of --images, to choose the number of prompts on. Default: half of the images"
+            " of each class."
+        ),
+    ] = None,
+    pooling: Annotated[str, rare("How a class's prompts are joined: mixture, or unit as in CLIP.")] = "mixture",
+    distance: Annotated[str | None, rare("Distance to classify by. Default: the model's own.")] = None,
+    published: Annotated[
+        bool, rare("Show the paper's figures for ImageNet beside the own ones.", "--published")
+    ] = False,
     bootstrap: Bootstrap = 1000,
     seed: Seed = 0,
-    out: Annotated[
-        Path | None, typer.Option(help="Folder for zeroshot.json, prompts.csv and charts. Default: not written.")
-    ] = None,
+    out: Annotated[Path | None, flag("Folder for zeroshot.json, prompts.csv and charts. Default: not written.")] = None,
     device: Device = "auto",
     as_json: AsJson = False,
 ) -> None:
@@ -318,16 +286,6 @@ def _labelled_images(
     return labelled_split(load_recipe(find_recipe(data or ""), overrides or []).data, split, names)
 
 
-AuditedModel = Annotated[
-    str | None,
-    typer.Argument(
-        metavar="MODEL",
-        help="Folder of a run, folder of an exported or published model, or name of a model on the hub.",
-    ),
-]
-FormerModel = Annotated[str | None, typer.Option("--run", metavar="MODEL", hidden=True)]
-
-
 def _audited(
     model: str | None, overrides: list[str] | None, data: str | None, run: str | None
 ) -> tuple[str, str | None, list[str]]:
@@ -341,32 +299,33 @@ def _audited(
     return model, data, words
 
 
-@app.command()
+@command()
 def audit(
-    model: AuditedModel = None,
+    model: Annotated[
+        str | None,
+        word("Folder of a run, folder of an exported or published model, or name of a model on the hub.", "MODEL"),
+    ] = None,
     overrides: DataOverrides = None,
     data: DataRecipe = None,
-    former_model: FormerModel = None,
-    split: Annotated[str | None, typer.Option(help="Split of the data. Default: test; with --cross-fit train.")] = None,
+    former_model: Annotated[str | None, typer.Option("--run", metavar="MODEL", hidden=True)] = None,
+    split: Annotated[str | None, flag("Split of the data. Default: test; with --cross-fit train.")] = None,
     parts: Annotated[
         int,
-        typer.Option(
+        flag(
+            "Audit train in K parts, each by a model trained on the others; 0: no training, the model audits.",
             "--cross-fit",
             metavar="K",
-            help="Audit train in K parts, each by a model trained on the others; 0: no training, the model audits.",
         ),
     ] = 0,
-    top: Annotated[int, typer.Option(min=0, help="Number of pairs of each kind on the page and in audit.json.")] = 100,
+    top: Annotated[int, flag("Number of pairs of each kind on the page and in audit.json.", min=0)] = 100,
     out: Annotated[
         Path | None,
-        typer.Option(
-            help="Folder to write. Default: audit-SPLIT, in the run's folder or, with --data, in the current one."
-        ),
+        flag("Folder to write. Default: audit-SPLIT, in the run's folder or, with --data, in the current one."),
     ] = None,
     device: Device = "auto",
     as_json: AsJson = False,
 ) -> None:
-    """Find pairs of a data set that are probably wrong or missing.
+    """Find pairs of a data set that may be wrong or missing.
 
     Writes listed pairs that are probably wrong, and unlisted pairs that probably match, to tables and a page.
     """
@@ -397,42 +356,33 @@ def audit(
     print(f"page: {folder / AUDIT_PAGE}")
 
 
-RefereedRuns = Annotated[
-    list[Path],
-    typer.Argument(metavar="RUN", help="Folders of runs; each is a frozen model, and methods see its means."),
-]
-Methods = Annotated[
-    str,
-    typer.Option(help="Methods and baselines, separated by commas; all: every one of them. A wrong name lists them."),
-]
-Absent = Annotated[
-    int,
-    typer.Option(min=0, help="Largest number of queries whose matches are taken out of the gallery, per direction."),
-]
-AdapterEpochs = Annotated[
-    int,
-    typer.Option(min=0, help="Passes over the training pairs of the methods that train a network; 0: their default."),
-]
-
-
-CorruptedQueries = Annotated[
-    int, typer.Option(min=0, help="Number of queries of either side to corrupt in each way; 0 for none.")
-]
-
-
-@app.command()
+@command()
 def referee(
-    runs: RefereedRuns,
-    methods: Methods = "all",
-    split: Annotated[str, typer.Option(help="Splits to measure, separated by commas; not train or val.")] = "test",
-    epochs: AdapterEpochs = 0,
-    absent: Absent = 200,
-    corrupted: CorruptedQueries = 100,
+    runs: Annotated[
+        list[Path],
+        word("Folders of runs; each is a frozen model, and methods see its means.", "RUN"),
+    ],
+    methods: Annotated[
+        str,
+        flag("Methods and baselines, separated by commas; all: every one of them. A wrong name lists them."),
+    ] = "all",
+    split: Annotated[str, flag("Splits to measure, separated by commas; not train or val.")] = "test",
+    epochs: Annotated[
+        int,
+        flag("Passes over the training pairs of the methods that train a network; 0: their default.", min=0),
+    ] = 0,
+    absent: Annotated[
+        int,
+        flag("Largest number of queries whose matches are taken out of the gallery, per direction.", min=0),
+    ] = 200,
+    corrupted: Annotated[
+        int, flag("Number of queries of either side to corrupt in each way; 0 for none.", min=0)
+    ] = 100,
     bootstrap: Bootstrap = 200,
     seed: Seed = 0,
     out: Annotated[
         Path | None,
-        typer.Option(help="Folder for RUN-seedN.json and .md. Default: referee-SPLIT in the folder of each run."),
+        flag("Folder for RUN-seedN.json and .md. Default: referee-SPLIT in the folder of each run."),
     ] = None,
     device: Device = "auto",
     as_json: AsJson = False,
@@ -478,29 +428,23 @@ def referee(
         print(json.dumps(reports, ensure_ascii=False))
 
 
-@app.command()
+@command()
 def report(
-    model: ModelName,
-    overrides: DataOverrides = None,
-    data: DataRecipe = None,
-    split: Split = "test",
+    on: OnData,
     out: Annotated[
         Path | None,
-        typer.Option(
-            help="HTML file to write. Default: report-SPLIT.html, in the run's folder or, with --data, in the current"
-            " one."
+        flag(
+            "HTML file to write. Default: report-SPLIT.html, in the run's folder or, with --data, in the current one."
         ),
     ] = None,
     analyses: Annotated[
         bool,
-        typer.Option(
+        flag(
+            "For a run: first do the studies of `sfumato analyse` that are missing or were made with other weights.",
             "--analyses",
-            help="For a run: first do the studies of `sfumato analyse` that are missing or were made with other"
-            " weights.",
         ),
     ] = False,
-    uncertainty: Uncertainty = "total_variance",
-    device: Device = "auto",
+    uncertainty: Annotated[str, flag(UNCERTAINTY)] = "total_variance",
     as_json: AsJson = False,
 ) -> None:
     """Write one HTML page about a model.
@@ -513,11 +457,11 @@ def report(
 
     require_matplotlib()
     measure = EvaluationOptions(uncertainty=cast("ScalarUncertainty", uncertainty)).uncertainty
-    if data is not None and analyses:
+    if on.data is not None and analyses:
         raise UserError(
             "--analyses needs a run on its own data; for other data run `sfumato analyse`, which writes a page"
         )
-    opened = open_model_on_data(model, data, overrides, split, device, purpose="report on")
+    opened = on.open("report on")
     split = opened.split
     path = opened.folder(out, f"report-{split}.html")
     check_out_file(path)
@@ -528,3 +472,96 @@ def report(
     size = path.stat().st_size
     result: dict[str, Any] = {"out": str(path), "bytes": size, **page.to_json()}
     print_result(result, as_json, f"a page of {size / 1e6:.1f} MB: {path}")
+
+
+@command()
+def table(
+    name: Annotated[str | None, word('Table or figure, e.g. "PCME++ 3" or "PCME++ Fig. 3".', "ID")] = None,
+    overrides: Annotated[
+        list[str] | None,
+        word("Change to the recipes of all rows, e.g. data.path=... or train.epochs=5.", "SECTION.KEY=VALUE"),
+    ] = None,
+    listed: Annotated[bool, flag("List all tables and figures with their state and what they need.", "--list")] = False,
+    data: Annotated[
+        str | None,
+        flag(
+            "Data to repeat it on: coco, flickr30k, cub, flickr8k or emoji (which comes with the package), a"
+            " dataset_*.json in Karpathy's layout, a manifest, or a folder of images. Default: the paper's."
+        ),
+    ] = None,
+    seeds: Annotated[int, flag("Number of runs of each row, with the following seeds.", min=1)] = 1,
+    published: Annotated[bool, flag("Show the paper's figures; nothing is trained.", "--published")] = False,
+    instances: Annotated[list[Path] | None, flag(INSTANCES)] = None,
+    runs: Annotated[Path, flag("Folder of the runs; finished ones are reused.")] = Path("runs/tables"),
+    out: Annotated[
+        Path | None, flag("Folder for the table in JSON, Markdown and LaTeX, or for the figure's images.")
+    ] = None,
+    device: Device = "auto",
+    as_json: AsJson = False,
+) -> None:
+    """Repeat a table or a figure of the papers.
+
+    Trains the runs that are missing, evaluates them, and prints ours beside published. The same command goes on where
+    it was interrupted.
+    """
+    from sfumato.evaluation.papers import find_item, paper_items
+    from sfumato.reports.paper_files import print_items, print_published
+    from sfumato.studies.paper_tables import choose_data
+
+    if listed or name is None:
+        if as_json:
+            print(json.dumps([item.to_json() for item in paper_items().values()], ensure_ascii=False))
+        else:
+            print_items(paper_items())
+        return
+    item = find_item(name)
+    if published:
+        print(json.dumps(item.rows, ensure_ascii=False)) if as_json else print_published(item)
+        return
+    chosen = choose_data(item, data, overrides or [])
+    if instances and not (item.plausible and chosen.name == "coco"):
+        raise UserError("--instances is for PMRP on COCO; leave it out")
+    folder = (out or Path("tables")) / _folder_name(item.id)
+    check_out_folder(folder)
+    write = _write_figure if item.draw else _write_table
+    made, lines = write(item, chosen, runs, folder, seeds, tuple(instances or ()), device)
+    if as_json:
+        print(json.dumps(made, ensure_ascii=False))
+    else:
+        lines()
+        print(f"written to {folder}")
+
+
+_Written = tuple[dict[str, Any], Callable[[], None]]
+"""The JSON values of what was made, and what prints it."""
+
+
+def _write_table(
+    item: "PaperItem", data: "TableData", runs: Path, folder: Path, seeds: int, instances: tuple[Path, ...], device: str
+) -> _Written:
+    from sfumato.models.run import choose_device
+    from sfumato.reports.paper_files import print_paper_table, write_table
+    from sfumato.studies.paper_tables import make_table
+
+    made = make_table(item, data, runs, n_seeds=seeds, instances=instances, device=choose_device(device))
+    write_table(made, folder)
+    return made.to_json(), lambda: print_paper_table(made)
+
+
+def _write_figure(
+    item: "PaperItem", data: "TableData", runs: Path, folder: Path, seeds: int, instances: tuple[Path, ...], device: str
+) -> _Written:
+    from sfumato.charts import require_matplotlib
+    from sfumato.models.run import choose_device
+    from sfumato.reports.paper_figures import print_figure, write_figure
+    from sfumato.studies.figure_numbers import make_figure
+
+    require_matplotlib()
+    made = make_figure(item, data, runs, n_seeds=seeds, instances=instances, device=choose_device(device))
+    write_figure(made, folder)
+    return made.to_json(), lambda: print_figure(made)
+
+
+def _folder_name(id: str) -> str:
+    """E.g. pcmepp-fig-3 of "PCME++ Fig. 3"."""
+    return re.sub(r"[^a-z0-9]+", "-", id.lower().replace("+", "p")).strip("-")

@@ -4,8 +4,6 @@ import json
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
 from sfumato.cli.common import (
     AsJson,
     Device,
@@ -13,18 +11,21 @@ from sfumato.cli.common import (
     RecipeName,
     RunFolder,
     Split,
-    app,
+    check_out_folder,
+    command,
+    flag,
     parse_names,
     print_result,
+    word,
+    writing,
 )
-from sfumato.cli.outputs import check_out_folder, writing
 
 
-@app.command()
+@command()
 def train(
     recipe: RecipeName,
     overrides: Overrides = None,
-    out: Annotated[Path | None, typer.Option(help="Folder of the run. Default: runs/NAME-OF-THE-RECIPE.")] = None,
+    out: Annotated[Path | None, flag("Folder of the run. Default: runs/NAME-OF-THE-RECIPE.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Train a model from a recipe.
@@ -60,31 +61,26 @@ def train(
     print_result(result, as_json, line)
 
 
-@app.command()
+@command()
 def ablate(
     recipe: RecipeName,
     overrides: Overrides = None,
     trained: Annotated[
         str | None,
-        typer.Option(
+        flag(
+            "Distances to train with, separated by commas, e.g. csd,wasserstein2. Default: all that need no samples.",
             "--train",
-            help=(
-                "Distances to train with, separated by commas, e.g. csd,wasserstein2. Default: all that need no"
-                " samples."
-            ),
         ),
     ] = None,
     retrieved: Annotated[
         str | None,
-        typer.Option("--retrieve", help="Distances to rank by, separated by commas. Default: those of --train."),
+        flag("Distances to rank by, separated by commas. Default: those of --train.", "--retrieve"),
     ] = None,
     seeds: Annotated[
-        int, typer.Option(min=1, help="Number of runs per distance; their seeds count up from the recipe's train.seed.")
+        int, flag("Number of runs per distance; their seeds count up from the recipe's train.seed.", min=1)
     ] = 1,
     split: Split = "test",
-    out: Annotated[
-        Path | None, typer.Option(help="Folder of the runs. Default: runs/ablation-NAME-OF-THE-RECIPE.")
-    ] = None,
+    out: Annotated[Path | None, flag("Folder of the runs. Default: runs/ablation-NAME-OF-THE-RECIPE.")] = None,
     device: Device = "auto",
     as_json: AsJson = False,
 ) -> None:
@@ -115,26 +111,22 @@ def ablate(
     print(f"written to {ablation_file(folder, split)}")
 
 
-@app.command()
+@command()
 def calibrate(
     run: RunFolder,
-    split: Annotated[
-        str, typer.Option(help="Split of the run's data to fit on. It must not be the split of the training.")
-    ] = "val",
-    method: Annotated[
-        str, typer.Option(help="How to fit: platt, or isotonic (needs the extra calibration).")
-    ] = "platt",
+    split: Annotated[str, flag("Split of the run's data to fit on. It must not be the split of the training.")] = "val",
+    method: Annotated[str, flag("How to fit: platt, or isotonic (needs the extra calibration).")] = "platt",
     queries: Annotated[
         str,
-        typer.Option(
-            help="Queries that the probabilities of hits are for: planted (they have a match in the gallery), or"
+        flag(
+            "Queries that the probabilities of hits are for: planted (they have a match in the gallery), or"
             " independent (some have none)."
         ),
     ] = "planted",
     device: Device = "auto",
     as_json: AsJson = False,
 ) -> None:
-    """Calibrate a run again, by another method or for other queries.
+    """Calibrate again, by another method or for other queries.
 
     Training and `sfumato adopt` calibrate already. Fits match probabilities, thresholds, abstention and conformal sets,
     and writes them to the run's calibration.json. A run with held-out wordings has calibration-training.json too, for
@@ -153,14 +145,12 @@ def calibrate(
     print(f"written to {run}; build indices of this run again to use it")
 
 
-@app.command()
+@command()
 def demo(
-    out: Annotated[Path, typer.Option(help="Folder for the run, the index and the page.")] = Path("runs/demo"),
+    out: Annotated[Path, flag("Folder for the run, the index and the page.")] = Path("runs/demo"),
     overrides: Annotated[
         list[str] | None,
-        typer.Option(
-            "--set", metavar="SECTION.KEY=VALUE", help="Change to the recipe emoji-demo; may be given several times."
-        ),
+        flag("Change to the recipe emoji-demo; may be given several times.", "--set", metavar="SECTION.KEY=VALUE"),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -176,11 +166,11 @@ def demo(
         print(json.dumps(result, ensure_ascii=False))
 
 
-@app.command()
+@command()
 def toy(
-    seed: Annotated[int, typer.Option(help="Seed of the samples and the batches.")] = 0,
-    out: Annotated[Path, typer.Option(help="Folder for the image and the animation.")] = Path("runs/toy"),
-    updates: Annotated[int, typer.Option(min=1, help="Number of mini-batches that each method is trained on.")] = 500,
+    seed: Annotated[int, flag("Seed of the samples and the batches.")] = 0,
+    out: Annotated[Path, flag("Folder for the image and the animation.")] = Path("runs/toy"),
+    updates: Annotated[int, flag("Number of mini-batches that each method is trained on.", min=1)] = 500,
     as_json: AsJson = False,
 ) -> None:
     """Repeat the 2-D toy study of the PCME++ paper.
@@ -198,9 +188,9 @@ def toy(
     print_toy(result, f"mean variance of uncertain over certain samples, seed {seed}, {updates} updates")
 
 
-@app.command()
+@command()
 def recipes(
-    name: Annotated[str | None, typer.Argument(metavar="NAME", help="Name of a recipe to print.")] = None,
+    name: Annotated[str | None, word("Name of a recipe to print.", "NAME")] = None,
 ) -> None:
     """List the recipes of the package, or print one."""
     from sfumato.models.recipe import find_recipe, recipe_files, recipe_summary
