@@ -79,7 +79,7 @@ def command(of: typer.Typer | None = None) -> Callable[[Callable[..., None]], Ca
 
     def register(function: Callable[..., None]) -> Callable[..., None]:
         hints = get_type_hints(function, include_extras=True)
-        parts = {name: hint for name, hint in hints.items() if dataclasses.is_dataclass(hint)}
+        parts: dict[str, Any] = {name: hint for name, hint in hints.items() if dataclasses.is_dataclass(hint)}
         taken: list[tuple[str, Any, Any]] = []
         for name, parameter in inspect.signature(function).parameters.items():
             if name in parts:
