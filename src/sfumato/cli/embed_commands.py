@@ -2,6 +2,7 @@
 
 import json
 import os
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -68,30 +69,27 @@ def regions(
     print_result(result, as_json, f"{line}\nto train from them: {command}" + problems_suffix(problems))
 
 
-@command()
-def embed(
-    model: ModelName,
-    out: Annotated[
-        Path,
-        flag("Folder for the parts; an incomplete one is continued. Or, for few items, one file NAME.safetensors."),
-    ],
-    images: Annotated[Path | None, flag("Folder of images, with all its subfolders.")] = None,
+@dataclass(frozen=True)
+class EmbedFlags:
+    """What is embedded, and how the work is divided."""
+
+    images: Annotated[Path | None, flag("Folder of images, with all its subfolders.")] = None
     manifest: Annotated[
         Path | None, flag("Or a .jsonl, .csv or .parquet file with a column image and, optionally, id.")
-    ] = None,
+    ] = None
     shards: Annotated[
         str | None, flag("Or webdataset shards: a folder, a glob, or a pattern such as 'a-{000..009}.tar'.")
-    ] = None,
-    texts: Annotated[Path | None, flag("Or a file with one text per line.")] = None,
+    ] = None
+    texts: Annotated[Path | None, flag("Or a file with one text per line.")] = None
     shard: Annotated[
         str | None,
         flag("Do job I of N jobs, from 0/N to N-1/N. Default: 0/1, under torchrun RANK/WORLD_SIZE.", metavar="I/N"),
-    ] = None,
-    workers: Annotated[
-        int | None, flag("Number of threads that decode. Default: the number of processors.", min=1)
-    ] = None,
-    batch: Annotated[int, flag("Number of items that the encoder takes at a time.", min=1)] = 64,
-    part_size: Annotated[int, flag("Largest number of items per part; the same in all jobs.", min=1)] = 4096,
+    ] = None
+    workers: Annotated[int | None, flag("Number of threads that decode. Default: the number of processors.", min=1)] = (
+        None
+    )
+    batch: Annotated[int, flag("Number of items that the encoder takes at a time.", min=1)] = 64
+    part_size: Annotated[int, flag("Largest number of items per part; the same in all jobs.", min=1)] = 4096
     max_problem_share: Annotated[
         float,
         flag(
@@ -101,7 +99,18 @@ def embed(
             min=0,
             max=1,
         ),
-    ] = 0.01,
+    ] = 0.01
+
+
+@command()
+def embed(
+    *,
+    model: ModelName,
+    out: Annotated[
+        Path,
+        flag("Folder for the parts; an incomplete one is continued. Or, for few items, one file NAME.safetensors."),
+    ],
+    given: EmbedFlags,
     device: Device = "auto",
     as_json: AsJson = False,
 ) -> None:
@@ -119,24 +128,24 @@ def embed(
     from sfumato.workflows.embed import embed_collection, which_job
 
     if out.suffix == ".safetensors":
-        if manifest or shards or shard or (images is None) == (texts is None):
+        if given.manifest or given.shards or given.shard or (given.images is None) == (given.texts is None):
             raise UserError(
                 f"{out} is one file, which takes only --images FOLDER or --texts FILE; for other options"
                 f" give a folder, --out {out.stem}"
             )
-        result, line = _embed_one_file(model, out, images, texts, device)
+        result, line = _embed_one_file(model, out, given.images, given.texts, device)
         print_result(result, as_json, line)
         return
     check_out_folder(out, ours=lambda folder: (folder / MANIFEST).is_file())
-    job, of = which_job(shard)
+    job, of = which_job(given.shard)
     loaded = load_model(model, device=choose_device(device, int(os.environ.get("LOCAL_RANK", "0"))))
     listing = list_source(
-        images=images, manifest=manifest, shards=shards, texts=texts, part_size=part_size,
+        images=given.images, manifest=given.manifest, shards=given.shards, texts=given.texts, part_size=given.part_size,
         endings=file_endings(loaded.model),
     )  # fmt: skip
     done = embed_collection(
-        loaded, listing, out, job=job, of=of, workers=workers, batch_size=batch,
-        max_problem_fraction=max_problem_share,
+        loaded, listing, out, job=job, of=of, workers=given.workers, batch_size=given.batch,
+        max_problem_fraction=given.max_problem_share,
     )  # fmt: skip
     made = f"{counted(done.n, 'embedding')} in {counted(done.parts, 'part')}"
     line = f"job {job}/{of}: {made}, {done.new:,} of them new: {out}"
@@ -189,8 +198,10 @@ def export(
     print_result({"out": str(written), "bytes": size}, as_json, f"exported {size / 1e6:.1f} MB: {written}")
 
 
-@command()
-def adopt(
+@dataclass(frozen=True)
+class Frozen:
+    """A frozen model with its data, or its embeddings."""
+
     model: Annotated[
         str | None,
         word(
@@ -198,7 +209,7 @@ def adopt(
             " --data. Or give --images and --texts.",
             "MODEL",
         ),
-    ] = None,
+    ] = None
     data: Annotated[
         str | None,
         flag(
@@ -206,14 +217,14 @@ def adopt(
             " Karpathy JSON beside its images.",
             metavar="PATH",
         ),
-    ] = None,
+    ] = None
     images: Annotated[
         str | None,
         flag(
             "Embeddings of images: .npy, .safetensors (FILE:NAME), .parquet, or a folder of such files.", metavar="FILE"
         ),
-    ] = None,
-    texts: Annotated[str | None, flag("Embeddings of texts by the same model, as --images.", metavar="FILE")] = None,
+    ] = None
+    texts: Annotated[str | None, flag("Embeddings of texts by the same model, as --images.", metavar="FILE")] = None
     pairs: Annotated[
         str | None,
         flag(
@@ -221,37 +232,50 @@ def adopt(
             " the images with row i of the texts.",
             metavar="FILE",
         ),
-    ] = None,
-    out: Annotated[Path, flag("Folder of the adopted model: new, or empty.")] = Path("runs/adopted"),
+    ] = None
+
+
+@dataclass(frozen=True)
+class AdoptFlags:
+    """How the probabilities are fitted and measured."""
+
     method: Annotated[
         str,
         flag(
             "What the probability of a hit is computed from: distance, nearest (also the nearest items),"
             " reference (also reference queries), or auto, which tries all and keeps the best."
         ),
-    ] = "auto",
+    ] = "auto"
     val_fraction: Annotated[
         float, flag("Fraction of the images that calibrate, if the pairs have no split.", min=0.01, max=0.98)
-    ] = 0.5,
+    ] = 0.5
     test_fraction: Annotated[
         float, flag("Fraction of the images that measure, if the pairs have no split.", min=0, max=0.98)
-    ] = 0.3,
+    ] = 0.3
     queries: Annotated[
         str,
         flag(
             "Queries that probabilities are for. planted: every query has a match in the gallery; independent:"
             " some have none."
         ),
-    ] = "planted",
+    ] = "planted"
     max_queries: Annotated[
         int,
         flag(
             "Largest number of images, and of texts, of the split val that are queries of the fit. More take longer.",
             min=1,
         ),
-    ] = 1500,
-    force: Annotated[bool, flag("Replace an adopted model in the folder.", "--force")] = False,
-    seed: Seed = 0,
+    ] = 1500
+    force: Annotated[bool, flag("Replace an adopted model in the folder.", "--force")] = False
+    seed: Seed = 0
+
+
+@command()
+def adopt(
+    *,
+    frozen: Frozen,
+    out: Annotated[Path, flag("Folder of the adopted model: new, or empty.")] = Path("runs/adopted"),
+    given: AdoptFlags,
     as_json: AsJson = False,
 ) -> None:
     """Give a frozen model calibrated probabilities.
@@ -263,16 +287,13 @@ def adopt(
     from sfumato.workflows.adopt import adopt as adopt_embeddings
     from sfumato.workflows.adopt import adopt_encoders
 
-    options: dict[str, Any] = {
-        "method": method, "val_fraction": val_fraction, "test_fraction": test_fraction, "population": queries,
-        "max_queries": max_queries, "force": force, "seed": seed,
-    }  # fmt: skip
+    options = {name: value for name, value in vars(given).items() if name != "queries"} | {"population": given.queries}
     check_out_folder(out)
     with writing(out):
-        if model is not None and data is not None and images is texts is pairs is None:
-            adopted = adopt_encoders(model, data, out, **options)
-        elif model is data is None and images is not None and texts is not None:
-            adopted = adopt_embeddings(images, texts, pairs, out, **options)
+        if frozen.model and frozen.data and frozen.images is frozen.texts is frozen.pairs is None:
+            adopted = adopt_encoders(frozen.model, frozen.data, out, **options)
+        elif frozen.model is frozen.data is None and frozen.images and frozen.texts:
+            adopted = adopt_embeddings(frozen.images, frozen.texts, frozen.pairs, out, **options)
         else:
             raise UserError("give MODEL with --data, or --images and --texts with the embeddings of a model")
     if as_json:

@@ -26,26 +26,26 @@ if TYPE_CHECKING:
     from sfumato.serve.settings import Settings
 
 
-@command()
-def index(
-    model: ModelName,
-    out: Annotated[Path, flag("Folder of the index or the collection.")],
+@dataclass(frozen=True)
+class IndexFlags:
+    """What is indexed, and where."""
+
     images: Annotated[
         Path | None,
         flag("Folder of images, with all its subfolders; for a model that reads embeddings, a file or folder of them."),
-    ] = None,
-    split: Annotated[
-        str | None, flag("Or, for a run, the images of this split of its data; all for all splits.")
-    ] = None,
-    texts: Annotated[Path | None, flag("Or a file with one text per line, to be searched by image.")] = None,
-    embeddings: Annotated[Path | None, flag("Or a folder that sfumato embed has written.")] = None,
+    ] = None
+    split: Annotated[str | None, flag("Or, for a run, the images of this split of its data; all for all splits.")] = (
+        None
+    )
+    texts: Annotated[Path | None, flag("Or a file with one text per line, to be searched by image.")] = None
+    embeddings: Annotated[Path | None, flag("Or a folder that sfumato embed has written.")] = None
     engine: Annotated[
         str | None,
         flag(
             "Engine of an index: exact, hnsw or ivf. All but exact need the extra faiss. Default: exact."
             " Not with --store."
         ),
-    ] = None,
+    ] = None
     store: Annotated[
         str | None,
         flag(
@@ -54,9 +54,42 @@ def index(
             " postgresql://user@host/database?table=NAME, redis://host:6379/0?means=PATH.",
             metavar="URL",
         ),
-    ] = None,
-    add: Annotated[bool, flag("Add to the collection that --out holds already.", "--add")] = False,
-    force: Annotated[bool, flag("Replace an index that --out holds already.", "--force")] = False,
+    ] = None
+    add: Annotated[bool, flag("Add to the collection that --out holds already.", "--add")] = False
+    force: Annotated[bool, flag("Replace an index that --out holds already.", "--force")] = False
+
+    def check(self, out: Path) -> None:
+        """Refuse what does not go together, and a folder that holds something else, before anything is embedded."""
+        from sfumato.search.collection import GaussianCollection
+        from sfumato.workflows.index import is_gallery
+
+        if sum(source is not None for source in (self.images, self.split, self.texts, self.embeddings)) != 1:
+            raise UserError("give one of --images FOLDER, --split NAME, --texts FILE and --embeddings FOLDER")
+        if self.engine is not None and (self.store is not None or self.add):
+            raise UserError(
+                "the engine of a store is part of its URL, e.g. --store 'file:?engine=hnsw'; leave --engine out"
+            )
+        if self.add and self.store is not None:
+            raise UserError("--add writes to the store of the collection; leave --store out")
+        collection = GaussianCollection.is_one(out)
+        if self.add and not collection:
+            raise UserError(
+                f"there is no collection in {out} to add to; make one with --store, or copy an index with sfumato copy"
+            )
+        other = "or give another folder with --out"
+        if not self.add and collection:
+            raise UserError(f"{out} holds a collection already; add to it with --add, {other}")
+        if not self.add and self.store is None and not self.force and is_gallery(out):
+            raise UserError(f"{out} holds an index already; replace it with --force, {other}")
+        check_out_folder(out, ours=lambda folder: is_gallery(folder) or all(p.is_dir() for p in folder.glob("[!.]*")))
+
+
+@command()
+def index(
+    *,
+    model: ModelName,
+    out: Annotated[Path, flag("Folder of the index or the collection.")],
+    given: IndexFlags,
     device: Device = "auto",
     as_json: AsJson = False,
 ) -> None:
@@ -68,26 +101,27 @@ def index(
     from sfumato.search.index import check_settings
     from sfumato.workflows.index import build_index, check_new, embed_source, fill_collection, training_note, whole
 
-    _check_index_options((images, split, texts, embeddings), engine, store, add)
-    _check_index_folder(out, store is not None, add, force)
-    load = load_run if split is not None else load_model
+    given.check(out)
+    load = load_run if given.split is not None else load_model
     retrieval_model: Model = load(model, device=choose_device(device))
-    if store is not None:
+    if given.store is not None:
         with writing(out):
-            check_new(out, retrieval_model.distance, store)
-    elif not add:
-        check_settings(retrieval_model.distance, engine or "exact")
+            check_new(out, retrieval_model.distance, given.store)
+    elif not given.add:
+        check_settings(retrieval_model.distance, given.engine or "exact")
     out.parent.mkdir(parents=True, exist_ok=True)
-    sources, problems = embed_source(retrieval_model, images=images, split=split, texts=texts, parts=embeddings)
-    if store is None and not add:
-        source, engine = whole(sources), engine or "exact"
+    sources, problems = embed_source(
+        retrieval_model, images=given.images, split=given.split, texts=given.texts, parts=given.embeddings
+    )
+    if given.store is None and not given.add:
+        source, engine = whole(sources), given.engine or "exact"
         gallery = build_index(retrieval_model, source, engine=engine)
         with writing(out):
             gallery.save(out)
         n, note, kept, direction = len(source.ids), training_note(gallery), {"engine": engine}, source.direction
         line = f"indexed ({engine})"
     else:
-        with writing(out), fill_collection(retrieval_model, sources, out, store) as collection:
+        with writing(out), fill_collection(retrieval_model, sources, out, given.store) as collection:
             n, note = len(collection), training_note(collection)
             kept, direction = {"store": collection.store.url}, collection.scorer.direction
         line = f"in {kept['store']}"
@@ -96,34 +130,6 @@ def index(
     print_result(result, as_json, f"{items} {line}: {out}" + problems_suffix(problems))
     if note and not as_json:
         say(note)
-
-
-def _check_index_options(sources: tuple[object, ...], engine: str | None, store: str | None, add: bool) -> None:
-    if sum(source is not None for source in sources) != 1:
-        raise UserError("give one of --images FOLDER, --split NAME, --texts FILE and --embeddings FOLDER")
-    if engine is not None and (store is not None or add):
-        raise UserError(
-            "the engine of a store is part of its URL, e.g. --store 'file:?engine=hnsw'; leave --engine out"
-        )
-    if add and store is not None:
-        raise UserError("--add writes to the store of the collection; leave --store out")
-
-
-def _check_index_folder(out: Path, new_collection: bool, add: bool, force: bool) -> None:
-    """Refuse a folder that cannot be written or holds something else, before anything is embedded."""
-    from sfumato.search.collection import GaussianCollection
-    from sfumato.workflows.index import is_gallery
-
-    collection = GaussianCollection.is_one(out)
-    if add and not collection:
-        raise UserError(
-            f"there is no collection in {out} to add to; make one with --store, or copy an index with sfumato copy"
-        )
-    if not add and collection:
-        raise UserError(f"{out} holds a collection already; add to it with --add, or give another folder with --out")
-    if not add and not new_collection and not force and is_gallery(out):
-        raise UserError(f"{out} holds an index already; replace it with --force, or give another folder with --out")
-    check_out_folder(out, ours=lambda folder: is_gallery(folder) or all(p.is_dir() for p in folder.glob("[!.]*")))
 
 
 @command()
@@ -147,25 +153,26 @@ def copy(
     print_result({"out": str(out), "store": url, "items": n}, as_json, f"{counted(n, 'item')} copied to {url}: {out}")
 
 
-@command()
-def search(
-    folder: Annotated[Path, word("Folder of an index or a collection.", "INDEX")],
-    query: Annotated[list[str] | None, word("Texts to search for.", "TEXT")] = None,
-    image: Annotated[list[Path] | None, flag("Image to search for; may be given several times.")] = None,
-    item: Annotated[
-        list[str] | None, flag("Item of the index to search by; may be given several times.", "--id")
-    ] = None,
-    k: Annotated[int, flag("Number of results per query.", "-k", min=1)] = 10,
-    min_probability: Annotated[
-        float | None, flag("Leave out results with a smaller match probability, e.g. 0.5.")
-    ] = None,
+@dataclass(frozen=True)
+class Asked:
+    """What is searched for, and which results are shown."""
+
+    query: Annotated[list[str] | None, word("Texts to search for.", "TEXT")] = None
+    image: Annotated[list[Path] | None, flag("Image to search for; may be given several times.")] = None
+    item: Annotated[list[str] | None, flag("Item of the index to search by; may be given several times.", "--id")] = (
+        None
+    )
+    k: Annotated[int, flag("Number of results per query.", "-k", min=1)] = 10
+    min_probability: Annotated[float | None, flag("Leave out results with a smaller match probability, e.g. 0.5.")] = (
+        None
+    )
     coverage: Annotated[
         float | None,
         flag(
             "Add the conformal set of this coverage, e.g. 0.9: it holds a match for this fraction of queries"
             " like those of the calibration."
         ),
-    ] = None,
+    ] = None
     abstain: Annotated[
         float | None,
         flag(
@@ -173,7 +180,14 @@ def search(
             " confident match.",
             metavar="RISK",
         ),
-    ] = None,
+    ] = None
+
+
+@command()
+def search(
+    *,
+    folder: Annotated[Path, word("Folder of an index or a collection.", "INDEX")],
+    asked: Asked,
     run: Annotated[
         str | None,
         flag("Folder or name of the model. Default: where it was for the index.", metavar="MODEL"),
@@ -194,13 +208,13 @@ def search(
     from sfumato.api.loaded import search_index
     from sfumato.reports.console import print_match_meaning, print_search
 
-    if not query and not image and not item:
+    if not asked.query and not asked.image and not asked.item:
         raise UserError("nothing to search for: give a text, --image FILE or --id ITEM")
-    if any(not text.strip() for text in query or []):
+    if any(not text.strip() for text in asked.query or []):
         raise UserError("a text to search for is empty; leave it out")
     answers = search_index(
-        folder, query or [], image or [], k=k, ids=item or [], run=run, store=store, min_probability=min_probability,
-        coverage=coverage, max_risk=abstain,
+        folder, asked.query or [], asked.image or [], k=asked.k, ids=asked.item or [], run=run, store=store,
+        min_probability=asked.min_probability, coverage=asked.coverage, max_risk=asked.abstain,
     )  # fmt: skip
     results = [answer.to_json() for answer in answers]
     if as_json:

@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
     from sfumato.data.captioned import Labelled
     from sfumato.evaluation.papers import PaperItem
     from sfumato.gaussian import ScalarUncertainty
-    from sfumato.models.model import Model
     from sfumato.studies.paper_tables import TableData
     from sfumato.studies.zeroshot import ZeroShotReport
 
@@ -156,29 +156,76 @@ def crops(
     print(f"page: {page}")
 
 
-@command()
-def zeroshot(
-    model: ModelName,
-    overrides: DataOverrides = None,
-    images: Annotated[Path | None, flag("Folder of images, ROOT/CLASS/IMAGE.jpg.")] = None,
-    emoji: Annotated[str | None, flag("Or the emoji set, with the classes of this level: group or subgroup.")] = None,
-    style: Annotated[str, rare("With --emoji: drawing style, noto, twemoji or fluent3d.")] = "fluent3d",
+@dataclass(frozen=True)
+class LabelledImages:
+    """The images to classify, from one source."""
+
+    overrides: DataOverrides = None
+    images: Annotated[Path | None, flag("Folder of images, ROOT/CLASS/IMAGE.jpg.")] = None
+    emoji: Annotated[str | None, flag("Or the emoji set, with the classes of this level: group or subgroup.")] = None
+    style: Annotated[str, rare("With --emoji: drawing style, noto, twemoji or fluent3d.")] = "fluent3d"
     data: Annotated[
         str | None,
         flag(
             "Or a recipe (path or name). Each image of its data must have one text, the name of its class.",
             metavar="RECIPE",
         ),
-    ] = None,
-    split: Split = "test",
-    templates: Annotated[
-        Path | None, flag("File of templates, one per line, with {} for the class. Default: the 80 of CLIP.")
-    ] = None,
+    ] = None
+    split: Split = "test"
     classes: Annotated[
         Path | None,
         rare(
             "File of all classes, one per line: the folder (group, text), a tab, the name. Default: the folders' names."
         ),
+    ] = None
+    choose_on: Annotated[
+        Path | None,
+        flag(
+            "Folder in the layout of --images, to choose the number of prompts on. Default: half of the images"
+            " of each class."
+        ),
+    ] = None
+
+    def check(self) -> None:
+        """Refuse no source, several sources, and what belongs to another one."""
+        if sum(source is not None for source in (self.images, self.emoji, self.data)) != 1:
+            raise UserError("give one of --images FOLDER, --emoji group or subgroup, and --data RECIPE")
+        if self.overrides and self.data is None:
+            raise UserError(f"{self.overrides[0]!r} changes a recipe, but no recipe is given; add --data RECIPE")
+        if self.choose_on is not None and self.images is not None and self.choose_on.resolve() == self.images.resolve():
+            raise UserError(
+                "--choose-on is also the folder that is evaluated; give another folder, or use --filter oracle"
+            )
+
+    def read(self, endings: frozenset[str]) -> "tuple[Labelled, Labelled | None]":
+        """The images to classify, and those that the number of prompts is chosen on."""
+        from sfumato.data.captioned import emoji_labelled, read_class_folder, read_class_names
+        from sfumato.models.recipe import find_recipe, load_recipe
+        from sfumato.studies.zeroshot import labelled_split
+
+        names = read_class_names(self.classes) if self.classes is not None else None
+        if self.images is not None:
+            found = read_class_folder(self.images, names, endings=endings)
+        elif self.emoji is not None:
+            found = emoji_labelled(self.emoji, style=self.style, names=names)
+        else:
+            found = labelled_split(
+                load_recipe(find_recipe(self.data or ""), self.overrides or []).data, self.split, names
+            )
+        if self.choose_on is None:
+            return found, None
+        return found, read_class_folder(
+            self.choose_on, dict(zip(found.keys, found.classes, strict=True)), endings=endings
+        )
+
+
+@command()
+def zeroshot(
+    *,
+    model: ModelName,
+    given: LabelledImages,
+    templates: Annotated[
+        Path | None, flag("File of templates, one per line, with {} for the class. Default: the 80 of CLIP.")
     ] = None,
     filters: Annotated[
         list[str] | None,
@@ -186,13 +233,6 @@ def zeroshot(
             "How many prompts to keep: none, global, per-class or oracle, or several with commas. Default:"
             " global,per-class.",
             "--filter",
-        ),
-    ] = None,
-    choose_on: Annotated[
-        Path | None,
-        flag(
-            "Folder in the layout of --images, to choose the number of prompts on. Default: half of the images"
-            " of each class."
         ),
     ] = None,
     pooling: Annotated[str, rare("How a class's prompts are joined: mixture, or unit as in CLIP.")] = "mixture",
@@ -210,28 +250,17 @@ def zeroshot(
 
     The prompts are class names in templates. Measures the gain of keeping only the most certain prompts.
     """
-    from sfumato.data.captioned import read_class_folder, read_class_names
     from sfumato.models.embed import file_endings
     from sfumato.models.load import load_model
     from sfumato.models.run import choose_device
     from sfumato.studies.zeroshot import evaluate_zeroshot, read_templates
 
-    if sum(source is not None for source in (images, emoji, data)) != 1:
-        raise UserError("give one of --images FOLDER, --emoji group or subgroup, and --data RECIPE")
-    if overrides and data is None:
-        raise UserError(f"{overrides[0]!r} changes a recipe, but no recipe is given; add --data RECIPE")
-    if choose_on is not None and images is not None and choose_on.resolve() == images.resolve():
-        raise UserError("--choose-on is also the folder that is evaluated; give another folder, or use --filter oracle")
+    given.check()
     if out is not None:
         check_out_folder(out)
     prompts = read_templates(templates)
-    names = read_class_names(classes) if classes is not None else None
     retrieval_model = load_model(model, device=choose_device(device))
-    labelled = _labelled_images(retrieval_model, images, emoji, style, data, overrides, split, names)
-    others = None
-    if choose_on is not None:
-        known = dict(zip(labelled.keys, labelled.classes, strict=True))
-        others = read_class_folder(choose_on, known, endings=file_endings(retrieval_model.model))
+    labelled, others = given.read(file_endings(retrieval_model.model))
     report = evaluate_zeroshot(
         retrieval_model, labelled, prompts, filters=filters or ("global", "per-class"),
         choose_on=others, pooling=pooling, distance=distance, n_resamples=bootstrap, seed=seed,
@@ -261,29 +290,6 @@ def _show_zeroshot(report: "ZeroShotReport", out: Path | None, published: bool, 
         print_zeroshot_published(beside)
     if out is not None:
         print(f"written to {out}")
-
-
-def _labelled_images(
-    retrieval_model: "Model",
-    images: Path | None,
-    emoji: str | None,
-    style: str,
-    data: str | None,
-    overrides: list[str] | None,
-    split: str,
-    names: dict[str, str] | None,
-) -> "Labelled":
-    """The images to classify, from the one source that was given."""
-    from sfumato.data.captioned import emoji_labelled, read_class_folder
-    from sfumato.models.embed import file_endings
-    from sfumato.models.recipe import find_recipe, load_recipe
-    from sfumato.studies.zeroshot import labelled_split
-
-    if images is not None:
-        return read_class_folder(images, names, endings=file_endings(retrieval_model.model))
-    if emoji is not None:
-        return emoji_labelled(emoji, style=style, names=names)
-    return labelled_split(load_recipe(find_recipe(data or ""), overrides or []).data, split, names)
 
 
 def _audited(
@@ -356,30 +362,36 @@ def audit(
     print(f"page: {folder / AUDIT_PAGE}")
 
 
+@dataclass(frozen=True)
+class RefereeFlags:
+    """What is compared, and on how much."""
+
+    methods: Annotated[
+        str,
+        flag("Methods and baselines, separated by commas; all: every one of them. A wrong name lists them."),
+    ] = "all"
+    epochs: Annotated[
+        int,
+        flag("Passes over the training pairs of the methods that train a network; 0: their default.", min=0),
+    ] = 0
+    absent: Annotated[
+        int,
+        flag("Largest number of queries whose matches are taken out of the gallery, per direction.", min=0),
+    ] = 200
+    corrupted: Annotated[int, flag("Number of queries of either side to corrupt in each way; 0 for none.", min=0)] = 100
+    bootstrap: Bootstrap = 200
+    seed: Seed = 0
+
+
 @command()
 def referee(
+    *,
     runs: Annotated[
         list[Path],
         word("Folders of runs; each is a frozen model, and methods see its means.", "RUN"),
     ],
-    methods: Annotated[
-        str,
-        flag("Methods and baselines, separated by commas; all: every one of them. A wrong name lists them."),
-    ] = "all",
+    given: RefereeFlags,
     split: Annotated[str, flag("Splits to measure, separated by commas; not train or val.")] = "test",
-    epochs: Annotated[
-        int,
-        flag("Passes over the training pairs of the methods that train a network; 0: their default.", min=0),
-    ] = 0,
-    absent: Annotated[
-        int,
-        flag("Largest number of queries whose matches are taken out of the gallery, per direction.", min=0),
-    ] = 200,
-    corrupted: Annotated[
-        int, flag("Number of queries of either side to corrupt in each way; 0 for none.", min=0)
-    ] = 100,
-    bootstrap: Bootstrap = 200,
-    seed: Seed = 0,
     out: Annotated[
         Path | None,
         flag("Folder for RUN-seedN.json and .md. Default: referee-SPLIT in the folder of each run."),
@@ -401,9 +413,13 @@ def referee(
     from sfumato.studies.frozen_model import freeze
     from sfumato.studies.referee import RefereeOptions, adapter_epochs, referee_model, wanted_methods
 
-    chosen = wanted_methods(parse_names(methods))
+    chosen = wanted_methods(parse_names(given.methods))
     options = RefereeOptions(
-        methods=chosen, fit=adapter_epochs(epochs), n_resamples=bootstrap, n_absent=absent, seed=seed
+        methods=chosen,
+        fit=adapter_epochs(given.epochs),
+        n_resamples=given.bootstrap,
+        n_absent=given.absent,
+        seed=given.seed,
     )
     reports = []
     for run in runs:
@@ -414,9 +430,9 @@ def referee(
         loaded = load_run(run, device=choose_device(device))
         name = run.resolve().name
         tests = tuple(parse_names(split))
-        model = freeze(loaded, loaded.recipe.data, tests, name=name, n_corrupted=corrupted, seed=seed)
+        model = freeze(loaded, loaded.recipe.data, tests, name=name, n_corrupted=given.corrupted, seed=given.seed)
         folder.mkdir(parents=True, exist_ok=True)
-        path = folder / f"{name}-seed{seed}.json"
+        path = folder / f"{name}-seed{given.seed}.json"
         report = referee_model(model, options, path=path, say=say)
         reports.append(report | {"out": str(path)})
         tables = path.with_suffix(".md")
