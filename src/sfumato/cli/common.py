@@ -59,19 +59,25 @@ HelpAll = Annotated[
 ]
 
 
-def flag(help: str, *names: str, **more: Any) -> Any:
+def flag(
+    help: str,
+    *names: str,
+    metavar: str | None = None,
+    min: float | None = None,
+    max: float | None = None,
+    hidden: bool = False,
+) -> Any:
     """An option of a command."""
-    return typer.Option(*names, help=help, **more)
+    return typer.Option(*names, help=help, metavar=metavar, min=min, max=max, hidden=hidden)
 
 
-def rare(help: str, *names: str, **more: Any) -> Any:
-    """An option that --help leaves out and --help-all shows."""
-    return typer.Option(*names, help=help, hidden=True, **more)
+rare = functools.partial(flag, hidden=True)
+"""An option that --help leaves out and --help-all shows."""
 
 
-def word(help: str, metavar: str, **more: Any) -> Any:
+def word(help: str, metavar: str) -> Any:
     """An argument of a command."""
-    return typer.Argument(help=help, metavar=metavar, **more)
+    return typer.Argument(help=help, metavar=metavar)
 
 
 def command(of: typer.Typer | None = None) -> Callable[[Callable[..., None]], Callable[..., None]]:

@@ -2,9 +2,9 @@
 
 import json
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 from sfumato.cli.common import (
     AsJson,
@@ -248,7 +248,7 @@ class Limits:
     workers: Annotated[int, rare("Number of searches at the same time.")] = 2
     grace: Annotated[int, rare("Time to finish requests after SIGTERM, in seconds.", min=0)] = 30
 
-    def settings(self, **others: Any) -> "Settings":
+    def settings(self) -> "Settings":
         """The settings of the service, in bytes and seconds."""
         from sfumato.serve.settings import Settings
 
@@ -260,7 +260,6 @@ class Limits:
             decode_memory_bytes=self.decode_memory_mb * 1_000_000, max_records=self.max_records,
             byte_budget=self.byte_budget_mb * 1_000_000,
             timeout=self.timeout, threads=self.threads, workers=self.workers,
-            **others,
         )  # fmt: skip
 
 
@@ -313,9 +312,10 @@ def serve(
 
     keys, reading_keys = read_keys(api_key_file, os.environ.get("SFUMATO_API_KEY"))
     check_host(host, keys + reading_keys, no_key)
-    settings = limits.settings(
-        keys=keys, reading_keys=reading_keys, read_only=read_only, hosts=hosts_of(host, allowed_host or [])
-    )
+    settings = replace(
+        limits.settings(), keys=keys, reading_keys=reading_keys, read_only=read_only,
+        hosts=hosts_of(host, allowed_host or []),
+    )  # fmt: skip
     check_names(host, settings)
     check_address(host, port)
     sources = open_sources(source, texts=texts, run=run, store=store, split=split, device=choose_device(device))
