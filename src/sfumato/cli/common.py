@@ -66,9 +66,10 @@ def flag(
     min: float | None = None,
     max: float | None = None,
     hidden: bool = False,
+    show_default: bool | str = True,
 ) -> Any:
     """An option of a command."""
-    return typer.Option(*names, help=help, metavar=metavar, min=min, max=max, hidden=hidden)
+    return typer.Option(*names, help=help, metavar=metavar, min=min, max=max, hidden=hidden, show_default=show_default)
 
 
 rare = functools.partial(flag, hidden=True)
