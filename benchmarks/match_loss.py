@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from sfumato.gaussian import GaussianEmbedding
-from sfumato.losses import PCMEPPOptions, infonce_loss, pcmepp_loss
+from sfumato.losses import InfoNCELoss, PCMEPPLoss, PCMEPPOptions
 
 FORMS = ("product", "dense product", "loss", "loss with pseudo-positives", "infonce", "broadcast")
 
@@ -63,11 +63,9 @@ def step(form: str, b: int, d: int) -> Callable[[], Tensor]:
             return broadcast_loss(m1, l1, m2, l2, match)
         image, text = GaussianEmbedding(m1, l1), GaussianEmbedding(m2, l2)
         if form == "infonce":
-            return infonce_loss(image, text, match, logit_scale=5.0).total
-        alpha = 0.0 if form == "loss" else 0.1
-        return pcmepp_loss(
-            image, text, match, PCMEPPOptions(alpha=alpha, beta=0), logit_scale=5.0, logit_bias=5.0
-        ).total
+            return InfoNCELoss().requires_grad_(False)(image, text, match).total
+        options = PCMEPPOptions(alpha=0.0 if form == "loss" else 0.1, beta=0)
+        return PCMEPPLoss(options).requires_grad_(False)(image, text, match).total
 
     def run() -> Tensor:
         for leaf in (m1, l1, m2, l2):

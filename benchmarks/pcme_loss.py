@@ -15,7 +15,7 @@ import torch
 from match_loss import inputs, peak_mb
 
 from sfumato.gaussian import GaussianEmbedding
-from sfumato.losses import PCMEOptions, pcme_loss, pcmepp_loss
+from sfumato.losses import PCMEOptions, PCMEPPLoss, pcme_loss
 
 FORMS = ("pcmepp", "pcme", "pcme with uniformity")
 
@@ -25,7 +25,7 @@ def step(form: str, b: int, d: int, samples: int) -> None:
     m1, l1, m2, l2 = inputs(b, d)
     image, text, match = GaussianEmbedding(m1, l1), GaussianEmbedding(m2, l2), torch.eye(b)
     if form == "pcmepp":
-        output = pcmepp_loss(image, text, match, logit_scale=5.0, logit_bias=5.0)
+        output = PCMEPPLoss().requires_grad_(False)(image, text, match)
     else:
         weight = 10.0 if form.endswith("uniformity") else 0.0
         output = pcme_loss(

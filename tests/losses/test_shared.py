@@ -1,6 +1,7 @@
 """One battery for every loss in LOSSES; a new one is tested without a line here, and needs a loop in references.py."""
 
 import dataclasses
+import functools
 
 import pytest
 import torch
@@ -9,7 +10,16 @@ from support.batches import MATCH, batch
 
 from sfumato.distances import DISTANCES
 from sfumato.gaussian import GaussianEmbedding
-from sfumato.losses import LOSSES, LossOptions
+from sfumato.losses import (
+    LOSSES,
+    InfoNCEOptions,
+    LossOptions,
+    PCMEPPOptions,
+    ProLIPOptions,
+    infonce_loss,
+    pcmepp_loss,
+    prolip_loss,
+)
 
 
 @pytest.fixture(params=LOSSES)
@@ -36,6 +46,33 @@ def test_terms_sum_to_the_total(loss):
     torch.testing.assert_close(sum(output.terms.values()), output.total)
     assert output.total.ndim == 0 and torch.isfinite(output.total)
     assert all(not value.requires_grad for value in output.stats.values())
+
+
+@pytest.mark.parametrize(
+    ("function", "options"),
+    [
+        (pcmepp_loss, PCMEPPOptions()),
+        (pcmepp_loss, PCMEPPOptions(distance="kl", infonce_weight=0.3)),
+        (pcmepp_loss, PCMEPPOptions(infonce_weight=0.3, pseudo_positives_from=1)),
+        (infonce_loss, InfoNCEOptions()),
+        (infonce_loss, InfoNCEOptions(distance="elk")),
+        (prolip_loss, ProLIPOptions(inclusion_weight=0.1, inclusion_scale=2.0)),
+    ],
+)
+def test_the_formula_of_a_whole_batch_is_the_module_with_its_gradients(function, options):
+    found = []
+    module = next(entry.module for entry in LOSSES.values() if entry.options is type(options))(options).double()
+    bias = {} if function is infonce_loss else {"logit_bias": module.logits.logit_bias}
+    epochs = {"epoch": 0} if function is pcmepp_loss else {}
+    if getattr(module, "infonce", None) is not None:
+        bias["infonce_scale"] = module.infonce.logits.logit_scale
+    for form in (module, functools.partial(function, options=options, logit_scale=module.logits.logit_scale, **bias)):
+        leaves = [t.requires_grad_() for e in batch() for t in (e.mean, e.log_var)]
+        sides = GaussianEmbedding(*leaves[:2]), GaussianEmbedding(*leaves[2:])
+        output = form(*sides, MATCH * torch.tensor([1.0, 0, 1, 1]).unsqueeze(1), **epochs)
+        leaves.append(module.logits.log_logit_scale)
+        found.append((output.terms, torch.autograd.grad(output.total, leaves, materialize_grads=True)))
+    torch.testing.assert_close(*found, rtol=1e-9, atol=1e-12)
 
 
 def test_permuting_pairs_changes_nothing(loss):

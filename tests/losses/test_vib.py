@@ -7,7 +7,7 @@ from support.batches import MATCH, batch
 from torch.distributions import Normal, kl_divergence
 
 from sfumato.gaussian import GaussianEmbedding
-from sfumato.losses import PCMEPPOptions, pcmepp_loss, vib_loss
+from sfumato.losses import PCMEPPLoss, PCMEPPOptions, pcmepp_loss, vib_loss
 
 
 def test_vib_by_hand_and_its_guard():
@@ -15,9 +15,11 @@ def test_vib_by_hand_and_its_guard():
     image, text = batch()
     assert vib_loss(image).item() == pytest.approx(references.vib(image.mean.tolist(), image.var.tolist()), rel=1e-12)
     wide = GaussianEmbedding(image.mean, torch.full_like(image.mean, 12.0))
-    output = pcmepp_loss(wide, text, MATCH, PCMEPPOptions(alpha=0, beta=1.0), logit_scale=1.0, logit_bias=1.0)
+    options = PCMEPPOptions(alpha=0, beta=1.0)
+    output = PCMEPPLoss(options).double()(wide, text, MATCH)
     assert output.stats["vib_ignored"] == 1
-    assert output.terms["vib"].item() == pytest.approx(vib_loss(text).item())
+    for same in (output, pcmepp_loss(wide, text, MATCH, options, logit_scale=1.0, logit_bias=1.0)):
+        assert same.terms["vib"].item() == pytest.approx(vib_loss(text).item())
 
 
 def test_vib_is_the_divergence_to_the_standard_normal_per_dimension():
@@ -38,14 +40,8 @@ def test_vib_is_least_at_the_standard_normal_and_precise_near_it():
 def test_an_exploded_bottleneck_leaves_finite_gradients_to_the_rest():
     image, text = batch(dtype=torch.float32)
     log_var = torch.full_like(image.log_var, 20.0).requires_grad_()
-    output = pcmepp_loss(
-        GaussianEmbedding(image.mean, log_var),
-        text,
-        MATCH,
-        PCMEPPOptions(alpha=0, beta=1.0),
-        logit_scale=1e-9,
-        logit_bias=1.0,
-    )
+    loss = PCMEPPLoss(PCMEPPOptions(alpha=0, beta=1.0, logit_scale=1e-9, logit_bias=1.0))
+    output = loss(GaussianEmbedding(image.mean, log_var), text, MATCH)
     output.total.backward()
     assert output.stats["vib_ignored"] == 1 and torch.isfinite(log_var.grad).all()
 
@@ -55,9 +51,7 @@ def test_a_bottleneck_that_overflows_leaves_no_nan():
     image = GaussianEmbedding(torch.zeros(1, 2), log_var)
     text = GaussianEmbedding(torch.ones(1, 2), torch.zeros(1, 2))
     match = torch.ones(1, 1)
-    output = pcmepp_loss(
-        image, text, match, PCMEPPOptions(distance="squared_l2", alpha=0, beta=1.0), logit_scale=1.0, logit_bias=1.0
-    )
+    output = PCMEPPLoss(PCMEPPOptions(distance="squared_l2", alpha=0, beta=1.0))(image, text, match)
     output.total.backward()
     assert output.stats["vib_ignored"] == 1 and torch.isfinite(output.total)
     assert log_var.grad.tolist() == [[0.0, 0.0]]

@@ -268,6 +268,15 @@ def sum_of_terms(terms: dict[str, Tensor], stats: dict[str, Tensor] | None = Non
     return LossOutput(torch.stack(list(terms.values())).sum(), terms, stats or {})
 
 
+def whole_batch(
+    options: LossOptions, image: GaussianEmbedding, text: GaussianEmbedding, match: Array, who: str
+) -> tuple[Tensor, Tensor]:
+    """((n, m) distances, (n, m) dense labels) of a whole batch, for the formulas that open each loss."""
+    label = dense_labels(check_match(image, text, match, who))
+    distance: Tensor = get_distance(options.distance).matrix(image, text)
+    return distance, label.to(distance.dtype)
+
+
 def check_match(image: GaussianEmbedding, text: GaussianEmbedding, match: Array, who: str) -> Tensor:
     """Check the labels of a batch. image (n, d), text (m, d), match (n, m)."""
     match = as_tensor(match, "match", who)

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sfumato.distances import get_distance
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.losses.base import (
     FREE_SCALE,
@@ -15,15 +14,17 @@ from sfumato.losses.base import (
     MatchLoss,
     PairBlock,
     option,
-    sum_of_blocks,
     sum_of_terms,
+    whole_batch,
 )
 from sfumato.losses.labels import matched_rows
 from sfumato.losses.tiles import PairTerms, Tile, Tiles, pair_sums
-from sfumato.matching import MatchingLogits
+from sfumato.matching import MatchingLogits, match_logit
 
 LARGEST_SCALE = "largest scale of the InfoNCE loss; 0: no limit. 50 is CLIP's and open_clip's limit, 100 on the cosine"
 """Description of the limit of the scale, for InfoNCE alone and beside PCME++."""
+
+NO_POSITIVE = "infonce_loss: no pair of the batch matches; InfoNCE needs at least one positive"
 
 
 @dataclass(frozen=True)
@@ -59,37 +60,14 @@ def infonce_loss(
 
     image (n, d), text (m, d), match (n, m).
     """
-    return sum_of_blocks(
-        PairBlock.whole(image, text, match, "infonce_loss"),
-        infonce_counts,
-        lambda small, counts: infonce_part(small, counts, options, logit_scale),
-        in_tiles=get_distance(options.distance).lift is not None,
-    )
-
-
-def infonce_counts(block: PairBlock) -> Tensor:
-    """The divisors of InfoNCE. Returns (2,)."""
-    return torch.stack([matched_rows(match).sum() for match in (block.match_i2t, block.match_t2i)]).double()
-
-
-def infonce_part(block: PairBlock, counts: Tensor, options: InfoNCEOptions, logit_scale: Tensor | float) -> LossOutput:
-    """The contribution of a block to :func:`infonce_loss`. counts (2,)."""
-    if not counts.all():
-        raise ValueError("infonce_loss: no pair of the batch matches; InfoNCE needs at least one positive")
-    distance = get_distance(options.distance)
-    terms = {}
-    for image, text, labels, axes in block.rectangles():
-        sums = pair_sums(
-            distance,
-            image,
-            text,
-            _CrossEntropies(labels, axes),
-            logit_scale=logit_scale,
-            logit_bias=0.0,
-            max_pairs=block.max_pairs,
-        )
-        for axis, total in zip(axes, sums, strict=True):
-            terms["t2i" if axis else "i2t"] = total / (2 * counts[axis].to(total.dtype))
+    distance, label = whole_batch(options, image, text, match, "infonce_loss")
+    logit, terms = match_logit(distance, logit_scale, 0.0), {}
+    for name, x, y in (("i2t", logit, label), ("t2i", logit.T, label.T)):
+        total = y.sum(1)
+        if not total.any():
+            raise ValueError(NO_POSITIVE)
+        x, y, total = x[total > 0], y[total > 0], total[total > 0]
+        terms[name] = -(y / total.unsqueeze(1) * x.log_softmax(1)).sum(1).mean() / 2
     return sum_of_terms(terms)
 
 
@@ -142,15 +120,23 @@ class InfoNCELoss(MatchLoss):
         self.logits = MatchingLogits(options.logit_scale, 0.0, free=options.free_scale, largest=largest)
         self.logits.logit_bias.requires_grad_(False)
 
-    def counts(self, block: PairBlock) -> Tensor:
-        """See :class:`MatchLoss`."""
-        return infonce_counts(block)
-
     @property
     def in_tiles(self) -> bool:
         """See :class:`MatchLoss`."""
         return self.distance.lift is not None
 
+    def counts(self, block: PairBlock) -> Tensor:
+        """The number of images, and of texts, that have a match. Returns (2,)."""
+        return torch.stack([matched_rows(match).sum() for match in (block.match_i2t, block.match_t2i)]).double()
+
     def part(self, block: PairBlock, counts: Tensor, *, epoch: int | None = None) -> LossOutput:
         """See :class:`MatchLoss`."""
-        return infonce_part(block, counts, self.options, self.logits.logit_scale)
+        if not counts.all():
+            raise ValueError(NO_POSITIVE)
+        terms = {}
+        for image, text, labels, axes in block.rectangles():
+            sums_of = _CrossEntropies(labels, axes)
+            sums = pair_sums(self.distance, image, text, sums_of, logits=self.logits, max_pairs=block.max_pairs)
+            for axis, total in zip(axes, sums, strict=True):
+                terms["t2i" if axis else "i2t"] = total / (2 * counts[axis].to(total.dtype))
+        return sum_of_terms(terms)

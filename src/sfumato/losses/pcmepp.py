@@ -1,12 +1,12 @@
 """The PCME++ objective: match loss, pseudo-positives, information bottleneck, and optionally InfoNCE."""
 
+import functools
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from sfumato.distances import get_distance
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.losses.base import (
     FREE_SCALE,
@@ -15,13 +15,14 @@ from sfumato.losses.base import (
     MatchLoss,
     PairBlock,
     option,
-    sum_of_blocks,
     sum_of_terms,
+    vib_loss,
     vib_sums,
+    whole_batch,
 )
-from sfumato.losses.infonce import LARGEST_SCALE, InfoNCELoss, InfoNCEOptions, infonce_counts, infonce_part
+from sfumato.losses.infonce import LARGEST_SCALE, InfoNCELoss, InfoNCEOptions, infonce_loss
 from sfumato.losses.tiles import PairTerms, Tile, Tiles, pair_sums
-from sfumato.matching import MatchingLogits
+from sfumato.matching import MatchingLogits, match_logit
 
 VIB_LIMIT = 1e4
 """A bottleneck of a modality above this many nats per dimension is left out of the step, as in the released code."""
@@ -87,79 +88,21 @@ def pcmepp_loss(
 
     image (n, d), text (m, d), match (n, m).
     """
-    block = PairBlock.whole(image, text, match, "pcmepp_loss")
-    scale = options.infonce_scale if infonce_scale is None else infonce_scale
-    return sum_of_blocks(
-        block,
-        lambda small: _counts(small, options),
-        lambda small, counts: _part(small, counts, options, logit_scale, logit_bias, scale, epoch),
-        in_tiles=get_distance(options.distance).lift is not None,
-    )
-
-
-def _counts(block: PairBlock, options: PCMEPPOptions) -> Tensor:
-    """The divisors: number of pairs; with a bottleneck both modalities' sums, to test VIB_LIMIT; those of InfoNCE."""
-    values = [torch.tensor(float(block.match_i2t.numel()))]
+    distance, label = whole_batch(options, image, text, match, "pcmepp_loss")
+    logit = match_logit(distance, logit_scale, logit_bias)
+    cross_entropy = functools.partial(functional.binary_cross_entropy_with_logits, logit)
+    terms = {"match": options.match_weight * cross_entropy(label)}
+    if options.alpha and (epoch is None or epoch >= options.pseudo_positives_from):
+        raised = pseudo_positives(distance, label), pseudo_positives(distance.T, label.T).T
+        terms["pseudo_positive"] = options.alpha * (cross_entropy(raised[0]) + cross_entropy(raised[1]))
     if options.beta:
-        values += [vib_sums(x).detach().double().sum() for x in (block.image, block.text)]
-    own = torch.stack([value.double().to(block.match_i2t.device) for value in values])
-    return torch.cat([own, infonce_counts(block)]) if options.infonce_weight else own
-
-
-def _part(
-    block: PairBlock,
-    counts: Tensor,
-    options: PCMEPPOptions,
-    logit_scale: Tensor | float,
-    logit_bias: Tensor | float,
-    infonce_scale: Tensor | float,
-    epoch: int | None,
-) -> LossOutput:
-    terms, stats = _cross_entropies(block, counts[0], options, logit_scale, logit_bias, epoch)
-    if options.beta:
-        vib, ignored = _bottleneck(block, counts[1:3])
-        terms["vib"] = options.beta * vib
-        stats["vib_ignored"] = ignored * block.match_i2t.numel() / counts[0]  # It is counted once for all blocks.
+        kept = [vib for vib in map(vib_loss, (image, text)) if vib <= VIB_LIMIT]
+        terms["vib"] = options.beta * sum(kept, torch.zeros_like(logit[0, 0]))
     if options.infonce_weight:
-        beside = infonce_part(block, counts[-2:], InfoNCEOptions(), infonce_scale)
-        terms |= {f"infonce_{name}": options.infonce_weight * term for name, term in beside.terms.items()}
-    return sum_of_terms(terms, stats)
-
-
-def _cross_entropies(
-    block: PairBlock,
-    pairs: Tensor,
-    options: PCMEPPOptions,
-    logit_scale: Tensor | float,
-    logit_bias: Tensor | float,
-    epoch: int | None,
-) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Terms and statistics of the logits."""
-    raises = bool(options.alpha) and (epoch is None or epoch >= options.pseudo_positives_from)
-    match, pseudo, raised = [], [], []
-    for image, text, labels, axes in block.rectangles():
-        if not raises and 0 not in axes:
-            continue
-        sums_of = _CrossEntropies(labels, axes if raises else ())
-        sums = pair_sums(
-            get_distance(options.distance),
-            image,
-            text,
-            sums_of,
-            logit_scale=logit_scale,
-            logit_bias=logit_bias,
-            max_pairs=block.max_pairs,
-        )
-        match += [sums[0]] if 0 in axes else []
-        pseudo.append(sums[1])
-        raised.append(sums_of.raised)
-    pairs = pairs.to(match[0].dtype)
-    terms = {"match": options.match_weight * match[0] / pairs}
-    if not raises:
-        return terms, {}
-    terms["pseudo_positive"] = options.alpha * torch.stack(pseudo).sum() / pairs
-    numbers = torch.stack(raised).sum(0)
-    return terms, {"pseudo_positives_i2t": numbers[0], "pseudo_positives_t2i": numbers[1]}
+        scale = options.infonce_scale if infonce_scale is None else infonce_scale
+        beside = infonce_loss(image, text, match, logit_scale=scale).terms
+        terms |= {f"infonce_{name}": options.infonce_weight * term for name, term in beside.items()}
+    return sum_of_terms(terms)
 
 
 class _CrossEntropies(PairTerms):
@@ -235,7 +178,7 @@ def _cross_entropy(logit: Tensor, label: Tensor) -> Tensor:
 
 
 class PCMEPPLoss(MatchLoss):
-    """:func:`pcmepp_loss` with learnable logits."""
+    """:func:`pcmepp_loss` with learnable logits, for blocks of any size."""
 
     def __init__(self, options: PCMEPPOptions = PCMEPPOptions()) -> None:
         super().__init__(options)
@@ -244,16 +187,50 @@ class PCMEPPLoss(MatchLoss):
         beside = InfoNCEOptions(logit_scale=options.infonce_scale, largest_scale=options.infonce_largest_scale)
         self.infonce = InfoNCELoss(beside) if options.infonce_weight else None
 
-    def counts(self, block: PairBlock) -> Tensor:
-        """See :class:`MatchLoss`."""
-        return _counts(block, self.options)
-
     @property
     def in_tiles(self) -> bool:
         """See :class:`MatchLoss`."""
         return self.distance.lift is not None
 
+    def counts(self, block: PairBlock) -> Tensor:
+        """The number of pairs; with a bottleneck both modalities' sums, to test VIB_LIMIT; those of InfoNCE."""
+        values = [torch.tensor(float(block.match_i2t.numel()))]
+        if self.options.beta:
+            values += [vib_sums(x).detach().double().sum() for x in (block.image, block.text)]
+        own = torch.stack([value.double().to(block.match_i2t.device) for value in values])
+        return own if self.infonce is None else torch.cat([own, self.infonce.counts(block)])
+
     def part(self, block: PairBlock, counts: Tensor, *, epoch: int | None = None) -> LossOutput:
         """See :class:`MatchLoss`."""
-        scale = self.options.infonce_scale if self.infonce is None else self.infonce.logits.logit_scale
-        return _part(block, counts, self.options, self.logits.logit_scale, self.logits.logit_bias, scale, epoch)
+        terms, stats = self._cross_entropies(block, counts[0], epoch)
+        if self.options.beta:
+            vib, ignored = _bottleneck(block, counts[1:3])
+            terms["vib"] = self.options.beta * vib
+            stats["vib_ignored"] = ignored * block.match_i2t.numel() / counts[0]  # It is counted once for all blocks.
+        if self.infonce is not None:
+            beside = self.infonce.part(block, counts[-2:])
+            terms |= {f"infonce_{name}": self.options.infonce_weight * term for name, term in beside.terms.items()}
+        return sum_of_terms(terms, stats)
+
+    def _cross_entropies(
+        self, block: PairBlock, pairs: Tensor, epoch: int | None
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Terms and statistics of the logits."""
+        options = self.options
+        raises = bool(options.alpha) and (epoch is None or epoch >= options.pseudo_positives_from)
+        match, pseudo, raised = [], [], []
+        for image, text, labels, axes in block.rectangles():
+            if not raises and 0 not in axes:
+                continue
+            sums_of = _CrossEntropies(labels, axes if raises else ())
+            sums = pair_sums(self.distance, image, text, sums_of, logits=self.logits, max_pairs=block.max_pairs)
+            match += [sums[0]] if 0 in axes else []
+            pseudo.append(sums[1])
+            raised.append(sums_of.raised)
+        pairs = pairs.to(match[0].dtype)
+        terms = {"match": options.match_weight * match[0] / pairs}
+        if not raises:
+            return terms, {}
+        terms["pseudo_positive"] = options.alpha * torch.stack(pseudo).sum() / pairs
+        numbers = torch.stack(raised).sum(0)
+        return terms, {"pseudo_positives_i2t": numbers[0], "pseudo_positives_t2i": numbers[1]}

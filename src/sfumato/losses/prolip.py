@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from torch import Tensor
 from torch.nn import functional
 
-from sfumato.distances import get_distance
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.inclusion import inclusion_losses
 from sfumato.losses.base import (
@@ -18,9 +17,10 @@ from sfumato.losses.base import (
     MatchLoss,
     PairBlock,
     option,
-    sum_of_blocks,
     sum_of_terms,
+    vib_loss,
     vib_of_block,
+    whole_batch,
 )
 from sfumato.matching import MatchingLogits, match_logit
 
@@ -72,31 +72,21 @@ def prolip_loss(
 
     image (n, d), text (m, d), match (n, m).
     """
-    return sum_of_blocks(
-        PairBlock.whole(image, text, match, "prolip_loss"),
-        PairBlock.n_positives,
-        lambda small, counts: _part(small, counts, options, logit_scale, logit_bias),
-    )
-
-
-def _part(
-    block: PairBlock, counts: Tensor, options: ProLIPOptions, logit_scale: Tensor | float, logit_bias: Tensor | float
-) -> LossOutput:
-    distance = get_distance(options.distance).matrix(block.image, block.texts)
+    distance, label = whole_batch(options, image, text, match, "prolip_loss")
     logit = match_logit(distance, logit_scale, logit_bias)
-    cross_entropy = functional.binary_cross_entropy_with_logits(logit, block.match_i2t.to(logit.dtype), reduction="sum")
-    terms = {"match": 2 * cross_entropy / (block.images.n + block.texts.n)}
-    stats: dict[str, Tensor] = {}
+    cross_entropy = functional.binary_cross_entropy_with_logits(logit, label, reduction="sum")
+    terms = {"match": 2 * cross_entropy / (image.n + text.n)}
     if options.inclusion_weight:
-        rows, columns = (block.match_i2t >= 0.5).nonzero(as_tuple=True)
-        inner, outer = block.image[rows], block.texts[columns]
-        losses = inclusion_losses(inner, outer, scale=options.inclusion_scale, released_eps=options.released_eps)
-        pairs = counts[0].clamp_min(1).to(losses.dtype)
-        terms["inclusion"] = options.inclusion_weight * losses.sum() / pairs
-        stats["included"] = (inner.log_var < outer.log_var).sum() / (pairs * inner.d)
+        rows, columns = (label >= 0.5).nonzero(as_tuple=True)
+        losses = _inclusions(image[rows], text[columns], options)
+        terms["inclusion"] = options.inclusion_weight * losses.sum() / max(len(losses), 1)
     if options.beta:
-        terms["vib"] = options.beta * vib_of_block(block)
-    return sum_of_terms(terms, stats)
+        terms["vib"] = options.beta * (vib_loss(image) + vib_loss(text))
+    return sum_of_terms(terms)
+
+
+def _inclusions(inner: GaussianEmbedding, outer: GaussianEmbedding, options: ProLIPOptions) -> Tensor:
+    return inclusion_losses(inner, outer, scale=options.inclusion_scale, released_eps=options.released_eps)
 
 
 class ProLIPLoss(MatchLoss):
@@ -113,4 +103,18 @@ class ProLIPLoss(MatchLoss):
 
     def part(self, block: PairBlock, counts: Tensor, *, epoch: int | None = None) -> LossOutput:
         """See :class:`MatchLoss`."""
-        return _part(block, counts, self.options, self.logits.logit_scale, self.logits.logit_bias)
+        options = self.options
+        logit = self.logits(self.distance.matrix(block.image, block.texts))
+        label = block.match_i2t.to(logit.dtype)
+        cross_entropy = functional.binary_cross_entropy_with_logits(logit, label, reduction="sum")
+        terms, stats = {"match": 2 * cross_entropy / (block.images.n + block.texts.n)}, {}
+        if options.inclusion_weight:
+            rows, columns = (block.match_i2t >= 0.5).nonzero(as_tuple=True)
+            inner, outer = block.image[rows], block.texts[columns]
+            losses = _inclusions(inner, outer, options)
+            pairs = counts[0].clamp_min(1).to(losses.dtype)
+            terms["inclusion"] = options.inclusion_weight * losses.sum() / pairs
+            stats["included"] = (inner.log_var < outer.log_var).sum() / (pairs * inner.d)
+        if options.beta:
+            terms["vib"] = options.beta * vib_of_block(block)
+        return sum_of_terms(terms, stats)

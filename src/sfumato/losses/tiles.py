@@ -2,7 +2,8 @@
 
 A tile is a range of images with a range of texts. No pass holds an (n, m) array that is larger than a tile: the
 backward pass computes the distances of each tile again, unless there is only one. What is summed, a loss says by its
-:class:`PairTerms`. For other distances, and for second derivatives, the sums come from the whole matrix.
+:class:`PairTerms`. For other distances the sums come from the whole matrix. There
+are no second derivatives.
 """
 
 from abc import ABC, abstractmethod
@@ -12,12 +13,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from sfumato.distances import Distance
 from sfumato.distances.distance import centred, checked, squared_l2_of_centred
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.losses.labels import dense_labels
-from sfumato.matching import match_logit
+from sfumato.matching import MatchingLogits, match_logit
 
 CPU_PAIRS = 2**20
 """Largest number of pairs of a tile on a CPU: arrays of 4 MB stay in its caches, which saves more than recomputing."""
@@ -105,26 +107,19 @@ def pair_sums(
     text: GaussianEmbedding,
     terms: PairTerms,
     *,
-    logit_scale: Tensor | float,
-    logit_bias: Tensor | float,
+    logits: MatchingLogits,
     max_pairs: int,
 ) -> Tensor:
     """Sums over all pairs: in tiles if the distance has vectors, otherwise from the whole matrix.
 
     image (n, d), text (m, d) -> (k,).
     """
-    scalars = all(not isinstance(value, Tensor) or value.ndim == 0 for value in (logit_scale, logit_bias))
-    if distance.lift is None or not scalars:
+    if distance.lift is None:
         matrix = distance.matrix(image, text)
-        label = dense_labels(terms.labels).to(matrix.dtype)
-        return terms.of_matrix(matrix, match_logit(matrix, logit_scale, logit_bias), label)
+        return terms.of_matrix(matrix, logits(matrix), dense_labels(terms.labels).to(matrix.dtype))
     image, text = checked(image, text, distance.name)
     (x, x_offset), (y, y_offset) = distance.lift.vectors(image), distance.lift.vectors(text)
-    logits = [
-        torch.as_tensor(value, dtype=None if isinstance(value, Tensor) else x.dtype)
-        for value in (logit_scale, logit_bias)
-    ]
-    tensors = (*_about_centre(x, y), x_offset, y_offset, *logits)
+    tensors = (*_about_centre(x, y), x_offset, y_offset, logits.logit_scale, logits.logit_bias)
     sums: Tensor = _PairSums.apply(terms, max_pairs, *tensors)[0]  # type: ignore[no-untyped-call]
     return sums
 
@@ -158,10 +153,9 @@ class _PairSums(torch.autograd.Function):
         ctx.save_for_backward(*tensors, output[1])
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, upstream: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
         *tensors, whole = ctx.saved_tensors
-        if torch.is_grad_enabled():  # Someone wants second derivatives.
-            return None, None, *_differentiable_gradients(ctx, tensors, upstream)
         tiles = Tiles(tuple(tensors), ctx.terms.labels, ctx.max_pairs, whole=whole)
         with torch.autocast(upstream.device.type, enabled=False):
             return None, None, *_gradients(ctx.terms, tiles, tensors, upstream, ctx.needs_input_grad[2:])
@@ -192,15 +186,3 @@ def _gradients(
                 product[own].addcmul_(vectors[axis][own], total.unsqueeze(1), value=2)
             product[own].addmm_(gradient if axis == 0 else gradient.T, vectors[1 - axis][other], alpha=-2)
     return [*products, *sums, *(g.to(t.dtype).to(t.device) for g, t in zip(by_logits, tensors[4:], strict=True))]
-
-
-def _differentiable_gradients(ctx: Any, tensors: list[Tensor], upstream: Tensor) -> list[Tensor | None]:
-    """The gradients with a graph of their own, from the whole matrix."""
-    x, y, x_offset, y_offset, scale, bias = tensors
-    squared = squared_l2_of_centred(x, y, x.square().sum(-1), y.square().sum(-1))
-    distance = squared + x_offset.unsqueeze(1) + y_offset
-    label = dense_labels(ctx.terms.labels).to(distance.dtype)
-    sums = ctx.terms.of_matrix(distance, match_logit(distance, scale, bias), label)
-    wanted = [t for t, need in zip(tensors, ctx.needs_input_grad[2:], strict=True) if need]
-    found = iter(torch.autograd.grad(sums, wanted, upstream, create_graph=True, materialize_grads=True))
-    return [next(found) if need else None for need in ctx.needs_input_grad[2:]]
