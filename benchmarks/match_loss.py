@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from sfumato.gaussian import GaussianEmbedding
-from sfumato.losses import InfoNCELoss, PCMEPPLoss, PCMEPPOptions
+from sfumato.losses import InfoNCELoss, MatchLoss, PCMEPPLoss, PCMEPPOptions
 
 FORMS = ("product", "dense product", "loss", "loss with pseudo-positives", "infonce", "broadcast")
 
@@ -62,10 +62,10 @@ def step(form: str, b: int, d: int) -> Callable[[], Tensor]:
         if form == "broadcast":
             return broadcast_loss(m1, l1, m2, l2, match)
         image, text = GaussianEmbedding(m1, l1), GaussianEmbedding(m2, l2)
-        if form == "infonce":
-            return InfoNCELoss().requires_grad_(False)(image, text, match).total
         options = PCMEPPOptions(alpha=0.0 if form == "loss" else 0.1, beta=0)
-        return PCMEPPLoss(options).requires_grad_(False)(image, text, match).total
+        loss: MatchLoss = InfoNCELoss() if form == "infonce" else PCMEPPLoss(options)
+        total: Tensor = loss.requires_grad_(False)(image, text, match).total
+        return total
 
     def run() -> Tensor:
         for leaf in (m1, l1, m2, l2):
