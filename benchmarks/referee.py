@@ -33,12 +33,12 @@ import torch
 from sfumato.data.images import Problems
 from sfumato.encoders.backbones import text_backbone
 from sfumato.encoders.dual import DualEncoder
+from sfumato.evaluation.corruption import corrupted_inputs
 from sfumato.files import write_atomically
 from sfumato.metrics.uncertainty import spearman
 from sfumato.models.embed import load_splits
 from sfumato.models.recipe import find_recipe, load_recipe
 from sfumato.models.run import load_run
-from sfumato.models.trust_run import corrupt_texts
 from sfumato.posthoc import METHODS
 from sfumato.reports.referee_tables import referee_summary, referee_tables
 from sfumato.studies.contestants import CONTESTANTS
@@ -146,7 +146,7 @@ def corrupted_captions(
     """Corrupted texts of split test, where the model reads features of MiniLM and not texts."""
     backbone, split = text_backbone("minilm-l6-v2", pooled=True, layers=(layer,)), model.tests["test"]
     assert len(captions) == len(split.texts)
-    found = corrupt_texts(captions, np.ones(len(captions), bool), N_CORRUPTED, seed)
+    found = corrupted_inputs("text", captions, np.ones(len(captions), bool), N_CORRUPTED, seed)
     return tuple(
         FrozenCorruption.of(split, "text", c, lambda texts: embed(np.concatenate(backbone(texts)))) for c in found
     )

@@ -11,16 +11,17 @@ from scipy import stats
 from support.references_metrics import csd_by_loops
 
 from sfumato.distances import DISTANCES
+from sfumato.evaluation.corruption import Corrupted
 from sfumato.evaluation.estimators import ESTIMATORS, Estimator, Matching, estimate_uncertainty, usable_estimators
 from sfumato.evaluation.trust import (
     FIGURES,
-    Corrupted,
     TrustReport,
     caption_distance,
     caption_words,
     described,
     measure_trust,
     random_pairs,
+    resampled_together,
 )
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.metrics.relevance import Relevance
@@ -276,3 +277,13 @@ def test_points_have_no_variance_to_judge_and_all_the_rest():
     assert silent == {"total_variance", "log_det", "geometric_std", "sample_spread", "self_mismatch"}
     report = TrustReport("test", "csd", False, M, N, 20, 0.95, 0, described(usable), {"t2i": result}, [])
     assert "NaN" not in json.dumps(report.to_json(), allow_nan=False)
+
+
+def test_data_whose_texts_have_several_images_have_multiplicities_and_no_groups():
+    few = Relevance.from_lists([[0, 1], [2], *[[k] for k in range(3, 11)]], n_gallery=11)
+    many = Relevance.from_lists([[0, 1], [1, 2], *[[k] for k in range(3, 9)]], n_gallery=9)
+    groups = np.arange(10)
+    assert resampled_together(few, groups, True).tolist() == [0, 0, 1, *range(2, 10)]
+    shared = Relevance.from_lists([[0, 1], [1], *[[k] for k in range(2, 11)]], n_gallery=11)
+    assert resampled_together(shared, groups, True).tolist() == [0, 1, *range(2, 11)]
+    assert resampled_together(many, groups, True) is None and resampled_together(many, groups, False) is groups

@@ -17,11 +17,11 @@ from support.words import folded, too_wide
 from torch.nn import functional
 
 from sfumato.errors import UserError
+from sfumato.evaluation.corruption import corrupted_queries
 from sfumato.metrics.reliability import log_loss
 from sfumato.models.embed import load_split
 from sfumato.models.recipe import find_recipe, load_recipe
 from sfumato.models.run import load_run
-from sfumato.models.trust_run import corrupted_images, corrupted_texts
 from sfumato.posthoc import METHODS, fit_hit_logits
 from sfumato.reports.referee_tables import (
     corruption_table,
@@ -573,8 +573,8 @@ def test_other_models_and_other_distances_are_refused(sfumato, tmp_path):
     found = {(c.side, c.name): c for c in frozen.corruptions}
     expected = {
         (side, c.name): c
-        for side, corrupted in (("image", corrupted_images), ("text", corrupted_texts))
-        for c in corrupted(loaded.model, data, usable[side], 4, 3)
+        for side in ("image", "text")
+        for c in corrupted_queries(loaded.model, side, data, usable[side], 4, 3)
     }
     assert found.keys() == expected.keys() and len(found) == 5
     for key, c in found.items():

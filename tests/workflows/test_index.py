@@ -14,13 +14,12 @@ from sfumato.calibration.calibrator import Calibration, QueryScores
 from sfumato.distances import get_distance
 from sfumato.evaluation.hits import Fold, first_hits, measure_cross_fitted, measure_hits
 from sfumato.models.calibrate import calibrate_run
-from sfumato.models.cross_fitting import cross_fitted
 from sfumato.models.embed import embed_split, load_split
 from sfumato.models.recipe import find_recipe, load_recipe
 from sfumato.models.run import CALIBRATION, TRAINING_CALIBRATION, load_run
-from sfumato.models.trust_run import trust_model
 from sfumato.training.loop import fit
 from sfumato.workflows.index import open_gallery, training_note
+from sfumato.workflows.trust import cross_fitted, trust_model
 
 N, PER_IMAGE = 360, 3
 SMALL = "model.dim=8", "model.hidden=16", "train.batch_size=32", "train.epochs=8", "optim.lr=1e-2", "train.device=cpu"

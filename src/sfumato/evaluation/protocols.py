@@ -7,6 +7,7 @@ from typing import Any, Protocol, get_args
 import numpy as np
 import torch
 
+from sfumato.direction import DIRECTIONS, Direction
 from sfumato.distances import Distance, get_distance
 from sfumato.errors import UserError
 from sfumato.gaussian import GaussianEmbedding, ScalarUncertainty
@@ -14,6 +15,37 @@ from sfumato.metrics.relevance import Relevance
 from sfumato.metrics.retrieval import beats_chance, chance_metrics, per_query_metrics, retrieval_metrics
 from sfumato.metrics.uncertainty import balanced_spearman, none_if_nan, recall_by_uncertainty, spearman
 from sfumato.search.exact import rank_relevant
+
+
+@dataclass(frozen=True, eq=False)
+class Query:
+    """One direction of a split: its queries search in its gallery."""
+
+    direction: Direction
+    queries: GaussianEmbedding  # (n, d) embeddings
+    gallery: GaussianEmbedding  # (m, d) embeddings
+    relevance: Relevance  # query -> its true items
+
+    def first_hits(self, distance: str | Distance) -> np.ndarray:
+        """(n,) whether the closest item of each query is a true one, 0 or 1; NaN for queries without any."""
+        oriented = get_distance(distance).for_direction(self.direction)
+        ranks = rank_relevant(self.queries, self.gallery, self.relevance, oriented)
+        return per_query_metrics(ranks, self.relevance)["recall@1"]
+
+
+@dataclass(frozen=True, eq=False)
+class EmbeddedSplit:
+    """The embedded images and texts of a split and which of them match."""
+
+    images: GaussianEmbedding  # (n, d) embeddings
+    texts: GaussianEmbedding  # (m, d) embeddings
+    relevance: Relevance  # image -> its true texts
+
+    def query(self, direction: Direction) -> Query:
+        """The split as queries of one direction and their gallery."""
+        if direction == "i2t":
+            return Query(direction, self.images, self.texts, self.relevance)
+        return Query(direction, self.texts, self.images, self.relevance.transpose())
 
 
 class Ranker(Protocol):
@@ -140,11 +172,11 @@ def evaluate_retrieval(
     """
     if text_kinds is not None and len(text_kinds) != texts.n:
         raise ValueError(f"evaluate_retrieval: got {len(text_kinds)} text_kinds for {texts.n} texts; give one for each")
-    other, chosen = relevance.transpose(), get_distance(distance)
-    i2t_ranks = rank(images, texts, relevance, chosen)
-    t2i_ranks = rank(texts, images, other, chosen.for_direction("t2i"))
-    i2t, t2i = retrieval_metrics(i2t_ranks, relevance), retrieval_metrics(t2i_ranks, other)
-    recalls = [f"recall@{k}" for k in (1, 5, 10)]
+    chosen, split = get_distance(distance), EmbeddedSplit(images, texts, relevance)
+    sides = {direction: split.query(direction) for direction in DIRECTIONS}
+    ranks = {d: rank(q.queries, q.gallery, q.relevance, chosen.for_direction(d)) for d, q in sides.items()}
+    metrics = {d: retrieval_metrics(ranks[d], q.relevance) for d, q in sides.items()}
+    other = sides["t2i"].relevance
     kinds = np.array(text_kinds if text_kinds is not None else ["caption"] * texts.n)
     t2i_by_kind, i2t_by_kind = {}, {}
     if len(set(kinds)) > 1:
@@ -153,37 +185,29 @@ def evaluate_retrieval(
             of_kind = np.isin(other.query_of_item, index)
             narrowed = relevance.select_gallery(index)
             if len(narrowed.indices):
-                t2i_by_kind[kind] = retrieval_metrics(t2i_ranks[of_kind], other.select_queries(index))
+                t2i_by_kind[kind] = retrieval_metrics(ranks["t2i"][of_kind], other.select_queries(index))
                 i2t_by_kind[kind] = retrieval_metrics(
                     rank(images, texts[torch.from_numpy(index).to(texts.device)], narrowed, chosen), narrowed
                 )
-    sides = {"image": images, "text": texts}
-    values = {side: e.uncertainty(uncertainty).cpu().numpy() for side, e in sides.items()}
-    varies = any(v.min(initial=np.inf) < v.max(initial=-np.inf) for v in values.values())
+    values = {d: q.queries.uncertainty(uncertainty).cpu().numpy() for d, q in sides.items()}
     by_uncertainty: dict[str, Any] | None = None
-    if varies:
-        hits = {
-            "i2t": per_query_metrics(i2t_ranks, relevance)["recall@1"],
-            "t2i": per_query_metrics(t2i_ranks, other)["recall@1"],
-        }
-        by_uncertainty = {
-            "i2t": recall_by_uncertainty(values["image"], hits["i2t"]),
-            "t2i": recall_by_uncertainty(values["text"], hits["t2i"]),
-        }
+    if any(v.min(initial=np.inf) < v.max(initial=-np.inf) for v in values.values()):
+        hits = {d: per_query_metrics(ranks[d], q.relevance)["recall@1"] for d, q in sides.items()}
+        by_uncertainty = {d: recall_by_uncertainty(values[d], hits[d]) for d in sides}
     has = other.counts > 0
     return Evaluation(
         distance=chosen.name,
         n_images=images.n,
         n_texts=texts.n,
-        i2t=i2t,
-        t2i=t2i,
-        rsum=sum(direction[r] for direction in (i2t, t2i) for r in recalls),
+        i2t=metrics["i2t"],
+        t2i=metrics["t2i"],
+        rsum=sum(of[f"recall@{k}"] for of in metrics.values() for k in (1, 5, 10)),
         t2i_by_kind=t2i_by_kind,
         i2t_by_kind=i2t_by_kind,
         uncertainty=by_uncertainty,
-        multiplicity=_multiplicity(values["text"][has], other.counts[has]) if varies else None,
-        total_variance={side: float(e.total_variance.mean()) for side, e in sides.items()},
-        chance={"i2t": chance_metrics(relevance), "t2i": chance_metrics(other)},
+        multiplicity=_multiplicity(values["t2i"][has], other.counts[has]) if by_uncertainty else None,
+        total_variance={name: float(e.total_variance.mean()) for name, e in (("image", images), ("text", texts))},
+        chance={direction: chance_metrics(q.relevance) for direction, q in sides.items()},
         uncertainty_measure=uncertainty,
         samples=samples_of(chosen),
     )

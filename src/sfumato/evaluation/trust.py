@@ -4,21 +4,26 @@ The inputs are embeddings of any model and their ground truth. Labels are used t
 an input of an estimator.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
+from sfumato.evaluation.corruption import (
+    Corrupted,
+    CorruptionTrust,
+    Resampling,
+    follow_corruption,
+    paired_auroc,
+)
 from sfumato.evaluation.estimators import ESTIMATORS, NEAREST, Estimator, Matching, estimate_uncertainty
 from sfumato.evaluation.hits import HitFigures
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.metrics.bootstrap import (
     Interval,
     Statistic,
-    bootstrap,
     mean_statistic,
     percentile_interval,
     resampled_balanced_spearman,
@@ -34,7 +39,7 @@ from sfumato.metrics.selective import (
     risk_statistic,
     spearman_statistic,
 )
-from sfumato.metrics.uncertainty import average_ranks, balanced_spearman, recall_by_uncertainty, spearman
+from sfumato.metrics.uncertainty import average_ranks, balanced_spearman, recall_by_uncertainty
 from sfumato.search.exact import rank_relevant
 
 
@@ -93,22 +98,6 @@ FIGURES: dict[str, str] = {
 """The figures that are measured of each estimator. Only the benchmark knows the ground truth behind them."""
 
 
-CORRUPTION_FIGURES = ("spearman", "rises", "monotone", "auroc")
-"""What is measured of the response of an estimator to a corruption, see :class:`CorruptionTrust`."""
-
-
-@dataclass(frozen=True)
-class CorruptionTrust:
-    """The response of the estimators to a corruption of the queries."""
-
-    n: int  # number of corrupted queries
-    strengths: list[float]  # ascending, from 0 for the clean inputs
-    recall: list[float]  # recall@1 at each strength, which shows whether the queries become harder
-    estimators: dict[str, dict[str, Interval]]
-    medians: dict[str, list[float]]  # by name, the median uncertainty at each strength
-    means: dict[str, list[Interval]]  # by name, the mean uncertainty at each strength; None where it is infinite
-
-
 @dataclass(frozen=True)
 class DirectionTrust:
     """The figures of one direction."""
@@ -151,16 +140,6 @@ class TrustReport:
 def described(estimators: Mapping[str, Estimator]) -> dict[str, dict[str, str]]:
     """Describe estimators for a report."""
     return {name: {"estimates": e.formula, "kind": e.kind, "cost": e.cost} for name, e in estimators.items()}
-
-
-@dataclass(frozen=True, eq=False)
-class Corrupted:
-    """Some queries, embedded again from corrupted inputs."""
-
-    name: str  # of the corruption
-    index: np.ndarray  # (k,) positions of these queries among all
-    strengths: tuple[float, ...]  # ascending, without 0, which is the clean input
-    embeddings: tuple[GaussianEmbedding, ...]  # (k, d) embeddings for each strength
 
 
 def measure_trust(
@@ -216,7 +195,7 @@ def measure_trust(
         estimators=estimators,
         hit=hit[kept],
         groups=None if groups is None else groups[kept],
-        resampling=_Resampling(n_resamples, level, seed),
+        resampling=Resampling(n_resamples, level, seed),
     )
     by_chance = chance_metrics(relevance)
     recalls = {name: float(np.nanmean(found_by[name])) for name in by_chance if name in found_by}
@@ -243,25 +222,14 @@ def measure_trust(
         n_out_of_gallery=n_removed,
         estimators={n: {f: i for f, i in values.items() if i.value is not None} for n, values in figures.items()},
         deciles={n: [b["recall"] for b in of] for n, of in bins.items()},
-        corruptions=_of_corruptions(scene, informative, corrupted, kept),
-    )
-
-
-@dataclass(frozen=True)
-class _Resampling:
-    """Options of the intervals."""
-
-    n_resamples: int
-    level: float
-    seed: int
-
-    def intervals(
-        self, statistics: Mapping[str, Statistic], n: int, groups: np.ndarray | None = None
-    ) -> dict[str, Interval]:
-        """The interval of each statistic of n queries."""
-        return bootstrap(
-            statistics, n, n_resamples=self.n_resamples, level=self.level, seed=self.seed, groups=groups
-        )  # fmt: skip
+        corruptions={
+            c.name: follow_corruption(
+                c, queries, gallery, relevance, matching,
+                estimators={n: estimators[n] for n in informative}, groups=groups, resampling=scene.resampling,
+            )
+            for c in corrupted
+        },
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)
@@ -275,7 +243,7 @@ class _Scene:
     estimators: Mapping[str, Estimator]
     hit: np.ndarray
     groups: np.ndarray | None
-    resampling: _Resampling
+    resampling: Resampling
 
     def estimate(self, queries: GaussianEmbedding, *, without: Relevance | None = None) -> dict[str, np.ndarray]:
         """(n,) uncertainties by name."""
@@ -333,37 +301,11 @@ def _of_removed_items(scene: _Scene, scores: Mapping[str, np.ndarray]) -> tuple[
             scene.queries[torch.from_numpy(enough)], without=scene.relevance.select_queries(enough)
         )  # fmt: skip
     statistics = {
-        f"{name}/out_of_gallery": _paired(scores[name][enough], values)
+        f"{name}/out_of_gallery": paired_auroc(scores[name][enough], values)
         for name, values in removed.items()
         if name in scores and scene.estimators[name].needs_gallery
     }
     return len(enough), scene.intervals(statistics, enough)
-
-
-def _of_corruptions(
-    scene: _Scene, scores: Mapping[str, np.ndarray], corrupted: Sequence[Corrupted], kept: np.ndarray
-) -> dict[str, CorruptionTrust]:
-    """The figures of each corruption; kept has the positions of the scene's queries among all queries."""
-    found = {}
-    for corruption in corrupted:
-        chosen = np.searchsorted(kept, corruption.index)
-        if (np.append(kept, -1)[chosen] != corruption.index).any():
-            raise ValueError(
-                f"measure_trust: a query of the corruption {corruption.name!r} has no true item; corrupt only"
-                " queries with a true item"
-            )
-        found[corruption.name] = follow_corruption(
-            corruption,
-            {name: u[chosen] for name, u in scores.items()},
-            scene.gallery,
-            scene.relevance.select_queries(chosen),
-            scene.matching,
-            estimators={name: scene.estimators[name] for name in scores},
-            recall=float(scene.hit[chosen].mean()),
-            resample=partial(scene.intervals, index=chosen),
-            seed=scene.resampling.seed,
-        )
-    return found
 
 
 def _right_pairs(scene: _Scene) -> Interval:
@@ -378,64 +320,7 @@ def _right_pairs(scene: _Scene) -> Interval:
         # A sampled distance uses the same noise for true and wrong pairs.
         seeded = {"generator": torch.Generator().manual_seed(seed)} if distance.sampled else {}
         gaps.append(distance.row(*sides, **seeded).double().cpu().numpy())
-    return scene.intervals({"right_pairs": _paired(*gaps)}, pairs[:, 0])["right_pairs"]
-
-
-def _paired(low: np.ndarray, high: np.ndarray) -> Statistic:
-    """AUROC of the second score of each query against its first; both scores of a query are resampled together."""
-    statistic = auroc_statistic(np.concatenate([low, high]), np.repeat([0, 1], len(low)))
-    return lambda counts: statistic(np.tile(counts, 2))
-
-
-def follow_corruption(
-    corrupted: Corrupted,
-    clean: Mapping[str, np.ndarray],
-    gallery: GaussianEmbedding,
-    relevance: Relevance,
-    matching: Matching,
-    *,
-    estimators: Mapping[str, Estimator],
-    recall: float,
-    resample: Callable[[Mapping[str, Statistic]], dict[str, Interval]],
-    seed: int = 0,
-) -> CorruptionTrust:
-    """Measure the response of estimators to one corruption of k queries. gallery (m, d)."""
-    embeddings = corrupted.embeddings
-    estimate = partial(estimate_uncertainty, gallery=gallery, matching=matching, estimators=estimators, seed=seed)
-    steps = [clean, *(estimate(e) for e in embeddings)]
-    recalls = [recall]
-    for e in embeddings:
-        ranks = rank_relevant(e, gallery, relevance, matching.oriented_distance)
-        recalls.append(float(per_query_metrics(ranks, relevance)["recall@1"].mean()))
-    scores = {name: np.stack([step[name] for step in steps]) for name in clean}  # (s + 1, k) each
-    statistics: dict[str, Statistic] = {}
-    strengths = [0.0, *corrupted.strengths]
-    for name, u in scores.items():
-        statistics |= {f"{name}/{figure}": found for figure, found in corruption_statistics(u, strengths).items()}
-        statistics |= {f"{name}/{s}": mean_statistic(values) for s, values in enumerate(u) if np.isfinite(values).all()}
-    found = resample(statistics)
-    undefined = Interval(None, None, None)
-    return CorruptionTrust(
-        n=len(corrupted.index),
-        strengths=strengths,
-        recall=recalls,
-        estimators={name: {f: found[f"{name}/{f}"] for f in CORRUPTION_FIGURES} for name in scores},
-        medians={name: np.median(u, axis=1).tolist() for name, u in scores.items()},
-        means={name: [found.get(f"{name}/{s}", undefined) for s in range(len(u))] for name, u in scores.items()},
-    )
-
-
-def corruption_statistics(u: np.ndarray, strengths: Sequence[float]) -> dict[str, Statistic]:
-    """The figures of one uncertainty of k queries that are corrupted more and more. u (s, k)."""
-    correlations = [spearman(np.array(strengths), values) for values in u.T]
-    # np.diff of two infinities is NaN, so compare instead.
-    falls, rises = (u[1:] < u[:-1]).any(0), u[-1] > u[0]
-    return {
-        "spearman": mean_statistic(np.nan_to_num(np.array(correlations))),
-        "rises": mean_statistic(rises + 0.5 * (u[-1] == u[0])),
-        "monotone": mean_statistic(rises & ~falls),
-        "auroc": _paired(u[0], u[-1]),
-    }
+    return scene.intervals({"right_pairs": paired_auroc(*gaps)}, pairs[:, 0])["right_pairs"]
 
 
 def random_pairs(ground_truth: Relevance, random: np.random.Generator) -> np.ndarray:
@@ -450,3 +335,23 @@ def random_pairs(ground_truth: Relevance, random: np.random.Generator) -> np.nda
     while (again := np.isin(usable * m + wrong, keys)).any():
         wrong[again] = random.integers(m, size=int(again.sum()))
     return np.stack([usable, right, wrong], axis=1)
+
+
+def resampled_together(relevance: Relevance, groups: np.ndarray, of_text: bool) -> np.ndarray | None:
+    """The groups of dependent queries, which a bootstrap samples together.
+
+    relevance (n images, m texts), groups (n,).
+    """
+    if not of_text:
+        return groups
+    if many_to_many(relevance):
+        return None
+    ground_truth = relevance.transpose()
+    together = ground_truth.n_gallery + np.arange(ground_truth.n_queries)
+    together[ground_truth.query_of_item] = ground_truth.indices
+    return together
+
+
+def many_to_many(relevance: Relevance) -> bool:
+    """Whether more than a tenth of the texts match several images; a few equal captions do not make data such."""
+    return float((relevance.transpose().counts > 1).mean()) > 0.1

@@ -15,19 +15,19 @@ import torch
 from sfumato.data.images import MemoryImage, thumbnail
 from sfumato.data.pairs import PairData
 from sfumato.data.sources import DataConfig
-from sfumato.direction import Direction
+from sfumato.direction import DIRECTION_OF, Side
 from sfumato.encoders.feature_rows import features_read
 from sfumato.errors import UserError, counted
+from sfumato.evaluation.corruption import Resampling, corrupted_queries, follow_corruption, not_corrupted
 from sfumato.evaluation.estimators import ESTIMATORS, Estimator, Matching
-from sfumato.evaluation.protocols import evaluate_retrieval
+from sfumato.evaluation.protocols import EmbeddedSplit, evaluate_retrieval
+from sfumato.evaluation.trust import resampled_together
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.metrics.relevance import Relevance
 from sfumato.models.embed import PreparedSplit, embed_split, load_split
 from sfumato.models.model import Model
 from sfumato.models.run import weights_digest
-from sfumato.models.trust_run import corrupted_images, corrupted_texts, resampled_together
 from sfumato.progress import progress_bar, say
-from sfumato.studies.corruption import corruption_curves
 from sfumato.studies.maps import LEAST_ITEMS, Method, map_items
 from sfumato.studies.sets import (
     ERASED,
@@ -167,12 +167,13 @@ class _Split:
                 return f"{have} too few for a map, which needs {LEAST_ITEMS}; --items is {options.n_mapped}"
         return None
 
-    def sides(self) -> dict[str, tuple[GaussianEmbedding, GaussianEmbedding, Relevance, Matching]]:
+    def sides(self) -> dict[Side, tuple[GaussianEmbedding, GaussianEmbedding, Relevance, Matching]]:
         """(queries, gallery, ground truth, matching) of images and texts as queries."""
-        m = self.retrieval_model
+        m, embedded = self.retrieval_model, EmbeddedSplit(self.images, self.texts, self.relevance)
         return {
-            "image": (self.images, self.texts, self.relevance, self._matching(m, "i2t")),
-            "text": (self.texts, self.images, self.relevance.transpose(), self._matching(m, "t2i")),
+            side: (q.queries, q.gallery, q.relevance, Matching(m.distance, m.logit_scale, m.logit_bias, q.direction))
+            for side, direction in DIRECTION_OF.items()
+            for q in [embedded.query(direction)]
         }
 
     def estimator(self) -> Estimator:
@@ -220,15 +221,6 @@ class _Split:
         return evaluate_retrieval(
             self.images, self.texts, self.relevance, distance=self.retrieval_model.distance
         ).above_chance
-
-    @staticmethod
-    def _matching(retrieval_model: Model, direction: Direction) -> Matching:
-        return Matching(
-            retrieval_model.distance,
-            retrieval_model.logit_scale,
-            retrieval_model.logit_bias,
-            direction=direction,
-        )
 
 
 def known_studies(names: Sequence[str]) -> tuple[str, ...]:
@@ -319,20 +311,22 @@ def same_model_and_data(study: Mapping[str, Any] | None, metadata: Mapping[str, 
 
 
 def _corruption(scene: _Split) -> tuple[dict[str, Any], dict[str, bytes]]:
-    options, model, result = scene.options, scene.retrieval_model.model, {}
+    options, model, result = scene.options, scene.retrieval_model.model, dict[str, Any]()
     estimator = scene.estimator()
     for side, (queries, gallery, ground_truth, matching) in scene.sides().items():
-        corrupt = corrupted_images if side == "image" else corrupted_texts
-        if features := features_read(model.image if side == "image" else model.text):
-            scene.notes.append(f"corrupted {side}s are left out: this model reads {features}")
+        if reason := not_corrupted(model, side):
+            scene.notes.append(reason)
             continue
-        corrupted = corrupt(model, scene.data, ground_truth.counts > 0, options.n_corrupted, options.seed)
-        curves = corruption_curves(
-            queries, gallery, ground_truth, matching, corrupted,
-            estimator=estimator, groups=resampled_together(scene.relevance, scene.data.groups, side == "text"),
-            n_resamples=options.n_resamples, level=LEVEL, seed=options.seed,
-        )  # fmt: skip
-        result[side] = {name: curve.to_json() for name, curve in curves.items()}
+        usable, groups = ground_truth.counts > 0, resampled_together(scene.relevance, scene.data.groups, side == "text")
+        result[side] = {}
+        for c in corrupted_queries(model, side, scene.data, usable, options.n_corrupted, options.seed):
+            found = asdict(follow_corruption(
+                c, queries, gallery, ground_truth, matching, estimators={estimator.name: estimator}, groups=groups,
+                resampling=Resampling(options.n_resamples, LEVEL, options.seed),
+            ))  # fmt: skip
+            mean, figures = found["means"][estimator.name], found["estimators"][estimator.name]
+            of_all = {name: found[name] for name in ("n", "strengths", "recall")}
+            result[side][c.name] = of_all | {"mean": mean} | figures
     return {"uncertainty": estimator.name, "sides": result}, {}
 
 

@@ -21,15 +21,15 @@ from sfumato.direction import Side
 from sfumato.distances import get_distance
 from sfumato.encoders.dual import Tower
 from sfumato.encoders.encoder_protocol import Item
-from sfumato.encoders.feature_rows import features_read
 from sfumato.encoders.features import Store, TokenFeatures
 from sfumato.encoders.heads import AveragePool, GaussianHead
 from sfumato.errors import UserError
+from sfumato.evaluation.corruption import CorruptedInputs, corrupted_inputs, not_corrupted
+from sfumato.evaluation.trust import many_to_many, resampled_together
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.metrics.relevance import Relevance
 from sfumato.models.embed import PreparedSplit, load_split
 from sfumato.models.model import Model
-from sfumato.models.trust_run import CorruptedInputs, corrupt_images, corrupt_texts, resampled_together
 from sfumato.posthoc import FrozenPairs
 from sfumato.posthoc.method import TwoSides
 
@@ -106,7 +106,7 @@ class FrozenSplit(TwoSides):
     @property
     def many_to_many(self) -> bool:
         """Whether texts match several images, so that the number of matches measures ambiguity."""
-        return self.resampled_together("text") is None
+        return many_to_many(self.relevance("image"))
 
     @cached_property
     def data(self) -> PairData:
@@ -130,7 +130,7 @@ class FrozenCorruption:
         cls,
         split: FrozenSplit,
         side: Side,
-        corrupted: CorruptedInputs[Any],
+        corrupted: CorruptedInputs,
         embed: Callable[[Sequence[Any]], tuple[Tensor, Tensor | None]],
     ) -> "FrozenCorruption":
         """Embed corrupted queries."""
@@ -212,8 +212,8 @@ def freeze(
     notes = ["its variances are left out: methods see the means"] if _has_variance(towers) else []
     corruptions: list[FrozenCorruption] = []
     for side, tower in zip(get_args(Side), towers, strict=True):
-        if n_corrupted and (features := features_read(tower)):
-            notes.append(f"{side}s are not corrupted: the model reads {features}, which cannot be corrupted")
+        if n_corrupted and (reason := not_corrupted(retrieval_model.model, side)):
+            notes.append(reason)
         elif n_corrupted:
             corruptions += _corrupted(
                 tower, side, splits[tests[0]], prepared[tests[0]].data, projections.get(side), n_corrupted, seed
@@ -245,9 +245,7 @@ def _corrupted(
         return _raw(tower, store, layer)
 
     usable = split.relevance(side).counts > 0
-    found: Sequence[CorruptedInputs[Any]] = (
-        corrupt_images(data.images, usable, n, seed) if side == "image" else corrupt_texts(data.texts, usable, n, seed)
-    )
+    found = corrupted_inputs(side, data.images if side == "image" else data.texts, usable, n, seed)
     return [FrozenCorruption.of(split, side, corrupted, embed) for corrupted in found]
 
 

@@ -21,7 +21,7 @@ import torch
 from sfumato.calibration.calibrator import Calibration
 from sfumato.direction import DIRECTION_OF, OTHER_SIDE, Side
 from sfumato.errors import UserError
-from sfumato.evaluation.trust import corruption_statistics
+from sfumato.evaluation.corruption import corruption_statistics
 from sfumato.files import read_json, write_json
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.matching import match_probability

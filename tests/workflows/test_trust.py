@@ -9,16 +9,15 @@ from sfumato.data.transforms import TEXT_CORRUPTIONS, erase_squares
 from sfumato.distances import get_distance
 from sfumato.evaluation import trust as measures
 from sfumato.evaluation.estimators import ESTIMATORS, FailurePredictor, Matching, estimate_uncertainty
-from sfumato.metrics.relevance import Relevance
 from sfumato.metrics.retrieval import per_query_metrics
 from sfumato.metrics.selective import auroc
-from sfumato.models import trust_run as trust
 from sfumato.models.embed import embed_split, load_split
 from sfumato.models.recipe import load_recipe
 from sfumato.models.run import load_run
-from sfumato.models.trust_run import resampled_together, trust_model, trust_run
 from sfumato.search.exact import rank_relevant
 from sfumato.training.loop import fit
+from sfumato.workflows import trust
+from sfumato.workflows.trust import trust_model, trust_run
 
 QUICK = {"n_resamples": 5, "n_corrupted": 6}
 
@@ -110,16 +109,6 @@ def test_captions_of_an_image_are_resampled_together_and_share_its_proxy(run, mo
         own = shared["relevance"].indices[shared["relevance"].indptr[text] :][: counts[text]]
         assert image == own[-1]
         assert shared["proxies"]["caption_distance"][text] == images["proxies"]["caption_distance"][image]
-
-
-def test_data_whose_texts_have_several_images_have_multiplicities_and_no_groups():
-    few = Relevance.from_lists([[0, 1], [2], *[[k] for k in range(3, 11)]], n_gallery=11)
-    many = Relevance.from_lists([[0, 1], [1, 2], *[[k] for k in range(3, 9)]], n_gallery=9)
-    groups = np.arange(10)
-    assert resampled_together(few, groups, True).tolist() == [0, 0, 1, *range(2, 10)]
-    shared = Relevance.from_lists([[0, 1], [1], *[[k] for k in range(2, 11)]], n_gallery=11)
-    assert resampled_together(shared, groups, True).tolist() == [0, 1, *range(2, 11)]
-    assert resampled_together(many, groups, True) is None and resampled_together(many, groups, False) is groups
 
 
 def test_equal_seeds_give_equal_reports(run):

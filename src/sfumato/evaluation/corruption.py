@@ -1,0 +1,189 @@
+"""The response of uncertainties to corrupted queries: images erased or blurred, words dropped or replaced.
+
+`sfumato trust` follows every estimator, `sfumato analyse` one of them, and the referee the methods for frozen models.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from sfumato.data.images import ImageSource
+from sfumato.data.pairs import PairData
+from sfumato.data.transforms import IMAGE_CORRUPTIONS, TEXT_CORRUPTIONS, ImageCorruption, TextCorruption
+from sfumato.direction import Side
+from sfumato.encoders.dual import DualEncoder
+from sfumato.encoders.feature_rows import features_read
+from sfumato.evaluation.estimators import Estimator, Matching, estimate_uncertainty
+from sfumato.gaussian import GaussianEmbedding
+from sfumato.metrics.bootstrap import Interval, Statistic, bootstrap, mean_statistic
+from sfumato.metrics.relevance import Relevance
+from sfumato.metrics.retrieval import per_query_metrics
+from sfumato.metrics.selective import auroc_statistic
+from sfumato.metrics.uncertainty import spearman
+from sfumato.progress import progress_bar
+from sfumato.search.exact import rank_relevant
+
+CORRUPTION_FIGURES = ("spearman", "rises", "monotone", "auroc")
+"""What is measured of the response of an estimator to a corruption, see :func:`corruption_statistics`."""
+
+
+@dataclass(frozen=True, eq=False)
+class CorruptedInputs:
+    """Some queries that are corrupted in one way."""
+
+    name: str  # of the corruption
+    index: np.ndarray  # (k,) positions of these queries among all
+    strengths: tuple[float, ...]  # ascending, without 0
+    apply: Callable[[int, float], Any]  # (position, strength) -> the corrupted text, or bytes of the image
+
+    def inputs(self) -> Iterator[list[Any]]:
+        """The corrupted queries of each strength."""
+        for strength in self.strengths:
+            yield [self.apply(int(i), strength) for i in self.index]
+
+
+@dataclass(frozen=True, eq=False)
+class Corrupted:
+    """Some queries, embedded again from corrupted inputs."""
+
+    name: str  # of the corruption
+    index: np.ndarray  # (k,) positions of these queries among all
+    strengths: tuple[float, ...]  # ascending, without 0, which is the clean input
+    embeddings: tuple[GaussianEmbedding, ...]  # (k, d) embeddings for each strength
+
+
+def not_corrupted(model: DualEncoder, side: Side) -> str | None:
+    """Why a side has no corrupted queries: features cannot be corrupted."""
+    features = features_read(model.image if side == "image" else model.text)
+    return features and f"{side}s are not corrupted: the model reads {features}, which cannot be corrupted"
+
+
+def corrupted_inputs(
+    side: Side, items: Sequence[ImageSource] | Sequence[str], usable: np.ndarray, n: int, seed: int
+) -> list[CorruptedInputs]:
+    """Some queries of a side, corrupted in every way that suits them. usable (q,)."""
+    kinds: Mapping[str, ImageCorruption | TextCorruption] = IMAGE_CORRUPTIONS if side == "image" else TEXT_CORRUPTIONS
+    found = []
+    for c in kinds.values():
+        suited = usable
+        if isinstance(c, TextCorruption):
+            suited = usable & np.array([c.suits(str(text)) for text in items], bool)
+        index = np.sort(np.random.default_rng([seed, 2]).permutation(np.flatnonzero(suited))[:n])
+
+        def apply(i: int, strength: float, c: Any = c) -> Any:
+            item = items[i]
+            return c.apply(item if isinstance(item, str) else item.read_bytes(), strength, (seed, i))
+
+        found.append(CorruptedInputs(c.name, index, c.strengths, apply))
+    return [c for c in found if len(c.index)]
+
+
+def corrupted_queries(
+    model: DualEncoder, side: Side, data: PairData, usable: np.ndarray, n: int, seed: int
+) -> list[Corrupted]:
+    """Embed some queries of a split again, see :func:`corrupted_inputs`."""
+    kinds, result = corrupted_inputs(side, data.images if side == "image" else data.texts, usable, n, seed), []
+    embed = model.embed_images if side == "image" else model.embed_texts
+    with progress_bar(f"corrupting {side}s", sum(len(c.index) * len(c.strengths) for c in kinds)) as go:
+        for c in kinds:
+            embedded = []
+            for inputs in c.inputs():
+                embedded.append(embed(inputs))
+                go(len(c.index))
+            result.append(Corrupted(c.name, c.index, c.strengths, tuple(embedded)))
+    return result
+
+
+@dataclass(frozen=True)
+class Resampling:
+    """Options of the intervals."""
+
+    n_resamples: int = 1000
+    level: float = 0.95
+    seed: int = 0
+
+    def intervals(
+        self, statistics: Mapping[str, Statistic], n: int, groups: np.ndarray | None = None
+    ) -> dict[str, Interval]:
+        """The interval of each statistic of n queries; those of a group are resampled together. groups (n,)."""
+        return bootstrap(statistics, n, n_resamples=self.n_resamples, level=self.level, seed=self.seed, groups=groups)
+
+
+@dataclass(frozen=True)
+class CorruptionTrust:
+    """The response of the estimators to a corruption of the queries."""
+
+    n: int  # number of corrupted queries
+    strengths: list[float]  # ascending, from 0 for the clean inputs
+    recall: list[float]  # recall@1 at each strength, which shows whether the queries become harder
+    estimators: dict[str, dict[str, Interval]]
+    medians: dict[str, list[float]]  # by name, the median uncertainty at each strength
+    means: dict[str, list[Interval]]  # by name, the mean uncertainty at each strength; None where it is infinite
+
+
+def follow_corruption(
+    corrupted: Corrupted,
+    queries: GaussianEmbedding,
+    gallery: GaussianEmbedding,
+    relevance: Relevance,
+    matching: Matching,
+    *,
+    estimators: Mapping[str, Estimator],
+    groups: np.ndarray | None = None,
+    resampling: Resampling | None = None,
+) -> CorruptionTrust:
+    """Measure the response of estimators to one corruption of k of the queries. queries (n, d), gallery (m, d)."""
+    index, resampling = corrupted.index, resampling or Resampling()
+    ground_truth = relevance.select_queries(index)
+    if (ground_truth.counts == 0).any():
+        raise ValueError(
+            f"measure_trust: a query of the corruption {corrupted.name!r} has no true item; corrupt only queries with a"
+            " true item"
+        )
+    embedded = [queries[torch.from_numpy(index)], *corrupted.embeddings]
+    estimate = partial(
+        estimate_uncertainty, gallery=gallery, matching=matching, estimators=estimators, seed=resampling.seed
+    )
+    steps, recalls = [estimate(e) for e in embedded], []
+    for e in embedded:
+        ranks = rank_relevant(e, gallery, ground_truth, matching.oriented_distance)
+        recalls.append(float(per_query_metrics(ranks, ground_truth)["recall@1"].mean()))
+    scores = {name: np.stack([step[name] for step in steps]) for name in estimators}  # (s + 1, k) each
+    statistics: dict[str, Statistic] = {}
+    strengths = [0.0, *corrupted.strengths]
+    for name, u in scores.items():
+        statistics |= {f"{name}/{figure}": found for figure, found in corruption_statistics(u, strengths).items()}
+        statistics |= {f"{name}/{s}": mean_statistic(values) for s, values in enumerate(u) if np.isfinite(values).all()}
+    found = resampling.intervals(statistics, len(index), None if groups is None else groups[index])
+    undefined = Interval(None, None, None)
+    return CorruptionTrust(
+        n=len(index),
+        strengths=strengths,
+        recall=recalls,
+        estimators={name: {f: found[f"{name}/{f}"] for f in CORRUPTION_FIGURES} for name in scores},
+        medians={name: np.median(u, axis=1).tolist() for name, u in scores.items()},
+        means={name: [found.get(f"{name}/{s}", undefined) for s in range(len(u))] for name, u in scores.items()},
+    )
+
+
+def corruption_statistics(u: np.ndarray, strengths: Sequence[float]) -> dict[str, Statistic]:
+    """The figures of one uncertainty of k queries that are corrupted more and more. u (s, k)."""
+    correlations = [spearman(np.array(strengths), values) for values in u.T]
+    # np.diff of two infinities is NaN, so compare instead.
+    falls, rises = (u[1:] < u[:-1]).any(0), u[-1] > u[0]
+    return {
+        "spearman": mean_statistic(np.nan_to_num(np.array(correlations))),
+        "rises": mean_statistic(rises + 0.5 * (u[-1] == u[0])),
+        "monotone": mean_statistic(rises & ~falls),
+        "auroc": paired_auroc(u[0], u[-1]),
+    }
+
+
+def paired_auroc(low: np.ndarray, high: np.ndarray) -> Statistic:
+    """AUROC of the second score of each query against its first; both scores of a query are resampled together."""
+    statistic = auroc_statistic(np.concatenate([low, high]), np.repeat([0, 1], len(low)))
+    return lambda counts: statistic(np.tile(counts, 2))

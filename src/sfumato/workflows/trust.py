@@ -1,0 +1,271 @@
+"""The uncertainty benchmark of a model on a split: it embeds the required items and writes the figures.
+
+The benchmark uses no labels at test time for its estimates. The fitted parts, the match logits and the learnt
+estimator, use only the validation split.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from sfumato.calibration.conditional import Population
+from sfumato.data.pairs import PairData
+from sfumato.data.sources import DataConfig
+from sfumato.data.splits import WORDINGS
+from sfumato.direction import DIRECTION_OF, Side
+from sfumato.distances import get_distance
+from sfumato.errors import UserError
+from sfumato.evaluation.corruption import Corrupted, corrupted_queries, not_corrupted
+from sfumato.evaluation.estimators import FailurePredictor, Matching, usable_estimators
+from sfumato.evaluation.hits import Fold, HitFigures, measure_cross_fitted, without_nearest
+from sfumato.evaluation.protocols import EmbeddedSplit
+from sfumato.evaluation.trust import (
+    DirectionTrust,
+    TrustReport,
+    caption_distance,
+    caption_words,
+    described,
+    many_to_many,
+    measure_trust,
+    resampled_together,
+)
+from sfumato.files import write_json
+from sfumato.gaussian import GaussianEmbedding
+from sfumato.metrics.relevance import Relevance
+from sfumato.models.calibrate import calibrate_split, embed_reference, queries_of
+from sfumato.models.embed import embed_split, load_split
+from sfumato.models.model import Model
+from sfumato.models.run import Run
+
+QUERIES: dict[str, tuple[Side, ...]] = {"text": ("text",), "image": ("image",), "both": ("text", "image")}
+"""Sides of the queries by the option."""
+
+_LEVEL = 0.95
+
+_HIT_IMAGES, _HIT_PAIRS = 5_000, 50_000_000
+"""Largest number of images, and of pairs with all texts, in which the probabilities of hits are measured."""
+
+
+def trust_model(
+    retrieval_model: Model,
+    data: DataConfig,
+    split: str,
+    *,
+    queries: str = "both",
+    n_resamples: int = 1000,
+    n_corrupted: int = 200,
+    seed: int = 0,
+) -> TrustReport:
+    """Measure the quality of a model's uncertainties on a split of any data."""
+    _check_options(queries, n_resamples, n_corrupted, seed)
+    model = retrieval_model.model
+    prepared = load_split(model, data, split)
+    embedded = EmbeddedSplit(*embed_split(model, prepared), prepared.data.relevance())
+    wanted = QUERIES[queries]
+    predictors, notes = _failure_predictors(retrieval_model, data, split, wanted, seed)
+    estimators = usable_estimators(embedded.images, embedded.texts)
+    if len(estimators) < len(usable_estimators()):
+        notes.append("estimators that need variances are left out: some embeddings are points")
+    many = many_to_many(embedded.relevance)
+    proxies = {} if many else _proxies(embedded.texts, prepared.data, embedded.relevance)
+    directions: dict[str, DirectionTrust] = {}
+    for side in wanted:
+        query, corrupted = embedded.query(DIRECTION_OF[side]), list[Corrupted]()
+        if n_corrupted and (reason := not_corrupted(model, side)):
+            notes.append(reason)
+        elif n_corrupted:
+            usable = query.relevance.counts > 0
+            corrupted = corrupted_queries(model, side, prepared.data, usable, n_corrupted, seed)
+        values, groups = proxies, resampled_together(embedded.relevance, prepared.data.groups, side == "text")
+        if side == "text" and groups is not None:  # A caption has the proxies of its image, if it has an image.
+            lacking = np.full(embedded.texts.n, np.nan)
+            values = {k: np.append(v, lacking)[groups] for k, v in proxies.items()}
+        own = {"predicted_miss": predictors[side].estimator()} if side in predictors else {}
+        directions[query.direction] = measure_trust(
+            query.queries,
+            query.gallery,
+            query.relevance,
+            Matching(*_logits(retrieval_model), query.direction),
+            estimators=estimators | own,
+            multiplicity=many,
+            proxies=values,
+            corrupted=corrupted,
+            groups=groups,
+            n_resamples=n_resamples,
+            level=_LEVEL,
+            seed=seed,
+        )
+    hits, unmeasured = _hits(retrieval_model, data, embedded, prepared.data, split, list(directions), seed)
+    return TrustReport(
+        split=split,
+        distance=retrieval_model.distance,
+        calibrated=retrieval_model.calibrated,
+        n_images=embedded.images.n,
+        n_texts=embedded.texts.n,
+        n_resamples=n_resamples,
+        level=_LEVEL,
+        seed=seed,
+        estimators=described(
+            estimators | {predictor.estimator().name: predictor.estimator() for predictor in predictors.values()}
+        ),
+        directions=directions,
+        notes=[*notes, *unmeasured],
+        hits=hits,
+    )
+
+
+def _hits(
+    retrieval_model: Model,
+    data: DataConfig,
+    split_embeddings: EmbeddedSplit,
+    pairs: PairData,
+    split: str,
+    directions: Sequence[str],
+    seed: int,
+) -> tuple[dict[str, list[HitFigures]], list[str]]:
+    """The probabilities beside hits, by what they are computed from, and notes on them.
+
+    Queries that the calibration was fitted on have the probabilities of a fit on the other half of them.
+    """
+    calibration = retrieval_model.calibration
+    if split == WORDINGS and isinstance(retrieval_model, Run) and retrieval_model.training_calibration is not None:
+        calibration = retrieval_model.training_calibration
+    if calibration is None:
+        return {}, ["the probabilities of hits are left out: the model has no calibration"]
+    images, texts = split_embeddings.images, split_embeddings.texts
+    n, m = images.n, texts.n
+    some = np.random.default_rng([seed, 2]).permutation(n)
+    chosen = np.sort(some[: min(_HIT_IMAGES, n, max(2, _HIT_PAIRS // m))])
+    own = calibration.metadata.get("split") == split
+    match = torch.from_numpy(pairs.match(chosen, np.arange(m)))
+    beside = match.bool().any(0) if own or len(chosen) < n else torch.ones(m, dtype=torch.bool)
+    embedded = images[torch.from_numpy(chosen)], texts[beside]
+    distance = get_distance(retrieval_model.distance).matrix(*embedded).cpu()
+    match, notes = match[:, beside], list[str]()
+    folds: Sequence[Fold] = [Fold(calibration, torch.arange(len(match)), torch.arange(match.shape[1]))]
+    if own:
+        reference = embed_reference(retrieval_model.model, data) if calibration.tensors() else None
+        population = calibration.metadata.get("queries", "planted")
+        try:
+            folds = cross_fitted(
+                embedded,
+                pairs.keep_images(chosen),
+                retrieval_model.distance,
+                split=split,
+                population=population,
+                reference=reference,
+                seed=seed,
+            )
+        except ValueError as error:
+            return {}, [f"the probabilities of hits are left out: {error}"]
+        notes.append(f"the calibration was fitted on {split}: each half has the probabilities of a fit on the other")
+    alone = [replace(fold, calibration=without_nearest(fold.calibration)) for fold in folds]
+    measured = {
+        name: measure_cross_fitted(some, distance, match, embedded=embedded, seed=seed)
+        for name, some in (("served", folds), ("distance", alone))
+    }
+    figures = {name: [f for f in found if f.direction in directions] for name, found in measured.items()}
+    if len(chosen) < n:
+        notes.append(f"the probabilities of hits are those among {len(chosen)} random images")
+    return figures, notes
+
+
+def _check_options(queries: str, n_resamples: int, n_corrupted: int, seed: int) -> None:
+    if queries not in QUERIES:
+        raise ValueError(f"queries must be one of {', '.join(QUERIES)}, got {queries!r}")
+    if n_resamples < 0 or n_corrupted < 0 or seed < 0:
+        raise ValueError(
+            f"bootstrap, n_corrupted and seed must not be negative, got {n_resamples}, {n_corrupted} and {seed}"
+        )
+
+
+def _proxies(texts: GaussianEmbedding, data: PairData, relevance: Relevance) -> dict[str, np.ndarray]:
+    """Ambiguity of an image by its captions, for data with one image for each text."""
+    worded = not data.text_rows or data.texts != data.text_ids
+    words = {"caption_words": caption_words(data.texts, relevance)} if worded else {}
+    return {"caption_distance": caption_distance(texts, relevance)} | words
+
+
+def trust_run(
+    run: Run, split: str, *, queries: str = "both", n_resamples: int = 1000, n_corrupted: int = 200, seed: int = 0
+) -> tuple[TrustReport, Path]:
+    """Measure a run on its own data, and write the figures into its folder."""
+    report = trust_model(
+        run,
+        run.recipe.data,
+        split,
+        queries=queries,
+        n_resamples=n_resamples,
+        n_corrupted=n_corrupted,
+        seed=seed,
+    )
+    path = run.folder / f"trust-{split}.json"
+    write_json(path, report.to_json())
+    return report, path
+
+
+def _failure_predictors(
+    retrieval_model: Model, data: DataConfig, split: str, sides: Sequence[Side], seed: int
+) -> tuple[dict[Side, FailurePredictor], list[str]]:
+    """Failure predictors by side, fitted on the validation split, and notes on those left out."""
+    if split in ("val", WORDINGS):
+        of_split = "the split that is measured" if split == "val" else f"whose images {split} has"
+        return {}, [f"predicted_miss is left out: it is fitted on val, {of_split}"]
+    try:
+        prepared = load_split(retrieval_model.model, data, "val")
+    except UserError as error:
+        return {}, [f"predicted_miss is left out: {error}"]
+    embedded = EmbeddedSplit(*embed_split(retrieval_model.model, prepared), prepared.data.relevance())
+    predictors, notes = dict[Side, FailurePredictor](), list[str]()
+    for side in sides:
+        query = embedded.query(DIRECTION_OF[side])
+        hit = query.first_hits(retrieval_model.distance)
+        known = np.flatnonzero(~np.isnan(hit))
+        try:
+            predictors[side] = FailurePredictor.fit(query.queries[torch.from_numpy(known)], 1 - hit[known], seed=seed)
+        except ValueError as error:
+            notes.append(f"predicted_miss is left out of {query.direction}: {error}")
+    return predictors, notes
+
+
+def _logits(model: Model) -> tuple[str, float, float]:
+    return model.distance, model.logit_scale, model.logit_bias
+
+
+def cross_fitted(
+    embedded: tuple[GaussianEmbedding, GaussianEmbedding],
+    data: PairData,
+    distance: str,
+    *,
+    split: str,
+    population: Population = "planted",
+    reference: tuple[GaussianEmbedding, GaussianEmbedding] | None = None,
+    seed: int = 0,
+) -> Sequence[Fold]:
+    """Calibrate on the queries of each half of the images of a split, in the gallery of all.
+
+    Groups of images are not divided. A text with images in both halves is in neither.
+    """
+    group = np.unique(data.groups, return_inverse=True)[1]
+    first = (np.random.default_rng(seed).permutation(int(group.max()) + 1) % 2 == 0)[group]
+    halves = [np.flatnonzero(first), np.flatnonzero(~first)]
+    queries = [queries_of(data, half) for half in halves]
+    if not all(len(texts) for _, texts in queries):
+        raise ValueError("the split cannot be halved: all texts of one half have images in the other too")
+    folds = []
+    for fitting, measured in zip(halves, reversed(queries), strict=True):
+        fitted = calibrate_split(
+            embedded,
+            data,
+            distance,
+            split=split,
+            population=population,
+            reference=reference,
+            of_images=fitting,
+            seed=seed,
+        )
+        folds.append(Fold(fitted, *(torch.from_numpy(positions) for positions in measured)))
+    return folds
