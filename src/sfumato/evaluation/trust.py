@@ -6,6 +6,7 @@ an input of an estimator.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -198,7 +199,7 @@ def measure_trust(
         resampling=Resampling(n_resamples, level, seed),
     )
     by_chance = chance_metrics(relevance)
-    recalls = {name: float(np.nanmean(found_by[name])) for name in by_chance if name in found_by}
+    recalls = {name: float(np.nanmean(found_by[name])) for name in by_chance.keys() & found_by}
     scores = scene.estimate(scene.queries)
     # An estimator that is the same for all queries has no figures.
     informative = {name: u for name, u in scores.items() if np.any(u != u[0])}
@@ -211,6 +212,10 @@ def measure_trust(
     found |= removed
     figures = {n: {f: found[f"{n}/{f}"] for f in FIGURES if f"{n}/{f}" in found} for n in scores}
     bins = {n: recall_by_uncertainty(average_ranks(u), scene.hit)["bins"] for n, u in informative.items()}
+    follow = partial(
+        follow_corruption, queries=queries, gallery=gallery, relevance=relevance, matching=matching, groups=groups,
+        estimators={n: estimators[n] for n in informative}, resampling=scene.resampling,
+    )  # fmt: skip
     return DirectionTrust(
         n_queries=len(kept),
         n_gallery=gallery.n,
@@ -222,13 +227,7 @@ def measure_trust(
         n_out_of_gallery=n_removed,
         estimators={n: {f: i for f, i in values.items() if i.value is not None} for n, values in figures.items()},
         deciles={n: [b["recall"] for b in of] for n, of in bins.items()},
-        corruptions={
-            c.name: follow_corruption(
-                c, queries, gallery, relevance, matching,
-                estimators={n: estimators[n] for n in informative}, groups=groups, resampling=scene.resampling,
-            )
-            for c in corrupted
-        },
+        corruptions={c.name: follow(c) for c in corrupted},
     )  # fmt: skip
 
 

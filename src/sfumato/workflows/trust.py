@@ -89,15 +89,9 @@ def trust_model(
             query.gallery,
             query.relevance,
             Matching(*_logits(retrieval_model), query.direction),
-            estimators=estimators | own,
-            multiplicity=many,
-            proxies=values,
-            corrupted=corrupted,
-            groups=groups,
-            n_resamples=n_resamples,
-            level=_LEVEL,
-            seed=seed,
-        )
+            estimators=estimators | own, multiplicity=many, proxies=values, corrupted=corrupted, groups=groups,
+            n_resamples=n_resamples, level=_LEVEL, seed=seed,
+        )  # fmt: skip
     hits, unmeasured = _hits(retrieval_model, data, embedded, prepared.data, split, list(directions), seed)
     return TrustReport(
         split=split,
