@@ -203,9 +203,7 @@ def measure_trust(
     scores = scene.estimate(scene.queries)
     # An estimator that is the same for all queries has no figures.
     informative = {name: u for name, u in scores.items() if np.any(u != u[0])}
-    found = _of_errors(scene, informative)
-    if multiplicity:
-        found |= _of_multiplicity(scene, informative)
+    found = _of_errors(scene, informative) | (_of_multiplicity(scene, informative) if multiplicity else {})
     for proxy, values in (proxies or {}).items():
         found |= _of_proxy(scene, informative, proxy, values[kept])
     n_removed, removed = _of_removed_items(scene, informative)
