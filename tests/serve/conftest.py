@@ -1,5 +1,12 @@
 import pytest
-from support.serving import make_collection, make_run, read_only, served
+from support.serving import (
+    embedding_sources,
+    make_collection,
+    make_embedding_run,
+    make_run,
+    read_only,
+    served,
+)
 
 from sfumato.serve.answering import open_sources
 
@@ -23,6 +30,24 @@ def sources(run, data):
 def client(sources):
     """Of a service of two read-only galleries."""
     with served(sources, max_results=40, max_batch=8) as client:
+        yield client
+
+
+@pytest.fixture(scope="session")
+def vector_run(tmp_path_factory):
+    """A run whose model reads embeddings."""
+    return make_embedding_run(tmp_path_factory.mktemp("vectors"))
+
+
+@pytest.fixture(scope="session")
+def adopted(vector_run):
+    return embedding_sources(vector_run)
+
+
+@pytest.fixture(scope="session")
+def vectors(adopted):
+    """Of a service of images and texts whose model reads embeddings."""
+    with served(adopted, max_results=40, max_batch=8) as client:
         yield client
 
 

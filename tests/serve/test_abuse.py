@@ -30,24 +30,16 @@ def idle(client, line, length=10_000_000, headers=()):
     return connection
 
 
-@pytest.mark.parametrize(
-    ("line", "status"),
-    [
-        ("POST / HTTP/1.1", b"405"),
-        ("POST /healthz HTTP/1.1", b"405"),
-        ("POST /page/page.js HTTP/1.1", b"405"),
-        ("PUT /page/nothing HTTP/1.1", b"405"),
-        ("GET /readyz HTTP/1.1", b"413"),
-        ("POST /v1/search HTTP/1.1", b"401"),
-        ("POST /metrics HTTP/1.1", b"401"),
-    ],
-)
-def test_without_a_key_no_body_is_awaited(sources, line, status):
-    with served(sources, keys=(KEY,)) as client, idle(client, line) as connection:
-        answer = connection.recv(10_000)
-        assert answer.split()[1] == status and b"application/problem+json" in answer
-        if status != b"401":
-            assert b"connection: close" in answer.lower()
+def test_without_a_key_no_body_is_awaited(sources):
+    with served(sources, keys=(KEY,)) as client:
+        for line, status in (
+            *(("POST /", 405), ("POST /healthz", 405), ("POST /page/page.js", 405), ("PUT /page/nothing", 405)),
+            *(("GET /readyz", 413), ("POST /v1/search", 401), ("POST /metrics", 401)),
+        ):
+            with idle(client, f"{line} HTTP/1.1") as connection:
+                answer = connection.recv(10_000)
+            assert int(answer.split()[1]) == status and b"application/problem+json" in answer, line
+            assert status == 401 or b"connection: close" in answer.lower()
 
 
 def test_with_a_key_bodies_are_read_where_they_belong(sources):
@@ -112,9 +104,6 @@ def test_the_memory_of_large_bodies_goes_back(sources, monkeypatch):
         until(lambda: calls == [0])
 
 
-# ---------------------------------------------------------------- responses
-
-
 def test_responses_are_bounded(sources):
     with served(sources, max_records=60, max_results=40, max_response_bytes=300) as client:
         ask = {"queries": [{"text": "a"}] * 7, "max_results": 9}
@@ -128,9 +117,6 @@ def test_responses_are_bounded(sources):
         texts = {"queries": [{"text": "a"}] * 3, "gallery": "texts"}  # 27 payloads of about 16 characters.
         told = problem(client.post("/v1/search", json=texts), 422)
         assert "the payloads of the response have more than 300 bytes" in told["detail"]
-
-
-# ---------------------------------------------------------------- pictures
 
 
 def test_the_pictures_of_a_request_share_a_budget(sources):
@@ -206,20 +192,14 @@ def test_what_nobody_waits_for_is_not_decoded(sources, monkeypatch):
         assert slow.begun == 2 and embedder.decoding == 0 and client.app.state.service.pixels.used == 0
 
 
-# ---------------------------------------------------------------- JSON
-
-
-@pytest.mark.parametrize(
-    ("path", "body", "where"),
-    [
+def test_lists_are_bounded(client):
+    for path, body, where in (
         ("/v1/search", {"queries": [{"text": "a"}] * 1025}, "body.queries"),
         ("/v1/items", {"items": [{"id": "a", "text": "a"}] * 1025}, "body.items"),
         ("/v1/items/delete", {"ids": ["a"] * 1025}, "body.ids"),
-    ],
-)
-def test_lists_are_bounded(client, path, body, where):
-    told = problem(client.post(path, json=body), 422)
-    assert told["errors"][0]["where"] == where and "at most 1024" in told["errors"][0]["message"]
+    ):
+        told = problem(client.post(path, json=body), 422)
+        assert told["errors"][0]["where"] == where and "at most 1024" in told["errors"][0]["message"]
 
 
 def test_json_beside_pictures_is_small(client):

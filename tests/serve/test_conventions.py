@@ -4,7 +4,6 @@ import re
 from pathlib import Path
 from urllib.parse import quote
 
-import pytest
 from serve.test_faults import problem
 from support.serving import in_base64, make_collection, picture, served
 
@@ -20,32 +19,25 @@ def add(client, *ids, **more):
     return client.post("/v1/items", json={"items": [{"id": i, "image": in_base64(picture())} for i in ids], **more})
 
 
-# ---------------------------------------------------------------- methods and statuses
-
-
-@pytest.mark.parametrize(
-    "path",
-    [
+def test_head_says_what_get_says_without_the_body(client):
+    for path in (
         *("/", "/healthz", "/readyz", "/docs", "/docs/style.css", "/openapi.json", "/metrics", "/page/page.js"),
-        *("/v1/info", "/v1/search?q=a", "/v1/map", "/v1/items", "/v1/items/000.png", "/v1/pictures/000.png?size=16"),
+        *("/v1/info", "/v1/search?q=a", "/v1/items", "/v1/items/000.png", "/v1/pictures/000.png?size=16"),
         *("/v1/items/nothing", "/v1/search", "/nothing"),
-    ],
-)
-def test_head_says_what_get_says_without_the_body(client, path):
-    plain = {"Accept-Encoding": "identity"}  # else a length is that of the compressed body
-    got, head = client.get(path, headers=plain), client.head(path, headers=plain)
-    assert head.status_code == got.status_code and head.content == b"" and got.content
-    for name in ("content-type", "content-security-policy", "etag", "cache-control"):
-        assert head.headers.get(name) == got.headers.get(name)
-    if path != "/metrics":  # It counts its own requests.
-        assert head.headers.get("content-length") == got.headers.get("content-length") == str(len(got.content))
-        lengths = [ask(path).headers.get("content-length") for ask in (client.get, client.head)]
-        assert lengths[0] == lengths[1]
+    ):
+        plain = {"Accept-Encoding": "identity"}  # else a length is that of the compressed body
+        got, head = client.get(path, headers=plain), client.head(path, headers=plain)
+        assert head.status_code == got.status_code and head.content == b"" and got.content
+        for name in ("content-type", "content-security-policy", "etag", "cache-control"):
+            assert head.headers.get(name) == got.headers.get(name)
+        if path != "/metrics":  # It counts its own requests.
+            assert head.headers.get("content-length") == got.headers.get("content-length") == str(len(got.content))
+            lengths = [ask(path).headers.get("content-length") for ask in (client.get, client.head)]
+            assert lengths[0] == lengths[1]
 
 
-@pytest.mark.parametrize(
-    ("path", "methods"),
-    [
+def test_a_wrong_method_learns_the_right_ones(client):
+    for path, methods in (
         ("/", "GET, HEAD"),
         ("/page/page.js", "GET, HEAD"),
         ("/metrics", "GET, HEAD"),
@@ -54,14 +46,12 @@ def test_head_says_what_get_says_without_the_body(client, path):
         ("/v1/items", "GET, HEAD, POST"),
         ("/v1/items/000.png", "DELETE, GET, HEAD"),
         ("/v1/items/image", "DELETE, GET, HEAD, POST"),
-    ],
-)
-def test_a_wrong_method_learns_the_right_ones(client, path, methods):
-    for method in ("PATCH", "OPTIONS", "PUT"):
-        answer = client.request(method, path)
-        assert problem(answer, 405)["code"] == "wrong-method"
-        assert answer.headers["allow"] == methods
-    assert client.request("PUT", path, content=b"body").headers["allow"] == methods
+    ):
+        for method in ("PATCH", "OPTIONS", "PUT"):
+            answer = client.request(method, path)
+            assert problem(answer, 405)["code"] == "wrong-method"
+            assert answer.headers["allow"] == methods
+        assert client.request("PUT", path, content=b"body").headers["allow"] == methods
 
 
 def test_a_new_item_is_created_and_an_old_one_replaced(writable):
@@ -95,22 +85,31 @@ def test_a_new_text_is_located_with_its_gallery(run, tmp_path):
         assert [item["id"] for item in client.get("/v1/items?gallery=texts").json()["items"]] == ["birds/7", "old"]
 
 
-@pytest.mark.parametrize(
-    "id",
-    ["a/b/c.png", "/a", "a/", "a//b", "a b", "a?b#c", "100%", "%2F", "ä/ö/🦊", "image", "delete", "a;b=c", "+", "'"],
-)
-def test_any_id_is_a_path(kept, id):
-    path = f"/v1/items/{quote(id)}"
-    answer = add(kept, id)
-    assert answer.status_code == 201 and answer.headers["location"] == path
-    item = kept.get(path).json()
-    assert item["id"] == id and kept.get(item["picture"]).status_code == 200
-    assert id in [one["id"] for one in kept.get("/v1/items", params={"limit": 1000}).json()["items"]]
-    assert kept.delete(path).status_code == 200
-    assert problem(kept.get(path), 404)["code"] == "not-found"
-
-
-# ---------------------------------------------------------------- lists
+def test_any_id_is_a_path(kept):
+    for id in (
+        "a/b/c.png",
+        "/a",
+        "a/",
+        "a//b",
+        "a b",
+        "a?b#c",
+        "100%",
+        "%2F",
+        "ä/ö/🦊",
+        "image",
+        "delete",
+        "a;b=c",
+        "+",
+        "'",
+    ):
+        path = f"/v1/items/{quote(id)}"
+        answer = add(kept, id)
+        assert answer.status_code == 201 and answer.headers["location"] == path
+        item = kept.get(path).json()
+        assert item["id"] == id and kept.get(item["picture"]).status_code == 200
+        assert id in [one["id"] for one in kept.get("/v1/items", params={"limit": 1000}).json()["items"]]
+        assert kept.delete(path).status_code == 200
+        assert problem(kept.get(path), 404)["code"] == "not-found"
 
 
 def listed(client, limit, between=lambda page: None, **more):
@@ -163,33 +162,20 @@ def test_a_list_with_large_payloads_is_refused(run, data, tmp_path):
         assert told["errors"][0]["where"] == "limit" and "more than 50 bytes" in told["detail"]
 
 
-# ---------------------------------------------------------------- problems
-
-
-@pytest.mark.parametrize(
-    ("method", "path", "options", "code"),
-    [
-        ("GET", "/v1/info", {"headers": {"X-API-Key": "x"}}, None),
-        ("GET", "/nothing", {}, "no-such-path"),
-        ("GET", "/v1/items/nothing", {}, "not-found"),
-        ("GET", "/v1/items?gallery=sounds", {}, "invalid"),
-        ("PUT", "/v1/info", {}, "wrong-method"),
-        ("POST", "/v1/search", {"content": b"{}"}, "wrong-content-type"),
-        ("POST", "/v1/search", {"json": {}}, "invalid"),
-        ("POST", "/v1/search", {"json": {}, "headers": {"Origin": "http://elsewhere"}}, "other-site"),
-        ("POST", "/v1/search/image", {"files": {"image": ("a", b"x" * 100_000_000)}}, "too-large"),
-        ("DELETE", "/v1/items/000.png", {}, "index"),
-    ],
-)
-def test_problems_have_codes(client, method, path, options, code):
-    answer = client.request(method, path, **options)
-    if code is None:
-        assert answer.status_code == 200
-        return
-    told = answer.json()
-    assert told["code"] == code and told["status"] == answer.status_code == CODES[code][0]
-    assert told["type"] == f"/docs#problem-{code}"
-    assert f'id="problem-{code}"' in client.get("/docs").text
+def test_problems_have_codes(client):
+    docs, large = client.get("/docs").text, {"image": ("a", b"x" * 100_000_000)}
+    for code, path, options in (
+        ("no-such-path", "/nothing", {"method": "GET"}),
+        ("not-found", "/v1/items/nothing", {"method": "GET"}),
+        ("invalid", "/v1/items?gallery=sounds", {"method": "GET"}),
+        ("wrong-content-type", "/v1/search", {"content": b"{}"}),
+        ("other-site", "/v1/search", {"json": {}, "headers": {"Origin": "http://elsewhere"}}),
+        ("too-large", "/v1/search/image", {"files": large}),
+        ("index", "/v1/items/000.png", {"method": "DELETE"}),
+    ):
+        answer = client.request(**{"method": "POST", "url": path, **options})
+        assert problem(answer, CODES[code][0])["code"] == code
+    assert all(f'id="problem-{code}"' in docs for code in CODES)
 
 
 def test_the_guide_lists_every_code():
@@ -197,29 +183,20 @@ def test_the_guide_lists_every_code():
     assert {code: int(status) for code, status in rows} == {code: status for code, (status, _) in CODES.items()}
 
 
-@pytest.mark.parametrize(
-    ("body", "where", "message"),
-    [
+def test_messages_are_in_words(client):
+    for body, where, message in (
         ({"queries": [{"text": "   "}]}, "body.queries.0.text", "blank"),
         ({"queries": [{"text": "a\0b"}]}, "body.queries.0.text", "NUL"),
         ({"queries": [{"id": "a\0b"}]}, "body.queries.0.id", "NUL"),
         ({"queries": [{"text": "a"}], "filter": {"where": {"a\0": ["b"]}}}, "body.filter.where.a\0.[key]", "NUL"),
         ({"queries": [{"text": "a"}], "colour": 1}, "body.colour", "unknown field 'colour'"),
-    ],
-)
-def test_messages_are_in_words(client, body, where, message):
-    told = problem(client.post("/v1/search", json=body), 422)
-    (error,) = told["errors"]
-    assert error["where"] == where and message in error["message"]
-    assert "pattern" not in told["detail"] and "\\x00" not in told["detail"]
-
-
-def test_messages_of_links_are_in_words(client):
+    ):
+        told = problem(client.post("/v1/search", json=body), 422)
+        (error,) = told["errors"]
+        assert error["where"] == where and message in error["message"]
+        assert "pattern" not in told["detail"] and "\\x00" not in told["detail"]
     told = problem(client.get("/v1/search?q=a&where=label"), 422)
     assert "expected FIELD:VALUE" in told["detail"] and "pattern" not in told["detail"]
-
-
-# ---------------------------------------------------------------- the document
 
 
 def test_every_operation_and_field_is_described(client):

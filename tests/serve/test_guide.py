@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from PIL import Image
 from serve.test_service import Process
-from support.serving import calibration, embedded, embedding_sources, make_embedding_run
+from support.serving import calibration, embedded
 
 from sfumato.models.run import load_run
 from sfumato.workflows.index import GalleryPart, create_collection
@@ -108,11 +108,10 @@ def test_the_commands_of_the_guide(service, home):
     assert json.loads(told[f"curl -X DELETE {ADDRESS}/v1/items/foxes/1.png"])["deleted"] == 1
 
 
-def test_the_commands_of_the_guide_about_vectors(tmp_path, home):
+def test_the_commands_of_the_guide_about_vectors(vector_run, adopted, tmp_path, home):
     text = section(GUIDE.read_text(encoding="utf-8"), "Search by vector")
-    run = make_embedding_run(tmp_path)
-    embedding_sources(run).galleries["images"].gallery.save(tmp_path / "index")
-    vectors = np.load(tmp_path / "texts.npy")
+    adopted.galleries["images"].gallery.save(tmp_path / "index")
+    vectors = np.load(vector_run.parent / "texts.npy")
     np.save(home / "vector.npy", vectors[0])
     np.save(home / "vectors.npy", vectors[:3])
     process = Process(tmp_path / "index")

@@ -9,9 +9,7 @@ import pytest
 from support.processes import short_folder
 from support.serving import (
     KEY,
-    embedding_sources,
     make_collection,
-    make_embedding_run,
     picture,
     read_only,
     served,
@@ -113,9 +111,7 @@ def visit(request, chromium, tabs):
     opened in the same tab as before, cleared."""
     opened = []
     lasting = [
-        request.getfixturevalue(name)
-        for name in ("service", "uncalibrated", "embeddings")
-        if name in request.fixturenames
+        request.getfixturevalue(name) for name in ("service", "uncalibrated", "vectors") if name in request.fixturenames
     ]
 
     def open_page(client, path="/", *, width=1280, height=800, color_scheme="light", allowed=(), **options):
@@ -157,6 +153,9 @@ def searched(page):
 
 def test_search_by_text(visit, service):
     page = visit(service)
+    expect(page.locator(".empty h2")).to_have_text("Search 48 images")
+    expect(page.locator("#words")).to_be_hidden()  # About vectors, for a model without a text encoder.
+    expect(page.locator("#q0")).to_have_attribute("placeholder", "Describe it, or drop an image here")
     expect(page.locator(".empty .pick")).to_have_count(6)  # a start for who does not know what is here
     page.get_by_role("searchbox", name="Search").fill("a red circle")
     page.keyboard.press("Enter")
@@ -251,13 +250,6 @@ def test_verdicts_differ_by_more_than_words(visit, service):
     assert len({sign for sign, _ in groups}) == len({colour for _, colour in groups}) == 4
 
 
-@pytest.mark.parametrize("path", ["/?in=constructor", "/?in=__proto__", "/?in=toString"])
-def test_unknown_galleries_are_the_first(visit, service, path):
-    page = visit(service, path)
-    expect(page.locator("#about")).to_have_text("48 images")
-    expect(page.get_by_role("searchbox", name="Search")).to_be_enabled()
-
-
 def test_long_and_blank_queries(visit, service):
     page = visit(service)
     hint = page.locator("#hint")
@@ -278,11 +270,6 @@ def test_long_and_blank_queries(visit, service):
     page.locator("#q0").fill("a red circle")
     page.keyboard.press("Enter")
     expect(hint).to_be_empty()
-
-
-def test_without_scripts_the_page_says_so(service):
-    told = re.search("<noscript>(.*)</noscript>", service.get("/").text).group(1)
-    assert "needs JavaScript" in told and 'href="docs"' in told
 
 
 def test_the_second_answer_is_in_reach_on_a_phone(visit, service):
@@ -425,14 +412,6 @@ def test_guarantees_are_offered_as_the_calibration_can_give_them(visit, service)
     expect(panel(page).locator(".in-set")).to_have_count(min(24, len(inside)))
 
 
-def test_without_calibration_it_says_so(visit, uncalibrated):
-    page = visit(uncalibrated, "/?q=a+red+circle")
-    expect(panel(page).locator(".guess")).to_contain_text("not calibrated")
-    expect(page.get_by_label("Wrong answers allowed")).to_be_disabled()
-    expect(page.get_by_label("Set that holds a match")).to_be_disabled()
-    expect(page.locator("#promises")).to_contain_text("need a model that was calibrated")
-
-
 def test_compare(visit, service):
     page = visit(service, "/?q=a+red+circle")
     page.get_by_label("Compare two").check()
@@ -449,19 +428,6 @@ def test_compare(visit, service):
     page.get_by_label("Compare two").uncheck()
     expect(panel(page, 1)).to_have_count(0)
     assert searched(page) == {"q": "a red circle"}
-
-
-def test_answers_keep_their_places_whoever_comes_first(visit, service):
-    page = visit(service)
-    slow = []
-    page.route(
-        "**/v1/search", lambda route: slow.append(route) if "circle" in route.request.post_data else route.continue_()
-    )
-    page.goto("/?q=a+red+circle&q2=some+bar")
-    expect(panel(page, 1).locator(".hit")).to_have_count(24)
-    expect(panel(page, 0)).to_have_attribute("aria-busy", "true")  # a skeleton meanwhile
-    slow[0].continue_()
-    expect(page.locator("#answers h2")).to_have_text(["“a red circle”", "“some bar”"])
 
 
 def test_texts_are_searched_too(visit, service):
@@ -607,8 +573,9 @@ def test_add_and_delete(visit, run, tmp_path):
 def test_nothing_sticks_out(visit, service):
     page = visit(service)
     long = "incomprehensibilities" * 4
-    for path in ("/", f"/?q={long}", "/?q=a&q2=some+bar", "/?q=a&id2=000.png", "/?in=texts&q=red"):
-        page.goto(path)
+    for path in ("/?in=__proto__", f"/?q={long}", "/?q=a&q2=some+bar", "/?q=a&id2=000.png", "/?in=texts&q=red"):
+        page.goto(path)  # An unknown gallery is the first.
+        expect(page.locator("#about")).to_have_text("9 texts" if "texts" in path else "48 images")
         expect(page.locator("#answers .empty .pick, #answers .hit").first).to_be_attached()
         for width in (360, 768, 1440):
             page.set_viewport_size({"width": width, "height": 800})
@@ -652,7 +619,9 @@ def test_contrast(visit, service, scheme):
     assert ratio("on", "sure") >= 4.5
 
 
-def test_it_is_small_and_asks_nobody_else():
+def test_it_is_small_asks_nobody_else_and_says_what_it_needs(service):
+    told = re.search("<noscript>(.*)</noscript>", service.get("/").text).group(1)
+    assert "needs JavaScript" in told and 'href="docs"' in told
     files = {path.name: path.read_text() for path in PAGE.iterdir()}
     assert set(files) == {"index.html", "page.css", "page.js", "service.js", "words.js"}
     assert sum(map(len, files.values())) < 52_000
@@ -682,24 +651,24 @@ def test_compare_keeps_what_is_being_written(visit, service, width):
 
 @pytest.mark.parametrize("late", ["circle", "bar"])
 def test_two_answers_are_announced_at_once(visit, service, late):
-    page = visit(service)
+    page = visit(service, allowed=["status of 404"])
     slow = []
     page.route(
         "**/v1/search", lambda route: slow.append(route) if late in route.request.post_data else route.continue_()
     )
     page.goto("/?q=a+red+circle&q2=some+bar")
     expect(panel(page, int(late == "circle")).locator(".hit")).to_have_count(24)
+    expect(panel(page, int(late == "bar"))).to_have_attribute("aria-busy", "true")  # A skeleton meanwhile.
     expect(page.locator("#status")).to_be_empty()
     slow[0].continue_()
+    expect(page.locator("#answers h2")).to_have_text(["“a red circle”", "“some bar”"])
     told = [f"“{text}”: {ask(service, {'text': text})['verdict']['text']}." for text in ("a red circle", "some bar")]
     expect(page.locator("#status")).to_have_text(f"{told[0]} 24 results. {told[1]} 24 results.")
-
-
-def test_one_of_two_answers_fails(visit, service):
-    page = visit(service, "/?q=a+red+circle&id2=nobody", allowed=["status of 404"])
-    expect(page.get_by_role("alert").last).to_contain_text("There is no item 'nobody'")
-    said = ask(service, {"text": "a red circle"})["verdict"]["text"]
-    expect(page.locator("#status")).to_have_text(f"“a red circle”: {said}. 24 results.")
+    if late == "bar":  # And if one of two fails, the other.
+        page.goto("/?q=a+blue+circle&id2=nobody")
+        expect(page.get_by_role("alert").last).to_contain_text("There is no item 'nobody'")
+        said = ask(service, {"text": "a blue circle"})["verdict"]["text"]
+        expect(page.locator("#status")).to_have_text(f"“a blue circle”: {said}. 24 results.")
 
 
 def test_options_are_folded_unless_they_are_in_use(visit, uncalibrated):
@@ -712,6 +681,9 @@ def test_options_are_folded_unless_they_are_in_use(visit, uncalibrated):
     options.click()
     expect(slider).to_be_visible()
     expect(page.locator("#promises")).to_contain_text("need a model that was calibrated")
+    expect(panel(page).locator(".guess")).to_contain_text("not calibrated")
+    expect(page.get_by_label("Wrong answers allowed")).to_be_disabled()
+    expect(page.get_by_label("Set that holds a match")).to_be_disabled()
     one, other = (page.locator(it).bounding_box() for it in ("#abstain", "#coverage"))
     assert (one["y"], one["width"]) == (other["y"], other["width"])
     page.goto("/?q=a+red+circle&least=0.01")
@@ -755,15 +727,8 @@ def test_small_probabilities_read_as_in_the_verdict(visit, service):
             expect(panel(page).locator(".verdict")).to_contain_text(f"a probability of {said}")
 
 
-@pytest.fixture(scope="module")
-def embeddings(tmp_path_factory):
-    """A service whose model reads embeddings: no text or image can be embedded, and there are no images to show."""
-    with served(embedding_sources(make_embedding_run(tmp_path_factory.mktemp("embeddings")))) as client:
-        yield client
-
-
-def test_without_a_text_encoder_the_page_searches_by_item(visit, embeddings):
-    page = visit(embeddings, "/?q=words+that+nothing+can+embed", allowed=["status of 404"])
+def test_without_a_text_encoder_the_page_searches_by_item(visit, vectors):
+    page = visit(vectors, "/?q=words+that+nothing+can+embed", allowed=["status of 404"])
     expect(page.locator(".empty h2")).to_have_text("Search 48 images by item")
     expect(page.locator("#words")).to_have_text(
         "Searching by words needs the model that made the embeddings: POST /v1/search/vector and"
@@ -776,7 +741,7 @@ def test_without_a_text_encoder_the_page_searches_by_item(visit, embeddings):
     expect(picks).to_have_count(6)
     name = picks.nth(2).inner_text()
     picks.nth(2).click()
-    answer = ask(embeddings, {"id": name})
+    answer = ask(vectors, {"id": name})
     expect(panel(page).locator("h2")).to_have_text(f"More like {name}")
     expect(panel(page).locator(".pick .name")).to_have_text([hit["id"] for hit in answer["hits"]])
     assert searched(page) == {"id": name} and page.locator(".blank").count() == 0
@@ -793,8 +758,8 @@ def test_without_a_text_encoder_the_page_searches_by_item(visit, embeddings):
     expect(page.locator(".empty")).to_be_visible()
 
 
-def test_without_a_text_encoder_items_are_compared_and_images_ignored(visit, embeddings):
-    page = visit(embeddings, "/?id=photo-7")
+def test_without_a_text_encoder_items_are_compared_and_images_ignored(visit, vectors):
+    page = visit(vectors, "/?id=photo-7")
     page.get_by_label("Compare two").check()
     expect(page.get_by_role("searchbox", name="Id of a second item")).to_be_focused()
     page.keyboard.type("photo-9")
@@ -813,21 +778,11 @@ def test_without_a_text_encoder_items_are_compared_and_images_ignored(visit, emb
     expect(panel(page).locator(".pick .name").first).to_have_text("text 3")
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_without_a_text_encoder_nothing_sticks_out(visit, embeddings, scheme):
-    page = visit(embeddings, color_scheme=scheme)
+def test_without_a_text_encoder_nothing_sticks_out(visit, vectors):
+    page = visit(vectors)
     for path in ("/", "/?id=photo-7", "/?id=photo-7&id2=photo-8"):
         page.goto(path)
         expect(page.locator("#answers .pick").first).to_be_attached()
         for width in (360, 390, 1280):
             page.set_viewport_size({"width": width, "height": 800})
             assert page.evaluate("document.documentElement.scrollWidth") <= width, (path, width)
-
-
-def test_with_a_text_encoder_nothing_is_said_about_vectors(visit, service):
-    page = visit(service)
-    expect(page.locator(".empty h2")).to_have_text("Search 48 images")
-    expect(page.locator("#words")).to_be_hidden()
-    expect(page.get_by_role("searchbox", name="Search")).to_have_attribute(
-        "placeholder", "Describe it, or drop an image here"
-    )

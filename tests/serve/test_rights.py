@@ -94,14 +94,6 @@ def test_the_command_takes_rights(collection):
     assert status == 0 and READER not in errors
 
 
-def test_without_keys_everybody_writes(writable):
-    assert told(writable) == ("write", True)
-
-
-def test_an_index_is_written_by_nobody(client):
-    assert told(client) == ("write", False)
-
-
 def test_keys_of_a_file(tmp_path):
     file = tmp_path / "keys"
     file.write_text(f"{KEY}\n\nread: {READER}\n write:another:one \n read:second-reader\n")

@@ -11,7 +11,6 @@ from dataclasses import replace
 
 import httpx
 import pytest
-import torch
 from support.serving import KEY, Process, SlowModel, in_base64, picture, served, until, wait_until_ready
 
 from sfumato.data.image_decoding import decode_image
@@ -47,9 +46,6 @@ def same(answer, result, gallery, queries, i=0, filter=None):
     assert answer["expected_matches"] == (pytest.approx(expected, abs=1e-4) if answer["calibrated"] else None)
     assert (answer["verdict"] is not None) == answer["calibrated"]
     assert answer["abstained"] == result.abstained and answer["distance"] == gallery.distance
-
-
-# ---------------------------------------------------------------- reading
 
 
 def test_a_text_finds_what_the_library_finds(client, sources):
@@ -117,24 +113,20 @@ def test_promises_are_those_of_the_calibration(client, sources):
     assert "no limit has a risk" in refused["detail"]
 
 
-def test_a_set_that_was_cut_says_so(client, sources):
-    gallery = sources.galleries["images"]
-    radius = gallery.gallery.scorer.radius(0.999)  # Infinite: all 48, and the service gives 40.
-    assert radius == float("inf")
-    (answer,) = search(client, {"text": "a red circle"}, coverage=0.999)
-    assert len(answer["conformal_set"]["hits"]) == 40 and not answer["conformal_set"]["complete"]
-
-
-@pytest.mark.parametrize("promise", ["abstain", "coverage", "min_probability"])
-def test_promises_are_for_native_queries_only(client, promise):
-    for query in ({"image": in_base64(picture())}, {"id": "000.png"}):
-        refused = search(client, {"text": "fine"}, query, **{promise: 0.5}, status=422)
-        assert (
-            f"{promise} works only with queries by text" in refused["detail"]
-            and refused["errors"][0]["where"] == promise
-        )
-    refused = search(client, {"text": "a"}, gallery="texts", **{promise: 0.5}, status=422)
-    assert "works only with queries by image" in refused["detail"]
+def test_promises_are_for_native_queries_only(client):
+    for promise in (
+        "abstain",
+        "coverage",
+        "min_probability",
+    ):
+        for query in ({"image": in_base64(picture())}, {"id": "000.png"}):
+            refused = search(client, {"text": "fine"}, query, **{promise: 0.5}, status=422)
+            assert (
+                f"{promise} works only with queries by text" in refused["detail"]
+                and refused["errors"][0]["where"] == promise
+            )
+        refused = search(client, {"text": "a"}, gallery="texts", **{promise: 0.5}, status=422)
+        assert "works only with queries by image" in refused["detail"]
 
 
 def test_filters(client, sources):
@@ -158,15 +150,18 @@ def test_filters(client, sources):
     assert not nothing["hits"] and nothing["verdict"] == {"kind": "unsure", "text": "No item passes the filter"}
 
 
-@pytest.mark.parametrize("guarantee", ["abstain", "coverage"])
-def test_guarantees_are_about_the_whole_gallery(client, guarantee):
-    for filter in ({"where": {"text": ["x"]}}, {"max_total_variance": 3.0}):
-        refused = search(client, {"text": "a"}, filter=filter, **{guarantee: 0.5}, status=422)
-        assert "a filter may remove the match; leave out the filter" in refused["detail"]
-    link = {"q": "a", "where": "text:x", guarantee: 0.5}
-    assert client.get("/v1/search", params=link).status_code == 422
-    (answer,) = search(client, {"text": "a"}, filter={}, **{guarantee: 0.5})  # Every item passes.
-    assert answer["hits"]
+def test_guarantees_are_about_the_whole_gallery(client):
+    for guarantee in (
+        "abstain",
+        "coverage",
+    ):
+        for filter in ({"where": {"text": ["x"]}}, {"max_total_variance": 3.0}):
+            refused = search(client, {"text": "a"}, filter=filter, **{guarantee: 0.5}, status=422)
+            assert "a filter may remove the match; leave out the filter" in refused["detail"]
+        link = {"q": "a", "where": "text:x", guarantee: 0.5}
+        assert client.get("/v1/search", params=link).status_code == 422
+        (answer,) = search(client, {"text": "a"}, filter={}, **{guarantee: 0.5})  # Every item passes.
+        assert answer["hits"]
 
 
 def test_without_a_calibration_there_are_no_probabilities(sources):
@@ -273,13 +268,10 @@ def test_galleries_must_fit_together(sources, run):
         Sources(loaded.model, "run", {"images": images, "texts": type(texts)(other)})
 
 
-# ---------------------------------------------------------------- together
-
-
 def test_concurrent_texts_are_embedded_together_and_answered_alike(sources):
     model = SlowModel(sources.model)
     texts = [f"a {c} {s}" for c in ("red", "green", "blue", "black") for s in ("circle", "bar", "cross")]
-    with served(Sources(model, "slow", sources.galleries), batch_size=8, batch_window=0.05) as client:
+    with served(Sources(model, "slow", sources.galleries), batch_size=8, batch_window=0.05, threads=2) as client:
         alone = [search(client, {"text": text})[0] for text in texts]
         model.go.clear()
         with concurrent.futures.ThreadPoolExecutor(len(texts) + 1) as pool:
@@ -310,9 +302,6 @@ def test_searches_with_different_options_do_not_mix(client):
         for i, (options, answer) in enumerate(pool.map(ask, range(60))):
             assert len(answer[0]["hits"]) == options["max_results"]
             assert [h["id"] for h in answer[0]["hits"]] == [h["id"] for h in alone[i % 6][0]["hits"]]
-
-
-# ---------------------------------------------------------------- writing
 
 
 def test_what_was_added_is_found_shown_replaced_and_removed(writable, sources):
@@ -365,16 +354,21 @@ def test_a_second_writer_is_told_so_and_leaves_no_image(run, collection, writabl
     assert caplog.text.count("writes to it; wait until it closes the store") == 2
 
 
-@pytest.mark.parametrize("id", ["two\nlines", "bell\a", "..", "."])
-def test_ids_that_no_path_can_hold_are_refused(kept, id):
-    good = {"id": "good", "image": in_base64(picture())}
-    answer = kept.post("/v1/items", json={"items": [good, {**good, "id": id}]})
-    assert answer.status_code == 422
-    assert f"body.items.1.id: the id {id!r} " in answer.json()["detail"]
-    form = kept.post("/v1/items/image", data={"id": id}, files={"image": ("a.png", picture())})
-    assert form.status_code == 422 and f"the id {id!r} " in form.json()["detail"]
-    assert kept.get("/v1/items/good").status_code == 404
-    assert kept.post("/v1/items/delete", json={"ids": [id]}).json()["deleted"] == 0
+def test_ids_that_no_path_can_hold_are_refused(kept):
+    for id in (
+        "two\nlines",
+        "bell\a",
+        "..",
+        ".",
+    ):
+        good = {"id": "good", "image": in_base64(picture())}
+        answer = kept.post("/v1/items", json={"items": [good, {**good, "id": id}]})
+        assert answer.status_code == 422
+        assert f"body.items.1.id: the id {id!r} " in answer.json()["detail"]
+        form = kept.post("/v1/items/image", data={"id": id}, files={"image": ("a.png", picture())})
+        assert form.status_code == 422 and f"the id {id!r} " in form.json()["detail"]
+        assert kept.get("/v1/items/good").status_code == 404
+        assert kept.post("/v1/items/delete", json={"ids": [id]}).json()["deleted"] == 0
 
 
 def test_a_batch_is_stored_whole_or_not_at_all(writable):
@@ -458,9 +452,6 @@ def test_a_store_is_optimised_after_many_writes_and_at_the_end(collection, monke
     assert calls == [51, 52]  # Nothing was written.
 
 
-# ---------------------------------------------------------------- who may
-
-
 def test_a_key_opens_all_but_what_is_open(sources):
     with served(sources, keys=(KEY, "another-key-as-good")) as client:
         for headers in ({}, {"X-API-Key": "wrong"}, {"Authorization": f"Basic {KEY}"}, {"Authorization": "Bearer"}):
@@ -513,9 +504,6 @@ def test_a_network_needs_a_key(tmp_path):
     with pytest.raises(UserError, match="at least 8"):
         Settings(keys=("short",))
     assert KEY not in repr(Settings(keys=(KEY,)))
-
-
-# ---------------------------------------------------------------- a process of its own
 
 
 def test_sigterm_lets_requests_finish(collection):
@@ -594,23 +582,15 @@ def test_the_command_says_what_is_wrong(run, tmp_path, sfumato, monkeypatch):
         assert status == 2 and message in err and not out and "Traceback" not in err, err
 
 
-def test_threads_do_not_change_the_answer(sources):
-    torch.manual_seed(0)
-    with served(sources, threads=2, workers=4) as two, served(sources) as one:
-        assert search(one, {"text": "a"})[0]["hits"] == search(two, {"text": "a"})[0]["hits"]
-
-
 def test_a_text_that_is_no_word_is_said_to_be_none(sources):
     judged = replace(sources, unfamiliar=lambda texts: [text == "qxzvkw" for text in texts])
     with served(judged) as client:
-        found = search(client, {"text": "qxzvkw"}, {"text": "a red circle"}, {"id": sources_first_id(sources)})
+        found = search(
+            client, {"text": "qxzvkw"}, {"text": "a red circle"}, {"id": sources.galleries["images"].gallery.ids[0]}
+        )
     kinds = [answer["verdict"] and answer["verdict"]["kind"] for answer in found]
     assert kinds[0] == "unfamiliar" and kinds[1] not in (None, "unfamiliar") and kinds[2] is None
     assert "hardly knows these words" in found[0]["verdict"]["text"] and found[0]["hits"]
-
-
-def sources_first_id(sources):
-    return sources.galleries["images"].gallery.ids[0]
 
 
 def test_idle_connections_are_kept_longer_than_proxies_keep_them(sources, monkeypatch):

@@ -1,12 +1,10 @@
 """Search by vector: the answers of the library and of the command, which models take which vectors, and refusals."""
 
-import concurrent.futures
 import html
 import json
 import re
 import shutil
 import subprocess
-import time
 from dataclasses import replace
 
 import numpy as np
@@ -15,7 +13,6 @@ import torch
 from serve.test_faults import problem
 from serve.test_service import same
 from support.serving import (
-    SlowModel,
     calibration,
     embedded,
     embedding_sources,
@@ -36,11 +33,6 @@ from sfumato.workflows.index import build_index
 
 
 @pytest.fixture(scope="module")
-def vector_run(tmp_path_factory):
-    return make_embedding_run(tmp_path_factory.mktemp("vectors"))
-
-
-@pytest.fixture(scope="module")
 def images(vector_run):
     return np.load(vector_run.parent / "images.npy")
 
@@ -48,18 +40,6 @@ def images(vector_run):
 @pytest.fixture(scope="module")
 def texts(vector_run):
     return np.load(vector_run.parent / "texts.npy")
-
-
-@pytest.fixture(scope="module")
-def adopted(vector_run):
-    return embedding_sources(vector_run)
-
-
-@pytest.fixture(scope="module")
-def vectors(adopted):
-    """A client of a service of images and texts whose model reads embeddings."""
-    with served(adopted, max_results=40, max_batch=8) as client:
-        yield client
 
 
 @pytest.fixture(scope="module")
@@ -82,9 +62,6 @@ def search(client, *queries, status=200, **options):
     answer = client.post("/v1/search/vector", json={"queries": list(queries), **options})
     assert answer.status_code == status, answer.text
     return answer.json()["answers"] if status == 200 else problem(answer, status)
-
-
-# ---------------------------------------------------------------- answers
 
 
 def test_a_vector_finds_what_the_library_and_the_command_find(vectors, adopted, vector_run, texts, tmp_path, sfumato):
@@ -166,30 +143,6 @@ def test_drift_counts_vectors_once(vector_run, texts):
     assert state["n_queries"] == 21
 
 
-def test_vectors_of_several_requests_are_embedded_together(adopted, texts):
-    model = SlowModel(adopted.model)
-    with served(Sources(model, "slow", adopted.galleries), batch_size=8, batch_window=0.05) as client:
-        alone = [search(client, query(row))[0] for row in texts[:6]]
-        model.go.clear()
-        with concurrent.futures.ThreadPoolExecutor(7) as pool:
-            first = pool.submit(search, client, query(texts[20]))
-            while model.waiting == 0:
-                time.sleep(0.01)
-            asked = [pool.submit(search, client, query(row)) for row in texts[:6]]
-            while len(client.app.state.service.embedder.texts) < 6:
-                time.sleep(0.01)
-            model.sizes.clear()
-            model.go.set()
-            together = [one.result()[0] for one in asked]
-            first.result()
-    assert model.sizes == [1, 6]
-    for a, b in zip(alone, together, strict=True):
-        assert [h["id"] for h in a["hits"]] == [h["id"] for h in b["hits"]]
-
-
-# ---------------------------------------------------------------- other models
-
-
 def test_a_model_of_points_takes_its_own_embeddings(points):
     row = points.model.embed_texts(["a red circle"])
     assert row.mean.norm() == pytest.approx(1, abs=1e-6)
@@ -234,12 +187,9 @@ def test_texts_and_images_are_refused_with_the_way_out(vectors):
     assert "reads embeddings, not images; search by vector (POST /v1/search/vector) or by item" in told["detail"]
 
 
-# ---------------------------------------------------------------- bad input
-
-
-@pytest.mark.parametrize(
-    ("vector", "message"),
-    [
+def test_what_is_wrong_with_a_vector(vectors):
+    head = {"Content-Type": "application/json"}
+    for vector, message in (
         ("[]", "has 0 numbers, expected the 5 of an embedding of a text"),
         ("[1, 2, 3, 4, 5, 6]", "has 6 numbers, expected the 5 of an embedding of a text"),
         ("[1, 2, 1e999, 4, 5]", "number 2 (from 0) is inf in float32, expected finite numbers"),
@@ -255,14 +205,15 @@ def test_texts_and_images_are_refused_with_the_way_out(vectors):
         ("[[1, 2, 3, 4, 5]]", "Input should be a valid number"),
         ("[1" + 400 * "0" + ", 2, 3, 4, 5]", "Input should be a valid number"),
         ("5", "Input should be a valid list"),
-    ],
-)
-def test_what_is_wrong_with_a_vector(vectors, vector, message):
-    body = f'{{"queries": [{{"vector": [1, 2, 3, 4, 5]}}, {{"vector": {vector}}}]}}'
-    told = problem(vectors.post("/v1/search/vector", content=body, headers={"Content-Type": "application/json"}), 422)
-    assert "body.queries.1.vector" in told["detail"] and message in told["detail"]
-    (error,) = told["errors"]
-    assert error["where"].startswith("body.queries.1.vector") and message in error["message"]
+    ):
+        body = f'{{"queries": [{{"vector": [1, 2, 3, 4, 5]}}, {{"vector": {vector}}}]}}'
+        told = problem(vectors.post("/v1/search/vector", content=body, headers=head), 422)
+        assert "body.queries.1.vector" in told["detail"] and message in told["detail"], vector
+        (error,) = told["errors"]
+        assert error["where"].startswith("body.queries.1.vector") and message in error["message"]
+    for query_, where in (({"text": "a"}, "vector"), (query(np.ones(5), modality="sound"), "modality")):
+        told = problem(vectors.post("/v1/search/vector", json={"queries": [query_]}), 422)
+        assert told["errors"][0]["where"] == f"body.queries.0.{where}"
 
 
 def test_every_wrong_vector_is_named(vectors):
@@ -284,33 +235,12 @@ def test_a_vector_that_the_model_cannot_embed(tmp_path, texts):
     )
 
 
-@pytest.mark.parametrize(
-    ("body", "where", "message"),
-    [
-        ({"queries": []}, "body.queries", "at least 1 item"),
-        ({}, "body.queries", "Field required"),
-        ({"queries": [{"text": "a"}]}, "body.queries.0.vector", "Field required"),
-        ({"queries": [query(np.ones(5), modality="sound")]}, "body.queries.0.modality", "'text' or 'image'"),
-        ({"queries": [query(np.ones(5), name="")]}, "body.queries.0.name", "at least 1 character"),
-        ({"queries": [query(np.ones(5))], "limit": 3}, "body.limit", "unknown field 'limit'"),
-        ({"queries": [query(np.ones(5))], "max_results": 41}, "max_results", "more than the limit of 40"),
-        ({"queries": [query(np.ones(5))] * 1025}, "body.queries", "at most 1024"),
-    ],
-)
-def test_what_is_wrong_with_a_request(vectors, body, where, message):
-    told = problem(vectors.post("/v1/search/vector", json=body), 422)
-    assert told["errors"][0]["where"] == where and message in told["errors"][0]["message"]
-
-
 def test_limits_of_a_request(vectors):
     told = search(vectors, *[query(np.ones(5))] * 9, status=422)
     assert "9 queries are more than the limit of 8" in told["detail"]
     told = search(vectors, query(np.full(60_000, 0.1234567890123456)), status=413)
     assert "more than the limit of 1000000; send fewer queries" in told["detail"]
     assert vectors.post("/v1/search/vector", content=b"{}", headers={"Content-Type": "text/plain"}).status_code == 415
-
-
-# ---------------------------------------------------------------- documentation
 
 
 def test_the_documentation_has_an_example_that_works(vectors, client, points):

@@ -6,9 +6,9 @@ import hashlib
 import json
 import logging
 import re
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from functools import cache
+from functools import cache, partial
 from http import HTTPStatus
 from pathlib import Path
 from typing import Annotated, Any
@@ -28,6 +28,7 @@ from pydantic import BaseModel
 from pydantic_core import from_json
 from starlette.exceptions import HTTPException
 from starlette.middleware.gzip import GZipMiddleware
+from starlette.routing import BaseRoute, Mount, Route
 
 from sfumato import __version__
 from sfumato.errors import UserError
@@ -299,11 +300,7 @@ def create_app(sources: Sources, settings: Settings | None = None) -> FastAPI:
     _add_writes(app, service, writer)
 
     def template(path: str) -> str:
-        for route in app.routes:
-            pattern = getattr(route, "path_regex", None)
-            if pattern is not None and pattern.match(path):
-                return str(getattr(route, "path", ""))
-        return "none"
+        return next((str(getattr(route, "path", "")) for route in _routes(app, path)), "none")
 
     app.add_middleware(GZipMiddleware, minimum_size=1024, compresslevel=6)
     app.add_middleware(Guard, settings=settings, metrics=service.metrics, route=template)
@@ -339,13 +336,14 @@ def _handle_errors(app: FastAPI) -> None:
         return Refusal(error.status_code, detail, headers=headers, code=code).response()
 
 
+def _routes(app: FastAPI, path: str) -> Iterator[BaseRoute]:
+    """The routes of a path."""
+    return (route for route in app.routes if isinstance(route, Route | Mount) and route.path_regex.match(path))
+
+
 def _methods(app: FastAPI, path: str) -> set[str]:
-    """The methods that a path takes."""
-    found = set[str]()
-    for route in app.routes:
-        pattern = getattr(route, "path_regex", None)
-        if pattern is not None and pattern.match(path):
-            found |= getattr(route, "methods", None) or {"GET"}  # Files have no list of methods.
+    """The methods that a path takes; files have no list of methods."""
+    found = set[str]().union(*(getattr(route, "methods", None) or {"GET"} for route in _routes(app, path)))
     return found | ({"HEAD"} if "GET" in found else set())
 
 
@@ -392,12 +390,8 @@ def _add_pages(app: FastAPI, service: Service) -> None:
         Needs no key.
         """
         if not service.ready.is_set():
-            why = (
-                "warming up failed; the log of the service has the reason"
-                if service.failed
-                else "warming up, or shutting down"
-            )
-            raise busy(f"Not ready: {why}", code="not-ready")
+            why = "warming up failed; the log of the service has the reason" if service.failed else ""
+            raise busy(f"Not ready: {why or 'warming up, or shutting down'}", code="not-ready")
         if problem := service.store_problem:
             raise busy(f"Not ready: {problem}", code="not-ready")
         return _json(State(status="ready"))
@@ -414,15 +408,17 @@ def _add_pages(app: FastAPI, service: Service) -> None:
 
 
 def _add_searches(app: FastAPI, service: Service) -> None:
+    post = partial(
+        app.post, response_model=SearchResponse, tags=["search"], responses=problems(404, 413, 415, 422, 503, 504)
+    )
+
     @app.get("/v1/search", response_model=SearchResponse, tags=["search"], responses=problems(404, 422, 503, 504))
     async def search_by_text(parameters: Annotated[TextSearch, Parameter()]) -> Response:
         """Search by one text."""
         asked = Asked("text", parameters.q, "query.q", text=parameters.q)
         return await _answers(service, [asked], parameters.options())
 
-    @app.post(
-        "/v1/search", response_model=SearchResponse, tags=["search"], responses=problems(404, 413, 415, 422, 503, 504)
-    )
+    @post("/v1/search")
     async def search(wanted: SearchRequest) -> Response:
         """Search by texts, images in base64 and ids of stored items, also mixed. A search by id also finds the item."""
 
@@ -432,23 +428,13 @@ def _add_searches(app: FastAPI, service: Service) -> None:
         asked = await service.in_thread(read) if any(query.image for query in wanted.queries) else read()
         return await _answers(service, asked, wanted)
 
-    @app.post(
-        "/v1/search/image",
-        response_model=SearchResponse,
-        tags=["search"],
-        responses=problems(404, 413, 415, 422, 503, 504),
-    )
+    @post("/v1/search/image")
     async def search_by_image(form: Annotated[ImageSearch, Form(media_type=FORM)]) -> Response:
         """Search by an image file; the options are further fields of the form."""
         name, data = (form.image.filename or "image")[:200], await form.image.read()
         return await _answers(service, [Asked("image", name, "form.image", image=data)], form.options())
 
-    @app.post(
-        "/v1/search/vector",
-        response_model=SearchResponse,
-        tags=["search"],
-        responses=problems(404, 413, 415, 422, 503, 504),
-    )
+    @post("/v1/search/vector")
     async def search_by_vector(wanted: VectorRequest) -> Response:
         """Search by embeddings that were made elsewhere.
 
@@ -530,12 +516,9 @@ def _add_writes(app: FastAPI, service: Service, writer: Writer) -> None:
         """Remove items; unknown ids are skipped."""
         return _json(await writer.delete(wanted.gallery, wanted.ids))
 
-    @app.delete(
-        "/v1/items/{id:path}",
-        response_model=DeleteResponse,
-        tags=["items"],
-        responses=problems(404, 409, 422, 503, 504),
-    )
+    gone = problems(404, 409, 422, 503, 504)
+
+    @app.delete("/v1/items/{id:path}", response_model=DeleteResponse, tags=["items"], responses=gone)
     async def delete_item(id: _Id, gallery: _ItemGallery = "images") -> Response:
         """Remove one item, and its image if it was uploaded."""
         if not id or "\0" in id or len(id) > 512:

@@ -24,53 +24,37 @@ TEXT = "text/plain; version=0.0.4; charset=utf-8"
 _METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
 _LATENCIES = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 _SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
-_DRIFT = {
-    "n_queries": "Queries compared with those of the calibration.",
-    "n_windows": "Complete windows of such queries.",
-    "statistic": "Largest difference of the distribution functions, in the last complete window.",
-    "p_value": "p-value of that window.",
-    "differs": "1 if the queries differ from those of the calibration.",
+_GAUGES = {
+    "waiting": ("Texts or images that wait for the model, and searches.", "kind"),
+    "items": ("Items of a gallery.", "gallery"),
+    "store_up": ("1 if the store of a collection answers.", "gallery"),
+    "drift_queries": ("Queries compared with those of the calibration.", "gallery"),
+    "drift_windows": ("Complete windows of such queries.", "gallery"),
+    "drift_statistic": ("Largest difference of the distribution functions, in the last complete window.", "gallery"),
+    "drift_p_value": ("p-value of that window.", "gallery"),
+    "drift_differs": ("1 if the queries differ from those of the calibration.", "gallery"),
 }
+"""What is measured when the metrics are read: (description, label)."""
 
 
 class Metrics:
     """Counters and histograms for Prometheus."""
 
     def __init__(self) -> None:
-        self.registry = CollectorRegistry()
-        self._requests = Counter(
-            "sfumato_requests", "Requests answered.", ("method", "route", "status"), registry=self.registry
-        )
-        self._seconds = Histogram(
-            "sfumato_request_seconds", "From the first byte of a request to the last byte of its response.", ("route",),
-            buckets=_LATENCIES, registry=self.registry,
-        )  # fmt: skip
-        self._batch = Histogram(
-            "sfumato_batch_size",
+        self.registry = own = CollectorRegistry()
+        labels, whole = ("method", "route", "status"), "From the first byte of a request to the last of its response."
+        together, abstained = (
             "Texts or images embedded, or queries searched, together.",
-            ("kind",),
-            buckets=_SIZES,
-            registry=self.registry,
+            "Answers to queries with abstain.",
         )
-        self._waiting = Gauge(
-            "sfumato_waiting",
-            "Texts or images that wait for the model, and searches.",
-            ("kind",),
-            registry=self.registry,
-        )
-        self._items = Gauge("sfumato_items", "Items of a gallery.", ("gallery",), registry=self.registry)
-        self._abstentions = Counter(
-            "sfumato_abstentions", "Answers to queries with abstain, by whether the answer is to abstain.",
-            ("gallery", "abstained"), registry=self.registry,
-        )  # fmt: skip
-        self._drift = {
-            name: Gauge(f"sfumato_drift_{name.removeprefix('n_')}", text, ("gallery",), registry=self.registry)
-            for name, text in _DRIFT.items()
+        self._requests = Counter("sfumato_requests", "Requests answered.", labels, registry=own)
+        self._seconds = Histogram("sfumato_request_seconds", whole, ("route",), buckets=_LATENCIES, registry=own)
+        self._batch = Histogram("sfumato_batch_size", together, ("kind",), buckets=_SIZES, registry=own)
+        self._abstentions = Counter("sfumato_abstentions", abstained, ("gallery", "abstained"), registry=own)
+        self._gauges = {
+            name: Gauge(f"sfumato_{name}", text, (label,), registry=own) for name, (text, label) in _GAUGES.items()
         }
-        self._store_up = Gauge(
-            "sfumato_store_up", "1 if the store of a collection answers.", ("gallery",), registry=self.registry
-        )
-        self._ready = Gauge("sfumato_ready", "1 if the service answers searches.", registry=self.registry)
+        self._ready = Gauge("sfumato_ready", "1 if the service answers searches.", registry=own)
 
     def request(self, method: str, route: str, status: int, seconds: float) -> None:
         """Count a request."""
@@ -86,25 +70,18 @@ class Metrics:
         self._abstentions.labels(gallery, "yes" if abstained else "no").inc()
 
     def text(
-        self,
-        waiting: dict[str, int],
-        items: dict[str, int],
-        drift: Mapping[str, QueryDrift],
-        stores: Mapping[str, bool],
-        ready: bool,
+        self, measured: Mapping[str, Mapping[str, float | None]], drift: Mapping[str, QueryDrift], ready: bool
     ) -> bytes:
-        """All metrics, for GET /metrics."""
-        for kind, n in waiting.items():
-            self._waiting.labels(kind).set(n)
-        for gallery, n in items.items():
-            self._items.labels(gallery).set(n)
-        for gallery, answers in stores.items():
-            self._store_up.labels(gallery).set(answers)
-        for name, gauge in self._drift.items():
-            gauge.clear()
-            for gallery, state in drift.items():
-                if (value := getattr(state, name)) is not None:
-                    gauge.labels(gallery).set(value)
+        """All metrics, for GET /metrics. measured: name -> label -> value."""
+        for name, gauge in self._gauges.items():
+            if part := name.removeprefix("drift_") if name.startswith("drift_") else "":
+                values = {of: getattr(state, f"n_{part}", getattr(state, part, None)) for of, state in drift.items()}
+                gauge.clear()
+            else:
+                values = dict(measured.get(name, {}))
+            for label, value in values.items():
+                if value is not None:
+                    gauge.labels(label).set(value)
         self._ready.set(ready)
         return generate_latest(self.registry)
 

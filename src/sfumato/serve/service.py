@@ -326,16 +326,18 @@ class Service:
     async def measured(self) -> bytes:
         """The metrics of the service."""
         galleries = self.sources.galleries if self.ready.is_set() else {}  # Nothing here may wait for a store.
-        items: dict[str, int] = {name: served.gallery.size for name, served in galleries.items()}
         waiting = {
             "text": len(self.embedder.texts),
             "image": self.embedder.decoding + len(self.embedder.images),
             "search": len(self.searches),
         }
-        found = {name: query_drift(served) for name, served in galleries.items()}
-        drift: dict[str, QueryDrift] = {name: state for name, state in found.items() if state is not None}
         stores: dict[str, bool] = {name: not health.problem for name, health in self._stores.items()}
-        return self.metrics.text(waiting, items, drift, stores, self.ready.is_set() and all(stores.values()))
+        items: dict[str, int] = {name: served.gallery.size for name, served in galleries.items()}
+        drift: dict[str, QueryDrift] = {
+            n: state for n, one in galleries.items() if (state := query_drift(one)) is not None
+        }
+        ready = self.ready.is_set() and all(stores.values())
+        return self.metrics.text({"waiting": waiting, "items": items, "store_up": stores}, drift, ready)
 
     def changed(self, served: ServedGallery, items: int) -> None:
         """Record a write to a gallery."""

@@ -1,6 +1,6 @@
 """Settings of a service: limits, sizes, keys and what they permit."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
@@ -77,25 +77,10 @@ class Settings:
     hosts: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        for name in (
-            *(
-                "batch_size",
-                "max_waiting",
-                "max_batch",
-                "max_results",
-                "max_upload_bytes",
-                "max_pixels",
-                "pixel_budget",
-                "decode_memory_bytes",
-                "max_requests",
-                "byte_budget",
-                "max_records",
-                "max_response_bytes",
-            ),
-            *("threads", "workers", "optimise_after"),
-        ):
-            if getattr(self, name) < 1:
-                raise UserError(f"serve: {name} must be at least 1, got {getattr(self, name)}")
+        for one in fields(self):
+            value = getattr(self, one.name)
+            if one.type is int and value < 1:
+                raise UserError(f"serve: {one.name} must be at least 1, got {value}")
         if not (self.batch_window >= 0 and self.timeout > 0 and self.decode_timeout > 0):
             raise UserError(
                 "serve: batch_window must be at least 0, timeout and decode_timeout positive, got"
