@@ -68,7 +68,7 @@ from spoiling import (
     spoil_value,
 )
 
-from sfumato.data.embedding_files import read_embeddings
+from sfumato.data.feature_tables import read_embeddings
 from sfumato.data.images import Problems
 from sfumato.data.manifest import list_images, read_manifest
 from sfumato.data.shards import ShardError, expand_shards, list_shard, read_shards

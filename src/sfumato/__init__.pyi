@@ -24,11 +24,11 @@ from .calibration.query_scores import (
 from .data.captioned import (
     read_image_folder as read_image_folder,
 )
-from .data.embedding_files import (
-    read_embeddings as read_embeddings,
-)
 from .data.emoji import (
     load_emoji as load_emoji,
+)
+from .data.feature_tables import (
+    read_embeddings as read_embeddings,
 )
 from .data.images import (
     Problems as Problems,

@@ -5,7 +5,7 @@ import pytest
 import torch
 from scipy import stats
 
-from sfumato.data.augment import augment_token_ids, drop_regions, drop_tokens
+from sfumato.data.transforms import augment_token_ids, drop_regions, drop_tokens
 
 BEGIN, END, PAD, MASK = 1, 2, 0, 3
 FIRST_WORD = 100  # ids below are special or drawn at random, those above tell where a token came from

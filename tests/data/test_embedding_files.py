@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from sfumato.data.embedding_files import read_embeddings, read_ids
+from sfumato.data.feature_tables import read_embeddings, read_ids
 from sfumato.gaussian import GaussianEmbedding, save_embeddings
 
 N, D = 5, 3

@@ -5,7 +5,7 @@ import pytest
 import torch
 from scipy import stats
 
-from sfumato.data.augment import MixPlan, plan_mixing, smooth_match
+from sfumato.data.transforms import MixPlan, plan_mixing, smooth_match
 
 SIZE = (7, 10)
 

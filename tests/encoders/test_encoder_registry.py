@@ -12,7 +12,7 @@ from sfumato.encoders.encoder_protocol import Encoder, EncoderModule, ImageEncod
 from sfumato.encoders.encoder_registry import ENCODERS, encoder_entry, encoder_section, register_encoder
 from sfumato.encoders.features import TokenFeatures
 from sfumato.encoders.processors import PixelProcessor, TokenProcessor
-from sfumato.encoders.small import SmallImageConfig, SmallTextConfig, build_small_image
+from sfumato.encoders.scratch import SmallImageConfig, SmallTextConfig, build_small_image
 from sfumato.errors import UserError
 from sfumato.models.embed import evaluate_run
 from sfumato.models.load import load_model

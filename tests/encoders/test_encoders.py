@@ -12,7 +12,7 @@ from sfumato.encoders.dual import DualEncoder, Tower
 from sfumato.encoders.features import Inputs, TokenFeatures
 from sfumato.encoders.heads import GPO, POOLINGS, AveragePool, GaussianHead, HeadOptions, MaxPool
 from sfumato.encoders.processors import PixelProcessor, TokenProcessor, tokenize, train_tokenizer
-from sfumato.encoders.small import SmallImageEncoder, SmallTextEncoder
+from sfumato.encoders.scratch import SmallImageEncoder, SmallTextEncoder
 from sfumato.errors import UserError
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from sfumato.encoders.features import Inputs
-from sfumato.encoders.gru import WordEncoder, read_word_vectors, word_tokenizer
+from sfumato.encoders.scratch import WordEncoder, read_word_vectors, word_tokenizer
 from sfumato.errors import UserError
 
 TEXTS = ["A dog, a Dog and a café.", "The dog sleeps", "sleeps"]

@@ -16,7 +16,7 @@ from sfumato.encoders.encoder_protocol import Processor
 from sfumato.encoders.features import Store
 from sfumato.encoders.heads import GaussianHead
 from sfumato.encoders.processors import BilinearProcessor, ImageFileProcessor, ImageFileStore, PixelProcessor
-from sfumato.encoders.small import SmallImageEncoder
+from sfumato.encoders.scratch import SmallImageEncoder
 
 
 def encode(pixels, kind="PNG"):

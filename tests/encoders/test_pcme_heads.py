@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from sfumato.encoders.features import Inputs, TokenFeatures
-from sfumato.encoders.gru import WordEncoder
 from sfumato.encoders.heads import GaussianHead, HeadOptions
+from sfumato.encoders.scratch import WordEncoder
 
 LENGTHS = (5, 2, 1)
 

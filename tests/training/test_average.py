@@ -11,7 +11,7 @@ from sfumato.encoders.dual import DualEncoder, Tower
 from sfumato.encoders.features import Inputs
 from sfumato.encoders.frozen import FeatureInput
 from sfumato.encoders.heads import GaussianHead
-from sfumato.encoders.small import SmallImageEncoder
+from sfumato.encoders.scratch import SmallImageEncoder
 from sfumato.errors import UserError
 from sfumato.evaluation.protocols import evaluate_retrieval
 from sfumato.models.embed import load_split

@@ -13,10 +13,10 @@ import torch
 from PIL import Image
 from tokenizers import Tokenizer, models
 
-from sfumato.data.augment import MixPlan
 from sfumato.data.images import FileImage
 from sfumato.data.pairs import PairBatch, PairData, PairSampler
 from sfumato.data.shards import ShardBatch
+from sfumato.data.transforms import MixPlan
 from sfumato.encoders.dual import DualEncoder, Tower
 from sfumato.encoders.features import Inputs, PixelStore, RaggedStore
 from sfumato.encoders.frozen import FeatureInput

@@ -16,9 +16,8 @@ from sfumato.encoders.encoder_protocol import EncoderModule
 from sfumato.encoders.feature_rows import RegionEncoder
 from sfumato.encoders.features import Inputs
 from sfumato.encoders.frozen import FeatureInput
-from sfumato.encoders.gru import WordEncoder
 from sfumato.encoders.heads import GaussianHead
-from sfumato.encoders.small import SmallImageEncoder, SmallTextEncoder
+from sfumato.encoders.scratch import SmallImageEncoder, SmallTextEncoder, WordEncoder
 from sfumato.errors import UserError
 from sfumato.losses import LOSSES
 from sfumato.models.recipe import OptimConfig, check_recipe, load_recipe

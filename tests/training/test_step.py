@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 from support.toy import make_toy
 from torch import nn
 
-from sfumato.data.augment import plan_mixing
+from sfumato.data.transforms import plan_mixing
 from sfumato.encoders.dual import DualEncoder, Tower
 from sfumato.encoders.features import Inputs, TokenFeatures
 from sfumato.encoders.frozen import FeatureInput

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 from support.toy import assert_same_tensors, make_toy, stop_after_checkpoint_of
 
-from sfumato.encoders.gru import WordEncoder
+from sfumato.encoders.scratch import WordEncoder
 from sfumato.errors import UserError
 from sfumato.models.load import load_model
 from sfumato.models.process_group import ProcessGroup

@@ -10,7 +10,7 @@ from sfumato.calibration.platt import fit_logits
 from sfumato.encoders.dual import Tower
 from sfumato.encoders.heads import GaussianHead, HeadOptions
 from sfumato.encoders.processors import TokenProcessor, train_tokenizer
-from sfumato.encoders.small import SmallTextEncoder
+from sfumato.encoders.scratch import SmallTextEncoder
 from sfumato.errors import UserError
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.metrics.relevance import Relevance

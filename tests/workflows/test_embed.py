@@ -27,7 +27,7 @@ from sfumato.encoders.dual import DualEncoder, Tower
 from sfumato.encoders.frozen import FeatureInput, FrozenProcessor
 from sfumato.encoders.heads import GaussianHead
 from sfumato.encoders.processors import BilinearProcessor, ImageFileProcessor, PixelProcessor, TokenProcessor
-from sfumato.encoders.small import SmallImageEncoder, SmallTextEncoder
+from sfumato.encoders.scratch import SmallImageEncoder, SmallTextEncoder
 from sfumato.errors import UserError
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.models.embed import embed_folder, embed_lines, model_digest

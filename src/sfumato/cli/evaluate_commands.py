@@ -121,7 +121,7 @@ def _kind(path: str) -> tuple[str, str]:
 def _of_embeddings(file: Path) -> bool:
     from safetensors import SafetensorError, safe_open
 
-    from sfumato.data.embedding_files import MEAN_NAMES
+    from sfumato.data.feature_tables import MEAN_NAMES
 
     if file.suffix != ".safetensors":
         return file.suffix in (".npy", ".parquet")

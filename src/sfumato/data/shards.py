@@ -112,9 +112,8 @@ def list_shard(shard: str | Path) -> list[ShardImage]:
     seen: set[str] = set()
     try:
         with open(shard, "rb") as file:
-            for key, group in itertools.groupby(_named(_members(file, bad)), key=lambda member: member[0]):
-                members = list(group)
-                endings = [ending for _, ending, _ in members]
+            for key, members in _groups(file, bad):
+                endings = [ending for ending, _ in members]
                 image = next((ending for ending in SHARD_IMAGE_ENDINGS if ending in endings), None)
                 if key in seen:
                     found.append(ShardImage(key, error="the key occurred before in this shard"))
@@ -124,7 +123,7 @@ def list_shard(shard: str | Path) -> list[ShardImage]:
                     found.append(ShardImage(key, error=f".{image} occurs twice"))
                 else:
                     seen.add(key)
-                    member = members[endings.index(image)][2]
+                    member = members[endings.index(image)][1]
                     found.append(ShardImage(key, member.name, member.offset_data, member.size))
     except OSError as error:
         raise ShardError(shard, f"cannot be read: {error.strerror or error}") from error
@@ -139,8 +138,7 @@ def read_shard(shard: str, mine: slice, bad: Callable[[str, str], None]) -> Iter
     """Read the usable samples in a slice of a shard."""
     try:
         with open(shard, "rb") as file:
-            members = _named(_members(file, lambda reason, _: bad(shard, reason)))
-            groups = ((key, list(group)) for key, group in itertools.groupby(members, key=lambda member: member[0]))
+            groups = _groups(file, lambda reason, _: bad(shard, reason))
             for key, group in itertools.islice(groups, mine.start, mine.stop, mine.step):
                 location = f"{shard}!{key}"
                 try:
@@ -191,18 +189,20 @@ def _members(file: IO[bytes], bad: Callable[[str, bool], None]) -> Iterator[tarf
         bad("cut short: the end mark is missing; members before it may be missing too", True)
 
 
-def _named(members: Iterable[tarfile.TarInfo]) -> Iterator[tuple[str, str, tarfile.TarInfo]]:
-    """(key, ending in lower case, member) of the files that can belong to a sample."""
-    for member in members:
-        parts = _MEMBER.fullmatch(member.name)
-        if parts and member.isreg() and not member.issparse():
-            yield parts[1], parts[2].lower(), member
+def _groups(
+    file: IO[bytes], bad: Callable[[str, bool], None]
+) -> Iterator[tuple[str, list[tuple[str, tarfile.TarInfo]]]]:
+    """(key, members) of the samples, a member with its ending in lower case; without what can belong to no sample."""
+    named = ((_MEMBER.fullmatch(member.name), member) for member in _members(file, bad))
+    usable = ((parts[1], parts[2].lower(), m) for parts, m in named if parts and m.isreg() and not m.issparse())
+    for key, group in itertools.groupby(usable, key=lambda member: member[0]):
+        yield key, [(ending, member) for _, ending, member in group]
 
 
-def _sample(file: IO[bytes], location: str, group: list[tuple[str, str, tarfile.TarInfo]]) -> ShardSample:
+def _sample(file: IO[bytes], location: str, group: list[tuple[str, tarfile.TarInfo]]) -> ShardSample:
     """Read image and caption of a group; a ValueError names what is missing."""
     members: dict[str, tarfile.TarInfo] = {}
-    for _, ending, member in group:
+    for ending, member in group:
         if ending in members:
             raise ValueError(f".{ending} occurs twice")
         members[ending] = member

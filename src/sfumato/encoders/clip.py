@@ -268,16 +268,7 @@ def build_clip_image(
 ) -> tuple[PixelProcessor | ImageFileProcessor, ClipImageEncoder | UncTokenImageEncoder]:
     """Build the image side of kind "clip". Returns (processor, encoder)."""
     encoder = clip_image_encoder(
-        config.weights,
-        architecture=config.architecture,
-        size=config.size,
-        blocks=config.blocks,
-        activation=config.activation,
-        description=context.description,
-        final_norm=config.final_norm,
-        variance_blocks=config.own_blocks(context.variance),
-        variance_start=config.variance_start,
-        checkpointing=config.checkpointing,
+        config.weights, size=config.size, final_norm=config.final_norm, **_common(config, context)
     )
     processor = (PixelProcessor if config.in_memory else ImageFileProcessor)(encoder.size, fit=config.fit)
     return processor, UncTokenImageEncoder(encoder) if config.variance_token and context.variance else encoder
@@ -290,18 +281,19 @@ def build_clip_text(
     tokenizer = context.need_tokenizer(config.kind)
     encoder = clip_text_encoder(
         config.weights,
-        architecture=config.architecture,
         vocabulary=tokenizer.get_vocab_size(),
         max_tokens=config.max_tokens or _MAX_TOKENS,
-        blocks=config.blocks,
-        activation=config.activation,
-        description=context.description,
-        variance_blocks=config.own_blocks(context.variance),
-        variance_start=config.variance_start,
-        checkpointing=config.checkpointing,
+        **_common(config, context),
     )
     processor = TokenProcessor(tokenizer, min(config.max_tokens or encoder.max_tokens, encoder.max_tokens))
     return processor, UncTokenTextEncoder(encoder) if config.variance_token and context.variance else encoder
+
+
+def _common(config: _ClipConfig, context: BuildContext) -> dict[str, Any]:
+    """The options of both sides."""
+    keys = {"architecture", "blocks", "activation", "variance_start", "checkpointing"}
+    own = {"description": context.description, "variance_blocks": config.own_blocks(context.variance)}
+    return config.model_dump(include=keys) | own
 
 
 def _shape(architecture: str, side: str) -> tuple[int, int, int]:

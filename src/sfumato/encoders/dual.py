@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from sfumato.data.augment import drop_tokens
+from sfumato.data.transforms import drop_tokens
 from sfumato.encoders.encoder_protocol import Encoder, Item, Processor, Progress
 from sfumato.encoders.features import Inputs, Store
 from sfumato.encoders.heads import GaussianHead

@@ -26,13 +26,15 @@ from sfumato.encoders.feature_rows import (
     build_regions,
 )
 from sfumato.encoders.frozen import FrozenImageConfig, FrozenTextConfig, build_frozen_image, build_frozen_text
-from sfumato.encoders.gru import WordTextConfig, build_word_text, words_of_texts
-from sfumato.encoders.small import (
+from sfumato.encoders.scratch import (
     SmallImageConfig,
     SmallTextConfig,
+    WordTextConfig,
     build_small_image,
     build_small_text,
+    build_word_text,
     small_tokenizer,
+    words_of_texts,
 )
 
 ENCODERS: dict[Side, dict[str, EncoderEntry]] = {
@@ -78,7 +80,7 @@ def register_encoder(
         ValueError: the side is unknown, the kind is taken, or the section does not fit the side or the kind.
 
     Example:
-        >>> from sfumato.encoders.small import SmallImageConfig, build_small_image
+        >>> from sfumato.encoders.scratch import SmallImageConfig, build_small_image
         >>> register_encoder("image", "small", SmallImageConfig, build_small_image)
         Traceback (most recent call last):
             ...

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils.rnn import pack_padded_sequence
 
-from sfumato.data.augment import drop_regions
 from sfumato.data.feature_tables import EmbeddingRow, EmbeddingTable, regions_from_bytes, regions_to_bytes
 from sfumato.data.pairs import PairData
+from sfumato.data.transforms import drop_regions
 from sfumato.encoders.dual import Tower
 from sfumato.encoders.encoder_protocol import (
     BuildContext,

@@ -293,39 +293,33 @@ class HeadOptions:
 
     def __post_init__(self) -> None:
         for name in ("mlp_width", "hidden", "variance_hidden"):
-            if (width := getattr(self, name)) < 0:
-                raise ValueError(f"GaussianHead: {name} must be at least 0, got {width}")
-        if not 0 <= self.hidden_dropout < 1:
-            raise ValueError(f"GaussianHead: hidden_dropout must be in [0, 1), got {self.hidden_dropout}")
-        if self.local_attention_of not in get_args(Attending):
-            known = ", ".join(get_args(Attending))
-            raise ValueError(f"GaussianHead: unknown local_attention_of {self.local_attention_of!r}; known: {known}")
-        if self.pooling not in POOLINGS:
-            raise ValueError(f"GaussianHead: unknown pooling {self.pooling!r}; known: {', '.join(POOLINGS)}")
-        if not self.init_total_variance > 0:
-            raise ValueError(f"GaussianHead: init_total_variance must be positive, got {self.init_total_variance}")
-        if self.covariance not in get_args(Covariance):
-            known = ", ".join(get_args(Covariance))
-            raise ValueError(f"GaussianHead: unknown covariance {self.covariance!r}; known: {known}")
-        if self.variance_bounds and not 0 < self.variance_bounds[0] < self.variance_bounds[1]:
-            lowest, highest = self.variance_bounds
-            raise ValueError(f"GaussianHead: variance_bounds must be 0 < lowest < highest, got {lowest}, {highest}")
-        if self.embeddings < 1 or (self.embeddings > 1 and self.variance):
-            raise ValueError(
-                f"GaussianHead: embeddings must be 1, or more with variance=False; got {self.embeddings},"
-                f" variance={self.variance}"
-            )
-        if self.identity and (self.mlp or self.hidden or self.embeddings > 1 or self._attends_for_mean):
-            raise ValueError(
-                "GaussianHead: identity leaves the mean as it is; leave out mlp, hidden, embeddings and local_attention"
-                " of the mean"
-            )
-        if self.embeddings > 1 and self.item_offset:
-            raise ValueError(f"GaussianHead: item_offset is for one embedding, got embeddings={self.embeddings}")
+            _refuse(getattr(self, name) < 0, f"{name} must be at least 0, got {getattr(self, name)}")
+        of = {"local_attention_of": get_args(Attending), "pooling": POOLINGS, "covariance": get_args(Covariance)}
+        for name, known in of.items():
+            value = getattr(self, name)
+            _refuse(value not in known, f"unknown {name} {value!r}; known: {', '.join(known)}")
+        dropout, total, count = self.hidden_dropout, self.init_total_variance, self.embeddings
+        (lowest, highest), several = self.variance_bounds or (1.0, 2.0), self.embeddings > 1
+        learnt = self.mlp or self.hidden or several or self._attends_for_mean
+        _refuse(not 0 <= dropout < 1, f"hidden_dropout must be in [0, 1), got {dropout}")
+        _refuse(not total > 0, f"init_total_variance must be positive, got {total}")
+        _refuse(not 0 < lowest < highest, f"variance_bounds must be 0 < lowest < highest, got {lowest}, {highest}")
+        of_points = f"embeddings must be 1, or more with variance=False; got {count}, variance={self.variance}"
+        _refuse(count < 1 or (several and self.variance), of_points)
+        as_it_is = (
+            "identity leaves the mean as it is; leave out mlp, hidden, embeddings and local_attention of the mean"
+        )
+        _refuse(self.identity and bool(learnt), as_it_is)
+        _refuse(several and self.item_offset, f"item_offset is for one embedding, got embeddings={count}")
 
     @property
     def _attends_for_mean(self) -> bool:
         return self.local_attention and self.local_attention_of != "variance"
+
+
+def _refuse(wrong: bool, message: str) -> None:
+    if wrong:
+        raise ValueError(f"GaussianHead: {message}")
 
 
 class GaussianHead(nn.Module):

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from sfumato.data.embedding_files import read_embeddings, read_ids
+from sfumato.data.feature_tables import read_embeddings, read_ids
 from sfumato.distances import Distance
 from sfumato.errors import UserError
 from sfumato.evaluation.benchmark_ground_truths import (

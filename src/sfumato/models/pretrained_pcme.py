@@ -11,9 +11,9 @@ from torch import Tensor
 from sfumato.data.transforms import IMAGENET_MEAN, IMAGENET_STD
 from sfumato.encoders.convolutional import ResNetEncoder, resnet_encoder
 from sfumato.encoders.dual import DualEncoder, Tower
-from sfumato.encoders.gru import WordEncoder
 from sfumato.encoders.heads import GaussianHead, HeadOptions
 from sfumato.encoders.processors import CentreProcessor, TokenProcessor
+from sfumato.encoders.scratch import WordEncoder
 from sfumato.errors import UserError
 from sfumato.matching import SampledLogits
 from sfumato.models.pretrained_tensors import Layout, below, check_tensors, number_of, prefixed

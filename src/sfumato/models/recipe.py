@@ -39,7 +39,7 @@ from sfumato.distances import get_distance
 from sfumato.encoders.encoder_protocol import ImageEncoderConfig, TextEncoderConfig
 from sfumato.encoders.encoder_registry import ENCODERS, encoder_entry, encoder_section
 from sfumato.encoders.package_weights import Precision
-from sfumato.encoders.small import SmallImageConfig, SmallTextConfig
+from sfumato.encoders.scratch import SmallImageConfig, SmallTextConfig
 from sfumato.errors import UserError
 from sfumato.files import recipe_folder, write_atomically
 from sfumato.losses import LOSSES, LossOptions

@@ -12,10 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sfumato.data.augment import MixPlan
 from sfumato.data.image_decoding import decode_image
 from sfumato.data.images import ImageSource
-from sfumato.data.transforms import encode_png, erase_squares
+from sfumato.data.transforms import MixPlan, encode_png, erase_squares
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.inclusion import inclusion_test
 from sfumato.metrics.bootstrap import Interval, Statistic, bootstrap, mean_statistic

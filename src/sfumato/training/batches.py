@@ -16,10 +16,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sfumato.data.augment import MixPlan, augment_token_ids, plan_mixing, smooth_match
 from sfumato.data.pairs import EqualTexts, PairBatch, PairSampler, normal_wording
 from sfumato.data.shards import ShardBatch, ShardStream
-from sfumato.data.transforms import augment, crop_and_mirror, erase_rectangles
+from sfumato.data.transforms import (
+    MixPlan,
+    augment,
+    augment_token_ids,
+    crop_and_mirror,
+    erase_rectangles,
+    plan_mixing,
+    smooth_match,
+)
 from sfumato.encoders.dual import DualEncoder
 from sfumato.encoders.features import Inputs, Store
 from sfumato.encoders.processors import MASK_TOKENS, ImageFileStore, TokenProcessor

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sfumato.data.augment import MixPlan
+from sfumato.data.transforms import MixPlan
 from sfumato.encoders.dual import DualEncoder
 from sfumato.encoders.features import Inputs
 from sfumato.gaussian import GaussianEmbedding
