@@ -166,21 +166,6 @@ def test_promises_are_the_same(tmp_path):
                     gallery.search(queries, 5, filter=mauve, **promise)
 
 
-def test_filters_find_what_fits_and_nothing_else(tmp_path):
-    index, made = both(tmp_path)
-    queries = gaussians(5, 3)
-    filter = Filter({"colour": ("g",), "text": tuple(f"no {i}" for i in range(100))}, max_uncertainty=3.0)
-    with made:
-        fitting = {
-            f"item {i}" for i in range(100) if i % 3 == 1 and float(index.embeddings[i : i + 1].total_variance) <= 3.0
-        }
-        assert 5 < len(fitting) < 34
-        for gallery in (index, made):
-            for result in gallery.search(queries, 157, filter=filter):
-                assert {h.id for h in result} == fitting
-        assert_same(made.search(queries, 4, filter=filter), index.search(queries, 4, filter=filter))
-
-
 def test_items_come_and_go_and_probabilities_know_how_many_there_are(tmp_path):
     gallery = gaussians(157, 0)
     calibration = calibration_of(gallery)

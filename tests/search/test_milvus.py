@@ -12,7 +12,19 @@ import uuid
 import pytest
 import torch
 from support.processes import Started
-from support.stores_contract import FINGERPRINT, StoreContract, assert_holds, assert_nearest, by_id, queries, records
+from support.stores_contract import (
+    FINGERPRINT,
+    StoreContract,
+    assert_holds,
+    assert_nearest,
+    assert_nothing_lost,
+    by_id,
+    free_port,
+    queries,
+    records,
+    said_by,
+    write_batches,
+)
 
 from sfumato.errors import UserError
 from sfumato.search.stores import milvus
@@ -20,11 +32,6 @@ from sfumato.search.stores.protocol import Filter, Records, create_store, open_s
 
 if not all(map(importlib.util.find_spec, ("pymilvus", "milvus_lite"))):
     pytest.skip("needs the extra milvus", allow_module_level=True)
-
-
-def free_port():
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        return taken.getsockname()[1]
 
 
 class Server:
@@ -273,49 +280,19 @@ def test_servers_that_are_not_there_and_passwords(monkeypatch):
     assert milvus._Place("milvus+https://me@h:1/n").token == ""
 
 
-def write_batches(url):
-    """Stores batches of 25, deletes of every fifth its first item, and says what it has done, until it is killed."""
-    store = open_store(url)
-    for i in range(100_000):
-        store.upsert(records(25, 6, i, prefix=f"batch{i}"))
-        print(i, flush=True)
-        if i % 6 == 5:
-            store.optimise()
-        if i % 5 == 4:
-            assert store.delete([f"batch{i}-0", "absent"]) == 1
-            print(f"-{i}", flush=True)
-
-
-def assert_nothing_lost(store, said):
-    stored = {int(key.partition("-")[0].removeprefix("batch")) for part in store.scan() for key in part.ids}
-    batches = [int(line) for line in said if not line.startswith("-")]
-    gone = [f"batch{line[1:]}-0" for line in said if line.startswith("-")]
-    assert set(batches) <= stored and len(stored) <= len(batches) + 1
-    assert len(store.get(gone)) == 0
-    assert 25 * len(stored) - len(gone) - 1 <= store.count() <= 25 * len(stored) - len(gone)
-    for i in batches[:: max(1, len(batches) // 5)] + batches[-1:]:
-        wanted = records(25, 6, i, prefix=f"batch{i}")
-        found = store.get(wanted.ids[1:])
-        assert found.ids == wanted.ids[1:] and torch.equal(found.vectors, wanted.vectors[1:])
-
-
 def test_a_killed_server_loses_nothing(tmp_path):
     server = Server(tmp_path)
     try:
         store = create_store(server.url(index="HNSW"), 6, FINGERPRINT)
         process = Started(write_batches, store.url, piped=True)
-        said = [process.stdout.readline() for _ in range(25)]
-        server.kill()
+        said = said_by(process, server.kill)
         began = time.monotonic()
-        # Not communicate(): it would pass over what readline() has buffered.
-        said += [line for line in process.stdout if line.endswith("\n")]
         status, errors = process.finish(60)
         assert status == 1 and "UserError: store milvus+http://" in errors, errors
         with pytest.raises(UserError):
             store.search(queries(1, 6, 0), 3)
         assert time.monotonic() - began < 30
         server.start()
-        said = [line.strip() for line in said]
         assert_nothing_lost(store, said)
         assert len(store.search(queries(1, 6, 0), 7)[0]) == 7
         store.close()
@@ -330,10 +307,8 @@ def test_a_killed_process_loses_nothing_of_its_embedded_file(tmp_path):
     url = f"milvus:{tmp_path}/one.db"
     create_store(url, 6, FINGERPRINT).close()
     process = Started(write_batches, url, piped=True)
-    said = [process.stdout.readline() for _ in range(25)]
-    process.kill()
-    said += [line for line in process.stdout if line.endswith("\n")]
+    said = said_by(process, process.kill)
     process.finish()
     store = open_store(url)
-    assert_nothing_lost(store, [line.strip() for line in said])
+    assert_nothing_lost(store, said)
     store.close()

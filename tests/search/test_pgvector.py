@@ -13,13 +13,23 @@ import uuid
 from pathlib import Path
 
 import pytest
-import torch
 from support.processes import Started
-from support.stores_contract import FINGERPRINT, StoreContract, assert_holds, assert_nearest, by_id, queries, records
+from support.stores_contract import (
+    FINGERPRINT,
+    StoreBasics,
+    StoreContract,
+    assert_holds,
+    assert_nearest,
+    assert_nothing_lost,
+    by_id,
+    free_port,
+    queries,
+    records,
+    said_by,
+    write_batches,
+)
 
 from sfumato.errors import UserError
-from sfumato.gaussian import GaussianEmbedding
-from sfumato.search.collection import GaussianCollection
 from sfumato.search.stores import pgvector
 from sfumato.search.stores.protocol import Filter, Records, create_store, open_store
 
@@ -82,11 +92,6 @@ class Server:
             return cursor.fetchall() if cursor.description else None
 
 
-def free_port():
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        return taken.getsockname()[1]
-
-
 def started(programs):
     try:
         return Server(programs)
@@ -127,7 +132,11 @@ class TestExact(StoreContract):
         return create_store(self.server.url(), dim, FINGERPRINT)
 
 
-class TestHnsw(TestExact):
+class TestHnsw(StoreBasics):
+    @pytest.fixture(autouse=True)
+    def _server(self, server):
+        self.server = server
+
     def create(self, tmp_path, dim):
         return create_store(
             self.server.url(database="indexed", index="hnsw", m=24, ef_construction=200, ef_search=200),
@@ -136,7 +145,7 @@ class TestHnsw(TestExact):
         )
 
 
-class TestIvfflat(TestExact):
+class TestIvfflat(TestHnsw):
     def create(self, tmp_path, dim):
         return create_store(self.server.url(database="indexed", index="ivfflat", lists=4, probes=4), dim, FINGERPRINT)
 
@@ -417,16 +426,6 @@ def test_passwords_open_and_are_never_told(server, monkeypatch):
             assert secret not in str(caught.value)
 
 
-def test_a_collection_whose_url_had_a_password_opens_with_that_of_the_environment(server, tmp_path, monkeypatch):
-    url = server.url(user=f"guarded:{QUOTED}")
-    with GaussianCollection.create(tmp_path / "c", url, d=3, logit_scale=1.0, logit_bias=0.0) as made:
-        made.upsert(GaussianEmbedding(torch.randn(2, 3), torch.zeros(2, 3)), ["a", "b"])
-    monkeypatch.setenv("PGPASSWORD", PASSWORD)
-    with GaussianCollection.open(tmp_path / "c") as opened:
-        assert opened.search(GaussianEmbedding.point(torch.zeros(1, 3)), k=2)[0]
-    assert PASSWORD not in (tmp_path / "c" / "manifest.json").read_text()
-
-
 def test_servers_that_are_not_there():
     started_at = time.monotonic()
     with pytest.raises(UserError, match=r"store postgresql://someone:\*\*\*@127.0.0.1:\d+/x: .*refused"):
@@ -449,40 +448,10 @@ def test_a_server_without_pgvector():
         server.remove()
 
 
-def write_batches(url):
-    """Stores batches of 25 until it is killed, and says which are stored."""
-    store = open_store(url)
-    for i in range(100_000):
-        store.upsert(records(25, 6, i, prefix=f"batch{i}"))
-        print(i, flush=True)
-
-
-def acknowledged(process, least):
-    """Batches that it says are stored, once it is well under way."""
-    return [int(process.stdout.readline()) for _ in range(least)]
-
-
-def rest(process):
-    """What it has said since; not communicate(), which would pass over what readline() has buffered."""
-    return [int(line) for line in process.stdout if line.endswith("\n")]  # the last may be torn
-
-
-def assert_nothing_lost(store, said):
-    stored = {int(key.partition("-")[0].removeprefix("batch")) for part in store.scan() for key in part.ids}
-    assert store.count() == 25 * len(stored), "a batch is there in part"
-    assert set(range(len(said))) <= stored and len(stored) <= len(said) + 1
-    for i in said[:: max(1, len(said) // 5)] + said[-1:]:
-        wanted = records(25, 6, i, prefix=f"batch{i}")
-        found = store.get(wanted.ids)
-        assert found.ids == wanted.ids and torch.equal(found.vectors, wanted.vectors)
-
-
 def test_a_killed_client_loses_nothing(server):
     store = create_store(server.url(), 6, FINGERPRINT)
     process = Started(write_batches, store.url, piped=True)
-    said = acknowledged(process, 15)
-    process.kill()
-    said += rest(process)
+    said = said_by(process, process.kill)
     process.finish()
     assert_nothing_lost(store, said)
     store.close()
@@ -493,9 +462,7 @@ def test_a_killed_server_loses_nothing(server):
     store.optimise()
     assert store.count() == 0
     process = Started(write_batches, store.url, piped=True)
-    said = acknowledged(process, 15)
-    server.stop()
-    said += rest(process)
+    said = said_by(process, server.stop)
     status, errors = process.finish(30)
     assert status == 1 and "UserError: store postgresql://" in errors
     with pytest.raises(UserError):

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import threading
 import time
-import warnings
 
 import numpy as np
 import pytest
@@ -178,6 +177,7 @@ def test_optimise_removes_deviations_that_no_record_names(tmp_path, redis_server
     store.close()
 
 
+@pytest.mark.filterwarnings("error")  # this server keeps what it has, and is not warned of
 def test_stores_in_one_redis_are_apart(tmp_path, redis_server):
     server, batches = redis_server(*DURABLE), [records(20, 4, seed) for seed in (1, 2)]
     urls = [f"{server.address}?means={tmp_path}/{i}&prefix={prefix}" for i, prefix in enumerate(("s:", "s:s:"))]
@@ -244,6 +244,7 @@ def test_a_collection_whose_url_had_a_password_opens_with_that_of_the_environmen
     url = f"redis://{user}:hush%2Fhush@127.0.0.1:{server.port}/0?means={tmp_path}/means"
     with GaussianCollection.create(tmp_path / "c", url, d=3, logit_scale=1.0, logit_bias=0.0) as made:
         made.upsert(GaussianEmbedding(torch.randn(2, 3), torch.zeros(2, 3)), ["a", "b"])
+    assert "hush" not in (tmp_path / "c" / "manifest.json").read_text()
     with pytest.raises(UserError, match="(?i)authenticat|password"):
         GaussianCollection.open(tmp_path / "c")
     monkeypatch.setenv("REDIS_PASSWORD", "hush/hush")
@@ -255,12 +256,6 @@ def test_a_redis_that_forgets_is_warned_of(tmp_path, redis_server):
     server = redis_server("--maxmemory", "100mb", "--maxmemory-policy", "allkeys-lru")
     with pytest.warns(UserWarning, match="set appendonly yes, appendfsync always, maxmemory-policy noeviction"):
         create_store(f"{server.address}?means={tmp_path}/means", 4, FINGERPRINT).close()
-
-
-def test_a_redis_that_keeps_is_not_warned_of(tmp_path, redis_server):
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        create_store(f"{redis_server(*DURABLE).address}?means={tmp_path}/means", 4, FINGERPRINT).close()
 
 
 def test_without_its_client_the_extra_is_named(tmp_path, monkeypatch):

@@ -18,6 +18,7 @@ import torch
 from support.processes import Started
 from support.stores_contract import (
     FINGERPRINT,
+    StoreBasics,
     StoreContract,
     assert_holds,
     assert_nearest,
@@ -38,12 +39,12 @@ class TestFlat(StoreContract):
         return create_store(f"file:{tmp_path}/store", dim, FINGERPRINT)
 
 
-class TestFlatWithoutMemory(StoreContract):
+class TestFlatWithoutMemory(StoreBasics):
     def create(self, tmp_path, dim):
         return create_store(f"{tmp_path}/new/store?engine=flat&memory=0&exact_below=5", dim, FINGERPRINT)
 
 
-class IndexedContract(StoreContract):
+class Indexed:
     """Indexes from so few items on that the contract's galleries are searched by FAISS."""
 
     options = ""
@@ -53,15 +54,15 @@ class IndexedContract(StoreContract):
         return create_store(f"{tmp_path}/store?exact_below=16&{self.options}", dim, FINGERPRINT)
 
 
-class TestHnsw(IndexedContract):
+class TestHnsw(Indexed, StoreContract):
     options = "engine=hnsw"
 
 
-class TestIvf(IndexedContract):
+class TestIvf(Indexed, StoreBasics):
     options = "engine=ivf"
 
 
-class TestIvfPq(IndexedContract):
+class TestIvfPq(Indexed, StoreBasics):
     options = "engine=ivf-pq"
 
 
@@ -240,17 +241,6 @@ def test_a_store_is_made_in_one_transaction(tmp_path):
     assert int.from_bytes(counter, "big") <= 3  # of changes of the file; one is that to a log
 
 
-def test_near_ties_far_from_the_origin_keep_their_order(tmp_path):
-    store = create_store(f"{tmp_path}/store", 8, FINGERPRINT)
-    batch = records(1000, 8, 1)
-    batch = Records(batch.ids, batch.vectors / 50 + 1000, batch.uncertainty, batch.payloads)
-    store.upsert(batch)
-    wanted = batch.vectors[:20] + 0.01
-    order = np.argsort(squared_l2(wanted, batch.vectors), axis=1, kind="stable")[:, :10]
-    assert [list(found.ids) for found in store.search(wanted, 10)] == [[batch.ids[j] for j in row] for row in order]
-    store.close()
-
-
 def outlier(vectors, size):
     vectors[0, -1] = size
 
@@ -342,26 +332,6 @@ def test_pages_in_memory_follow_what_is_written(tmp_path):
     assert len(store._blocks) == 2 and not other._blocks
     store.close()
     other.close()
-
-
-def test_filters_follow_what_is_written(tmp_path):
-    store, kept = create_store(f"{tmp_path}/store?exact_below=20", 5, FINGERPRINT), {}
-    processor = open_store(f"{tmp_path}/store")
-    filters = [Filter({"colour": (c,)}, u) for c in "rgb" for u in (0.3, 0.6, None)]
-    for step in range(12):
-        batch = records(30, 5, step, prefix=f"{step % 5}")
-        store.upsert(batch)
-        kept |= by_id(batch)
-        gone = list(kept)[step::9]
-        assert store.delete(gone) == len(gone)
-        kept = {key: value for key, value in kept.items() if key not in gone}
-        if step % 4 == 3:
-            store.optimise()
-        for filter in filters[step % 2 :: 1 + step % 3]:
-            for each in (store, processor):
-                assert_nearest(each, kept, queries(2, 5, step), 7, filter)
-    store.close()
-    processor.close()
 
 
 def test_one_writes_and_others_read(tmp_path):

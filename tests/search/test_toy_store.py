@@ -4,7 +4,7 @@ import re
 
 import pytest
 import torch
-from support.stores_contract import FINGERPRINT, StoreContract
+from support.stores_contract import FINGERPRINT, StoreBasics
 
 from sfumato.errors import UserError
 from sfumato.gaussian import GaussianEmbedding
@@ -92,7 +92,7 @@ def toy(monkeypatch):
     register_store("toy", ToyStores())
 
 
-class TestToyStore(StoreContract):
+class TestToyStore(StoreBasics):
     def create(self, tmp_path, dim):
         return create_store(f"toy:{tmp_path}", dim, FINGERPRINT)
 
