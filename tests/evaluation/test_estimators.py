@@ -307,13 +307,10 @@ def test_the_learnt_head_is_scikit_learns():
     np.testing.assert_allclose(head.score(queries).numpy(), theirs.predict_proba(z)[:, 1], atol=1e-5)
 
 
-def test_the_learnt_head_stands_beside_the_others_and_is_saved(tmp_path):
+def test_the_learnt_head_stands_beside_the_others():
     queries, gallery = scene(9, n=40)
     head = FailurePredictor.fit(queries, (torch.arange(40) % 3 == 0).numpy(), seed=4)
-    head.save(tmp_path / "head.safetensors")
-    again = FailurePredictor.load(tmp_path / "head.safetensors")
-    assert again.score(queries).equal(head.score(queries)) and (again.bias, again.penalty) == (head.bias, head.penalty)
-    found = estimate_uncertainty(queries, gallery, MATCHING, estimators=ESTIMATORS | {"miss": again.estimator("miss")})
+    found = estimate_uncertainty(queries, gallery, MATCHING, estimators=ESTIMATORS | {"miss": head.estimator("miss")})
     np.testing.assert_array_equal(found["miss"], head.score(queries).numpy())
     assert stats.spearmanr(found["miss"], found["total_variance"]).statistic < 0.999
     points = GaussianEmbedding.point(queries.mean)
@@ -324,7 +321,7 @@ def test_the_learnt_head_stands_beside_the_others_and_is_saved(tmp_path):
         head.score(points)
 
 
-def test_bad_input_is_named(tmp_path):
+def test_bad_input_is_named():
     queries, gallery = scene()
     with pytest.raises(ValueError, match="at least two items, got 1"):
         estimate_uncertainty(queries, gallery[:1], MATCHING)
@@ -342,8 +339,3 @@ def test_bad_input_is_named(tmp_path):
     head = FailurePredictor.fit(queries, np.arange(N) % 2)
     with pytest.raises(ValueError, match="3 dimensions give other features"):
         head.score(scene(d=3)[0])
-    with pytest.raises(FileNotFoundError, match="no failure predictor at"):
-        FailurePredictor.load(tmp_path / "nowhere")
-    (tmp_path / "bad").write_bytes(b"{}")
-    with pytest.raises(ValueError, match="damaged or not a failure predictor"):
-        FailurePredictor.load(tmp_path / "bad")

@@ -30,12 +30,10 @@ from sfumato.reports.referee_tables import (
     referee_table,
     referee_tables,
 )
-from sfumato.studies import peak_memory
 from sfumato.studies import referee as referee_module
 from sfumato.studies.contestants import BASELINES, CONTESTANTS, fit_contestant, pair_calibration
 from sfumato.studies.frozen_model import FrozenCorruption, FrozenModel, FrozenSplit, freeze
-from sfumato.studies.peak_memory import PeakMemory
-from sfumato.studies.referee import RefereeOptions, adapter_epochs, referee_model, wanted_methods
+from sfumato.studies.referee import PeakMemory, RefereeOptions, adapter_epochs, referee_model, wanted_methods
 from sfumato.training.loop import fit
 
 TINY = {
@@ -171,7 +169,7 @@ def test_matches_are_taken_out_of_the_gallery_of_their_query(model, name, direct
     split, side = model.tests["test"], SIDES[direction]
     contestant = fit_contestant(name, model, pair_calibration(model, reference=False))
     rows = np.arange(0, 60, 7)
-    found = contestant.without_matches(split, side, rows)
+    found = contestant.uncertainty(split, side, rows)
     relevance = split.relevance(side)
     assert np.abs(found - contestant.uncertainty(split, side)[rows]).max() > 1e-3
     for k, row in enumerate(rows):
@@ -352,7 +350,7 @@ def test_peak_memory_sees_what_is_freed_again_and_not_what_was_there():
 
 
 def test_peak_memory_is_none_where_it_cannot_be_reset(monkeypatch, tmp_path):
-    monkeypatch.setattr(peak_memory, "_RESET", tmp_path / "none" / "clear_refs")
+    monkeypatch.setattr(referee_module, "_RESET", tmp_path / "none" / "clear_refs")
     with PeakMemory() as memory:
         pass
     assert memory.megabytes is None

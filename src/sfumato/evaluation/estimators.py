@@ -14,19 +14,15 @@ and its slow loop to ``by_loops`` in tests/evaluation/test_estimators.py. Code o
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Literal, Protocol, get_args
 
 import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save as safetensors_bytes
 from torch import Tensor
 from torch.nn import functional
 
 from sfumato.direction import Direction
 from sfumato.distances import Distance, get_distance, squared_l2_matrix
-from sfumato.files import write_atomically
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.inclusion import inclusion_test, log_inclusion
 from sfumato.matching import match_logit
@@ -423,9 +419,6 @@ def _check(
         )
 
 
-_FORMAT = "sfumato-miss-head-1"
-
-
 @dataclass(frozen=True, eq=False)
 class FailurePredictor:
     """Predicts from a query's embedding the probability that its best item is wrong.
@@ -509,29 +502,6 @@ class FailurePredictor:
             lambda block: self.score(block.queries),
             needs_gallery=False,
         )
-
-    def save(self, path: str | Path) -> None:
-        """Write the predictor into one safetensors file, atomically."""
-        # The file calls the scale "spread".
-        tensors = {"centre": self.centre, "spread": self.scale, "weight": self.weight}
-        tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
-        tensors["numbers"] = torch.tensor([self.bias, self.penalty], dtype=torch.float64)
-        write_atomically(path, safetensors_bytes(tensors, {"format": _FORMAT}))
-
-    @classmethod
-    def load(cls, path: str | Path) -> "FailurePredictor":
-        """Read a file of :meth:`save`."""
-        if not Path(path).is_file():
-            raise FileNotFoundError(f"no failure predictor at {path}; write one with FailurePredictor.save()")
-        try:
-            with safe_open(path, framework="pt") as file:
-                if (file.metadata() or {}).get("format") != _FORMAT:
-                    raise ValueError(f"{path}: not a failure predictor of sfumato (expected format {_FORMAT!r})")
-                bias, penalty = file.get_tensor("numbers").tolist()
-                centre, scale, weight = (file.get_tensor(name) for name in ("centre", "spread", "weight"))
-                return cls(centre, scale, weight, bias, penalty)
-        except SafetensorError as error:
-            raise ValueError(f"{path}: damaged or not a failure predictor ({error}); fit and write it again") from error
 
 
 def _features(queries: GaussianEmbedding, with_variance: bool) -> Tensor:

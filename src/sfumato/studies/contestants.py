@@ -5,6 +5,8 @@ A contestant is fitted on a frozen model, sees no test label, and answers for th
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import lru_cache
 from typing import Any, get_args
 
 import numpy as np
@@ -13,16 +15,12 @@ from torch import Tensor
 
 from sfumato.calibration.calibrator import Calibration
 from sfumato.calibration.conditional import N_NEAREST
-from sfumato.direction import DIRECTION_OF, OTHER_SIDE, Side
-from sfumato.distances import squared_l2_matrix
-from sfumato.evaluation.estimators import ESTIMATORS, NEAREST, Matching, estimate_uncertainty
+from sfumato.direction import DIRECTION_OF, OTHER_SIDE, Direction, Side
+from sfumato.evaluation.estimators import ESTIMATORS, NEAREST, Block, Estimator, Matching, estimate_uncertainty
 from sfumato.gaussian import GaussianEmbedding
-from sfumato.metrics.relevance import Relevance
 from sfumato.models.calibrate import calibrate_split
 from sfumato.posthoc import METHODS, PosthocMethod
 from sfumato.studies.frozen_model import FrozenModel, FrozenSplit
-
-_BLOCK = 512
 
 
 class Contestant(ABC):
@@ -34,13 +32,17 @@ class Contestant(ABC):
     n_bytes: int = 0  # size of what is stored of the fit
 
     @abstractmethod
-    def uncertainty(self, split: FrozenSplit, side: Side) -> np.ndarray:
-        """The uncertainty of all queries of a side, with the whole other side as gallery. Returns (q,)."""
+    def uncertainty(self, split: FrozenSplit, side: Side, absent: np.ndarray | None = None) -> np.ndarray:
+        """The uncertainty of queries, with the whole other side as gallery.
 
-    def without_matches(self, split: FrozenSplit, side: Side, rows: np.ndarray) -> np.ndarray:
-        """The uncertainty of some queries whose true matches are taken out of the gallery. rows (k,) -> (k,)."""
-        chosen: np.ndarray = self.uncertainty(split, side)[rows]
-        return chosen
+        Args:
+            split: of the queries and the gallery.
+            side: of the queries.
+            absent: (k,) queries whose true matches are taken out of the gallery; None for all queries with them.
+
+        Returns:
+            (q,) of all queries, or (k,) of those named.
+        """
 
     def probability(self, uncertainty: np.ndarray) -> np.ndarray | None:
         """The probability that the first hit is right, for a contestant with one of its own.
@@ -62,23 +64,17 @@ class PosthocContestant(Contestant):
         self.summary, self.sides, self.needs_gallery = method.summary, method.sides, method.needs_gallery
         self.n_bytes = sum(x.numel() * x.element_size() for x in method.tensors())
 
-    def uncertainty(self, split: FrozenSplit, side: Side) -> np.ndarray:
-        """See :meth:`Contestant.uncertainty`."""
-        gallery = split.embeddings(OTHER_SIDE[side]) if self.needs_gallery else None
-        hidden = split.hidden(side) if self.method.needs_hidden else None
-        return _array(self.method.uncertainty(side, split.embeddings(side), gallery, hidden=hidden))
-
-    def without_matches(self, split: FrozenSplit, side: Side, rows: np.ndarray) -> np.ndarray:
-        """See :meth:`Contestant.without_matches`; a gallery for each query."""
-        if not self.needs_gallery:
-            return super().without_matches(split, side, rows)
+    def uncertainty(self, split: FrozenSplit, side: Side, absent: np.ndarray | None = None) -> np.ndarray:
+        """See :meth:`Contestant.uncertainty`; a gallery for each query without its matches."""
         queries, gallery = split.embeddings(side), split.embeddings(OTHER_SIDE[side])
-        relevance, found = split.relevance(side), []
-        for row in rows:
-            kept = torch.ones(len(gallery), dtype=torch.bool)
-            kept[torch.from_numpy(relevance.indices[relevance.indptr[row] : relevance.indptr[row + 1]])] = False
-            found.append(self.method.uncertainty(side, queries[row : row + 1], gallery[kept]))
-        return _array(torch.cat(found))
+        if absent is None or not self.needs_gallery:
+            hidden = split.hidden(side) if self.method.needs_hidden else None
+            found = self.method.uncertainty(side, queries, gallery if self.needs_gallery else None, hidden=hidden)
+            return _array(found if absent is None else found[torch.from_numpy(absent)])
+        kept, parts = torch.from_numpy(~split.relevance(side).select_queries(absent).to_dense()), []
+        for row, own in zip(absent.tolist(), kept, strict=True):
+            parts.append(self.method.uncertainty(side, queries[row : row + 1], gallery[own]))
+        return _array(torch.cat(parts))
 
     def gaussians(self, split: FrozenSplit, side: Side) -> GaussianEmbedding | None:
         """See :meth:`Contestant.gaussians`."""
@@ -88,92 +84,65 @@ class PosthocContestant(Contestant):
         return self.method.embed(side, split.embeddings(side), hidden=hidden)
 
 
-class Constant(Contestant):
-    """The same uncertainty for all: what a method has to beat."""
+class EstimatorContestant(Contestant):
+    """An estimator of sfumato on the unit embeddings, with the calibrated match logits."""
 
-    summary = "0 for every query; its probability is the hit rate on validation"
-    needs_gallery = False
+    def __init__(self, estimator: Estimator, calibration: Calibration, *, n_bytes: int = 0) -> None:
+        self.estimator, self.n_bytes, self.is_logit = estimator, n_bytes, estimator.name == "sfumato"
+        self.summary, self.needs_gallery = estimator.formula, estimator.needs_gallery
+        self.logits = calibration.logit_scale, calibration.logit_bias
 
-    def uncertainty(self, split: FrozenSplit, side: Side) -> np.ndarray:
+    def uncertainty(self, split: FrozenSplit, side: Side, absent: np.ndarray | None = None) -> np.ndarray:
         """See :meth:`Contestant.uncertainty`."""
-        return np.zeros(len(split.embeddings(side)))
-
-
-class MatchEntropy(Contestant):
-    """The entropy of the softmax of the match logits over the gallery."""
-
-    summary = "entropy of the softmax of calibrated match logits over the gallery, in nats"
-
-    def __init__(self, calibration: Calibration) -> None:
-        self.calibration = calibration
-
-    def uncertainty(self, split: FrozenSplit, side: Side) -> np.ndarray:
-        """See :meth:`Contestant.uncertainty`."""
-        return self._entropy(split, side, split.points(side), None)
-
-    def without_matches(self, split: FrozenSplit, side: Side, rows: np.ndarray) -> np.ndarray:
-        """See :meth:`Contestant.without_matches`."""
-        chosen = split.points(side)[torch.from_numpy(rows)]
-        return self._entropy(split, side, chosen, split.relevance(side).select_queries(rows))
-
-    def _entropy(
-        self, split: FrozenSplit, side: Side, queries: GaussianEmbedding, without: Relevance | None
-    ) -> np.ndarray:
-        logits = self.calibration.logit_scale, self.calibration.logit_bias
-        matching = Matching("squared_l2", *logits, DIRECTION_OF[side])
-        chosen = {"match_entropy": ESTIMATORS["match_entropy"]}
+        queries, without = split.points(side), None
+        if absent is not None:
+            queries, without = queries[torch.from_numpy(absent)], split.relevance(side).select_queries(absent)
+        matching, name = Matching("squared_l2", *self.logits, DIRECTION_OF[side]), self.estimator.name
         gallery = split.points(OTHER_SIDE[side])
-        return estimate_uncertainty(queries, gallery, matching, estimators=chosen, without=without)["match_entropy"]
+        return estimate_uncertainty(
+            queries, gallery, matching, estimators={name: self.estimator}, without=without
+        )[name]  # fmt: skip
+
+    def probability(self, uncertainty: np.ndarray) -> np.ndarray | None:
+        """See :meth:`Contestant.probability`: what sfumato's searches show beside the first hit."""
+        return _array(torch.sigmoid(-torch.from_numpy(uncertainty))) if self.is_logit else None
 
 
-class HitProbability(Contestant):
-    """The probability that sfumato's searches show beside the first hit: given the nearest items of the query."""
+CONSTANT = Estimator(
+    "constant", "0 for every query; its probability is the hit rate on validation", "both", "0",
+    lambda block: torch.zeros(block.queries.n), needs_gallery=False,
+)  # fmt: skip
+"""The same uncertainty for all: what a method has to beat."""
 
-    summary = "1 - probability of the first hit given the nearest items, as sfumato's searches show it"
+MATCH_ENTROPY = replace(
+    ESTIMATORS["match_entropy"],
+    formula="entropy of the softmax of calibrated match logits over the gallery, in nats",
+)
 
-    def __init__(self, calibration: Calibration) -> None:
-        self.calibration = calibration
-        self.n_bytes = sum(x.numel() * x.element_size() for x in calibration.tensors().values())
 
-    def uncertainty(self, split: FrozenSplit, side: Side) -> np.ndarray:
-        """See :meth:`Contestant.uncertainty`; minus the logit."""
-        return self._logits(split, side, np.arange(len(split.embeddings(side))), remove=False)
+def first_hit_estimator(calibration: Calibration) -> Estimator:
+    """Minus the logit of the probability that searches show beside the first hit: given the nearest items."""
 
-    def without_matches(self, split: FrozenSplit, side: Side, rows: np.ndarray) -> np.ndarray:
-        """See :meth:`Contestant.without_matches`."""
-        return self._logits(split, side, rows, remove=True)
+    @lru_cache(maxsize=1)
+    def hub(direction: Direction, gallery: GaussianEmbedding) -> Tensor | None:
+        reference = calibration.of(direction).reference
+        return None if reference is None else reference.hub(gallery)
 
-    def probability(self, uncertainty: np.ndarray) -> np.ndarray:
-        """See :meth:`Contestant.probability`."""
-        return _array(torch.sigmoid(-torch.from_numpy(uncertainty)))
+    def of_block(block: Block) -> Tensor:
+        own, seen = calibration.of(block.matching.direction), None
+        nearest, place = block.distance.topk(min(N_NEAREST, block.gallery.n), dim=1, largest=False)
+        of_items = hub(block.matching.direction, block.gallery)
+        if own.reference is not None and of_items is not None:
+            seen = torch.stack([of_items[place[:, 0]], own.reference.isolation(block.queries)], dim=1)
+        return -own.hit_logit(nearest[:, :1], nearest, n_gallery=block.gallery.n, reference=seen)[:, 0]
 
-    def _logits(self, split: FrozenSplit, side: Side, rows: np.ndarray, *, remove: bool) -> np.ndarray:
-        direction = DIRECTION_OF[side]
-        reference = self.calibration.of(direction).reference
-        queries, gallery = split.points(side)[torch.from_numpy(rows)], split.points(OTHER_SIDE[side])
-        matches = split.relevance(side).select_queries(rows)
-        hub = None if reference is None else reference.hub(gallery)
-        isolation = None if reference is None else reference.isolation(queries)
-        found = []
-        for start in range(0, len(rows), _BLOCK):
-            block = slice(start, start + _BLOCK)
-            distance = squared_l2_matrix(queries[block], gallery)
-            if remove:
-                own = matches.select_queries(np.arange(len(rows))[block])
-                distance[torch.from_numpy(own.query_of_item), torch.from_numpy(own.indices)] = torch.inf
-            nearest, place = distance.topk(min(N_NEAREST, gallery.n), dim=1, largest=False)
-            seen = None
-            if hub is not None and isolation is not None:
-                seen = torch.stack([hub[place[:, 0]], isolation[block]], dim=1)
-            logit = self.calibration.of(direction).hit_logit(
-                nearest[:, :1], nearest, n_gallery=gallery.n, reference=seen
-            )
-            found.append(-logit[:, 0])
-        return _array(torch.cat(found))
+    formula = "1 - probability of the first hit given the nearest items, as sfumato's searches show it"
+    return Estimator("sfumato", formula, "both", "n m", of_block)
 
 
 BASELINES = ("constant", "match_entropy", "sfumato", "sfumato_no_reference")
-"""What the methods are compared with: see :class:`Constant`, :class:`MatchEntropy`, :class:`HitProbability`."""
+"""What the methods are compared with: see CONSTANT, MATCH_ENTROPY and :func:`first_hit_estimator`, the last with
+and without reference queries of the training."""
 
 CONTESTANTS = (*BASELINES, *METHODS)
 """Everything that is compared."""
@@ -191,11 +160,13 @@ def fit_contestant(
 ) -> Contestant:
     """Fit a contestant."""
     if name == "constant":
-        return Constant()
+        return EstimatorContestant(CONSTANT, calibration)
     if name == "match_entropy":
-        return MatchEntropy(calibration)
+        return EstimatorContestant(MATCH_ENTROPY, calibration)
     if name in ("sfumato", "sfumato_no_reference"):
-        return HitProbability(pair_calibration(model, reference=name == "sfumato"))
+        own = pair_calibration(model, reference=name == "sfumato")
+        n_bytes = sum(x.numel() * x.element_size() for x in own.tensors().values())
+        return EstimatorContestant(first_hit_estimator(own), own, n_bytes=n_bytes)
     if name not in METHODS:
         raise ValueError(f"unknown method {name!r}; known: {', '.join(CONTESTANTS)}")
     pairs = model.training_pairs(2 * calibration.logit_scale)

@@ -17,7 +17,7 @@ from torch import Tensor
 from sfumato.data.images import FileImage
 from sfumato.data.pairs import PairData
 from sfumato.data.sources import DataConfig
-from sfumato.direction import Side
+from sfumato.direction import DIRECTION_OF, OTHER_SIDE, Side
 from sfumato.distances import get_distance
 from sfumato.encoders.dual import Tower
 from sfumato.encoders.encoder_protocol import Item
@@ -25,6 +25,7 @@ from sfumato.encoders.features import Store, TokenFeatures
 from sfumato.encoders.heads import AveragePool, GaussianHead
 from sfumato.errors import UserError
 from sfumato.evaluation.corruption import CorruptedInputs, corrupted_inputs, not_corrupted
+from sfumato.evaluation.protocols import Query
 from sfumato.evaluation.trust import many_to_many, resampled_together
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.metrics.relevance import Relevance
@@ -60,6 +61,10 @@ class FrozenSplit(TwoSides):
             self.pairs[:, 0], self.pairs[:, 1], n_queries=len(self.images), n_gallery=len(self.texts)
         )
         return of_images if side == "image" else of_images.transpose()
+
+    def query(self, side: Side) -> Query:
+        """The queries of a side in the whole other side, as points."""
+        return Query(DIRECTION_OF[side], self.points(side), self.points(OTHER_SIDE[side]), self.relevance(side))
 
     def resampled_together(self, side: Side) -> np.ndarray | None:
         """The groups of queries that a bootstrap takes together."""

@@ -7,13 +7,18 @@ seed; nothing is chosen on it. The ranking is that of the frozen cosine for all.
 read the figures.
 """
 
+import contextlib
+import ctypes
+import gc
 import platform
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -22,6 +27,7 @@ from sfumato.calibration.calibrator import Calibration
 from sfumato.direction import DIRECTION_OF, OTHER_SIDE, Side
 from sfumato.errors import UserError
 from sfumato.evaluation.corruption import corruption_statistics
+from sfumato.evaluation.protocols import Query
 from sfumato.files import read_json, write_json
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.matching import match_probability
@@ -36,7 +42,6 @@ from sfumato.metrics.bootstrap import (
 )
 from sfumato.metrics.relevance import Relevance
 from sfumato.metrics.reliability import calibration_error_by_chance, expected_calibration_error
-from sfumato.metrics.retrieval import per_query_metrics
 from sfumato.metrics.selective import (
     aurc_statistic,
     auroc,
@@ -46,7 +51,6 @@ from sfumato.metrics.selective import (
 )
 from sfumato.metrics.uncertainty import balanced_spearman
 from sfumato.posthoc import METHODS, NOT_BUILT, AdapterMethod, fit_hit_logits
-from sfumato.search.exact import rank_relevant
 from sfumato.studies.contestants import (
     CONTESTANTS,
     Contestant,
@@ -55,7 +59,6 @@ from sfumato.studies.contestants import (
     pair_calibration,
 )
 from sfumato.studies.frozen_model import FrozenCorruption, FrozenModel, FrozenSplit
-from sfumato.studies.peak_memory import PeakMemory
 
 FORMAT = 2
 """Version of the JSON files; files of another one are made anew."""
@@ -235,7 +238,7 @@ class _Gallery:
     @classmethod
     def of(cls, split: FrozenSplit, side: Side) -> "_Gallery":
         relevance = split.relevance(side)
-        hit = first_hits(split.points(side), split.points(OTHER_SIDE[side]), relevance)
+        hit = split.query(side).first_hits("squared_l2")
         kept = np.flatnonzero(~np.isnan(hit))
         groups = split.resampled_together(side)
         return cls(split, relevance, kept, hit[kept], None if groups is None else groups[kept])
@@ -271,14 +274,6 @@ class _Scene:
         """Of the queries with a match, and of all queries of each gallery."""
         every = [contestant.uncertainty(gallery.split, self.side) for gallery in self.galleries]
         return np.concatenate([u[g.kept] for u, g in zip(every, self.galleries, strict=True)]), every
-
-
-def first_hits(queries: GaussianEmbedding, gallery: GaussianEmbedding, relevance: Relevance) -> np.ndarray:
-    """Whether the closest item of each query matches, by the squared distance of the means.
-
-    queries (n, d), gallery (m, d) -> (n,).
-    """
-    return per_query_metrics(rank_relevant(queries, gallery, relevance, "squared_l2"), relevance)["recall@1"]
 
 
 def _measured(
@@ -321,10 +316,7 @@ def _of_corruption(contestant: Contestant, corruption: FrozenCorruption, options
     """Whether the contestant is less certain of corrupted queries."""
     side, clean = corruption.side, corruption.splits[0]
     u = np.stack([contestant.uncertainty(split, side) for split in corruption.splits])
-    recall = [
-        float(first_hits(split.points(side), split.points(OTHER_SIDE[side]), split.relevance(side)).mean())
-        for split in corruption.splits
-    ]
+    recall = [float(split.query(side).first_hits("squared_l2").mean()) for split in corruption.splits]
     found = bootstrap(
         corruption_statistics(u, corruption.strengths),
         u.shape[1],
@@ -403,10 +395,9 @@ def _recall_of_gaussians(contestant: Contestant, scene: _Scene) -> tuple[float |
         gallery = contestant.gaussians(part.split, OTHER_SIDE[scene.side])
         if queries is None or gallery is None:
             return None, None
-        points = [GaussianEmbedding.point(torch.nn.functional.normalize(x.mean, dim=1)) for x in (queries, gallery)]
-        after.append(first_hits(points[0], points[1], part.relevance))
-        ranks = rank_relevant(queries, gallery, part.relevance, "csd")
-        by_csd.append(per_query_metrics(ranks, part.relevance)["recall@1"])
+        by_csd.append(Query(DIRECTION_OF[scene.side], queries, gallery, part.relevance).first_hits("csd"))
+        a, b = (GaussianEmbedding.point(torch.nn.functional.normalize(x.mean, dim=1)) for x in (queries, gallery))
+        after.append(Query(DIRECTION_OF[scene.side], a, b, part.relevance).first_hits("squared_l2"))
     return float(np.nanmean(np.concatenate(after))), float(np.nanmean(np.concatenate(by_csd)))
 
 
@@ -420,7 +411,7 @@ def _absent(contestant: Contestant, scene: _Scene, every: list[np.ndarray], opti
         rows = np.sort(rng.permutation(usable)[: -(-options.n_absent // len(scene.galleries))])
         if len(rows):
             present.append(u[rows])
-            absent.append(contestant.without_matches(part.split, scene.side, rows))
+            absent.append(contestant.uncertainty(part.split, scene.side, rows))
     if not present:
         return 0.5
     scores = np.concatenate([*present, *absent])
@@ -437,3 +428,43 @@ def _ambiguity(contestant: Contestant, scene: _Scene, options: RefereeOptions) -
     value = balanced_spearman(u, counts, seed=options.seed)
     resampled = resampled_balanced_spearman({"u": u}, counts, n_resamples=options.n_resamples, seed=options.seed)
     return percentile_interval(value, resampled["u"])
+
+
+# ---------------------------------------------------------------- memory
+_STATUS, _RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+
+
+class PeakMemory:
+    """A context that measures its own peak of resident memory, which counts what torch and NumPy allocate.
+
+    Linux keeps the largest value and can forget it; other systems cannot, and give None.
+
+    Memory that the allocator keeps for later is given back to the system first; otherwise a block that reuses it would
+    seem to need none.
+    """
+
+    megabytes: float | None = None  # 10^6 bytes above the start; None before the end, and where it cannot be measured
+
+    def __enter__(self) -> Self:
+        gc.collect()
+        with contextlib.suppress(OSError, AttributeError, TypeError):  # Only glibc has it.
+            ctypes.CDLL(None).malloc_trim(0)
+        try:
+            _RESET.write_text("5", encoding="ascii")
+            self._start: float | None = _largest()
+        except OSError:
+            self._start = None
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._start is not None:
+            self.megabytes = max(0.0, _largest() - self._start)
+
+
+def _largest() -> float:
+    found = re.search(r"VmHWM:\s+(\d+) kB", _STATUS.read_text(encoding="ascii"))
+    if found is None:
+        raise OSError(f"{_STATUS} has no VmHWM")
+    return int(found[1]) * 1024 / 1e6
