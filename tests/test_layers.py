@@ -35,7 +35,6 @@ ORDER = [
     "studies",
     "workflows",
     "reports",
-    "api",
     "demo",
     "serve",
     "cli",

@@ -1,14 +1,5 @@
 """Public names of sfumato and the modules that define them. ``__init__.py`` imports each on first use."""
 
-from .api.loaded import (
-    LoadedModel as LoadedModel,
-)
-from .api.loaded import (
-    load as load,
-)
-from .api.loaded import (
-    load_index as load_index,
-)
 from .arrays import (
     as_tensor as as_tensor,
 )
@@ -326,6 +317,15 @@ from .workflows.audit import (
 )
 from .workflows.export import (
     export_run as export_run,
+)
+from .workflows.search import (
+    LoadedModel as LoadedModel,
+)
+from .workflows.search import (
+    load as load,
+)
+from .workflows.search import (
+    load_index as load_index,
 )
 
 __version__: str

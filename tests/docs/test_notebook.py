@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from sfumato.api.loaded import LoadedModel
 from sfumato.metrics.reliability_plot import Reliability
 from sfumato.search.answer import Answer
 from sfumato.search.searcher import Searcher
+from sfumato.workflows.search import LoadedModel
 
 NOTEBOOK = Path(__file__).resolve().parents[2] / "docs" / "examples" / "train-search-plot.ipynb"
 CELLS = json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]

@@ -205,8 +205,8 @@ def search(
 
     Prints ids, distances, match probabilities and uncertainties.
     """
-    from sfumato.api.loaded import search_index
     from sfumato.reports.console import print_match_meaning, print_search
+    from sfumato.workflows.search import search_index
 
     if not asked.query and not asked.image and not asked.item:
         raise UserError("nothing to search for: give a text, --image FILE or --id ITEM")

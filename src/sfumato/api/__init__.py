@@ -1,1 +1,0 @@
-"""What a program holds: a loaded model, a gallery that knows its model, and the answers of a search."""
