@@ -393,9 +393,7 @@ def adopt_recipe(
         hits={} if measured is None else measured[1],
         n_images={name: len(data.image_ids) for name, data in splits.items()},
         n_texts={name: len(data.text_ids) for name, data in splits.items()},
-        n_queries={
-            d: len(scores.nearest) for d in get_args(Direction) if (scores := getattr(calibration, d)) is not None
-        },
+        n_queries={direction: len(fit.scores.nearest) for direction, fit in calibration.directions.items()},
         n_left_out=len(problems),
         seconds=time.monotonic() - started,
     )
