@@ -494,7 +494,7 @@ def from_schema(url: str, n: int, seed: int) -> tuple[Counter[str], list[str]]:
 @contextlib.contextmanager
 def served(folder: Path) -> Iterator[tuple[str, int]]:
     """A service of a small collection; yields (address, port)."""
-    settings = Settings(max_upload_bytes=200_000, max_pixels=1_000_000, timeout=1.0)
+    settings = Settings(max_upload_mb=0.2, max_pixels=1_000_000, timeout=1.0)
     app = create_app(small_sources(folder), settings)
     with serving(app) as port:
         url = f"http://127.0.0.1:{port}"

@@ -52,7 +52,7 @@ def serve(arguments: argparse.Namespace) -> None:
     batching = arguments.serve == "on"
     settings = Settings(
         batch_size=BATCH if batching else 1,
-        batch_window=WINDOW if batching else 0.0,
+        batch_window_ms=1000 * WINDOW if batching else 0.0,
         threads=arguments.threads,
         max_requests=1000,
     )

@@ -77,7 +77,7 @@ def test_bodies_that_arrive_slowly_take_no_place(sources):
 
 def test_bodies_in_memory_have_a_budget(sources):
     large = {"image": ("a", picture(size=(300, 300), format="BMP"))}  # 270 KB
-    with served(sources, byte_budget=400_000, timeout=600) as client:
+    with served(sources, byte_budget_mb=0.4, timeout=600) as client:
         assert client.post("/v1/search/image", files=large).status_code == 200
         budget = guard_of(client.app).bodies.bytes
         until(lambda: budget.used == 0)  # The answer may be here before its body is forgotten.
@@ -218,7 +218,7 @@ def test_json_beside_pictures_is_small(client):
 
 def test_a_queue_that_could_never_hold_a_request():
     with pytest.raises(UserError, match=r"--queue.*at least max_batch"):
-        Settings(max_waiting=63)
+        Settings(queue=63)
     with pytest.raises(UserError, match=r"--max-batch.*at most 1024"):
-        Settings(max_waiting=5000, max_batch=1025)
-    assert Settings(max_waiting=63, max_batch=63).max_batch == 63
+        Settings(queue=5000, max_batch=1025)
+    assert Settings(queue=63, max_batch=63).max_batch == 63

@@ -57,7 +57,10 @@ def test_pictures_that_are_none(client):
 
 def test_a_bad_picture_in_a_batch_fails_alone(sources):
     torn = picture(size=(200, 200), format="JPEG")[:500]
-    with served(sources, batch_window=0.3, max_requests=20) as client, concurrent.futures.ThreadPoolExecutor(6) as pool:
+    with (
+        served(sources, batch_window_ms=300, max_requests=20) as client,
+        concurrent.futures.ThreadPoolExecutor(6) as pool,
+    ):
         asked = [
             pool.submit(client.post, "/v1/search/image", files={"image": ("a", torn if i == 3 else picture())})
             for i in range(6)
@@ -222,7 +225,7 @@ def test_forms_that_are_none(client):
 
 
 def test_limits(sources):
-    with served(sources, max_upload_bytes=20_000, max_pixels=1000, max_results=5, max_batch=2) as client:
+    with served(sources, max_upload_mb=0.02, max_pixels=1000, max_results=5, max_batch=2) as client:
         told = problem(client.post("/v1/search/image", files={"image": ("a", b"x" * 25_000)}), 413)
         assert "25000 bytes are more than the limit of 20000" in told["detail"]
         problem(client.post("/v1/search/image", files={"image": ("a", b"x" * 100_000)}), 413)
@@ -263,7 +266,7 @@ def slow(sources, seconds=0.0):
 def test_a_full_queue_sends_clients_away_and_recovers(sources):
     slowly = slow(sources)
     with (
-        served(slowly, batch_size=1, max_waiting=3, max_batch=3, batch_window=0) as client,
+        served(slowly, batch_size=1, queue=3, max_batch=3, batch_window_ms=0) as client,
         concurrent.futures.ThreadPoolExecutor(10) as pool,
     ):
         slowly.model.go.clear()

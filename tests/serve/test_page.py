@@ -42,7 +42,7 @@ COLOURS = r"""(names) => {
 @pytest.fixture(scope="module")
 def service(sources):
     """A read-only service of pictures and texts."""
-    with served(sources, max_upload_bytes=20_000) as client:
+    with served(sources, max_upload_mb=0.02) as client:
         yield client
 
 

@@ -271,7 +271,7 @@ def test_galleries_must_fit_together(sources, run):
 def test_concurrent_texts_are_embedded_together_and_answered_alike(sources):
     model = SlowModel(sources.model)
     texts = [f"a {c} {s}" for c in ("red", "green", "blue", "black") for s in ("circle", "bar", "cross")]
-    with served(Sources(model, "slow", sources.galleries), batch_size=8, batch_window=0.05, threads=2) as client:
+    with served(Sources(model, "slow", sources.galleries), batch_size=8, batch_window_ms=50, threads=2) as client:
         alone = [search(client, {"text": text})[0] for text in texts]
         model.go.clear()
         with concurrent.futures.ThreadPoolExecutor(len(texts) + 1) as pool:

@@ -81,6 +81,12 @@ def word(help: str, metavar: str) -> Any:
     return typer.Argument(help=help, metavar=metavar)
 
 
+def _option(hint: Any) -> Any:
+    """A field that is annotated with a text alone is a rare option with that help."""
+    (info,) = hint.__metadata__
+    return Annotated[hint.__origin__, rare(info)] if isinstance(info, str) else hint
+
+
 def command(of: typer.Typer | None = None) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Make a function a command; of a parameter whose type is a dataclass, every field is an option."""
 
@@ -91,7 +97,9 @@ def command(of: typer.Typer | None = None) -> Callable[[Callable[..., None]], Ca
         for name, parameter in inspect.signature(function).parameters.items():
             if name in parts:
                 own = get_type_hints(parts[name], include_extras=True)
-                taken += [(field.name, own[field.name], _default(field)) for field in dataclasses.fields(parts[name])]
+                taken += [
+                    (field.name, _option(own[field.name]), _default(field)) for field in dataclasses.fields(parts[name])
+                ]
             else:
                 taken.append((name, hints[name], parameter.default))
         if any(getattr(info, "hidden", False) and info.help for _, hint, _ in taken for info in hint.__metadata__):

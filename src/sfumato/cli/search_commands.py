@@ -2,9 +2,9 @@
 
 import json
 import os
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from sfumato.cli.common import (
     AsJson,
@@ -21,9 +21,7 @@ from sfumato.cli.common import (
 )
 from sfumato.errors import UserError
 from sfumato.progress import say
-
-if TYPE_CHECKING:
-    from sfumato.serve.settings import Settings
+from sfumato.serve.settings import Limits, Settings, read_keys, require_extra
 
 
 @dataclass(frozen=True)
@@ -225,44 +223,6 @@ def search(
     print_match_meaning(results)
 
 
-@dataclass(frozen=True)
-class Limits:
-    """Limits and sizes of a service, in the units of a command line."""
-
-    max_upload_mb: Annotated[float, rare("Largest size of an image file, in megabytes.")] = 10.0
-    max_pixels: Annotated[int, rare("Largest number of pixels in all images of a request.")] = 40_000_000
-    max_batch: Annotated[int, rare("Largest number of queries or new items in a request.")] = 64
-    max_results: Annotated[int, rare("Largest number of results per query and of items per conformal set.")] = 1000
-    batch_size: Annotated[int, rare("Largest number of texts or images that are embedded together.")] = 32
-    batch_window_ms: Annotated[float, rare("Longest wait for a batch to fill, in milliseconds.")] = 2.0
-    max_records: Annotated[int, rare("Largest number of results and items of conformal sets in a response.")] = 20_000
-    byte_budget_mb: Annotated[int, rare("Largest size of all requests in memory, in megabytes.")] = 128
-    pixel_budget: Annotated[int, rare("Largest number of pixels in the images of all requests at work.")] = 120_000_000
-    decode_timeout: Annotated[float, rare("Longest time to decode an image, in seconds.")] = 10.0
-    decode_memory_mb: Annotated[int, rare("Memory of a process that decodes images, in megabytes.")] = 1300
-    queue: Annotated[int, rare("Largest number of texts or images that wait; further requests are refused.")] = 256
-    timeout: Annotated[
-        float, rare("Longest time for a request to arrive, in seconds. The answer may take the same time.")
-    ] = 30.0
-    threads: Annotated[int, rare("Number of threads per computation.")] = 1
-    workers: Annotated[int, rare("Number of searches at the same time.")] = 2
-    grace: Annotated[int, rare("Time to finish requests after SIGTERM, in seconds.", min=0)] = 30
-
-    def settings(self) -> "Settings":
-        """The settings of the service, in bytes and seconds."""
-        from sfumato.serve.settings import Settings
-
-        return Settings(
-            batch_size=self.batch_size, batch_window=self.batch_window_ms / 1000, max_waiting=self.queue,
-            max_batch=self.max_batch, max_results=self.max_results,
-            max_upload_bytes=int(self.max_upload_mb * 1_000_000), max_pixels=self.max_pixels,
-            pixel_budget=self.pixel_budget, decode_timeout=self.decode_timeout,
-            decode_memory_bytes=self.decode_memory_mb * 1_000_000, max_records=self.max_records,
-            byte_budget=self.byte_budget_mb * 1_000_000,
-            timeout=self.timeout, threads=self.threads, workers=self.workers,
-        )  # fmt: skip
-
-
 @command()
 def serve(
     *,
@@ -296,14 +256,13 @@ def serve(
     ] = None,
     access_log: Annotated[bool, flag("Log a line for every request.", "--access-log")] = False,
     device: Device = "auto",
+    grace: Annotated[int, rare("Time to finish requests after SIGTERM, in seconds.", min=0)] = 30,
     limits: Limits,
 ) -> None:
     """Serve a web page and an HTTP interface for searching.
 
     Items can be added to and deleted from a collection.
     """
-    from sfumato.serve.settings import read_keys, require_extra
-
     require_extra()
     from sfumato.models.run import choose_device
     from sfumato.serve.answering import open_sources
@@ -312,11 +271,9 @@ def serve(
 
     keys, reading_keys = read_keys(api_key_file, os.environ.get("SFUMATO_API_KEY"))
     check_host(host, keys + reading_keys, no_key)
-    settings = replace(
-        limits.settings(), keys=keys, reading_keys=reading_keys, read_only=read_only,
-        hosts=hosts_of(host, allowed_host or []),
-    )  # fmt: skip
+    hosts = hosts_of(host, allowed_host or [])
+    settings = Settings(**asdict(limits), keys=keys, reading_keys=reading_keys, read_only=read_only, hosts=hosts)
     check_names(host, settings)
     check_address(host, port)
     sources = open_sources(source, texts=texts, run=run, store=store, split=split, device=choose_device(device))
-    run_app(create_app(sources, settings), host=host, port=port, grace=limits.grace, access_log=access_log)
+    run_app(create_app(sources, settings), host=host, port=port, grace=grace, access_log=access_log)

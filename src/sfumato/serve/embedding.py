@@ -366,19 +366,19 @@ class Embedder:
             for side in ("texts", "images")
         ]
         self.texts: Batcher[str | bytes, GaussianEmbedding] = Batcher(
-            self._embed_texts, self._threads[0], size=settings.batch_size, window=settings.batch_window,
-            waiting=settings.max_waiting, observe=metrics.batch("text"),
+            self._embed_texts, self._threads[0], size=settings.batch_size, window=settings.batch_window_ms / 1000,
+            waiting=settings.queue, observe=metrics.batch("text"),
         )  # fmt: skip
         # The same two steps as at ingestion: decode an image in a process, encode a batch in the thread of images.
         self._prepare, self._encode = embedding_steps(model.image, "images")
         self._task = None if features_read(model.image) else input_task(model.image, self._prepare)
         self.decoders = Decoders(
-            settings.workers, seconds=settings.decode_timeout, memory_bytes=settings.decode_memory_bytes
+            settings.workers, seconds=settings.decode_timeout, memory_bytes=settings.decode_memory_mb * 1_000_000
         )
-        self.decoding, self._max_waiting = 0, settings.max_waiting
+        self.decoding, self._max_waiting = 0, settings.queue
         self.images: Batcher[Any, GaussianEmbedding] = Batcher(
-            self._embed_images, self._threads[1], size=settings.batch_size, window=settings.batch_window,
-            waiting=settings.max_waiting, observe=metrics.batch("image"),
+            self._embed_images, self._threads[1], size=settings.batch_size, window=settings.batch_window_ms / 1000,
+            waiting=settings.queue, observe=metrics.batch("image"),
         )  # fmt: skip
 
     def start(self) -> None:

@@ -155,7 +155,7 @@ class Bodies:
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
-        self.bytes = Budget(settings.byte_budget, "large requests in memory")
+        self.bytes = Budget(int(settings.byte_budget_mb * 1_000_000), "large requests in memory")
         self._rest: asyncio.TimerHandle | None = None
 
     @contextlib.asynccontextmanager

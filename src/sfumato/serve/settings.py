@@ -3,9 +3,8 @@
 from dataclasses import dataclass, field, fields
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
-from sfumato.data.image_decoding import MAX_PIXELS
 from sfumato.errors import UserError
 
 Rights = Literal["read", "write"]
@@ -16,83 +15,58 @@ MOST = 1024
 
 
 @dataclass(frozen=True)
-class Settings:
-    """Limits and sizes of a service.
+class Limits:
+    """Limits and sizes of a service that the command line sets, with the help of their options."""
 
-    Attributes:
-        batch_size: largest number of texts, or images, that are embedded together.
-        batch_window: seconds that the first item of a batch waits for others.
-        max_waiting: largest number of texts, or images, that wait for the model; more are refused with 503. It is at
-            least max_batch.
-        max_batch: largest number of queries, or new items, in a request; at most MOST.
-        max_results: largest number of results of a query, and of items in a conformal set.
-        max_upload_bytes: largest image file in bytes.
-        max_pixels: largest total number of pixels of all images in a request; at most MAX_PIXELS.
-        pixel_budget: largest total number of pixels of the images of all requests that are being checked, decoded or
-            embedded; more are refused with 503.
-        decode_timeout: seconds of the processor within which an image must be decoded. When it takes a
-            quarter longer by the clock, it is refused with 503.
-        decode_memory_bytes: memory of a process that decodes images, where the system limits it. 40 million pixels
-            take up to 1.1 GB, by their format.
-        max_requests: largest number of simultaneous requests to /v1/, counted when their bodies have arrived; more are
-            refused with 503.
-        byte_budget: largest number of bytes of the bodies of all requests, arriving or at work; more are refused with
-            503. Of each body 64 KiB do not count.
-        max_records: largest number of results, and items of conformal sets, in a response.
-        max_response_bytes: largest number of bytes of all payloads in a response.
-        timeout: seconds for reading a request, and again for answering it.
-        threads: number of torch threads of one computation.
-        workers: number of simultaneous searches.
-        optimise_after: number of written items after which a store is optimised while the service runs.
-        keys: API keys that permit everything; a request needs one of them, or one of the reading keys.
-        reading_keys: API keys that permit everything but writes. If there are no keys at all, no key is needed.
-        read_only: refuse every write, with any key.
-        hosts: accepted names in the Host header; any if empty.
+    max_upload_mb: Annotated[float, "Largest size of an image file, in megabytes."] = 10.0
+    max_pixels: Annotated[int, "Largest number of pixels in all images of a request."] = 40_000_000
+    max_batch: Annotated[int, "Largest number of queries or new items in a request."] = 64
+    max_results: Annotated[int, "Largest number of results per query and of items per conformal set."] = 1000
+    batch_size: Annotated[int, "Largest number of texts or images that are embedded together."] = 32
+    batch_window_ms: Annotated[float, "Longest wait for a batch to fill, in milliseconds."] = 2.0
+    max_records: Annotated[int, "Largest number of results and items of conformal sets in a response."] = 20_000
+    byte_budget_mb: Annotated[
+        float, "Largest size of all requests in memory, in megabytes; 64 KiB of each are free."
+    ] = 128.0
+    pixel_budget: Annotated[int, "Largest number of pixels in the images of all requests at work."] = 120_000_000
+    decode_timeout: Annotated[float, "Longest time to decode an image, in seconds of the processor."] = 10.0
+    decode_memory_mb: Annotated[int, "Memory of a process that decodes images, in megabytes."] = 1300
+    queue: Annotated[int, "Largest number of texts or images that wait; further requests are refused."] = 256
+    timeout: Annotated[
+        float, "Longest time for a request to arrive, in seconds. The answer may take the same time."
+    ] = 30.0
+    threads: Annotated[int, "Number of threads per computation."] = 1
+    workers: Annotated[int, "Number of searches at the same time."] = 2
 
-    Raises:
-        UserError: a value is out of range.
-    """
 
-    batch_size: int = 32
-    batch_window: float = 0.002
-    max_waiting: int = 256
-    max_batch: int = 64
-    max_results: int = 1000
-    max_upload_bytes: int = 10_000_000
-    max_pixels: int = 40_000_000
-    pixel_budget: int = 120_000_000
-    decode_timeout: float = 10.0
-    decode_memory_bytes: int = 1_300_000_000
-    max_requests: int = 128
-    byte_budget: int = 128_000_000
-    max_records: int = 20_000
-    max_response_bytes: int = 16_000_000
-    timeout: float = 30.0
-    threads: int = 1
-    workers: int = 2
-    optimise_after: int = 10_000
-    keys: tuple[str, ...] = field(default=(), repr=False)
-    reading_keys: tuple[str, ...] = field(default=(), repr=False)
-    read_only: bool = False
-    hosts: tuple[str, ...] = ()
+@dataclass(frozen=True)
+class Settings(Limits):
+    """The limits of a service, and who may use it."""
+
+    max_requests: int = 128  # simultaneous requests to /v1/, counted when their bodies have arrived
+    max_response_bytes: int = 16_000_000  # of all payloads in a response
+    optimise_after: int = 10_000  # written items after which a store is optimised while the service runs
+    keys: tuple[str, ...] = field(default=(), repr=False)  # they permit everything
+    reading_keys: tuple[str, ...] = field(default=(), repr=False)  # everything but writes; without keys none is needed
+    read_only: bool = False  # refuse every write, with any key
+    hosts: tuple[str, ...] = ()  # accepted names in the Host header; any if empty
 
     def __post_init__(self) -> None:
         for one in fields(self):
-            value = getattr(self, one.name)
-            if one.type is int and value < 1:
+            value, kind = getattr(self, one.name), type(one.default)
+            if kind is int and value < 1:
                 raise UserError(f"serve: {one.name} must be at least 1, got {value}")
-        if not (self.batch_window >= 0 and self.timeout > 0 and self.decode_timeout > 0):
-            raise UserError(
-                "serve: batch_window must be at least 0, timeout and decode_timeout positive, got"
-                f" {self.batch_window}, {self.timeout} and {self.decode_timeout}"
-            )
+            if kind is float and not (value > 0 or (value == 0 and one.name == "batch_window_ms")):
+                raise UserError(f"serve: {one.name} must be positive, got {value}")
+        from sfumato.data.image_decoding import MAX_PIXELS  # Which imports numpy; the flags of a command need none.
+
         if self.max_pixels > MAX_PIXELS:
             raise UserError(f"serve: max_pixels must be at most {MAX_PIXELS}, got {self.max_pixels}")
         if self.max_batch > MOST:
             raise UserError(f"serve: max_batch (--max-batch) must be at most {MOST}, got {self.max_batch}")
-        if self.max_waiting < self.max_batch:
+        if self.queue < self.max_batch:
             raise UserError(
-                f"serve: max_waiting (--queue) must be at least max_batch (--max-batch), got {self.max_waiting} and"
+                f"serve: queue (--queue) must be at least max_batch (--max-batch), got {self.queue} and"
                 f" {self.max_batch};"
                 " else a request with max_batch queries could never be accepted"
             )
@@ -107,6 +81,11 @@ class Settings:
     def all_keys(self) -> tuple[str, ...]:
         """Every API key; empty if none is needed."""
         return self.keys + self.reading_keys
+
+    @property
+    def max_upload_bytes(self) -> int:
+        """Largest image file in bytes."""
+        return int(self.max_upload_mb * 1_000_000)
 
     @property
     def max_body_bytes(self) -> int:
