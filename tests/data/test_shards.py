@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from sfumato.data.emoji import load_emoji
 from sfumato.data.images import FileImage, Problems
 from sfumato.data.pairs import make_pair_data
 from sfumato.data.shards import ShardStream, expand_shards, write_shards
@@ -457,15 +456,6 @@ def test_what_is_written_is_what_is_read(tmp_path):
         assert json.load(tar.extractfile("000000004.json")) == {"image_id": "c", "text_id": "c#1"}
     again = write_shards(data, tmp_path / "again", per_shard=3)
     assert [p.read_bytes() for p in again] == [p.read_bytes() for p in paths]
-
-
-def test_the_embedded_emoji_become_shards_that_the_webdataset_library_reads(tmp_path):
-    import webdataset
-
-    data = load_emoji()["val"].keep_images(np.arange(30))
-    paths = write_shards(data, tmp_path / "emoji", per_shard=50)
-    read = [(s["png"], s["txt"].decode()) for s in webdataset.WebDataset([str(p) for p in paths], shardshuffle=False)]
-    assert read == [(data.images[i].read_bytes(), data.texts[t]) for i, t in data.pairs]
 
 
 def test_pictures_that_cannot_be_written_are_told_or_raise(tmp_path):

@@ -268,22 +268,6 @@ def test_blocks_are_numbered_from_the_top(side, blocks, variance_blocks):
     assert seen == set(range(blocks + 1))
 
 
-def test_blocks_are_numbered_from_the_top_by_hand():
-    encoder = clip_text_encoder(architecture="ViT-Ti/16", vocabulary=9, max_tokens=3, blocks=12, variance_blocks=2)
-    numbers = {
-        "mean_blocks.1.mlp.fc1.weight": 1,
-        "variance_blocks.1.layer_norm1.bias": 1,
-        "mean_blocks.0.mlp.fc1.weight": 2,
-        "variance_blocks.0.self_attn.q_proj.weight": 2,
-        "shared_blocks.9.mlp.fc2.bias": 3,
-        "shared_blocks.0.mlp.fc2.bias": 12,
-        "embeddings.token_embedding.weight": 0,
-        "norm_out.weight": 0,
-    }
-    assert numbers.keys() <= dict(encoder.named_parameters()).keys()
-    assert {name: encoder.blocks_from_top(name) for name in numbers} == numbers
-
-
 # Size of the pictures -------------------------------------------------------------------------------------------------
 
 

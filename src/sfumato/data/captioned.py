@@ -14,7 +14,7 @@ import numpy as np
 from sfumato.data.emoji import EmojiClasses, Style, emoji_classes, load_emoji
 from sfumato.data.image_decoding import IMAGE_ENDINGS
 from sfumato.data.images import FileImage, ImageSource, Problems
-from sfumato.data.pairs import PairData, make_pair_data
+from sfumato.data.pairs import PairData, make_splits
 from sfumato.errors import UserError
 from sfumato.ids import uniform_hash
 
@@ -106,15 +106,11 @@ def splits_of_rows(
         chosen.setdefault(split, {})[row.id] = row
     if not chosen:
         raise _nothing_usable(source, problems)
-    return {
-        split: make_pair_data(
-            list(own),
-            [FileImage(r.image) for r in own.values()],
-            [r.captions for r in own.values()],
-            [r.numbered() for r in own.values()],
-        )
+    return make_splits(
+        (split, row.id, FileImage(row.image), dict(zip(row.numbered(), row.captions, strict=True)))
         for split, own in chosen.items()
-    }
+        for row in own.values()
+    )
 
 
 def _consistent(row: CaptionedImage, wordings: dict[str, str], problems: Problems) -> CaptionedImage | None:

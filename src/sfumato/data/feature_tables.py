@@ -303,9 +303,7 @@ class EmbeddingRow:
 
     def read_bytes(self) -> bytes:
         """See :class:`~sfumato.data.images.ImageSource`; a .npy file of (1, c)."""
-        file = io.BytesIO()
-        np.save(file, self.table.rows(np.array([self.row])).numpy(), allow_pickle=False)
-        return file.getvalue()
+        return regions_to_bytes(self.table.rows(np.array([self.row])).numpy())
 
     def __call__(self) -> bytes:
         """The same, so that a row is an :data:`~sfumato.encoders.encoder_protocol.Item`."""

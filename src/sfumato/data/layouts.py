@@ -6,8 +6,8 @@ and the splits lists of classes for zero-shot learning. scan: region features in
 """
 
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from sfumato.data.captioned import hashed_split
 from sfumato.data.feature_tables import RegionFile, RegionRow
 from sfumato.data.images import FileImage, ImageSource, Problems, TarArchive, TarImage
-from sfumato.data.pairs import PairData, make_pair_data
+from sfumato.data.pairs import PairData, make_splits
 from sfumato.errors import UserError
 from sfumato.files import read_json
 
@@ -53,14 +53,6 @@ def _entry(location: str, entry: Any) -> KarpathyEntry:
     return KarpathyEntry(location, entry["filename"], split, entry.get("filepath") or "", sentences)
 
 
-@dataclass
-class _Split:
-    ids: list[str] = field(default_factory=list)
-    images: list[ImageSource] = field(default_factory=list)
-    captions: list[list[str]] = field(default_factory=list)
-    caption_ids: list[list[str]] = field(default_factory=list)
-
-
 def read_karpathy(path: str | Path, images: str | Path, problems: Problems) -> dict[str, PairData]:
     """Read a dataset_coco.json, dataset_flickr30k.json or dataset_flickr8k.json.
 
@@ -85,7 +77,15 @@ def read_karpathy(path: str | Path, images: str | Path, problems: Problems) -> d
         archive = TarArchive(images) if images.is_file() else None
     except ValueError as error:
         raise UserError(f"data.images: {error}") from error
-    splits: dict[str, _Split] = {}
+    if not (items := list(_karpathy_items(entries, images, archive, problems))):
+        raise UserError(f"{path} with {images} gives no usable pair:\n{problems.summary()}")
+    return make_splits(items)
+
+
+def _karpathy_items(
+    entries: Iterable[KarpathyEntry], images: Path, archive: TarArchive | None, problems: Problems
+) -> Iterator[tuple[str, str, ImageSource, dict[str, str]]]:
+    """The usable entries, see :func:`~sfumato.data.pairs.make_splits`."""
     seen_images: set[str] = set()
     seen_texts: set[str] = set()
     for entry in entries:
@@ -99,14 +99,7 @@ def read_karpathy(path: str | Path, images: str | Path, problems: Problems) -> d
             problems.add(entry.location, f"image {entry.filename} is missing from {images}")
         elif captions := _usable_sentences(entry, seen_texts, problems):
             seen_images.add(entry.filename)
-            chosen = splits.setdefault(entry.split, _Split())
-            chosen.ids.append(entry.filename)
-            chosen.images.append(source)
-            chosen.captions.append(list(captions.values()))
-            chosen.caption_ids.append(list(captions))
-    if not splits:
-        raise UserError(f"{path} with {images} gives no usable pair:\n{problems.summary()}")
-    return {name: make_pair_data(s.ids, s.images, s.captions, s.caption_ids) for name, s in splits.items()}
+            yield entry.split, entry.filename, source, captions
 
 
 def _mistake(entry: Any) -> str:
@@ -337,12 +330,8 @@ def _read_split(folder: Path, name: str, problems: Problems) -> PairData:
             own[f"{identity}#{len(own)}"] = text
     if not captions:
         raise UserError(f"{path} with {file.path.name} gives no usable pair:\n{problems.summary()}")
-    return make_pair_data(
-        [f"{name}-{row}" if ids is None else ids[row] for row in captions],
-        [RegionRow(file, row) for row in captions],
-        [list(own.values()) for own in captions.values()],
-        [list(own) for own in captions.values()],
-    )
+    identified = ((f"{name}-{row}" if ids is None else ids[row], row, own) for row, own in captions.items())
+    return make_splits((name, identity, RegionRow(file, row), own) for identity, row, own in identified)[name]
 
 
 def _lines(path: Path) -> list[bytes]:

@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Literal, get_args
@@ -314,6 +314,22 @@ def make_pair_data(
         ("caption",) * len(texts),
         np.stack([np.repeat(np.arange(len(captions)), counts), of_caption], axis=1),
     )
+
+
+def make_splits(items: Iterable[tuple[str, str, ImageSource, Mapping[str, str]]]) -> dict[str, PairData]:
+    """The one assembler of what sources yield: the split, the id, the image and the texts by id of each image."""
+    found: dict[str, list[tuple[str, ImageSource, Mapping[str, str]]]] = {}
+    for split, identity, image, texts in items:
+        found.setdefault(split, []).append((identity, image, texts))
+    return {
+        split: make_pair_data(
+            [identity for identity, _, _ in own],
+            [image for _, image, _ in own],
+            [list(texts.values()) for _, _, texts in own],
+            [list(texts) for _, _, texts in own],
+        )
+        for split, own in found.items()
+    }
 
 
 def normal_wording(text: str) -> str:

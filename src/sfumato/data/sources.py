@@ -248,20 +248,16 @@ def _emoji(config: DataConfig, problems: Problems) -> dict[str, PairData]:
     return load_emoji(held_out_style=config.held_out_style, **options.model_dump())
 
 
+def _fractions(config: DataConfig) -> dict[str, float]:
+    return {"val_fraction": config.val_fraction, "test_fraction": config.test_fraction}
+
+
 def _manifest(config: DataConfig, problems: Problems) -> dict[str, PairData]:
-    return read_manifest(
-        _existing(config),
-        problems,
-        image_root=config.images or None,
-        val_fraction=config.val_fraction,
-        test_fraction=config.test_fraction,
-    )
+    return read_manifest(_existing(config), problems, image_root=config.images or None, **_fractions(config))
 
 
 def _folder(config: DataConfig, problems: Problems) -> dict[str, PairData]:
-    return read_image_folder(
-        _existing(config), problems, val_fraction=config.val_fraction, test_fraction=config.test_fraction
-    )
+    return read_image_folder(_existing(config), problems, **_fractions(config))
 
 
 def _karpathy(config: DataConfig, problems: Problems) -> dict[str, PairData]:
@@ -278,24 +274,12 @@ def _scan(config: DataConfig, problems: Problems) -> dict[str, PairData]:
 
 
 def _cub(config: DataConfig, problems: Problems) -> dict[str, PairData]:
-    return read_cub(
-        _existing(config),
-        problems,
-        CubOptions.model_validate(config.options),
-        val_fraction=config.val_fraction,
-        test_fraction=config.test_fraction,
-    )
+    return read_cub(_existing(config), problems, CubOptions.model_validate(config.options), **_fractions(config))
 
 
 def _embeddings(config: DataConfig, problems: Problems) -> dict[str, PairData]:
-    return read_embedding_pairs(
-        config.images,
-        config.texts,
-        problems,
-        pairs=_existing(config) if config.path else None,
-        val_fraction=config.val_fraction,
-        test_fraction=config.test_fraction,
-    )
+    pairs = _existing(config) if config.path else None
+    return read_embedding_pairs(config.images, config.texts, problems, pairs=pairs, **_fractions(config))
 
 
 def _existing(config: DataConfig) -> Path:
