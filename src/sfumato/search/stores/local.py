@@ -19,7 +19,7 @@ import os
 import socket
 import sqlite3
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -150,9 +150,8 @@ CREATE TABLE indexes (file TEXT NOT NULL, bytes INTEGER NOT NULL, positions BLOB
 """
 
 
-@contextlib.contextmanager
-def new_database(folder: Path, dim: int, fingerprint: str, settings: Mapping[str, Any]) -> Iterator[sqlite3.Connection]:
-    """Make a new database in a transaction; it is renamed into place after the block, unless the block raises."""
+def new_database(folder: Path, dim: int, fingerprint: str, settings: Mapping[str, Any]) -> None:
+    """Make a new database in a transaction, and rename it into place."""
     new = folder / f".creating-{os.getpid()}.sqlite"
     new.unlink(missing_ok=True)
     with contextlib.closing(sqlite3.connect(new, isolation_level=None)) as connection:
@@ -161,7 +160,6 @@ def new_database(folder: Path, dim: int, fingerprint: str, settings: Mapping[str
         about = {"dim": dim, "fingerprint": fingerprint, "settings": json.dumps(dict(settings)), "version": 0}
         connection.executemany("INSERT INTO meta VALUES (?, ?)", about.items())
         connection.execute(f"PRAGMA user_version={FORMAT}")
-        yield connection
         connection.execute("COMMIT")
         connection.execute("PRAGMA journal_mode=WAL")
     os.replace(new, folder / DATABASE)
@@ -177,11 +175,6 @@ def keep_log_files(folder: Path) -> None:
     with contextlib.suppress(OSError):
         for ending in ("-wal", "-shm"):
             (folder / f"{DATABASE}{ending}").touch()
-
-
-def lock_of(folder: Path) -> filelock.BaseFileLock:
-    """The write lock of a store, which one process at a time can hold."""
-    return filelock.FileLock(folder / ".lock", thread_local=False)
 
 
 def take(lock: filelock.BaseFileLock, url: str) -> None:
@@ -251,60 +244,6 @@ class LocalIndex:
     positions: Positions  # of its rows, ascending
 
 
-def read_index(
-    url: str, folder: Path, connection: sqlite3.Connection, settings: LocalSettings, known: LocalIndex | None
-) -> LocalIndex | None:
-    """Read the index that the database names."""
-    about = connection.execute("SELECT file, bytes FROM indexes").fetchone()
-    if about is None:
-        return None
-    file = folder / about[0]
-    if known is not None and known.file == file:
-        return known
-    try:
-        if (size := file.stat().st_size) != about[1]:
-            raise ValueError(f"{size} bytes where {about[1]} were written")
-        faiss = FaissStore.read(file, settings.engine, settings.faiss, mapped=True)
-    except (FileNotFoundError, ValueError) as error:
-        if not file.exists():
-            return None
-        raise UserError(
-            f"store {url}: {file} is damaged ({error}); remove this file and optimise the store, which builds it anew"
-        ) from error
-    raw = connection.execute("SELECT positions FROM indexes").fetchone()[0]
-    return LocalIndex(file, faiss, np.frombuffer(raw, dtype="<i8").astype(np.int64))
-
-
-def write_index(url: str, folder: Path, positions: Positions, vectors: Vectors, settings: LocalSettings) -> Path:
-    """Build an index and force it to disk. positions (n,), vectors (n, e)."""
-    n, numbers = len(positions), settings.faiss
-    if numbers.n_lists:
-        numbers = replace(numbers, n_lists=min(numbers.n_lists, max(1, n // 39)))
-    file = folder / f"index-{positions[-1]}-{n}.{settings.engine}"
-    try:
-        FaissStore.build(torch.from_numpy(vectors), settings.engine, numbers).write(file)
-        with file.open("rb+") as stream:
-            os.fsync(stream.fileno())
-        sync_folder(folder)
-    except OSError as error:
-        raise UserError(f"store {url}: {file} cannot be written ({error}); check free space") from error
-    return file
-
-
-def name_index(connection: sqlite3.Connection, file: Path, positions: Positions) -> None:
-    """Record a written index in the database. positions (n,)."""
-    connection.execute("DELETE FROM indexes")
-    row = (file.name, file.stat().st_size, positions.astype("<i8").tobytes())
-    connection.execute("INSERT INTO indexes VALUES (?, ?, ?)", row)
-
-
-def remove_others(folder: Path, connection: sqlite3.Connection) -> None:
-    """Remove index files that the database does not name; processes that have one open can still read it."""
-    known: Iterable[tuple[str]] = connection.execute("SELECT file FROM indexes")
-    for file in set(folder.glob("index-*.*")) - {folder / row[0] for row in known}:
-        file.unlink(missing_ok=True)
-
-
 _PAGE = 4096
 """Positions in a page."""
 
@@ -328,8 +267,7 @@ def create(url: str, dim: int, fingerprint: str) -> "LocalStore":
         path.mkdir(parents=True, exist_ok=True)
         if other := next((p.name for p in sorted(path.iterdir()) if not p.name.startswith(".creating")), None):
             raise UserError(f"store {url}: {path / other} is there already; open it, or give a new or empty folder")
-        with new_database(path, dim, fingerprint, given):
-            pass
+        new_database(path, dim, fingerprint, given)
         sync_folder(path.parent)
     except (OSError, sqlite3.Error) as error:
         raise UserError(f"store {url}: cannot be created ({error}); give a folder that can be written to") from error
@@ -357,7 +295,7 @@ class LocalStore(StoreBase):
         self._pool: list[sqlite3.Connection] = []
         self._closed = False
         self._writer, self._memory = threading.RLock(), threading.Lock()
-        self._lock = lock_of(self.path)
+        self._lock = filelock.FileLock(self.path / ".lock", thread_local=False)
         self._pages: tuple[int, list[tuple[int, int, int]]] = (-1, [])
         self._blocks: dict[tuple[int, int, int], Block] = {}
         self._index: LocalIndex | None = None
@@ -598,9 +536,27 @@ class LocalStore(StoreBase):
         return int(index.positions[-1])
 
     def _read_index(self, connection: sqlite3.Connection) -> LocalIndex | None:
-        index = read_index(self.url, self.path, connection, self._settings, self._index)
-        self._index = index or self._index
-        return index
+        """The index that the database names."""
+        row = connection.execute("SELECT file, bytes FROM indexes").fetchone()
+        if row is None:
+            return None
+        file, known, settings = self.path / row[0], self._index, self._settings
+        if known is not None and known.file == file:
+            return known
+        try:
+            if (size := file.stat().st_size) != row[1]:
+                raise ValueError(f"{size} bytes where {row[1]} were written")
+            faiss = FaissStore.read(file, settings.engine, settings.faiss, mapped=True)
+        except (FileNotFoundError, ValueError) as error:
+            if not file.exists():
+                return None
+            raise UserError(
+                f"store {self.url}: {file} is damaged ({error}); remove this file and optimise the store, which builds"
+                " it anew"
+            ) from error
+        raw = connection.execute("SELECT positions FROM indexes").fetchone()[0]
+        self._index = LocalIndex(file, faiss, np.frombuffer(raw, dtype="<i8").astype(np.int64))
+        return self._index
 
     def _build_index(self) -> None:
         """Index all items, unless few of them are outside the index or there are too few for one."""
@@ -613,11 +569,25 @@ class LocalStore(StoreBase):
             vectors = np.empty((n, self.dim), dtype=np.float32)
             for start in range(0, n, _PAGE):
                 vectors[start : start + _PAGE] = self._vectors(connection, positions[start : start + _PAGE])
-        file = write_index(self.url, self.path, positions, vectors, self._settings)
+        numbers = self._settings.faiss
+        if numbers.n_lists:
+            numbers = replace(numbers, n_lists=min(numbers.n_lists, max(1, n // 39)))
+        file = self.path / f"index-{positions[-1]}-{n}.{self._settings.engine}"
+        try:
+            FaissStore.build(torch.from_numpy(vectors), self._settings.engine, numbers).write(file)
+            with file.open("rb+") as stream:
+                os.fsync(stream.fileno())
+            sync_folder(self.path)
+        except OSError as error:
+            raise UserError(f"store {self.url}: {file} cannot be written ({error}); check free space") from error
         with self._writing() as connection:
-            name_index(connection, file, positions)
+            connection.execute("DELETE FROM indexes")
+            row = (file.name, file.stat().st_size, positions.astype("<i8").tobytes())
+            connection.execute("INSERT INTO indexes VALUES (?, ?, ?)", row)
 
     def _remove_strangers(self) -> None:
-        """Remove the leftover files of killed writers and earlier indexes."""
+        """Remove the leftover files of killed writers and earlier indexes; who has one open can still read it."""
         with self._transaction() as connection:
-            remove_others(self.path, connection)
+            known = {self.path / name for (name,) in connection.execute("SELECT file FROM indexes")}
+        for file in set(self.path.glob("index-*.*")) - known:
+            file.unlink(missing_ok=True)
