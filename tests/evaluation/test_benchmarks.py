@@ -5,9 +5,8 @@ from support.evaluating import evaluate_benchmarks, evaluate_ranked_lists, evalu
 from support.references_metrics import metrics_by_definition
 
 from sfumato.distances import DISTANCES, csd_matrix
-from sfumato.evaluation.benchmark_ground_truths import coco_1k
 from sfumato.evaluation.benchmarks import Embeddings, figures, rank
-from sfumato.evaluation.ground_truth import ALL_METRICS, RECALLS, GroundTruth, ground_truth_from_pairs
+from sfumato.evaluation.ground_truth import ALL_METRICS, RECALLS, GroundTruth, ground_truth_from_pairs, in_folds
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.metrics.relevance import Relevance
 from sfumato.search.exact import rank_relevant
@@ -28,7 +27,7 @@ def ground_truths():
     """Four truths: folds, directions that differ, queries left out, a smaller gallery in another order."""
     random = np.random.default_rng(3)
     own = [(IMAGES[j % 20], TEXTS[j]) for j in range(50)]
-    folded = coco_1k(IMAGES, TEXTS, own)
+    folded = in_folds(ground_truth_from_pairs("coco_5k", IMAGES, TEXTS, own, metrics=RECALLS), name="coco_1k")
     dense = random.random((20, 50)) < 0.1
     dense[3] = False
     i2t = Relevance.from_pairs(*np.nonzero(dense), n_queries=20, n_gallery=50, n_outside=np.arange(20) % 3 == 0)

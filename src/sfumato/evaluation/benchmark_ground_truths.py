@@ -30,32 +30,6 @@ from sfumato.evaluation.ground_truth import (
 from sfumato.files import read_json
 from sfumato.metrics.relevance import Relevance
 
-
-def coco_5k(
-    image_ids: Sequence[str | int],
-    text_ids: Sequence[str | int],
-    pairs: Iterable[tuple[str | int, str | int]],
-    *,
-    source: str = "",
-) -> GroundTruth:
-    """COCO's 5,000 test images and 25,000 captions, with recall@1, 5 and 10. pairs (image id, text id)."""
-    return ground_truth_from_pairs("coco_5k", image_ids, text_ids, pairs, metrics=RECALLS, source=source)
-
-
-def coco_1k(
-    image_ids: Sequence[str | int],
-    text_ids: Sequence[str | int],
-    pairs: Iterable[tuple[str | int, str | int]],
-    *,
-    source: str = "",
-) -> GroundTruth:
-    """COCO's five folds of 1,000 images in the order of the ids; metrics are averaged over the folds.
-
-    pairs (image id, text id).
-    """
-    return in_folds(coco_5k(image_ids, text_ids, pairs, source=source), name="coco_1k")
-
-
 Rpc2 = Literal["union", "cxc"]
 """The matches of RPC2: CxC's and COCO's own pairs, as in the paper, or CxC's alone."""
 
@@ -108,7 +82,8 @@ def _coco_of_package(root: Path) -> GroundTruth:
     if missing:
         raise UserError(f"{own_path}: caption {missing[0]} has {len(own.get(missing[0], []))} images, expected one")
     images = tuple(dict.fromkeys(own[text][0] for text in texts))
-    return coco_5k(images, texts, ((own[text][0], text) for text in texts), source=str(root))
+    pairs = ((own[text][0], text) for text in texts)
+    return ground_truth_from_pairs("coco_5k", images, texts, pairs, metrics=RECALLS, source=str(root))
 
 
 def _union(first: GroundTruth, second: GroundTruth) -> GroundTruth:
@@ -331,7 +306,6 @@ def cub_captions(
     classes: str | Path | Iterable[str] | None = None,
     only: str | Path | Iterable[str] | None = None,
     without: str | Path | Iterable[str] | None = None,
-    images: str | Path | None = None,
     name: str = "cub",
 ) -> GroundTruth:
     """CUB Captions: an image and a text match if they show and describe the same class of birds.
@@ -357,8 +331,6 @@ def cub_captions(
             present.add(image)
             if (keep is not None and image not in keep) or image in drop:
                 continue
-            if images is not None and not (Path(images) / image).is_file():
-                raise UserError(f"{images}: image {image} is missing; its captions are {path}")
             counts[image] = _n_captions(path)
             class_of_image.append(number)
     if keep is not None and (lost := sorted(keep - present)) and len(lost) == len(keep):

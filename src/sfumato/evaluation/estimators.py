@@ -144,39 +144,15 @@ class Estimator:
 
 
 # ---------------------------------------------------------------- the functions
-def _total_variance(block: Block) -> Tensor:
-    return block.queries.total_variance
-
-
-def _log_det(block: Block) -> Tensor:
-    return block.queries.log_det
-
-
-def _geometric_std(block: Block) -> Tensor:
-    return block.queries.geometric_std
-
-
-def _sample_spread(block: Block) -> Tensor:
-    return block.sample_distances.sqrt().mean(1)
-
-
 def _self_mismatch(block: Block) -> Tensor:
     squared = block.sample_distances
     distance = squared.sqrt() if block.matching.distance == "average_l2" else squared
     return torch.sigmoid(-match_logit(distance.double(), block.matching.logit_scale, block.matching.logit_bias)).mean(1)
 
 
-def _expected_matches(block: Block) -> Tensor:
-    return torch.sigmoid(block.logit).sum(1, dtype=torch.float64)
-
-
 def _entropy(logit: Tensor) -> Tensor:
     entropy: Tensor = torch.special.entr(logit.softmax(1)).sum(1)
     return entropy
-
-
-def _match_entropy(block: Block) -> Tensor:
-    return _entropy(block.logit)
 
 
 def _match_entropy_top10(block: Block) -> Tensor:
@@ -193,21 +169,9 @@ def _margin(block: Block) -> Tensor:
     return best[:, 1] - best[:, 0]
 
 
-def _knn_distance(block: Block) -> Tensor:
-    return block.nearest[0].mean(1)
-
-
 def _nearest_mean(block: Block) -> Tensor:
     distance = squared_l2_matrix(block.queries, block.gallery)
     return distance.masked_fill(torch.isposinf(block.distance), torch.inf).amin(1)
-
-
-def _inclusion(block: Block) -> Tensor:
-    return block.mean_over_nearest(inclusion_test)
-
-
-def _not_included(block: Block) -> Tensor:
-    return -block.mean_over_nearest(lambda item, query: log_inclusion(query, item))
 
 
 # ---------------------------------------------------------------- the registry
@@ -217,22 +181,23 @@ ESTIMATORS: dict[str, Estimator] = {
         Estimator(
             "total_variance",
             "sum of the query's variances (Chun 2024, 3.4); under csd it lowers all logits of a query equally",
-            "aleatoric", "n d", _total_variance, needs_gallery=False,
+            "aleatoric", "n d", lambda block: block.queries.total_variance, needs_gallery=False,
         ),
         Estimator(
             "log_det",
             "sum of the query's log variances, the log of its squared volume (Pishdad et al., 3.3)",
-            "aleatoric", "n d", _log_det, needs_gallery=False,
+            "aleatoric", "n d", lambda block: block.queries.log_det, needs_gallery=False,
         ),
         Estimator(
             "geometric_std",
             "geometric mean of the query's standard deviations (Chun et al. 2021, 3.2.1); same order as log_det",
-            "aleatoric", "n d", _geometric_std, needs_gallery=False,
+            "aleatoric", "n d", lambda block: block.queries.geometric_std, needs_gallery=False,
         ),
         Estimator(
             "sample_spread",
             f"mean distance between two of {N_SAMPLES} samples of the query",
-            "aleatoric", f"n d {N_SAMPLES * (N_SAMPLES - 1) // 2}, no sample is stored", _sample_spread,
+            "aleatoric", f"n d {N_SAMPLES * (N_SAMPLES - 1) // 2}, no sample is stored",
+            lambda block: block.sample_distances.sqrt().mean(1),
             needs_gallery=False,
         ),
         Estimator(
@@ -243,12 +208,12 @@ ESTIMATORS: dict[str, Estimator] = {
         Estimator(
             "expected_matches",
             "sum of the match probabilities over the gallery: the expected number of true matches",
-            "aleatoric", "n m", _expected_matches,
+            "aleatoric", "n m", lambda block: torch.sigmoid(block.logit).sum(1, dtype=torch.float64),
         ),
         Estimator(
             "match_entropy",
             "entropy, in nats, of the softmax of the match logits over the gallery",
-            "both", "n m", _match_entropy,
+            "both", "n m", lambda block: _entropy(block.logit),
         ),
         Estimator(
             "match_entropy_top10",
@@ -268,7 +233,7 @@ ESTIMATORS: dict[str, Estimator] = {
         Estimator(
             "knn_distance",
             f"mean distance to the {NEAREST} nearest items",
-            "epistemic", f"n m for the best {NEAREST}", _knn_distance,
+            "epistemic", f"n m for the best {NEAREST}", lambda block: block.nearest[0].mean(1),
         ),
         Estimator(
             "nearest_mean",
@@ -278,12 +243,13 @@ ESTIMATORS: dict[str, Estimator] = {
         Estimator(
             "inclusion",
             f"log inclusion of the {NEAREST} nearest items in the query minus that of the query in them (ProLIP)",
-            "aleatoric", f"n d {NEAREST}", _inclusion, needs_variance=True,
+            "aleatoric", f"n d {NEAREST}", lambda block: block.mean_over_nearest(inclusion_test), needs_variance=True,
         ),
         Estimator(
             "not_included",
             f"negated mean log inclusion of the query in its {NEAREST} nearest items: high if none covers it",
-            "epistemic", f"n d {NEAREST}", _not_included, needs_variance=True,
+            "epistemic", f"n d {NEAREST}",
+            lambda block: -block.mean_over_nearest(lambda item, query: log_inclusion(query, item)), needs_variance=True,
         ),
     )
 }  # fmt: skip

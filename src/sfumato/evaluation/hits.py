@@ -75,8 +75,17 @@ class HitFigures:
         return asdict(self)
 
 
+@dataclass(frozen=True, eq=False)
+class Fold:
+    """Queries with a calibration of their own."""
+
+    calibration: Calibration  # not fitted on these queries
+    images: Tensor
+    texts: Tensor
+
+
 def measure_hits(
-    calibration: Calibration,
+    calibration: Calibration | Sequence[Fold],
     distance: Tensor,
     match: Tensor,
     *,
@@ -89,44 +98,13 @@ def measure_hits(
     """Measure the probabilities of hits, in both directions, at the first hit and the first ten.
 
     A gallery is a random set of images, or the texts that match one of them. Its queries are the texts of the split, or
-    these images.
+    these images. Parts of the queries may have calibrations of their own.
 
     distance (n images, m texts), match (n, m), embedded (images, texts).
     """
-    everything = Fold(calibration, torch.arange(len(distance)), torch.arange(distance.shape[1]))
-    return measure_cross_fitted(
-        [everything],
-        distance,
-        match,
-        embedded=embedded,
-        sizes=sizes,
-        n_galleries=n_galleries,
-        population=population,
-        seed=seed,
-    )
-
-
-@dataclass(frozen=True, eq=False)
-class Fold:
-    """Queries with a calibration of their own."""
-
-    calibration: Calibration  # not fitted on these queries
-    images: Tensor
-    texts: Tensor
-
-
-def measure_cross_fitted(
-    folds: Sequence[Fold],
-    distance: Tensor,
-    match: Tensor,
-    *,
-    embedded: tuple[GaussianEmbedding, GaussianEmbedding] | None = None,
-    sizes: Sequence[int] = (100, 356),
-    n_galleries: int = 5,
-    population: str = "planted",
-    seed: int = 0,
-) -> list[HitFigures]:
-    """Measure the probabilities of hits where parts of the queries have calibrations of their own."""
+    folds = calibration
+    if isinstance(folds, Calibration):
+        folds = [Fold(folds, torch.arange(len(distance)), torch.arange(distance.shape[1]))]
     figures = []
     n = len(distance)
     directions: tuple[Direction, ...] = ("t2i", "i2t")

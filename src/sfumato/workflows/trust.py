@@ -20,7 +20,7 @@ from sfumato.distances import get_distance
 from sfumato.errors import UserError
 from sfumato.evaluation.corruption import Corrupted, corrupted_queries, not_corrupted
 from sfumato.evaluation.estimators import FailurePredictor, Matching, usable_estimators
-from sfumato.evaluation.hits import Fold, HitFigures, measure_cross_fitted, without_nearest
+from sfumato.evaluation.hits import Fold, HitFigures, measure_hits, without_nearest
 from sfumato.evaluation.protocols import EmbeddedSplit
 from sfumato.evaluation.trust import (
     DirectionTrust,
@@ -158,7 +158,7 @@ def _hits(
         notes.append(f"the calibration was fitted on {split}: each half has the probabilities of a fit on the other")
     alone = [replace(fold, calibration=without_nearest(fold.calibration)) for fold in folds]
     measured = {
-        name: measure_cross_fitted(some, distance, match, embedded=embedded, seed=seed)
+        name: measure_hits(some, distance, match, embedded=embedded, seed=seed)
         for name, some in (("served", folds), ("distance", alone))
     }
     figures = {name: [f for f in found if f.direction in directions] for name, found in measured.items()}
