@@ -8,10 +8,16 @@ import pytest
 import torch
 
 from sfumato.calibration.calibrator import Calibration, DirectionCalibration
-from sfumato.calibration.conditional import ConditionalLogits, FirstHit, NearestItems
+from sfumato.calibration.conditional import (
+    N_CLOSE,
+    N_REFERENCE,
+    ConditionalLogits,
+    FirstHit,
+    NearestItems,
+    ReferenceQueries,
+)
 from sfumato.calibration.platt import PairLogits
 from sfumato.calibration.query_scores import QueryScores
-from sfumato.calibration.reference import N_CLOSE, N_REFERENCE, ReferenceQueries
 from sfumato.distances import DISTANCES, csd_matrix
 from sfumato.gaussian import GaussianEmbedding
 

@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from sfumato.calibration import Calibration, QueryScores
-from sfumato.calibration.conditional import ConditionalLogits, FirstHit
-from sfumato.calibration.reference import ReferenceQueries
+from sfumato.calibration.conditional import ConditionalLogits, FirstHit, ReferenceQueries
 from sfumato.distances import csd_matrix
 from sfumato.errors import UserError
 from sfumato.gaussian import GaussianEmbedding

@@ -24,10 +24,9 @@ from torch import Tensor
 
 from sfumato.arrays import Array, as_tensor
 from sfumato.calibration.abstention import answer_limit, answered_fraction, conformal_radius, precision_limit
-from sfumato.calibration.conditional import N_NEAREST, ConditionalLogits
+from sfumato.calibration.conditional import N_NEAREST, ConditionalLogits, ReferenceQueries
 from sfumato.calibration.platt import PairLogits
 from sfumato.calibration.query_scores import QueryScores
-from sfumato.calibration.reference import ReferenceQueries
 from sfumato.direction import Direction
 from sfumato.files import write_atomically
 from sfumato.gaussian import GaussianEmbedding

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from sfumato.calibration.calibrator import Calibration, DirectionCalibration
-from sfumato.calibration.conditional import N_NEAREST
-from sfumato.calibration.reference import no_reference_error
+from sfumato.calibration.conditional import N_NEAREST, no_reference_error
 from sfumato.direction import Direction
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.metrics.reliability import (

@@ -13,10 +13,16 @@ from torch import Tensor
 
 from sfumato.calibration.abstention import conformal_radius
 from sfumato.calibration.calibrator import Calibration, DirectionCalibration
-from sfumato.calibration.conditional import N_NEAREST, ConditionalLogits, NearestItems, Population
+from sfumato.calibration.conditional import (
+    N_NEAREST,
+    N_REFERENCE,
+    ConditionalLogits,
+    NearestItems,
+    Population,
+    ReferenceQueries,
+)
 from sfumato.calibration.platt import PairLogits
 from sfumato.calibration.query_scores import QueryScores
-from sfumato.calibration.reference import N_REFERENCE, ReferenceQueries
 from sfumato.data.images import Problems
 from sfumato.data.pairs import PairData
 from sfumato.data.sources import DataConfig

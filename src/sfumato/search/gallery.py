@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from sfumato.calibration.calibrator import Calibration, DirectionCalibration
-from sfumato.calibration.reference import REFERENCE_FEATURES, ReferenceQueries
+from sfumato.calibration.conditional import REFERENCE_FEATURES, ReferenceQueries
 from sfumato.direction import Direction
 from sfumato.gaussian import GaussianEmbedding, check_finite
 from sfumato.matching import match_probability

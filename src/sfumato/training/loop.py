@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from sfumato.calibration.calibrator import Calibration
-from sfumato.calibration.reference import N_REFERENCE
+from sfumato.calibration.conditional import N_REFERENCE
 from sfumato.data.images import Problems
 from sfumato.data.pairs import PairData
 from sfumato.data.splits import WORDINGS
