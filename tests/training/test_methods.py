@@ -1,4 +1,4 @@
-"""Every method trains three epochs on part of the emoji, from pixels or frozen features, and learns a small world."""
+"""Methods train three epochs on part of the emoji, from pixels or frozen features, and all learn a small world."""
 
 import json
 from functools import cache
@@ -67,10 +67,6 @@ METHODS = {
     "pcmepp with infonce": ("emoji-pcmepp", ["loss.infonce_weight=1"]),
     "pcme": ("emoji-pcme", ["loss.uniformity_weight=0.01", "loss.n_samples=2"]),
     "pvse": ("emoji-pvse", []),
-    "probabilistic vse++ with its own texts": (
-        "emoji-probabilistic-vsepp",
-        [GRU, "model.init_total_variance=16"],
-    ),
     "two-way gru": ("emoji-pcmepp", [GRU, "model.text.bidirectional=true", 'model.text.states="all"']),
     "daa": ("emoji-vseinf", ["data.graded=true", "loss.name=daa", "loss.sum_epochs=2"]),
     "soft margin": ("emoji-vse0", ["data.graded=true", "loss.soft_margin=true"]),
@@ -92,7 +88,6 @@ METHODS = {
     "prolip": ("emoji-pcmepp", ["loss.name=prolip", "loss.inclusion_weight=1e-7"]),
     "pcmepp with a second stage": ("emoji-ambiguity", ["variance_stage.epochs=1"]),
     "noisy pcmepp": ("emoji-pcmepp", ["data.noise_rate=0.2"]),
-    "clip towers": ("emoji-pcmepp", CLIP),
     "clip towers with unc": (
         "emoji-pcmepp",
         [
@@ -124,7 +119,12 @@ def little(monkeypatch):
     monkeypatch.setitem(SOURCES, "emoji", Source(read_part_of_emoji, needs_path=False))
 
 
-@pytest.mark.parametrize("method", METHODS)
+TRAINED = ("pcmepp", "vse-infinity", "the same by kl, spherical", "semi-hard", "pcme with its towers", "pvse", "daa")
+TRAINED += ("two-way gru", "prolip", "pcmepp with a second stage", "noisy pcmepp", "clip towers with unc")
+"""Those whose data, towers or stages no other has; test_published_recipes.py trains every row of the tables."""
+
+
+@pytest.mark.parametrize("method", TRAINED)
 def test_a_method_trains_three_epochs_on_emoji(method, tmp_path):
     recipe, changes = METHODS[method]
     loaded = load_recipe(find_recipe(recipe), [*SMALL, *changes])
@@ -149,7 +149,14 @@ def small_world(n, seed):
     return sides
 
 
-WORLD = [name for name in METHODS if not name.startswith(("clip", "noisy", "pcmepp with a second"))]
+SAME_HEADS = (
+    "clip towers with unc",
+    "noisy pcmepp",
+    "pcmepp with a second stage",
+    "two-way gru",
+    "pcme with its towers",
+)
+WORLD = [name for name in METHODS if name not in SAME_HEADS]
 
 
 @pytest.mark.parametrize("method", WORLD)
