@@ -6,7 +6,6 @@ from pathlib import Path
 
 import filelock
 import pytest
-import torch
 from support.processes import Started, command
 from support.toy import assert_same_tensors, make_toy, stop_after_checkpoint_of
 
@@ -14,8 +13,7 @@ from sfumato.errors import UserError
 from sfumato.models.embed import load_split
 from sfumato.models.recipe import load_recipe
 from sfumato.models.run import load_run
-from sfumato.training.loop import DivergedError, fit
-from sfumato.training.optim import WeightAverage
+from sfumato.training.loop import fit
 
 
 @pytest.fixture(scope="module")
@@ -117,11 +115,6 @@ def test_nan_stops_with_exit_status_1_and_names_the_term(toy):
     assert "Traceback" not in said
 
 
-def test_diverged_is_an_arithmetic_error(toy):
-    with pytest.raises(DivergedError, match="lower optim.lr"):
-        fit(load_recipe(toy, ["model.init_total_variance=1e39"]), toy.parent / "nan2")
-
-
 def test_bad_items_are_listed_and_skipped_and_too_many_stop(tmp_path):
     recipe = make_toy(tmp_path)
     data = tmp_path / "data"
@@ -191,27 +184,6 @@ def test_a_run_is_found_from_any_folder(toy, tmp_path, monkeypatch):
     fit(recipe, tmp_path / "run")  # The same run, by its relative path.
     monkeypatch.chdir(tmp_path)
     assert load_split(load_run(tmp_path / "run").model, saved.data, "test").data.image_ids
-
-
-def test_losses_and_point_models_train(toy):
-    for name, overrides in {
-        "infonce": ["loss.name=infonce", "model.variance=false"],
-        "triplet": ["loss.name=triplet", "loss.sum_epochs=1", "model.variance=false"],
-        "mean-only": ["model.variance=false", "loss.beta=0"],
-        "wasserstein2": ["loss.distance=wasserstein2"],
-    }.items():
-        assert fit(load_recipe(toy, [*overrides, "train.epochs=2"]), toy.parent / name)["best_score"] > 0
-
-
-def test_weight_average_follows_the_weights():
-    model = torch.nn.Linear(2, 1)
-    average = WeightAverage(model, 0.5)
-    before = [v.clone() for v in average.values()]
-    with torch.no_grad():
-        model.weight.add_(1)
-    average.update(model)
-    decay = min(0.5, 1 / 11)
-    torch.testing.assert_close(average.values()[0], before[0] * decay + model.weight * (1 - decay))
 
 
 def test_a_first_attempt_with_a_wrong_path_does_not_lock_the_folder(tmp_path):
