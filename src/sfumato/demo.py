@@ -1,14 +1,12 @@
 """The demonstration: all steps on the embedded emoji set, and a page that shows what uncertainty is useful for."""
 
 import time
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from markupsafe import Markup
-from torch import Tensor
 
 from sfumato import __version__
 from sfumato.charts import FAINT, FAMILIES, FIRST, SECOND, Chart, data_url, render_page, require_matplotlib
@@ -25,8 +23,6 @@ from sfumato.models.run import Run, load_run
 from sfumato.reports.console import print_evaluation, print_search
 from sfumato.reports.formatting import percent, probability, signed
 from sfumato.search.answer import MANY, Answer
-from sfumato.search.exact import top_k
-from sfumato.search.gallery import Scorer
 from sfumato.search.index import GaussianIndex
 from sfumato.training.loop import fit
 from sfumato.workflows.index import GalleryPart, build_index
@@ -119,6 +115,9 @@ def _page(
     counts = data.relevance().transpose().counts
     variance = texts.total_variance.numpy()
     balanced = balanced_spearman(expected, counts), balanced_spearman(variance, counts)
+    of_texts = build_index(run, GalleryPart(texts, data.text_ids, data.texts))
+    nearest = of_texts.search(images[np.array(described)], 8)
+    place = {i: t for t, i in enumerate(data.text_ids)}
     metric_names = ("recall@1", "recall@5", "recall@10", "r_precision", "map@r")
     values = {
         "version": __version__,
@@ -127,7 +126,10 @@ def _page(
         "pairs": [cards[i : i + 2] for i in range(0, len(cards), 2)],
         "many": MANY,
         "seed": SEED,
-        "pictures": [_described(run, data, images, texts, pictures, position) for position in described],
+        "pictures": [
+            _described(answer, data, place, pictures, position)
+            for answer, position in zip(nearest, described, strict=True)
+        ],
         "expected_spearman": signed(spearman(expected, counts)),
         "expected_balanced": signed(balanced[0]),
         "variance_spearman": signed(spearman(variance, counts)),
@@ -173,30 +175,21 @@ def _true_images(data: PairData, text: str) -> set[str]:
 
 
 def _described(
-    run: Run,
-    data: PairData,
-    images: GaussianEmbedding,
-    texts: GaussianEmbedding,
-    pictures: dict[str, str],
-    position: int,
+    answer: Answer, data: PairData, place: dict[str, int], pictures: dict[str, str], position: int
 ) -> dict[str, Any]:
     """One image and the texts that are closest to it."""
-    scorer = Scorer(run.logit_scale, run.logit_bias, run.calibration, "i2t")
-    image, image_id = images[position : position + 1], data.image_ids[position]
-    distance, closest = top_k(image, texts, scorer.n_nearest + 8, run.distance)
-    context = scorer.context(distance, image, partial(_items, texts, closest))
-    probabilities = scorer.match_probability(distance, texts.n, context)[0, :8].tolist()
-    true = set(data.pairs[data.pairs[:, 0] == position, 1].tolist())
+    true, image_id = set(data.pairs[data.pairs[:, 0] == position, 1].tolist()), data.image_ids[position]
     rows = [
-        {"text": data.texts[t], "kind": data.text_kinds[t], "pct": probability(p), "true": t in true}
-        for t, p in zip(closest[0, :8].tolist(), probabilities, strict=True)
+        {
+            "text": data.texts[t],
+            "kind": data.text_kinds[t],
+            "pct": probability(hit.match_probability),
+            "true": t in true,
+        }
+        for hit in answer
+        for t in [place[hit.id]]
     ]
     return {"src": pictures[image_id], "label": emoji_names()[image_id.split("/")[0]], "texts": rows}
-
-
-def _items(texts: GaussianEmbedding, position: Tensor, column: Tensor) -> GaussianEmbedding:
-    """The texts at some columns of (1, c) positions."""
-    return texts[position[0, column]]
 
 
 def _expected_chart(data: PairData, expected: np.ndarray, counts: np.ndarray) -> Markup:

@@ -118,6 +118,13 @@ def shuffle_pairs(data: PairData, rate: float, seed: int) -> tuple[PairData, np.
     )
 
 
+def noise_of(data: PairData, rate: float, seed: int, file: str) -> np.ndarray | None:
+    """The image of every training pair with the noise of a recipe; None if it has none."""
+    if file:
+        return load_noise(file, data)
+    return shuffle_pairs(data, rate, seed)[1] if rate else None
+
+
 def apply_noise(data: PairData, image_of_pair: np.ndarray) -> PairData:
     """Replace the images of the pairs. image_of_pair (p,)."""
     image_of_pair = _checked(image_of_pair, data, "apply_noise")

@@ -70,11 +70,11 @@ class _HeldOut:
             return self
         return replace(self, isolation=reference.isolation(queries), hub=reference.hub(items))
 
-    def with_half(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """(half, distance, match) of a few queries at a time."""
+    def numbered(self) -> Iterator[tuple[np.ndarray, Tensor, Tensor]]:
+        """(positions, distance, match) of a few queries at a time."""
         start = 0
         for distance, match in self.blocks():
-            yield torch.from_numpy(self.half[start : start + len(distance)]), distance, match
+            yield np.arange(start, start + len(distance)), distance, match
             start += len(distance)
 
 
@@ -87,19 +87,14 @@ class _Split:
     data: PairData
     distance: str
 
-    def of_images(self, chosen: np.ndarray) -> Iterator[tuple[Tensor, Tensor]]:
-        """(distance, match) of a few of the chosen images at a time to all texts."""
-        every_text = np.arange(self.texts.n)
-        for start, block in distance_blocks(self.images[torch.from_numpy(chosen)], self.texts, self.distance):
+    def of(self, direction: Direction, chosen: np.ndarray) -> Iterator[tuple[Tensor, Tensor]]:
+        """(distance, match) of a few of the chosen queries at a time to all items."""
+        queries, items = (self.images, self.texts) if direction == "i2t" else (self.texts, self.images)
+        distance, every = get_distance(self.distance).for_direction(direction), np.arange(items.n)
+        for start, block in distance_blocks(queries[torch.from_numpy(chosen)], items, distance):
             rows = chosen[start : start + len(block)]
-            yield block, torch.from_numpy(self.data.match(rows, every_text))
-
-    def of_texts(self, chosen: np.ndarray) -> Iterator[tuple[Tensor, Tensor]]:
-        """(distance, match) of a few of the chosen texts at a time to all images."""
-        every_image, distance = np.arange(self.images.n), get_distance(self.distance).for_direction("t2i")
-        for start, block in distance_blocks(self.texts[torch.from_numpy(chosen)], self.images, distance):
-            rows = chosen[start : start + len(block)]
-            yield block, torch.from_numpy(self.data.match(every_image, rows)).T
+            match = self.data.match(rows, every) if direction == "i2t" else self.data.match(every, rows).T
+            yield block, torch.from_numpy(match)
 
     def queries(
         self,
@@ -128,10 +123,10 @@ class _Split:
         asked = [np.isin(images, part) for part in deals]
         return {
             "i2t": _HeldOut(
-                lambda: self.of_images(images), half[images], list(zip(beside, asked, strict=True)), group[images]
+                lambda: self.of("i2t", images), half[images], list(zip(beside, asked, strict=True)), group[images]
             ).seen_by(reference.get("i2t"), self.images[torch.from_numpy(images)], self.texts),
             "t2i": _HeldOut(
-                lambda: self.of_texts(texts),
+                lambda: self.of("t2i", texts),
                 half[own_image],
                 [(np.isin(every_image, part), np.ones(len(texts), bool)) for part in deals],
                 group[own_image],
@@ -165,7 +160,7 @@ def calibrate_split(
     """
     whole = _Split(embedded[0].to("cpu"), embedded[1].to("cpu"), data, distance)
     images, texts = queries_of(data, of_images)
-    pairs = whole.of_images(_sample(images, max(1, max_pairs // whole.texts.n), seed))
+    pairs = whole.of("i2t", _sample(images, max(1, max_pairs // whole.texts.n), seed))
     d, match = (torch.cat(parts) for parts in zip(*pairs, strict=True))
     base = PairLogits.of_pairs(d, match, method)
     seen_by = _reference_queries(reference, distance, seed)
@@ -222,14 +217,11 @@ def _set_sizes(queries: _HeldOut, scores: QueryScores) -> dict[str, float]:
 def _with_smaller(queries: _HeldOut, scores: QueryScores) -> QueryScores:
     """The scores with the shift of the nearest distance, from the queries with a match in each smaller gallery."""
     found: list[list[Tensor]] = [[] for _ in queries.galleries]
-    start = 0
-    for distance, match in queries.blocks():
+    for at, distance, match in queries.numbered():
         for parts, (items, asked) in zip(found, queries.galleries, strict=True):
-            rows = torch.from_numpy(asked[start : start + len(distance)])
-            columns = torch.from_numpy(items)
+            rows, columns = torch.from_numpy(asked[at]), torch.from_numpy(items)
             has = match[rows][:, columns].bool().any(1)
             parts.append(distance[rows][has][:, columns].amin(1))
-        start += len(distance)
     return scores.with_smaller(
         (int(items.sum()), torch.cat(parts).double().numpy())
         for parts, (items, _) in zip(found, queries.galleries, strict=True)
@@ -255,14 +247,12 @@ def _hits(
         of_false, of_true, fitted = (replace(fit, first=None) for fit in (of_false, of_true, fitted))
 
     def blocks() -> Iterator[tuple[Tensor, Tensor]]:
-        start = 0
-        for half, distance, match in queries.with_half():
+        for at, distance, match in queries.numbered():
             z = logit(distance)
             nearest, place = z.topk(min(N_NEAREST, z.shape[1]), dim=1)
-            seen = queries.reference(torch.arange(start, start + len(z)), place[:, 0])
+            seen = queries.reference(torch.from_numpy(at), place[:, 0])
             by_false, by_true = (fit.logit(z, nearest, z.shape[1], seen) for fit in (of_false, of_true))
-            start += len(z)
-            yield -torch.where(half.unsqueeze(1), by_false, by_true).float(), match
+            yield -torch.where(torch.from_numpy(queries.half[at, None]), by_false, by_true).float(), match
 
     return QueryScores.from_blocks(blocks, growth=of_distances.growth, group=queries.group), fitted
 
@@ -272,18 +262,16 @@ def _nearest_items(
 ) -> list[NearestItems]:
     """The nearest items of the queries of one half in each of their galleries."""
     found: list[list[tuple[Tensor, Tensor, Tensor | None]]] = [[] for _ in queries.galleries]
-    start = 0
-    for of_half, distance, match in queries.with_half():
-        z, ours = logit(distance), (of_half == half).numpy()
+    for at, distance, match in queries.numbered():
+        z, ours = logit(distance), queries.half[at] == half
         for parts, (items, asked) in zip(found, queries.galleries, strict=True):
-            rows = torch.from_numpy(np.flatnonzero(asked[start : start + len(z)] & ours))
+            rows = torch.from_numpy(np.flatnonzero(asked[at] & ours))
             columns = torch.from_numpy(np.flatnonzero(items))
             if population == "planted":
                 rows = rows[match[rows][:, columns].bool().any(1)]
             nearest, place = z[rows][:, columns].topk(min(N_NEAREST, len(columns)), dim=1)
-            seen = queries.reference(start + rows, columns[place[:, 0]])
+            seen = queries.reference(at[0] + rows, columns[place[:, 0]])
             parts.append((nearest, match[rows.unsqueeze(1), columns[place]], seen))
-        start += len(z)
     return [
         NearestItems(
             torch.cat([z for z, _, _ in parts]),

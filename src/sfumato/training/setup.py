@@ -9,7 +9,7 @@ from sfumato.data.images import Problems
 from sfumato.data.pairs import Grades, PairData, PairSampler
 from sfumato.data.shards import ShardStream, expand_shards
 from sfumato.data.sources import DataConfig
-from sfumato.data.splits import apply_noise, load_noise, parse_part, save_noise, shuffle_pairs, without_part
+from sfumato.data.splits import apply_noise, load_noise, noise_of, parse_part, save_noise, without_part
 from sfumato.encoders.dual import DualEncoder
 from sfumato.encoders.feature_rows import described_by
 from sfumato.encoders.package_weights import where_weights_are
@@ -111,11 +111,9 @@ def _with_noise(config: DataConfig, data: PairData, folder: Path, process_group:
         return data
     path = folder / NOISE
     if process_group.main and not path.exists():
-        if config.noise_file:
-            image_of_pair = load_noise(config.noise_file, data)
-        else:
-            _, image_of_pair = shuffle_pairs(data, config.noise_rate, config.noise_seed)
-        save_noise(path, image_of_pair)
+        noise = noise_of(data, config.noise_rate, config.noise_seed, config.noise_file)
+        assert noise is not None
+        save_noise(path, noise)
     process_group.wait()
     return apply_noise(data, load_noise(path, data))
 

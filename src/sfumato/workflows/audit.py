@@ -19,7 +19,7 @@ from torch import Tensor
 from sfumato.data.images import Problems
 from sfumato.data.pairs import PairData
 from sfumato.data.sources import DataConfig
-from sfumato.data.splits import apply_noise, images_of_part, load_noise, shuffle_pairs
+from sfumato.data.splits import apply_noise, images_of_part, noise_of
 from sfumato.distances import Distance, get_distance
 from sfumato.errors import UserError
 from sfumato.gaussian import GaussianEmbedding
@@ -408,12 +408,9 @@ def _load_listed(retrieval_model: Model, config: DataConfig, split: str) -> tupl
     splits = load_splits(config, problems)
     data = chosen_split(splits, split, config)
     others = {name: len(one.image_ids) for name, one in splits.items() if not set(one.image_ids) <= set(data.image_ids)}
-    if split == "train" and (config.noise_rate or config.noise_file):
-        if config.noise_file:
-            image_of_pair = load_noise(config.noise_file, data)
-        else:
-            _, image_of_pair = shuffle_pairs(data, config.noise_rate, config.noise_seed)
-        data = apply_noise(data, image_of_pair)
+    noise = noise_of(data, config.noise_rate, config.noise_seed, config.noise_file) if split == "train" else None
+    if noise is not None:
+        data = apply_noise(data, noise)
     prepared = prepare_split(retrieval_model.model, data, problems, split)
     say_problems(problems)
     return prepared, others
