@@ -40,7 +40,7 @@ from sfumato.models.embed import load_splits
 from sfumato.models.recipe import find_recipe, load_recipe
 from sfumato.models.run import load_run
 from sfumato.posthoc import METHODS
-from sfumato.reports.referee_tables import referee_summary, referee_tables
+from sfumato.reports.referee import referee_summary, referee_tables
 from sfumato.studies.contestants import CONTESTANTS
 from sfumato.studies.frozen_model import (
     FrozenCorruption,

@@ -2,9 +2,9 @@
 
 from reports.test_report import EVIL, Checker, picture, scene
 
-from sfumato.reports.formatting import interval
 from sfumato.reports.report import make_report
-from sfumato.reports.study_pages import analysis_views
+from sfumato.reports.studies import analysis_views
+from sfumato.reports.tables import interval
 
 
 def test_intervals_and_undefined_means_have_words():

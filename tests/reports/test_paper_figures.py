@@ -10,7 +10,7 @@ from support import tiny_figures
 from support.words import folded
 
 from sfumato.evaluation.papers import find_item, paper_items
-from sfumato.reports.paper_figures import DRAWN, figure_lines, write_figure
+from sfumato.reports.papers import DRAWN, figure_lines, write_figure
 from sfumato.studies.figure_numbers import KINDS, Figure, make_figure
 from sfumato.studies.paper_tables import TableData, choose_data
 

@@ -3,8 +3,7 @@
 import pytest
 
 from sfumato.evaluation.estimators import ESTIMATORS
-from sfumato.reports.formatting import in_words
-from sfumato.reports.tables import print_table, print_wrapped
+from sfumato.reports.tables import in_words, print_table, print_wrapped
 
 NAMES = [f"figure number {k}" for k in range(7)]
 ROWS = [[f"row{r}", *(f"{r}{k} [{r}.{k}01, {r}.{k}99]" for k in range(7))] for r in range(3)]

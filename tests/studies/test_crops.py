@@ -17,7 +17,7 @@ from sfumato import cli
 from sfumato.data.images import Problems
 from sfumato.errors import UserError
 from sfumato.gaussian import GaussianEmbedding
-from sfumato.reports.console import print_crops
+from sfumato.reports.studies import print_crops
 from sfumato.studies.crops import CANDIDATES, ROLES, Triplet, choose_triplet, join_captions, measure_crops, overlap
 from sfumato.studies.phrase_boxes import read_boxed_images
 
@@ -367,7 +367,7 @@ def test_one_picture_has_no_error(work, sfumato, tmp_path):
 
 def test_the_page_holds_small_examples(tmp_path):
     from sfumato.data.transforms import encode_png
-    from sfumato.reports.study_pages import write_crops
+    from sfumato.reports.studies import write_crops
     from sfumato.studies.crops import CropStudy, Example
 
     noise = np.random.default_rng(0).integers(0, 256, (3, 500, 700)).astype(np.uint8)

@@ -10,7 +10,7 @@ from PIL import Image
 
 from sfumato.errors import UserError
 from sfumato.evaluation.papers import data_sets, find_item, paper_items
-from sfumato.reports.paper_files import averaged_over, tex
+from sfumato.reports.papers import averaged_over, tex
 from sfumato.studies import paper_tables
 
 PAPERS = {"PCME++": "000_*.txt", "PVSE++": "001_*.txt", "PCME": "004_*.txt"}

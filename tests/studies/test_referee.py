@@ -23,9 +23,8 @@ from sfumato.models.embed import load_split
 from sfumato.models.recipe import find_recipe, load_recipe
 from sfumato.models.run import load_run
 from sfumato.posthoc import METHODS, fit_hit_logits
-from sfumato.reports.referee_tables import (
+from sfumato.reports.referee import (
     corruption_table,
-    referee_heading,
     referee_summary,
     referee_table,
     referee_tables,
@@ -239,8 +238,8 @@ def test_without_projection_layers_laplace_says_why(model):
     plain = model_of(hidden=False)
     report = referee_model(plain, RefereeOptions(methods=("laplace", "top1"), n_resamples=0, n_absent=0))
     assert "projection" in report["methods"]["laplace"]["unavailable"]
-    table = referee_table([report], "test", "t2i")
-    assert "Not available: laplace (laplace: the pairs have no image_hidden" in table
+    [note] = referee_table([report], "test", "t2i").notes
+    assert "Not available: laplace (laplace: the pairs have no image_hidden" in note
 
 
 def test_ambiguity_where_texts_have_many_matches(report):
@@ -427,15 +426,15 @@ def made(values, seed=0):
 
 def test_a_table_by_hand():
     reports = [made({"worse": (0.7, 0.6), "better": (0.5, 0.6)}), made({"worse": (0.9, 0.7), "better": (0.5, 0.6)}, 1)]
-    lines = referee_table(reports, "test", "t2i").splitlines()
+    table = referee_table(reports, "test", "t2i")
+    lines = table.markdown().splitlines()
     assert lines[0].startswith("| method | log loss | ECE | wrong: AUROC | AURC |") and "S·R²" not in lines[0]
     assert lines[2].startswith("| better | **.500** ± .000 | **.010** ± .000 | .600 ± .000 |")
     assert lines[3].startswith("| worse | .800 ± .141 | **.010** ± .000 | **.650** ± .071 |")
     assert lines[0].endswith("| fit, s | fit, MB | ms a query | query, MB | stored, MB |")
     assert lines[3].endswith("| 12 | 40 | 1.50 | 3.00 | 2.00 |")
-    assert lines[5] == "Not available: laplace (no layers)."
-    heading = referee_heading(reports, "test", "t2i")
-    assert heading == "tiny, split test, text -> image: 1,000 images, 5,000 texts, recall@1 25.0%, 2 seeds"
+    assert table.notes == ["Not available: laplace (no layers)."]
+    assert table.title == "tiny, split test, text -> image: 1,000 images, 5,000 texts, recall@1 25.0%, 2 seeds"
     alone = referee_tables(reports[:1], ["better"])
     assert "| better | **.500** [.400, .600] |" in alone and "worse" not in alone and "image -> text" not in alone
     assert alone.endswith("Note: a note.\nNot built: g. slow.")
@@ -452,14 +451,15 @@ def test_a_table_of_corruptions_by_hand():
             methods[name] = {"corruptions": {"blurred": {"direction": "i2t", **common, **figures}}}
         return {"model": "tiny", "methods": methods | {"laplace": {"unavailable": "no layers"}}}
 
-    lines = corruption_table([report(0.5), report(0.7)], "i2t").splitlines()
-    assert lines[0] == "**tiny, image -> text: 9 corrupted queries**"
-    assert lines[2] == "| method | blurred: AUROC | blurred: Spearman |"
-    assert lines[4] == "| recall@1, clean to damaged | 50.0% to 25.0% | |"
-    assert lines[5] == "| better | **.800** ± .141 | **.200** ± .000 |"
-    assert lines[6].startswith("| worse | .600 ±") and len(lines) == 7
-    assert "| better | **.700** [.600, .800] |" in corruption_table([report(0.5)], "i2t")
-    assert corruption_table([report(0.5)], "t2i") == ""
+    table = corruption_table([report(0.5), report(0.7)], "i2t")
+    lines = table.markdown().splitlines()
+    assert table.title == "tiny, image -> text: 9 corrupted queries"
+    assert lines[0] == "| method | blurred: AUROC | blurred: Spearman |"
+    assert lines[2] == "| recall@1, clean to damaged | 50.0% to 25.0% | |"
+    assert lines[3] == "| better | **.800** ± .141 | **.200** ± .000 |"
+    assert lines[4].startswith("| worse | .600 ±") and len(lines) == 5
+    assert "| better | **.700** [.600, .800] |" in corruption_table([report(0.5)], "i2t").markdown()
+    assert corruption_table([report(0.5)], "t2i") is None
 
 
 def test_a_summary_by_hand():
@@ -475,7 +475,8 @@ def test_a_summary_by_hand():
         .splitlines()[2]
         .endswith("| **.700** | **.900** | – | – | .800 |")
     )
-    assert referee_table(first, "test", "t2i", ("ece", "log_loss")).startswith("| method | ECE | log loss |\n")
+    chosen = referee_table(first, "test", "t2i", ("ece", "log_loss")).markdown()
+    assert chosen.startswith("| method | ECE | log loss |\n")
 
 
 # ---------------------------------------------------------------- runs and the command

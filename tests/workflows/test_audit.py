@@ -21,7 +21,7 @@ from sfumato.metrics.relevance import Relevance
 from sfumato.metrics.selective import auroc
 from sfumato.models.embed import load_splits
 from sfumato.models.run import load_run
-from sfumato.reports.study_pages import print_audit, wrong_pairs
+from sfumato.reports.studies import print_audit, wrong_pairs
 from sfumato.workflows.audit import (
     NEIGHBOURS,
     MissingScores,

@@ -576,7 +576,7 @@ def trust(
     on its own data, writes trust-SPLIT.json into its folder.
     """
     from sfumato.data.splits import WORDINGS
-    from sfumato.reports.console_trust import print_trust, print_trust_summary
+    from sfumato.reports.console import print_trust, print_trust_summary
     from sfumato.workflows.trust import trust_model, trust_run
 
     opened = on.open("measure it on")

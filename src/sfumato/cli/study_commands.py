@@ -80,8 +80,7 @@ def analyse(
     """
     from sfumato import __version__
     from sfumato.charts import require_matplotlib
-    from sfumato.reports.console import print_analyses
-    from sfumato.reports.study_pages import write_analyses
+    from sfumato.reports.studies import print_analyses, write_analyses
     from sfumato.studies.analyse import AnalysisOptions, analyse_model, known_studies
 
     require_matplotlib()
@@ -133,8 +132,7 @@ def crops(
     from sfumato.charts import require_matplotlib
     from sfumato.models.load import load_model
     from sfumato.models.run import choose_device
-    from sfumato.reports.console import print_crops
-    from sfumato.reports.study_pages import write_crops
+    from sfumato.reports.studies import print_crops, write_crops
     from sfumato.studies.crops import study_crops
 
     require_matplotlib()
@@ -271,8 +269,7 @@ def zeroshot(
 def _show_zeroshot(report: "ZeroShotReport", out: Path | None, published: bool, as_json: bool) -> None:
     """Write the files of a zero-shot classification, and print it."""
     from sfumato.progress import say
-    from sfumato.reports.console import print_zeroshot, print_zeroshot_published
-    from sfumato.reports.prompt_charts import write_prompt_charts
+    from sfumato.reports.studies import print_zeroshot, print_zeroshot_published, write_prompt_charts
     from sfumato.studies.zeroshot import published_beside
 
     if out is not None:
@@ -336,7 +333,7 @@ def audit(
     Writes listed pairs that are probably wrong, and unlisted pairs that probably match, to tables and a page.
     """
     from sfumato import __version__
-    from sfumato.reports.study_pages import AUDIT_PAGE, print_audit, write_audit
+    from sfumato.reports.studies import AUDIT_PAGE, print_audit, write_audit
     from sfumato.workflows.audit import audit_model, cross_fit
 
     named, data, changes = _audited(model, overrides, data, former_model)
@@ -408,8 +405,7 @@ def referee(
     """
     from sfumato.models.run import choose_device, load_run
     from sfumato.progress import say
-    from sfumato.reports.console_referee import print_referee
-    from sfumato.reports.referee_tables import write_referee_tables
+    from sfumato.reports.referee import print_referee, write_referee_tables
     from sfumato.studies.frozen_model import freeze
     from sfumato.studies.referee import RefereeOptions, adapter_epochs, referee_model, wanted_methods
 
@@ -469,7 +465,7 @@ def report(
     """
     from sfumato.charts import require_matplotlib
     from sfumato.evaluation.protocols import EvaluationOptions
-    from sfumato.reports.model_report import report_model, report_run
+    from sfumato.reports.report import report_model, report_run
 
     require_matplotlib()
     measure = EvaluationOptions(uncertainty=cast("ScalarUncertainty", uncertainty)).uncertainty
@@ -521,7 +517,7 @@ def table(
     it was interrupted.
     """
     from sfumato.evaluation.papers import find_item, paper_items
-    from sfumato.reports.paper_files import print_items, print_published
+    from sfumato.reports.papers import print_items, print_published
     from sfumato.studies.paper_tables import choose_data
 
     if listed or name is None:
@@ -556,7 +552,7 @@ def _write_table(
     item: "PaperItem", data: "TableData", runs: Path, folder: Path, seeds: int, instances: tuple[Path, ...], device: str
 ) -> _Written:
     from sfumato.models.run import choose_device
-    from sfumato.reports.paper_files import print_paper_table, write_table
+    from sfumato.reports.papers import print_paper_table, write_table
     from sfumato.studies.paper_tables import make_table
 
     made = make_table(item, data, runs, n_seeds=seeds, instances=instances, device=choose_device(device))
@@ -569,7 +565,7 @@ def _write_figure(
 ) -> _Written:
     from sfumato.charts import require_matplotlib
     from sfumato.models.run import choose_device
-    from sfumato.reports.paper_figures import print_figure, write_figure
+    from sfumato.reports.papers import print_figure, write_figure
     from sfumato.studies.figure_numbers import make_figure
 
     require_matplotlib()

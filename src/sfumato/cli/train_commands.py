@@ -91,7 +91,7 @@ def ablate(
     from sfumato.errors import counted
     from sfumato.models.recipe import find_recipe, load_recipe
     from sfumato.models.run import choose_device
-    from sfumato.reports.console import print_ablation
+    from sfumato.reports.studies import print_ablation
     from sfumato.training.ablation import ABLATED, ablate, ablation_file
 
     resolved = load_recipe(find_recipe(recipe), overrides or [])
@@ -177,7 +177,7 @@ def toy(
 
     Does each method give uncertain samples larger variances than certain ones?
     """
-    from sfumato.reports.console import print_toy
+    from sfumato.reports.studies import print_toy
     from sfumato.studies.toy import run_toy
 
     check_out_folder(out)

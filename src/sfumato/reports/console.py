@@ -1,4 +1,4 @@
-"""The console output of commands for human readers."""
+"""What commands print for people: evaluations, searches, calibrations, adoptions and trust."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -6,22 +6,26 @@ from typing import Any
 from sfumato.errors import counted
 from sfumato.evaluation.compare import MoreResults, OverSeeds
 from sfumato.evaluation.embedded_input import Measured
+from sfumato.evaluation.hits import FAR, HitFigures
 from sfumato.evaluation.papers import common_figures
 from sfumato.evaluation.protocols import Evaluation, table_rows
+from sfumato.evaluation.trust import DirectionTrust, TrustReport
 from sfumato.metrics.bootstrap import Interval
 from sfumato.metrics.retrieval import RANK_METRICS
-from sfumato.reports.formatting import (
+from sfumato.reports.tables import (
+    ARROWS,
     MISSING,
     compact_interval,
+    compact_number,
     digits,
     in_words,
-    interval,
     number,
     percent,
+    print_table,
+    print_wrapped,
+    short_name,
     signed,
 )
-from sfumato.reports.tables import print_table, print_wrapped
-from sfumato.studies.zeroshot import PromptsKept, ZeroShotReport, points
 from sfumato.workflows.adopt import METHODS, AdoptedModel
 
 
@@ -30,25 +34,11 @@ def print_over_seeds(summary: Mapping[str, OverSeeds], title: str) -> None:
     print_table(title, ["figure", "mean ± deviation"], [[name, str(value)] for name, value in summary.items()])
 
 
-def print_ablation(cells: Mapping[str, Mapping[str, Mapping[str, OverSeeds]]], title: str) -> None:
-    """Print a table with a row for each distance of training and a column for each of ranking: rsum above recall@1."""
-    names = list(dict.fromkeys(by for row in cells.values() for by in row))
-    rows = []
-    for name, row in cells.items():
-        shown = [f"{row[by]['rsum']}\n{row[by]['t2i recall@1']}" if by in row else MISSING for by in names]
-        rows.append([name, *(shown if row else ["diverged"] * len(names))])
-    print_table(
-        f"{title}: RSUM (recall@1, @5 and @10 of both directions, of 600), below it text -> image recall@1 in per cent",
-        ["trained with", *(f"by {name}" for name in names)], rows,
-    )  # fmt: skip
-
-
 _RSUM = "RSUM: sum of recall@1, @5 and @10 of both directions, in per cent"
 _R_PRECISION = (
     "R-P, R-precision: fraction of matches among the first R, for a query with R matches; mAP@R: the first count more"
 )
 _CSD = "csd: closed-form sampled distance, the mean squared distance of one sample of each side"
-_SIDES = {"i2t": "image -> text", "t2i": "text -> image"}
 
 NOT_ABOVE_CHANCE = (
     "Warning: the recalls are not above chance. The model has not learnt to match these data: check that images and"
@@ -100,7 +90,7 @@ def _print_uncertainty(directions: Mapping[str, Any], measure: str, prefix: str 
         )
     for direction, values in directions.items():
         print_wrapped(
-            f"  {prefix}{_SIDES[direction]}: " + " ".join(f"{b['recall']:.0%}" for b in values["bins"]), indent=4
+            f"  {prefix}{ARROWS[direction]}: " + " ".join(f"{b['recall']:.0%}" for b in values["bins"]), indent=4
         )
         print_wrapped(
             f"    correlation {signed(values['correlation'])}, Spearman {signed(values['spearman'])}",
@@ -224,7 +214,7 @@ def _print_published(more: MoreResults) -> None:
         own = [number(more.own[key], places[name]) for name, key in names.items()]
         print_table(
             f"beside {first.paper}, table {first.table} ({first.about}): {sides}, per cent",
-            [*(["backbone"] if named else []), "method", *map(_heading, names)],
+            [*(["backbone"] if named else []), "method", *map(short_name, names)],
             [*cells, [*([""] if named else []), "this", *own]],
             left=2 if named else 1,
         )
@@ -233,13 +223,6 @@ def _print_published(more: MoreResults) -> None:
 def _decimals(printed: Sequence[float]) -> int:
     """Number of decimals of a column, 1 or 2, as the paper prints most of it."""
     return 2 if sum(round(value, 1) != value for value in printed) > len(printed) / 2 else 1
-
-
-def _heading(name: str) -> str:
-    """The name of a published figure in short words."""
-    for long, short in (("r_precision", "R-P"), ("recall@", "R@"), ("map@r", "mAP@R"), ("_", " ")):
-        name = name.replace(long, short)
-    return name
 
 
 def _metric(name: str, value: float | None) -> str:
@@ -288,7 +271,7 @@ def print_calibration(result: dict[str, Any]) -> None:
         f"calibrated by {result['method']} on {counted(result['pairs'], 'pair')} of the split {result['split']};"
         f" {result['queries']} queries: {population}"
     )
-    for key, name in (("t2i", "text -> image"), ("i2t", "image -> text")):
+    for key, name in ARROWS.items():
         if (found := result.get(key)) is None:
             continue
         print()
@@ -392,11 +375,12 @@ def print_adopted(adopted: AdoptedModel) -> None:
         f"on {counted(retrieval.n_images, 'other image')} and {counted(retrieval.n_texts, 'text')}, with the frozen"
         " model's own ranking:"
     )
-    for key, name, metrics in (("t2i", "text -> image", retrieval.t2i), ("i2t", "image -> text", retrieval.i2t)):
+    for key, name in ARROWS.items():
         served, alone = (
             next(f for f in adopted.hits[kind] if f.direction == key and f.hits == 1) for kind in ("served", "distance")
         )
-        print_wrapped(f"  {name}: recall@1 {metrics['recall@1']:.1%}, chance {retrieval.chance[key]['recall@1']:.2%}")
+        recall, chance = getattr(retrieval, key)["recall@1"], retrieval.chance[key]["recall@1"]
+        print_wrapped(f"  {name}: recall@1 {recall:.1%}, chance {chance:.2%}")
         print_wrapped(
             f"    first hit {served.mean_probability:.1%} probable on average, right in {served.rate:.1%}; calibration"
             f" error {served.ece:.3f}, by the distance alone {alone.ece:.3f}, of perfect probabilities"
@@ -405,175 +389,223 @@ def print_adopted(adopted: AdoptedModel) -> None:
         )
 
 
-def print_crops(study: Mapping[str, Any]) -> None:
-    """Print two tables about crops: uncertainties, and binary selection beside the published figures."""
-    title = f"{study['model']}: mean {study['uncertainty']} of {study['n_pictures']:,} images' crops and captions"
-    rows = [(row, side) for row in study["thresholds"] for side in ("crops", "captions") if row[side]["mean"]]
-    if rows:
-        cells = []
-        for row, side in rows:
-            means, errors = row[side]["mean"], row[side]["standard_error"]
-            shown = [_with_error(means[r]["value"], errors[r]) for r in means]
-            above = str(interval(row[side]["c_above_a"], percent))
-            cells.append([f"{row['threshold']:.0%}", side, f"{row['n']:,}", *shown, above])
-        print_table(title, ["area below", "of", "n", "A", "B", "C", "C above A"], cells, left=2)
-        brackets = f"; in brackets: {study['level']:.0%} intervals, as below" if study["n_resamples"] else ""
-        print(f"±: one standard error of the mean{brackets}")
-    else:
-        print(f"{study['model']} embeds points, which have no uncertainty: no means are shown")
-    first = next(iter(study["published"].values()))
-    cells = [
-        [f"{row['threshold']:.0%}", distance, *(str(interval(found[cell], percent)) for cell in first)]
-        for row in study["thresholds"]
-        for distance, found in row["selection"].items()
-    ]
-    cells += [
-        ["published", name, *(percent(found[cell]) for cell in first)] for name, found in study["published"].items()
-    ]
-    print_table("fraction that chooses its own partner", ["area below", "by", *first], cells, left=2)
-    if study["n_resamples"]:
-        print(
-            f"In brackets: {study['level']:.0%} intervals"
-            f" from {study['n_resamples']:,} bootstrap resamples of the images."
-        )
-    for reason, count in study["problems"].items():
-        print(f"{count:,}: {reason}")
+_TELLING = 500
+"""Number of queries that nearly always tell perfect probabilities from those that are off by FAR."""
+
+_MORE = "calibrate on more of them (more data, or more of it kept back)"
+
+_VERDICTS = {
+    "holds": "show it; it holds for queries like those of this split",
+    "rough": f"show it in words only (likely, unlikely), or {_MORE}",
+    "misleads": f"do not show it; {_MORE}",
+}
+
+_USES = {
+    "wrong_auroc": ("to find wrong first hits", "AUROC", 0.5),
+    "out_of_gallery": ("to find queries without a match", "AUROC", 0.5),
+    "multiplicity_balanced": ("to find queries with many matches", "balanced Spearman", 0.0),
+}
+"""Figure -> what the best estimator by it is for, its unit, and its value by chance; higher is better in all."""
 
 
-def _with_error(value: float | None, error: float | None) -> str:
-    return MISSING if value is None else f"{digits(value)} ± {digits(error, 2)}"
-
-
-def print_analyses(found: Mapping[str, Any]) -> None:
-    """Print tables of the results of studies."""
-    title = f"{found['model']} on {found['split']}"
-    if study := found.get("corruption"):
-        _print_curves(study, title)
-    if study := found.get("sets"):
-        _print_sets(study, title)
-    if study := found.get("words"):
-        _print_words(study, title)
-    if study := found.get("map"):
-        method = "t-SNE"
-        if study["explained"] is not None:
-            explained = percent(sum(study["explained"]), 0)
-            method = f"the first two principal components, which explain {explained} of the variance of their means"
-        print_wrapped(f"map: {len(study['items'])} images and texts by {method}")
-
-
-def _print_curves(study: Mapping[str, Any], title: str) -> None:
-    rows, means = [], []
-    for curves in study["sides"].values():
-        for name, curve in curves.items():
-            steps = [
-                f"{strength:g}: {digits(mean['value'], 3)}"
-                for strength, mean in zip(curve["strengths"], curve["mean"], strict=True)
-            ]
-            figures = [compact_interval(Interval(**curve[figure])) for figure in ("spearman", "rises", "auroc")]
-            rows.append([name, str(curve["n"]), *figures])
-            means.append(f"{name}, mean at each strength: {', '.join(steps)}")
-    headings = ["damage", "items", "Spearman within an item", "rises", "AUROC"]
-    print_table(f"{title}: does damage raise {study['uncertainty']}?", headings, rows)
-    for line in means:
-        print_wrapped(line, indent=2)
-
-
-def _print_sets(study: Mapping[str, Any], title: str) -> None:
-    names = {"mixup": "Mixup", "cutmix": "CutMix", "other": "another image"}
-    rows = [
-        [figure, *(compact_interval(Interval(**values[figure])) for values in study["mixes"].values())]
-        for figure in study["definitions"]["mixes"]
-    ]
-    headings = ["figure", *(names[name] for name in study["mixes"])]
-    print_table(f"{title}: mixtures of two images, {counted(study['n'], 'pair')}", headings, rows)
-    erased = ", ".join(f"{figure} {compact_interval(Interval(**value))}" for figure, value in study["erased"].items())
-    print_wrapped(f"the same images with {percent(study['erased_share'], 0)} erased: {erased}")
-    for figure, about in study["definitions"]["mixes"].items():
-        print_wrapped(f"  {figure}: {about}", indent=4)
-
-
-def _print_words(study: Mapping[str, Any], title: str) -> None:
-    for side, bins in study["sides"].items():
-        rows = [
-            [str(k), digits(one["mean"], 3), str(one["n_captions"]), ", ".join(word["word"] for word in one["words"])]
-            for k, one in enumerate(bins, 1)
-        ]
-        heading = f"{title}: words of {side}s by {study['uncertainty']}, from the most certain bin to the least"
-        print_table(heading, ["bin", "mean", "captions", "words"], rows, running=(3,))
-
-
-def print_zeroshot(report: ZeroShotReport) -> None:
-    """Print the accuracies of the methods of a zero-shot classification, and whether filtering prompts helps."""
-    chosen = f", K chosen on {counted(report.n_chosen_on, 'other')}" if report.n_chosen_on else ""
-    rows = [
-        [
-            m.name,
-            MISSING if m.k is None else f"{m.k[0]}" if len(set(m.k)) == 1 else f"{min(m.k)} to {max(m.k)}",
-            _accuracy(m.top1),
-            _accuracy(m.top5),
-            points(m.against_all),
-            points(m.against_random),
-            points(m.against_random_order),
-        ]
-        for m in report.methods
-    ]
-    rows.append(["always the most frequent class", MISSING, f"{100 * report.chance:.1f}", *[MISSING] * 4])
-    print_table(
-        f"{counted(report.n_images, 'image')} of {counted(len(report.classes), 'class', 'classes')}{chosen}; by"
-        f" {report.distance}, pooling {report.pooling}; per cent, and differences in percentage points",
-        ["method", "K", "top-1", "top-5", "against all", "against random", "against a random order"], rows,
-    )  # fmt: skip
-    for kept in report.prompts_kept:
-        _print_prompts_kept(kept)
-    if report.best_alone is not None:
+def print_trust_summary(report: TrustReport, title: str) -> None:
+    """Print what to do with the probabilities and the estimators of a model: a few lines for each direction."""
+    print_wrapped(f"{title}: {counted(report.n_images, 'image')}, {counted(report.n_texts, 'text')}")
+    for key, direction in report.directions.items():
         print_wrapped(
-            f"each image at the best K of its own class, which a classifier cannot know: {100 * report.best_alone:.1f}"
+            f"{ARROWS[key]}, {counted(direction.n_queries, 'query', 'queries')}:"
+            f" recall@1 {compact_interval(direction.recall)} (chance {compact_number(direction.chance)})"
         )
-    if report.certain_is_right is not None:
-        print_wrapped(
-            f"templates: Spearman of mean total variance and top-1 of each alone {report.certain_is_right:+.2f}"
-        )
-    if report.n_empty:
-        print_wrapped(f"classes without an image, which can only be wrong answers: {report.n_empty}")
-    if report.left_out:
-        print("\n  ".join([f"{len(report.left_out):,} left out:", *report.left_out[:10]]))
-    for line in report.verdict().splitlines():
-        print_wrapped(line, indent=2)
+        if not direction.above_chance:
+            print_wrapped(
+                "  rely on nothing: the model does not rank better than chance here. Train it further, or check that"
+                " images and texts belong together",
+                indent=4,
+            )
+            continue
+        served, _ = _first_hits(report, key)
+        print_wrapped(f"  probability of the first hit: {_advice(served, report)}", indent=4)
+        for figure, (use, unit, by_chance) in _USES.items():
+            if (best := _best(direction, figure, by_chance)) is not None:
+                print_wrapped(f"  {use}: {_estimator(best, unit)}", indent=4)
 
 
-def print_zeroshot_published(rows: Sequence[Mapping[str, Any]]) -> None:
-    """Print :func:`~sfumato.studies.zeroshot.published_beside`."""
-    cells = [[row["method"], percent(row["top1"], 2), percent(row["own_top1"], 2)] for row in rows]
-    print_table(
-        f"beside PCME++, table 5, {rows[0]['backbone']}: top-1 on ImageNet's validation images, where K was chosen",
-        ["method", "paper", "this model"], cells,
-    )  # fmt: skip
-
-
-def _print_prompts_kept(kept: PromptsKept) -> None:
-    """Top-1 at some numbers of prompts, and how many prompts the classes would keep for their own images."""
-    p = len(kept.top1)
-    shown = sorted({*range(1, min(p, 3) + 1), *(round(p * part / 8) for part in range(1, 9))} - {0})
-    which = "the images K was chosen on" if kept.images == "others" else "the reported images"
-    rows = [[str(k), percent(kept.top1[k - 1]), percent(kept.random_top1[k - 1])] for k in shown]
-    print_table(f"top-1 on {which} by the number of prompts kept", ["K", "most certain", "random order"], rows)
-    best = [k for k in kept.best_k if k is not None]
-    print_wrapped(
-        f"best K of a class for its own images: all {p} for {counted(best.count(p), 'class', 'classes')}, fewer for"
-        f" {len(best) - best.count(p):,}, no image right for {len(kept.best_k) - len(best):,}"
+def _first_hits(report: TrustReport, direction: str) -> tuple[HitFigures | None, HitFigures | None]:
+    """The figures of first hits in the whole gallery: as searches show them, and by the distance alone."""
+    served, baseline = (
+        next((f for f in reversed(report.hits.get(kind, [])) if f.direction == direction and f.hits == 1), None)
+        for kind in ("served", "distance")
     )
+    return served, baseline
 
 
-def _accuracy(value: Interval | None) -> str:
-    return points(value).replace("+", "")
+def _advice(served: HitFigures | None, report: TrustReport) -> str:
+    """What may be done with a probability."""
+    if served is None:
+        reason = next((note for note in report.notes if note.startswith("the probabilities of hits are left out")), "")
+        return f"not measured: {reason.partition(': ')[2] or 'see --details'}"
+    shown = f"{compact_number(served.mean_probability)} on average, {compact_number(served.rate)} are right"
+    if served.verdict == "too few":
+        return (
+            f"{shown}; {counted(served.n, 'query', 'queries')} are too few to exclude an error of 10 points"
+            f" ({_TELLING} nearly always can)"
+        )
+    return f"{shown}; {_VERDICTS[served.verdict]}"
 
 
-def print_toy(result: Mapping[str, Any], title: str) -> None:
-    """Print the table of the 2-D study and the location of its images."""
-    keys = ("certain", "uncertain", "ratio", "published_ratio")
-    rows = [[method, *(number(result[key][method], 2) for key in keys)] for method in result["ratio"]]
-    print_table(title, ["method", "certain", "uncertain", "ratio", "published ratio"], rows)
-    for reading in result["readings"]:
-        ratios = ", ".join(f"{method} {ratio}" for method, ratio in reading["ratio"].items())
-        print_wrapped(f'"500 epochs" read as {reading["as"]} ({reading["updates"]} updates), seeds 0 to 4: {ratios}')
-    print(f"image: {result['picture']}\nanimation: {result['animation']}")
+def _best(direction: DirectionTrust, figure: str, by_chance: float) -> tuple[str, Interval, bool] | None:
+    """The best estimator by a figure, the figure, and whether its interval lies above chance; None if unmeasured."""
+    found = {
+        name: values[figure]
+        for name, values in direction.estimators.items()
+        if figure in values and values[figure].value is not None
+    }
+    if not found:
+        return None
+    name = max(found, key=lambda name: found[name].value or 0.0)
+    low = found[name].low
+    return name, found[name], (found[name].value or 0.0) > by_chance and (low is None or low > by_chance)
+
+
+def _estimator(best: tuple[str, Interval, bool], unit: str) -> str:
+    name, figure, above = best
+    shown = f"{unit} {compact_interval(figure)}"
+    title = in_words(name)
+    return f"{title} ({shown})" if above else f"no estimator is above chance here (best: {title}, {shown})"
+
+
+def print_trust(report: TrustReport, title: str) -> None:
+    """Print the summary, and tables of the figures of each estimator of uncertainty with confidence intervals."""
+    print_trust_summary(report, title)
+    print()
+    for key, name in ARROWS.items():
+        served, baseline = _first_hits(report, key)
+        if served is not None and baseline is not None:
+            _print_first_hits(name, served, baseline)
+    if report.hits:
+        _print_hit_table(report)
+    for key, direction in report.directions.items():
+        found = {figure for values in direction.estimators.values() for figure in values}
+        for heading, columns in _TRUST_TABLES.items():
+            shown = {figure: label for figure, label in columns.items() if figure in found}
+            if shown:
+                print()
+                print_table(
+                    f"{ARROWS[key]}: {heading}",
+                    ["estimator", *shown.values()],
+                    [
+                        [in_words(name), *(compact_interval(figures.get(figure)) for figure in shown)]
+                        for name, figures in direction.estimators.items()
+                        if any(figure in figures for figure in shown)
+                    ],
+                )
+        if direction.corruptions:
+            _print_corruptions(ARROWS[key], direction)
+        chance = None if direction.recall.value is None else 1 - direction.recall.value
+        print()
+        print_wrapped(
+            f"{ARROWS[key]}: {counted(direction.n_queries, 'query', 'queries')},"
+            f" {counted(direction.n_gallery, 'item')}, recall@1 {compact_interval(direction.recall)};"
+            f" AURC of chance {compact_number(chance)}, of a perfect order {compact_interval(direction.risk_best)};"
+            f" match probability of true against random pairs, AUROC {compact_interval(direction.right_pairs)}"
+        )
+    _print_legend(report)
+    print_wrapped(
+        f"Higher is less certain. In brackets: {report.level:.0%} intervals"
+        f" from {report.n_resamples} bootstrap resamples of the queries."
+    )
+    for note in report.notes:
+        print_wrapped(f"note: {note}", indent=2)
+
+
+def _print_first_hits(name: str, served: HitFigures, baseline: HitFigures) -> None:
+    print_wrapped(
+        f"{name}, probability of the first hit: {served.mean_probability:.1%} on average, right in {served.rate:.1%};"
+        f" calibration error {served.ece:.3f}, by the distance alone {baseline.ece:.3f}"
+    )
+    print_wrapped(
+        f"  calibration error of perfect probabilities {served.ece_by_chance:.3f}, at most"
+        f" {served.ece_perfect_most:.3f}; of probabilities off by {FAR:.0%} at least {served.ece_off_least:.3f}",
+        indent=2,
+    )
+    if served.auroc is not None and baseline.auroc is not None:
+        print_wrapped(
+            f"  right against wrong first hits: AUROC {served.auroc:.2f} (distance alone {baseline.auroc:.2f}, chance"
+            " 0.50)"
+        )
+
+
+def _print_hit_table(report: TrustReport) -> None:
+    """The probabilities of hits in galleries of several sizes."""
+    labels = ("right", "mean probability", "ECE", "ECE, distance alone", "ECE, perfect", "Brier skill", "AUROC")
+    rows = []
+    for f, baseline in zip(report.hits["served"], report.hits["distance"], strict=True):
+        cells = (f.rate, f.mean_probability, f.ece, baseline.ece, f.ece_by_chance, f.brier_skill, f.auroc)
+        rows.append([f"{f.direction}, {f.n_gallery:,}, {f.hits}", *[compact_number(c) for c in cells]])
+    print_table("Are the probabilities of hits right?", ["queries, images, first hits", *labels], rows)
+
+
+def _print_legend(report: TrustReport) -> None:
+    """What the words of the tables mean, and the keys of the estimators in files and in Python."""
+    print()
+    shown = {name for direction in report.directions.values() for name in direction.estimators}
+    rows = [
+        [in_words(name), f"{about['estimates']} [{name}]"] for name, about in report.estimators.items() if name in shown
+    ]
+    print_table(
+        "The estimators of uncertainty; in square brackets the key in the JSON file and in Python",
+        ["estimator", "what it is"], rows, running=(1,),
+    )  # fmt: skip
+    for line in _LEGEND:
+        print_wrapped(line, indent=2)
+
+
+_LEGEND = (
+    "AUROC: how often a wrong first hit is less certain than a right one; .5 is chance, 1 perfect",
+    "AURC: mean error rate of first hits if the least certain queries are left out one by one; lower is better",
+    "PRR: what that order gains, as a fraction of what a perfect order gains; 0 is chance, 1 perfect",
+    "recall@1 of ten groups, from the most certain to the least: correlation of group and recall; -1 is good",
+    "ECE: mean difference between probability and fraction of matches, in groups of hits; 0 is perfect",
+    "Brier skill: 0 is a constant probability, 1 perfect",
+)
+
+_TRUST_TABLES = {
+    "is the best item wrong?": {
+        "wrong_auroc": "AUROC",
+        "wrong_aurc": "AURC",
+        "wrong_gain": "PRR",
+        "deciles": "recall@1 of ten groups, Pearson",
+    },
+    "ambiguity and absence": {
+        "multiplicity": "true number, Spearman",
+        "multiplicity_balanced": "balanced",
+        "caption_distance": "caption distance",
+        "caption_words": "caption words",
+        "out_of_gallery": "unanswerable, AUROC",
+    },
+}
+
+
+def _print_corruptions(title: str, direction: DirectionTrust) -> None:
+    names = direction.corruptions
+    rows = []
+    for estimator in direction.estimators:
+        if not any(estimator in corruption.estimators for corruption in direction.corruptions.values()):
+            continue  # A constant estimator has no figures.
+        cells = []
+        for corruption in direction.corruptions.values():
+            found = corruption.estimators.get(estimator, {})
+            cells += [compact_interval(found.get("spearman")), compact_interval(found.get("rises"))]
+        rows.append([in_words(estimator), *cells])
+    print()
+    print_table(
+        f"{title}: do corrupted queries become less certain? Spearman with strength, fraction that rises",
+        ["estimator", *(f"{in_words(name)}: {figure}" for name in names for figure in ("Spearman", "rises"))],
+        rows,
+    )
+    for name, corruption in direction.corruptions.items():
+        recall = " ".join(f"{r:.0%}" for r in corruption.recall)
+        strengths = " ".join(f"{s:g}" for s in corruption.strengths)
+        print_wrapped(
+            f"{in_words(name)}, {counted(corruption.n, 'query', 'queries')}: recall@1 {recall} at strength {strengths}"
+        )

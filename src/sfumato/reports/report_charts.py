@@ -24,7 +24,7 @@ from sfumato.metrics.reliability import (
     wilson_interval,
 )
 from sfumato.metrics.retrieval import per_query_metrics
-from sfumato.reports.formatting import DIRECTIONS, clipped, digits, in_words, is_number, percent, probability, signed
+from sfumato.reports.tables import DIRECTIONS, clipped, digits, in_words, is_number, percent, probability, signed
 from sfumato.search.exact import distance_blocks, top_k
 from sfumato.search.gallery import QueryContext, Scorer
 

@@ -1,14 +1,168 @@
-"""Tables and paragraphs for the console, in one style: nothing is wider than the screen, and no value is cut."""
+"""Numbers, intervals and names in words, and tables of them, in one style for screens, pages and files.
 
+On a screen nothing is wider than it, and no value is cut.
+"""
+
+import math
+import re
 import shutil
 import sys
 import textwrap
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.cells import cell_len
 from rich.console import Console
-from rich.table import Table
+from rich.table import Table as Printed
+
+from sfumato.metrics.bootstrap import Interval
+
+MISSING = "–"
+"""Stands where there is no value."""
+
+CLIPPED = 240
+"""Longest text on a page, in characters."""
+
+DIRECTIONS = {"i2t": "image → text", "t2i": "text → image"}
+"""The two directions of retrieval in words."""
+
+ARROWS = {"t2i": "text -> image", "i2t": "image -> text"}
+"""The same on a screen."""
+
+_WORDS = {
+    "total_variance": "total variance",
+    "log_det": "log volume",
+    "geometric_std": "geometric mean σ",
+    "sample_spread": "sample distance",
+    "self_mismatch": "mismatch with itself",
+    "expected_matches": "expected matches",
+    "match_entropy": "entropy, all items",
+    "match_entropy_top10": "entropy, 10 nearest",
+    "top1_mismatch": "first hit mismatch",
+    "margin": "margin to second hit",
+    "knn_distance": "distance to 10 items",
+    "nearest_mean": "distance of means",
+    "inclusion": "includes its hits",
+    "not_included": "outside of its hits",
+    "predicted_miss": "trained predictor",
+    "more_uncertain": "more uncertain",
+    "variance_ratio": "ratio of total variances",
+    "between": "lies between its parts",
+    "off_line": "distance off the line",
+    "covers": "covers a part",
+    "includes": "includes a part",
+    "moved": "has moved by",
+    "wrong_gain": "wrong, PRR",
+    "wrong_excess_aurc": "wrong E-AURC",
+    "out_of_gallery": "unanswerable, AUROC",
+}
+
+
+@dataclass(frozen=True)
+class Shown:
+    """A value with its interval, as text."""
+
+    value: str  # the value
+    interval: str = ""  # "low to high"; empty if there is none
+
+    def __str__(self) -> str:
+        return f"{self.value} ({self.interval})" if self.interval else self.value
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value is a finite number; True and False do not count as numbers."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def number(value: Any, decimals: int | None = None) -> str:
+    """A number as text, with a minus sign."""
+    if not is_number(value):
+        return MISSING
+    if decimals is None:
+        text = f"{value:.2f}" if 0.1 <= abs(value) < 100 or value == 0 else f"{value:.3g}"
+    else:
+        text = f"{value:.{decimals}f}"
+    return (text if text.strip("-0.") else text.lstrip("-")).replace("-", "−")
+
+
+def digits(value: Any, n: int = 4) -> str:
+    """A number with a given number of significant digits."""
+    return f"{value:.{n}g}".replace("-", "−") if is_number(value) else MISSING
+
+
+def column_decimals(values: Iterable[float | None]) -> int:
+    """Decimals for a column of numbers: its largest number gets three digits, and all at least two decimals."""
+    largest = max((abs(v) for v in values if v), default=1.0)
+    return max(2, 2 - math.floor(math.log10(largest)))
+
+
+def percent(value: Any, decimals: int = 1) -> str:
+    """A fraction in per cent."""
+    return f"{value:.{decimals}%}" if is_number(value) else MISSING
+
+
+def probability(value: float | None) -> str:
+    """A probability in per cent that never rounds to 0% or 100%."""
+    if value is None:
+        return MISSING
+    if value >= 0.995:
+        return ">99%"
+    return "<1%" if value < 0.005 else f"{value:.0%}"
+
+
+def signed(value: float | None, missing: str = "undefined") -> str:
+    """A correlation with its sign."""
+    return missing if value is None else f"{value:+.2f}".replace("-", "−")
+
+
+def interval(value: Any, show: Callable[[Any], str] = number) -> Shown:
+    """A value with its confidence interval, as text."""
+    if isinstance(value, Interval):
+        value = {"value": value.value, "low": value.low, "high": value.high}
+    if not isinstance(value, Mapping):
+        return Shown(show(value))
+    low, high = value.get("low"), value.get("high")
+    both = is_number(value.get("value")) and is_number(low) and is_number(high)
+    return Shown(show(value.get("value")), f"{show(low)} to {show(high)}" if both else "")
+
+
+def compact_number(value: float | None) -> str:
+    """Two decimals without a leading zero, for wide tables on the screen."""
+    return MISSING if value is None else re.sub(r"^(-?)0\.", r"\1.", f"{value:.2f}")
+
+
+def compact_interval(value: Interval | None) -> str:
+    """A value and its interval in short form, for wide tables on the console."""
+    if value is None or value.value is None:
+        return MISSING
+    if value.low is None or value.high is None:
+        return compact_number(value.value)
+    return f"{compact_number(value.value)} [{compact_number(value.low)}, {compact_number(value.high)}]"
+
+
+def in_words(name: str) -> str:
+    """The name of an estimator or a figure in words."""
+    plain = str(name).replace("_", " ").replace("auroc", "AUROC").replace("aurc", "AURC")
+    return _WORDS.get(name, plain)
+
+
+def short_name(figure: str) -> str:
+    """The name of a figure of the papers in short words, for headings."""
+    for long, short in _SHORT:
+        figure = figure.replace(long, short)
+    return figure
+
+
+_SHORT = (("r_precision", "R-P"), ("recall@", "R@"), ("map@r", "mAP@R"), ("rsum", "RSUM"), ("_", " "))
+
+
+def clipped(text: str, most: int = CLIPPED) -> str:
+    """A text in one line, cut to a length."""
+    text = " ".join(str(text).split())
+    return text if len(text) <= most else text[: most - 1] + "…"
+
 
 PLAIN_WIDTH = 80
 """Columns of the output where it is no terminal."""
@@ -50,7 +204,7 @@ def print_table(
     if title:
         print_wrapped(title)
     for number, part in enumerate(_parts(widths, left, width)):
-        table = Table(box=SIMPLE_HEAD, padding=(0, _GAP - 1, 0, 0), pad_edge=False, show_edge=False)
+        table = Printed(box=SIMPLE_HEAD, padding=(0, _GAP - 1, 0, 0), pad_edge=False, show_edge=False)
         needed = sum(widths[k] + _GAP for k in part) - _GAP
         for k in part:
             flows = k in running
@@ -91,3 +245,25 @@ def _parts(widths: Sequence[int], left: int, width: int) -> list[list[int]]:
         parts[-1].append(k)
         used += widths[k] + _GAP
     return [keys + part for part in parts]
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table for a screen or for Markdown."""
+
+    title: str  # what it is about
+    headings: Sequence[str]  # of its columns
+    rows: Sequence[Sequence[str]]  # as many texts as headings
+    left: int = 1  # number of first columns that are repeated where it is continued
+    running: Collection[int] = ()  # columns of running text
+    notes: Sequence[str] = ()  # sentences below it
+
+    def show(self) -> None:
+        """Print it without its notes."""
+        print_table(self.title, self.headings, self.rows, left=self.left, running=self.running)
+
+    def markdown(self) -> str:
+        """The rows in Markdown, without title and notes."""
+        rule = ["---", *["---:"] * (len(self.headings) - 1)]
+        lines = [" | ".join(cell.replace("|", "\\|") for cell in row) for row in (self.headings, rule, *self.rows)]
+        return "\n".join(f"| {line} |" for line in lines).replace("|  |", "| |")

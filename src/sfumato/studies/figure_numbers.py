@@ -1,4 +1,4 @@
-"""The numbers of the papers' figures, from the runs of their rows; reports.paper_figures draws them.
+"""The numbers of the papers' figures, from the runs of their rows; reports.papers draws them.
 
 What a figure consists of is data, see :mod:`sfumato.evaluation.papers`: its kind names an entry of KINDS here.
 """

@@ -1,6 +1,7 @@
-"""The figures of the papers, drawn from the numbers of studies.figure_numbers."""
+"""The tables and figures of the papers, ours beside published: on the screen, as Markdown, LaTeX and images."""
 
 import io
+import re
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -20,21 +21,192 @@ from sfumato.charts import (
     make_plane,
     require_matplotlib,
     write_drawing,
-)
-from sfumato.evaluation.papers import data_sets
-from sfumato.files import write_json
-from sfumato.reports.formatting import DIRECTIONS, clipped, digits, in_words, number, percent, signed
-from sfumato.reports.paper_files import averaged_over
-from sfumato.reports.prompt_charts import draw_accuracy_by_k, draw_best_k
+)  # fmt: skip
+from sfumato.errors import UserError
+from sfumato.evaluation.compare import OverSeeds
+from sfumato.evaluation.papers import PaperItem, data_sets
+from sfumato.files import write_atomically, write_json
 from sfumato.reports.report_charts import draw_recall_bins
-from sfumato.reports.study_pages import CORRUPTIONS, DRAWN_SIGMAS, MADE, map_ellipses, pair_ellipses
-from sfumato.reports.tables import print_wrapped
+from sfumato.reports.studies import (
+    CORRUPTIONS,
+    DRAWN_SIGMAS,
+    MADE,
+    draw_accuracy_by_k,
+    draw_best_k,
+    map_ellipses,
+    pair_ellipses,
+)
+from sfumato.reports.tables import (
+    DIRECTIONS,
+    MISSING,
+    Table,
+    clipped,
+    digits,
+    in_words,
+    number,
+    percent,
+    print_table,
+    print_wrapped,
+    short_name,
+    signed,
+)  # fmt: skip
 from sfumato.studies.figure_numbers import Figure
+from sfumato.studies.paper_tables import Table as PaperTable
+from sfumato.studies.paper_tables import table_columns
 from sfumato.studies.zeroshot import PromptsKept
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure as Drawing
+
+_TEX = {character: f"\\{character}" for character in "%&#_${}"} | {
+    "\\": r"\textbackslash{}",
+    "~": r"\textasciitilde{}",
+    "^": r"\textasciicircum{}",
+    "±": r"$\pm$",
+    "−": "$-$",
+    "–": "--",
+    "×": r"$\times$",
+    "²": "$^2$",
+    "→": r"$\rightarrow$",
+    "∞": r"$\infty$",
+    "†": r"$\dagger$",
+    "α": r"$\alpha$",
+    "μ": r"$\mu$",
+    "σ": r"$\sigma$",
+    "ζ": r"$\zeta$",
+}
+
+
+def print_published(item: PaperItem) -> None:
+    """Print the paper's figures alone."""
+    if not item.rows:
+        raise UserError(f"{item.id} has no published figures that could be shown; {item.note or item.about}")
+    cells = [[label, *(_published(figures.get(name)) for name in item.columns)] for label, figures in item.rows.items()]
+    print_table(f"{item.id}: {item.about}; per cent", ["", *map(short_name, item.columns)], cells, left=1)
+    for line in filter(None, (f"{item.source}.", item.note)):
+        print_wrapped(line)
+
+
+def print_items(items: Mapping[str, PaperItem]) -> None:
+    """Print the list of all tables and figures."""
+    rows = [[item.id, item.about, "\n".join(item.data_sets) or MISSING, item.state] for item in items.values()]
+    print_table("", ["id", "title", "data", "state"], rows, left=3, running=(1,))
+    print_wrapped(
+        "run: repeated, docs/results has the figures. no data: its parts are tested, the paper's data were not"
+        " available. published only: no recipe trains it. data: what it can be repeated on, the paper's first, by"
+        ' `sfumato table "ID" --data NAME`; emoji comes with the package. --json has the commands and what they need.'
+    )
+
+
+def paper_table(table: PaperTable) -> Table:
+    """A repeated table: label, then ours and published of each figure."""
+    averaged = averaged_over(table.n_seeds, table.n_variants)
+    data = f"{table.data.title}, split {table.split}"
+    return Table(
+        f"{table.item.id}: {table.item.about}. Ours: {data}, {averaged}; per cent",
+        ["", *(cell for name in table.columns for cell in (short_name(name), "published"))],
+        [
+            [row.label, *(c for n in table.columns for c in (_ours(row.own.get(n)), _published(row.published.get(n))))]
+            for row in table.rows
+        ],
+        notes=notes(table),
+    )
+
+
+def write_table(table: PaperTable, folder: Path) -> list[Path]:
+    """Write table.json, table.md and table.tex; the paths."""
+    folder.mkdir(parents=True, exist_ok=True)
+    shown = paper_table(table)
+    write_json(folder / "table.json", table.to_json())
+    write_atomically(folder / "table.md", "\n".join([shown.title, "", shown.markdown(), "", *shown.notes, ""]))
+    write_atomically(folder / "table.tex", _latex(shown))
+    return [folder / f"table.{ending}" for ending in ("json", "md", "tex")]
+
+
+def print_paper_table(table: PaperTable) -> None:
+    """Print a table; one wider than the screen is continued below."""
+    shown = paper_table(table)
+    shown.show()
+    for line in shown.notes:
+        print_wrapped(line)
+
+
+_LATEX = r"""\begin{table}
+\centering
+\begin{tabular}{l%s}
+\toprule
+ & %s \\
+%s
+ & %s \\
+\midrule
+%s
+\bottomrule
+\end{tabular}
+\caption{%s}
+\end{table}
+"""
+
+
+def _latex(table: Table) -> str:
+    """The table for the package booktabs: each figure has a column of ours and one of the paper."""
+    names = [rf"\multicolumn{{2}}{{c}}{{{tex(name)}}}" for name in table.headings[1::2]]
+    rules = [rf"\cmidrule(lr){{{2 * k + 2}-{2 * k + 3}}}" for k in range(len(names))]
+    body = [" & ".join(map(tex, row)) + r" \\" for row in table.rows]
+    caption = tex(" ".join([table.title + ".", *table.notes]))
+    second = " & ".join(["ours & published"] * len(names))
+    return _LATEX % ("rr" * len(names), " & ".join(names), "".join(rules), second, "\n".join(body), caption)
+
+
+def notes(table: PaperTable) -> list[str]:
+    """What a reader has to know beside the figures."""
+    found = [f"Published: {table.item.source}."]
+    if not table.same_data:
+        found.append(f"The published figures are of other data, {_benchmark(table)}: only the order can be compared.")
+        if beside := _beside(table):
+            found.append(f"Of several published figures these stand beside ours: {beside}.")
+    if table.data.overrides:
+        found.append(f"Changed in all recipes: {', '.join(table.data.overrides)}.")
+    found += [f"{row.label}: {reason}." for row in table.rows for reason in row.failed]
+    if left := [row.label for row in table.rows if not row.runs and not row.failed]:
+        found.append(f"Not repeated, because no recipe trains them on this data: {'; '.join(left)}.")
+    if table.item.note:
+        found.append(table.item.note)
+    return found
+
+
+def _beside(table: PaperTable) -> str:
+    """Which published figure stands beside each of ours, where the names differ."""
+    names = {own: published for own, published in table_columns(table.item, table.data).items() if own in table.columns}
+    pairs = [[short_name(re.sub(r"^(i2t|t2i) ", "", name)) for name in pair] for pair in names.items()]
+    return "; ".join(dict.fromkeys(f"{own}: {published}" for own, published in pairs if own != published))
+
+
+def averaged_over(n_seeds: int, n_variants: int) -> str:
+    """What a figure is the mean of."""
+    if n_variants > 1:
+        return f"mean ± standard deviation over {n_variants} folds with {n_seeds} {'seeds' if n_seeds > 1 else 'seed'}"
+    return f"mean ± standard deviation over {n_seeds} seeds" if n_seeds > 1 else "one seed"
+
+
+def _benchmark(table: PaperTable) -> str:
+    return data_sets()[table.item.benchmark].title
+
+
+def _published(value: float | None) -> str:
+    return MISSING if value is None else number(value, 1 if round(value, 1) == value else 2)
+
+
+def _ours(value: OverSeeds | None) -> str:
+    if value is None:
+        return MISSING
+    return number(value.mean, 1) + ("" if value.deviation is None else f" ± {value.deviation:.1f}")
+
+
+def tex(text: str) -> str:
+    """The text for LaTeX."""
+    return "".join(_TEX.get(character, character) for character in text)
+
 
 COLOURS = (FIRST, SECOND, *FAMILIES)
 """Of the series of a panel, and again from the first."""

@@ -1,16 +1,17 @@
-"""The pages of `sfumato analyse`, of the audit and of the crop study, with their tables and summaries."""
+"""The studies and the audit: their pages, their files, and what their commands print."""
 
 import csv
 import io
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sfumato.charts import (
     FAMILIES,
     FIRST,
     SECOND,
+    STYLE,
     Chart,
     Ellipse,
     data_url,
@@ -18,26 +19,35 @@ from sfumato.charts import (
     ellipse_chart,
     magnification,
     render_page,
+    require_matplotlib,
+    write_drawing,
 )
 from sfumato.data.images import MemoryImage, Problems, thumbnail
-from sfumato.errors import counted
-from sfumato.files import write_atomically, write_json
-from sfumato.reports.formatting import (
+from sfumato.errors import UserError, counted
+from sfumato.evaluation.compare import OverSeeds
+from sfumato.files import read_json, write_atomically, write_json
+from sfumato.metrics.bootstrap import Interval
+from sfumato.reports.tables import (
     MISSING,
     clipped,
     column_decimals,
+    compact_interval,
     digits,
     in_words,
     interval,
     number,
     percent,
+    print_table,
+    print_wrapped,
     probability,
 )
-from sfumato.reports.page_files import read_image, read_studies
-from sfumato.reports.tables import print_table, print_wrapped
-from sfumato.studies.analyse import NAMES, Analyses, same_model_and_data
+from sfumato.studies.analyse import NAMES, STUDIES, Analyses, same_model_and_data
 from sfumato.studies.crops import CELLS, MEANS, PUBLISHED, ROLES, CropFigures, CropStudy, Example
+from sfumato.studies.zeroshot import PromptsKept, ZeroShotReport, points
 from sfumato.workflows.audit import NEIGHBOURS, Audit, varied
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 DRAWN_SIGMAS = 2
 """Standard deviations of the ellipses of set algebra."""
@@ -507,3 +517,269 @@ def differences(figures: CropFigures) -> list[str]:
         )
         clauses.append(f"{name} C are {word} {name} A")
     return clauses
+
+
+def print_ablation(cells: Mapping[str, Mapping[str, Mapping[str, OverSeeds]]], title: str) -> None:
+    """Print a table with a row for each distance of training and a column for each of ranking: rsum above recall@1."""
+    names = list(dict.fromkeys(by for row in cells.values() for by in row))
+    rows = []
+    for name, row in cells.items():
+        shown = [f"{row[by]['rsum']}\n{row[by]['t2i recall@1']}" if by in row else MISSING for by in names]
+        rows.append([name, *(shown if row else ["diverged"] * len(names))])
+    print_table(
+        f"{title}: RSUM (recall@1, @5 and @10 of both directions, of 600), below it text -> image recall@1 in per cent",
+        ["trained with", *(f"by {name}" for name in names)], rows,
+    )  # fmt: skip
+
+
+def print_crops(study: Mapping[str, Any]) -> None:
+    """Print two tables about crops: uncertainties, and binary selection beside the published figures."""
+    title = f"{study['model']}: mean {study['uncertainty']} of {study['n_pictures']:,} images' crops and captions"
+    rows = [(row, side) for row in study["thresholds"] for side in ("crops", "captions") if row[side]["mean"]]
+    if rows:
+        cells = []
+        for row, side in rows:
+            means, errors = row[side]["mean"], row[side]["standard_error"]
+            shown = [_with_error(means[r]["value"], errors[r]) for r in means]
+            above = str(interval(row[side]["c_above_a"], percent))
+            cells.append([f"{row['threshold']:.0%}", side, f"{row['n']:,}", *shown, above])
+        print_table(title, ["area below", "of", "n", "A", "B", "C", "C above A"], cells, left=2)
+        brackets = f"; in brackets: {study['level']:.0%} intervals, as below" if study["n_resamples"] else ""
+        print(f"±: one standard error of the mean{brackets}")
+    else:
+        print(f"{study['model']} embeds points, which have no uncertainty: no means are shown")
+    first = next(iter(study["published"].values()))
+    cells = [
+        [f"{row['threshold']:.0%}", distance, *(str(interval(found[cell], percent)) for cell in first)]
+        for row in study["thresholds"]
+        for distance, found in row["selection"].items()
+    ]
+    cells += [
+        ["published", name, *(percent(found[cell]) for cell in first)] for name, found in study["published"].items()
+    ]
+    print_table("fraction that chooses its own partner", ["area below", "by", *first], cells, left=2)
+    if study["n_resamples"]:
+        print(
+            f"In brackets: {study['level']:.0%} intervals"
+            f" from {study['n_resamples']:,} bootstrap resamples of the images."
+        )
+    for reason, count in study["problems"].items():
+        print(f"{count:,}: {reason}")
+
+
+def _with_error(value: float | None, error: float | None) -> str:
+    return MISSING if value is None else f"{digits(value)} ± {digits(error, 2)}"
+
+
+def print_analyses(found: Mapping[str, Any]) -> None:
+    """Print tables of the results of studies."""
+    title = f"{found['model']} on {found['split']}"
+    if study := found.get("corruption"):
+        _print_curves(study, title)
+    if study := found.get("sets"):
+        _print_sets(study, title)
+    if study := found.get("words"):
+        _print_words(study, title)
+    if study := found.get("map"):
+        method = "t-SNE"
+        if study["explained"] is not None:
+            explained = percent(sum(study["explained"]), 0)
+            method = f"the first two principal components, which explain {explained} of the variance of their means"
+        print_wrapped(f"map: {len(study['items'])} images and texts by {method}")
+
+
+def _print_curves(study: Mapping[str, Any], title: str) -> None:
+    rows, means = [], []
+    for curves in study["sides"].values():
+        for name, curve in curves.items():
+            steps = [
+                f"{strength:g}: {digits(mean['value'], 3)}"
+                for strength, mean in zip(curve["strengths"], curve["mean"], strict=True)
+            ]
+            figures = [compact_interval(Interval(**curve[figure])) for figure in ("spearman", "rises", "auroc")]
+            rows.append([name, str(curve["n"]), *figures])
+            means.append(f"{name}, mean at each strength: {', '.join(steps)}")
+    headings = ["damage", "items", "Spearman within an item", "rises", "AUROC"]
+    print_table(f"{title}: does damage raise {study['uncertainty']}?", headings, rows)
+    for line in means:
+        print_wrapped(line, indent=2)
+
+
+def _print_sets(study: Mapping[str, Any], title: str) -> None:
+    names = {"mixup": "Mixup", "cutmix": "CutMix", "other": "another image"}
+    rows = [
+        [figure, *(compact_interval(Interval(**values[figure])) for values in study["mixes"].values())]
+        for figure in study["definitions"]["mixes"]
+    ]
+    headings = ["figure", *(names[name] for name in study["mixes"])]
+    print_table(f"{title}: mixtures of two images, {counted(study['n'], 'pair')}", headings, rows)
+    erased = ", ".join(f"{figure} {compact_interval(Interval(**value))}" for figure, value in study["erased"].items())
+    print_wrapped(f"the same images with {percent(study['erased_share'], 0)} erased: {erased}")
+    for figure, about in study["definitions"]["mixes"].items():
+        print_wrapped(f"  {figure}: {about}", indent=4)
+
+
+def _print_words(study: Mapping[str, Any], title: str) -> None:
+    for side, bins in study["sides"].items():
+        rows = [
+            [str(k), digits(one["mean"], 3), str(one["n_captions"]), ", ".join(word["word"] for word in one["words"])]
+            for k, one in enumerate(bins, 1)
+        ]
+        heading = f"{title}: words of {side}s by {study['uncertainty']}, from the most certain bin to the least"
+        print_table(heading, ["bin", "mean", "captions", "words"], rows, running=(3,))
+
+
+def print_zeroshot(report: ZeroShotReport) -> None:
+    """Print the accuracies of the methods of a zero-shot classification, and whether filtering prompts helps."""
+    chosen = f", K chosen on {counted(report.n_chosen_on, 'other')}" if report.n_chosen_on else ""
+    rows = [
+        [
+            m.name,
+            MISSING if m.k is None else f"{m.k[0]}" if len(set(m.k)) == 1 else f"{min(m.k)} to {max(m.k)}",
+            _accuracy(m.top1),
+            _accuracy(m.top5),
+            points(m.against_all),
+            points(m.against_random),
+            points(m.against_random_order),
+        ]
+        for m in report.methods
+    ]
+    rows.append(["always the most frequent class", MISSING, f"{100 * report.chance:.1f}", *[MISSING] * 4])
+    print_table(
+        f"{counted(report.n_images, 'image')} of {counted(len(report.classes), 'class', 'classes')}{chosen}; by"
+        f" {report.distance}, pooling {report.pooling}; per cent, and differences in percentage points",
+        ["method", "K", "top-1", "top-5", "against all", "against random", "against a random order"], rows,
+    )  # fmt: skip
+    for kept in report.prompts_kept:
+        _print_prompts_kept(kept)
+    if report.best_alone is not None:
+        print_wrapped(
+            f"each image at the best K of its own class, which a classifier cannot know: {100 * report.best_alone:.1f}"
+        )
+    if report.certain_is_right is not None:
+        print_wrapped(
+            f"templates: Spearman of mean total variance and top-1 of each alone {report.certain_is_right:+.2f}"
+        )
+    if report.n_empty:
+        print_wrapped(f"classes without an image, which can only be wrong answers: {report.n_empty}")
+    if report.left_out:
+        print("\n  ".join([f"{len(report.left_out):,} left out:", *report.left_out[:10]]))
+    for line in report.verdict().splitlines():
+        print_wrapped(line, indent=2)
+
+
+def print_zeroshot_published(rows: Sequence[Mapping[str, Any]]) -> None:
+    """Print :func:`~sfumato.studies.zeroshot.published_beside`."""
+    cells = [[row["method"], percent(row["top1"], 2), percent(row["own_top1"], 2)] for row in rows]
+    print_table(
+        f"beside PCME++, table 5, {rows[0]['backbone']}: top-1 on ImageNet's validation images, where K was chosen",
+        ["method", "paper", "this model"], cells,
+    )  # fmt: skip
+
+
+def _print_prompts_kept(kept: PromptsKept) -> None:
+    """Top-1 at some numbers of prompts, and how many prompts the classes would keep for their own images."""
+    p = len(kept.top1)
+    shown = sorted({*range(1, min(p, 3) + 1), *(round(p * part / 8) for part in range(1, 9))} - {0})
+    which = "the images K was chosen on" if kept.images == "others" else "the reported images"
+    rows = [[str(k), percent(kept.top1[k - 1]), percent(kept.random_top1[k - 1])] for k in shown]
+    print_table(f"top-1 on {which} by the number of prompts kept", ["K", "most certain", "random order"], rows)
+    best = [k for k in kept.best_k if k is not None]
+    print_wrapped(
+        f"best K of a class for its own images: all {p} for {counted(best.count(p), 'class', 'classes')}, fewer for"
+        f" {len(best) - best.count(p):,}, no image right for {len(kept.best_k) - len(best):,}"
+    )
+
+
+def _accuracy(value: Interval | None) -> str:
+    return points(value).replace("+", "")
+
+
+def print_toy(result: Mapping[str, Any], title: str) -> None:
+    """Print the table of the 2-D study and the location of its images."""
+    keys = ("certain", "uncertain", "ratio", "published_ratio")
+    rows = [[method, *(number(result[key][method], 2) for key in keys)] for method in result["ratio"]]
+    print_table(title, ["method", "certain", "uncertain", "ratio", "published ratio"], rows)
+    for reading in result["readings"]:
+        ratios = ", ".join(f"{method} {ratio}" for method, ratio in reading["ratio"].items())
+        print_wrapped(f'"500 epochs" read as {reading["as"]} ({reading["updates"]} updates), seeds 0 to 4: {ratios}')
+    print(f"image: {result['picture']}\nanimation: {result['animation']}")
+
+
+def draw_accuracy_by_k(axes: "Axes", kept: PromptsKept) -> None:
+    """Top-1 in per cent by the number of prompts that every class keeps, beside prompts in a random order."""
+    ks = range(1, len(kept.top1) + 1)
+    axes.plot(ks, [100 * value for value in kept.top1], color=FIRST, linewidth=2, label="most certain")
+    axes.plot(ks, [100 * value for value in kept.random_top1], color=SECOND, linewidth=2, label="random order")
+    axes.set_xlabel("prompts kept")
+    axes.set_ylabel("top-1, %")
+    axes.legend()
+
+
+def draw_best_k(axes: "Axes", kept: PromptsKept) -> None:
+    """Number of classes by the number of prompts that is best for their own images."""
+    from matplotlib.ticker import MaxNLocator
+
+    p = len(kept.top1)
+    best = [k for k in kept.best_k if k is not None]
+    axes.bar(range(1, p + 1), [best.count(k) for k in range(1, p + 1)], color=FIRST)
+    axes.set_xlabel("best number of prompts of a class")
+    axes.set_ylabel("classes")
+    axes.yaxis.set_major_locator(MaxNLocator(6, integer=True))
+
+
+def write_prompt_charts(kept: Sequence[PromptsKept], folder: Path) -> list[Path]:
+    """Write prompts_kept-IMAGES.svg and .png for each; a UserError if matplotlib is missing."""
+    if not kept:
+        return []
+    require_matplotlib()
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    paths: list[Path] = []
+    for one in kept:
+        with matplotlib.rc_context(STYLE):
+            figure = Figure(figsize=(9, 3.4), layout="constrained")
+            left, right = figure.subplots(1, 2)
+            draw_accuracy_by_k(left, one)
+            draw_best_k(right, one)
+        paths += write_drawing(figure, folder, f"prompts_kept-{one.images}")
+    return paths
+
+
+def read_object(path: Path) -> dict[str, Any] | None:
+    """Read a JSON object."""
+    try:
+        value = read_json(path)
+    except UserError:
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def read_image(folder: Path, name: str) -> bytes | None:
+    """Read an image beside the studies of a folder."""
+    try:
+        return (folder / Path(name).name).read_bytes()
+    except OSError:
+        return None
+
+
+def read_studies(folder: Path) -> dict[str, dict[str, Any]]:
+    """Read the results of earlier calls of `sfumato analyse` in a folder."""
+    found = {name: read_object(folder / f"{name}.json") for name in STUDIES}
+    return {name: study for name, study in found.items() if study is not None}
+
+
+def read_evaluations(folder: Path, split: str, own: str, n: int, m: int) -> list[dict[str, Any]]:
+    """Read the results of `sfumato evaluate` on a split with other distances."""
+    found = []
+    for path in sorted(folder.glob("evaluation-*.json")):
+        result = read_object(path)
+        if (
+            result is not None
+            and result.get("distance") != own
+            and path.name == f"evaluation-{split}-{result.get('distance')}.json"
+            and (result.get("n_images"), result.get("n_texts")) == (n, m)
+        ):
+            found.append(result)
+    return found
