@@ -92,10 +92,10 @@ def test_some_patches_only():
     assert (encoder(Inputs(changed)).mean - encoder(Inputs(PIXELS)).mean).abs().max() > 1e-3
 
 
-@pytest.mark.parametrize("class_token", [False, True])
 @pytest.mark.parametrize("causal", [False, True])
-def test_padding_has_no_influence_on_texts(class_token, causal):
-    encoder = text_encoder(class_token=class_token, causal=causal)
+def test_padding_has_no_influence_on_texts(causal):
+    encoder = text_encoder()
+    encoder.causal = causal
     together = encoder(Inputs(IDS.masked_fill(~MASK, 0), MASK))
     other_padding = encoder(Inputs(IDS, MASK))
     head = GaussianHead(12, 5, HeadOptions(pooling="last")).eval()
@@ -113,17 +113,9 @@ def test_a_causal_text_does_not_see_what_is_appended():
     assert encoder.causal
     torch.testing.assert_close(encoder(Inputs(IDS, MASK)).mean[MASK], plain(Inputs(IDS, MASK)).mean[MASK])
     torch.testing.assert_close(encoder(Inputs(IDS)).mean, plain(Inputs(IDS)).mean)
-    free = UncTokenTextEncoder(plain, causal=False).eval()
+    free = UncTokenTextEncoder(plain).eval()
+    free.causal = False
     assert (free(Inputs(IDS, MASK)).mean - plain(Inputs(IDS, MASK)).mean)[MASK].abs().max() > 1e-3
-
-
-def test_a_class_token_is_all_that_the_mean_is_made_of():
-    encoder = text_encoder(class_token=True, causal=False)
-    tokens = encoder(Inputs(IDS, MASK))
-    assert tokens.mean.shape == tokens.log_var.shape == (4, 1, 12) and tokens.mask is None
-    before = tokens.log_var
-    torch.nn.init.normal_(encoder.class_token)
-    assert (encoder(Inputs(IDS, MASK)).log_var - before).abs().max() > 0  # [UNC] sees it: no causal mask
 
 
 def test_as_released_a_text_fills_the_context():
@@ -141,13 +133,12 @@ def test_as_released_a_text_fills_the_context():
 def test_every_pooling_takes_the_variance_token_as_it_is(pooling):
     torch.manual_seed(0)
     head = GaussianHead(12, 5, HeadOptions(pooling=pooling)).eval()
-    for options in ({}, {"class_token": True}):
-        tokens = text_encoder(**options)(Inputs(IDS, MASK))
-        torch.testing.assert_close(head(tokens).log_var, head.log_var.linear(tokens.log_var[:, 0]))
+    tokens = text_encoder()(Inputs(IDS, MASK))
+    torch.testing.assert_close(head(tokens).log_var, head.log_var.linear(tokens.log_var[:, 0]))
 
 
 def test_gradients_reach_the_extra_tokens():
-    for encoder, inputs in ((image_encoder(), Inputs(PIXELS)), (text_encoder(class_token=True), Inputs(IDS, MASK))):
+    for encoder, inputs in ((image_encoder(), Inputs(PIXELS)), (text_encoder(), Inputs(IDS, MASK))):
         tokens = encoder.train()(inputs)
         (tokens.mean.square().sum() + tokens.log_var.sum()).backward()
         for name, parameter in encoder.named_parameters():

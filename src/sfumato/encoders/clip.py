@@ -158,30 +158,16 @@ def clip_image_encoder(
     checkpointing: bool = False,
 ) -> ClipImageEncoder:
     """The image side of a CLIP or SigLIP model."""
-    transformers = import_transformers()
-    kinds = {"clip_vision_model": transformers.CLIPVisionModel, "siglip_vision_model": transformers.SiglipVisionModel}
+    patch, side = int(architecture.rpartition("/")[2] or 0), size or 224
+    if description is None and not weights and architecture in ARCHITECTURES:
+        _check_size(side, patch)
+    own = {"patch_size": patch, "image_size": side}
+    backbone = _backbone("image", weights, description, architecture, blocks, activation, own)
     mean, std = CLIP_MEAN, CLIP_STD
     if description is not None:
-        backbone = _from_description(kinds, description["backbone"])
         mean, std = tuple(description["pixel_mean"]), tuple(description["pixel_std"])
-    elif weights:
-        backbone = _load(transformers, kinds, weights, "vision")
-        if "siglip" in backbone.config.model_type:
-            mean, std = _SIGLIP_MEAN, _SIGLIP_STD
-    else:
-        width, own_blocks, heads = _shape(architecture, "image")
-        patch = int(architecture.rpartition("/")[2])
-        _check_size(size or 224, patch)
-        config = transformers.CLIPVisionConfig(
-            hidden_size=width,
-            intermediate_size=4 * width,
-            num_hidden_layers=blocks or own_blocks,
-            num_attention_heads=heads,
-            hidden_act=activation,
-            patch_size=patch,
-            image_size=size or 224,
-        )
-        backbone = transformers.CLIPVisionModel(config)
+    elif "siglip" in backbone.config.model_type:
+        mean, std = _SIGLIP_MEAN, _SIGLIP_STD
     if size is not None and size != backbone.embeddings.image_size:
         _check_size(size, backbone.embeddings.patch_size)
         resize_positions(backbone.embeddings, size)
@@ -210,27 +196,9 @@ def clip_text_encoder(
     checkpointing: bool = False,
 ) -> ClipTextEncoder:
     """The text side of a CLIP or SigLIP model."""
-    transformers = import_transformers()
-    kinds = {"clip_text_model": transformers.CLIPTextModel, "siglip_text_model": transformers.SiglipTextModel}
-    if description is not None:
-        backbone = _from_description(kinds, description["backbone"])
-    elif weights:
-        backbone = _load(transformers, kinds, weights, "text")
-    else:
-        width, own_blocks, heads = _shape(architecture, "text")
-        config = transformers.CLIPTextConfig(
-            vocab_size=vocabulary,
-            hidden_size=width,
-            intermediate_size=4 * width,
-            num_hidden_layers=blocks or own_blocks,
-            num_attention_heads=heads,
-            hidden_act=activation,
-            max_position_embeddings=max_tokens,
-            bos_token_id=None,
-            eos_token_id=None,
-            pad_token_id=0,
-        )
-        backbone = transformers.CLIPTextModel(config)
+    special = dict.fromkeys(("bos_token_id", "eos_token_id")) | {"pad_token_id": 0}
+    own = {"vocab_size": vocabulary, "max_position_embeddings": max_tokens, **special}
+    backbone = _backbone("text", weights, description, architecture, blocks, activation, own)
     return ClipTextEncoder(
         backbone, variance_blocks=variance_blocks, variance_start=variance_start, checkpointing=checkpointing
     )
@@ -296,26 +264,44 @@ def _common(config: _ClipConfig, context: BuildContext) -> dict[str, Any]:
     return config.model_dump(include=keys) | own
 
 
-def _shape(architecture: str, side: str) -> tuple[int, int, int]:
+def _backbone(
+    side: Literal["image", "text"],
+    weights: str,
+    description: Mapping[str, Any] | None,
+    architecture: str,
+    blocks: int | None,
+    activation: Activation,
+    own: Mapping[str, Any],
+) -> Any:
+    """The network of transformers: of a description, else of weights, else of an architecture, with ``own`` options."""
+    transformers, part = import_transformers(), "vision" if side == "image" else "text"
+    names = {f"{family.lower()}_{part}_model": f"{family}{part.title()}Model" for family in ("CLIP", "Siglip")}
+    kinds = {model_type: getattr(transformers, name) for model_type, name in names.items()}
+    if description is not None:
+        kind = kinds[description["backbone"]["model_type"]]
+        return kind(kind.config_class(**description["backbone"]))
+    if weights:
+        config = from_pretrained(transformers.AutoConfig, weights)
+        model_type = _part(config, part).model_type
+        if model_type not in kinds:
+            raise UserError(
+                f"{weights!r} is a model of type {config.model_type!r}; expected one whose {part} side is one of"
+                f" {', '.join(kinds)}"
+            )
+        return from_pretrained(kinds[model_type], weights).float()  # Some weights are stored in half precision.
     if architecture not in ARCHITECTURES:
         raise ValueError(f"unknown architecture {architecture!r}; known: {', '.join(ARCHITECTURES)}")
-    return ARCHITECTURES[architecture][side]
-
-
-def _from_description(kinds: dict[str, Any], config: Mapping[str, Any]) -> Any:
-    kind = kinds[config["model_type"]]
-    return kind(kind.config_class(**config))
-
-
-def _load(transformers: Any, kinds: dict[str, Any], weights: str, side: str) -> Any:
-    config = from_pretrained(transformers.AutoConfig, weights)
-    part = _part(config, side)
-    if part.model_type not in kinds:
-        raise UserError(
-            f"{weights!r} is a model of type {config.model_type!r}; expected one whose {side} side is one of"
-            f" {', '.join(kinds)}"
-        )
-    return from_pretrained(kinds[part.model_type], weights).float()  # Some weights are stored in half precision.
+    width, depth, heads = ARCHITECTURES[architecture][side]
+    kind = kinds[f"clip_{part}_model"]
+    config = kind.config_class(
+        hidden_size=width,
+        intermediate_size=4 * width,
+        num_hidden_layers=blocks or depth,
+        num_attention_heads=heads,
+        hidden_act=activation,
+        **own,
+    )
+    return kind(config)
 
 
 def _part(config: Any, side: str) -> Any:

@@ -286,15 +286,10 @@ class UncTokenTextEncoder(_UncTokenEncoder):
 
     encoder: ClipTextEncoder
 
-    def __init__(
-        self, encoder: ClipTextEncoder, *, class_token: bool = False, causal: bool | None = None, released: bool = False
-    ) -> None:
+    def __init__(self, encoder: ClipTextEncoder, *, released: bool = False) -> None:
         super().__init__(encoder, released)
-        self.causal = False if released else encoder.causal if causal is None else causal
-        self.max_tokens = encoder.max_tokens
-        self.class_token = (
-            nn.Parameter(torch.randn(self.channels) * self.channels**-0.5) if class_token or released else None
-        )
+        self.causal, self.max_tokens = encoder.causal and not released, encoder.max_tokens
+        self.class_token = nn.Parameter(torch.randn(self.channels) * self.channels**-0.5) if released else None
 
     def forward(self, inputs: Inputs) -> TokenFeatures:
         """Token features of texts. inputs (n, t)."""
@@ -315,7 +310,7 @@ class UncTokenTextEncoder(_UncTokenEncoder):
         text, unc, last = tokens[:, : -len(extra)], tokens[:, -len(extra), None], tokens[:, -1:]
         if self.released:
             return TokenFeatures(last)
-        if self.class_token is not None:
+        if self.class_token is not None:  # As the paper says it: the log variance from [UNC].
             return TokenFeatures(last, None, unc)
         return TokenFeatures(text, mask, unc)
 
