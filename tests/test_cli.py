@@ -757,8 +757,10 @@ def test_without_a_calibration_the_way_out_is_named(work, sfumato, tmp_path):
     assert sfumato("index", run, "--images", work / "data", "--out", tmp_path / "index")[0] == 0
     status, _, err = sfumato("search", tmp_path / "index", "a red circle", "--coverage", "0.9")
     assert status == 2 and "sfumato calibrate RUN" in err and "build the index again" in err
-    # A run of before, with a scale and a bias alone, works as it did.
-    (run / "calibration.json").write_text('{"logit_scale": 2.0, "logit_bias": 1.0, "split": "val", "pairs": 9}')
+    # A calibration without held-out queries has probabilities and no guarantees.
+    plain = {"logit_scale": 2.0, "logit_bias": 1.0, "t2i": None, "i2t": None, "conditional": {}, "hits": {}}
+    values = json.loads((work / "run" / "calibration.json").read_text()) | plain | {"reference": {}}
+    (run / "calibration.json").write_text(json.dumps(values))
     again = "index", run, "--images", work / "data", "--out", tmp_path / "index"
     status, _, err = sfumato(*again)
     assert status == 2 and "holds an index already; replace it with --force" in err

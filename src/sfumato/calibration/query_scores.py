@@ -223,8 +223,8 @@ class QueryScores:
             ValueError: the number of groups is not that of the queries, or that of the quantiles is not N_STEPS.
         """
         read: dict[str, Any] = {name: values[name] for name in _PLAIN}
-        read["precision"], read["group"] = tuple(values["precision"]), tuple(values.get("group", ()))
-        read["per_doubling"] = tuple(map(float, values.get("per_doubling", ())))
+        read["precision"], read["group"] = tuple(values["precision"]), tuple(values["group"])
+        read["per_doubling"] = tuple(map(float, values["per_doubling"]))
         for name in _PER_QUERY:
             read[name] = tuple(math.inf if x is None else float(np.float32(x)) for x in values[name])
         if len(read["group"]) not in (0, len(read["closest_match"])):
