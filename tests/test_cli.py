@@ -796,73 +796,77 @@ def test_who_interrupts_is_told_what_is_left(sfumato, monkeypatch):
     assert status == 130 and not out and "interrupted. No file is incomplete" in err
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["train", "nowhere.toml"], "no recipe 'nowhere.toml'"),
-        (["train", "{recipe}", "train.epoch=3"], "unknown key 'train.epoch'; did you mean 'train.epochs'?"),
-        (["train", "{recipe}", "train.epochs=no"], "with its overrides: train.epochs"),
-        (["train", "{recipe}", "loss.name=daaa"], "loss.name: unknown 'daaa'; did you mean 'daa'?"),
-        (["train", "{recipe}", "model.text.kind=9"], "known: clip, embeddings, frozen, gru, small"),
-        (["train", "flickr8k-daas"], "did you mean 'flickr8k-daa'?"),
-        (["train", "{recipe}", "train.device=abacus", "--out", "{new}"], "device 'abacus' is not available here"),
-        (["train", "{recipe}", "data.path=nowhere", "--out", "{new}2"], "there is no nowhere"),
-        (["evaluate", "run", "{data}"], "is not a run folder"),
-        (["evaluate", "files"], "give a model, or --images and --texts, or --ranked"),
-        (["evaluate", "files", "--images", "x.npy", "--texts", "y.npy"], "either --truth FILE or --benchmark NAME"),
-        (
-            ["evaluate", "files", "--images", "x.npy", "--texts", "y.npy", "--benchmark", "emoji"],
-            "no embeddings at x.npy",
-        ),
-        (["evaluate", "files", "--ranked", "x.json", "--benchmark", "cocoa"], "unknown benchmark 'cocoa'"),
-        (
-            ["evaluate", "files", "--ranked", "x.json", "--benchmark", "emoji", "--compare", "{run}"],
-            "with a file of single queries, .parquet",
-        ),
-        (["evaluate", "run", "{run}", "--strategies", "fiass"], "unknown strategy 'fiass'; known: all, pcme, mean"),
-        (["evaluate", "run", "{run}", "--strategies", "all", "--per-query", "x.csv"], "name at most one strategy"),
-        (["evaluate", "run", "{run}", "--per-query", "x.txt"], "must be a .parquet or .csv file"),
-        (["evaluate", "run", "{run}", "--compare", "x.csv"], "no results of single queries at x.csv"),
-        (["evaluate", "run", "{run}", "--compare", "{data}"], "neither a run folder nor a file of single queries"),
-        (["evaluate", "run", "{run}", "--published"], "no published table has figures of test"),
-        (
-            ["evaluate", "run", "{run}", "train.epochs=3"],
-            "'train.epochs=3' does not change the data of",
-        ),
-        (["evaluate", "run", "{run}", "--device", "abacus"], "'abacus' is not available"),
-        (["evaluate", "model", "{data}"], "is not a run folder"),
-        (
-            ["evaluate", "model", "{run}", "train.epochs=3"],
-            "'train.epochs=3' does not change the data of",
-        ),
-        (["trust", "{data}"], "is not a run folder"),
-        (
-            ["trust", "{run}", "train.epochs=3"],
-            "'train.epochs=3' does not change the data of",
-        ),
-        (["trust", "{run}", "--split", "dev"], "has no split 'dev'; it has"),
-        (["trust", "{run}", "--queries", "sounds"], "queries must be one of text, image, both, got 'sounds'"),
-        (["export", "{data}", "{new}4"], "is not a run folder"),
-        (["export", "{run}", "{data}"], "exists already; give a new or empty folder"),
-        (["evaluate", "run", "{run}", "--split", "dev"], "has no split 'dev'; it has"),
-        (["evaluate", "run", "{run}", "--distance", "cds"], "did you mean 'csd'?"),
-        (["embed", "{run}", "--out", "x.safetensors"], "which takes only --images FOLDER or --texts FILE"),
-        (["embed", "{run}", "--images", "nowhere", "--out", "x.safetensors"], "there is no folder nowhere"),
-        (["index", "{run}", "--split", "val", "--engine", "magic", "--out", "{new}3"], "unknown engine 'magic'"),
-        (["search", "{data}", "x"], "holds neither an index nor a collection"),
-        (["search", "{data}"], "nothing to search for"),
-        (["search", "{data}", "x", " "], "a text to search for is empty"),
-        (["calibrate", "{data}"], "is not a run folder"),
-        (["calibrate", "{run}", "--method", "magic"], "unknown method 'magic'; known: platt, isotonic"),
-        (["calibrate", "{run}", "--split", "dev"], "has no split 'dev'"),
-        (["recipes", "nothing"], "no recipe 'nothing'"),
-    ],
-)
-def test_a_bad_input_is_one_clear_message_and_status_2(work, sfumato, arguments, message):
+BAD_INPUTS = [
+    (["train", "nowhere.toml"], "no recipe 'nowhere.toml'"),
+    (["train", "{recipe}", "train.epoch=3"], "unknown key 'train.epoch'; did you mean 'train.epochs'?"),
+    (["train", "{recipe}", "train.epochs=no"], "with its overrides: train.epochs"),
+    (["train", "{recipe}", "loss.name=daaa"], "loss.name: unknown 'daaa'; did you mean 'daa'?"),
+    (["train", "{recipe}", "model.text.kind=9"], "known: clip, embeddings, frozen, gru, small"),
+    (["train", "flickr8k-daas"], "did you mean 'flickr8k-daa'?"),
+    (["train", "{recipe}", "train.device=abacus", "--out", "{new}"], "device 'abacus' is not available here"),
+    (["train", "{recipe}", "data.path=nowhere", "--out", "{new}2"], "there is no nowhere"),
+    (["evaluate", "run", "{data}"], "is not a run folder"),
+    (["evaluate", "files"], "give a model, or --images and --texts, or --ranked"),
+    (["evaluate", "files", "--images", "x.npy", "--texts", "y.npy"], "either --truth FILE or --benchmark NAME"),
+    (
+        ["evaluate", "files", "--images", "x.npy", "--texts", "y.npy", "--benchmark", "emoji"],
+        "no embeddings at x.npy",
+    ),
+    (["evaluate", "files", "--ranked", "x.json", "--benchmark", "cocoa"], "unknown benchmark 'cocoa'"),
+    (
+        ["evaluate", "files", "--ranked", "x.json", "--benchmark", "emoji", "--compare", "{run}"],
+        "with a file of single queries, .parquet",
+    ),
+    (["evaluate", "run", "{run}", "--strategies", "fiass"], "unknown strategy 'fiass'; known: all, pcme, mean"),
+    (["evaluate", "run", "{run}", "--strategies", "all", "--per-query", "x.csv"], "name at most one strategy"),
+    (["evaluate", "run", "{run}", "--per-query", "x.txt"], "must be a .parquet or .csv file"),
+    (["evaluate", "run", "{run}", "--compare", "x.csv"], "no results of single queries at x.csv"),
+    (["evaluate", "run", "{run}", "--compare", "{data}"], "neither a run folder nor a file of single queries"),
+    (["evaluate", "run", "{run}", "--published"], "no published table has figures of test"),
+    (
+        ["evaluate", "run", "{run}", "train.epochs=3"],
+        "'train.epochs=3' does not change the data of",
+    ),
+    (["evaluate", "run", "{run}", "--device", "abacus"], "'abacus' is not available"),
+    (["evaluate", "model", "{data}"], "is not a run folder"),
+    (
+        ["evaluate", "model", "{run}", "train.epochs=3"],
+        "'train.epochs=3' does not change the data of",
+    ),
+    (["trust", "{data}"], "is not a run folder"),
+    (
+        ["trust", "{run}", "train.epochs=3"],
+        "'train.epochs=3' does not change the data of",
+    ),
+    (["trust", "{run}", "--split", "dev"], "has no split 'dev'; it has"),
+    (["trust", "{run}", "--queries", "sounds"], "queries must be one of text, image, both, got 'sounds'"),
+    (["export", "{data}", "{new}4"], "is not a run folder"),
+    (["export", "{run}", "{data}"], "exists already; give a new or empty folder"),
+    (["evaluate", "run", "{run}", "--split", "dev"], "has no split 'dev'; it has"),
+    (["evaluate", "run", "{run}", "--distance", "cds"], "did you mean 'csd'?"),
+    (["embed", "{run}", "--out", "x.safetensors"], "which takes only --images FOLDER or --texts FILE"),
+    (["embed", "{run}", "--images", "nowhere", "--out", "x.safetensors"], "there is no folder nowhere"),
+    (["index", "{run}", "--split", "val", "--engine", "magic", "--out", "{new}3"], "unknown engine 'magic'"),
+    (["search", "{data}", "x"], "holds neither an index nor a collection"),
+    (["search", "{data}"], "nothing to search for"),
+    (["search", "{data}", "x", " "], "a text to search for is empty"),
+    (["calibrate", "{data}"], "is not a run folder"),
+    (["calibrate", "{run}", "--method", "magic"], "unknown method 'magic'; known: platt, isotonic"),
+    (["calibrate", "{run}", "--split", "dev"], "has no split 'dev'"),
+    (["recipes", "nothing"], "no recipe 'nothing'"),
+]
+
+
+def test_a_bad_input_is_one_clear_message_and_status_2(work, sfumato):
     places = {"recipe": work / "toy.toml", "run": work / "run", "data": work / "data", "new": work / "new"}
-    status, out, err = sfumato(*[a.format(**places) for a in arguments])
-    assert status == 2 and message in err and out == ""
-    assert err.startswith("sfumato: ") and "Traceback" not in err
+    wrong = []
+    for arguments, message in BAD_INPUTS:
+        status, out, err = sfumato(*[a.format(**places) for a in arguments])
+        if not (
+            status == 2 and message in err and out == "" and err.startswith("sfumato: ") and "Traceback" not in err
+        ):
+            wrong.append((arguments, status, out, err))
+    assert not wrong
 
 
 def test_a_damaged_run_is_told(work, sfumato, tmp_path):
