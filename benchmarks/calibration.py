@@ -24,10 +24,10 @@ from sfumato.calibration.calibrator import Calibration, DirectionCalibration
 from sfumato.calibration.conditional import N_NEAREST
 from sfumato.calibration.platt import METHODS, PairLogits
 from sfumato.calibration.query_scores import N_STEPS, QueryScores
-from sfumato.direction import Direction
 from sfumato.distances import get_distance
+from sfumato.ids import Direction
 from sfumato.matching import match_probability
-from sfumato.metrics.reliability import compare_calibration
+from sfumato.metrics.reliability import brier_score, expected_calibration_error, reliability_curve
 from sfumato.models.calibrate import calibrate_split
 from sfumato.models.embed import embed_split, load_split
 from sfumato.models.run import Run, load_run
@@ -59,10 +59,18 @@ def probabilities(run: Run, fitted: dict[str, Calibration], distance: Tensor, ma
     for method, calibration in fitted.items():
         found[method] = calibration.probability(distance)
         found[f"{method}, gallery size"] = calibration.of("t2i").probability(distance, n_gallery=len(distance))
-    compared = compare_calibration({name: p.flatten() for name, p in found.items()}, match.flatten().float())
-    for name, p in found.items():
-        compared[name]["expected_matches_over_true"] = float(p.double().sum() / match.sum())
-    return compared
+    label = match.flatten().float()
+    return {
+        name: {
+            "expected_calibration_error": expected_calibration_error(p.flatten(), label, binning="width"),
+            "expected_calibration_error_by_count": expected_calibration_error(p.flatten(), label),
+            "brier_score": brier_score(p.flatten(), label),
+            "curve": reliability_curve(p.flatten(), label, binning="width"),
+            "curve_by_count": reliability_curve(p.flatten(), label),
+            "expected_matches_over_true": float(p.double().sum() / match.sum()),
+        }
+        for name, p in found.items()
+    }
 
 
 def sets(calibration: Calibration, direction: Direction, distance: Tensor, match: Tensor) -> dict[str, Any]:

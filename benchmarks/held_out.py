@@ -18,9 +18,9 @@ import torch
 from ambiguity import FIGURES, baselines, measure_ambiguity
 
 from sfumato.data.emoji import load_emoji
-from sfumato.direction import Direction
 from sfumato.encoders.backbones import text_backbone
 from sfumato.evaluation.estimators import ESTIMATORS, Matching, estimate_uncertainty
+from sfumato.ids import Direction
 from sfumato.metrics.relevance import Relevance
 from sfumato.metrics.retrieval import per_query_metrics
 from sfumato.metrics.selective import auroc

@@ -34,12 +34,12 @@ import torch
 from ambiguity import baselines
 from PIL import Image
 
-from sfumato.direction import DIRECTION_OF, Side
 from sfumato.encoders.backbones import text_backbone
 from sfumato.evaluation.estimators import Matching, estimate_uncertainty
 from sfumato.evaluation.trust import words_of
 from sfumato.files import write_atomically
 from sfumato.gaussian import GaussianEmbedding
+from sfumato.ids import DIRECTION_OF, Side
 from sfumato.metrics.bootstrap import (
     Interval,
     Statistic,

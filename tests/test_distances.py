@@ -15,7 +15,7 @@ from support import references
 from support.largest import LargestTensor
 from torch.distributions import Independent, Normal, kl_divergence
 
-from sfumato.distances import DISTANCES, csd_matrix, formulas, get_distance
+from sfumato.distances import DISTANCES, csd, csd_matrix, formulas, get_distance
 from sfumato.distances.distance import Gaussians
 from sfumato.gaussian import GaussianEmbedding
 
@@ -220,7 +220,7 @@ def test_divergences_are_their_integrals(name):
 
 def test_csd_of_an_embedding_with_itself_is_twice_its_total_variance():
     x = gaussians(N, 0)
-    torch.testing.assert_close(DISTANCES["csd"].row(x, x), 2 * x.total_variance)
+    torch.testing.assert_close(csd(x, x), 2 * x.total_variance)
 
 
 @pytest.mark.parametrize("name", ["csd", "wasserstein2", "squared_l2"])

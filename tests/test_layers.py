@@ -15,7 +15,6 @@ ORDER = [
     "files",
     "ids",
     "progress",
-    "direction",
     "arrays",
     "charts",
     "gaussian",

@@ -49,6 +49,9 @@ from .distances import (
     DISTANCES as DISTANCES,
 )
 from .distances import (
+    csd as csd,
+)
+from .distances import (
     csd_matrix as csd_matrix,
 )
 from .distances import (

@@ -1,8 +1,23 @@
-"""Ids of items: one line of text that a path of HTTP, a log and a table can hold; and numbers drawn by them."""
+"""Ids of items: one line of text that a path of HTTP, a log and a table can hold; sides and directions."""
 
 import hashlib
 import re
 from collections.abc import Iterable
+from typing import Literal
+
+Direction = Literal["i2t", "t2i"]
+"""Images search among texts, or texts among images."""
+
+Side = Literal["image", "text"]
+"""The modality of an item."""
+
+DIRECTIONS: tuple[Direction, ...] = ("i2t", "t2i")
+
+DIRECTION_OF: dict[Side, Direction] = {"image": "i2t", "text": "t2i"}
+"""The direction of a search by the side of its queries."""
+
+OTHER_SIDE: dict[Side, Side] = {"image": "text", "text": "image"}
+"""The side of the gallery by that of the queries."""
 
 _CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 _SURROGATE = re.compile("[\ud800-\udfff]")

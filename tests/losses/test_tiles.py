@@ -16,7 +16,7 @@ from sfumato.losses import (
     PCMEPPOptions,
     loss_of_block,
 )
-from sfumato.losses.labels import canonical, dense_labels, label_rows, matched_rows, transposed
+from sfumato.losses.tiles import canonical, dense_labels, label_rows, matched_rows, transposed
 
 IN_TILES = [name for name, distance in DISTANCES.items() if distance.lift is not None]
 

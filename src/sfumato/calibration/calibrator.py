@@ -27,9 +27,9 @@ from sfumato.calibration.abstention import answer_limit, answered_fraction, conf
 from sfumato.calibration.conditional import N_NEAREST, ConditionalLogits, ReferenceQueries
 from sfumato.calibration.platt import PairLogits
 from sfumato.calibration.query_scores import QueryScores
-from sfumato.direction import Direction
 from sfumato.files import write_atomically
 from sfumato.gaussian import GaussianEmbedding
+from sfumato.ids import Direction
 
 _VERSION = 2
 _FIT_AGAIN = "; fit again on held-out pairs, a run's with: sfumato calibrate RUN"

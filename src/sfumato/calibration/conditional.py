@@ -25,9 +25,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from sfumato.calibration.platt import fit_logistic
-from sfumato.direction import Direction
 from sfumato.distances import Distance, get_distance
 from sfumato.gaussian import GaussianEmbedding
+from sfumato.ids import Direction
 
 N_NEAREST = 50
 """Number of a query's nearest items that its bias is computed from."""

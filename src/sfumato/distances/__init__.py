@@ -27,7 +27,6 @@ from sfumato.distances.distance import (
 from sfumato.distances.formulas import (
     bhattacharyya,
     bhattacharyya_in_place,
-    csd,
     elk,
     elk_in_place,
     js,
@@ -42,6 +41,9 @@ from sfumato.distances.formulas import (
     wasserstein2_printed,
     wasserstein2_root,
 )
+from sfumato.distances.formulas import (
+    csd as csd_formula,
+)
 from sfumato.gaussian import GaussianEmbedding
 
 _WITH_STD, _WITH_VAR = Lift(columns=lambda e: (e.log_var / 2).exp()), Lift(columns=lambda e: e.var)
@@ -49,7 +51,7 @@ _WITH_STD, _WITH_VAR = Lift(columns=lambda e: (e.log_var / 2).exp()), Lift(colum
 DISTANCES: dict[str, Distance] = {
     distance.name: distance
     for distance in (
-        closed_form(csd, lift=Lift(offset=lambda e: e.total_variance)),
+        closed_form(csd_formula, lift=Lift(offset=lambda e: e.total_variance)),
         closed_form(squared_l2, lift=Lift()),
         closed_form(wasserstein2, lift=_WITH_STD),
         closed_form(wasserstein2_root, lambda x, y: safe_sqrt(_WITH_STD.product(x, y))),
@@ -66,6 +68,27 @@ DISTANCES: dict[str, Distance] = {
 """Every distance by name; recipes and commands choose from these, or take nearest_of_K for items of K embeddings."""
 
 squared_l2_matrix = DISTANCES["squared_l2"].matrix
+
+
+def csd(x: GaussianEmbedding, y: GaussianEmbedding) -> Tensor:
+    """Closed-form sampled distance row by row, ||mean_x - mean_y||^2 + sum(var_x) + sum(var_y): see :func:`csd_matrix`.
+
+    Args:
+        x, y: (n, d) embeddings; same n, d, dtype and device.
+
+    Returns:
+        (n,) distances >= 0, in float32 or better; smaller is closer.
+
+    Raises:
+        ValueError: n, d, dtype or device differ.
+
+    Example:
+        >>> a = GaussianEmbedding(torch.zeros(1, 2), torch.zeros(1, 2))
+        >>> b = GaussianEmbedding.point(torch.tensor([[3.0, 4.0]]))
+        >>> csd(a, b)
+        tensor([27.])
+    """
+    return DISTANCES["csd"].row(x, y)
 
 
 def csd_matrix(x: GaussianEmbedding, y: GaussianEmbedding) -> Tensor:
@@ -124,6 +147,7 @@ __all__ = [
     "DISTANCES",
     "Distance",
     "Lift",
+    "csd",
     "csd_matrix",
     "get_distance",
     "reduce_sample_distances",

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from sfumato.direction import Direction
 from sfumato.gaussian import GaussianEmbedding, accumulation_dtype, reparametrised
+from sfumato.ids import Direction
 
 DEFAULT_MEMORY_MB = 64.0
 """Working memory of the sampled distances, beside inputs and result."""

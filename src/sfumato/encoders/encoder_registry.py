@@ -6,7 +6,6 @@ from typing import Any
 from pydantic_core import PydanticKnownError
 from tokenizers import Tokenizer
 
-from sfumato.direction import Side
 from sfumato.encoders.clip import ClipImageConfig, ClipTextConfig, build_clip_image, build_clip_text, clip_tokenizer
 from sfumato.encoders.convolutional import EfficientNetImageConfig, ResNetImageConfig, build_efficientnet, build_resnet
 from sfumato.encoders.encoder_protocol import (
@@ -36,6 +35,7 @@ from sfumato.encoders.scratch import (
     small_tokenizer,
     words_of_texts,
 )
+from sfumato.ids import Side
 
 ENCODERS: dict[Side, dict[str, EncoderEntry]] = {
     "image": {

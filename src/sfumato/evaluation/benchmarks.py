@@ -13,12 +13,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sfumato.direction import DIRECTIONS, Direction
 from sfumato.distances import Distance, get_distance
 from sfumato.evaluation.benchmark_ground_truths import coco_image_id
 from sfumato.evaluation.ground_truth import RECALLS, GroundTruth
 from sfumato.evaluation.protocols import Ranker
 from sfumato.gaussian import GaussianEmbedding, ScalarUncertainty
+from sfumato.ids import DIRECTIONS, Direction
 from sfumato.metrics.relevance import Relevance, sorted_distinct
 from sfumato.metrics.retrieval import (
     Better,

@@ -14,11 +14,11 @@ import torch
 from sfumato.data.images import ImageSource
 from sfumato.data.pairs import PairData
 from sfumato.data.transforms import IMAGE_CORRUPTIONS, TEXT_CORRUPTIONS, ImageCorruption, TextCorruption
-from sfumato.direction import Side
 from sfumato.encoders.dual import DualEncoder
 from sfumato.encoders.feature_rows import features_read
 from sfumato.evaluation.estimators import Estimator, Matching, estimate_uncertainty
 from sfumato.gaussian import GaussianEmbedding
+from sfumato.ids import Side
 from sfumato.metrics.bootstrap import Interval, Statistic, bootstrap, mean_statistic
 from sfumato.metrics.relevance import Relevance
 from sfumato.metrics.retrieval import per_query_metrics

@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from sfumato.direction import Direction
 from sfumato.distances import Distance, get_distance, squared_l2_matrix
 from sfumato.gaussian import GaussianEmbedding
+from sfumato.ids import Direction
 from sfumato.inclusion import inclusion_test, log_inclusion
 from sfumato.matching import match_logit
 from sfumato.metrics.relevance import Relevance

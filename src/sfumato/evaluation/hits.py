@@ -15,8 +15,8 @@ from torch import Tensor
 
 from sfumato.calibration.calibrator import Calibration, DirectionCalibration
 from sfumato.calibration.conditional import N_NEAREST, no_reference_error
-from sfumato.direction import Direction
 from sfumato.gaussian import GaussianEmbedding
+from sfumato.ids import Direction
 from sfumato.metrics.reliability import (
     brier_score,
     expected_calibration_error,

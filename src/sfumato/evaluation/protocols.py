@@ -7,10 +7,10 @@ from typing import Any, Protocol, get_args
 import numpy as np
 import torch
 
-from sfumato.direction import DIRECTIONS, Direction
 from sfumato.distances import Distance, get_distance
 from sfumato.errors import UserError
 from sfumato.gaussian import GaussianEmbedding, ScalarUncertainty
+from sfumato.ids import DIRECTIONS, Direction
 from sfumato.metrics.relevance import Relevance
 from sfumato.metrics.retrieval import beats_chance, chance_metrics, per_query_metrics, retrieval_metrics
 from sfumato.metrics.uncertainty import balanced_spearman, none_if_nan, recall_by_uncertainty, spearman

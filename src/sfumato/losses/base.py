@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from sfumato.arrays import Array, as_tensor
 from sfumato.distances import Distance, get_distance
 from sfumato.gaussian import GaussianEmbedding, accumulation_dtype
-from sfumato.losses.labels import canonical, dense_labels, label_rows, transposed
+from sfumato.losses.tiles import canonical, dense_labels, label_rows, transposed
 from sfumato.matching import MatchingLogits
 
 MAX_PAIRS = 2**22

@@ -17,8 +17,7 @@ from sfumato.losses.base import (
     sum_of_terms,
     whole_batch,
 )
-from sfumato.losses.labels import matched_rows
-from sfumato.losses.tiles import PairTerms, Tile, Tiles, pair_sums
+from sfumato.losses.tiles import PairTerms, Tile, Tiles, matched_rows, pair_sums
 from sfumato.matching import MatchingLogits, match_logit
 
 LARGEST_SCALE = "largest scale of the InfoNCE loss; 0: no limit. 50 is CLIP's and open_clip's limit, 100 on the cosine"

@@ -4,7 +4,6 @@ The inputs are predictions and outcomes of any source. Curves are plain numbers,
 """
 
 import math
-from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -134,22 +133,6 @@ def calibration_error_by_chance(
     return float(errors.mean())
 
 
-def compare_calibration(
-    probability: Mapping[str, Array], match: Array, *, n_bins: int = N_BINS
-) -> dict[str, dict[str, Any]]:
-    """Compare several predictions of the same outcomes, e.g. before and after calibration. match (k,)."""
-    return {
-        name: {
-            "expected_calibration_error": expected_calibration_error(p, match, n_bins=n_bins, binning="width"),
-            "expected_calibration_error_by_count": expected_calibration_error(p, match, n_bins=n_bins),
-            "brier_score": brier_score(p, match),
-            "curve": reliability_curve(p, match, n_bins=n_bins, binning="width"),
-            "curve_by_count": reliability_curve(p, match, n_bins=n_bins),
-        }
-        for name, p in probability.items()
-    }
-
-
 def wilson_interval(fraction: float, n: int, *, confidence: float = 0.95) -> tuple[float, float]:
     """Wilson's score interval of a fraction of n independent cases; approximate, and never outside of [0, 1].
 
@@ -157,7 +140,8 @@ def wilson_interval(fraction: float, n: int, *, confidence: float = 0.95) -> tup
 
     Returns (low, high).
     """
-    _check_confidence("wilson_interval", confidence)
+    if not 0 < confidence < 1:
+        raise ValueError(f"wilson_interval: confidence must be between 0 and 1, got {confidence}")
     if n == 0:
         return 0.0, 1.0
     z = math.sqrt(2) * float(torch.erfinv(torch.tensor(confidence, dtype=torch.float64)))
@@ -177,24 +161,6 @@ def binomial_tail(k: int, n: int, p: float) -> float:
     i = torch.arange(k + 1, dtype=torch.float64)
     log_ways = math.lgamma(n + 1) - torch.lgamma(i + 1) - torch.lgamma(n - i + 1)
     return min(1.0, float((log_ways + i * math.log(p) + (n - i) * math.log1p(-p)).logsumexp(0).exp()))
-
-
-def clopper_pearson_upper(errors: int, n: int, *, confidence: float = 0.95) -> float:
-    """The exact one-sided upper confidence bound of a binomial error rate.
-
-    Paper: Clopper and Pearson, "The use of confidence or fiducial limits illustrated in the case of the binomial",
-    1934.
-    """
-    _check_confidence("clopper_pearson_upper", confidence)
-    if not 0 <= errors <= n:
-        raise ValueError(f"clopper_pearson_upper: errors must be between 0 and n = {n}, got {errors}")
-    if errors == n:
-        return 1.0
-    low, high = 0.0, 1.0
-    for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (middle, high) if binomial_tail(errors, n, middle) > 1 - confidence else (low, middle)
-    return high
 
 
 def mean_loss_p_value(mean: float, n: int, limit: float) -> float:
@@ -242,8 +208,3 @@ def _check_predictions(who: str, probability: Tensor, match: Tensor) -> None:
             f"{who}: got {tuple(probability.shape)} probabilities for {tuple(match.shape)} labels;"
             " both must be (k,), k >= 1"
         )
-
-
-def _check_confidence(who: str, confidence: float) -> None:
-    if not 0 < confidence < 1:
-        raise ValueError(f"{who}: confidence must be between 0 and 1, got {confidence}")

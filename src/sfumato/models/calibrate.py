@@ -27,11 +27,11 @@ from sfumato.data.images import Problems
 from sfumato.data.pairs import PairData
 from sfumato.data.sources import DataConfig
 from sfumato.data.splits import WORDINGS
-from sfumato.direction import Direction
 from sfumato.distances import get_distance
 from sfumato.encoders.dual import DualEncoder
 from sfumato.errors import UserError
 from sfumato.gaussian import GaussianEmbedding
+from sfumato.ids import Direction
 from sfumato.metrics.reliability import calibration_error_by_chance, expected_calibration_error
 from sfumato.metrics.selective import auroc
 from sfumato.models.embed import embed_split, load_split, load_splits, prepare_split

@@ -34,7 +34,6 @@ from pydantic import (
 
 from sfumato.data.feature_tables import resolved_table
 from sfumato.data.sources import DataConfig, get_source
-from sfumato.direction import Side
 from sfumato.distances import get_distance
 from sfumato.encoders.encoder_protocol import ImageEncoderConfig, TextEncoderConfig
 from sfumato.encoders.encoder_registry import ENCODERS, encoder_entry, encoder_section
@@ -42,6 +41,7 @@ from sfumato.encoders.package_weights import Precision
 from sfumato.encoders.scratch import SmallImageConfig, SmallTextConfig
 from sfumato.errors import UserError
 from sfumato.files import recipe_folder, write_atomically
+from sfumato.ids import Side
 from sfumato.losses import LOSSES, LossOptions
 
 _ImageSection = Annotated[SerializeAsAny[ImageEncoderConfig], BeforeValidator(partial(encoder_section, "image"))]

@@ -25,7 +25,6 @@ from tokenizers import Tokenizer
 from torch import Tensor, nn
 
 from sfumato.calibration.calibrator import Calibration
-from sfumato.direction import Side
 from sfumato.encoders.dual import DualEncoder, Tower
 from sfumato.encoders.encoder_protocol import BuildContext
 from sfumato.encoders.encoder_registry import encoder_entry
@@ -33,6 +32,7 @@ from sfumato.encoders.frozen import FrozenImageConfig, FrozenTextConfig
 from sfumato.encoders.heads import GaussianHead, HeadOptions
 from sfumato.errors import UserError, as_typed, first_line
 from sfumato.files import write_atomically, write_json
+from sfumato.ids import Side
 from sfumato.losses import LOSSES, MatchLoss
 from sfumato.losses.pcme import SIGMOIDS, PCMELoss
 from sfumato.matching import SampledLogits

@@ -13,8 +13,8 @@ from typing import ClassVar, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from sfumato.direction import Side
 from sfumato.gaussian import GaussianEmbedding
+from sfumato.ids import Side
 from sfumato.posthoc.method import FrozenPairs, PosthocMethod, unit
 
 Optimiser = Literal["adamw", "adam", "sgd"]

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from sfumato.direction import Side
 from sfumato.gaussian import GaussianEmbedding
+from sfumato.ids import Side
 from sfumato.posthoc.adapters import (
     AdapterMethod,
     AdapterTraining,

@@ -26,8 +26,8 @@ import torch
 from torch import Tensor
 
 from sfumato.calibration.platt import fit_logits
-from sfumato.direction import Side
 from sfumato.gaussian import accumulation_dtype
+from sfumato.ids import Side
 from sfumato.posthoc.method import FrozenPairs, PosthocMethod, check_embeddings, check_rows, unit
 
 SHRINKAGE = 0.01

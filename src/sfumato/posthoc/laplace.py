@@ -21,8 +21,8 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from sfumato.direction import OTHER_SIDE, Side
 from sfumato.gaussian import GaussianEmbedding
+from sfumato.ids import OTHER_SIDE, Side
 from sfumato.posthoc.curvature import kronecker_factors, with_bias_column
 from sfumato.posthoc.method import FrozenPairs, PosthocMethod, check_rows
 

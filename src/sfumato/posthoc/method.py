@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from sfumato.direction import Side
 from sfumato.gaussian import GaussianEmbedding, accumulation_dtype
+from sfumato.ids import Side
 
 
 class TwoSides:

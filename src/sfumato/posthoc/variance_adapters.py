@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from sfumato.calibration.platt import fit_logits
-from sfumato.direction import Side
 from sfumato.distances import squared_l2_matrix
 from sfumato.gaussian import GaussianEmbedding
+from sfumato.ids import Side
 from sfumato.losses import PCMEPPLoss, PCMEPPOptions, ProLIPLoss, ProLIPOptions
 from sfumato.posthoc.adapters import (
     MIN_PAIRS,

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from sfumato.calibration.calibrator import Calibration
 from sfumato.charts import CARD, FAINT, FIRST, INK, SECOND, Chart, data_url
-from sfumato.direction import Direction
 from sfumato.distances import get_distance
 from sfumato.evaluation.protocols import Evaluation
 from sfumato.gaussian import GaussianEmbedding, ScalarUncertainty
+from sfumato.ids import Direction
 from sfumato.matching import match_probability
 from sfumato.metrics.relevance import Relevance
 from sfumato.metrics.reliability import (

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from sfumato.charts import FIRST, STYLE, data_url, new_axes, render_page, require_matplotlib
 from sfumato.data.images import ImageSource, thumbnail
-from sfumato.direction import Direction
 from sfumato.errors import UserError
+from sfumato.ids import Direction
 from sfumato.search.stores.protocol import Filter
 
 if TYPE_CHECKING:

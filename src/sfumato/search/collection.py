@@ -27,11 +27,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from sfumato.calibration.calibrator import Calibration
-from sfumato.direction import Direction
 from sfumato.errors import UserError
 from sfumato.files import is_unused, sync_folder, write_atomically
 from sfumato.gaussian import GaussianEmbedding
-from sfumato.ids import check_ids
+from sfumato.ids import Direction, check_ids
 from sfumato.search.atomic_folder import load_folder, save_folder
 from sfumato.search.gallery import (
     N_WHOLE,

@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sfumato.direction import Direction
 from sfumato.distances import Distance, get_distance, seeded_samples
 from sfumato.gaussian import GaussianEmbedding
+from sfumato.ids import Direction
 from sfumato.metrics.relevance import Relevance
 from sfumato.metrics.retrieval import relevant_ranks
 from sfumato.search.screening import pair_distances

@@ -18,8 +18,8 @@ from torch.nn import functional
 
 from sfumato.calibration.calibrator import Calibration, DirectionCalibration
 from sfumato.calibration.conditional import REFERENCE_FEATURES, ReferenceQueries
-from sfumato.direction import Direction
 from sfumato.gaussian import GaussianEmbedding, check_finite
+from sfumato.ids import Direction
 from sfumato.matching import match_probability
 from sfumato.search.answer import Answer, Hit, check_native, check_unfiltered, verdict
 from sfumato.search.stores.protocol import Filter

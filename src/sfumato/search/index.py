@@ -23,10 +23,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from sfumato.calibration.calibrator import Calibration
-from sfumato.direction import Direction
 from sfumato.distances import Distance, get_distance
 from sfumato.gaussian import GaussianEmbedding, check_finite
-from sfumato.ids import check_ids
+from sfumato.ids import Direction, check_ids
 from sfumato.search.atomic_folder import load_folder, save_folder
 from sfumato.search.exact import closest_candidates, distance_blocks, top_k
 from sfumato.search.gallery import (

@@ -15,7 +15,6 @@ import torch
 from sfumato.data.images import MemoryImage, thumbnail
 from sfumato.data.pairs import PairData
 from sfumato.data.sources import DataConfig
-from sfumato.direction import DIRECTION_OF, Side
 from sfumato.encoders.feature_rows import features_read
 from sfumato.errors import UserError, counted
 from sfumato.evaluation.corruption import Resampling, corrupted_queries, follow_corruption, not_corrupted
@@ -23,6 +22,7 @@ from sfumato.evaluation.estimators import ESTIMATORS, Estimator, Matching
 from sfumato.evaluation.protocols import EmbeddedSplit, evaluate_retrieval
 from sfumato.evaluation.trust import resampled_together
 from sfumato.gaussian import GaussianEmbedding
+from sfumato.ids import DIRECTION_OF, Side
 from sfumato.metrics.relevance import Relevance
 from sfumato.models.embed import PreparedSplit, embed_split, load_split
 from sfumato.models.model import Model

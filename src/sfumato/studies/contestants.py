@@ -15,9 +15,9 @@ from torch import Tensor
 
 from sfumato.calibration.calibrator import Calibration
 from sfumato.calibration.conditional import N_NEAREST
-from sfumato.direction import DIRECTION_OF, OTHER_SIDE, Direction, Side
 from sfumato.evaluation.estimators import ESTIMATORS, NEAREST, Block, Estimator, Matching, estimate_uncertainty
 from sfumato.gaussian import GaussianEmbedding
+from sfumato.ids import DIRECTION_OF, OTHER_SIDE, Direction, Side
 from sfumato.models.calibrate import calibrate_split
 from sfumato.posthoc import METHODS, PosthocMethod
 from sfumato.studies.frozen_model import FrozenModel, FrozenSplit

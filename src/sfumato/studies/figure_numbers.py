@@ -16,12 +16,12 @@ from torch import Tensor
 
 from sfumato.data.captioned import emoji_labelled, read_class_folder, read_class_names
 from sfumato.data.images import thumbnail
-from sfumato.direction import Direction
 from sfumato.errors import UserError
 from sfumato.evaluation.embedded_input import Measured, measure
 from sfumato.evaluation.papers import PaperItem
 from sfumato.evaluation.protocols import EvaluationOptions
 from sfumato.gaussian import GaussianEmbedding
+from sfumato.ids import Direction
 from sfumato.losses import InfoNCEOptions, PCMEPPOptions, TripletOptions, infonce_loss, pcmepp_loss, triplet_loss
 from sfumato.matching import MATCH_PROBABILITY
 from sfumato.metrics.reliability import wilson_interval

@@ -17,7 +17,6 @@ from torch import Tensor
 from sfumato.data.images import FileImage
 from sfumato.data.pairs import PairData
 from sfumato.data.sources import DataConfig
-from sfumato.direction import DIRECTION_OF, OTHER_SIDE, Side
 from sfumato.distances import get_distance
 from sfumato.encoders.dual import Tower
 from sfumato.encoders.encoder_protocol import Item
@@ -28,6 +27,7 @@ from sfumato.evaluation.corruption import CorruptedInputs, corrupted_inputs, not
 from sfumato.evaluation.protocols import Query
 from sfumato.evaluation.trust import many_to_many, resampled_together
 from sfumato.gaussian import GaussianEmbedding
+from sfumato.ids import DIRECTION_OF, OTHER_SIDE, Side
 from sfumato.metrics.relevance import Relevance
 from sfumato.models.embed import PreparedSplit, load_split
 from sfumato.models.model import Model

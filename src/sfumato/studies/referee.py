@@ -24,14 +24,13 @@ import numpy as np
 import torch
 
 from sfumato.calibration.calibrator import Calibration
-from sfumato.direction import DIRECTION_OF, OTHER_SIDE, Side
 from sfumato.errors import UserError
 from sfumato.evaluation.corruption import corruption_statistics
 from sfumato.evaluation.protocols import Query
 from sfumato.files import read_json, write_json
 from sfumato.gaussian import GaussianEmbedding
+from sfumato.ids import DIRECTION_OF, OTHER_SIDE, Side
 from sfumato.matching import match_probability
-from sfumato.metrics.binned import RecallBinning, binned_recall
 from sfumato.metrics.bootstrap import (
     Interval,
     Statistic,
@@ -49,7 +48,7 @@ from sfumato.metrics.selective import (
     excess_aurc_statistic,
     rejection_ratio_statistic,
 )
-from sfumato.metrics.uncertainty import balanced_spearman
+from sfumato.metrics.uncertainty import RecallBinning, balanced_spearman, binned_recall
 from sfumato.posthoc import METHODS, NOT_BUILT, AdapterMethod, fit_hit_logits
 from sfumato.studies.contestants import (
     CONTESTANTS,
@@ -121,7 +120,7 @@ class ContestantFigures:
     platt: tuple[float, float] | None
     absent_auroc: float
     ambiguity: Interval | None
-    minus_s_r2: dict[str, dict[str, Any]]  # by binning, see :class:`~sfumato.metrics.binned.BinnedRecall`
+    minus_s_r2: dict[str, dict[str, Any]]  # by binning, see :class:`~sfumato.metrics.uncertainty.BinnedRecall`
     ms_per_query: float  # time of the uncertainties, the whole gallery at once
     query_megabytes: float | None
 

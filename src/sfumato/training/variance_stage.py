@@ -13,12 +13,12 @@ from torch import Tensor
 
 from sfumato.calibration.platt import fit_logits
 from sfumato.data.pairs import PairData
-from sfumato.direction import Direction
 from sfumato.encoders.dual import DualEncoder, Tower
 from sfumato.encoders.features import Store
 from sfumato.errors import UserError
 from sfumato.evaluation.estimators import ESTIMATORS, Matching, estimate_uncertainty
 from sfumato.gaussian import GaussianEmbedding
+from sfumato.ids import Direction
 from sfumato.losses import dispersion_loss, match_dispersion
 from sfumato.metrics.relevance import Relevance
 from sfumato.metrics.uncertainty import spearman

@@ -23,7 +23,6 @@ from sfumato.calibration.conditional import Population
 from sfumato.data.feature_tables import open_table, resolved_table
 from sfumato.data.images import Problems
 from sfumato.data.pairs import PairData
-from sfumato.direction import Direction
 from sfumato.distances import get_distance
 from sfumato.encoders.backbones import joint_image, joint_text
 from sfumato.encoders.feature_rows import described_by
@@ -32,6 +31,7 @@ from sfumato.evaluation.hits import HitFigures, first_hits, measure_hits, withou
 from sfumato.evaluation.protocols import Evaluation, evaluate_retrieval
 from sfumato.files import write_atomically, write_json
 from sfumato.gaussian import GaussianEmbedding
+from sfumato.ids import Direction
 from sfumato.metrics.bootstrap import Interval, Statistic, bootstrap
 from sfumato.models.calibrate import calibrate_split, embed_reference, some_positions
 from sfumato.models.embed import embed_split, load_splits, prepare_split

@@ -16,10 +16,10 @@ from sfumato.data.feature_tables import EmbeddingRow
 from sfumato.data.images import FileImage, FolderImages, Images, Problems, SplitImages, UploadedImages
 from sfumato.data.sources import DataConfig
 from sfumato.data.splits import WORDINGS
-from sfumato.direction import Direction
 from sfumato.encoders.feature_rows import EmbeddingProcessor
 from sfumato.errors import UserError
 from sfumato.gaussian import GaussianEmbedding
+from sfumato.ids import Direction
 from sfumato.models.calibrate import describe_calibration
 from sfumato.models.embed import (
     embed_folder,

@@ -12,13 +12,13 @@ from pathlib import Path
 import torch
 
 from sfumato.data.images import ImageInput, Problems, SplitImages, image_sources
-from sfumato.direction import Direction
 from sfumato.distances import get_distance
 from sfumato.encoders.dual import DualEncoder
 from sfumato.encoders.feature_rows import EmbeddingProcessor, features_read
 from sfumato.errors import UserError, as_typed, counted
 from sfumato.evaluation.hits import first_hits
 from sfumato.gaussian import GaussianEmbedding
+from sfumato.ids import Direction
 from sfumato.metrics.reliability import N_BINS
 from sfumato.metrics.reliability_plot import Reliability
 from sfumato.models.calibrate import some_positions

@@ -15,7 +15,6 @@ from sfumato.calibration.conditional import Population
 from sfumato.data.pairs import PairData
 from sfumato.data.sources import DataConfig
 from sfumato.data.splits import WORDINGS
-from sfumato.direction import DIRECTION_OF, Side
 from sfumato.distances import get_distance
 from sfumato.errors import UserError
 from sfumato.evaluation.corruption import Corrupted, corrupted_queries, not_corrupted
@@ -34,6 +33,7 @@ from sfumato.evaluation.trust import (
 )
 from sfumato.files import write_json
 from sfumato.gaussian import GaussianEmbedding
+from sfumato.ids import DIRECTION_OF, Side
 from sfumato.metrics.relevance import Relevance
 from sfumato.models.calibrate import calibrate_split, embed_reference, queries_of
 from sfumato.models.embed import embed_split, load_split

@@ -10,10 +10,10 @@ import torch
 from safetensors.numpy import load_file
 from scipy import stats
 
-from sfumato.metrics.binned import RecallBinning, binned_recall, binned_recall_statistic, minus_s_r2
 from sfumato.metrics.bootstrap import bootstrap
 from sfumato.metrics.reliability import expected_calibration_error, log_loss
 from sfumato.metrics.selective import auroc
+from sfumato.metrics.uncertainty import RecallBinning, binned_recall, binned_recall_statistic, minus_s_r2
 
 SHARED = Path(os.environ.get("SFUMATO_SHARED", Path(__file__).resolve().parents[2].parent / "shared"))
 BINNINGS = RecallBinning.__args__
