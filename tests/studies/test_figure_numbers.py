@@ -282,7 +282,6 @@ def test_prompts_kept_are_those_of_zeroshot(made, sfumato, tmp_path):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ('"PCME++ Fig. A.1"', "repeat it with `sfumato toy"),
         ('"PCME++ Fig. A.3" --data emoji', "made without data"),
         ('"PCME++ Fig. A.3" --seeds 2', "shows no run; leave out --seeds 2"),
         ('"PCME Fig. 8" --data emoji --seeds 2', "shows one run; leave out --seeds 2"),

@@ -63,7 +63,7 @@ def main() -> None:
         if error.code == _INTERRUPTED:
             print(
                 "sfumato: interrupted. No file is incomplete."
-                " The same demo, train, ablate, table, adopt, embed or audit --cross-fit continues where it stopped.",
+                " The same demo, train, table, adopt, embed or audit --cross-fit continues where it stopped.",
                 file=sys.stderr,
             )
         raise

@@ -1,4 +1,4 @@
-"""The commands that study a model, its data and the papers: analyse, crops, zeroshot, audit, referee, report, table."""
+"""The commands that study a model, its data and the papers: analyse, zeroshot, audit, referee, report, table."""
 
 import json
 import re
@@ -99,58 +99,6 @@ def analyse(
         print(json.dumps(found.to_json() | {"out": str(folder)}, ensure_ascii=False))
         return
     print_analyses(found.to_json())
-    print(f"page: {page}")
-
-
-@command()
-def crops(
-    model: ModelName,
-    regions: Annotated[Path, flag("Boxes with phrases, in the format of Visual Genome's region_descriptions.json.")],
-    images: Annotated[
-        Path, flag("Folder of the images, ID.jpg or ID.png; its VG_100K and VG_100K_2 are searched too.")
-    ],
-    thresholds: Annotated[
-        str, flag("Largest areas of a box, as fractions of its image, separated by commas.")
-    ] = "0.1,0.2,0.3,0.4,0.5",
-    sample: Annotated[int, flag("Number of images, chosen at random.", min=1)] = 2000,
-    uncertainty: Annotated[str, flag("Estimator: total_variance, log_det or geometric_std.")] = "total_variance",
-    bootstrap: Bootstrap = 1000,
-    seed: Seed = 0,
-    out: Annotated[
-        Path | None,
-        flag("Folder to write. Default: crops, in the run's folder or, for other models, in the current one."),
-    ] = None,
-    device: Device = "auto",
-    as_json: AsJson = False,
-) -> None:
-    """Compare crops of one thing with crops of two.
-
-    Measures their uncertainty, and how often each finds its own caption. In each image, A is the largest box below a
-    threshold, B a box that overlaps little with A, and C the crop around both.
-    """
-    from sfumato import __version__
-    from sfumato.charts import require_matplotlib
-    from sfumato.models.load import load_model
-    from sfumato.models.run import choose_device
-    from sfumato.reports.studies import print_crops, write_crops
-    from sfumato.studies.crops import study_crops
-
-    require_matplotlib()
-    try:
-        fractions = [float(fraction) for fraction in parse_names(thresholds)]
-    except ValueError:
-        raise UserError(f"--thresholds {thresholds}: expected fractions with commas between, e.g. 0.1,0.3") from None
-    folder = out or (Path(model) if is_run(model) else Path()) / "crops"
-    check_out_folder(folder)
-    study, examples, problems = study_crops(
-        load_model(model, device=choose_device(device)), regions, images, name=Path(model).resolve().name,
-        thresholds=fractions, sample=sample, uncertainty=uncertainty, n_resamples=bootstrap, seed=seed,
-    )  # fmt: skip
-    page = write_crops(study, examples, problems, folder, __version__)
-    if as_json:
-        print(json.dumps(study.to_json() | {"out": str(folder)}, ensure_ascii=False))
-        return
-    print_crops(study.to_json())
     print(f"page: {page}")
 
 
@@ -491,7 +439,11 @@ def table(
     name: Annotated[str | None, word('Table or figure, e.g. "PCME++ 3" or "PCME++ Fig. 3".', "ID")] = None,
     overrides: Annotated[
         list[str] | None,
-        word("Change to the recipes of all rows, e.g. data.path=... or train.epochs=5.", "SECTION.KEY=VALUE"),
+        word(
+            "Change to the recipes of all rows, e.g. data.path=... or train.epochs=5, or a study's setting:"
+            " toy.seed=1, crops.model=RUN, ablate.recipe=RECIPE. A wrong one lists them.",
+            "SECTION.KEY=VALUE",
+        ),
     ] = None,
     listed: Annotated[bool, flag("List all tables and figures with their state and what they need.", "--list")] = False,
     data: Annotated[
@@ -518,7 +470,7 @@ def table(
     """
     from sfumato.evaluation.papers import find_item, paper_items
     from sfumato.reports.papers import print_items, print_published
-    from sfumato.studies.paper_tables import choose_data
+    from sfumato.studies.paper_tables import choose_data, with_settings
 
     if listed or name is None:
         if as_json:
@@ -530,7 +482,8 @@ def table(
     if published:
         print(json.dumps(item.rows, ensure_ascii=False)) if as_json else print_published(item)
         return
-    chosen = choose_data(item, data, overrides or [])
+    item, changes = with_settings(item, overrides or [])
+    chosen = choose_data(item, data, changes)
     if instances and not (item.plausible and chosen.name == "coco"):
         raise UserError("--instances is for PMRP on COCO; leave it out")
     folder = (out or Path("tables")) / _folder_name(item.id)

@@ -1,4 +1,4 @@
-"""The commands that train (train, ablate, calibrate), and those that need no data (demo, toy, recipes)."""
+"""The commands that train (train, calibrate), and those that need no data (demo, recipes)."""
 
 import json
 from pathlib import Path
@@ -10,11 +10,9 @@ from sfumato.cli.common import (
     Overrides,
     RecipeName,
     RunFolder,
-    Split,
     check_out_folder,
     command,
     flag,
-    parse_names,
     print_result,
     word,
     writing,
@@ -59,56 +57,6 @@ def train(
         calibrated = "calibrated on validation pairs" if result["calibrated"] else "not calibrated: there are no pairs"
         line = f"nothing was trained: the model is used as it is; its probabilities are {calibrated}: {result['run']}"
     print_result(result, as_json, line)
-
-
-@command()
-def ablate(
-    recipe: RecipeName,
-    overrides: Overrides = None,
-    trained: Annotated[
-        str | None,
-        flag(
-            "Distances to train with, separated by commas, e.g. csd,wasserstein2. Default: all that need no samples.",
-            "--train",
-        ),
-    ] = None,
-    retrieved: Annotated[
-        str | None,
-        flag("Distances to rank by, separated by commas. Default: those of --train.", "--retrieve"),
-    ] = None,
-    seeds: Annotated[
-        int, flag("Number of runs per distance; their seeds count up from the recipe's train.seed.", min=1)
-    ] = 1,
-    split: Split = "test",
-    out: Annotated[Path | None, flag("Folder of the runs. Default: runs/ablation-NAME-OF-THE-RECIPE.")] = None,
-    device: Device = "auto",
-    as_json: AsJson = False,
-) -> None:
-    """Compare distances: train with each, rank by each.
-
-    The runs are OUT/DISTANCE-SEED. Runs that are finished there, also by `sfumato train`, are used as they are.
-    """
-    from sfumato.errors import counted
-    from sfumato.models.recipe import find_recipe, load_recipe
-    from sfumato.models.run import choose_device
-    from sfumato.reports.studies import print_ablation
-    from sfumato.training.ablation import ABLATED, ablate, ablation_file
-
-    resolved = load_recipe(find_recipe(recipe), overrides or [])
-    folder = out or Path("runs") / f"ablation-{resolved.name}"
-    check_out_folder(folder)
-    names = ABLATED if trained is None else parse_names(trained)
-    result = ablate(
-        resolved, folder, trained=names, retrieved=names if retrieved is None else parse_names(retrieved),
-        n_seeds=seeds, split=split, device=choose_device(device),
-    )  # fmt: skip
-    if as_json:
-        print(json.dumps(result.to_json()))
-        return
-    print_ablation(result.cells, f"{resolved.name}, {split}, {counted(seeds, 'seed')}")
-    for run, why in result.failed.items():
-        print(f"{run}: {why}")
-    print(f"written to {ablation_file(folder, split)}")
 
 
 @command()
@@ -164,28 +112,6 @@ def demo(
     result = run_demo(out, overrides or [])
     if as_json:
         print(json.dumps(result, ensure_ascii=False))
-
-
-@command()
-def toy(
-    seed: Annotated[int, flag("Seed of the samples and the batches.")] = 0,
-    out: Annotated[Path, flag("Folder for the image and the animation.")] = Path("runs/toy"),
-    updates: Annotated[int, flag("Number of mini-batches that each method is trained on.", min=1)] = 500,
-    as_json: AsJson = False,
-) -> None:
-    """Repeat the 2-D toy study of the PCME++ paper.
-
-    Does each method give uncertain samples larger variances than certain ones?
-    """
-    from sfumato.reports.studies import print_toy
-    from sfumato.studies.toy import run_toy
-
-    check_out_folder(out)
-    result = run_toy(out, seed=seed, updates=updates)
-    if as_json:
-        print(json.dumps(result))
-        return
-    print_toy(result, f"mean variance of uncertain over certain samples, seed {seed}, {updates} updates")
 
 
 @command()

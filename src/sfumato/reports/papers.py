@@ -43,6 +43,7 @@ from sfumato.reports.tables import (
     clipped,
     digits,
     in_words,
+    interval,
     number,
     percent,
     print_table,
@@ -100,14 +101,22 @@ def print_items(items: Mapping[str, PaperItem]) -> None:
 
 
 def paper_table(table: PaperTable) -> Table:
-    """A repeated table: label, then ours and published of each figure."""
+    """A repeated table: label, then ours and published of each figure, if some are."""
+    wide = 1 + _published_too(table)
     averaged = averaged_over(table.n_seeds, table.n_variants)
     data = f"{table.data.title}, split {table.split}"
     return Table(
         f"{table.item.id}: {table.item.about}. Ours: {data}, {averaged}; per cent",
-        ["", *(cell for name in table.columns for cell in (short_name(name), "published"))],
+        ["", *(cell for name in table.columns for cell in (short_name(name), "published")[:wide])],
         [
-            [row.label, *(c for n in table.columns for c in (_ours(row.own.get(n)), _published(row.published.get(n))))]
+            [
+                row.label,
+                *(
+                    cell
+                    for name in table.columns
+                    for cell in (_ours(row.own.get(name)), _published(row.published.get(name)))[:wide]
+                ),
+            ]
             for row in table.rows
         ],
         notes=notes(table),
@@ -120,7 +129,7 @@ def write_table(table: PaperTable, folder: Path) -> list[Path]:
     shown = paper_table(table)
     write_json(folder / "table.json", table.to_json())
     write_atomically(folder / "table.md", "\n".join([shown.title, "", shown.markdown(), "", *shown.notes, ""]))
-    write_atomically(folder / "table.tex", _latex(shown))
+    write_atomically(folder / "table.tex", _latex(shown, 1 + _published_too(table)))
     return [folder / f"table.{ending}" for ending in ("json", "md", "tex")]
 
 
@@ -148,20 +157,25 @@ _LATEX = r"""\begin{table}
 """
 
 
-def _latex(table: Table) -> str:
-    """The table for the package booktabs: each figure has a column of ours and one of the paper."""
-    names = [rf"\multicolumn{{2}}{{c}}{{{tex(name)}}}" for name in table.headings[1::2]]
-    rules = [rf"\cmidrule(lr){{{2 * k + 2}-{2 * k + 3}}}" for k in range(len(names))]
+def _latex(table: Table, wide: int) -> str:
+    """The table for the package booktabs: each figure has a column of ours and, if wide is 2, one of the paper."""
+    names = [rf"\multicolumn{{{wide}}}{{c}}{{{tex(name)}}}" for name in table.headings[1::wide]]
+    rules = [rf"\cmidrule(lr){{{wide * k + 2}-{wide * k + 1 + wide}}}" for k in range(len(names))]
     body = [" & ".join(map(tex, row)) + r" \\" for row in table.rows]
     caption = tex(" ".join([table.title + ".", *table.notes]))
-    second = " & ".join(["ours & published"] * len(names))
-    return _LATEX % ("rr" * len(names), " & ".join(names), "".join(rules), second, "\n".join(body), caption)
+    second = " & ".join(("ours", "published")[:wide] * len(names))
+    return _LATEX % ("r" * wide * len(names), " & ".join(names), "".join(rules), second, "\n".join(body), caption)
+
+
+def _published_too(table: PaperTable) -> bool:
+    """Whether figures of the paper stand beside ours."""
+    return any(row.published for row in table.rows)
 
 
 def notes(table: PaperTable) -> list[str]:
     """What a reader has to know beside the figures."""
-    found = [f"Published: {table.item.source}."]
-    if not table.same_data:
+    found = [f"Published: {table.item.source}."] if _published_too(table) else []
+    if not table.same_data and _published_too(table):
         found.append(f"The published figures are of other data, {_benchmark(table)}: only the order can be compared.")
         if beside := _beside(table):
             found.append(f"Of several published figures these stand beside ours: {beside}.")
@@ -262,7 +276,7 @@ def figure_lines(figure: Figure) -> list[str]:
     if figure.data.overrides:
         lines.append(f"Changed in all recipes: {', '.join(figure.data.overrides)}.")
     lines += [f"{reason}." for reason in figure.failed]
-    if left := [row for row in figure.item.labels if row not in figure.runs]:
+    if figure.item.runs and (left := [row for row in figure.item.labels if row not in figure.runs]):
         lines.append(f"Not repeated: {'; '.join(left)}.")
     return lines + ([figure.item.note] if figure.item.note else [])
 
@@ -599,6 +613,55 @@ def _example_lines(numbers: Mapping[str, Any]) -> list[str]:
     return lines
 
 
+def _crop_lines(numbers: Mapping[str, Any]) -> list[str]:
+    lines = [f"{numbers['model']}: {numbers['n_pictures']:,} images, mean {in_words(numbers['uncertainty'])}"]
+    for row in numbers["thresholds"]:
+        below = f"boxes below {row['threshold']:.0%}, {row['n']:,} images"
+        for side in ("crops", "captions"):
+            if values := row[side]:
+                names = {role: role for role in "ABC"} | {"difference": "C - A"}
+                means = ", ".join(f"{name} {interval(values[key], digits)}" for key, name in names.items())
+                lines.append(f"{below}, {side}: {means}; C above A {interval(values['above'], percent)}")
+            else:
+                lines.append(f"{below}, {side}: points, which have no uncertainty")
+        for name, cells in row["selection"].items():
+            right = ", ".join(f"{cell} {interval(value, percent)}" for cell, value in cells.items())
+            lines.append(f"{below}, own partner closer by {name}: {right}")
+    for name, figures in numbers["published"].items():
+        cells = ("image A", "image C", "text A", "text C")
+        right = ", ".join(f"{cell} {value}%" for cell, value in zip(cells, figures.values(), strict=True))
+        lines.append(f"published, {name}: {right}")
+    return lines + [f"{count:,}: {reason}" for reason, count in numbers["problems"].items()]
+
+
+def _toy(figure: Figure) -> "Drawing":
+    """The samples after training, certain ones over uncertain ones; the area of a dot grows with its deviation."""
+    methods = figure.numbers["methods"]
+    drawing, axes = _grid(len(methods))
+    colours = [
+        COLOURS[label + 3 * uncertain]
+        for label, uncertain in zip(figure.numbers["label"], figure.numbers["uncertain"], strict=True)
+    ]
+    order = sorted(range(len(colours)), key=lambda i: not figure.numbers["uncertain"][i])
+    for ax, (name, found) in zip(axes, methods.items(), strict=True):
+        rows = [found["samples"][i] for i in order]
+        ratio = found.get("ratio")
+        sizes = [2 * (1.2 + 3.2 * min((u + v) / 2, 25) ** 0.5) if ratio else 4 for _, _, u, v in rows]
+        ax.scatter([r[0] for r in rows], [r[1] for r in rows], s=sizes, c=[colours[i] for i in order], alpha=0.4)
+        ax.set_title(f"{name}, {f'variance ratio {ratio:.2f}' if ratio else 'points'}", loc="left", fontsize=10)
+    return drawing
+
+
+def _toy_lines(numbers: Mapping[str, Any]) -> list[str]:
+    return [
+        f"{name}: mean variance {number(found['certain'], 2)} of certain, {number(found['uncertain'], 2)} of uncertain"
+        f" samples, ratio {number(found['ratio'], 2)}, published {number(found['published_ratio'], 2)}"
+        if "ratio" in found
+        else f"{name}: points, which have no variance"
+        for name, found in numbers["methods"].items()
+    ]
+
+
 _Lines = Callable[[Mapping[str, Any]], Sequence[str]]
 
 _CURVES: "tuple[Callable[[Figure], Drawing], _Lines]" = (_curves, _curve_lines)
@@ -612,6 +675,8 @@ DRAWN: "dict[str, tuple[Callable[[Figure], Drawing], _Lines]]" = {
     "prompts_kept": (_prompts, _prompt_lines),
     "two_metrics": (_scatter, _scatter_lines),
     "gradients": (_matrices, _matrix_lines),
+    "crops": (_curves, _crop_lines),
+    "toy": (_toy, _toy_lines),
     **dict.fromkeys(
         ("corruption", "sorted_variances", "by_value", "samples_at_test", "pmrp_by_tolerance", "pseudo_positives"),
         _CURVES,

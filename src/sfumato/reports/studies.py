@@ -22,9 +22,8 @@ from sfumato.charts import (
     require_matplotlib,
     write_drawing,
 )
-from sfumato.data.images import MemoryImage, Problems, thumbnail
+from sfumato.data.images import thumbnail
 from sfumato.errors import UserError, counted
-from sfumato.evaluation.compare import OverSeeds
 from sfumato.files import read_json, write_atomically, write_json
 from sfumato.metrics.bootstrap import Interval
 from sfumato.reports.tables import (
@@ -42,7 +41,6 @@ from sfumato.reports.tables import (
     probability,
 )
 from sfumato.studies.analyse import NAMES, STUDIES, Analyses, same_model_and_data
-from sfumato.studies.crops import CELLS, MEANS, PUBLISHED, ROLES, CropFigures, CropStudy, Example
 from sfumato.studies.zeroshot import PromptsKept, ZeroShotReport, points
 from sfumato.workflows.audit import NEIGHBOURS, Audit, varied
 
@@ -417,160 +415,6 @@ def _page(audit: Audit, figures: Mapping[str, Any], version: str) -> str:
     return render_page("audit.html.j2", values)
 
 
-CROPS_FIGURES, CROPS_PAGE, LEFT_OUT = "crops.json", "crops.html", "problems.jsonl"
-
-_DRAWN = {"A": FIRST, "C": SECOND}
-
-_WHAT = {
-    "crops": {"A": "crop of one box", "C": "crop around two"},
-    "captions": {"A": "phrase of one box", "C": "two phrases and “and”"},
-}
-
-
-def write_crops(study: CropStudy, examples: Sequence[Example], problems: Problems, folder: Path, version: str) -> Path:
-    """Write crops.json, problems.jsonl and crops.html."""
-    folder.mkdir(parents=True, exist_ok=True)
-    write_json(folder / CROPS_FIGURES, study.to_json())
-    problems.write(folder / LEFT_OUT)
-    drawn = all(getattr(figures, side).mean is not None for figures in study.thresholds for side in _WHAT)
-    values = {
-        "study": study,
-        "version": version,
-        "charts": [_panel(study, side) for side in _WHAT] if drawn else [],
-        "found": [
-            {"threshold": f"{f.threshold:.0%}", "text": "; ".join(differences(f))}
-            for f in study.thresholds
-            if differences(f)
-        ],
-        "selection": _selection(study),
-        "cells": CELLS,
-        "published": [(name, [percent(row[cell]) for cell in CELLS]) for name, row in PUBLISHED.items()],
-        "examples": [_shown_example(example) for example in examples],
-    }
-    write_atomically(folder / CROPS_PAGE, render_page("crops.html.j2", values))
-    return folder / CROPS_PAGE
-
-
-def _shown_example(example: Example) -> dict[str, Any]:
-    return {
-        "picture": clipped(example.picture, 60),
-        "threshold": f"{example.threshold:.0%}",
-        "crops": [
-            {"role": role, "src": data_url(small), "caption": clipped(caption)}
-            for role, file, caption in zip(ROLES, example.crops, example.captions, strict=True)
-            if (small := thumbnail(MemoryImage(role, file))) is not None
-        ],
-    }
-
-
-def _panel(study: CropStudy, side: str) -> dict[str, Any]:
-    """Mean uncertainty of A and C by threshold, with intervals, as a chart and a table."""
-    name, estimator = side.capitalize(), in_words(study.uncertainty)
-    chart = Chart(f"{name}: mean {estimator} of A and C by threshold")
-    for role, colour in _DRAWN.items():
-        points = [(figures.threshold, getattr(figures, side).mean[role]) for figures in study.thresholds]
-        thresholds, values = [t for t, _ in points], [i.value or 0.0 for _, i in points]
-        chart.axes.plot(thresholds, values, color=colour, linewidth=2, label=f"{role}: {_WHAT[side][role]}")
-        for t, i in points:
-            if i.low is not None and i.high is not None:
-                chart.axes.vlines(t, i.low, i.high, color=colour, linewidth=1.2)
-            (dot,) = chart.axes.plot([t], [i.value or 0.0], "o", color=colour, markersize=6)
-            chart.hover(dot, f"{role}, below {t:.0%}: {interval(i, digits)}")
-    chart.axes.set_xticks([f.threshold for f in study.thresholds], [f"{f.threshold:.0%}" for f in study.thresholds])
-    chart.axes.set_xlabel("largest area of a box")
-    chart.axes.set_ylabel(f"mean {estimator}")
-    chart.legend()
-    rows = []
-    for figures in study.thresholds:
-        found = getattr(figures, side)
-        cells = [str(interval(value, digits)) for value in (*(found.mean[role] for role in ROLES), found.difference)]
-        rows.append([f"{figures.threshold:.0%}", f"{figures.n:,}", *cells, str(interval(found.c_above_a, percent))])
-    return {"name": name, "chart": chart.svg(), "rows": rows}
-
-
-def _selection(study: CropStudy) -> list[dict[str, Any]]:
-    """A row for every threshold and distance."""
-    return [
-        {
-            "threshold": f"{figures.threshold:.0%}",
-            "n": f"{figures.n:,}",
-            "distance": f"{name} (means alone)" if name == MEANS else name,
-            "cells": [interval(row[cell], percent) for cell in CELLS],
-        }
-        for figures in study.thresholds
-        for name, row in figures.selection.items()
-    ]
-
-
-def differences(figures: CropFigures) -> list[str]:
-    """A sentence on whether C is less certain than A, among crops and among captions."""
-    clauses = []
-    for side, name in ((figures.crops, "crops"), (figures.captions, "captions")):
-        if side.difference is None or side.difference.low is None or side.difference.high is None:
-            continue
-        word = (
-            "more uncertain than"
-            if side.difference.low > 0
-            else "less uncertain than"
-            if side.difference.high < 0
-            else "not clearly different from"
-        )
-        clauses.append(f"{name} C are {word} {name} A")
-    return clauses
-
-
-def print_ablation(cells: Mapping[str, Mapping[str, Mapping[str, OverSeeds]]], title: str) -> None:
-    """Print a table with a row for each distance of training and a column for each of ranking: rsum above recall@1."""
-    names = list(dict.fromkeys(by for row in cells.values() for by in row))
-    rows = []
-    for name, row in cells.items():
-        shown = [f"{row[by]['rsum']}\n{row[by]['t2i recall@1']}" if by in row else MISSING for by in names]
-        rows.append([name, *(shown if row else ["diverged"] * len(names))])
-    print_table(
-        f"{title}: RSUM (recall@1, @5 and @10 of both directions, of 600), below it text -> image recall@1 in per cent",
-        ["trained with", *(f"by {name}" for name in names)], rows,
-    )  # fmt: skip
-
-
-def print_crops(study: Mapping[str, Any]) -> None:
-    """Print two tables about crops: uncertainties, and binary selection beside the published figures."""
-    title = f"{study['model']}: mean {study['uncertainty']} of {study['n_pictures']:,} images' crops and captions"
-    rows = [(row, side) for row in study["thresholds"] for side in ("crops", "captions") if row[side]["mean"]]
-    if rows:
-        cells = []
-        for row, side in rows:
-            means, errors = row[side]["mean"], row[side]["standard_error"]
-            shown = [_with_error(means[r]["value"], errors[r]) for r in means]
-            above = str(interval(row[side]["c_above_a"], percent))
-            cells.append([f"{row['threshold']:.0%}", side, f"{row['n']:,}", *shown, above])
-        print_table(title, ["area below", "of", "n", "A", "B", "C", "C above A"], cells, left=2)
-        brackets = f"; in brackets: {study['level']:.0%} intervals, as below" if study["n_resamples"] else ""
-        print(f"±: one standard error of the mean{brackets}")
-    else:
-        print(f"{study['model']} embeds points, which have no uncertainty: no means are shown")
-    first = next(iter(study["published"].values()))
-    cells = [
-        [f"{row['threshold']:.0%}", distance, *(str(interval(found[cell], percent)) for cell in first)]
-        for row in study["thresholds"]
-        for distance, found in row["selection"].items()
-    ]
-    cells += [
-        ["published", name, *(percent(found[cell]) for cell in first)] for name, found in study["published"].items()
-    ]
-    print_table("fraction that chooses its own partner", ["area below", "by", *first], cells, left=2)
-    if study["n_resamples"]:
-        print(
-            f"In brackets: {study['level']:.0%} intervals"
-            f" from {study['n_resamples']:,} bootstrap resamples of the images."
-        )
-    for reason, count in study["problems"].items():
-        print(f"{count:,}: {reason}")
-
-
-def _with_error(value: float | None, error: float | None) -> str:
-    return MISSING if value is None else f"{digits(value)} ± {digits(error, 2)}"
-
-
 def print_analyses(found: Mapping[str, Any]) -> None:
     """Print tables of the results of studies."""
     title = f"{found['model']} on {found['split']}"
@@ -693,17 +537,6 @@ def _print_prompts_kept(kept: PromptsKept) -> None:
 
 def _accuracy(value: Interval | None) -> str:
     return points(value).replace("+", "")
-
-
-def print_toy(result: Mapping[str, Any], title: str) -> None:
-    """Print the table of the 2-D study and the location of its images."""
-    keys = ("certain", "uncertain", "ratio", "published_ratio")
-    rows = [[method, *(number(result[key][method], 2) for key in keys)] for method in result["ratio"]]
-    print_table(title, ["method", "certain", "uncertain", "ratio", "published ratio"], rows)
-    for reading in result["readings"]:
-        ratios = ", ".join(f"{method} {ratio}" for method, ratio in reading["ratio"].items())
-        print_wrapped(f'"500 epochs" read as {reading["as"]} ({reading["updates"]} updates), seeds 0 to 4: {ratios}')
-    print(f"image: {result['picture']}\nanimation: {result['animation']}")
 
 
 def draw_accuracy_by_k(axes: "Axes", kept: PromptsKept) -> None:

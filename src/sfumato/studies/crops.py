@@ -3,17 +3,17 @@
 For an area threshold, take the ten largest boxes of an image below it. A is the largest. B is the one of the other nine
 that overlaps least with A. C is the smallest box around both. The captions of A and B are the phrases of the boxes;
 that of C joins them with "and". The study answers two questions: whether C is less certain than A, among crops and
-among captions, and how often an item of A or C is closer to its own partner than to the other one. This module handles
-boxes and embeddings, not files.
+among captions, and how often an item of A or C is closer to its own partner than to the other one.
 
 Paper: Pishdad et al., "Uncertainty-based Cross-Modal Retrieval with Probabilistic Representations", section 4.6.
 """
 
+import hashlib
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 import numpy as np
 import torch
@@ -24,12 +24,12 @@ from sfumato.data.transforms import encode_png
 from sfumato.distances import get_distance
 from sfumato.encoders.feature_rows import features_read
 from sfumato.errors import UserError
+from sfumato.files import is_plain_name, read_json
 from sfumato.gaussian import GaussianEmbedding, ScalarUncertainty
-from sfumato.metrics.bootstrap import Interval, bootstrap, mean_statistic
+from sfumato.metrics.bootstrap import bootstrap, mean_statistic
 from sfumato.models.embed import embedding_steps
 from sfumato.models.model import Model
 from sfumato.progress import progress_bar
-from sfumato.studies.phrase_boxes import BoxedImage, read_boxed_images
 
 CANDIDATES = 10
 """Number of boxes among which A and B are chosen; an image with fewer boxes below the threshold is left out."""
@@ -39,23 +39,81 @@ MEANS = "squared_l2"
 
 ROLES = ("A", "B", "C")
 
-CELLS = ("image A", "image C", "text A", "text C")
-"""Queries of the binary selection: crop A chooses between captions A and C, and so on."""
+FOLDERS, ENDINGS = ("", "VG_100K", "VG_100K_2"), (".jpg", ".png", ".jpeg")
+"""Where below the folder of images an image may be, and how its name may end."""
 
-PUBLISHED = {
-    "VSE++": {"image A": 0.597, "image C": 0.660, "text A": 0.748, "text C": 0.540},
-    "probabilistic VSE++": {"image A": 0.586, "image C": 0.695, "text A": 0.717, "text C": 0.589},
-}
-"""Table 4 of the paper: 2,000 images of Visual Genome, models trained on COCO."""
+_FAR = 1e9  # Larger than any image; NaN and infinity are not below it.
+_TOGETHER = 64
 
 
-@dataclass(frozen=True)
-class Triplet:
-    """The boxes chosen in an image."""
+class BoxedImage(NamedTuple):
+    """An image, its (x, y, width, height) boxes in pixels, their phrases, and their places in the JSON file."""
+
+    id: str
+    path: Path
+    boxes: list[tuple[float, ...]]
+    phrases: list[str]
+    locations: list[str]
+
+
+def read_boxed_images(path: Path, images: Path, problems: Problems, *, sample: int, seed: int = 0) -> list[BoxedImage]:
+    """Read a sample of images with their boxes from a JSON file in the format of Visual Genome.
+
+    The file is a list of {"id", "regions": [{"x", "y", "width", "height", "phrase"}]}. An image is ID.jpg, ID.png or
+    ID.jpeg in one of FOLDERS. The sample depends on the ids and the seed alone.
+    """
+    if not images.is_dir():
+        raise UserError(f"there is no folder {images}")
+    entries = read_json(path)
+    if not isinstance(entries, list):
+        raise UserError(f"{path}: expected a list of images with their regions, as in Visual Genome")
+    found: dict[str, tuple[Path, str, list[Any]]] = {}
+    for number, entry in enumerate(entries):
+        where = f"{path}[{number}]"
+        regions = entry.get("regions") if isinstance(entry, dict) else None
+        identity = str(entry.get("id", entry.get("image_id", ""))) if isinstance(regions, list) else ""
+        names = (images / folder / f"{identity}{ending}" for folder in FOLDERS for ending in ENDINGS)
+        if not is_plain_name(identity) or not isinstance(regions, list):
+            problems.add(where, 'expected an object with an "id" and a list of "regions"')
+        elif identity in found:
+            problems.add(where, f"id {identity} occurred before")
+        elif (file := next((name for name in names if name.is_file()), None)) is None:
+            problems.add(where, f"image {identity} is missing from {images}")
+        else:
+            found[identity] = file, where, regions
+    by_hash = sorted(found, key=lambda identity: hashlib.sha256(f"{seed} {identity}".encode()).digest()[:8])
+    chosen = set(by_hash[:sample])
+    read = [_with_boxes(identity, *one, problems) for identity, one in found.items() if identity in chosen]
+    if not any(image.boxes for image in read):
+        raise UserError(f"{path} with {images} gives no usable box:\n{problems.summary()}")
+    return read
+
+
+def _with_boxes(identity: str, file: Path, where: str, regions: Sequence[Any], problems: Problems) -> BoxedImage:
+    image = BoxedImage(identity, file, [], [], [])
+    for number, region in enumerate(regions):
+        location, values = f"{where}.regions[{number}]", region if isinstance(region, dict) else {}
+        box = [values.get(key) for key in ("x", "y", "width", "height")]
+        numbers = tuple(float(v) for v in box if isinstance(v, int | float) and not isinstance(v, bool))
+        if len(numbers) < 4 or not all(abs(v) < _FAR for v in numbers):
+            problems.add(location, "expected numbers x, y, width and height")
+        elif not isinstance(values.get("phrase"), str) or not values["phrase"].strip():
+            problems.add(location, "empty phrase")
+        elif min(numbers[2:]) <= 0:
+            problems.add(location, f"a box of {numbers[2]:g} x {numbers[3]:g} pixels has no area")
+        else:
+            image.boxes.append(numbers)
+            image.phrases.append(" ".join(values["phrase"].split()))
+            image.locations.append(location)
+    return image
+
+
+class Triplet(NamedTuple):
+    """The boxes chosen in an image: their numbers, and (3, 4) left, top, right, bottom of A, B and C."""
 
     a: int
     b: int
-    boxes: np.ndarray  # (3, 4) left, top, right, bottom of A, B and C
+    boxes: np.ndarray
 
 
 def choose_triplet(boxes: np.ndarray, area: float, threshold: float) -> Triplet | None:
@@ -86,138 +144,46 @@ def overlap(box: np.ndarray, others: np.ndarray) -> np.ndarray:
     return fractions
 
 
-def join_captions(a: str, b: str) -> str:
-    """Make the caption of C."""
-    return f"{a} and {b}"
-
-
-@dataclass(frozen=True)
-class Side:
-    """The uncertainties of crops, or of captions."""
-
-    mean: dict[str, Interval] | None  # by "A", "B", "C" the mean uncertainty; None for points
-    standard_error: dict[str, float | None] | None  # of these means; None for a single triplet
-    c_above_a: Interval | None
-    difference: Interval | None  # mean of C - A; None for points
-
-
-@dataclass(frozen=True)
-class CropFigures:
-    """The figures at one threshold."""
-
-    threshold: float  # boxes are smaller than this fraction of the image's area
-    n: int  # number of triplets, one per image
-    left_out: int  # number of images with too few boxes below the threshold
-    area: dict[str, float]  # by "A", "B", "C" the mean fraction of the image's area
-    overlap: float  # mean intersection over union of A and B
-    crops: Side  # uncertainties of the crops
-    captions: Side  # uncertainties of the captions
-    selection: dict[str, dict[str, Interval]]
-
-
-@dataclass(frozen=True)
-class CropStudy:
-    """The result of the study."""
-
-    model: str  # name of the model
-    distance: str  # name of the model's distance
-    uncertainty: str  # name of the uncertainty
-    n_pictures: int  # number of images in the sample
-    thresholds: list[CropFigures]  # figures of each threshold
-    n_resamples: int  # number of bootstrap resamples of the images
-    level: float  # coverage of the intervals
-    seed: int  # of the sample and the resamples
-    problems: Mapping[str, int]  # number of problems by reason
-
-    def to_json(self) -> dict[str, Any]:
-        """Convert to JSON values."""
-        return asdict(self) | {"published": PUBLISHED}
-
-
 def measure_crops(
     crops: Mapping[str, GaussianEmbedding],
     captions: Mapping[str, GaussianEmbedding],
-    triplets: Sequence[Triplet],
-    areas: np.ndarray,
     *,
-    threshold: float,
-    left_out: int,
     distance: str,
     uncertainty: str = "total_variance",
     n_resamples: int = 1000,
-    level: float = 0.95,
     seed: int = 0,
-) -> CropFigures:
-    """Measure the triplets of a threshold. areas (n,)."""
-    if uncertainty not in get_args(ScalarUncertainty):
-        raise ValueError(f"unknown uncertainty {uncertainty!r}; known: {', '.join(get_args(ScalarUncertainty))}")
-    if not triplets:
-        raise ValueError("measure_crops: got no triplets, nothing to measure")
-    n, boxes = len(triplets), np.stack([triplet.boxes for triplet in triplets])
-    fraction = (boxes[:, :, 2:] - boxes[:, :, :2]).prod(2) / areas[:, None]
-    values: dict[str, np.ndarray] = {}
-    sides = {"crops": crops, "captions": captions}
-    points = {side for side, found in sides.items() if any(bool((e.total_variance == 0).all()) for e in found.values())}
+) -> dict[str, Any]:
+    """Measure n triplets, given the (n, d) embeddings of each role: intervals as plain values.
+
+    Of crops and of captions: the mean uncertainty of each role, how often C is above A, and the mean of C - A; None for
+    points. By distance, how often each query of the binary selection chooses its own partner.
+    """
+    sides, values = {"crops": crops, "captions": captions}, dict[str, np.ndarray]()
     for side, found in sides.items():
-        if side in points:
+        if any(bool((e.total_variance == 0).all()) for e in found.values()):
             continue
         own = {role: getattr(found[role], uncertainty).double().cpu().numpy() for role in ROLES}
         values |= {f"{side} {role}": own[role] for role in ROLES}
-        values[f"{side} above"] = _above(own["C"], own["A"])
-        values[f"{side} difference"] = own["C"] - own["A"]
-    for name in dict.fromkeys((distance, MEANS)):
-        values |= {f"{name} {cell}": right for cell, right in _selected(crops, captions, name).items()}
+        values |= {f"{side} above": _above(own["C"], own["A"]), f"{side} difference": own["C"] - own["A"]}
+    distances = tuple(dict.fromkeys((distance, MEANS)))
+    for name in distances:
+        row = get_distance(name).row
+        d = {a + b: row(crops[a], captions[b]).double().cpu().numpy() for a in ("A", "C") for b in ("A", "C")}
+        partners = {"image A": ("AA", "AC"), "image C": ("CC", "CA"), "text A": ("AA", "CA"), "text C": ("CC", "AC")}
+        values |= {f"{name} {cell}": _above(d[other], d[own]) for cell, (own, other) in partners.items()}
+    n = crops["A"].n
     intervals = bootstrap(
         {name: mean_statistic(value) for name, value in values.items()},
         n,
         n_resamples=n_resamples if n > 1 else 0,  # Resamples of a single triplet would all be equal.
-        level=level,
         seed=seed,
     )
-    return CropFigures(
-        threshold=threshold,
-        n=n,
-        left_out=left_out,
-        area={role: float(fraction[:, k].mean()) for k, role in enumerate(ROLES)},
-        overlap=float(np.mean([overlap(t.boxes[0], t.boxes[1:2])[0] for t in triplets])),
-        crops=_side_of("crops", values, intervals),
-        captions=_side_of("captions", values, intervals),
-        selection={
-            name: {cell: intervals[f"{name} {cell}"] for cell in CELLS} for name in dict.fromkeys((distance, MEANS))
-        },
-    )
 
+    def of(prefix: str) -> dict[str, Any] | None:
+        start = f"{prefix} "
+        return {key.removeprefix(start): asdict(i) for key, i in intervals.items() if key.startswith(start)} or None
 
-def _side_of(name: str, values: Mapping[str, np.ndarray], intervals: Mapping[str, Interval]) -> Side:
-    """The figures of crops or captions; points have no values."""
-    if f"{name} above" not in values:
-        return Side(None, None, None, None)
-    return Side(
-        {role: intervals[f"{name} {role}"] for role in ROLES},
-        {role: _standard_error(values[f"{name} {role}"]) for role in ROLES},
-        intervals[f"{name} above"],
-        intervals[f"{name} difference"],
-    )
-
-
-def _selected(
-    crops: Mapping[str, GaussianEmbedding], captions: Mapping[str, GaussianEmbedding], distance: str
-) -> dict[str, np.ndarray]:
-    """(n,) by cell: 1 where the query's own partner is closer than the other one, one half for a tie, else 0."""
-    row = get_distance(distance).row
-    found = {
-        image + text: row(crops[image], captions[text]).double().cpu() for image in ("A", "C") for text in ("A", "C")
-    }
-
-    def closer(own: str, other: str) -> np.ndarray:
-        return _above(found[other].numpy(), found[own].numpy())
-
-    return {
-        "image A": closer("AA", "AC"),
-        "image C": closer("CC", "CA"),
-        "text A": closer("AA", "CA"),
-        "text C": closer("CC", "AC"),
-    }
+    return {side: of(side) for side in sides} | {"selection": {name: of(name) for name in distances}}
 
 
 def _above(one: np.ndarray, other: np.ndarray) -> np.ndarray:
@@ -226,44 +192,18 @@ def _above(one: np.ndarray, other: np.ndarray) -> np.ndarray:
     return above
 
 
-def _standard_error(values: np.ndarray) -> float | None:
-    return float(values.std(ddof=1) / np.sqrt(len(values))) if len(values) > 1 else None
-
-
-def rows_of(embeddings: GaussianEmbedding, index: Sequence[int]) -> GaussianEmbedding:
-    """Choose embeddings. embeddings (n, d) -> (k, d)."""
-    return embeddings[torch.tensor(index, dtype=torch.int64)]
-
-
-THRESHOLDS = (0.1, 0.2, 0.3, 0.4, 0.5)
-"""The area thresholds of the paper, as fractions of an image."""
-
-EXAMPLES = 4
-"""Number of triplets to look at."""
-
-_TOGETHER = 64
-
-_LEVEL = 0.95
-
-
 @dataclass(frozen=True)
-class Example:
-    """An example triplet for the page."""
+class Chosen:
+    """A triplet of an image: its boxes and captions, and the area of the image."""
 
-    picture: str  # id of the image
-    threshold: float  # the area threshold at which it was chosen
-    crops: tuple[bytes, ...]  # three PNG files
-    captions: tuple[str, ...]  # three texts
-
-
-@dataclass(frozen=True)
-class _Chosen:
-    """A triplet of an image, and the positions of its crops among all embedded crops."""
-
+    image: str
     triplet: Triplet
     area: float
-    crops: tuple[int, int, int]
     captions: tuple[str, str, str]
+
+    def keys(self) -> list[tuple[Any, ...]]:
+        """What names each of the three crops."""
+        return [(self.image, *box.tolist()) for box in self.triplet.boxes]
 
 
 def study_crops(
@@ -271,138 +211,120 @@ def study_crops(
     regions: str | Path,
     images: str | Path,
     *,
-    name: str,
-    thresholds: Sequence[float] = THRESHOLDS,
-    sample: int | None = 2000,
+    thresholds: Sequence[float],
+    sample: int = 2000,
     uncertainty: str = "total_variance",
     n_resamples: int = 1000,
     seed: int = 0,
-) -> tuple[CropStudy, list[Example], Problems]:
+) -> dict[str, Any]:
     """Choose the triplets of a sample of images, embed their crops and captions, and measure them.
 
     Images are read one by one. Crops are embedded in batches, equal crops once.
-
-    Returns (the figures, some example triplets, the items left out).
     """
     if uncertainty not in get_args(ScalarUncertainty):
-        raise ValueError(f"--uncertainty {uncertainty}: unknown; known: {', '.join(get_args(ScalarUncertainty))}")
+        raise UserError(f"crops.uncertainty={uncertainty}: unknown; known: {', '.join(get_args(ScalarUncertainty))}")
     if not thresholds or not all(0 < t <= 1 for t in thresholds) or len(set(thresholds)) < len(thresholds):
-        raise ValueError(f"thresholds must be different fractions in (0, 1], got {', '.join(map(str, thresholds))}")
+        raise UserError(f"thresholds must be different fractions in (0, 1], got {', '.join(map(str, thresholds))}")
+    if sample < 1 or n_resamples < 0:
+        raise UserError(f"crops.sample must be at least 1 and crops.bootstrap at least 0, got {sample}, {n_resamples}")
     if features := features_read(retrieval_model.model.image):
         raise UserError(f"the model reads {features}, but the crop study cuts crops out of image files")
     problems = Problems()
-    pictures = read_boxed_images(regions, images, problems, sample=sample, seed=seed)
-    embedder = _Crops(retrieval_model)
-    chosen: dict[float, list[_Chosen]] = {threshold: [] for threshold in thresholds}
-    examples: list[Example] = []
-    with progress_bar("embedding crops", len(pictures)) as advance:
-        for picture in pictures:
-            _add(picture, chosen, embedder, examples, problems)
-            advance(1)
-    crops = embedder.embeddings()
-    if crops is None:
+    pictures = read_boxed_images(Path(regions), Path(images), problems, sample=sample, seed=seed)
+    chosen: dict[float, list[Chosen]] = {threshold: [] for threshold in thresholds}
+    place, crops = embed_crops(retrieval_model, cut_crops(pictures, chosen, problems))
+    if not place:
         raise UserError(
             f"none of {len(pictures)} images has {CANDIDATES} boxes below a threshold of"
             f" {', '.join(f'{t:g}' for t in thresholds)}:\n{problems.summary()}"
         )
     texts = list(dict.fromkeys(text for found in chosen.values() for one in found for text in one.captions))
-    position = {text: k for k, text in enumerate(texts)}
-    captions, distance = retrieval_model.model.embed_texts(texts), retrieval_model.distance
+    captions, position = retrieval_model.model.embed_texts(texts), {text: k for k, text in enumerate(texts)}
     figures = [
-        measure_crops(
-            {role: rows_of(crops, [one.crops[k] for one in found]) for k, role in enumerate(ROLES)},
-            {role: rows_of(captions, [position[one.captions[k]] for one in found]) for k, role in enumerate(ROLES)},
-            [one.triplet for one in found], np.array([one.area for one in found]),
-            threshold=threshold, left_out=len(pictures) - len(found), distance=distance, uncertainty=uncertainty,
-            n_resamples=n_resamples, level=_LEVEL, seed=seed,
+        {"threshold": threshold, "n": len(found), "left_out": len(pictures) - len(found), **_sizes(found)}
+        | measure_crops(
+            {role: crops[np.array([place[one.keys()[k]] for one in found])] for k, role in enumerate(ROLES)},
+            {role: captions[np.array([position[one.captions[k]] for one in found])] for k, role in enumerate(ROLES)},
+            distance=retrieval_model.distance, uncertainty=uncertainty, n_resamples=n_resamples, seed=seed,
         )
         for threshold, found in chosen.items()
         if found
     ]  # fmt: skip
-    study = CropStudy(
-        name, distance, uncertainty, len(pictures), figures, n_resamples, _LEVEL, seed, _reasons(problems)
-    )  # fmt: skip
-    return study, examples, problems
+    return {
+        "uncertainty": uncertainty,
+        "n_pictures": len(pictures),
+        "thresholds": figures,
+        "problems": _reasons(problems),
+    }
 
 
-def _add(
-    picture: BoxedImage,
-    chosen: dict[float, list[_Chosen]],
-    embedder: "_Crops",
-    examples: list[Example],
-    problems: Problems,
-) -> None:
-    """Choose the triplets of one image for all thresholds."""
-    try:
-        # Boxes are in pixels of the file without its EXIF orientation.
-        pixels = decode_image(picture.path.read_bytes(), None, upright=False)
-    except (OSError, ValueError) as error:
-        problems.add(picture.path, str(error))
-        return
-    _, height, width = pixels.shape
-    boxes, phrases = _within(picture, width, height, problems)
-    for threshold, found in chosen.items():
-        triplet = choose_triplet(boxes, width * height, threshold) if len(boxes) else None
-        if triplet is None:
-            continue
-        a, b = phrases[triplet.a], phrases[triplet.b]
-        captions = a, b, join_captions(a, b)
-        first, second, third = (embedder.add(picture.id, pixels, box) for box in triplet.boxes)
-        found.append(_Chosen(triplet, width * height, (first, second, third), captions))
-        if len(examples) < EXAMPLES and picture.id not in {example.picture for example in examples}:
-            files = tuple(_cut(pixels, box) for box in triplet.boxes)
-            examples.append(Example(picture.id, threshold, files, captions))
+def _sizes(found: Sequence[Chosen]) -> dict[str, Any]:
+    """By role the mean fraction of the image's area, and the mean overlap of A and B."""
+    boxes, areas = np.stack([one.triplet.boxes for one in found]), np.array([one.area for one in found])
+    fraction = ((boxes[:, :, 2:] - boxes[:, :, :2]).prod(2) / areas[:, None]).mean(0)
+    overlaps = [overlap(one.triplet.boxes[0], one.triplet.boxes[1:2])[0] for one in found]
+    return {"area": dict(zip(ROLES, fraction.tolist(), strict=True)), "overlap": float(np.mean(overlaps))}
+
+
+def cut_crops(
+    pictures: Sequence[BoxedImage], chosen: Mapping[float, list[Chosen]], problems: Problems
+) -> Iterator[tuple[tuple[Any, ...], bytes]]:
+    """Fill in the triplets of all thresholds, image by image, and give the key and the PNG file of each new crop."""
+    with progress_bar("embedding crops", len(pictures)) as advance:
+        for picture in pictures:
+            advance(1)
+            try:
+                # Boxes are in pixels of the file without its EXIF orientation.
+                pixels = decode_image(picture.path.read_bytes(), None, upright=False)
+            except (OSError, ValueError) as error:
+                problems.add(picture.path, str(error))
+                continue
+            _, height, width = pixels.shape
+            boxes, phrases = _within(picture, width, height, problems)
+            done: set[tuple[Any, ...]] = set()
+            for threshold, found in chosen.items():
+                triplet = choose_triplet(boxes, width * height, threshold)
+                if triplet is None:
+                    continue
+                a, b = phrases[triplet.a], phrases[triplet.b]
+                found.append(Chosen(picture.id, triplet, width * height, (a, b, f"{a} and {b}")))
+                for key in set(found[-1].keys()) - done:
+                    left, top, right, bottom = map(int, key[1:])
+                    yield key, encode_png(pixels[:, top:bottom, left:right])
+                done.update(found[-1].keys())
 
 
 def _within(picture: BoxedImage, width: int, height: int, problems: Problems) -> tuple[np.ndarray, list[str]]:
     """(n, 4) left, top, right, bottom in whole pixels of the boxes, cut to the image, and their phrases."""
     boxes, phrases = [], []
-    for box in picture.boxes:
-        wanted = round(box.x), round(box.y), round(box.x + box.width), round(box.y + box.height)
+    for (x, y, w, h), phrase, location in zip(picture.boxes, picture.phrases, picture.locations, strict=True):
+        wanted = round(x), round(y), round(x + w), round(y + h)
         left, top, right, bottom = max(wanted[0], 0), max(wanted[1], 0), min(wanted[2], width), min(wanted[3], height)
         if right <= left or bottom <= top:
-            problems.add(box.location, f"the box has no pixel of the image of {width} x {height}")
+            problems.add(location, f"the box has no pixel of the image of {width} x {height}")
             continue
         if (left, top, right, bottom) != wanted:
-            problems.add(box.location, "the box extends beyond the image; it is cut to the image")
+            problems.add(location, "the box extends beyond the image; it is cut to the image")
         boxes.append((left, top, right, bottom))
-        phrases.append(box.phrase)
+        phrases.append(phrase)
     return np.array(boxes, dtype=np.float64).reshape(-1, 4), phrases
 
 
-def _cut(pixels: np.ndarray, box: np.ndarray) -> bytes:
-    left, top, right, bottom = box.astype(int).tolist()
-    return encode_png(pixels[:, top:bottom, left:right])
-
-
-class _Crops:
-    """Embeds crops in batches, without the cache on disk of a frozen backbone, which is for whole images."""
-
-    def __init__(self, retrieval_model: Model) -> None:
-        self._prepare, self._encode = embedding_steps(retrieval_model.model.image, "images")
-        self._place: dict[tuple[object, ...], int] = {}
-        self._waiting: list[bytes] = []
-        self._done: list[GaussianEmbedding] = []
-
-    def add(self, picture: str, pixels: np.ndarray, box: np.ndarray) -> int:
-        """Position of the embedding of this crop."""
-        key = (picture, *box.tolist())
-        if key not in self._place:
-            self._place[key] = len(self._place)
-            self._waiting.append(_cut(pixels, box))
-            if len(self._waiting) == _TOGETHER:
-                self._embed()
-        return self._place[key]
-
-    def embeddings(self) -> GaussianEmbedding | None:
-        """All embeddings; None if there are none."""
-        if self._waiting:
-            self._embed()
-        return GaussianEmbedding.cat(self._done) if self._done else None
-
-    def _embed(self) -> None:
-        self._done.append(self._encode([self._prepare(file) for file in self._waiting]))
-        self._waiting = []
+def embed_crops(
+    retrieval_model: Model, files: Iterator[tuple[tuple[Any, ...], bytes]]
+) -> tuple[dict[tuple[Any, ...], int], GaussianEmbedding]:
+    """Embed in batches, without the cache on disk of a frozen backbone, which is for whole images."""
+    prepare, encode = embedding_steps(retrieval_model.model.image, "images")
+    place, waiting, done = dict[tuple[Any, ...], int](), list[Any](), list[GaussianEmbedding]()
+    for key, file in files:
+        place[key] = len(place)
+        waiting.append(prepare(file))
+        if len(waiting) == _TOGETHER:
+            done.append(encode(waiting))
+            waiting = []
+    if waiting:
+        done.append(encode(waiting))
+    return place, GaussianEmbedding.cat(done) if done else GaussianEmbedding.point(torch.zeros(0, 1))
 
 
 def _reasons(problems: Problems) -> dict[str, int]:

@@ -26,11 +26,14 @@ from sfumato.losses import InfoNCEOptions, PCMEPPOptions, TripletOptions, infonc
 from sfumato.matching import MATCH_PROBABILITY
 from sfumato.metrics.reliability import wilson_interval
 from sfumato.models.embed import embed_split, file_endings, load_split
+from sfumato.models.load import load_model
 from sfumato.models.run import LOG, Run, load_run, read_log
 from sfumato.progress import say
 from sfumato.search.exact import top_k
 from sfumato.studies.analyse import AnalysisOptions, analyse_model
+from sfumato.studies.crops import study_crops
 from sfumato.studies.paper_tables import TableData, embed_item, plan_table, run_figures, train_missing, variants_on
+from sfumato.studies.toy import run_toy
 from sfumato.studies.zeroshot import evaluate_zeroshot, read_templates
 
 SIDES: dict[str, Direction] = {"image": "i2t", "text": "t2i"}
@@ -333,6 +336,45 @@ def _examples(scene: Scene) -> dict[str, Any]:
     return {"uncertainty": options["uncertainty"], "order": options["order"], "sides": found}
 
 
+def _crops(scene: Scene) -> dict[str, Any]:
+    options = dict(scene.options)
+    if missing := [key for key in ("model", "regions", "images") if not options[key]]:
+        raise UserError(
+            f"{scene.item.id} measures a model on boxes with phrases; add crops.{missing[0]}=..., of"
+            " crops.model=RUN crops.regions=region_descriptions.json crops.images=FOLDER"
+        )
+    try:
+        thresholds = [float(part) for part in options.pop("thresholds").split(",")]
+    except ValueError:
+        raise UserError("crops.thresholds: expected fractions with commas between, e.g. 0.1,0.3") from None
+    model, n_resamples = load_model(options.pop("model"), device=scene.device), options.pop("bootstrap")
+    study = study_crops(model, **options, thresholds=thresholds, n_resamples=n_resamples)
+    found, about = study["thresholds"], "largest area of a box"
+
+    def points(values: Callable[[dict[str, Any]], dict[str, Any]]) -> list[dict[str, Any]]:
+        return [{"x": row["threshold"], **{key: values(row)[key] for key in ("value", "low", "high")}} for row in found]
+
+    panels = [
+        _panel(
+            side, about, study["uncertainty"],
+            {role: points(lambda row, at=(side, role): row[at[0]][at[1]]) for role in "AC"}, "marked",  # type: ignore[misc]
+        )
+        for side in ("crops", "captions")
+        if found[0][side]
+    ]  # fmt: skip
+    for name, cells in found[0]["selection"].items():
+        series = {
+            cell: points(lambda row, at=(name, cell): row["selection"][at[0]][at[1]])  # type: ignore[misc]
+            for cell in cells
+        }
+        panels.append(_panel(f"own partner closer by {name}", about, "fraction", series, "marked"))
+    return study | {"model": scene.options["model"], "published": scene.item.rows, "panels": panels}
+
+
+def _toy(scene: Scene) -> dict[str, Any]:
+    return run_toy(seed=scene.options["seed"], updates=scene.options["updates"])
+
+
 def _gradients(scene: Scene) -> dict[str, Any]:
     """Of points near their match: what a change of each pair's distance does to the losses."""
     generator = torch.Generator().manual_seed(scene.options["seed"])
@@ -394,6 +436,8 @@ KINDS: dict[str, Kind] = {
     "pmrp_by_tolerance": Kind(_pmrp_by_tolerance, check=_check_instances),
     "pseudo_positives": Kind(_pseudo_positives),
     "gradients": Kind(_gradients),
+    "crops": Kind(_crops),
+    "toy": Kind(_toy),
 }
 """The kinds by the name that a [[figure]] has as draw."""
 
