@@ -23,7 +23,7 @@ from torch.nn import functional
 
 from sfumato.data.pairs import PairBatch
 from sfumato.losses.base import LossOutput, PairBlock
-from sfumato.losses.triplet import TripletLoss
+from sfumato.losses.triplet import TripletLoss, hinges
 from sfumato.models.recipe import find_recipe, load_recipe
 from sfumato.training import loop
 from sfumato.training.batches import IndexedBatches
@@ -51,11 +51,10 @@ class Watch:
 
         return replace(made, labels=labels)
 
-    def hinges(
-        self, loss: TripletLoss, block: PairBlock, distances: tuple[Tensor, Tensor], counts: Tensor, epoch: int | None
-    ) -> LossOutput:
+    def part(self, loss: TripletLoss, block: PairBlock, counts: Tensor, epoch: int | None) -> LossOutput:
         """The hinges of a batch, looked at before."""
         self.step += 1
+        distances = block.distances(loss.distance)
         listed = (block.match_i2t >= 0.5, block.match_t2i >= 0.5)
         unlisted = [true & ~own for true, own in zip((self.true, self.true.T), listed, strict=True)]
         if self.step % EVERY == 0:
@@ -64,7 +63,7 @@ class Watch:
         if self.without_unlisted:
             first, second = (d.masked_fill(other, torch.inf) for d, other in zip(distances, unlisted, strict=True))
             distances = (first, second)
-        return HINGES(loss, block, distances, counts, epoch)
+        return hinges(distances, (block.match_i2t, block.match_t2i), counts[0], loss.options, epoch)
 
     def _look(self, block: PairBlock, distances: Any, listed: Any, unlisted: Any) -> None:
         for name, d, own, other in zip(("i2t", "t2i"), distances, listed, unlisted, strict=True):
@@ -87,7 +86,7 @@ class Watch:
         return result
 
 
-BATCH, HINGES, TRAIN_EPOCH = IndexedBatches._batch, TripletLoss.hinges, loop._train_epoch
+BATCH, TRAIN_EPOCH = IndexedBatches._batch, loop._train_epoch
 
 
 def main() -> None:
@@ -102,7 +101,7 @@ def main() -> None:
     shutil.rmtree(options.out, ignore_errors=True)
     with (
         mock.patch.object(IndexedBatches, "_batch", lambda *a: watch.batch(*a)),
-        mock.patch.object(TripletLoss, "hinges", lambda *a: watch.hinges(*a)),
+        mock.patch.object(TripletLoss, "part", lambda *a, epoch=None: watch.part(*a, epoch)),
         mock.patch.object(loop, "_train_epoch", watch.epoch),
     ):
         result = loop.fit(load_recipe(find_recipe(options.recipe), options.overrides), options.out)

@@ -15,7 +15,7 @@ import torch
 from match_loss import inputs, peak_mb
 
 from sfumato.gaussian import GaussianEmbedding
-from sfumato.losses import PCMEOptions, PCMEPPLoss, pcme_loss
+from sfumato.losses import PCMELoss, PCMEOptions, PCMEPPLoss
 
 FORMS = ("pcmepp", "pcme", "pcme with uniformity")
 
@@ -28,14 +28,8 @@ def step(form: str, b: int, d: int, samples: int) -> None:
         output = PCMEPPLoss().requires_grad_(False)(image, text, match)
     else:
         weight = 10.0 if form.endswith("uniformity") else 0.0
-        output = pcme_loss(
-            image,
-            text,
-            match,
-            PCMEOptions(n_samples=samples, uniformity_weight=weight),
-            logit_scale=5.0,
-            logit_bias=5.0,
-        )
+        loss = PCMELoss(PCMEOptions(n_samples=samples, uniformity_weight=weight)).requires_grad_(False)
+        output = loss(image, text, match)
     output.total.backward()
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import inspect
 
 import pytest
 import torch
@@ -12,13 +13,21 @@ from sfumato.distances import DISTANCES
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.losses import (
     LOSSES,
+    DAAOptions,
     InfoNCEOptions,
     LossOptions,
+    PCMEOptions,
     PCMEPPOptions,
     ProLIPOptions,
+    PVSEOptions,
+    TripletOptions,
+    daa_loss,
     infonce_loss,
+    pcme_loss,
     pcmepp_loss,
     prolip_loss,
+    pvse_loss,
+    triplet_loss,
 )
 
 
@@ -48,29 +57,36 @@ def test_terms_sum_to_the_total(loss):
     assert all(not value.requires_grad for value in output.stats.values())
 
 
-@pytest.mark.parametrize(
-    ("function", "options"),
-    [
-        (pcmepp_loss, PCMEPPOptions()),
-        (pcmepp_loss, PCMEPPOptions(distance="kl", infonce_weight=0.3)),
-        (pcmepp_loss, PCMEPPOptions(infonce_weight=0.3, pseudo_positives_from=1)),
-        (infonce_loss, InfoNCEOptions()),
-        (infonce_loss, InfoNCEOptions(distance="elk")),
-        (prolip_loss, ProLIPOptions(inclusion_weight=0.1, inclusion_scale=2.0)),
-    ],
-)
+FORMULAS = [
+    (pcmepp_loss, PCMEPPOptions()),
+    (pcmepp_loss, PCMEPPOptions(distance="kl", infonce_weight=0.3)),
+    (pcmepp_loss, PCMEPPOptions(infonce_weight=0.3, pseudo_positives_from=1)),
+    (infonce_loss, InfoNCEOptions()),
+    (infonce_loss, InfoNCEOptions(distance="elk")),
+    (prolip_loss, ProLIPOptions(inclusion_weight=0.1, inclusion_scale=2.0)),
+    (pcme_loss, PCMEOptions(uniformity_weight=0.5, sigmoid="compressed", beta=0.2)),
+    (triplet_loss, TripletOptions(sum_epochs=1)),
+    (triplet_loss, TripletOptions(mining="semi-hard", soft_margin=True, distance="csd")),
+    (daa_loss, DAAOptions(asp_weight=3, temperature=0.5)),
+    (pvse_loss, PVSEOptions(distance="nearest_of_3", mmd_weight=2, margin=3.0)),
+]
+
+
+@pytest.mark.parametrize(("function", "options"), FORMULAS)
 def test_the_formula_of_a_whole_batch_is_the_module_with_its_gradients(function, options):
     found = []
     module = next(entry.module for entry in LOSSES.values() if entry.options is type(options))(options).double()
-    bias = {} if function is infonce_loss else {"logit_bias": module.logits.logit_bias}
-    epochs = {"epoch": 0} if function is pcmepp_loss else {}
+    wanted, given = inspect.signature(function).parameters, {"epoch": 0}
+    if "logit_scale" in wanted:
+        given |= {"logit_scale": module.logits.logit_scale, "logit_bias": module.logits.logit_bias}
     if getattr(module, "infonce", None) is not None:
-        bias["infonce_scale"] = module.infonce.logits.logit_scale
-    for form in (module, functools.partial(function, options=options, logit_scale=module.logits.logit_scale, **bias)):
-        leaves = [t.requires_grad_() for e in batch() for t in (e.mean, e.log_var)]
+        given["infonce_scale"] = module.infonce.logits.logit_scale
+    formula = functools.partial(function, options=options, **{k: v for k, v in given.items() if k in wanted})
+    for form in (functools.partial(module, epoch=0), formula):
+        leaves = [t.requires_grad_() for e in batch(d=6) for t in (e.mean, e.log_var)]
         sides = GaussianEmbedding(*leaves[:2]), GaussianEmbedding(*leaves[2:])
-        output = form(*sides, MATCH * torch.tensor([1.0, 0, 1, 1]).unsqueeze(1), **epochs)
-        leaves.append(module.logits.log_logit_scale)
+        output = form(*sides, MATCH * torch.tensor([1.0, 0, 1, 1]).unsqueeze(1))
+        leaves += [p for p in module.parameters() if p.requires_grad]
         found.append((output.terms, torch.autograd.grad(output.total, leaves, materialize_grads=True)))
     torch.testing.assert_close(*found, rtol=1e-9, atol=1e-12)
 

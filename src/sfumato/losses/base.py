@@ -36,11 +36,6 @@ def own_row(counts: Tensor) -> Tensor:
     return counts.unsqueeze(0)
 
 
-def sum_of_rows(counts: Tensor) -> Tensor:
-    """(b, k) -> (k,)."""
-    return counts.sum(0)
-
-
 _BOUNDS = {"gt": ("above", operator.gt), "ge": ("at least", operator.ge), "lt": ("below", operator.lt)}
 
 
@@ -205,7 +200,7 @@ class MatchLoss(nn.Module, ABC):
 
     def combine(self, counts: Tensor) -> Tensor:
         """The divisors of several blocks together. counts (b, k) -> (k,)."""
-        return sum_of_rows(counts)
+        return counts.sum(0)
 
     @abstractmethod
     def part(self, block: PairBlock, counts: Tensor, *, epoch: int | None = None) -> LossOutput:
@@ -221,38 +216,16 @@ def loss_of_block(
     gather: Callable[[Tensor], Tensor] = own_row,
 ) -> LossOutput:
     """The contribution of a block to the batch's loss, in parts that the backward pass recomputes. gather (k,)."""
-    return sum_of_blocks(
-        block,
-        loss.counts,
-        lambda small, counts: loss.part(small, counts, epoch=epoch),
-        in_tiles=loss.in_tiles,
-        combine=loss.combine,
-        max_pairs=max_pairs,
-        gather=gather,
-    )
-
-
-def sum_of_blocks(
-    block: PairBlock,
-    counts_of: Callable[[PairBlock], Tensor],
-    part_of: Callable[[PairBlock, Tensor], LossOutput],
-    *,
-    in_tiles: bool = False,
-    combine: Callable[[Tensor], Tensor] = sum_of_rows,
-    max_pairs: int = MAX_PAIRS,
-    gather: Callable[[Tensor], Tensor] = own_row,
-) -> LossOutput:
-    """The contribution of a block to the batch's loss; see :func:`loss_of_block`."""
-    if in_tiles:
+    if loss.in_tiles:
         block = replace(block, max_pairs=max_pairs)
-        return part_of(block, combine(gather(counts_of(block))))
+        return loss.part(block, loss.combine(gather(loss.counts(block))), epoch=epoch)
 
     def part(small: PairBlock, counts: Tensor) -> LossOutput:
-        return part_of(small.with_dense_labels(), counts)
+        return loss.part(small.with_dense_labels(), counts, epoch=epoch)
 
     blocks = list(block.split(max_pairs))
-    own = combine(torch.stack([counts_of(small.with_dense_labels()) for small in blocks]))
-    counts = combine(gather(own))
+    own = loss.combine(torch.stack([loss.counts(small.with_dense_labels()) for small in blocks]))
+    counts = loss.combine(gather(own))
     if len(blocks) == 1:
         return part(block, counts)
     outputs = [checkpoint(part, small, counts, use_reentrant=False, preserve_rng_state=False) for small in blocks]

@@ -7,8 +7,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from sfumato.gaussian import GaussianEmbedding
-from sfumato.losses.base import MAX_PAIRS, LossOutput, PairBlock, option, sum_of_terms
-from sfumato.losses.triplet import TripletLoss, TripletOptions
+from sfumato.losses.base import MAX_PAIRS, LossOutput, PairBlock, option, sum_of_terms, whole_batch
+from sfumato.losses.triplet import TripletLoss, TripletOptions, hinges
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,11 @@ def daa_loss(
 
     image (n, d), text (m, d), match (n, m).
     """
-    return DAALoss(options).forward(image, text, match, epoch=epoch)
+    distance, label = whole_batch(options, image, text, match, "daa_loss")
+    sides = (distance, distance.T), (label, label.T)
+    triplet = hinges(*sides, (label >= 0.5).sum(), options, epoch)
+    i2t, t2i = (_disagreement(d, y, options.temperature, MAX_PAIRS) / len(d) for d, y in zip(*sides, strict=True))
+    return sum_of_terms({**triplet.terms, "asp": options.asp_weight * (i2t + t2i)}, triplet.stats)
 
 
 def _disagreement(distance: Tensor, label: Tensor, temperature: float, max_values: int) -> Tensor:
@@ -88,13 +92,14 @@ class DAALoss(TripletLoss):
 
     def __init__(self, options: DAAOptions = DAAOptions(), *, max_values: int = MAX_PAIRS) -> None:
         super().__init__(options)
-        self.options, self.max_values = options, max_values
+        self.options: DAAOptions = options
+        self.max_values = max_values
 
     def part(self, block: PairBlock, counts: Tensor, *, epoch: int | None = None) -> LossOutput:
         """See :class:`~sfumato.losses.base.MatchLoss`."""
-        distances = block.distances(self.distance)
-        triplet = self.hinges(block, distances, counts, epoch)
-        sides = zip(distances, (block.match_i2t, block.match_t2i), strict=True)
-        i2t, t2i = (_disagreement(d, label, self.options.temperature, self.max_values) for d, label in sides)
+        sides = block.distances(self.distance), (block.match_i2t, block.match_t2i)
+        triplet = hinges(*sides, counts[0], self.options, epoch)
+        temperature = self.options.temperature
+        i2t, t2i = (_disagreement(d, y, temperature, self.max_values) for d, y in zip(*sides, strict=True))
         asp = self.options.asp_weight * (i2t / block.images.n + t2i / block.texts.n)
         return sum_of_terms({**triplet.terms, "asp": asp}, triplet.stats)

@@ -16,18 +16,20 @@ from torch.nn import functional
 
 from sfumato.distances import DEFAULT_MEMORY_MB, reduce_sample_distances
 from sfumato.distances.distance import blockwise, by_pair, squared_l2_product
-from sfumato.gaussian import GaussianEmbedding, accumulation_dtype
+from sfumato.gaussian import GaussianEmbedding, accumulation_dtype, reparametrised
 from sfumato.losses.base import (
     FREE_SCALE,
     LossOptions,
     LossOutput,
     MatchLoss,
     PairBlock,
+    check_match,
     option,
-    sum_of_blocks,
     sum_of_terms,
+    vib_loss,
     vib_of_block,
 )
+from sfumato.losses.tiles import dense_labels
 from sfumato.matching import MatchingLogits, match_logit
 
 SIGMOIDS = {"plain": 1.0, "compressed": 2.0}
@@ -82,8 +84,7 @@ def pcme_loss(
         match = mean over pairs of -label ln p - (1 - label) ln(1 - p)
         uniformity = ln mean over pairs of two samples of exp(-2 ||z - z'||^2), images' and texts' together
 
-    All logarithms are log-sum-exps, so that neither p nor 1 - p nor the uniformity's mean underflows. Blocks of samples
-    are recomputed in the backward pass.
+    All logarithms are log-sum-exps, so that neither p nor 1 - p nor the uniformity's mean underflows.
 
     The released loss has sums in the place of the means over pairs and over embeddings and dimensions.
     docs/concepts/losses.md converts its weights.
@@ -92,41 +93,62 @@ def pcme_loss(
 
     image (n, d), text (m, d), match (n, m), noise (n, s, d).
     """
-    block = PairBlock.whole(image, text, match, "pcme_loss")
-    if noise is None:
-        noise = _noise(block, options, step)
-    _check_noise(block, noise)
-    return sum_of_blocks(
-        block,
-        lambda small: _counts(small, noise, options),
-        lambda small, counts: _part(small, counts, noise, options, logit_scale, logit_bias),
-        combine=_combined,
-    )
+    label = dense_labels(check_match(image, text, match, "pcme_loss"))
+    noise = _sampled_noise(image, text, options, step) if noise is None else noise
+    for name, e, z in zip(("images", "texts"), (image, text), noise, strict=True):
+        if z.ndim != 3 or (len(z), z.shape[2]) != (e.n, e.d):
+            raise ValueError(
+                f"pcme_loss: noise of {name} must have shape ({e.n}, n_samples, {e.d}), got {tuple(z.shape)}"
+            )
+    x, y = (reparametrised(e.to(accumulation_dtype(e.dtype)), z) for e, z in zip((image, text), noise, strict=True))
+    likelihood = _log_likelihood(x, y, label, options, logit_scale, logit_bias)
+    terms = {"match": -options.match_weight * likelihood.mean()}
+    if options.beta:
+        terms["vib"] = options.beta * (vib_loss(image) + vib_loss(text))
+    if options.uniformity_weight:
+        samples = [reparametrised(e.to(torch.float64), z) for e, z in zip((image, text), noise, strict=True)]
+        z = torch.cat([x.flatten(0, 1) for x in samples])
+        itself = torch.eye(len(z), dtype=torch.bool, device=z.device)
+        exponent = (-2 * squared_l2_product(z, z)).masked_fill(itself, -torch.inf)
+        uniformity = exponent.logsumexp((0, 1)) - math.log(len(z) * (len(z) - 1))
+        terms["uniformity"] = options.uniformity_weight * uniformity.to(likelihood.dtype)
+    return sum_of_terms(terms)
 
 
-def _noise(block: PairBlock, options: PCMEOptions, step: int) -> tuple[Tensor, Tensor]:
+def _sampled_noise(
+    images: GaussianEmbedding, texts: GaussianEmbedding, options: PCMEOptions, step: int
+) -> tuple[Tensor, Tensor]:
     """(n, s, d) and (m, s, d) noise for all images and all texts of the batch, always in float32."""
     # A checksum of both: a generator on the CPU takes 32 bits of its seed.
     generator = torch.Generator().manual_seed(zlib.crc32(f"{options.seed} {step}".encode()))
     image, text = (
-        torch.randn((x.n, options.n_samples, x.d), generator=generator).to(x.device)
-        for x in (block.images, block.texts)
+        torch.randn((x.n, options.n_samples, x.d), generator=generator).to(x.device) for x in (images, texts)
     )
     return image, text
 
 
-def _check_noise(block: PairBlock, noise: tuple[Tensor, Tensor]) -> None:
-    for name, x, values in zip(("images", "texts"), (block.images, block.texts), noise, strict=True):
-        if values.ndim != 3 or (len(values), values.shape[2]) != (x.n, x.d):
-            raise ValueError(
-                f"pcme_loss: noise of {name} must have shape ({x.n}, n_samples, {x.d}), got {tuple(values.shape)}"
-            )
+def _log_likelihood(
+    x: Tensor,
+    y: Tensor,
+    label: Tensor,
+    options: PCMEOptions,
+    logit_scale: Tensor | float,
+    logit_bias: Tensor | float,
+) -> Tensor:
+    """(n, m) label ln p + (1 - label) ln(1 - p) of samples x (n, s, d) and y (m, s', d)."""
+    log_pairs = math.log(x.shape[1] * y.shape[1])
 
+    def log_probability(sign: float) -> Tensor:
+        """(n, m) ln p for sign 1, ln(1 - p) for -1."""
 
-def _samples(x: GaussianEmbedding, noise: Tensor, dtype: torch.dtype) -> Tensor:
-    """(n, s, d) samples mean + sqrt(var) * noise."""
-    mean, log_var = x.mean.to(dtype), x.log_var.to(dtype)
-    return torch.addcmul(mean.unsqueeze(1), (log_var / 2).exp().unsqueeze(1), noise.to(dtype))
+        def reduce(distance: Tensor) -> Tensor:
+            logit = sign * SIGMOIDS[options.sigmoid] * match_logit(distance, logit_scale, logit_bias)
+            return functional.logsigmoid(logit).flatten(2).logsumexp(-1) - log_pairs
+
+        return reduce_sample_distances(x, y, reduce)
+
+    label = label.to(x.dtype)
+    return label * log_probability(1.0) + (1 - label) * log_probability(-1.0)
 
 
 def _own_and_all(
@@ -135,8 +157,9 @@ def _own_and_all(
     """Samples of the block's images and texts, then of all images and all texts; equal items have equal samples."""
     own_image = noise[0][block.first_image : block.first_image + block.image.n]
     own_text = noise[1][block.first_text : block.first_text + block.text.n]
-    own = _samples(block.image, own_image, dtype), _samples(block.text, own_text, dtype)
-    return own, (_samples(block.images, noise[0], dtype), _samples(block.texts, noise[1], dtype))
+    pairs = (block.image, own_image), (block.text, own_text), (block.images, noise[0]), (block.texts, noise[1])
+    image, text, images, texts = (reparametrised(e.to(dtype), z) for e, z in pairs)
+    return (image, text), (images, texts)
 
 
 def _reduced_exponents(block: PairBlock, noise: tuple[Tensor, Tensor], reduce: Callable[[Tensor], Tensor]) -> Tensor:
@@ -167,54 +190,6 @@ def _reduced_exponents(block: PairBlock, noise: tuple[Tensor, Tensor], reduce: C
         for b, b_number in zip(everything, all_numbers, strict=True)
     ]
     return torch.cat(parts)
-
-
-def _counts(block: PairBlock, noise: tuple[Tensor, Tensor], options: PCMEOptions) -> Tensor:
-    """Number of pairs, and with uniformity the logarithm of the sum of the exponentials."""
-    values = [torch.tensor(float(block.match_i2t.numel()), dtype=torch.float64, device=block.images.device)]
-    if options.uniformity_weight:
-        with torch.no_grad():
-            values.append(_reduced_exponents(block, noise, lambda exponent: exponent.logsumexp((2, 3))).logsumexp(0))
-    return torch.stack(values)
-
-
-def _combined(counts: Tensor) -> Tensor:
-    """(b, k) -> (k,): pairs add up, and so do the exponentials of the uniformity's logarithms, the largest first."""
-    return torch.cat([counts[:, :1].sum(0), counts[:, 1:].logsumexp(0)])
-
-
-def _part(
-    block: PairBlock,
-    counts: Tensor,
-    noise: tuple[Tensor, Tensor],
-    options: PCMEOptions,
-    logit_scale: Tensor | float,
-    logit_bias: Tensor | float,
-) -> LossOutput:
-    (own_image, _), (_, texts) = _own_and_all(block, noise, accumulation_dtype(block.images.dtype))
-    log_pairs = math.log(own_image.shape[1] * texts.shape[1])
-
-    def log_probability(sign: float) -> Tensor:
-        """(r, m) ln p for sign 1, ln(1 - p) for -1."""
-
-        def reduce(distance: Tensor) -> Tensor:
-            logit = sign * SIGMOIDS[options.sigmoid] * match_logit(distance, logit_scale, logit_bias)
-            return functional.logsigmoid(logit).flatten(2).logsumexp(-1) - log_pairs
-
-        return reduce_sample_distances(own_image, texts, reduce)
-
-    label = block.match_i2t.to(own_image.dtype)
-    likelihood = label * log_probability(1.0) + (1 - label) * log_probability(-1.0)
-    terms = {"match": -options.match_weight * likelihood.sum() / counts[0].to(likelihood.dtype)}
-    if options.beta:
-        terms["vib"] = options.beta * vib_of_block(block)
-    if options.uniformity_weight:
-        samples = sum(x.shape[0] * x.shape[1] for x in noise)
-        # The block's fraction of the whole sum; its gradient is that of the logarithm of the whole sum.
-        part = _reduced_exponents(block, noise, lambda exponent: (exponent - counts[1]).exp().sum((2, 3))).sum()
-        value = part.detach() * (counts[1] - math.log(samples * (samples - 1))) + (part - part.detach())
-        terms["uniformity"] = options.uniformity_weight * value.to(likelihood.dtype)
-    return sum_of_terms(terms)
 
 
 class PCMELoss(MatchLoss):
@@ -254,16 +229,34 @@ class PCMELoss(MatchLoss):
         return factor * scale**2 / (2 * bias), factor * bias / 2
 
     def counts(self, block: PairBlock) -> Tensor:
-        """See :class:`MatchLoss`."""
-        needs_noise = self.options.uniformity_weight > 0
-        noise = _noise(block, self.options, int(self.step)) if needs_noise else (torch.empty(0), torch.empty(0))
-        return _counts(block, noise, self.options)
+        """Number of pairs, and with uniformity the logarithm of the sum of the exponentials."""
+        values = [torch.tensor(float(block.match_i2t.numel()), dtype=torch.float64, device=block.images.device)]
+        if self.options.uniformity_weight:
+            noise = self._noise(block)
+            with torch.no_grad():
+                values.append(_reduced_exponents(block, noise, lambda x: x.logsumexp((2, 3))).logsumexp(0))
+        return torch.stack(values)
 
     def combine(self, counts: Tensor) -> Tensor:
-        """See :class:`MatchLoss`."""
-        return _combined(counts)
+        """Pairs add up, and so do the exponentials of the uniformity's logarithms, the largest first."""
+        return torch.cat([counts[:, :1].sum(0), counts[:, 1:].logsumexp(0)])
 
     def part(self, block: PairBlock, counts: Tensor, *, epoch: int | None = None) -> LossOutput:
         """See :class:`MatchLoss`."""
-        noise = _noise(block, self.options, int(self.step))
-        return _part(block, counts, noise, self.options, self.logits.logit_scale, self.logits.logit_bias)
+        options, noise = self.options, self._noise(block)
+        (own_image, _), (_, texts) = _own_and_all(block, noise, accumulation_dtype(block.images.dtype))
+        logits = self.logits.logit_scale, self.logits.logit_bias
+        likelihood = _log_likelihood(own_image, texts, block.match_i2t, options, *logits)
+        terms = {"match": -options.match_weight * likelihood.sum() / counts[0].to(likelihood.dtype)}
+        if options.beta:
+            terms["vib"] = options.beta * vib_of_block(block)
+        if options.uniformity_weight:
+            samples = sum(x.shape[0] * x.shape[1] for x in noise)
+            # The block's fraction of the whole sum; its gradient is that of the logarithm of the whole sum.
+            part = _reduced_exponents(block, noise, lambda x: (x - counts[1]).exp().sum((2, 3))).sum()
+            value = part.detach() * (counts[1] - math.log(samples * (samples - 1))) + (part - part.detach())
+            terms["uniformity"] = options.uniformity_weight * value.to(likelihood.dtype)
+        return sum_of_terms(terms)
+
+    def _noise(self, block: PairBlock) -> tuple[Tensor, Tensor]:
+        return _sampled_noise(block.images, block.texts, self.options, int(self.step))

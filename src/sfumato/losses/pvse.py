@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from sfumato.distances import squared_l2_matrix
+from sfumato.distances import get_distance, squared_l2_matrix
 from sfumato.gaussian import GaussianEmbedding, accumulation_dtype
 from sfumato.losses.base import LossOutput, PairBlock, option, sum_of_terms
-from sfumato.losses.triplet import TripletLoss, TripletOptions
+from sfumato.losses.triplet import TripletLoss, TripletOptions, triplet_loss
 
 GAMMA = 0.5
 """Of the kernel of the discrepancy, as released."""
@@ -61,7 +61,19 @@ def pvse_loss(
 
     image (n, K d), text (m, K d), match (n, m).
     """
-    return PVSELoss(options).forward(image, text, match, epoch=epoch)
+    triplet = triplet_loss(image, text, match, options, epoch=epoch)
+    terms, k = dict(triplet.terms), get_distance(options.distance).embeddings
+    if options.mmd_weight and k > 1:
+        a, b = _single(image, k), _single(text, k)
+        terms["mmd"] = options.mmd_weight * (_kernel(a, a).mean() - 2 * _kernel(a, b).mean() + _kernel(b, b).mean())
+    if options.diversity_weight and k > 1:
+        likeness = _diversities(image, k).mean() + _diversities(text, k).mean()
+        terms["diversity"] = options.diversity_weight * likeness
+    return sum_of_terms(terms, triplet.stats)
+
+
+def _kernel(x: GaussianEmbedding, y: GaussianEmbedding) -> Tensor:
+    return (-GAMMA * squared_l2_matrix(x, y)).exp()
 
 
 def _mmd(block: PairBlock, k: int) -> Tensor:
@@ -70,7 +82,7 @@ def _mmd(block: PairBlock, k: int) -> Tensor:
     parts = []
     for side in (0, 1):
         for other in (0, 1):
-            kernel = (-GAMMA * squared_l2_matrix(_single(own[side], k), _single(everything[other], k))).exp()
+            kernel = _kernel(_single(own[side], k), _single(everything[other], k))
             mean = kernel.sum() / (everything[side].n * everything[other].n * k**2)
             parts.append(mean if side == other else -mean)
     return torch.stack(parts).sum()
@@ -96,7 +108,7 @@ class PVSELoss(TripletLoss):
 
     def __init__(self, options: PVSEOptions = PVSEOptions()) -> None:
         super().__init__(options)
-        self.options = options
+        self.options: PVSEOptions = options
 
     def part(self, block: PairBlock, counts: Tensor, *, epoch: int | None = None) -> LossOutput:
         """See :class:`~sfumato.losses.base.MatchLoss`."""

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from sfumato.gaussian import GaussianEmbedding
-from sfumato.losses.base import LossOptions, LossOutput, MatchLoss, PairBlock, option, sum_of_terms
+from sfumato.losses.base import LossOptions, LossOutput, MatchLoss, PairBlock, option, sum_of_terms, whole_batch
 
 Mining = Literal["hardest", "sum", "semi-hard"]
 """Which negatives of an anchor count; see :func:`triplet_loss`."""
@@ -55,7 +55,28 @@ def triplet_loss(
 
     image (n, d), text (m, d), match (n, m).
     """
-    return TripletLoss(options).forward(image, text, match, epoch=epoch)
+    distance, label = whole_batch(options, image, text, match, "triplet_loss")
+    return hinges((distance, distance.T), (label, label.T), (label >= 0.5).sum(), options, epoch)
+
+
+def hinges(
+    distances: tuple[Tensor, Tensor],
+    labels: tuple[Tensor, Tensor],
+    positives: Tensor,
+    options: TripletOptions,
+    epoch: int | None,
+) -> LossOutput:
+    """The hinges of images and of texts, over the number of positive pairs. distances, labels (r, m), positives ()."""
+    if not positives > 0:
+        raise ValueError("triplet_loss: no pair of the batch matches; a triplet needs at least one positive")
+    mining: Mining = "sum" if epoch is not None and epoch < options.sum_epochs else options.mining
+    positives = positives.to(distances[0].dtype)
+    terms, active = {}, torch.zeros_like(positives)
+    for name, distance, label in zip(("i2t", "t2i"), distances, labels, strict=True):
+        margin = options.margin * (1 - 2 * label.to(distance.dtype)) if options.soft_margin else options.margin
+        total, number = _direction(distance, label >= 0.5, margin, mining)
+        terms[name], active = total / positives, active + number
+    return sum_of_terms(terms, {"active": active / (2 * positives)})
 
 
 def _direction(distance: Tensor, positive: Tensor, margin: Tensor | float, mining: Mining) -> tuple[Tensor, Tensor]:
@@ -77,7 +98,7 @@ class TripletLoss(MatchLoss):
 
     def __init__(self, options: TripletOptions = TripletOptions()) -> None:
         super().__init__(options)
-        self.hinge = options
+        self.options: TripletOptions = options
 
     def counts(self, block: PairBlock) -> Tensor:
         """See :class:`MatchLoss`."""
@@ -85,23 +106,5 @@ class TripletLoss(MatchLoss):
 
     def part(self, block: PairBlock, counts: Tensor, *, epoch: int | None = None) -> LossOutput:
         """See :class:`MatchLoss`."""
-        return self.hinges(block, block.distances(self.distance), counts, epoch)
-
-    def hinges(
-        self, block: PairBlock, distances: tuple[Tensor, Tensor], counts: Tensor, epoch: int | None
-    ) -> LossOutput:
-        """The hinge terms of a block, from its distances. distances (r, m), counts (1,)."""
-        if not counts[0] > 0:
-            raise ValueError("triplet_loss: no pair of the batch matches; a triplet needs at least one positive")
-        early = epoch is not None and epoch < self.hinge.sum_epochs
-        mining: Mining = "sum" if early else self.hinge.mining
-        positives = counts[0].to(distances[0].dtype)
-        sums = [
-            _direction(pairs, match >= 0.5, self._margin(match.to(pairs.dtype)), mining)
-            for pairs, match in zip(distances, (block.match_i2t, block.match_t2i), strict=True)
-        ]
-        terms = {name: hinges / positives for name, (hinges, _) in zip(("i2t", "t2i"), sums, strict=True)}
-        return sum_of_terms(terms, {"active": (sums[0][1] + sums[1][1]) / (2 * positives)})
-
-    def _margin(self, match: Tensor) -> Tensor | float:
-        return self.hinge.margin * (1 - 2 * match) if self.hinge.soft_margin else self.hinge.margin
+        labels = block.match_i2t, block.match_t2i
+        return hinges(block.distances(self.distance), labels, counts[0], self.options, epoch)
