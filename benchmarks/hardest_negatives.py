@@ -101,7 +101,9 @@ def main() -> None:
     shutil.rmtree(options.out, ignore_errors=True)
     with (
         mock.patch.object(IndexedBatches, "_batch", lambda *a: watch.batch(*a)),
-        mock.patch.object(TripletLoss, "part", lambda *a, epoch=None: watch.part(*a, epoch)),
+        mock.patch.object(
+            TripletLoss, "part", lambda loss, block, counts, epoch=None: watch.part(loss, block, counts, epoch)
+        ),
         mock.patch.object(loop, "_train_epoch", watch.epoch),
     ):
         result = loop.fit(load_recipe(find_recipe(options.recipe), options.overrides), options.out)
