@@ -13,7 +13,7 @@ import pytest
 import torch
 from support import references
 from support.largest import LargestTensor
-from torch.distributions import Independent, Normal, kl_divergence
+from torch.distributions import Independent, Normal
 
 from sfumato.distances import DISTANCES, csd, csd_matrix, formulas, get_distance
 from sfumato.distances.distance import Gaussians
@@ -74,16 +74,6 @@ def test_symmetry_is_as_declared(name):
     x, y = gaussians(N, 0), gaussians(M, 1)
     same = torch.allclose(DISTANCES[name].matrix(x, y), DISTANCES[name].matrix(y, x).T, rtol=1e-9)
     assert same == DISTANCES[name].symmetric
-
-
-@pytest.mark.parametrize("name", [name for name, distance in DISTANCES.items() if distance.sampled])
-def test_a_sampled_distance_is_symmetric_in_its_mean(name):
-    x, y = gaussians(2, 0), gaussians(2, 1)
-    many = {"n_samples": 2000}
-    forward = DISTANCES[name].matrix(x, y, **many, generator=torch.Generator().manual_seed(0))
-    backward = DISTANCES[name].matrix(y, x, **many, generator=torch.Generator().manual_seed(1)).T
-    # 2,000 samples of each side: five per cent of the value is more than four standard errors.
-    torch.testing.assert_close(forward, backward, rtol=0.05, atol=0)
 
 
 @pytest.mark.parametrize("name", CLOSED)
@@ -185,14 +175,7 @@ def test_nearly_equal_vectors_within_the_stated_bound(name, offset):
     torch.testing.assert_close(DISTANCES[name].row(x, y).double(), exact.diagonal(), rtol=1e-5, atol=0)
 
 
-def test_kl_is_that_of_torch():
-    x, y = gaussians(N, 0), gaussians(M, 1)
-    p = Independent(Normal(x.mean.unsqueeze(1), x.var.sqrt().unsqueeze(1)), 1)
-    q = Independent(Normal(y.mean, y.var.sqrt()), 1)
-    torch.testing.assert_close(DISTANCES["kl"].matrix(x, y), kl_divergence(p, q))
-
-
-def test_csd_is_the_mean_squared_distance_of_draws():
+def test_csd_of_a_row_with_itself_and_of_draws():
     """Every one of 15 pairs within 4.5 standard errors: a false alarm in 1 of 10,000 seeds."""
     x, y = gaussians(N, 0), gaussians(M, 1)
     generator = torch.Generator().manual_seed(0)
@@ -201,6 +184,7 @@ def test_csd_is_the_mean_squared_distance_of_draws():
     )
     error = draws.std(-1) / math.sqrt(draws.shape[-1])
     assert ((draws.mean(-1) - csd_matrix(x, y)).abs() < 4.5 * error).all()
+    torch.testing.assert_close(csd(x, x), 2 * x.total_variance)
 
 
 @pytest.mark.parametrize("name", ["kl", "elk", "bhattacharyya"])
@@ -216,11 +200,6 @@ def test_divergences_are_their_integrals(name):
     estimate, error = values.mean(-1), values.std(-1) / math.sqrt(values.shape[-1])
     exact = DISTANCES[name].matrix(x, y)
     assert ((estimate - (exact if name == "kl" else (-exact).exp())).abs() < 5 * error).all()
-
-
-def test_csd_of_an_embedding_with_itself_is_twice_its_total_variance():
-    x = gaussians(N, 0)
-    torch.testing.assert_close(csd(x, x), 2 * x.total_variance)
 
 
 @pytest.mark.parametrize("name", ["csd", "wasserstein2", "squared_l2"])
@@ -320,11 +299,6 @@ def test_peak_memory_keeps_to_the_budget():
     assert list(extra) == BLOCKED and max(extra.values()) < 20, f"MB above the start: {extra}"
 
 
-def test_average_l2_tends_to_the_distance_of_points():
-    x, y = GaussianEmbedding.point(gaussians(N, 0).mean), GaussianEmbedding.point(gaussians(M, 1).mean)
-    torch.testing.assert_close(DISTANCES["average_l2"].matrix(x, y, n_samples=2), torch.cdist(x.mean, y.mean))
-
-
 def test_average_l2_is_the_loop_over_its_samples():
     x, y = gaussians(N, 0), gaussians(M, 1)
     generator = torch.Generator().manual_seed(5)
@@ -376,14 +350,6 @@ def test_the_nearest_of_several_is_the_loops_in_both_forms_and_of_one_squared_l2
     torch.testing.assert_close(distance.row(x, y[:N]), expected[:, :N].diagonal())
     whole = DISTANCES["squared_l2"].matrix(x, y)
     assert distance.embeddings == k and torch.allclose(distance.matrix(x, y), whole) == (k == 1)
-
-
-def test_the_nearest_of_several_does_not_depend_on_their_order():
-    x, y = gaussians(N, 0, d=6), gaussians(M, 1, d=6)
-    turned = GaussianEmbedding.point(x.mean.roll(2, dims=1))
-    torch.testing.assert_close(
-        get_distance("nearest_of_3").matrix(turned, y), get_distance("nearest_of_3").matrix(x, y)
-    )
 
 
 def test_the_nearest_of_several_refuses_sizes_and_names_that_cannot_be():

@@ -1,14 +1,11 @@
 """PCME++ against slow loops, its pseudo-positives by hand, and what its parts must do."""
 
-import math
-
 import pytest
 import torch
 from support import references
 from support.batches import MATCH, batch
-from support.largest import LargestTensor
 
-from sfumato.distances import DISTANCES, csd_matrix
+from sfumato.distances import DISTANCES
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.losses import PCMEPPLoss, PCMEPPOptions, pcmepp_loss, pseudo_positives
 from sfumato.matching import match_logit
@@ -40,40 +37,6 @@ def test_pcmepp_is_the_loops_by_any_distance(distance):
     )
 
 
-def test_gradient_of_the_match_loss_is_probability_less_label():
-    """A bias for every pair has the gradient of the logits."""
-    image, text = batch()
-    bias = torch.full((4, 6), 1.0, dtype=torch.float64, requires_grad=True)
-    output = pcmepp_loss(
-        image, text, MATCH, PCMEPPOptions(alpha=0, beta=0, match_weight=1), logit_scale=2.0, logit_bias=bias
-    )
-    output.total.backward()
-    probability = torch.sigmoid(1 - 2 * csd_matrix(image, text))
-    torch.testing.assert_close(bias.grad, (probability - MATCH) / (4 * 6))
-
-
-def test_labels_raised_carry_no_gradient():
-    """The pseudo-positive gradient is that of a cross-entropy with constant labels; a variance is in a whole row."""
-    image, text = batch()
-    leaf = image.log_var.clone().requires_grad_()
-    image = GaussianEmbedding(image.mean, leaf)
-    pcmepp_loss(
-        image, text, MATCH, PCMEPPOptions(alpha=0.3, beta=0, match_weight=0), logit_scale=2.0, logit_bias=1.0
-    ).total.backward()
-    distance = csd_matrix(image, text).detach()
-    labels = pseudo_positives(distance, MATCH) + pseudo_positives(distance.T, MATCH.T).T
-    by_logit = 0.3 * (2 * torch.sigmoid(1 - 2 * distance) - labels) / (4 * 6)
-    torch.testing.assert_close(leaf.grad, -2 * leaf.detach().exp() * by_logit.sum(1, keepdim=True))
-
-
-def test_at_scale_zero_the_match_loss_is_constant():
-    values = [
-        pcmepp_loss(*batch(seed=seed), MATCH, PCMEPPOptions(alpha=0, beta=0), logit_scale=0.0, logit_bias=0.7).total
-        for seed in (0, 1)
-    ]
-    assert values[0] == values[1]
-
-
 def test_weights_of_zero_leave_terms_out():
     image, text = batch()
     full = pcmepp_loss(image, text, MATCH, logit_scale=2.0, logit_bias=1.0)
@@ -83,30 +46,6 @@ def test_weights_of_zero_leave_terms_out():
     points = GaussianEmbedding.point(image.mean), GaussianEmbedding.point(text.mean)
     bare = pcmepp_loss(*points, MATCH, PCMEPPOptions(alpha=0, beta=0), logit_scale=2.0, logit_bias=1.0)
     assert set(bare.terms) == {"match"} and torch.isfinite(bare.total)
-
-
-def test_tempting_slips_give_something_else():
-    """Sum for mean, one direction of pseudo-positives, halved directions, the paper's weight: none is the loss."""
-    image, text = batch()
-    distance = csd_matrix(image, text)
-    logits, labels = (1 - 2 * distance).tolist(), MATCH.tolist()
-    bce = references.mean_cross_entropy
-    match = bce(logits, labels)
-    i2t = bce(logits, references.pseudo_positives(logits, labels))
-    columns = references.pseudo_positives(references.transpose(logits), references.transpose(labels))
-    t2i = bce(references.transpose(logits), columns)
-    right = pcmepp_loss(
-        image, text, MATCH, PCMEPPOptions(alpha=0.1, beta=0), logit_scale=2.0, logit_bias=1.0
-    ).total.item()
-    assert right == pytest.approx(2 * match + 0.1 * (i2t + t2i), rel=1e-12)
-    for wrong in (
-        match + 0.1 * i2t,  # as printed in the paper
-        2 * match + 0.1 * i2t,
-        2 * match + 0.05 * (i2t + t2i),
-        2 * 24 * match + 0.1 * (i2t + t2i),
-        2 * match / 4 + 0.1 * (i2t + t2i),
-    ):
-        assert abs(wrong - right) > 1e-3
 
 
 def test_pseudo_positives_by_hand():
@@ -146,13 +85,3 @@ def test_scale_never_turns_negative_whatever_the_optimiser_does():
         assert loss.logits.logit_scale >= 0  # It may underflow to 0, where the loss is constant, and never turns over.
     with pytest.raises(ValueError, match="logit_scale must be above 0, got 0"):
         PCMEPPLoss(PCMEPPOptions(logit_scale=0))
-
-
-def test_match_loss_does_not_hold_a_cube():
-    image, text = batch(64, 64, 256, dtype=torch.float32)
-    mean = image.mean.requires_grad_()
-    with LargestTensor() as largest:
-        pcmepp_loss(
-            GaussianEmbedding(mean, image.log_var), text, torch.eye(64), logit_scale=5.0, logit_bias=5.0
-        ).total.backward()
-    assert math.prod(mean.shape) <= largest.numel <= 64 * 256 * 2

@@ -9,7 +9,7 @@ from support.batches import MATCH, batch
 
 from sfumato.distances import get_distance
 from sfumato.gaussian import GaussianEmbedding
-from sfumato.losses import PairBlock, PVSELoss, PVSEOptions, loss_of_block, pvse_loss
+from sfumato.losses import PVSELoss, PVSEOptions, pvse_loss
 from sfumato.search.index import GaussianIndex
 
 
@@ -78,54 +78,12 @@ def test_the_defaults_are_twice_the_released_loss_on_the_cosine(k, mining):
         assert (along(own) - times * along(other)).norm() < 1e-9 * times * other.norm()
 
 
-def test_the_discrepancy_of_equal_sides_is_none_and_that_of_sides_apart_is_positive():
-    image, text = batch(d=6)
-    value = lambda x, y: float(
-        pvse_loss(
-            x, y, torch.eye(x.n, y.n, dtype=torch.float64), PVSEOptions(distance="nearest_of_2", mmd_weight=1)
-        ).terms["mmd"]
-    )
-    assert value(image, image) == pytest.approx(0, abs=1e-12)
-    assert value(image, GaussianEmbedding.point(text.mean + 3)) > value(image, text) > 0
-
-
-def test_the_diversity_of_twins_is_highest_and_of_right_angles_none():
-    twins, apart = torch.tensor([[1.0, 0.0, 1.0, 0.0]]), torch.tensor([[1.0, 0.0, 0.0, 1.0]])
-    value = lambda mean: pvse_loss(
-        *[GaussianEmbedding.point(mean)] * 2, torch.ones(1, 1), PVSEOptions(distance="nearest_of_2", diversity_weight=1)
-    ).terms["diversity"]
-    torch.testing.assert_close(value(twins), torch.tensor(2 * 2**0.5 / 4))
-    assert value(apart) == 0
-
-
 @pytest.mark.parametrize("mean", [[[1.0, 0, 1, 0]] * 4, [[1.0, 0, 0, 1]] * 4])
 def test_gradients_are_finite_where_distances_and_cosines_are_nought(mean):
     leaf = torch.tensor(mean).requires_grad_()
     e = GaussianEmbedding.point(leaf)
     PVSELoss(PVSEOptions(distance="nearest_of_2"))(e, e, torch.eye(4)).total.backward()
     assert torch.isfinite(leaf.grad).all()
-
-
-def test_gradients_and_blocks_with_several_embeddings():
-    image, text = batch(d=6)
-    leaves = [e.mean.clone().requires_grad_() for e in (image, text)]
-    loss = PVSELoss(PVSEOptions(distance="nearest_of_3", mining="sum", mmd_weight=2)).double()
-    whole = lambda a, b: loss(GaussianEmbedding.point(a), GaussianEmbedding.point(b), MATCH).total
-    assert torch.autograd.gradcheck(whole, leaves)
-    expected = torch.autograd.grad(whole(*leaves), leaves)
-    block = PairBlock.whole(*(GaussianEmbedding.point(t) for t in leaves), MATCH, "test")
-    blocks = loss_of_block(loss, block, max_pairs=7).total
-    torch.testing.assert_close(blocks, whole(*leaves))
-    for got, right in zip(torch.autograd.grad(blocks, leaves), expected, strict=True):
-        torch.testing.assert_close(got, right, rtol=1e-10, atol=1e-12)
-
-
-def test_sums_first_and_mines_later():
-    image, text = batch(d=6)
-    loss = PVSELoss(PVSEOptions(distance="nearest_of_2", sum_epochs=1))
-    for epoch, mining in ((0, "sum"), (1, "hardest")):
-        right = pvse_loss(image, text, MATCH, PVSEOptions(distance="nearest_of_2", mining=mining)).total
-        torch.testing.assert_close(loss(image, text, MATCH, epoch=epoch).total, right)
 
 
 def test_an_index_searches_and_is_saved_with_several_embeddings_an_item(tmp_path):

@@ -5,9 +5,23 @@ import torch
 from support.batches import MATCH, batch
 
 from sfumato.gaussian import GaussianEmbedding
-from sfumato.losses import LOSSES, PairBlock, PCMEOptions, PCMEPPOptions, loss_of_block
+from sfumato.losses import (
+    LOSSES,
+    DAAOptions,
+    PairBlock,
+    PCMEOptions,
+    PCMEPPOptions,
+    ProLIPOptions,
+    PVSEOptions,
+    loss_of_block,
+)
 
-GIVEN = {"pcme": PCMEOptions(uniformity_weight=0.5)}  # Of a sum within a logarithm, which crosses all blocks.
+GIVEN = {
+    "pcme": PCMEOptions(uniformity_weight=0.5),  # Of a sum within a logarithm, which crosses all blocks.
+    "prolip": ProLIPOptions(inclusion_weight=0.3, inclusion_scale=2.0, beta=0.1),
+    "pvse": PVSEOptions(distance="nearest_of_3", mining="sum", mmd_weight=2),
+    "daa": DAAOptions(asp_weight=2, temperature=0.5),
+}
 
 
 def build(name):
@@ -15,7 +29,7 @@ def build(name):
 
 
 def leaves():
-    return [t.requires_grad_() for e in batch() for t in (e.mean, e.log_var)]
+    return [t.requires_grad_() for e in batch(d=6) for t in (e.mean, e.log_var)]
 
 
 def gradients(loss, inputs, total):

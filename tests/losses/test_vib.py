@@ -37,15 +37,6 @@ def test_vib_is_least_at_the_standard_normal_and_precise_near_it():
     assert vib_loss(GaussianEmbedding(torch.zeros(3, 4), near)).item() == pytest.approx(1e-6 / 4, rel=2e-2)
 
 
-def test_an_exploded_bottleneck_leaves_finite_gradients_to_the_rest():
-    image, text = batch(dtype=torch.float32)
-    log_var = torch.full_like(image.log_var, 20.0).requires_grad_()
-    loss = PCMEPPLoss(PCMEPPOptions(alpha=0, beta=1.0, logit_scale=1e-9, logit_bias=1.0))
-    output = loss(GaussianEmbedding(image.mean, log_var), text, MATCH)
-    output.total.backward()
-    assert output.stats["vib_ignored"] == 1 and torch.isfinite(log_var.grad).all()
-
-
 def test_a_bottleneck_that_overflows_leaves_no_nan():
     log_var = torch.tensor([[89.0, 0.0]], requires_grad=True)  # exp(89) is more than float32 holds.
     image = GaussianEmbedding(torch.zeros(1, 2), log_var)

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 from safetensors.numpy import load_file
-from scipy import stats
 
 from sfumato.metrics.bootstrap import bootstrap
 from sfumato.metrics.reliability import expected_calibration_error, log_loss
@@ -89,15 +88,6 @@ def test_the_other_figures_of_the_fixture(released):
     np.testing.assert_allclose(log_loss(of_label, torch.ones_like(of_label)), t["cal/nlpd"], rtol=1e-6)
 
 
-def test_float64_confidences_on_float32_edges_lose_queries_as_released():
-    lost = {binning: 0 for binning in ("uclip", "width")}
-    for seed in range(200):
-        u = np.random.default_rng(seed).normal(size=50)
-        for binning in lost:
-            lost[binning] += 50 - sum(binned_recall(u, np.arange(50) % 2, binning=binning, n_resamples=0).counts)
-    assert lost["width"] == 0 and lost["uclip"] > 100
-
-
 # ---------------------------------------------------------------- by hand and by loops
 def test_a_table_by_hand():
     u = np.array([5.0, 1, 2, 9, 3, 4, 8])
@@ -113,37 +103,6 @@ def test_a_table_by_hand():
     assert width.recall == (1.0, 0.5, 0.0, 0.5)
 
 
-def by_loops(u, hit, binning, n_bins):
-    """-S*R^2 of the two binnings that lose nothing, with the correlations of scipy."""
-    items = sorted(zip(u, hit, strict=True), key=lambda item: item[0])
-    bins = [[] for _ in range(n_bins)]
-    low, high = items[0][0], items[-1][0]
-    for k, (value, right) in enumerate(items):
-        if binning == "count":
-            sizes = [len(items) // n_bins + (b < len(items) % n_bins) for b in range(n_bins)]
-            b = next(b for b in range(n_bins) if k < sum(sizes[: b + 1]))
-        else:
-            edges = np.linspace(low, high, n_bins + 1)
-            b = next((b for b in range(n_bins) if value < edges[b + 1]), n_bins - 1)
-        bins[b].append(right)
-    recall = [np.mean(own) for own in bins if own]
-    number = np.arange(len(recall))
-    return -stats.spearmanr(number, recall)[0] * stats.pearsonr(number, recall)[0] ** 2
-
-
-@pytest.mark.parametrize("binning", ["count", "width"])
-@pytest.mark.parametrize("seed", range(4))
-def test_score_is_that_of_loops(binning, seed):
-    u, hit = queries(seed=seed)
-    found = minus_s_r2(u, hit, binning=binning, n_bins=7)
-    assert found == pytest.approx(by_loops(u, hit, binning, 7), abs=1e-12)
-    recall = np.array(binned_recall(u, hit, binning=binning, n_bins=7, n_resamples=0).recall)
-    number = np.arange(len(recall))
-    s, r = stats.spearmanr(number, recall)[0], stats.pearsonr(number, recall)[0]
-    assert abs(found + s * r) > 1e-3  # Not squared.
-    assert abs(found - s * r * r) > 1e-3  # The other sign.
-
-
 @pytest.mark.parametrize("binning", BINNINGS)
 def test_a_resample_is_binned_anew(binning):
     u, hit = queries(n=61)
@@ -156,21 +115,6 @@ def test_a_resample_is_binned_anew(binning):
     found = binned_recall(u, hit, binning=binning, n_bins=5, n_resamples=50, seed=3).score
     assert found == bootstrap({"x": statistic}, 61, n_resamples=50, seed=3)["x"]
     assert found.low <= found.high
-
-
-def test_what_the_binning_and_the_score_hide():
-    u, hit = queries(n=500)
-    by_rank = stats.rankdata(u) ** 6
-    assert minus_s_r2(u, hit) == pytest.approx(minus_s_r2(by_rank, hit))
-    assert abs(minus_s_r2(u, hit, binning="width") - minus_s_r2(by_rank, hit, binning="width")) > 0.02
-    # A fall of a hundredth from bin to bin scores as a fall of a tenth does.
-    steep, flat = (np.repeat(np.arange(10.0), 100), np.tile(np.arange(100), 10))
-    for fall in (1, 9):
-        right = (flat < 95 - fall * steep).astype(float)
-        assert minus_s_r2(steep, right) == pytest.approx(1.0)
-    # Two bins that are not empty always score 1 or -1.
-    outlier = np.append(np.linspace(0, 1, 99), 1e3)
-    assert minus_s_r2(outlier, np.append(np.arange(99) % 2, 0), binning="width") == pytest.approx(1.0)
 
 
 def test_nothing_is_lost_and_undefined_is_none():
