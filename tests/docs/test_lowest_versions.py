@@ -1,15 +1,12 @@
 """The lower bounds of pyproject.toml, which `make lowest` installs, and the versions of constraints.txt above them."""
 
-import importlib.util
 import tomllib
 from pathlib import Path
 
+import lowest_versions as lowest
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-SPEC = importlib.util.spec_from_file_location("lowest_versions", ROOT / "scripts" / "lowest_versions.py")
-lowest = importlib.util.module_from_spec(SPEC)
-SPEC.loader.exec_module(lowest)
 
 
 def numbers(version):

@@ -1,8 +1,9 @@
 """The page of the papers and the recipes' headers are what recipes/tables make of them, and name what exists."""
 
-import importlib.util
 import re
 from pathlib import Path
+
+import papers
 
 from sfumato.evaluation.papers import paper_items
 
@@ -20,17 +21,9 @@ def test_every_option_is_one_of_its_command(sfumato):
             assert all(option in known for option in words if option.startswith("--")), code
 
 
-def made():
-    """What scripts/papers.py writes."""
-    spec = importlib.util.spec_from_file_location("papers", ROOT / "scripts" / "papers.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return list(module.written())
-
-
 def test_the_page_and_the_headers_are_those_of_the_tables():
     """`python scripts/papers.py` writes them again."""
-    assert not [path.name for path, text in made() if path.read_text(encoding="utf-8") != text]
+    assert not [path.name for path, text in papers.written() if path.read_text(encoding="utf-8") != text]
 
 
 def test_the_page_has_every_item_and_links_to_results_that_exist():

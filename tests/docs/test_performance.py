@@ -7,48 +7,29 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
+import performance_page as script
+import suite
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "benchmarks"
 
 
-@pytest.fixture
-def script(monkeypatch):
-    monkeypatch.syspath_prepend(str(FOLDER))
-    monkeypatch.delitem(sys.modules, "performance_page", raising=False)
-    import performance_page
-
-    yield performance_page
-    sys.modules.pop("performance_page", None)
+RESULTS = script.load_results(script.RESULTS)
 
 
-def every(script):
-    return script.load_results(script.RESULTS)
+def test_the_page_is_what_the_script_makes_of_the_result_files():
+    assert script.PAGE.read_text(encoding="utf-8") == script.page(RESULTS)
 
 
-@pytest.fixture
-def suite(script, monkeypatch):
-    monkeypatch.delitem(sys.modules, "suite", raising=False)
-    import suite
-
-    yield suite
-    sys.modules.pop("suite", None)
-
-
-def test_the_page_is_what_the_script_makes_of_the_result_files(script):
-    assert script.PAGE.read_text(encoding="utf-8") == script.page(every(script))
-
-
-def test_every_benchmark_has_a_section_and_results_are_those_of_its_command(script, suite):
+def test_every_benchmark_has_a_section_and_results_are_those_of_its_command():
     runs = {run.name: run for run in suite.RUNS}
     assert list(runs) == list(script.SECTIONS) and len(runs) == len(suite.RUNS)
-    assert every(script)
-    for name, record in every(script).items():
+    assert RESULTS
+    for name, record in RESULTS.items():
         assert record["command"] == runs[name].command and list(script.SECTIONS[name].rows(record["result"]))
 
 
-def test_options_of_the_commands_exist(suite):
+def test_options_of_the_commands_exist():
     for run in suite.RUNS:
         name, *words = run.arguments.split()
         text = (FOLDER / name).read_text(encoding="utf-8")
@@ -57,19 +38,18 @@ def test_options_of_the_commands_exist(suite):
             assert all(f'"--{option}"' in text for option in options), run
 
 
-def test_a_changed_figure_or_a_busy_machine_would_be_noticed(script):
-    results = every(script)
-    changed = copy.deepcopy(results)
+def test_a_changed_figure_or_a_busy_machine_would_be_noticed():
+    changed = copy.deepcopy(RESULTS)
     changed["training_step"]["result"]["results"]["step"]["ratio"] += 1
-    assert script.page(changed) != script.page(results)
+    assert script.page(changed) != script.page(RESULTS)
     for others, marked in ((0.02, False), (0.5, True), (None, True)):
-        page = script.page({"match_loss": results["match_loss"] | {"other_cores": others}})
+        page = script.page({"match_loss": RESULTS["match_loss"] | {"other_cores": others}})
         assert "Not measured yet: distances, evaluation," in page
         assert ("Not final" in page) == marked and ("d = 1,024 †" in page) == marked
 
 
-def test_what_loses_is_marked_and_listed(script):
-    results = {"exact_search": copy.deepcopy(every(script)["exact_search"])}
+def test_what_loses_is_marked_and_listed():
+    results = {"exact_search": copy.deepcopy(RESULTS["exact_search"])}
     first, *others = results["exact_search"]["result"]["rows"]
     for row in (first, *others):
         row |= {"exact": 20.0, "faiss": 100.0, "q @ g.T": 10.0, "g @ q.T": 11.0}
@@ -81,7 +61,7 @@ def test_what_loses_is_marked_and_listed(script):
     assert page.count("**1.25, loses**") == 1 and page.count("loses**") == 1
 
 
-def test_ratios_and_times_by_hand(script):
+def test_ratios_and_times_by_hand():
     row = script.against("x", 0.02, 8.0, "y")
     assert (row.ours, row.reference, row.ratio_text, row.loses) == ("20.0 ms", "8.00 s, y", "1/400", False)
     assert script.Row("x", "", ratio=1.004).ratio_text == "**1.00, loses**"
@@ -91,7 +71,7 @@ def test_ratios_and_times_by_hand(script):
     assert [row.ratio for row in rates] == [2.0] and rates[0].loses
 
 
-def test_the_suite_records_a_run_and_writes_the_page(suite, monkeypatch, tmp_path, capsys):
+def test_the_suite_records_a_run_and_writes_the_page(monkeypatch, tmp_path, capsys):
     (tmp_path / "benchmarks").mkdir()
     (tmp_path / "benchmarks" / "demo.py").write_text(
         "import json, os, sys\n"

@@ -7,13 +7,10 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from sfumato.models.recipe import find_recipe, load_recipe, recipe_files
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS: dict[str, Any] = json.loads((ROOT / "recipes" / "results.json").read_text(encoding="utf-8"))["recipes"]
-RUN = [name for name, result in RESULTS.items() if result["run"]]
 
 
 def wrapped(label: str, text: str) -> list[str]:
@@ -25,7 +22,7 @@ def wrapped(label: str, text: str) -> list[str]:
     return [line.replace("\u00a0", " ") for line in lines]
 
 
-def stated(name: str, result: dict[str, Any]) -> list[str]:
+def stated(result: dict[str, Any]) -> list[str]:
     """What the header of a recipe has to state after its first line."""
     run = result["run"]
     paper = result.get("published_cost")
@@ -41,39 +38,33 @@ def stated(name: str, result: dict[str, Any]) -> list[str]:
     return ["#", f"# $ {result['command']}", "#", *wrapped("Cost:", cost), *wrapped("Scores:", scores)]
 
 
-def test_every_recipe_has_a_result_and_every_result_a_recipe():
+def test_the_header_of_every_recipe_states_what_the_results_file_has():
     assert sorted(RESULTS) == sorted(recipe_files())
+    for name, result in RESULTS.items():
+        lines = recipe_files()[name].read_text(encoding="utf-8").splitlines()
+        header = list(takewhile(lambda line: line.startswith("#"), lines))
+        expected = stated(result)
+        assert header[1 : 1 + len(expected)] == expected, name
+        assert all(len(line) <= 120 for line in header if not re.match(r"#   \S|# \$ ", line)), name
 
 
-@pytest.mark.parametrize("name", RESULTS)
-def test_the_header_states_what_the_results_file_has(name):
-    lines = recipe_files()[name].read_text(encoding="utf-8").splitlines()
-    header = list(takewhile(lambda line: line.startswith("#"), lines))
-    expected = stated(name, RESULTS[name])
-    assert header[1 : 1 + len(expected)] == expected
-    assert all(len(line) <= 120 for line in header if not re.match(r"#   \S|# \$ ", line))
+def test_commands_and_overrides_load():
+    for name, result in RESULTS.items():
+        recipe, *overrides = result["command"].partition("train ")[2].split()
+        assert recipe == name
+        load_recipe(find_recipe(name), [*overrides, *(result["run"]["overrides"].split() if result["run"] else ())])
 
 
-@pytest.mark.parametrize("name", RESULTS)
-def test_commands_and_overrides_load(name):
-    words = RESULTS[name]["command"].split()
-    recipe, *overrides = words[words.index("train") + 1 :]
-    run = RESULTS[name]["run"]
-    assert recipe == name
-    load_recipe(find_recipe(name), [*overrides, *(run["overrides"].split() if run else ())])
-
-
-@pytest.mark.parametrize("name", RUN)
-def test_figures_and_commit_stand_in_the_experiment(name):
-    run = RESULTS[name]["run"]
-    text = (ROOT / run["experiment"]).read_text(encoding="utf-8")
-    for value in run["metrics"].values():
-        assert re.search(rf"(?<![\d.]){re.escape(value)}(?!\d)", text), value
-    assert run["commit"] == "not recorded" or run["commit"] in text
+def test_figures_and_commit_stand_in_the_experiment():
+    for run in filter(None, (result["run"] for result in RESULTS.values())):
+        text = (ROOT / run["experiment"]).read_text(encoding="utf-8")
+        for value in run["metrics"].values():
+            assert re.search(rf"(?<![\d.]){re.escape(value)}(?!\d)", text), (run["experiment"], value)
+        assert run["commit"] == "not recorded" or run["commit"] in text, run
 
 
 def test_a_changed_figure_would_be_noticed():
-    name = "emoji-pcmepp"
-    changed = json.loads(json.dumps(RESULTS[name]))
+    result = RESULTS["emoji-pcmepp"]
+    changed = json.loads(json.dumps(result))
     changed["run"]["metrics"]["text→image recall@1"] = "28.8 ± 0.1"
-    assert stated(name, changed) != stated(name, RESULTS[name])
+    assert stated(changed) != stated(result)

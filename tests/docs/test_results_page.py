@@ -1,6 +1,5 @@
 """The tables of methods and of uncertainty are what their benchmarks make of the result files."""
 
-import importlib.util
 import json
 import re
 import runpy
@@ -9,34 +8,18 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import results_page as script
+import uncertainty_multiplicity as multiplicity
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def benchmark(name):
-    spec = importlib.util.spec_from_file_location(name, ROOT / "benchmarks" / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-@pytest.fixture(scope="module")
-def script():
-    return benchmark("results_page")
-
-
-@pytest.fixture(scope="module")
-def multiplicity():
-    return benchmark("uncertainty_multiplicity")
-
-
-def test_the_page_is_that_of_the_files(script):
+def test_the_page_is_that_of_the_files():
     text = script.PAGE.read_text(encoding="utf-8")
     assert text == script.page(script.all_results(), text)
 
 
-def test_a_changed_figure_changes_the_page_between_the_comments_alone(script):
+def test_a_changed_figure_changes_the_page_between_the_comments_alone():
     results, text = script.all_results(), f"before {script.BEGIN} old {script.END} after"
     changed = json.loads(json.dumps(results))
     figures = next(iter(changed["emoji"]["table"].values()))["figures"]
@@ -46,7 +29,7 @@ def test_a_changed_figure_changes_the_page_between_the_comments_alone(script):
     assert re.fullmatch(r"before <!--.*--> after", script.page(results, text), re.DOTALL)
 
 
-def test_every_method_of_a_file_has_a_name_and_every_figure_a_baseline(script):
+def test_every_method_of_a_file_has_a_name_and_every_figure_a_baseline():
     for family, result in script.all_results().items():
         assert result["seeds"] == [0, 1, 2] and result["commit"]
         for recipe, row in result["table"].items():
@@ -60,15 +43,14 @@ def test_every_method_of_a_file_has_a_name_and_every_figure_a_baseline(script):
     ("name", "seen"), [("referee", "## flickr8k-triplet"), ("referee-damaged", "corrupted queries")]
 )
 def test_the_referee_prints_the_files_that_hold_its_figures(name, seen, monkeypatch, capsys):
-    script = ROOT / "benchmarks" / "referee.py"
     monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(sys, "argv", [str(script), f"benchmarks/results/{name}.json"])
-    runpy.run_path(str(script), run_name="__main__")
+    monkeypatch.setattr(sys, "argv", ["referee.py", f"benchmarks/results/{name}.json"])
+    runpy.run_path("benchmarks/referee.py", run_name="__main__")
     printed = capsys.readouterr().out
     assert "| sfumato |" in printed and seen in printed
 
 
-def test_the_page_of_uncertainty_is_that_of_its_file(multiplicity):
+def test_the_page_of_uncertainty_is_that_of_its_file():
     report = json.loads((ROOT / "benchmarks" / "results" / "uncertainty.json").read_text(encoding="utf-8"))
     text = multiplicity.PAGE.read_text(encoding="utf-8")
     assert text == multiplicity.page(report, text)
@@ -76,7 +58,7 @@ def test_the_page_of_uncertainty_is_that_of_its_file(multiplicity):
     assert text != multiplicity.page(report, text)
 
 
-def test_a_partial_rank_correlation_is_that_of_the_residuals(multiplicity):
+def test_a_partial_rank_correlation_is_that_of_the_residuals():
     random = np.random.default_rng(0)
     x, y, z = random.normal(size=(3, 50)) + random.normal(size=50)
     rank = [np.argsort(np.argsort(values)).astype(float) for values in (x, y, z)]
@@ -86,7 +68,7 @@ def test_a_partial_rank_correlation_is_that_of_the_residuals(multiplicity):
     assert found == pytest.approx([np.corrcoef(a, b)[0, 1]], abs=1e-9)
 
 
-def test_neighbours_of_an_item_are_those_of_other_owners(multiplicity):
+def test_neighbours_of_an_item_are_those_of_other_owners():
     random = np.random.default_rng(0)
     x, owners = random.normal(size=(24, 3)), np.arange(24) // 2
     unit = x / np.linalg.norm(x, axis=1, keepdims=True)
