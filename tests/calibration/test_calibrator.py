@@ -213,47 +213,6 @@ def test_radius_by_hand():
     assert calibrated(scores_of([0.5] * 9)).conformal_radius(0.6) == 0.5, "ties are inside"
 
 
-# Coverage of a set that a random split gives: with continuous scores the fraction of new queries covered has mean
-# ceil((q + 1)(1 - alpha)) / (q + 1). Means over 2,000 splits; their standard errors are estimated from them, and a gap
-# of 4.5 of these is a false alarm in 7 of 1e6 seeds for each case.
-SPLITS = 2000
-
-
-def covered(alpha, q, contains, *, levels=None, corrected=True):
-    random = np.random.default_rng(int(1000 * alpha) + q)
-    fractions = []
-    for _ in range(SPLITS):
-        # A pool of queries, each with its own dispersion and one to four matches; split at random.
-        match = random.standard_normal((q + 100, 4)) * random.exponential(1, (q + 100, 1)) + 3
-        match[np.arange(4) > random.integers(0, 4, (q + 100, 1))] = np.nan
-        score = np.nanmin(match, axis=1) if contains == "any" else np.nanmax(match, axis=1)
-        score = (np.round(score * levels) / levels if levels else score).astype(np.float32)
-        if corrected:
-            lists = {"closest_match": tuple(score[:q].tolist()), "farthest_match": tuple(score[:q].tolist())}
-            scores = QueryScores(**{**vars(scores_of(score[:q])), **lists})
-            radius = calibrated(scores).conformal_radius(alpha, contains=contains)
-        else:
-            radius = np.quantile(score[:q], 1 - alpha)
-        fractions.append((score[q:] <= radius).mean())
-    return np.mean(fractions), np.std(fractions) / math.sqrt(SPLITS)
-
-
-@pytest.mark.parametrize(
-    ("alpha", "q", "contains"), [(0.2, 9, "any"), (0.1, 57, "any"), (0.1, 57, "all"), (0.05, 200, "all")]
-)
-def test_sets_cover_as_often_as_guaranteed(alpha, q, contains):
-    mean, error = covered(alpha, q, contains)
-    exact = math.ceil((q + 1) * (1 - alpha) - 1e-9) / (q + 1)
-    assert abs(mean - exact) < 4.5 * error and mean > 1 - alpha - 4.5 * error
-
-
-def test_ties_raise_coverage_and_the_plain_quantile_falls_short():
-    mean, error = covered(0.2, 29, "any", levels=1)
-    assert mean > 0.8 + 4.5 * error
-    mean, error = covered(0.2, 9, "any", corrected=False)
-    assert mean < 0.8 - 4.5 * error, "without the finite-sample correction the guarantee is broken"
-
-
 # ---------------------------------------------------------------- thresholds and abstention
 
 

@@ -86,12 +86,6 @@ def test_no_more_false_alarms_than_stated():
     assert 0.01 < rate <= 0.04 + 3 * error, (rate, error)
 
 
-def test_no_false_alarm_as_the_monitor_is_set():
-    """Level .001, tolerance .05: none in 4,000 windows (800,000 queries), where .001 alone would allow 4."""
-    count, n = alarms(np.random.default_rng(1), independent, same, held_out=80)
-    assert n == 4000 and count <= 1
-
-
 def test_captions_of_one_image_count_as_one():
     rng = np.random.default_rng(2)
     grouped, n = alarms(rng, in_groups, same, held_out=40, level=0.04, tolerance=0.0)
@@ -111,21 +105,6 @@ def test_a_difference_within_the_tolerance_raises_no_alarm():
     with_, n = alarms(rng, lambda r: (nearest, ()), shifted, held_out=1, windows=30, window=10_000)
     without, _ = alarms(rng, lambda r: (nearest, ()), shifted, held_out=1, windows=30, window=10_000, tolerance=0.0)
     assert with_ == 0 and without >= 0.8 * n
-
-
-@pytest.mark.parametrize(
-    ("name", "draw", "least"),
-    [
-        ("a shift of one standard deviation", lambda rng, n: rng.normal(1.2, 0.2, n), 0.98),
-        ("half as wide", lambda rng, n: rng.normal(1, 0.1, n), 0.0),
-        ("half of the queries far away", lambda rng, n: rng.normal(1, 0.2, n) + 0.8 * (rng.random(n) < 0.5), 0.98),
-        ("nearer than any", lambda rng, n: rng.normal(0.6, 0.2, n), 0.98),
-    ],
-)
-def test_power(name, draw, least):
-    """Fraction of first windows that alarm, of 500; a change of the spread alone (D = .16) is mostly missed."""
-    count, n = alarms(np.random.default_rng(5), independent, draw, held_out=10)
-    assert count / n >= least if least else count / n < 0.5, name
 
 
 # ---------------------------------------------------------------- state

@@ -40,13 +40,6 @@ def test_a_penalty_keeps_separable_rows_finite():
     assert 10 < float(w) < 1e4 and abs(b) < 1
 
 
-def test_features_that_are_equal_share_their_weight():
-    x, y = data(2, f=1)
-    once, b = fit_logistic(x, y, penalty=1e-9)
-    twice, c = fit_logistic(torch.cat([x, x], 1), y, penalty=1e-9)
-    assert float(twice.sum()) == pytest.approx(float(once), abs=1e-5) and b == pytest.approx(c, abs=1e-6)
-
-
 @pytest.mark.parametrize(
     "x, y, weight, words",
     [

@@ -163,14 +163,6 @@ def test_captions_drop_words_and_change_none_of_those_left():
         augment(ids, mask, masked=0.7, replaced=0.4)
 
 
-def test_random_ids_are_of_the_models_own_vocabulary():
-    """The released code draws up to 30,522, BERT's, whatever the model's size; ours stop at the last id."""
-    ids, mask = texts([33] * 300, 33)
-    for size in (200, 49_408):
-        seen = augment(ids, mask, rate=1.0, vocabulary_size=size)[0].max()
-        assert 0.9 * size < seen < size
-
-
 def test_rate_zero_only_moves_tokens_to_the_left():
     ids, mask = torch.tensor([[7, BEGIN, 8, 9, END, 6]]), torch.tensor([[False, True, False, True, True, False]])
     new_ids, new_mask = augment(ids, mask, special=(1, 1), rate=0.0, pad_id=5)

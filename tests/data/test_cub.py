@@ -102,15 +102,6 @@ def test_own_pairs_are_for_training_only_and_a_batch_has_one_of_each_class(cub):
     assert len({tuple(sorted(train.groups[b.image_index])) for b in smaller.batches(0)}) > 1
 
 
-def test_pairs_of_a_class_in_a_batch_match_in_both_ways_to_list_them(cub):
-    for options, positives in (({"train_pairs": "own"}, "sampled"), ({}, "listed")):
-        train = read(cub, **options)["train"]
-        for batch in PairSampler(train, 6, 0, epoch_over="images", positives=positives).batches(0):
-            of_image = np.array([train.image_ids[i].split("/")[0] for i in batch.image_index])
-            of_text = np.array([train.text_ids[t].split("/")[0] for t in batch.text_index])
-            assert (batch.match == (of_image[:, None] == of_text)).all()
-
-
 def test_chosen_classes_are_divided_by_a_hash_of_their_images(cub):
     splits = read_cub(cub, Problems(), CubOptions(classes=(BIRDS[5], BIRDS[0])), val_fraction=0.3, test_fraction=0.3)
     assert set().union(*(data.image_ids for data in splits.values())) == images_of([0, 5])

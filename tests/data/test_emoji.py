@@ -10,7 +10,6 @@ import pytest
 
 from sfumato.data.emoji import KINDS, emoji_names, load_emoji
 from sfumato.data.image_decoding import decode_image
-from sfumato.data.pairs import PairSampler
 from sfumato.data.sources import DataConfig
 
 FOLDER = resources.files("sfumato.data") / "emoji_set"
@@ -152,14 +151,6 @@ def test_every_concept_has_its_name_among_the_texts_of_that_kind(splits):
         assert all(kind[names[concept_of(i)].lower()] == "name" for i in data.image_ids)
 
 
-def test_multiplicity_grows_from_names_to_groups(splits):
-    data = splits["style"]
-    counts = data.relevance().transpose().counts
-    mean = {kind: counts[[k == kind for k in data.text_kinds]].mean() for kind in KINDS}
-    assert mean["name"] < mean["tag"] < mean["subgroup"] < mean["group"]
-    assert mean["name"] < 2 and mean["subgroup"] > 10 and mean["group"] > 100
-
-
 def test_two_drawings_of_a_concept_share_group_and_texts(splits):
     data = splits["train"]
     assert max(Counter(data.groups.tolist()).values()) == 2
@@ -180,15 +171,6 @@ def test_every_picture_is_there_decodes_and_shows_something(splits):
             assert pixels.min() < 255, image.location
     assert sizes == {(3, 64, 64)}
     assert np.mean(ink) > 0.3
-
-
-def test_a_batch_matches_through_shared_tags(splits):
-    data = splits["train"]
-    sampler = PairSampler(data, 128, 0, kind_weights={"name": 0.4, "tag": 0.4, "subgroup": 0.1, "group": 0.1})
-    dense = data.relevance().to_dense()
-    batch = next(iter(sampler.batches(0)))
-    assert np.array_equal(batch.match > 0, dense[batch.image_index][:, batch.text_index])
-    assert batch.match.sum() > 128
 
 
 def test_loading_is_deterministic(splits):

@@ -144,17 +144,3 @@ def test_flickr8k(shared):
         assert [data.texts[t] for t in own] == [" ".join(s["raw"].split()) for s in source["sentences"]]
         assert [data.text_ids[t] for t in own] == [str(s["sentid"]) for s in source["sentences"]]
         assert decode_image(data.images[i].read_bytes(), None).shape == (3, 128, 128)
-
-
-def test_tiny_coco_pictures_decode_at_full_size(shared):
-    folder = shared / "data" / "tiny_coco" / "tiny_coco"
-    if not folder.is_dir():
-        pytest.skip(f"no {folder}")
-    for split in ("train2017", "val2017"):
-        sizes = json.loads((folder / "annotations" / f"instances_{split}.json").read_text())["images"]
-        for info in sizes[:8]:
-            data = (folder / split / info["file_name"]).read_bytes()
-            assert decode_image(data, None).shape == (3, info["height"], info["width"])
-            assert decode_image(data, 32).shape == (3, 32, 32)
-            with pytest.raises(ValueError, match="cannot be decoded"):
-                decode_image(data[: len(data) // 2], 32)

@@ -103,14 +103,6 @@ def test_labels_are_the_loop_and_keep_duplicate_captions():
     assert rectangular.shape == (9, 4)
 
 
-def test_one_hot_rows_sum_to_one_and_mixing_with_oneself_changes_nothing():
-    drawn = plan(9, fraction=0.7, seed=4)
-    mixed = drawn.match(torch.eye(9))
-    torch.testing.assert_close(mixed.sum(1), torch.ones(9))
-    torch.testing.assert_close(mixed.diagonal(), drawn.own_fraction)
-    assert plan(9, fraction=0.0).match(torch.eye(9)).equal(torch.eye(9))
-
-
 def test_plans_of_several_processes_join():
     plans = [plan(4, seed=0, fraction=1.0), plan(0, seed=7), plan(5, seed=1, fraction=1.0)]
     joint = MixPlan.cat(plans)

@@ -29,13 +29,6 @@ def test_match_equals_a_loop_over_the_pairs():
     assert np.array_equal(dense.astype(bool), data.relevance().to_dense())
 
 
-def test_match_does_not_confuse_the_last_text_with_the_next_images_first():
-    data = PairData(
-        ("a", "b"), (FileImage("a"),) * 2, ("x", "y", "z"), ("x", "y", "z"), ("caption",) * 3, [[0, 2], [1, 0]]
-    )
-    assert data.match(np.array([0, 1]), np.array([0, 1, 2])).tolist() == [[0, 0, 1], [1, 0, 0]]
-
-
 def test_pairs_are_sorted_and_merged():
     data = PairData(
         ("a", "b"), (FileImage("a"),) * 2, ("x", "y"), ("x", "y"), ("caption",) * 2, [[1, 0], [0, 1], [1, 0]]
@@ -127,14 +120,6 @@ def test_draws_depend_on_seed_and_epoch_alone():
     sampler = PairSampler(data, 8, 1)
     list(sampler.batches(0))  # Leaves no state behind.
     assert [(b.image_index.tolist(), b.text_index.tolist()) for b in sampler.batches(1)] == drawn(1, 1)
-
-
-def test_two_captions_of_one_image_match_it_both():
-    data = captions(6, 5)
-    for batch in PairSampler(data, 10, seed=0, epoch_over="pairs").batches(0):
-        own = batch.text_index // 5
-        assert np.array_equal(batch.match, (batch.image_index[:, None] == own).astype(np.float32))
-    assert sum(b.match.sum() - 10 for b in PairSampler(data, 10, seed=0, epoch_over="pairs").batches(0)) > 0
 
 
 def test_sampled_positives_are_the_texts_drawn_for_the_group():
@@ -314,17 +299,6 @@ def test_equal_texts_of_a_batch_are_matches_of_each_others_images(positives, epo
     assert (batch.match == same).all()
     (apart,) = PairSampler(data, 8, 0, epoch_over=epoch_over, positives=positives).batches(0)
     assert apart.match.sum() == 8, "the images of a tag compete for it"
-
-
-def test_tags_that_images_share_can_be_found():
-    """20 images in 4 tags, points at their tag: the first of 20 equal texts is the image's own by chance alone."""
-    data = make_pair_data([f"i{k}" for k in range(20)], [FileImage("x")] * 20, [[f"tag {k % 4}"] for k in range(20)])
-    recall = {}
-    for name, split in (("merged", merge_equal_texts(data)), ("separate", data)):
-        tag = np.array([int(text[-1]) for text in split.texts])
-        first = (np.arange(20)[:, None] % 4 != tag).argmin(1)
-        recall[name] = np.diagonal(split.match(np.arange(20), first)).mean()
-    assert recall == {"merged": 1.0, "separate": pytest.approx(0.2)}
 
 
 def test_captions_with_one_id_are_one_text():

@@ -33,14 +33,6 @@ def hwc(data, size=None):
     return decode_image(data, size).transpose(1, 2, 0)
 
 
-@pytest.mark.parametrize("kind", ["PNG", "BMP", "TIFF", "WEBP"])
-def test_lossless_rgb_is_kept(kind):
-    options = {"lossless": True} if kind == "WEBP" else {}
-    decoded = decode_image(encode(Image.fromarray(PIXELS), kind, **options), None)
-    assert decoded.shape == (3, 5, 7) and decoded.dtype == np.uint8 and decoded.flags.c_contiguous
-    assert np.array_equal(decoded.transpose(1, 2, 0), PIXELS)
-
-
 def test_grey_black_and_white_and_palette():
     grey = PIXELS[..., 0]
     assert np.array_equal(hwc(encode(Image.fromarray(grey))), np.repeat(grey[..., None], 3, 2))
@@ -102,9 +94,12 @@ def test_exif_orientation_is_applied(orientation):
     exif = Image.Exif()
     exif[0x0112] = orientation
     expected = upright[orientation](PIXELS)
+    assert np.array_equal(hwc(encode(Image.fromarray(PIXELS), "BMP")), PIXELS)
     for kind, options in (("PNG", {}), ("WEBP", {"lossless": True}), ("TIFF", {})):
         file = encode(Image.fromarray(PIXELS), kind, exif=exif, **options)
-        assert np.array_equal(hwc(file), expected)
+        decoded = decode_image(file, None)
+        assert decoded.dtype == np.uint8 and decoded.flags.c_contiguous
+        assert np.array_equal(decoded.transpose(1, 2, 0), expected)
         if kind != "TIFF":
             assert np.array_equal(decode_image(file, None, upright=False).transpose(1, 2, 0), PIXELS)
 
@@ -116,15 +111,6 @@ def test_a_picture_with_damaged_exif_is_still_read():
         for kind in ("JPEG", "PNG", "WEBP"):
             decoded = hwc(encode(Image.new("RGB", (16, 8), "red"), kind, exif=damaged))
             assert decoded.shape == (8, 16, 3) and decoded[..., 0].min() > 240
-
-
-def test_resized_to_a_square():
-    tall = Image.fromarray(np.concatenate([np.zeros((40, 20, 3), np.uint8), np.full((40, 20, 3), 255, np.uint8)]))
-    small = decode_image(encode(tall), 16)
-    assert small.shape == (3, 16, 16)
-    assert small[:, :7].max() < 10 and small[:, 9:].min() > 245
-    same = Image.fromarray(np.random.default_rng(3).integers(0, 256, (16, 16, 3), dtype=np.uint8))
-    assert np.array_equal(hwc(encode(same), 16), np.asarray(same))
 
 
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF"])
@@ -161,25 +147,6 @@ def test_a_decompression_bomb_is_refused_before_it_is_decoded(width, height):
     bomb = b"\x89PNG\r\n\x1a\n" + header + chunk(b"IDAT", zlib.compress(b"\0" * 1000)) + chunk(b"IEND", b"")
     with pytest.raises(ValueError, match="limit of 80000000"):
         decode_image(bomb, 16)
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_whatever_bytes_change_only_value_error_comes_out():
-    picture = Image.fromarray(np.random.default_rng(2).integers(0, 256, (12, 12, 3), dtype=np.uint8))
-    exif = Image.Exif()
-    exif[0x0112], exif[0x010E], exif[0x011A] = 6, "a thing", (72, 1)
-    whole = [encode(picture, k, exif=exif) for k in ("PNG", "JPEG", "WEBP", "TIFF")]
-    whole += [encode(picture, "GIF"), encode(picture, "BMP"), encode(picture.convert("CMYK"), "JPEG")]
-    source, refused = random.Random(0), 0
-    for k in range(3000):
-        data = bytearray(whole[k % len(whole)])
-        for _ in range(source.choice((1, 2, 8))):
-            data[int(len(data) * source.random() ** 2)] = source.choice((0, 1, 255, source.randrange(256)))
-        try:
-            assert decode_image(bytes(data), 8).shape == (3, 8, 8)
-        except ValueError:
-            refused += 1
-    assert 100 < refused < 2900
 
 
 def noise(width, height, seed=0):
@@ -286,16 +253,17 @@ def test_a_large_jpeg_cropped_at_a_reduced_size_is_the_same_part_of_it(orientati
 
 def outcome(function, *arguments, **options):
     try:
-        function(*arguments, **options)
+        found = function(*arguments, **options)
     except ValueError as error:
         return str(error)
+    assert found is None or found.shape == (3, 8, 8)
     return "good"
 
 
 @pytest.mark.filterwarnings("ignore")
 def test_check_image_says_what_decode_image_says():
     exif = Image.Exif()
-    exif[0x0112], exif[0x010E] = 6, "a thing"
+    exif[0x0112], exif[0x010E], exif[0x011A] = 6, "a thing", (72, 1)
     picture = noise(40, 50)
     whole = [encode(picture, kind, exif=exif) for kind in ("PNG", "JPEG", "WEBP", "TIFF")]
     whole += [encode(picture, "JPEG", progressive=True), encode(picture.convert("CMYK"), "JPEG")]

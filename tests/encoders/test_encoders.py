@@ -284,11 +284,6 @@ def test_without_a_connection_nothing_is_retried(monkeypatch):
     assert [address[1] for address, _ in asked] == [443] and asked[0][1] <= 5
 
 
-def test_log_variance_bias_is_the_stated_formula():
-    head = GaussianHead(4, 10, HeadOptions(init_total_variance=2.0))
-    torch.testing.assert_close(head.log_var.linear.bias, torch.full((10,), math.log(0.2)))
-
-
 @pytest.mark.parametrize("covariance", ["ellipsoidal", "spherical-average", "spherical-one"])
 def test_covariances_start_as_stated_and_keep_their_form_and_their_bounds(covariance):
     torch.manual_seed(0)

@@ -77,20 +77,6 @@ def test_a_training_batch_depends_on_its_key_and_on_nothing_else():
     assert not torch.equal(ImageFileStore(ITEMS, 8).training_batch(INDEX, (3, 0)).values, one)
 
 
-def test_half_of_the_training_pictures_are_mirrored_and_crops_lie_inside():
-    # Red grows to the right and green downwards, so every pixel tells where it was.
-    ramp = np.zeros((100, 100, 3), np.uint8)
-    ramp[..., 0], ramp[..., 1] = 2 * np.arange(100), 2 * np.arange(100)[:, None]
-    values = (
-        ImageFileStore([lambda: encode(ramp)], 16).training_batch(np.zeros(400, np.int64), (1,)).values.float() / 200
-    )
-    width = (values[:, 0, 8, -1] - values[:, 0, 8, 0]) * 16 / 15
-    height = (values[:, 1, -1, 8] - values[:, 1, 0, 8]) * 16 / 15
-    assert 150 < int((width < 0).sum()) < 250 and height.min() > 0.55 and height.max() < 1.03
-    assert width.abs().min() > 0.55 and width.abs().max() < 1.03
-    assert abs(torch.corrcoef(torch.stack([width.abs(), height]))[0, 1]) < 0.2
-
-
 def test_a_negative_key_is_not_called_a_bad_picture():
     with pytest.raises(ValueError, match="non-negative"):
         ImageFileStore(ITEMS, 8).training_batch(INDEX, (-1,))

@@ -105,20 +105,6 @@ def test_the_ablations_of_table_d3_item_by_item():
     torch.testing.assert_close(of_mean(tokens).mean, points(tokens).mean)
 
 
-def test_what_is_masked_has_no_influence():
-    head, tokens = head_of(local_channels=6), features(local=True, log_var=True)
-    changed = TokenFeatures(
-        tokens.mean.masked_fill(~tokens.mask.unsqueeze(2), 1e4),
-        tokens.mask,
-        tokens.log_var.masked_fill(~tokens.mask.unsqueeze(2), -1e4),
-        tokens.local.masked_fill(~tokens.local_mask.unsqueeze(2), 1e4),
-        tokens.local_mask,
-    )
-    first, second = head(tokens), head(changed)
-    torch.testing.assert_close(first.mean, second.mean)
-    torch.testing.assert_close(first.log_var, second.log_var)
-
-
 @pytest.mark.parametrize(
     "options",
     [

@@ -55,11 +55,6 @@ IDS = torch.randint(1, 30, (4, 6), generator=torch.Generator().manual_seed(2))
 MASK = torch.arange(6) < torch.tensor([6, 2, 3, 1]).unsqueeze(1)
 
 
-def test_shapes_of_the_image_side():
-    tokens = image_encoder()(Inputs(PIXELS))
-    assert tokens.mean.shape == (3, 1 + 9, 16) and tokens.log_var.shape == (3, 1, 16) and tokens.mask is None
-
-
 def test_the_image_mean_passes_the_last_norm_once_and_as_released_twice():
     clean, released = image_encoder(), image_encoder(released=True)
     torch.nn.init.normal_(clean.encoder.norm_out.weight)

@@ -24,7 +24,6 @@ from sfumato.evaluation.trust import described, measure_trust
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.metrics.relevance import Relevance
 from sfumato.metrics.selective import auroc
-from sfumato.metrics.uncertainty import spearman
 
 N, M, D = 13, 37, 5
 MATCHING = Matching("csd", 1.3, 2.0)
@@ -221,33 +220,6 @@ def test_samples_of_a_root_distance_take_the_root():
         z = queries.mean[i] + queries.var[i].sqrt() * noise_of(D)
         pairs = torch.nn.functional.pdist(z)
         assert root[i] == pytest.approx(float(torch.sigmoid(1.3 * pairs - 2).mean()), rel=1e-4)
-
-
-def test_the_mean_squared_distance_of_samples_is_twice_the_total_variance():
-    # With the same noise for all queries the ratio is a mean over 5,000 dimensions of a fixed draw: its deviation
-    # is about 1 %.
-    queries = GaussianEmbedding(torch.zeros(3, 5000), torch.tensor([[-2.0], [0.0], [1.0]]).expand(3, 5000))
-    block = module.Block(queries, queries, torch.empty(3, 0), MATCHING)
-    ratio = block.sample_distances.mean(1) / queries.total_variance
-    torch.testing.assert_close(ratio, torch.full((3,), 2.0), rtol=0.05, atol=0)
-
-
-def test_which_estimators_order_queries_alike():
-    queries, gallery = scene(6, n=60)
-    found = estimate_uncertainty(queries, gallery, MATCHING)
-    assert spearman(found["log_det"], found["geometric_std"]) == pytest.approx(1)
-    nearest = DISTANCES["csd"].matrix(queries, gallery).amin(1).numpy()
-    assert spearman(found["top1_mismatch"], nearest) == pytest.approx(1)
-    assert abs(spearman(found["log_det"], found["total_variance"])) < 0.999
-    # Margin and entropy do not see what is taken off all logits of a query.
-    wider = GaussianEmbedding(queries.mean, queries.log_var + 1)
-    mild = Matching("csd", 0.2, 2.0)  # Probabilities that no float64 rounds to 1.
-    found, again = (estimate_uncertainty(x, gallery, mild) for x in (queries, wider))
-    for name in ("margin", "match_entropy", "match_entropy_top10", "nearest_mean"):
-        np.testing.assert_allclose(again[name], found[name], rtol=1e-3, atol=1e-4, err_msg=name)
-    for name in ("total_variance", "log_det", "sample_spread", "self_mismatch", "top1_mismatch", "inclusion"):
-        assert (again[name] > found[name]).all(), name
-    assert (again["expected_matches"] < found["expected_matches"]).all()
 
 
 def test_points():

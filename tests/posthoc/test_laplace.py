@@ -76,14 +76,6 @@ def test_parity_curvature_and_factors(side, dtype, rtol):
     close(a.to(dtype), t[f"clip/divisible/A_{own}"], rtol)
     wanted = t[f"clip/divisible/B_{own}"]
     close(b.to(dtype), wanted, rtol, rounding(wanted, dtype, scale))
-    # The released code leaves the last items of a batch out of B, and not out of A.
-    released, size, used = 0, cases["num_classes"], cases["num_classes"] % cases["batch_size_remainder"]
-    for start in range(0, len(inputs[0]) // size * size, size):
-        rows = inputs[0][start : start + size - used]
-        released += summed_curvature(rows, inputs[2][start : start + size], logit_scale=scale)
-    wanted = t[f"clip/remainder/B_{own}"]
-    close(released.to(dtype) / (len(inputs[0]) // size * size) ** 0.5, wanted, rtol, rounding(wanted, dtype, scale))
-    assert used and not torch.allclose(t[f"clip/divisible/B_{own}"], wanted)
 
 
 @pytest.mark.parametrize("dtype, rtol", DTYPES)
@@ -136,11 +128,8 @@ def test_parity_evidence(tag, n):
     log_det_a, log_det_b = ((n**0.5 * x + grid[:, None].sqrt()).log().sum(1) for x in (a, b))
     common = -grid * norm / 2 + p * q / 2 * grid.log()
     close(common - (q * log_det_a + p * log_det_b) / 2, t[f"ours/{tag}/n{n}/evidence"])
-    # The released form lacks the factor 1/2 and swaps the exponents.
-    close(common - (p * log_det_a + q * log_det_b), t[f"{tag}/n{n}/official/evidence"])
     best = best_prior_precision(a, b, norm, pseudo_data=float(n))
     assert best == pytest.approx(float(t[f"ours/{tag}/n{n}/lambda_opt"]), rel=1e-10)
-    assert abs(best / float(t[f"{tag}/n{n}/official/lambda_stationary"]) - 1) > 0.1
 
 
 def test_a_posterior_without_data_has_no_evidence():
@@ -210,19 +199,6 @@ def test_the_fit_is_that_of_its_parts():
             close(own.activations, a)
             close(own.gradients, b, rtol=1e-8)
             assert own.prior_precision == pytest.approx(value) and own.pseudo_data == 10 and own.bias_column == siglip
-
-
-def test_the_means_point_as_the_frozen_embeddings():
-    pairs = small_pairs()
-    embedding = LaplaceProjections.fit(pairs).embed("image", pairs.images, hidden=pairs.image_hidden)
-    close(functional.normalize(embedding.mean, dim=1), functional.normalize(pairs.images, dim=1))
-
-
-def test_more_data_means_less_variance():
-    pairs = small_pairs(n=400)
-    few = FrozenPairs(*(pairs.images, pairs.texts, pairs.pairs[:20]), *list(vars(pairs).values())[3:])
-    u = [LaplaceProjections.fit(p).uncertainty("image", pairs.images, hidden=pairs.image_hidden) for p in (few, pairs)]
-    assert (u[1] < u[0]).all()
 
 
 def test_final_embeddings_alone_are_not_enough():
