@@ -49,6 +49,16 @@ def test_ordinary_data_has_the_index_of_ncr():
         assert noisy.match(np.array([image]), np.array([text])) == 1
 
 
+def test_the_code_of_ncr_leaves_true_pairs_and_ours_does_not():
+    """Four images with five captions: a plain permutation of all leaves a quarter right, on average."""
+    data = captions(4, 5)
+    clean = np.arange(20) // 5
+    random = np.random.default_rng(0)
+    plain = [noisy_pairs(data, random.permutation(clean)).sum() for _ in range(200)]
+    assert 14 < np.mean(plain) < 16
+    assert {int(noisy_pairs(data, shuffle_pairs(data, 1.0, seed)[1]).sum()) for seed in range(50)} == {20}
+
+
 def test_every_pair_is_as_likely_to_be_noisy_and_every_wrong_image_as_likely_to_come():
     """Chi-squared tests at 1e-4 over 2,000 seeds: a false alarm in about 1 of 5,000 sets of seeds."""
     data = captions(6, 2)

@@ -233,6 +233,41 @@ def test_parity_probvlm_variance():
     close(generalised_gaussian_variance(clipped), t["var/official"])
 
 
+def test_the_released_order_of_texts_begins_with_the_most_certain_one():
+    _, t = fixture("probvlm")
+    close(t["sort/u_img"].mean(1).argsort(descending=True), t["sort/img_order"])
+    close(t["sort/u_txt"].mean(1).reciprocal().argsort(descending=True), t["sort/txt_order"])
+
+
+def test_the_dropped_exponent_forgets_the_shape():
+    """By the product beta is .684167 for any data, and the variance of Laplace noise 2.62 times that of the data."""
+    normal = torch.randn(4000, 1, generator=torch.Generator().manual_seed(0)).double()
+    laplace = torch.distributions.Laplace(0.0, 1.0).icdf((torch.arange(4000).double() + 0.5) / 4000).unsqueeze(1)
+    beta, ratio = {}, {}
+    for noise, kind in ((normal, "normal"), (laplace, "laplace")):
+        for loss_of in (generalised_gaussian_loss, released_loss):
+            raw = torch.zeros(2, dtype=torch.float64, requires_grad=True)
+            optimiser = torch.optim.LBFGS([raw], max_iter=300, line_search_fn="strong_wolfe")
+
+            def found(raw=raw, noise=noise):
+                return GeneralisedGaussian(torch.zeros_like(noise), *raw.exp().expand(len(noise), 2).split(1, 1))
+
+            def closure(optimiser=optimiser, found=found, noise=noise, loss_of=loss_of):
+                optimiser.zero_grad()
+                loss = loss_of(found(), noise).mean()
+                loss.backward()
+                return loss
+
+            optimiser.step(closure)
+            beta[kind, loss_of] = float(raw[1].detach().exp())
+            variance = generalised_gaussian_variance(found()).mean()
+            ratio[kind, loss_of] = float(variance.detach() / noise.square().mean())
+    assert beta["normal", released_loss] == pytest.approx(0.684167, abs=1e-3)
+    assert beta["normal", generalised_gaussian_loss] == pytest.approx(2.0, abs=0.15)
+    assert ratio["laplace", released_loss] == pytest.approx(2.62, abs=0.05)
+    assert ratio["laplace", generalised_gaussian_loss] == pytest.approx(1, abs=0.05)
+
+
 # ---------------------------------------------------------------- PFE, PCME++, ProLIP
 def gaussians(t, shift, *, unit=True):
     heads = [t[f"inputs/head_{s}"].clone().requires_grad_() for s in "it"]

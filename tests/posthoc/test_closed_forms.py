@@ -56,6 +56,14 @@ def test_parity_top1_and_margins(direction, dtype, rtol):
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
+def test_the_released_steps_find_no_shorter_change(direction):
+    """The released search steps towards the runner-up; the exact length is at most that of its finest path."""
+    described, t, q, g = uclip(direction)
+    exact = shortest_change(q, functional.normalize(g, dim=1))
+    assert (exact <= t[f"adversarial_fine_raw/{direction}"] + described["cases"]["fine"]["step_size"]).all()
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
 def test_parity_duplicates_have_no_margin(direction):
     _, t = fixture("uclip_confidence")
     q, g = (t["dup/txt"], t["dup/img"]) if direction == "t2i" else (t["dup/img"], t["dup/txt"])
