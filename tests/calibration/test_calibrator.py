@@ -5,7 +5,6 @@ import math
 import re
 import sys
 from dataclasses import replace
-from functools import cache
 
 import numpy as np
 import pytest
@@ -261,7 +260,6 @@ def captions(random, n_images, correlation, slope=0.0):
     return distance, right, image
 
 
-@cache
 def broken(correlation, *, grouped, slope=0.0, risk=0.1, n_sets=200):
     """Of held-out sets of 150 images, the fraction whose limit allows more than the risk, and that is certified."""
     random = np.random.default_rng(int(100 * correlation))
@@ -288,15 +286,10 @@ def broken(correlation, *, grouped, slope=0.0, risk=0.1, n_sets=200):
 @pytest.mark.parametrize("slope", [0.0, 1.0])
 @pytest.mark.parametrize("correlation", [0.0, 0.5, 0.8])
 def test_the_risk_holds_with_five_captions_an_image(correlation, slope):
-    assert broken(correlation, grouped=True, slope=slope)[0] < 0.17
-
-
-def test_a_lower_risk_is_certified_with_groups_too():
-    assert broken(0.5, grouped=True, slope=1.0)[1] > 0.8
-
-
-def test_captions_that_are_taken_for_independent_break_the_risk():
-    assert broken(0.8, grouped=False)[0] > 0.1
+    above, certified = broken(correlation, grouped=True, slope=slope)
+    assert above < 0.17 and (certified > 0.8 or (correlation, slope) != (0.5, 1.0))
+    if correlation == 0.8 and not slope:
+        assert broken(correlation, grouped=False)[0] > 0.1, "captions taken for independent break the risk"
 
 
 @pytest.mark.parametrize("correlation", [0.0, 0.8])

@@ -193,14 +193,8 @@ def test_nothing_is_unpickled(tmp_path):
             return (exec, ("raise SystemExit('unpickled')",))
 
     bomb = pickle.dumps(Bomb())
-    members = [
-        ("1.jpg", JPEG),
-        ("1.pyd", bomb),
-        ("1.pickle", bomb),
-        ("1.pkl", bomb),
-        ("1.pth", bomb),
-        ("1.txt", b"safe"),
-    ]
+    pickles = [(f"1.{ending}", bomb) for ending in ("pyd", "pickle", "pkl", "pth")]
+    members = [("1.jpg", JPEG), *pickles, ("1.txt", b"safe")]
     found, noted = one_pass([pack(tmp_path / "a.tar", members)])
     assert found["1"].text == "safe" and noted == []
 

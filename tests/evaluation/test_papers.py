@@ -137,16 +137,8 @@ BY_HAND = {  # of tables whose rows are too short to be looked up in the text
 }
 PAPERS = {"PCME++ v1": "002_*.txt", "PCME++": "000_*.txt", "PVSE++": "001_*.txt", "PCME": "004_*.txt"}
 TWO_DECIMALS = (
-    "PCME++ 5",
-    "PCME++ v1 6",
-    "PCME 1",
-    "PCME D.1",
-    "PCME D.3",
-    "PCME E.1",
-    "PCME E.2",
-    "PCME E.3",
-    "PVSE++ 7",
-    "PVSE++ 8",
+    *("PCME++ 5", "PCME++ v1 6", "PCME 1", "PCME D.1", "PCME D.3"),
+    *("PCME E.1", "PCME E.2", "PCME E.3", "PVSE++ 7", "PVSE++ 8"),
 )
 
 
