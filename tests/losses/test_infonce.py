@@ -36,3 +36,25 @@ def test_infonce_learns_its_scale_and_has_no_bias():
     loss(*batch(dtype=torch.float32), MATCH).total.backward()
     assert loss.logits.log_logit_scale.grad.abs() > 0 and not loss.logits.logit_bias.requires_grad
     assert loss.logits.logit_scale.item() == pytest.approx(2.0)
+
+
+@pytest.mark.parametrize("free", [True, False])
+def test_only_a_free_scale_moves_as_the_released_temperature(free):
+    """The released code learns tau in softmax(tau * cos); tau is twice our scale, so half its learning rate is ours."""
+    image, other = (e.mean for e in batch(5, 5, dtype=torch.float32))
+    pair = (image, image + other / 5)
+    image, text = (GaussianEmbedding.point(torch.nn.functional.normalize(mean, dim=1)) for mean in pair)
+    tau = torch.nn.Parameter(torch.ones(()))
+    loss = InfoNCELoss(InfoNCEOptions(logit_scale=0.5, free_scale=free))
+    theirs = torch.optim.Adam([tau], lr=0.1, eps=1e-12)
+    ours = torch.optim.Adam([p for p in loss.parameters() if p.requires_grad], lr=0.05, eps=1e-12)
+    ground_truth = torch.arange(5)
+    for _ in range(20):
+        logits = tau * image.mean @ text.mean.T
+        rows, columns = (torch.nn.functional.cross_entropy(x, ground_truth) for x in (logits, logits.T))
+        for optimiser, total in ((theirs, (rows + columns) / 2), (ours, loss(image, text, torch.eye(5)).total)):
+            optimiser.zero_grad()
+            total.backward()
+            optimiser.step()
+    assert abs(tau.item() - 1) > 0.5
+    assert (2 * loss.logits.logit_scale.item() == pytest.approx(tau.item(), abs=1e-4)) == free
