@@ -265,18 +265,10 @@ def test_prompts_kept_are_those_of_zeroshot(made, sfumato, tmp_path):
     files = {"images": str(tmp_path / "val"), "classes": str(tmp_path / "classes.tsv")}
     item = replace(find_item("PCME++ Fig. C.2"), options=files)
     numbers = KINDS["prompts_kept"].numbers(Scene(item, TableData("imagenet", "ImageNet"), {"PCME++": (run,)}))
-    asked = (
-        "zeroshot",
-        run,
-        "--images",
-        files["images"],
-        "--classes",
-        files["classes"],
-        "--filter",
-        "oracle",
-        "--json",
-    )
-    assert json.loads(sfumato(*asked)[1])["prompts_kept"] == [numbers["kept"]] and numbers["n_images"] == 6
+    settings = *(f"zeroshot.{key}={file}" for key, file in files.items()), "zeroshot.filter=oracle"
+    status, out, err = sfumato("analyse", run, "--only", "zeroshot", *settings, "--out", tmp_path / "out", "--json")
+    assert status == 0, err
+    assert json.loads(out)["zeroshot"]["report"]["prompts_kept"] == [numbers["kept"]] and numbers["n_images"] == 6
 
 
 @pytest.mark.parametrize(

@@ -243,7 +243,7 @@ def test_own_data_repeat_a_table(pictures, sfumato, tmp_path, given):
         (["PCME++ 3"], "no dataset_coco.json here"),
         (["PCME++ 3", "--data", "nowhere"], "--data nowhere: neither a file or folder nor a data set; known: coco,"),
         (["PCME++ 3", "--data", "cub"], "--data cub has no recipes for it"),
-        (["PCME++ 5"], "repeat it with `sfumato zeroshot"),
+        (["PCME++ 5"], "repeat it with `sfumato analyse RUN --only zeroshot"),
         (["PCME++ 3", "--data", "emoji", "train.epoch=3"], "train.epoch"),
         (["PCME++ 3", "--seeds", "0"], "--seeds"),
     ],

@@ -1,6 +1,5 @@
 """Prompts and their pooling, the choice of K, where images get their classes from, and the command."""
 
-import csv
 import json
 import sys
 from collections import Counter
@@ -17,7 +16,11 @@ from sfumato import GaussianEmbedding, PairData, cli, csd_matrix, evaluate_zeros
 from sfumato.data.captioned import Labelled, data_labelled, emoji_labelled, read_class_folder, read_class_names
 from sfumato.errors import UserError
 from sfumato.metrics.bootstrap import Interval
+from sfumato.models.load import load_model
+from sfumato.reports.studies import write_analyses
+from sfumato.studies.analyse import AnalysisOptions, analyse_model
 from sfumato.studies.zeroshot import (
+    ZeroShotOptions,
     best_k,
     best_k_per_class,
     certain_prompts,
@@ -516,102 +519,77 @@ def work(tmp_path_factory):
     return folder
 
 
-def test_the_command_on_folders(work, sfumato, tmp_path):
-    arguments = (
-        "zeroshot",
-        work / "run",
-        "--images",
-        work / "classes",
-        "--templates",
-        work / "templates.txt",
-        "--bootstrap",
-        100,
-    )
-    listed = *arguments, "--filter", "none,global,per-class,oracle"
-    status, out, _ = sfumato(*listed, "--out", tmp_path / "out", "--published")
+def study(run, *settings):
+    return "analyse", run, "--only", "zeroshot", *(f"zeroshot.{setting}" for setting in settings)
+
+
+def test_the_study_of_folders(work, sfumato, tmp_path):
+    given = f"images={work / 'classes'}", f"templates={work / 'templates.txt'}", "filter=none,global,per-class,oracle"
+    status, out, err = sfumato(*study(work / "run", *given), "--bootstrap", 100, "--out", tmp_path / "out")
     words = folded(out)
-    assert status == 0 and "24 images of 24 classes, K chosen on 24 others; by csd" in words
+    assert status == 0 and "24 images of 24 classes, K chosen on 24 others; by csd" in words, err
     for shown in (
         "one prompt: a {}",
         "all 3 prompts",
         "weighted by 1 / variance",
         "K most certain",
         "oracle, K most certain, per class",
+        "always the most frequent class",
+        "whether filtering helps cannot be told",
+        "top-1 on the reported images by the number of prompts kept",
     ):
         assert shown in words
-    assert "always the most frequent class" in words and "whether filtering helps cannot be told" in words
     assert not too_wide(out, tmp_path)
     written = json.loads((tmp_path / "out" / "zeroshot.json").read_text())
-    status, out, _ = sfumato(*arguments, "--filter", "oracle", "--filter", "global,per-class", "--json")
-    assert status == 0 and json.loads(out) == written
-    assert [len(one["top1"]) for one in written["prompts_kept"]] == [3, 3]
-    assert "top-1 on the reported images by the number of prompts kept" in words
-    for which in ("others", "reported"):
-        assert (tmp_path / "out" / f"prompts_kept-{which}.png").read_bytes().startswith(b"\x89PNG")
-        drawn = (tmp_path / "out" / f"prompts_kept-{which}.svg").read_text()
-        assert "prompts kept" in drawn and "best number of prompts of a class" in drawn
-    with (tmp_path / "out" / "prompts.csv").open() as file:
-        rows = list(csv.DictReader(file))
-    assert len(rows) == 72 and rows[1] == {
-        "class": "black bar",
-        "template": "some {}",
-        "total_variance": rows[1]["total_variance"],
-    }
-    assert float(rows[1]["total_variance"]) == written["total_variance"][0][1] > 0
+    report = written["report"]
+    assert [len(one["top1"]) for one in report["prompts_kept"]] == [3, 3]
+    assert report["total_variance"][0][1] > 0 and written["split"] == "test" and written["settings"]["style"]
+    page = (tmp_path / "out" / "analysis.html").read_text()
+    assert page.count("<svg") == 4 and "oracle, K most certain, per class" in page and "#zeroshot" in page
+    # The page keeps it beside another study of the same model and data.
+    status, out, err = sfumato("analyse", work / "run", "--only", "words", "--bins", 2, "--out", tmp_path / "out")
+    page = (tmp_path / "out" / "analysis.html").read_text()
+    assert status == 0 and "#zeroshot" in page and "#words" in page, err
 
 
-def test_published_figures_stand_beside_those_of_the_command(work, sfumato):
-    arguments = "zeroshot", work / "run", "--images", work / "classes", "--templates", work / "templates.txt"
-    status, out, _ = sfumato(*arguments, "--filter", "oracle", "--published", "--json")
-    result = json.loads(out)
-    own = {m["name"]: m["top1"]["value"] for m in result["methods"]}
-    beside = {row["method"]: row for row in result["published"]}
-    for method, printed, name in (
-        ("InfoNCE, one prompt", 0.3185, "one prompt: a {}"),
-        ("PCME++, all 80 prompts", 0.3422, "all 3 prompts"),
-        ("PCME++, top-K certain prompts", 0.3422, "oracle, K most certain"),
-        ("PCME++, best top-K for each class", 0.4182, "oracle, K most certain, per class"),
-    ):
-        row = beside[method]
-        assert row["top1"] == pytest.approx(printed) and (row["own"], row["own_top1"]) == (name, own[name])
-    status, out, _ = sfumato(*arguments, "--filter", "none", "--published")
-    assert status == 0 and "41.82%" in folded(out)
-
-
-def test_the_command_on_emoji_and_on_data(work, sfumato, tmp_path):
-    status, out, _ = sfumato(
-        "zeroshot", work / "run", "--data", work / "toy.toml", "data.source=manifest",
-        f"data.path={work / 'shapes.csv'}", "--templates", work / "templates.txt",
-        "--choose-on", _shapes(work, tmp_path), "--json",
-    )  # fmt: skip
-    result = json.loads(out)
-    assert (
-        status == 0 and result["classes"] == sorted(SHAPES) and (result["n_images"], result["n_chosen_on"]) == (24, 24)
+def test_the_study_of_emoji_and_of_a_split(work, sfumato, tmp_path):
+    given = f"templates={work / 'templates.txt'}", f"choose_on={_shapes(work, tmp_path)}"
+    manifest = "data.source=manifest", f"data.path={work / 'shapes.csv'}"
+    status, out, err = sfumato(
+        *study(work / "run", *given), *manifest, "--data", work / "toy.toml", "--out", tmp_path / "out", "--json"
     )
+    assert status == 0, err
+    result = json.loads(out)["zeroshot"]["report"]
+    assert result["classes"] == sorted(SHAPES) and (result["n_images"], result["n_chosen_on"]) == (24, 24)
     assert result["methods"][0]["top5"] is None
+    emoji = "emoji=group", "style=noto", f"classes={tmp_path / 'names.txt'}", "filter=none"
     (tmp_path / "names.txt").write_text("animals & nature\tan animal\nflags\ta flag\n")
-    emoji = "zeroshot", work / "run", "--emoji", "group", "--style", "noto", "--classes"
-    status, _, err = sfumato(*emoji, tmp_path / "names.txt")
+    status, _, err = sfumato(*study(work / "run", *emoji))
     assert status == 2 and "there is no name for the class" in err
     groups = sorted(set(emoji_labelled("group").keys) - {"flags"})
     (tmp_path / "names.txt").write_text("flags\ta flag\n" + "".join(f"{g}\t{g}\n" for g in groups))
-    status, out, _ = sfumato(*emoji, tmp_path / "names.txt", "--filter", "none", "--bootstrap", 0, "--json")
-    result = json.loads(out)
-    assert status == 0 and result["classes"] == ["a flag", *groups] and result["n_chosen_on"] == 0
+    status, out, err = sfumato(*study(work / "run", *emoji), "--bootstrap", 0, "--out", tmp_path / "out", "--json")
+    assert status == 0, err
+    result = json.loads(out)["zeroshot"]["report"]
+    assert result["classes"] == ["a flag", *groups] and result["n_chosen_on"] == 0
+    # A model without data of its own.
+    settings = ZeroShotOptions.read(f"zeroshot.{setting}" for setting in emoji)
+    options = AnalysisOptions(n_resamples=0, zeroshot=settings)
+    found = analyse_model(load_model(work / "run"), None, "", studies=("zeroshot",), options=options)
+    assert found.studies["zeroshot"]["report"]["methods"] == result["methods"]
+    write_analyses(found, tmp_path / "new", "1")
+    assert " images, 0 texts" not in (tmp_path / "new" / "analysis.html").read_text()
 
 
-def test_the_command_leaves_out_what_it_cannot_read(work, sfumato, tmp_path):
+def test_the_study_leaves_out_what_it_cannot_read(work, sfumato, tmp_path):
     (tmp_path / "broken" / "a").mkdir(parents=True)
     (tmp_path / "broken" / "a" / "0.png").write_bytes(b"no image")
     (tmp_path / "broken" / "a" / "1.png").write_bytes((work / "data" / "000.png").read_bytes())
     (tmp_path / "broken" / "b").mkdir()
-    status, out, _ = sfumato("zeroshot", work / "run", "--images", tmp_path / "broken", "--filter", "none")
-    assert (
-        status == 0
-        and "1 image of 2 classes" in folded(out)
-        and "1 left out" in folded(out)
-        and "which can only be wrong answers: 1" in folded(out)
-    )
+    status, out, err = sfumato(*study(work / "run", f"images={tmp_path / 'broken'}", "filter=none"))
+    words = folded(out)
+    assert status == 0 and "1 image of 2 classes" in words and "1 left out: " in words, err
+    assert "which can only be wrong answers: 1" in words
 
 
 def _shapes(work, folder):
@@ -639,27 +617,24 @@ def test_no_conclusion_is_drawn_from_methods_at_chance():
     assert "+12.0 [+5.0, +19.0] points against all prompts, which helps" in verdict(0.4)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ([], "give one of --images FOLDER"),
-        (["--images", "x", "--emoji", "group"], "give one of --images FOLDER"),
-        (["--images", "nowhere"], "there is no folder nowhere"),
-        (["data.path=x", "--emoji", "group"], "changes a recipe, but no recipe is given; add --data"),
-        (["--emoji", "tag"], "group and subgroup, got 'tag'"),
-        (["--emoji", "group", "--style", "oil"], "unknown style 'oil'"),
-        (["--images", "{classes}", "--filter", "best"], "unknown filter 'best'"),
-        (["--images", "{classes}", "--pooling", "sum"], "unknown pooling 'sum'"),
-        (["--images", "{classes}", "--distance", "cds"], "did you mean 'csd'?"),
-        (["--images", "{classes}", "--templates", "none.txt"], "there is no file none.txt"),
-        (["--images", "{classes}", "--classes", "none.txt"], "there is no file none.txt"),
-        (["--images", "{classes}", "--choose-on", "{classes}"], "give another folder, or use --filter oracle"),
-        (["--data", "{recipe}"], "texts; expected one each"),
-        (["--data", "{recipe}", "--split", "dev"], "has no split 'dev'"),
-    ],
-)
-def test_a_bad_input_is_one_clear_message_and_status_2(work, sfumato, arguments, message):
-    places = {"classes": work / "classes", "recipe": work / "toy.toml"}
-    status, out, err = sfumato("zeroshot", work / "run", *[a.format(**places) for a in arguments])
-    assert status == 2 and message in err and out == ""
-    assert err.startswith("sfumato: ") and "Traceback" not in err
+def test_a_bad_input_is_one_clear_message_and_status_2(work, sfumato):
+    classes = f"images={work / 'classes'}"
+    cases = [
+        ([classes, "emoji=group"], "give one of zeroshot.images and zeroshot.emoji"),
+        (["images=nowhere"], "there is no folder nowhere"),
+        (["emoji=tag"], "group and subgroup, got 'tag'"),
+        (["emoji=group", "style=oil"], "unknown style 'oil'"),
+        ([classes, "filter=best"], "unknown filter 'best'"),
+        ([classes, "pooling=sum"], "unknown pooling 'sum'"),
+        ([classes, "distance=cds"], "did you mean 'csd'?"),
+        ([classes, "templates=none.txt"], "there is no file none.txt"),
+        ([classes, "classes=none.txt"], "there is no file none.txt"),
+        ([classes, f"choose_on={work / 'classes'}"], "give another one, or zeroshot.filter=oracle"),
+        ([classes, "prompts=3"], "expected zeroshot.KEY=VALUE with one of images, emoji"),
+        ([], "texts; expected one each"),
+    ]
+    answers = [(sfumato(*study(work / "run", *settings)), message) for settings, message in cases]
+    answers.append((sfumato("analyse", work / "run", "zeroshot.emoji=group"), "add --only zeroshot"))
+    answers.append((sfumato(*study(work, "filter=none")), "no config.json in it"))
+    wrong = [(a, message) for a, message in answers if a[0] != 2 or a[1] or message not in folded(a[2])]
+    assert not wrong

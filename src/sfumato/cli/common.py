@@ -30,6 +30,7 @@ _GROUPS = {
 _MOVED = {
     "ablate": '`sfumato table "PCME++ 4" ablate.recipe=RECIPE`',
     "crops": '`sfumato table "PVSE++ 4" crops.model=RUN crops.regions=JSON crops.images=FOLDER`',
+    "zeroshot": "`sfumato analyse MODEL --only zeroshot zeroshot.images=FOLDER`",
     "toy": '`sfumato table "PCME++ Fig. A.1"`',
 }
 """Where studies are that have no command of their own."""

@@ -1,9 +1,9 @@
-"""The commands that study a model, its data and the papers: analyse, zeroshot, audit, referee, report, table."""
+"""The commands that study a model, its data and the papers: analyse, audit, referee, report, table."""
 
 import json
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
@@ -17,10 +17,8 @@ from sfumato.cli.common import (
     DataOverrides,
     DataRecipe,
     Device,
-    ModelName,
     OnData,
     Seed,
-    Split,
     check_out_file,
     check_out_folder,
     command,
@@ -35,11 +33,9 @@ from sfumato.cli.common import (
 from sfumato.errors import UserError
 
 if TYPE_CHECKING:
-    from sfumato.data.captioned import Labelled
     from sfumato.evaluation.papers import PaperItem
     from sfumato.gaussian import ScalarUncertainty
     from sfumato.studies.paper_tables import TableData
-    from sfumato.studies.zeroshot import ZeroShotReport
 
 
 @command()
@@ -48,7 +44,8 @@ def analyse(
     only: Annotated[
         str | None,
         flag(
-            "Studies, separated by commas: corruption,sets,words,map. Default: all that the model and the data allow."
+            "Studies, separated by commas: corruption,sets,words,map; by default those that model and data allow. Or"
+            " zeroshot, with settings as zeroshot.emoji=group or zeroshot.images=FOLDER (a wrong one lists them)."
         ),
     ] = None,
     uncertainty: Annotated[
@@ -75,166 +72,44 @@ def analyse(
 
     corruption: does uncertainty rise when images are erased or blurred and words dropped? sets: do mixtures of two
     images lie between them, and do erased images become less certain? words: which go with low and with high
-    uncertainty? map: images and texts as ellipses in a plane. Earlier results of the same studies in the folder are
+    uncertainty? map: images and texts as ellipses in a plane. zeroshot: images classified by prompts of class names,
+    and the gain of keeping only the most certain prompts. Earlier results of the same studies in the folder are
     replaced.
     """
     from sfumato import __version__
     from sfumato.charts import require_matplotlib
+    from sfumato.models.load import load_model
+    from sfumato.models.run import choose_device
     from sfumato.reports.studies import print_analyses, write_analyses
     from sfumato.studies.analyse import AnalysisOptions, analyse_model, known_studies
+    from sfumato.studies.zeroshot import ZeroShotOptions
 
     require_matplotlib()
+    overrides = on.overrides or []
+    settings = [override for override in overrides if override.startswith("zeroshot.")]
     options = AnalysisOptions(
         uncertainty=uncertainty, n_corrupted=corrupted, n_pairs=pairs, n_bins=bins, corpus=corpus, method=method,
-        n_mapped=items, n_resamples=bootstrap, seed=seed,
+        n_mapped=items, n_resamples=bootstrap, seed=seed, zeroshot=ZeroShotOptions.read(settings),
     )  # fmt: skip
     studies = None if only is None else known_studies(parse_names(only))
-    opened = on.open("analyse")
-    split = opened.split
-    folder = opened.folder(out, f"analysis-{split}")
+    if settings and "zeroshot" not in (studies or ()):
+        raise UserError(f"{settings[0]} is for the study zeroshot; add --only zeroshot")
+    if studies == ("zeroshot",) and on.data is None and not is_run(on.model):
+        model, data, split, name = load_model(on.model, device=choose_device(on.device)), None, "", Path(on.model).name
+        folder = out or Path("analysis-zeroshot")
+    else:
+        rest = [override for override in overrides if override not in settings]
+        opened = replace(on, overrides=rest or None).open("analyse")
+        model, data, split, name = opened.model, opened.data, opened.split, opened.name
+        folder = opened.folder(out, f"analysis-{split}")
     check_out_folder(folder)
-    found = analyse_model(opened.model, opened.data, split, studies=studies, options=options, name=opened.name)
+    found = analyse_model(model, data, split, studies=studies, options=options, name=name)
     page = write_analyses(found, folder, __version__)
     if as_json:
         print(json.dumps(found.to_json() | {"out": str(folder)}, ensure_ascii=False))
         return
     print_analyses(found.to_json())
     print(f"page: {page}")
-
-
-@dataclass(frozen=True)
-class LabelledImages:
-    """The images to classify, from one source."""
-
-    overrides: DataOverrides = None
-    images: Annotated[Path | None, flag("Folder of images, ROOT/CLASS/IMAGE.jpg.")] = None
-    emoji: Annotated[str | None, flag("Or the emoji set, with the classes of this level: group or subgroup.")] = None
-    style: Annotated[str, rare("With --emoji: drawing style, noto, twemoji or fluent3d.")] = "fluent3d"
-    data: Annotated[
-        str | None,
-        flag(
-            "Or a recipe (path or name). Each image of its data must have one text, the name of its class.",
-            metavar="RECIPE",
-        ),
-    ] = None
-    split: Split = "test"
-    classes: Annotated[
-        Path | None,
-        rare(
-            "File of all classes, one per line: the folder (group, text), a tab, the name. Default: the folders' names."
-        ),
-    ] = None
-    choose_on: Annotated[
-        Path | None,
-        flag(
-            "Folder in the layout of --images, to choose the number of prompts on. Default: half of the images"
-            " of each class."
-        ),
-    ] = None
-
-    def check(self) -> None:
-        """Refuse no source, several sources, and what belongs to another one."""
-        if sum(source is not None for source in (self.images, self.emoji, self.data)) != 1:
-            raise UserError("give one of --images FOLDER, --emoji group or subgroup, and --data RECIPE")
-        if self.overrides and self.data is None:
-            raise UserError(f"{self.overrides[0]!r} changes a recipe, but no recipe is given; add --data RECIPE")
-        if self.choose_on is not None and self.images is not None and self.choose_on.resolve() == self.images.resolve():
-            raise UserError(
-                "--choose-on is also the folder that is evaluated; give another folder, or use --filter oracle"
-            )
-
-    def read(self, endings: frozenset[str]) -> "tuple[Labelled, Labelled | None]":
-        """The images to classify, and those that the number of prompts is chosen on."""
-        from sfumato.data.captioned import emoji_labelled, read_class_folder, read_class_names
-        from sfumato.models.recipe import find_recipe, load_recipe
-        from sfumato.studies.zeroshot import labelled_split
-
-        names = read_class_names(self.classes) if self.classes is not None else None
-        if self.images is not None:
-            found = read_class_folder(self.images, names, endings=endings)
-        elif self.emoji is not None:
-            found = emoji_labelled(self.emoji, style=self.style, names=names)
-        else:
-            found = labelled_split(
-                load_recipe(find_recipe(self.data or ""), self.overrides or []).data, self.split, names
-            )
-        if self.choose_on is None:
-            return found, None
-        return found, read_class_folder(
-            self.choose_on, dict(zip(found.keys, found.classes, strict=True)), endings=endings
-        )
-
-
-@command()
-def zeroshot(
-    *,
-    model: ModelName,
-    given: LabelledImages,
-    templates: Annotated[
-        Path | None, flag("File of templates, one per line, with {} for the class. Default: the 80 of CLIP.")
-    ] = None,
-    filters: Annotated[
-        list[str] | None,
-        flag(
-            "How many prompts to keep: none, global, per-class or oracle, or several with commas. Default:"
-            " global,per-class.",
-            "--filter",
-        ),
-    ] = None,
-    pooling: Annotated[str, rare("How a class's prompts are joined: mixture, or unit as in CLIP.")] = "mixture",
-    distance: Annotated[str | None, rare("Distance to classify by. Default: the model's own.")] = None,
-    published: Annotated[
-        bool, rare("Show the paper's figures for ImageNet beside the own ones.", "--published")
-    ] = False,
-    bootstrap: Bootstrap = 1000,
-    seed: Seed = 0,
-    out: Annotated[Path | None, flag("Folder for zeroshot.json, prompts.csv and charts. Default: not written.")] = None,
-    device: Device = "auto",
-    as_json: AsJson = False,
-) -> None:
-    """Classify images without training, by prompts.
-
-    The prompts are class names in templates. Measures the gain of keeping only the most certain prompts.
-    """
-    from sfumato.models.embed import file_endings
-    from sfumato.models.load import load_model
-    from sfumato.models.run import choose_device
-    from sfumato.studies.zeroshot import evaluate_zeroshot, read_templates
-
-    given.check()
-    if out is not None:
-        check_out_folder(out)
-    prompts = read_templates(templates)
-    retrieval_model = load_model(model, device=choose_device(device))
-    labelled, others = given.read(file_endings(retrieval_model.model))
-    report = evaluate_zeroshot(
-        retrieval_model, labelled, prompts, filters=filters or ("global", "per-class"),
-        choose_on=others, pooling=pooling, distance=distance, n_resamples=bootstrap, seed=seed,
-    )  # fmt: skip
-    _show_zeroshot(report, out, published, as_json)
-
-
-def _show_zeroshot(report: "ZeroShotReport", out: Path | None, published: bool, as_json: bool) -> None:
-    """Write the files of a zero-shot classification, and print it."""
-    from sfumato.progress import say
-    from sfumato.reports.studies import print_zeroshot, print_zeroshot_published, write_prompt_charts
-    from sfumato.studies.zeroshot import published_beside
-
-    if out is not None:
-        report.write(out)
-        try:
-            write_prompt_charts(report.prompts_kept, out)
-        except UserError as error:
-            say(f"no charts are written: {error}")
-    beside = published_beside(report) if published else []
-    if as_json:
-        print(json.dumps(report.to_json() | ({"published": beside} if published else {}), ensure_ascii=False))
-        return
-    print_zeroshot(report)
-    if published:
-        print_zeroshot_published(beside)
-    if out is not None:
-        print(f"written to {out}")
 
 
 def _audited(

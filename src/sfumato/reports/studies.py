@@ -11,7 +11,6 @@ from sfumato.charts import (
     FAMILIES,
     FIRST,
     SECOND,
-    STYLE,
     Chart,
     Ellipse,
     data_url,
@@ -19,8 +18,6 @@ from sfumato.charts import (
     ellipse_chart,
     magnification,
     render_page,
-    require_matplotlib,
-    write_drawing,
 )
 from sfumato.data.images import thumbnail
 from sfumato.errors import UserError, counted
@@ -28,6 +25,7 @@ from sfumato.files import read_json, write_atomically, write_json
 from sfumato.metrics.bootstrap import Interval
 from sfumato.reports.tables import (
     MISSING,
+    Table,
     clipped,
     column_decimals,
     compact_interval,
@@ -40,8 +38,8 @@ from sfumato.reports.tables import (
     print_wrapped,
     probability,
 )
-from sfumato.studies.analyse import NAMES, STUDIES, Analyses, same_model_and_data
-from sfumato.studies.zeroshot import PromptsKept, ZeroShotReport, points
+from sfumato.studies.analyse import NAMES, Analyses, same_model_and_data
+from sfumato.studies.zeroshot import PromptsKept, points
 from sfumato.workflows.audit import NEIGHBOURS, Audit, varied
 
 if TYPE_CHECKING:
@@ -81,6 +79,7 @@ def analysis_views(
         "sets": lambda study: _sets(study, picture),
         "words": _words,
         "map": _map,
+        "zeroshot": _zeroshot,
     }
     return {name: makers[name](found[name]) for name in NAMES if name in found}
 
@@ -430,6 +429,12 @@ def print_analyses(found: Mapping[str, Any]) -> None:
             explained = percent(sum(study["explained"]), 0)
             method = f"the first two principal components, which explain {explained} of the variance of their means"
         print_wrapped(f"map: {len(study['items'])} images and texts by {method}")
+    if study := found.get("zeroshot"):
+        report = study["report"]
+        for table in (zeroshot_table(report), *(kept_table(PromptsKept(**one)) for one in report["prompts_kept"])):
+            table.show()
+            for line in table.notes:
+                print_wrapped(line, indent=2)
 
 
 def _print_curves(study: Mapping[str, Any], title: str) -> None:
@@ -473,70 +478,61 @@ def _print_words(study: Mapping[str, Any], title: str) -> None:
         print_table(heading, ["bin", "mean", "captions", "words"], rows, running=(3,))
 
 
-def print_zeroshot(report: ZeroShotReport) -> None:
-    """Print the accuracies of the methods of a zero-shot classification, and whether filtering prompts helps."""
-    chosen = f", K chosen on {counted(report.n_chosen_on, 'other')}" if report.n_chosen_on else ""
-    rows = [
-        [
-            m.name,
-            MISSING if m.k is None else f"{m.k[0]}" if len(set(m.k)) == 1 else f"{min(m.k)} to {max(m.k)}",
-            _accuracy(m.top1),
-            _accuracy(m.top5),
-            points(m.against_all),
-            points(m.against_random),
-            points(m.against_random_order),
-        ]
-        for m in report.methods
-    ]
-    rows.append(["always the most frequent class", MISSING, f"{100 * report.chance:.1f}", *[MISSING] * 4])
-    print_table(
-        f"{counted(report.n_images, 'image')} of {counted(len(report.classes), 'class', 'classes')}{chosen}; by"
-        f" {report.distance}, pooling {report.pooling}; per cent, and differences in percentage points",
-        ["method", "K", "top-1", "top-5", "against all", "against random", "against a random order"], rows,
-    )  # fmt: skip
-    for kept in report.prompts_kept:
-        _print_prompts_kept(kept)
-    if report.best_alone is not None:
-        print_wrapped(
-            f"each image at the best K of its own class, which a classifier cannot know: {100 * report.best_alone:.1f}"
-        )
-    if report.certain_is_right is not None:
-        print_wrapped(
-            f"templates: Spearman of mean total variance and top-1 of each alone {report.certain_is_right:+.2f}"
-        )
-    if report.n_empty:
-        print_wrapped(f"classes without an image, which can only be wrong answers: {report.n_empty}")
-    if report.left_out:
-        print("\n  ".join([f"{len(report.left_out):,} left out:", *report.left_out[:10]]))
-    for line in report.verdict().splitlines():
-        print_wrapped(line, indent=2)
-
-
-def print_zeroshot_published(rows: Sequence[Mapping[str, Any]]) -> None:
-    """Print :func:`~sfumato.studies.zeroshot.published_beside`."""
-    cells = [[row["method"], percent(row["top1"], 2), percent(row["own_top1"], 2)] for row in rows]
-    print_table(
-        f"beside PCME++, table 5, {rows[0]['backbone']}: top-1 on ImageNet's validation images, where K was chosen",
-        ["method", "paper", "this model"], cells,
+def zeroshot_table(report: Mapping[str, Any]) -> Table:
+    """The accuracies of the methods of a zero-shot classification, and below whether filtering prompts helps."""
+    chosen = f", K chosen on {counted(report['n_chosen_on'], 'other')}" if report["n_chosen_on"] else ""
+    columns = ("against_all", "against_random", "against_random_order")
+    rows = []
+    for m in report["methods"]:
+        k = m["k"]
+        kept = MISSING if k is None else f"{k[0]}" if len(set(k)) == 1 else f"{min(k)} to {max(k)}"
+        shown = {name: points(m[name] and Interval(**m[name])) for name in ("top1", "top5", *columns)}
+        accuracies = [shown[name].replace("+", "") for name in ("top1", "top5")]
+        rows.append([m["name"], kept, *accuracies, *(shown[name] for name in columns)])
+    rows.append(["always the most frequent class", MISSING, f"{100 * report['chance']:.1f}", *[MISSING] * 4])
+    notes = report["verdict"].splitlines()
+    if report["best_alone"] is not None:
+        best = f"{100 * report['best_alone']:.1f}"
+        notes.append(f"each image at the best K of its own class, which a classifier cannot know: {best}")
+    if (rho := report["certain_is_right"]) is not None:
+        notes.append(f"templates: Spearman of mean total variance and top-1 of each alone {rho:+.2f}")
+    if report["n_empty"]:
+        notes.append(f"classes without an image, which can only be wrong answers: {report['n_empty']}")
+    if left := report["left_out"]:
+        notes.append("; ".join([f"{len(left):,} left out: {left[0]}", *left[1:10]]))
+    return Table(
+        f"{counted(report['n_images'], 'image')} of {counted(len(report['classes']), 'class', 'classes')}{chosen}; by"
+        f" {report['distance']}, pooling {report['pooling']}; per cent, and differences in percentage points",
+        ["method", "K", "top-1", "top-5", "against all", "against random", "against a random order"], rows, notes=notes,
     )  # fmt: skip
 
 
-def _print_prompts_kept(kept: PromptsKept) -> None:
+def kept_table(kept: PromptsKept) -> Table:
     """Top-1 at some numbers of prompts, and how many prompts the classes would keep for their own images."""
     p = len(kept.top1)
     shown = sorted({*range(1, min(p, 3) + 1), *(round(p * part / 8) for part in range(1, 9))} - {0})
     which = "the images K was chosen on" if kept.images == "others" else "the reported images"
     rows = [[str(k), percent(kept.top1[k - 1]), percent(kept.random_top1[k - 1])] for k in shown]
-    print_table(f"top-1 on {which} by the number of prompts kept", ["K", "most certain", "random order"], rows)
     best = [k for k in kept.best_k if k is not None]
-    print_wrapped(
+    note = (
         f"best K of a class for its own images: all {p} for {counted(best.count(p), 'class', 'classes')}, fewer for"
         f" {len(best) - best.count(p):,}, no image right for {len(kept.best_k) - len(best):,}"
     )
+    title = f"top-1 on {which} by the number of prompts kept"
+    return Table(title, ["K", "most certain", "random order"], rows, notes=[note])
 
 
-def _accuracy(value: Interval | None) -> str:
-    return points(value).replace("+", "")
+def _zeroshot(study: Mapping[str, Any]) -> dict[str, Any]:
+    """The tables, and two charts for each choice of K."""
+    report = study["report"]
+    kept = [PromptsKept(**one) for one in report["prompts_kept"]]
+    charts = []
+    for one in kept:
+        for draw, about in ((draw_accuracy_by_k, "top-1 by prompts kept"), (draw_best_k, "best number of prompts")):
+            chart = Chart(f"{about}, {one.images} images")
+            draw(chart.axes, one)
+            charts.append({"name": f"{about}, {one.images} images", "chart": chart.svg()})
+    return {"tables": [zeroshot_table(report), *map(kept_table, kept)], "charts": charts}
 
 
 def draw_accuracy_by_k(axes: "Axes", kept: PromptsKept) -> None:
@@ -561,25 +557,6 @@ def draw_best_k(axes: "Axes", kept: PromptsKept) -> None:
     axes.yaxis.set_major_locator(MaxNLocator(6, integer=True))
 
 
-def write_prompt_charts(kept: Sequence[PromptsKept], folder: Path) -> list[Path]:
-    """Write prompts_kept-IMAGES.svg and .png for each; a UserError if matplotlib is missing."""
-    if not kept:
-        return []
-    require_matplotlib()
-    import matplotlib
-    from matplotlib.figure import Figure
-
-    paths: list[Path] = []
-    for one in kept:
-        with matplotlib.rc_context(STYLE):
-            figure = Figure(figsize=(9, 3.4), layout="constrained")
-            left, right = figure.subplots(1, 2)
-            draw_accuracy_by_k(left, one)
-            draw_best_k(right, one)
-        paths += write_drawing(figure, folder, f"prompts_kept-{one.images}")
-    return paths
-
-
 def read_object(path: Path) -> dict[str, Any] | None:
     """Read a JSON object."""
     try:
@@ -599,7 +576,7 @@ def read_image(folder: Path, name: str) -> bytes | None:
 
 def read_studies(folder: Path) -> dict[str, dict[str, Any]]:
     """Read the results of earlier calls of `sfumato analyse` in a folder."""
-    found = {name: read_object(folder / f"{name}.json") for name in STUDIES}
+    found = {name: read_object(folder / f"{name}.json") for name in NAMES}
     return {name: study for name, study in found.items() if study is not None}
 
 

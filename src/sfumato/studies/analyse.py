@@ -42,12 +42,16 @@ from sfumato.studies.sets import (
     square_image,
 )
 from sfumato.studies.words import Corpus, words_by_uncertainty
+from sfumato.studies.zeroshot import ZeroShotOptions, study_zeroshot
 
 FORMAT = "sfumato-analysis-1"
 """Format of every file of a study."""
 
-NAMES = ("corruption", "sets", "words", "map")
-"""Names of the studies."""
+USUAL = ("corruption", "sets", "words", "map")
+"""Names of the studies of any model and data."""
+
+NAMES = (*USUAL, "zeroshot")
+"""Names of all studies."""
 
 LEVEL = 0.95
 """Coverage of all intervals."""
@@ -86,6 +90,7 @@ class AnalysisOptions:
         method: of the map, "pca" or "tsne".
         n_resamples: number of bootstrap resamples of the intervals.
         seed: seed of all random choices.
+        zeroshot: settings of the zero-shot classification.
 
     Raises:
         ValueError: a number is out of range, or the uncertainty, corpus or method is unknown.
@@ -101,6 +106,7 @@ class AnalysisOptions:
     method: str = "pca"
     n_resamples: int = 1000
     seed: int = 0
+    zeroshot: ZeroShotOptions = field(default_factory=ZeroShotOptions)
 
     def __post_init__(self) -> None:
         if self.uncertainty not in ESTIMATORS:
@@ -225,14 +231,14 @@ class _Split:
 
 def known_studies(names: Sequence[str]) -> tuple[str, ...]:
     """Check names of studies."""
-    if unknown := [name for name in names if name not in STUDIES]:
-        raise ValueError(f"unknown study {unknown[0]!r}; known: {', '.join(STUDIES)}")
+    if unknown := [name for name in names if name not in NAMES]:
+        raise ValueError(f"unknown study {unknown[0]!r}; known: {', '.join(NAMES)}")
     return tuple(dict.fromkeys(names))
 
 
 def analyse_model(
     retrieval_model: Model,
-    data: DataConfig,
+    data: DataConfig | None,
     split: str,
     *,
     studies: Sequence[str] | None = None,
@@ -244,9 +250,9 @@ def analyse_model(
 
     Args:
         retrieval_model: the model.
-        data: where the split comes from.
+        data: where the split comes from; None for a zero-shot classification of images of its own.
         split: name of the split.
-        studies: names in STUDIES; None for all that this model and data allow, with a note about the others.
+        studies: names in STUDIES; None for all of USUAL that this model and data allow, with a note about the others.
         options: sizes and choices.
         name: of the model, for titles.
         earlier: studies that were written before, by name; a study of the same model and data is not repeated, even if
@@ -260,16 +266,16 @@ def analyse_model(
         ValueError: a study is unknown.
     """
     options = options or AnalysisOptions()
-    chosen = tuple(STUDIES) if studies is None else known_studies(studies)
-    prepared = load_split(retrieval_model.model, data, split)
+    chosen = USUAL if studies is None else known_studies(studies)
+    prepared = None if data is None else load_split(retrieval_model.model, data, split)
     metadata = {
         "format": FORMAT,
         "model": name,
         "weights": weights_digest(retrieval_model.model),
         "split": split,
         "distance": retrieval_model.distance,
-        "n_images": len(prepared.data.images),
-        "n_texts": len(prepared.data.texts),
+        "n_images": 0 if prepared is None else len(prepared.data.images),
+        "n_texts": 0 if prepared is None else len(prepared.data.texts),
         "level": LEVEL,
         "options": asdict(options),
     }
@@ -277,6 +283,14 @@ def analyse_model(
     if kept:
         say(f"{', '.join(kept)}: kept from an earlier run with this model and split")
     chosen = tuple(study for study in chosen if study not in kept)
+    found: dict[str, dict[str, Any]] = {}
+    if "zeroshot" in chosen:
+        pairs, chosen = None if prepared is None else prepared.data, tuple(name for name in chosen if name in USUAL)
+        found["zeroshot"] = study_zeroshot(
+            retrieval_model, options.zeroshot, pairs, n_resamples=options.n_resamples, seed=options.seed
+        )
+    if prepared is None:
+        return Analyses(metadata, found)
     scene = _Split(retrieval_model, prepared, prepared.data.relevance(), options)
     reasons = {study: reason for study in chosen if (reason := scene.impossible(study))}
     if reasons and studies is not None:
@@ -285,7 +299,6 @@ def analyse_model(
         metadata["above_chance"] = scene.above_chance()
         if not metadata["above_chance"]:
             scene.notes.append(AT_CHANCE)
-    found: dict[str, dict[str, Any]] = {}
     images: dict[str, bytes] = {}
     for study in chosen:
         try:
@@ -422,4 +435,4 @@ STUDIES: Mapping[str, Callable[[_Split], tuple[dict[str, Any], dict[str, bytes]]
     "words": _words,
     "map": _map,
 }
-"""The functions of the studies, by name."""
+"""The functions of the usual studies, by name."""

@@ -288,8 +288,8 @@ def _check_prompts(item: PaperItem, data: TableData, instances: Sequence[Path]) 
     if data.name != "emoji" and any(not Path(item.options[key]).exists() for key in ("images", "classes")):
         raise UserError(
             f"{item.id} needs labelled images, a folder for each class in {item.options['images']}, and the names of"
-            f" the classes in {item.options['classes']}. `sfumato zeroshot RUN --images FOLDER --classes FILE --filter"
-            " oracle --out OUT` draws the same of any run and images; --data emoji needs no files"
+            f" the classes in {item.options['classes']}. `sfumato analyse RUN --only zeroshot zeroshot.images=FOLDER"
+            " zeroshot.classes=FILE zeroshot.filter=oracle` draws the same of any run; --data emoji needs no files"
         )
 
 

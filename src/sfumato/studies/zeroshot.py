@@ -4,8 +4,6 @@ The gain of filtering prompts by uncertainty is measured: some images are used f
 and others are reported. The formulas are in docs/concepts/prompts.md.
 """
 
-import csv
-import io
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -17,18 +15,16 @@ from torch import Tensor
 from torch.nn import functional
 
 from sfumato.arrays import Array, as_tensor
-from sfumato.data.captioned import Labelled, data_labelled
+from sfumato.data.captioned import Labelled, data_labelled, emoji_labelled, read_class_folder, read_class_names
 from sfumato.data.images import Problems
-from sfumato.data.sources import DataConfig
+from sfumato.data.pairs import PairData
 from sfumato.distances import get_distance
 from sfumato.encoders.dual import DualEncoder
 from sfumato.errors import UserError
-from sfumato.evaluation.papers import published_rows
-from sfumato.files import write_atomically, write_json
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.metrics.bootstrap import Interval, bootstrap, mean_statistic
 from sfumato.metrics.uncertainty import none_if_nan, spearman
-from sfumato.models.embed import embed_sources, read_lines, read_split, say_problems
+from sfumato.models.embed import embed_sources, file_endings, read_lines
 from sfumato.models.model import Model
 from sfumato.progress import progress_bar
 from sfumato.search.exact import distance_blocks, top_k
@@ -329,44 +325,6 @@ class ZeroShotReport:
         """Convert to JSON values."""
         return asdict(self) | {"verdict": self.verdict()}
 
-    def write(self, folder: Path) -> None:
-        """Write zeroshot.json, and prompts.csv with the total variance of every prompt."""
-        folder.mkdir(parents=True, exist_ok=True)
-        write_json(folder / "zeroshot.json", self.to_json())
-        text = io.StringIO()
-        writer = csv.writer(text, lineterminator="\n")
-        writer.writerow(["class", "template", "total_variance"])
-        for name, row in zip(self.classes, self.total_variance, strict=True):
-            writer.writerows([name, template, value] for template, value in zip(self.templates, row, strict=True))
-        write_atomically(folder / "prompts.csv", text.getvalue())
-
-
-_PRINTED = {
-    "one prompt": "one prompt: ",
-    "all 80 prompts": "all ",
-    "top-K certain prompts": "oracle, K most certain",
-    "best top-K for each class": "oracle, K most certain, per class",
-}
-"""The method of a report that a row of table 5 of the PCME++ paper is about, whole or its beginning with a space."""
-
-
-def published_beside(report: ZeroShotReport) -> list[dict[str, Any]]:
-    """Rows of table 5 of the PCME++ paper, each with the method of the report that repeats it."""
-    rows = []
-    for row in published_rows("imagenet", table="PCME++ 5"):
-        name = _PRINTED[row.method.partition(", ")[2]]
-        own = next((m for m in report.methods if m.name == name or (name[-1] == " " and m.name.startswith(name))), None)
-        rows.append(
-            {
-                "backbone": row.backbone,
-                "method": row.method,
-                "top1": row.figures["imagenet top1"] / 100,
-                "own": own and own.name,
-                "own_top1": own and own.top1 and own.top1.value,
-            }
-        )
-    return rows
-
 
 def _judged(difference: Interval | None) -> str:
     if difference is None or difference.low is None or difference.high is None:
@@ -387,6 +345,67 @@ FILTERS = ("none", "global", "per-class", "oracle")
 
 _N_RANDOM = 5
 """Number of random choices of prompts that a filter is compared with."""
+
+
+@dataclass(frozen=True)
+class ZeroShotOptions:
+    """The settings of the study: what `sfumato analyse MODEL zeroshot.KEY=VALUE` changes. Without images and emoji, the
+    images are those of the split, whose only text is their class.
+    """
+
+    images: str = ""  # folder in the layout ROOT/CLASS/IMAGE
+    emoji: str = ""  # the emoji set, with the classes of this level: group or subgroup
+    style: str = "fluent3d"  # drawing style of the emoji
+    classes: str = ""  # file of all classes: the folder (group, text), a tab, the name
+    choose_on: str = ""  # folder like images, to choose the number of prompts on; by default half of each class
+    templates: str = ""  # file of templates with one {} each; by default those of CLIP
+    filter: str = "global,per-class"
+    pooling: str = "mixture"
+    distance: str = ""  # by default the model's own
+
+    def __post_init__(self) -> None:
+        if self.images and self.emoji:
+            raise UserError("give one of zeroshot.images and zeroshot.emoji")
+        if self.choose_on and self.images and Path(self.choose_on).resolve() == Path(self.images).resolve():
+            raise UserError(
+                "zeroshot.choose_on is also the folder that is evaluated; give another one, or zeroshot.filter=oracle"
+            )
+
+    @classmethod
+    def read(cls, settings: Iterable[str]) -> "ZeroShotOptions":
+        """From zeroshot.KEY=VALUE."""
+        values, known = dict[str, str](), [f.name for f in fields(cls)]
+        for setting in settings:
+            key, _, value = setting.removeprefix("zeroshot.").partition("=")
+            if key not in known or not value:
+                raise UserError(f"{setting}: expected zeroshot.KEY=VALUE with one of {', '.join(known)}")
+            values[key] = value
+        return cls(**values)
+
+
+def study_zeroshot(
+    retrieval_model: Model, options: ZeroShotOptions, data: PairData | None, *, n_resamples: int, seed: int
+) -> dict[str, Any]:
+    """Classify the images that the options name, or those of a split; the settings and the report as JSON values."""
+    names = read_class_names(Path(options.classes)) if options.classes else None
+    endings, others = file_endings(retrieval_model.model), None
+    if options.images:
+        found = read_class_folder(Path(options.images), names, endings=endings)
+    elif options.emoji:
+        found = emoji_labelled(options.emoji, style=options.style, names=names)
+    elif data is not None:
+        found = data_labelled(data, names, where="the split")
+    else:
+        raise UserError("say what to classify: zeroshot.images=FOLDER, zeroshot.emoji=group or --data RECIPE")
+    if options.choose_on:
+        keys = dict(zip(found.keys, found.classes, strict=True))
+        others = read_class_folder(Path(options.choose_on), keys, endings=endings)
+    templates = read_templates(Path(options.templates) if options.templates else None)
+    report = evaluate_zeroshot(
+        retrieval_model, found, templates, filters=[options.filter], choose_on=others, pooling=options.pooling,
+        distance=options.distance or None, n_resamples=n_resamples, seed=seed,
+    )  # fmt: skip
+    return {"settings": asdict(options), "report": report.to_json()}
 
 
 def evaluate_zeroshot(
@@ -612,14 +631,6 @@ def _choose(
         name = f"{title}K most certain" + (", per class" if kind == "per-class" else "")
         ways.append(_Way(name, certain_prompts(orders[0], own), own, random))
     return ways, every
-
-
-def labelled_split(data: DataConfig, split: str, names: Mapping[str, str] | None = None) -> Labelled:
-    """Load a split of a recipe's data in which the only text of an image is its class."""
-    problems = Problems()
-    found = read_split(data, split, problems)
-    say_problems(problems)
-    return data_labelled(found, names, where=data.path)
 
 
 def _embed(retrieval_model: Model, pictures: Labelled, problems: Problems) -> _Embedded:
