@@ -85,29 +85,26 @@ def analyse(
     from sfumato.studies.zeroshot import ZeroShotOptions
 
     require_matplotlib()
-    overrides = on.overrides or []
-    settings = [override for override in overrides if override.startswith("zeroshot.")]
+    settings = [override for override in on.overrides or [] if override.startswith("zeroshot.")]
     options = AnalysisOptions(
         uncertainty=uncertainty, n_corrupted=corrupted, n_pairs=pairs, n_bins=bins, corpus=corpus, method=method,
         n_mapped=items, n_resamples=bootstrap, seed=seed, zeroshot=ZeroShotOptions.read(settings),
     )  # fmt: skip
-    studies = None if only is None else known_studies(parse_names(only))
+    studies = known_studies(parse_names(only)) if only else None
     if settings and "zeroshot" not in (studies or ()):
         raise UserError(f"{settings[0]} is for the study zeroshot; add --only zeroshot")
     if studies == ("zeroshot",) and on.data is None and not is_run(on.model):
         model, data, split, name = load_model(on.model, device=choose_device(on.device)), None, "", Path(on.model).name
         folder = out or Path("analysis-zeroshot")
     else:
-        rest = [override for override in overrides if override not in settings]
-        opened = replace(on, overrides=rest or None).open("analyse")
+        opened = replace(on, overrides=[one for one in on.overrides or [] if one not in settings]).open("analyse")
         model, data, split, name = opened.model, opened.data, opened.split, opened.name
         folder = opened.folder(out, f"analysis-{split}")
     check_out_folder(folder)
     found = analyse_model(model, data, split, studies=studies, options=options, name=name)
     page = write_analyses(found, folder, __version__)
     if as_json:
-        print(json.dumps(found.to_json() | {"out": str(folder)}, ensure_ascii=False))
-        return
+        return print(json.dumps(found.to_json() | {"out": str(folder)}, ensure_ascii=False))
     print_analyses(found.to_json())
     print(f"page: {page}")
 
