@@ -11,24 +11,7 @@ Array = Tensor | np.ndarray
 
 
 def as_tensor(value: Array, name: str, who: str) -> Tensor:
-    """A tensor of an argument.
-
-    Args:
-        value: a tensor, which is returned as it is; or an array of numbers or truth values, of NumPy or of a library
-            that NumPy can read.
-        name: of the argument, for the message.
-        who: name of the caller, for the message.
-
-    Returns:
-        A tensor with the same numbers in the same dtype; byte orders that torch lacks become the machine's own.
-
-    Raises:
-        TypeError: it is neither, or an array of something else.
-
-    Example:
-        >>> as_tensor(np.zeros((2, 3), np.float32), "mean", "me").shape
-        torch.Size([2, 3])
-    """
+    """A tensor of an argument."""
     if isinstance(value, Tensor):
         return value
     if not hasattr(value, "__array__"):

@@ -18,17 +18,9 @@ def log_inclusion(x: GaussianEmbedding, y: GaussianEmbedding) -> Tensor:
 
         v = var_x + 2 var_y:   -log(2 pi) - log_var_x / 2 - log(v) / 2 - (mean_x - mean_y)^2 / v
 
-    Args:
-        x: (n, d) embeddings with positive variances; infinite or undefined for points.
-        y: (n, d) embeddings; same n, d, dtype and device.
-
-    Returns:
-        (n, d) logarithms, in float32 or better; v is taken in log space.
-
-    Raises:
-        ValueError: shape, dtype or device differ.
-
     Paper: Chun et al., "Probabilistic language-image pre-training" (ProLIP), ICLR 2025.
+
+    x (n, d), y (n, d) -> (n, d).
     """
     x, y = _checked(x, y, "log_inclusion")
     log_v = torch.logaddexp(x.log_var, y.log_var + math.log(2))
@@ -105,21 +97,9 @@ def inclusion_loss(
     The mean is over rows and dimensions. It orders variances and has little effect on means: see
     :func:`inclusion_test`.
 
-    Args:
-        inner: (n, d) embeddings with positive variances.
-        outer: (n, d) embeddings; same n, d, dtype and device.
-        scale: of the tests; 1000 in ProLIP, 10 for its long texts.
-        released_eps: None for the exact integral; a number is the eps of :func:`released_inclusion_test`, with which
-            the published models were trained. The released code also skips losses above 1e5 in its step; this function
-            does not.
-
-    Returns:
-        () loss >= 0; small where the inner embeddings are included.
-
-    Raises:
-        ValueError: shape, dtype or device differ.
-
     Paper: see :func:`log_inclusion`.
+
+    inner (n, d), outer (n, d).
     """
     return inclusion_losses(inner, outer, scale=scale, released_eps=released_eps).mean()
 

@@ -138,24 +138,10 @@ def sampled_match_log_probability(
 
         log p(i, l) = log 1/s^2 sum_jk sigmoid(b - a ||x_i^j - y_l^k||)
 
-    Args:
-        x: (n, d) embeddings.
-        y: (m, d) embeddings; same d, dtype and device.
-        logit_scale: a > 0.
-        logit_bias: b.
-        n_samples: number s of samples of each embedding.
-        generator: source of the samples.
-        memory_mb: working memory in MiB for blocks of n * m * s^2 values.
-
-    Returns:
-        (n, m) log probabilities <= 0, summed in log space, so that no value underflows; the negative value ranks like a
-        distance.
-
-    Raises:
-        ValueError: d, dtype or device differ.
-
     Paper: Chun et al., CVPR 2021, Eq. 2 and 3 (s = 7); Chun 2024, A.3 (s = 8). The released code of PCME uses
     sigmoid(2 logit): pass 2 a and 2 b for it.
+
+    x (n, d), y (m, d) -> (n, m).
     """
     reduce = functools.partial(_log_mean_sigmoid, logit_scale, logit_bias)
     distance = sampled("sampled_match_log_probability", reduce)
@@ -164,21 +150,6 @@ def sampled_match_log_probability(
 
 def match_probability_distance(logit_scale: float, logit_bias: float, *, n_samples: int = 8) -> Distance:
     """PCME's match probability as a distance to rank by: -log p, see :func:`sampled_match_log_probability`.
-
-    Args:
-        logit_scale: a > 0, learnt with this probability.
-        logit_bias: b.
-        n_samples: number s of samples of each embedding.
-
-    Returns:
-        A sampled distance with the name "match_probability"; smaller is likelier.
-
-    Raises:
-        ValueError: logit_scale is not positive, or n_samples < 1.
-
-    Example:
-        >>> match_probability_distance(5.0, 5.0).sampled
-        True
 
     Paper: Chun et al., CVPR 2021, 3.2.3 and table 1, "Match prob"; figure E.1 varies s.
     """

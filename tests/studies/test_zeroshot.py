@@ -12,7 +12,7 @@ import torch
 from support.toy import COLOURS, SHAPES, make_toy
 from support.words import folded, too_wide
 
-from sfumato import GaussianEmbedding, PairData, cli, csd_matrix, evaluate_zeroshot, load_emoji, pool_prompts
+from sfumato import GaussianEmbedding, PairData, cli, csd_matrix, load_emoji, pool_prompts
 from sfumato.data.captioned import Labelled, data_labelled, emoji_labelled, read_class_folder, read_class_names
 from sfumato.errors import UserError
 from sfumato.metrics.bootstrap import Interval
@@ -24,6 +24,7 @@ from sfumato.studies.zeroshot import (
     best_k,
     best_k_per_class,
     certain_prompts,
+    evaluate_zeroshot,
     halves,
     mixture_weights,
     read_templates,

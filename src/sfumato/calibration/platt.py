@@ -182,18 +182,11 @@ METHODS = ("platt", "isotonic")
 
 @dataclass(frozen=True)
 class PairLogits:
-    """The probability of a random pair by its distance: the part of a :class:`Calibration` without directions.
-
-    Attributes:
-        logit_scale, logit_bias: of the Platt probability sigmoid(logit_bias - logit_scale * distance).
-        match_fraction: fraction of matches among the pairs of the fit.
-        knots: of an isotonic fit, (distance, logit) by ascending distance; the logit is linear between them, and falls
-            with slope -logit_scale outside of them. None is Platt.
-    """
+    """The probability of a random pair by its distance: the part of a :class:`Calibration` without directions."""
 
     logit_scale: float
     logit_bias: float
-    match_fraction: float
+    match_fraction: float  # fraction of matches among the pairs of the fit
     knots: Knots | None = None
 
     @classmethod
@@ -212,17 +205,7 @@ class PairLogits:
         return log_odds(match_fraction) - log_odds(self.match_fraction)
 
     def logit(self, distance: Array, *, match_fraction: float | None = None) -> Tensor:
-        """Logarithm of the odds of :meth:`probability`, strictly falling with the distance.
-
-        Args:
-            distance, match_fraction: see :meth:`probability`.
-
-        Returns:
-            (...) logits of the shape of distance, in float64.
-
-        Raises:
-            ValueError: match_fraction is outside of (0, 1).
-        """
+        """Logarithm of the odds of :meth:`probability`, strictly falling with the distance. Returns (...)."""
         shift = 0.0 if match_fraction is None else self.shift(match_fraction)
         d = as_tensor(distance, "distance", "Calibration").detach().double()
         if self.knots is None:
@@ -230,17 +213,6 @@ class PairLogits:
         return knots_logit(d, self.knots, self.logit_scale) + shift
 
     def probability(self, distance: Array, *, match_fraction: float | None = None) -> Tensor:
-        """Probability that a random pair at this distance matches.
-
-        Args:
-            distance: any shape, a tensor or an array.
-            match_fraction: fraction of matches among the pairs; None: that of the fit.
-
-        Returns:
-            (...) probabilities of the shape and dtype of distance.
-
-        Raises:
-            ValueError: match_fraction is outside of (0, 1).
-        """
+        """Probability that a random pair at this distance matches. Returns (...)."""
         distance = as_tensor(distance, "distance", "Calibration")
         return torch.sigmoid(self.logit(distance, match_fraction=match_fraction)).to(distance.dtype)

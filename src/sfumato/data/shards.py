@@ -386,21 +386,6 @@ class ShardStream:
     in passes: the shards in a random order, then their samples through a shuffle buffer, every sample once. If an epoch
     is longer than the data, another pass follows, in another order; if it is shorter, it ends within the first. The
     parts are even if there are many more shards than processes.
-
-    Args:
-        shards: local tar files, see :func:`~sfumato.data.shards.expand_shards`; the same list in every process.
-        batch_size: samples in a batch of this process.
-        seed: seed of everything random.
-        samples_per_epoch: samples in an epoch, of all processes together; an incomplete last batch is left out.
-        rank: number of this process, in [0, n_processes).
-        n_processes: number of processes.
-        shuffle_buffer: size of the shuffle buffer in samples; 1 keeps the order within a shard.
-        problems: receives every unusable sample once; a new list if None.
-        max_problem_fraction: largest tolerated fraction of unusable samples, in [0, 1]; checked after the first
-            thousand samples and after every pass.
-
-    Raises:
-        ValueError: there are no shards, a number is out of its range, or an epoch has no batch.
     """
 
     def __init__(
@@ -441,18 +426,7 @@ class ShardStream:
         return self.samples_per_epoch // (self.batch_size * self.n_processes)
 
     def batches(self, epoch: int) -> Generator[ShardBatch, None, None]:
-        """The batches of an epoch: ``len(self)`` of them, in every process, each of ``batch_size`` samples.
-
-        Args:
-            epoch: number of the epoch, from 0.
-
-        Yields:
-            The batches.
-
-        Raises:
-            UserError: too many samples are unusable (the message lists it), or there is nothing usable for this
-                process.
-        """
+        """The batches of an epoch: ``len(self)`` of them, in every process, each of ``batch_size`` samples."""
         with contextlib.closing(self.samples(epoch)) as samples:
             for _ in range(len(self)):
                 part = list(itertools.islice(samples, self.batch_size))
@@ -463,15 +437,6 @@ class ShardStream:
 
         Use it to decode before batching: take samples until a batch is full, and leave out the samples reported to
         :meth:`skip`.
-
-        Args:
-            epoch: number of the epoch, from 0.
-
-        Yields:
-            The samples.
-
-        Raises:
-            UserError: as :meth:`batches`.
         """
         everything = np.arange(len(self.shards))
         by_shard = len(self.shards) >= self.n_processes
@@ -495,13 +460,6 @@ class ShardStream:
         """Record a sample that turns out to be unusable, for instance because its image cannot be decoded.
 
         It stays in the stream, which depends on seed, epoch and process alone, and is recorded once.
-
-        Args:
-            key: of the sample.
-            reason: what is wrong with it.
-
-        Raises:
-            UserError: too many samples are unusable; the message lists it.
         """
         if (key, reason) not in self._noted:
             self._noted.add((key, reason))

@@ -137,18 +137,7 @@ def apply_noise(data: PairData, image_of_pair: np.ndarray) -> PairData:
 
 
 def noisy_pairs(clean: PairData, image_of_pair: np.ndarray) -> np.ndarray:
-    """(p,) bool in text order, True where a pair's image does not match its text in the clean data.
-
-    Args:
-        clean: the split before :func:`shuffle_pairs`.
-        image_of_pair: (p,) integers, in text order.
-
-    Returns:
-        (p,) bool, True where the pair is noisy.
-
-    Raises:
-        ValueError: the array does not fit the data.
-    """
+    """(p,) bool in text order, True where a pair's image does not match its text in the clean data."""
     image_of_pair = _checked(image_of_pair, clean, "noisy_pairs")
     image, text = _in_text_order(clean)
     noisy: np.ndarray = ~np.isin(_key(image_of_pair, text, clean), _key(image, text, clean))

@@ -93,15 +93,7 @@ class ClipEncoder(EncoderModule):
 
 
 class ClipImageEncoder(ClipEncoder):
-    """A vision transformer: (n, 3, s, s) pixels -> (n, t, c) class token (CLIP only) and patches.
-
-    Args:
-        backbone: CLIPVisionModel or SiglipVisionModel of transformers.
-        pixel_mean, pixel_std: mean and standard deviation by which pixels in [0, 1] are standardised.
-        final_norm: pass the mean's tokens through the backbone's last norm. PCME++'s hub models do, its COCO models do
-            not.
-        variance_blocks, variance_start, checkpointing: see :class:`ClipEncoder`.
-    """
+    """A vision transformer: (n, 3, s, s) pixels -> (n, t, c) class token (CLIP only) and patches."""
 
     pixel_mean: Tensor
     pixel_std: Tensor
@@ -140,40 +132,19 @@ class ClipImageEncoder(ClipEncoder):
         }
 
     def embed(self, inputs: Inputs) -> Tensor:
-        """Embedded tokens of images, before the first block.
-
-        Args:
-            inputs: (n, 3, s, s) pixels: uint8, or floating-point in [0, 1] after augmentation.
-
-        Returns:
-            (n, t, c) class token (CLIP only) and patches, with their position codes.
-        """
+        """Embedded tokens of images, before the first block. inputs (n, 3, s, s) -> (n, t, c)."""
         pixels = inputs.values
         pixels = pixels.to(self.pixel_mean.dtype) / 255 if pixels.dtype == torch.uint8 else pixels
         embedded: Tensor = self.embeddings((pixels - self.pixel_mean) / self.pixel_std)
         return embedded
 
     def forward(self, inputs: Inputs) -> TokenFeatures:
-        """Token features of images.
-
-        Args:
-            inputs: (n, 3, s, s) pixels: uint8, or floating-point in [0, 1] after augmentation.
-
-        Returns:
-            (n, t, c) features, without a mask.
-        """
+        """Token features of images. inputs (n, 3, s, s) -> (n, t, c)."""
         return self.tokens(self.embed(inputs), None)
 
 
 class ClipTextEncoder(ClipEncoder):
-    """A text transformer: (n, t) token ids -> (n, t, c) token features.
-
-    Args:
-        backbone: CLIPTextModel, where each token attends to the tokens before it, or SiglipTextModel, where each token
-            attends to all of them. SigLIP attends to padding too, so that all texts must be padded to one length.
-        final_norm: pass the mean's tokens through the backbone's last norm, as all PCME++ models do.
-        variance_blocks, variance_start, checkpointing: see :class:`ClipEncoder`.
-    """
+    """A text transformer: (n, t) token ids -> (n, t, c) token features."""
 
     def __init__(
         self,
@@ -201,14 +172,7 @@ class ClipTextEncoder(ClipEncoder):
         return {"backbone": self.backbone_config}
 
     def forward(self, inputs: Inputs) -> TokenFeatures:
-        """Token features of texts.
-
-        Args:
-            inputs: (n, t) token ids and their mask.
-
-        Returns:
-            (n, t, c) features and the mask of the inputs.
-        """
+        """Token features of texts. inputs (n, t) -> (n, t, c)."""
         return self.tokens(self.embeddings(inputs.values), inputs.mask, causal=self.causal)
 
 

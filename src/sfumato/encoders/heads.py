@@ -73,11 +73,6 @@ class GPO(Pooling):
     directions, a linear layer, and a softmax with temperature 0.1. They depend only on the number of tokens, so the GRU
     runs once for each number that occurs in the batch. Average and maximum pooling are special cases.
 
-    Args:
-        d_pe: width of the position codes.
-        d_hidden: width of the GRU.
-        temperature: of the softmax over positions.
-
     Paper: Chen et al., "Learning the Best Pooling Strategy for Visual Semantic Embedding", CVPR 2021. Parameter names
     are those of the released code.
     """
@@ -89,14 +84,7 @@ class GPO(Pooling):
         self.linear = nn.Linear(d_hidden, 1, bias=False)
 
     def weights(self, lengths: Tensor) -> Tensor:
-        """The weights of the sorted values.
-
-        Args:
-            lengths: (u,) numbers of tokens, each at least 1.
-
-        Returns:
-            (u, max) weights; each row sums to 1 and is 0 beyond its number of tokens.
-        """
+        """The weights of the sorted values. lengths (u,) -> (u, max)."""
         codes = _position_codes(int(lengths.max()), self.d_pe).to(self.linear.weight)
         packed = pack_padded_sequence(
             codes.expand(len(lengths), -1, -1), lengths.cpu(), batch_first=True, enforce_sorted=False

@@ -68,23 +68,7 @@ def compare_per_query(
     level: float = 0.95,
     seed: int = 0,
 ) -> list[Difference]:
-    """Compare two runs query by query: bootstrap intervals of the difference, and a test by random swaps of the runs.
-
-    Args:
-        first: a table.
-        second: a table with the same rows, in any order.
-        metrics: metrics to compare; a metric that some query of a ground truth lacks in one of the runs is left out.
-        n_resamples: number of bootstrap resamples, and of random swaps; whole groups of queries are resampled and
-            swapped.
-        level: coverage of the intervals.
-        seed: of the resamples and swaps.
-
-    Returns:
-        A Difference for each ground truth, direction and metric, in the order of the first table.
-
-    Raises:
-        ValueError: the tables have different queries or groups, n_resamples < 1, or there is nothing to compare.
-    """
+    """Compare two runs query by query: bootstrap intervals of the difference, and a test by random swaps."""
     if n_resamples < 1:
         raise ValueError(f"compare_per_query: n_resamples must be at least 1, got {n_resamples}")
     second = second.select(_aligned(first, second))

@@ -29,21 +29,7 @@ from sfumato.models.run import (
 
 
 def load_model(source: str | Path, *, tokenizer: Tokenizer | None = None, device: torch.device | str = "cpu") -> Model:
-    """Load any model: a run folder, a model that sfumato exported, or a published model of PCME++, ProLIP or PCME.
-
-    Args:
-        source: a local folder or file, or a name on the Hugging Face hub.
-        tokenizer: replaces the tokenizer of a published model. Other models have their tokenizer in their folder.
-        device: device of the model.
-
-    Returns:
-        The model in evaluation mode, with its distance, logits and calibration. Embeddings of an exported model are
-        bit-equal to those of its run.
-
-    Raises:
-        UserError: there is no such model, or it is incomplete or damaged; see also
-            :func:`~sfumato.models.pretrained.load_pretrained`.
-    """
+    """Load any model: a run folder, a model that sfumato exported, or a published model of PCME++, ProLIP or PCME."""
     folder = Path(source)
     if (folder / RECIPE).is_file():
         return load_run(folder, device=device)

@@ -294,26 +294,6 @@ def load_pretrained(
 
     Its tokenizer is loaded when the first text is embedded: images can be embedded without it.
 
-    Args:
-        name_or_folder: a name on the Hugging Face hub (``SanghyukChun/PCMEPP-ViT-B-16-CC3M-12M-RedCaps``), a local
-            folder with its config.json and model.safetensors, or a file of the PCME++ training code (.ckpt, .pt, .pth
-            or .safetensors; a Lightning checkpoint or a bare state dict) or of the PCME code (``pcme_coco.pth``, see
-            :func:`~sfumato.models.pretrained_pcme.pcme_training`).
-        tokenizer: replaces the model's own, which is the tokenizer.json beside its weights, else that of the hub.
-        device: device of the model.
-        average: load the averaged weights (SWA) of a training checkpoint that has them. The released evaluation uses
-            them only for texts: by an oversight its images go through the last weights.
-
-    Returns:
-        The model with its logits. ProLIP's logit ``scale * (mean.mean - total variances / 2) + bias`` is expressed by
-        csd, which for unit means is ``2 - 2 mean.mean + total variances``: logit_scale = scale / 2, logit_bias = bias +
-        scale. A deterministic baseline has no logits of a distance, and PCME's are those of samples
-        (``sampled_logits``); they are 1 and 0.
-
-    Raises:
-        UserError: there is no such file or model, the hub cannot be reached, the file would run code, the model is of
-            another kind, or tensors are missing, left over or of the wrong shape (the message names the first ones).
-
     Source: https://github.com/naver-ai/pcmepp, https://github.com/naver-ai/prolip, https://github.com/naver-ai/pcme.
     """
     path, name = Path(name_or_folder), str(name_or_folder)

@@ -106,18 +106,7 @@ class PosthocMethod(ABC):
     @classmethod
     @abstractmethod
     def fit(cls, pairs: FrozenPairs, *, seed: int = 0) -> Self:
-        """Fit the method; a subclass has options of its own, all with defaults.
-
-        Args:
-            pairs: what it is fitted on.
-            seed: of everything random.
-
-        Returns:
-            The fitted method; equal seeds give equal methods.
-
-        Raises:
-            ValueError: too few pairs, or they lack what the method needs.
-        """
+        """Fit the method; a subclass has options of its own, all with defaults."""
 
     @abstractmethod
     def uncertainty(
@@ -125,17 +114,7 @@ class PosthocMethod(ABC):
     ) -> Tensor:
         """The uncertainty of every query, which must not depend on the other queries.
 
-        Args:
-            side: modality of the queries.
-            queries: (q, d) raw embeddings.
-            gallery: (m, d) raw embeddings of the other side; for methods with ``needs_gallery``.
-            hidden: (q, P) inputs of the projection layer; for methods with ``needs_hidden``.
-
-        Returns:
-            (q,) numbers, larger is less certain.
-
-        Raises:
-            ValueError: something is missing, or shapes do not fit.
+        queries (q, d), gallery (m, d), hidden (q, P) -> (q,).
         """
 
     def embed(self, side: Side, x: Tensor, *, hidden: Tensor | None = None) -> GaussianEmbedding:

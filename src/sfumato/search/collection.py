@@ -569,22 +569,7 @@ def copy_gallery(
     batch: int = 2048,
     progress: Callable[[int], None] | None = None,
 ) -> GaussianCollection:
-    """Copy all items of a gallery into a new collection, with the images that were uploaded to it.
-
-    Args:
-        source: an index, or a collection; the vectors of a collection are copied bit by bit.
-        folder: see :meth:`GaussianCollection.create`.
-        store: see :meth:`GaussianCollection.create`.
-        batch: largest number of items per write.
-        progress: called with the number of items just copied.
-
-    Returns:
-        The new collection, open.
-
-    Raises:
-        UserError: the folder is not empty, or the store cannot be created.
-        ValueError: the distance does not lift, so that no store can keep it.
-    """
+    """Copy all items of a gallery into a new collection, with the images that were uploaded to it."""
     scorer = source.scorer
     copy = GaussianCollection.create(
         folder,

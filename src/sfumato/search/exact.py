@@ -123,23 +123,7 @@ def rank_relevant(
     first: int = 0,
     progress: Callable[[int], None] | None = None,
 ) -> np.ndarray:
-    """Ranks (from 0) of all relevant items.
-
-    Args:
-        queries: (n, d) embeddings.
-        gallery: (m, d) embeddings.
-        relevance: n queries, m gallery items.
-        distance: name in DISTANCES, or one of these made for the direction (:meth:`Distance.for_direction`).
-        seed: of a sampled distance; that of the distance if None.
-        first: position of the first query among all queries; it only matters to a sampled distance.
-        progress: called with the number of queries just done.
-
-    Returns:
-        (p,) int64 ranks in the order of relevance.indices.
-
-    Raises:
-        ValueError: sizes do not fit.
-    """
+    """Ranks (from 0) of all relevant items. queries (n, d), gallery (m, d) -> (p,)."""
     if (queries.n, gallery.n) != (relevance.n_queries, relevance.n_gallery):
         raise ValueError(
             f"rank_relevant: {queries.n} queries and {gallery.n} gallery items, but a relevance of"

@@ -33,16 +33,7 @@ class Contestant(ABC):
 
     @abstractmethod
     def uncertainty(self, split: FrozenSplit, side: Side, absent: np.ndarray | None = None) -> np.ndarray:
-        """The uncertainty of queries, with the whole other side as gallery.
-
-        Args:
-            split: of the queries and the gallery.
-            side: of the queries.
-            absent: (k,) queries whose true matches are taken out of the gallery; None for all queries with them.
-
-        Returns:
-            (q,) of all queries, or (k,) of those named.
-        """
+        """The uncertainty of queries, with the whole other side as gallery. absent (k,) -> (q,)."""
 
     def probability(self, uncertainty: np.ndarray) -> np.ndarray | None:
         """The probability that the first hit is right, for a contestant with one of its own.

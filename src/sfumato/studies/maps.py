@@ -64,26 +64,7 @@ def map_items(
     method: str = "pca",
     seed: int = 0,
 ) -> GaussianMap:
-    """Place images and texts of a split in one plane.
-
-    Args:
-        images: (n_images, d) embeddings.
-        texts: (n_texts, d) embeddings.
-        relevance: image -> its true texts.
-        n: largest number of images, and of texts. If there are more, images are chosen at random, and texts at random,
-            first those that match the first FAMILIES images, then those that match another shown image.
-        method: "pca" fits the plane to the shown means and projects each Gaussian exactly. "tsne" (scikit-learn) keeps
-            neighbours near each other; its axes and large distances mean nothing, so a variance is only the area of a
-            disc.
-        seed: of the choice and of t-SNE.
-
-    Returns:
-        The map.
-
-    Raises:
-        UserError: t-SNE without scikit-learn.
-        ValueError: there are fewer than 3 items, images and texts differ in d, or an option is out of range.
-    """
+    """Place images and texts of a split in one plane. images (n_images, d), texts (n_texts, d)."""
     if method not in get_args(Method):
         raise ValueError(f"map_items: method must be one of {', '.join(get_args(Method))}, got {method!r}")
     if n < 1:
@@ -193,17 +174,7 @@ class Projection:
 
 
 def fit_map(embeddings: GaussianEmbedding) -> Projection:
-    """Fit the plane of the first two principal components of the means.
-
-    Args:
-        embeddings: (n, d) embeddings, at least one.
-
-    Returns:
-        The plane. It is deterministic: the sign of an axis makes its largest entry positive.
-
-    Raises:
-        ValueError: there are no embeddings.
-    """
+    """Fit the plane of the first two principal components of the means. embeddings (n, d)."""
     mean = embeddings.mean.detach().to("cpu", torch.float64)
     n, d = mean.shape
     if n == 0:

@@ -52,20 +52,10 @@ ERASED_FIGURES: dict[str, str] = {
 
 @dataclass(frozen=True, eq=False)
 class ImageSets:
-    """Embeddings of pairs of images, and of the images made from them.
+    """Embeddings of pairs of images, and of the images made from them."""
 
-    Attributes:
-        pairs: (p, 2) positions of the first and the second image.
-        embeddings: (p, d) embeddings by name in MADE.
-        other: (p, d) embeddings of unrelated images, for comparison with the mixtures; made by :func:`square_image`, so
-            that all images are processed equally.
-
-    Raises:
-        ValueError: a name or a size does not fit.
-    """
-
-    pairs: np.ndarray
-    embeddings: dict[str, GaussianEmbedding]
+    pairs: np.ndarray  # (p, 2) positions of the first and the second image
+    embeddings: dict[str, GaussianEmbedding]  # (p, d) embeddings by name in MADE
     other: GaussianEmbedding
 
     def __repr__(self) -> str:
@@ -140,20 +130,7 @@ def square_image(data: bytes) -> bytes:
 
 
 def measure_sets(sets: ImageSets, *, n_resamples: int = 1000, level: float = 0.95, seed: int = 0) -> SetFigures:
-    """Measure positions and variances of mixtures and erased images.
-
-    Args:
-        sets: embedded pairs; variances must be positive.
-        n_resamples: number of bootstrap resamples of the pairs.
-        level: coverage of the intervals.
-        seed: of the resamples.
-
-    Returns:
-        All figures with intervals.
-
-    Raises:
-        ValueError: an embedding is a point, or no pair has two different means.
-    """
+    """Measure positions and variances of mixtures and erased images."""
     if any(bool(torch.isneginf(e.log_var).any()) for e in sets.embeddings.values()):
         raise ValueError("measure_sets: some embeddings are points; set algebra needs variances")
     exact = {name: _double(e) for name, e in (sets.embeddings | {"other": sets.other}).items()}

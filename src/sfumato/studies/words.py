@@ -64,21 +64,7 @@ def words_by_uncertainty(
 ) -> list[WordBin]:
     """Sort items into bins of equal size by uncertainty, and weight the words of each bin's captions.
 
-    Args:
-        uncertainty: (n,) of each item; items with equal uncertainty stay in their order.
-        captions: n lists: of an image its true captions, of a text the text itself.
-        n_bins: number of bins; if n is not a multiple, the first bins have one item more.
-        top: largest number of words per bin.
-        corpus: "bin" counts n_i and N over the captions of the bin, as in the formula that PCME prints; it favours
-            words in about sqrt(N / e) captions of the bin. "split" counts them over the captions of all bins; it
-            favours words that are frequent in the bin and rare elsewhere.
-
-    Returns:
-        The bins, from the most certain to the least.
-
-    Raises:
-        ValueError: there are fewer items than bins, an uncertainty is NaN, lengths differ, or an option is out of
-            range.
+    uncertainty (n,).
     """
     uncertainty = np.asarray(uncertainty, float)
     if uncertainty.shape != (len(captions),) or np.isnan(uncertainty).any():

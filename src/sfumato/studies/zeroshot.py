@@ -420,29 +420,7 @@ def evaluate_zeroshot(
     n_resamples: int = 1000,
     seed: int = 0,
 ) -> ZeroShotReport:
-    """Classify images with one prompt, all prompts, weighted, the most certain, and as many random prompts.
-
-    Args:
-        retrieval_model: the model.
-        pictures: images to report on. If K must be chosen and choose_on is None, half of each class is set aside to
-            choose K.
-        templates: with one {} each; the first is the single prompt.
-        filters: names in FILTERS, each alone or several with commas.
-        choose_on: images of the same classes to choose K and to fit weights.
-        pooling: see :func:`~sfumato.studies.zeroshot.pool_prompts`.
-        distance: name of the distance that finds the closest class, ties in the order of the classes; that of the model
-            if None.
-        n_resamples: number of resamples of the images for the 95 % intervals, which ignore the variation between models
-            and between halves.
-        seed: of the halves, the random prompts, the fitted weights and the resamples.
-
-    Returns:
-        The report.
-
-    Raises:
-        UserError: a filter or the pooling is unknown, no image is left to report on or to choose on, or the model has
-            no variances to filter by.
-    """
+    """Classify images with one prompt, all prompts, weighted, the most certain, and as many random prompts."""
     wanted, problems = {name.strip() for one in filters for name in one.split(",")}, Problems()
     if unknown := wanted - set(FILTERS):
         raise UserError(f"unknown filter {min(unknown)!r}; known: {', '.join(FILTERS)}")

@@ -88,47 +88,25 @@ class Comparison:
 
 @dataclass(frozen=True)
 class AdoptedModel:
-    """A frozen model with calibrated probabilities; :func:`adopt` makes one, and ``run`` opens again by its folder.
+    """A frozen model with calibrated probabilities; :func:`adopt` makes one, and ``run`` opens again by its folder."""
 
-    Attributes:
-        run: its run folder, loaded.
-        method: what its probabilities read, one of METHODS.
-        comparison: by method, on the calibrating images; empty if the method was given.
-        retrieval: recalls of the frozen model on the images that measure.
-        hits: "served" and "distance": the probabilities of hits there, as searches show them and by the distance alone.
-        n_images, n_texts: by split.
-        n_queries: by direction, number of queries of the split val that the probabilities are fitted on.
-        n_left_out: number of rows that no model can use; problems.jsonl names them.
-        seconds: time of the adoption.
-    """
-
-    run: Run
-    method: str
-    comparison: Mapping[str, Comparison]
-    retrieval: Evaluation | None
+    run: Run  # its run folder, loaded
+    method: str  # what its probabilities read, one of METHODS
+    comparison: Mapping[str, Comparison]  # by method, on the calibrating images; empty if the method was given
+    retrieval: Evaluation | None  # recalls of the frozen model on the images that measure
     hits: Mapping[str, Sequence[HitFigures]]
     n_images: Mapping[str, int]
     n_texts: Mapping[str, int]
     n_queries: Mapping[Direction, int]
-    n_left_out: int
-    seconds: float
+    n_left_out: int  # number of rows that no model can use; problems.jsonl names them
+    seconds: float  # time of the adoption
 
     def __repr__(self) -> str:
         images, texts = sum(self.n_images.values()), sum(self.n_texts.values())
         return f"AdoptedModel({str(self.run.folder)!r}, {images} images, {texts} texts, method={self.method!r})"
 
     def embed(self, vectors: Array) -> GaussianEmbedding:
-        """Embeddings of the frozen model as queries or items.
-
-        Args:
-            vectors: (n, c) or (c,), images or texts.
-
-        Returns:
-            (n, c) points of unit length.
-
-        Raises:
-            ValueError: the width differs, or a vector is zero or not finite.
-        """
+        """Embeddings of the frozen model as queries or items. vectors (n, c) -> (n, c)."""
         x = as_tensor(vectors, "vectors", "embed").detach().float()
         x = x.unsqueeze(0) if x.ndim == 1 else x
         channels = self.run.recipe.model.dim
@@ -146,19 +124,7 @@ class AdoptedModel:
         engine: str = "exact",
         payload: Mapping[str, Sequence[str]] | None = None,
     ) -> GaussianIndex:
-        """An index of images that texts search, with calibrated probabilities.
-
-        Args:
-            images: (n, c) embeddings.
-            ids: n distinct strings; row numbers if None.
-            engine, payload: see :meth:`GaussianIndex.build`.
-
-        Returns:
-            The index.
-
-        Raises:
-            ValueError: see :meth:`embed` and :meth:`GaussianIndex.build`.
-        """
+        """An index of images that texts search, with calibrated probabilities. images (n, c)."""
         items = self.embed(images)
         names = [str(i) for i in range(items.n)] if ids is None else list(ids)
         return GaussianIndex.build(
@@ -171,11 +137,7 @@ class AdoptedModel:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """The figures as plain values.
-
-        Returns:
-            JSON values.
-        """
+        """The figures as plain values."""
         return {
             "method": self.method,
             "comparison": {name: asdict(found) for name, found in self.comparison.items()},
