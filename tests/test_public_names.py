@@ -2,6 +2,7 @@
 
 import ast
 import inspect
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -39,3 +40,14 @@ def test_unknown_name_is_an_attribute_error():
 def test_import_does_not_load_torch():
     code = "import sys, sfumato, sfumato.cli; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_every_public_name_stands_on_one_page_of_the_api():
+    pages = (Path(__file__).resolve().parents[1] / "docs" / "api").glob("*.md")
+    listed = [
+        name
+        for page in pages
+        for names in re.findall(r"members: \[(.*)\]", page.read_text())
+        for name in names.split(", ")
+    ]
+    assert sorted(listed) == sorted(sfumato.__all__)
