@@ -85,3 +85,5 @@ from .workflows.export import export_run as export_run
 from .workflows.search import LoadedModel as LoadedModel
 from .workflows.search import load as load
 from .workflows.search import load_index as load_index
+
+__version__: str
