@@ -53,7 +53,7 @@ def test_exported_names_are_documented_completely():
     names, package = exported(), ROOT / "src" / "sfumato"
     module = lambda d: d.path.relative_to(package).with_suffix("").as_posix().removesuffix("/__init__")
     documented = [d for d in found() if d.public and (module(d), d.name.split(".")[0]) in names]
-    assert len(documented) > 200
+    assert len(documented) > 150
     assert not [f"{d.place}: {missing}" for d in documented if (missing := house.missing_parts(d))]
 
 
