@@ -246,25 +246,7 @@ def analyse_model(
     name: str = "",
     earlier: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> Analyses:
-    """Run studies of any model on a split of any data.
-
-    Args:
-        retrieval_model: the model.
-        data: where the split comes from; None for a zero-shot classification of images of its own.
-        split: name of the split.
-        studies: names in STUDIES; None for all of USUAL that this model and data allow, with a note about the others.
-        options: sizes and choices.
-        name: of the model, for titles.
-        earlier: studies that were written before, by name; a study of the same model and data is not repeated, even if
-            its options differ.
-
-    Returns:
-        The results, without earlier ones.
-
-    Raises:
-        UserError: the data has no such split, or a study was named that this model or data does not allow.
-        ValueError: a study is unknown.
-    """
+    """Run studies of any model on a split of any data."""
     options = options or AnalysisOptions()
     chosen = USUAL if studies is None else known_studies(studies)
     prepared = None if data is None else load_split(retrieval_model.model, data, split)
