@@ -18,8 +18,8 @@ SMALL = (*tiny_figures.SMALL, "model.dim=32")
 
 FIGURES = [item.id for item in paper_items().values() if item.draw]
 
-ELSEWHERE = {"PCME Fig. E.3", "PCME++ Fig. C.2"}
-"""Figures that need COCO's instances, or labelled images: below, from made-up numbers."""
+ELSEWHERE = {"PCME Fig. E.3", "PCME++ Fig. C.2", "PVSE++ 4", "PVSE++ Fig. 2"}
+"""Figures that need COCO's instances, or labelled images: below, from made-up numbers. Of crops: studies/test_crops."""
 
 
 @pytest.fixture(scope="module")
