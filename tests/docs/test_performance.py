@@ -7,11 +7,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-import performance_page as script
-import suite
+from support.scripts import benchmark
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "benchmarks"
+script, suite = benchmark("performance_page"), benchmark("suite")
 
 
 RESULTS = script.load_results(script.RESULTS)

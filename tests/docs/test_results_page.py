@@ -8,10 +8,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import results_page as script
-import uncertainty_multiplicity as multiplicity
+from support.scripts import benchmark
 
 ROOT = Path(__file__).resolve().parents[2]
+script, multiplicity = benchmark("results_page"), benchmark("uncertainty_multiplicity")
 
 
 def test_the_page_is_that_of_the_files():

@@ -290,5 +290,8 @@ def test_a_class_folder_of_regions_is_classified(run, scan, tmp_path, sfumato):
         (tmp_path / "in" / colour).mkdir(parents=True)
         for t in range(2):
             np.save(tmp_path / "in" / colour / f"{t}.npy", features[c * len(THINGS) + t])
-    status, out, err = sfumato("zeroshot", run, "--images", tmp_path / "in", "--bootstrap", "0", "--json")
-    assert status == 0 and json.loads(out)["n_images"] == 4 - json.loads(out)["n_chosen_on"], err
+    chosen = "analyse", run, "--only", "zeroshot", f"zeroshot.images={tmp_path / 'in'}"
+    status, out, err = sfumato(*chosen, "--bootstrap", "0", "--out", tmp_path / "out", "--json")
+    assert status == 0, err
+    report = json.loads(out)["zeroshot"]["report"]
+    assert report["n_images"] == 4 - report["n_chosen_on"]
