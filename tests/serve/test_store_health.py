@@ -18,11 +18,15 @@ class FickleStore:
 
     def __init__(self, store):
         self._store, self.go, self.error, self.counting = store, threading.Event(), "", set()
+        self.slow = None
         self.go.set()
 
     def __getattr__(self, name):
         if name == "count":
             self.counting.add(threading.current_thread().name)
+            if self.slow:
+                self.slow.set()
+                self.go.clear()
         if name in ("search", "get", "count", "scan", "upsert", "delete"):
             assert self.go.wait(30)
             if self.error:
@@ -73,6 +77,16 @@ def test_a_store_that_hangs_shows_and_darkens_nothing(fickle):
         assert [search.result().status_code for search in searches] == [200] * 6
     awaited(lambda: client.get("/readyz").status_code == 200)
     assert metrics(client)["sfumato_ready"] == "1.0"
+
+
+def test_a_store_that_hangs_while_it_counts_shows(fickle):
+    client, store = fickle
+    store.slow = threading.Event()
+    awaited(store.slow.is_set)
+    awaited(lambda: client.get("/readyz").status_code == 503)
+    store.go.set()
+    store.slow = None
+    awaited(lambda: client.get("/readyz").status_code == 200)
 
 
 def test_a_store_that_fails_shows_and_is_logged_once(fickle, caplog):

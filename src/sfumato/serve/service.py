@@ -486,7 +486,8 @@ class StoreHealth:
         self._name, self._collection, self._every, self._patience = name, collection, every, patience
         self._asked_at: float | None = None
         self._next_count = 0.0
-        self._error = ""
+        self._error = self._count_error = ""
+        self._counter = threading.Thread()
         self._stopping = threading.Event()
 
     @property
@@ -518,17 +519,25 @@ class StoreHealth:
             self._error = error
 
     def _look(self) -> str:
-        """Read a record and count; returns what went wrong, "" if nothing did."""
+        """Read a record; returns what went wrong, "" if nothing did. Another thread counts: a count may take long."""
         try:
             self._asked_at = time.monotonic()
             next(self._collection.scan(1), None)
-            self._asked_at = None
-            if (began := time.monotonic()) >= self._next_count:
-                self._collection.recount()
-                ended = time.monotonic()
-                self._next_count = ended + 20 * (ended - began)
         except Exception as error:
             return first_line(error)
         finally:
             self._asked_at = None
-        return ""
+        if not self._counter.is_alive() and time.monotonic() >= self._next_count:
+            self._counter = threading.Thread(target=self._count, name=threading.current_thread().name, daemon=True)
+            self._counter.start()
+        return self._count_error
+
+    def _count(self) -> None:
+        began = time.monotonic()
+        try:
+            self._collection.recount()
+            self._count_error = ""
+        except Exception as error:
+            self._count_error = first_line(error)
+        ended = time.monotonic()
+        self._next_count = ended + 20 * (ended - began)
