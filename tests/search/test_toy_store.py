@@ -4,92 +4,20 @@ import re
 
 import pytest
 import torch
+from additions import store
 from support.stores_contract import FINGERPRINT, StoreBasics
 
 from sfumato.errors import UserError
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.search.collection import GaussianCollection
 from sfumato.search.index import GaussianIndex
-from sfumato.search.stores.protocol import STORES, Records, create_store, open_store, register_store
-
-
-class ToyStore:
-    """Records in a dictionary of this process; searches compare every vector in float64."""
-
-    def __init__(self, url, dim, fingerprint):
-        self.url, self.dim, self.fingerprint, self.kept = url, dim, fingerprint, {}
-
-    def _records(self, ids):
-        rows = [self.kept[i] for i in ids]
-        if not rows:
-            return Records.none(self.dim)
-        vectors, uncertainty, payloads = zip(*rows, strict=True)
-        return Records(tuple(ids), torch.stack(vectors), torch.stack(uncertainty), payloads)
-
-    def _fitting(self, filter):
-        rows = list(self.kept.items())
-        return [i for i, (_, u, payload) in rows if filter is None or filter.accepts(payload, float(u))]
-
-    def upsert(self, records):
-        if records.vectors.shape[1] != self.dim:
-            raise ValueError(f"toy: expected {self.dim} dimensions, got {records.vectors.shape[1]}")
-        for i, key in enumerate(records.ids):
-            self.kept[key] = (records.vectors[i], records.uncertainty[i], dict(records.payloads[i]))
-
-    def delete(self, ids):
-        return sum(self.kept.pop(i, None) is not None for i in dict.fromkeys(ids))
-
-    def get(self, ids):
-        return self._records([i for i in dict.fromkeys(ids) if i in self.kept])
-
-    def search(self, queries, k, filter=None):
-        if queries.shape[1] != self.dim:
-            raise ValueError(f"toy: expected {self.dim} dimensions, got {queries.shape[1]}")
-        if k < 1:
-            raise ValueError(f"toy: k must be at least 1, got {k}")
-        fitting = self._records(self._fitting(filter))
-        distance = (queries.double().unsqueeze(1) - fitting.vectors.double()).square().sum(2)
-        return [fitting.take(row.argsort()[:k].tolist()) for row in distance]
-
-    def count(self, filter=None):
-        return len(self._fitting(filter))
-
-    def ids_after(self, after, n):
-        return sorted(id for id in self.kept if id > after)[:n]
-
-    def scan(self, batch=4096, filter=None):
-        records = self._records(self._fitting(filter))
-        for start in range(0, len(records), batch):
-            yield records.take(range(start, min(start + batch, len(records))))
-
-    def optimise(self):
-        pass
-
-    def close(self):
-        pass
-
-
-class ToyStores:
-    """Makes stores and remembers them by URL."""
-
-    def __init__(self):
-        self.made = {}
-
-    def create(self, url, dim, fingerprint):
-        if url in self.made:
-            raise UserError(f"store {url}: exists already")
-        return self.made.setdefault(url, ToyStore(url, dim, fingerprint))
-
-    def open(self, url):
-        if url not in self.made:
-            raise UserError(f"store {url}: there is none")
-        return self.made[url]
+from sfumato.search.stores.protocol import STORES, create_store, open_store, register_store
 
 
 @pytest.fixture(autouse=True)
 def toy(monkeypatch):
     monkeypatch.setattr("sfumato.search.stores.protocol.STORES", dict(STORES))
-    register_store("toy", ToyStores())
+    register_store("toy", store)
 
 
 class TestToyStore(StoreBasics):
@@ -125,10 +53,10 @@ def test_unknown_and_taken_schemes_are_refused():
     with pytest.raises(UserError, match="there is none"):
         open_store("toy:nothing")
     with pytest.raises(ValueError, match="'toy' is already registered"):
-        register_store("toy", ToyStores())
+        register_store("toy", store)
     for wrong in ("x", "Toy", "to:y", ""):
         with pytest.raises(ValueError, match=r"two or more lower-case letters"):
-            register_store(wrong, ToyStores())
+            register_store(wrong, store)
     register_store("lazy", "a.module.that.is.not.there", path="")  # Imported at first use only.
     with pytest.raises(ModuleNotFoundError, match="a"):
         open_store("lazy:x")
