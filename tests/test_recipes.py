@@ -137,6 +137,8 @@ def test_what_would_have_no_effect_is_refused():
         "emoji-vsepp model.covariance=spherical-one": "model.covariance and model.variance_bounds are for variances",
         "emoji-pcmepp model.covariance=spherical-one model.variance_norm=true": "leave it out with spherical-one",
         "emoji-ambiguity model.variance=false": "points have no variance to fit",
+        "emoji-demo train.swa_epochs=1 train.ema_decay=0.9": "either train.swa_epochs or train.ema_decay, not both",
+        "emoji-demo train.epochs=3 train.ema_decay=0 train.swa_epochs=4": "swa_epochs=4 is more than train.epochs=3",
         "coco-pcmepp-b32 model.image.blocks=3": "model.image.blocks is only for random weights; leave it out with "
         "model.image.weights",
         "coco-pcmepp-b32 model.text.tokenizer=mine": "model.text.tokenizer is only for random weights",

@@ -449,22 +449,21 @@ def test_files_of_something_else(tmp_path):
         load_pretrained(tmp_path / "half.pt")
 
 
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
+def test_folders_of_something_else(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(UserError, match=r"no model\.safetensors"):
+        load_pretrained(tmp_path)
+    save_file({"x": torch.ones(1)}, tmp_path / "model.safetensors")
+    wrong = [
         ({"model_type": "clip"}, "not that of a PCME"),
         ({"vision_cfg": {"layers": 12}, "text_cfg": {}}, "has no variances"),
         ({"sfumato": "0.1.0"}, "load it with sfumato.load_model"),
         ([1], "holds a list, expected an object"),
-    ],
-)
-def test_folders_of_something_else(config, message, tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UserError, match=r"no model\.safetensors"):
-        load_pretrained(tmp_path)
-    save_file({"x": torch.ones(1)}, tmp_path / "model.safetensors")
-    with pytest.raises(UserError, match=message):
-        load_pretrained(tmp_path)
+    ]
+    for config, message in wrong:
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        with pytest.raises(UserError, match=message):
+            load_pretrained(tmp_path)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(UserError, match="not valid JSON"):
         load_pretrained(tmp_path)

@@ -12,7 +12,6 @@ from sfumato.encoders.features import Inputs
 from sfumato.encoders.frozen import FeatureInput
 from sfumato.encoders.heads import GaussianHead
 from sfumato.encoders.scratch import SmallImageEncoder
-from sfumato.errors import UserError
 from sfumato.evaluation.protocols import evaluate_retrieval
 from sfumato.models.embed import load_split
 from sfumato.models.recipe import load_recipe
@@ -256,33 +255,6 @@ def test_the_moving_average_of_a_run_takes_in_every_step(tmp_path, monkeypatch):
         weights = [w * kept for w in weights] + [1 - kept]
     assert steps > 7, "enough for the limit to matter"
     assert_mean(saved_model(tmp_path / "run" / "model.safetensors"), states, weights)
-
-
-def test_a_run_that_is_interrupted_while_it_averages_ends_the_same(tmp_path, monkeypatch):
-    recipe = load_recipe(make_toy(tmp_path), ["train.epochs=3", "train.swa_epochs=2", "train.select=last"])
-    loop.fit(recipe, tmp_path / "whole")
-    save = loop.save_state
-
-    def stop(path, modules, optimiser, about):
-        save(path, modules, optimiser, about)
-        if path.name == "last.safetensors" and about["epoch"] == 1:
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(loop, "save_state", stop)
-    with pytest.raises(KeyboardInterrupt):
-        loop.fit(recipe, tmp_path / "parts")
-    monkeypatch.undo()
-    loop.fit(recipe, tmp_path / "parts")
-    for name in ("model.safetensors", "last.safetensors"):
-        assert_same(load_file(tmp_path / "whole" / name), load_file(tmp_path / "parts" / name))
-
-
-def test_averages_that_make_no_sense_are_refused(tmp_path):
-    recipe = make_toy(tmp_path)
-    with pytest.raises(UserError, match="either train.swa_epochs or train.ema_decay, not both"):
-        load_recipe(recipe, ["train.swa_epochs=1", "train.ema_decay=0.9"])
-    with pytest.raises(UserError, match="train.swa_epochs=4 is more than train.epochs=3"):
-        load_recipe(recipe, ["train.swa_epochs=4"])
 
 
 def test_single_weights_from_before_the_average_do_not_compete_with_it(tmp_path, monkeypatch):

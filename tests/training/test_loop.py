@@ -61,10 +61,9 @@ def test_two_equal_runs_are_bitwise_equal(toy, run):
     assert_same_tensors(run[0] / "model.safetensors", again / "model.safetensors")
 
 
-@pytest.mark.parametrize("optimiser", ["adamw", "adamp"])
-def test_resumed_equals_uninterrupted_with_average(toy, optimiser):
-    overrides = [f"optim.name={optimiser}", "train.ema_decay=0.9"]
-    recipe = load_recipe(toy, overrides)
+@pytest.mark.parametrize(("optimiser", "average"), [("adamw", "ema_decay=0.9"), ("adamp", "swa_epochs=2")])
+def test_resumed_equals_uninterrupted_with_average(toy, optimiser, average):
+    recipe = load_recipe(toy, [f"optim.name={optimiser}", f"train.{average}"])
     whole, parts = toy.parent / f"whole-{optimiser}", toy.parent / f"parts-{optimiser}"
     fit(recipe, whole)
     with pytest.MonkeyPatch.context() as patch:
