@@ -100,18 +100,6 @@ def test_the_moving_average_by_hand():
     assert follow(0.05) == pytest.approx([10.45, 11.9225, -0.353875], rel=1e-5)
 
 
-def test_the_moving_average_of_a_whole_model():
-    model = build()
-    average, snapshots = WeightAverage(model, 0.12), [state(model)]
-    weights = [1.0]
-    for k in range(4):
-        snapshots.append(wander(model, k))
-        average.update(model)
-        kept = min(0.12, (k + 1) / (k + 11))
-        weights = [w * kept for w in weights] + [1 - kept]
-    assert_mean(average_state(average), snapshots, weights)
-
-
 def test_a_model_has_its_average_inside_and_its_own_weights_outside():
     model = build()
     average = WeightAverage(model, None)
@@ -127,20 +115,6 @@ def test_a_model_has_its_average_inside_and_its_own_weights_outside():
     for nothing in (None, WeightAverage(build(), None)):
         with averaged(model, nothing):
             assert all(torch.equal(value, own[name]) for name, value in model.state_dict().items())
-
-
-def test_the_average_is_saved_and_goes_on():
-    model = build()
-    average = WeightAverage(model, None)
-    snapshots = [wander(model, k) for k in (1, 2, 3)]
-    for snapshot in snapshots[:2]:
-        model.load_state_dict(snapshot)
-        average.update(model)
-    again = WeightAverage(build(), None)
-    again.load_state_dict(average.state_dict())
-    model.load_state_dict(snapshots[2])
-    again.update(model)
-    assert_mean(average_state(again), snapshots, [1 / 3] * 3)
 
 
 # Runs -----------------------------------------------------------------------------------------------------------------
@@ -203,18 +177,6 @@ def test_a_run_validates_and_keeps_the_mean_of_its_last_epochs(tmp_path):
     evaluation = evaluate_retrieval(*loop.embed_split(model, split), split.data.relevance(), distance="csd")
     lines = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
     assert evaluation.rsum == pytest.approx(lines[-1]["val/rsum"], abs=1e-9)
-
-
-def test_a_run_validates_its_moving_average_and_goes_on_from_its_own_weights(tmp_path):
-    toy, own = make_toy(tmp_path), ["train.epochs=2", "train.select=last"]
-    _, after, validated = spied_run(load_recipe(toy, [*own, "train.ema_decay=0.8"]), tmp_path / "ema")
-    _, plain, _ = spied_run(load_recipe(toy, own), tmp_path / "plain")
-    assert_same(after[1], plain[1])
-    steps = int(load_file(tmp_path / "ema" / "last.safetensors")["average/updates"])
-    assert steps % 2 == 0 and steps >= 4, "one update after each step"
-    for name in ("image.head.mean.linear.weight", "text.head.mean.linear.weight", "text.encoder.embedding.weight"):
-        assert not torch.equal(validated[1][name], after[1][name]), name
-    assert_same(saved_model(tmp_path / "ema" / "model.safetensors"), validated[1])
 
 
 @pytest.mark.parametrize("select, kept", [("auto", 1), ("rsum", 1), ("last", 3)])

@@ -149,31 +149,6 @@ def test_labels_by_hand_with_duplicate_captions(augment, expected, monkeypatch):
         torch.testing.assert_close(batch.mix.apply(batch.images.values)[0, 0, 0, 0], torch.tensor(0.9 / 255))
 
 
-@pytest.mark.parametrize("kind", ["listed", "sampled"])
-def test_labels_are_loops_over_the_pairs_the_plans_and_the_smoothing(kind):
-    data, settings = shared_captions(), recipe(mixed_share=0.8, label_smoothing=0.05, seed=4)
-    batches = indexed(settings, alone(), data=data)
-    batches.sampler = PairSampler(data, 7, 4, epoch_over="pairs", positives=kind)
-    ground_truth, mixed = {(int(i), int(t)) for i, t in data.pairs}, 0
-    for batch in batches.epoch(2):
-        images, texts = drawn(batch)
-        pairs = ground_truth if kind == "listed" else set(zip(images, texts, strict=True))
-        partner, share = batch.mix.partner.tolist(), batch.mix.own_fraction.double().tolist()
-        mixed += sum(s < 1 for s in share)
-        expected = [
-            [
-                0.05
-                + 0.9 * (share[i] * ((images[i], t) in pairs) + (1 - share[i]) * ((images[partner[i]], t) in pairs))
-                for t in texts
-            ]
-            for i in range(len(images))
-        ]
-        i2t, t2i = batch.labels(alone())
-        torch.testing.assert_close(i2t, torch.tensor(expected))
-        torch.testing.assert_close(t2i, torch.tensor(expected).T)
-    assert mixed >= 4
-
-
 # Random numbers -------------------------------------------------------------------------------------------------------
 
 

@@ -43,21 +43,6 @@ def test_items_are_made_in_a_thread_while_the_consumer_works():
     assert list(items) == [1, 2, 3, 4]
 
 
-def test_making_and_working_overlap():
-    # Each waits for the other: without a second item in the making this would never end.
-    working, making = threading.Event(), threading.Event()
-
-    def source():
-        yield 0
-        making.set()
-        assert working.wait(10)
-        yield 1
-
-    for _ in prefetch(source(), 1):
-        assert making.wait(10)
-        working.set()
-
-
 def test_an_exception_comes_after_the_items_before_it():
     def source():
         yield 1
@@ -116,14 +101,6 @@ def test_one_that_is_never_started_has_no_thread():
     prefetch(endless(closed)).close()
     prefetch(endless(closed))
     assert closed == []
-
-
-def test_one_inside_another():
-    closed = []
-    items = prefetch(prefetch(endless(closed)))
-    assert [next(items) for _ in range(5)] == [0, 1, 2, 3, 4]
-    items.close()
-    assert len(closed) == 1
 
 
 def test_a_program_that_ends_in_the_middle_ends():

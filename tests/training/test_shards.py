@@ -4,14 +4,11 @@ import io
 import json
 import tarfile
 
-import numpy as np
 import pytest
-import torch
 from support.toy import make_toy
 
 from sfumato.data.images import Problems
-from sfumato.data.shards import expand_shards, read_shards, write_shards
-from sfumato.data.splits import merge_equal_texts
+from sfumato.data.shards import write_shards
 from sfumato.errors import UserError
 from sfumato.models.embed import load_splits
 from sfumato.models.process_group import alone
@@ -39,53 +36,12 @@ def trained(toy):
     return folder, fit(load_recipe(recipe, stream), folder)
 
 
-def test_shards_read_as_a_split_are_the_split_that_was_written(toy, tmp_path):
-    _, _, splits = toy
-    (tmp_path / "v").mkdir()
-    again = merge_equal_texts(read_shards(expand_shards(str(toy[0].parent / "val")), Problems()))
-    assert len(again.image_ids) == len(splits["val"].image_ids)
-    assert {i.read_bytes() for i in again.images} == {i.read_bytes() for i in splits["val"].images}
-    assert sorted(again.texts) == sorted(splits["val"].texts)
-    assert again.relevance().counts.tolist() == splits["val"].relevance().counts.tolist()
-
-
 def test_a_stream_trains_validates_and_resumes(trained):
     folder, result = trained
     lines = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
     assert result["best_score"] > 0 and lines[-1]["loss/match"] < lines[0]["loss/match"]
     assert load_run(folder).calibrated
     assert load_run(folder).model.text.processor.tokenizer.token_to_id("circle") is not None
-
-
-def test_equal_captions_match_and_bad_pictures_are_left_out(toy, trained):
-    from sfumato.data.shards import ShardBatch
-    from sfumato.training.batches import Augmentation, ShardBatches
-
-    recipe, _, splits = toy
-    model = load_run(trained[0]).model
-    resolved = load_recipe(recipe)
-    picture, other, third = (image.read_bytes() for image in splits["train"].images[:3])
-    skipped = []
-
-    class Stream:
-        def skip(self, key, reason):
-            skipped.append((key, reason))
-
-        def batches(self, epoch):
-            yield ShardBatch(
-                list("abcde"), [picture, b"no picture", other, third, other], ["one", "two", "three", "one", "four"]
-            )
-
-    batches = ShardBatches(Stream(), model, Augmentation(resolved, model, alone()), alone())
-    (batch,) = batches.epoch(0)
-    i2t, t2i = batch.labels(alone())
-    torch.testing.assert_close(i2t, torch.tensor([[1.0, 0, 1, 0], [0, 1, 0, 1], [1, 0, 1, 0], [0, 1, 0, 1]]))
-    torch.testing.assert_close(t2i, i2t.T)
-    assert len(batch.images) == 4 and len(batch.texts) == 4 and [key for key, _ in skipped] == ["b"]
-    expected = model.text.processor.read([lambda t=t: t for t in ("one", "three", "one", "four")])[0].batch(
-        np.arange(4)
-    )
-    torch.testing.assert_close(batch.texts.values, expected.values)
 
 
 @pytest.mark.parametrize(("equal_texts", "matches"), [("merged", 4 + 2), ("separate", 4)])

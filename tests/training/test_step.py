@@ -17,7 +17,7 @@ from sfumato.gaussian import GaussianEmbedding
 from sfumato.losses import LOSSES, PCMEPPOptions
 from sfumato.models.process_group import alone
 from sfumato.models.recipe import load_recipe
-from sfumato.training import loop, step
+from sfumato.training import loop
 from sfumato.training.step import DivergedError, TrainBatch, forward_backward
 
 N = 7
@@ -151,7 +151,7 @@ def test_mixed_images_are_mixed_before_they_are_encoded():
 
 # Pieces ---------------------------------------------------------------------------------------------------------------
 
-PIECES = {1: (1,) * 7, 3: (3, 3, 1), 4: (4, 3), 7: (7,), 50: (7,)}
+PIECES = {1: (1,) * 7, 3: (3, 3, 1), 50: (7,)}
 
 
 @pytest.mark.parametrize("micro_batch", PIECES)
@@ -180,18 +180,6 @@ def test_the_second_pass_repeats_the_random_draws_of_the_first(micro_batch):
     forward_backward(model, loss, batch(), alone(), epoch=5, micro_batch=micro_batch)
     assert torch.rand(1) == after, "the pieces take as many random numbers as one pass does"
     assert_same_gradients(gradients(model, loss), expected)
-
-
-def test_fresh_draws_in_the_second_pass_would_be_noticed(monkeypatch):
-    model, loss = random_case()
-    torch.manual_seed(11)
-    _, expected = plain(model, loss, batch(), sizes=(3, 3, 1))
-    monkeypatch.setattr(step, "_set_random_state", lambda states, device: None)
-    model, loss = random_case()
-    torch.manual_seed(11)
-    forward_backward(model, loss, batch(), alone(), epoch=5, micro_batch=3)
-    with pytest.raises(AssertionError):
-        assert_same_gradients(gradients(model, loss), expected)
 
 
 def test_no_more_than_a_piece_is_encoded_at_a_time_and_the_first_pass_keeps_no_graph():
@@ -241,12 +229,6 @@ def test_nan_is_told_by_its_term_and_leaves_no_gradient(value, word, micro_batch
         forward_backward(model, loss, data, alone(), epoch=5, micro_batch=micro_batch)
     assert re.search("'(\\w+)'", str(error.value))[1] in loss(*model(batch().images, batch().texts), labels()).terms
     assert all(p.grad is None for p in [*model.parameters(), *loss.parameters()])
-
-
-def test_an_infinite_gradient_stops_the_run_and_is_told(tmp_path, monkeypatch):
-    monkeypatch.setattr(loop, "clip_gradients", lambda parameters, largest: float("inf"))
-    with pytest.raises(DivergedError, match="epoch 1, step 1: the gradient is inf; lower optim.lr"):
-        loop.fit(load_recipe(make_toy(tmp_path), ["train.epochs=1"]), tmp_path / "run")
 
 
 def test_a_run_that_diverges_takes_no_half_step_and_keeps_its_last_epoch(tmp_path, monkeypatch):

@@ -116,15 +116,6 @@ def test_equal_distances_and_everything_listed():
     assert (scores.better_text == -1).all() and np.isinf(scores.better_image_distance).all()
 
 
-def test_a_text_with_many_pictures_is_compared_with_the_others_alone():
-    """A tag of 11 of 12 images: its own images are no better alternatives for each other."""
-    images = GaussianEmbedding.point(torch.arange(12.0)[:, None])
-    texts = GaussianEmbedding.point(torch.tensor([[0.0], [100.0]]))
-    scores, _ = audit_pairs(images, texts, Relevance.from_lists([[0]] * 11 + [[1]], n_gallery=2))
-    tagged = scores.text == 0
-    assert (scores.better_image[tagged] == 11).all() and (scores.image_rank[tagged] == 0).all()
-
-
 def test_wordings_are_missing_once_and_never_when_listed():
     images = GaussianEmbedding.point(torch.tensor([[0.0], [5.0]]))
     texts = GaussianEmbedding.point(torch.tensor([[0.0], [0.1], [0.3], [0.2]]))
@@ -149,15 +140,6 @@ def test_injected_noise_is_found(rate):
     scores, _ = audit_pairs(images, texts, Relevance.from_lists([[t] for t in partner], n_gallery=n))
     wrong = partner != np.arange(n)
     assert auroc(scores.excess, wrong) > max(0.93, auroc(scores.distance, wrong) + 0.05)
-
-
-def test_missing_pairs_are_found():
-    random = np.random.default_rng(0)
-    centre = torch.from_numpy(random.normal(size=(100, 16))).float()
-    images = GaussianEmbedding.point(centre + 0.3 * torch.from_numpy(random.normal(size=(100, 16))).float())
-    texts = GaussianEmbedding.point(centre.repeat(2, 1) + 0.3 * torch.from_numpy(random.normal(size=(200, 16))).float())
-    _, missing = audit_pairs(images, texts, Relevance.from_lists([[i] for i in range(100)], n_gallery=200))
-    assert (missing.text[:90] % 100 == missing.image[:90]).mean() > 0.95
 
 
 @pytest.mark.parametrize("share", [0.05, 0.2, 0.5])

@@ -319,14 +319,6 @@ def test_nothing_usable_is_an_error(tmp_path):
     assert not files(tmp_path / "out")
 
 
-def test_a_part_without_a_usable_picture_does_not_appear(tmp_path, pictures):
-    (pictures / "zz.png").write_bytes(b"no")
-    listing = list_folder(pictures, part_size=23)
-    done = embed_collection(tiny_retrieval_model(), listing, tmp_path / "out")
-    assert len(files(tmp_path / "out")) == 2 and len(list(read_parts(tmp_path / "out"))) == 1
-    assert done.n == 23 and embed_collection(tiny_retrieval_model(), listing, tmp_path / "out").new == 0
-
-
 def test_a_picture_that_spoils_its_batch_or_has_no_embedding_is_left_out(tmp_path, pictures):
     retrieval_model = tiny_retrieval_model()
     forward, bad = retrieval_model.model.image.forward, {}
@@ -449,21 +441,6 @@ def test_shards_in_parts_of_a_shard(tmp_path):
     make_shard(tmp_path / "s" / "a-0.tar", [*first, ("7.png", encoded(7)), ("8.png", encoded(8)), ("9.png", b"")])
     with pytest.raises(UserError, match="section 0 of .* has changed: it had 3 parts, and now has 4"):
         embed_collection(retrieval_model, listing, out, max_problem_fraction=0.5)
-
-
-def test_damaged_shards_and_repeated_keys_are_reported(tmp_path):
-    make_shard(tmp_path / "a.tar", [(f"{k % 3}.png", encoded(k)) for k in range(5)])
-    make_shard(tmp_path / "b.tar", [("0.png", encoded(0)), ("1.png", encoded(1))])
-    second = (tmp_path / "b.tar").read_bytes()
-    (tmp_path / "b.tar").write_bytes(second.replace(b"1.png", b"2.png", 1))
-    done = embed_collection(
-        tiny_retrieval_model(), list_shards(str(tmp_path), part_size=9), tmp_path / "out", max_problem_fraction=0.9
-    )
-    assert together(tmp_path / "out")[0] == ["a.tar!0", "a.tar!1", "a.tar!2", "b.tar!0"]
-    assert [p.reason.split(":")[0] for p in done.problems.items] == [
-        *["the key occurred before in this shard"] * 2,
-        "damaged at byte 2048",
-    ]
 
 
 @pytest.mark.parametrize("when", ["gone", "cut", "empty", "cut once listed"])

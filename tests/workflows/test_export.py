@@ -70,29 +70,10 @@ def test_round_trip(toy, run, tmp_path):
     assert (out / "model.safetensors").stat().st_size < (run / "last.safetensors").stat().st_size / 2
 
 
-def test_load_model_takes_runs_and_exported_models(toy, run, tmp_path):
-    out = export_run(run, tmp_path / "out")
-    from_run, from_out = load_model(run), load_model(str(out))
-    assert_embeds_alike(from_run.model, from_out.model, picture(toy))
-    assert (from_run.logit_bias, from_run.calibrated) == (from_out.logit_bias, from_out.calibrated)
-    with pytest.raises(
-        UserError, match="no folder 'nobody/nothing', and it cannot be downloaded from the Hugging Face hub"
-    ):
-        load_model("nobody/nothing")
-
-
 def test_load_model_takes_a_name_on_the_hub(toy, run, tmp_path, monkeypatch):
     out = export_run(run, tmp_path / "snapshot")
     monkeypatch.setattr("sfumato.models.load.download", {"somebody/toy": out}.__getitem__)
     assert_embeds_alike(load_run(run).model, load_model("somebody/toy").model, picture(toy))
-
-
-def test_load_model_takes_published_ones(shared):
-    pytest.importorskip("transformers", reason="the extra backbones is not installed")
-    folder = shared / "parity" / "hf_pcmepp"
-    if not folder.is_dir():
-        pytest.skip(f"no reference data at {folder}")
-    assert "PCME++" in load_model(folder).kind
 
 
 def test_the_card_runs_as_it_stands(toy, run, tmp_path):

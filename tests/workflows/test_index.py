@@ -12,7 +12,7 @@ from support.toy import make_toy
 from sfumato import load
 from sfumato.calibration.calibrator import Calibration, QueryScores
 from sfumato.distances import get_distance
-from sfumato.evaluation.hits import Fold, first_hits, measure_hits
+from sfumato.evaluation.hits import first_hits, measure_hits
 from sfumato.models.calibrate import calibrate_run
 from sfumato.models.embed import embed_split, load_split
 from sfumato.models.recipe import find_recipe, load_recipe
@@ -181,21 +181,6 @@ def test_each_half_has_the_fit_on_the_other(run):
             and len(fold.calibration.i2t.scores.nearest) == len(kept) // 2
         )
     assert folds[0].calibration.t2i.conditional != folds[1].calibration.t2i.conditional
-
-
-def test_figures_of_folds_are_those_of_all_their_queries(run):
-    found, data, (images, texts) = embedded(run, "wordings")
-    distance = get_distance(found.distance).matrix(images, texts)
-    match = torch.from_numpy(data.relevance().to_dense()).float()
-    folds = [
-        Fold(found.calibration, torch.arange(*some), torch.arange(texts.n)[match[slice(*some)].any(0)])
-        for some in ((0, 90), (90, len(match)))
-    ]
-    together = measure_hits(found.calibration, distance, match, embedded=(images, texts))
-    divided = measure_hits(folds, distance, match, embedded=(images, texts))
-    for a, b in zip(together, divided, strict=True):
-        assert (a.direction, a.n_gallery, a.n, a.rate) == (b.direction, b.n_gallery, b.n, pytest.approx(b.rate))
-        assert a.mean_probability == pytest.approx(b.mean_probability) and a.ece == pytest.approx(b.ece, abs=1e-9)
 
 
 def test_trust_measures_the_queries_of_the_calibration_by_halves(run):
