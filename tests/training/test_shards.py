@@ -25,7 +25,7 @@ def toy(tmp_path_factory):
     for name in ("train", "val"):
         write_shards(splits[name], folder / name, per_shard=20)
     stream = ["data.source=shards", f"data.path={folder}/train/*.tar", f"data.val_path={folder}/val"]
-    return recipe, [*stream, "data.samples_per_epoch=512", "data.shuffle_buffer=16"], splits
+    return recipe, [*stream, "data.samples_per_epoch=192", "data.shuffle_buffer=16"], splits
 
 
 @pytest.fixture(scope="module")
