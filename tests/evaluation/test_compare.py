@@ -10,9 +10,17 @@ from scipy import stats
 
 from sfumato.errors import UserError
 from sfumato.evaluation.benchmarks import Embeddings, Lists, rank
-from sfumato.evaluation.compare import compare_per_query, over_seeds, swap_test
+from sfumato.evaluation.compare import (
+    COMPARED,
+    PerQuery,
+    compare_per_query,
+    over_seeds,
+    per_query_table,
+    read_per_query,
+    swap_test,
+    write_per_query,
+)
 from sfumato.evaluation.ground_truth import ground_truth_from_pairs
-from sfumato.evaluation.per_query import COMPARED, PerQuery, per_query_table, read_per_query, write_per_query
 from sfumato.evaluation.strategies import STRATEGIES, FaissRanker
 from sfumato.gaussian import GaussianEmbedding
 

@@ -9,7 +9,7 @@ from support.evaluating import evaluate_benchmarks, evaluate_ranked_lists
 
 from sfumato.errors import UserError
 from sfumato.evaluation.benchmarks import EmbeddedSet
-from sfumato.evaluation.compare import More, more_results
+from sfumato.evaluation.compare import More, more_results, per_query_table, read_per_query
 from sfumato.evaluation.embedded_input import (
     Files,
     measure,
@@ -19,7 +19,6 @@ from sfumato.evaluation.embedded_input import (
     read_ground_truths,
 )
 from sfumato.evaluation.papers import common_figures
-from sfumato.evaluation.per_query import per_query_table, read_per_query
 from sfumato.gaussian import GaussianEmbedding, save_embeddings
 
 N, M, D = 6, 12, 3

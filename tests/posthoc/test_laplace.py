@@ -2,13 +2,18 @@
 
 import pytest
 import torch
-from posthoc.fixtures import fixture
+from posthoc.fixtures import close, fixture
 from torch.autograd.functional import jacobian
 from torch.nn import functional
 
 from sfumato.distances import csd_matrix
-from sfumato.posthoc.curvature import kronecker_factors, summed_curvature
-from sfumato.posthoc.laplace import LaplaceProjections, ProjectionPosterior, best_prior_precision
+from sfumato.posthoc.laplace import (
+    LaplaceProjections,
+    ProjectionPosterior,
+    best_prior_precision,
+    kronecker_factors,
+    summed_curvature,
+)
 from sfumato.posthoc.method import FrozenPairs
 
 SIDES = {"image": ("img", "txt"), "text": ("txt", "img")}
@@ -17,13 +22,6 @@ DTYPES = [(torch.float64, 1e-10), (torch.float32, 1e-6)]
 
 def normal(*shape, seed, dtype=torch.float64):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
-
-
-def close(found, wanted, rtol=1e-10, atol=0.0):
-    """Also in units of the largest value: a sum has the rounding of its terms, which may cancel."""
-    single = torch.float32 in (found.dtype, wanted.dtype)
-    atol = max(atol, (1e-6 if single else 1e-14) * float(wanted.detach().abs().max()))
-    torch.testing.assert_close(found, wanted, rtol=rtol, atol=atol, check_dtype=False)
 
 
 # ---------------------------------------------------------------- curvature
@@ -52,7 +50,7 @@ def test_the_curvature_is_that_of_dense_jacobians(bias, n, c, d):
 def test_the_curvature_does_not_depend_on_the_blocks(monkeypatch):
     sources, targets = normal(23, 5, seed=3), normal(17, 5, seed=4)
     whole = summed_curvature(sources, targets, logit_scale=9.0)
-    monkeypatch.setattr("sfumato.posthoc.curvature._MAX_ENTRIES", 40)
+    monkeypatch.setattr("sfumato.posthoc.laplace._MAX_ENTRIES", 40)
     close(summed_curvature(sources, targets, logit_scale=9.0), whole)
 
 

@@ -18,7 +18,7 @@ from sfumato.models.embed import load_split
 from sfumato.models.recipe import find_recipe, load_recipe
 from sfumato.models.run import load_run
 from sfumato.studies.analyse import AT_CHANCE, AnalysisOptions, analyse_model
-from sfumato.studies.sets import MADE, ImageSets, choose_pairs, measure_sets, read_mixed_images
+from sfumato.studies.usual import MADE, choose_pairs, measure_sets, read_mixed_images
 from sfumato.training.loop import fit
 
 QUICK = ("--corrupted", 5, "--pairs", 4, "--bins", 3, "--bootstrap", 20, "--items", 10)
@@ -101,8 +101,8 @@ def test_the_other_picture_is_embedded_like_the_mixtures(run, sfumato):
 
     def other(prepare):
         parts = {name: loaded.model.embed_images([one[name] for one in made]) for name in MADE}
-        whole = loaded.model.embed_images([prepare(data.images[i].read_bytes()) for i in rows[:, 2]])
-        return {f: i.value for f, i in measure_sets(ImageSets(rows[:, :2], parts, whole)).mixes["other"].items()}
+        parts["other"] = loaded.model.embed_images([prepare(data.images[i].read_bytes()) for i in rows[:, 2]])
+        return {f: i["value"] for f, i in measure_sets(parts)["mixes"]["other"].items()}
 
     def square(content):
         file = io.BytesIO()

@@ -37,10 +37,9 @@ from sfumato.errors import UserError, as_typed
 
 if TYPE_CHECKING:
     from sfumato.evaluation.benchmark_ground_truths import Rpc2
-    from sfumato.evaluation.compare import More, MoreResults
+    from sfumato.evaluation.compare import More, MoreResults, PerQuery
     from sfumato.evaluation.embedded_input import Benchmark, Measured
     from sfumato.evaluation.ground_truth import GroundTruth
-    from sfumato.evaluation.per_query import PerQuery
     from sfumato.evaluation.protocols import Evaluation
     from sfumato.gaussian import ScalarUncertainty
     from sfumato.models.process_group import ProcessGroup
@@ -396,7 +395,7 @@ def _print_figures(
 
 def _read_compared(compare: str | None) -> "PerQuery | None":
     """The file of single queries to compare with; None if there is none."""
-    from sfumato.evaluation.per_query import PER_QUERY_ENDINGS, read_per_query
+    from sfumato.evaluation.compare import PER_QUERY_ENDINGS, read_per_query
 
     if compare is None:
         return None
@@ -485,8 +484,8 @@ def _per_query_of_compared(
     group: "ProcessGroup",
 ) -> "PerQuery | None":
     """Single queries of the run or file to compare with; None without one, and in all processes but the first."""
+    from sfumato.evaluation.compare import PER_QUERY_ENDINGS, per_query_table
     from sfumato.evaluation.embedded_input import measure
-    from sfumato.evaluation.per_query import PER_QUERY_ENDINGS, per_query_table
     from sfumato.models.embed import embed_for_evaluation
     from sfumato.models.run import load_run
 

@@ -1,5 +1,10 @@
-"""Comparison of runs over seeds and queries, with another run, and with the figures of published tables."""
+"""Results of single queries in memory and as Parquet or CSV, and comparisons of runs: over seeds, query by query, and
+with the figures of published tables.
+"""
 
+import csv
+import io
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
@@ -10,18 +15,10 @@ from typing import Any
 import numpy as np
 
 from sfumato.distances import Distance, get_distance
-from sfumato.errors import UserError
-from sfumato.evaluation.benchmarks import EmbeddedSet
+from sfumato.errors import UserError, need
+from sfumato.evaluation.benchmarks import BenchmarkRanks, EmbeddedSet
 from sfumato.evaluation.embedded_input import Measured
 from sfumato.evaluation.papers import DEFAULT_TABLES, STRATEGY_TABLES, PublishedRow, own_figures, published_rows
-from sfumato.evaluation.per_query import (
-    COMPARED,
-    PerQuery,
-    check_per_query_path,
-    per_query_table,
-    query_name,
-    write_per_query,
-)
 from sfumato.evaluation.protocols import EvaluationOptions
 from sfumato.evaluation.strategies import (
     STRATEGY_SETS,
@@ -30,11 +27,213 @@ from sfumato.evaluation.strategies import (
     distance_of_score,
     evaluate_strategies,
 )
+from sfumato.files import write_atomically
 from sfumato.matching import MATCH_PROBABILITY
 from sfumato.metrics.bootstrap import Interval, bootstrap, mean_statistic
+from sfumato.metrics.relevance import Relevance
+from sfumato.metrics.retrieval import UNLISTED
 
 _CHUNK = 2**22
 """Number of random signs in memory at once."""
+
+
+# ---------------------------------------------------------------- single queries
+COMPARED = ("recall@1", "recall@5", "recall@10", "r_precision", "map@r")
+"""Metrics of single queries that are compared; larger is better."""
+
+PER_QUERY_ENDINGS = (".parquet", ".csv")
+"""Endings of the files of single queries."""
+
+_KEYS = {"truth": "ground_truth", "direction": "direction", "query": "query", "group": "group"}
+"""Attribute of :class:`PerQuery` by name of the column on disk."""
+_METRICS = (*COMPARED, "best_rank")
+
+
+@dataclass(frozen=True, eq=False)
+class PerQuery:
+    """Metrics of single queries, one row for each ground truth, direction and query that has a relevant item."""
+
+    ground_truth: np.ndarray  # (r,) names of ground truths; ground truth, direction and query are the key of a row
+    direction: np.ndarray  # (r,) "i2t" or "t2i"
+    query: np.ndarray  # (r,) ids
+    group: np.ndarray
+    figures: dict[str, np.ndarray]
+
+    def __post_init__(self) -> None:
+        for name, values in self.columns().items():
+            if values.shape != self.query.shape:
+                raise ValueError(f"PerQuery: column {name} has {len(values)} rows, query has {len(self.query)}")
+        seen = set()
+        for key in self.keys():
+            if key in seen:
+                raise ValueError(f"PerQuery: {query_name(key)} occurs twice")
+            seen.add(key)
+
+    def __len__(self) -> int:
+        return len(self.query)
+
+    def keys(self) -> list[tuple[str, str, str]]:
+        """List the keys. Returns (ground truth, direction, query)."""
+        return list(zip(self.ground_truth.tolist(), self.direction.tolist(), self.query.tolist(), strict=True))
+
+    def columns(self) -> dict[str, np.ndarray]:
+        """List the columns. Returns (r,)."""
+        return {name: getattr(self, attribute) for name, attribute in _KEYS.items()} | self.figures
+
+    def select(self, index: np.ndarray) -> "PerQuery":
+        """Choose rows. index (k,)."""
+        columns = self.columns()
+        return _from_columns({name: values[index] for name, values in columns.items()})
+
+
+def _from_columns(columns: Mapping[str, np.ndarray]) -> PerQuery:
+    keys = {attribute: columns[name] for name, attribute in _KEYS.items()}
+    figures = {name: values for name, values in columns.items() if name not in _KEYS}
+    return PerQuery(**keys, figures=figures)
+
+
+def query_name(key: tuple[str, str, str]) -> str:
+    """Name a row in a message."""
+    return f"query {key[2]!r} ({key[0]}, {key[1]})"
+
+
+def per_query_table(ranks: BenchmarkRanks, uncertainty: Mapping[str, Mapping[str, float]] | None = None) -> PerQuery:
+    """Make the table of single queries of one evaluation."""
+    parts: list[PerQuery] = []
+    for name, both in ranks.items():
+        for direction, of in both.items():
+            ids, figures = of.per_query(_METRICS if all(p.depth is None for p in of.parts) else None)
+            if "best_rank" in figures:
+                best = figures["best_rank"]
+                figures["best_rank"] = np.where(best >= UNLISTED, np.where(np.isinf(best), np.inf, np.nan), best)
+            missing = np.full(len(ids), np.nan)
+            own = (uncertainty or {}).get(direction)
+            values = missing if own is None else np.array([own.get(i, math.nan) for i in ids], float)
+            columns = {metric: figures.get(metric, missing) for metric in _METRICS} | {"uncertainty": values}
+            groups = [group for part in of.parts for group in _groups(part.relevance, part.queries)]
+            names = of.ground_truth.image_ids if direction == "i2t" else of.ground_truth.text_ids
+            parts.append(
+                PerQuery(
+                    np.full(len(ids), name), np.full(len(ids), direction), _strings(ids),
+                    _strings([names[g] for g in groups]), columns,
+                )
+            )  # fmt: skip
+    if not parts:
+        raise ValueError("per_query_table: there is no ground truth")
+    columns_of = [part.columns() for part in parts]
+    return _from_columns({name: np.concatenate([c[name] for c in columns_of]) for name in columns_of[0]})
+
+
+def _strings(values: Sequence[str]) -> np.ndarray:
+    return np.array(values, dtype=np.str_) if len(values) else np.empty(0, np.str_)
+
+
+def _groups(relevance: Relevance, queries: np.ndarray) -> list[int]:
+    """For each query that has a relevant item, the first query of the part with the same relevant items."""
+    first: dict[bytes, int] = {}
+    outside = relevance.totals - relevance.counts
+    groups = []
+    for i in np.flatnonzero(relevance.totals > 0):
+        items = relevance.indices[relevance.indptr[i] : relevance.indptr[i + 1]]
+        # Items outside of the gallery are unknown, so a query that has some is a group of its own.
+        key = items.tobytes() if not outside[i] else b"outside %d" % i
+        groups.append(first.setdefault(key, int(queries[i])))
+    return groups
+
+
+# ---------------------------------------------------------------- files
+
+
+def write_per_query(path: str | Path, table: PerQuery) -> None:
+    """Write a table atomically as Parquet or CSV. Undefined metrics are empty."""
+    path = Path(path)
+    check_per_query_path(path)
+    columns = table.columns()
+    if path.suffix == ".parquet":
+        arrow, parquet = _pyarrow()
+        arrays = {
+            name: arrow.array(values.tolist(), arrow.string())
+            if name in _KEYS
+            else arrow.array(values, arrow.float64(), from_pandas=True)
+            for name, values in columns.items()
+        }
+        sink = io.BytesIO()
+        parquet.write_table(arrow.table(arrays), sink)
+        write_atomically(path, sink.getvalue())
+        return
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(columns)
+    # repr of a float is the shortest text that reads back as the same number.
+    shown = [
+        values.tolist() if name in _KEYS else ["" if math.isnan(v) else repr(v) for v in values.tolist()]
+        for name, values in columns.items()
+    ]
+    writer.writerows(zip(*shown, strict=True))
+    write_atomically(path, text.getvalue())
+
+
+def check_per_query_path(path: Path) -> None:
+    """Check before the computation that :func:`write_per_query` can write this file."""
+    if path.suffix not in PER_QUERY_ENDINGS:
+        raise UserError(
+            f"{path}: results of single queries must be a .parquet or .csv file, got {path.suffix or 'no ending'}"
+        )
+    if path.suffix == ".parquet":
+        _pyarrow()
+
+
+def read_per_query(path: str | Path) -> PerQuery:
+    """Read a file of :func:`write_per_query`."""
+    path = Path(path)
+    check_per_query_path(path)
+    if not path.is_file():
+        raise UserError(
+            f"there are no results of single queries at {path}; write them with `sfumato evaluate ... --per-query`"
+        )
+    columns = _read_parquet(path) if path.suffix == ".parquet" else _read_csv(path)
+    if lacking := [name for name in _KEYS if name not in columns]:
+        raise UserError(f"{path}: no column {lacking[0]!r}; expected {', '.join(_KEYS)} and metrics")
+    figures = {}
+    for name in columns.keys() - set(_KEYS):
+        try:
+            figures[name] = np.array([math.nan if v in (None, "") else float(v) for v in columns[name]], float)
+        except (TypeError, ValueError) as error:
+            raise UserError(f"{path}: column {name!r} holds a value that is not a number ({error})") from error
+    try:
+        return _from_columns({name: _strings([str(v) for v in columns[name]]) for name in _KEYS} | figures)
+    except ValueError as error:
+        raise UserError(f"{path}: {error}") from error
+
+
+def _read_parquet(path: Path) -> dict[str, list[Any]]:
+    arrow, parquet = _pyarrow()
+    try:
+        columns: dict[str, list[Any]] = parquet.read_table(io.BytesIO(path.read_bytes())).to_pydict()
+    except (arrow.ArrowException, OSError) as error:
+        raise UserError(f"{path}: not a complete Parquet file ({error})") from error
+    return columns
+
+
+def _read_csv(path: Path) -> dict[str, list[Any]]:
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            reader = csv.reader(file, strict=True)
+            header = next(reader, [])
+            rows = list(reader)
+    except (csv.Error, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: not CSV in UTF-8 ({error})") from error
+    for number, row in enumerate(rows, 2):
+        if len(row) != len(header):
+            raise UserError(f"{path}:{number}: {len(row)} values for {len(header)} columns")
+    return {name: [row[i] for row in rows] for i, name in enumerate(header)}
+
+
+def _pyarrow() -> tuple[Any, Any]:
+    with need("parquet", "Parquet files need pyarrow", ", or use a name that ends in .csv"):
+        import pyarrow
+        import pyarrow.parquet
+    return pyarrow, pyarrow.parquet
 
 
 # ---------------------------------------------------------------- two runs

@@ -10,21 +10,30 @@ The posterior of W makes f a Gaussian with covariance (a^T A'^-1 a) B'^-1. (The 
 and swaps the exponents.) The derivative of the evidence for log lambda falls monotonically, so the maximum is unique.
 It says nothing about n. One pass over pairs and one search for lambda; no gradient step. With final embeddings alone
 the method is not available.
+
+The factors are sums over pairs. For a source x (not normalised) and the C unit targets Y of its class batch the logits
+are z = s Y x / ||x|| (+ b), and
+
+    J = s Y (I - u u^T) / ||x||,    u = x / ||x||
+    softmax (CLIP):     H = J^T (diag p - p p^T) J,    p = softmax(z)
+    sigmoid (SigLIP):   H = J^T diag(sigmoid(z) sigmoid(-z)) J
+
+H is the generalised Gauss-Newton matrix of -log p(target | source): the curvature of the normalisation is left out, so
+it is never indefinite. The sum over sources is taken by matrix products in O(n C d). Labels have no influence.
 """
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Self
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
 
-from sfumato.gaussian import GaussianEmbedding
+from sfumato.gaussian import GaussianEmbedding, accumulation_dtype
 from sfumato.ids import OTHER_SIDE, Side
-from sfumato.posthoc.curvature import kronecker_factors, with_bias_column
-from sfumato.posthoc.method import FrozenPairs, PosthocMethod, check_rows
+from sfumato.posthoc.method import FrozenPairs, PosthocMethod, check_rows, unit
 
 _CLASS_BATCH, _PSEUDO_DATA, _MIN_PAIRS = 4096, 10.0, 16
 
@@ -32,6 +41,92 @@ _LOWEST, _HIGHEST = -80.0, 80.0
 """Range of log lambda that is searched."""
 
 
+# ---------------------------------------------------------------- curvature
+_MAX_ENTRIES = 2**24
+"""Entries of the matrix of sources by targets that are in memory at a time, in three copies."""
+
+
+class KroneckerFactors(NamedTuple):
+    """A sum of curvatures over n items as a Kronecker product."""
+
+    activations: Tensor  # (P, P) A, the sum of a a^T over the inputs a of the projection layer, divided by sqrt(n)
+    gradients: Tensor  # (d, d) B, the sum of H divided by sqrt(n)
+
+
+@torch.no_grad()
+def summed_curvature(
+    sources: Tensor, targets: Tensor, *, logit_scale: float, logit_bias: float | None = None
+) -> Tensor:
+    """The sum of H over sources that share their targets.
+
+    Paper: Baumann et al., "Post-hoc probabilistic vision-language models", 2025 (BayesVLM); the order of the sums is
+    ours.
+
+    sources (n, d), targets (c, d) -> (d, d).
+    """
+    y = unit(targets)
+    if logit_bias is None:
+        y = y - y.mean(0)  # Softmax and curvature stay the same, and the differences below lose fewer digits.
+    c, d = y.shape
+    total, weights = y.new_zeros(d, d, dtype=torch.float64), y.new_zeros(c, dtype=torch.float64)
+    for x in sources.to(y.dtype).split(max(1, _MAX_ENTRIES // max(1, c))):
+        u, w = unit(x), (logit_scale / x.norm(dim=1, keepdim=True)).square()
+        cosine = u @ y.T
+        if logit_bias is None:
+            q = torch.softmax(logit_scale * cosine, dim=1)
+            centre = q @ y
+        else:
+            q = torch.sigmoid(logit_scale * cosine + logit_bias)
+            q.mul_(1 - q)
+            centre = None
+        weights += (w.T @ q).squeeze(0)
+        cosine.mul_(q)
+        v = cosine @ y
+        if centre is not None:
+            v -= centre * cosine.sum(1, keepdim=True)
+            total -= centre.T @ (w * centre)
+        cross = u.T @ (w * v)
+        total -= cross + cross.T
+        total += u.T @ (w * (u * v).sum(1, keepdim=True) * u)
+    y = y.double()
+    return total + y.T @ (weights.unsqueeze(1) * y)
+
+
+@torch.no_grad()
+def kronecker_factors(
+    sources: Tensor,
+    hidden: Tensor,
+    targets: Tensor,
+    *,
+    logit_scale: float,
+    logit_bias: float | None = None,
+    bias_column: bool = False,
+    class_batch: int,
+) -> KroneckerFactors:
+    """The factors of one side.
+
+    Row i of the three matrices is one pair. Consecutive rows form class batches, of equal size up to one.
+
+    sources (n, d), hidden (n, P), targets (n, d).
+    """
+    n = len(sources)
+    b = torch.zeros(sources.shape[1], sources.shape[1], dtype=torch.float64, device=sources.device)
+    for chosen in torch.arange(n, device=sources.device).tensor_split(-(-n // class_batch)):
+        b += summed_curvature(sources[chosen], targets[chosen], logit_scale=logit_scale, logit_bias=logit_bias)
+    p = hidden.shape[1] + bias_column
+    a = torch.zeros(p, p, dtype=torch.float64, device=hidden.device)
+    for rows in hidden.split(8192):
+        inputs = with_bias_column(rows.to(accumulation_dtype(rows.dtype)), bias_column)
+        a += inputs.T @ inputs
+    return KroneckerFactors(a / n**0.5, (b + b.T) / 2 / n**0.5)
+
+
+def with_bias_column(hidden: Tensor, bias_column: bool) -> Tensor:
+    """The inputs of a projection layer, with a last column of ones if the layer has a bias. hidden (n, P) -> (n, P)."""
+    return torch.cat([hidden, torch.ones_like(hidden[:, :1])], dim=1) if bias_column else hidden
+
+
+# ---------------------------------------------------------------- posterior
 def best_prior_precision(a: Tensor, b: Tensor, squared_norm: float, *, pseudo_data: float = 1.0) -> float:
     """The prior precision with the largest evidence, given eigenvalues a (p,), b (q,) of the factors."""
     root_n, p, q = math.sqrt(pseudo_data), len(a), len(b)

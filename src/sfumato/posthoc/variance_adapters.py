@@ -14,7 +14,7 @@ alpha^2 Gamma(3/beta) / Gamma(1/beta).
 
 import math
 from collections.abc import Callable, Iterable
-from typing import ClassVar, Literal, NamedTuple, Self, get_args
+from typing import ClassVar, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -36,9 +36,6 @@ from sfumato.posthoc.adapters import (
 )
 from sfumato.posthoc.method import FrozenPairs, unit
 
-Units = Literal["unit", "raw"]
-"""The embeddings that an adapter works on: of unit length, or as the frozen model gives them."""
-
 _N_LOGITS = 1024
 """Number of pairs that give the first scale and bias of match logits."""
 
@@ -51,12 +48,6 @@ class VarianceAdapter(AdapterMethod):
 
     published: ClassVar[AdapterTraining] = AdapterTraining((1024, 1024, 1024), 200, 2048, 5e-4, "adamw", 1e-4)
     pairs_only: ClassVar[bool] = False  # whether the loss sees matching rows alone
-
-    def __init__(self, networks: Networks, *, units: Units = "unit") -> None:
-        if units not in get_args(Units):
-            raise ValueError(f"{self.name}: unknown units {units!r}; known: {', '.join(get_args(Units))}")
-        super().__init__(networks)
-        self.units: Units = units
 
     @staticmethod
     def log_variance(output: Tensor) -> Tensor:
@@ -77,17 +68,14 @@ class VarianceAdapter(AdapterMethod):
         *,
         seed: int,
         training: AdapterTraining | None,
-        units: Units = "unit",
     ) -> Self:
         """Train both networks; the loss gets images, texts and labels, or matching rows and no labels."""
-        training, raw = training or cls.default, {side: pairs.embeddings(side) for side in cls.sides}
-        means = {side: (unit(x) if units == "unit" else x).float() for side, x in raw.items()}
-        inputs = {side: scaled_inputs(x).float() for side, x in raw.items()} if units == "unit" else means
+        training = training or cls.default
+        means = {side: unit(pairs.embeddings(side)).float() for side in cls.sides}
+        inputs = {side: scaled_inputs(pairs.embeddings(side)).float() for side in cls.sides}
 
         def build(side: Side) -> nn.Module:
-            # A total variance of the squared length of an embedding at first.
-            start = cls.output_at(float(means[side].square().mean()))
-            return mlp(pairs.d, training.widths, pairs.d, start=start)
+            return mlp(pairs.d, training.widths, pairs.d, start=cls.output_at(1 / pairs.d))  # A total variance of 1.
 
         def loss(networks: Networks, batches: PairBatches, rows: Tensor) -> Tensor:
             i, t, match = (*batches.index[rows].T, torch.empty(0)) if cls.pairs_only else batches.items(rows)
@@ -98,20 +86,13 @@ class VarianceAdapter(AdapterMethod):
             return loss_of(image, text, match)
 
         networks = cls.train(pairs, build, loss, seed=seed, training=training, parameters=parameters)
-        return cls(networks, units=units)
+        return cls(networks)
 
     @torch.no_grad()
     def variance(self, side: Side, x: Tensor) -> Tensor:
-        """See :meth:`AdapterMethod.variance`; of raw units, in squared units of the raw embeddings."""
+        """See :meth:`AdapterMethod.variance`."""
         x = self.inputs(side, x)
-        return self.log_variance(self.networks[side](scaled_inputs(x) if self.units == "unit" else x)).exp()
-
-    def embed(self, side: Side, x: Tensor, *, hidden: Tensor | None = None) -> GaussianEmbedding:
-        """See :meth:`AdapterMethod.embed`."""
-        found = super().embed(side, x)
-        if self.units == "unit":
-            return found
-        return GaussianEmbedding(found.mean, found.log_var - x.to(found.mean).square().sum(1, keepdim=True).log())
+        return self.log_variance(self.networks[side](scaled_inputs(x))).exp()
 
 
 def pfe_loss(image: GaussianEmbedding, text: GaussianEmbedding) -> Tensor:
@@ -137,11 +118,9 @@ class PFEAdapter(VarianceAdapter):
     pairs_only = True
 
     @classmethod
-    def fit(
-        cls, pairs: FrozenPairs, *, seed: int = 0, units: Units = "unit", training: AdapterTraining | None = None
-    ) -> Self:
+    def fit(cls, pairs: FrozenPairs, *, seed: int = 0, training: AdapterTraining | None = None) -> Self:
         """Train on the pairs."""
-        return cls._fit(pairs, lambda i, t, _: pfe_loss(i, t), [], seed=seed, training=training, units=units)
+        return cls._fit(pairs, lambda i, t, _: pfe_loss(i, t), [], seed=seed, training=training)
 
     @staticmethod
     def log_variance(output: Tensor) -> Tensor:

@@ -28,20 +28,22 @@ from sfumato.models.embed import PreparedSplit, embed_split, load_split
 from sfumato.models.model import Model
 from sfumato.models.run import weights_digest
 from sfumato.progress import progress_bar, say
-from sfumato.studies.maps import LEAST_ITEMS, Method, map_items
-from sfumato.studies.sets import (
+from sfumato.studies.usual import (
     ERASED,
     ERASED_FIGURES,
     FIGURES,
+    LEAST_ITEMS,
     MADE,
-    ImageSets,
+    Corpus,
+    Method,
     choose_pairs,
     draw_pair,
+    map_items,
     measure_sets,
     read_mixed_images,
     square_image,
+    words_by_uncertainty,
 )
-from sfumato.studies.words import Corpus, words_by_uncertainty
 from sfumato.studies.zeroshot import ZeroShotOptions, study_zeroshot
 
 FORMAT = "sfumato-analysis-1"
@@ -85,7 +87,7 @@ class AnalysisOptions:
         n_pairs: number of pairs of images.
         n_bins: number of bins of uncertainty.
         top_words: number of words per bin.
-        corpus: corpus of the words' weights, see :func:`~sfumato.studies.words.words_by_uncertainty`.
+        corpus: corpus of the words' weights, see :func:`~sfumato.studies.usual.words_by_uncertainty`.
         n_mapped: largest number of images on the map, and of texts.
         method: of the map, "pca" or "tsne".
         n_resamples: number of bootstrap resamples of the intervals.
@@ -344,12 +346,11 @@ def _sets(scene: _Split) -> tuple[dict[str, Any], dict[str, bytes]]:
             for k, name in enumerate(names):
                 parts[name].append(embedded[k * len(few) : (k + 1) * len(few)])
             advance(len(few))
-    whole = {name: GaussianEmbedding.cat(es) for name, es in parts.items()}
-    sets = ImageSets(rows[:, :2], {name: whole[name] for name in MADE}, whole["other"])
-    figures = measure_sets(sets, n_resamples=options.n_resamples, level=LEVEL, seed=options.seed)
+    made_of = {name: GaussianEmbedding.cat(es) for name, es in parts.items()}
+    figures = measure_sets(made_of, n_resamples=options.n_resamples, level=LEVEL, seed=options.seed)
     shown, pictures = [], {}
     for k, row in enumerate(rows[:SHOWN_PAIRS].tolist()):
-        drawn = draw_pair(sets, k)
+        drawn = draw_pair(made_of, k)
         for name, content in read_mixed_images(data.images, row, options.seed).items():
             small = thumbnail(MemoryImage(name, content))
             if small is not None:
@@ -361,7 +362,7 @@ def _sets(scene: _Split) -> tuple[dict[str, Any], dict[str, bytes]]:
         )
     return {
         "erased_share": ERASED,
-        **figures.to_json(),
+        **figures,
         "definitions": {"mixes": FIGURES, "erased": ERASED_FIGURES},
         "shown": shown,
     }, pictures
@@ -378,10 +379,9 @@ def _words(scene: _Split) -> tuple[dict[str, Any], dict[str, bytes]]:
         else:
             own = np.split(ground_truth.indices, ground_truth.indptr[1:-1])
             captions = [[data.texts[t] for t in own[i]] for i in usable]
-        bins = words_by_uncertainty(
+        result[side] = words_by_uncertainty(
             uncertainty, captions, n_bins=options.n_bins, top=options.top_words, corpus=options.corpus
         )
-        result[side] = [one.to_json() for one in bins]
     return {"uncertainty": estimator.name, "corpus": options.corpus, "sides": result}, {}
 
 
@@ -391,7 +391,7 @@ def _map(scene: _Split) -> tuple[dict[str, Any], dict[str, bytes]]:
         say("placing images and texts by t-SNE: seconds for hundreds, a minute for thousands")
     drawn = map_items(
         scene.images, scene.texts, scene.relevance, n=options.n_mapped, method=options.method, seed=options.seed
-    ).to_json()
+    )
     for item in drawn["items"]:
         i = item["index"]
         item["id"] = (data.image_ids if item["side"] == "image" else data.text_ids)[i]
