@@ -70,7 +70,8 @@ from spoiling import (
 
 from sfumato.data.feature_tables import read_embeddings
 from sfumato.data.images import Problems
-from sfumato.data.manifest import list_images, read_manifest
+from sfumato.data.listings import list_manifest
+from sfumato.data.manifest import read_manifest
 from sfumato.data.shards import ShardError, expand_shards, list_shard, read_shards
 from sfumato.encoders.processors import train_tokenizer
 from sfumato.errors import UserError, explain_os_error, printable
@@ -207,7 +208,7 @@ class Manifests(Entrance):
     def take(self) -> Problems | None:
         """See :meth:`Entrance.take`."""
         problems = Problems()
-        list(list_images(self.path))
+        list_manifest(self.path, part_size=4096)
         read_manifest(self.path, problems)
         return problems
 

@@ -74,8 +74,6 @@ def test_a_vocabulary_without_a_token_for_hidden_words_can_only_lose_words():
     ids, mask = texts([9] * 50, 9)
     deleted, left = augment(ids, mask, mask_id=None, masked=0.0, replaced=0.0, rate=0.5)
     assert left.sum() < mask.sum() and set(deleted.unique().tolist()) <= set(ids.unique().tolist()) | {PAD}
-    with pytest.raises(ValueError, match="mask_id is None"):
-        augment(ids, mask, mask_id=None)
 
 
 def test_one_token_always_stays_and_none_comes_back():
@@ -157,10 +155,6 @@ def test_captions_drop_words_and_change_none_of_those_left():
     words = [row[m].tolist()[1:-2] for row, m in zip(dropped, kept, strict=True)]
     assert all(set(w) <= set(range(FIRST_WORD, FIRST_WORD + 20)) and w == sorted(set(w)) for w in words)
     assert stats.binomtest(2000 * 20 - sum(map(len, words)), 2000 * 20, 0.1).pvalue > 1e-4
-    with pytest.raises(
-        ValueError, match="masked and replaced must be at least 0, and at most 1 together; got 0.7 and 0.4"
-    ):
-        augment(ids, mask, masked=0.7, replaced=0.4)
 
 
 def test_rate_zero_only_moves_tokens_to_the_left():
@@ -174,35 +168,6 @@ def test_same_seed_same_text():
     one, two = augment(ids, mask), augment(ids, mask)
     assert one[0].equal(two[0]) and one[1].equal(two[1]) and not one[0].equal(ids)
     assert ids.equal(texts([9, 20, 30] * 5, 30)[0]), "the input is left alone"
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"ids": torch.zeros(2, 3)}, TypeError, "ids must be int64, got torch.float32"),
-        ({"mask": torch.ones(2, 3)}, TypeError, "mask must be bool, got torch.float32"),
-        ({"mask": torch.ones(2, 4, dtype=torch.bool)}, ValueError, r"of one shape .* got \(2, 3\), \(2, 4\)"),
-        ({"special": (1, -1)}, ValueError, r"special tokens >= 0, got .* \(1, -1\)"),
-        ({"mask_id": 10}, ValueError, "mask_id holds 10, but the ids of the vocabulary are 0 to 9"),
-        ({"pad_id": -1}, ValueError, "pad_id holds -1"),
-        ({"forbidden": [1, 12]}, ValueError, "forbidden holds 12"),
-        ({"forbidden": range(10)}, ValueError, "all 10 ids are forbidden"),
-        ({"rate": 1.2}, ValueError, r"augment_token_ids: rate must lie in \[0, 1\], got 1.2"),
-    ],
-)
-def test_bad_texts_are_refused(options, error, message):
-    settings = {"ids": torch.zeros(2, 3, dtype=torch.int64), "mask": torch.ones(2, 3, dtype=torch.bool)}
-    with pytest.raises(error, match=message):
-        augment(**{**settings, "vocabulary_size": 10, **options})
-
-
-def test_bad_masks_are_refused():
-    with pytest.raises(TypeError, match="drop_tokens: mask must be bool"):
-        drop_tokens(torch.ones(2, 3))
-    with pytest.raises(ValueError, match=r"drop_tokens: mask must have shape \(n, t\), got \(3,\)"):
-        drop_tokens(torch.ones(3, dtype=torch.bool))
-    with pytest.raises(ValueError, match="drop_tokens: rate must lie"):
-        drop_tokens(torch.ones(2, 3, dtype=torch.bool), rate=-0.1)
 
 
 def test_everything_stays_on_the_device_of_the_mask():

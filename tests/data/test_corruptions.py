@@ -89,17 +89,6 @@ def test_the_registries_run_at_every_strength():
     assert not TEXT_CORRUPTIONS["dropped_words"].suits("fox") and not TEXT_CORRUPTIONS["wrong_letters"].suits("8 9")
 
 
-def test_bad_input_is_named():
-    with pytest.raises(ValueError, match="between 0 and 1, got 1.5"):
-        erase_squares(picture(), 1.5, (0,))
-    with pytest.raises(ValueError, match="between 0 and 1, got -1"):
-        drop_words("a b", -1, (0,))
-    with pytest.raises(ValueError, match="radius must not be negative"):
-        blur(picture(), -0.1)
-    with pytest.raises(ValueError, match="not an image"):
-        blur(b"no", 0.1)
-
-
 def test_unknown_words_take_the_place_of_words_one_after_another():
     text = "a small  dog runs over the green field"
     words, before, last = text.split(), set(), []

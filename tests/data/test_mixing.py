@@ -194,44 +194,12 @@ def test_share_is_honoured_when_one_of_the_two_is_off(off):
     assert int(drawn.cut.sum()) == (mixed if off == "mixup_alpha" else 0)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"fraction": 1.5}, r"fraction must be a number in \[0, 1\], got 1.5"),
-        ({"cutmix_probability": -0.1}, "cutmix_probability must be"),
-        ({"mixup_alpha": float("nan")}, "mixup_alpha must be a number"),
-        ({"cutmix_alpha": float("inf")}, "cutmix_alpha must be a number"),
-        ({"mixup_alpha": 0.0, "cutmix_alpha": 0.0}, "both 0; set one above 0, or set fraction to 0 to mix nothing"),
-        ({"choice": "pair"}, "unknown choice 'pair'; known: batch, element"),
-        ({"size": (0, 5)}, r"got 9 of \(0, 5\)"),
-        ({"n": -1}, "got -1 of"),
-    ],
-)
-def test_bad_plans_are_refused(options, message):
-    with pytest.raises(ValueError, match=message):
-        plan(**options)
-
-
-def test_bad_uses_are_refused():
-    with pytest.raises(ValueError, match=r"for pixels of shape \(9, 3, 7, 10\), got \(9, 3, 10, 7\)"):
-        plan().apply(torch.zeros(9, 3, 10, 7))
-    with pytest.raises(ValueError, match=r"match must have shape \(9, m\), got \(8, 9\)"):
-        plan().match(torch.zeros(8, 9))
-    with pytest.raises(ValueError, match="got 0 plans"):
-        MixPlan.cat([])
-    with pytest.raises(ValueError, match=r"got 2 plans for \[\(4, 4\), \(7, 10\)\]"):
-        MixPlan.cat([plan(), plan(size=(4, 4))])
-
-
 def test_smoothing():
     match = torch.tensor([[0.0, 0.5, 1.0]])
     torch.testing.assert_close(smooth_match(match, 0.1), torch.tensor([[0.1, 0.5, 0.9]]))
     assert smooth_match(match, 0.0).equal(match)
     # Twice e off and e short of 1, the other usual convention, is something else.
     assert not torch.allclose(smooth_match(match, 0.1), match * (1 - 0.1) + 0.1 / 2)
-    for bad in (-0.1, 0.5, float("nan")):
-        with pytest.raises(ValueError, match=r"smoothing must lie in \[0, 0.5\)"):
-            smooth_match(match, bad)
 
 
 def test_everything_stays_on_the_device_of_the_pictures():

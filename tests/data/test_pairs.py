@@ -11,7 +11,7 @@ import pytest
 from support.pairs import captions, many_to_many
 
 from sfumato.data.images import FileImage, Problem, Problems, TarArchive, TarImage, ZipImage
-from sfumato.data.pairs import PairData, PairSampler, make_pair_data
+from sfumato.data.pairs import PairData, PairSampler, SourceItem, make_pair_data, make_splits
 from sfumato.data.splits import merge_equal_texts
 from sfumato.errors import UserError
 
@@ -176,12 +176,7 @@ def test_without_weights_an_images_texts_are_drawn_evenly():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"batch_size": 1}, "batch_size must be at least 2, got 1"),
-        ({"epoch_over": "texts"}, "unknown epoch_over 'texts'; known: images, pairs"),
-        ({"positives": "all"}, "unknown positives 'all'"),
         ({"kind_weights": {"nam": 1.0}}, r"names \['nam'\], but the texts are of the kinds \['group', 'name', 'tag'\]"),
-        ({"kind_weights": {"name": -1.0}}, "finite and not negative"),
-        ({"kind_weights": {"name": float("nan")}}, "finite and not negative"),
         ({"kind_weights": {"name": 0.0}}, "fewer than two images"),
         ({"kind_weights": {"name": 1.0}, "epoch_over": "pairs"}, "kind_weights have no effect"),
     ],
@@ -302,6 +297,10 @@ def test_equal_texts_of_a_batch_are_matches_of_each_others_images(positives, epo
 
 
 def test_captions_with_one_id_are_one_text():
-    data = make_pair_data(["a", "b"], [FileImage("x")] * 2, [["p", "q"], ["p", "r"]], [["7", "8"], ["7", "9"]])
+    items = [
+        SourceItem("a", FileImage("x"), (("7", "p"), ("8", "q"))),
+        SourceItem("b", FileImage("x"), (("7", "p"), ("9", "r"))),
+    ]
+    (data,) = make_splits(items).values()
     assert data.text_ids == ("7", "8", "9") and data.texts == ("p", "q", "r")
     assert data.pairs.tolist() == [[0, 0], [0, 1], [1, 0], [1, 2]]

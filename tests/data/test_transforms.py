@@ -334,8 +334,6 @@ def test_resized_crops_have_the_area_and_the_aspects_of_imagenet(aspect):
     if aspect == 8:  # 8/3 % of such an image is a third of its width: most samples do not fit, and the centre is cut.
         centre = np.isclose(height, 1) & np.isclose(width, 4 / 3 / 8)
         assert centre.mean() > 0.1 and np.allclose(left[centre], (1 - width[centre]) / 2)
-    with pytest.raises(ValueError, match="low must be in"):
-        resized_crop_box(random, aspect, low=0.0)
 
 
 def test_a_crop_from_the_aspect_sees_the_upright_image():
@@ -364,9 +362,6 @@ def test_random_crop_boxes_are_anisotropic_uniform_and_inside():
     assert abs(np.corrcoef(boxes.T[2:])[0, 1]) < 4 / 4000**0.5
     assert random_crop_box(np.random.default_rng(3)) == random_crop_box(np.random.default_rng(3))
     assert random_crop_box(random, 1.0) == (0, 0, 1, 1)
-    for low in (0, 1.1, float("nan")):
-        with pytest.raises(ValueError, match=r"low must be in \(0, 1\]"):
-            random_crop_box(random, low)
 
 
 def test_augmentation_is_bounded_different_for_each_and_the_same_for_a_seed():
@@ -441,5 +436,3 @@ def test_erasing_none_or_all_and_the_seeds():
     assert torch.equal(erase_rectangles(pixels, fraction=0, generator=generator()), pixels)
     once, again = (erase_rectangles(pixels, fraction=1, generator=generator()) for _ in range(2))
     assert torch.equal(once, again) and once.ne(pixels).flatten(1).any(1).all()
-    with pytest.raises(ValueError, match=r"fraction must be in \[0, 1\], got 2"):
-        erase_rectangles(pixels, fraction=2, generator=generator())

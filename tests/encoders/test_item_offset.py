@@ -47,8 +47,6 @@ def test_offsets_start_near_the_initial_variance_and_learn():
 
 
 def test_several_embeddings_have_no_offsets():
-    with pytest.raises(ValueError, match="item_offset is for one embedding"):
-        HeadOptions(item_offset=True, embeddings=2, variance=False)
     with pytest.raises(UserError, match=r"model\.item_offset is for one embedding"):
         load_recipe(find_recipe("emoji-pvse"), ["model.item_offset=true"])
 

@@ -1,7 +1,6 @@
-"""Rows of images with captions or classes, and their conversion to splits.
+"""Images with captions, of a folder or any other source without fixed splits, and images with classes.
 
-Captions come from manifests or image folders; classes from folders in ImageNet's layout, emoji with groups, or data
-whose texts are classes. This module does not depend on the files that the rows come from.
+Classes come from folders in ImageNet's layout, emoji with groups, or data whose texts are classes.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -14,28 +13,11 @@ import numpy as np
 from sfumato.data.emoji import EmojiClasses, Style, emoji_classes, load_emoji
 from sfumato.data.image_decoding import IMAGE_ENDINGS
 from sfumato.data.images import FileImage, ImageSource, Problems
-from sfumato.data.pairs import PairData, make_splits
+from sfumato.data.pairs import PairData, SourceItem, make_splits
 from sfumato.errors import UserError
 from sfumato.ids import uniform_hash
 
 _SPLIT_NAMES = {"restval": "train", "training": "train", "valid": "val", "validation": "val", "dev": "val"}
-
-
-@dataclass(frozen=True)
-class CaptionedImage:
-    """An image file with its captions."""
-
-    location: str  # where the row stands, for messages
-    image: Path  # path of the image file
-    id: str  # id of the image
-    captions: list[str]  # its captions, at least one, none empty
-    split: str  # name of its split; "" if the data does not say
-    caption_ids: list[str] | None = None
-
-    def numbered(self) -> list[str]:
-        """The id of each caption, made of the id of the image where it has none."""
-        own = self.caption_ids or [""] * len(self.captions)
-        return [identity or f"{self.id}#{k}" for k, identity in enumerate(own)]
 
 
 def check_fractions(val_fraction: float, test_fraction: float) -> None:
@@ -80,52 +62,37 @@ def _nothing_usable(source: Path, problems: Problems) -> UserError:
     return UserError(f"{source} is empty; expected a line for each image, with its path and its captions")
 
 
-def splits_of_rows(
-    rows: Iterable[CaptionedImage], source: Path, problems: Problems, val_fraction: float, test_fraction: float
+def splits_of_items(
+    items: Iterable[SourceItem], source: Path, problems: Problems, val_fraction: float, test_fraction: float
 ) -> dict[str, PairData]:
-    """Convert rows to splits; rows with the same image and split are merged."""
-    rows = list(rows)
-    if not rows:
-        raise _nothing_usable(source, problems)
-    named = any(row.split for row in rows)
-    chosen: dict[str, dict[str, CaptionedImage]] = {}
-    seen: set[str] = set()
+    """Convert items to splits; those of one image and split are merged: many manifests have a row for each caption."""
+    items = list(items)
+    named = any(item.split for item in items)
+    chosen: dict[str, SourceItem] = {}
     wordings: dict[str, str] = {}
-    for row in filter(None, (_consistent(row, wordings, problems) for row in rows)):
-        split = (row.split or "train") if named else hashed_split(row.id, val_fraction, test_fraction)
-        if row.id in seen:
-            known = chosen.get(split, {}).get(row.id)
-            if known is None or known.image != row.image:
-                problems.add(row.location, f"id {row.id!r} occurred before, with another image or split")
-                continue
-            # Many manifests have one row for each caption.
-            ids = [i for r in (known, row) for i in r.caption_ids or [""] * len(r.captions)]
-            chosen[split][row.id] = replace(known, captions=known.captions + row.captions, caption_ids=ids)
+    for item in items:
+        if not (texts := _consistent(item, wordings, problems)):
             continue
-        seen.add(row.id)
-        chosen.setdefault(split, {})[row.id] = row
+        split = (item.split or "train") if named else hashed_split(item.id, val_fraction, test_fraction)
+        known = chosen.setdefault(item.id, replace(item, split=split, texts=()))
+        if (known.image, known.split) == (item.image, split):
+            chosen[item.id] = replace(known, texts=known.texts + texts)
+        else:
+            problems.add(item.location, f"id {item.id!r} occurred before, with another image or split")
     if not chosen:
         raise _nothing_usable(source, problems)
-    return make_splits(
-        (split, row.id, FileImage(row.image), dict(zip(row.numbered(), row.captions, strict=True)))
-        for split, own in chosen.items()
-        for row in own.values()
-    )
+    return make_splits(chosen.values())
 
 
-def _consistent(row: CaptionedImage, wordings: dict[str, str], problems: Problems) -> CaptionedImage | None:
-    """The row without captions whose id has another wording already; None if no caption is left."""
-    if row.caption_ids is None:
-        return row
+def _consistent(item: SourceItem, wordings: dict[str, str], problems: Problems) -> tuple[tuple[str, str], ...]:
+    """The texts of an item without those whose id has another wording already."""
     kept = []
-    for caption, identity in zip(row.captions, row.caption_ids, strict=True):
-        if not identity or wordings.setdefault(identity, caption) == caption:
-            kept.append((caption, identity))
+    for identity, text in item.texts:
+        if not identity or wordings.setdefault(identity, text) == text:
+            kept.append((identity, text))
         else:
-            problems.add(row.location, f"caption id {identity!r} occurred before, with another wording")
-    if not kept:
-        return None
-    return replace(row, captions=[caption for caption, _ in kept], caption_ids=[identity for _, identity in kept])
+            problems.add(item.location, f"caption id {identity!r} occurred before, with another wording")
+    return tuple(kept)
 
 
 def hashed_split(identity: str, val_fraction: float, test_fraction: float) -> str:
@@ -253,10 +220,10 @@ def read_image_folder(
     path = Path(path)
     if not path.is_dir():
         raise UserError(f"there is no folder {path}")
-    return splits_of_rows(_rows(path, problems), path, problems, val_fraction, test_fraction)
+    return splits_of_items(_items(path, problems), path, problems, val_fraction, test_fraction)
 
 
-def _rows(folder: Path, problems: Problems) -> Iterator[CaptionedImage]:
+def _items(folder: Path, problems: Problems) -> Iterator[SourceItem]:
     tops = {top.name: canonical_split(top.name) for top in folder.iterdir() if top.is_dir()}
     named = {top: split for top, split in tops.items() if split in {"train", "val", "test"}}
     for image in sorted(p for p in folder.rglob("*") if p.suffix.lower() in IMAGE_ENDINGS and p.is_file()):
@@ -270,7 +237,8 @@ def _rows(folder: Path, problems: Problems) -> Iterator[CaptionedImage]:
             problems.add(image, f"lies outside of the split folders {', '.join(sorted(named))}")
         elif texts := _captions(captions, problems):
             split = named[relative.parts[0]] if named else ""
-            yield CaptionedImage(str(image), image, relative.as_posix(), texts, split)
+            captioned = tuple(("", text) for text in texts)
+            yield SourceItem(relative.as_posix(), FileImage(image), captioned, split, str(image))
 
 
 def _captions(path: Path, problems: Problems) -> list[str]:

@@ -15,7 +15,7 @@ from sfumato.data.captioned import canonical_split, check_fractions, hashed_spli
 from sfumato.data.feature_tables import EmbeddingRow, NamedTable, open_table
 from sfumato.data.images import Problems
 from sfumato.data.layouts import karpathy_entries
-from sfumato.data.manifest import read_rows
+from sfumato.data.manifest import usable_rows
 from sfumato.data.pairs import PairData
 from sfumato.errors import UserError
 from sfumato.files import read_json
@@ -138,7 +138,7 @@ def _rows(path: Path, problems: Problems) -> Iterator[tuple[str, dict[str, Any]]
             " text, of ids or row numbers. Without pairs row i of the images belongs to row i of the texts"
         )
     if path.suffix.lower() != ".json":
-        yield from read_rows(path, problems, _SIDES)
+        yield from usable_rows(path, problems, _SIDES)
         return
     entries = read_json(path)
     if not isinstance(entries, list):

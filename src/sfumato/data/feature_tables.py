@@ -302,7 +302,7 @@ class EmbeddingRow:
         return f"{self.table.name}[{self.row}]"
 
     def read_bytes(self) -> bytes:
-        """See :class:`~sfumato.data.images.ImageSource`; a .npy file of (1, c)."""
+        """A .npy file of (1, c)."""
         return regions_to_bytes(self.table.rows(np.array([self.row])).numpy())
 
     def __call__(self) -> bytes:
@@ -498,7 +498,7 @@ class RegionRow:
         return f"{self.file.path}[{self.row}]"
 
     def read_bytes(self) -> bytes:
-        """See :class:`~sfumato.data.images.ImageSource`; a .npy file of (r, c)."""
+        """A .npy file of (r, c)."""
         return regions_to_bytes(self.file.row(self.row))
 
 

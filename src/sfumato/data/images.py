@@ -57,7 +57,6 @@ class FileImage:
         return str(self.path)
 
     def read_bytes(self) -> bytes:
-        """See :class:`ImageSource`."""
         return self.path.read_bytes()
 
 
@@ -74,7 +73,6 @@ class ZipImage:
         return f"{self.archive.filename or 'archive'}!{self.member}"
 
     def read_bytes(self) -> bytes:
-        """See :class:`ImageSource`."""
         try:
             return self.archive.read(self.member)
         except zipfile.BadZipFile as error:
@@ -89,7 +87,6 @@ class MemoryImage:
     data: bytes = field(repr=False)  # the encoded image
 
     def read_bytes(self) -> bytes:
-        """See :class:`ImageSource`."""
         return self.data
 
 
@@ -135,7 +132,6 @@ class TarImage:
         return f"{self.archive.path}!{self.member}"
 
     def read_bytes(self) -> bytes:
-        """See :class:`ImageSource`."""
         return self.archive.read(self.member)
 
 
@@ -297,7 +293,6 @@ class _Encoded:
         self.location, self._encode = location, encode
 
     def read_bytes(self) -> bytes:
-        """See :class:`~sfumato.data.images.ImageSource`."""
         return self._encode()
 
 
@@ -371,7 +366,6 @@ class FolderImages:
     folder: Path  # the folder
 
     def read(self, id: str, payload: Mapping[str, str]) -> bytes | None:
-        """See :meth:`Images.read`."""
         if "\0" in id or "\\" in id or not id or os.path.isabs(id) or ".." in id.split("/"):
             return None
         try:
@@ -382,7 +376,7 @@ class FolderImages:
             return None
 
     def has(self, id: str, payload: Mapping[str, str]) -> bool:
-        """See :meth:`Images.has`; always True, because only the disk knows."""
+        """Always True, because only the disk knows."""
         return True
 
 
@@ -393,7 +387,6 @@ class SplitImages:
     sources: Mapping[str, ImageSource]  # image sources by id
 
     def read(self, id: str, payload: Mapping[str, str]) -> bytes | None:
-        """See :meth:`Images.read`."""
         source = self.sources.get(id)
         try:
             return None if source is None else source.read_bytes()
@@ -401,7 +394,6 @@ class SplitImages:
             return None
 
     def has(self, id: str, payload: Mapping[str, str]) -> bool:
-        """See :meth:`Images.has`."""
         return id in self.sources
 
 
@@ -417,7 +409,6 @@ class UploadedImages:
     others: Images | None = None  # images of items without an uploaded one; None if there are none
 
     def read(self, id: str, payload: Mapping[str, str]) -> bytes | None:
-        """See :meth:`Images.read`."""
         if POINTER not in payload:
             return None if self.others is None else self.others.read(id, payload)
         try:
@@ -426,7 +417,6 @@ class UploadedImages:
             return None
 
     def has(self, id: str, payload: Mapping[str, str]) -> bool:
-        """See :meth:`Images.has`."""
         return POINTER in payload or (self.others is not None and self.others.has(id, payload))
 
     def write(self, id: str, data: bytes) -> str:

@@ -7,7 +7,7 @@ and the splits lists of classes for zero-shot learning. scan: region features in
 
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from sfumato.data.captioned import hashed_split
 from sfumato.data.feature_tables import RegionFile, RegionRow
 from sfumato.data.images import FileImage, ImageSource, Problems, TarArchive, TarImage
-from sfumato.data.pairs import PairData, make_splits
+from sfumato.data.pairs import PairData, SourceItem, make_splits
 from sfumato.errors import UserError
 from sfumato.files import read_json
 
@@ -84,8 +84,7 @@ def read_karpathy(path: str | Path, images: str | Path, problems: Problems) -> d
 
 def _karpathy_items(
     entries: Iterable[KarpathyEntry], images: Path, archive: TarArchive | None, problems: Problems
-) -> Iterator[tuple[str, str, ImageSource, dict[str, str]]]:
-    """The usable entries, see :func:`~sfumato.data.pairs.make_splits`."""
+) -> Iterator[SourceItem]:
     seen_images: set[str] = set()
     seen_texts: set[str] = set()
     for entry in entries:
@@ -99,7 +98,7 @@ def _karpathy_items(
             problems.add(entry.location, f"image {entry.filename} is missing from {images}")
         elif captions := _usable_sentences(entry, seen_texts, problems):
             seen_images.add(entry.filename)
-            yield entry.split, entry.filename, source, captions
+            yield SourceItem(entry.filename, source, captions, entry.split)
 
 
 def _mistake(entry: Any) -> str:
@@ -120,9 +119,9 @@ def _mistake(entry: Any) -> str:
     return ""
 
 
-def _usable_sentences(entry: KarpathyEntry, seen: set[str], problems: Problems) -> dict[str, str]:
-    """Id -> caption of an entry; the ids are added to the seen ids."""
-    usable = {}
+def _usable_sentences(entry: KarpathyEntry, seen: set[str], problems: Problems) -> tuple[tuple[str, str], ...]:
+    """(id, caption) of each usable one; the ids are added to the seen ids."""
+    usable = []
     for identity, raw in entry.sentences:
         text = " ".join(raw.split())
         if not text:
@@ -131,8 +130,8 @@ def _usable_sentences(entry: KarpathyEntry, seen: set[str], problems: Problems) 
             problems.add(f"{entry.location} sentence {identity}", "this sentid occurred before")
         else:
             seen.add(identity)
-            usable[identity] = text
-    return usable
+            usable.append((identity, text))
+    return tuple(usable)
 
 
 def _find(images: Path, archive: TarArchive | None, folder: str, name: str) -> ImageSource | None:
@@ -175,14 +174,6 @@ class CubOptions(BaseModel):
     )
 
 
-@dataclass(frozen=True)
-class _Bird:
-    id: str
-    image: FileImage
-    group: int
-    captions: tuple[str, ...]
-
-
 def read_cub(
     root: str | Path,
     problems: Problems,
@@ -210,26 +201,29 @@ def read_cub(
             chosen["val"] = _class_list(lists / f"valclasses{options.fold}.txt")
         seen = set(_class_list(lists / "seen_test_images.txt"))
     number = {bird: i for i, bird in enumerate(sorted({bird for birds in chosen.values() for bird in birds}))}
-    found: dict[str, list[_Bird]] = {}
-    for name, birds in chosen.items():
-        for bird in sorted(set(birds)):
-            for one in _birds(root, options.captions, bird, number[bird], problems):
-                if options.classes:
-                    split = hashed_split(one.id, val_fraction, test_fraction)
-                else:
-                    split = "seen" if name == "train" and one.id in seen else name
-                found.setdefault(split, []).append(one)
+
+    def split_of(identity: str, name: str) -> str:
+        if options.classes:
+            return hashed_split(identity, val_fraction, test_fraction)
+        return "seen" if name == "train" and identity in seen else name
+
+    found = make_splits(
+        replace(one, split=split_of(one.id, name))
+        for name, birds in chosen.items()
+        for bird in sorted(set(birds))
+        for one in _birds(root, options.captions, bird, number[bird], problems)
+    )
     if not found:
         raise UserError(f"{root} holds no usable pair of image and caption:\n{problems.summary()}")
-    return {name: _birds_split(own, name == "train" and options.train_pairs == "own") for name, own in found.items()}
+    own = {"train"} if options.train_pairs == "own" else set()
+    return {name: data if name in own else _pairs_of_groups(data) for name, data in found.items()}
 
 
-def _birds(root: Path, captions: str, bird: str, group: int, problems: Problems) -> list[_Bird]:
+def _birds(root: Path, captions: str, bird: str, group: int, problems: Problems) -> Iterator[SourceItem]:
     """The usable images of a class."""
     folder = root / "images" / bird
     if not folder.is_dir():
         raise UserError(f"there is no class {bird} in {root / 'images'}; expected those of CUB-200-2011")
-    usable = []
     for path in sorted(folder.glob("*.jpg")):
         text = root / captions / bird / f"{path.stem}.txt"
         try:
@@ -238,31 +232,18 @@ def _birds(root: Path, captions: str, bird: str, group: int, problems: Problems)
             problems.add(path, f"captions {text} cannot be read: {error}")
             continue
         if lines:
-            usable.append(_Bird(f"{bird}/{path.name}", FileImage(path), group, tuple(lines)))
+            texts = tuple(("", line) for line in lines)
+            yield SourceItem(f"{bird}/{path.name}", FileImage(path), texts, group=group)
         else:
             problems.add(path, f"captions {text} are empty")
-    return usable
 
 
-def _birds_split(birds: Sequence[_Bird], own_pairs: bool) -> PairData:
-    of_image = np.array([one.group for one in birds], dtype=np.int64)
-    counts = [len(one.captions) for one in birds]
-    image_of_text = np.repeat(np.arange(len(birds)), counts)
-    if own_pairs:
-        pairs = np.stack([image_of_text, np.arange(len(image_of_text))], axis=1)
-    else:
-        of_text = of_image[image_of_text]
-        blocks = (np.meshgrid(np.flatnonzero(of_image == g), np.flatnonzero(of_text == g)) for g in np.unique(of_image))
-        pairs = np.concatenate([np.stack([images.ravel(), texts.ravel()], axis=1) for images, texts in blocks])
-    return PairData(
-        tuple(one.id for one in birds),
-        tuple(one.image for one in birds),
-        tuple(f"{one.id}#{k}" for one in birds for k in range(len(one.captions))),
-        tuple(caption for one in birds for caption in one.captions),
-        ("caption",) * len(image_of_text),
-        pairs,
-        of_image,
-    )
+def _pairs_of_groups(data: PairData) -> PairData:
+    """The split with a pair of every image and every text of its group."""
+    of_text = np.empty(len(data.texts), np.int64)
+    of_text[data.pairs[:, 1]] = data.groups[data.pairs[:, 0]]
+    groups = (np.meshgrid(*(np.flatnonzero(of == g) for of in (data.groups, of_text))) for g in np.unique(data.groups))
+    return replace(data, pairs=np.concatenate([np.stack([i.ravel(), t.ravel()], axis=1) for i, t in groups]))
 
 
 def _class_list(path: Path) -> list[str]:
@@ -318,7 +299,7 @@ def _read_split(folder: Path, name: str, problems: Problems) -> PairData:
     elif each == 1 and ids is not None:
         first: dict[str, int] = {}
         of_line = np.array([first.setdefault(identity, row) for row, identity in enumerate(ids)])
-    captions: dict[int, dict[str, str]] = {}
+    captions: dict[int, list[tuple[str, str]]] = {}
     taken: dict[str, int] = {}
     for number, (line, row) in enumerate(zip(lines, of_line.tolist(), strict=True)):
         location = f"{path}:{number + 1}"
@@ -326,12 +307,12 @@ def _read_split(folder: Path, name: str, problems: Problems) -> PairData:
         if taken.setdefault(identity, row) != row:
             problems.add(location, f"id {identity} belongs to another row already")
         elif text := _text(line, location, problems):
-            own = captions.setdefault(row, {})
-            own[f"{identity}#{len(own)}"] = text
+            captions.setdefault(row, []).append(("", text))
     if not captions:
         raise UserError(f"{path} with {file.path.name} gives no usable pair:\n{problems.summary()}")
-    identified = ((f"{name}-{row}" if ids is None else ids[row], row, own) for row, own in captions.items())
-    return make_splits((name, identity, RegionRow(file, row), own) for identity, row, own in identified)[name]
+    id_of = {row: identity for identity, row in taken.items()}
+    items = (SourceItem(id_of[row], RegionRow(file, row), tuple(own), name) for row, own in captions.items())
+    return make_splits(items)[name]
 
 
 def _lines(path: Path) -> list[bytes]:

@@ -8,7 +8,8 @@ the positions of the sections are kept.
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable, Sequence
+import reprlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import Literal, TypeVar
 
 from sfumato.data.captioned import is_unicode
 from sfumato.data.image_decoding import IMAGE_ENDINGS
-from sfumato.data.manifest import ListedImage, list_images
+from sfumato.data.manifest import read_rows
 from sfumato.data.shards import ShardError, ShardImage, expand_shards, list_shard
 from sfumato.errors import UserError
 
@@ -71,19 +72,43 @@ def list_folder(folder: str | Path, *, part_size: int, endings: frozenset[str] =
 
 
 def list_manifest(path: str | Path, *, part_size: int, image_root: str | Path | None = None) -> Listing:
-    """The images of a manifest (JSONL, CSV, Parquet) in its order; see :func:`sfumato.data.manifest.list_images`."""
-    rows = list(list_images(path, image_root=image_root))
+    """The images of a manifest (JSONL, CSV, Parquet) in its order; rows need no captions, and no image is opened.
+
+    An image that occurs several times with the same id (one row for each caption) is listed once.
+    """
+    root = Path(path).parent if image_root is None else Path(image_root)
+    rows = list(_images_of_manifest(Path(path), root))
     if not rows:
         raise UserError(f"{path} lists no image")
 
-    def entry(row: ListedImage) -> Entry:
-        if row.error:
-            return _unusable(row.location, row.error)
-        return Entry(row.id, row.path, {"path": os.path.abspath(row.path)}, Path(row.path).read_bytes)
+    def entry(row: tuple[str, str, str, str]) -> Entry:
+        location, identity, image, error = row
+        if error:
+            return _unusable(location, error)
+        return Entry(identity, image, {"path": os.path.abspath(image)}, Path(image).read_bytes)
 
-    root = Path(path).parent if image_root is None else image_root
-    listed = (json.dumps([row.id, row.path and os.path.relpath(row.path, root), row.error]).encode() for row in rows)
+    listed = (json.dumps([i, image and os.path.relpath(image, root), error]).encode() for _, i, image, error in rows)
     return _in_sections("manifest", path, rows, part_size, entry, listed)
+
+
+def _images_of_manifest(path: Path, root: Path) -> Iterator[tuple[str, str, str, str]]:
+    """(location, id, path, "") of every image, or (location, "", "", what is wrong with the row)."""
+    seen: dict[str, str] = {}
+    for location, values in read_rows(path, ("image",)):
+        image = "" if isinstance(values, str) else values.get("image")
+        if isinstance(values, str):
+            yield location, "", "", values
+        elif not isinstance(image, str) or not image.strip():
+            yield location, "", "", f"no image: found {reprlib.repr(image)}, expected a path"
+        else:
+            identity = image if values.get("id") in (None, "") else str(values["id"])
+            if not is_unicode(identity + image):
+                yield location, "", "", "not valid Unicode; save the manifest as UTF-8"
+            elif identity not in seen:
+                seen[identity] = image
+                yield location, identity, str(root / image), ""
+            elif seen[identity] != image:
+                yield location, "", "", f"id {identity!r} occurred before, with another image"
 
 
 def list_shards(spec: str, *, part_size: int) -> Listing:

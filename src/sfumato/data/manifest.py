@@ -10,21 +10,19 @@ import csv
 import json
 import os
 import reprlib
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from sfumato.data.captioned import (
-    CaptionedImage,
     canonical_split,
     check_fractions,
     is_unicode,
-    splits_of_rows,
+    splits_of_items,
     usable_captions,
 )
-from sfumato.data.images import Problems
-from sfumato.data.pairs import PairData
+from sfumato.data.images import FileImage, Problems
+from sfumato.data.pairs import PairData, SourceItem
 from sfumato.errors import UserError, expected_columns, first_line, need
 
 MANIFEST_SUFFIXES = (".jsonl", ".csv", ".parquet")
@@ -65,68 +63,33 @@ def read_manifest(
     """
     check_fractions(val_fraction, test_fraction)
     path = Path(path)
-    rows = read_rows(path, problems, ("image", "captions"))
     root = Path(image_root) if image_root is not None else path.parent
-    found = (_check_row(location, values, root, problems) for location, values in rows)
-    return splits_of_rows((row for row in found if row), path, problems, val_fraction, test_fraction)
+    items = _items(usable_rows(path, problems, ("image", "captions")), root, problems)
+    return splits_of_items(items, path, problems, val_fraction, test_fraction)
 
 
-@dataclass(frozen=True, slots=True)
-class ListedImage:
-    """A row of a manifest of which only the image is used."""
-
-    location: str  # file and line, for messages
-    id: str  # id of the row; its ``image`` value if it has none
-    path: str  # path of the image file; it may be missing
-    error: str = ""  # the error in the row; "" if there is none
+_Row = tuple[str, dict[str, Any]]
 
 
-def list_images(path: str | Path, *, image_root: str | Path | None = None) -> Iterator[ListedImage]:
-    """The images of a manifest in its order, for embedding: rows need no captions, and no image is opened.
-
-    An image that occurs several times with the same id (one row for each caption) is returned once.
-    """
-    path = Path(path)
-    root = Path(image_root) if image_root is not None else path.parent
-    problems, n_reported = Problems(), 0
-    rows = read_rows(path, problems, ("image",))
-    seen: dict[str, str] = {}
-
-    def malformed() -> Iterator[ListedImage]:
-        nonlocal n_reported
-        for problem in problems.items[n_reported:]:
-            yield ListedImage(problem.location, "", "", problem.reason)
-        n_reported = len(problems)
-
-    for location, values in rows:
-        yield from malformed()
-        image = values.get("image")
-        if not isinstance(image, str) or not image.strip():
-            yield ListedImage(location, "", "", f"no image: found {reprlib.repr(image)}, expected a path")
-            continue
-        identity = image if values.get("id") in (None, "") else str(values["id"])
-        if not is_unicode(identity + image):
-            yield ListedImage(location, "", "", "not valid Unicode; save the manifest as UTF-8")
-        elif identity not in seen:
-            seen[identity] = image
-            yield ListedImage(location, identity, str(root / image))
-        elif seen[identity] != image:
-            yield ListedImage(location, "", "", f"id {identity!r} occurred before, with another image")
-    yield from malformed()
+def usable_rows(path: Path, problems: Problems, needed: Sequence[str]) -> Iterator[_Row]:
+    """The rows of a manifest; those that are none are reported."""
+    for location, values in read_rows(path, needed):
+        if isinstance(values, str):
+            problems.add(location, values)
+        else:
+            yield location, values
 
 
-def read_rows(path: Path, problems: Problems, needed: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The rows of a manifest as they stand in the file."""
+def read_rows(path: Path, needed: Sequence[str]) -> Iterator[tuple[str, dict[str, Any] | str]]:
+    """The rows of a manifest as they stand in the file, each with its place; of a damaged one what is wrong with it."""
     if not path.is_file():
         raise UserError(f"there is no manifest {path}")
-    readers: dict[str, Callable[[Path, Problems, Sequence[str]], Iterator[tuple[str, dict[str, Any]]]]]
-    readers = dict(zip(MANIFEST_SUFFIXES, (_jsonl_rows, _csv_rows, _parquet_rows), strict=True))
-    if path.suffix.lower() not in readers:
-        raise UserError(f"{path}: unknown kind of manifest {path.suffix!r}; expected {', '.join(readers)}")
-    return readers[path.suffix.lower()](path, problems, needed)
+    if path.suffix.lower() not in MANIFEST_SUFFIXES:
+        raise UserError(f"{path}: unknown kind of manifest {path.suffix!r}; expected {', '.join(MANIFEST_SUFFIXES)}")
+    return {".jsonl": _jsonl_rows, ".csv": _csv_rows, ".parquet": _parquet_rows}[path.suffix.lower()](path, needed)
 
 
-def _jsonl_rows(path: Path, problems: Problems, needed: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+def _jsonl_rows(path: Path, needed: Sequence[str]) -> Iterator[tuple[str, dict[str, Any] | str]]:
     first = True
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
@@ -136,7 +99,7 @@ def _jsonl_rows(path: Path, problems: Problems, needed: Sequence[str]) -> Iterat
             try:
                 values = json.loads(line.decode("utf-8-sig"))
             except (ValueError, RecursionError) as error:
-                problems.add(location, f"not JSON: {error}")
+                yield location, f"not JSON: {error}"
                 continue
             if isinstance(values, dict):
                 if first and not any(name in values for name in (*_COLUMNS, *needed)):
@@ -144,10 +107,10 @@ def _jsonl_rows(path: Path, problems: Problems, needed: Sequence[str]) -> Iterat
                 first = False
                 yield location, values
             else:
-                problems.add(location, f"expected an object with image and captions, got {type(values).__name__}")
+                yield location, f"expected an object with image and captions, got {type(values).__name__}"
 
 
-def _csv_rows(path: Path, problems: Problems, needed: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+def _csv_rows(path: Path, needed: Sequence[str]) -> Iterator[tuple[str, dict[str, Any] | str]]:
     # Strict, because with the lenient reader one stray quote merges rows and changes captions without an error.
     with path.open(encoding="utf-8-sig", newline="", errors="surrogateescape") as file:
         line = 0  # The number of the last line read; the reader's own count leaves out lines with errors.
@@ -171,11 +134,11 @@ def _csv_rows(path: Path, problems: Problems, needed: Sequence[str]) -> Iterator
                 return
             except csv.Error as error:
                 swallowed = f"; from line {first} on, a quote may be missing" if line > first else ""
-                problems.add(f"{path}:{line}", f"not CSV: {error}{swallowed}")
+                yield f"{path}:{line}", f"not CSV: {error}{swallowed}"
                 continue
             location = f"{path}:{line}"
             if None in values:
-                problems.add(location, f"more values than the {len(columns)} columns; quote captions that hold commas")
+                yield location, f"more values than the {len(columns)} columns; quote captions that hold commas"
             else:
                 yield location, {key: _json_list(text) if key in _LISTS else text for key, text in values.items()}
 
@@ -195,7 +158,7 @@ def _json_list(text: str | None) -> str | list[Any] | None:
     return text
 
 
-def _parquet_rows(path: Path, problems: Problems, needed: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+def _parquet_rows(path: Path, needed: Sequence[str]) -> Iterator[tuple[str, dict[str, Any] | str]]:
     with need("parquet", "Parquet manifests need pyarrow"):
         import pyarrow
         import pyarrow.parquet
@@ -218,45 +181,47 @@ def _check_columns(path: Path, columns: Sequence[str], needed: Sequence[str]) ->
         raise UserError(f"{path}: {expected_columns(columns, lacking)}")
 
 
-def _check_row(location: str, values: dict[str, Any], root: Path, problems: Problems) -> CaptionedImage | None:
+def _items(rows: Iterable[_Row], root: Path, problems: Problems) -> Iterator[SourceItem]:
+    """The usable rows as items; the others are reported."""
+    for location, values in rows:
+        try:
+            item = _item(location, values, root, problems)
+        except ValueError as error:
+            problems.add(location, str(error))
+        else:
+            if item.texts:
+                yield item
+
+
+def _item(location: str, values: dict[str, Any], root: Path, problems: Problems) -> SourceItem:
+    """A row as an item; it has no texts if all captions are empty. A ValueError says what is wrong with it."""
     image, captions = values.get("image"), values.get("captions", values.get("caption"))
     if not isinstance(image, str) or not image.strip():
         found = f"found {reprlib.repr(image)}; expected a path"
-        problems.add(location, f"no image: {found if 'image' in values else expected_columns(list(values), ['image'])}")
-        return None
+        raise ValueError(f"no image: {found if 'image' in values else expected_columns(list(values), ['image'])}")
     if captions is None and not {"captions", "caption"} & values.keys():
-        problems.add(location, f"no captions: {expected_columns(list(values), ['captions'])}")
-        return None
+        raise ValueError(f"no captions: {expected_columns(list(values), ['captions'])}")
     captions = [captions] if isinstance(captions, str) else captions
     if not isinstance(captions, list) or not all(isinstance(c, str) for c in captions):
-        problems.add(location, f"captions: found {reprlib.repr(captions)}, expected a string or a list of strings")
-        return None
-    try:
-        ids = _caption_ids(values, len(captions))
-    except ValueError as error:
-        problems.add(location, str(error))
-        return None
+        raise ValueError(f"captions: found {reprlib.repr(captions)}, expected a string or a list of strings")
+    ids = _caption_ids(values, len(captions))
     identity = image if values.get("id") in (None, "") else str(values["id"])
     split = str(values.get("split") or "")
-    if not all(map(is_unicode, (image, identity, split, *captions, *(ids or ())))):
-        problems.add(location, "not valid Unicode; save the manifest as UTF-8")
-        return None
+    if not all(map(is_unicode, (image, identity, split, *captions, *ids))):
+        raise ValueError("not valid Unicode; save the manifest as UTF-8")
     texts = usable_captions(location, captions or [""], problems)
-    if not texts:
-        return None
     path = root / image
-    if not os.path.isfile(path):  # Unlike Path.is_file, false for strings that cannot be paths.
-        problems.add(location, f"image {reprlib.repr(image) if len(image) > 500 else path} is missing")
-        return None
-    own = None if ids is None else [ids[number] for number in texts]
-    return CaptionedImage(location, path, identity, list(texts.values()), canonical_split(split), own)
+    if texts and not os.path.isfile(path):  # Unlike Path.is_file, false for strings that cannot be paths.
+        raise ValueError(f"image {reprlib.repr(image) if len(image) > 500 else path} is missing")
+    named = tuple((ids[number], text) for number, text in texts.items())
+    return SourceItem(identity, FileImage(path), named, canonical_split(split), location)
 
 
-def _caption_ids(values: dict[str, Any], n_captions: int) -> list[str] | None:
-    """The ids of a row's captions, None if it has none; a ValueError says what is wrong with them."""
+def _caption_ids(values: dict[str, Any], n_captions: int) -> list[str]:
+    """The ids of a row's captions, "" where it has none; a ValueError says what is wrong with them."""
     given = values.get("caption_ids", values.get("caption_id"))
     if given in (None, "", []):
-        return None
+        return [""] * n_captions
     ids = given if isinstance(given, list) else [given]
     if not all(isinstance(i, str | int) and not isinstance(i, bool) for i in ids):
         raise ValueError(f"caption_ids: found {reprlib.repr(given)}, expected strings or whole numbers")

@@ -1,11 +1,12 @@
 """Pairs of images and texts: matches, graded labels, parts for cross-fitting, and the sampling of batches."""
 
+import itertools
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import Literal, get_args
+from typing import Literal
 
 import numpy as np
 
@@ -46,16 +47,14 @@ class PairData:
         n, m = len(self.image_ids), len(self.text_ids)
         if len(self.images) != n or len(self.texts) != m or len(self.text_kinds) != m:
             raise ValueError(
-                f"PairData: got {n} image ids for {len(self.images)} images, and {m} text ids for"
-                f" {len(self.texts)} texts and"
-                f" {len(self.text_kinds)} kinds; the numbers must be equal"
+                f"PairData: got {n} image ids for {len(self.images)} images, and {m} text ids for {len(self.texts)}"
+                f" texts and {len(self.text_kinds)} kinds; the numbers must be equal"
             )
         if len(self.text_rows) not in (0, m):
             raise ValueError(f"PairData: got {len(self.text_rows)} text rows for {m} texts; give one for each or none")
         for what, ids in (("image", self.image_ids), ("text", self.text_ids)):
             if len(set(ids)) != len(ids):
-                seen: set[str] = set()
-                twice = next(i for i in ids if i in seen or seen.add(i))  # type: ignore[func-returns-value]
+                twice = Counter(ids).most_common(1)[0][0]
                 raise ValueError(f"PairData: {what} id {twice!r} occurs more than once; ids must be distinct")
         pairs = np.unique(np.asarray(self.pairs, dtype=np.int64).reshape(-1, 2), axis=0)
         if len(pairs) and (pairs.min() < 0 or pairs[:, 0].max() >= n or pairs[:, 1].max() >= m):
@@ -186,13 +185,6 @@ class PairSampler:
         kind_weights: dict[str, float] | None = None,
         grades: Callable[[np.ndarray, np.ndarray], np.ndarray] | None = None,
     ) -> None:
-        for name, value, known in (("epoch_over", epoch_over, EpochOver), ("positives", positives, Positives)):
-            if value not in get_args(known):
-                raise ValueError(f"PairSampler: unknown {name} {value!r}; known: {', '.join(get_args(known))}")
-        if batch_size < 2:
-            raise ValueError(
-                f"PairSampler: batch_size must be at least 2, got {batch_size}; a batch of one has no non-matches"
-            )
         if len(data.pairs) < 2:
             raise ValueError(f"PairSampler: the data has {len(data.pairs)} pairs; at least 2 are needed to train")
         self.data, self.batch_size, self.seed = data, batch_size, seed
@@ -279,8 +271,6 @@ class PairSampler:
                 f"PairSampler: kind_weights names {sorted(unknown)}, but the texts are of the kinds"
                 f" {sorted(set(self.data.text_kinds))}"
             )
-        if not all(0 <= w < np.inf for w in kind_weights.values()):
-            raise ValueError(f"PairSampler: kind_weights must be finite and not negative, got {kind_weights}")
         weight = np.array([kind_weights.get(kind, 0.0) for kind in kinds])[self.data.pairs[:, 1]]
         # The weight of a kind is divided among an image's texts of this kind.
         kind_number = np.unique(kinds, return_inverse=True)[1][self.data.pairs[:, 1]]
@@ -290,46 +280,49 @@ class PairSampler:
         return shared
 
 
+@dataclass(frozen=True)
+class SourceItem:
+    """What a source yields: an image with its texts. What is read from its file (EXIF, say) would be added here."""
+
+    id: str  # id of the image
+    image: ImageSource
+    texts: tuple[tuple[str, str], ...]  # (id, text) of each; texts with one id are one text; "": an id of the image's
+    split: str = ""  # name of its split; "" if the data does not say
+    location: str = ""  # where it stands, for messages
+    group: int | None = None  # of the images of its concept; None: it has one of its own
+
+
+def make_splits(items: Iterable[SourceItem]) -> dict[str, PairData]:
+    """The one assembler of what sources yield."""
+    found: dict[str, list[SourceItem]] = {}
+    for item in items:
+        found.setdefault(item.split, []).append(item)
+    return {split: _split_of(own) for split, own in found.items()}
+
+
 def make_pair_data(
-    image_ids: Sequence[str],
-    images: Sequence[ImageSource],
-    captions: Sequence[Sequence[str]],
-    caption_ids: Sequence[Sequence[str]] | None = None,
+    image_ids: Sequence[str], images: Sequence[ImageSource], captions: Sequence[Sequence[str]]
 ) -> PairData:
-    """Make a split of n images, each with its own captions."""
-    if caption_ids is None:
-        caption_ids = [[f"{i}#{k}" for k in range(len(c))] for i, c in zip(image_ids, captions, strict=True)]
-    counts = np.array([len(c) for c in captions], dtype=np.int64)
+    """A split of n images, each with its own captions."""
+    items = zip(image_ids, images, captions, strict=True)
+    return _split_of([SourceItem(i, image, tuple(("", text) for text in own)) for i, image, own in items])
+
+
+def _split_of(items: Sequence[SourceItem]) -> PairData:
+    named = [[(i or f"{item.id}#{k}", text) for k, (i, text) in enumerate(item.texts)] for item in items]
     texts: dict[str, str] = {}
-    for own_ids, own in zip(caption_ids, captions, strict=True):
-        for identity, text in zip(own_ids, own, strict=True):
-            texts.setdefault(identity, text)
+    for identity, text in itertools.chain.from_iterable(named):
+        texts.setdefault(identity, text)
     number = {identity: t for t, identity in enumerate(texts)}
-    of_caption = np.array([number[i] for own_ids in caption_ids for i in own_ids], dtype=np.int64)
     return PairData(
-        tuple(image_ids),
-        tuple(images),
+        tuple(item.id for item in items),
+        tuple(item.image for item in items),
         tuple(texts),
         tuple(texts.values()),
         ("caption",) * len(texts),
-        np.stack([np.repeat(np.arange(len(captions)), counts), of_caption], axis=1),
+        np.array([(k, number[identity]) for k, own in enumerate(named) for identity, _ in own], np.int64),
+        np.array([item.group for item in items if item.group is not None], np.int64),
     )
-
-
-def make_splits(items: Iterable[tuple[str, str, ImageSource, Mapping[str, str]]]) -> dict[str, PairData]:
-    """The one assembler of what sources yield: the split, the id, the image and the texts by id of each image."""
-    found: dict[str, list[tuple[str, ImageSource, Mapping[str, str]]]] = {}
-    for split, identity, image, texts in items:
-        found.setdefault(split, []).append((identity, image, texts))
-    return {
-        split: make_pair_data(
-            [identity for identity, _, _ in own],
-            [image for _, image, _ in own],
-            [list(texts.values()) for _, _, texts in own],
-            [list(texts) for _, _, texts in own],
-        )
-        for split, own in found.items()
-    }
 
 
 def normal_wording(text: str) -> str:

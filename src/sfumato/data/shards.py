@@ -12,6 +12,7 @@ import json
 import os
 import re
 import tarfile
+from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -113,17 +114,14 @@ def list_shard(shard: str | Path) -> list[ShardImage]:
     try:
         with open(shard, "rb") as file:
             for key, members in _groups(file, bad):
-                endings = [ending for ending, _ in members]
-                image = next((ending for ending in SHARD_IMAGE_ENDINGS if ending in endings), None)
-                if key in seen:
-                    found.append(ShardImage(key, error="the key occurred before in this shard"))
-                elif image is None:
-                    found.append(ShardImage(key, error=f"no image: there is only .{', .'.join(endings)}"))
-                elif endings.count(image) > 1:
-                    found.append(ShardImage(key, error=f".{image} occurs twice"))
+                try:
+                    if key in seen:
+                        raise ValueError("the key occurred before in this shard")
+                    member = _image(members)
+                except ValueError as error:
+                    found.append(ShardImage(key, error=str(error)))
                 else:
                     seen.add(key)
-                    member = members[endings.index(image)][1]
                     found.append(ShardImage(key, member.name, member.offset_data, member.size))
     except OSError as error:
         raise ShardError(shard, f"cannot be read: {error.strerror or error}") from error
@@ -189,9 +187,10 @@ def _members(file: IO[bytes], bad: Callable[[str, bool], None]) -> Iterator[tarf
         bad("cut short: the end mark is missing; members before it may be missing too", True)
 
 
-def _groups(
-    file: IO[bytes], bad: Callable[[str, bool], None]
-) -> Iterator[tuple[str, list[tuple[str, tarfile.TarInfo]]]]:
+_Group = list[tuple[str, tarfile.TarInfo]]
+
+
+def _groups(file: IO[bytes], bad: Callable[[str, bool], None]) -> Iterator[tuple[str, _Group]]:
     """(key, members) of the samples, a member with its ending in lower case; without what can belong to no sample."""
     named = ((_MEMBER.fullmatch(member.name), member) for member in _members(file, bad))
     usable = ((parts[1], parts[2].lower(), m) for parts, m in named if parts and m.isreg() and not m.issparse())
@@ -199,25 +198,33 @@ def _groups(
         yield key, [(ending, member) for _, ending, member in group]
 
 
-def _sample(file: IO[bytes], location: str, group: list[tuple[str, tarfile.TarInfo]]) -> ShardSample:
-    """Read image and caption of a group; a ValueError names what is missing."""
-    members: dict[str, tarfile.TarInfo] = {}
-    for ending, member in group:
-        if ending in members:
-            raise ValueError(f".{ending} occurs twice")
-        members[ending] = member
-
-    def read(ending: str) -> bytes:
-        file.seek(members[ending].offset_data)
-        return file.read(members[ending].size)
-
-    image = next((ending for ending in SHARD_IMAGE_ENDINGS if ending in members), None)
+def _image(group: _Group) -> tarfile.TarInfo:
+    """The member of a sample that is its image; a ValueError says why there is none."""
+    endings = [ending for ending, _ in group]
+    image = next((ending for ending in SHARD_IMAGE_ENDINGS if ending in endings), None)
     if image is None:
-        raise ValueError(f"no image: there is only .{', .'.join(members)}")
+        raise ValueError(f"no image: there is only .{', .'.join(endings)}")
+    if endings.count(image) > 1:
+        raise ValueError(f".{image} occurs twice")
+    return group[endings.index(image)][1]
+
+
+def _sample(file: IO[bytes], location: str, group: _Group) -> ShardSample:
+    """Read image and caption of a group; a ValueError names what is missing."""
+    members = dict(group)
+    if len(members) < len(group):
+        twice = Counter(ending for ending, _ in group).most_common(1)[0][0]
+        raise ValueError(f".{twice} occurs twice")
+
+    def read(member: tarfile.TarInfo) -> bytes:
+        file.seek(member.offset_data)
+        return file.read(member.size)
+
+    image = _image(group)
     if "txt" in members:
-        text = _decoded(read("txt"))
+        text = _decoded(read(members["txt"]))
     elif "json" in members:
-        text = _caption_of_json(read("json"))
+        text = _caption_of_json(read(members["json"]))
     else:
         raise ValueError("no caption: there is neither .txt nor .json")
     if not text.strip():
@@ -403,12 +410,6 @@ class ShardStream:
     ) -> None:
         if not shards:
             raise ValueError("ShardStream: got no shards")
-        counts = (("batch_size", batch_size), ("n_processes", n_processes), ("shuffle_buffer", shuffle_buffer))
-        for name, value in counts:
-            if value < 1:
-                raise ValueError(f"ShardStream: {name} must be at least 1, got {value}")
-        if not 0 <= rank < n_processes:
-            raise ValueError(f"ShardStream: rank must be in [0, n_processes), got {rank} of {n_processes}")
         if samples_per_epoch < batch_size * n_processes:
             raise ValueError(
                 f"ShardStream: an epoch of {samples_per_epoch} samples has no batch of {batch_size} for each of"

@@ -156,7 +156,6 @@ class EfficientNetLite(Backbone):
         )
 
     def tokens(self, items: Sequence[Any]) -> Tensor:
-        """See :class:`Backbone`."""
         pixels = torch.from_numpy(np.stack([decode_image(item, self.size) for item in items]))
         normal = ((pixels.float() - 127) / 128).to(self._dtype)
         maps = self._model.extract_features(normal.contiguous(memory_format=torch.channels_last))
@@ -185,7 +184,6 @@ class TransformersImage(Backbone):
         self.channels = int(self([encode_png(np.full((3, 64, 64), 255, np.uint8))])[0].shape[-1])
 
     def tokens(self, items: Sequence[Any]) -> Tensor:
-        """See :class:`Backbone`."""
         inputs = self._processor(images=_decoded(items), return_tensors="pt", **self._size)
         height, width = inputs["pixel_values"].shape[-2:]
         if self._side is not None and (height, width) != (self._side, self._side):
@@ -225,7 +223,6 @@ class TransformersText(Backbone):
         self.channels = int(self._model.config.hidden_size) * len(self._layers)
 
     def tokens(self, items: Sequence[Any]) -> Tensor | list[Tensor]:
-        """See :class:`Backbone`."""
         tokens = self._tokenizer(
             list(items), padding=True, truncation=True, max_length=self.max_tokens, return_tensors="pt"
         )
@@ -272,7 +269,6 @@ class Joint(Backbone):
             self.channels = int(self._of(first).shape[-1])
 
     def tokens(self, items: Sequence[Any]) -> Tensor:
-        """See :class:`Backbone`."""
         return self._of(_decoded(items) if self._side == "image" else items)
 
     def _of(self, items: Sequence[Any]) -> Tensor:

@@ -89,7 +89,6 @@ class _ClipConfig(EncoderConfig):
         return self.variance_blocks if variance and not self.variance_token else 0
 
     def check(self, section: str) -> None:
-        """See :meth:`EncoderConfig.check <sfumato.encoders.encoder_protocol.EncoderConfig.check>`."""
         if self.weights and (useless := self.changed(*self._without_weights)):
             raise ValueError(
                 f"{section}.{min(useless)} is only for random weights; leave it out with {section}.weights"
@@ -118,7 +117,7 @@ class ClipImageConfig(_ClipConfig, ImageEncoderConfig):
 
     @property
     def starts_pretrained(self) -> bool:
-        """See :class:`~sfumato.encoders.encoder_protocol.ImageEncoderConfig`. Random blocks can be frozen too."""
+        """Random blocks can be frozen too."""
         return True
 
 

@@ -62,7 +62,7 @@ class ClipEncoder(EncoderModule):
         return len(self.shared_blocks) + len(self.mean_blocks)
 
     def blocks_from_top(self, parameter: str) -> int:
-        """See :class:`~sfumato.encoders.encoder_protocol.Encoder`. Both kinds of last blocks have equal numbers."""
+        """Both kinds of last blocks have equal numbers."""
         found = re.match(r"(shared|mean|variance)_blocks\.(\d+)\.", parameter)
         if found is None:
             return 0
@@ -211,7 +211,6 @@ class _UncTokenEncoder(EncoderModule):
         self.variance_token = nn.Parameter(torch.randn(encoder.channels) * encoder.channels**-0.5)
 
     def blocks_from_top(self, parameter: str) -> int:
-        """See :class:`~sfumato.encoders.encoder_protocol.Encoder`."""
         return self.encoder.blocks_from_top(parameter.removeprefix("encoder."))
 
     @property

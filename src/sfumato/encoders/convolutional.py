@@ -44,7 +44,6 @@ class EfficientNetImageConfig(ImageEncoderConfig):
 
     @property
     def starts_pretrained(self) -> bool:
-        """See :class:`~sfumato.encoders.encoder_protocol.ImageEncoderConfig`."""
         return self.pretrained
 
 
@@ -150,7 +149,6 @@ class ResNetImageConfig(ImageEncoderConfig):
     in_memory: InMemory = False
 
     def check(self, section: str) -> None:
-        """See :meth:`EncoderConfig.check <sfumato.encoders.encoder_protocol.EncoderConfig.check>`."""
         changed = self.changed("architecture", "depths", "width")
         if self.weights:
             useless, how = changed, "beside"

@@ -157,17 +157,11 @@ class Encoder(Protocol):
         """
         ...
 
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """See :class:`torch.nn.Module`."""
-        ...
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]: ...
 
-    def named_modules(self) -> Iterator[tuple[str, nn.Module]]:
-        """See :class:`torch.nn.Module`."""
-        ...
+    def named_modules(self) -> Iterator[tuple[str, nn.Module]]: ...
 
-    def compile(self) -> None:
-        """See :class:`torch.nn.Module`."""
-        ...
+    def compile(self) -> None: ...
 
     def __call__(self, inputs: Inputs) -> TokenFeatures:
         """Token features of a batch."""
@@ -187,18 +181,17 @@ class EncoderModule(nn.Module):
         return None
 
     def fit(self, store: Store) -> None:
-        """See :class:`Encoder`: there is nothing to compute."""
+        """There is nothing to compute."""
 
     def prepared(self, store: Store) -> Store:
-        """See :class:`Encoder`: the store itself."""
         return store
 
     def freezes(self, parameter: str) -> bool:
-        """See :class:`Encoder`: all parameters of a pre-trained encoder except ``variance_*``, which are new."""
+        """All parameters of a pre-trained encoder except ``variance_*``, which are new."""
         return self.pretrained and not parameter.startswith("variance_")
 
     def blocks_from_top(self, parameter: str) -> int:
-        """See :class:`Encoder`: 0, because there are no blocks."""
+        """0, because there are no blocks."""
         return 0
 
 
@@ -225,25 +218,15 @@ InMemory = Annotated[
 
 
 class EncoderConfig(BaseModel):
-    """A section of the recipe for one side: an unknown key is an error, and a loaded section does not change.
-
-    Attributes:
-        has_blocks: whether optim.layer_decay has an effect (:meth:`Encoder.blocks_from_top`).
-        needs_description: whether an encoder is built again from :attr:`Encoder.description`, so that run folders need
-            it.
-        path_fields: the keys that may contain a local path of the training machine.
-        reads_embeddings: whether items are embeddings of another model (data.source=embeddings).
-        base_field: the key that names the pre-trained model; "" for none.
-        needs: extras of the package sfumato without which the encoder cannot be built.
-    """
+    """A section of the recipe for one side: an unknown key is an error, and a loaded section does not change."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
-    has_blocks: ClassVar[bool] = False
-    needs_description: ClassVar[bool] = False
-    path_fields: ClassVar[tuple[str, ...]] = ()
-    reads_embeddings: ClassVar[bool] = False
-    base_field: ClassVar[str] = ""
-    needs: ClassVar[frozenset[str]] = frozenset()
+    has_blocks: ClassVar[bool] = False  # whether optim.layer_decay has an effect
+    needs_description: ClassVar[bool] = False  # whether a run folder needs Encoder.description to build it again
+    path_fields: ClassVar[tuple[str, ...]] = ()  # keys that may contain a local path of the training machine
+    reads_embeddings: ClassVar[bool] = False  # whether items are embeddings of another model (data.source=embeddings)
+    base_field: ClassVar[str] = ""  # key that names the pre-trained model; "" for none
+    needs: ClassVar[frozenset[str]] = frozenset()  # extras of the package without which the encoder cannot be built
 
     kind: str = Field(description="kind of the encoder; it determines the other keys")
 
@@ -276,17 +259,11 @@ class EncoderConfig(BaseModel):
 
 
 class ImageEncoderConfig(EncoderConfig):
-    """Section ``model.image``.
+    """Section ``model.image``."""
 
-    Attributes:
-        from_pixels: whether the encoder reads the pixels of each batch, so that they can be erased and mixed.
-        reads_regions: whether items are files of region features instead of images.
-        drops_tokens: whether the encoder itself applies augment.image_tokens; otherwise it happens before the head.
-    """
-
-    from_pixels: ClassVar[bool] = True
-    reads_regions: ClassVar[bool] = False
-    drops_tokens: ClassVar[bool] = False
+    from_pixels: ClassVar[bool] = True  # whether it reads the pixels of each batch, so that they can be mixed
+    reads_regions: ClassVar[bool] = False  # whether items are files of region features instead of images
+    drops_tokens: ClassVar[bool] = False  # whether it applies augment.image_tokens itself, instead of the tower
 
     @model_validator(mode="after")
     def _crops_of_files(self) -> "ImageEncoderConfig":

@@ -64,7 +64,6 @@ class RegionImageConfig(ImageEncoderConfig):
     )
 
     def check(self, section: str) -> None:
-        """See :meth:`EncoderConfig.check <sfumato.encoders.encoder_protocol.EncoderConfig.check>`."""
         useless = self.changed("width", "variance_layers")
         if useless and not self.graph_layers and not self.recurrent:
             raise ValueError(
@@ -117,7 +116,7 @@ class RegionProcessor(FeatureProcessor):
     def read(
         self, items: Sequence[Item], *, progress: Progress | None = None, on_error: OnError | None = None
     ) -> tuple[RegionStore, np.ndarray]:
-        """See :class:`~sfumato.encoders.encoder_protocol.Processor`. Every item is read once, and none is kept."""
+        """Every item is read once, and none is kept."""
         kept = usable(items, lambda _, item: self.features(item()), progress=progress, on_error=on_error)
         return RegionStore([items[i] for i in kept], self.channels), kept
 
@@ -292,7 +291,7 @@ class EmbeddingStore:
         return len(self.index)
 
     def batch(self, index: np.ndarray) -> Inputs:
-        """See :class:`~sfumato.encoders.features.Store`: one token an item, (n, 1, c) and no mask."""
+        """One token an item, (n, 1, c) and no mask."""
         return Inputs(self.table.rows(self.index[index]).unsqueeze(1))
 
 
@@ -304,7 +303,6 @@ class EmbeddingProcessor(FeatureProcessor):
     def read(
         self, items: Sequence[Item], *, progress: Progress | None = None, on_error: OnError | None = None
     ) -> tuple[Store, np.ndarray]:
-        """See :class:`~sfumato.encoders.encoder_protocol.Processor`. Its source has checked the rows."""
         rows = [item for item in items if isinstance(item, EmbeddingRow)]
         if rows and len(rows) == len(items) and all(item.table is rows[0].table for item in rows):
             table = rows[0].table

@@ -97,7 +97,6 @@ class PixelStore:
         return len(self.pixels)
 
     def batch(self, index: np.ndarray) -> Inputs:
-        """See :class:`Store`."""
         return Inputs(self.pixels[torch.from_numpy(index)])
 
 
@@ -122,7 +121,7 @@ class RaggedStore:
         return len(self.offsets)
 
     def batch(self, index: np.ndarray) -> Inputs:
-        """See :class:`Store`; padded with 0 to the longest item of the batch."""
+        """Padded with 0 to the longest item of the batch."""
         offsets, lengths = self.offsets[index], self.lengths[index]
         position = np.arange(lengths.max(initial=1))
         mask = position < lengths[:, None]

@@ -73,12 +73,10 @@ class _FrozenConfig(EncoderConfig):
 
     @property
     def frozen_backbone(self) -> str:
-        """See :class:`~sfumato.encoders.encoder_protocol.EncoderConfig`."""
         return self.base_model
 
     @property
     def extras(self) -> frozenset[str]:
-        """See :class:`~sfumato.encoders.encoder_protocol.EncoderConfig`."""
         if is_open_clip(self.base_model):
             return frozenset({"open-clip"})
         packaged = all(part in self.packaged for part in self.base_model.split("+"))
@@ -140,7 +138,6 @@ class FrozenProcessor:
     def read(
         self, items: Sequence[Item], *, progress: Progress | None = None, on_error: OnError | None = None
     ) -> tuple[Store, np.ndarray]:
-        """See :class:`~sfumato.encoders.encoder_protocol.Processor`."""
         return cached_features(self.backbone, items, self.cache, progress=progress, on_error=on_error)
 
 
@@ -162,7 +159,7 @@ class FeatureInput(EncoderModule):
 
     @torch.no_grad()
     def fit(self, store: Store) -> None:
-        """See :class:`~sfumato.encoders.encoder_protocol.Encoder`: fit the whitening, on at most 50,000 items."""
+        """Fit the whitening, on at most 50,000 items."""
         if self._whiten is None:
             return
         chosen = np.unique(np.linspace(0, len(store) - 1, min(len(store), _FITTED)).astype(np.int64))
@@ -198,7 +195,7 @@ class FeatureInput(EncoderModule):
 
     @torch.no_grad()
     def prepared(self, store: Store) -> Store:
-        """See :class:`~sfumato.encoders.encoder_protocol.Encoder`: whitened once instead of at every step."""
+        """Whitened once instead of at every step."""
         if not self._whiten or self.channels == self._received or not isinstance(store, RaggedStore):
             return store
         lengths = store.lengths

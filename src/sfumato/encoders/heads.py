@@ -3,7 +3,7 @@
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 import numpy as np
 import torch
@@ -27,7 +27,6 @@ class AveragePool(Pooling):
     """The mean over an item's tokens (the released PCME++ code has a sum under this name)."""
 
     def forward(self, features: Tensor, mask: Tensor | None = None) -> Tensor:
-        """See :class:`Pooling`."""
         if mask is None:
             return features.mean(1)
         weights = mask.to(features.dtype).unsqueeze(-1)
@@ -38,7 +37,6 @@ class MaxPool(Pooling):
     """The largest value of each channel over an item's tokens."""
 
     def forward(self, features: Tensor, mask: Tensor | None = None) -> Tensor:
-        """See :class:`Pooling`."""
         if mask is not None:
             features = features.masked_fill(~mask.unsqueeze(-1), -torch.inf)
         return features.amax(1)
@@ -48,7 +46,6 @@ class FirstToken(Pooling):
     """The first token: a ViT's or BERT's class token."""
 
     def forward(self, features: Tensor, mask: Tensor | None = None) -> Tensor:
-        """See :class:`Pooling`."""
         return features[:, 0]
 
 
@@ -56,7 +53,6 @@ class LastToken(Pooling):
     """An item's last token: the end-of-text token of CLIP's text transformer."""
 
     def forward(self, features: Tensor, mask: Tensor | None = None) -> Tensor:
-        """See :class:`Pooling`."""
         if mask is None:
             return features[:, -1]
         positions = torch.arange(mask.shape[1], device=mask.device)
@@ -96,7 +92,6 @@ class GPO(Pooling):
         return weights
 
     def forward(self, features: Tensor, mask: Tensor | None = None) -> Tensor:
-        """See :class:`Pooling`."""
         n, t, _ = features.shape
         if t == 1 and mask is None:  # The only weight is 1.
             return features[:, 0]
@@ -203,57 +198,19 @@ class _LogBounds:
         """The value that is squashed to log_var."""
         if not self.lowest < math.exp(log_var) < self.highest:
             raise ValueError(
-                f"GaussianHead: init_total_variance makes a variance of {math.exp(log_var):.4g} a dimension, outside of"
-                f" variance_bounds ({self.lowest:g}, {self.highest:g}); give d times a variance between them"
+                f"GaussianHead: a variance of {math.exp(log_var):.4g} is outside of ({self.lowest:g}, {self.highest:g})"
             )
         return self.middle + self.half * math.atanh((log_var - self.middle) / self.half)
 
 
 @dataclass(frozen=True)
 class HeadOptions:
-    """The options of a Gaussian head: pooling and variances.
+    """The options of a Gaussian head, by the keys of section ``model`` of a recipe, where each is described.
 
-    Section ``model`` of a recipe has the same keys.
-
-    Attributes:
-        pooling: name in POOLINGS; mean and log variance each have their own pooling.
-        identity: the mean is the average of an item's tokens, and nothing of it is learnt: for embeddings of another
-            model, whose ranking stays.
-        mlp: add a two-layer network to the linear map of the mean.
-        hidden: width of a network (linear, layer norm, GELU, dropout, linear) of the average of an item's tokens, which
-            is added to the mean; 0 for none.
-        hidden_dropout: fraction of the network's hidden values that are dropped while training.
-        mlp_width: hidden width of these networks; 0 for that of their output. VSE-infinity has half of d.
-        normalize: scale the means to unit length.
-        variance: with False the head has one branch and returns points.
-        variance_norm: a layer norm on the pooled log variance; its weight starts at 0.01 (an option of the released
-            code that its configurations leave off).
-        variance_mlp: add a two-layer network to the linear map of the log variance; it starts with equally small
-            weights.
-        variance_hidden: width of a network like ``hidden`` that is added to the log variance; 0 for none. It starts
-            with small weights.
-        item_offset: add a learnt number of each item, never negative, to all its squared distances. It is what the
-            total variance is under csd, so that a variance can mean something else; see :class:`GaussianHead`.
-        init_total_variance: sum of the variances of an embedding at the start.
-        covariance: "ellipsoidal": a variance for each dimension. One variance for all dimensions: "spherical-average",
-            the average of those, or "spherical-one", the only output of the branch.
-        variance_bounds: lowest and highest variance of a dimension; None for no bounds. A tanh of the log variance
-            approaches them, so that the gradient is never 0 as with a clamp.
-        embeddings: K embeddings of d dimensions for each item, concatenated in a mean of K d dimensions; for points
-            only. For K > 1, local attention as in PVSE is added to the pooled vector, which is common to all K, and a
-            layer norm follows; see :func:`~sfumato.distances.formulas.nearest` for the distance.
-        local_attention: the same for one embedding, as in PCME: mean = norm(pooled + sigmoid(linear(attended))), scaled
-            to unit length with ``normalize``; log variance = pooled + linear(attended), with separate attention,
-            neither squashed nor normalised.
-        local_attention_of: which of mean and log variance have it, "both", "mean" or "variance". A mean without local
-            attention has no layer norm either.
-        variance_sigmoid: log variance = pooled + sigmoid(linear(attended)); with ``variance_norm`` that is the ablation
-            of PCME's table D.3.
-
-    Raises:
-        ValueError: pooling, covariance or local_attention_of is unknown, the initial variance is not positive, the
-            bounds are not in order, a width is negative, a dropout is not in [0, 1), or several embeddings have
-            variances.
+    For ``embeddings`` > 1 local attention as in PVSE is added to the pooled vector, which is common to all of them, and
+    a layer norm follows; the mean has K d dimensions. With ``local_attention``, as in PCME, mean = norm(pooled +
+    sigmoid(linear(attended))), and log variance = pooled + linear(attended), with separate attention, neither squashed
+    nor normalised. A new ``variance_norm``, ``variance_mlp`` or ``variance_hidden`` starts with small weights.
 
     Papers: Song and Soleymani, "Polysemous Visual-Semantic Embedding", CVPR 2019; Chun et al., "PCME", CVPR 2021,
     section 3.2.
@@ -280,34 +237,14 @@ class HeadOptions:
     variance_sigmoid: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("mlp_width", "hidden", "variance_hidden"):
-            _refuse(getattr(self, name) < 0, f"{name} must be at least 0, got {getattr(self, name)}")
-        of = {"local_attention_of": get_args(Attending), "pooling": POOLINGS, "covariance": get_args(Covariance)}
-        for name, known in of.items():
-            value = getattr(self, name)
-            _refuse(value not in known, f"unknown {name} {value!r}; known: {', '.join(known)}")
-        dropout, total, count = self.hidden_dropout, self.init_total_variance, self.embeddings
-        (lowest, highest), several = self.variance_bounds or (1.0, 2.0), self.embeddings > 1
-        learnt = self.mlp or self.hidden or several or self._attends_for_mean
-        _refuse(not 0 <= dropout < 1, f"hidden_dropout must be in [0, 1), got {dropout}")
-        _refuse(not total > 0, f"init_total_variance must be positive, got {total}")
-        _refuse(not 0 < lowest < highest, f"variance_bounds must be 0 < lowest < highest, got {lowest}, {highest}")
-        of_points = f"embeddings must be 1, or more with variance=False; got {count}, variance={self.variance}"
-        _refuse(count < 1 or (several and self.variance), of_points)
-        as_it_is = (
-            "identity leaves the mean as it is; leave out mlp, hidden, embeddings and local_attention of the mean"
-        )
-        _refuse(self.identity and bool(learnt), as_it_is)
-        _refuse(several and self.item_offset, f"item_offset is for one embedding, got embeddings={count}")
+        if self.pooling not in POOLINGS:
+            raise ValueError(f"GaussianHead: unknown pooling {self.pooling!r}; known: {', '.join(POOLINGS)}")
+        if self.embeddings > 1 and self.variance:
+            raise ValueError(f"GaussianHead: {self.embeddings} embeddings of an item are points; set variance=False")
 
     @property
     def _attends_for_mean(self) -> bool:
         return self.local_attention and self.local_attention_of != "variance"
-
-
-def _refuse(wrong: bool, message: str) -> None:
-    if wrong:
-        raise ValueError(f"GaussianHead: {message}")
 
 
 class GaussianHead(nn.Module):

@@ -37,7 +37,6 @@ class PixelProcessor:
     def read(
         self, items: Sequence[Item], *, progress: Progress | None = None, on_error: OnError | None = None
     ) -> tuple[Store, np.ndarray]:
-        """See :class:`~sfumato.encoders.encoder_protocol.Processor`."""
         pixels = np.empty((len(items), 3, self.size, self.size), np.uint8)
 
         def decode(position: int, item: Item) -> None:
@@ -120,7 +119,7 @@ class ImageFileProcessor:
     def read(
         self, items: Sequence[Item], *, progress: Progress | None = None, on_error: OnError | None = None
     ) -> tuple[ImageFileStore, np.ndarray]:
-        """See :class:`~sfumato.encoders.encoder_protocol.Processor`. Every file is read once; no pixels are kept."""
+        """Every file is read once; no pixels are kept."""
         kept = usable(
             items,
             lambda _, item: check_image(item_bytes(item)),
@@ -141,7 +140,6 @@ class BilinearProcessor:
     def read(
         self, items: Sequence[Item], *, progress: Progress | None = None, on_error: OnError | None = None
     ) -> tuple[Store, np.ndarray]:
-        """See :class:`~sfumato.encoders.encoder_protocol.Processor`."""
         squares = [partial(self._square, item) for item in items]
         return self._squares.read(squares, progress=progress, on_error=on_error)
 
@@ -268,7 +266,6 @@ class TokenProcessor:
     def read(
         self, items: Sequence[Item], *, progress: Progress | None = None, on_error: OnError | None = None
     ) -> tuple[Store, np.ndarray]:
-        """See :class:`~sfumato.encoders.encoder_protocol.Processor`."""
         store = RaggedStore.from_list(tokenize(self.tokenizer, [str(item()) for item in items], self.max_tokens))
         if progress:
             progress(len(items))
@@ -329,7 +326,6 @@ class SpecialTokenProcessor:
     def read(
         self, items: Sequence[Item], *, progress: Progress | None = None, on_error: OnError | None = None
     ) -> tuple[Store, np.ndarray]:
-        """See :class:`~sfumato.encoders.encoder_protocol.Processor`."""
         if self._tokenizer is None:
             self._tokenizer = self._own(self.find())
         begin = [_id(self._tokenizer, self.begin)] if self.begin else []

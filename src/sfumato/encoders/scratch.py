@@ -170,7 +170,6 @@ class WordTextConfig(TextEncoderConfig):
     variance_gru: bool = Field(True, description="use a second GRU for the log variance only")
 
     def check(self, section: str) -> None:
-        """See :meth:`EncoderConfig.check <sfumato.encoders.encoder_protocol.EncoderConfig.check>`."""
         if self.freeze and not self.vectors:
             raise ValueError(
                 f"{section}.freeze is for word vectors from a file; give {section}.vectors, or leave it out"
@@ -278,7 +277,7 @@ class WordEncoder(EncoderModule):
         self.channels, self.local_channels = 2 * hidden if bidirectional else hidden, width
 
     def freezes(self, parameter: str) -> bool:
-        """See :class:`~sfumato.encoders.encoder_protocol.Encoder`: word vectors from a file; the GRUs are new."""
+        """Word vectors from a file; the GRUs are new."""
         return self.pretrained and parameter.startswith("words.")
 
     @torch.no_grad()
