@@ -1,7 +1,6 @@
 """SizeAugment: what is left against what must be kept, token by token; how much goes against slow draws."""
 
 import numpy as np
-import pytest
 import torch
 from scipy import stats
 
