@@ -17,7 +17,7 @@ from sfumato.errors import UserError
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.search.collection import GaussianCollection, copy_gallery
 from sfumato.search.index import GaussianIndex
-from sfumato.search.lifting import LIFTED_DISTANCES, gallery_centre, lift_gallery, lowered
+from sfumato.search.lifting import LIFTED_DISTANCES, gallery_centre
 from sfumato.search.stores.local import DATABASE, LocalStore
 from sfumato.search.stores.protocol import (
     Filter,
@@ -325,17 +325,6 @@ def test_a_sample_is_even_the_same_each_time_and_estimates_what_it_should(tmp_pa
         torch.testing.assert_close(drawn.embeddings.mean[one], gallery.mean[max(place)], rtol=1e-6, atol=1e-6)
         assert made.sample(500, seed=1).ids == made.sample(500, seed=1).ids != drawn.ids
         assert len(made.sample(10_000).ids) == n
-
-
-@pytest.mark.parametrize("distance", LIFTED_DISTANCES)
-def test_lowered_undoes_lifting(distance):
-    gallery = gaussians(17, 0)
-    centre = gallery_centre(gallery)
-    again = lowered(lift_gallery(gallery, distance, centre=centre), gallery.total_variance, distance, centre)
-    torch.testing.assert_close(again.mean, gallery.mean)
-    torch.testing.assert_close(again.total_variance, gallery.total_variance)
-    if distance == "wasserstein2":
-        torch.testing.assert_close(again.log_var, gallery.log_var)
 
 
 # ---------------------------------------------------------------- copies

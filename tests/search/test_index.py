@@ -15,7 +15,7 @@ from sfumato.errors import UserError
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.search.atomic_folder import _digest_of
 from sfumato.search.index import ENGINES, GaussianIndex
-from sfumato.search.stores.faiss import FaissOptions
+from sfumato.search.stores.faiss import FaissOptions, FaissStore
 
 
 def clustered(n, d=16, *, seed, offset=0.0, n_clusters=40, tail=1.0):
@@ -67,17 +67,8 @@ def test_hits_carry_the_csd_of_the_pair_and_everything_else(engine):
         assert [h.distance for h in result] == sorted(h.distance for h in result)
         for hit in result:
             j = int(hit.id.split()[1])
-            loops = csd_by_loops(
-                *(
-                    a.numpy()
-                    for a in (
-                        queries.mean[i : i + 1],
-                        queries.var[i : i + 1],
-                        gallery.mean[j : j + 1],
-                        gallery.var[j : j + 1],
-                    )
-                )
-            )
+            query, item = queries[i : i + 1], gallery[j : j + 1]
+            loops = csd_by_loops(*(a.numpy() for a in (query.mean, query.var, item.mean, item.var)))
             assert hit.distance == pytest.approx(float(loops[0, 0]), rel=2e-6)
             assert hit.distance == pytest.approx(float(matrix[i, j]), rel=1e-5)
             assert hit.match_probability == pytest.approx(1 / (1 + np.exp(2 * hit.distance - 3)), rel=1e-4)
@@ -142,6 +133,22 @@ def test_approximate_engines_find_nine_of_ten(engine, tail):
     gallery, queries = clustered(4000, seed=13, tail=tail), clustered(100, seed=14, tail=tail)
     index = GaussianIndex.build(gallery, ids_of(4000), engine=engine)
     assert recall(index.nearest(queries, 10)[1], true_top(queries, gallery, 10)) >= 0.9
+
+
+def test_more_effort_finds_more_and_seeds_are_kept():
+    pytest.importorskip("faiss", reason="needs the extra faiss")
+    data, queries = torch.randn(3000, 6), torch.randn(100, 6)
+    top = torch.cdist(queries.double(), data.double()).argsort(1)[:, :10]
+
+    def found(engine, **numbers):
+        return FaissStore.build(data, engine, FaissOptions(**numbers)).search(queries, 10)[1]
+
+    few, more = found("ivf", n_lists=300, n_probe=1, seed=3), found("ivf", n_lists=300, n_probe=300)
+    assert torch.equal(few, found("ivf", n_lists=300, n_probe=1, seed=3)) and torch.equal(more, top)
+    assert (few == -1).any() and (few[:, 0] >= 0).all()  # It says what it did not find.
+    effort = {"m": 4, "ef_construction": 10, "ef_search": 10}, {"m": 32, "ef_construction": 100, "ef_search": 200}
+    small, large = (recall(found("hnsw", **numbers), top) for numbers in effort)
+    assert recall(few, top) < 0.9 and small < large
 
 
 def test_ivf_answers_in_full_where_its_lists_run_short():
@@ -380,7 +387,7 @@ def test_mistakes_are_named(change, message):
         GaussianIndex.build(arguments.pop("embeddings"), arguments.pop("ids"), **arguments)
 
 
-def test_mistakes_in_a_search_are_named():
+def test_mistakes_in_a_search_are_named(tmp_path):
     index = GaussianIndex.build(clustered(3, seed=0), ids_of(3))
     with pytest.raises(ValueError, match="k must be at least 1, got 0"):
         index.search(clustered(1, seed=0), 0)
@@ -390,11 +397,21 @@ def test_mistakes_in_a_search_are_named():
         index.search(GaussianEmbedding.point(torch.full((1, 16), torch.nan)), 1)
     with pytest.raises(TypeError, match="ids must be strings, got 7"):
         GaussianIndex.build(clustered(1, seed=0), [7])
+    with pytest.raises(ValueError, match="n_probe must be at least 1, got 0"):
+        FaissOptions(n_probe=0)
+    pytest.importorskip("faiss", reason="needs the extra faiss")
+    with pytest.raises(ValueError, match="9 lists for 3 vectors"):
+        FaissStore.build(torch.zeros(3, 6), "ivf", FaissOptions(n_lists=9))
+    with pytest.raises(ValueError, match="unknown engine 'tree'"):
+        FaissStore.build(torch.zeros(3, 6), "tree")
+    (tmp_path / "x").write_bytes(b"not an index")
+    with pytest.raises(ValueError, match="FAISS cannot read this file"):
+        FaissStore.read(tmp_path / "x", "hnsw", FaissOptions())
 
 
 def test_without_faiss_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "faiss", None)
-    with pytest.raises(UserError, match=r"pip install 'sfumato\[faiss\]'"):
+    with pytest.raises(UserError, match=r"pip install 'sfumato\[faiss\]', or use engine exact"):
         GaussianIndex.build(clustered(3, seed=0), ids_of(3), engine="hnsw")
 
 

@@ -13,13 +13,14 @@ import pytest
 import torch
 from support.processes import Started
 from support.stores_contract import (
-    FINGERPRINT,
     StoreContract,
     assert_holds,
     assert_nearest,
     assert_nothing_lost,
     by_id,
+    create_store,
     free_port,
+    open_store,
     queries,
     records,
     said_by,
@@ -27,8 +28,8 @@ from support.stores_contract import (
 )
 
 from sfumato.errors import UserError
-from sfumato.search.stores import milvus
-from sfumato.search.stores.protocol import Filter, Records, create_store, open_store, without_password
+from sfumato.search.stores import milvus, protocol
+from sfumato.search.stores.protocol import Filter, Records, without_password
 
 if not all(map(importlib.util.find_spec, ("pymilvus", "milvus_lite"))):
     pytest.skip("needs the extra milvus", allow_module_level=True)
@@ -76,7 +77,7 @@ def server(tmp_path_factory):
 def file(tmp_path_factory):
     """An embedded file that is kept open, so that each test has only its own collection to open."""
     path = tmp_path_factory.mktemp("milvus") / "it's one.db"
-    keeper = create_store(f"milvus:{path}?name=keeper", 2, FINGERPRINT)
+    keeper = protocol.create_store(f"milvus:{path}?name=keeper", 2, "")
     yield path
     keeper.close()
 
@@ -87,7 +88,7 @@ class TestFile(StoreContract):
         self.file = file
 
     def create(self, tmp_path, dim):
-        return create_store(f"milvus:{self.file}?name=c{uuid.uuid4().hex[:12]}", dim, FINGERPRINT)
+        return create_store(f"milvus:{self.file}?name=c{uuid.uuid4().hex[:12]}", dim)
 
 
 class TestServer(StoreContract):
@@ -96,7 +97,7 @@ class TestServer(StoreContract):
         self.server = server
 
     def create(self, tmp_path, dim):
-        return create_store(self.server.url(index="HNSW", ef=300), dim, FINGERPRINT)
+        return create_store(self.server.url(index="HNSW", ef=300), dim)
 
     @pytest.mark.xfail(
         strict=False, reason="this server is Milvus Lite, whose searches may miss items while it flushes"
@@ -112,18 +113,18 @@ def test_the_index_that_was_asked_for_is_the_one_that_is_searched(server):
         "IVF_FLAT": {"nlist": 33},
         "AUTOINDEX": {},
     }.items():
-        store = create_store(server.url(index=index, m=9, ef_construction=77, nlist=33), 4, FINGERPRINT)
+        store = create_store(server.url(index=index, m=9, ef_construction=77, nlist=33), 4)
         told = store._client.describe_index(store._place.name, "vector")
         assert told["index_type"] == index and told["metric_type"] == "L2"
         assert told.get("params", {}) == numbers
         store.close()
     with pytest.raises(UserError, match="index must be FLAT, HNSW, IVF_FLAT or AUTOINDEX, got 'SCANN'"):
-        create_store(server.url(index="SCANN"), 4, FINGERPRINT)
+        create_store(server.url(index="SCANN"), 4)
 
 
 @pytest.mark.parametrize("options", [{"index": "HNSW", "ef": 1}, {"index": "IVF_FLAT", "nlist": 60, "nprobe": 1}])
 def test_a_narrow_filter_brings_all_that_fit(server, options):
-    store, batch = create_store(server.url(**options), 9, FINGERPRINT), records(600, 9, 2)
+    store, batch = create_store(server.url(**options), 9), records(600, 9, 2)
     batch = Records(batch.ids, batch.vectors, batch.uncertainty, tuple({"rare": str(i % 60)} for i in range(600)))
     store.upsert(batch)
     store.optimise()
@@ -131,23 +132,20 @@ def test_a_narrow_filter_brings_all_that_fit(server, options):
     for seconds in (0, 0.5):  # Lite builds the index in the background
         time.sleep(seconds)
         assert_nearest(reopened, by_id(batch), queries(5, 9, 3), 10, Filter({"rare": ("7",)}))
-    reopened.close()
-    store.close()
 
 
 def test_batches_larger_than_a_message(server):
-    store, batch = create_store(server.url(), 7, FINGERPRINT), records(90, 7, 4)
+    store, batch = create_store(server.url(), 7), records(90, 7, 4)
     store.most_bytes = 12 * (4 * 7 + 1000)
     store.upsert(batch)
     assert_holds(store, by_id(batch))
     assert_nearest(store, by_id(batch), queries(5, 7, 5), 40)
-    store.close()
 
 
 @pytest.mark.parametrize("options", [{}, {"index": "HNSW", "ef": 1}])
 def test_more_results_than_milvus_brings_at_once(server, options):
     """It refuses 16,385 itself; here 50 of 200 are too many already."""
-    store, batch, wanted = create_store(server.url(**options), 7, FINGERPRINT), records(200, 7, 4), queries(3, 7, 5)
+    store, batch, wanted = create_store(server.url(**options), 7), records(200, 7, 4), queries(3, 7, 5)
     store.most_rows = 49
     store.upsert(batch)
     for k in (50, 150, 1000):
@@ -156,17 +154,15 @@ def test_more_results_than_milvus_brings_at_once(server, options):
     assert [len(found) for found in store.search(wanted, 20_000)] == [200] * 3
     store.delete(batch.ids)
     assert [len(found) for found in store.search(wanted, 20_000)] == [0] * 3
-    store.close()
 
 
 def test_beyond_the_limit_of_milvus(server):
-    store = create_store(server.url(), 2, FINGERPRINT)
+    store = create_store(server.url(), 2)
     n = store.most_rows + 3
     vectors = torch.arange(n, dtype=torch.float32)[:, None].repeat(1, 2)
     store.upsert(Records(tuple(map(str, range(n))), vectors, torch.zeros(n), ({},) * n))
     found = store.search(torch.zeros(1, 2), n - 1)[0]
     assert found.ids == tuple(map(str, range(n - 1)))
-    store.close()
 
 
 def test_texts_that_milvus_would_take_for_an_expression(server):
@@ -181,7 +177,7 @@ def test_texts_that_milvus_would_take_for_an_expression(server):
         "$meta",
         "nine".rjust(60_000, "9"),
     )
-    store, batch = create_store(server.url(), 3, FINGERPRINT), records(len(texts), 3, 6)
+    store, batch = create_store(server.url(), 3), records(len(texts), 3, 6)
     payloads = tuple({text[:90]: text[:90]} for text in texts)
     store.upsert(Records(texts, batch.vectors, batch.uncertainty, payloads))
     assert sorted(key for part in store.scan(batch=1) for key in part.ids) == sorted(texts)
@@ -192,28 +188,26 @@ def test_texts_that_milvus_would_take_for_an_expression(server):
     one = records(1, 3, 7)
     with pytest.raises(UserError, match="an id may have 65,535 bytes, got 65,536: 'éé"):
         store.upsert(Records(("é" * 32768,), one.vectors, one.uncertainty, one.payloads))
-    store.close()
 
 
 def test_bounds_between_two_numbers_of_single_precision(server):
-    store, bound = create_store(server.url(), 2, FINGERPRINT), torch.tensor(0.1)
+    store, bound = create_store(server.url(), 2), torch.tensor(0.1)
     batch = Records(
         ("below", "at"), torch.zeros(2, 2), torch.stack([torch.nextafter(bound, bound - 1), bound]), ({}, {})
     )
     store.upsert(batch)
     for limit in (float(bound), 0.1, float("inf"), 0.0, 1e-45, 1e300):
         assert store.count(Filter(max_uncertainty=limit)) == int((batch.uncertainty.double() <= limit).sum()), limit
-    store.close()
 
 
 def test_collections_that_are_not_there_or_not_ours(server, file, tmp_path):
     with pytest.raises(UserError, match="there is no collection c"):
         open_store(server.url())
     url = server.url()
-    create_store(url, 3, FINGERPRINT).close()
+    create_store(url, 3).close()
     with pytest.raises(UserError, match="already exists"):
-        create_store(url, 3, FINGERPRINT)
-    store = create_store(server.url(), 3, FINGERPRINT)
+        create_store(url, 3)
+    store = create_store(server.url(), 3)
     store._client.create_collection("stranger", dimension=4)
     store.close()
     with pytest.raises(UserError, match="stranger was not made by sfumato"):
@@ -237,13 +231,13 @@ def test_collections_that_are_not_there_or_not_ours(server, file, tmp_path):
 )
 def test_urls_are_checked_before_anything_is_connected(url, said):
     with pytest.raises(UserError, match=said):
-        create_store(url, 3, FINGERPRINT)
+        create_store(url, 3)
 
 
 def test_two_stores_of_one_file_and_another_process(tmp_path):
     path = tmp_path / "new folder" / "one.db"
     url = f"milvus:{path}"
-    first, batch = create_store(url, 3, FINGERPRINT), records(9, 3, 8)
+    first, batch = create_store(url, 3), records(9, 3, 8)
     second = open_store(url)
     first.upsert(batch)
     first.close()
@@ -258,7 +252,6 @@ def test_two_stores_of_one_file_and_another_process(tmp_path):
             open_store(url)
     third = open_store(url)
     assert_holds(third, by_id(batch))
-    third.close()
 
 
 def test_servers_that_are_not_there_and_passwords(monkeypatch):
@@ -283,7 +276,7 @@ def test_servers_that_are_not_there_and_passwords(monkeypatch):
 def test_a_killed_server_loses_nothing(tmp_path):
     server = Server(tmp_path)
     try:
-        store = create_store(server.url(index="HNSW"), 6, FINGERPRINT)
+        store = create_store(server.url(index="HNSW"), 6)
         process = Started(write_batches, store.url, piped=True)
         said = said_by(process, server.kill)
         began = time.monotonic()
@@ -305,10 +298,9 @@ def test_a_killed_server_loses_nothing(tmp_path):
 
 def test_a_killed_process_loses_nothing_of_its_embedded_file(tmp_path):
     url = f"milvus:{tmp_path}/one.db"
-    create_store(url, 6, FINGERPRINT).close()
+    create_store(url, 6).close()
     process = Started(write_batches, url, piped=True)
     said = said_by(process, process.kill)
     process.finish()
     store = open_store(url)
     assert_nothing_lost(store, said)
-    store.close()

@@ -163,15 +163,6 @@ def test_bounds_hold_the_observed_errors(kind, distance, dtype, monkeypatch):
         assert (lower > true).any() or (true > upper).any(), "the bound of the coding error is needed"
 
 
-def test_without_bounds_items_are_missed(monkeypatch):
-    gallery, queries = items("random", 1500, 1, d=64), items("random", 100, 2, d=64)
-    order = true_distances(queries, gallery, "csd").argsort(dim=1, stable=True)[:, :10]
-    assert torch.equal(screen_of(gallery).closest(queries, 10)[1], order)
-    monkeypatch.setattr(Screen, "_error", lambda self, relative, length, rounding: 0 * relative.length)
-    monkeypatch.setattr(Screen, "_output_error", 0.0)
-    assert not torch.equal(screen_of(gallery).closest(queries, 10)[1], order)
-
-
 def test_reduced_precision_of_products_is_bounded_too():
     screen = screen_of(items("random", 30, 1), dtype=torch.float32)
     exact = screen._product_error
@@ -185,7 +176,7 @@ def test_reduced_precision_of_products_is_bounded_too():
 # ---------------------------------------------------------------- through an index
 
 
-@pytest.mark.parametrize("kind", KINDS[:6])
+@pytest.mark.parametrize("kind", ["random", "duplicates"])
 def test_an_index_answers_as_float64(kind, tmp_path):
     gallery, queries = items(kind, 900, 1), items(kind, 9, 2)
     index = GaussianIndex.build(gallery, [str(i) for i in range(900)], payload={"c": ["a", "b", "b"] * 300})

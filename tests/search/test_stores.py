@@ -1,11 +1,8 @@
 """LocalStore and its engines. Common tests: support/stores_contract.py."""
 
 import contextlib
-import itertools
 import os
-import random
 import shutil
-import signal
 import sqlite3
 import sys
 import tempfile
@@ -17,31 +14,34 @@ import pytest
 import torch
 from support.processes import Started
 from support.stores_contract import (
-    FINGERPRINT,
     StoreBasics,
     StoreContract,
     assert_holds,
     assert_nearest,
+    assert_others_read,
+    assert_survives_kills,
     by_id,
+    create_store,
+    open_store,
     queries,
     records,
     squared_l2,
 )
 
 from sfumato.errors import UserError
-from sfumato.search.stores.protocol import Filter, Records, StoreInUseError, create_store, open_store
+from sfumato.search.stores.protocol import Filter, Records, StoreInUseError
 
 APPROXIMATE = ("hnsw", "ivf", "ivf-pq")
 
 
 class TestFlat(StoreContract):
     def create(self, tmp_path, dim):
-        return create_store(f"file:{tmp_path}/store", dim, FINGERPRINT)
+        return create_store(f"file:{tmp_path}/store", dim)
 
 
 class TestFlatWithoutMemory(StoreBasics):
     def create(self, tmp_path, dim):
-        return create_store(f"{tmp_path}/new/store?engine=flat&memory=0&exact_below=5", dim, FINGERPRINT)
+        return create_store(f"{tmp_path}/new/store?engine=flat&memory=0&exact_below=5", dim)
 
 
 class Indexed:
@@ -51,7 +51,7 @@ class Indexed:
 
     def create(self, tmp_path, dim):
         pytest.importorskip("faiss", reason="needs the extra faiss")
-        return create_store(f"{tmp_path}/store?exact_below=16&{self.options}", dim, FINGERPRINT)
+        return create_store(f"{tmp_path}/store?exact_below=16&{self.options}", dim)
 
 
 class TestHnsw(Indexed, StoreContract):
@@ -100,7 +100,7 @@ def index_files(folder):
 @pytest.mark.usefixtures("needs_faiss")
 @pytest.mark.parametrize("engine", APPROXIMATE)
 def test_recall_at_the_defaults(engine, tmp_path):
-    store = create_store(f"{tmp_path}/store?engine={engine}&exact_below=1000", 24, FINGERPRINT)
+    store = create_store(f"{tmp_path}/store?engine={engine}&exact_below=1000", 24)
     batch, late, wanted = clustered(9000, 24, 1), clustered(300, 24, 2), clustered(100, 24, 3).vectors
     store.upsert(batch)
     store.optimise()
@@ -137,7 +137,7 @@ def test_recall_at_the_defaults(engine, tmp_path):
 def test_equal_builds_give_equal_results(engine, tmp_path):
     found = []
     for name in "ab":
-        store = create_store(f"{tmp_path}/{name}?engine={engine}&exact_below=1000&n_probe=2&seed=5", 12, FINGERPRINT)
+        store = create_store(f"{tmp_path}/{name}?engine={engine}&exact_below=1000&n_probe=2&seed=5", 12)
         store.upsert(clustered(4000, 12, 1))
         store.optimise()
         found.append([r.ids for r in store.search(clustered(20, 12, 2).vectors, 30)])
@@ -149,19 +149,18 @@ def test_equal_builds_give_equal_results(engine, tmp_path):
 
 @pytest.mark.usefixtures("needs_faiss")
 def test_an_engine_that_finds_too_few_is_completed(tmp_path):
-    store = create_store(f"{tmp_path}/store?engine=ivf&exact_below=100&n_lists=25&n_probe=1", 6, FINGERPRINT)
+    store = create_store(f"{tmp_path}/store?engine=ivf&exact_below=100&n_lists=25&n_probe=1", 6)
     batch = records(1000, 6, 1)
     store.upsert(batch)
     store.optimise()
     assert [len(found) for found in store.search(queries(4, 6, 2), 900)] == [900] * 4
     assert uses_index(store)
-    store.close()
 
 
 @pytest.mark.usefixtures("needs_faiss")
 def test_options_of_searches_come_from_the_url_that_opens(tmp_path):
     path = f"{tmp_path}/store"
-    store = create_store(f"{path}?engine=ivf&exact_below=100&n_lists=40&n_probe=1", 12, FINGERPRINT)
+    store = create_store(f"{path}?engine=ivf&exact_below=100&n_lists=40&n_probe=1", 12)
     batch, wanted = records(2000, 12, 1), queries(100, 12, 2)
     store.upsert(batch)
     store.optimise()
@@ -191,23 +190,23 @@ def test_options_of_searches_come_from_the_url_that_opens(tmp_path):
 )
 def test_wrong_options_are_told(query, told, tmp_path):
     with pytest.raises(UserError, match=told):
-        create_store(f"{tmp_path}/store?{query}", 3, FINGERPRINT)
+        create_store(f"{tmp_path}/store?{query}", 3)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_create_and_open_look_first(tmp_path):
     with pytest.raises(UserError, match="names no folder"):
-        create_store("file:?engine=flat", 3, FINGERPRINT)
+        create_store("file:?engine=flat", 3)
     with pytest.raises(UserError, match="there is no .*; create the store first"):
         open_store(f"{tmp_path}/store")
-    create_store(f"{tmp_path}/store?engine=flat", 3, FINGERPRINT).close()
+    create_store(f"{tmp_path}/store?engine=flat", 3).close()
     with pytest.raises(UserError, match="is there already; open it, or give a new or empty folder"):
-        create_store(f"{tmp_path}/store", 3, FINGERPRINT)
+        create_store(f"{tmp_path}/store", 3)
     with pytest.raises(UserError, match="was created with engine=flat, not hnsw; leave the option out"):
         open_store(f"{tmp_path}/store?engine=hnsw")
     (tmp_path / "file").write_text("x")
     with pytest.raises(UserError, match="cannot be created"):
-        create_store(f"{tmp_path}/file", 3, FINGERPRINT)
+        create_store(f"{tmp_path}/file", 3)
     store = open_store(f"{tmp_path}/store")
     store.close()
     with pytest.raises(UserError, match="is closed; open it again"):
@@ -236,7 +235,7 @@ def test_flat_needs_no_faiss_and_the_others_name_the_extra(tmp_path):
 
 def test_a_store_is_made_in_one_transaction(tmp_path):
     """Each waits for the disk."""
-    create_store(f"{tmp_path}/store", 3, FINGERPRINT).close()
+    create_store(f"{tmp_path}/store", 3).close()
     counter = (tmp_path / "store/records.sqlite").read_bytes()[24:28]
     assert int.from_bytes(counter, "big") <= 3  # of changes of the file; one is that to a log
 
@@ -275,7 +274,7 @@ def test_flat_is_exact_whatever_lies_far_away(tmp_path, spoil):
     generator = torch.Generator().manual_seed(3)
     vectors = torch.randn(6000, 64, generator=generator) / 8
     spoil(vectors)
-    store = create_store(f"{tmp_path}/store?memory=100", 64, FINGERPRINT)
+    store = create_store(f"{tmp_path}/store?memory=100", 64)
     ids = tuple(str(i) for i in range(len(vectors)))
     store.upsert(Records(ids, vectors, torch.zeros(len(vectors)), ({},) * len(vectors)))
     wanted = vectors[:12] + torch.randn(12, 64, generator=generator) / 8
@@ -291,7 +290,7 @@ def test_flat_is_exact_whatever_lies_far_away(tmp_path, spoil):
 
 
 def test_optimise_gives_space_back(tmp_path):
-    store, file = create_store(f"{tmp_path}/store", 50, FINGERPRINT), tmp_path / "store/records.sqlite"
+    store, file = create_store(f"{tmp_path}/store", 50), tmp_path / "store/records.sqlite"
     batch = records(4500, 50, 1)
     store.upsert(batch)
     store = StoreContract().reopen(store)
@@ -312,12 +311,11 @@ def test_optimise_gives_space_back(tmp_path):
     assert store.count() == 0
     store.upsert(batch)
     assert_holds(store, by_id(batch))
-    store.close()
 
 
 def test_pages_in_memory_follow_what_is_written(tmp_path):
     """Searches of two openings, after writes of one, on the borders of pages of 4,096 positions."""
-    store = create_store(f"{tmp_path}/store?memory=1", 8, FINGERPRINT)
+    store = create_store(f"{tmp_path}/store?memory=1", 8)
     other, kept = open_store(f"{tmp_path}/store?memory=0"), {}
     for step in range(10):
         batch = records(1500, 8, step, prefix=f"{step % 4}")
@@ -330,12 +328,10 @@ def test_pages_in_memory_follow_what_is_written(tmp_path):
             for filter in (None, Filter({"colour": ("g",)})):
                 assert_nearest(each, kept, queries(2, 8, step), 7, filter)
     assert len(store._blocks) == 2 and not other._blocks
-    store.close()
-    other.close()
 
 
 def test_one_writes_and_others_read(tmp_path):
-    writer = create_store(f"{tmp_path}/store", 4, FINGERPRINT)
+    writer = create_store(f"{tmp_path}/store", 4)
     processor = open_store(f"{tmp_path}/store")
     first, second = records(20, 4, 1), records(30, 4, 2)
     writer.upsert(first)
@@ -353,13 +349,12 @@ def test_one_writes_and_others_read(tmp_path):
     writer.close()
     processor.upsert(first)
     assert_holds(processor, by_id(second, first))
-    processor.close()
 
 
 @pytest.mark.usefixtures("needs_faiss")
 def test_damaged_files_are_named(tmp_path):
     url, folder, batch = f"{tmp_path}/store?engine=hnsw&exact_below=100", tmp_path / "store", records(500, 4, 1)
-    store = create_store(url, 4, FINGERPRINT)
+    store = create_store(url, 4)
     store.upsert(batch)
     store.optimise()
     store.close()
@@ -422,7 +417,7 @@ def test_indexes_are_mapped_not_read(tmp_path):
     ids, payloads = tuple(map(str, range(20_000))), ({},) * 20_000
     for engine in ("hnsw&m=4&ef_construction=8", "ivf&n_lists=20"):
         url = f"{tmp_path}/{engine[:6]}?engine={engine}"
-        store = create_store(url, 200, FINGERPRINT)
+        store = create_store(url, 200)
         store.upsert(Records(ids, vectors, torch.zeros(20_000), payloads))
         store.optimise()
         store.close()
@@ -435,7 +430,7 @@ def test_indexes_are_mapped_not_read(tmp_path):
 def test_a_full_disk_takes_nothing_away(tmp_path):
     resource = pytest.importorskip("resource", reason="needs limits of Unix")
     first, second = records(100, 50, 1), records(400, 50, 2)
-    store = create_store(f"{tmp_path}/store", 50, FINGERPRINT)
+    store = create_store(f"{tmp_path}/store", 50)
     store.upsert(first)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     for most in (24_000, 100_000):
@@ -448,107 +443,26 @@ def test_a_full_disk_takes_nothing_away(tmp_path):
         assert_holds(store, by_id(first))
     store.upsert(second)
     assert_holds(store, by_id(first, second))
-    store.close()
 
 
 def test_a_folder_may_have_a_hash_mark_and_brackets(tmp_path):
     url = f"file:{tmp_path}/a#b [c]%20?memory=4"
-    store = create_store(url, 3, FINGERPRINT)
+    store = create_store(url, 3)
     store.upsert(records(9, 3, 1))
     store.close()
     assert (tmp_path / "a#b [c]%20/records.sqlite").exists()
     assert open_store(url).count() == 9
 
 
-def write_at_random(url, run):
-    """Replaces and deletes items until it is killed, and says what it has done."""
-    store, chance = open_store(url), random.Random(run)
-    print("open", flush=True)
-    for step in itertools.count():
-        n = chance.randint(1, 60)
-        ids = chance.sample(range(500), n)
-        vectors = torch.tensor([[i, run, step] for i in ids], dtype=torch.float32)
-        note = {"run": str(run), "step": str(step)}
-        store.upsert(Records(tuple(f"i{i}" for i in ids), vectors, torch.zeros(n), (note,) * n))
-        print("put", run, step, *ids, flush=True)
-        if step % 4 == 3:
-            gone = chance.sample(range(500), 20)
-            store.delete([f"i{i}" for i in gone])
-            print("gone", run, step, *gone, flush=True)
-        if step % 6 == 5:
-            store.optimise()
-
-
 @pytest.mark.parametrize("engine", ["flat", "ivf"])
-def test_what_was_acknowledged_survives_kill_9(engine, tmp_path):
+def test_processes_that_are_killed_and_others_that_read(engine, tmp_path):
     if engine != "flat":
         pytest.importorskip("faiss", reason="needs the extra faiss")
     every_list = "" if engine == "flat" else "&n_probe=10000"  # What is searched must be found, so in all lists.
-    url = f"{tmp_path}/store?engine={engine}&exact_below=100{every_list}"
-    create_store(url, 3, FINGERPRINT).close()
-    chance, expected, steps = random.Random(4), {}, 0
-    for run in range(4):
-        child = Started(write_at_random, url, run, piped=True)
-        assert child.stdout.readline() == "open\n", child.finish()
-        lines = list(itertools.islice(child.stdout, chance.randint(3, 25)))
-        time.sleep(chance.uniform(0, 0.05))  # So that any moment of a write is as likely.
-        child.kill()
-        lines.extend(child.stdout)
-        assert child.finish() == (-signal.SIGKILL, "")
-        child.stdout.close()
-        for line in (whole for whole in lines if whole.endswith("\n")):  # the last may be torn
-            kind, at, step, *ids = line.split()
-            steps += 1
-            expected |= {f"i{i}": (int(at), int(step)) if kind == "put" else None for i in ids}
-        store = open_store(url)
-        stored = {}
-        for part in store.scan(batch=37):
-            for key, vector, payload in zip(part.ids, part.vectors.tolist(), part.payloads, strict=True):
-                assert key not in stored
-                stored[key] = (int(payload["run"]), int(payload["step"]))
-                assert vector == [float(key[1:]), *map(float, stored[key])]
-        # The one write that was under way may be there as a whole, or not at all.
-        ahead = {key: stored.get(key) for key in stored.keys() | expected if stored.get(key) != expected.get(key)}
-        assert len(set(ahead.values())) <= 1, ahead
-        assert (
-            ahead == {}
-            or set(ahead.values()) == {None}
-            or max(ahead.values()) > max(filter(None, expected.values()), default=(-1, 0))
-        )
-        expected |= ahead
-        kept = by_id(*store.scan())
-        assert store.count() == len(kept) == len([v for v in expected.values() if v])
-        for at in range(0, 500, 50):
-            assert_nearest(store, kept, torch.tensor([[float(at), run, 3.0]]), 5)
-        store.close()
-    assert steps > 8
-
-
-@pytest.mark.parametrize("engine", ["flat", "ivf"])
-def test_others_read_while_a_process_writes(engine, tmp_path):
-    if engine != "flat":
-        pytest.importorskip("faiss", reason="needs the extra faiss")
-    url = f"{tmp_path}/store?engine={engine}&exact_below=100"
-    create_store(url, 3, FINGERPRINT).close()
-    child = Started(write_at_random, url, 1, piped=True)
-    assert child.stdout.readline() == "open\n"
-    store, acknowledged, step = open_store(url), {}, 0
-    while int(step) < 14:
-        kind, _, step, *ids = child.stdout.readline().split()
-        acknowledged |= {f"i{i}": int(step) if kind == "put" else None for i in ids}
-        there = [key for key, at in acknowledged.items() if at is not None]
-        found = store.get(there)
-        for key, payload, vector in zip(found.ids, found.payloads, found.vectors.tolist(), strict=True):
-            assert int(payload["step"]) >= acknowledged[key] and vector == [float(key[1:]), 1.0, float(payload["step"])]
-        for some in store.search(torch.tensor([[250.0, 1.0, int(step)], [7.0, 1.0, 0.0]]), 9, Filter({"run": ("1",)})):
-            assert len(set(some.ids)) == len(some) == min(9, len(there)) or len(there) < 60
-        scanned = [key for part in store.scan(batch=50) for key in part.ids]
-        assert len(scanned) == len(set(scanned))
-    assert child.running
-    child.kill()
-    child.finish()
-    child.stdout.close()
-    store.close()
+    for name, check in (("a", lambda url: assert_survives_kills(url, 4)), ("b", assert_others_read)):
+        url = f"{tmp_path}/{name}?engine={engine}&exact_below=100{every_list}"
+        create_store(url, 3).close()
+        check(url)
 
 
 def write_and_wait(url):
@@ -561,7 +475,7 @@ def write_and_wait(url):
 
 def test_a_second_writer_is_told_who_writes(tmp_path):
     url = f"file:{tmp_path}/store"
-    create_store(url, 4, FINGERPRINT).close()
+    create_store(url, 4).close()
     process = Started(write_and_wait, url, piped=True)
     pid = int(process.stdout.readline())
     store = open_store(url)
@@ -577,7 +491,6 @@ def test_a_second_writer_is_told_who_writes(tmp_path):
         process.finish()
     store.upsert(records(2, 4, 6))
     assert store.count() == 2
-    store.close()
 
 
 def counted_by_a_reader(folder):
@@ -610,7 +523,7 @@ def test_who_may_only_read_the_folder_can_read_the_store(request):
     folder = Path(tempfile.mkdtemp(prefix="sfumato-group-", dir="/tmp"))
     request.addfinalizer(lambda: shutil.rmtree(folder))
     folder.chmod(0o755)
-    store = create_store(f"file:{folder}/store", 4, FINGERPRINT)
+    store = create_store(f"file:{folder}/store", 4)
     assert counted_by_a_reader(folder / "store") == "0"
     store.upsert(records(9, 4, 1))
     assert counted_by_a_reader(folder / "store") == "9"

@@ -1,12 +1,5 @@
 import pytest
-from support.serving import (
-    embedding_sources,
-    make_collection,
-    make_embedding_run,
-    make_run,
-    read_only,
-    served,
-)
+from support.serving import embedding_sources, make_collection, make_embedding_run, make_run, read_only, served
 
 from sfumato.serve.answering import open_sources
 

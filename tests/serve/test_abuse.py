@@ -40,10 +40,6 @@ def test_without_a_key_no_body_is_awaited(sources):
                 answer = connection.recv(10_000)
             assert int(answer.split()[1]) == status and b"application/problem+json" in answer, line
             assert status == 401 or b"connection: close" in answer.lower()
-
-
-def test_with_a_key_bodies_are_read_where_they_belong(sources):
-    with served(sources, keys=(KEY,)) as client:
         for line, status in (("GET /v1/info HTTP/1.1", b"413"), ("DELETE /v1/items/0 HTTP/1.1", b"413"),
                              ("POST /metrics HTTP/1.1", b"405"), ("POST /nothing HTTP/1.1", b"404")):  # fmt: skip
             with idle(client, line, headers=[f"X-API-Key: {KEY}"]) as connection:
@@ -105,7 +101,7 @@ def test_the_memory_of_large_bodies_goes_back(sources, monkeypatch):
 
 
 def test_responses_are_bounded(sources):
-    with served(sources, max_records=60, max_results=40, max_response_bytes=300) as client:
+    with served(sources, max_records=60, max_results=40, max_response_bytes=140) as client:
         ask = {"queries": [{"text": "a"}] * 7, "max_results": 9}
         told = problem(client.post("/v1/search", json=ask), 422)
         assert "7 queries with 9 results each are more than the limit of 60 in all; send fewer" in told["detail"]
@@ -116,7 +112,9 @@ def test_responses_are_bounded(sources):
         assert len(alone["conformal_set"]["hits"]) == 40
         texts = {"queries": [{"text": "a"}] * 3, "gallery": "texts"}  # 27 payloads of about 16 characters.
         told = problem(client.post("/v1/search", json=texts), 422)
-        assert "the payloads of the response have more than 300 bytes" in told["detail"]
+        assert "the payloads of the response have more than 140 bytes" in told["detail"]
+        told = problem(client.get("/v1/items?gallery=texts&limit=1000"), 422)
+        assert told["errors"][0]["where"] == "limit" and "more than 140 bytes" in told["detail"]
 
 
 def test_the_pictures_of_a_request_share_a_budget(sources):

@@ -101,7 +101,10 @@ def test_keys_of_a_file(tmp_path):
     assert read_keys(None, f" {KEY} ") == ((KEY,), ())
     assert read_keys(None, f"read:{READER}") == ((), (READER,))
     assert read_keys(None, None) == read_keys(None, " ") == ((), ())
-    for bad in ("read:short", "write:", "read:"):
+    file.write_text("\n")
+    with pytest.raises(UserError, match="holds no key"):
+        read_keys(file, None)
+    for bad in ("read:short", "short", "write:", "read:"):
         file.write_text(f"{bad}\n")
         with pytest.raises(UserError, match="at least 8"):
             keys, reading_keys = read_keys(file, None)
@@ -110,9 +113,3 @@ def test_keys_of_a_file(tmp_path):
         Settings(keys=(KEY,), reading_keys=(KEY,))
     assert KEY not in str(error.value)
     assert KEY not in repr(Settings(keys=(KEY,))) and READER not in repr(Settings(reading_keys=(READER,)))
-
-
-def test_reading_keys_alone_are_keys(sources):
-    with served(sources, reading_keys=(READER,)) as client:
-        problem(client.get("/v1/info"), 401)
-        assert told(as_reader(client)) == ("read", False)

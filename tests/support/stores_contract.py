@@ -2,21 +2,29 @@
 
     class TestMine(StoreContract):
         def create(self, tmp_path, dim):
-            return create_store(f"mine:{tmp_path}/store", dim, FINGERPRINT)
+            return create_store(f"mine:{tmp_path}/store", dim)
 
 Galleries are small, so that an approximate store, set to be thorough, must find what brute force in float64 finds.
 """
 
+import itertools
+import random
+import signal
 import socket
 import threading
+import time
 
 import numpy as np
 import pytest
 import torch
 
-from sfumato.search.stores.protocol import Filter, Records, open_store
+from sfumato.search.stores import protocol
+from sfumato.search.stores.protocol import Filter, Records
+from support.processes import Started
 
 FINGERPRINT = 'csd of model "é", centre 1a2b'
+made = []
+"""Stores of the test that runs; a fixture closes them at its end."""
 AWKWARD = (
     "plain",
     "with space",
@@ -30,6 +38,16 @@ AWKWARD = (
     "line\nbreak",
     "a" * 200,
 )
+
+
+def create_store(url, dim):
+    made.append(protocol.create_store(url, dim, FINGERPRINT))
+    return made[-1]
+
+
+def open_store(url):
+    made.append(protocol.open_store(url))
+    return made[-1]
 
 
 def records(n, dim, seed, *, prefix="item"):
@@ -123,7 +141,6 @@ class StoreBasics:
         store.optimise()
         assert_nearest(store, kept, queries(4, dim, 1), k)
         assert_holds(store, kept)
-        store.close()
 
     def test_upsert_replaces_as_a_whole(self, tmp_path):
         store, first, second = self.create(tmp_path, 6), records(50, 6, 2), records(30, 6, 3)
@@ -137,7 +154,6 @@ class StoreBasics:
             assert_nearest(store, kept, wanted, 12)
         store.optimise()
         assert_nearest(store, kept, first.vectors[:5], 12)
-        store.close()
 
     def test_filters_agree_with_the_filter(self, tmp_path):
         store, batch = self.create(tmp_path, 5), records(70, 5, 8)
@@ -162,7 +178,6 @@ class StoreBasics:
                 assert sorted(scanned) == sorted(fitting), filter
                 assert_nearest(store, kept, queries(3, 5, 9), 8, filter)
             store.optimise()
-        store.close()
 
 
 class StoreContract(StoreBasics):
@@ -179,8 +194,6 @@ class StoreContract(StoreBasics):
         store.optimise()
         assert store.count(Filter({"colour": ("r",)})) == 0
         assert store.search(torch.empty(0, 5), 3) == []
-        store.close()
-        store.close()
 
     def test_deleted_items_are_gone(self, tmp_path):
         store, batch = self.create(tmp_path, 6), records(60, 6, 5)
@@ -199,7 +212,6 @@ class StoreContract(StoreBasics):
         store.optimise()
         assert_holds(store, kept)
         assert_nearest(store, kept, batch.vectors[:6], 100)
-        store.close()
 
     def test_get_keeps_the_order_asked_for(self, tmp_path):
         store, batch = self.create(tmp_path, 4), records(20, 4, 6)
@@ -209,7 +221,6 @@ class StoreContract(StoreBasics):
             by_id(batch),
             ["item-17", "item-3", "item-11"],
         )
-        store.close()
 
     def test_awkward_texts_come_back(self, tmp_path):
         store, batch = self.create(tmp_path, 3), records(len(AWKWARD), 3, 11)
@@ -224,7 +235,6 @@ class StoreContract(StoreBasics):
             assert store.get([text]).ids == (text,)
             assert store.delete([text]) == 1
             assert store.count() == len(AWKWARD) - i - 1
-        store.close()
 
     def test_opening_again_keeps_everything(self, tmp_path):
         store, first, second = self.create(tmp_path, 6), records(40, 6, 12), records(9, 6, 13, prefix="late")
@@ -241,7 +251,6 @@ class StoreContract(StoreBasics):
         kept |= by_id(records(5, 6, 15))
         store = self.reopen(store)
         assert_holds(store, kept)
-        store.close()
 
     def test_another_dimension_is_refused(self, tmp_path):
         store = self.create(tmp_path, 6)
@@ -253,7 +262,6 @@ class StoreContract(StoreBasics):
         with pytest.raises(ValueError, match="k must be at least 1, got 0"):
             store.search(queries(2, 6, 0), 0)
         assert_holds(store, by_id(records(5, 6, 16)))
-        store.close()
 
     def test_threads_search_while_one_writes(self, tmp_path):
         dim, wanted = 8, queries(2, 8, 20)
@@ -287,7 +295,6 @@ class StoreContract(StoreBasics):
         kept = by_id(base, *late)
         assert_holds(store, kept)
         assert_nearest(store, kept, wanted, 20)
-        store.close()
 
 
 def free_port():
@@ -329,3 +336,84 @@ def assert_nothing_lost(store, said):
         wanted = records(25, 6, i, prefix=f"batch{i}")
         found = store.get(wanted.ids[1:])
         assert found.ids == wanted.ids[1:] and torch.equal(found.vectors, wanted.vectors[1:])
+
+
+def write_at_random(url, run):
+    """Replaces and deletes items until it is killed, and says what it has done."""
+    store, chance = open_store(url), random.Random(run)
+    print("open", flush=True)
+    for step in itertools.count():
+        n = chance.randint(1, 60)
+        ids = chance.sample(range(500), n)
+        vectors = torch.tensor([[i, run, step] for i in ids], dtype=torch.float32)
+        note = {"run": str(run), "step": str(step)}
+        store.upsert(Records(tuple(f"i{i}" for i in ids), vectors, torch.zeros(n), (note,) * n))
+        print("put", run, step, *ids, flush=True)
+        if step % 4 == 3:
+            gone = chance.sample(range(500), 20)
+            store.delete([f"i{i}" for i in gone])
+            print("gone", run, step, *gone, flush=True)
+        if step % 6 == 5:
+            store.optimise()
+
+
+def assert_survives_kills(url, runs, nearest=True):
+    """A process that writes is killed: what it has said is there, each write as a whole."""
+    chance, expected, steps = random.Random(4), {}, 0
+    for run in range(runs):
+        child = Started(write_at_random, url, run, piped=True)
+        assert child.stdout.readline() == "open\n", child.finish()
+        lines = list(itertools.islice(child.stdout, chance.randint(3, 25)))
+        time.sleep(chance.uniform(0, 0.05))  # So that any moment of a write is as likely.
+        child.kill()
+        lines.extend(child.stdout)
+        assert child.finish() == (-signal.SIGKILL, "")
+        child.stdout.close()
+        for line in (whole for whole in lines if whole.endswith("\n")):  # the last may be torn
+            kind, at, step, *ids = line.split()
+            steps += 1
+            expected |= {f"i{i}": (int(at), int(step)) if kind == "put" else None for i in ids}
+        store = open_store(url)
+        stored = {}
+        for part in store.scan(batch=37):
+            for key, vector, payload in zip(part.ids, part.vectors.tolist(), part.payloads, strict=True):
+                assert key not in stored
+                stored[key] = (int(payload["run"]), int(payload["step"]))
+                assert vector == [float(key[1:]), *map(float, stored[key])]
+        # The one write that was under way may be there as a whole, or not at all.
+        ahead = {key: stored.get(key) for key in stored.keys() | expected if stored.get(key) != expected.get(key)}
+        assert len(set(ahead.values())) <= 1, ahead
+        assert (
+            ahead == {}
+            or set(ahead.values()) == {None}
+            or max(ahead.values()) > max(filter(None, expected.values()), default=(-1, 0))
+        )
+        expected |= ahead
+        kept = by_id(*store.scan())
+        assert store.count() == len(kept) == len([v for v in expected.values() if v])
+        for at in range(0, 500, 50) if nearest else ():
+            assert_nearest(store, kept, torch.tensor([[float(at), run, 3.0]]), 5)
+        store.close()
+    assert steps > 8
+
+
+def assert_others_read(url):
+    """While a process writes, another one finds what was acknowledged, each item once and of one write."""
+    child = Started(write_at_random, url, 1, piped=True)
+    assert child.stdout.readline() == "open\n"
+    store, acknowledged, step = open_store(url), {}, 0
+    while int(step) < 14:
+        kind, _, step, *ids = child.stdout.readline().split()
+        acknowledged |= {f"i{i}": int(step) if kind == "put" else None for i in ids}
+        there = [key for key, at in acknowledged.items() if at is not None]
+        found = store.get(there)
+        for key, payload, vector in zip(found.ids, found.payloads, found.vectors.tolist(), strict=True):
+            assert int(payload["step"]) >= acknowledged[key] and vector == [float(key[1:]), 1.0, float(payload["step"])]
+        for some in store.search(torch.tensor([[250.0, 1.0, int(step)], [7.0, 1.0, 0.0]]), 9, Filter({"run": ("1",)})):
+            assert len(set(some.ids)) == len(some) == min(9, len(there)) or len(there) < 60
+        scanned = [key for part in store.scan(batch=50) for key in part.ids]
+        assert len(scanned) == len(set(scanned))
+    assert child.running
+    child.kill()
+    child.finish()
+    child.stdout.close()
