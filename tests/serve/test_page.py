@@ -506,7 +506,7 @@ def test_problems_in_plain_words(visit, service):
     page.get_by_role("button", name="Try again").click()
     expect(panel(page).locator(".hit")).to_have_count(24)
     page.route("**/v1/search", lambda route: route.fulfill(status=502, body="<h1>no JSON</h1>"))
-    enter(page, "anything")
+    enter(page, "something")
     alerted(page, "The service answered 502")
     page.route("**/v1/search", lambda route: route.abort())
     page.get_by_role("button", name="Try again").click()
