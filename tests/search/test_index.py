@@ -137,7 +137,7 @@ def test_approximate_engines_find_nine_of_ten(engine, tail):
 
 def test_more_effort_finds_more_and_seeds_are_kept():
     pytest.importorskip("faiss", reason="needs the extra faiss")
-    data, queries = torch.randn(3000, 6), torch.randn(100, 6)
+    data, queries = (torch.randn(n, 6, generator=torch.Generator().manual_seed(n)) for n in (3000, 100))
     top = torch.cdist(queries.double(), data.double()).argsort(1)[:, :10]
 
     def found(engine, **numbers):
