@@ -218,12 +218,12 @@ def test_create_and_open_look_first(tmp_path):
 def without_faiss(folder):
     assert "faiss" not in sys.modules  # nothing has asked for it so far
     sys.modules["faiss"] = None
-    store = create_store(f"{folder}/flat", 2, "")
+    store = create_store(f"{folder}/flat", 2)
     store.upsert(Records(("a", "b"), torch.tensor([[0.0, 1.0], [5.0, 5.0]]), torch.zeros(2), ({}, {})))
     store.optimise()
     print(store.search(torch.tensor([[5.0, 4.0]]), 1)[0].ids)
     try:
-        create_store(f"{folder}/hnsw?engine=hnsw", 2, "")
+        create_store(f"{folder}/hnsw?engine=hnsw", 2)
     except UserError as error:
         print(error)
 

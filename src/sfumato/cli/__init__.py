@@ -12,11 +12,10 @@ from collections.abc import MutableMapping
 from pathlib import Path
 
 from sfumato.cli import (  # noqa: F401  They register their commands.
-    embed_commands,
     evaluate_commands,
+    model_commands,
     search_commands,
     study_commands,
-    train_commands,
 )
 from sfumato.cli.common import app
 from sfumato.errors import RunFailedError, UserError, explain_os_error, printable

@@ -75,6 +75,7 @@ HelpAll = Annotated[
 
 
 def flag(
+    default: Any,
     help: str,
     *names: str,
     metavar: str | None = None,
@@ -83,23 +84,25 @@ def flag(
     hidden: bool = False,
     show_default: bool | str = True,
 ) -> Any:
-    """An option of a command."""
-    return typer.Option(*names, help=help, metavar=metavar, min=min, max=max, hidden=hidden, show_default=show_default)
+    """An option of a command; its default is ... if it must be given, and in an annotation."""
+    return typer.Option(
+        default, *names, help=help, metavar=metavar, min=min, max=max, hidden=hidden, show_default=show_default
+    )
 
 
 rare = functools.partial(flag, hidden=True)
 """An option that --help leaves out and --help-all shows."""
 
 
-def word(help: str, metavar: str) -> Any:
+def word(default: Any, help: str, metavar: str) -> Any:
     """An argument of a command."""
-    return typer.Argument(help=help, metavar=metavar)
+    return typer.Argument(default, help=help, metavar=metavar)
 
 
-def _option(hint: Any) -> Any:
+def _option(name: str, hint: Any, default: Any) -> tuple[str, Any, Any]:
     """A field that is annotated with a text alone is a rare option with that help."""
-    (info,) = hint.__metadata__
-    return Annotated[hint.__origin__, rare(info)] if isinstance(info, str) else hint
+    texts = [info for info in getattr(hint, "__metadata__", ()) if isinstance(info, str)]
+    return (name, hint.__origin__, rare(default, texts[0])) if texts else (name, hint, default)
 
 
 def command(of: typer.Typer | None = None) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -112,12 +115,10 @@ def command(of: typer.Typer | None = None) -> Callable[[Callable[..., None]], Ca
         for name, parameter in inspect.signature(function).parameters.items():
             if name in parts:
                 own = get_type_hints(parts[name], include_extras=True)
-                taken += [
-                    (field.name, _option(own[field.name]), _default(field)) for field in dataclasses.fields(parts[name])
-                ]
+                taken += [_option(f.name, own[f.name], _default(f)) for f in dataclasses.fields(parts[name])]
             else:
                 taken.append((name, hints[name], parameter.default))
-        if any(getattr(info, "hidden", False) and info.help for _, hint, _ in taken for info in hint.__metadata__):
+        if any(getattr(default, "hidden", False) and default.help for _, _, default in taken):
             taken.append(("help_all", HelpAll, False))
 
         @functools.wraps(function)
@@ -202,38 +203,40 @@ def _options(
     """Options of all commands."""
 
 
-RecipeName = Annotated[str, word("Path of a recipe, or name of a recipe of the package.", "RECIPE")]
+RecipeName = Annotated[str, word(..., "Path of a recipe, or name of a recipe of the package.", "RECIPE")]
 Overrides = Annotated[
-    list[str] | None, word("Changes to the recipe, e.g. train.epochs=10 loss.alpha=0.01.", "SECTION.KEY=VALUE")
+    list[str] | None, word(..., "Changes to the recipe, e.g. train.epochs=10 loss.alpha=0.01.", "SECTION.KEY=VALUE")
 ]
 ModelName = Annotated[
     str,
     word(
+        ...,
         "Folder of a run or of an exported or published model, file of a released checkpoint, or name on the"
         " Hugging Face hub.",
         "MODEL",
     ),
 ]
-RunFolder = Annotated[Path, word("Folder of a run.", "RUN")]
+RunFolder = Annotated[Path, word(..., "Folder of a run.", "RUN")]
 DataRecipe = Annotated[
-    str | None, flag("Recipe (path or name) that names the data. Default: the data of the run.", metavar="RECIPE")
+    str | None, flag(..., "Recipe (path or name) that names the data. Default: the data of the run.", metavar="RECIPE")
 ]
 DataOverrides = Annotated[
     list[str] | None,
     word(
+        ...,
         "With --data: changes to that recipe, e.g. data.path=my.jsonl. Without it: where the data of the run are now.",
         "SECTION.KEY=VALUE",
     ),
 ]
-Split = Annotated[str, flag("Split of the data.")]
+Split = Annotated[str, flag(..., "Split of the data.")]
 UNCERTAINTY = "Uncertainty of queries: total_variance (PCME++), geometric_std (PCME) or log_det (probabilistic VSE++)."
 Bootstrap = Annotated[
-    int, flag("Number of bootstrap resamples for the confidence intervals; 0 for no intervals.", min=0)
+    int, flag(..., "Number of bootstrap resamples for the confidence intervals; 0 for no intervals.", min=0)
 ]
-Seed = Annotated[int, flag("Seed of all random choices.", min=0)]
-Device = Annotated[str, flag("Where to compute: auto, cpu, cuda or mps.")]
+Seed = Annotated[int, flag(..., "Seed of all random choices.", min=0)]
+Device = Annotated[str, flag(..., "Where to compute: auto, cpu, cuda or mps.")]
 INSTANCES = "COCO's instances_*.json, to add PMRP; may be given several times."
-AsJson = Annotated[bool, flag("Print the result as JSON.", "--json")]
+AsJson = Annotated[bool, flag(..., "Print the result as JSON.", "--json")]
 
 TIMEOUT_MINUTES = 30.0
 """Longest time that one process of an evaluation waits for another one, in minutes."""

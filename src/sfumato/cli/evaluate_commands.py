@@ -155,6 +155,7 @@ app.add_typer(evaluate, name="evaluate")
 Distance = Annotated[
     str | None,
     flag(
+        ...,
         "Distance to rank by; match_probability: PCME's, with the logits of the run. Default: the model's own.",
         "--distance",
         "--score",
@@ -166,27 +167,22 @@ Distance = Annotated[
 class BenchmarkFlags:
     """A benchmark and its ground truths."""
 
-    benchmark: Annotated[str | None, flag("Benchmark: coco, flickr30k, flickr8k, cub or emoji.")] = None
-    annotations: Annotated[Path | None, flag("File or folder with the benchmark's annotations.")] = None
-    instances: Annotated[list[Path] | None, rare(INSTANCES)] = None
-    classes: Annotated[
-        Path | None,
-        rare(
-            "CUB: folder of the lists testclasses.txt, trainvalclasses.txt, ..., from which --split chooses (test,"
-            " seen, train, train1, val1, ...), or a file of class names."
-        ),
-    ] = None
-    metrics: Annotated[
-        str | None,
-        rare("Metrics, separated by commas, e.g. recall@1,map@r. Default: those of the ground truth."),
-    ] = None
-    rpc2: Annotated[
-        str,
-        rare(
-            "COCO: matches of RPC²: union, CxC's and COCO's own pairs, as in the paper; or cxc, CxC's alone. The"
-            " others stand beside, as rpc2_cxc or rpc2_union.",
-        ),
-    ] = "union"
+    benchmark: str | None = flag(None, "Benchmark: coco, flickr30k, flickr8k, cub or emoji.")
+    annotations: Path | None = flag(None, "File or folder with the benchmark's annotations.")
+    instances: list[Path] | None = rare(None, INSTANCES)
+    classes: Path | None = rare(
+        None,
+        "CUB: folder of the lists testclasses.txt, trainvalclasses.txt, ..., from which --split chooses (test,"
+        " seen, train, train1, val1, ...), or a file of class names.",
+    )
+    metrics: str | None = rare(
+        None, "Metrics, separated by commas, e.g. recall@1,map@r. Default: those of the ground truth."
+    )
+    rpc2: str = rare(
+        "union",
+        "COCO: matches of RPC²: union, CxC's and COCO's own pairs, as in the paper; or cxc, CxC's alone. The"
+        " others stand beside, as rpc2_cxc or rpc2_union.",
+    )
 
     def read(self, split: str) -> "Benchmark | None":
         """The ground truths that a model is to be evaluated against; None for those of its split."""
@@ -209,40 +205,32 @@ class BenchmarkFlags:
 class MoreFlags:
     """What an evaluation measures beside the distance."""
 
-    strategies: Annotated[
-        str | None,
-        flag(
-            "Search strategies to compare: all (those for large galleries), pcme (those of PCME's table E.1), or some"
-            " of mean, wasserstein2, csd, faiss_mean, faiss_rerank, faiss_lifted, kl, js, elk, bhattacharyya,"
-            " average_l2, match_probability, separated by commas."
-        ),
-    ] = None
-    engine: Annotated[str, rare("Engine of the FAISS strategies: ivf, hnsw or exact.")] = "ivf"
-    candidates: Annotated[int, rare("Number of candidates that FAISS returns to be re-ranked.", min=1)] = 100
-    per_query: Annotated[Path | None, flag("File to write the results of single queries to: .parquet or .csv.")] = None
-    compare: Annotated[
-        str | None,
-        flag(
-            "Compare query by query with a file that --per-query wrote or, for a model, with another run.",
-            metavar="RUN_OR_FILE",
-        ),
-    ] = None
-    published: Annotated[bool, rare("Show the papers' figures for this data beside the own ones.", "--published")] = (
-        False
+    strategies: str | None = flag(
+        None,
+        "Search strategies to compare: all (those for large galleries), pcme (those of PCME's table E.1), or some"
+        " of mean, wasserstein2, csd, faiss_mean, faiss_rerank, faiss_lifted, kl, js, elk, bhattacharyya,"
+        " average_l2, match_probability, separated by commas.",
     )
-    published_tables: Annotated[
-        str | None, rare("Published tables to show, separated by commas, e.g. 'PCME++ C.3,PCME E.4'.")
-    ] = None
-    uncertainty: Annotated[str, rare(UNCERTAINTY)] = "total_variance"
-    samples: Annotated[
-        int | None,
-        rare(
-            "Number of samples of each embedding for average_l2 and match_probability. Default: as in training; 7 for"
-            " a released model of PCME, 8 for average_l2.",
-            min=1,
-        ),
-    ] = None
-    seed: Annotated[int, rare("Seed of these samples.", min=0)] = 0
+    engine: str = rare("ivf", "Engine of the FAISS strategies: ivf, hnsw or exact.")
+    candidates: int = rare(100, "Number of candidates that FAISS returns to be re-ranked.", min=1)
+    per_query: Path | None = flag(None, "File to write the results of single queries to: .parquet or .csv.")
+    compare: str | None = flag(
+        None,
+        "Compare query by query with a file that --per-query wrote or, for a model, with another run.",
+        metavar="RUN_OR_FILE",
+    )
+    published: bool = rare(False, "Show the papers' figures for this data beside the own ones.", "--published")
+    published_tables: str | None = rare(
+        None, "Published tables to show, separated by commas, e.g. 'PCME++ C.3,PCME E.4'."
+    )
+    uncertainty: str = rare("total_variance", UNCERTAINTY)
+    samples: int | None = rare(
+        None,
+        "Number of samples of each embedding for average_l2 and match_probability. Default: as in training; 7 for"
+        " a released model of PCME, 8 for average_l2.",
+        min=1,
+    )
+    seed: int = rare(0, "Seed of these samples.", min=0)
 
     def more(self) -> "More":
         """The extras of an evaluation."""
@@ -259,19 +247,17 @@ class MoreFlags:
 @command(evaluate)
 def run(
     *,
-    run: Annotated[str, word("Folder of a run.", "RUN")],
-    overrides: Annotated[
-        list[str] | None, word("Where the data of the run are now, e.g. data.path=my.jsonl.", "DATA.KEY=VALUE")
-    ] = None,
+    run: str = word(..., "Folder of a run.", "RUN"),
+    overrides: list[str] | None = word(
+        None, "Where the data of the run are now, e.g. data.path=my.jsonl.", "DATA.KEY=VALUE"
+    ),
     split: Split = "test",
     distance: Distance = None,
-    seeds: Annotated[
-        list[Path] | None,
-        flag(
-            "Another run of the same recipe; may be given several times. Prints mean ± standard deviation.",
-            metavar="RUN",
-        ),
-    ] = None,
+    seeds: list[Path] | None = flag(
+        None,
+        "Another run of the same recipe; may be given several times. Prints mean ± standard deviation.",
+        metavar="RUN",
+    ),
     benchmark: BenchmarkFlags,
     beside: MoreFlags,
     device: Device = "auto",
@@ -313,36 +299,27 @@ def model(
 @command(evaluate)
 def files(
     *,
-    images: Annotated[
-        str | None, flag("Image embeddings: .npy, .parquet, .safetensors or FILE.safetensors:TENSOR.")
-    ] = None,
-    texts: Annotated[str | None, flag("Text embeddings, in the same formats.")] = None,
-    image_ids: Annotated[
-        Path | None,
-        flag("Ids of the images: .txt, .json or .npy. Default: those of the ground truth, in its order."),
-    ] = None,
-    text_ids: Annotated[Path | None, flag("Ids of the texts, with the same formats and default.")] = None,
-    image_log_var: Annotated[
-        Path | None, rare("Log variances of the images: .npy. Default: none; the images are points.")
-    ] = None,
-    text_log_var: Annotated[
-        Path | None, rare("Log variances of the texts: .npy. Default: none; the texts are points.")
-    ] = None,
-    ranked: Annotated[
-        Path | None,
-        flag('Or ranked lists instead of embeddings, JSON: {"i2t": {image: [texts]}, "t2i": {text: [images]}}.'),
-    ] = None,
-    truth: Annotated[Path | None, flag("Ground truth: .csv of image,text or .json of {image: [texts]}.")] = None,
+    images: str | None = flag(None, "Image embeddings: .npy, .parquet, .safetensors or FILE.safetensors:TENSOR."),
+    texts: str | None = flag(None, "Text embeddings, in the same formats."),
+    image_ids: Path | None = flag(
+        None, "Ids of the images: .txt, .json or .npy. Default: those of the ground truth, in its order."
+    ),
+    text_ids: Path | None = flag(None, "Ids of the texts, with the same formats and default."),
+    image_log_var: Path | None = rare(None, "Log variances of the images: .npy. Default: none; the images are points."),
+    text_log_var: Path | None = rare(None, "Log variances of the texts: .npy. Default: none; the texts are points."),
+    ranked: Path | None = flag(
+        None, 'Or ranked lists instead of embeddings, JSON: {"i2t": {image: [texts]}, "t2i": {text: [images]}}.'
+    ),
+    truth: Path | None = flag(None, "Ground truth: .csv of image,text or .json of {image: [texts]}."),
     given: BenchmarkFlags,
-    split: Annotated[str, rare("Split of a benchmark that has several.")] = "test",
-    score: Annotated[
-        str | None,
-        flag("What to rank by: a distance, match_probability, cosine or dot. Default: csd.", "--score", "--distance"),
-    ] = None,
+    split: str = rare("test", "Split of a benchmark that has several."),
+    score: str | None = flag(
+        None, "What to rank by: a distance, match_probability, cosine or dot. Default: csd.", "--score", "--distance"
+    ),
     beside: MoreFlags,
-    logit_scale: Annotated[float | None, rare("For match_probability: scale of the match logits.")] = None,
-    logit_bias: Annotated[float, rare("For match_probability: bias of the match logits.")] = 0.0,
-    device: Annotated[str, rare("Where to compute: auto, cpu, cuda or mps.")] = "auto",
+    logit_scale: float | None = rare(None, "For match_probability: scale of the match logits."),
+    logit_bias: float = rare(0.0, "For match_probability: bias of the match logits."),
+    device: str = rare("auto", "Where to compute: auto, cpu, cuda or mps."),
     as_json: AsJson = False,
 ) -> None:
     """Evaluate embeddings or ranked lists from files.
@@ -554,18 +531,16 @@ def _evaluate_seeds(
 @command()
 def trust(
     on: OnData,
-    queries: Annotated[str, flag("Queries whose uncertainty is measured: text, image or both.")] = "both",
+    queries: str = flag("both", "Queries whose uncertainty is measured: text, image or both."),
     bootstrap: Bootstrap = 1000,
-    corrupted: Annotated[
-        int | None,
-        flag(
-            "Number of queries to corrupt and embed again in each way; 0 for none.",
-            min=0,
-            show_default="200 with --details or --json, else 0",
-        ),
-    ] = None,
+    corrupted: int | None = flag(
+        None,
+        "Number of queries to corrupt and embed again in each way; 0 for none.",
+        min=0,
+        show_default="200 with --details or --json, else 0",
+    ),
     seed: Seed = 0,
-    details: Annotated[bool, flag("After the summary, print the tables of all figures.", "--details")] = False,
+    details: bool = flag(False, "After the summary, print the tables of all figures.", "--details"),
     as_json: AsJson = False,
 ) -> None:
     """Measure what probabilities and uncertainties are worth.

@@ -4,7 +4,6 @@ import json
 import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated
 
 from sfumato.cli.common import (
     AsJson,
@@ -28,33 +27,25 @@ from sfumato.serve.settings import Limits, Settings, read_keys, require_extra
 class IndexFlags:
     """What is indexed, and where."""
 
-    images: Annotated[
-        Path | None,
-        flag("Folder of images, with all its subfolders; for a model that reads embeddings, a file or folder of them."),
-    ] = None
-    split: Annotated[str | None, flag("Or, for a run, the images of this split of its data; all for all splits.")] = (
-        None
+    images: Path | None = flag(
+        None, "Folder of images, with all its subfolders; for a model that reads embeddings, a file or folder of them."
     )
-    texts: Annotated[Path | None, flag("Or a file with one text per line, to be searched by image.")] = None
-    embeddings: Annotated[Path | None, flag("Or a folder that sfumato embed has written.")] = None
-    engine: Annotated[
-        str | None,
-        flag(
-            "Engine of an index: exact, hnsw or ivf. All but exact need the extra faiss. Default: exact."
-            " Not with --store."
-        ),
-    ] = None
-    store: Annotated[
-        str | None,
-        flag(
-            "Fill a collection in a vector store instead, where items can be added and deleted: file: (in the"
-            " folder), file:?engine=hnsw, milvus:PATH.db, milvus+http://host:19530/NAME,"
-            " postgresql://user@host/database?table=NAME, redis://host:6379/0?means=PATH.",
-            metavar="URL",
-        ),
-    ] = None
-    add: Annotated[bool, flag("Add to the collection that --out holds already.", "--add")] = False
-    force: Annotated[bool, flag("Replace an index that --out holds already.", "--force")] = False
+    split: str | None = flag(None, "Or, for a run, the images of this split of its data; all for all splits.")
+    texts: Path | None = flag(None, "Or a file with one text per line, to be searched by image.")
+    embeddings: Path | None = flag(None, "Or a folder that sfumato embed has written.")
+    engine: str | None = flag(
+        None,
+        "Engine of an index: exact, hnsw or ivf. All but exact need the extra faiss. Default: exact. Not with --store.",
+    )
+    store: str | None = flag(
+        None,
+        "Fill a collection in a vector store instead, where items can be added and deleted: file: (in the"
+        " folder), file:?engine=hnsw, milvus:PATH.db, milvus+http://host:19530/NAME,"
+        " postgresql://user@host/database?table=NAME, redis://host:6379/0?means=PATH.",
+        metavar="URL",
+    )
+    add: bool = flag(False, "Add to the collection that --out holds already.", "--add")
+    force: bool = flag(False, "Replace an index that --out holds already.", "--force")
 
     def check(self, out: Path) -> None:
         """Refuse what does not go together, and a folder that holds something else, before anything is embedded."""
@@ -86,7 +77,7 @@ class IndexFlags:
 def index(
     *,
     model: ModelName,
-    out: Annotated[Path, flag("Folder of the index or the collection.")],
+    out: Path = flag(..., "Folder of the index or the collection."),
     given: IndexFlags,
     device: Device = "auto",
     as_json: AsJson = False,
@@ -132,13 +123,12 @@ def index(
 
 @command()
 def copy(
-    folder: Annotated[Path, word("Folder of an index or a collection.", "INDEX")],
-    out: Annotated[Path, word("Folder of the copy: new, or empty.", "OUT")],
-    store: Annotated[str, flag("Store of the copy, as for sfumato index.", metavar="URL")] = "file:",
-    source_store: Annotated[
-        str | None,
-        flag("URL of the collection's store. Default: the URL that it was built with.", metavar="URL"),
-    ] = None,
+    folder: Path = word(..., "Folder of an index or a collection.", "INDEX"),
+    out: Path = word(..., "Folder of the copy: new, or empty.", "OUT"),
+    store: str = flag("file:", "Store of the copy, as for sfumato index.", metavar="URL"),
+    source_store: str | None = flag(
+        None, "URL of the collection's store. Default: the URL that it was built with.", metavar="URL"
+    ),
     as_json: AsJson = False,
 ) -> None:
     """Copy an index or a collection into another store."""
@@ -155,48 +145,34 @@ def copy(
 class Asked:
     """What is searched for, and which results are shown."""
 
-    query: Annotated[list[str] | None, word("Texts to search for.", "TEXT")] = None
-    image: Annotated[list[Path] | None, flag("Image to search for; may be given several times.")] = None
-    item: Annotated[list[str] | None, flag("Item of the index to search by; may be given several times.", "--id")] = (
-        None
+    query: list[str] | None = word(None, "Texts to search for.", "TEXT")
+    image: list[Path] | None = flag(None, "Image to search for; may be given several times.")
+    item: list[str] | None = flag(None, "Item of the index to search by; may be given several times.", "--id")
+    k: int = flag(10, "Number of results per query.", "-k", min=1)
+    min_probability: float | None = flag(None, "Leave out results with a smaller match probability, e.g. 0.5.")
+    coverage: float | None = flag(
+        None,
+        "Add the conformal set of this coverage, e.g. 0.9: it holds a match for this fraction of queries"
+        " like those of the calibration.",
     )
-    k: Annotated[int, flag("Number of results per query.", "-k", min=1)] = 10
-    min_probability: Annotated[float | None, flag("Leave out results with a smaller match probability, e.g. 0.5.")] = (
-        None
+    abstain: float | None = flag(
+        None,
+        "Largest fraction of answers with a wrong first result, e.g. 0.1. Less certain queries get no confident match.",
+        metavar="RISK",
     )
-    coverage: Annotated[
-        float | None,
-        flag(
-            "Add the conformal set of this coverage, e.g. 0.9: it holds a match for this fraction of queries"
-            " like those of the calibration."
-        ),
-    ] = None
-    abstain: Annotated[
-        float | None,
-        flag(
-            "Largest fraction of answers with a wrong first result, e.g. 0.1. Less certain queries get no"
-            " confident match.",
-            metavar="RISK",
-        ),
-    ] = None
 
 
 @command()
 def search(
     *,
-    folder: Annotated[Path, word("Folder of an index or a collection.", "INDEX")],
+    folder: Path = word(..., "Folder of an index or a collection.", "INDEX"),
     asked: Asked,
-    run: Annotated[
-        str | None,
-        flag("Folder or name of the model. Default: where it was for the index.", metavar="MODEL"),
-    ] = None,
-    store: Annotated[
-        str | None,
-        flag(
-            "URL of the collection's store, e.g. with other search options. Default: the URL that it was built with.",
-            metavar="URL",
-        ),
-    ] = None,
+    run: str | None = flag(None, "Folder or name of the model. Default: where it was for the index.", metavar="MODEL"),
+    store: str | None = flag(
+        None,
+        "URL of the collection's store, e.g. with other search options. Default: the URL that it was built with.",
+        metavar="URL",
+    ),
     as_json: AsJson = False,
 ) -> None:
     """Search an index or a collection by text, image or item.
@@ -226,37 +202,26 @@ def search(
 @command()
 def serve(
     *,
-    source: Annotated[Path, word("Folder of an index, a collection or a run.", "RUN_OR_INDEX")],
-    texts: Annotated[
-        Path | None, flag("Also serve this index of texts, to be searched by image.", metavar="INDEX")
-    ] = None,
-    run: Annotated[
-        str | None, flag("Folder or name of the model. Default: where it was for the index.", metavar="MODEL")
-    ] = None,
-    store: Annotated[
-        str | None,
-        flag("URL of the collection's store. Default: the URL that it was built with.", metavar="URL"),
-    ] = None,
-    split: Annotated[str | None, flag("For a run: split of its data to embed and serve. Default: test.")] = None,
-    host: Annotated[
-        str, flag("Address to listen at. Addresses that other machines can reach require a key.")
-    ] = "127.0.0.1",
-    port: Annotated[int, flag("Port to listen at; 0 for any free one.", min=0, max=65535)] = 8000,
-    api_key_file: Annotated[
-        Path | None,
-        flag("File of accepted API keys, one per line; read:KEY may not write. Default: the variable SFUMATO_API_KEY."),
-    ] = None,
-    no_key: Annotated[
-        bool, flag("Listen to a network without a key; requires --allowed-host as well.", "--no-key")
-    ] = False,
-    read_only: Annotated[bool, flag("Refuse every write, with any key.", "--read-only")] = False,
-    allowed_host: Annotated[
-        list[str] | None,
-        flag("Host name that clients may use, besides this machine's own; may be given several times."),
-    ] = None,
-    access_log: Annotated[bool, flag("Log a line for every request.", "--access-log")] = False,
+    source: Path = word(..., "Folder of an index, a collection or a run.", "RUN_OR_INDEX"),
+    texts: Path | None = flag(None, "Also serve this index of texts, to be searched by image.", metavar="INDEX"),
+    run: str | None = flag(None, "Folder or name of the model. Default: where it was for the index.", metavar="MODEL"),
+    store: str | None = flag(
+        None, "URL of the collection's store. Default: the URL that it was built with.", metavar="URL"
+    ),
+    split: str | None = flag(None, "For a run: split of its data to embed and serve. Default: test."),
+    host: str = flag("127.0.0.1", "Address to listen at. Addresses that other machines can reach require a key."),
+    port: int = flag(8000, "Port to listen at; 0 for any free one.", min=0, max=65535),
+    api_key_file: Path | None = flag(
+        None, "File of accepted API keys, one per line; read:KEY may not write. Default: the variable SFUMATO_API_KEY."
+    ),
+    no_key: bool = flag(False, "Listen to a network without a key; requires --allowed-host as well.", "--no-key"),
+    read_only: bool = flag(False, "Refuse every write, with any key.", "--read-only"),
+    allowed_host: list[str] | None = flag(
+        None, "Host name that clients may use, besides this machine's own; may be given several times."
+    ),
+    access_log: bool = flag(False, "Log a line for every request.", "--access-log"),
     device: Device = "auto",
-    grace: Annotated[int, rare("Time to finish requests after SIGTERM, in seconds.", min=0)] = 30,
+    grace: int = rare(30, "Time to finish requests after SIGTERM, in seconds.", min=0),
     limits: Limits,
 ) -> None:
     """Serve a web page and an HTTP interface for searching.

@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import typer
 
@@ -41,31 +41,25 @@ if TYPE_CHECKING:
 @command()
 def analyse(
     on: OnData,
-    only: Annotated[
-        str | None,
-        flag(
-            "Studies, separated by commas: corruption,sets,words,map; by default those that model and data allow. Or"
-            " zeroshot, with settings as zeroshot.emoji=group or zeroshot.images=FOLDER (a wrong one lists them)."
-        ),
-    ] = None,
-    uncertainty: Annotated[
-        str,
-        flag("corruption and words: estimator, e.g. log_det; `sfumato trust RUN --details` lists them."),
-    ] = "total_variance",
-    corrupted: Annotated[int, rare("corruption: number of items to corrupt in each way.", min=1)] = 200,
-    pairs: Annotated[int, rare("sets: number of pairs of images to mix, and to erase in part.", min=3)] = 100,
-    bins: Annotated[int, rare("words: number of bins of uncertainty.", min=1)] = 10,
-    corpus: Annotated[
-        str, rare("words: captions that a word is compared with: those of its bin, or of the whole split.")
-    ] = "bin",
-    method: Annotated[str, rare("map: pca, or tsne (needs the extra analysis).")] = "pca",
-    items: Annotated[int, rare("map: largest number of images, and of texts.", min=2)] = 200,
+    only: str | None = flag(
+        None,
+        "Studies, separated by commas: corruption,sets,words,map; by default those that model and data allow. Or"
+        " zeroshot, with settings as zeroshot.emoji=group or zeroshot.images=FOLDER (a wrong one lists them).",
+    ),
+    uncertainty: str = flag(
+        "total_variance", "corruption and words: estimator, e.g. log_det; `sfumato trust RUN --details` lists them."
+    ),
+    corrupted: int = rare(200, "corruption: number of items to corrupt in each way.", min=1),
+    pairs: int = rare(100, "sets: number of pairs of images to mix, and to erase in part.", min=3),
+    bins: int = rare(10, "words: number of bins of uncertainty.", min=1),
+    corpus: str = rare("bin", "words: captions that a word is compared with: those of its bin, or of the whole split."),
+    method: str = rare("pca", "map: pca, or tsne (needs the extra analysis)."),
+    items: int = rare(200, "map: largest number of images, and of texts.", min=2),
     bootstrap: Bootstrap = 1000,
     seed: Seed = 0,
-    out: Annotated[
-        Path | None,
-        flag("Folder to write. Default: analysis-SPLIT, in the run's folder or, with --data, in the current one."),
-    ] = None,
+    out: Path | None = flag(
+        None, "Folder to write. Default: analysis-SPLIT, in the run's folder or, with --data, in the current one."
+    ),
     as_json: AsJson = False,
 ) -> None:
     """Repeat studies of the papers on any model, with a page.
@@ -124,27 +118,23 @@ def _audited(
 
 @command()
 def audit(
-    model: Annotated[
-        str | None,
-        word("Folder of a run, folder of an exported or published model, or name of a model on the hub.", "MODEL"),
-    ] = None,
+    model: str | None = word(
+        None, "Folder of a run, folder of an exported or published model, or name of a model on the hub.", "MODEL"
+    ),
     overrides: DataOverrides = None,
     data: DataRecipe = None,
-    former_model: Annotated[str | None, typer.Option("--run", metavar="MODEL", hidden=True)] = None,
-    split: Annotated[str | None, flag("Split of the data. Default: test; with --cross-fit train.")] = None,
-    parts: Annotated[
-        int,
-        flag(
-            "Audit train in K parts, each by a model trained on the others; 0: no training, the model audits.",
-            "--cross-fit",
-            metavar="K",
-        ),
-    ] = 0,
-    top: Annotated[int, flag("Number of pairs of each kind on the page and in audit.json.", min=0)] = 100,
-    out: Annotated[
-        Path | None,
-        flag("Folder to write. Default: audit-SPLIT, in the run's folder or, with --data, in the current one."),
-    ] = None,
+    former_model: str | None = typer.Option(None, "--run", metavar="MODEL", hidden=True),
+    split: str | None = flag(None, "Split of the data. Default: test; with --cross-fit train."),
+    parts: int = flag(
+        0,
+        "Audit train in K parts, each by a model trained on the others; 0: no training, the model audits.",
+        "--cross-fit",
+        metavar="K",
+    ),
+    top: int = flag(100, "Number of pairs of each kind on the page and in audit.json.", min=0),
+    out: Path | None = flag(
+        None, "Folder to write. Default: audit-SPLIT, in the run's folder or, with --data, in the current one."
+    ),
     device: Device = "auto",
     as_json: AsJson = False,
 ) -> None:
@@ -183,19 +173,16 @@ def audit(
 class RefereeFlags:
     """What is compared, and on how much."""
 
-    methods: Annotated[
-        str,
-        flag("Methods and baselines, separated by commas; all: every one of them. A wrong name lists them."),
-    ] = "all"
-    epochs: Annotated[
-        int,
-        flag("Passes over the training pairs of the methods that train a network; 0: their default.", min=0),
-    ] = 0
-    absent: Annotated[
-        int,
-        flag("Largest number of queries whose matches are taken out of the gallery, per direction.", min=0),
-    ] = 200
-    corrupted: Annotated[int, flag("Number of queries of either side to corrupt in each way; 0 for none.", min=0)] = 100
+    methods: str = flag(
+        "all", "Methods and baselines, separated by commas; all: every one of them. A wrong name lists them."
+    )
+    epochs: int = flag(
+        0, "Passes over the training pairs of the methods that train a network; 0: their default.", min=0
+    )
+    absent: int = flag(
+        200, "Largest number of queries whose matches are taken out of the gallery, per direction.", min=0
+    )
+    corrupted: int = flag(100, "Number of queries of either side to corrupt in each way; 0 for none.", min=0)
     bootstrap: Bootstrap = 200
     seed: Seed = 0
 
@@ -203,16 +190,12 @@ class RefereeFlags:
 @command()
 def referee(
     *,
-    runs: Annotated[
-        list[Path],
-        word("Folders of runs; each is a frozen model, and methods see its means.", "RUN"),
-    ],
+    runs: list[Path] = word(..., "Folders of runs; each is a frozen model, and methods see its means.", "RUN"),
     given: RefereeFlags,
-    split: Annotated[str, flag("Splits to measure, separated by commas; not train or val.")] = "test",
-    out: Annotated[
-        Path | None,
-        flag("Folder for RUN-seedN.json and .md. Default: referee-SPLIT in the folder of each run."),
-    ] = None,
+    split: str = flag("test", "Splits to measure, separated by commas; not train or val."),
+    out: Path | None = flag(
+        None, "Folder for RUN-seedN.json and .md. Default: referee-SPLIT in the folder of each run."
+    ),
     device: Device = "auto",
     as_json: AsJson = False,
 ) -> None:
@@ -263,20 +246,15 @@ def referee(
 @command()
 def report(
     on: OnData,
-    out: Annotated[
-        Path | None,
-        flag(
-            "HTML file to write. Default: report-SPLIT.html, in the run's folder or, with --data, in the current one."
-        ),
-    ] = None,
-    analyses: Annotated[
-        bool,
-        flag(
-            "For a run: first do the studies of `sfumato analyse` that are missing or were made with other weights.",
-            "--analyses",
-        ),
-    ] = False,
-    uncertainty: Annotated[str, flag(UNCERTAINTY)] = "total_variance",
+    out: Path | None = flag(
+        None, "HTML file to write. Default: report-SPLIT.html, in the run's folder or, with --data, in the current one."
+    ),
+    analyses: bool = flag(
+        False,
+        "For a run: first do the studies of `sfumato analyse` that are missing or were made with other weights.",
+        "--analyses",
+    ),
+    uncertainty: str = flag("total_variance", UNCERTAINTY),
     as_json: AsJson = False,
 ) -> None:
     """Write one HTML page about a model.
@@ -308,30 +286,24 @@ def report(
 
 @command()
 def table(
-    name: Annotated[str | None, word('Table or figure, e.g. "PCME++ 3" or "PCME++ Fig. 3".', "ID")] = None,
-    overrides: Annotated[
-        list[str] | None,
-        word(
-            "Change to the recipes of all rows, e.g. data.path=... or train.epochs=5, or a study's setting:"
-            " toy.seed=1, crops.model=RUN, ablate.recipe=RECIPE. A wrong one lists them.",
-            "SECTION.KEY=VALUE",
-        ),
-    ] = None,
-    listed: Annotated[bool, flag("List all tables and figures with their state and what they need.", "--list")] = False,
-    data: Annotated[
-        str | None,
-        flag(
-            "Data to repeat it on: coco, flickr30k, cub, flickr8k or emoji (which comes with the package), a"
-            " dataset_*.json in Karpathy's layout, a manifest, or a folder of images. Default: the paper's."
-        ),
-    ] = None,
-    seeds: Annotated[int, flag("Number of runs of each row, with the following seeds.", min=1)] = 1,
-    published: Annotated[bool, flag("Show the paper's figures; nothing is trained.", "--published")] = False,
-    instances: Annotated[list[Path] | None, flag(INSTANCES)] = None,
-    runs: Annotated[Path, flag("Folder of the runs; finished ones are reused.")] = Path("runs/tables"),
-    out: Annotated[
-        Path | None, flag("Folder for the table in JSON, Markdown and LaTeX, or for the figure's images.")
-    ] = None,
+    name: str | None = word(None, 'Table or figure, e.g. "PCME++ 3" or "PCME++ Fig. 3".', "ID"),
+    overrides: list[str] | None = word(
+        None,
+        "Change to the recipes of all rows, e.g. data.path=... or train.epochs=5, or a study's setting:"
+        " toy.seed=1, crops.model=RUN, ablate.recipe=RECIPE. A wrong one lists them.",
+        "SECTION.KEY=VALUE",
+    ),
+    listed: bool = flag(False, "List all tables and figures with their state and what they need.", "--list"),
+    data: str | None = flag(
+        None,
+        "Data to repeat it on: coco, flickr30k, cub, flickr8k or emoji (which comes with the package), a"
+        " dataset_*.json in Karpathy's layout, a manifest, or a folder of images. Default: the paper's.",
+    ),
+    seeds: int = flag(1, "Number of runs of each row, with the following seeds.", min=1),
+    published: bool = flag(False, "Show the paper's figures; nothing is trained.", "--published"),
+    instances: list[Path] | None = flag(None, INSTANCES),
+    runs: Path = flag(Path("runs/tables"), "Folder of the runs; finished ones are reused."),
+    out: Path | None = flag(None, "Folder for the table in JSON, Markdown and LaTeX, or for the figure's images."),
     device: Device = "auto",
     as_json: AsJson = False,
 ) -> None:

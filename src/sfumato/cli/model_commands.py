@@ -1,0 +1,382 @@
+"""The commands that make models and embeddings: demo, recipes, train, calibrate, adopt, export, regions, embed."""
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sfumato.cli.common import (
+    AsJson,
+    Device,
+    ModelName,
+    Overrides,
+    RecipeName,
+    RunFolder,
+    Seed,
+    check_out_file,
+    check_out_folder,
+    command,
+    flag,
+    parse_names,
+    print_result,
+    problems_suffix,
+    speed_suffix,
+    word,
+    writing,
+)
+from sfumato.errors import UserError, as_typed
+
+
+@command()
+def train(
+    recipe: RecipeName,
+    overrides: Overrides = None,
+    out: Path | None = flag(None, "Folder of the run. Default: runs/NAME-OF-THE-RECIPE."),
+    as_json: AsJson = False,
+) -> None:
+    """Train a model from a recipe.
+
+    An interrupted run in the same folder is resumed; with more train.epochs, a finished one is extended.
+    """
+    from sfumato.errors import counted
+    from sfumato.models.recipe import find_recipe, load_recipe
+    from sfumato.progress import first_process, say
+    from sfumato.training.loop import fit
+    from sfumato.training.setup import preferred_recipe
+
+    resolved = load_recipe(find_recipe(recipe), overrides or [])
+    folder = out or Path("runs") / resolved.name
+    check_out_folder(folder)
+    resolved, reason = preferred_recipe(resolved, overrides or [], folder)
+    if reason:
+        say(reason)
+    with writing(folder):
+        result = fit(resolved, folder)
+    if not first_process():
+        return
+    best = result["best_score"]
+    score = ""
+    if best is not None:
+        named = f"rsum {best * 100:.1f} of 600" if result["selected_by"] == "rsum" else f"map@r {best:.1%}"
+        score = f", best epoch {result['best_epoch'] + 1} with a validation {named}"
+    epochs = counted(result["epochs"], "epoch")
+    line = f"trained {counted(result['parameters'], 'parameter')} for {epochs}{score}: {result['run']}"
+    if not result["parameters"]:
+        calibrated = "calibrated on validation pairs" if result["calibrated"] else "not calibrated: there are no pairs"
+        line = f"nothing was trained: the model is used as it is; its probabilities are {calibrated}: {result['run']}"
+    print_result(result, as_json, line)
+
+
+@command()
+def calibrate(
+    run: RunFolder,
+    split: str = flag("val", "Split of the run's data to fit on. It must not be the split of the training."),
+    method: str = flag("platt", "How to fit: platt, or isotonic (needs the extra calibration)."),
+    queries: str = flag(
+        "planted",
+        "Queries that the probabilities of hits are for: planted (they have a match in the gallery), or"
+        " independent (some have none).",
+    ),
+    device: Device = "auto",
+    as_json: AsJson = False,
+) -> None:
+    """Calibrate again, by another method or for other queries.
+
+    Training and `sfumato adopt` calibrate already. Fits match probabilities, thresholds, abstention and conformal sets,
+    and writes them to the run's calibration.json. A run with held-out wordings has calibration-training.json too, for
+    indices of the training images; it is fitted again with the default split, and alone with --split wordings.
+    """
+    from sfumato.models.calibrate import calibrate_run, describe_calibration
+    from sfumato.models.run import choose_device
+    from sfumato.reports.console import print_calibration
+
+    fitted = calibrate_run(run, split, method=method, population=queries, device=choose_device(device))
+    result = describe_calibration(fitted)
+    if as_json:
+        print(json.dumps(result))
+        return
+    print_calibration(result)
+    print(f"written to {run}; build indices of this run again to use it")
+
+
+@command()
+def demo(
+    out: Path = flag(Path("runs/demo"), "Folder for the run, the index and the page."),
+    overrides: list[str] | None = flag(
+        None, "Change to the recipe emoji-demo; may be given several times.", "--set", metavar="SECTION.KEY=VALUE"
+    ),
+    as_json: AsJson = False,
+) -> None:
+    """Run all steps on the embedded emoji set.
+
+    Trains, evaluates, indexes, searches, and writes a page.
+    """
+    from sfumato.demo import run_demo
+
+    check_out_folder(out)
+    result = run_demo(out, overrides or [])
+    if as_json:
+        print(json.dumps(result, ensure_ascii=False))
+
+
+@command()
+def recipes(
+    name: str | None = word(None, "Name of a recipe to print.", "NAME"),
+) -> None:
+    """List the recipes of the package, or print one."""
+    from sfumato.models.recipe import find_recipe, recipe_files, recipe_summary
+    from sfumato.reports.tables import print_table
+
+    if name:
+        print(find_recipe(name).read_text(encoding="utf-8"), end="")
+        return
+    rows = [[key, recipe_summary(file)] for key, file in recipe_files().items()]
+    print_table("", ["recipe", "what it is"], rows, running=(1,))
+
+
+@command()
+def regions(
+    data: str = word(..., "Recipe (path or name) that names the images.", "RECIPE"),
+    overrides: list[str] | None = word(None, "Changes to the recipe, e.g. data.path=my.jsonl.", "SECTION.KEY=VALUE"),
+    out: Path = flag(Path("regions"), "Folder to write: new, or empty."),
+    backbone: str = flag(
+        "efficientnet-lite0", "Frozen model: efficientnet-lite0, a name on the hub, or a local transformers folder."
+    ),
+    size: int | None = flag(None, "Side of the images, in pixels. Default: the backbone's own."),
+    grid: int | None = flag(None, "Average a convolutional map to GRID x GRID regions. Default: all its cells."),
+    layout: str = flag("scan", "scan: one file per split. manifest: one file per image, for any number of captions."),
+    splits: str | None = flag(None, "Splits of the data, separated by commas, e.g. train,val. Default: all."),
+    as_json: AsJson = False,
+) -> None:
+    """Write images as region features of a frozen backbone.
+
+    A model with model.image.kind=regions is trained from them.
+    """
+    from sfumato.models.recipe import find_recipe, load_recipe
+    from sfumato.workflows.regions import MANIFEST, regions_of_images
+
+    config = load_recipe(find_recipe(data), overrides or []).data
+    check_out_folder(out)
+    chosen = None if splits is None else parse_names(splits)
+    shapes, problems = regions_of_images(config, out, backbone, size=size, grid=grid, layout=layout, splits=chosen)
+    result = {"out": str(out), "splits": shapes, "problems": len(problems)}
+    line = "\n".join(f"{name}: {n} x {r} x {c}" for name, (n, r, c) in shapes.items())
+    channels = next(iter(shapes.values()))[2]
+    path = out / MANIFEST if layout == "manifest" else out
+    keys = f"data.source={layout}", f"data.path={path}", "model.image.kind=regions", f"model.image.channels={channels}"
+    command = as_typed("sfumato", "train", "RECIPE", *keys)
+    print_result(result, as_json, f"{line}\nto train from them: {command}" + problems_suffix(problems))
+
+
+@dataclass(frozen=True)
+class EmbedFlags:
+    """What is embedded, and how the work is divided."""
+
+    images: Path | None = flag(None, "Folder of images, with all its subfolders.")
+    manifest: Path | None = flag(None, "Or a .jsonl, .csv or .parquet file with a column image and, optionally, id.")
+    shards: str | None = flag(None, "Or webdataset shards: a folder, a glob, or a pattern such as 'a-{000..009}.tar'.")
+    texts: Path | None = flag(None, "Or a file with one text per line.")
+    shard: str | None = flag(
+        None, "Do job I of N jobs, from 0/N to N-1/N. Default: 0/1, under torchrun RANK/WORLD_SIZE.", metavar="I/N"
+    )
+    workers: int | None = flag(None, "Number of threads that decode. Default: the number of processors.", min=1)
+    batch: int = flag(64, "Number of items that the encoder takes at a time.", min=1)
+    part_size: int = flag(4096, "Largest number of items per part; the same in all jobs.", min=1)
+    max_problem_share: float = flag(
+        0.01,
+        "Stop when more than this fraction of a job's items, and more than three, are unusable.",
+        "--max-problem-fraction",
+        "--max-problem-share",
+        min=0,
+        max=1,
+    )
+
+
+@command()
+def embed(
+    *,
+    model: ModelName,
+    out: Path = flag(
+        ..., "Folder for the parts; an incomplete one is continued. Or, for few items, one file NAME.safetensors."
+    ),
+    given: EmbedFlags,
+    device: Device = "auto",
+    as_json: AsJson = False,
+) -> None:
+    """Embed any number of images or texts, with their ids.
+
+    The result is a folder of parts; after a crash the same command continues it. N jobs, on one machine or several, can
+    write into the same folder.
+    """
+    from sfumato.data.listings import list_source
+    from sfumato.errors import counted
+    from sfumato.models.embed import file_endings
+    from sfumato.models.load import load_model
+    from sfumato.models.run import choose_device
+    from sfumato.search.parts import MANIFEST
+    from sfumato.workflows.embed import embed_collection, which_job
+
+    if out.suffix == ".safetensors":
+        if given.manifest or given.shards or given.shard or (given.images is None) == (given.texts is None):
+            raise UserError(
+                f"{out} is one file, which takes only --images FOLDER or --texts FILE; for other options"
+                f" give a folder, --out {out.stem}"
+            )
+        result, line = _embed_one_file(model, out, given.images, given.texts, device)
+        print_result(result, as_json, line)
+        return
+    check_out_folder(out, ours=lambda folder: (folder / MANIFEST).is_file())
+    job, of = which_job(given.shard)
+    loaded = load_model(model, device=choose_device(device, int(os.environ.get("LOCAL_RANK", "0"))))
+    listing = list_source(
+        images=given.images, manifest=given.manifest, shards=given.shards, texts=given.texts, part_size=given.part_size,
+        endings=file_endings(loaded.model),
+    )  # fmt: skip
+    done = embed_collection(
+        loaded, listing, out, job=job, of=of, workers=given.workers, batch_size=given.batch,
+        max_problem_fraction=given.max_problem_share,
+    )  # fmt: skip
+    made = f"{counted(done.n, 'embedding')} in {counted(done.parts, 'part')}"
+    line = f"job {job}/{of}: {made}, {done.new:,} of them new: {out}"
+    print_result(done.to_json(), as_json, line + speed_suffix(done.per_second) + problems_suffix(done.problems))
+
+
+def _embed_one_file(
+    model: str, out: Path, images: Path | None, texts: Path | None, device: str
+) -> tuple[dict[str, Any], str]:
+    """Embed a folder of images or a file of texts into one file; returns the result and a line about it."""
+    import time
+
+    from sfumato.errors import counted
+    from sfumato.gaussian import save_embeddings
+    from sfumato.models.embed import embed_folder, embed_lines
+    from sfumato.models.load import load_model
+    from sfumato.models.run import choose_device
+
+    check_out_folder(out.parent)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    check_out_file(out)
+    loaded = load_model(model, device=choose_device(device))
+    start = time.perf_counter()
+    embeddings, ids, problems = embed_folder(loaded, images) if images else embed_lines(loaded, texts or Path())
+    per_second = embeddings.n / (time.perf_counter() - start)
+    save_embeddings(out, embeddings, ids)
+    result = {
+        "out": str(out), "n": embeddings.n, "d": embeddings.d, "problems": len(problems), "per_second": per_second
+    }  # fmt: skip
+    line = f"{counted(embeddings.n, 'embedding')} of {embeddings.d} dimensions: {out}"
+    return result, line + speed_suffix(per_second) + problems_suffix(problems)
+
+
+@command()
+def export(
+    run: RunFolder,
+    out: Path = word(..., "Folder to write: new, or empty.", "OUT"),
+    as_json: AsJson = False,
+) -> None:
+    """Export a run's model in the layout of the Hugging Face hub.
+
+    Writes the weights, config.json and a model card with scores.
+    """
+    from sfumato.workflows.export import export_run
+
+    check_out_folder(out)
+    with writing(out):
+        written = export_run(run, out)
+    size = sum(file.stat().st_size for file in written.iterdir())
+    print_result({"out": str(written), "bytes": size}, as_json, f"exported {size / 1e6:.1f} MB: {written}")
+
+
+@dataclass(frozen=True)
+class Frozen:
+    """A frozen model with its data, or its embeddings."""
+
+    model: str | None = word(
+        None,
+        "Hub name or folder of a CLIP or SigLIP model of transformers, or open_clip:ARCHITECTURE/TAG; with"
+        " --data. Or give --images and --texts.",
+        "MODEL",
+    )
+    data: str | None = flag(
+        None,
+        "With MODEL: a manifest (.csv, .jsonl, .parquet), a folder of images with .txt files, or a"
+        " Karpathy JSON beside its images.",
+        metavar="PATH",
+    )
+    images: str | None = flag(
+        None,
+        "Embeddings of images: .npy, .safetensors (FILE:NAME), .parquet, or a folder of such files.",
+        metavar="FILE",
+    )
+    texts: str | None = flag(None, "Embeddings of texts by the same model, as --images.", metavar="FILE")
+    pairs: str | None = flag(
+        None,
+        "True pairs: columns image and text (rows or ids), optionally split and caption. Default: row i of"
+        " the images with row i of the texts.",
+        metavar="FILE",
+    )
+
+
+@dataclass(frozen=True)
+class AdoptFlags:
+    """How the probabilities are fitted and measured."""
+
+    method: str = flag(
+        "auto",
+        "What the probability of a hit is computed from: distance, nearest (also the nearest items),"
+        " reference (also reference queries), or auto, which tries all and keeps the best.",
+    )
+    val_fraction: float = flag(
+        0.5, "Fraction of the images that calibrate, if the pairs have no split.", min=0.01, max=0.98
+    )
+    test_fraction: float = flag(
+        0.3, "Fraction of the images that measure, if the pairs have no split.", min=0, max=0.98
+    )
+    queries: str = flag(
+        "planted",
+        "Queries that probabilities are for. planted: every query has a match in the gallery; independent:"
+        " some have none.",
+    )
+    max_queries: int = flag(
+        1500,
+        "Largest number of images, and of texts, of the split val that are queries of the fit. More take longer.",
+        min=1,
+    )
+    force: bool = flag(False, "Replace an adopted model in the folder.", "--force")
+    seed: Seed = 0
+
+
+@command()
+def adopt(
+    *,
+    frozen: Frozen,
+    out: Path = flag(Path("runs/adopted"), "Folder of the adopted model: new, or empty."),
+    given: AdoptFlags,
+    as_json: AsJson = False,
+) -> None:
+    """Give a frozen model calibrated probabilities.
+
+    The model is named, or given by its embeddings. No network is trained and the ranking stays. The folder is a run:
+    index, serve, evaluate, trust, audit and report take it. Search its index.
+    """
+    from sfumato.reports.console import print_adopted
+    from sfumato.workflows.adopt import adopt as adopt_embeddings
+    from sfumato.workflows.adopt import adopt_encoders
+
+    options = {name: value for name, value in vars(given).items() if name != "queries"} | {"population": given.queries}
+    check_out_folder(out)
+    with writing(out):
+        if frozen.model and frozen.data and frozen.images is frozen.texts is frozen.pairs is None:
+            adopted = adopt_encoders(frozen.model, frozen.data, out, **options)
+        elif frozen.model is frozen.data is None and frozen.images and frozen.texts:
+            adopted = adopt_embeddings(frozen.images, frozen.texts, frozen.pairs, out, **options)
+        else:
+            raise UserError("give MODEL with --data, or --images and --texts with the embeddings of a model")
+    if as_json:
+        print(json.dumps(adopted.to_json()))
+        return
+    print_adopted(adopted)
+    print(f"{out} is a run; next:")
+    print("  " + as_typed("sfumato", "index", out, "--split", "all", "--out", f"{out}-index"))
+    print("  " + as_typed("sfumato", "serve", f"{out}-index"))
