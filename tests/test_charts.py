@@ -6,7 +6,6 @@ import xml.etree.ElementTree as ET
 
 import numpy as np
 import pytest
-from matplotlib import pyplot
 from reports.test_report import EVIL
 
 from sfumato.charts import (
@@ -63,6 +62,8 @@ def test_each_marker_of_a_collection_has_its_title():
 
 def test_writing_a_figure_leaves_it_as_it_was(tmp_path):
     """Its layout too, which is found once for both files, and leaves room for the label."""
+    from matplotlib import pyplot
+
     axes = new_axes(3, 2)
     axes.set_ylabel("label")
     figure = axes.figure

@@ -4,9 +4,9 @@ import json
 import math
 
 import pytest
+import scipy
 import torch
 from safetensors.torch import load_file
-from scipy.integrate import quad
 from support.batches import batch
 
 from sfumato.gaussian import GaussianEmbedding
@@ -31,7 +31,7 @@ def integrated(x, y, powers=(2, 1)):
         low, high = min(peaks) - 12 * min(widths), max(peaks) + 12 * min(widths)
         f = lambda t, a=m1, b=l1, c=m2, d=l2: density(t, a, b) ** powers[0] * density(t, c, d) ** powers[1]
         near = [p + k * w for p in peaks for w in widths for k in (-4, -1, 0, 1, 4) if low < p + k * w < high]
-        values.append(math.log(quad(f, low, high, points=near, limit=500, epsabs=0, epsrel=1e-12)[0]))
+        values.append(math.log(scipy.integrate.quad(f, low, high, points=near, limit=500, epsabs=0, epsrel=1e-12)[0]))
     return torch.tensor(values, dtype=torch.float64).reshape(x.mean.shape)
 
 

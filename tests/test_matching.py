@@ -3,7 +3,7 @@
 import math
 
 import pytest
-import scipy.optimize
+import scipy
 import torch
 
 from sfumato.calibration.platt import fit_logits

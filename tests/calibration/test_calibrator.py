@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import scipy
 import torch
-from scipy import stats
 
 from sfumato.calibration.abstention import answer_limit, conformal_radius
 from sfumato.calibration.calibrator import Calibration, DirectionCalibration
@@ -365,8 +365,8 @@ def test_threshold_by_hand():
 def hoeffding_bentkus(precision, n):
     """Is a precision of 0.8 certified at level 0.1 / 20? Written with scipy."""
     loss = 1 - precision
-    entropy = stats.entropy([loss, 1 - loss], [0.2, 0.8]) if loss < 0.2 else 0
-    bentkus = math.e * stats.binom.cdf(math.ceil(n * loss - 1e-9), n, 0.2)
+    entropy = scipy.stats.entropy([loss, 1 - loss], [0.2, 0.8]) if loss < 0.2 else 0
+    bentkus = math.e * scipy.stats.binom.cdf(math.ceil(n * loss - 1e-9), n, 0.2)
     return min(math.exp(-n * entropy), bentkus) <= 0.1 / 20
 
 

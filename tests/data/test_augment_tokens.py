@@ -1,8 +1,8 @@
 """SizeAugment: what is left against what must be kept, token by token; how much goes against slow draws."""
 
 import numpy as np
+import scipy
 import torch
-from scipy import stats
 
 from sfumato.data.transforms import augment_token_ids, drop_regions, drop_tokens
 
@@ -40,29 +40,29 @@ def test_tokens_dropped_are_as_many_as_in_a_slow_loop():
     slow = np.array([slow_fraction(random, 0.2, 300) for _ in range(1500)])
     kept = drop_tokens(torch.ones(1500, 300, dtype=torch.bool), generator=generator())
     ours = 1 - kept.double().mean(1).numpy()
-    assert stats.ks_2samp(ours, slow).pvalue > 1e-4
-    assert stats.binomtest(int((ours > 0).sum()), 1500, 0.8).pvalue > 1e-4
+    assert scipy.stats.ks_2samp(ours, slow).pvalue > 1e-4
+    assert scipy.stats.binomtest(int((ours > 0).sum()), 1500, 0.8).pvalue > 1e-4
     whole_rate = np.array([random.binomial(300, 0.2) / 300 if random.random() > 0.2 else 0 for _ in range(1500)])
     other_side = np.array([random.binomial(300, 0.2 * p) / 300 if p < 0.2 else 0 for p in random.random(1500)])
     for wrong in (whole_rate, other_side):
-        assert stats.ks_2samp(ours, wrong).pvalue < 1e-9
+        assert scipy.stats.ks_2samp(ours, wrong).pvalue < 1e-9
 
 
 def test_tokens_of_an_item_are_dropped_alike_wherever_they_stand():
     """Chi-squared test over 12 places at 1e-4."""
     kept = drop_tokens(torch.ones(50_000, 12, dtype=torch.bool), rate=0.5, generator=generator(1))
-    assert stats.chisquare((~kept).sum(0).numpy()).pvalue > 1e-4
+    assert scipy.stats.chisquare((~kept).sum(0).numpy()).pvalue > 1e-4
 
 
 def test_regions_are_dropped_with_the_stated_probability_each():
     """Binomial and chi-squared tests at 1e-4. The rule for tokens would drop 9.6 %, 1,000 standard errors away."""
     kept = drop_regions(torch.ones(5000, 36, dtype=torch.bool), rate=0.2, generator=generator())
-    assert stats.binomtest(int((~kept).sum()), 5000 * 36, 0.2).pvalue > 1e-4
+    assert scipy.stats.binomtest(int((~kept).sum()), 5000 * 36, 0.2).pvalue > 1e-4
     of_item = np.bincount((~kept).sum(1).numpy(), minlength=37)
-    expected = 5000 * stats.binom.pmf(np.arange(37), 36, 0.2)
+    expected = 5000 * scipy.stats.binom.pmf(np.arange(37), 36, 0.2)
     common = expected > 5
     assert (
-        stats.chisquare(of_item[common], expected[common] * of_item[common].sum() / expected[common].sum()).pvalue
+        scipy.stats.chisquare(of_item[common], expected[common] * of_item[common].sum() / expected[common].sum()).pvalue
         > 1e-4
     )
     assert drop_regions(torch.tensor([[True, False]] * 50), rate=0.99, generator=generator()).sum() == 50
@@ -83,7 +83,7 @@ def test_one_token_always_stays_and_none_comes_back():
     assert kept.any(1).all() and not (kept & ~mask).any()
     single = kept.sum(1) == 1
     assert single.sum() > 1000
-    assert stats.binomtest(int(kept[single][:, 1].sum()), int(single.sum()), 0.5).pvalue > 1e-4
+    assert scipy.stats.binomtest(int(kept[single][:, 1].sum()), int(single.sum()), 0.5).pvalue > 1e-4
     assert not drop_tokens(torch.zeros(3, 5, dtype=torch.bool)).any()
 
 
@@ -128,9 +128,9 @@ def test_a_text_that_would_lose_all_keeps_one_word_as_it_was():
     own = (new_ids >= FIRST_WORD).sum(1)
     assert set(own.tolist()) == {0, 1}
     assert (new_mask.sum(1)[own == 1] == 4).all()
-    assert stats.binomtest(int(own.sum()), 20_000, 0.4**4).pvalue > 1e-4
+    assert scipy.stats.binomtest(int(own.sum()), 20_000, 0.4**4).pvalue > 1e-4
     counts = torch.bincount(new_ids[new_ids >= FIRST_WORD] - FIRST_WORD, minlength=4)
-    assert stats.chisquare(counts.numpy()).pvalue > 1e-4
+    assert scipy.stats.chisquare(counts.numpy()).pvalue > 1e-4
 
 
 def test_words_change_as_often_as_stated():
@@ -141,10 +141,10 @@ def test_words_change_as_often_as_stated():
     deleted = int(mask.sum() - new_mask.sum())
     masked, drawn = int((new_ids == MASK).sum()), new_ids[(new_ids >= 10) & (new_ids < 60)]
     for count, fraction in ((deleted, 0.2 * 0.4), (masked, 0.2 * 0.5), (len(drawn), 0.2 * 0.1)):
-        assert stats.binomtest(count, n, fraction).pvalue > 1e-4
+        assert scipy.stats.binomtest(count, n, fraction).pvalue > 1e-4
         for wrong in (0.2, 0.8 * 0.4, 0.4 * 0.1):
-            assert stats.binomtest(count, n, wrong).pvalue < 1e-9
-    assert stats.chisquare(torch.bincount(drawn, minlength=60)[10:].numpy()).pvalue > 1e-4
+            assert scipy.stats.binomtest(count, n, wrong).pvalue < 1e-9
+    assert scipy.stats.chisquare(torch.bincount(drawn, minlength=60)[10:].numpy()).pvalue > 1e-4
 
 
 def test_captions_drop_words_and_change_none_of_those_left():
@@ -153,7 +153,7 @@ def test_captions_drop_words_and_change_none_of_those_left():
     dropped, kept = augment(ids, mask, rate=0.1, masked=0.0, replaced=0.0)
     words = [row[m].tolist()[1:-2] for row, m in zip(dropped, kept, strict=True)]
     assert all(set(w) <= set(range(FIRST_WORD, FIRST_WORD + 20)) and w == sorted(set(w)) for w in words)
-    assert stats.binomtest(2000 * 20 - sum(map(len, words)), 2000 * 20, 0.1).pvalue > 1e-4
+    assert scipy.stats.binomtest(2000 * 20 - sum(map(len, words)), 2000 * 20, 0.1).pvalue > 1e-4
 
 
 def test_rate_zero_only_moves_tokens_to_the_left():

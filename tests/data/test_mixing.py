@@ -2,8 +2,8 @@
 
 import numpy as np
 import pytest
+import scipy
 import torch
-from scipy import stats
 
 from sfumato.data.transforms import MixPlan, plan_mixing, smooth_match
 
@@ -152,14 +152,14 @@ def test_frequencies_are_those_stated():
     mixed = (drawn.own_fraction < 1).numpy()
     # Empty boxes unmix a few of the cut ones: at 64 x 48 pixels those with lambda above 1 - (2 / 48)^2, under 1 in
     # 100,000.
-    assert stats.binomtest(int(mixed.sum()), n, 0.25).pvalue > 1e-4
-    assert stats.binomtest(int(drawn.cut.sum()), int(mixed.sum()), 0.3).pvalue > 1e-4
+    assert scipy.stats.binomtest(int(mixed.sum()), n, 0.25).pvalue > 1e-4
+    assert scipy.stats.binomtest(int(drawn.cut.sum()), int(mixed.sum()), 0.3).pvalue > 1e-4
     blends = drawn.own_fraction.numpy()[mixed & ~drawn.cut.numpy()]
-    assert stats.kstest(blends, stats.beta(2, 2).cdf).pvalue > 1e-4
-    assert stats.kstest(blends, stats.beta(1, 1).cdf).pvalue < 1e-9
+    assert scipy.stats.kstest(blends, scipy.stats.beta(2, 2).cdf).pvalue > 1e-4
+    assert scipy.stats.kstest(blends, scipy.stats.beta(1, 1).cdf).pvalue < 1e-9
     batches = np.array([plan(40, fraction=1.0, seed=seed).cut.sum() for seed in range(400)])
     assert set(np.unique(batches)) <= set(range(0, 41)) and np.all((batches == 0) | (batches > 30))
-    assert stats.binomtest(int((batches > 0).sum()), 400, 0.5).pvalue > 1e-4
+    assert scipy.stats.binomtest(int((batches > 0).sum()), 400, 0.5).pvalue > 1e-4
 
 
 def test_areas_that_are_left_have_the_mean_of_a_slow_loop():
@@ -190,7 +190,7 @@ def test_share_is_honoured_when_one_of_the_two_is_off(off):
     """The released code then mixes every picture. Binomial test at 1e-4."""
     drawn = plan(4000, size=(64, 48), choice="element", **{off: 0.0})
     mixed = int((drawn.own_fraction < 1).sum())
-    assert stats.binomtest(mixed, 4000, 0.25).pvalue > 1e-4
+    assert scipy.stats.binomtest(mixed, 4000, 0.25).pvalue > 1e-4
     assert int(drawn.cut.sum()) == (mixed if off == "mixup_alpha" else 0)
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from scipy import stats
+import scipy
 from support.pairs import captions, many_to_many
 
 from sfumato.data.images import FileImage
@@ -64,9 +64,9 @@ def test_every_pair_is_as_likely_to_be_noisy_and_every_wrong_image_as_likely_to_
     data = captions(6, 2)
     indices = np.stack([shuffle_pairs(data, 0.5, seed)[1] for seed in range(2000)])
     noisy = indices != np.arange(12) // 2
-    assert stats.chisquare(noisy.sum(0)).pvalue > 1e-4
+    assert scipy.stats.chisquare(noisy.sum(0)).pvalue > 1e-4
     first = indices[noisy[:, 0], 0]
-    assert stats.chisquare(np.bincount(first, minlength=6)[1:]).pvalue > 1e-4
+    assert scipy.stats.chisquare(np.bincount(first, minlength=6)[1:]).pvalue > 1e-4
 
 
 def test_every_process_draws_the_same():

@@ -2,8 +2,7 @@
 
 import numpy as np
 import pytest
-import scipy.special
-import scipy.stats
+import scipy
 import torch
 from densities import bessel_ratio, laplace, sampled_csd_matrix, von_mises_fisher
 

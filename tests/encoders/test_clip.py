@@ -5,10 +5,7 @@ import json
 
 import pytest
 import torch
-
-pytest.importorskip("transformers", reason="the extra backbones is not installed")
-
-import transformers
+from support.lazy import Lazy
 
 from sfumato.encoders.clip import clip_image_encoder, clip_text_encoder
 from sfumato.encoders.clip_transformers import ClipImageEncoder, ClipTextEncoder
@@ -16,6 +13,7 @@ from sfumato.encoders.features import Inputs
 from sfumato.encoders.heads import GaussianHead, HeadOptions
 from sfumato.errors import UserError
 
+transformers = Lazy("transformers", "the extra backbones is not installed")
 MEAN, STD = (0.4, 0.5, 0.6), (0.2, 0.3, 0.4)
 IMAGE = {
     "clip 8/24": ("clip", {"hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2, "image_size": 24}),

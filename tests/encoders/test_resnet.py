@@ -2,12 +2,13 @@
 
 import pytest
 import torch
+from support.lazy import Lazy
 
 from sfumato.encoders.convolutional import RESNETS, resnet_encoder
 from sfumato.encoders.features import Inputs
 from sfumato.errors import UserError
 
-transformers = pytest.importorskip("transformers", reason="the extra backbones is not installed")
+transformers = Lazy("transformers", "the extra backbones is not installed")
 
 
 def pixels(n=2, size=64):

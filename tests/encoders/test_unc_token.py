@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-pytest.importorskip("transformers", reason="the extra backbones is not installed")
+pytest.importorskip("tokenizers", reason="the extra backbones is not installed")
 
 from sfumato.encoders.clip import clip_image_encoder, clip_text_encoder
 from sfumato.encoders.clip_transformers import UncTokenImageEncoder, UncTokenTextEncoder

@@ -5,8 +5,8 @@ import sys
 
 import numpy as np
 import pytest
+import scipy
 import torch
-from scipy import stats
 
 from sfumato.errors import UserError
 from sfumato.evaluation.benchmarks import Embeddings, Lists, rank
@@ -188,7 +188,7 @@ def test_the_interval_is_scipys():
     found = {d.metric: d for d in compare_per_query(first, second, n_resamples=20_000)}
     for metric in ("map@r", "recall@1"):
         a, b = first.figures[metric], second.figures[metric]
-        expected = stats.bootstrap(
+        expected = scipy.stats.bootstrap(
             (b - a,), np.mean, n_resamples=20_000, method="percentile", rng=np.random.default_rng(5)
         ).confidence_interval
         d = found[metric]
@@ -199,7 +199,7 @@ def test_the_interval_is_scipys():
         assert d.difference.value == pytest.approx((b - a).mean())
         assert (d.first, d.second, d.n_queries) == (pytest.approx(a.mean()), pytest.approx(b.mean()), 60)
         # Not that of two separate runs, which leaves the hardness of the queries in.
-        apart = stats.bootstrap(
+        apart = scipy.stats.bootstrap(
             (a, b), lambda x, y, axis: y.mean(axis) - x.mean(axis), n_resamples=2000, method="percentile"
         ).confidence_interval  # fmt: skip
         assert apart.high - apart.low > 2 * width
@@ -209,7 +209,7 @@ def test_the_p_value_is_scipys_exact_one():
     first, second = runs(12, seed=3)
     for metric in ("map@r", "recall@1"):
         a, b = first.figures[metric], second.figures[metric]
-        exact = stats.permutation_test(
+        exact = scipy.stats.permutation_test(
             (b, a), lambda x, y, axis: (x - y).mean(axis), permutation_type="samples", n_resamples=np.inf
         ).pvalue  # fmt: skip
         found = swap_test({metric: b - a}, np.arange(12), n_resamples=40_000)[metric]

@@ -2,8 +2,8 @@
 
 import numpy as np
 import pytest
+import scipy
 import torch
-from scipy import stats
 
 from sfumato import ESTIMATORS, GaussianEmbedding
 from sfumato.evaluation.corruption import Corrupted, Resampling, follow_corruption
@@ -43,10 +43,10 @@ def test_curves_are_those_of_loops(name):
     steps = [queries[torch.from_numpy(corrupted.index)], *corrupted.embeddings]
     u = np.array([ESTIMATORS[name](e, gallery, matching) for e in steps])  # (s, k)
     assert [m.value for m in means] == pytest.approx(u.mean(1).tolist())
-    each = [stats.spearmanr([0, 0.5, 1, 2], values).statistic for values in u.T]
+    each = [scipy.stats.spearmanr([0, 0.5, 1, 2], values).statistic for values in u.T]
     assert figures["spearman"].value == pytest.approx(np.mean(each))
     assert figures["spearman"].value != pytest.approx(
-        stats.spearmanr(np.repeat([0, 0.5, 1, 2], 7), u.ravel()).statistic
+        scipy.stats.spearmanr(np.repeat([0, 0.5, 1, 2], 7), u.ravel()).statistic
     )
     assert figures["rises"].value == pytest.approx(np.mean(u[-1] > u[0]))
     assert figures["monotone"].value == pytest.approx(np.mean((np.diff(u, axis=0) >= 0).all(0)))

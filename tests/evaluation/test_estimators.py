@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import scipy
 import torch
-from scipy import stats
 
 from sfumato.distances import DISTANCES
 from sfumato.evaluation import estimators as module
@@ -284,7 +284,7 @@ def test_the_learnt_head_stands_beside_the_others():
     head = FailurePredictor.fit(queries, (torch.arange(40) % 3 == 0).numpy(), seed=4)
     found = estimate_uncertainty(queries, gallery, MATCHING, estimators=ESTIMATORS | {"miss": head.estimator("miss")})
     np.testing.assert_array_equal(found["miss"], head.score(queries).numpy())
-    assert stats.spearmanr(found["miss"], found["total_variance"]).statistic < 0.999
+    assert scipy.stats.spearmanr(found["miss"], found["total_variance"]).statistic < 0.999
     points = GaussianEmbedding.point(queries.mean)
     of_means = FailurePredictor.fit(points, (torch.arange(40) % 2).numpy())
     assert len(of_means.weight) == D

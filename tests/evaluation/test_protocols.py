@@ -3,8 +3,8 @@ from math import comb
 
 import numpy as np
 import pytest
+import scipy
 import torch
-from scipy import stats
 from support.references_metrics import csd_by_loops, metrics_by_definition
 
 from sfumato.distances import DISTANCES
@@ -75,12 +75,12 @@ def test_recall_is_binned_by_the_uncertainty_of_the_paper_that_is_asked_for(meas
         found = result.uncertainty[name]
         assert [b["recall"] for b in found["bins"]] == pytest.approx([hit[p].mean() for p in parts])
         assert [b["uncertainty"] for b in found["bins"]] == pytest.approx([values[p].mean() for p in parts], rel=1e-4)
-        assert found["spearman"] == pytest.approx(stats.spearmanr(values, hit).statistic)
+        assert found["spearman"] == pytest.approx(scipy.stats.spearmanr(values, hit).statistic)
         recalls = [hit[p].mean() for p in parts]
-        assert found["correlation"] == pytest.approx(stats.pearsonr(range(10), recalls).statistic)
+        assert found["correlation"] == pytest.approx(scipy.stats.pearsonr(range(10), recalls).statistic)
     has = ground_truth.any(0)
     values = MEASURES[measure](texts.log_var.double().numpy())[has]
-    expected = stats.spearmanr(values, ground_truth.sum(0)[has]).statistic
+    expected = scipy.stats.spearmanr(values, ground_truth.sum(0)[has]).statistic
     assert result.multiplicity["all"] == pytest.approx(expected) and result.multiplicity["n_texts"] == 29
     assert -1 <= result.multiplicity["balanced"] <= 1
     assert result.total_variance["text"] == pytest.approx(float(texts.var.sum(1).mean()), rel=1e-5)

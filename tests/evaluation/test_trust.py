@@ -6,8 +6,8 @@ import json
 
 import numpy as np
 import pytest
+import scipy
 import torch
-from scipy import stats
 from support.references_metrics import csd_by_loops
 
 from sfumato.distances import DISTANCES
@@ -78,7 +78,7 @@ def test_every_figure_of_every_estimator_by_loops():
         assert figures["deciles"].value == pytest.approx(expected["correlation"]), name
         assert result.deciles[name] == pytest.approx([b["recall"] for b in expected["bins"]]), name
         counts = ground_truth[has].sum(1)
-        assert figures["multiplicity"].value == pytest.approx(stats.spearmanr(u, counts).statistic), name
+        assert figures["multiplicity"].value == pytest.approx(scipy.stats.spearmanr(u, counts).statistic), name
         assert figures["multiplicity_balanced"].value == pytest.approx(balanced_spearman(u, counts)), name
         assert ("out_of_gallery" in figures) == ESTIMATORS[name].needs_gallery
         if ESTIMATORS[name].needs_gallery:
@@ -221,7 +221,7 @@ def test_proxies_are_judged_by_spearman_and_undefined_ones_left_out():
     use = ground_truth.any(1) & ~np.isnan(values)
     u = queries.total_variance.numpy()[use]
     found = result.estimators["total_variance"]["caption_words"]
-    assert found.value == pytest.approx(stats.spearmanr(u, values[use]).statistic)
+    assert found.value == pytest.approx(scipy.stats.spearmanr(u, values[use]).statistic)
     assert "multiplicity" not in result.estimators["total_variance"]
 
 

@@ -1,6 +1,6 @@
 import pytest
+import scipy
 import torch
-from scipy import stats
 
 from sfumato.metrics.reliability import (
     binomial_tail,
@@ -69,7 +69,7 @@ def test_bins_of_equal_count_by_hand():
 @pytest.mark.parametrize(("fraction", "n"), [(0.0, 1), (0.0, 20), (0.25, 8), (0.5, 400), (1.0, 13)])
 @pytest.mark.parametrize("confidence", [0.8, 0.95])
 def test_wilson_is_scipys(fraction, n, confidence):
-    expected = stats.binomtest(round(fraction * n), n).proportion_ci(confidence, method="wilson")
+    expected = scipy.stats.binomtest(round(fraction * n), n).proportion_ci(confidence, method="wilson")
     assert wilson_interval(fraction, n, confidence=confidence) == pytest.approx(
         (expected.low, expected.high), abs=1e-12
     )
@@ -79,7 +79,7 @@ def test_wilson_is_scipys(fraction, n, confidence):
 @pytest.mark.parametrize(("k", "n"), [(0, 1), (0, 29), (3, 10), (10, 10), (0, 0), (40, 3000), (2999, 3000)])
 @pytest.mark.parametrize("p", [0.0, 1e-5, 0.02, 0.5, 0.97, 1.0])
 def test_binomial_tail_is_scipys(k, n, p):
-    assert binomial_tail(k, n, p) == pytest.approx(stats.binom.cdf(k, n, p), rel=1e-9, abs=1e-12)
+    assert binomial_tail(k, n, p) == pytest.approx(scipy.stats.binom.cdf(k, n, p), rel=1e-9, abs=1e-12)
 
 
 def test_bounds_by_hand():
@@ -92,7 +92,7 @@ def test_bounds_by_hand():
 def test_p_values_of_mean_losses_are_valid(shape):
     # Beta losses of mean 0.2 against a limit of 0.2: at most a tenth of 2,000 p-values is below 0.1, up to 4.5 standard
     # errors.
-    losses = stats.beta.rvs(*shape, size=(2000, 60), random_state=1)
+    losses = scipy.stats.beta.rvs(*shape, size=(2000, 60), random_state=1)
     rejected = sum(mean_loss_p_value(float(row.mean()), 60, 0.2) <= 0.1 for row in losses) / 2000
     assert rejected <= 0.1 + 4.5 * 0.0067
     assert mean_loss_p_value(0.1, 200, 0.2) < 0.01

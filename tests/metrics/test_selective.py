@@ -4,7 +4,7 @@ import itertools
 
 import numpy as np
 import pytest
-from scipy import stats
+import scipy
 
 from sfumato.metrics import selective
 from sfumato.metrics.bootstrap import (
@@ -41,7 +41,7 @@ def test_auroc_by_hand_by_pairs_and_by_scipy():
         pairs = [(p > q) + 0.5 * (p == q) for p, q in itertools.product(score[positive == 1], score[positive == 0])]
         assert auroc(score, positive) == pytest.approx(np.mean(pairs), abs=1e-12)
         assert auroc(-score, positive) == pytest.approx(1 - np.mean(pairs), abs=1e-12)
-    test = stats.mannwhitneyu(score[positive == 1], score[positive == 0])
+    test = scipy.stats.mannwhitneyu(score[positive == 1], score[positive == 0])
     assert auroc(score, positive) == pytest.approx(test.statistic / (positive.sum() * (1 - positive).sum()), abs=1e-12)
 
 
@@ -130,7 +130,7 @@ def test_every_fast_statistic_is_the_plain_one_on_the_drawn_items(name, grouped)
         "mean": (mean_statistic(y), plain_statistic(np.mean, y)),
         "spearman": (
             selective.spearman_statistic(x, y),
-            plain_statistic(lambda a, b: stats.spearmanr(a, b).statistic, x, y),
+            plain_statistic(lambda a, b: scipy.stats.spearmanr(a, b).statistic, x, y),
         ),
         "deciles": (
             selective.decile_statistic(distinct, error),
@@ -147,7 +147,7 @@ def test_every_fast_statistic_is_the_plain_one_on_the_drawn_items(name, grouped)
 def test_intervals_of_a_mean_are_scipys_and_those_of_theory():
     values = np.random.default_rng(5).exponential(size=400)
     ours = bootstrap({"mean": mean_statistic(values)}, 400, n_resamples=4000, seed=1)["mean"]
-    theirs = stats.bootstrap((values,), np.mean, n_resamples=4000, method="percentile", rng=0).confidence_interval
+    theirs = scipy.stats.bootstrap((values,), np.mean, n_resamples=4000, method="percentile", rng=0).confidence_interval
     # The deviation of a 2.5 % percentile of 4,000 draws is about 0.04 standard errors: 0.25 of one is six of them.
     error = values.std() / 20
     assert abs(ours.low - theirs.low) < 0.25 * error and abs(ours.high - theirs.high) < 0.25 * error
@@ -158,7 +158,7 @@ def test_95_percent_intervals_hold_the_truth_95_times_in_a_hundred():
     # 300 data sets; a binomial with p = 0.95 (0.94 for the percentile method at n = 150) has a deviation of 1.3 %:
     # outside of [0.90, 0.985] in fewer than 1 of 1,000 seeds (and the seed is fixed). The true AUROC of N(1,1) against
     # N(0,1) is 0.7602.
-    ground_truth, random, held = stats.norm.cdf(1 / np.sqrt(2)), np.random.default_rng(0), 0
+    ground_truth, random, held = scipy.stats.norm.cdf(1 / np.sqrt(2)), np.random.default_rng(0), 0
     for _ in range(300):
         positive = random.random(150) < 0.4
         score = random.normal(size=150) + positive
@@ -211,7 +211,7 @@ def test_balanced_resamples_are_centred_on_the_balanced_correlation_and_see_ties
     assert abs(whole.mean() - spearman(x, multiplicity)) < 0.03 and 0.01 < whole.std() < 0.1
     assert np.isnan(resampled_balanced_spearman({"x": x}, np.ones(260), n_resamples=3)["x"]).all()
     rows = random.integers(0, 4, (20, 11)).astype(float)
-    np.testing.assert_allclose(_row_ranks(rows), stats.rankdata(rows, axis=1) - 1)
+    np.testing.assert_allclose(_row_ranks(rows), scipy.stats.rankdata(rows, axis=1) - 1)
 
 
 def test_bad_input_is_named():

@@ -1,6 +1,6 @@
 import numpy as np
 import pytest
-from scipy import stats
+import scipy
 
 from sfumato.metrics.uncertainty import average_ranks, balanced_spearman, pearson, recall_by_uncertainty, spearman
 
@@ -11,9 +11,9 @@ def test_spearman_equals_scipys(levels):
     for _ in range(10):
         x = random.integers(0, levels, 37)
         y = x * random.integers(0, 2, 37) + random.integers(0, levels, 37)
-        assert spearman(x, y) == pytest.approx(stats.spearmanr(x, y).statistic, abs=1e-12)
-        np.testing.assert_allclose(average_ranks(x), stats.rankdata(x) - 1)
-        assert pearson(x, y) == pytest.approx(stats.pearsonr(x, y).statistic, abs=1e-12)
+        assert spearman(x, y) == pytest.approx(scipy.stats.spearmanr(x, y).statistic, abs=1e-12)
+        np.testing.assert_allclose(average_ranks(x), scipy.stats.rankdata(x) - 1)
+        assert pearson(x, y) == pytest.approx(scipy.stats.pearsonr(x, y).statistic, abs=1e-12)
 
 
 def test_undefined_correlations_are_nan():
@@ -34,7 +34,7 @@ def test_bins_worked_by_hand():
         {"uncertainty": 7.0, "recall": 0.0, "count": 2},
     ]
     assert result["correlation"] == pytest.approx(-1)
-    assert result["spearman"] == pytest.approx(stats.spearmanr(uncertainty[:6], hit[:6]).statistic)
+    assert result["spearman"] == pytest.approx(scipy.stats.spearmanr(uncertainty[:6], hit[:6]).statistic)
 
 
 def test_ten_bins_of_equal_size_and_the_sign_of_the_correlation():
@@ -67,7 +67,7 @@ def test_balanced_spearman_is_exact_when_every_bin_is_taken_whole_and_seeded_oth
     random = np.random.default_rng(4)
     multiplicity, x = random.integers(1, 40, 60), random.normal(size=60)
     assert balanced_spearman(x, multiplicity, per_bin=60, n_sets=3) == pytest.approx(
-        stats.spearmanr(x, multiplicity).statistic
+        scipy.stats.spearmanr(x, multiplicity).statistic
     )
     draws = [balanced_spearman(x, multiplicity, per_bin=3, n_sets=7, seed=s) for s in (0, 0, 1)]
     assert draws[0] == draws[1] != draws[2]

@@ -9,7 +9,7 @@ import torch
 from PIL import Image
 from torch.nn import functional as F
 
-pytest.importorskip("transformers", reason="the extra backbones is not installed")
+pytest.importorskip("tokenizers", reason="the extra backbones is not installed")
 
 from sfumato.data.transforms import IMAGENET_MEAN, IMAGENET_STD
 from sfumato.distances import seeded_samples

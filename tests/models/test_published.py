@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
-pytest.importorskip("transformers", reason="the extra backbones is not installed")
+pytest.importorskip("tokenizers", reason="the extra backbones is not installed")
 
 from tokenizers import Tokenizer, models, pre_tokenizers
 

@@ -8,9 +8,9 @@ from functools import cache
 
 import numpy as np
 import pytest
+import scipy
 import torch
 from PIL import Image
-from scipy import stats
 from support.charts import undrawn
 
 from sfumato import GaussianEmbedding, csd_matrix
@@ -233,10 +233,10 @@ def test_intervals_of_recall_are_scipys():
     for d, t in ((distance, true), (distance.T, true.T)):
         has = t.any(1)
         right = int(t[torch.arange(len(d)), d.argmin(1)][has].sum())
-        other = stats.binomtest(right, int(has.sum())).proportion_ci(method="wilson")
+        other = scipy.stats.binomtest(right, int(has.sum())).proportion_ci(method="wilson")
         assert f"{other.low:.1%} to {other.high:.1%} (95%), {int(has.sum())} queries" in page
     for count, low, high in re.findall(r"recall@1 100.0% \(([\d.]+)% to ([\d.]+)%\), (\d+) queries", page):
-        other = stats.binomtest(int(high), int(high)).proportion_ci(method="wilson")
+        other = scipy.stats.binomtest(int(high), int(high)).proportion_ci(method="wilson")
         assert float(count) == pytest.approx(100 * other.low, abs=0.06) and float(low) == 100
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from support.lazy import Lazy
 
 import sfumato
 from sfumato.data.images import MemoryImage
@@ -17,7 +18,7 @@ from sfumato.errors import UserError
 from sfumato.reports.console import print_search
 from sfumato.search.answer import Answer, Hit, verdict
 
-pyplot = pytest.importorskip("matplotlib.pyplot", reason="the extra report is not installed")
+pyplot = Lazy("matplotlib.pyplot", "the extra report is not installed")
 
 
 @pytest.fixture(autouse=True)
@@ -128,7 +129,7 @@ def test_figures_are_made_outside_of_the_style(monkeypatch):
         seen.append(matplotlib.rcParams["axes.edgecolor"])
         return figure(**options)
 
-    monkeypatch.setattr(pyplot, "figure", watched)
+    monkeypatch.setattr("matplotlib.pyplot.figure", watched)
     axes = [answer().plot(), sfumato.Reliability.of(np.array([0.5]), np.array([1])).plot()]
     assert seen == [usual, usual]
     assert not any(axis.spines["right"].get_visible() for axis in axes), "the style holds for what is drawn"

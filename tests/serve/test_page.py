@@ -6,6 +6,7 @@ import shutil
 from urllib.parse import parse_qs, urlsplit
 
 import pytest
+from support.lazy import Lazy
 from support.processes import short_folder
 from support.serving import KEY, make_collection, picture, read_only, served
 
@@ -13,10 +14,10 @@ from sfumato.search.answer import verdict
 from sfumato.serve.answering import open_sources
 from sfumato.serve.app import PAGE
 
-playwright = pytest.importorskip("playwright.sync_api", reason="needs the package playwright")
+playwright = Lazy("playwright.sync_api", "needs the package playwright")
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs chromium on the path")
-expect = playwright.expect
+expect = lambda *given: playwright.expect(*given)
 
 OUTLINE = """() => {
     const focused = document.activeElement;

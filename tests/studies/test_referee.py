@@ -10,8 +10,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import scipy
 import torch
-from scipy.stats import spearmanr
 from support.toy import make_toy
 from support.words import folded, too_wide
 from torch.nn import functional
@@ -323,7 +323,7 @@ def test_the_response_to_corruptions_is_that_of_loops(damaged):
             figures = methods["top1"]["corruptions"][corruption.name]
             assert figures["recall"][len(steps) - 1] == pytest.approx(recall)
         assert figures["auroc"]["value"] == pytest.approx(auroc_by_loops(steps[0], steps[-1]), abs=0.01)
-        rho = [spearmanr(range(4), u).statistic for u in zip(*steps, strict=True)]
+        rho = [scipy.stats.spearmanr(range(4), u).statistic for u in zip(*steps, strict=True)]
         assert figures["spearman"]["value"] == pytest.approx(np.mean(rho), abs=0.02)
         assert figures["auroc"]["low"] <= figures["auroc"]["value"] <= figures["auroc"]["high"]
         assert figures["recall"][0] > figures["recall"][-1] + 0.2 and figures["auroc"]["value"] > 0.6

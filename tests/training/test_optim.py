@@ -8,7 +8,7 @@ import pytest
 import torch
 from support.toy import make_toy
 
-pytest.importorskip("transformers", reason="the extra backbones is not installed")
+pytest.importorskip("tokenizers", reason="the extra backbones is not installed")
 
 from sfumato.encoders.clip import clip_image_encoder, clip_text_encoder
 from sfumato.encoders.dual import DualEncoder, Tower

@@ -15,13 +15,14 @@ import pytest
 import torch
 from PIL import Image
 from safetensors.torch import load_file
+from support.lazy import Lazy
 
 from sfumato.encoders.clip import ARCHITECTURES
 from sfumato.evaluation.papers import data_sets, paper_items
 from sfumato.models.recipe import find_recipe, load_recipe, recipe_files
 from sfumato.training.loop import fit
 
-transformers = pytest.importorskip("transformers", reason="the extra backbones is not installed")
+transformers = Lazy("transformers", "the extra backbones is not installed")
 
 WORDS = ("red", "green", "blue", "circle", "square", "dog", "on", "the", "grass")
 RECIPES = [name for name in recipe_files() if name.startswith(("coco-", "cub-"))]
