@@ -27,8 +27,8 @@ from sfumato.data.images import Problems
 from sfumato.data.pairs import PairData
 from sfumato.data.splits import images_of_part, noisy_pairs, parse_part, shuffle_pairs
 from sfumato.distances import get_distance
-from sfumato.encoders.backbones import text_backbone
 from sfumato.encoders.features import cached_features
+from sfumato.encoders.frozen import text_backbone
 from sfumato.encoders.heads import AveragePool
 from sfumato.evaluation.benchmark_ground_truths import eccv_caption
 from sfumato.gaussian import GaussianEmbedding

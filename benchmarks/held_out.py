@@ -18,7 +18,7 @@ import torch
 from ambiguity import FIGURES, baselines, measure_ambiguity
 
 from sfumato.data.emoji import load_emoji
-from sfumato.encoders.backbones import text_backbone
+from sfumato.encoders.frozen import text_backbone
 from sfumato.evaluation.estimators import ESTIMATORS, Matching, estimate_uncertainty
 from sfumato.ids import Direction
 from sfumato.metrics.relevance import Relevance

@@ -32,7 +32,7 @@ from PIL import Image
 
 from sfumato.data.image_decoding import decode_image
 from sfumato.data.listings import list_folder
-from sfumato.encoders.clip import clip_image_encoder
+from sfumato.encoders.clip import ClipImageConfig, clip_image_encoder
 from sfumato.encoders.convolutional import EfficientNetEncoder
 from sfumato.encoders.dual import DualEncoder, Tower
 from sfumato.encoders.frozen import FeatureInput
@@ -59,7 +59,7 @@ def build(encoder_name: str, device: str) -> Any:
     encoder: Any = (
         EfficientNetEncoder(pretrained=False)
         if encoder_name == "efficientnet"
-        else clip_image_encoder(architecture="ViT-B/32")
+        else clip_image_encoder(ClipImageConfig(architecture="ViT-B/32"))
     )
     processor = PixelProcessor(SIDE)
     model = DualEncoder(

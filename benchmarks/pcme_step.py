@@ -30,7 +30,7 @@ import torch
 from match_loss import peak_mb
 from towers import inputs as clip_inputs
 
-from sfumato.encoders.clip import clip_image_encoder, clip_text_encoder
+from sfumato.encoders.clip import ClipImageConfig, ClipTextConfig, clip_image_encoder, clip_text_encoder
 from sfumato.encoders.dual import DualEncoder, Tower
 from sfumato.encoders.features import Inputs
 from sfumato.encoders.frozen import FeatureInput
@@ -51,7 +51,7 @@ def build_model(options: argparse.Namespace) -> DualEncoder:
     torch.manual_seed(0)
     encoders: list[Any]
     if options.towers == "clip":
-        encoders = [clip_image_encoder(), clip_text_encoder()]
+        encoders = [clip_image_encoder(ClipImageConfig()), clip_text_encoder(ClipTextConfig())]
     else:
         encoders = [FeatureInput(channels, 0.2) for channels in (IMAGE_CHANNELS, TEXT_CHANNELS)]
     towers = [Tower(None, e, GaussianHead(e.channels, options.dim)) for e in encoders]  # type: ignore[arg-type]

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from sfumato.encoders.backbones import EfficientNetLite
+from sfumato.encoders.frozen import image_backbone
 
 
 def decoded(data: bytes, size: int, kept: int | None) -> tuple[Image.Image, bool]:
@@ -43,7 +43,7 @@ def main() -> None:
     parser.add_argument("--images", type=int, default=60)
     parser.add_argument("--kept", type=int, default=4)
     arguments = parser.parse_args()
-    size, backbone = arguments.size, EfficientNetLite("efficientnet-lite0", arguments.size, grid=1)
+    size, backbone = arguments.size, image_backbone("efficientnet-lite0", size=arguments.size, grid=1)
     files = [path.read_bytes() for path in sorted(arguments.folder.rglob("*.jpg"))[: arguments.images]]
 
     def features(images: list[Image.Image]) -> torch.Tensor:

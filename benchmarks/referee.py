@@ -31,8 +31,8 @@ import numpy as np
 import torch
 
 from sfumato.data.images import Problems
-from sfumato.encoders.backbones import text_backbone
 from sfumato.encoders.dual import DualEncoder
+from sfumato.encoders.frozen import text_backbone
 from sfumato.evaluation.corruption import corrupted_inputs
 from sfumato.files import write_atomically
 from sfumato.metrics.uncertainty import spearman

@@ -24,7 +24,7 @@ import torch
 from match_loss import peak_mb
 from torch import Tensor, nn
 
-from sfumato.encoders.clip import ARCHITECTURES, clip_image_encoder, clip_text_encoder
+from sfumato.encoders.clip import ARCHITECTURES, ClipImageConfig, ClipTextConfig, clip_image_encoder, clip_text_encoder
 from sfumato.encoders.dual import Tower
 from sfumato.encoders.features import Inputs, TokenFeatures
 from sfumato.encoders.heads import GaussianHead
@@ -53,10 +53,11 @@ class Plain(nn.Module):
 def build(form: str, side: str, architecture: str) -> nn.Module:
     """A tower with random weights."""
     blocks = 0 if form == "plain" else 1
+    options: Any = {"architecture": architecture, "variance_blocks": blocks}
     if side == "image":
-        encoder: Any = clip_image_encoder(architecture=architecture, variance_blocks=blocks, final_norm=form == "plain")
+        encoder: Any = clip_image_encoder(ClipImageConfig(final_norm=form == "plain", **options))
     else:
-        encoder = clip_text_encoder(architecture=architecture, variance_blocks=blocks)
+        encoder = clip_text_encoder(ClipTextConfig(**options))
     if form == "plain":
         return Plain(encoder, side == "image")
     return Tower(None, encoder, GaussianHead(encoder.channels, DIM))  # type: ignore[arg-type]

@@ -34,7 +34,7 @@ import torch
 from ambiguity import baselines
 from PIL import Image
 
-from sfumato.encoders.backbones import text_backbone
+from sfumato.encoders.frozen import text_backbone
 from sfumato.evaluation.estimators import Matching, estimate_uncertainty
 from sfumato.evaluation.trust import words_of
 from sfumato.files import write_atomically

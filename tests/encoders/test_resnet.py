@@ -4,7 +4,7 @@ import pytest
 import torch
 from support.lazy import Lazy
 
-from sfumato.encoders.convolutional import RESNETS, resnet_encoder
+from sfumato.encoders.convolutional import RESNETS, ResNetImageConfig, resnet_encoder
 from sfumato.encoders.features import Inputs
 from sfumato.errors import UserError
 
@@ -32,7 +32,7 @@ def saved(folder, **processor):
 def test_features_of_a_saved_model_are_its_last_map_of_standardised_pixels(tmp_path, normalised):
     mean, std = (0.4, 0.5, 0.6), (0.2, 0.25, 0.3)
     plain = saved(tmp_path, do_normalize=normalised, image_mean=list(mean), image_std=list(std))
-    encoder = resnet_encoder(str(tmp_path)).eval()
+    encoder = resnet_encoder(ResNetImageConfig(weights=str(tmp_path))).eval()
     values = pixels()
     of_plain = values / 255
     if normalised:
@@ -48,8 +48,10 @@ def test_features_of_a_saved_model_are_its_last_map_of_standardised_pixels(tmp_p
 
 def test_an_encoder_is_built_again_from_its_description(tmp_path):
     saved(tmp_path, image_mean=[0.4, 0.5, 0.6], image_std=[0.2, 0.25, 0.3])
-    first = resnet_encoder(str(tmp_path)).eval()
-    again = resnet_encoder("a name that nobody looks up", description=first.description).eval()
+    first = resnet_encoder(ResNetImageConfig(weights=str(tmp_path))).eval()
+    again = resnet_encoder(
+        ResNetImageConfig(weights="a name that nobody looks up"), description=first.description
+    ).eval()
     again.load_state_dict(first.state_dict())
     torch.testing.assert_close(again(Inputs(pixels())).mean, first(Inputs(pixels())).mean, rtol=0, atol=0)
     assert again.description == first.description
@@ -69,13 +71,13 @@ SIZES = {
 @pytest.mark.parametrize("name", RESNETS)
 def test_architectures_have_the_published_number_of_parameters(name):
     with torch.device("meta"):
-        encoder = resnet_encoder(architecture=name)
+        encoder = resnet_encoder(ResNetImageConfig(architecture=name))
     assert sum(p.numel() for p in encoder.parameters()) == SIZES[name]
     assert encoder.channels == (512 if name in ("resnet-18", "resnet-34") else 2048)
 
 
 def test_four_stages_leave_seven_by_seven_cells_of_224_pixels():
-    encoder = resnet_encoder(depths=(1, 1, 1, 1), width=2).eval()
+    encoder = resnet_encoder(ResNetImageConfig(depths=(1, 1, 1, 1), width=2)).eval()
     assert encoder(Inputs(pixels(1, 224))).mean.shape == (1, 49, 16)
 
 
@@ -83,8 +85,4 @@ def test_what_is_no_resnet_is_refused(tmp_path):
     config = transformers.ViTConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16)
     transformers.ViTModel(config).save_pretrained(tmp_path)
     with pytest.raises(UserError, match="a model of type 'vit'; kind 'resnet' takes type 'resnet' only"):
-        resnet_encoder(str(tmp_path))
-    with pytest.raises(ValueError, match="unknown architecture 'resnet-9'; known: resnet-18, resnet-34"):
-        resnet_encoder(architecture="resnet-9")
-    with pytest.raises(ValueError, match="depths are empty"):
-        resnet_encoder(depths=())
+        resnet_encoder(ResNetImageConfig(weights=str(tmp_path)))

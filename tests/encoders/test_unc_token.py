@@ -5,8 +5,14 @@ import torch
 
 pytest.importorskip("tokenizers", reason="the extra backbones is not installed")
 
-from sfumato.encoders.clip import clip_image_encoder, clip_text_encoder
-from sfumato.encoders.clip_transformers import UncTokenImageEncoder, UncTokenTextEncoder
+from sfumato.encoders.clip import (
+    ClipImageConfig,
+    ClipTextConfig,
+    UncTokenImageEncoder,
+    UncTokenTextEncoder,
+    clip_image_encoder,
+    clip_text_encoder,
+)
 from sfumato.encoders.features import Inputs
 from sfumato.encoders.heads import POOLINGS, GaussianHead, HeadOptions
 
@@ -41,13 +47,13 @@ TEXT = {
 
 def image_encoder(**options):
     torch.manual_seed(0)
-    inner = clip_image_encoder(description=IMAGE, variance_blocks=0, final_norm=True)
+    inner = clip_image_encoder(ClipImageConfig(variance_blocks=0, final_norm=True), description=IMAGE)
     return UncTokenImageEncoder(inner, **options).eval()
 
 
 def text_encoder(**options):
     torch.manual_seed(0)
-    return UncTokenTextEncoder(clip_text_encoder(description=TEXT, variance_blocks=0), **options).eval()
+    return UncTokenTextEncoder(clip_text_encoder(ClipTextConfig(variance_blocks=0), description=TEXT), **options).eval()
 
 
 PIXELS = torch.rand(3, 3, 24, 24, generator=torch.Generator().manual_seed(1))
@@ -103,7 +109,7 @@ def test_padding_has_no_influence_on_texts(causal):
 
 
 def test_a_causal_text_does_not_see_what_is_appended():
-    plain = clip_text_encoder(description=TEXT, variance_blocks=0).eval()
+    plain = clip_text_encoder(ClipTextConfig(variance_blocks=0), description=TEXT).eval()
     encoder = UncTokenTextEncoder(plain).eval()
     assert encoder.causal
     torch.testing.assert_close(encoder(Inputs(IDS, MASK)).mean[MASK], plain(Inputs(IDS, MASK)).mean[MASK])
@@ -152,6 +158,6 @@ def test_blocks_are_counted_from_the_top():
 
 def test_an_encoder_with_variance_blocks_is_refused():
     with pytest.raises(ValueError, match="has 1 variance blocks, expected none"):
-        UncTokenImageEncoder(clip_image_encoder(description=IMAGE, variance_blocks=1))
+        UncTokenImageEncoder(clip_image_encoder(ClipImageConfig(), description=IMAGE))
     with pytest.raises(ValueError, match="variance_blocks=0"):
-        UncTokenTextEncoder(clip_text_encoder(description=TEXT))
+        UncTokenTextEncoder(clip_text_encoder(ClipTextConfig(), description=TEXT))

@@ -18,7 +18,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from sfumato.data.transforms import IMAGENET_MEAN
 from sfumato.distances import csd_matrix
-from sfumato.encoders.clip_transformers import CLIP_MEAN, CLIP_STD
+from sfumato.encoders.clip import CLIP_MEAN, CLIP_STD
 from sfumato.encoders.features import Inputs
 from sfumato.errors import UserError
 from sfumato.gaussian import GaussianEmbedding
@@ -53,8 +53,8 @@ def clip_vision(model):
 def embed(model, values, dtype=torch.float32, lengths=None, **options):
     """What a model makes of stored inputs: pixels that are standardised already, and token ids."""
     model = model.to(dtype).eval()
-    clip_vision(model).pixel_mean.zero_()
-    clip_vision(model).pixel_std.fill_(1)
+    clip_vision(model).pixels.mean.zero_()
+    clip_vision(model).pixels.std.fill_(1)
     ids = values["inputs/token_ids"]
     lengths = ids.argmax(1) + 1 if lengths is None else lengths
     mask = torch.arange(ids.shape[1]) < lengths.unsqueeze(1)
@@ -411,7 +411,7 @@ def test_settings_of_the_run_are_honoured(state, tmp_path):
 def test_the_training_code_has_pictures_of_its_own(towers):
     state, _, heads = towers
     model = training_model(state, heads)
-    torch.testing.assert_close(model.image.encoder.pixel_mean.flatten(), torch.tensor(IMAGENET_MEAN))
+    torch.testing.assert_close(model.image.encoder.pixels.mean.flatten(), torch.tensor(IMAGENET_MEAN))
     assert type(model.image.processor).__name__ == "BilinearProcessor"
 
 
@@ -574,8 +574,8 @@ def test_pictures_need_no_tokenizer_and_are_prepared_like_clips(pcmepp):
         size={"shortest_edge": size}, crop_size=size, image_mean=CLIP_MEAN, image_std=CLIP_STD
     )
     prepared = torch.from_numpy(processor(image)["pixel_values"][0]).unsqueeze(0)
-    model.image.encoder.pixel_mean.zero_()
-    model.image.encoder.pixel_std.fill_(1)
+    model.image.encoder.pixels.mean.zero_()
+    model.image.encoder.pixels.std.fill_(1)
     with torch.no_grad():
         torch.testing.assert_close(ours.mean, model.image(Inputs(prepared.float())).mean, **SINGLE)
     with pytest.raises(UserError, match=r"no tokenizer.json beside the weights.*openai/clip-vit-base-patch16"):

@@ -7,7 +7,7 @@ import pytest
 from support.toy import make_toy
 
 from sfumato.data.emoji import load_emoji
-from sfumato.encoders.backbones import text_backbone
+from sfumato.encoders.frozen import text_backbone
 from sfumato.encoders.processors import TokenProcessor, train_tokenizer
 from sfumato.errors import UserError
 from sfumato.metrics.selective import auroc

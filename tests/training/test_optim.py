@@ -10,7 +10,7 @@ from support.toy import make_toy
 
 pytest.importorskip("tokenizers", reason="the extra backbones is not installed")
 
-from sfumato.encoders.clip import clip_image_encoder, clip_text_encoder
+from sfumato.encoders.clip import ClipImageConfig, ClipTextConfig, clip_image_encoder, clip_text_encoder
 from sfumato.encoders.dual import DualEncoder, Tower
 from sfumato.encoders.encoder_protocol import EncoderModule
 from sfumato.encoders.feature_rows import RegionEncoder
@@ -41,11 +41,12 @@ def clip_model(image_blocks=3, text_blocks=2, *, variance_blocks=1):
     of_text |= {"bos_token_id": None, "eos_token_id": None}
     pixels = {"pixel_mean": (0.5,) * 3, "pixel_std": (0.5,) * 3}
     image = clip_image_encoder(
+        ClipImageConfig(variance_blocks=variance_blocks),
         description=pixels | {"backbone": of_image | shape | {"num_hidden_layers": image_blocks}},
-        variance_blocks=variance_blocks,
     )
     text = clip_text_encoder(
-        description={"backbone": of_text | shape | {"num_hidden_layers": text_blocks}}, variance_blocks=variance_blocks
+        ClipTextConfig(variance_blocks=variance_blocks),
+        description={"backbone": of_text | shape | {"num_hidden_layers": text_blocks}},
     )
     return DualEncoder(Tower(None, image, GaussianHead(8, 5)), Tower(None, text, GaussianHead(8, 5)))
 

@@ -11,7 +11,7 @@ from support.tiny_models import taught_clip, two_colours
 from sfumato.cli import app
 from sfumato.data.images import Problems
 from sfumato.encoders import package_weights
-from sfumato.encoders.backbones import joint_image
+from sfumato.encoders.frozen import joint_image
 from sfumato.encoders.package_weights import where_weights_are
 from sfumato.models.embed import embed_split, load_split
 from sfumato.models.recipe import find_recipe, load_recipe, save_recipe

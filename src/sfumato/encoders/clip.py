@@ -1,34 +1,31 @@
-"""The CLIP family, fine-tuned from pixels and subword tokens: sections of the recipe, and building of encoders.
+"""The CLIP family, fine-tuned from pixels and subword tokens: sections of the recipe, encoders, and those of ProLIP.
 
-The encoders, those of ProLIP too, are in :mod:`sfumato.encoders.clip_transformers`.
-The layouts of published weights are in :mod:`sfumato.models.pretrained`.
+The networks are built by the library transformers. The layouts of published weights are in
+:mod:`sfumato.models.pretrained`.
 """
 
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar, Literal
 
+import torch
 from pydantic import Field, PositiveInt
 from tokenizers import Tokenizer
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
-from sfumato.encoders.clip_transformers import (
-    CLIP_MEAN,
-    CLIP_STD,
-    ClipImageEncoder,
-    ClipTextEncoder,
-    UncTokenImageEncoder,
-    UncTokenTextEncoder,
-    VarianceStart,
-    resize_positions,
-)
 from sfumato.encoders.encoder_protocol import (
     AugmentMode,
     BuildContext,
     EncoderConfig,
+    EncoderModule,
     Fit,
     ImageEncoderConfig,
     InMemory,
+    StandardisedPixels,
     TextEncoderConfig,
 )
+from sfumato.encoders.features import Inputs, TokenFeatures
 from sfumato.encoders.package_weights import from_pretrained, import_transformers, pretrained_tokenizer
 from sfumato.encoders.processors import (
     ImageFileProcessor,
@@ -38,6 +35,10 @@ from sfumato.encoders.processors import (
     train_tokenizer,
 )
 from sfumato.errors import UserError
+from sfumato.ids import Side
+
+CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+"""Mean and standard deviation of the pixels that CLIP was trained on, in [0, 1]."""
 
 Activation = Literal["quick_gelu", "gelu"]
 Architecture = Literal["ViT-Ti/16", "ViT-S/16", "ViT-B/32", "ViT-B/16", "ViT-L/14"]
@@ -75,7 +76,7 @@ class _ClipConfig(EncoderConfig):
         "quick_gelu", description="activation, only without weights: quick_gelu (OpenAI) or gelu (open_clip)"
     )
     variance_blocks: int = Field(1, ge=0, description="number of last blocks that are separate for the log variance")
-    variance_start: VarianceStart = Field(
+    variance_start: Literal["random", "copy"] = Field(
         "random",
         description="start of the variance blocks: random weights (as published), or a copy of the mean's blocks",
     )
@@ -143,64 +144,270 @@ class ClipTextConfig(_ClipConfig, TextEncoderConfig):
     )
 
 
+class ClipEncoder(EncoderModule):
+    """The common base of both sides: the blocks; the last ones exist twice, for the mean and for the log variance."""
+
+    pretrained = True
+
+    def __init__(
+        self, backbone: Any, config: _ClipConfig, *, norm_in: nn.Module, norm_out: nn.Module, variance: bool
+    ) -> None:
+        super().__init__()
+        blocks, variance_blocks = list(backbone.encoder.layers), config.own_blocks(variance)
+        if not 0 <= variance_blocks <= len(blocks):
+            raise ValueError(
+                f"variance_blocks must lie in [0, {len(blocks)}], the number of blocks, got {variance_blocks}"
+            )
+        # Always "sdpa": "eager" ignores is_causal, and adds a boolean mask instead of applying it.
+        backbone.set_attn_implementation("sdpa")
+        first = len(blocks) - variance_blocks
+        fresh = [type(block)(backbone.config) for block in blocks[first:]]
+        for block, own in zip(blocks[first:], fresh, strict=True):
+            if config.variance_start == "copy":
+                own.load_state_dict(block.state_dict())
+            else:
+                own.apply(backbone._init_weights)
+        self.embeddings = backbone.embeddings
+        self.norm_in, self.norm_out = norm_in, norm_out
+        self.shared_blocks = nn.ModuleList(blocks[:first])
+        self.mean_blocks = nn.ModuleList(blocks[first:])
+        self.variance_blocks = nn.ModuleList(fresh)
+        self.channels = int(backbone.config.hidden_size)
+        self.backbone_config: dict[str, Any] = backbone.config.to_diff_dict()
+        self.checkpointing = config.checkpointing
+
+    @property
+    def depth(self) -> int:
+        """Number of blocks that an input passes."""
+        return len(self.shared_blocks) + len(self.mean_blocks)
+
+    def blocks_from_top(self, parameter: str) -> int:
+        """Both kinds of last blocks have equal numbers."""
+        found = re.match(r"(shared|mean|variance)_blocks\.(\d+)\.", parameter)
+        if found is None:
+            return 0
+        below = len(self.shared_blocks) if found[1] != "shared" else 0
+        return self.depth - below - int(found[2])
+
+    def tokens(
+        self, embedded: Tensor, mask: Tensor | None, *, causal: bool = False, attention: Tensor | None = None
+    ) -> TokenFeatures:
+        """Apply the blocks to embedded tokens.
+
+        embedded (n, t, c), mask (n, t), attention (n, 1, t or 1, t) -> (n, t, c).
+        """
+        options: dict[str, Any] = {"is_causal": True} if causal else {}
+        hidden = self._through(self.shared_blocks, self.norm_in(embedded), attention, options)
+        log_var = self._through(self.variance_blocks, hidden, attention, options) if len(self.variance_blocks) else None
+        return TokenFeatures(self.norm_out(self._through(self.mean_blocks, hidden, attention, options)), mask, log_var)
+
+    def _through(
+        self, blocks: nn.ModuleList, hidden: Tensor, attention: Tensor | None, options: dict[str, Any]
+    ) -> Tensor:
+        for block in blocks:
+            if self.checkpointing and self.training:
+                hidden = checkpoint(block, hidden, attention, use_reentrant=False, **options)
+            else:
+                hidden = block(hidden, attention, **options)
+        return hidden
+
+
+class ClipImageEncoder(ClipEncoder):
+    """A vision transformer: (n, 3, s, s) pixels -> (n, t, c) class token (CLIP only) and patches."""
+
+    def __init__(
+        self,
+        backbone: Any,
+        config: ClipImageConfig,
+        *,
+        pixel_mean: tuple[float, ...] = CLIP_MEAN,
+        pixel_std: tuple[float, ...] = CLIP_STD,
+        variance: bool = True,
+    ) -> None:
+        # SigLIP has no norm before its first block.
+        norm_in = nn.Identity() if _is_siglip(backbone) else backbone.pre_layrnorm
+        norm_out = backbone.post_layernorm if config.final_norm else nn.Identity()
+        super().__init__(backbone, config, norm_in=norm_in, norm_out=norm_out, variance=variance)
+        self.size = int(self.embeddings.image_size)
+        self.pixels = StandardisedPixels(pixel_mean, pixel_std)
+
+    @property
+    def description(self) -> dict[str, Any]:
+        """JSON values with which :func:`clip_image_encoder` builds it without weights."""
+        return {"backbone": self.backbone_config | {"image_size": self.size}, **self.pixels.description}
+
+    def embed(self, inputs: Inputs) -> Tensor:
+        """Embedded tokens of images, before the first block. inputs (n, 3, s, s) -> (n, t, c)."""
+        embedded: Tensor = self.embeddings(self.pixels(inputs.values))
+        return embedded
+
+    def forward(self, inputs: Inputs) -> TokenFeatures:
+        """Token features of images. inputs (n, 3, s, s) -> (n, t, c)."""
+        return self.tokens(self.embed(inputs), None)
+
+
+class ClipTextEncoder(ClipEncoder):
+    """A text transformer: (n, t) token ids -> (n, t, c) token features."""
+
+    def __init__(self, backbone: Any, config: ClipTextConfig, *, variance: bool = True) -> None:
+        norm_out = backbone.final_layer_norm
+        super().__init__(backbone, config, norm_in=nn.Identity(), norm_out=norm_out, variance=variance)
+        self.causal = not _is_siglip(backbone)
+        self.max_tokens = int(backbone.config.max_position_embeddings)
+
+    @property
+    def description(self) -> dict[str, Any]:
+        """JSON values with which :func:`clip_text_encoder` builds it without weights."""
+        return {"backbone": self.backbone_config}
+
+    def forward(self, inputs: Inputs) -> TokenFeatures:
+        """Token features of texts. inputs (n, t) -> (n, t, c)."""
+        return self.tokens(self.embeddings(inputs.values), inputs.mask, causal=self.causal)
+
+
+class _UncTokenEncoder(EncoderModule):
+    """An encoder and the [UNC] token before its blocks."""
+
+    pretrained = True
+
+    encoder: ClipImageEncoder | ClipTextEncoder
+
+    def __init__(self, encoder: ClipImageEncoder | ClipTextEncoder, released: bool) -> None:
+        super().__init__()
+        if len(encoder.variance_blocks):
+            raise ValueError(
+                f"{type(self).__name__}: the encoder has {len(encoder.variance_blocks)} variance blocks, expected none:"
+                " the [UNC] token replaces them; build it with variance_blocks=0"
+            )
+        self.encoder, self.released = encoder, released
+        self.channels, self.depth = encoder.channels, encoder.depth
+        self.variance_token = nn.Parameter(torch.randn(encoder.channels) * encoder.channels**-0.5)
+
+    def blocks_from_top(self, parameter: str) -> int:
+        return self.encoder.blocks_from_top(parameter.removeprefix("encoder."))
+
+    @property
+    def description(self) -> dict[str, Any]:
+        """JSON values that rebuild the encoder below without weights, see :mod:`sfumato.encoders.clip`."""
+        return self.encoder.description
+
+
+class UncTokenImageEncoder(_UncTokenEncoder):
+    """A vision transformer with an [UNC] token: (n, 3, s, s) pixels -> features for mean and log variance.
+
+    The mean's features are the class token (CLIP's only) and the patches: a head with pooling "first" takes the class
+    token, as published. The features of the log variance are the single [UNC] token, which no pooling changes.
+    """
+
+    encoder: ClipImageEncoder
+
+    def __init__(self, encoder: ClipImageEncoder, *, released: bool = False) -> None:
+        super().__init__(encoder, released)
+        self.size = encoder.size
+
+    def forward(self, inputs: Inputs, *, patches: Tensor | None = None) -> TokenFeatures:
+        """Token features without a mask. patches (k,)."""
+        embedded = self.encoder.embed(inputs)
+        if patches is not None:
+            before = self.encoder.embeddings.num_positions - self.encoder.embeddings.num_patches
+            embedded = torch.cat([embedded[:, :before], embedded[:, before:][:, patches]], 1)
+        unc = self.variance_token.expand(len(embedded), 1, -1)
+        tokens = self.encoder.tokens(torch.cat([unc, embedded], 1), None).mean
+        unc, mean = tokens[:, :1], tokens[:, 1:]
+        return TokenFeatures(self.encoder.norm_out(mean) if self.released else mean, None, unc)
+
+
+class UncTokenTextEncoder(_UncTokenEncoder):
+    """A text transformer with an [UNC] token after the text's own tokens: (n, t) token ids -> token features."""
+
+    encoder: ClipTextEncoder
+
+    def __init__(self, encoder: ClipTextEncoder, *, released: bool = False) -> None:
+        super().__init__(encoder, released)
+        self.causal, self.max_tokens = encoder.causal and not released, encoder.max_tokens
+        self.class_token = nn.Parameter(torch.randn(self.channels) * self.channels**-0.5) if released else None
+
+    def forward(self, inputs: Inputs) -> TokenFeatures:
+        """Token features of texts. inputs (n, t)."""
+        mask = inputs.mask
+        if self.released:
+            if inputs.values.shape[1] != self.max_tokens or not (mask is None or bool(mask.all())):
+                raise ValueError(
+                    "UncTokenTextEncoder: the released weights attend to their padding: expected texts padded to"
+                    f" {self.max_tokens} tokens, all of them in the mask, got {tuple(inputs.values.shape)}"
+                )
+            mask = None
+        extra = [token for token in (self.variance_token, self.class_token) if token is not None]
+        embedded = self.encoder.embeddings(inputs.values)
+        embedded = torch.cat([embedded, *(token.expand(len(embedded), 1, -1) for token in extra)], 1)
+        tokens = self.encoder.tokens(
+            embedded, None, causal=self.causal and mask is None, attention=_attention(mask, len(extra), self.causal)
+        ).mean
+        text, unc, last = tokens[:, : -len(extra)], tokens[:, -len(extra), None], tokens[:, -1:]
+        if self.released:
+            return TokenFeatures(last)
+        if self.class_token is not None:  # As the paper says it: the log variance from [UNC].
+            return TokenFeatures(last, None, unc)
+        return TokenFeatures(text, mask, unc)
+
+
+def _attention(mask: Tensor | None, extra: int, causal: bool) -> Tensor | None:
+    """(n, t) mask of the text -> (n, 1, t' or 1, t') bool with the extra tokens at the end, which all may see."""
+    if mask is None:
+        return None
+    seen = torch.nn.functional.pad(mask, (0, extra), value=True)[:, None, None]
+    if not causal:
+        return seen
+    length = seen.shape[-1]
+    return seen & torch.ones(length, length, dtype=torch.bool, device=mask.device).tril()
+
+
 def clip_image_encoder(
-    weights: str = "",
-    *,
-    architecture: str = "ViT-B/32",
-    size: int | None = None,
-    blocks: int | None = None,
-    activation: Activation = "quick_gelu",
-    description: Mapping[str, Any] | None = None,
-    final_norm: bool = False,
-    variance_blocks: int = 1,
-    variance_start: VarianceStart = "random",
-    checkpointing: bool = False,
+    config: ClipImageConfig, *, description: Mapping[str, Any] | None = None, variance: bool = True
 ) -> ClipImageEncoder:
-    """The image side of a CLIP or SigLIP model."""
-    patch, side = int(architecture.rpartition("/")[2] or 0), size or 224
-    if description is None and not weights and architecture in ARCHITECTURES:
+    """The image side of a CLIP or SigLIP model: of a description, else of weights, else of an architecture."""
+    patch, side = int(config.architecture.rpartition("/")[2]), config.size or 224
+    if description is None and not config.weights:
         _check_size(side, patch)
-    own = {"patch_size": patch, "image_size": side}
-    backbone = _backbone("image", weights, description, architecture, blocks, activation, own)
+    backbone = _backbone("image", config, description, {"patch_size": patch, "image_size": side})
     mean, std = CLIP_MEAN, CLIP_STD
     if description is not None:
         mean, std = tuple(description["pixel_mean"]), tuple(description["pixel_std"])
-    elif "siglip" in backbone.config.model_type:
+    elif _is_siglip(backbone):
         mean, std = _SIGLIP_MEAN, _SIGLIP_STD
-    if size is not None and size != backbone.embeddings.image_size:
-        _check_size(size, backbone.embeddings.patch_size)
-        resize_positions(backbone.embeddings, size)
-    return ClipImageEncoder(
-        backbone,
-        pixel_mean=mean,
-        pixel_std=std,
-        final_norm=final_norm,
-        variance_blocks=variance_blocks,
-        variance_start=variance_start,
-        checkpointing=checkpointing,
-    )
+    if config.size is not None and config.size != backbone.embeddings.image_size:
+        _check_size(config.size, backbone.embeddings.patch_size)
+        resize_positions(backbone.embeddings, config.size)
+    return ClipImageEncoder(backbone, config, pixel_mean=mean, pixel_std=std, variance=variance)
 
 
 def clip_text_encoder(
-    weights: str = "",
+    config: ClipTextConfig,
     *,
-    architecture: str = "ViT-B/32",
     vocabulary: int = 49408,
-    max_tokens: int = 77,
-    blocks: int | None = None,
-    activation: Activation = "quick_gelu",
     description: Mapping[str, Any] | None = None,
-    variance_blocks: int = 1,
-    variance_start: VarianceStart = "random",
-    checkpointing: bool = False,
+    variance: bool = True,
 ) -> ClipTextEncoder:
-    """The text side of a CLIP or SigLIP model."""
+    """The text side of a CLIP or SigLIP model: of a description, else of weights, else of an architecture."""
     special = dict.fromkeys(("bos_token_id", "eos_token_id")) | {"pad_token_id": 0}
-    own = {"vocab_size": vocabulary, "max_position_embeddings": max_tokens, **special}
-    backbone = _backbone("text", weights, description, architecture, blocks, activation, own)
-    return ClipTextEncoder(
-        backbone, variance_blocks=variance_blocks, variance_start=variance_start, checkpointing=checkpointing
-    )
+    own = {"vocab_size": vocabulary, "max_position_embeddings": config.max_tokens or _MAX_TOKENS, **special}
+    return ClipTextEncoder(_backbone("text", config, description, own), config, variance=variance)
+
+
+def resize_positions(embeddings: Any, size: int) -> None:
+    """Interpolate the position codes of a vision transformer to images of another size, in place."""
+    patches = (size // embeddings.patch_size) ** 2
+    extra = embeddings.num_positions - embeddings.num_patches
+    with torch.no_grad():
+        blank = torch.zeros(1, patches + extra, embeddings.embed_dim)  # Only its length is used.
+        codes = embeddings.interpolate_pos_encoding(blank, size, size)[0]
+    embeddings.position_embedding = nn.Embedding.from_pretrained(codes.clone(), freeze=False)
+    embeddings.position_ids = torch.arange(patches + extra).expand(1, -1)
+    embeddings.num_patches, embeddings.num_positions, embeddings.image_size = patches, patches + extra, size
+
+
+def _is_siglip(backbone: Any) -> bool:
+    return "siglip" in backbone.config.model_type
 
 
 def text_positions(weights: str) -> int:
@@ -234,9 +441,7 @@ def build_clip_image(
     config: ClipImageConfig, context: BuildContext
 ) -> tuple[PixelProcessor | ImageFileProcessor, ClipImageEncoder | UncTokenImageEncoder]:
     """Build the image side of kind "clip". Returns (processor, encoder)."""
-    encoder = clip_image_encoder(
-        config.weights, size=config.size, final_norm=config.final_norm, **_common(config, context)
-    )
+    encoder = clip_image_encoder(config, description=context.description, variance=context.variance)
     processor = (PixelProcessor if config.in_memory else ImageFileProcessor)(encoder.size, fit=config.fit)
     return processor, UncTokenImageEncoder(encoder) if config.variance_token and context.variance else encoder
 
@@ -247,60 +452,43 @@ def build_clip_text(
     """Build the text side of kind "clip". Returns (processor, encoder)."""
     tokenizer = context.need_tokenizer(config.kind)
     encoder = clip_text_encoder(
-        config.weights,
+        config,
         vocabulary=tokenizer.get_vocab_size(),
-        max_tokens=config.max_tokens or _MAX_TOKENS,
-        **_common(config, context),
+        description=context.description,
+        variance=context.variance,
     )
     processor = TokenProcessor(tokenizer, min(config.max_tokens or encoder.max_tokens, encoder.max_tokens))
     return processor, UncTokenTextEncoder(encoder) if config.variance_token and context.variance else encoder
 
 
-def _common(config: _ClipConfig, context: BuildContext) -> dict[str, Any]:
-    """The options of both sides."""
-    keys = {"architecture", "blocks", "activation", "variance_start", "checkpointing"}
-    own = {"description": context.description, "variance_blocks": config.own_blocks(context.variance)}
-    return config.model_dump(include=keys) | own
-
-
-def _backbone(
-    side: Literal["image", "text"],
-    weights: str,
-    description: Mapping[str, Any] | None,
-    architecture: str,
-    blocks: int | None,
-    activation: Activation,
-    own: Mapping[str, Any],
-) -> Any:
-    """The network of transformers: of a description, else of weights, else of an architecture, with ``own`` options."""
+def _backbone(side: Side, config: _ClipConfig, description: Mapping[str, Any] | None, own: Mapping[str, Any]) -> Any:
+    """The network of transformers; ``own`` are the options of an architecture."""
     transformers, part = import_transformers(), "vision" if side == "image" else "text"
     names = {f"{family.lower()}_{part}_model": f"{family}{part.title()}Model" for family in ("CLIP", "Siglip")}
     kinds = {model_type: getattr(transformers, name) for model_type, name in names.items()}
     if description is not None:
         kind = kinds[description["backbone"]["model_type"]]
         return kind(kind.config_class(**description["backbone"]))
-    if weights:
-        config = from_pretrained(transformers.AutoConfig, weights)
-        model_type = _part(config, part).model_type
+    if weights := config.weights:
+        found = from_pretrained(transformers.AutoConfig, weights)
+        model_type = _part(found, part).model_type
         if model_type not in kinds:
             raise UserError(
-                f"{weights!r} is a model of type {config.model_type!r}; expected one whose {part} side is one of"
+                f"{weights!r} is a model of type {found.model_type!r}; expected one whose {part} side is one of"
                 f" {', '.join(kinds)}"
             )
         return from_pretrained(kinds[model_type], weights).float()  # Some weights are stored in half precision.
-    if architecture not in ARCHITECTURES:
-        raise ValueError(f"unknown architecture {architecture!r}; known: {', '.join(ARCHITECTURES)}")
-    width, depth, heads = ARCHITECTURES[architecture][side]
+    width, depth, heads = ARCHITECTURES[config.architecture][side]
     kind = kinds[f"clip_{part}_model"]
-    config = kind.config_class(
+    sizes = kind.config_class(
         hidden_size=width,
         intermediate_size=4 * width,
-        num_hidden_layers=blocks or depth,
+        num_hidden_layers=config.blocks or depth,
         num_attention_heads=heads,
-        hidden_act=activation,
+        hidden_act=config.activation,
         **own,
     )
-    return kind(config)
+    return kind(sizes)
 
 
 def _part(config: Any, side: str) -> Any:

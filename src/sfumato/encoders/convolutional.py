@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal
 
 import torch
 from pydantic import Field, PositiveInt
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.utils.fusion import fuse_conv_bn_eval
 
 from sfumato.data.transforms import IMAGENET_MEAN, IMAGENET_STD
@@ -21,6 +21,7 @@ from sfumato.encoders.encoder_protocol import (
     Fit,
     ImageEncoderConfig,
     InMemory,
+    StandardisedPixels,
 )
 from sfumato.encoders.features import Inputs, TokenFeatures
 from sfumato.encoders.package_weights import from_pretrained, import_transformers, package_folder
@@ -165,9 +166,6 @@ class ResNetEncoder(EncoderModule):
     An image of 224 pixels and four stages give 7 x 7 cells.
     """
 
-    pixel_mean: Tensor
-    pixel_std: Tensor
-
     def __init__(
         self, network: Any, *, pixel_mean: Sequence[float] = IMAGENET_MEAN, pixel_std: Sequence[float] = IMAGENET_STD
     ) -> None:
@@ -178,59 +176,40 @@ class ResNetEncoder(EncoderModule):
         # without AVX-512.
         narrow = min(network.config.embedding_size, *network.config.hidden_sizes) < 8
         self._memory_format = torch.contiguous_format if narrow else torch.channels_last
-        self.register_buffer("pixel_mean", torch.tensor(pixel_mean).view(3, 1, 1), persistent=False)
-        self.register_buffer("pixel_std", torch.tensor(pixel_std).view(3, 1, 1), persistent=False)
+        self.pixels = StandardisedPixels(pixel_mean, pixel_std)
 
     @property
     def description(self) -> dict[str, Any]:
         """JSON values with which :func:`resnet_encoder` builds it again without its weights."""
-        return {
-            "backbone": self.network.config.to_diff_dict(),
-            "pixel_mean": self.pixel_mean.flatten().tolist(),
-            "pixel_std": self.pixel_std.flatten().tolist(),
-        }
+        return {"backbone": self.network.config.to_diff_dict(), **self.pixels.description}
 
     def forward(self, inputs: Inputs) -> TokenFeatures:
         """Token features of images. inputs (n, 3, s, s) -> (n, t, c)."""
-        pixels = inputs.values
-        pixels = pixels.to(self.pixel_mean.dtype) / 255 if pixels.dtype == torch.uint8 else pixels
-        normal = ((pixels - self.pixel_mean) / self.pixel_std).contiguous(memory_format=self._memory_format)
+        normal = self.pixels(inputs.values).contiguous(memory_format=self._memory_format)
         return TokenFeatures(self.network(normal).last_hidden_state.flatten(2).transpose(1, 2))
 
 
-def resnet_encoder(
-    weights: str = "",
-    *,
-    architecture: str = "resnet-50",
-    depths: Sequence[int] | None = None,
-    width: int = 64,
-    description: Mapping[str, Any] | None = None,
-) -> ResNetEncoder:
-    """A residual network as an image encoder."""
+def resnet_encoder(config: ResNetImageConfig, *, description: Mapping[str, Any] | None = None) -> ResNetEncoder:
+    """A residual network as an image encoder: of a description, else of weights, else of an architecture."""
     transformers = import_transformers()
     if description is not None:
         network = transformers.ResNetModel(transformers.ResNetConfig(**description["backbone"]))
         return ResNetEncoder(network, pixel_mean=description["pixel_mean"], pixel_std=description["pixel_std"])
-    if weights:
-        config = from_pretrained(transformers.AutoConfig, weights)
-        if config.model_type != "resnet":
+    if weights := config.weights:
+        found = from_pretrained(transformers.AutoConfig, weights)
+        if found.model_type != "resnet":
             raise UserError(
-                f"{weights!r} is a model of type {config.model_type!r}; kind 'resnet' takes type 'resnet' only"
+                f"{weights!r} is a model of type {found.model_type!r}; kind 'resnet' takes type 'resnet' only"
             )
         processor = from_pretrained(transformers.AutoImageProcessor, weights)
         mean, std = (processor.image_mean, processor.image_std) if processor.do_normalize else ((0.0,) * 3, (1.0,) * 3)
         network = from_pretrained(transformers.ResNetModel, weights).float()
-        return ResNetEncoder(network, pixel_mean=tuple(mean), pixel_std=tuple(std))
-    if depths is not None:
-        if not depths:
-            raise ValueError("resnet_encoder: depths are empty; give the number of blocks of each stage")
-        kind, blocks, channels = "basic", tuple(depths), tuple(width * 2**i for i in range(len(depths)))
-    elif architecture in RESNETS:
-        kind, blocks, channels = RESNETS[architecture]
-    else:
-        raise ValueError(f"resnet_encoder: unknown architecture {architecture!r}; known: {', '.join(RESNETS)}")
+        return ResNetEncoder(network, pixel_mean=mean, pixel_std=std)
+    kind, blocks, channels, first = *RESNETS[config.architecture], 64
+    if config.depths is not None:
+        kind, blocks, first = "basic", config.depths, config.width
+        channels = tuple(first * 2**i for i in range(len(blocks)))
     shape = {"layer_type": kind, "depths": list(blocks), "hidden_sizes": list(channels)}
-    first = width if depths is not None else 64
     return ResNetEncoder(transformers.ResNetModel(transformers.ResNetConfig(embedding_size=first, **shape)))
 
 
@@ -238,12 +217,6 @@ def build_resnet(
     config: ResNetImageConfig, context: BuildContext
 ) -> tuple[PixelProcessor | ImageFileProcessor, ResNetEncoder]:
     """Build the image side of kind "resnet". Returns (processor, encoder)."""
-    encoder = resnet_encoder(
-        config.weights,
-        architecture=config.architecture,
-        depths=config.depths,
-        width=config.width,
-        description=context.description,
-    )
+    encoder = resnet_encoder(config, description=context.description)
     encoder.pretrained = config.starts_pretrained
     return (PixelProcessor if config.in_memory else ImageFileProcessor)(config.size, fit=config.fit), encoder

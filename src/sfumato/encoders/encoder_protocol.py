@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Protocol, runtime_checkable
 
 import numpy as np
+import torch
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from tokenizers import Tokenizer
-from torch import nn
+from torch import Tensor, nn
 
 from sfumato.data import image_decoding
 from sfumato.encoders.features import Inputs, Store, TokenFeatures
@@ -193,6 +194,27 @@ class EncoderModule(nn.Module):
     def blocks_from_top(self, parameter: str) -> int:
         """0, because there are no blocks."""
         return 0
+
+
+class StandardisedPixels(nn.Module):
+    """(n, 3, h, w) pixels, uint8 or in [0, 1], in units of the mean and standard deviation of each channel."""
+
+    mean: Tensor
+    std: Tensor
+
+    def __init__(self, mean: Sequence[float], std: Sequence[float]) -> None:
+        super().__init__()
+        for name, values in (("mean", mean), ("std", std)):
+            self.register_buffer(name, torch.tensor(tuple(values)).view(3, 1, 1), persistent=False)
+
+    @property
+    def description(self) -> dict[str, list[float]]:
+        """JSON values."""
+        return {f"pixel_{name}": buffer.flatten().tolist() for name, buffer in self.named_buffers()}
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        pixels = pixels.to(self.mean.dtype) / 255 if pixels.dtype == torch.uint8 else pixels
+        return (pixels - self.mean) / self.std
 
 
 AugmentMode = Annotated[

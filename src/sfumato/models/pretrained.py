@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from sfumato.data.transforms import IMAGENET_MEAN, IMAGENET_STD
-from sfumato.encoders.clip_transformers import (
+from sfumato.encoders.clip import (
     CLIP_MEAN,
     CLIP_STD,
     UncTokenImageEncoder,

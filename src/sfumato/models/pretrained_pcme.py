@@ -9,7 +9,7 @@ from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, pr
 from torch import Tensor
 
 from sfumato.data.transforms import IMAGENET_MEAN, IMAGENET_STD
-from sfumato.encoders.convolutional import ResNetEncoder, resnet_encoder
+from sfumato.encoders.convolutional import ResNetEncoder, ResNetImageConfig, resnet_encoder
 from sfumato.encoders.dual import DualEncoder, Tower
 from sfumato.encoders.heads import GaussianHead, HeadOptions
 from sfumato.encoders.processors import CentreProcessor, TokenProcessor
@@ -100,7 +100,7 @@ def _network(tensors: Mapping[str, Any], where: str) -> ResNetEncoder:
         raise UserError(f"{where}: 'img_enc.cnn.layer1' is missing; not a residual network")
     sizes = {"embedding_size": len(cnn["conv1.weight"]), "hidden_sizes": channels, "depths": depths}
     pixels = {"pixel_mean": IMAGENET_MEAN, "pixel_std": IMAGENET_STD}
-    return resnet_encoder(description=pixels | {"backbone": sizes | {"layer_type": kind}})
+    return resnet_encoder(ResNetImageConfig(), description=pixels | {"backbone": sizes | {"layer_type": kind}})
 
 
 _RENAMED = (

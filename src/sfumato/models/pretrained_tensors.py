@@ -19,8 +19,15 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from sfumato.encoders.clip import clip_image_encoder, clip_text_encoder
-from sfumato.encoders.clip_transformers import ClipEncoder, ClipImageEncoder, ClipTextEncoder
+from sfumato.encoders.clip import (
+    ClipEncoder,
+    ClipImageConfig,
+    ClipImageEncoder,
+    ClipTextConfig,
+    ClipTextEncoder,
+    clip_image_encoder,
+    clip_text_encoder,
+)
 from sfumato.encoders.dual import DualEncoder
 from sfumato.errors import UserError, first_line
 from sfumato.matching import SampledLogits
@@ -304,7 +311,8 @@ class VisionSizes(TransformerSizes):
         """An encoder of these sizes with random weights."""
         backbone = self.config("clip_vision_model") | {"patch_size": self.patch, "image_size": self.size}
         description = {"backbone": backbone, "pixel_mean": mean, "pixel_std": std}
-        return clip_image_encoder(description=description, variance_blocks=variance_blocks, final_norm=final_norm)
+        config = ClipImageConfig(variance_blocks=variance_blocks, final_norm=final_norm)
+        return clip_image_encoder(config, description=description)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -320,7 +328,7 @@ class TextSizes(TransformerSizes):
             **{"vocab_size": self.vocabulary, "max_position_embeddings": self.context},
             **{"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0},
         }
-        return clip_text_encoder(description={"backbone": backbone}, variance_blocks=variance_blocks)
+        return clip_text_encoder(ClipTextConfig(variance_blocks=variance_blocks), description={"backbone": backbone})
 
 
 class ConfigSection:

@@ -24,8 +24,8 @@ from sfumato.data.feature_tables import open_table, resolved_table
 from sfumato.data.images import Problems
 from sfumato.data.pairs import PairData
 from sfumato.distances import get_distance
-from sfumato.encoders.backbones import joint_image, joint_text
 from sfumato.encoders.feature_rows import described_by
+from sfumato.encoders.frozen import joint_image, joint_text
 from sfumato.errors import UserError
 from sfumato.evaluation.hits import HitFigures, first_hits, measure_hits, without_nearest, without_reference
 from sfumato.evaluation.protocols import Evaluation, evaluate_retrieval
@@ -253,7 +253,7 @@ def adopt_encoders(
 
     Args:
         model: hub name or local folder, of transformers or of sentence-transformers (CLIP); or of open_clip, see
-            :func:`~sfumato.encoders.backbones.is_open_clip`.
+            :func:`~sfumato.encoders.frozen.is_open_clip`.
         data: images with captions: a manifest (.csv, .jsonl, .parquet), a folder of images with .txt files, or a
             Karpathy JSON beside its images.
         out, method, val_fraction, test_fraction, population, max_queries, force, seed: see :func:`adopt`.

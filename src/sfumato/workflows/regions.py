@@ -16,10 +16,9 @@ from sfumato.data.images import Problems
 from sfumato.data.layouts import equal_captions
 from sfumato.data.pairs import PairData
 from sfumato.data.sources import DataConfig
-from sfumato.encoders.backbones import image_backbone
 from sfumato.encoders.encoder_protocol import Item
 from sfumato.encoders.features import FrozenBackbone, Store
-from sfumato.encoders.frozen import FrozenProcessor
+from sfumato.encoders.frozen import FrozenProcessor, image_backbone
 from sfumato.errors import UserError
 from sfumato.files import is_plain_name, is_unused, new_folder, reserve, write_atomically
 from sfumato.models.embed import load_splits
@@ -79,7 +78,7 @@ def regions_of_images(
     layout: str = "scan",
     splits: Sequence[str] | None = None,
 ) -> tuple[dict[str, tuple[int, int, int]], Problems]:
-    """:func:`write_regions` with the backbone of that name; see :func:`~sfumato.encoders.backbones.image_backbone`."""
+    """:func:`write_regions` with the backbone of that name; see :func:`~sfumato.encoders.frozen.image_backbone`."""
     return write_regions(data, out, image_backbone(backbone, size=size, grid=grid), layout=layout, splits=splits)
 
 
