@@ -45,12 +45,11 @@ from sfumato.metrics.bootstrap import (
     Statistic,
     bootstrap,
     percentile_interval,
-    resampled_balanced_spearman,
 )
 from sfumato.metrics.relevance import Relevance
 from sfumato.metrics.retrieval import per_query_metrics
 from sfumato.metrics.selective import auroc_statistic, decile_statistic, spearman_statistic
-from sfumato.metrics.uncertainty import balanced_spearman, recall_by_uncertainty, spearman
+from sfumato.metrics.uncertainty import balanced_spearman, recall_by_uncertainty, resampled_balanced_spearman, spearman
 from sfumato.models.calibrate import calibrate_split
 from sfumato.models.embed import embed_split, load_split
 from sfumato.models.recipe import find_recipe, load_recipe

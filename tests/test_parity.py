@@ -11,7 +11,7 @@ from sfumato.distances import DISTANCES
 from sfumato.encoders.heads import GPO
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.losses import PCMEPPOptions, pcmepp_loss, pseudo_positives, vib_loss
-from sfumato.matching import match_logit, sampled_match_log_probability
+from sfumato.matching import match_logit, match_probability_distance
 
 
 @pytest.fixture(scope="module")
@@ -168,7 +168,8 @@ def test_parity_sampled_match_probability(fixture, kind, factor):
     generator = torch.Generator().manual_seed(0)
 
     def draw(factor):
-        return sampled_match_log_probability(x, y, factor * scale, factor * bias, n_samples=24, generator=generator)
+        distance = match_probability_distance(factor * scale, factor * bias, n_samples=24)
+        return -distance.matrix(x, y, generator=generator)
 
     def gap(factor):
         """In standard errors."""

@@ -1,9 +1,10 @@
 """Inclusion of one Gaussian in another, by dimension: how much the outer one covers the inner one.
 
 The measure is the integral of p_inner^2 * p_outer. It is larger than that of p_outer^2 * p_inner where the inner
-Gaussian is the narrower one. The released code of ProLIP uses another expression, which has its own functions here.
+Gaussian is the narrower one. The released code of ProLIP uses another expression, which has its own function here.
 """
 
+import functools
 import math
 
 import torch
@@ -66,42 +67,24 @@ def released_log_inclusion(x: GaussianEmbedding, y: GaussianEmbedding, *, eps: f
     return normaliser - math.exp(eps) * _over(x, y, log_v)
 
 
-def released_inclusion_test(x: GaussianEmbedding, y: GaussianEmbedding, *, eps: float = -10.0) -> Tensor:
-    """released_log_inclusion(x, y) - released_log_inclusion(y, x): the sign of :func:`inclusion_test`, another size.
-
-    At eps = 0 it is inclusion_test + (log_var_y - log_var_x) / 2.
-
-    Returns (n, d).
-    """
-    return released_log_inclusion(x, y, eps=eps) - released_log_inclusion(y, x, eps=eps)
-
-
 def inclusion_losses(
-    inner: GaussianEmbedding, outer: GaussianEmbedding, *, scale: float = 1000.0, released_eps: float | None = None
-) -> Tensor:
-    """Losses -log sigmoid(scale * inclusion_test(inner, outer)) of the rows, averaged over d. Returns (n,)."""
-    if released_eps is None:
-        test = inclusion_test(inner, outer)
-    else:
-        test = released_inclusion_test(inner, outer, eps=released_eps)
-    return -functional.logsigmoid(scale * test).mean(1)
-
-
-def inclusion_loss(
     inner: GaussianEmbedding, outer: GaussianEmbedding, *, scale: float = 1000.0, released_eps: float | None = None
 ) -> Tensor:
     r"""Inclusion of every inner embedding in its outer one: an image in its text, a whole in its masked view.
 
-        -mean log sigmoid(scale * inclusion_test(inner, outer))
+        -log sigmoid(scale * inclusion_test(inner, outer)), averaged over d
 
-    The mean is over rows and dimensions. It orders variances and has little effect on means: see
-    :func:`inclusion_test`.
+    It orders variances and has little effect on means: see :func:`inclusion_test`. With released_eps the test is that
+    of :func:`released_log_inclusion`: the sign is the same, and at eps = 0 it is larger by (log_var_y - log_var_x) / 2.
 
     Paper: see :func:`log_inclusion`.
 
-    inner (n, d), outer (n, d).
+    inner (n, d), outer (n, d) -> (n,).
     """
-    return inclusion_losses(inner, outer, scale=scale, released_eps=released_eps).mean()
+    form = log_inclusion
+    if released_eps is not None:
+        form = functools.partial(released_log_inclusion, eps=released_eps)
+    return -functional.logsigmoid(scale * (form(inner, outer) - form(outer, inner))).mean(1)
 
 
 def _over(x: GaussianEmbedding, y: GaussianEmbedding, log_v: Tensor) -> Tensor:

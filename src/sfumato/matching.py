@@ -6,7 +6,6 @@ It does not depend on the formula of the distance, except in the sampled probabi
 samples.
 """
 
-import functools
 import math
 from typing import NamedTuple
 
@@ -15,8 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from sfumato.arrays import Array, as_tensor
-from sfumato.distances import DEFAULT_MEMORY_MB, Distance, sampled
-from sfumato.gaussian import GaussianEmbedding
+from sfumato.distances import Distance, sampled
 
 MATCH_PROBABILITY = "match_probability"
 """Name of :func:`match_probability_distance`, which needs the logits of a model and is therefore not in DISTANCES."""
@@ -124,46 +122,24 @@ class MatchingLogits(nn.Module):
         return match_logit(distance, self.logit_scale, self.logit_bias)
 
 
-def sampled_match_log_probability(
-    x: GaussianEmbedding,
-    y: GaussianEmbedding,
-    logit_scale: Tensor | float,
-    logit_bias: Tensor | float,
-    *,
-    n_samples: int = 8,
-    generator: torch.Generator | None = None,
-    memory_mb: float = DEFAULT_MEMORY_MB,
-) -> Tensor:
-    r"""Logarithm of PCME's match probability, E sigmoid(b - a ||z_x - z_y||), between all pairs.
+def match_probability_distance(
+    logit_scale: Tensor | float, logit_bias: Tensor | float, *, n_samples: int = 8
+) -> Distance:
+    r"""PCME's match probability E sigmoid(b - a ||z_x - z_y||) as a distance to rank by.
 
-        log p(i, l) = log 1/s^2 sum_jk sigmoid(b - a ||x_i^j - y_l^k||)
+        -log 1/s^2 sum_jk sigmoid(b - a ||x_i^j - y_l^k||)
 
-    Paper: Chun et al., CVPR 2021, Eq. 2 and 3 (s = 7); Chun 2024, A.3 (s = 8). The released code of PCME uses
-    sigmoid(2 logit): pass 2 a and 2 b for it.
-
-    x (n, d), y (m, d) -> (n, m).
-    """
-    reduce = functools.partial(_log_mean_sigmoid, logit_scale, logit_bias)
-    distance = sampled("sampled_match_log_probability", reduce)
-    return distance.matrix(x, y, n_samples=n_samples, generator=generator, memory_mb=memory_mb)
-
-
-def match_probability_distance(logit_scale: float, logit_bias: float, *, n_samples: int = 8) -> Distance:
-    """PCME's match probability as a distance to rank by: -log p, see :func:`sampled_match_log_probability`.
-
-    Paper: Chun et al., CVPR 2021, 3.2.3 and table 1, "Match prob"; figure E.1 varies s.
+    Paper: Chun et al., CVPR 2021, Eq. 2 and 3, 3.2.3 and table 1, "Match prob" (s = 7; figure E.1 varies s); Chun 2024,
+    A.3 (s = 8). The released code of PCME uses sigmoid(2 logit): give 2 a and 2 b for it.
     """
     if not logit_scale > 0 or n_samples < 1:
         raise ValueError(
             f"match_probability_distance: needs logit_scale > 0 and n_samples >= 1, got {logit_scale} and {n_samples}"
         )
 
-    return sampled(
-        MATCH_PROBABILITY, lambda distance: -_log_mean_sigmoid(logit_scale, logit_bias, distance), n_samples=n_samples
-    )
+    def reduce(distance: Tensor) -> Tensor:
+        """(n, m, s, s) distances of samples -> (n, m) negative logarithms of the mean match probability."""
+        log_sigmoid = functional.logsigmoid(match_logit(distance, logit_scale, logit_bias)).flatten(2)
+        return math.log(log_sigmoid.shape[-1]) - log_sigmoid.logsumexp(-1)
 
-
-def _log_mean_sigmoid(logit_scale: Tensor | float, logit_bias: Tensor | float, distance: Tensor) -> Tensor:
-    """(n, m, s, s) distances of samples -> (n, m) logarithms of the mean match probability."""
-    log_sigmoid = functional.logsigmoid(match_logit(distance, logit_scale, logit_bias)).flatten(2)
-    return log_sigmoid.logsumexp(-1) - math.log(log_sigmoid.shape[-1])
+    return sampled(MATCH_PROBABILITY, reduce, n_samples=n_samples)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from sfumato.metrics.reliability_plot import Reliability
+from sfumato.metrics.reliability import Reliability
 from sfumato.search.answer import Answer
 from sfumato.search.searcher import Searcher
 from sfumato.workflows.search import LoadedModel

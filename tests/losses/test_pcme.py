@@ -13,7 +13,7 @@ from support.batches import MATCH, batch
 
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.losses import PairBlock, PCMELoss, PCMEOptions, loss_of_block, pcme_loss, vib_loss
-from sfumato.matching import sampled_match_log_probability
+from sfumato.matching import match_probability_distance
 
 
 def noise(n=4, m=6, s=3, d=5):
@@ -83,10 +83,8 @@ def test_its_logits_as_a_function_of_csd_are_near_its_own_probability(sigmoid, f
         mean = torch.zeros(1, d, dtype=torch.float64), torch.zeros(1, d, dtype=torch.float64)
         mean[1][0, 0] = math.sqrt(csd - 2 * variance)
         pair = [GaussianEmbedding(m, torch.full_like(m, math.log(variance / d))) for m in mean]
-        log_p = sampled_match_log_probability(
-            *pair, factor * a, factor * b, n_samples=100, generator=torch.Generator().manual_seed(0)
-        )
-        true = log_p.exp().item()
+        sampled = match_probability_distance(factor * a, factor * b, n_samples=100)
+        true = sampled.matrix(*pair, generator=torch.Generator().manual_seed(0)).neg().exp().item()
         wrong.append(abs(true - 1 / (1 + math.exp(factor * (a * csd - b)))))
         right.append(abs(true - 1 / (1 + math.exp(scale * csd - bias))))
     assert max(right) < 0.05 and max(wrong) > 0.15, (right, wrong)

@@ -11,7 +11,7 @@ from support.batches import MATCH, batch
 
 from sfumato.distances import csd_matrix
 from sfumato.gaussian import GaussianEmbedding
-from sfumato.inclusion import inclusion_loss, inclusion_test
+from sfumato.inclusion import inclusion_losses, inclusion_test
 from sfumato.losses import ProLIPOptions, vib_loss
 from sfumato.losses.prolip import ProLIPLoss, prolip_loss
 
@@ -49,7 +49,7 @@ def test_inclusion_is_of_images_in_texts_and_of_matches_only():
     options = ProLIPOptions(beta=0.0, inclusion_weight=1.0, inclusion_scale=3.0)
     term = lambda a, b, match: prolip_loss(a, b, match, options, logit_scale=2.0, logit_bias=1.0)
     one_hot = torch.eye(4, 6)
-    inside = inclusion_loss(image, text[:4], scale=3.0)
+    inside = inclusion_losses(image, text[:4], scale=3.0).mean()
     output = term(image, text, one_hot)
     torch.testing.assert_close(output.terms["inclusion"], inside)
     stats = ProLIPLoss(options).double()(image, text, one_hot).stats
@@ -97,9 +97,8 @@ def released_total(case, leaves):
     if case["masked"]:
         for side, whole in (("img", image), ("txt", text)):
             masked = of(f"masked_{side}")
-            terms[f"{side}_inclusion"] = case["inclusion_alpha_occ"] * inclusion_loss(
-                whole[: masked.n], masked, **settings
-            )
+            loss = inclusion_losses(whole[: masked.n], masked, **settings).mean()
+            terms[f"{side}_inclusion"] = case["inclusion_alpha_occ"] * loss
     if case["vib_beta"]:
         halved = [GaussianEmbedding(e.mean, e.log_var / 2) for e in (image, text)]
         terms["vib"] = case["vib_beta"] * sum(vib_loss(e) for e in halved)

@@ -27,7 +27,6 @@ from sfumato.metrics.bootstrap import (
     Statistic,
     mean_statistic,
     percentile_interval,
-    resampled_balanced_spearman,
 )
 from sfumato.metrics.relevance import Relevance
 from sfumato.metrics.retrieval import beats_chance, chance_metrics, per_query_metrics
@@ -40,7 +39,12 @@ from sfumato.metrics.selective import (
     risk_statistic,
     spearman_statistic,
 )
-from sfumato.metrics.uncertainty import average_ranks, balanced_spearman, recall_by_uncertainty
+from sfumato.metrics.uncertainty import (
+    average_ranks,
+    balanced_spearman,
+    recall_by_uncertainty,
+    resampled_balanced_spearman,
+)
 from sfumato.search.exact import rank_relevant
 
 

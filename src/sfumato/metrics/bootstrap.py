@@ -1,4 +1,4 @@
-"""Bootstrap intervals of any figure over queries, and the resampling of a balanced rank correlation.
+"""Bootstrap intervals of any figure over queries.
 
 A statistic is a function of the count of each query in a resample, so that a thousand resamples need only one sort: see
 :data:`Statistic` and :func:`bootstrap`. The inputs are arrays with one number for each query.
@@ -86,70 +86,9 @@ def percentile_interval(value: float, resampled: np.ndarray, level: float = 0.95
     return Interval(float(value), float(low), float(high))
 
 
-def resampled_balanced_spearman(
-    scores: Mapping[str, np.ndarray],
-    multiplicity: np.ndarray,
-    *,
-    per_bin: int = 20,
-    n_resamples: int = 1000,
-    n_sets: int = 10,
-    seed: int = 0,
-) -> dict[str, np.ndarray]:
-    """Resampled values of :func:`~sfumato.metrics.uncertainty.balanced_spearman`, for :func:`percentile_interval`.
-
-    Queries are resampled within each power of two of the multiplicity, so that every resample has all of these bins.
-    From each resample n_sets balanced sets are taken instead of 200.
-
-    multiplicity (n,) -> (b,).
-    """
-    multiplicity = np.asarray(multiplicity)
-    bins = np.floor(np.log2(multiplicity)).astype(int)
-    members = [np.flatnonzero(bins == k) for k in np.unique(bins)]
-    if len(members) < 2:
-        return {name: np.full(n_resamples, np.nan) for name in scores}
-    random = np.random.default_rng(seed)
-    parts = []
-    for own in members:
-        resample = own[random.integers(len(own), size=(n_resamples, len(own)))]
-        size = min(per_bin, len(own))
-        # A resample is in random order, so its consecutive parts (with wrap-around) are random sets.
-        positions = (np.arange(n_sets)[:, None] * size + np.arange(size)) % len(own)
-        parts.append(resample[:, positions])
-    together = np.concatenate(parts, axis=2)
-    chosen = together.reshape(n_resamples * n_sets, together.shape[2])  # With -1, no resample would have no shape.
-    ground_truth = _row_ranks(multiplicity[chosen])
-    return {
-        name: _row_pearson(_row_ranks(np.asarray(x, float)[chosen]), ground_truth).reshape(n_resamples, n_sets).mean(1)
-        for name, x in scores.items()
-    }
-
-
 def on_all(statistic: Statistic, n: int) -> float:
     """The value of a statistic on the data without resampling."""
     return float(statistic(np.ones((1, n)))[0])
-
-
-def _row_ranks(x: np.ndarray) -> np.ndarray:
-    """(r, k) average ranks from 0 within each row."""
-    order = np.argsort(x, axis=1, kind="stable")
-    ordered = np.take_along_axis(x, order, 1)
-    k = x.shape[1]
-    new = np.ones(x.shape, bool)
-    new[:, 1:] = ordered[:, 1:] != ordered[:, :-1]
-    start = np.maximum.accumulate(np.where(new, np.arange(k), 0), axis=1)
-    last = np.ones(x.shape, bool)
-    last[:, :-1] = new[:, 1:]
-    end = np.minimum.accumulate(np.where(last, np.arange(k), k)[:, ::-1], axis=1)[:, ::-1]
-    ranks = np.empty(x.shape)
-    np.put_along_axis(ranks, order, (start + end) / 2, 1)
-    return ranks
-
-
-def _row_pearson(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    a, b = a - a.mean(1, keepdims=True), b - b.mean(1, keepdims=True)
-    variances = (a * a).sum(1) * (b * b).sum(1)
-    with np.errstate(invalid="ignore", divide="ignore"):
-        return _floats(np.where(variances > 0, (a * b).sum(1) / np.sqrt(variances), np.nan))
 
 
 def _floats(values: np.ndarray) -> np.ndarray:

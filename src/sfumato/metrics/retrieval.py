@@ -90,25 +90,6 @@ def _tensor(block: np.ndarray) -> Tensor:
     return torch.from_numpy(block if block.flags.writeable else block.copy())
 
 
-def ranks_from_scores(
-    scores: ScoreMatrix,
-    relevance: Relevance,
-    *,
-    better: Better,
-    queries: Literal["rows", "columns"] = "rows",
-    memory_mb: float = 64.0,
-) -> np.ndarray:
-    """Ranks of the relevant items from a score matrix, block by block. Returns (p,)."""
-    n = int(scores.shape[0 if queries == "rows" else 1])
-    if n != relevance.n_queries:
-        raise ValueError(
-            f"ranks_from_scores: scores of {n} queries for a ground truth of {relevance.n_queries} queries"
-        )
-    blocks = score_blocks(scores, better=better, queries=queries, memory_mb=memory_mb)
-    parts = [relevant_ranks(block, relevance, start) for start, block in blocks]
-    return np.concatenate(parts) if parts else np.empty(0, np.int64)
-
-
 def ranks_from_lists(
     lists: Sequence[Sequence[int] | np.ndarray], relevance: Relevance
 ) -> tuple[np.ndarray, np.ndarray]:

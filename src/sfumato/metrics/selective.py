@@ -1,7 +1,7 @@
 """Selective prediction: how well an uncertainty predicts wrong answers, by AUROC and risk-coverage curves.
 
-The inputs are arrays with one number for each query. Each measure is also a statistic for the bootstrap: see
-:func:`~sfumato.metrics.bootstrap.bootstrap`.
+The inputs are arrays with one number for each query. Each measure is a statistic for the bootstrap: see
+:func:`~sfumato.metrics.bootstrap.bootstrap`; :func:`~sfumato.metrics.bootstrap.on_all` is its value.
 """
 
 from collections.abc import Callable
@@ -17,50 +17,6 @@ def auroc(score: np.ndarray, positive: np.ndarray) -> float:
     score (n,), positive (n,).
     """
     return on_all(auroc_statistic(score, positive), len(score))
-
-
-def aurc(uncertainty: np.ndarray, error: np.ndarray) -> float:
-    """Area under the risk-coverage curve: the mean, over k = 1..n, of the mean error of the k most certain items.
-
-    Paper: Geifman, Uziel and El-Yaniv, "Bias-reduced uncertainty estimation for deep neural classifiers", ICLR 2019.
-
-    uncertainty (n,), error (n,).
-    """
-    return on_all(aurc_statistic(uncertainty, error), len(uncertainty))
-
-
-def excess_aurc(uncertainty: np.ndarray, error: np.ndarray) -> float:
-    """Excess area under the risk-coverage curve (E-AURC): :func:`aurc` less that of the best order of the same errors.
-
-    Paper: Geifman, Uziel and El-Yaniv, ICLR 2019.
-    """
-    return on_all(excess_aurc_statistic(uncertainty, error), len(uncertainty))
-
-
-def prediction_rejection_ratio(uncertainty: np.ndarray, error: np.ndarray) -> float:
-    """Prediction rejection ratio (PRR): the gain over a random order, divided by the gain of a perfect order.
-
-        PRR = (mean error - aurc) / (mean error - best aurc)
-
-    Paper: Malinin, "Uncertainty estimation in deep learning with application to spoken language assessment", 2019.
-    """
-    return on_all(rejection_ratio_statistic(uncertainty, error), len(uncertainty))
-
-
-def risk_at_coverage(uncertainty: np.ndarray, error: np.ndarray, coverage: float) -> float:
-    """Mean error of the ceil(coverage * n) most certain items; for ties at the limit, the expectation."""
-    return on_all(risk_statistic(uncertainty, error, coverage), len(uncertainty))
-
-
-def risk_coverage_curve(uncertainty: np.ndarray, error: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The curve whose mean is :func:`aurc`."""
-    uncertainty, error = _checked(uncertainty, error, "risk_coverage_curve")
-    n = len(error)
-    order, starts = _groups(uncertainty)
-    sizes = np.diff(np.append(starts, n))
-    expected = np.repeat(np.add.reduceat(error[order], starts) / sizes, sizes) if n else error
-    accepted = np.arange(1, n + 1)
-    return accepted / max(n, 1), np.cumsum(expected) / accepted
 
 
 def auroc_statistic(score: np.ndarray, positive: np.ndarray) -> Statistic:
@@ -82,7 +38,14 @@ def auroc_statistic(score: np.ndarray, positive: np.ndarray) -> Statistic:
 
 
 def aurc_statistic(uncertainty: np.ndarray, error: np.ndarray) -> Statistic:
-    """:func:`aurc` as a statistic for the bootstrap."""
+    """Area under the risk-coverage curve: the mean, over k = 1..n, of the mean error of the k most certain items.
+
+    Equal uncertainties have the expected error of any order of them.
+
+    Paper: Geifman, Uziel and El-Yaniv, "Bias-reduced uncertainty estimation for deep neural classifiers", ICLR 2019.
+
+    uncertainty (n,), error (n,).
+    """
     uncertainty, error = _checked(uncertainty, error, "aurc")
     order, starts = _groups(uncertainty)
     ordered = error[order]
@@ -104,13 +67,18 @@ def aurc_statistic(uncertainty: np.ndarray, error: np.ndarray) -> Statistic:
 
 
 def excess_aurc_statistic(uncertainty: np.ndarray, error: np.ndarray) -> Statistic:
-    """:func:`excess_aurc` as a statistic for the bootstrap."""
+    """Excess area under the risk-coverage curve (E-AURC): that of the order less that of the best one (same paper)."""
     own, best = aurc_statistic(uncertainty, error), aurc_statistic(error, error)
     return lambda counts: own(counts) - best(counts)
 
 
 def rejection_ratio_statistic(uncertainty: np.ndarray, error: np.ndarray) -> Statistic:
-    """:func:`prediction_rejection_ratio` as a statistic for the bootstrap."""
+    """Prediction rejection ratio (PRR): the gain over a random order, divided by the gain of a perfect order.
+
+        PRR = (mean error - aurc) / (mean error - best aurc)
+
+    Paper: Malinin, "Uncertainty estimation in deep learning with application to spoken language assessment", 2019.
+    """
     own, best, mean = aurc_statistic(uncertainty, error), aurc_statistic(error, error), mean_statistic(error)
 
     def statistic(counts: np.ndarray) -> np.ndarray:
@@ -123,7 +91,7 @@ def rejection_ratio_statistic(uncertainty: np.ndarray, error: np.ndarray) -> Sta
 
 
 def risk_statistic(uncertainty: np.ndarray, error: np.ndarray, coverage: float) -> Statistic:
-    """:func:`risk_at_coverage` as a statistic for the bootstrap."""
+    """Mean error of the ceil(coverage * n) most certain items; for ties at the limit, the expectation."""
     if not 0 < coverage <= 1:
         raise ValueError(f"risk_at_coverage: coverage must be in (0, 1], got {coverage}")
     uncertainty, error = _checked(uncertainty, error, "risk_at_coverage")

@@ -7,6 +7,7 @@ score as well as .9, .5, .1. The same numbers can score .7 or 0 by the binning a
 the sizes of the bins, an interval, and an AUROC beside it.
 """
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args
 
@@ -68,6 +69,58 @@ def balanced_spearman(
         chosen = np.concatenate([random.permutation(m)[:per_bin] for m in members])
         values.append(spearman(x[chosen], multiplicity[chosen]))
     return float(np.mean(values))
+
+
+def resampled_balanced_spearman(
+    scores: Mapping[str, np.ndarray],
+    multiplicity: np.ndarray,
+    *,
+    per_bin: int = 20,
+    n_resamples: int = 1000,
+    n_sets: int = 10,
+    seed: int = 0,
+) -> dict[str, np.ndarray]:
+    """Resampled values of :func:`balanced_spearman`, for :func:`percentile_interval`.
+
+    Queries are resampled within each power of two of the multiplicity, so that every resample has all of these bins.
+    From each resample n_sets balanced sets are taken instead of 200.
+
+    multiplicity (n,) -> (b,).
+    """
+    multiplicity = np.asarray(multiplicity)
+    bins = np.floor(np.log2(multiplicity)).astype(int)
+    members = [np.flatnonzero(bins == k) for k in np.unique(bins)]
+    if len(members) < 2:
+        return {name: np.full(n_resamples, np.nan) for name in scores}
+    random = np.random.default_rng(seed)
+    parts = []
+    for own in members:
+        resample = own[random.integers(len(own), size=(n_resamples, len(own)))]
+        size = min(per_bin, len(own))
+        # A resample is in random order, so its consecutive parts (with wrap-around) are random sets.
+        positions = (np.arange(n_sets)[:, None] * size + np.arange(size)) % len(own)
+        parts.append(resample[:, positions])
+    together = np.concatenate(parts, axis=2)
+    chosen = together.reshape(n_resamples * n_sets, together.shape[2])  # With -1, no resample would have no shape.
+    ground_truth = _row_ranks(multiplicity, chosen)
+    return {
+        name: _row_pearson(_row_ranks(x, chosen), ground_truth).reshape(n_resamples, n_sets).mean(1)
+        for name, x in scores.items()
+    }
+
+
+def _row_ranks(x: np.ndarray, chosen: np.ndarray) -> np.ndarray:
+    """Average ranks from 0 within each row of x[chosen]. x (n,), chosen (r, k) -> (r, k)."""
+    row = np.arange(len(chosen))[:, None]
+    every = average_ranks((average_ranks(x)[chosen] + row * len(x)).ravel())
+    return np.asarray(every.reshape(chosen.shape) - row * chosen.shape[1])
+
+
+def _row_pearson(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    a, b = a - a.mean(1, keepdims=True), b - b.mean(1, keepdims=True)
+    variances = (a * a).sum(1) * (b * b).sum(1)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        return np.asarray(np.where(variances > 0, (a * b).sum(1) / np.sqrt(variances), np.nan), float)
 
 
 def recall_by_uncertainty(uncertainty: np.ndarray, hit: np.ndarray, *, n_bins: int = 10) -> dict[str, Any]:

@@ -37,7 +37,6 @@ from sfumato.metrics.bootstrap import (
     bootstrap,
     mean_statistic,
     percentile_interval,
-    resampled_balanced_spearman,
 )
 from sfumato.metrics.relevance import Relevance
 from sfumato.metrics.reliability import calibration_error_by_chance, expected_calibration_error
@@ -48,7 +47,7 @@ from sfumato.metrics.selective import (
     excess_aurc_statistic,
     rejection_ratio_statistic,
 )
-from sfumato.metrics.uncertainty import RecallBinning, balanced_spearman, binned_recall
+from sfumato.metrics.uncertainty import RecallBinning, balanced_spearman, binned_recall, resampled_balanced_spearman
 from sfumato.posthoc import METHODS, NOT_BUILT, AdapterMethod, fit_hit_logits
 from sfumato.studies.contestants import (
     CONTESTANTS,

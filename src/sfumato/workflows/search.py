@@ -19,8 +19,7 @@ from sfumato.errors import UserError, as_typed, counted
 from sfumato.evaluation.hits import first_hits
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.ids import Direction
-from sfumato.metrics.reliability import N_BINS
-from sfumato.metrics.reliability_plot import Reliability
+from sfumato.metrics.reliability import N_BINS, Reliability
 from sfumato.models.calibrate import some_positions
 from sfumato.models.embed import embed_folder, embed_split, prepare_split, read_split
 from sfumato.models.load import load_model
