@@ -42,34 +42,26 @@ def adopted(tmp_path_factory):
 
 def test_embeddings_are_the_frozen_ones_at_unit_length(adopted):
     images, texts, _ = frozen()
-    for array in (images, texts, torch.from_numpy(texts), texts[0]):
-        unit = torch.nn.functional.normalize(torch.as_tensor(array).reshape(-1, C), dim=1)
-        found = adopted.embed(array)
-        assert torch.equal(found.mean, unit) and found.log_var.isneginf().all()
-    stored = adopted.run.model.image.embed(adopted.run.model.image.processor.read([lambda: npy(images[3])])[0])
-    assert torch.equal(stored.mean, adopted.embed(images[3]).mean)
-
-
-def npy(vector):
-    buffer = io.BytesIO()
-    np.save(buffer, vector[None])
-    return buffer.getvalue()
+    for embed, array in ((adopted.embed_images, images), (adopted.embed_texts, torch.from_numpy(texts))):
+        found = embed(array)
+        assert found.log_var.isneginf().all()
+        torch.testing.assert_close(found.mean, torch.nn.functional.normalize(torch.as_tensor(array), dim=1))
 
 
 def test_searches_rank_as_the_cosine_does(adopted):
     images, texts, _ = frozen()
-    index = adopted.index(images, [f"i{k}" for k in range(N)], payload={"k": [str(k) for k in range(N)]})
+    index = adopted.index(images)
     exact = texts[:200].astype(np.float64) @ images.astype(np.float64).T / np.linalg.norm(images, axis=1)
     expected = np.argsort(-exact, axis=1, kind="stable")[:, :10]
-    for found, order in zip(index.search(adopted.embed(texts[:200]), k=10), expected.tolist(), strict=True):
-        assert [hit.payload["k"] for hit in found] == [str(k) for k in order]
+    for found, order in zip(index.search(texts[:200], k=10), expected.tolist(), strict=True):
+        assert [hit.id for hit in found] == [str(k) for k in order]
         p = [hit.match_probability for hit in found]
         assert p == sorted(p, reverse=True) and 0 <= p[-1] <= p[0] <= 1
 
 
 def test_probabilities_of_first_hits_hold_on_new_data_and_beat_the_distance(adopted):
     images, texts, pairs = frozen(seed=1)
-    found = adopted.index(images).search(adopted.embed(texts), k=1)
+    found = adopted.index(images).search(texts, k=1)
     p = np.array([hits[0].match_probability for hits in found])
     right = np.array([int(hits[0].id) == image for hits, (image, _) in zip(found, pairs, strict=True)])
     # 1,200 captions of 400 images: a standard error of .02 for a third of them.
@@ -190,9 +182,10 @@ def test_folders_of_others_are_left_alone(tmp_path):
 
 
 def test_vectors_that_cannot_be_embedded_are_named(adopted):
-    for bad, message in ((np.ones(3), "24 channels"), (np.zeros(C), "zero"), (np.full(C, math.inf), "infinity")):
-        with pytest.raises(ValueError, match=message):
-            adopted.embed(bad)
+    for bad, message in ((np.ones(3), "embedding of 24"), (np.zeros(C), "zeros"), (np.full(C, math.inf), "infinity")):
+        for embed in (adopted.embed_texts, adopted.embed_images):
+            with pytest.raises((UserError, ValueError), match=message):
+                embed([bad])
 
 
 @pytest.fixture

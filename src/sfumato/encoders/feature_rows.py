@@ -326,6 +326,8 @@ class EmbeddingProcessor(FeatureProcessor):
         if values.shape != (1, self.channels):
             n, channels = values.shape
             raise ValueError(f"holds {n} x {channels} numbers; this model reads one embedding of {self.channels}")
+        if not values.any():
+            raise ValueError("holds zeros alone; give an embedding")
         return values
 
 

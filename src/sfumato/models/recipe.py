@@ -49,81 +49,54 @@ _ImageSection = Annotated[SerializeAsAny[ImageEncoderConfig], BeforeValidator(pa
 _TextSection = Annotated[SerializeAsAny[TextEncoderConfig], BeforeValidator(partial(encoder_section, "text"))]
 
 
-class ModelConfig(BaseModel):
-    """Encoders and Gaussian heads."""
-
+class _Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class ModelConfig(_Section):
+    """Encoders and Gaussian heads."""
 
     dim: PositiveInt = Field(256, description="number of dimensions of the embeddings")
     image: _ImageSection = Field(SmallImageConfig(), description="image encoder; kind decides which keys it has")
     text: _TextSection = Field(SmallTextConfig(), description="text encoder; kind decides which keys it has")
-    pooling: Literal["gpo", "average", "max", "first", "last", "token"] = Field(
-        "gpo",
-        description="how token features become one vector; token: the class token of images, the last token of texts",
-    )
-    identity: bool = Field(
-        False,
-        description="the mean is the average of an item's features, unchanged but for model.normalize, and nothing of"
-        " it is learnt: for embeddings of another model; model.dim is their number of channels",
-    )
+    pooling: Literal["gpo", "average", "max", "first", "last", "token"] = "gpo"
+    """how token features become one vector; token: the class token of images, the last token of texts"""
+    identity: bool = False
+    """the mean is the average of an item's features, unchanged but for model.normalize, and nothing of it is learnt:
+    for embeddings of another model; model.dim is their number of channels"""
     mlp: bool = Field(False, description="add a two-layer network to the linear map of the mean")
-    mlp_width: int = Field(
-        0, ge=0, description="hidden width of the two-layer networks; 0: dim. VSE-infinity has half of dim"
-    )
-    hidden: int = Field(
-        0,
-        ge=0,
-        description="width of a network of an item's average token, which is added to the mean: linear, layer norm,"
-        " GELU, dropout, linear; 0 for none",
-    )
-    hidden_dropout: float = Field(
-        0.5, ge=0, lt=1, description="fraction of the hidden values of model.hidden that are dropped in training"
-    )
+    mlp_width: int = Field(0, ge=0)
+    """hidden width of the two-layer networks; 0: dim. VSE-infinity has half of dim"""
+    hidden: int = Field(0, ge=0)
+    """width of a network of an item's average token, which is added to the mean: linear, layer norm, GELU, dropout,
+    linear; 0 for none"""
+    hidden_dropout: float = Field(0.5, ge=0, lt=1)
+    """fraction of the hidden values of model.hidden that are dropped in training"""
     normalize: bool = Field(True, description="scale means to unit length")
     variance: bool = Field(True, description="embeddings have variances; false: points, the deterministic baselines")
     variance_norm: bool = Field(False, description="a layer norm on the log variance")
     variance_mlp: bool = Field(False, description="add a two-layer network to the linear map of the log variance")
-    variance_hidden: int = Field(
-        0, ge=0, description="width of a network like model.hidden that is added to the log variance; 0 for none"
-    )
-    item_offset: bool = Field(
-        False,
-        description="add a learnt number of each item to all its squared distances, in two more dimensions of the mean:"
-        " what the total variance is under csd, so that a variance stage can teach it something else",
-    )
+    variance_hidden: int = Field(0, ge=0)
+    """width of a network like model.hidden that is added to the log variance; 0 for none"""
+    item_offset: bool = False
+    """add a learnt number of each item to all its squared distances, in two more dimensions of the mean: what the total
+    variance is under csd, so that a variance stage can teach it something else"""
     init_total_variance: PositiveFloat = Field(0.1, description="sum of an embedding's variances at the start")
-    covariance: Literal["ellipsoidal", "spherical-average", "spherical-one"] = Field(
-        "ellipsoidal",
-        description="ellipsoidal: a variance for each dimension; spherical-average: their average for all dimensions;"
-        " spherical-one: a single output for all dimensions",
-    )
-    variance_bounds: tuple[PositiveFloat, PositiveFloat] | None = Field(
-        None, description="lowest and highest variance of a dimension; no bounds if left out"
-    )
-    embeddings: PositiveInt = Field(
-        1,
-        description=(
-            "number of embeddings of an item, made by local attention, each with dim dimensions; only for points"
-        ),
-    )
-    local_attention: bool = Field(
-        False,
-        description="use PCME's heads: they add attended tokens (of a gru: words) to the pooled mean and log variance",
-    )
-    local_attention_of: Literal["both", "mean", "variance"] = Field(
-        "both", description="which of mean and log variance have local attention, with local_attention"
-    )
-    variance_sigmoid: bool = Field(
-        False, description="a sigmoid on what local attention adds to the log variance; PCME has none"
-    )
-    feature_dropout: float = Field(
-        0.0,
-        ge=0,
-        lt=1,
-        description=(
-            "fraction of the features of frozen backbones and of regions that is dropped in training; 0 for none"
-        ),
-    )
+    covariance: Literal["ellipsoidal", "spherical-average", "spherical-one"] = "ellipsoidal"
+    """ellipsoidal: a variance for each dimension; spherical-average: their average for all dimensions; spherical-one: a
+    single output for all dimensions"""
+    variance_bounds: tuple[PositiveFloat, PositiveFloat] | None = None
+    """lowest and highest variance of a dimension; no bounds if left out"""
+    embeddings: PositiveInt = 1
+    """number of embeddings of an item, made by local attention, each with dim dimensions; only for points"""
+    local_attention: bool = False
+    """use PCME's heads: they add attended tokens (of a gru: words) to the pooled mean and log variance"""
+    local_attention_of: Literal["both", "mean", "variance"] = "both"
+    """which of mean and log variance have local attention, with local_attention"""
+    variance_sigmoid: bool = False
+    """a sigmoid on what local attention adds to the log variance; PCME has none"""
+    feature_dropout: float = Field(0.0, ge=0, lt=1)
+    """fraction of the features of frozen backbones and of regions that is dropped in training; 0 for none"""
 
     def check_head(self) -> None:
         """Refuse settings of the heads that contradict each other or have no effect."""
@@ -165,58 +138,30 @@ class ModelConfig(BaseModel):
                 )
 
 
-class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
-
-
 class AugmentConfig(_Section):
     """Random changes of the training data, beside model.image.augment."""
 
-    image_tokens: float = Field(
-        0.0,
-        ge=0,
-        lt=1,
-        description="SizeAugment: largest fraction of an image's tokens that are dropped (at 0.2 on average 9.6 %);"
-        " with regions, the probability that each region is dropped. 0: none",
-    )
-    text_tokens: float = Field(
-        0.0,
-        ge=0,
-        lt=1,
-        description="SizeAugment: fraction of a text's tokens that are masked, replaced or deleted; 0 for none",
-    )
-    drop_words: float = Field(
-        0.0,
-        ge=0,
-        lt=1,
-        description="fraction of a text's tokens that are left out; 0 for none, 0.1 as published for PCME",
-    )
-    erase: float = Field(
-        0.0,
-        ge=0,
-        le=1,
-        description="fraction of the images with a random rectangle erased; 0 for none, 0.2 as published for PCME",
-    )
-    mixed_share: float = Field(
-        0.0, ge=0, le=1, description="fraction of the images that are mixed with another one of the batch; 0 for none"
-    )
-    mixup_alpha: NonNegativeFloat = Field(
-        2.0, description="alpha of the Beta distribution of Mixup's mixing ratio; 0: CutMix only"
-    )
-    cutmix_alpha: NonNegativeFloat = Field(
-        2.0, description="alpha of the Beta distribution of CutMix's mixing ratio; 0: Mixup only"
-    )
-    mix_choice: Literal["batch", "element"] = Field(
-        "batch",
-        description="choose between Mixup and CutMix once for each batch (the paper) or for each image (the released"
-        " code)",
-    )
-    mix_whole: bool = Field(
-        False, description="mix a whole batch, all images with one ratio, or nothing; mixed_share is its probability"
-    )
-    label_smoothing: float = Field(
-        0.0, ge=0, lt=0.5, description="labels lie in [label_smoothing, 1 - label_smoothing]; 0 for none"
-    )
+    image_tokens: float = Field(0.0, ge=0, lt=1)
+    """SizeAugment: largest fraction of an image's tokens that are dropped (at 0.2 on average 9.6 %); with regions, the
+    probability that each region is dropped. 0: none"""
+    text_tokens: float = Field(0.0, ge=0, lt=1)
+    """SizeAugment: fraction of a text's tokens that are masked, replaced or deleted; 0 for none"""
+    drop_words: float = Field(0.0, ge=0, lt=1)
+    """fraction of a text's tokens that are left out; 0 for none, 0.1 as published for PCME"""
+    erase: float = Field(0.0, ge=0, le=1)
+    """fraction of the images with a random rectangle erased; 0 for none, 0.2 as published for PCME"""
+    mixed_share: float = Field(0.0, ge=0, le=1)
+    """fraction of the images that are mixed with another one of the batch; 0 for none"""
+    mixup_alpha: NonNegativeFloat = 2.0
+    """alpha of the Beta distribution of Mixup's mixing ratio; 0: CutMix only"""
+    cutmix_alpha: NonNegativeFloat = 2.0
+    """alpha of the Beta distribution of CutMix's mixing ratio; 0: Mixup only"""
+    mix_choice: Literal["batch", "element"] = "batch"
+    """choose between Mixup and CutMix once for each batch (the paper) or for each image (the released code)"""
+    mix_whole: bool = False
+    """mix a whole batch, all images with one ratio, or nothing; mixed_share is its probability"""
+    label_smoothing: float = Field(0.0, ge=0, lt=0.5)
+    """labels lie in [label_smoothing, 1 - label_smoothing]; 0 for none"""
 
 
 class OptimConfig(_Section):
@@ -224,51 +169,34 @@ class OptimConfig(_Section):
 
     name: Literal["adamw", "adamp"] = Field("adamw", description="the optimiser")
     lr: PositiveFloat = Field(5e-4, description="base learning rate")
-    weight_decay: NonNegativeFloat = Field(
-        1e-4, description="weight decay of matrices; biases, norms and logits have none"
-    )
+    weight_decay: NonNegativeFloat = 1e-4
+    """weight decay of matrices; biases, norms and logits have none"""
     betas: tuple[float, float] = Field((0.9, 0.999), description="decay rates of Adam's two moments")
     eps: PositiveFloat = Field(1e-8, description="Adam's epsilon")
-    logits_lr_multiplier: NonNegativeFloat = Field(
-        1.0, description="multiplier of the learning rate of the match logits' scale and bias"
-    )
-    image_lr_multiplier: NonNegativeFloat = Field(
-        1.0, description="multiplier of the learning rate of the image encoder below its head"
-    )
-    text_lr_multiplier: NonNegativeFloat = Field(
-        1.0, description="multiplier of the learning rate of the text encoder below its head"
-    )
-    layer_decay: float = Field(
-        1.0, gt=0, le=1, description="clip: learning rate of a block relative to the block above it; 1 for equal rates"
-    )
-    freeze_image_epochs: int = Field(
-        0,
-        ge=0,
-        description="number of first epochs with the pre-trained layers of the image encoder frozen; its variance"
-        " blocks and the head learn. 0 for none",
-    )
-    first_stage_epochs: int = Field(
-        0,
-        ge=0,
-        description="number of first epochs with the pre-trained layers of both encoders frozen (of a gru, word"
-        " vectors from a file). All layers learn in the remaining epochs, the second stage. 0 for a single stage",
-    )
-    first_stage_schedule_epochs: int = Field(
-        0,
-        ge=0,
-        description="length in epochs of the schedule of which the first stage runs only optim.first_stage_epochs; 0:"
-        " the schedule ends with the stage",
-    )
+    logits_lr_multiplier: NonNegativeFloat = 1.0
+    """multiplier of the learning rate of the match logits' scale and bias"""
+    image_lr_multiplier: NonNegativeFloat = 1.0
+    """multiplier of the learning rate of the image encoder below its head"""
+    text_lr_multiplier: NonNegativeFloat = 1.0
+    """multiplier of the learning rate of the text encoder below its head"""
+    layer_decay: float = Field(1.0, gt=0, le=1)
+    """clip: learning rate of a block relative to the block above it; 1 for equal rates"""
+    freeze_image_epochs: int = Field(0, ge=0)
+    """number of first epochs with the pre-trained layers of the image encoder frozen; its variance blocks and the head
+    learn. 0 for none"""
+    first_stage_epochs: int = Field(0, ge=0)
+    """number of first epochs with the pre-trained layers of both encoders frozen (of a gru, word vectors from a file).
+    All layers learn in the remaining epochs, the second stage. 0 for a single stage"""
+    first_stage_schedule_epochs: int = Field(0, ge=0)
+    """length in epochs of the schedule of which the first stage runs only optim.first_stage_epochs; 0: the schedule
+    ends with the stage"""
     second_stage_factor: PositiveFloat = Field(0.1, description="multiplier of all learning rates in the second stage")
-    schedule: Literal["constant", "cosine", "step"] = Field(
-        "cosine", description="how the learning rate falls; with two stages, once in each stage"
-    )
-    warmup_epochs: NonNegativeFloat = Field(
-        1.0, description="length of the linear warm-up in epochs, after optim.freeze_image_epochs; 0 for none"
-    )
-    step_at: float = Field(
-        0.6, gt=0, le=1, description="schedule step: fraction of the run after which lr is multiplied by step_factor"
-    )
+    schedule: Literal["constant", "cosine", "step"] = "cosine"
+    """how the learning rate falls; with two stages, once in each stage"""
+    warmup_epochs: NonNegativeFloat = 1.0
+    """length of the linear warm-up in epochs, after optim.freeze_image_epochs; 0 for none"""
+    step_at: float = Field(0.6, gt=0, le=1)
+    """schedule step: fraction of the run after which lr is multiplied by step_factor"""
     step_factor: PositiveFloat = Field(0.1, description="schedule step: multiplier of the learning rate")
     clip_norm: NonNegativeFloat = Field(2.0, description="largest norm of the gradient; 0 for no limit")
 
@@ -292,70 +220,44 @@ class TrainConfig(_Section):
     epochs: PositiveInt = Field(30, description="number of epochs")
     batch_size: int = Field(128, ge=2, description="number of pairs in a batch, over all processes")
     seed: int = Field(0, ge=0, description="seed of weights, batches and augmentation")
-    threads: int = Field(
-        0,
-        ge=0,
-        description=(
-            "number of CPU threads; 0 leaves the choice to torch. A repeated run is bit-equal only with the same"
-            " number of threads"
-        ),
-    )
+    threads: int = Field(0, ge=0)
+    """number of CPU threads; 0 leaves the choice to torch. A repeated run is bit-equal only with the same number of
+    threads"""
     device: str = Field("auto", description="auto (a GPU if there is one), cpu, cuda, cuda:1 ...")
-    evaluate_every: PositiveInt = Field(
-        1, description="number of epochs between validations; the last epoch is always validated"
-    )
-    precision: Precision = Field(
-        "float32",
-        description="number format of encoders and heads while they train: float32, bfloat16, or auto: bfloat16 where"
-        " the processor is fast with it. Weights, embeddings, distances and every use of the model have float32",
-    )
-    ema_decay: float = Field(
-        0.0, ge=0, lt=1, description="validate and keep an exponential moving average of the weights; 0 for none"
-    )
-    swa_epochs: int = Field(
-        0, ge=0, description="validate and keep the mean of the weights after each of the last swa_epochs; 0 for none"
-    )
-    micro_batch: int = Field(
-        0,
-        ge=0,
-        description=(
-            "number of pairs that are encoded at a time; a small number needs less memory, but a second pass. 0:"
-            " the batch"
-        ),
-    )
+    evaluate_every: PositiveInt = 1
+    """number of epochs between validations; the last epoch is always validated"""
+    precision: Precision = "float32"
+    """number format of encoders and heads while they train: float32, bfloat16, or auto: bfloat16 where the processor is
+    fast with it. Weights, embeddings, distances and every use of the model have float32"""
+    ema_decay: float = Field(0.0, ge=0, lt=1)
+    """validate and keep an exponential moving average of the weights; 0 for none"""
+    swa_epochs: int = Field(0, ge=0)
+    """validate and keep the mean of the weights after each of the last swa_epochs; 0 for none"""
+    micro_batch: int = Field(0, ge=0)
+    """number of pairs that are encoded at a time; a small number needs less memory, but a second pass. 0: the batch"""
     compile: bool = Field(False, description="compile the encoders with torch.compile")
-    timeout_minutes: PositiveFloat = Field(
-        10.0, description="several processes: longest time in minutes that one waits for the others"
-    )
-    select: Literal["auto", "rsum", "map@r", "last"] = Field(
-        "auto",
-        description="which epoch's weights to keep: the best by rsum or by map@r, or the last. auto: map@r if an item"
-        " has several matches, else rsum",
-    )
+    timeout_minutes: PositiveFloat = 10.0
+    """several processes: longest time in minutes that one waits for the others"""
+    select: Literal["auto", "rsum", "map@r", "last"] = "auto"
+    """which epoch's weights to keep: the best by rsum or by map@r, or the last. auto: map@r if an item has several
+    matches, else rsum"""
 
 
 class VarianceStageConfig(_Section):
     """A second stage that trains only log variances: the total variance of an item learns what a teacher says of it."""
 
     epochs: int = Field(0, ge=0, description="number of passes over the items; 0 for no second stage")
-    teacher: str = Field(
-        "dispersion",
-        description="what total variance learns. dispersion: that of an item's listed matches; listed_matches: their"
-        " number; or an estimator of `sfumato trust` that looks at a gallery, such as expected_matches or"
-        " match_entropy, computed over the training items of the other side, without labels",
-    )
+    teacher: str = "dispersion"
+    """what total variance learns. dispersion: that of an item's listed matches; listed_matches: their number; or an
+    estimator of `sfumato trust` that looks at a gallery, such as expected_matches or match_entropy, computed over
+    the training items of the other side, without labels"""
     sides: Literal["both", "images", "texts"] = Field("both", description="the sides whose variances learn")
-    whiten: bool = Field(
-        True,
-        description="dispersion: measure angles between the whitened means of the matches, instead of the means"
-        " themselves",
-    )
-    without_own: bool = Field(
-        False, description="an estimator as teacher: leave an item's own listed matches out of the gallery"
-    )
-    n_gallery: int = Field(
-        5000, ge=50, description="an estimator as teacher: largest number of items in the gallery, drawn at random"
-    )
+    whiten: bool = True
+    """dispersion: measure angles between the whitened means of the matches, instead of the means themselves"""
+    without_own: bool = False
+    """an estimator as teacher: leave an item's own listed matches out of the gallery"""
+    n_gallery: int = Field(5000, ge=50)
+    """an estimator as teacher: largest number of items in the gallery, drawn at random"""
     floor: PositiveFloat = Field(0.02, description="smallest total variance: that of an item with a single match")
     lr: PositiveFloat = Field(1e-2, description="learning rate")
     weight_decay: NonNegativeFloat = Field(0.0, description="weight decay")
@@ -396,11 +298,9 @@ class Recipe(_Section):
     """A complete run."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9._-]+$")
-    prefer: str = Field(
-        "",
-        description="recipe of the package that `sfumato train` takes instead where its pre-trained weights are"
-        " cached or can be downloaded; none if empty",
-    )
+    prefer: str = ""
+    """recipe of the package that `sfumato train` takes instead where its pre-trained weights are cached or can be
+    downloaded; none if empty"""
     data: DataConfig = DataConfig()
     model: ModelConfig = ModelConfig()
     loss: Annotated[LossConfigs, Field(discriminator="name")] = LOSS_CONFIGS["pcmepp"].model_validate({})

@@ -10,14 +10,14 @@ import io
 import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, cast, get_args
 
 import numpy as np
 import torch
 
-from sfumato.arrays import Array, as_tensor
+from sfumato.arrays import Array
 from sfumato.calibration.calibrator import Calibration
 from sfumato.calibration.conditional import Population
 from sfumato.data.feature_tables import open_table, resolved_table
@@ -51,7 +51,7 @@ from sfumato.models.run import (
     save_state,
 )
 from sfumato.models.unfamiliar import remember_words
-from sfumato.search.index import GaussianIndex
+from sfumato.workflows.search import LoadedModel
 
 ADOPTED = "adopted.json"
 """File of a run folder with the figures of an adoption."""
@@ -86,9 +86,12 @@ class Comparison:
     worse: Interval
 
 
-@dataclass(frozen=True)
-class AdoptedModel:
-    """A frozen model with calibrated probabilities; :func:`adopt` makes one, and ``run`` opens again by its folder."""
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
+class AdoptedModel(LoadedModel):
+    """A frozen model with calibrated probabilities; :func:`adopt` makes one, and :func:`load` opens its folder again.
+
+    It embeds the vectors of the frozen model, as texts and as images.
+    """
 
     run: Run  # its run folder, loaded
     method: str  # what its probabilities read, one of METHODS
@@ -105,47 +108,15 @@ class AdoptedModel:
         images, texts = sum(self.n_images.values()), sum(self.n_texts.values())
         return f"AdoptedModel({str(self.run.folder)!r}, {images} images, {texts} texts, method={self.method!r})"
 
-    def embed(self, vectors: Array) -> GaussianEmbedding:
-        """Embeddings of the frozen model as queries or items. vectors (n, c) -> (n, c)."""
-        x = as_tensor(vectors, "vectors", "embed").detach().float()
-        x = x.unsqueeze(0) if x.ndim == 1 else x
-        channels = self.run.recipe.model.dim
-        if x.ndim != 2 or x.shape[1] != channels:
-            raise ValueError(f"embed: got {tuple(x.shape)} vectors; this model has {channels} channels")
-        if not (x.isfinite().all() and x.any(1).all()):
-            raise ValueError("embed: a vector is zero, or holds NaN or infinity")
-        return GaussianEmbedding.point(torch.nn.functional.normalize(x, dim=1))
-
-    def index(
-        self,
-        images: Array,
-        ids: Sequence[str] | None = None,
-        *,
-        engine: str = "exact",
-        payload: Mapping[str, Sequence[str]] | None = None,
-    ) -> GaussianIndex:
-        """An index of images that texts search, with calibrated probabilities. images (n, c)."""
-        items = self.embed(images)
-        names = [str(i) for i in range(items.n)] if ids is None else list(ids)
-        return GaussianIndex.build(
-            items,
-            names,
-            distance=self.run.distance,
-            calibration=self.run.calibration,
-            engine=engine,
-            payload=payload,
-        )
-
     def to_json(self) -> dict[str, Any]:
         """The figures as plain values."""
+        counts = ("n_images", "n_texts", "n_queries")
         return {
             "method": self.method,
             "comparison": {name: asdict(found) for name, found in self.comparison.items()},
             "retrieval": None if self.retrieval is None else asdict(self.retrieval),
             "hits": {name: [f.to_json() for f in found] for name, found in self.hits.items()},
-            "n_images": dict(self.n_images),
-            "n_texts": dict(self.n_texts),
-            "n_queries": dict(self.n_queries),
+            **{name: dict(getattr(self, name)) for name in counts},
             "n_left_out": self.n_left_out,
             "seconds": self.seconds,
         }
@@ -215,18 +186,20 @@ def _recipe_of_tables(
             f"images have {channels[0]} channels and texts {channels[1]}; embeddings of one frozen model have equally"
             " many. To bring two models into one space, train heads: sfumato train embeddings"
         )
+    data = {"source": "embeddings", "images": image_file, "texts": text_file, "path": pair_file}
+    side = {"kind": "embeddings"}
+    return _recipe(data | {"equal_texts": "separate"}, channels[0], side, fractions, seed)
+
+
+def _recipe(
+    data: dict[str, str], channels: int, side: dict[str, Any], fractions: tuple[float, float], seed: int
+) -> Recipe:
+    """The recipe of a model whose means are its features; fractions (val, test)."""
+    means = {"dim": channels, "pooling": "average", "identity": True, "variance": False}
     values = {
         "name": "adopted",
-        "data": {
-            "source": "embeddings",
-            "images": image_file,
-            "texts": text_file,
-            "path": pair_file,
-            "val_fraction": fractions[0],
-            "test_fraction": fractions[1],
-            "equal_texts": "separate",
-        },
-        "model": _frozen_model(channels[0]) | {"image": {"kind": "embeddings"}, "text": {"kind": "embeddings"}},
+        "data": data | {"val_fraction": fractions[0], "test_fraction": fractions[1]},
+        "model": means | {"image": side, "text": side},
         "loss": {"name": "infonce"},
         "train": {"seed": seed},
     }
@@ -273,34 +246,12 @@ def adopt_encoders(
     channels = {encoder.channels for encoder in encoders}
     if len(channels) > 1:
         raise UserError(f"{model!r} embeds images and texts with different numbers of channels; it has no joint space")
-    side = {"kind": "frozen", "backbone": _resolved_name(model), "projected": True}
-    values = {
-        "name": "adopted",
-        "data": {
-            "source": source,
-            "path": str(path.resolve()),
-            "val_fraction": val_fraction,
-            "test_fraction": test_fraction,
-            "equal_texts": "merged",
-        }
-        | images,
-        "model": _frozen_model(channels.pop()) | {"image": side, "text": side},
-        "loss": {"name": "infonce"},
-        "train": {"seed": seed},
-    }
-    recipe = check_recipe(values, "adopt")
+    name = str(Path(model).resolve()) if Path(model).is_dir() else model  # A local folder by its absolute path.
+    pairs = {"source": source, "path": str(path.resolve()), "equal_texts": "merged", **images}
+    side = {"kind": "frozen", "backbone": name, "projected": True}
+    recipe = _recipe(pairs, channels.pop(), side, (val_fraction, test_fraction), seed)
     with _new_folder(Path(out), force, (model, data)) as folder:
         return adopt_recipe(recipe, folder, method=method, population=population, max_queries=max_queries)
-
-
-def _resolved_name(model: str) -> str:
-    """A local folder by its absolute path; a hub name as it is."""
-    return str(Path(model).resolve()) if Path(model).is_dir() else model
-
-
-def _frozen_model(channels: int) -> dict[str, Any]:
-    """Section ``model`` of a model whose means are its features."""
-    return {"dim": channels, "pooling": "average", "identity": True, "variance": False}
 
 
 def adopt_recipe(
@@ -347,8 +298,10 @@ def adopt_recipe(
             run, _embedded(run, splits["test"], problems, "test", _MOST_MEASURING), calibration, population
         )
     problems.write(folder / PROBLEMS)
+    run = load_run(folder)
     adopted = AdoptedModel(
-        run=load_run(folder),
+        **{f.name: getattr(run, f.name) for f in fields(LoadedModel)},
+        run=run,
         method=chosen,
         comparison=comparison,
         retrieval=None if measured is None else measured[0],

@@ -247,9 +247,7 @@ def _vector_files(model: DualEncoder, texts: Sequence[str]) -> list[str] | list[
             )
         if isinstance(processor := tower.processor, EmbeddingProcessor):
             try:
-                values = processor.features(Path(path).read_bytes())
+                processor.features(Path(path).read_bytes())
             except ValueError as error:
                 raise UserError(f"{path}: {error}") from error
-            if not values.any():
-                raise UserError(f"{path}: holds zeros alone; give an embedding")
     return [Path(path) for path in texts]
