@@ -76,10 +76,20 @@ from sfumato.data.shards import ShardError, expand_shards, list_shard, read_shar
 from sfumato.encoders.processors import train_tokenizer
 from sfumato.errors import UserError, explain_os_error, printable
 from sfumato.gaussian import save_embeddings
-from sfumato.models.load import load_model
 from sfumato.models.pretrained_tensors import read_checkpoint
 from sfumato.models.recipe import Recipe, load_recipe, recipe_files, save_recipe
-from sfumato.models.run import LAST, MODEL, RECIPE, Assets, build_loss, build_model, load_state, save_assets, save_state
+from sfumato.models.run import (
+    LAST,
+    MODEL,
+    RECIPE,
+    Assets,
+    build_loss,
+    build_model,
+    load_model,
+    load_state,
+    save_assets,
+    save_state,
+)
 from sfumato.search.collection import GaussianCollection
 from sfumato.search.index import GaussianIndex
 from sfumato.workflows.export import export_run

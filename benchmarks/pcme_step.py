@@ -39,8 +39,7 @@ from sfumato.gaussian import GaussianEmbedding
 from sfumato.losses import MatchLoss, PCMELoss, PCMEOptions, PCMEPPLoss
 from sfumato.models.process_group import ProcessGroup, alone
 from sfumato.models.recipe import OptimConfig
-from sfumato.training.optim import build_optimiser, clip_gradients
-from sfumato.training.step import TrainBatch, forward_backward
+from sfumato.training.step import TrainBatch, build_optimiser, clip_gradients, forward_backward
 
 FORMS = ("pcmepp", "pcme")
 IMAGE_CHANNELS, IMAGE_TOKENS, TEXT_CHANNELS, TEXT_TOKENS = 1280, 9, 384, 32

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from support.tiny_models import import_open_clip, taught_clip, taught_open_clip, two_colours
 
-from sfumato.models.load import load_model
+from sfumato.models.run import load_model
 
 GUIDE = (Path(__file__).parents[2] / "docs" / "guides" / "adopt.md").read_text(encoding="utf-8")
 

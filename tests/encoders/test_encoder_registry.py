@@ -15,9 +15,8 @@ from sfumato.encoders.processors import PixelProcessor, TokenProcessor
 from sfumato.encoders.scratch import SmallImageConfig, SmallTextConfig, build_small_image
 from sfumato.errors import UserError
 from sfumato.models.embed import evaluate_run
-from sfumato.models.load import load_model
 from sfumato.models.recipe import check_recipe, load_recipe, save_recipe
-from sfumato.models.run import Assets, build_model, fresh_tokenizer, load_run
+from sfumato.models.run import Assets, build_model, fresh_tokenizer, load_model, load_run
 from sfumato.training.loop import fit
 from sfumato.workflows.export import export_run
 

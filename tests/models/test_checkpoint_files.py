@@ -15,10 +15,9 @@ from torch import nn
 from sfumato.encoders.processors import train_tokenizer
 from sfumato.errors import UserError
 from sfumato.models import run
-from sfumato.models.load import load_model
 from sfumato.models.pretrained_tensors import read_checkpoint
 from sfumato.models.recipe import Recipe, save_recipe
-from sfumato.models.run import Assets, build_loss, build_model, load_state, save_assets, save_state
+from sfumato.models.run import Assets, build_loss, build_model, load_model, load_state, save_assets, save_state
 from sfumato.workflows.export import export_run
 
 

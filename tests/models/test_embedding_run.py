@@ -10,9 +10,8 @@ from support.serving import served
 
 from sfumato.distances import get_distance
 from sfumato.encoders.features import Inputs
-from sfumato.models.load import load_model
 from sfumato.models.recipe import find_recipe, load_recipe
-from sfumato.models.run import load_run
+from sfumato.models.run import load_model, load_run
 from sfumato.serve.answering import open_sources
 from sfumato.training.loop import fit
 

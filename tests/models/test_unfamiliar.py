@@ -11,9 +11,8 @@ from sfumato.encoders.frozen import text_backbone
 from sfumato.encoders.processors import TokenProcessor, train_tokenizer
 from sfumato.errors import UserError
 from sfumato.metrics.selective import auroc
-from sfumato.models.load import load_model
 from sfumato.models.recipe import load_recipe
-from sfumato.models.run import WORDS, load_run
+from sfumato.models.run import WORDS, load_model, load_run
 from sfumato.models.unfamiliar import UnfamiliarTexts, nonsense, piece_counter
 from sfumato.search.answer import verdict
 from sfumato.training.loop import fit

@@ -14,8 +14,8 @@ from support.words import folded
 from sfumato.data.images import Problems
 from sfumato.errors import UserError
 from sfumato.gaussian import GaussianEmbedding
-from sfumato.models.load import load_model
 from sfumato.models.recipe import load_recipe
+from sfumato.models.run import load_model
 from sfumato.studies.crops import (
     CANDIDATES,
     choose_triplet,

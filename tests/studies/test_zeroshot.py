@@ -16,7 +16,7 @@ from sfumato import GaussianEmbedding, PairData, cli, csd_matrix, load_emoji, po
 from sfumato.data.captioned import Labelled, data_labelled, emoji_labelled, read_class_folder, read_class_names
 from sfumato.errors import UserError
 from sfumato.metrics.bootstrap import Interval
-from sfumato.models.load import load_model
+from sfumato.models.run import load_model
 from sfumato.reports.studies import write_analyses
 from sfumato.studies.analyse import AnalysisOptions, analyse_model
 from sfumato.studies.zeroshot import (

@@ -17,7 +17,7 @@ from sfumato.models.embed import load_split
 from sfumato.models.recipe import load_recipe
 from sfumato.models.run import load_run
 from sfumato.training import loop
-from sfumato.training.optim import WeightAverage, averaged
+from sfumato.training.step import WeightAverage, averaged
 
 
 def build():

@@ -22,7 +22,7 @@ from sfumato.errors import UserError
 from sfumato.losses import LOSSES
 from sfumato.models.recipe import OptimConfig, check_recipe, load_recipe
 from sfumato.training import loop
-from sfumato.training.optim import (
+from sfumato.training.step import (
     build_optimiser,
     clip_gradients,
     freeze_encoder,

@@ -10,14 +10,12 @@ from support.toy import assert_same_tensors, make_toy, stop_after_checkpoint_of
 
 from sfumato.encoders.scratch import WordEncoder
 from sfumato.errors import UserError
-from sfumato.models.load import load_model
 from sfumato.models.process_group import ProcessGroup
 from sfumato.models.recipe import load_recipe
-from sfumato.models.run import load_run
+from sfumato.models.run import load_model, load_run
 from sfumato.training import loop
 from sfumato.training.loop import fit
-from sfumato.training.optim import build_optimiser, set_learning_rate
-from sfumato.training.step import DivergedError
+from sfumato.training.step import DivergedError, build_optimiser, set_learning_rate
 from sfumato.workflows.export import export_run
 
 GRU = 'model.text={ kind = "gru", width = 3, hidden = 8, bidirectional = true }'

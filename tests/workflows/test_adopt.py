@@ -17,8 +17,7 @@ import sfumato.workflows.adopt as adopting
 from sfumato.calibration.calibrator import Calibration
 from sfumato.cli import app
 from sfumato.errors import UserError
-from sfumato.models.load import load_model
-from sfumato.models.run import load_run
+from sfumato.models.run import load_model, load_run
 from sfumato.search.index import GaussianIndex
 from sfumato.workflows.adopt import ADOPTED, METHODS, adopt, adopt_encoders
 

@@ -15,9 +15,17 @@ from support.toy import make_toy
 
 from sfumato.errors import UserError
 from sfumato.models.embed import evaluate_run
-from sfumato.models.load import load_model
 from sfumato.models.recipe import check_recipe, load_recipe, save_recipe
-from sfumato.models.run import Assets, build_loss, build_model, fresh_tokenizer, load_run, save_assets, save_state
+from sfumato.models.run import (
+    Assets,
+    build_loss,
+    build_model,
+    fresh_tokenizer,
+    load_model,
+    load_run,
+    save_assets,
+    save_state,
+)
 from sfumato.training.loop import fit
 from sfumato.workflows.export import export_run
 
@@ -72,7 +80,7 @@ def test_round_trip(toy, run, tmp_path):
 
 def test_load_model_takes_a_name_on_the_hub(toy, run, tmp_path, monkeypatch):
     out = export_run(run, tmp_path / "snapshot")
-    monkeypatch.setattr("sfumato.models.load.download", {"somebody/toy": out}.__getitem__)
+    monkeypatch.setattr("sfumato.models.run.download", {"somebody/toy": out}.__getitem__)
     assert_embeds_alike(load_run(run).model, load_model("somebody/toy").model, picture(toy))
 
 

@@ -333,9 +333,8 @@ def open_model_on_data(
     purpose: str = "use",
 ) -> ModelOnData:
     """Load a model and find its data."""
-    from sfumato.models.load import load_model
     from sfumato.models.recipe import find_recipe, load_recipe
-    from sfumato.models.run import RECIPE, choose_device, load_run
+    from sfumato.models.run import RECIPE, choose_device, load_model, load_run
 
     if data is None and not is_run(model):
         raise _no_run(model, purpose)

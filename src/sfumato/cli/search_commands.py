@@ -84,9 +84,8 @@ def index(
 ) -> None:
     """Build an index, or fill a collection in a vector store."""
     from sfumato.errors import counted
-    from sfumato.models.load import load_model
     from sfumato.models.model import Model
-    from sfumato.models.run import choose_device, load_run
+    from sfumato.models.run import choose_device, load_model, load_run
     from sfumato.search.index import check_settings
     from sfumato.workflows.index import build_index, check_new, embed_source, fill_collection, training_note, whole
 

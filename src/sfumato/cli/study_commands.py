@@ -72,8 +72,7 @@ def analyse(
     """
     from sfumato import __version__
     from sfumato.charts import require_matplotlib
-    from sfumato.models.load import load_model
-    from sfumato.models.run import choose_device
+    from sfumato.models.run import choose_device, load_model
     from sfumato.reports.studies import print_analyses, write_analyses
     from sfumato.studies.analyse import AnalysisOptions, analyse_model, known_studies
     from sfumato.studies.zeroshot import ZeroShotOptions

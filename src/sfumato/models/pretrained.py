@@ -2,7 +2,7 @@
 
 Supported are the PCME++ and ProLIP models of the Hugging Face hub, and the checkpoints of the released training
 codes of PCME++ and PCME (the COCO models). The config.json and the names of the tensors show what a path holds.
-:func:`sfumato.models.load.load_model` also loads runs and the models that sfumato exported.
+:func:`sfumato.models.run.load_model` also loads runs and the models that sfumato exported.
 """
 
 import json
@@ -34,8 +34,7 @@ from sfumato.models.pretrained_tensors import (
     ConfigSection,
     Layout,
     Shapes,
-    TextSizes,
-    VisionSizes,
+    Sizes,
     below,
     count_blocks,
     embedding_size,
@@ -43,8 +42,6 @@ from sfumato.models.pretrained_tensors import (
     projection,
     read_checkpoint,
     renamed,
-    text_sizes,
-    vision_sizes,
 )
 
 CLIP_TOKENIZER = "openai/clip-vit-base-patch16"
@@ -61,16 +58,16 @@ def pcmepp_hub(config: Mapping[str, Any], tensors: Mapping[str, Any], find: Toke
     """The hub layout of PCME++: class token and end token, final norms on the means only, projections without bias."""
     section = ConfigSection(config, "vision_cfg", where, {"global_average_pool": False, "attentional_pool": False})
     text_section = ConfigSection(config, "text_cfg", where, {"embed_cls": False})
-    vision, text, dim = vision_sizes(section, config), text_sizes(text_section, config), embedding_size(config, where)
+    vision, text, dim = section.image_sizes(), text_section.text_sizes(), embedding_size(config, where)
     own, text_own = section.number("unc_layers", 2), text_section.number("unc_layers", 2)
 
     def build() -> DualEncoder:
         image_head = GaussianHead(vision.width, dim, HeadOptions(pooling="first"))
         text_head = GaussianHead(text.width, dim, HeadOptions(pooling="last"))
-        image_encoder = vision.encoder(CLIP_MEAN, CLIP_STD, own, final_norm=True)
+        image_encoder = vision.image_encoder(CLIP_MEAN, CLIP_STD, own, final_norm=True)
         return DualEncoder(
             Tower(ImageFileProcessor(vision.size, fit="crop"), image_encoder, image_head),
-            Tower(_clip_processor(find, text), text.encoder(text_own), text_head),
+            Tower(_clip_processor(find, text), text.text_encoder(text_own), text_head),
         )
 
     prefixes = {"image.encoder.": "visual.", "text.encoder.": ""}
@@ -99,7 +96,7 @@ def prolip_hub(config: Mapping[str, Any], tensors: Mapping[str, Any], find: Toke
     appended = {"embed_cls": True, "embed_unc": True, "no_causal_mask": True, "proj_bias": True, "pool_type": "last"}
     section = ConfigSection(config, "vision_cfg", where, pooled, needed={"embed_unc": True})
     text_section = ConfigSection(config, "text_cfg", where, needed=appended)
-    vision, text, dim = vision_sizes(section, config), text_sizes(text_section, config), embedding_size(config, where)
+    vision, text, dim = section.image_sizes(), text_section.text_sizes(), embedding_size(config, where)
     if text.width != dim:
         raise UserError(
             f"{where}: text_cfg.width {text.width} is not embed_dim {dim}; no released code runs such a model"
@@ -118,11 +115,11 @@ def prolip_hub(config: Mapping[str, Any], tensors: Mapping[str, Any], find: Toke
     )
 
     def build() -> DualEncoder:
-        image = UncTokenImageEncoder(vision.encoder(CLIP_MEAN, CLIP_STD, 0, final_norm=True), released=True)
+        image = UncTokenImageEncoder(vision.image_encoder(CLIP_MEAN, CLIP_STD, 0, final_norm=True), released=True)
         heads = [GaussianHead(width, dim, HeadOptions(pooling="first")) for width in (vision.width, text.width)]
         return DualEncoder(
             Tower(ImageFileProcessor(vision.size, fit="crop-nearest"), image, heads[0]),
-            Tower(processor, UncTokenTextEncoder(text.encoder(0), released=True), heads[1]),
+            Tower(processor, UncTokenTextEncoder(text.text_encoder(0), released=True), heads[1]),
         )
 
     prefixes = {
@@ -204,12 +201,12 @@ def pcmepp_training(
         )
 
     def build() -> DualEncoder:
-        image_encoder = vision.encoder(IMAGENET_MEAN, IMAGENET_STD, own_blocks[0], final_norm=False)
+        image_encoder = vision.image_encoder(IMAGENET_MEAN, IMAGENET_STD, own_blocks[0], final_norm=False)
         image_head = head(vision.width, "average", not model_options.get("no_imgnorm"))
         text_head = head(text.width, "last", not model_options.get("no_txtnorm"))
         return DualEncoder(
             Tower(BilinearProcessor(vision.size), image_encoder, image_head),
-            Tower(_clip_processor(find, text), text.encoder(own_blocks[1]), text_head),
+            Tower(_clip_processor(find, text), text.text_encoder(own_blocks[1]), text_head),
         )
 
     if not variance:  # The other learnt parameters of the baselines are not logits of a distance.
@@ -250,7 +247,7 @@ _TRAINING = {
 """Name here -> name in the training code."""
 
 
-def _training_sizes(tensors: Mapping[str, Any], heads: tuple[int, int] | None) -> tuple[VisionSizes, TextSizes, int]:
+def _training_sizes(tensors: Mapping[str, Any], heads: tuple[int, int] | None) -> tuple[Sizes, Sizes, int]:
     """The sizes of a model of the training code, and its number of image tokens."""
     width, _, patch, _ = tensors[_ANCHORS[0]].shape
     (vocabulary, words), context = tensors[_ANCHORS[3]].shape, len(tensors[_ANCHORS[4]])
@@ -258,13 +255,13 @@ def _training_sizes(tensors: Mapping[str, Any], heads: tuple[int, int] | None) -
     blocks = [count_blocks(tensors, f"{side}_enc.backbone.transformer.resblocks") for side in ("img", "txt")]
     size = patch * math.isqrt(tokens - 1)
     return (
-        VisionSizes(width, blocks[0], image_heads, 4 * width, True, patch=patch, size=size),
-        TextSizes(words, blocks[1], text_heads, 4 * words, True, vocabulary=vocabulary, context=context),
+        Sizes(width=width, blocks=blocks[0], heads=image_heads, inner=4 * width, patch=patch, size=size),
+        Sizes(width=words, blocks=blocks[1], heads=text_heads, inner=4 * words, vocabulary=vocabulary, context=context),
         tokens,
     )
 
 
-def _clip_processor(find: TokenizerFinder, text: TextSizes) -> SpecialTokenProcessor:
+def _clip_processor(find: TokenizerFinder, text: Sizes) -> SpecialTokenProcessor:
     return SpecialTokenProcessor(
         find(CLIP_TOKENIZER),
         vocabulary=text.vocabulary,

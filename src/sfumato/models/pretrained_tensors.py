@@ -274,20 +274,24 @@ def number_of(tensor: Tensor) -> float:
     return math.nan if tensor.is_meta else float(tensor)
 
 
-@dataclass(frozen=True)
-class TransformerSizes:
-    """The sizes of a transformer."""
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """The sizes of a transformer: of images, with patch and size, or of texts, with vocabulary and context."""
 
     width: int  # channels
     blocks: int  # number of residual attention blocks
     heads: int  # number of attention heads
     inner: int  # channels inside of the two-layer networks
-    quick_gelu: bool  # activation of OpenAI's models instead of GELU
+    quick_gelu: bool = True  # activation of OpenAI's models instead of GELU
     epsilon: float = 1e-5  # of the layer norms
+    patch: int = 0  # side of a patch in pixels
+    size: int = 0  # side of an image in pixels
+    vocabulary: int = 0  # number of tokens
+    context: int = 0  # number of positions
 
-    def config(self, kind: str) -> dict[str, Any]:
+    def _backbone(self, kind: str, **own: Any) -> dict[str, Any]:
         """The sizes by the names of the library transformers."""
-        return {
+        return own | {
             "model_type": kind,
             "hidden_size": self.width,
             "num_hidden_layers": self.blocks,
@@ -297,52 +301,27 @@ class TransformerSizes:
             "layer_norm_eps": self.epsilon,
         }
 
-
-@dataclass(frozen=True, kw_only=True)
-class VisionSizes(TransformerSizes):
-    """The sizes of a vision transformer."""
-
-    patch: int  # side of a patch in pixels
-    size: int  # side of an image in pixels
-
-    def encoder(
+    def image_encoder(
         self, mean: tuple[float, ...], std: tuple[float, ...], variance_blocks: int, *, final_norm: bool
     ) -> ClipImageEncoder:
-        """An encoder of these sizes with random weights."""
-        backbone = self.config("clip_vision_model") | {"patch_size": self.patch, "image_size": self.size}
+        """An encoder of images of these sizes with random weights."""
+        backbone = self._backbone("clip_vision_model", patch_size=self.patch, image_size=self.size)
         description = {"backbone": backbone, "pixel_mean": mean, "pixel_std": std}
         config = ClipImageConfig(variance_blocks=variance_blocks, final_norm=final_norm)
         return clip_image_encoder(config, description=description)
 
-
-@dataclass(frozen=True, kw_only=True)
-class TextSizes(TransformerSizes):
-    """The sizes of a text transformer."""
-
-    vocabulary: int  # number of tokens
-    context: int  # number of positions
-
-    def encoder(self, variance_blocks: int) -> ClipTextEncoder:
-        """An encoder of these sizes with random weights."""
-        backbone = self.config("clip_text_model") | {
-            **{"vocab_size": self.vocabulary, "max_position_embeddings": self.context},
-            **{"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0},
-        }
+    def text_encoder(self, variance_blocks: int) -> ClipTextEncoder:
+        """An encoder of texts of these sizes with random weights."""
+        own: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
+        own |= {"vocab_size": self.vocabulary, "max_position_embeddings": self.context}
+        backbone = self._backbone("clip_text_model", **own)
         return clip_text_encoder(ClipTextConfig(variance_blocks=variance_blocks), description={"backbone": backbone})
 
 
 class ConfigSection:
     """A section of a config.json: numbers with their defaults, and switches that have one supported value.
 
-    Args:
-        config: content of config.json.
-        name: of the section.
-        where: name of the model for errors.
-        fixed: supported values of switches that may be left out.
-        needed: supported values of switches that must be there.
-
-    Raises:
-        UserError: a switch has another value.
+    fixed: supported values of switches that may be left out; needed: of those that must be there.
     """
 
     def __init__(
@@ -355,6 +334,7 @@ class ConfigSection:
         needed: Mapping[str, Any] | None = None,
     ) -> None:
         self.given: dict[str, Any] = config[name]
+        self.quick_gelu = bool(config.get("quick_gelu"))
         self.name = f"{where}: config.json: {name}"
         switches = {key: (value, self.given.get(key, value)) for key, value in (fixed or {}).items()}
         switches |= {key: (value, self.given.get(key)) for key, value in (needed or {}).items()}
@@ -366,46 +346,29 @@ class ConfigSection:
         """A positive whole number of the section."""
         return _whole(self.given.get(key, default), f"{self.name}.{key}")
 
-    def inner(self, width: int) -> int:
-        """Channels inside of the two-layer networks of the blocks."""
-        return int(width * float(self.given.get("mlp_ratio") or 4.0))
+    def image_sizes(self) -> Sizes:
+        """The sizes of the image side."""
+        width = self.number("width", 768)
+        own = {"patch": self.number("patch_size", 16), "size": self.number("image_size", 224)}
+        return self._sizes(width, width // self.number("head_width", 64), own)
 
-    def epsilon(self) -> float:
-        """Epsilon of the layer norms."""
-        return float((self.given.get("norm_kwargs") or {}).get("eps", 1e-5))
+    def text_sizes(self) -> Sizes:
+        """The sizes of the text side."""
+        own = {"vocabulary": self.number("vocab_size", 49408), "context": self.number("context_length", 77)}
+        return self._sizes(self.number("width", 512), self.number("heads", 8), own)
 
-
-def vision_sizes(section: ConfigSection, config: Mapping[str, Any]) -> VisionSizes:
-    """The sizes of the image side."""
-    width, quick = section.number("width", 768), bool(config.get("quick_gelu"))
-    heads = width // section.number("head_width", 64)
-    _check_heads(width, heads, section.name)
-    return VisionSizes(
-        width,
-        section.number("layers", 12),
-        heads,
-        section.inner(width),
-        quick,
-        section.epsilon(),
-        patch=section.number("patch_size", 16),
-        size=section.number("image_size", 224),
-    )
-
-
-def text_sizes(section: ConfigSection, config: Mapping[str, Any]) -> TextSizes:
-    """The sizes of the text side."""
-    width, heads, quick = section.number("width", 512), section.number("heads", 8), bool(config.get("quick_gelu"))
-    _check_heads(width, heads, section.name)
-    return TextSizes(
-        width,
-        section.number("layers", 12),
-        heads,
-        section.inner(width),
-        quick,
-        section.epsilon(),
-        vocabulary=section.number("vocab_size", 49408),
-        context=section.number("context_length", 77),
-    )
+    def _sizes(self, width: int, heads: int, own: Mapping[str, int]) -> Sizes:
+        if not heads or width % heads:
+            raise UserError(f"{self.name}: width {width} cannot be divided among {heads} heads")
+        return Sizes(
+            width=width,
+            blocks=self.number("layers", 12),
+            heads=heads,
+            inner=int(width * float(self.given.get("mlp_ratio") or 4.0)),
+            quick_gelu=self.quick_gelu,
+            epsilon=float((self.given.get("norm_kwargs") or {}).get("eps", 1e-5)),
+            **own,
+        )
 
 
 def embedding_size(config: Mapping[str, Any], where: str) -> int:
@@ -417,11 +380,6 @@ def _whole(value: Any, name: str) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise UserError(f"{name} must be a positive whole number, got {value!r}")
     return value
-
-
-def _check_heads(width: int, heads: int, name: str) -> None:
-    if not heads or width % heads:
-        raise UserError(f"{name}: width {width} cannot be divided among {heads} heads")
 
 
 @dataclass(frozen=True)

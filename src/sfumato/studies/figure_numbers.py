@@ -26,8 +26,7 @@ from sfumato.losses import InfoNCEOptions, PCMEPPOptions, TripletOptions, infonc
 from sfumato.matching import MATCH_PROBABILITY
 from sfumato.metrics.reliability import wilson_interval
 from sfumato.models.embed import embed_split, file_endings, load_split
-from sfumato.models.load import load_model
-from sfumato.models.run import LOG, Run, load_run, read_log
+from sfumato.models.run import LOG, Run, load_model, load_run, read_log
 from sfumato.progress import say
 from sfumato.search.exact import top_k
 from sfumato.studies.analyse import AnalysisOptions, analyse_model

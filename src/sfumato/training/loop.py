@@ -52,20 +52,20 @@ from sfumato.models.run import (
 from sfumato.models.unfamiliar import remember_words
 from sfumato.progress import progress_bar, say
 from sfumato.training.batches import Batches, IndexedBatches, epoch_seed, prefetch
-from sfumato.training.optim import (
+from sfumato.training.setup import LOCK, claim_folder, new_or_resumed_model, training_batches, training_splits
+from sfumato.training.step import (
+    DivergedError,
+    TrainBatch,
     WeightAverage,
     averaged,
     build_optimiser,
     clip_gradients,
+    forward_backward,
     freeze_for_epoch,
     learning_rate_factor,
     set_learning_rate,
 )
-from sfumato.training.setup import LOCK, claim_folder, new_or_resumed_model, training_batches, training_splits
-from sfumato.training.step import DivergedError, TrainBatch, forward_backward
 from sfumato.training.variance_stage import teach_variances
-
-_LARGEST_GRADIENT = 2.0
 
 _SECONDS_BETWEEN_SAVES = 15.0
 """Epochs that end sooner after the last saved one are not saved; an interrupted run repeats them bit for bit."""

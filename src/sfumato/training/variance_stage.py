@@ -25,7 +25,7 @@ from sfumato.metrics.uncertainty import spearman
 from sfumato.models.recipe import VarianceStageConfig
 from sfumato.progress import progress_bar, say
 from sfumato.search.exact import distance_blocks
-from sfumato.training.optim import clip_gradients
+from sfumato.training.step import clip_gradients
 
 _LARGEST_GRADIENT = 2.0
 _SAME = 1e-6

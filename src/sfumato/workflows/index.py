@@ -30,10 +30,9 @@ from sfumato.models.embed import (
     read_lines,
     split_names,
 )
-from sfumato.models.load import load_model
 from sfumato.models.model import Model
 from sfumato.models.recipe import load_recipe
-from sfumato.models.run import RECIPE, TRAINING_CALIBRATION, Run, load_calibration
+from sfumato.models.run import RECIPE, TRAINING_CALIBRATION, Run, load_calibration, load_model
 from sfumato.progress import progress_bar
 from sfumato.search.collection import UPLOADED_IMAGES, GaussianCollection, check_empty, copy_gallery
 from sfumato.search.gallery import Gallery

@@ -22,10 +22,9 @@ from sfumato.ids import Direction
 from sfumato.metrics.reliability import N_BINS, Reliability
 from sfumato.models.calibrate import some_positions
 from sfumato.models.embed import embed_folder, embed_split, prepare_split, read_split
-from sfumato.models.load import load_model
 from sfumato.models.model import Model
 from sfumato.models.recipe import load_recipe
-from sfumato.models.run import RECIPE, choose_device
+from sfumato.models.run import RECIPE, choose_device, load_model
 from sfumato.progress import say
 from sfumato.search.answer import Answer, check_native
 from sfumato.search.searcher import Searcher
