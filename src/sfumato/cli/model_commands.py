@@ -212,8 +212,7 @@ def embed(
     from sfumato.data.listings import list_source
     from sfumato.errors import counted
     from sfumato.models.embed import file_endings
-    from sfumato.models.load import load_model
-    from sfumato.models.run import choose_device
+    from sfumato.models.run import choose_device, load_model
     from sfumato.search.parts import MANIFEST
     from sfumato.workflows.embed import embed_collection, which_job
 
@@ -251,8 +250,7 @@ def _embed_one_file(
     from sfumato.errors import counted
     from sfumato.gaussian import save_embeddings
     from sfumato.models.embed import embed_folder, embed_lines
-    from sfumato.models.load import load_model
-    from sfumato.models.run import choose_device
+    from sfumato.models.run import choose_device, load_model
 
     check_out_folder(out.parent)
     out.parent.mkdir(parents=True, exist_ok=True)
