@@ -1,7 +1,7 @@
 @command()
 def peek(
-    index: Annotated[Path, word("Folder of an index.", "INDEX")],
-    n: Annotated[int, flag("Number of ids shown.", "-n", min=0)] = 3,
+    index: Path = word("Folder of an index.", "INDEX"),
+    n: int = flag(3, "Number of ids shown.", "-n", min=0),
 ) -> None:
     """Show how many items an index has."""
     from sfumato.workflows.mine import peek
