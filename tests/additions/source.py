@@ -2,17 +2,17 @@
 
 from pathlib import Path
 
-from sfumato.data.captioned import CaptionedImage, splits_of_rows
-from sfumato.data.images import Problems
-from sfumato.data.pairs import PairData
+from sfumato.data.captioned import splits_of_items
+from sfumato.data.images import FileImage, Problems
+from sfumato.data.pairs import PairData, SourceItem
 
 
 def read_mine(folder: Path, problems: Problems, val_fraction: float, test_fraction: float) -> dict[str, PairData]:
     """The splits of a folder; what cannot be used is left out and noted."""
-    rows = []
+    items = []
     for path in sorted(folder.glob("*.jpg")):
         if caption := path.stem.replace("_", " ").strip():
-            rows.append(CaptionedImage(str(path), path, path.name, [caption], ""))
+            items.append(SourceItem(path.name, FileImage(path), (("", caption),), location=str(path)))
         else:
             problems.add(str(path), "no caption in the name")
-    return splits_of_rows(rows, folder, problems, val_fraction, test_fraction)
+    return splits_of_items(items, folder, problems, val_fraction, test_fraction)
