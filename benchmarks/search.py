@@ -28,10 +28,9 @@ import torch
 from torch import Tensor
 
 from sfumato.gaussian import GaussianEmbedding
-from sfumato.search.exact import closest_candidates, top_k
+from sfumato.search.exact import closest_candidates, gallery_centre, lift_gallery, lift_queries, top_k
 from sfumato.search.index import GaussianIndex
-from sfumato.search.lifting import gallery_centre, lift_gallery, lift_queries
-from sfumato.search.stores.faiss import FaissOptions, FaissStore
+from sfumato.search.stores.engines import FaissOptions, FaissStore
 
 K = 10
 LATENT = 16

@@ -82,7 +82,7 @@ def test_every_strategy_by_loops(engine, candidates):
     """Approximate engines too, told to look everywhere. 7 candidates are fewer than the positives of some queries."""
     if engine != "exact":
         pytest.importorskip("faiss", reason="needs the extra faiss")
-    from sfumato.search.stores.faiss import FaissOptions
+    from sfumato.search.stores.engines import FaissOptions
 
     images, texts, image_ids, text_ids, ground_truth = scene()
     assert ground_truth.i2t.counts.max() > 12 and ground_truth.i2t.counts.min() == 1
@@ -157,7 +157,7 @@ def test_what_is_outside_of_the_gallery_counts_in_the_length_of_a_list():
 def test_ivf_is_approximate_and_repeatable():
     """What the lists miss is not guessed: figures of ivf are at most a little off, and the same each time."""
     pytest.importorskip("faiss", reason="needs the extra faiss")
-    from sfumato.search.stores.faiss import FaissOptions
+    from sfumato.search.stores.engines import FaissOptions
 
     images, texts, image_ids, text_ids, ground_truth = scene(1, 800, 2000)
     ground_truth = ground_truth.with_metrics("recall@1", "recall@10")

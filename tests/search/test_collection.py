@@ -16,8 +16,8 @@ from sfumato.distances import csd_matrix
 from sfumato.errors import UserError
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.search.collection import GaussianCollection, copy_gallery
+from sfumato.search.exact import LIFTED_DISTANCES, gallery_centre
 from sfumato.search.index import GaussianIndex
-from sfumato.search.lifting import LIFTED_DISTANCES, gallery_centre
 from sfumato.search.stores.local import DATABASE, LocalStore
 from sfumato.search.stores.protocol import (
     Filter,

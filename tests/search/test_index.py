@@ -15,7 +15,7 @@ from sfumato.errors import UserError
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.search.atomic_folder import _digest_of
 from sfumato.search.index import ENGINES, GaussianIndex
-from sfumato.search.stores.faiss import FaissOptions, FaissStore
+from sfumato.search.stores.engines import FaissOptions, FaissStore
 
 
 def clustered(n, d=16, *, seed, offset=0.0, n_clusters=40, tail=1.0):
@@ -245,17 +245,6 @@ def test_a_calibration_survives_the_disk(tmp_path):
     assert again.search(queries, 5, **asked) == index.search(queries, 5, **asked)
 
 
-def test_an_index_of_the_former_engine_flat_is_searched_exactly(tmp_path):
-    index = GaussianIndex.build(clustered(5, seed=0), ids_of(5))
-    index.save(tmp_path / "index")
-    manifest = json.loads((tmp_path / "index" / "manifest.json").read_text())
-    (tmp_path / "index" / manifest["data"] / "faiss.index").write_bytes(b"IxF2")
-    manifest["about"] |= {"engine": "flat", "options": vars(FaissOptions())}
-    seal(tmp_path / "index", manifest)
-    again = GaussianIndex.load(tmp_path / "index")
-    assert again.engine == "exact" and again.search(index.embeddings, 3) == index.search(index.embeddings, 3)
-
-
 def test_promises_that_nothing_vouches_for_are_refused():
     gallery, queries, _, calibration = calibrated()
     bare = GaussianIndex.build(gallery, ids_of(150))
@@ -298,12 +287,6 @@ def test_there_and_back(engine, tmp_path):
     assert again.search(queries, 12) == index.search(queries, 12)
     again.save(tmp_path / "index")
     assert GaussianIndex.load(tmp_path / "index").search(queries, 12) == index.search(queries, 12)
-
-
-def test_points_survive_the_disk(tmp_path):
-    index = GaussianIndex.build(GaussianEmbedding.point(torch.randn(4, 3)), ids_of(4))
-    index.save(tmp_path / "index")
-    assert GaussianIndex.load(tmp_path / "index").search(index.embeddings, 1)[2][0].uncertainty == 0
 
 
 def sealed(folder, change):

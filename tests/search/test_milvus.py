@@ -2,9 +2,7 @@
 
 import fcntl
 import importlib.util
-import signal
 import socket
-import subprocess
 import sys
 import time
 import uuid
@@ -13,6 +11,8 @@ import pytest
 import torch
 from support.processes import Started
 from support.stores_contract import (
+    Server,
+    StoreBasics,
     StoreContract,
     assert_holds,
     assert_nearest,
@@ -35,31 +35,12 @@ if not all(map(importlib.util.find_spec, ("pymilvus", "milvus_lite"))):
     pytest.skip("needs the extra milvus", allow_module_level=True)
 
 
-class Server:
-    """`milvus-lite server` on a free loopback port; without --host it would listen to everyone."""
+class MilvusServer(Server):
+    """`milvus-lite server`; without --host it would listen to everyone."""
 
-    def __init__(self, folder):
-        self.folder, self.port = folder, free_port()
-        self.start()
-
-    def start(self):
-        command = [sys.executable, "-m", "milvus_lite", "server", "--data-dir", str(self.folder / "data")]
-        with (self.folder / "log").open("ab") as log:
-            self.process = subprocess.Popen(
-                [*command, "--host", "127.0.0.1", "--port", str(self.port)], stdout=log, stderr=log
-            )
-        for _ in range(1500):
-            with socket.socket() as probe:
-                if probe.connect_ex(("127.0.0.1", self.port)) == 0:
-                    return
-            if self.process.poll() is not None:
-                break
-            time.sleep(0.02)
-        raise RuntimeError((self.folder / "log").read_text()[-500:])
-
-    def kill(self):
-        self.process.send_signal(signal.SIGKILL)
-        self.process.wait()
+    def command(self):
+        lite = sys.executable, "-m", "milvus_lite", "server", "--data-dir", self.folder / "data"
+        return *lite, "--host", "127.0.0.1", "--port", self.port
 
     def url(self, **options):
         told = "&".join(f"{name}={value}" for name, value in options.items())
@@ -68,7 +49,7 @@ class Server:
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
-    server = Server(tmp_path_factory.mktemp("milvus"))
+    server = MilvusServer(tmp_path_factory.mktemp("milvus"))
     yield server
     server.kill()
 
@@ -91,19 +72,13 @@ class TestFile(StoreContract):
         return create_store(f"milvus:{self.file}?name=c{uuid.uuid4().hex[:12]}", dim)
 
 
-class TestServer(StoreContract):
+class TestServer(StoreBasics):
     @pytest.fixture(autouse=True)
     def _server(self, server):
         self.server = server
 
     def create(self, tmp_path, dim):
         return create_store(self.server.url(index="HNSW", ef=300), dim)
-
-    @pytest.mark.xfail(
-        strict=False, reason="this server is Milvus Lite, whose searches may miss items while it flushes"
-    )
-    def test_threads_search_while_one_writes(self, tmp_path):
-        super().test_threads_search_while_one_writes(tmp_path)
 
 
 def test_the_index_that_was_asked_for_is_the_one_that_is_searched(server):
@@ -154,15 +129,6 @@ def test_more_results_than_milvus_brings_at_once(server, options):
     assert [len(found) for found in store.search(wanted, 20_000)] == [200] * 3
     store.delete(batch.ids)
     assert [len(found) for found in store.search(wanted, 20_000)] == [0] * 3
-
-
-def test_beyond_the_limit_of_milvus(server):
-    store = create_store(server.url(), 2)
-    n = store.most_rows + 3
-    vectors = torch.arange(n, dtype=torch.float32)[:, None].repeat(1, 2)
-    store.upsert(Records(tuple(map(str, range(n))), vectors, torch.zeros(n), ({},) * n))
-    found = store.search(torch.zeros(1, 2), n - 1)[0]
-    assert found.ids == tuple(map(str, range(n - 1)))
 
 
 def test_texts_that_milvus_would_take_for_an_expression(server):
@@ -274,7 +240,7 @@ def test_servers_that_are_not_there_and_passwords(monkeypatch):
 
 
 def test_a_killed_server_loses_nothing(tmp_path):
-    server = Server(tmp_path)
+    server = MilvusServer(tmp_path)
     try:
         store = create_store(server.url(index="HNSW"), 6)
         process = Started(write_batches, store.url, piped=True)

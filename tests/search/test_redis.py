@@ -2,24 +2,21 @@
 
 import contextlib
 import shutil
-import signal
 import socket
-import subprocess
 import sys
 import threading
-import time
 
 import numpy as np
 import pytest
 import torch
 from support.stores_contract import (
+    Server,
     StoreContract,
     assert_holds,
     assert_others_read,
     assert_survives_kills,
     by_id,
     create_store,
-    free_port,
     open_store,
     queries,
     records,
@@ -29,43 +26,32 @@ from support.stores_contract import (
 from sfumato.errors import UserError
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.search.collection import GaussianCollection
-from sfumato.search.lifting import lift_gallery, lift_queries
+from sfumato.search.exact import lift_gallery, lift_queries
 from sfumato.search.stores.protocol import Filter, Records
 
 DURABLE = ("--appendonly", "yes", "--appendfsync", "always")
 
 
-class RedisServer:
-    """redis-server on a loopback port of its own, its data in a folder."""
+class RedisServer(Server):
+    """redis-server, its data in a folder."""
 
     def __init__(self, folder, *arguments):
         if shutil.which("redis-server") is None:
             pytest.skip("needs redis-server on the path")
         pytest.importorskip("redis", reason="needs the extra redis")
-        self.port = free_port()
+        self.arguments = arguments
         folder.mkdir()
-        self.command = [*f"redis-server --port {self.port} --bind 127.0.0.1 --dir".split(), str(folder), "--save", ""]
-        self.command += arguments
+        super().__init__(folder)
         self.address = f"redis://127.0.0.1:{self.port}/0"
-        self.start()
 
-    def start(self):
-        self.process = subprocess.Popen(self.command, stdout=subprocess.DEVNULL)
-        for _ in range(400):
-            with (
-                contextlib.suppress(OSError),
-                socket.create_connection(("127.0.0.1", self.port), timeout=5) as connection,
-            ):
-                connection.sendall(b"PING\r\n")
-                if connection.recv(64).startswith((b"+PONG", b"-NOAUTH")):
-                    return
-            assert self.process.poll() is None, "redis-server ended"
-            time.sleep(0.02)
-        raise AssertionError("redis-server does not answer")
+    def command(self):
+        alone = "redis-server", "--port", self.port, "--bind", "127.0.0.1", "--dir", self.folder, "--save", ""
+        return *alone, *self.arguments
 
-    def kill(self):
-        self.process.send_signal(signal.SIGKILL)
-        self.process.wait()
+    def answers(self):
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self.port), timeout=5) as connection:
+            connection.sendall(b"PING\r\n")
+            return connection.recv(64).startswith((b"+PONG", b"-NOAUTH"))
 
 
 @pytest.fixture

@@ -1,14 +1,12 @@
 """Who may write: keys that read, keys that write, and services that take no writes."""
 
 import logging
-import signal
 import time
 
 import pytest
 from serve.test_faults import problem
-from serve.test_service import Process
 from serve.test_sweep import aged
-from support.serving import KEY, in_base64, picture, served, until, wait_until_ready
+from support.serving import KEY, in_base64, picture, served, until
 
 from sfumato.data.images import UploadedImages
 from sfumato.errors import UserError
@@ -82,16 +80,14 @@ def test_a_service_that_takes_no_writes(collection):
         until(lambda: not orphan.exists())  # A service that writes sweeps.
 
 
-def test_the_command_takes_rights(collection):
-    process = Process(collection, "--read-only", SFUMATO_API_KEY=f"read:{READER}")
-    try:
-        wait_until_ready(process.client)
-        problem(process.client.get("/v1/info"), 401)
-        assert told(as_reader(process.client)) == ("read", False)
-        assert problem(process.client.delete("/v1/items/000.png"), 403)["code"] == "read-only"
-    finally:
-        status, errors = process.end(signal.SIGTERM)
-    assert status == 0 and READER not in errors
+def test_the_command_takes_rights(collection, sfumato, monkeypatch):
+    apps = []
+    monkeypatch.setattr("sfumato.serve.server.run_app", lambda app, **options: apps.append(app))
+    monkeypatch.setenv("SFUMATO_API_KEY", f"read:{READER}")
+    assert sfumato("serve", collection, "--read-only", "--port", 0)[0] == 0
+    service = apps[0].state.service
+    service.sources.close()
+    assert service.settings.read_only and service.settings.reading_keys == (READER,) and not service.settings.keys
 
 
 def test_keys_of_a_file(tmp_path):

@@ -28,7 +28,7 @@ from sfumato.metrics.relevance import Relevance
 from sfumato.metrics.retrieval import RANK_METRICS, UNLISTED, ranks_from_lists
 from sfumato.search.exact import closest_candidates
 from sfumato.search.index import ENGINES, GaussianIndex
-from sfumato.search.stores.faiss import FaissOptions
+from sfumato.search.stores.engines import FaissOptions
 
 Similarity = Literal["cosine", "dot"]
 
@@ -67,7 +67,7 @@ STRATEGIES: dict[str, Strategy] = {
         Strategy("match_probability", "Match prob", MATCH_PROBABILITY),
     )
 }
-"""The five strategies of table C.7 (Chun 2024, C.5), lifted search (search/lifting.py), and the other distances that
+"""The five strategies of table C.7 (Chun 2024, C.5), lifted search (search/exact.py), and the other distances that
 table E.1 of Chun et al., CVPR 2021, compares."""
 
 STRATEGY_SETS: dict[str, tuple[str, ...]] = {

@@ -32,6 +32,7 @@ from sfumato.files import is_unused, sync_folder, write_atomically
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.ids import Direction, check_ids
 from sfumato.search.atomic_folder import load_folder, save_folder
+from sfumato.search.exact import LiftedGallery, lift_gallery, lift_queries, lifted_dim, lowered, query_constant
 from sfumato.search.gallery import (
     N_WHOLE,
     Candidates,
@@ -41,7 +42,6 @@ from sfumato.search.gallery import (
     Scorer,
     with_margin,
 )
-from sfumato.search.lifting import LiftedGallery, lift_gallery, lift_queries, lifted_dim, lowered, query_constant
 from sfumato.search.stores.protocol import (
     Filter,
     Records,

@@ -1,6 +1,6 @@
 """GaussianIndex: search a gallery in memory by Gaussian queries, with probabilities and uncertainties.
 
-Engine "exact" ranks by any distance; "hnsw" and "ivf" are FAISS over lifted vectors (search/lifting.py).
+Engine "exact" ranks by any distance; "hnsw" and "ivf" are FAISS over lifted vectors (search/exact.py).
 Engines differ only in the candidates that they return: the distances of the results are always recomputed from the
 stored embeddings, row by row in float64, and equal distances keep the order of the items. For distances that lift,
 "exact" returns the answer of float64 over all items (search/screening.py). With a calibration an index can also
@@ -27,7 +27,16 @@ from sfumato.distances import Distance, get_distance
 from sfumato.gaussian import GaussianEmbedding, check_finite
 from sfumato.ids import Direction, check_ids
 from sfumato.search.atomic_folder import load_folder, save_folder
-from sfumato.search.exact import closest_candidates, distance_blocks, top_k
+from sfumato.search.exact import (
+    LiftedGallery,
+    closest_candidates,
+    distance_blocks,
+    gallery_centre,
+    lift_gallery,
+    lift_queries,
+    query_constant,
+    top_k,
+)
 from sfumato.search.gallery import (
     N_WHOLE,
     Candidates,
@@ -37,9 +46,8 @@ from sfumato.search.gallery import (
     Scorer,
     with_margin,
 )
-from sfumato.search.lifting import LiftedGallery, gallery_centre, lift_gallery, lift_queries, query_constant
 from sfumato.search.screening import Screen
-from sfumato.search.stores.faiss import FAISS_ENGINES, FaissOptions, FaissStore
+from sfumato.search.stores.engines import FAISS_ENGINES, FaissOptions, FaissStore
 from sfumato.search.stores.protocol import Filter
 
 ENGINES = ("exact", *FAISS_ENGINES)
@@ -310,8 +318,6 @@ class GaussianIndex(Gallery):
     def _read(cls, folder: Path, about: dict[str, Any]) -> "GaussianIndex":
         tensors = load_file(folder / _TENSORS)
         items = json.loads((folder / _ITEMS).read_text(encoding="utf-8"))
-        if about["engine"] == "flat":  # an engine of before, slower than exact
-            about = about | {"engine": "exact"}
         _check_loaded(about, tensors, items)
         store = None
         if about["engine"] != "exact":

@@ -35,9 +35,9 @@ from sfumato.models.recipe import load_recipe
 from sfumato.models.run import RECIPE, TRAINING_CALIBRATION, Run, load_calibration, load_model
 from sfumato.progress import progress_bar
 from sfumato.search.collection import UPLOADED_IMAGES, GaussianCollection, check_empty, copy_gallery
+from sfumato.search.exact import gallery_centre, lifted_dim
 from sfumato.search.gallery import Gallery
 from sfumato.search.index import GaussianIndex
-from sfumato.search.lifting import gallery_centre, lifted_dim
 from sfumato.search.parts import read_manifest, read_parts
 from sfumato.search.stores.protocol import anchored, scheme
 

@@ -31,9 +31,17 @@ from torch import Tensor
 
 from sfumato.errors import UserError, first_line
 from sfumato.files import sync_folder
-from sfumato.search.stores.faiss import FaissOptions, FaissStore, require_faiss
-from sfumato.search.stores.nearest import Block, Nearest, Positions, Vectors, is_in
-from sfumato.search.stores.protocol import Filter, Records, StoreBase, StoreInUseError, check_numbers, in_order, options
+from sfumato.search.stores.engines import (
+    Block,
+    FaissOptions,
+    FaissStore,
+    Nearest,
+    Positions,
+    Vectors,
+    is_in,
+    require_faiss,
+)
+from sfumato.search.stores.protocol import Filter, Option, Records, StoreBase, StoreInUseError, in_order, options
 
 _OF_ENGINE = {
     "flat": (),
@@ -44,17 +52,17 @@ _OF_ENGINE = {
 _OF_ALL = ("memory", "exact_below")
 
 LOCAL_OPTIONS = {
-    "engine": f"{', '.join(_OF_ENGINE)}; flat if left out",
-    "memory": "MB of vectors that searches keep in memory, 2000 if left out; further vectors are read at each search",
-    "exact_below": "number of items below which all are compared instead of using the index, 8192 if left out",
-    "m": "hnsw: number of links of a node",
-    "ef_construction": "hnsw: number of candidates while building",
-    "ef_search": "hnsw: number of candidates while searching",
-    "n_lists": "ivf, ivf-pq: number of lists",
-    "n_probe": "ivf, ivf-pq: number of lists that a search reads",
-    "seed": "ivf, ivf-pq: seed of the clustering",
-    "code_size": "ivf-pq: number of bytes of a compressed vector",
-    "overfetch": "ivf-pq: number of candidates for each wanted result, 10 if left out",
+    "engine": Option(f"{', '.join(_OF_ENGINE)}; flat if left out"),
+    "memory": Option("MB of vectors that searches keep in memory, 2000 if left out; more are read at each search", 0),
+    "exact_below": Option("items below which all are compared instead of using the index, 8192 if left out", 0),
+    "m": Option("hnsw: number of links of a node", 0),
+    "ef_construction": Option("hnsw: number of candidates while building", 0),
+    "ef_search": Option("hnsw: number of candidates while searching", 0),
+    "n_lists": Option("ivf, ivf-pq: number of lists", 0),
+    "n_probe": Option("ivf, ivf-pq: number of lists that a search reads", 0),
+    "seed": Option("ivf, ivf-pq: seed of the clustering", 0),
+    "code_size": Option("ivf-pq: number of bytes of a compressed vector", 0),
+    "overfetch": Option("ivf-pq: number of candidates for each wanted result, 10 if left out", 0),
 }
 """What may follow the question mark of the URL, for messages and docs."""
 
@@ -123,7 +131,6 @@ def parse_url(url: str) -> tuple[Path, dict[str, Any]]:
     given: dict[str, Any] = dict(options(url.replace("#", "%23"), LOCAL_OPTIONS))
     if not path:
         raise UserError(f"store {url}: names no folder; write PATH?engine=hnsw")
-    check_numbers(f"store {url}", given, dict.fromkeys(LOCAL_OPTIONS.keys() - {"engine"}, 0))
     return Path(path), {name: value if name == "engine" else int(value) for name, value in given.items()}
 
 

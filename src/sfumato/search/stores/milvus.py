@@ -3,15 +3,7 @@
     milvus:runs/store.db?name=sfumato            Milvus Lite in this process, one process at a time
     milvus+http://host:19530/name                a server; with a password milvus+https://user:password@host:19530/name
 
-Where the URL has no password, the token comes from MILVUS_TOKEN: user:password, or an API key. Options:
-
-    index                 FLAT (exact; the default), HNSW, IVF_FLAT, or AUTOINDEX (chosen by the server; HNSW in Lite)
-    m, ef_construction    HNSW, while it is built: 16, 200
-    ef                    HNSW, candidates of a search: 64; never fewer than the requested results
-    nlist, nprobe         IVF_FLAT, number of lists and how many a search looks into: 128, 16
-    name                  of the collection in an embedded file: "sfumato"
-    database              of a server: its own default
-    timeout               seconds for connecting: 5
+Where the URL has no password, the token comes from MILVUS_TOKEN: user:password, or an API key. Options: _OPTIONS.
 
 Other kinds of index are refused, because Lite accepts any name and then searches without an index. Options given to
 `create_store` are kept with the collection; search options given to `open_store` replace them. If a search of HNSW or
@@ -40,7 +32,7 @@ import torch
 from torch import Tensor
 
 from sfumato.errors import UserError, first_line, need
-from sfumato.search.stores.protocol import Filter, Records, StoreBase, check_numbers, in_order, options, redacted
+from sfumato.search.stores.protocol import Filter, Option, Records, StoreBase, in_order, options, redacted
 
 _ESCAPES = str.maketrans({"\\": "\\\\", '"': '\\"', "\n": "\\n", "\r": "\\r", "\t": "\\t"})
 
@@ -75,18 +67,17 @@ def condition_on(filter: Filter | None) -> str:
 
 
 _OPTIONS = {
-    "index": "FLAT, HNSW, IVF_FLAT or AUTOINDEX",
-    "m": "HNSW: links",
-    "ef_construction": "HNSW: number of candidates while building",
-    "ef": "HNSW: number of candidates while searching",
-    "nlist": "IVF_FLAT: number of lists",
-    "nprobe": "IVF_FLAT: number of lists that a search reads",
-    "name": "name of the collection in an embedded file",
-    "database": "of a server",
-    "timeout": "seconds for connecting",
+    "index": Option("FLAT, exact; HNSW, IVF_FLAT or AUTOINDEX, which the server chooses: HNSW in Lite", default="FLAT"),
+    "m": Option("HNSW: links", 1, "16"),
+    "ef_construction": Option("HNSW: number of candidates while building", 1, "200"),
+    "ef": Option("HNSW: number of candidates while searching; never fewer than the results", 1, "64"),
+    "nlist": Option("IVF_FLAT: number of lists", 1, "128"),
+    "nprobe": Option("IVF_FLAT: number of lists that a search reads", 1, "16"),
+    "name": Option("name of the collection in an embedded file: sfumato"),
+    "database": Option("of a server: its own default"),
+    "timeout": Option("seconds for connecting: 5", 1),
 }
-
-_KEPT = {"index": "FLAT", "m": "16", "ef_construction": "200", "ef": "64", "nlist": "128", "nprobe": "16"}
+_KEPT = {name: option.default for name, option in _OPTIONS.items() if option.default}
 
 _COLUMNS = ["id", "vector", "uncertainty", "payload"]
 
@@ -392,7 +383,6 @@ class _Place:
             raise UserError(
                 f"store {self.url}: index must be FLAT, HNSW, IVF_FLAT or AUTOINDEX, got {self.options['index']!r}"
             )
-        check_numbers(f"store {self.url}", self.options, dict.fromkeys({*_KEPT, "timeout"} - {"index"}, 1))
 
     def release(self) -> None:
         """Stop the embedded server if no other store of this process uses it."""

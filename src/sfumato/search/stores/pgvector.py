@@ -2,19 +2,7 @@
 
     postgresql://user@host:5432/database?table=name&index=hnsw
 
-The password may stand in the URL (special characters as %2F) or in PGPASSWORD, as for psql. Options:
-
-    table                          the table, or schema.table; "sfumato" if left out
-    index                          none (exact; the default), hnsw or ivfflat, built by `optimise`
-    m, ef_construction             hnsw, when it is built: 16, 64
-    ef_search                      hnsw, candidates of a search: 64; never fewer than the requested results
-    lists, probes                  ivfflat: the square root of the number of items; an eighth of the lists, at least 8
-    sslmode, sslrootcert, host     as for psql; host may be the folder of a Unix socket
-    connect_timeout                seconds, as for psql: 5
-    statement_timeout              seconds that a statement may take, 0 for any: 60; `optimise` may take any
-    tcp_user_timeout               seconds until the connection is given up if sent data is not acknowledged: 30
-    keepalives_idle, _interval, _count
-                                   a silent connection is probed after 30 seconds, every 10, and given up after 3
+The password may stand in the URL (special characters as %2F) or in PGPASSWORD, as for psql. Options: _OPTIONS.
 
 A server that does not answer at all, as one that hangs, loses its connection 10 seconds after statement_timeout.
 Options given to `create_store` are kept with the table; options given to `open_store` replace them. pgvector indexes at
@@ -43,38 +31,39 @@ import numpy as np
 from torch import Tensor
 
 from sfumato.errors import UserError, first_line, need
-from sfumato.search.stores.protocol import Filter, Records, StoreBase, check_numbers, in_order, options, redacted
+from sfumato.search.stores.protocol import (
+    Filter,
+    Option,
+    Records,
+    StoreBase,
+    check_numbers,
+    in_order,
+    options,
+    redacted,
+)
 
 _OPTIONS = {
-    "table": "name or schema.name",
-    "index": "none, hnsw or ivfflat",
-    "m": "hnsw: links",
-    "ef_construction": "hnsw: number of candidates while building",
-    "ef_search": "hnsw: number of candidates while searching",
-    "lists": "ivfflat: number of lists",
-    "probes": "ivfflat: number of lists that a search reads",
-    "sslmode": "as for psql",
-    "sslrootcert": "as for psql",
-    "host": "as for psql",
-    "connect_timeout": "seconds, as for psql",
-    "statement_timeout": "seconds, 0 for any",
-    "tcp_user_timeout": "seconds, 0 for that of the system",
-    "keepalives_idle": "seconds",
-    "keepalives_interval": "seconds",
-    "keepalives_count": "number of probes",
+    "table": Option("name or schema.name", default="sfumato"),
+    "index": Option("none, exact; hnsw or ivfflat, built by optimise", default="none"),
+    "m": Option("hnsw: links, 16 if left out", 1),
+    "ef_construction": Option("hnsw: number of candidates while building, 64 if left out", 1),
+    "ef_search": Option("hnsw: number of candidates while searching, 64 if left out; never fewer than the results", 1),
+    "lists": Option("ivfflat: number of lists, the square root of the number of items if left out", 1),
+    "probes": Option("ivfflat: number of lists that a search reads, an eighth and at least 8 if left out", 1),
+    "sslmode": Option("as for psql"),
+    "sslrootcert": Option("as for psql"),
+    "host": Option("as for psql; it may be the folder of a Unix socket"),
+    "connect_timeout": Option("seconds, as for psql", 1, "5"),
+    "statement_timeout": Option("seconds that a statement may take, 0 for any; optimise may take any", 0, "60"),
+    "tcp_user_timeout": Option("seconds until sent data must be acknowledged, 0 for that of the system", 0, "30"),
+    "keepalives_idle": Option("seconds until a silent connection is probed", 1, "30"),
+    "keepalives_interval": Option("seconds between probes", 1, "10"),
+    "keepalives_count": Option("number of probes", 1, "3"),
 }
 _KEPT = ("index", "m", "ef_construction", "ef_search", "lists", "probes")
-_LIMITS = {
-    "connect_timeout": "5",
-    "statement_timeout": "60",
-    "tcp_user_timeout": "30",
-    "keepalives_idle": "30",
-    "keepalives_interval": "10",
-    "keepalives_count": "3",
-}
+_LIMITS = {name: option.default for name, option in _OPTIONS.items() if (option.default or "").isdigit()}
 """Without them a lost network or a server that hangs would hold a search for as long as it lasts."""
 _CONNECTION = ("sslmode", "sslrootcert", "host", *_LIMITS)
-_NUMBERS = ("m", "ef_construction", "ef_search", "lists", "probes", *_LIMITS)
 _SILENCE = 10
 """Seconds after statement_timeout until a server that has not even cancelled the statement is given up."""
 _MOST_INDEXED, _MOST_STORED, _MOST_EF = 2000, 16000, 1000
@@ -444,7 +433,7 @@ def _check_options(where: str, given: Mapping[str, str]) -> None:
     """Refuse an unknown index and what is no number."""
     if given.get("index", "none") not in ("none", "hnsw", "ivfflat"):
         raise UserError(f"{where}: index must be none, hnsw or ivfflat, got {given['index']!r}")
-    check_numbers(where, given, dict.fromkeys(_NUMBERS, 1) | {"statement_timeout": 0, "tcp_user_timeout": 0})
+    check_numbers(where, given, _OPTIONS)
 
 
 def _index_name(table: str, index: str) -> str:

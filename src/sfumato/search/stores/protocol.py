@@ -1,6 +1,6 @@
 """The contract of a vector store: keep records under ids, and find the nearest vectors by squared L2.
 
-A store does not depend on Gaussians: every item has been lifted to a vector beforehand (search/lifting.py), and a
+A store does not depend on Gaussians: every item has been lifted to a vector beforehand (search/exact.py), and a
 :class:`~sfumato.search.collection.GaussianCollection` recomputes the distances of a store's candidates from the
 vectors in their records. So stores differ in the candidates that they return and in the failures that they survive,
 never in figures.
@@ -396,8 +396,21 @@ def scheme(url: str) -> str:
     return found[1]
 
 
-def options(url: str, known: dict[str, str]) -> dict[str, str]:
-    """The options of a store URL, after its question mark."""
+@dataclass(frozen=True)
+class Option:
+    """An option of a store URL."""
+
+    what: str  # for messages and docs
+    least: int | None = None  # of a whole number; None for a text
+    default: str | None = None
+
+
+Options = Mapping[str, Option]
+"""Options by name."""
+
+
+def options(url: str, known: Options) -> dict[str, str]:
+    """The options of a store URL, after its question mark; numbers are checked, and left as they are written."""
     if _malformed(url):
         raise UserError(
             f"store {redacted(url)}: the host or port is malformed; write / ? # @ in a password as %2F %3F %23 %40"
@@ -407,16 +420,18 @@ def options(url: str, known: dict[str, str]) -> dict[str, str]:
     if len(found) < len(pairs):
         raise UserError(f"store {redacted(url)}: an option is given twice")
     if unknown := sorted(set(found) - set(known)):
-        listed = ", ".join(f"{name} ({what})" for name, what in known.items())
+        listed = ", ".join(f"{name} ({option.what})" for name, option in known.items())
         raise UserError(f"store {redacted(url)}: unknown option {unknown[0]!r}; known: {listed or 'none'}")
+    check_numbers(f"store {redacted(url)}", found, known)
     return found
 
 
-def check_numbers(where: str, given: Mapping[str, Any], least: Mapping[str, int]) -> None:
+def check_numbers(where: str, given: Mapping[str, Any], known: Options) -> None:
     """Check that options are whole numbers, each from its least value."""
-    for name in least.keys() & given.keys():
-        if not (re.fullmatch("[0-9]{1,12}", str(given[name])) and int(given[name]) >= least[name]):
-            raise UserError(f"{where}: {name} must be a whole number from {least[name]}, got {given[name]!r}")
+    for name, value in given.items():
+        least = known[name].least
+        if least is not None and not (re.fullmatch("[0-9]{1,12}", str(value)) and int(value) >= least):
+            raise UserError(f"{where}: {name} must be a whole number from {least}, got {value!r}")
 
 
 def anchored(url: str, folder: Path) -> str:

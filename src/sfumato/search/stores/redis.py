@@ -1,7 +1,7 @@
 """RedisStore keeps means in one place and deviations in another, and ranks the nearest means again by both.
 
 The search of PCME++ (Chun, ICLR 2024): the index holds only the means, and the variances of its K nearest are fetched.
-Lifted vectors (search/lifting.py) split into a mean and deviations, and squared L2 is the sum over both parts:
+Lifted vectors (search/exact.py) split into a mean and deviations, and squared L2 is the sum over both parts:
 
     csd            [mean, sqrt(total variance)]    d and 1 coordinates
     wasserstein2   [mean, std]                     d and d
@@ -35,7 +35,7 @@ from torch import Tensor
 from sfumato.errors import UserError, first_line, need
 from sfumato.search.stores import local
 from sfumato.search.stores.local import LOCAL_OPTIONS
-from sfumato.search.stores.protocol import Filter, Records, StoreBase, check_numbers, options, redacted
+from sfumato.search.stores.protocol import Filter, Option, Records, StoreBase, options, redacted
 
 _KEY_FORMAT = re.compile(rb"[0-9a-f]{16}:\d+")
 """Keys that :class:`RedisStore` makes; another store's keys may have the same prefix."""
@@ -162,10 +162,10 @@ class Deviations:
 
 
 _OPTIONS = {
-    "means": "folder of the means",
-    "prefix": "prefix of the keys in Redis, sfumato: if left out; every store in one Redis needs its own",
-    "candidates": "number of nearest means that are ranked again, 100 if left out",
-    "mean_dim": "number of leading coordinates that are the mean; all but one, as for csd, if left out",
+    "means": Option("folder of the means"),
+    "prefix": Option("prefix of the keys in Redis, sfumato: if left out; every store in one Redis needs its own"),
+    "candidates": Option("number of nearest means that are ranked again, 100 if left out", 1),
+    "mean_dim": Option("number of leading coordinates that are the mean; all but one, as for csd, if left out", 1),
 }
 
 _KEY = "\x01spread"
@@ -376,8 +376,7 @@ def _parse(url: str) -> tuple[dict[str, Any], str]:
     # A path may contain a #, which would end the URL for `options`.
     rest: dict[str, Any] = dict(options(url.replace("#", "%23"), _OPTIONS | LOCAL_OPTIONS))
     given = {"prefix": "sfumato:", "means": ""} | {name: rest.pop(name) for name in _OPTIONS if name in rest}
-    check_numbers(f"store {redacted(url)}", given, numbers := {"candidates": 1, "mean_dim": 1})
-    given |= {name: int(given[name]) for name in numbers.keys() & given.keys()}
+    given |= {name: int(given[name]) for name in ("candidates", "mean_dim") if name in given}
     path = given["means"]
     if not path or "?" in path:
         raise UserError(f"store {redacted(url)}: the folder is missing; write redis://host:6379/0?means=PATH")
