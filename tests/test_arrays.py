@@ -78,7 +78,7 @@ def test_public_functions_give_the_same_from_arrays_as_from_tensors():
     images, texts = x, sfumato.GaussianEmbedding(mean + 0.1, log_var)
     labels = torch.eye(5)
     for name, entry in sfumato.LOSSES.items():
-        loss = entry.build(entry.options())
+        loss = entry()
         if name in ("daa", "pvse"):
             continue
         assert loss(images, texts, labels.numpy()).total == loss(images, texts, labels).total, name

@@ -32,9 +32,8 @@ def _cost(distance: Tensor, y: Tensor, margin: float) -> Tensor:
 class MineLoss(MatchLoss):
     """:func:`mine_loss` in blocks: a block adds its images' rows, divided by the number of pairs of the batch."""
 
-    def __init__(self, options: MineOptions = MineOptions()) -> None:
-        super().__init__(options)
-        self.options = options
+    options: MineOptions
+    Options = MineOptions
 
     def counts(self, block: PairBlock) -> Tensor:
         """Nothing that a block must know of the others. Returns (0,)."""

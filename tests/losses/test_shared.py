@@ -33,15 +33,15 @@ from sfumato.losses import (
 
 @pytest.fixture(params=LOSSES)
 def loss(request):
-    return LOSSES[request.param].build().double()
+    return LOSSES[request.param]().double()
 
 
 def name_of(loss):
-    return next(name for name, entry in LOSSES.items() if type(loss) is entry.module)
+    return next(name for name, entry in LOSSES.items() if type(loss) is entry)
 
 
 def loss_options(loss):
-    return LOSSES[name_of(loss)].options()
+    return LOSSES[name_of(loss)].Options()
 
 
 def still(loss):
@@ -75,7 +75,7 @@ FORMULAS = [
 @pytest.mark.parametrize(("function", "options"), FORMULAS)
 def test_the_formula_of_a_whole_batch_is_the_module_with_its_gradients(function, options):
     found = []
-    module = next(entry.module for entry in LOSSES.values() if entry.options is type(options))(options).double()
+    module = next(entry for entry in LOSSES.values() if entry.Options is type(options))(options).double()
     wanted, given = inspect.signature(function).parameters, {"epoch": 0}
     if "logit_scale" in wanted:
         given |= {"logit_scale": module.logits.logit_scale, "logit_bias": module.logits.logit_bias}
@@ -144,7 +144,7 @@ def test_shapes_emptiness_and_labels_are_checked(loss):
 @pytest.mark.parametrize("name", ["infonce", "triplet"])
 def test_a_batch_without_a_match_is_refused(name):
     with pytest.raises(ValueError, match="no pair of the batch matches"):
-        LOSSES[name].build()(*batch(dtype=torch.float32), torch.zeros(4, 6))
+        LOSSES[name]()(*batch(dtype=torch.float32), torch.zeros(4, 6))
 
 
 def test_labels_may_be_whole_numbers_or_truth_values(loss):
@@ -192,7 +192,7 @@ def test_options_of_another_loss_are_refused(loss):
         pass
 
     with pytest.raises(TypeError, match=rf"{type(loss).__name__}: expected \w+Options, got Other"):
-        LOSSES[name_of(loss)].build(Other())
+        LOSSES[name_of(loss)](Other())
 
 
 def test_autocast_changes_nothing(loss):

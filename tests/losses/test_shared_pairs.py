@@ -25,7 +25,7 @@ GIVEN = {
 
 
 def build(name):
-    return LOSSES[name].build(*([GIVEN[name]] if name in GIVEN else [])).double()
+    return LOSSES[name](*([GIVEN[name]] if name in GIVEN else [])).double()
 
 
 def leaves():
@@ -81,7 +81,7 @@ def test_blocks_add_up(expected, max_pairs):
 
 def test_one_process_alone_would_average_over_too_little():
     """The tempting mistake: every process averages over its own pairs."""
-    loss = LOSSES["pcmepp"].build(PCMEPPOptions(alpha=0, beta=0)).double()
+    loss = LOSSES["pcmepp"](PCMEPPOptions(alpha=0, beta=0)).double()
     image, text = batch()
     block = PairBlock(image[:1], text[:3], image, text, MATCH[:1], MATCH.T[:3])
     right = loss_of_block(loss, block, gather=lambda _: torch.tensor([[24.0]], dtype=torch.float64)).total

@@ -63,11 +63,11 @@ def test_a_distance_with_vectors_is_their_squared_l2_distance_plus_offsets(dista
 @pytest.mark.parametrize("name", ["pcmepp", "infonce"])
 @pytest.mark.parametrize("max_pairs", [1, 40, 77, 2**20])
 def test_tiles_are_the_whole_matrix(monkeypatch, name, distance, max_pairs):
-    loss = LOSSES[name].build(LOSSES[name].options(distance=distance)).double()
+    loss = LOSSES[name](LOSSES[name].Options(distance=distance)).double()
     tensors, match = leaves(batch(13, 17, 5)), random_match(13, 17)
     tiled, gradients = value_and_gradients(loss, tensors, match, max_pairs)
     of_the_whole_matrix(monkeypatch, distance)
-    whole, expected = value_and_gradients(LOSSES[name].build(loss.options).double(), tensors, match, 2**20)
+    whole, expected = value_and_gradients(LOSSES[name](loss.options).double(), tensors, match, 2**20)
     for term, value in whole.terms.items():
         torch.testing.assert_close(tiled.terms[term], value, rtol=1e-12, atol=1e-14)
     assert {k: float(v) for k, v in tiled.stats.items()} == {k: float(v) for k, v in whole.stats.items()}
@@ -130,7 +130,7 @@ def test_ties_are_pseudo_positives_in_every_tile(max_pairs):
 @pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr, torch.sparse_csc])
 @pytest.mark.filterwarnings("ignore:Sparse CS. tensor support is in beta")
 def test_sparse_labels_are_dense_labels(name, layout):
-    loss = LOSSES[name].build().double()
+    loss = LOSSES[name]().double()
     tensors = leaves(batch())
     whole, expected = value_and_gradients(loss, tensors, MATCH, 2**20)
     for max_pairs in (7, 2**20):
@@ -149,7 +149,7 @@ def test_sparse_labels_are_checked():
     nothing = torch.zeros(4, 6).to_sparse()
     assert torch.isfinite(PCMEPPLoss()(image, text, nothing).total)
     with pytest.raises(ValueError, match="no pair of the batch matches"):
-        LOSSES["infonce"].build()(image, text, nothing)
+        LOSSES["infonce"]()(image, text, nothing)
 
 
 def test_parts_of_sparse_labels_are_those_of_dense_ones():
@@ -201,7 +201,7 @@ def test_a_large_batch_holds_no_matrix_of_its_pairs(name):
     tensors = leaves(batch(n, n, d, dtype=torch.float32))
     places = torch.arange(n).expand(2, -1)
     match = torch.sparse_coo_tensor(places, torch.ones(n), (n, n), check_invariants=True)
-    loss = LOSSES[name].build()
+    loss = LOSSES[name]()
     with LargestTensor() as largest:
         loss(*embeddings(tensors), match).total.backward()
     assert n * d < largest.numel <= 2**22 < n * n

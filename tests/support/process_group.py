@@ -43,7 +43,7 @@ def gradients_of_losses(out: Path, sizes: list[int]) -> None:
         for loss_name, entry in LOSSES.items():
             # PCME with its uniformity, whose sum within a logarithm crosses all processes.
             options = (PCMEOptions(uniformity_weight=0.5),) if loss_name == "pcme" else ()
-            model, loss = tiny_model(), entry.build(*options).double()
+            model, loss = tiny_model(), entry(*options).double()
             for step, n in enumerate(sizes):
                 model.zero_grad()
                 loss.zero_grad()

@@ -110,7 +110,7 @@ def test_learning_rates_are_counted_from_the_top_whatever_the_depth():
         lr=1.0, layer_decay=0.7, image_lr_multiplier=0.5, text_lr_multiplier=0.1, logits_lr_multiplier=20
     )
     for (depths, table), kind in itertools.product(TABLE, ("adamw", "adamp")):
-        model, loss = clip_model(*depths[:2], variance_blocks=depths[2]), LOSSES["pcmepp"].build()
+        model, loss = clip_model(*depths[:2], variance_blocks=depths[2]), LOSSES["pcmepp"]()
         optimiser = build_optimiser(model, loss, config.model_copy(update={"name": kind}))
         got = {name: options_of(optimiser, model.get_parameter(name))[0] for name in table}
         assert got == pytest.approx(table, rel=1e-12, abs=0), depths
@@ -123,7 +123,7 @@ def test_learning_rates_are_counted_from_the_top_whatever_the_depth():
 def test_without_layer_decay_the_multipliers_stand_alone():
     model = clip_model()
     optimiser = build_optimiser(
-        model, LOSSES["pcmepp"].build(), OptimConfig(lr=2e-3, image_lr_multiplier=0.5, text_lr_multiplier=0.25)
+        model, LOSSES["pcmepp"](), OptimConfig(lr=2e-3, image_lr_multiplier=0.5, text_lr_multiplier=0.25)
     )
     for name, parameter in model.named_parameters():
         expected = 1e-3 if name.startswith("image.encoder.") else 5e-4 if name.startswith("text.encoder.") else 2e-3
@@ -131,7 +131,7 @@ def test_without_layer_decay_the_multipliers_stand_alone():
 
 
 def test_matrices_alone_decay_and_every_parameter_is_in_one_group():
-    model, loss = clip_model(), LOSSES["pcmepp"].build()
+    model, loss = clip_model(), LOSSES["pcmepp"]()
     optimiser = build_optimiser(model, loss, OptimConfig(weight_decay=0.3, layer_decay=0.7))
     held = [id(p) for g in optimiser.param_groups for p in g["params"]]
     everything = [*model.parameters(), *loss.parameters()]
@@ -159,7 +159,7 @@ def test_matrices_alone_decay_and_every_parameter_is_in_one_group():
 
 def test_a_step_of_adamw_moves_every_parameter_as_far_as_the_table_says():
     """AdamW's first step is p (1 - lr decay) - lr sign(g) for any size of g; lr includes the schedule's factor."""
-    model, loss = clip_model(), LOSSES["pcmepp"].build()
+    model, loss = clip_model(), LOSSES["pcmepp"]()
     config = OptimConfig(
         lr=1e-2, layer_decay=0.5, image_lr_multiplier=0.5, logits_lr_multiplier=2, weight_decay=0.1, eps=1e-16
     )
@@ -192,9 +192,7 @@ def test_a_step_of_adamw_moves_every_parameter_as_far_as_the_table_says():
 def test_encoders_without_blocks_have_the_multiplier_alone():
     model = DualEncoder(*(Tower(None, FeatureInput(4, 0.0), GaussianHead(4, 3)) for _ in "it"))
     model.image.encoder.extra = torch.nn.Linear(2, 2)
-    optimiser = build_optimiser(
-        model, LOSSES["infonce"].build(), OptimConfig(lr=1.0, layer_decay=0.5, image_lr_multiplier=3)
-    )
+    optimiser = build_optimiser(model, LOSSES["infonce"](), OptimConfig(lr=1.0, layer_decay=0.5, image_lr_multiplier=3))
     assert options_of(optimiser, model.image.encoder.extra.weight)[0] == 3
     assert options_of(optimiser, model.image.head.mean.linear.weight)[0] == 1
 
@@ -203,7 +201,7 @@ def test_encoders_without_blocks_have_the_multiplier_alone():
 
 
 def test_freezing_rests_the_image_network_but_not_its_variance_blocks():
-    model, loss = clip_model(), LOSSES["pcmepp"].build()
+    model, loss = clip_model(), LOSSES["pcmepp"]()
     optimiser = build_optimiser(model, loss, OptimConfig(lr=1e-2, weight_decay=0.5))
 
     def step():

@@ -100,7 +100,7 @@ def assert_same_gradients(got, expected):
 @pytest.mark.parametrize("name", LOSSES)
 def test_gradients_are_those_of_a_plain_backward_pass(name, variance):
     points = {} if variance or name not in ("pcmepp", "prolip", "pcme") else {"beta": 0}
-    make = lambda: (build(variance=variance), LOSSES[name].build(LOSSES[name].options(**points)).double())
+    make = lambda: (build(variance=variance), LOSSES[name](LOSSES[name].Options(**points)).double())
     output, expected = plain(*make(), batch())
     model, loss = make()
     measured = forward_backward(model, loss, batch(), alone(), epoch=5)
@@ -115,7 +115,7 @@ def test_gradients_are_those_of_a_plain_backward_pass(name, variance):
 
 
 def test_the_epoch_reaches_the_loss():
-    make = lambda: (build(), LOSSES["pcmepp"].build(PCMEPPOptions(pseudo_positives_from=3)).double())
+    make = lambda: (build(), LOSSES["pcmepp"](PCMEPPOptions(pseudo_positives_from=3)).double())
     for epoch in (2, 3):
         _, expected = plain(*make(), batch(), epoch=epoch)
         model, loss = make()
@@ -124,7 +124,7 @@ def test_the_epoch_reaches_the_loss():
 
 
 def test_mixed_images_are_mixed_before_they_are_encoded():
-    make = lambda: (build(image=PatchEncoder()), LOSSES["pcmepp"].build().double())
+    make = lambda: (build(image=PatchEncoder()), LOSSES["pcmepp"]().double())
     generator = torch.Generator().manual_seed(1)
     pixels = torch.randint(0, 256, (N, 3, 8, 8), dtype=torch.uint8, generator=generator)
     plan = plan_mixing(N, size=(8, 8), generator=generator, fraction=1.0)
@@ -157,7 +157,7 @@ PIECES = {1: (1,) * 7, 3: (3, 3, 1), 50: (7,)}
 @pytest.mark.parametrize("micro_batch", PIECES)
 @pytest.mark.parametrize("name", LOSSES)
 def test_micro_batches_give_the_gradients_of_the_whole(name, micro_batch):
-    make = lambda: (build(), LOSSES[name].build().double())
+    make = lambda: (build(), LOSSES[name]().double())
     _, expected = plain(*make(), batch())
     model, loss = make()
     forward_backward(model, loss, batch(), alone(), epoch=5, micro_batch=micro_batch)
@@ -165,7 +165,7 @@ def test_micro_batches_give_the_gradients_of_the_whole(name, micro_batch):
 
 
 def random_case():
-    return build(dropout=0.4, token_dropout=0.6), LOSSES["pcmepp"].build().double()
+    return build(dropout=0.4, token_dropout=0.6), LOSSES["pcmepp"]().double()
 
 
 @pytest.mark.parametrize("micro_batch", PIECES)
@@ -195,7 +195,7 @@ def test_no_more_than_a_piece_is_encoded_at_a_time_and_the_first_pass_keeps_no_g
 
 def test_bfloat16_is_for_encoders_and_the_linear_maps_of_heads():
     encoder = PatchEncoder()
-    model, loss = build(image=encoder).float(), LOSSES["pcmepp"].build()
+    model, loss = build(image=encoder).float(), LOSSES["pcmepp"]()
     pixels = torch.rand(N, 3, 8, 8, generator=torch.Generator().manual_seed(2))
     data = TrainBatch(
         Inputs(pixels), Inputs(batch().texts.values.float(), batch().texts.mask), lambda _: (labels(), labels().T)
@@ -222,7 +222,7 @@ def test_bfloat16_is_for_encoders_and_the_linear_maps_of_heads():
 @pytest.mark.parametrize("value, word", [(float("nan"), "nan"), (float("inf"), "nan")])
 @pytest.mark.parametrize("micro_batch", [0, 3])
 def test_nan_is_told_by_its_term_and_leaves_no_gradient(value, word, micro_batch):
-    model, loss = build(), LOSSES["pcmepp"].build().double()
+    model, loss = build(), LOSSES["pcmepp"]().double()
     data = batch()
     data.images.values[2, 1, 3] = value
     with pytest.raises(DivergedError, match=rf"the loss term '\w+' is {word};.* lower optim.lr, lengthen") as error:

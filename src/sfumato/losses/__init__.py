@@ -4,8 +4,6 @@ To add a loss: a module with its options, its function and its class; an entry i
 references.
 """
 
-from dataclasses import dataclass
-
 from sfumato.losses.base import LossOptions, LossOutput, MatchLoss, PairBlock, loss_of_block, option, vib_loss
 from sfumato.losses.daa import DAALoss, DAAOptions, daa_loss
 from sfumato.losses.dispersion import dispersion_loss, match_dispersion
@@ -16,30 +14,14 @@ from sfumato.losses.prolip import ProLIPLoss, ProLIPOptions, prolip_loss
 from sfumato.losses.pvse import PVSELoss, PVSEOptions, pvse_loss
 from sfumato.losses.triplet import TripletLoss, TripletOptions, triplet_loss
 
-
-@dataclass(frozen=True)
-class LossEntry:
-    """A loss of the registry."""
-
-    options: type[LossOptions]  # class of its options; its fields are the keys of the recipe's section ``[loss]``
-    module: type[MatchLoss]  # class of its module, which takes only the options
-
-    def build(self, options: LossOptions | None = None) -> MatchLoss:
-        """Build a module with initial logits."""
-        options = self.options() if options is None else options
-        if type(options) is not self.options:
-            raise TypeError(f"{self.module.__name__}: expected {self.options.__name__}, got {type(options).__name__}")
-        return self.module(options)
-
-
-LOSSES: dict[str, LossEntry] = {
-    "pcmepp": LossEntry(PCMEPPOptions, PCMEPPLoss),
-    "pcme": LossEntry(PCMEOptions, PCMELoss),
-    "prolip": LossEntry(ProLIPOptions, ProLIPLoss),
-    "infonce": LossEntry(InfoNCEOptions, InfoNCELoss),
-    "triplet": LossEntry(TripletOptions, TripletLoss),
-    "pvse": LossEntry(PVSEOptions, PVSELoss),
-    "daa": LossEntry(DAAOptions, DAALoss),
+LOSSES: dict[str, type[MatchLoss]] = {
+    "pcmepp": PCMEPPLoss,
+    "pcme": PCMELoss,
+    "prolip": ProLIPLoss,
+    "infonce": InfoNCELoss,
+    "triplet": TripletLoss,
+    "pvse": PVSELoss,
+    "daa": DAALoss,
 }
 """Every loss by the name that recipes use."""
 
@@ -49,7 +31,6 @@ __all__ = [
     "DAAOptions",
     "InfoNCELoss",
     "InfoNCEOptions",
-    "LossEntry",
     "LossOptions",
     "LossOutput",
     "MatchLoss",

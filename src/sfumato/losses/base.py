@@ -8,7 +8,7 @@ import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields, replace
-from typing import Literal, TypeVar, get_args, get_origin, get_type_hints
+from typing import ClassVar, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import torch
 from torch import Tensor, nn
@@ -160,14 +160,30 @@ class PairBlock:
 class MatchLoss(nn.Module, ABC):
     """The protocol of a loss of a batch of images and texts with its matrix of labels.
 
-    A loss is a class derived from this one. It takes only its options, holds its learnable logits, if any, and provides
-    :meth:`counts` and :meth:`part`: the loss of a batch is the sum of the parts of its blocks. A loss whose counts do
-    not simply add up also provides :meth:`combine`, one with a random generator :meth:`advance`.
+    A loss is a class derived from this one, with the class of its options. It takes only these, holds learnable logits
+    if they have a logit_scale, and provides :meth:`counts` and :meth:`part`: the loss of a batch is the sum of the
+    parts of its blocks. A loss whose counts do not simply add up also provides :meth:`combine`, one with a random
+    generator :meth:`advance`.
+
+    Raises:
+        TypeError: the options are those of another loss.
     """
 
-    def __init__(self, options: LossOptions) -> None:
+    Options: ClassVar[type[LossOptions]]  # its fields are the keys of the recipe's section ``[loss]``
+    tiled: ClassVar[bool] = False  # whether :meth:`part` sums in tiles where the distance has vectors
+
+    def __init__(self, options: LossOptions | None = None) -> None:
         super().__init__()
-        self.distance: Distance = get_distance(options.distance)
+        self.options = self.Options() if options is None else options
+        if type(self.options) is not self.Options:
+            raise TypeError(
+                f"{type(self).__name__}: expected {self.Options.__name__}, got {type(self.options).__name__}"
+            )
+        self.distance: Distance = get_distance(self.options.distance)
+        given = vars(self.options)
+        if "logit_scale" in given:
+            free, largest = given.get("free_scale", False), given.get("largest_scale") or math.inf
+            self.logits = MatchingLogits(given["logit_scale"], given.get("logit_bias", 0.0), free=free, largest=largest)
 
     def forward(
         self, image: GaussianEmbedding, text: GaussianEmbedding, match: Tensor, *, epoch: int | None = None
@@ -178,7 +194,7 @@ class MatchLoss(nn.Module, ABC):
     @property
     def in_tiles(self) -> bool:
         """Whether :meth:`part` bounds its memory by block.max_pairs, for blocks of any size and sparse labels."""
-        return False
+        return self.tiled and self.distance.lift is not None
 
     def advance(self) -> None:
         """Advance to the next training step, after an update of the parameters, on all processes.

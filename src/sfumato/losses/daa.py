@@ -57,14 +57,14 @@ def daa_loss(
     distance, label = whole_batch(options, image, text, match, "daa_loss")
     sides = (distance, distance.T), (label, label.T)
     triplet = hinges(*sides, (label >= 0.5).sum(), options, epoch)
-    i2t, t2i = (_disagreement(d, y, options.temperature, MAX_PAIRS) / len(d) for d, y in zip(*sides, strict=True))
+    i2t, t2i = (_disagreement(d, y, options.temperature) / len(d) for d, y in zip(*sides, strict=True))
     return sum_of_terms({**triplet.terms, "asp": options.asp_weight * (i2t + t2i)}, triplet.stats)
 
 
-def _disagreement(distance: Tensor, label: Tensor, temperature: float, max_values: int) -> Tensor:
+def _disagreement(distance: Tensor, label: Tensor, temperature: float) -> Tensor:
     """() 1 - min / max of the ranks, averaged over the gallery and summed over the queries, which are rows."""
     queries, gallery = distance.shape
-    rows = max(1, max_values // max(gallery**2, 1))
+    rows = max(1, MAX_PAIRS // max(gallery**2, 1))
     parts = [(distance[i : i + rows], label[i : i + rows]) for i in range(0, queries, rows)]
     if len(parts) == 1:
         return _disagreement_of_rows(distance, label, temperature)
@@ -90,16 +90,13 @@ def _label_ranks(label: Tensor) -> Tensor:
 class DAALoss(TripletLoss):
     """:func:`daa_loss` as a module; it has no parameters."""
 
-    def __init__(self, options: DAAOptions = DAAOptions(), *, max_values: int = MAX_PAIRS) -> None:
-        super().__init__(options)
-        self.options: DAAOptions = options
-        self.max_values = max_values
+    options: DAAOptions
+    Options = DAAOptions
 
     def part(self, block: PairBlock, counts: Tensor, *, epoch: int | None = None) -> LossOutput:
-        """See :class:`~sfumato.losses.base.MatchLoss`."""
         sides = block.distances(self.distance), (block.match_i2t, block.match_t2i)
         triplet = hinges(*sides, counts[0], self.options, epoch)
         temperature = self.options.temperature
-        i2t, t2i = (_disagreement(d, y, temperature, self.max_values) for d, y in zip(*sides, strict=True))
+        i2t, t2i = (_disagreement(d, y, temperature) for d, y in zip(*sides, strict=True))
         asp = self.options.asp_weight * (i2t / block.images.n + t2i / block.texts.n)
         return sum_of_terms({**triplet.terms, "asp": asp}, triplet.stats)

@@ -1,6 +1,5 @@
 """InfoNCE, the contrastive objective of CLIP, over any distance and any number of positives."""
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -18,7 +17,7 @@ from sfumato.losses.base import (
     whole_batch,
 )
 from sfumato.losses.tiles import PairTerms, Tile, Tiles, matched_rows, pair_sums
-from sfumato.matching import MatchingLogits, match_logit
+from sfumato.matching import match_logit
 
 LARGEST_SCALE = "largest scale of the InfoNCE loss; 0: no limit. 50 is CLIP's and open_clip's limit, 100 on the cosine"
 """Description of the limit of the scale, for InfoNCE alone and beside PCME++."""
@@ -112,24 +111,18 @@ class _CrossEntropies(PairTerms):
 class InfoNCELoss(MatchLoss):
     """:func:`infonce_loss` with a learnable scale."""
 
-    def __init__(self, options: InfoNCEOptions = InfoNCEOptions()) -> None:
-        super().__init__(options)
-        self.options = options
-        largest = options.largest_scale or math.inf
-        self.logits = MatchingLogits(options.logit_scale, 0.0, free=options.free_scale, largest=largest)
-        self.logits.logit_bias.requires_grad_(False)
+    options: InfoNCEOptions
+    Options, tiled = InfoNCEOptions, True
 
-    @property
-    def in_tiles(self) -> bool:
-        """See :class:`MatchLoss`."""
-        return self.distance.lift is not None
+    def __init__(self, options: InfoNCEOptions | None = None) -> None:
+        super().__init__(options)
+        self.logits.logit_bias.requires_grad_(False)
 
     def counts(self, block: PairBlock) -> Tensor:
         """The number of images, and of texts, that have a match. Returns (2,)."""
         return torch.stack([matched_rows(match).sum() for match in (block.match_i2t, block.match_t2i)]).double()
 
     def part(self, block: PairBlock, counts: Tensor, *, epoch: int | None = None) -> LossOutput:
-        """See :class:`MatchLoss`."""
         if not counts.all():
             raise ValueError(NO_POSITIVE)
         terms = {}

@@ -30,7 +30,7 @@ from sfumato.losses.base import (
     vib_of_block,
 )
 from sfumato.losses.tiles import dense_labels
-from sfumato.matching import MatchingLogits, match_logit
+from sfumato.matching import match_logit
 
 SIGMOIDS = {"plain": 1.0, "compressed": 2.0}
 """Factor of the logit in either convention: sigmoid(x), and exp(x) / (exp(x) + exp(-x)) = sigmoid(2 x) as released."""
@@ -200,12 +200,12 @@ class PCMELoss(MatchLoss):
     runs are bitwise equal, and so is a resumed one.
     """
 
+    options: PCMEOptions
+    Options = PCMEOptions
     step: Tensor
 
-    def __init__(self, options: PCMEOptions = PCMEOptions()) -> None:
+    def __init__(self, options: PCMEOptions | None = None) -> None:
         super().__init__(options)
-        self.options = options
-        self.logits = MatchingLogits(options.logit_scale, options.logit_bias, free=options.free_scale)
         self.register_buffer("step", torch.zeros((), dtype=torch.int64))
 
     def advance(self) -> None:
@@ -242,7 +242,6 @@ class PCMELoss(MatchLoss):
         return torch.cat([counts[:, :1].sum(0), counts[:, 1:].logsumexp(0)])
 
     def part(self, block: PairBlock, counts: Tensor, *, epoch: int | None = None) -> LossOutput:
-        """See :class:`MatchLoss`."""
         options, noise = self.options, self._noise(block)
         (own_image, _), (_, texts) = _own_and_all(block, noise, accumulation_dtype(block.images.dtype))
         logits = self.logits.logit_scale, self.logits.logit_bias

@@ -22,7 +22,7 @@ from sfumato.losses.base import (
 )
 from sfumato.losses.infonce import LARGEST_SCALE, InfoNCELoss, InfoNCEOptions, infonce_loss
 from sfumato.losses.tiles import PairTerms, Tile, Tiles, pair_sums
-from sfumato.matching import MatchingLogits, match_logit
+from sfumato.matching import match_logit
 
 VIB_LIMIT = 1e4
 """A bottleneck of a modality above this many nats per dimension is left out of the step, as in the released code."""
@@ -180,17 +180,14 @@ def _cross_entropy(logit: Tensor, label: Tensor) -> Tensor:
 class PCMEPPLoss(MatchLoss):
     """:func:`pcmepp_loss` with learnable logits, for blocks of any size."""
 
-    def __init__(self, options: PCMEPPOptions = PCMEPPOptions()) -> None:
-        super().__init__(options)
-        self.options = options
-        self.logits = MatchingLogits(options.logit_scale, options.logit_bias, free=options.free_scale)
-        beside = InfoNCEOptions(logit_scale=options.infonce_scale, largest_scale=options.infonce_largest_scale)
-        self.infonce = InfoNCELoss(beside) if options.infonce_weight else None
+    options: PCMEPPOptions
+    Options, tiled = PCMEPPOptions, True
 
-    @property
-    def in_tiles(self) -> bool:
-        """See :class:`MatchLoss`."""
-        return self.distance.lift is not None
+    def __init__(self, options: PCMEPPOptions | None = None) -> None:
+        super().__init__(options)
+        scale, largest = self.options.infonce_scale, self.options.infonce_largest_scale
+        beside = InfoNCEOptions(logit_scale=scale, largest_scale=largest)
+        self.infonce = InfoNCELoss(beside) if self.options.infonce_weight else None
 
     def counts(self, block: PairBlock) -> Tensor:
         """The number of pairs; with a bottleneck both modalities' sums, to test VIB_LIMIT; those of InfoNCE."""
@@ -201,7 +198,6 @@ class PCMEPPLoss(MatchLoss):
         return own if self.infonce is None else torch.cat([own, self.infonce.counts(block)])
 
     def part(self, block: PairBlock, counts: Tensor, *, epoch: int | None = None) -> LossOutput:
-        """See :class:`MatchLoss`."""
         terms, stats = self._cross_entropies(block, counts[0], epoch)
         if self.options.beta:
             vib, ignored = _bottleneck(block, counts[1:3])

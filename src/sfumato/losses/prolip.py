@@ -22,7 +22,7 @@ from sfumato.losses.base import (
     vib_of_block,
     whole_batch,
 )
-from sfumato.matching import MatchingLogits, match_logit
+from sfumato.matching import match_logit
 
 
 @dataclass(frozen=True)
@@ -92,17 +92,13 @@ def _inclusions(inner: GaussianEmbedding, outer: GaussianEmbedding, options: Pro
 class ProLIPLoss(MatchLoss):
     """:func:`prolip_loss` with learnable logits."""
 
-    def __init__(self, options: ProLIPOptions = ProLIPOptions()) -> None:
-        super().__init__(options)
-        self.options = options
-        self.logits = MatchingLogits(options.logit_scale, options.logit_bias)
+    options: ProLIPOptions
+    Options = ProLIPOptions
 
     def counts(self, block: PairBlock) -> Tensor:
-        """See :class:`MatchLoss`."""
         return block.n_positives()
 
     def part(self, block: PairBlock, counts: Tensor, *, epoch: int | None = None) -> LossOutput:
-        """See :class:`MatchLoss`."""
         options = self.options
         logit = self.logits(self.distance.matrix(block.image, block.texts))
         label = block.match_i2t.to(logit.dtype)

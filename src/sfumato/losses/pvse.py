@@ -106,12 +106,10 @@ def _single(x: GaussianEmbedding, k: int) -> GaussianEmbedding:
 class PVSELoss(TripletLoss):
     """:func:`pvse_loss` as a module; it has no parameters."""
 
-    def __init__(self, options: PVSEOptions = PVSEOptions()) -> None:
-        super().__init__(options)
-        self.options: PVSEOptions = options
+    options: PVSEOptions
+    Options = PVSEOptions
 
     def part(self, block: PairBlock, counts: Tensor, *, epoch: int | None = None) -> LossOutput:
-        """See :class:`~sfumato.losses.base.MatchLoss`."""
         triplet = super().part(block, counts, epoch=epoch)
         terms, k = dict(triplet.terms), self.distance.embeddings
         if self.options.mmd_weight and k > 1:

@@ -1,7 +1,7 @@
 """The triplet hinge losses of VSE0 (sum), VSE++ and VSE-infinity (hardest negative), and FaceNet (semi-hard)."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -96,15 +96,12 @@ def _direction(distance: Tensor, positive: Tensor, margin: Tensor | float, minin
 class TripletLoss(MatchLoss):
     """:func:`triplet_loss` as a module; it has no parameters."""
 
-    def __init__(self, options: TripletOptions = TripletOptions()) -> None:
-        super().__init__(options)
-        self.options: TripletOptions = options
+    options: TripletOptions
+    Options: ClassVar[type[TripletOptions]] = TripletOptions
 
     def counts(self, block: PairBlock) -> Tensor:
-        """See :class:`MatchLoss`."""
         return block.n_positives()
 
     def part(self, block: PairBlock, counts: Tensor, *, epoch: int | None = None) -> LossOutput:
-        """See :class:`MatchLoss`."""
         labels = block.match_i2t, block.match_t2i
         return hinges(block.distances(self.distance), labels, counts[0], self.options, epoch)

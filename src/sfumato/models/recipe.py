@@ -272,7 +272,7 @@ class LossConfig(_Section):
 
     def options(self) -> LossOptions:
         """The options of the loss."""
-        return LOSSES[self.name].options(**self.model_dump(exclude={"name"}))
+        return LOSSES[self.name].Options(**self.model_dump(exclude={"name"}))
 
 
 def loss_config(name: str, options: type[LossOptions]) -> type[LossConfig]:
@@ -284,7 +284,7 @@ def loss_config(name: str, options: type[LossOptions]) -> type[LossConfig]:
     return create_model(options.__name__.replace("Options", "Config"), __base__=LossConfig, __doc__=summary, **keys)
 
 
-LOSS_CONFIGS = {name: loss_config(name, entry.options) for name, entry in LOSSES.items()}
+LOSS_CONFIGS = {name: loss_config(name, loss.Options) for name, loss in LOSSES.items()}
 """The section of every loss by its name."""
 
 

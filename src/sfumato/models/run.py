@@ -112,7 +112,7 @@ def _tower(side: Side, config: ModelConfig, assets: Assets, token_dropout: float
 
 def build_loss(recipe: Recipe) -> MatchLoss:
     """Build the loss of a recipe, with initial logits."""
-    return LOSSES[recipe.loss.name].build(recipe.loss.options())
+    return LOSSES[recipe.loss.name](recipe.loss.options())
 
 
 def choose_device(name: str, local_rank: int = 0) -> torch.device:
