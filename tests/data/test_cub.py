@@ -11,8 +11,6 @@ from sfumato.data.layouts import CubOptions, read_cub
 from sfumato.data.pairs import PairSampler
 from sfumato.errors import UserError
 from sfumato.evaluation.benchmark_ground_truths import cub_captions
-from sfumato.models.embed import load_splits
-from sfumato.models.recipe import find_recipe, load_recipe
 
 BIRDS = [f"{k:03d}.Bird_{letter}" for k, letter in enumerate("abcdef", 1)]
 LISTS = {
@@ -54,7 +52,7 @@ def images_of(classes):
     return {f"{BIRDS[c]}/{BIRDS[c][-1]}{k}.jpg" for c in classes for k in range(3)}
 
 
-@pytest.mark.parametrize("fold", [0, 1, 2, 3])
+@pytest.mark.parametrize("fold", [0, 2])
 def test_splits_are_those_of_the_benchmark(cub, fold):
     splits = read(cub, fold=fold)
     train = LISTS["trainvalclasses" if fold == 0 else f"trainclasses{fold}"]
@@ -125,11 +123,11 @@ def test_what_is_missing_is_said(cub):
     assert [item.reason.rpartition("b")[2][:1] for item in problems.items] == ["0", "1"]
 
 
-def test_the_recipe_trains_evaluates_and_draws_nine_classes_in_two_dimensions(cub, tmp_path, sfumato):
-    """With a small image network and learnt words: the source, the batches, both test splits, and the study."""
+def test_the_recipe_trains_and_evaluates(cub, tmp_path, sfumato):
+    """With a small image network and learnt words: the source, the batches and both test splits."""
     small = [
         f"data.path={cub}", "model.image.weights=", "model.image.depths=[1,1]", "model.image.width=4",
-        "model.image.size=32", "model.text.vectors=", "model.text.hidden=8", "train.epochs=2",
+        "model.image.size=32", "model.text.vectors=", "model.text.hidden=8", "train.epochs=1",
         "optim.first_stage_epochs=0", "optim.first_stage_schedule_epochs=0", "model.dim=6", "train.threads=1",
     ]  # fmt: skip
     status, _, err = sfumato("train", "cub-pcme", *small, "--out", tmp_path / "run")
@@ -137,12 +135,3 @@ def test_the_recipe_trains_evaluates_and_draws_nine_classes_in_two_dimensions(cu
     for split in ("test", "seen"):
         status, out, err = sfumato("evaluate", "run", tmp_path / "run", "--split", split, "--json")
         assert status == 0 and 0 <= json.loads(out)["i2t"]["r_precision"] <= 1, err
-    chosen = json.dumps(BIRDS[:3])
-    flat = [*small, "model.dim=2", "model.local_attention=false", f"data.options.classes={chosen}"]
-    status, _, err = sfumato("train", "cub-pcme", *flat, "data.val_fraction=0.3", "--out", tmp_path / "flat")
-    assert status == 0, err
-    study = ("analyse", tmp_path / "flat", "--split", "train", "--only", "map", "--out", tmp_path / "map")
-    status, _, err = sfumato(*study)
-    assert status == 0 and (tmp_path / "map" / "map.json").is_file(), err
-    splits = load_splits(load_recipe(find_recipe("cub-pcme"), flat).data, Problems())
-    assert {image.split("/")[0] for data in splits.values() for image in data.image_ids} == set(BIRDS[:3])

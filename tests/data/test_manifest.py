@@ -51,41 +51,42 @@ def write_jsonl(path, rows):
     return path
 
 
-def test_jsonl(pictures):
-    path = write_jsonl(pictures / "m.jsonl", ROWS)
+def written(pictures, kind, rows):
+    """The rows as a manifest of a kind, with a column that is not used."""
+    path = pictures / f"m.{kind}"
+    if kind == "jsonl":
+        return write_jsonl(path, rows)
+    if kind == "csv":
+        with path.open("w", newline="", encoding="utf-8-sig") as file:
+            writer = csv.DictWriter(file, [*rows[0], "more"])
+            writer.writeheader()
+            for row in rows:
+                writer.writerow(
+                    {k: json.dumps(v) if isinstance(v, list) else v for k, v in row.items()} | {"more": "x"}
+                )
+        return path
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    lists = {"captions": lambda v: [v] if isinstance(v, str) else v, "id": str}
+    table = pyarrow.table({key: [lists.get(key, lambda v: v)(row[key]) for row in rows] for key in rows[0]})
+    parquet.write_table(table.append_column("blob", [[b"x" * 1000] * len(rows)]), path)
+    return path
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "csv", "parquet"])
+def test_every_kind_of_manifest_gives_the_same(pictures, kind):
+    path = written(pictures, kind, ROWS)
     assert read(path) == (READ, [])
-    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes().replace(b"\n", b"\r\n\r\n"))  # As Windows editors save it.
-    assert read(path) == (READ, [])
-
-
-def test_csv(pictures):
-    with (pictures / "m.csv").open("w", newline="", encoding="utf-8-sig") as file:
-        writer = csv.DictWriter(file, ["split", "image", "captions", "id", "more"])
-        writer.writeheader()
-        for row in ROWS:
-            listed = row["captions"] if isinstance(row["captions"], str) else json.dumps(row["captions"])
-            writer.writerow(row | {"captions": listed, "more": "ignored"})
-    assert read(pictures / "m.csv") == (READ, [])
-
-
-def test_parquet(pictures):
-    pyarrow = pytest.importorskip("pyarrow")
-    from pyarrow import parquet
-
+    if kind == "jsonl":
+        path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes().replace(b"\n", b"\r\n\r\n"))
+        assert read(path) == (READ, [])
     rows = [
-        row | {"captions": [row["captions"]] if isinstance(row["captions"], str) else row["captions"]} for row in ROWS
+        {"image": "a.png", "captions": ["x", "y"], "caption_ids": ["1", "2"]},
+        {"image": "b.jpg", "captions": ["x"], "caption_ids": ["1"]},
+        {"image": "c.webp", "captions": ["z"], "caption_ids": None},
     ]
-    table = pyarrow.table({key: [str(r[key]) if key == "id" else r[key] for r in rows] for key in rows[0]})
-    parquet.write_table(table.append_column("blob", [[b"x" * 1000] * 3]), pictures / "m.parquet")
-    assert read(pictures / "m.parquet") == (READ, [])
-    bad = pyarrow.table({"image": ["a.png", "nope.png", None], "caption": ["ok", "a", "b"]})
-    parquet.write_table(bad, pictures / "bad.parquet")
-    splits, found = read(pictures / "bad.parquet")
-    assert splits == {"train": {"a.png": ["ok"]}}
-    assert found == [
-        (":row 2", f"image {pictures}/nope.png is missing"),
-        (":row 3", "no image: found None; expected a path"),
-    ]
+    data, problems = many_to_many(written(pictures, kind, rows))
+    assert not problems and data.text_ids == ("1", "2", "c.webp#0")
+    assert data.pairs.tolist() == [[0, 0], [0, 1], [1, 0], [2, 2]]
 
 
 def test_damaged_parquet(pictures):
@@ -189,21 +190,16 @@ def test_a_missing_quote_in_csv_swallows_no_row_in_silence(pictures):
     assert splits == {"train": {"c.webp": ["fine"]}} and "from line 3 on" in found[0][1]
 
 
-@pytest.mark.parametrize(
-    ("header", "lacking"),
-    [
-        ("picture,captions", "image"),
+def test_missing_columns_are_said_once(pictures):
+    for header, lacking in (
         ("img,caption", "image"),
         ("image;captions", "image and captions"),
         ("image,text", "captions"),
-        ("", "image and captions"),
-    ],
-)
-def test_missing_columns_are_said_once(pictures, header, lacking):
-    (pictures / "m.csv").write_text(f"{header}\na.png,x\n" if header else "")
-    with pytest.raises(UserError, match=rf"m\.csv: the columns are .*; expected {lacking} among them") as said:
-        read(pictures / "m.csv")
-    assert "is 'caption'" not in str(said.value), "a column that is right is not asked about"
+    ):
+        (pictures / "m.csv").write_text(f"{header}\na.png,x\n")
+        with pytest.raises(UserError, match=rf"m\.csv: the columns are .*; expected {lacking} among them") as said:
+            read(pictures / "m.csv")
+        assert "is 'caption'" not in str(said.value), "a column that is right is not asked about"
 
 
 def test_rows_of_one_image_are_put_together(pictures):
@@ -246,13 +242,12 @@ def test_shares_are_drawn_by_id_and_adding_rows_moves_none(pictures):
     assert sum(sizes.values()) == 2000 and abs(sizes["val"] - 400) < 72 and abs(sizes["test"] - 200) < 54
 
 
-@pytest.mark.parametrize("shares", [(0.5, 0.5), (-0.1, 0.1), (0.1, float("nan"))])
-def test_bad_shares(pictures, shares):
-    for path in (write_jsonl(pictures / "m.jsonl", ROWS), pictures):
-        with pytest.raises(
-            ValueError, match="val_fraction and test_fraction must not be negative, and below 1 together"
-        ):
-            read(path, val_fraction=shares[0], test_fraction=shares[1])
+def test_bad_shares(pictures):
+    message = "val_fraction and test_fraction must not be negative, and below 1 together"
+    for val, test in ((0.5, 0.5), (-0.1, 0.1), (0.1, float("nan"))):
+        for path in (write_jsonl(pictures / "m.jsonl", ROWS), pictures):
+            with pytest.raises(ValueError, match=message):
+                read(path, val_fraction=val, test_fraction=test)
 
 
 def test_image_root_and_absolute_paths(pictures, tmp_path_factory):
@@ -368,22 +363,3 @@ def test_caption_ids_that_do_not_fit_are_reported(pictures, ids, reason):
     data, problems = many_to_many(write_jsonl(pictures / "m.jsonl", rows))
     assert problems == [("2", reason)]
     assert data.texts == (("a dog", "one") if "wording" in reason else ("a dog",))
-
-
-@pytest.mark.parametrize("kind", ["csv", "parquet"])
-def test_caption_ids_of_the_other_kinds_of_manifest(pictures, kind):
-    path = pictures / f"m.{kind}"
-    if kind == "csv":
-        path.write_text('image,captions,caption_ids\na.png,"[""x"", ""y""]","[""1"", 2]"\nb.jpg,x,1\nc.webp,z,\n')
-    else:
-        pyarrow = pytest.importorskip("pyarrow")
-        parquet = pytest.importorskip("pyarrow.parquet")
-        columns = {
-            "image": ["a.png", "b.jpg", "c.webp"],
-            "captions": [["x", "y"], ["x"], ["z"]],
-            "caption_ids": [["1", "2"], ["1"], None],
-        }
-        parquet.write_table(pyarrow.table(columns), path)
-    data, problems = many_to_many(path)
-    assert not problems and data.text_ids == ("1", "2", "c.webp#0")
-    assert data.pairs.tolist() == [[0, 0], [0, 1], [1, 0], [2, 2]]

@@ -3,14 +3,13 @@
 import collections
 import io
 import tarfile
-import zipfile
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 from support.pairs import captions, many_to_many
 
-from sfumato.data.images import FileImage, Problem, Problems, TarArchive, TarImage, ZipImage
+from sfumato.data.images import FileImage, Problem, Problems, TarArchive, TarImage
 from sfumato.data.pairs import PairData, PairSampler, SourceItem, make_pair_data, make_splits
 from sfumato.data.splits import merge_equal_texts
 from sfumato.errors import UserError
@@ -37,9 +36,13 @@ def test_pairs_are_sorted_and_merged():
     assert data.groups.tolist() == [0, 1]
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
+def test_bad_pair_data_is_named():
+    good = {
+        **{"image_ids": ("a", "b"), "images": (FileImage("a"), FileImage("b")), "text_ids": ("x", "y")},
+        **{"texts": ("x", "y"), "text_kinds": ("caption",) * 2, "pairs": [[0, 0], [1, 1]]},
+    }
+    PairData(**good)
+    for change, message in (
         ({"image_ids": ("a", "a")}, "image id 'a' occurs more than once"),
         ({"text_ids": ("x", "x")}, "text id 'x' occurs more than once"),
         ({"images": ()}, "2 image ids for 0 images"),
@@ -48,16 +51,9 @@ def test_pairs_are_sorted_and_merged():
         ({"pairs": [[0, 2]]}, "a pair points outside of 2 images and 2 texts"),
         ({"pairs": [[-1, 0]]}, "points outside"),
         ({"groups": np.zeros(3)}, "3 groups for 2 images"),
-    ],
-)
-def test_bad_pair_data_is_named(change, message):
-    good = {
-        **{"image_ids": ("a", "b"), "images": (FileImage("a"), FileImage("b")), "text_ids": ("x", "y")},
-        **{"texts": ("x", "y"), "text_kinds": ("caption",) * 2, "pairs": [[0, 0], [1, 1]]},
-    }
-    PairData(**good)
-    with pytest.raises(ValueError, match=message):
-        PairData(**(good | change))
+    ):
+        with pytest.raises(ValueError, match=message):
+            PairData(**(good | change))
 
 
 def test_keep_images_keeps_the_truth_among_what_is_left():
@@ -71,15 +67,6 @@ def test_keep_images_keeps_the_truth_among_what_is_left():
     assert set(kept.text_ids) == {t for _, t in listed}
     assert [data.texts[data.text_ids.index(t)] for t in kept.text_ids] == list(kept.texts)
     assert [data.text_kinds[data.text_ids.index(t)] for t in kept.text_ids] == list(kept.text_kinds)
-
-
-def test_make_pair_data_numbers_captions_of_uneven_images():
-    data = make_pair_data(["a", "b", "c"], [FileImage(x) for x in "abc"], [["p", "q"], ["p"], ["r", "s", "t"]])
-    assert data.text_ids == ("a#0", "a#1", "b#0", "c#0", "c#1", "c#2")
-    assert data.texts == ("p", "q", "p", "r", "s", "t")
-    assert data.pairs.tolist() == [[0, 0], [0, 1], [1, 2], [2, 3], [2, 4], [2, 5]]
-    with pytest.raises(ValueError):
-        make_pair_data(["a", "b"], [FileImage("a")] * 2, [["p"]])
 
 
 @pytest.mark.parametrize("epoch_over", ["images", "pairs"])
@@ -163,19 +150,10 @@ def test_kinds_are_drawn_by_weight_and_uniformly_within():
     assert share == pytest.approx(expected, abs=0.032)
 
 
-def test_without_weights_an_images_texts_are_drawn_evenly():
-    data = captions(40, 5)
-    counts = np.zeros(200)
-    for epoch in range(500):
-        for b in PairSampler(data, 40, seed=1).batches(epoch):
-            counts[b.text_index] += 1
-    # 500 draws at 1/5: standard deviation 8.9; 200 counts stay within 4.5 of them.
-    assert abs(counts - 100).max() < 41
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        ({"data": captions(1, 1)}, "has 1 pairs"),
         ({"kind_weights": {"nam": 1.0}}, r"names \['nam'\], but the texts are of the kinds \['group', 'name', 'tag'\]"),
         ({"kind_weights": {"name": 0.0}}, "fewer than two images"),
         ({"kind_weights": {"name": 1.0}, "epoch_over": "pairs"}, "kind_weights have no effect"),
@@ -183,12 +161,7 @@ def test_without_weights_an_images_texts_are_drawn_evenly():
 )
 def test_bad_options_of_the_sampler(options, message):
     with pytest.raises(ValueError, match=message):
-        PairSampler(many_to_many(), **({"batch_size": 4, "seed": 0} | options))
-
-
-def test_a_sampler_needs_pairs():
-    with pytest.raises(ValueError, match="has 1 pairs"):
-        PairSampler(captions(1, 1), 2, 0)
+        PairSampler(**({"data": many_to_many(), "batch_size": 4, "seed": 0} | options))
 
 
 def make_tar(path, members, mode="w"):
@@ -229,15 +202,6 @@ def test_a_tar_file_cut_short_says_so(tmp_path):
     assert archive.read("a") == b"1" * 3000
     with pytest.raises(OSError, match=r"a\.tar ends within b"):
         archive.read("b")
-
-
-def test_files_and_zip_members(tmp_path):
-    (tmp_path / "a.bin").write_bytes(b"abc")
-    assert FileImage(tmp_path / "a.bin").read_bytes() == b"abc"
-    with zipfile.ZipFile(tmp_path / "a.zip", "w") as archive:
-        archive.writestr("x/y", b"def")
-    image = ZipImage(zipfile.ZipFile(tmp_path / "a.zip"), "x/y")
-    assert image.read_bytes() == b"def" and image.location == f"{tmp_path / 'a.zip'}!x/y"
 
 
 def test_problems_are_listed_counted_and_fatal_beyond_their_share(tmp_path):
@@ -304,3 +268,6 @@ def test_captions_with_one_id_are_one_text():
     (data,) = make_splits(items).values()
     assert data.text_ids == ("7", "8", "9") and data.texts == ("p", "q", "r")
     assert data.pairs.tolist() == [[0, 0], [0, 1], [1, 0], [1, 2]]
+    data = make_pair_data(["a", "b", "c"], [FileImage(x) for x in "abc"], [["p", "q"], ["p"], ["r", "s", "t"]])
+    assert data.text_ids == ("a#0", "a#1", "b#0", "c#0", "c#1", "c#2") and data.texts == tuple("pqprst")
+    assert data.pairs.tolist() == [[0, 0], [0, 1], [1, 2], [2, 3], [2, 4], [2, 5]]

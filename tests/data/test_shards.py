@@ -107,17 +107,16 @@ def test_an_epoch_is_the_same_for_the_same_seed_epoch_and_process(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("sizes", "n_processes"),
-    [([7, 9, 5, 8, 6], 1), ([7, 9, 5, 8, 6], 3), ([7, 9, 5], 3), ([20, 21], 5), ([2, 2, 2], 4)],
+    ("sizes", "n_processes", "shuffle_buffer"),
+    [([7, 9, 5, 8, 6], 1, 4), ([7, 9, 5, 8, 6], 3, 1), ([7, 9, 5], 3, 1000), ([20, 21], 5, 4), ([2, 2, 2], 4, 1)],
 )
-@pytest.mark.parametrize("shuffle_buffer", [1, 4, 1000])
 def test_processes_share_the_data_out_and_a_pass_has_each_sample_once(tmp_path, sizes, n_processes, shuffle_buffer):
     shards = make_shards(tmp_path, sizes)
     options = {"n_processes": n_processes, "samples_per_epoch": 4 * n_processes, "shuffle_buffer": shuffle_buffer}
     for epoch in (0, 1):
         parts = []
         for rank in range(n_processes):
-            keys = [s.key for s in itertools.islice(stream(shards, rank=rank, **options).samples(epoch), 200)]
+            keys = [s.key for s in itertools.islice(stream(shards, rank=rank, **options).samples(epoch), 160)]
             own = len(set(keys))
             # Pass after pass: each has every sample of this process once, in another order.
             passes = [keys[i : i + own] for i in range(0, len(keys) - own + 1, own)]
@@ -266,7 +265,7 @@ def test_whatever_bytes_of_headers_change_the_rest_is_read(tmp_path, mended):
         pack(path, [(f"{folder}{name}", content) for i in range(4) for name, content in sample(i)], form)
         whole.append(path.read_bytes())
     source, counts = random.Random(0), Counter()
-    for k in range(500):
+    for k in range(150):
         data = bytearray(whole[k % 3])
         for _ in range(source.choice((1, 3, 20))):
             block = 512 * source.randrange(len(data) // 512)
@@ -286,7 +285,7 @@ def test_whatever_bytes_of_headers_change_the_rest_is_read(tmp_path, mended):
             # noted.
             assert len(found) == 4 or noted
             assert all(len(one.image) == len(sample(int(key[-6:]))[0][1]) for key, one in found.items())
-    assert counts[0] + counts[1] > 30 and counts[3] > 30 and counts[4] > 30
+    assert counts[0] + counts[1] > 4 and counts[3] > 8 and counts[4] > 8
 
 
 def test_too_many_bad_samples_stop_with_the_list(tmp_path):

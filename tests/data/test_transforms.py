@@ -169,18 +169,17 @@ def test_squash_is_what_it_was_when_caches_were_filled(kind, width):
     assert not np.array_equal(decode_image(data, 24, fit="crop"), expected)
 
 
-@pytest.mark.parametrize(
-    ("width", "height"), [(50, 50), (32, 32), (91, 60), (60, 91), (20, 33), (33, 20), (500, 333), (3, 400), (32, 47)]
-)
-@pytest.mark.parametrize("size", [32, 33])
-def test_fit_crop_is_the_clip_processor_of_transformers(width, height, size):
+def test_fit_crop_is_the_clip_processor_of_transformers():
     module = pytest.importorskip("transformers.models.clip.image_processing_pil_clip")
-    processor = module.CLIPImageProcessorPil(
-        size={"shortest_edge": size}, crop_size={"height": size, "width": size}, do_rescale=False, do_normalize=False
-    )
-    picture = noise(width, height)
-    expected = processor(picture)["pixel_values"][0]
-    assert np.array_equal(decode_image(encode(picture), size, fit="crop"), expected)
+    different = []
+    for size in (32, 33):
+        sizes = {"size": {"shortest_edge": size}, "crop_size": {"height": size, "width": size}}
+        processor = module.CLIPImageProcessorPil(**sizes, do_rescale=False, do_normalize=False)
+        for shape in ((50, 50), (32, 32), (91, 60), (60, 91), (20, 33), (33, 20), (500, 333), (3, 400), (32, 47)):
+            picture = noise(*shape)
+            found = decode_image(encode(picture), size, fit="crop")
+            different += [] if np.array_equal(found, processor(picture)["pixel_values"][0]) else [(size, shape)]
+    assert not different
 
 
 @pytest.mark.parametrize(("longer", "start"), [(10, 0), (11, 0), (12, 1), (13, 2), (14, 2), (15, 2), (17, 4)])
@@ -233,10 +232,9 @@ def test_an_unknown_fit_is_refused():
         decode_image(encode(noise(7, 5)), 8, fit="pad")
 
 
-@pytest.mark.parametrize("orientation", [1, 6])
-def test_a_large_jpeg_cropped_at_a_reduced_size_is_the_same_part_of_it(orientation):
+def test_a_large_jpeg_cropped_at_a_reduced_size_is_the_same_part_of_it():
     exif = Image.Exif()
-    exif[0x0112] = orientation
+    exif[0x0112] = 6
     data, box = photograph(2000, 1200, exif=exif), (0.13, 0.27, 0.61, 0.67)
     whole = decode_image(data, None)
     assert np.array_equal(decode_image(data, None, crop=(0, 0, 1, 1)), whole)
@@ -271,7 +269,7 @@ def test_check_image_says_what_decode_image_says():
     whole += [encode(picture.quantize(16), transparency=0), encode(picture.convert("RGBA"))]
     whole += [b"", b"<html>", encode(Image.new("1", (40000, 3000)))]
     source, outcomes = random.Random(0), []
-    for k in range(2000):
+    for k in range(600):
         data = bytearray(whole[k % len(whole)])
         if k >= len(whole) and source.random() < 0.3:
             data = data[: int(len(data) * source.random())]
@@ -283,7 +281,7 @@ def test_check_image_says_what_decode_image_says():
         outcomes[: len(whole) - 3] == ["good"] * (len(whole) - 3)
         and "good" not in outcomes[len(whole) - 3 : len(whole)]
     )
-    assert 200 < sum(o != "good" for o in outcomes) < 1800
+    assert 60 < sum(o != "good" for o in outcomes) < 540
 
 
 def test_check_image_finds_what_can_be_loaded_but_not_converted():
@@ -319,7 +317,7 @@ def test_a_margin_is_left_out_as_by_resizing_to_256_and_cutting_out_224():
     assert decode_image(encode(Image.new("RGB", (60_000, 1))), 224, fit="crop-margin").shape == (3, 224, 224)
 
 
-@pytest.mark.parametrize("aspect", [1.0, 1.5, 0.6, 8.0])
+@pytest.mark.parametrize("aspect", [1.0, 0.6, 8.0])
 def test_resized_crops_have_the_area_and_the_aspects_of_imagenet(aspect):
     random = np.random.default_rng(0)
     boxes = np.array([resized_crop_box(random, aspect) for _ in range(4000)])
