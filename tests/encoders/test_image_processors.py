@@ -34,9 +34,13 @@ ITEMS = [lambda d=d: d for d in DATA]
 INDEX = np.array([7, 0, 7, 11, 3])
 
 
+def file_store(items, workers=2):
+    return ImageFileStore(items, 8, PixelProcessor(8).prepare, workers)
+
+
 @pytest.mark.parametrize("fit", ["squash", "crop"])
 def test_a_batch_is_each_picture_decoded_alone(fit):
-    store = ImageFileStore(ITEMS, 8, fit=fit, workers=3)
+    store, _ = ImageFileProcessor(8, fit=fit).read(ITEMS)
     batch = store.batch(INDEX)
     assert len(store) == 12 and len(batch) == 5 and batch.mask is None and batch.values.dtype == torch.uint8
     expected = np.stack([decode_image(DATA[i], 8, fit=fit) for i in INDEX])
@@ -45,7 +49,7 @@ def test_a_batch_is_each_picture_decoded_alone(fit):
 
 
 def test_a_training_batch_is_what_the_recipe_says_one_by_one():
-    batch = ImageFileStore(ITEMS, 8, workers=3).training_batch(INDEX, (5, 1, 9))
+    batch = file_store(ITEMS, 3).training_batch(INDEX, (5, 1, 9))
     flips = 0
     for place, position in enumerate(INDEX):
         random = np.random.default_rng([5, 1, 9, place])
@@ -70,45 +74,28 @@ def test_a_training_batch_depends_on_its_key_and_on_nothing_else():
         return data
 
     slow = [lambda d=d: late(d) for d in DATA]
-    one = ImageFileStore(ITEMS, 8, workers=1).training_batch(INDEX, (0, 3)).values
+    one = file_store(ITEMS, 1).training_batch(INDEX, (0, 3)).values
     for workers in (2, 5):
-        assert torch.equal(ImageFileStore(slow, 8, workers=workers).training_batch(INDEX, (0, 3)).values, one)
-    assert not torch.equal(ImageFileStore(ITEMS, 8).training_batch(INDEX, (0, 4)).values, one)
-    assert not torch.equal(ImageFileStore(ITEMS, 8).training_batch(INDEX, (3, 0)).values, one)
+        assert torch.equal(file_store(slow, workers).training_batch(INDEX, (0, 3)).values, one)
+    assert not torch.equal(file_store(ITEMS).training_batch(INDEX, (0, 4)).values, one)
+    assert not torch.equal(file_store(ITEMS).training_batch(INDEX, (3, 0)).values, one)
 
 
 def test_a_negative_key_is_not_called_a_bad_picture():
     with pytest.raises(ValueError, match="non-negative"):
-        ImageFileStore(ITEMS, 8).training_batch(INDEX, (-1,))
+        file_store(ITEMS).training_batch(INDEX, (-1,))
 
 
 def test_a_picture_that_becomes_unreadable_is_named_by_its_position():
     def gone():
         raise FileNotFoundError("gone.jpg")
 
-    store = ImageFileStore([*ITEMS[:3], gone, lambda: DATA[0][:200]], 8, workers=2)
+    store = file_store([*ITEMS[:3], gone, lambda: DATA[0][:200]])
     assert len(store.batch(np.array([2, 1]))) == 2
     with pytest.raises(OSError, match=r"the image at position 3 can no longer be read: gone\.jpg"):
         store.batch(np.array([0, 3, 1]))
     with pytest.raises(OSError, match="the image at position 4 can no longer be read: cannot be decoded"):
         store.training_batch(np.array([4]), (0,))
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"size": 0}, "size must be at least 1, got 0"),
-        ({"workers": 0}, "workers must be at least 1, got 0"),
-        ({"fit": "pad"}, "unknown fit 'pad'; known: squash, crop"),
-    ],
-)
-def test_options_that_make_no_sense_are_refused_at_once(options, message):
-    for make in (
-        lambda size=8, **o: ImageFileStore(ITEMS, size, **o),
-        lambda size=8, **o: ImageFileProcessor(size, **o),
-    ):
-        with pytest.raises(ValueError, match=message):
-            make(**options)
 
 
 def test_the_reader_leaves_bad_pictures_out_and_reads_each_file_once():
@@ -124,7 +111,7 @@ def test_the_reader_leaves_bad_pictures_out_and_reads_each_file_once():
         return read
 
     data = [DATA[0], b"<html>", DATA[1], None, DATA[2][:200], DATA[3]]
-    processor = ImageFileProcessor(8, workers=2)
+    processor = ImageFileProcessor(8)
     items = [reading(i, d) for i, d in enumerate(data)]
     store, kept = processor.read(items, progress=done.append, on_error=lambda i, e: told.update({i: str(e)}))
     assert kept.tolist() == [0, 2, 5] and kept.dtype == np.int64 and len(store) == 3 and sum(done) == 6

@@ -7,6 +7,7 @@ build function that makes a :class:`Processor` and the encoder from that section
 """
 
 import contextlib
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -24,12 +25,6 @@ from sfumato.encoders.features import Inputs, Store, TokenFeatures
 
 Item = Callable[[], bytes | str]
 """A function that returns the bytes of an image file (or of a file of region features), or a text."""
-
-
-def item_bytes(item: Item) -> bytes:
-    """The bytes of an item."""
-    data = item()
-    return data if isinstance(data, bytes) else data.encode()
 
 
 Progress = Callable[[int], None]
@@ -80,7 +75,38 @@ _BLOCK = 512
 
 
 class Processor(Protocol):
-    """Turns raw items into a store of inputs for an encoder."""
+    """Turns raw items into a store of inputs for an encoder; :class:`ItemProcessor` has defaults.
+
+    Attributes:
+        reads: what its items are instead of image files or texts, for messages; "" for these.
+    """
+
+    reads: ClassVar[str]
+
+    def prepare(self, data: bytes | str) -> Any:
+        """Make the input of one item.
+
+        Args:
+            data: what the item returns.
+
+        Returns:
+            Whatever :meth:`stack` takes.
+
+        Raises:
+            ValueError: the item is unusable.
+        """
+        ...
+
+    def stack(self, values: Sequence[Any]) -> Store:
+        """Put prepared items together, in memory.
+
+        Args:
+            values: of n items, see :meth:`prepare`.
+
+        Returns:
+            The inputs of these items.
+        """
+        ...
 
     def read(
         self, items: Sequence[Item], *, progress: Progress | None = None, on_error: OnError | None = None
@@ -97,6 +123,25 @@ class Processor(Protocol):
             The inputs of the k usable items in their order, and the (k,) positions of these items.
         """
         ...
+
+
+class ItemProcessor(ABC):
+    """Base class of processors, which prepares one item after another."""
+
+    reads: ClassVar[str] = ""
+
+    @abstractmethod
+    def prepare(self, data: bytes | str) -> Any: ...
+
+    @abstractmethod
+    def stack(self, values: Sequence[Any]) -> Store: ...
+
+    def read(
+        self, items: Sequence[Item], *, progress: Progress | None = None, on_error: OnError | None = None
+    ) -> tuple[Store, np.ndarray]:
+        found: list[Any] = []
+        kept = usable(items, lambda _, item: found.append(self.prepare(item())), progress=progress, on_error=on_error)
+        return self.stack(found), kept
 
 
 @runtime_checkable

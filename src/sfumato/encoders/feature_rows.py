@@ -25,10 +25,10 @@ from sfumato.encoders.encoder_protocol import (
     EncoderModule,
     ImageEncoderConfig,
     Item,
+    ItemProcessor,
     OnError,
     Progress,
     TextEncoderConfig,
-    item_bytes,
     usable,
 )
 from sfumato.encoders.features import Inputs, RaggedStore, Store, TokenFeatures
@@ -75,8 +75,8 @@ class RegionImageConfig(ImageEncoderConfig):
 class RegionStore:
     """Region features that stay on disk: a batch reads only its own items."""
 
-    def __init__(self, items: Sequence[Item], channels: int) -> None:
-        self.items, self.channels = items, channels
+    def __init__(self, items: Sequence[Item], processor: "RegionProcessor") -> None:
+        self.items, self.processor = items, processor
 
     def __len__(self) -> int:
         return len(self.items)
@@ -86,26 +86,27 @@ class RegionStore:
         found = []
         for position in index.tolist():
             try:
-                found.append(regions_from_bytes(item_bytes(self.items[position]), self.channels))
+                found.append(self.processor.prepare(self.items[position]()))
             except (ValueError, OSError) as error:
                 raise OSError(
                     f"the features at position {position} can no longer be read: {error}. They were readable when the"
                     " data were checked. Check that the file is unchanged and that its disk is mounted"
                 ) from error
-        return stacked(found, self.channels).batch(np.arange(len(found)))
+        return self.processor.stack(found).batch(np.arange(len(found)))
 
 
-class FeatureProcessor:
+class FeatureProcessor(ItemProcessor):
     """Base of the processors whose items are .npy files of features instead of images or texts."""
-
-    reads: ClassVar[str] = "features"  # what the items are, for messages
 
     def __init__(self, channels: int) -> None:
         self.channels = channels
 
-    def features(self, data: bytes | str) -> np.ndarray:
+    def prepare(self, data: bytes | str) -> np.ndarray:
         """Read an item. Returns (r, c)."""
         return regions_from_bytes(data if isinstance(data, bytes) else data.encode(), self.channels)
+
+    def stack(self, values: Sequence[np.ndarray]) -> RaggedStore:
+        return RaggedStore.from_features(values, self.channels)
 
 
 class RegionProcessor(FeatureProcessor):
@@ -115,17 +116,10 @@ class RegionProcessor(FeatureProcessor):
 
     def read(
         self, items: Sequence[Item], *, progress: Progress | None = None, on_error: OnError | None = None
-    ) -> tuple[RegionStore, np.ndarray]:
+    ) -> tuple[Store, np.ndarray]:
         """Every item is read once, and none is kept."""
-        kept = usable(items, lambda _, item: self.features(item()), progress=progress, on_error=on_error)
-        return RegionStore([items[i] for i in kept], self.channels), kept
-
-
-def stacked(features: Sequence[np.ndarray], channels: int) -> RaggedStore:
-    """A store in memory of the features of several images."""
-    lengths = np.array([len(f) for f in features], dtype=np.int64)
-    rows = np.concatenate(features) if len(features) else np.empty((0, channels), np.float32)
-    return RaggedStore(rows, np.cumsum(lengths) - lengths, lengths)
+        kept = usable(items, lambda _, item: self.prepare(item()), progress=progress, on_error=on_error)
+        return RegionStore([items[i] for i in kept], self), kept
 
 
 class GraphLayer(nn.Module):
@@ -235,15 +229,15 @@ class RegionEncoder(EncoderModule):
 
 def features_read(tower: Tower) -> str:
     """What a side of a model reads instead of image files or texts."""
-    return tower.processor.reads if isinstance(tower.processor, FeatureProcessor) else ""
+    return tower.processor.reads
 
 
 def blank_features(tower: Tower) -> bytes | None:
-    """A file of features with a single row of zeros, to test a model."""
+    """A file of features with a single row of ones, to test a model."""
     processor = tower.processor
     if not isinstance(processor, FeatureProcessor):
         return None
-    return regions_to_bytes(np.zeros((1, processor.channels), np.float32))
+    return regions_to_bytes(np.ones((1, processor.channels), np.float32))
 
 
 def build_regions(config: RegionImageConfig, context: BuildContext) -> tuple[RegionProcessor, RegionEncoder]:
@@ -311,11 +305,9 @@ class EmbeddingProcessor(FeatureProcessor):
             if progress:
                 progress(len(items))
             return EmbeddingStore(table, np.array([item.row for item in rows], np.int64)), np.arange(len(items))
-        found: list[np.ndarray] = []
-        kept = usable(items, lambda _, item: found.append(self.features(item())), progress=progress, on_error=on_error)
-        return stacked(found, self.channels), kept
+        return super().read(items, progress=progress, on_error=on_error)
 
-    def features(self, data: bytes | str) -> np.ndarray:
+    def prepare(self, data: bytes | str) -> np.ndarray:
         """One vector for each image."""
         if isinstance(data, str):
             raise UserError(

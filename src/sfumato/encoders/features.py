@@ -117,6 +117,13 @@ class RaggedStore:
         rows = np.concatenate([np.asarray(i, dtype=np.int64) for i in items]) if len(items) else np.empty(0, np.int64)
         return cls(rows, np.cumsum(lengths) - lengths, lengths)
 
+    @classmethod
+    def from_features(cls, items: Sequence[np.ndarray], channels: int) -> "RaggedStore":
+        """A store of the (t, c) features of several items."""
+        lengths = np.array([len(item) for item in items], dtype=np.int64)
+        rows = np.concatenate(items) if len(items) else np.empty((0, channels), np.float32)
+        return cls(rows, np.cumsum(lengths) - lengths, lengths)
+
     def __len__(self) -> int:
         return len(self.offsets)
 

@@ -25,7 +25,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.nn import functional
 
-from sfumato.data.image_decoding import decode_image
+from sfumato.data.image_decoding import check_image, decode_image
 from sfumato.data.transforms import encode_png
 from sfumato.encoders.convolutional import CHANNELS, SIZES, efficientnet_lite, fold_batch_norms, weights_file
 from sfumato.encoders.encoder_protocol import (
@@ -34,6 +34,7 @@ from sfumato.encoders.encoder_protocol import (
     EncoderModule,
     ImageEncoderConfig,
     Item,
+    ItemProcessor,
     OnError,
     Progress,
     TextEncoderConfig,
@@ -568,11 +569,20 @@ class FrozenTextConfig(_FrozenConfig, TextEncoderConfig):
     whiten: Whiten = None
 
 
-class FrozenProcessor:
+class FrozenProcessor(ItemProcessor):
     """Computes token features with a frozen backbone, and caches them on disk."""
 
     def __init__(self, backbone: FrozenBackbone, cache: str | Path) -> None:
         self.backbone, self.cache = backbone, cache
+
+    def prepare(self, data: bytes | str) -> bytes | str:
+        if isinstance(data, bytes):
+            check_image(data)
+        return data
+
+    def stack(self, values: Sequence[Any]) -> RaggedStore:
+        """The features, without the cache."""
+        return RaggedStore.from_features(self.backbone(values), self.backbone.channels)
 
     def read(
         self, items: Sequence[Item], *, progress: Progress | None = None, on_error: OnError | None = None

@@ -1,13 +1,12 @@
 """Processors: images are decoded once or batch by batch; texts become token ids by a tokenizer learnt from the data."""
 
 import html
-import io
 import os
 import string
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
@@ -16,9 +15,9 @@ from PIL import Image
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 from torch.nn import functional
 
-from sfumato.data.image_decoding import Fit, check_fit, check_image, decode_image
+from sfumato.data.image_decoding import Fit, check_image, decode_image
 from sfumato.data.transforms import random_crop_box, resized_crop_box
-from sfumato.encoders.encoder_protocol import Item, OnError, Progress, item_bytes, usable
+from sfumato.encoders.encoder_protocol import Item, ItemProcessor, OnError, Progress, usable
 from sfumato.encoders.features import Inputs, PixelStore, RaggedStore, Store
 from sfumato.errors import UserError
 
@@ -28,11 +27,17 @@ def available_cpus() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-class PixelProcessor:
+class PixelProcessor(ItemProcessor):
     """Decodes images to squares of one size, once, and keeps the pixels in memory."""
 
     def __init__(self, size: int, *, fit: Fit = "squash") -> None:
         self.size, self.fit = size, fit
+
+    def prepare(self, data: bytes | str) -> np.ndarray:
+        return decode_image(_bytes(data), self.size, fit=self.fit)
+
+    def stack(self, values: Sequence[np.ndarray]) -> PixelStore:
+        return PixelStore(torch.from_numpy(np.stack(values)))
 
     def read(
         self, items: Sequence[Item], *, progress: Progress | None = None, on_error: OnError | None = None
@@ -40,10 +45,14 @@ class PixelProcessor:
         pixels = np.empty((len(items), 3, self.size, self.size), np.uint8)
 
         def decode(position: int, item: Item) -> None:
-            pixels[position] = decode_image(item_bytes(item), self.size, fit=self.fit)
+            pixels[position] = self.prepare(item())
 
         kept = usable(items, decode, progress=progress, on_error=on_error, workers=None)
         return PixelStore(torch.from_numpy(pixels if len(kept) == len(items) else pixels[kept])), kept
+
+
+def _bytes(data: bytes | str) -> bytes:
+    return data if isinstance(data, bytes) else data.encode()
 
 
 @dataclass(frozen=True)
@@ -52,21 +61,15 @@ class ImageFileStore:
 
     items: Sequence[Item]
     size: int
-    fit: Fit = "squash"
+    decode: Callable[[bytes], np.ndarray]  # (3, size, size) pixels without random changes
     workers: int = field(default_factory=available_cpus)
-
-    def __post_init__(self) -> None:
-        check_fit(self.fit)
-        for name in ("size", "workers"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"ImageFileStore: {name} must be at least 1, got {getattr(self, name)}")
 
     def __len__(self) -> int:
         return len(self.items)
 
     def batch(self, index: np.ndarray) -> Inputs:
         """The images at some positions, without random changes. index (n,) -> (n, 3, size, size)."""
-        return self._decoded(index, lambda _, data: decode_image(data, self.size, fit=self.fit))
+        return self._decoded(index, lambda _, data: self.decode(data))
 
     def training_batch(self, index: np.ndarray, seed_key: Sequence[int], *, resized_crop: bool = False) -> Inputs:
         """The images at some positions with the random geometry of PCME++'s training.
@@ -95,7 +98,7 @@ class ImageFileStore:
         def fill(i: int) -> None:
             position = int(index[i])
             try:
-                pixels[i] = decode(i, item_bytes(self.items[position]))
+                pixels[i] = decode(i, _bytes(self.items[position]()))
             except (ValueError, OSError) as error:
                 raise OSError(
                     f"the image at position {position} can no longer be read: {error}. It was readable when the data"
@@ -108,51 +111,32 @@ class ImageFileStore:
         return Inputs(torch.from_numpy(pixels))
 
 
-class ImageFileProcessor:
+class ImageFileProcessor(PixelProcessor):
     """Checks image files once and leaves them on disk; each batch is decoded when it is needed."""
-
-    def __init__(self, size: int, *, fit: Fit = "squash", workers: int | None = None) -> None:
-        # The store checks the arguments: a wrong one is refused now, not after the data were read.
-        self._store = ImageFileStore([], size, fit, available_cpus() if workers is None else workers)
-        self.size, self.fit, self.workers = size, fit, self._store.workers
-
-    def read(
-        self, items: Sequence[Item], *, progress: Progress | None = None, on_error: OnError | None = None
-    ) -> tuple[ImageFileStore, np.ndarray]:
-        """Every file is read once; no pixels are kept."""
-        kept = usable(
-            items,
-            lambda _, item: check_image(item_bytes(item)),
-            progress=progress,
-            on_error=on_error,
-            workers=self.workers,
-        )
-        return replace(self._store, items=[items[i] for i in kept]), kept
-
-
-class BilinearProcessor:
-    """Images resized as in PCME++'s training code: to a square, bilinearly, without smoothing."""
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self._squares = ImageFileProcessor(size)
 
     def read(
         self, items: Sequence[Item], *, progress: Progress | None = None, on_error: OnError | None = None
     ) -> tuple[Store, np.ndarray]:
-        squares = [partial(self._square, item) for item in items]
-        return self._squares.read(squares, progress=progress, on_error=on_error)
+        """Every file is read once; no pixels are kept."""
 
-    def _square(self, item: Item) -> bytes:
-        """The image at its final size, in a lossless format."""
-        buffer = io.BytesIO()
-        self._prepared(decode_image(item_bytes(item), None)).save(buffer, "BMP")
-        return buffer.getvalue()
+        def check(_: int, item: Item) -> None:
+            check_image(_bytes(item()))
 
-    def _prepared(self, pixels: np.ndarray) -> Image.Image:
-        values = torch.from_numpy(pixels).float()[None]
+        workers = available_cpus()
+        kept = usable(items, check, progress=progress, on_error=on_error, workers=workers)
+        return ImageFileStore([items[i] for i in kept], self.size, self.prepare, workers), kept
+
+
+class BilinearProcessor(ImageFileProcessor):
+    """Images resized as in PCME++'s training code: to a square, bilinearly, without smoothing."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def prepare(self, data: bytes | str) -> np.ndarray:
+        values = torch.from_numpy(decode_image(_bytes(data), None)).float()[None]
         square = functional.interpolate(values, size=(self.size, self.size), mode="bilinear")[0]
-        return Image.fromarray(square.round().byte().permute(1, 2, 0).numpy())
+        return square.round().byte().numpy()
 
 
 class CentreProcessor(BilinearProcessor):
@@ -162,12 +146,12 @@ class CentreProcessor(BilinearProcessor):
         super().__init__(size)
         self.resized = resized
 
-    def _prepared(self, pixels: np.ndarray) -> Image.Image:
-        image = Image.fromarray(pixels.transpose(1, 2, 0))
+    def prepare(self, data: bytes | str) -> np.ndarray:
+        image = Image.fromarray(decode_image(_bytes(data), None).transpose(1, 2, 0))
         width, height = (int(self.resized * side / min(image.size)) for side in image.size)
         left, top = (round((side - self.size) / 2) for side in (width, height))
         resized = image.resize((width, height), Image.Resampling.BILINEAR)
-        return resized.crop((left, top, left + self.size, top + self.size))
+        return np.asarray(resized.crop((left, top, left + self.size, top + self.size))).transpose(2, 0, 1)
 
 
 def train_tokenizer(texts: Iterable[str], vocabulary: int) -> Tokenizer:
@@ -252,7 +236,22 @@ def vocabulary_size(tokenizer: Tokenizer) -> int:
     return size
 
 
-class TokenProcessor:
+class TextProcessor(ItemProcessor):
+    """Base class of processors of texts."""
+
+    def prepare(self, data: bytes | str) -> str:
+        return str(data)
+
+    def read(
+        self, items: Sequence[Item], *, progress: Progress | None = None, on_error: OnError | None = None
+    ) -> tuple[Store, np.ndarray]:
+        store = self.stack([str(item()) for item in items])
+        if progress:
+            progress(len(items))
+        return store, np.arange(len(items))
+
+
+class TokenProcessor(TextProcessor):
     """Texts as the ids of their subword tokens."""
 
     def __init__(self, tokenizer: Tokenizer, max_tokens: int) -> None:
@@ -263,13 +262,8 @@ class TokenProcessor:
         self.mask_id = _mask_id(tokenizer)
         self.forbidden = tuple(sorted({*around} if self.mask_id is None else {self.mask_id, *around}))
 
-    def read(
-        self, items: Sequence[Item], *, progress: Progress | None = None, on_error: OnError | None = None
-    ) -> tuple[Store, np.ndarray]:
-        store = RaggedStore.from_list(tokenize(self.tokenizer, [str(item()) for item in items], self.max_tokens))
-        if progress:
-            progress(len(items))
-        return store, np.arange(len(items))
+    def stack(self, values: Sequence[str]) -> RaggedStore:
+        return RaggedStore.from_list(tokenize(self.tokenizer, values, self.max_tokens))
 
     def pieces(self, words: Sequence[str]) -> list[int]:
         """The number of subword pieces of each word; a letter that the tokenizer does not have is a piece."""
@@ -304,7 +298,7 @@ CLEANINGS: dict[str, Callable[[str], str]] = {"whitespace": single_spaces, "lowe
 """Cleaning functions by the names that configurations of open_clip models use."""
 
 
-class SpecialTokenProcessor:
+class SpecialTokenProcessor(TextProcessor):
     """Texts as the token ids of a pre-trained text transformer, with its begin and end tokens."""
 
     def __init__(
@@ -323,23 +317,19 @@ class SpecialTokenProcessor:
         self.begin, self.end = begin, end
         self._tokenizer: Tokenizer | None = None
 
-    def read(
-        self, items: Sequence[Item], *, progress: Progress | None = None, on_error: OnError | None = None
-    ) -> tuple[Store, np.ndarray]:
+    def stack(self, values: Sequence[str]) -> RaggedStore:
         if self._tokenizer is None:
             self._tokenizer = self._own(self.find())
         begin = [_id(self._tokenizer, self.begin)] if self.begin else []
         end = _id(self._tokenizer, self.end)
         ids = []
-        texts = [self.clean(str(item())) for item in items]
+        texts = [self.clean(text) for text in values]
         for encoding in self._tokenizer.encode_batch(texts, add_special_tokens=False):
             # A text that contains the end token ends there, because the models use the first end token.
             words = encoding.ids[: encoding.ids.index(end)] if end in encoding.ids else encoding.ids
             text = [*begin, *words[: self.max_tokens - len(begin) - 1], end]
             ids.append(text + [end] * (self.max_tokens - len(text)) if self.pad_to_max else text)
-        if progress:
-            progress(len(items))
-        return RaggedStore.from_list(ids), np.arange(len(items))
+        return RaggedStore.from_list(ids)
 
     def _own(self, tokenizer: Tokenizer) -> Tokenizer:
         """A copy of the tokenizer that neither pads nor truncates; a UserError if it belongs to another model."""

@@ -12,17 +12,16 @@ import torch
 from tokenizers import Tokenizer
 
 from sfumato.data.feature_tables import REGION_ENDINGS, EmbeddingRow, open_table
-from sfumato.data.image_decoding import IMAGE_ENDINGS, check_image, decode_image
+from sfumato.data.image_decoding import IMAGE_ENDINGS
 from sfumato.data.images import FileImage, ImageSource, Problems
 from sfumato.data.pairs import PairData
 from sfumato.data.sources import DataConfig, get_source
 from sfumato.data.splits import WORDINGS, hold_out_wordings, merge_equal_texts, parse_part
 from sfumato.encoders.dual import DualEncoder, Tower
 from sfumato.encoders.encoder_protocol import Item
-from sfumato.encoders.feature_rows import FeatureProcessor, features_read, stacked
-from sfumato.encoders.features import PixelStore, RaggedStore, Store
+from sfumato.encoders.feature_rows import features_read
+from sfumato.encoders.features import Store
 from sfumato.encoders.frozen import FrozenProcessor
-from sfumato.encoders.processors import ImageFileProcessor, PixelProcessor
 from sfumato.errors import UserError, counted
 from sfumato.evaluation.benchmarks import EmbeddedSet, plan_ranks
 from sfumato.evaluation.embedded_input import Measured
@@ -180,50 +179,11 @@ def embedding_steps(
             f"this model reads {features_read(tower)} and has no encoder for texts; embed texts with the model that"
             " made the embeddings, and index a split of them: `sfumato index RUN --split NAME`"
         )
-    if isinstance(processor, FrozenProcessor):
-        backbone = processor.backbone
 
-        def features(values: list[Any]) -> GaussianEmbedding:
-            found = backbone(values)
-            lengths = np.array([len(item) for item in found], dtype=np.int64)
-            store = RaggedStore(np.concatenate(found), np.cumsum(lengths) - lengths, lengths)
-            return tower.embed(store, batch_size=len(values))
+    def encode(values: list[Any]) -> GaussianEmbedding:
+        return tower.embed(processor.stack(values), batch_size=len(values))
 
-        return _checked if modality == "images" else _same, features
-
-    if isinstance(processor, FeatureProcessor):
-        channels = processor.channels
-
-        def regions(values: list[Any]) -> GaussianEmbedding:
-            return tower.embed(stacked(values, channels), batch_size=len(values))
-
-        return processor.features, regions
-
-    def texts(values: list[Any]) -> GaussianEmbedding:
-        store, _ = processor.read([partial(_same, value) for value in values])
-        return tower.embed(store, batch_size=len(values))
-
-    def pixels(values: list[Any]) -> GaussianEmbedding:
-        return tower.embed(PixelStore(torch.from_numpy(np.stack(values))), batch_size=len(values))
-
-    def decoded(data: bytes | str) -> Any:
-        assert isinstance(data, bytes)
-        if isinstance(processor, PixelProcessor | ImageFileProcessor):
-            return decode_image(data, processor.size, fit=processor.fit)
-        store, _ = processor.read([lambda: data])
-        return store.batch(np.zeros(1, np.int64)).values[0].numpy()
-
-    return (_same, texts) if modality == "texts" else (decoded, pixels)
-
-
-def _checked(data: bytes | str) -> bytes | str:
-    assert isinstance(data, bytes)
-    check_image(data)
-    return data
-
-
-def _same(data: bytes | str) -> bytes | str:
-    return data
+    return processor.prepare, encode
 
 
 def embed_folder(model: Model, folder: Path) -> tuple[GaussianEmbedding, list[str], Problems]:

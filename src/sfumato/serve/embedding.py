@@ -25,7 +25,7 @@ import torch
 from sfumato.encoders.dual import DualEncoder, Tower
 from sfumato.encoders.feature_rows import features_read
 from sfumato.encoders.frozen import FrozenProcessor
-from sfumato.encoders.processors import ImageFileProcessor, PixelProcessor
+from sfumato.encoders.processors import PixelProcessor
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.models.embed import embedding_steps
 from sfumato.serve import decode_worker
@@ -110,7 +110,7 @@ HEADER = Task("header", {}, message_of)
 def input_task(tower: Tower, prepare: Callable[[bytes], Any]) -> Task[Any]:
     """The task that makes the input of an image tower."""
     processor = tower.processor
-    if isinstance(processor, PixelProcessor | ImageFileProcessor):
+    if isinstance(processor, PixelProcessor) and hasattr(processor, "fit"):  # Others resize in ways of their own.
         shape = (3, processor.size, processor.size)
         pixels = partial(_pixels, shape=shape)
         return Task("square", {"size": processor.size, "fit": processor.fit}, pixels)

@@ -246,7 +246,7 @@ def _vector_files(model: DualEncoder, texts: Sequence[str]) -> list[str] | list[
             )
         if isinstance(processor := tower.processor, EmbeddingProcessor):
             try:
-                processor.features(Path(path).read_bytes())
+                processor.prepare(Path(path).read_bytes())
             except ValueError as error:
                 raise UserError(f"{path}: {error}") from error
     return [Path(path) for path in texts]
