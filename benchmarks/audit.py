@@ -181,7 +181,7 @@ def trained(folder: Path, parts: Sequence[Path], resamples: int) -> dict[str, An
     facts: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
     for path in parts or [folder]:
         run = load_run(path)
-        prepared = prepare_listed(run, config, "train")
+        prepared = prepare_listed(run, config, "train")[0]
         data, images, texts = prepared.data, *embed_split(run.model, prepared)
         chosen = np.arange(images.n)
         if parts:

@@ -79,8 +79,6 @@ from .training.loop import fit as fit
 from .workflows.adopt import adopt as adopt
 from .workflows.adopt import adopt_encoders as adopt_encoders
 from .workflows.audit import audit_pairs as audit_pairs
-from .workflows.audit import wrong_fraction as wrong_fraction
-from .workflows.audit import wrong_probability as wrong_probability
 from .workflows.export import export_run as export_run
 from .workflows.search import LoadedModel as LoadedModel
 from .workflows.search import load as load

@@ -261,12 +261,6 @@ def prefetch(source: Iterable[T], depth: int = 2) -> Generator[T, None, None]:
     when the consumer closes the generator (leaving a loop does that). On closing, the item in work is finished, the
     source is closed in its own thread, and then ``close`` returns.
     """
-    if depth < 1:
-        raise ValueError(f"prefetch: depth must be at least 1, got {depth}")
-    return _prefetched(source, depth)
-
-
-def _prefetched(source: Iterable[T], depth: int) -> Generator[T, None, None]:
     made: queue.SimpleQueue[tuple[T] | BaseException | None] = queue.SimpleQueue()
     room = threading.Semaphore(depth)
     stop = threading.Event()

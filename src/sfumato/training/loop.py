@@ -7,8 +7,9 @@ import contextlib
 import json
 import math
 import time
+from collections import Counter
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,7 @@ from sfumato.models.run import (
     build_loss,
     choose_device,
     load_state,
+    read_log,
     save_state,
 )
 from sfumato.models.unfamiliar import remember_words
@@ -69,22 +71,6 @@ from sfumato.training.variance_stage import teach_variances
 
 _SECONDS_BETWEEN_SAVES = 15.0
 """Epochs that end sooner after the last saved one are not saved; an interrupted run repeats them bit for bit."""
-
-
-@dataclass
-class _EpochLog:
-    """Means over the steps of an epoch."""
-
-    sums: dict[str, float] = field(default_factory=dict)
-    steps: int = 0
-
-    def add(self, values: dict[str, float]) -> None:
-        self.steps += 1
-        for key, value in values.items():
-            self.sums[key] = self.sums.get(key, 0.0) + value
-
-    def means(self) -> dict[str, float]:
-        return {key: value / self.steps for key, value in self.sums.items()}
 
 
 @dataclass
@@ -176,9 +162,7 @@ def _fit(recipe: Recipe, folder: Path, process_group: ProcessGroup) -> dict[str,
         "parameters": sum(p.numel() for p in training.model.parameters()),
         "calibrated": (folder / CALIBRATION).exists(),
         "problems": len(training.problems),
-        "seconds": round(
-            sum(json.loads(line)["seconds"] for line in (folder / LOG).read_text(encoding="utf-8").splitlines()), 1
-        ),
+        "seconds": round(sum(line["seconds"] for line in read_log(folder / LOG)), 1),
     }
 
 
@@ -260,7 +244,7 @@ def _train_epoch(training: _Training, epoch: int) -> dict[str, Any]:
     torch.manual_seed(epoch_seed(recipe.train.seed, epoch, 0, *((group.rank,) if group.rank else ())))
     training.model.train()
     freeze_for_epoch(training.model, epoch, recipe.optim)
-    log = _EpochLog()
+    sums = Counter[str]()
     with (
         progress_bar(f"epoch {epoch + 1}/{recipe.train.epochs}", len(batches)) as advance,
         closing(prefetch(batches.epoch(epoch))) as coming,
@@ -269,14 +253,15 @@ def _train_epoch(training: _Training, epoch: int) -> dict[str, Any]:
             factor = learning_rate_factor(epoch + step / len(batches), recipe.optim, epochs=recipe.train.epochs)
             set_learning_rate(training.optimiser, factor)
             try:
-                log.add(_train_step(training, batch, epoch))
+                sums.update(_train_step(training, batch, epoch))
             except DivergedError as error:
                 raise DivergedError(f"epoch {epoch + 1}, step {step + 1}: {error}") from error
             advance(1)
     group.average_buffers(training.model)
     if training.average is not None and epoch >= recipe.train.epochs - recipe.train.swa_epochs:
         training.average.update(training.model)
-    return {**log.means(), **_current_logits(training.loss)}
+    means = {name: value / (step + 1) for name, value in sums.items()}
+    return {**means, **_current_logits(training.loss)}
 
 
 def _train_step(training: _Training, batch: TrainBatch, epoch: int) -> dict[str, float]:

@@ -160,18 +160,11 @@ def audit_pairs(
 
 
 def wrong_fraction(log_odds: np.ndarray, *, n_steps: int = 1000) -> float:
-    """Estimate the fraction of wrong pairs among the listed pairs.
+    """The fraction of wrong pairs among the listed ones, of maximum likelihood, by expectation maximisation.
 
     The listed pairs are a mixture of right pairs, with the distances of the calibration's matches, and wrong pairs,
-    with the distances of its random pairs. Expectation maximisation finds the fraction of maximum likelihood. Wrong
-    pairs that are as close as right pairs count as right.
-
-    Args:
-        log_odds: (p,) log(p(distance | match) / p(distance | no match)), the calibrated logit at equal fractions.
-        n_steps: largest number of steps.
-
-    Returns:
-        A fraction in [0, 1].
+    with the distances of its random pairs. Wrong pairs that are as close as right pairs count as right. log_odds (p,)
+    = log(p(distance | match) / p(distance | no match)), the calibrated logit at equal fractions.
 
     Paper: Saerens, Latinne and Decaestecker, "Adjusting the outputs of a classifier to new a priori probabilities",
         2002.
@@ -202,18 +195,7 @@ _CHI_SQUARE = 3.841
 
 
 def wrong_probability(log_odds: np.ndarray, fraction: float) -> np.ndarray:
-    """Probabilities that listed pairs are wrong, given the fraction of wrong pairs.
-
-    Args:
-        log_odds: see :func:`wrong_fraction`.
-        fraction: of wrong pairs, in [0, 1].
-
-    Returns:
-        (p,) probabilities.
-
-    Raises:
-        ValueError: the fraction is outside of [0, 1].
-    """
+    """(p,) probabilities that listed pairs are wrong, given the fraction of wrong pairs."""
     if not 0 <= fraction <= 1:
         raise ValueError(f"wrong_probability: fraction must lie in [0, 1], got {fraction}")
     with np.errstate(divide="ignore"):
@@ -368,7 +350,7 @@ def varied(scores: Scored, most: int) -> list[int]:
 
 def audit_model(retrieval_model: Model, config: DataConfig, split: str, *, name: str, seen: bool = False) -> Audit:
     """Audit a split of some data with a model."""
-    prepared, others = _load_listed(retrieval_model, config, split)
+    prepared, others = prepare_listed(retrieval_model, config, split)
     scored = _score(retrieval_model, prepared, np.arange(len(prepared.data.image_ids)))
     notes = [] if not seen else [
         "The model was trained on these pairs and may have memorised wrong ones;"
@@ -388,7 +370,7 @@ def cross_fit(run: Run, config: DataConfig, n_parts: int, folder: Path) -> Audit
         say(f"part {part + 1} of {n_parts}: training on the others")
         fit(run.recipe.model_copy(update={"data": own}), folder / f"part-{part}")
         retrieval_model = load_run(folder / f"part-{part}", device=run.model.image.device)
-        prepared, others = _load_listed(retrieval_model, config, "train")
+        prepared, others = prepare_listed(retrieval_model, config, "train")
         data = prepared.data
         scored.append(_score(retrieval_model, prepared, images_of_part(data, part, n_parts)))
     assert retrieval_model is not None and data is not None
@@ -397,13 +379,11 @@ def cross_fit(run: Run, config: DataConfig, n_parts: int, folder: Path) -> Audit
     return _joined(retrieval_model, data, scored, about)
 
 
-def prepare_listed(retrieval_model: Model, config: DataConfig, split: str) -> PreparedSplit:
-    """Load a split as it is used in training; "train" is noisy if the data configures noise."""
-    return _load_listed(retrieval_model, config, split)[0]
+def prepare_listed(retrieval_model: Model, config: DataConfig, split: str) -> tuple[PreparedSplit, dict[str, int]]:
+    """A split as it is used in training: "train" is noisy if the data configures noise.
 
-
-def _load_listed(retrieval_model: Model, config: DataConfig, split: str) -> tuple[PreparedSplit, dict[str, int]]:
-    """See :func:`prepare_listed`; and by name, the numbers of images of the splits that have other images."""
+    And by name, the numbers of images of the splits that have other images.
+    """
     problems = Problems()
     splits = load_splits(config, problems)
     data = chosen_split(splits, split, config)
@@ -424,45 +404,33 @@ class _Part:
     log_odds: np.ndarray | None
     missing: MissingScores
     match_probability: np.ndarray | None
-    recalls: "_Recalls"
+    recalls: Mapping[str, np.ndarray]  # by direction (2, 3), recall@1, 5 and 10 of the model and of a random order
+    n_independent: int  # number of independent queries
 
 
-@dataclass(frozen=True)
-class _Recalls:
-    """By direction, recall@K of the model and of a random order; and the number of independent queries."""
-
-    found: Mapping[str, Mapping[str, float]]
-    by_chance: Mapping[str, Mapping[str, float]]
-    n: int
-
-    @classmethod
-    def of(cls, listed: ListedScores, relevance: Relevance) -> "_Recalls":
-        """Those of a part, with positions in the part; the closest listed item of a query counts."""
-        found = {}
-        for direction, query, rank in (
-            ("i2t", listed.image, listed.text_rank),
-            ("t2i", listed.text, listed.image_rank),
-        ):
-            best = np.full(query.max() + 1, np.iinfo(np.int64).max)
-            np.minimum.at(best, query, rank)
-            asked = best[np.unique(query)]
-            found[direction] = {f"recall@{k}": float((asked < k).mean()) for k in (1, 5, 10)}
-        chance = {"i2t": chance_metrics(relevance), "t2i": chance_metrics(relevance.transpose())}
-        return cls(found, chance, min(relevance.n_queries, relevance.n_gallery))
+_RECALLS = {f"recall@{k}": k for k in (1, 5, 10)}
 
 
-def _check_above_chance(parts: Sequence[_Recalls], split: str) -> None:
+def _recalls(listed: ListedScores, relevance: Relevance) -> dict[str, np.ndarray]:
+    """Those of a part, with positions in the part; the closest listed item of a query counts."""
+    found = {}
+    for direction, query, rank, own in (
+        ("i2t", listed.image, listed.text_rank, relevance),
+        ("t2i", listed.text, listed.image_rank, relevance.transpose()),
+    ):
+        best = np.full(query.max() + 1, np.iinfo(np.int64).max)
+        np.minimum.at(best, query, rank)
+        asked, chance = best[np.unique(query)], chance_metrics(own)
+        found[direction] = np.array([[(asked < k).mean(), chance[name]] for name, k in _RECALLS.items()]).T
+    return found
+
+
+def _check_above_chance(parts: Sequence[_Part], split: str) -> None:
     """Raise an error if the models rank the listed pairs no better than a random order."""
-    n = sum(part.n for part in parts)
-
-    def mean(of: Sequence[Mapping[str, float]]) -> dict[str, float]:
-        return {
-            f"recall@{k}": sum(one[f"recall@{k}"] * part.n for one, part in zip(of, parts, strict=True)) / n
-            for k in (1, 5, 10)
-        }
-
-    pairs = {d: (mean([p.found[d] for p in parts]), mean([p.by_chance[d] for p in parts])) for d in ("i2t", "t2i")}
-    if not any(beats_chance(found, chance, n) for found, chance in pairs.values()):
+    weights = [part.n_independent for part in parts]
+    means = {d: np.average([part.recalls[d] for part in parts], 0, weights) for d in ("i2t", "t2i")}
+    pairs = {d: [dict(zip(_RECALLS, row.tolist(), strict=True)) for row in mean] for d, mean in means.items()}
+    if not any(beats_chance(found, chance, sum(weights)) for found, chance in pairs.values()):
         found, chance = pairs["t2i"]
         raise UserError(
             f"no audit: the model ranks the listed pairs of {split} no better than chance (text -> image recall@5"
@@ -489,7 +457,7 @@ def _score(retrieval_model: Model, prepared: PreparedSplit, chosen: np.ndarray) 
             wording=[data.texts[t] for t in kept],
             progress=advance,
         )
-    recalls = _Recalls.of(listed, relevance)
+    recalls, n_independent = _recalls(listed, relevance), min(relevance.n_queries, relevance.n_gallery)
     fitted, log_odds, probability = retrieval_model.calibration, None, None
     if fitted is not None:
         log_odds = fitted.logit(torch.from_numpy(listed.distance), match_fraction=0.5).numpy()
@@ -501,12 +469,12 @@ def _score(retrieval_model: Model, prepared: PreparedSplit, chosen: np.ndarray) 
     whole["better_image"] = np.where(listed.better_image >= 0, chosen[listed.better_image], -1)
     listed = dataclasses.replace(listed, excess=retrieval_model.logit_scale * listed.excess, **whole)
     missing = dataclasses.replace(missing, image=chosen[missing.image], text=kept[missing.text])
-    return _Part(listed, log_odds, missing, probability, recalls)
+    return _Part(listed, log_odds, missing, probability, recalls, n_independent)
 
 
 def _joined(retrieval_model: Model, data: PairData, parts: Sequence[_Part], about: Mapping[str, Any]) -> Audit:
     """Both lists in their order, with probabilities if all parts have them."""
-    _check_above_chance([p.recalls for p in parts], about["split"])
+    _check_above_chance(parts, about["split"])
     listed, missing = _join([p.listed for p in parts]), _join([p.missing for p in parts])
     log_odds = _if_all([p.log_odds for p in parts])
     probability = _if_all([p.match_probability for p in parts])
