@@ -64,8 +64,6 @@ from .models.pretrained_tensors import read_checkpoint as read_checkpoint
 from .models.recipe import Recipe as Recipe
 from .models.recipe import find_recipe as find_recipe
 from .models.recipe import load_recipe as load_recipe
-from .models.run import Run as Run
-from .models.run import load_run as load_run
 from .search.answer import Answer as Answer
 from .search.answer import Hit as Hit
 from .search.collection import GaussianCollection as GaussianCollection
@@ -79,7 +77,6 @@ from .training.loop import fit as fit
 from .workflows.adopt import adopt as adopt
 from .workflows.adopt import adopt_encoders as adopt_encoders
 from .workflows.audit import audit_pairs as audit_pairs
-from .workflows.export import export_run as export_run
 from .workflows.search import LoadedModel as LoadedModel
 from .workflows.search import load as load
 from .workflows.search import load_index as load_index

@@ -140,35 +140,16 @@ ENCODERS, NOISE, WORDS = "encoders.json", "noise.npy", "words.json"
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class Run(Model):
-    """A trained or adopted model with its run folder; :func:`load_run` makes one.
-
-    Attributes:
-        folder: the run folder.
-        recipe: the resolved recipe.
-        loss: the loss with its learnt logits.
-        training_calibration: what was fitted on texts that the training left out, in a gallery with its images; None
-            if it left none out.
-    """
+    """A trained or adopted model with its run folder; :func:`load_run` makes one."""
 
     folder: Path
-    recipe: Recipe
-    loss: MatchLoss
-    training_calibration: Calibration | None = None
+    recipe: Recipe  # resolved
+    loss: MatchLoss  # with its learnt logits
+    training_calibration: Calibration | None = None  # of texts that training left out, in a gallery with its images
 
 
 def load_run(folder: str | Path, *, device: torch.device | str = "cpu") -> Run:
-    """Load the best weights of a run.
-
-    Args:
-        folder: the run folder.
-        device: device of the model.
-
-    Returns:
-        The run, with its model in evaluation mode.
-
-    Raises:
-        UserError: the folder is not a run folder, or a file in it is missing or damaged.
-    """
+    """The best weights of a run, in evaluation mode."""
     folder = Path(folder)
     if not (folder / RECIPE).is_file():
         raise UserError(

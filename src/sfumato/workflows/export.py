@@ -18,11 +18,7 @@ from sfumato.errors import UserError
 from sfumato.files import is_unused, new_folder, read_json, write_atomically, write_json
 from sfumato.models.pretrained import CALIBRATION, CONFIG, TOKENIZER, WEIGHTS
 from sfumato.models.recipe import ModelConfig
-from sfumato.models.run import (
-    Run,
-    load_assets,
-    load_run,
-)
+from sfumato.models.run import Run, load_assets, load_run
 
 CARD = "README.md"
 
@@ -30,17 +26,7 @@ CARD = "README.md"
 def export_run(run_folder: str | Path, out_folder: str | Path) -> Path:
     """Write a run's model as a folder that can be published or uploaded to a hub.
 
-    Frozen backbones are not in it: they are loaded by their name in the recipe.
-
-    Args:
-        run_folder: folder of a training run.
-        out_folder: a new or empty folder. It is written completely or not at all.
-
-    Returns:
-        out_folder.
-
-    Raises:
-        UserError: run_folder is not a run folder, or out_folder is not empty.
+    Frozen backbones are not in it: they are loaded by their name in the recipe. It is written completely or not at all.
     """
     out = Path(out_folder)
     if not is_unused(out):
