@@ -92,6 +92,19 @@ def _apart_from_the_user(tmp_path_factory: pytest.TempPathFactory) -> Generator[
         yield
 
 
+@pytest.fixture(scope="session")
+def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with data, their recipe toy.toml, and a run of two epochs; to be read, or copied."""
+    from support.toy import make_toy
+
+    from sfumato.models.recipe import load_recipe
+    from sfumato.training.loop import fit
+
+    recipe = make_toy(tmp_path_factory.mktemp("toy"))
+    fit(load_recipe(recipe, ["train.epochs=2"]), recipe.parent / "run")
+    return recipe.parent
+
+
 @pytest.fixture
 def sfumato(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
     """Runs a command in this process; returns (exit status, standard output, standard error)."""

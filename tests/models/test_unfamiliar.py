@@ -1,21 +1,19 @@
 """Texts whose words a model hardly knows: against real words that the fit never saw, and where users meet them."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
-from support.toy import make_toy
 
 from sfumato.data.emoji import load_emoji
 from sfumato.encoders.frozen import text_backbone
 from sfumato.encoders.processors import TokenProcessor, train_tokenizer
 from sfumato.errors import UserError
 from sfumato.metrics.selective import auroc
-from sfumato.models.recipe import load_recipe
 from sfumato.models.run import WORDS, load_model, load_run
 from sfumato.models.unfamiliar import UnfamiliarTexts, nonsense, piece_counter
 from sfumato.search.answer import verdict
-from sfumato.training.loop import fit
 
 
 @pytest.fixture(scope="module")
@@ -73,9 +71,8 @@ def test_a_verdict_says_it_first():
     assert found.kind == "unfamiliar" and found.text == "The model hardly knows these words: the results are guesses"
 
 
-def test_a_run_remembers_its_words_and_models_without_texts_judge_nothing(tmp_path, judge):
-    recipe = load_recipe(make_toy(tmp_path), ["train.epochs=1"])
-    fit(recipe, tmp_path / "run")
+def test_a_run_remembers_its_words_and_models_without_texts_judge_nothing(toy, tmp_path, judge):
+    shutil.copytree(toy / "run", tmp_path / "run")
     run = load_run(tmp_path / "run")
     assert run.unfamiliar is None and run.unfamiliar_texts(["qxzvkw"]) == [False]  # Fewer than 100 texts.
     judge.save(tmp_path / "run" / WORDS)

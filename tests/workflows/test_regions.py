@@ -162,20 +162,14 @@ def test_regions_refuses(tmp_path, sfumato, arguments, message):
     assert not (tmp_path / "out").exists() and not list(tmp_path.glob(".out*"))
 
 
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
+def test_recipes_that_make_no_sense_are_refused():
+    for override, message in (
         ("data.source=folder", "model.image.kind='regions' reads features, and data.source='folder' has images"),
-        (
-            "model.image.kind=small",
-            "data.source='scan' has region features, which model.image.kind='small' does not read",
-        ),
+        ("model.image.kind=small", "data.source='scan' has region features, which model.image.kind='small' does not"),
         ("augment.mixed_share=0.5", "augment.mixed_share changes pixels"),
-    ],
-)
-def test_recipes_that_make_no_sense_are_refused(override, message, sfumato, tmp_path):
-    status, _, err = sfumato("train", "flickr8k-vsrn", override, "--out", tmp_path / "run")
-    assert status == 2 and message in err
+    ):
+        with pytest.raises(UserError, match=message):
+            load_recipe(find_recipe("flickr8k-vsrn"), [override])
 
 
 def test_other_channels_are_told_by_their_number(scan, tmp_path, sfumato):
@@ -200,8 +194,7 @@ class Grey:
         return [np.array([[decode_image(i, 8).mean() / 255]], np.float16) for i in items]
 
 
-@pytest.mark.parametrize("name", ["../evil", "..", "a/b", "a\\b", "/nowhere/evil"])
-@pytest.mark.parametrize("layout", ["scan", "manifest"])
+@pytest.mark.parametrize(("name", "layout"), [("../evil", "scan"), ("..", "scan"), ("a\\b", "manifest")])
 def test_a_split_whose_name_is_a_path_is_refused_before_anything_is_written(tmp_path, monkeypatch, name, layout):
     monkeypatch.setenv("SFUMATO_CACHE", str(tmp_path / "cache"))
     Image.new("RGB", (9, 9)).save(tmp_path / "p.png")

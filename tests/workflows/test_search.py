@@ -8,29 +8,18 @@ import pytest
 import torch
 from PIL import Image
 from support.references import csd
-from support.toy import make_toy
 
 import sfumato
 from sfumato.errors import UserError
 from sfumato.models.embed import embed_split, load_split
-from sfumato.models.recipe import load_recipe
 from sfumato.models.run import load_run
-from sfumato.training.loop import fit
 from sfumato.workflows.adopt import adopt
 from sfumato.workflows.export import export_run
 
 
 @pytest.fixture(scope="module")
-def work(tmp_path_factory):
-    """A folder with data and a trained run."""
-    folder = tmp_path_factory.mktemp("loaded")
-    fit(load_recipe(make_toy(folder), ["train.epochs=2"]), folder / "run")
-    return folder
-
-
-@pytest.fixture(scope="module")
-def model(work):
-    return sfumato.load(work / "run")
+def model(toy):
+    return sfumato.load(toy / "run")
 
 
 @pytest.fixture(scope="module")
@@ -48,8 +37,8 @@ def equal(a, b):
     return torch.equal(a.mean, b.mean) and torch.equal(a.log_var, b.log_var)
 
 
-def test_every_way_to_give_an_image_is_the_same_image(work, model):
-    paths = sorted((work / "data").glob("*.png"))[:3]
+def test_every_way_to_give_an_image_is_the_same_image(toy, model):
+    paths = sorted((toy / "data").glob("*.png"))[:3]
     expected = model.embed_images(paths)
     pixels = [np.asarray(Image.open(path).convert("RGB")) for path in paths]
     for images in (
@@ -91,8 +80,8 @@ def test_a_photograph_is_turned_upright_like_its_file(model, tmp_path):
     assert not equal(model.embed_images([image]), model.embed_images([tmp_path / "turned.png"]))
 
 
-def test_wrong_images_are_named(work, model, tmp_path):
-    good = work / "data" / "000.png"
+def test_wrong_images_are_named(toy, model, tmp_path):
+    good = toy / "data" / "000.png"
     (tmp_path / "bad.png").write_bytes(b"no image")
     for images, error, message in (
         (good, TypeError, "expected a list of images"),
@@ -118,10 +107,10 @@ def test_wrong_images_are_named(work, model, tmp_path):
             model.embed_texts(texts)
 
 
-def test_probabilities_are_those_of_the_distance_by_loops(work, model):
-    texts, images = ["a red circle", "some bar in blue"], sorted((work / "data").glob("*.png"))[:3]
+def test_probabilities_are_those_of_the_distance_by_loops(toy, model):
+    texts, images = ["a red circle", "some bar in blue"], sorted((toy / "data").glob("*.png"))[:3]
     x, y = model.embed_texts(texts), model.embed_images(images)
-    run = load_run(work / "run")
+    run = load_run(toy / "run")
     assert run.distance == "csd" and run.calibration.knots is None
     found = model.probability(texts, images)
     stated = model.probability(x, y, match_fraction=0.5)
@@ -136,9 +125,9 @@ def test_probabilities_are_those_of_the_distance_by_loops(work, model):
             assert stated[i, j].item() == pytest.approx(1 / (1 + np.exp(-balanced)), rel=1e-4)
 
 
-def test_python_and_the_command_line_agree_to_the_last_digit(work, sfumato, tmp_path):
-    folder, pictures = tmp_path / "index", [work / "data" / "001.png", work / "data" / "000.png"]
-    assert sfumato("index", work / "run", "--images", work / "data", "--out", folder)[0] == 0
+def test_python_and_the_command_line_agree_to_the_last_digit(toy, sfumato, tmp_path):
+    folder, pictures = tmp_path / "index", [toy / "data" / "001.png", toy / "data" / "000.png"]
+    assert sfumato("index", toy / "run", "--images", toy / "data", "--out", folder)[0] == 0
     texts, options = ["a red circle", "asdfgh qwrtz"], ("--min-probability", 0.01, "--coverage", 0.9)
     by_command = json.loads(sfumato("search", folder, *texts, "-k", 4, "--json", *options)[1])
     flags = [value for picture in pictures for value in ("--image", picture)]
@@ -170,8 +159,8 @@ def load_index(folder):
     return sfumato.load_index(folder)
 
 
-def test_a_gallery_in_memory_answers_like_the_saved_one(work, model, tmp_path, sfumato):
-    index = model.index(work / "data")
+def test_a_gallery_in_memory_answers_like_the_saved_one(toy, model, tmp_path, sfumato):
+    index = model.index(toy / "data")
     index.save(tmp_path / "saved")
     assert len(index) == 48 and "48 images" in repr(index) and "LoadedModel(" in repr(model)
     again = load_index(tmp_path / "saved")
@@ -180,28 +169,28 @@ def test_a_gallery_in_memory_answers_like_the_saved_one(work, model, tmp_path, s
     assert by_command == [index.search("a red circle").to_json()]
 
 
-def test_ids_are_given_paths_or_numbers(work, model):
-    paths = sorted((work / "data").glob("*.png"))[:3]
+def test_ids_are_given_paths_or_numbers(toy, model):
+    paths = sorted((toy / "data").glob("*.png"))[:3]
     assert model.index(paths).gallery.ids == tuple(path.as_posix() for path in paths)
     assert model.index([Image.open(path) for path in paths]).gallery.ids == ("0", "1", "2")
     assert model.index(paths, ["a", "b", "c"]).gallery.ids == ("a", "b", "c")
     assert model.index(model.embed_images(paths), ids=["a", "b", "c"]).gallery.ids == ("a", "b", "c")
     with pytest.raises(ValueError, match="leave ids out"):
-        model.index(work / "data", ["a"])
+        model.index(toy / "data", ["a"])
     with pytest.raises(ValueError, match="got 2 ids for 3 embeddings"):
         model.index(paths, ["a", "b"])
 
 
-def test_a_gallery_of_texts_is_searched_by_image(work, model):
+def test_a_gallery_of_texts_is_searched_by_image(toy, model):
     index = model.index_texts(["a red circle", "some bar in blue", "a green square"])
-    answer = index.search(work / "data" / "000.png", k=2)
-    assert index.native == "images" and answer.calibrated and answer.query == str(work / "data" / "000.png")
+    answer = index.search(toy / "data" / "000.png", k=2)
+    assert index.native == "images" and answer.calibrated and answer.query == str(toy / "data" / "000.png")
     assert {hit.payload["text"] for hit in answer} <= {"a red circle", "some bar in blue", "a green square"}
     assert not index.search("a circle").calibrated
 
 
-def test_queries_of_every_kind(work, model):
-    index, path = model.index(work / "data"), work / "data" / "000.png"
+def test_queries_of_every_kind(toy, model):
+    index, path = model.index(toy / "data"), toy / "data" / "000.png"
     pixels = np.asarray(Image.open(path).convert("RGB"))
     by_path = index.search(path, k=3)
     assert by_path[0].id == "000.png" and not by_path.calibrated
@@ -249,12 +238,12 @@ def test_an_adopted_model_takes_vectors_and_says_that_it_reads_no_texts(adopted,
         model.embed_images([images[0], np.ones(7)])
 
 
-def test_what_cannot_be_opened_is_said(work, model, tmp_path):
-    model.index(work / "data").save(tmp_path / "index")
+def test_what_cannot_be_opened_is_said(toy, model, tmp_path):
+    model.index(toy / "data").save(tmp_path / "index")
     with pytest.raises(UserError, match=r"holds an index or a collection; open it with sfumato.load_index"):
         sfumato.load(tmp_path / "index")
     with pytest.raises(UserError, match=r"is a run, not an index; index images with"):
-        sfumato.load_index(work / "run")
+        sfumato.load_index(toy / "run")
     with pytest.raises(UserError, match="neither an index nor a collection"):
         sfumato.load_index(tmp_path)
     moved = sfumato.load_index(tmp_path / "index", run=tmp_path / "gone")
@@ -263,10 +252,10 @@ def test_what_cannot_be_opened_is_said(work, model, tmp_path):
     assert len(moved.search_items(["000.png"], 2)[0]) == 2, "by an item no model is needed"
 
 
-def test_notebooks_show_the_images_of_hits(work, model, tmp_path):
+def test_notebooks_show_the_images_of_hits(toy, model, tmp_path):
     """From the folder of an index, from what was given, and from nothing where nothing is known."""
-    paths = sorted((work / "data").glob("*.png"))[:3]
-    model.index(work / "data").save(tmp_path / "index")
+    paths = sorted((toy / "data").glob("*.png"))[:3]
+    model.index(toy / "data").save(tmp_path / "index")
     saved, given = sfumato.load_index(tmp_path / "index"), model.index([Image.open(path) for path in paths])
     for index, n in ((saved, 4), (given, 3), (model.index(paths), 3), (model.index(model.embed_images(paths)), 0)):
         assert index.search("a red circle", k=4)._repr_html_().count("data:image/webp;base64") == n
@@ -276,8 +265,8 @@ def test_notebooks_show_the_images_of_hits(work, model, tmp_path):
     assert "data:image" not in model.index_texts(["a red circle"]).search(paths[0])._repr_html_()
 
 
-def test_the_reliability_of_a_run_counts_first_hits(work, model, tmp_path):
-    run = load_run(work / "run")
+def test_the_reliability_of_a_run_counts_first_hits(toy, model, tmp_path):
+    run = load_run(toy / "run")
     prepared = load_split(run.model, run.recipe.data, "test")
     images, texts = embed_split(run.model, prepared)
     right = prepared.data.relevance().to_dense()
@@ -291,7 +280,7 @@ def test_the_reliability_of_a_run_counts_first_hits(work, model, tmp_path):
     assert found.rate == pytest.approx(np.mean([right[i, j] for j, i in enumerate(positions)]))
     with pytest.raises(UserError, match="has no split 'none'; it has train"):
         model.reliability("none")
-    export_run(work / "run", tmp_path / "exported")
+    export_run(toy / "run", tmp_path / "exported")
     with pytest.raises(UserError, match="is not a run and has no data of its own"):
         sfumato.load(tmp_path / "exported").reliability()
 

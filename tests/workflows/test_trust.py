@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 import torch
-from support.toy import make_toy
 
 from sfumato.data.transforms import TEXT_CORRUPTIONS, erase_squares
 from sfumato.distances import get_distance
@@ -12,10 +11,8 @@ from sfumato.evaluation.estimators import ESTIMATORS, FailurePredictor, Matching
 from sfumato.metrics.retrieval import per_query_metrics
 from sfumato.metrics.selective import auroc
 from sfumato.models.embed import embed_split, load_split
-from sfumato.models.recipe import load_recipe
 from sfumato.models.run import load_run
 from sfumato.search.exact import rank_relevant
-from sfumato.training.loop import fit
 from sfumato.workflows import trust
 from sfumato.workflows.trust import trust_model, trust_run
 
@@ -23,10 +20,8 @@ QUICK = {"n_resamples": 5, "n_corrupted": 6}
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("trust")
-    fit(load_recipe(make_toy(folder), ["train.epochs=2"]), folder / "run")
-    return load_run(folder / "run")
+def run(toy):
+    return load_run(toy / "run")
 
 
 def embedded(run, split, of_text):
