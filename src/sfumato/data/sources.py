@@ -42,92 +42,54 @@ class DataConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
-    source: str = Field(
-        "emoji",
-        description="name in SOURCES: emoji, manifest, folder, karpathy, shards, scan, cub, embeddings, or a"
-        " registered source",
-    )
-    path: str = Field(
-        "",
-        description="manifest (.jsonl, .csv, .parquet), image folder, Karpathy JSON, folder of region features (scan),"
-        " folder of CUB-200-2011, or the training shards (folder, glob or braces: cc3m-{00000..00331}.tar); embeddings:"
-        " the pairs (.csv, .jsonl, .json, .parquet), row i with row i without it; not used by emoji",
-    )
+    source: str = "emoji"
+    """name in SOURCES: emoji, manifest, folder, karpathy, shards, scan, cub, embeddings, or a registered source"""
+    path: str = ""
+    """manifest (.jsonl, .csv, .parquet), image folder, Karpathy JSON, folder of region features (scan), folder of
+    CUB-200-2011, or the training shards (folder, glob or braces: cc3m-{00000..00331}.tar); embeddings: the pairs
+    (.csv, .jsonl, .json, .parquet), row i with row i without it; not used by emoji"""
     val_path: str = Field("", description="shards: the validation shards, read as a whole; none by default")
     samples_per_epoch: PositiveInt = Field(1_000_000, description="shards: number of pairs per epoch")
     shuffle_buffer: PositiveInt = Field(10_000, description="shards: size of the shuffle buffer, in pairs")
-    images: str = Field(
-        "",
-        description="manifest, karpathy: folder of the images; by default the folder of data.path. karpathy: also an"
-        " uncompressed .tar file. embeddings: those of the images (.npy, .safetensors, .parquet, or a folder of shards;"
-        " a.npy+b.npy puts channels side by side)",
-    )
+    images: str = ""
+    """manifest, karpathy: folder of the images; by default the folder of data.path. karpathy: also an uncompressed .tar
+    file. embeddings: those of the images (.npy, .safetensors, .parquet, or a folder of shards; a.npy+b.npy puts
+    channels side by side)"""
     texts: str = Field("", description="embeddings: those of the texts, as data.images")
-    epoch_over: EpochOver = Field(
-        "images",
-        description="what an epoch visits once: each image with one of its texts, or each pair. groups: batches with"
-        " one image of each group, or class, as many as texts fill",
-    )
-    positives: Positives = Field(
-        "listed",
-        description="the matches of a batch: all pairs that the data lists, or only the pairs that were sampled",
-    )
-    equal_texts: EqualTexts = Field(
-        "merged",
-        description="equally worded texts of several images. merged: one text, which matches all of these images;"
-        " separate: each text matches its own image only, as in the official protocols of COCO and Flickr. Case and"
-        " white space make no difference",
-    )
-    graded: bool = Field(
-        False,
-        description=(
-            "label of a pair that is not listed: half the TF-IDF cosine of its text with the texts of its image,"
-            " from 0 to 1/2; false: 0"
-        ),
-    )
-    kind_weights: dict[str, NonNegativeFloat] = Field(
-        default={},
-        description="relative frequency of each kind of text in a batch; by default texts are sampled uniformly",
-    )
-    val_fraction: float = Field(
-        0.1,
-        ge=0,
-        lt=1,
-        description="fraction of the images for validation, if the data names no splits",
-    )
-    test_fraction: float = Field(
-        0.1,
-        ge=0,
-        lt=1,
-        description="fraction of the images for the test, if the data names no splits",
-    )
-    held_out_style: Style = Field(
-        "fluent3d", description="emoji: drawing style of validation and test, which training never sees"
-    )
-    noise_rate: float = Field(
-        0.0, ge=0, le=1, description="fraction of the training pairs that get a wrong image: noisy correspondence"
-    )
+    epoch_over: EpochOver = "images"
+    """what an epoch visits once: each image with one of its texts, or each pair. groups: batches with one image of each
+    group, or class, as many as texts fill"""
+    positives: Positives = "listed"
+    """the matches of a batch: all pairs that the data lists, or only the pairs that were sampled"""
+    equal_texts: EqualTexts = "merged"
+    """equally worded texts of several images. merged: one text, which matches all of these images; separate: each text
+    matches its own image only, as in the official protocols of COCO and Flickr. Case and white space make no
+    difference"""
+    graded: bool = False
+    """label of a pair that is not listed: half the TF-IDF cosine of its text with the texts of its image, from 0 to
+    1/2; false: 0"""
+    kind_weights: dict[str, NonNegativeFloat] = Field(default={})
+    """relative frequency of each kind of text in a batch; by default texts are sampled uniformly"""
+    val_fraction: float = Field(0.1, ge=0, lt=1)
+    """fraction of the images for validation, if the data names no splits"""
+    test_fraction: float = Field(0.1, ge=0, lt=1)
+    """fraction of the images for the test, if the data names no splits"""
+    held_out_style: Style = "fluent3d"
+    """emoji: drawing style of validation and test, which training never sees"""
+    noise_rate: float = Field(0.0, ge=0, le=1)
+    """fraction of the training pairs that get a wrong image: noisy correspondence"""
     noise_seed: int = Field(0, ge=0, description="seed of the noise; independent of train.seed")
-    noise_file: str = Field(
-        "", description="take the noise from this .npy index file, of an earlier run (noise.npy) or of NCR"
-    )
-    leave_out: str = Field(
-        "",
-        description="I/K, e.g. 0/2: train without part I of K equal parts of the training images, as"
-        " `sfumato audit --cross-fit K` does",
-    )
-    held_out_wordings: str = Field(
-        "",
-        description="I/K, e.g. 0/5: train without part I of K of each image's texts, and fit the probabilities of"
-        " galleries with the training images on these; split wordings has them. emoji: see data.options",
-    )
-    max_problem_fraction: float = Field(
-        0.01,
-        ge=0,
-        le=1,
-        description="stop if a larger fraction of the training and validation images is unusable; up to three unusable"
-        " images never stop a run",
-    )
+    noise_file: str = ""
+    """take the noise from this .npy index file, of an earlier run (noise.npy) or of NCR"""
+    leave_out: str = ""
+    """I/K, e.g. 0/2: train without part I of K equal parts of the training images, as `sfumato audit --cross-fit K`
+    does"""
+    held_out_wordings: str = ""
+    """I/K, e.g. 0/5: train without part I of K of each image's texts, and fit the probabilities of galleries with the
+    training images on these; split wordings has them. emoji: see data.options"""
+    max_problem_fraction: float = Field(0.01, ge=0, le=1)
+    """stop if a larger fraction of the training and validation images is unusable; up to three unusable images never
+    stop a run"""
     options: dict[str, Any] = Field(default={}, description="options of emoji, cub, or a source from outside")
 
     @model_validator(mode="before")

@@ -69,20 +69,15 @@ class _ClipConfig(EncoderConfig):
 
     weights: str = Field("", description="hub name or local folder of a CLIP or SigLIP model; random weights if empty")
     architecture: Architecture = Field("ViT-B/32", description="architecture, without weights")
-    blocks: PositiveInt | None = Field(
-        None, description="number of blocks, only without weights; the architecture's number if left out"
-    )
-    activation: Activation = Field(
-        "quick_gelu", description="activation, only without weights: quick_gelu (OpenAI) or gelu (open_clip)"
-    )
+    blocks: PositiveInt | None = None
+    """number of blocks, only without weights; the architecture's number if left out"""
+    activation: Activation = "quick_gelu"
+    """activation, only without weights: quick_gelu (OpenAI) or gelu (open_clip)"""
     variance_blocks: int = Field(1, ge=0, description="number of last blocks that are separate for the log variance")
-    variance_start: Literal["random", "copy"] = Field(
-        "random",
-        description="start of the variance blocks: random weights (as published), or a copy of the mean's blocks",
-    )
-    variance_token: bool = Field(
-        False, description="read the log variance from an extra token [UNC], as ProLIP, instead of extra blocks"
-    )
+    variance_start: Literal["random", "copy"] = "random"
+    """start of the variance blocks: random weights (as published), or a copy of the mean's blocks"""
+    variance_token: bool = False
+    """read the log variance from an extra token [UNC], as ProLIP, instead of extra blocks"""
     checkpointing: bool = Field(False, description="recompute activations in the backward pass: less memory, more time")
 
     def own_blocks(self, variance: bool) -> int:
@@ -108,9 +103,8 @@ class ClipImageConfig(_ClipConfig, ImageEncoderConfig):
     path_fields: ClassVar[tuple[str, ...]] = ("weights",)
 
     kind: Literal["clip"] = "clip"
-    size: int | None = Field(
-        None, ge=16, description="side of the square images in pixels; the side of the weights (or 224) if left out"
-    )
+    size: int | None = Field(None, ge=16)
+    """side of the square images in pixels; the side of the weights (or 224) if left out"""
     final_norm: bool = Field(False, description="pass the mean's features through the last norm of the transformer")
     fit: Fit = "squash"
     augment: AugmentMode = "crop"
@@ -129,19 +123,12 @@ class ClipTextConfig(_ClipConfig, TextEncoderConfig):
     _without_weights: ClassVar[tuple[str, ...]] = ("architecture", "blocks", "activation", "vocabulary", "tokenizer")
 
     kind: Literal["clip"] = "clip"
-    vocabulary: PositiveInt = Field(
-        4000, description="largest number of subword tokens learnt from the training texts; only without weights"
-    )
-    tokenizer: str = Field(
-        "",
-        description="hub name or local folder of subword tokens to use instead of learning them; only without weights",
-    )
-    max_tokens: int | None = Field(
-        None,
-        ge=3,
-        description="largest number of tokens of a text, longer texts are cut; the positions of the weights (or 77) if"
-        " left out",
-    )
+    vocabulary: PositiveInt = 4000
+    """largest number of subword tokens learnt from the training texts; only without weights"""
+    tokenizer: str = ""
+    """hub name or local folder of subword tokens to use instead of learning them; only without weights"""
+    max_tokens: int | None = Field(None, ge=3)
+    """largest number of tokens of a text, longer texts are cut; the positions of the weights (or 77) if left out"""
 
 
 class ClipEncoder(EncoderModule):

@@ -133,17 +133,12 @@ class ResNetImageConfig(ImageEncoderConfig):
 
     kind: Literal["resnet"] = "resnet"
     weights: str = Field("", description="hub name or local folder of a ResNet; random weights if empty")
-    architecture: Literal["resnet-18", "resnet-34", "resnet-50", "resnet-101", "resnet-152"] = Field(
-        "resnet-50", description="architecture, without weights"
-    )
-    depths: tuple[PositiveInt, ...] | None = Field(
-        None,
-        min_length=1,
-        description="number of blocks of each stage, instead of an architecture; only without weights",
-    )
-    width: PositiveInt = Field(
-        64, description="with depths: channels of the first stage; each later stage has twice as many"
-    )
+    architecture: Literal["resnet-18", "resnet-34", "resnet-50", "resnet-101", "resnet-152"] = "resnet-50"
+    """architecture, without weights"""
+    depths: tuple[PositiveInt, ...] | None = Field(None, min_length=1)
+    """number of blocks of each stage, instead of an architecture; only without weights"""
+    width: PositiveInt = 64
+    """with depths: channels of the first stage; each later stage has twice as many"""
     size: int = Field(224, ge=32, description="side of the square images in pixels")
     fit: Fit = "squash"
     augment: AugmentMode = "crop"

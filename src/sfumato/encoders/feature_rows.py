@@ -50,18 +50,10 @@ class RegionImageConfig(ImageEncoderConfig):
     channels: PositiveInt = Field(2048, description="channels of the features")
     width: PositiveInt | None = Field(None, description="channels of the layers above them; model.dim if left out")
     graph_layers: int = Field(4, ge=0, description="number of layers of reasoning between the regions of an image")
-    recurrent: bool = Field(
-        True,
-        description=(
-            "take the last state of a GRU over the regions as the only token; false: model.pooling pools the regions"
-        ),
-    )
-    variance_layers: bool = Field(
-        True,
-        description=(
-            "use separate graph layers and a separate GRU for the log variance; false: it uses those of the mean"
-        ),
-    )
+    recurrent: bool = True
+    """take the last state of a GRU over the regions as the only token; false: model.pooling pools the regions"""
+    variance_layers: bool = True
+    """use separate graph layers and a separate GRU for the log variance; false: it uses those of the mean"""
 
     def check(self, section: str) -> None:
         useless = self.changed("width", "variance_layers")

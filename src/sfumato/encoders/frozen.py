@@ -530,22 +530,15 @@ class FrozenImageConfig(_FrozenConfig, ImageEncoderConfig):
     packaged: ClassVar[tuple[str, ...]] = IMAGE_BACKBONES
 
     kind: Literal["frozen"] = "frozen"
-    backbone: str = Field(
-        "efficientnet-lite0", description="efficientnet-lite0, a hub name, or a local folder of transformers"
-    )
-    size: int | None = Field(
-        None, ge=16, description="side of the resized images in pixels; the backbone's own size if left out"
-    )
-    grid: int | None = Field(
-        None,
-        ge=1,
-        description="average the map of a convolutional backbone to grid x grid tokens; all cells if left out",
-    )
-    projected: bool = Field(
-        False,
-        description="the joint embedding of a CLIP or SigLIP model, after its projection, as its one token; with"
-        " model.identity the frozen model as it is",
-    )
+    backbone: str = "efficientnet-lite0"
+    """efficientnet-lite0, a hub name, or a local folder of transformers"""
+    size: int | None = Field(None, ge=16)
+    """side of the resized images in pixels; the backbone's own size if left out"""
+    grid: int | None = Field(None, ge=1)
+    """average the map of a convolutional backbone to grid x grid tokens; all cells if left out"""
+    projected: bool = False
+    """the joint embedding of a CLIP or SigLIP model, after its projection, as its one token; with model.identity the
+    frozen model as it is"""
     precision: ComputesIn = "float32"
     whiten: Whiten = None
 
@@ -559,11 +552,9 @@ class FrozenTextConfig(_FrozenConfig, TextEncoderConfig):
     backbone: str = Field("minilm-l6-v2", description="minilm-l6-v2, a hub name, or a local folder of transformers")
     max_tokens: PositiveInt = Field(64, description="largest number of tokens of a text; longer texts are cut")
     pooled: bool = Field(False, description="average the tokens of a text to one")
-    layers: tuple[NonNegativeInt, ...] = Field(
-        (),
-        description="layers whose channels stand side by side, 0 for the token embeddings, e.g. [0, 2, 4, 6]; the last"
-        " layer if left out",
-    )
+    layers: tuple[NonNegativeInt, ...] = ()
+    """layers whose channels stand side by side, 0 for the token embeddings, e.g. [0, 2, 4, 6]; the last layer if left
+    out"""
     projected: bool = Field(False, description="as model.image.projected; other keys than backbone have no effect")
     precision: ComputesIn = "float32"
     whiten: Whiten = None

@@ -42,9 +42,8 @@ class SmallImageConfig(ImageEncoderConfig):
     kind: Literal["small"] = "small"
     size: int = Field(64, ge=16, description="side of the square images in pixels")
     width: PositiveInt = Field(48, description="channels of the first stage; each later stage has twice as many")
-    augment: bool = Field(
-        True, description="change training images at random: rotations, crops, mirror images, colours"
-    )
+    augment: bool = True
+    """change training images at random: rotations, crops, mirror images, colours"""
 
     @property
     def augment_mode(self) -> AugmentMode:
@@ -56,9 +55,8 @@ class SmallTextConfig(TextEncoderConfig):
     """A small network over subword tokens, whose vocabulary is learnt from the training texts."""
 
     kind: Literal["small"] = "small"
-    vocabulary: PositiveInt = Field(
-        4000, description="largest number of subword tokens; they include all single characters"
-    )
+    vocabulary: PositiveInt = 4000
+    """largest number of subword tokens; they include all single characters"""
     width: PositiveInt = Field(256, description="channels of the token features")
     max_tokens: PositiveInt = Field(64, description="largest number of tokens of a text; longer texts are cut")
     dropout: float = Field(0.1, ge=0, lt=1, description="fraction of the token features dropped while training")
@@ -156,16 +154,13 @@ class WordTextConfig(TextEncoderConfig):
     width: PositiveInt = Field(300, description="width of the word vectors")
     hidden: PositiveInt = Field(512, description="width of the GRU in each direction")
     bidirectional: bool = Field(False, description="read texts backwards too")
-    states: States = Field(
-        "final", description="token features. final: the final state of each direction; all: the states at all words"
-    )
-    min_count: PositiveInt = Field(
-        1, description="number of times that a word must occur in the training texts to be in the vocabulary"
-    )
+    states: States = "final"
+    """token features. final: the final state of each direction; all: the states at all words"""
+    min_count: PositiveInt = 1
+    """number of times that a word must occur in the training texts to be in the vocabulary"""
     max_tokens: PositiveInt = Field(64, description="largest number of words of a text; longer texts are cut")
-    vectors: str = Field(
-        "", description="GloVe text file of word vectors to start from, read only when a run begins; none if empty"
-    )
+    vectors: str = ""
+    """GloVe text file of word vectors to start from, read only when a run begins; none if empty"""
     freeze: bool = Field(False, description="keep the word vectors frozen; needs vectors")
     variance_gru: bool = Field(True, description="use a second GRU for the log variance only")
 
