@@ -176,10 +176,10 @@ def test_a_file_that_shrinks_is_an_error_not_a_crash(tmp_path):
     path = tmp_path / "a.npy"
     np.save(path, FEATURES)
     file = RegionFile(path)
-    assert np.array_equal(file.row(3), FEATURES[3])
+    assert np.array_equal(file.features(3), FEATURES[3])
     path.write_bytes(path.read_bytes()[:-4])
     with pytest.raises(OSError, match="ends within row 3"):
-        file.row(3)
+        file.features(3)
 
 
 @pytest.mark.parametrize(

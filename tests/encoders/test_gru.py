@@ -60,8 +60,8 @@ def test_vectors_of_known_words_are_read_and_the_first_of_a_word_counts(tmp_path
     [
         ("the 1 2\ndog 1 2\n", r"line 1: 2 numbers after the word, but model.text.width=3; .* set model.text.width=2"),
         ("the 1 2 3 4\n", "line 1: 4 numbers after the word"),
-        ("the 1 2 3\n\nsleeps 1 2 3", "line 2: expected a word and its numbers, got 0 fields; is it the text file"),
-        ("the 1 2 3\nof 1 2 3\ndog 1\n", "line 3: expected a word and its numbers, got 2 fields"),
+        ("the 1 2 3\n\nsleeps 1 2 3", "line 2: expected a word and its numbers .got 0 fields.; is it the text file"),
+        ("the 1 2 3\nof 1 2 3\ndog 1\n", "line 3: expected a word and its numbers .got 2 fields"),
         ("a text that is no file of vectors", "line 1: expected a word and its numbers .*'text'"),
         (b"PK\x03\x04\x14\x00 \xff\xfe\x00 some zip", "line 1: expected a word and its numbers"),
         ("the 1 nan 2\n", "line 1: a number after the word is not finite"),

@@ -19,7 +19,7 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Protocol
 
 import numpy as np
 import torch
@@ -277,6 +277,10 @@ class EmbeddingTable:
                 of_block[torch.from_numpy(own)] = parts[part][torch.from_numpy(index[own] - starts[part])].float()
         return values
 
+    def features(self, row: int) -> np.ndarray:
+        """One row. Returns (1, c)."""
+        return self.rows(np.array([row])).numpy()
+
     def errors(self, index: np.ndarray) -> dict[int, str]:
         """The rows among some that no model can use. index (k,)."""
         found: dict[int, str] = {}
@@ -289,11 +293,20 @@ class EmbeddingTable:
         return dict(sorted(found.items()))
 
 
-@dataclass(frozen=True, slots=True)
-class EmbeddingRow:
-    """A row of a table: an item of a data set, of images or of texts."""
+class Table(Protocol):
+    """Rows of features in files."""
 
-    table: EmbeddingTable  # the table
+    @property
+    def name(self) -> str: ...
+
+    def features(self, row: int) -> np.ndarray: ...
+
+
+@dataclass(frozen=True, slots=True)
+class FeatureRow:
+    """A row of a table: an item of a data set. Its bytes are a .npy file of (r, c) features."""
+
+    table: Table
     row: int  # its position
 
     @property
@@ -302,11 +315,16 @@ class EmbeddingRow:
         return f"{self.table.name}[{self.row}]"
 
     def read_bytes(self) -> bytes:
-        """A .npy file of (1, c)."""
-        return regions_to_bytes(self.table.rows(np.array([self.row])).numpy())
+        return regions_to_bytes(self.table.features(self.row))
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingRow(FeatureRow):
+    """A row of embeddings: an :data:`~sfumato.encoders.encoder_protocol.Item` itself."""
+
+    table: EmbeddingTable
 
     def __call__(self) -> bytes:
-        """The same, so that a row is an :data:`~sfumato.encoders.encoder_protocol.Item`."""
         return self.read_bytes()
 
 
@@ -455,7 +473,12 @@ class RegionFile:
         self.n, self.channels = shape[0], shape[-1]
         self.regions = shape[1] if len(shape) == 3 else 1
 
-    def row(self, row: int) -> np.ndarray:
+    @property
+    def name(self) -> str:
+        """The path."""
+        return str(self.path)
+
+    def features(self, row: int) -> np.ndarray:
         """The features of an image. Returns (r, c)."""
         return np.frombuffer(self._read(row), self._dtype).reshape(self.regions, self.channels)
 
@@ -483,23 +506,6 @@ def _read_at(descriptor: int, size: int, start: int) -> bytes:
     with _SEEKING:  # Windows reads from the position of the descriptor alone.
         os.lseek(descriptor, start, os.SEEK_SET)
         return os.read(descriptor, size)
-
-
-@dataclass(frozen=True)
-class RegionRow:
-    """The features of an image in a :class:`RegionFile`."""
-
-    file: RegionFile  # the file
-    row: int  # position of the image in the file
-
-    @property
-    def location(self) -> str:
-        """path[row]."""
-        return f"{self.file.path}[{self.row}]"
-
-    def read_bytes(self) -> bytes:
-        """A .npy file of (r, c)."""
-        return regions_to_bytes(self.file.row(self.row))
 
 
 def regions_to_bytes(features: np.ndarray) -> bytes:

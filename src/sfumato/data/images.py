@@ -34,14 +34,7 @@ class ImageSource(Protocol):
         ...
 
     def read_bytes(self) -> bytes:
-        """The bytes of the image file.
-
-        Returns:
-            Encoded bytes, not decoded.
-
-        Raises:
-            OSError: they cannot be read.
-        """
+        """The bytes of the image file, not decoded; an OSError if they cannot be read."""
         ...
 
 
@@ -335,27 +328,11 @@ class Images(Protocol):
     """The images of a gallery. Call it only for items of the gallery, with their payloads."""
 
     def read(self, id: str, payload: Mapping[str, str]) -> bytes | None:
-        """The image file of an item.
-
-        Args:
-            id: id of the item.
-            payload: payload of the item.
-
-        Returns:
-            The bytes; None if there is no file.
-        """
+        """The image file of an item; None if there is no file."""
         ...
 
     def has(self, id: str, payload: Mapping[str, str]) -> bool:
-        """Whether an item may have an image, judged without access to the disk.
-
-        Args:
-            id: id of the item.
-            payload: payload of the item.
-
-        Returns:
-            False if it is known to have none.
-        """
+        """Whether an item may have an image, judged without access to the disk; False if it is known to have none."""
         ...
 
 

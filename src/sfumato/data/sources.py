@@ -22,10 +22,9 @@ from pydantic import (
 )
 
 from sfumato.data.captioned import read_image_folder
-from sfumato.data.embedding_pairs import read_embedding_pairs
 from sfumato.data.emoji import EmojiOptions, Style, load_emoji
 from sfumato.data.images import Problems
-from sfumato.data.layouts import CubOptions, read_cub, read_karpathy, read_scan
+from sfumato.data.layouts import CubOptions, read_cub, read_embedding_pairs, read_karpathy, read_scan
 from sfumato.data.manifest import MANIFEST_SUFFIXES, read_manifest
 from sfumato.data.pairs import EpochOver, EqualTexts, PairData, Positives
 from sfumato.data.shards import expand_shards, read_shards
@@ -205,38 +204,22 @@ def get_source(name: str) -> Source:
     return SOURCES[name]
 
 
+def _fractions(config: DataConfig) -> dict[str, float]:
+    return {"val_fraction": config.val_fraction, "test_fraction": config.test_fraction}
+
+
 def _emoji(config: DataConfig, problems: Problems) -> dict[str, PairData]:
     options = EmojiOptions.model_validate(config.options)
     return load_emoji(held_out_style=config.held_out_style, **options.model_dump())
-
-
-def _fractions(config: DataConfig) -> dict[str, float]:
-    return {"val_fraction": config.val_fraction, "test_fraction": config.test_fraction}
 
 
 def _manifest(config: DataConfig, problems: Problems) -> dict[str, PairData]:
     return read_manifest(_existing(config), problems, image_root=config.images or None, **_fractions(config))
 
 
-def _folder(config: DataConfig, problems: Problems) -> dict[str, PairData]:
-    return read_image_folder(_existing(config), problems, **_fractions(config))
-
-
 def _karpathy(config: DataConfig, problems: Problems) -> dict[str, PairData]:
     path = _existing(config)
     return read_karpathy(path, config.images or path.parent, problems)
-
-
-def _shards(config: DataConfig, problems: Problems) -> dict[str, PairData]:
-    return {"val": read_shards(expand_shards(config.val_path), problems)} if config.val_path else {}
-
-
-def _scan(config: DataConfig, problems: Problems) -> dict[str, PairData]:
-    return read_scan(_existing(config), problems)
-
-
-def _cub(config: DataConfig, problems: Problems) -> dict[str, PairData]:
-    return read_cub(_existing(config), problems, CubOptions.model_validate(config.options), **_fractions(config))
 
 
 def _embeddings(config: DataConfig, problems: Problems) -> dict[str, PairData]:
@@ -258,11 +241,17 @@ def _existing(config: DataConfig) -> Path:
 SOURCES: dict[str, Source] = {
     "emoji": Source(_emoji, EmojiOptions, needs_path=False),
     "manifest": Source(_manifest, inputs="either"),
-    "folder": Source(_folder),
+    "folder": Source(lambda c, problems: read_image_folder(_existing(c), problems, **_fractions(c))),
     "karpathy": Source(_karpathy),
-    "shards": Source(_shards, streamed=True),
-    "scan": Source(_scan, inputs="regions"),
-    "cub": Source(_cub, CubOptions),
+    "shards": Source(
+        lambda c, problems: {"val": read_shards(expand_shards(c.val_path), problems)} if c.val_path else {},
+        streamed=True,
+    ),
+    "scan": Source(lambda c, problems: read_scan(_existing(c), problems), inputs="regions"),
+    "cub": Source(
+        lambda c, problems: read_cub(_existing(c), problems, CubOptions.model_validate(c.options), **_fractions(c)),
+        CubOptions,
+    ),
     "embeddings": Source(_embeddings, needs_path=False, inputs="embeddings"),
 }
 """Sources of data by name."""

@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import filelock
 import numpy as np
@@ -235,21 +235,19 @@ def cached_features(
     dtype = getattr(backbone, "feature_dtype", "float16")
     cache = FeatureCache(folder, backbone.fingerprint, backbone.channels, dtype)
     known = set(cache.known())
-    digests: list[bytes] = []
-    kept: list[int] = []
-    waiting: dict[bytes, tuple[int, bytes | str]] = {}
+    digests: dict[int, bytes] = {}
+    waiting: dict[bytes, tuple[int, Any]] = {}
     failed: dict[int, Exception] = {}
 
     def compute() -> None:
         good: dict[bytes, np.ndarray] = {}
         try:
-            features = backbone([item for _, item in waiting.values()])  # type: ignore[arg-type]
-            good = dict(zip(waiting, features, strict=True))
+            good = dict(zip(waiting, backbone([item for _, item in waiting.values()]), strict=True))
         except (ValueError, OSError):
             # One damaged image fails the whole batch: compute each alone to find it.
             for digest, (position, item) in waiting.items():
                 try:
-                    good[digest] = backbone([item])[0]  # type: ignore[arg-type]
+                    good[digest] = backbone([item])[0]
                 except (ValueError, OSError) as error:
                     failed[position] = error
         if good:
@@ -262,27 +260,24 @@ def cached_features(
             item = get()
         except (ValueError, OSError) as error:
             failed[position] = error
-            item = None
-        if item is not None:
-            digest = hashlib.sha256(item if isinstance(item, bytes) else item.encode()).digest()
-            digests.append(digest)
-            kept.append(position)
-            if digest not in known and digest not in waiting:
-                waiting[digest] = (position, item)
+        else:
+            digests[position] = hashlib.sha256(item if isinstance(item, bytes) else item.encode()).digest()
+            if digests[position] not in known:
+                waiting.setdefault(digests[position], (position, item))
             if len(waiting) == batch_size:
                 compute()
         if progress:
             progress(1)
     if waiting:
         compute()
-    done = [i for i, digest in enumerate(digests) if digest in known]
-    for i in set(range(len(digests))) - set(done):
-        failed.setdefault(kept[i], ValueError("the same content as another item that cannot be decoded"))
+    done = {position: digest for position, digest in digests.items() if digest in known}
+    for position in digests.keys() - done.keys():
+        failed.setdefault(position, ValueError("the same content as another item that cannot be decoded"))
     for position, failure in sorted(failed.items()):
         if on_error is None:
             raise failure
         on_error(position, failure)
-    return cache.store([digests[i] for i in done]), np.array([kept[i] for i in done], dtype=np.int64)
+    return cache.store(list(done.values())), np.array(list(done), dtype=np.int64)
 
 
 def _at_least_float32(values: Tensor) -> Tensor:

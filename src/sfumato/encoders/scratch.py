@@ -217,10 +217,12 @@ def _vector(path: Path, number: int, fields: list[bytes], width: int) -> np.ndar
     """The vector in a line."""
     try:
         vector = np.array([float(field) for field in fields[1:]], dtype=np.float32)
+        if len(vector) < 2:
+            raise ValueError(f"got {len(fields)} fields")
     except ValueError as error:
-        raise UserError(f"{path}, line {number}: expected a word and its numbers ({error}){_UNPACKED}") from error
-    if len(vector) < 2:
-        raise UserError(f"{path}, line {number}: expected a word and its numbers, got {len(fields)} fields{_UNPACKED}")
+        raise UserError(
+            f"{path}, line {number}: expected a word and its numbers ({error}); is it the text file of GloVe, unpacked?"
+        ) from error
     if len(vector) != width:
         raise UserError(
             f"{path}, line {number}: {len(vector)} numbers after the word, but model.text.width={width}; give a file"
@@ -229,9 +231,6 @@ def _vector(path: Path, number: int, fields: list[bytes], width: int) -> np.ndar
     if not np.isfinite(vector).all():
         raise UserError(f"{path}, line {number}: a number after the word is not finite; the file is damaged")
     return vector
-
-
-_UNPACKED = "; is it the text file of GloVe, unpacked?"
 
 
 class WordEncoder(EncoderModule):

@@ -143,7 +143,7 @@ def adopt(
             :func:`~sfumato.data.feature_tables.open_table`. Arrays are written into the folder.
         texts: (m, c) embeddings of texts, or a file of them.
         pairs: (image row, text row) of true pairs; or a file, see
-            :func:`~sfumato.data.embedding_pairs.read_embedding_pairs`; None pairs row i with row i.
+            :func:`~sfumato.data.layouts.read_embedding_pairs`; None pairs row i with row i.
         out: folder of the run, new or empty.
         method: what probabilities read; "auto" fits all on one half of the calibrating images, and keeps the one whose
             first hits have the smallest log loss on the other half.
