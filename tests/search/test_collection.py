@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from sfumato.calibration import Calibration, QueryScores
+from sfumato.calibration.calibrator import Calibration
 from sfumato.calibration.conditional import ConditionalLogits, FirstHit, ReferenceQueries
+from sfumato.calibration.query_scores import QueryScores
 from sfumato.distances import csd_matrix
 from sfumato.errors import UserError
 from sfumato.gaussian import GaussianEmbedding

@@ -9,7 +9,8 @@ import pytest
 import torch
 from support.references_metrics import csd_by_loops, order_of
 
-from sfumato.calibration import Calibration, QueryScores
+from sfumato.calibration.calibrator import Calibration
+from sfumato.calibration.query_scores import QueryScores
 from sfumato.distances import DISTANCES, csd_matrix
 from sfumato.errors import UserError
 from sfumato.gaussian import GaussianEmbedding

@@ -117,15 +117,37 @@ class NearestItems:
     reference: Tensor | None = None
 
 
-@dataclass(frozen=True)
-class ConditionalLogits:
-    """The logit of a hit given the nearest items of its query; make one with :meth:`fit`."""
+_Rows = tuple[Tensor, Tensor, Tensor]
+"""(k, 1 + f) another logit and features, (k,) labels and (k,) weights of hits."""
 
-    slope: float  # factor of the match logit of the distance, positive
-    intercept: float  # of the bias
-    weights: tuple[float, ...]  # one for each feature of :func:`query_features`
+
+@dataclass(frozen=True)
+class LinearLogit:
+    """A logit that is linear in another one and in features, which are limited to their range in the fit."""
+
+    slope: float  # factor of the other logit, positive
+    intercept: float
+    weights: tuple[float, ...]  # one for each feature
     low: tuple[float, ...]
     high: tuple[float, ...]
+
+    def bias(self, features: Tensor, n_limited: int) -> Tensor:
+        """What the features add; only the first are limited. features (..., f) -> (..., 1)."""
+        low, high, weights = (features.new_tensor(values) for values in (self.low, self.high, self.weights))
+        inside = torch.cat([features.clamp(low, high)[..., :n_limited], features[..., n_limited:]], dim=-1)
+        return (self.intercept + inside @ weights).unsqueeze(-1)
+
+    def is_sound(self, n: int) -> bool:
+        """Whether it has n features and all numbers are such as a fit gives."""
+        numbers = (self.slope, self.intercept, *self.weights, *self.low, *self.high)
+        sizes = {len(self.weights), len(self.low), len(self.high)}
+        return sizes == {n} and all(map(math.isfinite, numbers)) and self.slope > 0
+
+
+@dataclass(frozen=True)
+class ConditionalLogits(LinearLogit):
+    """The logit of a hit given the nearest items of its query, by :func:`query_features`; make one with :meth:`fit`."""
+
     population: Population  # the queries that it holds for
     n_queries: int  # number of held-out queries of the fit
     n_galleries: tuple[int, ...]  # sizes of the galleries of the fit, ascending
@@ -144,19 +166,17 @@ class ConditionalLogits:
         if n_queries < _MIN_QUERIES or not found:
             raise ValueError(f"ConditionalLogits: needs {_MIN_QUERIES} held-out queries, got {n_queries}")
         sizes = [items.n_gallery for items in found]
-        rows, targets, weights = [], [], []
+        rows: list[_Rows] = []
         for items in found:
             q, k = items.logit.shape
-            features = query_features(items.logit.double(), items.n_gallery)
-            rows.append(torch.cat([items.logit.double().unsqueeze(2), features.unsqueeze(1).expand(-1, k, -1)], dim=2))
-            targets.append(items.match.double())
+            logit = items.logit.double()
+            features = query_features(logit, items.n_gallery).unsqueeze(1).expand(-1, k, -1)
             rank = torch.arange(1, k + 1, dtype=torch.float64).reciprocal()
-            weights.append((rank / rank.sum() / q / sizes.count(items.n_gallery)).expand(q, -1))
-        x, y, w = (torch.cat([part.flatten(0, 1) for part in parts]) for parts in (rows, targets, weights))
-        if y.min() == y.max():
+            weights = (rank / rank.sum() / q / sizes.count(items.n_gallery)).repeat(q)
+            x = torch.cat([logit.unsqueeze(2), features], dim=2)
+            rows.append((x.flatten(0, 1), items.match.double().flatten(), weights))
+        if (fitted := _fitted(rows)) is None:
             raise ValueError("ConditionalLogits: needs matches and other items among the nearest, got only one kind")
-        finite = x.isfinite().all(1)
-        fitted = _fitted(x[finite], y[finite], w[finite])
         if not fitted[0] > 0:
             raise ValueError(f"ConditionalLogits: the slope of the match logit must be positive, got {fitted[0]:.4g}")
         plain = cls(*fitted, population, n_queries, tuple(sorted(set(sizes))))
@@ -165,9 +185,7 @@ class ConditionalLogits:
     def logit(self, match_logit: Tensor, nearest: Tensor, n_gallery: int, reference: Tensor | None = None) -> Tensor:
         """The logit of hits. match_logit (..., c), nearest (..., k), reference (..., 2) -> (..., c)."""
         features = query_features(nearest.double()[..., :N_NEAREST], n_gallery)
-        low, high, weights = (features.new_tensor(values) for values in (self.low, self.high, self.weights))
-        inside = torch.cat([features.clamp(low, high)[..., :-1], features[..., -1:]], dim=-1)
-        bias = (self.intercept + inside @ weights).unsqueeze(-1)
+        bias = self.bias(features, len(FEATURES) - 1)
         logit = self.slope * match_logit.double() + bias
         if self.first is None:
             return logit
@@ -198,13 +216,9 @@ class ConditionalLogits:
         read = _tuples(values)
         first = None if read["first"] is None else FirstHit(**_tuples(read["first"]))
         found = cls(**(read | {"first": first}))
-        fits: list[tuple[ConditionalLogits | FirstHit, int]] = [(found, len(FEATURES))]
-        for fit, n in fits if first is None else [*fits, (first, len(REFERENCE_FEATURES))]:
-            numbers = (fit.slope, fit.intercept, *fit.weights, *fit.low, *fit.high)
-            sizes = {len(fit.weights), len(fit.low), len(fit.high)}
-            right = found.population in get_args(Population) and all(map(math.isfinite, numbers)) and fit.slope > 0
-            if sizes != {n} or not right:
-                raise ValueError("the logits given the nearest items are damaged; calibrate again")
+        sound = found.is_sound(len(FEATURES)) and (first is None or first.is_sound(len(REFERENCE_FEATURES)))
+        if not sound or found.population not in get_args(Population):
+            raise ValueError("the logits given the nearest items are damaged; calibrate again")
         return found
 
 
@@ -213,48 +227,38 @@ def _tuples(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class FirstHit:
-    """The logit of the first hit given what reference queries say of it and of the query."""
-
-    slope: float  # factor of the logit by the nearest items, positive
-    intercept: float  # added
-    weights: tuple[float, ...]  # one for each of REFERENCE_FEATURES
-    low: tuple[float, ...]
-    high: tuple[float, ...]
+class FirstHit(LinearLogit):
+    """The logit of the first hit given what reference queries say of it and of the query: REFERENCE_FEATURES."""
 
     @classmethod
     def fit(cls, by_nearest: ConditionalLogits, galleries: Sequence[NearestItems]) -> "FirstHit | None":
         """Fit on the first hits, all sizes of the gallery with the same weight."""
         sizes = [items.n_gallery for items in galleries]
-        rows, targets, weights = [], [], []
+        rows: list[_Rows] = []
         for items in galleries:
             if items.reference is None:
                 return None
             logit = by_nearest.logit(items.logit[:, :1], items.logit, items.n_gallery)
-            rows.append(torch.cat([logit, items.reference.double()], dim=1))
-            targets.append(items.match[:, 0].double())
-            share = 1 / len(logit) / sizes.count(items.n_gallery)
-            weights.append(torch.full((len(logit),), share, dtype=torch.float64))
-        x, y, w = torch.cat(rows), torch.cat(targets), torch.cat(weights)
-        finite = x.isfinite().all(1)
-        x, y, w = x[finite], y[finite], w[finite]
-        if len(x) == 0 or y.min() == y.max():
-            return None
-        fitted = _fitted(x, y, w)
-        return cls(*fitted) if fitted[0] > 0 else None
+            weights = torch.full((len(logit),), 1 / len(logit) / sizes.count(items.n_gallery), dtype=torch.float64)
+            rows.append((torch.cat([logit, items.reference.double()], dim=1), items.match[:, 0].double(), weights))
+        fitted = _fitted(rows)
+        return cls(*fitted) if fitted is not None and fitted[0] > 0 else None
 
     def logit(self, by_nearest: Tensor, reference: Tensor) -> Tensor:
         """The logit of the first hit. by_nearest (..., 1), reference (..., 2) -> (..., 1)."""
-        low, high, weights = (by_nearest.new_tensor(values) for values in (self.low, self.high, self.weights))
-        change = self.intercept + reference.to(by_nearest).clamp(low, high) @ weights
-        return self.slope * by_nearest + change.unsqueeze(-1)
+        return self.slope * by_nearest + self.bias(reference.to(by_nearest), len(REFERENCE_FEATURES))
 
 
 _Numbers = tuple[float, ...]
 
 
-def _fitted(x: Tensor, y: Tensor, w: Tensor) -> tuple[float, float, _Numbers, _Numbers, _Numbers]:
-    """(slope of the first column, intercept, weights of the others, their smallest and their largest values)."""
+def _fitted(rows: list[_Rows]) -> tuple[float, float, _Numbers, _Numbers, _Numbers] | None:
+    """The numbers of a :class:`LinearLogit`; None without two kinds of hits. Rows that are not finite do not count."""
+    x, y, w = (torch.cat(parts) for parts in zip(*rows, strict=True))
+    finite = x.isfinite().all(1)
+    x, y, w = x[finite], y[finite], w[finite]
+    if len(y) == 0 or y.min() == y.max():
+        return None
     centre, deviation = x.mean(0), x.std(0, correction=0).clamp_min(1e-9)
     standard, bias = fit_logistic((x - centre) / deviation, y, weight=w, penalty=_PENALTY)
     scaled = standard / deviation
