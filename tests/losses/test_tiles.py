@@ -9,13 +9,7 @@ from support.largest import LargestTensor
 
 from sfumato.distances import DISTANCES
 from sfumato.gaussian import GaussianEmbedding
-from sfumato.losses import (
-    LOSSES,
-    PairBlock,
-    PCMEPPLoss,
-    PCMEPPOptions,
-    loss_of_block,
-)
+from sfumato.losses import LOSSES, PairBlock, PCMEPPLoss, PCMEPPOptions, loss_of_block
 from sfumato.losses.tiles import canonical, dense_labels, label_rows, matched_rows, transposed
 
 IN_TILES = [name for name, distance in DISTANCES.items() if distance.lift is not None]
@@ -46,11 +40,6 @@ def value_and_gradients(loss, tensors, match, max_pairs):
     return output, torch.autograd.grad(output.total, [*tensors, *parameters], materialize_grads=True)
 
 
-def of_the_whole_matrix(monkeypatch, distance):
-    """From here on the distance has no vectors, so that autograd differentiates the whole matrix."""
-    monkeypatch.setitem(DISTANCES, distance, dataclasses.replace(DISTANCES[distance], lift=None))
-
-
 @pytest.mark.parametrize("distance", IN_TILES)
 def test_a_distance_with_vectors_is_their_squared_l2_distance_plus_offsets(distance):
     (x, x_offset), (y, y_offset) = (DISTANCES[distance].lift.vectors(e) for e in batch())
@@ -61,18 +50,17 @@ def test_a_distance_with_vectors_is_their_squared_l2_distance_plus_offsets(dista
 
 @pytest.mark.parametrize("distance", IN_TILES)
 @pytest.mark.parametrize("name", ["pcmepp", "infonce"])
-@pytest.mark.parametrize("max_pairs", [1, 40, 77, 2**20])
-def test_tiles_are_the_whole_matrix(monkeypatch, name, distance, max_pairs):
+def test_tiles_are_the_whole_matrix(monkeypatch, name, distance):
     loss = LOSSES[name](LOSSES[name].Options(distance=distance)).double()
     tensors, match = leaves(batch(13, 17, 5)), random_match(13, 17)
-    tiled, gradients = value_and_gradients(loss, tensors, match, max_pairs)
-    of_the_whole_matrix(monkeypatch, distance)
+    every = [value_and_gradients(loss, tensors, match, max_pairs) for max_pairs in (1, 40, 77, 2**20)]
+    # From here on the distance has no vectors, so that autograd differentiates the whole matrix.
+    monkeypatch.setitem(DISTANCES, distance, dataclasses.replace(DISTANCES[distance], lift=None))
     whole, expected = value_and_gradients(LOSSES[name](loss.options).double(), tensors, match, 2**20)
-    for term, value in whole.terms.items():
-        torch.testing.assert_close(tiled.terms[term], value, rtol=1e-12, atol=1e-14)
-    assert {k: float(v) for k, v in tiled.stats.items()} == {k: float(v) for k, v in whole.stats.items()}
-    for ours, theirs in zip(gradients, expected, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-14)
+    for tiled, gradients in every:
+        torch.testing.assert_close(tiled.terms, whole.terms, rtol=1e-12, atol=1e-14)
+        assert {k: float(v) for k, v in tiled.stats.items()} == {k: float(v) for k, v in whole.stats.items()}
+        torch.testing.assert_close(gradients, expected, rtol=1e-10, atol=1e-14)
 
 
 @pytest.mark.parametrize("max_pairs", [5000, 2**22])
@@ -127,17 +115,16 @@ def test_ties_are_pseudo_positives_in_every_tile(max_pairs):
 
 
 @pytest.mark.parametrize("name", LOSSES)
-@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr, torch.sparse_csc])
 @pytest.mark.filterwarnings("ignore:Sparse CS. tensor support is in beta")
-def test_sparse_labels_are_dense_labels(name, layout):
+def test_sparse_labels_are_dense_labels(name):
     loss = LOSSES[name]().double()
     tensors = leaves(batch())
     whole, expected = value_and_gradients(loss, tensors, MATCH, 2**20)
-    for max_pairs in (7, 2**20):
-        output, gradients = value_and_gradients(loss, tensors, MATCH.to_sparse(layout=layout), max_pairs)
-        torch.testing.assert_close(output.total, whole.total, rtol=1e-12, atol=1e-12)
-        for ours, theirs in zip(gradients, expected, strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
+    for layout in (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc):
+        for max_pairs in (7, 2**20):
+            output, gradients = value_and_gradients(loss, tensors, MATCH.to_sparse(layout=layout), max_pairs)
+            torch.testing.assert_close(output.total, whole.total, rtol=1e-12, atol=1e-12)
+            torch.testing.assert_close(gradients, expected, rtol=1e-10, atol=1e-12)
 
 
 def test_sparse_labels_are_checked():
