@@ -189,9 +189,9 @@ def of_posthoc(work: Path, data: Path, name: str, seed: int, epochs: int) -> Sco
             method, model, calibration, seed=seed, options=adapter_epochs(epochs).get(method, {})
         )
         for side in contestant.sides:
-            found[f"{side}/{method}"] = contestant.uncertainty(test, side)
+            found[f"{side}/{method}"] = contestant.uncertainty(test, side, None)
         if coco is not None:
-            found[f"coco/{method}"] = contestant.uncertainty(coco, "text")
+            found[f"coco/{method}"] = contestant.uncertainty(coco, "text", None)
         np.savez(file, allow_pickle=False, **found)
         print(f"  {name} seed {seed}: {method}", flush=True)
     return found

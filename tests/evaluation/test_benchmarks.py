@@ -201,20 +201,6 @@ def test_short_lists_are_exact_or_refused_also_in_folds():
         evaluate_ranked_lists(i2t, {q: row[:1] for q, row in t2i.items()}, IMAGES, TEXTS, [whole])
 
 
-def test_a_list_that_is_empty_or_empty_within_a_fold_has_no_figure():
-    """The eccv_caption package (cd49441) counts it as -1 beside a warning: a mean of recalls may be negative."""
-    scores = np.random.default_rng(5).permutation(1000).reshape(20, 50).astype(np.float32)
-    i2t, t2i = whole_lists(scores)
-    whole, folded = (ground_truth.with_metrics("recall@1") for ground_truth in ground_truths()[:2])
-    inside = {TEXTS[j] for j in folded.folds[1][1]}
-    elsewhere = [t for t in i2t["4"] if t not in inside]
-    assert "4" in {IMAGES[j] for j in folded.folds[1][0]} and elsewhere
-    assert evaluate_ranked_lists(i2t | {"4": elsewhere}, t2i, IMAGES, TEXTS, [whole])
-    for row, asked, name in (([], whole, "whole"), ([], folded, "coco_1k"), (elsewhere, folded, "coco_1k")):
-        with pytest.raises(ValueError, match=f"{name}, i2t: the list of '4' holds 0 of .* but recall@1 needs 1"):
-            evaluate_ranked_lists(i2t | {"4": row}, t2i, IMAGES, TEXTS, [asked])
-
-
 def test_lists_are_only_needed_where_there_is_something_to_find():
     ground_truth = ground_truths()[2]
     i2t, t2i = whole_lists(coarse())

@@ -12,7 +12,7 @@ from support.references_metrics import csd_by_loops
 
 from sfumato.distances import DISTANCES
 from sfumato.evaluation.corruption import Corrupted
-from sfumato.evaluation.estimators import ESTIMATORS, Estimator, Matching, estimate_uncertainty, usable_estimators
+from sfumato.evaluation.estimators import ESTIMATORS, Matching, estimate_uncertainty, usable_estimators
 from sfumato.evaluation.trust import (
     FIGURES,
     TrustReport,
@@ -91,53 +91,6 @@ def test_every_figure_of_every_estimator_by_loops():
             assert figure in FIGURES and interval.low <= interval.high, (name, figure)
 
 
-def planted(values, name="planted"):
-    """An estimator that returns the n numbers it was given, whatever it is shown."""
-    values, position = torch.as_tensor(values, dtype=torch.float64), [0]
-
-    def of_block(block):
-        start = position[0]
-        position[0] = (start + block.queries.n) % len(values)
-        return values[start : start + block.queries.n]
-
-    return {name: Estimator(name, "planted", "both", "none", of_block, needs_gallery=False)}
-
-
-def test_an_oracle_its_opposite_and_a_blind_estimator():
-    queries, gallery, relevance, ground_truth = scene(1)
-    has = ground_truth.any(1)
-    distance = csd_by_loops(gallery.mean.numpy(), gallery.var.numpy(), queries.mean.numpy(), queries.var.numpy()).T
-    wrong = ~ground_truth[np.arange(N), distance.argmin(1)][has]
-    measure = lambda u: measure_trust(queries, gallery, relevance, MATCHING, estimators=planted(u), **QUICK)
-    oracle = measure(wrong.astype(float)).estimators["planted"]
-    assert oracle["wrong_auroc"].value == 1 and oracle["wrong_gain"].value == pytest.approx(1)
-    assert oracle["wrong_auroc"].low == oracle["wrong_auroc"].high == 1 and oracle["deciles"].value < -0.6
-    opposite = measure(-wrong.astype(float)).estimators["planted"]
-    assert opposite["wrong_auroc"].value == 0 and opposite["wrong_gain"].value < -0.5 and opposite["deciles"].high > 0.6
-    assert "multiplicity" not in oracle and "out_of_gallery" not in oracle
-    # A constant says nothing: no figure rather than a made-up one.
-    blind = measure(np.zeros(has.sum()))
-    assert blind.estimators["planted"] == {} and blind.deciles == {}
-
-
-def test_right_pairs_of_a_model_that_knows_and_of_one_that_does_not():
-    ground_truth = Relevance.from_lists([[i, (i + 1) % 30] for i in range(30)], n_gallery=30)
-    angle = torch.arange(30) * (2 * torch.pi / 30)
-    circle = torch.stack([angle.cos(), angle.sin()], 1)
-    items = GaussianEmbedding(circle, torch.full((30, 2), -6.0))
-    between = GaussianEmbedding(circle + circle.roll(-1, 0), torch.full((30, 2), -6.0))
-    knows = measure_trust(between, items, ground_truth, MATCHING, **QUICK)
-    assert knows.right_pairs.value == 1 and knows.recall.value == 1
-    # All embeddings alike up to noise: 500 queries, the AUROC of chance has a deviation of about 0.02; 0.1 is five of
-    # them.
-    generator = torch.Generator().manual_seed(0)
-    noise = GaussianEmbedding(torch.randn(500, 3, generator=generator), torch.zeros(500, 3))
-    other = GaussianEmbedding(torch.randn(60, 3, generator=generator), torch.zeros(60, 3))
-    guess = Relevance.from_lists([[i % 60] for i in range(500)], n_gallery=60)
-    blind = measure_trust(noise, other, guess, MATCHING, estimators=planted(range(500)), n_resamples=200)
-    assert abs(blind.right_pairs.value - 0.5) < 0.1 and blind.right_pairs.low < 0.5 < blind.right_pairs.high
-
-
 def test_the_wrong_one_of_a_pair_is_never_a_true_item():
     # All but one item is true and that one is far away: whatever is drawn, the right pair is the closer one.
     items = torch.zeros(12, 2)
@@ -199,18 +152,6 @@ def test_corruptions_that_widen_shrink_or_do_nothing():
     with pytest.raises(ValueError, match="a query of the corruption 'lost' has no true item"):
         lost = Corrupted("lost", without, (0.1,), (queries[torch.from_numpy(without)],))
         measure_trust(queries, gallery, relevance, MATCHING, corrupted=[lost], **QUICK)
-
-
-def test_recall_of_corrupted_queries_falls_when_they_are_swapped():
-    means = 5 * torch.eye(12)
-    gallery = GaussianEmbedding(means, torch.zeros(12, 12))
-    ground_truth = Relevance.from_lists([[i] for i in range(12)], n_gallery=12)
-    index = np.array([2, 3, 7, 8])
-    swapped = GaussianEmbedding(means[[3, 3, 8, 8]], torch.zeros(4, 12))
-    found = measure_trust(
-        gallery, gallery, ground_truth, MATCHING, corrupted=[Corrupted("swapped", index, (1.0,), (swapped,))], **QUICK
-    )
-    assert found.corruptions["swapped"].recall == [1.0, 0.5]
 
 
 def test_proxies_are_judged_by_spearman_and_undefined_ones_left_out():

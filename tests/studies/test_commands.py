@@ -117,16 +117,6 @@ def test_the_other_picture_is_embedded_like_the_mixtures(run, sfumato):
 
 
 @undrawn()
-def test_one_study_joins_those_that_lie_there(run, sfumato):
-    sfumato("analyse", run, *QUICK, "--only", "words")
-    page = run / "analysis-test" / "analysis.html"
-    assert Checker(page.read_text()).ids == ["words"]
-    status, out, _ = sfumato("analyse", run, *QUICK, "--only", "map,sets", "--seed", 2)
-    assert status == 0 and "words of" not in folded(out)
-    assert Checker(page.read_text()).ids == ["sets", "words", "map"]
-
-
-@undrawn()
 def test_the_report_shows_what_was_found_with_these_weights(run, work, sfumato):
     plain = sfumato("report", run, "--json")[1]
     assert json.loads(plain)["bytes"] and 'id="map"' not in (run / "report-test.html").read_text()
@@ -185,12 +175,8 @@ def test_other_data_are_analysed_here(work, sfumato, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["{run}", "--only", "map,algebra"], "unknown study 'algebra'; known: corruption, sets, words, map"),
         (["{run}", "--uncertainty", "doubt"], "--uncertainty doubt: unknown; known: total_variance"),
         (["{run}", "--only", "words", "--bins", "100"], "too few for 100 bins"),
-        (["{run}", "--only", "corruption,words", "--bins", "100"], "too few for 100 bins"),
-        (["{run}", "--corpus", "all"], "--corpus all: unknown; known: bin, split"),
-        (["{run}", "--method", "tnse"], "--method tnse: unknown; known: pca, tsne"),
         (["{run}", "--pairs", "1"], "'--pairs': Input should be greater than or equal to 3"),
         (["{points}", "--only", "sets"], "are points, but set algebra needs variances"),
         (["{points}", "--only", "words"], "choose an --uncertainty that looks at the gallery: expected_matches"),
@@ -207,18 +193,15 @@ def test_mistakes_are_one_line_and_status_two(work, sfumato, arguments, says):
         assert not (work / "run" / "analysis-test").exists()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
+def test_wrong_words_are_refused_before_the_model_is_loaded(run, sfumato):
+    (run / "model.safetensors").unlink()
+    for arguments, says in (
         (("--method", "tnse"), "--method tnse: unknown; known: pca, tsne"),
         (("--corpus", "x"), "--corpus x: unknown; known: bin, split"),
-        (("--only", "algebra"), "unknown study 'algebra'"),
-    ],
-)
-def test_wrong_words_are_refused_before_the_model_is_loaded(run, sfumato, arguments, says):
-    (run / "model.safetensors").unlink()
-    status, _, err = sfumato("analyse", run, *arguments)
-    assert status == 2 and says in err and "safetensors" not in err
+        (("--only", "map,algebra"), "unknown study 'algebra'; known: corruption, sets, words, map"),
+    ):
+        status, _, err = sfumato("analyse", run, *arguments)
+        assert status == 2 and says in err and "safetensors" not in err
 
 
 def test_too_few_items_are_refused_before_anything_is_embedded(run, sfumato, monkeypatch):

@@ -124,30 +124,6 @@ def test_rows_ranked_by_strategies_share_one_run(pictures, sfumato, tmp_path):
         assert row["own"]["recall@1"]["mean"] == pytest.approx(100 * both, rel=1e-9), name
 
 
-def test_an_interrupted_table_goes_on_where_it_stopped(table, sfumato, tmp_path, monkeypatch):
-    """Interrupted within the second run; the result is that of a table made in one go."""
-    work, command = table
-    status, out, err = sfumato(*command, "--json")
-    assert status == 0, err
-    fit, begun = paper_tables.fit, []
-
-    def interrupted(recipe, folder):
-        begun.append(folder)
-        if len(begun) == 2:
-            raise KeyboardInterrupt
-        return fit(recipe, folder)
-
-    other = [tmp_path / "runs" if word == work / "runs" else word for word in command]
-    with monkeypatch.context() as patched:
-        patched.setattr(paper_tables, "fit", interrupted)
-        assert sfumato(*other)[0] != 0
-    first = next(tmp_path.glob("runs/*/model.safetensors"))
-    before = first.stat().st_mtime_ns
-    status, again, err = sfumato(*other, "--json")
-    own = lambda text: [(row["label"], row["own"]) for row in json.loads(text)["rows"]]
-    assert status == 0 and own(again) == own(out) and first.stat().st_mtime_ns == before
-
-
 def test_what_is_written_says_ours_and_published(table, sfumato):
     work, command = table
     status, out, err = sfumato(*command)

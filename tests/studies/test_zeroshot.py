@@ -2,8 +2,7 @@
 
 import json
 import sys
-from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import SimpleNamespace
 
 import numpy as np
@@ -15,21 +14,21 @@ from support.words import folded, too_wide
 from sfumato import GaussianEmbedding, PairData, cli, csd_matrix, load_emoji, pool_prompts
 from sfumato.data.captioned import Labelled, data_labelled, emoji_labelled, read_class_folder, read_class_names
 from sfumato.errors import UserError
-from sfumato.metrics.bootstrap import Interval
 from sfumato.models.run import load_model
 from sfumato.reports.studies import write_analyses
 from sfumato.studies.analyse import AnalysisOptions, analyse_model
 from sfumato.studies.zeroshot import (
+    Classifier,
+    LabelledEmbeddings,
     ZeroShotOptions,
     best_k,
-    best_k_per_class,
     certain_prompts,
     evaluate_zeroshot,
     halves,
     mixture_weights,
+    points,
     read_templates,
-    right_at,
-    right_by_k,
+    verdict,
 )
 
 
@@ -56,26 +55,6 @@ def test_pooling_by_hand():
     torch.testing.assert_close(unit.var, torch.tensor([[1.5]]))
 
 
-@pytest.mark.parametrize("pooling", ["mixture", "unit"])
-def test_pooling_is_the_loops(pooling):
-    c, p, d = 70, 3, 5  # More classes than a block of them.
-    prompts, weights = gaussians(c * p, d, 1), torch.rand(c, p, generator=torch.Generator().manual_seed(2)) + 0.1
-    pooled = pool_prompts(prompts, weights, pooling=pooling)
-    for i in range(c):
-        total = float(weights[i].sum())
-        mean = [
-            sum(float(weights[i, k]) / total * float(prompts.mean[i * p + k, j]) for k in range(p)) for j in range(d)
-        ]
-        for j in range(d):
-            var = 0.0
-            for k in range(p):
-                spread = (float(prompts.mean[i * p + k, j]) - mean[j]) ** 2 if pooling == "mixture" else 0.0
-                var += float(weights[i, k]) / total * (float(prompts.log_var[i * p + k, j].exp()) + spread)
-            length = 1.0 if pooling == "mixture" else sum(m * m for m in mean) ** 0.5
-            assert pooled.mean[i, j].item() == pytest.approx(mean[j] / length, rel=1e-5)
-            assert pooled.var[i, j].item() == pytest.approx(var, rel=1e-5)
-
-
 def test_csd_to_the_mixture_is_the_mean_csd_to_its_prompts_and_to_tempting_others_it_is_not():
     c, p, d = 3, 4, 5
     images, prompts, weights = gaussians(6, d, 3), gaussians(c * p, d, 4), torch.rand(c, p, dtype=torch.float64) + 0.1
@@ -90,13 +69,6 @@ def test_csd_to_the_mixture_is_the_mean_csd_to_its_prompts_and_to_tempting_other
         assert (csd_matrix(images, GaussianEmbedding(mean, var.log())) - expected).abs().min() > 1e-3
 
 
-def test_pooling_points_and_single_prompts_changes_nothing():
-    points = GaussianEmbedding.point(torch.tensor([[0.6, 0.8], [1.0, 0.0]]))
-    pooled = pool_prompts(points, torch.ones(2, 1))
-    torch.testing.assert_close(pooled.mean, points.mean)
-    assert torch.isneginf(pooled.log_var).all()
-
-
 def test_pooling_refuses_what_does_not_fit():
     prompts = gaussians(6, 2, 5)
     with pytest.raises(ValueError, match="got 6 prompts, weights 2 x 2 .* expected 4 prompts"):
@@ -108,6 +80,23 @@ def test_pooling_refuses_what_does_not_fit():
             pool_prompts(prompts, weights)
 
 
+def test_pooling_is_the_loops():
+    c, p, d = 70, 3, 5  # More classes than a block of them.
+    prompts, weights = gaussians(c * p, d, 1), torch.rand(c, p, generator=torch.Generator().manual_seed(2)) + 0.1
+    for pooling in ("mixture", "unit"):
+        pooled = pool_prompts(prompts, weights, pooling=pooling)
+        for i in range(c):
+            own, w = prompts[i * p : (i + 1) * p], (weights[i] / weights[i].sum()).double()
+            mean = sum(w[k] * own.mean[k] for k in range(p))
+            between = sum(w[k] * (own.mean[k] - mean) ** 2 for k in range(p)) if pooling == "mixture" else 0
+            torch.testing.assert_close(pooled.mean[i], mean if pooling == "mixture" else mean / mean.norm())
+            torch.testing.assert_close(pooled.var[i], sum(w[k] * own.var[k] for k in range(p)) + between)
+    points = GaussianEmbedding.point(torch.tensor([[0.6, 0.8], [1.0, 0.0]]))
+    alone = pool_prompts(points, torch.ones(2, 1))
+    torch.testing.assert_close(alone.mean, points.mean)
+    assert torch.isneginf(alone.log_var).all()
+
+
 # ---------------------------------------------------------------- which prompts
 
 
@@ -117,34 +106,29 @@ def test_the_most_certain_are_kept_and_equal_ones_in_their_order():
     assert certain_prompts(uncertainty, 2).tolist() == [[0, 1, 0, 1], [1, 1, 0, 0]]
     assert certain_prompts(uncertainty, torch.tensor([3, 2])).tolist() == [[0, 1, 1, 1], [1, 1, 0, 0]]
     assert certain_prompts(uncertainty, 4).tolist() == [[1, 1, 1, 1], [1, 1, 1, 1]]
-
-
-def test_of_equally_good_k_the_largest():
-    assert best_k(np.array([[3, 4, 2], [1, 0, 2]])) == 3
-    assert best_k(np.array([[3, 4, 2], [2, 0, 2]])) == 1
-    assert best_k(np.zeros((2, 5), int)) == 5
+    # Of equally good K the largest.
+    assert best_k(np.array([[3, 4, 2], [1, 0, 2]])) == 3 and best_k(np.array([[3, 4, 2], [2, 0, 2]])) == 1
 
 
 @pytest.mark.parametrize("grid", [False, True])
 def test_a_k_for_each_class_is_the_slow_search(grid):
     """Class after class, every K recomputed in full; on a grid, where half the distances tie exactly."""
     c, p, d, n = 4, 2 if grid else 5, 2, 40
-    how = {"distance": "squared_l2" if grid else "csd", "pooling": "mixture"}
     images, prompts = gaussians(n, d, 6), gaussians(c * p, d, 7)
     if grid:
         images, prompts = (GaussianEmbedding(e.mean.round(), torch.zeros_like(e.log_var)) for e in (images, prompts))
     labels = np.random.default_rng(8).integers(c, size=n)
-    uncertainty = torch.rand(c, p, generator=torch.Generator().manual_seed(9))
-
-    def right(k):
-        classes = pool_prompts(prompts, certain_prompts(uncertainty, torch.from_numpy(k)))
-        return right_at(images, labels, classes, how["distance"])[:, 0].sum()
-
-    counts = right_by_k(images, labels, prompts, uncertainty, **how)
+    uncertainty, shown = (
+        torch.rand(c, p, generator=torch.Generator().manual_seed(9)),
+        LabelledEmbeddings(images, labels),
+    )
+    classifier = Classifier(prompts, uncertainty, "squared_l2" if grid else "csd")
+    right = lambda k: classifier.right(shown, certain_prompts(uncertainty, torch.from_numpy(k)))[:, 0].sum()
+    counts = classifier.right_by_k(shown)
     for k in range(p):
         assert counts[:, k].sum() == right(np.full(c, k + 1))
     start = np.full(c, best_k(counts))
-    found = best_k_per_class(images, labels, prompts, uncertainty, start, **how)
+    found = classifier.k_per_class(shown, start)
     slow = start.copy()
     for i in range(c):
         tried = []
@@ -183,11 +167,8 @@ def test_fitted_weights_are_the_loops():
             weights = (share / share.sum(1, keepdim=True)).sum(0) + 2 - 1
             weights = weights / weights.sum()
         torch.testing.assert_close(found[i], weights)
-
-
-def test_fitted_weights_of_a_class_without_pictures_are_those_of_the_start():
-    prompts = gaussians(6, 2, 13)
-    found = mixture_weights(prompts[:1], np.array([1]), prompts, 2)
+    # A class without images keeps the start.
+    found = mixture_weights(images[:1], np.array([1]), prompts, 2)
     inverse = 1 / prompts.total_variance[:3]
     torch.testing.assert_close(found[0], inverse / inverse.sum())
 
@@ -196,9 +177,11 @@ def test_the_closest_class_and_the_five_closest():
     """Six classes at 0, 1 ... 5; a tie goes to the earlier class; with five classes or fewer the five are all."""
     line = GaussianEmbedding.point(torch.arange(6.0).unsqueeze(1))
     images = GaussianEmbedding.point(torch.tensor([[0.1], [0.5], [0.5], [0.0], [0.0]]))
-    right = right_at(images, np.array([0, 0, 1, 4, 5]), line, "csd")
-    assert right.tolist() == [[1, 1], [1, 1], [0, 1], [0, 1], [0, 0]]
-    assert right_at(images, np.array([0, 0, 1, 2, 2]), line[:3], "csd")[:, 1].tolist() == [1, 1, 1, 1, 1]
+    right = lambda classes, *labels: Classifier(classes, torch.ones(classes.n, 1), "csd").right(
+        LabelledEmbeddings(images, np.array(labels)), torch.ones(classes.n, 1)
+    )
+    assert right(line, 0, 0, 1, 4, 5).tolist() == [[1, 1], [1, 1], [0, 1], [0, 1], [0, 0]]
+    assert right(line[:3], 0, 0, 1, 2, 2)[:, 1].tolist() == [1, 1, 1, 1, 1]
 
 
 def test_halves_share_no_picture_and_every_class_is_in_both():
@@ -263,7 +246,7 @@ BOUNDARY = Table({"sure a": (0.0, 1.0), "vague a": (4.0, 2.0), "sure b": (10.0, 
 
 
 def by_name(report):
-    return {m.name: m for m in report.methods}
+    return {m["name"]: m for m in report["methods"]}
 
 
 def test_k_is_chosen_on_other_pictures_and_only_the_oracle_sees_the_reported_ones():
@@ -274,15 +257,15 @@ def test_k_is_chosen_on_other_pictures_and_only_the_oracle_sees_the_reported_one
         BOUNDARY, reported, templates, filters=["global", "per-class", "oracle"], choose_on=held, n_resamples=50
     )
     rows = by_name(report)
-    assert rows["K most certain"].k == [2, 2] and rows["oracle, K most certain"].k == [1, 1]
-    assert rows["K most certain"].top1.value == pytest.approx(1 / 3)
-    assert rows["oracle, K most certain"].top1.value == 1
-    assert rows["oracle, K most certain"].against_all.value == pytest.approx(2 / 3)
-    assert rows["all 2 prompts"].k == [2, 2] and rows["one prompt: sure {}"].top1.value == 1
-    assert (report.n_images, report.n_chosen_on) == (3, 3)
+    assert rows["K most certain"]["k"] == [2, 2] and rows["oracle, K most certain"]["k"] == [1, 1]
+    assert rows["K most certain"]["top1"]["value"] == pytest.approx(1 / 3)
+    assert rows["oracle, K most certain"]["top1"]["value"] == 1
+    assert rows["oracle, K most certain"]["against_all"]["value"] == pytest.approx(2 / 3)
+    assert rows["all 2 prompts"]["k"] == [2, 2] and rows["one prompt: sure {}"]["top1"]["value"] == 1
+    assert (report["n_images"], report["n_chosen_on"]) == (3, 3)
     again = by_name(evaluate_zeroshot(BOUNDARY, labelled([(9.0, 0), (5.5, 1)]), templates, choose_on=held))
     for name in ("K most certain", "K most certain, per class"):
-        assert again[name].k == rows[name].k, "the choice depends on what is reported"
+        assert again[name]["k"] == rows[name]["k"], "the choice depends on what is reported"
 
 
 def test_accuracy_by_the_number_of_prompts_kept_counts_each_number_alone():
@@ -292,24 +275,24 @@ def test_accuracy_by_the_number_of_prompts_kept_counts_each_number_alone():
     report = evaluate_zeroshot(
         BOUNDARY, labelled(reported), templates, filters=["none,global, oracle"], choose_on=labelled(held)
     )
-    assert [one.images for one in report.prompts_kept] == ["others", "reported"]
-    for one, pictures in zip(report.prompts_kept, (held, reported), strict=True):
+    assert [one["images"] for one in report["prompts_kept"]] == ["others", "reported"]
+    for one, pictures in zip(report["prompts_kept"], (held, reported), strict=True):
         right = [[int(abs(x - a) > abs(x - 10)) == label for x, label in pictures] for a in (0, 2)]
-        assert one.top1 == pytest.approx([np.mean(r) for r in right])
+        assert one["top1"] == pytest.approx([np.mean(r) for r in right])
         for c in (0, 1):
             own = [sum(ok for ok, (_, label) in zip(r, pictures, strict=True) if label == c) for r in right]
-            assert one.best_k[c] == (2 if own[1] >= own[0] else 1)
-        assert min(one.top1) <= min(one.random_top1) and max(one.random_top1) <= max(one.top1)
-    assert report.prompts_kept[0].best_k == [2, 2] and report.prompts_kept[1].best_k == [2, 1]
+            assert one["best_k"][c] == (2 if own[1] >= own[0] else 1)
+        assert min(one["top1"]) <= min(one["random_top1"]) and max(one["random_top1"]) <= max(one["top1"])
+    assert report["prompts_kept"][0]["best_k"] == [2, 2] and report["prompts_kept"][1]["best_k"] == [2, 1]
     nothing = evaluate_zeroshot(BOUNDARY, labelled([(0.0, 1), (0.0, 0)]), templates, filters=["oracle"])
-    assert nothing.prompts_kept[0].best_k == [2, None] and nothing.prompts_kept[0].top1 == [0.5, 0.5]
+    assert nothing["prompts_kept"][0]["best_k"] == [2, None] and nothing["prompts_kept"][0]["top1"] == [0.5, 0.5]
 
 
 def test_the_halves_that_choose_are_not_reported():
     report = evaluate_zeroshot(BOUNDARY, labelled([(0.0, 0)] * 5 + [(10.0, 1)] * 4), ["sure {}", "vague {}"], seed=1)
-    assert (report.n_images, report.n_chosen_on) == (5, 4)
+    assert (report["n_images"], report["n_chosen_on"]) == (5, 4)
     alone = evaluate_zeroshot(BOUNDARY, labelled([(0.0, 0)] * 5), ["sure {}", "vague {}"], filters=["oracle"])
-    assert (alone.n_images, alone.n_chosen_on, alone.n_empty) == (5, 0, 1)
+    assert (alone["n_images"], alone["n_chosen_on"], alone["n_empty"]) == (5, 0, 1)
     with pytest.raises(UserError, match="no class has two images"):
         evaluate_zeroshot(BOUNDARY, labelled([(0.0, 0), (10.0, 1)]), ["sure {}"])
 
@@ -317,24 +300,16 @@ def test_the_halves_that_choose_are_not_reported():
 def test_differences_are_paired_and_without_resamples_have_no_interval():
     pictures = labelled([(0.0, 0), (5.5, 1), (5.5, 0), (11.0, 1)])
     report = evaluate_zeroshot(BOUNDARY, pictures, ["sure {}", "vague {}"], filters=["none"], n_resamples=0)
-    one, everything, weighted = report.methods
-    assert (one.top1.value, everything.top1.value) == (0.75, 0.75) and one.top1.low is None
-    assert everything.against_all.value == 0 and one.against_random is None and one.top5 is None
-    assert report.template_top1 == [0.75, 0.75] and report.certain_is_right is None
-    assert weighted.k is None and report.best_alone is None and report.verdict() == "Nothing was filtered."
+    one, everything, weighted = report["methods"]
+    assert (one["top1"]["value"], everything["top1"]["value"]) == (0.75, 0.75) and one["top1"]["low"] is None
+    assert everything["against_all"]["value"] == 0 and one["against_random"] is None and one["top5"] is None
+    assert report["template_top1"] == [0.75, 0.75] and report["certain_is_right"] is None
+    assert weighted["k"] is None and report["best_alone"] is None and report["verdict"] == "Nothing was filtered."
     resampled = evaluate_zeroshot(BOUNDARY, pictures, ["sure {}", "vague {}"], filters=["none"])
-    everything = resampled.methods[1]
-    assert (everything.against_all.low, everything.against_all.high) == (0, 0)
-    assert everything.top1.low < 0.75 < everything.top1.high
+    everything = resampled["methods"][1]
+    assert (everything["against_all"]["low"], everything["against_all"]["high"]) == (0, 0)
+    assert everything["top1"]["low"] < 0.75 < everything["top1"]["high"]
     assert resampled == evaluate_zeroshot(BOUNDARY, pictures, ["sure {}", "vague {}"], filters=["none"])
-
-
-def test_equal_uncertainties_filter_in_the_order_of_the_templates():
-    texts = {f"{i} {c}": (float(i if c == "a" else 10), 0.5) for i in range(4) for c in "ab"}
-    pictures = labelled([(float(x), int(x > 5)) for x in (0, 1, 2, 3, 7, 8, 9, 10)])
-    reports = [evaluate_zeroshot(Table(texts), pictures, [f"{i} {{}}" for i in range(4)]) for _ in range(2)]
-    assert reports[0] == reports[1]
-    assert by_name(reports[0])["K most certain"].k == [4, 4]  # all are right with any K
 
 
 def test_whether_certain_templates_are_the_better_ones():
@@ -342,17 +317,8 @@ def test_whether_certain_templates_are_the_better_ones():
     texts = {f"{i} {c}": (float(3 * i) if c == "a" else 10.0, 1.0 + i) for i in range(3) for c in "ab"}
     pictures = labelled([(0.0, 0), (3.0, 0), (5.5, 1), (6.2, 1), (9.0, 1)])
     report = evaluate_zeroshot(Table(texts), pictures, [f"{i} {{}}" for i in range(3)], filters=["none"])
-    assert report.template_top1 == pytest.approx([1.0, 0.6, 0.6])
-    assert report.certain_is_right == pytest.approx(-(0.75**0.5))
-
-
-def test_prompts_that_are_all_alike_differ_in_nothing():
-    texts = {f"{t} {c}": ({"a": 0.0, "b": 4.0}[c], 1.0 + i) for i, t in enumerate("xyz") for c in "ab"}
-    report = evaluate_zeroshot(Table(texts), labelled([(1.0, 0), (3.0, 1)] * 6), ["x {}", "y {}", "z {}"])
-    for row in report.methods:
-        assert row.top1.value == 1 and row.against_all.value == 0
-        assert row.against_random is None or (row.against_random.value, row.against_random_order.value) == (0, 0)
-    assert report.total_variance == [[1.0, 2.0, 3.0], [1.0, 2.0, 3.0]]
+    assert report["template_top1"] == pytest.approx([1.0, 0.6, 0.6])
+    assert report["certain_is_right"] == pytest.approx(-(0.75**0.5))
 
 
 def test_a_model_of_points_is_not_filtered():
@@ -361,15 +327,15 @@ def test_a_model_of_points_is_not_filtered():
     with pytest.raises(UserError, match="no variances to filter prompts by"):
         evaluate_zeroshot(points, pictures, ["sure {}"])
     report = evaluate_zeroshot(points, pictures, ["sure {}"], filters=["none"], choose_on=pictures)
-    assert [m.top1.value for m in report.methods] == [1, 1]
+    assert [m["top1"]["value"] for m in report["methods"]] == [1, 1]
 
 
 def test_unreadable_pictures_are_left_out_and_told():
     report = evaluate_zeroshot(
         BOUNDARY, labelled([(None, 0), (0.0, 0), (9.0, 1), (None, 1), (1.0, 0)]), ["sure {}"], filters=["none"]
     )
-    assert report.n_images == 3 and report.methods[0].top1.value == 1
-    assert report.left_out == ["picture 0: cannot be decoded", "picture 3: cannot be decoded"]
+    assert report["n_images"] == 3 and report["methods"][0]["top1"]["value"] == 1
+    assert report["left_out"] == ["picture 0: cannot be decoded", "picture 3: cannot be decoded"]
     with pytest.raises(UserError, match="none of 1 images can be used"):
         evaluate_zeroshot(BOUNDARY, labelled([(None, 0)]), ["sure {}"], filters=["none"])
 
@@ -379,16 +345,7 @@ def test_another_distance_may_decide():
     table = Table({"sure a": (0.0, 50.0), "sure b": (10.0, 1.0)}, distance="csd")
     for distance, share in ((None, 0.0), ("csd", 0.0), ("squared_l2", 1.0)):
         report = evaluate_zeroshot(table, labelled([(4.0, 0)]), ["sure {}"], filters=["none"], distance=distance)
-        assert report.methods[0].top1.value == share and report.distance == (distance or "csd")
-
-
-def test_unknown_options_are_named():
-    for options, message in (
-        ({"filters": ["best"]}, "unknown filter 'best'; known: none"),
-        ({"pooling": "sum"}, "unknown pooling 'sum'"),
-    ):
-        with pytest.raises(UserError, match=message):
-            evaluate_zeroshot(BOUNDARY, labelled([(0.0, 0)]), ["sure {}"], **options)
+        assert report["methods"][0]["top1"]["value"] == share and report["distance"] == (distance or "csd")
 
 
 # ---------------------------------------------------------------- templates and classes
@@ -401,24 +358,19 @@ def test_the_templates_of_clip():
     assert {"itap of my {}.", "a {} in a video game.", "a photo of the hard to see {}."} < set(templates)
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
+def test_bad_templates(tmp_path):
+    path = tmp_path / "templates.txt"
+    for content, message in (
         ("a photo of a {}.\na photo\n", ":2: expected one {} for the class"),
         ("{} and {}\n", ":1: expected one {}"),
         ("a {class}\n", ":1: expected one {}"),
         ("a {}\n\na {}\n", "the template 'a {}' occurs twice"),
         ("\n", "holds no text"),
-    ],
-)
-def test_bad_templates(tmp_path, content, message):
-    path = tmp_path / "templates.txt"
-    path.write_text(content)
-    with pytest.raises(UserError) as error:
-        read_templates(path)
-    assert message in str(error.value) and str(path) in str(error.value)
-    with pytest.raises(UserError, match="there is no file"):
-        read_templates(tmp_path / "none.txt")
+    ):
+        path.write_text(content)
+        with pytest.raises(UserError) as error:
+            read_templates(path)
+        assert message in str(error.value) and str(path) in str(error.value)
 
 
 def test_class_names(tmp_path):
@@ -603,19 +555,16 @@ def _shapes(work, folder):
 
 def test_no_conclusion_is_drawn_from_methods_at_chance():
     """Twelve points more of something that a constant answer beats help nobody."""
-    pictures = labelled([(0.0, 0), (5.5, 1), (5.5, 0), (11.0, 1), (0.0, 0), (11.0, 1)])
-    report = evaluate_zeroshot(BOUNDARY, pictures, ["sure {}", "vague {}"], filters=["global"], n_resamples=20)
-    assert report.chance == pytest.approx(max(Counter(pictures.labels.tolist()).values()) / 6, abs=0.2)
-    (filtered,) = (m for m in report.methods if m.against_random is not None)
-    better = Interval(0.12, 0.05, 0.19)
-
-    def verdict(low):
-        top1 = Interval(low + 0.1, low, low + 0.2)
-        judged = replace(filtered, top1=top1, against_all=better, against_random_order=better)
-        return replace(report, methods=[*report.methods[:2], judged], chance=1 / 3).verdict()
-
-    assert "cannot be told" in verdict(0.3) and "helps" not in verdict(0.3).replace("filtering helps", "")
-    assert "+12.0 [+5.0, +19.0] points against all prompts, which helps" in verdict(0.4)
+    interval = lambda value, low, high: {"value": value, "low": low, "high": high}
+    better = interval(0.12, 0.05, 0.19)
+    judged = {"name": "K", "against_all": better, "against_random": better, "against_random_order": better}
+    at, above = (verdict([judged | {"top1": interval(low + 0.1, low, low + 0.2)}], 1 / 3) for low in (0.3, 0.4))
+    assert "cannot be told" in at and "helps" not in at.replace("filtering helps", "")
+    assert "+12.0 [+5.0, +19.0] points against all prompts, which helps" in above
+    both = verdict([judged | {"top1": interval(low + 0.1, low, low + 0.2)} for low in (0.3, 0.4)], 1 / 3).splitlines()
+    assert both[0] == "K: not better than always answering the most frequent class." and both[1] == above
+    assert verdict([judged | {"top1": better, "against_all": interval(-0.1, -0.2, -0.05)}], 0).count("which hurts") == 1
+    assert points(None) == "–" and points(interval(0.1, None, None)) == "+10.0"
 
 
 def test_a_bad_input_is_one_clear_message_and_status_2(work, sfumato):

@@ -54,7 +54,6 @@ from sfumato.reports.tables import (
 from sfumato.studies.figure_numbers import Figure
 from sfumato.studies.paper_tables import Table as PaperTable
 from sfumato.studies.paper_tables import table_columns
-from sfumato.studies.zeroshot import PromptsKept
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -486,7 +485,7 @@ def _matrix_lines(numbers: Mapping[str, Any]) -> list[str]:
 
 
 def _prompts(figure: Figure) -> "Drawing":
-    kept = PromptsKept(**figure.numbers["kept"])
+    kept = figure.numbers["kept"]
     drawing, (left, right) = _grid(2)
     draw_accuracy_by_k(left, kept)
     draw_best_k(right, kept)

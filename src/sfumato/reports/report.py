@@ -8,6 +8,7 @@ grow with the data.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +52,7 @@ from sfumato.reports.studies import (
 )
 from sfumato.reports.tables import DIRECTIONS, MISSING, in_words, interval, number, percent, signed
 from sfumato.search.exact import rank_relevant
-from sfumato.studies.analyse import FORMAT, NAMES, analyse_model
+from sfumato.studies.analyse import FORMAT, analyse_model
 
 _METRICS = ("recall@1", "recall@5", "recall@10", "r_precision", "map@r")
 
@@ -216,18 +217,17 @@ def _meaning_of_variance(direction: DirectionResult, evaluation: Evaluation) -> 
 
 def _tables(evaluation: Evaluation, others: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     own = [_table_row(name.replace("->", "→"), metrics) for name, metrics in table_rows(evaluation)]
-    compared = []
-    for result in [evaluation.to_json(), *others]:
-        i2t, t2i, rsum = result.get("i2t"), result.get("t2i"), result.get("rsum")
-        if isinstance(i2t, Mapping) and isinstance(t2i, Mapping):
-            cells = [percent(side.get(m)) for side in (i2t, t2i) for m in ("recall@1", "recall@10", "map@r")]
-            compared.append(
-                {
-                    "name": str(result.get("distance", "?")),
-                    "own": result.get("distance") == evaluation.distance,
-                    "cells": [*cells, number(100 * rsum, 1) if isinstance(rsum, int | float) else MISSING],
-                }
-            )
+    compared = [
+        {
+            "name": result["distance"],
+            "own": result["distance"] == evaluation.distance,
+            "cells": [
+                *(percent(result[side].get(m)) for side in DIRECTIONS for m in ("recall@1", "recall@10", "map@r")),
+                number(100 * result["rsum"], 1),
+            ],
+        }
+        for result in [evaluation.to_json(), *others]
+    ]
     return {"own": own, "compared": compared if len(compared) > 1 else []}
 
 
@@ -238,50 +238,33 @@ def _table_row(name: str, metrics: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _trust(found: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """Tables of the results of `sfumato trust`; parts in an unknown form are left out."""
-    directions = (found or {}).get("directions")
-    if found is None or not isinstance(directions, Mapping):
+    """Tables of the results of `sfumato trust`."""
+    if found is None:
         return None
-    tables = [
-        table
-        for key, direction in directions.items()
-        if isinstance(direction, Mapping) and (table := _trust_table(key, direction, found.get("estimators")))
-    ]
-    if not tables:
-        return None
+    tables = [_trust_table(key, of, found["estimators"]) for key, of in found["directions"].items()]
     named = {c["name"]: c for t in tables for c in (*t["rows"], *t["columns"]) if c["about"]}
-    notes, level = found.get("notes"), found.get("level")
     return {
         "tables": tables,
         "definitions": list(named.values()),
-        "notes": [str(n) for n in notes] if isinstance(notes, list | tuple) else [],
-        "level": f"{level:.0%}" if isinstance(level, int | float) else None,
+        "notes": found["notes"],
+        "level": f"{found['level']:.0%}",
     }
 
 
-def _trust_table(key: str, direction: Mapping[str, Any], definitions: Any) -> dict[str, Any] | None:
-    """A row for each estimator, a column for each figure; None if there is none."""
-    found = direction.get("estimators")
-    # A constant estimator, such as the variance of points, has no figures.
-    rows = {n: f for n, f in found.items() if isinstance(f, Mapping) and f} if isinstance(found, Mapping) else {}
+def _trust_table(key: str, direction: Mapping[str, Any], definitions: Mapping[str, Any]) -> dict[str, Any]:
+    """A row for each estimator that has figures (a constant has none), a column for each figure."""
+    rows = {name: figures for name, figures in direction["estimators"].items() if figures}
     columns = list(dict.fromkeys(c for figures in rows.values() for c in figures))
-    if not columns:
-        return None
-    known = definitions if isinstance(definitions, Mapping) else {}
-    about = {n: str(known[n].get("estimates", "")) for n in rows if isinstance(known.get(n), Mapping)}
+    show = partial(interval, show=partial(number, decimals=2))
     return {
-        "name": DIRECTIONS.get(key, str(key)),
-        "columns": [{"name": in_words(c), "about": FIGURES.get(c, "")} for c in columns],
+        "name": DIRECTIONS[key],
+        "columns": [{"name": in_words(c), "about": FIGURES[c]} for c in columns],
         "rows": [
-            {"name": in_words(n), "about": about.get(n, ""), "cells": [_figure(f.get(c)) for c in columns]}
+            {"name": in_words(n), "about": definitions[n]["estimates"], "cells": [show(f.get(c)) for c in columns]}
             for n, f in rows.items()
         ],
-        "n": direction.get("n_queries"),
+        "n": direction["n_queries"],
     }
-
-
-def _figure(value: Any) -> Any:
-    return interval(value, lambda v: number(v, 2))
 
 
 def report_model(
@@ -385,11 +368,6 @@ def _learnt_logits(run: Run) -> tuple[float, float] | None:
 
 def _analyses(run: Run, split: str, n: int, m: int) -> dict[str, dict[str, Any]]:
     """The results of studies with the same weights and the same numbers of images and texts, by name."""
-    found = {name: read_object(run.folder / f"analysis-{split}" / f"{name}.json") for name in NAMES}
-    expected = FORMAT, split, n, m, weights_digest(run.model)
-    keys = ("format", "split", "n_images", "n_texts", "weights")
-    return {
-        name: study
-        for name, study in found.items()
-        if study is not None and tuple(study.get(key) for key in keys) == expected
-    }
+    expected = {"format": FORMAT, "split": split, "n_images": n, "n_texts": m, "weights": weights_digest(run.model)}
+    found = read_studies(run.folder / f"analysis-{split}")
+    return {name: study for name, study in found.items() if expected.items() <= study.items()}

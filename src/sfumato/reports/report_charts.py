@@ -59,15 +59,6 @@ class ReportData:
     notes: Sequence[str] = ()  # sentences about omitted parts
     version: str = ""  # of the program that makes the page
 
-    def __post_init__(self) -> None:
-        for name, side, n in (
-            ("captions", "texts", self.texts.n),
-            ("image_names", "images", self.images.n),
-            *((("text_kinds", "texts", self.texts.n),) if self.text_kinds is not None else ()),
-        ):
-            if len(getattr(self, name)) != n:
-                raise ValueError(f"ReportData: got {len(getattr(self, name))} {name} for {n} {side}; give one for each")
-
     def scorer(self, direction: Direction) -> Scorer:
         """What gives the results of one direction their probabilities, as searches do."""
         return Scorer(*self.logits, self.calibration, direction)

@@ -39,7 +39,7 @@ from sfumato.reports.tables import (
     probability,
 )
 from sfumato.studies.analyse import NAMES, Analyses, same_model_and_data
-from sfumato.studies.zeroshot import PromptsKept, points
+from sfumato.studies.zeroshot import points
 from sfumato.workflows.audit import NEIGHBOURS, Audit, varied
 
 if TYPE_CHECKING:
@@ -431,7 +431,7 @@ def print_analyses(found: Mapping[str, Any]) -> None:
         print_wrapped(f"map: {len(study['items'])} images and texts by {method}")
     if study := found.get("zeroshot"):
         report = study["report"]
-        for table in (zeroshot_table(report), *(kept_table(PromptsKept(**one)) for one in report["prompts_kept"])):
+        for table in (zeroshot_table(report), *map(kept_table, report["prompts_kept"])):
             table.show()
             for line in table.notes:
                 print_wrapped(line, indent=2)
@@ -486,7 +486,7 @@ def zeroshot_table(report: Mapping[str, Any]) -> Table:
     for m in report["methods"]:
         k = m["k"]
         kept = MISSING if k is None else f"{k[0]}" if len(set(k)) == 1 else f"{min(k)} to {max(k)}"
-        shown = {name: points(m[name] and Interval(**m[name])) for name in ("top1", "top5", *columns)}
+        shown = {name: points(m[name]) for name in ("top1", "top5", *columns)}
         accuracies = [shown[name].replace("+", "") for name in ("top1", "top5")]
         rows.append([m["name"], kept, *accuracies, *(shown[name] for name in columns)])
     rows.append(["always the most frequent class", MISSING, f"{100 * report['chance']:.1f}", *[MISSING] * 4])
@@ -507,16 +507,16 @@ def zeroshot_table(report: Mapping[str, Any]) -> Table:
     )  # fmt: skip
 
 
-def kept_table(kept: PromptsKept) -> Table:
+def kept_table(kept: Mapping[str, Any]) -> Table:
     """Top-1 at some numbers of prompts, and how many prompts the classes would keep for their own images."""
-    p = len(kept.top1)
+    p = len(kept["top1"])
     shown = sorted({*range(1, min(p, 3) + 1), *(round(p * part / 8) for part in range(1, 9))} - {0})
-    which = "the images K was chosen on" if kept.images == "others" else "the reported images"
-    rows = [[str(k), percent(kept.top1[k - 1]), percent(kept.random_top1[k - 1])] for k in shown]
-    best = [k for k in kept.best_k if k is not None]
+    which = "the images K was chosen on" if kept["images"] == "others" else "the reported images"
+    rows = [[str(k), percent(kept["top1"][k - 1]), percent(kept["random_top1"][k - 1])] for k in shown]
+    best = [k for k in kept["best_k"] if k is not None]
     note = (
         f"best K of a class for its own images: all {p} for {counted(best.count(p), 'class', 'classes')}, fewer for"
-        f" {len(best) - best.count(p):,}, no image right for {len(kept.best_k) - len(best):,}"
+        f" {len(best) - best.count(p):,}, no image right for {len(kept['best_k']) - len(best):,}"
     )
     title = f"top-1 on {which} by the number of prompts kept"
     return Table(title, ["K", "most certain", "random order"], rows, notes=[note])
@@ -525,32 +525,32 @@ def kept_table(kept: PromptsKept) -> Table:
 def _zeroshot(study: Mapping[str, Any]) -> dict[str, Any]:
     """The tables, and two charts for each choice of K."""
     report = study["report"]
-    kept = [PromptsKept(**one) for one in report["prompts_kept"]]
+    kept = report["prompts_kept"]
     charts = []
     for one in kept:
         for draw, about in ((draw_accuracy_by_k, "top-1 by prompts kept"), (draw_best_k, "best number of prompts")):
-            chart = Chart(f"{about}, {one.images} images")
+            chart = Chart(name := f"{about}, {one['images']} images")
             draw(chart.axes, one)
-            charts.append({"name": f"{about}, {one.images} images", "chart": chart.svg()})
+            charts.append({"name": name, "chart": chart.svg()})
     return {"tables": [zeroshot_table(report), *map(kept_table, kept)], "charts": charts}
 
 
-def draw_accuracy_by_k(axes: "Axes", kept: PromptsKept) -> None:
+def draw_accuracy_by_k(axes: "Axes", kept: Mapping[str, Any]) -> None:
     """Top-1 in per cent by the number of prompts that every class keeps, beside prompts in a random order."""
-    ks = range(1, len(kept.top1) + 1)
-    axes.plot(ks, [100 * value for value in kept.top1], color=FIRST, linewidth=2, label="most certain")
-    axes.plot(ks, [100 * value for value in kept.random_top1], color=SECOND, linewidth=2, label="random order")
+    ks = range(1, len(kept["top1"]) + 1)
+    axes.plot(ks, [100 * value for value in kept["top1"]], color=FIRST, linewidth=2, label="most certain")
+    axes.plot(ks, [100 * value for value in kept["random_top1"]], color=SECOND, linewidth=2, label="random order")
     axes.set_xlabel("prompts kept")
     axes.set_ylabel("top-1, %")
     axes.legend()
 
 
-def draw_best_k(axes: "Axes", kept: PromptsKept) -> None:
+def draw_best_k(axes: "Axes", kept: Mapping[str, Any]) -> None:
     """Number of classes by the number of prompts that is best for their own images."""
     from matplotlib.ticker import MaxNLocator
 
-    p = len(kept.top1)
-    best = [k for k in kept.best_k if k is not None]
+    p = len(kept["top1"])
+    best = [k for k in kept["best_k"] if k is not None]
     axes.bar(range(1, p + 1), [best.count(k) for k in range(1, p + 1)], color=FIRST)
     axes.set_xlabel("best number of prompts of a class")
     axes.set_ylabel("classes")
@@ -582,14 +582,12 @@ def read_studies(folder: Path) -> dict[str, dict[str, Any]]:
 
 def read_evaluations(folder: Path, split: str, own: str, n: int, m: int) -> list[dict[str, Any]]:
     """Read the results of `sfumato evaluate` on a split with other distances."""
-    found = []
-    for path in sorted(folder.glob("evaluation-*.json")):
-        result = read_object(path)
-        if (
-            result is not None
-            and result.get("distance") != own
-            and path.name == f"evaluation-{split}-{result.get('distance')}.json"
-            and (result.get("n_images"), result.get("n_texts")) == (n, m)
-        ):
-            found.append(result)
-    return found
+    start = f"evaluation-{split}-"
+    found = {path.stem: read_object(path) for path in sorted(folder.glob(f"{start}*.json"))}
+    return [
+        result
+        for name, result in found.items()
+        if result is not None
+        and own != result.get("distance") == name.removeprefix(start)
+        and (result.get("n_images"), result.get("n_texts")) == (n, m)
+    ]

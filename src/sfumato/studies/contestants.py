@@ -3,9 +3,8 @@
 A contestant is fitted on a frozen model, sees no test label, and answers for the queries of one side of a split.
 """
 
-from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, get_args
 
@@ -23,80 +22,73 @@ from sfumato.posthoc import METHODS, PosthocMethod
 from sfumato.studies.frozen_model import FrozenModel, FrozenSplit
 
 
-class Contestant(ABC):
+def _nothing(*_: Any) -> None:
+    return None
+
+
+@dataclass(frozen=True, eq=False)
+class Contestant:
     """A source of uncertainty, fitted on a frozen model."""
 
     summary: str  # what its uncertainty is, in one line
+    uncertainty: Callable[[FrozenSplit, Side, np.ndarray | None], np.ndarray]  # see :func:`of_method`
+    needs_gallery: bool  # whether it depends on the gallery; otherwise it cannot know that a match is absent
     sides: Sequence[Side] = get_args(Side)  # sides whose queries have one
-    needs_gallery: bool = True  # whether it depends on the gallery; otherwise it cannot know that a match is absent
     n_bytes: int = 0  # size of what is stored of the fit
-
-    @abstractmethod
-    def uncertainty(self, split: FrozenSplit, side: Side, absent: np.ndarray | None = None) -> np.ndarray:
-        """The uncertainty of queries, with the whole other side as gallery. absent (k,) -> (q,)."""
-
-    def probability(self, uncertainty: np.ndarray) -> np.ndarray | None:
-        """The probability that the first hit is right, for a contestant with one of its own.
-
-        uncertainty (q,) -> (q,).
-        """
-        return None
-
-    def gaussians(self, split: FrozenSplit, side: Side) -> GaussianEmbedding | None:
-        """The Gaussian of every item of a side."""
-        return None
+    # The probability that the first hit is right from (q,) uncertainties, for a contestant with one of its own.
+    probability: Callable[[np.ndarray], np.ndarray | None] = _nothing
+    gaussians: Callable[[FrozenSplit, Side], GaussianEmbedding | None] = _nothing  # of every item of a side
 
 
-class PosthocContestant(Contestant):
-    """A post-hoc method of :data:`~sfumato.posthoc.METHODS`."""
+def of_method(method: PosthocMethod) -> Contestant:
+    """A post-hoc method of :data:`~sfumato.posthoc.METHODS`.
 
-    def __init__(self, method: PosthocMethod) -> None:
-        self.method = method
-        self.summary, self.sides, self.needs_gallery = method.summary, method.sides, method.needs_gallery
-        self.n_bytes = sum(x.numel() * x.element_size() for x in method.tensors())
+    Its uncertainty is of the (q,) queries of a side, with the whole other side as gallery; or of the queries at (k,)
+    positions, each with a gallery of its own without its matches.
+    """
 
-    def uncertainty(self, split: FrozenSplit, side: Side, absent: np.ndarray | None = None) -> np.ndarray:
-        """See :meth:`Contestant.uncertainty`; a gallery for each query without its matches."""
+    def hidden(split: FrozenSplit, side: Side) -> Tensor | None:
+        return split.hidden(side) if method.needs_hidden else None
+
+    def uncertainty(split: FrozenSplit, side: Side, absent: np.ndarray | None) -> np.ndarray:
         queries, gallery = split.embeddings(side), split.embeddings(OTHER_SIDE[side])
-        if absent is None or not self.needs_gallery:
-            hidden = split.hidden(side) if self.method.needs_hidden else None
-            found = self.method.uncertainty(side, queries, gallery if self.needs_gallery else None, hidden=hidden)
+        if absent is None or not method.needs_gallery:
+            seen = gallery if method.needs_gallery else None
+            found = method.uncertainty(side, queries, seen, hidden=hidden(split, side))
             return _array(found if absent is None else found[torch.from_numpy(absent)])
-        kept, parts = torch.from_numpy(~split.relevance(side).select_queries(absent).to_dense()), []
-        for row, own in zip(absent.tolist(), kept, strict=True):
-            parts.append(self.method.uncertainty(side, queries[row : row + 1], gallery[own]))
-        return _array(torch.cat(parts))
+        kept = torch.from_numpy(~split.relevance(side).select_queries(absent).to_dense())
+        rows = zip(absent.tolist(), kept, strict=True)
+        return _array(torch.cat([method.uncertainty(side, queries[i : i + 1], gallery[own]) for i, own in rows]))
 
-    def gaussians(self, split: FrozenSplit, side: Side) -> GaussianEmbedding | None:
-        """See :meth:`Contestant.gaussians`."""
-        if not self.method.per_item:
-            return None
-        hidden = split.hidden(side) if self.method.needs_hidden else None
-        return self.method.embed(side, split.embeddings(side), hidden=hidden)
+    def gaussians(split: FrozenSplit, side: Side) -> GaussianEmbedding:
+        return method.embed(side, split.embeddings(side), hidden=hidden(split, side))
+
+    return Contestant(
+        method.summary, uncertainty, method.needs_gallery, method.sides, _n_bytes(method.tensors()),
+        gaussians=gaussians if method.per_item else _nothing,
+    )  # fmt: skip
 
 
-class EstimatorContestant(Contestant):
+def of_estimator(estimator: Estimator, calibration: Calibration, *, n_bytes: int = 0) -> Contestant:
     """An estimator of sfumato on the unit embeddings, with the calibrated match logits."""
+    name, chosen = estimator.name, {estimator.name: estimator}
 
-    def __init__(self, estimator: Estimator, calibration: Calibration, *, n_bytes: int = 0) -> None:
-        self.estimator, self.n_bytes, self.is_logit = estimator, n_bytes, estimator.name == "sfumato"
-        self.summary, self.needs_gallery = estimator.formula, estimator.needs_gallery
-        self.logits = calibration.logit_scale, calibration.logit_bias
-
-    def uncertainty(self, split: FrozenSplit, side: Side, absent: np.ndarray | None = None) -> np.ndarray:
-        """See :meth:`Contestant.uncertainty`."""
-        queries, without = split.points(side), None
+    def uncertainty(split: FrozenSplit, side: Side, absent: np.ndarray | None) -> np.ndarray:
+        queries, gallery, without = split.points(side), split.points(OTHER_SIDE[side]), None
         if absent is not None:
             queries, without = queries[torch.from_numpy(absent)], split.relevance(side).select_queries(absent)
-        matching, name = Matching("squared_l2", *self.logits, DIRECTION_OF[side]), self.estimator.name
-        gallery = split.points(OTHER_SIDE[side])
-        return estimate_uncertainty(
-            queries, gallery, matching, estimators={name: self.estimator}, without=without
-        )[name]  # fmt: skip
+        matching = Matching("squared_l2", calibration.logit_scale, calibration.logit_bias, DIRECTION_OF[side])
+        return estimate_uncertainty(queries, gallery, matching, estimators=chosen, without=without)[name]
 
-    def probability(self, uncertainty: np.ndarray) -> np.ndarray | None:
-        """See :meth:`Contestant.probability`: what sfumato's searches show beside the first hit."""
-        return _array(torch.sigmoid(-torch.from_numpy(uncertainty))) if self.is_logit else None
+    # What sfumato's searches show beside the first hit.
+    probability = (lambda u: _array(torch.sigmoid(-torch.from_numpy(u)))) if name == "sfumato" else _nothing
+    return Contestant(
+        estimator.formula, uncertainty, estimator.needs_gallery, n_bytes=n_bytes, probability=probability
+    )  # fmt: skip
+
+
+def _n_bytes(tensors: Iterable[Tensor]) -> int:
+    return sum(x.numel() * x.element_size() for x in tensors)
 
 
 CONSTANT = Estimator(
@@ -151,17 +143,16 @@ def fit_contestant(
 ) -> Contestant:
     """Fit a contestant."""
     if name == "constant":
-        return EstimatorContestant(CONSTANT, calibration)
+        return of_estimator(CONSTANT, calibration)
     if name == "match_entropy":
-        return EstimatorContestant(MATCH_ENTROPY, calibration)
+        return of_estimator(MATCH_ENTROPY, calibration)
     if name in ("sfumato", "sfumato_no_reference"):
         own = pair_calibration(model, reference=name == "sfumato")
-        n_bytes = sum(x.numel() * x.element_size() for x in own.tensors().values())
-        return EstimatorContestant(first_hit_estimator(own), own, n_bytes=n_bytes)
+        return of_estimator(first_hit_estimator(own), own, n_bytes=_n_bytes(own.tensors().values()))
     if name not in METHODS:
         raise ValueError(f"unknown method {name!r}; known: {', '.join(CONTESTANTS)}")
     pairs = model.training_pairs(2 * calibration.logit_scale)
-    return PosthocContestant(METHODS[name].fit(pairs, seed=seed, **(options or {})))
+    return of_method(METHODS[name].fit(pairs, seed=seed, **(options or {})))
 
 
 def answerable_without(split: FrozenSplit, side: Side) -> np.ndarray:

@@ -5,7 +5,7 @@ What a figure consists of is data, see :mod:`sfumato.evaluation.papers`: its kin
 
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -279,8 +279,8 @@ def _prompts_kept(scene: Scene) -> dict[str, Any]:
         images = read_class_folder(Path(scene.options["images"]), names, endings=file_endings(run.model))
         split = scene.options["images"]
     report = evaluate_zeroshot(run, images, read_templates(), filters=("oracle",), n_resamples=0)
-    (kept,) = report.prompts_kept
-    return {"split": split, "classes": len(report.classes), "n_images": report.n_images, "kept": asdict(kept)}
+    (kept,) = report["prompts_kept"]
+    return {"split": split, "classes": len(report["classes"]), "n_images": report["n_images"], "kept": kept}
 
 
 def _check_prompts(item: PaperItem, data: TableData, instances: Sequence[Path]) -> None:

@@ -270,7 +270,7 @@ class _Scene:
 
     def uncertainty(self, contestant: Contestant) -> tuple[np.ndarray, list[np.ndarray]]:
         """Of the queries with a match, and of all queries of each gallery."""
-        every = [contestant.uncertainty(gallery.split, self.side) for gallery in self.galleries]
+        every = [contestant.uncertainty(gallery.split, self.side, None) for gallery in self.galleries]
         return np.concatenate([u[g.kept] for u, g in zip(every, self.galleries, strict=True)]), every
 
 
@@ -313,7 +313,7 @@ def _measured(
 def _of_corruption(contestant: Contestant, corruption: FrozenCorruption, options: RefereeOptions) -> CorruptionFigures:
     """Whether the contestant is less certain of corrupted queries."""
     side, clean = corruption.side, corruption.splits[0]
-    u = np.stack([contestant.uncertainty(split, side) for split in corruption.splits])
+    u = np.stack([contestant.uncertainty(split, side, None) for split in corruption.splits])
     recall = [float(split.query(side).first_hits("squared_l2").mean()) for split in corruption.splits]
     found = bootstrap(
         corruption_statistics(u, corruption.strengths),
@@ -422,7 +422,7 @@ def _ambiguity(contestant: Contestant, scene: _Scene, options: RefereeOptions) -
         return None
     counts = scene.whole.relevance(scene.side).counts
     kept = np.flatnonzero(counts)
-    u, counts = contestant.uncertainty(scene.whole, scene.side)[kept], counts[kept]
+    u, counts = contestant.uncertainty(scene.whole, scene.side, None)[kept], counts[kept]
     value = balanced_spearman(u, counts, seed=options.seed)
     resampled = resampled_balanced_spearman({"u": u}, counts, n_resamples=options.n_resamples, seed=options.seed)
     return percentile_interval(value, resampled["u"])

@@ -5,7 +5,7 @@ and others are reported. The formulas are in docs/concepts/prompts.md.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from sfumato.distances import get_distance
 from sfumato.encoders.dual import DualEncoder
 from sfumato.errors import UserError
 from sfumato.gaussian import GaussianEmbedding
-from sfumato.metrics.bootstrap import Interval, bootstrap, mean_statistic
+from sfumato.metrics.bootstrap import bootstrap, mean_statistic
 from sfumato.metrics.uncertainty import none_if_nan, spearman
 from sfumato.models.embed import embed_sources, file_endings, read_lines
 from sfumato.models.model import Model
@@ -147,79 +147,81 @@ def mixture_weights(
     return weights
 
 
-def right_at(images: GaussianEmbedding, labels: np.ndarray, classes: GaussianEmbedding, distance: str) -> np.ndarray:
-    """Classify images by the closest class; at equal distances the earlier class is closer.
+@dataclass(frozen=True, eq=False)
+class LabelledEmbeddings:
+    """(n, d) embeddings and (n,) class numbers of images."""
 
-    images (n, d), labels (n,), classes (c, d) -> (n, 2).
-    """
-    _, order = top_k(images, classes, 5, distance)
-    same = order.numpy() == labels[:, None]
-    return np.stack([same[:, 0], same.any(1)], axis=1).astype(float)
+    images: GaussianEmbedding
+    labels: np.ndarray
+
+    def select(self, index: np.ndarray) -> "LabelledEmbeddings":
+        """Some of the images. index (k,)."""
+        return LabelledEmbeddings(self.images[torch.from_numpy(index)], self.labels[index])
 
 
-def right_by_k(
-    images: GaussianEmbedding,
-    labels: np.ndarray,
-    prompts: GaussianEmbedding,
-    uncertainty: Tensor,
-    *,
-    distance: str,
-    pooling: str,
-) -> np.ndarray:
-    """Count right images for every number of prompts that all classes keep.
+@dataclass(frozen=True, eq=False)
+class Classifier:
+    """The prompts of c classes in p templates, their order in a class, and how images find the closest class."""
 
-    images (n, d), labels (n,), prompts (c * p, d), uncertainty (c, p) -> (c, p).
-    """
-    c, p = uncertainty.shape
-    counts = np.zeros((c, p), np.int64)
-    with progress_bar("choosing K", p) as advance:
-        for k in range(p):
-            classes = pool_prompts(prompts, certain_prompts(uncertainty, k + 1), pooling=pooling)
-            _, closest = top_k(images, classes, 1, distance)
-            counts[:, k] = np.bincount(labels[closest[:, 0].numpy() == labels], minlength=c)
-            advance(1)
-    return counts
+    prompts: GaussianEmbedding  # (c * p, d), class by class
+    order: Tensor  # (c, p) numbers; the smallest are kept first: their uncertainties, or random ones
+    distance: str
+    pooling: str = "mixture"
+
+    def right(self, shown: LabelledEmbeddings, weights: Tensor) -> np.ndarray:
+        """Whether the closest class is right, and one of the five closest; ties go to the earlier class.
+
+        weights (c, p) -> (n, 2).
+        """
+        _, order = top_k(shown.images, pool_prompts(self.prompts, weights, pooling=self.pooling), 5, self.distance)
+        same = order.numpy() == shown.labels[:, None]
+        return np.stack([same[:, 0], same.any(1)], axis=1).astype(float)
+
+    def right_by_k(self, shown: LabelledEmbeddings) -> np.ndarray:
+        """Count right images of each class for every number of prompts that all classes keep. Returns (c, p)."""
+        c, p = self.order.shape
+        counts = np.zeros((c, p), np.int64)
+        with progress_bar("choosing K", p) as advance:
+            for k in range(p):
+                found = self.right(shown, certain_prompts(self.order, k + 1))[:, 0] > 0
+                counts[:, k] = np.bincount(shown.labels[found], minlength=c)
+                advance(1)
+        return counts
+
+    def k_per_class(self, shown: LabelledEmbeddings, start: np.ndarray) -> np.ndarray:
+        """Choose a K for each class, one class after the other.
+
+        Each class takes the K for which the most images of all classes are correct. So a class has no advantage from
+        attracting images of other classes. If no K is better than the initial one, a class keeps the initial one.
+
+        start (c,) -> (c,).
+        """
+        (n_classes, p), best, own = self.order.shape, start.copy(), torch.from_numpy(shown.labels)
+        now = self._distances(shown, self.prompts, certain_prompts(self.order, torch.from_numpy(start)))  # (n, c)
+        with progress_bar("choosing K per class", n_classes) as advance:
+            for c in range(n_classes):
+                repeated = GaussianEmbedding.cat([self.prompts[c * p : (c + 1) * p]] * p)
+                kept = certain_prompts(self.order[c].expand(p, p), torch.arange(1, p + 1))
+                tried = self._distances(shown, repeated, kept)  # (n, p)
+                now[:, c] = torch.inf
+                nearest, which = now.min(dim=1, keepdim=True)
+                taken = (tried < nearest) | ((tried == nearest) & (which > c))
+                counts = torch.where(taken, (own == c).unsqueeze(1), which == own.unsqueeze(1)).sum(0)
+                if counts.max() > counts[start[c] - 1]:
+                    best[c] = p - int(counts.flip(0).argmax())
+                now[:, c] = tried[:, best[c] - 1]
+                advance(1)
+        return best
+
+    def _distances(self, shown: LabelledEmbeddings, prompts: GaussianEmbedding, weights: Tensor) -> Tensor:
+        """Distances to the pooled prompts in one tensor: 100 MB for 25,000 images and 1,000 classes."""
+        classes = pool_prompts(prompts, weights, pooling=self.pooling)
+        return torch.cat([block for _, block in distance_blocks(shown.images, classes, self.distance)])
 
 
 def best_k(counts: np.ndarray) -> int:
     """Choose one K for all classes. counts (c, p)."""
     return int(counts.shape[1] - counts.sum(0)[::-1].argmax())
-
-
-def best_k_per_class(
-    images: GaussianEmbedding,
-    labels: np.ndarray,
-    prompts: GaussianEmbedding,
-    uncertainty: Tensor,
-    start: np.ndarray,
-    *,
-    distance: str,
-    pooling: str,
-) -> np.ndarray:
-    """Choose a K for each class, one class after the other.
-
-    Each class takes the K for which the most images of all classes are correct. So a class has no advantage from
-    attracting images of other classes. If no K is better than the initial one, a class keeps the initial one.
-
-    images (n, d), labels (n,), prompts (c * p, d), uncertainty (c, p), start (c,) -> (c,).
-    """
-    (n_classes, p), best, own = uncertainty.shape, start.copy(), torch.from_numpy(labels)
-    classes = pool_prompts(prompts, certain_prompts(uncertainty, torch.from_numpy(start)), pooling=pooling)
-    now = _distances(images, classes, distance)  # (n, c)
-    with progress_bar("choosing K per class", n_classes) as advance:
-        for c in range(n_classes):
-            repeated = GaussianEmbedding.cat([prompts[c * p : (c + 1) * p]] * p)
-            kept = certain_prompts(uncertainty[c].expand(p, p), torch.arange(1, p + 1))
-            tried = _distances(images, pool_prompts(repeated, kept, pooling=pooling), distance)  # (n, p)
-            now[:, c] = torch.inf
-            nearest, which = now.min(dim=1, keepdim=True)
-            taken = (tried < nearest) | ((tried == nearest) & (which > c))
-            counts = torch.where(taken, (own == c).unsqueeze(1), which == own.unsqueeze(1)).sum(0)
-            if counts.max() > counts[start[c] - 1]:
-                best[c] = p - int(counts.flip(0).argmax())
-            now[:, c] = tried[:, best[c] - 1]
-            advance(1)
-    return best
 
 
 def halves(labels: np.ndarray, seed: int) -> tuple[np.ndarray, np.ndarray]:
@@ -234,110 +236,59 @@ def halves(labels: np.ndarray, seed: int) -> tuple[np.ndarray, np.ndarray]:
     return np.flatnonzero(chosen), np.flatnonzero(~chosen)
 
 
-def _distances(images: GaussianEmbedding, classes: GaussianEmbedding, distance: str) -> Tensor:
-    """(n, c) distances in one tensor: 100 MB for 25,000 images and 1,000 classes."""
-    return torch.cat([block for _, block in distance_blocks(images, classes, distance)])
+def prompts_kept(counts: Sequence[np.ndarray], n_images: int, images: str) -> dict[str, Any]:
+    """Accuracy by the number of prompts that every class keeps: figure C.2 of the PCME++ paper.
 
-
-@dataclass(frozen=True)
-class Method:
-    """A method to make class embeddings, and its accuracy on the reported images."""
-
-    name: str  # name of the method
-    k: list[int] | None  # number of prompts kept for each class; None if prompts are weighted
-    top1: Interval | None  # fraction of images whose closest class is their own
-    top5: Interval | None  # fraction of images with their class among the five closest; None for five classes or fewer
-    against_all: Interval | None  # top1 minus that of all prompts, on the same resamples of images
-    against_random: Interval | None
-    against_random_order: Interval | None
-
-
-@dataclass(frozen=True)
-class PromptsKept:
-    """Accuracy by the number of prompts that every class keeps: figure C.2 of the PCME++ paper."""
-
-    images: str  # "others", on which K was chosen, or "reported"
-    top1: list[float]  # for K = 1, 2 ... p: fraction of images whose closest class is their own
-    random_top1: list[float]  # the same with prompts in a random order, mean of five orders
-    best_k: list[int | None]
-
-
-def prompts_kept(counts: Sequence[np.ndarray], n_images: int, images: str) -> PromptsKept:
-    """Accuracy by K from (c, p) counts of :func:`right_by_k`: by uncertainty, then in each random order."""
+    counts are (c, p) of :meth:`Classifier.right_by_k`: by uncertainty, then in each random order, of which top-1 is the
+    mean. images: "others", on which K was chosen, or "reported". best_k is None for a class without a right image.
+    """
     own, *others = counts
     best = own.shape[1] - own[:, ::-1].argmax(axis=1)
-    return PromptsKept(
-        images=images,
-        top1=(own.sum(axis=0) / n_images).tolist(),
-        random_top1=(np.mean([other.sum(axis=0) for other in others], axis=0) / n_images).tolist(),
-        best_k=[int(k) if right else None for k, right in zip(best, own.max(axis=1), strict=True)],
+    return {
+        "images": images,
+        "top1": (own.sum(axis=0) / n_images).tolist(),
+        "random_top1": (np.mean([other.sum(axis=0) for other in others], axis=0) / n_images).tolist(),
+        "best_k": [int(k) if right else None for k, right in zip(best, own.max(axis=1), strict=True)],
+    }
+
+
+def verdict(methods: Sequence[Mapping[str, Any]], chance: float) -> str:
+    """Judge for each filter whether it helps beyond noise."""
+    filtered = [m for m in methods if m["against_random"] is not None]
+    if not filtered:
+        return "Nothing was filtered."
+    beating = [_low(m["top1"]) > chance for m in filtered]
+    if not any(beating):
+        return (
+            f"No filter is better than always answering the most frequent class ({100 * chance:.1f}% right), so"
+            " whether filtering helps cannot be told. Take another model, other class names, or more images."
+        )
+    return "\n".join(
+        f"{m['name']}: {points(m['against_all'])} points against all prompts, {_judged(m['against_all'])};"
+        f" {points(m['against_random_order'])} against a random order with K chosen in the same way,"
+        f" {_judged(m['against_random_order'])}."
+        if beats
+        else f"{m['name']}: not better than always answering the most frequent class."
+        for m, beats in zip(filtered, beating, strict=True)
     )
 
 
-@dataclass(frozen=True)
-class ZeroShotReport:
-    """The result of :func:`~sfumato.studies.zeroshot.evaluate_zeroshot`."""
-
-    methods: list[Method]  # rows of the table
-    best_alone: float | None
-    prompts_kept: list[PromptsKept]
-    classes: list[str]  # names in prompts
-    templates: list[str]  # with one {} each
-    total_variance: list[list[float]]  # of every prompt: a list for each class, in the order of the templates
-    template_top1: list[float]  # fraction of the reported images that each template alone classifies correctly
-    certain_is_right: float | None
-    chance: float  # fraction of the images in the most frequent class, which a constant answer gets right
-    n_images: int  # number of reported images
-    n_chosen_on: int  # number of images on which K was chosen; none of them is reported
-    n_empty: int  # number of classes without an image
-    left_out: list[str]  # unusable images with their reasons
-    distance: str  # name of the distance that finds the closest class
-    pooling: str  # pooling of prompts
-    seed: int  # seed of all random choices
-
-    def beats_chance(self, method: Method) -> bool:
-        """Whether the top-1 of a method is above that of a constant answer, beyond noise."""
-        top1 = method.top1
-        if top1 is None or top1.value is None:
-            return False
-        return (top1.value if top1.low is None else top1.low) > self.chance
-
-    def verdict(self) -> str:
-        """Judge for each filter whether it helps beyond noise."""
-        filtered = [m for m in self.methods if m.against_random is not None]
-        if not filtered:
-            return "Nothing was filtered."
-        if not any(self.beats_chance(m) for m in filtered):
-            return (
-                f"No filter is better than always answering the most frequent class ({100 * self.chance:.1f}% right),"
-                " so whether filtering helps cannot be told. Take another model, other class names, or more images."
-            )
-        return "\n".join(
-            f"{m.name}: {points(m.against_all)} points against all prompts, {_judged(m.against_all)};"
-            f" {points(m.against_random_order)} against a random order with K chosen in the same way,"
-            f" {_judged(m.against_random_order)}."
-            if self.beats_chance(m)
-            else f"{m.name}: not better than always answering the most frequent class."
-            for m in filtered
-        )
-
-    def to_json(self) -> dict[str, Any]:
-        """Convert to JSON values."""
-        return asdict(self) | {"verdict": self.verdict()}
+def _low(top1: Mapping[str, float]) -> float:
+    return top1["value"] if top1["low"] is None else top1["low"]
 
 
-def _judged(difference: Interval | None) -> str:
-    if difference is None or difference.low is None or difference.high is None:
+def _judged(difference: Mapping[str, Any]) -> str:
+    if difference["low"] is None:
         return "not measured"
-    return "which helps" if difference.low > 0 else "which hurts" if difference.high < 0 else "within noise"
+    return "which helps" if difference["low"] > 0 else "which hurts" if difference["high"] < 0 else "within noise"
 
 
-def points(one: Interval | None) -> str:
+def points(one: Mapping[str, Any] | None) -> str:
     """A difference in percentage points, with its sign and interval."""
-    if one is None or one.value is None:
+    if one is None:
         return "–"
-    low, high = (None if end is None else f"{100 * end:+.1f}" for end in (one.low, one.high))
-    return f"{100 * one.value:+.1f}" + (f" [{low}, {high}]" if low and high else "")
+    value, low, high = (one[key] if one[key] is None else f"{100 * one[key]:+.1f}" for key in ("value", "low", "high"))
+    return f"{value} [{low}, {high}]" if low else str(value)
 
 
 FILTERS = ("none", "global", "per-class", "oracle")
@@ -405,7 +356,7 @@ def study_zeroshot(
         retrieval_model, found, templates, filters=[options.filter], choose_on=others, pooling=options.pooling,
         distance=options.distance or None, n_resamples=n_resamples, seed=seed,
     )  # fmt: skip
-    return {"settings": asdict(options), "report": report.to_json()}
+    return {"settings": asdict(options), "report": report}
 
 
 def evaluate_zeroshot(
@@ -419,8 +370,12 @@ def evaluate_zeroshot(
     distance: str | None = None,
     n_resamples: int = 1000,
     seed: int = 0,
-) -> ZeroShotReport:
-    """Classify images with one prompt, all prompts, weighted, the most certain, and as many random prompts."""
+) -> dict[str, Any]:
+    """Classify images with one prompt, all prompts, weighted, the most certain, and as many random prompts.
+
+    The report as plain values. Of each method: K, None for weighted prompts; top-1 and, for more than five classes,
+    top-5; and top-1 minus that of all prompts, of as many random prompts, and of a random order with its own K.
+    """
     wanted, problems = {name.strip() for one in filters for name in one.split(",")}, Problems()
     if unknown := wanted - set(FILTERS):
         raise UserError(f"unknown filter {min(unknown)!r}; known: {', '.join(FILTERS)}")
@@ -428,58 +383,43 @@ def evaluate_zeroshot(
         raise UserError(f"unknown pooling {pooling!r}; known: {', '.join(PROMPT_POOLINGS)}")
     distance = get_distance(distance or retrieval_model.distance).name
     shown, held = _divide(retrieval_model, pictures, choose_on, wanted, problems, seed)
-    classes, (c, p) = list(pictures.classes), (len(pictures.classes), len(templates))
-    prompts = embed_prompts(retrieval_model.model, classes, templates)
-    uncertainty = prompts.total_variance.view(c, p)
-    if wanted - {"none"} and not (uncertainty > 0).all():
+    c, p, n = len(pictures.classes), len(templates), len(shown.labels)
+    prompts = embed_prompts(retrieval_model.model, pictures.classes, templates)
+    classifier = Classifier(prompts, prompts.total_variance.view(c, p), distance, pooling)
+    if wanted - {"none"} and not (classifier.order > 0).all():
         raise UserError("the model has no variances to filter prompts by; use only the filter none")
-    ways = _simple_ways(templates, uncertainty, prompts, held, seed)
-    filtered, kept, best_alone = _filtered_ways(wanted, shown, held, prompts, uncertainty, (distance, pooling), seed)
-    ways += filtered
-    figures = _figures(ways, shown, prompts, (distance, pooling))
-    alone_top1 = [_right(shown, prompts, w.expand(c, p), (distance, pooling))[:, 0].mean() for w in torch.eye(p)]
-    correlation = none_if_nan(spearman(uncertainty.mean(0).numpy(), np.array(alone_top1)))
-    intervals = bootstrap(
-        {"/".join(key): mean_statistic(values) for key, values in figures.items() if c > 5 or key[1] != "top5"},
-        len(shown.labels), n_resamples=n_resamples, seed=seed,
-    )  # fmt: skip
-    names = [f.name for f in fields(Method) if f.name not in ("name", "k")]
-    return ZeroShotReport(
-        methods=[
-            Method(
-                name=way.name,
-                k=None if way.k is None else way.k.tolist(),
-                **{name: intervals.get(f"{way.name}/{name}") for name in names},
-            )
-            for way in ways
-        ],
-        best_alone=best_alone,
-        prompts_kept=kept,
-        classes=classes,
-        templates=list(templates),
-        total_variance=uncertainty.tolist(),
-        template_top1=[float(value) for value in alone_top1],
-        certain_is_right=correlation,
-        chance=float(np.bincount(shown.labels).max() / len(shown.labels)),
-        n_images=len(shown.labels),
-        n_chosen_on=len(held.labels),
-        n_empty=c - len(np.unique(pictures.labels)),
-        left_out=[f"{one.location}: {one.reason}" for one in problems.items],
-        distance=distance,
-        pooling=pooling,
-        seed=seed,
-    )
-
-
-@dataclass(frozen=True, eq=False)
-class _Embedded:
-    """(n, d) embeddings and (n,) class numbers of images."""
-
-    images: GaussianEmbedding
-    labels: np.ndarray
-
-    def select(self, index: np.ndarray) -> "_Embedded":
-        return _Embedded(self.images[torch.from_numpy(index)], self.labels[index])
+    ways, kept, best_alone = _simple_ways(templates, classifier, held, seed), [], None
+    for title, kinds, some, of in (
+        ("", wanted & {"global", "per-class"}, held, "others"),
+        ("oracle, ", {"global", "per-class"} if "oracle" in wanted else set[str](), shown, "reported"),
+    ):
+        if kinds:
+            more, counts = _filtered_ways(title, kinds, some, classifier, seed)
+            ways += more
+            kept.append(prompts_kept(counts, len(some.labels), of))
+            best_alone = int(counts[0].max(axis=1).sum()) / n if some is shown else None
+    methods = _measured(ways, shown, classifier, n_resamples, seed)
+    alone = [float(classifier.right(shown, w.expand(c, p))[:, 0].mean()) for w in torch.eye(p)]
+    chance = float(np.bincount(shown.labels).max() / n)
+    return {
+        "methods": methods,
+        "best_alone": best_alone,  # fraction right at the best K of an image's own class
+        "prompts_kept": kept,
+        "classes": list(pictures.classes),
+        "templates": list(templates),
+        "total_variance": classifier.order.tolist(),  # of every prompt: a list for each class
+        "template_top1": alone,
+        "certain_is_right": none_if_nan(spearman(classifier.order.mean(0).numpy(), np.array(alone))),
+        "chance": chance,  # fraction of the images in the most frequent class
+        "n_images": n,
+        "n_chosen_on": len(held.labels),  # none of them is reported
+        "n_empty": c - len(np.unique(pictures.labels)),
+        "left_out": [f"{one.location}: {one.reason}" for one in problems.items],
+        "distance": distance,
+        "pooling": pooling,
+        "seed": seed,
+        "verdict": verdict(methods, chance),
+    }
 
 
 def _divide(
@@ -489,7 +429,7 @@ def _divide(
     wanted: set[str],
     problems: Problems,
     seed: int,
-) -> tuple[_Embedded, _Embedded]:
+) -> tuple[LabelledEmbeddings, LabelledEmbeddings]:
     """Divide the images into those for the report and those for the choice of K, which may be none."""
     shown = _embed(retrieval_model, pictures, problems)
     if choose_on is not None:
@@ -502,74 +442,16 @@ def _divide(
     return shown.select(second), shown.select(first)
 
 
-def _simple_ways(
-    templates: Sequence[str], uncertainty: Tensor, prompts: GaussianEmbedding, held: _Embedded, seed: int
-) -> list["_Way"]:
-    """The methods without a choice of K: one prompt, all prompts, and weighted prompts."""
-    c, p = uncertainty.shape
-    ways = [
-        _Way(f"one prompt: {templates[0]}", torch.eye(1, p).expand(c, p), torch.ones(c, dtype=torch.long)),
-        _Way(f"all {p} prompts", torch.ones(c, p), torch.full((c,), p)),
-    ]
-    if (uncertainty > 0).all():
-        ways.append(_Way("weighted by 1 / variance", 1 / uncertainty))
-        if len(held.labels):
-            fitted = mixture_weights(held.images, held.labels, prompts, c, seed=seed)
-            ways.append(_Way("weights fitted on others", fitted))
-    return ways
-
-
-def _filtered_ways(
-    wanted: set[str],
-    shown: _Embedded,
-    held: _Embedded,
-    prompts: GaussianEmbedding,
-    uncertainty: Tensor,
-    how: tuple[str, str],
-    seed: int,
-) -> tuple[list["_Way"], list[PromptsKept], float | None]:
-    """The methods with a chosen K, accuracy by K, and the fraction correct at the best K of an image's own class."""
-    generator = torch.Generator().manual_seed(seed)
-    orders = [uncertainty, *(torch.rand(*uncertainty.shape, generator=generator) for _ in range(_N_RANDOM))]
-    ways: list[_Way] = []
-    kept: list[PromptsKept] = []
-    best_alone = None
-    if kinds := wanted & {"global", "per-class"}:
-        ways, counts = _choose("", kinds, held, prompts, orders, how)
-        kept.append(prompts_kept(counts, len(held.labels), "others"))
-    if "oracle" in wanted:
-        more, counts = _choose("oracle, ", {"global", "per-class"}, shown, prompts, orders, how)
-        kept.append(prompts_kept(counts, len(shown.labels), "reported"))
-        ways, best_alone = ways + more, int(counts[0].max(axis=1).sum()) / len(shown.labels)
-    return ways, kept, best_alone
-
-
-def _right(shown: _Embedded, prompts: GaussianEmbedding, weights: Tensor, how: tuple[str, str]) -> np.ndarray:
-    """(n, 2) of right_at, with the pooled prompts as classes; how = (distance, pooling)."""
-    return right_at(shown.images, shown.labels, pool_prompts(prompts, weights, pooling=how[1]), how[0])
-
-
-def _figures(
-    ways: Sequence["_Way"], shown: _Embedded, prompts: GaussianEmbedding, how: tuple[str, str]
-) -> dict[tuple[str, str], np.ndarray]:
-    """(n,) values by name of the way and figure of :class:`Method`; the second way has all prompts."""
-    top1: dict[str, np.ndarray] = {}
-    figures: dict[tuple[str, str], np.ndarray] = {}
-    with progress_bar("classifying", len(ways)) as advance:
-        for way in ways:
-            top1[way.name], figures[way.name, "top5"] = _right(shown, prompts, way.weights, how).T
-            for figure, randoms in way.random.items():
-                others = [_right(shown, prompts, weights, how)[:, 0] for weights in randoms]
-                figures[way.name, figure] = top1[way.name] - np.mean(others, axis=0)
-            advance(1)
-    for name, right in top1.items():
-        figures |= {(name, "top1"): right, (name, "against_all"): right - top1[ways[1].name]}
-    return figures
+def _embed(retrieval_model: Model, pictures: Labelled, problems: Problems) -> LabelledEmbeddings:
+    embeddings, ids, left_out = embed_sources(retrieval_model, pictures.sources, pictures.ids)
+    problems.items += left_out.items
+    label_of = dict(zip(pictures.ids, pictures.labels.tolist(), strict=True))
+    return LabelledEmbeddings(embeddings, np.array([label_of[i] for i in ids], np.int64))
 
 
 @dataclass(frozen=True, eq=False)
 class _Way:
-    """(c, p) weights, the (c,) K that they keep, and by figure of :class:`Method` the random weights to compare."""
+    """(c, p) weights, the (c,) K that they keep, and by figure of a method the random weights to compare."""
 
     name: str
     weights: Tensor
@@ -577,42 +459,64 @@ class _Way:
     random: Mapping[str, Sequence[Tensor]] = field(default_factory=dict)
 
 
-def _choose(
-    title: str,
-    kinds: set[str],
-    chosen_on: _Embedded,
-    prompts: GaussianEmbedding,
-    orders: Sequence[Tensor],
-    how: tuple[str, str],
-) -> tuple[list[_Way], list[np.ndarray]]:
-    """The methods whose K is chosen on these images, with prompts in the first order; the other orders are random.
+def _simple_ways(templates: Sequence[str], classifier: Classifier, held: LabelledEmbeddings, seed: int) -> list[_Way]:
+    """The methods without a choice of K: one prompt, all prompts, and weighted prompts."""
+    c, p = classifier.order.shape
+    ways = [
+        _Way(f"one prompt: {templates[0]}", torch.eye(1, p).expand(c, p), torch.ones(c, dtype=torch.long)),
+        _Way(f"all {p} prompts", torch.ones(c, p), torch.full((c,), p)),
+    ]
+    if (classifier.order > 0).all():
+        ways.append(_Way("weighted by 1 / variance", 1 / classifier.order))
+        if len(held.labels):
+            fitted = mixture_weights(held.images, held.labels, classifier.prompts, c, seed=seed)
+            ways.append(_Way("weights fitted on others", fitted))
+    return ways
 
-    Also the counts of right_by_k in each order.
-    """
-    data, (distance, pooling) = (chosen_on.images, chosen_on.labels), how
+
+def _filtered_ways(
+    title: str, kinds: set[str], some: LabelledEmbeddings, classifier: Classifier, seed: int
+) -> tuple[list[_Way], list[np.ndarray]]:
+    """The methods whose K is chosen on some images; the counts of right_by_k by uncertainty and in random orders."""
+    generator = torch.Generator().manual_seed(seed)
+    random = [torch.rand(*classifier.order.shape, generator=generator) for _ in range(_N_RANDOM)]
     found: dict[str, list[Tensor]] = {kind: [] for kind in sorted(kinds)}
     every = []
-    for order in orders:
-        every.append(counts := right_by_k(*data, prompts, order, distance=distance, pooling=pooling))
+    for ordered in (classifier, *(replace(classifier, order=order) for order in random)):
+        every.append(counts := ordered.right_by_k(some))
         same = np.full(len(counts), best_k(counts))
         for kind, chosen in found.items():
-            k = same
-            if kind == "per-class":
-                k = best_k_per_class(*data, prompts, order, same, distance=distance, pooling=pooling)
-            chosen.append(torch.from_numpy(k))
+            chosen.append(torch.from_numpy(ordered.k_per_class(some, same) if kind == "per-class" else same))
     ways = []
     for kind, (own, *others) in found.items():
-        random = {
-            "against_random": [certain_prompts(order, own) for order in orders[1:]],
-            "against_random_order": [certain_prompts(*both) for both in zip(orders[1:], others, strict=True)],
+        compared = {
+            "against_random": [certain_prompts(order, own) for order in random],
+            "against_random_order": [certain_prompts(*both) for both in zip(random, others, strict=True)],
         }
         name = f"{title}K most certain" + (", per class" if kind == "per-class" else "")
-        ways.append(_Way(name, certain_prompts(orders[0], own), own, random))
+        ways.append(_Way(name, certain_prompts(classifier.order, own), own, compared))
     return ways, every
 
 
-def _embed(retrieval_model: Model, pictures: Labelled, problems: Problems) -> _Embedded:
-    embeddings, ids, left_out = embed_sources(retrieval_model, pictures.sources, pictures.ids)
-    problems.items += left_out.items
-    label_of = dict(zip(pictures.ids, pictures.labels.tolist(), strict=True))
-    return _Embedded(embeddings, np.array([label_of[i] for i in ids], np.int64))
+def _measured(
+    ways: Sequence[_Way], shown: LabelledEmbeddings, classifier: Classifier, n_resamples: int, seed: int
+) -> list[dict[str, Any]]:
+    """The figures of each way with intervals on the same resamples of images; the second way has all prompts."""
+    values: dict[str, np.ndarray] = {}
+    with progress_bar("classifying", len(ways)) as advance:
+        for k, way in enumerate(ways):
+            values[f"{k}/top1"], values[f"{k}/top5"] = classifier.right(shown, way.weights).T
+            for figure, randoms in way.random.items():
+                others = [classifier.right(shown, weights)[:, 0] for weights in randoms]
+                values[f"{k}/{figure}"] = values[f"{k}/top1"] - np.mean(others, axis=0)
+            advance(1)
+    values |= {f"{k}/against_all": values[f"{k}/top1"] - values["1/top1"] for k in range(len(ways))}
+    kept = [name for name in values if len(classifier.order) > 5 or not name.endswith("top5")]
+    statistics = {name: mean_statistic(values[name]) for name in kept}
+    found = bootstrap(statistics, len(shown.labels), n_resamples=n_resamples, seed=seed)
+    names = ("top1", "top5", "against_all", "against_random", "against_random_order")
+    return [
+        {"name": way.name, "k": None if way.k is None else way.k.tolist()}
+        | {name: asdict(found[f"{k}/{name}"]) if f"{k}/{name}" in found else None for name in names}
+        for k, way in enumerate(ways)
+    ]
