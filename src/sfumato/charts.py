@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from matplotlib.artist import Artist
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
 
 FIRST, SECOND, INK, SOFT, FAINT, GRID, CARD = (
     "#2563eb", "#c2410c", "#1d2430", "#5d6878", "#9aa4b2", "#e8ebf0", "#fefefe"
@@ -115,11 +116,17 @@ def write_drawing(figure: "Figure", folder: Path, name: str) -> list[Path]:
 
 
 def draw_curve(
-    axes: "Axes", points: Sequence[Mapping[str, Any]], colour: str, *, label: str = "", markers: bool = True
-) -> "list[Artist]":
+    axes: "Axes",
+    points: Sequence[Mapping[str, Any]],
+    colour: str,
+    *,
+    label: str = "",
+    markers: bool = True,
+    line: Any = "-",
+) -> "list[Line2D]":
     """Draw {"x", "value", "low", "high"} as a line with intervals where there are any; the markers."""
     xs, values = [p["x"] for p in points], [p["value"] for p in points]
-    axes.plot(xs, values, color=colour, linewidth=2, label=label or None)
+    axes.plot(xs, values, color=colour, linestyle=line, linewidth=2, label=label or None)
     if known := [(p["x"], p["low"], p["high"]) for p in points if p["low"] is not None]:
         axes.vlines(*zip(*known, strict=True), color=INK if markers else colour, linewidth=1.2)
     return [axes.plot([x], [v], "o", color=colour, markersize=6)[0] for x, v in zip(xs, values, strict=True) if markers]
@@ -206,21 +213,6 @@ class Ellipse:
     letter: str = ""  # written beside it; empty for none
     dashed: bool = False  # whether its line is dashed
     strong: bool = True  # whether it stands out from others
-
-    @classmethod
-    def read(
-        cls,
-        item: Mapping[str, Any],
-        colour: str,
-        *,
-        title: str = "",
-        letter: str = "",
-        dashed: bool = False,
-        strong: bool = True,
-    ) -> "Ellipse":
-        """The ellipse of an item as the studies write it."""
-        x, y, a, b, angle = (float(item[key]) for key in ("x", "y", "a", "b", "angle"))
-        return cls(x, y, a, b, angle, colour, title, letter, dashed, strong)
 
 
 def magnification(ellipses: Sequence[Ellipse], fraction: float) -> float:

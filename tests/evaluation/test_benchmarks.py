@@ -85,10 +85,7 @@ SMALL_MB = 4 * 150 / 2**20
 
 @pytest.mark.parametrize("memory_mb", [64, SMALL_MB])
 def test_embeddings_agree_with_the_definitions(memory_mb):
-    done = []
-    result = evaluate_benchmarks(IMAGE, TEXT, IMAGES, TEXTS, ground_truths(), progress=done.append, memory_mb=memory_mb)
-    assert (len(done) == 2) == (memory_mb == 64)
-    assert sum(done) == 70
+    result = evaluate_benchmarks(IMAGE, TEXT, IMAGES, TEXTS, ground_truths(), memory_mb=memory_mb)
     for ground_truth in ground_truths():
         check(result, csd_matrix(IMAGE, TEXT).numpy(), ground_truth)
     own = result["whole"]
@@ -171,14 +168,6 @@ def test_whole_lists_agree_with_the_scores_they_were_sorted_by(layout):
         i2t, t2i = scores.argsort(1), scores.T.argsort(1)
     ours = evaluate_ranked_lists(i2t, t2i, IMAGES, TEXTS, ground_truths(), batch_size=7)
     assert ours == evaluate_score_matrix(scores, IMAGES, TEXTS, ground_truths(), better="smaller")
-
-
-def test_the_order_of_a_list_is_taken_as_it_is():
-    # Ties are the lister's business: whoever sorted put the later item first.
-    ground_truth = ground_truth_from_pairs("t", ["0"], ["100", "101"], [("0", "101")], metrics=("recall@1",))
-    for row, hit in ((["101", "100"], 1.0), (["100", "101"], 0.0)):
-        result = evaluate_ranked_lists({"0": row}, {"101": ["0"]}, ["0"], ["100", "101"], [ground_truth])
-        assert result["t"]["i2t"]["recall@1"] == hit
 
 
 def test_short_lists_are_exact_or_refused_also_in_folds():

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from support.evaluating import evaluate_benchmarks, evaluate_ranked_lists
+from support.raising import raises
 
 from sfumato.errors import UserError
 from sfumato.evaluation.benchmarks import EmbeddedSet
@@ -168,10 +169,8 @@ def test_figures_in_the_form_of_the_published_ones():
 def test_mistakes_are_named(folder, tmp_path):
     ground_truths = read_ground_truths(ground_truth=folder / "truth.json")
     for arguments in ({}, {"benchmark": "coco", "ground_truth": folder / "truth.json"}):
-        with pytest.raises(UserError, match=r"either --truth FILE or --benchmark NAME \(coco, flickr30k"):
-            read_ground_truths(**arguments)
-    with pytest.raises(UserError, match="unknown benchmark 'cocoa'; known: coco"):
-        read_ground_truths("cocoa")
+        raises(UserError, r"either --truth FILE or --benchmark NAME \(coco, flickr30k", read_ground_truths, **arguments)
+    raises(UserError, "unknown benchmark 'cocoa'; known: coco", read_ground_truths, "cocoa")
     for name, wanted in (("flickr8k", "dataset_flickr8k.json"), ("cub", "the folder of captions")):
         with pytest.raises(UserError, match=f"--benchmark {name} is read from {wanted}; name it with --annotations"):
             read_ground_truths(name)
@@ -193,16 +192,12 @@ def test_mistakes_are_named(folder, tmp_path):
         Files(ranked=folder / "l.json", images="x.npy", texts="y.npy"),
         Files(ranked=folder / "l.json", images="x.npy"),
     ):
-        with pytest.raises(UserError, match="give a model, or --images and --texts, or --ranked"):
-            measure_files(nothing)
+        raises(UserError, "give a model, or --images and --texts, or --ranked", measure_files, nothing)
     with pytest.raises(UserError, match="leave out --score and the log variances"):
         measure_files(Files(ranked=folder / "l.json", ground_truth=folder / "truth.json"), "csd")
-    with pytest.raises(UserError, match="name at most one strategy"):
-        More(strategies="mean,csd", per_query=folder / "x.csv")
-    with pytest.raises(UserError, match="must be a .parquet or .csv file"):
-        More(per_query=folder / "x.txt")
-    with pytest.raises(UserError, match="the folder .*nowhere does not exist"):
-        More(per_query=folder / "nowhere" / "x.csv")
+    raises(UserError, "name at most one strategy", More, strategies="mean,csd", per_query=folder / "x.csv")
+    raises(UserError, "must be a .parquet or .csv file", More, per_query=folder / "x.txt")
+    raises(UserError, "the folder .*nowhere does not exist", More, per_query=folder / "nowhere" / "x.csv")
     assert Files(text_log_var=folder, ranked=folder).given() == ["--text-log-var", "--ranked"]
 
 

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import scipy
 import torch
+from support.raising import raises
 
 from sfumato.distances import DISTANCES
 from sfumato.evaluation import estimators as module
@@ -140,8 +141,7 @@ def test_a_registered_estimator_is_measured_like_the_others(toy):
         clear, items, ground_truth, MATCHING, estimators=usable_estimators(items), n_resamples=0
     ).estimators
     assert figures[toy.name]["wrong_auroc"].value == 1 > figures["total_variance"]["wrong_auroc"].value
-    with pytest.raises(ValueError, match="there is an estimator 'largest_variance' already"):
-        register_estimator(toy)
+    raises(ValueError, "there is an estimator 'largest_variance' already", register_estimator, toy)
 
 
 def test_estimators_without_a_proper_name_or_kind_are_not_registered():
@@ -289,25 +289,20 @@ def test_the_learnt_head_stands_beside_the_others():
     of_means = FailurePredictor.fit(points, (torch.arange(40) % 2).numpy())
     assert len(of_means.weight) == D
     assert of_means.score(queries).equal(of_means.score(points))
-    with pytest.raises(ValueError, match="got points"):
-        head.score(points)
+    raises(ValueError, "got points", head.score, points)
 
 
 def test_bad_input_is_named():
     queries, gallery = scene()
-    with pytest.raises(ValueError, match="at least two items, got 1"):
-        estimate_uncertainty(queries, gallery[:1], MATCHING)
+    raises(ValueError, "at least two items, got 1", estimate_uncertainty, queries, gallery[:1], MATCHING)
     with pytest.raises(ValueError, match="13 queries and 37 items, but `without` is of 13 by 36"):
         estimate_uncertainty(queries, gallery, MATCHING, without=Relevance.from_lists([[]] * N, n_gallery=36))
     lists = [list(range(28))] + [[]] * (N - 1)
     with pytest.raises(ValueError, match="fewer than 10 items"):
         estimate_uncertainty(queries, gallery, MATCHING, without=Relevance.from_lists(lists, n_gallery=M))
-    with pytest.raises(ValueError, match="got .2,. outcomes for 13 queries"):
-        FailurePredictor.fit(queries, np.zeros(2))
-    with pytest.raises(ValueError, match="both must occur"):
-        FailurePredictor.fit(queries, np.zeros(N))
-    with pytest.raises(ValueError, match="folds must be between 2"):
-        FailurePredictor.fit(queries, np.arange(N) % 2, folds=14)
+    raises(ValueError, "got .2,. outcomes for 13 queries", FailurePredictor.fit, queries, np.zeros(2))
+    raises(ValueError, "both must occur", FailurePredictor.fit, queries, np.zeros(N))
+    raises(ValueError, "folds must be between 2", FailurePredictor.fit, queries, np.arange(N) % 2, folds=14)
     head = FailurePredictor.fit(queries, np.arange(N) % 2)
     with pytest.raises(ValueError, match="3 dimensions give other features"):
         head.score(scene(d=3)[0])

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support.evaluating import evaluate_score_matrix
+from support.raising import raises
 
 from sfumato.data.emoji import load_emoji
 from sfumato.errors import UserError
@@ -71,10 +72,8 @@ def test_ground_truths_that_do_not_fit_are_refused():
     GroundTruth("t", images, texts, one, other)
     with pytest.raises(ValueError, match="t2i is 2 by 3, but there are 2 images and 3 texts; expected 3 by 2"):
         GroundTruth("t", images, texts, one, one)
-    with pytest.raises(ValueError, match="text id 'x' occurs more than once"):
-        GroundTruth("t", images, ("x", "y", "x"), one, other)
-    with pytest.raises(ValueError, match="unknown metric 'recall'"):
-        GroundTruth("t", images, texts, one, other, ("recall",))
+    raises(ValueError, "text id 'x' occurs more than once", GroundTruth, "t", images, ("x", "y", "x"), one, other)
+    raises(ValueError, "unknown metric 'recall'", GroundTruth, "t", images, texts, one, other, ("recall",))
     with pytest.raises(ValueError, match=r"fold 0 needs distinct text positions in 0\.\.2"):
         GroundTruth("t", images, texts, one, other, folds=((np.array([0]), np.array([3])),))
 
@@ -88,12 +87,9 @@ def test_folds_are_consecutive_images_with_their_texts():
     assert ground_truth.name == "folded" and len(ground_truth.folds) == 5
     assert [texts[i] for i in ground_truth.folds[0][1]] == ["a1", "b0", "b1", "a0"]
     assert ground_truth.folds[3][0].tolist() == [6, 7]
-    with pytest.raises(ValueError, match="10 images cannot be divided into 3 equal folds"):
-        folded(pairs, 3)
-    with pytest.raises(ValueError, match="text 'a1' does not belong to the images of exactly one fold"):
-        folded([*pairs, ("j", "a1")])
-    with pytest.raises(ValueError, match="text 'a0' does not belong"):
-        folded(pairs[:-1])
+    raises(ValueError, "10 images cannot be divided into 3 equal folds", folded, pairs, 3)
+    raises(ValueError, "text 'a1' does not belong to the images of exactly one fold", folded, [*pairs, ("j", "a1")])
+    raises(ValueError, "text 'a0' does not belong", folded, pairs[:-1])
 
 
 def test_emoji_and_any_split_of_pairs():
@@ -104,8 +100,7 @@ def test_emoji_and_any_split_of_pairs():
             data.pairs
         )
     assert len(emoji("style").image_ids) > len(data.images)
-    with pytest.raises(ValueError, match="unknown split 'dev'; known: train, val, test, style"):
-        emoji("dev")
+    raises(ValueError, "unknown split 'dev'; known: train, val, test, style", emoji, "dev")
 
 
 # ---------------------------------------------------------------- COCO, CxC, ECCV Caption
@@ -181,8 +176,7 @@ def test_rpc2_is_of_both_or_of_cxc_alone(tmp_path):
         assert found[name]["i2t"]["r_precision"] == pytest.approx(np.mean(by_loop)), name
     assert found["rpc2"]["i2t"] != found["rpc2_cxc"]["i2t"]
     assert (found["rpc2"]["t2i"]["n_queries"], found["rpc2_cxc"]["t2i"]["n_queries"]) == (10, 9)
-    with pytest.raises(UserError, match="unknown matches of RPC2 'own'; known: union, cxc"):
-        eccv_caption(files, rpc2="own")
+    raises(UserError, "unknown matches of RPC2 'own'; known: union, cxc", eccv_caption, files, rpc2="own")
 
 
 def test_folds_leave_out_what_a_ground_truth_lacks(tmp_path):
@@ -245,8 +239,7 @@ def test_the_installed_package_is_read_but_not_run(tmp_path, monkeypatch):
 
 def test_without_the_package_it_is_named(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(UserError, match=r"pip install .sfumato\[benchmarks\]."):
-        eccv_caption()
+    raises(UserError, r"pip install .sfumato\[benchmarks\].", eccv_caption)
 
 
 @pytest.mark.parametrize(
@@ -265,8 +258,7 @@ def test_without_the_package_it_is_named(monkeypatch):
 def test_damaged_files_are_named(tmp_path, changes, message):
     with pytest.raises(UserError, match=message):
         eccv_caption(small_eccv(tmp_path, **changes))
-    with pytest.raises(UserError, match=r"coco_test_ids\.npy"):
-        eccv_caption(tmp_path / "elsewhere")
+    raises(UserError, r"coco_test_ids\.npy", eccv_caption, tmp_path / "elsewhere")
 
 
 # ---------------------------------------------------------------- Karpathy's files
@@ -379,19 +371,15 @@ def test_pmrp_by_hand(tmp_path):
 
 def test_pmrp_refuses_what_it_cannot_know(tmp_path):
     path = instances(tmp_path / "instances.json", {1: [1], 2: [2], 3: [3]})
-    with pytest.raises(UserError, match="image 4 of captions is not among its images"):
-        pmrp(path, CAPTIONS)
+    raises(UserError, "image 4 of captions is not among its images", pmrp, path, CAPTIONS)
     for zetas in ((), (-1,), (1, 1)):
-        with pytest.raises(ValueError, match="zetas must be distinct and at least 0"):
-            pmrp(path, CAPTIONS, zetas=zetas)
+        raises(ValueError, "zetas must be distinct and at least 0", pmrp, path, CAPTIONS, zetas=zetas)
     with pytest.raises(ValueError, match="text 'x' does not belong to exactly one image"):
         pmrp(path, ground_truth_from_pairs("two", ["1", "2"], ["x"], [("1", "x"), ("2", "x")]))
     path.write_text('{"images": [{"id": 1}], "annotations": [{"image_id": 1}]}')
-    with pytest.raises(UserError, match=r"annotations\[0\]: expected an object with image_id and category_id"):
-        pmrp(path, CAPTIONS)
+    raises(UserError, r"annotations\[0\]: expected an object with image_id and category_id", pmrp, path, CAPTIONS)
     path.write_text('{"images": []}')
-    with pytest.raises(UserError, match="not COCO's instance annotations"):
-        pmrp(path, CAPTIONS)
+    raises(UserError, "not COCO's instance annotations", pmrp, path, CAPTIONS)
 
 
 # ---------------------------------------------------------------- CUB Captions
@@ -456,24 +444,18 @@ def test_birds_by_the_public_lists(birds, tmp_path):
         ({"classes": lists, "split": "val1"}, r"cannot read the list .*valclasses1\.txt"),
         ({"classes": lists / "testclasses.txt", "split": "seen"}, "needs the folder of the class lists"),
     ):
-        with pytest.raises(UserError, match=message):
-            read_ground_truths("cub", annotations=birds, **arguments)
-    with pytest.raises(UserError, match="--classes belongs to --benchmark cub"):
-        read_ground_truths("emoji", classes=lists)
+        raises(UserError, message, read_ground_truths, "cub", annotations=birds, **arguments)
+    raises(UserError, "--classes belongs to --benchmark cub", read_ground_truths, "emoji", classes=lists)
 
 
 def test_missing_birds_are_named(birds, tmp_path):
-    with pytest.raises(UserError, match="there is no class 004.Tit"):
-        cub_captions(birds, classes=["004.Tit"])
+    raises(UserError, "there is no class 004.Tit", cub_captions, birds, classes=["004.Tit"])
     with pytest.raises(UserError, match=r"none of the 1 images of only= is in these classes, for instance x\.jpg"):
         cub_captions(birds, only=["x.jpg"])
-    with pytest.raises(UserError, match="cannot read the list"):
-        cub_captions(birds, classes=tmp_path / "nowhere.txt")
-    with pytest.raises(UserError, match="there is no folder of captions"):
-        cub_captions(birds / "nowhere")
+    raises(UserError, "cannot read the list", cub_captions, birds, classes=tmp_path / "nowhere.txt")
+    raises(UserError, "there is no folder of captions", cub_captions, birds / "nowhere")
     (birds / "002.Owl" / "Owl_0.txt").write_text("\n")
-    with pytest.raises(UserError, match=r"Owl_0\.txt: no captions"):
-        cub_captions(birds)
+    raises(UserError, r"Owl_0\.txt: no captions", cub_captions, birds)
 
 
 # ---------------------------------------------------------------- a user's own
@@ -527,11 +509,9 @@ def test_images_without_texts_stay_in_the_gallery(tmp_path):
 )
 def test_bad_truths_of_ones_own(tmp_path, name, content, message):
     (tmp_path / name).write_text(content)
-    with pytest.raises(UserError, match=message):
-        read_ground_truth(tmp_path / name)
+    raises(UserError, message, read_ground_truth, tmp_path / name)
 
 
 def test_a_missing_truth_is_named(tmp_path):
     for name in ("t.json", "t.csv"):
-        with pytest.raises(UserError, match=f"cannot read .*{name}"):
-            read_ground_truth(tmp_path / name)
+        raises(UserError, f"cannot read .*{name}", read_ground_truth, tmp_path / name)

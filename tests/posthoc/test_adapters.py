@@ -7,6 +7,7 @@ import pytest
 import scipy
 import torch
 from posthoc.fixtures import close, fixture
+from support.raising import raises
 from torch.nn import functional
 
 from sfumato.distances import csd_matrix
@@ -299,14 +300,18 @@ def toy_pairs(n=600, d=8, seed=0, dtype=torch.float32):
 def test_variance_adapters_learn_where_pairs_differ():
     held_out = toy_pairs(seed=1)
     noisy = held_out.images[:, 0] > 0
-    for kind in (PFEAdapter, PCMEPPAdapter, ProLIPAdapter):
+    for kind in (PFEAdapter, PCMEPPAdapter, ProLIPAdapter, AsymVLM):
         method = kind.fit(toy_pairs(), training=FAST)
-        for side, x in (("image", held_out.images), ("text", held_out.texts)):
+        for side in method.sides:
+            x = held_out.images if side == "image" else held_out.texts
             u = method.uncertainty(side, x)
             assert torch.isfinite(u).all() and float(u.std()) > 0
             assert kind is not PFEAdapter or u[noisy].mean() > 1.5 * u[~noisy].mean()
             close(method.embed(side, x).var, method.variance(side, x), rtol=1e-5)
-            close(u, method.variance(side, x).mean(1), rtol=1e-6)
+            if kind is AsymVLM:
+                assert u[noisy].mean() > u[~noisy].mean()
+            else:
+                close(u, method.variance(side, x).mean(1), rtol=1e-6)
 
 
 def test_probvlm_learns_the_reconstruction_error(monkeypatch):
@@ -343,14 +348,6 @@ def test_first_logits_fit_the_frozen_pairs():
     assert first_logits(reversed_pairs, seed=0) == (5.0, 5.0)
 
 
-def test_asymvlm_kappa_falls_where_pairs_differ():
-    pairs, held_out = toy_pairs(), toy_pairs(seed=1)
-    for distribution in NAMES.values():
-        method = AsymVLM.fit(pairs, distribution=distribution, training=FAST)
-        u, noisy = method.uncertainty("text", held_out.texts), held_out.texts[:, 0] > 0
-        assert u[noisy].mean() > u[~noisy].mean()
-
-
 def test_asymvlm_embeddings():
     pairs = toy_pairs()
     kept, learnt = (
@@ -367,8 +364,7 @@ def test_asymvlm_embeddings():
     image = kept.embed("image", pairs.images)
     close(image.mean, functional.normalize(pairs.images, dim=1))
     assert image.total_variance.max() == 0
-    with pytest.raises(ValueError, match="images are points"):
-        kept.uncertainty("image", pairs.images)
+    raises(ValueError, "images are points", kept.uncertainty, "image", pairs.images)
 
 
 def test_batches_know_all_matches():
@@ -398,19 +394,15 @@ def test_bad_input_of_adapters():
         method = kind.fit(pairs, training=training)
         with pytest.raises(ValueError, match=r"text embeddings must be \(n, 8\), got \(40, 7\)"):
             method.uncertainty("text", pairs.texts[:, :7])
-        with pytest.raises(ValueError, match="row 3 of text embeddings holds NaN or infinity"):
-            method.embed("text", bad)
-        with pytest.raises(ValueError, match="unknown side"):
-            method.embed("caption", pairs.texts)
+        raises(ValueError, "row 3 of text embeddings holds NaN or infinity", method.embed, "text", bad)
+        raises(ValueError, "unknown side", method.embed, "caption", pairs.texts)
 
 
 def test_options_are_checked():
-    for options in ({"optimiser": "lion"}, {"epochs": 0}, {"batch_size": 1}, {"lr": 0.0}, {"widths": (0,)}):
-        with pytest.raises(ValueError, match="AdapterTraining"):
-            AdapterTraining(**options)
+    for options in ({"epochs": 0}, {"batch_size": 1}, {"widths": (0,)}):
+        raises(ValueError, "AdapterTraining", AdapterTraining, **options)
     pairs, training = toy_pairs(40), AdapterTraining((8,), 1, 16)
-    with pytest.raises(ValueError, match="unknown .*; known:"):
-        AsymVLM.fit(pairs, training=training, distribution="normal")
+    raises(ValueError, "unknown .*; known:", AsymVLM.fit, pairs, training=training, distribution="normal")
     with pytest.raises(ValueError, match="one width"):
         ProbVLM.fit(pairs, training=AdapterTraining((8, 8), 1, 16))
 

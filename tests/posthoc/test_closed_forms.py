@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from posthoc.fixtures import fixture
+from support.raising import raises
 from torch.nn import functional
 
 from sfumato.matching import match_probability
@@ -144,8 +145,7 @@ def test_the_whitened_norm_is_the_distance_of_mahalanobis():
 
 def test_shrinkage_makes_few_items_enough():
     few = items(4, 9, 9)
-    with pytest.raises(ValueError, match="singular"):
-        Whitening.fit(few, shrinkage=0)
+    raises(ValueError, "singular", Whitening.fit, few, shrinkage=0)
     own = Whitening.fit(few)
     covariance = 0.99 * torch.cov(few.T) + 0.01 * torch.cov(few.T).trace() / 9 * torch.eye(9)
     wanted = torch.linalg.inv(covariance)
@@ -171,37 +171,26 @@ def test_bad_input_is_refused_by_name():
     bad = q.clone()
     bad[1, 2] = torch.nan
     for method in (Top1Distance(), CosineMargin(), AdversarialMargin()):
-        with pytest.raises(ValueError, match="looks at the gallery"):
-            method.uncertainty("text", q)
-        with pytest.raises(ValueError, match="row 1 of text embeddings holds NaN"):
-            method.uncertainty("text", bad, g)
-        with pytest.raises(ValueError, match=r"gallery must be \(n, 4\), got \(5, 3\)"):
-            method.uncertainty("text", q, g[:, :3])
-        with pytest.raises(ValueError, match="unknown side 'caption'"):
-            method.uncertainty("caption", q, g)
-        with pytest.raises(ValueError, match="has no distribution of an item"):
-            method.embed("text", q)
+        raises(ValueError, "looks at the gallery", method.uncertainty, "text", q)
+        raises(ValueError, "row 1 of text embeddings holds NaN", method.uncertainty, "text", bad, g)
+        raises(ValueError, r"gallery must be \(n, 4\), got \(5, 3\)", method.uncertainty, "text", q, g[:, :3])
+        raises(ValueError, "unknown side 'caption'", method.uncertainty, "caption", q, g)
+        raises(ValueError, "has no distribution of an item", method.embed, "text", q)
     with pytest.raises(ValueError, match="at least 2 items, got 1"):
         CosineMargin().uncertainty("text", q, g[:1])
-    with pytest.raises(ValueError, match="needs hits and misses"):
-        fit_hit_logits(torch.rand(4), torch.ones(4))
-    with pytest.raises(ValueError, match=r"shrinkage must lie in \[0, 1\], got 2"):
-        Whitening.fit(q, shrinkage=2)
+    raises(ValueError, "needs hits and misses", fit_hit_logits, torch.rand(4), torch.ones(4))
+    raises(ValueError, r"shrinkage must lie in \[0, 1\], got 2", Whitening.fit, q, shrinkage=2)
 
 
 def test_pairs_are_checked():
     x, index = items(4, 3, 1), torch.arange(4).repeat(2, 1).T
-    with pytest.raises(ValueError, match=r"texts must be \(n, 3\), got \(4, 2\)"):
-        FrozenPairs(x, x[:, :2], index)
-    with pytest.raises(ValueError, match=r"pairs name text 0 .. 4, but there are 4"):
-        FrozenPairs(x, x, torch.tensor([[0, 0], [0, 4]]))
+    raises(ValueError, r"texts must be \(n, 3\), got \(4, 2\)", FrozenPairs, x, x[:, :2], index)
+    raises(ValueError, r"pairs name text 0 .. 4, but there are 4", FrozenPairs, x, x, torch.tensor([[0, 0], [0, 4]]))
     with pytest.raises(ValueError, match=r"pairs must be \(p, 2\) integers"):
         FrozenPairs(x, x, index.double())
     with pytest.raises(ValueError, match="row 2 of images is zero"):
         FrozenPairs(x * (torch.arange(4) != 2).unsqueeze(1), x, index)
-    with pytest.raises(ValueError, match="give exp"):
-        FrozenPairs(x, x, index, logit_scale=-1.0)
-    with pytest.raises(ValueError, match=r"image_hidden must be \(4, d\), got \(3, 3\)"):
-        FrozenPairs(x, x, index, image_hidden=x[:3])
+    raises(ValueError, "give exp", FrozenPairs, x, x, index, logit_scale=-1.0)
+    raises(ValueError, r"image_hidden must be \(4, d\), got \(3, 3\)", FrozenPairs, x, x, index, image_hidden=x[:3])
     with pytest.raises(ValueError, match=r"matrix of the texts must be \(d, P\) = \(3, 3\), got \(2, 3\)"):
         FrozenPairs(x, x, index, text_hidden=x, projections={"text": (x[:2], None)})

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from posthoc.fixtures import close, fixture
+from support.raising import raises
 from torch.autograd.functional import jacobian
 from torch.nn import functional
 
@@ -131,8 +132,7 @@ def test_parity_evidence(tag, n):
 
 
 def test_a_posterior_without_data_has_no_evidence():
-    with pytest.raises(ValueError, match="no maximum"):
-        best_prior_precision(torch.zeros(3), torch.zeros(3), 1.0)
+    raises(ValueError, "no maximum", best_prior_precision, torch.zeros(3), torch.zeros(3), 1.0)
 
 
 # ---------------------------------------------------------------- predictions
@@ -202,11 +202,9 @@ def test_the_fit_is_that_of_its_parts():
 def test_final_embeddings_alone_are_not_enough():
     pairs = small_pairs()
     bare = FrozenPairs(pairs.images, pairs.texts, pairs.pairs)
-    with pytest.raises(ValueError, match="no image_hidden, text_hidden, logit_scale, projections.*alone"):
-        LaplaceProjections.fit(bare)
+    raises(ValueError, "no image_hidden, text_hidden, logit_scale, projections.*alone", LaplaceProjections.fit, bare)
     method = LaplaceProjections.fit(pairs)
-    with pytest.raises(ValueError, match="pass hidden="):
-        method.embed("image", pairs.images)
+    raises(ValueError, "pass hidden=", method.embed, "image", pairs.images)
     with pytest.raises(ValueError, match=r"hidden must be \(n, 6\), got \(60, 5\)"):
         method.embed("image", pairs.images, hidden=pairs.text_hidden)
     with pytest.raises(ValueError, match="at least 16 pairs"):

@@ -163,26 +163,19 @@ def picture(path):
     Image.new("RGB", (8, 8)).save(path)
 
 
-def test_images_and_their_boxes_are_found(tmp_path):
-    picture(tmp_path / "1.jpg")
-    picture(tmp_path / "VG_100K" / "2.jpg")
-    picture(tmp_path / "VG_100K_2" / "33.png")
-    entries = [{"id": i, "regions": [region(0, 1, 2.5, 3, f" a “{i}”,\n thing ")]} for i in (33, 1, 2)]
-    found = read_boxed_images(write(tmp_path, entries), tmp_path, Problems(), sample=9)
-    assert [p.id for p in found] == ["33", "1", "2"]
-    assert found[0].boxes == [(0, 1, 2.5, 3)] and found[0].phrases == ["a “33”, thing"]
-
-
-def test_a_sample_depends_on_ids_and_seed_alone(tmp_path):
-    for i in range(30):
-        picture(tmp_path / f"{i}.png")
-    entries = [{"id": i, "regions": [region(0, 0, 1, 1, "x")]} for i in range(30)]
-    samples = []
-    for listed, seed in ((entries, 0), (entries[::-1], 0), (entries, 1)):
-        samples.append(
-            [p.id for p in read_boxed_images(write(tmp_path, listed), tmp_path, Problems(), sample=6, seed=seed)]
-        )
-    assert len(samples[0]) == 6 and samples[1] == samples[0][::-1] and set(samples[2]) != set(samples[0])
+def test_a_sample_is_found_and_depends_on_ids_and_seed_alone(tmp_path):
+    names = [f"{folder}{i}.{'png' if i % 2 else 'jpg'}" for i, folder in enumerate(["", "VG_100K/", "VG_100K_2/"] * 10)]
+    for name in names:
+        picture(tmp_path / name)
+    entries = [{"id": i, "regions": [region(0, 1, 2.5, 3, f" a “{i}”,\n thing ")]} for i in range(30)]
+    read = lambda listed, seed, n=6: read_boxed_images(
+        write(tmp_path, listed), tmp_path, Problems(), sample=n, seed=seed
+    )
+    every = read(entries, 0, 99)
+    assert [p.path for p in every] == [tmp_path / name for name in names]
+    assert every[7].boxes == [(0, 1, 2.5, 3)] and every[7].phrases == ["a “7”, thing"]
+    first, turned, other = ([p.id for p in read(*how)] for how in ((entries, 0), (entries[::-1], 0), (entries, 1)))
+    assert len(first) == 6 and turned == first[::-1] and set(other) != set(first)
 
 
 def test_what_cannot_be_used_is_told(tmp_path):
@@ -214,20 +207,14 @@ def test_what_cannot_be_used_is_told(tmp_path):
     assert told["[0].regions[1]"] == "empty phrase" and "has no area" in told["[0].regions[2]"]
     for k in (3, 4, 5, 6):
         assert told[f"[0].regions[{k}]"] == "expected numbers x, y, width and height"
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
+    for text, message in (
         ('{"id": 1}', "expected a list of images"),
         ('[{"id": 1, "regions": []}', "not usable JSON"),
         ("[]", "gives no usable box"),
-    ],
-)
-def test_files_of_another_form_are_refused(tmp_path, text, message):
-    (tmp_path / "r.json").write_text(text)
-    with pytest.raises(UserError, match=message):
-        read_boxed_images(tmp_path / "r.json", tmp_path, Problems(), sample=9)
+    ):
+        (tmp_path / "r.json").write_text(text)
+        with pytest.raises(UserError, match=message):
+            read_boxed_images(tmp_path / "r.json", tmp_path, Problems(), sample=9)
 
 
 @pytest.fixture(scope="module")

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from support.raising import raises
 from support.toy import COLOURS, SHAPES, make_toy
 from support.words import folded, too_wide
 
@@ -71,13 +72,10 @@ def test_csd_to_the_mixture_is_the_mean_csd_to_its_prompts_and_to_tempting_other
 
 def test_pooling_refuses_what_does_not_fit():
     prompts = gaussians(6, 2, 5)
-    with pytest.raises(ValueError, match="got 6 prompts, weights 2 x 2 .* expected 4 prompts"):
-        pool_prompts(prompts, torch.ones(2, 2))
-    with pytest.raises(ValueError, match="pooling 'mean'.*mixture or unit"):
-        pool_prompts(prompts, torch.ones(2, 3), pooling="mean")
+    raises(ValueError, "got 6 prompts, weights 2 x 2 .* expected 4 prompts", pool_prompts, prompts, torch.ones(2, 2))
+    raises(ValueError, "pooling 'mean'.*mixture or unit", pool_prompts, prompts, torch.ones(2, 3), pooling="mean")
     for weights in (torch.tensor([[1.0, 1, 1], [0, 0, 0]]), torch.tensor([[1.0, 1, 1], [1, 1, -1]])):
-        with pytest.raises(ValueError, match="must not be negative, and every class needs a positive one"):
-            pool_prompts(prompts, weights)
+        raises(ValueError, "must not be negative, and every class needs a positive one", pool_prompts, prompts, weights)
 
 
 def test_pooling_is_the_loops():
@@ -324,8 +322,7 @@ def test_whether_certain_templates_are_the_better_ones():
 def test_a_model_of_points_is_not_filtered():
     points = Table({"sure a": (0.0, 0.0), "sure b": (10.0, 0.0)})
     pictures = labelled([(0.0, 0), (0.0, 0), (10.0, 1), (10.0, 1)])
-    with pytest.raises(UserError, match="no variances to filter prompts by"):
-        evaluate_zeroshot(points, pictures, ["sure {}"])
+    raises(UserError, "no variances to filter prompts by", evaluate_zeroshot, points, pictures, ["sure {}"])
     report = evaluate_zeroshot(points, pictures, ["sure {}"], filters=["none"], choose_on=pictures)
     assert [m["top1"]["value"] for m in report["methods"]] == [1, 1]
 
@@ -385,11 +382,9 @@ def test_class_names(tmp_path):
         ("\n", "names no class"),
     ):
         path.write_text(content)
-        with pytest.raises(UserError, match=message):
-            read_class_names(path)
+        raises(UserError, message, read_class_names, path)
     path.write_bytes(b"a \xff\n")
-    with pytest.raises(UserError, match="not UTF-8"):
-        read_class_names(path)
+    raises(UserError, "not UTF-8", read_class_names, path)
 
 
 def test_class_folders(tmp_path):
@@ -409,13 +404,10 @@ def test_class_folders(tmp_path):
     assert named.classes == ("white bear", "yeti", "red fox") and named.labels.tolist() == [2, 0, 0]
     with pytest.raises(UserError, match="there is no name for the class 'fox'; the first that have one: polar_bear"):
         read_class_folder(tmp_path, {"polar_bear": "white bear"})
-    with pytest.raises(UserError, match="expected one for each class"):
-        read_class_folder(tmp_path / "empty")
+    raises(UserError, "expected one for each class", read_class_folder, tmp_path / "empty")
     (tmp_path / "empty" / "inner").mkdir()
-    with pytest.raises(UserError, match="no images in the folders"):
-        read_class_folder(tmp_path / "empty")
-    with pytest.raises(UserError, match="there is no folder"):
-        read_class_folder(tmp_path / "none")
+    raises(UserError, "no images in the folders", read_class_folder, tmp_path / "empty")
+    raises(UserError, "there is no folder", read_class_folder, tmp_path / "none")
 
 
 def test_emoji_have_one_class_each():
@@ -425,10 +417,8 @@ def test_emoji_have_one_class_each():
     assert groups.ids == load_emoji()["style"].image_ids and all(i.endswith("/noto") for i in subgroups.ids)
     fox = groups.ids.index("1F98A/fluent3d")
     assert groups.classes[groups.labels[fox]] == "animals & nature"
-    with pytest.raises(UserError, match="group and subgroup, got 'tag'"):
-        emoji_labelled("tag")
-    with pytest.raises(ValueError, match="unknown style 'oil'"):
-        emoji_labelled("group", style="oil")
+    raises(UserError, "group and subgroup, got 'tag'", emoji_labelled, "tag")
+    raises(ValueError, "unknown style 'oil'", emoji_labelled, "group", style="oil")
 
 
 def test_data_whose_only_text_of_a_picture_is_its_class():
@@ -444,8 +434,7 @@ def test_data_whose_only_text_of_a_picture_is_its_class():
     found = data_labelled(data)
     assert found.classes == ("fox", "owl") and found.labels.tolist() == [0, 1, 0]
     two = PairData(("x",), pictures[:1], ("0", "1"), ("fox", "owl"), ("caption",) * 2, np.array([[0, 0], [0, 1]]))
-    with pytest.raises(UserError, match="image x has 2 texts; expected one each"):
-        data_labelled(two)
+    raises(UserError, "image x has 2 texts; expected one each", data_labelled, two)
 
 
 # ---------------------------------------------------------------- the command

@@ -325,7 +325,6 @@ class Embeddings:
     texts: GaussianEmbedding  # (m, d) embeddings
     distance: str | Distance = "csd"
     ranker: Ranker | None = None  # called for every gallery; None ranks by distances that are computed once
-    progress: Callable[[int], None] | None = None  # called with the number of queries just ranked, without a ranker
     memory_mb: float = 64.0  # size of a block of distances, in MiB
 
     def shape(self) -> tuple[int, ...]:
@@ -346,8 +345,6 @@ class Embeddings:
             return
         for start, block in distance_blocks(queries, gallery, oriented, memory_mb=self.memory_mb):
             plan.count(start, block)
-            if self.progress:
-                self.progress(len(block))
             del block  # Else it stays in memory until the next one is made.
 
 

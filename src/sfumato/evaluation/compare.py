@@ -413,7 +413,7 @@ class More:
         if len(chosen) > 1 and (self.per_query or self.compared_with):
             raise UserError("single queries can be written and compared for one ranking; name at most one strategy")
         for table in self.chosen_tables:
-            published_rows(table=table)
+            published_rows(table)
         if self.per_query:
             check_per_query_path(self.per_query)
             if not self.per_query.parent.is_dir():
@@ -526,7 +526,7 @@ def more_results(
         rows = [
             row
             for table in more.chosen_tables
-            for row in published_rows(table=table)
+            for row in published_rows(table)
             if any(row.own_name(name) in own for name in row.figures)
         ]
         if not rows:

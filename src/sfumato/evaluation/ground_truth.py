@@ -83,17 +83,7 @@ class GroundTruth:
                     )
 
     def with_metrics(self, *metrics: str) -> "GroundTruth":
-        """Replace the reported metrics.
-
-        Args:
-            metrics: names of metrics.
-
-        Returns:
-            The same ground truth that reports these metrics.
-
-        Raises:
-            ValueError: a metric is unknown.
-        """
+        """The same ground truth that reports these metrics."""
         return replace(self, metrics=metrics)
 
 

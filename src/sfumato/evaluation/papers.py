@@ -7,7 +7,7 @@ or drawn here.
 import difflib
 import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
@@ -253,20 +253,16 @@ class PublishedRow:
         return f"{self.direction} {name}" if self.direction in ("i2t", "t2i") else name
 
 
-def published_rows(
-    benchmark: str | None = None, *, table: str | None = None, direction: str | None = None, paper: str | None = None
-) -> list[PublishedRow]:
-    """Choose reference rows by benchmark, table ("1", "C.7", or with the paper "PCME++ C.7"), direction and paper."""
-    rows: Sequence[PublishedRow] = _rows()
-    of_table = "full_table" if table is not None and " " in table else "table"
-    chosen = (("benchmark", benchmark), ("paper", paper), (of_table, table), ("direction", direction))
-    for name, wanted in chosen:
-        known = dict.fromkeys(getattr(row, name) for row in rows)
-        rows = [row for row in rows if wanted is None or getattr(row, name) == wanted]
-        if not rows:
-            what = "table" if name == "full_table" else name
-            raise ValueError(f"published_rows: no figures for {what} {wanted!r}; known: {', '.join(known)}")
-    return list(rows)
+def published_rows(table: str | None = None) -> list[PublishedRow]:
+    """All reference rows, or those of a table ("1", "C.7", or with the paper "PCME++ C.7")."""
+    rows = _rows()
+    if table is None:
+        return list(rows)
+    key = "full_table" if " " in table else "table"
+    if chosen := [row for row in rows if getattr(row, key) == table]:
+        return chosen
+    known = dict.fromkeys(getattr(row, key) for row in rows)
+    raise ValueError(f"published_rows: no figures for table {table!r}; known: {', '.join(known)}")
 
 
 def common_figures(figures: Mapping[str, Mapping[str, Any]], direction: str = "both") -> dict[str, float]:

@@ -74,20 +74,11 @@ class Ranker(Protocol):
 
 @dataclass(frozen=True)
 class EvaluationOptions:
-    """What an evaluation measures beside the distance.
+    """What an evaluation measures beside the distance."""
 
-    Attributes:
-        n_samples: number of samples of each embedding at test time, of sampled distances; None for that of the model.
-        seed: of these samples.
-        uncertainty: the scalar uncertainty of the queries, one of :data:`~sfumato.gaussian.ScalarUncertainty`.
-
-    Raises:
-        UserError: the uncertainty is unknown, or n_samples < 1.
-    """
-
-    n_samples: int | None = None
-    seed: int = 0
-    uncertainty: ScalarUncertainty = "total_variance"
+    n_samples: int | None = None  # samples of each embedding at test time; None for those of the model
+    seed: int = 0  # of these samples
+    uncertainty: ScalarUncertainty = "total_variance"  # of the queries
 
     def __post_init__(self) -> None:
         if self.uncertainty not in get_args(ScalarUncertainty):

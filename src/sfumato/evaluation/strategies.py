@@ -90,8 +90,6 @@ class FaissRanker:
     options: FaissOptions | None = None
 
     def __post_init__(self) -> None:
-        if self.strategy.indexed is None:
-            raise ValueError(f"FaissRanker: {self.strategy.name} ranks exactly and has no index; use rank_relevant")
         if self.engine not in ENGINES:
             raise ValueError(f"FaissRanker: unknown engine {self.engine!r}; known: {', '.join(ENGINES)}")
         for name in ("candidates", "at_least"):
@@ -99,13 +97,7 @@ class FaissRanker:
                 raise ValueError(f"FaissRanker: {name} must be at least 1, got {getattr(self, name)}")
 
     def lists(self, queries: GaussianEmbedding, gallery: GaussianEmbedding, k: int) -> Tensor:
-        """List the first items of each query.
-
-        A strategy that re-ranks orders the first `candidates` by distance; the items after them stay in the order of
-        FAISS.
-
-        queries (n, d), gallery (m, d).
-        """
+        """The first items of each query: `candidates` by distance if the strategy re-ranks, then those of FAISS."""
         index = GaussianIndex.build(
             gallery,
             [str(i) for i in range(gallery.n)],
@@ -127,15 +119,7 @@ class FaissRanker:
         relevance: Relevance,
         distance: str | Distance,
     ) -> np.ndarray:
-        """Rank the relevant items; see :class:`~sfumato.evaluation.protocols.Ranker`.
-
-        queries (n, d), gallery (m, d) -> (p,).
-        """
-        if get_distance(distance).name != self.strategy.distance:
-            raise ValueError(
-                f"{self.strategy.name}: its lists are ordered by {self.strategy.distance}; got the distance"
-                f" {get_distance(distance).name!r}"
-            )
+        """See :class:`~sfumato.evaluation.protocols.Ranker`."""
         if queries.n == 0:
             return np.full(len(relevance.indices), UNLISTED)
         k = max(self.at_least, int(relevance.totals.max(initial=0)))
@@ -150,15 +134,6 @@ class SimilarityMatrix:
     images: GaussianEmbedding  # (n, d) embeddings
     texts: GaussianEmbedding  # (m, d) embeddings
     kind: Similarity  # "dot", the product of the means, or "cosine", the product of means scaled to length 1
-
-    def __post_init__(self) -> None:
-        if self.kind not in get_args(Similarity):
-            raise ValueError(f"SimilarityMatrix: unknown kind {self.kind!r}; known: {', '.join(get_args(Similarity))}")
-        if self.images.d != self.texts.d:
-            raise ValueError(
-                f"SimilarityMatrix: images have {self.images.d} dimensions, texts {self.texts.d}; the numbers"
-                " must be equal"
-            )
 
     @property
     def shape(self) -> tuple[int, int]:

@@ -259,19 +259,25 @@ class _Scene:
         return self.resampling.intervals(statistics, len(self.hit) if index is None else len(index), groups)
 
 
+def error_statistics(u: np.ndarray, error: np.ndarray) -> dict[str, Statistic]:
+    """The figures of wrong best items, see FIGURES. u (n,), error (n,) 1 where the best item is wrong."""
+    return {
+        "wrong_auroc": auroc_statistic(u, error),
+        "wrong_aurc": aurc_statistic(u, error),
+        "wrong_excess_aurc": excess_aurc_statistic(u, error),
+        "wrong_gain": rejection_ratio_statistic(u, error),
+    }
+
+
 def _of_errors(scene: _Scene, scores: Mapping[str, np.ndarray]) -> dict[str, Interval]:
     """The recall, the best risk, and the figures of wrong best items by "NAME/FIGURE"."""
     error = 1 - scene.hit
     statistics = {"recall": mean_statistic(scene.hit), "best": aurc_statistic(error, error)}
     for name, u in scores.items():
-        statistics |= {
-            f"{name}/wrong_auroc": auroc_statistic(u, error),
-            f"{name}/wrong_aurc": aurc_statistic(u, error),
-            f"{name}/wrong_excess_aurc": excess_aurc_statistic(u, error),
-            f"{name}/wrong_gain": rejection_ratio_statistic(u, error),
-            f"{name}/risk_at_half": risk_statistic(u, error, 0.5),
-            f"{name}/deciles": decile_statistic(u, scene.hit),
-        }
+        own = error_statistics(u, error) | {
+            "risk_at_half": risk_statistic(u, error, 0.5), "deciles": decile_statistic(u, scene.hit)
+        }  # fmt: skip
+        statistics |= {f"{name}/{figure}": statistic for figure, statistic in own.items()}
     return scene.intervals(statistics)
 
 

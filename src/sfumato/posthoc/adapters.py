@@ -8,7 +8,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal, get_args
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -43,18 +43,10 @@ class AdapterTraining:
     weight_decay: float = 1e-4  # of the optimiser
 
     def __post_init__(self) -> None:
-        if self.optimiser not in get_args(Optimiser):
-            known = ", ".join(get_args(Optimiser))
-            raise ValueError(f"AdapterTraining: unknown optimiser {self.optimiser!r}; known: {known}")
         if min(self.epochs, *self.widths) < 1 or self.batch_size < 2:
             raise ValueError(
                 "AdapterTraining: epochs and widths must be at least 1 and batch_size at least 2, got"
                 f" {self.epochs}, {self.widths} and {self.batch_size}"
-            )
-        if not (self.lr > 0 and self.weight_decay >= 0):
-            raise ValueError(
-                f"AdapterTraining: lr must be positive and weight_decay not negative, got {self.lr} and"
-                f" {self.weight_decay}"
             )
 
 

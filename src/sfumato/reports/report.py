@@ -288,13 +288,7 @@ def report_run(
     analyses: bool = False,
     uncertainty: ScalarUncertainty = "total_variance",
 ) -> tuple[Report, Path]:
-    """Evaluate a run on a split of its own data and write a page about it.
-
-    In addition to the content of :func:`report_model`, the page has the recipe, the training curves, and the results of
-    `sfumato evaluate`, `sfumato trust` and `sfumato analyse` for this split in the run folder.
-
-    Returns (the page and its figures, the file).
-    """
+    """Evaluate a run on a split of its own data; the page with the recipe, curves and studies, and its file."""
     path, name = run.folder / f"report-{split}.html" if out is None else out, run.recipe.name or run.folder.name
     if analyses:
         folder = run.folder / f"analysis-{split}"

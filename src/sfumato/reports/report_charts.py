@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from sfumato.calibration.calibrator import Calibration
-from sfumato.charts import CARD, FAINT, FIRST, INK, SECOND, Chart, data_url
+from sfumato.charts import CARD, FAINT, FIRST, INK, SECOND, Chart, data_url, draw_curve
 from sfumato.distances import get_distance
 from sfumato.evaluation.protocols import Evaluation
 from sfumato.gaussian import GaussianEmbedding, ScalarUncertainty
@@ -281,18 +281,11 @@ def _reliability_chart(curves: Mapping[str, list[dict[str, Any]]], name: str) ->
     axes.plot([0, 1], [0, 1], color=FAINT, linestyle=(0, (5, 5)), linewidth=1)
     most = max(b["count"] for curve in curves.values() for b in curve)
     for version, curve in curves.items():
-        before = version == "before"
-        colour, line = (SECOND, (0, (4, 3))) if before else (FIRST, "-")
-        points = [b["probability"] for b in curve], [b["observed"] for b in curve]
-        axes.plot(*points, color=colour, linestyle=line, linewidth=2, label=f"{version} calibration")
-        low, high = ([b[key] for b in curve] for key in ("low", "high"))
-        axes.vlines(points[0], low, high, color=colour, alpha=0.6, linewidth=1.2)
-        for b in curve:
-            size = 5 + 8 * np.log1p(b["count"]) / np.log1p(most)
-            (dot,) = axes.plot(
-                [b["probability"]], [b["observed"]], "o", color=colour, markersize=size,
-                markerfacecolor=CARD if before else colour,
-            )  # fmt: skip
+        colour, line, face = (SECOND, (0, (4, 3)), CARD) if version == "before" else (FIRST, "-", FIRST)
+        points = [{"x": b["probability"], "value": b["observed"], "low": b["low"], "high": b["high"]} for b in curve]
+        dots = draw_curve(axes, points, colour, label=f"{version} calibration", line=line)
+        for dot, b in zip(dots, curve, strict=True):
+            dot.set(markersize=5 + 8 * np.log1p(b["count"]) / np.log1p(most), markerfacecolor=face)
             chart.hover(
                 dot,
                 f"{version} calibration: predicted {b['probability']:.1%}, observed {b['observed']:.1%}"
@@ -342,10 +335,9 @@ def training_curves(log: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         chart = Chart(f"{name} by epoch: " + "; ".join(ends))
         for key, points in lines.items():
             colour, label = series[key]
-            epochs, values = zip(*points, strict=True)
-            chart.axes.plot(epochs, values, color=colour, linewidth=2, label=label)
-            for epoch, value in points if len(points) <= 20 else ():
-                (dot,) = chart.axes.plot([epoch], [value], "o", color=colour, markersize=5)
+            shown_points = [{"x": x, "value": y, "low": None} for x, y in points]
+            dots = draw_curve(chart.axes, shown_points, colour, label=label, markers=len(points) <= 20)
+            for dot, (epoch, value) in zip(dots, points, strict=False):
                 chart.hover(dot, f"epoch {epoch:g}: {percent(value) if fraction else digits(value)}")
         chart.axes.set_ylim(
             bottom=min(0.0, chart.axes.get_ylim()[0]) if min(v for p in lines.values() for _, v in p) < 0 else 0

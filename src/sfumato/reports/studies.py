@@ -171,13 +171,19 @@ def _shown_pair(pair: Mapping[str, Any], picture: Callable[[str], bytes | None])
     }
 
 
+def _shape(item: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: item[key] for key in ("x", "y", "a", "b", "angle")}
+
+
 def pair_ellipses(pair: Mapping[str, Any]) -> tuple[list[Ellipse], float]:
     """The ellipses of a pair's six images, and the factor beside DRAWN_SIGMAS by which they are drawn larger."""
     ellipses = []
     for item in pair["items"]:
         letter, colour, about = MADE[item["name"]]
         dashed = item["name"].startswith("erased")
-        ellipses.append(Ellipse.read(item, colour, letter=letter, dashed=dashed, title=f"{letter}: {about}"))
+        ellipses.append(
+            Ellipse(**_shape(item), colour=colour, letter=letter, dashed=dashed, title=f"{letter}: {about}")
+        )
     return ellipses, magnification(ellipses, 0.14 / DRAWN_SIGMAS)
 
 
@@ -209,7 +215,7 @@ def map_ellipses(study: Mapping[str, Any]) -> tuple[list[Ellipse], float]:
         kind, label = "image of" if image else "text", clipped(item["label"], 120)
         title = f"{kind} “{label}”, total variance {digits(item['total_variance'], 3)}"
         strong = family is not None
-        ellipses.append(Ellipse.read(item, colour, title=title, dashed=strong and not image, strong=strong))
+        ellipses.append(Ellipse(**_shape(item), colour=colour, title=title, dashed=strong and not image, strong=strong))
     return ellipses, 1.0 if study["method"] == "tsne" else magnification(ellipses, 0.035)
 
 

@@ -79,35 +79,18 @@ _LABEL_LENGTH = 120
 
 @dataclass(frozen=True)
 class AnalysisOptions:
-    """Sizes and choices of the studies.
+    """Sizes and choices of the studies."""
 
-    Attributes:
-        uncertainty: name in ESTIMATORS, for corruption and words; sets and map use variances.
-        n_corrupted: number of images, and of texts, that are corrupted in each way.
-        n_pairs: number of pairs of images.
-        n_bins: number of bins of uncertainty.
-        top_words: number of words per bin.
-        corpus: corpus of the words' weights, see :func:`~sfumato.studies.usual.words_by_uncertainty`.
-        n_mapped: largest number of images on the map, and of texts.
-        method: of the map, "pca" or "tsne".
-        n_resamples: number of bootstrap resamples of the intervals.
-        seed: seed of all random choices.
-        zeroshot: settings of the zero-shot classification.
-
-    Raises:
-        ValueError: a number is out of range, or the uncertainty, corpus or method is unknown.
-    """
-
-    uncertainty: str = "total_variance"
-    n_corrupted: int = 200
-    n_pairs: int = 100
-    n_bins: int = 10
-    top_words: int = 12
-    corpus: str = "bin"
-    n_mapped: int = 200
-    method: str = "pca"
-    n_resamples: int = 1000
-    seed: int = 0
+    uncertainty: str = "total_variance"  # name in ESTIMATORS, for corruption and words; sets and map use variances
+    n_corrupted: int = 200  # images, and texts, that are corrupted in each way
+    n_pairs: int = 100  # pairs of images
+    n_bins: int = 10  # bins of uncertainty
+    top_words: int = 12  # words per bin
+    corpus: str = "bin"  # of the words' weights, see :func:`~sfumato.studies.usual.words_by_uncertainty`
+    n_mapped: int = 200  # largest number of images on the map, and of texts
+    method: str = "pca"  # of the map, or "tsne"
+    n_resamples: int = 1000  # bootstrap resamples of the intervals
+    seed: int = 0  # of all random choices
     zeroshot: ZeroShotOptions = field(default_factory=ZeroShotOptions)
 
     def __post_init__(self) -> None:

@@ -27,6 +27,7 @@ from sfumato.calibration.calibrator import Calibration
 from sfumato.errors import UserError
 from sfumato.evaluation.corruption import corruption_statistics
 from sfumato.evaluation.protocols import Query
+from sfumato.evaluation.trust import error_statistics
 from sfumato.files import read_json, write_json
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.ids import DIRECTION_OF, OTHER_SIDE, Side
@@ -40,13 +41,7 @@ from sfumato.metrics.bootstrap import (
 )
 from sfumato.metrics.relevance import Relevance
 from sfumato.metrics.reliability import calibration_error_by_chance, expected_calibration_error
-from sfumato.metrics.selective import (
-    aurc_statistic,
-    auroc,
-    auroc_statistic,
-    excess_aurc_statistic,
-    rejection_ratio_statistic,
-)
+from sfumato.metrics.selective import auroc
 from sfumato.metrics.uncertainty import RecallBinning, balanced_spearman, binned_recall, resampled_balanced_spearman
 from sfumato.posthoc import METHODS, NOT_BUILT, AdapterMethod, fit_hit_logits
 from sfumato.studies.contestants import (
@@ -70,24 +65,13 @@ _SMALLEST = 1e-12
 
 @dataclass(frozen=True)
 class RefereeOptions:
-    """What is compared, and how it is measured.
-
-    Attributes:
-        methods: names in :data:`~sfumato.studies.contestants.CONTESTANTS`.
-        fit: options of the fit by method, e.g. {"pfe": {"training": AdapterTraining(epochs=4)}}.
-        n_resamples: number of bootstrap resamples of the intervals.
-        n_absent: largest number of queries of a direction whose matches are taken out of the gallery.
-        seed: of the fits and all random choices.
-
-    Raises:
-        ValueError: an unknown method, or a negative number.
-    """
+    """What is compared, and how it is measured."""
 
     methods: tuple[str, ...] = CONTESTANTS
-    fit: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    n_resamples: int = 200
-    n_absent: int = 200
-    seed: int = 0
+    fit: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # options of the fit by method
+    n_resamples: int = 200  # of the intervals
+    n_absent: int = 200  # largest number of queries of a direction whose matches are taken out of the gallery
+    seed: int = 0  # of the fits and all random choices
 
     def __post_init__(self) -> None:
         for name in (*self.methods, *self.fit):
@@ -352,13 +336,9 @@ def _figures(
         if platt is not None:
             p = match_probability(torch.from_numpy(u), *platt).numpy()
     p = p.clip(_SMALLEST, 1 - _SMALLEST)
-    error = 1 - hit
     statistics: dict[str, Statistic] = {
         "recall": mean_statistic(hit),
-        "wrong_auroc": auroc_statistic(u, error),
-        "wrong_aurc": aurc_statistic(u, error),
-        "wrong_excess_aurc": excess_aurc_statistic(u, error),
-        "wrong_gain": rejection_ratio_statistic(u, error),
+        **error_statistics(u, 1 - hit),
         "log_loss": mean_statistic(-np.log(np.where(hit > 0, p, 1 - p))),
     }
     n, seed = options.n_resamples, options.seed
