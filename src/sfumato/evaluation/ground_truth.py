@@ -83,7 +83,17 @@ class GroundTruth:
                     )
 
     def with_metrics(self, *metrics: str) -> "GroundTruth":
-        """The same ground truth that reports these metrics."""
+        """Replace the reported metrics.
+
+        Args:
+            metrics: names of metrics.
+
+        Returns:
+            The same ground truth that reports these metrics.
+
+        Raises:
+            ValueError: a metric is unknown.
+        """
         return replace(self, metrics=metrics)
 
 
