@@ -47,14 +47,6 @@ def test_pictures_are_the_loops(options):
     assert images.equal(pixels()), "the input is left alone"
 
 
-def test_pictures_pass_gradients_by_their_shares():
-    drawn = plan(fraction=1.0, choice="element")
-    values = (pixels().float() / 255).requires_grad_()
-    drawn.apply(values)[2].sum().backward()
-    own, other = values.grad[2].mean().item(), values.grad[drawn.partner[2]].mean().item()
-    assert own == pytest.approx(drawn.own_fraction[2].item(), abs=1e-6) and own + other == pytest.approx(1, abs=1e-6)
-
-
 def test_partner_is_the_flip_or_oneself():
     for n in (0, 1, 2, 9, 12):
         drawn = plan(n, fraction=1.0, seed=5)

@@ -118,27 +118,21 @@ def test_files_come_back_whole(tmp_path):
     assert [f.name for f in tmp_path.iterdir() if f.suffix != ".npy"] == []
 
 
-@pytest.mark.parametrize(
-    ("array", "message"),
-    [
+def test_wrong_damaged_and_missing_files(tmp_path):
+    data, path = captions(5, 2), tmp_path / "noise.npy"
+    with pytest.raises(FileNotFoundError, match="no index of noisy pairs at .*noise.npy"):
+        load_noise(path, data)
+    for array, message in (
         (np.arange(9), r"noise.npy: expected 10 integers, .* got shape \(9,\) of int64; the file of another split\?"),
         (np.zeros((10, 1), np.int64), r"got shape \(10, 1\)"),
         (np.zeros(10), "of float64"),
         (np.full(10, 5), "got images 5 to 5, but the data's are 0 to 4"),
         (np.full(10, -1), "got images -1 to -1"),
         (np.array([None] * 10), "noise.npy: not a .npy file of plain numbers .*Object arrays"),
-    ],
-)
-def test_wrong_files_are_refused(tmp_path, array, message):
-    np.save(tmp_path / "noise.npy", array, allow_pickle=True)
-    with pytest.raises(ValueError, match=message):
-        load_noise(tmp_path / "noise.npy", captions(5, 2))
-
-
-def test_damaged_and_missing_files(tmp_path):
-    data, path = captions(5, 2), tmp_path / "noise.npy"
-    with pytest.raises(FileNotFoundError, match="no index of noisy pairs at .*noise.npy"):
-        load_noise(path, data)
+    ):
+        np.save(path, array, allow_pickle=True)
+        with pytest.raises(ValueError, match=message):
+            load_noise(path, data)
     save_noise(path, np.arange(10) // 2)
     whole = path.read_bytes()
     huge = whole.replace(b"(10,)", b"(10" + b"0" * 15 + b",)").replace(b" " * 15 + b"\n", b"\n")

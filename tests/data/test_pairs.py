@@ -248,18 +248,6 @@ def test_equally_worded_texts_become_one_that_matches_all_their_images():
     assert merged.image_ids == data.image_ids and merged.groups.tolist() == data.groups.tolist()
 
 
-@pytest.mark.parametrize("positives", ["listed", "sampled"])
-@pytest.mark.parametrize("epoch_over", ["images", "pairs"])
-def test_equal_texts_of_a_batch_are_matches_of_each_others_images(positives, epoch_over):
-    data = make_pair_data([f"i{k}" for k in range(8)], [FileImage("x")] * 8, [[f"tag {k % 2}"] for k in range(8)])
-    sampler = PairSampler(merge_equal_texts(data), 8, 0, epoch_over=epoch_over, positives=positives)
-    (batch,) = sampler.batches(0)
-    same = (batch.image_index % 2)[:, None] == batch.image_index % 2
-    assert (batch.match == same).all()
-    (apart,) = PairSampler(data, 8, 0, epoch_over=epoch_over, positives=positives).batches(0)
-    assert apart.match.sum() == 8, "the images of a tag compete for it"
-
-
 def test_captions_with_one_id_are_one_text():
     items = [
         SourceItem("a", FileImage("x"), (("7", "p"), ("8", "q"))),

@@ -3,7 +3,6 @@
 import io
 import itertools
 import json
-import pickle
 import random
 import re
 import tarfile
@@ -184,18 +183,6 @@ def test_bad_samples_are_noted_once_and_passed_over(tmp_path, reason, members):
     source = stream([path], problems=problems, samples_per_epoch=40)
     assert set(numbers(source.batches(0))) == {1, 2, 3}
     assert [p.location for p in problems.items] == [f"{path}!000900"] and reason in problems.items[0].reason
-
-
-def test_nothing_is_unpickled(tmp_path):
-    class Bomb:
-        def __reduce__(self):
-            return (exec, ("raise SystemExit('unpickled')",))
-
-    bomb = pickle.dumps(Bomb())
-    pickles = [(f"1.{ending}", bomb) for ending in ("pyd", "pickle", "pkl", "pth")]
-    members = [("1.jpg", JPEG), *pickles, ("1.txt", b"safe")]
-    found, noted = one_pass([pack(tmp_path / "a.tar", members)])
-    assert found["1"].text == "safe" and noted == []
 
 
 def pack_six(path):

@@ -16,7 +16,7 @@ from sfumato.encoders.encoder_protocol import Encoder, EncoderModule, ImageEncod
 from sfumato.encoders.encoder_registry import ENCODERS, encoder_entry, encoder_section, register_encoder
 from sfumato.encoders.features import TokenFeatures
 from sfumato.encoders.processors import PixelProcessor, TokenProcessor
-from sfumato.encoders.scratch import SmallImageConfig, SmallTextConfig, build_small_image
+from sfumato.encoders.scratch import SmallImageConfig, SmallTextConfig
 from sfumato.errors import UserError
 from sfumato.models.embed import evaluate_run
 from sfumato.models.recipe import check_recipe, load_recipe, save_recipe
@@ -231,8 +231,3 @@ def test_a_text_encoder_without_its_tokenizer_is_one_clear_error():
     recipe = check_recipe({"name": "x"}, "here")
     with pytest.raises(ValueError, match=r"the text encoder of kind 'small' needs its tokenizer; give it in Assets"):
         build_model(recipe.model, Assets())
-
-
-def test_a_small_builder_needs_no_context():
-    processor, encoder = build_small_image(SmallImageConfig(size=32, width=3), None)
-    assert processor.size == 32 and encoder.channels == 24

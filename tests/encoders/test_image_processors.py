@@ -81,11 +81,6 @@ def test_a_training_batch_depends_on_its_key_and_on_nothing_else():
     assert not torch.equal(file_store(ITEMS).training_batch(INDEX, (3, 0)).values, one)
 
 
-def test_a_negative_key_is_not_called_a_bad_picture():
-    with pytest.raises(ValueError, match="non-negative"):
-        file_store(ITEMS).training_batch(INDEX, (-1,))
-
-
 def test_a_picture_that_becomes_unreadable_is_named_by_its_position():
     def gone():
         raise FileNotFoundError("gone.jpg")
@@ -178,11 +173,3 @@ def test_pictures_are_squashed_bilinearly_without_smoothing(width, height):
     if (width, height) != (12, 12):
         smoothed = np.asarray(Image.fromarray(picture).resize((12, 12), Image.Resampling.BILINEAR), dtype=float)
         assert np.abs(smoothed - expected).max() > 5
-
-
-def test_damaged_pictures_are_reported():
-    problems = []
-    store, kept = BilinearProcessor(8).read(
-        [lambda: b"nonsense"], on_error=lambda i, error: problems.append((i, str(error)))
-    )
-    assert len(store) == len(kept) == 0 and problems[0][0] == 0 and "not an image" in problems[0][1]
