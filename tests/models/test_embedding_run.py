@@ -94,7 +94,7 @@ def test_evaluate_calibrate_and_the_other_commands(folder, run, sfumato):
         ("calibrate", run),
         ("trust", run, "--bootstrap", "10", "--corrupted", "2"),
         ("report", run),
-        ("audit", "--run", run, "--split", "test"),
+        ("audit", run, "--split", "test"),
         ("analyse", run, "--bootstrap", "10"),
         ("export", run, folder / "exported"),
     ):

@@ -124,20 +124,18 @@ def server(request):
     server.remove()
 
 
-class TestExact(StoreContract):
+class OnServer:
     @pytest.fixture(autouse=True)
     def _server(self, server):
         self.server = server
 
+
+class TestExact(OnServer, StoreContract):
     def create(self, tmp_path, dim):
         return create_store(self.server.url(), dim)
 
 
-class TestHnsw(StoreBasics):
-    @pytest.fixture(autouse=True)
-    def _server(self, server):
-        self.server = server
-
+class TestHnsw(OnServer, StoreBasics):
     def create(self, tmp_path, dim):
         return create_store(
             self.server.url(database="indexed", index="hnsw", m=24, ef_construction=200, ef_search=200), dim
@@ -149,30 +147,21 @@ class TestIvfflat(TestHnsw):
         return create_store(self.server.url(database="indexed", index="ivfflat", lists=4, probes=4), dim)
 
 
-def plan_of(server, store, monkeypatch, k=5, filter=None):
+def plan_of(store, monkeypatch, k=5, filter=None):
     """How the server goes about a search."""
-    seen = []
-    take = store._connections._take
+    import psycopg
 
-    class Explaining:
-        def __init__(self, connection):
-            self._connection = connection
+    seen, execute = [], psycopg.Connection.execute
 
-        def __getattr__(self, name):
-            return getattr(self._connection, name)
-
-        def execute(self, query, *arguments, **options):
-            import psycopg
-
-            if "ORDER BY" in str(query):
-                plan = self._connection.execute(psycopg.sql.SQL("EXPLAIN ") + query, *arguments).fetchall()
-                seen.append("\n".join(line for (line,) in plan))
-            return self._connection.execute(query, *arguments, **options)
+    def explained(connection, query, *arguments, **options):
+        if "ORDER BY" in str(query):
+            plan = execute(connection, psycopg.sql.SQL("EXPLAIN ") + query, *arguments).fetchall()
+            seen.append("\n".join(line for (line,) in plan))
+        return execute(connection, query, *arguments, **options)
 
     with monkeypatch.context() as patch:
-        patch.setattr(store._connections, "_take", lambda: Explaining(take()))
+        patch.setattr(psycopg.Connection, "execute", explained)
         store.search(queries(1, store.dim, 0), k, filter)
-    store.close()
     return seen
 
 
@@ -181,17 +170,15 @@ def test_the_index_is_used_and_none_is_exact(server, monkeypatch, index):
     url = server.url(database="indexed", index=index)
     store = create_store(url, 12)
     store.upsert(records(300, 12, 1))
-    assert "Index Scan" not in plan_of(server, store, monkeypatch)[0]
+    assert "Index Scan" not in plan_of(store, monkeypatch)[0]
     store.optimise()
     store.optimise()
-    plans = plan_of(server, store, monkeypatch)
+    plans = plan_of(store, monkeypatch)
     assert len(plans) == 1 and f"_{index} on" in plans[0]
     exact = open_store(url.replace(index, "none"))
-    assert "Index Scan" not in plan_of(server, exact, monkeypatch)[0]
+    assert "Index Scan" not in plan_of(exact, monkeypatch)[0]
     kept = open_store(url.replace(f"&index={index}", ""))
     assert kept.index == index
-    for opened in (store, exact, kept):
-        opened.close()
 
 
 def test_a_narrow_filter_brings_all_that_fit(server, monkeypatch):
@@ -203,7 +190,7 @@ def test_a_narrow_filter_brings_all_that_fit(server, monkeypatch):
     store.optimise()
     assert_nearest(store, by_id(batch), queries(5, 9, 3), 8, Filter({"rare": ("7",)}))
     assert [len(found) for found in store.search(queries(2, 9, 5), 550)] == [550, 550]  # More than it has candidates.
-    plans = plan_of(server, store, monkeypatch, 8, Filter({"rare": ("7",)}))
+    plans = plan_of(store, monkeypatch, 8, Filter({"rare": ("7",)}))
     assert "_hnsw on" in plans[0] and "Index Scan" not in plans[-1]
 
 

@@ -1,3 +1,5 @@
+import shutil
+
 import pytest
 from support.serving import embedding_sources, make_collection, make_embedding_run, make_run, read_only, served
 
@@ -44,15 +46,21 @@ def vectors(adopted):
         yield client
 
 
+@pytest.fixture(scope="session")
+def filled(run, data, tmp_path_factory):
+    """A collection that tests copy."""
+    return make_collection(run, data, tmp_path_factory.mktemp("filled") / "collection")
+
+
 @pytest.fixture
-def collection(run, data, tmp_path):
-    return make_collection(run, data, tmp_path / "collection")
+def collection(filled, tmp_path):
+    return shutil.copytree(filled, tmp_path / "collection")
 
 
-@pytest.fixture(scope="module")
-def kept(run, data, tmp_path_factory):
+@pytest.fixture(scope="session")
+def kept(filled, tmp_path_factory):
     """Of a service of a collection, for tests that leave it as it was."""
-    with served(open_sources(make_collection(run, data, tmp_path_factory.mktemp("kept") / "collection"))) as client:
+    with served(open_sources(shutil.copytree(filled, tmp_path_factory.mktemp("kept") / "collection"))) as client:
         yield client
 
 

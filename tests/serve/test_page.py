@@ -190,7 +190,9 @@ def test_the_expected_matches_are_of_the_whole_gallery(visit, service):
         enter(page, text)
         expect(panel(page).locator("h2")).to_have_text(f"“{text}”")
         if shown == 48:
-            page.get_by_role("button", name="More results").click()
+            page.get_by_role("button", name="More results").focus()
+            page.keyboard.press("Enter")
+            expect(panel(page).locator(".hit .pick").nth(24)).to_be_focused()  # the first of the new ones
         hits = ask(service, {"text": text}, max_results=shown)["hits"]
         expect(panel(page).locator(".hit")).to_have_count(shown)
         expected = ask(service, {"text": text})["expected_matches"]
@@ -208,14 +210,6 @@ def test_the_expected_matches_are_of_the_whole_gallery(visit, service):
         which = "the 24 closest of 48 images" if shown == 24 else "all 48 images"
         expect(panel(page).locator("[data-count]")).to_have_text(f"These are {which}. {said}.")
     assert told[0] > 0, "a case with matches among the others"
-
-
-def test_more_results_keep_the_focus(visit, service):
-    page = visit(service, "/?q=a+red+circle")
-    page.get_by_role("button", name="More results").focus()
-    page.keyboard.press("Enter")
-    expect(panel(page).locator(".hit")).to_have_count(48)
-    expect(panel(page).locator(".hit .pick").nth(24)).to_be_focused()  # the first of the new ones
 
 
 def test_examples_are_a_start(visit, service):
@@ -284,15 +278,6 @@ def test_the_second_answer_is_in_reach_on_a_phone(visit, service):
     expect(panel(page).locator(".hit .pick").last).to_be_in_viewport()
 
 
-def test_the_docs_on_a_phone(visit, service):
-    page = visit(service, width=320)
-    page.get_by_role("link", name="HTTP interface").click()
-    expect(page.get_by_role("heading", level=1)).to_be_visible()
-    assert page.evaluate("document.documentElement.scrollWidth") <= 320
-    page.get_by_role("link", name="the page").click()
-    expect(page.locator(".empty h2")).to_be_visible()
-
-
 def test_the_start_page_weighs_at_most_100_kb(chromium, service):
     """What goes over the wire at the first visit, and at the second one."""
     context = chromium.new_context(base_url=str(service.base_url))
@@ -337,10 +322,9 @@ def test_more_like_this_and_back(visit, service):
 
 
 def test_search_by_file_drop_and_paste(visit, service):
-    page = visit(service)
-    page.get_by_label("Image to search by", exact=True).set_input_files(
-        {"name": "mine.png", "mimeType": "image/png", "buffer": picture("blue")}
-    )
+    page = visit(service, allowed=["status of 422"])
+    chooser = page.get_by_label("Image to search by", exact=True)
+    chooser.set_input_files({"name": "mine.png", "mimeType": "image/png", "buffer": picture("blue")})
     expect(panel(page).locator("h2")).to_have_text("mine.png")
     expect(panel(page).locator(".hit")).to_have_count(24)
     assert searched(page) == {}
@@ -361,11 +345,6 @@ def test_search_by_file_drop_and_paste(visit, service):
     expect(panel(page).locator("h2")).to_have_text("drop.png")  # pictures live as long as the page
     page.locator("[data-ask='0']").get_by_role("button", name="Remove it").click()
     expect(page.locator(".empty")).to_be_visible()
-
-
-def test_files_that_are_not_images_or_too_large(visit, service):
-    page = visit(service, allowed=["status of 422"])
-    chooser = page.get_by_label("Image to search by", exact=True)
     chooser.set_input_files({"name": "a.txt", "mimeType": "text/plain", "buffer": b"no"})
     alerted(page, "This is not an image")
     chooser.set_input_files({"name": "a.png", "mimeType": "image/png", "buffer": bytes(30_000)})
@@ -527,10 +506,9 @@ def test_what_is_done_before_the_page_knows_its_collection_is_done_then(visit, s
     assert page.url.endswith("/?q=a+red+square")
 
 
-def test_add_and_delete(visit, run, tmp_path):
-    folder = make_collection(run, run.parent / "data", tmp_path / "collection")
+def test_add_and_delete(visit, collection):
     violet = {"name": "violet.png", "mimeType": "image/png", "buffer": picture("violet")}
-    with served(open_sources(folder)) as client:
+    with served(open_sources(collection)) as client:
         page = visit(client)
         page.get_by_role("button", name="Add…").click()
         dialog = page.get_by_role("dialog", name="Add to the collection")
@@ -566,6 +544,12 @@ def test_nothing_sticks_out(visit, service, vectors):
         for width in (360, 390, 768, 1440):
             page.set_viewport_size({"width": width, "height": 800})
             assert page.evaluate("document.documentElement.scrollWidth") <= width, (path, width)
+    page.get_by_role("link", name="HTTP interface").click()
+    expect(page.get_by_role("heading", level=1)).to_be_visible()
+    page.set_viewport_size({"width": 320, "height": 800})
+    assert page.evaluate("document.documentElement.scrollWidth") <= 320
+    page.get_by_role("link", name="the page").click()
+    expect(page.locator(".empty h2")).to_be_visible()
 
 
 def test_every_control_has_a_name(visit, service):
@@ -740,10 +724,7 @@ def test_without_a_text_encoder_the_page_searches_by_item(visit, vectors):
     box.fill("")
     page.keyboard.press("Enter")
     expect(page.locator(".empty")).to_be_visible()
-
-
-def test_without_a_text_encoder_items_are_compared_and_images_ignored(visit, vectors):
-    page = visit(vectors, "/?id=photo-7")
+    page.goto("/?id=photo-7")
     page.get_by_label("Compare two").check()
     expect(page.get_by_role("searchbox", name="Id of a second item")).to_be_focused()
     page.keyboard.type("photo-9")

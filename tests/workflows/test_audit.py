@@ -227,7 +227,7 @@ def splits_of(work):
 
 
 def test_the_command_writes_tables_and_a_page(work, sfumato, capsys):
-    status, out, _ = sfumato("audit", "--run", work / "run", "--top", 3, "--json")
+    status, out, _ = sfumato("audit", work / "run", "--top", 3, "--json")
     folder = work / "run" / "audit-test"
     result = json.loads(out)
     assert status == 0 and result.pop("out") == str(folder)
@@ -315,12 +315,12 @@ def test_a_model_at_chance_is_refused(work, sfumato, tmp_path):
 
 def test_other_data_another_model_and_a_split_it_was_trained_on(work, sfumato, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    status, out, _ = sfumato("audit", work / "toy.toml", "data.test_fraction=0.25", "--run", work / "run")
+    status, out, _ = sfumato("audit", work / "run", "data.test_fraction=0.25", "--data", work / "toy.toml")
     assert status == 0 and "nothing is suspicious" in folded(out) and (tmp_path / "audit-test" / "audit.html").is_file()
     assert sfumato("export", work / "run", tmp_path / "moved")[0] == 0
-    arguments = "audit", work / "toy.toml", "--run", tmp_path / "moved", "--out", tmp_path / "a", "--json"
+    arguments = "audit", tmp_path / "moved", "--data", work / "toy.toml", "--out", tmp_path / "a", "--json"
     assert json.loads(sfumato(*arguments)[1])["model"] == "moved"
-    status, out, _ = sfumato("audit", "--run", work / "run", "--split", "train", "--top", 500, "--json")
+    status, out, _ = sfumato("audit", work / "run", "--split", "train", "--top", 500, "--json")
     result = json.loads(out)
     assert status == 0 and "may have memorised" in result["notes"][0]
     noise = np.load(work / "run" / "noise.npy")
@@ -333,7 +333,7 @@ def test_other_data_another_model_and_a_split_it_was_trained_on(work, sfumato, t
 def test_an_uncalibrated_model_gives_no_probabilities(work, sfumato, tmp_path, capsys):
     shutil.copytree(work / "run", tmp_path / "run")
     (tmp_path / "run" / "calibration.json").unlink()
-    result = json.loads(sfumato("audit", "--run", tmp_path / "run", "--json")[1])
+    result = json.loads(sfumato("audit", tmp_path / "run", "--json")[1])
     print_audit(result)
     lines = folded(capsys.readouterr().out)
     assert "are wrong" not in lines and "more likely" not in lines and "the closest of" in lines
@@ -346,7 +346,7 @@ def test_an_uncalibrated_model_gives_no_probabilities(work, sfumato, tmp_path, c
 
 
 def test_cross_fitting_trains_on_the_other_parts(work, sfumato, tmp_path):
-    arguments = "audit", "--run", work / "run", "--cross-fit", 2, "--out", tmp_path / "c", "--top", 500, "--json"
+    arguments = "audit", work / "run", "--cross-fit", 2, "--out", tmp_path / "c", "--top", 500, "--json"
     status, out, err = sfumato(*arguments)
     assert status == 0, err
     result = json.loads(out)
@@ -365,12 +365,12 @@ def test_cross_fitting_trains_on_the_other_parts(work, sfumato, tmp_path):
 def test_the_command_says_what_is_wrong(work, sfumato, tmp_path):
     run = work / "run"
     for arguments, expected in (
-        (("--run", tmp_path), "is not a run folder"),
-        (("--run", tmp_path, "--cross-fit", 2), "is not a run folder"),
-        (("--run", run, "--cross-fit", 1), "at least 2 parts, got 1"),
-        (("--run", run, "--cross-fit", 2, "--split", "test"), "leave --split test out"),
-        (("--run", run, "--split", "none"), "has no split 'none'"),
-        (("no-recipe", "--run", run), "no-recipe"),
+        ((tmp_path,), "is not a run folder"),
+        ((tmp_path, "--cross-fit", 2), "is not a run folder"),
+        ((run, "--cross-fit", 1), "at least 2 parts, got 1"),
+        ((run, "--cross-fit", 2, "--split", "test"), "leave --split test out"),
+        ((run, "--split", "none"), "has no split 'none'"),
+        ((run, "--data", "no-recipe"), "no-recipe"),
     ):
         status, out, err = sfumato("audit", *arguments)
         assert status == 2 and not out and expected in err and "Traceback" not in err

@@ -275,7 +275,7 @@ def test_too_many_bad_pictures_stop_it_and_it_goes_on_once_mended(tmp_path, pict
     for k in range(4):
         (pictures / f"z{k}.png").write_bytes(b"no")
     listing = list_folder(pictures, part_size=9)
-    with pytest.raises(UserError, match=r"4 of 27 items are unusable, more than --max-problem-share 0.1"):
+    with pytest.raises(UserError, match=r"4 of 27 items are unusable, more than --max-problem-fraction 0.1"):
         embed_collection(retrieval_model, listing, out, max_problem_fraction=0.1)
     assert set(files(out)) == {"part-000000.safetensors", "part-000001.safetensors"}
     assert len((out / "problems.jsonl").read_text().splitlines()) == 4

@@ -210,10 +210,7 @@ Overrides = Annotated[
 ModelName = Annotated[
     str,
     word(
-        ...,
-        "Folder of a run or of an exported or published model, file of a released checkpoint, or name on the"
-        " Hugging Face hub.",
-        "MODEL",
+        ..., "Folder of a run or of a model, file of a released checkpoint, or name on the Hugging Face hub.", "MODEL"
     ),
 ]
 RunFolder = Annotated[Path, word(..., "Folder of a run.", "RUN")]
@@ -224,7 +221,7 @@ DataOverrides = Annotated[
     list[str] | None,
     word(
         ...,
-        "With --data: changes to that recipe, e.g. data.path=my.jsonl. Without it: where the data of the run are now.",
+        "Changes to the recipe of --data, e.g. data.path=my.jsonl; without it, where the run's data are now.",
         "SECTION.KEY=VALUE",
     ),
 ]

@@ -156,7 +156,7 @@ Distance = Annotated[
     str | None,
     flag(
         ...,
-        "Distance to rank by; match_probability: PCME's, with the logits of the run. Default: the model's own.",
+        "Distance to rank by, or match_probability, with the run's logits. Default: the model's.",
         "--distance",
         "--score",
     ),
@@ -172,16 +172,12 @@ class BenchmarkFlags:
     instances: list[Path] | None = rare(None, INSTANCES)
     classes: Path | None = rare(
         None,
-        "CUB: folder of the lists testclasses.txt, trainvalclasses.txt, ..., from which --split chooses (test,"
-        " seen, train, train1, val1, ...), or a file of class names.",
+        "CUB: folder of testclasses.txt and others, for --split (test, seen, train1, val1, ...), or a file of names.",
     )
-    metrics: str | None = rare(
-        None, "Metrics, separated by commas, e.g. recall@1,map@r. Default: those of the ground truth."
-    )
+    metrics: str | None = rare(None, "Metrics, with commas, e.g. recall@1,map@r. Default: those of the ground truth.")
     rpc2: str = rare(
         "union",
-        "COCO: matches of RPC²: union, CxC's and COCO's own pairs, as in the paper; or cxc, CxC's alone. The"
-        " others stand beside, as rpc2_cxc or rpc2_union.",
+        "COCO: matches of RPC²: union, of CxC and COCO's own, as in the paper, or cxc. The other stands beside.",
     )
 
     def read(self, split: str) -> "Benchmark | None":
@@ -215,19 +211,14 @@ class MoreFlags:
     candidates: int = rare(100, "Number of candidates that FAISS returns to be re-ranked.", min=1)
     per_query: Path | None = flag(None, "File to write the results of single queries to: .parquet or .csv.")
     compare: str | None = flag(
-        None,
-        "Compare query by query with a file that --per-query wrote or, for a model, with another run.",
-        metavar="RUN_OR_FILE",
+        None, "Compare query by query with a file of --per-query or, for a model, another run.", metavar="RUN_OR_FILE"
     )
     published: bool = rare(False, "Show the papers' figures for this data beside the own ones.", "--published")
-    published_tables: str | None = rare(
-        None, "Published tables to show, separated by commas, e.g. 'PCME++ C.3,PCME E.4'."
-    )
+    published_tables: str | None = rare(None, "Published tables to show, with commas, e.g. 'PCME++ C.3,PCME E.4'.")
     uncertainty: str = rare("total_variance", UNCERTAINTY)
     samples: int | None = rare(
         None,
-        "Number of samples of each embedding for average_l2 and match_probability. Default: as in training; 7 for"
-        " a released model of PCME, 8 for average_l2.",
+        "Samples of an embedding for average_l2 (8) and match_probability (as in training; 7 for a released PCME).",
         min=1,
     )
     seed: int = rare(0, "Seed of these samples.", min=0)
@@ -249,14 +240,12 @@ def run(
     *,
     run: str = word(..., "Folder of a run.", "RUN"),
     overrides: list[str] | None = word(
-        None, "Where the data of the run are now, e.g. data.path=my.jsonl.", "DATA.KEY=VALUE"
+        None, "Where the run's data are now, e.g. data.path=my.jsonl.", "DATA.KEY=VALUE"
     ),
     split: Split = "test",
     distance: Distance = None,
     seeds: list[Path] | None = flag(
-        None,
-        "Another run of the same recipe; may be given several times. Prints mean ± standard deviation.",
-        metavar="RUN",
+        None, "Another run of the recipe; repeatable. Prints mean ± standard deviation.", metavar="RUN"
     ),
     benchmark: BenchmarkFlags,
     beside: MoreFlags,
@@ -301,9 +290,7 @@ def files(
     *,
     images: str | None = flag(None, "Image embeddings: .npy, .parquet, .safetensors or FILE.safetensors:TENSOR."),
     texts: str | None = flag(None, "Text embeddings, in the same formats."),
-    image_ids: Path | None = flag(
-        None, "Ids of the images: .txt, .json or .npy. Default: those of the ground truth, in its order."
-    ),
+    image_ids: Path | None = flag(None, "Ids of the images: .txt, .json or .npy. Default: as the ground truth."),
     text_ids: Path | None = flag(None, "Ids of the texts, with the same formats and default."),
     image_log_var: Path | None = rare(None, "Log variances of the images: .npy. Default: none; the images are points."),
     text_log_var: Path | None = rare(None, "Log variances of the texts: .npy. Default: none; the texts are points."),
@@ -314,7 +301,7 @@ def files(
     given: BenchmarkFlags,
     split: str = rare("test", "Split of a benchmark that has several."),
     score: str | None = flag(
-        None, "What to rank by: a distance, match_probability, cosine or dot. Default: csd.", "--score", "--distance"
+        None, "What to rank by: a distance (csd), match_probability, cosine or dot.", "--score", "--distance"
     ),
     beside: MoreFlags,
     logit_scale: float | None = rare(None, "For match_probability: scale of the match logits."),
@@ -358,8 +345,7 @@ def _print_figures(
     from sfumato.reports.console import print_evaluation, print_measured, print_more
 
     if as_json:
-        print(json.dumps(result.to_json() | (beside.to_json() if beside else {})))
-        return
+        return print(json.dumps(result.to_json() | (beside.to_json() if beside else {})))
     if isinstance(result, Measured):
         print_measured(result, title)
     else:
@@ -568,8 +554,7 @@ def trust(
             opened.model, opened.data, split, queries=queries, n_resamples=bootstrap, n_corrupted=corrupted, seed=seed
         )
     if as_json:
-        print(json.dumps(report.to_json()))
-        return
+        return print(json.dumps(report.to_json()))
     (print_trust if details else print_trust_summary)(report, f"{on.model} on {split}, by {report.distance}")
     if not details:
         print("AUROC: .5 is chance, 1 perfect. Brackets are 95 % intervals. --details prints")

@@ -75,8 +75,7 @@ def calibrate(
     method: str = flag("platt", "How to fit: platt, or isotonic (needs the extra calibration)."),
     queries: str = flag(
         "planted",
-        "Queries that the probabilities of hits are for: planted (they have a match in the gallery), or"
-        " independent (some have none).",
+        "Queries of the probabilities: planted (each has a match in the gallery) or independent (some have none).",
     ),
     device: Device = "auto",
     as_json: AsJson = False,
@@ -94,8 +93,7 @@ def calibrate(
     fitted = calibrate_run(run, split, method=method, population=queries, device=choose_device(device))
     result = describe_calibration(fitted)
     if as_json:
-        print(json.dumps(result))
-        return
+        return print(json.dumps(result))
     print_calibration(result)
     print(f"written to {run}; build indices of this run again to use it")
 
@@ -104,7 +102,7 @@ def calibrate(
 def demo(
     out: Path = flag(Path("runs/demo"), "Folder for the run, the index and the page."),
     overrides: list[str] | None = flag(
-        None, "Change to the recipe emoji-demo; may be given several times.", "--set", metavar="SECTION.KEY=VALUE"
+        None, "Change to the recipe emoji-demo; repeatable.", "--set", metavar="SECTION.KEY=VALUE"
     ),
     as_json: AsJson = False,
 ) -> None:
@@ -140,9 +138,7 @@ def regions(
     data: str = word(..., "Recipe (path or name) that names the images.", "RECIPE"),
     overrides: list[str] | None = word(None, "Changes to the recipe, e.g. data.path=my.jsonl.", "SECTION.KEY=VALUE"),
     out: Path = flag(Path("regions"), "Folder to write: new, or empty."),
-    backbone: str = flag(
-        "efficientnet-lite0", "Frozen model: efficientnet-lite0, a name on the hub, or a local transformers folder."
-    ),
+    backbone: str = flag("efficientnet-lite0", "Frozen model: efficientnet-lite0, a name on the hub, or a folder."),
     size: int | None = flag(None, "Side of the images, in pixels. Default: the backbone's own."),
     grid: int | None = flag(None, "Average a convolutional map to GRID x GRID regions. Default: all its cells."),
     layout: str = flag("scan", "scan: one file per split. manifest: one file per image, for any number of captions."),
@@ -178,18 +174,13 @@ class EmbedFlags:
     shards: str | None = flag(None, "Or webdataset shards: a folder, a glob, or a pattern such as 'a-{000..009}.tar'.")
     texts: Path | None = flag(None, "Or a file with one text per line.")
     shard: str | None = flag(
-        None, "Do job I of N jobs, from 0/N to N-1/N. Default: 0/1, under torchrun RANK/WORLD_SIZE.", metavar="I/N"
+        None, "Do job I of N, from 0. Default: 0/1, under torchrun RANK/WORLD_SIZE.", metavar="I/N"
     )
     workers: int | None = flag(None, "Number of threads that decode. Default: the number of processors.", min=1)
     batch: int = flag(64, "Number of items that the encoder takes at a time.", min=1)
     part_size: int = flag(4096, "Largest number of items per part; the same in all jobs.", min=1)
-    max_problem_share: float = flag(
-        0.01,
-        "Stop when more than this fraction of a job's items, and more than three, are unusable.",
-        "--max-problem-fraction",
-        "--max-problem-share",
-        min=0,
-        max=1,
+    max_problem_fraction: float = flag(
+        0.01, "Stop when more than this fraction of a job's items, and over three, are unusable.", min=0, max=1
     )
 
 
@@ -197,9 +188,7 @@ class EmbedFlags:
 def embed(
     *,
     model: ModelName,
-    out: Path = flag(
-        ..., "Folder for the parts; an incomplete one is continued. Or, for few items, one file NAME.safetensors."
-    ),
+    out: Path = flag(..., "Folder for the parts, which is continued. Or, for few items, a file NAME.safetensors."),
     given: EmbedFlags,
     device: Device = "auto",
     as_json: AsJson = False,
@@ -234,7 +223,7 @@ def embed(
     )  # fmt: skip
     done = embed_collection(
         loaded, listing, out, job=job, of=of, workers=given.workers, batch_size=given.batch,
-        max_problem_fraction=given.max_problem_share,
+        max_problem_fraction=given.max_problem_fraction,
     )  # fmt: skip
     made = f"{counted(done.n, 'embedding')} in {counted(done.parts, 'part')}"
     line = f"job {job}/{of}: {made}, {done.new:,} of them new: {out}"
@@ -291,27 +280,18 @@ class Frozen:
     """A frozen model with its data, or its embeddings."""
 
     model: str | None = word(
-        None,
-        "Hub name or folder of a CLIP or SigLIP model of transformers, or open_clip:ARCHITECTURE/TAG; with"
-        " --data. Or give --images and --texts.",
-        "MODEL",
+        None, "Hub name or folder of a CLIP or SigLIP, or open_clip:ARCHITECTURE/TAG; with --data.", "MODEL"
     )
     data: str | None = flag(
-        None,
-        "With MODEL: a manifest (.csv, .jsonl, .parquet), a folder of images with .txt files, or a"
-        " Karpathy JSON beside its images.",
-        metavar="PATH",
+        None, "For MODEL: a manifest, a folder of images with .txt files, or a Karpathy JSON.", metavar="PATH"
     )
     images: str | None = flag(
-        None,
-        "Embeddings of images: .npy, .safetensors (FILE:NAME), .parquet, or a folder of such files.",
-        metavar="FILE",
+        None, "Or embeddings of images: .npy, .safetensors (FILE:NAME), .parquet, or a folder.", metavar="FILE"
     )
     texts: str | None = flag(None, "Embeddings of texts by the same model, as --images.", metavar="FILE")
     pairs: str | None = flag(
         None,
-        "True pairs: columns image and text (rows or ids), optionally split and caption. Default: row i of"
-        " the images with row i of the texts.",
+        "True pairs: columns image, text (rows or ids) and perhaps split, caption. Default: row i with row i.",
         metavar="FILE",
     )
 
@@ -322,25 +302,15 @@ class AdoptFlags:
 
     method: str = flag(
         "auto",
-        "What the probability of a hit is computed from: distance, nearest (also the nearest items),"
-        " reference (also reference queries), or auto, which tries all and keeps the best.",
+        "What probabilities depend on: distance, nearest (items), reference (queries), or auto, the best of them.",
     )
-    val_fraction: float = flag(
-        0.5, "Fraction of the images that calibrate, if the pairs have no split.", min=0.01, max=0.98
-    )
-    test_fraction: float = flag(
-        0.3, "Fraction of the images that measure, if the pairs have no split.", min=0, max=0.98
-    )
+    val_fraction: float = flag(0.5, "Fraction of images that calibrate, without a split.", min=0.01, max=0.98)
+    test_fraction: float = flag(0.3, "Fraction of images that measure, without a split.", min=0, max=0.98)
     queries: str = flag(
         "planted",
-        "Queries that probabilities are for. planted: every query has a match in the gallery; independent:"
-        " some have none.",
+        "Queries of the probabilities: planted (each has a match in the gallery) or independent (some have none).",
     )
-    max_queries: int = flag(
-        1500,
-        "Largest number of images, and of texts, of the split val that are queries of the fit. More take longer.",
-        min=1,
-    )
+    max_queries: int = flag(1500, "Most images, and texts, of the split val that are queries of the fit.", min=1)
     force: bool = flag(False, "Replace an adopted model in the folder.", "--force")
     seed: Seed = 0
 
@@ -372,8 +342,7 @@ def adopt(
         else:
             raise UserError("give MODEL with --data, or --images and --texts with the embeddings of a model")
     if as_json:
-        print(json.dumps(adopted.to_json()))
-        return
+        return print(json.dumps(adopted.to_json()))
     print_adopted(adopted)
     print(f"{out} is a run; next:")
     print("  " + as_typed("sfumato", "index", out, "--split", "all", "--out", f"{out}-index"))

@@ -27,16 +27,11 @@ from sfumato.serve.settings import Limits, Settings, read_keys, require_extra
 class IndexFlags:
     """What is indexed, and where."""
 
-    images: Path | None = flag(
-        None, "Folder of images, with all its subfolders; for a model that reads embeddings, a file or folder of them."
-    )
+    images: Path | None = flag(None, "Folder of images with its subfolders; for a model of embeddings, these.")
     split: str | None = flag(None, "Or, for a run, the images of this split of its data; all for all splits.")
     texts: Path | None = flag(None, "Or a file with one text per line, to be searched by image.")
     embeddings: Path | None = flag(None, "Or a folder that sfumato embed has written.")
-    engine: str | None = flag(
-        None,
-        "Engine of an index: exact, hnsw or ivf. All but exact need the extra faiss. Default: exact. Not with --store.",
-    )
+    engine: str | None = flag(None, "Engine of an index: exact, or with the extra faiss hnsw or ivf. Not with --store.")
     store: str | None = flag(
         None,
         "Fill a collection in a vector store instead, where items can be added and deleted: file: (in the"
@@ -125,9 +120,7 @@ def copy(
     folder: Path = word(..., "Folder of an index or a collection.", "INDEX"),
     out: Path = word(..., "Folder of the copy: new, or empty.", "OUT"),
     store: str = flag("file:", "Store of the copy, as for sfumato index.", metavar="URL"),
-    source_store: str | None = flag(
-        None, "URL of the collection's store. Default: the URL that it was built with.", metavar="URL"
-    ),
+    source_store: str | None = flag(None, "URL of the store. Default: the one it was built with.", metavar="URL"),
     as_json: AsJson = False,
 ) -> None:
     """Copy an index or a collection into another store."""
@@ -150,14 +143,10 @@ class Asked:
     k: int = flag(10, "Number of results per query.", "-k", min=1)
     min_probability: float | None = flag(None, "Leave out results with a smaller match probability, e.g. 0.5.")
     coverage: float | None = flag(
-        None,
-        "Add the conformal set of this coverage, e.g. 0.9: it holds a match for this fraction of queries"
-        " like those of the calibration.",
+        None, "Add the conformal set: it holds a match for this fraction of queries like the calibration's, e.g. 0.9."
     )
     abstain: float | None = flag(
-        None,
-        "Largest fraction of answers with a wrong first result, e.g. 0.1. Less certain queries get no confident match.",
-        metavar="RISK",
+        None, "Most answers with a wrong first result, e.g. 0.1; the rest abstain.", metavar="RISK"
     )
 
 
@@ -168,9 +157,7 @@ def search(
     asked: Asked,
     run: str | None = flag(None, "Folder or name of the model. Default: where it was for the index.", metavar="MODEL"),
     store: str | None = flag(
-        None,
-        "URL of the collection's store, e.g. with other search options. Default: the URL that it was built with.",
-        metavar="URL",
+        None, "URL of the store, e.g. with search options. Default: the one it was built with.", metavar="URL"
     ),
     as_json: AsJson = False,
 ) -> None:
@@ -191,8 +178,7 @@ def search(
     )  # fmt: skip
     results = [answer.to_json() for answer in answers]
     if as_json:
-        print(json.dumps(results, ensure_ascii=False))
-        return
+        return print(json.dumps(results, ensure_ascii=False))
     for result in results:
         print_search(result)
     print_match_meaning(results)
@@ -204,19 +190,17 @@ def serve(
     source: Path = word(..., "Folder of an index, a collection or a run.", "RUN_OR_INDEX"),
     texts: Path | None = flag(None, "Also serve this index of texts, to be searched by image.", metavar="INDEX"),
     run: str | None = flag(None, "Folder or name of the model. Default: where it was for the index.", metavar="MODEL"),
-    store: str | None = flag(
-        None, "URL of the collection's store. Default: the URL that it was built with.", metavar="URL"
-    ),
+    store: str | None = flag(None, "URL of the store. Default: the one it was built with.", metavar="URL"),
     split: str | None = flag(None, "For a run: split of its data to embed and serve. Default: test."),
     host: str = flag("127.0.0.1", "Address to listen at. Addresses that other machines can reach require a key."),
     port: int = flag(8000, "Port to listen at; 0 for any free one.", min=0, max=65535),
     api_key_file: Path | None = flag(
-        None, "File of accepted API keys, one per line; read:KEY may not write. Default: the variable SFUMATO_API_KEY."
+        None, "File of API keys, one a line; read:KEY may not write. Default: SFUMATO_API_KEY."
     ),
     no_key: bool = flag(False, "Listen to a network without a key; requires --allowed-host as well.", "--no-key"),
     read_only: bool = flag(False, "Refuse every write, with any key.", "--read-only"),
     allowed_host: list[str] | None = flag(
-        None, "Host name that clients may use, besides this machine's own; may be given several times."
+        None, "Host name that clients may use besides this machine's own; repeatable."
     ),
     access_log: bool = flag(False, "Log a line for every request.", "--access-log"),
     device: Device = "auto",

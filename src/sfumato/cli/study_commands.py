@@ -7,8 +7,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-import typer
-
 from sfumato.cli.common import (
     INSTANCES,
     UNCERTAINTY,
@@ -17,6 +15,7 @@ from sfumato.cli.common import (
     DataOverrides,
     DataRecipe,
     Device,
+    ModelName,
     OnData,
     Seed,
     check_out_file,
@@ -47,7 +46,7 @@ def analyse(
         " zeroshot, with settings as zeroshot.emoji=group or zeroshot.images=FOLDER (a wrong one lists them).",
     ),
     uncertainty: str = flag(
-        "total_variance", "corruption and words: estimator, e.g. log_det; `sfumato trust RUN --details` lists them."
+        "total_variance", "corruption, words: estimator; `sfumato trust RUN --details` lists them."
     ),
     corrupted: int = rare(200, "corruption: number of items to corrupt in each way.", min=1),
     pairs: int = rare(100, "sets: number of pairs of images to mix, and to erase in part.", min=3),
@@ -57,9 +56,7 @@ def analyse(
     items: int = rare(200, "map: largest number of images, and of texts.", min=2),
     bootstrap: Bootstrap = 1000,
     seed: Seed = 0,
-    out: Path | None = flag(
-        None, "Folder to write. Default: analysis-SPLIT, in the run's folder or, with --data, in the current one."
-    ),
+    out: Path | None = flag(None, "Folder to write. Default: analysis-SPLIT in the run's folder, with --data here."),
     as_json: AsJson = False,
 ) -> None:
     """Repeat studies of the papers on any model, with a page.
@@ -102,38 +99,17 @@ def analyse(
     print(f"page: {page}")
 
 
-def _audited(
-    model: str | None, overrides: list[str] | None, data: str | None, run: str | None
-) -> tuple[str, str | None, list[str]]:
-    """(model, recipe of the data, overrides), also in the former spelling audit --run MODEL [RECIPE] [OVERRIDES]."""
-    words = [word for word in (run, model, *(overrides or [])) if word is not None]
-    if not words:
-        raise UserError("name the model, e.g. sfumato audit runs/mine")
-    model, words = words[0], words[1:]
-    if words and data is None and "=" not in words[0]:
-        data, words = words[0], words[1:]
-    return model, data, words
-
-
 @command()
 def audit(
-    model: str | None = word(
-        None, "Folder of a run, folder of an exported or published model, or name of a model on the hub.", "MODEL"
-    ),
+    model: ModelName,
     overrides: DataOverrides = None,
     data: DataRecipe = None,
-    former_model: str | None = typer.Option(None, "--run", metavar="MODEL", hidden=True),
     split: str | None = flag(None, "Split of the data. Default: test; with --cross-fit train."),
     parts: int = flag(
-        0,
-        "Audit train in K parts, each by a model trained on the others; 0: no training, the model audits.",
-        "--cross-fit",
-        metavar="K",
+        0, "Audit train in K parts, each by a model trained on the others; 0: by the model.", "--cross-fit", metavar="K"
     ),
     top: int = flag(100, "Number of pairs of each kind on the page and in audit.json.", min=0),
-    out: Path | None = flag(
-        None, "Folder to write. Default: audit-SPLIT, in the run's folder or, with --data, in the current one."
-    ),
+    out: Path | None = flag(None, "Folder to write. Default: audit-SPLIT in the run's folder, with --data here."),
     device: Device = "auto",
     as_json: AsJson = False,
 ) -> None:
@@ -145,25 +121,23 @@ def audit(
     from sfumato.reports.studies import AUDIT_PAGE, print_audit, write_audit
     from sfumato.workflows.audit import audit_model, cross_fit
 
-    named, data, changes = _audited(model, overrides, data, former_model)
     if parts and split not in (None, "train"):
         raise UserError(f"--cross-fit audits the split train only; leave --split {split} out")
-    if parts and not is_run(named):
-        raise UserError(f"--cross-fit needs a run folder, whose recipe it trains with; {named} is not a run folder")
+    if parts and not is_run(model):
+        raise UserError(f"--cross-fit needs a run folder, whose recipe it trains with; {model} is not a run folder")
     split = split or ("train" if parts else "test")
-    opened = open_model_on_data(named, data, changes, split, device, purpose="audit")
+    opened = open_model_on_data(model, data, overrides, split, device, purpose="audit")
     split = opened.split
     folder = opened.folder(out, f"audit-{split}")
     check_out_folder(folder)
     if parts and opened.run is not None:
         result = cross_fit(opened.run, opened.data, parts, folder)
     else:
-        name = Path(named).resolve().name if opened.run is not None else opened.name
+        name = Path(model).resolve().name if opened.run is not None else opened.name
         result = audit_model(opened.model, opened.data, split, name=name, seen=opened.same_data and split == "train")
     figures = write_audit(result, folder, top, __version__)
     if as_json:
-        print(json.dumps(figures | {"out": str(folder)}))
-        return
+        return print(json.dumps(figures | {"out": str(folder)}))
     print_audit(figures)
     print(f"page: {folder / AUDIT_PAGE}")
 
@@ -172,15 +146,9 @@ def audit(
 class RefereeFlags:
     """What is compared, and on how much."""
 
-    methods: str = flag(
-        "all", "Methods and baselines, separated by commas; all: every one of them. A wrong name lists them."
-    )
-    epochs: int = flag(
-        0, "Passes over the training pairs of the methods that train a network; 0: their default.", min=0
-    )
-    absent: int = flag(
-        200, "Largest number of queries whose matches are taken out of the gallery, per direction.", min=0
-    )
+    methods: str = flag("all", "Methods and baselines, with commas, or all. A wrong name lists them.")
+    epochs: int = flag(0, "Epochs of the methods that train a network; 0: their default.", min=0)
+    absent: int = flag(200, "Most queries whose matches are taken out of the gallery.", min=0)
     corrupted: int = flag(100, "Number of queries of either side to corrupt in each way; 0 for none.", min=0)
     bootstrap: Bootstrap = 200
     seed: Seed = 0
@@ -192,9 +160,7 @@ def referee(
     runs: list[Path] = word(..., "Folders of runs; each is a frozen model, and methods see its means.", "RUN"),
     given: RefereeFlags,
     split: str = flag("test", "Splits to measure, separated by commas; not train or val."),
-    out: Path | None = flag(
-        None, "Folder for RUN-seedN.json and .md. Default: referee-SPLIT in the folder of each run."
-    ),
+    out: Path | None = flag(None, "Folder for RUN-seedN.json and .md. Default: referee-SPLIT in each run."),
     device: Device = "auto",
     as_json: AsJson = False,
 ) -> None:
@@ -246,12 +212,10 @@ def referee(
 def report(
     on: OnData,
     out: Path | None = flag(
-        None, "HTML file to write. Default: report-SPLIT.html, in the run's folder or, with --data, in the current one."
+        None, "HTML file to write. Default: report-SPLIT.html in the run's folder, with --data here."
     ),
     analyses: bool = flag(
-        False,
-        "For a run: first do the studies of `sfumato analyse` that are missing or were made with other weights.",
-        "--analyses",
+        False, "For a run: first do the studies of `sfumato analyse` that are missing.", "--analyses"
     ),
     uncertainty: str = flag("total_variance", UNCERTAINTY),
     as_json: AsJson = False,
@@ -288,15 +252,13 @@ def table(
     name: str | None = word(None, 'Table or figure, e.g. "PCME++ 3" or "PCME++ Fig. 3".', "ID"),
     overrides: list[str] | None = word(
         None,
-        "Change to the recipes of all rows, e.g. data.path=... or train.epochs=5, or a study's setting:"
-        " toy.seed=1, crops.model=RUN, ablate.recipe=RECIPE. A wrong one lists them.",
+        "Change to all recipes, e.g. train.epochs=5, or a study's setting, e.g. toy.seed=1. A wrong one lists them.",
         "SECTION.KEY=VALUE",
     ),
     listed: bool = flag(False, "List all tables and figures with their state and what they need.", "--list"),
     data: str | None = flag(
         None,
-        "Data to repeat it on: coco, flickr30k, cub, flickr8k or emoji (which comes with the package), a"
-        " dataset_*.json in Karpathy's layout, a manifest, or a folder of images. Default: the paper's.",
+        "Data: coco, flickr30k, cub, flickr8k, emoji, a Karpathy JSON, a manifest or a folder. Default: the paper's.",
     ),
     seeds: int = flag(1, "Number of runs of each row, with the following seeds.", min=1),
     published: bool = flag(False, "Show the paper's figures; nothing is trained.", "--published"),

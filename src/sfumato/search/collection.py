@@ -368,8 +368,7 @@ class GaussianCollection(Gallery):
         if len(ids) != embeddings.n or len(payloads) != embeddings.n:
             raise ValueError(
                 f"GaussianCollection: {embeddings.n} embeddings, {len(ids)} ids and payloads of"
-                f" {lengths or [embeddings.n]};"
-                " expected the same number of each"
+                f" {lengths or [embeddings.n]}; expected the same number of each"
             )
         if embeddings.n == 0:
             return

@@ -41,8 +41,7 @@ def check_host(host: str, keys: tuple[str, ...], no_key: bool) -> None:
     if not is_loopback(host) and not keys and not no_key:
         raise UserError(
             f"--host {host}: others could use the service without a key; give --api-key-file FILE (or"
-            " SFUMATO_API_KEY), or"
-            " --no-key if a proxy in front of it controls access"
+            " SFUMATO_API_KEY), or --no-key if a proxy in front of it controls access"
         )
 
 
@@ -54,8 +53,7 @@ def check_names(host: str, settings: Settings) -> None:
     if not is_loopback(host) and not settings.all_keys and not settings.hosts:
         raise UserError(
             f"--host {host} --no-key: any web site could use the service through a visitor's browser; give its own"
-            " name with"
-            " --allowed-host NAME (may be repeated), or give --api-key-file FILE"
+            " name with --allowed-host NAME (may be repeated), or give --api-key-file FILE"
         )
 
 

@@ -67,8 +67,7 @@ class Settings(Limits):
         if self.queue < self.max_batch:
             raise UserError(
                 f"serve: queue (--queue) must be at least max_batch (--max-batch), got {self.queue} and"
-                f" {self.max_batch};"
-                " else a request with max_batch queries could never be accepted"
+                f" {self.max_batch}; else a request with max_batch queries could never be accepted"
             )
         if any(len(key) < 8 or not key.isascii() for key in self.all_keys):
             raise UserError(

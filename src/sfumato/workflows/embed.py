@@ -280,7 +280,7 @@ class _JobState:
         if end and self.of == 1 and not self.usable:
             raise UserError(f"none of {total} {self.listing.modality} can be used:\n{self.problems.summary()}")
         if end or total >= _ENOUGH_TO_JUDGE:
-            self.problems.check(self.usable, self.max_problem_fraction, setting="--max-problem-share ")
+            self.problems.check(self.usable, self.max_problem_fraction, setting="--max-problem-fraction ")
 
     def all_problems(self) -> Problems:
         """All problems in the order of the listing."""

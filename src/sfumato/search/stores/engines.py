@@ -177,28 +177,15 @@ _TRAINING, _BLOCK = 65_536, 65_536
 
 @dataclass(frozen=True)
 class FaissOptions:
-    """The options of the FAISS engines; each engine uses only its own.
+    """The options of the FAISS engines; each engine uses only its own."""
 
-    Attributes:
-        m: hnsw, links of a node.
-        ef_construction: hnsw, candidates while building.
-        ef_search: hnsw, candidates while searching; never fewer than the requested results.
-        n_lists: ivf and ivf-pq, number of lists; about the square root of the number of vectors if None.
-        n_probe: ivf and ivf-pq, number of lists that a search scans; an eighth of the lists, at least 8, if None.
-        seed: ivf and ivf-pq, seed of the k-means for lists and codes, and of the rotation.
-        code_size: ivf-pq, bytes of a compressed vector; a quarter of its dimensions if None.
-
-    Raises:
-        ValueError: a number is below 1 (m: below 2; seed: below 0).
-    """
-
-    m: int = 32
-    ef_construction: int = 200
-    ef_search: int = 64
-    n_lists: int | None = None
-    n_probe: int | None = None
-    seed: int = 0
-    code_size: int | None = None
+    m: int = 32  # hnsw: links of a node
+    ef_construction: int = 200  # hnsw: candidates while building
+    ef_search: int = 64  # hnsw: candidates while searching; never fewer than the requested results
+    n_lists: int | None = None  # ivf, ivf-pq: lists; about the square root of the number of vectors if None
+    n_probe: int | None = None  # ivf, ivf-pq: lists that a search scans; an eighth of them, at least 8, if None
+    seed: int = 0  # ivf, ivf-pq: of the k-means for lists and codes, and of the rotation
+    code_size: int | None = None  # ivf-pq: bytes of a compressed vector; a quarter of its dimensions if None
 
     def __post_init__(self) -> None:
         for name in ("m", "ef_construction", "ef_search", "n_lists", "n_probe", "code_size", "seed"):

@@ -72,21 +72,13 @@ _SEARCHING = ("memory", "exact_below", "ef_search", "n_probe", "overfetch")
 
 @dataclass(frozen=True)
 class LocalSettings:
-    """The settings of a store, from its creation and its opening.
+    """The settings of a store, from its creation and its opening."""
 
-    Attributes:
-        engine: flat (exact) or one of FAISS.
-        memory: MB of vectors that searches keep in memory.
-        exact_below: number of items below which all are compared.
-        overfetch: candidates for each wanted result, for compressed vectors.
-        faiss: numbers of the engine.
-    """
-
-    engine: str
-    memory: int
-    exact_below: int
-    overfetch: int
-    faiss: FaissOptions
+    engine: str  # flat (exact) or one of FAISS
+    memory: int  # MB of vectors that searches keep in memory
+    exact_below: int  # number of items below which all are compared
+    overfetch: int  # candidates for each wanted result, for compressed vectors
+    faiss: FaissOptions  # numbers of the engine
 
     @staticmethod
     def of(url: str, given: Mapping[str, Any]) -> "LocalSettings":

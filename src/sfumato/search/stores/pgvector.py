@@ -117,8 +117,7 @@ class PgVectorStore(StoreBase):
                 raise UserError(
                     f"store {self.url}: this database has no pgvector ({first_line(error)}); install it on the server"
                     " (package postgresql-NN-pgvector, or an image pgvector/pgvector), and let an administrator run"
-                    " CREATE"
-                    " EXTENSION vector"
+                    " CREATE EXTENSION vector"
                 ) from None
             try:
                 connection.execute(
@@ -261,9 +260,8 @@ class PgVectorStore(StoreBase):
     def _indexes(self, connection: Any, name: str) -> list[tuple[str, str]]:
         """(schema, name) of the index of this table, and of no other, that has this name."""
         found: list[tuple[str, str]] = connection.execute(
-            "SELECT n.nspname, c.relname FROM pg_index i JOIN pg_class c ON c.oid = i.indexrelid"
-            " JOIN pg_namespace n ON n.oid = c.relnamespace"
-            " WHERE i.indrelid = to_regclass(%s) AND c.relname = %s",
+            "SELECT n.nspname, c.relname FROM pg_index i JOIN pg_class c ON c.oid = i.indexrelid JOIN pg_namespace n"
+            " ON n.oid = c.relnamespace WHERE i.indrelid = to_regclass(%s) AND c.relname = %s",
             [self._table.as_string(connection), name],
         ).fetchall()
         return found
