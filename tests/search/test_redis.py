@@ -56,6 +56,7 @@ class RedisServer(Server):
 
 @pytest.fixture
 def redis_server(tmp_path):
+    """Starts a server that ends with the test."""
     with contextlib.ExitStack() as stack:
 
         def start(*arguments):
@@ -66,10 +67,26 @@ def redis_server(tmp_path):
         yield start
 
 
+@pytest.fixture(scope="module")
+def durable(tmp_path_factory):
+    server = RedisServer(tmp_path_factory.mktemp("redis") / "data", *DURABLE)
+    yield server
+    server.kill()
+
+
+@pytest.fixture
+def server(durable):
+    """A server that loses nothing, empty."""
+    import redis
+
+    redis.Redis(port=durable.port).flushall()
+    return durable
+
+
 class TestInRedis(StoreContract):
     @pytest.fixture(autouse=True)
-    def server(self, redis_server):
-        self.address = redis_server(*DURABLE).address
+    def _server(self, server):
+        self.address = server.address
 
     def create(self, tmp_path, dim):
         return create_store(f"{self.address}?means={tmp_path}/means", dim)
@@ -88,8 +105,8 @@ def of(embeddings, vectors):
 
 @pytest.mark.parametrize("distance, query", [("csd", "candidates=12"), ("wasserstein2", "candidates=12&mean_dim=7")])
 @pytest.mark.parametrize("filter", [None, Filter({"half": ("b",)}, max_uncertainty=9.0)], ids=["all", "filtered"])
-def test_the_candidates_nearest_by_mean_are_ranked_again(distance, query, filter, tmp_path, redis_server):
-    url = f"{redis_server(*DURABLE).address}?means={tmp_path}/means"
+def test_the_candidates_nearest_by_mean_are_ranked_again(distance, query, filter, tmp_path, server):
+    url = f"{server.address}?means={tmp_path}/means"
     gallery, wanted = gaussians(150, 7, 1), gaussians(20, 7, 2)
     batch, lifted = of(gallery, lift_gallery(gallery, distance)), lift_queries(wanted, distance)
     store = create_store(f"{url}&{query}", lifted.shape[1])
@@ -114,8 +131,8 @@ def test_the_candidates_nearest_by_mean_are_ranked_again(distance, query, filter
     assert len(store.search(lifted[:1], 200)[0]) == 150
 
 
-def test_wrong_urls_are_told(tmp_path, redis_server):
-    address = redis_server(*DURABLE).address
+def test_wrong_urls_are_told(tmp_path, server):
+    address = server.address
     means = f"{address}?means={tmp_path}/s"
     for url, told in [
         ("redis://127.0.0.1:1/0", "the folder is missing; write redis://host:6379/0[?]means=PATH"),
@@ -138,8 +155,8 @@ def test_wrong_urls_are_told(tmp_path, redis_server):
         open_store(f"{address}?means={tmp_path}/t")
 
 
-def test_a_second_writer_leaves_both_parts_alone(tmp_path, redis_server):
-    url, batch = f"{redis_server(*DURABLE).address}?means={tmp_path}/means", records(30, 4, 1)
+def test_a_second_writer_leaves_both_parts_alone(tmp_path, server):
+    url, batch = f"{server.address}?means={tmp_path}/means", records(30, 4, 1)
     store = create_store(url, 4)
     store.upsert(batch)
     with contextlib.closing(open_store(url)) as other, pytest.raises(UserError, match="wait until it closes"):
@@ -148,9 +165,9 @@ def test_a_second_writer_leaves_both_parts_alone(tmp_path, redis_server):
     assert_holds(store, by_id(batch))
 
 
-def test_optimise_removes_deviations_that_no_record_names(tmp_path, redis_server):
+def test_optimise_removes_deviations_that_no_record_names(tmp_path, server):
     batch = records(30, 4, 1)
-    store = create_store(f"{redis_server(*DURABLE).address}?means={tmp_path}/means&prefix=a[b]*", 4)
+    store = create_store(f"{server.address}?means={tmp_path}/means&prefix=a[b]*", 4)
     store.upsert(batch)
     store._deviations.put(["0" * 16 + ":7"], torch.zeros(1, 1))
     store.optimise()
@@ -159,8 +176,8 @@ def test_optimise_removes_deviations_that_no_record_names(tmp_path, redis_server
 
 
 @pytest.mark.filterwarnings("error")  # this server keeps what it has, and is not warned of
-def test_stores_in_one_redis_are_apart(tmp_path, redis_server):
-    server, batches = redis_server(*DURABLE), [records(20, 4, seed) for seed in (1, 2)]
+def test_stores_in_one_redis_are_apart(tmp_path, server):
+    batches = [records(20, 4, seed) for seed in (1, 2)]
     urls = [f"{server.address}?means={tmp_path}/{i}&prefix={prefix}" for i, prefix in enumerate(("s:", "s:s:"))]
     stores = [create_store(url, 4) for url in urls]
     for _ in range(2):
@@ -178,10 +195,10 @@ def test_stores_in_one_redis_are_apart(tmp_path, redis_server):
         open_store(f"{server.address}?means={tmp_path}/1&prefix=none:")
 
 
-def test_missing_deviations_name_the_item(tmp_path, redis_server):
+def test_missing_deviations_name_the_item(tmp_path, server):
     import redis
 
-    server, batch = redis_server(*DURABLE), records(20, 4, 1)
+    batch = records(20, 4, 1)
     store = create_store(f"{server.address}?means={tmp_path}/means&prefix=s:", 4)
     store.upsert(batch)
     key = store._means.get(["item-7"]).payloads[0]["\x01spread"]
@@ -272,13 +289,13 @@ def test_nothing_acknowledged_is_lost_when_redis_is_killed(tmp_path, redis_serve
     assert_holds(store, kept)
 
 
-def test_whole_items_and_what_was_acknowledged_survive_kill_9(tmp_path, redis_server):
-    url = f"{redis_server(*DURABLE).address}?means={tmp_path}/means"
+def test_whole_items_and_what_was_acknowledged_survive_kill_9(tmp_path, server):
+    url = f"{server.address}?means={tmp_path}/means"
     create_store(url, 3).close()
     assert_survives_kills(url, 2, nearest=False)  # It ranks candidates by their means.
 
 
-def test_others_read_while_a_process_writes(tmp_path, redis_server):
-    url = f"{redis_server(*DURABLE).address}?means={tmp_path}/m"
+def test_others_read_while_a_process_writes(tmp_path, server):
+    url = f"{server.address}?means={tmp_path}/m"
     create_store(url, 3).close()
     assert_others_read(url)

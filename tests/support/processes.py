@@ -38,7 +38,6 @@ _CONTEXT.set_forkserver_preload(
         "sfumato.search.collection",
         "sfumato.serve.app",
         "sfumato.serve.server",
-        "transformers.models.bert.modeling_bert",
         "pytest",
         "support.processes",
     ]

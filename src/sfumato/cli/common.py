@@ -27,23 +27,8 @@ _GROUPS = {
 """The groups of the help and their commands; all others are studies, which --help-all shows."""
 
 
-_MOVED = {
-    "ablate": '`sfumato table "PCME++ 4" ablate.recipe=RECIPE`',
-    "crops": '`sfumato table "PVSE++ 4" crops.model=RUN crops.regions=JSON crops.images=FOLDER`',
-    "zeroshot": "`sfumato analyse MODEL --only zeroshot zeroshot.images=FOLDER`",
-    "toy": '`sfumato table "PCME++ Fig. A.1"`',
-}
-"""Where studies are that have no command of their own."""
-
-
 class _Commands(TyperGroup):
     """The help fits one screen: a line a command, in groups."""
-
-    def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """The command of a name, or an error that says where its study is."""
-        if cmd_name in _MOVED:
-            raise UserError(f"{cmd_name} is a study of {_MOVED[cmd_name]}")
-        return super().get_command(ctx, cmd_name)
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """Write the groups; the studies too if they are wanted."""
