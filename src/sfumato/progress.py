@@ -19,9 +19,8 @@ def first_process() -> bool:
 
 def say(line: str) -> None:
     """Print one plain line on standard error; only the first process does."""
-    if not first_process():
-        return
-    print(line, file=sys.stderr, flush=True)
+    if first_process():
+        print(line, file=sys.stderr, flush=True)
 
 
 @contextmanager

@@ -155,18 +155,15 @@ def test_threads_may_share_it():
     assert monitor.state.n_queries == 8000 and monitor.state.n_windows == 40 and not monitor.state.differs
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
+def test_bad_arguments():
+    for options, message in (
         ({"window": 19}, "window must be at least 20 queries, got 19"),
         ({"level": 0.0}, "level must be above 0 and below 0.05, got 0.0"),
         ({"level": 0.1}, "level must be above 0 and below 0.05, got 0.1"),
         ({"tolerance": 1.0}, "tolerance must be at least 0 and below 1, got 1.0"),
-    ],
-)
-def test_bad_arguments(options, message):
-    with pytest.raises(ValueError, match=message):
-        DriftMonitor(scores_of([1.0, 2.0]), **options)
+    ):
+        with pytest.raises(ValueError, match=message):
+            DriftMonitor(scores_of([1.0, 2.0]), **options)
 
 
 # ---------------------------------------------------------------- galleries of another size

@@ -11,9 +11,9 @@ in docs/concepts/distances.md.
 import difflib
 import functools
 
-import torch
 from torch import Tensor
 
+from sfumato.distances import formulas
 from sfumato.distances.distance import (
     DEFAULT_MEMORY_MB,
     Distance,
@@ -24,26 +24,7 @@ from sfumato.distances.distance import (
     sampled,
     seeded_samples,
 )
-from sfumato.distances.formulas import (
-    bhattacharyya,
-    bhattacharyya_in_place,
-    elk,
-    elk_in_place,
-    js,
-    kl,
-    kl_product,
-    kl_reversed,
-    min_kl,
-    nearest,
-    nearest_product,
-    squared_l2,
-    wasserstein2,
-    wasserstein2_printed,
-    wasserstein2_root,
-)
-from sfumato.distances.formulas import (
-    csd as csd_formula,
-)
+from sfumato.distances.formulas import kl_product, nearest_product
 from sfumato.gaussian import GaussianEmbedding
 
 _WITH_STD, _WITH_VAR = Lift(columns=lambda e: (e.log_var / 2).exp()), Lift(columns=lambda e: e.var)
@@ -51,17 +32,17 @@ _WITH_STD, _WITH_VAR = Lift(columns=lambda e: (e.log_var / 2).exp()), Lift(colum
 DISTANCES: dict[str, Distance] = {
     distance.name: distance
     for distance in (
-        closed_form(csd_formula, lift=Lift(offset=lambda e: e.total_variance)),
-        closed_form(squared_l2, lift=Lift()),
-        closed_form(wasserstein2, lift=_WITH_STD),
-        closed_form(wasserstein2_root, lambda x, y: safe_sqrt(_WITH_STD.product(x, y))),
-        closed_form(wasserstein2_printed, lambda x, y: safe_sqrt(_WITH_VAR.product(x, y))),
-        closed_form(kl, kl_product, points="refused", symmetric=False),
-        closed_form(kl_reversed, lambda x, y: kl_product(y, x).T, points="refused", symmetric=False),
-        closed_form(min_kl, lambda x, y: torch.minimum(kl_product(x, y), kl_product(y, x).T), points="refused"),
-        closed_form(js, lambda x, y: (kl_product(x, y) + kl_product(y, x).T) / 2, points="refused"),
-        closed_form(elk, in_place=elk_in_place, points="on one side"),
-        closed_form(bhattacharyya, in_place=bhattacharyya_in_place, points="refused"),
+        closed_form(formulas.csd, lift=Lift(offset=lambda e: e.total_variance)),
+        closed_form(formulas.squared_l2, lift=Lift()),
+        closed_form(formulas.wasserstein2, lift=_WITH_STD),
+        closed_form(formulas.wasserstein2_root, lambda x, y: safe_sqrt(_WITH_STD.product(x, y))),
+        closed_form(formulas.wasserstein2_printed, lambda x, y: safe_sqrt(_WITH_VAR.product(x, y))),
+        closed_form(formulas.kl, kl_product, points="refused", symmetric=False),
+        closed_form(formulas.kl_reversed, lambda x, y: kl_product(y, x).T, points="refused", symmetric=False),
+        closed_form(formulas.min_kl, lambda x, y: kl_product(x, y).minimum(kl_product(y, x).T), points="refused"),
+        closed_form(formulas.js, lambda x, y: (kl_product(x, y) + kl_product(y, x).T) / 2, points="refused"),
+        closed_form(formulas.elk, in_place=formulas.elk_in_place, points="on one side"),
+        closed_form(formulas.bhattacharyya, in_place=formulas.bhattacharyya_in_place, points="refused"),
         sampled("average_l2", lambda distance: distance.mean((2, 3))),  # Chun et al., CVPR 2021, table 1; not squared
     )
 }
@@ -133,7 +114,7 @@ def get_distance(name: str | Distance) -> Distance:
         return name
     count = name.removeprefix("nearest_of_")
     if count != name and count.isdecimal() and not count.startswith("0"):
-        forms = (functools.partial(form, embeddings=int(count)) for form in (nearest, nearest_product))
+        forms = (functools.partial(form, embeddings=int(count)) for form in (formulas.nearest, nearest_product))
         return closed_form(*forms, name=name, embeddings=int(count))
     if name not in DISTANCES:
         near = difflib.get_close_matches(name, DISTANCES, n=1)
@@ -153,6 +134,5 @@ __all__ = [
     "reduce_sample_distances",
     "sampled",
     "seeded_samples",
-    "squared_l2",
     "squared_l2_matrix",
 ]

@@ -180,12 +180,7 @@ def _reduced_exponents(block: PairBlock, noise: tuple[Tensor, Tensor], reduce: C
         return reduce(by_pair(exponent, a, b))
 
     parts = [
-        blockwise(
-            exponents,
-            (a, a_number),
-            (b, b_number),
-            memory_mb=DEFAULT_MEMORY_MB,
-        ).flatten()
+        blockwise(exponents, (a, a_number), (b, b_number), memory_mb=DEFAULT_MEMORY_MB).flatten()
         for a, a_number in zip(own, own_numbers, strict=True)
         for b, b_number in zip(everything, all_numbers, strict=True)
     ]

@@ -98,44 +98,25 @@ def log_loss(probability: Array, match: Array) -> float:
     return float(-(y * p.log() + (1 - y) * (1 - p).log()).mean())
 
 
-def simulated_calibration_errors(
-    probability: Tensor,
-    true_probability: Tensor,
-    *,
-    n_bins: int = N_BINS,
-    binning: Binning = "count",
-    n_samples: int = 100,
-    seed: int = 0,
-) -> Tensor:
-    """The ECE that predictions show over sets of outcomes that are drawn from other probabilities.
-
-    probability (k,), true_probability (k,) -> (n_samples,).
-    """
+def simulated_calibration_errors(probability: Tensor, true_probability: Tensor, *, n_samples: int = 100) -> Tensor:
+    """The ECE over sets of outcomes that are drawn from other probabilities. probability (k,) -> (n_samples,)."""
     _check_predictions("simulated_calibration_errors", probability, true_probability)
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     p, q = probability.double(), true_probability.double()
-    which = _which_bin(p, n_bins, binning)
+    which = _which_bin(p, N_BINS, "count")
     errors = []
     for some in torch.arange(n_samples).split(max(1, 2**15 // len(p))):  # Many sets of few outcomes at once.
         gaps = p - torch.bernoulli(q.repeat(len(some), 1), generator=generator)
-        bins = (which + n_bins * (some - some[0]).unsqueeze(1)).flatten()
-        sums = torch.bincount(bins, weights=gaps.flatten(), minlength=len(some) * n_bins).view(len(some), n_bins)
+        bins = (which + N_BINS * (some - some[0]).unsqueeze(1)).flatten()
+        sums = torch.bincount(bins, weights=gaps.flatten(), minlength=len(some) * N_BINS).view(len(some), N_BINS)
         errors.append(sums.abs().sum(1) / len(p))
     return torch.cat(errors)
 
 
-def calibration_error_by_chance(
-    probability: Array, *, n_bins: int = N_BINS, binning: Binning = "count", n_samples: int = 100, seed: int = 0
-) -> float:
-    """The ECE of perfect probabilities: the mean over outcomes that are drawn from the predictions.
-
-    With few predictions in a bin, even perfect ones differ from what is observed. An ECE is to be compared with this.
-
-    probability (k,).
-    """
+def calibration_error_by_chance(probability: Array) -> float:
+    """The ECE of perfect probabilities, to compare an ECE with: few outcomes in a bin differ even from these. (k,)."""
     p = as_tensor(probability, "probability", "calibration_error_by_chance")
-    errors = simulated_calibration_errors(p, p, n_bins=n_bins, binning=binning, n_samples=n_samples, seed=seed)
-    return float(errors.mean())
+    return float(simulated_calibration_errors(p, p).mean())
 
 
 def wilson_interval(fraction: float, n: int, *, confidence: float = 0.95) -> tuple[float, float]:

@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
-from sfumato.metrics.bootstrap import Interval, Statistic, bootstrap, on_all
+from sfumato.metrics.bootstrap import Interval, Statistic, bootstrap
 
 
 def average_ranks(x: np.ndarray) -> np.ndarray:
@@ -213,13 +213,6 @@ def binned_recall(
     return BinnedRecall(
         binning, n_bins, tuple(len(m) for m in members), tuple(recall.tolist()), none_if_nan(s), none_if_nan(r2), score
     )
-
-
-def minus_s_r2(
-    uncertainty: np.ndarray, hit: np.ndarray, *, binning: RecallBinning = "count", n_bins: int = 10
-) -> float:
-    """-S*R^2 without its parts."""
-    return on_all(binned_recall_statistic(uncertainty, hit, binning=binning, n_bins=n_bins), len(hit))
 
 
 def binned_recall_statistic(
