@@ -5,7 +5,7 @@ from typing import Literal
 import torch
 from pydantic import Field
 
-from sfumato.encoders.encoder_protocol import BuildContext, EncoderModule, ImageEncoderConfig
+from sfumato.encoders.encoder_protocol import BuildContext, Encoder, ImageEncoderConfig
 from sfumato.encoders.features import Inputs, TokenFeatures
 from sfumato.encoders.processors import PixelProcessor
 
@@ -17,7 +17,7 @@ class MineImageConfig(ImageEncoderConfig):
     size: int = Field(64, ge=16, description="side of the square images in pixels")
 
 
-class MineEncoder(EncoderModule):
+class MineEncoder(Encoder):
     """(n, 3, s, s) pixels -> (n, 1, 3); the Gaussian head comes after it."""
 
     channels = 3

@@ -12,7 +12,7 @@ from pydantic import BaseModel, Field, PositiveInt
 from support.toy import make_toy
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from sfumato.encoders.encoder_protocol import Encoder, EncoderModule, ImageEncoderConfig, TextEncoderConfig
+from sfumato.encoders.encoder_protocol import Encoder, ImageEncoderConfig, TextEncoderConfig
 from sfumato.encoders.encoder_registry import ENCODERS, encoder_entry, encoder_section, register_encoder
 from sfumato.encoders.features import TokenFeatures
 from sfumato.encoders.processors import PixelProcessor, TokenProcessor
@@ -39,7 +39,7 @@ class ToyImageConfig(ImageEncoderConfig):
             raise ValueError(f"{section}.width={self.width} is too much for a toy; give at most 100")
 
 
-class ToyImageEncoder(EncoderModule):
+class ToyImageEncoder(Encoder):
     """(n, 3, s, s) pixels -> (n, s, width): a token for each row."""
 
     def __init__(self, size, width):
@@ -66,7 +66,7 @@ class ToyTextConfig(TextEncoderConfig):
     width: PositiveInt = 4
 
 
-class ToyTextEncoder(EncoderModule):
+class ToyTextEncoder(Encoder):
     def __init__(self, vocabulary, width):
         super().__init__()
         self.letters, self.channels = torch.nn.Embedding(vocabulary, width), width

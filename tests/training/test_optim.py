@@ -12,7 +12,7 @@ pytest.importorskip("tokenizers", reason="the extra backbones is not installed")
 
 from sfumato.encoders.clip import ClipImageConfig, ClipTextConfig, clip_image_encoder, clip_text_encoder
 from sfumato.encoders.dual import DualEncoder, Tower
-from sfumato.encoders.encoder_protocol import EncoderModule
+from sfumato.encoders.encoder_protocol import Encoder
 from sfumato.encoders.feature_rows import RegionEncoder
 from sfumato.encoders.features import Inputs
 from sfumato.encoders.frozen import FeatureInput
@@ -256,7 +256,7 @@ def test_each_side_is_frozen_in_its_epochs():
         assert [model.get_parameter(name).requires_grad for name in names] == expected, options
 
 
-class TwoNorms(EncoderModule):
+class TwoNorms(Encoder):
     """A pre-trained encoder with a batch norm on the way to the mean and one in the variance's own layers."""
 
     pretrained = True

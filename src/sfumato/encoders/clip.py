@@ -17,8 +17,8 @@ from torch.utils.checkpoint import checkpoint
 from sfumato.encoders.encoder_protocol import (
     AugmentMode,
     BuildContext,
+    Encoder,
     EncoderConfig,
-    EncoderModule,
     Fit,
     ImageEncoderConfig,
     InMemory,
@@ -131,7 +131,7 @@ class ClipTextConfig(_ClipConfig, TextEncoderConfig):
     """largest number of tokens of a text, longer texts are cut; the positions of the weights (or 77) if left out"""
 
 
-class ClipEncoder(EncoderModule):
+class ClipEncoder(Encoder):
     """The common base of both sides: the blocks; the last ones exist twice, for the mean and for the log variance."""
 
     pretrained = True
@@ -252,7 +252,7 @@ class ClipTextEncoder(ClipEncoder):
         return self.tokens(self.embeddings(inputs.values), inputs.mask, causal=self.causal)
 
 
-class _UncTokenEncoder(EncoderModule):
+class _UncTokenEncoder(Encoder):
     """An encoder and the [UNC] token before its blocks."""
 
     pretrained = True

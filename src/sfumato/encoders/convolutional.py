@@ -17,7 +17,7 @@ from sfumato.data.transforms import IMAGENET_MEAN, IMAGENET_STD
 from sfumato.encoders.encoder_protocol import (
     AugmentMode,
     BuildContext,
-    EncoderModule,
+    Encoder,
     Fit,
     ImageEncoderConfig,
     InMemory,
@@ -85,7 +85,7 @@ def fold_batch_norms(network: Any) -> Any:
     return network.to(memory_format=torch.channels_last)
 
 
-class EfficientNetEncoder(EncoderModule):
+class EfficientNetEncoder(Encoder):
     """(n, 3, s, s) pixels -> (n, (s / 32)^2, 1280) token features; all parameters are trained."""
 
     def __init__(self, *, pretrained: bool = True) -> None:
@@ -155,7 +155,7 @@ class ResNetImageConfig(ImageEncoderConfig):
             raise ValueError(f"{section}.{min(useless)} has no effect {how} {section}.{other}; leave it out")
 
 
-class ResNetEncoder(EncoderModule):
+class ResNetEncoder(Encoder):
     """(n, 3, s, s) pixels -> (n, t, c) cells of the last map; all parameters are trained.
 
     An image of 224 pixels and four stages give 7 x 7 cells.

@@ -1,18 +1,17 @@
-"""The protocols of encoders and processors, which the rest of the package uses for every kind of encoder.
+"""The base classes of encoders and processors, which the rest of the package uses for every kind of encoder.
 
 A kind of encoder is one file with three things: its section of the recipe (a subclass of :class:`ImageEncoderConfig` or
-:class:`TextEncoderConfig`), the encoder itself (an :class:`Encoder`; :class:`EncoderModule` has the defaults), and a
-build function that makes a :class:`Processor` and the encoder from that section.
-:mod:`sfumato.encoders.encoder_registry` lists the kinds.
+:class:`TextEncoderConfig`), the encoder itself (an :class:`Encoder`), and a build function that makes a
+:class:`Processor` and the encoder from that section. :mod:`sfumato.encoders.encoder_registry` lists the kinds.
 """
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, Protocol, runtime_checkable
+from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -21,7 +20,7 @@ from tokenizers import Tokenizer
 from torch import Tensor, nn
 
 from sfumato.data import image_decoding
-from sfumato.encoders.features import Inputs, Store, TokenFeatures
+from sfumato.encoders.features import Store, TokenFeatures
 
 Item = Callable[[], bytes | str]
 """A function that returns the bytes of an image file (or of a file of region features), or a text."""
@@ -74,39 +73,18 @@ def usable(
 _BLOCK = 512
 
 
-class Processor(Protocol):
-    """Turns raw items into a store of inputs for an encoder; :class:`ItemProcessor` has defaults.
+class Processor(ABC):
+    """Turns raw items into a store of inputs for an encoder, one item after another."""
 
-    Attributes:
-        reads: what its items are instead of image files or texts, for messages; "" for these.
-    """
+    reads: ClassVar[str] = ""  # what its items are instead of image files or texts, for messages
 
-    reads: ClassVar[str]
-
+    @abstractmethod
     def prepare(self, data: bytes | str) -> Any:
-        """Make the input of one item.
+        """The input of one item, from what it returns; a ValueError if it is unusable."""
 
-        Args:
-            data: what the item returns.
-
-        Returns:
-            Whatever :meth:`stack` takes.
-
-        Raises:
-            ValueError: the item is unusable.
-        """
-        ...
-
+    @abstractmethod
     def stack(self, values: Sequence[Any]) -> Store:
-        """Put prepared items together, in memory.
-
-        Args:
-            values: of n items, see :meth:`prepare`.
-
-        Returns:
-            The inputs of these items.
-        """
-        ...
+        """The prepared inputs of several items, in memory."""
 
     def read(
         self, items: Sequence[Item], *, progress: Progress | None = None, on_error: OnError | None = None
@@ -122,45 +100,26 @@ class Processor(Protocol):
         Returns:
             The inputs of the k usable items in their order, and the (k,) positions of these items.
         """
-        ...
-
-
-class ItemProcessor(ABC):
-    """Base class of processors, which prepares one item after another."""
-
-    reads: ClassVar[str] = ""
-
-    @abstractmethod
-    def prepare(self, data: bytes | str) -> Any: ...
-
-    @abstractmethod
-    def stack(self, values: Sequence[Any]) -> Store: ...
-
-    def read(
-        self, items: Sequence[Item], *, progress: Progress | None = None, on_error: OnError | None = None
-    ) -> tuple[Store, np.ndarray]:
         found: list[Any] = []
         kept = usable(items, lambda _, item: found.append(self.prepare(item())), progress=progress, on_error=on_error)
         return self.stack(found), kept
 
 
-@runtime_checkable
-class Encoder(Protocol):
-    """A torch module from a batch of inputs to token features; :class:`EncoderModule` has defaults.
+class Encoder(nn.Module):
+    """A torch module from a batch of inputs to token features: trained from scratch and without blocks by default."""
 
-    Attributes:
-        channels: c of the token features.
-        local_channels: width of the features for local attention (``TokenFeatures.local``); None if they are the token
-            features themselves.
-    """
-
-    channels: int
-    local_channels: int | None
+    channels: int  # c of the token features; each subclass sets it
+    local_channels: int | None = None  # width of ``TokenFeatures.local``; None if local attention reads the same tokens
+    pretrained: bool = False
+    __call__: Callable[..., TokenFeatures]
 
     @property
     def description(self) -> dict[str, Any] | None:
-        """JSON values that rebuild the encoder without pre-trained weights; run folders keep them in encoders.json."""
-        ...
+        """JSON values that rebuild the encoder without pre-trained weights; run folders keep them in encoders.json.
+
+        None if the section of the recipe is enough.
+        """
+        return None
 
     def fit(self, store: Store) -> None:
         """Compute constants, such as a whitening, from the training inputs; called once before training.
@@ -168,7 +127,6 @@ class Encoder(Protocol):
         Args:
             store: inputs of the training split.
         """
-        ...
 
     def prepared(self, store: Store) -> Store:
         """The inputs of the training split in the form that costs least at every step.
@@ -179,7 +137,7 @@ class Encoder(Protocol):
         Returns:
             The same inputs, or inputs that this encoder takes for them.
         """
-        ...
+        return store
 
     def freezes(self, parameter: str) -> bool:
         """Whether a parameter does not change while the encoder is frozen.
@@ -188,9 +146,9 @@ class Encoder(Protocol):
             parameter: name of the parameter in the encoder, or of a module followed by a dot.
 
         Returns:
-            True for pre-trained parameters that affect the mean.
+            True for pre-trained parameters that affect the mean: all but ``variance_*``, which are new.
         """
-        ...
+        return self.pretrained and not parameter.startswith("variance_")
 
     def blocks_from_top(self, parameter: str) -> int:
         """The number of a parameter's block, for layer-wise decay of the learning rate.
@@ -201,43 +159,6 @@ class Encoder(Protocol):
         Returns:
             1 in the last block, 2 in the block below, and so on; 0 outside of the blocks.
         """
-        ...
-
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]: ...
-
-    def named_modules(self) -> Iterator[tuple[str, nn.Module]]: ...
-
-    def compile(self) -> None: ...
-
-    def __call__(self, inputs: Inputs) -> TokenFeatures:
-        """Token features of a batch."""
-        ...
-
-
-class EncoderModule(nn.Module):
-    """Base class of encoders, with the defaults of :class:`Encoder`: trained from scratch, no blocks."""
-
-    channels: int  # c of the token features; each subclass sets it
-    local_channels: int | None = None  # see :class:`Encoder`
-    pretrained: bool = False
-
-    @property
-    def description(self) -> dict[str, Any] | None:
-        """None: the section of the recipe is enough to build the encoder again."""
-        return None
-
-    def fit(self, store: Store) -> None:
-        """There is nothing to compute."""
-
-    def prepared(self, store: Store) -> Store:
-        return store
-
-    def freezes(self, parameter: str) -> bool:
-        """All parameters of a pre-trained encoder except ``variance_*``, which are new."""
-        return self.pretrained and not parameter.startswith("variance_")
-
-    def blocks_from_top(self, parameter: str) -> int:
-        """0, because there are no blocks."""
         return 0
 
 

@@ -21,12 +21,12 @@ from sfumato.data.transforms import drop_regions
 from sfumato.encoders.dual import Tower
 from sfumato.encoders.encoder_protocol import (
     BuildContext,
+    Encoder,
     EncoderConfig,
-    EncoderModule,
     ImageEncoderConfig,
     Item,
-    ItemProcessor,
     OnError,
+    Processor,
     Progress,
     TextEncoderConfig,
     usable,
@@ -87,7 +87,7 @@ class RegionStore:
         return self.processor.stack(found).batch(np.arange(len(found)))
 
 
-class FeatureProcessor(ItemProcessor):
+class FeatureProcessor(Processor):
     """Base of the processors whose items are .npy files of features instead of images or texts."""
 
     def __init__(self, channels: int) -> None:
@@ -175,7 +175,7 @@ class RegionReasoning(nn.Module):
         return last.unsqueeze(1)
 
 
-class RegionEncoder(EncoderModule):
+class RegionEncoder(Encoder):
     """The image side of VSRN for points or Gaussians: (n, r, c) -> token features.
 
     Without layers and without the GRU the regions go to the head unchanged, as in the region branch of VSE-infinity.

@@ -30,12 +30,12 @@ from sfumato.data.transforms import encode_png
 from sfumato.encoders.convolutional import CHANNELS, SIZES, efficientnet_lite, fold_batch_norms, weights_file
 from sfumato.encoders.encoder_protocol import (
     BuildContext,
+    Encoder,
     EncoderConfig,
-    EncoderModule,
     ImageEncoderConfig,
     Item,
-    ItemProcessor,
     OnError,
+    Processor,
     Progress,
     TextEncoderConfig,
 )
@@ -560,7 +560,7 @@ class FrozenTextConfig(_FrozenConfig, TextEncoderConfig):
     whiten: Whiten = None
 
 
-class FrozenProcessor(ItemProcessor):
+class FrozenProcessor(Processor):
     """Computes token features with a frozen backbone, and caches them on disk."""
 
     def __init__(self, backbone: FrozenBackbone, cache: str | Path) -> None:
@@ -581,7 +581,7 @@ class FrozenProcessor(ItemProcessor):
         return cached_features(self.backbone, items, self.cache, progress=progress, on_error=on_error)
 
 
-class FeatureInput(EncoderModule):
+class FeatureInput(Encoder):
     """The encoder after a frozen backbone: whitening and dropout of its features, without trained parameters."""
 
     centre: torch.Tensor

@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from sfumato.data.image_decoding import Fit, check_image, decode_image
 from sfumato.data.transforms import random_crop_box, resized_crop_box
-from sfumato.encoders.encoder_protocol import Item, ItemProcessor, OnError, Progress, usable
+from sfumato.encoders.encoder_protocol import Item, OnError, Processor, Progress, usable
 from sfumato.encoders.features import Inputs, PixelStore, RaggedStore, Store
 from sfumato.errors import UserError
 
@@ -27,7 +27,7 @@ def available_cpus() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-class PixelProcessor(ItemProcessor):
+class PixelProcessor(Processor):
     """Decodes images to squares of one size, once, and keeps the pixels in memory."""
 
     def __init__(self, size: int, *, fit: Fit = "squash") -> None:
@@ -236,7 +236,7 @@ def vocabulary_size(tokenizer: Tokenizer) -> int:
     return size
 
 
-class TextProcessor(ItemProcessor):
+class TextProcessor(Processor):
     """Base class of processors of texts."""
 
     def prepare(self, data: bytes | str) -> str:

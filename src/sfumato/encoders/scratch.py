@@ -19,7 +19,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from sfumato.encoders.encoder_protocol import (
     AugmentMode,
     BuildContext,
-    EncoderModule,
+    Encoder,
     ImageEncoderConfig,
     TextEncoderConfig,
 )
@@ -62,7 +62,7 @@ class SmallTextConfig(TextEncoderConfig):
     dropout: float = Field(0.1, ge=0, lt=1, description="fraction of the token features dropped while training")
 
 
-class SmallImageEncoder(EncoderModule):
+class SmallImageEncoder(Encoder):
     """A residual network of four stages: (n, 3, s, s) uint8 pixels -> (n, (s/16)^2, 8 w) token features."""
 
     def __init__(self, width: int) -> None:
@@ -81,7 +81,7 @@ class SmallImageEncoder(EncoderModule):
         return TokenFeatures(maps.flatten(2).transpose(1, 2).float())
 
 
-class SmallTextEncoder(EncoderModule):
+class SmallTextEncoder(Encoder):
     """Embedded subword tokens and their neighbours: (n, t) ids -> (n, t, w) token features."""
 
     def __init__(self, vocabulary: int, width: int, dropout: float) -> None:
@@ -233,7 +233,7 @@ def _vector(path: Path, number: int, fields: list[bytes], width: int) -> np.ndar
     return vector
 
 
-class WordEncoder(EncoderModule):
+class WordEncoder(Encoder):
     r"""Word vectors and a GRU: (n, t) ids -> (n, 1, c) final states, or (n, t, c) states of all words.
 
     The final state of the forward direction is the state at the last word, that of the backward direction the state at
