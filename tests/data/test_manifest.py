@@ -3,7 +3,6 @@
 import base64
 import csv
 import json
-from collections import Counter
 
 import pytest
 from PIL import Image
@@ -202,23 +201,15 @@ def test_missing_columns_are_said_once(pictures):
         assert "is 'caption'" not in str(said.value), "a column that is right is not asked about"
 
 
-def test_rows_of_one_image_are_put_together(pictures):
-    rows = [
-        {"image": "a.png", "caption": "one"},
-        {"image": "b.jpg", "caption": "x"},
-        {"image": "a.png", "caption": "two"},
-    ]
-    assert read(write_jsonl(pictures / "m.jsonl", rows)) == ({"train": {"a.png": ["one", "two"], "b.jpg": ["x"]}}, [])
-
-
 def test_one_id_for_two_images_or_splits_is_a_problem(pictures):
     rows = [
         {"image": "a.png", "captions": "x", "id": 1, "split": "train"},
         {"image": "b.jpg", "captions": "y", "id": 1, "split": "train"},
         {"image": "a.png", "captions": "z", "id": 1, "split": "test"},
+        {"image": "a.png", "caption": "of the same row", "id": 1, "split": "train"},
     ]
     splits, found = read(write_jsonl(pictures / "m.jsonl", rows))
-    assert splits == {"train": {"1": ["x"]}}
+    assert splits == {"train": {"1": ["x", "of the same row"]}}
     assert found == [(f":{k}", "id '1' occurred before, with another image or split") for k in (2, 3)]
 
 
@@ -258,8 +249,12 @@ def test_image_root_and_absolute_paths(pictures, tmp_path_factory):
     assert [p for p, _ in read(path)[1]] == [":1"]
 
 
-def test_manifests_that_cannot_be_used(pictures):
+def test_manifests_and_folders_that_cannot_be_used(pictures, tmp_path_factory):
     problems = Problems()
+    with pytest.raises(UserError, match="there is no folder"):
+        read_image_folder(pictures / "absent", problems)
+    with pytest.raises(UserError, match=r"holds no image \(.bmp.*with a .txt file of the same name"):
+        read_image_folder(tmp_path_factory.mktemp("empty"), problems)
     with pytest.raises(UserError, match="there is no manifest"):
         read_manifest(pictures / "absent.jsonl", problems)
     (pictures / "m.xlsx").write_text("")
@@ -310,21 +305,6 @@ def test_folder_with_undecodable_captions_and_names(pictures):
     assert ("caf\\udce9.png", "the name is not valid UTF-8") in found
 
 
-def test_folders_that_cannot_be_used(tmp_path):
-    with pytest.raises(UserError, match="there is no folder"):
-        read_image_folder(tmp_path / "absent", Problems())
-    with pytest.raises(UserError, match=r"holds no image \(.bmp.*with a .txt file of the same name"):
-        read_image_folder(tmp_path, Problems())
-
-
-def test_each_caption_is_a_text_of_its_own(pictures):
-    rows = [{"image": "a.png", "captions": ["same", "same"]}, {"image": "b.jpg", "captions": "same"}]
-    data = read_manifest(write_jsonl(pictures / "m.jsonl", rows), Problems(), val_fraction=0, test_fraction=0)["train"]
-    assert data.text_ids == ("a.png#0", "a.png#1", "b.jpg#0")
-    assert Counter(data.text_kinds) == {"caption": 3} and data.pairs.tolist() == [[0, 0], [0, 1], [1, 2]]
-    assert data.images[0].read_bytes() == (pictures / "a.png").read_bytes()
-
-
 # Texts by id ----------------------------------------------------------------------------------------------------------
 
 
@@ -347,19 +327,14 @@ def test_rows_that_name_one_caption_id_share_the_text(pictures):
     assert data.pairs.tolist() == [[0, 0], [0, 1], [1, 0], [1, 2], [2, 3]]
 
 
-@pytest.mark.parametrize(
-    ("ids", "reason"),
-    [
-        ([1], "caption_ids: found 1 for 2 captions; give one for each"),
-        ([1, 2.5], "caption_ids: found [1, 2.5], expected strings or whole numbers"),
-        ([2, "seen"], "caption id 'seen' occurred before, with another wording"),
-    ],
-)
-def test_caption_ids_that_do_not_fit_are_reported(pictures, ids, reason):
-    rows = [
-        {"image": "a.png", "captions": ["a dog"], "caption_ids": ["seen"]},
-        {"image": "b.jpg", "captions": ["one", "two"], "caption_ids": ids},
-    ]
+def test_caption_ids_that_do_not_fit_are_reported(pictures):
+    wrong = [[1], [1, 2.5], [2, "seen"]]
+    rows = [{"image": "b.jpg", "captions": ["one", "two"], "caption_ids": ids} for ids in wrong]
+    rows = [{"image": "a.png", "captions": ["a dog"], "caption_ids": ["seen"]}, *rows]
     data, problems = many_to_many(write_jsonl(pictures / "m.jsonl", rows))
-    assert problems == [("2", reason)]
-    assert data.texts == (("a dog", "one") if "wording" in reason else ("a dog",))
+    assert problems == [
+        ("2", "caption_ids: found 1 for 2 captions; give one for each"),
+        ("3", "caption_ids: found [1, 2.5], expected strings or whole numbers"),
+        ("4", "caption id 'seen' occurred before, with another wording"),
+    ]
+    assert data.texts == ("a dog", "one")

@@ -176,13 +176,13 @@ def bad_samples():
     }
 
 
-@pytest.mark.parametrize(("reason", "members"), bad_samples().items())
-def test_bad_samples_are_noted_once_and_passed_over(tmp_path, reason, members):
-    path = pack(tmp_path / "a.tar", sample(1) + members + sample(2) + sample(3))
-    problems = Problems()
-    source = stream([path], problems=problems, samples_per_epoch=40)
-    assert set(numbers(source.batches(0))) == {1, 2, 3}
-    assert [p.location for p in problems.items] == [f"{path}!000900"] and reason in problems.items[0].reason
+def test_bad_samples_are_noted_once_and_passed_over(tmp_path):
+    for reason, members in bad_samples().items():
+        path = pack(tmp_path / "a.tar", sample(1) + members + sample(2) + sample(3))
+        problems = Problems()
+        source = stream([path], problems=problems, samples_per_epoch=40)
+        assert set(numbers(source.batches(0))) == {1, 2, 3}
+        assert [p.location for p in problems.items] == [f"{path}!000900"] and reason in problems.items[0].reason
 
 
 def pack_six(path):
@@ -338,19 +338,11 @@ def test_a_stream_left_early_closes_its_file(tmp_path, monkeypatch):
     assert opened[-1].closed
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"shards": []}, "got no shards"),
-        (
-            {"n_processes": 3},
-            "an epoch of 8 samples has no batch of 4 for each of 3 processes; samples_per_epoch must be at least 12",
-        ),
-    ],
-)
-def test_options_that_make_no_sense_are_refused(options, message):
-    with pytest.raises(ValueError, match=message):
-        stream(**({"shards": ["a.tar"]} | options))
+def test_options_that_make_no_sense_are_refused():
+    with pytest.raises(ValueError, match="got no shards"):
+        stream([])
+    with pytest.raises(ValueError, match="an epoch of 8 samples has no batch of 4 for each of 3 processes; .* 12"):
+        stream(["a.tar"], n_processes=3)
 
 
 def touch(folder, *names):
@@ -372,14 +364,12 @@ def test_shards_of_a_folder_a_glob_or_a_file_in_natural_order(tmp_path):
     assert names(f"{base}/a-{{9..10}}.tar") == ["a-9.tar", "a-10.tar"]
 
 
-@pytest.mark.parametrize(
-    "braces", ["x-{00000..00012}.tar", "{a,b}/{8..11}-{0..1}.tar", "{008..011}.tar", "{1..003}", "{7..7}", "{a,}b"]
-)
-def test_braces_are_what_braceexpand_says(tmp_path, braces):
+def test_braces_are_what_braceexpand_says(tmp_path):
     braceexpand = pytest.importorskip("braceexpand").braceexpand
-    names = [str(tmp_path / name) for name in braceexpand(braces)]
-    touch(tmp_path, *braceexpand(braces))
-    assert sorted(expand_shards(f"{tmp_path}/{braces}")) == sorted(names)
+    for braces in ("x-{00..12}.tar", "{a,b}/{8..11}-{0..1}.tar", "{008..011}.tar", "{1..003}", "{7..7}", "{c,}d"):
+        touch(tmp_path, *braceexpand(braces))
+        names = sorted(str(tmp_path / name) for name in braceexpand(braces))
+        assert sorted(expand_shards(f"{tmp_path}/{braces}")) == names
 
 
 def test_shards_that_cannot_be_had(tmp_path):

