@@ -324,10 +324,7 @@ def large(key, shape):
     """ViT-B/32's shapes in a ViT-L/14."""
     image = key.startswith("img_enc")
     wider = {768: 1024, 2304: 3072, 3072: 4096} if image else {512: 768, 1536: 2304, 2048: 3072}
-    special = {
-        "img_enc.backbone.positional_embedding": [257, 1024],
-        "img_enc.backbone.conv1.weight": [1024, 3, 14, 14],
-    }
+    special = {"img_enc.backbone.positional_embedding": [257, 1024], "img_enc.backbone.conv1.weight": [1024, 3, 14, 14]}
     return special.get(key, [wider.get(size, size) for size in shape])
 
 

@@ -31,15 +31,15 @@ SIZES = [8, 7, 3, 2]  # Uneven parts, and fewer pairs than processes.
 def worlds(tmp_path_factory):
     """{processes: (measured, gradients) of each process}."""
     out = tmp_path_factory.mktemp("worlds")
-    for size in (1, 2, 4):
+    for size in (1, 3):
         succeed(size, gradients_of_losses, out, SIZES)
     read = lambda name: (json.loads((out / f"{name}.json").read_text()), load_file(out / f"{name}.safetensors"))
-    return {size: [read(f"{size}-{rank}") for rank in range(size)] for size in (1, 2, 4)}
+    return {size: [read(f"{size}-{rank}") for rank in range(size)] for size in (1, 3)}
 
 
 def test_losses_and_gradients_are_those_of_one_process(worlds):
     expected_values, expected = worlds[1][0]
-    for values, gradients in (*worlds[2], *worlds[4]):
+    for values, gradients in worlds[3]:
         assert values.keys() == expected_values.keys()
         for case, expected_value in expected_values.items():
             assert values[case] == pytest.approx(expected_value, rel=1e-9, abs=1e-12), case
@@ -49,9 +49,8 @@ def test_losses_and_gradients_are_those_of_one_process(worlds):
 
 
 def test_the_processes_agree_to_the_bit(worlds):
-    for size in (2, 4):
-        first = worlds[size][0][1]
-        assert all(torch.equal(g[name], first[name]) for _, g in worlds[size] for name in first)
+    first = worlds[3][0][1]
+    assert all(torch.equal(g[name], first[name]) for _, g in worlds[3] for name in first)
 
 
 def test_parts_cover_everything_once():
@@ -83,13 +82,13 @@ def test_a_run_of_two_processes_evaluates_and_resumes_like_one(tmp_path):
     assert [line["epoch"] for line in lines] == list(range(12)) and lines[1]["val/score"] > 0
     # On some processors the tiny model has learnt too little to be calibrated, and says so, once.
     assert (whole / "calibration.json").exists() != any("are not calibrated" in each for each in said)
-    # Evaluated by one process, by two and by three, whose parts are uneven: the same file.
+    # Evaluated by one process and by three, whose parts are uneven: the same file.
     written = []
-    for size in (1, 2, 3):
+    for size in (1, 3):
         succeed(size, command, "evaluate", "run", whole)
         written.append(json.loads((whole / "evaluation-test-csd.json").read_text()))
         (whole / "evaluation-test-csd.json").unlink()
-    assert same_numbers(written[0], written[1]) and same_numbers(written[0], written[2])
+    assert same_numbers(*written)
     # Killed after the first epoch and started again: the same bits.
     processes = process_group(2, command, "train", recipe, "--out", parts, *POINTS)
     deadline = time.monotonic() + 60

@@ -373,10 +373,7 @@ def describe_calibration(calibration: Calibration) -> dict[str, Any]:
             "growth": scores.growth,
             "precision": {str(p): at(fit.threshold, p) for p in PRECISIONS},
             "risk": {
-                str(r): {
-                    "abstain_below": at(fit.abstain_below, r),
-                    "answered": at(fit.answered_fraction, r),
-                }
+                str(r): {"abstain_below": at(fit.abstain_below, r), "answered": at(fit.answered_fraction, r)}
                 for r in RISKS
             },
             "coverage": {

@@ -17,12 +17,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from sfumato.data.transforms import IMAGENET_MEAN, IMAGENET_STD
-from sfumato.encoders.clip import (
-    CLIP_MEAN,
-    CLIP_STD,
-    UncTokenImageEncoder,
-    UncTokenTextEncoder,
-)
+from sfumato.encoders.clip import CLIP_MEAN, CLIP_STD, UncTokenImageEncoder, UncTokenTextEncoder
 from sfumato.encoders.dual import DualEncoder, Tower
 from sfumato.encoders.heads import GaussianHead, HeadOptions
 from sfumato.encoders.package_weights import hub_reachable

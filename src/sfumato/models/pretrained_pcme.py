@@ -156,10 +156,7 @@ def treebank_tokenizer(words: Mapping[str, int], where: str) -> Tokenizer:
         ]
     )
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.WhitespaceSplit(),
-            *(pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in _SPLITS),
-        ]
+        [pre_tokenizers.WhitespaceSplit(), *(pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in _SPLITS)]
     )
     ends = [(word, words[word]) for word in _SPECIAL[:2]]
     tokenizer.post_processor = processors.TemplateProcessing(single="<start> $A <end>", special_tokens=ends)

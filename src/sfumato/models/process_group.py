@@ -88,11 +88,7 @@ class ProcessGroup:
         return GaussianEmbedding(self.gather(embeddings.mean, counts), self.gather(embeddings.log_var, counts))
 
     def rank_relevant(
-        self,
-        queries: GaussianEmbedding,
-        gallery: GaussianEmbedding,
-        relevance: Relevance,
-        distance: str | Distance,
+        self, queries: GaussianEmbedding, gallery: GaussianEmbedding, relevance: Relevance, distance: str | Distance
     ) -> np.ndarray:
         """:func:`~sfumato.search.exact.rank_relevant`, where each process ranks its part of the queries.
 

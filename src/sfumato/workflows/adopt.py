@@ -255,12 +255,7 @@ def adopt_encoders(
 
 
 def adopt_recipe(
-    recipe: Recipe,
-    folder: Path,
-    *,
-    method: str = "auto",
-    population: str = "planted",
-    max_queries: int = MOST_QUERIES,
+    recipe: Recipe, folder: Path, *, method: str = "auto", population: str = "planted", max_queries: int = MOST_QUERIES
 ) -> AdoptedModel:
     """Adopt the model and the data of a recipe, see :func:`adopt`."""
     if method != "auto" and method not in METHODS:

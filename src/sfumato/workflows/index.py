@@ -181,10 +181,7 @@ def fill_collection(
             )
         start = _below(collection.metadata.get("pictures") or {}, first.images, folder)
     else:
-        collection, start = (
-            create_collection(model, first, folder, own_or_anchored(store)),
-            "",
-        )
+        collection, start = (create_collection(model, first, folder, own_or_anchored(store)), "")
     stored = 0
     try:
         with collection.filling("it was interrupted while being filled; run the same command again with --add"):

@@ -195,10 +195,7 @@ def load_index(folder: str | Path, *, run: str | Path | None = None, store: str 
     gallery = open_gallery(folder, store)
     source = str(run or gallery.metadata.get("run", ""))
     return Searcher(
-        gallery,
-        str(folder),
-        lambda: load_retrieval_model(gallery, folder, run),
-        lambda: item_images(gallery, source),
+        gallery, str(folder), lambda: load_retrieval_model(gallery, folder, run), lambda: item_images(gallery, source)
     )
 
 

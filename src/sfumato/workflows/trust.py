@@ -188,13 +188,7 @@ def trust_run(
 ) -> tuple[TrustReport, Path]:
     """Measure a run on its own data, and write the figures into its folder."""
     report = trust_model(
-        run,
-        run.recipe.data,
-        split,
-        queries=queries,
-        n_resamples=n_resamples,
-        n_corrupted=n_corrupted,
-        seed=seed,
+        run, run.recipe.data, split, queries=queries, n_resamples=n_resamples, n_corrupted=n_corrupted, seed=seed
     )
     path = run.folder / f"trust-{split}.json"
     write_json(path, report.to_json())
