@@ -34,7 +34,7 @@ from sfumato.gaussian import GaussianEmbedding
 from sfumato.ids import Direction
 from sfumato.metrics.reliability import calibration_error_by_chance, expected_calibration_error
 from sfumato.metrics.selective import auroc
-from sfumato.models.embed import embed_split, load_split, load_splits, prepare_split
+from sfumato.models.embed import Sides, embed_split, load_split, load_splits, prepare_split
 from sfumato.models.run import CALIBRATION, TRAINING_CALIBRATION, Run, load_run
 from sfumato.search.exact import distance_blocks
 
@@ -135,7 +135,7 @@ class _Split:
 
 
 def calibrate_split(
-    embedded: tuple[GaussianEmbedding, GaussianEmbedding],
+    embedded: Sides,
     data: PairData,
     distance: str,
     *,
@@ -144,7 +144,7 @@ def calibrate_split(
     max_pairs: int = 4_000_000,
     max_queries: int = 5_000,
     population: Population = "planted",
-    reference: tuple[GaussianEmbedding, GaussianEmbedding] | None = None,
+    reference: Sides | None = None,
     of_images: np.ndarray | None = None,
     seed: int = 0,
 ) -> Calibration:
@@ -155,8 +155,6 @@ def calibrate_split(
     all images, a half, a quarter and an eighth of them, and the texts of these. The queries are halved by image, and
     the scores of each half are those of logits that were fitted on the other. The same galleries give the shift of
     the nearest distance with the size of the gallery.
-
-    embedded (images, texts), reference (images, texts).
     """
     whole = _Split(embedded[0].to("cpu"), embedded[1].to("cpu"), data, distance)
     images, texts = queries_of(data, of_images)
@@ -194,9 +192,7 @@ def queries_of(data: PairData, of_images: np.ndarray | None = None) -> tuple[np.
     return np.sort(of_images), texts[(here > 0) & (here == everywhere)]
 
 
-def _reference_queries(
-    reference: tuple[GaussianEmbedding, GaussianEmbedding] | None, distance: str, seed: int
-) -> dict[Direction, ReferenceQueries]:
+def _reference_queries(reference: Sides | None, distance: str, seed: int) -> dict[Direction, ReferenceQueries]:
     """By direction, if there are enough queries and the distance is not sampled."""
     found = dict[Direction, ReferenceQueries]()
     sides: dict[Direction, GaussianEmbedding] = {} if reference is None else {"i2t": reference[0], "t2i": reference[1]}
@@ -339,9 +335,7 @@ def _calibrate_run(run: Run, split: str, method: str, population: Population, fi
     return calibration
 
 
-def embed_reference(
-    model: DualEncoder, config: DataConfig, *, split: str = "train", seed: int = 0
-) -> tuple[GaussianEmbedding, GaussianEmbedding] | None:
+def embed_reference(model: DualEncoder, config: DataConfig, *, split: str = "train", seed: int = 0) -> Sides | None:
     """Embed some images and texts of the training, which become the reference queries of a calibration."""
     problems = Problems()
     data = load_splits(config, problems).get(split)

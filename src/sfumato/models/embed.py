@@ -35,6 +35,12 @@ from sfumato.models.process_group import ProcessGroup, alone
 from sfumato.models.run import Run
 from sfumato.progress import progress_bar, say
 
+Sides = tuple[GaussianEmbedding, GaussianEmbedding]
+"""Embedded images and texts."""
+
+NamedItems = tuple[GaussianEmbedding, list[str], Problems]
+"""Embedded items, their ids, and what was left out."""
+
 
 @dataclass(frozen=True)
 class PreparedSplit:
@@ -102,9 +108,7 @@ def say_problems(problems: Problems) -> None:
         say(f"{counted(len(problems), 'item')} left out:\n{problems.summary()}")
 
 
-def embed_split(
-    model: DualEncoder, split: PreparedSplit, process_group: ProcessGroup | None = None
-) -> tuple[GaussianEmbedding, GaussianEmbedding]:
+def embed_split(model: DualEncoder, split: PreparedSplit, process_group: ProcessGroup | None = None) -> Sides:
     """Embed a split; each process computes its part, and every process returns all embeddings."""
     process_group = process_group or alone()
     image, text = (
@@ -186,7 +190,7 @@ def embedding_steps(
     return processor.prepare, encode
 
 
-def embed_folder(model: Model, folder: Path) -> tuple[GaussianEmbedding, list[str], Problems]:
+def embed_folder(model: Model, folder: Path) -> NamedItems:
     """Embed every image below a folder; for a model that reads features, every .npy file."""
     if not folder.is_dir():
         raise UserError(f"there is no folder {folder}")
@@ -197,9 +201,7 @@ def embed_folder(model: Model, folder: Path) -> tuple[GaussianEmbedding, list[st
     return embed_sources(model, [FileImage(p) for p in paths], [p.relative_to(folder).as_posix() for p in paths])
 
 
-def embed_sources(
-    model: Model, sources: Sequence[ImageSource], ids: Sequence[str]
-) -> tuple[GaussianEmbedding, list[str], Problems]:
+def embed_sources(model: Model, sources: Sequence[ImageSource], ids: Sequence[str]) -> NamedItems:
     """Embed images; those that cannot be used are left out and reported."""
     problems = Problems()
     items: list[Item] = [partial(_read_item, source, i) for source, i in zip(sources, ids, strict=True)]
@@ -221,7 +223,7 @@ def _read_item(source: ImageSource, id: str) -> bytes:
     return source.read_bytes()
 
 
-def embed_lines(model: Model, path: Path) -> tuple[GaussianEmbedding, list[str], Problems]:
+def embed_lines(model: Model, path: Path) -> NamedItems:
     """Embed the texts of a file."""
     texts, ids, problems = read_lines(path)
     return model.model.embed_texts(texts), ids, problems
@@ -259,7 +261,7 @@ def split_names(splits: Mapping[str, PairData], split: str) -> list[str]:
     return names
 
 
-def embed_split_images(model: Model, data: DataConfig, split: str) -> tuple[GaussianEmbedding, list[str], Problems]:
+def embed_split_images(model: Model, data: DataConfig, split: str) -> NamedItems:
     """Embed the images of a split."""
     problems = Problems()
     splits = load_splits(data, problems)
@@ -271,7 +273,7 @@ def embed_split_images(model: Model, data: DataConfig, split: str) -> tuple[Gaus
     return GaussianEmbedding.cat([model.model.image.embed(part.images) for part in prepared]), ids, problems
 
 
-def embed_table(model: Model, paths: str) -> tuple[GaussianEmbedding, list[str], Problems]:
+def embed_table(model: Model, paths: str) -> NamedItems:
     """Embed the rows of a table of image embeddings, for a model that reads such."""
     named, problems = open_table(paths), Problems()
     errors = named.table.errors(np.arange(named.table.n))

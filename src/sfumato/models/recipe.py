@@ -544,13 +544,7 @@ def _apply(values: dict[str, Any], override: str) -> None:
 def _explain(item: Any) -> str:
     # The location has the name of a loss ("pcmepp"), which is a tag of a union and no key of the file.
     path = [str(part) for part in item["loc"]]
-    tags = {
-        section.model_fields["name"].default
-        for _, sections in _fields(Recipe)
-        for section in sections
-        if "name" in section.model_fields
-    }
-    shown = ".".join(part for i, part in enumerate(path) if not (part in tags and i > 0))
+    shown = ".".join(part for i, part in enumerate(path) if not (part in LOSSES and i > 0))
     if item["type"] == "extra_forbidden":
         known = _keys()
         near = difflib.get_close_matches(shown, known, n=1, cutoff=0.5) or difflib.get_close_matches(

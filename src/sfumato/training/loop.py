@@ -30,11 +30,11 @@ from sfumato.encoders.package_weights import number_format
 from sfumato.errors import UserError, counted
 from sfumato.evaluation.protocols import Evaluation, evaluate_retrieval
 from sfumato.files import write_atomically
-from sfumato.gaussian import GaussianEmbedding, check_finite
+from sfumato.gaussian import check_finite
 from sfumato.losses import MatchLoss
 from sfumato.metrics.relevance import Relevance
 from sfumato.models.calibrate import calibrate_split
-from sfumato.models.embed import PreparedSplit, embed_split, prepare_split
+from sfumato.models.embed import PreparedSplit, Sides, embed_split, prepare_split
 from sfumato.models.process_group import ProcessGroup, join_process_group
 from sfumato.models.recipe import Recipe, absolute_recipe
 from sfumato.models.run import (
@@ -371,7 +371,7 @@ def _calibrate_training(training: _Training, wordings: PairData) -> None:
             calibrate_split(embedded, prepared.data, training.loss.distance.name, split=WORDINGS).save(path)
 
 
-def _reference(training: _Training) -> tuple[GaussianEmbedding, GaussianEmbedding] | None:
+def _reference(training: _Training) -> Sides | None:
     """Some embedded training items, the reference queries of the calibration; None of a stream."""
     batches = training.batches
     if not isinstance(batches, IndexedBatches):
@@ -401,16 +401,9 @@ def _fit_variances(training: _Training, calibration: Calibration | None) -> None
 
 
 def validate(
-    embedded: tuple[GaussianEmbedding, GaussianEmbedding],
-    split: PreparedSplit,
-    distance: Distance,
-    select: str,
-    process_group: ProcessGroup,
+    embedded: Sides, split: PreparedSplit, distance: Distance, select: str, process_group: ProcessGroup
 ) -> tuple[Evaluation, float]:
-    """Evaluate the embeddings of a split, and compute the score by which the best epoch is chosen.
-
-    embedded (images, texts).
-    """
+    """Evaluate the embeddings of a split, and compute the score by which the best epoch is chosen."""
     relevance = split.data.relevance()
     for side, embeddings in zip(("image", "text"), embedded, strict=True):
         try:
@@ -432,18 +425,15 @@ def selected_by(select: str, relevance: Relevance) -> str:
 
 
 def calibrate(
-    embedded: tuple[GaussianEmbedding, GaussianEmbedding],
+    embedded: Sides,
     data: PairData,
     loss: MatchLoss,
     folder: Path,
     *,
     split: str = "val",
-    reference: tuple[GaussianEmbedding, GaussianEmbedding] | None = None,
+    reference: Sides | None = None,
 ) -> Calibration | None:
-    """Calibrate on the embeddings of the validation split, and write calibration.json into the run folder.
-
-    embedded (images, texts), reference (images, texts).
-    """
+    """Calibrate on the embeddings of the validation split, and write calibration.json into the run folder."""
     try:
         calibration = calibrate_split(embedded, data, loss.distance.name, split=split, reference=reference)
     except ValueError as error:

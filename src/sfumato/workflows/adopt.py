@@ -34,7 +34,7 @@ from sfumato.gaussian import GaussianEmbedding
 from sfumato.ids import Direction
 from sfumato.metrics.bootstrap import Interval, Statistic, bootstrap
 from sfumato.models.calibrate import calibrate_split, embed_reference, some_positions
-from sfumato.models.embed import embed_split, load_splits, prepare_split
+from sfumato.models.embed import Sides, embed_split, load_splits, prepare_split
 from sfumato.models.recipe import Recipe, check_recipe, save_recipe
 from sfumato.models.run import (
     CALIBRATION,
@@ -74,8 +74,6 @@ _MOST_WORDED = 20_000
 
 MOST_QUERIES = 1_500
 """Largest number of queries of either side whose hits and scores calibrate, unless another is given."""
-
-Reference = tuple[GaussianEmbedding, GaussianEmbedding]
 
 
 @dataclass(frozen=True)
@@ -367,7 +365,7 @@ def _embedded(run: Run, data: PairData, problems: Problems, name: str, most: int
 
 
 def _calibrate(
-    split: _Split, reference: Reference | None, distance: str, how: tuple[Population, int], method: str
+    split: _Split, reference: Sides | None, distance: str, how: tuple[Population, int], method: str
 ) -> Calibration:
     """Fit the probabilities of a method; `how` has the population and the largest number of queries."""
     fitted = calibrate_split(
@@ -383,7 +381,7 @@ def _calibrate(
 
 
 def _compare(
-    split: _Split, reference: Reference | None, distance: str, how: tuple[Population, int], seed: int
+    split: _Split, reference: Sides | None, distance: str, how: tuple[Population, int], seed: int
 ) -> dict[str, Comparison]:
     """Fit every method on half of the images, and compare their first hits on the other half."""
     groups = np.unique(split.data.groups, return_inverse=True)[1]

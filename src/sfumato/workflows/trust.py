@@ -36,7 +36,7 @@ from sfumato.gaussian import GaussianEmbedding
 from sfumato.ids import DIRECTION_OF, Side
 from sfumato.metrics.relevance import Relevance
 from sfumato.models.calibrate import calibrate_split, embed_reference, queries_of
-from sfumato.models.embed import embed_split, load_split
+from sfumato.models.embed import Sides, embed_split, load_split
 from sfumato.models.model import Model
 from sfumato.models.run import Run
 
@@ -224,13 +224,13 @@ def _logits(model: Model) -> tuple[str, float, float]:
 
 
 def cross_fitted(
-    embedded: tuple[GaussianEmbedding, GaussianEmbedding],
+    embedded: Sides,
     data: PairData,
     distance: str,
     *,
     split: str,
     population: Population = "planted",
-    reference: tuple[GaussianEmbedding, GaussianEmbedding] | None = None,
+    reference: Sides | None = None,
     seed: int = 0,
 ) -> Sequence[Fold]:
     """Calibrate on the queries of each half of the images of a split, in the gallery of all.
