@@ -215,6 +215,12 @@ UNCERTAINTY = "Uncertainty of queries: total_variance (PCME++), geometric_std (P
 Bootstrap = Annotated[
     int, flag(..., "Number of bootstrap resamples for the confidence intervals; 0 for no intervals.", min=0)
 ]
+Population = Annotated[
+    str,
+    flag(
+        ..., "Queries of the probabilities: planted (each has a match in the gallery) or independent (some have none)."
+    ),
+]
 Seed = Annotated[int, flag(..., "Seed of all random choices.", min=0)]
 Device = Annotated[str, flag(..., "Where to compute: auto, cpu, cuda or mps.")]
 INSTANCES = "COCO's instances_*.json, to add PMRP; may be given several times."

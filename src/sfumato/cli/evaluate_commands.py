@@ -440,11 +440,7 @@ def _evaluate(
 
 
 def _per_query_of_compared(
-    more: "More",
-    opened: ModelOnData,
-    distance: str | None,
-    truths: "Sequence[GroundTruth]",
-    group: "ProcessGroup",
+    more: "More", opened: ModelOnData, distance: str | None, truths: "Sequence[GroundTruth]", group: "ProcessGroup"
 ) -> "PerQuery | None":
     """Single queries of the run or file to compare with; None without one, and in all processes but the first."""
     from sfumato.evaluation.compare import PER_QUERY_ENDINGS, per_query_table

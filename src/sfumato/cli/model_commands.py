@@ -11,6 +11,7 @@ from sfumato.cli.common import (
     Device,
     ModelName,
     Overrides,
+    Population,
     RecipeName,
     RunFolder,
     Seed,
@@ -73,10 +74,7 @@ def calibrate(
     run: RunFolder,
     split: str = flag("val", "Split of the run's data to fit on. It must not be the split of the training."),
     method: str = flag("platt", "How to fit: platt, or isotonic (needs the extra calibration)."),
-    queries: str = flag(
-        "planted",
-        "Queries of the probabilities: planted (each has a match in the gallery) or independent (some have none).",
-    ),
+    queries: Population = "planted",
     device: Device = "auto",
     as_json: AsJson = False,
 ) -> None:
@@ -119,9 +117,7 @@ def demo(
 
 
 @command()
-def recipes(
-    name: str | None = word(None, "Name of a recipe to print.", "NAME"),
-) -> None:
+def recipes(name: str | None = word(None, "Name of a recipe to print.", "NAME")) -> None:
     """List the recipes of the package, or print one."""
     from sfumato.models.recipe import find_recipe, recipe_files, recipe_summary
     from sfumato.reports.tables import print_table
@@ -258,9 +254,7 @@ def _embed_one_file(
 
 @command()
 def export(
-    run: RunFolder,
-    out: Path = word(..., "Folder to write: new, or empty.", "OUT"),
-    as_json: AsJson = False,
+    run: RunFolder, out: Path = word(..., "Folder to write: new, or empty.", "OUT"), as_json: AsJson = False
 ) -> None:
     """Export a run's model in the layout of the Hugging Face hub.
 
@@ -306,10 +300,7 @@ class AdoptFlags:
     )
     val_fraction: float = flag(0.5, "Fraction of images that calibrate, without a split.", min=0.01, max=0.98)
     test_fraction: float = flag(0.3, "Fraction of images that measure, without a split.", min=0, max=0.98)
-    queries: str = flag(
-        "planted",
-        "Queries of the probabilities: planted (each has a match in the gallery) or independent (some have none).",
-    )
+    queries: Population = "planted"
     max_queries: int = flag(1500, "Most images, and texts, of the split val that are queries of the fit.", min=1)
     force: bool = flag(False, "Replace an adopted model in the folder.", "--force")
     seed: Seed = 0

@@ -33,15 +33,7 @@ from sfumato.gaussian import GaussianEmbedding
 from sfumato.ids import Direction, check_ids
 from sfumato.search.atomic_folder import load_folder, save_folder
 from sfumato.search.exact import LiftedGallery, lift_gallery, lift_queries, lifted_dim, lowered, query_constant
-from sfumato.search.gallery import (
-    N_WHOLE,
-    Candidates,
-    Gallery,
-    GalleryRecords,
-    SampledItems,
-    Scorer,
-    with_margin,
-)
+from sfumato.search.gallery import N_WHOLE, Candidates, Gallery, GalleryRecords, SampledItems, Scorer, with_margin
 from sfumato.search.stores.protocol import (
     Filter,
     Records,

@@ -37,15 +37,7 @@ from sfumato.search.exact import (
     query_constant,
     top_k,
 )
-from sfumato.search.gallery import (
-    N_WHOLE,
-    Candidates,
-    Gallery,
-    GalleryRecords,
-    SampledItems,
-    Scorer,
-    with_margin,
-)
+from sfumato.search.gallery import N_WHOLE, Candidates, Gallery, GalleryRecords, SampledItems, Scorer, with_margin
 from sfumato.search.screening import Screen
 from sfumato.search.stores.engines import FAISS_ENGINES, FaissOptions, FaissStore
 from sfumato.search.stores.protocol import Filter

@@ -36,10 +36,7 @@ NewId = Annotated[str, Field(min_length=1, max_length=512, description="id of th
 Text = Annotated[str, Field(min_length=1, max_length=2000, pattern=_WORD, description="any text")]
 Short = Annotated[str, Field(max_length=2000, pattern=_NO_NUL)]
 Payload = Annotated[
-    dict[
-        Annotated[str, Field(min_length=1, max_length=100, pattern=_NO_NUL)],
-        Short,
-    ],
+    dict[Annotated[str, Field(min_length=1, max_length=100, pattern=_NO_NUL)], Short],
     Field(max_length=32, description="texts that searches return with the item"),
 ]
 
@@ -86,10 +83,7 @@ class _Options(_Model):
         None, ge=0, le=1, description="leave out results with a lower match probability"
     )
     abstain: float | None = Field(
-        None,
-        gt=0,
-        lt=1,
-        description="report whether to abstain, so that at most this fraction of the answers is wrong",
+        None, gt=0, lt=1, description="report whether to abstain, so that at most this fraction of the answers is wrong"
     )
     coverage: float | None = Field(
         None, gt=0, lt=1, description="also return the set of items that holds a match with at least this probability"
