@@ -65,7 +65,8 @@ assert result.stdout.strip() == '{"items": 4, "first": ["a"]}', result
 
 def enter(entry, registry, path, example, module):
     """Put an entry before the first of its kind in a registry, and import what it needs."""
-    kind = re.escape(entry[: entry.index("(") + 1]).replace("mine", '[^"]+') if "(" in entry else r"\w+,"
+    written = re.match(r'"mine": \w+$|[^(]*\(', entry)
+    kind = r"\w+," if written is None else re.sub(r"\w+$", "", re.escape(written[0])).replace("mine", '[^"]+')
     source = path.read_text()
     at = re.compile(rf"^( +){kind}", re.M).search(source, re.search(rf"^{registry}\b", source, re.M).start())
     source = f"{source[: at.start()]}{at[1]}{entry},\n{source[at.start() :]}"
