@@ -9,9 +9,6 @@ import pytest
 from PIL import Image
 from support.words import folded
 
-from sfumato.gaussian import save_embeddings
-from sfumato.models.embed import embed_for_evaluation
-
 RECIPE = """
 name = "coco"
 [data]
@@ -75,15 +72,8 @@ def work(shared, tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_one_command_gives_every_figure_of_the_tables(work, sfumato, monkeypatch):
+def test_one_command_gives_every_figure_of_the_tables(work, sfumato):
     folder, coco = work
-    seen = []
-
-    def embed(*arguments, **options):
-        seen.append(embed_for_evaluation(*arguments, **options))
-        return seen[-1]
-
-    monkeypatch.setattr("sfumato.models.embed.embed_for_evaluation", embed)
     assert sfumato("train", folder / "coco.toml", "--out", folder / "run")[0] == 0
     wanted = ("--benchmark", "coco", "--annotations", coco)
     instances = ("--instances", folder / "instances.json")
@@ -109,18 +99,6 @@ def test_one_command_gives_every_figure_of_the_tables(work, sfumato, monkeypatch
     assert (found["samples"], found["uncertainty_measure"]) == (None, "total_variance")
     papers = {(row["paper"], row["table"]) for row in found["published"]["rows"]}
     assert papers == {("PCME++", "1"), ("PCME", "E.4"), ("PCME", "E.5"), ("PVSE++", "1"), ("PVSE++", "2")}
-
-    # The same embeddings through files, whose ids this time stand in the files.
-    (embedded,) = seen
-    for side in ("image", "text"):
-        e, ids = getattr(embedded, f"{side}s"), getattr(embedded, f"{side}_ids")
-        save_embeddings(folder / f"{side}.safetensors", e, list(ids))
-    files = ("--images", folder / "image.safetensors", "--texts", folder / "text.safetensors")
-    status, out, err = sfumato("evaluate", "files", *files, *wanted, "--json")
-    again = json.loads(out)
-    assert status == 0 and again["truths"].keys() == {n for n in found["truths"] if not n.startswith("pmrp")}
-    assert again["truths"] == {name: found["truths"][name] for name in again["truths"]}
-    assert again["uncertainty"] == found["uncertainty"] and again["total_variance"] == found["total_variance"]
 
     # Figure 3: ten bins over the 5,000 images and over the 25,000 captions, each ranked in its fold.
     for direction, n in (("i2t", 5000), ("t2i", 25_000)):

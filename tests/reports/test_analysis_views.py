@@ -1,6 +1,6 @@
 """What the page of the studies shows: words, numbers of one precision, and nothing that can break out."""
 
-from reports.test_report import EVIL, Checker, picture, scene
+from reports.test_report import EVIL, Checker, picture, scene, undrawn_report
 
 from sfumato.reports.report import make_report
 from sfumato.reports.studies import analysis_views
@@ -52,8 +52,8 @@ def test_what_users_wrote_cannot_become_markup():
                  "shown": [pair], "n": 3, "erased_share": 0.25},
         "words": {"uncertainty": EVIL, "corpus": "bin", "sides": {"image": [one]}},
     }  # fmt: skip
-    for content in (None, picture(1)):
-        page = make_report(scene(analyses=found, analysis_image=lambda name, content=content: content)).html
+    for content, make in ((None, make_report), (picture(1), undrawn_report)):
+        page = make(scene(analyses=found, analysis_image=lambda name, content=content: content)).html
         checked = Checker(page)
         assert {"map", "sets", "words"} <= set(checked.ids) and sum("<script>" in text for text in checked.text) > 6
         assert ("data:image/png" in page[page.index('id="sets"') : page.index('id="words"')]) == (content is not None)

@@ -18,8 +18,9 @@ SMALL = (*tiny_figures.SMALL, "model.dim=32")
 
 FIGURES = [item.id for item in paper_items().values() if item.draw]
 
-ELSEWHERE = {"PCME Fig. E.3", "PCME++ Fig. C.2", "PVSE++ 4", "PVSE++ Fig. 2"}
-"""Figures that need COCO's instances, or labelled images: below, from made-up numbers. Of crops: studies/test_crops."""
+ELSEWHERE = {"PCME Fig. E.3", "PCME++ Fig. C.2", "PVSE++ 4", "PVSE++ Fig. 2", "PCME++ Fig. A.1"}
+"""Figures that need COCO's instances, or labelled images: below, from made-up numbers. Of crops and the toy study: with
+their studies."""
 
 
 @pytest.fixture(scope="module")

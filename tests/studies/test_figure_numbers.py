@@ -255,7 +255,9 @@ def test_pmrp_by_tolerance_against_sets_of_classes(tmp_path):
         assert value == pytest.approx(100 * np.mean(by_fold)), zeta
 
 
-def test_prompts_kept_are_those_of_zeroshot(made, sfumato, tmp_path):
+def test_prompts_kept_are_those_of_zeroshot(made, sfumato, tmp_path, monkeypatch):
+    (tmp_path / "templates.txt").write_text("a {}\nsome {}\n{}\n")
+    monkeypatch.setattr("sfumato.studies.zeroshot.CLIP_TEMPLATES", tmp_path / "templates.txt")
     run = next(iter(made("PCME++ Fig. 3").runs.values()))[0]
     for k, name in enumerate(("red", "green")):
         (tmp_path / "val" / name).mkdir(parents=True)

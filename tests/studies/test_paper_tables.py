@@ -6,9 +6,8 @@ import re
 from pathlib import Path
 from statistics import mean, stdev
 
-import numpy as np
 import pytest
-from PIL import Image
+from support import tiny_figures
 from support.toy import make_toy
 
 from sfumato.errors import UserError
@@ -25,12 +24,7 @@ PAPERS = {"PCME++": "000_*.txt", "PVSE++": "001_*.txt", "PCME": "004_*.txt"}
 WITHOUT_NUMBERS = {"PCME++": {"1", "2", "A.2", "B.1"}, "PVSE++": {"1", "3"}, "PCME": {"1", "2", "3", "4", "C.1", "C.2"}}
 """Figures that are diagrams, pseudo-code or photographs alone."""
 
-WORDS = ("red", "green", "blue", "circle", "square", "dog", "on", "the", "grass")
-SMALL = (
-    'model.image={kind="small",size=16,width=2}', 'model.text={kind="small",vocabulary=80,width=4,max_tokens=8}',
-    "model.dim=128", "model.hidden=0", "train.epochs=1", "train.batch_size=16", "train.evaluate_every=1",
-    "train.threads=1",
-)  # fmt: skip
+SMALL = (*tiny_figures.SMALL, "model.dim=128")
 
 
 @pytest.mark.parametrize("paper", PAPERS)
@@ -59,22 +53,7 @@ def test_the_list_has_what_a_program_needs(sfumato):
 
 @pytest.fixture(scope="module")
 def pictures(tmp_path_factory):
-    """Twenty images of a colour each with five captions, in Karpathy's layout, in a manifest and in a folder."""
-    folder, random = tmp_path_factory.mktemp("pictures"), np.random.default_rng(0)
-    (folder / "images").mkdir()
-    entries, rows = [], ["image,captions"]
-    for k in range(20):
-        colour = random.integers(0, 255, 3, dtype=np.uint8)
-        Image.fromarray(np.broadcast_to(colour, (20, 20, 3)).copy()).save(folder / "images" / f"{k}.png")
-        texts = [" ".join(random.choice(WORDS, 5)) for _ in range(5)]
-        rows += [f"images/{k}.png,{text}" for text in texts]
-        (folder / "images" / f"{k}.txt").write_text("\n".join(texts), encoding="utf-8")
-        part = "train" if k < 10 else "val" if k < 14 else "test"
-        sentences = [{"sentid": 5 * k + i, "raw": text} for i, text in enumerate(texts)]
-        entries.append({"filename": f"{k}.png", "split": part, "sentences": sentences})
-    (folder / "dataset.json").write_text(json.dumps({"images": entries, "dataset": "flickr8k"}), encoding="utf-8")
-    (folder / "pictures.csv").write_text("\n".join(rows), encoding="utf-8")
-    return folder
+    return tiny_figures.make_pictures(tmp_path_factory.mktemp("pictures"))
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +61,7 @@ def table(pictures, tmp_path_factory):
     """The arguments of a table of two rows and two seeds, and its folders."""
     work = tmp_path_factory.mktemp("tables")
     return work, (
-        "table", "PVSE++ 6", "--data", pictures / "dataset.json", *SMALL, f"data.images={pictures / 'images'}",
+        "table", "PVSE++ 6", "--data", pictures / "dataset_flickr8k.json", *SMALL, f"data.images={pictures / 'images'}",
         "--seeds", 2, "--runs", work / "runs", "--out", work / "out",
     )  # fmt: skip
 
@@ -110,7 +89,8 @@ def test_figures_are_means_and_deviations_of_evaluate_and_runs_are_reused(table,
 
 def test_rows_ranked_by_strategies_share_one_run(pictures, sfumato, tmp_path):
     status, out, err = sfumato(
-        "table", "PCME++ C.7", "--data", pictures / "dataset.json", *SMALL, f"data.images={pictures / 'images'}",
+        "table", "PCME++ C.7", "--data", pictures / "dataset_flickr8k.json", *SMALL,
+        f"data.images={pictures / 'images'}",
         "--runs", tmp_path / "runs", "--out", tmp_path / "out", "--json",
     )  # fmt: skip
     assert status == 0, err
@@ -159,12 +139,14 @@ def test_what_is_written_says_ours_and_published(table, sfumato):
 def test_rows_of_other_data_keep_their_own_paths_and_without_them_the_others_are_made(pictures):
     """The VSRN rows read regions; the images' path is not theirs."""
     item = find_item("PVSE++ 1")
-    chosen = paper_tables.choose_data(item, str(pictures / "dataset.json"), [f"data.images={pictures / 'images'}"])
+    chosen = paper_tables.choose_data(
+        item, str(pictures / "dataset_flickr8k.json"), [f"data.images={pictures / 'images'}"]
+    )
     rows = {row.label: row for row in paper_tables.plan_table(item, chosen)}
     left = rows["VSRN ours"]
     assert left.missing == "no flickr8k_regions here, see `sfumato recipes flickr8k-probabilistic-vsrn`"
     assert not left.recipes
-    assert rows["VSE++ ours"].recipes[0].data.path == str(pictures / "dataset.json")
+    assert rows["VSE++ ours"].recipes[0].data.path == str(pictures / "dataset_flickr8k.json")
 
 
 def test_folds_are_said_as_well_as_seeds():
@@ -187,7 +169,7 @@ def test_a_file_is_called_by_its_own_name(pictures, tmp_path):
 
 def test_ground_truths_are_looked_for_before_training(pictures, capsys, tmp_path, monkeypatch):
     """ECCV Caption's package and, for PMRP, COCO's instances."""
-    coco = paper_tables.TableData("coco", "COCO", (f"data.path={pictures / 'dataset.json'}",))
+    coco = paper_tables.TableData("coco", "COCO", (f"data.path={pictures / 'dataset_flickr8k.json'}",))
     monkeypatch.setattr(paper_tables, "fit", lambda *_: pytest.fail("trained"))
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
     with pytest.raises(UserError, match="eccv_caption"):

@@ -29,11 +29,10 @@ def test_data_is_the_papers():
     assert -1.5 <= log_sigma.min() < -1.49 and 1.49 < log_sigma.max() <= 1.5
 
 
-@pytest.mark.parametrize("seed", [0, 1])
-def test_ratios_are_those_published(seed):
+def test_ratios_are_those_published():
     """1.82 and 1.04 (Chun 2024, A.2); over seeds 0 to 4 ours are 1.65 to 1.91 and 1.02 to 1.09."""
-    data = toy_data(seeded(seed))
-    found = {name: ratio(data, train_toy(data, name, generator=seeded(seed))) for name in ("csd", "wasserstein2")}
+    data = toy_data(seeded(0))
+    found = {name: ratio(data, train_toy(data, name, generator=seeded(0))) for name in ("csd", "wasserstein2")}
     assert abs(found["csd"] - 1.82) < 0.3 and abs(found["wasserstein2"] - 1.04) < 0.15
 
 
@@ -49,11 +48,12 @@ def test_start_is_kept_and_equal_runs_are_equal():
     assert not torch.equal(summed.mean, hardest.mean) and not torch.equal(hardest.mean, before[0])
 
 
-def test_the_figure_is_drawn_and_said(sfumato, tmp_path):
+def test_the_figure_is_drawn_and_said(sfumato, tmp_path, monkeypatch):
     arguments = "table", "PCME++ Fig. A.1", "toy.seed=2", "toy.updates=2", "--out", tmp_path
     status, out, err = sfumato(*arguments)
     words = folded(out)
     assert status == 0 and "published 1.82" in words and "published 1.04" in words and "2930 updates" in words, err
+    monkeypatch.setattr("sfumato.reports.papers.write_drawing", lambda *_: [])
     numbers = json.loads(sfumato(*arguments, "--json")[1])["numbers"]
     assert list(numbers["methods"]) == list(METHODS) and "ratio" not in numbers["methods"]["triplet_sum"]
     data = toy_data(seeded(2))

@@ -175,7 +175,8 @@ def notes(table: PaperTable) -> list[str]:
     """What a reader has to know beside the figures."""
     found = [f"Published: {table.item.source}."] if _published_too(table) else []
     if not table.same_data and _published_too(table):
-        found.append(f"The published figures are of other data, {_benchmark(table)}: only the order can be compared.")
+        other = data_sets()[table.item.benchmark].title
+        found.append(f"The published figures are of other data, {other}: only the order can be compared.")
         if beside := _beside(table):
             found.append(f"Of several published figures these stand beside ours: {beside}.")
     if table.data.overrides:
@@ -200,10 +201,6 @@ def averaged_over(n_seeds: int, n_variants: int) -> str:
     if n_variants > 1:
         return f"mean ± standard deviation over {n_variants} folds with {n_seeds} {'seeds' if n_seeds > 1 else 'seed'}"
     return f"mean ± standard deviation over {n_seeds} seeds" if n_seeds > 1 else "one seed"
-
-
-def _benchmark(table: PaperTable) -> str:
-    return data_sets()[table.item.benchmark].title
 
 
 def _published(value: float | None) -> str:
@@ -508,9 +505,10 @@ def _sets(figure: Figure) -> "Drawing":
     drawing = _drawing(_WIDE, 2.6 * len(pairs) + 0.5)
     for rows, pair in zip(drawing.subfigures(len(pairs), 1, squeeze=False).flat, pairs, strict=True):
         axes = rows.subplot_mosaic(_MOSAIC, width_ratios=[1, 1, 1, 3.2])
+        pictures = {str(item["name"]): str(item["picture"]) for item in pair["items"]}
         for name, (letter, colour, about) in MADE.items():
             heading = textwrap.fill(f"{letter}: {about}", 24)
-            _show(axes[name], figure.pictures.get(_picture(pair, name)), heading, colour)
+            _show(axes[name], figure.pictures.get(pictures[name]), heading, colour)
             axes[name].title.set_fontsize(8)
         make_plane(axes["plane"])
         ellipses, times = pair_ellipses(pair)
@@ -518,10 +516,6 @@ def _sets(figure: Figure) -> "Drawing":
         larger = f", drawn {times:g} times as large" if times != 1 else ""
         axes["plane"].set_title(f"ellipses of {DRAWN_SIGMAS} standard deviations{larger}", fontsize=9, color=SOFT)
     return drawing
-
-
-def _picture(pair: Mapping[str, Any], name: str) -> str:
-    return next(str(item["picture"]) for item in pair["items"] if item["name"] == name)
 
 
 def _show(ax: "Axes", content: bytes | None, heading: str = "", colour: str = INK) -> None:

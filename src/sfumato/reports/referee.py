@@ -90,11 +90,11 @@ def referee_tables(reports: Sequence[dict[str, Any]], methods: Sequence[str] = (
     tables += [table for direction in ARROWS if (table := corruption_table(reports, direction))]
     notes = [f"Note: {note}." for note in reports[0]["notes"]]
     notes += [fill(f"Not built: {name}. {why}.", _WIDTH) for name, why in reports[0].get("not_built", {}).items()]
-    return "\n".join([*(f"**{table.title}**\n\n{_with_notes(table)}\n" for table in tables), *notes])
-
-
-def _with_notes(table: Table) -> str:
-    return "\n".join([table.markdown(), *([""] if table.notes else []), *(fill(note, _WIDTH) for note in table.notes)])
+    shown = [
+        "\n".join([table.markdown(), *([""] if table.notes else []), *(fill(note, _WIDTH) for note in table.notes)])
+        for table in tables
+    ]
+    return "\n".join([*(f"**{table.title}**\n\n{text}\n" for table, text in zip(tables, shown, strict=True)), *notes])
 
 
 def write_referee_tables(report: dict[str, Any], methods: Sequence[str], path: Path) -> None:

@@ -313,7 +313,7 @@ def _report(
     problems = Problems()
     prepared = load_split(retrieval_model.model, data, split, problems)
     pairs = prepared.data
-    images, texts = (_on_host(e) for e in embed_split(retrieval_model.model, prepared))
+    images, texts = (e.to("cpu") for e in embed_split(retrieval_model.model, prepared))
     report = make_report(
         ReportData(
             model=name,
@@ -347,10 +347,6 @@ def _report(
 def _notes(left_out: int, features: str) -> list[str]:
     notes = [f"{left_out} items could not be used and were left out."] if left_out else []
     return notes + ([f"The images are {features}: there are no image files to show."] if features else [])
-
-
-def _on_host(embeddings: GaussianEmbedding) -> GaussianEmbedding:
-    return GaussianEmbedding(embeddings.mean.cpu(), embeddings.log_var.cpu())
 
 
 def _learnt_logits(run: Run) -> tuple[float, float] | None:

@@ -27,11 +27,10 @@ from sfumato.matching import MATCH_PROBABILITY
 from sfumato.metrics.reliability import wilson_interval
 from sfumato.models.embed import embed_split, file_endings, load_split
 from sfumato.models.run import LOG, Run, load_model, load_run, read_log
-from sfumato.progress import say
 from sfumato.search.exact import top_k
 from sfumato.studies.analyse import AnalysisOptions, analyse_model
 from sfumato.studies.crops import study_crops
-from sfumato.studies.paper_tables import TableData, embed_item, plan_table, run_figures, train_missing, variants_on
+from sfumato.studies.paper_tables import TableData, embed_item, plan_table, run_figures, train_planned, variants_on
 from sfumato.studies.toy import run_toy
 from sfumato.studies.zeroshot import evaluate_zeroshot, read_templates
 
@@ -60,6 +59,12 @@ class Scene:
     def options(self) -> Mapping[str, Any]:
         """Settings of the figure."""
         return self.item.options
+
+    @property
+    def only(self) -> Path:
+        """The folder of the only row's first run."""
+        ((_, (folder, *_)),) = self.runs.items()
+        return folder
 
     def load(self, folder: Path) -> Run:
         """A run of a row."""
@@ -135,16 +140,6 @@ def _bins(measured: Measured, row: str) -> dict[str, Any]:
 def _map(scene: Scene) -> dict[str, Any]:
     options = AnalysisOptions(method=scene.options["method"], n_mapped=100)
     return {"maps": {row: scene.study(folders[0], "map", options) for row, folders in scene.runs.items()}}
-
-
-def _sets(scene: Scene) -> dict[str, Any]:
-    ((_, (folder, *_)),) = scene.runs.items()
-    return scene.study(folder, "sets", AnalysisOptions())
-
-
-def _words(scene: Scene) -> dict[str, Any]:
-    ((_, (folder, *_)),) = scene.runs.items()
-    return scene.study(folder, "words", AnalysisOptions(uncertainty=scene.options["uncertainty"]))
 
 
 def _corruption(scene: Scene) -> dict[str, Any]:
@@ -270,8 +265,7 @@ def _pseudo_positives(scene: Scene) -> dict[str, Any]:
 
 
 def _prompts_kept(scene: Scene) -> dict[str, Any]:
-    ((_, (folder, *_)),) = scene.runs.items()
-    run = scene.load(folder)
+    run = scene.load(scene.only)
     if scene.data.name == "emoji":
         images, split = emoji_labelled(scene.options["emoji"]), "style"
     else:
@@ -298,8 +292,7 @@ def _check_instances(item: PaperItem, data: TableData, instances: Sequence[Path]
 
 
 def _examples(scene: Scene) -> dict[str, Any]:
-    ((_, (folder, *_)),) = scene.runs.items()
-    run, options = scene.load(folder), scene.options
+    run, options = scene.load(scene.only), scene.options
     prepared = load_split(run.model, run.recipe.data, scene.item.split)
     images, texts = embed_split(run.model, prepared)
     relevance, data = prepared.data.relevance(), prepared.data
@@ -370,10 +363,6 @@ def _crops(scene: Scene) -> dict[str, Any]:
     return study | {"model": scene.options["model"], "published": scene.item.rows, "panels": panels}
 
 
-def _toy(scene: Scene) -> dict[str, Any]:
-    return run_toy(seed=scene.options["seed"], updates=scene.options["updates"])
-
-
 def _gradients(scene: Scene) -> dict[str, Any]:
     """Of points near their match: what a change of each pair's distance does to the losses."""
     generator = torch.Generator().manual_seed(scene.options["seed"])
@@ -423,8 +412,11 @@ class Kind:
 KINDS: dict[str, Kind] = {
     "recall_by_uncertainty": Kind(_recall_by_uncertainty),
     "map": Kind(_map, one_run=True),
-    "sets": Kind(_sets, one_run=True),
-    "words": Kind(_words, one_run=True),
+    "sets": Kind(lambda scene: scene.study(scene.only, "sets", AnalysisOptions()), one_run=True),
+    "words": Kind(
+        lambda scene: scene.study(scene.only, "words", AnalysisOptions(uncertainty=scene.options["uncertainty"])),
+        one_run=True,
+    ),
     "examples": Kind(_examples, one_run=True),
     "prompts_kept": Kind(_prompts_kept, one_run=True, check=_check_prompts),
     "corruption": Kind(_corruption),
@@ -436,7 +428,7 @@ KINDS: dict[str, Kind] = {
     "pseudo_positives": Kind(_pseudo_positives),
     "gradients": Kind(_gradients),
     "crops": Kind(_crops),
-    "toy": Kind(_toy),
+    "toy": Kind(lambda scene: run_toy(seed=scene.options["seed"], updates=scene.options["updates"])),
 }
 """The kinds by the name that a [[figure]] has as draw."""
 
@@ -497,13 +489,9 @@ def make_figure(
     if item.runs:
         planned = plan_table(item, data, n_seeds)
         kind.check(item, data, instances)
-        for number, row in enumerate(planned):
-            failed += [f"{row.label}: {row.missing}"] if row.missing else []
-            if row.recipes:
-                say(f"{item.id}, row {number + 1} of {len(planned)}: {row.label}")
-                done, why = train_missing(row.recipes, runs)
-                failed += [f"{row.label}: {reason}" for reason in why]
-                folders |= {row.label: tuple(done)} if done else {}
+        for row, done, why in train_planned(item, planned, runs):
+            failed += [f"{row.label}: {reason}" for reason in why]
+            folders |= {row.label: tuple(done)} if done else {}
         if not folders:
             raise UserError(f"{item.id}: no run is left to draw; {'; '.join(failed)}")
     scene = Scene(item, data, folders, tuple(instances), device)

@@ -214,7 +214,8 @@ def freeze(
                 f"the means of split {split} are not of unit length, so the model does not search by their cosine;"
                 " the referee compares methods for models that do"
             )
-    notes = ["its variances are left out: methods see the means"] if _has_variance(towers) else []
+    variances = any(isinstance(t.head, GaussianHead) and t.head.log_var is not None for t in towers)
+    notes = ["its variances are left out: methods see the means"] if variances else []
     corruptions: list[FrozenCorruption] = []
     for side, tower in zip(get_args(Side), towers, strict=True):
         if n_corrupted and (reason := not_corrupted(retrieval_model.model, side)):
@@ -269,10 +270,6 @@ def _check_cosine(retrieval_model: Model) -> None:
 
 def _unit_length(x: Tensor) -> bool:
     return bool((x.norm(dim=1) - 1).abs().max() < 1e-3) if len(x) else True
-
-
-def _has_variance(towers: tuple[Tower, Tower]) -> bool:
-    return any(isinstance(t.head, GaussianHead) and t.head.log_var is not None for t in towers)
 
 
 def last_layer(tower: Tower) -> tuple[Tensor, Tensor] | None:

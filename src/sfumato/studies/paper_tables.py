@@ -5,7 +5,7 @@ beside. What a table consists of is data, see :mod:`sfumato.evaluation.papers`.
 import hashlib
 import json
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -260,6 +260,17 @@ def train_missing(recipes: Sequence[Recipe], runs: Path) -> tuple[list[Path], li
     return folders, failed
 
 
+def train_planned(
+    item: PaperItem, planned: Sequence[PlannedRow], runs: Path
+) -> Iterator[tuple[PlannedRow, list[Path], list[str]]]:
+    """Each row with the folders of its runs, trained if they are missing, and why there are no others."""
+    for number, row in enumerate(planned):
+        if row.recipes:
+            say(f"{item.id}, row {number + 1} of {len(planned)}: {row.label}")
+        folders, failed = train_missing(row.recipes, runs)
+        yield row, folders, [*failed, *filter(None, [row.missing])]
+
+
 def finished(folder: Path, recipe: Recipe) -> bool:
     """Whether all epochs of exactly this recipe are done; :func:`fit` handles every other case."""
     if not all((folder / name).is_file() for name in (RECIPE, LOG, MODEL)):
@@ -284,18 +295,14 @@ def make_table(
     _check_ground_truths(item, data, planned, instances)
     columns = table_columns(item, data)
     rows = []
-    for number, row in enumerate(planned):
+    for row, folders, failed in train_planned(item, planned, runs):
         published = {own: item.rows.get(row.label, {}).get(name) for own, name in columns.items()}
         known = {name: value for name, value in published.items() if value is not None}
         name = item.name_on(row.label, data.name) if row.recipes else row.label
-        if not row.recipes:
-            rows.append(TableRow(name, known, failed=(row.missing,) if row.missing else ()))
-            continue
-        say(f"{item.id}, row {number + 1} of {len(planned)}: {row.label}")
-        folders, failed = train_missing(row.recipes, runs)
         figures = [run_figures(folder, item, data, row.label, instances=instances, device=device) for folder in folders]
         own = {name: value for name, value in over_seeds(figures).items() if name in columns}
-        rows.append(TableRow(name, known, own, tuple(map(str, folders)), row.spec, tuple(failed)))
+        spec = row.spec if row.recipes else ""
+        rows.append(TableRow(name, known, own, tuple(map(str, folders)), spec, tuple(failed)))
     shown = tuple(name for name in columns if any(name in row.own or name in row.published for row in rows))
     return Table(item, data, item.split, n_seeds, shown, tuple(rows))
 
