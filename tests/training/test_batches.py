@@ -194,27 +194,22 @@ def test_an_epoch_follows_from_its_number_and_the_seed_alone(style):
     assert not same(straight[0][0], next(iter(indexed(recipe(style=style, mixed_share=0.5, seed=1), alone()).epoch(0))))
 
 
-def test_pictures_and_words_change_as_the_recipe_says():
+def test_images_and_words_change_as_the_recipe_says():
     everything = [drawn(b) for b in indexed(recipe(), alone()).epoch(0)]
     assert sorted(i for images, _ in everything for i in images) == sorted(i for i, _ in shared_captions().pairs)
-    plain, styled = (next(iter(indexed(recipe(style=s), alone()).epoch(0))) for s in (False, True))
-    assert plain.images.values.dtype == torch.uint8 and not torch.equal(
-        styled.images.values.float(), plain.images.values / 255
+    plain, styled, damaged, erased, shorter = (
+        next(iter(indexed(recipe(**changes), alone()).epoch(0)))
+        for changes in ({}, {"style": True}, {"text_tokens": 0.9}, {"erase": 1}, {"drop_words": 0.9})
     )
-    assert torch.equal(plain.texts.values, styled.texts.values)
-    damaged = next(iter(indexed(recipe(text_tokens=0.9), alone()).epoch(0)))
-    assert torch.equal(damaged.images.values, plain.images.values), "words draw after the pictures of their batch"
-    assert damaged.texts.mask.sum() < plain.texts.mask.sum() and damaged.texts.mask.any(1).all()
-
-
-def test_rectangles_and_words_go_as_the_recipe_says():
-    plain, erased, shorter = (
-        next(iter(indexed(recipe(**changes), alone()).epoch(0))) for changes in ({}, {"erase": 1}, {"drop_words": 0.9})
-    )
-    assert erased.images.values.ne(plain.images.values / 255).flatten(1).any(1).all()
-    assert torch.equal(erased.texts.values, plain.texts.values)
-    assert torch.equal(shorter.images.values, plain.images.values)
-    assert shorter.texts.mask.sum() < plain.texts.mask.sum() and shorter.texts.mask.any(1).all()
+    pixels = plain.images.values / 255
+    assert plain.images.values.dtype == torch.uint8 and not torch.equal(styled.images.values.float(), pixels)
+    assert erased.images.values.ne(pixels).flatten(1).any(1).all()
+    for same_texts in (styled, erased):
+        assert torch.equal(same_texts.texts.values, plain.texts.values)
+    for same_images in (damaged, shorter):  # Words draw after the images of their batch.
+        assert torch.equal(same_images.images.values, plain.images.values)
+        mask = same_images.texts.mask
+        assert mask.sum() < plain.texts.mask.sum() and mask.any(1).all()
     # Texts repeat one id: what is left of them is that id still, which masking or replacing words would change.
     assert torch.equal(shorter.texts.values[:, 0], plain.texts.values[:, 0])
     assert set(shorter.texts.values.unique().tolist()) <= set(plain.texts.values.unique().tolist()) | {0}
