@@ -309,18 +309,19 @@ def make_pair_data(
 
 
 def _split_of(items: Sequence[SourceItem]) -> PairData:
-    named = [[(i or f"{item.id}#{k}", text) for k, (i, text) in enumerate(item.texts)] for item in items]
+    ids = [i or f"{item.id}#{k}" for item in items for k, (i, _) in enumerate(item.texts)]
     texts: dict[str, str] = {}
-    for identity, text in itertools.chain.from_iterable(named):
+    for identity, (_, text) in zip(ids, itertools.chain.from_iterable(item.texts for item in items), strict=True):
         texts.setdefault(identity, text)
-    number = {identity: t for t, identity in enumerate(texts)}
+    number = dict(zip(texts, range(len(texts)), strict=True))
+    image = np.repeat(np.arange(len(items)), [len(item.texts) for item in items])
     return PairData(
         tuple(item.id for item in items),
         tuple(item.image for item in items),
         tuple(texts),
         tuple(texts.values()),
         ("caption",) * len(texts),
-        np.array([(k, number[identity]) for k, own in enumerate(named) for identity, _ in own], np.int64),
+        np.stack([image, np.fromiter(map(number.__getitem__, ids), np.int64, len(ids))], axis=1),
         np.array([item.group for item in items if item.group is not None], np.int64),
     )
 

@@ -11,7 +11,7 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -333,7 +333,7 @@ def erase_rectangles(pixels: Tensor, *, fraction: float, generator: torch.Genera
 
 _SQUARES = 8
 
-_LETTERS = "abcdefghijklmnopqrstuvwxyz"
+_LETTERS, _LETTER = "abcdefghijklmnopqrstuvwxyz", re.compile("[a-zA-Z]")
 
 
 def erase_squares(image: bytes, fraction: float, seed: Sequence[int]) -> bytes:
@@ -361,7 +361,7 @@ def drop_words(text: str, fraction: float, seed: Sequence[int]) -> str:
 
 def replace_letters(text: str, fraction: float, seed: Sequence[int]) -> str:
     """Replace a random fraction of the letters of a text by other letters, like spelling mistakes."""
-    positions = [m.start() for m in re.finditer("[a-zA-Z]", text)]
+    positions = [m.start() for m in _LETTER.finditer(text)]
     letters = np.random.default_rng([*seed, 1]).integers(1, 26, len(positions))
     result = list(text)
     for i in _first(len(positions), fraction, seed):
@@ -382,45 +382,24 @@ def unknown_words(text: str, fraction: float, seed: Sequence[int]) -> str:
 
 
 @dataclass(frozen=True)
-class ImageCorruption:
-    """A way to corrupt images."""
+class Corruption:
+    """A way to corrupt images or texts."""
 
-    name: str  # key in IMAGE_CORRUPTIONS
     strengths: tuple[float, ...]  # ascending
-    apply: Callable[[bytes, float, Sequence[int]], bytes]  # (encoded image, strength, seed) -> encoded image
+    apply: Callable[[Any, float, Sequence[int]], Any]  # (encoded image or text, strength, seed) -> the same, corrupted
+    suits: Callable[[Any], bool] = lambda text: True  # whether a text can be corrupted this way
 
 
-@dataclass(frozen=True)
-class TextCorruption:
-    """A way to corrupt texts."""
-
-    name: str  # key in TEXT_CORRUPTIONS
-    strengths: tuple[float, ...]  # ascending
-    apply: Callable[[str, float, Sequence[int]], str]  # (text, strength, seed) -> text
-    suits: Callable[[str], bool]  # returns whether a text can be corrupted this way
-
-
-IMAGE_CORRUPTIONS: dict[str, ImageCorruption] = {
-    c.name: c
-    for c in (
-        ImageCorruption("erased", (0.1, 0.25, 0.5, 0.75, 0.9), erase_squares),
-        ImageCorruption("blurred", (0.01, 0.02, 0.04, 0.08, 0.16), blur),
-    )
+IMAGE_CORRUPTIONS = {
+    "erased": Corruption((0.1, 0.25, 0.5, 0.75, 0.9), erase_squares),
+    "blurred": Corruption((0.01, 0.02, 0.04, 0.08, 0.16), blur),
 }
 """Corruptions of images by name."""
 
-TEXT_CORRUPTIONS: dict[str, TextCorruption] = {
-    c.name: c
-    for c in (
-        TextCorruption("dropped_words", (0.2, 0.4, 0.6, 0.8), drop_words, lambda text: len(text.split()) > 1),
-        TextCorruption("unknown_words", (0.25, 0.5, 0.75, 1.0), unknown_words, lambda text: bool(text.split())),
-        TextCorruption(
-            "wrong_letters",
-            (0.1, 0.2, 0.35, 0.5, 0.75),
-            replace_letters,
-            lambda text: re.search("[a-zA-Z]", text) is not None,
-        ),
-    )
+TEXT_CORRUPTIONS = {
+    "dropped_words": Corruption((0.2, 0.4, 0.6, 0.8), drop_words, lambda text: len(text.split()) > 1),
+    "unknown_words": Corruption((0.25, 0.5, 0.75, 1.0), unknown_words, lambda text: bool(text.split())),
+    "wrong_letters": Corruption((0.1, 0.2, 0.35, 0.5, 0.75), replace_letters, lambda text: bool(_LETTER.search(text))),
 }
 """Corruptions of texts by name."""
 

@@ -8,7 +8,7 @@ tail, which the next process removes.
 import hashlib
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -52,12 +52,13 @@ class TokenFeatures:
 
     def float(self) -> "TokenFeatures":
         """The same features in float32, or in float64 if they are in float64."""
-        mean, log_var, local = (
-            None if features is None else _at_least_float32(features)
-            for features in (self.mean, self.log_var, self.local)
-        )
-        assert mean is not None
-        return TokenFeatures(mean, self.mask, log_var, local, self.local_mask)
+        features = {"mean": self.mean, "log_var": self.log_var, "local": self.local}
+        float32 = {
+            name: values.to(torch.promote_types(values.dtype, torch.float32))
+            for name, values in features.items()
+            if values is not None
+        }
+        return replace(self, **float32)
 
     def for_log_var(self) -> tuple[Tensor, Tensor | None]:
         """The features for the log variance. Returns (n, t, c)."""
@@ -278,10 +279,6 @@ def cached_features(
             raise failure
         on_error(position, failure)
     return cache.store(list(done.values())), np.array(list(done), dtype=np.int64)
-
-
-def _at_least_float32(values: Tensor) -> Tensor:
-    return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
 def _truncate(path: Path, record: int) -> None:

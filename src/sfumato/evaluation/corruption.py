@@ -13,7 +13,7 @@ import torch
 
 from sfumato.data.images import ImageSource
 from sfumato.data.pairs import PairData
-from sfumato.data.transforms import IMAGE_CORRUPTIONS, TEXT_CORRUPTIONS, ImageCorruption, TextCorruption
+from sfumato.data.transforms import IMAGE_CORRUPTIONS, TEXT_CORRUPTIONS, Corruption
 from sfumato.encoders.dual import DualEncoder
 from sfumato.encoders.feature_rows import features_read
 from sfumato.evaluation.estimators import Estimator, Matching, estimate_uncertainty
@@ -66,19 +66,16 @@ def corrupted_inputs(
     side: Side, items: Sequence[ImageSource] | Sequence[str], usable: np.ndarray, n: int, seed: int
 ) -> list[CorruptedInputs]:
     """Some queries of a side, corrupted in every way that suits them. usable (q,)."""
-    kinds: Mapping[str, ImageCorruption | TextCorruption] = IMAGE_CORRUPTIONS if side == "image" else TEXT_CORRUPTIONS
     found = []
-    for c in kinds.values():
-        suited = usable
-        if isinstance(c, TextCorruption):
-            suited = usable & np.array([c.suits(str(text)) for text in items], bool)
+    for name, c in (IMAGE_CORRUPTIONS if side == "image" else TEXT_CORRUPTIONS).items():
+        suited = usable & np.array([c.suits(item) for item in items], bool)
         index = np.sort(np.random.default_rng([seed, 2]).permutation(np.flatnonzero(suited))[:n])
 
-        def apply(i: int, strength: float, c: Any = c) -> Any:
+        def apply(i: int, strength: float, c: Corruption = c) -> Any:
             item = items[i]
             return c.apply(item if isinstance(item, str) else item.read_bytes(), strength, (seed, i))
 
-        found.append(CorruptedInputs(c.name, index, c.strengths, apply))
+        found.append(CorruptedInputs(name, index, c.strengths, apply))
     return [c for c in found if len(c.index)]
 
 
