@@ -14,7 +14,7 @@ from sfumato.models.embed import embed_split, load_split
 from sfumato.models.run import load_run
 from sfumato.search.exact import rank_relevant
 from sfumato.workflows import trust
-from sfumato.workflows.trust import trust_model, trust_run
+from sfumato.workflows.trust import trust_model
 
 QUICK = {"n_resamples": 5, "n_corrupted": 6}
 
@@ -51,8 +51,7 @@ def test_the_learnt_estimator_saw_the_validation_split_and_no_other(run, side):
 
 
 def test_queries_are_corrupted_as_stated_and_compared_with_themselves(run):
-    report, path = trust_run(run, "test", seed=4, **QUICK)
-    assert path == run.folder / "trust-test.json" and path.exists()
+    report = trust_model(run, run.recipe.data, "test", seed=4, **QUICK)
     data, queries, gallery, *_ = embedded(run, "test", True)
     matching = Matching(run.distance, run.logit_scale, run.logit_bias, direction="t2i")
     c = TEXT_CORRUPTIONS["wrong_letters"]

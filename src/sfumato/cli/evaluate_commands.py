@@ -406,7 +406,7 @@ def _evaluate(
     from sfumato.evaluation.compare import more_results
     from sfumato.evaluation.embedded_input import measure
     from sfumato.matching import MATCH_PROBABILITY
-    from sfumato.models.embed import embed_for_evaluation, evaluate_model, evaluate_run, write_benchmark
+    from sfumato.models.embed import embed_for_evaluation, evaluate_model, write_figures
 
     truths, options = benchmark.ground_truths if benchmark else (), more.options
     chosen = opened.model.ranking_distance(distance)
@@ -421,21 +421,21 @@ def _evaluate(
         )
     result: Evaluation | Measured | None = None
     path = None
-    if benchmark is None and opened.own_run is not None:
-        result, path = evaluate_run(
-            opened.own_run, opened.split, distance, process_group=group, embedded=embedded, options=options
-        )
-    elif benchmark is None:
+    if benchmark is None:
         result = evaluate_model(
             opened.model, opened.data, opened.split, distance, process_group=group, embedded=embedded, options=options
         )
+        if opened.own_run is not None and group.main:
+            name = f"evaluation-{opened.split}-{result.distance}"
+            path = write_figures(opened.own_run, name, result.to_json())
     if embedded is None or not group.main:
         return result, path, None
     measured = measure(embedded, chosen, options=options)
     if benchmark is not None:
         result = measured
         if opened.own_run is not None:
-            path = write_benchmark(opened.own_run, benchmark.name, opened.split, measured)
+            name = f"benchmark-{benchmark.name}-{opened.split}-{measured.score}"
+            path = write_figures(opened.own_run, name, measured.to_json())
     return result, path, more_results(measured, embedded, more, other, match_probability=probability)
 
 
@@ -532,8 +532,9 @@ def trust(
     on its own data, writes trust-SPLIT.json into its folder.
     """
     from sfumato.data.splits import WORDINGS
+    from sfumato.models.embed import write_figures
     from sfumato.reports.console import print_trust, print_trust_summary
-    from sfumato.workflows.trust import trust_model, trust_run
+    from sfumato.workflows.trust import trust_model
 
     opened = on.open("measure it on")
     split = opened.split
@@ -541,14 +542,11 @@ def trust(
     path = None
     if corrupted is None:  # The summary says nothing of corruptions, and embedding them takes most of the time.
         corrupted = 200 if details or as_json else 0
+    report = trust_model(
+        opened.model, opened.data, split, queries=queries, n_resamples=bootstrap, n_corrupted=corrupted, seed=seed
+    )
     if opened.own_run is not None:
-        report, path = trust_run(
-            opened.own_run, split, queries=queries, n_resamples=bootstrap, n_corrupted=corrupted, seed=seed
-        )
-    else:
-        report = trust_model(
-            opened.model, opened.data, split, queries=queries, n_resamples=bootstrap, n_corrupted=corrupted, seed=seed
-        )
+        path = write_figures(opened.own_run, f"trust-{split}", report.to_json())
     if as_json:
         return print(json.dumps(report.to_json()))
     (print_trust if details else print_trust_summary)(report, f"{on.model} on {split}, by {report.distance}")

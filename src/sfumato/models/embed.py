@@ -24,7 +24,6 @@ from sfumato.encoders.features import Store
 from sfumato.encoders.frozen import FrozenProcessor
 from sfumato.errors import UserError, counted
 from sfumato.evaluation.benchmarks import EmbeddedSet, plan_ranks
-from sfumato.evaluation.embedded_input import Measured
 from sfumato.evaluation.ground_truth import GroundTruth, ground_truth_from_data, ids_by_order
 from sfumato.evaluation.protocols import Evaluation, EvaluationOptions, evaluate_retrieval
 from sfumato.files import write_json
@@ -340,27 +339,16 @@ def evaluate_model(
     )
 
 
-def write_benchmark(run: Run, name: str, split: str, measured: Measured) -> Path:
-    """Write the figures of a benchmark into the folder of a run."""
-    path = run.folder / f"benchmark-{name}-{split}-{measured.score}.json"
-    write_json(path, measured.to_json())
+def write_figures(run: Run, name: str, figures: Mapping[str, Any]) -> Path:
+    """Write figures of a run, such as those of an evaluation, into its folder."""
+    path = run.folder / f"{name}.json"
+    write_json(path, figures)
     return path
 
 
 def evaluate_run(
-    run: Run,
-    split: str,
-    distance: str | None = None,
-    *,
-    process_group: ProcessGroup | None = None,
-    embedded: EmbeddedSet | None = None,
-    options: EvaluationOptions | None = None,
+    run: Run, split: str, distance: str | None = None, *, embedded: EmbeddedSet | None = None
 ) -> tuple[Evaluation, Path]:
     """Evaluate a run on a split of its data, and write the figures into its folder."""
-    result = evaluate_model(
-        run, run.recipe.data, split, distance, process_group=process_group, embedded=embedded, options=options
-    )
-    path = run.folder / f"evaluation-{split}-{result.distance}.json"
-    if process_group is None or process_group.main:
-        write_json(path, result.to_json())
-    return result, path
+    result = evaluate_model(run, run.recipe.data, split, distance, embedded=embedded)
+    return result, write_figures(run, f"evaluation-{split}-{result.distance}", result.to_json())

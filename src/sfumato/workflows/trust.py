@@ -6,7 +6,6 @@ estimator, use only the validation split.
 
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -31,7 +30,6 @@ from sfumato.evaluation.trust import (
     measure_trust,
     resampled_together,
 )
-from sfumato.files import write_json
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.ids import DIRECTION_OF, Side
 from sfumato.metrics.relevance import Relevance
@@ -181,18 +179,6 @@ def _proxies(texts: GaussianEmbedding, data: PairData, relevance: Relevance) -> 
     worded = not data.text_rows or data.texts != data.text_ids
     words = {"caption_words": caption_words(data.texts, relevance)} if worded else {}
     return {"caption_distance": caption_distance(texts, relevance)} | words
-
-
-def trust_run(
-    run: Run, split: str, *, queries: str = "both", n_resamples: int = 1000, n_corrupted: int = 200, seed: int = 0
-) -> tuple[TrustReport, Path]:
-    """Measure a run on its own data, and write the figures into its folder."""
-    report = trust_model(
-        run, run.recipe.data, split, queries=queries, n_resamples=n_resamples, n_corrupted=n_corrupted, seed=seed
-    )
-    path = run.folder / f"trust-{split}.json"
-    write_json(path, report.to_json())
-    return report, path
 
 
 def _failure_predictors(
