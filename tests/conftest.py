@@ -28,7 +28,7 @@ ENGINES_REQUIRED = bool(os.environ.get("SFUMATO_REQUIRE_ENGINES"))
 # Files of few tests that take long. Several processes take whole files in this order (`make test`): with the long ones
 # first, all processes end at nearly the same time.
 LONG = (
-    "training/test_methods.py",
+    "training/test_published_recipes.py",
     "serve/test_page.py",
     "search/test_stores.py",
     "serve/test_service.py",
