@@ -1,4 +1,4 @@
-"""One battery for every loss in LOSSES; a new one is tested without a line here, and needs a loop in references.py."""
+"""One battery for every loss in LOSSES; a new one needs its loop in references, and FORMULAS its formula."""
 
 import dataclasses
 import functools

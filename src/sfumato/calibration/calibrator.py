@@ -46,7 +46,7 @@ class DirectionCalibration:
     pairs: PairLogits  # the probability of random pairs
     scores: QueryScores  # of held-out queries, by distances
     conditional: ConditionalLogits | None = None  # the logits of hits; None after a fit on too few queries
-    hits: QueryScores | None = None  # of held-out queries, by negated logits of hits; precision and risk are of these
+    hits: QueryScores | None = None  # the same by negated logits of hits; thresholds and abstention use these
     reference: ReferenceQueries | None = None  # what `conditional` reads; searches compute its features
 
     @property

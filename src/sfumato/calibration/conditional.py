@@ -53,7 +53,7 @@ REFERENCE_FEATURES = ("hub", "isolation")
 
 @dataclass(frozen=True, eq=False)
 class ReferenceQueries:
-    """Queries that no later query is; make them with :meth:`of`."""
+    """Held-out queries to compare with; later queries are others. Make them with :meth:`of`."""
 
     embeddings: GaussianEmbedding  # (b, d) float32, rounded to float16
     distance: str  # name in DISTANCES

@@ -142,7 +142,7 @@ def closed_form(
     embeddings: int = 1,
     lift: Lift | None = None,
 ) -> Distance:
-    """A distance from its formula, which broadcasts. All pairs come from the product or the lift, or else in blocks."""
+    """A distance from its formula, which broadcasts. All pairs come from the lift, else the product, else in blocks."""
     name = name or formula.__name__
 
     def row(x: GaussianEmbedding, y: GaussianEmbedding) -> Tensor:
@@ -161,7 +161,8 @@ def closed_form(
         form = formula if in_place is None or any(t.requires_grad for t in tensors) else in_place
         return form(Gaussians(*(t.unsqueeze(1) for t in tensors[:3])), Gaussians(*tensors[3:]))
 
-    product = lift.product if lift else product
+    if lift is not None:
+        product = lift.product
     form = streamed if product is None else matrix
     return Distance(name, row, form, symmetric, points != "allowed", embeddings=embeddings, lift=lift)
 

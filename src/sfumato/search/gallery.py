@@ -139,7 +139,10 @@ class Scorer:
         return QueryContext(nearest, features)
 
     def match_probability(self, distance: Tensor, n_gallery: int, context: QueryContext | None = None) -> Tensor:
-        """Probability that items at these distances from a query match it. distance (..., c) -> (..., c)."""
+        """Probability that items at these distances from a query match it. distance (..., c) -> (..., c).
+
+        Given what else is known of the query it is that of a hit; else that of a random pair at such a distance.
+        """
         if context is not None and self.n_nearest > 1 and self.of_hits is not None:
             n, reference = max(1, n_gallery), context.reference
             return self.of_hits.hit_probability(distance, context.nearest, n_gallery=n, reference=reference)

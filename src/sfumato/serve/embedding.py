@@ -395,11 +395,11 @@ class Embedder:
         self.decoders.close()
 
     async def embed_texts(self, texts: Sequence[str | bytes]) -> Embedded:
-        """Embed texts. Returns (1, d)."""
+        """Embed texts. Returns one (1, d) embedding of each."""
         return await submitted(self.texts, texts)
 
     async def embed_images(self, images: Sequence[bytes]) -> Embedded:
-        """Decode and embed image files. Returns (1, d)."""
+        """Decode and embed image files. Returns one (1, d) embedding of each."""
         if self.decoding + len(self.images) + len(images) > self._max_waiting:
             raise _full()
         self.decoding += len(images)

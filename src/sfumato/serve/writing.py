@@ -21,7 +21,7 @@ from sfumato.search.stores.protocol import Filter, StoreInUseError
 from sfumato.serve.answering import ServedGallery
 from sfumato.serve.embedding import Task, bytes_of
 from sfumato.serve.schemas import AddResponse, DeleteResponse, GalleryName, Refusal, busy
-from sfumato.serve.service import Service, good
+from sfumato.serve.service import Service
 
 _STORED = Task("stored", {}, bytes_of)
 _LOG = logging.getLogger("sfumato.serve")
@@ -58,13 +58,13 @@ class Writer:
         if gallery == "images":
             async with self.service.checked_images(images):
                 found = await self.service.embedder.embed_images([data for _, data in images])
-                rows = good(found, [where for where, _ in images])
+                rows = all_embedded(found, [where for where, _ in images])
                 if served.uploads is not None:
                     files = await self._re_encoded(images)
         else:
             self.service.refuse_features("text", [f"{one.where}.text" for one in items])
             found = await self.service.embedder.embed_texts([one.text or "" for one in items])
-            rows = good(found, [f"{one.where}.text" for one in items])
+            rows = all_embedded(found, [f"{one.where}.text" for one in items])
 
         created = 0
 
@@ -176,7 +176,7 @@ class Writer:
             raise Refusal(422, f"Nothing was stored: {errors[0][0]}: {errors[0][1]}", errors=errors)
 
     async def _alone(self, served: ServedGallery, work: Callable[[], int], items: Callable[[], int]) -> int:
-        """Run a write when no other runs; it is dropped if the caller leaves before it starts, and else completed."""
+        """Run a write when no other runs. A caller who leaves before it starts cancels it; later it is completed."""
         wanted = True
 
         async def locked() -> int:

@@ -1,7 +1,4 @@
-"""Galleries of a model: building, filling, copying, opening and searching of indices and collections.
-
-An answer describes its certainty.
-"""
+"""Galleries of a model: building, filling, copying and opening of indices and collections."""
 
 import contextlib
 import itertools
