@@ -286,7 +286,7 @@ class Service:
             texts = candidates(some.payloads)
             most, found = self.settings.max_batch, []
             for part in (texts[i : i + most] for i in range(0, len(texts), most)):
-                found += all_embedded(await self.embedder.embed_texts(part), part)
+                found += checked(await self.embedder.embed_texts(part), part)
             rows = GaussianEmbedding.cat(found).to(torch.float32)
             asked = [Asked("text", text, "", text=text) for text in texts]
             options = SearchOptions(gallery=gallery, max_results=N_HITS)
@@ -376,11 +376,11 @@ class Service:
         if images := by_kind["image"]:
             async with self.checked_images([(asked[i].where, asked[i].image) for i in images]):
                 found = await self.embedder.embed_images([asked[i].image for i in images])
-            rows |= dict(zip(images, all_embedded(found, [asked[i].where for i in images]), strict=True))
+            rows |= dict(zip(images, checked(found, [asked[i].where for i in images]), strict=True))
         if texts := by_kind["text"]:
             self.refuse_features("text", [asked[i].where for i in texts])
             found = await self.embedder.embed_texts([asked[i].text for i in texts])
-            rows |= dict(zip(texts, all_embedded(found, [asked[i].where for i in texts]), strict=True))
+            rows |= dict(zip(texts, checked(found, [asked[i].where for i in texts]), strict=True))
         if vectors := [i for i, q in enumerate(asked) if q.vector is not None]:
             rows |= dict(zip(vectors, await self._embedded_vectors([asked[i] for i in vectors]), strict=True))
         return [rows[i].to(torch.float32) for i in range(len(asked))]
@@ -399,9 +399,7 @@ class Service:
             if chosen and side.reads:
                 files = [regions_to_bytes(values[i].reshape(1, -1)) for i in chosen]
                 embed = self.embedder.embed_texts if modality == "text" else self.embedder.embed_images
-                rows |= dict(
-                    zip(chosen, all_embedded(await embed(files), [asked[i].where for i in chosen]), strict=True)
-                )
+                rows |= dict(zip(chosen, checked(await embed(files), [asked[i].where for i in chosen]), strict=True))
             elif chosen:
                 points = side.points([values[i] for i in chosen])
                 rows |= {i: points[k : k + 1] for k, i in enumerate(chosen)}
@@ -430,7 +428,7 @@ class Service:
                 await self.in_thread(health.start)
             queries = await self.embedder.embed_images([blank_features(model.image) or file.getvalue()])
             queries += await self.embedder.embed_texts([blank_features(model.text) or "ready"])
-            rows = GaussianEmbedding.cat(all_embedded(queries, ["image", "text"]))
+            rows = GaussianEmbedding.cat(checked(queries, ["image", "text"]))
             if rows.d != self.sources.d:
                 raise ValueError(
                     f"the model has {rows.d} dimensions and the galleries have {self.sources.d}; they were built with"
@@ -468,7 +466,7 @@ def _id_of(cursor: str) -> str:
     return id
 
 
-def all_embedded(found: Sequence[GaussianEmbedding | BaseException], where: Sequence[str]) -> list[GaussianEmbedding]:
+def checked(found: Sequence[GaussianEmbedding | BaseException], where: Sequence[str]) -> list[GaussianEmbedding]:
     """Check that all embeddings could be computed."""
     if wrong := [(place, error) for place, error in zip(where, found, strict=True) if isinstance(error, BaseException)]:
         for _, error in wrong:

@@ -58,13 +58,13 @@ class Writer:
         if gallery == "images":
             async with self.service.checked_images(images):
                 found = await self.service.embedder.embed_images([data for _, data in images])
-                rows = all_embedded(found, [where for where, _ in images])
+                rows = checked(found, [where for where, _ in images])
                 if served.uploads is not None:
                     files = await self._re_encoded(images)
         else:
             self.service.refuse_features("text", [f"{one.where}.text" for one in items])
             found = await self.service.embedder.embed_texts([one.text or "" for one in items])
-            rows = all_embedded(found, [f"{one.where}.text" for one in items])
+            rows = checked(found, [f"{one.where}.text" for one in items])
 
         created = 0
 
