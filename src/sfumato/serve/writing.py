@@ -21,7 +21,7 @@ from sfumato.search.stores.protocol import Filter, StoreInUseError
 from sfumato.serve.answering import ServedGallery
 from sfumato.serve.embedding import Task, bytes_of
 from sfumato.serve.schemas import AddResponse, DeleteResponse, GalleryName, Refusal, busy
-from sfumato.serve.service import Service
+from sfumato.serve.service import Service, checked
 
 _STORED = Task("stored", {}, bytes_of)
 _LOG = logging.getLogger("sfumato.serve")
