@@ -20,8 +20,8 @@ from sfumato.metrics.uncertainty import balanced_spearman, spearman
 from sfumato.models.embed import embed_split, evaluate_run, load_split
 from sfumato.models.recipe import find_recipe, load_recipe
 from sfumato.models.run import Run, load_run
-from sfumato.reports.console import print_evaluation, print_search
-from sfumato.reports.tables import percent, probability, signed
+from sfumato.reports.console import print_evaluation
+from sfumato.reports.tables import percent, print_search, probability, signed
 from sfumato.search.answer import MANY, Answer
 from sfumato.search.index import GaussianIndex
 from sfumato.training.loop import fit

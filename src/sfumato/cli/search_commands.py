@@ -165,7 +165,7 @@ def search(
 
     Prints ids, distances, match probabilities and uncertainties.
     """
-    from sfumato.reports.console import print_match_meaning, print_search
+    from sfumato.reports.tables import print_match_meaning, print_search
     from sfumato.workflows.search import search_index
 
     if not asked.query and not asked.image and not asked.item:

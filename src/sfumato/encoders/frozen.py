@@ -10,9 +10,10 @@ parameters: only the heads are trained.
 import hashlib
 import json
 import math
+import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from inspect import signature
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Protocol
@@ -653,22 +654,49 @@ class FeatureInput(Encoder):
         return RaggedStore(rows, offsets, lengths)
 
 
+class Deferred:
+    """A backbone that is loaded when it is first needed: a search by text never needs that of images."""
+
+    def __init__(self, load: Callable[[], FrozenBackbone], channels: int) -> None:
+        self.channels, self._load, self._lock = channels, load, threading.Lock()
+
+    @cached_property
+    def _loaded(self) -> FrozenBackbone:
+        return self._load()
+
+    def __getattr__(self, name: str) -> Any:
+        with self._lock:
+            return getattr(self._loaded, name)
+
+    def __call__(self, items: Sequence[Any]) -> list[np.ndarray]:
+        with self._lock:
+            loaded = self._loaded
+        return loaded(items)
+
+
 def build_frozen_image(config: FrozenImageConfig, context: BuildContext) -> tuple[FrozenProcessor, FeatureInput]:
     """Build the image side of kind "frozen". Returns (processor, encoder)."""
     if config.projected:
-        return _built(joint_image(config.backbone, precision=config.precision), config.whiten, context)
+        return _built(partial(joint_image, config.backbone, precision=config.precision), 0, config.whiten, context)
     options: Any = config.model_dump(include={"size", "grid", "precision"})
-    return _built(image_backbone(config.backbone, **options), config.whiten, context)
+    names = config.backbone.split("+")
+    channels = CHANNELS * len(names) if set(names) <= set(IMAGE_BACKBONES) else 0
+    return _built(partial(image_backbone, config.backbone, **options), channels, config.whiten, context)
 
 
 def build_frozen_text(config: FrozenTextConfig, context: BuildContext) -> tuple[FrozenProcessor, FeatureInput]:
     """Build the text side of kind "frozen". Returns (processor, encoder)."""
     if config.projected:
-        return _built(joint_text(config.backbone, precision=config.precision), config.whiten, context)
+        return _built(partial(joint_text, config.backbone, precision=config.precision), 0, config.whiten, context)
     options: Any = config.model_dump(include={"max_tokens", "pooled", "layers", "precision"})
-    return _built(text_backbone(config.backbone, **options), config.whiten, context)
+    channels = MiniLM.width * max(1, len(config.layers)) if config.backbone in TEXT_BACKBONES else 0
+    return _built(partial(text_backbone, config.backbone, **options), channels, config.whiten, context)
 
 
-def _built(backbone: FrozenBackbone, whiten: int | None, context: BuildContext) -> tuple[FrozenProcessor, FeatureInput]:
-    encoder = FeatureInput(backbone.channels, context.feature_dropout, whiten=whiten)
-    return FrozenProcessor(backbone, context.cache), encoder
+def _built(
+    load: Callable[[], FrozenBackbone], channels: int, whiten: int | None, context: BuildContext
+) -> tuple[FrozenProcessor, FeatureInput]:
+    backbone = Deferred(load, channels) if context.trained and channels else load()
+    return FrozenProcessor(backbone, context.cache), FeatureInput(
+        backbone.channels, context.feature_dropout, whiten=whiten
+    )

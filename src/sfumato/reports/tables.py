@@ -17,6 +17,7 @@ from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table as Printed
 
+from sfumato.errors import counted
 from sfumato.metrics.bootstrap import Interval
 
 MISSING = "–"
@@ -267,3 +268,38 @@ class Table:
         rule = ["---", *["---:"] * (len(self.headings) - 1)]
         lines = [" | ".join(cell.replace("|", "\\|") for cell in row) for row in (self.headings, rule, *self.rows)]
         return "\n".join(f"| {line} |" for line in lines).replace("|  |", "| |")
+
+
+def print_search(result: dict[str, Any]) -> None:
+    """Print one query and its results."""
+    calibrated = result["calibrated"]
+    if calibrated:
+        print(f"{result['query']}   about {result['expected_matches']:.1f} matches expected")
+    else:
+        print(f"{result['query']}   (by distance: match probabilities are not calibrated for such queries)")
+    if result["verdict"] is not None:
+        print(f"  {result['verdict']}")
+    _print_hits(result["hits"], result["distance"], calibrated)
+    if not result["hits"]:
+        print("  no item reaches this probability")
+    if (found := result["conformal_set"]) is not None:
+        print(f"  conformal set of the requested coverage: {counted(len(found), 'item')}")
+        _print_hits(found[:_SET_SHOWN], result["distance"], calibrated)
+        if len(found) > _SET_SHOWN:
+            print(f"  ... and {len(found) - _SET_SHOWN} more; --json prints all")
+
+
+def print_match_meaning(results: Sequence[Mapping[str, Any]]) -> None:
+    """Print what "right" and "match" mean below calibrated results."""
+    if any(result["calibrated"] for result in results):
+        print_wrapped("right: a match, a pair like those that the data list (a photo and its caption)")
+
+
+def _print_hits(hits: list[dict[str, Any]], distance: str, calibrated: bool) -> None:
+    for hit in hits:
+        label = f"  {hit['label']}" if hit.get("label") else ""
+        probability = f"  {hit['match_probability']:7.1%}" if calibrated else ""
+        print(f"{probability}  {distance} {hit['distance']:.4f}  {hit['id']}{label}")
+
+
+_SET_SHOWN = 20
