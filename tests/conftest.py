@@ -1,11 +1,13 @@
 """What all tests share: no network, few threads, and the folder of reference data where it exists."""
 
 import gc
+import json
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # One thread for each of several test processes, and for the programs that they start: set before torch is imported.
@@ -105,15 +107,35 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return recipe.parent
 
 
-@pytest.fixture
-def sfumato(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+class Command:
     """Runs a command in this process; returns (exit status, standard output, standard error)."""
 
-    def run(*arguments: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["sfumato", *map(str, arguments)])
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+        self._monkeypatch, self._capsys = monkeypatch, capsys
+
+    def __call__(self, *arguments: object) -> tuple[int, str, str]:
+        self._monkeypatch.setattr(sys, "argv", ["sfumato", *map(str, arguments)])
         with pytest.raises(SystemExit) as stop:
             cli.main()
-        captured = capsys.readouterr()
+        captured = self._capsys.readouterr()
         return int(stop.value.code or 0), captured.out, captured.err
 
-    return run
+    def printed(self, *arguments: object) -> str:
+        """What a command that succeeds prints."""
+        status, out, err = self(*arguments)
+        assert status == 0, err
+        return out
+
+    def json(self, *arguments: object) -> Any:
+        return json.loads(self.printed(*arguments, "--json"))
+
+    def refused(self, *arguments: object) -> str:
+        """What a command says about a bad input: status 2, nothing on standard output, and no traceback."""
+        status, out, err = self(*arguments)
+        assert status == 2 and not out and err.startswith("sfumato: ") and "Traceback" not in err, (arguments, out, err)
+        return err
+
+
+@pytest.fixture
+def sfumato(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
+    return Command(monkeypatch, capsys)

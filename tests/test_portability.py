@@ -5,7 +5,6 @@ import os
 from pathlib import Path
 
 import numpy as np
-import pytest
 
 import sfumato
 from sfumato.data import feature_tables
@@ -47,23 +46,15 @@ def without_encoding(tree):
             yield node.lineno
 
 
-def test_what_is_not_everywhere_is_not_used_unasked():
-    found = {}
-    for path in SOURCE.rglob("*.py"):
-        tree, place = ast.parse(path.read_text(encoding="utf-8")), path.relative_to(SOURCE).as_posix()
-        for name in set(uses(tree)):
-            if (allowed := {**MODULES, **FUNCTIONS}.get(name)) is not None and place not in allowed.split():
-                found[f"{place}: {name}"] = "guard it, and say so here"
-    assert not found
-
-
-def test_texts_have_an_encoding():
+def test_what_is_not_everywhere_is_not_used_unasked_and_texts_have_an_encoding():
     found = []
     for path in SOURCE.rglob("*.py"):
-        text = path.read_text(encoding="utf-8")
+        text, place = path.read_text(encoding="utf-8"), path.relative_to(SOURCE).as_posix()
+        tree, allowed = ast.parse(text), MODULES | FUNCTIONS
+        found += [f"{place}: {name}" for name in set(uses(tree)) if place not in allowed.get(name, place).split()]
         if "def open(" not in text:  # A store has a function of this name, which opens a URL.
-            found += [f"{path.name}:{line}" for line in without_encoding(ast.parse(text))]
-    assert not found
+            found += [f"{place}:{line}" for line in without_encoding(tree)]
+    assert not found, "guard it and say so here, or name the encoding"
 
 
 def test_the_rules_find_what_breaks_them():
@@ -84,8 +75,8 @@ def test_rows_are_read_alike_without_pread(tmp_path, monkeypatch):
     assert read[0] == read[2] != read[1]
 
 
-@pytest.mark.parametrize("name", ["errors.py", "files.py", "data/image_decoding.py"])
-def test_modules_of_the_decoding_process_import_without_resource(name):
+def test_modules_of_the_decoding_process_import_without_resource():
     """What a process that decodes images imports at its start is portable: `resource` is asked for later."""
-    tree = ast.parse((SOURCE / name).read_text(encoding="utf-8"))
-    assert "resource" not in {n for node in tree.body for n in uses(ast.Module([node], []))}
+    for name in ("errors.py", "files.py", "data/image_decoding.py"):
+        tree = ast.parse((SOURCE / name).read_text(encoding="utf-8"))
+        assert "resource" not in {n for node in tree.body for n in uses(ast.Module([node], []))}, name
