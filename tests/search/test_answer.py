@@ -11,6 +11,7 @@ import pytest
 import torch
 from PIL import Image
 from support.lazy import Lazy
+from support.raising import raises
 
 import sfumato
 from sfumato.data.images import MemoryImage
@@ -162,8 +163,7 @@ def test_a_reliability_curve_has_the_bins_of_loops():
 def test_without_matplotlib_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     for drawn in (answer(), sfumato.Reliability.of(np.array([0.5]), np.array([1]))):
-        with pytest.raises(UserError, match=r"pip install 'sfumato\[report\]'"):
-            drawn.plot()
+        raises(UserError, r"pip install 'sfumato\[report\]'", drawn.plot)
 
 
 def test_public_objects_are_one_short_line():

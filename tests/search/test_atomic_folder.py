@@ -8,6 +8,7 @@ import sys
 
 import pytest
 from support.processes import Started
+from support.raising import raises
 
 from sfumato.search.atomic_folder import load_folder, save_folder
 
@@ -112,8 +113,7 @@ def test_a_writer_that_fails_leaves_the_old_and_no_litter(tmp_path):
         raise OSError("the disk is full")
 
     before = sorted(p.name for p in path.iterdir())
-    with pytest.raises(OSError, match="disk is full"):
-        save_folder(path, "test-1", {}, write)
+    raises(OSError, "disk is full", save_folder, path, "test-1", {}, write)
     assert sorted(p.name for p in path.iterdir()) == before and load(path) == "old"
 
 
@@ -150,28 +150,22 @@ def data_file(path, name="b"):
 def test_damage_is_found_and_named(tmp_path, damage, message):
     save(tmp_path / "folder", "old")
     damage(tmp_path / "folder")
-    with pytest.raises(ValueError, match=message):
-        load(tmp_path / "folder")
+    raises(ValueError, message, load, tmp_path / "folder")
 
 
 def test_nothing_there_is_named(tmp_path):
-    with pytest.raises(FileNotFoundError, match="there is no folder"):
-        load(tmp_path / "nowhere")
-    with pytest.raises(FileNotFoundError, match=r"no manifest.json here"):
-        load(tmp_path)
+    raises(FileNotFoundError, "there is no folder", load, tmp_path / "nowhere")
+    raises(FileNotFoundError, r"no manifest.json here", load, tmp_path)
 
 
 def test_other_peoples_folders_are_left_alone(tmp_path):
     (tmp_path / "photo.jpg").write_bytes(b"dear")
-    with pytest.raises(ValueError, match=r"holds something else \(photo.jpg\)"):
-        save(tmp_path, "new")
+    raises(ValueError, r"holds something else \(photo.jpg\)", save, tmp_path, "new")
     web = tmp_path / "web"
     (web / "data-0123456789abcdef").mkdir(parents=True)
     (web / "manifest.json").write_text(json.dumps({"name": "a web application"}))
-    with pytest.raises(ValueError, match=r"holds something else \(manifest.json\)"):
-        save(web, "new")
-    with pytest.raises(ValueError, match="it is a file"):
-        save(tmp_path / "photo.jpg", "new")
+    raises(ValueError, r"holds something else \(manifest.json\)", save, web, "new")
+    raises(ValueError, "it is a file", save, tmp_path / "photo.jpg", "new")
     assert sorted(p.name for p in tmp_path.rglob("*")) == ["data-0123456789abcdef", "manifest.json", "photo.jpg", "web"]
 
 
@@ -180,8 +174,7 @@ def test_two_writers_do_not_mix(tmp_path):
     path = tmp_path / "folder"
 
     def write(folder):
-        with pytest.raises(BlockingIOError, match="another process is saving there"):
-            save(path, "second")
+        raises(BlockingIOError, "another process is saving there", save, path, "second")
         write_texts("first")(folder)
 
     save_folder(path, "test-1", {"content": "first"}, write)

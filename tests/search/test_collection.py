@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.raising import raises
 
 from sfumato.calibration.calibrator import Calibration
 from sfumato.calibration.conditional import ConditionalLogits, FirstHit, ReferenceQueries
@@ -272,8 +273,7 @@ def test_what_was_interrupted_says_so(tmp_path, monkeypatch):
         upserts.clear()
         with pytest.raises(KeyboardInterrupt):
             copy_gallery(source, tmp_path / name, batch=60)
-        with pytest.raises(UserError, match="is incomplete: a copy was interrupted; remove it"):
-            GaussianCollection.open(tmp_path / name)
+        raises(UserError, "is incomplete: a copy was interrupted; remove it", GaussianCollection.open, tmp_path / name)
         with GaussianCollection.open(tmp_path / name, unfinished=True) as part:
             assert len(part) == 60
     monkeypatch.undo()
@@ -343,8 +343,7 @@ def test_copies_of_an_index_and_of_a_collection_answer_alike(tmp_path):
     with copy_gallery(index, tmp_path / "from index") as copied:
         assert_same(copied.search(queries, 9), index.search(queries, 9))
     kl = GaussianIndex.build(gaussians(5, 0), ids_of(5), distance="kl")
-    with pytest.raises(ValueError, match="kl.*not a Euclidean distance of lifted vectors"):
-        copy_gallery(kl, tmp_path / "kl")
+    raises(ValueError, "kl.*not a Euclidean distance of lifted vectors", copy_gallery, kl, tmp_path / "kl")
 
 
 # ---------------------------------------------------------------- what is refused
@@ -361,8 +360,7 @@ def test_what_cannot_be_stored_is_refused_and_leaves_nothing(tmp_path):
             ((GaussianEmbedding.point(torch.full((1, D), torch.nan)), ["a"]), "(?i)nan|finite"),
             ((GaussianEmbedding.point(torch.zeros(1, D + 1)), ["a"]), f"{D + 1} dimensions, the index has {D}"),
         ):
-            with pytest.raises(ValueError, match=message):
-                made.upsert(*arguments)
+            raises(ValueError, message, made.upsert, *arguments)
         made.upsert(gaussians(0, 1), [])
         assert len(made) == 157
         for asked, message in (
@@ -371,8 +369,7 @@ def test_what_cannot_be_stored_is_refused_and_leaves_nothing(tmp_path):
             ({"max_risk": 0.1}, r"\(max_risk\) needs a calibration"),
             ({"min_probability": 2.0}, "between 0 and 1"),
         ):
-            with pytest.raises(ValueError, match=message):
-                made.search(gaussians(1, 1), **asked)
+            raises(ValueError, message, made.search, gaussians(1, 1), **asked)
 
 
 def test_folders_and_stores_that_do_not_belong_together(tmp_path):
@@ -382,8 +379,7 @@ def test_folders_and_stores_that_do_not_belong_together(tmp_path):
         GaussianCollection.create(tmp_path / "collection", d=D)
     with pytest.raises(ValueError, match=r"centre must have shape \(11,\)"):
         GaussianCollection.create(tmp_path / "x", d=D, centre=torch.zeros(3))
-    with pytest.raises(ValueError, match="not a Euclidean distance"):
-        GaussianCollection.create(tmp_path / "x", d=D, distance="kl")
+    raises(ValueError, "not a Euclidean distance", GaussianCollection.create, tmp_path / "x", d=D, distance="kl")
     assert not (tmp_path / "x").exists()
     create_store(str(tmp_path / "other"), D + 1, "of somebody else").close()
     with pytest.raises(UserError, match="vectors of another collection"):
@@ -392,8 +388,7 @@ def test_folders_and_stores_that_do_not_belong_together(tmp_path):
         GaussianCollection.open(tmp_path / "nowhere")
     manifest = json.loads((tmp_path / "collection" / "manifest.json").read_text())
     (tmp_path / "collection" / "manifest.json").write_text(json.dumps(manifest | {"kind": "sfumato-index-1"}))
-    with pytest.raises(ValueError, match="expected 'sfumato-collection-1'"):
-        GaussianCollection.open(tmp_path / "collection")
+    raises(ValueError, "expected 'sfumato-collection-1'", GaussianCollection.open, tmp_path / "collection")
 
 
 def test_relative_paths_of_urls_start_at_the_folder():
@@ -405,21 +400,18 @@ def test_relative_paths_of_urls_start_at_the_folder():
     assert anchored("redis://h:1/0?means=m&prefix=p", home) == "redis://h:1/0?means=/of/shop/m&prefix=p"
     for remote in ("milvus+http://h:1/n", "postgresql://u@h/d?table=t"):
         assert anchored(remote, home) == remote
-    with pytest.raises(UserError, match="unknown kind 'mongodb'; known: file, milvus"):
-        anchored("mongodb://h/x", home)
+    raises(UserError, "unknown kind 'mongodb'; known: file, milvus", anchored, "mongodb://h/x", home)
 
 
 def test_records_name_what_is_wrong():
-    with pytest.raises(ValueError, match="1 ids, 2 vectors"):
-        Records(("a",), torch.zeros(2, 3), torch.zeros(2), ({}, {}))
+    raises(ValueError, "1 ids, 2 vectors", Records, ("a",), torch.zeros(2, 3), torch.zeros(2), ({}, {}))
     with pytest.raises(ValueError, match="'b' is not finite"):
         Records(("a", "b"), torch.tensor([[0.0], [torch.inf]]), torch.zeros(2), ({}, {}))
     for payload in ({"x": "a\0b"}, {"x": 3}, {"x": "\ud800"}, {"\0": "x"}):
         with pytest.raises(ValueError, match="payload of 'a' must be Unicode texts"):
             Records(("a",), torch.zeros(1, 3), torch.zeros(1), (payload,))
     for most in (-1.0, float("nan")):
-        with pytest.raises(ValueError, match="max_uncertainty must be at least 0"):
-            Filter(max_uncertainty=most)
+        raises(ValueError, "max_uncertainty must be at least 0", Filter, max_uncertainty=most)
     with pytest.raises(ValueError, match=r"\(n, e\) float32"):
         Records(("a",), torch.zeros(1, 3, dtype=torch.float64), torch.zeros(1), ({},))
 
@@ -461,5 +453,4 @@ def test_a_store_whose_settings_are_damaged(change, tmp_path):
     create_store(str(tmp_path / "store"), 3, "x").close()
     with contextlib.closing(sqlite3.connect(tmp_path / "store" / DATABASE)) as connection, connection:
         assert connection.execute(change).rowcount == 1
-    with pytest.raises(UserError, match=r"the settings in .* are damaged .*; build it again"):
-        open_store(str(tmp_path / "store"))
+    raises(UserError, r"the settings in .* are damaged .*; build it again", open_store, str(tmp_path / "store"))

@@ -1,6 +1,7 @@
 import numpy as np
 import pytest
 import torch
+from support.raising import raises
 from support.references_metrics import csd_by_loops, order_of, ranks_by_sorting, squared_l2_by_broadcast
 
 from sfumato.distances import DISTANCES, get_distance, seeded_samples
@@ -113,8 +114,7 @@ def test_top_k_of_nothing():
     x, none = grid(3, 2, 0), GaussianEmbedding.point(torch.zeros(0, 2))
     assert [t.shape for t in top_k(none, x, 2)] == [(0, 2)] * 2
     assert [t.shape for t in top_k(x, none, 2)] == [(3, 0)] * 2
-    with pytest.raises(ValueError, match="k must be at least 1, got 0"):
-        top_k(x, x, 0)
+    raises(ValueError, "k must be at least 1, got 0", top_k, x, x, 0)
 
 
 def test_rank_relevant_by_loops_with_ties():
@@ -252,10 +252,8 @@ def test_one_huge_variance_costs_the_others_nothing():
 def test_bad_input_is_named():
     x = of_five(2, 0)
     for function in (lift_gallery, lift_queries, query_constant):
-        with pytest.raises(ValueError, match=r"'elk' is not a Euclidean distance .* engine=\"exact\""):
-            function(x, "elk")
-    with pytest.raises(ValueError, match=r"shape \(5,\), got \(4,\)"):
-        lift_gallery(x, centre=torch.zeros(4))
+        raises(ValueError, r"'elk' is not a Euclidean distance .* engine=\"exact\"", function, x, "elk")
+    raises(ValueError, r"shape \(5,\), got \(4,\)", lift_gallery, x, centre=torch.zeros(4))
 
 
 @pytest.mark.parametrize("distance", LIFTED_DISTANCES)

@@ -7,6 +7,7 @@ import sys
 import numpy as np
 import pytest
 import torch
+from support.raising import raises
 from support.references_metrics import csd_by_loops, order_of
 
 from sfumato.calibration.calibrator import Calibration
@@ -257,15 +258,12 @@ def test_promises_that_nothing_vouches_for_are_refused():
     assert len(bare.search(queries[:1], 3, min_probability=0.0)[0]) == 3
     old = GaussianIndex.build(gallery, ids_of(150), calibration=Calibration(2.0, 1.0, 0.1))
     assert (old.logit_scale, old.logit_bias) == (2.0, 1.0)
-    with pytest.raises(ValueError, match="no scores of held-out queries for t2i"):
-        old.search(queries, 3, coverage=0.9)
+    raises(ValueError, "no scores of held-out queries for t2i", old.search, queries, 3, coverage=0.9)
     index = GaussianIndex.build(gallery, ids_of(150), calibration=calibration)
-    with pytest.raises(ValueError, match="coverage must be between 0 and 1, got 90"):
-        index.search(queries, 3, coverage=90)
+    raises(ValueError, "coverage must be between 0 and 1, got 90", index.search, queries, 3, coverage=90)
     with pytest.raises(ValueError, match="min_probability must be between 0 and 1, got 1.5"):
         index.search(queries, 3, min_probability=1.5)
-    with pytest.raises(ValueError, match="no limit has a risk of at most 0.0001"):
-        index.search(queries, 3, max_risk=1e-4)
+    raises(ValueError, "no limit has a risk of at most 0.0001", index.search, queries, 3, max_risk=1e-4)
 
 
 # ---------------------------------------------------------------- on disk
@@ -329,8 +327,7 @@ def test_an_index_whose_checksums_fit_and_whose_content_does_not(change, message
     sealed(tmp_path / "index", lambda *_: None)
     GaussianIndex.load(tmp_path / "index")
     sealed(tmp_path / "index", change)
-    with pytest.raises(ValueError, match=message):
-        GaussianIndex.load(tmp_path / "index")
+    raises(ValueError, message, GaussianIndex.load, tmp_path / "index")
 
 
 def test_a_manifest_names_no_files_elsewhere(tmp_path):
@@ -338,8 +335,7 @@ def test_a_manifest_names_no_files_elsewhere(tmp_path):
     manifest = json.loads((tmp_path / "index" / "manifest.json").read_text())
     (tmp_path / "index" / manifest["data"]).rename(tmp_path / manifest["data"])
     seal(tmp_path / "index", {**manifest, "data": f"../{manifest['data']}"})
-    with pytest.raises(ValueError, match="names files outside its data folder"):
-        GaussianIndex.load(tmp_path / "index")
+    raises(ValueError, "names files outside its data folder", GaussianIndex.load, tmp_path / "index")
 
 
 # ---------------------------------------------------------------- mistakes
@@ -367,30 +363,21 @@ def test_a_manifest_names_no_files_elsewhere(tmp_path):
 )
 def test_mistakes_are_named(change, message):
     arguments = {"embeddings": GaussianEmbedding(torch.zeros(3, 2), torch.zeros(3, 2)), "ids": ids_of(3)} | change
-    with pytest.raises(ValueError, match=message):
-        GaussianIndex.build(arguments.pop("embeddings"), arguments.pop("ids"), **arguments)
+    raises(ValueError, message, GaussianIndex.build, arguments.pop("embeddings"), arguments.pop("ids"), **arguments)
 
 
 def test_mistakes_in_a_search_are_named(tmp_path):
     index = GaussianIndex.build(clustered(3, seed=0), ids_of(3))
-    with pytest.raises(ValueError, match="k must be at least 1, got 0"):
-        index.search(clustered(1, seed=0), 0)
-    with pytest.raises(ValueError, match="queries have 5 dimensions, the index has 16"):
-        index.search(clustered(1, 5, seed=0), 1)
-    with pytest.raises(ValueError, match="holds NaN"):
-        index.search(GaussianEmbedding.point(torch.full((1, 16), torch.nan)), 1)
-    with pytest.raises(TypeError, match="ids must be strings, got 7"):
-        GaussianIndex.build(clustered(1, seed=0), [7])
-    with pytest.raises(ValueError, match="n_probe must be at least 1, got 0"):
-        FaissOptions(n_probe=0)
+    raises(ValueError, "k must be at least 1, got 0", index.search, clustered(1, seed=0), 0)
+    raises(ValueError, "queries have 5 dimensions, the index has 16", index.search, clustered(1, 5, seed=0), 1)
+    raises(ValueError, "holds NaN", index.search, GaussianEmbedding.point(torch.full((1, 16), torch.nan)), 1)
+    raises(TypeError, "ids must be strings, got 7", GaussianIndex.build, clustered(1, seed=0), [7])
+    raises(ValueError, "n_probe must be at least 1, got 0", FaissOptions, n_probe=0)
     pytest.importorskip("faiss", reason="needs the extra faiss")
-    with pytest.raises(ValueError, match="9 lists for 3 vectors"):
-        FaissStore.build(torch.zeros(3, 6), "ivf", FaissOptions(n_lists=9))
-    with pytest.raises(ValueError, match="unknown engine 'tree'"):
-        FaissStore.build(torch.zeros(3, 6), "tree")
+    raises(ValueError, "9 lists for 3 vectors", FaissStore.build, torch.zeros(3, 6), "ivf", FaissOptions(n_lists=9))
+    raises(ValueError, "unknown engine 'tree'", FaissStore.build, torch.zeros(3, 6), "tree")
     (tmp_path / "x").write_bytes(b"not an index")
-    with pytest.raises(ValueError, match="FAISS cannot read this file"):
-        FaissStore.read(tmp_path / "x", "hnsw", FaissOptions())
+    raises(ValueError, "FAISS cannot read this file", FaissStore.read, tmp_path / "x", "hnsw", FaissOptions())
 
 
 def test_without_faiss_the_extra_is_named(monkeypatch):

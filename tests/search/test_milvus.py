@@ -10,6 +10,7 @@ import uuid
 import pytest
 import torch
 from support.processes import Started
+from support.raising import raises
 from support.stores_contract import (
     Server,
     StoreBasics,
@@ -167,22 +168,17 @@ def test_bounds_between_two_numbers_of_single_precision(server):
 
 
 def test_collections_that_are_not_there_or_not_ours(server, file, tmp_path):
-    with pytest.raises(UserError, match="there is no collection c"):
-        open_store(server.url())
+    raises(UserError, "there is no collection c", open_store, server.url())
     url = server.url()
     create_store(url, 3).close()
-    with pytest.raises(UserError, match="already exists"):
-        create_store(url, 3)
+    raises(UserError, "already exists", create_store, url, 3)
     store = create_store(server.url(), 3)
     store._client.create_collection("stranger", dimension=4)
     store.close()
-    with pytest.raises(UserError, match="stranger was not made by sfumato"):
-        open_store(f"milvus+http://127.0.0.1:{server.port}/stranger")
-    with pytest.raises(UserError, match="there is no file"):
-        open_store(f"milvus:{tmp_path}/none.db")
+    raises(UserError, "stranger was not made by sfumato", open_store, f"milvus+http://127.0.0.1:{server.port}/stranger")
+    raises(UserError, "there is no file", open_store, f"milvus:{tmp_path}/none.db")
     (tmp_path / "text.db").write_text("not a store")
-    with pytest.raises(UserError, match=r"text.db: .*Milvus Lite before 3"):
-        open_store(f"milvus:{tmp_path}/text.db")
+    raises(UserError, r"text.db: .*Milvus Lite before 3", open_store, f"milvus:{tmp_path}/text.db")
 
 
 @pytest.mark.parametrize(
@@ -196,8 +192,7 @@ def test_collections_that_are_not_there_or_not_ours(server, file, tmp_path):
     ],
 )
 def test_urls_are_checked_before_anything_is_connected(url, said):
-    with pytest.raises(UserError, match=said):
-        create_store(url, 3)
+    raises(UserError, said, create_store, url, 3)
 
 
 def test_two_stores_of_one_file_and_another_process(tmp_path):
@@ -214,8 +209,7 @@ def test_two_stores_of_one_file_and_another_process(tmp_path):
         second.count()
     with (path / "LOCK").open() as lock:  # as another process holds it that has the file open
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        with pytest.raises(UserError, match="another process may have it open"):
-            open_store(url)
+        raises(UserError, "another process may have it open", open_store, url)
     third = open_store(url)
     assert_holds(third, by_id(batch))
 

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from support.raising import raises
 
 from sfumato.errors import UserError
 from sfumato.gaussian import GaussianEmbedding, load_embeddings
@@ -119,13 +120,11 @@ def test_what_is_missing_is_named_with_its_job(tmp_path):
 
 
 def test_other_folders_are_told(tmp_path):
-    with pytest.raises(UserError, match=r"no folder of embeddings \(no manifest.json in it\); write one with"):
-        read_parts(tmp_path)
+    raises(UserError, r"no folder of embeddings \(no manifest.json in it\); write one with", read_parts, tmp_path)
     for content in ("{", "[]", '{"format": "sfumato-index-1", "n": 3}', '{"format": "sfumato-parts-1"}'):
         (tmp_path / "manifest.json").write_text(content)
         for run in (lambda: read_parts(tmp_path), lambda: begin(tmp_path, EMBEDDED)):
-            with pytest.raises(UserError, match=r"manifest.json: damaged, or not a part of a folder of embeddings"):
-                run()
+            raises(UserError, r"manifest.json: damaged, or not a part of a folder of embeddings", run)
     (tmp_path / "manifest.json").unlink()
     begin(tmp_path, EMBEDDED)
     assert read_manifest(tmp_path) == EMBEDDED
@@ -137,7 +136,6 @@ def test_other_folders_are_told(tmp_path):
         other = dataclasses.replace(EMBEDDED, **{key: value * 2})
         assert (other.identity != EMBEDDED.identity) == (key in pinned)
         if key in pinned - {"sections"}:
-            with pytest.raises(UserError, match="give another --out, or remove that folder"):
-                begin(tmp_path, other)
+            raises(UserError, "give another --out, or remove that folder", begin, tmp_path, other)
         elif key not in pinned:
             begin(tmp_path, other)

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from support.processes import Started
+from support.raising import raises
 from support.stores_contract import (
     StoreBasics,
     StoreContract,
@@ -195,10 +196,8 @@ def test_a_narrow_filter_brings_all_that_fit(server, monkeypatch):
 
 
 def test_dimensions_beyond_the_index(server):
-    with pytest.raises(UserError, match=r"indexes at most 2,000, got 2,001; index=none"):
-        create_store(server.url(index="hnsw"), 2001)
-    with pytest.raises(UserError, match=r"stores at most 16,000 dimensions"):
-        create_store(server.url(), 16001)
+    raises(UserError, r"indexes at most 2,000, got 2,001; index=none", create_store, server.url(index="hnsw"), 2001)
+    raises(UserError, r"stores at most 16,000 dimensions", create_store, server.url(), 16001)
     store, batch = create_store(server.url(), 4001), records(20, 4001, 6)
     store.upsert(batch)
     assert_holds(store, by_id(batch))
@@ -284,8 +283,7 @@ def test_options_in_the_comment_of_a_table_are_checked_and_those_of_a_later_vers
         ({"index": "hnsw", "m": "16); DROP TABLE victim; --"}, "m must be a whole number from 1"),
         ({"index": "ivfflat", "lists": ["1"]}, "lists must be a whole number from 1"),
     ):
-        with pytest.raises(UserError, match=rf"the comment of table {table}: {said}"):
-            opened(options)
+        raises(UserError, rf"the comment of table {table}: {said}", opened, options)
     store = opened({"index": "hnsw", "new": 7})
     assert (store.dim, store.fingerprint, store.index) == (3, "f", "hnsw")
 
@@ -317,8 +315,7 @@ def test_a_statement_that_takes_too_long_is_given_up(server):
     store.upsert(records(5, 3, 19))
     with psycopg.connect(url.partition("?")[0]) as other:
         other.execute(f"LOCK TABLE {url.partition('table=')[2]} IN ACCESS EXCLUSIVE MODE")
-        with pytest.raises(UserError, match=r"statement timeout; the limit is 1 seconds, \?statement_timeout=SECONDS"):
-            store.count()
+        raises(UserError, r"statement timeout; the limit is 1 seconds, \?statement_timeout=SECONDS", store.count)
     assert store.count() == 5
     store.optimise()
 
@@ -332,8 +329,7 @@ def test_a_server_that_hangs_is_given_up(server, monkeypatch):
     for pid in backends:
         os.kill(pid, signal.SIGSTOP)
     try:
-        with pytest.raises(UserError, match=r"the server has not answered for 1.2 seconds"):
-            store.count()
+        raises(UserError, r"the server has not answered for 1.2 seconds", store.count)
     finally:
         for pid in backends:
             os.kill(pid, signal.SIGCONT)
@@ -342,14 +338,11 @@ def test_a_server_that_hangs_is_given_up(server, monkeypatch):
 
 def test_tables_that_are_not_there_or_not_ours(server):
     url = server.url()
-    with pytest.raises(UserError, match="there is no table t"):
-        open_store(url)
+    raises(UserError, "there is no table t", open_store, url)
     create_store(url, 3).close()
-    with pytest.raises(UserError, match="already exists"):
-        create_store(url, 3)
+    raises(UserError, "already exists", create_store, url, 3)
     server.execute("CREATE TABLE IF NOT EXISTS stranger (id int)")
-    with pytest.raises(UserError, match="stranger was not made by sfumato"):
-        open_store(server.url(table="stranger"))
+    raises(UserError, "stranger was not made by sfumato", open_store, server.url(table="stranger"))
 
 
 @pytest.mark.parametrize(
@@ -365,8 +358,7 @@ def test_tables_that_are_not_there_or_not_ours(server):
     ],
 )
 def test_options_are_checked_before_anything_is_connected(option, said):
-    with pytest.raises(UserError, match=said):
-        create_store(f"postgresql://nobody@127.0.0.1:1/x?{option}", 3)
+    raises(UserError, said, create_store, f"postgresql://nobody@127.0.0.1:1/x?{option}", 3)
 
 
 def test_passwords_open_and_are_never_told(server, monkeypatch):
@@ -406,8 +398,7 @@ def test_a_server_without_pgvector():
     try:
         if server.execute("SELECT 1 FROM pg_available_extensions WHERE name = 'vector'"):
             pytest.skip("this PostgreSQL has pgvector")
-        with pytest.raises(UserError, match=r"this database has no pgvector .* CREATE EXTENSION vector"):
-            create_store(server.url(), 3)
+        raises(UserError, r"this database has no pgvector .* CREATE EXTENSION vector", create_store, server.url(), 3)
     finally:
         server.remove()
 
@@ -430,8 +421,7 @@ def test_a_killed_server_loses_nothing(server):
     assert status == 1 and "UserError: store postgresql://" in errors
     with pytest.raises(UserError):
         store.count()
-    with pytest.raises(UserError, match="refused"):
-        store.search(queries(1, 6, 0), 3)
+    raises(UserError, "refused", store.search, queries(1, 6, 0), 3)
     server.start()
     assert_nothing_lost(store, said)
     assert len(store.search(queries(1, 6, 0), 7)[0]) == 7
@@ -445,7 +435,6 @@ def test_a_lost_connection_is_made_anew_at_the_next_call(server):
         "SELECT pg_terminate_backend(pid) FROM pg_stat_activity"
         " WHERE pid <> pg_backend_pid() AND backend_type = 'client backend'"
     )
-    with pytest.raises(UserError, match=rf"{table}: .*(terminat|closed)"):
-        store.upsert(records(5, 3, 13))
+    raises(UserError, rf"{table}: .*(terminat|closed)", store.upsert, records(5, 3, 13))
     store.upsert(records(5, 3, 13))
     assert_holds(store, by_id(records(5, 3, 13)))

@@ -9,6 +9,7 @@ import threading
 import numpy as np
 import pytest
 import torch
+from support.raising import raises
 from support.stores_contract import (
     Server,
     StoreContract,
@@ -141,18 +142,14 @@ def test_wrong_urls_are_told(tmp_path, server):
         (f"{means}&colour=x", "unknown option 'colour'"),
         (f"{means}&engine=tree", "unknown engine 'tree'"),
     ]:
-        with pytest.raises(UserError, match=told):
-            create_store(url, 4)
+        raises(UserError, told, create_store, url, 4)
         assert not (tmp_path / "s").exists()
     create_store(means, 4).close()
-    with pytest.raises(UserError, match="has a store already"):
-        create_store(means, 4)
+    raises(UserError, "has a store already", create_store, means, 4)
     open_store(means).close()
-    with pytest.raises(UserError, match="was created with mean_dim=3, not 2"):
-        open_store(f"{means}&mean_dim=2")
+    raises(UserError, "was created with mean_dim=3, not 2", open_store, f"{means}&mean_dim=2")
     create_store(f"{tmp_path}/t", 4).close()
-    with pytest.raises(UserError, match="is a plain store without deviations"):
-        open_store(f"{address}?means={tmp_path}/t")
+    raises(UserError, "is a plain store without deviations", open_store, f"{address}?means={tmp_path}/t")
 
 
 def test_a_second_writer_leaves_both_parts_alone(tmp_path, server):
@@ -205,10 +202,7 @@ def test_missing_deviations_name_the_item(tmp_path, server):
     assert np.frombuffer(redis.Redis(port=server.port).get(f"s:{key}"), "<f4") == batch.vectors[7, 3:].numpy()
     redis.Redis(port=server.port).delete(f"s:{key}")
     for ask in (lambda: store.get(["item-7"]), lambda: store.search(queries(1, 4, 0), 3), lambda: list(store.scan())):
-        with pytest.raises(
-            UserError, match="the deviations of 'item-7' are missing from redis://.*; store the item again"
-        ):
-            ask()
+        raises(UserError, "the deviations of 'item-7' are missing from redis://.*; store the item again", ask)
     store.upsert(batch.take([7]))
     assert_holds(store, by_id(batch))
 
@@ -242,8 +236,7 @@ def test_a_collection_whose_url_had_a_password_opens_with_that_of_the_environmen
     with GaussianCollection.create(tmp_path / "c", url, d=3, logit_scale=1.0, logit_bias=0.0) as made:
         made.upsert(GaussianEmbedding(torch.randn(2, 3), torch.zeros(2, 3)), ["a", "b"])
     assert "hush" not in (tmp_path / "c" / "manifest.json").read_text()
-    with pytest.raises(UserError, match="(?i)authenticat|password"):
-        GaussianCollection.open(tmp_path / "c")
+    raises(UserError, "(?i)authenticat|password", GaussianCollection.open, tmp_path / "c")
     monkeypatch.setenv("REDIS_PASSWORD", "hush/hush")
     with GaussianCollection.open(tmp_path / "c") as opened:
         assert opened.search(GaussianEmbedding.point(torch.zeros(1, 3)), k=2)[0]

@@ -4,6 +4,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from support.raising import raises
 from torch.nn.functional import normalize
 
 from sfumato.distances import DISTANCES, get_distance
@@ -104,8 +105,7 @@ def test_no_queries_no_items_and_distances_that_do_not_lift():
     assert list(screen.within(items("random", 0, 2), 1.0)) == []
     nothing = screen.among(torch.empty(0, dtype=torch.long))
     assert [t.shape for t in nothing.closest(items("random", 2, 2), 3)] == [(2, 0)] * 2
-    with pytest.raises(ValueError, match="'kl' does not lift"):
-        Screen.of(items("random", 3, 1), get_distance("kl"))
+    raises(ValueError, "'kl' does not lift", Screen.of, items("random", 3, 1), get_distance("kl"))
 
 
 def test_many_candidates_are_searched_in_smaller_batches(monkeypatch):

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from support.processes import Started
+from support.raising import raises
 from support.stores_contract import (
     StoreBasics,
     StoreContract,
@@ -184,30 +185,23 @@ def test_options_of_searches_come_from_the_url_that_opens(tmp_path):
     ],
 )
 def test_wrong_options_are_told(query, told, tmp_path):
-    with pytest.raises(UserError, match=told):
-        create_store(f"{tmp_path}/store?{query}", 3)
+    raises(UserError, told, create_store, f"{tmp_path}/store?{query}", 3)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_create_and_open_look_first(tmp_path):
-    with pytest.raises(UserError, match="names no folder"):
-        create_store("file:?engine=flat", 3)
-    with pytest.raises(UserError, match="there is no .*; create the store first"):
-        open_store(f"{tmp_path}/store")
+    raises(UserError, "names no folder", create_store, "file:?engine=flat", 3)
+    raises(UserError, "there is no .*; create the store first", open_store, f"{tmp_path}/store")
     create_store(f"{tmp_path}/store?engine=flat", 3).close()
-    with pytest.raises(UserError, match="is there already; open it, or give a new or empty folder"):
-        create_store(f"{tmp_path}/store", 3)
+    raises(UserError, "is there already; open it, or give a new or empty folder", create_store, f"{tmp_path}/store", 3)
     with pytest.raises(UserError, match="was created with engine=flat, not hnsw; leave the option out"):
         open_store(f"{tmp_path}/store?engine=hnsw")
     (tmp_path / "file").write_text("x")
-    with pytest.raises(UserError, match="cannot be created"):
-        create_store(f"{tmp_path}/file", 3)
+    raises(UserError, "cannot be created", create_store, f"{tmp_path}/file", 3)
     store = open_store(f"{tmp_path}/store")
     store.close()
-    with pytest.raises(UserError, match="is closed; open it again"):
-        store.count()
-    with pytest.raises(UserError, match="is closed; open it again"):
-        store.upsert(records(1, 3, 0))
+    raises(UserError, "is closed; open it again", store.count)
+    raises(UserError, "is closed; open it again", store.upsert, records(1, 3, 0))
 
 
 def without_faiss(folder):
@@ -324,10 +318,8 @@ def test_one_writes_and_others_read(tmp_path):
     first, second = records(20, 4, 1), records(30, 4, 2)
     writer.upsert(first)
     assert_holds(processor, by_id(first))
-    with pytest.raises(UserError, match="another opening in this process writes to it; wait until"):
-        processor.upsert(second)
-    with pytest.raises(UserError, match="wait until"):
-        processor.optimise()
+    raises(UserError, "another opening in this process writes to it; wait until", processor.upsert, second)
+    raises(UserError, "wait until", processor.optimise)
     writer.upsert(second)
     writer.delete(["item-0"])
     writer.optimise()
@@ -379,8 +371,7 @@ def test_damaged_files_are_named(tmp_path):
     store.close()
     with sqlite3.connect(folder / "records.sqlite") as connection:
         connection.execute("PRAGMA user_version=7")
-    with pytest.raises(UserError, match="has format 7"):
-        open_store(url)
+    raises(UserError, "has format 7", open_store, url)
 
 
 def first_search(url):
@@ -424,8 +415,7 @@ def test_a_full_disk_takes_nothing_away(tmp_path):
     for most in (24_000, 100_000):
         resource.setrlimit(resource.RLIMIT_FSIZE, (most, limits[1]))
         try:
-            with pytest.raises(UserError, match="check free space"):
-                store.upsert(second)
+            raises(UserError, "check free space", store.upsert, second)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         assert_holds(store, by_id(first))
@@ -469,10 +459,7 @@ def test_a_second_writer_is_told_who_writes(tmp_path):
     store = open_store(url)
     try:
         for write in (lambda: store.upsert(records(2, 4, 6)), lambda: store.delete(["item-0"]), store.optimise):
-            with pytest.raises(
-                StoreInUseError, match=rf"store\S*: process {pid} on \S+ writes to it; wait until it closes"
-            ):
-                write()
+            raises(StoreInUseError, rf"store\S*: process {pid} on \S+ writes to it; wait until it closes", write)
         assert store.count() == 1
     finally:
         process.kill()

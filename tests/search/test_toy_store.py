@@ -5,6 +5,7 @@ import re
 import pytest
 import torch
 from additions import store
+from support.raising import raises
 from support.stores_contract import FINGERPRINT, StoreBasics
 
 from sfumato.errors import UserError
@@ -48,15 +49,10 @@ def test_a_collection_in_a_toy_store_answers_as_an_index_does(tmp_path):
 
 
 def test_unknown_and_taken_schemes_are_refused():
-    with pytest.raises(UserError, match=re.escape(f"known: {', '.join([*STORES, 'toy'])}, or a path")):
-        open_store("nowhere:x")
-    with pytest.raises(UserError, match="there is none"):
-        open_store("toy:nothing")
-    with pytest.raises(ValueError, match="'toy' is already registered"):
-        register_store("toy", store)
+    raises(UserError, re.escape(f"known: {', '.join([*STORES, 'toy'])}, or a path"), open_store, "nowhere:x")
+    raises(UserError, "there is none", open_store, "toy:nothing")
+    raises(ValueError, "'toy' is already registered", register_store, "toy", store)
     for wrong in ("x", "Toy", "to:y", ""):
-        with pytest.raises(ValueError, match=r"two or more lower-case letters"):
-            register_store(wrong, store)
+        raises(ValueError, r"two or more lower-case letters", register_store, wrong, store)
     register_store("lazy", "a.module.that.is.not.there", path="")  # Imported at first use only.
-    with pytest.raises(ModuleNotFoundError, match="a"):
-        open_store("lazy:x")
+    raises(ModuleNotFoundError, "a", open_store, "lazy:x")

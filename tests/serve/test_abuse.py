@@ -17,6 +17,7 @@ import pytest
 import torch
 from PIL import Image
 from serve.test_faults import problem
+from support.raising import raises
 from support.serving import KEY, guard_of, in_base64, picture, served, until
 
 from sfumato.encoders.dual import DualEncoder
@@ -222,10 +223,8 @@ def test_json_beside_pictures_is_small(client):
 
 
 def test_a_queue_that_could_never_hold_a_request():
-    with pytest.raises(UserError, match=r"--queue.*at least max_batch"):
-        Settings(queue=63)
-    with pytest.raises(UserError, match=r"--max-batch.*at most 1024"):
-        Settings(queue=5000, max_batch=1025)
+    raises(UserError, r"--queue.*at least max_batch", Settings, queue=63)
+    raises(UserError, r"--max-batch.*at most 1024", Settings, queue=5000, max_batch=1025)
     assert Settings(queue=63, max_batch=63).max_batch == 63
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 import httpx
 import pytest
 from PIL import Image
+from support.raising import raises
 from support.serving import SlowModel, bomb, guard_of, in_base64, picture, read_only, served, until
 
 from sfumato.data.images import POINTER, FolderImages, UploadedImages
@@ -81,8 +82,7 @@ def test_stored_pictures_hold_pixels_alone():
     told, copy = shown(picture(format="BMP"), None)
     assert told == {"type": "image/png"} and copy.startswith(b"\x89PNG")
     assert shown(picture(), None) == ({"type": "image/png"}, b"")  # As it is.
-    with pytest.raises(ValueError, match="cannot be decoded"):
-        shown(picture(size=(200, 200), format="JPEG")[:500], 16)
+    raises(ValueError, "cannot be decoded", shown, picture(size=(200, 200), format="JPEG")[:500], 16)
 
 
 CLIMBS = (
@@ -496,8 +496,7 @@ def test_it_says_what_to_install(monkeypatch):
     from sfumato.serve import settings
 
     monkeypatch.setattr(settings, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match=r"pip install 'sfumato\[serve\]'"):
-        settings.require_extra()
+    raises(UserError, r"pip install 'sfumato\[serve\]'", settings.require_extra)
     assert os.environ.get("SFUMATO_API_KEY") is None
 
 

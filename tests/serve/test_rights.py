@@ -6,6 +6,7 @@ import time
 import pytest
 from serve.test_faults import problem
 from serve.test_sweep import aged
+from support.raising import raises
 from support.serving import KEY, in_base64, picture, served, until
 
 from sfumato.data.images import UploadedImages
@@ -98,8 +99,7 @@ def test_keys_of_a_file(tmp_path):
     assert read_keys(None, f"read:{READER}") == ((), (READER,))
     assert read_keys(None, None) == read_keys(None, " ") == ((), ())
     file.write_text("\n")
-    with pytest.raises(UserError, match="holds no key"):
-        read_keys(file, None)
+    raises(UserError, "holds no key", read_keys, file, None)
     for bad in ("read:short", "short", "write:", "read:"):
         file.write_text(f"{bad}\n")
         with pytest.raises(UserError, match="at least 8"):

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import httpx
 import pytest
+from support.raising import raises
 from support.serving import KEY, Process, SlowModel, in_base64, picture, served, until, wait_until_ready
 
 from sfumato.data.image_decoding import decode_image
@@ -236,8 +237,7 @@ def test_a_collection_of_texts_beside_pictures(run, data, collection, tmp_path):
             "/v1/items", json={"gallery": "texts", "items": [{"id": "3", "image": in_base64(picture())}]}
         )
         assert wrong.status_code == 422 and "takes items with text" in wrong.json()["detail"]
-    with pytest.raises(UserError, match="give an index of texts there"):
-        open_sources(collection, texts=collection)
+    raises(UserError, "give an index of texts there", open_sources, collection, texts=collection)
 
 
 def test_a_run_is_served_with_a_split_of_its_data(run):
@@ -248,8 +248,7 @@ def test_a_run_is_served_with_a_split_of_its_data(run):
     }
     id = sources.galleries["images"].gallery.ids[0]
     assert sources.galleries["images"].images.read(id, {}).startswith(b"\x89PNG")
-    with pytest.raises(UserError, match="no split 'nope'"):
-        open_sources(run, split="nope")
+    raises(UserError, "no split 'nope'", open_sources, run, split="nope")
 
 
 def test_galleries_must_fit_together(sources, run):
@@ -257,8 +256,7 @@ def test_galleries_must_fit_together(sources, run):
     images, texts = sources.galleries["images"], sources.galleries["texts"]
     queries = loaded.model.embed_texts(["a"])
     other = build_index(loaded, GalleryPart(type(queries)(queries.mean[:, :5], queries.log_var[:, :5]), ["a"], ["a"]))
-    with pytest.raises(UserError, match="differ in d"):
-        Sources(loaded.model, "run", {"images": images, "texts": type(texts)(other)})
+    raises(UserError, "differ in d", Sources, loaded.model, "run", {"images": images, "texts": type(texts)(other)})
 
 
 def test_concurrent_texts_are_embedded_together_and_answered_alike(sources):
