@@ -26,20 +26,14 @@ def bad_inputs():
         sys.modules.pop(name, None)
 
 
-def test_all_entrances_are_tried(bad_inputs):
+def test_bad_inputs(bad_inputs, tmp_path):
     assert tuple(bad_inputs.ENTRANCES) == ENTRANCES
-
-
-@pytest.mark.parametrize("name", ENTRANCES)
-def test_bad_inputs(name, bad_inputs, tmp_path):
-    found = bad_inputs.try_all(name, tmp_path, 100, seed=11)
-    assert found.unexpected == [] and found.inputs == 100
-    assert found.refused >= 20 and found.accepted >= 5
-
-
-def test_requests(bad_inputs, tmp_path):
-    found = bad_inputs.try_all("http", tmp_path, 100, seed=11)
-    assert found.unexpected == [] and found.inputs == 100 and found.refused >= 20
+    for name in (*ENTRANCES, "http"):
+        folder = tmp_path / name
+        folder.mkdir()
+        found = bad_inputs.try_all(name, folder, 100, seed=11)
+        assert found.unexpected == [] and found.inputs == 100, name
+        assert found.refused >= 20 and (found.accepted >= 5 or name == "http"), name
 
 
 def test_what_is_unexpected_is_seen(bad_inputs):

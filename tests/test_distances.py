@@ -13,6 +13,7 @@ import pytest
 import torch
 from support import references
 from support.largest import LargestTensor
+from support.raising import raises
 from torch.distributions import Independent, Normal
 
 from sfumato.distances import DISTANCES, csd, csd_matrix, formulas, get_distance
@@ -181,8 +182,7 @@ def test_points_give_the_squared_euclidean_distance_or_are_refused():
     for name in ("csd", "wasserstein2", "squared_l2"):
         torch.testing.assert_close(DISTANCES[name].matrix(x, y), torch.cdist(x.mean, y.mean).square())
     for name in (n for n in CLOSED if DISTANCES[n].needs_variance):
-        with pytest.raises(ValueError, match="needs positive variances"):
-            DISTANCES[name].matrix(x, y)
+        raises(ValueError, "needs positive variances", DISTANCES[name].matrix, x, y)
 
 
 @pytest.mark.parametrize("name", BLOCKED)
@@ -191,8 +191,7 @@ def test_blocks_with_an_uneven_last_one_are_the_whole_with_its_gradients(name):
     whole = DISTANCES[name].matrix(x, y, **seeded(name))
     for memory_mb in (1e-4, 1e-3, 3e-3):
         torch.testing.assert_close(DISTANCES[name].matrix(x, y, memory_mb=memory_mb, **seeded(name)), whole)
-    with pytest.raises(ValueError, match="memory_mb must be positive"):
-        DISTANCES[name].matrix(x, y, memory_mb=0)
+    raises(ValueError, "memory_mb must be positive", DISTANCES[name].matrix, x, y, memory_mb=0)
     gradients = []
     for memory_mb in (64.0, 1e-3):
         x, y = gaussians(5, 0), gaussians(6, 1)
@@ -283,12 +282,9 @@ def test_bhattacharyya_of_equal_gaussians_is_exactly_zero():
 @pytest.mark.parametrize("name", DISTANCES)
 def test_errors_name_the_thing_and_the_way_out(name):
     x = gaussians(N, 0)
-    with pytest.raises(ValueError, match=r"x is \(., 7\).*y is \(., 6\).*same d"):
-        DISTANCES[name].matrix(x, gaussians(M, 1, d=6))
-    with pytest.raises(ValueError, match="float64.*float32"):
-        DISTANCES[name].matrix(x, gaussians(M, 1, dtype=torch.float32))
-    with pytest.raises(ValueError, match=r"3 rows and y has 5.*the matrix form"):
-        DISTANCES[name].row(x, gaussians(M, 1))
+    raises(ValueError, r"x is \(., 7\).*y is \(., 6\).*same d", DISTANCES[name].matrix, x, gaussians(M, 1, d=6))
+    raises(ValueError, "float64.*float32", DISTANCES[name].matrix, x, gaussians(M, 1, dtype=torch.float32))
+    raises(ValueError, r"3 rows and y has 5.*the matrix form", DISTANCES[name].row, x, gaussians(M, 1))
     with pytest.raises(
         TypeError, match=r"y must be a GaussianEmbedding, got Tensor; wrap means in GaussianEmbedding.point"
     ):
@@ -296,8 +292,7 @@ def test_errors_name_the_thing_and_the_way_out(name):
 
 
 def test_unknown_distance_names_the_nearest():
-    with pytest.raises(ValueError, match=r"unknown distance 'waserstein2'; did you mean 'wasserstein2'\?"):
-        get_distance("waserstein2")
+    raises(ValueError, r"unknown distance 'waserstein2'; did you mean 'wasserstein2'\?", get_distance, "waserstein2")
 
 
 def test_elk_takes_a_point_on_one_side():
@@ -322,5 +317,4 @@ def test_the_nearest_of_several_refuses_sizes_and_names_that_cannot_be():
     with pytest.raises(ValueError, match="nearest_of_2: d = 7 dimensions cannot be divided into 2 embeddings"):
         get_distance("nearest_of_2").matrix(gaussians(N, 0), gaussians(M, 1))
     for name in ("nearest_of_0", "nearest_of_", "nearest_of_02", "nearest_of_-1", "nearest_of_two"):
-        with pytest.raises(ValueError, match="unknown distance"):
-            get_distance(name)
+        raises(ValueError, "unknown distance", get_distance, name)

@@ -1,13 +1,11 @@
 """Messages for a terminal, and the errors that commands print."""
 
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from sfumato.cli import main
-from sfumato.errors import as_typed, explain_os_error, printable
+from sfumato.errors import UserError, as_typed, explain_os_error, printable
 
 
 def test_what_a_terminal_cannot_show_becomes_an_escape():
@@ -24,18 +22,17 @@ def test_commands_are_quoted_for_the_shell():
     assert printed.decode().splitlines() == [str(word) for word in words]
 
 
-def test_a_link_to_itself_is_explained(tmp_path):
+def test_links_to_themselves_and_full_disks_are_explained(tmp_path):
     (tmp_path / "a").symlink_to("a")
     with pytest.raises(OSError) as caught:
         (tmp_path / "a").read_bytes()
     assert "a: is a link that leads back to itself" in explain_os_error(caught.value)
+    message = "here/index: the disk is full; free some space, then run the same command again"
+    assert explain_os_error(UserError(message)) == message, "a message of ours keeps its path"
+    assert explain_os_error(OSError(28, "No space left on device", "a/b")).startswith("a/b: the disk is full")
 
 
-def test_a_file_name_cannot_write_to_the_terminal(capsys, monkeypatch):
-    monkeypatch.setattr("sfumato.cli.set_threads", lambda *_: None)
-    monkeypatch.setattr(sys, "argv", ["sfumato", "train", "\x1b[31mno\r.toml"])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    told = capsys.readouterr().err
-    assert ended.value.code == 2 and "\\x1b[31mno\\r.toml" in told
+def test_a_file_name_cannot_write_to_the_terminal(sfumato):
+    told = sfumato.refused("train", "\x1b[31mno\r.toml")
+    assert "\\x1b[31mno\\r.toml" in told
     assert "\x1b" not in told and "\r" not in told

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from safetensors.torch import save_file
+from support.raising import raises
 
 from sfumato.gaussian import GaussianEmbedding, load_embeddings, save_embeddings
 
@@ -49,8 +50,7 @@ def test_sampling_repeats_with_its_generator_and_carries_gradients():
     assert torch.equal(*draws)
     draws[0].square().sum().backward()
     assert mean.grad.abs().sum() > 0 and log_var.grad.abs().sum() > 0
-    with pytest.raises(ValueError, match="n_samples must be at least 1, got 0"):
-        some().sample(0)
+    raises(ValueError, "n_samples must be at least 1, got 0", some().sample, 0)
 
 
 def test_rows_are_chosen_by_slice_indices_or_mask():
@@ -82,8 +82,7 @@ def test_rows_are_chosen_by_slice_indices_or_mask():
     ],
 )
 def test_errors(mean, log_var, error, message):
-    with pytest.raises(error, match=message):
-        GaussianEmbedding(mean, log_var)
+    raises(error, message, GaussianEmbedding, mean, log_var)
 
 
 def test_frozen():
@@ -96,8 +95,7 @@ def test_moving_and_detaching():
     e = GaussianEmbedding(mean, mean)
     assert e.to(torch.float64).dtype == torch.float64 and e.to("cpu").device.type == "cpu"
     assert e.mean.requires_grad and not e.detach().mean.requires_grad and not e.detach().log_var.requires_grad
-    with pytest.raises(ValueError, match="got no parts, expected at least one"):
-        GaussianEmbedding.cat([])
+    raises(ValueError, "got no parts, expected at least one", GaussianEmbedding.cat, [])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
@@ -122,25 +120,19 @@ def test_files_of_no_embeddings_and_of_parts_of_a_graph(tmp_path):
 
 
 def test_saving_checks_its_input(tmp_path):
-    with pytest.raises(ValueError, match="2 ids for 3 embeddings"):
-        save_embeddings(tmp_path / "e", some(), ["a", "b"])
-    with pytest.raises(ValueError, match="id 'a' occurs more than once"):
-        save_embeddings(tmp_path / "e", some(), ["a", "b", "a"])
+    raises(ValueError, "2 ids for 3 embeddings", save_embeddings, tmp_path / "e", some(), ["a", "b"])
+    raises(ValueError, "id 'a' occurs more than once", save_embeddings, tmp_path / "e", some(), ["a", "b", "a"])
     e = some()
     e.mean[1, 2] = math.nan
-    with pytest.raises(ValueError, match="embedding 1 holds NaN"):
-        save_embeddings(tmp_path / "e", e, ["a", "b", "c"])
+    raises(ValueError, "embedding 1 holds NaN", save_embeddings, tmp_path / "e", e, ["a", "b", "c"])
     assert list(tmp_path.iterdir()) == []
 
 
 def test_loading_refuses_what_is_not_ours(tmp_path):
-    with pytest.raises(FileNotFoundError, match="sfumato embed"):
-        load_embeddings(tmp_path / "none")
+    raises(FileNotFoundError, "sfumato embed", load_embeddings, tmp_path / "none")
     save_file({"x": torch.zeros(1)}, tmp_path / "other.safetensors")
-    with pytest.raises(ValueError, match="not an embeddings file"):
-        load_embeddings(tmp_path / "other.safetensors")
+    raises(ValueError, "not an embeddings file", load_embeddings, tmp_path / "other.safetensors")
     save_embeddings(tmp_path / "e.safetensors", some(), ["a", "b", "c"])
     for cut in (3, 40, 1000):
         (tmp_path / "cut").write_bytes((tmp_path / "e.safetensors").read_bytes()[:-cut])
-        with pytest.raises(ValueError, match="damaged"):
-            load_embeddings(tmp_path / "cut")
+        raises(ValueError, "damaged", load_embeddings, tmp_path / "cut")

@@ -5,6 +5,7 @@ import math
 import pytest
 import scipy
 import torch
+from support.raising import raises
 
 from sfumato.calibration.platt import fit_logits
 from sfumato.distances import seeded_samples
@@ -29,8 +30,7 @@ def test_learnable_logits():
     logits(distance).sum().backward()
     torch.testing.assert_close(logits.log_logit_scale.grad, -3 * distance.sum())
     for wrong in (0.0, -2.0, math.inf, math.nan):
-        with pytest.raises(ValueError, match="logit_scale must be positive"):
-            MatchingLogits(wrong)
+        raises(ValueError, "logit_scale must be positive", MatchingLogits, wrong)
 
 
 def test_a_free_scale_learns_a_times_slower_than_its_logarithm():
@@ -49,8 +49,7 @@ def test_a_free_scale_that_is_no_longer_positive_is_refused():
     logits = MatchingLogits(5.0, 5.0, free=True)
     logits.constrain()
     logits.free_logit_scale.data.fill_(-0.25)
-    with pytest.raises(ArithmeticError, match="free scale of the match logits is -0.25, which reverses all distances"):
-        logits.constrain()
+    raises(ArithmeticError, "free scale of the match logits is -0.25, which reverses all distances", logits.constrain)
 
 
 @pytest.mark.parametrize("free", [True, False])
@@ -62,8 +61,7 @@ def test_a_scale_is_kept_below_its_largest_and_can_come_back(free):
     assert logits.logit_scale.item() == pytest.approx(50, rel=1e-6)
     logits.logit_scale.backward()
     assert next(logits.parameters()).grad != 0
-    with pytest.raises(ValueError, match="logit_scale must be at most 50, the largest, got 51"):
-        MatchingLogits(51.0, 0.0, largest=50.0)
+    raises(ValueError, "logit_scale must be at most 50, the largest, got 51", MatchingLogits, 51.0, 0.0, largest=50.0)
 
 
 def labelled(seed=0, k=4000, scale=4.0, bias=3.0):
@@ -120,8 +118,7 @@ def test_fit_of_separable_distances_is_finite():
     ],
 )
 def test_fit_refuses(distance, match, message):
-    with pytest.raises(ValueError, match=message):
-        fit_logits(torch.tensor(distance), torch.tensor(match))
+    raises(ValueError, message, fit_logits, torch.tensor(distance), torch.tensor(match))
 
 
 def pair(offset=0.0, d=6):
@@ -151,8 +148,7 @@ def test_match_probability_ranks_by_the_mean_sigmoid_and_not_by_the_sigmoid_of_t
     means = torch.stack([torch.stack([torch.cdist(p, q).mean() for q in b]) for p in a])
     of_mean = -torch.sigmoid(2 - 1.5 * means).log()
     assert (blocks - of_mean).abs().max() > 0.01
-    with pytest.raises(ValueError, match="logit_scale > 0 and n_samples >= 1, got -1"):
-        match_probability_distance(-1.0, 0.0)
+    raises(ValueError, "logit_scale > 0 and n_samples >= 1, got -1", match_probability_distance, -1.0, 0.0)
 
 
 def test_sampled_log_probability_does_not_underflow():
@@ -173,5 +169,4 @@ def test_sampled_probability_carries_the_gradient_of_the_scale_alone():
         gradients.append(scale.grad)
     torch.testing.assert_close(*gradients)
     assert gradients[0] > 0
-    with pytest.raises(ValueError, match="same d"):
-        distance.matrix(x, pair(d=5)[1])
+    raises(ValueError, "same d", distance.matrix, x, pair(d=5)[1])

@@ -17,9 +17,8 @@ from sfumato.matching import match_logit, match_probability_distance
 @pytest.fixture(scope="module")
 def fixture(shared):
     def load(name):
-        return json.loads((shared / "parity" / f"{name}.json").read_text()), load_file(
-            shared / "parity" / f"{name}.safetensors"
-        )
+        path = shared / "parity" / f"{name}.json"
+        return json.loads(path.read_text()), load_file(path.with_suffix(".safetensors"))
 
     return load
 
@@ -37,16 +36,9 @@ def run_case(case, tensors, dtype):
     bias = torch.tensor(case["shift"], dtype=dtype, requires_grad=True)
     image = GaussianEmbedding(leaves["img_mean"], leaves["img_log_var"])
     text = GaussianEmbedding(leaves["txt_mean"], leaves["txt_log_var"])
-    output = pcmepp_loss(
-        image,
-        text,
-        tensors[f"inputs/{case['group']}/matched"],
-        PCMEPPOptions(
-            distance=OUR_DISTANCE[case["prob_distance"]], alpha=case["smoothness_alpha"], beta=case["vib_beta"]
-        ),
-        logit_scale=scale,
-        logit_bias=bias,
-    )
+    distance, match = OUR_DISTANCE[case["prob_distance"]], tensors[f"inputs/{case['group']}/matched"]
+    options = PCMEPPOptions(distance=distance, alpha=case["smoothness_alpha"], beta=case["vib_beta"])
+    output = pcmepp_loss(image, text, match, options, logit_scale=scale, logit_bias=bias)
     return output, leaves, scale, bias, image, text
 
 
@@ -76,9 +68,8 @@ def test_parity_pcmepp_loss(fixture):
         distance = DISTANCES[OUR_DISTANCE[case["prob_distance"]]].matrix(image, text)
         close(match_logit(distance, scale, bias), value("logits"))
         if case["smoothness_alpha"]:
-            close(
-                output.terms["pseudo_positive"], case["smoothness_alpha"] * (value("pp_bce_i2t") + value("pp_bce_t2i"))
-            )
+            both = value("pp_bce_i2t") + value("pp_bce_t2i")
+            close(output.terms["pseudo_positive"], case["smoothness_alpha"] * both)
             for direction, d, m in (("i2t", distance, match), ("t2i", distance.T, match.T)):
                 close(pseudo_positives(d, m), value(f"pp_labels_{direction}"))
                 official = int(value(f"n_pseudo_gts_{direction}"))
@@ -114,9 +105,7 @@ def test_parity_gpo(fixture):
     for dtype, out, rtol, atol in ((torch.float64, "out64", 1e-10, 1e-12), (torch.float32, "out", 1e-6, 1e-6)):
         settings = about["hyper_parameters"]
         gpo = GPO(settings["d_pe"], settings["d_hidden"], settings["temperature"]).to(dtype)
-        gpo.load_state_dict(
-            {key.removeprefix("state/"): value for key, value in tensors.items() if key.startswith("state/")}
-        )
+        gpo.load_state_dict({key[6:]: value for key, value in tensors.items() if key.startswith("state/")})
         for group in groups:
             gpo.zero_grad()
             features = tensors[f"inputs/{group}/features"].to(dtype).clone().requires_grad_()
@@ -136,26 +125,15 @@ def test_parity_gpo(fixture):
 
 
 def gaussians(tensors):
-    return GaussianEmbedding(tensors["mean1"], tensors["log_var1"]), GaussianEmbedding(
-        tensors["mean2"], tensors["log_var2"]
-    )
+    return [GaussianEmbedding(tensors[f"mean{k}"], tensors[f"log_var{k}"]) for k in (1, 2)]
 
 
-@pytest.mark.parametrize(
-    ("name", "stored"),
-    [
-        ("csd", "csd"),
-        ("wasserstein2", "w2_squared"),
-        ("kl", "kl_12"),
-        ("kl_reversed", "kl_21"),
-        ("js", "kl_sym"),
-        ("elk", "neg_log_elk"),
-        ("bhattacharyya", "bhattacharyya"),
-    ],
-)
-def test_parity_distances(fixture, name, stored):
+def test_parity_distances(fixture):
     _, tensors = fixture("distances")
-    torch.testing.assert_close(DISTANCES[name].matrix(*gaussians(tensors)), tensors[stored], rtol=1e-12, atol=1e-12)
+    names = {"wasserstein2": "w2_squared", "kl": "kl_12", "kl_reversed": "kl_21", "js": "kl_sym", "elk": "neg_log_elk"}
+    for name in ("csd", "bhattacharyya", *names):
+        stored = tensors[names.get(name, name)]
+        torch.testing.assert_close(DISTANCES[name].matrix(*gaussians(tensors)), stored, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize(("kind", "factor"), [("sigmoid_l2", 1.0), ("compressed_sigmoid_l2", 2.0)])

@@ -23,8 +23,6 @@ ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 DOCUMENTS = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")
 PAGES = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md"))
-FIVE_MINUTES = (ROOT / "docs" / "start" / "five-minutes.md").read_text(encoding="utf-8")
-SEARCH = (ROOT / "docs" / "guides" / "search.md").read_text(encoding="utf-8")
 
 
 def read(document):
@@ -33,10 +31,6 @@ def read(document):
 
 def blocks(language, text=README):
     return re.findall(rf"^```{language}\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE)
-
-
-def test_the_readme_is_short():
-    assert len(README.splitlines()) <= 120
 
 
 def printed_by(function, *arguments):
@@ -50,29 +44,19 @@ def printed_by(function, *arguments):
 
 
 def run_block(folder, block):
+    """A block of Python, in a process of its own that works in a folder."""
     os.chdir(folder)
     exec(block, {"__name__": "__main__"})
 
 
-def run_python(block, folder):
-    """What a block of Python prints, in a process of its own that works in a folder."""
-    return printed_by(run_block, folder, block)
-
-
-def test_the_block_of_five_minutes_runs(tmp_path):
-    [block] = blocks("python", FIVE_MINUTES)
-    assert len(run_python(block, tmp_path).splitlines()) >= 3
-
-
-def test_the_block_about_stores_runs(tmp_path):
-    [block] = blocks("python", SEARCH)
-    printed = run_python(block, tmp_path)
+def test_the_blocks_of_guides_run(tmp_path):
+    blocks_of = lambda page: blocks("python", read(f"docs/{page}.md"))
+    [block] = blocks_of("start/five-minutes")
+    assert len(printed_by(run_block, tmp_path, block).splitlines()) >= 3
+    [block] = blocks_of("guides/search")
+    printed = printed_by(run_block, tmp_path, block)
     assert printed.count("\n") == 3 and printed.count("'colour': 'red'") == 3
-
-
-def test_the_block_about_arrays_runs(tmp_path):
-    block = blocks("python", read("docs/guides/adopt.md"))[0]
-    found = [line.split() for line in run_python(block, tmp_path).splitlines()]
+    found = [line.split() for line in printed_by(run_block, tmp_path, blocks_of("guides/adopt")[0]).splitlines()]
     assert len(found) == 3 and found[0][0] == "3" and int(found[0][1].rstrip("%")) > 50  # Text 7 is of image 3.
 
 
@@ -105,19 +89,14 @@ def visited(tmp_path_factory):
     return folder, folded(printed_by(run_lines, folder, lines))
 
 
-def test_shell_blocks_run(visited):
-    _, printed = visited
+def test_shell_blocks_run_and_python_blocks_where_they_ran(visited):
+    folder, printed = visited
     assert "recall@1" in printed and "192 images indexed" in printed and "200 images indexed" in printed
     note = "All images trained the model. The probabilities are for new captions"
     assert printed.count(note) == 1, "of the trained model, not of the adopted one"
     assert printed.count("matches expected") >= 3, "two queries of words and a vector"
-
-
-def test_python_blocks_run_where_the_commands_ran(visited):
-    folder, _ = visited
-    printed = [run_python(block, folder) for block in blocks("python")]
-    assert len(printed) == 2 and "%  csd" in printed[0]
-    assert printed[1].startswith("[('0', "), "text 0 is of image 0"
+    first, second = (printed_by(run_block, folder, block) for block in blocks("python"))
+    assert "%  csd" in first and second.startswith("[('0', "), "text 0 is of image 0"
 
 
 def test_the_service_of_the_readme_starts(visited):
@@ -169,13 +148,10 @@ def test_tests_that_the_concepts_name_exist():
     assert not missing
 
 
-def test_make_targets_exist():
-    makefile = (ROOT / "Makefile").read_text()
+def test_named_paths_and_make_targets_exist_and_the_readme_is_short():
+    assert len(README.splitlines()) <= 120
     targets = re.findall(r"make (\w+)", "".join(blocks("console")))
-    assert targets and all(re.search(rf"^{target}:", makefile, flags=re.MULTILINE) for target in targets)
-
-
-def test_named_paths_exist():
+    assert targets and all(re.search(rf"^{target}:", read("Makefile"), flags=re.MULTILINE) for target in targets)
     folders = (
         "src|tests|docs|recipes|benchmarks|scripts|losses|search|encoders|training|metrics|evaluation|data"
         "|calibration|models|studies|reports|serve"
@@ -201,10 +177,7 @@ def test_paths_that_the_code_names_exist():
 
 
 def test_no_path_of_one_machine_and_no_foreign_folder():
-    for path in [
-        p
-        for p in ROOT.rglob("*")
-        if p.suffix in {".py", ".md", ".toml", ".yml"} and not {".venv", "runs", ".git", "build"} & set(p.parts)
-    ]:
-        if path != Path(__file__):
+    for path in ROOT.rglob("*"):
+        ours = path.suffix in {".py", ".md", ".toml", ".yml"} and path != Path(__file__)
+        if ours and not {".venv", "runs", ".git", "build"} & set(path.parts):
             assert not re.search(r"(?<![\w.])/(?:work|root|home)/", path.read_text(encoding="utf-8")), path

@@ -8,6 +8,7 @@ from itertools import takewhile
 
 import pytest
 import torch
+from support.raising import raises
 
 from sfumato.errors import UserError
 from sfumato.evaluation.papers import paper_items
@@ -81,8 +82,7 @@ def test_wrong_overrides_are_named():
         ("loss.logit_bias=nan", "loss.logit_bias"),
     ]
     for override, message in wrong:
-        with pytest.raises(UserError, match=re.escape(message)):
-            load_recipe(find_recipe("emoji-demo"), [override])
+        raises(UserError, re.escape(message), load_recipe, find_recipe("emoji-demo"), [override])
 
 
 def test_every_mistake_is_listed():
@@ -115,20 +115,16 @@ def test_the_order_of_overrides_does_not_matter():
 
 
 def test_files_that_are_no_recipes(tmp_path):
-    with pytest.raises(UserError, match="no recipe at"):
-        load_recipe(tmp_path / "none.toml")
+    raises(UserError, "no recipe at", load_recipe, tmp_path / "none.toml")
     (tmp_path / "bad.toml").write_text("name = ")
-    with pytest.raises(UserError, match="not a valid TOML file"):
-        load_recipe(tmp_path / "bad.toml")
+    raises(UserError, "not a valid TOML file", load_recipe, tmp_path / "bad.toml")
     for value in ("[" * 5000, "9" * 5000):  # For which Python itself has errors of other types.
         (tmp_path / "bad.toml").write_text(f"name = {value}")
-        with pytest.raises(UserError, match="not a valid TOML file"):
-            load_recipe(tmp_path / "bad.toml")
+        raises(UserError, "not a valid TOML file", load_recipe, tmp_path / "bad.toml")
         with pytest.raises(UserError, match="override .*the value cannot be read"):
             load_recipe(find_recipe("emoji-pcmepp"), [f"train.epochs={value}"])
     (tmp_path / "bad.toml").write_text('name = "x"\n[model.image]\nsize = 32\n')
-    with pytest.raises(UserError, match="model.image: needs its 'kind'"):
-        load_recipe(tmp_path / "bad.toml")
+    raises(UserError, "model.image: needs its 'kind'", load_recipe, tmp_path / "bad.toml")
 
 
 def test_what_would_have_no_effect_is_refused():
@@ -150,8 +146,7 @@ def test_what_would_have_no_effect_is_refused():
     }
     for line, message in refused.items():
         name, *overrides = line.split()
-        with pytest.raises(UserError, match=message):
-            load_recipe(find_recipe(name), overrides)
+        raises(UserError, message, load_recipe, find_recipe(name), overrides)
 
 
 N, D = 128, 1024  # Batch and dimensions of the published runs.

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import scipy
 import torch
+from support.raising import raises
 
 from sfumato.calibration.abstention import answer_limit, conformal_radius
 from sfumato.calibration.calibrator import Calibration, DirectionCalibration
@@ -237,8 +238,7 @@ def test_abstention_by_hand():
         calibration.abstain_below(0.01)
     reachable = float(re.search(r"the smallest that works is (0\.\d\d);", str(refused.value))[1])
     assert calibration.abstain_below(reachable) > 0
-    with pytest.raises(ValueError, match="the smallest that works"):
-        calibration.abstain_below(reachable - 0.01)
+    raises(ValueError, "the smallest that works", calibration.abstain_below, reachable - 0.01)
     # In a gallery a hundred times larger the same distance is worth less: ln(99 / 9999) / 4 nearer is as good.
     nearer = 299 / 400 - math.log(9999 / 99) / 4
     both = torch.tensor([nearer - 0.01, nearer + 0.01])
@@ -321,8 +321,7 @@ def test_a_precision_of_groups_is_the_mean_of_their_means():
     wide = _mean_of_groups(np.array([[1.0], [0.5], [0.5], [np.nan]]), np.array([0, 1, 1, 2]))
     assert wide.tolist() == [0.75]
     assert QueryScores.from_json(json.loads(json.dumps(together.to_json()))) == together
-    with pytest.raises(ValueError, match="got 2 groups for 3 queries"):
-        QueryScores.fit(distance, match, group=np.zeros(2))
+    raises(ValueError, "got 2 groups for 3 queries", QueryScores.fit, distance, match, group=np.zeros(2))
 
 
 def test_absent_matches_make_it_more_careful():
@@ -357,8 +356,7 @@ def test_threshold_by_hand():
         calibration.threshold(0.999)
     reachable = float(re.search(r"the largest that works is (0\.\d\d);", str(refused.value))[1])
     assert calibration.threshold(reachable) > 0
-    with pytest.raises(ValueError, match="the largest that works"):
-        calibration.threshold(reachable + 0.01)
+    raises(ValueError, "the largest that works", calibration.threshold, reachable + 0.01)
 
 
 def hoeffding_bentkus(precision, n):
@@ -430,8 +428,7 @@ def test_there_and_back(tmp_path):
     assert "Infinity" not in text and "NaN" not in text and len(text.splitlines()) == 13
     assert Calibration.from_json(json.loads(json.dumps(calibration.to_json()))) == calibration
     for wrong, message in (("t2t", "unknown direction 't2t'; known: i2t, t2i"), ("i2t", "no scores of .* for i2t")):
-        with pytest.raises(ValueError, match=message):
-            replace(calibration, i2t=None).of(wrong)
+        raises(ValueError, message, replace(calibration, i2t=None).of, wrong)
 
 
 def test_damaged_files_are_named(tmp_path):
@@ -446,8 +443,7 @@ def test_damaged_files_are_named(tmp_path):
         ({"version": 9}, "version 9 is not 2; upgrade sfumato, or calibrate again"),
     ):
         (tmp_path / "calibration.json").write_text(text if isinstance(text, str) else json.dumps(whole | text))
-        with pytest.raises(ValueError, match=rf"calibration.json: .*{message}"):
-            Calibration.load(tmp_path / "calibration.json")
+        raises(ValueError, rf"calibration.json: .*{message}", Calibration.load, tmp_path / "calibration.json")
 
 
 def test_mistakes_are_named():
@@ -470,5 +466,4 @@ def test_mistakes_are_named():
         (lambda: QueryScores.from_blocks(list), "got no queries"),
         (lambda: QueryScores.from_blocks(two_galleries), r"galleries of \[3, 4\] items"),
     ):
-        with pytest.raises(ValueError, match=message):
-            ask()
+        raises(ValueError, message, ask)

@@ -6,6 +6,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from support.raising import raises
 
 from sfumato.calibration.conditional import FEATURES, ConditionalLogits, NearestItems, query_features
 
@@ -88,17 +89,13 @@ def test_there_and_back():
     fit = fitted()
     assert ConditionalLogits.from_json(json.loads(json.dumps(fit.to_json()))) == fit
     for change in ({"slope": -1.0}, {"weights": [1.0]}, {"population": "some"}, {"intercept": math.nan}):
-        with pytest.raises(ValueError, match="damaged; calibrate again"):
-            ConditionalLogits.from_json(fit.to_json() | change)
+        raises(ValueError, "damaged; calibrate again", ConditionalLogits.from_json, fit.to_json() | change)
 
 
 def test_too_little_is_refused():
     few = galleries(n_queries=40)
-    with pytest.raises(ValueError, match="needs 50 held-out queries, got 40"):
-        ConditionalLogits.fit(few, n_queries=40)
+    raises(ValueError, "needs 50 held-out queries, got 40", ConditionalLogits.fit, few, n_queries=40)
     some = [NearestItems(g.logit, torch.zeros_like(g.match), g.n_gallery) for g in galleries(n_queries=60)]
-    with pytest.raises(ValueError, match="only one kind"):
-        ConditionalLogits.fit(some, n_queries=60)
+    raises(ValueError, "only one kind", ConditionalLogits.fit, some, n_queries=60)
     wrong = [NearestItems(g.logit, (g.logit < -3), g.n_gallery) for g in galleries(n_queries=60)]
-    with pytest.raises(ValueError, match="slope of the match logit must be positive"):
-        ConditionalLogits.fit(wrong, n_queries=60)
+    raises(ValueError, "slope of the match logit must be positive", ConditionalLogits.fit, wrong, n_queries=60)

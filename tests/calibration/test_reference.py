@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from support.raising import raises
 
 from sfumato.calibration.calibrator import Calibration, DirectionCalibration
 from sfumato.calibration.conditional import (
@@ -53,8 +54,7 @@ def test_a_sample_of_many_rounded_to_what_the_file_holds():
 
 @pytest.mark.parametrize(("n", "distance", "message"), [(9, "csd", "at least 10"), (20, "match_distance", "known")])
 def test_mistakes_are_named(n, distance, message):
-    with pytest.raises(ValueError, match=message):
-        ReferenceQueries.of(gaussians(n, 4), distance, "t2i")
+    raises(ValueError, message, ReferenceQueries.of, gaussians(n, 4), distance, "t2i")
 
 
 def items(n=4000, seed=0, *, gallery=30):
@@ -80,8 +80,7 @@ def test_the_first_hit_follows_them_and_the_others_stay_below_it():
     low = plain < logit[:, :1] - 1e-9
     low[:, 0] = False
     assert low.any() and torch.equal(logit[low], plain[low])
-    with pytest.raises(ValueError, match="reference"):
-        fit.logit(new.logit, new.logit, new.n_gallery)
+    raises(ValueError, "reference", fit.logit, new.logit, new.logit, new.n_gallery)
 
 
 def test_values_outside_of_the_fit_are_set_to_its_ends():
@@ -125,8 +124,7 @@ def test_a_damaged_file_is_named(tmp_path, damage):
         beside.write_bytes(beside.read_bytes()[:-7])
     else:
         path.write_text(path.read_text().replace('"first": {"slope": ', '"first": {"slope": -'))
-    with pytest.raises(ValueError, match=r"calibration\.json"):
-        Calibration.load(path)
+    raises(ValueError, r"calibration\.json", Calibration.load, path)
 
 
 def test_features_that_say_nothing_or_are_missing_leave_the_logits_as_they_are():

@@ -32,16 +32,13 @@ def run_cell(source, names):
     return None if last is None else eval(compile(ast.Expression(last.value), "cell", "eval"), names)
 
 
-def test_every_cell_was_run_in_order_without_an_error():
+def test_every_cell_was_run_in_order_without_an_error_and_shows_no_path_of_a_machine():
     counts = [cell["execution_count"] for cell in CELLS if cell["cell_type"] == "code"]
     assert counts == list(range(1, len(counts) + 1))
     outputs = [output for cell in CELLS for output in cell.get("outputs", [])]
     assert not [output for output in outputs if output["output_type"] == "error" or output.get("name") == "stderr"]
     kinds = {kind for output in outputs for kind in output.get("data", {})}
     assert {"text/html", "image/png", "text/plain"} <= kinds
-
-
-def test_it_is_small_and_shows_no_path_of_a_machine():
     text = NOTEBOOK.read_text(encoding="utf-8")
     assert len(text) < 300_000 and not paths_in(text)
     assert (

@@ -3,7 +3,6 @@
 import copy
 import json
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -73,19 +72,17 @@ def test_ratios_and_times_by_hand():
 
 def test_the_suite_records_a_run_and_writes_the_page(monkeypatch, tmp_path, capsys):
     (tmp_path / "benchmarks").mkdir()
-    (tmp_path / "benchmarks" / "demo.py").write_text(
-        "import json, os, sys\n"
-        "json.dump({'seconds': 7, 'threads': os.environ['OMP_NUM_THREADS']}, open(sys.argv[2], 'w'))"
-    )
-    (tmp_path / "benchmarks" / "serve.py").write_text("raise SystemExit(3)")
-    (tmp_path / "benchmarks" / "search.py").write_text("import time; time.sleep(60)")
-    runs = [
-        suite.Run("demo", "demo.py", threads=2),
-        suite.Run("serve", "serve.py"),
-        suite.Run("search", "search.py", limit=1),
-    ]
+    figures = "{'seconds': 7, 'threads': os.environ['OMP_NUM_THREADS']}"
+    programs = {
+        "demo": f"import json, os, sys\njson.dump({figures}, open(sys.argv[2], 'w'))",
+        "serve": "raise SystemExit(3)",
+        "search": "import time; time.sleep(60)",
+    }
+    for name, program in programs.items():
+        (tmp_path / "benchmarks" / f"{name}.py").write_text(program)
+    options = {"demo": {"threads": 2}, "serve": {}, "search": {"limit": 1}}
     monkeypatch.setattr(suite, "ROOT", tmp_path)
-    monkeypatch.setattr(suite, "RUNS", tuple(runs))
+    monkeypatch.setattr(suite, "RUNS", tuple(suite.Run(name, f"{name}.py", **own) for name, own in options.items()))
     results, page = tmp_path / "results", tmp_path / "page.md"
     monkeypatch.setattr(sys, "argv", ["suite.py", "--results", str(results), "--page", str(page)])
     assert suite.main() == 1
@@ -97,8 +94,3 @@ def test_the_suite_records_a_run_and_writes_the_page(monkeypatch, tmp_path, caps
     assert "| 7 s |" in page.read_text()
     told = capsys.readouterr().err
     assert "failed: serve, exit status 3, no result" in told and "failed: search, not done in 1 s" in told
-
-
-def test_make_runs_the_suite():
-    told = subprocess.run(["make", "--dry-run", "benchmarks"], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert "benchmarks/suite.py" in told.stdout

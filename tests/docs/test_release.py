@@ -17,33 +17,23 @@ ROOT = Path(__file__).resolve().parents[2]
 GROUPS = ("Added", "Changed", "Deprecated", "Removed", "Fixed", "Security")
 
 
-def changelog_sections():
+def test_the_changelog_has_dated_versions_below_unreleased_and_groups_in_order():
     parts = re.split(r"^## (.*)$", (ROOT / "CHANGELOG.md").read_text("utf-8"), flags=re.M)[1:]
-    return dict(zip(parts[::2], parts[1::2], strict=True))
-
-
-def test_the_changelog_has_dated_versions_below_unreleased():
-    first, *versions = changelog_sections()
+    first, *versions = parts[::2]
     assert first == "Unreleased"
     assert versions and [v for v in versions if not re.fullmatch(r"\d+\.\d+\.\d+ - \d{4}-\d\d-\d\d", v)] == []
-
-
-def test_the_changes_of_a_version_stand_in_groups_each_once_and_in_order():
-    for text in changelog_sections().values():
+    for text in parts[1::2]:
         groups = re.findall(r"^### (.*)$", text, re.M)
         assert groups == [g for g in GROUPS if g in groups]
         assert not re.search(r"^- ", text.partition("### ")[0], re.M)
 
 
-def test_the_citation_names_the_licence_and_leaves_the_version_to_the_package():
+def test_the_source_has_one_version_and_the_citation_a_licence():
+    assert release.version_of_source(ROOT) == sfumato.__version__
+    assert release.wrong_version(ROOT, sfumato.__version__) == []
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text("utf-8"))
     assert {"cff-version", "message", "title", "authors", "license"} <= citation.keys()
     assert citation["license"] == "MIT" and "version" not in citation
-
-
-def test_the_source_has_one_version():
-    assert release.version_of_source(ROOT) == sfumato.__version__
-    assert release.wrong_version(ROOT, sfumato.__version__) == []
 
 
 def wheel(version="1.2"):
@@ -94,6 +84,9 @@ def test_the_container_copies_what_exists_and_runs_without_rights():
     names = [name for name, _ in instructions()]
     assert {"USER", "HEALTHCHECK", "EXPOSE"} <= set(names) and names.index("USER") < names.index("ENTRYPOINT")
     assert dict(instructions())["USER"] == "10001:10001"
+    command = yaml.safe_load(dict(instructions())["HEALTHCHECK"].partition("CMD")[2])
+    compile(command[2], "HEALTHCHECK", "exec")
+    assert shlex.join(command[:2]) == "python -c" and "/readyz" in command[2]
 
 
 def test_the_command_of_the_container_needs_a_key_and_then_an_index():
@@ -106,9 +99,3 @@ def test_the_command_of_the_container_needs_a_key_and_then_an_index():
     environment["SFUMATO_API_KEY"] = "k" * 16
     there_is_none = subprocess.run([*command, "--port", "0"], env=environment, capture_output=True, text=True)
     assert there_is_none.returncode == 2 and "/index" in there_is_none.stderr
-
-
-def test_the_health_check_of_the_container_is_a_program():
-    command = yaml.safe_load(dict(instructions())["HEALTHCHECK"].partition("CMD")[2])
-    compile(command[2], "HEALTHCHECK", "exec")
-    assert shlex.join(command[:2]) == "python -c" and "/readyz" in command[2]

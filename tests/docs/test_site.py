@@ -15,12 +15,9 @@ def read(page):
     return (ROOT / "docs" / page).read_text(encoding="utf-8")
 
 
-def test_the_navigation_lists_every_page_once():
+def test_the_navigation_lists_every_page_once_and_the_theme_fetches_no_fonts():
     listed = re.findall(r"^\s+- (?:[\w ,]+: )?([\w/-]+\.md)$", CONFIG, flags=re.MULTILINE)
     assert sorted(listed) == PAGES
-
-
-def test_the_theme_fetches_no_fonts():
     assert re.search(r"^  font: false", CONFIG, flags=re.MULTILINE)
     assert "http" not in re.sub(r"#.*", "", CONFIG)
 
@@ -62,11 +59,8 @@ def test_history_has_one_line_an_attempt_the_newest_first():
     assert dates == sorted(dates, reverse=True) and all(re.fullmatch(r"\d{4}-\d\d-\d\d", date) for date in dates)
 
 
-def test_a_guide_states_when_not_to_use_a_thing():
+def test_lines_are_wrapped_and_guides_state_when_not_to_use_a_thing():
     assert not [page for page in GUIDES if not re.search(r"^## When not to", read(page), flags=re.MULTILINE)]
-
-
-def test_lines_are_wrapped():
     free = ("|", "    ", "![")
     unfenced = {page: "".join(read(page).split("\n```")[::2]) for page in PAGES}
     lines = [(page, line) for page, text in unfenced.items() for line in text.splitlines()]

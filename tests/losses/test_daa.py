@@ -7,7 +7,7 @@ from support.batches import MATCH, batch
 
 from sfumato.distances import get_distance
 from sfumato.gaussian import GaussianEmbedding
-from sfumato.losses import DAALoss, DAAOptions, PairBlock, TripletOptions, daa_loss, loss_of_block, triplet_loss
+from sfumato.losses import DAAOptions, TripletOptions, daa_loss, triplet_loss
 
 GRADED = torch.tensor(
     [[1, 0.1, 0.2, 0, 0.9, 0.2], [0.1, 1, 0, 0.3, 0, 0], [0.4, 0, 1, 0, 0, 0.7], [0, 0.2, 0.1, 1, 0, 0.3]],
@@ -59,15 +59,13 @@ def test_a_weight_beside_summed_hinges_on_the_cosine_is_2_over_n_of_it_here(rele
         assert (along(own) - 2 / n * along(other)).norm() < 1e-9 * other.norm()
 
 
-def test_blocks_are_the_whole(monkeypatch):
+def test_rows_of_a_block_are_the_whole(monkeypatch):
+    """That blocks of a batch are the whole is tested with every other loss."""
     image, text = batch()
     leaf = image.mean.clone().requires_grad_()
-    options = DAAOptions(asp_weight=2, temperature=0.5)
-    loss = DAALoss(options)
-    block = PairBlock.whole(GaussianEmbedding(leaf, image.log_var), text, GRADED, "test")
-    (whole,) = torch.autograd.grad(loss_of_block(loss, block).total, leaf)
-    for limit, pairs in ((2**22, 7), (40, 2**22)):  # Blocks of a batch; then rows of one block.
+    found = []
+    for limit in (2**22, 40):
         monkeypatch.setattr("sfumato.losses.daa.MAX_PAIRS", limit)
-        output = loss_of_block(loss, block, max_pairs=pairs)
-        torch.testing.assert_close(output.total, loss(image, text, GRADED).total)
-        torch.testing.assert_close(torch.autograd.grad(output.total, leaf)[0], whole)
+        total = daa_loss(GaussianEmbedding(leaf, image.log_var), text, GRADED, DAAOptions(asp_weight=2)).total
+        found.append((total, *torch.autograd.grad(total, leaf)))
+    torch.testing.assert_close(*found)

@@ -50,9 +50,8 @@ def test_neither_logarithm_underflows(distance, label, expected):
     mean = torch.zeros(1, 3), torch.tensor([[distance, 0.0, 0.0]])
     leaf = mean[1].clone().requires_grad_()
     image, text = GaussianEmbedding.point(mean[0]), GaussianEmbedding.point(leaf)
-    output = pcme_loss(
-        image, text, torch.full((1, 1), label), PCMEOptions(beta=0, match_weight=1), logit_scale=10.0, logit_bias=bias
-    )
+    options, match = PCMEOptions(beta=0, match_weight=1), torch.full((1, 1), label)
+    output = pcme_loss(image, text, match, options, logit_scale=10.0, logit_bias=bias)
     assert float(output.total.detach()) == pytest.approx(expected)
     output.total.backward()
     assert torch.isfinite(leaf.grad).all()
@@ -151,10 +150,8 @@ def test_bad_arguments_are_named():
 
 
 def parity(shared):
-    folder = shared / "parity"
-    return json.loads((folder / "pcme_mc_loss.json").read_text())["cases"], load_file(
-        folder / "pcme_mc_loss.safetensors"
-    )
+    path = shared / "parity" / "pcme_mc_loss.json"
+    return json.loads(path.read_text())["cases"], load_file(path.with_suffix(".safetensors"))
 
 
 def weights(match, d, beta, uniformity):
@@ -171,30 +168,16 @@ def relatively_equal(actual, expected, rtol):
 def run(tensors, case, name):
     """(output, {name in the fixture: leaf}) for hard labels; a released head is ln s, so log_var = 2 head."""
     group = f"inputs/{case['group']}"
-    leaf = {
-        key: tensors[f"{group}/{key}"].double().requires_grad_()
-        for key in ("img_mean", "img_head", "txt_mean", "txt_head")
-    }
-    leaf |= {
-        "negative_scale": torch.tensor(float(case["init_negative_scale"]), dtype=torch.float64, requires_grad=True),
-        "shift": torch.tensor(float(case["init_shift"]), dtype=torch.float64, requires_grad=True),
-    }
+    values = {key: tensors[f"{group}/{key}"] for key in ("img_mean", "img_head", "txt_mean", "txt_head")}
+    values |= {key: torch.tensor(float(case[f"init_{key}"])) for key in ("negative_scale", "shift")}
+    leaf = {key: value.double().requires_grad_() for key, value in values.items()}
     match = tensors[f"{group}/matched"]
-    output = pcme_loss(
-        GaussianEmbedding(leaf["img_mean"], 2 * leaf["img_head"]),
-        GaussianEmbedding(leaf["txt_mean"], 2 * leaf["txt_head"]),
-        match,
-        PCMEOptions(
-            sigmoid="compressed",
-            beta=0,
-            uniformity_weight=case.get("uniform_lambda", 0),
-            match_weight=2 * match.numel(),
-        ),
-        logit_scale=leaf["negative_scale"],
-        logit_bias=leaf["shift"],
-        noise=(tensors[f"{group}/img_eps"], tensors[f"{group}/txt_eps"]),
-    )
-    return output, leaf
+    uniformity = case.get("uniform_lambda", 0)
+    options = PCMEOptions(sigmoid="compressed", beta=0, uniformity_weight=uniformity, match_weight=2 * match.numel())
+    logits = {"logit_scale": leaf["negative_scale"], "logit_bias": leaf["shift"]}
+    image, text = (GaussianEmbedding(leaf[f"{side}_mean"], 2 * leaf[f"{side}_head"]) for side in ("img", "txt"))
+    noise = (tensors[f"{group}/img_eps"], tensors[f"{group}/txt_eps"])
+    return pcme_loss(image, text, match, options, **logits, noise=noise), leaf
 
 
 def test_parity_of_values_and_gradients(shared):
@@ -245,9 +228,8 @@ def test_parity_of_the_original_in_all_terms_with_converted_weights(shared, name
         sigmoid="compressed", **weights(match, sides[0].d, case["vib_beta"], case.get("uniform_lambda", 0))
     )
     output = pcme_loss(*sides, match, options, logit_scale=a, logit_bias=b, noise=tuple(noise))
-    assert set(output.terms) == {"match"} | {
-        k for k, w in (("vib", options.beta), ("uniformity", options.uniformity_weight)) if w
-    }
+    weighted = {"match": 1, "vib": options.beta, "uniformity": options.uniformity_weight}
+    assert set(output.terms) == {key for key, weight in weighted.items() if weight}
     assert output.total.item() * match.numel() == pytest.approx(case["loss"], rel=1e-5)
     output.total.backward()
     compared = [key for key in leaf if f"{name}/grad/{key}" in tensors]

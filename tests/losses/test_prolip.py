@@ -20,14 +20,8 @@ NOTHING_ELSE = ProLIPOptions(beta=0.0, inclusion_weight=0.0)
 
 def test_prolip_is_the_loops():
     image, text = batch()
-    output = prolip_loss(
-        image,
-        text,
-        MATCH,
-        ProLIPOptions(beta=0.3, inclusion_weight=0.2, inclusion_scale=4.0),
-        logit_scale=1.5,
-        logit_bias=0.7,
-    )
+    options = ProLIPOptions(beta=0.3, inclusion_weight=0.2, inclusion_scale=4.0)
+    output = prolip_loss(image, text, MATCH, options, logit_scale=1.5, logit_bias=0.7)
     sides = [list(zip(e.mean.tolist(), e.var.tolist(), strict=True)) for e in (image, text)]
     logits = [[0.7 - 1.5 * references.csd(*i, *t) for t in sides[1]] for i in sides[0]]
     expected = {
@@ -80,19 +74,10 @@ def released_total(case, leaves):
         points = [GaussianEmbedding.point(e.mean) for e in (image, text)]
         terms["siglip"] = case["siglip_lambda"] * ppcl(*points, torch.tensor(8.0), torch.tensor(-7.0))
     if case.get("inclusion_alpha"):
-        value = prolip_loss(
-            image,
-            text,
-            match,
-            ProLIPOptions(
-                beta=0.0,
-                inclusion_weight=case["inclusion_alpha"],
-                inclusion_scale=settings["scale"],
-                released_eps=settings["released_eps"],
-            ),
-            logit_scale=1.0,
-            logit_bias=0.0,
-        ).terms["inclusion"]
+        scale, eps = settings.values()
+        weight = case["inclusion_alpha"]
+        options = ProLIPOptions(beta=0.0, inclusion_weight=weight, inclusion_scale=scale, released_eps=eps)
+        value = prolip_loss(image, text, match, options, logit_scale=1.0, logit_bias=0.0).terms["inclusion"]
         terms["inclusion"] = 0 * value if value > 1e5 * case["inclusion_alpha"] else value
     if case["masked"]:
         for side, whole in (("img", image), ("txt", text)):

@@ -21,12 +21,8 @@ def numbers(e, k):
 @pytest.mark.parametrize("mining", ["hardest", "sum"])
 def test_every_term_is_its_loop(k, mining):
     image, text = batch(d=6)
-    output = pvse_loss(
-        image,
-        text,
-        MATCH,
-        PVSEOptions(distance=f"nearest_of_{k}", margin=0.7, mining=mining, mmd_weight=3, diversity_weight=5),
-    )
+    options = PVSEOptions(distance=f"nearest_of_{k}", margin=0.7, mining=mining, mmd_weight=3, diversity_weight=5)
+    output = pvse_loss(image, text, MATCH, options)
     distance = get_distance(f"nearest_of_{k}").matrix(image, text).tolist()
     hinges = references.triplet(distance, MATCH.tolist(), 0.7, mining)
     assert float(output.terms["i2t"] + output.terms["t2i"]) == pytest.approx(hinges, rel=1e-12)
@@ -95,8 +91,3 @@ def test_an_index_searches_and_is_saved_with_several_embeddings_an_item(tmp_path
     assert position.tolist() == distance.argsort(1)[:, :3].tolist()
     with pytest.raises(ValueError, match="is not a Euclidean distance of lifted vectors"):
         GaussianIndex.build(gallery, list("abcdef"), distance="nearest_of_2", engine="hnsw")
-
-
-def test_dimensions_that_k_does_not_divide_are_refused():
-    with pytest.raises(ValueError, match="d = 5 dimensions cannot be divided into 2 embeddings"):
-        pvse_loss(*batch(), MATCH, PVSEOptions(distance="nearest_of_2"))

@@ -8,6 +8,7 @@ import pytest
 import torch
 from support import references
 from support.batches import MATCH, batch
+from support.raising import raises
 
 from sfumato import losses
 from sfumato.distances import DISTANCES
@@ -17,11 +18,13 @@ from sfumato.losses import (
     DAAOptions,
     InfoNCEOptions,
     LossOptions,
+    PairBlock,
     PCMEOptions,
     PCMEPPOptions,
     ProLIPOptions,
     PVSEOptions,
     TripletOptions,
+    loss_of_block,
 )
 
 
@@ -125,20 +128,16 @@ def test_half_precision_inputs(loss):
 
 def test_shapes_emptiness_and_labels_are_checked(loss):
     image, text = batch()
-    with pytest.raises(ValueError, match=r"match must have shape \(images, texts\) = \(4, 6\), got \(6, 4\)"):
-        loss(image, text, MATCH.T)
-    with pytest.raises(ValueError, match="empty batch of 0 images and 6 texts"):
-        loss(image[:0], text, MATCH[:0])
+    raises(ValueError, r"match must have shape \(images, texts\) = \(4, 6\), got \(6, 4\)", loss, image, text, MATCH.T)
+    raises(ValueError, "empty batch of 0 images and 6 texts", loss, image[:0], text, MATCH[:0])
     with pytest.raises(ValueError, match=r"match must lie in \[0, 1\], got values from -1 to 1; labels of -1 and 1"):
         loss(image, text, 2 * MATCH.round() - 1)
-    with pytest.raises(ValueError, match=r"match must lie in \[0, 1\], got values from nan"):
-        loss(image, text, MATCH * torch.nan)
+    raises(ValueError, r"match must lie in \[0, 1\], got values from nan", loss, image, text, MATCH * torch.nan)
 
 
 @pytest.mark.parametrize("name", ["infonce", "triplet"])
 def test_a_batch_without_a_match_is_refused(name):
-    with pytest.raises(ValueError, match="no pair of the batch matches"):
-        LOSSES[name]()(*batch(dtype=torch.float32), torch.zeros(4, 6))
+    raises(ValueError, "no pair of the batch matches", LOSSES[name](), *batch(dtype=torch.float32), torch.zeros(4, 6))
 
 
 def test_labels_may_be_whole_numbers_or_truth_values(loss):
@@ -185,8 +184,7 @@ def test_options_of_another_loss_are_refused(loss):
     class Other(LossOptions):
         pass
 
-    with pytest.raises(TypeError, match=rf"{type(loss).__name__}: expected \w+Options, got Other"):
-        LOSSES[name_of(loss)](Other())
+    raises(TypeError, rf"{type(loss).__name__}: expected \w+Options, got Other", LOSSES[name_of(loss)], Other())
 
 
 def test_autocast_changes_nothing(loss):
@@ -195,3 +193,65 @@ def test_autocast_changes_nothing(loss):
     with torch.autocast("cpu", dtype=torch.bfloat16):
         inside = loss(image, text, MATCH).total
     torch.testing.assert_close(inside, loss(image, text, MATCH).total, rtol=1e-6, atol=1e-6)
+
+
+GIVEN = {
+    "pcme": PCMEOptions(uniformity_weight=0.5),  # Of a sum within a logarithm, which crosses all blocks.
+    "prolip": ProLIPOptions(inclusion_weight=0.3, inclusion_scale=2.0, beta=0.1),
+    "pvse": PVSEOptions(distance="nearest_of_3", mining="sum", mmd_weight=2),
+    "daa": DAAOptions(asp_weight=2, temperature=0.5),
+}
+
+
+def summed(name, outputs_of):
+    """Terms, measured values and gradients of a loss that is given as the outputs of one or more blocks."""
+    loss = LOSSES[name](*([GIVEN[name]] if name in GIVEN else [])).double()
+    leaves = [t.requires_grad_() for e in batch(d=6) for t in (e.mean, e.log_var)]
+    outputs = outputs_of(loss, GaussianEmbedding(*leaves[:2]), GaussianEmbedding(*leaves[2:]))
+    add = lambda part: {key: sum(getattr(o, part)[key] for o in outputs) for key in getattr(outputs[0], part)}
+    leaves += [p for p in loss.parameters() if p.requires_grad]
+    total = sum(o.total for o in outputs)
+    values = {"total": total, **add("terms")}, torch.autograd.grad(total, leaves, materialize_grads=True)
+    return values, {key: float(value) for key, value in add("stats").items()}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_the_blocks_of_a_batch_whoever_holds_them_add_up_to_its_loss_and_gradients(name):
+    def split(max_pairs):
+        def outputs(loss, image, text):
+            block = PairBlock.whole(image, text, MATCH, "test")
+            assert len(list(block.split(max_pairs))) == {1: 6, 7: 4, 12: 2, 1000: 1}[max_pairs]
+            return [loss_of_block(loss, block, max_pairs=max_pairs)]
+
+        return outputs
+
+    def uneven(rows, columns):
+        """Blocks of these sizes, in as many processes; some are empty."""
+
+        def outputs(loss, image, text):
+            blocks, r, c = [], 0, 0
+            for more_rows, more_columns in zip(rows, columns, strict=True):
+                own, other = slice(r, r + more_rows), slice(c, c + more_columns)
+                blocks.append(PairBlock(image[own], text[other], image, text, MATCH[own], MATCH.T[other], r, c))
+                r, c = r + more_rows, c + more_columns
+            counts = torch.stack([loss.counts(block) for block in blocks])
+            return [loss_of_block(loss, block, gather=lambda _: counts) for block in blocks]
+
+        return outputs
+
+    (values, gradients), stats = summed(name, lambda loss, image, text: [loss(image, text, MATCH)])
+    sizes = ([4], [6]), ([1, 3], [4, 2]), ([2, 0, 1, 1], [0, 3, 1, 2])
+    for outputs in (*map(split, (1, 7, 12, 1000)), *(uneven(*size) for size in sizes)):
+        (found, found_gradients), found_stats = summed(name, outputs)
+        torch.testing.assert_close(found, values, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(found_gradients, gradients, rtol=1e-10, atol=1e-12)
+        assert found_stats == pytest.approx(stats, rel=1e-5)
+
+
+def test_one_process_alone_would_average_over_too_little():
+    """The tempting mistake: every process averages over its own pairs."""
+    loss = LOSSES["pcmepp"](PCMEPPOptions(alpha=0, beta=0)).double()
+    image, text = batch()
+    block = PairBlock(image[:1], text[:3], image, text, MATCH[:1], MATCH.T[:3])
+    right = loss_of_block(loss, block, gather=lambda _: torch.tensor([[24.0]], dtype=torch.float64)).total
+    assert abs(loss_of_block(loss, block).total / right - 4) < 1e-9

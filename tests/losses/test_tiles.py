@@ -10,7 +10,6 @@ from support.largest import LargestTensor
 from sfumato.distances import DISTANCES
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.losses import LOSSES, PairBlock, PCMEPPLoss, PCMEPPOptions, loss_of_block
-from sfumato.losses.tiles import canonical, dense_labels, label_rows, matched_rows, transposed
 
 IN_TILES = [name for name, distance in DISTANCES.items() if distance.lift is not None]
 
@@ -38,14 +37,6 @@ def value_and_gradients(loss, tensors, match, max_pairs):
     output = loss_of_block(loss, block, max_pairs=max_pairs)
     parameters = [p for p in loss.parameters() if p.requires_grad]
     return output, torch.autograd.grad(output.total, [*tensors, *parameters], materialize_grads=True)
-
-
-@pytest.mark.parametrize("distance", IN_TILES)
-def test_a_distance_with_vectors_is_their_squared_l2_distance_plus_offsets(distance):
-    (x, x_offset), (y, y_offset) = (DISTANCES[distance].lift.vectors(e) for e in batch())
-    by_loops = torch.tensor([[float((a - b).square().sum()) for b in y] for a in x], dtype=torch.float64)
-    expected = by_loops + x_offset.unsqueeze(1) + y_offset
-    torch.testing.assert_close(DISTANCES[distance].matrix(*batch()), expected, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("distance", IN_TILES)
@@ -137,18 +128,6 @@ def test_sparse_labels_are_checked():
     assert torch.isfinite(PCMEPPLoss()(image, text, nothing).total)
     with pytest.raises(ValueError, match="no pair of the batch matches"):
         LOSSES["infonce"]()(image, text, nothing)
-
-
-def test_parts_of_sparse_labels_are_those_of_dense_ones():
-    dense = random_match(9, 7, seed=3)
-    sparse = canonical(dense.to_sparse())
-    rows, columns = slice(2, 7), slice(1, 5)
-    assert torch.equal(label_rows(sparse, rows).to_dense(), dense[rows])
-    assert torch.equal(label_rows(label_rows(sparse, rows), slice(1, 3)).to_dense(), dense[rows][1:3])
-    assert torch.equal(dense_labels(sparse), dense)
-    assert torch.equal(dense_labels(sparse, rows, columns), dense[rows, columns])
-    assert torch.equal(dense_labels(transposed(sparse), columns, rows), dense.T[columns, rows])
-    assert matched_rows(sparse).tolist() == matched_rows(dense).tolist() == (dense.sum(1) > 0).tolist()
 
 
 def test_gradients_may_be_taken_again_and_by_functions():

@@ -1,8 +1,7 @@
 """-S*R^2 in all binnings: the released numbers, a table by hand, slow loops, and what the score hides."""
 
+import itertools
 import json
-import os
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,17 +13,13 @@ from sfumato.metrics.reliability import expected_calibration_error, log_loss
 from sfumato.metrics.selective import auroc
 from sfumato.metrics.uncertainty import RecallBinning, binned_recall, binned_recall_statistic
 
-SHARED = Path(os.environ.get("SFUMATO_SHARED", Path(__file__).resolve().parents[2].parent / "shared"))
 BINNINGS = RecallBinning.__args__
 
 
 @pytest.fixture(scope="module")
-def released():
-    folder = SHARED / "parity" / "posthoc"
-    if not (folder / "uncertainty_metrics.json").is_file():
-        pytest.skip(f"no uncertainty_metrics in {folder}; set SFUMATO_SHARED to the folder of the reference values")
-    described = json.loads((folder / "uncertainty_metrics.json").read_text())
-    return described, load_file(folder / "uncertainty_metrics.safetensors")
+def released(shared):
+    path = shared / "parity" / "posthoc" / "uncertainty_metrics.json"
+    return json.loads(path.read_text()), load_file(path.with_suffix(".safetensors"))
 
 
 def queries(n=97, seed=0):
@@ -34,25 +29,17 @@ def queries(n=97, seed=0):
 
 
 # ---------------------------------------------------------------- against released code
-@pytest.mark.parametrize("side", ["txt", "img"])
-@pytest.mark.parametrize("n_bins", [5, 10])
-@pytest.mark.parametrize(
-    ("binning", "key"),
-    [
-        ("count", "ours/{}/count"),
-        ("width", "ours/{}/width"),
-        ("probvlm_spacing", "probvlm/{}/spacing"),
-        ("probvlm_samples", "probvlm/{}/samples"),
-    ],
-)
-def test_bins_and_correlations_of_the_fixture(released, side, n_bins, binning, key):
+def test_bins_and_correlations_of_the_fixture(released):
     _, t = released
-    found = binned_recall(t[f"inputs/u_{side}"], t[f"hits/{side}"], binning=binning, n_bins=n_bins, n_resamples=0)
-    prefix = f"{key.format(side)}_{n_bins}/"
-    np.testing.assert_array_equal(found.counts, t[f"{prefix}counts"])
-    np.testing.assert_allclose(found.recall, t[f"{prefix}recall"], rtol=1e-12)
-    s, r2 = float(t[f"{prefix}S"]), float(t[f"{prefix}R2"])
-    np.testing.assert_allclose([found.spearman, found.r_squared, found.score.value], [s, r2, -s * r2], rtol=1e-12)
+    kinds = ("ours/{}/count", "ours/{}/width", "probvlm/{}/spacing", "probvlm/{}/samples")
+    for side, n_bins, key in itertools.product(("txt", "img"), (5, 10), kinds):
+        binning, prefix = key.replace("ours/{}/", "").replace("/{}/", "_"), f"{key.format(side)}_{n_bins}/"
+        found = binned_recall(t[f"inputs/u_{side}"], t[f"hits/{side}"], binning=binning, n_bins=n_bins, n_resamples=0)
+        np.testing.assert_array_equal(found.counts, t[f"{prefix}counts"], prefix)
+        np.testing.assert_allclose(found.recall, t[f"{prefix}recall"], rtol=1e-12, err_msg=prefix)
+        s, r2 = float(t[f"{prefix}S"]), float(t[f"{prefix}R2"])
+        ours = [found.spearman, found.r_squared, found.score.value]
+        np.testing.assert_allclose(ours, [s, r2, -s * r2], rtol=1e-12, err_msg=prefix)
 
 
 @pytest.mark.parametrize(("side", "direction"), [("txt", "t2i"), ("img", "i2t")])

@@ -3,6 +3,7 @@ import itertools
 import pytest
 import scipy
 import torch
+from support.raising import raises
 
 from sfumato.metrics.reliability import (
     binomial_tail,
@@ -39,17 +40,12 @@ def test_agrees_with_a_loop():
 
 def test_bad_input_is_named():
     good = torch.tensor([0.5])
-    with pytest.raises(ValueError, match=r"\[0, 1\]"):
-        reliability_curve(torch.tensor([1.5]), good)
-    with pytest.raises(ValueError, match=r"\[0, 1\]"):
-        reliability_curve(torch.tensor([torch.nan]), good)
-    with pytest.raises(ValueError, match="n_bins"):
-        reliability_curve(good, good, n_bins=0)
+    raises(ValueError, r"\[0, 1\]", reliability_curve, torch.tensor([1.5]), good)
+    raises(ValueError, r"\[0, 1\]", reliability_curve, torch.tensor([torch.nan]), good)
+    raises(ValueError, "n_bins", reliability_curve, good, good, n_bins=0)
     for function in (reliability_curve, brier_score):
-        with pytest.raises(ValueError, match=r"must be \(k,\)"):
-            function(torch.zeros(2), torch.zeros(3))
-    with pytest.raises(ValueError, match="got no probabilities"):
-        expected_calibration_error(torch.zeros(0), torch.zeros(0))
+        raises(ValueError, r"must be \(k,\)", function, torch.zeros(2), torch.zeros(3))
+    raises(ValueError, "got no probabilities", expected_calibration_error, torch.zeros(0), torch.zeros(0))
 
 
 def test_bins_of_equal_count_by_hand():
@@ -74,8 +70,7 @@ def test_intervals_and_tails_of_binomials_are_scipys():
         found = wilson_interval(hits / n, n, confidence=confidence)
         assert found == pytest.approx((expected.low, expected.high), abs=1e-12), (hits, n, confidence)
     assert wilson_interval(0.25, 0) == (0.0, 1.0)
-    with pytest.raises(ValueError, match="confidence must be between 0 and 1, got 95"):
-        wilson_interval(1, 3, confidence=95)
+    raises(ValueError, "confidence must be between 0 and 1, got 95", wilson_interval, 1, 3, confidence=95)
     for k, n in ((0, 1), (0, 29), (3, 10), (10, 10), (0, 0), (40, 3000), (2999, 3000)):
         for p in (0.0, 1e-5, 0.02, 0.5, 0.97, 1.0):
             right = scipy.stats.binom.cdf(k, n, p)

@@ -3,6 +3,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
+from support.raising import raises
 from support.references_metrics import metrics_by_definition, ranks_by_sorting
 
 from sfumato.metrics.relevance import Relevance
@@ -87,10 +88,10 @@ def test_an_accelerator_agrees_with_the_processor():
     np.testing.assert_array_equal(relevant_ranks(distance.cuda(), relevance), relevant_ranks(distance, relevance))
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64, torch.int64])
-def test_any_type_of_distance_is_ranked(dtype):
-    distance = torch.tensor([[3.0, 1.0, 2.0, 1.0]]).to(dtype)
-    assert relevant_ranks(distance, Relevance.from_lists([[0, 1, 3]], n_gallery=4)).tolist() == [3, 0, 1]
+def test_any_type_of_distance_is_ranked():
+    for dtype in (torch.float16, torch.bfloat16, torch.float64, torch.int64):
+        distance = torch.tensor([[3.0, 1.0, 2.0, 1.0]]).to(dtype)
+        assert relevant_ranks(distance, Relevance.from_lists([[0, 1, 3]], n_gallery=4)).tolist() == [3, 0, 1], dtype
 
 
 @pytest.mark.parametrize("m", [1, 7, 8, 9, 2040, 2041, 8 * 255 * 3 + 5])
@@ -105,18 +106,14 @@ def test_the_last_of_a_long_gallery_has_the_largest_rank(m):
 def test_infinite_distances_rank_last_and_nan_is_refused():
     relevance = Relevance.from_lists([[0, 2]], n_gallery=3)
     assert relevant_ranks(torch.tensor([[torch.inf, 1.0, torch.inf]]), relevance).tolist() == [1, 2]
-    with pytest.raises(ValueError, match="NaN"):
-        relevant_ranks(torch.tensor([[0.0, torch.nan, 1.0]]), relevance)
+    raises(ValueError, "NaN", relevant_ranks, torch.tensor([[0.0, torch.nan, 1.0]]), relevance)
 
 
 def test_bad_sizes_are_refused():
     relevance = Relevance.from_lists([[0]], n_gallery=3)
-    with pytest.raises(ValueError, match="2 columns for a gallery of 3"):
-        relevant_ranks(torch.zeros(1, 2), relevance)
-    with pytest.raises(ValueError, match=r"queries 1\.\.1 of 1 queries"):
-        relevant_ranks(torch.zeros(1, 3), relevance, 1)
-    with pytest.raises(ValueError, match="2 ranks for 1 relevant"):
-        per_query_metrics(np.array([0, 1]), relevance)
+    raises(ValueError, "2 columns for a gallery of 3", relevant_ranks, torch.zeros(1, 2), relevance)
+    raises(ValueError, r"queries 1\.\.1 of 1 queries", relevant_ranks, torch.zeros(1, 3), relevance, 1)
+    raises(ValueError, "2 ranks for 1 relevant", per_query_metrics, np.array([0, 1]), relevance)
     with pytest.raises(ValueError, match="no query has a relevant item"):
         retrieval_metrics(np.array([], int), Relevance.from_lists([[]], n_gallery=3))
 
@@ -160,11 +157,8 @@ def test_extreme_integers_keep_their_order():
 
 def test_blocks_of_a_memmap_are_small(tmp_path):
     scores = np.lib.format.open_memmap(tmp_path / "scores.npy", "w+", np.float32, (10, 256))
-    assert [(s, len(b)) for s, b in score_blocks(scores, better="larger", memory_mb=4 / 1024)] == [
-        (0, 4),
-        (4, 4),
-        (8, 2),
-    ]
+    blocks = score_blocks(scores, better="larger", memory_mb=4 / 1024)
+    assert [(start, len(block)) for start, block in blocks] == [(0, 4), (4, 4), (8, 2)]
 
 
 def test_bad_scores_are_refused():
@@ -173,15 +167,11 @@ def test_bad_scores_are_refused():
         ranks_from_scores(np.zeros((1, 3)), relevance, better="higher")
     with pytest.raises(ValueError, match="1 columns for a gallery of 3"):
         ranks_from_scores(np.zeros((1, 3)), relevance, better="larger", queries="columns")
-    with pytest.raises(ValueError, match="2 columns for a gallery of 3"):
-        ranks_from_scores(np.zeros((1, 2)), relevance, better="larger")
-    with pytest.raises(ValueError, match=r"shape \(3,\)"):
-        list(score_blocks(np.zeros(3), better="larger"))
+    raises(ValueError, "2 columns for a gallery of 3", ranks_from_scores, np.zeros((1, 2)), relevance, better="larger")
+    raises(ValueError, r"shape \(3,\)", list, score_blocks(np.zeros(3), better="larger"))
     for wrong in (np.zeros((1, 3), complex), np.full((1, 3), "a"), np.zeros((1, 3), np.uint64)):
-        with pytest.raises(ValueError, match="expected real numbers"):
-            ranks_from_scores(wrong, relevance, better="larger")
-    with pytest.raises(ValueError, match="NaN"):
-        ranks_from_scores(np.array([[0, np.nan, 1]]), relevance, better="larger")
+        raises(ValueError, "expected real numbers", ranks_from_scores, wrong, relevance, better="larger")
+    raises(ValueError, "NaN", ranks_from_scores, np.array([[0, np.nan, 1]]), relevance, better="larger")
 
 
 # ---------------------------------------------------------------- ranked lists
@@ -215,8 +205,7 @@ def test_short_lists_give_exactly_what_they_determine_and_refuse_the_rest():
         retrieval_metrics(ranks, relevance, depth=depth, names=["r_precision"])
     with pytest.raises(ValueError, match=r"query 1 holds 2 of 5 items, but the rank of its best item needs 5"):
         retrieval_metrics(ranks, relevance, depth=depth, names=["median_rank"])
-    with pytest.raises(ValueError, match="needs"):
-        retrieval_metrics(ranks, relevance, depth=depth)
+    raises(ValueError, "needs", retrieval_metrics, ranks, relevance, depth=depth)
 
 
 def test_whole_lists_are_fine_for_any_k_and_for_items_that_nothing_can_find():
@@ -238,8 +227,7 @@ def test_bad_lists_are_refused():
         ([[0], [1.0]], "expected positions"),
         ([[0], [[1]]], r"shape \(1, 1\)"),
     ):
-        with pytest.raises(ValueError, match=message):
-            ranks_from_lists(lists, Relevance.from_lists([[0], [1]], n_gallery=3))
+        raises(ValueError, message, ranks_from_lists, lists, Relevance.from_lists([[0], [1]], n_gallery=3))
 
 
 # ---------------------------------------------------------------- items outside of the gallery, names of metrics
@@ -269,10 +257,8 @@ def test_only_the_metrics_asked_for_are_given():
     assert list(some) == ["map@r", "recall@7", "median_rank", "n_queries", "n_without_positives"]
     assert some == {name: everything[name] for name in some}
     for wrong in ("recall@0", "recall", "precision@5"):
-        with pytest.raises(ValueError, match=f"unknown metric '{wrong}'"):
-            retrieval_metrics(ranks, relevance, names=[wrong])
-        with pytest.raises(ValueError, match="median_rank"):
-            check_metric(wrong)
+        raises(ValueError, f"unknown metric '{wrong}'", retrieval_metrics, ranks, relevance, names=[wrong])
+        raises(ValueError, "median_rank", check_metric, wrong)
     check_metric("recall@3")
     check_metric("mean_rank")
 
@@ -289,5 +275,4 @@ def test_chance_is_the_mean_over_all_orders():
         assert chance[f"recall@{k}"] == pytest.approx(np.mean(found))
     assert chance["r_precision"] == pytest.approx((1 / 4 + 2 / 4) / 2)
     assert chance_metrics(relevance, ks=[9])["recall@9"] == 1
-    with pytest.raises(ValueError, match="no query has a relevant item"):
-        chance_metrics(Relevance.from_lists([[]], n_gallery=4))
+    raises(ValueError, "no query has a relevant item", chance_metrics, Relevance.from_lists([[]], n_gallery=4))

@@ -5,6 +5,7 @@ import itertools
 import numpy as np
 import pytest
 import scipy
+from support.raising import raises
 
 from sfumato.metrics import selective
 from sfumato.metrics.bootstrap import Interval, bootstrap, mean_statistic, on_all, percentile_interval
@@ -204,17 +205,10 @@ def test_balanced_resamples_are_centred_on_the_balanced_correlation_and_see_ties
 
 
 def test_bad_input_is_named():
-    with pytest.raises(ValueError, match=r"auroc: got \(3,\) and \(4,\) values"):
-        auroc(np.zeros(3), np.zeros(4))
-    with pytest.raises(ValueError, match="aurc: a value is NaN"):
-        aurc(np.array([np.nan]), np.zeros(1))
-    with pytest.raises(ValueError, match="0 or 1"):
-        auroc(np.zeros(2), np.array([0.0, 0.5]))
-    with pytest.raises(ValueError, match=r"in \(0, 1\], got 0"):
-        risk_at_coverage(np.zeros(2), np.zeros(2), 0)
-    with pytest.raises(ValueError, match="n_resamples must not be negative"):
-        bootstrap({}, 3, n_resamples=-1)
-    with pytest.raises(ValueError, match="level"):
-        bootstrap({}, 3, level=95)
-    with pytest.raises(ValueError, match="got 2 groups for 3 queries"):
-        bootstrap({}, 3, groups=np.zeros(2))
+    raises(ValueError, r"auroc: got \(3,\) and \(4,\) values", auroc, np.zeros(3), np.zeros(4))
+    raises(ValueError, "aurc: a value is NaN", aurc, np.array([np.nan]), np.zeros(1))
+    raises(ValueError, "0 or 1", auroc, np.zeros(2), np.array([0.0, 0.5]))
+    raises(ValueError, r"in \(0, 1\], got 0", risk_at_coverage, np.zeros(2), np.zeros(2), 0)
+    raises(ValueError, "n_resamples must not be negative", bootstrap, {}, 3, n_resamples=-1)
+    raises(ValueError, "level", bootstrap, {}, 3, level=95)
+    raises(ValueError, "got 2 groups for 3 queries", bootstrap, {}, 3, groups=np.zeros(2))
