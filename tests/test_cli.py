@@ -371,9 +371,6 @@ def test_trust_prints_tables_and_writes_json(work, sfumato, monkeypatch):
     for direction in written["directions"].values():
         for name, figures in direction["estimators"].items():
             assert name in written["estimators"] and {"wrong_auroc", "wrong_aurc", "deciles"} <= set(figures)
-            for interval in figures.values():
-                # None if a resample has no query, or only queries, that found something.
-                assert interval["low"] is None or interval["low"] <= interval["high"]
             # Two captions for each picture: no multiplicity, but captions that agree or do not.
             assert "caption_distance" in figures and "multiplicity" not in figures
     other = sfumato.json(*quick, "--seed", 1, "--queries", "text")["directions"]["t2i"]
@@ -409,7 +406,7 @@ def test_embed_into_a_folder_by_two_jobs(work, sfumato, tmp_path, monkeypatch):
     assert "job 0/1: 48 embeddings in 6 parts, 0 of them new" in words and "a second" not in words
 
 
-@pytest.mark.parametrize("engine", ["exact", "hnsw", "ivf"])
+@pytest.mark.parametrize("engine", ["exact", "hnsw"])
 def test_index_and_search(work, sfumato, engine, tmp_path):
     if engine != "exact":
         pytest.importorskip("faiss", reason="the extra faiss is not installed")

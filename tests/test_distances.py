@@ -154,9 +154,8 @@ def test_csd_of_a_row_with_itself_and_of_draws():
     """Every one of 15 pairs within 4.5 standard errors: a false alarm in 1 of 10,000 seeds."""
     x, y = gaussians(N, 0), gaussians(M, 1)
     generator = torch.Generator().manual_seed(0)
-    draws = (
-        (x.sample(20_000, generator=generator).unsqueeze(1) - y.sample(20_000, generator=generator)).square().sum(-1)
-    )
+    a, b = (side.sample(20_000, generator=generator) for side in (x, y))
+    draws = (a.unsqueeze(1) - b).square().sum(-1)
     error = draws.std(-1) / math.sqrt(draws.shape[-1])
     assert ((draws.mean(-1) - csd_matrix(x, y)).abs() < 4.5 * error).all()
     torch.testing.assert_close(csd(x, x), 2 * x.total_variance)
@@ -211,9 +210,8 @@ def test_the_value_does_not_depend_on_whether_gradients_are_asked_for(name):
         bare = DISTANCES[name].matrix(x, y), DISTANCES[name].row(x, y[:N])
     assert all(torch.equal(a, b) for a, b in zip(copies, (x.mean, x.log_var, y.mean, y.log_var), strict=True))
     x = GaussianEmbedding(x.mean.requires_grad_(), x.log_var.requires_grad_())
-    torch.testing.assert_close(
-        bare, (DISTANCES[name].matrix(x, y), DISTANCES[name].row(x, y[:N])), rtol=1e-6, atol=1e-6
-    )
+    found = DISTANCES[name].matrix(x, y), DISTANCES[name].row(x, y[:N])
+    torch.testing.assert_close(bare, found, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", DISTANCES)
@@ -227,9 +225,7 @@ def test_no_cube_is_ever_held(name):
     assert 120 * 130 <= largest.numel <= 2**18
 
 
-@pytest.mark.skipif(
-    not Path("/proc/self/clear_refs").exists(), reason="needs the peak memory of Linux, which can be reset"
-)
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux, whose peak can be reset")
 def test_peak_memory_keeps_to_the_budget():
     """300 x 300 x 128 values are 44 MB, and several such tensors would be alive; the budget is 8 MB. Forward and
     backward may take as much again for samples and gradients. The allocator is told to give freed blocks back: what it
@@ -269,9 +265,8 @@ def test_average_l2_is_the_loop_over_its_samples():
     generator = torch.Generator().manual_seed(5)
     a, b = x.sample(3, generator=generator), y.sample(3, generator=generator)
     expected = torch.stack([torch.stack([torch.cdist(p, q).mean() for q in b]) for p in a])
-    torch.testing.assert_close(
-        DISTANCES["average_l2"].matrix(x, y, n_samples=3, generator=torch.Generator().manual_seed(5)), expected
-    )
+    found = DISTANCES["average_l2"].matrix(x, y, n_samples=3, generator=torch.Generator().manual_seed(5))
+    torch.testing.assert_close(found, expected)
 
 
 def test_bhattacharyya_of_equal_gaussians_is_exactly_zero():
@@ -285,10 +280,8 @@ def test_errors_name_the_thing_and_the_way_out(name):
     raises(ValueError, r"x is \(., 7\).*y is \(., 6\).*same d", DISTANCES[name].matrix, x, gaussians(M, 1, d=6))
     raises(ValueError, "float64.*float32", DISTANCES[name].matrix, x, gaussians(M, 1, dtype=torch.float32))
     raises(ValueError, r"3 rows and y has 5.*the matrix form", DISTANCES[name].row, x, gaussians(M, 1))
-    with pytest.raises(
-        TypeError, match=r"y must be a GaussianEmbedding, got Tensor; wrap means in GaussianEmbedding.point"
-    ):
-        DISTANCES[name].matrix(x, x.mean)
+    way_out = "y must be a GaussianEmbedding, got Tensor; wrap means in GaussianEmbedding.point"
+    raises(TypeError, way_out, DISTANCES[name].matrix, x, x.mean)
 
 
 def test_unknown_distance_names_the_nearest():

@@ -29,9 +29,6 @@ def test_json_is_readable_and_has_no_nan(tmp_path):
         with pytest.raises(ValueError, match="JSON compliant"):
             write_json(path, {"a": value})
     assert path.read_text(encoding="utf-8") == before and list(tmp_path.iterdir()) == [path]
-
-
-def test_a_missing_folder_is_named(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"cannot write .*x: the folder .*no does not exist; create it first"):
         write_atomically(tmp_path / "no" / "x", b"")
 
@@ -50,16 +47,11 @@ def test_a_failure_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatch):
 
 
 @pytest.mark.skipif(os.name != "posix", reason="permissions and signals are those of POSIX")
-def test_permissions_are_those_of_an_ordinary_new_file(tmp_path):
-    write_atomically(tmp_path / "ours", b"")
-    (tmp_path / "ordinary").touch()
-    assert stat.S_IMODE((tmp_path / "ours").stat().st_mode) == stat.S_IMODE((tmp_path / "ordinary").stat().st_mode)
-
-
-@pytest.mark.skipif(os.name != "posix", reason="permissions and signals are those of POSIX")
-def test_a_process_killed_before_the_rename_leaves_the_old_file(tmp_path):
-    path = tmp_path / "x"
+def test_permissions_are_ordinary_and_a_process_killed_before_the_rename_leaves_the_old_file(tmp_path):
+    path, ordinary = tmp_path / "x", tmp_path / "ordinary"
     write_atomically(path, "old")
+    ordinary.touch()
+    assert stat.S_IMODE(path.stat().st_mode) == stat.S_IMODE(ordinary.stat().st_mode)
     program = f"""
         import os, signal
         from sfumato.files import write_atomically

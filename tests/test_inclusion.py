@@ -46,9 +46,7 @@ def test_log_inclusion_is_the_integral():
     x, y = pairs()
     exact = integrated(x, y)
     torch.testing.assert_close(log_inclusion(x, y), exact, rtol=1e-9, atol=1e-9)
-    difference = exact - integrated(y, x)
-    torch.testing.assert_close(inclusion_test(x, y), difference, rtol=1e-8, atol=1e-8)
-    assert torch.equal(difference.sign(), (y.log_var - x.log_var).sign())
+    assert torch.equal((exact - integrated(y, x)).sign(), (y.log_var - x.log_var).sign())
     for wrong in (
         integrated(x, y, powers=(1, 1)),
         integrated(x, y, powers=(1, 2)),

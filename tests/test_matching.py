@@ -10,11 +10,7 @@ from support.raising import raises
 from sfumato.calibration.platt import fit_logits
 from sfumato.distances import seeded_samples
 from sfumato.gaussian import GaussianEmbedding
-from sfumato.matching import (
-    MatchingLogits,
-    match_probability,
-    match_probability_distance,
-)
+from sfumato.matching import MatchingLogits, match_probability, match_probability_distance
 from sfumato.search.exact import distance_blocks
 
 
@@ -78,9 +74,8 @@ def test_fit_is_the_maximum_that_another_optimiser_finds():
         logit = torch.as_tensor(parameters[1]) - parameters[0] * distance.double()
         return torch.nn.functional.binary_cross_entropy_with_logits(logit, match).item()
 
-    best = scipy.optimize.minimize(
-        loss, [1.0, 0.0], method="Nelder-Mead", options={"xatol": 1e-9, "fatol": 1e-14, "maxiter": 4000}
-    )
+    exact = {"xatol": 1e-9, "fatol": 1e-14, "maxiter": 4000}
+    best = scipy.optimize.minimize(loss, [1.0, 0.0], method="Nelder-Mead", options=exact)
     fitted = fit_logits(distance, match)
     assert loss(fitted) <= best.fun + 1e-9
     assert fitted == pytest.approx(tuple(best.x), rel=1e-4)
@@ -107,18 +102,15 @@ def test_fit_of_separable_distances_is_finite():
     assert 10 < scale < 1e6 and math.isfinite(bias)
 
 
-@pytest.mark.parametrize(
-    ("distance", "match", "message"),
-    [
-        ([0.1, 0.2], [1.0, 1.0], "needs matching and non-matching pairs"),
-        ([0.9, 0.2], [1.0, 0.0], "are not closer than non-matches"),
-        ([0.9, math.nan], [1.0, 0.0], "must be finite"),
-        ([0.9, 0.1], [2.0, 0.0], r"match must lie in \[0, 1\]"),
-        ([0.9], [1.0, 0.0], "got 1 distances, 2 labels"),
-    ],
-)
-def test_fit_refuses(distance, match, message):
-    raises(ValueError, message, fit_logits, torch.tensor(distance), torch.tensor(match))
+def test_fit_refuses():
+    for message, distance, match in (
+        ("needs matching and non-matching pairs", [0.1, 0.2], [1.0, 1.0]),
+        ("are not closer than non-matches", [0.9, 0.2], [1.0, 0.0]),
+        ("must be finite", [0.9, math.nan], [1.0, 0.0]),
+        (r"match must lie in \[0, 1\]", [0.9, 0.1], [2.0, 0.0]),
+        ("got 1 distances, 2 labels", [0.9], [1.0, 0.0]),
+    ):
+        raises(ValueError, message, fit_logits, torch.tensor(distance), torch.tensor(match))
 
 
 def pair(offset=0.0, d=6):

@@ -73,9 +73,7 @@ def test_queries_without_a_match_are_left_out_and_blocks_are_the_whole():
     scores = QueryScores.fit(distance, match)
     kept = match.any(1)
     assert scores.n_left_out == int((~kept).sum()) > 5
-    assert scores == QueryScores(
-        **{**vars(QueryScores.fit(distance[kept], match[kept])), "n_left_out": scores.n_left_out}
-    )
+    assert scores == replace(QueryScores.fit(distance[kept], match[kept]), n_left_out=scores.n_left_out)
     blocks = [(distance[i : i + 10], match[i : i + 10]) for i in range(0, 57, 10)]
     again = QueryScores.from_blocks(lambda: iter(blocks))
     assert again.closest_match == scores.closest_match and again.growth == scores.growth
@@ -203,7 +201,7 @@ def test_isotonic_without_scikit_learn_names_the_extra(monkeypatch):
 # ---------------------------------------------------------------- conformal sets
 
 
-def test_radius_by_hand():
+def test_radius_by_hand_of_queries_and_of_groups():
     calibration = calibrated(scores_of([0.9, 0.1, 0.5, 0.3, 0.7, 0.2, 0.8, 0.4, 0.6]))
     # Nine scores: the ceil(10 * 0.8) = 8th; the 9th for one in ten; for less the whole gallery.
     assert calibration.conformal_radius(0.2) == pytest.approx(0.8)
@@ -211,6 +209,12 @@ def test_radius_by_hand():
     assert calibration.conformal_radius(0.099) == math.inf
     assert calibration.conformal_radius(0.2, contains="all") == pytest.approx(1.8)
     assert calibrated(scores_of([0.5] * 9)).conformal_radius(0.6) == 0.5, "ties are inside"
+    scores = replace(scores_of([0.1, 0.2, 0.3, 0.4]), group=(7, 7, 3, 5))
+    # Three groups and the new one: weights .5 .5 1 1 of 4. Half of 4 is reached by the third, 3 of 4 by the last.
+    assert conformal_radius(scores, 0.5) == pytest.approx(0.3)
+    assert conformal_radius(scores, 0.25) == pytest.approx(0.4)
+    assert conformal_radius(scores, 0.2) == math.inf
+    assert conformal_radius(scores, 0.8) == pytest.approx(0.2)
 
 
 # ---------------------------------------------------------------- thresholds and abstention
@@ -301,15 +305,6 @@ def test_sets_cover_a_caption_of_a_new_image(correlation):
         inside.append((new <= conformal_radius(scores, 0.1)).mean())
     error = np.std(inside) / 20
     assert 0.9 - 4.5 * error < np.mean(inside) < 0.93
-
-
-def test_groups_by_hand():
-    scores = replace(scores_of([0.1, 0.2, 0.3, 0.4]), group=(7, 7, 3, 5))
-    # Three groups and the new one: weights .5 .5 1 1 of 4. Half of 4 is reached by the third, 3 of 4 by the last.
-    assert conformal_radius(scores, 0.5) == pytest.approx(0.3)
-    assert conformal_radius(scores, 0.25) == pytest.approx(0.4)
-    assert conformal_radius(scores, 0.2) == math.inf
-    assert conformal_radius(scores, 0.8) == pytest.approx(0.2)
 
 
 def test_a_precision_of_groups_is_the_mean_of_their_means():

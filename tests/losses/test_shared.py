@@ -135,9 +135,9 @@ def test_shapes_emptiness_and_labels_are_checked(loss):
     raises(ValueError, r"match must lie in \[0, 1\], got values from nan", loss, image, text, MATCH * torch.nan)
 
 
-@pytest.mark.parametrize("name", ["infonce", "triplet"])
-def test_a_batch_without_a_match_is_refused(name):
-    raises(ValueError, "no pair of the batch matches", LOSSES[name](), *batch(dtype=torch.float32), torch.zeros(4, 6))
+def test_a_batch_without_a_match_is_refused():
+    for name in ("infonce", "triplet"):
+        raises(ValueError, "no pair of the batch matches", LOSSES[name]().double(), *batch(), 0 * MATCH)
 
 
 def test_labels_may_be_whole_numbers_or_truth_values(loss):
