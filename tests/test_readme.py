@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support.processes import Started, command
-from support.serving import Process, wait_until_ready
+from support.serving import Process, ready, until
 from support.toy import make_toy
 from support.words import folded
 
@@ -104,7 +104,7 @@ def test_the_service_of_the_readme_starts(visited):
     [line] = [line for line in commands("README.md") if " serve " in line]
     arguments = shlex.split(line, comments=True)
     process = Process(*arguments[2:], folder=folder)
-    wait_until_ready(process.client)
+    until(lambda: ready(process.client))
     assert process.client.get("/v1/info").json()["galleries"]["images"]["n"] == 192
     assert "<title>" in process.client.get("/").text
     [line] = [line for block in blocks("bash") for line in block.splitlines() if line.startswith("curl ")]

@@ -168,9 +168,6 @@ def test_no_candidates():
     assert torch.isposinf(found).all() and (order == -1).all()
 
 
-# ---------------------------------------------------------------- distances that lift
-
-
 WIDTH = {"csd": 6, "wasserstein2": 10, "squared_l2": 5}
 
 

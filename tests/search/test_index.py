@@ -41,22 +41,12 @@ def true_top(queries, gallery, k):
 
 
 def recall(found, ground_truth):
-    return float(
-        np.mean([len(set(f) & set(t)) / len(t) for f, t in zip(found.tolist(), ground_truth.tolist(), strict=True)])
-    )
-
-
-def faiss_or_skip(engine):
-    if engine != "exact":
-        pytest.importorskip("faiss", reason="needs the extra faiss")
-
-
-# ---------------------------------------------------------------- what a search says
+    pairs = zip(found.tolist(), ground_truth.tolist(), strict=True)
+    return float(np.mean([len(set(f) & set(t)) / len(t) for f, t in pairs]))
 
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_hits_carry_the_csd_of_the_pair_and_everything_else(engine):
-    faiss_or_skip(engine)
     gallery, queries = clustered(211, seed=0), clustered(5, seed=1)
     payload = {"path": [f"{i}.jpg" for i in range(211)], "text": [str(i) for i in range(211)]}
     index = GaussianIndex.build(gallery, ids_of(211), engine=engine, logit_scale=2.0, logit_bias=3.0, payload=payload)
@@ -80,7 +70,6 @@ def test_hits_carry_the_csd_of_the_pair_and_everything_else(engine):
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_more_than_the_gallery_gives_the_whole_gallery(engine):
-    faiss_or_skip(engine)
     for n in (1, 50):
         index = GaussianIndex.build(clustered(n, seed=2), ids_of(n), engine=engine)
         for result in index.search(clustered(3, seed=3), 1000):
@@ -90,7 +79,6 @@ def test_more_than_the_gallery_gives_the_whole_gallery(engine):
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_equal_distances_come_in_the_order_given(engine):
-    faiss_or_skip(engine)
     # The six closest are the same, scattered among others: an engine reports them in whatever order it met them.
     others, place = clustered(300, seed=23), torch.tensor([17, 40, 111, 150, 222, 290])
     mean, log_var = others.mean.clone() + 5, others.log_var.clone()
@@ -124,21 +112,16 @@ def test_other_dtypes_are_kept_in_float32(dtype):
     assert first[0].id == "item 0"
 
 
-# ---------------------------------------------------------------- what engines find
-
-
 @pytest.mark.parametrize("tail", [1.0, 3.0])
 @pytest.mark.parametrize("engine", ["hnsw", "ivf"])
 def test_approximate_engines_find_nine_of_ten(engine, tail):
     # Seeded data; hnsw's build depends on the number of threads, but a recall of 1,000 results varies by about 0.003.
-    pytest.importorskip("faiss", reason="needs the extra faiss")
     gallery, queries = clustered(4000, seed=13, tail=tail), clustered(100, seed=14, tail=tail)
     index = GaussianIndex.build(gallery, ids_of(4000), engine=engine)
     assert recall(index.nearest(queries, 10)[1], true_top(queries, gallery, 10)) >= 0.9
 
 
-def test_more_effort_finds_more_and_seeds_are_kept():
-    pytest.importorskip("faiss", reason="needs the extra faiss")
+def test_more_effort_finds_more_and_seeds_are_kept(needs_faiss):
     data, queries = (torch.randn(n, 6, generator=torch.Generator().manual_seed(n)) for n in (3000, 100))
     top = torch.cdist(queries.double(), data.double()).argsort(1)[:, :10]
 
@@ -153,14 +136,10 @@ def test_more_effort_finds_more_and_seeds_are_kept():
     assert recall(few, top) < 0.9 and small < large
 
 
-def test_ivf_answers_in_full_where_its_lists_run_short():
-    pytest.importorskip("faiss", reason="needs the extra faiss")
+def test_ivf_answers_in_full_where_its_lists_run_short(needs_faiss):
     gallery, queries = clustered(400, seed=15), clustered(20, seed=16)
     index = GaussianIndex.build(gallery, ids_of(400), engine="ivf", options=FaissOptions(n_lists=80, n_probe=1))
     assert recall(index.nearest(queries, 100)[1], true_top(queries, gallery, 100)) == 1.0
-
-
-# ---------------------------------------------------------------- what a calibration adds
 
 
 def calibrated(n_gallery=150, n_queries=400, seed=30, method="platt"):
@@ -179,7 +158,6 @@ def calibrated(n_gallery=150, n_queries=400, seed=30, method="platt"):
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_sets_are_all_items_within_the_radius(engine):
-    faiss_or_skip(engine)
     gallery, queries, of, calibration = calibrated()
     index = GaussianIndex.build(gallery, ids_of(150), engine=engine, calibration=calibration)
     results = index.search(queries, 3, coverage=0.9)
@@ -251,10 +229,8 @@ def test_promises_that_nothing_vouches_for_are_refused():
     gallery, queries, _, calibration = calibrated()
     bare = GaussianIndex.build(gallery, ids_of(150))
     for asked in ("coverage", "max_risk"):
-        with pytest.raises(
-            ValueError, match=rf"{asked}.* needs a calibration.*sfumato calibrate RUN.*build the index again"
-        ):
-            bare.search(queries, 3, **{asked: 0.5})
+        told = rf"{asked}.* needs a calibration.*sfumato calibrate RUN.*build the index again"
+        raises(ValueError, told, bare.search, queries, 3, **{asked: 0.5})
     assert len(bare.search(queries[:1], 3, min_probability=0.0)[0]) == 3
     old = GaussianIndex.build(gallery, ids_of(150), calibration=Calibration(2.0, 1.0, 0.1))
     assert (old.logit_scale, old.logit_bias) == (2.0, 1.0)
@@ -266,12 +242,8 @@ def test_promises_that_nothing_vouches_for_are_refused():
     raises(ValueError, "no limit has a risk of at most 0.0001", index.search, queries, 3, max_risk=1e-4)
 
 
-# ---------------------------------------------------------------- on disk
-
-
 @pytest.mark.parametrize("engine", ENGINES)
 def test_there_and_back(engine, tmp_path):
-    faiss_or_skip(engine)
     options = FaissOptions(ef_search=33, n_probe=2) if engine != "exact" else None
     index = GaussianIndex.build(
         clustered(300, seed=17), ["ü", "a  b", *ids_of(298)], engine=engine, logit_scale=1.25, logit_bias=-2.5,
@@ -336,9 +308,6 @@ def test_a_manifest_names_no_files_elsewhere(tmp_path):
     (tmp_path / "index" / manifest["data"]).rename(tmp_path / manifest["data"])
     seal(tmp_path / "index", {**manifest, "data": f"../{manifest['data']}"})
     raises(ValueError, "names files outside its data folder", GaussianIndex.load, tmp_path / "index")
-
-
-# ---------------------------------------------------------------- mistakes
 
 
 @pytest.mark.parametrize(

@@ -83,12 +83,8 @@ class TestServer(StoreBasics):
 
 
 def test_the_index_that_was_asked_for_is_the_one_that_is_searched(server):
-    for index, numbers in {
-        "FLAT": {},
-        "HNSW": {"M": 9, "efConstruction": 77},
-        "IVF_FLAT": {"nlist": 33},
-        "AUTOINDEX": {},
-    }.items():
+    made = {"FLAT": {}, "HNSW": {"M": 9, "efConstruction": 77}, "IVF_FLAT": {"nlist": 33}, "AUTOINDEX": {}}
+    for index, numbers in made.items():
         store = create_store(server.url(index=index, m=9, ef_construction=77, nlist=33), 4)
         told = store._client.describe_index(store._place.name, "vector")
         assert told["index_type"] == index and told["metric_type"] == "L2"
@@ -133,17 +129,8 @@ def test_more_results_than_milvus_brings_at_once(server, options):
 
 
 def test_texts_that_milvus_would_take_for_an_expression(server):
-    texts = (
-        '"] or id != "',
-        "tab\tr\rn\n",
-        '\\"',
-        "\\",
-        "'",
-        "\x01\x85\u2028",
-        "{id}",
-        "$meta",
-        "nine".rjust(60_000, "9"),
-    )
+    quotes = '"] or id != "', "tab\tr\rn\n", '\\"', "\\", "'"
+    texts = *quotes, "\x01\x85\u2028", "{id}", "$meta", "nine".rjust(60_000, "9")
     store, batch = create_store(server.url(), 3), records(len(texts), 3, 6)
     payloads = tuple({text[:90]: text[:90]} for text in texts)
     store.upsert(Records(texts, batch.vectors, batch.uncertainty, payloads))
@@ -159,9 +146,8 @@ def test_texts_that_milvus_would_take_for_an_expression(server):
 
 def test_bounds_between_two_numbers_of_single_precision(server):
     store, bound = create_store(server.url(), 2), torch.tensor(0.1)
-    batch = Records(
-        ("below", "at"), torch.zeros(2, 2), torch.stack([torch.nextafter(bound, bound - 1), bound]), ({}, {})
-    )
+    uncertainty = torch.stack([torch.nextafter(bound, bound - 1), bound])
+    batch = Records(("below", "at"), torch.zeros(2, 2), uncertainty, ({}, {}))
     store.upsert(batch)
     for limit in (float(bound), 0.1, float("inf"), 0.0, 1e-45, 1e300):
         assert store.count(Filter(max_uncertainty=limit)) == int((batch.uncertainty.double() <= limit).sum()), limit

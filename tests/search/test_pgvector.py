@@ -40,6 +40,7 @@ pytest.importorskip("psycopg")
 DEBIAN = Path("/usr/lib/postgresql/15/bin")
 PASSWORD = "s3cr/t?@:#word"
 QUOTED = "s3cr%2Ft%3F%40%3A%23word"
+OTHERS = "backend_type = 'client backend' AND pid <> pg_backend_pid()"
 
 
 class Server:
@@ -60,9 +61,8 @@ class Server:
 
     def run(self, program, *arguments):
         command = [*self.prefix, str(self.programs / program), "-D", str(self.folder / "data"), *arguments]
-        done = subprocess.run(
-            command, cwd="/", stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=60
-        )
+        pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        done = subprocess.run(command, cwd="/", timeout=60, **pipes)
         if done.returncode:
             raise RuntimeError(f"{program}: {done.stdout.decode()[-500:]}")
 
@@ -138,9 +138,8 @@ class TestExact(OnServer, StoreContract):
 
 class TestHnsw(OnServer, StoreBasics):
     def create(self, tmp_path, dim):
-        return create_store(
-            self.server.url(database="indexed", index="hnsw", m=24, ef_construction=200, ef_search=200), dim
-        )
+        numbers = {"m": 24, "ef_construction": 200, "ef_search": 200}
+        return create_store(self.server.url(database="indexed", index="hnsw", **numbers), dim)
 
 
 class TestIvfflat(TestHnsw):
@@ -223,12 +222,8 @@ def test_a_batch_is_stored_as_a_whole_or_not_at_all(server):
     with pytest.raises(UserError, match="an id may have 2,000 bytes, got 2,001"):
         store.upsert(Records(("é" * 1000 + "x", *batch.ids[1:]), batch.vectors, batch.uncertainty, batch.payloads))
     assert store.count() == 0
-    long = Records(
-        ("".join(map(chr, range(0x4E00, 0x4E00 + 666))), *batch.ids[1:]),
-        batch.vectors,
-        batch.uncertainty,
-        batch.payloads,
-    )
+    name = "".join(map(chr, range(0x4E00, 0x4E00 + 666)))
+    long = Records((name, *batch.ids[1:]), batch.vectors, batch.uncertainty, batch.payloads)
     store.upsert(long)
     assert_holds(store, by_id(long))
 
@@ -293,13 +288,8 @@ def test_connections_have_limits_by_default(server):
     with store._connections.borrow() as connection:
         told = connection.info.get_parameters()
         assert connection.execute("SHOW statement_timeout").fetchone() == ("1min",)
-    wanted = {
-        "tcp_user_timeout": "30000",
-        "keepalives_idle": "30",
-        "keepalives_interval": "10",
-        "keepalives_count": "3",
-    }
-    assert {name: told[name] for name in wanted} == wanted
+    names = "tcp_user_timeout", "keepalives_idle", "keepalives_interval", "keepalives_count"
+    assert [told[name] for name in names] == ["30000", "30", "10", "3"]
     store.close()
     unlimited = open_store(store.url + "&statement_timeout=0&tcp_user_timeout=0")
     with unlimited._connections.borrow() as connection:
@@ -324,8 +314,7 @@ def test_a_server_that_hangs_is_given_up(server, monkeypatch):
     monkeypatch.setattr(pgvector, "_SILENCE", 0.2)
     store = create_store(server.url(statement_timeout=1), 3)
     store.upsert(records(5, 3, 20))
-    others = "backend_type = 'client backend' AND pid <> pg_backend_pid()"
-    backends = [pid for (pid,) in server.execute(f"SELECT pid FROM pg_stat_activity WHERE {others}")]
+    backends = [pid for (pid,) in server.execute(f"SELECT pid FROM pg_stat_activity WHERE {OTHERS}")]
     for pid in backends:
         os.kill(pid, signal.SIGSTOP)
     try:
@@ -431,10 +420,7 @@ def test_a_lost_connection_is_made_anew_at_the_next_call(server):
     store = create_store(server.url(), 3)
     table = store.url.rpartition("=")[2]
     store.upsert(records(5, 3, 12))
-    server.execute(
-        "SELECT pg_terminate_backend(pid) FROM pg_stat_activity"
-        " WHERE pid <> pg_backend_pid() AND backend_type = 'client backend'"
-    )
+    server.execute(f"SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE {OTHERS}")
     raises(UserError, rf"{table}: .*(terminat|closed)", store.upsert, records(5, 3, 13))
     store.upsert(records(5, 3, 13))
     assert_holds(store, by_id(records(5, 3, 13)))

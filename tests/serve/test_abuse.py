@@ -4,7 +4,6 @@ import concurrent.futures
 import contextlib
 import copy
 import io
-import socket
 import subprocess
 import sys
 import textwrap
@@ -18,7 +17,7 @@ import torch
 from PIL import Image
 from serve.test_faults import problem
 from support.raising import raises
-from support.serving import KEY, guard_of, in_base64, picture, served, until
+from support.serving import KEY, begun, guard_of, in_base64, picture, served, until
 
 from sfumato.encoders.dual import DualEncoder
 from sfumato.errors import UserError
@@ -30,50 +29,36 @@ from sfumato.serve.settings import Settings
 KNOWN = {"Authorization": f"Bearer {KEY}"}
 
 
-def idle(client, line, length=10_000_000, headers=()):
-    """A connection that announces a body and sends none of it."""
-    connection = socket.create_connection(("127.0.0.1", client.base_url.port), timeout=8)
-    lines = [line, "Host: a", f"Content-Length: {length}", *headers]
-    connection.sendall(("\r\n".join(lines) + "\r\n\r\n").encode())
-    return connection
-
-
 def test_without_a_key_no_body_is_awaited(sources):
     with served(sources, keys=(KEY,)) as client:
         for line, status in (
             *(("POST /", 405), ("POST /healthz", 405), ("POST /page/page.js", 405), ("PUT /page/nothing", 405)),
             *(("GET /readyz", 413), ("POST /v1/search", 401), ("POST /metrics", 401)),
         ):
-            with idle(client, f"{line} HTTP/1.1") as connection:
+            with begun(client, line) as connection:
                 answer = connection.recv(10_000)
             assert int(answer.split()[1]) == status and b"application/problem+json" in answer, line
             assert status == 401 or b"connection: close" in answer.lower()
-        for line, status in (("GET /v1/info HTTP/1.1", b"413"), ("DELETE /v1/items/0 HTTP/1.1", b"413"),
-                             ("POST /metrics HTTP/1.1", b"405"), ("POST /nothing HTTP/1.1", b"404")):  # fmt: skip
-            with idle(client, line, headers=[f"X-API-Key: {KEY}"]) as connection:
+        for line, status in (
+            *(("GET /v1/info", b"413"), ("DELETE /v1/items/0", b"413"), ("POST /metrics", b"405")),
+            ("POST /nothing", b"404"),
+        ):
+            with begun(client, line, headers=[f"X-API-Key: {KEY}"]) as connection:
                 assert connection.recv(10_000).split()[1] == status
 
 
 def test_strangers_take_no_place_of_those_with_a_key(sources):
     with served(sources, keys=(KEY,), max_requests=2) as client, contextlib.ExitStack() as open_ones:
-        for line in ("POST /healthz HTTP/1.1", "POST /v1/search HTTP/1.1", "GET /docs HTTP/1.1") * 3:
-            assert open_ones.enter_context(idle(client, line)).recv(10_000)  # An answer, though the body has not come.
+        for line in ("POST /healthz", "POST /v1/search", "GET /docs") * 3:
+            assert open_ones.enter_context(begun(client, line)).recv(10_000)  # An answer, though the body has not come.
         assert client.get("/v1/search?q=a").status_code == 200
         assert client.get("/healthz").status_code == 200
-
-
-def sending(client, body, length):
-    """A connection that has sent a part of the body of a search."""
-    connection = socket.create_connection(("127.0.0.1", client.base_url.port), timeout=20)
-    lines = ["POST /v1/search HTTP/1.1", "Host: a", "Content-Type: application/json", f"Content-Length: {length}"]
-    connection.sendall(("\r\n".join(lines) + "\r\n\r\n").encode() + body)
-    return connection
 
 
 def test_bodies_that_arrive_slowly_take_no_place(sources):
     with served(sources, max_requests=2) as client, contextlib.ExitStack() as open_ones:
         for _ in range(130):
-            open_ones.enter_context(sending(client, b"{", 10_000))
+            open_ones.enter_context(begun(client, "POST /v1/search", b"{", 10_000))
         for _ in range(3):
             assert client.get("/v1/search?q=a").status_code == 200
             assert client.post("/v1/search", json={"queries": [{"text": "a"}]}).status_code == 200
@@ -85,7 +70,7 @@ def test_bodies_in_memory_have_a_budget(sources):
         assert client.post("/v1/search/image", files=large).status_code == 200
         budget = guard_of(client.app).bodies.bytes
         until(lambda: budget.used == 0)  # The answer may be here before its body is forgotten.
-        with sending(client, b" " * 300_000, 500_000):
+        with begun(client, "POST /v1/search", b" " * 300_000, 500_000):
             until(lambda: budget.used == 300_000 - guard.SMALL_BODY)
             refused = problem(client.post("/v1/search/image", files=large), 503)
             assert "Too many large requests in memory" in refused["detail"]
@@ -152,8 +137,7 @@ def test_texts_do_not_wait_for_pictures_to_be_decoded(sources, monkeypatch):
     with served(sources, timeout=8) as client, concurrent.futures.ThreadPoolExecutor(4) as pool:
         slow = SlowDecoders(monkeypatch)
         asked = [pool.submit(client.post, "/v1/search/image", files={"image": ("a", picture())}) for _ in range(4)]
-        while slow.begun < 2:
-            time.sleep(0.01)
+        until(lambda: slow.begun >= 2)
         assert client.get("/v1/search?q=a").status_code == 200
         slow.go.set()
         assert [one.result().status_code for one in asked] == [200] * 4

@@ -43,11 +43,8 @@ def test_each_kind_has_its_clearest_answer():
         answer("xkqz wvbt", "unsure", 0.1),
         answer("plain", None, 0.1),
     ]
-    assert {one.kind: one.answer.query for one in chosen(answers)} == {
-        "vague": "all",
-        "precise": "two",
-        "nonsense": "xkqz wvbt",
-    }
+    found = {one.kind: one.answer.query for one in chosen(answers)}
+    assert found == {"vague": "all", "precise": "two", "nonsense": "xkqz wvbt"}
     assert {one.kind: one.answer.query for one in chosen(answers[4:])} == {"precise": "few", "nonsense": "xkqz wvbt"}
     assert chosen([]) == []
 

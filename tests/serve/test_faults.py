@@ -17,7 +17,19 @@ import httpx
 import pytest
 from PIL import Image
 from support.raising import raises
-from support.serving import SlowModel, bomb, guard_of, in_base64, picture, read_only, served, until
+from support.serving import (
+    SlowModel,
+    add,
+    begun,
+    bomb,
+    guard_of,
+    in_base64,
+    new_item,
+    picture,
+    read_only,
+    served,
+    until,
+)  # fmt: skip
 
 from sfumato.data.images import POINTER, FolderImages, UploadedImages
 from sfumato.errors import UserError
@@ -50,10 +62,8 @@ def test_pictures_that_are_none(client):
     ):
         told = problem(client.post("/v1/search/image", files={"image": ("a.png", file)}), status)
         assert message in told["detail"]
-        told = problem(
-            client.post("/v1/search", json={"queries": [{"text": "fine"}, {"image": in_base64(file)}]}), status
-        )
-        assert "body.queries.1.image" in told["detail"]
+        asked = {"queries": [{"text": "fine"}, {"image": in_base64(file)}]}
+        assert "body.queries.1.image" in problem(client.post("/v1/search", json=asked), status)["detail"]
 
 
 def test_a_bad_picture_in_a_batch_fails_alone(sources):
@@ -62,10 +72,8 @@ def test_a_bad_picture_in_a_batch_fails_alone(sources):
         served(sources, batch_window_ms=300, max_requests=20) as client,
         concurrent.futures.ThreadPoolExecutor(6) as pool,
     ):
-        asked = [
-            pool.submit(client.post, "/v1/search/image", files={"image": ("a", torn if i == 3 else picture())})
-            for i in range(6)
-        ]
+        files = [{"image": ("a", torn if i == 3 else picture())} for i in range(6)]
+        asked = [pool.submit(client.post, "/v1/search/image", files=one) for one in files]
         assert [one.result().status_code for one in asked] == [200, 200, 200, 422, 200, 200]
         assert 'sfumato_batch_size_bucket{kind="image",le="4.0"}' in client.get("/metrics").text
 
@@ -108,15 +116,9 @@ def test_no_id_leads_out_of_the_folder(tmp_path):
     pictures = FolderImages(climbing(tmp_path))
     assert pictures.read("000.png", {}) == picture()
     for id in (
-        *(
-            "../secret.png",
-            "link.png",
-            "linked/secret.png",
-            str(tmp_path / "secret.png"),
-            "inside/../../secret.png",
-            "inside/../000.png",
-        ),
-        *("ring", "", ".", "inside", "000.png\0", "..\\secret.png", "a" * 5000, "/000.png", "nothing.png"),
+        *("../secret.png", "link.png", "linked/secret.png", str(tmp_path / "secret.png"), "inside/../../secret.png"),
+        *("ring", "", ".", "inside", "inside/../000.png", "000.png\0", "..\\secret.png", "a" * 5000),
+        *("/000.png", "nothing.png"),
     ):
         assert pictures.read(id, {}) is None, id
     assert FolderImages(tmp_path / "nowhere").read("000.png", {}) is None
@@ -181,15 +183,9 @@ def test_every_error_is_a_problem(client):
         assert told["errors"][0]["message"]
         if "unknown" in told["detail"]:
             assert f"{where}: unknown field '{where.rpartition('.')[2]}'" in told["detail"]
-    for path in (
-        "/v1/search",
-        "/v1/search?q=",
-        "/v1/search?q=a&where=nothing",
-        "/v1/search?q=a&x=1",
-        "/v1/items?limit=0",
-        "/v1/examples?gallery=x",
-    ):
-        assert problem(client.get(path), 422)["errors"][0]["where"].startswith("query"), path
+    wrong = "search", "search?q=", "search?q=a&where=nothing", "search?q=a&x=1", "items?limit=0", "examples?gallery=x"
+    for path in wrong:
+        assert problem(client.get(f"/v1/{path}"), 422)["errors"][0]["where"].startswith("query"), path
     problem(client.get("/v1/items/nobody"), 404)
     problem(client.post("/v1/search", json={"queries": [{"id": "nobody"}]}), 404)
 
@@ -198,14 +194,8 @@ def test_forms_that_are_none(client):
     def send(body, kind="multipart/form-data; boundary=x"):
         return client.post("/v1/search/image", content=body, headers={"Content-Type": kind})
 
-    for body in (
-        b"",
-        b"--x",
-        b"--x--\r\n",
-        b"--x\r\n\r\n",
-        b"\0" * 100,
-        b"--x\r\nContent-Disposition: form-data\r\n\r\n1\r\n--x--\r\n",
-    ):
+    nameless = b"--x\r\nContent-Disposition: form-data\r\n\r\n1\r\n--x--\r\n"
+    for body in (b"", b"--x", b"--x--\r\n", b"--x\r\n\r\n", b"\0" * 100, nameless):
         problem(send(body), 422)
     problem(send(b"--x--\r\n", "multipart/form-data"), 422)
     problem(send(b"--x--\r\n", "multipart/form-data; boundary=x; charset=nope"), 422)
@@ -228,15 +218,10 @@ def test_limits(sources):
     with served(sources, max_upload_mb=0.02, max_pixels=1000, max_results=5, max_batch=2) as client:
         told = problem(client.post("/v1/search/image", files={"image": ("a", b"x" * 25_000)}), 413)
         assert "25000 bytes are more than the limit of 20000" in told["detail"]
-        problem(client.post("/v1/search/image", files={"image": ("a", b"x" * 100_000)}), 413)
-        problem(client.post("/v1/search/image", files={"image": ("a", b"x" * 5_000_000)}), 413)
-        problem(
-            client.post(
-                "/v1/search", content=(b" " * 1000 for _ in range(110)), headers={"Content-Type": "application/json"}
-            ),
-            413,
-        )
-        problem(client.post("/v1/search/image", files={"image": ("a", picture(size=(40, 40)))}), 413)
+        for file in (b"x" * 100_000, b"x" * 5_000_000, picture(size=(40, 40))):
+            problem(client.post("/v1/search/image", files={"image": ("a", file)}), 413)
+        spaces, head = (b" " * 1000 for _ in range(110)), {"Content-Type": "application/json"}
+        problem(client.post("/v1/search", content=spaces, headers=head), 413)
         problem(client.post("/v1/search", json={"queries": [{"text": "a"}] * 3}), 422)
         told = problem(client.post("/v1/search", json={"queries": [{"text": "a"}], "max_results": 6}), 422)
         assert "more than the limit of 5" in told["detail"]
@@ -271,12 +256,8 @@ def test_a_full_queue_sends_clients_away_and_recovers(sources):
     ):
         slowly.model.go.clear()
         asked = [pool.submit(client.get, "/v1/search?q=a") for _ in range(10)]
-        until(
-            lambda: (
-                'sfumato_waiting{kind="text"} 3.0' in client.get("/metrics").text
-                and sum(one.done() for one in asked) == 6
-            )
-        )
+        until(lambda: 'sfumato_waiting{kind="text"} 3.0' in client.get("/metrics").text)
+        until(lambda: sum(one.done() for one in asked) == 6)
         assert client.get("/healthz").status_code == 200
         slowly.model.go.set()
         answers = [one.result() for one in asked]
@@ -306,9 +287,7 @@ def test_what_takes_too_long_is_504_and_the_next_is_answered(sources):
         assert "No answer within 0.5 seconds" in told["detail"]
         slowly.model.go.set()
         assert client.get("/v1/search?q=a").status_code == 200
-        head = b"POST /v1/search HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: 50\r\n\r\n"
-        with socket.create_connection(("127.0.0.1", client.base_url.port)) as connection:
-            connection.sendall(head + b"{")  # And no more of the body.
+        with begun(client, "POST /v1/search", b"{", 50) as connection:  # And no more of the body.
             assert connection.recv(1000).startswith(b"HTTP/1.1 408")
 
 
@@ -366,7 +345,7 @@ def test_a_store_that_fails_is_503(writable, monkeypatch, caplog):
         raise UserError("the disk is full")
 
     monkeypatch.setattr(collection.store, "upsert", fail)
-    answer = writable.post("/v1/items", json={"items": [{"id": "a", "image": in_base64(picture())}]})
+    answer = add(writable, "a")
     assert "the store failed" in problem(answer, 503)["detail"].lower() and answer.headers["retry-after"]
     monkeypatch.setattr(collection.store, "search", fail)
     assert "log" in problem(searched := writable.get("/v1/search?q=a"), 503)["detail"]
@@ -379,7 +358,7 @@ def test_a_store_that_fails_is_503(writable, monkeypatch, caplog):
 
 def test_several_items_are_stored_or_none(writable, monkeypatch):
     def add(*items):
-        new = [{"id": id, "image": in_base64(picture(colour)), "payload": payload} for id, colour, payload in items]
+        new = [new_item(id, colour, payload=payload) for id, colour, payload in items]
         return writable.post("/v1/items", json={"items": new})
 
     def files():
@@ -412,42 +391,25 @@ def test_several_items_are_stored_or_none(writable, monkeypatch):
     assert told["errors"][0]["where"] == f"body.items.0.payload.{POINTER}"
 
 
-class SlowUpsert:
-    """The upsert of a collection, that waits for a signal."""
-
-    def __init__(self, client, monkeypatch):
-        self.begun, self.go = threading.Event(), threading.Event()
-        store = client.app.state.service.sources.galleries["images"].gallery.store
-        upsert = store.upsert
-        monkeypatch.setattr(store, "upsert", lambda records: (self.begun.set(), self.go.wait(20), upsert(records)))
-
-
 def sent(client, id):
-    """The connection of a request that adds an item; closing it leaves before the answer."""
-    body = json.dumps({"items": [{"id": id, "image": in_base64(picture())}]})
-    connection = socket.create_connection(("127.0.0.1", client.base_url.port), timeout=20)
-    head = (
-        f"POST /v1/items HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
-    )
-    connection.sendall((head + body).encode())
-    return connection
-
-
-def until_gone(client, n):
-    """Wait until the service knows that the clients of n additions have left."""
-    counted = f'sfumato_requests_total{{method="POST",route="/v1/items",status="499"}} {n}.0'
-    until(lambda: counted in client.get("/metrics").text)
+    """The connection of a request that adds an item."""
+    body = json.dumps({"items": [new_item(id)]}).encode()
+    return begun(client, "POST /v1/items", body, len(body))
 
 
 def test_a_write_that_nobody_waits_for_does_not_begin(writable, monkeypatch):
-    slow, queued, begin = SlowUpsert(writable, monkeypatch), threading.Semaphore(0), Writer._begin
+    slow, go, queued, begin = threading.Event(), threading.Event(), threading.Semaphore(0), Writer._begin
+    store = writable.app.state.service.sources.galleries["images"].gallery.store
+    upsert = store.upsert
+    monkeypatch.setattr(store, "upsert", lambda records: (slow.set(), go.wait(20), upsert(records)))
     monkeypatch.setattr(Writer, "_begin", lambda self, work: (begin(self, work), queued.release())[0])
     with sent(writable, "first"):
-        assert slow.begun.wait(20) and queued.acquire(timeout=20)
+        assert slow.wait(20) and queued.acquire(timeout=20)
         with sent(writable, "second"):
             assert queued.acquire(timeout=20)
-    until_gone(writable, 2)
-    slow.go.set()
+    gone = 'sfumato_requests_total{method="POST",route="/v1/items",status="499"} 2.0'
+    until(lambda: gone in writable.get("/metrics").text)
+    go.set()
     assert writable.delete("/v1/items/000.png").status_code == 200  # After both.
     assert writable.get("/v1/items/first").status_code == writable.get("/v1/pictures/first").status_code == 200
     problem(writable.get("/v1/items/second"), 404)

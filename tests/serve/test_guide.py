@@ -14,11 +14,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
-from serve.test_service import Process
-from support.serving import calibration, embedded
+from support.serving import Process, calibration, collected, embedded
 
 from sfumato.models.run import load_run
-from sfumato.workflows.index import GalleryPart, create_collection
+from sfumato.workflows.index import GalleryPart
 
 DOCS = Path(__file__).parents[2] / "docs"
 GUIDE = DOCS / "guides" / "serve.md"
@@ -55,12 +54,6 @@ def shell(command, home, port):
     return done.stdout
 
 
-def collection(model, source, part, folder):
-    with create_collection(model, part, folder) as made:
-        made.upsert(part.embeddings, part.ids, part.payload)
-    return folder
-
-
 @pytest.fixture(scope="module")
 def service(run, data, tmp_path_factory):
     """Of two small collections, of images with the ids of the demo and of texts."""
@@ -78,9 +71,8 @@ def service(run, data, tmp_path_factory):
     words = [f"a {c} {s}" for c in ("red", "green", "blue") for s in ("circle", "square", "cross")]
     texts = GalleryPart(model.model.embed_texts(words), [f"text {i}" for i in range(len(words))], words)
     model = replace(model, calibrated=True, calibration=calibration(texts.embeddings, images.embeddings))
-    process = Process(
-        collection(model, run, images, folder / "images"), "--texts", collection(model, run, texts, folder / "texts")
-    )
+    galleries = (collected(model, part, folder / name) for part, name in ((images, "images"), (texts, "texts")))
+    process = Process(next(galleries), "--texts", next(galleries))
     yield process
     process.end(signal.SIGTERM)
 

@@ -33,6 +33,14 @@ COLOURS = r"""(names) => {
     });
 }"""
 
+GIVE = """([kind, target, file]) => {
+    const data = new DataTransfer();
+    data.items.add(new File([Uint8Array.from(file)], `${kind}.png`, {type: "image/png"}));
+    const init = {bubbles: true, cancelable: true, dataTransfer: data, clipboardData: data};
+    const event = kind === "drop" ? new DragEvent("drop", init) : new ClipboardEvent("paste", init);
+    document.querySelector(target).dispatchEvent(event);
+}"""
+
 
 @pytest.fixture(scope="module")
 def service(sources):
@@ -54,9 +62,8 @@ def uncalibrated(run, data, tmp_path_factory):
 @pytest.fixture(scope="module")
 def chromium():
     with playwright.sync_playwright() as driver:
-        browser = driver.chromium.launch(
-            executable_path=CHROMIUM, args=["--disable-gpu"], env={**os.environ, "TMPDIR": short_folder()}
-        )
+        environment = {**os.environ, "TMPDIR": short_folder()}
+        browser = driver.chromium.launch(executable_path=CHROMIUM, args=["--disable-gpu"], env=environment)
         yield browser
         browser.close()
 
@@ -69,10 +76,8 @@ class Tab:
         self.base, self.seen, self.allowed = base, [], ()
         self.page = chromium.new_context(base_url=base, **options).new_page()
         self.page.set_default_timeout(8000)
-        self.page.add_init_script(
-            "addEventListener('securitypolicyviolation', (e) =>"
-            " console.error('policy', e.violatedDirective, e.blockedURI))"
-        )
+        told = "(e) => console.error('policy', e.violatedDirective, e.blockedURI)"
+        self.page.add_init_script(f"addEventListener('securitypolicyviolation', {told})")
         self.page.on("request", self._request)
         self.page.on("console", self._console)
         self.page.on("pageerror", lambda error: self.seen.append(f"thrown: {error}"))
@@ -105,9 +110,8 @@ def visit(request, chromium, tabs):
     """Opens pages; in the end nothing has happened that must never happen. Those of services that outlive the test are
     opened in the same tab as before, cleared."""
     opened = []
-    lasting = [
-        request.getfixturevalue(name) for name in ("service", "uncalibrated", "vectors") if name in request.fixturenames
-    ]
+    lasting = {"service", "uncalibrated", "vectors"} & {*request.fixturenames}
+    lasting = [request.getfixturevalue(name) for name in lasting]
 
     def open_page(client, path="/", *, width=1280, height=800, color_scheme="light", allowed=(), **options):
         base = str(client.base_url).rstrip("/")
@@ -311,9 +315,8 @@ def test_more_like_this_and_back(visit, service):
     panel(page).locator(".hit .pick").first.click()
     expect(panel(page).locator("h2")).to_have_text(f"More like {first}")
     assert searched(page) == {"id": first}
-    expect(panel(page).locator(".guess")).to_contain_text(
-        "are not calibrated"
-    )  # the calibration knows no searches by image among images
+    # The calibration knows no searches by image among images.
+    expect(panel(page).locator(".guess")).to_contain_text("are not calibrated")
     page.go_back()
     expect(panel(page).locator("h2")).to_have_text("“a red circle”")
     expect(page.locator("#q0")).to_have_value("a red circle")
@@ -328,17 +331,10 @@ def test_search_by_file_drop_and_paste(visit, service):
     expect(panel(page).locator("h2")).to_have_text("mine.png")
     expect(panel(page).locator(".hit")).to_have_count(24)
     assert searched(page) == {}
-    give = """([kind, target, file]) => {
-        const data = new DataTransfer();
-        data.items.add(new File([Uint8Array.from(file)], `${kind}.png`, {type: "image/png"}));
-        const init = {bubbles: true, cancelable: true, dataTransfer: data, clipboardData: data};
-        const event = kind === "drop" ? new DragEvent("drop", init) : new ClipboardEvent("paste", init);
-        document.querySelector(target).dispatchEvent(event);
-    }"""
-    page.evaluate(give, ["drop", "#answers", list(picture("red"))])
+    page.evaluate(GIVE, ["drop", "#answers", list(picture("red"))])
     expect(panel(page).locator("h2")).to_have_text("drop.png")
     page.get_by_label("Compare two").check()
-    page.evaluate(give, ["paste", "#q1", list(picture("green"))])
+    page.evaluate(GIVE, ["paste", "#q1", list(picture("green"))])
     expect(panel(page, 1).locator("h2")).to_have_text("paste.png")
     page.go_back()
     expect(panel(page, 1)).to_have_count(0)
@@ -353,8 +349,19 @@ def test_search_by_file_drop_and_paste(visit, service):
     alerted(page, "not an image in one of the formats")
 
 
-def test_threshold_filters_at_once(visit, service):
+def test_guarantees_are_those_of_the_calibration_and_the_threshold_filters_at_once(visit, service):
+    told = service.get("/v1/info").json()["galleries"]["images"]
     page = visit(service, "/?q=a+red+circle")
+    for name, offered in (("Wrong answers allowed", told["risks"]), ("Set that holds a match", told["coverages"])):
+        select = page.get_by_label(name)
+        expect(select.locator("option")).to_have_count(len(offered) + 1)
+        assert select.is_disabled() == (not offered)
+    page.get_by_text("Options", exact=True).click()
+    page.get_by_label("Set that holds a match").select_option(str(told["coverages"][0]))
+    inside = ask(service, {"text": "a red circle"}, coverage=told["coverages"][0])["conformal_set"]["hits"]
+    expect(panel(page)).to_contain_text(f"The framed set of {len(inside)} image")
+    expect(panel(page).locator(".in-set")).to_have_count(min(24, len(inside)))
+    page.goto("/?q=a+red+circle")
     hits = ask(service, {"text": "a red circle"})["hits"]
     expect(panel(page).locator(".hit")).to_have_count(24)
     asked = []
@@ -379,33 +386,31 @@ def test_threshold_filters_at_once(visit, service):
     assert searched(page) == {"q": "a red circle", "least": "0.99"}
 
 
-def test_guarantees_are_offered_as_the_calibration_can_give_them(visit, service):
-    told = service.get("/v1/info").json()["galleries"]["images"]
-    page = visit(service, "/?q=a+red+circle")
-    for name, offered in (("Wrong answers allowed", told["risks"]), ("Set that holds a match", told["coverages"])):
-        select = page.get_by_label(name)
-        expect(select.locator("option")).to_have_count(len(offered) + 1)
-        assert select.is_disabled() == (not offered)
-    page.get_by_text("Options", exact=True).click()
-    page.get_by_label("Set that holds a match").select_option(str(told["coverages"][0]))
-    inside = ask(service, {"text": "a red circle"}, coverage=told["coverages"][0])["conformal_set"]["hits"]
-    expect(panel(page)).to_contain_text(f"The framed set of {len(inside)} image")
-    expect(panel(page).locator(".in-set")).to_have_count(min(24, len(inside)))
-
-
 def test_compare(visit, service):
-    page = visit(service, "/?q=a+red+circle")
+    page = visit(service)
+    page.locator("#q0").fill("a red circle")
     page.get_by_label("Compare two").check()
     expect(page.locator("#q1")).to_be_focused()
+    expect(page.locator("#q0")).to_have_value("a red circle")  # what is being written is kept
     page.keyboard.type("some bar")
     page.keyboard.press("Enter")
     for slot, text in enumerate(("a red circle", "some bar")):
+        expect(panel(page, slot).locator("h2")).to_have_text(f"“{text}”")
         expect(panel(page, slot)).to_contain_text(ask(service, {"text": text})["verdict"]["text"])
     boxes = "const [one, other] = [0, 1].map(i => document.querySelector(`[data-slot='${i}']`).getBoundingClientRect())"
     page.wait_for_function(f"() => {{{boxes}; return one.y === other.y && one.right < other.x}}")
     assert searched(page) == {"q": "a red circle", "q2": "some bar"}
     page.set_viewport_size({"width": 390, "height": 800})
     page.wait_for_function(f"() => {{{boxes}; return one.x === other.x && one.bottom < other.y}}")
+    page.locator("#q0").fill("a blue square")
+    page.get_by_text("Options", exact=True).click()
+    page.get_by_label("Set that holds a match").select_option("0.5")
+    expect(panel(page)).to_contain_text("The framed set of")
+    expect(page.locator("#q0")).to_have_value("a blue square")
+    page.go_back()
+    page.go_back()
+    expect(page.locator("#q0")).to_have_value("")  # another search brings its own text
+    page.goto("/?q=a+red+circle&q2=some+bar")
     page.get_by_label("Compare two").uncheck()
     expect(panel(page, 1)).to_have_count(0)
     assert searched(page) == {"q": "a red circle"}
@@ -418,11 +423,8 @@ def test_texts_are_searched_too(visit, service):
     answer = ask(service, {"text": "a red circle"}, gallery="texts")
     expect(panel(page).locator(".pick .name").first).to_have_text(answer["hits"][0]["payload"]["text"])
     expect(panel(page).locator(".guess")).to_contain_text("compares two texts")
-    assert searched(page) == {
-        "in": "texts",
-        "q": "a red circle",
-        "compare": "1",
-    }  # the picture's id means nothing there
+    # The picture's id means nothing there.
+    assert searched(page) == {"in": "texts", "q": "a red circle", "compare": "1"}
 
 
 def test_keyboard_alone(visit, service):
@@ -476,9 +478,8 @@ def test_problems_in_plain_words(visit, service):
     page = visit(service, "/?id=nobody", allowed=["status of 404", "status of 503", "status of 502", "ERR_FAILED"])
     alerted(page, "There is no item 'nobody' to search by")
     body = '{"title": "Service Unavailable", "status": 503, "detail": "The queue is full"}'
-    page.route(
-        "**/v1/search", lambda route: route.fulfill(status=503, content_type="application/problem+json", body=body)
-    )
+    busy = {"status": 503, "content_type": "application/problem+json", "body": body}
+    page.route("**/v1/search", lambda route: route.fulfill(**busy))
     enter(page, "anything")
     alerted(page, "The service is busy")
     alerted(page, "The queue is full.")
@@ -599,25 +600,6 @@ def test_it_is_small_asks_nobody_else_and_says_what_it_needs(service):
         assert "https://" not in text and "innerHTML" not in text and "eval(" not in text, name
 
 
-def test_compare_keeps_what_is_being_written(visit, service):
-    page = visit(service, width=390)
-    page.locator("#q0").fill("a red circle")
-    page.get_by_label("Compare two").check()
-    expect(page.locator("#q1")).to_be_focused()
-    expect(page.locator("#q0")).to_have_value("a red circle")
-    page.keyboard.type("some bar")
-    page.keyboard.press("Enter")
-    expect(page.locator("#answers h2")).to_have_text(["“a red circle”", "“some bar”"])
-    page.locator("#q0").fill("a blue square")
-    page.get_by_text("Options", exact=True).click()
-    page.get_by_label("Set that holds a match").select_option("0.5")
-    expect(panel(page)).to_contain_text("The framed set of")
-    expect(page.locator("#q0")).to_have_value("a blue square")
-    page.go_back()
-    page.go_back()
-    expect(page.locator("#q0")).to_have_value("")  # another search brings its own text
-
-
 @pytest.mark.parametrize("late", ["circle", "bar"])
 def test_two_answers_are_announced_at_once(visit, service, late):
     page = visit(service, allowed=["status of 404"])
@@ -686,9 +668,8 @@ def test_small_probabilities_read_as_in_the_verdict(visit, service):
         expect(panel(page).locator(".facts p").first).to_have_text(f"{number} among 48 images")
         shown = sum(hit["match_probability"] for hit in answer["hits"])
         said_of_them = "" if shown < 1 else f" About {round(shown)} of these should match."
-        expect(panel(page).locator("[data-count]")).to_have_text(
-            f"These are the 24 closest of 48 images.{said_of_them}"
-        )
+        these = f"These are the 24 closest of 48 images.{said_of_them}"
+        expect(panel(page).locator("[data-count]")).to_have_text(these)
         expect(panel(page).get_by_role("img", name=f"probability {said}")).to_be_visible()
         expect(panel(page).locator(".facts p").nth(1)).to_have_text(f"First result: right in {odds} such searches")
         if 0.001 < p < 0.75:
@@ -730,14 +711,7 @@ def test_without_a_text_encoder_the_page_searches_by_item(visit, vectors):
     page.keyboard.type("photo-9")
     page.keyboard.press("Enter")
     expect(page.locator("#answers h2")).to_have_text(["More like photo-7", "More like photo-9"])
-    page.evaluate(
-        """() => {
-            const data = new DataTransfer();
-            data.items.add(new File(["a"], "a.png", {type: "image/png"}));
-            const init = {bubbles: true, cancelable: true, dataTransfer: data};
-            document.querySelector("#answers").dispatchEvent(new DragEvent("drop", init));
-        }"""
-    )
+    page.evaluate(GIVE, ["drop", "#answers", [97]])
     assert searched(page) == {"id": "photo-7", "id2": "photo-9"}
     page.goto("/?in=texts&id=photo-3")
     expect(panel(page).locator(".pick .name").first).to_have_text("text 3")

@@ -7,7 +7,7 @@ import pytest
 from serve.test_faults import problem
 from serve.test_sweep import aged
 from support.raising import raises
-from support.serving import KEY, in_base64, picture, served, until
+from support.serving import KEY, new_item, picture, served, until
 
 from sfumato.data.images import UploadedImages
 from sfumato.errors import UserError
@@ -17,7 +17,7 @@ from sfumato.serve.settings import Settings, read_keys
 
 READER = "a-key-for-reading"
 WRITES = [
-    ("POST", "/v1/items", {"json": {"items": [{"id": "new", "image": in_base64(picture())}]}}),
+    ("POST", "/v1/items", {"json": {"items": [new_item("new")]}}),
     ("POST", "/v1/items/image", {"files": {"image": ("a.png", picture())}, "data": {"id": "new"}}),
     ("POST", "/v1/items/delete", {"json": {"ids": ["000.png"]}}),
     ("DELETE", "/v1/items/000.png", {}),

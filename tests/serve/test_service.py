@@ -6,13 +6,24 @@ import os
 import re
 import signal
 import threading
-import time
 from dataclasses import replace
 
 import httpx
 import pytest
 from support.raising import raises
-from support.serving import KEY, Process, SlowModel, in_base64, picture, served, until, wait_until_ready
+from support.serving import (
+    KEY,
+    Process,
+    SlowModel,
+    add,
+    collected,
+    in_base64,
+    new_item,
+    picture,
+    ready,
+    served,
+    until,
+)  # fmt: skip
 
 from sfumato.data.image_decoding import decode_image
 from sfumato.data.images import SplitImages, UploadedImages
@@ -25,7 +36,7 @@ from sfumato.serve.answering import ServedGallery, Sources, open_sources
 from sfumato.serve.app import create_app
 from sfumato.serve.server import check_host, check_names, hosts_of, is_loopback, run_app
 from sfumato.serve.settings import Settings
-from sfumato.workflows.index import GalleryPart, build_index, create_collection
+from sfumato.workflows.index import GalleryPart, build_index
 
 
 def search(client, *queries, status=200, **options):
@@ -62,33 +73,20 @@ def test_a_text_finds_what_the_library_finds(client, sources):
 
 def test_kinds_may_be_mixed_and_keep_their_order(client, sources, data):
     index, file = sources.galleries["images"].gallery, (data / "051.png").read_bytes()
-    answers = search(
-        client,
-        {"image": in_base64(file)},
-        {"text": "a bar"},
-        {"id": "110.png"},
-        {"image": in_base64(file)},
-        max_results=3,
-    )
+    image = {"image": in_base64(file)}
+    answers = search(client, image, {"text": "a bar"}, {"id": "110.png"}, image, max_results=3)
     assert [a["kind"] for a in answers] == ["image", "text", "id", "image"]
     assert [a["calibrated"] for a in answers] == [False, True, False, False]
-    embedded = [
-        sources.model.embed_images([file]),
-        sources.model.embed_texts(["a bar"]),
-        index.get(["110.png"]).embeddings,
-        sources.model.embed_images([file]),
-    ]
-    for answer, queries in zip(answers, embedded, strict=True):
+    texts, items = sources.model.embed_texts(["a bar"]), index.get(["110.png"]).embeddings
+    images = sources.model.embed_images([file])
+    for answer, queries in zip(answers, [images, texts, items, images], strict=True):
         same(answer, index.search(queries, 3)[0], index, queries)
 
 
 def test_pictures_search_among_texts_and_texts_too(client, sources, data):
     index, file = sources.galleries["texts"].gallery, (data / "051.png").read_bytes()
-    form = client.post(
-        "/v1/search/image",
-        files={"image": ("x.png", file)},
-        data={"gallery": "texts", "max_results": 4, "coverage": 0.8},
-    ).json()
+    told = {"gallery": "texts", "max_results": 4, "coverage": 0.8}
+    form = client.post("/v1/search/image", files={"image": ("x.png", file)}, data=told).json()
     queries = sources.model.embed_images([file])
     same(form["answers"][0], index.search(queries, 4)[0], index, queries)
     assert form["answers"][0]["calibrated"] and form["answers"][0]["query"] == "x.png"
@@ -118,10 +116,8 @@ def test_promises_are_for_native_queries_only(client):
     for promise in ("abstain", "coverage", "min_probability"):
         for query in ({"image": in_base64(picture())}, {"id": "000.png"}):
             refused = search(client, {"text": "fine"}, query, **{promise: 0.5}, status=422)
-            assert (
-                f"{promise} works only with queries by text" in refused["detail"]
-                and refused["errors"][0]["where"] == promise
-            )
+            assert f"{promise} works only with queries by text" in refused["detail"]
+            assert refused["errors"][0]["where"] == promise
         refused = search(client, {"text": "a"}, gallery="texts", **{promise: 0.5}, status=422)
         assert "works only with queries by image" in refused["detail"]
 
@@ -134,8 +130,7 @@ def test_filters(client, sources):
     two = Filter({"text": ("a red circle", "a blue cross")})
     (expected,) = index.search(queries, 10, filter=two)
     same(answer, expected, index, queries, filter=two)
-    assert answer["expected_matches"] <= 2
-    assert len(answer["hits"]) == 2
+    assert answer["expected_matches"] <= 2 and len(answer["hits"]) == 2
     told = verdict(index.expected_matches(queries, two)[0], expected.best_probability)
     assert answer["verdict"] == vars(told)  # Of what the filter left.
     asked = {"q": "red", "gallery": "texts", "where": ["text:a red circle", "text:a blue cross"]}
@@ -161,10 +156,8 @@ def test_guarantees_are_about_the_whole_gallery(client):
 def test_without_a_calibration_there_are_no_probabilities(sources):
     gallery = sources.galleries["images"].gallery
     plain = GaussianIndex.build(gallery.get(gallery.ids).embeddings, gallery.ids)
-    judged = replace(
-        sources, galleries={"images": ServedGallery(plain)}, unfamiliar=lambda texts: [t == "x" for t in texts]
-    )
-    with served(judged) as client:
+    strange = {"unfamiliar": lambda texts: [text == "x" for text in texts]}
+    with served(replace(sources, galleries={"images": ServedGallery(plain)}, **strange)) as client:
         known, strange = search(client, {"text": "a red circle"}, {"text": "x"})
         refused = search(client, {"text": "a"}, min_probability=0.5, status=422)
     assert not known["calibrated"] and known["verdict"] is known["expected_matches"] is None
@@ -192,9 +185,8 @@ def test_info_and_metrics(client):
     assert info["galleries"]["texts"]["fields"] == ["text"] and not info["galleries"]["texts"]["pictures"]
     client.get("/v1/items/000.png")
     client.request("BREW", "/v1/items/000.png")
-    until(
-        lambda: 'route="/v1/items/{id:path}",status="405"' in client.get("/metrics").text
-    )  # Counted after its answer.
+    # Counted after its answer.
+    until(lambda: 'route="/v1/items/{id:path}",status="405"' in client.get("/metrics").text)
     text = client.get("/metrics").text
     assert 'sfumato_requests_total{method="GET",route="/v1/items/{id:path}",status="200"}' in text
     assert 'sfumato_requests_total{method="other",route="/v1/items/{id:path}",status="405"}' in text
@@ -226,26 +218,20 @@ def test_pages_and_documentation_need_nothing_from_elsewhere(client):
 def test_a_collection_of_texts_beside_pictures(run, data, collection, tmp_path):
     loaded = load_run(run)
     lines = GalleryPart(loaded.model.embed_texts(["a red bar"]), ["one"], ["a red bar"])
-    with create_collection(loaded, lines, tmp_path / "texts") as made:
-        made.upsert(lines.embeddings, lines.ids, lines.payload)
-    with served(open_sources(collection, texts=tmp_path / "texts")) as client:
+    with served(open_sources(collection, texts=collected(loaded, lines, tmp_path / "texts"))) as client:
         added = client.post("/v1/items", json={"gallery": "texts", "items": [{"id": "two", "text": "a blue bar"}]})
         assert added.json() == {"gallery": "texts", "stored": 1, "created": 1, "n": 2}
         assert added.headers["location"] == "/v1/items/two?gallery=texts"
         assert client.get("/v1/items/two?gallery=texts").json()["payload"] == {"text": "a blue bar"}
-        wrong = client.post(
-            "/v1/items", json={"gallery": "texts", "items": [{"id": "3", "image": in_base64(picture())}]}
-        )
+        wrong = add(client, "3", gallery="texts")
         assert wrong.status_code == 422 and "takes items with text" in wrong.json()["detail"]
     raises(UserError, "give an index of texts there", open_sources, collection, texts=collection)
 
 
 def test_a_run_is_served_with_a_split_of_its_data(run):
     sources = open_sources(run, split="val")
-    assert {name: len(gallery.gallery) for name, gallery in sources.galleries.items()} == {
-        "images": 12,
-        "texts": 20,  # Distinct ones: two images of one shape and colour share their captions.
-    }
+    # Distinct texts: two images of one shape and colour share their captions.
+    assert {name: len(one.gallery) for name, one in sources.galleries.items()} == {"images": 12, "texts": 20}
     id = sources.galleries["images"].gallery.ids[0]
     assert sources.galleries["images"].images.read(id, {}).startswith(b"\x89PNG")
     raises(UserError, "no split 'nope'", open_sources, run, split="nope")
@@ -267,11 +253,9 @@ def test_concurrent_texts_are_embedded_together_and_answered_alike(sources):
         model.go.clear()
         with concurrent.futures.ThreadPoolExecutor(len(texts) + 1) as pool:
             first = pool.submit(search, client, {"text": "keeps the model busy while the others arrive"})
-            while len(client.app.state.service.embedder.texts) or model.waiting == 0:
-                time.sleep(0.01)
+            until(lambda: model.waiting and not len(client.app.state.service.embedder.texts))
             asked = [pool.submit(search, client, {"text": text}) for text in texts]
-            while len(client.app.state.service.embedder.texts) < len(texts):
-                time.sleep(0.01)
+            until(lambda: len(client.app.state.service.embedder.texts) == len(texts))
             model.sizes.clear()
             model.go.set()
             together = [one.result()[0] for one in asked]
@@ -285,13 +269,8 @@ def test_concurrent_texts_are_embedded_together_and_answered_alike(sources):
 
 def test_what_was_added_is_found_shown_replaced_and_removed(writable, sources):
     red, blue = picture("red"), picture("blue", format="JPEG")
-    new = {
-        "items": [
-            {"id": "new/1", "image": in_base64(red), "payload": {"by": "me"}},
-            {"id": "new 2", "image": in_base64(blue)},
-        ]
-    }
-    answer = writable.post("/v1/items", json=new)
+    new = new_item("new/1", payload={"by": "me"}), {"id": "new 2", "image": in_base64(blue)}
+    answer = writable.post("/v1/items", json={"items": new})
     assert answer.status_code == 201, answer.text
     assert answer.json() == {"gallery": "images", "stored": 2, "created": 2, "n": 50}
     assert writable.get("/v1/items/new%2F1").json()["payload"] == {"by": "me"}
@@ -302,11 +281,8 @@ def test_what_was_added_is_found_shown_replaced_and_removed(writable, sources):
     assert shown.headers["cache-control"] == "private, no-cache"
     assert writable.get("/v1/pictures/new%202").headers["content-type"] == "image/jpeg"
     assert writable.get("/v1/pictures/000.png").status_code == 200  # Of before, from the folder.
-    form = writable.post(
-        "/v1/items/image",
-        files={"image": ("y.png", picture("green"))},
-        data={"id": "new/1", "payload": '{"by": "you"}'},
-    )
+    told = {"id": "new/1", "payload": '{"by": "you"}'}
+    form = writable.post("/v1/items/image", files={"image": ("y.png", picture("green"))}, data=told)
     assert form.json()["n"] == 50
     assert writable.get("/v1/items/new/1").json()["payload"] == {"by": "you"}
     assert writable.get("/v1/pictures/new/1").headers["etag"] != shown.headers["etag"]
@@ -319,12 +295,10 @@ def test_what_was_added_is_found_shown_replaced_and_removed(writable, sources):
 
 
 def test_a_second_writer_is_told_so_and_leaves_no_image(run, collection, writable, caplog):
-    new = {"items": [{"id": "new", "image": in_base64(picture())}]}
-    assert writable.post("/v1/items", json=new).status_code == 201
+    assert add(writable, "new").status_code == 201
     files = sorted((collection / "pictures").rglob("*"))
     with served(open_sources(collection)) as second:
-        other = {"items": [{"id": "other", "image": in_base64(picture("blue"))}]}
-        for answer in (second.post("/v1/items", json=other), second.delete("/v1/items/new")):
+        for answer in (add(second, "other"), second.delete("/v1/items/new")):
             assert answer.status_code == 409
             assert answer.json()["detail"].startswith("Another process writes to this collection: send writes to")
         assert second.get("/v1/items/new").status_code == 200
@@ -335,8 +309,7 @@ def test_a_second_writer_is_told_so_and_leaves_no_image(run, collection, writabl
 
 def test_ids_that_no_path_can_hold_are_refused(kept):
     for id in ("two\nlines", "bell\a", "..", "."):
-        good = {"id": "good", "image": in_base64(picture())}
-        answer = kept.post("/v1/items", json={"items": [good, {**good, "id": id}]})
+        answer = add(kept, "good", id)
         assert answer.status_code == 422
         assert f"body.items.1.id: the id {id!r} " in answer.json()["detail"]
         form = kept.post("/v1/items/image", data={"id": id}, files={"image": ("a.png", picture())})
@@ -346,29 +319,25 @@ def test_ids_that_no_path_can_hold_are_refused(kept):
 
 
 def test_a_batch_is_stored_whole_or_not_at_all(writable):
-    good = {"id": "good", "image": in_base64(picture())}
     torn = in_base64(picture(size=(200, 200), format="JPEG")[:600])
     for bad, where in (
         ({"id": "bad", "image": torn}, "body.items.1.image"),
         ({"id": "bad", "image": "****"}, "body.items.1.image"),
-        ({"id": "good", "image": in_base64(picture())}, "body.items.1.id"),
+        (new_item("good"), "body.items.1.id"),
         ({"id": "bad", "text": "a"}, "body.items.1"),
         ({"id": "bad"}, "body.items.1"),
-        ({"id": "bad\0", "image": in_base64(picture())}, "body.items.1.id"),
-        ({"id": "bad", "image": in_base64(picture()), "payload": {"a": 1}}, "body.items.1.payload.a"),
+        (new_item("bad\0"), "body.items.1.id"),
+        (new_item("bad", payload={"a": 1}), "body.items.1.payload.a"),
     ):
-        answer = writable.post("/v1/items", json={"items": [good, bad]})
+        answer = writable.post("/v1/items", json={"items": [new_item("good"), bad]})
         assert answer.status_code == 422 and answer.json()["errors"][0]["where"] == where, answer.text
     assert writable.get("/v1/info").json()["galleries"]["images"]["n"] == 48
     assert not (writable.folder / "pictures").exists()
 
 
 def test_an_index_is_read_only_and_says_what_to_do(client):
-    for answer in (
-        client.post("/v1/items", json={"items": [{"id": "a", "image": in_base64(picture())}]}),
-        client.delete("/v1/items/000.png"),
-        client.post("/v1/items/delete", json={"ids": ["000.png"]}),
-    ):
+    several = client.post("/v1/items/delete", json={"ids": ["000.png"]})
+    for answer in (add(client, "a"), client.delete("/v1/items/000.png"), several):
         assert answer.status_code == 409 and "--store" in answer.json()["detail"]
 
 
@@ -383,8 +352,7 @@ def test_reading_goes_on_while_many_write(writable):
     for processor in processors:
         processor.start()
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
-        new = [{"items": [{"id": f"w{i}-{j}", "image": in_base64(picture())} for j in range(3)]} for i in range(12)]
-        written = list(pool.map(lambda body: writable.post("/v1/items", json=body).status_code, new))
+        written = list(pool.map(lambda i: add(writable, *(f"w{i}-{j}" for j in range(3))).status_code, range(12)))
     stop.set()
     for processor in processors:
         processor.join()
@@ -397,7 +365,7 @@ def test_hits_name_a_picture_only_where_there_may_be_one(run, data, collection):
     gallery = sources.galleries["images"]
     gallery.images = UploadedImages(collection / "pictures", SplitImages({"000.png": None}))
     with served(sources) as client:
-        client.post("/v1/items", json={"items": [{"id": "new", "image": in_base64(picture())}]})
+        add(client, "new")
         hits = search(client, {"text": "a"}, max_results=49)[0]["hits"]
         assert {h["id"] for h in hits if h["picture"]} == {"000.png", "new"}
         assert client.get("/v1/items/001.png").json()["picture"] is None
@@ -407,17 +375,13 @@ def test_a_store_is_optimised_after_many_writes_and_at_the_end(collection, monke
     sources, calls, go = open_sources(collection), [], threading.Event()
     gallery = sources.galleries["images"].gallery
     monkeypatch.setattr(gallery.store, "optimise", lambda: (calls.append(len(gallery)), go.wait(20)))
-
-    def add(id):
-        return client.post("/v1/items", json={"items": [{"id": id, "image": in_base64(picture())}]}).status_code
-
     with served(sources, optimise_after=3) as client:
-        assert add("1") == add("2") == 201 and not calls
-        assert add("3") == 201  # And does not wait for it.
+        assert add(client, "1").status_code == add(client, "2").status_code == 201 and not calls
+        assert add(client, "3").status_code == 201  # And does not wait for it.
         until(lambda: calls)
         assert calls == [51] and search(client, {"text": "a"})
         go.set()
-        assert add("4") == 201 and calls == [51]
+        assert add(client, "4").status_code == 201 and calls == [51]
     assert calls == [51, 52]
     with served(open_sources(collection)) as client:
         again = client.app.state.service.sources.galleries["images"].gallery
@@ -470,7 +434,7 @@ def test_a_network_needs_a_key():
 
 def test_sigterm_lets_requests_finish(collection):
     process = Process(collection, "--batch-window-ms", "1500")
-    wait_until_ready(process.client)
+    until(lambda: ready(process.client))
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         asked = pool.submit(process.client.post, "/v1/search", json={"queries": [{"text": "a red bar"}]})
         until(lambda: 'sfumato_waiting{kind="text"} 1.0' in process.client.get("/metrics").text)
@@ -486,15 +450,13 @@ def test_sigterm_lets_requests_finish(collection):
 
 def test_what_was_acknowledged_survives_kill_9(collection):
     process, acknowledged, sent = Process(collection), [], threading.Event()
-    wait_until_ready(process.client)
+    until(lambda: ready(process.client))
 
     def ingest():
         for i in range(10_000):
             ids = [f"k{i}-{j}" for j in range(3)]
             try:
-                answer = process.client.post(
-                    "/v1/items", json={"items": [{"id": id, "image": in_base64(picture())} for id in ids]}
-                )
+                answer = add(process.client, *ids)
             except httpx.HTTPError:
                 return
             assert answer.status_code == 201
@@ -547,9 +509,7 @@ def test_the_command_says_what_is_wrong(run, tmp_path, sfumato, monkeypatch):
 def test_a_text_that_is_no_word_is_said_to_be_none(sources):
     judged = replace(sources, unfamiliar=lambda texts: [text == "qxzvkw" for text in texts])
     with served(judged) as client:
-        found = search(
-            client, {"text": "qxzvkw"}, {"text": "a red circle"}, {"id": sources.galleries["images"].gallery.ids[0]}
-        )
+        found = search(client, {"text": "qxzvkw"}, {"text": "a red circle"}, {"id": "000.png"})
     kinds = [answer["verdict"] and answer["verdict"]["kind"] for answer in found]
     assert kinds[0] == "unfamiliar" and kinds[1] not in (None, "unfamiliar") and kinds[2] is None
     assert "hardly knows these words" in found[0]["verdict"]["text"] and found[0]["hits"]

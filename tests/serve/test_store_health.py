@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import pytest
-from support.serving import in_base64, picture, served
+from support.serving import new_item, ready, served, until
 
 from sfumato.errors import UserError
 from sfumato.serve.answering import open_sources
@@ -51,13 +51,6 @@ def metrics(client):
     return dict(line.rsplit(" ", 1) for line in client.get("/metrics").text.splitlines() if line[0] != "#")
 
 
-def awaited(condition, seconds=10):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.02)
-
-
 def test_a_store_that_hangs_shows_and_darkens_nothing(fickle):
     client, store = fickle
     assert client.get("/readyz").status_code == 200
@@ -65,7 +58,7 @@ def test_a_store_that_hangs_shows_and_darkens_nothing(fickle):
     store.go.clear()
     with ThreadPoolExecutor(6) as pool:
         searches = [pool.submit(client.get, "/v1/search?q=red") for _ in range(6)]
-        awaited(lambda: client.get("/readyz").status_code == 503)
+        until(lambda: not ready(client))
         assert "the store of the images has not answered for" in client.get("/readyz").json()["detail"]
         began = time.monotonic()
         found = metrics(client)
@@ -75,37 +68,37 @@ def test_a_store_that_hangs_shows_and_darkens_nothing(fickle):
         assert found['sfumato_items{gallery="images"}'] == "48.0"
         store.go.set()
         assert [search.result().status_code for search in searches] == [200] * 6
-    awaited(lambda: client.get("/readyz").status_code == 200)
+    until(lambda: ready(client))
     assert metrics(client)["sfumato_ready"] == "1.0"
 
 
 def test_a_store_that_hangs_while_it_counts_shows(fickle):
     client, store = fickle
     store.slow = threading.Event()
-    awaited(store.slow.is_set)
-    awaited(lambda: client.get("/readyz").status_code == 503)
+    until(store.slow.is_set)
+    until(lambda: not ready(client))
     store.go.set()
     store.slow = None
-    awaited(lambda: client.get("/readyz").status_code == 200)
+    until(lambda: ready(client))
 
 
 def test_a_store_that_fails_shows_and_is_logged_once(fickle, caplog):
     client, store = fickle
     caplog.set_level("INFO", logger="sfumato.serve")
     store.error = "the server has gone"
-    awaited(lambda: client.get("/readyz").status_code == 503)
+    until(lambda: not ready(client))
     assert "the store of the images cannot be read" in client.get("/readyz").json()["detail"]
     time.sleep(0.3)
     assert caplog.text.count("the store of the images cannot be read: the server has gone") == 1
     store.error = ""
-    awaited(lambda: client.get("/readyz").status_code == 200)
+    until(lambda: ready(client))
     assert caplog.text.count("the store of the images answers again") == 1
 
 
 def test_no_request_counts(fickle):
     client, store = fickle
     store.counting.clear()
-    new = {"items": [{"id": i, "image": in_base64(picture())} for i in ("a", "b", "000.png")]}
+    new = {"items": [new_item(id) for id in ("a", "b", "000.png")]}
     assert client.post("/v1/items", json=new).json()["n"] == 50
     assert client.post("/v1/items", json=new).json()["n"] == 50
     assert client.delete("/v1/items/a").json()["n"] == 49
@@ -119,4 +112,4 @@ def test_no_request_counts(fickle):
 def test_items_of_other_processes_are_counted_in_time(fickle):
     client, store = fickle
     store._store.delete(["000.png", "001.png"])
-    awaited(lambda: client.get("/v1/info").json()["galleries"]["images"]["n"] == 46)
+    until(lambda: client.get("/v1/info").json()["galleries"]["images"]["n"] == 46)

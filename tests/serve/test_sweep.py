@@ -1,10 +1,11 @@
 """What killed writes leave is removed at the next start, and nothing that an item names, that is young or in use."""
 
+import contextlib
 import os
 import time
 
 import pytest
-from support.serving import in_base64, picture, served
+from support.serving import new_item, served, until
 
 from sfumato.data.images import UploadedImages
 from sfumato.files import remove_leftovers
@@ -23,7 +24,7 @@ def aged(path, seconds=2 * SAFE_AGE):
 def world(collection):
     """(folder, uploads, names of the images of two items); everything is old."""
     with served(open_sources(collection)) as client:
-        new = [{"id": i, "image": in_base64(picture(colour))} for i, colour in (("a", "red"), ("b", "blue"))]
+        new = [new_item("a"), new_item("b", "blue")]
         assert client.post("/v1/items", json={"items": new}).status_code == 201
     uploads = UploadedImages(collection / UPLOADED_IMAGES)
     names = sorted(aged(path).name for path in uploads.folder.glob("??/*"))
@@ -31,12 +32,15 @@ def world(collection):
     return collection, uploads, names
 
 
+@contextlib.contextmanager
+def opened(collection):
+    with contextlib.closing(open_sources(collection)) as sources:
+        yield sources.galleries["images"].gallery
+
+
 def swept(collection, uploads):
-    """Opens the collection and sweeps it."""
-    sources = open_sources(collection)
-    gallery = sources.galleries["images"].gallery
-    sweep(gallery, uploads, *find_orphans(gallery, uploads, lambda: False))
-    sources.close()
+    with opened(collection) as gallery:
+        sweep(gallery, uploads, *find_orphans(gallery, uploads, lambda: False))
 
 
 def held(uploads):
@@ -72,25 +76,21 @@ def test_an_image_that_is_written_during_the_sweep_stays(world):
     late, named = uploads.write("late", b"late"), uploads.write("named", b"named")
     for name in (late, named):
         aged(uploads.path_of(name))
-    sources = open_sources(collection)
-    gallery = sources.galleries["images"].gallery
-    orphans, back = find_orphans(gallery, uploads, lambda: False)
-    assert orphans == {late, named} and not back
-    uploads.write("late", b"late")  # Written anew, its item not stored yet.
-    kept = gallery.store.get(["a"])
-    gallery.store.upsert(type(kept)(("c",), kept.vectors, kept.uncertainty, ({"_picture": named},)))
-    sweep(gallery, uploads, orphans, back)
-    sources.close()
+    with opened(collection) as gallery:
+        orphans, back = find_orphans(gallery, uploads, lambda: False)
+        assert orphans == {late, named} and not back
+        uploads.write("late", b"late")  # Written anew, its item not stored yet.
+        kept = gallery.store.get(["a"])
+        gallery.store.upsert(type(kept)(("c",), kept.vectors, kept.uncertainty, ({"_picture": named},)))
+        sweep(gallery, uploads, orphans, back)
     assert held(uploads) == sorted([*names, late, named]) and not list(uploads.orphans.iterdir())
 
 
 def test_a_scan_that_is_given_up_moves_nothing(world):
     collection, uploads, _ = world
     aged(uploads.path_of(uploads.write("gone", b"old")))
-    sources = open_sources(collection)
-    gallery = sources.galleries["images"].gallery
-    assert find_orphans(gallery, uploads, lambda: True) == (set(), set())
-    sources.close()
+    with opened(collection) as gallery:
+        assert find_orphans(gallery, uploads, lambda: True) == (set(), set())
 
 
 def test_temporary_files_of_killed_writes_go(tmp_path):
@@ -113,10 +113,7 @@ def test_the_service_sweeps_when_it_starts(world, caplog):
         aged(path)
     caplog.set_level("INFO", logger="sfumato.serve")
     with served(open_sources(collection)) as client:
-        end = time.monotonic() + 10
-        while held(uploads) != names:
-            assert time.monotonic() < end, held(uploads)
-            time.sleep(0.02)
+        until(lambda: held(uploads) == names)
         assert client.get("/v1/pictures/a").status_code == client.get("/v1/pictures/b").status_code == 200
     assert not any(path.exists() for path in leftovers) and (uploads.orphans / old).exists()
     assert "moved 1 images that no item names" in caplog.text

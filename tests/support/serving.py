@@ -5,6 +5,7 @@ import base64
 import contextlib
 import io
 import os
+import socket
 import threading
 import time
 import zlib
@@ -137,13 +138,34 @@ def read_only(run_folder, pictures):
     return Sources(run.model, "run", galleries)
 
 
-def make_collection(run_folder, pictures, folder):
-    """A collection of the pictures in a folder, with a store in a folder."""
-    run = load_run(run_folder)
-    images = embedded(run, pictures)
-    with create_collection(run, images, folder) as collection:
-        collection.upsert(images.embeddings, images.ids, images.payload)
+def collected(run, part, folder):
+    """A collection of a part, with a store in a folder."""
+    with create_collection(run, part, folder) as collection:
+        collection.upsert(part.embeddings, part.ids, part.payload)
     return folder
+
+
+def make_collection(run_folder, pictures, folder):
+    """A collection of the pictures in a folder."""
+    run = load_run(run_folder)
+    return collected(run, embedded(run, pictures), folder)
+
+
+def new_item(id, colour="red", **more):
+    """What adds a picture to a collection."""
+    return {"id": id, "image": in_base64(picture(colour)), **more}
+
+
+def add(client, *ids, **more):
+    return client.post("/v1/items", json={"items": [new_item(id) for id in ids], **more})
+
+
+def begun(client, line, body=b"", length=10_000_000, headers=()):
+    """The connection of a request that has sent a part of its body; closing it leaves before the answer."""
+    connection = socket.create_connection(("127.0.0.1", client.base_url.port), timeout=20)
+    lines = f"{line} HTTP/1.1", "Host: a", "Content-Type: application/json", f"Content-Length: {length}", *headers
+    connection.sendall(("\r\n".join(lines) + "\r\n\r\n").encode() + body)
+    return connection
 
 
 class Server(uvicorn.Server):
@@ -207,7 +229,7 @@ def served(sources, **settings):
         port = server.servers[0].sockets[0].getsockname()[1]
         with httpx.Client(base_url=f"http://127.0.0.1:{port}", headers=headers, timeout=20, trust_env=False) as client:
             client.app = app
-            wait_until_ready(client)
+            until(lambda: ready(client))
             yield client
     finally:
         server.end()
@@ -215,12 +237,8 @@ def served(sources, **settings):
         assert not thread.is_alive(), "the service does not end"
 
 
-def wait_until_ready(client, seconds=20):
-    for _ in range(int(seconds / 0.01)):
-        if client.get("/readyz").status_code == 200:
-            return
-        time.sleep(0.01)
-    raise AssertionError(client.get("/readyz").text)
+def ready(client):
+    return client.get("/readyz").status_code == 200
 
 
 def guard_of(app):

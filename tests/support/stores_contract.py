@@ -27,17 +27,8 @@ FINGERPRINT = 'csd of model "é", centre 1a2b'
 made = []
 """Stores of the test that runs; a fixture closes them at its end."""
 AWKWARD = (
-    "plain",
-    "with space",
-    "it's",
-    'double "quotes"',
-    "'; DROP TABLE items; --",
-    "back\\slash",
-    "%wild_card*",
-    "{brace}[bracket]",
-    "Grüße/日本語/🦊",
-    "line\nbreak",
-    "a" * 200,
+    *("plain", "with space", "it's", 'double "quotes"', "'; DROP TABLE items; --", "back\\slash", "%wild_card*"),
+    *("{brace}[bracket]", "Grüße/日本語/🦊", "line\nbreak", "a" * 200),
 )
 
 
@@ -74,11 +65,11 @@ def squared_l2(wanted, vectors):
 
 def by_id(*batches):
     """What is stored after these upserts: id to (vector, uncertainty, payload)."""
-    kept = {}
-    for batch in batches:
-        for i, key in enumerate(batch.ids):
-            kept[key] = (batch.vectors[i], float(batch.uncertainty[i]), dict(batch.payloads[i]))
-    return kept
+    return {
+        key: (vector, float(uncertainty), dict(payload))
+        for b in batches
+        for key, vector, uncertainty, payload in zip(b.ids, b.vectors, b.uncertainty, b.payloads, strict=True)
+    }
 
 
 def assert_holds(store, kept):
@@ -217,11 +208,8 @@ class StoreContract(StoreBasics):
     def test_get_keeps_the_order_asked_for(self, tmp_path):
         store, batch = self.create(tmp_path, 4), records(20, 4, 6)
         store.upsert(batch)
-        assert_are(
-            store.get(["item-17", "absent", "item-3", "item-11", "item-3"]),
-            by_id(batch),
-            ["item-17", "item-3", "item-11"],
-        )
+        found = store.get(["item-17", "absent", "item-3", "item-11", "item-3"])
+        assert_are(found, by_id(batch), ["item-17", "item-3", "item-11"])
 
     def test_awkward_texts_come_back(self, tmp_path):
         store, batch = self.create(tmp_path, 3), records(len(AWKWARD), 3, 11)
@@ -414,11 +402,8 @@ def assert_survives_kills(url, runs, nearest=True):
         # The one write that was under way may be there as a whole, or not at all.
         ahead = {key: stored.get(key) for key in stored.keys() | expected if stored.get(key) != expected.get(key)}
         assert len(set(ahead.values())) <= 1, ahead
-        assert (
-            ahead == {}
-            or set(ahead.values()) == {None}
-            or max(ahead.values()) > max(filter(None, expected.values()), default=(-1, 0))
-        )
+        late = max(filter(None, expected.values()), default=(-1, 0))
+        assert ahead == {} or set(ahead.values()) == {None} or max(ahead.values()) > late
         expected |= ahead
         kept = by_id(*store.scan())
         assert store.count() == len(kept) == len([v for v in expected.values() if v])
