@@ -159,10 +159,8 @@ def test_a_run_its_export_and_the_recipe_of_its_data_give_the_same_figures(work,
     assert sfumato.json("export", work / "run", tmp_path / "out")["bytes"] > 10_000
     quick = ("--queries", "text", "--bootstrap", 5, "--corrupted", 0)
     data = ("--data", work / "toy.toml")
-    first, *others = (
-        sfumato.json("trust", *model, *quick)
-        for model in ((work / "run",), (work / "run", *data), (tmp_path / "out", *data))
-    )
+    models = (work / "run",), (work / "run", *data), (tmp_path / "out", *data)
+    first, *others = (sfumato.json("trust", *model, *quick) for model in models)
     assert others == [first] * 2 and list(first["directions"]) == ["t2i"]
     assert first["directions"]["t2i"]["corruptions"] == {}
     found = sfumato.json("trust", work / "run", "--split", "val", *quick)

@@ -117,11 +117,8 @@ def test_parity_with_the_released_inclusion(shared):
         _, pair, eps = group.split("/")
         eps = float(eps.removeprefix("eps"))
         n = len(tensors[f"{group}/test_12"])
-        leaves = [
-            tensors[f"inputs/{side}_{what}"][:n].double().requires_grad_()
-            for side in sides[pair]
-            for what in ("mean", "log_var")
-        ]
+        names = [f"inputs/{side}_{what}" for side in sides[pair] for what in ("mean", "log_var")]
+        leaves = [tensors[name][:n].double().requires_grad_() for name in names]
         one, two = GaussianEmbedding(*leaves[:2]), GaussianEmbedding(*leaves[2:])
 
         def close(ours, key, group=group):

@@ -32,13 +32,7 @@ def galleries(n_queries=3000, sizes=(40, 80), seed=0):
         p = np.where(many[:, None], 1 / (1 + np.exp(-(z + 2))), 1 / (1 + np.exp(-(z - 1))))
         order = np.argsort(-z, axis=1)
         match = rng.random(p.shape) < p
-        found.append(
-            NearestItems(
-                torch.from_numpy(np.take_along_axis(z, order, 1)),
-                torch.from_numpy(np.take_along_axis(match, order, 1)),
-                n,
-            )
-        )
+        found.append(NearestItems(*(torch.from_numpy(np.take_along_axis(x, order, 1)) for x in (z, match)), n))
     return found
 
 

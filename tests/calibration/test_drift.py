@@ -2,7 +2,7 @@
 
 import json
 import math
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -96,14 +96,11 @@ def test_captions_of_one_image_count_as_one():
 
 def test_a_difference_within_the_tolerance_raises_no_alarm():
     """A shift of .1 standard deviations is a difference of .04; without a tolerance large samples would find it."""
-    nearest = np.random.default_rng(3).normal(1, 0.2, 20_000)
-    rng = np.random.default_rng(4)
-
-    def shifted(rng, n):
-        return rng.normal(1.02, 0.2, n)
-
-    with_, n = alarms(rng, lambda r: (nearest, ()), shifted, held_out=1, windows=30, window=10_000)
-    without, _ = alarms(rng, lambda r: (nearest, ()), shifted, held_out=1, windows=30, window=10_000, tolerance=0.0)
+    nearest, rng = np.random.default_rng(3).normal(1, 0.2, 20_000), np.random.default_rng(4)
+    sides = lambda _: (nearest, ()), lambda rng, n: rng.normal(1.02, 0.2, n)
+    options = {"held_out": 1, "windows": 30, "window": 10_000}
+    with_, n = alarms(rng, *sides, **options)
+    without, _ = alarms(rng, *sides, **options, tolerance=0.0)
     assert with_ == 0 and without >= 0.8 * n
 
 
@@ -145,13 +142,8 @@ def test_memory_does_not_grow():
 def test_threads_may_share_it():
     rng = np.random.default_rng(9)
     monitor, lists = DriftMonitor(scores_of(independent(rng)[0])), [same(rng, 1000) for _ in range(8)]
-    threads = [
-        threading.Thread(target=lambda part=part: [monitor.add([x], n_gallery=M) for x in part]) for part in lists
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda part: [monitor.add([x], n_gallery=M) for x in part], lists))
     assert monitor.state.n_queries == 8000 and monitor.state.n_windows == 40 and not monitor.state.differs
 
 

@@ -74,10 +74,9 @@ def test_what_does_not_exist_is_found():
     assert names_of("from sfumato import a, b") == [("sfumato", "a"), ("sfumato", "b")]
     assert names_of("x = sfumato.load(1); sfumato.data.pairs") == [("sfumato", "load"), ("sfumato", "data.pairs")]
     assert names_of("runs/sfumato.toml and ~/.sfumato.load") == []
-    with pytest.raises((AttributeError, ImportError)):
-        resolved("sfumato", "lod")
-    with pytest.raises((AttributeError, ImportError)):
-        resolved("sfumato", "data.pears")
+    for name in ("lod", "data.pears"):
+        with pytest.raises((AttributeError, ImportError)):
+            resolved("sfumato", name)
 
 
 def test_tests_that_pages_name_exist():

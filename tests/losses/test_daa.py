@@ -33,12 +33,9 @@ def test_every_term_is_its_loop(temperature, distance, match):
 @pytest.mark.parametrize("released, n, weight", [(25, 5, 10.0), (10, 5, 4.0)])
 def test_a_weight_beside_summed_hinges_on_the_cosine_is_2_over_n_of_it_here(released, n, weight):
     """Hinges with margin 0.2 on cosines, summed over the batch, and the disagreement of ranks by similarity."""
-    sides = [
-        torch.nn.functional.normalize(
-            torch.randn(n, 4, generator=torch.Generator().manual_seed(seed), dtype=torch.float64), dim=1
-        ).requires_grad_()
-        for seed in (0, 1)
-    ]
+    generator = torch.Generator().manual_seed(0)
+    draws = (torch.randn(n, 4, generator=generator, dtype=torch.float64) for _ in range(2))
+    sides = [torch.nn.functional.normalize(mean, dim=1).requires_grad_() for mean in draws]
     match = torch.where(torch.eye(n, dtype=torch.bool), 1.0, 0.45 * torch.rand(n, n, dtype=torch.float64))
     cosine, total = sides[0] @ sides[1].T, 0
     for similarity, label in ((cosine, match), (cosine.T, match.T)):

@@ -96,11 +96,8 @@ def test_parity_with_the_released_loss(shared):
     tensors = load_file(shared / "parity" / "prolip" / "loss.safetensors")
     assert len(about["cases"]) > 10
     for name, case in about["cases"].items():
-        leaves = {
-            key.removeprefix("inputs/"): value.double().requires_grad_()
-            for key, value in tensors.items()
-            if key.startswith("inputs/")
-        }
+        inputs = {key: value for key, value in tensors.items() if key.startswith("inputs/")}
+        leaves = {key.removeprefix("inputs/"): value.double().requires_grad_() for key, value in inputs.items()}
 
         def close(ours, key, name=name):
             stored = tensors[f"case/{name}/{key}"]
