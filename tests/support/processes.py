@@ -20,46 +20,21 @@ def short_folder() -> str:
     return "/tmp" if len(os.fsencode(tempfile.gettempdir())) > 60 else tempfile.gettempdir()
 
 
-def _socket_of_the_server() -> None:
-    """In the short folder, for all servers of this process."""
-    before, tempfile.tempdir = tempfile.tempdir, short_folder()
-    util.get_temp_dir()
-    tempfile.tempdir = before
-
-
-_socket_of_the_server()
+# The socket of the server, in the short folder for all servers of this process.
+_before, tempfile.tempdir = tempfile.tempdir, short_folder()
+util.get_temp_dir()
+tempfile.tempdir = _before
+_OURS = "cli", "training.loop", "models.embed", "search.collection", "serve.app", "serve.server"
 _CONTEXT.set_forkserver_preload(
-    [
-        "torch._dynamo",
-        "torch.distributed.nn",
-        "sfumato.cli",
-        "sfumato.training.loop",
-        "sfumato.models.embed",
-        "sfumato.search.collection",
-        "sfumato.serve.app",
-        "sfumato.serve.server",
-        "pytest",
-        "support.processes",
-    ]
+    ["torch._dynamo", "torch.distributed.nn", *(f"sfumato.{name}" for name in _OURS), "pytest", "support.processes"]
 )
 
 
 class Started:
-    """A function that runs in a process of its own.
-
-    Args:
-        function: importable; called with the arguments.
-        arguments: of it.
-        env: environment variables besides those of this process.
-        piped: standard output can be read from `stdout` while it runs, to its end.
-    """
+    """An importable function in a process of its own; piped, its output is read from `stdout` while it runs."""
 
     def __init__(
-        self,
-        function: Callable[..., None],
-        *arguments: object,
-        env: Mapping[str, str] | None = None,
-        piped: bool = False,
+        self, function: Callable[..., None], *arguments: object, env: Mapping[str, str] = {}, piped: bool = False
     ) -> None:
         handle, name = tempfile.mkstemp()
         os.close(handle)
@@ -68,9 +43,8 @@ class Started:
         if piped:
             reading, writing = os.pipe()
             self.stdout, into = os.fdopen(reading, encoding="utf-8"), Connection(writing, readable=False)
-        self._process = _CONTEXT.Process(
-            target=_run, args=(function, arguments, {**os.environ, **(env or {})}, name, into)
-        )
+        given = function, arguments, {**os.environ, **env}, name, into
+        self._process = _CONTEXT.Process(target=_run, args=given)
         self._process.start()
         if into is not None:
             into.close()
@@ -86,19 +60,16 @@ class Started:
         return self._process.exitcode, text
 
     def kill(self) -> None:
-        """End it with SIGKILL, which no handler sees."""
         self._process.kill()
         self._process.join()
 
     @property
     def pid(self) -> int:
-        """Its number."""
         assert self._process.pid is not None
         return self._process.pid
 
     @property
     def running(self) -> bool:
-        """Whether it has not ended yet."""
         return self._process.is_alive()
 
 
@@ -111,13 +82,13 @@ def command(*arguments: object) -> None:
 
 
 def process_group(
-    size: int, function: Callable[..., None], *arguments: object, env: Mapping[str, str] | None = None
+    size: int, function: Callable[..., None], *arguments: object, env: Mapping[str, str] = {}
 ) -> list[Started]:
     """The processes of a group, with the environment that torchrun gives them."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(size), **(env or {})}
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(size), **env}
     return [
         Started(function, *arguments, env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)})
         for rank in range(size)

@@ -62,14 +62,11 @@ def nearest(m1, v1, m2, v2, k):
 # Formulas that are easily taken for the right ones; a test asserts that each differs.
 WRONG = {
     "csd": [
-        lambda m1, v1, m2, v2: csd(
-            m1, [math.sqrt(s) for s in v1], m2, [math.sqrt(s) for s in v2]
-        ),  # sigma for sigma squared
-        lambda m1, v1, m2, v2: csd(m1, v1, m2, v2) / len(m1),  # mean for sum
-        lambda m1, v1, m2, v2: (
-            2 - 2 * sum(a * b for a, b in zip(m1, m2, strict=True)) + sum(v1) + sum(v2)
-        ),  # takes means for unit
-        lambda m1, v1, m2, v2: wasserstein2(m1, v1, m2, v2),
+        # Sigma for sigma squared, mean for sum, means taken for unit vectors.
+        lambda m1, v1, m2, v2: csd(m1, list(map(math.sqrt, v1)), m2, list(map(math.sqrt, v2))),
+        lambda m1, v1, m2, v2: csd(m1, v1, m2, v2) / len(m1),
+        lambda m1, v1, m2, v2: 2 - 2 * sum(a * b for a, b in zip(m1, m2, strict=True)) + sum(v1) + sum(v2),
+        wasserstein2,
     ],
     "squared_l2": [lambda m1, v1, m2, v2: math.sqrt(squared_l2(m1, v1, m2, v2))],
     "wasserstein2": [
@@ -102,16 +99,10 @@ def cross_entropy(logit, label):
 
 def pseudo_positives(logits, match):
     """Per row: whatever is at least as likely as the row's own match takes its label."""
-    labels = []
-    for row_logits, row in zip(logits, match, strict=True):
-        ground_truth = row.index(max(row))
-        labels.append(
-            [
-                max(row) if logit >= row_logits[ground_truth] else label
-                for logit, label in zip(row_logits, row, strict=True)
-            ]
-        )
-    return labels
+    return [
+        [max(row) if logit >= own[row.index(max(row))] else label for logit, label in zip(own, row, strict=True)]
+        for own, row in zip(logits, match, strict=True)
+    ]
 
 
 def mean_cross_entropy(logits, labels):
@@ -124,12 +115,8 @@ def transpose(matrix):
 
 
 def vib(means, variances):
-    terms = [
-        (m * m + v - 1 - math.log(v)) / 2
-        for a, b in zip(means, variances, strict=True)
-        for m, v in zip(a, b, strict=True)
-    ]
-    return sum(terms) / len(terms)
+    pairs = [pair for a, b in zip(means, variances, strict=True) for pair in zip(a, b, strict=True)]
+    return sum((m * m + v - 1 - math.log(v)) / 2 for m, v in pairs) / len(pairs)
 
 
 def pcme(images, texts, match, scale, bias):

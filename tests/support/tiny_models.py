@@ -93,16 +93,7 @@ def two_colours(folder, n=300, seed=0):
 
 
 def teach(parameters, prepare, embed_images, embed_texts, manifest, steps=300):
-    """Train a model on the photographs of a manifest with InfoNCE, until it matches most of them.
-
-    Args:
-        parameters: of the model.
-        prepare: list of PIL images -> (n, ...).
-        embed_images: (n, ...) -> (n, c).
-        embed_texts: list of texts -> (n, c).
-        manifest: of :func:`two_colours`.
-        steps: of Adam, on 64 pairs each.
-    """
+    """Train a model on the photographs of :func:`two_colours` with InfoNCE, until it matches most of them."""
     lines = [json.loads(line) for line in manifest.read_text().splitlines()]
     images = prepare([Image.open(manifest.parent / line["image"]).convert("RGB") for line in lines])
     optimiser = torch.optim.Adam(list(parameters), lr=1e-2)
@@ -127,20 +118,13 @@ def taught_clip(folder, manifest):
     processor = transformers.AutoImageProcessor.from_pretrained(folder)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
 
-    def pooled(found):
-        return found if isinstance(found, torch.Tensor) else found.pooler_output
-
-    def prepare(batch):
-        return processor(images=batch, return_tensors="pt")["pixel_values"]
-
-    def images(batch):
-        return pooled(model.get_image_features(batch))
-
     def texts(batch):
         tokens = tokenizer(batch, padding=True, max_length=12, truncation=True, return_tensors="pt")
         return pooled(model.get_text_features(tokens["input_ids"], tokens["attention_mask"]))
 
-    teach(model.parameters(), prepare, images, texts, manifest)
+    pooled = lambda found: found if isinstance(found, torch.Tensor) else found.pooler_output
+    prepare = lambda batch: processor(images=batch, return_tensors="pt")["pixel_values"]
+    teach(model.parameters(), prepare, lambda batch: pooled(model.get_image_features(batch)), texts, manifest)
     model.save_pretrained(folder)
     return folder
 
@@ -150,12 +134,8 @@ def taught_open_clip(folder, manifest):
     from safetensors.torch import save_file
 
     model, preprocess, tokenizer = tiny_open_clip(folder)
-    teach(
-        model.parameters(),
-        lambda batch: torch.stack([preprocess(image) for image in batch]),
-        model.encode_image,
-        lambda batch: model.encode_text(tokenizer(batch)),
-        manifest,
-    )
+    prepare = lambda batch: torch.stack([preprocess(image) for image in batch])
+    texts = lambda batch: model.encode_text(tokenizer(batch))
+    teach(model.parameters(), prepare, model.encode_image, texts, manifest)
     save_file(model.state_dict(), folder / "open_clip_model.safetensors")
     return folder

@@ -47,16 +47,14 @@ def make_toy(folder: Path, n_each: int = 2) -> Path:
             picture = Image.new("RGB", (24, 24), "white")
             draw = ImageDraw.Draw(picture)
             x, y = 3 + twin % 3, 4 + twin // 3
-            box = (x, y, x + 16, y + 16)
+            right, low = x + 16, y + 16
             if shape == "circle":
-                draw.ellipse(box, fill=colour)
-            elif shape == "square":
-                draw.rectangle(box, fill=colour)
+                draw.ellipse((x, y, right, low), fill=colour)
             elif shape == "cross":
-                draw.line(box, fill=colour, width=4)
-                draw.line((box[2], box[1], box[0], box[3]), fill=colour, width=4)
+                draw.line((x, y, right, low), fill=colour, width=4)
+                draw.line((right, y, x, low), fill=colour, width=4)
             else:
-                draw.rectangle((box[0], 10, box[2], 14), fill=colour)
+                draw.rectangle((x, y, right, low) if shape == "square" else (x, 10, right, 14), fill=colour)
             picture.save(data / f"{k:02d}{twin}.png")
             (data / f"{k:02d}{twin}.txt").write_text(f"a {colour} {shape}\nsome {shape} in {colour}\n")
     recipe = folder / "toy.toml"
@@ -67,9 +65,7 @@ def make_toy(folder: Path, n_each: int = 2) -> Path:
 def assert_same_tensors(a: Path, b: Path) -> None:
     first, second = load_file(a), load_file(b)
     assert first.keys() == second.keys()
-    assert all(torch.equal(first[k], second[k]) for k in first), [
-        k for k in first if not torch.equal(first[k], second[k])
-    ]
+    assert [name for name in first if not torch.equal(first[name], second[name])] == []
 
 
 def stop_after_checkpoint_of(epoch):
