@@ -282,13 +282,9 @@ def test_nothing_acknowledged_is_lost_when_redis_is_killed(tmp_path, redis_serve
     assert_holds(store, kept)
 
 
-def test_whole_items_and_what_was_acknowledged_survive_kill_9(tmp_path, server):
-    url = f"{server.address}?means={tmp_path}/means"
-    create_store(url, 3).close()
-    assert_survives_kills(url, 2, nearest=False)  # It ranks candidates by their means.
-
-
-def test_others_read_while_a_process_writes(tmp_path, server):
-    url = f"{server.address}?means={tmp_path}/m"
-    create_store(url, 3).close()
-    assert_others_read(url)
+def test_processes_that_are_killed_and_others_that_read(tmp_path, server):
+    killed = lambda url: assert_survives_kills(url, 2, nearest=False)  # It ranks candidates by their means.
+    for name, check in (("a", killed), ("b", assert_others_read)):
+        url = f"{server.address}?means={tmp_path}/{name}&prefix={name}:"
+        create_store(url, 3).close()
+        check(url)

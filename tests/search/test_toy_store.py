@@ -3,15 +3,13 @@
 import re
 
 import pytest
-import torch
 from additions import store
+from search.test_collection import assert_same, both, gaussians
 from support.raising import raises
 from support.stores_contract import FINGERPRINT, StoreBasics
 
 from sfumato.errors import UserError
-from sfumato.gaussian import GaussianEmbedding
 from sfumato.search.collection import GaussianCollection
-from sfumato.search.index import GaussianIndex
 from sfumato.search.stores.protocol import STORES, create_store, open_store, register_store
 
 
@@ -26,25 +24,14 @@ class TestToyStore(StoreBasics):
         return create_store(f"toy:{tmp_path}", dim, FINGERPRINT)
 
 
-def gaussians(n, seed):
-    generator = torch.Generator().manual_seed(seed)
-    return GaussianEmbedding(torch.randn(n, 6, generator=generator), torch.randn(n, 6, generator=generator) - 2)
-
-
 def test_a_collection_in_a_toy_store_answers_as_an_index_does(tmp_path):
-    gallery, queries, ids = gaussians(60, 0), gaussians(7, 1), [f"item {i}" for i in range(60)]
-    index = GaussianIndex.build(gallery, ids, logit_scale=0.7, logit_bias=2.0)
-    folder = tmp_path / "collection"
-    with GaussianCollection.create(folder, "toy:shop", d=6, logit_scale=0.7, logit_bias=2.0) as made:
-        made.upsert(gallery, ids)
-    with GaussianCollection.open(folder) as again:
+    index, made = both(tmp_path, 60, store="toy:shop")
+    made.close()
+    queries, kept = gaussians(7, 1), index.get(["item 3"])
+    with GaussianCollection.open(tmp_path / "collection") as again:
         assert again.delete(["item 3"]) == 1
-        again.upsert(gallery[3:4], ["item 3"])
-        for found, expected in zip(again.search(queries, 9), index.search(queries, 9), strict=True):
-            assert [r.id for r in found] == [r.id for r in expected]
-            for ours, theirs in zip(found, expected, strict=True):
-                assert ours.distance == pytest.approx(theirs.distance, rel=2e-6)
-                assert ours.match_probability == pytest.approx(theirs.match_probability, rel=1e-4)
+        again.upsert(kept.embeddings, ["item 3"], payloads=kept.payloads)
+        assert_same(again.search(queries, 9), index.search(queries, 9))
         assert again.expected_matches(queries) == pytest.approx(index.expected_matches(queries), rel=1e-4)
 
 

@@ -1,14 +1,14 @@
 import shutil
 
 import pytest
-from support.serving import embedding_sources, make_collection, make_embedding_run, make_run, read_only, served
+from support.serving import embedding_sources, make_collection, make_embedding_run, read_only, served
 
 from sfumato.serve.answering import open_sources
 
 
 @pytest.fixture(scope="session")
-def run(tmp_path_factory):
-    return make_run(tmp_path_factory.mktemp("serve"))
+def run(toy):
+    return toy / "run"
 
 
 @pytest.fixture(scope="session")

@@ -31,16 +31,8 @@ from sfumato.serve.settings import Settings
 from sfumato.training.loop import fit
 from sfumato.workflows.index import GalleryPart, build_index, create_collection
 from support.processes import Started, command
-from support.toy import make_toy
 
 KEY = "a-key-for-the-tests"
-
-
-def make_run(folder):
-    """Trains the toy run; returns its folder."""
-    recipe = make_toy(folder)
-    fit(load_recipe(recipe, ["train.epochs=2"]), folder / "run")
-    return folder / "run"
 
 
 def make_embedding_run(folder, *changes):
@@ -81,7 +73,6 @@ def npy_rows(table):
 
 
 def picture(colour="red", size=(20, 14), format="PNG", **options):
-    """The bytes of a picture."""
     file = io.BytesIO()
     Image.new("RGB", size, colour).save(file, format, **options)
     return file.getvalue()
