@@ -1,9 +1,9 @@
-"""How many small errors the tests find, over mathematics, calibration, search, stores and service. Needs `coverage`.
+"""How many small errors the tests find, over mathematics, calibration, search, stores and service.
 
-python scripts/mutants.py map --out FOLDER           which test file runs which line, and the coverage of branches
-python scripts/mutants.py run --out FOLDER [--n 200] change one place at a time, run the test files that reach it
+python scripts/mutants.py --out FILE [--n 200]    change one place at a time, run the tests that stand nearest to it
 
-Both go on where they stopped. `run` changes files below src/ and restores them: use a clone of its own.
+These are the test files that import the changed module, and those of its folder. A run goes on where it stopped. It
+changes files below src/ and restores them: use a clone of its own.
 """
 
 import argparse
@@ -13,9 +13,10 @@ import os
 import random
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
+
+from quick import imported
 
 SOURCE = Path("src/sfumato")
 GROUPS = {
@@ -43,7 +44,8 @@ SWAPS: dict[type[ast.AST], tuple[str, str]] = {
     ast.And: ("and", "or"),
     ast.Or: ("or", "and"),
 }
-LIMIT_S = 150  # of one run of tests; a mutant that takes longer is found
+LIMIT_S = 300  # of one run of tests; a mutant that takes longer is found
+MOST = 8  # test files of one mutant
 
 
 def files_of(group: str) -> list[Path]:
@@ -104,97 +106,59 @@ def changes(path: Path) -> Iterator[tuple[int, int, str]]:
             yield *place(node), repr(not node.value if isinstance(node.value, bool) else node.value + 1)
 
 
-def pytest_run(tests: list[str], out: Path | None = None) -> int:
-    """Exit status of test files; with a folder, their coverage goes into it."""
-    start = [sys.executable, "-m", "coverage", "run", f"--rcfile={out / 'coverage.ini'}"] if out else [sys.executable]
-    command = [*start, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--no-header", *tests]
-    if out:
-        command.remove("-x")
-    environment = os.environ | {
-        "OMP_NUM_THREADS": "1",
-        "HF_HUB_OFFLINE": "1",
-        "PYTHONPATH": os.pathsep.join([str(SOURCE.parent.resolve()), os.environ.get("PYTHONPATH", "")]),
-    }
+def found_by(tests: list[Path]) -> bool:
+    """Whether a test of these files fails, or they take too long."""
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--no-header", *map(str, tests)]
+    path = os.pathsep.join([str(SOURCE.parent.resolve()), os.environ.get("PYTHONPATH", "")])
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": path}
     with subprocess.Popen(
         command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
     ) as process:
         try:
-            return process.wait(None if out else LIMIT_S)
+            return process.wait(LIMIT_S) != 0
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, 9)
-            return 1
+            return True
 
 
-def make_map(out: Path) -> None:
-    """Run every test file alone under coverage; write which lines each runs and how long it takes."""
-    import coverage
-
-    out.mkdir(parents=True, exist_ok=True)
-    for test in sorted(
-        map(str, Path("tests").rglob("test_*.py")),
-        key=lambda t: not any(f"/{g}/" in t for g in ("losses", "metrics", "calibration", "search", "serve")),
-    ):
-        written = out / (test.replace("/", "-") + ".json")
-        if written.exists():
-            continue
-        data = out / (test.replace("/", "-") + ".coverage")
-        (out / "coverage.ini").write_text(
-            f"[run]\nbranch = true\nsource_pkgs = sfumato\nparallel = true\npatch = subprocess\ndata_file = {data}\n"
-        )
-        start = time.monotonic()
-        status = pytest_run([test], out)
-        seconds = time.monotonic() - start
-        measured = coverage.Coverage(data_file=str(data), config_file=str(out / "coverage.ini"))
-        measured.combine([str(out)], keep=False)
-        measured.save()
-        lines = {
-            str(Path(f).relative_to(Path.cwd())): sorted(measured.get_data().lines(f) or [])
-            for f in measured.get_data().measured_files()
-        }
-        written.write_text(json.dumps({"test": test, "seconds": seconds, "status": status, "lines": lines}))
-        print(f"{seconds:6.1f} s  {status}  {test}", flush=True)
-
-
-def run(out: Path, n: int, seed: int) -> None:
-    """Sample n changes, the same number from each group, and write whether the tests find each."""
-    found = [json.loads(path.read_text()) for path in sorted(out.glob("tests-*.json"))]
-    reached = [
-        (x["test"], x["seconds"], {f: set(lines) for f, lines in x["lines"].items()}) for x in found if x["status"] == 0
-    ]
-    results = out / "mutants.jsonl"
-    done = {json.loads(line)["name"] for line in results.read_text().splitlines()} if results.exists() else set()
-    for group in GROUPS:
-        pool = [(path, *change) for path in files_of(group) for change in changes(path)]
-        for path, start, end, new in random.Random(seed).sample(pool, n // len(GROUPS)):
-            source = path.read_bytes()
-            line = source[:start].count(b"\n") + 1
-            name = f"{path}:{line} [{start}:{end}] {source[start:end].decode()} -> {new}"
-            if name in done:
-                continue
-            tests = sorted((s, t) for t, s, lines in reached if line in lines.get(str(path), ()))
-            path.write_bytes(source[:start] + new.encode() + source[end:])
-            try:
-                status = pytest_run([t for _, t in tests[:8]]) if tests else 0
-            finally:
-                path.write_bytes(source)
-            state = "found" if status else ("missed" if tests else "not reached")
-            with results.open("a") as file:
-                file.write(json.dumps({"name": name, "group": group, "state": state}) + "\n")
-            print(state, name, flush=True)
+def nearest(module: Path, tests: dict[Path, set[str]]) -> list[Path]:
+    """Test files that import a module or stand in the folder of its tests, those of its own name first."""
+    name = ".".join(module.relative_to("src").with_suffix("").parts).removesuffix(".__init__")
+    order = []
+    for path, names in tests.items():
+        imports, beside = name in names, path.parent.name == module.parent.name or path.stem == f"test_{module.stem}"
+        if imports or beside:
+            order.append((path.stem != f"test_{module.stem}", not imports, not beside, path.stat().st_size, path))
+    return [path for *_, path in sorted(order)[:MOST]]
 
 
 def main() -> None:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["map", "run"])
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--n", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
-    if given.what == "map":
-        make_map(given.out.resolve())
-    else:
-        run(given.out.resolve(), given.n, given.seed)
+    tests = {path: imported(path) for path in sorted(Path("tests").rglob("test_*.py"))}
+    done = set()
+    if given.out.exists():
+        done = {json.loads(line)["name"] for line in given.out.read_text().splitlines()}
+    for group in GROUPS:
+        pool = [(path, *change) for path in files_of(group) for change in changes(path)]
+        for path, start, end, new in random.Random(given.seed).sample(pool, given.n // len(GROUPS)):
+            source = path.read_bytes()
+            line = source[:start].count(b"\n") + 1
+            name = f"{path}:{line} [{start}:{end}] {source[start:end].decode()} -> {new}"
+            if name in done:
+                continue
+            path.write_bytes(source[:start] + new.encode() + source[end:])
+            try:
+                state = "found" if found_by(nearest(path, tests)) else "missed"
+            finally:
+                path.write_bytes(source)
+            with given.out.open("a") as file:
+                file.write(json.dumps({"name": name, "group": group, "state": state}) + "\n")
+            print(state, name, flush=True)
 
 
 if __name__ == "__main__":

@@ -79,6 +79,9 @@ def visited(tmp_path_factory):
     folder = tmp_path_factory.mktemp("readme")
     make_toy(folder, n_each=8)
     shutil.move(folder / "data", folder / "pictures")
+    (folder / "more").mkdir()
+    for name in ("000.png", "001.png"):
+        shutil.copy(folder / "pictures" / name, folder / "more")
     rng = np.random.default_rng(0)
     images = rng.standard_normal((200, 8)).astype(np.float32)
     np.save(folder / "images.npy", images)
@@ -105,7 +108,7 @@ def test_the_service_of_the_readme_starts(visited):
     arguments = shlex.split(line, comments=True)
     process = Process(*arguments[2:], folder=folder)
     until(lambda: ready(process.client))
-    assert process.client.get("/v1/info").json()["galleries"]["images"]["n"] == 192
+    assert process.client.get("/v1/info").json()["galleries"]["images"]["n"] == 194
     assert "<title>" in process.client.get("/").text
     [line] = [line for block in blocks("bash") for line in block.splitlines() if line.startswith("curl ")]
     asked = shlex.split(line.replace("127.0.0.1:8000", str(process.client.base_url).rstrip("/")))

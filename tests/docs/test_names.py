@@ -77,10 +77,3 @@ def test_what_does_not_exist_is_found():
     for name in ("lod", "data.pears"):
         with pytest.raises((AttributeError, ImportError)):
             resolved("sfumato", name)
-
-
-def test_tests_that_pages_name_exist():
-    named = {found for page in PAGES for found in re.findall(r"`([\w/]+\.py)::(\w+)`", page.read_text("utf-8"))}
-    assert len(named) > 20
-    missing = [f"{f}::{t}" for f, t in sorted(named) if f"def {t}(" not in (ROOT / "tests" / f).read_text("utf-8")]
-    assert not missing

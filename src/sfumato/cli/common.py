@@ -22,7 +22,7 @@ _GROUPS = {
     "start": "demo index search serve",
     "models": "train adopt calibrate export recipes",
     "measure": "evaluate trust audit report table referee",
-    "data": "embed regions copy",
+    "data": "embed regions copy delete",
 }
 """The groups of the help and their commands; all others are studies, which --help-all shows."""
 

@@ -1,14 +1,13 @@
-"""The commands around a gallery: index, copy, search, serve."""
+"""The commands around a gallery: index, delete, copy, search, serve."""
 
 import json
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from sfumato.cli.common import (
     AsJson,
     Device,
-    ModelName,
     check_out_folder,
     command,
     flag,
@@ -27,6 +26,11 @@ from sfumato.serve.settings import Limits, Settings, read_keys, require_extra
 class IndexFlags:
     """What is indexed, and where."""
 
+    data: Path | None = flag(
+        None,
+        "Folder of images with its subfolders. It becomes a collection: --add adds more folders, sfumato delete removes"
+        " items. No model is needed.",
+    )
     images: Path | None = flag(None, "Folder of images with its subfolders; for a model of embeddings, these.")
     split: str | None = flag(None, "Or, for a run, the images of this split of its data; all for all splits.")
     texts: Path | None = flag(None, "Or a file with one text per line, to be searched by image.")
@@ -47,8 +51,10 @@ class IndexFlags:
         from sfumato.search.collection import GaussianCollection
         from sfumato.workflows.index import is_gallery
 
-        if sum(source is not None for source in (self.images, self.split, self.texts, self.embeddings)) != 1:
-            raise UserError("give one of --images FOLDER, --split NAME, --texts FILE and --embeddings FOLDER")
+        if sum(s is not None for s in (self.data, self.images, self.split, self.texts, self.embeddings)) != 1:
+            raise UserError(
+                "give one of --data FOLDER, --images FOLDER, --split NAME, --texts FILE, --embeddings FOLDER"
+            )
         if self.engine is not None and (self.store is not None or self.add):
             raise UserError(
                 "the engine of a store is part of its URL, e.g. --store 'file:?engine=hnsw'; leave --engine out"
@@ -71,7 +77,9 @@ class IndexFlags:
 @command()
 def index(
     *,
-    model: ModelName,
+    model: str | None = word(
+        None, "Folder or name of a model. Default: small, of the package; with --add, that of the collection.", "MODEL"
+    ),
     out: Path = flag(..., "Folder of the index or the collection."),
     given: IndexFlags,
     device: Device = "auto",
@@ -80,11 +88,24 @@ def index(
     """Build an index, or fill a collection in a vector store."""
     from sfumato.errors import counted
     from sfumato.models.model import Model
-    from sfumato.models.run import choose_device, load_model, load_run
+    from sfumato.models.run import SMALL, choose_device, load_model, load_run
     from sfumato.search.index import check_settings
-    from sfumato.workflows.index import build_index, check_new, embed_source, fill_collection, training_note, whole
+    from sfumato.workflows.index import (
+        build_index,
+        check_new,
+        embed_source,
+        fill_collection,
+        model_of,
+        training_note,
+        whole,
+    )
 
     given.check(out)
+    if given.data is not None:
+        own = None if given.add or given.engine else given.store or "file:"
+        given = replace(given, images=given.data, store=own)
+    if model is None:
+        model = model_of(out) if given.add else SMALL
     load = load_run if given.split is not None else load_model
     retrieval_model: Model = load(model, device=choose_device(device))
     if given.store is not None:
@@ -113,6 +134,21 @@ def index(
     print_result(result, as_json, f"{items} {line}: {out}" + problems_suffix(problems))
     if note and not as_json:
         say(note)
+
+
+@command()
+def delete(
+    folder: Path = word(..., "Folder of a collection.", "COLLECTION"),
+    ids: list[str] = word(..., "Ids of items, as a search shows them.", "ID"),
+    as_json: AsJson = False,
+) -> None:
+    """Delete items from a collection; the files stay."""
+    from sfumato.errors import counted
+    from sfumato.workflows.index import delete_items
+
+    n, unknown = delete_items(folder, ids)
+    left_out = f"; not in it: {', '.join(unknown)}" if unknown else ""
+    print_result({"deleted": n, "unknown": unknown}, as_json, f"{counted(n, 'item')} deleted from {folder}{left_out}")
 
 
 @command()

@@ -341,8 +341,12 @@ class FolderImages:
     """Images whose ids are their paths in a folder. Nothing outside the folder is read, not even through a link."""
 
     folder: Path  # the folder
+    more: Mapping[str, Path] = field(default_factory=dict)  # other folders, by the beginning of the ids of their images
 
     def read(self, id: str, payload: Mapping[str, str]) -> bytes | None:
+        begin = next((begin for begin in self.more if id.startswith(f"{begin}/")), None)
+        if begin is not None:
+            return FolderImages(self.more[begin]).read(id.removeprefix(f"{begin}/"), payload)
         if "\0" in id or "\\" in id or not id or os.path.isabs(id) or ".." in id.split("/"):
             return None
         try:

@@ -374,9 +374,13 @@ def weights_digest(model: DualEncoder) -> str:
     return digest.hexdigest()
 
 
+PACKAGED, SMALL = Path(__file__).parent / "packaged", "small"
+"""Folder of models that come with the package, and the name of one."""
+
+
 def load_model(source: str | Path, *, tokenizer: Tokenizer | None = None, device: torch.device | str = "cpu") -> Model:
     """Load any model: a run folder, a model that sfumato exported, or a published model of PCME++, ProLIP or PCME."""
-    folder = Path(source)
+    folder = PACKAGED / SMALL if str(source) == SMALL else Path(source)
     if (folder / RECIPE).is_file():
         return load_run(folder, device=device)
     if not folder.exists():

@@ -81,6 +81,15 @@ def save_folder(
                 old.unlink(missing_ok=True)
 
 
+def change_metadata(path: str | Path, kind: str, changes: Mapping[str, Any]) -> None:
+    """Replace values of the metadata of a folder of :func:`save_folder`."""
+    path = Path(path)
+    with _locked(path):
+        manifest = _read_manifest(path, kind)
+        manifest["about"] |= changes
+        write_json(path / _MANIFEST, manifest | {"sha256": _digest_of(manifest)})
+
+
 def load_folder(path: str | Path, kind: str, read: Callable[[Path, dict[str, Any]], Result]) -> Result:
     """Check a folder of :func:`save_folder` and read it."""
     path = Path(path)

@@ -31,7 +31,7 @@ from sfumato.errors import UserError
 from sfumato.files import is_unused, sync_folder, write_atomically
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.ids import Direction, check_ids
-from sfumato.search.atomic_folder import load_folder, save_folder
+from sfumato.search.atomic_folder import change_metadata, load_folder, save_folder
 from sfumato.search.exact import LiftedGallery, lift_gallery, lift_queries, lifted_dim, lowered, query_constant
 from sfumato.search.gallery import N_WHOLE, Candidates, Gallery, GalleryRecords, SampledItems, Scorer, with_margin
 from sfumato.search.stores.protocol import (
@@ -239,6 +239,16 @@ class GaussianCollection(Gallery):
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+    def keep(self, **values: Any) -> None:
+        """Change values of the metadata.
+
+        Args:
+            values: JSON values by name; others stay.
+        """
+        changed = self.metadata | json.loads(json.dumps(values, allow_nan=False))
+        change_metadata(self.folder, _KIND, {"about": changed})
+        self.metadata = changed
 
     def close(self) -> None:
         """Close the store."""

@@ -176,7 +176,7 @@ def fill_collection(
                 f" the same"
                 " kind by the same model"
             )
-        start = _below(collection.metadata.get("pictures") or {}, first.images, folder)
+        start = _beginning(collection, first.images)
     else:
         collection, start = (create_collection(model, first, folder, own_or_anchored(store)), "")
     stored = 0
@@ -194,18 +194,43 @@ def fill_collection(
     return collection
 
 
-def _below(kept: Mapping[str, str], added: Mapping[str, str], folder: Path) -> str:
-    """Prefix of the ids of added images, relative to the folder of the collection's images."""
+def model_of(folder: Path) -> str:
+    """The folder or name of the model that a collection was made with."""
+    with contextlib.closing(open_gallery(folder)) as gallery:
+        return str(gallery.metadata["run"])
+
+
+def delete_items(folder: Path, ids: Sequence[str]) -> tuple[int, list[str]]:
+    """Delete items of a collection. Returns their number, and the ids that it does not have."""
+    if not GaussianCollection.is_one(folder):
+        raise UserError(f"{folder} is no collection, so nothing can be deleted; sfumato index --data makes one")
+    with GaussianCollection.open(folder) as collection:
+        known = collection.get(list(dict.fromkeys(ids))).ids
+        return collection.delete(known), [i for i in dict.fromkeys(ids) if i not in known]
+
+
+def _beginning(collection: GaussianCollection, added: Mapping[str, Any]) -> str:
+    """The beginning of the ids of added images; another folder than that of the collection gets one, which is kept."""
+    kept = collection.metadata.get("pictures") or {}
     if kept == added:
         return ""
-    if "folder" in kept and "folder" in added and Path(added["folder"]).is_relative_to(kept["folder"]):
-        return Path(added["folder"]).relative_to(kept["folder"]).as_posix() + "/"
-    where = kept.get("folder") or f"the {kept['split']} split" if kept else "an unknown folder"
-    raise UserError(
-        f"the images of {folder} are in {where}, and those of the new items in"
-        f" {added.get('folder') or added or 'an unknown folder'}:"
-        " the new images could not be shown; move them below that folder, or index them into another collection"
-    )
+    if "folder" not in kept or "folder" not in added:
+        where = kept.get("folder") or (f"the {kept['split']} split" if kept else "an unknown folder")
+        other = added.get("folder") or (f"the {added['split']} split" if added else "an unknown folder")
+        raise UserError(
+            f"the images of {collection.folder} are in {where}, and those of the new items in {other}: the new images"
+            " could not be shown; index them into another collection"
+        )
+    folder, more = Path(added["folder"]), dict(kept.get("more", {}))
+    if folder.is_relative_to(kept["folder"]):
+        return f"{folder.relative_to(kept['folder']).as_posix()}/".removeprefix("./")
+    for begin, other in more.items():
+        if other == str(folder):
+            return f"{begin}/"
+    taken = {*more, *(path.name for path in Path(kept["folder"]).glob("*"))}
+    begin = next(name for k in itertools.count(1) if (name := folder.name + f"-{k}" * (k > 1)) not in taken)
+    collection.keep(pictures=kept | {"more": more | {begin: str(folder)}})
+    return f"{begin}/"
 
 
 def check_new(folder: Path, distance: str, store: str) -> None:
@@ -338,7 +363,7 @@ def item_images(gallery: Gallery, run: str | Path) -> Images | None:
     source = gallery.metadata.get("pictures") or {}
     found: Images | None = None
     if "folder" in source:
-        found = FolderImages(Path(source["folder"]))
+        found = FolderImages(Path(source["folder"]), {k: Path(v) for k, v in source.get("more", {}).items()})
     elif "split" in source and (Path(run) / RECIPE).is_file():
         splits = load_splits(load_recipe(Path(run) / RECIPE).data, Problems())
         parts = [splits[name] for name in split_names(splits, source["split"]) if name in splits]

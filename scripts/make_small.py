@@ -1,0 +1,75 @@
+"""Make the model `small` of the package from Flickr8k: features of its captions, a run, and the exported folder.
+
+python scripts/make_small.py --json dataset_flickr8k.json --images images.npy --work FOLDER [--seed 0]
+
+images.npy holds EfficientNet-Lite0's averaged features of the images at 224 pixels, a row an image of the JSON. Only
+the split train is trained on; val chooses the epoch and fits the probabilities. The result replaces
+src/sfumato/models/packaged/small, but for its README.md.
+"""
+
+import argparse
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+
+from sfumato.encoders.frozen import text_backbone
+from sfumato.models.recipe import find_recipe, load_recipe, save_recipe
+from sfumato.models.run import PACKAGED, RECIPE, SMALL
+from sfumato.training.loop import fit
+from sfumato.workflows.export import export_run
+
+LAYERS = (0, 2, 4, 6)
+IMAGE = {"kind": "frozen", "backbone": "efficientnet-lite0", "grid": 1, "whiten": 0}
+TEXT = {"kind": "frozen", "backbone": "minilm-l6-v2", "max_tokens": 64, "pooled": True, "layers": LAYERS, "whiten": 0}
+
+
+def caption_features(path: Path) -> np.ndarray:
+    """MiniLM's layers side by side, averaged over tokens, of all captions in the order of the JSON."""
+    texts = [s["raw"] for image in json.loads(path.read_text("utf-8"))["images"] for s in image["sentences"]]
+    backbone = text_backbone("minilm-l6-v2", pooled=True, layers=LAYERS)
+    order, found = sorted(range(len(texts)), key=lambda i: len(texts[i])), np.zeros((len(texts), 384 * 4), np.float16)
+    for start in range(0, len(order), 64):  # Texts of like length need little padding.
+        rows = order[start : start + 64]
+        found[rows] = np.concatenate(backbone([texts[i] for i in rows]))
+    return found
+
+
+def main() -> None:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, required=True)
+    parser.add_argument("--images", type=Path, required=True)
+    parser.add_argument("--work", type=Path, required=True)
+    parser.add_argument("--seed", type=int, default=0)
+    given = parser.parse_args()
+    given.work.mkdir(parents=True, exist_ok=True)
+    texts = given.work / "texts.npy"
+    if not texts.exists():
+        np.save(texts, caption_features(given.json))
+    paths = [f"data.images={given.images}", f"data.texts={texts}", f"data.path={given.json}"]
+    recipe = load_recipe(find_recipe("small"), [*paths, f"train.seed={given.seed}"])
+    run = given.work / f"run-{given.seed}"
+    fit(recipe, run)
+    frozen = given.work / f"frozen-{given.seed}"
+    shutil.copytree(run, frozen)
+    sides = recipe.model.model_dump() | {"image": IMAGE, "text": TEXT}
+    data = recipe.data.model_copy(update={"source": "karpathy", "images": "", "texts": ""})
+    changed = {"model": type(recipe.model).model_validate(sides), "data": data}
+    save_recipe(recipe.model_copy(update=changed), frozen / RECIPE)
+    (frozen / "encoders.json").write_text("{}")
+    exported = given.work / f"exported-{given.seed}"
+    export_run(frozen, exported)
+    weights = exported / "model.safetensors"
+    half = {k: v.half() if v.dtype == torch.float32 else v for k, v in load_file(weights).items()}
+    save_file(half, weights, {"format": "pt"})
+    for name in ("config.json", "model.safetensors", "calibration.json", "calibration.safetensors"):
+        if (exported / name).exists():
+            shutil.copy(exported / name, PACKAGED / SMALL / name)
+
+
+if __name__ == "__main__":
+    main()
