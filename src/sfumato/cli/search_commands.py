@@ -128,7 +128,7 @@ def index(
         with writing(out), fill_collection(retrieval_model, sources, out, given.store) as collection:
             n, note = len(collection), training_note(collection)
             kept, direction = {"store": collection.store.url}, collection.scorer.direction
-        line = f"in {kept['store']}"
+        line = f"in {kept['store']}" if given.data is None else f"in the collection, by the model {model}"
     result = {"out": str(out), "n": n, **kept, "problems": len(problems), "note": note}
     items = counted(n, "image" if direction == "t2i" else "text")
     print_result(result, as_json, f"{items} {line}: {out}" + problems_suffix(problems))
