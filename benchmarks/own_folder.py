@@ -11,6 +11,7 @@ import json
 import random
 import tarfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -65,7 +66,7 @@ def main() -> None:
     cosine = torch.einsum("qd,ncd->qnc", minilm[:, 4], minilm[:, :4])
     distances["four captions by MiniLM, maximum (needs captions)"] = -cosine.amax(2)
     distances["four captions by MiniLM, maximum + mean (needs captions)"] = -(cosine.amax(2) + cosine.mean(2))
-    result = {}
+    result: dict[str, Any] = {}
     for name, distance in distances.items():
         draws = [random.Random(seed).sample(range(len(rows)), 400) for seed in range(DRAWS)]
         of_400 = mean_and_deviation([recalls(distance[draw][:, draw]) for draw in draws])
