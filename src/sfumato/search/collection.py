@@ -240,13 +240,13 @@ class GaussianCollection(Gallery):
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def keep(self, **values: Any) -> None:
+    def keep(self, values: Mapping[str, Any]) -> None:
         """Change values of the metadata.
 
         Args:
             values: JSON values by name; others stay.
         """
-        changed = self.metadata | json.loads(json.dumps(values, allow_nan=False))
+        changed = self.metadata | json.loads(json.dumps(dict(values), allow_nan=False))
         change_metadata(self.folder, _KIND, {"about": changed})
         self.metadata = changed
 

@@ -229,7 +229,7 @@ def _beginning(collection: GaussianCollection, added: Mapping[str, Any]) -> str:
             return f"{begin}/"
     taken = {*more, *(path.name for path in Path(kept["folder"]).glob("*"))}
     begin = next(name for k in itertools.count(1) if (name := folder.name + f"-{k}" * (k > 1)) not in taken)
-    collection.keep(pictures=kept | {"more": more | {begin: str(folder)}})
+    collection.keep({"pictures": kept | {"more": more | {begin: str(folder)}}})
     return f"{begin}/"
 
 
