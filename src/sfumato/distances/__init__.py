@@ -64,6 +64,7 @@ def csd(x: GaussianEmbedding, y: GaussianEmbedding) -> Tensor:
         ValueError: n, d, dtype or device differ.
 
     Example:
+        >>> import torch
         >>> a = GaussianEmbedding(torch.zeros(1, 2), torch.zeros(1, 2))
         >>> b = GaussianEmbedding.point(torch.tensor([[3.0, 4.0]]))
         >>> csd(a, b)
