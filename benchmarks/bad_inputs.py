@@ -57,16 +57,7 @@ import torch
 from faults import exchange, raw_request, served, wrong_with
 from safetensors.torch import save_file
 from service_world import WORDS, noise, picture
-from spoiling import (
-    STRINGS,
-    any_value,
-    as_json,
-    spoil_bytes,
-    spoil_folder,
-    spoil_safetensors,
-    spoil_text,
-    spoil_value,
-)
+from spoiling import STRINGS, any_value, as_json, spoil_bytes, spoil_folder, spoil_safetensors, spoil_text, spoil_value
 
 from sfumato.data.feature_tables import read_embeddings
 from sfumato.data.images import Problems

@@ -152,12 +152,7 @@ def measure(what: str, arguments: argparse.Namespace, folder: Path) -> dict[str,
     else:
         figures, parts = official(np.load(scores, mmap_mode="r"), whole)
         return {"seconds": sum(parts.values()), "parts": parts, "peak_mb": peak_mb(), "figures": figures}
-    return {
-        **seconds,
-        "peak_mb": peak_mb(),
-        "extra_mb": peak_mb() - before,
-        "figures": figures,
-    }
+    return {**seconds, "peak_mb": peak_mb(), "extra_mb": peak_mb() - before, "figures": figures}
 
 
 def largest_difference(ours: dict[str, Any], theirs: dict[str, Any]) -> tuple[float, int]:

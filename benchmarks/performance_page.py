@@ -91,20 +91,13 @@ def evaluation(result: dict[str, Any]) -> Iterable[Row]:
     yield against("metrics on top of the distances", result["on_top_seconds"], 1.0, "goal")
     yield Row("the same, processor time", duration(result["on_top_cpu_seconds"]))
     yield Row(
-        "peak memory, distances included",
-        megabytes(result["peak_mb"]),
-        "1,024 MB, goal",
-        result["peak_mb"] / 1024,
+        "peak memory, distances included", megabytes(result["peak_mb"]), "1,024 MB, goal", result["peak_mb"] / 1024
     )
     if official := forms.get("official"):
         scores = forms["scores"]
         yield against("metrics of a score matrix", scores["seconds"], official["seconds"], "eccv_caption")
         memory = megabytes(scores["peak_mb"]), f"{megabytes(official['peak_mb'])}, eccv_caption"
-        yield Row(
-            "peak memory of the same, the mapped file included",
-            *memory,
-            scores["peak_mb"] / official["peak_mb"],
-        )
+        yield Row("peak memory of the same, the mapped file included", *memory, scores["peak_mb"] / official["peak_mb"])
         gap = f"{result['largest_difference']:.1e}"
         yield Row(f"largest difference of {result['compared']} figures", gap, "eccv_caption")
 

@@ -42,14 +42,7 @@ from sfumato.models.run import load_run
 from sfumato.posthoc import METHODS
 from sfumato.reports.referee import referee_summary, referee_tables
 from sfumato.studies.contestants import CONTESTANTS
-from sfumato.studies.frozen_model import (
-    FrozenCorruption,
-    FrozenModel,
-    FrozenSplit,
-    freeze,
-    last_layer,
-    layer_inputs,
-)
+from sfumato.studies.frozen_model import FrozenCorruption, FrozenModel, FrozenSplit, freeze, last_layer, layer_inputs
 from sfumato.studies.referee import RefereeOptions, adapter_epochs, referee_model
 from sfumato.training.loop import fit
 

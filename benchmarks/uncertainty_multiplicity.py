@@ -40,12 +40,7 @@ from sfumato.evaluation.trust import words_of
 from sfumato.files import write_atomically
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.ids import DIRECTION_OF, Side
-from sfumato.metrics.bootstrap import (
-    Interval,
-    Statistic,
-    bootstrap,
-    percentile_interval,
-)
+from sfumato.metrics.bootstrap import Interval, Statistic, bootstrap, percentile_interval
 from sfumato.metrics.relevance import Relevance
 from sfumato.metrics.retrieval import per_query_metrics
 from sfumato.metrics.selective import auroc_statistic, decile_statistic, spearman_statistic

@@ -229,8 +229,7 @@ def huge(vectors):
 
 
 @pytest.mark.parametrize(
-    "spoil",
-    [lambda v: v[0, -1:].fill_(1e3), lambda v: v[0, -1:].fill_(1e4), far_and_outlier, heaps, repeated, huge],
+    "spoil", [lambda v: v[0, -1:].fill_(1e3), lambda v: v[0, -1:].fill_(1e4), far_and_outlier, heaps, repeated, huge]
 )
 def test_flat_is_exact_whatever_lies_far_away(tmp_path, spoil):
     """No one centre keeps float32 from cancelling for all of these; equal vectors are more than any margin."""

@@ -24,12 +24,7 @@ from sfumato.models.embed import load_split
 from sfumato.models.recipe import find_recipe, load_recipe
 from sfumato.models.run import load_run
 from sfumato.posthoc import METHODS, fit_hit_logits
-from sfumato.reports.referee import (
-    corruption_table,
-    referee_summary,
-    referee_table,
-    referee_tables,
-)
+from sfumato.reports.referee import corruption_table, referee_summary, referee_table, referee_tables
 from sfumato.studies import referee as referee_module
 from sfumato.studies.contestants import BASELINES, CONTESTANTS, fit_contestant, pair_calibration
 from sfumato.studies.frozen_model import FrozenCorruption, FrozenModel, FrozenSplit, freeze

@@ -14,13 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from sfumato.data.captioned import (
-    canonical_split,
-    check_fractions,
-    is_unicode,
-    splits_of_items,
-    usable_captions,
-)
+from sfumato.data.captioned import canonical_split, check_fractions, is_unicode, splits_of_items, usable_captions
 from sfumato.data.images import FileImage, Problems
 from sfumato.data.pairs import PairData, SourceItem
 from sfumato.errors import UserError, expected_columns, first_line, need

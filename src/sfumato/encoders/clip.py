@@ -439,10 +439,7 @@ def build_clip_text(
     """Build the text side of kind "clip". Returns (processor, encoder)."""
     tokenizer = context.need_tokenizer(config.kind)
     encoder = clip_text_encoder(
-        config,
-        vocabulary=tokenizer.get_vocab_size(),
-        description=context.description,
-        variance=context.variance,
+        config, vocabulary=tokenizer.get_vocab_size(), description=context.description, variance=context.variance
     )
     processor = TokenProcessor(tokenizer, min(config.max_tokens or encoder.max_tokens, encoder.max_tokens))
     return processor, UncTokenTextEncoder(encoder) if config.variance_token and context.variance else encoder

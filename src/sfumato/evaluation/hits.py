@@ -17,12 +17,7 @@ from sfumato.calibration.calibrator import Calibration, DirectionCalibration
 from sfumato.calibration.conditional import N_NEAREST, no_reference_error
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.ids import Direction
-from sfumato.metrics.reliability import (
-    brier_score,
-    expected_calibration_error,
-    log_loss,
-    simulated_calibration_errors,
-)
+from sfumato.metrics.reliability import brier_score, expected_calibration_error, log_loss, simulated_calibration_errors
 from sfumato.metrics.selective import auroc
 
 Verdict = Literal["holds", "rough", "misleads", "too few"]

@@ -52,11 +52,7 @@ class Ranker(Protocol):
     """The interface of :func:`~sfumato.search.exact.rank_relevant`, for several processes or another search."""
 
     def __call__(
-        self,
-        queries: GaussianEmbedding,
-        gallery: GaussianEmbedding,
-        relevance: Relevance,
-        distance: str | Distance,
+        self, queries: GaussianEmbedding, gallery: GaussianEmbedding, relevance: Relevance, distance: str | Distance
     ) -> np.ndarray:
         """Rank the relevant items of each query within the gallery.
 

@@ -113,11 +113,7 @@ class FaissRanker:
         return torch.cat([first.cpu(), rest], dim=1)[:, :k]
 
     def __call__(
-        self,
-        queries: GaussianEmbedding,
-        gallery: GaussianEmbedding,
-        relevance: Relevance,
-        distance: str | Distance,
+        self, queries: GaussianEmbedding, gallery: GaussianEmbedding, relevance: Relevance, distance: str | Distance
     ) -> np.ndarray:
         """See :class:`~sfumato.evaluation.protocols.Ranker`."""
         if queries.n == 0:

@@ -12,22 +12,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from sfumato.evaluation.corruption import (
-    Corrupted,
-    CorruptionTrust,
-    Resampling,
-    follow_corruption,
-    paired_auroc,
-)
+from sfumato.evaluation.corruption import Corrupted, CorruptionTrust, Resampling, follow_corruption, paired_auroc
 from sfumato.evaluation.estimators import ESTIMATORS, NEAREST, Estimator, Matching, estimate_uncertainty
 from sfumato.evaluation.hits import HitFigures
 from sfumato.gaussian import GaussianEmbedding
-from sfumato.metrics.bootstrap import (
-    Interval,
-    Statistic,
-    mean_statistic,
-    percentile_interval,
-)
+from sfumato.metrics.bootstrap import Interval, Statistic, mean_statistic, percentile_interval
 from sfumato.metrics.relevance import Relevance
 from sfumato.metrics.retrieval import beats_chance, chance_metrics, per_query_metrics
 from sfumato.metrics.selective import (

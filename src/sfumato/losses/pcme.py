@@ -128,12 +128,7 @@ def _sampled_noise(
 
 
 def _log_likelihood(
-    x: Tensor,
-    y: Tensor,
-    label: Tensor,
-    options: PCMEOptions,
-    logit_scale: Tensor | float,
-    logit_bias: Tensor | float,
+    x: Tensor, y: Tensor, label: Tensor, options: PCMEOptions, logit_scale: Tensor | float, logit_bias: Tensor | float
 ) -> Tensor:
     """(n, m) label ln p + (1 - label) ln(1 - p) of samples x (n, s, d) and y (m, s', d)."""
     log_pairs = math.log(x.shape[1] * y.shape[1])

@@ -35,12 +35,4 @@ NOT_BUILT: dict[str, str] = {
 }
 """Published methods that are left out, with the reason."""
 
-__all__ = [
-    "METHODS",
-    "NOT_BUILT",
-    "AdapterMethod",
-    "AdapterTraining",
-    "FrozenPairs",
-    "PosthocMethod",
-    "fit_hit_logits",
-]
+__all__ = ["METHODS", "NOT_BUILT", "AdapterMethod", "AdapterTraining", "FrozenPairs", "PosthocMethod", "fit_hit_logits"]

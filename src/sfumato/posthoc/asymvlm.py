@@ -16,14 +16,7 @@ from torch.nn import functional
 
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.ids import Side
-from sfumato.posthoc.adapters import (
-    AdapterMethod,
-    AdapterTraining,
-    Networks,
-    PairBatches,
-    mlp,
-    scaled_inputs,
-)
+from sfumato.posthoc.adapters import AdapterMethod, AdapterTraining, Networks, PairBatches, mlp, scaled_inputs
 from sfumato.posthoc.method import FrozenPairs, unit
 
 Distribution = Literal["vmf", "power_spherical"]

@@ -284,12 +284,7 @@ class ProbVLM(AdapterMethod):
 
     @classmethod
     def fit(
-        cls,
-        pairs: FrozenPairs,
-        *,
-        seed: int = 0,
-        head_width: int | None = 128,
-        training: AdapterTraining | None = None,
+        cls, pairs: FrozenPairs, *, seed: int = 0, head_width: int | None = 128, training: AdapterTraining | None = None
     ) -> Self:
         """Train on the pairs."""
         training = training or cls.default

@@ -93,8 +93,7 @@ def _print_uncertainty(directions: Mapping[str, Any], measure: str, prefix: str 
             f"  {prefix}{ARROWS[direction]}: " + " ".join(f"{b['recall']:.0%}" for b in values["bins"]), indent=4
         )
         print_wrapped(
-            f"    correlation {signed(values['correlation'])}, Spearman {signed(values['spearman'])}",
-            indent=4,
+            f"    correlation {signed(values['correlation'])}, Spearman {signed(values['spearman'])}", indent=4
         )
 
 
@@ -152,11 +151,7 @@ def _print_strategies(more: MoreResults) -> None:
             "strategies: mean of both directions, per cent",
             ["strategy", *names, "seconds"],
             [
-                [
-                    result.strategy.label,
-                    *(number(own[key].get(name), 1) for name in names),
-                    f"{result.seconds:.2f}",
-                ]
+                [result.strategy.label, *(number(own[key].get(name), 1) for name in names), f"{result.seconds:.2f}"]
                 for key, result in more.strategies.items()
             ],
         )

@@ -68,11 +68,7 @@ class Report:
 
     def to_json(self) -> dict[str, Any]:
         """The figures as plain numbers, lists and dictionaries, without the page."""
-        return {
-            "evaluation": self.evaluation.to_json(),
-            "calibration": self.calibration,
-            "mistakes": self.mistakes,
-        }
+        return {"evaluation": self.evaluation.to_json(), "calibration": self.calibration, "mistakes": self.mistakes}
 
 
 _MEASURES = {

@@ -226,10 +226,7 @@ def calibration_panels(
         for version, p in versions.items():
             # Of all pairs, bins with equally many would all lie near 0.
             curves[version] = reliability_curve(p, match, binning="width" if key == "pairs" else "count")
-            figures[key][version] = {
-                "ece": expected_calibration_error(p, match),
-                "brier": brier_score(p, match),
-            }
+            figures[key][version] = {"ece": expected_calibration_error(p, match), "brier": brier_score(p, match)}
             if key != "pairs":
                 figures[key][version]["ece_of_perfect"] = calibration_error_by_chance(p)
         rows = [
@@ -413,10 +410,7 @@ def _query(
     distances = direction.distances[query]
     results = []
     for item, distance, p in zip(
-        direction.closest[query].tolist(),
-        distances.tolist(),
-        direction.probabilities[query].tolist(),
-        strict=True,
+        direction.closest[query].tolist(), distances.tolist(), direction.probabilities[query].tolist(), strict=True
     ):
         shown = thumbnails[item] if of_text else {"text": clipped(data.captions[item])}
         results.append(shown | {"true": item in true, **_match(p, distance)})

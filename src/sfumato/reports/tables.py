@@ -192,12 +192,7 @@ def print_wrapped(text: str, indent: int = 0) -> None:
 
 
 def print_table(
-    title: str,
-    headings: Sequence[str],
-    rows: Sequence[Sequence[str]],
-    *,
-    left: int = 1,
-    running: Collection[int] = (),
+    title: str, headings: Sequence[str], rows: Sequence[Sequence[str]], *, left: int = 1, running: Collection[int] = ()
 ) -> None:
     """Print a table. One that is wider than the screen is continued below, with its first columns again."""
     width = screen_width()

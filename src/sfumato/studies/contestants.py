@@ -98,8 +98,7 @@ CONSTANT = Estimator(
 """The same uncertainty for all: what a method has to beat."""
 
 MATCH_ENTROPY = replace(
-    ESTIMATORS["match_entropy"],
-    formula="entropy of the softmax of calibrated match logits over the gallery, in nats",
+    ESTIMATORS["match_entropy"], formula="entropy of the softmax of calibrated match logits over the gallery, in nats"
 )
 
 

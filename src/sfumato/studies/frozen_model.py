@@ -236,13 +236,7 @@ def freeze(
 
 
 def _corrupted(
-    tower: Tower,
-    side: Side,
-    split: FrozenSplit,
-    data: PairData,
-    layer: tuple[Tensor, Tensor] | None,
-    n: int,
-    seed: int,
+    tower: Tower, side: Side, split: FrozenSplit, data: PairData, layer: tuple[Tensor, Tensor] | None, n: int, seed: int
 ) -> list[FrozenCorruption]:
     """Some queries of a side in every corruption."""
 

@@ -32,25 +32,13 @@ from sfumato.files import read_json, write_json
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.ids import DIRECTION_OF, OTHER_SIDE, Side
 from sfumato.matching import match_probability
-from sfumato.metrics.bootstrap import (
-    Interval,
-    Statistic,
-    bootstrap,
-    mean_statistic,
-    percentile_interval,
-)
+from sfumato.metrics.bootstrap import Interval, Statistic, bootstrap, mean_statistic, percentile_interval
 from sfumato.metrics.relevance import Relevance
 from sfumato.metrics.reliability import calibration_error_by_chance, expected_calibration_error
 from sfumato.metrics.selective import auroc
 from sfumato.metrics.uncertainty import RecallBinning, balanced_spearman, binned_recall, resampled_balanced_spearman
 from sfumato.posthoc import METHODS, NOT_BUILT, AdapterMethod, fit_hit_logits
-from sfumato.studies.contestants import (
-    CONTESTANTS,
-    Contestant,
-    answerable_without,
-    fit_contestant,
-    pair_calibration,
-)
+from sfumato.studies.contestants import CONTESTANTS, Contestant, answerable_without, fit_contestant, pair_calibration
 from sfumato.studies.frozen_model import FrozenCorruption, FrozenModel, FrozenSplit
 
 FORMAT = 2

@@ -43,12 +43,7 @@ def tf_idf(n_with: int, n_holding: int, n_captions: int) -> float:
 
 
 def words_by_uncertainty(
-    uncertainty: np.ndarray,
-    captions: Sequence[Sequence[str]],
-    *,
-    n_bins: int = 10,
-    top: int = 12,
-    corpus: str = "bin",
+    uncertainty: np.ndarray, captions: Sequence[Sequence[str]], *, n_bins: int = 10, top: int = 12, corpus: str = "bin"
 ) -> list[dict[str, Any]]:
     """Sort items into bins of equal size by uncertainty (n,), and weight the words of each bin's captions by TF-IDF.
 
