@@ -10,6 +10,7 @@ src/sfumato/models/packaged/small, but for its README.md.
 import argparse
 import json
 import shutil
+import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +18,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from sfumato.encoders.frozen import text_backbone
-from sfumato.models.recipe import find_recipe, load_recipe, save_recipe
+from sfumato.models.recipe import Recipe, find_recipe, load_recipe, save_recipe
 from sfumato.models.run import PACKAGED, RECIPE, SMALL
 from sfumato.training.loop import fit
 from sfumato.workflows.export import export_run
@@ -54,21 +55,30 @@ def main() -> None:
     recipe = load_recipe(find_recipe("small"), [*paths, f"train.seed={given.seed}"])
     run = given.work / f"run-{given.seed}"
     fit(recipe, run)
-    frozen = given.work / f"frozen-{given.seed}"
+    write(recipe, run)
+
+
+def write(recipe: Recipe, run: Path) -> None:
+    """Export a run on features as a model that computes them from images and texts, in half precision."""
+    with tempfile.TemporaryDirectory() as temporary:
+        frozen, exported = Path(temporary) / "frozen", Path(temporary) / "exported"
+        _as_frozen(recipe, run, frozen)
+        export_run(frozen, exported)
+        weights = exported / "model.safetensors"
+        half = {k: v.half() if v.dtype == torch.float32 else v for k, v in load_file(weights).items()}
+        save_file(half, weights, {"format": "pt"})
+        for name in ("config.json", "model.safetensors", "calibration.json", "calibration.safetensors"):
+            shutil.copy(exported / name, PACKAGED / SMALL / name)
+
+
+def _as_frozen(recipe: Recipe, run: Path, frozen: Path) -> None:
+    """A copy of a run whose encoders are the frozen networks that its features came from."""
     shutil.copytree(run, frozen)
     sides = recipe.model.model_dump() | {"image": IMAGE, "text": TEXT}
     data = recipe.data.model_copy(update={"source": "karpathy", "images": "", "texts": ""})
     changed = {"model": type(recipe.model).model_validate(sides), "data": data}
     save_recipe(recipe.model_copy(update=changed), frozen / RECIPE)
     (frozen / "encoders.json").write_text("{}")
-    exported = given.work / f"exported-{given.seed}"
-    export_run(frozen, exported)
-    weights = exported / "model.safetensors"
-    half = {k: v.half() if v.dtype == torch.float32 else v for k, v in load_file(weights).items()}
-    save_file(half, weights, {"format": "pt"})
-    for name in ("config.json", "model.safetensors", "calibration.json", "calibration.safetensors"):
-        if (exported / name).exists():
-            shutil.copy(exported / name, PACKAGED / SMALL / name)
 
 
 if __name__ == "__main__":

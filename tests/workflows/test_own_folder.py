@@ -36,7 +36,9 @@ def asked(sfumato, *words):
     return json.loads(printed)
 
 
-def test_a_folder_is_indexed_searched_grows_and_shrinks(sfumato, tmp_path, pictures):
+def test_a_folder_is_indexed_searched_grows_and_shrinks(sfumato, tmp_path, pictures, monkeypatch):
+    (tmp_path / "small").mkdir()  # A folder of the model's name is another thing.
+    monkeypatch.chdir(tmp_path)
     out, more = tmp_path / "mine", draw(tmp_path / "else" / "holiday", "yellow", "orange")
     made = asked(sfumato, "index", "--data", pictures, "--out", out)
     assert made["n"] == 6 and made["problems"] == 1
@@ -63,6 +65,7 @@ def test_a_folder_is_indexed_searched_grows_and_shrinks(sfumato, tmp_path, pictu
 def test_what_cannot_be_done_is_said(sfumato, tmp_path, pictures):
     for words, message in (
         (("index", "--data", tmp_path / "none", "--out", tmp_path / "a"), "there is no folder"),
+        (("index", "--data", pictures / "notes.txt", "--out", tmp_path / "a"), "notes.txt is a file"),
         (("index", "--data", pictures, "--images", pictures, "--out", tmp_path / "a"), "give one of"),
         (("index", "--data", pictures, "--add", "--out", tmp_path / "a"), "there is no collection"),
         (("delete", pictures, "red.png"), "is no collection"),

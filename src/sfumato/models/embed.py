@@ -192,7 +192,8 @@ def embedding_steps(
 def embed_folder(model: Model, folder: Path) -> NamedItems:
     """Embed every image below a folder; for a model that reads features, every .npy file."""
     if not folder.is_dir():
-        raise UserError(f"there is no folder {folder}")
+        what = f"{folder} is a file; give a folder of images" if folder.exists() else f"there is no folder {folder}"
+        raise UserError(what)
     endings = file_endings(model.model)
     paths = sorted(p for p in folder.rglob("*") if p.suffix.lower() in endings and p.is_file())
     if not paths:

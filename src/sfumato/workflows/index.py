@@ -29,7 +29,7 @@ from sfumato.models.embed import (
 )
 from sfumato.models.model import Model
 from sfumato.models.recipe import load_recipe
-from sfumato.models.run import RECIPE, TRAINING_CALIBRATION, Run, load_calibration, load_model
+from sfumato.models.run import RECIPE, SMALL, TRAINING_CALIBRATION, Run, load_calibration, load_model
 from sfumato.progress import progress_bar
 from sfumato.search.collection import UPLOADED_IMAGES, GaussianCollection, check_empty, copy_gallery
 from sfumato.search.exact import gallery_centre, lifted_dim
@@ -263,7 +263,7 @@ def _settings(model: Model, source: GalleryPart) -> dict[str, Any]:
     if calibration is not None:
         scale, bias = calibration.logit_scale, calibration.logit_bias
     metadata = {
-        "run": str(Path(model.source).resolve()) if Path(model.source).exists() else model.source,
+        "run": model.source if (own := _folder_of(model)) is None else str(own.resolve()),
         "model": model_digest(model.model),
         "calibrated": model.calibrated,
         "pictures": dict(source.images),
@@ -272,14 +272,20 @@ def _settings(model: Model, source: GalleryPart) -> dict[str, Any]:
     return {"logit_scale": scale, "logit_bias": bias, "calibration": calibration, "metadata": metadata}
 
 
+def _folder_of(model: Model) -> Path | None:
+    """The folder that a model was loaded from; None for the model of the package and for those of a hub."""
+    folder = Path(model.source)
+    return folder if model.source != SMALL and folder.exists() else None
+
+
 def choose_calibration(model: Model, ids: Sequence[str], images: Mapping[str, str]) -> tuple[Calibration | None, int]:
     """The calibration of a gallery, and how many of its images trained the model.
 
     A run whose training left some texts out has two: one for images that it has not seen, and one for galleries in
     which at least half of the images are of the training.
     """
-    folder, n_trained, fitted = Path(model.source), 0, None
-    if images and any(True for _ in model.model.parameters()) and (folder / RECIPE).is_file():
+    folder, n_trained, fitted = _folder_of(model), 0, None
+    if images and folder and any(True for _ in model.model.parameters()) and (folder / RECIPE).is_file():
         n_trained = _n_trained(load_recipe(folder / RECIPE).data, ids, images)
         fitted = load_calibration(folder, TRAINING_CALIBRATION)
     if fitted is not None and 2 * n_trained >= len(ids):
