@@ -220,7 +220,7 @@ def test_examples_are_a_start(visit, service):
     told = service.get("/v1/examples").json()
     page = visit(service)
     expect(page.locator(".tile .try")).to_have_count(len(told["queries"]))
-    assert len(told["queries"]) >= 2
+    assert told["queries"]
     for tile, example in zip(page.locator(".tile:has(.try)").all(), told["queries"], strict=True):
         expect(tile).to_contain_text(f"“{example['answer']['query']}”")
         expect(tile).to_contain_text(example["answer"]["verdict"]["text"])

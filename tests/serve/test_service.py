@@ -335,6 +335,21 @@ def test_a_batch_is_stored_whole_or_not_at_all(writable):
     assert not (writable.folder / "pictures").exists()
 
 
+def test_values_of_a_field_and_hidden_fields(writable):
+    folders = {"a": "2023/sea", "b": "2023", "c": "2023/sea"}
+    items = [new_item(id, payload={"folder": folder}) for id, folder in folders.items()]
+    assert writable.post("/v1/items", json={"items": items}).status_code == 201
+    found = writable.get("/v1/values?field=folder").json()
+    assert found["values"] == [{"value": "2023", "n": 1}, {"value": "2023/sea", "n": 2}] and found["complete"]
+    writable.delete("/v1/items/a")
+    assert [one["n"] for one in writable.get("/v1/values?field=folder").json()["values"]] == [1, 1]
+    for nothing in ("nothing", "_picture"):  # which all three have
+        assert writable.get(f"/v1/values?field={nothing}").json()["values"] == []
+    assert writable.get("/v1/items/b").json()["payload"] == {"folder": "2023"}
+    refused = writable.post("/v1/items", json={"items": [new_item("d", payload={"_file": "e"})]})
+    assert refused.status_code == 422 and "_file: is a name that the service reserves" in refused.json()["detail"]
+
+
 def test_an_index_is_read_only_and_says_what_to_do(client):
     several = client.post("/v1/items/delete", json={"ids": ["000.png"]})
     for answer in (add(client, "a"), client.delete("/v1/items/000.png"), several):

@@ -433,5 +433,5 @@ class UploadedImages:
 
 
 def handed_out(payload: Mapping[str, str]) -> dict[str, str]:
-    """A payload without the field that the service reserves."""
-    return {name: value for name, value in payload.items() if name != POINTER}
+    """A payload without its hidden fields, whose names begin with "_"."""
+    return {name: value for name, value in payload.items() if not name.startswith("_")}

@@ -32,6 +32,8 @@ from sfumato.serve.schemas import (
     Answer,
     ConformalSet,
     Example,
+    FieldValue,
+    FieldValues,
     GalleryInfo,
     GalleryName,
     Modality,
@@ -380,6 +382,22 @@ def info_of(served: ServedGallery) -> GalleryInfo:
     )
 
 
+N_VALUES, N_COUNTED = 1000, 50_000
+"""Values of a field at most, and items that are looked at for them."""
+
+
+def field_values(served: ServedGallery, gallery: GalleryName, name: str) -> FieldValues:
+    """The values of a payload field."""
+    count, left = Counter[str](), 0 if name.startswith("_") else N_COUNTED
+    for records in served.gallery.scan():
+        if left <= 0:
+            break
+        count.update(payload[name] for payload in records.payloads[:left] if name in payload)
+        left -= len(records.ids)
+    values = [FieldValue(value=value, n=n) for value, n in sorted(count.most_common(N_VALUES))]
+    return FieldValues(gallery=gallery, field=name, values=values, complete=left >= 0 and len(count) <= N_VALUES)
+
+
 def query_drift(served: ServedGallery) -> QueryDrift | None:
     """How the queries of a gallery compare with those of its calibration, for the interface."""
     if served.drift is None or not served.drift.scores.covers(served.gallery.size):
@@ -467,41 +485,57 @@ def _side(tower: Tower, modality: Modality, d: int) -> VectorSide:
 N_ITEMS, N_HITS = 6, 3
 """Items to start from, and hits of an example."""
 
-_WORDS, _NAMES, _LONGEST = 8, 100, 40
+_WORDS, _LINES, _LONGEST = 12, 100, 80
+_TEXTS = ("captions", "title", "label", "text", "tags", "name")
+_LITTLE = (
+    " the and with for from into onto out off down near over under through behind front between against along across"
+    " around while some there their his her its one two three are was has have that this who which other another "
+)
 _GENERAL = ("animal", "people", "food", "a red car", "a dog", "a person on a bicycle", "two people at a table")
-_NO_WORDS = ("qwzx vbrkt", "xkqz wvbt", "zzkfp grlmx")
-_KINDS: dict[Literal["vague", "precise", "nonsense"], tuple[str, ...]] = {
-    "vague": ("many",),
-    "precise": ("clear", "few"),
-    "nonsense": ("unfamiliar", "unsure"),
-}
-"""Verdicts that each kind of example may have, the best first."""
 
 
 def candidates(payloads: Iterable[Mapping[str, str]]) -> list[str]:
-    """Texts that may serve as examples for a gallery."""
-    names = [next(filter(None, (one.get(field) for field in ("label", "text", "name"))), "") for one in payloads]
-    count = Counter(word for name in names for word in set(re.findall(r"[^\W\d_]{3,}", name.casefold())))
-    words = [word for word, n in count.most_common(_WORDS) if n > 1]
-    short = [name for name in dict.fromkeys(names) if name.strip() and len(name) <= _LONGEST]
-    return list(dict.fromkeys([*words, *short[:_NAMES], *_GENERAL, *_NO_WORDS]))
+    """Texts that may serve as examples: words of several items, a line of each item, and words in general."""
+    lines = [[line.strip() for name in _TEXTS for line in one.get(name, "").splitlines()] for one in payloads]
+    words = [set(re.findall(r"[^\W\d_]{3,}", " ".join(some).casefold())) for some in lines]
+    count = Counter(sorted(word for some in words for word in some if f" {word} " not in _LITTLE))
+    often = [word for word, n in count.most_common(_WORDS) if n > 1]
+    short = [next((line for line in some if 0 < len(line) <= _LONGEST), "") for some in lines]
+    return list(dict.fromkeys([*often, *list(filter(None, short))[:_LINES], *_GENERAL]))
 
 
 def chosen(answers: Sequence[Answer]) -> list[Example]:
-    """The clearest example of each kind, by the verdicts of the answers."""
-    found = []
-    for kind, verdicts in _KINDS.items():
-        some = [one for one in answers if (one.query in _NO_WORDS) == (kind == "nonsense")]
-        for wanted in verdicts:
-            if fitting := [one for one in some if one.verdict is not None and one.verdict.kind == wanted]:
-                found.append(Example(kind=kind, answer=max(fitting, key=_certainty)))
-                break
-    return found
+    """The clearest example of each kind, by the verdicts of the answers; the gallery's own words come first."""
+    own = [one for one in answers if one.query not in _GENERAL]
+    general = [one for one in answers if one.query in _GENERAL]
+    vague = _vague(own) or _vague(general)
+    own, general = ([one for one in some if one is not vague] for some in (own, general))
+    precise = _precise(own) or _precise(general)
+    kinds: dict[Literal["vague", "precise"], Answer | None] = {"vague": vague, "precise": precise}
+    return [Example(kind=kind, answer=answer) for kind, answer in kinds.items() if answer is not None]
 
 
-def _certainty(answer: Answer) -> float:
-    """Of the hits that the verdict speaks of: all for many matches, else the first."""
-    probabilities = [hit.match_probability or 0.0 for hit in answer.hits]
-    if answer.verdict is None or answer.verdict.kind != "many":
-        probabilities = probabilities[:1]
-    return sum(probabilities) / max(1, len(probabilities))
+def _vague(answers: Sequence[Answer]) -> Answer | None:
+    """One of many matches, else a single word whose matches are not the first hit alone."""
+    if many := _of_kind(answers, "many"):
+        return max(many, key=lambda one: sum(map(_probability, one.hits)))
+    others = {one.query: (one.expected_matches or 0) - _first(one) for one in _of_kind(answers, "few", "unsure")}
+    words = [one for one in _of_kind(answers, "few", "unsure") if " " not in one.query and others[one.query] > 0.3]
+    return max(words, key=lambda one: others[one.query], default=None)
+
+
+def _precise(answers: Sequence[Answer]) -> Answer | None:
+    """One whose first hit is most likely right."""
+    return max(_of_kind(answers, "clear") or _of_kind(answers, "few"), key=_first, default=None)
+
+
+def _of_kind(answers: Sequence[Answer], *kinds: str) -> list[Answer]:
+    return [one for one in answers if one.verdict is not None and one.verdict.kind in kinds]
+
+
+def _first(answer: Answer) -> float:
+    return _probability(answer.hits[0]) if answer.hits else 0.0
+
+
+def _probability(hit: ResultRecord) -> float:
+    return hit.match_probability or 0.0

@@ -42,6 +42,7 @@ from sfumato.serve.schemas import (
     DeleteRequest,
     DeleteResponse,
     Examples,
+    FieldValues,
     GalleryName,
     ImageSearch,
     Info,
@@ -462,6 +463,14 @@ def _add_views(app: FastAPI, service: Service) -> None:
     ) -> Response:
         """Items in the order of their ids, some at a time."""
         return _json(await service.items(gallery, cursor, limit))
+
+    @app.get("/v1/values", response_model=FieldValues, tags=["look"], responses=problems(404, 422, 503, 504))
+    async def get_values(
+        field: Annotated[str, Parameter(min_length=1, max_length=100, description="the payload field")],
+        gallery: Annotated[GalleryName, Parameter(description="gallery of the items")] = "images",
+    ) -> Response:
+        """The values of a payload field, with the number of items that have each."""
+        return _json(await service.values(gallery, field))
 
     @app.get("/v1/items/{id:path}", response_model=Item, tags=["items"], responses=problems(404, 422, 503, 504))
     async def get_item(id: _Id, gallery: _ItemGallery = "images") -> Response:

@@ -229,7 +229,7 @@ class ItemList(_Model):
 class Example(_Model):
     """A query with its answer, to show what the gallery can tell."""
 
-    kind: Literal["vague", "precise", "nonsense"] = Field(description="what it is an example of")
+    kind: Literal["vague", "precise"] = Field(description="what it is an example of")
     answer: Answer = Field(description="the answer of the gallery, with at most 3 hits")
 
 
@@ -241,6 +241,22 @@ class Examples(_Model):
         description="at most one of each kind, chosen by the verdicts; none without texts as queries and a calibration"
     )
     items: list[Item] = Field(description="some items, at random")
+
+
+class FieldValue(_Model):
+    """A value of a payload field."""
+
+    value: str = Field(description="the value")
+    n: int = Field(description="number of items with it")
+
+
+class FieldValues(_Model):
+    """The values of a payload field, for a choice among them."""
+
+    gallery: GalleryName = Field(description="gallery of the items")
+    field: str = Field(description="the payload field")
+    values: list[FieldValue] = Field(description="in their order; the 1,000 most frequent ones if there are more")
+    complete: bool = Field(description="false if there are more values, or items that were not looked at")
 
 
 class AddRequest(_Model):

@@ -39,6 +39,7 @@ from sfumato.serve.answering import (
     candidates,
     check_payloads,
     chosen,
+    field_values,
     image_path,
     info_of,
     native,
@@ -53,6 +54,7 @@ from sfumato.serve.guard import SMALL_BODY, Budget, Metrics
 from sfumato.serve.schemas import (
     Answer,
     Examples,
+    FieldValues,
     GalleryInfo,
     GalleryName,
     Info,
@@ -91,6 +93,7 @@ class Service:
         )  # fmt: skip
         self._infos: dict[GalleryName, tuple[int, GalleryInfo]] = {}
         self._examples: dict[GalleryName, tuple[int, Examples]] = {}
+        self._values: dict[tuple[GalleryName, str], tuple[int, FieldValues]] = {}
         self._choosing = {name: asyncio.Lock() for name in sources.galleries}
         self._warming: asyncio.Task[None] | None = None
         collections = {name: served.writable for name, served in sources.galleries.items()}
@@ -294,6 +297,17 @@ class Service:
             ask = partial(answered, served, asked, rows, options, max_set=N_HITS, unfamiliar=unfamiliar, watched=False)
             queries = chosen(await self.in_thread(ask))
         return Examples(gallery=gallery, queries=queries, items=items)
+
+    async def values(self, gallery: GalleryName, name: str) -> FieldValues:
+        """The values of a payload field; they are counted again after a write."""
+        served, key = self.gallery(gallery), (gallery, name)
+        async with self._choosing[gallery]:
+            kept, version = self._values.get(key), served.version
+            if kept is None or kept[0] != version:
+                kept = version, await self.in_thread(field_values, served, gallery, name)
+                if kept[1].values:  # Else anybody could fill the memory with names.
+                    self._values[key] = kept
+            return kept[1]
 
     def query_kinds(self) -> QueryKinds:
         """The kinds of queries that the model can answer."""

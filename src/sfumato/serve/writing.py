@@ -169,8 +169,9 @@ class Writer:
                 errors.append((f"{one.where}.id", "occurs twice in this request"))
             if one.text is not None and "text" in one.payload:
                 errors.append((f"{one.where}.payload.text", "is set from the text of the item; leave it out"))
-            if POINTER in one.payload:
-                errors.append((f"{one.where}.payload.{POINTER}", "is a name that the service reserves; choose another"))
+            if hidden := next((name for name in one.payload if name.startswith("_")), ""):
+                reason = "is a name that the service reserves, as all that begin with _; choose another"
+                errors.append((f"{one.where}.payload.{hidden}", reason))
             seen.add(one.id)
         if errors:
             raise Refusal(422, f"Nothing was stored: {errors[0][0]}: {errors[0][1]}", errors=errors)
