@@ -149,6 +149,8 @@ def test_promises_are_the_same(tmp_path):
             {"max_risk": 0.4},
             {"coverage": 0.8, "max_set": 3},
             {"filter": Filter({"colour": ("r", "b")}, max_uncertainty=2.0), "min_probability": 0.1},
+            {"filter": Filter(ranges={"colour": ("c", "r")}), "expected": True},
+            {"filter": Filter(ranges={"place": ("", "")}), "expected": True},
         ):
             assert_same(made.search(queries, 7, **asked), index.search(queries, 7, **asked))
         cut = made.search(queries, 2, coverage=0.9, max_set=1)
@@ -160,6 +162,10 @@ def test_promises_are_the_same(tmp_path):
         nothing = made.search(queries[:2], 5, filter=mauve)
         assert [(r.hits, r.best_probability) for r in nothing] == [((), 0.0)] * 2
         assert_same(nothing, index.search(queries[:2], 5, filter=mauve))
+        nowhere = Filter({"colour": ("mauve",)}, ranges={"place": ("a", "")})
+        for gallery in (index, made):
+            (said, _) = gallery.search(queries[:2], 5, filter=nowhere, expected=True)
+            assert "no item has a field 'place'; the fields are" in said.verdict.text and "colour" in said.verdict.text
         told = "guarantees about the whole gallery, but a filter may remove the match"
         for gallery, promise in itertools.product((made, index), ({"coverage": 0.9}, {"max_risk": 0.4})):
             raises(ValueError, told, gallery.search, queries, 5, filter=mauve, **promise)

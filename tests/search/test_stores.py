@@ -30,7 +30,7 @@ from support.stores_contract import (
 )
 
 from sfumato.errors import UserError
-from sfumato.search.stores.protocol import Filter, Records, StoreInUseError
+from sfumato.search.stores.protocol import Filter, Records, StoreInUseError, parse_where
 
 APPROXIMATE = ("hnsw", "ivf", "ivf-pq")
 OF_HNSW = "memory, exact_below, m, ef_construction, ef_search"
@@ -479,3 +479,44 @@ def test_who_may_only_read_the_folder_can_read_the_store(request):
     assert counted_by_a_reader(folder / "store") == "9"
     store.close()
     assert counted_by_a_reader(folder / "store") == "9"
+
+
+DAYS = ("2023-12-31T23:59:59", "2024-05-31T23:59:59", "2024-06-01T00:00:00", "2024-06-13T12:01:09", "2025", "")
+
+
+@pytest.mark.parametrize(
+    "words, expected",
+    [
+        (["date=2024-06"], [2, 3]),
+        (["date>=2024-06"], [2, 3, 4]),
+        (["date<=2024-06"], [0, 1, 2, 3]),
+        (["date>2024"], [4]),
+        (["date < 2024-06"], [0, 1]),
+        (["date>=2024-06-13 12:01", "date<=2024"], [3]),
+        (["date>=2023", "date>=2024-06", "date<2025", "date<=2025"], [2, 3]),
+        (["date:2025"], [4]),
+        (["date:2024-06"], []),
+        (["folder=a", "folder=b", "date>=2024"], [1, 2]),
+        (["folder>=b"], [2, 3]),
+        (["folder:"], [5]),
+        (["odd:a=b"], [3]),
+    ],
+)
+def test_a_filter_in_words(words, expected):
+    folders = ("a", "a", "b", "b/c", None, "")
+    items = [{"date": day} | ({} if f is None else {"folder": f}) for day, f in zip(DAYS, folders, strict=True)]
+    items[3]["odd"] = "a=b"
+    wanted = parse_where(words)
+    assert [i for i, item in enumerate(items) if wanted.accepts(item, 1.0)] == expected
+
+
+def test_a_filter_in_words_that_nobody_understands():
+    for words, message in (
+        (["beach"], "'beach', expected FIELD=VALUE"),
+        (["=beach"], "expected FIELD=VALUE"),
+        (["folder= "], "expected FIELD=VALUE"),
+        (["date>=june"], "'date>=june', expected a date such as 2024, 2024-06 or 2024-06-13"),
+        (["date=2024-13"], "expected a date"),
+        (["date=2023", "date=2024"], "'date=2024' beside another date; give one span"),
+    ):
+        raises(ValueError, message, parse_where, words)

@@ -150,7 +150,7 @@ def test_messages_are_in_words(client):
         assert error["where"] == where and message in error["message"]
         assert "pattern" not in told["detail"] and "\\x00" not in told["detail"]
     told = problem(client.get("/v1/search?q=a&where=label"), 422)
-    assert "expected FIELD:VALUE" in told["detail"] and "pattern" not in told["detail"]
+    assert "expected FIELD=VALUE" in told["detail"] and "pattern" not in told["detail"]
 
 
 def test_every_operation_and_field_is_described(client):

@@ -135,6 +135,15 @@ def test_filters(client, sources):
     assert answer["verdict"] == vars(told)  # Of what the filter left.
     asked = {"q": "red", "gallery": "texts", "where": ["text:a red circle", "text:a blue cross"]}
     assert [hit["payload"]["text"] for hit in client.get("/v1/search", params=asked).json()["answers"][0]["hits"]]
+    words = {"q": "red", "gallery": "texts", "where": ["text>=a blue cross", "text<a blue d"]}
+    ends = {"where": {}, "ranges": {"text": ["a blue cross", "a blue d"]}}
+    for found in (client.get("/v1/search", params=words), None):
+        answer = (
+            search(client, {"text": "red"}, gallery="texts", filter=ends) if found is None else found.json()["answers"]
+        )
+        assert {hit["payload"]["text"] for hit in answer[0]["hits"]} == {"a blue cross"}
+    refused = client.get("/v1/search", params={"q": "a", "where": ["date=2023", "date=2024"]})
+    assert refused.status_code == 422 and refused.json()["errors"][0]["where"] == "query.where"
     limit = sorted(h.uncertainty for h in index.search(queries, 9)[0])[3]
     (answer,) = search(client, {"text": "red"}, gallery="texts", filter={"max_total_variance": limit})
     assert len(answer["hits"]) == 4

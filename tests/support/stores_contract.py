@@ -163,6 +163,13 @@ class StoreBasics:
                 Filter({"colour": ("g",)}, max_uncertainty=0.7),
                 Filter(max_uncertainty=0.0),
                 Filter(max_uncertainty=float(batch.uncertainty.sort()[0][4])),  # a bound is included
+                Filter(ranges={"path": ("8/2", "8/5")}),
+                Filter(ranges={"path": ("8/2.jpg", "8/5.jpg")}),  # the first end is included, the second is not
+                Filter(ranges={"colour": ("", "")}),  # every item that has the field
+                Filter(ranges={"colour": ("", "g")}),
+                Filter(ranges={"colour": ("h", "")}),
+                Filter(ranges={"absent": ("", "")}),
+                Filter({"colour": ("g", "b")}, 0.8, {"path": ("8/12", "8/6\U0010ffff"), "colour": ("c", "")}),
             ):
                 fitting = {key for key, (_, u, payload) in kept.items() if filter.accepts(payload, u)}
                 assert store.count(filter) == len(fitting), filter
@@ -174,6 +181,18 @@ class StoreBasics:
 
 class StoreContract(StoreBasics):
     """The whole contract."""
+
+    def test_ranges_are_in_the_order_of_code_points(self, tmp_path):
+        texts = ("A", "B", "a", "Z", "z", "ä", "é", "\uffee", "\U0001f98a", 'b"\\', "a b", "a-b", "ab", "")
+        store, batch = self.create(tmp_path, 3), records(len(texts), 3, 12)
+        payloads = tuple({"name": text, 'odd "\\ name': text} for text in texts)
+        store.upsert(Records(tuple(f"is {t}" for t in texts), batch.vectors, batch.uncertainty, payloads))
+        for least in texts:
+            for below in ("", "a", 'b"\\', "\uffff", "\U0010ffff"):
+                expected = sorted(f"is {t}" for t in texts if t and t >= least and (not below or t < below))
+                for name in ("name", 'odd "\\ name'):
+                    scanned = store.scan(filter=Filter(ranges={name: (least, below)}))
+                    assert sorted(i for part in scanned for i in part.ids) == expected, (name, least, below)
 
     def test_is_empty_at_first(self, tmp_path):
         store = self.create(tmp_path, 5)

@@ -62,6 +62,26 @@ def test_a_folder_is_indexed_searched_grows_and_shrinks(sfumato, tmp_path, pictu
     assert len(found["hits"]) == 7 and "red.png" not in {hit["id"] for hit in found["hits"]}
 
 
+def test_a_search_is_filtered(sfumato, tmp_path, pictures):
+    index = load(SMALL).index(pictures)
+    index.gallery.payload["path"] = index.gallery.ids
+    index.save(tmp_path / "mine")
+    names = asked(sfumato, "search", tmp_path / "mine", "red", "--where", "path>=c", "--where", "path<red")
+    assert {hit["id"] for hit in names[0]["hits"]} == {"green.png", "inner/red.png"}
+    status, printed, _ = sfumato("search", tmp_path / "mine", "red", "--where", "place=Paris")
+    assert status == 0 and "no item has a field 'place'; the fields are path" in printed
+    assert "probability" not in printed.partition("matches expected")[2].partition("right:")[0]
+    for words, message in (
+        (("--where", "beach"), "expected FIELD=VALUE"),
+        (("--where", "date>=may"), "expected a date"),
+        (("--where", "path=red.png", "--coverage", 0.9), "leave out the filter"),
+    ):
+        status, _, errors = sfumato("search", tmp_path / "mine", "red", *words)
+        assert status == 2 and message in errors
+    (plain,) = index.search_items(["red.png"], 9, where=["path<h"])
+    assert {hit.id for hit in plain} == {hit.id for hit in index.search("red", 9, where=["path<h"])}
+
+
 def test_what_cannot_be_done_is_said(sfumato, tmp_path, pictures):
     for words, message in (
         (("index", "--data", tmp_path / "none", "--out", tmp_path / "a"), "there is no folder"),

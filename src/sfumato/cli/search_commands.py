@@ -184,6 +184,12 @@ class Asked:
     abstain: float | None = flag(
         None, "Most answers with a wrong first result, e.g. 0.1; the rest abstain.", metavar="RISK"
     )
+    where: list[str] | None = flag(
+        None,
+        "Only items that fit, e.g. folder=beach or 'date>=2024-06' (=, >=, <=, >, <; quote it); repeatable. Several"
+        " values of a field are alternatives; several fields must all fit.",
+        metavar="FIELD=VALUE",
+    )
 
 
 @command()
@@ -210,7 +216,7 @@ def search(
         raise UserError("a text to search for is empty; leave it out")
     answers = search_index(
         folder, asked.query or [], asked.image or [], k=asked.k, ids=asked.item or [], run=run, store=store,
-        min_probability=asked.min_probability, coverage=asked.coverage, max_risk=asked.abstain,
+        min_probability=asked.min_probability, coverage=asked.coverage, max_risk=asked.abstain, where=asked.where or [],
     )  # fmt: skip
     results = [answer.to_json() for answer in answers]
     if as_json:

@@ -275,7 +275,7 @@ def print_search(result: dict[str, Any]) -> None:
     if result["verdict"] is not None:
         print(f"  {result['verdict']}")
     _print_hits(result["hits"], result["distance"], calibrated)
-    if not result["hits"]:
+    if not result["hits"] and not (result["verdict"] or "").startswith(("No item", "The gallery is empty")):
         print("  no item reaches this probability")
     if (found := result["conformal_set"]) is not None:
         print(f"  conformal set of the requested coverage: {counted(len(found), 'item')}")

@@ -49,6 +49,9 @@ class Candidates:
         return Candidates(self.ids[:n], self.distance[:n], self.uncertainty[:n], self.payloads[:n], self.closest)
 
 
+_SAMPLED = 200
+"""Items whose fields are named where a filter asks for a field that no item has."""
+
 N_WHOLE = 20_000
 """Number of items up to which match probabilities are added up over the whole gallery."""
 
@@ -351,10 +354,10 @@ class Gallery(ABC):
             best, closest = (hits[0].match_probability, hits[0].distance) if hits else (0.0, math.inf)
             calibrated, inside, total = self.calibrated and native[i], sets[i], totals[i]
             strange, said = unfamiliar is not None and unfamiliar[i], None
-            if total is not None and (calibrated or strange):
+            if total is not None and (calibrated or strange or (filter is not None and not hits)):
                 said = verdict(total, best, abstained[i], unfamiliar=strange)
                 if not hits:
-                    said = replace(said, text="The gallery is empty" if filter is None else "No item passes the filter")
+                    said = replace(said, text="The gallery is empty" if filter is None else self._no_item(filter))
             answers.append(
                 Answer(
                     str(i) if names is None else names[i],
@@ -372,6 +375,15 @@ class Gallery(ABC):
                 )
             )
         return answers
+
+    def _no_item(self, filter: Filter) -> str:
+        """Why no item passes a filter."""
+        fields = {*filter.where, *filter.ranges}
+        if not (absent := sorted(name for name in fields if not self.count(Filter(ranges={name: ("", "")})))):
+            return "No item passes the filter"
+        there = {name for one in self.sample(_SAMPLED).payloads for name in one if not name.startswith("_")}
+        known = f"the fields are {', '.join(sorted(there))}" if there else "the items have no fields"
+        return f"No item passes the filter: no item has a field {absent[0]!r}; {known}"
 
     def _context(self, queries: GaussianEmbedding, found: Sequence[Candidates]) -> QueryContext:
         """The context of queries by their closest items."""

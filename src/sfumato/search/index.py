@@ -352,6 +352,9 @@ class GaussianIndex(Gallery):
         for name, values in filter.where.items():
             wanted, column = frozenset(values), self.payload.get(name, ())
             fits &= torch.tensor([value in wanted for value in column]) if column else torch.tensor(False)
+        for name in filter.ranges:
+            one, column = Filter(ranges={name: filter.ranges[name]}), self.payload.get(name, ())
+            fits &= torch.tensor([one.accepts({name: v}, 0.0) for v in column]) if column else torch.tensor(False)
         return fits.nonzero().squeeze(1)
 
     def _candidates(self, queries: GaussianEmbedding, c: int) -> Tensor:

@@ -21,6 +21,7 @@ from sfumato.gaussian import GaussianEmbedding
 from sfumato.search.answer import NATIVE, Answer, Hit
 from sfumato.search.gallery import Gallery
 from sfumato.search.index import GaussianIndex
+from sfumato.search.stores.protocol import parse_where
 
 Modality = Literal["texts", "images"]
 
@@ -98,6 +99,7 @@ class Searcher:
         min_probability: float | None = None,
         coverage: float | None = None,
         max_risk: float | None = None,
+        where: Sequence[str] = (),
     ) -> Answer: ...
 
     @overload
@@ -110,6 +112,7 @@ class Searcher:
         min_probability: float | None = None,
         coverage: float | None = None,
         max_risk: float | None = None,
+        where: Sequence[str] = (),
     ) -> list[Answer]: ...
 
     def search(
@@ -121,6 +124,7 @@ class Searcher:
         min_probability: float | None = None,
         coverage: float | None = None,
         max_risk: float | None = None,
+        where: Sequence[str] = (),
     ) -> Answer | list[Answer]:
         """The k closest items of a text or an image, or of each of several.
 
@@ -133,6 +137,9 @@ class Searcher:
             min_probability: leave out hits with a lower match probability.
             coverage: also return the set of items that holds a match with at least this probability.
             max_risk: largest fraction of answers with a wrong first hit; less certain queries are marked.
+            where: conditions that an item must fulfil, such as "folder=beach" or "date>=2024-06": a field, one of
+                =, >=, <=, > and <, and a value. Several values of a field are alternatives, several fields must all
+                fit. Not with coverage and max_risk.
 
         Returns:
             One answer for a single text or image; for a list, an array or embeddings, a list of n answers.
@@ -141,8 +148,9 @@ class Searcher:
             UserError: the model is missing, a text is empty, an image cannot be used, or a guarantee is asked for
                 queries other than :attr:`native`.
             TypeError: a query has another type, or texts and images are mixed.
-            ValueError: see :meth:`Gallery.search`.
+            ValueError: a condition cannot be read; see also :meth:`Gallery.search`.
         """
+        filter = parse_where(where) if where else None
         single = isinstance(queries, str | os.PathLike | bytes | Image.Image)
         asked: Any = [queries] if single else queries
         kind = self._modality(asked) or modality or self.native
@@ -159,21 +167,23 @@ class Searcher:
             query, judged = self.model.embed_texts(list(asked)), self.model.unfamiliar_texts(names)
         else:
             query, names = self.model.embed_images(asked), _names(asked, "image")
-        answers = self._answers(query, k, names, kind == self.native, unfamiliar=judged, **guarantees)
+        answers = self._answers(query, k, names, kind == self.native, unfamiliar=judged, filter=filter, **guarantees)
         return answers[0] if single else answers
 
-    def search_items(self, ids: Sequence[str], k: int = 10) -> list[Answer]:
+    def search_items(self, ids: Sequence[str], k: int = 10, *, where: Sequence[str] = ()) -> list[Answer]:
         """The k closest items of items of the gallery itself, by distance alone; the model is not loaded.
 
         Args:
             ids: n ids.
             k: number of hits.
+            where: conditions, see :meth:`search`.
 
         Returns:
             n answers, not calibrated.
 
         Raises:
             UserError: there is no such item.
+            ValueError: a condition cannot be read.
         """
         found = self.gallery.get(ids)
         if missing := [i for i in ids if i not in found.ids]:
@@ -181,7 +191,8 @@ class Searcher:
                 f"{self.source} has no item {missing[0]!r} to search by; ids are those that a search returns"
             )
         rows = torch.tensor([found.ids.index(i) for i in ids], dtype=torch.long)
-        return self._answers(found.embeddings[rows], k, ids, native=False)
+        filter = parse_where(where) if where else None
+        return self._answers(found.embeddings[rows], k, ids, native=False, filter=filter)
 
     def _answers(
         self, query: GaussianEmbedding, k: int, names: Sequence[str], native: bool, **options: Any

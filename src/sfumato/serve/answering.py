@@ -281,9 +281,10 @@ def answered(
 def wanted_filter(options: SearchOptions) -> Filter | None:
     """The filter of a search."""
     given = options.filter
-    if given is None or (not given.where and given.max_total_variance is None):
+    if given is None or (not given.where and not given.ranges and given.max_total_variance is None):
         return None
-    return Filter({name: tuple(values) for name, values in given.where.items()}, given.max_total_variance)
+    where = {name: tuple(values) for name, values in given.where.items()}
+    return Filter(where, given.max_total_variance, given.ranges)
 
 
 def _answer(served: ServedGallery, options: SearchOptions, asked: Asked, found: Found) -> Answer:

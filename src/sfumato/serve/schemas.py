@@ -11,15 +11,15 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, FailFast, Field, Jso
 from starlette.exceptions import HTTPException
 
 from sfumato.ids import id_error
+from sfumato.search.stores.protocol import parse_where
 from sfumato.serve.settings import MOST, Rights
 
 GalleryName = Literal["images", "texts"]
 Modality = Literal["text", "image"]
-_NO_NUL, _WORD, _PAIR = r"^[^\x00]*$", r"^[^\x00]*[^\s\x00][^\x00]*$", r"^[^\x00:]+:[^\x00]*$"
+_NO_NUL, _WORD = r"^[^\x00]*$", r"^[^\x00]*[^\s\x00][^\x00]*$"
 _IN_WORDS = {
     _NO_NUL: "holds the character NUL; leave it out",
     _WORD: "is blank or holds the character NUL; expected a text",
-    _PAIR: "expected FIELD:VALUE, without the character NUL",
 }
 """What is expected of a text, by its pattern: nobody should have to read a regular expression."""
 
@@ -70,6 +70,9 @@ class ItemFilter(_Model):
 
     where: Annotated[dict[Short, Annotated[list[Short], Field(max_length=100)]], Field(max_length=16)] = Field(
         {}, description="by payload field, the allowed values"
+    )
+    ranges: Annotated[dict[Short, tuple[Short, Short]], Field(max_length=16)] = Field(
+        {}, description='by payload field, [at least, below] in the order of code points; "" is an open end'
     )
     max_total_variance: float | None = _MOST_VARIANCE
 
@@ -369,23 +372,32 @@ class State(_Model):
     status: Literal["alive", "ready"] = Field(description="alive of /healthz, ready of /readyz")
 
 
+def _conditions(texts: list[str]) -> list[str]:
+    parse_where(texts)
+    return texts
+
+
+_CONDITION, _CONDITIONS = AfterValidator(lambda text: _conditions([text])[0]), AfterValidator(_conditions)
+
+
 class SearchParameters(_Options):
     """The options of a search as query parameters or form fields, which cannot be nested."""
 
-    where: list[Annotated[str, Field(max_length=2101, pattern=_PAIR)]] = Field(
-        [], max_length=100, description="FIELD:VALUE that the payload must have; may be repeated"
+    where: Annotated[list[Annotated[str, Field(max_length=2101, pattern=_NO_NUL), _CONDITION]], _CONDITIONS] = Field(
+        [],
+        max_length=100,
+        description="FIELD=VALUE that the payload must have, also with >=, <=, > and <, or FIELD:VALUE (exactly); may"
+        " be repeated. Of the field date a part stands for its whole: date=2024-06",
     )
     max_total_variance: float | None = _MOST_VARIANCE
 
     def options(self) -> SearchOptions:
         """The same options as in JSON."""
-        where: dict[str, list[str]] = {}
-        for pair in self.where:
-            name, _, value = pair.partition(":")
-            where.setdefault(name, []).append(value)
         wanted = None
-        if where or self.max_total_variance is not None:
-            wanted = ItemFilter(where=where, max_total_variance=self.max_total_variance)
+        if self.where or self.max_total_variance is not None:
+            read = parse_where(self.where)
+            where = {name: list(values) for name, values in read.where.items()}
+            wanted = ItemFilter(where=where, ranges=read.ranges, max_total_variance=self.max_total_variance)
         own = {"where", "max_total_variance", "q", "image"}
         flat = self.model_dump(exclude=own, exclude_unset=True)
         return SearchOptions(**flat, filter=wanted)

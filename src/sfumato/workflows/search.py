@@ -211,6 +211,7 @@ def search_index(
     min_probability: float | None = None,
     coverage: float | None = None,
     max_risk: float | None = None,
+    where: Sequence[str] = (),
 ) -> list[Answer]:
     """Search a saved index by texts and images with the model that it was built with, or by its own items."""
     with contextlib.closing(load_index(folder, run=run, store=store)) as searcher:
@@ -220,11 +221,11 @@ def search_index(
         answers: list[Answer] = []
         if texts:
             queries = _vector_files(searcher.model.model, texts)
-            answers += searcher.search(queries, k, modality="texts", **guarantees)
+            answers += searcher.search(queries, k, modality="texts", where=where, **guarantees)
         if images:
-            answers += searcher.search(list(images), k, modality="images", **guarantees)
+            answers += searcher.search(list(images), k, modality="images", where=where, **guarantees)
         if ids:
-            answers += searcher.search_items(ids, k)
+            answers += searcher.search_items(ids, k, where=where)
     return answers
 
 

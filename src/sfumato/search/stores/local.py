@@ -231,6 +231,10 @@ def condition_of(filter: Filter | None) -> tuple[str, list[Any]]:
     for name, texts in filter.where.items() if filter is not None else ():
         conditions.append(f"EXISTS (SELECT 1 FROM json_each(payload) WHERE key = ? AND atom IN {LIST})")
         values += [name, listed(texts)]
+    for name, (least, below) in filter.ranges.items() if filter is not None else ():
+        within = f"key = ? AND atom {'>=' if least else '>'} ?" + (" AND atom < ?" if below else "")
+        conditions.append(f"EXISTS (SELECT 1 FROM json_each(payload) WHERE {within})")
+        values += [name, least, below] if below else [name, least]
     return " AND ".join(conditions), values
 
 

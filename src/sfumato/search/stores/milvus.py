@@ -63,6 +63,10 @@ def condition_on(filter: Filter | None) -> str:
         # Lite has "in" for fields but not inside JSON. No id is empty.
         equal = (f"payload[{quoted(name)}] == {quoted(value)}" for value in values)
         conditions.append(f"({' or '.join(equal) or 'id == ' + quoted('')})")
+    for name, (least, below) in filter.ranges.items():
+        column = f"payload[{quoted(name)}]"
+        above = f"{column} {'>=' if least else '>'} {quoted(least)}"
+        conditions.append(above + (f" and {column} < {quoted(below)}" if below else ""))
     return " and ".join(conditions)
 
 
@@ -237,7 +241,7 @@ class MilvusStore(StoreBase):
         vectors = queries.numpy()
         results = []
         size = max(1, self._rows_a_message() // k)
-        if self._place.file is not None and kind == "FLAT" and not (filter and filter.where):
+        if self._place.file is not None and kind == "FLAT" and not (filter and (filter.where or filter.ranges)):
             size = 1  # Lite's exact search of many queries at once takes seven times as long as one after the other
         for part in _parts(vectors, size):
             found = self._nearest(part, k, filter, usual.get(kind, {}))

@@ -287,6 +287,10 @@ class PgVectorStore(StoreBase):
         for name, allowed in filter.where.items() if filter is not None else ():
             conditions.append("payload ->> %s = ANY(%s::text[])")
             values += [name, list(allowed)]
+        for name, (least, below) in filter.ranges.items() if filter is not None else ():
+            for sign, end in [(">=" if least else ">", least), *([("<", below)] if below else [])]:
+                conditions.append(f'(payload ->> %s) COLLATE "C" {sign} %s')
+                values += [name, end]
         return self._psycopg.sql.SQL("WHERE " + " AND ".join(conditions) if conditions else ""), values
 
     def _prepare_index(self, connection: Any, k: int) -> bool:

@@ -20,7 +20,7 @@ To add a store, write one module with the functions `create` and `open` (a
 
 import importlib
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TypeVar, cast
@@ -110,6 +110,8 @@ class Filter:
         where: by payload field, the values that it may have. All fields must fit; an item without the field is left
             out.
         max_uncertainty: largest total variance of an item; any if None.
+        ranges: by payload field, (at least, below) in the order of code points; "" is an open end. All fields must
+            fit; an item without the field, or with an empty one, is left out.
 
     Raises:
         ValueError: max_uncertainty is negative or not a number.
@@ -117,6 +119,7 @@ class Filter:
 
     where: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     max_uncertainty: float | None = None
+    ranges: Mapping[str, tuple[str, str]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.max_uncertainty is not None and not self.max_uncertainty >= 0:
@@ -134,7 +137,47 @@ class Filter:
         """
         if self.max_uncertainty is not None and uncertainty > self.max_uncertainty:
             return False
-        return all(payload.get(name) in values for name, values in self.where.items())
+        return all(payload.get(name) in values for name, values in self.where.items()) and all(
+            (value := payload.get(name, "")) and value >= least and (not below or value < below)
+            for name, (least, below) in self.ranges.items()
+        )
+
+
+_CONDITION = re.compile(r"([^:=<>]+)(:|>=|<=|>|<|=)(.*)", re.DOTALL)
+_DATE = re.compile(r"\d{4}(-(0[1-9]|1[0-2])(-(0[1-9]|[12]\d|3[01])(T\d\d(:\d\d(:\d\d)?)?)?)?)?")
+_LAST = "\U0010ffff"
+"""Follows every other character: a text with it stands behind all texts that begin with this text."""
+
+
+def parse_where(texts: Iterable[str]) -> Filter:
+    """A filter in words: FIELD=VALUE, FIELD>=VALUE, FIELD<=VALUE, FIELD>VALUE, FIELD<VALUE, or FIELD:VALUE (exact).
+
+    Several values of one field are alternatives, several fields must all fit. A part of a date stands for its whole:
+    date=2024-06 and date<=2024-06 accept all of June, date>2024 begins with 2025.
+    """
+    where, ranges = dict[str, tuple[str, ...]](), dict[str, tuple[str, str]]()
+    for text in texts:
+        if (found := _CONDITION.fullmatch(text)) is None or not (
+            found[1].strip() and (found[2] == ":" or found[3].strip())
+        ):
+            raise ValueError(f"where: got {text!r}, expected FIELD=VALUE, e.g. folder=beach or date>=2024-06")
+        name, sign, value = found[1].strip(), found[2], found[3].strip()
+        if name == "date" and sign != ":":
+            value = value.replace(" ", "T")
+            if not _DATE.fullmatch(value):
+                raise ValueError(f"where: got {text!r}, expected a date such as 2024, 2024-06 or 2024-06-13")
+        if sign == ":" or (sign == "=" and name != "date"):
+            value = found[3] if sign == ":" else value
+            where[name] = (*where.get(name, ()), value)
+            continue
+        if sign == "=" and name in ranges:
+            raise ValueError(f"where: got {text!r} beside another date; give one span, date>=FIRST and date<=LAST")
+        least = {">=": value, "=": value, ">": value + _LAST}.get(sign, "")
+        below = {"<": value, "<=": value + _LAST, "=": value + _LAST}.get(sign, "")
+        before = ranges.get(name, ("", ""))
+        ends = [end for end in (before[1], below) if end]
+        ranges[name] = max(before[0], least), min(ends, default="")
+    return Filter(where, None, ranges)
 
 
 class VectorStore(Protocol):
