@@ -247,7 +247,7 @@ def speed_suffix(per_second: float | None) -> str:
 
 def problems_suffix(problems: Any) -> str:
     """What was left out and why, as the end of a line."""
-    return f"; {len(problems)} left out:\n{problems.summary()}" if len(problems) else ""
+    return f"; {problems.left_out} left out:\n{problems.summary()}" if problems.left_out else ""
 
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ from typing import cast, get_args
 import numpy as np
 
 from sfumato.data.emoji import EmojiClasses, Style, emoji_classes, load_emoji
-from sfumato.data.image_decoding import IMAGE_ENDINGS
-from sfumato.data.images import FileImage, ImageSource, Problems
+from sfumato.data.image_decoding import IMAGE_ENDINGS, spelt
+from sfumato.data.images import FileImage, ImageSource, Problems, image_files
 from sfumato.data.pairs import PairData, SourceItem, make_splits
 from sfumato.errors import UserError
 from sfumato.ids import uniform_hash
@@ -52,11 +52,11 @@ def usable_captions(location: str, captions: Iterable[str], problems: Problems) 
 
 
 def _nothing_usable(source: Path, problems: Problems) -> UserError:
-    if len(problems):
+    if problems.left_out:
         return UserError(f"{source} holds no usable pair of image and caption:\n{problems.summary()}")
     if source.is_dir():
         return UserError(
-            f"{source} holds no image ({', '.join(sorted(IMAGE_ENDINGS))}); expected images, each with a .txt file of"
+            f"{source} holds no image ({spelt(IMAGE_ENDINGS)}); expected images, each with a .txt file of"
             " the same name that holds its captions, one a line"
         )
     return UserError(f"{source} is empty; expected a line for each image, with its path and its captions")
@@ -147,7 +147,7 @@ def read_class_folder(
         raise UserError(f"no folders in {root}; expected one for each class, as in {root}/CLASS/image.jpg")
     files = [(f, p) for f in folders for p in sorted(f.rglob("*")) if p.suffix.lower() in endings and p.is_file()]
     if not files:
-        raise UserError(f"no images in the folders of {root} (looked for {', '.join(sorted(endings))})")
+        raise UserError(f"no images in the folders of {root} (looked for {spelt(endings)})")
     return _labelled(
         [FileImage(p) for _, p in files],
         [p.relative_to(root).as_posix() for _, p in files],
@@ -226,8 +226,8 @@ def read_image_folder(
 def _items(folder: Path, problems: Problems) -> Iterator[SourceItem]:
     tops = {top.name: canonical_split(top.name) for top in folder.iterdir() if top.is_dir()}
     named = {top: split for top, split in tops.items() if split in {"train", "val", "test"}}
-    for image in sorted(p for p in folder.rglob("*") if p.suffix.lower() in IMAGE_ENDINGS and p.is_file()):
-        relative = image.relative_to(folder)
+    for relative in map(Path, image_files(folder, problems)):
+        image = folder / relative
         captions = image.with_suffix(".txt")
         if not is_unicode(relative.as_posix()):
             problems.add(image, "the name is not valid UTF-8")
@@ -235,13 +235,13 @@ def _items(folder: Path, problems: Problems) -> Iterator[SourceItem]:
             problems.add(image, f"no captions: {captions.name} is missing")
         elif named and relative.parts[0] not in named:
             problems.add(image, f"lies outside of the split folders {', '.join(sorted(named))}")
-        elif texts := _captions(captions, problems):
+        elif texts := read_captions(captions, problems):
             split = named[relative.parts[0]] if named else ""
             captioned = tuple(("", text) for text in texts)
             yield SourceItem(relative.as_posix(), FileImage(image), captioned, split, str(image))
 
 
-def _captions(path: Path, problems: Problems) -> list[str]:
+def read_captions(path: Path, problems: Problems) -> list[str]:
     """The captions of a file; if it cannot be used, an empty list, and the problem is recorded."""
     try:
         lines = path.read_text(encoding="utf-8-sig").splitlines()

@@ -1,19 +1,39 @@
-"""Decoding of image files to pixels. It needs numpy and Pillow alone, so that a process that only decodes is small."""
+"""Decoding of image files to pixels. It needs numpy and Pillow alone, so that a process that only decodes is small.
 
+HEIC, RAW files and videos need an extra each, whose package is imported when such a file is read.
+"""
+
+import importlib.util
 import io
 import math
 import struct
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Literal, get_args
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, Literal, get_args
 
 import numpy as np
 from PIL import ExifTags, Image, UnidentifiedImageError
 
-FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "HEIF", "AVIF")
 """Pillow's names of the formats that are read; others (EPS, say, which runs a program) are refused."""
 
-IMAGE_ENDINGS = frozenset({".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff"})
+_RAW_ENDINGS = frozenset({
+    ".3fr", ".arw", ".cr2", ".cr3", ".crw", ".dcr", ".dng", ".erf", ".iiq", ".kdc", ".mef", ".mos", ".mrw", ".nef",
+    ".nrw", ".orf", ".pef", ".raf", ".raw", ".rw2", ".rwl", ".sr2", ".srf", ".srw", ".x3f",
+})  # fmt: skip
+
+EXTRAS: dict[str, tuple[str, frozenset[str]]] = {
+    "heif": ("pillow_heif", frozenset({".heic", ".heif", ".hif"})),
+    "raw": ("rawpy", _RAW_ENDINGS),
+    "video": ("av", frozenset({".mp4", ".mov", ".m4v", ".avi", ".mkv", ".webm", ".mts", ".3gp"})),
+}
+"""The extras that read further files: their package, and the endings of the files."""
+
+PLAIN_ENDINGS = frozenset({".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".avif"})
+"""File name endings of the images that need no extra."""
+
+IMAGE_ENDINGS = PLAIN_ENDINGS.union(*(endings for _, endings in EXTRAS.values()))
 """File name endings that count as images when a folder is searched."""
 
 MAX_PIXELS = 80_000_000
@@ -23,6 +43,11 @@ REDUCED_FROM = 4_000_000
 """Number of pixels from which :func:`decode_image` decodes a JPEG file at a reduced size, if it may."""
 
 _KEPT = 4
+
+_SMALL = 400
+"""Longer side of an embedded preview, in pixels, below which a RAW file is developed instead."""
+
+_HEIF_BRANDS = {b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"hevm", b"hevs", b"mif1", b"msf1"}
 
 Fit = Literal["squash", "crop", "crop-nearest", "crop-margin"]
 """How an image becomes a square: by changing its aspect, or by cutting off the ends of its longer side. The two crops
@@ -108,7 +133,10 @@ def opened_image(data: bytes, max_pixels: int | None = MAX_PIXELS) -> Iterator[I
     if not data:
         raise ValueError("the file is empty")
     try:
-        with Image.open(io.BytesIO(data), formats=FORMATS) as image:
+        if data[4:8] == b"ftyp" and data[8:12] in _HEIF_BRANDS:
+            _register_heif()
+        formats = [name for name in FORMATS if name != "HEIF" or name in Image.OPEN]
+        with Image.open(io.BytesIO(data), formats=formats) as image:
             if max_pixels is not None and image.width * image.height > max_pixels:
                 raise ValueError(f"{image.width} x {image.height} pixels are more than the limit of {max_pixels}")
             yield image
@@ -120,6 +148,103 @@ def opened_image(data: bytes, max_pixels: int | None = MAX_PIXELS) -> Iterator[I
         raise ValueError(f"more pixels than the limit of {MAX_PIXELS}") from error
     except (OSError, *_DAMAGED) as error:
         raise ValueError(f"cannot be decoded: {error}") from error
+
+
+def needs_extra(name: str) -> str:
+    """Why a file of this name cannot be read here: the extra to install; "" if nothing is missing."""
+    ending = Path(name).suffix.lower()
+    for extra, (package, endings) in EXTRAS.items():
+        if ending in endings and importlib.util.find_spec(package) is None:
+            return f"needs the extra {extra}: pip install 'sfumato[{extra}]'"
+    return ""
+
+
+def spelt(endings: Collection[str]) -> str:
+    """File name endings for a message; those that need an extra in short."""
+    more = ", and HEIC, RAW and videos with their extras" if EXTRAS["heif"][1] <= set(endings) else ""
+    return ", ".join(sorted(PLAIN_ENDINGS.intersection(endings) or endings)) + more
+
+
+def still_bytes(path: Path) -> bytes:
+    """The bytes of an image that :func:`decode_image` reads: the file, the preview of RAW, a video's first frame."""
+    ending = path.suffix.lower()
+    for extra, read in (("raw", _raw_preview), ("video", _first_frame)):
+        if ending in EXTRAS[extra][1]:
+            if reason := needs_extra(path.name):
+                raise ValueError(reason)
+            return read(path)
+    return path.read_bytes()
+
+
+def _register_heif() -> None:
+    """Make Pillow read HEIC files."""
+    if "HEIF" not in Image.OPEN:
+        if reason := needs_extra("a.heic"):
+            raise ValueError(reason)
+        import pillow_heif
+
+        pillow_heif.register_heif_opener()
+
+
+def _raw_preview(path: Path) -> bytes:
+    import rawpy
+
+    with path.open("rb") as file:
+        try:
+            with rawpy.imread(file) as raw:
+                if preview := _embedded_preview(raw):
+                    return preview
+                developed = Image.fromarray(raw.postprocess(half_size=True, use_camera_wb=True))
+        except rawpy.LibRawError as error:
+            reason = error.args[0].decode(errors="replace") if isinstance(error.args[0], bytes) else str(error)
+            raise ValueError(f"cannot be decoded: {reason}") from error
+    exif = Image.Exif()
+    with suppress(Exception):  # Most RAW files are TIFF files inside.
+        exif.load(path.read_bytes())
+    taken = exif.get_ifd(ExifTags.IFD.Exif).get(ExifTags.Base.DateTimeOriginal, exif.get(ExifTags.Base.DateTime))
+    return _jpeg(developed, taken, exif.get(ExifTags.Base.Make), exif.get(ExifTags.Base.Model))
+
+
+def _embedded_preview(raw: Any) -> bytes | None:
+    """The preview that the camera wrote, with its orientation; None if there is none, or only a small one."""
+    import rawpy
+
+    try:
+        preview = raw.extract_thumb()
+        if preview.format != rawpy.ThumbFormat.JPEG:
+            return None
+        with opened_image(preview.data) as image:
+            return bytes(preview.data) if max(image.size) >= _SMALL else None
+    except (rawpy.LibRawNoThumbnailError, rawpy.LibRawUnsupportedThumbnailError, ValueError):
+        return None
+
+
+def _first_frame(path: Path) -> bytes:
+    """The first frame, upright, with the date and the camera of the video as EXIF data."""
+    import av
+
+    with path.open("rb") as file:
+        try:
+            with av.open(file, "r") as video:
+                frame = next(video.decode(video=0), None) if video.streams.video else None
+                if frame is None:
+                    raise ValueError("cannot be decoded: the video has no frame")
+                known = {key.removeprefix("com.apple.quicktime."): text for key, text in video.metadata.items()}
+                image = frame.to_image().rotate(frame.rotation, expand=True)
+        except (av.FFmpegError, OSError) as error:
+            raise ValueError(f"cannot be decoded: {error.strerror}") from error
+    taken = known.get("creationdate") or known.get("creation_time")
+    return _jpeg(image, taken, known.get("make"), known.get("model"))
+
+
+def _jpeg(image: Image.Image, *about: str | None) -> bytes:
+    """A JPEG file; ``about`` are date, make and model, None where unknown."""
+    file, exif = io.BytesIO(), Image.Exif()
+    for tag, text in zip((ExifTags.Base.DateTime, ExifTags.Base.Make, ExifTags.Base.Model), about, strict=True):
+        if text:
+            exif[tag] = text
+    image.convert("RGB").save(file, "JPEG", quality=92, exif=exif)
+    return file.getvalue()
 
 
 def _squash(rgb: Image.Image, size: int) -> Image.Image:

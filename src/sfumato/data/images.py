@@ -5,13 +5,14 @@ An unusable item is counted and listed in a file with location and reason. Too m
 
 import hashlib
 import io
+import itertools
 import json
 import os
 import re
 import tarfile
 import threading
 import zipfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, Protocol, Union
@@ -20,7 +21,7 @@ import numpy as np
 from PIL import Image, ImageOps
 
 from sfumato.data.feature_tables import regions_to_bytes
-from sfumato.data.image_decoding import decode_image
+from sfumato.data.image_decoding import IMAGE_ENDINGS, decode_image, needs_extra, still_bytes
 from sfumato.errors import UserError, printable
 from sfumato.files import sync_folder, write_atomically
 
@@ -50,7 +51,8 @@ class FileImage:
         return str(self.path)
 
     def read_bytes(self) -> bytes:
-        return self.path.read_bytes()
+        """The file; of a RAW file its preview, of a video its first frame."""
+        return still_bytes(self.path)
 
 
 @dataclass(frozen=True)
@@ -171,11 +173,16 @@ class Problem:
         return cls(values["place"], values["reason"])
 
 
+def _problem(location: str | Path, reason: str) -> Problem:
+    return Problem(*(printable(str(part)).replace("\n", "\\n") for part in (location, reason)))
+
+
 class Problems:
     """The unusable items of a run, in the order in which they were found."""
 
     def __init__(self) -> None:
         self.items: list[Problem] = []
+        self.notes: list[Problem] = []  # what was left out and is no fault of the data
 
     def __len__(self) -> int:
         return len(self.items)
@@ -190,7 +197,21 @@ class Problems:
             location: a file, file:line or archive!member.
             reason: what is wrong with it.
         """
-        self.items.append(Problem(*(printable(str(part)).replace("\n", "\\n") for part in (location, reason))))
+        self.items.append(_problem(location, reason))
+
+    def note(self, location: str | Path, reason: str) -> None:
+        """Record what is left out without being unusable, such as a file that needs an extra; it never stops a run.
+
+        Args:
+            location: as in :meth:`add`.
+            reason: why it is left out; equal reasons become one line of the summary.
+        """
+        self.notes.append(_problem(location, reason))
+
+    @property
+    def left_out(self) -> int:
+        """Number of all that was left out, with the notes; ``len`` counts the unusable items alone."""
+        return len(self.items) + len(self.notes)
 
     def write(self, path: str | Path) -> None:
         """Write the list as JSONL, one {"place", "reason"} a line; an empty file if there are no problems.
@@ -198,11 +219,11 @@ class Problems:
         Args:
             path: the file.
         """
-        lines = (json.dumps(problem.to_json(), ensure_ascii=False) + "\n" for problem in self.items)
+        lines = (json.dumps(problem.to_json(), ensure_ascii=False) + "\n" for problem in [*self.items, *self.notes])
         write_atomically(path, "".join(lines))
 
     def summary(self, most: int = 10) -> str:
-        """The first items, a line each, and how many more there are.
+        """The first items, a line each, and how many more there are; then a line for each reason of the notes.
 
         Args:
             most: number of items to list.
@@ -212,7 +233,13 @@ class Problems:
         """
         lines = [f"  {p.location}: {p.reason}" for p in self.items[:most]]
         more = len(self.items) - most
-        return "\n".join(lines + ([f"  ... and {more} more"] if more > 0 else [])) or "  (no item was unusable)"
+        lines += [f"  ... and {more} more"] if more > 0 else []
+        noted: dict[str, list[str]] = {}
+        for note in self.notes:
+            noted.setdefault(note.reason, []).append(note.location)
+        for reason, (first, *others) in itertools.islice(noted.items(), most):
+            lines.append(f"  {first}{f' and {len(others):,} more' if others else ''}: {reason}")
+        return "\n".join(lines) or "  (no item was unusable)"
 
     def check(self, total: int, max_fraction: float, *, setting: str = "data.max_problem_fraction=") -> None:
         """Stop if too many items are unusable; up to three are never too many.
@@ -230,6 +257,47 @@ class Problems:
                 f"{len(self)} of {total + len(self)} items are unusable, more than {setting}{max_fraction:g}"
                 f" allows; correct them, or raise that fraction:\n{self.summary()}"
             )
+
+
+_HIDDEN = frozenset({"@eadir", "#recycle", "$recycle.bin", "__macosx"})
+_LIVE, _MOVING = {".heic", ".heif", ".jpg", ".jpeg"}, {".mov", ".mp4"}
+
+
+def image_files(
+    folder: Path, problems: Problems | None = None, *, endings: frozenset[str] = IMAGE_ENDINGS
+) -> list[str]:
+    """Paths of the images below a folder, relative to it with "/", sorted part by part.
+
+    Hidden files and folders are skipped, links to folders are not followed. With ``problems`` the files that need an
+    extra are left out and noted; without, every computer lists the same files.
+    """
+    return sorted(_below(folder, "", problems, endings), key=lambda name: name.split("/"))
+
+
+def _below(folder: Path, below: str, problems: Problems | None, endings: frozenset[str]) -> Iterator[str]:
+    names: list[str] = []
+    try:
+        with os.scandir(folder / below) as found:
+            for item in found:
+                if item.name.startswith(".") or item.name.lower() in _HIDDEN:
+                    continue
+                if item.is_dir(follow_symlinks=False):
+                    yield from _below(folder, f"{below}{item.name}/", problems, endings)
+                elif os.path.splitext(item.name)[1].lower() in endings and item.is_file():
+                    names.append(item.name)
+    except OSError as error:
+        if problems is None or not below:
+            raise
+        problems.add(folder / below, f"cannot be read: {error.strerror}")
+    split = {name: os.path.splitext(name.lower()) for name in names}
+    stills = {stem for stem, ending in split.values() if ending in _LIVE}
+    for name, (stem, ending) in split.items():
+        moving = ending in _MOVING and stem in stills
+        reason = "the moving part of a Live Photo, whose image is read" if moving else ""
+        if problems is not None and (reason := reason or needs_extra(name)):
+            problems.note(folder / below / name, reason)
+        elif not moving:
+            yield f"{below}{name}"
 
 
 ImageInput = Union[str, "os.PathLike[str]", bytes, Image.Image, np.ndarray]
@@ -352,8 +420,8 @@ class FolderImages:
         try:
             root = self.folder.resolve(strict=True)
             path = (root / id).resolve(strict=True)
-            return path.read_bytes() if path.is_relative_to(root) and path.is_file() else None
-        except (OSError, RuntimeError):  # A missing file, a name that is too long, or a cycle of links.
+            return still_bytes(path) if path.is_relative_to(root) and path.is_file() else None
+        except (OSError, RuntimeError, ValueError):  # A missing file, a cycle of links, a RAW file without its extra.
             return None
 
     def has(self, id: str, payload: Mapping[str, str]) -> bool:

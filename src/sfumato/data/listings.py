@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Literal, TypeVar
 
 from sfumato.data.captioned import is_unicode
-from sfumato.data.image_decoding import IMAGE_ENDINGS
+from sfumato.data.image_decoding import IMAGE_ENDINGS, spelt
+from sfumato.data.images import FileImage, image_files
 from sfumato.data.manifest import read_rows
 from sfumato.data.shards import ShardError, ShardImage, expand_shards, list_shard
 from sfumato.errors import UserError
@@ -57,16 +58,16 @@ def list_folder(folder: str | Path, *, part_size: int, endings: frozenset[str] =
     folder = Path(folder)
     if not folder.is_dir():
         raise UserError(f"there is no folder {folder}")
-    names = sorted(_pictures(folder, endings), key=lambda name: name.split("/"))
+    names = image_files(folder, endings=endings)
     if not names:
-        raise UserError(f"no images in {folder} (looked for {', '.join(sorted(endings))})")
+        raise UserError(f"no images in {folder} (looked for {spelt(endings)})")
     home = os.path.abspath(folder)
 
     def entry(name: str) -> Entry:
         path = f"{home}/{name}"
         if not is_unicode(name):
             return _unusable(path, "the name is not valid UTF-8")
-        return Entry(name, path, {"path": path}, Path(path).read_bytes)
+        return Entry(name, path, {"path": path}, FileImage(Path(path)).read_bytes)
 
     return _in_sections("folder", folder, names, part_size, entry, map(os.fsencode, names))
 
@@ -85,7 +86,7 @@ def list_manifest(path: str | Path, *, part_size: int, image_root: str | Path | 
         location, identity, image, error = row
         if error:
             return _unusable(location, error)
-        return Entry(identity, image, {"path": os.path.abspath(image)}, Path(image).read_bytes)
+        return Entry(identity, image, {"path": os.path.abspath(image)}, FileImage(Path(image)).read_bytes)
 
     listed = (json.dumps([i, image and os.path.relpath(image, root), error]).encode() for _, i, image, error in rows)
     return _in_sections("manifest", path, rows, part_size, entry, listed)
@@ -207,17 +208,6 @@ def _in_sections(
 
     sections = -(-len(items) // part_size)
     return Listing("images", kind, str(path), len(items), _digest(listed), part_size, sections, entries)
-
-
-def _pictures(folder: Path, endings: frozenset[str], below: str = "") -> Iterable[str]:
-    """Paths relative to the folder, in no order, without a file system call for every file."""
-    with os.scandir(folder / below) as found:
-        for item in found:
-            name = f"{below}{item.name}"
-            if item.is_dir(follow_symlinks=False):
-                yield from _pictures(folder, endings, f"{name}/")
-            elif os.path.splitext(item.name)[1].lower() in endings and item.is_file():
-                yield name
 
 
 def _member(shard: str, image: ShardImage) -> bytes:

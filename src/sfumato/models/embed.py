@@ -12,8 +12,8 @@ import torch
 from tokenizers import Tokenizer
 
 from sfumato.data.feature_tables import REGION_ENDINGS, EmbeddingRow, open_table
-from sfumato.data.image_decoding import IMAGE_ENDINGS
-from sfumato.data.images import FileImage, ImageSource, Problems
+from sfumato.data.image_decoding import IMAGE_ENDINGS, spelt
+from sfumato.data.images import FileImage, ImageSource, Problems, image_files
 from sfumato.data.pairs import PairData
 from sfumato.data.sources import DataConfig, get_source
 from sfumato.data.splits import WORDINGS, hold_out_wordings, merge_equal_texts, parse_part
@@ -103,8 +103,8 @@ def chosen_split(splits: Mapping[str, PairData], name: str, config: DataConfig) 
 
 def say_problems(problems: Problems) -> None:
     """Print what was left out, if anything was."""
-    if len(problems):
-        say(f"{counted(len(problems), 'item')} left out:\n{problems.summary()}")
+    if problems.left_out:
+        say(f"{counted(problems.left_out, 'item')} left out:\n{problems.summary()}")
 
 
 def embed_split(model: DualEncoder, split: PreparedSplit, process_group: ProcessGroup | None = None) -> Sides:
@@ -194,16 +194,19 @@ def embed_folder(model: Model, folder: Path) -> NamedItems:
     if not folder.is_dir():
         what = f"{folder} is a file; give a folder of images" if folder.exists() else f"there is no folder {folder}"
         raise UserError(what)
-    endings = file_endings(model.model)
-    paths = sorted(p for p in folder.rglob("*") if p.suffix.lower() in endings and p.is_file())
-    if not paths:
-        raise UserError(f"no images in {folder} (looked for {', '.join(sorted(endings))})")
-    return embed_sources(model, [FileImage(p) for p in paths], [p.relative_to(folder).as_posix() for p in paths])
+    endings, problems = file_endings(model.model), Problems()
+    ids = image_files(folder, problems, endings=endings)
+    if not ids:
+        why = f":\n{problems.summary()}" if problems.left_out else f" (looked for {spelt(endings)})"
+        raise UserError(f"no images in {folder}{why}")
+    return embed_sources(model, [FileImage(folder / i) for i in ids], ids, problems)
 
 
-def embed_sources(model: Model, sources: Sequence[ImageSource], ids: Sequence[str]) -> NamedItems:
+def embed_sources(
+    model: Model, sources: Sequence[ImageSource], ids: Sequence[str], problems: Problems | None = None
+) -> NamedItems:
     """Embed images; those that cannot be used are left out and reported."""
-    problems = Problems()
+    problems = Problems() if problems is None else problems
     items: list[Item] = [partial(_read_item, source, i) for source, i in zip(sources, ids, strict=True)]
     with progress_bar("reading images", len(items)) as advance:
         store, kept = model.model.image.processor.read(

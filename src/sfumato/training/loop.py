@@ -190,8 +190,8 @@ def _prepare(recipe: Recipe, folder: Path, process_group: ProcessGroup) -> _Trai
     problems.check(sum(len(data.image_ids) for data in used.values()), recipe.data.max_problem_fraction)
     for name, data in used.items():
         say(f"{name}: {counted(len(data.image_ids), 'image')}, {counted(len(data.text_ids), 'text')}")
-    if len(problems):
-        say(f"{counted(len(problems), 'item')} left out, listed in {folder / PROBLEMS}:\n{problems.summary(3)}")
+    if problems.left_out:
+        say(f"{counted(problems.left_out, 'item')} left out, listed in {folder / PROBLEMS}:\n{problems.summary(3)}")
     optimiser = build_optimiser(model, loss, recipe.optim)
     average = WeightAverage(model, config.ema_decay or None) if config.ema_decay or config.swa_epochs else None
     return _Training(

@@ -1,0 +1,264 @@
+"""What the file of a photograph says about it: captions, title, tags, name, folder, date, place and camera.
+
+From EXIF, IPTC and XMP in the file, and from files beside it: ``photo.txt`` with captions, an XMP sidecar, the JSON of
+Google Takeout. No pixel is decoded, no position is looked up. Damaged metadata are no metadata.
+"""
+
+import contextlib
+import json
+import re
+import warnings
+from collections.abc import Iterable, Iterator
+from datetime import UTC, datetime
+from pathlib import Path, PurePosixPath
+from typing import Any, cast
+from xml.etree import ElementTree
+
+from PIL import ExifTags, Image, ImageFile, IptcImagePlugin
+
+from sfumato.data.captioned import read_captions
+from sfumato.data.image_decoding import opened_image
+from sfumato.data.images import Problems
+
+LINES, LENGTH = 100, 1000
+"""Largest number of lines of a field, and of characters of a line; the rest is cut."""
+
+_FIELDS = ("captions", "title", "tags", "date", "place", "camera")
+_LISTS = ("captions", "tags")
+_RDF = "{http://www.w3.org/1999/02/22-rdf-syntax-ns#}"
+
+_XMP = {
+    "{http://purl.org/dc/elements/1.1/}description": "captions",
+    "{http://purl.org/dc/elements/1.1/}title": "title",
+    "{http://purl.org/dc/elements/1.1/}subject": "tags",
+    "{http://iptc.org/std/Iptc4xmpExt/2008-02-29/}PersonInImage": "tags",
+    "{http://www.metadataworkinggroup.com/schemas/regions/}Name": "tags",  # a face with its name
+    "{http://ns.adobe.com/exif/1.0/}DateTimeOriginal": "date",
+    "{http://ns.adobe.com/photoshop/1.0/}DateCreated": "date",
+    "{http://ns.adobe.com/photoshop/1.0/}City": "city",
+    "{http://ns.adobe.com/photoshop/1.0/}Country": "country",
+    "{http://ns.adobe.com/tiff/1.0/}Make": "make",
+    "{http://ns.adobe.com/tiff/1.0/}Model": "model",
+}
+_IPTC = {120: "captions", 5: "title", 25: "tags", 55: "date", 90: "city", 101: "country"}
+_TAG = ExifTags.Base
+_XP_TITLE, _XP_COMMENT, _XP_KEYWORDS = 0x9C9B, 0x9C9C, 0x9C9E
+
+_DATE = re.compile(r"\s*(\d{4})(?:[-:]?(\d\d)(?:[-:]?(\d\d)(?:[T ]?(\d\d):?(\d\d)(?::?(\d\d))?)?)?)?")
+_DEFAULT_CAPTION = re.compile(
+    r"<.*>|.*digital (still )?camera|.*camera pictures|sony dsc|default|untitled|screenshot|exif[_ ]jpeg.*|applemark"
+    r"|creator: gd-jpeg.*|created with .*|lead technologies.*|binary comment|image description|charset=.*",
+    re.IGNORECASE,
+)
+"""Descriptions that cameras and programs write into every file."""
+
+_COMPANY = re.compile(
+    r"[\s,]+(corporation|corp|imaging|co|ltd|inc|company|electronics|camera|optical|gmbh|ag)\b.*", re.IGNORECASE
+)
+_UUID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}", re.IGNORECASE)
+_CHUNK = re.compile(r"[^\W_]+")
+_PARTS = re.compile(r"(?<=[^\W\dA-Z_])(?=[A-Z])")
+_CAMERA_FOLDER = re.compile(r"\d{3}[A-Z_\d]{5}")
+_NO_WORDS = frozenset(
+    "dcim img mvimg vid mov image images photo photos picture pictures pic pics camera edited copy whatsapp".split()  # noqa: SIM905
+)
+
+Found = Iterator[tuple[str, str]]
+"""(field, text); a camera is "make" and "model", a place "city" and "country", "changed" a date."""
+
+
+def describe_image(data: bytes) -> dict[str, str]:
+    """The fields captions, title, tags, date, place and camera of the metadata in an image file, where it has them."""
+    with warnings.catch_warnings(), contextlib.suppress(Exception), opened_image(data, max_pixels=None) as image:
+        warnings.filterwarnings("ignore", module="PIL")  # It warns of damage that is left out here.
+        found = [*_safe(_of_exif(image)), *_safe(_of_xmp(_packet(image))), *_safe(_of_iptc(image))]
+        return _fields((field, text) for field, text in found if field != "captions" or _is_caption(text))
+    return {}
+
+
+def file_fields(root: Path, relative_path: str, data: bytes, problems: Problems) -> dict[str, str]:
+    """The payload of an image file: its metadata, the texts beside it, the words of its name, and its folder.
+
+    ``data`` are its bytes as :func:`~sfumato.data.image_decoding.still_bytes` gives them. A caption file that cannot be
+    read is noted, and stops nothing.
+    """
+    path, below = root / relative_path, PurePosixPath(relative_path)
+    found: list[tuple[str, str]] = []
+    if (captions := path.with_suffix(".txt")).is_file():
+        own = Problems()
+        found += [("captions", line) for line in read_captions(captions, own)]
+        for problem in own.items:
+            problems.note(problem.location, problem.reason)
+    for sidecar in (path.with_suffix(".xmp"), Path(f"{path}.xmp")):
+        found += _safe(_of_xmp(_bytes_of(sidecar)))
+    for takeout in (Path(f"{path}.json"), Path(f"{path}.supplemental-metadata.json")):
+        found += _safe(_of_takeout(_bytes_of(takeout)))
+    own_fields = describe_image(data)
+    found += [(field, line) for field in _FIELDS if field in own_fields for line in own_fields[field].split("\n")]
+    folder = below.parent.as_posix()
+    words = " ".join(_words([*below.parent.parts, below.stem]))
+    return _fields(found) | _kept({"name": words, "folder": "" if folder == "." else folder})
+
+
+def _is_caption(text: str) -> bool:
+    """Whether a description is none that a camera or a program wrote, such as a file name."""
+    return bool(_words([text])) and not _DEFAULT_CAPTION.fullmatch(text.strip(" \0"))
+
+
+def _bytes_of(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError:
+        return b""
+
+
+def _safe(found: Found) -> list[tuple[str, str]]:
+    """What a reader finds before the first damage."""
+    result = []
+    with contextlib.suppress(Exception):
+        for field, text in found:
+            result.append((field, text))
+    return result
+
+
+def _fields(found: Iterable[tuple[str, str]]) -> dict[str, str]:
+    """All captions and tags, and of the other fields the first text."""
+    lists: dict[str, dict[str, str]] = {field: {} for field in _LISTS}
+    first: dict[str, str] = {}
+    for field, text in found:
+        line = " ".join("".join(c if c.isprintable() else " " for c in text).split())[:LENGTH]
+        if field in ("date", "changed"):
+            line = _date(line)
+        if line and field in lists:
+            if len(lists[field]) < LINES:
+                lists[field].setdefault(line.casefold(), line)
+        elif line:
+            first.setdefault(field, line)
+    values = {field: "\n".join(lines.values()) for field, lines in lists.items()} | first
+    values["place"] = first.get("place") or ", ".join(first[f] for f in ("city", "country") if f in first)
+    values["date"] = first.get("date") or first.get("changed", "")
+    values["camera"] = first.get("camera") or _camera(first.get("make", ""), first.get("model", ""))
+    return _kept({field: values.get(field, "") for field in _FIELDS})
+
+
+def _kept(values: dict[str, str]) -> dict[str, str]:
+    return {field: text for field, text in values.items() if text}
+
+
+def _of_exif(image: Image.Image) -> Found:
+    """Of a PNG file only what precedes its pixels: Pillow would decode them to look behind."""
+    if image.format == "PNG":
+        exif = Image.Exif()
+        exif.load(image.info.get("exif", b""))
+    else:
+        exif = image.getexif()
+    inner = exif.get_ifd(ExifTags.IFD.Exif)
+    yield from (("date", str(inner.get(tag, ""))) for tag in (_TAG.DateTimeOriginal, _TAG.DateTimeDigitized))
+    for field, tag in (("changed", _TAG.DateTime), ("make", _TAG.Make), ("model", _TAG.Model)):
+        yield field, str(exif.get(tag, ""))
+    yield "captions", _repaired(exif.get(_TAG.ImageDescription, ""))
+    yield "title", _utf16(exif.get(_XP_TITLE, b""))
+    yield "captions", _utf16(exif.get(_XP_COMMENT, b""))
+    yield from (("tags", tag) for tag in _utf16(exif.get(_XP_KEYWORDS, b"")).split(";"))
+    for field, name in (("title", "Title"), ("captions", "Description")):  # Text chunks of PNG files.
+        yield field, str(image.info.get(name, ""))
+
+
+def _repaired(text: object) -> str:
+    """A text of EXIF, which Pillow reads as Latin-1 and most programs write as UTF-8."""
+    try:
+        return str(text).encode("latin-1").decode()
+    except UnicodeError:
+        return str(text)
+
+
+def _utf16(value: Any) -> str:
+    return bytes(value).decode("utf-16-le", errors="replace")
+
+
+def _packet(image: Image.Image) -> bytes:
+    """The XMP packet of an image."""
+    packet = image.info.get("xmp") or image.info.get("XML:com.adobe.xmp") or b""
+    return packet.encode() if isinstance(packet, str) else bytes(packet)
+
+
+def _of_xmp(packet: bytes) -> Found:
+    """No declaration of entities is accepted, so that none can be expanded: what defusedxml would do."""
+    text = packet.decode("utf-8-sig").strip("\0 \r\n\t")
+    if not text or "<!DOCTYPE" in text or "<!ENTITY" in text:
+        return
+    for element in ElementTree.fromstring(text).iter():
+        yield from ((_XMP[name], value) for name, value in element.attrib.items() if name in _XMP)
+        if field := _XMP.get(element.tag):
+            inner = [item.text for item in element.iter(f"{_RDF}li")] or [element.text]
+            yield from ((field, value) for value in inner if value)
+
+
+def _of_iptc(image: Image.Image) -> Found:
+    records = IptcImagePlugin.getiptcinfo(cast(ImageFile.ImageFile, image)) or {}
+    clock = "".join(_iptc_texts(records.get((2, 60))))
+    for number, field in _IPTC.items():
+        for text in _iptc_texts(records.get((2, number))):
+            yield field, text + clock if field == "date" else text
+
+
+def _iptc_texts(value: Any) -> list[str]:
+    """Values of a record; UTF-8 whether declared or not, else Latin-1."""
+    texts = []
+    for item in value if isinstance(value, list) else [value] if value else []:
+        try:
+            texts.append(bytes(item).decode())
+        except UnicodeDecodeError:
+            texts.append(bytes(item).decode("latin-1"))
+    return texts
+
+
+def _of_takeout(content: bytes) -> Found:
+    """Description, people and date (UTC) of Google Takeout."""
+    values = json.loads(content) if content else {}
+    yield "captions", str(values.get("description", ""))
+    yield from (("tags", str(person.get("name", ""))) for person in values.get("people", ()))
+    if taken := values.get("photoTakenTime"):
+        yield "date", datetime.fromtimestamp(int(taken["timestamp"]), UTC).isoformat()
+
+
+def _date(text: str) -> str:
+    """The date of any notation in ISO form, as exact as it is given; "" for none."""
+    if not (found := _DATE.match(text)):
+        return ""
+    year, month, day, hour, minute, second = found.groups()
+    try:
+        datetime(int(year), int(month or 1), int(day or 1), int(hour or 0), int(minute or 0), int(second or 0))
+    except ValueError:
+        return ""
+    return "-".join(filter(None, (year, month, day))) + (f"T{hour}:{minute}:{second or '00'}" if hour else "")
+
+
+def _camera(make: str, model: str) -> str:
+    """The model, after the name of its maker if it does not begin with it."""
+    maker = _COMPANY.sub("", make)
+    known = {word.casefold() for word in make.split()}
+    return model if model and model.split()[0].casefold() in known else f"{maker} {model}".strip()
+
+
+def _words(names: Iterable[str]) -> list[str]:
+    """The words of names of files and folders: no numbers, no abbreviations of cameras, no hashes."""
+    words: dict[str, str] = {}
+    for name in names:
+        if _CAMERA_FOLDER.fullmatch(name):
+            continue
+        for chunk in _CHUNK.findall(_UUID.sub(" ", name)):
+            bare = chunk.strip("0123456789")
+            if bare.isalpha() and bare.casefold() not in _NO_WORDS:
+                for word in _PARTS.split(bare):
+                    if _is_word(word):
+                        words.setdefault(word.casefold(), word)
+    return list(words.values())
+
+
+def _is_word(text: str) -> bool:
+    low = text.casefold()
+    if not low.isascii():
+        return True
+    hexadecimal = len(low) >= 8 and not set(low) - set("abcdef")
+    return len(low) > 1 and bool(set(low) & set("aeiouy")) and low not in _NO_WORDS and not hexadecimal

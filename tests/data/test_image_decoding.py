@@ -1,0 +1,132 @@
+"""Every kind of file that a folder of photographs holds: what is read of it, and what is said where an extra lacks."""
+
+import sys
+
+import numpy as np
+import pytest
+from PIL import Image
+from support.photographs import dng, halves, saved, write_video
+
+from sfumato.data import image_decoding
+from sfumato.data.image_decoding import IMAGE_ENDINGS, PLAIN_ENDINGS, decode_image, needs_extra, spelt, still_bytes
+from sfumato.data.images import FileImage, FolderImages, Problems, image_files
+from sfumato.data.listings import list_folder
+from sfumato.data.photographs import describe_image
+
+
+def is_halves(data: bytes, size: int = 64) -> bool:
+    """Whether an image is red on the left and blue on the right."""
+    pixels = decode_image(data, size).astype(int)
+    (red, _, blue), (red_right, _, blue_right) = pixels[:, size // 2, 4], pixels[:, size // 2, -5]
+    return red > blue + 100 and blue_right > red_right + 100
+
+
+@pytest.fixture
+def heif():
+    pillow_heif = pytest.importorskip("pillow_heif", reason="needs the extra heif")
+    yield lambda image=None: _heic(pillow_heif, image or halves())
+    Image.OPEN.pop("HEIF", None)  # So that each test begins as a process does.
+    if "HEIF" in Image.ID:
+        Image.ID.remove("HEIF")
+
+
+def _heic(pillow_heif, image: Image.Image) -> bytes:
+    import io
+
+    file = io.BytesIO()
+    pillow_heif.from_pillow(image).save(file)
+    return file.getvalue()
+
+
+def test_heic_and_avif_are_decoded(heif, tmp_path):
+    for name, data in (("a.heic", heif()), ("b.avif", saved("AVIF"))):
+        (tmp_path / name).write_bytes(data)
+        assert FileImage(tmp_path / name).read_bytes() == data
+        assert is_halves(data)
+
+
+@pytest.mark.parametrize("preview", ["none", "large", "small"])
+def test_raw_is_read_by_its_preview_or_developed(preview, tmp_path):
+    pytest.importorskip("rawpy", reason="needs the extra raw")
+    jpeg = {"none": b"", "large": saved("JPEG"), "small": saved("JPEG", halves((160, 120)))}[preview]
+    (tmp_path / "a.dng").write_bytes(dng(jpeg))
+    data = still_bytes(tmp_path / "a.dng")
+    assert is_halves(data)
+    assert decode_image(data, None).shape == ((3, 480, 640) if preview == "large" else (3, 240, 320))
+    assert describe_image(data) == {"date": "2024-06-13T12:01:09", "camera": "Canon EOS 5D"}
+
+
+@pytest.mark.parametrize("ending", ["mp4", "mov", "avi", "mkv"])
+def test_a_video_is_its_first_frame(ending, tmp_path):
+    pytest.importorskip("av", reason="needs the extra video")
+    told = {"com.apple.quicktime.creationdate": "2024-06-13T12:01:09+0200", "com.apple.quicktime.make": "Apple"}
+    write_video(tmp_path / f"clip.{ending}", **told)
+    data = FolderImages(tmp_path).read(f"clip.{ending}", {})
+    assert data is not None and is_halves(data)
+    assert describe_image(data) == ({"date": "2024-06-13T12:01:09", "camera": "Apple"} if ending == "mov" else {})
+
+
+@pytest.mark.parametrize("name", ["bad.cr2", "bad.mp4", "bad.heic", "empty.mov", "empty.nef"])
+def test_a_damaged_file_has_one_clear_line(name, tmp_path):
+    (tmp_path / name).write_bytes(b"" if name.startswith("empty") else b"\0\0\0\x1cftypheic" + b"abc" * 50)
+    with pytest.raises(ValueError, match="cannot be decoded|not an image") as error:
+        decode_image(still_bytes(tmp_path / name), None)
+    assert "\n" not in str(error.value)
+    assert FolderImages(tmp_path).read(name, {}) is None or name == "bad.heic"
+
+
+def test_without_the_extra_a_file_is_named_with_the_extra_to_install(monkeypatch, tmp_path):
+    for module in ("pillow_heif", "rawpy", "av"):
+        monkeypatch.setitem(sys.modules, module, None)
+    monkeypatch.delitem(Image.OPEN, "HEIF", raising=False)
+    assert needs_extra("A/B.JPG") == "" and not needs_extra("a.avif")
+    for name, extra in (("a.HEIC", "heif"), ("a.Cr2", "raw"), ("clip.mov", "video")):
+        assert needs_extra(name) == f"needs the extra {extra}: pip install 'sfumato[{extra}]'"
+    (tmp_path / "clip.mov").write_bytes(b"x")
+    with pytest.raises(ValueError, match=r"needs the extra video: pip install 'sfumato\[video\]'"):
+        still_bytes(tmp_path / "clip.mov")
+    with pytest.raises(ValueError, match="needs the extra heif"):
+        decode_image(b"\0\0\0\x1cftypheic\0\0\0\0", None)
+    for name in ("a/1.heic", "a/2.heic", "a/3.heic", "b.jpg", "c.dng"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(b"x")
+    problems = Problems()
+    assert image_files(tmp_path, problems) == ["b.jpg"]
+    lines = problems.summary().splitlines()
+    assert len(problems) == 0 and problems.left_out == 5 and len(lines) == 3
+    assert any("and 2 more: needs the extra heif" in line for line in lines)
+    problems.check(1, 0.0)  # These files stop no run.
+    problems.write(tmp_path / "problems.jsonl")
+    assert len((tmp_path / "problems.jsonl").read_text().splitlines()) == 5
+    # A job over several computers lists the same files everywhere, and says what lacks when it reads them.
+    listed = list_folder(tmp_path, part_size=10).entries(0)
+    assert [entry.id for entry in listed] == ["a/1.heic", "a/2.heic", "a/3.heic", "b.jpg", "c.dng", "clip.mov"]
+    with pytest.raises(ValueError, match="needs the extra raw"):
+        listed[4].read()
+
+
+def test_a_folder_is_searched_without_hidden_files_and_the_moving_part_of_live_photos(monkeypatch, tmp_path):
+    monkeypatch.setattr(image_decoding, "needs_extra", lambda name: "")
+    monkeypatch.setattr("sfumato.data.images.needs_extra", lambda name: "")
+    names = [
+        "IMG_1.HEIC", "IMG_1.MOV", "IMG_2.jpg", "img_2.mov", "clip.mov", "b/IMG_1.mov", "a.txt", "._IMG_1.HEIC",
+        ".hidden/a.jpg", "@eaDir/a.jpg", "b/.thumbnails/a.jpg", "notes.pdf", "Z.PNG",
+    ]  # fmt: skip
+    for name in names:
+        (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
+        (tmp_path / name).write_bytes(b"")
+    kept = ["IMG_1.HEIC", "IMG_2.jpg", "Z.PNG", "b/IMG_1.mov", "clip.mov"]
+    problems = Problems()
+    assert image_files(tmp_path, problems) == image_files(tmp_path) == kept
+    assert len(problems.summary().splitlines()) == 1 and "Live Photo" in problems.summary()
+    assert image_files(tmp_path, endings=frozenset({".pdf"})) == ["notes.pdf"]
+
+
+def test_the_endings_of_a_message_are_few():
+    assert len(spelt(IMAGE_ENDINGS)) < 150 and ".jpg" in spelt(IMAGE_ENDINGS) and "HEIC" in spelt(IMAGE_ENDINGS)
+    assert spelt({".npy"}) == ".npy" and "RAW" not in spelt(PLAIN_ENDINGS)
+
+
+def test_a_jpeg_of_several_pictures_is_its_first():
+    data = saved("MPO", save_all=True, append_images=[Image.new("RGB", (640, 480))])
+    assert is_halves(data) and decode_image(data, 64).dtype == np.uint8

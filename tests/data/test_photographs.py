@@ -1,0 +1,146 @@
+"""The fields of a photograph, from metadata that other code wrote and from the files beside it."""
+
+import json
+import random
+
+import pytest
+from PIL import ExifTags, Image
+from support.photographs import iptc, saved, with_segment
+
+from sfumato.data.images import Problems
+from sfumato.data.photographs import LENGTH, LINES, describe_image, file_fields
+
+XMP = """<?xpacket begin="" id="W5M0MpCehiHzreSzNTczkc9d"?>
+<x:xmpmeta xmlns:x="adobe:ns:meta/"><rdf:RDF xmlns:rdf="http://www.w3.org/1999/02/22-rdf-syntax-ns#">
+<rdf:Description xmlns:dc="http://purl.org/dc/elements/1.1/" xmlns:exif="http://ns.adobe.com/exif/1.0/"
+ xmlns:photoshop="http://ns.adobe.com/photoshop/1.0/" photoshop:City="Zürich" exif:DateTimeOriginal="2019-05-04T10:11">
+<dc:description><rdf:Alt><rdf:li xml:lang="x-default">A market by the river</rdf:li></rdf:Alt></dc:description>
+<dc:title><rdf:Alt><rdf:li xml:lang="x-default">Market</rdf:li></rdf:Alt></dc:title>
+<dc:subject><rdf:Bag><rdf:li>market</rdf:li><rdf:li>river</rdf:li></rdf:Bag></dc:subject>
+<photoshop:Country>Switzerland</photoshop:Country></rdf:Description></rdf:RDF></x:xmpmeta>
+<?xpacket end="w"?>""".encode()
+
+
+def exif(inner: dict | None = None, **fields) -> Image.Exif:
+    written = Image.Exif()
+    for name, value in fields.items():
+        written[{"XPTitle": 0x9C9B, "XPComment": 0x9C9C, "XPKeywords": 0x9C9E}.get(name) or ExifTags.Base[name]] = value
+    if inner:
+        written.get_ifd(ExifTags.IFD.Exif).update(inner)
+    return written
+
+
+def jpeg(segment: bytes = b"", **options) -> bytes:
+    return with_segment(saved("JPEG", Image.new("RGB", (8, 8)), **options), segment)
+
+
+def test_exif():
+    data = jpeg(exif=exif(
+        {ExifTags.Base.DateTimeOriginal: "2024:06:13 12:01:09"}, DateTime="2025:01:01 00:00:00", Model="NIKON D750",
+        Make="NIKON CORPORATION", ImageDescription="Zwei Hunde im Schnee über Nacht".encode(), XPTitle="Winter".encode("utf-16-le"),
+        XPKeywords="dog;snow; dog\0".encode("utf-16-le"), XPComment="A walk\r\nwith Bo\0\0".encode("utf-16-le"),
+    ))  # fmt: skip
+    assert describe_image(data) == {
+        "captions": "Zwei Hunde im Schnee über Nacht\nA walk with Bo", "title": "Winter", "tags": "dog\nsnow",
+        "date": "2024-06-13T12:01:09", "camera": "NIKON D750",
+    }  # fmt: skip
+
+
+def test_iptc_and_xmp_in_any_format():
+    records = iptc((120, "Two dogs"), (5, "Dogs"), (25, "dog"), (25, "winter"), (55, "20240613"), (60, "120109+0200"))
+    expected = {"captions": "Two dogs", "title": "Dogs", "tags": "dog\nwinter", "date": "2024-06-13T12:01:09"}
+    assert describe_image(jpeg(records)) == expected
+    assert describe_image(jpeg(iptc((90, "Paris"), (101, "France")))) == {"place": "Paris, France"}
+    of_xmp = {
+        "captions": "A market by the river", "title": "Market", "tags": "market\nriver", "date": "2019-05-04T10:11:00",
+        "place": "Zürich, Switzerland",
+    }  # fmt: skip
+    small = Image.new("RGB", (8, 8))
+    for format in ("JPEG", "WEBP", "AVIF"):
+        assert describe_image(saved(format, small, xmp=XMP)) == of_xmp, format
+    # What stands twice is said once.
+    both = describe_image(jpeg(records, xmp=XMP))
+    assert both["tags"] == "market\nriver\ndog\nwinter"
+
+
+@pytest.mark.parametrize(
+    ("make", "model", "expected"),
+    [
+        ("Canon", "Canon EOS 5D", "Canon EOS 5D"), ("Apple", "iPhone 15", "Apple iPhone 15"),
+        ("OLYMPUS IMAGING CORP.  ", "E-M1", "OLYMPUS E-M1"), ("EASTMAN KODAK COMPANY", "KODAK Z740", "KODAK Z740"),
+        ("SONY", "", "SONY"), ("", "X100", "X100"), ("Panasonic\0", "DMC-LX3\0\0", "Panasonic DMC-LX3"),
+    ],
+)  # fmt: skip
+def test_the_maker_is_named_once(make, model, expected):
+    assert describe_image(jpeg(exif=exif(Make=make, Model=model)))["camera"] == expected
+
+
+@pytest.mark.parametrize("text", ["OLYMPUS DIGITAL CAMERA         ", "SONY DSC", "DSC_0012.JPG", "<Digimax S500>", " "])
+def test_what_cameras_write_into_every_file_is_no_caption(text):
+    assert "captions" not in describe_image(jpeg(exif=exif(ImageDescription=text)))
+
+
+@pytest.mark.parametrize("text", ["0000:00:00 00:00:00", "    :  :     :  :  ", "2024:13:45 00:00:00", "yesterday"])
+def test_what_is_no_date_is_left_out(text):
+    assert "date" not in describe_image(jpeg(exif=exif(DateTime=text)))
+
+
+def test_damaged_metadata_are_none_and_never_an_error():
+    whole = jpeg(iptc((120, "Two dogs")), exif=exif(Model="X100"), xmp=XMP)
+    draw = random.Random(0)
+    for _ in range(300):
+        broken = bytearray(whole[: draw.randrange(len(whole))] if draw.random() < 0.3 else whole)
+        for _ in range(draw.randrange(20)):
+            broken[draw.randrange(len(broken))] = draw.randrange(256) if broken else 0
+        assert all(isinstance(text, str) and "\0" not in text for text in describe_image(bytes(broken)).values())
+    assert describe_image(b"") == describe_image(b"no image") == {}
+    bomb = XMP.replace(b"<x:xmpmeta", b'<!DOCTYPE a [<!ENTITY b "c">]><x:xmpmeta')
+    assert describe_image(jpeg(xmp=bomb)) == {}
+
+
+def test_lines_are_bounded():
+    found = describe_image(jpeg(iptc(*[(25, f"tag{i:04}") for i in range(500)], (120, "long " * 1000))))
+    assert len(found["tags"].split("\n")) == LINES and len(found["captions"]) == LENGTH
+
+
+def test_the_fields_of_a_file(tmp_path):
+    folder = tmp_path / "Italy 2019" / "100CANON"
+    folder.mkdir(parents=True)
+    (folder / "sunset_beach.jpg").write_bytes(data := jpeg(iptc((120, "Evening"))))
+    (folder / "sunset_beach.txt").write_text("a beach\n\n  two people \n")
+    (folder / "sunset_beach.xmp").write_bytes(XMP)
+    (folder / "sunset_beach.jpg.json").write_text(json.dumps({
+        "title": "sunset_beach.jpg", "description": "With Ada", "people": [{"name": "Ada"}],
+        "photoTakenTime": {"timestamp": "1560427269"},
+    }))  # fmt: skip
+    problems = Problems()
+    assert file_fields(tmp_path, "Italy 2019/100CANON/sunset_beach.jpg", data, problems) == {
+        "captions": "a beach\ntwo people\nA market by the river\nWith Ada\nEvening", "title": "Market",
+        "tags": "market\nriver\nAda", "date": "2019-05-04T10:11:00", "place": "Zürich, Switzerland",
+        "name": "Italy sunset beach", "folder": "Italy 2019/100CANON",
+    }  # fmt: skip
+    assert not problems.left_out
+    assert file_fields(tmp_path, "IMG_1234.jpg", jpeg(), problems) == {}
+
+
+def test_one_broken_caption_file_is_noted_and_stops_nothing(tmp_path):
+    (tmp_path / "dog.txt").write_bytes(b"\xff\xfe\xff")
+    (tmp_path / "dog.jpg.json").write_text("{")
+    problems = Problems()
+    assert file_fields(tmp_path, "dog.jpg", jpeg(), problems) == {"name": "dog"}
+    assert len(problems) == 0 and "dog.txt: not UTF-8" in problems.summary()
+
+
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [
+        ("IMG_1234.jpg", None), ("DSC_0001.jpg", None), ("PXL_20210101_123.jpg", None), 
+        ("WhatsApp Image 2020-01-01.jpg", None),
+        ("1000268201_693b08cb0e.jpg", None), ("3f2b8c1e-0d4a-4c5e-9b7f-aaaabbbbcccc.jpg", None),
+        ("deadbeefcafe.png", None),
+        ("BeachSunset2019.jpg", "Beach Sunset"), ("dog in the snow (2).jpg", "dog in the snow"), ("猫.jpg", "猫"),
+        ("Rome/Rome-Forum_03.jpg", "Rome Forum"),
+    ],
+)  # fmt: skip
+def test_a_name_is_its_words(path, name, tmp_path):
+    assert file_fields(tmp_path, path, b"", Problems()).get("name") == name
