@@ -253,7 +253,7 @@ def test_manifests_and_folders_that_cannot_be_used(pictures, tmp_path_factory):
     problems = Problems()
     with pytest.raises(UserError, match="there is no folder"):
         read_image_folder(pictures / "absent", problems)
-    with pytest.raises(UserError, match=r"holds no image \(.bmp.*with a .txt file of the same name"):
+    with pytest.raises(UserError, match=r"holds no image \(.avif, .bmp.*with a .txt file of the same name"):
         read_image_folder(tmp_path_factory.mktemp("empty"), problems)
     with pytest.raises(UserError, match="there is no manifest"):
         read_manifest(pictures / "absent.jsonl", problems)

@@ -8,6 +8,7 @@ lost process), 2 the user can correct it. Heavy modules are imported inside the 
 import math
 import os
 import sys
+import warnings
 from collections.abc import MutableMapping
 from pathlib import Path
 
@@ -50,6 +51,7 @@ def set_threads(environment: MutableMapping[str, str], cores: int, load: float) 
 def main() -> None:
     """Entry point: errors that users can correct become one line and exit status 2."""
     set_threads(os.environ, available_cores(), os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0)
+    warnings.filterwarnings("ignore", module="PIL")  # Of damaged metadata, which are left out.
     debug = bool(os.environ.get("SFUMATO_DEBUG"))
     try:
         app(standalone_mode=True)

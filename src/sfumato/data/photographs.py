@@ -7,7 +7,6 @@ Google Takeout. No pixel is decoded, no position is looked up. Damaged metadata 
 import contextlib
 import json
 import re
-import warnings
 from collections.abc import Iterable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path, PurePosixPath
@@ -69,8 +68,7 @@ Found = Iterator[tuple[str, str]]
 
 def describe_image(data: bytes) -> dict[str, str]:
     """The fields captions, title, tags, date, place and camera of the metadata in an image file, where it has them."""
-    with warnings.catch_warnings(), contextlib.suppress(Exception), opened_image(data, max_pixels=None) as image:
-        warnings.filterwarnings("ignore", module="PIL")  # It warns of damage that is left out here.
+    with contextlib.suppress(Exception), opened_image(data, max_pixels=None) as image:
         found = [*_safe(_of_exif(image)), *_safe(_of_xmp(_packet(image))), *_safe(_of_iptc(image))]
         return _fields((field, text) for field, text in found if field != "captions" or _is_caption(text))
     return {}
