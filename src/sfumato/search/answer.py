@@ -73,6 +73,7 @@ class Hit:
             something only in a calibrated :class:`Answer`.
         uncertainty: total variance of the item.
         payload: texts stored with the item, e.g. {"path": ...}.
+        best_text: the text of the item that has most of the query's words; "" where texts were no evidence.
     """
 
     id: str
@@ -81,6 +82,7 @@ class Hit:
     match_probability: float
     uncertainty: float
     payload: dict[str, str]
+    best_text: str = ""
 
     def __repr__(self) -> str:
         return (
@@ -92,6 +94,9 @@ class Hit:
     def name(self) -> str:
         """Its label or text, else its id."""
         return self.payload.get("label") or self.payload.get("text") or self.id
+
+
+Target = Literal["listed", "fits"]
 
 
 @dataclass(frozen=True)
@@ -115,6 +120,8 @@ class Answer:
         conformal_set: the items that hold a match with the requested coverage, closest first; None if none was
             requested.
         conformal_set_cut: True if max_set cut the set. The coverage guarantee does not hold for a cut set.
+        target: what the probabilities are of. "listed": a pair of the data, by the distance alone. "fits": a person
+            would say that the query describes the image, by the distance and the item's texts.
         image_of: gives the image of a hit, or None; notebooks show it.
     """
 
@@ -130,6 +137,7 @@ class Answer:
     abstained: bool | None = None
     conformal_set: tuple[Hit, ...] | None = None
     conformal_set_cut: bool = False
+    target: Target = "listed"
     image_of: Callable[[Hit], ImageSource | None] = field(default=lambda hit: None, repr=False, compare=False)
 
     def __iter__(self) -> Iterator[Hit]:
@@ -205,8 +213,8 @@ class Answer:
         """The answer as plain values, without probabilities where they are not calibrated.
 
         Returns:
-            {"query", "distance", "calibrated", "uncertainty", "expected_matches", "abstained", "verdict" (a sentence),
-            "hits": [{"id", "distance", "match_probability", "uncertainty", and the payload}], "conformal_set" (like
+            {"query", "target", "distance", "calibrated", "uncertainty", "expected_matches", "abstained", "verdict" (a sentence),
+            "hits": [{"id", "distance", "match_probability", "uncertainty", "best_text" if there is one, and the payload}], "conformal_set" (like
             hits; None without coverage)}. If not calibrated, every match_probability is None.
         """
 
@@ -217,12 +225,13 @@ class Answer:
                     "distance": hit.distance,
                     "match_probability": hit.match_probability if self.calibrated else None,
                     "uncertainty": hit.uncertainty,
+                    **({"best_text": hit.best_text} if hit.best_text else {}),
                     **hit.payload,
                 }
                 for hit in hits
             ]
 
-        plain = ("query", "distance", "calibrated", "uncertainty", "expected_matches", "abstained")
+        plain = ("query", "target", "distance", "calibrated", "uncertainty", "expected_matches", "abstained")
         return {name: getattr(self, name) for name in plain} | {
             "verdict": None if self.verdict is None else self.verdict.text,
             "hits": values(self.hits),

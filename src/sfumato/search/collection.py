@@ -39,10 +39,12 @@ from sfumato.search.stores.protocol import (
     Records,
     VectorStore,
     anchored,
+    beside,
     create_store,
     open_store,
     without_password,
 )
+from sfumato.search.texts import ItemTexts, TextStore
 
 _KIND = "sfumato-collection-1"
 
@@ -63,6 +65,7 @@ class GaussianCollection(Gallery):
     Attributes:
         folder: folder of the settings.
         store: the vector store.
+        texts: the vectors of the items' texts; None if its texts are no evidence.
         distance: name of the distance, one of LIFTED_DISTANCES.
         centre: (d,) point that vectors are relative to.
         metadata: JSON values that the builder keeps with the collection.
@@ -82,8 +85,10 @@ class GaussianCollection(Gallery):
         centre: Tensor,
         scorer: Scorer,
         metadata: dict[str, Any],
+        texts: TextStore | None = None,
     ) -> None:
         self.folder, self.store, self.distance, self.metadata = folder, store, distance, metadata
+        self.texts = texts
         self._d, self.centre, self._scorer = d, centre, scorer
         self.n_exact, self.n_sample = 300, N_WHOLE
         self._last_sample: _Sample | None = None
@@ -108,6 +113,7 @@ class GaussianCollection(Gallery):
         calibration: Calibration | None = None,
         direction: Direction = "t2i",
         metadata: Mapping[str, Any] | None = None,
+        texts: bool = False,
     ) -> "GaussianCollection":
         """Make an empty collection.
 
@@ -125,6 +131,8 @@ class GaussianCollection(Gallery):
             calibration: calibration of the model for the same distance; replaces the logits.
             direction: "t2i" for texts that search among images, "i2t" for images that search among texts.
             metadata: JSON values to keep with the collection.
+            texts: whether captions, title, tags and name in the payloads are evidence for searches by text (extra
+                `offline`); their vectors are in a second store beside the first.
 
         Returns:
             The collection, open.
@@ -141,7 +149,11 @@ class GaussianCollection(Gallery):
         if centre.shape != (d,):
             raise ValueError(f"GaussianCollection: centre must have shape ({d},), got {tuple(centre.shape)}")
         fingerprint = f"sfumato {distance} {d} {secrets.token_hex(8)}"
+        second = beside(store) if texts else None
+        if texts and second is None:
+            raise UserError(f"store {without_password(store)}: this kind of store has no second one for texts")
         made = create_store(anchored(store, folder), lifted_dim(d, distance), fingerprint)
+        own = None if second is None else TextStore.create(anchored(second, folder), fingerprint)
         settings = {
             "store": without_password(store),
             "fingerprint": fingerprint,
@@ -151,6 +163,7 @@ class GaussianCollection(Gallery):
             "logit_bias": logit_bias,
             "direction": direction,
             "calibration": calibration is not None,
+            "texts": texts,
             "about": json.loads(json.dumps(dict(metadata or {}), allow_nan=False)),
         }
 
@@ -165,8 +178,8 @@ class GaussianCollection(Gallery):
         except BaseException:
             made.close()
             raise
-        scorer = Scorer(logit_scale, logit_bias, calibration, direction)
-        return cls(folder, made, d=d, distance=distance, centre=centre, scorer=scorer, metadata=dict(settings["about"]))
+        scorer, about = Scorer(logit_scale, logit_bias, calibration, direction), dict(settings["about"])
+        return cls(folder, made, d=d, distance=distance, centre=centre, scorer=scorer, metadata=about, texts=own)
 
     @classmethod
     def open(cls, folder: str | Path, store: str | None = None, *, unfinished: bool = False) -> "GaussianCollection":
@@ -209,6 +222,7 @@ class GaussianCollection(Gallery):
                 " collection with --store, or build the collection again"
             )
         scorer = Scorer(settings["logit_scale"], settings["logit_bias"], calibration, settings["direction"])
+        second = beside(store or settings["store"]) if settings.get("texts") else None
         return cls(
             folder,
             opened,
@@ -217,6 +231,7 @@ class GaussianCollection(Gallery):
             centre=centre,
             scorer=scorer,
             metadata=settings["about"],
+            texts=None if second is None else TextStore.open(anchored(second, folder)),
         )
 
     @staticmethod
@@ -253,6 +268,8 @@ class GaussianCollection(Gallery):
     def close(self) -> None:
         """Close the store."""
         self.store.close()
+        if self.texts is not None:
+            self.texts.store.close()
 
     @contextlib.contextmanager
     def filling(self, way_out: str) -> Iterator[None]:
@@ -387,6 +404,8 @@ class GaussianCollection(Gallery):
             part = records.take(range(start, min(start + batch, len(records))))
             there = 0 if self.counts_itself else len(self.store.get(part.ids))
             with self._writing() as note:
+                if self.texts is not None:  # First, so that a stored item has its texts.
+                    self.texts.upsert(part.ids, part.payloads)
                 self.store.upsert(part)
                 note(len(part), len(part) - there)
             if progress:
@@ -404,6 +423,8 @@ class GaussianCollection(Gallery):
         with self._writing() as note:
             removed = self.store.delete(ids)
             note(removed, -removed)
+            if self.texts is not None:
+                self.texts.delete(ids)
         return removed
 
     def closest(self, queries: GaussianEmbedding, k: int, filter: Filter | None = None) -> list[Candidates]:
@@ -433,13 +454,22 @@ class GaussianCollection(Gallery):
     def _sampled(self, n: int, filter: Filter | None) -> SampledItems:
         """It takes a scan of the store at the first call, and again when a hundredth of the items has changed."""
         taken = self._take_sample(self.n_sample)
-        records = taken.records
+        records, texts = taken.records, taken.texts
         if filter is not None:
             columns = zip(records.payloads, records.uncertainty.tolist(), strict=True)
-            records = records.take([i for i, (payload, u) in enumerate(columns) if filter.accepts(payload, u)])
+            passing = [i for i, (payload, u) in enumerate(columns) if filter.accepts(payload, u)]
+            records, texts = records.take(passing), None if texts is None else texts.take(passing)
         blocks = LiftedGallery.of_vectors(records.vectors, self.distance, self.centre).distance_blocks
         whole = len(records) >= n and taken.changed == self._changed
-        return SampledItems(records.ids, lambda column: self._embeddings(records)[column], blocks, whole)
+        return SampledItems(
+            records.ids,
+            lambda column: self._embeddings(records)[column],
+            blocks,
+            whole,
+            records.uncertainty,
+            records.payloads,
+            texts,
+        )
 
     def _take_sample(self, n: int, seed: int = 0) -> "_Sample":
         """A uniform sample of at least min(n, size) records; the last one is kept."""
@@ -453,7 +483,8 @@ class GaussianCollection(Gallery):
                 or 100 * max(changed - last.changed, abs(size - last.size)) > size
             ):
                 records = _even_sample(self.store.scan(), n, self.store.dim, seed)
-                last = self._last_sample = _Sample(records, size, changed, seed)
+                texts = None if self.texts is None else self.texts.of(records.ids, records.payloads)
+                last = self._last_sample = _Sample(records, size, changed, seed, texts)
             return last
 
     def count(self, filter: Filter) -> int:
@@ -481,6 +512,8 @@ class GaussianCollection(Gallery):
     def optimise(self) -> None:
         """Build the search structures of the store, which make searches fast. Searches are correct without them."""
         self.store.optimise()
+        if self.texts is not None:
+            self.texts.store.optimise()
 
     def _candidates(self, queries: GaussianEmbedding, c: int, filter: Filter | None) -> list[Candidates]:
         """The store's candidates with exact distances, closest first, equal distances by id."""
@@ -489,6 +522,10 @@ class GaussianCollection(Gallery):
             for i, records in enumerate(self.store.search(self._lifted(queries), c, filter))
             for distance in self._distances(queries[i : i + 1], records)
         ]
+
+    def _found_by(self, query: GaussianEmbedding, ids: Sequence[str]) -> Candidates:
+        records = self.store.get(ids)
+        return _ordered(records.ids, self._distances(query, records)[0], records.uncertainty, records.payloads)
 
     def _with_closest(self, found: Candidates, records: Records) -> Candidates:
         """The candidates with the embedding of the closest, if the probabilities read it."""
@@ -539,6 +576,7 @@ class _Sample:
     size: int  # number of items in the collection
     changed: int  # number of items that this process had written or removed
     seed: int
+    texts: ItemTexts | None = None
 
 
 def _even_sample(batches: Iterator[Records], n: int, e: int, seed: int = 0) -> Records:
@@ -583,12 +621,16 @@ def copy_gallery(
         calibration=scorer.calibration,
         direction=scorer.direction,
         metadata=source.metadata,
+        texts=source.texts is not None and beside(store) is not None,
     )
     try:
         with copy.filling(f"a copy was interrupted; remove it (and {copy.store.url}) and copy again"):
             if isinstance(source, GaussianCollection):
                 if (source.folder / UPLOADED_IMAGES).is_dir():
                     shutil.copytree(source.folder / UPLOADED_IMAGES, copy.folder / UPLOADED_IMAGES)
+                if source.texts is not None and copy.texts is not None:
+                    for records in source.texts.store.scan(batch):
+                        copy.texts.store.upsert(records)
                 for records in source.store.scan(batch):
                     copy.store.upsert(records)
                     if progress:

@@ -9,7 +9,8 @@ import functools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,11 +19,14 @@ from torch.nn import functional
 
 from sfumato.calibration.calibrator import Calibration, DirectionCalibration
 from sfumato.calibration.conditional import REFERENCE_FEATURES, ReferenceQueries
+from sfumato.calibration.fits import fits_logit
+from sfumato.encoders.minilm import sentence_vectors
 from sfumato.gaussian import GaussianEmbedding, check_finite
 from sfumato.ids import Direction
-from sfumato.matching import match_probability
+from sfumato.matching import match_logit, match_probability
 from sfumato.search.answer import Answer, Hit, check_native, check_unfiltered, verdict
 from sfumato.search.stores.protocol import Filter
+from sfumato.search.texts import ItemTexts, TextStore
 
 
 @dataclass(frozen=True, eq=False)
@@ -149,10 +153,14 @@ class Scorer:
         if context is not None and self.n_nearest > 1 and self.of_hits is not None:
             n, reference = max(1, n_gallery), context.reference
             return self.of_hits.hit_probability(distance, context.nearest, n_gallery=n, reference=reference)
+        return torch.sigmoid(self.pair_logit(distance, n_gallery)).to(distance.dtype)
+
+    def pair_logit(self, distance: Tensor, n_gallery: int) -> Tensor:
+        """Logit that a random pair at these distances is listed. distance (..., c) -> (..., c)."""
         shift = self.prior_shift(n_gallery)
         if self.calibration is None or self.calibration.knots is None:
-            return match_probability(distance, self.logit_scale, self.logit_bias + shift)
-        return torch.sigmoid(self.calibration.logit(distance) + shift).to(distance.dtype)
+            return match_logit(distance, self.logit_scale, self.logit_bias + shift)
+        return self.calibration.logit(distance) + shift
 
     def radius(self, coverage: float) -> float:
         """Radius of the set that contains a match with a given probability."""
@@ -199,6 +207,9 @@ class Gallery(ABC):
 
     metadata: dict[str, Any]
     """JSON values that the builder of the gallery keeps with it."""
+
+    texts: TextStore | None = None
+    """The vectors of the items' texts; None if they are no evidence."""
 
     n_exact = 300
     """Number of closest items that :meth:`match_estimates` sums exactly in a large gallery."""
@@ -290,6 +301,44 @@ class Gallery(ABC):
     def _sampled(self, n: int, filter: Filter | None) -> "SampledItems":
         """All of the n items that a filter accepts, or a sample of them."""
 
+    def _found_by(self, query: GaussianEmbedding, ids: Sequence[str]) -> Candidates:
+        """Items by id with their distances. query (1, d)."""
+        raise NotImplementedError
+
+    def _by_texts(
+        self, queries: GaussianEmbedding, texts: Sequence[str], k: int, filter: Filter | None, n: int
+    ) -> list[tuple[tuple[Hit, ...], float]]:
+        """The hits by distance and texts together, with the expected number of matches; none if no item has texts.
+
+        Exact up to N_WHOLE items. In a larger gallery the closest n_exact by distance and by texts are compared.
+        queries (q, d).
+        """
+        sample = self._sampled(n, filter)
+        if self.texts is None or sample.texts is None or not sample.texts.vectors.any():
+            return []
+        vectors, results = sentence_vectors(texts), list[tuple[tuple[Hit, ...], float]]()
+        near = [] if sample.whole else self._near(queries, filter)
+        agreeing = [] if sample.whole else self.texts.closest(vectors, self.n_exact, filter)
+
+        def logits(i: int, items: ItemTexts, distance: Tensor) -> Tensor:
+            image, some = self.scorer.pair_logit(distance, _REFERENCE_SIZE), slice(i, i + len(distance))
+            return fits_logit(items.evidence(texts[some], vectors[some], image, sample.texts.rarity))
+
+        for start, block in sample.blocks(queries):
+            of_sample = logits(start, sample.texts, block)
+            for i, own in enumerate(of_sample, start):
+                found, logit, total = sample.candidates(block[i - start]), own, float(own.sigmoid().double().sum())
+                if not sample.whole:
+                    ids = list(dict.fromkeys((*near[i].ids, *agreeing[i])))
+                    found = self._found_by(queries[i : i + 1], ids)
+                    logit = logits(i, self.texts.of(found.ids, found.payloads), found.distance.unsqueeze(0))[0]
+                    outside = torch.ones(1, len(own), dtype=torch.bool)
+                    outside[0, [sample.column[key] for key in found.ids if key in sample.column]] = False
+                    head, rest = logit.sigmoid().unsqueeze(0), own.sigmoid().unsqueeze(0)
+                    total = MatchEstimate.of(head, rest, outside, n)[0].expected
+                results.append((_most_probable(found, logit, k, partial(sample.texts.best_text, texts[i])), total))
+        return results
+
     @abstractmethod
     def get(self, ids: Sequence[str]) -> GalleryRecords:
         """Items by id."""
@@ -325,11 +374,14 @@ class Gallery(ABC):
         names: Sequence[str] | None = None,
         native: Sequence[bool] | None = None,
         unfamiliar: Sequence[bool] | None = None,
+        texts: Sequence[str] | None = None,
     ) -> list[Answer]:
         """The k closest items of each query, and with `expected` the expected number of matches and the verdict.
 
-        queries (n, d); by query, its name, whether it is of the kind that the calibration was fitted on, and whether
-        the model hardly knows its words.
+        queries (n, d); by query, its name, whether it is of the kind that the calibration was fitted on, whether the
+        model hardly knows its words, and its text, "" of a query without one. Where items have texts, they are
+        evidence beside the distance for a query with a text, unless a guarantee is asked for: guarantees are about
+        distances.
         """
         native = [True] * queries.n if native is None else native
         wanted = {"min_probability": min_probability, "coverage": coverage, "max_risk": max_risk}
@@ -348,12 +400,14 @@ class Gallery(ABC):
             nothing if radius is None else self.within(queries, radius, most=None if max_set is None else max_set + 1)
         )
         totals = self.expected_matches(queries, filter) if expected else nothing
+        asked = [i for i, text in enumerate(texts or ()) if text] if self.calibrated and abstained is sets else []
+        by_texts = dict(zip(asked, self._by_texts(queries[asked], [texts[i] for i in asked], k, filter, n)))
         answers = []
         for i, total_variance in enumerate(queries.total_variance.tolist()):
-            hits = self._hits(found[i].first(k), n, context[i])
+            hits, total = by_texts.get(i) or (self._hits(found[i].first(k), n, context[i]), totals[i])
             best, closest = (hits[0].match_probability, hits[0].distance) if hits else (0.0, math.inf)
-            calibrated, inside, total = self.calibrated and native[i], sets[i], totals[i]
-            strange, said = unfamiliar is not None and unfamiliar[i], None
+            calibrated, inside = self.calibrated and native[i], sets[i]
+            strange, said = unfamiliar is not None and unfamiliar[i] and i not in by_texts, None
             if total is not None and (calibrated or strange or (filter is not None and not hits)):
                 said = verdict(total, best, abstained[i], unfamiliar=strange)
                 if not hits:
@@ -372,6 +426,7 @@ class Gallery(ABC):
                     abstained[i],
                     None if inside is None else self._hits(inside.first(max_set), n, context[i]),
                     inside is not None and max_set is not None and len(inside.ids) > max_set,
+                    "fits" if i in by_texts else "listed",
                 )
             )
         return answers
@@ -434,11 +489,36 @@ class SampledItems:
     items: Callable[[Tensor], GaussianEmbedding]  # their embeddings, by position among them
     blocks: Callable[[GaussianEmbedding], Iterator[tuple[int, Tensor]]]  # distances of blocks of queries to them
     whole: bool  # whether they are all items
+    uncertainty: Tensor = field(default_factory=lambda: torch.empty(0))  # (s,) total variances
+    payloads: tuple[Mapping[str, str], ...] = ()
+    texts: ItemTexts | None = None
+
+    def candidates(self, distance: Tensor) -> Candidates:
+        """All of them. distance (s,)."""
+        return Candidates(self.ids, distance, self.uncertainty, self.payloads)
 
     @functools.cached_property
     def column(self) -> dict[str, int]:
         """Positions by id."""
         return {i: j for j, i in enumerate(self.ids)}
+
+
+_REFERENCE_SIZE = 1_000
+"""Size of the gallery that the logits of pairs are for where texts are beside them."""
+
+
+def _most_probable(
+    found: Candidates, logit: Tensor, k: int, best: Callable[[Mapping[str, str]], str]
+) -> tuple[Hit, ...]:
+    """The k most probable candidates; equally probable ones by id. logit (c,)."""
+    values = logit.tolist()
+    top = logit.topk(min(with_margin(k), len(values))).indices.tolist()
+    order = sorted(top, key=lambda j: (-values[j], found.ids[j]))[:k]
+    columns = (column[order].tolist() for column in (found.distance, logit.sigmoid(), found.uncertainty))
+    return tuple(
+        Hit(found.ids[j], rank, d, p, u, dict(found.payloads[j]), best(found.payloads[j]))
+        for rank, (j, d, p, u) in enumerate(zip(order, *columns, strict=True), 1)
+    )
 
 
 def _padded(found: Sequence[Candidates]) -> Tensor:

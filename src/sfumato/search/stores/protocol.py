@@ -379,7 +379,8 @@ class StoreKind:
     """An entry of STORES."""
 
     factory: StoreFactory | str
-    path: str | None = None
+    path: str | None = None  # option of the URL that is a relative path, "" for the URL itself
+    second: str | None = None  # what names a second store beside one: "path", or an option; None if there cannot be one
 
     def create(self, url: str, dim: int, fingerprint: str) -> VectorStore:
         """See :meth:`~sfumato.search.stores.protocol.StoreFactory.create`."""
@@ -396,14 +397,14 @@ class StoreKind:
 
 
 STORES: dict[str, StoreKind] = {
-    "file": StoreKind("sfumato.search.stores.local", path=""),
-    "milvus": StoreKind("sfumato.search.stores.milvus", path=""),
-    "milvus+http": StoreKind("sfumato.search.stores.milvus"),
-    "milvus+https": StoreKind("sfumato.search.stores.milvus"),
-    "postgresql": StoreKind("sfumato.search.stores.pgvector"),
-    "postgres": StoreKind("sfumato.search.stores.pgvector"),
-    "redis": StoreKind("sfumato.search.stores.redis", path="means"),
-    "rediss": StoreKind("sfumato.search.stores.redis", path="means"),
+    "file": StoreKind("sfumato.search.stores.local", path="", second="path"),
+    "milvus": StoreKind("sfumato.search.stores.milvus", path="", second="name"),
+    "milvus+http": StoreKind("sfumato.search.stores.milvus", second="path"),
+    "milvus+https": StoreKind("sfumato.search.stores.milvus", second="path"),
+    "postgresql": StoreKind("sfumato.search.stores.pgvector", second="table"),
+    "postgres": StoreKind("sfumato.search.stores.pgvector", second="table"),
+    "redis": StoreKind("sfumato.search.stores.redis", path="means", second="means"),
+    "rediss": StoreKind("sfumato.search.stores.redis", path="means", second="means"),
 }
 """Kinds of stores by the scheme of their URLs; add to it with :func:`register_store`."""
 
@@ -492,6 +493,18 @@ def anchored(url: str, folder: Path) -> str:
     head, tail = (url[: len(kind) + 1], url[len(kind) + 1 :]) if url.startswith(f"{kind}:") else ("", url)
     path, mark, query = tail.partition("?")
     return f"{head}{folder / path}{mark}{query}"
+
+
+def beside(url: str) -> str | None:
+    """The URL of a second store, of texts, beside a store; None for a kind of store that has none."""
+    second = STORES[scheme(url)].second
+    head, mark, query = url.partition("?")
+    if second is None or second == "path":
+        return None if second is None else f"{head}_texts{mark}{query}"
+    given = dict(parse_qsl(query, keep_blank_values=True))
+    if second == "means":  # Texts have no variances.
+        return f"file:{given['means']}_texts" if "means" in given else None
+    return f"{head}?{urlencode(given | {second: given.get(second, 'sfumato') + '_texts'}, safe='/')}"
 
 
 def without_password(url: str) -> str:

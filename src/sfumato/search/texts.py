@@ -1,0 +1,153 @@
+"""Texts of items as evidence: captions, title, tags and names that lie beside an image say what it shows.
+
+An item's texts are in its payload. The mean of their sentence embeddings is a vector in a store of its own, beside that
+of the collection and under the same ids, so that every engine can search it. MiniLM embeds queries and texts.
+"""
+
+import functools
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sfumato.calibration.fits import Evidence
+from sfumato.encoders.minilm import WIDTH, sentence_vectors
+from sfumato.search.stores.protocol import Filter, Records, VectorStore, create_store, open_store
+
+TEXT_FIELDS = ("captions", "title", "tags", "name")
+"""Payload fields that are texts of an item; captions and tags have one a line."""
+
+_STOP = frozenset(
+    "a an and are as at be by for from has have he her his in into is it its of on or over she some that the their"
+    " them there they this through to two up while who with".split()
+)
+
+
+def item_texts(payload: Mapping[str, str]) -> list[str]:
+    """The texts of an item: each caption, the title, the tags together, and the words of its name."""
+    captions = [line for line in payload.get("captions", "").split("\n") if line.strip()]
+    others = [payload.get(name, "").replace("\n", ", ") for name in TEXT_FIELDS[1:]]
+    return captions + [text for text in others if text.strip()]
+
+
+@functools.cache
+def _stemmer() -> Any:
+    import snowballstemmer
+
+    return snowballstemmer.stemmer("english")
+
+
+@functools.lru_cache(maxsize=200_000)
+def _stem(word: str) -> str:
+    return str(_stemmer().stemWord(word))
+
+
+def word_stems(text: str) -> list[str]:
+    """The distinct stems of the words of a text, without function words unless it has no others."""
+    words = re.findall(r"[^\W_]+", text.casefold())
+    return list(dict.fromkeys(map(_stem, [word for word in words if word not in _STOP] or words)))
+
+
+def text_vectors(payloads: Sequence[Mapping[str, str]]) -> Tensor:
+    """(n, 384) unit vectors, each the mean of the embeddings of an item's texts; zeros for an item without texts."""
+    texts = [item_texts(payload) for payload in payloads]
+    vectors = torch.zeros(len(texts), WIDTH)
+    owner = torch.tensor([i for i, own in enumerate(texts) for _ in own], dtype=torch.long)
+    vectors.index_add_(0, owner, sentence_vectors([text for own in texts for text in own]))
+    return torch.nn.functional.normalize(vectors, dim=1)
+
+
+@dataclass(frozen=True, eq=False)
+class ItemTexts:
+    """The texts of n items, in some order."""
+
+    vectors: Tensor  # (n, 384) unit vectors; zeros for an item without texts
+    stems: Sequence[frozenset[str]]  # n sets of word stems
+
+    @classmethod
+    def of(cls, vectors: Tensor, payloads: Sequence[Mapping[str, str]]) -> "ItemTexts":
+        """From their vectors and payloads."""
+        return cls(vectors, [frozenset(word_stems(" ".join(item_texts(payload)))) for payload in payloads])
+
+    @functools.cached_property
+    def rarity(self) -> Callable[[str], float]:
+        """The weight of a word stem: the log of one over the fraction of items whose texts have it."""
+        count, n = Counter(stem for stems in self.stems for stem in stems), len(self.stems)
+        return lambda stem: math.log((n + 1) / (count[stem] + 0.5))
+
+    def take(self, positions: Sequence[int]) -> "ItemTexts":
+        """Some of the items."""
+        return ItemTexts(self.vectors[list(positions)], [self.stems[i] for i in positions])
+
+    def evidence(
+        self, queries: Sequence[str], vectors: Tensor, image: Tensor, rarity: Callable[[str], float] | None = None
+    ) -> Evidence:
+        """What the texts say for q queries. vectors (q, 384); image (q, n) logits."""
+        rarity = rarity or self.rarity
+        agreement = torch.where(self.vectors.any(1), vectors @ self.vectors.T, torch.nan)
+        stems = [word_stems(query) for query in queries]
+        words, n_words = torch.zeros_like(image), torch.tensor([max(1.0, len(own)) for own in stems])
+        for i, own in enumerate(stems):
+            weight = {stem: rarity(stem) for stem in own}
+            total = len(own) * sum(weight.values())
+            if total:
+                found = [sum(weight[stem] for stem in own if stem in has) for has in self.stems]
+                words[i] = torch.tensor(found) / total
+        return Evidence(image, agreement, words, n_words)
+
+    def best_text(self, query: str, payload: Mapping[str, str]) -> str:
+        """The text of an item that has most of the query's words, the first of equals; "" without texts."""
+        own = word_stems(query)
+
+        def found(text: str) -> float:
+            has = set(word_stems(text))
+            return sum(self.rarity(stem) for stem in own if stem in has)
+
+        return max(item_texts(payload), key=found, default="")
+
+
+class TextStore:
+    """The vectors of the texts of a collection's items."""
+
+    def __init__(self, store: VectorStore) -> None:
+        self.store = store
+
+    @classmethod
+    def create(cls, url: str, fingerprint: str) -> "TextStore":
+        """Make an empty one."""
+        return cls(create_store(url, WIDTH, f"{fingerprint} texts"))
+
+    @classmethod
+    def open(cls, url: str) -> "TextStore":
+        """Open one."""
+        return cls(open_store(url))
+
+    def upsert(self, ids: Sequence[str], payloads: Sequence[Mapping[str, str]]) -> None:
+        """Store the vectors of items with texts, and remove those of items that have none now."""
+        vectors = text_vectors(payloads)
+        some = vectors.any(1)
+        if gone := [i for i, has in zip(ids, some, strict=True) if not has]:
+            self.store.delete(gone)
+        if kept := some.nonzero().flatten().tolist():
+            filters = tuple({k: v for k, v in payloads[i].items() if k not in TEXT_FIELDS} for i in kept)
+            self.store.upsert(Records(tuple(ids[i] for i in kept), vectors[kept], torch.zeros(len(kept)), filters))
+
+    def delete(self, ids: Sequence[str]) -> None:
+        """Remove the vectors of items."""
+        self.store.delete(ids)
+
+    def of(self, ids: Sequence[str], payloads: Sequence[Mapping[str, str]]) -> ItemTexts:
+        """The texts of some items."""
+        found = self.store.get([i for i, payload in zip(ids, payloads, strict=True) if item_texts(payload)])
+        vectors, row = torch.zeros(len(ids), WIDTH), {i: k for k, i in enumerate(ids)}
+        vectors[[row[i] for i in found.ids]] = found.vectors
+        return ItemTexts.of(vectors, payloads)
+
+    def closest(self, vectors: Tensor, c: int, filter: Filter | None) -> list[tuple[str, ...]]:
+        """The ids of the c items whose texts agree most with each query. vectors (q, 384)."""
+        return [records.ids for records in self.store.search(vectors, c, filter)]
