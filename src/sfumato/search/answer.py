@@ -213,9 +213,10 @@ class Answer:
         """The answer as plain values, without probabilities where they are not calibrated.
 
         Returns:
-            {"query", "target", "distance", "calibrated", "uncertainty", "expected_matches", "abstained", "verdict" (a sentence),
-            "hits": [{"id", "distance", "match_probability", "uncertainty", "best_text" if there is one, and the payload}], "conformal_set" (like
-            hits; None without coverage)}. If not calibrated, every match_probability is None.
+            {"query", "target", "distance", "calibrated", "uncertainty", "expected_matches", "abstained", "verdict" (a
+            sentence), "hits": [{"id", "distance", "match_probability", "uncertainty", "best_text" if there is one, and
+            the payload}], "conformal_set" (like hits; None without coverage)}. If not calibrated, every
+            match_probability is None.
         """
 
         def values(hits: tuple[Hit, ...]) -> list[dict[str, Any]]:

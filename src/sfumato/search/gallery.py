@@ -23,7 +23,7 @@ from sfumato.calibration.fits import fits_logit
 from sfumato.encoders.minilm import sentence_vectors
 from sfumato.gaussian import GaussianEmbedding, check_finite
 from sfumato.ids import Direction
-from sfumato.matching import match_logit, match_probability
+from sfumato.matching import match_logit
 from sfumato.search.answer import Answer, Hit, check_native, check_unfiltered, verdict
 from sfumato.search.stores.protocol import Filter
 from sfumato.search.texts import ItemTexts, TextStore
@@ -306,38 +306,36 @@ class Gallery(ABC):
         raise NotImplementedError
 
     def _by_texts(
-        self, queries: GaussianEmbedding, texts: Sequence[str], k: int, filter: Filter | None, n: int
-    ) -> list[tuple[tuple[Hit, ...], float]]:
-        """The hits by distance and texts together, with the expected number of matches; none if no item has texts.
+        self, queries: GaussianEmbedding, asked: Mapping[int, str], k: int, filter: Filter | None, n: int
+    ) -> dict[int, tuple[tuple[Hit, ...], float]]:
+        """By query, the hits by distance and texts together and the expected matches; none if no item has texts.
 
         Exact up to N_WHOLE items. In a larger gallery the closest n_exact by distance and by texts are compared.
-        queries (q, d).
         """
-        sample = self._sampled(n, filter)
-        if self.texts is None or sample.texts is None or not sample.texts.vectors.any():
-            return []
-        vectors, results = sentence_vectors(texts), list[tuple[tuple[Hit, ...], float]]()
+        sample, texts = self._sampled(n, filter), list(asked.values())
+        if self.texts is None or (own := sample.texts) is None or not own.vectors.any():
+            return {}
+        queries, vectors = queries[torch.tensor(list(asked))], sentence_vectors(texts)
         near = [] if sample.whole else self._near(queries, filter)
         agreeing = [] if sample.whole else self.texts.closest(vectors, self.n_exact, filter)
 
         def logits(i: int, items: ItemTexts, distance: Tensor) -> Tensor:
-            image, some = self.scorer.pair_logit(distance, _REFERENCE_SIZE), slice(i, i + len(distance))
-            return fits_logit(items.evidence(texts[some], vectors[some], image, sample.texts.rarity))
+            image, some = self.scorer.pair_logit(distance, REFERENCE_SIZE), slice(i, i + len(distance))
+            return fits_logit(items.evidence(texts[some], vectors[some], image, own.rarity))
 
+        results = []
         for start, block in sample.blocks(queries):
-            of_sample = logits(start, sample.texts, block)
-            for i, own in enumerate(of_sample, start):
-                found, logit, total = sample.candidates(block[i - start]), own, float(own.sigmoid().double().sum())
+            for i, of_sample in enumerate(logits(start, own, block), start):
+                found, logit, total = sample.candidates(block[i - start]), of_sample, float(of_sample.sigmoid().sum())
                 if not sample.whole:
-                    ids = list(dict.fromkeys((*near[i].ids, *agreeing[i])))
-                    found = self._found_by(queries[i : i + 1], ids)
+                    found = self._found_by(queries[i : i + 1], list(dict.fromkeys((*near[i].ids, *agreeing[i]))))
                     logit = logits(i, self.texts.of(found.ids, found.payloads), found.distance.unsqueeze(0))[0]
-                    outside = torch.ones(1, len(own), dtype=torch.bool)
+                    outside = torch.ones(1, len(of_sample), dtype=torch.bool)
                     outside[0, [sample.column[key] for key in found.ids if key in sample.column]] = False
-                    head, rest = logit.sigmoid().unsqueeze(0), own.sigmoid().unsqueeze(0)
+                    head, rest = (values.sigmoid().unsqueeze(0) for values in (logit, of_sample))
                     total = MatchEstimate.of(head, rest, outside, n)[0].expected
-                results.append((_most_probable(found, logit, k, partial(sample.texts.best_text, texts[i])), total))
-        return results
+                results.append((_most_probable(found, logit, k, partial(own.best_text, texts[i])), total))
+        return dict(zip(asked, results, strict=True))
 
     @abstractmethod
     def get(self, ids: Sequence[str]) -> GalleryRecords:
@@ -400,12 +398,13 @@ class Gallery(ABC):
             nothing if radius is None else self.within(queries, radius, most=None if max_set is None else max_set + 1)
         )
         totals = self.expected_matches(queries, filter) if expected else nothing
-        asked = [i for i, text in enumerate(texts or ()) if text] if self.calibrated and abstained is sets else []
-        by_texts = dict(zip(asked, self._by_texts(queries[asked], [texts[i] for i in asked], k, filter, n)))
+        asked = {i: text for i, text in enumerate(texts or ()) if text and abstained is sets and self.calibrated}
+        by_texts = self._by_texts(queries, asked, k, filter, n) if asked else {}
         answers = []
         for i, total_variance in enumerate(queries.total_variance.tolist()):
             hits, total = by_texts.get(i) or (self._hits(found[i].first(k), n, context[i]), totals[i])
-            best, closest = (hits[0].match_probability, hits[0].distance) if hits else (0.0, math.inf)
+            best = hits[0].match_probability if hits else 0.0
+            closest = float(found[i].distance[0]) if found[i].ids else math.inf
             calibrated, inside = self.calibrated and native[i], sets[i]
             strange, said = unfamiliar is not None and unfamiliar[i] and i not in by_texts, None
             if total is not None and (calibrated or strange or (filter is not None and not hits)):
@@ -503,7 +502,7 @@ class SampledItems:
         return {i: j for j, i in enumerate(self.ids)}
 
 
-_REFERENCE_SIZE = 1_000
+REFERENCE_SIZE = 1_000
 """Size of the gallery that the logits of pairs are for where texts are beside them."""
 
 

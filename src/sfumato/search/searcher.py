@@ -157,7 +157,7 @@ class Searcher:
         if modality not in (None, kind):
             raise TypeError(f"search: the queries are {kind}; leave out modality={modality!r}")
         guarantees = {"min_probability": min_probability, "coverage": coverage, "max_risk": max_risk}
-        judged = None
+        judged = texts = None
         if isinstance(asked, GaussianEmbedding):
             names, query = [str(i) for i in range(asked.n)], asked
         elif kind == "texts":
@@ -165,9 +165,12 @@ class Searcher:
             if any(not name.strip() for name in names):
                 raise UserError("a text to search for is empty; leave it out")
             query, judged = self.model.embed_texts(list(asked)), self.model.unfamiliar_texts(names)
+            texts = names if all(isinstance(one, str) for one in asked) else None
         else:
             query, names = self.model.embed_images(asked), _names(asked, "image")
-        answers = self._answers(query, k, names, kind == self.native, unfamiliar=judged, filter=filter, **guarantees)
+        answers = self._answers(
+            query, k, names, kind == self.native, unfamiliar=judged, texts=texts, filter=filter, **guarantees
+        )
         return answers[0] if single else answers
 
     def search_items(self, ids: Sequence[str], k: int = 10, *, where: Sequence[str] = ()) -> list[Answer]:

@@ -23,8 +23,11 @@ TEXT_FIELDS = ("captions", "title", "tags", "name")
 """Payload fields that are texts of an item; captions and tags have one a line."""
 
 _STOP = frozenset(
-    "a an and are as at be by for from has have he her his in into is it its of on or over she some that the their"
-    " them there they this through to two up while who with".split()
+    re.findall(
+        "[a-z]+",
+        "a an and are as at be by for from has have he her his in into is it its of on or over she some that the their"
+        " them there they this through to two up while who with",
+    )
 )
 
 

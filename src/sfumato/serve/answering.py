@@ -272,6 +272,7 @@ def answered(
         names=[one.name for one in asked],
         native=[one.kind == native(gallery) for one in asked],
         unfamiliar=unfamiliar,
+        texts=[one.text for one in asked],
     )
     if wanted is None and watched:
         watch(served, asked, answers)

