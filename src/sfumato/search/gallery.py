@@ -382,11 +382,7 @@ class Gallery(ABC):
         distances.
         """
         native = [True] * queries.n if native is None else native
-        wanted = {"min_probability": min_probability, "coverage": coverage, "max_risk": max_risk}
-        check_native(wanted, self.scorer.direction, native)
-        check_unfiltered(filter, coverage=coverage, max_risk=max_risk)
-        if min_probability is not None and not 0 <= min_probability <= 1:
-            raise ValueError(f"search: min_probability must be between 0 and 1, got {min_probability}")
+        self._check({"min_probability": min_probability, "coverage": coverage, "max_risk": max_risk}, native, filter)
         queries, scorer = self.checked(queries, k), self.scorer
         radius = None if coverage is None else scorer.radius(coverage)
         n = self.size if filter is None else self.count(filter)
@@ -429,6 +425,12 @@ class Gallery(ABC):
                 )
             )
         return answers
+
+    def _check(self, wanted: Mapping[str, float | None], native: Sequence[bool], filter: Filter | None) -> None:
+        check_native(wanted, self.scorer.direction, native)
+        check_unfiltered(filter, coverage=wanted["coverage"], max_risk=wanted["max_risk"])
+        if (least := wanted["min_probability"]) is not None and not 0 <= least <= 1:
+            raise ValueError(f"search: min_probability must be between 0 and 1, got {least}")
 
     def _no_item(self, filter: Filter) -> str:
         """Why no item passes a filter."""
