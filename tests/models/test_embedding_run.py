@@ -10,6 +10,7 @@ from support.serving import served
 
 from sfumato.distances import get_distance
 from sfumato.encoders.features import Inputs
+from sfumato.errors import UserError
 from sfumato.models.recipe import find_recipe, load_recipe
 from sfumato.models.run import load_model, load_run
 from sfumato.serve.answering import open_sources
@@ -60,6 +61,26 @@ def test_training_leaves_out_the_bad_row_and_learns(folder, run):
     assert problem == {"place": f"{folder / 'texts.npy'}[7]", "reason": "text '7' holds NaN or infinity"}
     log = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
     assert log[-1]["loss"] < log[0]["loss"] / 2
+
+
+def test_a_run_starts_from_another_and_is_anchored_to_it(folder, run):
+    """The training is the same with any anchor: what is kept lies on the line from the start to its average."""
+    recipe = load_recipe(run / "recipe.toml", [f"train.start={run}", "train.epochs=2", "train.seed=5"])
+    kept = {}
+    for anchor in (0, 0.75):
+        config = recipe.train.model_copy(update={"anchor": anchor, "ema_decay": 0.9, "select": "last"})
+        fit(recipe.model_copy(update={"train": config}), folder / f"anchor-{anchor}")
+        kept[anchor] = load_run(folder / f"anchor-{anchor}").model.state_dict()
+    moved = 0.0
+    for name, start in load_run(run).model.state_dict().items():
+        torch.testing.assert_close(kept[0.75][name], start.lerp(kept[0][name], 0.25))
+        moved += (kept[0][name] - start).abs().sum().item()
+    assert moved > 1
+    wrong = load_recipe(run / "recipe.toml", [f"train.start={run}", "model.dim=4"])
+    with pytest.raises(UserError, match=r"train.start=.*does not fit the model of this recipe.*train.start= train.anc"):
+        fit(wrong, folder / "wrong")
+    with pytest.raises(UserError, match=r"train.anchor=0.5 mixes averaged weights with those of train.start"):
+        load_recipe(run / "recipe.toml", ["train.anchor=0.5", "train.ema_decay=0.9"])
 
 
 def test_a_run_opens_without_its_data(folder, run, sfumato):

@@ -210,3 +210,5 @@ def test_verdicts_at_both_sides_of_every_border():
     ):
         found = verdict(expected, best, abstained)
         assert found.kind == kind and said in found.text, (expected, best)
+        empty = verdict(expected, best, abstained, empty_set=True)
+        assert empty.kind in ("unsure", "abstained") and empty.text.startswith("No "), "no match beside an empty set"

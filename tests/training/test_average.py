@@ -117,6 +117,22 @@ def test_a_model_has_its_average_inside_and_its_own_weights_outside():
             assert all(torch.equal(value, own[name]) for name, value in model.state_dict().items())
 
 
+def test_an_anchor_keeps_a_fraction_of_the_start():
+    """Kept is 0.75 * 4 + 0.25 * (mean of 8 and 16); without an anchor the mean itself."""
+    model = torch.nn.Linear(1, 1, bias=False)
+    model.weight.data.fill_(4.0)
+    average, plain = WeightAverage(model, None, 0.75), WeightAverage(model, None)
+    for value in (8.0, 16.0):
+        model.weight.data.fill_(value)
+        average.update(model)
+        plain.update(model)
+    assert (average.kept()[0].item(), plain.kept()[0].item()) == (6.0, 12.0)
+    with averaged(model, average):
+        assert model.weight.item() == 6.0
+    assert model.weight.item() == 16.0 and average.values()[0].item() == 12.0
+    assert "start" not in "".join(average.state_dict()), "a resumed run takes it from its model again"
+
+
 # Runs -----------------------------------------------------------------------------------------------------------------
 
 

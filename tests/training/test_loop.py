@@ -124,6 +124,17 @@ def test_bad_items_are_listed_and_skipped_and_too_many_stop(tmp_path):
         fit(load_recipe(recipe, ["train.epochs=1", "data.max_problem_fraction=0.01"]), tmp_path / "strict")
 
 
+@pytest.mark.parametrize(("kept", "meaning"), [("0.2", "a rough guide"), ("0", "data.val_fraction=0.2")])
+def test_one_text_an_image_is_said_before_anything_is_trained(tmp_path, capsys, kept, meaning):
+    recipe, data = make_toy(tmp_path), tmp_path / "data"
+    for path in data.glob("*.txt"):
+        path.write_text(f"picture {path.stem}\n")
+    fractions = [f"data.val_fraction={kept}", "data.test_fraction=0", "data.held_out_wordings=0/5"]
+    fit(load_recipe(recipe, ["train.epochs=1", *fractions]), tmp_path / "run")
+    said = capsys.readouterr().err
+    assert 0 <= said.index("one text an image") < said.index(meaning) < said.index("train:") < said.index("epoch 1/1")
+
+
 def test_a_folder_of_another_recipe_is_refused(toy, run):
     for overrides, message in (
         (["optim.lr=0.1"], r"another recipe: optim.lr is 0.002 there and 0.1 here. Give another folder"),
@@ -135,6 +146,8 @@ def test_a_folder_of_another_recipe_is_refused(toy, run):
     ):
         with pytest.raises(UserError, match=message):
             fit(load_recipe(toy, overrides), run[0])
+    with pytest.raises(UserError, match=f"delete that one: rm -r {run[0]}$"):
+        fit(load_recipe(toy, ["optim.lr=0.1"]), run[0])
     with pytest.raises(UserError, match="not empty"):
         fit(load_recipe(toy), toy.parent)
 

@@ -111,6 +111,13 @@ def test_all_images_can_train_and_their_other_captions_validate(folder, tmp_path
     assert found.training_calibration is None
     log = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
     assert "val/rsum" in log[-1]
+    before = (run / CALIBRATION).read_bytes()
+    assert calibrate_run(run, population="independent").metadata == found.calibration.metadata | {
+        "queries": "independent", "set_sizes": found.calibration.metadata["set_sizes"],
+    }, "the default split is that of the training's own calibration"  # fmt: skip
+    assert load_run(run).calibration.metadata["queries"] == "independent"
+    calibrate_run(run)
+    assert (run / CALIBRATION).read_bytes() == before
 
 
 def test_calibrating_again_writes_the_file_that_it_stands_for(run):

@@ -72,7 +72,9 @@ def train(
 @command()
 def calibrate(
     run: RunFolder,
-    split: str = flag("val", "Split of the run's data to fit on. It must not be the split of the training."),
+    split: str = flag(
+        "val", "Split of the run's data to fit on, not that of the training. If all images train, val is wordings."
+    ),
     method: str = flag("platt", "How to fit: platt, or isotonic (needs the extra calibration)."),
     queries: Population = "planted",
     device: Device = "auto",

@@ -301,7 +301,7 @@ def calibrate_run(
     """Calibrate a run on a split of its data that it was not trained on, and write calibration.json into its folder.
 
     If the training left texts out, calibration-training.json, for galleries with the training images, is fitted again
-    with it, on the split "wordings"; or alone, if this split is given.
+    with it, on the split "wordings"; or alone, if this split is given. Where all images train, "val" is this split.
     """
     if split == "train":
         raise UserError(
@@ -310,6 +310,8 @@ def calibrate_run(
     if population not in get_args(Population):
         raise UserError(f"unknown queries {population!r}; known: {', '.join(get_args(Population))}")
     run, queries = load_run(folder, device=device), cast(Population, population)
+    if split == "val" and run.recipe.data.held_out_wordings and "val" not in load_splits(run.recipe.data, Problems()):
+        split = WORDINGS  # All images train: their other texts validate.
     of_training = run.training_calibration is not None
     if of_training and split == WORDINGS:
         return _calibrate_run(run, split, method, queries, TRAINING_CALIBRATION)

@@ -229,6 +229,11 @@ class TrainConfig(_Section):
     precision: Precision = "float32"
     """number format of encoders and heads while they train: float32, bfloat16, or auto: bfloat16 where the processor is
     fast with it. Weights, embeddings, distances and every use of the model have float32"""
+    start: str = ""
+    """model whose weights the training starts from: small, of the package, a run or an exported model with the same
+    model section; new weights if empty"""
+    anchor: float = Field(0.0, ge=0, lt=1)
+    """fraction of the start in the weights that are kept: anchor * start + (1 - anchor) * average. 0: the average"""
     ema_decay: float = Field(0.0, ge=0, lt=1)
     """validate and keep an exponential moving average of the weights; 0 for none"""
     swa_epochs: int = Field(0, ge=0)
@@ -426,6 +431,11 @@ class Recipe(_Section):
                 f"optim.first_stage_epochs={self.optim.first_stage_epochs} leaves no epoch of"
                 f" train.epochs={self.train.epochs} for the second stage; give fewer"
             )
+        if self.train.anchor and not (self.train.start and (self.train.ema_decay or self.train.swa_epochs)):
+            raise ValueError(
+                f"train.anchor={self.train.anchor:g} mixes averaged weights with those of train.start; give train.start"
+                " and train.ema_decay, or leave it out"
+            )
         if self.train.swa_epochs and self.train.ema_decay:
             raise ValueError("give either train.swa_epochs or train.ema_decay, not both")
         if self.train.swa_epochs > self.train.epochs:
@@ -493,8 +503,10 @@ def absolute_recipe(recipe: Recipe) -> Recipe:
     for side, section in (("image", recipe.model.image), ("text", recipe.model.text)):
         paths = {key: _absolute(getattr(section, key)) for key in section.path_fields if getattr(section, key)}
         sides[side] = section.model_copy(update=paths)
+    start = recipe.train.start
+    train = recipe.train if start == "small" else recipe.train.model_copy(update={"start": _absolute(start)})
     return recipe.model_copy(
-        update={"data": absolute_data(recipe.data), "model": recipe.model.model_copy(update=sides)}
+        update={"data": absolute_data(recipe.data), "model": recipe.model.model_copy(update=sides), "train": train}
     )
 
 

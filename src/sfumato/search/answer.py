@@ -30,7 +30,12 @@ class Verdict:
 
 
 def verdict(
-    expected_matches: float, best_probability: float, abstained: bool | None = None, *, unfamiliar: bool = False
+    expected_matches: float,
+    best_probability: float,
+    abstained: bool | None = None,
+    *,
+    unfamiliar: bool = False,
+    empty_set: bool = False,
 ) -> Verdict:
     """Put an answer into words.
 
@@ -41,11 +46,13 @@ def verdict(
         return Verdict("unfamiliar", "The model hardly knows these words: the results are guesses")
     if abstained:
         return Verdict("abstained", "No confident match: an answer would exceed the risk that you allow")
+    found = f"the first result is right with a probability of {_percent(best_probability)}"
+    if empty_set:
+        return Verdict("unsure", f"No clear match: the conformal set is empty; {found}")
     if expected_matches >= MANY:
         return Verdict("many", f"Many matches: about {expected_matches:.0f}")
     if best_probability >= _CLEAR and expected_matches < _SINGLE:
         return Verdict("clear", "One clear match")
-    found = f"the first result is right with a probability of {_percent(best_probability)}"
     if best_probability < _UNSURE:
         return Verdict("unsure", f"No clear match: {found}")
     if expected_matches >= _FEW:

@@ -404,7 +404,8 @@ class Gallery(ABC):
             calibrated, inside = self.calibrated and native[i], sets[i]
             strange, said = unfamiliar is not None and unfamiliar[i] and i not in by_texts, None
             if total is not None and (calibrated or strange or (filter is not None and not hits)):
-                said = verdict(total, best, abstained[i], unfamiliar=strange)
+                empty = inside is not None and not inside.ids
+                said = verdict(total, best, abstained[i], unfamiliar=strange, empty_set=empty)
                 if not hits:
                     said = replace(said, text="The gallery is empty" if filter is None else self._no_item(filter))
             answers.append(

@@ -54,7 +54,14 @@ from sfumato.models.run import (
 from sfumato.models.unfamiliar import remember_words
 from sfumato.progress import progress_bar, say
 from sfumato.training.batches import Batches, IndexedBatches, epoch_seed, prefetch
-from sfumato.training.setup import LOCK, claim_folder, new_or_resumed_model, training_batches, training_splits
+from sfumato.training.setup import (
+    LOCK,
+    claim_folder,
+    load_start,
+    new_or_resumed_model,
+    training_batches,
+    training_splits,
+)
 from sfumato.training.step import (
     DivergedError,
     TrainBatch,
@@ -180,6 +187,8 @@ def _prepare(recipe: Recipe, folder: Path, process_group: ProcessGroup) -> _Trai
     loss = build_loss(recipe).to(process_group.device)
     held_out = WORDINGS if recipe.data.held_out_wordings and WORDINGS in splits else None
     val_split = "val" if "val" in splits else held_out  # If all images train, their other texts validate.
+    if recipe.data.held_out_wordings and not held_out:
+        say(_one_text_an_image(val_split is not None))
     val = prepare_split(model, splits[val_split], problems, val_split, process_group) if val_split else None
     wordings = splits[held_out] if held_out and held_out != val_split else None
     batches = training_batches(recipe, model, splits, problems, process_group)
@@ -193,7 +202,9 @@ def _prepare(recipe: Recipe, folder: Path, process_group: ProcessGroup) -> _Trai
     if problems.left_out:
         say(f"{counted(problems.left_out, 'item')} left out, listed in {folder / PROBLEMS}:\n{problems.summary(3)}")
     optimiser = build_optimiser(model, loss, recipe.optim)
-    average = WeightAverage(model, config.ema_decay or None) if config.ema_decay or config.swa_epochs else None
+    load_start(config.start, model)
+    averages = config.ema_decay or config.swa_epochs
+    average = WeightAverage(model, config.ema_decay or None, config.anchor) if averages else None
     return _Training(
         recipe,
         folder,
@@ -207,6 +218,21 @@ def _prepare(recipe: Recipe, folder: Path, process_group: ProcessGroup) -> _Trai
         problems,
         optimiser,
         average,
+    )
+
+
+def _one_text_an_image(validates: bool) -> str:
+    """What it means for probabilities that no text can be kept back, and what to do."""
+    if validates:
+        return (
+            "one text an image: none can be kept back from the training, so probabilities are fitted on images that it"
+            " does not see, and in an index of the training images they are a rough guide. Give the images a second"
+            " text for better ones"
+        )
+    return (
+        "one text an image: none can be kept back from the training, so nothing chooses the best epoch, and there will"
+        " be no probabilities. Give the images a second text, or stop now and keep some images back:"
+        " data.val_fraction=0.2"
     )
 
 

@@ -13,7 +13,7 @@ from sfumato.data.splits import apply_noise, load_noise, noise_of, parse_part, s
 from sfumato.encoders.dual import DualEncoder
 from sfumato.encoders.feature_rows import described_by
 from sfumato.encoders.package_weights import where_weights_are
-from sfumato.errors import UserError
+from sfumato.errors import UserError, as_typed
 from sfumato.models.embed import load_splits, prepare_split
 from sfumato.models.process_group import ProcessGroup, alone
 from sfumato.models.recipe import Recipe, absolute_recipe, differing_keys, find_recipe, load_recipe, save_recipe
@@ -28,6 +28,8 @@ from sfumato.models.run import (
     build_model,
     fresh_tokenizer,
     load_assets,
+    load_model,
+    load_tensors,
     save_assets,
 )
 from sfumato.training.batches import Augmentation, Batches, IndexedBatches, ShardBatches
@@ -74,7 +76,7 @@ def _check_extends(folder: Path, saved: Recipe, recipe: Recipe) -> None:
         more = f", and {len(named) - _NAMED} more" if len(named) > _NAMED else ""
         raise UserError(
             f"{folder} holds a run of another recipe: {'; '.join(named[:_NAMED])}{more}. Give another folder with"
-            " --out, or delete that one"
+            f" --out, or delete that one: {as_typed('rm', '-r', folder)}"
         )
     before, now = saved.train.epochs, recipe.train.epochs
     reason = (
@@ -88,7 +90,10 @@ def _check_extends(folder: Path, saved: Recipe, recipe: Recipe) -> None:
         else None
     )
     if reason:
-        raise UserError(f"the run in {folder} cannot go on: {reason}. Give another folder with --out")
+        raise UserError(
+            f"the run in {folder} cannot go on: {reason}. Give another folder with --out,"
+            f" or delete that one: {as_typed('rm', '-r', folder)}"
+        )
 
 
 def training_splits(
@@ -135,6 +140,14 @@ def new_or_resumed_model(
     model = model.to(process_group.device)
     process_group.copy_from_main(model)
     return model
+
+
+def load_start(source: str, model: DualEncoder) -> None:
+    """Give a new model the weights of the model that its training starts from."""
+    if source:
+        what = f"train.start={source}: does not fit the model of this recipe"
+        way_out = "; take the section model of that one, or start from new weights: train.start= train.anchor=0"
+        load_tensors(model, load_model(source).model.state_dict(), what, way_out)
 
 
 def _training_texts(recipe: Recipe, splits: dict[str, PairData]) -> Iterator[str]:

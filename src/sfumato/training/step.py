@@ -271,15 +271,18 @@ def clip_gradients(parameters: Iterable[nn.Parameter], largest: float) -> float:
 class WeightAverage(nn.Module):
     """The average of all weights and buffers of a model: both towers and their heads.
 
-    Paper: Izmailov et al., "Averaging weights leads to wider optima and better generalization", UAI 2018, for the plain
-        mean.
+    With an anchor, what is kept lies between the weights at construction and the average.
+
+    Papers: Izmailov et al., "Averaging weights leads to wider optima and better generalization", UAI 2018, for the
+        plain mean; Wortsman et al., "Robust fine-tuning of zero-shot models", CVPR 2022, for the anchor.
     """
 
     updates: Tensor
 
-    def __init__(self, model: nn.Module, decay: float | None) -> None:
+    def __init__(self, model: nn.Module, decay: float | None, anchor: float = 0.0) -> None:
         super().__init__()
-        self.decay = decay
+        self.decay, self.anchor = decay, anchor
+        self._start = [value.detach().clone() for value in model.state_dict().values()] if anchor else []
         self.register_buffer("updates", torch.zeros((), dtype=torch.int64))
         self.names = list(model.state_dict())
         for i, value in enumerate(model.state_dict().values()):
@@ -301,6 +304,13 @@ class WeightAverage(nn.Module):
         """The averaged values."""
         return [self.get_buffer(f"value{i}") for i in range(len(self.names))]
 
+    def kept(self) -> list[Tensor]:
+        """The averaged values, mixed with those of the start by the anchor."""
+        if not self._start:
+            return self.values()
+        pairs = zip(self.values(), self._start, strict=True)
+        return [own.lerp(start, self.anchor) if own.is_floating_point() else own for own, start in pairs]
+
 
 @contextmanager
 def averaged(model: nn.Module, average: WeightAverage | None) -> Iterator[None]:
@@ -309,7 +319,7 @@ def averaged(model: nn.Module, average: WeightAverage | None) -> Iterator[None]:
         yield
         return
     own = {name: value.detach().clone() for name, value in model.state_dict().items()}
-    model.load_state_dict(dict(zip(average.names, average.values(), strict=True)))
+    model.load_state_dict(dict(zip(average.names, average.kept(), strict=True)))
     try:
         yield
     finally:
