@@ -390,9 +390,8 @@ class Gallery(ABC):
         context = self._context(queries, found)
         nothing: list[None] = [None] * queries.n
         abstained = nothing if max_risk is None else scorer.abstains(context, max_risk, n)
-        sets = (
-            nothing if radius is None else self.within(queries, radius, most=None if max_set is None else max_set + 1)
-        )
+        most = None if max_set is None else max_set + 1
+        sets = nothing if radius is None else self.within(queries, radius, most=most)
         totals = self.expected_matches(queries, filter) if expected else nothing
         asked = {i: text for i, text in enumerate(texts or ()) if text and abstained is sets and self.calibrated}
         by_texts = self._by_texts(queries, asked, k, filter, n) if asked else {}
