@@ -21,6 +21,7 @@ STATES = {
     "vague": "/?q=animal",
     "precise": "/?q=hot+springs",
     "nonsense": "/?q=xkqz+wvbt",
+    "enlarged": "/?q=animal#enlarged",
     "unclear": "/?q=orange+fox",
     "picture": "/?id=1F98A/fluent3d",
     "filter": "/?q=animal&least=0.8",
@@ -45,6 +46,9 @@ def opened(browser: Browser, url: str, size: tuple[int, int], scheme: Any) -> It
     page.goto(url)
     page.wait_for_load_state("networkidle")
     page.wait_for_timeout(300)
+    if url.endswith("#enlarged"):
+        page.locator(".pick").first.click()
+        page.wait_for_timeout(300)
     yield page
     context.close()
 

@@ -3,6 +3,7 @@
 import os
 import re
 import shutil
+from datetime import datetime
 from urllib.parse import parse_qs, urlsplit
 
 import pytest
@@ -11,6 +12,7 @@ from support.processes import short_folder
 from support.serving import KEY, make_collection, picture, read_only, served
 
 from sfumato.search.answer import verdict
+from sfumato.search.collection import GaussianCollection
 from sfumato.serve.answering import open_sources
 from sfumato.serve.app import PAGE
 
@@ -32,6 +34,8 @@ COLOURS = r"""(names) => {
         return getComputedStyle(probe).color.match(/\d+/g).map(Number);
     });
 }"""
+
+MATHEMATICS = "variance", "csd", "distance", "calibrat", "coverage", "Spearman", "conformal"
 
 GIVE = """([kind, target, file]) => {
     const data = new DataTransfer();
@@ -56,6 +60,28 @@ def uncalibrated(run, data, tmp_path_factory):
     shutil.copytree(run, folder / "run")
     (folder / "run" / "calibration.json").unlink()
     with served(open_sources(make_collection(folder / "run", data, folder / "collection"))) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def photographs(filled, tmp_path_factory):
+    """A service of a collection whose items have the fields of photographs."""
+    folder = shutil.copytree(filled, tmp_path_factory.mktemp("photographs") / "collection")
+    with GaussianCollection.open(folder) as collection:
+        (all,) = collection.scan()
+        payloads = [
+            {
+                "folder": ("2023/sea", "2023/hill", "2024")[i % 3],
+                "date": f"202{3 + i % 3 // 2}-{1 + i % 12:02}-10T09:30:00",
+                **({"captions": f"A bar in the sea {i}\nsome crosses"} if i % 2 else {}),
+                **({"title": "The red one", "tags": "red\nsea", "camera": "Canon"} if i == 0 else {}),
+                "_digest": "hidden",
+            }
+            for i in range(len(all.ids))
+        ]
+        collection.upsert(all.embeddings, list(all.ids), payloads=payloads)
+    with served(open_sources(folder)) as client:
+        client.payloads = {id: {**payload, "_digest": None} for id, payload in zip(all.ids, payloads, strict=True)}
         yield client
 
 
@@ -94,7 +120,7 @@ class Tab:
     def clear(self):
         """As it was before the test."""
         self.page.unroute_all()
-        self.page.evaluate("sessionStorage.clear()")
+        self.page.evaluate("sessionStorage.clear(), localStorage.clear()")
         self.page.goto("about:blank")
         self.page.mouse.move(0, 0)
 
@@ -110,7 +136,7 @@ def visit(request, chromium, tabs):
     """Opens pages; in the end nothing has happened that must never happen. Those of services that outlive the test are
     opened in the same tab as before, cleared."""
     opened = []
-    lasting = {"service", "uncalibrated", "vectors"} & {*request.fixturenames}
+    lasting = {"service", "uncalibrated", "vectors", "photographs"} & {*request.fixturenames}
     lasting = [request.getfixturevalue(name) for name in lasting]
 
     def open_page(client, path="/", *, width=1280, height=800, color_scheme="light", allowed=(), **options):
@@ -175,16 +201,24 @@ def test_search_by_text(visit, service):
     expect(card).to_contain_text(first["id"])
     probability = float(f"{100 * first['match_probability']:.{1 if first['match_probability'] < 0.1 else 0}f}")
     expect(card).to_have_accessible_name(re.compile(rf"match probability {probability:g}%"))
-    expect(card).to_have_accessible_description("More like this")
+    expect(card).to_have_accessible_description(first["id"])
     assert card.locator("img").evaluate("async (image) => (await image.decode(), image.naturalWidth)") > 0
     expect(page.locator("#status")).to_contain_text(answer["verdict"]["text"])
     assert searched(page) == {"q": "a red circle"} and "a red circle" in page.title()
     panel(page).get_by_text("What do these numbers mean?").click()
     expect(panel(page)).to_contain_text("Each of the 48 images has a probability that it matches")
     expect(panel(page)).to_contain_text("A match is a pair like those that the data list")
+    for word in MATHEMATICS:  # only where it is asked for, and then at every visit
+        expect(page.locator("body")).not_to_contain_text(word, use_inner_text=True, ignore_case=True)
+    page.get_by_text("For experts").click()
     expect(panel(page)).to_contain_text(f"total variance of the search {answer['total_variance']:.3g}")
-    panel(page).get_by_text("What do these numbers mean?").click()
-    expect(page.locator("body")).not_to_contain_text("variance", use_inner_text=True)  # only where it is asked for
+    page.reload()
+    expect(page.locator("footer")).to_contain_text("distance csd", use_inner_text=True)
+    expect(page.get_by_role("slider")).to_be_visible()
+    page.get_by_text("For experts").click()
+    expect(page.locator("footer")).not_to_contain_text("csd", use_inner_text=True)
+    page.reload()
+    expect(page.get_by_role("slider")).to_be_hidden()
 
 
 def test_the_expected_matches_are_of_the_whole_gallery(visit, service):
@@ -313,10 +347,11 @@ def test_more_like_this_and_back(visit, service):
     page = visit(service, "/?q=a+red+circle")
     first = ask(service, {"text": "a red circle"})["hits"][0]["id"]
     panel(page).locator(".hit .pick").first.click()
+    page.get_by_role("button", name="Find similar").click()
     expect(panel(page).locator("h2")).to_have_text(f"More like {first}")
     assert searched(page) == {"id": first}
     # The calibration knows no searches by image among images.
-    expect(panel(page).locator(".guess")).to_contain_text("are not calibrated")
+    expect(panel(page).locator(".guess")).to_contain_text("No probabilities here")
     page.go_back()
     expect(panel(page).locator("h2")).to_have_text("“a red circle”")
     expect(page.locator("#q0")).to_have_value("a red circle")
@@ -356,7 +391,7 @@ def test_guarantees_are_those_of_the_calibration_and_the_threshold_filters_at_on
         select = page.get_by_label(name)
         expect(select.locator("option")).to_have_count(len(offered) + 1)
         assert select.is_disabled() == (not offered)
-    page.get_by_text("Options", exact=True).click()
+    page.get_by_text("For experts").click()
     page.get_by_label("Set that holds a match").select_option(str(told["coverages"][0]))
     inside = ask(service, {"text": "a red circle"}, coverage=told["coverages"][0])["conformal_set"]["hits"]
     expect(panel(page)).to_contain_text(f"The framed set of {len(inside)} image")
@@ -369,7 +404,6 @@ def test_guarantees_are_those_of_the_calibration_and_the_threshold_filters_at_on
     found = [hit["match_probability"] for hit in hits]
     between = [percent for percent in range(1, 99) if min(found) < percent / 100 <= max(found)]
     threshold = between[len(between) // 2]
-    page.get_by_text("Options", exact=True).click()
     page.get_by_role("slider").fill(str(threshold))
     left = [probability for probability in found if probability >= threshold / 100]
     assert 0 < len(left) < 24 and sum(left) >= 1
@@ -403,7 +437,7 @@ def test_compare(visit, service):
     page.set_viewport_size({"width": 390, "height": 800})
     page.wait_for_function(f"() => {{{boxes}; return one.x === other.x && one.bottom < other.y}}")
     page.locator("#q0").fill("a blue square")
-    page.get_by_text("Options", exact=True).click()
+    page.get_by_text("For experts").click()
     page.get_by_label("Set that holds a match").select_option("0.5")
     expect(panel(page)).to_contain_text("The framed set of")
     expect(page.locator("#q0")).to_have_value("a blue square")
@@ -440,19 +474,30 @@ def test_keyboard_alone(visit, service):
         ring = page.evaluate(OUTLINE)
         assert ring != "none", passed
         assert len(passed) < 20, passed
-        if passed[-1] == "Options":
+        if passed[-1] == "For experts":
             page.keyboard.press("Enter")
     assert {"compare", "least", "abstain"} <= set(passed)
+    page.keyboard.press("Enter")
+    dialog = page.get_by_role("dialog")
+    expect(dialog).to_contain_text("Total variance", use_inner_text=True)  # the experts' part is open
+    expect(dialog).to_contain_text("1 of 24")
+    for key, place in (("ArrowRight", 2), ("ArrowRight", 3), ("ArrowLeft", 2)):
+        page.keyboard.press(key)
+        expect(dialog).to_contain_text(f"{place} of 24")
+    page.keyboard.press("Escape")
+    expect(dialog).to_be_hidden()
+    expect(panel(page).locator(".hit .pick").nth(1)).to_be_focused()  # that of what was shown last
+    page.keyboard.press("Enter")
+    expect(page.get_by_role("button", name="Close")).to_be_focused()
+    while page.evaluate("document.activeElement.textContent") != "Find similar":
+        page.keyboard.press("Tab")
     page.keyboard.press("Enter")
     expect(panel(page).locator("h2")).to_contain_text("More like")
     expect(page.locator("#answers")).to_be_focused()  # what had the focus has gone
     page.keyboard.press("Tab")
-    page.keyboard.press("Tab")
     page.keyboard.press("Enter")
-    expect(page.get_by_role("dialog")).to_contain_text("Total variance")
-    expect(page.get_by_role("dialog")).not_to_contain_text("probability")  # A search by item is not calibrated.
-    page.keyboard.press("Escape")
-    expect(page.get_by_role("dialog")).to_be_hidden()
+    expect(dialog).to_contain_text("It was found by its likeness to what you searched by")
+    expect(dialog).not_to_contain_text("probability")  # A search by item is not calibrated.
 
 
 def test_key(visit, run):
@@ -513,26 +558,196 @@ def test_add_and_delete(visit, collection):
         page = visit(client)
         page.get_by_role("button", name="Add…").click()
         dialog = page.get_by_role("dialog", name="Add to the collection")
-        dialog.get_by_label("Image:").set_input_files(violet)
-        expect(dialog.get_by_label("Id (")).to_have_value("violet.png")
+        dialog.get_by_label("choose photographs").set_input_files(violet)
+        expect(dialog.get_by_label("Id")).to_have_value("violet.png")
         dialog.get_by_role("button", name="Add").click()
         expect(dialog).to_be_hidden()
         expect(page.locator("#status")).to_have_text("violet.png was added.")
         expect(page.locator("#about")).to_contain_text("49 images")
         page.goto("/?id=violet.png")
-        page.get_by_role("button", name="Details of violet.png").click()
+        page.get_by_role("button", name="violet.png").click()
+        expect(page.locator("#item img")).to_have_attribute("src", re.compile("size=1600"))
         page.get_by_role("button", name="Delete…").click()
+        expect(page.get_by_role("dialog")).to_contain_text("The file on your disk stays.")
         assert client.get("/v1/info").json()["galleries"]["images"]["n"] == 49  # not without being asked again
-        page.get_by_role("button", name="Delete permanently").click()
+        page.get_by_role("button", name="Delete from the collection").click()
         expect(page.locator("#about")).to_contain_text("48 images")
         expect(page.locator(".empty .pick")).to_have_count(6)
         # by another id than its file's
         page.get_by_role("button", name="Add…").click()
-        dialog.get_by_label("Image:").set_input_files(violet)
-        dialog.get_by_label("Id (").fill("the violet one")
+        dialog.get_by_label("choose photographs").set_input_files(violet)
+        dialog.get_by_label("Id").fill("the violet one")
         dialog.get_by_role("button", name="Add").click()
         expect(page.locator("#status")).to_have_text("the violet one was added.")
         page.close()
+
+
+def test_an_enlarged_photograph_has_its_details_and_says_why_it_matched(visit, photographs):
+    page = visit(photographs, "/?q=Crosses+and+a+bar+of+the+seas")
+    for hit in ask(photographs, {"text": "Crosses and a bar of the seas"})["hits"]:
+        payload = photographs.payloads[hit["id"]]
+        card = panel(page).locator(f".pick[title='{hit['id']}']")
+        said = payload.get("title") or payload.get("captions", "").split("\n")[0]
+        day = datetime.fromisoformat(payload["date"]).strftime("%-d %B %Y")
+        expect(card.locator(".name")).to_have_text(said or day)
+    first = ask(photographs, {"text": "Crosses and a bar of the seas"})["hits"]
+    hit = next(one for one in first if "captions" in one["payload"])
+    panel(page).locator(f".pick[title='{hit['id']}']").click()
+    dialog = page.get_by_role("dialog")
+    caption = hit["payload"]["captions"].split("\n")[0]
+    expect(dialog.get_by_role("heading", level=2)).to_have_text(caption)
+    expect(dialog).to_contain_text(f"Its caption “{caption}” shares “bar”, “sea” with your search.")
+    probability = hit["match_probability"]
+    expect(dialog).to_contain_text(f"Its probability is {probability:{'.1%' if probability < 0.1 else '.0%'}}")
+    assert dialog.locator("dt:visible").all_inner_texts() == [
+        "Captions",
+        "Date",
+        "Path",
+    ]  # What is for experts is not there.
+    expect(dialog.locator("dd").first).to_have_text(f"{caption}some crosses")
+    expect(dialog).to_contain_text("09:30")
+    expect(dialog).not_to_contain_text("hidden")
+    page.keyboard.press("Escape")
+    enter(page, "a bar")
+    expect(panel(page).locator("h2")).to_have_text("“a bar”")
+    panel(page).locator(".pick").first.click()
+    page.go_back()
+    expect(dialog).to_be_hidden()
+    expect(panel(page).locator("h2")).to_have_text("“Crosses and a bar of the seas”")
+
+
+def test_filters_by_date_and_folder(visit, photographs, service):
+    page = visit(photographs, "/?q=a+bar")
+    expect(panel(page).locator(".hit")).to_have_count(24)
+    options = page.locator("#folder").locator("option")
+    expect(options).to_have_text(["all", "2023 (32)", "2023/hill (16)", "2023/sea (16)", "2024 (16)"])
+
+    def found(fits):
+        wanted = {id for id, one in photographs.payloads.items() if fits(one)}
+        expect(panel(page).locator("[data-count]")).to_contain_text(f"all {len(wanted)} images that pass the filter")
+        picks = panel(page).locator(".pick")
+        expect(picks).to_have_count(len(wanted))
+        assert {pick.get_attribute("title") for pick in picks.all()} == wanted
+
+    page.locator("#folder").select_option("2024")
+    found(lambda one: one["folder"] == "2024")
+    page.locator("#folder").select_option("2023")  # with the folders in it
+    page.get_by_label("To", exact=True).fill("2023-03-10")  # the whole day
+    found(lambda one: one["folder"] != "2024" and one["date"] < "2023-03-11")
+    page.get_by_label("From", exact=True).fill("2023-02-01")
+    found(lambda one: one["folder"] != "2024" and "2023-02" < one["date"] < "2023-03-11")
+    assert searched(page) == {"q": "a bar", "from": "2023-02-01", "to": "2023-03-10", "folder": "2023"}
+    page.get_by_text("For experts").click()
+    for guarantee in ("Wrong answers allowed", "Set that holds a match"):  # which are about the whole collection
+        expect(page.get_by_label(guarantee)).to_be_disabled()
+    page.set_viewport_size({"width": 360, "height": 700})
+    page.reload()
+    expect(page.locator("#filters summary")).to_have_text("Filter: from 1 February 2023, to 10 March 2023, 2023")
+    found(lambda one: one["folder"] != "2024" and "2023-02" < one["date"] < "2023-03-11")
+    page.get_by_label("To", exact=True).fill("2022-01-01")
+    expect(panel(page).locator(".verdict")).to_contain_text("No item passes the filter")
+    page.get_by_role("button", name="Remove the filter").click()
+    expect(panel(page).locator(".hit")).to_have_count(24)
+    assert searched(page) == {"q": "a bar"}
+    expect(visit(service).locator("#filters")).to_be_hidden()  # Its images have neither.
+
+
+def test_near_duplicates_are_folded_and_can_be_opened(visit, photographs):
+    page = visit(photographs)
+    answer = ask(photographs, {"text": "a bar"})
+    first, second, third, *others = answer["hits"]
+    answer["hits"] = [{**first, "duplicates": [second["id"], third["id"]]}, *others]
+    page.route("**/v1/search", lambda route: route.fulfill(json={"answers": [answer]}))
+    enter(page, "a bar")
+    folded = panel(page).locator(".folded")
+    expect(folded).to_have_text("+2 similar")
+    folded.click()
+    dialog = page.get_by_role("dialog")
+    expect(dialog).to_contain_text("2 of 3")
+    expect(dialog).to_contain_text(second["id"])
+    page.keyboard.press("ArrowRight")
+    expect(dialog).to_contain_text(third["id"])
+    page.keyboard.press("Escape")
+    expect(folded).to_be_focused()
+
+
+def test_a_folder_is_added_at_once_and_what_is_left_out_is_said(visit, collection, tmp_path):
+    trip = tmp_path / "Trip"
+    for i in range(9):
+        (trip / f"day{i % 2}").mkdir(parents=True, exist_ok=True)
+        (trip / f"day{i % 2}" / f"{i}.png").write_bytes(picture((i, 0, 200)))
+    (trip / "day0" / "4.txt").write_text("the fourth\n\n a tree \n")
+    for name, data in {"0.png": b"junk", "2.png": picture("red", (60, 60)), "big.jpg": bytes(20_000)}.items():
+        (trip / name).write_bytes(data)
+    for name in ("notes.pdf", "alone.txt", ".DS_Store"):
+        (trip / name).write_text("x")
+    allowed = ["status of 413", "status of 422"]
+    with served(open_sources(collection), max_batch=6, max_upload_mb=0.01, max_pixels=2000) as client:
+        page = visit(client, allowed=allowed)
+        page.get_by_role("button", name="Add…").click()
+        dialog = page.get_by_role("dialog", name="Add to the collection")
+        dialog.get_by_label("choose a folder").set_input_files(trip)
+        expect(dialog.locator(".chosen")).to_contain_text("11 photographs (")
+        expect(dialog.locator(".chosen")).to_contain_text("1 with captions; 3 files left out.")
+        dialog.get_by_role("button", name="Add 11 photographs").click()
+        expect(dialog.locator(".chosen")).to_have_text("9 of 11 photographs added; 5 files left out.")
+        dialog.get_by_text("Left out, and why").click()
+        left = dict(line.split(" ", 1) for line in dialog.locator(".left li").all_inner_texts())
+        assert left["Trip/notes.pdf"] == "is no photograph" and "this service takes 0.01 MB" in left["Trip/big.jpg"]
+        assert left["Trip/alone.txt"] == "is a text without a photograph of its name" and len(left) == 5
+        assert "not an image" in left["Trip/0.png"] and "more pixels than the limit" in left["Trip/2.png"]
+        dialog.get_by_role("button", name="Close").click()
+        expect(page.locator("#about")).to_have_text("57 images")
+        item = client.get("/v1/items/Trip/day0/4.png").json()
+        assert item["payload"] == {"captions": "the fourth\na tree", "folder": "Trip/day0"}
+        expect(page.locator("#folder")).to_contain_text("Trip/day1 (4)")  # A filter that was not there before.
+        page.close()
+
+
+def test_what_is_dropped_is_added_or_searched_by(visit, collection, service):
+    drop = """(names) => {
+        const data = new DataTransfer();
+        for (const [name, bytes] of names) data.items.add(new File([Uint8Array.from(bytes)], name));
+        document.querySelector("#answers").dispatchEvent(new DragEvent("drop", {bubbles: true, dataTransfer: data}));
+    }"""
+    files = [[name, list(picture(name[:-4]))] for name in ("red.png", "blue.png")]
+    with served(open_sources(collection)) as client:
+        page = visit(client)
+        page.evaluate(drop, files)
+        page.get_by_role("button", name="Add 2 photographs").click()
+        expect(page.locator("#notice")).to_have_text("2 of 2 photographs added.")
+        page.evaluate(drop, files[:1])
+        expect(panel(page).locator("h2")).to_have_text("red.png")
+        page.get_by_role("button", name="Add it to the collection…").click()
+        page.get_by_role("dialog").get_by_role("button", name="Add", exact=True).click()
+        expect(page.locator("#notice")).to_have_text("red.png was added; 1 of them replaced what had the same name.")
+        client.post("/v1/items/delete", json={"ids": [one["id"] for one in client.get("/v1/items").json()["items"]]})
+        page.goto("/")
+        expect(page.locator(".empty")).to_contain_text(
+            "This collection is still empty. Drop photographs or whole folders"
+        )
+        page.close()
+    page = visit(service)  # an index
+    page.evaluate(drop, files)
+    expect(page.locator("#hint")).to_contain_text("the collection can only be searched")
+
+
+def test_a_dropped_folder_is_walked_to_its_end(visit, service):
+    page = visit(service)
+    found = page.evaluate("""async () => {
+        const { filesIn } = await import("/page/add.js");
+        const read = (path, yes, no) => path.includes("bad") ? no() : yes(new File([], "x"));
+        const file = (path) => ({isFile: true, fullPath: path, file: (yes, no) => read(path, yes, no)});
+        const reader = (parts) => ({readEntries: (yes) => yes(parts.shift() ?? [])});
+        const folder = (path, ...parts) => ({fullPath: path, createReader: () => reader(parts)});
+        const inner = folder("/a/b", [file("/a/b/3.png")]);
+        const outer = folder("/a", [file("/a/1.png"), inner], [file("/a/2.png"), file("/a/bad.png")]);
+        const items = [outer, file("/0.png")].map((entry) => ({webkitGetAsEntry: () => entry}));
+        const found = await filesIn({items, files: []});
+        return Object.fromEntries(found.map(({path, file}) => [path, Boolean(file)]));
+    }""")
+    readable = dict.fromkeys(("0.png", "a/1.png", "a/2.png", "a/b/3.png"), True)
+    assert found == {**readable, "a/bad.png": False}  # A reader gives a part of a folder at a time.
 
 
 def test_nothing_sticks_out(visit, service, vectors):
@@ -594,8 +809,8 @@ def test_it_is_small_asks_nobody_else_and_says_what_it_needs(service):
     told = re.search("<noscript>(.*)</noscript>", service.get("/").text).group(1)
     assert "needs JavaScript" in told and 'href="docs"' in told
     files = {path.name: path.read_text() for path in PAGE.iterdir()}
-    assert set(files) == {"index.html", "page.css", "page.js", "service.js", "words.js"}
-    assert sum(map(len, files.values())) < 52_000
+    assert set(files) == {"index.html", "page.css", "page.js", "service.js", "words.js", "add.js"}
+    assert sum(len(text) for name, text in files.items() if name.endswith(".js")) < 53_000
     for name, text in files.items():
         assert "https://" not in text and "innerHTML" not in text and "eval(" not in text, name
 
@@ -624,7 +839,7 @@ def test_two_answers_are_announced_at_once(visit, service, late):
 
 def test_options_are_folded_unless_they_are_in_use(visit, uncalibrated):
     page = visit(uncalibrated, "/?q=a+red+circle&q2=some+bar", width=390, height=844)
-    slider, options = page.get_by_role("slider"), page.get_by_text("Options", exact=True)
+    slider, options = page.get_by_role("slider"), page.get_by_text("For experts")
     row = [page.locator(it).bounding_box() for it in (".toggle", "#add-open")]
     assert len({(box["y"], box["height"]) for box in row}) == 1  # one row, aligned
     expect(slider).to_be_hidden()
@@ -632,11 +847,12 @@ def test_options_are_folded_unless_they_are_in_use(visit, uncalibrated):
     options.click()
     expect(slider).to_be_visible()
     expect(page.locator("#promises")).to_contain_text("need a model that was calibrated")
-    expect(panel(page).locator(".guess")).to_contain_text("not calibrated")
+    expect(panel(page).locator(".guess")).to_contain_text("not calibrated", use_inner_text=True)
     expect(page.get_by_label("Wrong answers allowed")).to_be_disabled()
     expect(page.get_by_label("Set that holds a match")).to_be_disabled()
     one, other = (page.locator(it).bounding_box() for it in ("#abstain", "#coverage"))
     assert (one["y"], one["width"]) == (other["y"], other["width"])
+    options.click()
     page.goto("/?q=a+red+circle&least=0.01")
     expect(slider).to_be_visible()  # in use, so not hidden
     page.goto("/?q=a+red+circle")
@@ -690,6 +906,7 @@ def test_without_a_text_encoder_the_page_searches_by_item(visit, vectors):
     expect(picks).to_have_count(6)
     name = picks.nth(2).inner_text()
     picks.nth(2).click()
+    page.get_by_role("button", name="Find similar").click()
     answer = ask(vectors, {"id": name})
     expect(panel(page).locator("h2")).to_have_text(f"More like {name}")
     expect(panel(page).locator(".pick .name")).to_have_text([hit["id"] for hit in answer["hits"]])

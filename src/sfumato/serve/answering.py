@@ -521,9 +521,9 @@ def _vague(answers: Sequence[Answer]) -> Answer | None:
     """One of many matches, else a single word whose matches are not the first hit alone."""
     if many := _of_kind(answers, "many"):
         return max(many, key=lambda one: sum(map(_probability, one.hits)))
-    others = {one.query: (one.expected_matches or 0) - _first(one) for one in _of_kind(answers, "few", "unsure")}
-    words = [one for one in _of_kind(answers, "few", "unsure") if " " not in one.query and others[one.query] > 0.3]
-    return max(words, key=lambda one: others[one.query], default=None)
+    words = [one for one in _of_kind(answers, "few", "unsure") if " " not in one.query and _first(one) > 0.1]
+    others = [((one.expected_matches or 0) - _first(one), one) for one in words]
+    return max(((n, one) for n, one in others if n > 0.3), key=lambda two: two[0], default=(0, None))[1]
 
 
 def _precise(answers: Sequence[Answer]) -> Answer | None:

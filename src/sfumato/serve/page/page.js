@@ -1,7 +1,8 @@
 // The page of `sfumato serve`: it calls the API at its own origin and shows the answers. The URL holds the search, so that
 // it can be shared and Back works. An image is kept while the page is open.
+import { filesIn, send, sorted, summary } from "./add.js";
 import { Refused, forgetPictures, json, key, onKeyNeeded, pictureURL, setKey } from "./service.js";
-import { about, bar, button, count, expectation, figure, h, megabytes, nameOf, odds, percent, strip, things } from "./words.js";
+import { about, bar, button, closestLine, count, day, expectation, figure, h, megabytes, nameOf, odds, percent, some, strip, things } from "./words.js";
 
 const $ = (selector, root = document) => root.querySelector(selector);
 const $$ = (selector) => document.querySelectorAll(selector);
@@ -12,11 +13,16 @@ const SIGNS = { sure: "✓", calm: "●●●", unsure: "?", none: "–" }; // b
 const HITS = 24;
 const LONGEST = 2000; // characters of a text that the service takes
 const THUMBNAIL = 96; // pixels, on the start page
+const LARGE = 1600;
+const FILTERS = ["from", "to", "folder"];
 const files = new Map(); // key -> picture that was asked with
 const known = new Map(); // id -> item: name and picture of what was seen
 const answers = new Map(); // request -> answer
 const shown = [null, null]; // slot -> {query, answer}
 const running = [null, null]; // slot -> AbortController
+const folders = new Map(); // gallery -> promise of its folders, with the number of items in each and below it
+let viewed; // what the dialog shows: its items, and the place among them
+let adding; // what was chosen to be added, and the AbortController of its upload
 let wanted = HITS;
 let info;
 let state;
@@ -26,7 +32,7 @@ const begun = new Promise((resolve) => (begin = resolve));
 // Actions wait until the collection is known.
 const on = (node, type, act) => node.addEventListener(type, (event) => (info ? act(event) : begun.then(() => act(event))));
 
-const image = (path, alt = "", size = 224) => {
+const image = (path, alt = "", size = 320) => {
   const node = h("img", { alt, decoding: "async" });
   pictureURL(path, size).then((url) => (node.src = url), () => {});
   return node;
@@ -46,6 +52,8 @@ function checkPicture(file) {
 }
 
 const here = () => info.galleries[state.gallery];
+const filtered = () => FILTERS.some((name) => state[name]);
+const among = (n = here().n) => (filtered() ? `the ${state.gallery} that pass the filter` : things(state.gallery, n));
 const native = () => (state.gallery === "images" ? "text" : "image"); // what promises are made for
 
 const hint = (text) => ($("#hint").textContent = text);
@@ -77,6 +85,7 @@ function read() {
     gallery,
     queries,
     compare: get.has("compare") || Boolean(queries[1]),
+    ...Object.fromEntries(FILTERS.map((name) => [name, (info.galleries[gallery].fields.includes(name === "folder" ? name : "date") && get.get(name)) || null])),
     least: Math.min(0.99, Math.max(0, Number(get.get("least")) || 0)),
     ...Object.fromEntries(["abstain", "coverage"].map((name) => [name, offers(name, gallery).find((v) => v === Number(get.get(name))) ?? null])),
   };
@@ -90,7 +99,7 @@ function remember(how) {
   if (state.gallery !== Object.keys(info.galleries)[0]) set("in", state.gallery);
   state.queries.forEach((query, slot) => query && query.kind !== "image" && set((query.kind === "id" ? "id" : "q") + (slot ? "2" : ""), query.value));
   if (state.compare && !state.queries[1]) set("compare", "1");
-  for (const name of ["least", "abstain", "coverage"]) set(name, state[name]);
+  for (const name of [...FILTERS, "least", "abstain", "coverage"]) set(name, state[name]);
   const pictures = state.queries.map((query) => (query?.kind === "image" ? query.value : null));
   history[how]({ pictures }, "", `?${url}`.replace(/^\?$/, location.pathname));
 }
@@ -125,9 +134,31 @@ function askPicture(slot, file) {
 
 // ---- searching
 
+async function foldersOf(gallery) {
+  if (!folders.has(gallery)) folders.set(gallery, json(`v1/values?field=folder&gallery=${gallery}`).then(({ values }) => {
+    const found = new Map();
+    for (const { value, n } of values) {
+      const parts = value.split("/");
+      for (let i = 1; i <= parts.length; i++) found.set(parts.slice(0, i).join("/"), (found.get(parts.slice(0, i).join("/")) ?? 0) + n);
+    }
+    return found;
+  }, () => new Map()));
+  return folders.get(gallery);
+}
+
+// Of a day to the end of another, and of a folder with those below it. The ends of a range: at least, below.
+async function filterOf({ gallery, from, to, folder }) {
+  if (!from && !to && !folder) return null;
+  const next = to && new Date(Date.parse(`${to}T00:00Z`) + 864e5).toISOString().slice(0, 10);
+  const inside = folder ? [folder, ...[...(await foldersOf(gallery)).keys()].filter((one) => one.startsWith(`${folder}/`))] : [];
+  const ranges = { ...((from || to) && { date: [from ?? "", next ?? ""] }), ...(inside.length > 100 && { folder: [folder, `${folder}0`] }) }; // "0" follows "/"
+  return { ...(inside.length && inside.length <= 100 && { where: { folder: inside } }), ...(Object.keys(ranges).length && { ranges }) };
+}
+
 async function answerOf(query, signal) {
   const { gallery, abstain, coverage } = state;
-  const options = { gallery, max_results: Math.min(wanted, info.limits.max_results), ...(query.kind === native() && { abstain, coverage }) };
+  const filter = await filterOf(state);
+  const options = { gallery, max_results: Math.min(wanted, info.limits.max_results), ...(filter ? { filter } : query.kind === native() && { abstain, coverage }) };
   const key = JSON.stringify([options, query]);
   if (!answers.has(key)) {
     const value = query.kind === "image" ? await base64(files.get(query.value).file) : query.value;
@@ -212,11 +243,12 @@ function result(slot, query, answer) {
   const set = answer.conformal_set;
   const inSet = new Set(set?.hits.map(({ id }) => id));
   const title = titleOf(query);
+  const canAdd = query.kind === "image" && gallery === "images" && here().writable;
   return h("section", { class: `card ${toneOf(answer)}`, "aria-label": `Answer to ${title.slice(0, 100)}` },
-    h("header", {}, thumbnailOf(query), h("div", {}, h("h2", { title: title.length > 80 && title }, title), verdictOf(answer))),
+    h("header", {}, thumbnailOf(query), h("div", {}, h("h2", { title: title.length > 80 && title }, title), verdictOf(answer), canAdd && h("p", {}, button({ onclick: () => openAdd([{ file: files.get(query.value).file, path: files.get(query.value).file.name }]) }, "Add it to the collection…")))),
     answer.verdict?.kind === "unfamiliar" ? h("p", { class: "guess" }, "So the probabilities below say little. Check the spelling, or use other words.")
       : answer.calibrated ? facts(answer, n, gallery) : plain(gallery),
-    set && h("p", { class: "count" }, set.complete ? `The framed set of ${things(gallery, set.hits.length)}: for queries like those of the calibration it holds a match with a probability of ${percent(set.coverage)}.` : `The framed set was cut at ${things(gallery, set.hits.length)}, so its coverage of ${percent(set.coverage)} is not guaranteed.`),
+    set && h("p", { class: "count" }, set.complete ? `The framed set of ${things(gallery, set.hits.length)}: for searches like those that the probabilities were fitted on it holds a match with a probability of ${percent(set.coverage)}.` : `The framed set was cut at ${things(gallery, set.hits.length)}, so that it holds a match in ${percent(set.coverage)} is not guaranteed.`),
     h("p", { class: "count", "data-count": "" }),
     h("ul", { class: `grid ${gallery}` }, answer.hits.map((hit) => card(slot, hit, inSet.has(hit.id))), wanted < Math.min(n, info.limits.max_results) && answer.hits.length >= wanted
       && h("li", { class: "after", "data-probability": answer.hits.at(-1).match_probability ?? 1 }, button({ onclick: () => { wanted *= 2; search(slot, { more: true }); } }, "More results"))));
@@ -224,34 +256,39 @@ function result(slot, query, answer) {
 
 const facts = (answer, n, gallery) => [
   h("div", { class: "facts" },
-    h("div", {}, h("p", {}, expectation(answer.expected_matches, n, gallery)), strip(answer.expected_matches, n)),
+    h("div", {}, h("p", {}, expectation(answer.expected_matches, among())), !filtered() && strip(answer.expected_matches, n)),
     answer.hits.length > 0 && h("div", {}, h("p", {}, "First result: right in ", h("b", {}, odds(number(answer))), " such searches"),
       h("span", { class: "strip", role: "img", "aria-label": `probability ${percent(number(answer))}` }, bar(number(answer))))),
   answer.queries_differ && h("p", { class: "guess" }, "Recent searches differ from those that the probabilities were fitted on: they may be off."),
-  h("details", {}, h("summary", {}, "What do these numbers mean?"),
-    h("p", {}, h("b", {}, "A match "), "is a pair like those that the data list, such as a photograph and its caption. A result is right if it is a match of your search in this sense. More results may fit your words than the numbers say: a list names few of the pairs that fit."),
-    h("p", {}, h("b", {}, "How many match. "), `Each of the ${things(gallery, n)} has a probability that it matches. It comes from its distance to your search, and from the distances of the closest results: one clear result is more probable than the same distance among many. The probabilities add up to ${about(answer.expected_matches)}: that many matches are to be expected; for a vague search the true number can be much smaller or larger. The strip is the whole gallery.`),
-    h("p", {}, h("b", {}, "The first result. "), `Its probability is ${percent(number(answer))}. Among many searches with such a first result, that part has a right one, which is a match.`),
-    h("p", {}, h("b", {}, "For those who know the method. "), `Distance ${answer.distance}; total variance of the search ${figure(answer.total_variance)}.`)),
+  meaning({ among: filtered() ? among() : `the ${among()}`, sum: about(answer.expected_matches), first: percent(number(answer)), whole: filtered() ? "" : "The strip is the whole gallery." }),
+  h("p", { class: "expert count" }, `Distance ${answer.distance}; total variance of the search ${figure(answer.total_variance)}.`),
 ];
+
+function meaning(said) {
+  const node = $("#meaning").content.cloneNode(true);
+  for (const place of node.querySelectorAll("[data-said]")) place.replaceWith(said[place.dataset.said]);
+  return node;
+}
 
 const plain = (gallery) =>
   h("p", { class: "guess" }, h("b", {}, "No probabilities here. "), here().calibrated
-    ? `They are not calibrated for this search: the calibration was fitted on ${native()}s against ${gallery}, and this search compares two ${gallery}. `
-    : "They are not calibrated: the model has no calibration. ",
-  "The results are in the order of their distance; how many of them match is not known.");
+    ? `They are known for searches by ${native() === "text" ? "words" : "image"} alone, and this one compares two ${gallery}. `
+    : "This collection has none. ",
+  "The closest results come first; how many of them match is not known.", h("span", { class: "expert" }, here().calibrated ? ` The calibration was fitted on ${native()}s against ${gallery}.` : " Probabilities are not calibrated: the model has no calibration (sfumato calibrate)."));
 
-const pick = (slot, item, { size, children } = {}) =>
-  button({ class: "pick", title: "More like this", onclick: () => like(slot, item.id) },
+function pick(slot, item, { size, children } = {}) {
+  const node = button({ class: "pick", title: item.id, "aria-haspopup": "dialog", onclick: () => enlarge(slot, node) },
     item.picture ? image(item.picture, "", size) : here().pictures && h("i", { class: "blank" }), h("span", { class: "name" }, nameOf(item)), children);
+  node.item = item;
+  return node;
+}
 
 function card(slot, hit, inSet) {
-  const name = nameOf(hit);
-  const p = hit.match_probability;
+  const { match_probability: p, duplicates = [] } = hit;
   const figures = p !== null && [bar(p), h("span", { class: "figures" }, h("span", { class: "quiet" }, "match probability "), h("b", {}, percent(p)))];
   return h("li", { class: inSet ? "hit in-set" : "hit", "data-probability": p ?? 1 },
     pick(slot, hit, { children: figures }),
-    button({ class: "more", "aria-label": `Details of ${name}`, onclick: () => details(slot, hit) }, "⋯"));
+    duplicates.length > 0 && button({ class: "folded", "aria-haspopup": "dialog", "aria-label": `${duplicates.length} similar to ${nameOf(hit)}`, onclick: (event) => unfold(slot, hit, event.target) }, `+${duplicates.length} similar`));
 }
 
 // Hides results below the probability of the slider, without a request.
@@ -269,11 +306,12 @@ function filter() {
 function counted({ hits, calibrated, verdict, expected_matches: expected }) {
   const { n } = here();
   if (!hits.length) return "";
-  const closest = hits.length < n ? `the ${hits.length} closest of ${things(state.gallery, n)}` : `all ${things(state.gallery, n)}`;
+  const whole = filtered() ? hits.length < wanted : hits.length >= n;
+  const closest = whole ? `all ${things(state.gallery, hits.length)}${filtered() ? " that pass the filter" : ""}` : `the ${hits.length} closest of ${among()}`;
   const sum = (some) => some.reduce((total, hit) => total + hit.match_probability, 0);
   if (!calibrated || verdict.kind === "unfamiliar") return `These are ${closest}.`;
   if (!state.least) {
-    const rest = hits.length < n ? Math.round(expected) - Math.round(sum(hits)) : 0;
+    const rest = !whole ? Math.round(expected) - Math.round(sum(hits)) : 0;
     const others = rest > 0 ? `, and about ${count(rest)} of the others` : "";
     return `These are ${closest}.` + (sum(hits) < 1 ? "" : ` About ${count(sum(hits))} of these should match${others}.`);
   }
@@ -284,7 +322,7 @@ function counted({ hits, calibrated, verdict, expected_matches: expected }) {
 
 // ---- the start
 
-const KINDS = { vague: "A vague search", precise: "A precise search", nonsense: "No words at all" };
+const KINDS = { vague: "A vague search", precise: "A precise search" };
 
 function welcome() {
   const { n } = here();
@@ -292,17 +330,18 @@ function welcome() {
   const { gallery } = state;
   const waiting = n > 0 && Array.from({ length: 3 }, () => h("li", { class: "tile waiting", "aria-hidden": "true" }, h("i", { class: "blank" })));
   const tiles = h("ul", { class: "tiles" }, waiting);
+  const mayAdd = !$("#add-open").hidden;
   const node = h("section", { class: "card empty" },
     h("h2", {}, text ? `Search ${things(gallery, n)}` : `Search ${things(gallery, n)} by item`),
-    h("p", {}, ...(!n ? ["This collection is still empty."] : [
+    h("p", {}, ...(!n ? ["This collection is still empty. ", mayAdd ? `${gallery === "images" ? "Drop photographs or whole folders on this page, or add them here:" : "Add texts here:"}` : "Whoever runs the service can add to it, for example by the command sfumato index."] : [
       text ? "Write what you look for" : "Write the id of an item", pictures && ", or drop or paste an image",
       here().calibrated && info.query_kinds[native()] ? ". Every answer says how many results should match, and how likely the first one is right." : ". The closest items come first.",
-    ]).filter(Boolean)), tiles);
+    ]).filter(Boolean)), !n && mayAdd && h("p", {}, button({ class: "main", onclick: () => openAdd() }, "Add…")), tiles);
   if (n) json(`v1/examples?gallery=${gallery}`).then(({ queries, items }) => {
     for (const item of items) known.set(item.id, item);
     tiles.replaceChildren(...queries.map(example));
     if (queries.length) $("p", node).append(" Try the difference:");
-    if (items.length) tiles.append(h("li", { class: "tile wide" }, h("h3", {}, here().pictures ? "An image: what looks like it?" : "An item: what is like it?"),
+    if (items.length) tiles.append(h("li", { class: "tile wide" }, h("h3", {}, here().pictures ? "Some of the images" : "Some of the items"),
       h("ul", { class: `grid ${gallery}` }, items.map((item) => h("li", { class: "hit" }, pick(0, item, { size: THUMBNAIL }))))));
   }, () => tiles.replaceChildren()); // Without examples one can search all the same.
   return node;
@@ -314,33 +353,105 @@ const example = ({ kind, answer }) =>
     button({ class: "try", onclick: () => ask(0, { kind: "text", value: answer.query }) },
       h("span", { class: "query" }, `“${answer.query}”`),
       h("span", { class: "thumbs" }, answer.hits.map((hit) => (hit.picture ? image(hit.picture, "", THUMBNAIL) : h("span", { class: "name" }, nameOf(hit))))),
-      kind !== "nonsense" && strip(answer.expected_matches, here().n), verdictOf(answer)));
+      strip(answer.expected_matches, here().n), verdictOf(answer)));
 
-// ---- details of a hit, deleting, adding
+// ---- an item enlarged, with its details
 
-function details(slot, hit) {
+function enlarge(slot, node) {
+  const nodes = [...node.closest("ul").querySelectorAll(".hit:not([hidden]) .pick")];
+  view(slot, nodes.map(({ item }) => item), nodes.indexOf(node), (at) => nodes[at]);
+}
+
+// An item with those that were folded into it.
+async function unfold(slot, hit, node) {
+  const found = await Promise.all(hit.duplicates.map((id) => json(`v1/items/${id.split("/").map(encodeURIComponent).join("/")}?gallery=${state.gallery}`).catch(() => null)));
+  view(slot, [hit, ...found.filter(Boolean)], found.some(Boolean) ? 1 : 0, () => node);
+}
+
+// backTo(place): the node that has the focus when the dialog closes.
+function view(slot, items, at, backTo) {
+  viewed = { slot, items, at, backTo };
+  viewItem();
+  $("#item").showModal();
+}
+
+function step(by) {
+  const at = viewed.at + by;
+  if (at < 0 || at >= viewed.items.length) return;
+  viewed.at = at;
+  viewItem();
+}
+
+function viewItem() {
   const dialog = $("#item");
-  const row = (label, value) => [h("dt", {}, label), h("dd", {}, value)];
-  $("h2", dialog).textContent = nameOf(hit);
-  $(".problem", dialog).hidden = true;
-  $(".about", dialog).replaceChildren(...(hit.picture ? [image(hit.picture, nameOf(hit), 1024)] : []),
-    h("dl", {}, hit.match_probability !== null ? row("Match probability", percent(hit.match_probability)) : [], row("Rank", hit.rank), row("Distance", figure(hit.distance)), row("Total variance", figure(hit.total_variance)), row("Id", hit.id),
-      Object.entries(hit.payload).map(([name, value]) => row(name, value))));
-  $(".main", dialog).onclick = () => (dialog.close(), like(slot, hit.id));
+  const { items, at } = viewed;
+  const item = items[at];
+  $(".place", dialog).textContent = items.length > 1 ? `${at + 1} of ${items.length}` : "";
+  for (const node of dialog.querySelectorAll(".step")) {
+    const { step: by } = node.dataset;
+    node.hidden = items.length < 2;
+    node.ariaDisabled = String(!items[at + Number(by)]); // a disabled one would lose the focus
+  }
+  $("h2", dialog).textContent = nameOf(item);
+  for (const name of [".problem", ".sure-of"]) $(name, dialog).hidden = true;
+  $(".stage", dialog).hidden = !item.picture && items.length < 2;
+  $(".large", dialog).replaceChildren(...(item.picture ? [enlarged(item)] : []));
+  $(".about", dialog).replaceChildren(...why(item), aboutItem(item));
   const remove = $(".delete", dialog);
   remove.hidden = !here().writable;
   remove.textContent = "Delete…";
-  remove.onclick = async () => {
-    if (remove.textContent === "Delete…") return void (remove.textContent = "Delete permanently");
-    try {
-      const { n } = await json("v1/items/delete", { method: "POST", body: { gallery: state.gallery, ids: [hit.id] } });
-      dialog.close();
-      changed(n, `${nameOf(hit)} was deleted.`, hit.id);
-    } catch (error) {
-      complain(dialog, error);
-    }
-  };
-  dialog.showModal();
+}
+
+// The small picture until the large one is there.
+function enlarged({ picture, ...item }) {
+  const node = image(picture, nameOf(item));
+  pictureURL(picture, LARGE).then(async (url) => {
+    const large = h("img", { src: url });
+    await large.decode();
+    node.src = url;
+  }).catch(() => {});
+  return node;
+}
+
+// Why an item matched, as far as it can be said in words.
+function why(item) {
+  const query = state.queries[viewed.slot];
+  if (!query || item.rank === undefined) return [];
+  const p = item.match_probability;
+  const { captions, tags, title, text } = item.payload;
+  const best = query.kind === "text" && closestLine(query.value, item.payload);
+  const words = query.kind !== "text" ? "It was found by its likeness to what you searched by."
+    : best ? `Its ${best.what} “${best.line}” shares ${best.shared.map((word) => `“${word}”`).join(", ")} with your search.`
+    : captions || tags || title || text ? "No word of your search is in its captions, tags or title." : "It has no captions or tags: the image alone speaks for it.";
+  return [h("h3", {}, "Why it matched"), h("p", {}, p !== null && ["Its probability is ", h("b", {}, percent(p)), `: ${odds(p)} such results are right. `], words)];
+}
+
+function aboutItem({ id, payload, ...item }) {
+  const row = (label, value, attributes = {}) => (value === undefined || value === "" || value === null ? [] : [h("dt", attributes, label), h("dd", attributes, ...String(value).split("\n").map((line) => h("p", {}, line)))]);
+  const { captions, title, tags, date, place, camera, folder, name, ...others } = payload;
+  const expert = { class: "expert" };
+  const time = /T(\d\d:\d\d)/.exec(date)?.[1];
+  return h("dl", {},
+    row("Title", title), row("Captions", captions), row("Tags", tags?.split("\n").join(", ")), row("Date", date && day(date) + (time ? `, ${time}` : "")), row("Place", place), row("Camera", camera),
+    Object.entries(others).map(([label, value]) => row(label, value)), row(/[/.]/.test(id) ? "Path" : "Id", id),
+    row("Rank", item.rank, expert), row("Distance", item.distance && figure(item.distance), expert), row("Total variance", figure(item.total_variance), expert));
+}
+
+async function remove() {
+  const dialog = $("#item");
+  const node = $(".delete", dialog);
+  const item = viewed.items[viewed.at];
+  if (node.textContent === "Delete…") {
+    $(".sure-of", dialog).hidden = false;
+    return void (node.textContent = "Delete from the collection");
+  }
+  try {
+    const { n } = await json("v1/items/delete", { method: "POST", body: { gallery: state.gallery, ids: [item.id] } });
+    dialog.close();
+    await changed(n, `${nameOf(item)} was deleted from the collection. Its file stays.`, item.id);
+  } catch (error) {
+    complain(dialog, error);
+  }
 }
 
 function complain(dialog, { title, message }) {
@@ -349,29 +460,104 @@ function complain(dialog, { title, message }) {
   line.hidden = false;
 }
 
+// ---- adding
+
+function openAdd(chosen = []) {
+  const dialog = $("#add");
+  if (dialog.open) return;
+  for (const kind of ["images", "texts"]) $(`.of-${kind}`, dialog).hidden = kind !== state.gallery;
+  $("[name=text]", dialog).required = state.gallery === "texts";
+  $("form", dialog).reset();
+  choose(chosen);
+  dialog.showModal();
+}
+
+// What was dropped or chosen, before it is sent.
+function choose(chosen) {
+  const dialog = $("#add");
+  const images = state.gallery === "images";
+  adding = { ...sorted(chosen, info.limits) };
+  const n = adding.photographs.length;
+  $(".problem", dialog).hidden = true;
+  sayAdding(summary(adding));
+  const id = $("[name=id]", dialog);
+  $(".of-id", dialog).hidden = images && n !== 1;
+  id.required = !images || n === 1;
+  id.value = images && n === 1 ? adding.photographs[0].id : "";
+  $(".main", dialog).hidden = images && !n;
+  $(".main", dialog).textContent = images && n > 1 ? `Add ${some(n, "photograph")}` : "Add";
+  $(".close", dialog).textContent = "Cancel";
+  $(".zone", dialog).hidden = !images;
+  $(".replaced", dialog).hidden = images && !n;
+  $("progress", dialog).hidden = true;
+}
+
+// A sentence, and what was left out: the reasons with their files.
+function sayAdding(text) {
+  const dialog = $("#add");
+  const { left } = adding;
+  $(".chosen", dialog).textContent = text;
+  $(".left", dialog).hidden = !left.length;
+  $(".left ul", dialog).replaceChildren(...left.slice(0, 100).map(([path, reason]) => h("li", {}, h("b", {}, path), ` ${reason}`)), ...(left.length > 100 ? [h("li", {}, `and ${count(left.length - 100)} more`)] : []));
+}
+
 async function add(event) {
   event.preventDefault();
   const dialog = $("#add");
-  const { file, text, id: { value: id } } = event.target.elements;
-  const { gallery } = state;
+  const { text, id: { value: id } } = event.target.elements;
   try {
-    if (gallery === "images") checkPicture(file.files[0]);
-    const content = gallery === "images" ? { image: await base64(file.files[0]) } : { text: text.value };
-    const { n } = await json("v1/items", { method: "POST", body: { gallery, items: [{ id, ...content }] } });
+    if (state.gallery === "images") return await addPhotographs(id);
+    const { n } = await json("v1/items", { method: "POST", body: { gallery: state.gallery, items: [{ id, text: text.value }] } });
     dialog.close();
-    event.target.reset();
-    changed(n, `${id} was added.`);
+    await changed(n, `${id} was added.`);
   } catch (error) {
     complain(dialog, error);
   }
 }
 
-function changed(n, said, gone) {
-  here().n = n;
+async function addPhotographs(id) {
+  const dialog = $("#add");
+  const { photographs, left } = adding;
+  const [m, bar] = [photographs.length, $("progress", dialog)];
+  if (m === 1) photographs[0].id = id;
+  const stop = (adding.stop = new AbortController());
+  Object.assign(bar, { max: m, value: 0, hidden: false });
+  for (const name of [".zone", ".main", ".of-id", ".replaced"]) $(name, dialog).hidden = true;
+  $(".close", dialog).textContent = "Stop";
+  const tell = (done) => {
+    bar.value = done;
+    $(".chosen", dialog).textContent = `${count(done)} of ${count(m)}`;
+  };
+  tell(0);
+  let told;
+  try {
+    told = await send(photographs, left, info.limits, { signal: stop.signal, tell });
+  } catch (error) {
+    told = error.told;
+    if (!told) throw error;
+    complain(dialog, error);
+  } finally {
+    adding.stop = null;
+    bar.hidden = true;
+    $(".close", dialog).textContent = "Close";
+  }
+  const replaced = told.stored - told.created;
+  const said = m === 1 && told.stored ? `${id} was added` : `${stop.signal.aborted ? "Stopped: " : ""}${count(told.stored)} of ${some(m, "photograph")} added`;
+  const whole = `${said}${replaced ? `; ${count(replaced)} of them replaced what had the same name` : ""}${left.length ? `; ${some(left.length, "file")} left out` : ""}.`;
+  sayAdding(whole);
+  if (dialog.open && !left.length && told.stored === m) dialog.close();
+  if (told.stored) await changed(told.n, whole);
+}
+
+async function changed(n, said, gone) {
   answers.clear();
+  folders.clear();
   forgetPictures();
+  info = await json("v1/info").catch(() => info); // The fields may be others.
+  here().n = n;
   go({ queries: state.queries.map((query) => (query?.kind === "id" && query.value === gone ? null : query)) }, "replaceState");
   $("#status").textContent = said;
+  $("#notice").replaceChildren(h("p", { class: "card" }, said));
 }
 
 // ---- the page around them
@@ -409,17 +595,17 @@ function syncAsk(slot) {
 
 function choices(name, none) {
   const select = $(`#${name}`);
-  const values = offers(name, state.gallery);
+  const values = filtered() ? [] : offers(name, state.gallery);
   select.disabled = !values.length;
   select.parentNode.hidden = !info.query_kinds[native()];
-  select.replaceChildren(h("option", { value: "" }, values.length ? none : "not available"), ...values.map((value) => h("option", { value }, name === "abstain" ? `at most ${percent(value)}` : `with ${percent(value)}`)));
+  select.replaceChildren(h("option", { value: "" }, values.length ? none : filtered() ? "not with a filter" : "not available"), ...values.map((value) => h("option", { value }, name === "abstain" ? `at most ${percent(value)}` : `with ${percent(value)}`)));
   select.value = state[name] ?? "";
 }
 
 function render() {
   const gallery = here();
   $("#about").textContent = things(state.gallery, gallery.n);
-  $("#model").textContent = `sfumato ${info.version} · model ${info.model} · distance ${info.distance}`;
+  $("#model").replaceChildren(`sfumato ${info.version} · model ${info.model}`, h("span", { class: "expert" }, ` · distance ${info.distance}`));
   $(`[name=gallery][value=${state.gallery}]`).checked = true;
   $("#compare").checked = state.compare;
   $("#asks").classList.toggle("two", state.compare);
@@ -428,6 +614,7 @@ function render() {
   sayLeast();
   $("#add-open").hidden = !(gallery.writable && info.query_kinds[state.gallery.slice(0, -1)]);
   $("#words").hidden = info.query_kinds.text;
+  renderFilters(gallery);
   choices("abstain", "any number");
   choices("coverage", "do not show");
   const missing = [!gallery.risks.length && "limit wrong answers", !gallery.coverages.length && "guarantee a match"].filter(Boolean);
@@ -440,6 +627,24 @@ function render() {
   SLOTS.forEach(search);
 }
 
+// Dates and folders, where the items have them.
+function renderFilters({ fields }) {
+  const has = (name) => fields.includes(name);
+  $("#filters").hidden = !has("date") && !has("folder");
+  for (const name of ["date", "folder"]) for (const node of $$(`.of-${name}`)) node.hidden = !has(name);
+  for (const name of ["from", "to"]) $(`#${name}`).value = state[name] ?? "";
+  $("#unfilter").hidden = !filtered();
+  const said = [state.from && `from ${day(state.from)}`, state.to && `to ${day(state.to)}`, state.folder].filter(Boolean);
+  $("#filters summary").textContent = said.length ? `Filter: ${said.join(", ")}` : "Filter";
+  if (!has("folder")) return;
+  const { gallery, folder } = state;
+  foldersOf(gallery).then((found) => {
+    if (state.gallery !== gallery || state.folder !== folder) return;
+    const names = [...new Set([...found.keys(), ...(folder ? [folder] : [])])].sort();
+    $("#folder").replaceChildren(h("option", { value: "" }, "all"), ...names.map((name) => h("option", { value: name, selected: name === folder }, `${name} (${count(found.get(name) ?? 0)})`)));
+  });
+}
+
 const sayLeast = () => ($("#least").ariaValueText = $("#least-value").textContent = percent(state.least));
 
 function askKey() {
@@ -450,22 +655,23 @@ function askKey() {
   if (!dialog.open) dialog.showModal();
 }
 
-// A dropped or pasted image goes to the search under the pointer, else to the first.
+// One image goes to the search under the pointer, else to the first; more files and folders are to be added.
 function receive(event, data) {
-  const file = [...(data?.files ?? [])][0];
-  if (!file) return;
+  if (!data?.files.length) return;
   event.preventDefault();
-  if ($("#add").open) {
-    const input = $("#add [name=file]");
-    input.files = data.files;
-    name(input);
-  } else if (!$("dialog[open]")) {
-    const aim = event.target.closest?.("[data-ask], [data-slot]")?.dataset ?? document.activeElement.closest("[data-ask]")?.dataset ?? {};
-    begun.then(() => info.query_kinds.image && askPicture(Number(aim.ask ?? aim.slot ?? 0), file));
-  }
+  const aim = event.target.closest?.("[data-ask], [data-slot]")?.dataset ?? document.activeElement.closest("[data-ask]")?.dataset ?? {};
+  const [reading, single] = [filesIn(data), data.files.length === 1 && data.files[0]];
+  Promise.all([reading, begun]).then(([found]) => {
+    const alone = found.length === 1 && !found[0].path.includes("/");
+    if ($("#add").open) {
+      if (state.gallery === "images" && !adding.stop) choose(found);
+    } else if ($("dialog[open]")) return;
+    else if (alone && single) {
+      if (info.query_kinds.image) askPicture(Number(aim.ask ?? aim.slot ?? 0), single);
+    } else if (state.gallery === "images" && !$("#add-open").hidden) openAdd(found);
+    else hint("This page takes no new photographs: the collection can only be searched. Drop a single image to search by it.");
+  });
 }
-
-const name = ({ form, files: [file] }) => (form.elements.id.value ||= file?.name ?? "");
 
 function listen() {
   $("#search").addEventListener("submit", (event) => event.preventDefault());
@@ -493,18 +699,23 @@ function listen() {
     filter();
   });
   on($("#least"), "change", () => remember("replaceState"));
-  on($("#add-open"), "click", () => {
-    const dialog = $("#add");
-    $(".problem", dialog).hidden = true;
-    for (const kind of ["images", "texts"]) {
-      const label = $(`.of-${kind}`, dialog);
-      label.hidden = kind !== state.gallery;
-      $("input, textarea", label).required = kind === state.gallery;
-    }
-    dialog.showModal();
-  });
-  on($("#add [name=file]"), "change", ({ target }) => name(target));
+  for (const id of FILTERS) on($(`#${id}`), "change", ({ target }) => go({ [id]: target.value || null, abstain: null, coverage: null }));
+  on($("#unfilter"), "click", () => (go({ from: null, to: null, folder: null }), $("#filters summary").focus()));
+  $("#experts summary").addEventListener("click", () => localStorage[$("#experts").open ? "removeItem" : "setItem"]("sfumato-experts", "1"));
+  $("#experts").addEventListener("toggle", ({ target }) => document.body.classList.toggle("experts", target.open));
+  on($("#add-open"), "click", () => openAdd());
+  for (const input of $$("#add [type=file]")) on(input, "change", () => filesIn({ files: input.files }).then(choose));
   on($("#add form"), "submit", add);
+  // While photographs are sent, the dialog stays until the part that is on its way has come.
+  const leave = (event) => adding?.stop && (event.preventDefault(), event.stopImmediatePropagation(), adding.stop.abort());
+  $("#add").addEventListener("cancel", leave);
+  $("#add .close").addEventListener("click", leave);
+  addEventListener("beforeunload", (event) => adding?.stop && event.preventDefault());
+  for (const node of $$("#item .step")) node.addEventListener("click", () => step(Number(node.dataset.step)));
+  $("#item").addEventListener("keydown", ({ key }) => ["ArrowLeft", "ArrowRight"].includes(key) && step(key === "ArrowLeft" ? -1 : 1));
+  $("#item").addEventListener("close", () => viewed.backTo(viewed.at)?.focus());
+  $("#item .delete").addEventListener("click", remove);
+  $("#item .main").addEventListener("click", () => ($("#item").close(), like(viewed.slot, viewed.items[viewed.at].id)));
   for (const button of $$("dialog .close")) button.addEventListener("click", () => button.closest("dialog").close());
   addEventListener("dragover", (event) => {
     event.preventDefault();
@@ -518,6 +729,7 @@ function listen() {
   addEventListener("paste", (event) => receive(event, event.clipboardData));
   on(window, "popstate", () => {
     hint("");
+    $("#item").close();
     state = read();
     render();
   });
@@ -539,7 +751,10 @@ async function start() {
 }
 
 $("#asks").append(...SLOTS.map(box));
-$("#options").open = /[?&](least|abstain|coverage)=/.test(location.search); // folded, unless they are in use
+$("#experts").open = localStorage.getItem("sfumato-experts") !== null || /[?&](least|abstain|coverage)=/.test(location.search);
+const wide = matchMedia("(min-width: 761px)"); // where the filters are always there
+wide.onchange = () => ($("#filters").open ||= wide.matches);
+$("#filters").open = wide.matches || /[?&](from|to|folder)=/.test(location.search);
 $("[data-ask='1']").hidden = true;
 listen();
 onKeyNeeded(askKey);

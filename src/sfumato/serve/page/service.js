@@ -17,9 +17,9 @@ export const setKey = (value) => sessionStorage.setItem(KEY, value);
 
 export class Refused extends Error {
   // From a problem document, without locations in a request that the reader never saw.
-  constructor(status, { title, detail = "No reason was given" } = {}) {
+  constructor(status, { title, detail = "No reason was given", errors = [] } = {}) {
     super(detail.replaceAll(/body\.(queries|items)\.0\.(\w+): /g, "").replace(/[.?]?$/, (end) => end || "."));
-    Object.assign(this, { status, title: title ?? TITLES.get(status) ?? `The service answered ${status}` });
+    Object.assign(this, { status, errors, title: title ?? TITLES.get(status) ?? `The service answered ${status}` });
   }
 }
 
