@@ -31,6 +31,8 @@ from sfumato.errors import UserError
 from sfumato.models.run import load_run
 from sfumato.search.answer import verdict
 from sfumato.search.index import GaussianIndex
+from sfumato.search.searcher import combined
+from sfumato.search.texts import TextQuery
 from sfumato.search.stores.protocol import Filter
 from sfumato.serve.answering import ServedGallery, Sources, open_sources
 from sfumato.serve.app import create_app
@@ -149,6 +151,25 @@ def test_filters(client, sources):
     assert len(answer["hits"]) == 4
     (nothing,) = search(client, {"image": in_base64(picture())}, gallery="texts", filter={"where": {"text": ["x"]}})
     assert not nothing["hits"] and nothing["verdict"] == {"kind": "unsure", "text": "No item passes the filter"}
+
+
+def test_texts_beside_a_text(client, sources):
+    def expected_of(query):
+        return sources.galleries["images"].gallery.search(combined([query], sources.model.embed_texts(query.parts)), 5)[
+            0
+        ]
+
+    expected = expected_of(TextQuery("red", without=("a circle",)))
+    (answer,) = search(client, {"text": "red", "without": ["a circle"]}, max_results=5)
+    assert [hit["id"] for hit in answer["hits"]] == [hit.id for hit in expected]
+    assert answer["query"] == "red without a circle" and not answer["calibrated"]
+    words = {"q": "red", "also": ["circle"], "without": ["a circle"], "max_results": 5}
+    (linked,) = client.get("/v1/search", params=words).json()["answers"]
+    expected = expected_of(TextQuery("red", ("circle",), ("a circle",)))
+    assert [hit["id"] for hit in linked["hits"]] == [hit.id for hit in expected]
+    refused = search(client, {"id": "000.png", "without": ["red"]}, status=422)
+    assert "stand beside a text" in refused["detail"]
+    assert client.get("/v1/search", params={"q": "red", "without": " "}).status_code == 422
 
 
 def test_guarantees_are_about_the_whole_gallery(client):

@@ -217,6 +217,35 @@ def test_queries_of_every_kind(toy, model):
         index.search_items(["nothing"])
 
 
+def test_a_query_of_several_texts(toy, model, sfumato, tmp_path):
+    """By the mean of the wanted texts minus half of the unwanted one; few words are one text."""
+    index = model.index(toy / "data")
+    wanted, other = "a red circle on a plain white ground beside a", "small blue square that is filled with blue"
+    (a, b, c), items = (model.embed_texts([text]).mean[0].double() for text in (wanted, other, "green")), index.gallery
+    mean = a / 2 + b / 2 - c / 2
+    mean *= a.norm() / mean.norm()
+    order = (items.embeddings.mean.double() - mean).square().sum(1) + items.embeddings.total_variance.double()
+    answer = index.search(wanted, 9, also=[other], without=["green"])
+    assert [hit.id for hit in answer] == [items.ids[j] for j in order.argsort()[:9]]
+    assert answer.query == f"{wanted} and {other} without green" and not answer.calibrated
+    few = index.search("red", 5, also=["circle"])
+    assert few.hits == index.search("red circle", 5).hits and few.query == "red and circle" and few.calibrated
+    index.save(tmp_path / "index")
+    status, printed, _ = sfumato("search", tmp_path / "index", "red", "--without", "a circle", "--json")
+    without = index.search("red", without=["a circle"])
+    assert status == 0 and [hit["id"] for hit in json.loads(printed)[0]["hits"]] == [hit.id for hit in without]
+    assert [hit.id for hit in without] != [hit.id for hit in index.search("red")]
+    for query, options, message in (
+        (toy / "data" / "000.png", {"without": ["red"]}, "beside texts to search for"),
+        ("red", {"also": [" "]}, "is empty"),
+        ("red", {"without": ["blue"], "coverage": 0.9}, "works only with queries by text"),
+    ):
+        with pytest.raises(UserError, match=message):
+            index.search(query, **options)
+    status, _, errors = sfumato("search", tmp_path / "index", "--id", "000.png", "--without", "red")
+    assert status == 2 and "leave out --image and --id" in errors
+
+
 def test_an_adopted_model_takes_vectors_and_says_that_it_reads_no_texts(adopted, tmp_path):
     folder, images, texts = adopted
     model = sfumato.load(folder)

@@ -184,6 +184,12 @@ class Asked:
     abstain: float | None = flag(
         None, "Most answers with a wrong first result, e.g. 0.1; the rest abstain.", metavar="RISK"
     )
+    also: list[str] | None = flag(
+        None, "Further text that a result should fit, beside every TEXT; repeatable.", metavar="TEXT"
+    )
+    without: list[str] | None = flag(
+        None, "Text that a result should not fit; repeatable. Such results have no probabilities.", metavar="TEXT"
+    )
     where: list[str] | None = flag(
         None,
         "Only items that fit, e.g. folder=beach or 'date>=2024-06' (=, >=, <=, >, <; quote it); repeatable. Several"
@@ -214,9 +220,12 @@ def search(
         raise UserError("nothing to search for: give a text, --image FILE or --id ITEM")
     if any(not text.strip() for text in asked.query or []):
         raise UserError("a text to search for is empty; leave it out")
+    if (asked.also or asked.without) and (asked.image or asked.item):
+        raise UserError("--also and --without stand beside a text to search for; leave out --image and --id")
     answers = search_index(
         folder, asked.query or [], asked.image or [], k=asked.k, ids=asked.item or [], run=run, store=store,
         min_probability=asked.min_probability, coverage=asked.coverage, max_risk=asked.abstain, where=asked.where or [],
+        also=asked.also or [], without=asked.without or [],
     )  # fmt: skip
     results = [answer.to_json() for answer in answers]
     if as_json:

@@ -26,7 +26,7 @@ from sfumato.ids import Direction
 from sfumato.matching import match_logit
 from sfumato.search.answer import Answer, Hit, check_native, check_unfiltered, verdict
 from sfumato.search.stores.protocol import Filter
-from sfumato.search.texts import ItemTexts, TextStore
+from sfumato.search.texts import ItemTexts, TextQuery, TextStore
 
 
 @dataclass(frozen=True, eq=False)
@@ -306,22 +306,26 @@ class Gallery(ABC):
         raise NotImplementedError
 
     def _by_texts(
-        self, queries: GaussianEmbedding, asked: Mapping[int, str], k: int, filter: Filter | None, n: int
+        self, queries: GaussianEmbedding, asked: Mapping[int, TextQuery], k: int, filter: Filter | None, n: int
     ) -> dict[int, tuple[tuple[Hit, ...], float]]:
         """By query, the hits by distance and texts together and the expected matches; none if no item has texts.
 
         Exact up to N_WHOLE items. In a larger gallery the closest n_exact by distance and by texts are compared.
         """
-        sample, texts = self._sampled(n, filter), list(asked.values())
+        sample, forms = self._sampled(n, filter), list(asked.values())
         if self.texts is None or (own := sample.texts) is None or not own.vectors.any():
             return {}
+        texts = [form.joined for form in forms]
         queries, vectors = queries[torch.tensor(list(asked))], sentence_vectors(texts)
         near = [] if sample.whole else self._near(queries, filter)
         agreeing = [] if sample.whole else self.texts.closest(vectors, self.n_exact, filter)
 
         def logits(i: int, items: ItemTexts, distance: Tensor) -> Tensor:
             image, some = self.scorer.pair_logit(distance, REFERENCE_SIZE), slice(i, i + len(distance))
-            return fits_logit(items.evidence(texts[some], vectors[some], image, own.rarity))
+            found = fits_logit(items.evidence(texts[some], vectors[some], image, own.rarity))
+            return torch.stack(
+                [items.without(f.without, *row, own.rarity) for f, *row in zip(forms[some], found, image)]
+            )
 
         results = []
         for start, block in sample.blocks(queries):
@@ -372,7 +376,7 @@ class Gallery(ABC):
         names: Sequence[str] | None = None,
         native: Sequence[bool] | None = None,
         unfamiliar: Sequence[bool] | None = None,
-        texts: Sequence[str] | None = None,
+        texts: Sequence[TextQuery | str] | None = None,
     ) -> list[Answer]:
         """The k closest items of each query, and with `expected` the expected number of matches and the verdict.
 
@@ -393,7 +397,8 @@ class Gallery(ABC):
         most = None if max_set is None else max_set + 1
         sets = nothing if radius is None else self.within(queries, radius, most=most)
         totals = self.expected_matches(queries, filter) if expected else nothing
-        asked = {i: text for i, text in enumerate(texts or ()) if text and abstained is sets and self.calibrated}
+        forms = [TextQuery(one) if isinstance(one, str) else one for one in texts or ()]
+        asked = {i: one for i, one in enumerate(forms) if one.text and abstained is sets and self.calibrated}
         by_texts = self._by_texts(queries, asked, k, filter, n) if asked else {}
         answers = []
         for i, total_variance in enumerate(queries.total_variance.tolist()):

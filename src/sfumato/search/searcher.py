@@ -22,6 +22,7 @@ from sfumato.search.answer import NATIVE, Answer, Hit
 from sfumato.search.gallery import Gallery
 from sfumato.search.index import GaussianIndex
 from sfumato.search.stores.protocol import parse_where
+from sfumato.search.texts import TextQuery
 
 Modality = Literal["texts", "images"]
 
@@ -100,6 +101,8 @@ class Searcher:
         coverage: float | None = None,
         max_risk: float | None = None,
         where: Sequence[str] = (),
+        also: Sequence[str] = (),
+        without: Sequence[str] = (),
     ) -> Answer: ...
 
     @overload
@@ -113,6 +116,8 @@ class Searcher:
         coverage: float | None = None,
         max_risk: float | None = None,
         where: Sequence[str] = (),
+        also: Sequence[str] = (),
+        without: Sequence[str] = (),
     ) -> list[Answer]: ...
 
     def search(
@@ -125,6 +130,8 @@ class Searcher:
         coverage: float | None = None,
         max_risk: float | None = None,
         where: Sequence[str] = (),
+        also: Sequence[str] = (),
+        without: Sequence[str] = (),
     ) -> Answer | list[Answer]:
         """The k closest items of a text or an image, or of each of several.
 
@@ -140,13 +147,15 @@ class Searcher:
             where: conditions that an item must fulfil, such as "folder=beach" or "date>=2024-06": a field, one of
                 =, >=, <=, > and <, and a value. Several values of a field are alternatives, several fields must all
                 fit. Not with coverage and max_risk.
+            also: further texts that a hit should fit, beside every query by text.
+            without: texts that a hit should not fit. Such answers are not calibrated.
 
         Returns:
             One answer for a single text or image; for a list, an array or embeddings, a list of n answers.
 
         Raises:
-            UserError: the model is missing, a text is empty, an image cannot be used, or a guarantee is asked for
-                queries other than :attr:`native`.
+            UserError: the model is missing, a text is empty, an image cannot be used, `also` or `without` are beside
+                other queries than texts, or a guarantee is asked for queries other than :attr:`native`.
             TypeError: a query has another type, or texts and images are mixed.
             ValueError: a condition cannot be read; see also :meth:`Gallery.search`.
         """
@@ -157,20 +166,26 @@ class Searcher:
         if modality not in (None, kind):
             raise TypeError(f"search: the queries are {kind}; leave out modality={modality!r}")
         guarantees = {"min_probability": min_probability, "coverage": coverage, "max_risk": max_risk}
-        judged = texts = None
+        judged, texts, native = None, list[TextQuery](), kind == self.native
+        if (also or without) and (isinstance(asked, GaussianEmbedding) or not all(isinstance(q, str) for q in asked)):
+            raise UserError("search: also and without stand beside texts to search for; leave them out")
         if isinstance(asked, GaussianEmbedding):
             names, query = [str(i) for i in range(asked.n)], asked
         elif kind == "texts":
             names = _names(asked, "text")
-            if any(not name.strip() for name in names):
+            if any(not name.strip() for name in (*names, *also, *without)):
                 raise UserError("a text to search for is empty; leave it out")
-            query, judged = self.model.embed_texts(list(asked)), self.model.unfamiliar_texts(names)
-            texts = names if all(isinstance(one, str) for one in asked) else None
+            forms = [TextQuery(name, tuple(also), tuple(without)) for name in names]
+            if all(isinstance(one, str) for one in asked):
+                texts, names = forms, [one.name for one in forms]
+                query = combined(forms, self.model.embed_texts([part for one in forms for part in one.parts]))
+            else:
+                query = self.model.embed_texts(list(asked))
+            native = native and all(one.is_one for one in forms)
+            judged = self.model.unfamiliar_texts([one.joined for one in forms])
         else:
             query, names = self.model.embed_images(asked), _names(asked, "image")
-        answers = self._answers(
-            query, k, names, kind == self.native, unfamiliar=judged, texts=texts, filter=filter, **guarantees
-        )
+        answers = self._answers(query, k, names, native, unfamiliar=judged, texts=texts, filter=filter, **guarantees)
         return answers[0] if single else answers
 
     def search_items(self, ids: Sequence[str], k: int = 10, *, where: Sequence[str] = ()) -> list[Answer]:
@@ -239,6 +254,28 @@ class Searcher:
         """What queries are of; None if they do not say, as the files of a model that reads embeddings of both sides."""
         found = _modality(queries)
         return None if found == "images" and features_read(self.model.model.text) else found
+
+
+_UNWANTED = 0.5
+"""Weight of a text that a hit should not fit; chosen on photographs of Flickr8k's validation split."""
+
+
+def combined(queries: Sequence[TextQuery], parts: GaussianEmbedding) -> GaussianEmbedding:
+    """(n, d) embedding of each query from those of all their parts.
+
+    The mean is that of the wanted texts minus half of each unwanted one, as long as that of the first text. By csd and
+    squared L2, the nearest items are those of the smallest weighted sum of distances but for their own variances.
+    """
+    if all(one.is_one for one in queries):
+        return parts
+    rows, end = list[GaussianEmbedding](), 0
+    for one in queries:
+        start, n, end = end, len(one.wanted), end + len(one.parts)
+        own = parts[start:end]
+        mean = own.mean[:n].mean(0, keepdim=True) - _UNWANTED * own.mean[n:].sum(0, keepdim=True)
+        mean *= own.mean[:1].norm() / mean.norm().clamp_min(1e-9)
+        rows.append(GaussianEmbedding(own.mean[:1] if one.is_one else mean, own.log_var[:n].mean(0, keepdim=True)))
+    return GaussianEmbedding.cat(rows)
 
 
 def _names(queries: Sequence[Any], noun: str) -> list[str]:

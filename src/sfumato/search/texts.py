@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import logsigmoid
 
-from sfumato.calibration.fits import Evidence
+from sfumato.calibration.fits import Evidence, fits_logit
 from sfumato.encoders.minilm import WIDTH, sentence_vectors
 from sfumato.search.stores.protocol import Filter, Records, VectorStore, create_store, open_store
 
@@ -65,6 +66,45 @@ def text_vectors(payloads: Sequence[Mapping[str, str]]) -> Tensor:
     return torch.nn.functional.normalize(vectors, dim=1)
 
 
+_ONE_TEXT = 12
+"""Words that texts may have together to be embedded as one: about as many as a caption."""
+
+
+@dataclass(frozen=True)
+class TextQuery:
+    """A text to search for, with further texts that a hit should fit and texts that it should not fit."""
+
+    text: str
+    also: tuple[str, ...] = ()
+    without: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """The query in words."""
+        unwanted = f" without {' and '.join(self.without)}" if self.without else ""
+        return " and ".join((self.text, *self.also)) + unwanted
+
+    @property
+    def joined(self) -> str:
+        """The texts that a hit should fit, as one."""
+        return " ".join((self.text, *self.also))
+
+    @property
+    def wanted(self) -> tuple[str, ...]:
+        """The texts that a hit should fit: a few words are one text, captions are several."""
+        return (self.joined,) if len(self.joined.split()) <= _ONE_TEXT else (self.text, *self.also)
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """The texts to embed."""
+        return (*self.wanted, *self.without)
+
+    @property
+    def is_one(self) -> bool:
+        """Whether it is searched for as one text."""
+        return len(self.parts) == 1
+
+
 @dataclass(frozen=True, eq=False)
 class ItemTexts:
     """The texts of n items, in some order."""
@@ -102,6 +142,17 @@ class ItemTexts:
                 found = [sum(weight[stem] for stem in own if stem in has) for has in self.stems]
                 words[i] = torch.tensor(found) / total
         return Evidence(image, agreement, words, n_words)
+
+    def without(
+        self, texts: Sequence[str], logit: Tensor, image: Tensor, rarity: Callable[[str], float] | None = None
+    ) -> Tensor:
+        """Logits that an item fits a query and, by its own texts, none of some other texts. logit, image (n,)."""
+        for text in texts:  # What the image says of it is in the distance already.
+            neutral = image.mean().expand(1, len(image))
+            fits = fits_logit(self.evidence([text], sentence_vectors([text]), neutral, rarity))[0]
+            both = logsigmoid(logit) + logsigmoid(-fits)
+            logit = torch.where(self.vectors.any(1), both - torch.log(-torch.expm1(both)), logit)
+        return logit
 
     def best_text(self, query: str, payload: Mapping[str, str]) -> str:
         """The text of an item that has most of the query's words, the first of equals; "" without texts."""

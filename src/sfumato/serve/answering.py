@@ -27,6 +27,7 @@ from sfumato.search.answer import NATIVE, GuaranteeError, Hit, QueryKind, check_
 from sfumato.search.answer import Answer as Found
 from sfumato.search.collection import GaussianCollection
 from sfumato.search.gallery import Gallery
+from sfumato.search.texts import TextQuery
 from sfumato.search.stores.protocol import Filter
 from sfumato.serve.schemas import (
     Answer,
@@ -203,8 +204,19 @@ class Asked:
     name: str  # name of the query in the answer: the text, the name of the image file or of the vector, or the id
     where: str  # its location in the request, e.g. "body.queries.0.text"
     text: str = ""  # the text, for kind "text"
+    also: tuple[str, ...] = ()  # further texts that a hit should fit
+    without: tuple[str, ...] = ()  # texts that a hit should not fit
     image: bytes = b""  # the bytes of the image file, for kind "image"
     vector: bytes | None = None  # float32 numbers as bytes, for a vector of kind "text" or "image"; None for others
+
+    @property
+    def query(self) -> TextQuery:
+        """The texts of kind "text"."""
+        return TextQuery(self.text, self.also, self.without)
+
+    def is_native(self, gallery: Gallery) -> bool:
+        """Whether the calibration of a gallery was fitted on such queries."""
+        return self.kind == native(gallery) and self.query.is_one
 
 
 def without_bytes(asked: Asked, served: ServedGallery) -> Asked:
@@ -234,7 +246,7 @@ def refuse_guarantees(gallery: Gallery, asked: Sequence[Asked], options: SearchO
     """Refuse guarantees that the calibration cannot give; other errors of a search are internal errors."""
     wanted = {name: getattr(options, name) for name in ("abstain", "coverage", "min_probability")}
     try:
-        check_native(wanted, gallery.scorer.direction, [one.kind == native(gallery) for one in asked])
+        check_native(wanted, gallery.scorer.direction, [one.is_native(gallery) for one in asked])
         if options.min_probability is not None and not gallery.calibrated:
             raise GuaranteeError("min_probability", "needs a calibration, and this gallery has none", "leave it out")
         check_unfiltered(wanted_filter(options), coverage=options.coverage, max_risk=options.abstain)
@@ -270,9 +282,9 @@ def answered(
         filter=wanted,
         expected=True,
         names=[one.name for one in asked],
-        native=[one.kind == native(gallery) for one in asked],
+        native=[one.is_native(gallery) for one in asked],
         unfamiliar=unfamiliar,
-        texts=[one.text for one in asked],
+        texts=[one.query for one in asked],
     )
     if wanted is None and watched:
         watch(served, asked, answers)
@@ -305,7 +317,7 @@ def _answer(served: ServedGallery, options: SearchOptions, asked: Asked, found: 
         total_variance=found.uncertainty,
         expected_matches=found.expected_matches,
         verdict=words,
-        queries_differ=differs and asked.kind == native(served.gallery),
+        queries_differ=differs and asked.is_native(served.gallery),
         abstained=found.abstained,
         hits=[_hit(served, hit, found.calibrated) for hit in found],
         conformal_set=whole,
@@ -319,10 +331,9 @@ def watch(served: ServedGallery, asked: Sequence[Asked], answers: Sequence[Found
     """Compare new queries with those of the calibration, and log when they begin or cease to differ."""
     if served.drift is None:
         return
-    wanted = native(served.gallery)
-    own = [i for i, one in enumerate(asked) if one.kind == wanted]
+    own = [i for i, one in enumerate(asked) if one.is_native(served.gallery)]
     nearest = [answers[i].best_distance for i in own]
-    names = [asked[i].text or asked[i].image or asked[i].vector for i in own]
+    names = [" ".join(asked[i].query.wanted) or asked[i].image or asked[i].vector for i in own]
     for state in served.drift.add(nearest, n_gallery=served.gallery.size, names=names):
         found = f"{kind(served.gallery)}, last {served.drift.window} queries, D = {state.statistic or 0:.2f}"
         if state.differs:
@@ -350,7 +361,8 @@ def search_together(
         queries = GaussianEmbedding.cat([one.query for one in some])
         try:
             served, asked = served_of(options.gallery), [one.asked for one in some]
-            judged = unfamiliar_of([one.text for one in asked])  # "" of other kinds of queries, which has no word.
+            # Other kinds of queries have the text "", which has no word.
+            judged = unfamiliar_of([" ".join(one.query.wanted) for one in asked])
             most = searches[places[0]].max_set
             answers = answered(served, asked, queries, options, max_set=most, unfamiliar=judged)
             results |= dict(zip(places, answers, strict=True))

@@ -32,6 +32,7 @@ from starlette.routing import BaseRoute, Mount, Route
 
 from sfumato import __version__
 from sfumato.errors import UserError
+from sfumato.search.texts import TextQuery
 from sfumato.serve.answering import Asked, Sources, item_path
 from sfumato.serve.guard import RIGHTS, TEXT, Guard
 from sfumato.serve.schemas import (
@@ -416,7 +417,7 @@ def _add_searches(app: FastAPI, service: Service) -> None:
     @app.get("/v1/search", response_model=SearchResponse, tags=["search"], responses=problems(404, 422, 503, 504))
     async def search_by_text(parameters: Annotated[TextSearch, Parameter()]) -> Response:
         """Search by one text."""
-        asked = Asked("text", parameters.q, "query.q", text=parameters.q)
+        asked = _text(parameters.q, parameters.also, parameters.without, "query.q")
         return await _answers(service, [asked], parameters.options())
 
     @post("/v1/search")
@@ -565,11 +566,16 @@ def _json(model: BaseModel) -> Response:
 def _asked(query: Query, i: int) -> Asked:
     where = f"body.queries.{i}"
     if query.text is not None:
-        return Asked("text", query.text, f"{where}.text", text=query.text)
+        return _text(query.text, query.also, query.without, f"{where}.text")
     if query.id is not None:
         return Asked("id", query.id, f"{where}.id")
     image = _decoded(query.image or "", f"{where}.image")
     return Asked("image", f"image {i + 1}", f"{where}.image", image=image)
+
+
+def _text(text: str, also: Sequence[str], without: Sequence[str], where: str) -> Asked:
+    query = TextQuery(text, tuple(also), tuple(without))
+    return Asked("text", query.name, where, text=text, also=query.also, without=query.without)
 
 
 def _vector(query: VectorQuery, i: int) -> Asked:

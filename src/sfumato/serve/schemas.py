@@ -51,17 +51,27 @@ _OF_ITEM = "total variance of the item, the sum of its variances"
 _MOST_VARIANCE = Field(None, ge=0, description="largest total variance of an item")
 
 
+_ALSO: Any = Field([], max_length=10, description="further texts that a hit should fit")
+_WITHOUT: Any = Field(
+    [], max_length=10, description="texts that a hit should not fit; such an answer is not calibrated"
+)
+
+
 class Query(_Model):
     """A query: exactly one of text, image and id."""
 
     text: Text | None = Field(None, description="any text")
     image: str | None = Field(None, description="an image file in base64; bare files go to /v1/search/image")
     id: ItemId | None = Field(None, description="id of an item of the gallery, to find similar items")
+    also: list[Text] = _ALSO
+    without: list[Text] = _WITHOUT
 
     @model_validator(mode="after")
     def _one(self) -> Self:
         if sum(value is not None for value in (self.text, self.image, self.id)) != 1:
             raise ValueError("give exactly one of text, image and id")
+        if (self.also or self.without) and self.text is None:
+            raise ValueError("also and without stand beside a text to search for; leave them out")
         return self
 
 
@@ -398,7 +408,7 @@ class SearchParameters(_Options):
             read = parse_where(self.where)
             where = {name: list(values) for name, values in read.where.items()}
             wanted = ItemFilter(where=where, ranges=read.ranges, max_total_variance=self.max_total_variance)
-        own = {"where", "max_total_variance", "q", "image"}
+        own = {"where", "max_total_variance", "q", "image", "also", "without"}
         flat = self.model_dump(exclude=own, exclude_unset=True)
         return SearchOptions(**flat, filter=wanted)
 
@@ -407,6 +417,8 @@ class TextSearch(SearchParameters):
     """One text and the options of a search."""
 
     q: Text = Field(description="the text to search by", examples=["a red bird"])
+    also: list[Text] = _ALSO
+    without: list[Text] = _WITHOUT
 
 
 class ImageSearch(SearchParameters):

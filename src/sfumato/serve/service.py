@@ -27,6 +27,7 @@ from sfumato.errors import first_line
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.search.collection import GaussianCollection
 from sfumato.search.gallery import Gallery, GalleryRecords
+from sfumato.search.searcher import combined
 from sfumato.serve.answering import (
     N_HITS,
     N_ITEMS,
@@ -393,8 +394,11 @@ class Service:
             rows |= dict(zip(images, checked(found, [asked[i].where for i in images]), strict=True))
         if texts := by_kind["text"]:
             self.refuse_features("text", [asked[i].where for i in texts])
-            found = await self.embedder.embed_texts([asked[i].text for i in texts])
-            rows |= dict(zip(texts, checked(found, [asked[i].where for i in texts]), strict=True))
+            parts = [(asked[i].where, part) for i in texts for part in asked[i].query.parts]
+            found = await self.embedder.embed_texts([part for _, part in parts])
+            embedded = GaussianEmbedding.cat(checked(found, [where for where, _ in parts]))
+            whole = combined([asked[i].query for i in texts], embedded)
+            rows |= {i: whole[k : k + 1] for k, i in enumerate(texts)}
         if vectors := [i for i, q in enumerate(asked) if q.vector is not None]:
             rows |= dict(zip(vectors, await self._embedded_vectors([asked[i] for i in vectors]), strict=True))
         return [rows[i].to(torch.float32) for i in range(len(asked))]

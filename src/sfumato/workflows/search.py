@@ -8,6 +8,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -212,18 +213,21 @@ def search_index(
     coverage: float | None = None,
     max_risk: float | None = None,
     where: Sequence[str] = (),
+    also: Sequence[str] = (),
+    without: Sequence[str] = (),
 ) -> list[Answer]:
     """Search a saved index by texts and images with the model that it was built with, or by its own items."""
     with contextlib.closing(load_index(folder, run=run, store=store)) as searcher:
         guarantees = {"min_probability": min_probability, "coverage": coverage, "max_risk": max_risk}
+        options: dict[str, Any] = {**guarantees, "where": where}
         foreign = images if searcher.native == "texts" else texts
         check_native(guarantees, searcher.gallery.scorer.direction, [not foreign and not ids])
         answers: list[Answer] = []
         if texts:
             queries = _vector_files(searcher.model.model, texts)
-            answers += searcher.search(queries, k, modality="texts", where=where, **guarantees)
+            answers += searcher.search(queries, k, modality="texts", also=also, without=without, **options)
         if images:
-            answers += searcher.search(list(images), k, modality="images", where=where, **guarantees)
+            answers += searcher.search(list(images), k, modality="images", **options)
         if ids:
             answers += searcher.search_items(ids, k, where=where)
     return answers

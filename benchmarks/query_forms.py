@@ -1,0 +1,101 @@
+"""Queries of several words in a folder of photographs: `--without` and `--also` of `sfumato search`, by mentions.
+
+python benchmarks/query_forms.py FLICKR8K [--split test] [--json FILE]
+
+FLICKR8K as for own_folder.py. A photograph shows a word if one of its five captions mentions it. Pairs of WORDS are
+asked: A without B, A and B. The figure is the fraction of the first ten photographs that fit, of what can be reached.
+"""
+
+import argparse
+import itertools
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from sfumato import load
+from sfumato.distances import get_distance
+from sfumato.encoders.features import RaggedStore
+from sfumato.search.searcher import combined
+from sfumato.search.texts import TextQuery
+
+_OBJECTS = "dog water grass snow ball beach boy girl man woman bike street crowd mountain car child people sand pool"
+_OTHERS = "field run jump swim red blue black white shirt hat camera rock tree bench sit play toy frisbee soccer"
+WORDS = f"{_OBJECTS} {_OTHERS}".split()
+
+
+def reached(distance: torch.Tensor, fits: np.ndarray) -> float:
+    """P@10 as a fraction of what is reachable; the mean over queries. distance, fits (q, n)."""
+    first = distance.topk(10, largest=False).indices.numpy()
+    found = np.take_along_axis(fits, first, 1).sum(1)
+    return float((found / np.minimum(10, fits.sum(1))).mean())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("flickr8k", type=Path)
+    parser.add_argument("--split", default="test")
+    parser.add_argument("--json", type=Path)
+    given = parser.parse_args()
+    images = json.loads((given.flickr8k / "dataset_flickr8k.json").read_text("utf-8"))["images"]
+    rows = [i for i, image in enumerate(images) if image["split"] == given.split]
+    captions = [[s["raw"].strip().rstrip(" .") for s in images[i]["sentences"]] for i in rows]
+    model, csd = load("small"), get_distance("csd").matrix
+    full = np.load(given.flickr8k / "efflite0_224_fp16.npy", mmap_mode="r")[rows]
+    photographs = model.model.image.embed(RaggedStore(full, np.arange(len(rows)), np.ones(len(rows), np.int64)))
+
+    def by_texts(texts: list[str]) -> torch.Tensor:
+        return csd(model.embed_texts(texts), photographs)
+
+    def by(queries: list[TextQuery]) -> torch.Tensor:
+        return csd(combined(queries, model.embed_texts([part for one in queries for part in one.parts])), photographs)
+
+    ending = "(s|es|ning|ping|ming|ing|ting)?"
+    shows = {
+        word: np.array([bool(re.search(rf"\b{word}{ending}\b", " ".join(own).lower())) for own in captions])
+        for word in WORDS
+    }
+    result: dict[str, float] = {}
+
+    def report(name: str, value: float) -> None:
+        result[name] = value
+        print(f"{name}: {value:.3f}")
+
+    def without(a: str, b: str) -> bool:
+        both, alone = (shows[a] & shows[b]).sum(), (shows[a] & ~shows[b]).sum()
+        return bool(both >= 10 and alone >= 10 and both >= 0.15 * shows[a].sum())
+
+    pairs = [pair for pair in itertools.permutations(WORDS, 2) if without(*pair)]
+    fits = np.array([shows[a] & ~shows[b] for a, b in pairs])
+    ways: dict[str, Callable[[], torch.Tensor]] = {
+        '"A"': lambda: by_texts([a for a, _ in pairs]),
+        '"A without B" as a text': lambda: by_texts([f"{a} without {b}" for a, b in pairs]),
+        "A --without B": lambda: by([TextQuery(a, without=(b,)) for a, b in pairs]),
+    }
+    for name, way in ways.items():
+        report(f"{len(pairs)} pairs, A and not B: {name}", reached(way(), fits))
+    dog = [i for i, pair in enumerate(pairs) if pair == ("dog", "water")]
+    for name, way in ways.items() if dog else ():
+        report(f"dog, not water: {name}", reached(way()[dog], fits[dog]))
+    pairs = [p for p in itertools.combinations(WORDS, 2) if 8 <= (shows[p[0]] & shows[p[1]]).sum() <= 150]
+    fits = np.array([shows[a] & shows[b] for a, b in pairs])
+    parts = csd(model.embed_texts(WORDS), photographs)
+    summed = torch.stack([parts[WORDS.index(a)] + parts[WORDS.index(b)] for a, b in pairs])
+    report(f"{len(pairs)} pairs, A and B: distances added", reached(summed, fits))
+    report(f"{len(pairs)} pairs, A and B: A --also B", reached(by([TextQuery(a, (b,)) for a, b in pairs]), fits))
+
+    def first(distance: torch.Tensor) -> float:
+        return float((distance.argmin(1) == torch.arange(len(rows))).double().mean())
+
+    report("first hits: one caption", first(by_texts([own[0] for own in captions])))
+    report("first hits: two captions as one text", first(by_texts([f"{own[0]}. {own[1]}" for own in captions])))
+    report("first hits: caption --also caption", first(by([TextQuery(own[0], (own[1],)) for own in captions])))
+    if given.json:
+        given.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
