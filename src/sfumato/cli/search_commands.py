@@ -222,10 +222,10 @@ def search(
         raise UserError("a text to search for is empty; leave it out")
     if (asked.also or asked.without) and (asked.image or asked.item):
         raise UserError("--also and --without stand beside a text to search for; leave out --image and --id")
+    guarantees = {"min_probability": asked.min_probability, "coverage": asked.coverage, "max_risk": asked.abstain}
     answers = search_index(
         folder, asked.query or [], asked.image or [], k=asked.k, ids=asked.item or [], run=run, store=store,
-        min_probability=asked.min_probability, coverage=asked.coverage, max_risk=asked.abstain, where=asked.where or [],
-        also=asked.also or [], without=asked.without or [],
+        guarantees=guarantees, where=asked.where or [], also=asked.also or [], without=asked.without or [],
     )  # fmt: skip
     results = [answer.to_json() for answer in answers]
     if as_json:

@@ -5,7 +5,7 @@ The commands search with the same objects, so that a program and `sfumato search
 
 import contextlib
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -209,16 +209,16 @@ def search_index(
     ids: Sequence[str] = (),
     run: str | Path | None = None,
     store: str | None = None,
-    min_probability: float | None = None,
-    coverage: float | None = None,
-    max_risk: float | None = None,
+    guarantees: Mapping[str, float | None],
     where: Sequence[str] = (),
     also: Sequence[str] = (),
     without: Sequence[str] = (),
 ) -> list[Answer]:
-    """Search a saved index by texts and images with the model that it was built with, or by its own items."""
+    """Search a saved index by texts and images with the model that it was built with, or by its own items.
+
+    guarantees: min_probability, coverage and max_risk.
+    """
     with contextlib.closing(load_index(folder, run=run, store=store)) as searcher:
-        guarantees = {"min_probability": min_probability, "coverage": coverage, "max_risk": max_risk}
         options: dict[str, Any] = {**guarantees, "where": where}
         foreign = images if searcher.native == "texts" else texts
         check_native(guarantees, searcher.gallery.scorer.direction, [not foreign and not ids])
