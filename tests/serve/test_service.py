@@ -32,8 +32,8 @@ from sfumato.models.run import load_run
 from sfumato.search.answer import verdict
 from sfumato.search.index import GaussianIndex
 from sfumato.search.searcher import combined
-from sfumato.search.texts import TextQuery
 from sfumato.search.stores.protocol import Filter
+from sfumato.search.texts import TextQuery
 from sfumato.serve.answering import ServedGallery, Sources, open_sources
 from sfumato.serve.app import create_app
 from sfumato.serve.server import check_host, check_names, hosts_of, is_loopback, run_app

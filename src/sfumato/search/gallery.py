@@ -323,9 +323,8 @@ class Gallery(ABC):
         def logits(i: int, items: ItemTexts, distance: Tensor) -> Tensor:
             image, some = self.scorer.pair_logit(distance, REFERENCE_SIZE), slice(i, i + len(distance))
             found = fits_logit(items.evidence(texts[some], vectors[some], image, own.rarity))
-            return torch.stack(
-                [items.without(f.without, *row, own.rarity) for f, *row in zip(forms[some], found, image)]
-            )
+            rows = zip(forms[some], found, image, strict=True)
+            return torch.stack([items.without(form.without, one, row, own.rarity) for form, one, row in rows])
 
         results = []
         for start, block in sample.blocks(queries):

@@ -27,8 +27,8 @@ from sfumato.search.answer import NATIVE, GuaranteeError, Hit, QueryKind, check_
 from sfumato.search.answer import Answer as Found
 from sfumato.search.collection import GaussianCollection
 from sfumato.search.gallery import Gallery
-from sfumato.search.texts import TextQuery
 from sfumato.search.stores.protocol import Filter
+from sfumato.search.texts import TextQuery
 from sfumato.serve.schemas import (
     Answer,
     ConformalSet,
