@@ -306,13 +306,14 @@ class Gallery(ABC):
         raise NotImplementedError
 
     def _by_texts(
-        self, queries: GaussianEmbedding, asked: Mapping[int, TextQuery], k: int, filter: Filter | None, n: int
+        self, queries: GaussianEmbedding, asked: Mapping[int, TextQuery | str], k: int, filter: Filter | None, n: int
     ) -> dict[int, tuple[tuple[Hit, ...], float]]:
         """By query, the hits by distance and texts together and the expected matches; none if no item has texts.
 
         Exact up to N_WHOLE items. In a larger gallery the closest n_exact by distance and by texts are compared.
         """
-        sample, forms = self._sampled(n, filter), list(asked.values())
+        sample = self._sampled(n, filter)
+        forms = [TextQuery(one) if isinstance(one, str) else one for one in asked.values()]
         if self.texts is None or (own := sample.texts) is None or not own.vectors.any():
             return {}
         texts = [form.joined for form in forms]
@@ -396,8 +397,7 @@ class Gallery(ABC):
         most = None if max_set is None else max_set + 1
         sets = nothing if radius is None else self.within(queries, radius, most=most)
         totals = self.expected_matches(queries, filter) if expected else nothing
-        forms = [TextQuery(one) if isinstance(one, str) else one for one in texts or ()]
-        asked = {i: one for i, one in enumerate(forms) if one.text and abstained is sets and self.calibrated}
+        asked = {i: text for i, text in enumerate(texts or ()) if text and abstained is sets and self.calibrated}
         by_texts = self._by_texts(queries, asked, k, filter, n) if asked else {}
         answers = []
         for i, total_variance in enumerate(queries.total_variance.tolist()):

@@ -78,6 +78,9 @@ class TextQuery:
     also: tuple[str, ...] = ()
     without: tuple[str, ...] = ()
 
+    def __bool__(self) -> bool:
+        return bool(self.text)
+
     @property
     def name(self) -> str:
         """The query in words."""
