@@ -42,7 +42,12 @@ MAX_PIXELS = 80_000_000
 REDUCED_FROM = 4_000_000
 """Number of pixels from which :func:`decode_image` decodes a JPEG file at a reduced size, if it may."""
 
-_KEPT = 4
+_KEPT = 3
+"""Times the size that a reduced JPEG keeps at least. Features of EfficientNet-Lite0 of 12 megapixels at a quarter
+have a mean cosine of .9997 with those of all pixels."""
+
+USUAL_SIZE = 512
+"""Side in pixels that is assumed where the network resizes by itself."""
 
 _SMALL = 400
 """Longer side of an embedded preview, in pixels, below which a RAW file is developed instead."""
@@ -100,8 +105,8 @@ def decode_image(
         if crop is not None and size is not None:
             enough = math.ceil(2 * size / min(crop[2:]))
             image.draft(None, (enough, enough))
-        elif reduced and size is not None and image.width * image.height > REDUCED_FROM:
-            image.draft(None, (_KEPT * size, _KEPT * size))
+        elif reduced and image.width * image.height > REDUCED_FROM:
+            image.draft(None, (_KEPT * (size or USUAL_SIZE),) * 2)
         rgb = _on_white(_upright(image) if upright else image)
     if crop is not None:
         rgb = rgb.crop(_pixels(crop, rgb.size))

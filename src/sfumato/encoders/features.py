@@ -7,7 +7,8 @@ tail, which the next process removes.
 
 import hashlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -256,11 +257,9 @@ def cached_features(
             known.update(good)
         waiting.clear()
 
-    for position, get in enumerate(read):
-        try:
-            item = get()
-        except (ValueError, OSError) as error:
-            failed[position] = error
+    for position, item in enumerate(_read_ahead(read, batch_size)):
+        if isinstance(item, Exception):
+            failed[position] = item
         else:
             digests[position] = hashlib.sha256(item if isinstance(item, bytes) else item.encode()).digest()
             if digests[position] not in known:
@@ -279,6 +278,25 @@ def cached_features(
             raise failure
         on_error(position, failure)
     return cache.store(list(done.values())), np.array(list(done), dtype=np.int64)
+
+
+def _read_ahead(read: Sequence[Callable[[], bytes | str]], block: int) -> Iterator[bytes | str | Exception]:
+    """Items or their errors; a block is read by two threads, which overlaps waiting for files."""
+
+    def read_part(part: Sequence[Callable[[], bytes | str]]) -> list[bytes | str | Exception]:
+        found: list[bytes | str | Exception] = []
+        for get in part:
+            try:
+                found.append(get())
+            except (ValueError, OSError) as error:
+                found.append(error)
+        return found
+
+    with ThreadPoolExecutor(2) as pool:
+        for start in range(0, len(read), block):
+            middle, end = start + block // 2, start + block
+            for part in pool.map(read_part, (read[start:middle], read[middle:end])):
+                yield from part
 
 
 def _truncate(path: Path, record: int) -> None:

@@ -8,12 +8,14 @@ parameters: only the heads are trained.
 """
 
 import hashlib
+import itertools
 import json
 import math
 import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property, partial
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache, cached_property, partial
 from inspect import signature
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Protocol
@@ -63,6 +65,10 @@ TEXT_BACKBONES = ("minilm-l6-v2",)
 PREFIXES = ("open_clip:", "hf-hub:")
 """Beginnings of the names of open_clip's models: ``open_clip:ViT-B-32/laion2b_s34b_b79k``, ``hf-hub:OWNER/NAME``."""
 
+_MICRO_BATCH = 4
+"""Images at a time in a convolutional network: the activations of more are memory that is taken anew each time, which
+doubles the time of the processor."""
+
 _CONFIG, _WEIGHTS = "open_clip_config.json", "open_clip_model.safetensors"
 
 
@@ -85,16 +91,27 @@ class Backbone:
         probe: bytes | str = "a",
         feature_dtype: Literal["float16", "float32"] = "float16",
         pieces: Callable[[Sequence[str]], list[int]] | None = None,
+        decode: Callable[[bytes], np.ndarray] | None = None,
     ) -> None:
+        self.decode = decode  # of one image file, if ``prepare`` takes pixels
         self._dtype = number_format(precision)
         network.eval().to(self._dtype)
         self.fingerprint, self.feature_dtype, self.pieces = fingerprint, feature_dtype, pieces
         self._prepare, self._embed = prepare, embed
         self.channels = channels or int(self([probe])[0].shape[-1])
 
-    @torch.inference_mode()
     def __call__(self, items: Sequence[Any]) -> list[np.ndarray]:
-        """Bytes of image files, or texts -> (t, c) features of each, without padding."""
+        """Bytes of image files, their pixels or texts -> (t, c) features of each, without padding."""
+        if self.decode is None:
+            return self._features(items)
+        parts, n = [items[i : i + _MICRO_BATCH] for i in range(0, len(items), _MICRO_BATCH)], torch.get_num_threads()
+        found = map(self._features, parts) if min(n, len(parts)) == 1 else _workers(n).map(self._features, parts)
+        return list(itertools.chain.from_iterable(found))
+
+    @torch.inference_mode()
+    def _features(self, items: Sequence[Any]) -> list[np.ndarray]:
+        if decode := self.decode:
+            items = [decode(item) if isinstance(item, bytes) else item for item in items]
         inputs = {k: v.to(self._dtype) if v.is_floating_point() else v for k, v in self._prepare(items).items()}
         return [tokens.to(getattr(torch, self.feature_dtype)).cpu().numpy() for tokens in self._embed(**inputs)]
 
@@ -157,16 +174,16 @@ def _efficientnet(name: str, size: int | None, grid: int | None, precision: Prec
     with weights_file(name).open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
 
-    def prepare(items: Sequence[bytes]) -> Mapping[str, Tensor]:
-        pixels = torch.from_numpy(np.stack([decode_image(item, side) for item in items]))
-        return {"pixels": (pixels.float() - 127) / 128}
+    def prepare(items: Sequence[np.ndarray]) -> Mapping[str, Tensor]:
+        return {"pixels": (torch.from_numpy(np.stack(items)).float() - 127) / 128}
 
     def embed(pixels: Tensor) -> Tensor:
         maps = network.extract_features(pixels.contiguous(memory_format=torch.channels_last))
         return _map_tokens(maps.float(), grid)
 
     known = f"{name} {digest} size={side} squash (x-127)/128 tokens={grid or 'last-map'}{_named(precision)}"
-    return Backbone(network, precision, known, prepare, embed, channels=CHANNELS)
+    decode = partial(decode_image, size=side, reduced=True)
+    return Backbone(network, precision, known, prepare, embed, channels=CHANNELS, decode=decode)
 
 
 def _transformers_image(name: str, size: int | None, grid: int | None, precision: Precision) -> Backbone:
@@ -468,7 +485,26 @@ def _map_tokens(maps: Tensor, grid: int | None) -> Tensor:
 
 
 def _decoded(items: Sequence[bytes]) -> list[Image.Image]:
-    return [Image.fromarray(decode_image(item, None).transpose(1, 2, 0)) for item in items]
+    with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+        pixels = list(pool.map(lambda item: decode_image(item, None, reduced=True), items))
+    return [Image.fromarray(of_image.transpose(1, 2, 0)) for of_image in pixels]
+
+
+@cache
+def _workers(n: int) -> ThreadPoolExecutor:
+    """Threads that compute with one thread each, while all others keep torch's number n: no layer waits for another."""
+    started = threading.Barrier(n + 1)
+
+    def begin() -> None:
+        torch.set_num_threads(1)
+        started.wait()
+
+    pool = ThreadPoolExecutor(n, initializer=begin)
+    for _ in range(n):
+        pool.submit(int)
+    started.wait()
+    torch.set_num_threads(n)
+    return pool
 
 
 def _pieces(tokenizer: Any, words: Sequence[str]) -> list[int]:
@@ -571,8 +607,12 @@ class FrozenProcessor(Processor):
     def __init__(self, backbone: FrozenBackbone, cache: str | Path) -> None:
         self.backbone, self.cache = backbone, cache
 
-    def prepare(self, data: bytes | str) -> bytes | str:
+    def prepare(self, data: bytes | str) -> np.ndarray | bytes | str:
+        """The pixels of an image where the backbone takes them; else the item itself, an image checked."""
         if isinstance(data, bytes):
+            if decode := getattr(self.backbone, "decode", None):
+                pixels: np.ndarray = decode(data)
+                return pixels
             check_image(data)
         return data
 
