@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import httpx
 import pytest
+from PIL import ExifTags, Image
 from support.raising import raises
 from support.serving import (
     KEY,
@@ -378,6 +379,20 @@ def test_values_of_a_field_and_hidden_fields(writable):
     assert writable.get("/v1/items/b").json()["payload"] == {"folder": "2023"}
     refused = writable.post("/v1/items", json={"items": [new_item("d", payload={"_file": "e"})]})
     assert refused.status_code == 422 and "_file: is a name that the service reserves" in refused.json()["detail"]
+
+
+def test_what_a_photograph_says_of_itself_becomes_its_fields(writable):
+    exif = Image.Exif()
+    exif[ExifTags.Base.ImageDescription], exif[ExifTags.Base.Model] = "a dog at the gate", "EOS 5D"
+    exif.get_ifd(ExifTags.IFD.Exif)[ExifTags.Base.DateTimeOriginal] = "2024:06:13 12:01:09"
+    exif.get_ifd(ExifTags.IFD.GPSInfo)[ExifTags.GPS.GPSLatitude] = (48.0, 51.0, 0.0)
+    image = in_base64(picture(format="JPEG", exif=exif))
+    items = [{"id": "a", "image": image}, {"id": "b", "image": image, "payload": {"captions": "mine", "by": "me"}}]
+    assert writable.post("/v1/items", json={"items": items}).status_code == 201
+    own = {"date": "2024-06-13T12:01:09", "camera": "EOS 5D"}
+    assert writable.get("/v1/items/a").json()["payload"] == {"captions": "a dog at the gate", **own}
+    assert writable.get("/v1/items/b").json()["payload"] == {"captions": "mine", "by": "me", **own}
+    assert b"EOS" not in writable.get("/v1/pictures/a").content
 
 
 def test_an_index_is_read_only_and_says_what_to_do(client):

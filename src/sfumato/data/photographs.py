@@ -10,14 +10,15 @@ import re
 from collections.abc import Iterable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path, PurePosixPath
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 from xml.etree import ElementTree
 
 from PIL import ExifTags, Image, ImageFile, IptcImagePlugin
 
-from sfumato.data.captioned import read_captions
 from sfumato.data.image_decoding import opened_image
-from sfumato.data.images import Problems
+
+if TYPE_CHECKING:
+    from sfumato.data.images import Problems
 
 LINES, LENGTH = 100, 1000
 """Largest number of lines of a field, and of characters of a line; the rest is cut."""
@@ -74,12 +75,15 @@ def describe_image(data: bytes) -> dict[str, str]:
     return {}
 
 
-def file_fields(root: Path, relative_path: str, data: bytes, problems: Problems) -> dict[str, str]:
+def file_fields(root: Path, relative_path: str, data: bytes, problems: "Problems") -> dict[str, str]:
     """The payload of an image file: its metadata, the texts beside it, the words of its name, and its folder.
 
     ``data`` are its bytes as :func:`~sfumato.data.image_decoding.still_bytes` gives them. A caption file that cannot be
     read is noted, and stops nothing.
     """
+    from sfumato.data.captioned import read_captions  # Which imports torch; the service's decoders must not.
+    from sfumato.data.images import Problems
+
     path, below = root / relative_path, PurePosixPath(relative_path)
     found: list[tuple[str, str]] = []
     if (captions := path.with_suffix(".txt")).is_file():

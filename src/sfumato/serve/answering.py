@@ -313,6 +313,7 @@ def _answer(served: ServedGallery, options: SearchOptions, asked: Asked, found: 
         query=found.query,
         kind=asked.kind,
         distance=found.distance,
+        target=found.target,
         calibrated=found.calibrated,
         total_variance=found.uncertainty,
         expected_matches=found.expected_matches,
@@ -439,6 +440,7 @@ def _hit(served: ServedGallery, hit: Hit, calibrated: bool) -> ResultRecord:
         total_variance=hit.uncertainty,
         payload=handed_out(hit.payload),
         picture=image_path(served, hit.id, hit.payload),
+        best_text=hit.best_text,
     )
 
 

@@ -20,6 +20,7 @@ import numpy as np
 from PIL import Image, ImageOps
 
 from sfumato.data.image_decoding import Fit, decode_image, opened_image
+from sfumato.data.photographs import describe_image
 
 MAX_SCANS = 100
 """Scans of a progressive JPEG file; usual ones have ten. Each costs as much time as a whole image."""
@@ -56,11 +57,14 @@ def rgb(data: bytes, side: int | None) -> Message:
 
 
 def stored(data: bytes) -> Message:
-    """Re-encode an image file, upright and in RGB, without its metadata such as the location of the camera."""
+    """Re-encode an image file, upright and in RGB, without its metadata, and give some of these as payload fields.
+
+    The location of the camera is none of them.
+    """
     with opened_image(data) as image:
         format = "JPEG" if image.format == "JPEG" else "PNG"
     pixels = np.ascontiguousarray(decode_image(data, None).transpose(1, 2, 0))
-    return {}, _encoded(Image.fromarray(pixels), format)
+    return {"fields": describe_image(data)}, _encoded(Image.fromarray(pixels), format)
 
 
 def shown(data: bytes, size: int | None) -> Message:

@@ -150,6 +150,9 @@ class ResultRecord(_Model):
     total_variance: float = Field(description=_OF_ITEM)
     payload: dict[str, str] = Field(description=_PAYLOAD)
     picture: str | None = Field(description=_PICTURE)
+    best_text: str = Field(
+        "", description="the text of the item that has most words of the query; empty where texts were no evidence"
+    )
 
 
 class ConformalSet(_Model):
@@ -175,6 +178,11 @@ class Answer(_Model):
     query: str = Field(description="the text, the name of the image file or of the vector, or the id")
     kind: Literal["text", "image", "id"] = Field(description="of a vector, its modality")
     distance: str = Field(description="name of the distance, e.g. csd")
+    target: Literal["listed", "fits"] = Field(
+        "listed",
+        description="what the probabilities are of. `listed`: a pair like those of the data, by the distance alone."
+        " `fits`: a person would say that the text describes the image, by the distance and the texts of the item",
+    )
     calibrated: bool = Field(
         description="whether there are probabilities: the calibration was fitted on held-out pairs of this kind of"
         " query. Between two images or two texts, and without a calibration, there are none, and no verdict"

@@ -19,11 +19,12 @@ from sfumato.search.collection import GaussianCollection
 from sfumato.search.gallery import GalleryRecords
 from sfumato.search.stores.protocol import Filter, StoreInUseError
 from sfumato.serve.answering import ServedGallery
-from sfumato.serve.embedding import Task, bytes_of
+from sfumato.serve.embedding import Task, message_of
 from sfumato.serve.schemas import AddResponse, DeleteResponse, GalleryName, Refusal, busy
 from sfumato.serve.service import Service, checked
 
-_STORED = Task("stored", {}, bytes_of)
+_STORED = Task("stored", {}, message_of)
+_LONGEST = 2000  # characters of a payload field that an image file names itself
 _LOG = logging.getLogger("sfumato.serve")
 
 
@@ -54,7 +55,7 @@ class Writer:
         served, collection = self._writable(gallery)
         self._check(gallery, served, items)
         images = [(f"{one.where}.image", one.image) for one in items if one.image is not None]
-        files: Sequence[bytes] = ()
+        files: Sequence[tuple[dict[str, str], bytes]] = ()
         if gallery == "images":
             async with self.service.checked_images(images):
                 found = await self.service.embedder.embed_images([data for _, data in images])
@@ -76,7 +77,8 @@ class Writer:
             payloads = [
                 {**one.payload, "text": one.text} if one.text is not None else dict(one.payload) for one in items
             ]
-            for one, payload, file in zip(items, payloads, files, strict=False):  # A gallery of texts has no files.
+            for one, payload, (fields, file) in zip(items, payloads, files, strict=False):  # Texts have no files.
+                payload |= {name: value for name, value in fields.items() if name not in payload}
                 if served.uploads is not None:
                     payload[POINTER] = served.uploads.write(one.id, file)
             new = {payload[POINTER] for payload in payloads if POINTER in payload}
@@ -136,15 +138,18 @@ class Writer:
             await self._optimise(served)
         self._thread.shutdown(wait=False)
 
-    async def _re_encoded(self, images: Sequence[tuple[str, bytes]]) -> list[bytes]:
-        """(location, bytes) of image files -> bytes to store."""
+    async def _re_encoded(self, images: Sequence[tuple[str, bytes]]) -> list[tuple[dict[str, str], bytes]]:
+        """(location, bytes) of image files -> payload fields that they name themselves, and bytes to store."""
         found = await self.service.embedder.decoders.all(_STORED, [data for _, data in images])
         for (where, _), one in zip(images, found, strict=True):
             if isinstance(one, ValueError):
                 raise Refusal(422, f"{where}: {one}", errors=[(where, str(one))]) from one
             if isinstance(one, BaseException):
                 raise one
-        return [one for one in found if isinstance(one, bytes)]
+        return [
+            ({str(name): str(text)[:_LONGEST].replace("\0", " ") for name, text in answer["fields"].items()}, data)
+            for answer, data in (one for one in found if not isinstance(one, BaseException))
+        ]
 
     def _writable(self, gallery: GalleryName) -> tuple[ServedGallery, GaussianCollection]:
         served = self.service.gallery(gallery)

@@ -260,11 +260,11 @@ const facts = (answer, n, gallery) => [
     answer.hits.length > 0 && h("div", {}, h("p", {}, "First result: right in ", h("b", {}, odds(number(answer))), " such searches"),
       h("span", { class: "strip", role: "img", "aria-label": `probability ${percent(number(answer))}` }, bar(number(answer))))),
   answer.queries_differ && h("p", { class: "guess" }, "Recent searches differ from those that the probabilities were fitted on: they may be off."),
-  meaning({ among: filtered() ? among() : `the ${among()}`, sum: about(answer.expected_matches), first: percent(number(answer)), whole: filtered() ? "" : "The strip is the whole gallery." }),
+  meaning({ target: answer.target === "fits" ? $("#fits").content.cloneNode(true) : $("#listed").content.cloneNode(true), among: filtered() ? among() : `the ${among()}`, sum: about(answer.expected_matches), first: percent(number(answer)), whole: filtered() ? "" : "The strip is the whole gallery." }),
   h("p", { class: "expert count" }, `Distance ${answer.distance}; total variance of the search ${figure(answer.total_variance)}.`),
 ];
 
-function meaning(said) {
+function meaning(said) { // places of the template by what is said there
   const node = $("#meaning").content.cloneNode(true);
   for (const place of node.querySelectorAll("[data-said]")) place.replaceWith(said[place.dataset.said]);
   return node;
@@ -419,7 +419,7 @@ function why(item) {
   if (!query || item.rank === undefined) return [];
   const p = item.match_probability;
   const { captions, tags, title, text } = item.payload;
-  const best = query.kind === "text" && closestLine(query.value, item.payload);
+  const best = query.kind === "text" && closestLine(query.value, item.payload, item.best_text);
   const words = query.kind !== "text" ? "It was found by its likeness to what you searched by."
     : best ? `Its ${best.what} “${best.line}” shares ${best.shared.map((word) => `“${word}”`).join(", ")} with your search.`
     : captions || tags || title || text ? "No word of your search is in its captions, tags or title." : "It has no captions or tags: the image alone speaks for it.";

@@ -37,14 +37,14 @@ const LITTLE = new Set("a an the and or with for from in into on onto of off at 
 const wordsIn = (text) =>
   new Map((text.toLowerCase().match(/[\p{L}\d]+/gu) ?? []).filter((word) => !LITTLE.has(word)).map((word) => [word.replace(/(..)s$/, "$1"), word]));
 
-// The line of an item that shares most words with a search, and these words.
-export function closestLine(asked, payload) {
+// The line of an item that shares most words with a search, and these words; the one that the service names comes first.
+export function closestLine(asked, payload, named) {
   const wanted = wordsIn(asked);
   let best = null;
   for (const [field, what] of [["captions", "caption"], ["title", "title"], ["tags", "tag"], ["text", "text"], ["name", "name"]])
     for (const line of linesOf(payload[field])) {
       const shared = [...wordsIn(line)].filter(([stem]) => wanted.has(stem)).map(([, word]) => word);
-      if (shared.length > (best?.shared.length ?? 0)) best = { what, line, shared };
+      if (shared.length && (line === named || (best?.line !== named && shared.length > (best?.shared.length ?? 0)))) best = { what, line, shared };
     }
   return best;
 }
