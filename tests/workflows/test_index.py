@@ -2,11 +2,13 @@
 
 import csv
 import json
+import shutil
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from support.toy import make_toy
 
 from sfumato import load
@@ -81,7 +83,7 @@ def test_a_gallery_has_the_calibration_of_its_images(run, sfumato, tmp_path, spl
     if own:
         assert said["note"].startswith("240 of the 360" if split == "all" else "All images trained the model.")
         assert "fitted on 300 captions that training left out" in said["note"]
-        assert ("Captions of the other 120 images" in said["note"]) == (split == "all")
+        assert ("searches for the other 120 find theirs less often" in said["note"]) == (split == "all")
     else:
         assert said["note"] == ""
 
@@ -99,6 +101,7 @@ def test_without_such_captions_the_note_says_the_way_out(folder, sfumato, tmp_pa
     said = index(sfumato, plain, tmp_path / "index", "--split", "all")
     assert "rough guide" in said["note"] and "data.held_out_wordings=0/5" in said["note"]
     gallery = open_gallery(tmp_path / "index")
+    assert (gallery.note == "") == (training_note(gallery)[:3] == "All"), "without a mix a search says nothing"
     assert training_note(replace(gallery, metadata=gallery.metadata | {"trained": 0})) == ""
 
 
@@ -141,10 +144,35 @@ def test_a_folder_of_images_is_recognised_by_its_files(tmp_path, sfumato):
     said = index(sfumato, tmp_path / "run", tmp_path / "index", "--images", tmp_path / "data")
     n_trained = open_gallery(tmp_path / "index").metadata["trained"]
     model = load_run(tmp_path / "run")
-    n_train = len(load_split(model.model, model.recipe.data, "train").data.images)
+    seen = {image.path.read_bytes() for image in load_split(model.model, model.recipe.data, "train").data.images}
+    n_train = sum(path.read_bytes() in seen for path in (tmp_path / "data").glob("*.png"))  # Some files are equal.
     assert n_trained == n_train and said["note"].startswith(f"{n_train} of the 96 images")
     searcher = load(tmp_path / "run").index(tmp_path / "data")
     assert searcher.gallery.metadata["trained"] == n_train
+
+
+def test_a_mix_is_said_at_every_search_also_of_copied_files_and_as_the_collection_grows(tmp_path, sfumato):
+    recipe = make_toy(tmp_path, n_each=4)
+    changes = ["train.epochs=2", "data.held_out_wordings=0/2", "data.val_fraction=0", "data.test_fraction=0"]
+    fit(load_recipe(recipe, changes), tmp_path / "run")
+    shutil.copytree(tmp_path / "data", tmp_path / "elsewhere")
+    shutil.rmtree(tmp_path / "data")
+    folder, out = tmp_path / "elsewhere", tmp_path / "index"
+    assert "All images trained" in index(sfumato, tmp_path / "run", out, "--images", folder, "--store", "file:")["note"]
+
+    def note():
+        status, printed, errors = sfumato("search", out, "a red circle", "--json")
+        assert status == 0, errors
+        return json.loads(printed)[0]["note"]
+
+    assert note() == "", "no mix"
+    for k in range(3):
+        Image.new("RGB", (24, 24), (9 * k, 90, 200)).save(folder / f"new {k}.png")
+    added = index(sfumato, tmp_path / "run", out, "--images", folder, "--add")
+    assert note().startswith("96 of the 99 images trained the model") and note() in added["note"]
+    assert "note: 96 of the 99" in " ".join(sfumato("search", out, "a red circle")[1].split())
+    sfumato("delete", out, "new 0.png", "new 1.png", "new 2.png")
+    assert note() == ""
 
 
 # Cross-fitted figures

@@ -5,6 +5,7 @@ tokenizer.json    its words or subword tokens            last.safetensors   the 
 encoders.json     descriptions of its encoders           noise.npy          which image each noisy training pair got
 log.jsonl         one line per epoch                     calibration.json   what was fitted on the validation pairs
 problems.jsonl    items left out, with their errors      evaluation-*.json  written by `sfumato evaluate`
+trained.txt       digests of the training images
 """
 
 import contextlib
@@ -27,6 +28,7 @@ from torch import Tensor, nn
 
 from sfumato import __version__
 from sfumato.calibration.calibrator import Calibration
+from sfumato.data.images import ImageSource
 from sfumato.distances import get_distance
 from sfumato.encoders.dual import DualEncoder, Tower
 from sfumato.encoders.encoder_protocol import BuildContext
@@ -135,7 +137,7 @@ TOKENIZER, CALIBRATION, PROBLEMS = "tokenizer.json", "calibration.json", "proble
 
 TRAINING_CALIBRATION = "calibration-training.json"
 
-ENCODERS, NOISE, WORDS = "encoders.json", "noise.npy", "words.json"
+ENCODERS, NOISE, WORDS, TRAINED = "encoders.json", "noise.npy", "words.json", "trained.txt"
 
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
@@ -207,6 +209,19 @@ def load_calibration(folder: Path, name: str = CALIBRATION) -> Calibration | Non
             f"{error}. A damaged file can be replaced: delete {path}, then run"
             f" `{as_typed('sfumato', 'calibrate', folder)}`, or export the run again"
         ) from error
+
+
+def image_digest(image: ImageSource) -> str:
+    """The digest of an image's bytes, by which it is known wherever its file is; "" if it cannot be read."""
+    with contextlib.suppress(OSError, ValueError):
+        return hashlib.blake2b(image.read_bytes(), digest_size=16).hexdigest()
+    return ""
+
+
+def trained_digests(folder: Path) -> frozenset[str]:
+    """The digests of the images that trained a run."""
+    path = folder / TRAINED
+    return frozenset(path.read_text(encoding="utf-8").split()) if path.is_file() else frozenset()
 
 
 def save_assets(folder: Path, tokenizer: Tokenizer | None, model: DualEncoder) -> None:

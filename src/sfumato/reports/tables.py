@@ -285,9 +285,11 @@ def print_search(result: dict[str, Any]) -> None:
 
 
 def print_match_meaning(results: Sequence[Mapping[str, Any]]) -> None:
-    """Print what "right" and "match" mean below calibrated results."""
+    """Print what "right" and "match" mean below calibrated results, and the notes of the gallery."""
     if any(result["calibrated"] for result in results):
         print_wrapped("right: a match, a pair like those that the data list (a photo and its caption)")
+    for note in dict.fromkeys(filter(None, (result["note"] for result in results))):
+        print_wrapped(f"note: {note}")
 
 
 def _print_hits(hits: list[dict[str, Any]], distance: str, calibrated: bool) -> None:

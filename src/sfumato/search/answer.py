@@ -129,6 +129,7 @@ class Answer:
         conformal_set_cut: True if max_set cut the set. The coverage guarantee does not hold for a cut set.
         target: what the probabilities are of. "listed": a pair of the data, by the distance alone. "fits": a person
             would say that the query describes the image, by the distance and the item's texts.
+        note: what the kinds of items in the gallery mean for the probabilities; "" if nothing.
         image_of: gives the image of a hit, or None; notebooks show it.
     """
 
@@ -145,6 +146,7 @@ class Answer:
     conformal_set: tuple[Hit, ...] | None = None
     conformal_set_cut: bool = False
     target: Target = "listed"
+    note: str = ""
     image_of: Callable[[Hit], ImageSource | None] = field(default=lambda hit: None, repr=False, compare=False)
 
     def __iter__(self) -> Iterator[Hit]:
@@ -220,9 +222,9 @@ class Answer:
         """The answer as plain values, without probabilities where they are not calibrated.
 
         Returns:
-            {"query", "target", "distance", "calibrated", "uncertainty", "expected_matches", "abstained", "verdict" (a
-            sentence), "hits": [{"id", "distance", "match_probability", "uncertainty", "best_text" if there is one, and
-            the payload}], "conformal_set" (like hits; None without coverage)}. If not calibrated, every
+            {"query", "target", "distance", "calibrated", "uncertainty", "expected_matches", "abstained", "note",
+            "verdict" (a sentence), "hits": [{"id", "distance", "match_probability", "uncertainty", "best_text" if there
+            is one, and the payload}], "conformal_set" (like hits; None without coverage)}. If not calibrated, every
             match_probability is None.
         """
 
@@ -239,7 +241,7 @@ class Answer:
                 for hit in hits
             ]
 
-        plain = ("query", "target", "distance", "calibrated", "uncertainty", "expected_matches", "abstained")
+        plain = ("query", "target", "distance", "calibrated", "uncertainty", "expected_matches", "abstained", "note")
         return {name: getattr(self, name) for name in plain} | {
             "verdict": None if self.verdict is None else self.verdict.text,
             "hits": values(self.hits),

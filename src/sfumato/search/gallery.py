@@ -240,6 +240,17 @@ class Gallery(ABC):
         return bool(self.metadata.get("calibrated", self.scorer.calibration is not None))
 
     @property
+    def note(self) -> str:
+        """What a mix of training images and others means for the probabilities; empty without a mix."""
+        n, n_trained = self.size, self.metadata.get("trained") or 0
+        if not 0 < n_trained < n:
+            return ""
+        return (
+            f"{n_trained:,} of the {n:,} images trained the model, and captions of these were seen: searches for the"
+            f" other {n - n_trained:,} find theirs less often than the probabilities say"
+        )
+
+    @property
     def size(self) -> int:
         """Number of items that probabilities are computed for. Unlike len() it may be a few seconds old."""
         return len(self)
@@ -428,7 +439,7 @@ class Gallery(ABC):
                     "fits" if i in by_texts else "listed",
                 )
             )
-        return answers
+        return [replace(answer, note=self.note) for answer in answers] if self.note else answers
 
     def _check(self, wanted: Mapping[str, float | None], native: Sequence[bool], filter: Filter | None) -> None:
         check_native(wanted, self.scorer.direction, native)

@@ -319,6 +319,7 @@ def _answer(served: ServedGallery, options: SearchOptions, asked: Asked, found: 
         expected_matches=found.expected_matches,
         verdict=words,
         queries_differ=differs and asked.is_native(served.gallery),
+        note=found.note,
         abstained=found.abstained,
         hits=[_hit(served, hit, found.calibrated) for hit in found],
         conformal_set=whole,

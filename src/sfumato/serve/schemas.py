@@ -199,6 +199,9 @@ class Answer(_Model):
     verdict: VerdictText | None = Field(
         description="null if the answer is not calibrated, unless the model hardly knows the words of the text"
     )
+    note: str = Field(
+        "", description="what a mix of training images and others means for the probabilities; empty without a mix"
+    )
     abstained: bool | None = Field(
         description="true if the query should not be answered; null if no risk was requested"
     )

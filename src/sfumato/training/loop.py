@@ -26,6 +26,7 @@ from sfumato.data.pairs import PairData
 from sfumato.data.splits import WORDINGS
 from sfumato.distances import Distance
 from sfumato.encoders.dual import DualEncoder
+from sfumato.encoders.feature_rows import features_read
 from sfumato.encoders.package_weights import number_format
 from sfumato.errors import UserError, counted
 from sfumato.evaluation.protocols import Evaluation, evaluate_retrieval
@@ -43,10 +44,12 @@ from sfumato.models.run import (
     LOG,
     MODEL,
     PROBLEMS,
+    TRAINED,
     TRAINING_CALIBRATION,
     WORDS,
     build_loss,
     choose_device,
+    image_digest,
     load_state,
     read_log,
     save_state,
@@ -364,7 +367,10 @@ def _finish(training: _Training) -> None:
                 save_state(folder / MODEL, training.weights, None, {"epoch": epochs - 1})
     second_stage = training.recipe.variance_stage.epochs
     if group.main and isinstance(training.batches, IndexedBatches):
-        remember_words(training.model, training.batches.sampler.data.texts, folder / WORDS)
+        data = training.batches.sampler.data
+        remember_words(training.model, data.texts, folder / WORDS)
+        if not features_read(training.model.image):
+            write_atomically(folder / TRAINED, "".join(f"{image_digest(image)}\n" for image in data.images))
     if val is None and not second_stage:
         return
     group.wait()

@@ -11,7 +11,6 @@ from sfumato.calibration.calibrator import Calibration
 from sfumato.data.emoji import emoji_names
 from sfumato.data.feature_tables import EmbeddingRow
 from sfumato.data.images import FileImage, FolderImages, Images, Problems, SplitImages, UploadedImages
-from sfumato.data.sources import DataConfig
 from sfumato.data.splits import WORDINGS
 from sfumato.encoders.feature_rows import EmbeddingProcessor
 from sfumato.errors import UserError
@@ -29,7 +28,16 @@ from sfumato.models.embed import (
 )
 from sfumato.models.model import Model
 from sfumato.models.recipe import load_recipe
-from sfumato.models.run import RECIPE, SMALL, TRAINING_CALIBRATION, Run, load_calibration, load_model
+from sfumato.models.run import (
+    RECIPE,
+    SMALL,
+    TRAINING_CALIBRATION,
+    Run,
+    image_digest,
+    load_calibration,
+    load_model,
+    trained_digests,
+)
 from sfumato.progress import progress_bar
 from sfumato.search.collection import UPLOADED_IMAGES, GaussianCollection, check_empty, copy_gallery
 from sfumato.search.exact import gallery_centre, lifted_dim
@@ -179,15 +187,19 @@ def fill_collection(
         start = _beginning(collection, first.images)
     else:
         collection, start = (create_collection(model, first, folder, own_or_anchored(store)), "")
-    stored = 0
+    stored, trained = 0, 0 if store is not None else collection.metadata.get("trained", 0)
     try:
         with collection.filling("it was interrupted while being filled; run the same command again with --add"):
             for source in itertools.chain([first], sources):
                 ids = [start + i for i in source.ids]
+                there = {*collection.get(ids).ids}
+                new = [i for i in source.ids if start + i not in there]
+                trained += n_trained(model, new, source.images)
                 with progress_bar(f"storing, after {stored}", len(ids)) as advance:
                     collection.upsert(source.embeddings, ids, source.payload, progress=advance)
                 stored += len(ids)
             collection.optimise()
+            collection.keep({"trained": trained})
     except BaseException:
         collection.close()
         raise
@@ -284,50 +296,44 @@ def choose_calibration(model: Model, ids: Sequence[str], images: Mapping[str, st
     A run whose training left some texts out has two: one for images that it has not seen, and one for galleries in
     which at least half of the images are of the training.
     """
-    folder, n_trained, fitted = _folder_of(model), 0, None
-    if images and folder and any(True for _ in model.model.parameters()) and (folder / RECIPE).is_file():
-        n_trained = _n_trained(load_recipe(folder / RECIPE).data, ids, images)
-        fitted = load_calibration(folder, TRAINING_CALIBRATION)
-    if fitted is not None and 2 * n_trained >= len(ids):
-        return fitted, n_trained
-    return model.calibration, n_trained
+    trained, folder = n_trained(model, ids, images), _folder_of(model)
+    fitted = load_calibration(folder, TRAINING_CALIBRATION) if trained and folder else None
+    return (fitted if fitted is not None and 2 * trained >= len(ids) else model.calibration), trained
 
 
-def _n_trained(config: DataConfig, ids: Sequence[str], images: Mapping[str, str]) -> int:
-    """How many of the images are in the split train; 0 if the data are not there any more."""
-    try:
-        train = load_splits(config, Problems()).get("train")
-    except UserError:
+def n_trained(model: Model, ids: Sequence[str], images: Mapping[str, str]) -> int:
+    """How many of the images trained the model; known by their content, wherever they lie."""
+    folder = _folder_of(model)
+    if not images or folder is None or not any(True for _ in model.model.parameters()):
         return 0
-    if train is None:
-        return 0
-    if "split" in images:
-        return len(set(ids) & set(train.image_ids))
-    files = {image.path.resolve() for image in train.images if isinstance(image, FileImage)}
-    folder = Path(images["folder"])
-    return sum((folder / i).resolve() in files for i in ids) if files else 0
+    if "split" not in images:
+        known = trained_digests(folder)
+        return sum(image_digest(FileImage(Path(images["folder"], i))) in known for i in ids) if known else 0
+    with contextlib.suppress(UserError):  # The data are gone.
+        train = load_splits(load_recipe(folder / RECIPE).data, Problems()).get("train")
+        return 0 if train is None else len(set(ids) & set(train.image_ids))
+    return 0
 
 
 def training_note(gallery: Gallery) -> str:
     """What the probabilities of a gallery with training images are worth."""
-    n_trained, n, calibration = gallery.metadata.get("trained", 0), len(gallery), gallery.scorer.calibration
-    if not n_trained or calibration is None:
+    trained, n, calibration = gallery.metadata.get("trained", 0), len(gallery), gallery.scorer.calibration
+    if not trained or calibration is None:
         return ""
-    which = "All images" if n_trained >= n else f"{n_trained:,} of the {n:,} images"
+    which = "All images trained the model" if trained >= n else gallery.note
     if calibration.metadata.get("split") != WORDINGS:
         return (
-            f"{which} trained the model, and the probabilities were fitted on images that training left out: here they"
-            " are a rough guide. Train with data.held_out_wordings=0/5 for probabilities that hold in such a gallery"
+            f"{which}, and the probabilities were fitted on images that training left out: here they are a rough guide."
+            " Train with data.held_out_wordings=0/5 for probabilities that hold in such a gallery"
         )
     found = describe_calibration(calibration)["t2i"]
     note = (
-        f"{which} trained the model. The probabilities are for new captions of these: they were fitted on"
+        f"{which}. The probabilities are for new captions of training images: they were fitted on"
         f" {found['n_queries']:,} captions that training left out"
     )
     if (first := found.get("first_hit")) is not None:
         note += f", of which {first['rate']:.0%} find their image first (expected: {first['mean_probability']:.0%})"
-    others = f". Captions of the other {n - n_trained:,} images find theirs much less often"
-    return note if n_trained >= n else note + others
+    return note
 
 
 def open_gallery(folder: str | Path, store: str | None = None) -> Gallery:
