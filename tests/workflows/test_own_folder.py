@@ -82,6 +82,19 @@ def test_a_search_is_filtered(sfumato, tmp_path, pictures):
     assert {hit.id for hit in plain} == {hit.id for hit in index.search("red", 9, where=["path<h"])}
 
 
+def test_misspelt_words_and_scripts_are_said(sfumato, tmp_path, pictures):
+    index = load(SMALL).index(pictures)
+    index.gallery.payload["captions"] = ("a plain orange square",) * len(index)
+    index.save(tmp_path / "mine")
+    status, printed, _ = sfumato("search", tmp_path / "mine", "an ornage sqaure", "dog", "собака в снегу")
+    assert status == 0 and printed.count("did you mean: an orange square") == 1
+    assert printed.count("hardly any words in Cyrillic script") == 1
+    answers = asked(sfumato, "search", tmp_path / "mine", "an ornage sqaure", "dog", "собака в снегу")
+    assert [one["suggestion"] for one in answers] == ["an orange square", None, None]
+    assert [one["warning"] is None for one in answers] == [True, True, False]
+    assert answers[0]["query"] == "an ornage sqaure" and index.search("красный").warning == answers[2]["warning"]
+
+
 def test_what_cannot_be_done_is_said(sfumato, tmp_path, pictures):
     for words, message in (
         (("index", "--data", tmp_path / "none", "--out", tmp_path / "a"), "there is no folder"),

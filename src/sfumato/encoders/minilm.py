@@ -95,6 +95,9 @@ class MiniLM:
         states = self.model(tokens["input_ids"], tokens["attention_mask"].bool())
         return [states[k] for k in layers]
 
+    def vocabulary(self) -> dict[str, int]:
+        return self._whole.get_vocab()
+
     def pieces(self, words: Sequence[str]) -> list[int]:
         return [sum(one.attention_mask) for one in self._whole.encode_batch(list(words), add_special_tokens=False)]
 

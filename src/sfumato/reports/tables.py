@@ -274,6 +274,10 @@ def print_search(result: dict[str, Any]) -> None:
         print(f"{result['query']}   (by distance: match probabilities are not calibrated for such queries)")
     if result["verdict"] is not None:
         print(f"  {result['verdict']}")
+    if result["suggestion"] is not None:
+        print(f"  did you mean: {result['suggestion']}")
+    if result["warning"] is not None:
+        print_wrapped(f"  {result['warning']}")
     _print_hits(result["hits"], result["distance"], calibrated)
     if not result["hits"] and not (result["verdict"] or "").startswith(("No item", "The gallery is empty")):
         print("  no item reaches this probability")

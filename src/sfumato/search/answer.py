@@ -130,6 +130,8 @@ class Answer:
         target: what the probabilities are of. "listed": a pair of the data, by the distance alone. "fits": a person
             would say that the query describes the image, by the distance and the item's texts.
         note: what the kinds of items in the gallery mean for the probabilities; "" if nothing.
+        suggestion: the text of the query with misspelt words replaced; None if nothing seems misspelt.
+        warning: what the model cannot read of the query, in a sentence; None if there is nothing to say.
         image_of: gives the image of a hit, or None; notebooks show it.
     """
 
@@ -147,6 +149,8 @@ class Answer:
     conformal_set_cut: bool = False
     target: Target = "listed"
     note: str = ""
+    suggestion: str | None = None
+    warning: str | None = None
     image_of: Callable[[Hit], ImageSource | None] = field(default=lambda hit: None, repr=False, compare=False)
 
     def __iter__(self) -> Iterator[Hit]:
@@ -244,6 +248,8 @@ class Answer:
         plain = ("query", "target", "distance", "calibrated", "uncertainty", "expected_matches", "abstained", "note")
         return {name: getattr(self, name) for name in plain} | {
             "verdict": None if self.verdict is None else self.verdict.text,
+            "suggestion": self.suggestion,
+            "warning": self.warning,
             "hits": values(self.hits),
             "conformal_set": None if self.conformal_set is None else values(self.conformal_set),
         }

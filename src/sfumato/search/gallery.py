@@ -8,10 +8,12 @@
 import functools
 import math
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -26,7 +28,7 @@ from sfumato.ids import Direction
 from sfumato.matching import match_logit
 from sfumato.search.answer import Answer, Hit, check_native, check_unfiltered, verdict
 from sfumato.search.stores.protocol import Filter
-from sfumato.search.texts import ItemTexts, TextQuery, TextStore
+from sfumato.search.texts import ItemTexts, TextQuery, TextStore, item_texts, words_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -196,6 +198,9 @@ class Scorer:
         return self.calibration.of(self.direction)
 
 
+_WORDS: "WeakKeyDictionary[Gallery, tuple[int, Counter[str]]]" = WeakKeyDictionary()
+
+
 class Gallery(ABC):
     """A gallery of items; subclasses implement the abstract members."""
 
@@ -359,6 +364,15 @@ class Gallery(ABC):
     @abstractmethod
     def sample(self, n: int, *, seed: int = 0) -> GalleryRecords:
         """A uniform random sample of the items."""
+
+    def words(self) -> Counter[str]:
+        """The words of the items' texts, with their numbers, or of a sample's of a large gallery."""
+        size, before = self.size, _WORDS.get(self)
+        if before is None or before[0] != size:
+            known = self.sample(5000).payloads
+            texts = (text for p in known for text in (*item_texts(p), p.get("label", ""), p.get("text", "")))
+            _WORDS[self] = before = size, Counter(word for text in texts for word in words_of(text))
+        return before[1]
 
     @abstractmethod
     def scan(self, batch: int = 4096) -> Iterator[GalleryRecords]:

@@ -18,11 +18,12 @@ from sfumato.encoders.dual import DualEncoder
 from sfumato.encoders.feature_rows import features_read
 from sfumato.errors import UserError
 from sfumato.gaussian import GaussianEmbedding
+from sfumato.models.unfamiliar import known_words, piece_counter, strange_script
 from sfumato.search.answer import NATIVE, Answer, Hit
 from sfumato.search.gallery import Gallery
 from sfumato.search.index import GaussianIndex
 from sfumato.search.stores.protocol import parse_where
-from sfumato.search.texts import TextQuery
+from sfumato.search.texts import TextQuery, spelling
 
 Modality = Literal["texts", "images"]
 
@@ -186,6 +187,9 @@ class Searcher:
         else:
             query, names = self.model.embed_images(asked), _names(asked, "image")
         answers = self._answers(query, k, names, native, unfamiliar=judged, texts=texts, filter=filter, **guarantees)
+        for i, form in enumerate(texts):
+            suggestion, warning = advice(form, self.gallery, self.model.model)
+            answers[i] = replace(answers[i], suggestion=suggestion, warning=warning)
         return answers[0] if single else answers
 
     def search_items(self, ids: Sequence[str], k: int = 10, *, where: Sequence[str] = ()) -> list[Answer]:
@@ -254,6 +258,18 @@ class Searcher:
         """What queries are of; None if they do not say, as the files of a model that reads embeddings of both sides."""
         found = _modality(queries)
         return None if found == "images" and features_read(self.model.model.text) else found
+
+
+_MULTILINGUAL = "google/siglip-base-patch16-256-multilingual"
+
+
+def advice(query: TextQuery, gallery: Gallery, model: DualEncoder) -> tuple[str | None, str | None]:
+    """The suggestion and the warning of an answer to a text."""
+    counter = piece_counter(model)
+    if script := strange_script(query.joined, counter) if counter else None:
+        note = f"The text encoder knows hardly any words in {script} script: the results are guesses. Write the query"
+        return None, f"{note} in English, or adopt a multilingual model, e.g. {_MULTILINGUAL}"
+    return spelling(query.text, gallery.words, known_words(model)), None
 
 
 _UNWANTED = 0.5

@@ -8,7 +8,7 @@ import functools
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,6 +37,42 @@ def item_texts(payload: Mapping[str, str]) -> list[str]:
     captions = [line for line in payload.get("captions", "").split("\n") if line.strip()]
     others = [payload.get(name, "").replace("\n", ", ") for name in TEXT_FIELDS[1:]]
     return captions + [text for text in others if text.strip()]
+
+
+def words_of(text: str) -> list[str]:
+    """The words of a text in lower case, without digits."""
+    return re.findall(r"[^\W\d_]+", text.lower())
+
+
+def spelling(text: str, there: Callable[[], Mapping[str, int]], known: frozenset[str]) -> str | None:
+    """The text with its misspelt words replaced; None without any.
+
+    A word is misspelt if neither the items nor the model know it and a word of the items, else of the model, is one
+    edit away; two from a word of the items that has seven letters or more. Words of three letters are left alone.
+    """
+    odd = [word for word in dict.fromkeys(words_of(text)) if len(word) > 3 and word not in known] if known else []
+    counts = there() if odd else {}
+    better = {word: found for word in odd if word not in counts and (found := _nearest_word(word, counts, known))}
+    if not better:
+        return None
+    return re.sub(r"[^\W\d_]+", lambda word: better.get(word[0].lower(), word[0]), text)
+
+
+def _nearest_word(word: str, *lists: Collection[str]) -> str | None:
+    """The nearest word of the first list that has one; None if one has the same stem, so that it is well spelt."""
+    from rapidfuzz import process
+    from rapidfuzz.distance import OSA
+
+    best = None
+    for words in lists:
+        most = 2 if len(word) > 6 and isinstance(words, Mapping) else 1
+        found = process.extract(word, list(words), scorer=OSA.distance, score_cutoff=most, limit=50)
+        if any(_stem(other) == _stem(word) for other, *_ in found):
+            return None
+        if found and best is None:
+            counts = words if isinstance(words, Mapping) else {}
+            best = min(found, key=lambda one: (one[1], one[0][0] != word[0], -counts.get(one[0], 0), one[0]))[0]
+    return best
 
 
 @functools.cache

@@ -202,6 +202,10 @@ class Answer(_Model):
     note: str = Field(
         "", description="what a mix of training images and others means for the probabilities; empty without a mix"
     )
+    suggestion: str | None = Field(
+        None, description="the text with misspelt words replaced; null if nothing seems misspelt"
+    )
+    warning: str | None = Field(None, description="what the model cannot read of the text; null if nothing")
     abstained: bool | None = Field(
         description="true if the query should not be answered; null if no risk was requested"
     )

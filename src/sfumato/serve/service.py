@@ -27,7 +27,7 @@ from sfumato.errors import first_line
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.search.collection import GaussianCollection
 from sfumato.search.gallery import Gallery, GalleryRecords
-from sfumato.search.searcher import combined
+from sfumato.search.searcher import advice, combined
 from sfumato.serve.answering import (
     N_HITS,
     N_ITEMS,
@@ -434,7 +434,14 @@ class Service:
         for one, answer in zip(searches, answers, strict=True):
             if isinstance(answer, Answer) and answer.abstained is not None:
                 self.metrics.abstention(one.options.gallery, answer.abstained)
-        return answers
+        return [self._advised(one, answer) for one, answer in zip(searches, answers, strict=True)]
+
+    def _advised(self, search: Search, answer: Answer | Exception) -> Answer | Exception:
+        if isinstance(answer, Exception) or not search.asked.text:
+            return answer
+        gallery = self.gallery(search.options.gallery).gallery
+        suggestion, warning = advice(search.asked.query, gallery, self.sources.model)
+        return answer.model_copy(update={"suggestion": suggestion, "warning": warning})
 
     async def _warm_up(self) -> None:
         """Embed one text and one image and make one search; then the service is ready."""
