@@ -16,8 +16,7 @@ from pathlib import Path
 from string import ascii_lowercase
 
 from sfumato import load
-from sfumato.models.unfamiliar import known_words
-from sfumato.search.texts import spelling, words_of
+from sfumato.search.texts import known_words, spelling, words_of
 
 
 def misspelt(word: str, draw: random.Random) -> str:

@@ -7,12 +7,13 @@ import numpy as np
 import pytest
 
 from sfumato.data.emoji import load_emoji
+from sfumato.encoders.dual import piece_counter
 from sfumato.encoders.frozen import text_backbone
 from sfumato.encoders.processors import TokenProcessor, train_tokenizer
 from sfumato.errors import UserError
 from sfumato.metrics.selective import auroc
 from sfumato.models.run import WORDS, load_model, load_run
-from sfumato.models.unfamiliar import UnfamiliarTexts, nonsense, piece_counter
+from sfumato.models.unfamiliar import UnfamiliarTexts, nonsense
 from sfumato.search.answer import verdict
 
 

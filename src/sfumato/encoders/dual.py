@@ -1,7 +1,7 @@
 """The dual encoder: an image tower and a text tower that embed into one space as Gaussians."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -13,6 +13,9 @@ from sfumato.encoders.encoder_protocol import Encoder, Item, Processor, Progress
 from sfumato.encoders.features import Inputs, Store
 from sfumato.encoders.heads import GaussianHead
 from sfumato.gaussian import GaussianEmbedding
+
+Pieces = Callable[[Sequence[str]], list[int]]
+"""Words -> the number of subword pieces of each."""
 
 
 class Tower(nn.Module):
@@ -132,3 +135,10 @@ class DualEncoder(nn.Module):
 
 def _constant(value: bytes | str) -> Item:
     return lambda: value
+
+
+def piece_counter(model: DualEncoder) -> Pieces | None:
+    """The function that counts the subword pieces of words as the text side of a model does."""
+    processor = model.text.processor
+    counter: Pieces | None = getattr(getattr(processor, "backbone", processor), "pieces", None)
+    return counter

@@ -11,12 +11,12 @@ from torch import Tensor
 from sfumato.calibration.calibrator import Calibration
 from sfumato.data.images import ImageInput, image_sources, unreadable, vector_file
 from sfumato.distances import Distance, get_distance
-from sfumato.encoders.dual import DualEncoder
+from sfumato.encoders.dual import DualEncoder, piece_counter
 from sfumato.encoders.feature_rows import features_read
 from sfumato.errors import UserError
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.matching import MATCH_PROBABILITY, SampledLogits, match_probability, match_probability_distance
-from sfumato.models.unfamiliar import UnfamiliarTexts, piece_counter
+from sfumato.models.unfamiliar import UnfamiliarTexts
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

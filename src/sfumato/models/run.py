@@ -30,7 +30,7 @@ from sfumato import __version__
 from sfumato.calibration.calibrator import Calibration
 from sfumato.data.images import ImageSource
 from sfumato.distances import get_distance
-from sfumato.encoders.dual import DualEncoder, Tower
+from sfumato.encoders.dual import DualEncoder, Tower, piece_counter
 from sfumato.encoders.encoder_protocol import BuildContext
 from sfumato.encoders.encoder_registry import encoder_entry
 from sfumato.encoders.frozen import FrozenImageConfig, FrozenTextConfig
@@ -45,7 +45,7 @@ from sfumato.models.model import Model
 from sfumato.models.pretrained import CONFIG, WEIGHTS, download, load_pretrained, read_config
 from sfumato.models.pretrained_tensors import read_checkpoint
 from sfumato.models.recipe import AugmentConfig, ModelConfig, Recipe, load_recipe
-from sfumato.models.unfamiliar import UnfamiliarTexts, piece_counter
+from sfumato.models.unfamiliar import UnfamiliarTexts
 
 
 def cache_folder() -> Path:

@@ -8,9 +8,7 @@ of the number of pieces tells the training texts from made-up ones.
 import contextlib
 import json
 import re
-import unicodedata
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,41 +16,12 @@ import numpy as np
 import torch
 
 from sfumato.calibration.platt import fit_logistic
-from sfumato.encoders.dual import DualEncoder
+from sfumato.encoders.dual import DualEncoder, Pieces, piece_counter
 from sfumato.errors import UserError
 from sfumato.files import write_json
 
-Pieces = Callable[[Sequence[str]], list[int]]
-"""Words -> the number of subword pieces of each."""
-
 _WORD = re.compile(r"[^\W_]+")
 _PENALTY = 1e-3
-
-_LETTERS = 0.6
-"""Subword pieces for each letter from which a tokenizer knows letters of a script and hardly any words."""
-
-
-def piece_counter(model: DualEncoder) -> Pieces | None:
-    """The function that counts the subword pieces of words as the text side of a model does."""
-    processor = model.text.processor
-    counter: Pieces | None = getattr(getattr(processor, "backbone", processor), "pieces", None)
-    return counter
-
-
-def known_words(model: DualEncoder) -> frozenset[str]:
-    """The words that are whole in the vocabulary of a model's tokenizer, in lower case; none if it does not show it."""
-    vocabulary: dict[str, int] = getattr(getattr(piece_counter(model), "__self__", None), "vocabulary", dict)()
-    return frozenset(word for word in map(str.lower, vocabulary) if len(word) > 1 and word.isalpha())
-
-
-def strange_script(text: str, pieces: Pieces) -> str | None:
-    """The script of a text, such as Cyrillic, if it is not Latin and the tokenizer splits its words into letters."""
-    words = [word for word in _WORD.findall(text) if word.isalpha()]
-    scripts = Counter(unicodedata.name(letter, "?").partition(" ")[0] for word in words for letter in word)
-    script = max(scripts, key=scripts.__getitem__, default="LATIN")
-    if script == "LATIN" or sum(pieces(words)) < _LETTERS * sum(map(len, words)):
-        return None
-    return script.capitalize()
 
 
 @dataclass(frozen=True)

@@ -14,16 +14,15 @@ from PIL import Image
 from torch import Tensor
 
 from sfumato.data.images import Images, ImageSource, MemoryImage
-from sfumato.encoders.dual import DualEncoder
+from sfumato.encoders.dual import DualEncoder, piece_counter
 from sfumato.encoders.feature_rows import features_read
 from sfumato.errors import UserError
 from sfumato.gaussian import GaussianEmbedding
-from sfumato.models.unfamiliar import known_words, piece_counter, strange_script
 from sfumato.search.answer import NATIVE, Answer, Hit
 from sfumato.search.gallery import Gallery
 from sfumato.search.index import GaussianIndex
 from sfumato.search.stores.protocol import parse_where
-from sfumato.search.texts import TextQuery, spelling
+from sfumato.search.texts import TextQuery, known_words, spelling, strange_script
 
 Modality = Literal["texts", "images"]
 

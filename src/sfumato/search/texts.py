@@ -7,6 +7,7 @@ of the collection and under the same ids, so that every engine can search it. Mi
 import functools
 import math
 import re
+import unicodedata
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from sfumato.calibration.fits import Evidence, fits_logit
+from sfumato.encoders.dual import DualEncoder, Pieces, piece_counter
 from sfumato.encoders.minilm import WIDTH, sentence_vectors
 from sfumato.search.stores.protocol import Filter, Records, VectorStore, create_store, open_store
 
@@ -73,6 +75,26 @@ def _nearest_word(word: str, *lists: Collection[str]) -> str | None:
             counts = words if isinstance(words, Mapping) else {}
             best = min(found, key=lambda one: (one[1], one[0][0] != word[0], -counts.get(one[0], 0), one[0]))[0]
     return best
+
+
+_LETTERS = 0.6
+"""Subword pieces for each letter from which a tokenizer knows letters of a script and hardly any words."""
+
+
+def known_words(model: DualEncoder) -> frozenset[str]:
+    """The words that are whole in the vocabulary of a model's tokenizer, in lower case; none if it does not show it."""
+    vocabulary: dict[str, int] = getattr(getattr(piece_counter(model), "__self__", None), "vocabulary", dict)()
+    return frozenset(word for word in map(str.lower, vocabulary) if len(word) > 1 and word.isalpha())
+
+
+def strange_script(text: str, pieces: Pieces) -> str | None:
+    """The script of a text, such as Cyrillic, if it is not Latin and the tokenizer splits its words into letters."""
+    words = [word for word in re.findall(r"[^\W_]+", text) if word.isalpha()]
+    scripts = Counter(unicodedata.name(letter, "?").partition(" ")[0] for word in words for letter in word)
+    script = max(scripts, key=scripts.__getitem__, default="LATIN")
+    if script == "LATIN" or sum(pieces(words)) < _LETTERS * sum(map(len, words)):
+        return None
+    return script.capitalize()
 
 
 @functools.cache
