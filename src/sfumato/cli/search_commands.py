@@ -4,6 +4,7 @@ import json
 import os
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from sfumato.cli.common import (
     AsJson,
@@ -21,15 +22,20 @@ from sfumato.errors import UserError
 from sfumato.progress import say
 from sfumato.serve.settings import Limits, Settings, read_keys, require_extra
 
+if TYPE_CHECKING:
+    from sfumato.models.model import Model
+
 
 @dataclass(frozen=True)
 class IndexFlags:
     """What is indexed, and where."""
 
-    data: Path | None = flag(
+    data: str | None = flag(
         None,
-        "Folder of images with its subfolders. It becomes a collection: --add adds more folders, sfumato delete removes"
-        " items. No model is needed.",
+        "Folder of images with its subfolders, a manifest (.jsonl, .csv, .parquet), Karpathy's .json, or .tar archives."
+        " It becomes a collection: --add adds more, --sync follows its files, sfumato delete removes items. No model is"
+        " needed.",
+        metavar="FOLDER",
     )
     images: Path | None = flag(None, "Folder of images with its subfolders; for a model of embeddings, these.")
     split: str | None = flag(None, "Or, for a run, the images of this split of its data; all for all splits.")
@@ -43,7 +49,12 @@ class IndexFlags:
         " postgresql://user@host/database?table=NAME, redis://host:6379/0?means=PATH.",
         metavar="URL",
     )
-    add: bool = flag(False, "Add to the collection that --out holds already.", "--add")
+    add: bool = flag(False, "Add to the collection or index that --out holds already.", "--add")
+    sync: bool = flag(
+        False, "Bring a collection in step with its folders: new, changed, moved, deleted files.", "--sync"
+    )
+    moved: list[str] | None = flag(None, "With --sync: where its images are now, NEW or OLD=NEW.", "--moved")
+    no_texts: bool = flag(False, "Captions, tags and names are no evidence for searches by text.", "--no-texts")
     force: bool = flag(False, "Replace an index that --out holds already.", "--force")
 
     def check(self, out: Path) -> None:
@@ -51,25 +62,29 @@ class IndexFlags:
         from sfumato.search.collection import GaussianCollection
         from sfumato.workflows.index import is_gallery
 
-        if sum(s is not None for s in (self.data, self.images, self.split, self.texts, self.embeddings)) != 1:
+        given = (self.data, self.images, self.split, self.texts, self.embeddings, self.sync or None)
+        if sum(s is not None for s in given) != 1:
             raise UserError(
-                "give one of --data FOLDER, --images FOLDER, --split NAME, --texts FILE, --embeddings FOLDER"
+                "give one of --data FOLDER, --images FOLDER, --split NAME, --texts FILE, --embeddings FOLDER, --sync"
             )
         if self.engine is not None and (self.store is not None or self.add):
             raise UserError(
                 "the engine of a store is part of its URL, e.g. --store 'file:?engine=hnsw'; leave --engine out"
             )
-        if self.add and self.store is not None:
-            raise UserError("--add writes to the store of the collection; leave --store out")
+        if (self.add or self.sync) and self.store is not None:
+            raise UserError("--add and --sync write to the store of the collection; leave --store out")
         collection = GaussianCollection.is_one(out)
-        if self.add and not collection:
+        if (self.add or self.sync) and not (collection or (self.data is not None and is_gallery(out))):
             raise UserError(
-                f"there is no collection in {out} to add to; make one with --store, or copy an index with sfumato copy"
+                f"there is no collection in {out} to add to; make one with --data or --store, or copy an index with"
+                " sfumato copy"
             )
+        if self.sync:
+            return
         other = "or give another folder with --out"
-        if not self.add and collection:
+        if not self.add and collection and (self.data is None or not GaussianCollection.is_unfinished(out)):
             raise UserError(f"{out} holds a collection already; add to it with --add, {other}")
-        if not self.add and self.store is None and not self.force and is_gallery(out):
+        if not self.add and self.store is None and not self.force and not collection and is_gallery(out):
             raise UserError(f"{out} holds an index already; replace it with --force, {other}")
         check_out_folder(out, ours=lambda folder: is_gallery(folder) or all(p.is_dir() for p in folder.glob("[!.]*")))
 
@@ -89,6 +104,7 @@ def index(
     from sfumato.errors import counted
     from sfumato.models.model import Model
     from sfumato.models.run import SMALL, choose_device, load_model, load_run
+    from sfumato.search.collection import GaussianCollection
     from sfumato.search.index import check_settings
     from sfumato.workflows.index import (
         build_index,
@@ -101,11 +117,12 @@ def index(
     )
 
     given.check(out)
-    if given.data is not None:
-        own = None if given.add or given.engine else given.store or "file:"
-        given = replace(given, images=given.data, store=own)
     if model is None:
-        model = model_of(out) if given.add else SMALL
+        model = model_of(out) if given.add or given.sync or GaussianCollection.is_unfinished(out) else SMALL
+    if (given.data is not None or given.sync) and given.engine is None:
+        return _index_data(load_model(model, device=choose_device(device)), out, given, as_json)
+    if given.data is not None:
+        given = replace(given, images=Path(given.data))
     load = load_run if given.split is not None else load_model
     retrieval_model: Model = load(model, device=choose_device(device))
     if given.store is not None:
@@ -128,12 +145,36 @@ def index(
         with writing(out), fill_collection(retrieval_model, sources, out, given.store) as collection:
             n, note = len(collection), training_note(collection)
             kept, direction = {"store": collection.store.url}, collection.scorer.direction
-        line = f"in {kept['store']}" if given.data is None else f"in the collection, by the model {model}"
+        line = f"in {kept['store']}"
     result = {"out": str(out), "n": n, **kept, "problems": len(problems), "note": note}
     items = counted(n, "image" if direction == "t2i" else "text")
     print_result(result, as_json, f"{items} {line}: {out}" + problems_suffix(problems))
     if note and not as_json:
         say(note)
+
+
+def _index_data(model: "Model", out: Path, given: IndexFlags, as_json: bool) -> None:
+    """Fill a collection from a person's files, or bring it in step with them."""
+    from sfumato.errors import counted
+    from sfumato.search.collection import GaussianCollection
+    from sfumato.workflows.index import check_new
+    from sfumato.workflows.own_folder import add_data, index_data, move_sources, sync_data
+
+    store = given.store or "file:"
+    with writing(out):
+        if given.sync:
+            if given.moved:
+                move_sources(out, given.moved)
+            n, done = sync_data(model, out)
+        elif given.add:
+            n, done = add_data(model, given.data or "", out)
+        else:
+            if not GaussianCollection.is_one(out):
+                check_new(out, model.distance, store)
+            n, done = index_data(model, given.data or "", out, store, texts=not given.no_texts)
+    result = {"out": str(out), "n": n, "model": model.source, **done.to_json()}
+    line = f"{counted(n, 'image')} in the collection, by the model {model.source}: {out} ({done.line})"
+    print_result(result, as_json, line + problems_suffix(done.problems))
 
 
 @command()

@@ -389,6 +389,9 @@ def unreadable(source: ImageSource, error: Exception) -> UserError:
 POINTER = "_picture"
 """Payload field that names an uploaded image; searches do not return it."""
 
+ROOT, FILE = "_root", "_file"
+"""Payload fields: the number of the folder that an image lies in, and its path there where its id is another."""
+
 _NAME = re.compile("[0-9a-f]{32}")
 
 
@@ -409,12 +412,8 @@ class FolderImages:
     """Images whose ids are their paths in a folder. Nothing outside the folder is read, not even through a link."""
 
     folder: Path  # the folder
-    more: Mapping[str, Path] = field(default_factory=dict)  # other folders, by the beginning of the ids of their images
 
     def read(self, id: str, payload: Mapping[str, str]) -> bytes | None:
-        begin = next((begin for begin in self.more if id.startswith(f"{begin}/")), None)
-        if begin is not None:
-            return FolderImages(self.more[begin]).read(id.removeprefix(f"{begin}/"), payload)
         if "\0" in id or "\\" in id or not id or os.path.isabs(id) or ".." in id.split("/"):
             return None
         try:
@@ -427,6 +426,25 @@ class FolderImages:
     def has(self, id: str, payload: Mapping[str, str]) -> bool:
         """Always True, because only the disk knows."""
         return True
+
+
+@dataclass(frozen=True)
+class SourceImages:
+    """Images in several folders; the payload of an item names the folder and, where the id is another, the path."""
+
+    roots: Sequence[Path]  # the folders, by number
+    others: Images | None = None  # images of items without a folder
+
+    def read(self, id: str, payload: Mapping[str, str]) -> bytes | None:
+        if not self._known(payload):
+            return None if self.others is None else self.others.read(id, payload)
+        return FolderImages(self.roots[int(payload[ROOT])]).read(payload.get(FILE, id), payload)
+
+    def has(self, id: str, payload: Mapping[str, str]) -> bool:
+        return self._known(payload) or (self.others is not None and self.others.has(id, payload))
+
+    def _known(self, payload: Mapping[str, str]) -> bool:
+        return payload.get(ROOT, "").isdecimal() and int(payload[ROOT]) < len(self.roots)
 
 
 @dataclass(frozen=True)

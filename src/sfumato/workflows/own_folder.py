@@ -1,0 +1,470 @@
+"""A collection of a person's photographs: filled from folders, manifests and archives, and kept in step with them.
+
+Items are read and decoded in threads, embedded in batches and stored batch by batch, so that an interrupted run goes on
+where it stopped. Each keeps size, time and digest of its file: an unchanged one is not read again, a moved one keeps
+its embedding.
+"""
+
+import contextlib
+import hashlib
+import itertools
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from sfumato.data.image_decoding import needs_extra, spelt
+from sfumato.data.images import FILE, POINTER, ROOT, FileImage, Problem, Problems, image_files
+from sfumato.data.layouts import read_karpathy
+from sfumato.data.manifest import MANIFEST_SUFFIXES, read_rows
+from sfumato.data.pairs import PairData
+from sfumato.data.photographs import describe_image, file_fields
+from sfumato.data.shards import expand_shards, read_shards
+from sfumato.encoders.minilm import has_minilm
+from sfumato.encoders.processors import available_cpus
+from sfumato.errors import UserError
+from sfumato.gaussian import GaussianEmbedding
+from sfumato.ids import id_error
+from sfumato.models.embed import embedding_steps, file_endings, model_digest
+from sfumato.models.model import Model
+from sfumato.progress import progress_bar
+from sfumato.search.collection import GaussianCollection, copy_gallery
+from sfumato.search.gallery import Gallery
+from sfumato.search.index import GaussianIndex
+from sfumato.search.texts import item_texts
+from sfumato.workflows.embed import in_threads
+from sfumato.workflows.index import GalleryPart, Source, create_collection, open_gallery, sources_of
+
+STAT, DIGEST = "_stat", "_digest"
+"""Hidden fields of an item: what its file was when it was read."""
+
+_BATCH, _STORED = 32, 256
+_ASKED = 2_000
+
+_BESIDE = (".txt", ".xmp")
+
+
+def named_source(data: str) -> Source:
+    """The source that a user named."""
+    path = Path(data)
+    if path.is_dir():
+        tars = not any(path.glob("*.[!t]*")) and any(path.glob("*.tar"))
+        return Source(str(path.resolve()), "shards" if tars else "folder", str(path.resolve()))
+    suffix = path.suffix.lower()
+    if suffix == ".tar" or "{" in data or "*" in data:
+        return Source(data, "shards", str(Path(expand_shards(data)[0]).resolve().parent))
+    if not path.is_file():
+        raise UserError(f"there is no folder or file {data}")
+    if suffix not in (*MANIFEST_SUFFIXES, ".json"):
+        raise UserError(
+            f"{data} is a file; expected a folder of images, a manifest ({', '.join(MANIFEST_SUFFIXES)}), the"
+            " .json of COCO or Flickr in Karpathy's layout, or .tar archives"
+        )
+    kind = "karpathy" if suffix == ".json" else "manifest"
+    return Source(str(path.resolve()), kind, str(path.resolve().parent))
+
+
+@dataclass(frozen=True)
+class Item:
+    """An image of a source, not read yet."""
+
+    id: str
+    file: str  # path below the root; "" in an archive
+    stat: str  # size and time of its file and of those beside it; "" if unknown
+    read: Callable[[], bytes] = field(repr=False)
+    fields: Callable[[bytes, Problems], dict[str, str]] = field(repr=False)
+
+
+def list_items(source: Source, endings: frozenset[str], problems: Problems) -> list[Item]:
+    """The images of a source; nothing but names is read."""
+    if source.kind == "folder":
+        if not Path(source.root).is_dir():
+            raise UserError(f"there is no folder {source.root}; if it has moved, say so with --images NEW")
+        found = [
+            _file_item(source, name, name, {}) for name in image_files(Path(source.root), problems, endings=endings)
+        ]
+    elif source.kind == "manifest":
+        found = list(_manifest_items(source, problems))
+    elif source.kind == "karpathy":
+        splits = read_karpathy(source.path, source.root, problems)
+        found = [item for data in splits.values() for item in _data_items(source, data)]
+    else:
+        found = _data_items(source, read_shards(expand_shards(source.path), problems))
+    if not found and not problems.left_out:
+        raise UserError(f"no images in {source.path} (looked for {spelt(endings)})")
+    return found
+
+
+def _file_item(source: Source, id: str, name: str, given: Mapping[str, str]) -> Item:
+    path = Path(source.root, name)
+
+    def fields(data: bytes, problems: Problems) -> dict[str, str]:
+        return {**file_fields(Path(source.root), name, data, problems), **given}
+
+    return Item(source.begin + id, name, _stat_of(path), FileImage(path).read_bytes, fields)
+
+
+def _stat_of(path: Path) -> str:
+    """Size and time of a file and of the files of texts beside it."""
+    parts = []
+    for one in (path, *(path.with_suffix(ending) for ending in _BESIDE)):
+        with contextlib.suppress(OSError, ValueError):
+            found = os.stat(one)
+            parts.append(f"{found.st_size} {found.st_mtime_ns}")
+    return " ".join(parts)
+
+
+def _manifest_items(source: Source, problems: Problems) -> Iterator[Item]:
+    """The rows of a manifest; rows of one image are joined, and columns that are texts become fields."""
+    rows: dict[str, tuple[str, list[str], dict[str, str]]] = {}
+    for location, values in read_rows(Path(source.path), ("image",)):
+        image = values if isinstance(values, str) else values.get("image")
+        if isinstance(values, str) or not isinstance(image, str) or not image.strip():
+            problems.add(location, values if isinstance(values, str) else f"no image: found {image!r}, expected a path")
+            continue
+        captions = values.get("captions", values.get("caption")) or []
+        own = {k: v for k, v in values.items() if isinstance(v, str) and v and k not in _COLUMNS and k[0] != "_"}
+        known = rows.setdefault(str(values.get("id") or image), (image, [], own))
+        known[1].extend(c.strip() for c in ([captions] if isinstance(captions, str) else captions) if str(c).strip())
+        if known[0] != image:
+            problems.add(location, f"id {values.get('id')!r} occurred before, with another image")
+    for id, (image, captions, own) in rows.items():
+        given = own | ({"captions": "\n".join(captions)} if captions else {})
+        yield _file_item(source, id, image, given)
+
+
+_COLUMNS = frozenset({"image", "id", "captions", "caption", "caption_ids", "caption_id", "split"})
+
+
+def _data_items(source: Source, data: PairData) -> list[Item]:
+    captions: dict[int, list[str]] = {}
+    for image, text in data.pairs.tolist():
+        captions.setdefault(image, []).append(data.texts[text])
+
+    def fields(texts: Sequence[str], content: bytes, problems: Problems) -> dict[str, str]:
+        return describe_image(content) | {"captions": "\n".join(texts)}
+
+    found = []
+    for i, (id, image) in enumerate(zip(data.image_ids, data.images, strict=True)):
+        path = image.path if isinstance(image, FileImage) else None
+        name = os.path.relpath(path, source.root) if path else ""
+        stat = _stat_of(path) if path else ""
+        found.append(Item(source.begin + id, name, stat, image.read_bytes, partial(fields, captions.get(i, []))))
+    return found
+
+
+NewCollection = Callable[[GaussianEmbedding, Sequence[str]], GaussianCollection]
+"""Makes a collection for embeddings like these."""
+
+
+@dataclass
+class Filled:
+    """What a filling has done, in numbers of items."""
+
+    new: int = 0
+    changed: int = 0
+    moved: int = 0
+    unchanged: int = 0
+    deleted: int = 0
+    with_texts: int = 0
+    problems: Problems = field(default_factory=Problems)
+
+    def add(self, other: "Filled") -> None:
+        """Add what was done with another source; what is unchanged is counted once."""
+        for name in ("new", "changed", "moved", "unchanged", "with_texts"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.problems.items += other.problems.items
+        self.problems.notes += other.problems.notes
+
+    @property
+    def line(self) -> str:
+        """In words."""
+        counts = {name: getattr(self, name) for name in ("new", "changed", "moved", "unchanged", "deleted")}
+        counts["with captions, tags or a name"] = self.with_texts
+        return ", ".join(f"{n:,} {name}" for name, n in counts.items() if n) or "nothing to do"
+
+    def to_json(self) -> dict[str, int]:
+        """The numbers."""
+        return {name: n for name, n in vars(self).items() if name != "problems"} | {"problems": self.problems.left_out}
+
+
+@dataclass(frozen=True, eq=False)
+class _Read:
+    """A read item: its input of the model, None for a moved one, or what is wrong with it."""
+
+    payload: dict[str, str] = field(default_factory=dict)
+    prepared: Any = None
+    error: Exception | None = None
+    notes: Sequence[Problem] = ()
+    moved: str = ""  # the id that it had before
+
+
+class Filling:
+    """Puts items of a source into a collection, which is made for the first embeddings if there is none."""
+
+    def __init__(
+        self, model: Model, source: Source, number: int, collection: "GaussianCollection | NewCollection"
+    ) -> None:
+        self.model, self.source, self.number, self.done = model, source, number, Filled()
+        self._collection, self.known = collection, dict[str, Mapping[str, str]]()
+        self._prepare, self._encode = embedding_steps(model.model.image, "images")
+        self._waiting: list[tuple[Item, _Read, GaussianEmbedding]] = []
+
+    def fill(self, items: Sequence[Item], gone: dict[str, str]) -> Filled:
+        """Embed the items that are new or changed; ``gone`` has the ids of vanished ones by the digest of the file."""
+        todo = [item for item in items if not self._unchanged(item)]
+        work = partial(self._read, gone=gone)
+        batch: list[tuple[Item, _Read]] = []
+        with progress_bar("embedding images", len(todo)) as advance:
+            for item, found in in_threads(todo, work, available_cpus(), ahead=2 * _BATCH):
+                self.done.problems.notes += found.notes
+                if found.error is not None:
+                    self._leave_out(item, found.error)
+                elif found.moved:
+                    self._move(item, found)
+                else:
+                    batch.append((item, found))
+                if len(batch) == _BATCH:
+                    self._embed(batch)
+                    batch = []
+                advance(1)
+            self._embed(batch)
+            self._store()
+        return self.done
+
+    def _unchanged(self, item: Item) -> bool:
+        known = self.known.get(item.id)
+        self.done.unchanged += (same := known is not None and bool(item.stat) and known.get(STAT) == item.stat)
+        return same
+
+    def _read(self, item: Item, *, gone: dict[str, str]) -> _Read:
+        own = Problems()
+        try:
+            if error := id_error(item.id):
+                raise ValueError(error)
+            data = item.read()
+            digest = hashlib.blake2b(data, digest_size=16).hexdigest()
+            payload = {**item.fields(data, own), ROOT: str(self.number), STAT: item.stat, DIGEST: digest}
+            if item.file and item.file != item.id:
+                payload[FILE] = item.file
+            if item.id not in self.known and (before := gone.pop(digest, "")):
+                return _Read(payload, moved=before, notes=own.notes)
+            return _Read(payload, self._prepare(data), notes=own.notes)
+        except (ValueError, OSError, MemoryError) as error:
+            return _Read(error=error)
+
+    def _leave_out(self, item: Item, error: Exception) -> None:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        location = str(Path(self.source.root, item.file)) if item.file else item.id
+        if needs_extra(location):
+            return self.done.problems.note(location, reason)
+        self.done.problems.add(location, reason or type(error).__name__)
+
+    def _move(self, item: Item, found: _Read) -> None:
+        assert isinstance(self._collection, GaussianCollection), "something was there before"
+        self._collection.rename(found.moved, item.id, found.payload)
+        self.done.moved += 1
+
+    def _embed(self, batch: Sequence[tuple[Item, _Read]]) -> None:
+        """Embed a batch; if it fails, each of its items is tried alone."""
+        if not batch:
+            return
+        try:
+            embeddings = self._encode([found.prepared for _, found in batch])
+        except (ValueError, OSError) as error:
+            if len(batch) == 1:
+                return self._leave_out(batch[0][0], error)
+            for one in batch:
+                self._embed([one])
+            return
+        self._waiting += [(item, found, embeddings[i : i + 1]) for i, (item, found) in enumerate(batch)]
+        if len(self._waiting) >= _STORED:
+            self._store()
+
+    def _store(self) -> None:
+        if not self._waiting:
+            return
+        items, found, embeddings = zip(*self._waiting, strict=True)
+        payloads, ids, joined = (
+            [one.payload for one in found],
+            [item.id for item in items],
+            GaussianEmbedding.cat(embeddings),
+        )
+        if not isinstance(self._collection, GaussianCollection):
+            self._collection = self._collection(joined, ids)
+        self._collection.upsert(joined, ids, payloads=payloads)
+        n_changed = sum(item.id in self.known for item in items)
+        self.done.changed += n_changed
+        self.done.new += len(items) - n_changed
+        self.done.with_texts += sum(bool(item_texts(payload)) for payload in payloads)
+        self._waiting = []
+
+
+def index_data(model: Model, data: str, out: Path, store: str = "store", *, texts: bool = True) -> tuple[int, Filled]:
+    """Make a collection of what a user named, or go on with an interrupted one. Returns (its items, what was done)."""
+    if GaussianCollection.is_one(out):
+        return add_data(model, data, out)
+    source, problems = named_source(data), Problems()
+    items = list_items(source, file_endings(model.model), problems)
+    with contextlib.ExitStack() as stack:
+
+        def create(embeddings: GaussianEmbedding, ids: Sequence[str]) -> GaussianCollection:
+            like = GalleryPart(embeddings, [item.id for item in items], images={"folder": source.root})
+            collection = create_collection(model, like, out, store, texts=texts and has_minilm())
+            stack.callback(collection.close)
+            collection.keep({"sources": [vars(source)]})
+            stack.enter_context(collection.filling(_GO_ON))
+            made.append(collection)
+            return collection
+
+        made: list[GaussianCollection] = []
+        done = Filling(model, source, 0, create).fill(items, {})
+        _finish(done, problems)
+        if not made:
+            raise UserError(f"none of {len(items)} images can be used:\n{done.problems.summary()}")
+        made[0].optimise()
+        return len(made[0]), done
+
+
+_GO_ON = "it was interrupted while being filled; run the same command again, and it goes on"
+
+
+def add_data(model: Model, data: str, out: Path) -> tuple[int, Filled]:
+    """Add what a user named to a collection or an index, which becomes one; what is there and unchanged stays."""
+    if not GaussianCollection.is_one(out):
+        _make_collection(out)
+    with GaussianCollection.open(out, unfinished=True) as collection:
+        _check_model(collection, model)
+        source, sources, problems = named_source(data), sources_of(collection), Problems()
+        number, below = _place(source, sources)
+        if number == len(sources):
+            source = replace(source, begin=_beginning(source, sources) if len(collection) else "")
+            sources.append(source)
+        items = list_items(sources[number], file_endings(model.model), problems)
+        items = [item for item in items if item.file.startswith(below)]
+        with collection.filling(_GO_ON):
+            collection.keep({"sources": [vars(one) for one in sources]})
+            filling = Filling(model, sources[number], number, collection)
+            filling.known = _look_up(collection, [item.id for item in items])
+            done = filling.fill(items, {})
+            collection.optimise()
+        _finish(done, problems)
+        return len(collection), done
+
+
+def sync_data(model: Model, out: Path) -> tuple[int, Filled]:
+    """Bring a collection in step with its sources: new, changed, moved and deleted files."""
+    total, problems = Filled(), Problems()
+    with GaussianCollection.open(out, unfinished=True) as collection:
+        _check_model(collection, model)
+        if not (sources := sources_of(collection)):
+            raise UserError(f"{out} names no folder of its images; add one with sfumato index --data FOLDER --add")
+        removed, endings = set(collection.metadata.get("removed", [])), file_endings(model.model)
+        listed = [[i for i in list_items(one, endings, problems) if i.id not in removed] for one in sources]
+        there = {item.id for items in listed for item in items}
+        known = {
+            i: payload
+            for records in collection.store.scan()
+            for i, payload in zip(records.ids, records.payloads, strict=True)
+        }
+        vanished = [i for i, payload in known.items() if i not in there and POINTER not in payload]
+        gone = {known[i][DIGEST]: i for i in vanished if DIGEST in known[i]}
+        with collection.filling(_GO_ON):
+            for number, (source, items) in enumerate(zip(sources, listed, strict=True)):
+                filling = Filling(model, source, number, collection)
+                filling.known = known
+                total.add(filling.fill(items, gone))
+            total.deleted = collection.delete(list(_look_up(collection, vanished)))
+            collection.optimise()
+        _finish(total, problems)
+        return len(collection), total
+
+
+def _make_collection(folder: Path) -> None:
+    """Turn an index into a collection in its place."""
+    new, old = (folder.with_name(f".{folder.name}.{ending}") for ending in ("new", "old"))
+    for leftover in (new, old):
+        shutil.rmtree(leftover, ignore_errors=True)
+    with contextlib.closing(open_gallery(folder)) as gallery:
+        copy_gallery(gallery, new, texts=has_minilm() and gallery.scorer.direction == "t2i").close()
+    os.replace(folder, old)
+    os.replace(new, folder)
+    shutil.rmtree(old)
+
+
+def move_sources(folder: Path, moved: Sequence[str]) -> None:
+    """Say where the images of an index or a collection are now: NEW for its one folder, or OLD=NEW."""
+    with contextlib.closing(open_gallery(folder)) as gallery:
+        sources, pictures = sources_of(gallery), dict(gallery.metadata.get("pictures") or {})
+        roots = list(dict.fromkeys(one.root for one in sources))
+        for given in moved:
+            old, equals, new = given.rpartition("=")
+            if not equals and len(roots) != 1:
+                raise UserError(
+                    f"--images {given}: the images of {folder} are in {', '.join(roots) or 'no folder'}; give OLD=NEW"
+                )
+            old, path = os.path.abspath(old) if equals else roots[0], Path(new).resolve()
+            if old not in roots:
+                raise UserError(f"--images {given}: {folder} has no images in {old}, but in {', '.join(roots)}")
+            if not path.is_dir():
+                raise UserError(f"--images {given}: there is no folder {new}")
+            sources = [one.moved(str(path)) if one.root == old else one for one in sources]
+            pictures |= {"folder": str(path)} if pictures.get("folder") == old else {}
+        changed = {"sources": [vars(one) for one in sources], "pictures": pictures}
+        if isinstance(gallery, GaussianCollection):
+            gallery.keep(changed)
+        elif isinstance(gallery, GaussianIndex):
+            gallery.metadata.update(changed)
+            gallery.save(folder)
+
+
+def missing_note(gallery: Gallery) -> str:
+    """What to do about folders of images that are not there; "" if all are."""
+    gone = [one.root for one in sources_of(gallery) if not os.path.isdir(one.root)]
+    if not gone:
+        return ""
+    new = "NEW" if len(sources_of(gallery)) == 1 else f"{gone[0]}=NEW"
+    return f"note: {', '.join(gone)} is not there, so its images cannot be shown; if it has moved, add --images {new}"
+
+
+def _look_up(collection: GaussianCollection, ids: Sequence[str]) -> dict[str, Mapping[str, str]]:
+    """The payloads of those of some items that a collection has."""
+    found: dict[str, Mapping[str, str]] = {}
+    for start in range(0, len(ids), _ASKED):
+        records = collection.store.get(ids[start : start + _ASKED])
+        found |= zip(records.ids, records.payloads, strict=True)
+    return found
+
+
+def _place(source: Source, sources: Sequence[Source]) -> tuple[int, str]:
+    """The number of a known source that holds this one, and the beginning of its paths there; else the next number."""
+    for number, known in enumerate(sources):
+        if (known.path, known.kind) == (source.path, source.kind):
+            return number, ""
+        if known.kind == source.kind == "folder" and Path(source.root).is_relative_to(known.root):
+            return number, f"{Path(source.root).relative_to(known.root).as_posix()}/"
+    return len(sources), ""
+
+
+def _beginning(source: Source, sources: Sequence[Source]) -> str:
+    """The beginning of the ids of a further source: its name, which no other source and no folder of the first has."""
+    taken = {one.begin.rstrip("/") for one in sources}
+    taken |= {path.name for one in sources if not one.begin for path in Path(one.root).glob("*")}
+    name = Path(source.path).stem if source.kind != "folder" else Path(source.path).name
+    return next(f"{n}/" for k in itertools.count(1) if (n := name + f"-{k}" * (k > 1)) not in taken)
+
+
+def _check_model(collection: GaussianCollection, model: Model) -> None:
+    if collection.scorer.direction != "t2i" or collection.metadata.get("model") != model_digest(model.model):
+        raise UserError(
+            f"{collection.folder} holds embeddings by the model of {collection.metadata.get('run')}; add only images,"
+            " by the same model"
+        )
+
+
+def _finish(done: Filled, listed: Problems) -> None:
+    """Put the problems of the listing before those of the items."""
+    done.problems.items[:0], done.problems.notes[:0] = listed.items, listed.notes
