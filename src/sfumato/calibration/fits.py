@@ -29,13 +29,14 @@ class Evidence:
 WITH_TEXTS, WITH_TEXTS_BIAS = (6.52, 0.22, 8.37, 0.55), -4.78
 """Weights of the features of an item with texts."""
 
-WITHOUT_TEXTS, WITHOUT_TEXTS_BIAS = (0.48, 0.81), 0.2
-"""Weights of image and one over the number of words, for an item without texts."""
+WITHOUT_TEXTS, WITHOUT_TEXTS_BIAS = (0.48, WITH_TEXTS[2], 0.81), 0.2
+"""Weights of image, words and one over the number of words, for an item without texts. It may have words, those of its
+name or place, and these count as much as those of a text; that weight was not fitted."""
 
 
 def fits_logit(evidence: Evidence) -> Tensor:
     """(q, c) logits that a person would say that the query describes the item."""
     features = evidence.features().double()
-    alone = features[..., [1, 3]] @ torch.tensor(WITHOUT_TEXTS, dtype=torch.float64) + WITHOUT_TEXTS_BIAS
+    alone = features[..., 1:] @ torch.tensor(WITHOUT_TEXTS, dtype=torch.float64) + WITHOUT_TEXTS_BIAS
     both = features.nan_to_num() @ torch.tensor(WITH_TEXTS, dtype=torch.float64) + WITH_TEXTS_BIAS
     return torch.where(evidence.agreement.isnan(), alone, both).float()

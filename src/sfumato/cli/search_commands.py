@@ -4,7 +4,7 @@ import json
 import os
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 from sfumato.cli.common import (
     AsJson,
@@ -37,7 +37,11 @@ class IndexFlags:
         " needed.",
         metavar="FOLDER",
     )
-    images: Path | None = flag(None, "Folder of images with its subfolders; for a model of embeddings, these.")
+    images: Path | None = flag(
+        None,
+        "Folder of images with its subfolders; for a model of embeddings, these. With --sync, the place of a moved"
+        " folder: NEW or OLD=NEW.",
+    )
     split: str | None = flag(None, "Or, for a run, the images of this split of its data; all for all splits.")
     texts: Path | None = flag(None, "Or a file with one text per line, to be searched by image.")
     embeddings: Path | None = flag(None, "Or a folder that sfumato embed has written.")
@@ -53,7 +57,6 @@ class IndexFlags:
     sync: bool = flag(
         False, "Bring a collection in step with its folders: new, changed, moved, deleted files.", "--sync"
     )
-    moved: list[str] | None = flag(None, "With --sync: where its images are now, NEW or OLD=NEW.", "--moved")
     no_texts: bool = flag(False, "Captions, tags and names are no evidence for searches by text.", "--no-texts")
     force: bool = flag(False, "Replace an index that --out holds already.", "--force")
 
@@ -62,7 +65,14 @@ class IndexFlags:
         from sfumato.search.collection import GaussianCollection
         from sfumato.workflows.index import is_gallery
 
-        given = (self.data, self.images, self.split, self.texts, self.embeddings, self.sync or None)
+        given = (
+            self.data,
+            None if self.sync else self.images,
+            self.split,
+            self.texts,
+            self.embeddings,
+            self.sync or None,
+        )
         if sum(s is not None for s in given) != 1:
             raise UserError(
                 "give one of --data FOLDER, --images FOLDER, --split NAME, --texts FILE, --embeddings FOLDER, --sync"
@@ -163,8 +173,8 @@ def _index_data(model: "Model", out: Path, given: IndexFlags, as_json: bool) -> 
     store = given.store or "file:"
     with writing(out):
         if given.sync:
-            if given.moved:
-                move_sources(out, given.moved)
+            if given.images is not None:
+                move_sources(out, [str(given.images)])
             n, done = sync_data(model, out)
         elif given.add:
             n, done = add_data(model, given.data or "", out)
@@ -210,6 +220,22 @@ def copy(
     print_result({"out": str(out), "store": url, "items": n}, as_json, f"{counted(n, 'item')} copied to {url}: {out}")
 
 
+Moved = Annotated[
+    list[str] | None,
+    flag(
+        ..., "The folder of its images, if it has moved: NEW, or OLD=NEW. It is kept for the next time.", metavar="NEW"
+    ),
+]
+
+
+def _move_images(folder: Path, moved: list[str] | None) -> None:
+    if moved:
+        from sfumato.workflows.own_folder import move_sources
+
+        move_sources(folder, moved)
+        say(f"the images of {folder} are looked for in {', '.join(moved)} from now on")
+
+
 @dataclass(frozen=True)
 class Asked:
     """What is searched for, and which results are shown."""
@@ -244,6 +270,7 @@ def search(
     *,
     folder: Path = word(..., "Folder of an index or a collection.", "INDEX"),
     asked: Asked,
+    images: Moved = None,
     run: str | None = flag(None, "Folder or name of the model. Default: where it was for the index.", metavar="MODEL"),
     store: str | None = flag(
         None, "URL of the store, e.g. with search options. Default: the one it was built with.", metavar="URL"
@@ -259,13 +286,17 @@ def search(
 
     if not asked.query and not asked.image and not asked.item:
         raise UserError("nothing to search for: give a text, --image FILE or --id ITEM")
-    if any(not text.strip() for text in asked.query or []):
-        raise UserError("a text to search for is empty; leave it out")
+    texts = [text for text in asked.query or [] if text.strip()]
+    if len(texts) < len(asked.query or []):
+        if not texts:
+            raise UserError("a text to search for is empty; leave it out")
+        say("an empty text to search for is left out")
     if (asked.also or asked.without) and (asked.image or asked.item):
         raise UserError("--also and --without stand beside a text to search for; leave out --image and --id")
+    _move_images(folder, images)
     guarantees = {"min_probability": asked.min_probability, "coverage": asked.coverage, "max_risk": asked.abstain}
     answers = search_index(
-        folder, asked.query or [], asked.image or [], k=asked.k, ids=asked.item or [], run=run, store=store,
+        folder, texts, asked.image or [], k=asked.k, ids=asked.item or [], run=run, store=store,
         guarantees=guarantees, where=asked.where or [], also=asked.also or [], without=asked.without or [],
     )  # fmt: skip
     results = [answer.to_json() for answer in answers]
@@ -281,6 +312,7 @@ def serve(
     *,
     source: Path = word(..., "Folder of an index, a collection or a run.", "RUN_OR_INDEX"),
     texts: Path | None = flag(None, "Also serve this index of texts, to be searched by image.", metavar="INDEX"),
+    images: Moved = None,
     run: str | None = flag(None, "Folder or name of the model. Default: where it was for the index.", metavar="MODEL"),
     store: str | None = flag(None, "URL of the store. Default: the one it was built with.", metavar="URL"),
     split: str | None = flag(None, "For a run: split of its data to embed and serve. Default: test."),
@@ -315,5 +347,6 @@ def serve(
     settings = Settings(**asdict(limits), keys=keys, reading_keys=reading_keys, read_only=read_only, hosts=hosts)
     check_names(host, settings)
     check_address(host, port)
+    _move_images(source, images)
     sources = open_sources(source, texts=texts, run=run, store=store, split=split, device=choose_device(device))
     run_app(create_app(sources, settings), host=host, port=port, grace=grace, access_log=access_log)

@@ -278,7 +278,7 @@ def print_search(result: dict[str, Any]) -> None:
         print(f"  did you mean: {result['suggestion']}")
     if result["warning"] is not None:
         print_wrapped(f"  {result['warning']}")
-    _print_hits(result["hits"], result["distance"], calibrated)
+    _print_hits(result["hits"], "" if result["target"] == "fits" else result["distance"], calibrated)
     if not result["hits"] and not (result["verdict"] or "").startswith(("No item", "The gallery is empty")):
         print("  no item reaches this probability")
     if (found := result["conformal_set"]) is not None:
@@ -290,17 +290,22 @@ def print_search(result: dict[str, Any]) -> None:
 
 def print_match_meaning(results: Sequence[Mapping[str, Any]]) -> None:
     """Print what "right" and "match" mean below calibrated results, and the notes of the gallery."""
-    if any(result["calibrated"] for result in results):
+    targets = {result["target"] for result in results if result["calibrated"]}
+    if "fits" in targets:
+        print_wrapped("right: a person would say that the words describe the image; its captions and tags count, too")
+    if "listed" in targets:
         print_wrapped("right: a match, a pair like those that the data list (a photo and its caption)")
     for note in dict.fromkeys(filter(None, (result["note"] for result in results))):
         print_wrapped(f"note: {note}")
 
 
 def _print_hits(hits: list[dict[str, Any]], distance: str, calibrated: bool) -> None:
+    """Print hits; with the name of the distance, their distances."""
     for hit in hits:
-        label = f"  {hit['label']}" if hit.get("label") else ""
+        label = hit.get("label") or hit.get("best_text")
         probability = f"  {hit['match_probability']:7.1%}" if calibrated else ""
-        print(f"{probability}  {distance} {hit['distance']:.4f}  {hit['id']}{label}")
+        measured = f"  {distance} {hit['distance']:.4f}" if distance else ""
+        print(f"{probability}{measured}  {hit['id']}" + (f"  {label}" if label else ""))
 
 
 _SET_SHOWN = 20

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from sfumato.charts import FIRST, STYLE, data_url, new_axes, render_page, require_matplotlib
-from sfumato.data.images import ImageSource, thumbnail
+from sfumato.data.images import ImageSource, handed_out, thumbnail
 from sfumato.errors import UserError
 from sfumato.ids import Direction
 from sfumato.search.stores.protocol import Filter
@@ -240,7 +240,7 @@ class Answer:
                     "match_probability": hit.match_probability if self.calibrated else None,
                     "uncertainty": hit.uncertainty,
                     **({"best_text": hit.best_text} if hit.best_text else {}),
-                    **hit.payload,
+                    **handed_out(hit.payload),
                 }
                 for hit in hits
             ]

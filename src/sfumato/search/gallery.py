@@ -330,7 +330,7 @@ class Gallery(ABC):
         """
         sample = self._sampled(n, filter)
         forms = [TextQuery(one) if isinstance(one, str) else one for one in asked.values()]
-        if self.texts is None or (own := sample.texts) is None or not own.vectors.any():
+        if self.texts is None or (own := sample.texts) is None or not any(own.stems):
             return {}
         texts = [form.joined for form in forms]
         queries, vectors = queries[torch.tensor(list(asked))], sentence_vectors(texts)

@@ -22,8 +22,11 @@ from sfumato.encoders.dual import DualEncoder, Pieces, piece_counter
 from sfumato.encoders.minilm import WIDTH, sentence_vectors
 from sfumato.search.stores.protocol import Filter, Records, VectorStore, create_store, open_store
 
-TEXT_FIELDS = ("captions", "title", "tags", "name")
+TEXT_FIELDS = ("captions", "title", "tags")
 """Payload fields that are texts of an item; captions and tags have one a line."""
+
+WORD_FIELDS = (*TEXT_FIELDS, "name", "place")
+"""Payload fields whose words are looked up. The words of a file's or folder's name do not say what else it shows."""
 
 _STOP = frozenset(
     re.findall(
@@ -35,10 +38,15 @@ _STOP = frozenset(
 
 
 def item_texts(payload: Mapping[str, str]) -> list[str]:
-    """The texts of an item: each caption, the title, the tags together, and the words of its name."""
+    """The texts of an item: each caption, the title, and the tags together."""
     captions = [line for line in payload.get("captions", "").split("\n") if line.strip()]
     others = [payload.get(name, "").replace("\n", ", ") for name in TEXT_FIELDS[1:]]
     return captions + [text for text in others if text.strip()]
+
+
+def item_words(payload: Mapping[str, str]) -> str:
+    """All words of an item."""
+    return "\n".join(payload.get(name, "") for name in WORD_FIELDS)
 
 
 def words_of(text: str) -> list[str]:
@@ -176,7 +184,7 @@ class ItemTexts:
     @classmethod
     def of(cls, vectors: Tensor, payloads: Sequence[Mapping[str, str]]) -> "ItemTexts":
         """From their vectors and payloads."""
-        return cls(vectors, [frozenset(word_stems(" ".join(item_texts(payload)))) for payload in payloads])
+        return cls(vectors, [frozenset(word_stems(item_words(payload))) for payload in payloads])
 
     @functools.cached_property
     def rarity(self) -> Callable[[str], float]:
@@ -223,7 +231,8 @@ class ItemTexts:
             has = set(word_stems(text))
             return sum(self.rarity(stem) for stem in own if stem in has)
 
-        return max(item_texts(payload), key=found, default="")
+        texts = [*item_texts(payload), payload.get("name", ""), payload.get("place", "")]
+        return max(texts, key=found)
 
 
 class TextStore:
@@ -249,7 +258,9 @@ class TextStore:
         if gone := [i for i, has in zip(ids, some, strict=True) if not has]:
             self.store.delete(gone)
         if kept := some.nonzero().flatten().tolist():
-            filters = tuple({k: v for k, v in payloads[i].items() if k not in TEXT_FIELDS} for i in kept)
+            filters = tuple(
+                {k: v for k, v in payloads[i].items() if k not in WORD_FIELDS or k == "place"} for i in kept
+            )
             self.store.upsert(Records(tuple(ids[i] for i in kept), vectors[kept], torch.zeros(len(kept)), filters))
 
     def delete(self, ids: Sequence[str]) -> None:

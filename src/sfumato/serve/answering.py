@@ -23,6 +23,7 @@ from sfumato.errors import UserError
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.models.embed import embed_split, load_split
 from sfumato.models.run import RECIPE, Run, load_run
+from sfumato.progress import say
 from sfumato.search.answer import NATIVE, GuaranteeError, Hit, QueryKind, check_native, check_unfiltered
 from sfumato.search.answer import Answer as Found
 from sfumato.search.collection import GaussianCollection
@@ -44,7 +45,14 @@ from sfumato.serve.schemas import (
     SearchOptions,
     VerdictText,
 )
-from sfumato.workflows.index import GalleryPart, build_index, item_images, load_retrieval_model, open_gallery
+from sfumato.workflows.index import (
+    GalleryPart,
+    build_index,
+    item_images,
+    load_retrieval_model,
+    missing_note,
+    open_gallery,
+)
 
 _LOG = logging.getLogger("sfumato.serve")
 
@@ -123,6 +131,9 @@ def open_sources(
         if split is not None:
             raise UserError(f"--split needs a run, but {path} is not a run")
         served = _from_gallery(path, run, store)
+        for one in served.galleries.values():
+            if note := missing_note(one.gallery):
+                say(note)
         served.model.to(device)
     if texts is None:
         return served

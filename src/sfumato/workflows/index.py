@@ -411,3 +411,12 @@ def sources_of(gallery: Gallery) -> list[Source]:
     folder = (gallery.metadata.get("pictures") or {}).get("folder")
     known = gallery.metadata.get("sources", [vars(Source(folder, "folder", folder))] if folder else [])
     return [Source(**one) for one in known]
+
+
+def missing_note(gallery: Gallery) -> str:
+    """What to do about folders of images that are not there; "" if all are."""
+    gone = [one.root for one in sources_of(gallery) if not os.path.isdir(one.root)]
+    if not gone:
+        return ""
+    new = "NEW" if len(sources_of(gallery)) == 1 else f"{gone[0]}=NEW"
+    return f"note: {', '.join(gone)} is not there, so its images cannot be shown; if it has moved, add --images {new}"

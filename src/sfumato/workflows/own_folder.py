@@ -32,11 +32,10 @@ from sfumato.models.embed import embedding_steps, file_endings, model_digest
 from sfumato.models.model import Model
 from sfumato.progress import progress_bar
 from sfumato.search.collection import GaussianCollection, copy_gallery
-from sfumato.search.gallery import Gallery
 from sfumato.search.index import GaussianIndex
 from sfumato.search.texts import item_texts
 from sfumato.workflows.embed import in_threads
-from sfumato.workflows.index import GalleryPart, Source, create_collection, open_gallery, sources_of
+from sfumato.workflows.index import GalleryPart, Source, create_collection, open_gallery, own_or_anchored, sources_of
 
 STAT, DIGEST = "_stat", "_digest"
 """Hidden fields of an item: what its file was when it was read."""
@@ -313,7 +312,7 @@ def index_data(model: Model, data: str, out: Path, store: str = "store", *, text
 
         def create(embeddings: GaussianEmbedding, ids: Sequence[str]) -> GaussianCollection:
             like = GalleryPart(embeddings, [item.id for item in items], images={"folder": source.root})
-            collection = create_collection(model, like, out, store, texts=texts and has_minilm())
+            collection = create_collection(model, like, out, own_or_anchored(store), texts=texts and has_minilm())
             stack.callback(collection.close)
             collection.keep({"sources": [vars(source)]})
             stack.enter_context(collection.filling(_GO_ON))
@@ -419,15 +418,6 @@ def move_sources(folder: Path, moved: Sequence[str]) -> None:
         elif isinstance(gallery, GaussianIndex):
             gallery.metadata.update(changed)
             gallery.save(folder)
-
-
-def missing_note(gallery: Gallery) -> str:
-    """What to do about folders of images that are not there; "" if all are."""
-    gone = [one.root for one in sources_of(gallery) if not os.path.isdir(one.root)]
-    if not gone:
-        return ""
-    new = "NEW" if len(sources_of(gallery)) == 1 else f"{gone[0]}=NEW"
-    return f"note: {', '.join(gone)} is not there, so its images cannot be shown; if it has moved, add --images {new}"
 
 
 def _look_up(collection: GaussianCollection, ids: Sequence[str]) -> dict[str, Mapping[str, str]]:

@@ -35,6 +35,7 @@ from sfumato.workflows.index import (
     is_gallery,
     item_images,
     load_retrieval_model,
+    missing_note,
     open_gallery,
 )
 
@@ -219,6 +220,8 @@ def search_index(
     guarantees: min_probability, coverage and max_risk.
     """
     with contextlib.closing(load_index(folder, run=run, store=store)) as searcher:
+        if note := missing_note(searcher.gallery):
+            say(note)
         options: dict[str, Any] = {**guarantees, "where": where}
         foreign = images if searcher.native == "texts" else texts
         check_native(guarantees, searcher.gallery.scorer.direction, [not foreign and not ids])
