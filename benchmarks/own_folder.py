@@ -129,6 +129,10 @@ class Split:
         answers = gallery.search(self.model.embed_texts(queries), k, texts=queries)
         return [[int(hit.id) for hit in answer] for answer in answers]
 
+    def fifth(self, index: list[int]) -> list[str]:
+        """The fifth captions of some photographs."""
+        return [self.captions[i][4] for i in index]
+
     def words(self, index: list[int], seed: int) -> tuple[list[str], list[set[int]]]:
         """Words, and the photographs that mention each."""
         fitting = {word: {i for i in index if any(word_stems(word)[0] in c for c in self.stems[i])} for word in WORDS}
@@ -179,16 +183,16 @@ def through_collections(data: Split, folder: Path) -> dict[str, Any]:
     for seed in range(DRAWS):
         drawn = random.Random(seed).sample(range(len(data.files)), 440)
         own, new = drawn[:400], drawn[400:]
-        fifth, words = (lambda index: [data.captions[i][4] for i in index]), data.words(own, seed)
+        words = data.words(own, seed)
         for name, captioned in (("with captions", set(own)), ("without captions", set())):
             with data.collection(folder / f"{seed} {name}", own, captioned) as gallery:
-                add(f"400 {name}", found(data.search(gallery, fifth(own), 10), own))
+                add(f"400 {name}", found(data.search(gallery, data.fifth(own), 10), own))
                 add(f"words {name}", precision(data.search(gallery, words[0], 10), words[1]))
         for name, captioned in (("with captions", set(drawn)), ("without captions", set(own))):
             with data.collection(folder / f"{seed} added {name}", drawn, captioned) as gallery:
-                add(f"40 added {name}", found(data.search(gallery, fifth(new), 10), new))
-                add(f"400 beside 40 added {name}", found(data.search(gallery, fifth(own), 10), own))
-        for name, hits in by_captions(data, own, fifth(own), data.vectors[own, 4]).items():
+                add(f"40 added {name}", found(data.search(gallery, data.fifth(new), 10), new))
+                add(f"400 beside 40 added {name}", found(data.search(gallery, data.fifth(own), 10), own))
+        for name, hits in by_captions(data, own, data.fifth(own), data.vectors[own, 4]).items():
             add(f"400, {name}", found(hits, own))
         for name, hits in by_captions(data, own, words[0], sentence_vectors(words[0])).items():
             add(f"words, {name}", precision(hits, words[1]))

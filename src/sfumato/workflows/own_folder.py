@@ -30,6 +30,7 @@ from sfumato.gaussian import GaussianEmbedding
 from sfumato.ids import id_error
 from sfumato.models.embed import embedding_steps, file_endings, model_digest
 from sfumato.models.model import Model
+from sfumato.models.run import trained_digests
 from sfumato.progress import progress_bar
 from sfumato.search.collection import GaussianCollection, copy_gallery
 from sfumato.search.index import GaussianIndex
@@ -311,7 +312,11 @@ def index_data(model: Model, data: str, out: Path, store: str = "store", *, text
     with contextlib.ExitStack() as stack:
 
         def create(embeddings: GaussianEmbedding, ids: Sequence[str]) -> GaussianCollection:
-            like = GalleryPart(embeddings, [item.id for item in items], images={"folder": source.root})
+            like = GalleryPart(
+                embeddings,
+                [item.id for item in items],
+                images={"folder": source.root} if source.kind == "folder" else {},
+            )
             collection = create_collection(model, like, out, own_or_anchored(store), texts=texts and has_minilm())
             stack.callback(collection.close)
             collection.keep({"sources": [vars(source)]})
@@ -321,10 +326,10 @@ def index_data(model: Model, data: str, out: Path, store: str = "store", *, text
 
         made: list[GaussianCollection] = []
         done = Filling(model, source, 0, create).fill(items, {})
-        _finish(done, problems)
         if not made:
+            done.problems.items[:0], done.problems.notes[:0] = problems.items, problems.notes
             raise UserError(f"none of {len(items)} images can be used:\n{done.problems.summary()}")
-        made[0].optimise()
+        _finish(made[0], model, done, problems)
         return len(made[0]), done
 
 
@@ -349,8 +354,7 @@ def add_data(model: Model, data: str, out: Path) -> tuple[int, Filled]:
             filling = Filling(model, sources[number], number, collection)
             filling.known = _look_up(collection, [item.id for item in items])
             done = filling.fill(items, {})
-            collection.optimise()
-        _finish(done, problems)
+            _finish(collection, model, done, problems)
         return len(collection), done
 
 
@@ -377,8 +381,7 @@ def sync_data(model: Model, out: Path) -> tuple[int, Filled]:
                 filling.known = known
                 total.add(filling.fill(items, gone))
             total.deleted = collection.delete(list(_look_up(collection, vanished)))
-            collection.optimise()
-        _finish(total, problems)
+            _finish(collection, model, total, problems)
         return len(collection), total
 
 
@@ -455,6 +458,10 @@ def _check_model(collection: GaussianCollection, model: Model) -> None:
         )
 
 
-def _finish(done: Filled, listed: Problems) -> None:
-    """Put the problems of the listing before those of the items."""
+def _finish(collection: GaussianCollection, model: Model, done: Filled, listed: Problems) -> None:
+    """Build the search structures, count the images that trained the model, and put problems of the listing first."""
+    collection.optimise()
+    if known := trained_digests(Path(model.source)):
+        payloads = (payload for records in collection.store.scan() for payload in records.payloads)
+        collection.keep({"trained": sum(payload.get(DIGEST) in known for payload in payloads)})
     done.problems.items[:0], done.problems.notes[:0] = listed.items, listed.notes
