@@ -440,7 +440,13 @@ class GaussianCollection(Gallery):
         return removed
 
     def rename(self, old: str, new: str, payload: Mapping[str, str]) -> None:
-        """Give an item another id and payload; its embedding stays."""
+        """Give an item another id and payload; its embedding stays.
+
+        Args:
+            old: its id.
+            new: its id from now on; an item of this id is replaced.
+            payload: texts by name, in place of those that it had.
+        """
         records = self.store.get([old])
         with self._writing() as note:
             if self.texts is not None:

@@ -28,7 +28,7 @@ from sfumato.ids import Direction
 from sfumato.matching import match_logit
 from sfumato.search.answer import Answer, Hit, check_native, check_unfiltered, verdict
 from sfumato.search.stores.protocol import Filter
-from sfumato.search.texts import ItemTexts, TextQuery, TextStore, item_texts, words_of
+from sfumato.search.texts import ItemTexts, TextQuery, TextStore, item_words, words_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -370,7 +370,7 @@ class Gallery(ABC):
         size, before = self.size, _WORDS.get(self)
         if before is None or before[0] != size:
             known = self.sample(5000).payloads
-            texts = (text for p in known for text in (*item_texts(p), p.get("label", ""), p.get("text", "")))
+            texts = (text for p in known for text in (item_words(p), p.get("label", ""), p.get("text", "")))
             _WORDS[self] = before = size, Counter(word for text in texts for word in words_of(text))
         return before[1]
 
