@@ -1,11 +1,15 @@
 """What follows a frozen backbone: whitening against numpy, backbones side by side, pooled texts."""
 
+import io
+
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from pydantic import ValidationError
 
 from sfumato.data.emoji import load_emoji
+from sfumato.data.image_decoding import decode_image
 from sfumato.encoders.encoder_protocol import BuildContext
 from sfumato.encoders.features import RaggedStore, TokenFeatures
 from sfumato.encoders.frozen import (
@@ -235,3 +239,31 @@ def test_channels_are_known_before_a_packaged_backbone_is_loaded(tmp_path):
         processor, encoder = build(config, BuildContext(4, True, 0.0, 0.0, cache=tmp_path, trained=True))
         assert isinstance(processor.backbone, Deferred)
         assert encoder.channels == processor.backbone._loaded.channels
+
+
+def test_features_of_several_threads_are_those_of_one_and_of_one_image_at_a_time():
+    images = [source.read_bytes() for source in load_emoji()["test"].images[:11]]
+    backbone, before = image_backbone("efficientnet-lite0", size=64, grid=1), torch.get_num_threads()
+    try:
+        torch.set_num_threads(3)
+        several = backbone(images)
+        assert torch.get_num_threads() == 3
+        torch.set_num_threads(1)
+        alone = [backbone([image])[0] for image in images]
+    finally:
+        torch.set_num_threads(before)
+    np.testing.assert_allclose(np.stack(several).astype(float), np.stack(alone).astype(float), rtol=2e-3, atol=2e-3)
+    with pytest.raises(ValueError, match="not an image"):
+        backbone([*images[:5], b"torn", *images[5:]])
+
+
+def test_large_jpegs_are_decoded_at_a_reduced_size_with_nearly_the_same_features():
+    small = decode_image(load_emoji()["test"].images[0].read_bytes(), None)
+    large = Image.fromarray(small.transpose(1, 2, 0)).resize((3000, 2400), Image.Resampling.BICUBIC)
+    file = io.BytesIO()
+    large.save(file, "JPEG", quality=95)
+    backbone = image_backbone("efficientnet-lite0", grid=1)
+    whole = decode_image(file.getvalue(), 224)
+    assert not np.array_equal(backbone.decode(file.getvalue()), whole)  # Fewer pixels were decoded.
+    reduced, full = (backbone([item])[0][0].astype(float) for item in (file.getvalue(), whole))
+    assert reduced @ full / np.linalg.norm(reduced) / np.linalg.norm(full) > 0.999

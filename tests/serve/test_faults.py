@@ -14,8 +14,10 @@ import threading
 from pathlib import Path
 
 import httpx
+import numpy as np
 import pytest
 from PIL import Image
+from support.photographs import halves, heic, saved
 from support.raising import raises
 from support.serving import (
     SlowModel,
@@ -91,6 +93,25 @@ def test_stored_pictures_hold_pixels_alone():
     assert told == {"type": "image/png"} and copy.startswith(b"\x89PNG")
     assert shown(picture(), None) == ({"type": "image/png"}, b"")  # As it is.
     raises(ValueError, "cannot be decoded", shown, picture(size=(200, 200), format="JPEG")[:500], 16)
+
+
+def test_what_no_browser_shows_becomes_a_jpeg():
+    photograph, clear = halves((120, 80)), Image.new("RGBA", (120, 80), (0, 0, 0, 0))
+    grey = Image.fromarray(np.full((80, 120), 40_000, np.uint16))
+    scans = [saved("TIFF", photograph), saved("TIFF", grey)]
+    if importlib.util.find_spec("pillow_heif"):
+        scans.append(heic(photograph))
+    for data in scans:
+        for size in (None, 16):
+            told, copy = shown(data, size)
+            assert told == {"type": "image/jpeg"} and copy.startswith(b"\xff\xd8")
+            assert max(Image.open(io.BytesIO(copy)).size) == (size or 120)
+    left = Image.open(io.BytesIO(shown(scans[1], None)[1])).getpixel((5, 5))
+    assert np.abs(np.array(left) - 40_000 / 257).max() < 3  # Not clipped to white.
+    assert shown(saved("TIFF", clear), 16)[0] == {"type": "image/png"}
+    avif = saved("AVIF", photograph)
+    assert shown(avif, None) == ({"type": "image/avif"}, b"") and shown(avif, 16)[0] == {"type": "image/jpeg"}
+    assert stored(avif)[1].startswith(b"\xff\xd8")
 
 
 CLIMBS = (

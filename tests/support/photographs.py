@@ -24,6 +24,15 @@ def saved(format: str, image: Image.Image | None = None, **options) -> bytes:
     return file.getvalue()
 
 
+def heic(image: Image.Image | None = None) -> bytes:
+    """Without Pillow's knowledge of the format, which the package under test has to give it."""
+    import pillow_heif
+
+    file = io.BytesIO()
+    pillow_heif.from_pillow(image or halves()).save(file)
+    return file.getvalue()
+
+
 def iptc(*records: tuple[int, str]) -> bytes:
     """A Photoshop segment with IPTC records of section 2, for a JPEG file."""
     body = b"".join(struct.pack(">BBBH", 0x1C, 2, number, len(t := text.encode())) + t for number, text in records)

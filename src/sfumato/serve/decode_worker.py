@@ -32,8 +32,14 @@ KNOWS_ITS_TIME = hasattr(signal, "setitimer")
 """Whether the system ends a process that has used the processor for too long; Windows does not."""
 
 _LENGTHS = struct.Struct(">IQ")
-_SHOWN = {"PNG": "image/png", "JPEG": "image/jpeg", "WEBP": "image/webp", "GIF": "image/gif"}
+_SHOWN = {
+    "PNG": "image/png", "JPEG": "image/jpeg", "MPO": "image/jpeg", "WEBP": "image/webp", "GIF": "image/gif",
+    "AVIF": "image/avif",
+}  # fmt: skip
 """Formats that browsers show; others are re-encoded."""
+
+_PHOTOGRAPHS = ("JPEG", "MPO", "HEIF", "AVIF", "TIFF")
+"""Formats that become a JPEG file, unless something is transparent; others become a PNG file."""
 
 
 def header(data: bytes) -> Message:
@@ -62,7 +68,7 @@ def stored(data: bytes) -> Message:
     The location of the camera is none of them.
     """
     with opened_image(data) as image:
-        format = "JPEG" if image.format == "JPEG" else "PNG"
+        format = "PNG" if image.format == "TIFF" or image.format not in _PHOTOGRAPHS else "JPEG"
     pixels = np.ascontiguousarray(decode_image(data, None).transpose(1, 2, 0))
     return {"fields": describe_image(data)}, _encoded(Image.fromarray(pixels), format)
 
@@ -75,11 +81,15 @@ def shown(data: bytes, size: int | None) -> Message:
             return {"type": _SHOWN[kind]}, b""
         if size is not None:
             image.draft(None, (2 * size, 2 * size))
-        upright = ImageOps.exif_transpose(image)
+        transparent = image.has_transparency_data
+        kind = "JPEG" if kind in _PHOTOGRAPHS and not transparent else "PNG"
+        if kind == "JPEG" and image.format not in ("JPEG", "MPO"):  # Scans of 16 bits, say.
+            upright = Image.fromarray(decode_image(data, None).transpose(1, 2, 0))
+        else:
+            upright = ImageOps.exif_transpose(image)
         if size is not None:
             upright.thumbnail((size, size), Image.Resampling.BICUBIC)
-        kind, mode = ("JPEG", "RGB") if kind == "JPEG" else ("PNG", "RGBA")
-        return {"type": _SHOWN[kind]}, _encoded(upright.convert(mode), kind)
+        return {"type": _SHOWN[kind]}, _encoded(upright.convert("RGB" if kind == "JPEG" else "RGBA"), kind)
 
 
 TASKS: dict[str, Callable[..., Message]] = {
@@ -129,7 +139,7 @@ def _check_scans(data: bytes) -> None:
 def _drafted(data: bytes, side: int) -> bytes:
     """A large JPEG file decoded at a half, a quarter or an eighth of its size; anything else as it is."""
     with opened_image(data) as image:
-        if image.format != "JPEG" or min(image.size) < 2 * side:
+        if image.format not in ("JPEG", "MPO") or min(image.size) < 2 * side:
             return data
         image.draft(None, (side, side))
         return _encoded(ImageOps.exif_transpose(image).convert("RGB"), "BMP")
