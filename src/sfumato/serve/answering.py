@@ -548,13 +548,13 @@ def _vague(answers: Sequence[Answer]) -> Answer | None:
     if many := _of_kind(answers, "many"):
         return max(many, key=lambda one: sum(map(_probability, one.hits)))
     words = [one for one in _of_kind(answers, "few", "unsure") if " " not in one.query and _first(one) > 0.1]
-    others = [((one.expected_matches or 0) - _first(one), one) for one in words]
-    return max(((n, one) for n, one in others if n > 0.3), key=lambda two: two[0], default=(0, None))[1]
+    return max((one for one in words if _others(one) > 0.3), key=_others, default=None)
 
 
 def _precise(answers: Sequence[Answer]) -> Answer | None:
-    """One whose first hit is most likely right."""
-    return max(_of_kind(answers, "clear") or _of_kind(answers, "few"), key=_first, default=None)
+    """One whose first hit is likely right, and no other."""
+    some = _of_kind(answers, "clear") or _of_kind(answers, "few")
+    return max(some, key=lambda one: _first(one) - _others(one), default=None)
 
 
 def _of_kind(answers: Sequence[Answer], *kinds: str) -> list[Answer]:
@@ -563,6 +563,11 @@ def _of_kind(answers: Sequence[Answer], *kinds: str) -> list[Answer]:
 
 def _first(answer: Answer) -> float:
     return _probability(answer.hits[0]) if answer.hits else 0.0
+
+
+def _others(answer: Answer) -> float:
+    """Expected matches beside the first hit."""
+    return (answer.expected_matches or 0.0) - _first(answer)
 
 
 def _probability(hit: ResultRecord) -> float:

@@ -419,11 +419,11 @@ function why(item) {
   const query = state.queries[viewed.slot];
   if (!query || item.rank === undefined) return [];
   const p = item.match_probability;
-  const { captions, tags, title, text } = item.payload;
+  const { captions, tags, title, text, label } = item.payload;
   const best = query.kind === "text" && closestLine(query.value, item.payload, item.best_text);
   const words = query.kind !== "text" ? "It was found by its likeness to what you searched by."
     : best ? `Its ${best.what} “${best.line}” shares ${best.shared.map((word) => `“${word}”`).join(", ")} with your search.`
-    : captions || tags || title || text ? "No word of your search is in its captions, tags or title." : "It has no captions or tags: the image alone speaks for it.";
+    : captions || tags || title || text || label ? "No word of your search is in its texts." : "It has no captions or tags: the image alone speaks for it.";
   return [h("h3", {}, "Why it matched"), h("p", {}, p !== null && ["Its probability is ", h("b", {}, percent(p)), `: ${odds(p)} such results are right. `], words)];
 }
 
@@ -718,13 +718,18 @@ function listen() {
   $("#item .delete").addEventListener("click", remove);
   $("#item .main").addEventListener("click", () => ($("#item").close(), like(viewed.slot, viewed.items[viewed.at].id)));
   for (const button of $$("dialog .close")) button.addEventListener("click", () => button.closest("dialog").close());
+  const dragging = (is) => {
+    document.body.classList.toggle("dragging", is);
+    $("#dropping").hidden = !is || !info?.query_kinds.image || $("dialog[open]");
+    $("#dropping span").hidden = $("#add-open").hidden || state?.gallery !== "images";
+  };
   addEventListener("dragover", (event) => {
     event.preventDefault();
-    document.body.classList.add("dragging");
+    dragging(true);
   });
-  addEventListener("dragleave", ({ relatedTarget }) => relatedTarget ?? document.body.classList.remove("dragging"));
+  addEventListener("dragleave", ({ relatedTarget }) => relatedTarget ?? dragging(false));
   addEventListener("drop", (event) => {
-    document.body.classList.remove("dragging");
+    dragging(false);
     receive(event, event.dataTransfer);
   });
   addEventListener("paste", (event) => receive(event, event.clipboardData));
