@@ -610,10 +610,22 @@ def test_an_enlarged_photograph_has_its_details_and_says_why_it_matched(visit, p
     page.keyboard.press("Escape")
     enter(page, "a bar")
     expect(panel(page).locator("h2")).to_have_text("“a bar”")
-    panel(page).locator(".pick").first.click()
+    for close in (page.go_back, lambda: page.keyboard.press("Escape")):  # both leave the search as it was
+        panel(page).locator(".pick").first.click()
+        expect(dialog).to_be_visible()
+        close()
+        expect(dialog).to_be_hidden()
+        expect(panel(page).locator(".pick").first).to_be_focused()
+        page.wait_for_function("() => !history.state?.viewing")
+        expect(panel(page).locator("h2")).to_have_text("“a bar”")
     page.go_back()
-    expect(dialog).to_be_hidden()
     expect(panel(page).locator("h2")).to_have_text("“Crosses and a bar of the seas”")
+    panel(page).locator(".pick").first.click()
+    dialog.get_by_role("button", name="Find similar").click()
+    expect(panel(page).locator("h2")).to_contain_text("More like")
+    page.go_back()
+    expect(panel(page).locator("h2")).to_have_text("“Crosses and a bar of the seas”")
+    assert searched(page)["q"] and not dialog.is_visible()
 
 
 def test_filters_by_date_and_folder(visit, photographs, service):

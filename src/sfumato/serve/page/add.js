@@ -4,7 +4,7 @@ import { count, megabytes, some } from "./words.js";
 
 const PHOTOGRAPH = /\.(jpe?g|jfif|png|webp|gif|bmp|tiff?|heic|heif|avif|dng|cr[23]|nef|arw|raf|orf|rw2)$/i;
 const HIDDEN = /(^|\/)(\.[^/]*|__MACOSX|Thumbs\.db|desktop\.ini)(\/|$)/i;
-const PART = 4e6; // bytes of files in a request, but for a single larger one: the progress moves
+const PART = 2e6; // bytes of files in a request, but for a single larger one: the progress moves
 const TRIES = 6;
 const LONGEST = 2000; // characters of the captions
 

@@ -115,7 +115,7 @@ function ask(slot, query) {
   wanted = HITS;
   const queries = [...state.queries];
   queries[slot] = query;
-  go({ queries });
+  go({ queries }, history.state?.viewing ? "replaceState" : "pushState");
   scrollTo(0, 0);
 }
 
@@ -373,6 +373,7 @@ async function unfold(slot, hit, node) {
 function view(slot, items, at, backTo) {
   viewed = { slot, items, at, backTo };
   viewItem();
+  history.pushState({ ...history.state, viewing: true }, ""); // Back closes it
   $("#item").showModal();
 }
 
@@ -466,7 +467,6 @@ function complain(dialog, { title, message }) {
 function openAdd(chosen = []) {
   const dialog = $("#add");
   if (dialog.open) return;
-  for (const kind of ["images", "texts"]) $(`.of-${kind}`, dialog).hidden = kind !== state.gallery;
   $("[name=text]", dialog).required = state.gallery === "texts";
   $("form", dialog).reset();
   choose(chosen);
@@ -476,21 +476,17 @@ function openAdd(chosen = []) {
 // What was dropped or chosen, before it is sent.
 function choose(chosen) {
   const dialog = $("#add");
-  const images = state.gallery === "images";
   adding = { ...sorted(chosen, info.limits) };
   const n = adding.photographs.length;
+  const stage = state.gallery === "texts" ? "text" : ["none", "one"][n] ?? "many";
+  dialog.dataset.stage = stage; // the style shows what belongs to it
   $(".problem", dialog).hidden = true;
   sayAdding(summary(adding));
   const id = $("[name=id]", dialog);
-  $(".of-id", dialog).hidden = images && n !== 1;
-  id.required = !images || n === 1;
-  id.value = images && n === 1 ? adding.photographs[0].id : "";
-  $(".main", dialog).hidden = images && !n;
-  $(".main", dialog).textContent = images && n > 1 ? `Add ${some(n, "photograph")}` : "Add";
+  id.required = ["text", "one"].includes(stage);
+  id.value = stage === "one" ? adding.photographs[0].id : "";
+  $(".main", dialog).textContent = stage === "many" ? `Add ${some(n, "photograph")}` : "Add";
   $(".close", dialog).textContent = "Cancel";
-  $(".zone", dialog).hidden = !images;
-  $(".replaced", dialog).hidden = images && !n;
-  $("progress", dialog).hidden = true;
 }
 
 // A sentence, and what was left out: the reasons with their files.
@@ -522,8 +518,8 @@ async function addPhotographs(id) {
   const [m, bar] = [photographs.length, $("progress", dialog)];
   if (m === 1) photographs[0].id = id;
   const stop = (adding.stop = new AbortController());
-  Object.assign(bar, { max: m, value: 0, hidden: false });
-  for (const name of [".zone", ".main", ".of-id", ".replaced"]) $(name, dialog).hidden = true;
+  bar.max = m;
+  dialog.dataset.stage = "sending";
   $(".close", dialog).textContent = "Stop";
   const tell = (done) => {
     bar.value = done;
@@ -539,7 +535,7 @@ async function addPhotographs(id) {
     complain(dialog, error);
   } finally {
     adding.stop = null;
-    bar.hidden = true;
+    dialog.dataset.stage = "done";
     $(".close", dialog).textContent = "Close";
   }
   const replaced = told.stored - told.created;
@@ -714,7 +710,11 @@ function listen() {
   addEventListener("beforeunload", (event) => adding?.stop && event.preventDefault());
   for (const node of $$("#item .step")) node.addEventListener("click", () => step(Number(node.dataset.step)));
   $("#item").addEventListener("keydown", ({ key }) => ["ArrowLeft", "ArrowRight"].includes(key) && step(key === "ArrowLeft" ? -1 : 1));
-  $("#item").addEventListener("close", () => viewed.backTo(viewed.at)?.focus());
+  let closing = false;
+  $("#item").addEventListener("close", () => {
+    viewed.backTo(viewed.at)?.focus();
+    if (history.state?.viewing) (closing = true), history.back();
+  });
   $("#item .delete").addEventListener("click", remove);
   $("#item .main").addEventListener("click", () => ($("#item").close(), like(viewed.slot, viewed.items[viewed.at].id)));
   for (const button of $$("dialog .close")) button.addEventListener("click", () => button.closest("dialog").close());
@@ -734,8 +734,9 @@ function listen() {
   });
   addEventListener("paste", (event) => receive(event, event.clipboardData));
   on(window, "popstate", () => {
+    if (closing) return void (closing = false);
+    if ($("#item").open) return $("#item").close();
     hint("");
-    $("#item").close();
     state = read();
     render();
   });
