@@ -7,8 +7,10 @@ import tarfile
 import pytest
 from PIL import Image
 from support.scripts import ROOT
+from support.tiny_models import tiny_clip
 
 from sfumato import load, load_index
+from sfumato.models import run
 from sfumato.models.run import PACKAGED, SMALL
 from sfumato.search.collection import GaussianCollection
 from sfumato.workflows import own_folder
@@ -221,3 +223,19 @@ def test_the_model_of_the_package_is_what_its_card_says():
     for said in ("Flickr8k", "EfficientNet-Lite0", "MiniLM", "scripts/make_small.py"):
         assert said in card
     assert (ROOT / "scripts" / "make_small.py").exists()
+
+
+def test_a_clip_is_taken_where_one_is_cached(sfumato, tmp_path, monkeypatch):
+    folder, clip = draw(tmp_path / "photos", *COLOURS), tmp_path / "clip"
+    tiny_clip(clip)
+    (folder / "red.txt").write_text("a strawberry jam\n")
+    monkeypatch.setattr(run, "where_weights_are", lambda name: "cache")
+    monkeypatch.setattr(run, "CLIP", str(clip))
+    assert run.default_model()[0] == str(clip) and "in the hub's cache" in run.default_model()[1]
+    monkeypatch.setattr(run, "where_weights_are", lambda name: "")
+    assert run.default_model() == (SMALL, "")
+    made = asked(sfumato, "index", clip, "--data", folder, "--out", tmp_path / "mine")
+    assert (made["n"], made["model"]) == (5, str(clip))
+    (found,) = asked(sfumato, "search", tmp_path / "mine", "strawberry jam", "-k", 5)
+    assert found["hits"][0]["id"] == "red.png" and found["target"] == "fits"
+    assert not found["calibrated"] and found["hits"][0]["match_probability"] is None

@@ -103,7 +103,10 @@ class IndexFlags:
 def index(
     *,
     model: str | None = word(
-        None, "Folder or name of a model. Default: small, of the package; with --add, that of the collection.", "MODEL"
+        None,
+        "Folder or name of a model: a run, small (of the package), or a CLIP or SigLIP of the hub. Default: with --add"
+        " and --sync that of the collection, with --data a CLIP where one is cached or can be downloaded; else small.",
+        "MODEL",
     ),
     out: Path = flag(..., "Folder of the index or the collection."),
     given: IndexFlags,
@@ -113,7 +116,7 @@ def index(
     """Build an index, or fill a collection in a vector store."""
     from sfumato.errors import counted
     from sfumato.models.model import Model
-    from sfumato.models.run import SMALL, choose_device, load_model, load_run
+    from sfumato.models.run import SMALL, choose_device, default_model, load_model, load_run
     from sfumato.search.collection import GaussianCollection
     from sfumato.search.index import check_settings
     from sfumato.workflows.index import (
@@ -128,7 +131,14 @@ def index(
 
     given.check(out)
     if model is None:
-        model = model_of(out) if given.add or given.sync or GaussianCollection.is_unfinished(out) else SMALL
+        if given.add or given.sync or GaussianCollection.is_unfinished(out):
+            model = model_of(out)
+        elif given.data is None:
+            model = SMALL
+        else:
+            model, why = default_model()
+            if why:
+                say(why)
     if (given.data is not None or given.sync) and given.engine is None:
         return _index_data(load_model(model, device=choose_device(device)), out, given, as_json)
     if given.data is not None:

@@ -7,6 +7,7 @@ embeddings of CLIP and SigLIP models as they are, after their projections: from 
 parameters: only the heads are trained.
 """
 
+import contextlib
 import hashlib
 import itertools
 import json
@@ -401,6 +402,21 @@ def _joint_open_clip(name: str, side: Side, precision: Precision) -> Backbone:
 def is_open_clip(name: str) -> bool:
     """Whether a name is that of a model of open_clip."""
     return name.startswith(PREFIXES) or ((Path(name) / _CONFIG).is_file() and not (Path(name) / "config.json").exists())
+
+
+def is_joint(name: str) -> bool:
+    """Whether a name or folder is that of a CLIP or SigLIP model; of a hub's model its small config.json is read."""
+    if is_open_clip(name):
+        return True
+    file = Path(joint_name(name)) / "config.json"
+    if not Path(name).exists():
+        with contextlib.suppress(ImportError, OSError, ValueError):
+            from huggingface_hub import hf_hub_download
+
+            file = Path(hf_hub_download(name, "config.json", local_files_only=not hub_reachable()))
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        return json.loads(file.read_bytes()).get("model_type") in ("clip", "siglip", "siglip2")
+    return False
 
 
 def import_open_clip() -> Any:

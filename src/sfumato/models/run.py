@@ -10,6 +10,7 @@ trained.txt       digests of the training images
 
 import contextlib
 import hashlib
+import importlib.util
 import json
 import math
 import os
@@ -33,8 +34,9 @@ from sfumato.distances import get_distance
 from sfumato.encoders.dual import DualEncoder, Tower, piece_counter
 from sfumato.encoders.encoder_protocol import BuildContext
 from sfumato.encoders.encoder_registry import encoder_entry
-from sfumato.encoders.frozen import FrozenImageConfig, FrozenTextConfig
+from sfumato.encoders.frozen import FrozenImageConfig, FrozenTextConfig, is_joint, joint_image
 from sfumato.encoders.heads import GaussianHead, HeadOptions
+from sfumato.encoders.package_weights import where_weights_are
 from sfumato.errors import UserError, as_typed, first_line
 from sfumato.files import write_atomically, write_json
 from sfumato.ids import Side
@@ -392,17 +394,62 @@ def weights_digest(model: DualEncoder) -> str:
 PACKAGED, SMALL = Path(__file__).parent / "packaged", "small"
 """Folder of models that come with the package, and the name of one."""
 
+CLIP = "laion/CLIP-ViT-B-32-laion2B-s34B-b79K"
+"""The model of the hub for photographs."""
+
+
+def default_model() -> tuple[str, str]:
+    """The model for a person's photographs, and why: a CLIP where one is cached or can be downloaded, else `small`."""
+    place = where_weights_are(CLIP) if importlib.util.find_spec("transformers") else ""
+    if not place:
+        return SMALL, ""
+    how = "in the hub's cache" if place == "cache" else "downloaded once (0.6 GB)"
+    return CLIP, (
+        f"using {CLIP}, {how}. It finds more than small, the model of the package, but shows no probabilities until it"
+        f" is adopted with captions of yours (sfumato adopt {CLIP} --data FOLDER). For small: sfumato index small ..."
+    )
+
 
 def load_model(source: str | Path, *, tokenizer: Tokenizer | None = None, device: torch.device | str = "cpu") -> Model:
-    """Load any model: a run folder, a model that sfumato exported, or a published model of PCME++, ProLIP or PCME."""
+    """Load any model: a run, an exported one, one published by PCME++, ProLIP or PCME, or a CLIP or SigLIP as it is."""
     folder = PACKAGED / SMALL if str(source) == SMALL else Path(source)
     if (folder / RECIPE).is_file():
         return load_run(folder, device=device)
+    if is_joint(str(source)):
+        return _frozen(str(source), device)
     if not folder.exists():
         folder = download(str(source))
     if folder.is_dir() and "sfumato" in (config := read_config(folder, str(source))):
         return _exported(folder, config, str(source), device)
     return load_pretrained(source, tokenizer=tokenizer, device=device)
+
+
+def _frozen(name: str, device: torch.device | str) -> Model:
+    """A CLIP or SigLIP model as it is; nothing is calibrated."""
+    side: dict[str, Any] = {
+        "kind": "frozen",
+        "backbone": str(Path(name).resolve()) if Path(name).exists() else name,
+        "projected": True,
+    }
+    values = {
+        "dim": joint_image(side["backbone"]).channels,
+        "pooling": "average",
+        "identity": True,
+        "variance": False,
+        "image": side,
+        "text": side,
+    }
+    recipe = Recipe.model_validate({"name": "frozen", "model": values, "loss": {"name": "infonce"}})
+    model, loss = build_model(recipe.model, Assets()), build_loss(recipe)
+    scale, bias = loss.match_logits() or (1.0, 0.0)
+    return Model(
+        model=model.to(device).eval(),
+        distance=loss.distance.name,
+        logit_scale=scale,
+        logit_bias=bias,
+        source=name,
+        kind="CLIP or SigLIP as it is",
+    )
 
 
 def _exported(folder: Path, config: dict[str, Any], source: str, device: torch.device | str) -> Model:

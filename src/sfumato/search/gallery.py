@@ -321,6 +321,13 @@ class Gallery(ABC):
         """Items by id with their distances. query (1, d)."""
         raise NotImplementedError
 
+    def _image_logit(self, distance: Tensor, usual: Tensor) -> Tensor:
+        """(q, c) logits of pairs; of a model that is not calibrated, with the mean and spread that `small` has."""
+        if self.calibrated:
+            return self.scorer.pair_logit(distance, REFERENCE_SIZE)
+        mean, deviation = usual.mean(1, keepdim=True), usual.std(1, unbiased=False, keepdim=True)
+        return _USUAL_LOGIT - _USUAL_SPREAD * (distance - mean) / deviation.clamp_min(1e-12)
+
     def _by_texts(
         self, queries: GaussianEmbedding, asked: Mapping[int, TextQuery | str], k: int, filter: Filter | None, n: int
     ) -> dict[int, tuple[tuple[Hit, ...], float]]:
@@ -337,19 +344,21 @@ class Gallery(ABC):
         near = [] if sample.whole else self._near(queries, filter)
         agreeing = [] if sample.whole else self.texts.closest(vectors, self.n_exact, filter)
 
-        def logits(i: int, items: ItemTexts, distance: Tensor) -> Tensor:
-            image, some = self.scorer.pair_logit(distance, REFERENCE_SIZE), slice(i, i + len(distance))
+        def logits(i: int, items: ItemTexts, distance: Tensor, usual: Tensor) -> Tensor:
+            image, some = self._image_logit(distance, usual), slice(i, i + len(distance))
             found = fits_logit(items.evidence(texts[some], vectors[some], image, own.rarity))
             rows = zip(forms[some], found, image, strict=True)
             return torch.stack([items.without(form.without, one, row, own.rarity) for form, one, row in rows])
 
         results = []
         for start, block in sample.blocks(queries):
-            for i, of_sample in enumerate(logits(start, own, block), start):
+            for i, of_sample in enumerate(logits(start, own, block, block), start):
                 found, logit, total = sample.candidates(block[i - start]), of_sample, float(of_sample.sigmoid().sum())
                 if not sample.whole:
                     found = self._found_by(queries[i : i + 1], list(dict.fromkeys((*near[i].ids, *agreeing[i]))))
-                    logit = logits(i, self.texts.of(found.ids, found.payloads), found.distance.unsqueeze(0))[0]
+                    logit = logits(
+                        i, self.texts.of(found.ids, found.payloads), found.distance.unsqueeze(0), block[[i - start]]
+                    )[0]
                     outside = torch.ones(1, len(of_sample), dtype=torch.bool)
                     outside[0, [sample.column[key] for key in found.ids if key in sample.column]] = False
                     head, rest = (values.sigmoid().unsqueeze(0) for values in (logit, of_sample))
@@ -422,7 +431,7 @@ class Gallery(ABC):
         most = None if max_set is None else max_set + 1
         sets = nothing if radius is None else self.within(queries, radius, most=most)
         totals = self.expected_matches(queries, filter) if expected else nothing
-        asked = {i: text for i, text in enumerate(texts or ()) if text and abstained is sets and self.calibrated}
+        asked = {i: text for i, text in enumerate(texts or ()) if text and abstained is sets}
         by_texts = self._by_texts(queries, asked, k, filter, n) if asked else {}
         answers = []
         for i, total_variance in enumerate(queries.total_variance.tolist()):
@@ -532,6 +541,9 @@ class SampledItems:
         """Positions by id."""
         return {i: j for j, i in enumerate(self.ids)}
 
+
+_USUAL_LOGIT, _USUAL_SPREAD = -11.52, 2.84
+"""Mean and standard deviation of the logits that `small` gives to random pairs of Flickr8k's validation split."""
 
 REFERENCE_SIZE = 1_000
 """Size of the gallery that the logits of pairs are for where texts are beside them."""
