@@ -98,6 +98,19 @@ class IndexFlags:
             raise UserError(f"{out} holds an index already; replace it with --force, {other}")
         check_out_folder(out, ours=lambda folder: is_gallery(folder) or all(p.is_dir() for p in folder.glob("[!.]*")))
 
+    def model(self, out: Path) -> str:
+        """The model where none is named."""
+        from sfumato.models.run import SMALL, default_model
+        from sfumato.search.collection import GaussianCollection
+        from sfumato.workflows.index import model_of
+
+        if self.add or self.sync or GaussianCollection.is_unfinished(out):
+            return model_of(out)
+        name, why = (SMALL, "") if self.data is None else default_model()
+        if why:
+            say(why)
+        return name
+
 
 @command()
 def index(
@@ -116,29 +129,19 @@ def index(
     """Build an index, or fill a collection in a vector store."""
     from sfumato.errors import counted
     from sfumato.models.model import Model
-    from sfumato.models.run import SMALL, choose_device, default_model, load_model, load_run
-    from sfumato.search.collection import GaussianCollection
+    from sfumato.models.run import choose_device, load_model, load_run
     from sfumato.search.index import check_settings
     from sfumato.workflows.index import (
         build_index,
         check_new,
         embed_source,
         fill_collection,
-        model_of,
         training_note,
         whole,
     )
 
     given.check(out)
-    if model is None:
-        if given.add or given.sync or GaussianCollection.is_unfinished(out):
-            model = model_of(out)
-        elif given.data is None:
-            model = SMALL
-        else:
-            model, why = default_model()
-            if why:
-                say(why)
+    model = model or given.model(out)
     if (given.data is not None or given.sync) and given.engine is None:
         return _index_data(load_model(model, device=choose_device(device)), out, given, as_json)
     if given.data is not None:
