@@ -246,6 +246,8 @@ function result(slot, query, answer) {
   const canAdd = query.kind === "image" && gallery === "images" && here().writable;
   return h("section", { class: `card ${toneOf(answer)}`, "aria-label": `Answer to ${title.slice(0, 100)}` },
     h("header", {}, thumbnailOf(query), h("div", {}, h("h2", { title: title.length > 80 && title }, title), verdictOf(answer), canAdd && h("p", {}, button({ onclick: () => openAdd([{ file: files.get(query.value).file, path: files.get(query.value).file.name }]) }, "Add it to the collection…")))),
+    answer.suggestion && h("p", { class: "guess" }, "Did you mean ", button({ class: "link", onclick: () => ask(slot, { kind: "text", value: answer.suggestion }) }, answer.suggestion), "?"),
+    [answer.warning, answer.calibrated && answer.note].filter(Boolean).map((text) => h("p", { class: "guess" }, text.replace(/[.?]?$/, "."))),
     answer.verdict?.kind === "unfamiliar" ? h("p", { class: "guess" }, "So the probabilities below say little. Check the spelling, or use other words.")
       : answer.calibrated ? facts(answer, n, gallery) : plain(gallery),
     set && h("p", { class: "count" }, set.complete ? `The framed set of ${things(gallery, set.hits.length)}: for searches like those that the probabilities were fitted on it holds a match with a probability of ${percent(set.coverage)}.` : `The framed set was cut at ${things(gallery, set.hits.length)}, so that it holds a match in ${percent(set.coverage)} is not guaranteed.`),
@@ -259,7 +261,6 @@ const facts = (answer, n, gallery) => [
     h("div", {}, h("p", {}, expectation(answer.expected_matches, among())), !filtered() && strip(answer.expected_matches, n)),
     answer.hits.length > 0 && h("div", {}, h("p", {}, "First result: right in ", h("b", {}, odds(number(answer))), " such searches"),
       h("span", { class: "strip", role: "img", "aria-label": `probability ${percent(number(answer))}` }, bar(number(answer))))),
-  answer.note && h("p", { class: "guess" }, `${answer.note}.`),
   answer.queries_differ && h("p", { class: "guess" }, "Recent searches differ from those that the probabilities were fitted on: they may be off."),
   meaning({ target: answer.target === "fits" ? $("#fits").content.cloneNode(true) : $("#listed").content.cloneNode(true), among: filtered() ? among() : `the ${among()}`, sum: about(answer.expected_matches), first: percent(number(answer)), whole: filtered() ? "" : "The strip is the whole gallery." }),
   h("p", { class: "expert count" }, `Distance ${answer.distance}; total variance of the search ${figure(answer.total_variance)}.`),
