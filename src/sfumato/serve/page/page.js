@@ -334,8 +334,8 @@ function welcome() {
   const tiles = h("ul", { class: "tiles" }, waiting);
   const mayAdd = !$("#add-open").hidden;
   const node = h("section", { class: "card empty" },
-    h("h2", {}, text ? `Search ${things(gallery, n)}` : `Search ${things(gallery, n)} by item`),
-    h("p", {}, ...(!n ? ["This collection is still empty. ", mayAdd ? `${gallery === "images" ? "Drop photographs or whole folders on this page, or add them here:" : "Add texts here:"}` : "Whoever runs the service can add to it, for example by the command sfumato index."] : [
+    h("h2", {}, !n ? `No ${gallery} yet` : text ? `Search ${things(gallery, n)}` : `Search ${things(gallery, n)} by item`),
+    h("p", {}, ...(!n ? ["This collection is empty. ", mayAdd ? `${gallery === "images" ? "Drop photographs or whole folders on this page, or add them here:" : "Add texts here:"}` : "Whoever runs the service can add to it, for example by the command sfumato index."] : [
       text ? "Write what you look for" : "Write the id of an item", pictures && ", or drop or paste an image",
       here().calibrated && info.query_kinds[native()] ? ". Every answer says how many results should match, and how likely the first one is right." : ". The closest items come first.",
     ]).filter(Boolean)), !n && mayAdd && h("p", {}, button({ class: "main", onclick: () => openAdd() }, "Add…")), tiles);

@@ -41,7 +41,7 @@ const wordsIn = (text) =>
 export function closestLine(asked, payload, named) {
   const wanted = wordsIn(asked);
   let best = null;
-  for (const [field, what] of [["captions", "caption"], ["title", "title"], ["tags", "tag"], ["label", "label"], ["text", "text"], ["name", "name"]])
+  for (const [field, what] of [["captions", "caption"], ["title", "title"], ["tags", "tag"], ["label", "label"], ["text", "text"], ["name", "file and folder name"]])
     for (const line of linesOf(payload[field])) {
       const shared = [...wordsIn(line)].filter(([stem]) => wanted.has(stem)).map(([, word]) => word);
       if (shared.length && (line === named || (best?.line !== named && shared.length > (best?.shared.length ?? 0)))) best = { what, line, shared };
