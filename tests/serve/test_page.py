@@ -750,9 +750,7 @@ def test_what_is_dropped_is_added_or_searched_by(visit, collection, service):
         expect(page.locator("#notice")).to_have_text("red.png was added; 1 of them replaced what had the same name.")
         client.post("/v1/items/delete", json={"ids": [one["id"] for one in client.get("/v1/items").json()["items"]]})
         page.goto("/")
-        expect(page.locator(".empty")).to_contain_text(
-            "This collection is empty. Drop photographs or whole folders"
-        )
+        expect(page.locator(".empty")).to_contain_text("This collection is empty. Drop photographs or whole folders")
         page.close()
     page = visit(service)  # an index
     page.evaluate(drop, files)
