@@ -154,6 +154,16 @@ def test_filters(client, sources):
     assert not nothing["hits"] and nothing["verdict"] == {"kind": "unsure", "text": "No item passes the filter"}
 
 
+def test_nearly_equal_images_are_folded(client, sources):
+    gallery = sources.galleries["images"].gallery
+    embedded = sources.model.embed_texts(["red"])
+    expected = gallery.folded(lambda k: gallery.search(embedded, k), 4)[0]
+    (answer,) = search(client, {"text": "red"}, max_results=4, duplicates="fold")
+    assert [(h["id"], tuple(h["duplicates"])) for h in answer["hits"]] == [(h.id, h.duplicates) for h in expected]
+    (plain,) = client.get("/v1/search", params={"q": "red", "max_results": 4}).json()["answers"]
+    assert not any(hit["duplicates"] for hit in plain["hits"])
+
+
 def test_texts_beside_a_text(client, sources):
     def expected_of(query):
         return sources.galleries["images"].gallery.search(combined([query], sources.model.embed_texts(query.parts)), 5)[

@@ -90,6 +90,18 @@ def test_a_search_is_filtered(sfumato, tmp_path):
     assert {hit.id for hit in plain} == {hit.id for hit in index.search("red", 9, where=["path<h"])}
 
 
+def test_nearly_equal_images_are_counted_and_can_be_shown(sfumato, tmp_path, pictures):
+    load(SMALL).index(pictures).save(tmp_path / "mine")
+    (folded,) = asked(sfumato, "search", tmp_path / "mine", "red")
+    same = next(hit for hit in folded["hits"] if hit.get("duplicates"))
+    assert {same["id"], *same["duplicates"]} == {"red.png", "inner/red.png"}
+    assert "  +1 nearly the same" in sfumato("search", tmp_path / "mine", "red")[1]
+    (shown,) = asked(sfumato, "search", tmp_path / "mine", "red", "--duplicates", "show")
+    assert len(shown["hits"]) == len(folded["hits"]) + 1 and not any("duplicates" in hit for hit in shown["hits"])
+    status, _, errors = sfumato("search", tmp_path / "mine", "red", "--duplicates", "hide")
+    assert status == 2 and "duplicates must be show or fold, got 'hide'" in errors
+
+
 def test_misspelt_words_and_scripts_are_said(sfumato, tmp_path, pictures):
     index = load(SMALL).index(pictures)
     index.gallery.payload["captions"] = ("a plain orange square",) * len(index)

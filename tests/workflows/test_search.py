@@ -135,10 +135,12 @@ def test_python_and_the_command_line_agree_to_the_last_digit(toy, sfumato, tmp_p
     assert status == 0, err
     foreign = json.loads(out)
     with load_index(folder) as index:
-        found = index.search(texts, k=4, min_probability=0.01, coverage=0.9)
+        found = index.search(texts, k=4, min_probability=0.01, coverage=0.9, duplicates="fold")
         assert json.loads(json.dumps([answer.to_json() for answer in found])) == by_command
         assert [
-            answer.to_json() for answer in index.search(pictures, 3) + index.search_items(["010.png"], 3)
+            answer.to_json()
+            for answer in index.search(pictures, 3, duplicates="fold")
+            + index.search_items(["010.png"], 3, duplicates="fold")
         ] == foreign
         one = index.search("a red circle", k=4)
         assert one.to_json()["hits"] == index.search(["a red circle"], k=4)[0].to_json()["hits"] and len(one) == 4
@@ -244,6 +246,33 @@ def test_a_query_of_several_texts(toy, model, sfumato, tmp_path):
             index.search(query, **options)
     status, _, errors = sfumato("search", tmp_path / "index", "--id", "000.png", "--without", "red")
     assert status == 2 and "leave out --image and --id" in errors
+
+
+def test_nearly_equal_images_are_folded(tmp_path):
+    """By the definition: each hit, from the nearest, joins the first hit above it that is near, or is a hit itself."""
+    generator = torch.Generator().manual_seed(3)
+    mean = torch.randn(40, 6, generator=generator)
+    mean = torch.cat([mean, mean[:5] + 0.02, mean[:3] - 0.02, mean[:1].repeat(30, 1)])
+    items = sfumato.GaussianEmbedding(mean, torch.full_like(mean, -4.0))
+    ids, query = [f"{i:02}" for i in range(len(mean))], sfumato.GaussianEmbedding(mean[:1] + 0.1, items.log_var[:1])
+    index = sfumato.GaussianIndex.build(items, ids)
+    total = ((mean[:, None] - mean[None]) ** 2).sum(2).double()
+    limit, hits = 0.07 * float(total.mean()), {}
+    for i in (int(hit.id) for hit in index.search(query, len(mean))[0]):
+        near = [j for j in hits if total[i, j] <= limit]
+        hits.setdefault(near[0] if near else i, []).append(i)
+    expected = [(f"{i:02}", tuple(f"{j:02}" for j in group[1:])) for i, group in hits.items()]
+    assert len(expected) == 40 and len(expected[0][1]) == 32
+    with sfumato.GaussianCollection.create(tmp_path / "c", d=6, logit_scale=1.0, logit_bias=0.0) as collection:
+        collection.upsert(items, ids)
+        for gallery in (index, collection):
+            (answer,) = gallery.folded(lambda k, gallery=gallery: gallery.search(query, k), 25)
+            assert {hit.id: set(hit.duplicates) for hit in answer} == {i: set(own) for i, own in expected[:25]}
+            assert [hit.rank for hit in answer] == list(range(1, 26))
+            (plain,) = gallery.search(query, 25)
+            assert not any(hit.duplicates for hit in plain)
+    texts = sfumato.GaussianIndex.build(items, ids, direction="i2t")
+    assert texts.folded(lambda k: texts.search(query, k), 9) == texts.search(query, 9)
 
 
 def test_an_adopted_model_takes_vectors_and_says_that_it_reads_no_texts(adopted, tmp_path):

@@ -270,6 +270,9 @@ class Asked:
     without: list[str] | None = flag(
         None, "Text that a result should not fit; repeatable. Such results have no probabilities.", metavar="TEXT"
     )
+    duplicates: str = flag(
+        "fold", "fold: images that are nearly the same as one above are counted there; show: all are listed."
+    )
     where: list[str] | None = flag(
         None,
         "Only items that fit, e.g. folder=beach or 'date>=2024-06' (=, >=, <=, >, <; quote it); repeatable. Several"
@@ -311,6 +314,7 @@ def search(
     answers = search_index(
         folder, texts, asked.image or [], k=asked.k, ids=asked.item or [], run=run, store=store,
         guarantees=guarantees, where=asked.where or [], also=asked.also or [], without=asked.without or [],
+        duplicates=asked.duplicates,
     )  # fmt: skip
     results = [answer.to_json() for answer in answers]
     if as_json:

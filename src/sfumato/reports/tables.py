@@ -305,7 +305,8 @@ def _print_hits(hits: list[dict[str, Any]], distance: str, calibrated: bool) -> 
         label = hit.get("label") or hit.get("best_text")
         probability = f"  {hit['match_probability']:7.1%}" if calibrated else ""
         measured = f"  {distance} {hit['distance']:.4f}" if distance else ""
-        print(f"{probability}{measured}  {hit['id']}" + (f"  {label}" if label else ""))
+        folded = f"  +{len(hit['duplicates'])} nearly the same" if hit.get("duplicates") else ""
+        print(f"{probability}{measured}  {hit['id']}" + (f"  {label}" if label else "") + folded)
 
 
 _SET_SHOWN = 20

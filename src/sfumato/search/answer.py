@@ -81,6 +81,7 @@ class Hit:
         uncertainty: total variance of the item.
         payload: texts stored with the item, e.g. {"path": ...}.
         best_text: the text of the item that has most of the query's words; "" where texts were no evidence.
+        duplicates: ids of nearly the same images farther down, where they were folded into this hit.
     """
 
     id: str
@@ -90,6 +91,7 @@ class Hit:
     uncertainty: float
     payload: dict[str, str]
     best_text: str = ""
+    duplicates: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
         return (
@@ -240,6 +242,7 @@ class Answer:
                     "match_probability": hit.match_probability if self.calibrated else None,
                     "uncertainty": hit.uncertainty,
                     **({"best_text": hit.best_text} if hit.best_text else {}),
+                    **({"duplicates": list(hit.duplicates)} if hit.duplicates else {}),
                     **handed_out(hit.payload),
                 }
                 for hit in hits

@@ -198,6 +198,9 @@ class Scorer:
         return self.calibration.of(self.direction)
 
 
+SAME = 0.07
+"""Largest squared distance of two images that are nearly the same, as a fraction of the usual one."""
+
 _WORDS: "WeakKeyDictionary[Gallery, tuple[int, Counter[str]]]" = WeakKeyDictionary()
 
 
@@ -463,6 +466,43 @@ class Gallery(ABC):
                 )
             )
         return [replace(answer, note=self.note) for answer in answers] if self.note else answers
+
+    def folded(self, search: Callable[[int], list[Answer]], k: int) -> list[Answer]:
+        """The answers of a search for some number of hits, cut to k: images nearly the same as one above fold into it.
+
+        Two images are nearly the same if the squared distance of their means is a small fraction of the usual one.
+        """
+        if self.scorer.direction != "t2i":
+            return search(k)
+        limit, wanted = SAME * self._usual_distance(), 2 * k + 10
+        while True:
+            found = search(wanted)
+            answers = [self._fold(answer, k, limit) for answer in found]
+            if all(len(new) == k or len(old) < wanted for new, old in zip(answers, found, strict=True)):
+                return answers
+            wanted *= 4
+
+    def _usual_distance(self) -> float:
+        """The mean squared distance of the means of two items."""
+        mean = self.sample(1000).embeddings.mean
+        return float(2 * (mean - mean.mean(0)).square().sum(1).mean())
+
+    def _fold(self, answer: Answer, k: int, limit: float) -> Answer:
+        found = self.get([hit.id for hit in answer])
+        row = {i: mean for i, mean in zip(found.ids, found.embeddings.mean, strict=True)}
+        kept, folded = list[Hit](), list[list[str]]()
+        for hit in answer:
+            if (mean := row.get(hit.id)) is None:  # Deleted meanwhile.
+                continue
+            above = torch.stack([row[other.id] for other in kept] or [mean + math.inf])
+            near = ((above - mean).square().sum(1) <= limit).nonzero().flatten().tolist()
+            if near:
+                folded[near[0]].append(hit.id)
+            elif len(kept) < k:
+                kept.append(hit)
+                folded.append([])
+        hits = [replace(h, rank=r, duplicates=tuple(f)) for r, (h, f) in enumerate(zip(kept, folded, strict=True), 1)]
+        return replace(answer, hits=tuple(hits))
 
     def _check(self, wanted: Mapping[str, float | None], native: Sequence[bool], filter: Filter | None) -> None:
         check_native(wanted, self.scorer.direction, native)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, Protocol, Union, overload
+from typing import Any, Literal, Protocol, Union, get_args, overload
 
 import numpy as np
 import torch
@@ -25,6 +25,8 @@ from sfumato.search.stores.protocol import parse_where
 from sfumato.search.texts import TextQuery, known_words, spelling, strange_script
 
 Modality = Literal["texts", "images"]
+
+Duplicates = Literal["show", "fold"]
 
 OneQuery = Union[str, "os.PathLike[str]", bytes, Image.Image]
 """A single query: a text, or an image by its path (a :class:`~pathlib.Path`), its bytes or as a Pillow image."""
@@ -103,6 +105,7 @@ class Searcher:
         where: Sequence[str] = (),
         also: Sequence[str] = (),
         without: Sequence[str] = (),
+        duplicates: Duplicates = "show",
     ) -> Answer: ...
 
     @overload
@@ -118,6 +121,7 @@ class Searcher:
         where: Sequence[str] = (),
         also: Sequence[str] = (),
         without: Sequence[str] = (),
+        duplicates: Duplicates = "show",
     ) -> list[Answer]: ...
 
     def search(
@@ -132,6 +136,7 @@ class Searcher:
         where: Sequence[str] = (),
         also: Sequence[str] = (),
         without: Sequence[str] = (),
+        duplicates: Duplicates = "show",
     ) -> Answer | list[Answer]:
         """The k closest items of a text or an image, or of each of several.
 
@@ -149,6 +154,8 @@ class Searcher:
                 fit. Not with coverage and max_risk.
             also: further texts that a hit should fit, beside every query by text.
             without: texts that a hit should not fit. Such answers are not calibrated.
+            duplicates: "fold" lists an image that is nearly the same as a hit above in :attr:`Hit.duplicates` of that
+                hit, and fills the list up to k; "show" lists every image.
 
         Returns:
             One answer for a single text or image; for a list, an array or embeddings, a list of n answers.
@@ -185,19 +192,24 @@ class Searcher:
             judged = self.model.unfamiliar_texts([one.joined for one in forms])
         else:
             query, names = self.model.embed_images(asked), _names(asked, "image")
-        answers = self._answers(query, k, names, native, unfamiliar=judged, texts=texts, filter=filter, **guarantees)
+        answers = self._answers(
+            query, k, names, native, unfamiliar=judged, texts=texts, filter=filter, duplicates=duplicates, **guarantees
+        )
         for i, form in enumerate(texts):
             suggestion, warning = advice(form, self.gallery, self.model.model)
             answers[i] = replace(answers[i], suggestion=suggestion, warning=warning)
         return answers[0] if single else answers
 
-    def search_items(self, ids: Sequence[str], k: int = 10, *, where: Sequence[str] = ()) -> list[Answer]:
+    def search_items(
+        self, ids: Sequence[str], k: int = 10, *, where: Sequence[str] = (), duplicates: Duplicates = "show"
+    ) -> list[Answer]:
         """The k closest items of items of the gallery itself, by distance alone; the model is not loaded.
 
         Args:
             ids: n ids.
             k: number of hits.
             where: conditions, see :meth:`search`.
+            duplicates: see :meth:`search`.
 
         Returns:
             n answers, not calibrated.
@@ -213,12 +225,24 @@ class Searcher:
             )
         rows = torch.tensor([found.ids.index(i) for i in ids], dtype=torch.long)
         filter = parse_where(where) if where else None
-        return self._answers(found.embeddings[rows], k, ids, native=False, filter=filter)
+        return self._answers(found.embeddings[rows], k, ids, native=False, filter=filter, duplicates=duplicates)
 
     def _answers(
-        self, query: GaussianEmbedding, k: int, names: Sequence[str], native: bool, **options: Any
+        self,
+        query: GaussianEmbedding,
+        k: int,
+        names: Sequence[str],
+        native: bool,
+        duplicates: Duplicates,
+        **options: Any,
     ) -> list[Answer]:
-        found = self.gallery.search(query, k, names=names, native=[native] * query.n, expected=True, **options)
+        if duplicates not in get_args(Duplicates):
+            raise ValueError(f"search: duplicates must be show or fold, got {duplicates!r}")
+
+        def search(k: int) -> list[Answer]:
+            return self.gallery.search(query, k, names=names, native=[native] * query.n, expected=True, **options)
+
+        found = self.gallery.folded(search, k) if duplicates == "fold" else search(k)
         return [replace(answer, image_of=self.image_of) for answer in found]
 
     def image_of(self, hit: Hit) -> ImageSource | None:

@@ -283,9 +283,9 @@ def answered(
 ) -> list[Answer]:
     """Search by several queries with the same options. queries (n, d)."""
     gallery, wanted = served.gallery, wanted_filter(options)
-    answers = gallery.search(
+    search = partial(
+        gallery.search,
         queries,
-        options.max_results,
         min_probability=options.min_probability,
         coverage=options.coverage,
         max_risk=options.abstain,
@@ -297,6 +297,8 @@ def answered(
         unfamiliar=unfamiliar,
         texts=[one.query for one in asked],
     )
+    k = options.max_results
+    answers = gallery.folded(search, k) if options.duplicates == "fold" else search(k)
     if wanted is None and watched:
         watch(served, asked, answers)
     return [_answer(served, options, *values) for values in zip(asked, answers, strict=True)]
@@ -453,6 +455,7 @@ def _hit(served: ServedGallery, hit: Hit, calibrated: bool) -> ResultRecord:
         payload=handed_out(hit.payload),
         picture=image_path(served, hit.id, hit.payload),
         best_text=hit.best_text,
+        duplicates=list(hit.duplicates),
     )
 
 

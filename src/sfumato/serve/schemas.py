@@ -101,6 +101,9 @@ class _Options(_Model):
     coverage: float | None = Field(
         None, gt=0, lt=1, description="also return the set of items that holds a match with at least this probability"
     )
+    duplicates: Literal["show", "fold"] = Field(
+        "show", description="fold: an image that is nearly the same as a hit above is among the duplicates of that hit"
+    )
 
 
 class SearchOptions(_Options):
@@ -153,6 +156,7 @@ class ResultRecord(_Model):
     best_text: str = Field(
         "", description="the text of the item that has most words of the query; empty where texts were no evidence"
     )
+    duplicates: list[str] = Field([], description="ids of nearly the same images that are folded into it")
 
 
 class ConformalSet(_Model):

@@ -214,6 +214,7 @@ def search_index(
     where: Sequence[str] = (),
     also: Sequence[str] = (),
     without: Sequence[str] = (),
+    duplicates: str = "show",
 ) -> list[Answer]:
     """Search a saved index by texts and images with the model that it was built with, or by its own items.
 
@@ -222,7 +223,8 @@ def search_index(
     with contextlib.closing(load_index(folder, run=run, store=store)) as searcher:
         if note := missing_note(searcher.gallery):
             say(note)
-        options: dict[str, Any] = {**guarantees, "where": where}
+        own: dict[str, Any] = {"where": where, "duplicates": duplicates}
+        options: dict[str, Any] = {**guarantees, **own}
         foreign = images if searcher.native == "texts" else texts
         check_native(guarantees, searcher.gallery.scorer.direction, [not foreign and not ids])
         answers: list[Answer] = []
@@ -232,7 +234,7 @@ def search_index(
         if images:
             answers += searcher.search(list(images), k, modality="images", **options)
         if ids:
-            answers += searcher.search_items(ids, k, where=where)
+            answers += searcher.search_items(ids, k, **own)
     return answers
 
 

@@ -158,7 +158,7 @@ async function filterOf({ gallery, from, to, folder }) {
 async function answerOf(query, signal) {
   const { gallery, abstain, coverage } = state;
   const filter = await filterOf(state);
-  const options = { gallery, max_results: Math.min(wanted, info.limits.max_results), ...(filter ? { filter } : query.kind === native() && { abstain, coverage }) };
+  const options = { gallery, duplicates: "fold", max_results: Math.min(wanted, info.limits.max_results), ...(filter ? { filter } : query.kind === native() && { abstain, coverage }) };
   const key = JSON.stringify([options, query]);
   if (!answers.has(key)) {
     const value = query.kind === "image" ? await base64(files.get(query.value).file) : query.value;
