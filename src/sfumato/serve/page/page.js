@@ -308,9 +308,11 @@ function filter() {
 function counted({ hits, calibrated, verdict, expected_matches: expected }) {
   const { n } = here();
   if (!hits.length) return "";
-  const whole = filtered() ? hits.length < wanted : hits.length >= n;
-  const closest = whole ? `all ${things(state.gallery, hits.length)}${filtered() ? " that pass the filter" : ""}` : `the ${hits.length} closest of ${among()}`;
-  const sum = (some) => some.reduce((total, hit) => total + hit.match_probability, 0);
+  const size = ({ duplicates = [] }) => 1 + duplicates.length; // nearly the same images are about as probable
+  const total = (some) => some.reduce((n, hit) => n + size(hit), 0);
+  const whole = filtered() ? hits.length < wanted : total(hits) >= n;
+  const closest = whole ? `all ${things(state.gallery, total(hits))}${filtered() ? " that pass the filter" : ""}` : `the ${total(hits)} closest of ${among()}`;
+  const sum = (some) => some.reduce((sum, hit) => sum + size(hit) * hit.match_probability, 0);
   if (!calibrated || verdict.kind === "unfamiliar") return `These are ${closest}.`;
   if (!state.least) {
     const rest = !whole ? Math.round(expected) - Math.round(sum(hits)) : 0;
@@ -319,7 +321,7 @@ function counted({ hits, calibrated, verdict, expected_matches: expected }) {
   }
   const left = hits.filter((hit) => hit.match_probability >= state.least);
   const which = `a probability of at least ${percent(state.least)}`;
-  return left.length ? `Of ${closest}, ${left.length} ${left.length === 1 ? "has" : "have"} ${which}${sum(left) < 1 ? "" : `: about ${count(sum(left))} of these should match`}.` : `Of ${closest}, none has ${which}.`;
+  return left.length ? `Of ${closest}, ${total(left)} ${total(left) === 1 ? "has" : "have"} ${which}${sum(left) < 1 ? "" : `: about ${count(sum(left))} of these should match`}.` : `Of ${closest}, none has ${which}.`;
 }
 
 // ---- the start
