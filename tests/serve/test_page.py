@@ -161,6 +161,14 @@ def visit(request, chromium, tabs):
     assert not [one for tab, _ in opened for one in tab.seen]
 
 
+@pytest.fixture(autouse=True, scope="module")
+def unfolded():
+    """Drawings of one shape are nearly the same; a test below shows what the page does with those that are folded."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("sfumato.search.gallery.SAME", -1.0)
+        yield
+
+
 def ask(client, query, **options):
     """What the API answers."""
     answer = client.post("/v1/search", json={"queries": [query], "max_results": 24, **options})
@@ -688,6 +696,7 @@ def test_near_duplicates_are_folded_and_can_be_opened(visit, photographs):
     enter(page, "a bar")
     folded = panel(page).locator(".folded")
     expect(folded).to_have_text("+2 similar")
+    expect(panel(page).locator("[data-count]")).to_contain_text("the 24 closest of")  # with the two
     folded.click()
     dialog = page.get_by_role("dialog")
     expect(dialog).to_contain_text("2 of 3")

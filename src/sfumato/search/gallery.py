@@ -198,7 +198,7 @@ class Scorer:
         return self.calibration.of(self.direction)
 
 
-SAME = 0.07
+SAME = 0.09
 """Largest squared distance of two images that are nearly the same, as a fraction of the usual one."""
 
 _WORDS: "WeakKeyDictionary[Gallery, tuple[int, Counter[str]]]" = WeakKeyDictionary()
