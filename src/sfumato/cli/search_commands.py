@@ -98,6 +98,11 @@ class IndexFlags:
             raise UserError(f"{out} holds an index already; replace it with --force, {other}")
         check_out_folder(out, ours=lambda folder: is_gallery(folder) or all(p.is_dir() for p in folder.glob("[!.]*")))
 
+    def as_data(self) -> "IndexFlags":
+        """The same, with an added folder of images as data."""
+        added = self.add and self.images is not None and self.images.is_dir()
+        return replace(self, data=str(self.images), images=None) if added else self
+
     def model(self, out: Path) -> str:
         """The model where none is named."""
         from sfumato.models.run import SMALL, default_model
@@ -141,7 +146,7 @@ def index(
     )
 
     given.check(out)
-    model = model or given.model(out)
+    model, given = model or given.model(out), given.as_data()
     if (given.data is not None or given.sync) and given.engine is None:
         return _index_data(load_model(model, device=choose_device(device)), out, given, as_json)
     if given.data is not None:

@@ -203,16 +203,7 @@ def fill_collection(
                 " sfumato copy"
             )
         collection = GaussianCollection.open(folder, unfinished=True)
-        if (
-            collection.metadata.get("model") != model_digest(model.model)
-            or collection.scorer.direction != first.direction
-        ):
-            collection.close()
-            raise UserError(
-                f"{folder} holds embeddings by the model of {collection.metadata.get('run')}; add only embeddings of"
-                f" the same"
-                " kind by the same model"
-            )
+        check_same(collection, model, first.direction)
         _check_images(collection, first.images)
     else:
         collection = create_collection(model, first, folder, own_or_anchored(store))
@@ -248,6 +239,16 @@ def delete_items(folder: Path, ids: Sequence[str]) -> tuple[int, list[str]]:
         if collection.metadata.get("sources"):  # Their files stay, and a synchronisation leaves them out.
             collection.keep({"removed": sorted({*collection.metadata.get("removed", []), *known})})
         return collection.delete(known), [i for i in dict.fromkeys(ids) if i not in known]
+
+
+def check_same(collection: GaussianCollection, model: Model, direction: Direction) -> None:
+    """Refuse to add embeddings by another model or of another kind; the collection is closed."""
+    if collection.metadata.get("model") != model_digest(model.model) or collection.scorer.direction != direction:
+        collection.close()
+        raise UserError(
+            f"{collection.folder} holds embeddings by the model of {collection.metadata.get('run')}; add only"
+            " embeddings of the same kind by the same model"
+        )
 
 
 def _check_images(collection: GaussianCollection, added: Mapping[str, Any]) -> None:

@@ -28,7 +28,7 @@ from sfumato.encoders.processors import available_cpus
 from sfumato.errors import UserError
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.ids import id_error
-from sfumato.models.embed import embedding_steps, file_endings, model_digest
+from sfumato.models.embed import embedding_steps, file_endings
 from sfumato.models.model import Model
 from sfumato.models.run import trained_digests
 from sfumato.progress import progress_bar
@@ -36,7 +36,15 @@ from sfumato.search.collection import GaussianCollection, copy_gallery
 from sfumato.search.index import GaussianIndex
 from sfumato.search.texts import item_texts
 from sfumato.workflows.embed import in_threads
-from sfumato.workflows.index import GalleryPart, Source, create_collection, open_gallery, own_or_anchored, sources_of
+from sfumato.workflows.index import (
+    GalleryPart,
+    Source,
+    check_same,
+    create_collection,
+    open_gallery,
+    own_or_anchored,
+    sources_of,
+)
 
 STAT, DIGEST = "_stat", "_digest"
 """Hidden fields of an item: what its file was when it was read."""
@@ -341,7 +349,7 @@ def add_data(model: Model, data: str, out: Path) -> tuple[int, Filled]:
     if not GaussianCollection.is_one(out):
         _make_collection(out)
     with GaussianCollection.open(out, unfinished=True) as collection:
-        _check_model(collection, model)
+        check_same(collection, model, "t2i")
         source, sources, problems = named_source(data), sources_of(collection), Problems()
         number, below = _place(source, sources)
         if number == len(sources):
@@ -362,7 +370,7 @@ def sync_data(model: Model, out: Path) -> tuple[int, Filled]:
     """Bring a collection in step with its sources: new, changed, moved and deleted files."""
     total, problems = Filled(), Problems()
     with GaussianCollection.open(out, unfinished=True) as collection:
-        _check_model(collection, model)
+        check_same(collection, model, "t2i")
         if not (sources := sources_of(collection)):
             raise UserError(f"{out} names no folder of its images; add one with sfumato index --data FOLDER --add")
         removed, endings = set(collection.metadata.get("removed", [])), file_endings(model.model)
@@ -448,14 +456,6 @@ def _beginning(source: Source, sources: Sequence[Source]) -> str:
     taken |= {path.name for one in sources if not one.begin for path in Path(one.root).glob("*")}
     name = Path(source.path).stem if source.kind != "folder" else Path(source.path).name
     return next(f"{n}/" for k in itertools.count(1) if (n := name + f"-{k}" * (k > 1)) not in taken)
-
-
-def _check_model(collection: GaussianCollection, model: Model) -> None:
-    if collection.scorer.direction != "t2i" or collection.metadata.get("model") != model_digest(model.model):
-        raise UserError(
-            f"{collection.folder} holds embeddings by the model of {collection.metadata.get('run')}; add only images,"
-            " by the same model"
-        )
 
 
 def _finish(collection: GaussianCollection, model: Model, done: Filled, listed: Problems) -> None:
