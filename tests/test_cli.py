@@ -630,7 +630,7 @@ BAD_INPUTS = {
     "index {run} --images {data} --split test --out {new}": "give one of --data FOLDER",
     "search {data} x": "holds neither an index nor a collection",
     "search {data}": "nothing to search for",
-    "search {data} x ' '": "a text to search for is empty",
+    "search {data} ' '": "a text to search for is empty",
     "search {plain} x --store file:elsewhere": "without a store; leave --store out",
     "search {plain} x --abstain 0.0001": "no limit has a risk of at most 0.0001",
     "search {plain} x --coverage 90": "coverage must be between 0 and 1, got 90",

@@ -203,6 +203,8 @@ def _index_data(model: "Model", out: Path, given: IndexFlags, as_json: bool) -> 
     result = {"out": str(out), "n": n, "model": model.source, **done.to_json()}
     line = f"{counted(n, 'image')} in the collection, by the model {model.source}: {out} ({done.line})"
     print_result(result, as_json, line + problems_suffix(done.problems))
+    if done.note and not as_json:
+        say(done.note)
 
 
 @command()

@@ -44,6 +44,7 @@ from sfumato.workflows.index import (
     open_gallery,
     own_or_anchored,
     sources_of,
+    training_note,
 )
 
 STAT, DIGEST = "_stat", "_digest"
@@ -178,6 +179,8 @@ class Filled:
     unchanged: int = 0
     deleted: int = 0
     with_texts: int = 0
+    store: str = ""  # URL of the store
+    note: str = ""  # what the probabilities are worth where images trained the model
     problems: Problems = field(default_factory=Problems)
 
     def add(self, other: "Filled") -> None:
@@ -194,8 +197,8 @@ class Filled:
         counts["with captions, tags or a name"] = self.with_texts
         return ", ".join(f"{n:,} {name}" for name, n in counts.items() if n) or "nothing to do"
 
-    def to_json(self) -> dict[str, int]:
-        """The numbers."""
+    def to_json(self) -> dict[str, Any]:
+        """The numbers, the store and the note."""
         return {name: n for name, n in vars(self).items() if name != "problems"} | {"problems": self.problems.left_out}
 
 
@@ -464,4 +467,5 @@ def _finish(collection: GaussianCollection, model: Model, done: Filled, listed: 
     if known := trained_digests(Path(model.source)):
         payloads = (payload for records in collection.store.scan() for payload in records.payloads)
         collection.keep({"trained": sum(payload.get(DIGEST) in known for payload in payloads)})
+    done.store, done.note = collection.store.url, training_note(collection)
     done.problems.items[:0], done.problems.notes[:0] = listed.items, listed.notes
