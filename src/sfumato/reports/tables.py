@@ -271,7 +271,8 @@ def print_search(result: dict[str, Any]) -> None:
     if calibrated:
         print(f"{result['query']}   about {result['expected_matches']:.1f} matches expected")
     else:
-        print(f"{result['query']}   (by distance: match probabilities are not calibrated for such queries)")
+        by = "distance and texts" if result["target"] == "fits" else "distance"
+        print(f"{result['query']}   (by {by}: match probabilities are not calibrated for such queries)")
     if result["verdict"] is not None:
         print(f"  {result['verdict']}")
     if result["suggestion"] is not None:

@@ -173,7 +173,8 @@ class Answer:
         if self.verdict is None:
             if self.calibrated:
                 return f"the first result is right with a probability of {_percent(self.best_probability)}"
-            return "by distance; match probabilities are not calibrated for such queries"
+            by = "distance and texts" if self.target == "fits" else "distance"
+            return f"by {by}; match probabilities are not calibrated for such queries"
         if self.verdict.kind == "unfamiliar" or "about" in self.verdict.text or self.expected_matches is None:
             return self.verdict.text
         return f"{self.verdict.text}; {self.expected_matches:.1f} matches expected"

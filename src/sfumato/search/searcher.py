@@ -291,7 +291,7 @@ def advice(query: TextQuery, gallery: Gallery, model: DualEncoder) -> tuple[str 
     counter = piece_counter(model)
     if script := strange_script(query.joined, counter) if counter else None:
         note = f"The text encoder knows hardly any words in {script} script: the results are guesses. Write the query"
-        return None, f"{note} in English, or index with a multilingual model: sfumato index --model {_MULTILINGUAL}"
+        return None, f"{note} in English, or index with a multilingual model: sfumato index {_MULTILINGUAL}"
     return spelling(query.text, gallery.words, known_words(model)), None
 
 

@@ -58,7 +58,8 @@ def spelling(text: str, there: Callable[[], Mapping[str, int]], known: frozenset
     """The text with its misspelt words replaced; None without any.
 
     A word is misspelt if neither the items nor the model know it and a word of the items, else of the model, is one
-    edit away; two from a word of the items that has seven letters or more. Words of three letters are left alone.
+    edit away; two in a word of seven letters or more, of the items or of the same letters. Words of three letters are
+    left alone.
     """
     odd = [word for word in dict.fromkeys(words_of(text)) if len(word) > 3 and word not in known] if known else []
     counts = there() if odd else {}
@@ -75,8 +76,10 @@ def _nearest_word(word: str, *lists: Collection[str]) -> str | None:
 
     best = None
     for words in lists:
-        most = 2 if len(word) > 6 and isinstance(words, Mapping) else 1
+        most = 2 if len(word) > 6 else 1
         found = process.extract(word, list(words), scorer=OSA.distance, score_cutoff=most, limit=50)
+        if not isinstance(words, Mapping):
+            found = [one for one in found if one[1] < 2 or sorted(one[0]) == sorted(word)]
         if any(_stem(other) == _stem(word) for other, *_ in found):
             return None
         if found and best is None:
