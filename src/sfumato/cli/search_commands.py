@@ -57,6 +57,7 @@ class IndexFlags:
     sync: bool = flag(
         False, "Bring a collection in step with its folders: new, changed, moved, deleted files.", "--sync"
     )
+    named: str | None = flag(None, "The model, as MODEL.", "--model", metavar="MODEL")
     no_texts: bool = flag(False, "Captions, tags and names are no evidence for searches by text.", "--no-texts")
     force: bool = flag(False, "Replace an index that --out holds already.", "--force")
 
@@ -109,6 +110,8 @@ class IndexFlags:
         from sfumato.search.collection import GaussianCollection
         from sfumato.workflows.index import model_of
 
+        if self.named is not None:
+            return self.named
         if self.add or self.sync or GaussianCollection.is_unfinished(out):
             return model_of(out)
         name, why = (SMALL, "") if self.data is None else default_model()

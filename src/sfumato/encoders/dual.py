@@ -17,6 +17,9 @@ from sfumato.gaussian import GaussianEmbedding
 Pieces = Callable[[Sequence[str]], list[int]]
 """Words -> the number of subword pieces of each."""
 
+_QUERIES = 16
+"""Number of texts that are embedded at once, without the cache of frozen features."""
+
 
 class Tower(nn.Module):
     """One side of a model: a processor of raw items, an encoder and a Gaussian head."""
@@ -129,7 +132,11 @@ class DualEncoder(nn.Module):
         """
         if isinstance(texts, str):
             raise TypeError(f"embed_texts: got one string {texts!r}, expected a list of them: [{texts!r}]")
-        store, _ = self.text.processor.read([_constant(t) for t in texts])
+        processor = self.text.processor
+        if 0 < len(texts) <= _QUERIES:  # To read the index of a large cache of features would take longer.
+            store = processor.stack([processor.prepare(text) for text in texts])
+        else:
+            store, _ = processor.read([_constant(text) for text in texts])
         return self.text.embed(store, batch_size=batch_size)
 
 

@@ -172,8 +172,6 @@ def _efficientnet(name: str, size: int | None, grid: int | None, precision: Prec
         raise UserError(f"the size of images for {name} must be at least 32 pixels, got {side}")
     _check_grid(grid, math.ceil(side / 32))
     network = fold_batch_norms(efficientnet_lite(name).eval())
-    with weights_file(name).open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
 
     def prepare(items: Sequence[np.ndarray]) -> Mapping[str, Tensor]:
         return {"pixels": (torch.from_numpy(np.stack(items)).float() - 127) / 128}
@@ -182,9 +180,17 @@ def _efficientnet(name: str, size: int | None, grid: int | None, precision: Prec
         maps = network.extract_features(pixels.contiguous(memory_format=torch.channels_last))
         return _map_tokens(maps.float(), grid)
 
-    known = f"{name} {digest} size={side} squash (x-127)/128 tokens={grid or 'last-map'}{_named(precision)}"
+    known = _efficientnet_known(name, size, grid, precision)
     decode = partial(decode_image, size=side, reduced=True)
     return Backbone(network, precision, known, prepare, embed, channels=CHANNELS, decode=decode)
+
+
+def _efficientnet_known(name: str, size: int | None, grid: int | None, precision: Precision) -> str:
+    """The fingerprint of its features; the network is not built."""
+    with weights_file(name).open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    side = size or SIZES[name]
+    return f"{name} {digest} size={side} squash (x-127)/128 tokens={grid or 'last-map'}{_named(precision)}"
 
 
 def _transformers_image(name: str, size: int | None, grid: int | None, precision: Precision) -> Backbone:
@@ -717,8 +723,13 @@ class FeatureInput(Encoder):
 class Deferred:
     """A backbone that is loaded when it is first needed: a search by text never needs that of images."""
 
-    def __init__(self, load: Callable[[], FrozenBackbone], channels: int) -> None:
-        self.channels, self._load, self._lock = channels, load, threading.Lock()
+    def __init__(self, load: Callable[[], FrozenBackbone], channels: int, known: Callable[[], str] | None) -> None:
+        self.channels, self._load, self._lock, self._known = channels, load, threading.Lock(), known
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """That of the backbone, without loading it where that can be had."""
+        return self._loaded.fingerprint if self._known is None else self._known()
 
     @cached_property
     def _loaded(self) -> FrozenBackbone:
@@ -743,7 +754,8 @@ def build_frozen_image(config: FrozenImageConfig, context: BuildContext) -> tupl
     options: Any = config.model_dump(include={"size", "grid", "precision"})
     names = config.backbone.split("+")
     channels = CHANNELS * len(names) if set(names) <= set(IMAGE_BACKBONES) else 0
-    return _built(partial(image_backbone, config.backbone, **options), channels, config.whiten, context)
+    known = partial(_efficientnet_known, names[0], **options) if channels == CHANNELS else None
+    return _built(partial(image_backbone, config.backbone, **options), channels, config.whiten, context, known)
 
 
 def build_frozen_text(config: FrozenTextConfig, context: BuildContext) -> tuple[FrozenProcessor, FeatureInput]:
@@ -756,9 +768,13 @@ def build_frozen_text(config: FrozenTextConfig, context: BuildContext) -> tuple[
 
 
 def _built(
-    load: Callable[[], FrozenBackbone], channels: int, whiten: int | None, context: BuildContext
+    load: Callable[[], FrozenBackbone],
+    channels: int,
+    whiten: int | None,
+    context: BuildContext,
+    known: Callable[[], str] | None = None,
 ) -> tuple[FrozenProcessor, FeatureInput]:
-    backbone = Deferred(load, channels) if context.trained and channels else load()
+    backbone = Deferred(load, channels, known) if context.trained and channels else load()
     return FrozenProcessor(backbone, context.cache), FeatureInput(
         backbone.channels, context.feature_dropout, whiten=whiten
     )

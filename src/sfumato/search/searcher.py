@@ -22,7 +22,7 @@ from sfumato.search.answer import NATIVE, Answer, Hit
 from sfumato.search.gallery import Gallery
 from sfumato.search.index import GaussianIndex
 from sfumato.search.stores.protocol import parse_where
-from sfumato.search.texts import TextQuery, known_words, spelling, strange_script
+from sfumato.search.texts import TextQuery, known_words, spelling, strange_script, words_of
 
 Modality = Literal["texts", "images"]
 
@@ -292,6 +292,8 @@ def advice(query: TextQuery, gallery: Gallery, model: DualEncoder) -> tuple[str 
     if script := strange_script(query.joined, counter) if counter else None:
         note = f"The text encoder knows hardly any words in {script} script: the results are guesses. Write the query"
         return None, f"{note} in English, or index with a multilingual model: sfumato index {_MULTILINGUAL}"
+    if counter and all(n == 1 for n in counter(words_of(query.text))):
+        return None, None  # The model knows all words.
     return spelling(query.text, gallery.words, known_words(model)), None
 
 
