@@ -48,7 +48,7 @@ def test_a_folder_is_indexed_searched_grows_and_shrinks(sfumato, tmp_path, pictu
     out, more = tmp_path / "mine", draw(tmp_path / "else" / "holiday", "yellow", "orange")
     made = asked(sfumato, "index", "--data", pictures, "--out", out)
     assert made["n"] == 6 and made["problems"] == 1
-    (found,) = asked(sfumato, "search", out, "a plain red picture", "-k", 6)
+    (found,) = asked(sfumato, "search", out, "a plain red picture", "-k", 6, "--duplicates", "show")
     assert {hit["id"] for hit in found["hits"]} == {*(f"{c}.png" for c in COLOURS), "inner/red.png"}
     assert found["calibrated"] and 0 <= found["expected_matches"] <= 6
 

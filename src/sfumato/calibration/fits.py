@@ -29,9 +29,9 @@ class Evidence:
 WITH_TEXTS, WITH_TEXTS_BIAS = (6.52, 0.22, 8.37, 0.55), -4.78
 """Weights of the features of an item with texts."""
 
-WITHOUT_TEXTS, WITHOUT_TEXTS_BIAS = (0.48, WITH_TEXTS[2], 0.81), 0.2
+WITHOUT_TEXTS, WITHOUT_TEXTS_BIAS = (0.48, WITH_TEXTS[2] / 2, 0.81), 0.2
 """Weights of image, words and one over the number of words, for an item without texts. It may have words, those of its
-name or place, and these count as much as those of a text; that weight was not fitted."""
+name or place, and these count half as much as those of a text; that weight was not fitted."""
 
 
 def fits_logit(evidence: Evidence) -> Tensor:

@@ -253,7 +253,7 @@ def _words(names: Iterable[str]) -> list[str]:
             bare = chunk.strip("0123456789")
             if bare.isalpha() and bare.casefold() not in _NO_WORDS:
                 for word in _PARTS.split(bare):
-                    if _is_word(word):
+                    if _is_word(word) and (len(bare) == len(chunk) or len(word) > 3):  # 2088394eb4 has no word.
                         words.setdefault(word.casefold(), word)
     return list(words.values())
 

@@ -314,7 +314,7 @@ class Filling:
         self._waiting = []
 
 
-def index_data(model: Model, data: str, out: Path, store: str = "store", *, texts: bool = True) -> tuple[int, Filled]:
+def index_data(model: Model, data: str, out: Path, store: str = "file:", *, texts: bool = True) -> tuple[int, Filled]:
     """Make a collection of what a user named, or go on with an interrupted one. Returns (its items, what was done)."""
     if GaussianCollection.is_one(out):
         return add_data(model, data, out)
