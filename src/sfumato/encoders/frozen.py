@@ -723,7 +723,9 @@ class FeatureInput(Encoder):
 class Deferred:
     """A backbone that is loaded when it is first needed: a search by text never needs that of images."""
 
-    def __init__(self, load: Callable[[], FrozenBackbone], channels: int, known: Callable[[], str] | None = None) -> None:
+    def __init__(
+        self, load: Callable[[], FrozenBackbone], channels: int, known: Callable[[], str] | None = None
+    ) -> None:
         self.channels, self._load, self._lock, self._known = channels, load, threading.Lock(), known
 
     @cached_property
