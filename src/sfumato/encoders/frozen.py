@@ -729,17 +729,14 @@ class Deferred:
         self.channels, self._load, self._lock, self._known = channels, load, threading.Lock(), known
 
     @cached_property
-    def fingerprint(self) -> str:
-        """That of the backbone, without loading it where that can be had."""
-        return self._loaded.fingerprint if self._known is None else self._known()
-
-    @cached_property
     def _loaded(self) -> FrozenBackbone:
         return self._load()
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):  # Such as a copy asks for, before there is a lock.
             raise AttributeError(name)
+        if name == "fingerprint" and self._known is not None:
+            return self._known()
         with self._lock:
             return getattr(self._loaded, name)
 
