@@ -17,7 +17,7 @@ from sfumato.models.embed import embed_split, load_split
 from sfumato.models.recipe import find_recipe, load_recipe, save_recipe
 from sfumato.models.run import load_run
 from sfumato.training import setup as module
-from sfumato.training.setup import preferred_recipe
+from sfumato.training.setup import preferred_recipe, what_to_expect
 
 OWN, CLIP = "own-pictures", "own-pictures-clip"
 
@@ -39,6 +39,15 @@ def test_the_choice_follows_what_can_be_had_and_says_so(monkeypatch, tmp_path):
     assert name == OWN and "efficientnet-lite0 and minilm-l6-v2" in reason and "find less" in reason
     for override in ("model.image.backbone=efficientnet-lite0", "loss.alpha=0.1"):
         assert chosen(monkeypatch, tmp_path, "cache", override)[::2] == (OWN, "")
+
+
+def test_what_to_expect_of_few_and_of_many_images_is_said_with_the_way_without_training():
+    recipe = load_recipe(find_recipe(OWN), ["data.path=my pictures"])
+    few, many = what_to_expect(recipe, 400), what_to_expect(recipe, 3000)
+    assert few.startswith("training on 400 images: below 3,000 it finds fewer of them than their captions")
+    assert many.startswith("training on 3,000 images: with train.anchor=0.5")
+    assert all(said.endswith("sfumato index --data 'my pictures' --out my-index") for said in (few, many))
+    assert what_to_expect(load_recipe(find_recipe(OWN), ["train.start=", "train.anchor=0"]), 400) == ""
 
 
 @pytest.mark.parametrize(("saved", "place"), [(OWN, "hub"), (CLIP, "")])

@@ -163,7 +163,8 @@ def load_run(folder: str | Path, *, device: torch.device | str = "cpu") -> Run:
     recipe = load_recipe(folder / RECIPE)
     if not (folder / MODEL).is_file():
         raise UserError(
-            f"{folder} has no weights. Its training has not finished an epoch, or the folder was copied incompletely"
+            f"{folder} has no weights. Its training has not finished an epoch, or the folder was copied incompletely;"
+            " run the same `sfumato train` again, or copy it again"
         )
     assets = load_assets(folder, recipe)
     what = f"{folder / MODEL}: does not fit the model of this recipe"

@@ -253,6 +253,12 @@ def print_calibration(result: dict[str, Any]) -> None:
                     f" {first['auroc_of_distance']:.3f}",
                     indent=4,
                 )
+        else:
+            print_wrapped(
+                "  too few queries for probabilities of hits (about 100 are needed): they are those of random pairs,"
+                " whatever --queries says",
+                indent=4,
+            )
         if rows := _guarantees(found):
             print_table("", ["guarantee", "limit of the probability", "what it costs"], rows, running=(1, 2))
         for kind in ("precision", "risk", "coverage"):

@@ -64,6 +64,7 @@ from sfumato.training.setup import (
     new_or_resumed_model,
     training_batches,
     training_splits,
+    what_to_expect,
 )
 from sfumato.training.step import (
     DivergedError,
@@ -185,6 +186,8 @@ def _prepare(recipe: Recipe, folder: Path, process_group: ProcessGroup) -> _Trai
     if config.threads:
         torch.set_num_threads(config.threads)
     splits = training_splits(recipe, folder, problems, process_group)
+    if (train := splits.get("train")) and (expect := what_to_expect(recipe, len(train.image_ids))):
+        say(expect)
     torch.manual_seed(config.seed)
     model = new_or_resumed_model(recipe, folder, splits, process_group)
     loss = build_loss(recipe).to(process_group.device)

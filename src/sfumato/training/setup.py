@@ -142,6 +142,23 @@ def new_or_resumed_model(
     return model
 
 
+_HELPS = 3_000
+"""Training images from which on photographs of which it saw none gain (docs/results/own-photographs.md)."""
+
+
+def what_to_expect(recipe: Recipe, n: int) -> str:
+    """What training further on n images gives, and the way without; "" for a training from new weights."""
+    if not recipe.train.start:
+        return ""
+    way = as_typed("sfumato", "index", "--data", recipe.data.path, "--out", "my-index")
+    gain = (
+        f"below {_HELPS:,} it finds fewer of them than their captions do by themselves, and no more of new photographs"
+        if n < _HELPS
+        else "with train.anchor=0.5 expect 4 more of 100 new photographs first; the own are found better by captions"
+    )
+    return f"training on {n:,} images: {gain}. With nothing trained: {way}"
+
+
 def load_start(source: str, model: DualEncoder) -> None:
     """Give a new model the weights of the model that its training starts from."""
     if source:
