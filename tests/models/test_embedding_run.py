@@ -137,7 +137,7 @@ def test_index_and_search(folder, run, sfumato, tmp_path):
     first, second = json.loads(out)
     assert first["hits"][0]["id"] == "photo-33" and second["hits"][0]["id"] == "photo-35"
     assert first["hits"][0]["distance"] == pytest.approx(0, abs=1e-5) and first["calibrated"] is False
-    status, out, err = sfumato("search", index, folder / "query.npy", "-k", "2", "--json")
+    status, out, err = sfumato("search", index, folder / "query.npy", "-k", "2", "--duplicates", "show", "--json")
     assert status == 0, err
     model = load_run(run).model
     query = model.embed_texts([(folder / "query.npy").read_bytes()])
