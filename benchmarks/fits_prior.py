@@ -7,7 +7,8 @@ holds crowd.csv: image, caption_id, yes, no (Hodosh, Young and Hockenmaier 2013)
 pairs of half of the judged captions, against the photographs' own captions without the judged one. Words: drawn from
 the captions of three draws of 400 validation photographs, and words that none of these has; a photograph fits a word
 that one of its five captions mentions, and has four captions in the index. Both count alike. The other halves say how
-well the constants hold.
+well the constants hold. The hits are those of all judged captions among all photographs, by the constants of the
+package.
 """
 
 import argparse
@@ -23,7 +24,7 @@ import torch
 from torch import Tensor
 
 from sfumato import load
-from sfumato.calibration.fits import Evidence
+from sfumato.calibration.fits import Evidence, fits_logit
 from sfumato.calibration.platt import fit_logistic
 from sfumato.distances import get_distance
 from sfumato.encoders.features import RaggedStore
@@ -67,26 +68,46 @@ class Photographs:
 
 
 def judged(data: Photographs, path: Path) -> tuple[Tensor, Tensor, Tensor]:
-    """(k, 4) features, (k,) fractions of people who said yes, and (k,) numbers of the captions."""
+    """(q, n, 4) features of the judged captions, (q, n) fractions of yes, nan where nobody judged, (q,) own images."""
     place, everything = {name: i for i, name in enumerate(data.names)}, list(range(len(data.names)))
-    pairs = list(csv.DictReader(path.open(encoding="utf-8")))
+    pairs = [pair for pair in csv.DictReader(path.open(encoding="utf-8")) if pair["image"] in place]
     asked = sorted({pair["caption_id"] for pair in pairs if pair["caption_id"].split("#")[0] in place})
-    items = data.texts([list(range(5))] * len(everything), everything)
-    rows: list[tuple[int, int, float]] = []
+    number, yes = {one: q for q, one in enumerate(asked)}, torch.full((len(asked), len(everything)), torch.nan)
     for pair in pairs:
-        if pair["caption_id"] in set(asked) and pair["image"] in place:
-            yes, no = int(pair["yes"]), int(pair["no"])
-            rows.append((asked.index(pair["caption_id"]), place[pair["image"]], yes / (yes + no)))
+        if pair["caption_id"] in number:
+            n_yes, n_no = int(pair["yes"]), int(pair["no"])
+            yes[number[pair["caption_id"]], place[pair["image"]]] = n_yes / (n_yes + n_no)
     owner = [(place[one.split("#")[0]], int(one.split("#")[1])) for one in asked]
     queries, vectors = [data.captions[i][c] for i, c in owner], torch.stack([data.vectors[i, c] for i, c in owner])
+    items = data.texts([list(range(5))] * len(everything), everything)
     features = data.evidence(items, everything, queries, vectors).features()
     for q, (i, c) in enumerate(owner):  # Its own caption is left out.
         own = data.texts([[k for k in range(5) if k != c]], [i])
-        one = Evidence(features[q : q + 1, i : i + 1, 1], torch.ones(1, 1), torch.ones(1, 1), torch.ones(1))
-        found = own.evidence([queries[q]], vectors[q : q + 1], one.image, items.rarity)
-        features[q, i] = found.features()[0, 0]
-    query, image, yes_fraction = map(torch.tensor, zip(*rows, strict=True))
-    return features[query, image], yes_fraction.double(), query
+        image = features[q : q + 1, i : i + 1, 1]
+        features[q, i] = own.evidence([queries[q]], vectors[q : q + 1], image, items.rarity).features()[0, 0]
+    return features, yes, torch.tensor([i for i, _ in owner])
+
+
+def pairs_of(features: Tensor, yes: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(k, 4) features of the judged pairs, (k,) fractions of yes and (k,) numbers of the captions."""
+    query, image = (~yes.isnan()).nonzero(as_tuple=True)
+    return features[query, image], yes[query, image].double(), query
+
+
+def hits(features: Tensor, yes: Tensor, own: Tensor, k: int) -> dict[str, dict[str, float]]:
+    """What is said beside the first k hits, and what people said; the own image of a caption counts as yes."""
+    yes = yes.scatter(1, own.unsqueeze(1), 1.0)
+    n_words, result = 1 / features[:, 0, 3], {}
+    for name, agreement, words in (
+        ("with texts", features[..., 0], features[..., 2]),
+        ("without texts", torch.full_like(yes, torch.nan), torch.zeros_like(yes)),
+    ):
+        logit, place = fits_logit(Evidence(features[..., 1], agreement, words, n_words)).topk(k, dim=1)
+        verdict = yes.gather(1, place)
+        known = ~verdict.isnan()
+        found = quality(logit.sigmoid()[known].double(), verdict[known].double())
+        result[name] = {"judged": float(known.double().mean()), **found}
+    return result
 
 
 def mentioned(data: Photographs, seeds: int = 3) -> tuple[Tensor, Tensor, Tensor]:
@@ -133,7 +154,8 @@ def main() -> None:
     parser.add_argument("judgements", type=Path)
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
-    sets = {"sentences": judged(Photographs(given.flickr8k, "test"), given.judgements / "crowd.csv")}
+    features, yes, own = judged(Photographs(given.flickr8k, "test"), given.judgements / "crowd.csv")
+    sets = {"sentences": pairs_of(features, yes)}
     sets["words"] = mentioned(Photographs(given.flickr8k, "val"))
     result: dict[str, Any] = {}
     for name, columns in {"with texts": [0, 1, 2, 3], "without texts": [1, 3]}.items():
@@ -146,6 +168,9 @@ def main() -> None:
             rest = ~first_half(number)
             result[name][kind] = quality(torch.sigmoid(f[rest][:, columns].double() @ weight + bias), y[rest])
         print(name, json.dumps(result[name]))
+    for k in (1, 10):
+        result[f"hits 1 to {k}"] = hits(features, yes, own, k)
+        print("hits 1 to", k, json.dumps(result[f"hits 1 to {k}"]))
     if given.json:
         given.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 

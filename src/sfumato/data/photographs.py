@@ -253,9 +253,14 @@ def _words(names: Iterable[str]) -> list[str]:
             bare = chunk.strip("0123456789")
             if bare.isalpha() and bare.casefold() not in _NO_WORDS:
                 for word in _PARTS.split(bare):
-                    if _is_word(word) and (len(bare) == len(chunk) or len(word) > 3):  # 2088394eb4 has no word.
+                    if _is_word(word) and (len(bare) == len(chunk) or _is_long(word)):
                         words.setdefault(word.casefold(), word)
     return list(words.values())
+
+
+def _is_long(text: str) -> bool:
+    """Whether letters beside digits are a word, unlike those of 2088394eb4 and 533ceeddfc."""
+    return len(text) > 3 and not set(text.casefold()) <= set("abcdef")
 
 
 def _is_word(text: str) -> bool:

@@ -334,13 +334,13 @@ class Gallery(ABC):
     def _by_texts(
         self, queries: GaussianEmbedding, asked: Mapping[int, TextQuery | str], k: int, filter: Filter | None, n: int
     ) -> dict[int, tuple[tuple[Hit, ...], float]]:
-        """By query, the hits by distance and texts together and the expected matches; none if no item has texts.
+        """By query, the hits by distance and texts together and the expected matches; none without a store of texts.
 
         Exact up to N_WHOLE items. In a larger gallery the closest n_exact by distance and by texts are compared.
         """
         sample = self._sampled(n, filter)
         forms = [TextQuery(one) if isinstance(one, str) else one for one in asked.values()]
-        if self.texts is None or (own := sample.texts) is None or not any(own.stems):
+        if self.texts is None or (own := sample.texts) is None:
             return {}
         texts = [form.joined for form in forms]
         queries, vectors = queries[torch.tensor(list(asked))], sentence_vectors(texts)
