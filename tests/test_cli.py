@@ -438,7 +438,7 @@ def test_a_collection_in_a_store_is_filled_searched_added_to_and_copied(work, sf
 
     assert index(every[:20], half, out, "--store", "file:")["n"] == 20 and (out / "store").exists()
     assert index(every[20:30], half / "more", out, "--add")["n"] == 30
-    ids = {h["id"] for h in sfumato.json("search", out, "a red circle", "-k", 99)[0]["hits"]}
+    ids = {h["id"] for h in sfumato.json("search", out, "a red circle", "-k", 99, "--duplicates", "show")[0]["hits"]}
     assert ids == {*every[:20], *(f"more/{name}" for name in every[20:30])}
     shutil.rmtree(half / "more")
     assert index(every[20:], half, out, "--add")["n"] == 58, "those that were there are replaced"
@@ -448,7 +448,7 @@ def test_a_collection_in_a_store_is_filled_searched_added_to_and_copied(work, sf
     sfumato.printed("copy", out, again, "--store", f"file:{tmp_path}/elsewhere?engine=flat")
     sfumato.printed("copy", tmp_path / "plain", tmp_path / "from-index")
     first, *others = (
-        sfumato.json("search", folder, "a red circle", "some bar in blue", "-k", 5)
+        sfumato.json("search", folder, "a red circle", "some bar in blue", "-k", 5, "--duplicates", "show")
         for folder in (tmp_path / "plain", out, again, tmp_path / "from-index")
     )
     for a, b in ((a, b) for other in others for a, b in zip(first, other, strict=True)):

@@ -57,8 +57,8 @@ class IndexFlags:
     sync: bool = flag(
         False, "Bring a collection in step with its folders: new, changed, moved, deleted files.", "--sync"
     )
-    named: str | None = flag(None, "The model, as MODEL.", "--model", metavar="MODEL")
-    no_texts: bool = flag(False, "Captions, tags and names are no evidence for searches by text.", "--no-texts")
+    named: str | None = rare(None, "The model, as MODEL.", "--model", metavar="MODEL")
+    no_texts: bool = rare(False, "Captions, tags and names are no evidence for searches by text.", "--no-texts")
     force: bool = flag(False, "Replace an index that --out holds already.", "--force")
 
     def check(self, out: Path) -> None:

@@ -420,7 +420,7 @@ def is_joint(name: str) -> bool:
             from huggingface_hub import hf_hub_download
 
             file = Path(hf_hub_download(name, "config.json", local_files_only=not hub_reachable()))
-    with contextlib.suppress(OSError, ValueError, AttributeError):
+    with contextlib.suppress(OSError, ValueError, AttributeError, RecursionError):
         return json.loads(file.read_bytes()).get("model_type") in ("clip", "siglip", "siglip2")
     return False
 
