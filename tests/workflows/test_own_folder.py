@@ -161,7 +161,10 @@ def test_a_collection_follows_its_files(sfumato, tmp_path):
         after["later/red.png"]["_digest"] == before["red.png"]["_digest"] and "captions" not in after["later/red.png"]
     )
     asked(sfumato, "delete", out, "pink.png")
-    assert asked(sfumato, "index", "--sync", "--out", out)["n"] == 4  # What was deleted stays so.
+    assert asked(sfumato, "index", "--sync", "--out", out)["n"] == 4  # What was deleted stays so,
+    assert asked(sfumato, "index", "--data", folder, "--add", "--out", out)["n"] == 5  # until it is added again.
+    assert asked(sfumato, "index", "--sync", "--out", out)["n"] == 5
+    asked(sfumato, "delete", out, "pink.png")
 
     moved = folder.rename(tmp_path / "elsewhere")
     status, _, errors = sfumato("index", "--sync", "--out", out)

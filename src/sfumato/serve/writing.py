@@ -22,6 +22,7 @@ from sfumato.serve.answering import ServedGallery
 from sfumato.serve.embedding import Task, message_of
 from sfumato.serve.schemas import AddResponse, DeleteResponse, GalleryName, Refusal, busy
 from sfumato.serve.service import Service, checked
+from sfumato.workflows.index import remove_items
 
 _STORED = Task("stored", {}, message_of)
 _LONGEST = 2000  # characters of a payload field that an image file names itself
@@ -100,7 +101,7 @@ class Writer:
             nonlocal removed
             distinct = list(dict.fromkeys(ids))
             images = _images_in(served, collection.get(distinct)) if served.uploads is not None else set[str]()
-            removed = collection.delete(distinct)
+            removed = remove_items(collection, distinct)
             _forget_images(served, images)
             return collection.size
 

@@ -236,9 +236,15 @@ def delete_items(folder: Path, ids: Sequence[str]) -> tuple[int, list[str]]:
         raise UserError(f"{folder} is no collection, so nothing can be deleted; sfumato index --data makes one")
     with GaussianCollection.open(folder) as collection:
         known = collection.get(list(dict.fromkeys(ids))).ids
-        if collection.metadata.get("sources"):  # Their files stay, and a synchronisation leaves them out.
-            collection.keep({"removed": sorted({*collection.metadata.get("removed", []), *known})})
-        return collection.delete(known), [i for i in dict.fromkeys(ids) if i not in known]
+        return remove_items(collection, known), [i for i in dict.fromkeys(ids) if i not in known]
+
+
+def remove_items(collection: GaussianCollection, ids: Sequence[str]) -> int:
+    """Delete items of a collection. Their files stay, and a synchronisation leaves them out."""
+    if collection.metadata.get("sources"):
+        with contextlib.suppress(OSError):  # A service may not write to the folder.
+            collection.keep({"removed": sorted({*collection.metadata.get("removed", []), *ids})})
+    return collection.delete(ids)
 
 
 def check_same(collection: GaussianCollection, model: Model, direction: Direction) -> None:

@@ -377,13 +377,11 @@ def sync_data(model: Model, out: Path) -> tuple[int, Filled]:
         if not (sources := sources_of(collection)):
             raise UserError(f"{out} names no folder of its images; add one with sfumato index --data FOLDER --add")
         removed, endings = set(collection.metadata.get("removed", [])), file_endings(model.model)
-        listed = [[i for i in list_items(one, endings, problems) if i.id not in removed] for one in sources]
+        scanned = (zip(records.ids, records.payloads, strict=True) for records in collection.store.scan())
+        known = {i: payload for pairs in scanned for i, payload in pairs}
+        left_out = removed - known.keys()  # What was deleted and added again is not.
+        listed = [[i for i in list_items(one, endings, problems) if i.id not in left_out] for one in sources]
         there = {item.id for items in listed for item in items}
-        known = {
-            i: payload
-            for records in collection.store.scan()
-            for i, payload in zip(records.ids, records.payloads, strict=True)
-        }
         vanished = [i for i, payload in known.items() if i not in there and POINTER not in payload]
         gone = {known[i][DIGEST]: i for i in vanished if DIGEST in known[i]}
         with collection.filling(_GO_ON):
