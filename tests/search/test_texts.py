@@ -136,6 +136,20 @@ def test_both_stores_stay_in_step(made, tmp_path):
         assert opened.search(gaussians(1, 5), 9, texts=["cake"])[0].hits == b[0].hits
 
 
+def test_what_another_process_has_changed_is_found(made, tmp_path):
+    collection, gallery = made
+    collection.close()
+    with GaussianCollection.open(tmp_path / "c") as reader, GaussianCollection.open(tmp_path / "c") as writer:
+        assert reader.search(gaussians(1, 5), 1, texts=["lighthouse"])[0][0].id != "new.jpg"
+        writer.rename("05.jpg", "new.jpg", {"captions": "a lighthouse"})
+        object.__setattr__(reader._last_sample, "good_until", 0)  # Some seconds later.
+        (hit,) = reader.search(gaussians(1, 5), 1, texts=["lighthouse"])[0]
+        assert hit.id == "new.jpg" and writer.get(["05.jpg"]).ids == ()
+        writer.keep({"a": 1})
+        reader.keep(lambda now: {"b": now["a"] + 1})
+        assert reader.metadata["a"] == 1 and reader.metadata["b"] == 2
+
+
 def test_urls_of_the_second_store():
     assert {url: beside(url) for url in ("store", "file:a/b?engine=hnsw", "milvus:x.db?index=HNSW")} == {
         "store": "store_texts",

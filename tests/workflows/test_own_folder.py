@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import tarfile
 
 import pytest
@@ -196,6 +197,31 @@ def test_an_interrupted_filling_goes_on(tmp_path, monkeypatch):
     assert len(ids(out)) == 2 and GaussianCollection.is_unfinished(out)
     n, done = own_folder.index_data(model, str(folder), out)
     assert (n, done.new, done.unchanged) == (5, 3, 2) and not GaussianCollection.is_unfinished(out)
+
+
+def test_a_synchronisation_deletes_only_what_is_gone(sfumato, tmp_path):
+    folder, out = tmp_path / "photos", tmp_path / "mine"
+    for k in range(14):
+        folder.mkdir(exist_ok=True)
+        Image.new("RGB", (40, 30), (9 * k, 200 - 9 * k, 90)).save(folder / f"{k}.png")
+    draw(folder / "inner", "red")
+    asked(sfumato, "index", "--data", folder, "--out", out)
+    with GaussianCollection.open(out) as collection:  # An item that is of no folder.
+        some = collection.get(["1.png"])
+        collection.upsert(some.embeddings, ["own"], payloads=[{}])
+    (tmp_path / "other").mkdir()
+    status, _, errors = sfumato("index", "--sync", "--images", tmp_path / "other", "--out", out)
+    assert status == 2 and "15 of 15 images are not in" in errors and len(ids(out)) == 16
+    asked(sfumato, "index", "--sync", "--images", folder, "--out", out)
+    os.utime(folder / "2.png")
+    (folder / "3.png").unlink()
+    (out / "unfinished.txt").write_text("interrupted\n")  # As a killed command leaves it.
+    done = asked(sfumato, "index", "--data", folder, "--out", out)
+    assert (done["n"], done["changed"], done["new"]) == (16, 1, 0)
+    assert asked(sfumato, "index", "--sync", "--out", out)["deleted"] == 1 and "own" in ids(out)
+    draw(tmp_path / "inner", "red")
+    assert asked(sfumato, "index", "--data", tmp_path / "inner", "--add", "--out", out)["new"] == 1
+    assert {"inner/red.png", "inner-2/red.png"} <= set(ids(out))
 
 
 def test_manifests_and_archives_are_taken_and_added(sfumato, tmp_path):

@@ -59,7 +59,7 @@ class IndexFlags:
     )
     named: str | None = rare(None, "The model, as MODEL.", "--model", metavar="MODEL")
     no_texts: bool = rare(False, "Captions, tags and names are no evidence for searches by text.", "--no-texts")
-    force: bool = flag(False, "Replace an index that --out holds already.", "--force")
+    force: bool = flag(False, "Replace an index that --out holds; with --sync, delete most items.", "--force")
 
     def check(self, out: Path) -> None:
         """Refuse what does not go together, and a folder that holds something else, before anything is embedded."""
@@ -196,7 +196,7 @@ def _index_data(model: "Model", out: Path, given: IndexFlags, as_json: bool) -> 
         if given.sync:
             if given.images is not None:
                 move_sources(out, [str(given.images)])
-            n, done = sync_data(model, out)
+            n, done = sync_data(model, out, force=given.force)
         elif given.add:
             n, done = add_data(model, given.data or "", out)
         else:

@@ -81,13 +81,16 @@ def save_folder(
                 old.unlink(missing_ok=True)
 
 
-def change_metadata(path: str | Path, kind: str, changes: Mapping[str, Any]) -> None:
-    """Replace values of the metadata of a folder of :func:`save_folder`."""
+def change_metadata(
+    path: str | Path, kind: str, changes: Callable[[dict[str, Any]], Mapping[str, Any]]
+) -> dict[str, Any]:
+    """Replace values of the metadata of a folder of :func:`save_folder`, computed from what others left there."""
     path = Path(path)
     with _locked(path):
         manifest = _read_manifest(path, kind)
-        manifest["about"] |= changes
+        manifest["about"] |= changes(manifest["about"])
         write_json(path / _MANIFEST, manifest | {"sha256": _digest_of(manifest)})
+    return dict(manifest["about"])
 
 
 def load_folder(path: str | Path, kind: str, read: Callable[[Path, dict[str, Any]], Result]) -> Result:

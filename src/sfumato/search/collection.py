@@ -267,15 +267,19 @@ class GaussianCollection(Gallery):
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def keep(self, values: Mapping[str, Any]) -> None:
-        """Change values of the metadata.
+    def keep(self, values: Mapping[str, Any] | Callable[[Mapping[str, Any]], Mapping[str, Any]]) -> None:
+        """Change values of the metadata; what other processes have changed meanwhile stays.
 
         Args:
-            values: JSON values by name; others stay.
+            values: JSON values by name, or a function that makes them from the metadata as they are now; others stay.
         """
-        changed = self.metadata | json.loads(json.dumps(dict(values), allow_nan=False))
-        change_metadata(self.folder, _KIND, {"about": changed})
-        self.metadata = changed
+
+        def changed(settings: dict[str, Any]) -> dict[str, Any]:
+            about = settings["about"]
+            new = values(about) if callable(values) else values
+            return {"about": about | json.loads(json.dumps(dict(new), allow_nan=False))}
+
+        self.metadata = change_metadata(self.folder, _KIND, changed)["about"]
 
     def close(self) -> None:
         """Close the store."""
@@ -452,8 +456,9 @@ class GaussianCollection(Gallery):
             if self.texts is not None:
                 self.texts.upsert([new], [payload])
             self.store.upsert(Records((new,), records.vectors, records.uncertainty, (payload,)))
-            note(1, 1)
-        self.delete([old])
+            note(1, int(old != new))
+        if old != new:
+            self.delete([old])
 
     def closest(self, queries: GaussianEmbedding, k: int, filter: Filter | None = None) -> list[Candidates]:
         """See :meth:`Gallery.closest`."""
@@ -509,10 +514,14 @@ class GaussianCollection(Gallery):
                 or last.seed != seed
                 or len(last.records) < min(n, size)
                 or 100 * max(changed - last.changed, abs(size - last.size)) > size
+                or (self.texts is not None and time.monotonic() > last.good_until)
             ):
+                start = time.monotonic()
                 records = _even_sample(self.store.scan(), n, self.store.dim, seed)
                 texts = None if self.texts is None else self.texts.of(records.ids, records.payloads)
-                last = self._last_sample = _Sample(records, size, changed, seed, texts)
+                end = time.monotonic()  # Others may change items; to look takes a twentieth of the time at most.
+                until = end + max(_COUNTED_SECONDS, 20 * (end - start))
+                last = self._last_sample = _Sample(records, size, changed, seed, texts, until)
             return last
 
     def count(self, filter: Filter) -> int:
@@ -605,6 +614,7 @@ class _Sample:
     changed: int  # number of items that this process had written or removed
     seed: int
     texts: ItemTexts | None = None
+    good_until: float = math.inf  # time from which results of others' writes are looked for, where hits come from it
 
 
 def _even_sample(batches: Iterator[Records], n: int, e: int, seed: int = 0) -> Records:

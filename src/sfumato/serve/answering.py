@@ -310,6 +310,8 @@ def wanted_filter(options: SearchOptions) -> Filter | None:
     if given is None or (not given.where and not given.ranges and given.max_total_variance is None):
         return None
     where = {name: tuple(values) for name, values in given.where.items()}
+    if hidden := sorted(name for name in (*where, *given.ranges) if name.startswith("_")):
+        raise Refusal(422, f"a filter of {hidden[0]!r}: fields that begin with _ are hidden; leave it out")
     return Filter(where, given.max_total_variance, given.ranges)
 
 

@@ -226,7 +226,7 @@ def fill_collection(
 
 def model_of(folder: Path) -> str:
     """The folder or name of the model that a collection was made with."""
-    with contextlib.closing(open_gallery(folder)) as gallery:
+    with contextlib.closing(open_gallery(folder, unfinished=True)) as gallery:
         return str(gallery.metadata["run"])
 
 
@@ -243,7 +243,7 @@ def remove_items(collection: GaussianCollection, ids: Sequence[str]) -> int:
     """Delete items of a collection. Their files stay, and a synchronisation leaves them out."""
     if collection.metadata.get("sources"):
         with contextlib.suppress(OSError):  # A service may not write to the folder.
-            collection.keep({"removed": sorted({*collection.metadata.get("removed", []), *ids})})
+            collection.keep(lambda now: {"removed": sorted({*now.get("removed", []), *ids})})
     return collection.delete(ids)
 
 
@@ -360,10 +360,11 @@ def training_note(gallery: Gallery) -> str:
     return note
 
 
-def open_gallery(folder: str | Path, store: str | None = None) -> Gallery:
+def open_gallery(folder: str | Path, store: str | None = None, *, unfinished: bool = False) -> Gallery:
     """Open an index or a collection that `sfumato index` has written."""
     if GaussianCollection.is_one(folder):
-        return GaussianCollection.open(folder, None if store is None else own_or_anchored(store))
+        url = None if store is None else own_or_anchored(store)
+        return GaussianCollection.open(folder, url, unfinished=unfinished)
     if not is_gallery(folder):
         raise UserError(f"{folder} holds neither an index nor a collection; make one with sfumato index")
     if store is not None:

@@ -8,9 +8,10 @@ its embedding.
 import contextlib
 import hashlib
 import itertools
+import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -53,18 +54,21 @@ STAT, DIGEST = "_stat", "_digest"
 _BATCH, _STORED = 32, 256
 _ASKED = 2_000
 
-_BESIDE = (".txt", ".xmp")
+_BESIDE, _AFTER = (".txt", ".xmp"), (".xmp", ".json", ".supplemental-metadata.json")
+"""Endings of the files of texts beside an image: in place of its own, and after it."""
+
+_MOST_DELETED, _FEW = 0.5, 10
 
 
 def named_source(data: str) -> Source:
     """The source that a user named."""
     path = Path(data)
     if path.is_dir():
-        tars = not any(path.glob("*.[!t]*")) and any(path.glob("*.tar"))
+        tars = any(path.glob("*.tar")) and not image_files(path)
         return Source(str(path.resolve()), "shards" if tars else "folder", str(path.resolve()))
     suffix = path.suffix.lower()
     if suffix == ".tar" or "{" in data or "*" in data:
-        return Source(data, "shards", str(Path(expand_shards(data)[0]).resolve().parent))
+        return Source(os.path.abspath(data), "shards", str(Path(expand_shards(data)[0]).resolve().parent))
     if not path.is_file():
         raise UserError(f"there is no folder or file {data}")
     if suffix not in (*MANIFEST_SUFFIXES, ".json"):
@@ -102,9 +106,14 @@ def list_items(source: Source, endings: frozenset[str], problems: Problems) -> l
         found = [item for data in splits.values() for item in _data_items(source, data)]
     else:
         found = _data_items(source, read_shards(expand_shards(source.path), problems))
-    if not found and not problems.left_out:
-        raise UserError(f"no images in {source.path} (looked for {spelt(endings)})")
     return found
+
+
+def _some(items: list[Item], source: Source, endings: frozenset[str], problems: Problems) -> list[Item]:
+    """The items, of which there must be some."""
+    if not items and not problems.left_out:
+        raise UserError(f"no images in {source.path} (looked for {spelt(endings)})")
+    return items
 
 
 def _file_item(source: Source, id: str, name: str, given: Mapping[str, str]) -> Item:
@@ -113,13 +122,17 @@ def _file_item(source: Source, id: str, name: str, given: Mapping[str, str]) -> 
     def fields(data: bytes, problems: Problems) -> dict[str, str]:
         return {**file_fields(Path(source.root), name, data, problems), **given}
 
-    return Item(source.begin + id, name, _stat_of(path), FileImage(path).read_bytes, fields)
+    stat = _stat_of(path)
+    if given:  # What a manifest says may change without the file.
+        stat += f" {hashlib.blake2b(json.dumps(given, sort_keys=True).encode(), digest_size=8).hexdigest()}"
+    return Item(source.begin + id, name, stat, FileImage(path).read_bytes, fields)
 
 
 def _stat_of(path: Path) -> str:
     """Size and time of a file and of the files of texts beside it."""
     parts = []
-    for one in (path, *(path.with_suffix(ending) for ending in _BESIDE)):
+    beside = (*(path.with_suffix(ending) for ending in _BESIDE), *(Path(f"{path}{ending}") for ending in _AFTER))
+    for one in (path, *beside):
         with contextlib.suppress(OSError, ValueError):
             found = os.stat(one)
             parts.append(f"{found.st_size} {found.st_mtime_ns}")
@@ -134,10 +147,17 @@ def _manifest_items(source: Source, problems: Problems) -> Iterator[Item]:
         if isinstance(values, str) or not isinstance(image, str) or not image.strip():
             problems.add(location, values if isinstance(values, str) else f"no image: found {image!r}, expected a path")
             continue
+        if not os.path.isfile(os.path.join(source.root, image)):
+            problems.add(location, f"image {image} is missing")
+            continue
         captions = values.get("captions", values.get("caption")) or []
-        own = {k: v for k, v in values.items() if isinstance(v, str) and v and k not in _COLUMNS and k[0] != "_"}
+        captions = [captions] if isinstance(captions, str) else captions
+        if not isinstance(captions, list) or not all(isinstance(one, str) for one in captions):
+            problems.add(location, f"captions: found {captions!r}, expected a text or a list of texts")
+            captions = []
+        own = {k: v for k, v in values.items() if k and k[0] != "_" and isinstance(v, str) and v and k not in _COLUMNS}
         known = rows.setdefault(str(values.get("id") or image), (image, [], own))
-        known[1].extend(c.strip() for c in ([captions] if isinstance(captions, str) else captions) if str(c).strip())
+        known[1].extend(one.strip() for one in captions if one.strip())
         if known[0] != image:
             problems.add(location, f"id {values.get('id')!r} occurred before, with another image")
     for id, (image, captions, own) in rows.items():
@@ -160,7 +180,7 @@ def _data_items(source: Source, data: PairData) -> list[Item]:
     for i, (id, image) in enumerate(zip(data.image_ids, data.images, strict=True)):
         path = image.path if isinstance(image, FileImage) else None
         name = os.path.relpath(path, source.root) if path else ""
-        stat = _stat_of(path) if path else ""
+        stat = _stat_of(path or Path(image.location.split("!")[0]))
         found.append(Item(source.begin + id, name, stat, image.read_bytes, partial(fields, captions.get(i, []))))
     return found
 
@@ -194,7 +214,7 @@ class Filled:
     def line(self) -> str:
         """In words."""
         counts = {name: getattr(self, name) for name in ("new", "changed", "moved", "unchanged", "deleted")}
-        counts["with captions, tags or a name"] = self.with_texts
+        counts["with captions, tags or a title"] = self.with_texts
         return ", ".join(f"{n:,} {name}" for name, n in counts.items() if n) or "nothing to do"
 
     def to_json(self) -> dict[str, Any]:
@@ -261,7 +281,12 @@ class Filling:
             payload = {**item.fields(data, own), ROOT: str(self.number), STAT: item.stat, DIGEST: digest}
             if item.file and item.file != item.id:
                 payload[FILE] = item.file
-            if item.id not in self.known and (before := gone.pop(digest, "")):
+            if (known := self.known.get(item.id)) is not None:
+                if POINTER in known or known.get(ROOT, payload[ROOT]) != payload[ROOT]:
+                    raise ValueError(f"another image has the id {item.id!r}; rename the file")
+                if known.get(DIGEST) == digest:
+                    return _Read(payload, moved=item.id, notes=own.notes)
+            elif before := gone.pop(digest, ""):
                 return _Read(payload, moved=before, notes=own.notes)
             return _Read(payload, self._prepare(data), notes=own.notes)
         except (ValueError, OSError, MemoryError) as error:
@@ -277,7 +302,9 @@ class Filling:
     def _move(self, item: Item, found: _Read) -> None:
         assert isinstance(self._collection, GaussianCollection), "something was there before"
         self._collection.rename(found.moved, item.id, found.payload)
-        self.done.moved += 1
+        same = found.moved == item.id
+        self.done.changed += same
+        self.done.moved += not same
 
     def _embed(self, batch: Sequence[tuple[Item, _Read]]) -> None:
         """Embed a batch; if it fails, each of its items is tried alone."""
@@ -319,7 +346,8 @@ def index_data(model: Model, data: str, out: Path, store: str = "file:", *, text
     if GaussianCollection.is_one(out):
         return add_data(model, data, out)
     source, problems = named_source(data), Problems()
-    items = list_items(source, file_endings(model.model), problems)
+    endings = file_endings(model.model)
+    items = _some(list_items(source, endings, problems), source, endings, problems)
     with contextlib.ExitStack() as stack:
 
         def create(embeddings: GaussianEmbedding, ids: Sequence[str]) -> GaussianCollection:
@@ -358,7 +386,8 @@ def add_data(model: Model, data: str, out: Path) -> tuple[int, Filled]:
         if number == len(sources):
             source = replace(source, begin=_beginning(source, sources) if len(collection) else "")
             sources.append(source)
-        items = list_items(sources[number], file_endings(model.model), problems)
+        endings = file_endings(model.model)
+        items = _some(list_items(sources[number], endings, problems), source, endings, problems)
         items = [item for item in items if item.file.startswith(below)]
         with collection.filling(_GO_ON):
             collection.keep({"sources": [vars(one) for one in sources]})
@@ -369,7 +398,7 @@ def add_data(model: Model, data: str, out: Path) -> tuple[int, Filled]:
         return len(collection), done
 
 
-def sync_data(model: Model, out: Path) -> tuple[int, Filled]:
+def sync_data(model: Model, out: Path, *, force: bool = False) -> tuple[int, Filled]:
     """Bring a collection in step with its sources: new, changed, moved and deleted files."""
     total, problems = Filled(), Problems()
     with GaussianCollection.open(out, unfinished=True) as collection:
@@ -382,7 +411,13 @@ def sync_data(model: Model, out: Path) -> tuple[int, Filled]:
         left_out = removed - known.keys()  # What was deleted and added again is not.
         listed = [[i for i in list_items(one, endings, problems) if i.id not in left_out] for one in sources]
         there = {item.id for items in listed for item in items}
-        vanished = [i for i, payload in known.items() if i not in there and POINTER not in payload]
+        vanished = _vanished(known, there, sources, problems)
+        n_own, n_new = sum(ROOT in payload for payload in known.values()), len(there - known.keys())
+        if not force and len(vanished) > max(_FEW, _MOST_DELETED * n_own) and 2 * n_new < len(vanished):
+            raise UserError(
+                f"{len(vanished):,} of {n_own:,} images are not in {', '.join(one.root for one in sources)} any more,"
+                " and nothing was changed; if a folder has moved, say so with --images NEW; --force deletes them"
+            )
         gone = {known[i][DIGEST]: i for i in vanished if DIGEST in known[i]}
         with collection.filling(_GO_ON):
             for number, (source, items) in enumerate(zip(sources, listed, strict=True)):
@@ -394,21 +429,39 @@ def sync_data(model: Model, out: Path) -> tuple[int, Filled]:
         return len(collection), total
 
 
+def _vanished(
+    known: Mapping[str, Mapping[str, str]], there: Collection[str], sources: Sequence[Source], problems: Problems
+) -> list[str]:
+    """Items of the sources whose files are gone; not those in a folder that cannot be read, or without an extra."""
+    unseen = {note.location for note in problems.notes}
+    unseen |= {problem.location for problem in problems.items if os.path.isdir(problem.location)}
+    found = []
+    for id, payload in known.items():
+        if id not in there and payload.get(ROOT, "").isdecimal() and int(payload[ROOT]) < len(sources):
+            path = Path(sources[int(payload[ROOT])].root, payload.get(FILE, id))
+            if unseen.isdisjoint(map(str, (path, *path.parents))):
+                found.append(id)
+    return found
+
+
 def _make_collection(folder: Path) -> None:
     """Turn an index into a collection in its place."""
+    folder = folder.resolve()
     new, old = (folder.with_name(f".{folder.name}.{ending}") for ending in ("new", "old"))
-    for leftover in (new, old):
-        shutil.rmtree(leftover, ignore_errors=True)
+    shutil.rmtree(new, ignore_errors=True)
     with contextlib.closing(open_gallery(folder)) as gallery:
         copy_gallery(gallery, new, texts=has_minilm() and gallery.scorer.direction == "t2i").close()
     os.replace(folder, old)
     os.replace(new, folder)
+    for path in list(old.iterdir()):  # What is not of the index stays.
+        if not (path.name in ("manifest.json", ".lock") or path.name.startswith("data-")):
+            os.replace(path, folder / path.name)
     shutil.rmtree(old)
 
 
 def move_sources(folder: Path, moved: Sequence[str]) -> None:
     """Say where the images of an index or a collection are now: NEW for its one folder, or OLD=NEW."""
-    with contextlib.closing(open_gallery(folder)) as gallery:
+    with contextlib.closing(open_gallery(folder, unfinished=True)) as gallery:
         sources, pictures = sources_of(gallery), dict(gallery.metadata.get("pictures") or {})
         roots = list(dict.fromkeys(one.root for one in sources))
         for given in moved:
