@@ -137,7 +137,7 @@ def test_both_stores_stay_in_step(made, tmp_path):
 
 
 def test_what_another_process_has_changed_is_found(made, tmp_path):
-    collection, gallery = made
+    collection, _ = made
     collection.close()
     with GaussianCollection.open(tmp_path / "c") as reader, GaussianCollection.open(tmp_path / "c") as writer:
         assert reader.search(gaussians(1, 5), 1, texts=["lighthouse"])[0][0].id != "new.jpg"
