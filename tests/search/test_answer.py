@@ -42,6 +42,13 @@ def answer(n=3, calibrated=True, query="a <b>dog</b> & cat", found=CLEAR, **valu
     return Answer(query, "csd", calibrated, 0.1, hits, expected_matches=total, verdict=said, **values)
 
 
+def test_many_are_not_said_above_a_doubtful_first_hit():
+    kinds = [verdict(20, p, least=0.5).kind for p in (0.2, 0.39, 0.6)]
+    assert kinds == ["unsure", "unsure", "many"] and verdict(20, 0.39).kind == "many"
+    assert verdict(20, 0.39, least=0.5).text.startswith("No clear match: about 20 may match")
+    assert verdict(4, 0.39, least=0.5).text.startswith("A possible match") and "about 4" in verdict(4, 0.39).text
+
+
 class Page(HTMLParser):
     """The tags, texts and attributes of some HTML."""
 

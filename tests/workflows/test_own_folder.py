@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import shutil
 import tarfile
 
 import pytest
@@ -222,6 +223,10 @@ def test_a_synchronisation_deletes_only_what_is_gone(sfumato, tmp_path):
     draw(tmp_path / "inner", "red")
     assert asked(sfumato, "index", "--data", tmp_path / "inner", "--add", "--out", out)["new"] == 1
     assert {"inner/red.png", "inner-2/red.png"} <= set(ids(out))
+    shutil.rmtree(tmp_path / "inner")
+    status, _, errors = sfumato("index", "--sync", "--out", out)
+    assert status == 2 and f"{tmp_path / 'inner'}=NEW; --force drops" in errors
+    assert asked(sfumato, "index", "--sync", "--force", "--out", out)["deleted"] == 1
 
 
 def test_manifests_and_archives_are_taken_and_added(sfumato, tmp_path):

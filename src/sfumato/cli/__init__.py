@@ -63,8 +63,8 @@ def main() -> None:
     except SystemExit as error:
         if error.code == _INTERRUPTED:
             print(
-                "sfumato: interrupted. No file is incomplete."
-                " The same demo, train, table, adopt, embed or audit --cross-fit continues where it stopped.",
+                "sfumato: interrupted. No file is incomplete. The same demo, train, table, adopt, embed, index --data"
+                " or audit --cross-fit continues where it stopped.",
                 file=sys.stderr,
             )
         raise

@@ -36,8 +36,9 @@ def verdict(
     *,
     unfamiliar: bool = False,
     empty_set: bool = False,
+    least: float = 0.0,
 ) -> Verdict:
-    """Put an answer into words.
+    """Put an answer into words; several matches are said from a probability ``least`` of the first hit.
 
     The limits were chosen on validation data; docs/results/probabilities.md has the precision and the recall of
     "many" and "clear".
@@ -49,13 +50,15 @@ def verdict(
     found = f"the first result is right with a probability of {_percent(best_probability)}"
     if empty_set:
         return Verdict("unsure", f"No clear match: the conformal set is empty; {found}")
-    if expected_matches >= MANY:
+    if expected_matches >= MANY and best_probability >= least:
         return Verdict("many", f"Many matches: about {expected_matches:.0f}")
     if best_probability >= _CLEAR and expected_matches < _SINGLE:
         return Verdict("clear", "One clear match")
     if best_probability < _UNSURE:
         return Verdict("unsure", f"No clear match: {found}")
-    if expected_matches >= _FEW:
+    if expected_matches >= MANY:
+        return Verdict("unsure", f"No clear match: about {expected_matches:.0f} may match, and {found}")
+    if expected_matches >= _FEW and best_probability >= least:
         return Verdict("few", f"A few matches: about {expected_matches:.0f}")
     return Verdict("few", f"A {'likely' if best_probability >= 0.5 else 'possible'} match: {found}")
 

@@ -444,8 +444,8 @@ class Gallery(ABC):
             calibrated, inside = self.calibrated and native[i], sets[i]
             strange, said = unfamiliar is not None and unfamiliar[i] and i not in by_texts, None
             if total is not None and (calibrated or strange or (filter is not None and not hits)):
-                empty = inside is not None and not inside.ids
-                said = verdict(total, best, abstained[i], unfamiliar=strange, empty_set=empty)
+                empty, least = inside is not None and not inside.ids, 0.5 if i in by_texts else 0.0
+                said = verdict(total, best, abstained[i], unfamiliar=strange, empty_set=empty, least=least)
                 if not hits:
                     said = replace(said, text="The gallery is empty" if filter is None else self._no_item(filter))
             answers.append(

@@ -94,8 +94,6 @@ class Item:
 def list_items(source: Source, endings: frozenset[str], problems: Problems) -> list[Item]:
     """The images of a source; nothing but names is read."""
     if source.kind == "folder":
-        if not Path(source.root).is_dir():
-            raise UserError(f"there is no folder {source.root}; if it has moved, say so with --images NEW")
         found = [
             _file_item(source, name, name, {}) for name in image_files(Path(source.root), problems, endings=endings)
         ]
@@ -214,7 +212,7 @@ class Filled:
     def line(self) -> str:
         """In words."""
         counts = {name: getattr(self, name) for name in ("new", "changed", "moved", "unchanged", "deleted")}
-        counts["with captions, tags or a title"] = self.with_texts
+        counts["of these read with captions, tags or a title"] = self.with_texts
         return ", ".join(f"{n:,} {name}" for name, n in counts.items() if n) or "nothing to do"
 
     def to_json(self) -> dict[str, Any]:
@@ -409,7 +407,16 @@ def sync_data(model: Model, out: Path, *, force: bool = False) -> tuple[int, Fil
         scanned = (zip(records.ids, records.payloads, strict=True) for records in collection.store.scan())
         known = {i: payload for pairs in scanned for i, payload in pairs}
         left_out = removed - known.keys()  # What was deleted and added again is not.
-        listed = [[i for i in list_items(one, endings, problems) if i.id not in left_out] for one in sources]
+        missing = [one.root for one in sources if not os.path.isdir(one.root)]
+        if missing and not force:
+            new = "NEW" if len(sources) == 1 else f"{missing[0]}=NEW"
+            raise UserError(
+                f"there is no folder {missing[0]}; if it has moved, add --images {new}; --force drops its images"
+            )
+        listed = [
+            [i for i in list_items(one, endings, problems) if i.id not in left_out] if one.root not in missing else []
+            for one in sources
+        ]
         there = {item.id for items in listed for item in items}
         vanished = _vanished(known, there, sources, problems)
         n_own, n_new = sum(ROOT in payload for payload in known.values()), len(there - known.keys())
