@@ -12,6 +12,7 @@ import hashlib
 import itertools
 import json
 import math
+import os
 import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -106,7 +107,8 @@ class Backbone:
         if self.decode is None:
             return self._features(items)
         parts, n = [items[i : i + _MICRO_BATCH] for i in range(0, len(items), _MICRO_BATCH)], torch.get_num_threads()
-        found = map(self._features, parts) if min(n, len(parts)) == 1 else _workers(n).map(self._features, parts)
+        alone = min(n, len(parts)) == 1
+        found = map(self._features, parts) if alone else _workers(n, os.getpid()).map(self._features, parts)
         return list(itertools.chain.from_iterable(found))
 
     @torch.inference_mode()
@@ -513,15 +515,18 @@ def _decoded(items: Sequence[bytes]) -> list[Image.Image]:
 
 
 @cache
-def _workers(n: int) -> ThreadPoolExecutor:
-    """Threads that compute with one thread each, while all others keep torch's number n: no layer waits for another."""
+def _workers(n: int, process: int) -> ThreadPoolExecutor:
+    """Threads that compute with one thread each, while all others keep torch's number n: no layer waits for another.
+
+    A forked process has none of its parent's threads, so it makes its own.
+    """
     started = threading.Barrier(n + 1)
 
     def begin() -> None:
         torch.set_num_threads(1)
         started.wait()
 
-    pool = ThreadPoolExecutor(n, initializer=begin)
+    pool = ThreadPoolExecutor(n, "sfumato-embed", initializer=begin)
     for _ in range(n):
         pool.submit(int)
     started.wait()
