@@ -560,10 +560,6 @@ class GaussianCollection(Gallery):
             for distance in self._distances(queries[i : i + 1], records)
         ]
 
-    def _found_by(self, query: GaussianEmbedding, ids: Sequence[str]) -> Candidates:
-        records = self.store.get(ids)
-        return _ordered(records.ids, self._distances(query, records)[0], records.uncertainty, records.payloads)
-
     def _with_closest(self, found: Candidates, records: Records) -> Candidates:
         """The candidates with the embedding of the closest, if the probabilities read it."""
         if self.scorer.reference is None or not found.ids:

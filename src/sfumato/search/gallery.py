@@ -22,6 +22,7 @@ from torch.nn import functional
 from sfumato.calibration.calibrator import Calibration, DirectionCalibration
 from sfumato.calibration.conditional import REFERENCE_FEATURES, ReferenceQueries
 from sfumato.calibration.fits import fits_logit
+from sfumato.distances import get_distance
 from sfumato.encoders.minilm import sentence_vectors
 from sfumato.gaussian import GaussianEmbedding, check_finite
 from sfumato.ids import Direction
@@ -321,8 +322,10 @@ class Gallery(ABC):
         """All of the n items that a filter accepts, or a sample of them."""
 
     def _found_by(self, query: GaussianEmbedding, ids: Sequence[str]) -> Candidates:
-        """Items by id with their distances. query (1, d)."""
-        raise NotImplementedError
+        """Items by id with their distances, in no order. query (1, d)."""
+        records = self.get(ids)
+        distance = get_distance(self.distance).matrix(query, records.embeddings)[0]
+        return Candidates(records.ids, distance, records.embeddings.total_variance, records.payloads)
 
     def _image_logit(self, distance: Tensor, usual: Tensor) -> Tensor:
         """(q, c) logits of pairs; of a model that is not calibrated, with the mean and spread that `small` has."""
