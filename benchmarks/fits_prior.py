@@ -1,14 +1,18 @@
-"""Fit the constants of target "fits" (src/sfumato/calibration/fits.py), and say how well they hold.
+"""Fit the constants of target "fits" (src/sfumato/calibration/fits.json), and say how well they hold.
 
-    python benchmarks/fits_prior.py FLICKR8K JUDGEMENTS [--json FILE]
+    python benchmarks/fits_prior.py FLICKR8K JUDGEMENTS [--out FITS_JSON] [--json FILE]
 
 FLICKR8K holds dataset_flickr8k.json, efflite0_224_fp16.npy (n, 1280) and minilm_l6_v2_fp16.npy (5 n, 384). JUDGEMENTS
-holds crowd.csv: image, caption_id, yes, no (Hodosh, Young and Hockenmaier 2013). Sentences: people's verdicts on the
-pairs of half of the judged captions, against the photographs' own captions without the judged one. Words: drawn from
-the captions of three draws of 400 validation photographs, and words that none of these has; a photograph fits a word
-that one of its five captions mentions, and has four captions in the index. Both count alike. The other halves say how
-well the constants hold. The hits are those of all judged captions among all photographs, by the constants of the
-package.
+holds crowd.csv: image, caption_id, yes, no (Hodosh, Young and Hockenmaier 2013).
+
+Sentences: the judged captions #2 of the 1,000 test photographs, which have their other four captions as texts. One half
+fits, the other half tests. A pair is right by the fraction of people who said yes; what nobody judged is unknown.
+Words, and pairs of adjacent words: three draws of 400 photographs of the validation split (fit) and of the test split
+(test), each photograph with four captions; a photograph is right if one of its five captions mentions them.
+
+Every list is shown with all texts, without any, and with texts for a half and for nine tenths of the photographs.
+Absent queries: words that no photograph of a draw has; of a sentence all photographs are left out to which anybody said
+yes, and its own.
 """
 
 import argparse
@@ -16,163 +20,319 @@ import csv
 import json
 import random
 import re
+from collections import Counter
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from own_folder import Split
+from scipy.stats import spearmanr
 from torch import Tensor
+from torch.nn.functional import normalize
 
-from sfumato import load
-from sfumato.calibration.fits import Evidence, fits_logit
-from sfumato.calibration.platt import fit_logistic
+from sfumato.calibration.conditional import LinearLogit, Rows, fit_linear_logit
+from sfumato.calibration.fits import N_NEAR, Evidence, FitsCalibration, FitsLogits, list_features
 from sfumato.distances import get_distance
-from sfumato.encoders.features import RaggedStore
 from sfumato.encoders.minilm import sentence_vectors
-from sfumato.gaussian import GaussianEmbedding
+from sfumato.search.answer import LINE
 from sfumato.search.gallery import REFERENCE_SIZE, Scorer
-from sfumato.search.texts import ItemTexts, word_stems
+from sfumato.search.texts import FUNCTION_WORDS, ItemTexts, word_stems
+
+DRAWS, N_HITS = 3, 10
+PARTS = (0.0, 1.0, 0.5, 0.1)
+"""Fractions of the photographs that have no texts."""
+
+PRESENT, ABSENT, LEAST = 150, 60, 2
+"""Numbers of words of a draw that photographs show and that none shows, and photographs that show a word at least."""
+
+SENTENCES = "sentences"
+ABSENT_HITS, ABSENT_LISTS = 0.05, 0.2
+"""Weight of the lists of absent queries in the fits of hits, and of "nothing"."""
 
 
-class Photographs:
-    """A split of Flickr8k, embedded by the model small."""
+@dataclass(frozen=True, eq=False)
+class Lists:
+    """Queries against photographs."""
 
-    def __init__(self, folder: Path, split: str) -> None:
-        images = json.loads((folder / "dataset_flickr8k.json").read_text("utf-8"))["images"]
-        rows = [i for i, image in enumerate(images) if image["split"] == split]
-        self.model = load("small")
-        self.names = [images[i]["filename"] for i in rows]
-        self.captions = [[sentence["raw"] for sentence in images[i]["sentences"]] for i in rows]
-        store = RaggedStore(
-            np.load(folder / "efflite0_224_fp16.npy")[rows], np.arange(len(rows)), np.ones(len(rows), np.int64)
-        )
-        self.images: GaussianEmbedding = self.model.model.image.embed(store)
-        means = torch.from_numpy(np.load(folder / "minilm_l6_v2_fp16.npy").astype(np.float32)).view(len(images), 5, -1)
-        self.vectors = torch.nn.functional.normalize(means, dim=2)[rows]  # (n, 5, 384)
+    evidence: Evidence
+    yes: Tensor  # (q, n) fraction of people who say yes, nan where unknown
+    absent: Tensor  # (q,) whether nothing fits
 
-    def texts(self, kept: list[list[int]], index: list[int]) -> ItemTexts:
-        """The texts of some photographs: of photograph index[k] its captions kept[k]."""
-        mean = torch.stack([self.vectors[i, own].mean(0) for i, own in zip(index, kept, strict=True)])
-        payloads = [
-            {"captions": "\n".join(self.captions[i][c] for c in own)} for i, own in zip(index, kept, strict=True)
-        ]
-        return ItemTexts.of(torch.nn.functional.normalize(mean, dim=1), payloads)
+    def some(self, queries: Tensor) -> "Lists":
+        """Those of some queries."""
+        known = {name: values[queries] for name, values in vars(self.evidence).items()}
+        return Lists(Evidence(**known), self.yes[queries], self.absent[queries])
 
-    def evidence(self, items: ItemTexts, index: list[int], queries: list[str], vectors: Tensor) -> Evidence:
-        """Of queries and some photographs."""
-        calibration = self.model.calibration
+    def without_texts(self, fraction: float) -> "Lists":
+        """The same with a fraction of the photographs without texts."""
+        n = self.yes.shape[1]
+        order = torch.from_numpy(np.random.default_rng(0).permutation(n))
+        bare = torch.zeros(n, dtype=torch.bool)
+        bare[order[: round(fraction * n)]] = True
+        known = self.evidence
+        changed = {name: getattr(known, name).masked_fill(bare, 0) for name in ("words", "missing")}
+        return replace(self, evidence=replace(known, agreement=known.agreement.masked_fill(bare, torch.nan), **changed))
+
+    def listed(self, pair: Tensor) -> Tensor:
+        """What the lists say, by the logits of their pairs."""
+        return list_features(pair.topk(N_NEAR, dim=1).values, self.evidence.n_words, self.evidence.prior)
+
+
+class Data:
+    """A split with what the lists need."""
+
+    def __init__(self, folder: Path, split: str, prior: Tensor) -> None:
+        self.split, self.prior = Split(folder, split), prior
+        calibration = self.split.model.calibration
         assert calibration is not None
-        scorer = Scorer(calibration.logit_scale, calibration.logit_bias, calibration)
-        distance = get_distance("csd").matrix(self.model.embed_texts(queries), self.images[torch.tensor(index)])
-        return items.evidence(queries, vectors, scorer.pair_logit(distance, REFERENCE_SIZE))
+        self.scorer = Scorer(calibration.logit_scale, calibration.logit_bias, calibration)
 
-
-def judged(data: Photographs, path: Path) -> tuple[Tensor, Tensor, Tensor]:
-    """(q, n, 4) features of the judged captions, (q, n) fractions of yes, nan where nobody judged, (q,) own images."""
-    place, everything = {name: i for i, name in enumerate(data.names)}, list(range(len(data.names)))
-    pairs = [pair for pair in csv.DictReader(path.open(encoding="utf-8")) if pair["image"] in place]
-    asked = sorted({pair["caption_id"] for pair in pairs if pair["caption_id"].split("#")[0] in place})
-    number, yes = {one: q for q, one in enumerate(asked)}, torch.full((len(asked), len(everything)), torch.nan)
-    for pair in pairs:
-        if pair["caption_id"] in number:
-            n_yes, n_no = int(pair["yes"]), int(pair["no"])
-            yes[number[pair["caption_id"]], place[pair["image"]]] = n_yes / (n_yes + n_no)
-    owner = [(place[one.split("#")[0]], int(one.split("#")[1])) for one in asked]
-    queries, vectors = [data.captions[i][c] for i, c in owner], torch.stack([data.vectors[i, c] for i, c in owner])
-    items = data.texts([list(range(5))] * len(everything), everything)
-    features = data.evidence(items, everything, queries, vectors).features()
-    for q, (i, c) in enumerate(owner):  # Its own caption is left out.
-        own = data.texts([[k for k in range(5) if k != c]], [i])
-        image = features[q : q + 1, i : i + 1, 1]
-        features[q, i] = own.evidence([queries[q]], vectors[q : q + 1], image, items.rarity).features()[0, 0]
-    return features, yes, torch.tensor([i for i, _ in owner])
-
-
-def pairs_of(features: Tensor, yes: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(k, 4) features of the judged pairs, (k,) fractions of yes and (k,) numbers of the captions."""
-    query, image = (~yes.isnan()).nonzero(as_tuple=True)
-    return features[query, image], yes[query, image].double(), query
-
-
-def hits(features: Tensor, yes: Tensor, own: Tensor, k: int) -> dict[str, dict[str, float]]:
-    """What is said beside the first k hits, and what people said; the own image of a caption counts as yes."""
-    yes = yes.scatter(1, own.unsqueeze(1), 1.0)
-    n_words, result = 1 / features[:, 0, 3], {}
-    for name, agreement, words in (
-        ("with texts", features[..., 0], features[..., 2]),
-        ("without texts", torch.full_like(yes, torch.nan), torch.zeros_like(yes)),
-    ):
-        logit, place = fits_logit(Evidence(features[..., 1], agreement, words, n_words)).topk(k, dim=1)
-        verdict = yes.gather(1, place)
-        known = ~verdict.isnan()
-        found = quality(logit.sigmoid()[known].double(), verdict[known].double())
-        result[name] = {"judged": float(known.double().mean()), **found}
-    return result
-
-
-def mentioned(data: Photographs, seeds: int = 3) -> tuple[Tensor, Tensor, Tensor]:
-    """The same of single words: whether a caption mentions them."""
-    features, match, number = [], [], []
-    for seed in range(seeds):
-        draw = random.Random(seed).sample(range(len(data.names)), 400)
-        stems = [{stem for caption in data.captions[i] for stem in word_stems(caption)} for i in draw]
-        words = {word for own in data.captions for caption in own for word in re.findall("[a-z]{3,}", caption.lower())}
-        count = {word: sum(word_stems(word)[0] in own for own in stems) for word in sorted(words)}
-        there, absent = (
-            [w for w, n in count.items() if wanted(n)] for wanted in (lambda n: 3 <= n <= 150, lambda n: not n)
+    def evidence(self, index: list[int], kept: list[int], queries: list[str], vectors: Tensor) -> Evidence:
+        """Of queries and some photographs, which have some of their captions."""
+        means = normalize(self.split.vectors[index][:, kept].mean(1), dim=1)
+        items = ItemTexts.of(means, [{"captions": "\n".join(self.split.captions[i][c] for c in kept)} for i in index])
+        distance = get_distance("csd").matrix(
+            self.split.model.embed_texts(queries), self.split.images[torch.tensor(index)]
         )
-        queries = random.Random(seed).sample(there, 150) + random.Random(seed).sample(absent, 40)
-        items = data.texts([list(range(4))] * len(draw), draw)
-        features.append(data.evidence(items, draw, queries, sentence_vectors(queries)).features().flatten(0, 1))
-        match.append(
-            torch.tensor([[float(word_stems(q)[0] in own) for own in stems] for q in queries]).flatten().double()
-        )
-        number.append(torch.arange(len(queries)).repeat_interleave(len(draw)) + 1_000 * seed)
-    return torch.cat(features), torch.cat(match), torch.cat(number)
+        prior = vectors.double() @ self.prior[:-1] + self.prior[-1]
+        return items.evidence(queries, vectors, self.scorer.pair_logit(distance, REFERENCE_SIZE), prior)
+
+    def sentences(self, path: Path) -> tuple[Lists, Tensor]:
+        """The judged captions #2, and (q,) their own photographs."""
+        place, everything = {name: i for i, name in enumerate(self.split.files)}, list(range(len(self.split.files)))
+        pairs = [pair for pair in csv.DictReader(path.open(encoding="utf-8")) if pair["image"] in place]
+        asked = sorted({p["caption_id"].split("#")[0] for p in pairs if p["caption_id"].endswith("#2")} & set(place))
+        row, yes = {name: q for q, name in enumerate(asked)}, torch.full((len(asked), len(everything)), torch.nan)
+        for pair in pairs:
+            name, number = pair["caption_id"].split("#")
+            if number == "2" and name in row:
+                n_yes = int(pair["yes"])
+                yes[row[name], place[pair["image"]]] = n_yes / (n_yes + int(pair["no"]))
+        own = torch.tensor([place[name] for name in asked])
+        queries = [self.split.captions[i][2] for i in own.tolist()]
+        known = self.evidence(everything, [0, 1, 3, 4], queries, self.split.vectors[own, 2])
+        return Lists(known, yes.double(), torch.zeros(len(asked), dtype=torch.bool)), own
+
+    def words(self, length: int, known_words: list[str]) -> Lists:
+        """Words that photographs mention and words that none does, of three draws."""
+        found = []
+        for seed in range(DRAWS):
+            draw = random.Random(seed).sample(range(len(self.split.files)), 400)
+            stems = [set[str]().union(*self.split.stems[i]) for i in draw]
+            there, none = dict[str, list[bool]](), dict[str, list[bool]]()
+            for query in random.Random(seed).sample(known_words, len(known_words)):
+                mentioned = [set(word_stems(query)) <= own for own in stems]
+                if sum(mentioned) >= LEAST and len(there) < PRESENT:
+                    there[query] = mentioned
+                elif not any(mentioned) and len(none) < ABSENT:
+                    none[query] = mentioned
+            asked = there | none
+            known = self.evidence(draw, [0, 1, 2, 3], list(asked), sentence_vectors(list(asked)))
+            yes = torch.tensor(list(asked.values())).double()
+            found.append(Lists(known, yes, ~yes.any(1)))
+        columns = [vars(one.evidence) for one in found]
+        together = Evidence(**{name: torch.cat([one[name] for one in columns]) for name in columns[0]})
+        return Lists(together, torch.cat([one.yes for one in found]), torch.cat([one.absent for one in found]))
 
 
-def first_half(number: Tensor) -> Tensor:
-    """The rows of a random half of the queries."""
-    distinct = number.unique()
-    chosen = distinct[torch.from_numpy(np.random.default_rng(0).permutation(len(distinct))[: len(distinct) // 2])]
-    return torch.isin(number, chosen)
+def grams(caption: str, length: int) -> set[str]:
+    """The words of three letters and more of a caption, or pairs of adjacent ones, that are no function words."""
+    words = re.findall("[a-z]+", caption.lower())
+    groups = [words[i : i + length] for i in range(len(words) - length + 1)]
+    return {" ".join(g) for g in groups if all(len(word) > 2 and word not in FUNCTION_WORDS for word in g)}
+
+
+def absent(lists: Lists, own: Tensor) -> Lists:
+    """The lists without their own photographs and those to which anybody said yes."""
+    fits = (lists.yes > 0) | (torch.arange(lists.yes.shape[1]) == own.unsqueeze(1))
+    image = lists.evidence.image.masked_fill(fits, -60)
+    known = replace(
+        lists.evidence,
+        image=image,
+        agreement=torch.where(fits & ~lists.evidence.agreement.isnan(), -1.0, lists.evidence.agreement),
+        words=lists.evidence.words.masked_fill(fits, 0),
+    )
+    return Lists(known, lists.yes.masked_fill(fits, torch.nan), torch.ones_like(lists.absent))
+
+
+def query_prior(folder: Path) -> tuple[Tensor, float]:
+    """(385,) ridge regression from a query's sentence embedding to the log frequency of its mentions in the training
+    split, and its cross-fitted Spearman correlation."""
+    images = json.loads((folder / "dataset_flickr8k.json").read_text("utf-8"))["images"]
+    captions = [[one["raw"] for one in image["sentences"]] for image in images if image["split"] == "train"]
+    count = Counter(g for own in captions for g in {g for c in own for n in (1, 2) for g in grams(c, n)})
+    asked = sorted(g for g, n in count.items() if n > 1)
+    asked = [g for g in asked if " " not in g] + random.Random(0).sample([g for g in asked if " " in g], 4000)
+    y = torch.tensor([count[g] / len(captions) for g in asked], dtype=torch.float64).log()
+    x = torch.cat([sentence_vectors(asked).double(), torch.ones(len(asked), 1, dtype=torch.float64)], dim=1)
+
+    def fit(x: Tensor, y: Tensor) -> Tensor:
+        ridge = torch.diag(torch.cat([torch.full((x.shape[1] - 1,), 1.0), torch.zeros(1)])).double()
+        found: Tensor = torch.linalg.solve(x.T @ x + ridge, x.T @ y)
+        return found
+
+    fold = torch.from_numpy(np.random.default_rng(0).integers(0, 5, len(y)))
+    guess = torch.empty_like(y)
+    for f in range(5):
+        guess[fold == f] = x[fold == f] @ fit(x[fold != f], y[fold != f])
+    return fit(x, y), float(spearmanr(guess, y).statistic)
+
+
+def fitted(rows: list[Rows]) -> LinearLogit:
+    """A logit with rounded numbers."""
+    found = fit_linear_logit(rows)
+    assert found is not None
+    slope, bias, *lists = found
+    return LinearLogit(round(slope, 4), round(bias, 4), *(tuple(round(v, 4) for v in values) for values in lists))
+
+
+def present_and_absent(lists: Lists, own: Tensor | None) -> list[Lists]:
+    """The lists of queries that something fits, and of others. own: the photographs of sentences."""
+    if own is not None:
+        return [lists, absent(lists, own)]
+    return [lists.some(~lists.absent), lists.some(lists.absent)]
+
+
+def fit(both: Lists, own: Tensor | None) -> FitsLogits:
+    """The constants of one kind of queries."""
+    known = ~both.yes.isnan()
+    image, features, y = (values[known] for values in (both.evidence.image, both.evidence.features(), both.yes))
+    pairs = [fitted([(torch.cat([image.double().unsqueeze(1), some], 1), y, torch.ones_like(y))])
+             for some in (features, features[:, -2:])]  # fmt: skip
+    found = FitsLogits(pairs[0], pairs[1], *[pairs[0]] * 3)  # The last three follow.
+    with_texts, without, nothing = list[Rows](), list[Rows](), list[Rows]()
+    for some in present_and_absent(both, own):
+        gone = bool(some.absent.all())
+        for lists in map(some.without_texts, PARTS):
+            pair = found.of_pairs(lists.evidence)
+            listed = lists.listed(pair)
+            top, place = pair.topk(N_HITS, dim=1)
+            x = torch.cat([top.unsqueeze(2), listed.unsqueeze(1).expand(-1, N_HITS, -1)], 2)
+            y, has = lists.yes.gather(1, place), lists.evidence.has_texts.gather(1, place)
+            known, w = ~y.isnan(), (1 / torch.arange(1, N_HITS + 1).double()).expand_as(y)
+            w = w * (ABSENT_HITS if gone else 1 - ABSENT_HITS) / w[known].sum()
+            for rows, use in ((with_texts, known & has), (without, known & ~has)):
+                rows.append((x[use], y[use], w[use]))
+            w = torch.full((len(listed),), (ABSENT_LISTS if gone else 1 - ABSENT_LISTS) / len(listed)).double()
+            nothing.append((torch.cat([-listed[:, :1], listed[:, 1:]], 1), lists.absent.double(), w))
+    return FitsLogits(pairs[0], pairs[1], fitted(with_texts), fitted(without), fitted(nothing))
+
+
+def said(found: FitsLogits, lists: Lists) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Probabilities of the best N_HITS of each list, what people said, their places, and that nothing fits."""
+    pair = found.of_pairs(lists.evidence)
+    listed = lists.listed(pair)
+    p, place = found.of_hits(pair, lists.evidence.has_texts, listed).sigmoid().topk(N_HITS, dim=1)
+    return p, lists.yes.gather(1, place), place, torch.minimum(found.of_nothing(listed).sigmoid(), 1 - p[:, 0])
 
 
 def quality(probability: Tensor, match: Tensor) -> dict[str, float]:
-    """Mean, rate, calibration error in ten equally full bins, and AUROC of more than half of the people."""
-    bins = torch.tensor_split(probability.argsort(), 10)
-    error = sum(float((probability[b].mean() - match[b].mean()).abs()) * len(b) for b in bins) / len(match)
-    positive, order = match > 0.5, probability.argsort().argsort().double()
+    """Mean, rate, calibration error in ten equally full bins, that of perfect probabilities, and AUROC of more than
+    half of the people, of known hits."""
+    known = ~match.isnan()
+    p, y = probability[known].double(), match[known].double()
+    bins = torch.tensor_split(p.argsort(), 10)
+
+    def error(y: Tensor) -> float:
+        return sum(float((p[b].mean() - y[b].mean()).abs()) * len(b) for b in bins if len(b)) / len(y)
+
+    generator = torch.Generator().manual_seed(0)
+    perfect = [error(torch.bernoulli(p, generator=generator)) for _ in range(50)]
+    positive, order = y > 0.5, p.argsort().argsort().double()
     n, rest = int(positive.sum()), int((~positive).sum())
-    auroc = (float(order[positive].sum()) - n * (n - 1) / 2) / (n * rest)
-    return {"said": float(probability.mean()), "right": float(match.mean()), "error": error, "auroc": auroc}
+    return {
+        "n": len(y),
+        "judged": float(known.double().mean()),
+        "said": float(p.mean()),
+        "right": float(y.mean()),
+        "error": error(y),
+        "perfect": sum(perfect) / len(perfect),
+        "auroc": (float(order[positive].sum()) - n * (n - 1) / 2) / (n * rest) if n and rest else 1.0,
+    }
+
+
+def tested(found: FitsLogits, both: Lists, own: Tensor | None) -> dict[str, Any]:
+    """How well it holds for other queries, by the fraction of photographs with texts."""
+    result: dict[str, Any] = {}
+    here, gone = present_and_absent(both, own)
+    for part in PARTS:
+        p, y, place, nothing = said(found, here.without_texts(part))
+        q, _, _, none = said(found, gone.without_texts(part))
+        result[f"{1 - part:.0%} with texts"] = values = {
+            "hit 1": quality(p[:, 0], y[:, 0]),
+            "hits 1 to 10": quality(p, y),
+            "nothing said wrongly": float((nothing >= LINE).double().mean()),
+            "absent, hit 1 said": float(q[:, 0].mean()),
+            "absent, at least one half": float((q[:, 0] >= LINE).double().mean()),
+            "absent, nothing said": float((none >= LINE).double().mean()),
+        }
+        if own is not None:
+            values["listed first"] = float((place[:, 0] == own).double().mean())
+            for few, most in ((1, 5), (6, 7), (8, 99)):
+                of = (here.evidence.n_words >= few) & (here.evidence.n_words <= most)
+                values[f"hit 1, {few} to {most} words"] = quality(p[of, 0], y[of, 0])
+    return result
+
+
+def others(data: Data, lists: Lists, own: Tensor) -> dict[str, dict[str, float]]:
+    """People's yes at hit 1 and the listed first hits of searches that cost a user less."""
+    import bm25s
+
+    kept = [0, 1, 3, 4]
+    cosines = torch.einsum("qd,ncd->qnc", data.split.vectors[own, 2], data.split.vectors[:, kept])
+    engine = bm25s.BM25()
+    captions = [[stem for c in kept for stem in word_stems(one[c])] for one in data.split.captions]
+    engine.index(captions, show_progress=False)
+    queries = [word_stems(data.split.captions[i][2]) for i in own.tolist()]
+    words = torch.from_numpy(np.stack([engine.get_scores(query) for query in queries]))
+    minilm = cosines.amax(2) + cosines.mean(2)
+    ranks = [(-score).argsort(1).argsort(1).double() for score in (minilm, words)]
+    fused = 1 / (60 + ranks[0]) + 1 / (60 + ranks[1])
+    scores = {"MiniLM on captions": minilm, "BM25": words, "rank fusion": fused, "image": lists.evidence.image}
+    found = {}
+    for name, score in scores.items():
+        first = score.argmax(1)
+        yes = lists.yes.gather(1, first.unsqueeze(1))[:, 0]
+        listed = float((first == own).double().mean())
+        found[name] = {"people's yes": float(yes[~yes.isnan()].mean()), "listed first": listed}
+    return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("flickr8k", type=Path)
     parser.add_argument("judgements", type=Path)
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--out", type=Path, help="where the constants go")
+    parser.add_argument("--json", type=Path, help="where the figures go")
     given = parser.parse_args()
-    features, yes, own = judged(Photographs(given.flickr8k, "test"), given.judgements / "crowd.csv")
-    sets = {"sentences": pairs_of(features, yes)}
-    sets["words"] = mentioned(Photographs(given.flickr8k, "val"))
-    result: dict[str, Any] = {}
-    for name, columns in {"with texts": [0, 1, 2, 3], "without texts": [1, 3]}.items():
-        parts = [(f[half][:, columns], y[half], torch.full((int(half.sum()),), 1.0 / float(half.sum())))
-                 for f, y, number in sets.values() for half in [first_half(number)]]  # fmt: skip
-        weight, bias = fit_logistic(*(torch.cat(c) for c in list(zip(*parts, strict=True))[:2]),
-                                    weight=torch.cat([part[2] for part in parts]))  # fmt: skip
-        result[name] = {"weights": [round(float(w), 2) for w in weight], "bias": round(bias, 2)}
-        for kind, (f, y, number) in sets.items():
-            rest = ~first_half(number)
-            result[name][kind] = quality(torch.sigmoid(f[rest][:, columns].double() @ weight + bias), y[rest])
-        print(name, json.dumps(result[name]))
-    for k in (1, 10):
-        result[f"hits 1 to {k}"] = hits(features, yes, own, k)
-        print("hits 1 to", k, json.dumps(result[f"hits 1 to {k}"]))
-    if given.json:
-        given.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    prior, spearman = query_prior(given.flickr8k)
+    val, test = (Data(given.flickr8k, split, prior) for split in ("val", "test"))
+    sentences, own = test.sentences(given.judgements / "crowd.csv")
+    captions = [caption for data in (val, test) for of_one in data.split.captions for caption in of_one]
+    known_words = {
+        name: sorted({g for c in captions for g in grams(c, n)}) for n, name in ((1, "words"), (2, "two words"))
+    }
+    order = torch.from_numpy(np.random.default_rng(0).permutation(len(own)))
+    a, b = order[: len(own) // 2], order[len(own) // 2 :]
+    sets, tests = (
+        {
+            **{name: data.words(n, known_words[name]) for n, name in enumerate(known_words, 1)},
+            SENTENCES: sentences.some(half),
+        }
+        for half, data in ((a, val), (b, test))
+    )
+    logits = {name: fit(lists, own[a] if name == SENTENCES else None) for name, lists in sets.items()}
+    found = FitsCalibration(tuple(logits.values()), tuple(round(v, 4) for v in prior.tolist()))
+    result: dict[str, Any] = {"prior, Spearman": spearman}
+    for name, lists in tests.items():
+        result[name] = tested(logits[name], lists, own[b] if name == SENTENCES else None)
+    result["others"] = others(test, tests["sentences"], own[b])
+    print(json.dumps(result, indent=1))
+    for path, values in ((given.json, result), (given.out, found.to_json())):
+        if path:
+            path.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

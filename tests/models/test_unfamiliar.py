@@ -5,16 +5,18 @@ import shutil
 
 import numpy as np
 import pytest
+import torch
 
 from sfumato.data.emoji import load_emoji
 from sfumato.encoders.dual import piece_counter
 from sfumato.encoders.frozen import text_backbone
 from sfumato.encoders.processors import TokenProcessor, train_tokenizer
 from sfumato.errors import UserError
+from sfumato.gaussian import GaussianEmbedding
 from sfumato.metrics.selective import auroc
 from sfumato.models.run import WORDS, load_model, load_run
 from sfumato.models.unfamiliar import UnfamiliarTexts, nonsense
-from sfumato.search.answer import verdict
+from sfumato.search.index import GaussianIndex
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +70,11 @@ def test_few_texts_are_refused():
 
 
 def test_a_verdict_says_it_first():
-    found = verdict(40.0, 0.9, True, unfamiliar=True)
+    embeddings = GaussianEmbedding(torch.zeros(3, 2), torch.zeros(3, 2))
+    index = GaussianIndex.build(embeddings, ["a", "b", "c"])
+    answers = index.search(embeddings[:2], 1, expected=True, unfamiliar=[False, True])
+    assert answers[0].verdict is None
+    found = answers[1].verdict
     assert found.kind == "unfamiliar" and found.text == "The model hardly knows these words: the results are guesses"
 
 

@@ -17,7 +17,7 @@ import sfumato
 from sfumato.data.images import MemoryImage
 from sfumato.errors import UserError
 from sfumato.reports.tables import print_search
-from sfumato.search.answer import Answer, Hit, verdict
+from sfumato.search.answer import UNFAMILIAR, Answer, Hit, Verdict, fits_verdict, verdict
 
 pyplot = Lazy("matplotlib.pyplot", "the extra report is not installed")
 
@@ -42,11 +42,28 @@ def answer(n=3, calibrated=True, query="a <b>dog</b> & cat", found=CLEAR, **valu
     return Answer(query, "csd", calibrated, 0.1, hits, expected_matches=total, verdict=said, **values)
 
 
-def test_many_are_not_said_above_a_doubtful_first_hit():
-    kinds = [verdict(20, p, least=0.5).kind for p in (0.2, 0.39, 0.6)]
-    assert kinds == ["unsure", "unsure", "many"] and verdict(20, 0.39).kind == "many"
-    assert verdict(20, 0.39, least=0.5).text.startswith("No clear match: about 20 may match")
-    assert verdict(4, 0.39, least=0.5).text.startswith("A possible match") and "about 4" in verdict(4, 0.39).text
+@pytest.mark.parametrize(
+    "probabilities, expected, nothing, kind, said",
+    [
+        ([0.9, 0.8, 0.6, 0.2], 12.3, 0.1, "many", "Many matches: about 12; 2 of the 3 results above 50% are right"),
+        ([0.9, 0.2], 12.3, 0.1, "many", "Many matches: about 12"),
+        ([0.9, 0.8], 3.0, 0.0, "few", "A few matches: about 3; 2 of the 2 results above 50% are right"),
+        ([0.9, 0.8], 1.9, 0.0, "clear", "One clear match"),
+        ([0.7, 0.1], 1.2, 0.0, "few", "A likely match: the first result is right with a probability of 70%"),
+        ([0.9], 2.5, 0.0, "few", "A likely match: the first result is right with a probability of 90%"),
+        ([0.49, 0.4], 30.0, 0.4, "unsure", "No likely match: the first result is right with a probability of 49%"),
+        ([0.1], 0.2, 0.5, "nothing", "Nothing here shows this"),
+        ([0.5], 0.7, 0.5, "few", "A likely match: the first result is right with a probability of 50%"),
+    ],
+)
+def test_what_is_said_of_a_list(probabilities, expected, nothing, kind, said):
+    assert fits_verdict(probabilities, expected, nothing) == Verdict(kind, said)
+
+
+def test_hidden_hits_are_counted():
+    part = answer(4).above(0.4)
+    assert [hit.rank for hit in part] == [1, 2] and part.hidden == 2 and part.to_json()["hidden"] == 2
+    assert answer(4).above(None).hidden == 0
 
 
 class Page(HTMLParser):
@@ -96,7 +113,7 @@ def test_an_answer_is_a_few_lines():
     assert lines[1] == "   90.0%  csd 0.5000  <i>0.png" and lines[2].endswith('<i>1.png  a "label" <x>')
     assert "%" not in "".join(repr(answer(calibrated=False)).splitlines()[1:])
     assert answer(found=verdict(38.2, 0.9)).sentence == "Many matches: about 38", "the number stands there already"
-    assert "expected" not in answer(found=verdict(1.6, 0.9, unfamiliar=True)).sentence, "guesses have no number"
+    assert "expected" not in answer(found=UNFAMILIAR).sentence, "guesses have no number"
 
 
 @pytest.mark.parametrize("calibrated", [True, False])
@@ -105,7 +122,7 @@ def test_plain_values_have_no_probabilities_that_are_not_calibrated(calibrated, 
     assert (values["verdict"], values["expected_matches"]) == (("One clear match", 1.6) if calibrated else (None, None))
     given = [hit["match_probability"] for hit in values["hits"] + values["conformal_set"]]
     assert given == ([0.9, 0.45, 0.3, 0.9] if calibrated else [None] * 4)
-    strange = answer(calibrated=calibrated, found=verdict(1.6, 0.9, unfamiliar=True))
+    strange = answer(calibrated=calibrated, found=UNFAMILIAR)
     assert "hardly knows" in strange.to_json()["verdict"] and strange.sentence == strange.to_json()["verdict"]
     print_search(strange.to_json())
     lines = capsys.readouterr().out

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from sfumato.calibration.calibrator import Calibration
-from sfumato.calibration.fits import WITH_TEXTS, WITH_TEXTS_BIAS, WITHOUT_TEXTS, WITHOUT_TEXTS_BIAS
+from sfumato.calibration.fits import FitsCalibration
 from sfumato.calibration.query_scores import QueryScores
 from sfumato.distances import csd_matrix
 from sfumato.gaussian import GaussianEmbedding
@@ -46,40 +46,57 @@ def made(tmp_path):
         yield collection, gallery
 
 
+def linear(of, logit, values):
+    """The value of a LinearLogit, number by number."""
+    inside = [min(max(v, low), high) for v, low, high in zip(values, of["low"], of["high"], strict=True)]
+    return of["slope"] * logit + of["intercept"] + sum(w * v for w, v in zip(of["weights"], inside, strict=True))
+
+
 def by_loops(collection, gallery, query, text, neutral=False):
-    """Items with their probabilities, the most probable first, by the formulas of the guide."""
+    """Items with logits of the pairs, those of the hits, the best first, and that of nothing: the guide's formulas."""
     (vector,) = text_vectors([{"title": text}])
-    own, all_stems = payloads(gallery.n), []
-    for payload in own:
-        all_stems.append(set(word_stems(item_words(payload))))
+    own, constants, n_words = payloads(gallery.n), FitsCalibration.packaged().to_json(), len(word_stems(text))
+    of = constants["lengths"][min(n_words, 3) - 1]
+    prior = sum(w * float(v) for w, v in zip(constants["prior"][:-1], vector, strict=True)) + constants["prior"][-1]
+    all_stems = [set(word_stems(item_words(payload))) for payload in own]
     weight = {s: math.log((len(own) + 1) / (sum(s in has for has in all_stems) + 0.5)) for s in word_stems(text)}
-    rows = []
     images = collection.scorer.pair_logit(csd_matrix(query, gallery)[0], 1_000).tolist()
+    pairs = []
     for i, payload in enumerate(own):
-        image, n = sum(images) / len(images) if neutral else images[i], len(weight)
+        image = sum(images) / len(images) if neutral else images[i]
+        words = sum(w for s, w in weight.items() if s in all_stems[i]) / sum(weight.values())
+        missing = max((w for s, w in weight.items() if s not in all_stems[i]), default=0)
         if texts := item_texts(payload):
             mean = torch.stack([text_vectors([{"title": one}])[0] for one in texts]).mean(0)
-            words = sum(w for s, w in weight.items() if s in all_stems[i]) / sum(weight.values()) / n
             cosine = float(vector @ mean / mean.norm())
-            values = (cosine, image, words, 1 / n)
-            logit = WITH_TEXTS_BIAS + sum(a * b for a, b in zip(WITH_TEXTS, values, strict=True))
+            values = (cosine, words, float(missing == 0), missing, 1 / n_words, prior)
+            pairs.append(linear(of["pair_with"], image, values))
         else:
-            words = sum(w for s, w in weight.items() if s in all_stems[i]) / sum(weight.values()) / n
-            values = (image, words, 1 / n)
-            logit = WITHOUT_TEXTS_BIAS + sum(a * b for a, b in zip(WITHOUT_TEXTS, values, strict=True))
-        rows.append((1 / (1 + math.exp(-logit)), f"{i:02}.jpg"))
-    return sorted(rows, key=lambda row: (-row[0], row[1]))
+            names = of["pair_with"]["weights"][1] * words / 2
+            pairs.append(linear(of["pair_without"], image, (1 / n_words, prior)) + names)
+    best = sorted(pairs, reverse=True)[:50]
+    expected = math.log(sum(1 / (1 + math.exp(-z)) for z in best))
+    listed = (min(best[0] - best[1], 5), expected, 1 / n_words, prior)
+    hits = [
+        linear(of["hit_with" if item_texts(p) else "hit_without"], z, (best[0], *listed))
+        for p, z in zip(own, pairs, strict=True)
+    ]
+    found = sorted((-z, f"{i:02}.jpg") for i, z in enumerate(hits))
+    return pairs, [(1 / (1 + math.exp(z)), i) for z, i in found], linear(of["nothing"], -best[0], listed)
 
 
-@pytest.mark.parametrize("text", ["a dog", "bicycles in the snow", "zebra"])
+@pytest.mark.parametrize("text", ["a dog", "bicycles in the snow", "zebra", "a cat asleep on a red sofa"])
 def test_order_and_probabilities_are_those_of_the_formula(made, text):
     collection, gallery = made
     query = gaussians(1, 5)
     (answer,) = collection.search(query, 20, texts=[text], expected=True)
-    expected = by_loops(collection, gallery, query, text)
+    _, expected, nothing = by_loops(collection, gallery, query, text)
     assert answer.target == "fits" and [hit.id for hit in answer] == [i for _, i in expected[:20]]
     assert [hit.match_probability for hit in answer] == pytest.approx([p for p, _ in expected[:20]], rel=2e-4)
     assert answer.expected_matches == pytest.approx(sum(p for p, _ in expected), rel=2e-4)
+    assert answer.nothing_probability == pytest.approx(
+        min(1 / (1 + math.exp(-nothing)), 1 - answer.best_probability), rel=2e-4
+    )
     assert [h.distance for h in answer] == pytest.approx(
         [float(csd_matrix(query, gallery[int(h.id[:2]) : int(h.id[:2]) + 1])) for h in answer], rel=1e-4
     )
@@ -89,10 +106,11 @@ def test_items_whose_texts_fit_an_unwanted_text_fall_back(made):
     collection, gallery = made
     query, asked = gaussians(1, 5), TextQuery("a photo", ("day",), ("dog", "snow"))
     (answer,) = collection.search(query, 60, texts=[asked], native=[False])
-    wanted = {i: p for p, i in by_loops(collection, gallery, query, "a photo day")}
+    wanted = {i: p for p, i in by_loops(collection, gallery, query, "a photo day")[1]}
     for text in asked.without:
-        for p, i in by_loops(collection, gallery, query, text, neutral=True):
-            wanted[i] *= 1 - p if item_texts(payloads(60)[int(i[:2])]) else 1
+        pairs = by_loops(collection, gallery, query, text, neutral=True)[0]
+        for i, payload in enumerate(payloads(60)):
+            wanted[f"{i:02}.jpg"] *= 1 / (1 + math.exp(pairs[i])) if item_texts(payload) else 1
     assert [hit.match_probability for hit in answer] == pytest.approx([wanted[hit.id] for hit in answer], rel=2e-3)
     assert [hit.id for hit in answer] == sorted(wanted, key=lambda i: (-wanted[i], i)) and not answer.calibrated
 

@@ -117,7 +117,7 @@ class NearestItems:
     reference: Tensor | None = None
 
 
-_Rows = tuple[Tensor, Tensor, Tensor]
+Rows = tuple[Tensor, Tensor, Tensor]
 """(k, 1 + f) another logit and features, (k,) labels and (k,) weights of hits."""
 
 
@@ -166,7 +166,7 @@ class ConditionalLogits(LinearLogit):
         if n_queries < _MIN_QUERIES or not found:
             raise ValueError(f"ConditionalLogits: needs {_MIN_QUERIES} held-out queries, got {n_queries}")
         sizes = [items.n_gallery for items in found]
-        rows: list[_Rows] = []
+        rows: list[Rows] = []
         for items in found:
             q, k = items.logit.shape
             logit = items.logit.double()
@@ -175,7 +175,7 @@ class ConditionalLogits(LinearLogit):
             weights = (rank / rank.sum() / q / sizes.count(items.n_gallery)).repeat(q)
             x = torch.cat([logit.unsqueeze(2), features], dim=2)
             rows.append((x.flatten(0, 1), items.match.double().flatten(), weights))
-        if (fitted := _fitted(rows)) is None:
+        if (fitted := fit_linear_logit(rows)) is None:
             raise ValueError("ConditionalLogits: needs matches and other items among the nearest, got only one kind")
         if not fitted[0] > 0:
             raise ValueError(f"ConditionalLogits: the slope of the match logit must be positive, got {fitted[0]:.4g}")
@@ -234,14 +234,14 @@ class FirstHit(LinearLogit):
     def fit(cls, by_nearest: ConditionalLogits, galleries: Sequence[NearestItems]) -> "FirstHit | None":
         """Fit on the first hits, all sizes of the gallery with the same weight."""
         sizes = [items.n_gallery for items in galleries]
-        rows: list[_Rows] = []
+        rows: list[Rows] = []
         for items in galleries:
             if items.reference is None:
                 return None
             logit = by_nearest.logit(items.logit[:, :1], items.logit, items.n_gallery)
             weights = torch.full((len(logit),), 1 / len(logit) / sizes.count(items.n_gallery), dtype=torch.float64)
             rows.append((torch.cat([logit, items.reference.double()], dim=1), items.match[:, 0].double(), weights))
-        fitted = _fitted(rows)
+        fitted = fit_linear_logit(rows)
         return cls(*fitted) if fitted is not None and fitted[0] > 0 else None
 
     def logit(self, by_nearest: Tensor, reference: Tensor) -> Tensor:
@@ -252,7 +252,7 @@ class FirstHit(LinearLogit):
 _Numbers = tuple[float, ...]
 
 
-def _fitted(rows: list[_Rows]) -> tuple[float, float, _Numbers, _Numbers, _Numbers] | None:
+def fit_linear_logit(rows: list[Rows]) -> tuple[float, float, _Numbers, _Numbers, _Numbers] | None:
     """The numbers of a :class:`LinearLogit`; None without two kinds of hits. Rows that are not finite do not count."""
     x, y, w = (torch.cat(parts) for parts in zip(*rows, strict=True))
     finite = x.isfinite().all(1)

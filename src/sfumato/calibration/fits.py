@@ -1,14 +1,43 @@
 """The probability of target "fits": a person would say that the text describes the image.
 
-It is a logistic function of a few numbers about a query and an item. The constants were fitted once: on people's
-verdicts about sentences (Hodosh, Young and Hockenmaier 2013, Flickr8k), and, for single words, on whether captions
-mention the word. benchmarks/fits_prior.py fits them; docs/results/own-photographs.md says how well they hold.
+It has two steps, each a logistic function of a few numbers. The first is of a pair: what the image and the item's texts
+say about the query. The second is of a hit: the same pair means more where it is the best of its list by far, and less
+where a whole list fits a little. A third function says that nothing in the gallery fits.
+
+One word, two words and a sentence are different questions, so each has its constants: a word is there or not, and a
+sentence may be said in other words.
+
+The constants lie in fits.json. They were fitted once: on people's verdicts about sentences (Hodosh, Young and
+Hockenmaier 2013, Flickr8k), and, for words, on whether captions mention them. benchmarks/fits_prior.py fits them, and
+docs/results/people.md says how well they hold.
 """
 
-from dataclasses import dataclass
+import functools
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from importlib.resources import files
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from sfumato.calibration.conditional import LinearLogit
+
+N_NEAR = 50
+"""Number of a query's best items that its list consists of."""
+
+_MAX_GAP = 5.0
+_NAMES = 0.5
+
+PAIR_FEATURES = ("agreement", "words", "all words", "missing", "one over words", "prior")
+"""What the logit of a pair reads beside that of its distance; without texts the last two alone."""
+
+LIST_FEATURES = ("gap", "log expected", "one over words", "prior")
+"""What the logits of hits, and of nothing, read beside that of the pair, or of the best pair, and that of the best."""
+
+LENGTHS = (1, 2, 3)
+"""Numbers of words of the queries that have constants of their own; the last is of longer ones, too."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -17,26 +46,106 @@ class Evidence:
 
     image: Tensor  # (q, c) logit that a random pair at their distance is a listed match
     agreement: Tensor  # (q, c) cosine of the query with the mean of the item's texts; nan for an item without texts
-    words: Tensor  # (q, c) fraction of the query's words that the texts have, weighed by rarity; over their number
+    words: Tensor  # (q, c) fraction of the query's words that the texts have, weighed by rarity
+    missing: Tensor  # (q, c) rarity of the rarest word that the texts do not have; 0 if they have all
     n_words: Tensor  # (q,) number of the query's words, at least 1
+    prior: Tensor  # (q,) log of the fraction of images that such a query fits elsewhere
+
+    @property
+    def has_texts(self) -> Tensor:
+        """(q, c) whether an item has texts."""
+        return ~self.agreement.isnan()
 
     def features(self) -> Tensor:
-        """(q, c, 4) agreement, image, words, and one over the number of words."""
-        one_over = (1 / self.n_words).unsqueeze(1).expand_as(self.image)
-        return torch.stack([self.agreement, self.image, self.words, one_over], dim=2)
+        """(q, c, 6) PAIR_FEATURES."""
+        by_query = (values.unsqueeze(1).expand_as(self.image) for values in (1 / self.n_words, self.prior))
+        columns = (self.agreement.nan_to_num(), self.words, self.missing == 0, self.missing, *by_query)
+        return torch.stack([column.double() for column in columns], dim=2)
 
 
-WITH_TEXTS, WITH_TEXTS_BIAS = (6.52, 0.22, 8.37, 0.55), -4.78
-"""Weights of the features of an item with texts."""
+def list_features(near: Tensor, n_words: Tensor, prior: Tensor) -> Tensor:
+    """(q, 5) the best logit and LIST_FEATURES of the best items of each query. near (q, k) descending, k at least 1."""
+    near = near.double()
+    first, expected = near[:, 0], near.sigmoid().sum(1).clamp_min(1e-12).log()
+    gap = first - near[:, 1] if near.shape[1] > 1 else torch.full_like(first, _MAX_GAP)
+    return torch.stack([first, gap.clamp_max(_MAX_GAP), expected, 1 / n_words.double(), prior.double()], dim=1)
 
-WITHOUT_TEXTS, WITHOUT_TEXTS_BIAS = (0.48, WITH_TEXTS[2] / 2, 0.81), 0.2
-"""Weights of image, words and one over the number of words, for an item without texts. It may have words, those of its
-name or place, and these count half as much as those of a text; that weight was not fitted."""
+
+@dataclass(frozen=True)
+class FitsLogits:
+    """The logits for queries of one length, of items with texts and of others."""
+
+    pair_with: LinearLogit  # of a pair: of the logit of its distance and PAIR_FEATURES
+    pair_without: LinearLogit
+    hit_with: LinearLogit  # of a hit: of the logit of the pair, and of the best logit and LIST_FEATURES
+    hit_without: LinearLogit
+    nothing: LinearLogit  # that no item fits: of minus the best logit and LIST_FEATURES
+
+    def is_sound(self) -> bool:
+        """Whether all numbers are such as a fit gives."""
+        sizes = (len(PAIR_FEATURES), 2, len(LIST_FEATURES) + 1, len(LIST_FEATURES) + 1, len(LIST_FEATURES))
+        return all(logit.is_sound(n) for logit, n in zip(vars(self).values(), sizes, strict=True))
+
+    def of_pairs(self, evidence: Evidence) -> Tensor:
+        """(q, c) logits that the query fits the item, whatever else there is."""
+        image, features = evidence.image.double(), evidence.features()
+        with_texts = _linear(self.pair_with, image, features)
+        # An item without texts may have the words of its name or place: they count less, and none is missed.
+        names = _NAMES * self.pair_with.weights[1] * features[..., 1]
+        return torch.where(
+            evidence.has_texts, with_texts, _linear(self.pair_without, image, features[..., -2:]) + names
+        )
+
+    def of_hits(self, pair: Tensor, has_texts: Tensor, listed: Tensor) -> Tensor:
+        """(q, c) logits that items fit, given the list of each query. pair (q, c), listed (q, 5)."""
+        return torch.where(
+            has_texts,
+            _linear(self.hit_with, pair, listed.unsqueeze(1)),
+            _linear(self.hit_without, pair, listed.unsqueeze(1)),
+        )
+
+    def of_nothing(self, listed: Tensor) -> Tensor:
+        """(q,) logits that no item of the gallery fits. listed (q, 5)."""
+        return _linear(self.nothing, -listed[:, 0], listed[:, 1:])
 
 
-def fits_logit(evidence: Evidence) -> Tensor:
-    """(q, c) logits that a person would say that the query describes the item."""
-    features = evidence.features().double()
-    alone = features[..., 1:] @ torch.tensor(WITHOUT_TEXTS, dtype=torch.float64) + WITHOUT_TEXTS_BIAS
-    both = features.nan_to_num() @ torch.tensor(WITH_TEXTS, dtype=torch.float64) + WITH_TEXTS_BIAS
-    return torch.where(evidence.agreement.isnan(), alone, both).float()
+def _linear(of: LinearLogit, logit: Tensor, features: Tensor) -> Tensor:
+    return of.slope * logit + of.bias(features, features.shape[-1]).squeeze(-1)
+
+
+@dataclass(frozen=True)
+class FitsCalibration:
+    """The probability that items fit a query. :meth:`packaged` has the constants that come with the package."""
+
+    lengths: tuple[FitsLogits, ...]  # for queries of one word, of two, and of more
+    prior: tuple[float, ...]  # weights of a query's sentence embedding, and a constant
+
+    @classmethod
+    @functools.cache
+    def packaged(cls) -> "FitsCalibration":
+        """The constants of fits.json."""
+        return cls.from_json(json.loads(files(__package__).joinpath("fits.json").read_text("utf-8")))
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> "FitsCalibration":
+        """Make it from plain values."""
+
+        def logit(of: Mapping[str, Any]) -> LinearLogit:
+            return LinearLogit(of["slope"], of["intercept"], *(tuple(of[name]) for name in ("weights", "low", "high")))
+
+        lengths = tuple(FitsLogits(**{name: logit(of) for name, of in one.items()}) for one in values["lengths"])
+        if len(lengths) != len(LENGTHS) or not all(one.is_sound() for one in lengths):
+            raise ValueError('the constants of target "fits" are damaged')
+        return cls(lengths, tuple(values["prior"]))
+
+    def to_json(self) -> dict[str, Any]:
+        """Its constants as plain values."""
+        return asdict(self)
+
+    def of(self, n_words: int) -> FitsLogits:
+        """The logits for queries of this many words."""
+        return self.lengths[min(max(n_words, 1), LENGTHS[-1]) - 1]
+
+    def query_prior(self, vectors: Tensor) -> Tensor:
+        """(q,) log of the fraction of images that queries fit, as their words say. vectors (q, 384)."""
+        return vectors.double() @ torch.tensor(self.prior[:-1], dtype=torch.float64) + self.prior[-1]

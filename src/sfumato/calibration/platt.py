@@ -19,39 +19,46 @@ _MAX_STEPS, _TOLERANCE = 100, 1e-18
 
 
 def fit_logistic(
-    features: Tensor, target: Tensor, *, weight: Tensor | None = None, penalty: float = 0.0
+    features: Tensor,
+    target: Tensor,
+    *,
+    weight: Tensor | None = None,
+    penalty: float = 0.0,
+    offset: Tensor | None = None,
 ) -> tuple[Tensor, float]:
     r"""The weights w and the bias b that minimise the mean log loss of sigmoid(x w + b) plus penalty/2 ||w||^2.
 
     The problem is convex. Newton steps are halved until the objective falls, so that every step is an improvement. Use
-    standardised features: the penalty treats all alike.
+    standardised features: the penalty treats all alike. With an offset the logits are offset + x w + b, and the bias is
+    penalised, too: the offset is where a strong penalty leaves them.
 
-    features (k, f), target (k,), weight (k,).
+    features (k, f), target (k,), weight (k,), offset (k,).
     """
     x, y = features.detach().double(), target.detach().double()
     w = torch.ones_like(y) if weight is None else weight.detach().double()
-    if x.ndim != 2 or y.shape != x.shape[:1] or w.shape != y.shape:
+    start = torch.zeros_like(y) if offset is None else offset.detach().double()
+    if x.ndim != 2 or y.shape != x.shape[:1] or w.shape != y.shape or start.shape != y.shape:
         raise ValueError(
-            f"fit_logistic: got features {tuple(x.shape)}, target {tuple(y.shape)} and weight {tuple(w.shape)};"
-            " expected (k, f), (k,) and (k,)"
+            f"fit_logistic: got features {tuple(x.shape)}, target {tuple(y.shape)}, weight {tuple(w.shape)} and offset"
+            f" {tuple(start.shape)}; expected (k, f), (k,), (k,) and (k,)"
         )
     if not w.sum() > 0:
         raise ValueError("fit_logistic: the weights of the rows add up to 0")
     w = w / w.sum()
     x = torch.cat([x, torch.ones_like(y).unsqueeze(1)], dim=1)
     ridge = torch.full((x.shape[1],), penalty, dtype=torch.float64, device=x.device)
-    ridge[-1] = 0
     found = torch.zeros_like(ridge)
-    rate = ((w * y).sum() + 1e-6) / (1 + 2e-6)
-    found[-1] = torch.logit(rate)
+    if offset is None:
+        ridge[-1] = 0
+        found[-1] = torch.logit(((w * y).sum() + 1e-6) / (1 + 2e-6))
 
     def objective(parameters: Tensor) -> Tensor:
-        losses = functional.binary_cross_entropy_with_logits(x @ parameters, y, reduction="none")
+        losses = functional.binary_cross_entropy_with_logits(start + x @ parameters, y, reduction="none")
         return (w * losses).sum() + (ridge * parameters.square()).sum() / 2
 
     value = objective(found)
     for _ in range(_MAX_STEPS):
-        p = torch.sigmoid(x @ found)
+        p = torch.sigmoid(start + x @ found)
         gradient = x.T @ (w * (p - y)) + ridge * found
         curvature = (w * p * (1 - p)).unsqueeze(1)
         hessian = x.T @ (curvature * x) + torch.diag(ridge)

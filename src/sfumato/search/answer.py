@@ -1,8 +1,8 @@
 """The answer of a search and its hits: what every command, program, service, page and notebook shows."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from sfumato.charts import FIRST, STYLE, data_url, new_axes, render_page, require_matplotlib
@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 MANY = 7
 """With this many expected matches or more, a search has found many matches."""
 
+LINE = 0.5
+"""Probability that the line in a list of hits stands for."""
+
 _CLEAR, _SINGLE, _FEW, _UNSURE = 0.75, 2, 3, 0.25
 _LABEL = 32
 
@@ -25,42 +28,53 @@ _LABEL = 32
 class Verdict:
     """An answer in words."""
 
-    kind: Literal["clear", "few", "many", "unsure", "abstained", "unfamiliar"]  # one word
+    kind: Literal["clear", "few", "many", "unsure", "nothing", "abstained", "unfamiliar"]  # one word
     text: str  # one sentence
 
 
+UNFAMILIAR = Verdict("unfamiliar", "The model hardly knows these words: the results are guesses")
+
+
 def verdict(
-    expected_matches: float,
-    best_probability: float,
-    abstained: bool | None = None,
-    *,
-    unfamiliar: bool = False,
-    empty_set: bool = False,
-    least: float = 0.0,
+    expected_matches: float, best_probability: float, abstained: bool | None = None, *, empty_set: bool = False
 ) -> Verdict:
-    """Put an answer into words; several matches are said from a probability ``least`` of the first hit.
+    """Put an answer by target "listed" into words.
 
     The limits were chosen on validation data; docs/results/probabilities.md has the precision and the recall of
     "many" and "clear".
     """
-    if unfamiliar:
-        return Verdict("unfamiliar", "The model hardly knows these words: the results are guesses")
     if abstained:
         return Verdict("abstained", "No confident match: an answer would exceed the risk that you allow")
     found = f"the first result is right with a probability of {_percent(best_probability)}"
     if empty_set:
         return Verdict("unsure", f"No clear match: the conformal set is empty; {found}")
-    if expected_matches >= MANY and best_probability >= least:
+    if expected_matches >= MANY:
         return Verdict("many", f"Many matches: about {expected_matches:.0f}")
     if best_probability >= _CLEAR and expected_matches < _SINGLE:
         return Verdict("clear", "One clear match")
     if best_probability < _UNSURE:
         return Verdict("unsure", f"No clear match: {found}")
-    if expected_matches >= MANY:
-        return Verdict("unsure", f"No clear match: about {expected_matches:.0f} may match, and {found}")
-    if expected_matches >= _FEW and best_probability >= least:
+    if expected_matches >= _FEW:
         return Verdict("few", f"A few matches: about {expected_matches:.0f}")
     return Verdict("few", f"A {'likely' if best_probability >= 0.5 else 'possible'} match: {found}")
+
+
+def fits_verdict(probabilities: Sequence[float], expected_matches: float, nothing: float) -> Verdict:
+    """Put an answer by target "fits" into words: the probabilities of its hits, and that of no match at all."""
+    above = [p for p in probabilities if p >= LINE]
+    if not above:
+        if nothing >= LINE:
+            return Verdict("nothing", "Nothing here shows this")
+        best = _percent(max(probabilities, default=0.0))
+        return Verdict("unsure", f"No likely match: the first result is right with a probability of {best}")
+    if expected_matches < _FEW:
+        if above[0] >= _CLEAR and expected_matches < _SINGLE:
+            return Verdict("clear", "One clear match")
+        return Verdict("few", f"A likely match: the first result is right with a probability of {_percent(above[0])}")
+    kind: Literal["many", "few"] = "many" if expected_matches >= MANY else "few"
+    right, n = round(sum(above)), len(above)
+    line = f"; {right} of the {n} results above {LINE:.0%} are right" if n > 1 else ""
+    return Verdict(kind, f"{'Many' if kind == 'many' else 'A few'} matches: about {expected_matches:.0f}{line}")
 
 
 def _percent(p: float) -> str:
@@ -127,6 +141,9 @@ class Answer:
         best_distance: its distance; infinite for an empty gallery.
         expected_matches: sum of the match probabilities over the whole gallery; None if it was not asked for, or the
             probabilities are not calibrated.
+        nothing_probability: probability that no item of the gallery fits; None for target "listed", or if the
+            probabilities are not calibrated.
+        hidden: number of items among the k that min_probability left out.
         verdict: the answer in one sentence; None as expected_matches, unless the model hardly knows the words.
         abstained: True if the query should not be answered at the requested risk; None if no risk was requested.
         conformal_set: the items that hold a match with the requested coverage, closest first; None if none was
@@ -148,6 +165,8 @@ class Answer:
     best_probability: float = 0.0
     best_distance: float = math.inf
     expected_matches: float | None = None
+    nothing_probability: float | None = None
+    hidden: int = 0
     verdict: Verdict | None = None
     abstained: bool | None = None
     conformal_set: tuple[Hit, ...] | None = None
@@ -169,6 +188,20 @@ class Answer:
 
     def __repr__(self) -> str:
         return "\n".join([f"Answer({self.query!r}: {self.sentence})", *(f"  {self._line(hit)}" for hit in self.hits)])
+
+    def above(self, min_probability: float | None) -> "Answer":
+        """The answer with the hits of at least this probability.
+
+        Args:
+            min_probability: the least match probability of a hit; None: all hits.
+
+        Returns:
+            The answer; its ``hidden`` is the number of hits left out.
+        """
+        if min_probability is None:
+            return self
+        kept = tuple(hit for hit in self if hit.match_probability >= min_probability)
+        return replace(self, hits=kept, hidden=self.hidden + len(self) - len(kept))
 
     @property
     def sentence(self) -> str:
@@ -232,10 +265,10 @@ class Answer:
         """The answer as plain values, without probabilities where they are not calibrated.
 
         Returns:
-            {"query", "target", "distance", "calibrated", "uncertainty", "expected_matches", "abstained", "note",
-            "verdict" (a sentence), "hits": [{"id", "distance", "match_probability", "uncertainty", "best_text" if there
-            is one, and the payload}], "conformal_set" (like hits; None without coverage)}. If not calibrated, every
-            match_probability is None.
+            {"query", "target", "distance", "calibrated", "uncertainty", "expected_matches", "nothing_probability",
+            "hidden", "abstained", "note", "verdict" (a sentence), "hits": [{"id", "distance", "match_probability",
+            "uncertainty", "best_text" if there is one, and the payload}], "conformal_set" (like hits; None without
+            coverage)}. If not calibrated, every match_probability is None.
         """
 
         def values(hits: tuple[Hit, ...]) -> list[dict[str, Any]]:
@@ -252,8 +285,8 @@ class Answer:
                 for hit in hits
             ]
 
-        plain = ("query", "target", "distance", "calibrated", "uncertainty", "expected_matches", "abstained", "note")
-        return {name: getattr(self, name) for name in plain} | {
+        plain = ("query", "target", "distance", "calibrated", "uncertainty", "expected_matches", "nothing_probability")
+        return {name: getattr(self, name) for name in (*plain, "hidden", "abstained", "note")} | {
             "verdict": None if self.verdict is None else self.verdict.text,
             "suggestion": self.suggestion,
             "warning": self.warning,

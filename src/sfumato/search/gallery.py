@@ -21,15 +21,15 @@ from torch.nn import functional
 
 from sfumato.calibration.calibrator import Calibration, DirectionCalibration
 from sfumato.calibration.conditional import REFERENCE_FEATURES, ReferenceQueries
-from sfumato.calibration.fits import fits_logit
+from sfumato.calibration.fits import N_NEAR, Evidence, FitsCalibration, list_features
 from sfumato.distances import get_distance
 from sfumato.encoders.minilm import sentence_vectors
 from sfumato.gaussian import GaussianEmbedding, check_finite
 from sfumato.ids import Direction
 from sfumato.matching import match_logit
-from sfumato.search.answer import Answer, Hit, check_native, check_unfiltered, verdict
+from sfumato.search.answer import UNFAMILIAR, Answer, Hit, check_native, check_unfiltered, fits_verdict, verdict
 from sfumato.search.stores.protocol import Filter
-from sfumato.search.texts import ItemTexts, TextQuery, TextStore, item_words, words_of
+from sfumato.search.texts import ItemTexts, TextQuery, TextStore, item_words, word_stems, words_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -306,9 +306,7 @@ class Gallery(ABC):
                 continue
             found = self._near(some, filter)
             distance, context = _padded(found), self._context(some, found)
-            outside = torch.ones_like(block, dtype=torch.bool)
-            for i, each in enumerate(found):
-                outside[i, [sample.column[key] for key in each.ids if key in sample.column]] = False
+            outside = torch.cat([sample.without(each.ids) for each in found])
             head = scorer.match_probability(distance, n, context).masked_fill(distance.isinf(), 0)
             estimates += MatchEstimate.of(head, scorer.match_probability(block, n, context), outside, n)
         return estimates
@@ -334,10 +332,15 @@ class Gallery(ABC):
         mean, deviation = usual.mean(1, keepdim=True), usual.std(1, unbiased=False, keepdim=True)
         return _USUAL_LOGIT - _USUAL_SPREAD * (distance - mean) / deviation.clamp_min(1e-12)
 
+    @property
+    def fits(self) -> FitsCalibration:
+        """The calibration of target "fits"."""
+        return FitsCalibration.packaged()
+
     def _by_texts(
         self, queries: GaussianEmbedding, asked: Mapping[int, TextQuery | str], k: int, filter: Filter | None, n: int
-    ) -> dict[int, tuple[tuple[Hit, ...], float]]:
-        """By query, the hits by distance and texts together and the expected matches; none without a store of texts.
+    ) -> "dict[int, _Fitting]":
+        """What fits each query, by distance and texts together; nothing without a store of texts.
 
         Exact up to N_WHOLE items. In a larger gallery the closest n_exact by distance and by texts are compared.
         """
@@ -345,31 +348,44 @@ class Gallery(ABC):
         forms = [TextQuery(one) if isinstance(one, str) else one for one in asked.values()]
         if self.texts is None or (own := sample.texts) is None:
             return {}
-        texts = [form.joined for form in forms]
+        texts, fits = [form.joined for form in forms], self.fits
         queries, vectors = queries[torch.tensor(list(asked))], sentence_vectors(texts)
+        prior, logits = fits.query_prior(vectors), [fits.of(len(word_stems(text))) for text in texts]
         near = [] if sample.whole else self._near(queries, filter)
         agreeing = [] if sample.whole else self.texts.closest(vectors, self.n_exact, filter)
 
-        def logits(i: int, items: ItemTexts, distance: Tensor, usual: Tensor) -> Tensor:
-            image, some = self._image_logit(distance, usual), slice(i, i + len(distance))
-            found = fits_logit(items.evidence(texts[some], vectors[some], image, own.rarity))
-            rows = zip(forms[some], found, image, strict=True)
-            return torch.stack([items.without(form.without, one, row, own.rarity) for form, one, row in rows])
+        def evidence(i: int, items: ItemTexts, distance: Tensor, usual: Tensor) -> Evidence:
+            image = self._image_logit(distance, usual)
+            return items.evidence(texts[i : i + 1], vectors[[i]], image, prior[[i]], own.rarity)
 
-        results = []
-        for start, block in sample.blocks(queries):
-            for i, of_sample in enumerate(logits(start, own, block, block), start):
-                found, logit, total = sample.candidates(block[i - start]), of_sample, float(of_sample.sigmoid().sum())
-                if not sample.whole:
-                    found = self._found_by(queries[i : i + 1], list(dict.fromkeys((*near[i].ids, *agreeing[i]))))
-                    logit = logits(
-                        i, self.texts.of(found.ids, found.payloads), found.distance.unsqueeze(0), block[[i - start]]
-                    )[0]
-                    outside = torch.ones(1, len(of_sample), dtype=torch.bool)
-                    outside[0, [sample.column[key] for key in found.ids if key in sample.column]] = False
-                    head, rest = (values.sigmoid().unsqueeze(0) for values in (logit, of_sample))
-                    total = MatchEstimate.of(head, rest, outside, n)[0].expected
-                results.append((_most_probable(found, logit, k, partial(own.best_text, texts[i])), total))
+        def hits(i: int, items: ItemTexts, known: Evidence, listed: Tensor) -> Tensor:
+            found = logits[i].of_hits(logits[i].of_pairs(known), known.has_texts, listed)[0]
+            return items.without(forms[i].without, found, known.image[0], fits, own.rarity)
+
+        def fitting(i: int, usual: Tensor) -> _Fitting:
+            found, items, distance = sample.candidates(usual[0]), own, usual
+            if not sample.whole:
+                assert self.texts is not None
+                found = self._found_by(queries[i : i + 1], list(dict.fromkeys((*near[i].ids, *agreeing[i]))))
+                items, distance = self.texts.of(found.ids, found.payloads), found.distance.unsqueeze(0)
+            if not found.ids:
+                return _Fitting()
+            known = evidence(i, items, distance, usual)
+            pair = logits[i].of_pairs(known)
+            listed = list_features(pair.topk(min(N_NEAR, len(found.ids))).values, known.n_words, known.prior)
+            logit = hits(i, items, known, listed)
+            total = float(logit.sigmoid().sum())
+            if not sample.whole:
+                rest = hits(i, own, evidence(i, own, usual, usual), listed).sigmoid()
+                total = MatchEstimate.of(logit.sigmoid()[None], rest[None], sample.without(found.ids), n)[0].expected
+            top = _most_probable(found, logit, k, partial(own.best_text, texts[i]))
+            return _Fitting(top, total, float(logits[i].of_nothing(listed).sigmoid()))
+
+        results = [
+            fitting(i, distance)
+            for start, block in sample.blocks(queries)
+            for i, distance in enumerate(block.split(1), start)
+        ]
         return dict(zip(asked, results, strict=True))
 
     @abstractmethod
@@ -441,34 +457,50 @@ class Gallery(ABC):
         by_texts = self._by_texts(queries, asked, k, filter, n) if asked else {}
         answers = []
         for i, total_variance in enumerate(queries.total_variance.tolist()):
-            hits, total = by_texts.get(i) or (self._hits(found[i].first(k), n, context[i]), totals[i])
-            best = hits[0].match_probability if hits else 0.0
-            closest = float(found[i].distance[0]) if found[i].ids else math.inf
-            calibrated, inside = self.calibrated and native[i], sets[i]
-            strange, said = unfamiliar is not None and unfamiliar[i] and i not in by_texts, None
-            if total is not None and (calibrated or strange or (filter is not None and not hits)):
-                empty, least = inside is not None and not inside.ids, 0.5 if i in by_texts else 0.0
-                said = verdict(total, best, abstained[i], unfamiliar=strange, empty_set=empty, least=least)
-                if not hits:
-                    said = replace(said, text="The gallery is empty" if filter is None else self._no_item(filter))
-            answers.append(
-                Answer(
-                    str(i) if names is None else names[i],
-                    self.distance,
-                    calibrated,
-                    total_variance,
-                    tuple(hit for hit in hits if min_probability is None or hit.match_probability >= min_probability),
-                    best,
-                    closest,
-                    total if calibrated else None,
-                    said,
-                    abstained[i],
-                    None if inside is None else self._hits(inside.first(max_set), n, context[i]),
-                    inside is not None and max_set is not None and len(inside.ids) > max_set,
-                    "fits" if i in by_texts else "listed",
-                )
+            inside, closest = sets[i], float(found[i].distance[0]) if found[i].ids else math.inf
+            answer = Answer(
+                str(i) if names is None else names[i],
+                self.distance,
+                self.calibrated and native[i],
+                total_variance,
+                by_texts[i].hits if i in by_texts else self._hits(found[i].first(k), n, context[i]),
+                best_distance=closest,
+                abstained=abstained[i],
+                conformal_set=None if inside is None else self._hits(inside.first(max_set), n, context[i]),
+                conformal_set_cut=inside is not None and max_set is not None and len(inside.ids) > max_set,
+                note=self.note,
             )
-        return [replace(answer, note=self.note) for answer in answers] if self.note else answers
+            strange = unfamiliar is not None and unfamiliar[i]
+            answer = self._in_words(answer, totals[i], by_texts.get(i), strange, filter)
+            answers.append(answer.above(min_probability))
+        return answers
+
+    def _in_words(
+        self, answer: Answer, total: float | None, fitting: "_Fitting | None", unfamiliar: bool, filter: Filter | None
+    ) -> Answer:
+        """An answer with its numbers of the whole gallery and its verdict. total: by the distances alone."""
+        best = answer.hits[0].match_probability if answer.hits else 0.0
+        total = total if fitting is None else fitting.expected
+        said, nothing = None, None
+        if fitting is not None:
+            nothing = min(fitting.nothing, 1 - best)  # The best may fit, and then something does.
+            said = fits_verdict([hit.match_probability for hit in answer], fitting.expected, nothing)
+        elif total is not None:
+            inside = answer.conformal_set
+            said = verdict(total, best, answer.abstained, empty_set=inside is not None and not inside)
+            said = UNFAMILIAR if unfamiliar else said
+        if said is not None and not answer.hits:
+            said = replace(said, text="The gallery is empty" if filter is None else self._no_item(filter))
+        if not (answer.calibrated or said is UNFAMILIAR or (filter is not None and not answer.hits)):
+            said = None
+        return replace(
+            answer,
+            best_probability=best,
+            expected_matches=total if answer.calibrated else None,
+            nothing_probability=nothing if answer.calibrated else None,
+            verdict=said,
+            target="listed" if fitting is None else "fits",
+        )
 
     def folded(self, search: Callable[[int], list[Answer]], k: int) -> list[Answer]:
         """The answers of a search for some number of hits, cut to k: images nearly the same as one above fold into it.
@@ -579,10 +611,25 @@ class SampledItems:
         """All of them. distance (s,)."""
         return Candidates(self.ids, distance, self.uncertainty, self.payloads)
 
+    def without(self, ids: Sequence[str]) -> Tensor:
+        """(1, s) whether an item is none of these."""
+        outside = torch.ones(1, len(self.ids), dtype=torch.bool)
+        outside[0, [self.column[key] for key in ids if key in self.column]] = False
+        return outside
+
     @functools.cached_property
     def column(self) -> dict[str, int]:
         """Positions by id."""
         return {i: j for j, i in enumerate(self.ids)}
+
+
+@dataclass(frozen=True)
+class _Fitting:
+    """What fits one query in a gallery; by default of an empty one."""
+
+    hits: tuple[Hit, ...] = ()  # the most probable first
+    expected: float = 0.0  # number of items that fit
+    nothing: float = 1.0  # probability that none does
 
 
 _USUAL_LOGIT, _USUAL_SPREAD = -11.52, 2.84

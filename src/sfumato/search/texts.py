@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from sfumato.calibration.fits import Evidence, fits_logit
+from sfumato.calibration.fits import Evidence, FitsCalibration
 from sfumato.encoders.dual import DualEncoder, Pieces, piece_counter
 from sfumato.encoders.minilm import WIDTH, sentence_vectors
 from sfumato.search.stores.protocol import Filter, Records, VectorStore, create_store, open_store
@@ -28,13 +28,14 @@ TEXT_FIELDS = ("captions", "title", "tags")
 WORD_FIELDS = (*TEXT_FIELDS, "name", "place")
 """Payload fields whose words are looked up. The words of a file's or folder's name do not say what else it shows."""
 
-_STOP = frozenset(
+FUNCTION_WORDS = frozenset(
     re.findall(
         "[a-z]+",
         "a an and are as at be by for from has have he her his in into is it its of on or over she some that the their"
         " them there they this through to two up while who with",
     )
 )
+"""Words that say nothing of what is shown."""
 
 
 def item_texts(payload: Mapping[str, str]) -> list[str]:
@@ -123,7 +124,7 @@ def _stem(word: str) -> str:
 def word_stems(text: str) -> list[str]:
     """The distinct stems of the words of a text, without function words unless it has no others."""
     words = re.findall(r"[^\W_]+", text.casefold())
-    return list(dict.fromkeys(map(_stem, [word for word in words if word not in _STOP] or words)))
+    return list(dict.fromkeys(map(_stem, [word for word in words if word not in FUNCTION_WORDS] or words)))
 
 
 def text_vectors(payloads: Sequence[Mapping[str, str]]) -> Tensor:
@@ -177,6 +178,10 @@ class TextQuery:
         return len(self.parts) == 1
 
 
+_RAREST = math.log(1_000)
+"""Largest weight of a word, so that a word that no text has weighs the same in every large gallery."""
+
+
 @dataclass(frozen=True, eq=False)
 class ItemTexts:
     """The texts of n items, in some order."""
@@ -190,40 +195,62 @@ class ItemTexts:
         return cls(vectors, [frozenset(word_stems(item_words(payload))) for payload in payloads])
 
     @functools.cached_property
+    def _having(self) -> dict[str, list[int]]:
+        """By word stem, the items whose texts have it."""
+        found: dict[str, list[int]] = {}
+        for i, stems in enumerate(self.stems):
+            for stem in stems:
+                found.setdefault(stem, []).append(i)
+        return found
+
+    @functools.cached_property
     def rarity(self) -> Callable[[str], float]:
         """The weight of a word stem: the log of one over the fraction of items whose texts have it."""
-        count, n = Counter(stem for stems in self.stems for stem in stems), len(self.stems)
-        return lambda stem: math.log((n + 1) / (count[stem] + 0.5))
+        having, n = self._having, len(self.stems)
+        return lambda stem: min(_RAREST, math.log((n + 1) / (len(having.get(stem, ())) + 0.5)))
 
     def take(self, positions: Sequence[int]) -> "ItemTexts":
         """Some of the items."""
         return ItemTexts(self.vectors[list(positions)], [self.stems[i] for i in positions])
 
     def evidence(
-        self, queries: Sequence[str], vectors: Tensor, image: Tensor, rarity: Callable[[str], float] | None = None
+        self,
+        queries: Sequence[str],
+        vectors: Tensor,
+        image: Tensor,
+        prior: Tensor,
+        rarity: Callable[[str], float] | None = None,
     ) -> Evidence:
-        """What the texts say for q queries. vectors (q, 384); image (q, n) logits."""
+        """What the texts say for q queries. vectors (q, 384); image (q, n) logits; prior (q,)."""
         rarity = rarity or self.rarity
         agreement = torch.where(self.vectors.any(1), vectors @ self.vectors.T, torch.nan)
         stems = [word_stems(query) for query in queries]
-        words, n_words = torch.zeros_like(image), torch.tensor([max(1.0, len(own)) for own in stems])
+        words, missing = torch.zeros_like(image), torch.zeros_like(image)
         for i, own in enumerate(stems):
             weight = {stem: rarity(stem) for stem in own}
-            total = len(own) * sum(weight.values())
-            if total:
-                found = [sum(weight[stem] for stem in own if stem in has) for has in self.stems]
-                words[i] = torch.tensor(found) / total
-        return Evidence(image, agreement, words, n_words)
+            total = sum(weight.values()) or 1.0
+            for stem in own:
+                has = torch.zeros(image.shape[1], dtype=torch.bool)
+                has[self._having.get(stem, [])] = True
+                words[i] += has * (weight[stem] / total)
+                missing[i] = missing[i].maximum(~has * weight[stem])
+        n_words = torch.tensor([max(1.0, len(own)) for own in stems])
+        return Evidence(image, agreement, words, missing, n_words, prior)
 
     def without(
-        self, texts: Sequence[str], logit: Tensor, image: Tensor, rarity: Callable[[str], float] | None = None
+        self,
+        texts: Sequence[str],
+        logit: Tensor,
+        image: Tensor,
+        fits: FitsCalibration,
+        rarity: Callable[[str], float] | None = None,
     ) -> Tensor:
         """Logits that an item fits a query and, by its own texts, none of some other texts. logit, image (n,)."""
         for text in texts:  # What the image says of it is in the distance already.
-            neutral = image.mean().expand(1, len(image))
-            fits = fits_logit(self.evidence([text], sentence_vectors([text]), neutral, rarity))[0]
-            both = logsigmoid(logit) + logsigmoid(-fits)
-            logit = torch.where(self.vectors.any(1), both - torch.log(-torch.expm1(both)), logit)
+            neutral, vectors = image.mean().expand(1, len(image)), sentence_vectors([text])
+            evidence = self.evidence([text], vectors, neutral, fits.query_prior(vectors), rarity)
+            both = logsigmoid(logit) + logsigmoid(-fits.of(len(word_stems(text))).of_pairs(evidence)[0])
+            logit = torch.where(evidence.has_texts[0], both - torch.log(-torch.expm1(both)), logit)
         return logit
 
     def best_text(self, query: str, payload: Mapping[str, str]) -> str:

@@ -332,6 +332,8 @@ def _answer(served: ServedGallery, options: SearchOptions, asked: Asked, found: 
         calibrated=found.calibrated,
         total_variance=found.uncertainty,
         expected_matches=found.expected_matches,
+        nothing_probability=found.nothing_probability,
+        hidden=found.hidden,
         verdict=words,
         queries_differ=differs and asked.is_native(served.gallery),
         note=found.note,

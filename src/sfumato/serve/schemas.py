@@ -172,7 +172,9 @@ class ConformalSet(_Model):
 class VerdictText(_Model):
     """The answer in words."""
 
-    kind: Literal["clear", "few", "many", "unsure", "abstained", "unfamiliar"] = Field(description="for programs")
+    kind: Literal["clear", "few", "many", "unsure", "nothing", "abstained", "unfamiliar"] = Field(
+        description="for programs"
+    )
     text: str = Field(description="for people")
 
 
@@ -200,6 +202,10 @@ class Answer(_Model):
         description="sum of the match probabilities over the items that the filter accepts; estimated beyond 20,000"
         " items; null if the answer is not calibrated"
     )
+    nothing_probability: float | None = Field(
+        None, description="probability that no item fits; null for the target `listed`, or if not calibrated"
+    )
+    hidden: int = Field(0, description="number of hits that `min_probability` left out")
     verdict: VerdictText | None = Field(
         description="null if the answer is not calibrated, unless the model hardly knows the words of the text"
     )
