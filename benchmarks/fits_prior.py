@@ -48,7 +48,7 @@ PRESENT, ABSENT, LEAST = 150, 60, 2
 """Numbers of words of a draw that photographs show and that none shows, and photographs that show a word at least."""
 
 SENTENCES = "sentences"
-ABSENT_HITS, ABSENT_LISTS = 0.05, 0.2
+ABSENT_HITS, ABSENT_LISTS = 0.05, 0.15
 """Weight of the lists of absent queries in the fits of hits, and of "nothing"."""
 
 

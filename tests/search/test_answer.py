@@ -4,6 +4,7 @@ import base64
 import io
 import re
 import sys
+from dataclasses import replace
 from html.parser import HTMLParser
 
 import numpy as np
@@ -64,6 +65,16 @@ def test_hidden_hits_are_counted():
     part = answer(4).above(0.4)
     assert [hit.rank for hit in part] == [1, 2] and part.hidden == 2 and part.to_json()["hidden"] == 2
     assert answer(4).above(None).hidden == 0
+
+
+def test_a_list_by_texts_has_one_sentence_and_a_line(capsys):
+    found = replace(answer(4, found=fits_verdict([0.9, 0.45, 0.3], 8.2, 0.0)), target="fits", expected_matches=8.2)
+    assert found.sentence == found.verdict.text == "Many matches: about 8"
+    print_search(found.above(0.3).to_json())
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == ["a", "Many", "90%", "----", "45%", "30%", "1"]
+    print_search(replace(found, hits=(replace(found[0], match_probability=0.001),)).to_json())
+    assert capsys.readouterr().out.splitlines()[2:] == ["  ---- below 50% ----", "      <1%  <i>0.png"]
 
 
 class Page(HTMLParser):

@@ -19,6 +19,7 @@ from rich.table import Table as Printed
 
 from sfumato.errors import counted
 from sfumato.metrics.bootstrap import Interval
+from sfumato.search.answer import LINE
 
 MISSING = "–"
 """Stands where there is no value."""
@@ -267,11 +268,13 @@ class Table:
 
 def print_search(result: dict[str, Any]) -> None:
     """Print one query and its results."""
-    calibrated = result["calibrated"]
-    if calibrated:
+    calibrated, fits = result["calibrated"], result["target"] == "fits"
+    if calibrated and fits:
+        print(result["query"])
+    elif calibrated:
         print(f"{result['query']}   about {result['expected_matches']:.1f} matches expected")
     else:
-        by = "distance and texts" if result["target"] == "fits" else "distance"
+        by = "distance and texts" if fits else "distance"
         print(f"{result['query']}   (by {by}: match probabilities are not calibrated for such queries)")
     if result["verdict"] is not None:
         print(f"  {result['verdict']}")
@@ -279,9 +282,14 @@ def print_search(result: dict[str, Any]) -> None:
         print(f"  did you mean: {result['suggestion']}")
     if result["warning"] is not None:
         print_wrapped(f"  {result['warning']}")
-    _print_hits(result["hits"], "" if result["target"] == "fits" else result["distance"], calibrated)
+    if fits and calibrated:
+        _print_above_and_below(result["hits"])
+    else:
+        _print_hits(result["hits"], "" if fits else result["distance"], calibrated)
     if not result["hits"] and not (result["verdict"] or "").startswith(("No item", "The gallery is empty")):
         print("  no item reaches this probability")
+    if result["hidden"]:
+        print(f"  {result['hidden']} more below this probability; without --min-probability they are shown")
     if (found := result["conformal_set"]) is not None:
         print(f"  conformal set of the requested coverage: {counted(len(found), 'item')}")
         _print_hits(found[:_SET_SHOWN], result["distance"], calibrated)
@@ -304,10 +312,26 @@ def _print_hits(hits: list[dict[str, Any]], distance: str, calibrated: bool) -> 
     """Print hits; with the name of the distance, their distances."""
     for hit in hits:
         label = hit.get("label") or hit.get("best_text")
-        probability = f"  {hit['match_probability']:7.1%}" if calibrated else ""
+        probability = f"  {_shown(hit['match_probability'], bool(distance)):>7}" if calibrated else ""
         measured = f"  {distance} {hit['distance']:.4f}" if distance else ""
         folded = f"  +{len(hit['duplicates'])} nearly the same" if hit.get("duplicates") else ""
         print(f"{probability}{measured}  {hit['id']}" + (f"  {label}" if label else "") + folded)
+
+
+def _shown(probability: float, exactly: bool) -> str:
+    """A probability in per cent, to a tenth or as people read it."""
+    if exactly:
+        return f"{probability:.1%}"
+    return "<1%" if probability < 0.005 else ">99%" if probability > 0.995 else f"{probability:.0%}"
+
+
+def _print_above_and_below(hits: list[dict[str, Any]]) -> None:
+    """Print hits, with a line where they become less likely right than wrong."""
+    above = [hit for hit in hits if hit["match_probability"] >= LINE]
+    _print_hits(above, "", True)
+    if below := hits[len(above) :]:
+        print(f"  ---- below {LINE:.0%} ----")
+        _print_hits(below, "", True)
 
 
 _SET_SHOWN = 20

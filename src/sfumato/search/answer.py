@@ -205,13 +205,15 @@ class Answer:
 
     @property
     def sentence(self) -> str:
-        """The verdict with the expected number of matches; without calibrated probabilities it says so instead."""
+        """The verdict, for target "listed" with the expected number; without calibrated probabilities it says so."""
         if self.verdict is None:
             if self.calibrated:
                 return f"the first result is right with a probability of {_percent(self.best_probability)}"
             by = "distance and texts" if self.target == "fits" else "distance"
             return f"by {by}; match probabilities are not calibrated for such queries"
-        if self.verdict.kind == "unfamiliar" or "about" in self.verdict.text or self.expected_matches is None:
+        if self.target == "fits" or self.verdict.kind == "unfamiliar" or "about" in self.verdict.text:
+            return self.verdict.text
+        if self.expected_matches is None:
             return self.verdict.text
         return f"{self.verdict.text}; {self.expected_matches:.1f} matches expected"
 

@@ -8,7 +8,7 @@ const $ = (selector, root = document) => root.querySelector(selector);
 const $$ = (selector) => document.querySelectorAll(selector);
 
 const SLOTS = [0, 1];
-const TONES = new Map(Object.entries({ clear: "sure", few: "sure", many: "calm", unsure: "unsure", abstained: "none", unfamiliar: "none" }));
+const TONES = new Map(Object.entries({ clear: "sure", few: "sure", many: "calm", unsure: "unsure", nothing: "none", abstained: "none", unfamiliar: "none" }));
 const SIGNS = { sure: "✓", calm: "●●●", unsure: "?", none: "–" }; // beside the colour, which not everyone sees
 const HITS = 24;
 const LONGEST = 2000; // characters of a text that the service takes
@@ -243,6 +243,8 @@ function result(slot, query, answer) {
   const set = answer.conformal_set;
   const inSet = new Set(set?.hits.map(({ id }) => id));
   const title = titleOf(query);
+  const below = ({ match_probability: p }) => answer.target === "fits" && p !== null && p < 0.5;
+  const first = answer.hits.find(below);
   const canAdd = query.kind === "image" && gallery === "images" && here().writable;
   return h("section", { class: `card ${toneOf(answer)}`, "aria-label": `Answer to ${title.slice(0, 100)}` },
     h("header", {}, thumbnailOf(query), h("div", {}, h("h2", { title: title.length > 80 && title }, title), verdictOf(answer), canAdd && h("p", {}, button({ onclick: () => openAdd([{ file: files.get(query.value).file, path: files.get(query.value).file.name }]) }, "Add it to the collection…")))),
@@ -252,7 +254,7 @@ function result(slot, query, answer) {
       : answer.calibrated ? facts(answer, n, gallery) : plain(gallery),
     set && h("p", { class: "count" }, set.complete ? `The framed set of ${things(gallery, set.hits.length)}: for searches like those that the probabilities were fitted on it holds a match with a probability of ${percent(set.coverage)}.` : `The framed set was cut at ${things(gallery, set.hits.length)}, so that it holds a match in ${percent(set.coverage)} is not guaranteed.`),
     h("p", { class: "count", "data-count": "" }),
-    h("ul", { class: `grid ${gallery}` }, answer.hits.map((hit) => card(slot, hit, inSet.has(hit.id))), wanted < Math.min(n, info.limits.max_results) && answer.hits.length >= wanted
+    h("ul", { class: `grid ${gallery}` }, answer.hits.map((hit) => [hit === first && h("li", { class: "line", "data-probability": hit.match_probability }, "Below 50%"), card(slot, hit, inSet.has(hit.id), below(hit))]), wanted < Math.min(n, info.limits.max_results) && answer.hits.length >= wanted
       && h("li", { class: "after", "data-probability": answer.hits.at(-1).match_probability ?? 1 }, button({ onclick: () => { wanted *= 2; search(slot, { more: true }); } }, "More results"))));
 }
 
@@ -285,9 +287,9 @@ function pick(slot, item, { size, children } = {}) {
   return node;
 }
 
-function card(slot, hit, inSet) {
+function card(slot, hit, inSet, little) {
   const { match_probability: p, duplicates = [] } = hit;
-  const figures = p !== null && [bar(p), h("span", { class: "figures" }, h("span", { class: "quiet" }, "match probability "), h("b", {}, percent(p)))];
+  const figures = p !== null && [bar(p), !little && h("span", { class: "figures" }, h("span", { class: "quiet" }, "match probability "), h("b", {}, percent(p)))];
   return h("li", { class: inSet ? "hit in-set" : "hit", "data-probability": p ?? 1 },
     pick(slot, hit, { children: figures }),
     duplicates.length > 0 && button({ class: "folded", "aria-haspopup": "dialog", "aria-label": `${duplicates.length} similar to ${nameOf(hit)}`, onclick: (event) => unfold(slot, hit, event.target) }, `+${duplicates.length} similar`));
@@ -304,7 +306,7 @@ function filter() {
   }
 }
 
-// What the shown results are part of. Fewer than one match is not said: an image matches or not.
+// What the shown results are part of; fewer than one match is not said.
 function counted({ hits, calibrated, verdict, expected_matches: expected }) {
   const { n } = here();
   if (!hits.length) return "";
