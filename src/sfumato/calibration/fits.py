@@ -30,7 +30,7 @@ N_NEAR = 50
 _MAX_GAP = 5.0
 _NAMES = 0.5
 
-PAIR_FEATURES = ("agreement", "words", "all words", "missing", "one over words", "prior")
+PAIR_FEATURES = ("agreement", "words", "together", "missing", "one over words", "prior")
 """What the logit of a pair reads beside that of its distance; without texts the last two alone."""
 
 LIST_FEATURES = ("gap", "log expected", "one over words", "prior")
@@ -47,6 +47,7 @@ class Evidence:
     image: Tensor  # (q, c) logit that a random pair at their distance is a listed match
     agreement: Tensor  # (q, c) cosine of the query with the mean of the item's texts; nan for an item without texts
     words: Tensor  # (q, c) fraction of the query's words that the texts have, weighed by rarity
+    together: Tensor  # (q, c) 1 if one text has all words of the query close together, else 0
     missing: Tensor  # (q, c) rarity of the rarest word that the texts do not have; 0 if they have all
     n_words: Tensor  # (q,) number of the query's words, at least 1
     prior: Tensor  # (q,) log of the fraction of images that such a query fits elsewhere
@@ -59,7 +60,7 @@ class Evidence:
     def features(self) -> Tensor:
         """(q, c, 6) PAIR_FEATURES."""
         by_query = (values.unsqueeze(1).expand_as(self.image) for values in (1 / self.n_words, self.prior))
-        columns = (self.agreement.nan_to_num(), self.words, self.missing == 0, self.missing, *by_query)
+        columns = (self.agreement.nan_to_num(), self.words, self.together, self.missing, *by_query)
         return torch.stack([column.double() for column in columns], dim=2)
 
 

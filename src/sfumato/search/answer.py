@@ -61,19 +61,19 @@ def verdict(
 
 def fits_verdict(probabilities: Sequence[float], expected_matches: float, nothing: float) -> Verdict:
     """Put an answer by target "fits" into words: the probabilities of its hits, and that of no match at all."""
-    above = [p for p in probabilities if p >= LINE]
+    above, best = [p for p in probabilities if p >= LINE], max(probabilities, default=0.0)
     if not above:
-        if nothing >= LINE:
+        if nothing >= LINE and best < _UNSURE:
             return Verdict("nothing", "Nothing here shows this")
-        best = _percent(max(probabilities, default=0.0))
-        return Verdict("unsure", f"No likely match: the first result is right with a probability of {best}")
+        return Verdict("unsure", f"No likely match: the first result is right with a probability of {_percent(best)}")
     if expected_matches < _FEW:
         if above[0] >= _CLEAR and expected_matches < _SINGLE:
             return Verdict("clear", "One clear match")
         return Verdict("few", f"A likely match: the first result is right with a probability of {_percent(above[0])}")
     kind: Literal["many", "few"] = "many" if expected_matches >= MANY else "few"
     right, n = round(sum(above)), len(above)
-    line = f"; {right} of the {n} results above {LINE:.0%} are right" if n > 1 else ""
+    of = f"all {n}" if right == n else f"{right} of the {n}"
+    line = f"; {of} results above {LINE:.0%} are right" if n > 1 else ""
     return Verdict(kind, f"{'Many' if kind == 'many' else 'A few'} matches: about {expected_matches:.0f}{line}")
 
 
@@ -202,6 +202,27 @@ class Answer:
             return self
         kept = tuple(hit for hit in self if hit.match_probability >= min_probability)
         return replace(self, hits=kept, hidden=self.hidden + len(self) - len(kept))
+
+    def showing(self, hits: tuple[Hit, ...]) -> "Answer":
+        """The answer with some of its hits, and with what is said of these.
+
+        Args:
+            hits: some of its hits, in their order, the first among them.
+
+        Returns:
+            The answer.
+        """
+        said = self.verdict
+        if (
+            said is not None
+            and self.hits
+            and self.expected_matches is not None
+            and self.nothing_probability is not None
+        ):
+            said = fits_verdict(
+                [hit.match_probability for hit in hits], self.expected_matches, self.nothing_probability
+            )
+        return replace(self, hits=hits, verdict=said)
 
     @property
     def sentence(self) -> str:

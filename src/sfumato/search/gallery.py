@@ -537,7 +537,7 @@ class Gallery(ABC):
                 kept.append(hit)
                 folded.append([])
         hits = [replace(h, rank=r, duplicates=tuple(f)) for r, (h, f) in enumerate(zip(kept, folded, strict=True), 1)]
-        return replace(answer, hits=tuple(hits))
+        return answer.showing(tuple(hits))
 
     def _check(self, wanted: Mapping[str, float | None], native: Sequence[bool], filter: Filter | None) -> None:
         check_native(wanted, self.scorer.direction, native)

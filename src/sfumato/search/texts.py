@@ -127,6 +127,17 @@ def word_stems(text: str) -> list[str]:
     return list(dict.fromkeys(map(_stem, [word for word in words if word not in FUNCTION_WORDS] or words)))
 
 
+_CLOSE = 3
+"""Words that may stand between those of a query, in "a blue and red hat", but not in "a hat by a long red wall"."""
+
+
+def is_close(stems: Sequence[str], line: str) -> bool:
+    """Whether a line of text has all of some stems close together."""
+    order = [_stem(word) for word in re.findall(r"[^\W_]+", line.casefold())]
+    width = len(stems) + _CLOSE
+    return any(set(stems) <= set(order[i : i + width]) for i in range(max(1, len(order) - width + 1)))
+
+
 def text_vectors(payloads: Sequence[Mapping[str, str]]) -> Tensor:
     """(n, 384) unit vectors, each the mean of the embeddings of an item's texts; zeros for an item without texts."""
     texts = [item_texts(payload) for payload in payloads]
@@ -187,12 +198,14 @@ class ItemTexts:
     """The texts of n items, in some order."""
 
     vectors: Tensor  # (n, 384) unit vectors; zeros for an item without texts
-    stems: Sequence[frozenset[str]]  # n sets of word stems
+    words: Sequence[str]  # n times all words of an item
+    stems: Sequence[frozenset[str]]  # n sets of their stems
 
     @classmethod
     def of(cls, vectors: Tensor, payloads: Sequence[Mapping[str, str]]) -> "ItemTexts":
         """From their vectors and payloads."""
-        return cls(vectors, [frozenset(word_stems(item_words(payload))) for payload in payloads])
+        words = [item_words(payload) for payload in payloads]
+        return cls(vectors, words, [frozenset(word_stems(own)) for own in words])
 
     @functools.cached_property
     def _having(self) -> dict[str, list[int]]:
@@ -211,7 +224,8 @@ class ItemTexts:
 
     def take(self, positions: Sequence[int]) -> "ItemTexts":
         """Some of the items."""
-        return ItemTexts(self.vectors[list(positions)], [self.stems[i] for i in positions])
+        words, stems = ([own[i] for i in positions] for own in (self.words, self.stems))
+        return ItemTexts(self.vectors[list(positions)], words, stems)
 
     def evidence(
         self,
@@ -225,7 +239,7 @@ class ItemTexts:
         rarity = rarity or self.rarity
         agreement = torch.where(self.vectors.any(1), vectors @ self.vectors.T, torch.nan)
         stems = [word_stems(query) for query in queries]
-        words, missing = torch.zeros_like(image), torch.zeros_like(image)
+        words, missing, together = (torch.zeros_like(image) for _ in range(3))
         for i, own in enumerate(stems):
             weight = {stem: rarity(stem) for stem in own}
             total = sum(weight.values()) or 1.0
@@ -234,8 +248,10 @@ class ItemTexts:
                 has[self._having.get(stem, [])] = True
                 words[i] += has * (weight[stem] / total)
                 missing[i] = missing[i].maximum(~has * weight[stem])
+            for j in set.intersection(*(set(self._having.get(stem, ())) for stem in own)) if own else ():
+                together[i, j] = any(is_close(own, line) for line in self.words[j].splitlines())
         n_words = torch.tensor([max(1.0, len(own)) for own in stems])
-        return Evidence(image, agreement, words, missing, n_words, prior)
+        return Evidence(image, agreement, words, together, missing, n_words, prior)
 
     def without(
         self,
