@@ -15,7 +15,7 @@ docs/results/people.md says how well they hold.
 import functools
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib.resources import files
 from typing import Any
 
@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from sfumato.calibration.conditional import LinearLogit
+from sfumato.calibration.corrections import JudgedHits, fit_correction
 
 N_NEAR = 50
 """Number of a query's best items that its list consists of."""
@@ -35,6 +36,8 @@ PAIR_FEATURES = ("agreement", "words", "all words", "missing", "one over words",
 
 LIST_FEATURES = ("gap", "log expected", "one over words", "prior")
 """What the logits of hits, and of nothing, read beside that of the pair, or of the best pair, and that of the best."""
+
+_WORDS = 1 + LIST_FEATURES.index("one over words")
 
 LENGTHS = (1, 2, 3)
 """Numbers of words of the queries that have constants of their own; the last is of longer ones, too."""
@@ -149,3 +152,21 @@ class FitsCalibration:
     def query_prior(self, vectors: Tensor) -> Tensor:
         """(q,) log of the fraction of images that queries fit, as their words say. vectors (q, 384)."""
         return vectors.double() @ torch.tensor(self.prior[:-1], dtype=torch.float64) + self.prior[-1]
+
+    def refined(self, hits: JudgedHits, *, seed: int = 0) -> "FitsCalibration":
+        """The same with the logits of hits corrected by verdicts, those of items with texts and of others apart.
+
+        hits: their logits are of this calibration.
+        """
+        changed = self
+        for name, of_kind in (("hit_with", hits.has_texts), ("hit_without", ~hits.has_texts)):
+            some = hits.some(of_kind)
+            limits = [(one.low[_WORDS], one.high[_WORDS]) for one in (getattr(of, name) for of in self.lengths)]
+            own = some.n_words.clamp(1, LENGTHS[-1]).long() - 1
+            low, high = torch.tensor(limits, dtype=torch.float64)[own].unbind(1)
+            inverse_words = (1 / some.n_words.double().clamp_min(1)).clamp(low, high)
+            found = fit_correction(some.logit, inverse_words, some, seed=seed)
+            if found is not None and found.factor > 0:
+                new = [replace(of, **{name: found.of(getattr(of, name), _WORDS)}) for of in changed.lengths]
+                changed = replace(changed, lengths=tuple(new))
+        return changed
