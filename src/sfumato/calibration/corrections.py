@@ -1,8 +1,8 @@
 """A small correction of fitted logits by people's verdicts, as strong as other verdicts say that it should be.
 
 The correction starts at no change, and a penalty holds it there: with few verdicts the fitted logits stay, with many
-they follow the verdicts. Cross-validation over queries chooses the strength. Of those that are as good as the best, but
-for what chance explains, the most careful wins; so verdicts seldom do harm.
+they follow the verdicts. Cross-validation over queries chooses the strength. A change must be clearly better than none,
+and of equally good ones the most careful wins; so verdicts seldom do harm.
 """
 
 import math
@@ -15,13 +15,17 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 from sfumato.calibration.conditional import LinearLogit
 from sfumato.calibration.platt import fit_logistic
 
-PENALTIES = (math.inf, 100.0, 30.0, 10.0, 3.0, 1.0)
+PENALTIES = (math.inf, 100.0, 30.0, 10.0)
 """Strengths of the penalty, in verdicts; the first leaves the logits as they are."""
 
 N_FOLDS = 5
 """Number of folds, and smallest number of queries."""
 
 _LEAST_DEVIATION = 0.1
+
+_SURE = 2.0
+"""Standard errors by which a change must be better than none. benchmarks/judgements.py: with one, ten verdicts made the
+packaged constants worse on average."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,6 +51,10 @@ class Correction:
     factor: float
     shift: float
     by_words: float
+
+    def logit(self, logit: Tensor, inverse_words: Tensor) -> Tensor:
+        """Corrected logits. logit (k,), inverse_words (k,)."""
+        return self.factor * logit + self.shift + self.by_words * inverse_words
 
     def of(self, logit: LinearLogit, words: int) -> LinearLogit:
         """A logit that has it. words: position of the feature one over words."""
@@ -94,7 +102,8 @@ def fit_correction(logit: Tensor, inverse_words: Tensor, hits: JudgedHits, *, se
 
 
 def _careful(losses: Tensor) -> int:
-    """The first row that is at most one standard error of the difference worse than the best. losses (p, q)."""
+    """No change, row 0, unless the best is better by two standard errors of the difference; then the first that is at
+    most one worse than the best. losses (p, q) -> row."""
     worse = losses - losses[losses.sum(1).argmin()]
-    error = worse.std(1) / math.sqrt(losses.shape[1])
-    return int((worse.mean(1) <= error).nonzero()[0])
+    errors = worse.mean(1) * math.sqrt(losses.shape[1]) / worse.std(1).clamp_min(1e-12)
+    return 0 if errors[0] <= _SURE else 1 + int((errors[1:] <= 1).nonzero()[0])
