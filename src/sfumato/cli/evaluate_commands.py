@@ -51,8 +51,8 @@ _FILE_OPTIONS = (
 
 _TO_EVALUATE = (
     "say what to evaluate: sfumato evaluate run RUN (a run on its own data), sfumato evaluate model MODEL --data RECIPE"
-    " (any model on other data), or sfumato evaluate files --images FILE --texts FILE --truth FILE (embeddings of any"
-    " program)"
+    " (any model on other data), sfumato evaluate files --images FILE --texts FILE --truth FILE (embeddings of any"
+    " program), or sfumato evaluate index INDEX --judgements FILE (people's verdicts on hits)"
 )
 
 

@@ -4,6 +4,7 @@ import io
 from collections.abc import Mapping
 from pathlib import Path
 
+import numpy as np
 from PIL import Image
 
 from sfumato.data.images import ImageSource, handed_out, thumbnail
@@ -25,14 +26,13 @@ def in_blocks(source: ImageSource, width: int = WIDTH) -> str:
         return ""
     image = Image.open(io.BytesIO(content)).convert("RGB")
     height = max(2, 2 * round(width * image.height / image.width / 2))
-    pixels = image.resize((width, height), Image.Resampling.BOX).load()
-    assert pixels is not None
+    pixels = np.asarray(image.resize((width, height), Image.Resampling.BOX)).tolist()
 
-    def block(x: int, y: int) -> str:
-        above, below = (";".join(map(str, pixels[x, row])) for row in (y, y + 1))
-        return f"\x1b[38;2;{above}m\x1b[48;2;{below}m▀"
+    def block(above: list[int], below: list[int]) -> str:
+        return "\x1b[38;2;{};{};{}m".format(*above) + "\x1b[48;2;{};{};{}m▀".format(*below)
 
-    return "\n".join("".join(block(x, y) for x in range(width)) + "\x1b[0m" for y in range(0, height, 2))
+    rows = zip(pixels[::2], pixels[1::2], strict=True)
+    return "\n".join("".join(map(block, above, below)) + "\x1b[0m" for above, below in rows)
 
 
 def question(hit: ShownHit, found: Hit, number: int, of: int) -> str:

@@ -16,8 +16,8 @@ from sfumato.calibration.corrections import N_FOLDS, JudgedHits
 from sfumato.calibration.fits import FitsCalibration
 from sfumato.errors import UserError, as_typed, counted
 from sfumato.evaluation.judgements import (
-    Judgement,
     JudgedFigures,
+    Judgement,
     ShownHit,
     judged_figures,
     merged,
