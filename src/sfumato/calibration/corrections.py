@@ -102,8 +102,10 @@ def fit_correction(logit: Tensor, inverse_words: Tensor, hits: JudgedHits, *, se
 
 
 def _careful(losses: Tensor) -> int:
-    """No change, row 0, unless the best is better by two standard errors of the difference; then the first that is at
-    most one worse than the best. losses (p, q) -> row."""
+    """No change, row 0, unless the best is clearly better: by _SURE standard errors of the difference over queries, and
+    more of few queries, as Student's t has it. Then the first row at most one worse than the best. losses (p, q)."""
+    n = losses.shape[1]
     worse = losses - losses[losses.sum(1).argmin()]
-    errors = worse.mean(1) * math.sqrt(losses.shape[1]) / worse.std(1).clamp_min(1e-12)
-    return 0 if errors[0] <= _SURE else 1 + int((errors[1:] <= 1).nonzero()[0])
+    errors = worse.mean(1) * math.sqrt(n) / worse.std(1).clamp_min(1e-12)
+    limit = _SURE + (_SURE**3 + _SURE) / (4 * (n - 1))
+    return 0 if errors[0] <= limit else 1 + int((errors[1:] <= 1).nonzero()[0])

@@ -13,6 +13,7 @@ from sfumato.cli.common import AsJson, check_out_file, command, flag, print_resu
 from sfumato.errors import UserError, counted
 
 if TYPE_CHECKING:
+    from sfumato.search.answer import Hit
     from sfumato.search.searcher import Searcher
     from sfumato.workflows.judge import Found, Session
 
@@ -93,10 +94,9 @@ def judge(
         folder, asked.texts, _ask, out=asked.out, judge=asked.name, n=asked.n, k=asked.k, run=run, store=store,
         seed=asked.seed,
     )  # fmt: skip
-    own = sum(one.judge == asked.name for one in session.verdicts)
-    result = {"out": str(asked.out), "judge": asked.name, "new": session.n_given, "verdicts": own,
-              "left": len(session.sample) - session.place}  # fmt: skip
-    line = f"{counted(session.n_given, 'new verdict')}, {own:,} of {asked.name} in all: {asked.out}"
+    new, own, left = session.n_given, len(session.own), len(session.sample) - session.place
+    result = {"out": str(asked.out), "judge": asked.name, "new": new, "verdicts": own, "left": left}
+    line = f"{counted(new, 'new verdict')}, {own:,} of {asked.name} in all: {asked.out}"
     print_result(result, as_json, line)
 
 
@@ -167,13 +167,10 @@ def _key() -> str:
     return line.strip()[:1].lower() if line else "q"
 
 
-def _open(searcher: "Searcher", item: object) -> None:
+def _open(searcher: "Searcher", item: "Hit") -> None:
     """Show the picture of a hit in the system's viewer."""
     import tempfile
 
-    from sfumato.search.answer import Hit
-
-    assert isinstance(item, Hit)
     if (image := searcher.image_of(item)) is None:
         print("there is no picture of this item", file=sys.stderr)
         return

@@ -15,18 +15,19 @@ from sfumato.reports.tables import MISSING, compact_interval, percent, print_tab
 from sfumato.search.answer import Hit
 from sfumato.workflows.judge import Judged, Refined
 
-WIDTH = 48
-"""Width of a picture, in characters."""
+WIDTH, HEIGHT = 48, 20
+"""Largest width and height of a picture, in characters."""
 
 
-def in_blocks(source: ImageSource, width: int = WIDTH) -> str:
+def in_blocks(source: ImageSource, width: int = WIDTH, height: int = HEIGHT) -> str:
     """A picture of coloured half blocks, two rows of pixels a line; "" of a file that cannot be read."""
     content = thumbnail(source)
     if content is None:
         return ""
     image = Image.open(io.BytesIO(content)).convert("RGB")
-    height = max(2, 2 * round(width * image.height / image.width / 2))
-    pixels = np.asarray(image.resize((width, height), Image.Resampling.BOX)).tolist()
+    factor = min(width / image.width, 2 * height / image.height)
+    size = max(1, round(factor * image.width)), 2 * max(1, round(factor * image.height / 2))
+    pixels = np.asarray(image.resize(size, Image.Resampling.BOX)).tolist()
 
     def block(above: list[int], below: list[int]) -> str:
         return "\x1b[38;2;{};{};{}m".format(*above) + "\x1b[48;2;{};{};{}m▀".format(*below)

@@ -71,31 +71,29 @@ def find_hits(searcher: Searcher, queries: Sequence[str], k: int) -> Found:
 class Session:
     """Questions to one judge about a sample of hits. The file has every verdict before the next question.
 
-    Verdicts that this judge has given before are not asked for again; they get the weights of this sample.
+    Verdicts that this judge has given before are not asked for again; they get the weights of this sample. Those of
+    other judges stay, also of judges who write to the file meanwhile.
     """
 
     path: Path
     judge: str
     sample: Sequence[ShownHit]
-    target: str = "fits"
-    verdicts: list[Judgement] = field(default_factory=list)
+    target: str
+    own: list[Judgement]  # the verdicts of this judge
     place: int = 0  # number of the next question
-    _before: list[tuple[int, list[Judgement] | None]] = field(default_factory=list)
+    _before: list[tuple[int, list[Judgement]]] = field(default_factory=list)
 
     @classmethod
     def of(cls, path: Path, judge: str, found: Found, n: int, *, seed: int = 0) -> "Session":
         """Go on with a file, or begin one."""
-        sample = sample_hits(found.shown, n, seed=seed)
-        kept = merged(read_judgements(path)) if path.exists() else []
-        drawn = {hit.pair: hit for hit in sample}
-        verdicts = [
-            replace(one, weight=drawn[one.pair].weight, why=drawn[one.pair].why)
-            if one.judge == judge and one.pair in drawn
-            else one
+        drawn = {hit.pair: hit for hit in sample_hits(found.shown, n, seed=seed)}
+        kept = merged(one for one in _kept(path) if one.judge == judge)
+        own = [
+            replace(one, weight=hit.weight, why=hit.why) if (hit := drawn.get(one.pair)) else one
             for one in kept
-        ]
-        given = {one.pair for one in verdicts if one.judge == judge}
-        return cls(path, judge, [hit for hit in sample if hit.pair not in given], found.target, verdicts)
+        ]  # fmt: skip
+        given = {one.pair for one in own}
+        return cls(path, judge, [hit for pair, hit in drawn.items() if pair not in given], found.target, own)
 
     @property
     def next(self) -> ShownHit | None:
@@ -105,33 +103,41 @@ class Session:
     @property
     def n_given(self) -> int:
         """Number of verdicts of this round."""
-        return sum(before is not None for _, before in self._before)
+        return len(self.own) - len(self._before[0][1]) if self._before else 0
 
     def answer(self, yes: int | None) -> None:
         """Keep a verdict on the next hit; None skips it."""
         hit = self.next
         assert hit is not None
-        self._before.append((self.place, None if yes is None else list(self.verdicts)))
+        self._before.append((self.place, self.own))
         self.place += 1
         if yes is not None:
             about = (hit.query, hit.id, yes, self.judge, now(), hit.why, hit.probability, hit.weight, self.target)
-            self.verdicts.append(Judgement(*about))
-            write_judgements(self.path, self.verdicts)
+            self.own = [*self.own, Judgement(*about)]
+            self._save()
 
     def undo(self) -> bool:
         """Take the last answer of this round back. Returns whether there was one."""
         if not self._before:
             return False
-        self.place, verdicts = self._before.pop()
-        if verdicts is not None:
-            self.verdicts = verdicts
-            write_judgements(self.path, self.verdicts)
+        self.place, before = self._before.pop()
+        if before is not self.own:
+            self.own = before
+            self._save()
         return True
+
+    def _save(self) -> None:
+        others = [one for one in _kept(self.path) if one.judge != self.judge]
+        write_judgements(self.path, [*others, *self.own])
+
+
+def _kept(path: Path) -> list[Judgement]:
+    return read_judgements(path) if path.exists() else []
 
 
 def import_verdicts(path: Path, files: Sequence[Path], judge: str) -> tuple[int, list[Judgement]]:
     """Merge files of verdicts, and TREC qrels, into a file. Returns the number of new or later ones, and all."""
-    before = merged(read_judgements(path)) if path.exists() else []
+    before = merged(_kept(path))
     others = [read_judgements(file) if file.suffix == ".jsonl" else read_qrels(file, judge) for file in files]
     after = merged(before, *others)
     write_judgements(path, after)
