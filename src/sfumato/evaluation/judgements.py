@@ -77,11 +77,11 @@ def _checked(values: Any) -> Judgement:
         raise ValueError(f"{missing[0]!r} is missing")
     if unknown := sorted(set(values) - set(names)):
         raise ValueError(f"unknown field {unknown[0]!r}; known: {', '.join(names)}")
-    for name in ("query", "id", "judge", "when", "why"):
-        if not isinstance(values[name], str) or not values[name]:
-            raise ValueError(f"{name} is {values[name]!r}, expected a text")
     found = Judgement(**values)
-    if found.yes not in (0, 1) or isinstance(found.yes, bool):
+    for name in ("query", "id", "judge", "when", "why", "target"):
+        if not isinstance(text := getattr(found, name), str) or not text.strip():
+            raise ValueError(f"{name} is {text!r}, expected a text")
+    if type(found.yes) is not int or found.yes not in (0, 1):
         raise ValueError(f"yes is {found.yes!r}, expected 0 or 1")
     if found.probability is not None and not (_is_number(found.probability) and 0 <= found.probability <= 1):
         raise ValueError(f"probability is {found.probability!r}, expected null or a number between 0 and 1")
@@ -92,7 +92,7 @@ def _checked(values: Any) -> Judgement:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e12
 
 
 def _lines(path: Path) -> list[tuple[int, str]]:
