@@ -124,7 +124,7 @@ def test_evaluate_of_nothing_names_all_three(work, sfumato, tmp_path):
         ((), "say what to evaluate"),
         (("--json",), "say what to evaluate"),
         ((tmp_path / "empty",), "holds neither a run, nor a model, nor embeddings"),
-        ((tmp_path / "index",), "is an index"),
+        ((tmp_path / "index",), "--judgements FILE"),
         (("nowhere",), "nowhere is neither a file nor a folder"),
         (("emoji-demo",), "sfumato train emoji-demo --out RUN; then sfumato evaluate run RUN"),
         ((work / "toy.toml",), "is a recipe, which has to be trained first: sfumato train"),
@@ -133,7 +133,7 @@ def test_evaluate_of_nothing_names_all_three(work, sfumato, tmp_path):
     ):
         err = sfumato.refused("evaluate", *given)
         assert err.count("\n") == 1 and says in err, err
-        assert all(way in err for way in three) or "recipe" in err or "--" in str(given)
+        assert all(way in err for way in three) or "recipe" in err or "is an index" in err or "--" in str(given)
     out = sfumato.printed("evaluate", "--help")
     assert all(re.search(rf"^ +{verb} ", out, re.MULTILINE) for verb in ("run", "model", "files"))
 

@@ -64,3 +64,21 @@ def test_neighbours_of_an_item_are_those_of_other_owners():
         near = sorted(unit[k] @ unit[j] for j in range(24) if owners[j] != owners[k])[-10:]
         assert found[multiplicity.NEIGHBOURS][k] == pytest.approx(np.mean(near))
         assert found["similar to training"][k] == pytest.approx(np.mean([unit[k] @ unit[j] for j in range(12)]))
+
+
+def test_the_tables_of_judgements_are_those_of_the_file():
+    """Errors with no verdicts, and their changes, as the page rounds them."""
+    found = json.loads((ROOT / "benchmarks" / "results" / "judgements.json").read_text(encoding="utf-8"))
+    columns = [f"{prior}, {texts}" for prior in ("packaged", "shifted") for texts in ("with texts", "without texts")]
+    text = (ROOT / "docs" / "results" / "judgements.md").read_text(encoding="utf-8")
+    tables = re.findall(r"^((?:\| +\d.*\n)+)", text, re.MULTILINE)
+    assert len(tables) == 2
+    for table, figure in zip(tables, ("error at hits 1 to 10", "error at hit 1"), strict=True):
+        for line in table.splitlines():
+            n, *cells = [cell.strip().replace("\N{MINUS SIGN}", "-") for cell in line.strip("|").split("|")]
+            for column, cell in zip(columns, cells, strict=True):
+                known = found[column][n][figure]
+                values = [known["mean"]] if n == "0" else [known["change"], known["two standard errors"]]
+                shown = [float(part) for part in cell.split("±")]
+                step = 10.0 ** -len(cell.split("±")[0].partition(".")[2].strip())
+                assert shown == pytest.approx(values[: len(shown)], abs=0.51 * min(step, 0.001)), (line, column)

@@ -15,7 +15,7 @@ docs/results/people.md says how well they hold.
 import functools
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib.resources import files
 from typing import Any
 
@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from sfumato.calibration.conditional import LinearLogit
+from sfumato.calibration.corrections import Correction, JudgedHits, fit_correction
 
 N_NEAR = 50
 """Number of a query's best items that its list consists of."""
@@ -35,6 +36,8 @@ PAIR_FEATURES = ("agreement", "words", "together", "missing", "one over words", 
 
 LIST_FEATURES = ("gap", "log expected", "one over words", "prior")
 """What the logits of hits, and of nothing, read beside that of the pair, or of the best pair, and that of the best."""
+
+_WORDS = 1 + LIST_FEATURES.index("one over words")
 
 LENGTHS = (1, 2, 3)
 """Numbers of words of the queries that have constants of their own; the last is of longer ones, too."""
@@ -150,3 +153,49 @@ class FitsCalibration:
     def query_prior(self, vectors: Tensor) -> Tensor:
         """(q,) log of the fraction of images that queries fit, as their words say. vectors (q, 384)."""
         return vectors.double() @ torch.tensor(self.prior[:-1], dtype=torch.float64) + self.prior[-1]
+
+    def corrections(self, hits: JudgedHits, *, seed: int = 0) -> dict[str, Correction]:
+        """What verdicts change about the logits of hits: by field of FitsLogits, only where it is better.
+
+        hits: their logits are of this calibration.
+        """
+        found = {}
+        for name, rows in _kinds(hits).items():
+            some = hits.some(rows)
+            own = fit_correction(some.logit, self._inverse_words(name, some.n_words), some, seed=seed)
+            if own is not None and own.factor > 0:
+                found[name] = own
+        return found
+
+    def corrected_logits(self, corrections: Mapping[str, Correction], hits: JudgedHits) -> Tensor:
+        """(k,) logits of hits with corrections. hits: their logits are of this calibration."""
+        logit = hits.logit.double().clone()
+        for name, rows in _kinds(hits).items():
+            if name in corrections:
+                inverse_words = self._inverse_words(name, hits.n_words[rows])
+                logit[rows] = corrections[name].logit(logit[rows], inverse_words)
+        return logit
+
+    def refined(self, hits: JudgedHits, *, seed: int = 0) -> "FitsCalibration":
+        """The same with the logits of hits corrected by verdicts, those of items with texts and of others apart.
+
+        hits: their logits are of this calibration.
+        """
+        changes = self.corrections(hits, seed=seed)
+        lengths = [
+            replace(of, **{name: one.of(getattr(of, name), _WORDS) for name, one in changes.items()})
+            for of in self.lengths
+        ]
+        return replace(self, lengths=tuple(lengths))
+
+    def _inverse_words(self, name: str, n_words: Tensor) -> Tensor:
+        """(k,) the feature one over words as a logit reads it."""
+        logits = [getattr(of, name) for of in self.lengths]
+        limits = torch.tensor([(one.low[_WORDS], one.high[_WORDS]) for one in logits], dtype=torch.float64)
+        low, high = limits[n_words.long().clamp(1, LENGTHS[-1]) - 1].unbind(1)
+        return (1 / n_words.double().clamp_min(1)).clamp(low, high)
+
+
+def _kinds(hits: JudgedHits) -> dict[str, Tensor]:
+    """The rows of hits by the field of FitsLogits that their logits are of."""
+    return {"hit_with": hits.has_texts, "hit_without": ~hits.has_texts}

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from sfumato.cli import (  # noqa: F401  They register their commands.
     evaluate_commands,
+    judge_commands,
     model_commands,
     search_commands,
     study_commands,

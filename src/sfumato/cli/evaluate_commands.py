@@ -1,4 +1,4 @@
-"""The commands that measure a model: the group `evaluate` with run, model and files, and trust."""
+"""The commands that measure a model: the group `evaluate` with run, model, files and index, and trust."""
 
 import json
 import re
@@ -51,8 +51,8 @@ _FILE_OPTIONS = (
 
 _TO_EVALUATE = (
     "say what to evaluate: sfumato evaluate run RUN (a run on its own data), sfumato evaluate model MODEL --data RECIPE"
-    " (any model on other data), or sfumato evaluate files --images FILE --texts FILE --truth FILE (embeddings of any"
-    " program)"
+    " (any model on other data), sfumato evaluate files --images FILE --texts FILE --truth FILE (embeddings of any"
+    " program), or sfumato evaluate index INDEX --judgements FILE (people's verdicts on hits)"
 )
 
 
@@ -79,6 +79,9 @@ class _EvaluateGroup(Verbs):
         if verb == "files":
             others = [argument for argument in arguments if argument != path]
             return f"{path} is {what}: {write(verb, *_embedding_files(path), *others)}"
+        if verb == "index":
+            others = [] if "--judgements" in names else ["--judgements", "FILE"]
+            return f"{path} is {what}: {write(verb, *arguments, *others)}"
         if verb == "train":
             return f"{path} is {what}: {as_typed('sfumato', verb, path, '--out', 'RUN')}; then {write('run', 'RUN')}"
         if verb == "model" or "--data" in names:
@@ -104,7 +107,7 @@ def _kind(path: str) -> tuple[str, str]:
         if (file / CONFIG).is_file():
             return "an exported or published model", "model"
         if GaussianCollection.is_one(file) or is_gallery(file):
-            return "an index, which holds no pairs to evaluate", ""
+            return "an index, which people's verdicts evaluate (sfumato judge)", "index"
         if any(_of_embeddings(f) for f in file.iterdir()):
             return "a folder of embeddings", "files"
         return "a folder that holds neither a run, nor a model, nor embeddings", ""
@@ -148,7 +151,7 @@ evaluate = typer.Typer(
     cls=_EvaluateGroup,
     no_args_is_help=False,
     rich_markup_mode=None,
-    help="Evaluate a run, a model on other data, or embedding files.",
+    help="Evaluate a run, a model, embedding files, or an index.",
 )
 app.add_typer(evaluate, name="evaluate")
 
@@ -335,6 +338,29 @@ def files(
         say("note: no ids were given for some embeddings; they get the ids of the ground truth, in its order")
     extra = more_results(measured, embedded, more, other, match_probability=probability)
     _print_figures(measured, extra, str(ranked) if ranked else f"{images}, {texts}", as_json)
+
+
+@command(evaluate)
+def index(
+    folder: Path = word(..., "Folder of an index or a collection.", "INDEX"),
+    judgements: Path = flag(..., "File of people's verdicts, of sfumato judge.", metavar="FILE"),
+    k: int = flag(10, "Number of hits per query.", "-k", min=1),
+    run: str | None = flag(None, "Folder or name of the model. Default: where it was for the index.", metavar="MODEL"),
+    store: str | None = flag(None, "URL of the store. Default: the one it was built with.", metavar="URL"),
+    bootstrap: Bootstrap = 1000,
+    as_json: AsJson = False,
+) -> None:
+    """Evaluate an index by people's verdicts on its hits.
+
+    Precision, nDCG, the judged fraction and the calibration of the probabilities. Hits that nobody judged are unknown.
+    """
+    from sfumato.reports.judging import print_judged
+    from sfumato.workflows.judge import evaluate_index
+
+    found = evaluate_index(folder, judgements, k=k, run=run, store=store, n_resamples=bootstrap)
+    if as_json:
+        return print(json.dumps(found.to_json()))
+    print_judged(found, str(folder))
 
 
 def _print_figures(

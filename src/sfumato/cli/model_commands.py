@@ -71,7 +71,13 @@ def train(
 
 @command()
 def calibrate(
-    run: RunFolder,
+    run: Path = word(..., "Folder of a run; with --judgements, of a collection.", "RUN"),
+    judgements: Path | None = flag(
+        None,
+        "Refine the probabilities of a collection by people's verdicts instead (sfumato judge). Give all verdicts: a"
+        " refinement starts at the packaged constants.",
+        metavar="FILE",
+    ),
     split: str = flag(
         "val", "Split of the run's data to fit on, not that of the training. If all images train, val is wordings."
     ),
@@ -80,7 +86,7 @@ def calibrate(
     device: Device = "auto",
     as_json: AsJson = False,
 ) -> None:
-    """Calibrate again, by another method or for other queries.
+    """Calibrate again: another method, other queries, verdicts.
 
     Training and `sfumato adopt` calibrate already. Fits match probabilities, thresholds, abstention and conformal sets,
     and writes them to the run's calibration.json. A run with held-out wordings has calibration-training.json too, for
@@ -90,12 +96,26 @@ def calibrate(
     from sfumato.models.run import choose_device
     from sfumato.reports.console import print_calibration
 
+    if judgements is not None:
+        if (split, method, queries, device) != ("val", "platt", "planted", "auto"):
+            raise UserError("--judgements refines a collection; leave --split, --method, --queries and --device out")
+        return _refine(run, judgements, as_json)
     fitted = calibrate_run(run, split, method=method, population=queries, device=choose_device(device))
     result = describe_calibration(fitted)
     if as_json:
         return print(json.dumps(result))
     print_calibration(result)
     print(f"written to {run}; build indices of this run again to use it")
+
+
+def _refine(folder: Path, judgements: Path, as_json: bool) -> None:
+    from sfumato.reports.judging import print_refined
+    from sfumato.workflows.judge import refine_index
+
+    found = refine_index(folder, judgements)
+    if as_json:
+        return print(json.dumps(found.to_json()))
+    print_refined(found, folder)
 
 
 @command()

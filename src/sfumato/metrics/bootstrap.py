@@ -23,13 +23,17 @@ class Interval:
     high: float | None
 
 
-def mean_statistic(values: np.ndarray) -> Statistic:
-    """The mean of values, to be resampled. values (n,)."""
+def mean_statistic(values: np.ndarray, weight: np.ndarray | None = None) -> Statistic:
+    """The mean of values, to be resampled. values (n,), weight (n,).
+
+    With weights of one over the probability that a value is sampled, it is the estimate of Hajek (1971).
+    """
     values = np.asarray(values, float)
+    weight = np.ones_like(values) if weight is None else np.asarray(weight, float)
 
     def statistic(counts: np.ndarray) -> np.ndarray:
         with np.errstate(invalid="ignore"):
-            return _floats(counts @ values / counts.sum(1))
+            return _floats(counts @ (weight * values) / (counts @ weight))
 
     return statistic
 

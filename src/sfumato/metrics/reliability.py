@@ -13,6 +13,7 @@ from torch import Tensor
 
 from sfumato.arrays import Array, as_tensor
 from sfumato.charts import FAINT, FIRST, STYLE, new_axes, require_matplotlib
+from sfumato.metrics.bootstrap import Statistic
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -75,6 +76,20 @@ def expected_calibration_error(
         raise ValueError("expected_calibration_error: got no probabilities")
     curve = reliability_curve(probability, match, n_bins=n_bins, binning=binning)
     return float(sum(b["count"] * abs(b["probability"] - b["observed"]) for b in curve)) / len(probability)
+
+
+def calibration_error_statistic(probability: Tensor, match: Tensor, weight: Tensor, *, n_bins: int) -> Statistic:
+    """The ECE of predictions with weights, to be resampled within the bins of all. probability, match, weight (k,)."""
+    _check_predictions("calibration_error_statistic", probability, match)
+    bins = torch.nn.functional.one_hot(_which_bin(probability, n_bins, "count"), n_bins)
+    gaps = (weight * (probability.double() - match.double())).unsqueeze(1) * bins
+    weights, by_bin = weight.double().numpy(), gaps.double().numpy()
+
+    def statistic(counts: np.ndarray) -> np.ndarray:
+        with np.errstate(invalid="ignore"):
+            return np.asarray(np.abs(counts @ by_bin).sum(1) / (counts @ weights))
+
+    return statistic
 
 
 def brier_score(probability: Array, match: Array) -> float:

@@ -199,6 +199,9 @@ class Scorer:
         return self.calibration.of(self.direction)
 
 
+FITS = "fits"
+"""Name of the metadata that hold a calibration of target "fits"."""
+
 SAME = 0.09
 """Largest squared distance of two images that are nearly the same, as a fraction of the usual one."""
 
@@ -334,8 +337,9 @@ class Gallery(ABC):
 
     @property
     def fits(self) -> FitsCalibration:
-        """The calibration of target "fits"."""
-        return FitsCalibration.packaged()
+        """The calibration of target "fits": that of verdicts on its hits if it has one, else the packaged one."""
+        own = self.metadata.get(FITS)
+        return FitsCalibration.packaged() if own is None else FitsCalibration.from_json(own)
 
     def _by_texts(
         self, queries: GaussianEmbedding, asked: Mapping[int, TextQuery | str], k: int, filter: Filter | None, n: int

@@ -1,0 +1,101 @@
+"""What a judge of hits sees in a terminal, and what verdicts say about an index."""
+
+import io
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+from sfumato.data.images import ImageSource, handed_out, thumbnail
+from sfumato.errors import counted, printable
+from sfumato.evaluation.judgements import JudgedFigures, ShownHit
+from sfumato.metrics.bootstrap import Interval
+from sfumato.reports.tables import MISSING, compact_interval, percent, print_table, print_wrapped
+from sfumato.search.answer import Hit
+from sfumato.workflows.judge import Judged, Refined
+
+WIDTH, HEIGHT = 48, 20
+"""Largest width and height of a picture, in characters."""
+
+
+def in_blocks(source: ImageSource, width: int = WIDTH, height: int = HEIGHT) -> str:
+    """A picture of coloured half blocks, two rows of pixels a line; "" of a file that cannot be read."""
+    content = thumbnail(source)
+    if content is None:
+        return ""
+    image = Image.open(io.BytesIO(content)).convert("RGB")
+    factor = min(width / image.width, 2 * height / image.height)
+    size = max(1, round(factor * image.width)), 2 * max(1, round(factor * image.height / 2))
+    pixels = np.asarray(image.resize(size, Image.Resampling.BOX)).tolist()
+
+    def block(above: list[int], below: list[int]) -> str:
+        return "\x1b[38;2;{};{};{}m".format(*above) + "\x1b[48;2;{};{};{}m▀".format(*below)
+
+    rows = zip(pixels[::2], pixels[1::2], strict=True)
+    return "\n".join("".join(map(block, above, below)) + "\x1b[0m" for above, below in rows)
+
+
+def question(hit: ShownHit, found: Hit, number: int, of: int) -> str:
+    """The query, and the item's name and texts. The probability is not shown: it would sway the judge."""
+    lines = [f"[{number} of {of}]  {hit.query}", f"  {found.id}"]
+    lines += [f"  {name}: {text}" for name, text in _texts(handed_out(found.payload)) if text != found.id]
+    return printable("\n".join(lines))
+
+
+def _texts(payload: Mapping[str, str]) -> list[tuple[str, str]]:
+    return [(name, line) for name, text in payload.items() for line in text.split("\n") if line.strip()]
+
+
+_UNKNOWN = "Hits that nobody judged are unknown and do not count. Intervals: 95 %, over queries."
+
+
+def _percents(value: Interval) -> str:
+    if value.low is None or value.high is None:
+        return percent(value.value)
+    return f"{percent(value.value)} [{percent(value.low)}, {percent(value.high)}]"
+
+
+def _calibration_rows(figures: JudgedFigures) -> list[list[str]]:
+    by_chance = figures.calibration_error_by_chance
+    return [
+        ["mean probability", _percents(figures.said)],
+        ["mean probability minus precision", compact_interval(figures.excess)],
+        ["calibration error", compact_interval(figures.calibration_error)],
+        ["  of perfect probabilities", MISSING if by_chance is None else f"{by_chance:.3f}"],
+    ]
+
+
+def print_judged(found: Judged, title: str) -> None:
+    """Print what verdicts say about the hits of an index."""
+    figures, k = found.figures, found.k
+    judged = f"{percent(figures.judged)} ({figures.n:,} of {round(figures.n / figures.judged):,} hits)"
+    rows = [
+        [f"judged fraction of hits 1 to {k}", judged],
+        [f"precision of hits 1 to {k}", _percents(figures.precision)],
+        ["precision of hit 1", _percents(figures.first)],
+        ["nDCG of judged hits", compact_interval(figures.ndcg)],
+        *_calibration_rows(figures),
+    ]
+    queries, judges = counted(figures.n_queries, "query", "queries"), counted(found.judges, "judge")
+    print_table(f"{title}: {queries}, {judges}", ["figure", "value"], rows)
+    lost = f" {counted(found.not_found, 'judged pair')} not among these hits." if found.not_found else ""
+    print_wrapped(_UNKNOWN + lost)
+
+
+def print_refined(found: Refined, folder: Path) -> None:
+    """Print what a refinement by verdicts changed."""
+    columns = zip(_calibration_rows(found.before), _calibration_rows(found.after), strict=True)
+    rows = [[name, before, after] for (name, before), (_, after) in columns]
+    judged = f"{counted(found.n, 'judged hit')} of {counted(found.n_queries, 'query', 'queries')}"
+    print_table(f"{folder}: {judged}", ["figure", "before", "after"], rows)
+    print_wrapped(
+        f"Precision {_percents(found.before.precision)}. {percent(found.judged)} of the first hits are judged."
+        f" Before: packaged constants. After: each query with the verdicts on the others. {_UNKNOWN}"
+    )
+    if found.not_found:
+        print_wrapped(f"{counted(found.not_found, 'judged pair')} left out: not among the hits of this collection.")
+    if found.changed:
+        print_wrapped(f"Refined: {' and '.join(found.changed)}. Searches of {folder} use it from now on.")
+    else:
+        print_wrapped("The packaged constants stay: no change is clearly better. More verdicts may tell.")

@@ -1,0 +1,286 @@
+"""People judge hits of an index, and their verdicts measure its probabilities and refine them.
+
+:class:`Session` is a round of questions without its terminal: it knows what to ask, and saves every answer at once.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from sfumato.calibration.corrections import N_FOLDS, JudgedHits
+from sfumato.calibration.fits import FitsCalibration
+from sfumato.errors import UserError, as_typed, counted
+from sfumato.evaluation.judgements import (
+    JudgedFigures,
+    Judgement,
+    ShownHit,
+    judged_figures,
+    merged,
+    now,
+    pair_verdicts,
+    read_judgements,
+    read_qrels,
+    sample_hits,
+    write_judgements,
+)
+from sfumato.progress import say
+from sfumato.search.answer import Hit
+from sfumato.search.collection import GaussianCollection
+from sfumato.search.gallery import FITS
+from sfumato.search.searcher import Searcher
+from sfumato.search.texts import item_texts, word_stems
+from sfumato.workflows.search import load_index
+
+_DEEP = 1_000
+"""Number of hits of a query in which judged items are looked for."""
+
+
+@dataclass(frozen=True, eq=False)
+class Found:
+    """The hits of some queries."""
+
+    shown: list[ShownHit]
+    hit: dict[tuple[str, str], Hit]  # by query and id
+    target: str
+
+    def first(self, k: int) -> list[ShownHit]:
+        """The first k of each query."""
+        return [one for one in self.shown if one.rank <= k]
+
+
+def find_hits(searcher: Searcher, queries: Sequence[str], k: int) -> Found:
+    """Search by texts for what people judge."""
+    if searcher.native != "texts":
+        raise UserError(f"{searcher.source} holds texts; give an index of images, whose hits a text describes or not")
+    shown, hit, target = list[ShownHit](), dict[tuple[str, str], Hit](), "fits"
+    for answer in searcher.search(list(queries), k):
+        target = answer.target
+        for one in answer:
+            p = one.match_probability if answer.calibrated else None
+            shown.append(ShownHit(answer.query, one.id, one.rank, p))
+            hit[answer.query, one.id] = one
+    return Found(shown, hit, target)
+
+
+@dataclass(eq=False)
+class Session:
+    """Questions to one judge about a sample of hits. The file has every verdict before the next question.
+
+    Verdicts that this judge has given before are not asked for again; they get the weights of this sample. Those of
+    other judges stay, also of judges who write to the file meanwhile.
+    """
+
+    path: Path
+    judge: str
+    sample: Sequence[ShownHit]
+    target: str
+    own: list[Judgement]  # the verdicts of this judge
+    place: int = 0  # number of the next question
+    _before: list[tuple[int, list[Judgement]]] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, path: Path, judge: str, found: Found, n: int, *, seed: int = 0) -> "Session":
+        """Go on with a file, or begin one."""
+        drawn = {hit.pair: hit for hit in sample_hits(found.shown, n, seed=seed)}
+        kept = merged(one for one in _kept(path) if one.judge == judge)
+        own = [
+            replace(one, weight=hit.weight, why=hit.why) if (hit := drawn.get(one.pair)) else one
+            for one in kept
+        ]  # fmt: skip
+        given = {one.pair for one in own}
+        return cls(path, judge, [hit for pair, hit in drawn.items() if pair not in given], found.target, own)
+
+    @property
+    def next(self) -> ShownHit | None:
+        """The hit to ask about; None at the end."""
+        return self.sample[self.place] if self.place < len(self.sample) else None
+
+    @property
+    def n_given(self) -> int:
+        """Number of verdicts of this round."""
+        return len(self.own) - len(self._before[0][1]) if self._before else 0
+
+    def answer(self, yes: int | None) -> None:
+        """Keep a verdict on the next hit; None skips it."""
+        hit = self.next
+        assert hit is not None
+        self._before.append((self.place, self.own))
+        self.place += 1
+        if yes is not None:
+            about = (hit.query, hit.id, yes, self.judge, now(), hit.why, hit.probability, hit.weight, self.target)
+            self.own = [*self.own, Judgement(*about)]
+            self._save()
+
+    def undo(self) -> bool:
+        """Take the last answer of this round back. Returns whether there was one."""
+        if not self._before:
+            return False
+        self.place, before = self._before.pop()
+        if before is not self.own:
+            self.own = before
+            self._save()
+        return True
+
+    def _save(self) -> None:
+        others = [one for one in _kept(self.path) if one.judge != self.judge]
+        write_judgements(self.path, [*others, *self.own])
+
+
+def _kept(path: Path) -> list[Judgement]:
+    return read_judgements(path) if path.exists() else []
+
+
+def import_verdicts(path: Path, files: Sequence[Path], judge: str) -> tuple[int, list[Judgement]]:
+    """Merge files of verdicts, and TREC qrels, into a file. Returns the number of new or later ones, and all."""
+    before = merged(_kept(path))
+    others = [read_judgements(file) if file.suffix == ".jsonl" else read_qrels(file, judge) for file in files]
+    after = merged(before, *others)
+    write_judgements(path, after)
+    return len(set(after) - set(before)), after
+
+
+@contextlib.contextmanager
+def _opened(folder: Path, run: str | None, store: str | None) -> Iterator[Searcher]:
+    with contextlib.closing(load_index(folder, run=run, store=store)) as searcher:
+        yield searcher
+
+
+def _of_target(folder: Path, path: Path, target: str) -> list[Judgement]:
+    """The verdicts of a file on one target."""
+    if own := [one for one in read_judgements(path) if one.target == target]:
+        return own
+    command = as_typed("sfumato", "judge", folder, "QUERY", "--out", path)
+    raise UserError(f'{path} holds no verdicts of target "{target}"; judge hits with {command}')
+
+
+@dataclass(frozen=True)
+class Judged:
+    """Hits of an index against verdicts."""
+
+    k: int  # number of hits of each query
+    judges: int
+    not_found: int  # number of judged pairs that are not among the hits
+    figures: JudgedFigures
+
+    def to_json(self) -> dict[str, Any]:
+        """The figures as plain values."""
+        return vars(self) | {"figures": self.figures.to_json()}
+
+
+def evaluate_index(
+    folder: Path, path: Path, *, k: int = 10, run: str | None = None, store: str | None = None, n_resamples: int = 1000
+) -> Judged:
+    """Measure the first k hits of the judged queries by verdicts."""
+    verdicts = read_judgements(path)
+    with _opened(folder, run, store) as searcher:
+        found = find_hits(searcher, list(dict.fromkeys(one.query for one in verdicts)), k)
+    own = [one for one in verdicts if one.target == found.target]
+    lost = {one.pair for one in own} - set(found.hit)
+    figures = judged_figures(found.shown, own, n_resamples=n_resamples)
+    return Judged(k, len({one.judge for one in own}), len(lost), figures)
+
+
+@dataclass(frozen=True)
+class Refined:
+    """What verdicts changed about the probabilities of an index."""
+
+    changed: tuple[str, ...]  # kinds of items whose logits changed: "with texts", "without texts"
+    n: int  # number of judged hits
+    n_queries: int
+    not_found: int  # number of judged pairs that are not among the hits
+    judged: float  # fraction of the first hits of the judged queries that anybody judged
+    before: JudgedFigures  # with the packaged constants
+    after: JudgedFigures  # each query with the verdicts on the others
+
+    def to_json(self) -> dict[str, Any]:
+        """The figures as plain values."""
+        return vars(self) | {"before": self.before.to_json(), "after": self.after.to_json()}
+
+
+KINDS = {"hit_with": "items with texts", "hit_without": "items without texts"}
+
+
+def refine_index(
+    folder: Path, path: Path, *, run: str | None = None, store: str | None = None, k: int = 10, seed: int = 0
+) -> Refined:
+    """Refine the calibration of target "fits" by verdicts, and keep it with the collection.
+
+    The packaged constants are where it starts, always: the file has to hold all verdicts, those of before too.
+    """
+    verdicts = _of_target(folder, path, "fits")
+    with _opened(folder, run, store) as searcher:
+        gallery = searcher.gallery
+        if not isinstance(gallery, GaussianCollection) or gallery.texts is None:
+            raise UserError(
+                f'{folder} has no probabilities of target "fits", which verdicts refine; make a collection of the'
+                " images with sfumato index --data FOLDER"
+            )
+        gallery.metadata.pop(FITS, None)  # In memory alone.
+        packaged = FitsCalibration.packaged()
+        queries = list(dict.fromkeys(one.query for one in verdicts))
+        found = find_hits(searcher, queries, min(gallery.size, _DEEP))
+        known = {one.pair: one for one in found.shown}
+        pairs = [one for one in pair_verdicts(verdicts) if (one.query, one.id) in known]
+        if not pairs:
+            raise UserError(f"none of the items of {path} is among the hits of {folder}; give its own verdicts")
+        numbers = {query: i for i, query in enumerate(queries)}
+        columns = [
+            (numbers[one.query], len(word_stems(one.query)), hit.match_probability, item_texts(hit.payload) != [],
+             one.yes, one.weight)
+            for one in pairs for hit in [found.hit[one.query, one.id]]
+        ]  # fmt: skip
+        query, n_words, p, has_texts, yes, weight = (torch.tensor(values) for values in zip(*columns, strict=True))
+        hits = JudgedHits(query, n_words, torch.logit(p.double(), eps=1e-12), has_texts, yes.double(), weight.double())
+        changes = packaged.corrections(hits, seed=seed)
+        gallery.keep({FITS: packaged.refined(hits, seed=seed).to_json() if changes else None})
+    rows = [known[one.query, one.id] for one in pairs]
+    after = _cross_fitted(packaged, hits, seed).sigmoid().tolist()
+    first = found.first(k)
+    return Refined(
+        changed=tuple(KINDS[name] for name in changes),
+        n=len(pairs),
+        n_queries=len({one.query for one in pairs}),
+        not_found=len({one.pair for one in verdicts}) - len(pairs),
+        judged=len({one.pair for one in first} & {hit.pair for hit in rows}) / len(first),
+        before=judged_figures([replace(h, probability=q) for h, q in zip(rows, p.tolist(), strict=True)], verdicts),
+        after=judged_figures([replace(h, probability=q) for h, q in zip(rows, after, strict=True)], verdicts),
+    )
+
+
+def _cross_fitted(fits: FitsCalibration, hits: JudgedHits, seed: int) -> torch.Tensor:
+    """(k,) logits of hits, each corrected by the verdicts on other queries."""
+    queries, group = hits.query.unique(return_inverse=True)
+    fold = torch.from_numpy(np.random.default_rng(seed).permutation(len(queries)) % N_FOLDS)[group]
+    logit = hits.logit.clone()
+    for k in fold.unique().tolist():
+        changes = fits.corrections(hits.some(fold != k), seed=seed)
+        logit[fold == k] = fits.corrected_logits(changes, hits.some(fold == k))
+    return logit
+
+
+def judge_hits(
+    folder: Path,
+    queries: Sequence[str],
+    ask: Callable[[Session, Found, Searcher], None],
+    *,
+    out: Path,
+    judge: str,
+    n: int,
+    k: int,
+    run: str | None = None,
+    store: str | None = None,
+    seed: int = 0,
+) -> Session:
+    """Ask a judge about n of the first k hits of queries."""
+    with _opened(folder, run, store) as searcher:
+        found = find_hits(searcher, list(dict.fromkeys(queries)), k)
+        session = Session.of(out, judge, found, n, seed=seed)
+        if not session.sample:
+            say(f"{judge} has judged all {counted(len(sample_hits(found.shown, n, seed=seed)), 'hit')} of the sample")
+        ask(session, found, searcher)
+    return session

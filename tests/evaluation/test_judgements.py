@@ -1,0 +1,201 @@
+"""People's verdicts: files, agreement, samples with known probabilities, and estimates without bias."""
+
+import json
+import math
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from sfumato.errors import UserError
+from sfumato.evaluation.judgements import (
+    Judgement,
+    ShownHit,
+    agreement,
+    condensed_ndcg,
+    fleiss_kappa,
+    judged_figures,
+    merged,
+    pair_verdicts,
+    read_judgements,
+    read_qrels,
+    sample_hits,
+    write_judgements,
+    write_qrels,
+)
+from sfumato.metrics.bootstrap import on_all
+from sfumato.metrics.reliability import calibration_error_statistic, expected_calibration_error
+
+ONE = Judgement("a dog", "x y.jpg", 1, "ann", "2025-01-01T10:00:00+00:00", "rank 1", 0.7, 2.0)
+
+
+def test_files_give_back_what_was_written(tmp_path):
+    all_of_them = [ONE, replace(ONE, id="ü", yes=0, probability=None), replace(ONE, judge="bob", weight=1.5)]
+    write_judgements(tmp_path / "a.jsonl", all_of_them)
+    assert read_judgements(tmp_path / "a.jsonl") == all_of_them
+    assert json.loads((tmp_path / "a.jsonl").read_text().splitlines()[0])["judge"] == "ann"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"yes": 2}, "yes is 2, expected 0 or 1"),
+        ({"yes": True}, "yes is True"),
+        ({"query": ""}, "query is ''"),
+        ({"when": "yesterday"}, "yesterday"),
+        ({"yes": 1.0}, "yes is 1.0"),
+        ({"weight": 0}, "weight is 0"),
+        ({"weight": 10**400}, "weight is 1000"),
+        ({"weight": math.nan}, "weight is nan"),
+        ({"target": 3}, "target is 3"),
+        ({"probability": 1.5}, "probability is 1.5"),
+        ({"probability": "high"}, "probability is 'high'"),
+        ({"who": "me"}, "unknown field 'who'"),
+    ],
+)
+def test_a_bad_line_is_named_by_its_number(tmp_path, wrong, said):
+    write_judgements(path := tmp_path / "a.jsonl", [ONE])
+    path.write_text(path.read_text() + "\n" + json.dumps(vars(ONE) | wrong) + "\n")
+    with pytest.raises(UserError, match="line 3: .*correct the line") as error:
+        read_judgements(path)
+    assert said in str(error.value)
+    path.write_text("[1]\n")
+    with pytest.raises(UserError, match="line 1: got list, expected an object"):
+        read_judgements(path)
+    with pytest.raises(UserError, match="cannot read"):
+        read_judgements(tmp_path / "none.jsonl")
+
+
+def test_the_latest_verdict_of_one_judge_counts():
+    later = replace(ONE, yes=0, when="2025-01-01T09:30:00-01:00")  # 10:30 in UTC.
+    other = replace(ONE, yes=0, judge="bob", when="2024-01-01T00:00:00")
+    assert merged([later], [ONE]) == merged([ONE, later]) == [later]
+    assert merged([ONE], [replace(ONE, yes=0)])[0].yes == 0, "the last of equally late ones"
+    assert {(one.judge, one.yes) for one in merged([ONE], [other])} == {("ann", 1), ("bob", 0)}
+    (both,) = pair_verdicts([ONE, replace(other, weight=4.0)])
+    assert (both.yes, both.weight, both.n_judges) == (0.5, 3.0, 2)
+
+
+def test_qrels_are_four_columns_and_come_back(tmp_path):
+    others = [replace(ONE, judge=name, yes=yes) for name, yes in (("bob", 0), ("eve", 1))]
+    second = replace(ONE, query="100% ü", id="b", yes=0)
+    assert write_qrels(tmp_path / "q", [ONE, *others, second]) == 2
+    lines = (tmp_path / "q").read_text().splitlines()
+    assert lines[0] == "a%20dog 0 x%20y.jpg 1" and all(len(line.split()) == 4 for line in lines)
+    back = read_qrels(tmp_path / "q", "team")
+    assert [(b.query, b.id, b.yes, b.judge) for b in back] == [
+        ("a dog", "x y.jpg", 1, "team"),
+        ("100% ü", "b", 0, "team"),
+    ]
+    (tmp_path / "q").write_text("301\tQ0\tdoc\t2\n301 0 spam -2\n")
+    assert [(b.query, b.id, b.yes) for b in read_qrels(tmp_path / "q")] == [("301", "doc", 1)]
+    (tmp_path / "q").write_text("301 0 doc 1\n301 0 doc\n")
+    with pytest.raises(UserError, match="line 2: '301 0 doc' is no line of TREC qrels"):
+        read_qrels(tmp_path / "q")
+
+
+def test_kappa_by_hand():
+    """Three judges: pairs of 3:0, 2:1, 0:3 and 1:2. Observed (1 + 1/3 + 1 + 1/3) / 4 = 2/3, chance 1/2."""
+    assert fleiss_kappa(np.array([[3, 0], [2, 1], [0, 3], [1, 2], [1, 0]])) == pytest.approx((2 / 3 - 1 / 2) / (1 / 2))
+    table = """0 0 0 0 14 0 2 6 4 2 0 0 3 5 6 0 3 9 2 0 2 2 8 1 1 7 7 0 0 0 3 2 6 3 0 2 5 3 2 2 6 5 2 1 0 0 2 2 3 7"""
+    assert fleiss_kappa(np.array(table.split(), float).reshape(10, 5)) == pytest.approx(0.210, abs=5e-4), "Fleiss 1971"
+    assert math.isnan(fleiss_kappa(np.array([[1, 0]]))) and math.isnan(fleiss_kappa(np.array([[3, 0], [2, 0]])))
+
+
+def test_agreement_of_a_file():
+    verdicts = [("ann", "a", 1), ("bob", "a", 1), ("ann", "b", 0), ("bob", "b", 1), ("ann", "c", 1)]
+    found = agreement([replace(ONE, judge=judge, id=i, yes=yes) for judge, i, yes in verdicts])
+    assert found["judges"] == {"ann": 3, "bob": 2} and found["verdicts"] == 5 and found["pairs"] == 3
+    assert found["pairs_of_several"] == 2 and found["unanimous"] == 1
+    assert found["kappa"] == pytest.approx((0.5 - 0.625) / 0.375)
+
+
+def lists(n_queries=30, k=12, seed=0):
+    """Hits with falling probabilities, and verdicts that are drawn from other ones."""
+    draw = random.Random(seed)
+    hits = [
+        ShownHit(f"q{q}", f"i{i}", i + 1, round(draw.uniform(0.2, 1) * 0.85**i, 6))
+        for q in range(n_queries)
+        for i in range(k)
+    ]
+    return hits, {hit.pair: int(draw.random() < 0.8 * hit.probability) for hit in hits}
+
+
+def test_a_sample_has_known_probabilities():
+    hits, _ = lists()
+    for n in (1, 2, 5, 40, 200, 1000):
+        found = sample_hits(hits, n)
+        assert len(found) == min(n, len(hits)) == len({hit.pair for hit in found})
+        assert sum(hit.weight for hit in found) == pytest.approx(len(hits))
+    assert sample_hits(hits, 40) == sample_hits(hits[::-1], 40) != sample_hits(hits, 40, seed=1)
+    strata = {hit.why: hit.weight for hit in sample_hits(hits, 60)}
+    assert "rank 1, probability 0.9-1" in strata and strata["rank 4-10, probability 0.1-0.5"] > 2
+    assert {hit.pair for hit in sample_hits(hits, 40)} <= {hit.pair for hit in sample_hits(hits, 80)}
+    assert sample_hits([], 5) == []
+    bare = [replace(hit, probability=None) for hit in hits]
+    assert {hit.why for hit in sample_hits(bare, 60)} == {"rank 1", "rank 2-3", "rank 4-10", "rank 11-"}
+
+
+def test_estimates_are_unbiased():
+    """Over 400 samples of 40 of 360 hits. A false alarm has z = 4.5: seven in a million for each of three."""
+    hits, yes = lists()
+    whole = np.mean(list(yes.values()))
+    p = np.mean([hit.probability for hit in hits])
+    first = np.mean([yes[hit.pair] for hit in hits if hit.rank == 1])
+    found, unweighted = [], []
+    for seed in range(400):
+        sample = sample_hits(hits, 40, seed=seed)
+        given = [replace(ONE, query=h.query, id=h.id, yes=yes[h.pair], weight=h.weight) for h in sample]
+        figures = judged_figures(hits, given, n_resamples=0)
+        found.append((figures.precision.value, figures.excess.value, figures.first.value))
+        unweighted.append(np.mean([yes[h.pair] for h in sample]))
+    for values, truth in zip(np.array(found).T, (whole, p - whole, first), strict=True):
+        assert abs(values.mean() - truth) < 4.5 * values.std() / 20
+    assert abs(np.mean(unweighted) - whole) > 10 * np.std(unweighted) / 20, "without the weights it is biased"
+
+
+def test_figures_by_hand_and_unjudged_hits_are_unknown():
+    hits = [
+        ShownHit("a", "1", 1, 0.9),
+        ShownHit("a", "2", 2, 0.5),
+        ShownHit("a", "3", 3, 0.4),
+        ShownHit("b", "1", 1, 0.2),
+    ]
+    given = [replace(ONE, query=q, id=i, yes=y, weight=w) for q, i, y, w in (("a", "1", 0, 1), ("a", "3", 1, 3))]
+    found = judged_figures(hits, [*given, replace(ONE, query="gone")], n_resamples=50)
+    assert found.n == 2 and found.n_queries == 1 and found.judged == 0.5
+    assert found.precision.value == 0.75 and found.first.value == 0
+    assert found.said.value == pytest.approx((0.9 + 3 * 0.4) / 4) and found.excess.value == pytest.approx(0.525 - 0.75)
+    assert found.ndcg.value == pytest.approx(1 / math.log2(3)), "the one between is not there"
+    assert found.calibration_error.value == pytest.approx(0.225), "one bin"
+    bare = judged_figures([replace(hit, probability=None) for hit in hits], given)
+    assert bare.calibration_error.value is None and bare.precision == found.precision
+    with pytest.raises(UserError, match="none of the hits was judged"):
+        judged_figures(hits, [replace(ONE, query="gone")])
+
+
+def test_intervals_are_over_queries():
+    """Ten hits of one query that agree say less than ten of ten queries."""
+    many = [ShownHit(f"q{q}", f"{i}", i + 1, 0.5) for q in range(20) for i in range(10)]
+    given = [replace(ONE, query=h.query, id=h.id, yes=int(h.query[1:]) % 2, weight=1.0) for h in many]
+    found = judged_figures(many, given).precision
+    assert found.value == 0.5 and 0.3 < found.high - found.low < 0.6, "20 cases, not 200"
+
+
+def test_ndcg_by_hand():
+    assert condensed_ndcg([1, 0, 1]) == pytest.approx((1 + 1 / 2) / (1 + 1 / math.log2(3)))
+    assert condensed_ndcg([1, 1, 0]) == 1 and math.isnan(condensed_ndcg([0, 0]))
+
+
+def test_the_calibration_error_with_weights():
+    generator = torch.Generator().manual_seed(0)
+    p, w = torch.rand(60, generator=generator).double(), torch.randint(1, 4, (60,), generator=generator).double()
+    y = torch.bernoulli(p / 2, generator=generator)
+    plain = on_all(calibration_error_statistic(p, y, torch.ones(60), n_bins=6), 60)
+    assert plain == pytest.approx(expected_calibration_error(p, y, n_bins=6))
+    order, total = p.argsort(), 0.0
+    for rows in order.split(10):
+        total += abs(sum(float(w[i] * (p[i] - y[i])) for i in rows))
+    assert on_all(calibration_error_statistic(p, y, w, n_bins=6), 60) == pytest.approx(total / float(w.sum()))
