@@ -203,6 +203,8 @@ def present_and_absent(lists: Lists, own: Tensor | None) -> list[Lists]:
 
 def fit(both: Lists, own: Tensor | None) -> FitsLogits:
     """The constants of one kind of queries."""
+    if own is not None:  # Too few sentences stand together in a text to say what that means.
+        both = replace(both, evidence=replace(both.evidence, together=torch.zeros_like(both.evidence.words)))
     known = ~both.yes.isnan()
     image, features, y = (values[known] for values in (both.evidence.image, both.evidence.features(), both.yes))
     pairs = [fitted([(torch.cat([image.double().unsqueeze(1), some], 1), y, torch.ones_like(y))])
