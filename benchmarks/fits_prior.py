@@ -291,8 +291,9 @@ def tested(found: FitsLogits, both: Lists, own: Tensor | None) -> dict[str, Any]
 
 
 def others(data: Data, lists: Lists, own: Tensor) -> dict[str, dict[str, float]]:
-    """People's yes at hit 1 and the listed first hits of searches that cost a user less."""
+    """The first hits of searches that cost a user less; "said" is the score, a probability of bayesian-bm25 alone."""
     import bm25s
+    from bayesian_bm25.scorer import BayesianBM25Scorer
 
     kept = [0, 1, 3, 4]
     cosines = torch.einsum("qd,ncd->qnc", data.split.vectors[own, 2], data.split.vectors[:, kept])
@@ -301,17 +302,39 @@ def others(data: Data, lists: Lists, own: Tensor) -> dict[str, dict[str, float]]
     engine.index(captions, show_progress=False)
     queries = [word_stems(data.split.captions[i][2]) for i in own.tolist()]
     words = torch.from_numpy(np.stack([engine.get_scores(query) for query in queries]))
+    bayesian = BayesianBM25Scorer(base_rate="auto")
+    bayesian.index(captions, show_progress=False)
+    probability = torch.from_numpy(np.stack([bayesian.get_probabilities(query) for query in queries]))
     minilm = cosines.amax(2) + cosines.mean(2)
     ranks = [(-score).argsort(1).argsort(1).double() for score in (minilm, words)]
     fused = 1 / (60 + ranks[0]) + 1 / (60 + ranks[1])
-    scores = {"MiniLM on captions": minilm, "BM25": words, "rank fusion": fused, "image": lists.evidence.image}
+    scores = {
+        "MiniLM on captions": minilm,
+        "BM25": words,
+        "rank fusion": fused,
+        "bayesian-bm25": probability,
+        "image": lists.evidence.image,
+        "listed": listed_probability(data, own),
+    }
     found = {}
     for name, score in scores.items():
-        first = score.argmax(1)
+        value, first = score.double().max(1)
         yes = lists.yes.gather(1, first.unsqueeze(1))[:, 0]
-        listed = float((first == own).double().mean())
-        found[name] = {"people's yes": float(yes[~yes.isnan()].mean()), "listed first": listed}
+        is_probability = name in ("bayesian-bm25", "listed")
+        found[name] = quality(value if is_probability else value.argsort().argsort() / len(value), yes)
+        found[name]["listed first"] = float((first == own).double().mean())
+        if not is_probability:
+            for key in ("said", "error", "perfect"):
+                del found[name][key]
     return found
+
+
+def listed_probability(data: Data, own: Tensor) -> Tensor:
+    """(q, n) probabilities of target "listed", as a gallery without texts says them."""
+    queries = data.split.model.embed_texts([data.split.captions[i][2] for i in own.tolist()])
+    distance = get_distance("csd").matrix(queries, data.split.images)
+    context = data.scorer.context(distance, queries, lambda column: data.split.images[column])
+    return data.scorer.match_probability(distance, len(data.split.images.mean), context)
 
 
 def main() -> None:
