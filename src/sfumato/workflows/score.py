@@ -110,7 +110,7 @@ def _image_logits(pairs: Sequence[Pair], where: Callable[[int], str], advance: P
     images, texts = _Once(), _Once()
     shown = [images.add(_image_key(pairs[i].image)) for i in rows]
     said = [texts.add(pairs[i].text) for i in rows]
-    first = [rows[shown.index(k)] for k in range(len(images))]
+    first = [rows[k] for k in np.unique(shown, return_index=True)[1].tolist()]
     embedded = _embed_images([pairs[i].image for i in first], lambda k: where(first[k]), advance)  # type: ignore[misc]
     found[rows] = pair_logits(_small().embed_texts(list(texts))[torch.tensor(said)], embedded[torch.tensor(shown)])
     return found
