@@ -72,12 +72,12 @@ class Verdicts:
     @property
     def own(self) -> np.ndarray:
         """(n,) whether the candidate was written for the image."""
-        return self.image == self.candidate[:, 0]
+        return np.equal(self.image, self.candidate[:, 0])
 
     @property
     def yes(self) -> np.ndarray:
         """(n,) fraction of people who said yes."""
-        return self.said[:, 0] / self.said.sum(1)
+        return np.divide(self.said[:, 0], self.said.sum(1))
 
     def pairs(self, captions: list[list[str]], n_texts: int | None, seed: int = 0) -> list[Pair]:
         """The pairs with all references, or with some drawn ones."""
@@ -91,7 +91,8 @@ class Verdicts:
 
     def half(self, n_images: int) -> np.ndarray:
         """(n,) the half of the candidate, by the image that it was written for."""
-        return np.random.default_rng(0).permutation(n_images)[self.candidate[:, 0]] % 2
+        second = np.random.default_rng(0).permutation(n_images)[: n_images // 2]
+        return np.isin(self.candidate[:, 0], second).astype(int)
 
 
 def fit_axes(folder: Path) -> Tensor:
@@ -110,11 +111,14 @@ def fit_axes(folder: Path) -> Tensor:
     return torch.cat([axes, -(centre @ axes).unsqueeze(0)]).half()
 
 
-def known(verdicts: Verdicts, data: Split, constants: CaptionFits, n_texts: int | None) -> CaptionEvidence:
-    """The evidence of the pairs, with their images."""
+def known(verdicts: Verdicts, data: Split, constants: CaptionFits) -> dict[int | None, CaptionEvidence]:
+    """The evidence of the pairs with their images, by the number of references."""
     said = data.model.embed_texts([data.captions[j][number] for j, number in verdicts.candidate.tolist()])
     image = pair_logits(said, data.images[torch.from_numpy(verdicts.image)])
-    return evidence_of(verdicts.pairs(data.captions, n_texts), image, constants.content)
+    pairs = [pair for k in N_TEXTS for pair in verdicts.pairs(data.captions, k)]
+    found = vars(evidence_of(pairs, image.repeat(len(N_TEXTS)), constants.content))
+    parts = zip(*(values.chunk(len(N_TEXTS)) for values in found.values()), strict=True)
+    return {k: CaptionEvidence(*columns) for k, columns in zip(N_TEXTS, parts, strict=True)}
 
 
 def fitted(rows: list[Rows]) -> LinearLogit:
@@ -164,7 +168,9 @@ def interval(score: np.ndarray, said: np.ndarray, image: np.ndarray, variant: st
     return [found.value, found.low, found.high]
 
 
-def figures(crowd: Verdicts, expert: Verdicts, p: np.ndarray, q: np.ndarray, *, calibrated: bool = True) -> dict[str, Any]:
+def figures(
+    crowd: Verdicts, expert: Verdicts, p: np.ndarray, q: np.ndarray, *, calibrated: bool = True
+) -> dict[str, Any]:
     """Agreement of scores of the crowd's pairs (p) and of the experts' (q)."""
     other = ~expert.own
     found: dict[str, Any] = {
@@ -223,10 +229,7 @@ def main() -> None:
     crowd = Verdicts.read(given.judgements / "crowd.csv", place, ("yes", "no"))
     expert = Verdicts.read(given.judgements / "expert.csv", place, ("score_1", "score_2", "score_3"))
     plain = unfitted(axes, 0.0)
-    evidence = {
-        name: {k: known(verdicts, data, plain, k) for k in N_TEXTS}
-        for name, verdicts in (("crowd", crowd), ("expert", expert))
-    }
+    evidence = {name: known(verdicts, data, plain) for name, verdicts in (("crowd", crowd), ("expert", expert))}
     half = crowd.half(len(data.files))
     halves = [fit(crowd, evidence["crowd"], half == h, axes) for h in (0, 1)]
     result = {"pairs": {"crowd": len(crowd.image), "expert": int((~expert.own).sum())}}

@@ -1,7 +1,7 @@
 """The probability that a person would say that a text describes an item, given the item's texts, its image, or both.
 
-It is a caption metric: one pair, without a gallery. Three logistic functions belong to it, for items with texts, with an
-image, and with both. Each reads a few numbers of the pair, :class:`CaptionEvidence`.
+It is a caption metric: one pair, without a gallery. Three logistic functions belong to it, for items with texts, with
+an image, and with both. Each reads a few numbers of the pair, :class:`CaptionEvidence`.
 
 Two texts agree by the cosine of their sentence embeddings, and by that of their content: the part of the embeddings in
 which captions of one image agree and captions of different images differ. It is a linear discriminant analysis of
@@ -96,8 +96,8 @@ class CaptionFits:
     def packaged(cls) -> "CaptionFits":
         """The constants of the package."""
         folder = files(__package__)
-        axes = np.load(io.BytesIO(folder.joinpath("caption_axes.npy").read_bytes()))
-        return cls.from_json(json.loads(folder.joinpath("caption_fits.json").read_text("utf-8")), torch.from_numpy(axes))
+        axes = torch.from_numpy(np.load(io.BytesIO(folder.joinpath("caption_axes.npy").read_bytes())))
+        return cls.from_json(json.loads(folder.joinpath("caption_fits.json").read_text("utf-8")), axes)
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any], axes: Tensor) -> "CaptionFits":

@@ -21,7 +21,7 @@ from sfumato.progress import say
 _GROUPS = {
     "start": "demo index search serve",
     "models": "train adopt calibrate export recipes",
-    "measure": "evaluate trust audit report table referee",
+    "measure": "evaluate trust score audit report table referee",
     "data": "embed regions copy delete",
 }
 """The groups of the help and their commands; all others are studies, which --help-all shows."""
@@ -40,7 +40,7 @@ class _Commands(TyperGroup):
         for group, names in groups.items():
             for name, heading in zip(names, [group, *[""] * len(names)], strict=False):
                 formatter.write(f"{heading:<9}{name:<11}{self.commands[name].get_short_help_str(60)}\n")
-        formatter.write("\nOptions: sfumato COMMAND --help. Studies of the papers: sfumato --help-all.\n")
+        formatter.write("Options: sfumato COMMAND --help. Studies of the papers: sfumato --help-all.\n")
 
 
 def _help_all(ctx: typer.Context, wanted: bool) -> None:

@@ -111,7 +111,7 @@ def _image_logits(pairs: Sequence[Pair], where: Callable[[int], str], advance: P
     shown = [images.add(_image_key(pairs[i].image)) for i in rows]
     said = [texts.add(pairs[i].text) for i in rows]
     first = [rows[k] for k in np.unique(shown, return_index=True)[1].tolist()]
-    embedded = _embed_images([pairs[i].image for i in first], lambda k: where(first[k]), advance)  # type: ignore[misc]
+    embedded = _embed_images([pairs[i].image for i in first], lambda k: where(first[k]), advance)
     found[rows] = pair_logits(_small().embed_texts(list(texts))[torch.tensor(said)], embedded[torch.tensor(shown)])
     return found
 
@@ -193,7 +193,7 @@ def fits(
 
 
 def fits(text: Any, *, texts: Any = (), image: Any = None) -> Any:
-    """The probability that a person would say that a text describes an item, given the item's texts, its image, or both.
+    """The probability that a person would say that a text describes an item, given its texts, its image, or both.
 
     A caption metric for one pair, without a gallery. "Describes" is what the judges of Flickr8k meant by it. Texts are
     read by MiniLM, which knows English; what it cannot read does not raise the probability. The image is read by the
