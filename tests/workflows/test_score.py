@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from support.photographs import halves, saved
+from support.photographs import saved
 from support.words import folded
 
 import sfumato

@@ -140,11 +140,13 @@ _LETTERS_PER_PIECE = 3.5
 
 
 def read_fraction(texts: Sequence[str], pieces: Pieces) -> list[float]:
-    """The fraction of each text's letters in words that a tokenizer has whole or in long pieces; 0 without words.
+    """The fraction of each text's letters in words that a tokenizer has whole or in long pieces.
 
-    It is nearly 1 in the languages of its vocabulary and less than one half in others.
+    It is nearly 1 in the languages of its vocabulary, less than one half in others, and 0 where a text has no words but
+    function words.
     """
     own = [re.findall(r"[^\W_]+", text.casefold()) for text in texts]
+    own = [[] if FUNCTION_WORDS.issuperset(some) else some for some in own]
     words = list(dict.fromkeys(word for some in own for word in some))
     read = {word: n == 1 or len(word) >= _LETTERS_PER_PIECE * n for word, n in zip(words, pieces(words), strict=True)}
     return [sum(len(word) for word in some if read[word]) / max(1, sum(map(len, some))) for some in own]
