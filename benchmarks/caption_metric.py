@@ -72,12 +72,14 @@ class Verdicts:
     @property
     def own(self) -> np.ndarray:
         """(n,) whether the candidate was written for the image."""
-        return np.equal(self.image, self.candidate[:, 0])
+        own: np.ndarray = self.image == self.candidate[:, 0]
+        return own
 
     @property
     def yes(self) -> np.ndarray:
         """(n,) fraction of people who said yes."""
-        return np.divide(self.said[:, 0], self.said.sum(1))
+        fraction: np.ndarray = self.said[:, 0] / self.said.sum(1)
+        return fraction
 
     def pairs(self, captions: list[list[str]], n_texts: int | None, seed: int = 0) -> list[Pair]:
         """The pairs with all references, or with some drawn ones."""
