@@ -77,6 +77,7 @@ def test_a_list_gives_what_single_pairs_give(picture):
         one = sfumato.fits(texts[i], texts=own[i], image=images[i])
         assert isinstance(one, float) and one == pytest.approx(float(p), abs=1e-5)
     assert sfumato.fits(texts[:1], texts=own[:1]).shape == (1,), "a list of one is a list"
+    assert sfumato.fits([], texts=[]).shape == (0,)
     alone = sfumato.fits(texts, texts=own)
     assert alone[0] > 0.5 > 0.05 > alone[1] and alone[3] > 0.8, "right, wrong, the same text"
     assert not np.allclose(many[[0, 2]], alone[[0, 2]]) and np.allclose(many[[1, 3]], alone[[1, 3]], atol=1e-5)
@@ -117,6 +118,8 @@ def test_errors_name_what_is_wrong(tmp_path, picture):
         fits(["a dog", " \n"], texts=[["dog"], ["cat"]])
     with pytest.raises(TypeError, match="texts must be a list of strings, got 'dog'"):
         fits("a dog", texts="dog")
+    with pytest.raises(ValueError, match="fits: a text holds half a character"):
+        fits("a dog", texts=["\ud800"])
     with pytest.raises(TypeError, match="text is a int, expected a string"):
         fits(7, texts=["dog"])
     with pytest.raises(ValueError, match="text is a list of 2, so texts must be a list of 2"):
@@ -164,6 +167,7 @@ def test_command(tmp_path, picture, sfumato, monkeypatch):
     ("bad", "message"),
     [
         ('{"text": "a dog", ', "pairs.jsonl:3: not usable JSON"),
+        ('{"text": "a dog", "texts": ["a"], "id": "\\ud800"}', "pairs.jsonl:3: not usable JSON"),
         ('["a dog"]', "pairs.jsonl:3: expected an object"),
         ({"caption": "a dog"}, "pairs.jsonl:3: there is no text; the keys are caption"),
         ({"text": ""}, "pairs.jsonl:3: text is empty"),

@@ -51,6 +51,8 @@ class Pair:
             raise ValueError(f"{where}: text is empty; give the text to judge")
         if isinstance(texts, str) or not all(isinstance(one, str) for one in texts):
             raise TypeError(f"{where}: texts must be a list of strings, got {texts!r:.80}")
+        if any("\ud800" <= letter <= "\udfff" for one in (text, *texts) for letter in one):
+            raise ValueError(f"{where}: a text holds half a character (a lone surrogate); correct its encoding")
         kept = tuple(one for one in texts if one.strip())
         if not kept and image is None:
             raise ValueError(f"{where}: there is neither a text in texts nor an image; give one to compare with")
@@ -235,6 +237,7 @@ def _read_pair(line: str, folder: Path, where: str) -> tuple[dict[str, Any], Pai
     """The object of a line, and its pair."""
     try:
         row = json.loads(line)
+        json.dumps(row, ensure_ascii=False).encode()  # Escapes may name half a character, which no file can hold.
     except (ValueError, RecursionError) as error:
         raise UserError(f"{where}: not usable JSON: {error}") from error
     if not isinstance(row, dict):
