@@ -77,6 +77,7 @@ from .training.loop import fit as fit
 from .workflows.adopt import adopt as adopt
 from .workflows.adopt import adopt_encoders as adopt_encoders
 from .workflows.audit import audit_pairs as audit_pairs
+from .workflows.score import fits as fits
 from .workflows.search import LoadedModel as LoadedModel
 from .workflows.search import load as load
 from .workflows.search import load_index as load_index

@@ -1,4 +1,4 @@
-"""The commands that measure a model: the group `evaluate` with run, model, files and index, and trust."""
+"""The commands that measure: the group `evaluate`, trust, and the caption metric score."""
 
 import json
 import re
@@ -30,8 +30,10 @@ from sfumato.cli.common import (
     is_run,
     open_model_on_data,
     parse_names,
+    print_result,
     rare,
     word,
+    writing,
 )
 from sfumato.errors import UserError, as_typed
 
@@ -583,3 +585,29 @@ def trust(
         print(f"written to {path}")
     if opened.own_run is not None and opened.own_run.training_calibration is not None and split != WORDINGS:
         print(f"An index of the training images has other probabilities; for these: --split {WORDINGS}")
+
+
+@command()
+def score(
+    pairs: Path = word(
+        ...,
+        "File of pairs, one JSON object a line: text, texts (that describe the item), image (path, relative to the"
+        " file). texts or image may be missing.",
+        "PAIRS",
+    ),
+    out: Path = flag(..., "File of the results: the same lines with fits, the probability.", metavar="FILE"),
+    as_json: AsJson = False,
+) -> None:
+    """Score captions: the probability that they describe an item.
+
+    It is the probability that a person would say so, given the item's texts, its image, or both. No model is needed.
+    """
+    from sfumato.errors import counted
+    from sfumato.workflows.score import score_file
+
+    check_out_file(out)
+    if out.exists() and pairs.exists() and out.samefile(pairs):
+        raise UserError(f"--out {out} is the file of the pairs; give another name")
+    with writing(out):
+        n = score_file(pairs, out)
+    print_result({"out": str(out), "n": n}, as_json, f"{counted(n, 'pair')} scored: {out}")
