@@ -21,7 +21,7 @@ from sfumato.progress import say
 _GROUPS = {
     "start": "demo index search serve",
     "models": "train adopt calibrate export recipes",
-    "measure": "evaluate judge trust score audit report table",
+    "measure": "evaluate judge trust score audit report table referee",
     "data": "embed regions copy delete",
 }
 """The groups of the help and their commands; all others are studies, which --help-all shows."""
@@ -36,11 +36,11 @@ class _Commands(TyperGroup):
         if ctx.meta.get("all"):
             shown = " ".join(_GROUPS.values()).split()
             groups["studies"] = [name for name in self.commands if name not in shown]
-        formatter.write("Usage: sfumato [--version] COMMAND ...\n" + str(self.help) + "\n\n")
+        usage = "Usage: sfumato [--version] COMMAND ...  (COMMAND --help; studies: --help-all)"
+        formatter.write(f"{usage}\n{self.help}\n\n")
         for group, names in groups.items():
             for name, heading in zip(names, [group, *[""] * len(names)], strict=False):
                 formatter.write(f"{heading:<9}{name:<11}{self.commands[name].get_short_help_str(60)}\n")
-        formatter.write("Options: sfumato COMMAND --help. Studies of the papers: sfumato --help-all.\n")
 
 
 def _help_all(ctx: typer.Context, wanted: bool) -> None:
