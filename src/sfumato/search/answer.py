@@ -66,15 +66,16 @@ def fits_verdict(probabilities: Sequence[float], expected_matches: float, nothin
         if nothing >= LINE and best < _UNSURE:
             return Verdict("nothing", "Nothing here shows this")
         return Verdict("unsure", f"No likely match: the first result is right with a probability of {_percent(best)}")
-    if expected_matches < _FEW:
+    if expected_matches < _FEW and len(above) == 1:
         if above[0] >= _CLEAR and expected_matches < _SINGLE:
             return Verdict("clear", "One clear match")
         return Verdict("few", f"A likely match: the first result is right with a probability of {_percent(above[0])}")
     kind: Literal["many", "few"] = "many" if expected_matches >= MANY else "few"
     right, n = round(sum(above)), len(above)
+    about = max(round(expected_matches), right)
     of = f"all {n}" if right == n else f"{right} of the {n}"
     line = f"; {of} results above {LINE:.0%} are right" if n > 1 else ""
-    return Verdict(kind, f"{'Many' if kind == 'many' else 'A few'} matches: about {expected_matches:.0f}{line}")
+    return Verdict(kind, f"{'Many' if kind == 'many' else 'A few'} matches: about {about}{line}")
 
 
 def _percent(p: float) -> str:
