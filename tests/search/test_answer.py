@@ -48,9 +48,9 @@ def answer(n=3, calibrated=True, query="a <b>dog</b> & cat", found=CLEAR, **valu
     [
         ([0.9, 0.8, 0.6, 0.2], 12.3, 0.1, "many", "Many matches: about 12; 2 of the 3 results above 50% are right"),
         ([0.9, 0.2], 12.3, 0.1, "many", "Many matches: about 12"),
-        ([0.9, 0.8], 3.0, 0.0, "few", "A few matches: about 3; all 2 results above 50% are right"),
+        ([0.9, 0.8], 3.0, 0.0, "few", "A few matches: about 3"),
         ([0.9, 0.3], 1.9, 0.0, "clear", "One clear match"),
-        ([0.9, 0.8], 1.9, 0.0, "few", "A few matches: about 2; all 2 results above 50% are right"),
+        ([0.9, 0.8], 1.9, 0.0, "few", "A few matches: about 2"),
         ([0.7, 0.1], 1.2, 0.0, "few", "A likely match: the first result is right with a probability of 70%"),
         ([0.9], 2.5, 0.0, "few", "A likely match: the first result is right with a probability of 90%"),
         ([0.49, 0.4], 30.0, 0.4, "unsure", "No likely match: the first result is right with a probability of 49%"),

@@ -74,7 +74,7 @@ def fits_verdict(probabilities: Sequence[float], expected_matches: float, nothin
     right, n = round(sum(above)), len(above)
     about = max(round(expected_matches), right)
     of = f"all {n}" if right == n else f"{right} of the {n}"
-    line = f"; {of} results above {LINE:.0%} are right" if n > 1 else ""
+    line = f"; {of} results above {LINE:.0%} are right" if n > 2 else ""
     return Verdict(kind, f"{'Many' if kind == 'many' else 'A few'} matches: about {about}{line}")
 
 

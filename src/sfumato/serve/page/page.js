@@ -251,15 +251,15 @@ function result(slot, query, answer) {
     answer.suggestion && h("p", { class: "guess" }, "Did you mean ", button({ class: "link", onclick: () => ask(slot, { kind: "text", value: answer.suggestion }) }, answer.suggestion), "?"),
     [answer.warning, answer.calibrated && answer.note].filter(Boolean).map((text) => h("p", { class: "guess" }, text.replace(/[.?]?$/, "."))),
     answer.verdict?.kind === "unfamiliar" ? h("p", { class: "guess" }, "So the probabilities below say little. Check the spelling, or use other words.")
-      : answer.calibrated ? facts(answer, n, gallery) : plain(gallery),
+      : answer.calibrated ? facts(answer, n) : plain(gallery),
     set && h("p", { class: "count" }, set.complete ? `The framed set of ${things(gallery, set.hits.length)}: for searches like those that the probabilities were fitted on it holds a match with a probability of ${percent(set.coverage)}.` : `The framed set was cut at ${things(gallery, set.hits.length)}, so that it holds a match in ${percent(set.coverage)} is not guaranteed.`),
     h("p", { class: "count", "data-count": "" }),
-    h("ul", { class: `grid ${gallery}` }, answer.hits.map((hit) => [hit === first && h("li", { class: "line", "data-probability": hit.match_probability }, "Below 50%"), card(slot, hit, inSet.has(hit.id), below(hit))]), wanted < Math.min(n, info.limits.max_results) && answer.hits.length >= wanted
+    h("ul", { class: `grid ${gallery}` }, answer.hits.map((hit) => [hit === first && h("li", { class: "half", "data-probability": hit.match_probability }, "Below 50%"), card(slot, hit, inSet.has(hit.id), below(hit))]), wanted < Math.min(n, info.limits.max_results) && answer.hits.length >= wanted
       && h("li", { class: "after", "data-probability": answer.hits.at(-1).match_probability ?? 1 }, button({ onclick: () => { wanted *= 2; search(slot, { more: true }); } }, "More results"))));
 }
 
-const facts = (answer, n, gallery) => [
-  h("div", { class: "facts" },
+const facts = (answer, n) => [
+  answer.target === "listed" && h("div", { class: "facts" },
     h("div", {}, h("p", {}, expectation(answer.expected_matches, among())), !filtered() && strip(answer.expected_matches, n)),
     answer.hits.length > 0 && h("div", {}, h("p", {}, "First result: right in ", h("b", {}, odds(number(answer))), " such searches"),
       h("span", { class: "strip", role: "img", "aria-label": `probability ${percent(number(answer))}` }, bar(number(answer))))),
@@ -307,15 +307,15 @@ function filter() {
 }
 
 // What the shown results are part of; fewer than one match is not said.
-function counted({ hits, calibrated, verdict, expected_matches: expected }) {
+function counted({ hits, calibrated, verdict, target, expected_matches: expected }) {
   const { n } = here();
   if (!hits.length) return "";
   const size = ({ duplicates = [] }) => 1 + duplicates.length; // nearly the same images are about as probable
   const total = (some) => some.reduce((n, hit) => n + size(hit), 0);
   const whole = filtered() ? hits.length < wanted : total(hits) >= n;
-  const closest = whole ? `all ${things(state.gallery, total(hits))}${filtered() ? " that pass the filter" : ""}` : `the ${total(hits)} closest of ${among()}`;
+  const closest = whole ? `all ${things(state.gallery, total(hits))}${filtered() ? " that pass the filter" : ""}` : `the ${total(hits)} ${target === "fits" ? "most likely" : "closest"} of ${among()}`;
   const sum = (some) => some.reduce((sum, hit) => sum + size(hit) * hit.match_probability, 0);
-  if (!calibrated || verdict.kind === "unfamiliar") return `These are ${closest}.`;
+  if (!calibrated || verdict.kind === "unfamiliar" || (target === "fits" && !state.least)) return `These are ${closest}.`;
   if (!state.least) {
     const rest = !whole ? Math.round(expected) - Math.round(sum(hits)) : 0;
     const others = rest > 0 ? `, and about ${count(rest)} of the others` : "";

@@ -57,7 +57,7 @@ export function odds(p) {
   return hundredths % 10 ? `about ${hundredths} of 100` : `about ${hundredths / 10} of 10`;
 }
 
-// A fraction as a bar; what is not nothing can be seen.
+// A fraction as a bar.
 export function bar(fraction, attributes = {}) {
   const part = h("i");
   part.style.width = `${100 * Math.min(1, fraction)}%`;
@@ -68,7 +68,6 @@ export function bar(fraction, attributes = {}) {
 export const strip = (expected, n) =>
   h("span", { class: "strip", role: "img", "aria-label": `${about(expected)} of ${count(n)}` }, bar(n ? expected / n : 0));
 
-// An expected number below a half is more likely none than any.
 export const expectation = (expected, among) =>
   expected < 1.5
     ? [h("b", {}, expected < 0.5 ? "Probably no match" : "About one match or none"), ` among ${among}`]
