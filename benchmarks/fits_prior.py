@@ -45,6 +45,9 @@ DRAWS, N_HITS = 3, 10
 PARTS = (0.0, 1.0, 0.5, 0.1)
 """Fractions of the photographs that have no texts."""
 
+USUAL = 0.5
+"""People ask for usual words more often: words are drawn by this power of the number of captions that have them."""
+
 PRESENT, ABSENT, LEAST = 150, 60, 2
 """Numbers of words of a draw that photographs show and that none shows, and photographs that show a word at least."""
 
@@ -116,14 +119,14 @@ class Data:
         known = self.evidence(everything, [0, 1, 3, 4], queries, self.split.vectors[own, 2])
         return Lists(known, yes.double(), torch.zeros(len(asked), dtype=torch.bool)), own
 
-    def words(self, length: int, known_words: list[str]) -> Lists:
+    def words(self, length: int, known_words: Counter[str]) -> Lists:
         """Words that photographs mention and words that none does, of three draws."""
         found = []
         for seed in range(DRAWS):
             draw = random.Random(seed).sample(range(len(self.split.files)), 400)
             stems = [set[str]().union(*self.split.stems[i]) for i in draw]
             there, none = dict[str, list[bool]](), dict[str, list[bool]]()
-            for query in random.Random(seed).sample(known_words, len(known_words)):
+            for query in shuffled(known_words, seed):
                 wanted = word_stems(query)
                 here = [
                     set(wanted) <= own and any(is_close(wanted, caption) for caption in self.split.captions[i])
@@ -140,6 +143,13 @@ class Data:
         columns = [vars(one.evidence) for one in found]
         together = Evidence(**{name: torch.cat([one[name] for one in columns]) for name in columns[0]})
         return Lists(together, torch.cat([one.yes for one in found]), torch.cat([one.absent for one in found]))
+
+
+def shuffled(words: Counter[str], seed: int) -> list[str]:
+    """All words in a random order, usual ones earlier: drawn without replacement by the root of their numbers."""
+    drawn = random.Random(seed)
+    keys = {word: drawn.random() ** (1 / n**USUAL) for word, n in sorted(words.items())}
+    return sorted(keys, key=keys.__getitem__, reverse=True)
 
 
 def grams(caption: str, length: int) -> set[str]:
@@ -349,7 +359,8 @@ def main() -> None:
     sentences, own = test.sentences(given.judgements / "crowd.csv")
     captions = [caption for data in (val, test) for of_one in data.split.captions for caption in of_one]
     known_words = {
-        name: sorted({g for c in captions for g in grams(c, n)}) for n, name in ((1, "words"), (2, "two words"))
+        name: Counter(g for caption in captions for g in grams(caption, n))
+        for n, name in ((1, "words"), (2, "two words"))
     }
     order = torch.from_numpy(np.random.default_rng(0).permutation(len(own)))
     a, b = order[: len(own) // 2], order[len(own) // 2 :]
