@@ -330,6 +330,7 @@ class Service:
             query_kinds=self.query_kinds(),
             rights=rights,
             galleries={name: await self.in_thread(self._info_of, name, rights) for name in self.sources.galleries},
+            judgements=self.settings.judgements is not None and rights == "write",
             limits=Limits(
                 max_batch=self.settings.max_batch,
                 max_results=self.settings.max_results,

@@ -204,6 +204,10 @@ class Refined:
 KINDS = {"hit_with": "items with texts", "hit_without": "items without texts"}
 
 
+class NotRefinedError(UserError):
+    """Verdicts cannot refine these probabilities."""
+
+
 def refine_index(
     folder: Path, path: Path, *, run: str | None = None, store: str | None = None, k: int = 10, seed: int = 0
 ) -> Refined:
@@ -220,7 +224,7 @@ def refine(searcher: Searcher, verdicts: Sequence[Judgement], *, k: int = 10, se
     """
     gallery = searcher.gallery
     if not isinstance(gallery, GaussianCollection) or gallery.texts is None:
-        raise UserError(
+        raise NotRefinedError(
             f'{searcher.source} has no probabilities of target "fits", which verdicts refine; make a collection of the'
             " images with sfumato index --data FOLDER"
         )
@@ -232,7 +236,7 @@ def refine(searcher: Searcher, verdicts: Sequence[Judgement], *, k: int = 10, se
     known = {one.pair: one for one in found.shown}
     pairs = [one for one in pair_verdicts(verdicts) if (one.query, one.id) in known]
     if not pairs:
-        raise UserError(
+        raise NotRefinedError(
             f"none of the items that were judged is among the hits of {searcher.source}; give its own verdicts"
         )
     hits = _judged_hits(pairs, found, queries)
