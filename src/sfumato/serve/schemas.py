@@ -143,6 +143,13 @@ class VectorRequest(SearchOptions):
     queries: list[VectorQuery] = Field(min_length=1, max_length=MOST, description="up to the limit of the service")
 
 
+class Drawn(_Model):
+    """How a hit was drawn to be judged, for a verdict on it."""
+
+    why: str = Field(description="group that it was drawn from")
+    weight: float = Field(description="one over the probability that it was drawn")
+
+
 class ResultRecord(_Model):
     """One item that a search found."""
 
@@ -155,6 +162,11 @@ class ResultRecord(_Model):
     picture: str | None = Field(description=_PICTURE)
     best_text: str = Field(
         "", description="the text of the item that has most words of the query; empty where texts were no evidence"
+    )
+    to_judge: Drawn | None = Field(
+        None,
+        description="where a verdict tells most: drawn from the hits with a probability of 10 % to 90 %, at most ten of"
+        " an answer; null for others, and where the service keeps no verdicts",
     )
     duplicates: list[str] = Field([], description="ids of nearly the same images that are folded into it")
 
