@@ -145,7 +145,8 @@ def test_an_index_is_judged_and_not_refined(sources, tmp_path):
         give(client, ("a red circle", "000.png", True, 0.5))
         (one,) = read_judgements(tmp_path / "v.jsonl")
         assert one.target == "listed" and client.get("/v1/judgements").json()["n"] == 1
-        assert "no verdicts to use" in problem(client.post("/v1/judgements/use"), 422)["detail"]
+        told = problem(client.post("/v1/judgements/use"), 422)
+        assert told["detail"].startswith('this service has no probabilities of target "fits"')
 
 
 def test_the_command_checks_the_file_first(collection, sfumato, tmp_path, monkeypatch):

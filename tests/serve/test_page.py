@@ -1062,7 +1062,8 @@ def test_without_a_file_of_verdicts_the_page_has_no_thumbs(kept, visit):
 def test_thumbs_fit_the_screen(judged, visit, width, scheme):
     page = visit(judged, "/?q=a+plain+red+square&q2=something+blue+or+green", width=width, color_scheme=scheme)
     expect(page.locator(".fit")).to_have_count(48)
-    expect(page.locator(".judging [role=status]").first).not_to_be_empty()
+    expect(page.locator(".judging [role=status]").first).to_contain_text(" judged.")
+    expect(page.locator(".judging [role=status]").last).to_be_visible()
     assert page.evaluate("document.documentElement.scrollWidth") <= width
     for box in (page.locator(".thumb").nth(i).bounding_box() for i in range(4)):
         assert box["width"] >= 24 and box["height"] >= 24, "large enough for a finger"

@@ -97,7 +97,7 @@ class Judging:
         path, served = self._path(), self.service.gallery("images")
 
         def refined() -> JudgementsUsed:
-            verdicts = _of_target(path, "fits")
+            verdicts = _of_target(path, _target(served))
             if not verdicts:
                 raise Refusal(422, "There are no verdicts to use yet; judge some results first")
             searcher = Searcher(served.gallery, "this service", lambda: _ServedModel(self.service.sources))
