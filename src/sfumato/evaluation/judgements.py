@@ -12,7 +12,7 @@ import hashlib
 import json
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -21,6 +21,7 @@ from urllib.parse import quote, unquote
 
 import numpy as np
 import torch
+from filelock import FileLock
 
 from sfumato.errors import UserError
 from sfumato.files import write_atomically
@@ -120,6 +121,20 @@ def read_judgements(path: str | Path) -> list[Judgement]:
 def write_judgements(path: str | Path, judgements: Iterable[Judgement]) -> None:
     """Write verdicts as JSON lines. A reader sees the old or the new file."""
     write_atomically(path, "".join(json.dumps(asdict(one), ensure_ascii=False) + "\n" for one in judgements))
+
+
+def change_judgements(
+    path: str | Path, change: Callable[[list[Judgement]], Iterable[Judgement]]
+) -> tuple[list[Judgement], list[Judgement]]:
+    """Replace the verdicts of a file, none if it does not exist yet; others who change it wait. Returns (old, new)."""
+    path = Path(path)
+    if not path.parent.is_dir():
+        raise UserError(f"cannot write {path}: the folder {path.parent} does not exist; create it first")
+    with FileLock(path.with_name(f".{path.name}.lock")):
+        before = read_judgements(path) if path.exists() else []
+        after = list(change(before))
+        write_judgements(path, after)
+    return before, after
 
 
 def merged(*files: Iterable[Judgement]) -> list[Judgement]:

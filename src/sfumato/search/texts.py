@@ -249,7 +249,7 @@ class ItemTexts:
 
     def take(self, positions: Sequence[int]) -> "ItemTexts":
         """Some of the items."""
-        words, stems = ([own[i] for i in positions] for own in (self.words, self.stems))
+        words, stems = [self.words[i] for i in positions], [self.stems[i] for i in positions]
         return ItemTexts(self.vectors[list(positions)], words, stems)
 
     def evidence(

@@ -20,6 +20,7 @@ from sfumato.data.images import Images, SplitImages, UploadedImages, handed_out
 from sfumato.encoders.dual import DualEncoder, Tower
 from sfumato.encoders.feature_rows import EmbeddingProcessor, features_read
 from sfumato.errors import UserError
+from sfumato.evaluation.judgements import ShownHit, sample_hits
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.models.embed import embed_split, load_split
 from sfumato.models.run import RECIPE, Run, load_run
@@ -33,6 +34,7 @@ from sfumato.search.texts import TextQuery
 from sfumato.serve.schemas import (
     Answer,
     ConformalSet,
+    Drawn,
     Example,
     FieldValue,
     FieldValues,
@@ -460,6 +462,21 @@ def _hit(served: ServedGallery, hit: Hit, calibrated: bool) -> ResultRecord:
         picture=image_path(served, hit.id, hit.payload),
         best_text=hit.best_text,
         duplicates=list(hit.duplicates),
+    )
+
+
+_N_ASKED, _UNSURE = 10, (0.1, 0.9)
+"""Hits of an answer that people are asked about, and the probabilities between which a verdict tells most."""
+
+
+def with_questions(answer: Answer) -> Answer:
+    """An answer with the hits that people should judge, drawn with known probabilities."""
+    known = answer.verdict is not None and answer.verdict.kind != "unfamiliar"
+    ranked = [ShownHit(answer.query, hit.id, hit.rank, hit.match_probability) for hit in answer.hits]
+    unsure = [one for one in ranked if known and _UNSURE[0] <= (one.probability or 0) <= _UNSURE[1]]
+    drawn = {one.id: Drawn(why=one.why, weight=one.weight) for one in sample_hits(unsure, _N_ASKED)}
+    return answer.model_copy(
+        update={"hits": [hit.model_copy(update={"to_judge": drawn.get(hit.id)}) for hit in answer.hits]}
     )
 
 

@@ -35,9 +35,11 @@ from sfumato.errors import UserError
 from sfumato.search.texts import TextQuery
 from sfumato.serve.answering import Asked, Sources, item_path
 from sfumato.serve.guard import RIGHTS, TEXT, Guard
+from sfumato.serve.judging import Judging
 from sfumato.serve.schemas import (
     CODES,
     PROBLEM,
+    WEB,
     AddRequest,
     AddResponse,
     DeleteRequest,
@@ -49,6 +51,10 @@ from sfumato.serve.schemas import (
     Info,
     Item,
     ItemList,
+    JudgementsRequest,
+    JudgementsResponse,
+    JudgementsSummary,
+    JudgementsUsed,
     Modality,
     NewImage,
     NewItem,
@@ -300,6 +306,7 @@ def create_app(sources: Sources, settings: Settings | None = None) -> FastAPI:
     _add_searches(app, service)
     _add_views(app, service)
     _add_writes(app, service, writer)
+    _add_judgements(app, Judging(service))
 
     def template(path: str) -> str:
         return next((str(getattr(route, "path", "")) for route in _routes(app, path)), "none")
@@ -537,6 +544,30 @@ def _add_writes(app: FastAPI, service: Service, writer: Writer) -> None:
         if not done.deleted:
             raise Refusal(404, f"There is no item {id!r} among the {gallery}")
         return _json(done)
+
+
+def _add_judgements(app: FastAPI, judging: Judging) -> None:
+    tagged: dict[str, Any] = {"tags": ["judgements"], "responses": problems(404, 409, 422, 503, 504)}
+
+    @app.get("/v1/judgements", response_model=JudgementsSummary, **tagged)
+    async def get_judgements(
+        query: Annotated[str | None, Parameter(max_length=2000, description="text whose verdicts to list")] = None,
+        judge: Annotated[str, Parameter(max_length=100, description="whose verdicts to list")] = WEB,
+    ) -> Response:
+        """What people's verdicts say about the hits, and those of a judge on one query."""
+        return _json(await judging.summary(query, judge))
+
+    tagged = {**tagged, "responses": problems(404, 409, 413, 415, 422, 503, 504)}
+
+    @app.post("/v1/judgements", response_model=JudgementsResponse, **tagged)
+    async def post_judgements(wanted: JudgementsRequest) -> Response:
+        """Keep people's verdicts on hits, all or none, or take some back. The response confirms the write."""
+        return _json(await judging.keep(wanted))
+
+    @app.post("/v1/judgements/use", response_model=JudgementsUsed, **tagged)
+    async def use_judgements() -> Response:
+        """Refine the probabilities by all verdicts, as `sfumato calibrate INDEX --judgements FILE` does."""
+        return _json(await judging.use())
 
 
 def _added(done: AddResponse, items: Sequence[New]) -> Response:

@@ -143,6 +143,13 @@ class VectorRequest(SearchOptions):
     queries: list[VectorQuery] = Field(min_length=1, max_length=MOST, description="up to the limit of the service")
 
 
+class Drawn(_Model):
+    """How a hit was drawn to be judged, for a verdict on it."""
+
+    why: str = Field(description="group that it was drawn from")
+    weight: float = Field(description="one over the probability that it was drawn")
+
+
 class ResultRecord(_Model):
     """One item that a search found."""
 
@@ -155,6 +162,11 @@ class ResultRecord(_Model):
     picture: str | None = Field(description=_PICTURE)
     best_text: str = Field(
         "", description="the text of the item that has most words of the query; empty where texts were no evidence"
+    )
+    to_judge: Drawn | None = Field(
+        None,
+        description="where a verdict tells most: drawn from the hits with a probability of 10 % to 90 %, at most ten of"
+        " an answer; null for others, and where the service keeps no verdicts",
     )
     duplicates: list[str] = Field([], description="ids of nearly the same images that are folded into it")
 
@@ -334,6 +346,80 @@ class DeleteResponse(_Model):
     n: int = Field(description="items in the gallery now")
 
 
+_Name = Annotated[str, Field(min_length=1, max_length=100, pattern=_WORD)]
+WEB = "web"
+"""The judge where a request names none."""
+
+
+class NewJudgement(_Model):
+    """A person's verdict on a hit of a search by text."""
+
+    query: Text = Field(description="the text that was searched by")
+    id: ItemId
+    yes: bool | None = Field(description="whether the text describes the item; null takes the verdict back")
+    probability: float | None = Field(
+        None, ge=0, le=1, description="match probability that stood beside the hit; null if none did"
+    )
+    weight: float = Field(
+        1.0, ge=1, le=1_000_000, description="one over the probability that the hit was drawn to be judged"
+    )
+    why: _Name = Field("chosen", description="group that the hit was drawn from; `chosen` if the judge chose it")
+
+
+class JudgementsRequest(_Model):
+    """Verdicts of one judge; all of them are kept, or none. Of two on one pair the later counts."""
+
+    model_config = ConfigDict(
+        json_schema_extra={"examples": [{"judgements": [{"query": "a red bird", "id": "birds/red.jpg", "yes": True}]}]}
+    )
+
+    judge: _Name = Field(WEB, description="name of the judge; only verdicts of this name are replaced or taken back")
+    judgements: list[NewJudgement] = Field(min_length=1, max_length=MOST, description="the verdicts")
+
+
+class JudgementsResponse(_Model):
+    """What has been stored durably."""
+
+    kept: int = Field(description="number of verdicts that are new or replaced")
+    removed: int = Field(description="number of verdicts that were there and are taken back or replaced")
+    n: int = Field(description="verdicts in the file now, of all judges")
+
+
+class Figure(_Model):
+    """A figure with its 95 % interval over queries."""
+
+    value: float | None = Field(description="the figure")
+    low: float | None = Field(description="lower end of the interval; null if it cannot be computed")
+    high: float | None = Field(description="upper end of the interval; null if it cannot be computed")
+
+
+class JudgementsSummary(_Model):
+    """What the verdicts say. The figures are of hits beside which a probability stood, and null without such hits."""
+
+    n: int = Field(description="verdicts, of all judges")
+    judges: int = Field(description="number of judges")
+    queries: int = Field(description="number of judged queries")
+    precision: Figure | None = Field(description="fraction of judged hits that people say yes to")
+    said: Figure | None = Field(description="mean probability that stood beside them")
+    calibration_error: Figure | None = Field(
+        description="mean gap of probability and verdict, in bins of equally many verdicts"
+    )
+    calibration_error_by_chance: float | None = Field(description="what perfect probabilities would show")
+    given: dict[str, bool] = Field(description="verdicts of the judge on the query of the request, by id")
+
+
+class JudgementsUsed(_Model):
+    """What the verdicts changed about the probabilities of later searches."""
+
+    changed: list[str] = Field(description="kinds of items whose probabilities changed; none if no change is better")
+    n: int = Field(description="judged hits that were used")
+    queries: int = Field(description="number of their queries")
+    not_found: int = Field(description="judged pairs that are not among the hits")
+    before: Figure = Field(description="calibration error with the packaged constants")
+    after: Figure = Field(description="calibration error now, each query with the verdicts on the others")
+    text: str = Field(description="the same for people")
+
+
 class QueryDrift(_Model):
     """How recent queries compare with those of the calibration, by the distance of their first hit."""
 
@@ -391,6 +477,7 @@ class Info(_Model):
     query_kinds: QueryKinds = Field(description="what can be searched by")
     rights: Rights = Field(description="what you may do, by your key; who may write may also read")
     galleries: dict[GalleryName, GalleryInfo] = Field(description="by the kind of their items")
+    judgements: bool = Field(description="whether you may judge hits: the service keeps verdicts, and you may write")
     limits: Limits = Field(description="requests beyond them are refused")
 
 
@@ -484,6 +571,7 @@ CODES = {
     "too-slow": (408, "the request took too long to arrive"),
     "index": (409, "the gallery is an index, which cannot be changed"),
     "other-writer": (409, "another process writes to the collection"),
+    "no-judgements": (409, "the service keeps no verdicts: it was started without --judgements"),
     "too-large": (413, "the request is larger than a limit"),
     "wrong-content-type": (415, "the content type is not the expected one"),
     "invalid": (422, "the request is not valid; `errors` lists what is wrong and where"),

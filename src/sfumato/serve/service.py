@@ -48,6 +48,7 @@ from sfumato.serve.answering import (
     refuse_guarantees,
     search_together,
     vector_sides,
+    with_questions,
     without_bytes,
 )
 from sfumato.serve.embedding import HEADER, Batcher, Closed, Embedder, Task, Threads, message_of, submitted
@@ -330,6 +331,7 @@ class Service:
             query_kinds=self.query_kinds(),
             rights=rights,
             galleries={name: await self.in_thread(self._info_of, name, rights) for name in self.sources.galleries},
+            judgements=self.settings.judgements is not None and rights == "write",
             limits=Limits(
                 max_batch=self.settings.max_batch,
                 max_results=self.settings.max_results,
@@ -441,7 +443,9 @@ class Service:
             return answer
         gallery = self.gallery(search.options.gallery).gallery
         suggestion, warning = advice(search.asked.query, gallery, self.sources.model)
-        return answer.model_copy(update={"suggestion": suggestion, "warning": warning})
+        answer = answer.model_copy(update={"suggestion": suggestion, "warning": warning})
+        asks = answer.target == "fits" and self.settings.judgements is not None
+        return with_questions(answer) if asks else answer
 
     async def _warm_up(self) -> None:
         """Embed one text and one image and make one search; then the service is ready."""

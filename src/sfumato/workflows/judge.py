@@ -4,6 +4,7 @@
 """
 
 import contextlib
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -18,7 +19,9 @@ from sfumato.errors import UserError, as_typed, counted
 from sfumato.evaluation.judgements import (
     JudgedFigures,
     Judgement,
+    PairVerdict,
     ShownHit,
+    change_judgements,
     judged_figures,
     merged,
     now,
@@ -26,7 +29,6 @@ from sfumato.evaluation.judgements import (
     read_judgements,
     read_qrels,
     sample_hits,
-    write_judgements,
 )
 from sfumato.progress import say
 from sfumato.search.answer import Hit
@@ -127,8 +129,7 @@ class Session:
         return True
 
     def _save(self) -> None:
-        others = [one for one in _kept(self.path) if one.judge != self.judge]
-        write_judgements(self.path, [*others, *self.own])
+        change_judgements(self.path, lambda kept: [*(one for one in kept if one.judge != self.judge), *self.own])
 
 
 def _kept(path: Path) -> list[Judgement]:
@@ -137,11 +138,9 @@ def _kept(path: Path) -> list[Judgement]:
 
 def import_verdicts(path: Path, files: Sequence[Path], judge: str) -> tuple[int, list[Judgement]]:
     """Merge files of verdicts, and TREC qrels, into a file. Returns the number of new or later ones, and all."""
-    before = merged(_kept(path))
     others = [read_judgements(file) if file.suffix == ".jsonl" else read_qrels(file, judge) for file in files]
-    after = merged(before, *others)
-    write_judgements(path, after)
-    return len(set(after) - set(before)), after
+    before, after = change_judgements(path, lambda kept: merged(kept, *others))
+    return len(set(after) - set(merged(before))), after
 
 
 @contextlib.contextmanager
@@ -205,39 +204,45 @@ class Refined:
 KINDS = {"hit_with": "items with texts", "hit_without": "items without texts"}
 
 
+class NotRefinedError(UserError):
+    """Verdicts cannot refine these probabilities."""
+
+
 def refine_index(
     folder: Path, path: Path, *, run: str | None = None, store: str | None = None, k: int = 10, seed: int = 0
 ) -> Refined:
-    """Refine the calibration of target "fits" by verdicts, and keep it with the collection.
-
-    The packaged constants are where it starts, always: the file has to hold all verdicts, those of before too.
-    """
+    """Refine the calibration of target "fits" by the verdicts of a file, and keep it with the collection."""
     verdicts = _of_target(folder, path, "fits")
     with _opened(folder, run, store) as searcher:
-        gallery = searcher.gallery
-        if not isinstance(gallery, GaussianCollection) or gallery.texts is None:
-            raise UserError(
-                f'{folder} has no probabilities of target "fits", which verdicts refine; make a collection of the'
-                " images with sfumato index --data FOLDER"
-            )
-        gallery.metadata.pop(FITS, None)  # In memory alone.
-        packaged = FitsCalibration.packaged()
-        queries = list(dict.fromkeys(one.query for one in verdicts))
-        found = find_hits(searcher, queries, min(gallery.size, _DEEP))
-        known = {one.pair: one for one in found.shown}
-        pairs = [one for one in pair_verdicts(verdicts) if (one.query, one.id) in known]
-        if not pairs:
-            raise UserError(f"none of the items of {path} is among the hits of {folder}; give its own verdicts")
-        numbers = {query: i for i, query in enumerate(queries)}
-        columns = [
-            (numbers[one.query], len(word_stems(one.query)), hit.match_probability, item_texts(hit.payload) != [],
-             one.yes, one.weight)
-            for one in pairs for hit in [found.hit[one.query, one.id]]
-        ]  # fmt: skip
-        query, n_words, p, has_texts, yes, weight = (torch.tensor(values) for values in zip(*columns, strict=True))
-        hits = JudgedHits(query, n_words, torch.logit(p.double(), eps=1e-12), has_texts, yes.double(), weight.double())
-        changes = packaged.corrections(hits, seed=seed)
-        gallery.keep({FITS: packaged.refined(hits, seed=seed).to_json() if changes else None})
+        return refine(searcher, verdicts, k=k, seed=seed)
+
+
+def refine(searcher: Searcher, verdicts: Sequence[Judgement], *, k: int = 10, seed: int = 0) -> Refined:
+    """Refine the calibration of target "fits" by verdicts, and keep it with the collection; searches may go on.
+
+    The packaged constants are where it starts, always: it takes all verdicts, those of before too.
+    """
+    gallery = searcher.gallery
+    if not isinstance(gallery, GaussianCollection) or gallery.texts is None:
+        raise NotRefinedError(
+            f'{searcher.source} has no probabilities of target "fits", which verdicts refine; make a collection of the'
+            " images with sfumato index --data FOLDER"
+        )
+    plain = copy.copy(gallery)  # With the packaged constants; the store is the same.
+    plain.metadata = {name: value for name, value in gallery.metadata.items() if name != FITS}
+    packaged = FitsCalibration.packaged()
+    queries = list(dict.fromkeys(one.query for one in verdicts))
+    found = find_hits(replace(searcher, gallery=plain), queries, min(gallery.size, _DEEP))
+    known = {one.pair: one for one in found.shown}
+    pairs = [one for one in pair_verdicts(verdicts) if (one.query, one.id) in known]
+    if not pairs:
+        raise NotRefinedError(
+            f"none of the items that were judged is among the hits of {searcher.source}; give its own verdicts"
+        )
+    hits = _judged_hits(pairs, found, queries)
+    changes = packaged.corrections(hits, seed=seed)
+    gallery.keep({FITS: packaged.refined(hits, seed=seed).to_json() if changes else None})
+    p = hits.logit.sigmoid()
     rows = [known[one.query, one.id] for one in pairs]
     after = _cross_fitted(packaged, hits, seed).sigmoid().tolist()
     first = found.first(k)
@@ -250,6 +255,17 @@ def refine_index(
         before=judged_figures([replace(h, probability=q) for h, q in zip(rows, p.tolist(), strict=True)], verdicts),
         after=judged_figures([replace(h, probability=q) for h, q in zip(rows, after, strict=True)], verdicts),
     )
+
+
+def _judged_hits(pairs: Sequence[PairVerdict], found: Found, queries: Sequence[str]) -> JudgedHits:
+    numbers = {query: i for i, query in enumerate(queries)}
+    columns = [
+        (numbers[one.query], len(word_stems(one.query)), hit.match_probability, item_texts(hit.payload) != [],
+         one.yes, one.weight)
+        for one in pairs for hit in [found.hit[one.query, one.id]]
+    ]  # fmt: skip
+    query, n_words, p, has_texts, yes, weight = (torch.tensor(values) for values in zip(*columns, strict=True))
+    return JudgedHits(query, n_words, torch.logit(p.double(), eps=1e-12), has_texts, yes.double(), weight.double())
 
 
 def _cross_fitted(fits: FitsCalibration, hits: JudgedHits, seed: int) -> torch.Tensor:

@@ -1,5 +1,5 @@
 // Photographs that are dropped or chosen: with the captions beside them, sorted from what is none, and sent in parts.
-import { json } from "./service.js";
+import { base64, json } from "./service.js";
 import { count, megabytes, some } from "./words.js";
 
 const PHOTOGRAPH = /\.(jpe?g|jfif|png|webp|gif|bmp|tiff?|heic|heif|avif|dng|cr[23]|nef|arw|raf|orf|rw2)$/i;
@@ -63,13 +63,6 @@ export function summary({ photographs, left }) {
   const said = n ? `${some(n, "photograph")} (${megabytes(bytes)})` : "No photograph";
   return `${said}${captions ? `, ${count(captions)} with captions` : ""}${left.length ? `; ${some(left.length, "file")} left out` : ""}.`;
 }
-
-const base64 = (file) => new Promise((resolve, reject) => {
-  const reader = new FileReader();
-  reader.onload = () => resolve(reader.result.split(",")[1] ?? "");
-  reader.onerror = reject;
-  reader.readAsDataURL(file);
-});
 
 async function item({ id, file, beside }) {
   const lines = beside ? (await beside.text()).split(/\r?\n/).map((line) => line.trim()).filter(Boolean) : [];

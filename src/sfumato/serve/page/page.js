@@ -1,8 +1,9 @@
 // The page of `sfumato serve`: it calls the API at its own origin and shows the answers. The URL holds the search, so that
 // it can be shared and Back works. An image is kept while the page is open.
 import { filesIn, send, sorted, summary } from "./add.js";
-import { Refused, forgetPictures, json, key, onKeyNeeded, pictureURL, setKey } from "./service.js";
-import { about, bar, button, closestLine, count, day, expectation, figure, h, megabytes, nameOf, odds, percent, some, strip, things } from "./words.js";
+import { judging } from "./judge.js";
+import { Refused, base64, forgetPictures, json, key, onKeyNeeded, pictureURL, setKey } from "./service.js";
+import { about, bar, button, closestLine, count, day, expectation, figure, h, made, megabytes, nameOf, odds, percent, some, strip, things } from "./words.js";
 
 const $ = (selector, root = document) => root.querySelector(selector);
 const $$ = (selector) => document.querySelectorAll(selector);
@@ -37,13 +38,6 @@ const image = (path, alt = "", size = 320) => {
   pictureURL(path, size).then((url) => (node.src = url), () => {});
   return node;
 };
-
-const base64 = (file) => new Promise((resolve, reject) => {
-  const reader = new FileReader();
-  reader.onload = () => resolve(reader.result.split(",")[1] ?? "");
-  reader.onerror = () => reject(new Refused(422, { title: "This image cannot be read", detail: file.name }));
-  reader.readAsDataURL(file);
-});
 
 function checkPicture(file) {
   const { max_upload_bytes: most } = info.limits;
@@ -183,7 +177,9 @@ async function search(slot, { more = false } = {}) {
     if (controller.signal.aborted) return;
     shown[slot] = { query, answer };
     for (const hit of answer.hits) known.set(hit.id, hit);
-    panel(slot, result(slot, query, answer));
+    const section = result(slot, query, answer);
+    if (info.judgements && answer.target === "fits") judging(section, answer, (text) => changed(here().n, text));
+    panel(slot, section);
     filter();
     if (query.kind === "id") syncAsk(slot); // its name may have become known
     if (more) $(`#answers [data-slot="${slot}"] .hit:nth-child(n + ${before + 1}):not([hidden]) .pick`)?.focus();
@@ -264,12 +260,12 @@ const facts = (answer, n) => [
     answer.hits.length > 0 && h("div", {}, h("p", {}, "First result: right in ", h("b", {}, odds(number(answer))), " such searches"),
       h("span", { class: "strip", role: "img", "aria-label": `probability ${percent(number(answer))}` }, bar(number(answer))))),
   answer.queries_differ && h("p", { class: "guess" }, "Recent searches differ from those that the probabilities were fitted on: they may be off."),
-  meaning({ target: answer.target === "fits" ? $("#fits").content.cloneNode(true) : $("#listed").content.cloneNode(true), among: filtered() ? among() : `the ${among()}`, sum: about(answer.expected_matches), first: percent(number(answer)), whole: filtered() ? "" : "The strip is the whole gallery." }),
+  meaning({ target: made(answer.target), among: filtered() ? among() : `the ${among()}`, sum: about(answer.expected_matches), first: percent(number(answer)), whole: filtered() ? "" : "The strip is the whole gallery." }),
   h("p", { class: "expert count" }, `Distance ${answer.distance}; total variance of the search ${figure(answer.total_variance)}.`),
 ];
 
 function meaning(said) { // places of the template by what is said there
-  const node = $("#meaning").content.cloneNode(true);
+  const node = made("meaning");
   for (const place of node.querySelectorAll("[data-said]")) place.replaceWith(said[place.dataset.said]);
   return node;
 }
@@ -565,7 +561,7 @@ async function changed(n, said, gone) {
 // ---- the page around them
 
 function box(slot) {
-  const node = $("#ask").content.cloneNode(true).firstElementChild;
+  const node = made("ask").firstElementChild;
   const [text, file] = node.querySelectorAll("input");
   node.dataset.ask = slot;
   text.id = `q${slot}`;

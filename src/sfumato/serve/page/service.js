@@ -40,6 +40,13 @@ async function call(path, { method = "GET", body, signal } = {}) {
 
 export const json = async (path, options) => (await call(path, options)).json();
 
+export const base64 = (file) => new Promise((resolve, reject) => {
+  const reader = new FileReader();
+  reader.onload = () => resolve(reader.result.split(",")[1] ?? "");
+  reader.onerror = () => reject(new Refused(undefined, { title: "This file cannot be read", detail: file.name }));
+  reader.readAsDataURL(file);
+});
+
 // The URL of an image; with a key it is fetched, since an <img> sends none.
 export async function pictureURL(picture, size) {
   const path = `${picture}?size=${size}`;

@@ -10,6 +10,7 @@ export const h = (tag, attributes = {}, ...children) => {
   node.append(...children.flat(2).filter((child) => child != null && child !== false));
   return node;
 };
+export const made = (id) => document.getElementById(id).content.cloneNode(true);
 export const button = (attributes, ...children) => h("button", { type: "button", ...attributes }, ...children);
 
 export const count = (n) => Math.round(n).toLocaleString("en");

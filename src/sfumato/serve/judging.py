@@ -1,0 +1,199 @@
+"""People's verdicts on the hits of a service: kept in a file, summed up, and used to refine the probabilities."""
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from sfumato.calibration.corrections import N_FOLDS
+from sfumato.encoders.dual import DualEncoder
+from sfumato.errors import UserError, counted
+from sfumato.evaluation.judgements import (
+    Judgement,
+    ShownHit,
+    change_judgements,
+    judged_figures,
+    merged,
+    now,
+    read_judgements,
+)
+from sfumato.gaussian import GaussianEmbedding
+from sfumato.metrics.bootstrap import Interval
+from sfumato.search.answer import Target
+from sfumato.search.searcher import Searcher
+from sfumato.serve.answering import ServedGallery, Sources
+from sfumato.serve.schemas import (
+    Figure,
+    JudgementsRequest,
+    JudgementsResponse,
+    JudgementsSummary,
+    JudgementsUsed,
+    Refusal,
+    busy,
+)
+from sfumato.serve.service import Service
+from sfumato.workflows.judge import NotRefinedError, Refined, refine
+
+Done = TypeVar("Done")
+
+_LOG = logging.getLogger("sfumato.serve")
+
+
+class Judging:
+    """The file of verdicts of a service."""
+
+    def __init__(self, service: Service) -> None:
+        self.service = service
+        self._lock = asyncio.Lock()  # Else those who wait for the file would hold all threads.
+
+    async def keep(self, wanted: JudgementsRequest) -> JudgementsResponse:
+        """Keep verdicts, all or none, and take others back. When it returns, they survive the death of the process."""
+        path, served = self._path(), self.service.gallery("images")
+
+        def keep() -> JudgementsResponse:
+            _check_ids(served, wanted)
+            own = {(one.query, one.id): one for one in wanted.judgements}
+            new = [
+                Judgement(
+                    one.query, one.id, int(one.yes), wanted.judge, now(), one.why, one.probability, one.weight,
+                    _target(served),
+                )
+                for one in own.values()
+                if one.yes is not None
+            ]  # fmt: skip
+            before, after = change_judgements(
+                path, lambda kept: [*(one for one in kept if one.judge != wanted.judge or one.pair not in own), *new]
+            )
+            return JudgementsResponse(kept=len(new), removed=len(before) + len(new) - len(after), n=len(after))
+
+        return await self._run(keep)
+
+    async def summary(self, query: str | None, judge: str) -> JudgementsSummary:
+        """What the verdicts say, and those of a judge on a query."""
+        path, served = self._path(), self.service.gallery("images")
+
+        def read() -> JudgementsSummary:
+            own = merged(_of_target(path, _target(served)))
+            given = {one.id: bool(one.yes) for one in own if one.query == query and one.judge == judge}
+            shown = {one.pair: ShownHit(*one.pair, 0, one.probability) for one in own if one.probability is not None}
+            figures = judged_figures(list(shown.values()), own) if shown else None
+            return JudgementsSummary(
+                n=len(own),
+                judges=len({one.judge for one in own}),
+                queries=len({one.query for one in own}),
+                precision=None if figures is None else _figure(figures.precision),
+                said=None if figures is None else _figure(figures.said),
+                calibration_error=None if figures is None else _figure(figures.calibration_error),
+                calibration_error_by_chance=None if figures is None else figures.calibration_error_by_chance,
+                given=given,
+            )
+
+        return await self._run(read)
+
+    async def use(self) -> JudgementsUsed:
+        """Refine the probabilities by all verdicts; searches use the result at once."""
+        path, served = self._path(), self.service.gallery("images")
+
+        def refined() -> JudgementsUsed:
+            verdicts = _of_target(path, _target(served))
+            if not verdicts:
+                raise Refusal(422, "There are no verdicts to use yet; judge some results first")
+            searcher = Searcher(served.gallery, "this service", lambda: _ServedModel(self.service.sources))
+            try:
+                found = refine(searcher, verdicts)
+            except NotRefinedError as error:
+                raise Refusal(422, str(error)) from error
+            self.service.changed(served, 0)
+            return JudgementsUsed(
+                changed=list(found.changed),
+                n=found.n,
+                queries=found.n_queries,
+                not_found=found.not_found,
+                before=_figure(found.before.calibration_error),
+                after=_figure(found.after.calibration_error),
+                text=_in_words(found),
+            )
+
+        return await self._run(refined)
+
+    def _path(self) -> Path:
+        if (path := self.service.settings.judgements) is None:
+            raise Refusal(
+                409,
+                "This service keeps no verdicts: it was started without --judgements; start it with --judgements FILE",
+                code="no-judgements",
+            )
+        return path
+
+    async def _run(self, work: Callable[[], Done]) -> Done:
+        async with self._lock:
+            try:
+                return await self.service.in_thread(work)
+            except (UserError, OSError) as error:
+                _LOG.error("verdicts could not be read or written: %s", error)
+                raise busy(
+                    "The file of verdicts cannot be read or written; the log of the service has the reason",
+                    5,
+                    code="store-failed",
+                ) from error
+
+
+@dataclass(frozen=True)
+class _ServedModel:
+    """The model of a service, as a searcher asks for it."""
+
+    sources: Sources
+
+    @property
+    def model(self) -> DualEncoder:
+        return self.sources.model
+
+    def embed_texts(self, texts: Sequence[Any]) -> GaussianEmbedding:
+        return self.sources.model.embed_texts(texts)
+
+    def embed_images(self, images: Sequence[Any]) -> GaussianEmbedding:
+        return self.sources.model.embed_images(images)
+
+    def unfamiliar_texts(self, texts: Sequence[str]) -> list[bool]:
+        return self.sources.unfamiliar(texts)
+
+
+def _target(served: ServedGallery) -> Target:
+    """What probabilities of searches by text are of."""
+    return "listed" if served.gallery.texts is None else "fits"
+
+
+def _of_target(path: Path, target: Target) -> list[Judgement]:
+    return [one for one in read_judgements(path) if one.target == target] if path.exists() else []
+
+
+def _figure(value: Interval) -> Figure:
+    return Figure(**asdict(value))
+
+
+def _check_ids(served: ServedGallery, wanted: JudgementsRequest) -> None:
+    """Refuse verdicts on items that are not there; those on items that are gone may be taken back."""
+    there = set(served.gallery.get(list({one.id for one in wanted.judgements})).ids)
+    errors = [
+        (f"body.judgements.{i}.id", f"there is no item {one.id!r}")
+        for i, one in enumerate(wanted.judgements)
+        if one.yes is not None and one.id not in there
+    ]
+    if errors:
+        raise Refusal(422, f"Nothing was stored: {errors[0][0]}: {errors[0][1]}", errors=errors)
+
+
+def _in_words(found: Refined) -> str:
+    """What verdicts changed, in one sentence."""
+    judged = f"{counted(found.n, 'verdict')} on {counted(found.n_queries, 'search', 'searches')}"
+    before, after = (100 * (one.calibration_error.value or 0) for one in (found.before, found.after))
+    if found.changed:
+        return (
+            f"Used {judged}: the probabilities of these results were off by {before:.0f} percentage points as"
+            f" packaged, and are off by {after:.0f} now."
+        )
+    if found.n_queries < N_FOLDS:
+        return f"Nothing changed: there are {judged}, and it takes at least {N_FOLDS} searches."
+    return f"Nothing changed: {judged} show no change that is clearly better, so the packaged probabilities stay."

@@ -1,0 +1,179 @@
+"""People's verdicts over HTTP: kept in the file of the command, summed up, taken back, and used at once."""
+
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from serve.conftest import SQUARES
+from serve.test_faults import problem
+from support.serving import KEY, served
+
+from sfumato import load_index
+from sfumato.evaluation.judgements import Judgement, ShownHit, judged_figures, read_judgements, write_judgements
+from sfumato.serve.answering import open_sources
+from sfumato.workflows.judge import refine_index
+
+READER = "a-key-for-reading"
+
+
+def search(client, text):
+    (answer,) = client.post("/v1/search", json={"queries": [{"text": text}], "max_results": 24}).json()["answers"]
+    assert answer["target"] == "fits"
+    return answer["hits"]
+
+
+def give(client, *verdicts, status=200, **more):
+    judgements = [dict(zip(("query", "id", "yes", "probability"), one, strict=False)) for one in verdicts]
+    answer = client.post("/v1/judgements", json={"judgements": judgements, **more})
+    assert answer.status_code == status, answer.text
+    return answer.json()
+
+
+def test_verdicts_are_kept_replaced_and_taken_back(judged):
+    ids = [hit["id"] for hit in search(judged, "red")]
+    assert judged.get("/v1/judgements").json()["precision"] is None and not judged.file.exists()
+    assert give(judged, ("red", ids[0], True, 0.9), ("red", ids[1], False)) == {"kept": 2, "removed": 0, "n": 2}
+    weighed = {"query": "a red one", "id": ids[0], "yes": True, "weight": 2.5, "why": "probability 0.1-0.9"}
+    judged.post("/v1/judgements", json={"judgements": [weighed], "judge": "ann"})
+    assert give(judged, ("red", ids[0], False, 0.8), ("red", ids[1], None), judge="ann")["n"] == 4  # Others' stay.
+    assert give(judged, ("red", ids[0], None), judge="ann") == {"kept": 0, "removed": 1, "n": 3}
+    assert give(judged, ("red", ids[1], True), ("red", ids[1], False)) == {"kept": 1, "removed": 1, "n": 3}
+    first, other, second = read_judgements(judged.file)
+    assert (first.judge, first.yes, first.probability, first.why, first.target) == ("web", 1, 0.9, "chosen", "fits")
+    assert (other.judge, other.weight, other.why) == ("ann", 2.5, "probability 0.1-0.9")
+    assert (second.pair, second.yes, second.probability) == (("red", ids[1]), 0, None)
+    given = judged.get("/v1/judgements", params={"query": "red"}).json()["given"]
+    assert given == {ids[0]: True, ids[1]: False}
+    assert judged.get("/v1/judgements", params={"query": "red", "judge": "ann"}).json()["given"] == {}
+
+
+def test_the_summary_is_that_of_the_library(judged):
+    hits = {text: search(judged, text) for text in ("red", "a blue square", "yellow thing")}
+    verdicts = [(text, hit["id"], i % 3 == 0, hit["match_probability"]) for text in hits for i, hit in
+                enumerate(hits[text])]  # fmt: skip
+    give(judged, *verdicts)
+    give(judged, ("pink", hits["red"][0]["id"], True))  # Without a probability: no part of the figures.
+    write_judgements(
+        judged.file, [*read_judgements(judged.file), Judgement("q", "i", 1, "a", "2025-01-01", "x", 0.5, 1.0, "listed")]
+    )
+    told = judged.get("/v1/judgements").json()
+    own = [one for one in read_judgements(judged.file) if one.probability is not None and one.target == "fits"]
+    figures = judged_figures([ShownHit(*one.pair, 1, one.probability) for one in own], own)
+    assert (told["n"], told["queries"], told["judges"]) == (73, 4, 1)
+    for name in ("precision", "said", "calibration_error"):
+        assert told[name] == vars(getattr(figures, name)), name
+    assert told["precision"]["value"] == pytest.approx(1 / 3)
+    assert told["calibration_error_by_chance"] == figures.calibration_error_by_chance
+
+
+def test_all_verdicts_of_a_request_are_kept_or_none(judged):
+    item = search(judged, "red")[0]["id"]
+    told = give(judged, ("red", item, True), ("red", "nothing", True), status=422)
+    assert told["errors"] == [{"where": "body.judgements.1.id", "message": "there is no item 'nothing'"}]
+    assert not judged.file.exists()
+    assert give(judged, ("red", "nothing", None))["n"] == 0, "what is gone can be taken back"
+    for wrong, where in (
+        ({"yes": "perhaps"}, "yes"), ({"query": " "}, "query"), ({"probability": 1.1}, "probability"),
+        ({"weight": 0.5}, "weight"), ({"other": 1}, "other"), ({"why": ""}, "why"),
+    ):  # fmt: skip
+        body = {"judgements": [{"query": "red", "id": item, "yes": True, **wrong}]}
+        told = problem(judged.post("/v1/judgements", json=body), 422)
+        assert told["errors"][0]["where"].startswith(f"body.judgements.0.{where}"), wrong
+    problem(judged.post("/v1/judgements", json={"judgements": []}), 422)
+    judged.file.write_text("{}\n")
+    body = {"judgements": [{"query": "a", "id": item, "yes": 1}]}
+    for method, path, options in (("GET", "", {}), ("POST", "/use", {}), ("POST", "", {"json": body})):
+        answer = judged.request(method, f"/v1/judgements{path}", **options)
+        assert problem(answer, 503)["code"] == "store-failed"
+    assert judged.file.read_text() == "{}\n", "a file that cannot be read is left as it is"
+
+
+def test_nothing_is_lost_when_many_judge_at_once(judged):
+    ids = [hit["id"] for hit in search(judged, "red")]
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda i: give(judged, (f"query {i}", ids[i % 24], i % 2 == 0), judge=f"j{i % 3}"), range(48)))
+    kept = read_judgements(judged.file)
+    assert {one.query for one in kept} == {f"query {i}" for i in range(48)} and len(kept) == 48
+
+
+def test_using_the_verdicts_changes_the_next_search_as_the_command_does(judged, squares, tmp_path):
+    """Someone to whom everything fits: the probabilities rise."""
+    assert "judge some results" in problem(judged.post("/v1/judgements/use"), 422)["detail"]
+    texts = [f"a plain {colour} square" for colour in SQUARES]
+    before = search(judged, texts[0])
+    give(judged, *((texts[0], hit["id"], True, hit["match_probability"]) for hit in before))
+    few = judged.post("/v1/judgements/use").json()
+    assert few["changed"] == [] and few["text"] == (
+        "Nothing changed: there are 24 verdicts on 1 search, and it takes at least 5 searches."
+    )
+    for text in texts[1:]:
+        give(judged, *((text, hit["id"], True, hit["match_probability"]) for hit in search(judged, text)))
+    done = judged.post("/v1/judgements/use").json()
+    assert set(done["changed"]) == {"items with texts", "items without texts"} and done["n"] == 192
+    assert done["after"]["value"] < done["before"]["value"] / 2
+    said = f"off by {100 * done['before']['value']:.0f} percentage points as packaged, and are off by"
+    assert done["text"].startswith("Used 192 verdicts on 8 searches: ") and said in done["text"]
+    after = search(judged, texts[0])
+    assert sum(hit["match_probability"] for hit in after) > sum(hit["match_probability"] for hit in before)
+    again = judged.post("/v1/judgements/use").json()
+    assert again == done, "it starts at the packaged constants"
+    copied = shutil.copytree(squares, tmp_path / "copy")
+    assert refine_index(copied, judged.file).after.calibration_error.value == pytest.approx(done["after"]["value"])
+    with load_index(judged.folder) as one, load_index(copied) as other:
+        (one, other) = (searcher.search("a red square", 24) for searcher in (one, other))
+    assert [hit.match_probability for hit in one] == pytest.approx([hit.match_probability for hit in other], abs=1e-6)
+
+
+def test_who_may_judge(judged, squares, client, tmp_path):
+    assert judged.get("/v1/info").json()["judgements"] and not client.get("/v1/info").json()["judgements"]
+    body = {"json": {"judgements": [{"query": "a", "id": "000.png", "yes": True}]}}
+    for method, path, options in (
+        ("GET", "/v1/judgements", {}), ("POST", "/v1/judgements", body), ("POST", "/v1/judgements/use", {}),
+    ):  # fmt: skip
+        told = problem(client.request(method, path, **options), 409)
+        assert told["code"] == "no-judgements" and "--judgements FILE" in told["detail"]
+    settings = {"keys": (KEY,), "reading_keys": (READER,), "judgements": tmp_path / "others.jsonl"}
+    with served(open_sources(squares), **settings) as reader:
+        reader.headers = {"X-API-Key": READER}
+        assert not reader.get("/v1/info").json()["judgements"] and reader.get("/v1/judgements").json()["n"] == 0
+        for path, options in (("/v1/judgements", body), ("/v1/judgements/use", {})):
+            assert problem(reader.post(path, **options), 403)["code"] == "no-right-to-write"
+
+
+def test_an_index_is_judged_and_not_refined(sources, tmp_path):
+    with served(sources, judgements=tmp_path / "v.jsonl") as client:
+        give(client, ("a red circle", "000.png", True, 0.5))
+        (one,) = read_judgements(tmp_path / "v.jsonl")
+        assert one.target == "listed" and client.get("/v1/judgements").json()["n"] == 1
+        told = problem(client.post("/v1/judgements/use"), 422)
+        assert told["detail"].startswith('this service has no probabilities of target "fits"')
+
+
+def test_the_command_checks_the_file_first(collection, sfumato, tmp_path, monkeypatch):
+    apps = []
+    monkeypatch.setattr("sfumato.serve.server.run_app", lambda app, **options: apps.append(app))
+    (tmp_path / "v.jsonl").write_text("{}\n")
+    for file, said in (
+        (tmp_path, "is a folder"), (tmp_path / "none" / "v.jsonl", "does not exist"), (tmp_path / "v.jsonl", "line 1"),
+    ):  # fmt: skip
+        assert said in sfumato.refused("serve", collection, "--port", 0, "--judgements", file)
+    assert sfumato("serve", collection, "--port", 0, "--judgements", tmp_path / "new.jsonl")[0] == 0
+    apps[0].state.service.sources.close()
+    assert apps[0].state.service.settings.judgements == tmp_path / "new.jsonl"
+
+
+def test_some_hits_of_an_answer_are_drawn_to_be_judged(judged, client):
+    """At most ten of those with a probability of 10 % to 90 %, each with one over the probability that it was drawn."""
+    seen = 0
+    for text in ("a plain red square", "a square", "something blue or green"):
+        hits = search(judged, text)
+        asked = [hit for hit in hits if hit["to_judge"]]
+        unsure = [hit for hit in hits if 0.1 <= hit["match_probability"] <= 0.9]
+        assert len(asked) == min(10, len(unsure)) and all(hit in unsure for hit in asked)
+        assert sum(hit["to_judge"]["weight"] for hit in asked) == pytest.approx(len(unsure))
+        assert all(", probability 0." in hit["to_judge"]["why"] for hit in asked if len(asked) == len(unsure))
+        assert hits == search(judged, text), "the same each time"
+        seen += len(asked)
+    assert seen > 3
+    (answer,) = client.post("/v1/search", json={"queries": [{"text": "a red circle"}]}).json()["answers"]
+    assert not any(hit["to_judge"] for hit in answer["hits"]), "a service that keeps no verdicts asks for none"
