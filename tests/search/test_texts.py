@@ -5,6 +5,7 @@ import re
 
 import pytest
 import torch
+from support.rare_words import assert_a_rare_word_is_found
 
 from sfumato.calibration.calibrator import Calibration
 from sfumato.calibration.fits import FitsCalibration
@@ -220,3 +221,7 @@ def test_misspelt_words(typed, expected):
     known = frozenset({"harbor", "letter", "wagging", "tale", "thunder", "settled"})
     assert spelling(typed, lambda: there, known) == expected
     assert spelling(typed, lambda: there, frozenset()) is None  # Of a model that does not show its words.
+
+
+def test_a_rare_word_is_found_in_a_large_gallery(tmp_path, monkeypatch):
+    assert_a_rare_word_is_found(tmp_path, "file:{}".format, monkeypatch)

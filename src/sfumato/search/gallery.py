@@ -346,7 +346,8 @@ class Gallery(ABC):
     ) -> "dict[int, _Fitting]":
         """What fits each query, by distance and texts together; nothing without a store of texts.
 
-        Exact up to N_WHOLE items. In a larger gallery the closest n_exact by distance and by texts are compared.
+        Exact up to N_WHOLE items. In a larger gallery the closest n_exact by distance and by texts, and those with the
+        most of the query's rare words, are compared.
         """
         sample = self._sampled(n, filter)
         forms = [TextQuery(one) if isinstance(one, str) else one for one in asked.values()]
@@ -357,6 +358,7 @@ class Gallery(ABC):
         prior, logits = fits.query_prior(vectors), [fits.of(len(word_stems(text))) for text in texts]
         near = [] if sample.whole else self._near(queries, filter)
         agreeing = [] if sample.whole else self.texts.closest(vectors, self.n_exact, filter)
+        having = [] if sample.whole else [self._having(text, own.rarity, filter, n) for text in texts]
 
         def evidence(i: int, items: ItemTexts, distance: Tensor, usual: Tensor) -> Evidence:
             image = self._image_logit(distance, usual)
@@ -370,7 +372,8 @@ class Gallery(ABC):
             found, items, distance = sample.candidates(usual[0]), own, usual
             if not sample.whole:
                 assert self.texts is not None
-                found = self._found_by(queries[i : i + 1], list(dict.fromkeys((*near[i].ids, *agreeing[i]))))
+                candidates = dict.fromkeys((*near[i].ids, *agreeing[i], *having[i]))
+                found = self._found_by(queries[i : i + 1], list(candidates))
                 items, distance = self.texts.of(found.ids, found.payloads), found.distance.unsqueeze(0)
             if not found.ids:
                 return _Fitting()
@@ -391,6 +394,12 @@ class Gallery(ABC):
             for i, distance in enumerate(block.split(1), start)
         ]
         return dict(zip(asked, results, strict=True))
+
+    def _having(self, text: str, rarity: Callable[[str], float], filter: Filter | None, n: int) -> list[str]:
+        """The items that have the most of a text's rare words; of common words the texts' vectors know enough."""
+        most = max(self.n_exact, _RARE * n)
+        rare = [stem for stem in word_stems(text) if n * math.exp(-rarity(stem)) <= most]
+        return [] if self.texts is None else self.texts.having(rare, self.n_exact, filter)
 
     @abstractmethod
     def get(self, ids: Sequence[str]) -> GalleryRecords:
@@ -638,6 +647,9 @@ class _Fitting:
 
 _USUAL_LOGIT, _USUAL_SPREAD = -11.52, 2.84
 """Mean and standard deviation of the logits that `small` gives to random pairs of Flickr8k's validation split."""
+
+_RARE = 0.01
+"""Largest fraction of the items of a large gallery whose texts have a rare word."""
 
 REFERENCE_SIZE = 1_000
 """Size of the gallery that the logits of pairs are for where texts are beside them."""

@@ -20,7 +20,7 @@ from torch.nn.functional import logsigmoid
 from sfumato.calibration.fits import Evidence, FitsCalibration
 from sfumato.encoders.dual import DualEncoder, Pieces, piece_counter
 from sfumato.encoders.minilm import WIDTH, sentence_vectors
-from sfumato.search.stores.protocol import Filter, Records, VectorStore, create_store, open_store
+from sfumato.search.stores.protocol import WORDS, Filter, Records, VectorStore, WordStore, create_store, open_store
 
 TEXT_FIELDS = ("captions", "title", "tags")
 """Payload fields that are texts of an item; captions and tags have one a line."""
@@ -249,7 +249,7 @@ class ItemTexts:
 
     def take(self, positions: Sequence[int]) -> "ItemTexts":
         """Some of the items."""
-        words, stems = ([own[i] for i in positions] for own in (self.words, self.stems))
+        words, stems = [self.words[i] for i in positions], [self.stems[i] for i in positions]
         return ItemTexts(self.vectors[list(positions)], words, stems)
 
     def evidence(
@@ -306,6 +306,16 @@ class ItemTexts:
         return max(texts, key=found)
 
 
+_LONGEST_STEM, _MOST_LETTERS = 100, 20_000
+"""Letters of a stem, and of all stems of an item, that are stored for the search by words."""
+
+
+def _stored_words(payload: Mapping[str, str]) -> str:
+    """The stems of an item's words, for the search by words."""
+    stems = [stem for stem in word_stems(item_words(payload)) if len(stem) <= _LONGEST_STEM]
+    return " ".join(stems)[:_MOST_LETTERS]
+
+
 class TextStore:
     """The vectors of the texts of a collection's items."""
 
@@ -329,10 +339,14 @@ class TextStore:
         if gone := [i for i, has in zip(ids, some, strict=True) if not has]:
             self.store.delete(gone)
         if kept := some.nonzero().flatten().tolist():
-            filters = tuple(
-                {k: v for k, v in payloads[i].items() if k not in WORD_FIELDS or k == "place"} for i in kept
-            )
-            self.store.upsert(Records(tuple(ids[i] for i in kept), vectors[kept], torch.zeros(len(kept)), filters))
+            self.write([ids[i] for i in kept], vectors[kept], [payloads[i] for i in kept])
+
+    def write(self, ids: Sequence[str], vectors: Tensor, payloads: Sequence[Mapping[str, str]]) -> None:
+        """Store vectors with what searches filter by, and with the words if the store finds them. vectors (n, 384)."""
+        kept = [{k: v for k, v in one.items() if k not in WORD_FIELDS or k == "place"} for one in payloads]
+        if isinstance(self.store, WordStore):
+            kept = [own | {WORDS: _stored_words(one)} for own, one in zip(kept, payloads, strict=True)]
+        self.store.upsert(Records(tuple(ids), vectors, torch.zeros(len(ids)), tuple(kept)))
 
     def delete(self, ids: Sequence[str]) -> None:
         """Remove the vectors of items."""
@@ -344,6 +358,10 @@ class TextStore:
         vectors, row = torch.zeros(len(ids), WIDTH), {i: k for k, i in enumerate(ids)}
         vectors[[row[i] for i in found.ids]] = found.vectors
         return ItemTexts.of(vectors, payloads)
+
+    def having(self, stems: Sequence[str], c: int, filter: Filter | None) -> list[str]:
+        """The ids of the c items whose texts have the most of some word stems, if the store finds words."""
+        return self.store.match_words(stems, c, filter) if stems and isinstance(self.store, WordStore) else []
 
     def closest(self, vectors: Tensor, c: int, filter: Filter | None) -> list[tuple[str, ...]]:
         """The ids of the c items whose texts agree most with each query. vectors (q, 384)."""
