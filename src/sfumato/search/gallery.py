@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -31,6 +31,8 @@ from sfumato.search.answer import UNFAMILIAR, Answer, Hit, check_native, check_u
 from sfumato.search.stores.protocol import Filter
 from sfumato.search.texts import ItemTexts, TextQuery, TextStore, item_words, word_stems, words_of
 
+T = TypeVar("T")
+
 
 @dataclass(frozen=True, eq=False)
 class GalleryRecords:
@@ -46,7 +48,7 @@ class Candidates:
     """Items close to one query, as columns."""
 
     ids: tuple[str, ...]  # c ids
-    distance: Tensor  # (c,) distances, ascending
+    distance: Tensor  # (c,) distances, ascending unless joined
     uncertainty: Tensor  # (c,) total variances
     payloads: tuple[Mapping[str, str], ...]  # c dictionaries
     closest: GaussianEmbedding | None = None
@@ -54,6 +56,15 @@ class Candidates:
     def first(self, n: int | None) -> "Candidates":
         """The closest of the candidates; None: all."""
         return Candidates(self.ids[:n], self.distance[:n], self.uncertainty[:n], self.payloads[:n], self.closest)
+
+    def joined(self, others: "Candidates") -> "Candidates":
+        """With other candidates behind them."""
+        return Candidates(
+            self.ids + others.ids,
+            torch.cat([self.distance, others.distance]),
+            torch.cat([self.uncertainty, others.uncertainty]),
+            self.payloads + others.payloads,
+        )
 
 
 _SAMPLED = 200
@@ -372,11 +383,12 @@ class Gallery(ABC):
             found, items, distance = sample.candidates(usual[0]), own, usual
             if not sample.whole:
                 assert self.texts is not None
-                candidates = dict.fromkeys((*near[i].ids, *agreeing[i], *having[i]))
-                found = self._found_by(queries[i : i + 1], list(candidates))
-                items, distance = self.texts.of(found.ids, found.payloads), found.distance.unsqueeze(0)
+                others = dict.fromkeys((*agreeing[i].ids, *having[i]))
+                found = near[i].joined(self._found_by(queries[i : i + 1], [*others.keys() - set(near[i].ids)]))
+                items = self.texts.of(found.ids, found.payloads, agreeing[i])
+                distance = found.distance.unsqueeze(0)
             if not found.ids:
-                return _Fitting()
+                return _Fitting(near=near[i] if near else None)
             known = evidence(i, items, distance, usual)
             pair = logits[i].of_pairs(known)
             listed = list_features(pair.topk(min(N_NEAR, len(found.ids))).values, known.n_words, known.prior)
@@ -386,7 +398,8 @@ class Gallery(ABC):
                 rest = hits(i, own, evidence(i, own, usual, usual), listed).sigmoid()
                 total = MatchEstimate.of(logit.sigmoid()[None], rest[None], sample.without(found.ids), n)[0].expected
             top = _most_probable(found, logit, k, partial(own.best_text, texts[i]))
-            return _Fitting(top, total, float(logits[i].of_nothing(listed).sigmoid()))
+            nothing = float(logits[i].of_nothing(listed).sigmoid())
+            return _Fitting(top, total, nothing, near[i] if near else None)
 
         results = [
             fitting(i, distance)
@@ -459,15 +472,20 @@ class Gallery(ABC):
         queries, scorer = self.checked(queries, k), self.scorer
         radius = None if coverage is None else scorer.radius(coverage)
         n = self.size if filter is None else self.count(filter)
-        found = self.closest(queries, max(k, scorer.n_nearest), filter)
+        guaranteed = coverage is not None or max_risk is not None
+        asked = {i: text for i, text in enumerate(texts or ()) if text and not guaranteed}
+        by_texts = self._by_texts(queries, asked, k, filter, n) if asked else {}
+        near = {i: fitting.near for i, fitting in by_texts.items() if fitting.near is not None}
+        found = _completed(near, queries, lambda others: self.closest(others, max(k, scorer.n_nearest), filter))
         context = self._context(queries, found)
         nothing: list[None] = [None] * queries.n
         abstained = nothing if max_risk is None else scorer.abstains(context, max_risk, n)
         most = None if max_set is None else max_set + 1
         sets = nothing if radius is None else self.within(queries, radius, most=most)
-        totals = self.expected_matches(queries, filter) if expected else nothing
-        asked = {i: text for i, text in enumerate(texts or ()) if text and abstained is sets}
-        by_texts = self._by_texts(queries, asked, k, filter, n) if asked else {}
+        known = {i: fitting.expected for i, fitting in by_texts.items()}
+        totals = (
+            _completed(known, queries, lambda others: self.expected_matches(others, filter)) if expected else nothing
+        )
         answers = []
         for i, total_variance in enumerate(queries.total_variance.tolist()):
             inside, closest = sets[i], float(found[i].distance[0]) if found[i].ids else math.inf
@@ -493,7 +511,7 @@ class Gallery(ABC):
     ) -> Answer:
         """An answer with its numbers of the whole gallery and its verdict. total: by the distances alone."""
         best = answer.hits[0].match_probability if answer.hits else 0.0
-        total = total if fitting is None else fitting.expected
+        total = fitting.expected if fitting is not None and total is None else total
         said, nothing = None, None
         if fitting is not None:
             nothing = min(fitting.nothing, 1 - best)  # The best may fit, and then something does.
@@ -643,6 +661,7 @@ class _Fitting:
     hits: tuple[Hit, ...] = ()  # the most probable first
     expected: float = 0.0  # number of items that fit
     nothing: float = 1.0  # probability that none does
+    near: Candidates | None = None  # the n_exact closest items of a large gallery
 
 
 _USUAL_LOGIT, _USUAL_SPREAD = -11.52, 2.84
@@ -667,6 +686,15 @@ def _most_probable(
         Hit(found.ids[j], rank, d, p, u, dict(found.payloads[j]), best(found.payloads[j]))
         for rank, (j, d, p, u) in enumerate(zip(order, *columns, strict=True), 1)
     )
+
+
+def _completed(
+    known: Mapping[int, T], queries: GaussianEmbedding, find: Callable[[GaussianEmbedding], list[T]]
+) -> list[T]:
+    """A value for each query: that known by the query's number, else the one found. queries (n, d)."""
+    others = [i for i in range(queries.n) if i not in known]
+    found = dict(zip(others, find(queries[torch.tensor(others)] if known else queries) if others else [], strict=True))
+    return [known[i] if i in known else found[i] for i in range(queries.n)]
 
 
 def _padded(found: Sequence[Candidates]) -> Tensor:
