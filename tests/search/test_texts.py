@@ -114,6 +114,25 @@ def test_order_and_probabilities_are_those_of_the_formula(made, text):
     )
 
 
+@pytest.mark.parametrize("large", [False, True])
+def test_the_closest_items_have_the_same_probabilities(made, large):
+    collection, gallery = made
+    if large:
+        collection.n_exact, collection.n_sample = 55, 40
+    query = gaussians(1, 5)
+    both = [
+        collection.search(query, 60, texts=[TextQuery("a dog", by_distance=by_distance)], expected=True)[0]
+        for by_distance in (False, True)
+    ]
+    fits, closest = both
+    nearest = csd_matrix(query, gallery)[0].argsort().tolist()
+    assert [hit.id for hit in closest][:50] == [f"{i:02}.jpg" for i in nearest[:50]]
+    assert [hit.id for hit in fits] != [hit.id for hit in closest]
+    assert {h.id: h.match_probability for h in fits} == {h.id: h.match_probability for h in closest}
+    assert fits.nothing_probability == closest.nothing_probability and fits.expected_matches == closest.expected_matches
+    assert closest.target == "fits" and [hit.rank for hit in closest] == list(range(1, len(closest) + 1))
+
+
 def test_items_whose_texts_fit_an_unwanted_text_fall_back(made):
     collection, gallery = made
     query, asked = gaussians(1, 5), TextQuery("a photo", ("day",), ("dog", "snow"))

@@ -397,8 +397,10 @@ class Gallery(ABC):
             if not sample.whole:
                 rest = hits(i, own, evidence(i, own, usual, usual), listed).sigmoid()
                 total = MatchEstimate.of(logit.sigmoid()[None], rest[None], sample.without(found.ids), n)[0].expected
-            top = _most_probable(found, logit, k, partial(own.best_text, texts[i]))
-            nothing = float(logits[i].of_nothing(listed).sigmoid())
+            key = -found.distance if forms[i].by_distance else logit
+            top = _highest(key, found, logit, k, partial(own.best_text, texts[i]))
+            # The best may fit, and then something does.
+            nothing = min(float(logits[i].of_nothing(listed).sigmoid()), 1 - float(logit.sigmoid().max()))
             return _Fitting(top, total, nothing, near[i] if near else None)
 
         results = [
@@ -514,7 +516,7 @@ class Gallery(ABC):
         total = fitting.expected if fitting is not None and total is None else total
         said, nothing = None, None
         if fitting is not None:
-            nothing = min(fitting.nothing, 1 - best)  # The best may fit, and then something does.
+            nothing = fitting.nothing
             said = fits_verdict([hit.match_probability for hit in answer], fitting.expected, nothing)
         elif total is not None:
             inside = answer.conformal_set
@@ -658,7 +660,7 @@ class SampledItems:
 class _Fitting:
     """What fits one query in a gallery; by default of an empty one."""
 
-    hits: tuple[Hit, ...] = ()  # the most probable first
+    hits: tuple[Hit, ...] = ()  # the most probable or the closest, the best first
     expected: float = 0.0  # number of items that fit
     nothing: float = 1.0  # probability that none does
     near: Candidates | None = None  # the n_exact closest items of a large gallery
@@ -674,12 +676,12 @@ REFERENCE_SIZE = 1_000
 """Size of the gallery that the logits of pairs are for where texts are beside them."""
 
 
-def _most_probable(
-    found: Candidates, logit: Tensor, k: int, best: Callable[[Mapping[str, str]], str]
+def _highest(
+    key: Tensor, found: Candidates, logit: Tensor, k: int, best: Callable[[Mapping[str, str]], str]
 ) -> tuple[Hit, ...]:
-    """The k most probable candidates; equally probable ones by id. logit (c,)."""
-    values = logit.tolist()
-    top = logit.topk(min(with_margin(k), len(values))).indices.tolist()
+    """The k candidates with the highest keys; those with equal keys by id. key, logit (c,)."""
+    values = key.tolist()
+    top = key.topk(min(with_margin(k), len(values))).indices.tolist()
     order = sorted(top, key=lambda j: (-values[j], found.ids[j]))[:k]
     columns = (column[order].tolist() for column in (found.distance, logit.sigmoid(), found.uncertainty))
     return tuple(

@@ -180,11 +180,12 @@ _ONE_TEXT = 12
 
 @dataclass(frozen=True)
 class TextQuery:
-    """A text to search for, with further texts that a hit should fit and texts that it should not fit."""
+    """A text to search for, with further texts that a hit should fit, texts that it should not fit, and the order."""
 
     text: str
     also: tuple[str, ...] = ()
     without: tuple[str, ...] = ()
+    by_distance: bool = False  # whether the closest items are the hits, not the most probable ones
 
     def __bool__(self) -> bool:
         return bool(self.text)
