@@ -11,6 +11,7 @@ items and is timed apart.
 """
 
 import argparse
+import datetime
 import json
 import math
 import random
@@ -115,7 +116,9 @@ def main() -> None:
                 fill(made, world, given.items)
         with GaussianCollection.open(folder) as collection:
             result = measured(collection, world, given.queries)
-    result = {"items": given.items, "d": D, "engine": given.engine, "threads": torch.get_num_threads()} | result
+    command = f"OMP_NUM_THREADS={torch.get_num_threads()} python benchmarks/texts_search.py FLICKR8K"
+    about = {"command": command, "seed": given.seed, "date": datetime.date.today().isoformat()}
+    result = about | {"items": given.items, "d": D, "engine": given.engine, "threads": torch.get_num_threads()} | result
     text = json.dumps(result, indent=1)
     print(text)
     if given.out:

@@ -299,7 +299,7 @@ def search(
     folder: Path = word(..., "Folder of an index or a collection.", "INDEX"),
     asked: Asked,
     images: Moved = None,
-    run: str | None = flag(None, "Folder or name of the model. Default: where it was for the index.", metavar="MODEL"),
+    run: str | None = rare(None, "Folder or name of the model. Default: where it was for the index.", metavar="MODEL"),
     store: str | None = flag(
         None, "URL of the store, e.g. with search options. Default: the one it was built with.", metavar="URL"
     ),
