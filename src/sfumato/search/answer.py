@@ -93,7 +93,7 @@ class Hit:
 
     Attributes:
         id: id of the item.
-        rank: 1 is the closest.
+        rank: 1 is the first.
         distance: distance between query and item; smaller is closer.
         match_probability: in [0, 1], from the calibration of the gallery, or from its logits if it has none; it means
             something only in a calibrated :class:`Answer`.

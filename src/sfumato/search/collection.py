@@ -673,9 +673,9 @@ def copy_gallery(
                     shutil.copytree(source.folder / UPLOADED_IMAGES, copy.folder / UPLOADED_IMAGES)
                 if source.texts is not None and copy.texts is not None:
                     for records in source.texts.store.scan(batch):
-                        own = source.store.get(records.ids)  # Of a store without words, they are made anew.
-                        vectors = dict(zip(records.ids, records.vectors, strict=True))
-                        copy.texts.write(own.ids, torch.stack([vectors[i] for i in own.ids]), own.payloads)
+                        own = source.store.get(records.ids)  # With their payloads words are made anew.
+                        row = {i: j for j, i in enumerate(records.ids)}
+                        copy.texts.write(own.ids, records.vectors[[row[i] for i in own.ids]], own.payloads)
                 for records in source.store.scan(batch):
                     copy.store.upsert(records)
                     if progress:
