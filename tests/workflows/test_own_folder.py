@@ -250,6 +250,29 @@ def test_manifests_and_archives_are_taken_and_added(sfumato, tmp_path):
         assert index.image_of(hits["one"]).read_bytes() == (folder / "red.png").read_bytes()
 
 
+def test_results_by_distance_and_without_texts(sfumato, tmp_path):
+    folder, out = draw(tmp_path / "photos", *COLOURS), tmp_path / "mine"
+    (folder / "black.txt").write_text("a red strawberry\n")
+    asked(sfumato, "index", "--data", folder, "--out", out)
+
+    def found(*words):
+        return asked(sfumato, "search", out, "a red strawberry", *words)[0]
+
+    fits, closest, listed = found(), found("--order", "distance"), found("--target", "listed")
+    assert fits["hits"][0]["id"] == "black.png"
+    by_id = [{hit["id"]: hit["match_probability"] for hit in one["hits"]} for one in (fits, closest, listed)]
+    distances = [hit["distance"] for hit in closest["hits"]]
+    assert distances == sorted(distances) and by_id[0] == by_id[1] != by_id[2]
+    assert [hit["id"] for hit in closest["hits"]] == [hit["id"] for hit in listed["hits"]]
+    assert [one["target"] for one in (fits, closest, listed)] == ["fits", "fits", "listed"]
+    with load_index(out) as index:
+        both = index.search("a red strawberry", order="distance"), index.search("a red strawberry", target="listed")
+        assert [[hit.id for hit in one][:2] for one in both] == [[hit["id"] for hit in listed["hits"]][:2]] * 2
+    for option, value, known in (("order", "date", "fits or distance"), ("target", "all", "listed or fits")):
+        status, _, errors = sfumato("search", out, "red", f"--{option}", value)
+        assert status == 2 and f"{option} must be {known}, got {value!r}" in errors
+
+
 def test_a_folder_is_added_to_an_index(sfumato, tmp_path):
     load(SMALL).index(draw(tmp_path / "photos", "red", "blue")).save(tmp_path / "mine")
     more = draw(tmp_path / "more", "green")

@@ -284,6 +284,8 @@ class Asked:
     duplicates: str = flag(
         "fold", "fold: images that are nearly the same as one above are counted there; show: all are listed."
     )
+    order: str = rare("fits", "Order of the results of a text, where items have texts: fits, by probability; distance.")
+    target: str = rare("fits", "Evidence of a search by text: fits, the texts of items, too; listed, distance alone.")
     where: list[str] | None = flag(
         None,
         "Only items that fit, e.g. folder=beach or 'date>=2024-06' (=, >=, <=, >, <; quote it); repeatable. Several"
@@ -298,7 +300,7 @@ def search(
     folder: Path = word(..., "Folder of an index or a collection.", "INDEX"),
     asked: Asked,
     images: Moved = None,
-    run: str | None = flag(None, "Folder or name of the model. Default: where it was for the index.", metavar="MODEL"),
+    run: str | None = rare(None, "Folder or name of the model. Default: where it was for the index.", metavar="MODEL"),
     store: str | None = flag(
         None, "URL of the store, e.g. with search options. Default: the one it was built with.", metavar="URL"
     ),
@@ -322,10 +324,10 @@ def search(
         raise UserError("--also and --without stand beside a text to search for; leave out --image and --id")
     _move_images(folder, images)
     guarantees = {"min_probability": asked.min_probability, "coverage": asked.coverage, "max_risk": asked.abstain}
+    of_texts = {"also": asked.also or [], "without": asked.without or [], "order": asked.order, "target": asked.target}
     answers = search_index(
         folder, texts, asked.image or [], k=asked.k, ids=asked.item or [], run=run, store=store,
-        guarantees=guarantees, where=asked.where or [], also=asked.also or [], without=asked.without or [],
-        duplicates=asked.duplicates,
+        guarantees=guarantees, where=asked.where or [], duplicates=asked.duplicates, of_texts=of_texts,
     )  # fmt: skip
     results = [answer.to_json() for answer in answers]
     if as_json:

@@ -326,8 +326,10 @@ def _shown(probability: float, exactly: bool) -> str:
 
 
 def _print_above_and_below(hits: list[dict[str, Any]]) -> None:
-    """Print hits, with a line where they become less likely right than wrong."""
+    """Print hits, with a line where they become less likely right than wrong, unless they are in another order."""
     above = [hit for hit in hits if hit["match_probability"] >= LINE]
+    if above != hits[: len(above)]:
+        return _print_hits(hits, "", True)
     _print_hits(above, "", True)
     if below := hits[len(above) :]:
         print(f"  ---- below {LINE:.0%} ----")

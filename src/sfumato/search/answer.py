@@ -62,14 +62,16 @@ def verdict(
 def fits_verdict(probabilities: Sequence[float], expected_matches: float, nothing: float) -> Verdict:
     """Put an answer by target "fits" into words: the probabilities of its hits, and that of no match at all."""
     above, best = [p for p in probabilities if p >= LINE], max(probabilities, default=0.0)
+    which = "first" if not probabilities or probabilities[0] == best else "most probable"
+    found = f"the {which} result is right with a probability of {_percent(best)}"
     if not above:
         if nothing >= LINE and best < _UNSURE:
             return Verdict("nothing", "Nothing here shows this")
-        return Verdict("unsure", f"No likely match: the first result is right with a probability of {_percent(best)}")
+        return Verdict("unsure", f"No likely match: {found}")
     if expected_matches < _FEW and len(above) == 1:
-        if above[0] >= _CLEAR and expected_matches < _SINGLE:
+        if best >= _CLEAR and expected_matches < _SINGLE:
             return Verdict("clear", "One clear match")
-        return Verdict("few", f"A likely match: the first result is right with a probability of {_percent(above[0])}")
+        return Verdict("few", f"A likely match: {found}")
     kind: Literal["many", "few"] = "many" if expected_matches >= MANY else "few"
     right, n = round(sum(above)), len(above)
     about = max(round(expected_matches), right)
@@ -92,7 +94,7 @@ class Hit:
 
     Attributes:
         id: id of the item.
-        rank: 1 is the closest.
+        rank: 1 is the first.
         distance: distance between query and item; smaller is closer.
         match_probability: in [0, 1], from the calibration of the gallery, or from its logits if it has none; it means
             something only in a calibrated :class:`Answer`.
@@ -128,7 +130,7 @@ Target = Literal["listed", "fits"]
 
 @dataclass(frozen=True)
 class Answer:
-    """The answer to one query. It iterates over its hits, closest first.
+    """The answer to one query. It iterates over its hits, best first.
 
     Attributes:
         query: the text, the path or the number of the image, the id of the item, or the number of the embedding.
@@ -136,8 +138,9 @@ class Answer:
         calibrated: whether the probabilities were fitted on held-out pairs of this kind of query. If not, only the
             order and the distances mean something.
         uncertainty: total variance of the query.
-        hits: the k closest items, or all items if there are fewer. With min_probability there may be fewer, or none.
-        best_probability: match probability of the closest item, whether or not it is among the hits; 0 for an empty
+        hits: the k closest items, for target "fits" the k most probable ones unless the order is by distance; or all
+            items if there are fewer. With min_probability there may be fewer, or none.
+        best_probability: match probability of the first hit, also if min_probability left it out; 0 for an empty
             gallery.
         best_distance: its distance; infinite for an empty gallery.
         expected_matches: sum of the match probabilities over the whole gallery; None if it was not asked for, or the

@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -487,13 +487,20 @@ class GaussianCollection(Gallery):
     def _sampled(self, n: int, filter: Filter | None) -> SampledItems:
         """It takes a scan of the store at the first call, and again when a hundredth of the items has changed."""
         taken = self._take_sample(self.n_sample)
-        records, texts = taken.records, taken.texts
+        records, texts, same = taken.records, taken.texts, taken.changed == self._changed
         if filter is not None:
             columns = zip(records.payloads, records.uncertainty.tolist(), strict=True)
             passing = [i for i, (payload, u) in enumerate(columns) if filter.accepts(payload, u)]
             records, texts = records.take(passing), None if texts is None else texts.take(passing)
+            return self._sampled_items(records, texts, len(records) >= n and same)
+        whole = len(records) >= n and same
+        if whole not in taken.prepared:
+            taken.prepared[whole] = self._sampled_items(records, texts, whole)
+        return taken.prepared[whole]
+
+    def _sampled_items(self, records: Records, texts: ItemTexts | None, whole: bool) -> SampledItems:
+        """Records of a sample, prepared for distances by products."""
         blocks = LiftedGallery.of_vectors(records.vectors, self.distance, self.centre).distance_blocks
-        whole = len(records) >= n and taken.changed == self._changed
         return SampledItems(
             records.ids,
             lambda column: self._embeddings(records)[column],
@@ -611,6 +618,7 @@ class _Sample:
     seed: int
     texts: ItemTexts | None = None
     good_until: float = math.inf  # time from which results of others' writes are looked for, where hits come from it
+    prepared: dict[bool, SampledItems] = field(default_factory=dict)  # all of it, by whether it is the whole gallery
 
 
 def _even_sample(batches: Iterator[Records], n: int, e: int, seed: int = 0) -> Records:
@@ -665,7 +673,9 @@ def copy_gallery(
                     shutil.copytree(source.folder / UPLOADED_IMAGES, copy.folder / UPLOADED_IMAGES)
                 if source.texts is not None and copy.texts is not None:
                     for records in source.texts.store.scan(batch):
-                        copy.texts.store.upsert(records)
+                        own = source.store.get(records.ids)  # With their payloads words are made anew.
+                        row = {i: j for j, i in enumerate(records.ids)}
+                        copy.texts.write(own.ids, records.vectors[[row[i] for i in own.ids]], own.payloads)
                 for records in source.store.scan(batch):
                     copy.store.upsert(records)
                     if progress:

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -31,6 +31,8 @@ from sfumato.search.answer import UNFAMILIAR, Answer, Hit, check_native, check_u
 from sfumato.search.stores.protocol import Filter
 from sfumato.search.texts import ItemTexts, TextQuery, TextStore, item_words, word_stems, words_of
 
+T = TypeVar("T")
+
 
 @dataclass(frozen=True, eq=False)
 class GalleryRecords:
@@ -46,7 +48,7 @@ class Candidates:
     """Items close to one query, as columns."""
 
     ids: tuple[str, ...]  # c ids
-    distance: Tensor  # (c,) distances, ascending
+    distance: Tensor  # (c,) distances, ascending unless joined
     uncertainty: Tensor  # (c,) total variances
     payloads: tuple[Mapping[str, str], ...]  # c dictionaries
     closest: GaussianEmbedding | None = None
@@ -54,6 +56,15 @@ class Candidates:
     def first(self, n: int | None) -> "Candidates":
         """The closest of the candidates; None: all."""
         return Candidates(self.ids[:n], self.distance[:n], self.uncertainty[:n], self.payloads[:n], self.closest)
+
+    def joined(self, others: "Candidates") -> "Candidates":
+        """With other candidates behind them."""
+        return Candidates(
+            self.ids + others.ids,
+            torch.cat([self.distance, others.distance]),
+            torch.cat([self.uncertainty, others.uncertainty]),
+            self.payloads + others.payloads,
+        )
 
 
 _SAMPLED = 200
@@ -346,7 +357,8 @@ class Gallery(ABC):
     ) -> "dict[int, _Fitting]":
         """What fits each query, by distance and texts together; nothing without a store of texts.
 
-        Exact up to N_WHOLE items. In a larger gallery the closest n_exact by distance and by texts are compared.
+        Exact up to N_WHOLE items. In a larger gallery the closest n_exact by distance and by texts, and those with the
+        most of the query's rare words, are compared.
         """
         sample = self._sampled(n, filter)
         forms = [TextQuery(one) if isinstance(one, str) else one for one in asked.values()]
@@ -357,6 +369,7 @@ class Gallery(ABC):
         prior, logits = fits.query_prior(vectors), [fits.of(len(word_stems(text))) for text in texts]
         near = [] if sample.whole else self._near(queries, filter)
         agreeing = [] if sample.whole else self.texts.closest(vectors, self.n_exact, filter)
+        having = [] if sample.whole else [self._having(text, own.rarity, filter, n) for text in texts]
 
         def evidence(i: int, items: ItemTexts, distance: Tensor, usual: Tensor) -> Evidence:
             image = self._image_logit(distance, usual)
@@ -370,10 +383,12 @@ class Gallery(ABC):
             found, items, distance = sample.candidates(usual[0]), own, usual
             if not sample.whole:
                 assert self.texts is not None
-                found = self._found_by(queries[i : i + 1], list(dict.fromkeys((*near[i].ids, *agreeing[i]))))
-                items, distance = self.texts.of(found.ids, found.payloads), found.distance.unsqueeze(0)
+                others = dict.fromkeys((*agreeing[i].ids, *having[i]))
+                found = near[i].joined(self._found_by(queries[i : i + 1], [*others.keys() - set(near[i].ids)]))
+                items = self.texts.of(found.ids, found.payloads, agreeing[i])
+                distance = found.distance.unsqueeze(0)
             if not found.ids:
-                return _Fitting()
+                return _Fitting(near=near[i] if near else None)
             known = evidence(i, items, distance, usual)
             pair = logits[i].of_pairs(known)
             listed = list_features(pair.topk(min(N_NEAR, len(found.ids))).values, known.n_words, known.prior)
@@ -382,8 +397,11 @@ class Gallery(ABC):
             if not sample.whole:
                 rest = hits(i, own, evidence(i, own, usual, usual), listed).sigmoid()
                 total = MatchEstimate.of(logit.sigmoid()[None], rest[None], sample.without(found.ids), n)[0].expected
-            top = _most_probable(found, logit, k, partial(own.best_text, texts[i]))
-            return _Fitting(top, total, float(logits[i].of_nothing(listed).sigmoid()))
+            key = -found.distance if forms[i].by_distance else logit
+            top = _highest(key, found, logit, k, partial(own.best_text, texts[i]))
+            # The best may fit, and then something does.
+            nothing = min(float(logits[i].of_nothing(listed).sigmoid()), 1 - float(logit.sigmoid().max()))
+            return _Fitting(top, total, nothing, near[i] if near else None)
 
         results = [
             fitting(i, distance)
@@ -391,6 +409,12 @@ class Gallery(ABC):
             for i, distance in enumerate(block.split(1), start)
         ]
         return dict(zip(asked, results, strict=True))
+
+    def _having(self, text: str, rarity: Callable[[str], float], filter: Filter | None, n: int) -> list[str]:
+        """The items that have the most of a text's rare words; of common words the texts' vectors know enough."""
+        most = max(self.n_exact, _RARE * n)
+        rare = [stem for stem in word_stems(text) if n * math.exp(-rarity(stem)) <= most]
+        return [] if self.texts is None else self.texts.having(rare, self.n_exact, filter)
 
     @abstractmethod
     def get(self, ids: Sequence[str]) -> GalleryRecords:
@@ -450,15 +474,20 @@ class Gallery(ABC):
         queries, scorer = self.checked(queries, k), self.scorer
         radius = None if coverage is None else scorer.radius(coverage)
         n = self.size if filter is None else self.count(filter)
-        found = self.closest(queries, max(k, scorer.n_nearest), filter)
+        guaranteed = coverage is not None or max_risk is not None
+        asked = {i: text for i, text in enumerate(texts or ()) if text and not guaranteed}
+        by_texts = self._by_texts(queries, asked, k, filter, n) if asked else {}
+        near = {i: fitting.near for i, fitting in by_texts.items() if fitting.near is not None}
+        found = _completed(near, queries, lambda others: self.closest(others, max(k, scorer.n_nearest), filter))
         context = self._context(queries, found)
         nothing: list[None] = [None] * queries.n
         abstained = nothing if max_risk is None else scorer.abstains(context, max_risk, n)
         most = None if max_set is None else max_set + 1
         sets = nothing if radius is None else self.within(queries, radius, most=most)
-        totals = self.expected_matches(queries, filter) if expected else nothing
-        asked = {i: text for i, text in enumerate(texts or ()) if text and abstained is sets}
-        by_texts = self._by_texts(queries, asked, k, filter, n) if asked else {}
+        known = {i: fitting.expected for i, fitting in by_texts.items()}
+        totals = (
+            _completed(known, queries, lambda others: self.expected_matches(others, filter)) if expected else nothing
+        )
         answers = []
         for i, total_variance in enumerate(queries.total_variance.tolist()):
             inside, closest = sets[i], float(found[i].distance[0]) if found[i].ids else math.inf
@@ -484,10 +513,10 @@ class Gallery(ABC):
     ) -> Answer:
         """An answer with its numbers of the whole gallery and its verdict. total: by the distances alone."""
         best = answer.hits[0].match_probability if answer.hits else 0.0
-        total = total if fitting is None else fitting.expected
+        total = fitting.expected if fitting is not None and total is None else total
         said, nothing = None, None
         if fitting is not None:
-            nothing = min(fitting.nothing, 1 - best)  # The best may fit, and then something does.
+            nothing = fitting.nothing
             said = fits_verdict([hit.match_probability for hit in answer], fitting.expected, nothing)
         elif total is not None:
             inside = answer.conformal_set
@@ -631,30 +660,43 @@ class SampledItems:
 class _Fitting:
     """What fits one query in a gallery; by default of an empty one."""
 
-    hits: tuple[Hit, ...] = ()  # the most probable first
+    hits: tuple[Hit, ...] = ()  # the most probable or the closest, the best first
     expected: float = 0.0  # number of items that fit
     nothing: float = 1.0  # probability that none does
+    near: Candidates | None = None  # the n_exact closest items of a large gallery
 
 
 _USUAL_LOGIT, _USUAL_SPREAD = -11.52, 2.84
 """Mean and standard deviation of the logits that `small` gives to random pairs of Flickr8k's validation split."""
 
+_RARE = 0.01
+"""Largest fraction of the items of a large gallery whose texts have a rare word."""
+
 REFERENCE_SIZE = 1_000
 """Size of the gallery that the logits of pairs are for where texts are beside them."""
 
 
-def _most_probable(
-    found: Candidates, logit: Tensor, k: int, best: Callable[[Mapping[str, str]], str]
+def _highest(
+    key: Tensor, found: Candidates, logit: Tensor, k: int, best: Callable[[Mapping[str, str]], str]
 ) -> tuple[Hit, ...]:
-    """The k most probable candidates; equally probable ones by id. logit (c,)."""
-    values = logit.tolist()
-    top = logit.topk(min(with_margin(k), len(values))).indices.tolist()
+    """The k candidates with the highest keys; those with equal keys by id. key, logit (c,)."""
+    values = key.tolist()
+    top = key.topk(min(with_margin(k), len(values))).indices.tolist()
     order = sorted(top, key=lambda j: (-values[j], found.ids[j]))[:k]
     columns = (column[order].tolist() for column in (found.distance, logit.sigmoid(), found.uncertainty))
     return tuple(
         Hit(found.ids[j], rank, d, p, u, dict(found.payloads[j]), best(found.payloads[j]))
         for rank, (j, d, p, u) in enumerate(zip(order, *columns, strict=True), 1)
     )
+
+
+def _completed(
+    known: Mapping[int, T], queries: GaussianEmbedding, find: Callable[[GaussianEmbedding], list[T]]
+) -> list[T]:
+    """A value for each query: that known by the query's number, else the one found. queries (n, d)."""
+    others = [i for i in range(queries.n) if i not in known]
+    found = dict(zip(others, find(queries[torch.tensor(others)] if known else queries) if others else [], strict=True))
+    return [known[i] if i in known else found[i] for i in range(queries.n)]
 
 
 def _padded(found: Sequence[Candidates]) -> Tensor:

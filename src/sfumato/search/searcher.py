@@ -18,7 +18,7 @@ from sfumato.encoders.dual import DualEncoder, piece_counter
 from sfumato.encoders.feature_rows import features_read
 from sfumato.errors import UserError
 from sfumato.gaussian import GaussianEmbedding
-from sfumato.search.answer import NATIVE, Answer, Hit
+from sfumato.search.answer import NATIVE, Answer, Hit, Target
 from sfumato.search.gallery import Gallery
 from sfumato.search.index import GaussianIndex
 from sfumato.search.stores.protocol import parse_where
@@ -27,6 +27,8 @@ from sfumato.search.texts import TextQuery, known_words, spelling, strange_scrip
 Modality = Literal["texts", "images"]
 
 Duplicates = Literal["show", "fold"]
+
+Order = Literal["fits", "distance"]
 
 OneQuery = Union[str, "os.PathLike[str]", bytes, Image.Image]
 """A single query: a text, or an image by its path (a :class:`~pathlib.Path`), its bytes or as a Pillow image."""
@@ -106,6 +108,8 @@ class Searcher:
         also: Sequence[str] = (),
         without: Sequence[str] = (),
         duplicates: Duplicates = "show",
+        order: Order = "fits",
+        target: Target = "fits",
     ) -> Answer: ...
 
     @overload
@@ -122,6 +126,8 @@ class Searcher:
         also: Sequence[str] = (),
         without: Sequence[str] = (),
         duplicates: Duplicates = "show",
+        order: Order = "fits",
+        target: Target = "fits",
     ) -> list[Answer]: ...
 
     def search(
@@ -137,6 +143,8 @@ class Searcher:
         also: Sequence[str] = (),
         without: Sequence[str] = (),
         duplicates: Duplicates = "show",
+        order: Order = "fits",
+        target: Target = "fits",
     ) -> Answer | list[Answer]:
         """The k closest items of a text or an image, or of each of several.
 
@@ -156,6 +164,10 @@ class Searcher:
             without: texts that a hit should not fit. Such answers are not calibrated.
             duplicates: "fold" lists an image that is nearly the same as a hit above in :attr:`Hit.duplicates` of that
                 hit, and fills the list up to k; "show" lists every image.
+            order: of the hits of a text where texts of items are evidence. "fits": the k most probable items;
+                "distance": the k closest, with the same probabilities.
+            target: what the probabilities of a text's hits are of. "fits": the texts of items are evidence, where they
+                have some; "listed": by distance alone.
 
         Returns:
             One answer for a single text or image; for a list, an array or embeddings, a list of n answers.
@@ -164,8 +176,11 @@ class Searcher:
             UserError: the model is missing, a text is empty, an image cannot be used, `also` or `without` are beside
                 other queries than texts, or a guarantee is asked for queries other than :attr:`native`.
             TypeError: a query has another type, or texts and images are mixed.
-            ValueError: a condition cannot be read; see also :meth:`Gallery.search`.
+            ValueError: a condition cannot be read, or `order`, `target` or `duplicates` has another value; see also
+                :meth:`Gallery.search`.
         """
+        check_choice("order", order, Order)
+        check_choice("target", target, Target)
         filter = parse_where(where) if where else None
         single = isinstance(queries, str | os.PathLike | bytes | Image.Image)
         asked: Any = [queries] if single else queries
@@ -182,7 +197,7 @@ class Searcher:
             names = _names(asked, "text")
             if any(not name.strip() for name in (*names, *also, *without)):
                 raise UserError("a text to search for is empty; leave it out")
-            forms = [TextQuery(name, tuple(also), tuple(without)) for name in names]
+            forms = [TextQuery(name, tuple(also), tuple(without), order == "distance") for name in names]
             if all(isinstance(one, str) for one in asked):
                 texts, names = forms, [one.name for one in forms]
                 query = combined(forms, self.model.embed_texts([part for one in forms for part in one.parts]))
@@ -192,9 +207,8 @@ class Searcher:
             judged = self.model.unfamiliar_texts([one.joined for one in forms])
         else:
             query, names = self.model.embed_images(asked), _names(asked, "image")
-        answers = self._answers(
-            query, k, names, native, unfamiliar=judged, texts=texts, filter=filter, duplicates=duplicates, **guarantees
-        )
+        own: dict[str, Any] = {**guarantees, "unfamiliar": judged, "texts": texts if target == "fits" else None}
+        answers = self._answers(query, k, names, native, filter=filter, duplicates=duplicates, **own)
         for i, form in enumerate(texts):
             suggestion, warning = advice(form, self.gallery, self.model.model)
             answers[i] = replace(answers[i], suggestion=suggestion, warning=warning)
@@ -236,8 +250,7 @@ class Searcher:
         duplicates: Duplicates,
         **options: Any,
     ) -> list[Answer]:
-        if duplicates not in get_args(Duplicates):
-            raise ValueError(f"search: duplicates must be show or fold, got {duplicates!r}")
+        check_choice("duplicates", duplicates, Duplicates)
 
         def search(k: int) -> list[Answer]:
             return self.gallery.search(query, k, names=names, native=[native] * query.n, expected=True, **options)
@@ -317,6 +330,12 @@ def combined(queries: Sequence[TextQuery], parts: GaussianEmbedding) -> Gaussian
         mean *= own.mean[:1].norm() / mean.norm().clamp_min(1e-9)
         rows.append(GaussianEmbedding(own.mean[:1] if one.is_one else mean, own.log_var[:n].mean(0, keepdim=True)))
     return GaussianEmbedding.cat(rows)
+
+
+def check_choice(name: str, value: str, choices: Any) -> None:
+    """Refuse a value that is none of a Literal's."""
+    if value not in get_args(choices):
+        raise ValueError(f"search: {name} must be {' or '.join(get_args(choices))}, got {value!r}")
 
 
 def _names(queries: Sequence[Any], noun: str) -> list[str]:

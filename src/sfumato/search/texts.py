@@ -9,7 +9,7 @@ import math
 import re
 import unicodedata
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,7 @@ from torch.nn.functional import logsigmoid
 from sfumato.calibration.fits import Evidence, FitsCalibration
 from sfumato.encoders.dual import DualEncoder, Pieces, piece_counter
 from sfumato.encoders.minilm import WIDTH, sentence_vectors
-from sfumato.search.stores.protocol import Filter, Records, VectorStore, create_store, open_store
+from sfumato.search.stores.protocol import WORDS, Filter, Records, VectorStore, WordStore, create_store, open_store
 
 TEXT_FIELDS = ("captions", "title", "tags")
 """Payload fields that are texts of an item; captions and tags have one a line."""
@@ -159,6 +159,8 @@ _CLOSE = 3
 def is_close(stems: Sequence[str], line: str) -> bool:
     """Whether a line of text has all of some stems close together."""
     order = [_stem(word) for word in re.findall(r"[^\W_]+", line.casefold())]
+    if not set(stems) <= set(order):
+        return False
     width = len(stems) + _CLOSE
     return any(set(stems) <= set(order[i : i + width]) for i in range(max(1, len(order) - width + 1)))
 
@@ -178,11 +180,12 @@ _ONE_TEXT = 12
 
 @dataclass(frozen=True)
 class TextQuery:
-    """A text to search for, with further texts that a hit should fit and texts that it should not fit."""
+    """A text to search for, with further texts that a hit should fit, texts that it should not fit, and the order."""
 
     text: str
     also: tuple[str, ...] = ()
     without: tuple[str, ...] = ()
+    by_distance: bool = False  # whether the closest items are the hits, not the most probable ones
 
     def __bool__(self) -> bool:
         return bool(self.text)
@@ -227,10 +230,17 @@ class ItemTexts:
     stems: Sequence[frozenset[str]]  # n sets of their stems
 
     @classmethod
-    def of(cls, vectors: Tensor, payloads: Sequence[Mapping[str, str]]) -> "ItemTexts":
-        """From their vectors and payloads."""
-        words = [item_words(payload) for payload in payloads]
-        return cls(vectors, words, [frozenset(word_stems(own)) for own in words])
+    def of(
+        cls, vectors: Tensor, payloads: Sequence[Mapping[str, str]], stems: Mapping[int, Iterable[str]] | None = None
+    ) -> "ItemTexts":
+        """From their vectors and payloads, and by position the stems that are known."""
+        words, known = [item_words(payload) for payload in payloads], stems or {}
+        return cls(vectors, words, [frozenset(known.get(i) or word_stems(own)) for i, own in enumerate(words)])
+
+    @functools.cached_property
+    def _has_texts(self) -> Tensor:
+        """(n,) whether an item has texts."""
+        return self.vectors.any(1)
 
     @functools.cached_property
     def _having(self) -> dict[str, list[int]]:
@@ -262,7 +272,7 @@ class ItemTexts:
     ) -> Evidence:
         """What the texts say for q queries. vectors (q, 384); image (q, n) logits; prior (q,)."""
         rarity = rarity or self.rarity
-        agreement = torch.where(self.vectors.any(1), vectors @ self.vectors.T, torch.nan)
+        agreement = torch.where(self._has_texts, vectors @ self.vectors.T, torch.nan)
         stems = [word_stems(query) for query in queries]
         words, missing, together = (torch.zeros_like(image) for _ in range(3))
         for i, own in enumerate(stems):
@@ -273,8 +283,9 @@ class ItemTexts:
                 has[self._having.get(stem, [])] = True
                 words[i] += has * (weight[stem] / total)
                 missing[i] = missing[i].maximum(~has * weight[stem])
-            for j in set.intersection(*(set(self._having.get(stem, ())) for stem in own)) if own else ():
-                together[i, j] = any(is_close(own, line) for line in self.words[j].splitlines())
+            both = set.intersection(*(set(self._having.get(stem, ())) for stem in own)) if own else set[int]()
+            near = [j for j in both if len(own) == 1 or any(is_close(own, text) for text in self.words[j].splitlines())]
+            together[i, near] = 1
         n_words = torch.tensor([max(1.0, len(own)) for own in stems])
         return Evidence(image, agreement, words, together, missing, n_words, prior)
 
@@ -306,6 +317,22 @@ class ItemTexts:
         return max(texts, key=found)
 
 
+_LONGEST_STEM, _MOST_LETTERS = 100, 20_000
+"""Letters of a stem, and of all stems of an item, that are stored for the search by words."""
+
+
+def _stored_words(payload: Mapping[str, str]) -> str:
+    """The stems of an item's words, for the search by words."""
+    stems = [stem for stem in word_stems(item_words(payload)) if len(stem) <= _LONGEST_STEM]
+    return " ".join(stems)[:_MOST_LETTERS]
+
+
+def _all_stems(stored: Mapping[str, str]) -> list[str]:
+    """The stems of an item from its record in the store of texts; none where they may be incomplete."""
+    words = stored.get(WORDS, "")
+    return words.split() if len(words) < _MOST_LETTERS else []
+
+
 class TextStore:
     """The vectors of the texts of a collection's items."""
 
@@ -329,22 +356,36 @@ class TextStore:
         if gone := [i for i, has in zip(ids, some, strict=True) if not has]:
             self.store.delete(gone)
         if kept := some.nonzero().flatten().tolist():
-            filters = tuple(
-                {k: v for k, v in payloads[i].items() if k not in WORD_FIELDS or k == "place"} for i in kept
-            )
-            self.store.upsert(Records(tuple(ids[i] for i in kept), vectors[kept], torch.zeros(len(kept)), filters))
+            self.write([ids[i] for i in kept], vectors[kept], [payloads[i] for i in kept])
+
+    def write(self, ids: Sequence[str], vectors: Tensor, payloads: Sequence[Mapping[str, str]]) -> None:
+        """Store vectors with what searches filter by, and with the words if the store finds them. vectors (n, 384)."""
+        kept = [{k: v for k, v in one.items() if k not in WORD_FIELDS or k == "place"} for one in payloads]
+        if isinstance(self.store, WordStore):
+            kept = [own | {WORDS: _stored_words(one)} for own, one in zip(kept, payloads, strict=True)]
+        self.store.upsert(Records(tuple(ids), vectors, torch.zeros(len(ids)), tuple(kept)))
 
     def delete(self, ids: Sequence[str]) -> None:
         """Remove the vectors of items."""
         self.store.delete(ids)
 
-    def of(self, ids: Sequence[str], payloads: Sequence[Mapping[str, str]]) -> ItemTexts:
-        """The texts of some items."""
-        found = self.store.get([i for i, payload in zip(ids, payloads, strict=True) if item_texts(payload)])
+    def of(self, ids: Sequence[str], payloads: Sequence[Mapping[str, str]], known: Records | None = None) -> ItemTexts:
+        """The texts of some items, of which some records may be known."""
+        known = known or Records.none(WIDTH)
+        there, stems = set(known.ids), dict[int, list[str]]()
+        with_texts = [i for i, one in zip(ids, payloads, strict=True) if i not in there and item_texts(one)]
         vectors, row = torch.zeros(len(ids), WIDTH), {i: k for k, i in enumerate(ids)}
-        vectors[[row[i] for i in found.ids]] = found.vectors
-        return ItemTexts.of(vectors, payloads)
+        for found in (self.store.get(with_texts), known):
+            stored = [j for j, i in enumerate(found.ids) if i in row]
+            rows = [row[found.ids[j]] for j in stored]
+            vectors[rows] = found.vectors[stored]
+            stems |= {k: _all_stems(found.payloads[j]) for k, j in zip(rows, stored, strict=True)}
+        return ItemTexts.of(vectors, payloads, stems)
 
-    def closest(self, vectors: Tensor, c: int, filter: Filter | None) -> list[tuple[str, ...]]:
-        """The ids of the c items whose texts agree most with each query. vectors (q, 384)."""
-        return [records.ids for records in self.store.search(vectors, c, filter)]
+    def having(self, stems: Sequence[str], c: int, filter: Filter | None) -> list[str]:
+        """The ids of the c items whose texts have the most of some word stems, if the store finds words."""
+        return self.store.match_words(stems, c, filter) if stems and isinstance(self.store, WordStore) else []
+
+    def closest(self, vectors: Tensor, c: int, filter: Filter | None) -> list[Records]:
+        """The c items whose texts agree most with each query. vectors (q, 384)."""
+        return self.store.search(vectors, c, filter)

@@ -285,6 +285,8 @@ def answered(
 ) -> list[Answer]:
     """Search by several queries with the same options. queries (n, d)."""
     gallery, wanted = served.gallery, wanted_filter(options)
+    forms = [replace(one.query, by_distance=options.order == "distance") for one in asked]
+    texts = forms if options.target == "fits" else None
     search = partial(
         gallery.search,
         queries,
@@ -297,7 +299,7 @@ def answered(
         names=[one.name for one in asked],
         native=[one.is_native(gallery) for one in asked],
         unfamiliar=unfamiliar,
-        texts=[one.query for one in asked],
+        texts=texts,
     )
     k = options.max_results
     answers = gallery.folded(search, k) if options.duplicates == "fold" else search(k)

@@ -104,6 +104,14 @@ class _Options(_Model):
     duplicates: Literal["show", "fold"] = Field(
         "show", description="fold: an image that is nearly the same as a hit above is among the duplicates of that hit"
     )
+    order: Literal["fits", "distance"] = Field(
+        "fits",
+        description="of the hits of a text where items have texts. fits: the most probable; distance: the closest, with"
+        " the same probabilities",
+    )
+    target: Literal["fits", "listed"] = Field(
+        "fits", description="fits: texts of items are evidence in a search by text; listed: the distance alone"
+    )
 
 
 class SearchOptions(_Options):

@@ -212,13 +212,12 @@ def search_index(
     store: str | None = None,
     guarantees: Mapping[str, float | None],
     where: Sequence[str] = (),
-    also: Sequence[str] = (),
-    without: Sequence[str] = (),
     duplicates: str = "show",
+    of_texts: Mapping[str, Any],
 ) -> list[Answer]:
     """Search a saved index by texts and images with the model that it was built with, or by its own items.
 
-    guarantees: min_probability, coverage and max_risk.
+    guarantees: min_probability, coverage and max_risk. of_texts: also, without, order and target.
     """
     with contextlib.closing(load_index(folder, run=run, store=store)) as searcher:
         if note := missing_note(searcher.gallery):
@@ -230,7 +229,7 @@ def search_index(
         answers: list[Answer] = []
         if texts:
             queries = _vector_files(searcher.model.model, texts)
-            answers += searcher.search(queries, k, modality="texts", also=also, without=without, **options)
+            answers += searcher.search(queries, k, modality="texts", **of_texts, **options)
         if images:
             answers += searcher.search(list(images), k, modality="images", **options)
         if ids:

@@ -7,7 +7,8 @@
 SQLite is the database: an acknowledged write is a committed transaction, forced to
 disk. A row never changes: a replaced item gets a new position. So vectors in memory are valid as long as their items
 exist. Searches keep them in memory, up to a limit, in pages of 4,096 positions each. Items outside of the index are
-compared with the queries directly. All candidates are ranked by distances from the full vectors.
+compared with the queries directly. All candidates are ranked by distances from the full vectors. Words are in a
+table of SQLite's FTS5, which a few builds of SQLite and stores of earlier versions lack: these find no words.
 
 Engine flat needs no FAISS.
 """
@@ -41,7 +42,16 @@ from sfumato.search.stores.engines import (
     is_in,
     require_faiss,
 )
-from sfumato.search.stores.protocol import Filter, Option, Records, StoreBase, StoreInUseError, in_order, options
+from sfumato.search.stores.protocol import (
+    WORDS,
+    Filter,
+    Option,
+    Records,
+    StoreBase,
+    StoreInUseError,
+    in_order,
+    options,
+)
 
 _OF_ENGINE = {
     "flat": (),
@@ -148,6 +158,9 @@ CREATE TABLE vectors (position INTEGER PRIMARY KEY, vector BLOB NOT NULL);
 CREATE TABLE indexes (file TEXT NOT NULL, bytes INTEGER NOT NULL, positions BLOB NOT NULL);
 """
 
+_WORD_TABLE = "CREATE VIRTUAL TABLE words USING fts5(stems, tokenize='unicode61 remove_diacritics 0')"
+"""The field WORDS of payloads, by position."""
+
 
 def new_database(folder: Path, dim: int, fingerprint: str, settings: Mapping[str, Any]) -> None:
     """Make a new database in a transaction, and rename it into place."""
@@ -156,6 +169,8 @@ def new_database(folder: Path, dim: int, fingerprint: str, settings: Mapping[str
     with contextlib.closing(sqlite3.connect(new, isolation_level=None)) as connection:
         connection.execute(f"PRAGMA page_size={_DISK_PAGE}")
         connection.executescript(f"BEGIN;{_SCHEMA}")
+        with contextlib.suppress(sqlite3.OperationalError):  # This SQLite was built without FTS5.
+            connection.execute(_WORD_TABLE)
         about = {"dim": dim, "fingerprint": fingerprint, "settings": json.dumps(dict(settings)), "version": 0}
         connection.executemany("INSERT INTO meta VALUES (?, ?)", about.items())
         connection.execute(f"PRAGMA user_version={FORMAT}")
@@ -198,10 +213,18 @@ def insert(connection: sqlite3.Connection, records: Records) -> None:
     last = connection.execute("SELECT ifnull(max(seq), 0) FROM sqlite_sequence WHERE name = 'items'").fetchone()[0]
     positions = range(last + 1, last + 1 + len(records))
     payloads = (json.dumps(dict(payload), ensure_ascii=False) for payload in records.payloads)
+    words = [(p, payload[WORDS]) for p, payload in zip(positions, records.payloads, strict=True) if WORDS in payload]
     rows = zip(positions, records.ids, records.uncertainty.tolist(), payloads, strict=True)
     connection.executemany("INSERT INTO items VALUES (?, ?, ?, ?)", rows)
     vectors = np.ascontiguousarray(records.vectors.detach().numpy(), dtype="<f4")
     connection.executemany("INSERT INTO vectors VALUES (?, ?)", zip(positions, map(bytes, vectors), strict=True))
+    if words and has_words(connection):
+        connection.executemany("INSERT INTO words (rowid, stems) VALUES (?, ?)", words)
+
+
+def has_words(connection: sqlite3.Connection) -> bool:
+    """Whether a database can search for words."""
+    return connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'words'").fetchone() is not None
 
 
 def remove(connection: sqlite3.Connection, ids: Sequence[str]) -> int:
@@ -209,6 +232,8 @@ def remove(connection: sqlite3.Connection, ids: Sequence[str]) -> int:
     found = positions_of(connection, f"SELECT position FROM items WHERE id IN {LIST}", (listed(ids),)).tolist()
     for table in ("items", "vectors") if found else ():
         connection.execute(f"DELETE FROM {table} WHERE position IN {LIST}", (listed(found),))
+    if found and has_words(connection):
+        connection.execute(f"DELETE FROM words WHERE rowid IN {LIST}", (listed(found),))
     return len(found)
 
 
@@ -360,6 +385,17 @@ class LocalStore(StoreBase):
                 found = dict(zip(distinct, rows, strict=True))
                 results += [self._records([found[p] for p in row.tolist()]) for row in nearest.positions]
         return results
+
+    def match_words(self, stems: Sequence[str], n: int, filter: Filter | None = None) -> list[str]:
+        """The ids of the items that have the most of some word stems, by BM25; nothing without a table of words."""
+        where, values = condition_of(filter)
+        select = "SELECT id FROM words JOIN items ON position = words.rowid WHERE words MATCH ?"
+        quoted = " OR ".join('"{}"'.format(stem.replace('"', '""')) for stem in stems)
+        with self._transaction() as connection:
+            if not stems or not has_words(connection):
+                return []
+            rows = connection.execute(f"{select} AND {where} ORDER BY rank, position LIMIT ?", (quoted, *values, n))
+            return [id for (id,) in rows]
 
     def count(self, filter: Filter | None = None) -> int:
         """Number of items."""

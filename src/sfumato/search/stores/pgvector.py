@@ -32,6 +32,7 @@ from torch import Tensor
 
 from sfumato.errors import UserError, first_line, need
 from sfumato.search.stores.protocol import (
+    WORDS,
     Filter,
     Option,
     Records,
@@ -70,6 +71,8 @@ _MOST_INDEXED, _MOST_STORED, _MOST_EF = 2000, 16000, 1000
 _LONGEST_ID = 2000
 """Bytes; the index of the primary key holds no more than 2,704."""
 _COLUMNS = "id, embedding, uncertainty, payload"
+_WORDS = f"to_tsvector('simple', payload ->> '{WORDS}')"
+_HAS_WORDS = f"payload ? '{WORDS}'"
 
 
 def create(url: str, dim: int, fingerprint: str) -> "PgVectorStore":
@@ -136,6 +139,14 @@ class PgVectorStore(StoreBase):
             note = {"sfumato": 1, "dim": self.dim, "fingerprint": self.fingerprint, "options": self._options}
             connection.execute(self._sql("COMMENT ON TABLE {table} IS {note}", {"note": json.dumps(note)}))
 
+    def _index_words(self, connection: Any) -> None:
+        """Make the index of words, unless there is one."""
+        name = _index_name(self._name, "words")
+        if not self._indexes(connection, name):
+            using = f"USING gin ({_WORDS}) WHERE {_HAS_WORDS}"
+            parts = {"name": self._psycopg.sql.Identifier(name)}
+            connection.execute(self._sql("CREATE INDEX IF NOT EXISTS {name} ON {table} " + using, parts))
+
     def note(self) -> dict[str, Any]:
         """Read the comment of the table."""
         with self._connections.borrow() as connection:
@@ -164,6 +175,8 @@ class PgVectorStore(StoreBase):
             return
         rows = _binary_rows(self.url, records)
         with self._connections.borrow() as connection:
+            if any(WORDS in payload for payload in records.payloads):
+                self._index_words(connection)
             connection.execute(self._sql("CREATE TEMP TABLE incoming (LIKE {table}) ON COMMIT DROP"))
             with connection.cursor().copy(f"COPY pg_temp.incoming ({_COLUMNS}) FROM STDIN (FORMAT BINARY)") as copy:
                 for row in rows:
@@ -208,6 +221,18 @@ class PgVectorStore(StoreBase):
                         break
                 results.append(self._records(rows))
         return results
+
+    def match_words(self, stems: Sequence[str], n: int, filter: Filter | None = None) -> list[str]:
+        """The ids of the items that have the most of some word stems, by ts_rank."""
+        if not stems:
+            return []
+        condition, values = self._where(filter, [f"{_HAS_WORDS} AND {_WORDS} @@ wanted"])
+        sql = self._psycopg.sql.SQL
+        wanted = sql(" || ").join([sql("plainto_tsquery('simple', %s)")] * len(stems))
+        text = f"SELECT id FROM {{table}}, (SELECT {{wanted}} AS wanted) AS w {{where}} ORDER BY ts_rank({_WORDS},"
+        query = self._sql(text + " wanted) DESC, id LIMIT %s", {"wanted": wanted, "where": condition})
+        with self._connections.borrow() as connection:
+            return [id for (id,) in connection.execute(query, [*stems, *values, n]).fetchall()]
 
     def count(self, filter: Filter | None = None) -> int:
         """Number of items."""
@@ -278,8 +303,8 @@ class PgVectorStore(StoreBase):
         }
         return sql.SQL(text).format(table=self._table, **wrapped)
 
-    def _where(self, filter: Filter | None) -> tuple[Any, list[Any]]:
-        conditions: list[str] = []
+    def _where(self, filter: Filter | None, others: Sequence[str] = ()) -> tuple[Any, list[Any]]:
+        conditions = list(others)
         values: list[Any] = []
         if filter is not None and filter.max_uncertainty is not None:
             conditions.append("uncertainty <= %s::float8")

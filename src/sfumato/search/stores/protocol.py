@@ -23,7 +23,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, Protocol, TypeVar, cast, runtime_checkable
 from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
 
 import numpy as np
@@ -295,6 +295,28 @@ class VectorStore(Protocol):
 
     def close(self) -> None:
         """Release files and connections. Closing twice does no harm."""
+        ...
+
+
+WORDS = "_words"
+"""Payload field of the distinct word stems of an item's texts, with spaces between them."""
+
+
+@runtime_checkable
+class WordStore(Protocol):
+    """What a store may have beside :class:`VectorStore`: a search by words. Stores without it find no words."""
+
+    def match_words(self, stems: Sequence[str], n: int, filter: Filter | None = None) -> list[str]:
+        """The items whose payload field WORDS has the most of some stems, by the store's own ranking.
+
+        Args:
+            stems: word stems; an item needs one of them.
+            n: largest number of items, at least 1.
+            filter: which items may be found; all if None.
+
+        Returns:
+            Their ids, best first. Nothing from a store that was made before stores had words.
+        """
         ...
 
 
