@@ -343,7 +343,7 @@ def serve(
     source: Path = word(..., "Folder of an index, a collection or a run.", "RUN_OR_INDEX"),
     texts: Path | None = flag(None, "Also serve this index of texts, to be searched by image.", metavar="INDEX"),
     images: Moved = None,
-    run: str | None = flag(None, "Folder or name of the model. Default: where it was for the index.", metavar="MODEL"),
+    run: str | None = rare(None, "Folder or name of the model. Default: where it was for the index.", metavar="MODEL"),
     store: str | None = flag(None, "URL of the store. Default: the one it was built with.", metavar="URL"),
     split: str | None = flag(None, "For a run: split of its data to embed and serve. Default: test."),
     host: str = flag("127.0.0.1", "Address to listen at. Addresses that other machines can reach require a key."),
