@@ -226,10 +226,11 @@ def fit(both: Lists, own: Tensor | None) -> FitsLogits:
         for lists in map(some.without_texts, PARTS):
             pair = found.of_pairs(lists.evidence)
             listed = lists.listed(pair)
-            top, place = pair.topk(N_NEAR, dim=1)
-            x = torch.cat([top.unsqueeze(2), listed.unsqueeze(1).expand(-1, N_NEAR, -1)], 2)
+            k = N_NEAR if own is not None else pair.shape[1]  # Of words everything is known.
+            top, place = pair.topk(k, dim=1)
+            x = torch.cat([top.unsqueeze(2), listed.unsqueeze(1).expand(-1, k, -1)], 2)
             y, has = lists.yes.gather(1, place), lists.evidence.has_texts.gather(1, place)
-            known, w = ~y.isnan(), (1 / torch.arange(1, N_NEAR + 1).double()).expand_as(y)
+            known, w = ~y.isnan(), (1 / torch.arange(1, k + 1).double()).expand_as(y)
             w = w * (ABSENT_HITS if gone else 1 - ABSENT_HITS) / w[known].sum()
             for rows, use in ((with_texts, known & has), (without, known & ~has)):
                 rows.append((x[use], y[use], w[use]))

@@ -46,13 +46,20 @@ def answer(n=3, calibrated=True, query="a <b>dog</b> & cat", found=CLEAR, **valu
 @pytest.mark.parametrize(
     "probabilities, expected, nothing, kind, said",
     [
-        ([0.9, 0.8, 0.6, 0.2], 12.3, 0.1, "many", "Many matches: about 12; 2 of the 3 results above 50% are right"),
+        (
+            [0.9, 0.8, 0.6, 0.2],
+            12.3,
+            0.1,
+            "many",
+            "Many matches: about 12; 2 of the 3 results above 50% should be right",
+        ),
         ([0.9, 0.2], 12.3, 0.1, "many", "Many matches: about 12"),
         ([0.9, 0.8], 3.0, 0.0, "few", "A few matches: about 3"),
         ([0.9, 0.3], 1.9, 0.0, "clear", "One clear match"),
         ([0.9, 0.8], 1.9, 0.0, "few", "A few matches: about 2"),
         ([0.7, 0.1], 1.2, 0.0, "few", "A likely match: the first result is right with a probability of 70%"),
-        ([0.9], 2.5, 0.0, "few", "A likely match: the first result is right with a probability of 90%"),
+        ([0.9, 0.4], 2.9, 0.0, "clear", "One clear match"),
+        ([0.7, 0.4], 2.9, 0.0, "few", "A likely match: the first result is right with a probability of 70%"),
         ([0.49, 0.4], 30.0, 0.4, "unsure", "No likely match: the first result is right with a probability of 49%"),
         ([0.24], 0.2, 0.5, "nothing", "Nothing here shows this"),
         ([0.26], 0.2, 0.5, "unsure", "No likely match: the first result is right with a probability of 26%"),
@@ -77,7 +84,7 @@ def test_what_is_said_follows_the_hits_that_are_shown():
     found = replace(answer(4), target="fits", expected_matches=9.0, nothing_probability=0.0)
     hits = tuple(replace(hit, match_probability=0.9) for hit in found)
     shown = replace(found, hits=hits).showing(hits[:3])
-    assert shown.verdict.text == "Many matches: about 9; all 3 results above 50% are right" and len(shown) == 3
+    assert shown.verdict.text == "Many matches: about 9; all 3 results above 50% should be right" and len(shown) == 3
 
 
 def test_hidden_hits_are_counted():

@@ -8,6 +8,7 @@ import numpy as np
 from PIL import Image
 
 from sfumato.data.images import ImageSource, handed_out, thumbnail
+from sfumato.calibration.corrections import N_FOLDS
 from sfumato.errors import counted, printable
 from sfumato.evaluation.judgements import JudgedFigures, ShownHit
 from sfumato.metrics.bootstrap import Interval
@@ -98,4 +99,8 @@ def print_refined(found: Refined, folder: Path) -> None:
     if found.changed:
         print_wrapped(f"Refined: {' and '.join(found.changed)}. Searches of {folder} use it from now on.")
     else:
-        print_wrapped("The packaged constants stay: no change is clearly better. More verdicts may tell.")
+        few = f" Verdicts on {counted(found.n_queries, 'query', 'queries')} are too few; at least {N_FOLDS} are needed."
+        print_wrapped(
+            "The packaged constants stay, or are used again: no change is clearly better. More verdicts may tell."
+            + (few if found.n_queries < N_FOLDS else "")
+        )

@@ -69,14 +69,14 @@ def fits_verdict(probabilities: Sequence[float], expected_matches: float, nothin
             return Verdict("nothing", "Nothing here shows this")
         return Verdict("unsure", f"No likely match: {found}")
     if expected_matches < _FEW and len(above) == 1:
-        if best >= _CLEAR and expected_matches < _SINGLE:
+        if best >= _CLEAR:
             return Verdict("clear", "One clear match")
         return Verdict("few", f"A likely match: {found}")
     kind: Literal["many", "few"] = "many" if expected_matches >= MANY else "few"
     right, n = round(sum(above)), len(above)
     about = max(round(expected_matches), right)
     of = f"all {n}" if right == n else f"{right} of the {n}"
-    line = f"; {of} results above {LINE:.0%} are right" if n > 2 else ""
+    line = f"; {of} results above {LINE:.0%} should be right" if n > 2 else ""
     return Verdict(kind, f"{'Many' if kind == 'many' else 'A few'} matches: about {about}{line}")
 
 

@@ -570,7 +570,7 @@ class Gallery(ABC):
                 kept.append(hit)
                 folded.append([])
         hits = [replace(h, rank=r, duplicates=tuple(f)) for r, (h, f) in enumerate(zip(kept, folded, strict=True), 1)]
-        return answer.showing(tuple(hits))
+        return replace(answer.showing(tuple(hits)), hidden=min(answer.hidden, k - len(hits)))
 
     def _check(self, wanted: Mapping[str, float | None], native: Sequence[bool], filter: Filter | None) -> None:
         check_native(wanted, self.scorer.direction, native)

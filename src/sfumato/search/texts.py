@@ -32,7 +32,8 @@ FUNCTION_WORDS = frozenset(
     re.findall(
         "[a-z]+",
         "a an and are as at be by for from has have he her his in into is it its of on or over she some that the their"
-        " them there they this through to two up while who with",
+        " them there they this through to two up while who with"
+        " image images photo photograph photographs photos picture pictures showing shows",
     )
 )
 """Words that say nothing of what is shown."""
