@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from sfumato.data.images import ImageSource, handed_out, thumbnail
 from sfumato.calibration.corrections import N_FOLDS
+from sfumato.data.images import ImageSource, handed_out, thumbnail
 from sfumato.errors import counted, printable
 from sfumato.evaluation.judgements import JudgedFigures, ShownHit
 from sfumato.metrics.bootstrap import Interval
