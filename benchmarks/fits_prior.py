@@ -37,6 +37,7 @@ from sfumato.calibration.conditional import LinearLogit, Rows, fit_linear_logit
 from sfumato.calibration.fits import N_NEAR, Evidence, FitsCalibration, FitsLogits, list_features
 from sfumato.distances import get_distance
 from sfumato.encoders.minilm import sentence_vectors
+from sfumato.metrics.selective import excess_aurc_statistic, rejection_ratio_statistic
 from sfumato.search.answer import LINE, fits_verdict
 from sfumato.search.gallery import REFERENCE_SIZE, Scorer
 from sfumato.search.texts import FUNCTION_WORDS, ItemTexts, is_close, word_stems
@@ -248,8 +249,9 @@ def said(found: FitsLogits, lists: Lists) -> tuple[Tensor, Tensor, Tensor, Tenso
 
 
 def quality(probability: Tensor, match: Tensor) -> dict[str, float]:
-    """Mean, rate, calibration error in ten equally full bins, that of perfect probabilities, and AUROC of more than
-    half of the people, of known hits."""
+    """Of known hits: mean, rate, calibration error in ten equally full bins, that of perfect probabilities, and how
+    they order hits that more than half of the people accept. nAUC is that of MTEB's curve of abstention for the
+    fraction of accepted hits, the prediction rejection ratio."""
     known = ~match.isnan()
     p, y = probability[known].double(), match[known].double()
     bins = torch.tensor_split(p.argsort(), 10)
@@ -259,6 +261,7 @@ def quality(probability: Tensor, match: Tensor) -> dict[str, float]:
 
     generator = torch.Generator().manual_seed(0)
     perfect = [error(torch.bernoulli(p, generator=generator)) for _ in range(50)]
+    wrong, counts = (y <= 0.5).double().numpy(), np.ones((1, len(y)))
     positive, order = y > 0.5, p.argsort().argsort().double()
     n, rest = int(positive.sum()), int((~positive).sum())
     return {
@@ -268,6 +271,8 @@ def quality(probability: Tensor, match: Tensor) -> dict[str, float]:
         "right": float(y.mean()),
         "error": error(y),
         "perfect": sum(perfect) / len(perfect),
+        "E-AURC": float(excess_aurc_statistic(-p.numpy(), wrong)(counts)[0]),
+        "nAUC": float(rejection_ratio_statistic(-p.numpy(), wrong)(counts)[0]),
         "auroc": (float(order[positive].sum()) - n * (n - 1) / 2) / (n * rest) if n and rest else 1.0,
     }
 
