@@ -120,6 +120,9 @@ def test_what_cannot_be_judged_is_refused(sfumato, index, tmp_path):
     assert "none of the items" in folded(sfumato.refused("calibrate", index, "--judgements", out))
     assert "none of the hits was judged" in folded(sfumato.refused("evaluate", "index", index, "--judgements", out))
     assert "leave --split" in folded(sfumato.refused("calibrate", index, "--judgements", out, "--split", "test"))
+    assert "is a collection; refine its probabilities with --judgements FILE" in folded(
+        sfumato.refused("calibrate", index)
+    )
     said = folded(sfumato.refused("evaluate", index))
     assert f"evaluate index {index} --judgements FILE" in said
 

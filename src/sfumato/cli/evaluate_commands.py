@@ -600,7 +600,8 @@ def score(
 ) -> None:
     """Score captions: the probability that they describe an item.
 
-    It is the probability that a person would say so, given the item's texts, its image, or both. No model is needed.
+    It is the probability that a person would say so, given the item's texts, its image, or both. It needs no run and
+    no index.
     """
     from sfumato.errors import counted
     from sfumato.workflows.score import score_file

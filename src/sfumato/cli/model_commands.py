@@ -88,18 +88,21 @@ def calibrate(
 ) -> None:
     """Calibrate again: another method, other queries, verdicts.
 
-    Training and `sfumato adopt` calibrate already. Fits match probabilities, thresholds, abstention and conformal sets,
-    and writes them to the run's calibration.json. A run with held-out wordings has calibration-training.json too, for
-    indices of the training images; it is fitted again with the default split, and alone with --split wordings.
+    Training and `sfumato adopt` calibrate already. This fits match probabilities, thresholds, abstention and conformal
+    sets, and writes them to the run's calibration.json. A run with held-out wordings has calibration-training.json too,
+    for indices of the training images; it is fitted again with the default split, and alone with --split wordings.
     """
     from sfumato.models.calibrate import calibrate_run, describe_calibration
     from sfumato.models.run import choose_device
     from sfumato.reports.console import print_calibration
+    from sfumato.search.collection import GaussianCollection
 
     if judgements is not None:
         if (split, method, queries, device) != ("val", "platt", "planted", "auto"):
             raise UserError("--judgements refines a collection; leave --split, --method, --queries and --device out")
         return _refine(run, judgements, as_json)
+    if GaussianCollection.is_one(run):
+        raise UserError(f"{run} is a collection; refine its probabilities with --judgements FILE (sfumato judge {run})")
     fitted = calibrate_run(run, split, method=method, population=queries, device=choose_device(device))
     result = describe_calibration(fitted)
     if as_json:

@@ -266,14 +266,16 @@ class Asked:
 
     query: list[str] | None = word(None, "Texts to search for.", "TEXT")
     image: list[Path] | None = flag(None, "Image to search for; may be given several times.")
-    item: list[str] | None = flag(None, "Item of the index to search by; may be given several times.", "--id")
+    item: list[str] | None = flag(None, "Search by this item of the index; may be given several times.", "--id")
     k: int = flag(10, "Number of results per query.", "-k", min=1)
     min_probability: float | None = flag(None, "Leave out results with a smaller match probability, e.g. 0.5.")
     coverage: float | None = flag(
         None, "Add the conformal set: it holds a match for this fraction of queries like the calibration's, e.g. 0.9."
     )
     abstain: float | None = flag(
-        None, "Most answers with a wrong first result, e.g. 0.1; the rest abstain.", metavar="RISK"
+        None,
+        "Largest fraction of answers whose first result may be wrong, e.g. 0.1; other queries get no answer.",
+        metavar="RISK",
     )
     also: list[str] | None = flag(
         None, "Further text that a result should fit, beside every TEXT; repeatable.", metavar="TEXT"
