@@ -634,6 +634,7 @@ def test_an_enlarged_photograph_has_its_details_and_says_why_it_matched(visit, p
     expect(dialog).to_contain_text("09:30")
     expect(dialog).not_to_contain_text("hidden")
     page.keyboard.press("Escape")
+    page.wait_for_function("!history.state?.viewing")  # Closing goes back in the history, a moment later.
     enter(page, "a bar")
     expect(panel(page).locator("h2")).to_have_text("“a bar”")
     for close in (page.go_back, lambda: page.keyboard.press("Escape")):  # both leave the search as it was
