@@ -206,12 +206,17 @@ def through_collections(data: Split, folder: Path) -> dict[str, Any]:
     return {name: mean_and_deviation(figures) for name, figures in rows.items()}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def split_arguments(description: str | None) -> argparse.Namespace:
+    """The arguments of a benchmark on a split of Flickr8k."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("flickr8k", type=Path)
     parser.add_argument("--split", default="test")
     parser.add_argument("--json", type=Path)
-    given = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    given = split_arguments(__doc__)
     data = Split(given.flickr8k, given.split)
     copies = small_copies(given.flickr8k / "images_128.tar")
     queries, rows = data.model.embed_texts([own[4] for own in data.captions]), range(len(data.files))

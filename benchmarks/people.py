@@ -8,7 +8,6 @@ Absent: things that no caption of the draw mentions. Odd: other languages, missp
 photographs without texts beside the 400 with captions; the query is a caption, and right is its own photograph.
 """
 
-import argparse
 import json
 import random
 import tempfile
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from own_folder import DRAWS, WORDS, Split
+from own_folder import DRAWS, WORDS, Split, split_arguments
 from scipy.stats import spearmanr
 
 from sfumato.search.answer import Answer
@@ -134,11 +133,7 @@ def of_draw(data: Split, folder: Path, seed: int) -> dict[str, dict[str, float]]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("flickr8k", type=Path)
-    parser.add_argument("--split", default="test")
-    parser.add_argument("--json", type=Path)
-    given = parser.parse_args()
+    given = split_arguments(__doc__)
     data = Split(given.flickr8k, given.split)
     with tempfile.TemporaryDirectory() as folder:
         draws = [of_draw(data, Path(folder), seed) for seed in range(DRAWS)]

@@ -6,7 +6,6 @@ FLICKR8K as for own_folder.py. A photograph shows a word if one of its five capt
 asked: A without B, A and B. The figure is the fraction of the first ten photographs that fit, of what can be reached.
 """
 
-import argparse
 import itertools
 import json
 import re
@@ -16,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from own_folder import split_arguments
 
 from sfumato import load
 from sfumato.distances import get_distance
@@ -49,11 +49,7 @@ def fill(model: LoadedModel, items: GaussianEmbedding, captions: list[list[str]]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("flickr8k", type=Path)
-    parser.add_argument("--split", default="test")
-    parser.add_argument("--json", type=Path)
-    given = parser.parse_args()
+    given = split_arguments(__doc__)
     images = json.loads((given.flickr8k / "dataset_flickr8k.json").read_text("utf-8"))["images"]
     rows = [i for i, image in enumerate(images) if image["split"] == given.split]
     captions = [[s["raw"].strip().rstrip(" .") for s in images[i]["sentences"]] for i in rows]

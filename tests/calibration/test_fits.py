@@ -1,12 +1,12 @@
 """The constants of target "fits": sound as shipped, and the functions they are of behave as a reader expects."""
 
 import json
+import math
 from dataclasses import replace
 
 import pytest
 import torch
 
-from sfumato.calibration.conditional import LinearLogit
 from sfumato.calibration.fits import LENGTHS, Evidence, FitsCalibration, list_features
 
 FITS = FitsCalibration.packaged()
@@ -32,6 +32,8 @@ def test_constants_survive_json_and_damaged_ones_are_refused():
     values["lengths"][1]["hit_with"]["slope"] = -0.1
     with pytest.raises(ValueError, match='the constants of target "fits" are damaged'):
         FitsCalibration.from_json(values)
+    with pytest.raises(ValueError, match="damaged"):
+        FitsCalibration.from_json(FITS.to_json() | {"prior": [math.nan]})
     with pytest.raises(ValueError, match="damaged"):
         FitsCalibration.from_json(FITS.to_json() | {"lengths": FITS.to_json()["lengths"][:2]})
 
@@ -79,4 +81,3 @@ def test_a_hit_of_a_better_list_and_nothing():
 
 def test_lengths_have_their_own_constants():
     assert FITS.of(0) is FITS.of(1) and FITS.of(3) is FITS.of(40) and len({id(FITS.of(n)) for n in (1, 2, 3)}) == 3
-    assert all(isinstance(logit, LinearLogit) for of in FITS.lengths for logit in vars(of).values())

@@ -102,12 +102,8 @@ class CaptionFits:
     @classmethod
     def from_json(cls, values: Mapping[str, Any], axes: Tensor) -> "CaptionFits":
         """Make them from plain values and axes (385, c)."""
-
-        def logit(of: Mapping[str, Any]) -> LinearLogit:
-            return LinearLogit(of["slope"], of["intercept"], *(tuple(of[name]) for name in ("weights", "low", "high")))
-
         n = len(TEXT_FEATURES)
-        logits = {name: logit(values[name]) for name in ("texts", "image", "both")}
+        logits = {name: LinearLogit.from_json(values[name]) for name in ("texts", "image", "both")}
         sizes = {"texts": n, "image": 0, "both": n + 1}
         if not all(logits[name].is_sound(size) for name, size in sizes.items()) or not axes.isfinite().all():
             raise ValueError("the constants of the caption metric are damaged")
@@ -131,5 +127,5 @@ class CaptionFits:
         }.items():  # fmt: skip
             of: LinearLogit = getattr(self, kind)
             x = columns_of(features[rows], kind)
-            found[rows] = of.slope * x[:, 0] + of.bias(x[:, 1:], x.shape[1] - 1).squeeze(-1)
+            found[rows] = of.of(x[:, 0], x[:, 1:])
         return found

@@ -18,7 +18,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Literal, get_args
+from typing import Any, Literal, Self, get_args
 
 import torch
 from torch import Tensor
@@ -137,6 +137,15 @@ class LinearLogit:
         inside = torch.cat([features.clamp(low, high)[..., :n_limited], features[..., n_limited:]], dim=-1)
         return (self.intercept + inside @ weights).unsqueeze(-1)
 
+    def of(self, logit: Tensor, features: Tensor) -> Tensor:
+        """The logit from another one and features, all limited. logit (...), features (..., f) -> (...)."""
+        return self.slope * logit + self.bias(features, features.shape[-1]).squeeze(-1)
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Self:
+        """Make it from plain values."""
+        return cls(**_tuples(values))
+
     def is_sound(self, n: int) -> bool:
         """Whether it has n features and all numbers are such as a fit gives."""
         numbers = (self.slope, self.intercept, *self.weights, *self.low, *self.high)
@@ -214,7 +223,7 @@ class ConditionalLogits(LinearLogit):
     def from_json(cls, values: Mapping[str, Any]) -> "ConditionalLogits":
         """Make the logits from plain values."""
         read = _tuples(values)
-        first = None if read["first"] is None else FirstHit(**_tuples(read["first"]))
+        first = None if read["first"] is None else FirstHit.from_json(read["first"])
         found = cls(**(read | {"first": first}))
         sound = found.is_sound(len(FEATURES)) and (first is None or first.is_sound(len(REFERENCE_FEATURES)))
         if not sound or found.population not in get_args(Population):

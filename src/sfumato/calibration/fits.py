@@ -14,6 +14,7 @@ docs/results/people.md says how well they hold.
 
 import functools
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from importlib.resources import files
@@ -35,7 +36,7 @@ PAIR_FEATURES = ("agreement", "words", "together", "missing", "one over words", 
 """What the logit of a pair reads beside that of its distance; without texts the last two alone."""
 
 LIST_FEATURES = ("gap", "log expected", "one over words", "prior")
-"""What the logits of hits, and of nothing, read beside that of the pair, or of the best pair, and that of the best."""
+"""What the list of a query says beside its best logit. The logits of a hit and of nothing read it."""
 
 _WORDS = 1 + LIST_FEATURES.index("one over words")
 
@@ -93,28 +94,20 @@ class FitsLogits:
     def of_pairs(self, evidence: Evidence) -> Tensor:
         """(q, c) logits that the query fits the item, whatever else there is."""
         image, features = evidence.image.double(), evidence.features()
-        with_texts = _linear(self.pair_with, image, features)
+        with_texts = self.pair_with.of(image, features)
         # An item without texts may have the words of its name or place: they count less, and none is missed.
         names = _NAMES * self.pair_with.weights[1] * features[..., 1]
-        return torch.where(
-            evidence.has_texts, with_texts, _linear(self.pair_without, image, features[..., -2:]) + names
-        )
+        without = self.pair_without.of(image, features[..., -2:]) + names
+        return torch.where(evidence.has_texts, with_texts, without)
 
     def of_hits(self, pair: Tensor, has_texts: Tensor, listed: Tensor) -> Tensor:
         """(q, c) logits that items fit, given the list of each query. pair (q, c), listed (q, 5)."""
-        return torch.where(
-            has_texts,
-            _linear(self.hit_with, pair, listed.unsqueeze(1)),
-            _linear(self.hit_without, pair, listed.unsqueeze(1)),
-        )
+        of_list = listed.unsqueeze(1)
+        return torch.where(has_texts, self.hit_with.of(pair, of_list), self.hit_without.of(pair, of_list))
 
     def of_nothing(self, listed: Tensor) -> Tensor:
         """(q,) logits that no item of the gallery fits. listed (q, 5)."""
-        return _linear(self.nothing, -listed[:, 0], listed[:, 1:])
-
-
-def _linear(of: LinearLogit, logit: Tensor, features: Tensor) -> Tensor:
-    return of.slope * logit + of.bias(features, features.shape[-1]).squeeze(-1)
+        return self.nothing.of(-listed[:, 0], listed[:, 1:])
 
 
 @dataclass(frozen=True)
@@ -133,14 +126,14 @@ class FitsCalibration:
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "FitsCalibration":
         """Make it from plain values."""
-
-        def logit(of: Mapping[str, Any]) -> LinearLogit:
-            return LinearLogit(of["slope"], of["intercept"], *(tuple(of[name]) for name in ("weights", "low", "high")))
-
-        lengths = tuple(FitsLogits(**{name: logit(of) for name, of in one.items()}) for one in values["lengths"])
-        if len(lengths) != len(LENGTHS) or not all(one.is_sound() for one in lengths):
+        lengths = tuple(
+            FitsLogits(**{name: LinearLogit.from_json(of) for name, of in one.items()}) for one in values["lengths"]
+        )
+        prior = tuple(values["prior"])
+        sound = all(one.is_sound() for one in lengths) and all(map(math.isfinite, prior))
+        if len(lengths) != len(LENGTHS) or not sound:
             raise ValueError('the constants of target "fits" are damaged')
-        return cls(lengths, tuple(values["prior"]))
+        return cls(lengths, prior)
 
     def to_json(self) -> dict[str, Any]:
         """Its constants as plain values."""

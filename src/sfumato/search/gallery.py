@@ -375,8 +375,8 @@ class Gallery(ABC):
             image = self._image_logit(distance, usual)
             return items.evidence(texts[i : i + 1], vectors[[i]], image, prior[[i]], own.rarity)
 
-        def hits(i: int, items: ItemTexts, known: Evidence, listed: Tensor) -> Tensor:
-            found = logits[i].of_hits(logits[i].of_pairs(known), known.has_texts, listed)[0]
+        def hits(i: int, items: ItemTexts, known: Evidence, pair: Tensor, listed: Tensor) -> Tensor:
+            found = logits[i].of_hits(pair, known.has_texts, listed)[0]
             return items.without(forms[i].without, found, known.image[0], fits, own.rarity)
 
         def fitting(i: int, usual: Tensor) -> _Fitting:
@@ -392,10 +392,11 @@ class Gallery(ABC):
             known = evidence(i, items, distance, usual)
             pair = logits[i].of_pairs(known)
             listed = list_features(pair.topk(min(N_NEAR, len(found.ids))).values, known.n_words, known.prior)
-            logit = hits(i, items, known, listed)
+            logit = hits(i, items, known, pair, listed)
             total = float(logit.sigmoid().sum())
             if not sample.whole:
-                rest = hits(i, own, evidence(i, own, usual, usual), listed).sigmoid()
+                others_known = evidence(i, own, usual, usual)
+                rest = hits(i, own, others_known, logits[i].of_pairs(others_known), listed).sigmoid()
                 total = MatchEstimate.of(logit.sigmoid()[None], rest[None], sample.without(found.ids), n)[0].expected
             key = -found.distance if forms[i].by_distance else logit
             top = _highest(key, found, logit, k, partial(own.best_text, texts[i]))
