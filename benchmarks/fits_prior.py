@@ -40,7 +40,7 @@ from sfumato.encoders.minilm import sentence_vectors
 from sfumato.metrics.selective import excess_aurc_statistic, rejection_ratio_statistic
 from sfumato.search.answer import LINE, fits_verdict
 from sfumato.search.gallery import REFERENCE_SIZE, Scorer
-from sfumato.search.texts import FUNCTION_WORDS, ItemTexts, is_close, word_stems
+from sfumato.search.texts import FUNCTION_WORDS, ItemTexts, is_close, says, word_stems
 
 DRAWS, N_HITS = 3, 10
 PARTS = (0.0, 1.0, 0.5, 0.1)
@@ -130,12 +130,12 @@ class Data:
             for query in shuffled(known_words, seed):
                 wanted = word_stems(query)
                 here = [
-                    set(wanted) <= own and any(is_close(wanted, caption) for caption in self.split.captions[i])
+                    says(own, wanted) and any(is_close(wanted, caption) for caption in self.split.captions[i])
                     for i, own in zip(draw, stems, strict=True)
                 ]
                 if sum(here) >= LEAST and len(there) < PRESENT:
                     there[query] = here
-                elif not any(set(wanted) <= own for own in stems) and len(none) < ABSENT:
+                elif not any(says(own, wanted) for own in stems) and len(none) < ABSENT:
                     none[query] = here
             asked = there | none
             known = self.evidence(draw, [0, 1, 2, 3], list(asked), sentence_vectors(list(asked)))

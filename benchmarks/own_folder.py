@@ -25,7 +25,7 @@ from sfumato.distances import get_distance
 from sfumato.encoders.features import RaggedStore
 from sfumato.encoders.minilm import sentence_vectors
 from sfumato.search.collection import GaussianCollection
-from sfumato.search.texts import word_stems
+from sfumato.search.texts import says, word_stems
 
 DRAWS = 3
 
@@ -135,7 +135,7 @@ class Split:
 
     def words(self, index: list[int], seed: int) -> tuple[list[str], list[set[int]]]:
         """Words, and the photographs that mention each."""
-        fitting = {word: {i for i in index if any(word_stems(word)[0] in c for c in self.stems[i])} for word in WORDS}
+        fitting = {word: {i for i in index if any(says(c, word_stems(word)) for c in self.stems[i])} for word in WORDS}
         known = [word for word, found in fitting.items() if 5 <= len(found) <= 100]
         chosen = random.Random(seed).sample(known, min(30, len(known)))
         return chosen, [fitting[word] for word in chosen]

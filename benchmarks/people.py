@@ -3,9 +3,10 @@
     python benchmarks/people.py FLICKR8K [--split test] [--json FILE]
 
 FLICKR8K as for own_folder.py. Three draws of 400 photographs with four captions each, and without. A photograph fits a
-word if one of its five captions mentions it. Words: those of own_folder.WORDS that a photograph of the draw mentions.
-Absent: things that no caption of the draw mentions. Odd: other languages, misspelt words and names. Added: 40 more
-photographs without texts beside the 400 with captions; the query is a caption, and right is its own photograph.
+word if its five captions have it, a word for the same thing or a kind of it ("poodle" for "dog"). Words: those of
+own_folder.WORDS that a photograph of the draw fits. Absent: things that none fits. Odd: other languages, misspelt words
+and names. Added: 40 more photographs without texts beside the 400 with captions; the query is a caption, and right is
+its own photograph.
 """
 
 import json
@@ -20,7 +21,7 @@ from scipy.stats import spearmanr
 
 from sfumato.search.answer import Answer
 from sfumato.search.collection import GaussianCollection
-from sfumato.search.texts import word_stems
+from sfumato.search.texts import says, word_stems
 
 THINGS = [
     "kangaroo",
@@ -110,7 +111,7 @@ def of_draw(data: Split, folder: Path, seed: int) -> dict[str, dict[str, float]]
     drawn = random.Random(seed).sample(range(len(data.files)), 440)
     own, new, result = drawn[:400], drawn[400:], dict[str, dict[str, float]]()
     stems = {i: set[str]().union(*data.stems[i]) for i in drawn}
-    by_word = {word: {i for i in own if set(word_stems(word)) <= stems[i]} for word in (*WORDS, *THINGS)}
+    by_word = {word: {i for i in own if says(stems[i], word_stems(word))} for word in (*WORDS, *THINGS)}
     known = [word for word in WORDS if by_word[word]]
     absent = [thing for thing in THINGS if not by_word[thing]]
     for name, captioned in (("with captions", set(own)), ("without captions", set[int]())):

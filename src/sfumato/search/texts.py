@@ -5,12 +5,14 @@ of the collection and under the same ids, so that every engine can search it. Mi
 """
 
 import functools
+import json
 import math
 import re
 import unicodedata
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.resources import files
 from typing import Any
 
 import torch
@@ -32,7 +34,7 @@ FUNCTION_WORDS = frozenset(
     re.findall(
         "[a-z]+",
         "a an and are as at be by for from has have he her his in into is it its of on or over she some that the their"
-        " them there they this through to two up while who with"
+        " them there they this through to up while who with"
         " image images photo photograph photographs photos picture pictures showing shows",
     )
 )
@@ -136,6 +138,24 @@ def word_stems(text: str) -> list[str]:
     return list(stemmed(text))
 
 
+@functools.cache
+def _kinds() -> dict[str, str]:
+    """By word stem, others that say it. benchmarks/word_kinds.py makes the table from WordNet."""
+    found: dict[str, str] = json.loads(files(__package__).joinpath("kinds.json").read_text("utf-8"))
+    return found
+
+
+@functools.lru_cache(maxsize=10_000)
+def saying(stem: str) -> frozenset[str]:
+    """The word stems that say a word stem: itself, others for the same thing, and kinds of it, as a poodle is a dog."""
+    return frozenset((stem, *_kinds().get(stem, "").split()))
+
+
+def says(stems: Collection[str], wanted: Iterable[str]) -> bool:
+    """Whether some word stems say all that are wanted."""
+    return all(not saying(one).isdisjoint(stems) for one in wanted)
+
+
 _LETTERS_PER_PIECE = 3.5
 """Letters for each subword piece of a word that a tokenizer does not have whole, from which it still reads it."""
 
@@ -158,12 +178,10 @@ _CLOSE = 3
 
 
 def is_close(stems: Sequence[str], line: str) -> bool:
-    """Whether a line of text has all of some stems close together."""
+    """Whether a line of text says all of some stems close together."""
     order = [_stem(word) for word in re.findall(r"[^\W_]+", line.casefold())]
-    if not set(stems) <= set(order):
-        return False
     width = len(stems) + _CLOSE
-    return any(set(stems) <= set(order[i : i + width]) for i in range(max(1, len(order) - width + 1)))
+    return says(order, stems) and any(says(order[i : i + width], stems) for i in range(max(1, len(order) - width + 1)))
 
 
 def text_vectors(payloads: Sequence[Mapping[str, str]]) -> Tensor:
@@ -252,11 +270,15 @@ class ItemTexts:
                 found.setdefault(stem, []).append(i)
         return found
 
+    def _saying(self, stem: str) -> set[int]:
+        """The items whose texts say a word stem."""
+        return set[int]().union(*(self._having.get(one, ()) for one in saying(stem)))
+
     @functools.cached_property
     def rarity(self) -> Callable[[str], float]:
-        """The weight of a word stem: the log of one over the fraction of items whose texts have it."""
-        having, n = self._having, len(self.stems)
-        return lambda stem: min(_RAREST, math.log((n + 1) / (len(having.get(stem, ())) + 0.5)))
+        """The weight of a word stem: the log of one over the fraction of items whose texts say it."""
+        n = len(self.stems)
+        return functools.cache(lambda stem: min(_RAREST, math.log((n + 1) / (len(self._saying(stem)) + 0.5))))
 
     def take(self, positions: Sequence[int]) -> "ItemTexts":
         """Some of the items."""
@@ -279,12 +301,13 @@ class ItemTexts:
         for i, own in enumerate(stems):
             weight = {stem: rarity(stem) for stem in own}
             total = sum(weight.values()) or 1.0
-            for stem in own:
+            said = [self._saying(stem) for stem in own]
+            for stem, items in zip(own, said, strict=True):
                 has = torch.zeros(image.shape[1], dtype=torch.bool)
-                has[self._having.get(stem, [])] = True
+                has[list(items)] = True
                 words[i] += has * (weight[stem] / total)
                 missing[i] = missing[i].maximum(~has * weight[stem])
-            both = set.intersection(*(set(self._having.get(stem, ())) for stem in own)) if own else set[int]()
+            both = set.intersection(*said) if said else set[int]()
             near = [j for j in both if len(own) == 1 or any(is_close(own, text) for text in self.words[j].splitlines())]
             together[i, near] = 1
         n_words = torch.tensor([max(1.0, len(own)) for own in stems])
@@ -307,12 +330,12 @@ class ItemTexts:
         return logit
 
     def best_text(self, query: str, payload: Mapping[str, str]) -> str:
-        """The text of an item that has most of the query's words, the first of equals; "" without texts."""
+        """The text of an item that says most of the query's words, the first of equals; "" without texts."""
         own = word_stems(query)
 
         def found(text: str) -> float:
             has = set(word_stems(text))
-            return sum(self.rarity(stem) for stem in own if stem in has)
+            return sum(self.rarity(stem) for stem in own if not saying(stem).isdisjoint(has))
 
         texts = [*item_texts(payload), payload.get("name", ""), payload.get("place", "")]
         return max(texts, key=found)
@@ -384,7 +407,8 @@ class TextStore:
         return ItemTexts.of(vectors, payloads, stems)
 
     def having(self, stems: Sequence[str], c: int, filter: Filter | None) -> list[str]:
-        """The ids of the c items whose texts have the most of some word stems, if the store finds words."""
+        """The ids of the c items whose texts say the most of some word stems, if the store finds words."""
+        stems = list(dict.fromkeys(one for stem in stems for one in sorted(saying(stem))))
         return self.store.match_words(stems, c, filter) if stems and isinstance(self.store, WordStore) else []
 
     def closest(self, vectors: Tensor, c: int, filter: Filter | None) -> list[Records]:

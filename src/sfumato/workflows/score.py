@@ -27,7 +27,7 @@ from sfumato.models.model import Model
 from sfumato.models.run import SMALL, load_model
 from sfumato.progress import progress_bar
 from sfumato.search.gallery import REFERENCE_SIZE, Scorer
-from sfumato.search.texts import read_fraction, stemmed
+from sfumato.search.texts import read_fraction, saying, stemmed
 
 Progress = Callable[[int], None]
 
@@ -128,7 +128,7 @@ def _vectors(texts: Sequence[str], advance: Progress) -> Tensor:
 
 
 def _found_words(pairs: Sequence[Pair]) -> tuple[Tensor, Tensor]:
-    """(n,) fraction of each text's words that the item's texts have, by weight, and their number."""
+    """(n,) fraction of each text's words that the item's texts say, by weight, and their number."""
     own: dict[str, dict[str, str]] = {}
     for pair in pairs:
         for text in (pair.text, *pair.texts):
@@ -140,7 +140,8 @@ def _found_words(pairs: Sequence[Pair]) -> tuple[Tensor, Tensor]:
     for pair in pairs:
         there = {stem for text in pair.texts for stem in own[text]}
         mine = {stem: weight[word] for stem, word in own[pair.text].items()}
-        found.append(sum(w for stem, w in mine.items() if stem in there) / (sum(mine.values()) or 1.0))
+        said = sum(w for stem, w in mine.items() if not saying(stem).isdisjoint(there))
+        found.append(said / (sum(mine.values()) or 1.0))
     return torch.tensor(found), torch.tensor([float(len(own[pair.text])) for pair in pairs])
 
 
