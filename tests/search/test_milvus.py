@@ -9,6 +9,7 @@ import uuid
 
 import pytest
 import torch
+from support.milvus_server import MilvusServer
 from support.processes import Started
 from support.raising import raises
 from support.stores_contract import (
@@ -36,7 +37,7 @@ if not all(map(importlib.util.find_spec, ("pymilvus", "milvus_lite"))):
     pytest.skip("needs the extra milvus", allow_module_level=True)
 
 
-class MilvusServer(Server):
+class LiteServer(Server):
     """`milvus-lite server`; without --host it would listen to everyone."""
 
     def command(self):
@@ -48,9 +49,9 @@ class MilvusServer(Server):
         return f"milvus+http://127.0.0.1:{self.port}/c{uuid.uuid4().hex[:12]}{told and '?'}{told}"
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    server = MilvusServer(tmp_path_factory.mktemp("milvus"))
+@pytest.fixture(scope="module", params=[LiteServer, MilvusServer])
+def server(request, tmp_path_factory):
+    server = request.param(tmp_path_factory.mktemp("milvus"))
     yield server
     server.kill()
 
@@ -73,7 +74,7 @@ class TestFile(StoreContract):
         return create_store(f"milvus:{self.file}?name=c{uuid.uuid4().hex[:12]}", dim)
 
 
-class TestServer(StoreBasics):
+class TestServer(StoreContract):
     @pytest.fixture(autouse=True)
     def _server(self, server):
         self.server = server
@@ -220,7 +221,7 @@ def test_servers_that_are_not_there_and_passwords(monkeypatch):
 
 
 def test_a_killed_server_loses_nothing(tmp_path):
-    server = MilvusServer(tmp_path)
+    server = LiteServer(tmp_path)
     try:
         store = create_store(server.url(index="HNSW"), 6)
         process = Started(write_batches, store.url, piped=True)

@@ -282,8 +282,9 @@ class MilvusStore(StoreBase):
     def _next(self, last: str, limit: int, columns: Sequence[str], condition: str = "") -> list[dict[str, Any]]:
         """Rows after an id, in the order of their ids."""
         after = f"id > {quoted(last)}" + (condition and f" and ({condition})")
-        # As pymilvus's query_iterator does, which does not quote ids: "iterator" asks for the smallest ids in order.
-        smallest = {"iterator": "True", "reduce_stop_for_best": "True"}
+        # "iterator" asks for the smallest ids in order. With reduce_stop_for_best, as pymilvus's query_iterator asks,
+        # a server brings more than the limit, and refuses a page that becomes too large for it.
+        smallest = {"iterator": "True", "reduce_stop_for_best": "False"}
         rows: list[dict[str, Any]] = self._call(
             "query", {"filter": after, "limit": limit, "output_fields": list(columns), **smallest}
         )
