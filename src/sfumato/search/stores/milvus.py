@@ -77,6 +77,7 @@ _OPTIONS = {
     "ef": Option("HNSW: number of candidates while searching; never fewer than the results", 1, "64"),
     "nlist": Option("IVF_FLAT: number of lists", 1, "128"),
     "nprobe": Option("IVF_FLAT: number of lists that a search reads", 1, "16"),
+    "consistency": Option("of a server: Strong, or Session, in which others' writes may appear late", default="Strong"),
     "name": Option("name of the collection in an embedded file: sfumato"),
     "database": Option("of a server: its own default"),
     "timeout": Option("seconds for connecting: 5", 1),
@@ -188,7 +189,7 @@ class MilvusStore(StoreBase):
                 f"store {self.url}: collection {self._place.name} was not made by sfumato; give another name"
             ) from None
         # Build options stay; search options may change.
-        anew = {name: value for name, value in self._place.options.items() if name in ("ef", "nprobe")}
+        anew = {name: value for name, value in self._place.options.items() if name in ("ef", "nprobe", "consistency")}
         self._options = {**_KEPT, **kept, **anew}
         self._call("load_collection")
 
@@ -216,7 +217,8 @@ class MilvusStore(StoreBase):
         """Remove items; returns how many were there."""
         there = []
         for part in _parts(list(dict.fromkeys(ids)), 1000):
-            found = [row["id"] for row in self._call("query", {"filter": among(part), "output_fields": ["id"]})]
+            wanted = {"filter": among(part), "output_fields": ["id"], "consistency_level": "Strong"}
+            found = [row["id"] for row in self._call("query", wanted)]
             if found:
                 self._call("delete", {"filter": among(found)})
             there += found
@@ -226,7 +228,7 @@ class MilvusStore(StoreBase):
         """Records by id, in the order of the ids."""
         rows: dict[str, dict[str, Any]] = {}
         for part in _parts(list(dict.fromkeys(ids)), min(1000, self._rows_a_message())):
-            found = self._call("query", {"filter": among(part), "output_fields": _COLUMNS})
+            found = self._query({"filter": among(part), "output_fields": _COLUMNS})
             rows |= {row["id"]: row for row in found}
         return self._records(in_order(ids, rows))
 
@@ -250,11 +252,26 @@ class MilvusStore(StoreBase):
                 for i, rows in zip(short, self._nearest(part[short], k, filter, utmost[kind]), strict=True):
                     found[i] = rows
             results += found
-        return [self._records(rows) for rows in results]
+        records = [self._records(rows) for rows in results]
+        if kind != "FLAT" and self._place.file is None:
+            self._complete(records, queries, k, filter)
+        return records
+
+    def _complete(self, records: list[Records], queries: Tensor, k: int, filter: Filter | None) -> None:
+        """Scan for the queries that have fewer results than there are items, which happens until a server has its index.
+
+        Until then, it searches an eighth of the items in temporary lists, whatever the search options say.
+        """
+        if all(len(found) == k for found in records):
+            return
+        least = min(k, self.count(filter))
+        if short := [i for i, found in enumerate(records) if len(found) < least]:
+            for i, found in zip(short, self._nearest_of_all(queries[short], k, filter), strict=True):
+                records[i] = found
 
     def count(self, filter: Filter | None = None) -> int:
         """Number of items."""
-        found = self._call("query", {"filter": condition_on(filter), "output_fields": ["count(*)"]})
+        found = self._query({"filter": condition_on(filter), "output_fields": ["count(*)"]})
         return int(found[0]["count(*)"])
 
     def scan(self, batch: int = 4096, filter: Filter | None = None) -> Iterator[Records]:
@@ -285,8 +302,11 @@ class MilvusStore(StoreBase):
         # "iterator" asks for the smallest ids in order. With reduce_stop_for_best, as pymilvus's query_iterator asks,
         # a server brings more than the limit, and refuses a page that becomes too large for it.
         smallest = {"iterator": "True", "reduce_stop_for_best": "False"}
+        return self._query({"filter": after, "limit": limit, "output_fields": list(columns), **smallest})
+
+    def _query(self, arguments: Mapping[str, Any]) -> list[dict[str, Any]]:
         rows: list[dict[str, Any]] = self._call(
-            "query", {"filter": after, "limit": limit, "output_fields": list(columns), **smallest}
+            "query", {**arguments, "consistency_level": self._options["consistency"]}
         )
         return rows
 
@@ -311,6 +331,7 @@ class MilvusStore(StoreBase):
             "filter": condition_on(filter),
             "output_fields": _COLUMNS,
             "search_params": {"metric_type": "L2", "params": thorough},
+            "consistency_level": self._options["consistency"],
         }
         found = self._call("search", arguments)
         return [[hit["entity"] for hit in hits] for hits in found]
@@ -384,6 +405,8 @@ class _Place:
                 self.token = f"{unquote(parts.username or '')}:{unquote(parts.password)}"
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]{0,254}", self.name):
             raise UserError(f"store {self.url}: a collection has letters, digits and _ in its name, got {self.name!r}")
+        if (level := self.options.get("consistency", "Strong")) not in ("Strong", "Session"):
+            raise UserError(f"store {self.url}: consistency must be Strong or Session, got {level!r}")
         if self.options.get("index", "FLAT") not in ("FLAT", "HNSW", "IVF_FLAT", "AUTOINDEX"):
             raise UserError(
                 f"store {self.url}: index must be FLAT, HNSW, IVF_FLAT or AUTOINDEX, got {self.options['index']!r}"
