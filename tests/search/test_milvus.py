@@ -1,4 +1,5 @@
-"""Milvus Lite, embedded and as a server of its own, and a real Milvus server: the contract of stores, and what happens to them on a bad day."""
+"""Milvus Lite, embedded and as a server of its own, and a real Milvus server: the contract of stores, and what happens
+to them on a bad day."""
 
 import fcntl
 import importlib.util
@@ -52,11 +53,23 @@ class LiteServer(Server):
         return f"milvus+http://127.0.0.1:{self.port}/c{uuid.uuid4().hex[:12]}{told and '?'}{told}"
 
 
-@pytest.fixture(scope="module", params=[LiteServer, MilvusServer])
-def server(request, tmp_path_factory):
-    server = request.param(tmp_path_factory.mktemp("milvus"))
+@pytest.fixture(scope="module")
+def lite_server(tmp_path_factory):
+    server = LiteServer(tmp_path_factory.mktemp("lite"))
     yield server
     server.kill()
+
+
+@pytest.fixture(scope="module")
+def milvus_server(tmp_path_factory):
+    server = MilvusServer(tmp_path_factory.mktemp("milvus"))
+    yield server
+    server.kill()
+
+
+@pytest.fixture(params=["lite_server", "milvus_server"])
+def server(request):
+    return request.getfixturevalue(request.param)
 
 
 @pytest.fixture(scope="module")
@@ -77,33 +90,36 @@ class TestFile(StoreContract):
         return create_store(f"milvus:{self.file}?name=c{uuid.uuid4().hex[:12]}", dim)
 
 
+class TestLiteServer(StoreBasics):
+    @pytest.fixture(autouse=True)
+    def _server(self, lite_server):
+        self.server = lite_server
+
+    def create(self, tmp_path, dim):
+        return create_store(self.server.url(index="HNSW", ef=300), dim)
+
+
 @pytest.fixture(scope="module")
-def made_ahead(server):
-    """Empty stores for the contract, made at the same time: a real server takes two seconds to load one."""
+def made_ahead(milvus_server):
+    """Empty stores for the contract, made at the same time: a server takes two seconds to load one."""
     dims = (*[3] * 4, 4, *[5] * 2, *[6] * 6, 7, 8, 17)
     with ThreadPoolExecutor(len(dims)) as threads:
-        stores = list(threads.map(lambda dim: protocol.create_store(hnsw_url(server), dim, FINGERPRINT), dims))
+        made = threads.map(lambda dim: protocol.create_store(milvus_server.url(index="HNSW"), dim, FINGERPRINT), dims)
+        stores = list(made)
     yield stores
     for store in stores:
         store.close()
 
 
-def hnsw_url(server):
-    return server.url(index="HNSW", ef=300)
-
-
-class TestServer(StoreContract):
+class TestMilvusServer(StoreContract):
     @pytest.fixture(autouse=True)
-    def _server(self, server, made_ahead):
-        self.server, self.made_ahead = server, made_ahead
+    def _stores(self, made_ahead):
+        self.stores = made_ahead
 
     def create(self, tmp_path, dim):
-        for store in self.made_ahead:
-            if store.dim == dim:
-                self.made_ahead.remove(store)
-                made.append(store)
-                return store
-        return create_store(hnsw_url(self.server), dim)
+        place = next(i for i, store in enumerate(self.stores) if store.dim == dim)
+        made.append(self.stores.pop(place))
+        return made[-1]
 
 
 def test_the_index_that_was_asked_for_is_the_one_that_is_searched(server):
@@ -120,7 +136,12 @@ def test_the_index_that_was_asked_for_is_the_one_that_is_searched(server):
         create_store(server.url(index="SCANN"), 4)
 
 
-@pytest.mark.parametrize("options", [{"index": "HNSW", "ef": 1}, {"index": "IVF_FLAT", "nlist": 60, "nprobe": 1}])
+HNSW, IVF = {"index": "HNSW", "ef": 1}, {"index": "IVF_FLAT", "nlist": 60, "nprobe": 1}
+
+
+@pytest.mark.parametrize(
+    "server, options", [("lite_server", HNSW), ("lite_server", IVF), ("milvus_server", HNSW)], indirect=["server"]
+)
 def test_a_narrow_filter_brings_all_that_fit(server, options):
     n, dim = 10_000, 128  # So many that a server searches them in temporary lists before it has an index.
     store, batch = create_store(server.url(**options), dim), records(n, dim, 2)
@@ -142,15 +163,17 @@ def test_a_session_finds_what_it_has_written(server):
         open_store(store.url.replace("Session", "Eventually"))
 
 
-def test_batches_larger_than_a_message(server):
-    store, batch = create_store(server.url(), 7), records(90, 7, 4)
+def test_batches_larger_than_a_message(lite_server):
+    store, batch = create_store(lite_server.url(), 7), records(90, 7, 4)
     store.most_bytes = 12 * (4 * 7 + 1000)
     store.upsert(batch)
     assert_holds(store, by_id(batch))
     assert_nearest(store, by_id(batch), queries(5, 7, 5), 40)
 
 
-@pytest.mark.parametrize("options", [{}, {"index": "HNSW", "ef": 1}])
+@pytest.mark.parametrize(
+    "server, options", [("lite_server", {}), ("lite_server", HNSW), ("milvus_server", {})], indirect=["server"]
+)
 def test_more_results_than_milvus_brings_at_once(server, options):
     """It refuses 16,385 itself; here 50 of 200 are too many already."""
     store, batch, wanted = create_store(server.url(**options), 7), records(200, 7, 4), queries(3, 7, 5)
@@ -259,7 +282,7 @@ def test_servers_that_are_not_there_and_passwords(monkeypatch):
 def test_a_killed_server_loses_nothing(server):
     store = create_store(server.url(index="HNSW"), 6)
     process = Started(write_batches, store.url, piped=True)
-    said = said_by(process, server.kill)
+    said = said_by(process, server.kill, least=13)
     began = time.monotonic()
     status, errors = process.finish(60)
     assert status == 1 and "UserError: store milvus+http://" in errors, errors

@@ -13,9 +13,9 @@ from support.stores_contract import free_port
 
 QUICK = {
     # Milliseconds between ticks, for which reads of what was just written wait: 200 by default.
-    "ROOTCOORD_TIMETICKINTERVAL": "10",
-    "PROXY_TIMETICKINTERVAL": "10",
-    "DATANODE_TIMETICK_INTERVAL": "10",
+    "ROOTCOORD_TIMETICKINTERVAL": "5",
+    "PROXY_TIMETICKINTERVAL": "5",
+    "DATANODE_TIMETICK_INTERVAL": "5",
     # Milliseconds until a segment is closed after a write, for which optimise waits: 2000 by default.
     "DATACOORD_SEGMENT_ASSIGNMENTEXPIRATION": "200",
     # Milliseconds between looks at what is to be loaded: 1000, 1000 and 500 by default.
@@ -23,7 +23,7 @@ QUICK = {
     "QUERYCOORD_CHECKSEGMENTINTERVAL": "50",
     "QUERYCOORD_DISTPULLINTERVAL": "50",
     # Seconds until a started server takes the place of a killed one: 30 by default.
-    "COMMON_SESSION_TTL": "5",
+    "COMMON_SESSION_TTL": "3",
 }
 
 
