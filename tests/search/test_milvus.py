@@ -3,6 +3,7 @@ to them on a bad day."""
 
 import fcntl
 import importlib.util
+import signal
 import socket
 import sys
 import time
@@ -22,6 +23,7 @@ from support.stores_contract import (
     assert_holds,
     assert_nearest,
     assert_nothing_lost,
+    assert_others_read,
     by_id,
     create_store,
     free_port,
@@ -171,12 +173,10 @@ def test_batches_larger_than_a_message(lite_server):
     assert_nearest(store, by_id(batch), queries(5, 7, 5), 40)
 
 
-@pytest.mark.parametrize(
-    "server, options", [("lite_server", {}), ("lite_server", HNSW), ("milvus_server", {})], indirect=["server"]
-)
-def test_more_results_than_milvus_brings_at_once(server, options):
+@pytest.mark.parametrize("options", [{}, HNSW])
+def test_more_results_than_milvus_brings_at_once(lite_server, options):
     """It refuses 16,385 itself; here 50 of 200 are too many already."""
-    store, batch, wanted = create_store(server.url(**options), 7), records(200, 7, 4), queries(3, 7, 5)
+    store, batch, wanted = create_store(lite_server.url(**options), 7), records(200, 7, 4), queries(3, 7, 5)
     store.most_rows = 49
     store.upsert(batch)
     for k in (50, 150, 1000):
@@ -277,6 +277,29 @@ def test_servers_that_are_not_there_and_passwords(monkeypatch):
     assert (kept.token, kept.uri) == ("from the environment", "https://h:1")
     monkeypatch.delenv("MILVUS_TOKEN")
     assert milvus._Place("milvus+https://me@h:1/n").token == ""
+
+
+def test_other_processes_find_what_a_real_server_has_acknowledged(milvus_server):
+    url = milvus_server.url(index="HNSW")
+    create_store(url, 3).close()
+    assert_others_read(url)
+
+
+def test_a_server_that_hangs_is_given_up(milvus_server):
+    store = create_store(milvus_server.url(call_timeout=1), 6)
+    store.upsert(records(5, 6, 20))
+    milvus_server.process.send_signal(signal.SIGSTOP)
+    began = time.monotonic()
+    try:
+        said = "Deadline Exceeded; a call may take 1 seconds, [?]call_timeout=SECONDS"
+        raises(UserError, said, store.count)
+        raises(UserError, said, store.upsert, records(5, 6, 21))
+        raises(UserError, said, store.search, queries(1, 6, 0), 3)
+    finally:
+        milvus_server.process.send_signal(signal.SIGCONT)
+    assert time.monotonic() - began < 10
+    store.upsert(records(5, 6, 20))
+    assert_holds(store, by_id(records(5, 6, 20)))
 
 
 def test_a_killed_server_loses_nothing(server):

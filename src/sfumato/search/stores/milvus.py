@@ -17,6 +17,7 @@ loopback port without a password.
 """
 
 import contextlib
+import importlib
 import json
 import logging
 import os
@@ -81,6 +82,7 @@ _OPTIONS = {
     "name": Option("name of the collection in an embedded file: sfumato"),
     "database": Option("of a server: its own default"),
     "timeout": Option("seconds for connecting: 5", 1),
+    "call_timeout": Option("seconds that a call may take, 60 if left out; optimise and opening ten times as many", 1),
 }
 _KEPT = {name: option.default for name, option in _OPTIONS.items() if option.default}
 
@@ -90,6 +92,9 @@ _LONGEST_ID = 65_535
 
 _RETRIES = 5
 """Within about four seconds; pymilvus would go on for minutes."""
+
+_LONG = "flush", "load_collection"
+"""Methods that wait for the server's own work."""
 
 _RECONNECT = {
     "grpc.use_local_subchannel_pool": 1,
@@ -258,7 +263,7 @@ class MilvusStore(StoreBase):
         return records
 
     def _complete(self, records: list[Records], queries: Tensor, k: int, filter: Filter | None) -> None:
-        """Scan for the queries that have fewer results than there are items, which happens until a server has its index.
+        """Scan for the queries that have fewer results than there are items, as before a server has its index.
 
         Until then, it searches an eighth of the items in temporary lists, whatever the search options say.
         """
@@ -363,15 +368,22 @@ class MilvusStore(StoreBase):
 
     def _called(self, method: str, arguments: Mapping[str, Any]) -> Any:
         call: Callable[..., Any] = getattr(self._client, method)
-        error_type = _driver().MilvusException
+        error_type, rpc_error = _driver().MilvusException, importlib.import_module("grpc").RpcError
+        seconds = int(self._place.options.get("call_timeout", 60))
+        limit = 10 * seconds if method in _LONG else seconds
+        limits = {"timeout": limit, "retry_times": _RETRIES}
         try:
             try:
-                return call(self._place.name, **arguments, retry_times=_RETRIES)
+                return call(self._place.name, **arguments, **limits)
             except error_type as error:
                 if error.code != 101:  # collection not loaded
                     raise
-                self._client.load_collection(self._place.name, retry_times=_RETRIES)
-                return call(self._place.name, **arguments, retry_times=_RETRIES)
+                self._client.load_collection(self._place.name, timeout=10 * seconds, retry_times=_RETRIES)
+                return call(self._place.name, **arguments, **limits)
+        except rpc_error as error:
+            raise UserError(
+                f"store {self.url}: {error.details()}; a call may take {limit} seconds, ?call_timeout=SECONDS"
+            ) from None
         except Exception as error:
             if not isinstance(error, error_type) and not self._closed:
                 raise
