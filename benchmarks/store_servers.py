@@ -153,7 +153,7 @@ class MilvusServer(StoreServer):
     @property
     def url(self) -> str:
         """See :attr:`StoreServer.url`."""
-        return f"milvus+http://127.0.0.1:{self.port}/soak"
+        return f"milvus+http://127.0.0.1:{self.port}/soak?consistency=session"
 
     def start(self) -> None:
         """See :meth:`StoreServer.start`."""

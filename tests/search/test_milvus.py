@@ -157,12 +157,12 @@ def test_a_narrow_filter_brings_all_that_fit(server, options):
 
 
 def test_a_session_finds_what_it_has_written(server):
-    store = create_store(server.url(consistency="Session"), 2)
+    store = create_store(server.url(consistency="session"), 2)
     for i in range(9):
         store.upsert(Records((f"item-{i}",), torch.full((1, 2), float(i)), torch.ones(1), ({},)))
         assert store.count() == i + 1 and store.search(torch.full((1, 2), 9.0), 1)[0].ids == (f"item-{i}",)
-    with pytest.raises(UserError, match="consistency must be Strong or Session, got 'Eventually'"):
-        open_store(store.url.replace("Session", "Eventually"))
+    with pytest.raises(UserError, match="consistency must be strong or session, got 'bounded'"):
+        open_store(store.url.replace("session", "bounded"))
 
 
 def test_batches_larger_than_a_message(lite_server):

@@ -38,7 +38,9 @@ def table():
     guide = (ROOT / "docs" / "guides" / "search.md").read_text(encoding="utf-8")
     section = guide.partition("### What each store can do\n")[2].partition("\n#")[0]
     lines = [line.strip("| ").split(" | ") for line in section.splitlines() if line.startswith("|")]
-    return {re.match(r"`([a-z+]+):", first)[1]: dict(zip(lines[0][1:], rest, strict=True)) for first, *rest in lines[2:]}
+    return {
+        re.match(r"`([a-z+]+):", first)[1]: dict(zip(lines[0][1:], rest, strict=True)) for first, *rest in lines[2:]
+    }
 
 
 def test_every_store_has_a_row():
@@ -77,9 +79,9 @@ def test_the_stores_with_a_choice_of_consistency():
     for scheme, row in table().items():
         if scheme == "milvus":  # The only process of Lite has nobody to wait for.
             continue
-        chosen = "consistency=Session" in row["other processes find a write"]
-        url = URLS[scheme] + ("&" if "?" in URLS[scheme] else "?") + "consistency=Never"
-        said = "must be Strong or Session" if chosen else "unknown option 'consistency'"
+        chosen = "consistency=session" in row["other processes find a write"]
+        url = URLS[scheme] + ("&" if "?" in URLS[scheme] else "?") + "consistency=none"
+        said = "must be strong or session" if chosen else "unknown option 'consistency'"
         raises(UserError, said, create_store, url, 3, "f")
 
 

@@ -78,7 +78,7 @@ _OPTIONS = {
     "ef": Option("HNSW: number of candidates while searching; never fewer than the results", 1, "64"),
     "nlist": Option("IVF_FLAT: number of lists", 1, "128"),
     "nprobe": Option("IVF_FLAT: number of lists that a search reads", 1, "16"),
-    "consistency": Option("of a server: Strong, or Session, in which others' writes may appear late", default="Strong"),
+    "consistency": Option("of a server: strong, or session, in which others' writes may appear late", default="strong"),
     "name": Option("name of the collection in an embedded file: sfumato"),
     "database": Option("of a server: its own default"),
     "timeout": Option("seconds for connecting: 5", 1),
@@ -311,7 +311,7 @@ class MilvusStore(StoreBase):
 
     def _query(self, arguments: Mapping[str, Any]) -> list[dict[str, Any]]:
         rows: list[dict[str, Any]] = self._call(
-            "query", {**arguments, "consistency_level": self._options["consistency"]}
+            "query", {**arguments, "consistency_level": self._options["consistency"].capitalize()}
         )
         return rows
 
@@ -336,7 +336,7 @@ class MilvusStore(StoreBase):
             "filter": condition_on(filter),
             "output_fields": _COLUMNS,
             "search_params": {"metric_type": "L2", "params": thorough},
-            "consistency_level": self._options["consistency"],
+            "consistency_level": self._options["consistency"].capitalize(),
         }
         found = self._call("search", arguments)
         return [[hit["entity"] for hit in hits] for hits in found]
@@ -417,8 +417,8 @@ class _Place:
                 self.token = f"{unquote(parts.username or '')}:{unquote(parts.password)}"
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]{0,254}", self.name):
             raise UserError(f"store {self.url}: a collection has letters, digits and _ in its name, got {self.name!r}")
-        if (level := self.options.get("consistency", "Strong")) not in ("Strong", "Session"):
-            raise UserError(f"store {self.url}: consistency must be Strong or Session, got {level!r}")
+        if (level := self.options.get("consistency", "strong")) not in ("strong", "session"):
+            raise UserError(f"store {self.url}: consistency must be strong or session, got {level!r}")
         if self.options.get("index", "FLAT") not in ("FLAT", "HNSW", "IVF_FLAT", "AUTOINDEX"):
             raise UserError(
                 f"store {self.url}: index must be FLAT, HNSW, IVF_FLAT or AUTOINDEX, got {self.options['index']!r}"
