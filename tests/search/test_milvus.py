@@ -23,7 +23,6 @@ from support.stores_contract import (
     assert_holds,
     assert_nearest,
     assert_nothing_lost,
-    assert_others_read,
     by_id,
     create_store,
     free_port,
@@ -156,13 +155,15 @@ def test_a_narrow_filter_brings_all_that_fit(server, options):
         assert_nearest(reopened, by_id(batch), queries(5, dim, 3), 10, Filter({"rare": ("7",)}))
 
 
-def test_a_session_finds_what_it_has_written(server):
-    store = create_store(server.url(consistency="session"), 2)
-    for i in range(9):
-        store.upsert(Records((f"item-{i}",), torch.full((1, 2), float(i)), torch.ones(1), ({},)))
-        assert store.count() == i + 1 and store.search(torch.full((1, 2), 9.0), 1)[0].ids == (f"item-{i}",)
+def test_others_find_a_write_at_once_and_a_session_its_own(server):
+    store = create_store(server.url(), 2)
+    other, session = open_store(store.url), open_store(f"{store.url}?consistency=session")
+    for i in range(10):
+        writer, reader = (session, session) if i % 2 else (store, other)
+        writer.upsert(Records((f"item-{i}",), torch.full((1, 2), float(i)), torch.ones(1), ({},)))
+        assert reader.count() == i + 1 and reader.search(torch.full((1, 2), 9.0), 1)[0].ids == (f"item-{i}",)
     with pytest.raises(UserError, match="consistency must be strong or session, got 'bounded'"):
-        open_store(store.url.replace("session", "bounded"))
+        open_store(f"{store.url}?consistency=bounded")
 
 
 def test_batches_larger_than_a_message(lite_server):
@@ -277,12 +278,6 @@ def test_servers_that_are_not_there_and_passwords(monkeypatch):
     assert (kept.token, kept.uri) == ("from the environment", "https://h:1")
     monkeypatch.delenv("MILVUS_TOKEN")
     assert milvus._Place("milvus+https://me@h:1/n").token == ""
-
-
-def test_other_processes_find_what_a_real_server_has_acknowledged(milvus_server):
-    url = milvus_server.url(index="HNSW")
-    create_store(url, 3).close()
-    assert_others_read(url)
 
 
 def test_a_server_that_hangs_is_given_up(milvus_server):
