@@ -23,7 +23,7 @@ QUICK = {
     "QUERYCOORD_CHECKSEGMENTINTERVAL": "50",
     "QUERYCOORD_DISTPULLINTERVAL": "50",
     # Seconds until a started server takes the place of a killed one: 30 by default.
-    "COMMON_SESSION_TTL": "10",
+    "COMMON_SESSION_TTL": "6",
 }
 
 
