@@ -3,11 +3,11 @@
     python benchmarks/soak.py store milvus:store.db postgresql redis --minutes 30 [--json PATH]
 
 For each store URL a collection of noise and a service of a small model that was never trained, in a process of its own
-on loopback. Paths start at the folder of the collection. `postgresql` and `redis` alone start a server, which is killed
-and restarted, and once stopped for a while, during the load. Eight clients search by text, picture, vector and item,
-look at items and metrics, add, replace and delete pictures, and send malformed requests (benchmarks/faults.py). Where
-the service has worker processes, one of them is killed from time to time. At the end the service itself is killed with
-SIGKILL during writes and started again.
+on loopback. Paths start at the folder of the collection. `postgresql`, `redis` and `milvus` alone start a server, which
+is killed and restarted, and once stopped for a while, during the load. Eight clients search by text, picture, vector
+and item, look at items and metrics, add, replace and delete pictures, and send malformed requests
+(benchmarks/faults.py). Where the service has worker processes, one of them is killed from time to time. At the end the
+service itself is killed with SIGKILL during writes and started again.
 
 Checked: statuses (a 500 is always wrong; 503 and 504 are wrong unless a store or a worker was just killed or stopped,
 and 503 without Retry-After), problem documents, /readyz and /metrics while the store hangs, the drift monitor in

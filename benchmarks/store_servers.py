@@ -1,6 +1,7 @@
-"""Servers of stores on free loopback ports: PostgreSQL with pgvector and Redis, to be killed, stopped and restarted."""
+"""Servers of stores on free ports: PostgreSQL with pgvector, Redis and Milvus, to be killed, stopped and restarted."""
 
 import contextlib
+import importlib
 import importlib.util
 import os
 import shutil
@@ -8,6 +9,7 @@ import signal
 import socket
 import subprocess
 import time
+import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 
@@ -135,7 +137,39 @@ class RedisServer(StoreServer):
         self._await(answers)
 
 
-SERVERS: dict[str, type[StoreServer]] = {"postgresql": PostgresServer, "redis": RedisServer}
+class MilvusServer(StoreServer):
+    """Milvus of the package `milvus`. Its metadata take the ports 2379 and 2380: one at a time."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        if importlib.util.find_spec("milvus") is None:
+            raise RuntimeError("no Milvus server: pip install milvus==2.3.5")
+        milvus = importlib.import_module("milvus")
+        milvus.MilvusServerConfig(data_dir=str(folder), proxy_port=self.port).resolve()
+        milvus._initialize_data_files(str(folder))
+        with socket.create_server(("127.0.0.1", 0)) as taken:
+            self._health_port: int = taken.getsockname()[1]
+
+    @property
+    def url(self) -> str:
+        """See :attr:`StoreServer.url`."""
+        return f"milvus+http://127.0.0.1:{self.port}/soak?consistency=session"
+
+    def start(self) -> None:
+        """See :meth:`StoreServer.start`."""
+        settings = f"DEPLOY_MODE=STANDALONE METRICS_PORT={self._health_port} LD_LIBRARY_PATH=bin".split()
+        self._run(["env", f"--chdir={self.folder}", *settings, "bin/milvus", "run", "standalone"])
+
+        def answers() -> bool:
+            address = f"http://127.0.0.1:{self._health_port}/healthz"
+            with contextlib.suppress(OSError), urllib.request.urlopen(address, timeout=5) as answer:
+                return b"OK" in answer.read()
+            return False
+
+        self._await(answers)
+
+
+SERVERS: dict[str, type[StoreServer]] = {"postgresql": PostgresServer, "redis": RedisServer, "milvus": MilvusServer}
 """Servers by the scheme of their stores."""
 
 

@@ -30,12 +30,12 @@ ENGINES_REQUIRED = bool(os.environ.get("SFUMATO_REQUIRE_ENGINES"))
 # Files of few tests that take long. Several processes take whole files in this order (`make test`): with the long ones
 # first, all processes end at nearly the same time.
 LONG = (
+    "search/test_milvus.py",
     "training/test_published_recipes.py",
     "serve/test_page.py",
     "search/test_stores.py",
     "serve/test_service.py",
     "workflows/test_embed.py",
-    "search/test_milvus.py",
     "studies/test_commands.py",
     "metrics/test_parity_metrics.py",
     "training/test_distributed.py",

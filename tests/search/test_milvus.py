@@ -1,17 +1,22 @@
-"""Milvus Lite, embedded and as a server of its own: the contract of stores, and what happens to them on a bad day."""
+"""Milvus Lite, embedded and as a server of its own, and a real Milvus server: the contract of stores, and what happens
+to them on a bad day."""
 
 import fcntl
 import importlib.util
+import signal
 import socket
 import sys
 import time
 import uuid
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from support.milvus_server import MilvusServer
 from support.processes import Started
 from support.raising import raises
 from support.stores_contract import (
+    FINGERPRINT,
     Server,
     StoreBasics,
     StoreContract,
@@ -21,6 +26,7 @@ from support.stores_contract import (
     by_id,
     create_store,
     free_port,
+    made,
     open_store,
     queries,
     records,
@@ -36,7 +42,7 @@ if not all(map(importlib.util.find_spec, ("pymilvus", "milvus_lite"))):
     pytest.skip("needs the extra milvus", allow_module_level=True)
 
 
-class MilvusServer(Server):
+class LiteServer(Server):
     """`milvus-lite server`; without --host it would listen to everyone."""
 
     def command(self):
@@ -49,10 +55,22 @@ class MilvusServer(Server):
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory):
+def lite_server(tmp_path_factory):
+    server = LiteServer(tmp_path_factory.mktemp("lite"))
+    yield server
+    server.kill()
+
+
+@pytest.fixture(scope="module")
+def milvus_server(tmp_path_factory):
     server = MilvusServer(tmp_path_factory.mktemp("milvus"))
     yield server
     server.kill()
+
+
+@pytest.fixture(params=["lite_server", "milvus_server"])
+def server(request):
+    return request.getfixturevalue(request.param)
 
 
 @pytest.fixture(scope="module")
@@ -73,19 +91,44 @@ class TestFile(StoreContract):
         return create_store(f"milvus:{self.file}?name=c{uuid.uuid4().hex[:12]}", dim)
 
 
-class TestServer(StoreBasics):
+class TestLiteServer(StoreBasics):
     @pytest.fixture(autouse=True)
-    def _server(self, server):
-        self.server = server
+    def _server(self, lite_server):
+        self.server = lite_server
 
     def create(self, tmp_path, dim):
         return create_store(self.server.url(index="HNSW", ef=300), dim)
 
 
+@pytest.fixture(scope="module")
+def made_ahead(milvus_server):
+    """Empty stores for the contract, made at the same time: a server takes two seconds to load one."""
+    dims = (*[3] * 4, 4, *[5] * 2, *[6] * 6, 7, 8, 17)
+    with ThreadPoolExecutor(len(dims)) as threads:
+        made = threads.map(lambda dim: protocol.create_store(milvus_server.url(index="HNSW"), dim, FINGERPRINT), dims)
+        stores = list(made)
+    yield stores
+    for store in stores:
+        store.close()
+
+
+class TestMilvusServer(StoreContract):
+    @pytest.fixture(autouse=True)
+    def _stores(self, made_ahead):
+        self.stores = made_ahead
+
+    def create(self, tmp_path, dim):
+        place = next(i for i, store in enumerate(self.stores) if store.dim == dim)
+        made.append(self.stores.pop(place))
+        return made[-1]
+
+
 def test_the_index_that_was_asked_for_is_the_one_that_is_searched(server):
-    made = {"FLAT": {}, "HNSW": {"M": 9, "efConstruction": 77}, "IVF_FLAT": {"nlist": 33}, "AUTOINDEX": {}}
-    for index, numbers in made.items():
-        store = create_store(server.url(index=index, m=9, ef_construction=77, nlist=33), 4)
+    wanted = {"FLAT": {}, "HNSW": {"M": 9, "efConstruction": 77}, "IVF_FLAT": {"nlist": 33}, "AUTOINDEX": {}}
+    with ThreadPoolExecutor(len(wanted)) as threads:
+        numbered = "m=9&ef_construction=77&nlist=33"
+        stores = threads.map(lambda index: create_store(f"{server.url(index=index)}&{numbered}", 4), wanted)
+    for store, (index, numbers) in zip(stores, wanted.items(), strict=True):
         told = store._client.describe_index(store._place.name, "vector")
         assert told["index_type"] == index and told["metric_type"] == "L2"
         assert told.get("params", {}) == numbers
@@ -94,30 +137,47 @@ def test_the_index_that_was_asked_for_is_the_one_that_is_searched(server):
         create_store(server.url(index="SCANN"), 4)
 
 
-@pytest.mark.parametrize("options", [{"index": "HNSW", "ef": 1}, {"index": "IVF_FLAT", "nlist": 60, "nprobe": 1}])
+HNSW, IVF = {"index": "HNSW", "ef": 1}, {"index": "IVF_FLAT", "nlist": 60, "nprobe": 1}
+
+
+@pytest.mark.parametrize(
+    "server, options", [("lite_server", HNSW), ("lite_server", IVF), ("milvus_server", HNSW)], indirect=["server"]
+)
 def test_a_narrow_filter_brings_all_that_fit(server, options):
-    store, batch = create_store(server.url(**options), 9), records(600, 9, 2)
-    batch = Records(batch.ids, batch.vectors, batch.uncertainty, tuple({"rare": str(i % 60)} for i in range(600)))
+    n, dim = 10_000, 128  # So many that a server searches them in temporary lists before it has an index.
+    store, batch = create_store(server.url(**options), dim), records(n, dim, 2)
+    batch = Records(batch.ids, batch.vectors, batch.uncertainty, tuple({"rare": str(i % 1000)} for i in range(n)))
     store.upsert(batch)
     store.optimise()
     reopened = open_store(store.url)
     for seconds in (0, 0.5):  # Lite builds the index in the background
         time.sleep(seconds)
-        assert_nearest(reopened, by_id(batch), queries(5, 9, 3), 10, Filter({"rare": ("7",)}))
+        assert_nearest(reopened, by_id(batch), queries(5, dim, 3), 10, Filter({"rare": ("7",)}))
 
 
-def test_batches_larger_than_a_message(server):
-    store, batch = create_store(server.url(), 7), records(90, 7, 4)
+def test_others_find_a_write_at_once_and_a_session_its_own(server):
+    store = create_store(server.url(), 2)
+    other, session = open_store(store.url), open_store(f"{store.url}?consistency=session")
+    for i in range(10):
+        writer, reader = (session, session) if i % 2 else (store, other)
+        writer.upsert(Records((f"item-{i}",), torch.full((1, 2), float(i)), torch.ones(1), ({},)))
+        assert reader.count() == i + 1 and reader.search(torch.full((1, 2), 9.0), 1)[0].ids == (f"item-{i}",)
+    with pytest.raises(UserError, match="consistency must be strong or session, got 'bounded'"):
+        open_store(f"{store.url}?consistency=bounded")
+
+
+def test_batches_larger_than_a_message(lite_server):
+    store, batch = create_store(lite_server.url(), 7), records(90, 7, 4)
     store.most_bytes = 12 * (4 * 7 + 1000)
     store.upsert(batch)
     assert_holds(store, by_id(batch))
     assert_nearest(store, by_id(batch), queries(5, 7, 5), 40)
 
 
-@pytest.mark.parametrize("options", [{}, {"index": "HNSW", "ef": 1}])
-def test_more_results_than_milvus_brings_at_once(server, options):
+@pytest.mark.parametrize("options", [{}, HNSW])
+def test_more_results_than_milvus_brings_at_once(lite_server, options):
     """It refuses 16,385 itself; here 50 of 200 are too many already."""
-    store, batch, wanted = create_store(server.url(**options), 7), records(200, 7, 4), queries(3, 7, 5)
+    store, batch, wanted = create_store(lite_server.url(**options), 7), records(200, 7, 4), queries(3, 7, 5)
     store.most_rows = 49
     store.upsert(batch)
     for k in (50, 150, 1000):
@@ -132,12 +192,14 @@ def test_texts_that_milvus_would_take_for_an_expression(server):
     quotes = '"] or id != "', "tab\tr\rn\n", '\\"', "\\", "'"
     texts = *quotes, "\x01\x85\u2028", "{id}", "$meta", "nine".rjust(60_000, "9")
     store, batch = create_store(server.url(), 3), records(len(texts), 3, 6)
-    payloads = tuple({text[:90]: text[:90]} for text in texts)
+    # Milvus 2.3 does not find a field whose name has a control character, except tabs and ends of lines.
+    names = [text[:90].replace("\x01", "") for text in texts]
+    payloads = tuple({name: text[:90]} for name, text in zip(names, texts, strict=True))
     store.upsert(Records(texts, batch.vectors, batch.uncertainty, payloads))
     assert sorted(key for part in store.scan(batch=1) for key in part.ids) == sorted(texts)
-    for text in texts:
+    for name, text in zip(names, texts, strict=True):
         assert store.get([text, text + "?"]).ids == (text,)
-        assert store.count(Filter({text[:90]: (text[:90],)})) == 1
+        assert store.count(Filter({name: (text[:90],)})) == 1
     assert store.delete(texts[:2]) == 2 and store.count() == len(texts) - 2
     one = records(1, 3, 7)
     with pytest.raises(UserError, match="an id may have 65,535 bytes, got 65,536: 'éé"):
@@ -156,9 +218,8 @@ def test_bounds_between_two_numbers_of_single_precision(server):
 def test_collections_that_are_not_there_or_not_ours(server, file, tmp_path):
     raises(UserError, "there is no collection c", open_store, server.url())
     url = server.url()
-    create_store(url, 3).close()
+    store = create_store(url, 3)
     raises(UserError, "already exists", create_store, url, 3)
-    store = create_store(server.url(), 3)
     store._client.create_collection("stranger", dimension=4)
     store.close()
     raises(UserError, "stranger was not made by sfumato", open_store, f"milvus+http://127.0.0.1:{server.port}/stranger")
@@ -219,27 +280,39 @@ def test_servers_that_are_not_there_and_passwords(monkeypatch):
     assert milvus._Place("milvus+https://me@h:1/n").token == ""
 
 
-def test_a_killed_server_loses_nothing(tmp_path):
-    server = MilvusServer(tmp_path)
+def test_a_server_that_hangs_is_given_up(milvus_server):
+    store = create_store(milvus_server.url(call_timeout=1), 6)
+    store.upsert(records(5, 6, 20))
+    milvus_server.process.send_signal(signal.SIGSTOP)
+    began = time.monotonic()
     try:
-        store = create_store(server.url(index="HNSW"), 6)
-        process = Started(write_batches, store.url, piped=True)
-        said = said_by(process, server.kill)
-        began = time.monotonic()
-        status, errors = process.finish(60)
-        assert status == 1 and "UserError: store milvus+http://" in errors, errors
-        with pytest.raises(UserError):
-            store.search(queries(1, 6, 0), 3)
-        assert time.monotonic() - began < 30
-        server.start()
-        assert_nothing_lost(store, said)
-        assert len(store.search(queries(1, 6, 0), 7)[0]) == 7
-        store.close()
-        reopened = open_store(store.url)
-        assert_nothing_lost(reopened, said)
-        reopened.close()
+        said = "Deadline Exceeded; a call may take 1 seconds, [?]call_timeout=SECONDS"
+        raises(UserError, said, store.count)
+        raises(UserError, said, store.search, queries(1, 6, 0), 3)
     finally:
-        server.kill()
+        milvus_server.process.send_signal(signal.SIGCONT)
+    assert time.monotonic() - began < 10
+    store.upsert(records(5, 6, 20))
+    assert_holds(store, by_id(records(5, 6, 20)))
+
+
+def test_a_killed_server_loses_nothing(server):
+    store = create_store(server.url(index="HNSW"), 6)
+    process = Started(write_batches, store.url, piped=True)
+    said = said_by(process, server.kill, least=13)
+    began = time.monotonic()
+    status, errors = process.finish(60)
+    assert status == 1 and "UserError: store milvus+http://" in errors, errors
+    with pytest.raises(UserError):
+        store.search(queries(1, 6, 0), 3)
+    assert time.monotonic() - began < 30
+    server.start()
+    assert_nothing_lost(store, said)
+    assert len(store.search(queries(1, 6, 0), 7)[0]) == 7
+    store.close()
+    reopened = open_store(store.url)
+    assert_nothing_lost(reopened, said)
+    reopened.close()
 
 
 def test_a_killed_process_loses_nothing_of_its_embedded_file(tmp_path):

@@ -7,9 +7,9 @@ Where the URL has no password, the token comes from MILVUS_TOKEN: user:password,
 
 Other kinds of index are refused, because Lite accepts any name and then searches without an index. Options given to
 `create_store` are kept with the collection; search options given to `open_store` replace them. If a search of HNSW or
-IVF_FLAT returns fewer than k results, as under a narrow filter, it is repeated with its most thorough settings. For a
-filter Lite reads the payload of every item, and it reads every vector that no segment holds yet, about a second for
-20,000; call `optimise` to write segments.
+IVF_FLAT returns fewer than k results, as under a narrow filter, it is repeated with its most thorough settings, and on
+a server completed by a scan. For a filter Lite reads the payload of every item, and it reads every vector that no
+segment holds yet, about a second for 20,000; call `optimise` to write segments.
 
 Records that upsert has stored are in Milvus's log, which survives the death of any process. Lite does not force the log
 to disk, so a power cut may lose records stored after the last `optimise`. While it is open, Lite listens on a free
@@ -17,6 +17,7 @@ loopback port without a password.
 """
 
 import contextlib
+import importlib
 import json
 import logging
 import os
@@ -77,9 +78,11 @@ _OPTIONS = {
     "ef": Option("HNSW: number of candidates while searching; never fewer than the results", 1, "64"),
     "nlist": Option("IVF_FLAT: number of lists", 1, "128"),
     "nprobe": Option("IVF_FLAT: number of lists that a search reads", 1, "16"),
+    "consistency": Option("of a server: strong, or session, in which others' writes may appear late", default="strong"),
     "name": Option("name of the collection in an embedded file: sfumato"),
     "database": Option("of a server: its own default"),
     "timeout": Option("seconds for connecting: 5", 1),
+    "call_timeout": Option("seconds that a call may take, 60 if left out; optimise and opening ten times as many", 1),
 }
 _KEPT = {name: option.default for name, option in _OPTIONS.items() if option.default}
 
@@ -89,6 +92,9 @@ _LONGEST_ID = 65_535
 
 _RETRIES = 5
 """Within about four seconds; pymilvus would go on for minutes."""
+
+_LONG = "flush", "load_collection"
+"""Methods that wait for the server's own work."""
 
 _RECONNECT = {
     "grpc.use_local_subchannel_pool": 1,
@@ -188,7 +194,7 @@ class MilvusStore(StoreBase):
                 f"store {self.url}: collection {self._place.name} was not made by sfumato; give another name"
             ) from None
         # Build options stay; search options may change.
-        anew = {name: value for name, value in self._place.options.items() if name in ("ef", "nprobe")}
+        anew = {name: value for name, value in self._place.options.items() if name in ("ef", "nprobe", "consistency")}
         self._options = {**_KEPT, **kept, **anew}
         self._call("load_collection")
 
@@ -216,7 +222,8 @@ class MilvusStore(StoreBase):
         """Remove items; returns how many were there."""
         there = []
         for part in _parts(list(dict.fromkeys(ids)), 1000):
-            found = [row["id"] for row in self._call("query", {"filter": among(part), "output_fields": ["id"]})]
+            wanted = {"filter": among(part), "output_fields": ["id"], "consistency_level": "Strong"}
+            found = [row["id"] for row in self._call("query", wanted)]
             if found:
                 self._call("delete", {"filter": among(found)})
             there += found
@@ -226,7 +233,7 @@ class MilvusStore(StoreBase):
         """Records by id, in the order of the ids."""
         rows: dict[str, dict[str, Any]] = {}
         for part in _parts(list(dict.fromkeys(ids)), min(1000, self._rows_a_message())):
-            found = self._call("query", {"filter": among(part), "output_fields": _COLUMNS})
+            found = self._query({"filter": among(part), "output_fields": _COLUMNS})
             rows |= {row["id"]: row for row in found}
         return self._records(in_order(ids, rows))
 
@@ -250,11 +257,26 @@ class MilvusStore(StoreBase):
                 for i, rows in zip(short, self._nearest(part[short], k, filter, utmost[kind]), strict=True):
                     found[i] = rows
             results += found
-        return [self._records(rows) for rows in results]
+        records = [self._records(rows) for rows in results]
+        if kind != "FLAT" and self._place.file is None:
+            self._complete(records, queries, k, filter)
+        return records
+
+    def _complete(self, records: list[Records], queries: Tensor, k: int, filter: Filter | None) -> None:
+        """Scan for the queries that have fewer results than there are items, as before a server has its index.
+
+        Until then, it searches an eighth of the items in temporary lists, whatever the search options say.
+        """
+        if all(len(found) == k for found in records):
+            return
+        least = min(k, self.count(filter))
+        if short := [i for i, found in enumerate(records) if len(found) < least]:
+            for i, found in zip(short, self._nearest_of_all(queries[short], k, filter), strict=True):
+                records[i] = found
 
     def count(self, filter: Filter | None = None) -> int:
         """Number of items."""
-        found = self._call("query", {"filter": condition_on(filter), "output_fields": ["count(*)"]})
+        found = self._query({"filter": condition_on(filter), "output_fields": ["count(*)"]})
         return int(found[0]["count(*)"])
 
     def scan(self, batch: int = 4096, filter: Filter | None = None) -> Iterator[Records]:
@@ -282,10 +304,14 @@ class MilvusStore(StoreBase):
     def _next(self, last: str, limit: int, columns: Sequence[str], condition: str = "") -> list[dict[str, Any]]:
         """Rows after an id, in the order of their ids."""
         after = f"id > {quoted(last)}" + (condition and f" and ({condition})")
-        # As pymilvus's query_iterator does, which does not quote ids: "iterator" asks for the smallest ids in order.
-        smallest = {"iterator": "True", "reduce_stop_for_best": "True"}
+        # "iterator" asks for the smallest ids in order. With reduce_stop_for_best, as pymilvus's query_iterator asks,
+        # a server brings more than the limit, and refuses a page that becomes too large for it.
+        smallest = {"iterator": "True", "reduce_stop_for_best": "False"}
+        return self._query({"filter": after, "limit": limit, "output_fields": list(columns), **smallest})
+
+    def _query(self, arguments: Mapping[str, Any]) -> list[dict[str, Any]]:
         rows: list[dict[str, Any]] = self._call(
-            "query", {"filter": after, "limit": limit, "output_fields": list(columns), **smallest}
+            "query", {**arguments, "consistency_level": self._options["consistency"].capitalize()}
         )
         return rows
 
@@ -310,6 +336,7 @@ class MilvusStore(StoreBase):
             "filter": condition_on(filter),
             "output_fields": _COLUMNS,
             "search_params": {"metric_type": "L2", "params": thorough},
+            "consistency_level": self._options["consistency"].capitalize(),
         }
         found = self._call("search", arguments)
         return [[hit["entity"] for hit in hits] for hits in found]
@@ -341,15 +368,22 @@ class MilvusStore(StoreBase):
 
     def _called(self, method: str, arguments: Mapping[str, Any]) -> Any:
         call: Callable[..., Any] = getattr(self._client, method)
-        error_type = _driver().MilvusException
+        error_type, rpc_error = _driver().MilvusException, importlib.import_module("grpc").RpcError
+        seconds = int(self._place.options.get("call_timeout", 60))
+        limit = 10 * seconds if method in _LONG else seconds
+        limits = {"timeout": limit, "retry_times": _RETRIES}
         try:
             try:
-                return call(self._place.name, **arguments, retry_times=_RETRIES)
+                return call(self._place.name, **arguments, **limits)
             except error_type as error:
                 if error.code != 101:  # collection not loaded
                     raise
-                self._client.load_collection(self._place.name, retry_times=_RETRIES)
-                return call(self._place.name, **arguments, retry_times=_RETRIES)
+                self._client.load_collection(self._place.name, timeout=10 * seconds, retry_times=_RETRIES)
+                return call(self._place.name, **arguments, **limits)
+        except rpc_error as error:
+            raise UserError(
+                f"store {self.url}: {error.details()}; a call may take {limit} seconds, ?call_timeout=SECONDS"
+            ) from None
         except Exception as error:
             if not isinstance(error, error_type) and not self._closed:
                 raise
@@ -383,6 +417,8 @@ class _Place:
                 self.token = f"{unquote(parts.username or '')}:{unquote(parts.password)}"
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]{0,254}", self.name):
             raise UserError(f"store {self.url}: a collection has letters, digits and _ in its name, got {self.name!r}")
+        if (level := self.options.get("consistency", "strong")) not in ("strong", "session"):
+            raise UserError(f"store {self.url}: consistency must be strong or session, got {level!r}")
         if self.options.get("index", "FLAT") not in ("FLAT", "HNSW", "IVF_FLAT", "AUTOINDEX"):
             raise UserError(
                 f"store {self.url}: index must be FLAT, HNSW, IVF_FLAT or AUTOINDEX, got {self.options['index']!r}"

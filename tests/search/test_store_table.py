@@ -1,0 +1,92 @@
+"""The table of what each store can do, in the guide, against the stores, their options and the pinned versions."""
+
+import re
+from pathlib import Path
+
+import pytest
+from support.raising import raises
+
+from sfumato.errors import UserError
+from sfumato.search.stores import protocol
+from sfumato.search.stores.local import LocalStore
+from sfumato.search.stores.milvus import MilvusStore
+from sfumato.search.stores.pgvector import PgVectorStore
+from sfumato.search.stores.protocol import STORES, WordStore, create_store
+from sfumato.search.stores.redis import RedisStore
+
+ROOT = Path(__file__).resolve().parents[2]
+CLASSES = {
+    "file": LocalStore,
+    "redis": RedisStore,
+    "postgresql": PgVectorStore,
+    "milvus": MilvusStore,
+    "milvus+http": MilvusStore,
+}
+URLS = {
+    "file": "file:none",
+    "redis": "redis://h/0?means=none",
+    "postgresql": "postgresql://h/d",
+    "milvus": "milvus:none.db",
+    "milvus+http": "milvus+http://h/n",
+}
+SAME = {"rediss": "redis", "postgres": "postgresql", "milvus+https": "milvus+http"}
+TESTS = {"file": "stores", "redis": "redis", "postgresql": "pgvector", "milvus": "milvus", "milvus+http": "milvus"}
+
+
+def table():
+    """The cells of each row by the scheme in its first cell."""
+    guide = (ROOT / "docs" / "guides" / "search.md").read_text(encoding="utf-8")
+    section = guide.partition("### What each store can do\n")[2].partition("\n#")[0]
+    lines = [line.strip("| ").split(" | ") for line in section.splitlines() if line.startswith("|")]
+    return {
+        re.match(r"`([a-z+]+):", first)[1]: dict(zip(lines[0][1:], rest, strict=True)) for first, *rest in lines[2:]
+    }
+
+
+def test_every_store_has_a_row():
+    assert set(table()) == set(CLASSES) == set(STORES) - set(SAME)
+    assert all(STORES[name].factory == STORES[other].factory for name, other in SAME.items())
+
+
+def test_the_stores_that_search_by_words():
+    for scheme, row in table().items():
+        texts = CLASSES[protocol.scheme(protocol.beside(URLS[scheme]))]
+        assert row["search by words"] == ("yes" if issubclass(texts, WordStore) else "no"), scheme
+
+
+@pytest.mark.parametrize(
+    "url", ["milvus:{}/a.db?index=IVF_PQ", "milvus+http://h:1/n?index=IVF_PQ", "postgresql://h:1/d?index=ivfpq"]
+)
+def test_the_stores_without_compressed_vectors_refuse_them(url, tmp_path):
+    assert table()[url.partition(":")[0]]["compressed vectors"] == "no"
+    raises(UserError, "index must be", create_store, url.format(tmp_path), 3, "f")
+
+
+def test_the_stores_with_compressed_vectors_take_them(tmp_path):
+    with_codes = [scheme for scheme, row in table().items() if row["compressed vectors"].startswith("`ivf-pq`")]
+    assert with_codes == ["file", "redis"]
+    create_store(f"file:{tmp_path}/store?engine=ivf-pq", 3, "f").close()
+    raises(UserError, "Redis", create_store, f"redis://127.0.0.1:1/0?means={tmp_path}/means&engine=ivf-pq", 3, "f")
+
+
+def test_the_contract_with_its_filters_is_tested_for_every_store():
+    for scheme, row in table().items():
+        tests = (ROOT / "tests" / "search" / f"test_{TESTS[scheme]}.py").read_text(encoding="utf-8")
+        assert row["filters"] == "yes" and "StoreContract):" in tests, scheme
+
+
+def test_the_stores_with_a_choice_of_consistency():
+    for scheme, row in table().items():
+        if scheme == "milvus":  # The only process of Lite has nobody to wait for.
+            continue
+        chosen = "consistency=session" in row["other processes find a write"]
+        url = URLS[scheme] + ("&" if "?" in URLS[scheme] else "?") + "consistency=none"
+        said = "must be strong or session" if chosen else "unknown option 'consistency'"
+        raises(UserError, said, create_store, url, 3, "f")
+
+
+def test_the_versions_are_those_that_the_tests_have():
+    pinned = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line)
+    for scheme, row in table().items():
+        named = re.findall(r"([a-z-]+) (\d+\.\d+\.\d+)", row["tested with"])
+        assert named and all(pinned[name] == version for name, version in named), scheme
