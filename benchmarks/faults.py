@@ -138,7 +138,7 @@ NAMES = (
         "coverage",
         "filter",
         "where",
-        "position",
+        "order",
     ),
     *("max_total_variance", "items", "payload", "ids", "q", "n", "size", "__proto__", "", "\ud800", "a" * 2000),
 )
@@ -221,7 +221,7 @@ def nearly(random: random.Random) -> Any:
                 "max_results": 3,
                 "filter": {"where": {"a": ["b"]}, "max_total_variance": 3},
             },
-            {"queries": [{"image": in_base64(picture())}, {"id": "0"}], "gallery": "images", "position": True},
+            {"queries": [{"image": in_base64(picture())}, {"id": "0"}], "gallery": "images", "order": "distance"},
             {"gallery": "images", "items": [{"id": "new", "image": in_base64(picture()), "payload": {"a": "b"}}]},
             {"gallery": "images", "ids": ["nobody"]},
         )

@@ -246,7 +246,7 @@ class Client:
 
     def _text(self) -> None:
         words = " ".join(self._chance.choices(WORDS, k=self._chance.randint(1, 6)))
-        more: list[Options] = [{}, {"coverage": 0.8}, {"abstain": 0.5}, {"position": True}]
+        more: list[Options] = [{}, {"coverage": 0.8}, {"abstain": 0.5}, {"order": "distance"}]
         more += [{"filter": {"where": {"first": ["yes"]}}}, {"min_probability": 0.1}]
         body = {
             "queries": [{"text": words}],

@@ -33,6 +33,12 @@ class StoreServer:
         """URL of a store there."""
         raise NotImplementedError
 
+    @property
+    def pid(self) -> int:
+        """Its first process."""
+        assert self._process is not None
+        return self._process.pid
+
     def start(self) -> None:
         """Start it, and wait until it answers."""
         raise NotImplementedError
@@ -40,8 +46,8 @@ class StoreServer:
     def kill(self) -> None:
         """End all its processes with SIGKILL."""
         self._send(signal.SIGKILL)
-        assert self._process is not None
-        self._process.wait()
+        if self._process is not None:
+            self._process.wait()
 
     def hang(self) -> None:
         """Stop all its processes: connections stay open, and nobody answers."""
@@ -52,8 +58,7 @@ class StoreServer:
         self._send(signal.SIGCONT)
 
     def _send(self, number: int) -> None:
-        assert self._process is not None
-        for pid in family(self._process.pid):
+        for pid in family(self.pid):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
 

@@ -33,7 +33,7 @@ from sfumato.errors import UserError
 from sfumato.search.stores.protocol import WORDS, Filter, Records, StoreInUseError, parse_where
 
 APPROXIMATE = ("hnsw", "ivf", "ivf-pq")
-OF_HNSW = "memory, exact_below, m, ef_construction, ef_search"
+OF_HNSW = "memory, exact_below, compress, m, ef_construction, ef_search, overfetch"
 
 
 class TestFlat(StoreContract):
@@ -120,6 +120,30 @@ def test_recall_at_the_defaults(engine, tmp_path):
     with_faiss.close()
 
 
+def test_compressed_vectors_are_candidates_only(tmp_path, needs_faiss):
+    """48 of 96 numbers hardly vary: they are left out, and a byte is kept of each other; results are as exact."""
+    spread = torch.cat([torch.ones(48), torch.full((48,), 0.01)])
+    batch, wanted = records(6000, 96, 1), queries(200, 96, 2) * spread
+    batch = Records(batch.ids, batch.vectors * spread, batch.uncertainty, batch.payloads)
+    sizes = {}
+    for compress in ("int8", "none"):
+        store = create_store(
+            f"{tmp_path}/{compress}?engine=hnsw&exact_below=100&compress={compress}&m=16&ef_search=1000", 96
+        )
+        store.upsert(batch)
+        store.optimise()
+        assert recall(store, by_id(batch), wanted, 10) >= 0.98 and uses_index(store)
+        for query, found in zip(wanted[:20], store.search(wanted[:20], 10), strict=True):
+            assert squared_l2(found.vectors, query).tolist() == sorted(squared_l2(found.vectors, query).tolist())
+            assert torch.equal(found.vectors, store.get(found.ids).vectors)
+        store.close()
+        sizes[compress] = index_files(tmp_path / compress)[0].stat().st_size / 6000
+    links = 2 * 16 * 4  # of the lowest layer; the upper ones and the levels are less than as much again
+    assert 48 + links < sizes["int8"] < 48 + 2 * links and sizes["none"] - sizes["int8"] == pytest.approx(
+        4 * 96 - 48, rel=0.05
+    )
+
+
 @pytest.mark.parametrize("engine", ("ivf", "ivf-pq"))
 def test_equal_builds_give_equal_results(engine, tmp_path):
     found = []
@@ -163,6 +187,7 @@ def test_options_of_searches_come_from_the_url_that_opens(tmp_path, needs_faiss)
     [
         ("engine=tree", "unknown engine 'tree'; known: flat, hnsw, ivf, ivf-pq"),
         ("engine=hnsw&n_probe=3", f"engine hnsw has no option 'n_probe'; it has {OF_HNSW}"),
+        ("engine=hnsw&compress=zip", "compress must be none or int8, got 'zip'"),
         ("engine=ivf&n_probe=0", "n_probe must be at least 1, got 0"),
         ("engine=ivf&n_probe=many", "n_probe must be a whole number from 0, got 'many'"),
         ("engine=ivf-pq&overfetch=0", "overfetch must be at least 1, got 0"),

@@ -1,9 +1,9 @@
 """What finds the nearest vectors, by positions alone: exact products with bounds on their rounding error, and FAISS.
 
 The caller defines where vectors are stored and the meaning of a position (search/stores/local.py). FAISS needs the
-extra `faiss`: HNSW (graph), IVF (lists) and IVF-PQ (lists of compressed vectors). IVF-PQ returns approximate distances:
-its caller must fetch several times the wanted number of candidates and re-rank them by the full vectors, so it is not
-in FAISS_ENGINES.
+extra `faiss`: HNSW (graph), IVF (lists) and IVF-PQ (lists of compressed vectors). IVF-PQ, and HNSW over compressed
+vectors, return approximate distances: the caller must fetch several times the wanted number of candidates and re-rank
+them by the full vectors.
 """
 
 import functools
@@ -163,22 +163,28 @@ def is_in(positions: Positions, allowed: Positions) -> npt.NDArray[np.bool_]:
 
 
 FAISS_ENGINES = ("hnsw", "ivf")
-"""Engines of :class:`FaissStore` that return distances of the full vectors."""
+"""Engines of :class:`FaissStore` that return distances of the full vectors, unless they are compressed."""
 
 STORE_ENGINES = (*FAISS_ENGINES, "ivf-pq")
 """All engines of :class:`FaissStore`."""
 
-_POINTS_PER_LIST = 39
-"""With fewer training vectors per list, FAISS warns that its k-means is poor."""
+_POINTS_PER_LIST, _MOST_PER_LIST = 39, 256
+"""With fewer training vectors per list, FAISS warns that its k-means is poor; it reads no more."""
 
 _TRAINING, _BLOCK = 65_536, 65_536
-"""ivf-pq: number of training vectors, and of vectors that are rotated and added at a time."""
+"""Numbers of training vectors, and of vectors that are added at a time."""
+
+_KEPT = 0.99
+"""Fraction of the variance that is kept of compressed vectors."""
+
+COMPRESSIONS = ("none", "int8")
 
 
 @dataclass(frozen=True)
 class FaissOptions:
     """The options of the FAISS engines; each engine uses only its own."""
 
+    compress: str = "none"  # hnsw: int8 keeps the main components of the vectors, one byte each
     m: int = 32  # hnsw: links of a node
     ef_construction: int = 200  # hnsw: candidates while building
     ef_search: int = 64  # hnsw: candidates while searching; never fewer than the requested results
@@ -192,6 +198,8 @@ class FaissOptions:
             value, least = getattr(self, name), {"m": 2, "seed": 0}.get(name, 1)
             if value is not None and value < least:
                 raise ValueError(f"FaissOptions: {name} must be at least {least}, got {value}")
+        if self.compress not in COMPRESSIONS:
+            raise ValueError(f"FaissOptions: compress must be {' or '.join(COMPRESSIONS)}, got {self.compress!r}")
 
 
 class FaissStore:
@@ -206,33 +214,32 @@ class FaissStore:
     @classmethod
     def build(cls, vectors: Tensor, engine: str, options: FaissOptions | None = None) -> "FaissStore":
         """Index vectors. vectors (m, e)."""
-        faiss = require_faiss()
-        options = options or FaissOptions()
-        m, e = vectors.shape
-        if engine == "hnsw":
-            index = faiss.IndexHNSWFlat(e, options.m)
-            index.hnsw.efConstruction = options.ef_construction
-        elif engine in ("ivf", "ivf-pq"):
-            n_lists = options.n_lists or max(1, min(round(math.sqrt(m)), m // _POINTS_PER_LIST))
-            if n_lists > m:
-                raise ValueError(f"FaissStore: {n_lists} lists for {m} vectors; n_lists must not exceed their number")
-            if engine == "ivf-pq":
-                index = _compressed(faiss, m, e, n_lists, options)
-            else:
-                index = faiss.IndexIVFFlat(faiss.IndexFlatL2(e), e, n_lists)
-                index.cp.seed = options.seed
-        else:
-            raise ValueError(f"unknown engine {engine!r}; FAISS has {', '.join(STORE_ENGINES)}")
         data = vectors.detach().cpu().contiguous().numpy()
-        if engine == "ivf":
-            index.train(data)
-        if engine == "ivf-pq":
-            generator = torch.Generator().manual_seed(options.seed)
-            index.train(data[torch.randperm(m, generator=generator)[:_TRAINING].sort()[0].numpy()])
-            for start in range(0, m, _BLOCK):
-                index.add(data[start : start + _BLOCK])
+        return cls.build_from(data.__getitem__, len(data), data.shape[1], engine, options or FaissOptions())
+
+    @classmethod
+    def build_from(cls, fetch: Fetch, m: int, e: int, engine: str, options: FaissOptions) -> "FaissStore":
+        """Index the vectors at positions 0 to m - 1, e numbers each, fetched in blocks."""
+        faiss = require_faiss()
+        if engine not in STORE_ENGINES:
+            raise ValueError(f"unknown engine {engine!r}; FAISS has {', '.join(STORE_ENGINES)}")
+        n_lists = options.n_lists or max(1, min(round(math.sqrt(m)), m // _POINTS_PER_LIST))
+        if engine != "hnsw" and n_lists > m:
+            raise ValueError(f"FaissStore: {n_lists} lists for {m} vectors; n_lists must not exceed their number")
+        n = max(_TRAINING, _MOST_PER_LIST * n_lists) if engine == "ivf" else _TRAINING
+        generator = torch.Generator().manual_seed(options.seed)
+        sample = fetch(torch.randperm(m, generator=generator)[:n].sort()[0].numpy())
+        if engine == "hnsw":
+            index = _graph(faiss, sample, options)
+        elif engine == "ivf":
+            index = faiss.IndexIVFFlat(faiss.IndexFlatL2(e), e, n_lists)
+            index.cp.seed = options.seed
         else:
-            index.add(data)
+            index = _compressed(faiss, m, e, n_lists, options)
+        if not index.is_trained:
+            index.train(sample)
+        for start in range(0, m, _BLOCK):
+            index.add(fetch(np.arange(start, min(m, start + _BLOCK))))
         return cls(index, engine, options)
 
     @property
@@ -255,7 +262,7 @@ class FaissStore:
             n_lists = int(faiss.extract_index_ivf(self._index).nlist)
             n_probe = math.ceil((self.options.n_probe or max(8, math.ceil(n_lists / 8))) * effort)
             parameters = faiss.SearchParametersIVF(nprobe=min(n_lists, n_probe), sel=selector)
-        if self.engine == "ivf-pq":
+        if isinstance(self._index, faiss.IndexPreTransform):
             parameters = faiss.SearchParametersPreTransform(index_params=parameters)
         squared_l2, positions = self._index.search(queries.detach().cpu().contiguous().numpy(), k, params=parameters)
         return torch.from_numpy(squared_l2), torch.from_numpy(positions)
@@ -279,6 +286,35 @@ class FaissStore:
             return cls(faiss.read_index(str(path), flags), engine, options)
         except RuntimeError as error:
             raise ValueError(f"{path}: FAISS cannot read this file ({error}); build the index again") from error
+
+
+def _graph(faiss: Any, sample: Vectors, options: FaissOptions) -> Any:
+    """An empty HNSW index, for int8 over the main components of the vectors. sample (n, e)."""
+    e = sample.shape[1]
+    if options.compress == "none":
+        graph = index = faiss.IndexHNSWFlat(e, options.m)
+    else:
+        components, centre = _main_components(sample)
+        d = len(components)
+        graph = faiss.IndexHNSWSQ(d, faiss.ScalarQuantizer.QT_8bit, options.m)
+        turn = faiss.LinearTransform(e, d, True)
+        faiss.copy_array_to_vector(components.ravel(), turn.A)
+        faiss.copy_array_to_vector(-components @ centre, turn.b)
+        turn.is_trained = True
+        index = faiss.IndexPreTransform(turn, graph)
+        index.referenced_objects = (turn, graph)  # Python must not free what C++ points to.
+    graph.hnsw.efConstruction = options.ef_construction
+    return index
+
+
+def _main_components(sample: Vectors) -> tuple[Vectors, Vectors]:
+    """(d, e) the fewest orthonormal directions that keep most of the variance, and (e,) the mean. sample (n, e)."""
+    values = torch.from_numpy(sample).double()
+    centre = values.mean(0)
+    variance, directions = torch.linalg.eigh(torch.cov(values.T, correction=0))
+    kept = variance.flip(0).cumsum(0) / variance.sum().clamp_min(torch.finfo(torch.float64).tiny)
+    d = min(len(variance), 1 + int((kept < _KEPT).sum()))
+    return directions.flip(1)[:, :d].T.float().contiguous().numpy(), centre.float().numpy()
 
 
 def _compressed(faiss: Any, m: int, e: int, n_lists: int, options: FaissOptions) -> Any:

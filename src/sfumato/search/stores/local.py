@@ -55,7 +55,7 @@ from sfumato.search.stores.protocol import (
 
 _OF_ENGINE = {
     "flat": (),
-    "hnsw": ("m", "ef_construction", "ef_search"),
+    "hnsw": ("compress", "m", "ef_construction", "ef_search", "overfetch"),
     "ivf": ("n_lists", "n_probe", "seed"),
     "ivf-pq": ("n_lists", "n_probe", "seed", "code_size", "overfetch"),
 }
@@ -65,16 +65,23 @@ LOCAL_OPTIONS = {
     "engine": Option(f"{', '.join(_OF_ENGINE)}; flat if left out"),
     "memory": Option("MB of vectors that searches keep in memory, 2000 if left out; more are read at each search", 0),
     "exact_below": Option("items below which all are compared instead of using the index, 8192 if left out", 0),
+    "compress": Option("hnsw: int8, the main components of the vectors in a byte each, or none; int8 if left out"),
     "m": Option("hnsw: number of links of a node", 0),
     "ef_construction": Option("hnsw: number of candidates while building", 0),
-    "ef_search": Option("hnsw: number of candidates while searching", 0),
+    "ef_search": Option("hnsw: number of candidates while searching, 512 if left out", 0),
     "n_lists": Option("ivf, ivf-pq: number of lists", 0),
     "n_probe": Option("ivf, ivf-pq: number of lists that a search reads", 0),
     "seed": Option("ivf, ivf-pq: seed of the clustering", 0),
     "code_size": Option("ivf-pq: number of bytes of a compressed vector", 0),
-    "overfetch": Option("ivf-pq: number of candidates for each wanted result, 10 if left out", 0),
+    "overfetch": Option("compressed vectors: number of candidates for each wanted result, 10 if left out", 0),
 }
 """What may follow the question mark of the URL, for messages and docs."""
+
+_HNSW = {"compress": "int8", "ef_search": 512}
+"""Defaults by which a million items are found from both modalities (benchmarks/scale.py)."""
+
+_NAMED = ("engine", "compress")
+"""Options whose values are no numbers."""
 
 _SEARCHING = ("memory", "exact_below", "ef_search", "n_probe", "overfetch")
 """Options that the URL of every opening may set; the others are settled when the store is created."""
@@ -100,6 +107,8 @@ class LocalSettings:
         if foreign := sorted(set(rest) - {*_OF_ENGINE[engine], *_OF_ALL}):
             known = ", ".join((*_OF_ALL, *_OF_ENGINE[engine]))
             raise UserError(f"store {url}: engine {engine} has no option {foreign[0]!r}; it has {known}")
+        if engine == "hnsw":
+            rest = _HNSW | rest
         memory, exact_below = rest.pop("memory", 2000), rest.pop("exact_below", 8192)
         overfetch = rest.pop("overfetch", 10)
         if overfetch < 1:
@@ -133,7 +142,7 @@ def parse_url(url: str) -> tuple[Path, dict[str, Any]]:
     given: dict[str, Any] = dict(options(url.replace("#", "%23"), LOCAL_OPTIONS))
     if not path:
         raise UserError(f"store {url}: names no folder; write PATH?engine=hnsw")
-    return Path(path), {name: value if name == "engine" else int(value) for name, value in given.items()}
+    return Path(path), {name: value if name in _NAMED else int(value) for name, value in given.items()}
 
 
 _WRITER = ".writer"
@@ -563,7 +572,8 @@ class LocalStore(StoreBase):
         if n < max(1, settings.exact_below, _FEW_FRACTION * len(index.positions)):
             return -1
         # More than k candidates: some are deleted, and rounding or compressed codes may have changed their order.
-        c = min(n, k * settings.overfetch if settings.engine == "ivf-pq" else 2 * k + 8)
+        compressed = settings.engine == "ivf-pq" or settings.faiss.compress != "none"
+        c = min(n, k * settings.overfetch if compressed else 2 * k + 8)
         found = index.faiss.search(queries, c, among)[1].numpy()
         positions = np.where(found >= 0, index.positions[found], -1)
         select = f"SELECT position FROM items WHERE position IN {LIST}"
@@ -605,15 +615,18 @@ class LocalStore(StoreBase):
             moved = len(np.setxor1d(positions, index.positions)) if index else n
             if n < max(16, self._settings.exact_below) or moved <= _STALE * n:
                 return
-            vectors = np.empty((n, self.dim), dtype=np.float32)
-            for start in range(0, n, _PAGE):
-                vectors[start : start + _PAGE] = self._vectors(connection, positions[start : start + _PAGE])
-        numbers = self._settings.faiss
-        if numbers.n_lists:
-            numbers = replace(numbers, n_lists=min(numbers.n_lists, max(1, n // 39)))
+            numbers = self._settings.faiss
+            if numbers.n_lists:
+                numbers = replace(numbers, n_lists=min(numbers.n_lists, max(1, n // 39)))
+
+            def vectors(rows: Positions) -> Vectors:
+                pages = np.array_split(positions[rows], max(1, len(rows) // _PAGE))
+                return np.concatenate([self._vectors(connection, page) for page in pages])
+
+            built = FaissStore.build_from(vectors, n, self.dim, self._settings.engine, numbers)
         file = self.path / f"index-{positions[-1]}-{n}.{self._settings.engine}"
         try:
-            FaissStore.build(torch.from_numpy(vectors), self._settings.engine, numbers).write(file)
+            built.write(file)
             with file.open("rb+") as stream:
                 os.fsync(stream.fileno())
             sync_folder(self.path)
