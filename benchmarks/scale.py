@@ -174,7 +174,7 @@ def main() -> None:
         what, url, n = given.step
         steps = {"write": written, "search": searched}
         return print(json.dumps(steps[what](World(Path("world.pt")), url, int(n))))
-    result: dict[str, Any] = {"dim": D}
+    result: dict[str, Any] = {"dim": D, "stores": {}}
     with tempfile.TemporaryDirectory() as work:
         folder = Path(work)
         World.make(given.flickr8k, folder / "world.pt")
@@ -190,8 +190,9 @@ def main() -> None:
                         figures |= json.loads(done.stdout.splitlines()[-1])
                         if server is not None:
                             figures[f"memory to {step}, MB"] = family_memory(server)
-                result.setdefault(form, {})[str(n)] = figures | {"disk, MB": size(own)}
-                print(form, n, json.dumps(result[form][str(n)]), flush=True)
+                figures["disk, MB"] = size(own)
+                result["stores"].setdefault(form.replace("{}", ""), {})[str(n)] = figures
+                print(form, n, json.dumps(figures), flush=True)
                 if given.json:
                     given.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 

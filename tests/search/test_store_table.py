@@ -62,11 +62,13 @@ def test_the_stores_without_compressed_vectors_refuse_them(url, tmp_path):
     raises(UserError, "index must be", create_store, url.format(tmp_path), 3, "f")
 
 
-def test_the_stores_with_compressed_vectors_take_them(tmp_path):
-    with_codes = [scheme for scheme, row in table().items() if row["compressed vectors"].startswith("`ivf-pq`")]
+@pytest.mark.parametrize("engine", ["hnsw", "ivf-pq"])
+def test_the_stores_with_compressed_vectors_take_them(engine, tmp_path, needs_faiss):
+    with_codes = [scheme for scheme, row in table().items() if f"`{engine}`" in row["compressed vectors"]]
     assert with_codes == ["file", "redis"]
-    create_store(f"file:{tmp_path}/store?engine=ivf-pq", 3, "f").close()
-    raises(UserError, "Redis", create_store, f"redis://127.0.0.1:1/0?means={tmp_path}/means&engine=ivf-pq", 3, "f")
+    create_store(f"file:{tmp_path}/store?engine={engine}", 3, "f").close()
+    url = f"redis://127.0.0.1:1/0?means={tmp_path}/means&engine={engine}"
+    raises(UserError, "Redis", create_store, url, 3, "f")
 
 
 def test_the_contract_with_its_filters_is_tested_for_every_store():

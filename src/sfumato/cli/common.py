@@ -21,8 +21,8 @@ from sfumato.progress import say
 _GROUPS = {
     "start": "demo index search serve",
     "models": "train adopt calibrate export recipes",
-    "measure": "evaluate judge trust score audit report table referee",
-    "data": "embed regions copy delete",
+    "measure": "evaluate judge trust score audit report table",
+    "data": "embed regions copy delete plan",
 }
 """The groups of the help and their commands; all others are studies, which --help-all shows."""
 

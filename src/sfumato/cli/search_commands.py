@@ -244,6 +244,29 @@ def copy(
     print_result({"out": str(out), "store": url, "items": n}, as_json, f"{counted(n, 'item')} copied to {url}: {out}")
 
 
+@command()
+def plan(
+    *,
+    items: float = flag(..., "Number of items, e.g. 5e6.", min=1),
+    dim: int = flag(256, "Dimensions of the embeddings; the model small has 256.", min=1),
+    queries_per_second: float = flag(1, "Searches a second at the busiest time.", min=0),
+    texts: bool = flag(False, "The items have captions, tags or titles, which are searched, too.", "--texts"),
+    cores: int = flag(16, "Cores of a machine.", min=1),
+    memory: float = flag(64, "GB of memory of a machine.", min=1),
+    as_json: AsJson = False,
+) -> None:
+    """Say what a gallery of any size needs: memory, disk, time."""
+    from sfumato.reports.tables import print_table, print_wrapped
+    from sfumato.workflows.plan import HEADINGS, Machine, plan_gallery, words_of
+
+    needs = plan_gallery(items, dim, queries_per_second, Machine(cores, memory), texts=texts)
+    if as_json:
+        return print(json.dumps([asdict(need) for need in needs]))
+    print_table(f"{items:,.0f} items of {dim} dimensions", HEADINGS, [need.row for need in needs])
+    for line in words_of(needs):
+        print_wrapped(line)
+
+
 Moved = Annotated[
     list[str] | None,
     flag(
