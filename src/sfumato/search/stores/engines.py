@@ -238,6 +238,7 @@ class FaissStore:
             index = _compressed(faiss, m, e, n_lists, options)
         if not index.is_trained:
             index.train(sample)
+        faiss.omp_set_num_threads(torch.get_num_threads())
         for start in range(0, m, _BLOCK):
             index.add(fetch(np.arange(start, min(m, start + _BLOCK))))
         return cls(index, engine, options)
@@ -264,6 +265,8 @@ class FaissStore:
             parameters = faiss.SearchParametersIVF(nprobe=min(n_lists, n_probe), sel=selector)
         if isinstance(self._index, faiss.IndexPreTransform):
             parameters = faiss.SearchParametersPreTransform(index_params=parameters)
+        # For one query, threads cost more than they bring; the number is that of the calling thread alone.
+        faiss.omp_set_num_threads(1 if len(queries) == 1 else torch.get_num_threads())
         squared_l2, positions = self._index.search(queries.detach().cpu().contiguous().numpy(), k, params=parameters)
         return torch.from_numpy(squared_l2), torch.from_numpy(positions)
 
