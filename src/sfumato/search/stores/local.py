@@ -68,7 +68,7 @@ LOCAL_OPTIONS = {
     "compress": Option("hnsw: int8, the main components of the vectors in a byte each, or none; int8 if left out"),
     "m": Option("hnsw: number of links of a node", 0),
     "ef_construction": Option("hnsw: number of candidates while building, 64 if left out", 0),
-    "ef_search": Option("hnsw: number of candidates while searching, 768 if left out", 0),
+    "ef_search": Option("hnsw: number of candidates while searching, 1024 if left out", 0),
     "n_lists": Option("ivf, ivf-pq: number of lists", 0),
     "n_probe": Option("ivf, ivf-pq: number of lists that a search reads", 0),
     "seed": Option("ivf, ivf-pq: seed of the clustering", 0),
@@ -77,7 +77,7 @@ LOCAL_OPTIONS = {
 }
 """What may follow the question mark of the URL, for messages and docs."""
 
-_HNSW = {"compress": "int8", "ef_construction": 64, "ef_search": 768, "overfetch": 4}
+_HNSW = {"compress": "int8", "ef_construction": 64, "ef_search": 1024, "overfetch": 4}
 """Defaults by which a million items are found from both modalities (benchmarks/scale.py)."""
 
 _NAMED = ("engine", "compress")
