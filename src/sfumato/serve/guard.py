@@ -5,6 +5,7 @@ import contextlib
 import ctypes
 import hmac
 import logging
+import re
 import secrets
 import sys
 import time
@@ -244,6 +245,9 @@ HEADERS = {
 }
 """Headers of every response that does not set them itself."""
 
+REQUEST_ID = "X-Request-ID"
+"""Header with the number of a request, which its lines in the log have too."""
+
 RIGHTS = "sfumato.rights"
 """Key of the ASGI scope for what the caller may do."""
 
@@ -256,8 +260,15 @@ _LOG = logging.getLogger("sfumato.serve")
 class Guard:
     """The ASGI middleware; it is pure ASGI, so that it sees every byte."""
 
-    def __init__(self, app: ASGIApp, settings: Settings, metrics: Metrics, route: Callable[[str], str]) -> None:
-        self.app, self.settings, self.metrics, self.route = app, settings, metrics, route
+    def __init__(
+        self,
+        app: ASGIApp,
+        settings: Settings,
+        metrics: Metrics,
+        route: Callable[[str], str],
+        leaving: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self.app, self.settings, self.metrics, self.route, self.leaving = app, settings, metrics, route, leaving
         self.bodies, self._slots = Bodies(settings), Budget(settings.max_requests, "simultaneous requests")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -265,7 +276,8 @@ class Guard:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        reply, started = _Reply(send, bodyless=scope["method"] == "HEAD"), time.perf_counter()
+        request_id, started = _request_id(Headers(scope=scope).get(REQUEST_ID, "")), time.perf_counter()
+        reply = _Reply(send, {REQUEST_ID: request_id}, bodyless=scope["method"] == "HEAD", leaving=self.leaving)
         try:
             await self._answer(scope, receive, reply)
         except Refusal as refusal:
@@ -274,13 +286,16 @@ class Guard:
             pass
         except Exception:
             number = secrets.token_hex(6)
-            _LOG.exception("error %s: %s %s", number, scope["method"], self.route(scope["path"]))
+            route = self.route(scope["path"])
+            _LOG.exception("error %s: %s %s", number, scope["method"], route, extra={"request_id": request_id})
             detail = f"An error in the service. Its log has the cause under the number {number}"
             await reply.refuse(Refusal(500, detail), scope, receive)
         finally:
             seconds, route = time.perf_counter() - started, self.route(scope["path"])
             self.metrics.request(scope["method"], route, reply.status, seconds)
-            _LOG.debug("%s %s %d %.1f ms", scope["method"], route, reply.status, 1000 * seconds)
+            said = scope["method"], route, reply.status, 1000 * seconds
+            extra = dict(zip(("method", "path", "status", "milliseconds"), said, strict=True))
+            _LOG.debug("%s %s %d %.1f ms", *said, extra={"request_id": request_id, **extra})
 
     async def _answer(self, scope: Scope, receive: Receive, reply: "_Reply") -> None:
         headers = Headers(scope=scope)
@@ -389,17 +404,17 @@ class _Gone(Exception):
 class _Reply:
     """Sends a response with the service's headers and records its status; without its body if that is wanted."""
 
-    def __init__(self, send: Send, *, bodyless: bool = False) -> None:
+    def __init__(self, send: Send, headers: Mapping[str, str], *, bodyless: bool, leaving: Callable[[], bool]) -> None:
         self._send, self.status, self.started, self.close = send, 499, False, False
-        self._bodyless = bodyless
+        self._headers, self._bodyless, self._leaving = {**HEADERS, **headers}, bodyless, leaving
 
     async def __call__(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self.started, self.status = True, message["status"]
             headers = MutableHeaders(scope=message)
-            for name, value in HEADERS.items():
+            for name, value in self._headers.items():
                 headers.setdefault(name, value)
-            if self.close:
+            if self.close or self._leaving():
                 headers["Connection"] = "close"
         elif self._bodyless:
             message = {**message, "body": b""}
@@ -413,6 +428,11 @@ class _Reply:
         if not self.started:
             with contextlib.suppress(_Gone):
                 await refusal.response()(scope, receive, self)
+
+
+def _request_id(given: str) -> str:
+    """The id that a proxy has given to a request, or a new one."""
+    return given if re.fullmatch(r"[\w.-]{1,64}", given, re.ASCII) else secrets.token_hex(8)
 
 
 def _writes(method: str, path: str) -> bool:

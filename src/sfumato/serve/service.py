@@ -88,6 +88,7 @@ class Service:
         self.pixels = Budget(settings.pixel_budget, "images to decode")
         self.ready = asyncio.Event()
         self.failed: str | None = None
+        self.draining = False  # It was asked to stop, and answers what still comes for a while.
         self._threads = Threads(settings.workers, "search", partial(torch.set_num_threads, settings.threads))
         self.searches: Batcher[Search, Answer] = Batcher(
             self._search, self._threads.pool, size=settings.batch_size, window=0.0, workers=settings.workers,
