@@ -356,6 +356,7 @@ class Service:
         drift: dict[str, QueryDrift] = {
             n: state for n, one in galleries.items() if (state := query_drift(one)) is not None
         }
+        calibrated: dict[str, float | None]
         calibrated = {name: calibrated_probability(served) for name, served in galleries.items()}
         values: dict[str, Mapping[str, float | None]]
         values = {"waiting": waiting, "items": items, "store_up": stores, "calibrated_probability": calibrated}
