@@ -41,7 +41,8 @@ class Services:
         return Process(self.folder, "--port", str(port), "--drain", "0.5", "--timeout", "10")
 
     def end(self, i, signal_number):
-        return self.running[i].end(signal_number)
+        process, self.running[i] = self.running[i], None
+        return process.end(signal_number)
 
     def start(self, i):
         self.running[i] = self._begin(self.ports[i])
@@ -62,8 +63,9 @@ def shared(store, run, data, tmp_path):
 def services(shared):
     both = Services(shared)
     yield both
-    for process in both.running:
-        process.end(signal.SIGTERM)
+    for i in range(2):
+        if both.running[i] is not None:
+            both.end(i, signal.SIGTERM)
 
 
 @pytest.fixture
