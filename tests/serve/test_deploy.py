@@ -104,6 +104,9 @@ def test_the_proxy_fits_the_limits_of_the_service():
     assert int(patience) > 2 * usual.timeout
     (idle,) = re.findall(r"keepalive_timeout (\d+)s;", text)
     assert int(idle) < IDLE
+    (drain,) = (one.default for one in typer.main.get_command(app).commands["serve"].params if one.name == "drain")
+    left_out = {int(seconds) for seconds in re.findall(r"fail_timeout=(\d+)s", text)}
+    assert max(left_out) + 2 < drain  # nginx counts whole seconds.
 
 
 FIRST, JUDGED = 'sfumato_first_hit_probability_{}{{gallery="images",target="listed"}}', "sfumato_judged_{}_total{{{}}}"
