@@ -20,8 +20,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 
 EXTRAS = (
-    "faiss", "parquet", "calibration", "analysis", "report", "benchmarks", "backbones", "offline", "serve", "heif",
-    "raw", "video",
+    "faiss", "parquet", "calibration", "analysis", "report", "benchmarks", "backbones", "offline", "serve", "otel",
+    "heif", "raw", "video",
 )  # fmt: skip
 """All extras but the clients of database servers and the demo, whose packages are in the others."""
 
@@ -40,6 +40,7 @@ TESTS = (
     "tests/workflows",
     "tests/reports",
     "tests/search/test_index.py",
+    "tests/serve/test_operation.py",
     "tests/serve/test_service.py",
     "tests/training/test_loop.py",
     "tests/training/test_optim.py",

@@ -1,18 +1,14 @@
 """PostgreSQL with pgvector: the contract of stores against a real server, and what that server may do to us."""
 
-import importlib.util
 import json
 import os
-import shutil
 import signal
 import socket
-import subprocess
-import tempfile
 import time
-import uuid
 from pathlib import Path
 
 import pytest
+from support.postgresql import postgresql, started
 from support.processes import Started
 from support.raising import raises
 from support.rare_words import assert_a_rare_word_is_found
@@ -44,86 +40,16 @@ QUOTED = "s3cr%2Ft%3F%40%3A%23word"
 OTHERS = "backend_type = 'client backend' AND pid <> pg_backend_pid()"
 
 
-class Server:
-    """A PostgreSQL of its own on a free loopback port; it refuses to run as root, so there it runs as nobody."""
-
-    def __init__(self, programs):
-        self.programs = programs
-        self.folder = Path(tempfile.mkdtemp(prefix="sfumato-pg-", dir="/tmp"))
-        self.prefix = []
-        if os.geteuid() == 0:
-            self.prefix = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"]
-            os.chown(self.folder, 65534, 65534)
-        self.port = free_port()
-        self.run("initdb", "-U", "postgres", "-A", "trust", "-N", "--locale=C", "-E", "UTF8")
-        rules = self.folder / "data" / "pg_hba.conf"
-        rules.write_text(f"host all guarded 127.0.0.1/32 scram-sha-256\n{rules.read_text()}")
-        self.start()
-
-    def run(self, program, *arguments):
-        command = [*self.prefix, str(self.programs / program), "-D", str(self.folder / "data"), *arguments]
-        pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-        done = subprocess.run(command, cwd="/", timeout=60, **pipes)
-        if done.returncode:
-            raise RuntimeError(f"{program}: {done.stdout.decode()[-500:]}")
-
-    def start(self):
-        # Without fsync a killed server still loses nothing, only a killed machine does.
-        options = f"-h 127.0.0.1 -p {self.port} -k {self.folder} -c fsync=off -c shared_buffers=32MB"
-        self.run("pg_ctl", "-w", "-l", str(self.folder / "log"), "-o", options, "start")
-
-    def stop(self):
-        self.run("pg_ctl", "-w", "-m", "immediate", "stop")
-
-    def remove(self):
-        try:
-            self.stop()
-        finally:
-            shutil.rmtree(self.folder)
-
-    def url(self, user="postgres", database="postgres", **options):
-        options.setdefault("table", f"t{uuid.uuid4().hex[:12]}")
-        told = "&".join(f"{name}={value}" for name, value in options.items())
-        return f"postgresql://{user}@127.0.0.1:{self.port}/{database}?{told}"
-
-    def execute(self, *statements, database="postgres"):
-        import psycopg
-
-        with psycopg.connect(f"postgresql://postgres@127.0.0.1:{self.port}/{database}", autocommit=True) as connection:
-            for statement in statements:
-                cursor = connection.execute(statement)
-            return cursor.fetchall() if cursor.description else None
-
-
-def started(programs):
-    try:
-        return Server(programs)
-    except (OSError, RuntimeError, subprocess.SubprocessError) as error:
-        pytest.skip(f"PostgreSQL of {programs} cannot be started here: {error}")
-
-
 @pytest.fixture(scope="module")
-def server(request):
-    found = importlib.util.find_spec("pgserver")
-    if found is None:
-        pytest.skip("no PostgreSQL with pgvector: pip install pgserver")
-    package = Path(found.origin).parent
-    # The user nobody may not be able to enter the environment's folder: the programs run from a copy, libraries beside
-    # them.
-    copy = Path(tempfile.mkdtemp(prefix="sfumato-pgserver-", dir="/tmp"))
-    request.addfinalizer(lambda: shutil.rmtree(copy))
-    copy.chmod(0o755)
-    shutil.copytree(package / "pginstall", copy / "pgserver" / "pginstall", symlinks=True)
-    shutil.copytree(package.with_name("pgserver.libs"), copy / "pgserver.libs")
-    server = started(copy / "pgserver" / "pginstall" / "bin")
-    # Tables of tests are so small that the planner would leave their indexes aside.
-    server.execute(
-        "CREATE DATABASE indexed",
-        "ALTER DATABASE indexed SET enable_seqscan = off",
-        "CREATE ROLE guarded LOGIN SUPERUSER PASSWORD '" + PASSWORD + "'",
-    )
-    yield server
-    server.remove()
+def server():
+    with postgresql() as server:
+        # Tables of tests are so small that the planner would leave their indexes aside.
+        server.execute(
+            "CREATE DATABASE indexed",
+            "ALTER DATABASE indexed SET enable_seqscan = off",
+            "CREATE ROLE guarded LOGIN SUPERUSER PASSWORD '" + PASSWORD + "'",
+        )
+        yield server
 
 
 class OnServer:

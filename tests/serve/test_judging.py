@@ -47,6 +47,18 @@ def test_verdicts_are_kept_replaced_and_taken_back(judged):
     assert judged.get("/v1/judgements", params={"query": "red", "judge": "ann"}).json()["given"] == {}
 
 
+def test_verdicts_are_counted_beside_what_was_said(judged):
+    ids = [hit["id"] for hit in search(judged, "red")]
+    give(judged, ("red", ids[0], True, 0.9), ("red", ids[1], False, 0.3), ("red", ids[2], True), ("red", ids[3], None))
+    drawn = {"query": "a red one", "id": ids[0], "yes": True, "probability": 0.5, "why": "probability 0.1-0.9"}
+    assert judged.post("/v1/judgements", json={"judgements": [drawn]}).status_code == 200
+    lines = judged.get("/metrics").text.splitlines()
+    found = dict(line.rsplit(" ", 1) for line in lines if line.startswith("sfumato_judged_"))
+    for drawn, numbers in (("no", (2, 1, 1.2)), ("yes", (1, 1, 0.5))):
+        names = [f'sfumato_judged_{n}_total{{drawn="{drawn}",target="fits"}}' for n in ("hits", "right", "probability")]
+        assert [float(found[name]) for name in names] == pytest.approx(numbers)
+
+
 def test_the_summary_is_that_of_the_library(judged):
     hits = {text: search(judged, text) for text in ("red", "a blue square", "yellow thing")}
     verdicts = [(text, hit["id"], i % 3 == 0, hit["match_probability"]) for text in hits for i, hit in

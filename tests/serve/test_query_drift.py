@@ -117,6 +117,31 @@ def test_what_is_compared(watched):
         assert state_of(client)["n_queries"] == 40 and not any(answer["queries_differ"] for answer in found)
 
 
+def values(client):
+    lines = (line.rsplit(" ", 1) for line in client.get("/metrics").text.splitlines() if line[0] != "#")
+    return {name: float(value) for name, value in lines}
+
+
+def test_what_is_said_of_first_hits_stands_beside_what_the_calibration_expects(watched):
+    with served(watched) as client:
+        like = [answer["hits"][0]["match_probability"] for answer in ask(client, "like", 0, 300)]
+        told, name = values(client), 'sfumato_first_hit_probability_{}{{gallery="images",target="listed"}}'
+        ask(client, "like", 0, 20, min_probability=0.01)  # Neither a cut nor a filter, nor another kind of query.
+        ask(client, "like", 0, 20, filter={"max_total_variance": 1e9})
+        client.post("/v1/search", json={"queries": [{"image": in_base64(picture())}]})
+        after = values(client)
+        far = [answer["hits"][0]["match_probability"] for answer in ask(client, "far", 0, 300)]
+        moved = values(client)
+    count, total = name.format("count"), name.format("sum")
+    assert told[count] == after[count] == 300 and told[total] == pytest.approx(sum(like), rel=1e-4)
+    expected = told['sfumato_calibrated_probability{gallery="images"}']
+    assert sum(like) / 300 == pytest.approx(expected, abs=0.05)
+    assert moved[count] == 600 and moved[total] - told[total] == pytest.approx(sum(far), rel=1e-4)
+    assert abs(sum(far) / 300 - expected) > 0.15
+    half = 'sfumato_first_hit_probability_bucket{gallery="images",le="0.5",target="listed"}'
+    assert told[half] == sum(p <= 0.5 for p in like)
+
+
 def test_abstentions_are_counted(watched):
     with served(watched) as client:
         answers = [*ask(client, "like", 0, 30, abstain=0.5), *ask(client, "far", 0, 30, abstain=0.5)]
@@ -135,3 +160,4 @@ def test_a_gallery_that_the_calibration_does_not_cover_has_no_state(run, data):
         galleries, text = client.get("/v1/info").json()["galleries"], client.get("/metrics").text
     assert galleries["images"]["queries"] is not None and galleries["texts"]["queries"] is None
     assert 'sfumato_drift_queries{gallery="texts"}' not in text
+    assert 'sfumato_calibrated_probability{gallery="texts"}' not in text

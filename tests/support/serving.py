@@ -292,4 +292,4 @@ class Process:
 
 def _serve(folder, *arguments):
     os.chdir(folder)
-    command("serve", *arguments, "--port", "0")
+    command("serve", "--port", "0", "--drain", "0", *arguments)

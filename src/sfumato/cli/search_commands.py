@@ -394,7 +394,10 @@ def serve(
     ),
     access_log: bool = flag(False, "Log a line for every request.", "--access-log"),
     device: Device = "auto",
-    grace: int = rare(30, "Time to finish requests after SIGTERM, in seconds.", min=0),
+    log_format: str = rare("text", "Lines of the log: text, or json for one object a line.", metavar="text|json"),
+    otel: bool = rare(False, "Send traces by OpenTelemetry; its OTEL_* variables say where to.", "--otel"),
+    drain: float = rare(5.0, "Time to go on answering after SIGTERM while /readyz says 503, in seconds.", min=0),
+    grace: int = rare(30, "Time to finish requests after that, in seconds.", min=0),
     limits: Limits,
 ) -> None:
     """Serve a web page and an HTTP interface for searching.
@@ -405,8 +408,13 @@ def serve(
     from sfumato.models.run import choose_device
     from sfumato.serve.answering import open_sources
     from sfumato.serve.app import create_app
+    from sfumato.serve.logs import log_format_of
     from sfumato.serve.server import check_address, check_host, check_names, hosts_of, run_app
+    from sfumato.serve.tracing import require_otel, trace
 
+    lines = log_format_of(log_format)
+    if otel:
+        require_otel()
     keys, reading_keys = read_keys(api_key_file, os.environ.get("SFUMATO_API_KEY"))
     check_host(host, keys + reading_keys, no_key)
     hosts = hosts_of(host, allowed_host or [])
@@ -419,7 +427,10 @@ def serve(
     check_address(host, port)
     _move_images(source, images)
     sources = open_sources(source, texts=texts, run=run, store=store, split=split, device=choose_device(device))
-    run_app(create_app(sources, settings), host=host, port=port, grace=grace, access_log=access_log)
+    app = create_app(sources, settings)
+    if otel:
+        trace(app)
+    run_app(app, host=host, port=port, grace=grace, drain=drain, access_log=access_log, log_format=lines)
 
 
 def _check_judgements(path: Path) -> None:

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from sfumato.calibration.drift import DriftMonitor
+from sfumato.calibration.query_scores import NEAR
 from sfumato.data.images import Images, SplitImages, UploadedImages, handed_out
 from sfumato.encoders.dual import DualEncoder, Tower
 from sfumato.encoders.feature_rows import EmbeddingProcessor, features_read
@@ -440,6 +441,16 @@ def query_drift(served: ServedGallery) -> QueryDrift | None:
     if served.drift is None or not served.drift.scores.covers(served.gallery.size):
         return None
     return QueryDrift(window=served.drift.window, **vars(served.drift.state))
+
+
+def calibrated_probability(served: ServedGallery) -> float | None:
+    """Mean probability of the first hits of held-out queries; None in a gallery of another size, within 25 %."""
+    fit, size = served.gallery.scorer.of_hits, served.gallery.size
+    if fit is None or served.drift is None or not size or abs(math.log2(size / fit.scores.n_gallery)) > NEAR:
+        return None
+    if fit.hits is not None:
+        return float(torch.from_numpy(-fit.hits.nearest).double().sigmoid().mean())
+    return float(fit.probability(fit.scores.nearest, n_gallery=fit.scores.n_gallery).double().mean())
 
 
 def image_path(served: ServedGallery, id: str, payload: Mapping[str, str]) -> str | None:

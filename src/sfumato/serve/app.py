@@ -308,11 +308,9 @@ def create_app(sources: Sources, settings: Settings | None = None) -> FastAPI:
     _add_writes(app, service, writer)
     _add_judgements(app, Judging(service))
 
-    def template(path: str) -> str:
-        return next((str(getattr(route, "path", "")) for route in _routes(app, path)), "none")
-
     app.add_middleware(GZipMiddleware, minimum_size=1024, compresslevel=6)
-    app.add_middleware(Guard, settings=settings, metrics=service.metrics, route=template)
+    leaving = partial(getattr, service, "draining")
+    app.add_middleware(Guard, settings=settings, metrics=service.metrics, route=partial(route_of, app), leaving=leaving)
     app.openapi = lambda: documented(app)  # type: ignore[method-assign]
     return app
 
@@ -343,6 +341,11 @@ def _handle_errors(app: FastAPI) -> None:
             headers["Allow"] = ", ".join(sorted(_methods(app, request.url.path)))
         code = "no-such-path" if error.status_code == 404 else None
         return Refusal(error.status_code, detail, headers=headers, code=code).response()
+
+
+def route_of(app: FastAPI, path: str) -> str:
+    """The template of the route of a path, which holds no id; "none" if there is none."""
+    return next((str(getattr(route, "path", "")) for route in _routes(app, path)), "none")
 
 
 def _routes(app: FastAPI, path: str) -> Iterator[BaseRoute]:

@@ -5,6 +5,7 @@ import contextlib
 import ctypes
 import hmac
 import logging
+import re
 import secrets
 import sys
 import time
@@ -23,6 +24,7 @@ from sfumato.serve.settings import Rights, Settings
 TEXT = "text/plain; version=0.0.4; charset=utf-8"
 _METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
 _LATENCIES = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
+_TENTHS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 _SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
 _GAUGES = {
     "waiting": ("Texts or images that wait for the model, and searches.", "kind"),
@@ -32,6 +34,7 @@ _GAUGES = {
     "drift_windows": ("Complete windows of such queries.", "gallery"),
     "drift_statistic": ("Largest difference of the distribution functions, in the last complete window.", "gallery"),
     "drift_p_value": ("p-value of that window.", "gallery"),
+    "calibrated_probability": ("Mean probability of the first hits of the calibration's queries.", "gallery"),
     "drift_differs": ("1 if the queries differ from those of the calibration.", "gallery"),
 }
 """What is measured when the metrics are read: (description, label)."""
@@ -51,6 +54,13 @@ class Metrics:
         self._seconds = Histogram("sfumato_request_seconds", whole, ("route",), buckets=_LATENCIES, registry=own)
         self._batch = Histogram("sfumato_batch_size", together, ("kind",), buckets=_SIZES, registry=own)
         self._abstentions = Counter("sfumato_abstentions", abstained, ("gallery", "abstained"), registry=own)
+        said, judged = "Probability of first hits.", ("target", "drawn")
+        targets = "gallery", "target"
+        self._said = Histogram("sfumato_first_hit_probability", said, targets, buckets=_TENTHS, registry=own)
+        self._judged = {
+            name: Counter(f"sfumato_judged_{name}", f"{text} that people judged.", judged, registry=own)
+            for name, text in (("hits", "Hits"), ("right", "Right hits"), ("probability", "Probabilities of the hits"))
+        }
         self._gauges = {
             name: Gauge(f"sfumato_{name}", text, (label,), registry=own) for name, (text, label) in _GAUGES.items()
         }
@@ -68,6 +78,15 @@ class Metrics:
     def abstention(self, gallery: str, abstained: bool) -> None:
         """Count an answer to a query with abstain."""
         self._abstentions.labels(gallery, "yes" if abstained else "no").inc()
+
+    def first_hit(self, gallery: str, target: str, probability: float) -> None:
+        """Count the probability of a first hit."""
+        self._said.labels(gallery, target).observe(probability)
+
+    def judged(self, target: str, drawn: bool, right: bool, probability: float) -> None:
+        """Count a verdict on a hit with a probability; drawn by the service, or chosen by the judge."""
+        for name, value in (("hits", 1.0), ("right", float(right)), ("probability", probability)):
+            self._judged[name].labels(target, "yes" if drawn else "no").inc(value)
 
     def text(
         self, measured: Mapping[str, Mapping[str, float | None]], drift: Mapping[str, QueryDrift], ready: bool
@@ -244,6 +263,9 @@ HEADERS = {
 }
 """Headers of every response that does not set them itself."""
 
+REQUEST_ID = "X-Request-ID"
+"""Header with the number of a request, which its lines in the log have too."""
+
 RIGHTS = "sfumato.rights"
 """Key of the ASGI scope for what the caller may do."""
 
@@ -256,8 +278,15 @@ _LOG = logging.getLogger("sfumato.serve")
 class Guard:
     """The ASGI middleware; it is pure ASGI, so that it sees every byte."""
 
-    def __init__(self, app: ASGIApp, settings: Settings, metrics: Metrics, route: Callable[[str], str]) -> None:
-        self.app, self.settings, self.metrics, self.route = app, settings, metrics, route
+    def __init__(
+        self,
+        app: ASGIApp,
+        settings: Settings,
+        metrics: Metrics,
+        route: Callable[[str], str],
+        leaving: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self.app, self.settings, self.metrics, self.route, self.leaving = app, settings, metrics, route, leaving
         self.bodies, self._slots = Bodies(settings), Budget(settings.max_requests, "simultaneous requests")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -265,7 +294,8 @@ class Guard:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        reply, started = _Reply(send, bodyless=scope["method"] == "HEAD"), time.perf_counter()
+        request_id, started = _request_id(Headers(scope=scope).get(REQUEST_ID, "")), time.perf_counter()
+        reply = _Reply(send, {REQUEST_ID: request_id}, bodyless=scope["method"] == "HEAD", leaving=self.leaving)
         try:
             await self._answer(scope, receive, reply)
         except Refusal as refusal:
@@ -274,13 +304,16 @@ class Guard:
             pass
         except Exception:
             number = secrets.token_hex(6)
-            _LOG.exception("error %s: %s %s", number, scope["method"], self.route(scope["path"]))
+            route = self.route(scope["path"])
+            _LOG.exception("error %s: %s %s", number, scope["method"], route, extra={"request_id": request_id})
             detail = f"An error in the service. Its log has the cause under the number {number}"
             await reply.refuse(Refusal(500, detail), scope, receive)
         finally:
             seconds, route = time.perf_counter() - started, self.route(scope["path"])
             self.metrics.request(scope["method"], route, reply.status, seconds)
-            _LOG.debug("%s %s %d %.1f ms", scope["method"], route, reply.status, 1000 * seconds)
+            said = scope["method"], route, reply.status, 1000 * seconds
+            extra = dict(zip(("method", "path", "status", "milliseconds"), said, strict=True))
+            _LOG.debug("%s %s %d %.1f ms", *said, extra={"request_id": request_id, **extra})
 
     async def _answer(self, scope: Scope, receive: Receive, reply: "_Reply") -> None:
         headers = Headers(scope=scope)
@@ -389,17 +422,17 @@ class _Gone(Exception):
 class _Reply:
     """Sends a response with the service's headers and records its status; without its body if that is wanted."""
 
-    def __init__(self, send: Send, *, bodyless: bool = False) -> None:
+    def __init__(self, send: Send, headers: Mapping[str, str], *, bodyless: bool, leaving: Callable[[], bool]) -> None:
         self._send, self.status, self.started, self.close = send, 499, False, False
-        self._bodyless = bodyless
+        self._headers, self._bodyless, self._leaving = {**HEADERS, **headers}, bodyless, leaving
 
     async def __call__(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self.started, self.status = True, message["status"]
             headers = MutableHeaders(scope=message)
-            for name, value in HEADERS.items():
+            for name, value in self._headers.items():
                 headers.setdefault(name, value)
-            if self.close:
+            if self.close or self._leaving():
                 headers["Connection"] = "close"
         elif self._bodyless:
             message = {**message, "body": b""}
@@ -413,6 +446,11 @@ class _Reply:
         if not self.started:
             with contextlib.suppress(_Gone):
                 await refusal.response()(scope, receive, self)
+
+
+def _request_id(given: str) -> str:
+    """The id that a proxy has given to a request, or a new one."""
+    return given if re.fullmatch(r"[\w.-]{1,64}", given, re.ASCII) else secrets.token_hex(8)
 
 
 def _writes(method: str, path: str) -> bool:

@@ -25,6 +25,7 @@ from sfumato.search.answer import Target
 from sfumato.search.searcher import Searcher
 from sfumato.serve.answering import ServedGallery, Sources
 from sfumato.serve.schemas import (
+    CHOSEN,
     Figure,
     JudgementsRequest,
     JudgementsResponse,
@@ -66,6 +67,9 @@ class Judging:
             before, after = change_judgements(
                 path, lambda kept: [*(one for one in kept if one.judge != wanted.judge or one.pair not in own), *new]
             )
+            for one in new:
+                if one.probability is not None:
+                    self.service.metrics.judged(one.target, one.why != CHOSEN, bool(one.yes), one.probability)
             return JudgementsResponse(kept=len(new), removed=len(before) + len(new) - len(after), n=len(after))
 
         return await self._run(keep)

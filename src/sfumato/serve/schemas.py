@@ -355,8 +355,8 @@ class DeleteResponse(_Model):
 
 
 _Name = Annotated[str, Field(min_length=1, max_length=100, pattern=_WORD)]
-WEB = "web"
-"""The judge where a request names none."""
+WEB, CHOSEN = "web", "chosen"
+"""The judge and the group of a hit where a request names none."""
 
 
 class NewJudgement(_Model):
@@ -371,7 +371,7 @@ class NewJudgement(_Model):
     weight: float = Field(
         1.0, ge=1, le=1_000_000, description="one over the probability that the hit was drawn to be judged"
     )
-    why: _Name = Field("chosen", description="group that the hit was drawn from; `chosen` if the judge chose it")
+    why: _Name = Field(CHOSEN, description="group that the hit was drawn from; `chosen` if the judge chose it")
 
 
 class JudgementsRequest(_Model):

@@ -2,10 +2,11 @@
 
 import asyncio
 import ipaddress
-import logging
+import math
 import signal
 import socket
 import sys
+import time
 from collections.abc import Sequence
 from types import FrameType
 
@@ -14,6 +15,7 @@ from fastapi import FastAPI
 
 from sfumato.errors import UserError
 from sfumato.serve.guard import share_memory
+from sfumato.serve.logs import LogFormat, log_to_stderr
 from sfumato.serve.service import Service
 from sfumato.serve.settings import Settings
 
@@ -66,7 +68,14 @@ def check_address(host: str, port: int) -> None:
 
 
 class Server(uvicorn.Server):
-    """Prints its address when it is ready, ends if warming up fails, and is not ready once it is asked to stop."""
+    """Prints its address when it is ready, ends if warming up fails, and is not ready once it is asked to stop.
+
+    After SIGTERM it goes on answering for `drain` seconds, so that a proxy that asks for /readyz can leave it in time.
+    """
+
+    def __init__(self, config: uvicorn.Config, drain: float = 0.0) -> None:
+        super().__init__(config)
+        self._drain, self._ends = drain, math.inf
 
     async def startup(self, sockets: list | None = None) -> None:  # type: ignore[type-arg]
         """See :meth:`uvicorn.Server.startup`."""
@@ -76,8 +85,17 @@ class Server(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """See :meth:`uvicorn.Server.handle_exit`."""
-        self._service.ready.clear()
-        super().handle_exit(sig, frame)
+        service = self._service
+        if sig == signal.SIGTERM and self._drain and service.ready.is_set():
+            service.draining, self._ends = True, time.monotonic() + self._drain
+        else:
+            super().handle_exit(sig, frame)
+        service.ready.clear()
+
+    async def on_tick(self, counter: int) -> bool:
+        """See :meth:`uvicorn.Server.on_tick`."""
+        self.should_exit = self.should_exit or time.monotonic() >= self._ends
+        return await super().on_tick(counter)
 
     @property
     def _service(self) -> Service:
@@ -102,12 +120,24 @@ IDLE = 75
 The side that closes first must be theirs, or a request that is on its way finds a closed connection."""
 
 
-def run_app(app: FastAPI, *, host: str, port: int, grace: int = 30, access_log: bool = False) -> None:
-    """Serve until SIGTERM or SIGINT. Running requests then have `grace` seconds; a second signal ends it at once."""
+def run_app(
+    app: FastAPI,
+    *,
+    host: str,
+    port: int,
+    grace: int = 30,
+    drain: float = 0.0,
+    access_log: bool = False,
+    log_format: LogFormat = "text",
+) -> None:
+    """Serve until SIGTERM or SIGINT.
+
+    After SIGTERM the service answers for `drain` seconds more, or until a second signal. Running requests then have
+    `grace` seconds.
+    """
     check_names(host, app.state.service.settings)
     share_memory()
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    logging.getLogger("sfumato.serve").setLevel(logging.DEBUG if access_log else logging.INFO)
+    log_to_stderr(log_format, access_log=access_log)
     config = uvicorn.Config(
         app,
         host=host,
@@ -125,7 +155,7 @@ def run_app(app: FastAPI, *, host: str, port: int, grace: int = 30, access_log: 
     # uvicorn raises the signal again at its end, so a normal shutdown would have the status of a killed process.
     before = {sig: signal.signal(sig, lambda *_: None) for sig in (signal.SIGTERM, signal.SIGINT)}
     try:
-        Server(config).run()
+        Server(config, drain).run()
     except SystemExit as error:
         raise UserError(f"cannot serve at {host}:{port}; the port may be in use, choose another --port") from error
     finally:

@@ -11,7 +11,7 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from functools import partial
 from typing import Literal, TypeVar
 
@@ -37,6 +37,7 @@ from sfumato.serve.answering import (
     ServedGallery,
     Sources,
     answered,
+    calibrated_probability,
     candidates,
     check_payloads,
     chosen,
@@ -48,6 +49,7 @@ from sfumato.serve.answering import (
     refuse_guarantees,
     search_together,
     vector_sides,
+    wanted_filter,
     with_questions,
     without_bytes,
 )
@@ -88,6 +90,7 @@ class Service:
         self.pixels = Budget(settings.pixel_budget, "images to decode")
         self.ready = asyncio.Event()
         self.failed: str | None = None
+        self.draining = False  # It was asked to stop, and answers what still comes for a while.
         self._threads = Threads(settings.workers, "search", partial(torch.set_num_threads, settings.threads))
         self.searches: Batcher[Search, Answer] = Batcher(
             self._search, self._threads.pool, size=settings.batch_size, window=0.0, workers=settings.workers,
@@ -353,8 +356,11 @@ class Service:
         drift: dict[str, QueryDrift] = {
             n: state for n, one in galleries.items() if (state := query_drift(one)) is not None
         }
-        ready = self.ready.is_set() and all(stores.values())
-        return self.metrics.text({"waiting": waiting, "items": items, "store_up": stores}, drift, ready)
+        calibrated: dict[str, float | None]
+        calibrated = {name: calibrated_probability(served) for name, served in galleries.items()}
+        values: dict[str, Mapping[str, float | None]]
+        values = {"waiting": waiting, "items": items, "store_up": stores, "calibrated_probability": calibrated}
+        return self.metrics.text(values, drift, self.ready.is_set() and all(stores.values()))
 
     def changed(self, served: ServedGallery, items: int) -> None:
         """Record a write to a gallery."""
@@ -434,9 +440,18 @@ class Service:
     def _search(self, searches: list[Search]) -> list[Answer | Exception]:
         answers = search_together(searches, self.gallery, self.sources.unfamiliar)
         for one, answer in zip(searches, answers, strict=True):
-            if isinstance(answer, Answer) and answer.abstained is not None:
-                self.metrics.abstention(one.options.gallery, answer.abstained)
+            if isinstance(answer, Answer):
+                self._count(one.options, answer)
         return [self._advised(one, answer) for one, answer in zip(searches, answers, strict=True)]
+
+    def _count(self, options: SearchOptions, answer: Answer) -> None:
+        """Count an abstention, and what is said of a first hit among all items."""
+        if answer.abstained is not None:
+            self.metrics.abstention(options.gallery, answer.abstained)
+        by_probability = answer.target == "listed" or options.order == "fits"
+        first = answer.hits[0].match_probability if answer.calibrated and answer.hits and by_probability else None
+        if first is not None and options.min_probability is None and wanted_filter(options) is None:
+            self.metrics.first_hit(options.gallery, answer.target, first)
 
     def _advised(self, search: Search, answer: Answer | Exception) -> Answer | Exception:
         if isinstance(answer, Exception) or not search.asked.text:

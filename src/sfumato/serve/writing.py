@@ -11,6 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from filelock import FileLock
+
 from sfumato.data.images import POINTER, UploadedImages
 from sfumato.errors import UserError
 from sfumato.files import remove_leftovers
@@ -25,6 +27,7 @@ from sfumato.serve.service import Service, checked
 from sfumato.workflows.index import remove_items
 
 _STORED = Task("stored", {}, message_of)
+_LOCK = ".pictures.lock"
 _LONGEST = 2000  # characters of a payload field that an image file names itself
 _LOG = logging.getLogger("sfumato.serve")
 
@@ -89,7 +92,7 @@ class Writer:
             _forget_images(served, before - new)
             return collection.size
 
-        n = await self._alone(served, store, lambda: len(items))
+        n = await self._alone(served, self._among_services(served, store), lambda: len(items))
         return AddResponse(gallery=gallery, stored=len(items), created=created, n=n)
 
     async def delete(self, gallery: GalleryName, ids: Sequence[str]) -> DeleteResponse:
@@ -105,7 +108,7 @@ class Writer:
             _forget_images(served, images)
             return collection.size
 
-        n = await self._alone(served, remove, lambda: removed)
+        n = await self._alone(served, self._among_services(served, remove), lambda: removed)
         return DeleteResponse(gallery=gallery, deleted=removed, n=n)
 
     def start(self) -> None:
@@ -181,6 +184,21 @@ class Writer:
             seen.add(one.id)
         if errors:
             raise Refusal(422, f"Nothing was stored: {errors[0][0]}: {errors[0][1]}", errors=errors)
+
+    def _among_services(self, served: ServedGallery, work: Callable[[], int]) -> Callable[[], int]:
+        """A write that holds a lock which all services of a collection share, where it has uploaded images.
+
+        Else one service could remove the image of a replaced record that another one has just written anew.
+        """
+        if served.writable is None or served.uploads is None:
+            return work
+        lock = FileLock(served.writable.folder / _LOCK, timeout=self.service.settings.timeout)
+
+        def locked() -> int:
+            with lock:
+                return work()
+
+        return locked
 
     async def _alone(self, served: ServedGallery, work: Callable[[], int], items: Callable[[], int]) -> int:
         """Run a write when no other runs. A caller who leaves before it starts cancels it; later it is completed."""

@@ -1,0 +1,172 @@
+"""The files of deploy/ fit the service and each other, and the alerts go off when they should."""
+
+import json
+import re
+import shutil
+import subprocess
+import tomllib
+from pathlib import Path
+
+import pytest
+import typer
+import yaml
+
+from sfumato.cli import app
+from sfumato.serve.guard import Metrics
+from sfumato.serve.server import IDLE
+from sfumato.serve.settings import Settings
+
+ROOT = Path(__file__).parents[2]
+DEPLOY = ROOT / "deploy"
+GUIDE = (ROOT / "docs" / "guides" / "operate.md").read_text(encoding="utf-8")
+
+
+def read(name):
+    return (DEPLOY / name).read_text(encoding="utf-8")
+
+
+def rules():
+    return [rule for group in yaml.safe_load(read("alerts.yml"))["groups"] for rule in group["rules"]]
+
+
+def queries():
+    panels = json.loads(read("dashboard.json"))["panels"]
+    return [target["expr"] for panel in panels for target in panel["targets"]] + [rule["expr"] for rule in rules()]
+
+
+def series():
+    """Name -> labels of what /metrics can hold."""
+    found = {}
+    for metric in Metrics().registry._names_to_collectors.values():
+        for name in Metrics().registry._get_names(metric):
+            found[name] = {*metric._labelnames, *(["le"] if name.endswith("_bucket") else [])}
+    return found
+
+
+def test_alerts_and_dashboard_ask_for_metrics_that_the_service_has():
+    known = series()
+    asked = {name for expr in queries() for name in re.findall(r"\bsfumato_\w+", expr)}
+    assert asked <= set(known) and len(asked) > 12, asked - set(known)
+    for expr in queries():
+        for name, selector in re.findall(r"\b(sfumato_\w+)\{([^}]*)\}", expr):
+            assert set(re.findall(r"(\w+)\s*(?:=~|!~|!=|=)", selector)) <= known[name], expr
+        labels = {label for part in re.findall(r"by \(([^)]*)\)", expr) for label in part.split(", ")}
+        assert labels <= set().union(*(known[name] for name in re.findall(r"\bsfumato_\w+", expr))), expr
+    others = set().union(*(re.findall(r"\b(?:up|ALERTS)\b", expr) for expr in queries()))
+    assert others == {"up", "ALERTS"}  # Prometheus has them itself.
+
+
+def test_every_alert_is_explained():
+    explained = re.findall(r"^\| `(Sfumato\w+)` \|", GUIDE, re.MULTILINE)
+    assert sorted(explained) == sorted(rule["alert"] for rule in rules())
+    for name in sorted(path.name for path in DEPLOY.iterdir() if path.suffix in (".yml", ".yaml", ".conf", ".json")):
+        assert f"`{name}`" in GUIDE or name.startswith("grafana-"), name
+
+
+def test_compose_refers_to_what_exists():
+    compose = yaml.safe_load(read("compose.yaml"))
+    services, made = compose["services"], {"./index", "${PHOTOS", "./keys.txt", "./metrics_key.txt"}
+    mounted = [volume.split(":")[0] for one in services.values() for volume in one.get("volumes", ())]
+    mounted += [secret["file"] for secret in compose["secrets"].values()]
+    for place in set(mounted) - set(compose["volumes"]) - made:
+        assert (DEPLOY / place).is_file(), place
+    assert all(name.removeprefix("./") in GUIDE for name in made if name != "${PHOTOS")
+    for one in services.values():
+        assert set(one.get("depends_on", ())) <= set(services)
+        assert set(one.get("secrets", ())) <= set(compose["secrets"])
+    addresses = {f"{n}:{services[n]['networks']['default']['ipv4_address']}" for n in ("serve-1", "serve-2")}
+    assert set(services["proxy"]["extra_hosts"]) == addresses
+    upstreams = re.findall(r"server (serve-\d:\d+) ", read("nginx.conf"))
+    (job,) = yaml.safe_load(read("prometheus.yml"))["scrape_configs"]
+    assert upstreams == job["static_configs"][0]["targets"] == ["serve-1:8000", "serve-2:8000"]
+    assert all(f'job="{job["job_name"]}"' in expr for expr in queries() if re.search(r"\bup\{", expr))
+    assert job["authorization"]["credentials_file"] == "/run/secrets/metrics_key"
+
+
+def test_compose_starts_a_service_that_there_is():
+    service = yaml.safe_load(read("compose.yaml"))["services"]["serve-1"]
+    name, _, *options = service["command"]
+    command = typer.main.get_command(app).commands[name]
+    known = {flag for parameter in command.params for flag in parameter.opts}
+    defaults = {parameter.name: parameter.default for parameter in command.params}
+    assert {option for option in options if option.startswith("--")} <= known
+    assert defaults["drain"] + defaults["grace"] < float(service["stop_grace_period"].removesuffix("s"))
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+    wanted = service["build"]["args"]["EXTRAS"].split(",")
+    assert set(wanted) <= set(extras) and "pgvector" in wanted
+
+
+def test_the_proxy_fits_the_limits_of_the_service():
+    text, usual = read("nginx.conf"), Settings()
+    (size,) = re.findall(r"client_max_body_size (\d+)m;", text)
+    assert usual.max_body_bytes <= int(size) * 2**20 < 1.2 * usual.max_body_bytes
+    (patience,) = re.findall(r"proxy_read_timeout (\d+)s;", text)
+    assert int(patience) > 2 * usual.timeout
+    (idle,) = re.findall(r"keepalive_timeout (\d+)s;", text)
+    assert int(idle) < IDLE
+    (drain,) = (one.default for one in typer.main.get_command(app).commands["serve"].params if one.name == "drain")
+    left_out = {int(seconds) for seconds in re.findall(r"fail_timeout=(\d+)s", text)}
+    assert max(left_out) + 2 < drain  # nginx counts whole seconds.
+
+
+FIRST, JUDGED = 'sfumato_first_hit_probability_{}{{gallery="images",target="listed"}}', "sfumato_judged_{}_total{{{}}}"
+COUNT, SUM, DRAWN = FIRST.format("count"), FIRST.format("sum"), 'drawn="yes",target="fits"'
+SEARCH = 'route="/v1/search"'
+CONSTANT = {
+    "sfumato_ready": (0, 1),
+    'up{job="sfumato",instance="a"}': (0, 1),
+    'sfumato_store_up{gallery="images"}': (0, 1),
+    'sfumato_drift_differs{gallery="images"}': (1, 0),
+    'sfumato_calibrated_probability{gallery="images"}': (0.8, 0.8),
+}
+"""Values of gauges: (when all alerts go off, when none does)."""
+
+GROWING = {
+    f'sfumato_requests_total{{{SEARCH},status="500"}}': (10, 1),
+    f'sfumato_requests_total{{{SEARCH},status="200"}}': (300, 300),
+    'sfumato_requests_total{route="/readyz",status="503"}': (0, 100),
+    f'sfumato_request_seconds_bucket{{{SEARCH},le="2.0"}}': (280, 290),
+    f'sfumato_request_seconds_bucket{{{SEARCH},le="5.0"}}': (300, 300),
+    f'sfumato_request_seconds_bucket{{{SEARCH},le="+Inf"}}': (300, 300),
+    COUNT: (10, 10),
+    JUDGED.format("hits", DRAWN): (1, 1),
+    JUDGED.format("probability", DRAWN): (0.8, 0.8),
+    JUDGED.format("right", DRAWN): (0.5, 0.7),
+}
+"""What counters grow by in each interval, likewise."""
+
+
+def gone_off(good, tmp_path, few=1):
+    """The alerts that go off after a week: of five minutes an interval, and for what looks at minutes of one second."""
+    alerts = {rule["alert"]: "[6h]" in rule["expr"] or "[30d]" in rule["expr"] for rule in rules()}
+    n, last, tests = 2100, 72, []
+    for long in (False, True):
+        series = {name: f"{values[good]}x{n}" for name, values in CONSTANT.items()}
+        series |= {name: f"0+{values[good] * (few if name == COUNT else 1)}x{n}" for name, values in GROWING.items()}
+        before, after = 8 * few, (4, 7.5)[good] * few
+        series[SUM] = f"0+{before}x{n - last} {before * (n - last) + after}+{after}x{last - 1}"
+        interval, end = ("5m", "174h50m") if long else ("1s", "2090s")
+        asked = [f'count(ALERTS{{alertname="{name}",alertstate="firing"}})' for name in alerts if alerts[name] is long]
+        tests.append({
+            "interval": interval,
+            "input_series": [{"series": name, "values": values} for name, values in series.items()],
+            "promql_expr_test": [{"expr": expr, "eval_time": end, "exp_samples": []} for expr in asked],
+        })  # fmt: skip
+    file = {"rule_files": [str(DEPLOY / "alerts.yml")], "evaluation_interval": "15m", "tests": tests}
+    (tmp_path / "test.yml").write_text(yaml.safe_dump(file), encoding="utf-8")
+    done = subprocess.run(["promtool", "test", "rules", "test.yml"], cwd=tmp_path, capture_output=True, text=True)
+    said = done.stdout + done.stderr
+    found = set(re.findall(r'alertname=\\"(\w+)\\"[^\n]*\n[^\n]*\n\s*got: {}', said))
+    assert (done.returncode == 0) == (not found), said
+    return found
+
+
+def test_alerts_go_off_when_they_should_and_not_otherwise(tmp_path):
+    if shutil.which("promtool") is None:
+        pytest.skip("promtool is not installed: apt-get install prometheus")
+    for kind, *options in (("config", "--syntax-only", "prometheus.yml"), ("rules", "alerts.yml")):
+        subprocess.run(["promtool", "check", kind, *options], cwd=DEPLOY, check=True, capture_output=True)
+    assert gone_off(False, tmp_path) == {rule["alert"] for rule in rules()}
+    assert gone_off(True, tmp_path) == set()
+    few = gone_off(False, tmp_path, few=0.1)
+    assert few and not {"SfumatoProbabilitiesMoved", "SfumatoProbabilitiesUnlikeCalibration"} & few

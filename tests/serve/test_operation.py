@@ -1,0 +1,126 @@
+"""What those who run the service rely on: it is drained before it ends, its log is JSON if wanted, and it is traced."""
+
+import contextlib
+import json
+import logging
+import signal
+import sys
+import time
+
+import httpx
+import pytest
+from support.raising import raises
+from support.serving import KEY, Process, picture, ready, served, until
+
+from sfumato.errors import UserError
+from sfumato.serve.app import create_app
+from sfumato.serve.logs import JsonFormatter, log_format_of, log_to_stderr
+
+SECRET = "a purple walrus"
+
+
+def test_sigterm_first_tells_the_proxy_and_goes_on_answering(collection):
+    process = Process(collection, "--drain", "2")
+    url = process.client.base_url
+    until(lambda: ready(process.client))
+    assert "connection" not in process.client.get("/healthz").headers
+    began = time.monotonic()
+    process.send_signal(signal.SIGTERM)
+    until(lambda: not ready(process.client))
+    told = process.client.get("/readyz")
+    assert told.status_code == 503 and told.headers["connection"] == "close"
+    while time.monotonic() < began + 1.5:  # Each on a new connection.
+        assert httpx.get(f"{url}/v1/search?q=red", trust_env=False, timeout=20).status_code == 200
+    process.client.close()
+    assert process.finish()[0] == 0 and time.monotonic() - began > 1.9
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(f"{url}/healthz", trust_env=False)
+
+
+def test_a_second_signal_ends_the_draining(collection):
+    process = Process(collection, "--drain", "60")
+    until(lambda: ready(process.client))
+    process.send_signal(signal.SIGTERM)
+    until(lambda: not ready(process.client))
+    assert process.end(signal.SIGTERM)[0] == 0
+
+
+@contextlib.contextmanager
+def logged(format, *, access_log):
+    """The log of the service on standard error, without the handlers of pytest."""
+    root, service = logging.getLogger(), logging.getLogger("sfumato.serve")
+    before = root.handlers[:], root.level, service.level
+    root.handlers[:] = []
+    try:
+        log_to_stderr(format, access_log=access_log)
+        yield
+    finally:
+        root.handlers[:] = before[0]
+        root.setLevel(before[1])
+        service.setLevel(before[2])
+
+
+def test_a_log_of_json_has_a_line_a_request_without_what_was_asked(sources, capsys):
+    with logged("json", access_log=True), served(sources, keys=(KEY,)) as client:
+        given = client.get("/v1/search", params={"q": SECRET}, headers={"X-Request-ID": "from-a-proxy.1"})
+        made = client.post("/v1/search/image", files={"image": (SECRET, picture())})
+        odd = client.get(f"/v1/items/{SECRET}", headers={"X-Request-ID": 'no "id"'})
+        client.app.state.service.item = None  # An error in the service.
+        failed = client.get(f"/v1/items/{SECRET}")
+    assert given.headers["x-request-id"] == "from-a-proxy.1"
+    ids = [answer.headers["x-request-id"] for answer in (made, odd, failed)]
+    assert len(set(ids)) == 3 and all(len(id) == 16 for id in ids)
+    text = capsys.readouterr().err
+    lines = [json.loads(line) for line in text.splitlines()]
+    assert SECRET not in text and KEY not in text
+    by_id = {line["request_id"]: line for line in lines if line.get("status")}
+    searched = by_id["from-a-proxy.1"]
+    assert (searched["method"], searched["path"], searched["status"]) == ("GET", "/v1/search", 200)
+    assert searched["milliseconds"] > 0 and searched["level"] == "debug" and searched["time"].endswith("+00:00")
+    assert [by_id[id]["status"] for id in ids] == [200, 404, 500] and by_id[ids[1]]["path"] == "/v1/items/{id:path}"
+    (error,) = [line for line in lines if line["level"] == "error"]
+    assert error["request_id"] == ids[2] and "TypeError" in error["exception"]
+
+
+def test_lines_for_people_stay(capsys):
+    with logged("text", access_log=False):
+        logging.getLogger("sfumato.serve").info("two words")
+    assert capsys.readouterr().err.endswith(" INFO sfumato.serve: two words\n")
+    record = logging.LogRecord("a", logging.INFO, "", 0, "two\nlines %d", (1,), None)
+    assert json.loads(JsonFormatter().format(record))["message"] == "two\nlines 1"
+    assert log_format_of("json") == "json"
+    raises(UserError, "--log-format must be text or json, got 'xml'", log_format_of, "xml")
+
+
+def test_traces_hold_routes_and_nothing_that_was_asked(sources):
+    pytest.importorskip("opentelemetry.instrumentation.fastapi", reason="the extra otel is not installed")
+    from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+    from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+    from starlette.testclient import TestClient
+
+    from sfumato.serve.tracing import trace
+
+    spans, app = InMemorySpanExporter(), create_app(sources)
+    trace(app, SimpleSpanProcessor(spans))
+    with TestClient(app) as client:
+        until(lambda: ready(client))
+        parent = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+        client.get("/v1/search", params={"q": SECRET}, headers={"traceparent": parent, "X-API-Key": KEY})
+        client.get(f"/v1/items/{SECRET}")
+        client.get(f"/{SECRET}")
+        client.get("/metrics")
+    found = spans.get_finished_spans()
+    assert [span.name for span in found] == ["GET /v1/search", "GET /v1/items/{id:path}", "GET"]
+    assert f"{found[0].context.trace_id:x}" in parent and found[0].resource.attributes["service.name"] == "sfumato"
+    told = json.dumps([dict(span.attributes) for span in found])
+    assert '"http.status_code": 200' in told and '"http.status_code": 404' in told
+    assert not any(word in told for word in (SECRET, SECRET.replace(" ", "+"), "walrus", KEY))
+
+
+def test_traces_need_their_extra(collection, sfumato, monkeypatch):
+    monkeypatch.setitem(sys.modules, "opentelemetry.sdk", None)
+    monkeypatch.setattr("sfumato.serve.tracing.find_spec", lambda name: None)
+    status, _, err = sfumato("serve", collection, "--otel")
+    assert status == 2 and "pip install 'sfumato[otel]'" in err and "opentelemetry-sdk" in err
+    status, _, err = sfumato("serve", collection, "--log-format", "xml")
+    assert status == 2 and "--log-format must be text or json" in err

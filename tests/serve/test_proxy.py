@@ -1,0 +1,232 @@
+"""Two services on one PostgreSQL behind the nginx of deploy/: upgrades, kills and a store that goes lose nothing."""
+
+import re
+import shutil
+import signal
+import subprocess
+import threading
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import pytest
+from support.postgresql import postgresql
+from support.serving import Process, add, embedded, new_item, ready, served, until
+from support.stores_contract import free_port
+
+from sfumato.models.run import load_run
+from sfumato.serve.answering import open_sources
+from sfumato.workflows.index import create_collection
+
+CONF = Path(__file__).parents[2] / "deploy" / "nginx.conf"
+
+
+@pytest.fixture(scope="module")
+def store():
+    pytest.importorskip("psycopg")
+    with postgresql() as server:
+        yield server
+
+
+class Services:
+    """Two services of a collection, each on a port of its own, that can be started again."""
+
+    def __init__(self, folder):
+        self.folder, self.ports = folder, [free_port(), free_port()]
+        self.running = [self._begin(port) for port in self.ports]
+
+    def _begin(self, port):
+        return Process(self.folder, "--port", str(port), "--drain", "2.5", "--timeout", "10")
+
+    def end(self, i, signal_number):
+        process, self.running[i] = self.running[i], None
+        return process.end(signal_number)
+
+    def start(self, i):
+        self.running[i] = self._begin(self.ports[i])
+        until(lambda: ready(self.running[i].client))
+
+    def asked(self, i):
+        """Wait until the proxy sends requests to a service."""
+        until(lambda: 'route="/v1/search",status="200"' in self.running[i].client.get("/metrics").text)
+
+
+@pytest.fixture
+def shared(store, run, data, tmp_path):
+    """A collection in PostgreSQL."""
+    loaded = load_run(run)
+    part = embedded(loaded, data)
+    with create_collection(loaded, part, tmp_path / "collection", store.url()) as made:
+        made.upsert(part.embeddings, part.ids, part.payload)
+    return tmp_path / "collection"
+
+
+@pytest.fixture
+def services(shared):
+    both = Services(shared)
+    yield both
+    for i in range(2):
+        if both.running[i] is not None:
+            both.end(i, signal.SIGTERM)
+
+
+@pytest.fixture
+def proxy(services, tmp_path):
+    """The address of nginx with the file of deploy/; only ports, and where it writes, are changed."""
+    if shutil.which("nginx") is None:
+        pytest.skip("nginx is not installed: apt-get install nginx-light")
+    port, text = free_port(), CONF.read_text(encoding="utf-8")
+    changes = {
+        "server serve-1:8000": f"server 127.0.0.1:{services.ports[0]}",
+        "server serve-2:8000": f"server 127.0.0.1:{services.ports[1]}",
+        "listen 8080;": f"listen 127.0.0.1:{port};",
+        "/tmp/nginx.pid": f"{tmp_path}/nginx.pid",
+        "/dev/stderr": f"{tmp_path}/errors.log",
+        "/dev/stdout": f"{tmp_path}/access.log",
+    }
+    for before, after in changes.items():
+        assert text.count(before) == 1, before
+        text = text.replace(before, after)
+    kinds = "client_body", "proxy", "fastcgi", "uwsgi", "scgi"
+    bodies = "".join(f"{kind}_temp_path {tmp_path}/{kind};" for kind in kinds)
+    (tmp_path / "nginx.conf").write_text(text.replace("http {", f"http {{ {bodies}", 1), encoding="utf-8")
+    command = ["nginx", "-e", f"{tmp_path}/errors.log", "-c", f"{tmp_path}/nginx.conf", "-g", "daemon off; user root;"]
+    nginx = subprocess.Popen(command, stdin=subprocess.DEVNULL)
+    url = f"http://127.0.0.1:{port}"
+    try:
+        with httpx.Client(base_url=url, timeout=5, trust_env=False) as client:
+            for _ in range(500):
+                try:
+                    client.get("/healthz")
+                    break
+                except httpx.ConnectError:
+                    assert nginx.poll() is None
+                    time.sleep(0.01)
+        yield url
+    finally:
+        nginx.terminate()
+        nginx.wait(20)
+
+
+class Load:
+    """Clients that search and add without a pause, and what they were answered."""
+
+    def __init__(self, url, name):
+        self.url, self.name, self.failures, self.acknowledged, self.answers = url, name, [], [], Counter()
+        self._over = threading.Event()
+        work = self._get, self._post, self._add
+        self._threads = [threading.Thread(target=self._run, args=(one, i)) for i, one in enumerate(work)]
+
+    def __enter__(self):
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *error):
+        self._over.set()
+        for thread in self._threads:
+            thread.join(60)
+
+    def _run(self, send, i):
+        with httpx.Client(base_url=self.url, timeout=30, trust_env=False) as client:
+            n = 0
+            while not self._over.is_set():
+                try:
+                    answer = send(client, n)
+                except httpx.HTTPError as error:
+                    self.failures.append((send.__name__, repr(error), ""))
+                else:
+                    self.answers[send.__name__, answer.status_code] += 1
+                    if not answer.is_success:
+                        self.failures.append((send.__name__, answer.status_code, answer.text))
+                n += 1
+                time.sleep(0.01)
+
+    def _get(self, client, n):
+        return client.get("/v1/search", params={"q": f"red {n % 7}"})
+
+    def _post(self, client, n):
+        return client.post("/v1/search", json={"queries": [{"text": "a blue bar"}, {"id": "000.png"}]})
+
+    def _add(self, client, n):
+        id = f"{self.name}/{n}.png"
+        answer = client.post("/v1/items", json={"items": [new_item(id)]})
+        if answer.is_success:
+            self.acknowledged.append(id)
+        return answer
+
+    def more(self, n=15):
+        """Wait for that many further additions and searches."""
+        before = self.answers.copy()
+        until(lambda: all(self.answers[kind] >= before[kind] + n for kind in (("_get", 200), ("_post", 200))))
+        wanted = len(self.acknowledged) + n
+        until(lambda: len(self.acknowledged) >= wanted)
+
+
+def listed(client):
+    """How often each id is in the list of all items."""
+    found, cursor = Counter(), None
+    while True:
+        page = client.get("/v1/items", params={"limit": 1000, **({"cursor": cursor} if cursor else {})}).json()
+        found.update(item["id"] for item in page["items"])
+        if (cursor := page["next_cursor"]) is None:
+            return found
+
+
+def nothing_lost(url, acknowledged):
+    """Whether each item that was acknowledged is there once, with its image."""
+    with httpx.Client(base_url=url, timeout=30, trust_env=False) as client:
+        found = listed(client)
+        assert set(found.values()) == {1} and len(acknowledged) > 20
+        assert set(acknowledged) <= set(found)
+        assert len(found) - 48 - len(acknowledged) <= 1  # An addition that was on its way when the store went.
+        for id in acknowledged[::5]:
+            assert client.get(f"/v1/pictures/{id}").status_code == 200
+
+
+def test_an_image_that_another_service_writes_anew_is_not_removed(shared):
+    """A replaces x by y and is about to remove the file of x, when B writes x again."""
+    with served(open_sources(shared)) as a, served(open_sources(shared)) as b:
+        assert add(a, "one").status_code == 201
+        before = a.get("/v1/pictures/one").content
+        uploads, written = a.app.state.service.sources.galleries["images"].uploads, threading.Event()
+        remove = uploads.remove
+        uploads.__dict__["remove"] = lambda name: (written.wait(1), remove(name))
+        with ThreadPoolExecutor(1) as pool:
+            replaced = pool.submit(a.post, "/v1/items", json={"items": [new_item("one", "blue")]})
+            until(lambda: b.get("/v1/pictures/one").content != before)
+            assert add(b, "one").status_code == 200
+            written.set()
+            assert replaced.result().status_code == 200
+        assert a.get("/v1/pictures/one").content == before
+
+
+def test_two_services_behind_a_proxy(store, services, proxy):
+    with Load(proxy, "first") as load:
+        load.more()
+        for i in (0, 1):  # A rolling upgrade: one stops as soon as the other is ready.
+            assert services.end(i, signal.SIGTERM)[0] == 0
+            services.start(i)
+        assert load.failures == []
+        services.asked(1)
+        assert services.end(0, signal.SIGKILL)[0] == -signal.SIGKILL
+        load.more()
+    assert load.failures == []
+    nothing_lost(proxy, load.acknowledged)
+    services.start(0)
+
+    with Load(proxy, "second") as second:
+        second.more(5)
+        store.stop()
+        until(lambda: second.failures)
+        time.sleep(1)
+        store.start()
+        until(lambda: all(ready(one.client) for one in services.running))
+        until(lambda: httpx.get(f"{proxy}/v1/search?q=a", trust_env=False, timeout=30).status_code == 200)
+        failed = len(second.failures)
+        second.more()
+    assert {status for _, status, _ in second.failures} == {503} and len(second.failures) <= failed + 2
+    nothing_lost(proxy, load.acknowledged + second.acknowledged)
+    assert re.search(r'"status":200,.*"statuses":"502, 200"', (services.folder.parent / "access.log").read_text())
