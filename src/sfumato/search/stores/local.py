@@ -73,7 +73,7 @@ LOCAL_OPTIONS = {
     "n_probe": Option("ivf, ivf-pq: number of lists that a search reads", 0),
     "seed": Option("ivf, ivf-pq: seed of the clustering", 0),
     "code_size": Option("ivf-pq: number of bytes of a compressed vector", 0),
-    "overfetch": Option("compressed vectors: number of candidates for each wanted result; hnsw 4, ivf-pq 10 if left out", 0),
+    "overfetch": Option("compressed vectors: number of candidates for each result; hnsw 4, ivf-pq 10 if left out", 0),
 }
 """What may follow the question mark of the URL, for messages and docs."""
 
