@@ -35,7 +35,7 @@ from torch.nn.functional import normalize
 
 from sfumato.search.stores.protocol import Records, create_store, open_store
 
-STORES = ("file:{}?engine=hnsw", "file:{}")
+STORES = ("file:{}?engine=hnsw", "milvus?index=HNSW&m=32&ef=512")
 D, BATCH, NOISE, VARIANCE = 512, 10_000, 0.02, (0.06, 0.05)
 N_QUERIES, K, CANDIDATES = 500, 10, 64
 

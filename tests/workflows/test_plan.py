@@ -7,7 +7,7 @@ import pytest
 from support.words import folded
 
 from sfumato.workflows import plan
-from sfumato.workflows.plan import Machine, law, measured, plan_gallery, words_of
+from sfumato.workflows.plan import Machine, law, line, measured, plan_gallery, words_of
 
 SIZES = (100_000, 1_000_000)
 
@@ -38,7 +38,8 @@ def test_numbers_by_hand(known):
     assert served.dollars == pytest.approx(18 * 730 * (4 * 0.04 + 100 * 0.005))
     assert local.beyond == pytest.approx(1000) and served.beyond == pytest.approx(1000 / 6)
     said = words_of([served, local])
-    assert "3 copies" in said[1] and "does not fit" in said[2] and "1,000 times" in said[3]
+    assert "milvus?index=HNSW 3, file:?engine=hnsw 3" in said[1] and "behind the writes" in said[2]
+    assert "does not fit" in said[3] and "1,000 times" in said[4]
     half, texts = (plan_gallery(1e6, d, 1, Machine(), texts=d == 127)[1] for d in (255, 127))
     assert half.memory_gb == pytest.approx(0.2) and texts.memory_gb == pytest.approx(0.4) and texts.machines == 1
 
@@ -46,16 +47,23 @@ def test_numbers_by_hand(known):
 def test_a_law_is_a_power_of_the_number_of_items():
     exact = law({str(n): {"x": 3 * n**1.25} for n in (10, 100, 1000)}, "x")
     assert [exact(n) for n in (1, 50, 1e6)] == pytest.approx([3 * n**1.25 for n in (1, 50, 1e6)])
-    assert law({"100": {"x": 7.0}}, "x")(1000) == pytest.approx(70)
+    assert [of({"100": {"x": 7.0}}, "x")(1000) for of in (law, line)] == pytest.approx([70, 70])
+
+
+def test_a_line_has_a_constant_that_is_never_negative():
+    straight = line({str(n): {"x": 200 + 4.0 * n} for n in (10, 100, 1000)}, "x")
+    assert [straight(n) for n in (1, 50, 1e6)] == pytest.approx([204, 400, 4_000_200])
+    bent = line({str(n): {"x": n**1.5} for n in (100, 400)}, "x")
+    assert bent(0) == 0 and bent(1000) == pytest.approx(1000 * (10 + 20) / 2)
 
 
 def test_plans_are_within_a_quarter_of_what_was_measured():
     for points in measured()["stores"].values():
         names = set(next(iter(points.values())))
         assert {"memory to search, MB", "disk, MB", "store, s", "index, s", "p50, ms", "queries a second"} <= names
-        for name in ("memory to search, MB", "disk, MB", "index, s"):
+        for of, name in ((line, "memory to search, MB"), (line, "disk, MB"), (law, "store, s")):
             for n, own in points.items():
-                assert law(points, name)(float(n)) == pytest.approx(own[name], rel=0.25), (name, n)
+                assert of(points, name)(float(n)) == pytest.approx(own[name], rel=0.25), (name, n)
 
 
 def test_the_command(sfumato):

@@ -1,8 +1,8 @@
 """What a gallery of any size needs: memory, disk, time and cost, from measured figures.
 
 scale.json has the figures of stores at several sizes; benchmarks/scale.py measures them and writes the file. Between
-these sizes and beyond them a quantity follows the power of the number of items that fits its logarithms best. Memory,
-disk and time grow with the width of the vectors as well.
+these sizes and beyond them memory and disk follow a line, which has what the programs need alone, and times follow the
+power of the number of items that fits their logarithms best. All of them grow with the width of the vectors as well.
 """
 
 import json
@@ -62,7 +62,7 @@ class Need:
         return [self.store, f"{self.machines:,}" if self.fits else "too large", *sizes, _number(self.dollars)]
 
 
-HEADINGS = ("store", "machines", "memory, GB", "disk, GB", "build, hours", "query, ms", "dollars a month")
+HEADINGS = ("store", "machines", "memory, GB", "disk, GB", "build, hours", "query, ms", "$ a month")
 
 
 def _number(value: float) -> str:
@@ -73,11 +73,11 @@ def _number(value: float) -> str:
 
 def words_of(needs: list[Need]) -> list[str]:
     """What a reader of the table has to know."""
-    lines = [
-        "memory, disk and hours: of one copy; a query: the median of one alone; dollars: the order, machines alone"
-    ]
-    if any(need.copies > 1 for need in needs):
-        lines.append("machines: " + ", ".join(f"{need.store} {need.copies} copies" for need in needs))
+    lines = ["memory, disk and hours: of one copy; query: the median of one alone; $: the order, of machines alone"]
+    if copied := [f"{need.store} {need.copies}" for need in needs if need.copies > 1]:
+        lines.append(f"copies of the gallery, for so many queries: {', '.join(copied)}")
+    if any(need.store.startswith(_SHARDED) for need in needs):
+        lines.append("milvus builds its graph behind the writes: its hours end when everything is stored")
     if any(not need.fits for need in needs):
         lines.append("too large: the gallery does not fit into the memory of one machine; see --memory")
     if beyond := [need for need in needs if need.beyond > 1]:
@@ -99,6 +99,15 @@ def law(points: dict[str, dict[str, float]], name: str) -> Callable[[float], flo
     return lambda items: math.exp(constant + slope * math.log(items))
 
 
+def line(points: dict[str, dict[str, float]], name: str) -> Callable[[float], float]:
+    """A quantity as a constant and a part for each item, with the smallest relative errors. points: as for law."""
+    n, values = np.array([float(key) for key in points]), np.array([max(own[name], 1e-9) for own in points.values()])
+    (constant, each), *_ = np.linalg.lstsq(np.stack([1 / values, n / values], 1), np.ones(len(n)))
+    if len(n) == 1 or constant < 0 or each < 0:
+        constant, each = 0.0, np.mean(values / n)
+    return lambda items: float(constant + each * items)
+
+
 def plan_gallery(
     items: float, dim: int, queries_per_second: float, machine: Machine, *, texts: bool = False
 ) -> list[Need]:
@@ -114,10 +123,8 @@ def plan_gallery(
 def _need(
     store: str, points: dict[str, dict[str, float]], items: float, wide: float, rate: float, machine: Machine
 ) -> Need:
-    memory, disk, write, index, single, many = (
-        law(points, name)
-        for name in ("memory to search, MB", "disk, MB", "store, s", "index, s", "p50, ms", "queries a second")
-    )
+    memory, disk = (line(points, name) for name in ("memory to search, MB", "disk, MB"))
+    write, index, single, many = (law(points, name) for name in ("store, s", "index, s", "p50, ms", "queries a second"))
     room, parts = 1000 * FULL * machine.memory, 1
     if store.partition(":")[0].partition("?")[0] in _SHARDED:
         while parts < items and wide * memory(items / parts) > room:
