@@ -132,6 +132,9 @@ def test_compressed_vectors_are_candidates_only(tmp_path, needs_faiss):
         )
         store.upsert(batch)
         store.optimise()
+        threads = torch.get_num_threads()
+        store.search(wanted[:1], 10)
+        assert torch.get_num_threads() == threads
         assert recall(store, by_id(batch), wanted, 10) >= 0.98 and uses_index(store)
         for query, found in zip(wanted[:20], store.search(wanted[:20], 10), strict=True):
             assert squared_l2(found.vectors, query).tolist() == sorted(squared_l2(found.vectors, query).tolist())

@@ -249,6 +249,7 @@ def test_a_text_says_kinds_and_the_same_in_other_words():
     not_said = {"poodle": "dog", "woman": "girl", "animal": "cricket", "fruit": "orange", "dog": "cat", "two": "three"}
     assert not any(saying(word_stems(word)[0]) & set(word_stems(text)) for word, text in not_said.items())
     assert is_close(["two", "anim"], "Two poodles") and not is_close(["two", "anim"], "three poodles")
+    assert is_close(["two", "women"], "two young women") and not is_close(["two", "women"], "a woman behind two dogs")
 
 
 def test_the_table_of_words_has_stems_that_are_not_their_own():

@@ -74,3 +74,5 @@ def test_the_command(sfumato):
     assert status == 0 and [need["machines"] for need in needs] == [1] * len(needs) and "file:?engine=hnsw" in out
     status, _, errors = sfumato("plan", "--items", 0)
     assert status == 2 and "--items" in errors
+    status, _, errors = sfumato("plan", "--items", "inf")
+    assert status == 2 and "items must be a finite number" in errors

@@ -5,6 +5,7 @@ of the collection and under the same ids, so that every engine can search it. Mi
 """
 
 import functools
+import itertools
 import json
 import math
 import re
@@ -177,11 +178,24 @@ _CLOSE = 3
 """Words that may stand between those of a query, in "a blue and red hat", but not in "a hat by a long red wall"."""
 
 
+_NUMBERS = frozenset(("two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"))
+
+
+def _says_closely(order: Sequence[str], wanted: Sequence[str]) -> bool:
+    """Whether a few words say all that are wanted, a number before what there are so many of."""
+    if not says(order, wanted):
+        return False
+    counted = [(a, b) for a, b in itertools.pairwise(wanted) if a in _NUMBERS]
+    return all(not saying(b).isdisjoint(order[order.index(a) + 1 :]) for a, b in counted)
+
+
 def is_close(stems: Sequence[str], line: str) -> bool:
-    """Whether a line of text says all of some stems close together."""
+    """Whether a line of text says all of some stems close together; "two" stands before its noun."""
     order = [_stem(word) for word in re.findall(r"[^\W_]+", line.casefold())]
     width = len(stems) + _CLOSE
-    return says(order, stems) and any(says(order[i : i + width], stems) for i in range(max(1, len(order) - width + 1)))
+    if not says(order, stems):
+        return False
+    return any(_says_closely(order[i : i + width], stems) for i in range(max(1, len(order) - width + 1)))
 
 
 def text_vectors(payloads: Sequence[Mapping[str, str]]) -> Tensor:
@@ -270,15 +284,17 @@ class ItemTexts:
                 found.setdefault(stem, []).append(i)
         return found
 
-    def _saying(self, stem: str) -> set[int]:
+    @functools.cached_property
+    def _saying(self) -> Callable[[str], set[int]]:
         """The items whose texts say a word stem."""
-        return set[int]().union(*(self._having.get(one, ()) for one in saying(stem)))
+        having = self._having  # Without self, so that nothing refers to itself.
+        return lambda stem: set[int]().union(*(having.get(one, ()) for one in saying(stem)))
 
     @functools.cached_property
     def rarity(self) -> Callable[[str], float]:
         """The weight of a word stem: the log of one over the fraction of items whose texts say it."""
-        n = len(self.stems)
-        return functools.cache(lambda stem: min(_RAREST, math.log((n + 1) / (len(self._saying(stem)) + 0.5))))
+        said, n = self._saying, len(self.stems)
+        return functools.cache(lambda stem: min(_RAREST, math.log((n + 1) / (len(said(stem)) + 0.5))))
 
     def take(self, positions: Sequence[int]) -> "ItemTexts":
         """Some of the items."""
@@ -341,6 +357,9 @@ class ItemTexts:
         return max(texts, key=found)
 
 
+_WITH_NUMBERS = "sfumatostems2"
+"""Stands before the stems: those of earlier versions lack "two"."""
+
 _LONGEST_STEM, _MOST_LETTERS = 100, 20_000
 """Letters of a stem, and of all stems of an item, that are stored for the search by words."""
 
@@ -348,13 +367,14 @@ _LONGEST_STEM, _MOST_LETTERS = 100, 20_000
 def _stored_words(payload: Mapping[str, str]) -> str:
     """The stems of an item's words, for the search by words."""
     stems = [stem for stem in word_stems(item_words(payload)) if len(stem) <= _LONGEST_STEM]
-    return " ".join(stems)[:_MOST_LETTERS]
+    return " ".join((_WITH_NUMBERS, *stems))[:_MOST_LETTERS]
 
 
 def _all_stems(stored: Mapping[str, str]) -> list[str]:
     """The stems of an item from its record in the store of texts; none where they may be incomplete."""
     words = stored.get(WORDS, "")
-    return words.split() if len(words) < _MOST_LETTERS else []
+    mark, *stems = words.split() or [""]
+    return stems if mark == _WITH_NUMBERS and len(words) < _MOST_LETTERS else []
 
 
 class TextStore:
@@ -407,7 +427,7 @@ class TextStore:
         return ItemTexts.of(vectors, payloads, stems)
 
     def having(self, stems: Sequence[str], c: int, filter: Filter | None) -> list[str]:
-        """The ids of the c items whose texts say the most of some word stems, if the store finds words."""
+        """The ids of c items whose texts say some word stems, if the store finds words: the first of its own order."""
         stems = list(dict.fromkeys(one for stem in stems for one in sorted(saying(stem))))
         return self.store.match_words(stems, c, filter) if stems and isinstance(self.store, WordStore) else []
 

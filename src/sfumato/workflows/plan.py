@@ -14,6 +14,8 @@ from typing import Any
 
 import numpy as np
 
+from sfumato.errors import UserError
+
 TEXT_WIDTH = 384
 """Dimensions of the vectors of the texts."""
 
@@ -59,7 +61,8 @@ class Need:
     def row(self) -> list[str]:
         """The cells under HEADINGS."""
         sizes = [_number(value) for value in (self.memory_gb, self.disk_gb, self.build_hours, self.query_ms)]
-        return [self.store, f"{self.machines:,}" if self.fits else "too large", *sizes, _number(self.dollars)]
+        machines, dollars = (f"{self.machines:,}", _number(self.dollars)) if self.fits else ("too large", "-")
+        return [self.store, machines, *sizes, dollars]
 
 
 HEADINGS = ("store", "machines", "memory, GB", "disk, GB", "build, hours", "query, ms", "$ a month")
@@ -79,10 +82,10 @@ def words_of(needs: list[Need]) -> list[str]:
     if any(need.store.startswith(_SHARDED) for need in needs):
         lines.append("milvus builds its graph behind the writes: its hours end when everything is stored")
     if any(not need.fits for need in needs):
-        lines.append("too large: the gallery does not fit into the memory of one machine; see --memory")
+        lines.append("too large: what has to be on one machine does not fit into its memory; see --memory")
     if beyond := [need for need in needs if need.beyond > 1]:
         most = max(need.beyond for need in beyond)
-        lines.append(f"extrapolated: a machine has up to {most:,.0f} times the items that were measured")
+        lines.append(f"extrapolated: a machine has up to {_number(most)} times the items that were measured")
     return lines
 
 
@@ -115,6 +118,9 @@ def plan_gallery(
 
     dim: dimensions of the embeddings. texts: whether the items have texts, whose vectors are in a store of their own.
     """
+    for name, value in (("items", items), ("queries_per_second", queries_per_second), ("memory", machine.memory)):
+        if not math.isfinite(value):
+            raise UserError(f"plan: {name} must be a finite number, got {value}")
     known = measured()
     wide = (dim + 1 + TEXT_WIDTH * texts) / (known["dim"] + 1)
     return [_need(name, points, items, wide, queries_per_second, machine) for name, points in known["stores"].items()]
@@ -127,7 +133,7 @@ def _need(
     write, index, single, many = (law(points, name) for name in ("store, s", "index, s", "p50, ms", "queries a second"))
     room, parts = 1000 * FULL * machine.memory, 1
     if store.partition(":")[0].partition("?")[0] in _SHARDED:
-        while parts < items and wide * memory(items / parts) > room:
+        while wide * memory(0) < room < wide * memory(items / parts):
             parts = max(parts + 1, math.ceil(parts * wide * memory(items / parts) / room))
     own, speed = items / parts, machine.cores / CORES_MEASURED
     copies = max(1, math.ceil(rate * wide / (many(own) * speed)))

@@ -238,7 +238,6 @@ class FaissStore:
             index = _compressed(faiss, m, e, n_lists, options)
         if not index.is_trained:
             index.train(sample)
-        faiss.omp_set_num_threads(torch.get_num_threads())
         for start in range(0, m, _BLOCK):
             index.add(fetch(np.arange(start, min(m, start + _BLOCK))))
         return cls(index, engine, options)
@@ -265,9 +264,12 @@ class FaissStore:
             parameters = faiss.SearchParametersIVF(nprobe=min(n_lists, n_probe), sel=selector)
         if isinstance(self._index, faiss.IndexPreTransform):
             parameters = faiss.SearchParametersPreTransform(index_params=parameters)
-        # For one query, threads cost more than they bring; the number is that of the calling thread alone.
-        faiss.omp_set_num_threads(1 if len(queries) == 1 else torch.get_num_threads())
-        squared_l2, positions = self._index.search(queries.detach().cpu().contiguous().numpy(), k, params=parameters)
+        wanted, threads = queries.detach().cpu().contiguous().numpy(), torch.get_num_threads()
+        try:  # For one query, threads cost more than they bring. The number is this thread's, and torch's as well.
+            faiss.omp_set_num_threads(1 if len(wanted) == 1 else threads)
+            squared_l2, positions = self._index.search(wanted, k, params=parameters)
+        finally:
+            faiss.omp_set_num_threads(threads)
         return torch.from_numpy(squared_l2), torch.from_numpy(positions)
 
     def write(self, path: Path) -> None:
@@ -314,7 +316,7 @@ def _main_components(sample: Vectors) -> tuple[Vectors, Vectors]:
     """(d, e) the fewest orthonormal directions that keep most of the variance, and (e,) the mean. sample (n, e)."""
     values = torch.from_numpy(sample).double()
     centre = values.mean(0)
-    variance, directions = torch.linalg.eigh(torch.cov(values.T, correction=0))
+    variance, directions = torch.linalg.eigh((values - centre).T @ (values - centre) / len(values))
     kept = variance.flip(0).cumsum(0) / variance.sum().clamp_min(torch.finfo(torch.float64).tiny)
     d = min(len(variance), 1 + int((kept < _KEPT).sum()))
     return directions.flip(1)[:, :d].T.float().contiguous().numpy(), centre.float().numpy()

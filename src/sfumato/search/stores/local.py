@@ -110,7 +110,7 @@ class LocalSettings:
         if engine == "hnsw":
             rest = _HNSW | rest
         memory, exact_below = rest.pop("memory", 2000), rest.pop("exact_below", 8192)
-        overfetch = rest.pop("overfetch", 10)
+        overfetch = rest.pop("overfetch", 10 if engine == "ivf-pq" else 1)
         if overfetch < 1:
             raise UserError(f"store {url}: overfetch must be at least 1, got {overfetch}")
         try:
@@ -125,6 +125,7 @@ class LocalSettings:
 def check_against(url: str, given: Mapping[str, Any], kept: Mapping[str, Any]) -> None:
     """Check that the options at opening do not contradict the options at creation."""
     engine = kept.get("engine", "flat")
+    kept = (_HNSW | dict(kept)) if engine == "hnsw" else kept
     for name, value in given.items():
         if name in _SEARCHING:
             continue
@@ -429,7 +430,7 @@ class LocalStore(StoreBase):
     def optimise(self) -> None:
         """Release free space, and build the index of an approximate engine if it is missing or outdated.
 
-        Building an index takes twice the memory of all vectors. Searches continue; writes of other threads wait. If the
+        Vectors are read and indexed in blocks. Searches continue; writes of other threads wait. If the
         process dies, no items are lost.
         """
         with self._writer:
@@ -572,8 +573,7 @@ class LocalStore(StoreBase):
         if n < max(1, settings.exact_below, _FEW_FRACTION * len(index.positions)):
             return -1
         # More than k candidates: some are deleted, and rounding or compressed codes may have changed their order.
-        compressed = settings.engine == "ivf-pq" or settings.faiss.compress != "none"
-        c = min(n, k * settings.overfetch if compressed else 2 * k + 8)
+        c = min(n, max(2 * k + 8, k * settings.overfetch))
         found = index.faiss.search(queries, c, among)[1].numpy()
         positions = np.where(found >= 0, index.positions[found], -1)
         select = f"SELECT position FROM items WHERE position IN {LIST}"
