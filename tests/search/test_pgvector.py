@@ -354,7 +354,7 @@ def test_a_killed_server_loses_nothing(server):
     assert status == 1 and "UserError: store postgresql://" in errors
     with pytest.raises(UserError):
         store.count()
-    raises(UserError, "refused", store.search, queries(1, 6, 0), 3)
+    raises(UserError, "connection failed", store.search, queries(1, 6, 0), 3)
     server.start()
     assert_nothing_lost(store, said)
     assert len(store.search(queries(1, 6, 0), 7)[0]) == 7
