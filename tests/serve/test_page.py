@@ -878,6 +878,8 @@ def test_two_answers_are_announced_at_once(visit, service, late):
 def test_options_are_folded_unless_they_are_in_use(visit, uncalibrated):
     page = visit(uncalibrated, "/?q=a+red+circle&q2=some+bar", width=390, height=844)
     slider, options = page.get_by_role("slider"), page.get_by_text("For experts")
+    for place in (0, 1):  # The row moves until both answers are there.
+        expect(panel(page, place).locator(".hit").first).to_be_visible()
     row = [page.locator(it).bounding_box() for it in (".toggle", "#add-open")]
     assert len({(box["y"], box["height"]) for box in row}) == 1  # one row, aligned
     expect(slider).to_be_hidden()
