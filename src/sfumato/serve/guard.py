@@ -264,7 +264,7 @@ HEADERS = {
 """Headers of every response that does not set them itself."""
 
 REQUEST_ID = "X-Request-ID"
-"""Header with the number of a request, which its lines in the log have too."""
+"""Header with the number of a request, which its lines in a log of JSON have too."""
 
 RIGHTS = "sfumato.rights"
 """Key of the ASGI scope for what the caller may do."""
