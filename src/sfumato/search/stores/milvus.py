@@ -5,8 +5,8 @@
 
 Where the URL has no password, the token comes from MILVUS_TOKEN: user:password, or an API key. Options: _OPTIONS.
 
-Other kinds of index are refused, because Lite accepts any name and then searches without an index. Options of the index given to
-`create_store` are kept with the collection; search options given to `open_store` replace them. If a search of HNSW or
+Other kinds of index are refused, because Lite accepts any name and then searches without an index. Options of the index
+that `create_store` is given are kept with the collection; search options given to `open_store` replace them. If a search of HNSW or
 IVF_FLAT returns fewer than k results, as under a narrow filter, it is repeated with its most thorough settings, and on
 a server completed by a scan. For a filter Lite reads the payload of every item, and it reads every vector that no
 segment holds yet, about a second for 20,000; call `optimise` to write segments.
