@@ -6,10 +6,10 @@
 Where the URL has no password, the token comes from MILVUS_TOKEN: user:password, or an API key. Options: _OPTIONS.
 
 Other kinds of index are refused, because Lite accepts any name and then searches without an index. Options of the index
-that `create_store` is given are kept with the collection; search options given to `open_store` replace them. If a search of HNSW or
-IVF_FLAT returns fewer than k results, as under a narrow filter, it is repeated with its most thorough settings, and on
-a server completed by a scan. For a filter Lite reads the payload of every item, and it reads every vector that no
-segment holds yet, about a second for 20,000; call `optimise` to write segments.
+that `create_store` is given are kept with the collection; search options given to `open_store` replace them. If a
+search of HNSW or IVF_FLAT returns fewer than k results, as under a narrow filter, it is repeated with its most thorough
+settings, and on a server completed by a scan. For a filter Lite reads the payload of every item, and it reads every
+vector that no segment holds yet, about a second for 20,000; call `optimise` to write segments.
 
 Records that upsert has stored are in Milvus's log, which survives the death of any process. Lite does not force the log
 to disk, so a power cut may lose records stored after the last `optimise`. While it is open, Lite listens on a free
