@@ -474,10 +474,7 @@ def serve(
 
     def made(folder: Path) -> "FastAPI":
         sources = open_sources(folder, texts=texts, run=run, store=store, split=split, device=choose_device(device))
-        app = create_app(sources, settings)
-        if otel:
-            trace(app)
-        return app
+        return trace(create_app(sources, settings)) if otel else create_app(sources, settings)
 
     app = Following(source, made) if source.is_symlink() else made(source)
     run_app(app, host=host, port=port, grace=grace, drain=drain, access_log=access_log, log_format=lines)

@@ -75,7 +75,7 @@ class Writer:
     async def _next(self) -> "Writer":
         """The writer of the folder that is served next."""
         try:
-            return await asyncio.wait_for(asyncio.shield(self._coming()), self.service.settings.timeout)
+            return await asyncio.wait_for(asyncio.shield(self._coming()), 0.8 * self.service.settings.timeout)
         except TimeoutError:
             raise busy("The collection is being replaced. Send the same request again", 5, code="not-ready") from None
 

@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -67,6 +67,7 @@ class Compared:
     """Two galleries of the same items, asked the same queries; both search by distance alone."""
 
     n: int  # number of queries
+    calibrated: tuple[bool, bool]  # whether the probabilities of each mean something
     said: tuple[float, float]  # mean probability of the first hits, of the first gallery and of the second
     same_first: float  # fraction of queries with the same first hit in both
     figures: tuple[HitFigures, HitFigures] | None  # where the queries are captions, whose items are known
@@ -74,15 +75,20 @@ class Compared:
     @property
     def rows(self) -> list[list[str]]:
         """Each figure in words, of the first gallery, and of the second."""
-        rows = [["mean probability of the first hit", *(f"{p:.1%}" for p in self.said)]]
-        if self.figures is not None:
-            rows = [
-                ["first hit is the caption's own item", *(f"{one.rate:.1%}" for one in self.figures)],
-                *rows,
-                ["calibration error of first hits", *(f"{one.ece:.3f}" for one in self.figures)],
-                ["  of perfect probabilities", *(f"{one.ece_by_chance:.3f}" for one in self.figures)],
-            ]
-        return rows
+
+        def row(name: str, values: Iterable[float], form: str) -> list[str]:
+            cells = zip(values, self.calibrated, strict=True)
+            return [name, *(format(value, form) if known else "not calibrated" for value, known in cells)]
+
+        said = row("mean probability of the first hit", self.said, ".1%")
+        if self.figures is None:
+            return [said]
+        return [
+            ["first hit is the caption's own item", *(f"{one.rate:.1%}" for one in self.figures)],
+            said,
+            row("calibration error of first hits", (one.ece for one in self.figures), ".3f"),
+            row("  of perfect probabilities", (one.ece_by_chance for one in self.figures), ".3f"),
+        ]
 
 
 @dataclass
@@ -315,8 +321,8 @@ _N_QUERIES = 500
 def _compare(
     folder: Path, gallery: Gallery, made: GaussianCollection, model: Model, queries: Sequence[str]
 ) -> Compared | None:
-    """Ask both galleries the same texts; None if there are none, or if probabilities of either are not calibrated."""
-    if gallery.scorer.direction == "i2t" or not (gallery.calibrated and made.calibrated):
+    """Ask both galleries the same texts; None if there are none."""
+    if gallery.scorer.direction == "i2t":
         return None
     truth: list[str] = []
     if not queries:
@@ -340,4 +346,5 @@ def _compare(
             figures.append(hit_figures(p, y, "t2i", len(made), 1))
     same = [a[0].id == b[0].id for a, b in zip(old, new, strict=True)]
     means = float(said[0].mean()), float(said[1].mean())
-    return Compared(len(queries), means, sum(same) / len(same), (figures[0], figures[1]) if truth else None)
+    calibrated = gallery.calibrated, made.calibrated
+    return Compared(len(queries), calibrated, means, sum(same) / len(same), (figures[0], figures[1]) if truth else None)
