@@ -5,16 +5,17 @@ For a distance that lifts, with c a centre near the item, x = query - c and r = 
     distance - constant(query) = ||x||^2 + w - 2 <x, r>,    w = ||r||^2 + the part of the item alone
 
 (for csd that part is the total variance of the item, so the products have d columns). The products are taken of x' and
-r', which are x and r in bfloat16 where the CPU multiplies it faster than float32, and in float32 elsewhere. The error
-is bounded by Cauchy and Schwarz, with the lengths of what was rounded away, which are known:
+r': x and r as int8 with a scale for each vector where the CPU multiplies that faster than float32, and as they are
+elsewhere. The error is bounded by Cauchy and Schwarz, with the lengths of what was rounded away, which are known:
 
     |<x, r> - <x', r'>| <= ||x|| ||r - r'|| + ||x - x'|| ||r'||
 
-plus the rounding of the product itself. The items whose lower bound does not exceed the k-th smallest upper bound
-contain the k closest. Their distances are computed anew in float64 by differences. So the result is that of float64
-over all items, whatever the data: bad data make the bounds leave more items, never wrong ones.
+plus the rounding of a product in float32; one of int8 is exact. The items whose lower bound does not exceed the k-th
+smallest upper bound contain the k closest. Their distances are computed anew in float64 by differences. So the result
+is that of float64 over all items, whatever the data: bad data make the bounds leave more items, never wrong ones.
 """
 
+import contextlib
 import functools
 import itertools
 import math
@@ -23,7 +24,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import TypeVar
 
 import torch
@@ -59,16 +60,30 @@ _HUGE = 1e37
 @functools.cache
 def product_dtype() -> torch.dtype:
     """The dtype in which this machine takes products faster, by a short trial."""
-    times = {}
-    for dtype in (torch.float32, torch.bfloat16):
-        rows, queries = torch.ones(2048, 512, dtype=dtype), torch.ones(512, 32, dtype=dtype)
-        product = torch.empty(2048, 32, dtype=dtype)
-        times[dtype] = math.inf
-        for _ in range(5):
-            start = time.perf_counter()
-            torch.mm(rows, queries, out=product)
-            times[dtype] = min(times[dtype], time.perf_counter() - start)
-    return torch.bfloat16 if times[torch.bfloat16] < 0.8 * times[torch.float32] else torch.float32
+    times = {torch.float32: math.inf, torch.int8: math.inf}
+    for dtype in times:
+        rows, queries = torch.ones(2048, 512, dtype=dtype), torch.ones(32, 512, dtype=dtype)
+        with contextlib.suppress(AttributeError, RuntimeError):  # This torch has no such product.
+            for _ in range(5):
+                start = time.perf_counter()
+                _product(rows, queries)
+                times[dtype] = min(times[dtype], time.perf_counter() - start)
+    return torch.int8 if times[torch.int8] < 0.8 * times[torch.float32] else torch.float32
+
+
+def _product(rows: Tensor, queries: Tensor, out: Tensor | None = None) -> Tensor:
+    """(n, b) products, those of int8 in int32. rows (n, e), queries (b, e)."""
+    multiply = torch.mm if rows.dtype == torch.float32 else torch._int_mm
+    found: Tensor = multiply(rows, queries.T, out=out)
+    return found
+
+
+def _coded(vectors: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """(n, e) codes of vectors, and (n, 1) float32 scales by which they are multiplied."""
+    if dtype == torch.float32:
+        return vectors.float(), torch.ones(len(vectors), 1)
+    scale = (vectors.abs().amax(1, keepdim=True) / 127).float().clamp_min(torch.finfo(torch.float32).tiny)
+    return (vectors / scale).round_().clamp_(-127, 127).to(torch.int8), scale
 
 
 @functools.lru_cache(maxsize=1)
@@ -116,18 +131,20 @@ class _Relative:
 
     query: Tensor  # (b,) their positions among the queries of the pass
     coded: Tensor  # (b, e) in the dtype of the products
+    scale: Tensor  # (b,) float32 factors of the codes
     length: Tensor  # (b,) float64 lengths
     rounding: Tensor  # (b,) float64 lengths of what coding rounded away
 
     @classmethod
     def of(cls, vectors: Tensor, centre: Tensor, dtype: torch.dtype) -> "_Relative":
         away = vectors - centre.double()
-        coded = away.to(dtype)
-        lengths = torch.linalg.vector_norm(away, dim=1), torch.linalg.vector_norm(away - coded.double(), dim=1)
-        return cls(torch.arange(len(vectors)), coded, *lengths)
+        coded, scale = _coded(away, dtype)
+        lost = torch.linalg.vector_norm(away - coded.double() * scale, dim=1)
+        length = torch.linalg.vector_norm(away, dim=1)
+        return cls(torch.arange(len(vectors)), coded, scale.squeeze(1), length, lost)
 
     def take(self, rows: Tensor) -> "_Relative":
-        return _Relative(self.query[rows], self.coded[rows], self.length[rows], self.rounding[rows])
+        return _Relative(*(getattr(self, one.name)[rows] for one in fields(self)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -180,16 +197,17 @@ class _Pending:
 class Screen:
     """A gallery prepared for exact search. Make one with :meth:`of`.
 
-    Rows are the items ordered by centre, then by length. Beside the gallery it takes 2 e + 20 bytes for each item with
-    bfloat16, 4 e + 20 with float32.
+    Rows are the items ordered by centre, then by weight. Beside the gallery it takes e + 24 bytes for each item with
+    int8, 4 e + 24 with float32.
     """
 
     gallery: GaussianEmbedding  # (m, d) embeddings, float32
     distance: Distance  # one that lifts, with queries as its first argument
     item: Tensor  # (r,) gallery position of each row
     coded: Tensor  # (r, e) items less their centre, in the dtype of the products
+    scale: Tensor  # (r,) float32 factors of the codes
     weight: Tensor  # (r,) lower bounds of w
-    length: Tensor  # (r,) upper bounds of the lengths of `coded`
+    length: Tensor  # (r,) upper bounds of the lengths of the coded vectors
     rounding: Tensor  # (r,) upper bounds of the lengths of what coding rounded away
     centres: Tensor  # (c, e) float32
     starts: tuple[int, ...]  # c + 1 numbers, the first row of each centre and r
@@ -202,26 +220,26 @@ class Screen:
             raise ValueError(f"Screen: distance {distance.name!r} does not lift; rank it with top_k")
         lift, dtype, m = distance.lift, dtype or product_dtype(), gallery.n
         centres = _centres(gallery, lift)
-        length, label = torch.empty(m), torch.empty(m, dtype=torch.long)
-        weight, rounding, e = torch.empty(m), torch.empty(m), centres.shape[1]
+        weight, label, e = torch.empty(m), torch.empty(m, dtype=torch.long), centres.shape[1]
         for start in range(0, m, _ROWS):
             part = slice(start, start + _ROWS)
-            vectors = _vectors(gallery[part], lift)[0]
+            vectors, alone = _vectors(gallery[part], lift)
             label[part] = _nearest_centre(vectors.float(), centres)
-            length[part] = torch.linalg.vector_norm((vectors - centres[label[part]]).float(), dim=1)
-        item = _sorted_by(label, length)
-        coded, more = torch.empty(m, e, dtype=dtype), 1 + _sum_error(e)
+            weight[part] = (vectors - centres[label[part]]).float().square().sum(1) + alone
+        item, length, rounding = _sorted_by(label, weight), torch.empty(m), torch.empty(m)
+        coded, scale, more = torch.empty(m, e, dtype=dtype), torch.empty(m), 1 + _sum_error(e)
         for start in range(0, m, _ROWS):
             part = slice(start, start + _ROWS)
             vectors, alone = _vectors(gallery[item[part]], lift)
             residual = (vectors - centres[label[item[part]]]).float()
-            coded[part] = residual
-            back = coded[part].float()
+            coded[part], factor = _coded(residual, dtype)
+            back = coded[part].float() * factor
+            scale[part] = factor.squeeze(1)
             length[part] = torch.linalg.vector_norm(back, dim=1) * more
             rounding[part] = torch.linalg.vector_norm(residual - back, dim=1) * more + 2**-23 * length[part]
             weight[part] = (residual.square().sum(1) + alone) * (1 - _sum_error(max(e, gallery.d)))
         starts = tuple(torch.bincount(label, minlength=len(centres)).cumsum(0).tolist())
-        return cls(gallery, distance, item, coded, weight, length, rounding, centres, (0, *starts))
+        return cls(gallery, distance, item, coded, scale, weight, length, rounding, centres, (0, *starts))
 
     @property
     def n(self) -> int:
@@ -238,6 +256,7 @@ class Screen:
             self,
             item=self.item[rows],
             coded=self.coded[rows],
+            scale=self.scale[rows],
             weight=self.weight[rows],
             length=self.length[rows],
             rounding=self.rounding[rows],
@@ -315,14 +334,13 @@ class Screen:
         With k the reach falls to the k-th smallest upper bound.
         """
         b, threads = len(vectors), torch.get_num_threads()
-        step = min(max(2048, _BLOCK // max(1, b)), max(1024, self.n // (4 * threads)), self.n)
+        step = min(max(2048, _BLOCK // max(64, b)), max(1024, self.n // (4 * threads)), self.n)
         step = max(_GROUP, step // _GROUP * _GROUP)
         blocks, reading, pending = self._blocks(step), threading.Lock(), _Pending(reach, k)
 
         @torch.no_grad()
         def work(number: int) -> None:
-            coded = torch.empty(step * b, dtype=self.coded.dtype)
-            scores = torch.empty(step * b) if coded.dtype != torch.float32 else coded
+            products = torch.empty(step * b, dtype=torch.int32 if self.coded.dtype == torch.int8 else torch.float32)
             last, relative = -1, None
             while not pending.too_many:
                 with reading:
@@ -331,7 +349,7 @@ class Screen:
                     break
                 if relative is None or centre != last:
                     last, relative = centre, _Relative.of(vectors, self.centres[centre], self.coded.dtype)
-                found = self._survivors(rows, relative, pending.reach, coded, scores)
+                found = self._survivors(rows, relative, pending.reach, products)
                 if found is not None:
                     pending.add(found)
 
@@ -344,67 +362,53 @@ class Screen:
             for first in range(start, stop, step):
                 yield centre, slice(first, min(first + step, stop))
 
-    def _survivors(
-        self, rows: slice, relative: _Relative, reach: Tensor, coded: Tensor, scores: Tensor
-    ) -> _Pairs | None:
+    def _survivors(self, rows: slice, relative: _Relative, reach: Tensor, products: Tensor) -> _Pairs | None:
         """The pairs of a block of rows whose lower bound is within reach; None if there are none."""
         longest, rounding = float(self.length[rows].amax()), float(self.rounding[rows].amax())
-        apart = (relative.length - (longest + rounding) * (1 + 1e-6)).clamp_min(0).square() * (1 - 1e-6)
+        weight, scale, square = self.weight[rows], self.scale[rows], relative.length.square()
+        apart = square + float(weight[0]) - 2 * relative.length * (longest + rounding)
+        apart -= 1e-6 * (square + float(weight[-1])) + 2**-20 * relative.length * longest
         wanted = (~(apart > reach[relative.query])).nonzero().squeeze(1)
         if not len(wanted):
             return None
         if len(wanted) < len(relative.query):
-            relative = relative.take(wanted)
+            relative, square = relative.take(wanted), square[wanted]
         error = self._error(relative, longest, rounding)
-        limit = self._limit(rows, relative, reach, error, longest)
-        score = self._scores(rows, relative, coded, scores)
-        group, query = (~(score.amin(1) > limit)).nonzero(as_tuple=True)
+        limit = reach[relative.query] - square + error
+        limit += 2**-20 * limit.abs()
+        limit = torch.where(longest * (relative.length + longest) < _HUGE, limit, torch.inf).float()
+        product = self._products(rows, relative, products)
+        # Weight - 2 * product <= limit needs a large product, and the largest of a group comes first.
+        gap = weight[::_GROUP].unsqueeze(1) - limit
+        largest = torch.nn.functional.max_pool1d(scale[None], _GROUP, ceil_mode=True).T
+        least = torch.where(gap > 0, gap * (0.5 - 2**-20) / largest / relative.scale, -torch.inf)
+        group, query = (~(product.amax(1).float() < least)).nonzero(as_tuple=True)
         if not len(group):
             return None
-        near, place = (~(score[group, :, query] > limit[query].unsqueeze(1))).nonzero(as_tuple=True)
-        row, query = group[near] * _GROUP + place, query[near]
-        real = row < rows.stop - rows.start
-        row, query = row[real], query[real]
-        outer = self._output_error
-        value, weight = score.flatten(0, 1)[row, query].double(), self.weight[rows][row].double()
-        inner = (weight - value) / (2 * (1 + outer))
-        square = relative.length.square()[query]
-        error = error[query] + 2**-21 * (value.abs() + weight)
-        upper = square + weight * (1 + 4 * _sum_error(self._columns)) - 2 * inner + 2 * outer * inner.abs() + error
-        lower = square + value - 4 * outer * inner.clamp_max(0).abs() - error
-        return _Pairs(relative.query[query], row + rows.start, lower, upper)
+        row = (group.unsqueeze(1) * _GROUP + torch.arange(_GROUP)).clamp_max(len(weight) - 1)
+        inner = product[group, :, query].double() * scale[row] * relative.scale[query].unsqueeze(1)
+        value = weight[row] - 2 * inner
+        near, place = (~(value > limit[query].unsqueeze(1))).nonzero(as_tuple=True)
+        real = group[near] * _GROUP + place < len(weight)
+        near, place = near[real], place[real]
+        row, query, value = row[near, place], query[near], value[near, place]
+        wide = weight[row].double()
+        slack = error[query] + 2**-21 * (value.abs() + wide)
+        upper = square[query] + value + 4 * _sum_error(self._columns) * wide + slack
+        return _Pairs(relative.query[query], row + rows.start, square[query] + value - slack, upper)
 
-    def _scores(self, rows: slice, relative: _Relative, coded: Tensor, scores: Tensor) -> Tensor:
-        """(groups, _GROUP, b) weight - 2 * product * (1 + error of its output), infinite behind the last row."""
+    def _products(self, rows: slice, relative: _Relative, products: Tensor) -> Tensor:
+        """(groups, _GROUP, b) products of codes, the least that there are behind the last row."""
         n, b = rows.stop - rows.start, len(relative.query)
         groups = -(-n // _GROUP)
-        product = torch.mm(self.coded[rows], relative.coded.T, out=coded[: n * b].view(n, b))
-        score = scores[: groups * _GROUP * b].view(groups * _GROUP, b)
-        score[n:] = torch.inf
-        if product.dtype != score.dtype:
-            score[:n].copy_(product)
-        torch.add(self.weight[rows].unsqueeze(1), score[:n], alpha=-2 * (1 + self._output_error), out=score[:n])
-        return score.view(groups, _GROUP, b)
-
-    def _limit(self, rows: slice, relative: _Relative, reach: Tensor, error: Tensor, longest: float) -> Tensor:
-        """(b,) the largest score of an item within reach.
-
-        A score is the weight minus twice the largest product that its output may stand for. Negative products may stand
-        for larger ones yet, by as much as their size, which is at most half of what the limit exceeds the weight by.
-        """
-        limit = reach[relative.query] - relative.length.square() + error
-        limit = limit + 2.01 * self._output_error * (limit - float(self.weight[rows].amin())).clamp_min(0)
-        limit = limit + 2**-21 * limit.abs()
-        return torch.where(longest * (relative.length + longest) < _HUGE, limit, torch.inf).float()
+        product = products[: groups * _GROUP * b].view(groups * _GROUP, b)
+        _product(self.coded[rows], relative.coded, out=product[:n])
+        product[n:] = -torch.inf if product.is_floating_point() else torch.iinfo(torch.int32).min
+        return product.view(groups, _GROUP, b)
 
     @property
     def _columns(self) -> int:
         return max(self.coded.shape[1], self.gallery.d)
-
-    @property
-    def _output_error(self) -> float:
-        """The relative error of a product that is rounded to the dtype of the products."""
-        return 2**-8 if self.coded.dtype == torch.bfloat16 else 0.0
 
     @property
     def _product_error(self) -> float:
@@ -433,15 +437,15 @@ class Screen:
     @torch.no_grad()
     def _sampled_reach(self, vectors: Tensor, k: int, stride: int) -> Tensor:
         """The same for some of the queries, from every stride-th row."""
-        best, outer = torch.full((len(vectors), k), torch.inf, dtype=torch.float64), self._output_error
+        best = torch.full((len(vectors), k), torch.inf, dtype=torch.float64)
         for (start, stop), centre in zip(itertools.pairwise(self.starts), self.centres, strict=True):
             rows = slice(start, stop, stride)
             if start == stop:
                 continue
             relative = _Relative.of(vectors, centre, self.coded.dtype)
-            inner = torch.mm(relative.coded, self.coded[rows].T).float()
+            inner = _product(self.coded[rows], relative.coded).T * self.scale[rows] * relative.scale.unsqueeze(1)
             upper = torch.add(self.weight[rows] * (1 + 4 * _sum_error(self._columns)), inner, alpha=-2)
-            upper.add_(inner.abs_(), alpha=2 * outer + 2**-21)
+            upper.add_(inner.abs_(), alpha=2**-21)
             length, rounding = self.length[rows], self.rounding[rows]
             mine = torch.stack([relative.length, relative.rounding, torch.ones(len(vectors))], dim=1).float()
             theirs = torch.stack(
