@@ -1,10 +1,10 @@
 """Embedding of collections of any size by any number of processes, resumable, with bounded memory.
 
 A process claims a section before it embeds it, so no two embed the same one; the claim of a process that dies is free
-at once. Worker threads read, decode and resize; this thread runs the encoder and writes the parts. Threads, because Pillow
-decodes and resizes without the interpreter's lock: they were faster than processes (docs/guides/ingest.md). The content
-of a part depends only on the listing and the model, not on the number of jobs or workers, or on where an earlier job
-stopped.
+at once. Worker threads read, decode and resize; this thread runs the encoder and writes the parts. Threads, because
+Pillow decodes and resizes without the interpreter's lock: they were faster than processes (docs/guides/ingest.md). The
+content of a part depends only on the listing and the model, not on the number of jobs or workers, or on where an
+earlier job stopped.
 """
 
 import itertools
