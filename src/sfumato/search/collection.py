@@ -235,7 +235,7 @@ class GaussianCollection(Gallery):
 
     @staticmethod
     def is_one(folder: str | Path) -> bool:
-        """Whether a folder holds a collection, complete or not.
+        """Whether a folder holds a collection, complete or not, also of a later version.
 
         Args:
             folder: any path.
@@ -244,8 +244,9 @@ class GaussianCollection(Gallery):
             True if there is a collection.
         """
         try:
-            return bool(json.loads((Path(folder) / "manifest.json").read_bytes())["kind"] == _KIND)
-        except (OSError, ValueError, LookupError, TypeError, RecursionError):
+            kind = json.loads((Path(folder) / "manifest.json").read_bytes())["kind"]
+            return bool(kind.rpartition("-")[0] == _KIND.rpartition("-")[0])
+        except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
             return False
 
     @staticmethod

@@ -27,7 +27,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save as safetensors_bytes
 from torch import Tensor
 
-from sfumato.errors import UserError
+from sfumato.errors import UserError, refuse_newer
 from sfumato.files import write_atomically, write_json
 from sfumato.gaussian import EMBEDDINGS_FORMAT, GaussianEmbedding, check_finite, load_embeddings
 from sfumato.ids import check_ids
@@ -113,7 +113,8 @@ def read_manifest(folder: str | Path) -> PartsManifest:
         raise UserError(f"{folder} is no folder of embeddings (no {MANIFEST} in it); write one with `sfumato embed`")
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
-        if values.pop("format") != _FORMAT:
+        refuse_newer(str(folder), found := values.pop("format"), _FORMAT)
+        if found != _FORMAT:
             raise ValueError("another format")
         return PartsManifest(**_renamed(values, "home", "model_source"))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
