@@ -5,9 +5,9 @@
 
 The shards hold pictures of 64 pixels. Each worker is the command itself, in a process of its own, started without
 --shard; all write into one folder. At random moments (by the seed) a worker gets SIGKILL, and a new one takes its
-place. At the end the parts are compared with those of one uninterrupted command: ids, payloads, and embeddings within 1e-5.
-Printed: what is missing, twice or different, how many parts were written more than once (a part that is replaced gets a
-new inode), and the seconds of both.
+place. At the end the parts are compared with those of one uninterrupted command: ids, payloads, and embeddings within
+1e-5. Printed: what is missing, twice or different, how many parts were written more than once (a part that is replaced
+gets a new inode), and the seconds of both.
 """
 
 import argparse

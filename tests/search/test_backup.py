@@ -2,13 +2,18 @@
 
 import hashlib
 import itertools
+import os
 import random
+import re
 import subprocess
+import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
+from PIL import Image
 from support.postgresql import postgresql
 from support.processes import Started
 
@@ -20,7 +25,10 @@ from sfumato.search import texts as texts_module
 from sfumato.search.collection import UPLOADED_IMAGES, GaussianCollection, copy_gallery
 from sfumato.search.stores.protocol import WORDS, Records
 from sfumato.search.texts import WIDTH, item_texts, text_vectors
+from sfumato.workflows.search import load_index
 
+GUIDE = Path(__file__).resolve().parents[2] / "docs" / "guides" / "operate.md"
+QUERIES = ["a dog on a beach", "a red car"]
 N, D = 90, 5
 
 
@@ -228,3 +236,56 @@ def test_texts_of_an_earlier_version_without_a_digest_are_copied_by_their_words(
         kept = dict(zip(records.ids, marked, strict=True)) | {"i1": text_vectors([version_of(1, 0)[1]])[0]}
         for id, vector in zip(found.ids, found.vectors, strict=True):
             torch.testing.assert_close(vector, kept[id], rtol=0, atol=1e-6)
+
+
+def commands_of_the_guide():
+    """The commands of the section, block by block."""
+    section = GUIDE.read_text(encoding="utf-8").partition("## Back up and restore\n")[2].partition("\n## ")[0]
+    blocks = re.findall(r"(?:^    .+\n)+", section, re.MULTILINE)
+    return ["\n".join(line.strip() for line in block.splitlines()) for block in blocks]
+
+
+def test_the_commands_of_the_guide_as_printed(tmp_path, server, monkeypatch):
+    """Only the address of the server is another one."""
+    pytest.importorskip("efficientnet_lite_pytorch", reason="the extra offline is not installed")
+    monkeypatch.undo()  # The commands embed by MiniLM.
+    server.execute("CREATE DATABASE sfumato", "CREATE ROLE sfumato LOGIN SUPERUSER")
+    (tmp_path / "programs").mkdir()
+    (tmp_path / "programs" / "sfumato").write_text(f'#!/bin/sh\nexec "{sys.executable}" -m sfumato "$@"\n')
+    (tmp_path / "programs" / "sfumato").chmod(0o755)
+    path = os.pathsep.join([str(tmp_path / "programs"), str(server.programs), os.environ["PATH"]])
+    address = {"PGHOST": "127.0.0.1", "PGPORT": str(server.port), "PGUSER": "sfumato", "PATH": path}
+    environment = {**os.environ, **address, "COLUMNS": "200", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    own = f"@127.0.0.1:{server.port}/sfumato"
+
+    def run(commands):
+        given = commands.replace("@store/sfumato", own)
+        done = subprocess.run(
+            ["bash", "-e"], input=given, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120
+        )
+        assert done.returncode == 0, (commands, done.stderr[-2000:])
+        return done.stdout
+
+    for name, colour in (("dog", "tan"), ("beach", "khaki"), ("car", "red"), ("night", "black")):
+        (tmp_path / "photos").mkdir(exist_ok=True)
+        Image.new("RGB", (64, 64), colour).save(tmp_path / "photos" / f"{name}.png")
+        (tmp_path / "photos" / f"{name}.txt").write_text(f"a {name}, and a {colour} sky\n")
+    url = "postgresql://sfumato@store/sfumato?table=images"
+    run(f"sfumato index --data photos --out index/collection --store '{url}'\nmkdir backup")
+    backup, restore, dump, put_back = commands_of_the_guide()
+
+    def answers(folder):
+        with load_index(tmp_path / folder) as index:
+            assert len(index) == 4
+            return [[(h.id, h.distance, h.match_probability) for h in one.hits] for one in index.search(QUERIES, 4)]
+
+    expected = answers("index/collection")
+    run(backup)
+    run(restore)
+    assert answers("backup/monday") == answers("index/restored") == expected
+    run(dump)
+    with GaussianCollection.open(tmp_path / "index/collection") as collection:
+        collection.delete(["dog.png"])
+    run("rm -r index/collection/data-*")
+    run(put_back)
+    assert answers("index/collection") == expected
