@@ -207,7 +207,13 @@ def _keep_processes(decoders):
 @contextlib.contextmanager
 def served(sources, **settings):
     """A client of a real server on a free port of this machine, ready."""
-    app = create_app(sources, Settings(**settings))
+    with served_app(create_app(sources, Settings(**settings)), **settings) as client:
+        yield client
+
+
+@contextlib.contextmanager
+def served_app(app, **settings):
+    """The same for an application."""
     _keep_processes(app.state.service.embedder.decoders)
     server = Server(uvicorn.Config(app, port=0, log_level="error", ws="none", access_log=False))
     thread = threading.Thread(target=server.run, daemon=True)

@@ -216,15 +216,15 @@ def embed_shards(pattern, out, log):
             lock.release = lambda: (say("release", section), release())
         return lock
 
-    encoded_before = embed_module._encoded
+    encoded_before = embed_module.encode_each
 
-    def encoded_and_noted(encode, batch, state):
+    def encoded_and_noted(encode, batch, report):
         time.sleep(0.01)  # So that a kill comes in the middle of a shard.
         for entry, _ in batch:
             say("item", entry.id)
-        return encoded_before(encode, batch, state)
+        return encoded_before(encode, batch, report)
 
-    embed_module.claim, embed_module._encoded = noted, encoded_and_noted
+    embed_module.claim, embed_module.encode_each = noted, encoded_and_noted
     print("begin", flush=True)
     embed_collection(tiny_retrieval_model(), list_shards(pattern, part_size=6), out, batch_size=3, workers=2)
 

@@ -24,7 +24,10 @@ from sfumato.progress import say
 from sfumato.serve.settings import Limits, Settings, read_keys, require_extra
 
 if TYPE_CHECKING:
+    from fastapi import FastAPI
+
     from sfumato.models.model import Model
+    from sfumato.workflows.copy import Copied
 
 
 @dataclass(frozen=True)
@@ -232,16 +235,57 @@ def copy(
     out: Path = word(..., "Folder of the copy: new, or empty.", "OUT"),
     store: str = flag("file:", "Store of the copy, as for sfumato index.", metavar="URL"),
     source_store: str | None = flag(None, "URL of the store. Default: the one it was built with.", metavar="URL"),
+    model: str | None = flag(
+        None,
+        "Embed the items anew by this model, and compare both models on the same queries. Again with the same OUT, the"
+        " copy is brought up to date.",
+        metavar="MODEL",
+    ),
+    switch: bool = flag(
+        False, "With --model: INDEX is a symbolic link; point it at the copy. Services that use it follow.", "--switch"
+    ),
+    queries: Path | None = flag(
+        None, "With --model: file with one query per line. Default: captions of the items.", metavar="FILE"
+    ),
+    device: Device = "auto",
     as_json: AsJson = False,
 ) -> None:
-    """Copy an index or a collection into another store."""
+    """Copy an index or a collection: other store, or other model."""
     from sfumato.errors import counted
-    from sfumato.workflows.index import copy_index
+    from sfumato.workflows.copy import copy_by_model, copy_index
 
+    if model is not None:
+        from sfumato.models.embed import read_lines
+        from sfumato.models.run import choose_device, load_model
+
+        lines = [] if queries is None else read_lines(queries)[0]
+        loaded = load_model(model, device=choose_device(device))
+        with writing(out):
+            done = copy_by_model(folder, out, store, loaded, source_store=source_store, switch=switch, queries=lines)
+        return print(json.dumps(done.to_json())) if as_json else _print_copied(done, folder)
+    if switch or queries is not None:
+        raise UserError("--switch and --queries go with --model; name the model of the copy")
     check_out_folder(out)
     with writing(out):
         url, n = copy_index(folder, out, store, source_store=source_store)
     print_result({"out": str(out), "store": url, "items": n}, as_json, f"{counted(n, 'item')} copied to {url}: {out}")
+
+
+def _print_copied(done: "Copied", folder: Path) -> None:
+    """Print what a copy by another model has done, and how both models answer."""
+    from sfumato.errors import counted
+    from sfumato.reports.tables import print_table, print_wrapped
+
+    changes = f"{done.embedded:,} embedded, {done.deleted:,} deleted"
+    print(f"{counted(done.n, 'item')} in {done.store}: {done.out} ({changes})" + problems_suffix(done.problems))
+    if (compared := done.compared) is not None:
+        title = f"The same {compared.n:,} {'captions of the items' if compared.figures else 'queries'}, by distance"
+        print_table(title, ["figure", str(folder), str(done.out)], compared.rows)
+        print_wrapped(f"Both have the same first hit for {compared.same_first:.1%} of them.")
+    if done.switched:
+        print_wrapped(f"{folder} points to {done.out} now. Services that were started with {folder} follow in seconds.")
+    else:
+        print_wrapped(f"{folder} answers as before. The same command with --switch takes the copy into use.")
 
 
 @command()
@@ -406,6 +450,7 @@ def serve(
     """
     require_extra()
     from sfumato.models.run import choose_device
+    from sfumato.serve.alias import Following
     from sfumato.serve.answering import open_sources
     from sfumato.serve.app import create_app
     from sfumato.serve.logs import log_format_of
@@ -426,10 +471,12 @@ def serve(
     check_names(host, settings)
     check_address(host, port)
     _move_images(source, images)
-    sources = open_sources(source, texts=texts, run=run, store=store, split=split, device=choose_device(device))
-    app = create_app(sources, settings)
-    if otel:
-        trace(app)
+
+    def made(folder: Path) -> "FastAPI":
+        sources = open_sources(folder, texts=texts, run=run, store=store, split=split, device=choose_device(device))
+        return trace(create_app(sources, settings)) if otel else create_app(sources, settings)
+
+    app = Following(source, made) if source.is_symlink() else made(source)
     run_app(app, host=host, port=port, grace=grace, drain=drain, access_log=access_log, log_format=lines)
 
 

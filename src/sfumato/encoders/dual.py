@@ -17,8 +17,8 @@ from sfumato.gaussian import GaussianEmbedding
 Pieces = Callable[[Sequence[str]], list[int]]
 """Words -> the number of subword pieces of each."""
 
-_QUERIES = 16
-"""Number of texts that are embedded at once, without the cache of frozen features."""
+_QUERIES = 256
+"""Number of texts that are embedded without the cache of frozen features: it would keep what people search for."""
 
 
 class Tower(nn.Module):
@@ -133,7 +133,7 @@ class DualEncoder(nn.Module):
         if isinstance(texts, str):
             raise TypeError(f"embed_texts: got one string {texts!r}, expected a list of them: [{texts!r}]")
         processor = self.text.processor
-        if 0 < len(texts) <= _QUERIES:  # To read the index of a large cache of features would take longer.
+        if 0 < len(texts) <= _QUERIES:
             store = processor.stack([processor.prepare(text) for text in texts])
         else:
             store, _ = processor.read([_constant(text) for text in texts])

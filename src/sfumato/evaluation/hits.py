@@ -113,7 +113,7 @@ def measure_hits(
             ]
             for hits in (1, 10):
                 p, y = (torch.cat([part[k][:, :hits].flatten() for part in parts]).double() for k in (0, 1))
-                figures.append(_figures(p, y, direction, size, hits))
+                figures.append(hit_figures(p, y, direction, size, hits))
     return figures
 
 
@@ -243,7 +243,8 @@ def _hits(
     return p, match.gather(1, place[:, :10])
 
 
-def _figures(p: Tensor, y: Tensor, direction: Direction, n_gallery: int, hits: int) -> HitFigures:
+def hit_figures(p: Tensor, y: Tensor, direction: Direction, n_gallery: int, hits: int) -> HitFigures:
+    """The figures of probabilities of hits. p (n,), y (n,) whether they match, 0 and 1, both float64."""
     rate = float(y.mean())
     constant = rate * (1 - rate)
     perfect = simulated_calibration_errors(p, p)

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -36,6 +36,8 @@ from sfumato.progress import progress_bar, say
 
 Sides = tuple[GaussianEmbedding, GaussianEmbedding]
 """Embedded images and texts."""
+
+T = TypeVar("T")
 
 NamedItems = tuple[GaussianEmbedding, list[str], Problems]
 """Embedded items, their ids, and what was left out."""
@@ -187,6 +189,33 @@ def embedding_steps(
         return tower.embed(processor.stack(values), batch_size=len(values))
 
     return processor.prepare, encode
+
+
+def encode_each(
+    encode: Callable[[list[Any]], GaussianEmbedding],
+    batch: Sequence[tuple[T, Any]],
+    report: Callable[[T, Exception], None],
+) -> tuple[list[T], list[GaussianEmbedding]]:
+    """The items that can be embedded, with (1, d) for each; if a batch fails, each of its items is tried alone.
+
+    batch (item, prepared).
+    """
+    if not batch:
+        return [], []
+    items = [item for item, _ in batch]
+    try:
+        embeddings = encode([value for _, value in batch])
+    except (ValueError, OSError) as error:
+        if len(batch) == 1:
+            report(items[0], error)
+            return [], []
+        alone = [encode_each(encode, [one], report) for one in batch]
+        return [e for found, _ in alone for e in found], [e for _, found in alone for e in found]
+    wrong = (~embeddings.mean.isfinite() | embeddings.log_var.isnan() | embeddings.log_var.isposinf()).any(1)
+    for row in wrong.nonzero()[:, 0].tolist():
+        report(items[row], ValueError("its embedding holds NaN or infinity"))
+    usable = (~wrong).nonzero()[:, 0].tolist()
+    return [items[i] for i in usable], [embeddings[i : i + 1] for i in usable]
 
 
 def embed_folder(model: Model, folder: Path) -> NamedItems:

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from filelock import FileLock
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -51,6 +52,8 @@ _CENTRE, _CALIBRATION, _UNFINISHED = "centre.safetensors", "calibration.json", "
 
 UPLOADED_IMAGES = "pictures"
 """Name of the folder, inside that of the collection, for images that were uploaded to a service."""
+
+_WRITERS = ".pictures.lock"
 
 _COUNTED_SECONDS = 5.0
 """Other processes may write. To count a million items anew for every query would take longer than to search them."""
@@ -198,6 +201,8 @@ class GaussianCollection(Gallery):
             UserError: the store cannot be opened, or holds other vectors, or lacks items.
         """
         folder = Path(folder)
+        if folder.is_symlink():  # What it points to may change while this is open.
+            folder = folder.resolve()
         if not unfinished and (folder / _UNFINISHED).is_file():
             raise UserError(f"{folder} is incomplete: {(folder / _UNFINISHED).read_text(encoding='utf-8').strip()}")
 
@@ -356,6 +361,17 @@ class GaussianCollection(Gallery):
             yield note
         finally:
             self._writes += 1
+
+    def writers_lock(self, timeout: float) -> FileLock:
+        """The lock under which services write, so that one does not remove an image that another one has just written.
+
+        Args:
+            timeout: seconds to wait for it.
+
+        Returns:
+            The lock, not yet held; entering it raises :class:`filelock.Timeout`.
+        """
+        return FileLock(self.folder / _WRITERS, timeout=timeout)
 
     def begin_writing(self) -> None:
         """Acquire the write lock of a store that has one, as the first write would; it is held until :meth:`close`.

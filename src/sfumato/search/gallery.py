@@ -57,6 +57,11 @@ class Candidates:
         """The closest of the candidates; None: all."""
         return Candidates(self.ids[:n], self.distance[:n], self.uncertainty[:n], self.payloads[:n], self.closest)
 
+    def closest_alone(self) -> "Candidates":
+        """The closest of at least one candidate, in any order."""
+        j = int(self.distance.argmin())
+        return Candidates((self.ids[j],), self.distance[[j]], self.uncertainty[[j]], (self.payloads[j],))
+
     def joined(self, others: "Candidates") -> "Candidates":
         """With other candidates behind them."""
         return Candidates(
@@ -388,7 +393,7 @@ class Gallery(ABC):
                 items = self.texts.of(found.ids, found.payloads, agreeing[i])
                 distance = found.distance.unsqueeze(0)
             if not found.ids:
-                return _Fitting(near=near[i] if near else None)
+                return _Fitting()
             known = evidence(i, items, distance, usual)
             pair = logits[i].of_pairs(known)
             listed = list_features(pair.topk(min(N_NEAR, len(found.ids))).values, known.n_words, known.prior)
@@ -402,7 +407,7 @@ class Gallery(ABC):
             top = _highest(key, found, logit, k, partial(own.best_text, texts[i]))
             # The best may fit, and then something does.
             nothing = min(float(logits[i].of_nothing(listed).sigmoid()), 1 - float(logit.sigmoid().max()))
-            return _Fitting(top, total, nothing, near[i] if near else None)
+            return _Fitting(top, total, nothing, near[i] if near else found.closest_alone())
 
         results = [
             fitting(i, distance)
@@ -664,7 +669,7 @@ class _Fitting:
     hits: tuple[Hit, ...] = ()  # the most probable or the closest, the best first
     expected: float = 0.0  # number of items that fit
     nothing: float = 1.0  # probability that none does
-    near: Candidates | None = None  # the n_exact closest items of a large gallery
+    near: Candidates | None = None  # the closest item, of a large gallery the n_exact closest
 
 
 _USUAL_LOGIT, _USUAL_SPREAD = -11.52, 2.84

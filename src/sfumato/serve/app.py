@@ -300,7 +300,7 @@ def create_app(sources: Sources, settings: Settings | None = None) -> FastAPI:
         redirect_slashes=False,
     )
     app.router.route_class = CheckedRoute
-    app.state.service = service
+    app.state.service, app.state.writer = service, writer
     _handle_errors(app)
     _add_pages(app, service)
     _add_searches(app, service)

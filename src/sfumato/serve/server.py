@@ -14,6 +14,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from sfumato.errors import UserError
+from sfumato.serve.alias import Following
 from sfumato.serve.guard import share_memory
 from sfumato.serve.logs import LogFormat, log_to_stderr
 from sfumato.serve.service import Service
@@ -100,7 +101,7 @@ class Server(uvicorn.Server):
     @property
     def _service(self) -> Service:
         app = self.config.app
-        assert isinstance(app, FastAPI)
+        assert isinstance(app, FastAPI | Following)
         service = app.state.service
         assert isinstance(service, Service)
         return service
@@ -121,7 +122,7 @@ The side that closes first must be theirs, or a request that is on its way finds
 
 
 def run_app(
-    app: FastAPI,
+    app: FastAPI | Following,
     *,
     host: str,
     port: int,

@@ -35,8 +35,8 @@ def require_otel() -> None:
         )
 
 
-def trace(app: FastAPI, processor: "SpanProcessor | None" = None) -> None:
-    """Trace the requests to an application; to the exporter of OTLP unless a processor is given."""
+def trace(app: FastAPI, processor: "SpanProcessor | None" = None) -> FastAPI:
+    """Trace the requests to an application, and return it; to the exporter of OTLP unless a processor is given."""
     from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
     from opentelemetry.instrumentation.fastapi import FastAPIInstrumentor
     from opentelemetry.sdk.resources import SERVICE_NAME, OTELResourceDetector, Resource
@@ -53,6 +53,7 @@ def trace(app: FastAPI, processor: "SpanProcessor | None" = None) -> None:
         excluded_urls="/healthz,/readyz,/metrics",
         exclude_spans=["receive", "send"],
     )
+    return app
 
 
 def _without_queries(app: FastAPI, span: "Span", scope: dict[str, Any]) -> None:

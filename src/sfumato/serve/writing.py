@@ -11,8 +11,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from filelock import FileLock
-
 from sfumato.data.images import POINTER, UploadedImages
 from sfumato.errors import UserError
 from sfumato.files import remove_leftovers
@@ -27,7 +25,6 @@ from sfumato.serve.service import Service, checked
 from sfumato.workflows.index import remove_items
 
 _STORED = Task("stored", {}, message_of)
-_LOCK = ".pictures.lock"
 _LONGEST = 2000  # characters of a payload field that an image file names itself
 _LOG = logging.getLogger("sfumato.serve")
 
@@ -43,6 +40,10 @@ class New:
     payload: Mapping[str, str] = field(default_factory=dict)  # texts that searches return with the item
 
 
+class _Moved(Exception):
+    """Nothing was written: another folder is to be served."""
+
+
 class Writer:
     """Writes to the galleries of a service, one write at a time."""
 
@@ -52,10 +53,33 @@ class Writer:
         self._thread = ThreadPoolExecutor(1, "write")
         self._going: set[asyncio.Task[int]] = set()
         self._closing = threading.Event()
+        self._successor: asyncio.Future[Writer] | None = None
         self._optimised = {served: served.written for served in service.sources.galleries.values()}
 
     async def add(self, gallery: GalleryName, items: Sequence[New]) -> AddResponse:
         """Store items, all or none. When it returns, items and images survive the death of the process."""
+        try:
+            return await self._add(gallery, items)
+        except _Moved:
+            return await (await self._next()).add(gallery, items)
+
+    def succeeded_by(self, writer: "Writer") -> None:
+        """Give another writer those writes that wait because the folder is not served any more."""
+        self._coming().set_result(writer)
+
+    def _coming(self) -> "asyncio.Future[Writer]":
+        if self._successor is None:
+            self._successor = asyncio.get_running_loop().create_future()
+        return self._successor
+
+    async def _next(self) -> "Writer":
+        """The writer of the folder that is served next."""
+        try:
+            return await asyncio.wait_for(asyncio.shield(self._coming()), 0.8 * self.service.settings.timeout)
+        except TimeoutError:
+            raise busy("The collection is being replaced. Send the same request again", 5, code="not-ready") from None
+
+    async def _add(self, gallery: GalleryName, items: Sequence[New]) -> AddResponse:
         served, collection = self._writable(gallery)
         self._check(gallery, served, items)
         images = [(f"{one.where}.image", one.image) for one in items if one.image is not None]
@@ -97,6 +121,12 @@ class Writer:
 
     async def delete(self, gallery: GalleryName, ids: Sequence[str]) -> DeleteResponse:
         """Remove items and their uploaded images."""
+        try:
+            return await self._delete(gallery, ids)
+        except _Moved:
+            return await (await self._next()).delete(gallery, ids)
+
+    async def _delete(self, gallery: GalleryName, ids: Sequence[str]) -> DeleteResponse:
         served, collection = self._writable(gallery)
         removed = 0
 
@@ -186,16 +216,20 @@ class Writer:
             raise Refusal(422, f"Nothing was stored: {errors[0][0]}: {errors[0][1]}", errors=errors)
 
     def _among_services(self, served: ServedGallery, work: Callable[[], int]) -> Callable[[], int]:
-        """A write that holds a lock which all services of a collection share, where it has uploaded images.
+        """A write that holds a lock which all services of a collection share.
 
-        Else one service could remove the image of a replaced record that another one has just written anew.
+        Else one service could remove the image of a replaced record that another one has just written anew, or a copy
+        that is to replace the collection could miss it.
         """
-        if served.writable is None or served.uploads is None:
-            return work
-        lock = FileLock(served.writable.folder / _LOCK, timeout=self.service.settings.timeout)
+        collection = served.writable
+        assert collection is not None, "checked before"
+        shared = os.access(collection.folder, os.W_OK)
+        lock = collection.writers_lock(self.service.settings.timeout) if shared else contextlib.nullcontext()
 
         def locked() -> int:
             with lock:
+                if self.service.moved():
+                    raise _Moved
                 return work()
 
         return locked
@@ -211,7 +245,7 @@ class Writer:
                 written = True
                 try:
                     return await asyncio.get_running_loop().run_in_executor(self._thread, work)
-                except StoreInUseError:
+                except (StoreInUseError, _Moved):
                     written = False
                     raise
                 finally:

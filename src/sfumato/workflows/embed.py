@@ -30,7 +30,7 @@ from sfumato.encoders.processors import available_cpus
 from sfumato.errors import UserError
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.ids import id_error
-from sfumato.models.embed import embedding_steps, model_digest
+from sfumato.models.embed import embedding_steps, encode_each, model_digest
 from sfumato.models.model import Model
 from sfumato.progress import progress_bar
 from sfumato.search.parts import (
@@ -127,7 +127,7 @@ def embed_collection(
             for (name, parts), group in itertools.groupby(ready, key=lambda item: (item[0].name, item[0].parts)):
                 state.write()  # The last part is written only after the last check of the problems.
                 for batch in _batches(group, batch_size, state):
-                    state.add(*_encoded(encode, batch, state))
+                    state.add(*encode_each(encode, batch, state.leave_out))
                     advance(0 if in_shards else len(batch))
                 state.finish(name, parts)
                 advance(1 if in_shards and name.number == parts - 1 else 0)
@@ -408,24 +408,3 @@ def _batches(group: Iterable[tuple[_Task, Any]], size: int, state: _JobState) ->
             batch = []
     if batch:
         yield batch
-
-
-def _encoded(
-    encode: Callable[[list[Any]], GaussianEmbedding], batch: Sequence[tuple[Entry, Any]], state: _JobState
-) -> tuple[list[Entry], list[GaussianEmbedding]]:
-    """The items that have an embedding, and the embeddings; if a batch fails, each item is tried alone."""
-    entries = [entry for entry, _ in batch]
-    try:
-        embeddings = encode([value for _, value in batch])
-    except (ValueError, OSError) as error:
-        if len(batch) == 1:
-            state.leave_out(entries[0], error)
-            return [], []
-        alone = [_encoded(encode, [item], state) for item in batch]
-        return [e for found, _ in alone for e in found], [e for _, found in alone for e in found]
-    wrong = ~embeddings.mean.isfinite() | embeddings.log_var.isnan() | embeddings.log_var.isposinf()
-    if (rows := wrong.any(1)).any():
-        for row in rows.nonzero()[:, 0].tolist():
-            state.leave_out(entries[row], ValueError("its embedding holds NaN or infinity"))
-        entries, embeddings = [e for e, bad in zip(entries, rows.tolist(), strict=True) if not bad], embeddings[~rows]
-    return entries, [embeddings] if entries else []

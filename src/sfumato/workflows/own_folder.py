@@ -29,7 +29,7 @@ from sfumato.encoders.processors import available_cpus
 from sfumato.errors import UserError
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.ids import id_error
-from sfumato.models.embed import embedding_steps, file_endings
+from sfumato.models.embed import embedding_steps, encode_each, file_endings
 from sfumato.models.model import Model
 from sfumato.models.run import trained_digests
 from sfumato.progress import progress_bar
@@ -305,18 +305,10 @@ class Filling:
         self.done.moved += not same
 
     def _embed(self, batch: Sequence[tuple[Item, _Read]]) -> None:
-        """Embed a batch; if it fails, each of its items is tried alone."""
-        if not batch:
-            return
-        try:
-            embeddings = self._encode([found.prepared for _, found in batch])
-        except (ValueError, OSError) as error:
-            if len(batch) == 1:
-                return self._leave_out(batch[0][0], error)
-            for one in batch:
-                self._embed([one])
-            return
-        self._waiting += [(item, found, embeddings[i : i + 1]) for i, (item, found) in enumerate(batch)]
+        """Embed a batch, and store enough of them at a time."""
+        values = [((item, found), found.prepared) for item, found in batch]
+        kept, embeddings = encode_each(self._encode, values, lambda one, error: self._leave_out(one[0], error))
+        self._waiting += [(item, found, row) for (item, found), row in zip(kept, embeddings, strict=True)]
         if len(self._waiting) >= _STORED:
             self._store()
 
