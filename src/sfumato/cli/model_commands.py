@@ -247,10 +247,10 @@ def embed(
         max_problem_fraction=given.max_problem_fraction,
     )  # fmt: skip
     made = f"{counted(done.n, 'embedding')} in {counted(done.parts, 'part')}"
-    line = f"job {job}/{of}: {made}, {done.new:,} of them new: {out}"
+    line = f"job {job}/{of}: {made}, {done.new:,} of them new: {out}" + speed_suffix(done.per_second)
     if done.elsewhere:
         line += f"; other processes are embedding {counted(done.elsewhere, 'section')}"
-    print_result(done.to_json(), as_json, line + speed_suffix(done.per_second) + problems_suffix(done.problems))
+    print_result(done.to_json(), as_json, line + problems_suffix(done.problems))
 
 
 def _embed_one_file(
