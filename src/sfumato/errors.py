@@ -99,6 +99,16 @@ def first_line(error: BaseException, most: int = 200) -> str:
     return line if len(line) <= most else line[:most] + " ..."
 
 
+def refuse_newer(where: str, found: object, known: str | int) -> None:
+    """Refuse what a later version of sfumato has written. A format is a number, or a name that ends with one."""
+    ours, theirs = (re.split(r"(?<!\d)(?=\d+\Z)", str(one)) for one in (known, found))
+    if len(theirs) == 2 and theirs[0] == ours[0] and int(theirs[1]) > int(ours[1]):
+        raise UserError(
+            f"{where}: has format {found}, written by a later version of sfumato; this version reads up to {known}."
+            " Update sfumato (pip install --upgrade sfumato), or use the version that wrote it"
+        )
+
+
 @contextmanager
 def need(extra: str, what: str, instead: str = "") -> Iterator[None]:
     """Around the import of an optional package: says what needs it, how to install it, and what goes without it."""

@@ -18,6 +18,7 @@ from safetensors.torch import save as safetensors_bytes
 from torch import Tensor
 
 from sfumato.arrays import Array, as_tensor
+from sfumato.errors import refuse_newer
 from sfumato.files import write_atomically
 
 EMBEDDINGS_FORMAT = "sfumato-embeddings-1"
@@ -282,6 +283,7 @@ def load_embeddings(path: str | Path) -> tuple[GaussianEmbedding, list[str]]:
     Raises:
         FileNotFoundError: there is no such file.
         ValueError: the file has another format, is truncated, or its ids do not fit.
+        UserError: a later version of sfumato has written it.
     """
     path = Path(path)
     if not path.is_file():
@@ -289,6 +291,7 @@ def load_embeddings(path: str | Path) -> tuple[GaussianEmbedding, list[str]]:
     try:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
+            refuse_newer(str(path), metadata.get("format"), EMBEDDINGS_FORMAT)
             if metadata.get("format") != EMBEDDINGS_FORMAT:
                 raise ValueError(
                     f"{path}: not an embeddings file of sfumato (format {metadata.get('format')!r},"

@@ -1,8 +1,11 @@
 """Embedding collections: parts that do not depend on jobs, workers or crashes, compared with embedding all at once."""
 
 import io
+import itertools
 import json
+import math
 import os
+import random
 import shlex
 import signal
 import subprocess
@@ -32,7 +35,8 @@ from sfumato.errors import UserError
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.models.embed import embed_folder, embed_lines, model_digest
 from sfumato.models.model import Model
-from sfumato.search.parts import check_complete, read_manifest, read_metadata, read_parts
+from sfumato.search.parts import check_complete, claim, read_manifest, read_metadata, read_parts
+from sfumato.workflows import embed as embed_module
 from sfumato.workflows.embed import embed_collection, which_job
 
 WORDS = ("[UNK]", "red", "green", "blue", "circle", "square")
@@ -195,6 +199,117 @@ def test_a_killed_job_goes_on_to_the_same_bytes(tmp_path, pictures, moment):
     assert files(out) == files(tmp_path / "whole") and not list(out.glob(".part-*"))
     assert files(out, "problems*") == files(tmp_path / "whole", "problems*") and len(done.problems) == 1
     assert [p.location for p in done.problems.items] == [p.location for p in whole.problems.items]
+
+
+def embed_shards(pattern, out, log):
+    """Embeds shards as one of several workers, and notes in a file what it claims, embeds and gives back."""
+    note = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+
+    def say(*words):
+        os.write(note, (" ".join(map(str, (*words, os.getpid(), time.monotonic()))) + "\n").encode())
+
+    def noted(folder, section):
+        lock = claim(folder, section)
+        if lock is not None:
+            say("claim", section)
+            release = lock.release
+            lock.release = lambda: (say("release", section), release())
+        return lock
+
+    encoded_before = embed_module.encode_each
+
+    def encoded_and_noted(encode, batch, report):
+        time.sleep(0.01)  # So that a kill comes in the middle of a shard.
+        for entry, _ in batch:
+            say("item", entry.id)
+        return encoded_before(encode, batch, report)
+
+    embed_module.claim, embed_module.encode_each = noted, encoded_and_noted
+    print("begin", flush=True)
+    embed_collection(tiny_retrieval_model(), list_shards(pattern, part_size=6), out, batch_size=3, workers=2)
+
+
+def under_kills(start, chance, workers, kills):
+    """Keep this many workers at work, and kill one after the other. Returns, by process, when it was dead."""
+    alive, dead = [start() for _ in range(workers)], {}
+    while alive:
+        time.sleep(chance.uniform(0.0, 0.12))
+        for worker in [one for one in alive if not one.running]:
+            status, errors = worker.finish()
+            assert status == 0, errors
+            alive.remove(worker)
+        if alive and len(dead) < kills:
+            worker = alive.pop(chance.randrange(len(alive)))
+            worker.kill()
+            if worker.finish()[0] == -signal.SIGKILL:
+                dead[worker.pid] = time.monotonic()
+                alive.append(start())
+    return dead
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_workers_that_are_killed_and_replaced_embed_every_item_once(tmp_path, seed):
+    (tmp_path / "shards").mkdir()
+    sizes = [4 + 5 * k % 17 for k in range(14)]
+    for k, n in enumerate(sizes):
+        members = [(f"{i:03d}.png", encoded(1000 * k + i)) for i in range(n)]
+        make_shard(tmp_path / "shards" / f"{k:03d}.tar", members + ([("bad.png", b"no")] if k == 5 else []))
+    pattern, out, log = str(tmp_path / "shards"), tmp_path / "out", tmp_path / "log"
+    dead = under_kills(
+        lambda: Started(embed_shards, pattern, str(out), str(log)), random.Random(seed), workers=3, kills=6
+    )
+    assert len(dead) == 6
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    whole = embed_collection(
+        tiny_retrieval_model(), list_shards(pattern, part_size=6), tmp_path / "whole", batch_size=3, workers=2
+    )
+    torch.set_num_threads(threads)
+    assert whole.n == sum(sizes) and len(whole.problems) == 1
+    assert files(out) == files(tmp_path / "whole") and files(out, "problems*") == files(tmp_path / "whole", "problems*")
+    ids = together(out)[0]
+    assert len(ids) == len(set(ids)) == sum(sizes)
+    assert not [path.name for path in out.iterdir() if path.name.startswith((".part", ".section"))]
+
+    held, items = {}, {}
+    for line in log.read_text().splitlines():
+        kind, what, pid, moment = line.rsplit(" ", 3)
+        if kind == "claim":
+            held.setdefault(int(what), []).append([float(moment), dead.get(int(pid), math.inf), int(pid)])
+        elif kind == "release":
+            (own,) = [one for one in held[int(what)] if one[2] == int(pid) and one[1] in (dead.get(int(pid)), math.inf)]
+            own[1] = float(moment)
+        else:
+            items[what] = items.get(what, 0) + 1
+    for times in held.values():  # No two have a shard at the same time.
+        times.sort()
+        assert all(end <= start for (_, end, _), (start, _, _) in itertools.pairwise(times)), times
+    assert sum(items.values()) - len(items) <= len(dead) * max(sizes), "more than a shard was lost with a worker"
+
+
+def test_a_finished_shard_is_not_embedded_again_by_a_worker_that_began_before(tmp_path, pictures, monkeypatch):
+    retrieval_model, listing, out = tiny_retrieval_model(), list_folder(pictures, part_size=4), tmp_path / "out"
+    first = []
+
+    def overtaken(folder, section):
+        if not first:  # Another worker does all, but what a third one has, between the look and the claim.
+            first.append(claim(folder, 2))
+            done = embed_collection(retrieval_model, listing, out, batch_size=3)
+            assert (done.elsewhere, done.new, done.parts) == (1, 19, 5)
+        return claim(folder, section)
+
+    first_claims = iter([True])
+    monkeypatch.setattr(
+        embed_module, "claim", lambda *two: overtaken(*two) if next(first_claims, None) else claim(*two)
+    )
+    done = embed_collection(retrieval_model, listing, out, batch_size=3)
+    assert (done.elsewhere, done.new, done.n, done.to_json()["elsewhere"]) == (1, 0, 19, 1)
+    with pytest.raises(UserError, match="1 of 6 parts or more are missing: part-000002"):
+        read_parts(out)
+    first[0].release()
+    assert embed_collection(retrieval_model, listing, out, batch_size=3).new == 4
+    assert len(together(out)[0]) == 23
 
 
 def test_something_else_in_the_same_folder_is_refused(tmp_path, pictures):

@@ -216,8 +216,8 @@ def embed(
 ) -> None:
     """Embed any number of images or texts, with their ids.
 
-    The result is a folder of parts; after a crash the same command continues it. N jobs, on one machine or several, can
-    write into the same folder.
+    The result is a folder of parts; after a crash the same command continues it. Any number of these commands, on one
+    machine or several, can write into the same folder at the same time: each takes what no other one has.
     """
     from sfumato.data.listings import list_source
     from sfumato.errors import counted
@@ -247,8 +247,10 @@ def embed(
         max_problem_fraction=given.max_problem_fraction,
     )  # fmt: skip
     made = f"{counted(done.n, 'embedding')} in {counted(done.parts, 'part')}"
-    line = f"job {job}/{of}: {made}, {done.new:,} of them new: {out}"
-    print_result(done.to_json(), as_json, line + speed_suffix(done.per_second) + problems_suffix(done.problems))
+    line = f"job {job}/{of}: {made}, {done.new:,} of them new: {out}" + speed_suffix(done.per_second)
+    if done.elsewhere:
+        line += f"; other processes are embedding {counted(done.elsewhere, 'section')}"
+    print_result(done.to_json(), as_json, line + problems_suffix(done.problems))
 
 
 def _embed_one_file(

@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 
-from sfumato.errors import first_line
+from sfumato.errors import UserError, first_line, refuse_newer
 from sfumato.files import is_plain_name, sync_folder, write_json
 
 _MANIFEST, _LOCK, _UNFINISHED = "manifest.json", ".lock", ".manifest.json."
@@ -130,6 +130,7 @@ def _read_manifest(path: Path, kind: str) -> dict[str, Any]:
         raise ValueError(f"{file}: damaged ({error}); build it again") from error
     if not isinstance(manifest, dict) or manifest.get("kind") != kind:
         found = manifest.get("kind") if isinstance(manifest, dict) else None
+        refuse_newer(str(path), found, kind)
         raise ValueError(f"{path}: holds {found!r}, expected {kind!r}; give another folder, or build it again")
     if manifest.pop("sha256", None) != _digest_of(manifest):
         raise ValueError(f"{file}: damaged or edited, its checksum does not fit; build it again")
@@ -156,7 +157,7 @@ def _stranger(path: Path, kind: str, beside: tuple[str, ...]) -> str | None:
     if (path / _MANIFEST).exists():
         try:
             _read_manifest(path, kind)
-        except (ValueError, FileNotFoundError):
+        except (UserError, ValueError, FileNotFoundError):
             return _MANIFEST
         return None
     ours = (_LOCK, _UNFINISHED)

@@ -13,7 +13,6 @@ import hashlib
 import json
 import math
 import secrets
-import shutil
 import sys
 import threading
 import time
@@ -45,7 +44,7 @@ from sfumato.search.stores.protocol import (
     open_store,
     without_password,
 )
-from sfumato.search.texts import ItemTexts, TextStore
+from sfumato.search.texts import ItemTexts, TextStore, item_texts
 
 _KIND = "sfumato-collection-1"
 
@@ -241,7 +240,7 @@ class GaussianCollection(Gallery):
 
     @staticmethod
     def is_one(folder: str | Path) -> bool:
-        """Whether a folder holds a collection, complete or not.
+        """Whether a folder holds a collection, complete or not, also of a later version.
 
         Args:
             folder: any path.
@@ -250,8 +249,9 @@ class GaussianCollection(Gallery):
             True if there is a collection.
         """
         try:
-            return bool(json.loads((Path(folder) / "manifest.json").read_bytes())["kind"] == _KIND)
-        except (OSError, ValueError, LookupError, TypeError, RecursionError):
+            kind = json.loads((Path(folder) / "manifest.json").read_bytes())["kind"]
+            return bool(kind.rpartition("-")[0] == _KIND.rpartition("-")[0])
+        except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
             return False
 
     @staticmethod
@@ -685,17 +685,14 @@ def copy_gallery(
     try:
         with copy.filling(f"a copy was interrupted; remove it (and {copy.store.url}) and copy again"):
             if isinstance(source, GaussianCollection):
-                if (source.folder / UPLOADED_IMAGES).is_dir():
-                    shutil.copytree(source.folder / UPLOADED_IMAGES, copy.folder / UPLOADED_IMAGES)
-                if source.texts is not None and copy.texts is not None:
-                    for records in source.texts.store.scan(batch):
-                        own = source.store.get(records.ids)  # With their payloads words are made anew.
-                        row = {i: j for j, i in enumerate(records.ids)}
-                        copy.texts.write(own.ids, records.vectors[[row[i] for i in own.ids]], own.payloads)
-                for records in source.store.scan(batch):
+                _copy_uploads(source.folder, copy.folder)
+                for records in source.store.scan(batch):  # As they were when the scan began, also while others write.
+                    if copy.texts is not None:
+                        _copy_texts(source.texts, copy.texts, records)
                     copy.store.upsert(records)
                     if progress:
                         progress(len(records))
+                _copy_uploads(source.folder, copy.folder)  # Again: items may have come before the scan began.
             else:
                 for items in source.scan(batch):
                     copy.upsert(items.embeddings, items.ids, payloads=items.payloads, batch=batch, progress=progress)
@@ -704,3 +701,24 @@ def copy_gallery(
         copy.close()
         raise
     return copy
+
+
+def _copy_texts(source: TextStore | None, copy: TextStore, records: Records) -> None:
+    """Store the vectors of the texts of some records."""
+    own = [i for i, payload in enumerate(records.payloads) if item_texts(payload)]
+    ids, payloads = [records.ids[i] for i in own], [records.payloads[i] for i in own]
+    if source is None:
+        copy.upsert(ids, payloads)
+    elif own:
+        copy.write(ids, source.vectors_for(ids, payloads), payloads)
+
+
+def _copy_uploads(folder: Path, copy: Path) -> None:
+    """Copy the uploaded images that are not in the copy yet; each has the name of its content."""
+    for image in sorted((folder / UPLOADED_IMAGES).rglob("*")):
+        new = copy / image.relative_to(folder)
+        with contextlib.suppress(FileNotFoundError):  # It was removed meanwhile.
+            if image.is_file() and image.suffix != ".tmp" and not new.exists():
+                content = image.read_bytes()
+                new.parent.mkdir(parents=True, exist_ok=True)
+                write_atomically(new, content)

@@ -4,11 +4,15 @@ manifest.json                 what was embedded, by which model, in how many sec
 part-000003.safetensors       the items of section 3: means, log variances, ids, payloads, and what was left out
 part-000003-0001.safetensors  those that did not fit into it
 job-1-of-3.json               what job 1 of 3 has done, or that it has not finished
+.section-000003.lock          locked by the process that embeds section 3
 
-Section s belongs to job s mod N, and nothing in a part depends on N. Every part is also a file for
+Section s belongs to job s mod N, and nothing in a part depends on N. Several processes may do one job: the lock of a
+section is the system's, which drops it when the process dies. Every part is also a file for
 :func:`~sfumato.gaussian.load_embeddings`. A part is there whole or not at all.
 """
 
+import contextlib
+import errno
 import hashlib
 import json
 import re
@@ -18,11 +22,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from filelock import FileLock, Timeout
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save as safetensors_bytes
 from torch import Tensor
 
-from sfumato.errors import UserError
+from sfumato.errors import UserError, refuse_newer
 from sfumato.files import write_atomically, write_json
 from sfumato.gaussian import EMBEDDINGS_FORMAT, GaussianEmbedding, check_finite, load_embeddings
 from sfumato.ids import check_ids
@@ -30,6 +35,8 @@ from sfumato.ids import check_ids
 MANIFEST = "manifest.json"
 _FORMAT = "sfumato-parts-1"
 _JOB = re.compile(r"job-(\d+)-of-(\d+)\.json")
+_LEFTOVER = re.compile(r"\.(?:part|section)-(\d+).*\.(?:tmp|lock)")
+_NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
 _FEW = 5
 
 
@@ -106,11 +113,54 @@ def read_manifest(folder: str | Path) -> PartsManifest:
         raise UserError(f"{folder} is no folder of embeddings (no {MANIFEST} in it); write one with `sfumato embed`")
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
-        if values.pop("format") != _FORMAT:
+        refuse_newer(str(folder), found := values.pop("format"), _FORMAT)
+        if found != _FORMAT:
             raise ValueError("another format")
         return PartsManifest(**_renamed(values, "home", "model_source"))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{path}: damaged, or not a part of a folder of embeddings ({error})") from error
+
+
+def claim(folder: str | Path, section: int) -> FileLock | None:
+    """Lock a section for this process; None if another one has it. Without locks in the file system it is free."""
+    lock = FileLock(Path(folder) / f".section-{section:06d}.lock")
+    try:
+        lock.acquire(blocking=False)
+    except Timeout:
+        return None
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+    return lock
+
+
+@contextlib.contextmanager
+def alone_in(folder: str | Path) -> Iterator[None]:
+    """Wait for other processes that write the list of problems."""
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(FileLock(Path(folder) / ".problems.lock"))
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
+        yield
+
+
+def remove_leftovers(folder: str | Path, job: int, of: int) -> None:
+    """Remove locks, and the unfinished files of killed processes, of a job's sections whose parts are all there.
+
+    Those of other sections stay: who has opened a lock would hold another one than who makes it anew.
+    """
+    for path in Path(folder).iterdir():
+        found = _LEFTOVER.fullmatch(path.name)
+        if found and int(found[1]) % of == job and is_complete(folder, int(found[1])):
+            path.unlink(missing_ok=True)
+
+
+def is_complete(folder: str | Path, section: int) -> bool:
+    """Whether all parts of a section are there."""
+    first = read_metadata(folder, PartName(section))
+    return first is not None and all(read_metadata(folder, PartName(section, n)) for n in range(1, first.parts))
 
 
 def write_part(

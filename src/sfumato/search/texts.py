@@ -5,6 +5,7 @@ of the collection and under the same ids, so that every engine can search it. Mi
 """
 
 import functools
+import hashlib
 import itertools
 import json
 import math
@@ -370,6 +371,21 @@ def _stored_words(payload: Mapping[str, str]) -> str:
     return " ".join((_WITH_NUMBERS, *stems))[:_MOST_LETTERS]
 
 
+_DIGEST = "_texts"
+"""Payload field of the digest of the texts that a vector is of; stores of earlier versions lack it."""
+
+
+def _digest(payload: Mapping[str, str]) -> str:
+    return hashlib.blake2b(json.dumps(item_texts(payload)).encode(), digest_size=8).hexdigest()
+
+
+def _is_of(stored: Mapping[str, str], payload: Mapping[str, str]) -> bool:
+    """Whether a record is of the texts of a payload; without a digest it is if their words are the same."""
+    if _DIGEST in stored:
+        return stored[_DIGEST] == _digest(payload)
+    return WORDS not in stored or set(stored[WORDS].split()[1:]) == set(_stored_words(payload).split()[1:])
+
+
 def _all_stems(stored: Mapping[str, str]) -> list[str]:
     """The stems of an item from its record in the store of texts; none where they may be incomplete."""
     words = stored.get(WORDS, "")
@@ -405,9 +421,21 @@ class TextStore:
     def write(self, ids: Sequence[str], vectors: Tensor, payloads: Sequence[Mapping[str, str]]) -> None:
         """Store vectors with what searches filter by, and with the words if the store finds them. vectors (n, 384)."""
         kept = [{k: v for k, v in one.items() if k not in WORD_FIELDS or k == "place"} for one in payloads]
+        kept = [own | {_DIGEST: _digest(one)} for own, one in zip(kept, payloads, strict=True)]
         if isinstance(self.store, WordStore):
             kept = [own | {WORDS: _stored_words(one)} for own, one in zip(kept, payloads, strict=True)]
         self.store.upsert(Records(tuple(ids), vectors, torch.zeros(len(ids)), tuple(kept)))
+
+    def vectors_for(self, ids: Sequence[str], payloads: Sequence[Mapping[str, str]]) -> Tensor:
+        """(n, 384) vectors of these texts, even if a writer has other texts of the items by now: those are embedded."""
+        vectors, texts, found = torch.zeros(len(ids), WIDTH), dict(zip(ids, payloads, strict=True)), self.store.get(ids)
+        row = {i: k for k, i in enumerate(ids)}
+        same = [j for j, i in enumerate(found.ids) if _is_of(found.payloads[j], texts[i])]
+        vectors[[row[found.ids[j]] for j in same]] = found.vectors[same]
+        others = sorted({*range(len(ids))} - {row[found.ids[j]] for j in same})
+        if others := [k for k in others if item_texts(payloads[k])]:
+            vectors[others] = text_vectors([payloads[k] for k in others])
+        return vectors
 
     def delete(self, ids: Sequence[str]) -> None:
         """Remove the vectors of items."""

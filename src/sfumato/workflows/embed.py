@@ -1,9 +1,10 @@
-"""Embedding of collections of any size in independent, resumable jobs with bounded memory.
+"""Embedding of collections of any size by any number of processes, resumable, with bounded memory.
 
-Worker threads read, decode and resize; this thread runs the encoder and writes the parts. Threads, because Pillow
-decodes and resizes without the interpreter's lock: they were faster than processes (docs/guides/ingest.md). The content
-of a part depends only on the listing and the model, not on the number of jobs or workers, or on where an earlier job
-stopped.
+A process claims a section before it embeds it, so no two embed the same one; the claim of a process that dies is free
+at once. Worker threads read, decode and resize; this thread runs the encoder and writes the parts. Threads, because
+Pillow decodes and resizes without the interpreter's lock: they were faster than processes (docs/guides/ingest.md). The
+content of a part depends only on the listing and the model, not on the number of jobs or workers, or on where an
+earlier job stopped.
 """
 
 import itertools
@@ -11,7 +12,7 @@ import os
 import re
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from filelock import FileLock
 
 from sfumato.data.images import Problem, Problems
 from sfumato.data.listings import Entry, Listing
@@ -31,14 +33,25 @@ from sfumato.ids import id_error
 from sfumato.models.embed import embedding_steps, encode_each, model_digest
 from sfumato.models.model import Model
 from sfumato.progress import progress_bar
-from sfumato.search.parts import PartMetadata, PartName, PartsManifest, begin, read_metadata, write_job, write_part
+from sfumato.search.parts import (
+    PartMetadata,
+    PartName,
+    PartsManifest,
+    alone_in,
+    begin,
+    claim,
+    read_metadata,
+    remove_leftovers,
+    write_job,
+    write_part,
+)
 
 T = TypeVar("T")
 R = TypeVar("R")
 
 _ENOUGH_TO_JUDGE = 1000
 _FEW_UNREAD = 10
-_UNFINISHED = re.compile(r"\.part-(\d+).*\.tmp")
+_FIGURES = ("job", "of", "n", "new", "parts", "elsewhere", "seconds", "per_second")
 
 
 @dataclass(frozen=True)
@@ -51,6 +64,7 @@ class Ingested:
     n: int  # number of embeddings in the job's parts
     new: int  # number of these embeddings that this job computed
     parts: int  # number of the job's parts
+    elsewhere: int  # number of the job's sections that other processes were still embedding
     seconds: float  # time of computing the new embeddings in seconds, without loading the model
     problems: Problems  # the items left out of the job's parts, in the order of the listing
 
@@ -62,7 +76,7 @@ class Ingested:
     def to_json(self) -> dict[str, Any]:
         """The figures, with the number of problems instead of their list."""
         return {
-            **{key: getattr(self, key) for key in ("job", "of", "n", "new", "parts", "seconds", "per_second")},
+            **{key: getattr(self, key) for key in _FIGURES},
             "out": str(self.out),
             "problems": len(self.problems),
         }
@@ -81,9 +95,10 @@ def embed_collection(
 ) -> Ingested:
     """Embed one job's part of a collection into a folder of parts, or continue where an earlier job stopped.
 
-    Jobs are independent: each writes the parts of its sections, number ``job``, ``job + of``, ... A part that exists is
-    not made again. Any number of jobs gives the same parts, bit for bit if the encoder is deterministic (a CPU with
-    equal threads); another ``batch_size`` or device changes embeddings by rounding.
+    A job writes the parts of its sections, number ``job``, ``job + of``, ... Any number of processes may do the same
+    job: each claims one section after the other. A part that exists is not made again. Any number of jobs and processes
+    gives the same parts, bit for bit if the encoder is deterministic (a CPU with equal threads); another ``batch_size``
+    or device changes embeddings by rounding.
 
     Items that cannot be used are left out, listed in the part, and reported again by a job that finds the part made. If
     a whole shard cannot be read, its part is not written; the other parts are written, and then the job ends with an
@@ -102,10 +117,9 @@ def embed_collection(
     manifest = _manifest(model, listing)
     begin(out, manifest)
     write_job(out, job, of, {"finished": False})
-    _remove_unfinished(out, job, of)
     state = _JobState(listing, out, manifest.identity, job, of, max_problem_fraction)
     in_shards = listing.kind == "shards"
-    start, there = time.perf_counter(), state.usable
+    start = time.perf_counter()
     try:
         title = f"embedding {'shards' if in_shards else listing.modality}"
         prepared = in_threads(state.tasks(), partial(_prepared, prepare), workers, ahead=2 * max(batch_size, workers))
@@ -122,10 +136,14 @@ def embed_collection(
         if state.unread:
             raise UserError(_unread_shards(state))
     finally:
-        problems = state.all_problems()
-        problems.write(out / (f"problems-{job}-of-{of}.jsonl" if of > 1 else "problems.jsonl"))
+        state.release()
+        remove_leftovers(out, job, of)
+        with alone_in(out):
+            problems = state.all_problems()
+            problems.write(out / (f"problems-{job}-of-{of}.jsonl" if of > 1 else "problems.jsonl"))
     seconds = time.perf_counter() - start
-    done = Ingested(out, job, of, state.usable, state.usable - there, len(state.problems_of), seconds, problems)
+    elsewhere = len(state.elsewhere)
+    done = Ingested(out, job, of, state.usable, state.new, len(state.problems_of), elsewhere, seconds, problems)
     write_job(out, job, of, {"finished": True, **done.to_json(), "workers": workers, "batch_size": batch_size})
     return done
 
@@ -186,29 +204,35 @@ class _JobState:
     of: int
     max_problem_fraction: float
     usable: int = 0
+    new: int = 0
     left: int = 0
     problems: Problems = field(default_factory=Problems)
     problems_of: dict[tuple[int, int], list[Problem]] = field(default_factory=dict)
     unread: dict[str, str] = field(default_factory=dict)
+    elsewhere: set[int] = field(default_factory=set)  # sections that other processes are embedding
 
     def __post_init__(self) -> None:
-        self._todo: list[tuple[int, dict[int, PartMetadata]]] = []
-        self._waiting: Callable[[], None] | None = None
+        self._todo: list[int] = []
+        self._claims: dict[int, tuple[FileLock, set[int]]] = {}  # by section, with the numbers of its missing parts
+        self._waiting: tuple[PartName, Callable[[], None]] | None = None
         self._reset()
         for section in range(self.job, self.listing.sections, self.of):
-            first = self._there(section, 0)
-            there = {0: first} if first else {}
-            for number in range(1, first.parts if first else 1):
-                if about := self._there(section, number):
-                    there[number] = about
-            for number, about in there.items():
+            if not _whole(self._look(section)):
+                self._todo.append(section)
+                in_list = min(self.listing.part_size, self.listing.n - section * self.listing.part_size)
+                self.left += 1 if self.listing.kind == "shards" else in_list
+
+    def _look(self, section: int) -> dict[int, PartMetadata]:
+        """The parts of a section by number, if the first is there; those that another process has made are counted."""
+        first = self._there(section, 0)
+        found = {number: self._there(section, number) for number in range(first.parts if first else 0)}
+        there = {number: about for number, about in found.items() if about is not None}
+        for number, about in there.items():
+            if (section, number) not in self.problems_of:
                 self.usable += about.n
                 self.problems_of[section, number] = [Problem.from_json(problem) for problem in about.problems]
                 self.problems.items += self.problems_of[section, number]
-            if first is None or len(there) < first.parts:
-                self._todo.append((section, there))
-                in_list = min(self.listing.part_size, self.listing.n - section * self.listing.part_size)
-                self.left += 1 if self.listing.kind == "shards" else in_list
+        return there
 
     def _there(self, section: int, number: int) -> PartMetadata | None:
         name = PartName(section, number)
@@ -218,25 +242,48 @@ class _JobState:
         return about
 
     def tasks(self) -> Iterator[_Task]:
-        """The items of the missing parts; a section is listed just before it is processed."""
-        size = self.listing.part_size
-        for section, there in self._todo:
-            try:
-                entries = self.listing.entries(section)
-            except ShardError as error:
-                self.unread[error.shard] = error.reason
-                continue
-            parts = -(-len(entries) // size)
-            if changed := next((about.parts for about in there.values() if about.parts != parts), 0):
-                raise UserError(
-                    f"section {section} of {self.listing.path} has changed: it had {changed} parts, and now has"
-                    f" {parts};"
-                    " embed the collection into another --out"
-                )
-            for number in range(parts):
-                if number not in there:
-                    for entry in entries[number * size : (number + 1) * size]:
-                        yield _Task(PartName(section, number), parts, entry)
+        """The items of the missing parts; a section is claimed and listed just before it is processed."""
+        for section in self._todo:
+            yield from self._tasks_of(section)
+        for section in sorted(self.elsewhere):  # Again, because the process that had it may have died.
+            yield from self._tasks_of(section)
+
+    def _tasks_of(self, section: int) -> Iterator[_Task]:
+        size, lock = self.listing.part_size, claim(self.out, section)
+        if lock is None:
+            self.elsewhere.add(section)
+            return
+        self.elsewhere.discard(section)
+        self._claims[section] = lock, set()
+        there = self._look(section)
+        if _whole(there):
+            self._finished(section)
+            return
+        try:
+            entries = self.listing.entries(section)
+        except ShardError as error:
+            self.unread[error.shard] = error.reason
+            return
+        parts = -(-len(entries) // size)
+        if changed := next((about.parts for about in there.values() if about.parts != parts), 0):
+            raise UserError(
+                f"section {section} of {self.listing.path} has changed: it had {changed} parts, and now has {parts};"
+                " embed the collection into another --out"
+            )
+        missing = [number for number in range(parts) if number not in there]
+        self._claims[section][1].update(missing)
+        for number in missing:
+            for entry in entries[number * size : (number + 1) * size]:
+                yield _Task(PartName(section, number), parts, entry)
+
+    def _finished(self, section: int) -> None:
+        """Give back the claim of a section whose parts are all there."""
+        self._claims.pop(section)[0].release()
+
+    def release(self) -> None:
+        """Give back the claims of unfinished sections, so that other processes can embed them."""
+        for section in list(self._claims):
+            self._finished(section)
 
     def leave_out(self, entry: Entry, error: Exception) -> None:
         """Record an unusable item."""
@@ -249,6 +296,7 @@ class _JobState:
         """Abandon the current part, so that it is not written."""
         self.unread[error.shard] = error.reason
         self.usable -= len(self._entries)
+        self.new -= len(self._entries)
         del self.problems.items[len(self.problems) - len(self._left_out) :]
         self._reset()
         self._given_up = True
@@ -258,6 +306,7 @@ class _JobState:
         self._entries += entries
         self._embeddings += embeddings
         self.usable += len(entries)
+        self.new += len(entries)
 
     def finish(self, name: PartName, parts: int) -> None:
         """Finish the current part, unless it was abandoned; the next :meth:`write` writes it."""
@@ -269,25 +318,34 @@ class _JobState:
         about = PartMetadata(self.identity, embeddings.n, parts, left_out)
         ids, payloads = [entry.id for entry in self._entries], [entry.payload for entry in self._entries]
         self.problems_of[name.section, name.number] = self._left_out
-        self._waiting = lambda: write_part(self.out, name, about, embeddings, ids, payloads)
+        self._waiting = name, lambda: write_part(self.out, name, about, embeddings, ids, payloads)
         self._reset()
 
     def write(self) -> None:
         """Write the finished part, if there is one."""
-        if self._waiting is not None:
-            self._waiting()
+        if self._waiting is None:
+            return
+        name, write = self._waiting
+        write()
         self._waiting = None
+        missing = self._claims[name.section][1]
+        missing.discard(name.number)
+        if not missing:
+            self._finished(name.section)
 
     def judge(self, *, end: bool = False) -> None:
         """Raise an error when too many items are unusable."""
         total = self.usable + len(self.problems)
-        if end and self.of == 1 and not self.usable:
+        if end and self.of == 1 and not self.usable and not self.elsewhere:
             raise UserError(f"none of {total} {self.listing.modality} can be used:\n{self.problems.summary()}")
         if end or total >= _ENOUGH_TO_JUDGE:
             self.problems.check(self.usable, self.max_problem_fraction, setting="--max-problem-fraction ")
 
     def all_problems(self) -> Problems:
-        """All problems in the order of the listing."""
+        """All problems in the order of the listing, with those that other processes have found meanwhile."""
+        for section in list(self.elsewhere):
+            if _whole(self._look(section)):
+                self.elsewhere.discard(section)
         result = Problems()
         result.items = [problem for _, part in sorted(self.problems_of.items()) for problem in part] + self._left_out
         return result
@@ -297,6 +355,11 @@ class _JobState:
         self._embeddings: list[GaussianEmbedding] = []
         self._left_out: list[Problem] = []
         self._given_up = False
+
+
+def _whole(there: Mapping[int, PartMetadata]) -> bool:
+    """Whether these are all parts of a section."""
+    return bool(there) and len(there) == there[0].parts
 
 
 def _prepared(prepare: Callable[[bytes | str], Any], task: _Task) -> Any:
@@ -345,10 +408,3 @@ def _batches(group: Iterable[tuple[_Task, Any]], size: int, state: _JobState) ->
             batch = []
     if batch:
         yield batch
-
-
-def _remove_unfinished(out: Path, job: int, of: int) -> None:
-    """Remove the unfinished files of an earlier run of this job that was killed."""
-    for path in out.iterdir():
-        if (found := _UNFINISHED.fullmatch(path.name)) and int(found[1]) % of == job:
-            path.unlink(missing_ok=True)

@@ -30,7 +30,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sfumato.errors import UserError, first_line
+from sfumato.errors import UserError, first_line, refuse_newer
 from sfumato.files import sync_folder
 from sfumato.search.stores.engines import (
     Block,
@@ -339,6 +339,7 @@ class LocalStore(StoreBase):
         self._index: LocalIndex | None = None
         with self._transaction() as connection:
             version = connection.execute("PRAGMA user_version").fetchone()[0]
+            refuse_newer(f"store {url}: {self._database}", version, FORMAT)
             if version != FORMAT:
                 raise UserError(
                     f"store {url}: {self._database} has format {version}, this version of sfumato reads {FORMAT};"

@@ -32,7 +32,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sfumato.errors import UserError, first_line, need
+from sfumato.errors import UserError, first_line, need, refuse_newer
 from sfumato.search.stores.protocol import Filter, Option, Records, StoreBase, in_order, options, redacted
 
 _ESCAPES = str.maketrans({"\\": "\\\\", '"': '\\"', "\n": "\\n", "\r": "\\r", "\t": "\\t"})
@@ -87,6 +87,9 @@ _OPTIONS = {
 _KEPT = {name: option.default for name, option in _OPTIONS.items() if option.default}
 
 _COLUMNS = ["id", "vector", "uncertainty", "payload"]
+
+FORMAT = 1
+"""The version of the collection, in its properties."""
 
 _LONGEST_ID = 65_535
 
@@ -155,7 +158,7 @@ class MilvusStore(StoreBase):
             raise UserError(
                 f"store {self.url}: collection {self._place.name} already exists; open it, or give another name"
             )
-        note = {"sfumato": 1, "dim": self.dim, "fingerprint": self.fingerprint}
+        note = {"sfumato": FORMAT, "dim": self.dim, "fingerprint": self.fingerprint}
         text = json.dumps({**note, "options": {name: self._options[name] for name in _KEPT}})
         # Lite keeps properties and no description; a server keeps both, unless it takes no properties that it does
         # not know.
@@ -187,6 +190,7 @@ class MilvusStore(StoreBase):
         described = self._call("describe_collection")
         try:
             note = json.loads(described.get("properties", {}).get("sfumato") or described.get("description") or "")
+            refuse_newer(f"store {self.url}: collection {self._place.name}", note["sfumato"], FORMAT)
             self.dim, self.fingerprint = int(note["dim"]), str(note["fingerprint"])
             kept = dict(note["options"])
         except (ValueError, KeyError, TypeError):

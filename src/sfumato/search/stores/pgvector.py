@@ -30,7 +30,7 @@ from urllib.parse import urlsplit
 import numpy as np
 from torch import Tensor
 
-from sfumato.errors import UserError, first_line, need
+from sfumato.errors import UserError, first_line, need, refuse_newer
 from sfumato.search.stores.protocol import (
     WORDS,
     Filter,
@@ -61,6 +61,9 @@ _OPTIONS = {
     "keepalives_interval": Option("seconds between probes", 1, "10"),
     "keepalives_count": Option("number of probes", 1, "3"),
 }
+FORMAT = 1
+"""The version of the table, in its comment."""
+
 _KEPT = ("index", "m", "ef_construction", "ef_search", "lists", "probes")
 _LIMITS = {name: option.default for name, option in _OPTIONS.items() if (option.default or "").isdigit()}
 """Without them a lost network or a server that hangs would hold a search for as long as it lasts."""
@@ -136,7 +139,7 @@ class PgVectorStore(StoreBase):
                 ) from None
             # Stored in the row if it fits, not in a separate table, because an exact search reads every vector.
             connection.execute(self._sql("ALTER TABLE {table} ALTER COLUMN embedding SET STORAGE MAIN"))
-            note = {"sfumato": 1, "dim": self.dim, "fingerprint": self.fingerprint, "options": self._options}
+            note = {"sfumato": FORMAT, "dim": self.dim, "fingerprint": self.fingerprint, "options": self._options}
             connection.execute(self._sql("COMMENT ON TABLE {table} IS {note}", {"note": json.dumps(note)}))
 
     def _index_words(self, connection: Any) -> None:
@@ -158,6 +161,7 @@ class PgVectorStore(StoreBase):
             raise UserError(f"store {self.url}: there is no table {self._name}")
         try:
             note = json.loads(found[0] or "")
+            refuse_newer(f"store {self.url}: table {self._name}", note["sfumato"], FORMAT)
             kept = {name: str(value) for name, value in dict(note["options"]).items() if name in _KEPT}
             found = {"dim": int(note["dim"]), "fingerprint": str(note["fingerprint"]), "options": kept}
         except (ValueError, KeyError, TypeError):

@@ -32,7 +32,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sfumato.errors import UserError, first_line, need
+from sfumato.errors import UserError, first_line, need, refuse_newer
 from sfumato.search.stores import local
 from sfumato.search.stores.local import LOCAL_OPTIONS
 from sfumato.search.stores.protocol import Filter, Option, Records, StoreBase, options, redacted
@@ -168,6 +168,9 @@ _OPTIONS = {
     "mean_dim": Option("number of leading coordinates that are the mean; all but one, as for csd, if left out", 1),
 }
 
+FORMAT = 1
+"""The version of what is in Redis; stores of earlier versions, which is the same, do not name it."""
+
 _KEY = "\x01spread"
 """Payload field of the means' records that names the key of the deviations."""
 
@@ -187,6 +190,7 @@ def create(url: str, dim: int, fingerprint: str) -> "RedisStore":
             " least one coordinate each"
         )
     fields = {
+        "sfumato": FORMAT,
         "dim": dim,
         "candidates": given.get("candidates", 100),
         "fingerprint": fingerprint,
@@ -226,8 +230,9 @@ class RedisStore(StoreBase):
         try:
             try:
                 fields = json.loads(self._means.fingerprint)
+                refuse_newer(f"store {self.url}", fields.get("sfumato", FORMAT), FORMAT)
                 self.dim, self.fingerprint = int(fields["dim"]), str(fields["fingerprint"])
-            except (ValueError, KeyError, TypeError) as error:
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
                 raise UserError(
                     f"store {self.url}: {means} is a plain store without deviations; give another folder"
                 ) from error

@@ -1,0 +1,291 @@
+"""Copies of a collection while another process writes to it, and backups that are restored, compared by content."""
+
+import hashlib
+import itertools
+import os
+import random
+import re
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+from support.postgresql import postgresql
+from support.processes import Started
+
+from sfumato.calibration.calibrator import Calibration
+from sfumato.calibration.query_scores import QueryScores
+from sfumato.distances import csd_matrix
+from sfumato.gaussian import GaussianEmbedding
+from sfumato.search import texts as texts_module
+from sfumato.search.collection import UPLOADED_IMAGES, GaussianCollection, copy_gallery
+from sfumato.search.stores.protocol import WORDS, Records
+from sfumato.search.texts import WIDTH, item_texts, text_vectors
+from sfumato.workflows.search import load_index
+
+GUIDE = Path(__file__).resolve().parents[2] / "docs" / "guides" / "operate.md"
+QUERIES = ["a dog on a beach", "a red car"]
+N, D = 90, 5
+
+
+def quick_vectors(texts):
+    """Another vector for each text, without MiniLM."""
+    seeds = [int.from_bytes(hashlib.blake2b(text.encode(), digest_size=6).digest(), "big") for text in texts]
+    rows = [torch.randn(WIDTH, generator=torch.Generator().manual_seed(seed)) for seed in seeds]
+    return torch.nn.functional.normalize(torch.stack(rows), dim=1) if rows else torch.empty(0, WIDTH)
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch):
+    monkeypatch.setattr(texts_module, "sentence_vectors", quick_vectors)
+
+
+def version_of(i, step):
+    """The embedding and payload that an item has from a step on; the texts of some have the same words as before."""
+    mean = torch.tensor([float(i), float(step), 1.0, -2.0, i * 0.5])
+    captions = f"number {i} {'before' if step % 2 else 'after'} {'after' if step % 2 else 'before'}"
+    captions += f"\nseen {step} times" if i % 3 else ""
+    payload = {"step": str(step)} | ({} if i % 7 == step % 7 else {"captions": captions})
+    return mean, payload
+
+
+def write(collection, ids, step):
+    means, payloads = zip(*(version_of(i, step) for i in ids), strict=True)
+    embeddings = GaussianEmbedding(torch.stack(means), torch.full((len(ids), D), -3.0))
+    collection.upsert(embeddings, [f"i{i}" for i in ids], payloads=payloads)
+
+
+def keep_writing(folder):
+    """Replaces and deletes items until it is killed; says what it will do and what it has done."""
+    texts_module.sentence_vectors = quick_vectors
+    chance = random.Random(5)
+    with GaussianCollection.open(folder) as collection:
+        for step in itertools.count(1):
+            ids = chance.sample(range(N), chance.randint(1, 25))
+            kind = "gone" if step % 5 == 0 else "put"
+            print("try", kind, step, *ids, flush=True)
+            if kind == "put":
+                write(collection, ids, step)
+            else:
+                collection.delete([f"i{i}" for i in ids])
+            print("done", kind, step, *ids, flush=True)
+
+
+class Writer:
+    """The process, and what it has said."""
+
+    def __init__(self, folder):
+        self.lines = []
+        self._process = Started(keep_writing, str(folder), piped=True)
+        self._reading = threading.Thread(target=self._read)
+        self._reading.start()
+        self.wait(8)
+
+    def _read(self):
+        for line in self._process.stdout:
+            self.lines.append(line.split())
+
+    def last(self, kind):
+        return max((int(line[2]) for line in self.lines if line[0] == kind), default=0)
+
+    def wait(self, more):
+        """Until it has done some more."""
+        until, deadline = self.last("done") + more, time.monotonic() + 60
+        while self.last("done") < until:
+            assert time.monotonic() < deadline and self._process.running, self.lines[-2:]
+            time.sleep(0.01)
+
+    def end(self):
+        self._process.kill()
+        self._reading.join()
+        self._process.finish()
+        self._process.stdout.close()
+
+    def states(self):
+        """After each step, the step that wrote each item."""
+        state = dict.fromkeys((f"i{i}" for i in range(N)), 0)
+        yield 0, dict(state)
+        for kind, step, *ids in (line[1:] for line in list(self.lines) if line[0] == "try"):
+            for i in ids:
+                state.pop(f"i{i}", None)
+                if kind == "put":
+                    state[f"i{i}"] = int(step)
+            yield int(step), dict(state)
+
+
+def assert_is_a_state(collection, writer, begun, ended, texts=True):
+    """The items are those after one step, not before `begun` nor after `ended`, each as it was written by its step."""
+    found = [one for part in collection.store.scan(batch=31) for one in zip(part.ids, part.payloads, strict=True)]
+    assert len(found) == len(dict(found)) == len(collection)
+    stored = {id: int(payload["step"]) for id, payload in found}
+    steps = [step for step, state in writer.states() if state == stored]
+    assert any(begun <= step <= ended for step in steps), (begun, ended, steps)
+    items = collection.get([id for id, _ in found])
+    for id, payload, mean in zip(items.ids, items.payloads, items.embeddings.mean, strict=True):
+        expected, own = version_of(int(id[1:]), stored[id])
+        assert dict(payload) == own
+        torch.testing.assert_close(mean, expected, rtol=1e-6, atol=1e-5)
+    if texts:
+        assert_texts_match(collection, dict(found))
+
+
+def assert_texts_match(collection, payloads):
+    kept = {id: payload for id, payload in payloads.items() if item_texts(payload)}
+    vectors = dict(zip(kept, text_vectors(list(kept.values())), strict=True))
+    there = [id for part in collection.texts.store.scan() for id in part.ids]
+    assert sorted(there) == sorted(kept)
+    records = collection.texts.store.get(list(kept))
+    for id, vector in zip(records.ids, records.vectors, strict=True):
+        torch.testing.assert_close(vector, vectors[id], rtol=0, atol=1e-6)
+
+
+@pytest.fixture(scope="module")
+def server():
+    with postgresql() as server:
+        yield server
+
+
+def made(tmp_path, store):
+    """A collection with calibrated probabilities and texts, and a writer of it at work."""
+    gallery = GaussianEmbedding(torch.stack([version_of(i, 0)[0] for i in range(N)]), torch.full((N, D), -3.0))
+    distance = csd_matrix(gallery[:40], gallery)
+    match = torch.nn.functional.one_hot(distance.argmin(1), N)
+    calibration = Calibration.fit(distance, match, t2i=QueryScores.fit(distance, match))
+    with GaussianCollection.create(
+        tmp_path / "live", store, d=D, centre=gallery.mean.mean(0), calibration=calibration, texts=True
+    ) as collection:
+        write(collection, range(N), 0)
+    return tmp_path / "live", Writer(tmp_path / "live")
+
+
+@pytest.mark.parametrize("kind", ["file", "postgresql"])
+def test_a_copy_while_another_process_writes_is_one_state_and_restores(tmp_path, kind, request):
+    url = request.getfixturevalue("server").url if kind == "postgresql" else lambda: "store"
+    folder, writer = made(tmp_path, url())
+    try:
+        for number in range(4):
+            begun = writer.last("done")
+            with GaussianCollection.open(folder) as live:
+                backup = tmp_path / f"backup{number}"
+                copied = copy_gallery(live, backup, batch=13, progress=lambda n: time.sleep(0.02))
+            ended = writer.last("try") + 1
+            with copied:
+                writer.wait(2)
+                assert ended > begun + 2, "nothing was written meanwhile"
+                assert_is_a_state(copied, writer, begun, ended)
+    finally:
+        writer.end()
+    queries = GaussianEmbedding(torch.randn(6, D) * 20, torch.full((6, D), -2.0))
+    with GaussianCollection.open(backup) as kept, copy_gallery(kept, tmp_path / "restored", url()) as restored:
+        assert_is_a_state(restored, writer, begun, ended)
+        for found, expected in zip(restored.search(queries, 9), kept.search(queries, 9), strict=True):
+            assert found.hits == expected.hits and len(found.hits) == 9
+
+
+def test_a_dump_of_postgresql_while_another_process_writes(tmp_path, server):
+    server.execute("CREATE DATABASE live", "CREATE DATABASE restored")
+    live, restored = (server.url(database=name, table="images") for name in ("live", "restored"))
+    folder, writer = made(tmp_path, live)
+    address = ["-h", "127.0.0.1", "-p", str(server.port), "-U", "postgres"]
+    try:
+        begun = writer.last("done")
+        dump = [server.programs / "pg_dump", *address, "--format=custom", f"--file={tmp_path / 'dump'}", "live"]
+        subprocess.run(dump, check=True, timeout=60)
+        ended = writer.last("try") + 1
+        writer.wait(2)
+    finally:
+        writer.end()
+    restore = [server.programs / "pg_restore", *address, "--dbname=restored", tmp_path / "dump"]
+    subprocess.run(restore, check=True, timeout=60)
+    with GaussianCollection.open(folder, restored) as collection:
+        assert_is_a_state(collection, writer, begun, ended, texts=False)
+        with copy_gallery(collection, tmp_path / "copy") as copied:
+            assert_is_a_state(copied, writer, begun, ended)
+
+
+def test_texts_that_a_writer_has_left_half_changed_are_those_of_the_payload_in_a_copy(tmp_path):
+    """It writes the texts first; killed in between, it leaves the texts of a version that was never acknowledged."""
+    with GaussianCollection.create(tmp_path / "live", d=D, texts=True) as collection:
+        write(collection, range(20), 0)
+        ids, step = [f"i{i}" for i in range(0, 20, 2)], 3
+        collection.texts.upsert(ids, [version_of(int(i[1:]), step)[1] for i in ids])
+        collection.texts.upsert(["stranger"], [{"captions": "an item that never came"}])
+        (tmp_path / "live" / UPLOADED_IMAGES / "ab").mkdir(parents=True)
+        (tmp_path / "live" / UPLOADED_IMAGES / "ab" / "abcd").write_bytes(b"image")
+        (tmp_path / "live" / UPLOADED_IMAGES / "ab" / ".ef.0123456789abcdef.tmp").write_bytes(b"half")
+        with copy_gallery(collection, tmp_path / "copy") as copied:
+            assert_texts_match(copied, {f"i{i}": version_of(i, 0)[1] for i in range(20)})
+            files = [path.name for path in (copied.folder / UPLOADED_IMAGES).rglob("*") if path.is_file()]
+            assert files == ["abcd"] and len(copied) == 20
+
+
+def test_texts_of_an_earlier_version_without_a_digest_are_copied_by_their_words(tmp_path):
+    with GaussianCollection.create(tmp_path / "live", d=D, texts=True) as collection:
+        write(collection, range(20), 0)
+        (records,) = collection.texts.store.scan()
+        plain = tuple({WORDS: payload[WORDS], "step": payload["step"]} for payload in records.payloads)
+        marked = records.vectors.roll(1, 0)  # Other vectors, so that it shows whether they are kept.
+        collection.texts.store.upsert(Records(records.ids, marked, records.uncertainty, plain))
+        collection.texts.store.upsert(Records(("i1",), marked[:1], torch.zeros(1), ({WORDS: "sfumatostems2 other"},)))
+        with copy_gallery(collection, tmp_path / "copy") as copied:
+            found = copied.texts.store.get(records.ids)
+        kept = dict(zip(records.ids, marked, strict=True)) | {"i1": text_vectors([version_of(1, 0)[1]])[0]}
+        for id, vector in zip(found.ids, found.vectors, strict=True):
+            torch.testing.assert_close(vector, kept[id], rtol=0, atol=1e-6)
+
+
+def commands_of_the_guide():
+    """The commands of the section, block by block."""
+    section = GUIDE.read_text(encoding="utf-8").partition("## Back up and restore\n")[2].partition("\n## ")[0]
+    blocks = re.findall(r"(?:^    .+\n)+", section, re.MULTILINE)
+    return ["\n".join(line.strip() for line in block.splitlines()) for block in blocks]
+
+
+def test_the_commands_of_the_guide_as_printed(tmp_path, server, monkeypatch):
+    """Only the address of the server is another one."""
+    pytest.importorskip("efficientnet_lite_pytorch", reason="the extra offline is not installed")
+    monkeypatch.undo()  # The commands embed by MiniLM.
+    server.execute("CREATE DATABASE sfumato", "CREATE ROLE sfumato LOGIN SUPERUSER")
+    (tmp_path / "programs").mkdir()
+    (tmp_path / "programs" / "sfumato").write_text(f'#!/bin/sh\nexec "{sys.executable}" -m sfumato "$@"\n')
+    (tmp_path / "programs" / "sfumato").chmod(0o755)
+    path = os.pathsep.join([str(tmp_path / "programs"), str(server.programs), os.environ["PATH"]])
+    address = {"PGHOST": "127.0.0.1", "PGPORT": str(server.port), "PGUSER": "sfumato", "PATH": path}
+    environment = {**os.environ, **address, "COLUMNS": "200", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    own = f"@127.0.0.1:{server.port}/sfumato"
+
+    def run(commands):
+        given = commands.replace("@store/sfumato", own)
+        done = subprocess.run(
+            ["bash", "-e"], input=given, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120
+        )
+        assert done.returncode == 0, (commands, done.stderr[-2000:])
+        return done.stdout
+
+    for name, colour in (("dog", "tan"), ("beach", "khaki"), ("car", "red"), ("night", "black")):
+        (tmp_path / "photos").mkdir(exist_ok=True)
+        Image.new("RGB", (64, 64), colour).save(tmp_path / "photos" / f"{name}.png")
+        (tmp_path / "photos" / f"{name}.txt").write_text(f"a {name}, and a {colour} sky\n")
+    url = "postgresql://sfumato@store/sfumato?table=images"
+    run(f"sfumato index --data photos --out index/collection --store '{url}'\nmkdir backup")
+    backup, restore, dump, put_back = commands_of_the_guide()
+
+    def answers(folder):
+        with load_index(tmp_path / folder) as index:
+            assert len(index) == 4
+            return [[(h.id, h.distance, h.match_probability) for h in one.hits] for one in index.search(QUERIES, 4)]
+
+    expected = answers("index/collection")
+    run(backup)
+    run(restore)
+    assert answers("backup/monday") == answers("index/restored") == expected
+    run(dump)
+    with GaussianCollection.open(tmp_path / "index/collection") as collection:
+        collection.delete(["dog.png"])
+    run("rm -r index/collection/data-*")
+    run(put_back)
+    assert answers("index/collection") == expected

@@ -1,0 +1,301 @@
+"""What an earlier version has written is opened and answers as it did; what a later one has written is refused.
+
+The archive beside this file was made by commit f5d496a8 with
+
+    PYTHONPATH=src:tests python tests/search/test_formats.py tests/search/formats_f5d496a8.tar.xz
+
+which writes the same with any version: folders, rows of PostgreSQL and Redis, a file of Milvus Lite, and the answers.
+"""
+
+import base64
+import contextlib
+import hashlib
+import json
+import shutil
+import sqlite3
+import subprocess
+import sys
+import tarfile
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+from support.postgresql import postgresql
+
+from sfumato.errors import UserError
+from sfumato.gaussian import GaussianEmbedding, load_embeddings, save_embeddings
+from sfumato.search import texts as texts_module
+from sfumato.search.collection import GaussianCollection, copy_gallery
+from sfumato.search.index import GaussianIndex
+from sfumato.search.parts import (
+    PartMetadata,
+    PartName,
+    PartsManifest,
+    begin,
+    read_manifest,
+    read_parts,
+    write_part,
+)
+from sfumato.search.stores.protocol import Records, open_store
+
+OLD = Path(__file__).with_name("formats_f5d496a8.tar.xz")
+N, D = 12, 5
+
+
+def vectors_of(texts):
+    """Another vector for each text, without MiniLM."""
+    seeds = [int.from_bytes(hashlib.blake2b(text.encode(), digest_size=6).digest(), "big") for text in texts]
+    rows = [torch.randn(384, generator=torch.Generator().manual_seed(seed)) for seed in seeds]
+    return torch.nn.functional.normalize(torch.stack(rows), dim=1) if rows else torch.empty(0, 384)
+
+
+def gaussians(n, seed):
+    generator = torch.Generator().manual_seed(seed)
+    return GaussianEmbedding(torch.randn(n, D, generator=generator), torch.randn(n, D, generator=generator) - 2)
+
+
+IDS = [f"größe {i}.jpg" for i in range(N)]
+PAYLOADS = [{"colour": "rgb"[i % 3]} | ({"captions": f"a dog number {i}"} if i % 4 else {}) for i in range(N)]
+
+
+def answers(gallery):
+    return [
+        [[h.id, h.distance, h.match_probability, h.payload] for h in r.hits] for r in gallery.search(gaussians(3, 1), 4)
+    ]
+
+
+def fill(folder, store, texts=False):
+    made = GaussianCollection.create(
+        folder, store, d=D, centre=torch.full((D,), 0.25), metadata={"run": "r"}, texts=texts
+    )
+    made.upsert(gaussians(N, 0), IDS, payloads=PAYLOADS)
+    return made
+
+
+def write_all(folder, server, redis):
+    """Everything that this version writes, in a folder."""
+    found = {}
+    with fill(folder / "collection", "store", texts=True) as made:
+        found["collection"] = answers(made)
+    index = GaussianIndex.build(gaussians(N, 0), IDS, logit_scale=1.5)
+    index.save(folder / "index")
+    found["index"] = answers(index)
+    save_embeddings(folder / "one.safetensors", gaussians(N, 0), IDS)
+    manifest = PartsManifest("images", "m", "folder", N, "d", 8, 2, None, "pictures", "csd")
+    begin(folder / "parts", manifest)
+    for section, rows in enumerate((range(8), range(8, N))):
+        about = PartMetadata(manifest.identity, len(rows), 1, [])
+        part = gaussians(N, 0)[torch.tensor(rows)]
+        write_part(
+            folder / "parts", PartName(section), about, part, [IDS[i] for i in rows], [PAYLOADS[i] for i in rows]
+        )
+    url = server.url(database="postgres", table="images")
+    with fill(folder / "postgresql", url, texts=True) as made:
+        found["postgresql"] = answers(made)
+    (folder / "rows.sql").write_bytes(dumped(server))
+    with fill(folder / "redis", f"{redis.url}?means=means&prefix=old:") as made:
+        found["redis"] = answers(made)
+    keys = {key.decode(): base64.b64encode(redis.client.get(key)).decode() for key in redis.client.scan_iter("old:*")}
+    (folder / "keys.json").write_text(json.dumps(keys))
+    with fill(folder / "milvus", "milvus:images.db") as made:
+        found["milvus"] = answers(made)
+    (folder / "answers.json").write_text(json.dumps(found))
+
+
+def dumped(server):
+    command = [server.programs / "pg_dump", "-h", "127.0.0.1", "-p", str(server.port), "-U", "postgres", "postgres"]
+    return subprocess.run(command, check=True, timeout=60, capture_output=True).stdout
+
+
+class Redis:
+    """A redis-server, and its client."""
+
+    def __init__(self, folder):
+        redis = pytest.importorskip("redis", reason="needs the extra redis")
+        from support.stores_contract import Server
+
+        if shutil.which("redis-server") is None:
+            pytest.skip("needs redis-server on the path")
+
+        class RedisServer(Server):
+            def command(self):
+                durable = "--appendonly", "yes", "--appendfsync", "always"
+                return "redis-server", "--port", self.port, "--bind", "127.0.0.1", "--dir", self.folder, *durable
+
+        self.server = RedisServer(folder)
+        self.url = f"redis://127.0.0.1:{self.server.port}/0"
+        self.client = redis.Redis.from_url(self.url)
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch):
+    monkeypatch.setattr(texts_module, "sentence_vectors", vectors_of)
+
+
+@pytest.fixture
+def old(tmp_path):
+    """The folder of the archive."""
+    with tarfile.open(OLD) as tar:
+        tar.extractall(tmp_path / "old", filter="data")
+    return tmp_path / "old"
+
+
+@pytest.fixture(scope="module")
+def server():
+    with postgresql() as server:
+        yield server
+
+
+def assert_answers(gallery, old, name):
+    for found, expected in zip(answers(gallery), json.loads((old / "answers.json").read_text())[name], strict=True):
+        assert [(hit[0], hit[3]) for hit in found] == [(hit[0], hit[3]) for hit in expected]
+        for mine, theirs in zip(found, expected, strict=True):
+            assert mine[1:3] == pytest.approx(theirs[1:3], rel=1e-5)
+
+
+def assert_whole(collection, old, name):
+    """It answers as it did, can be written to, and can be copied with its texts."""
+    assert_answers(collection, old, name)
+    found = collection.get(IDS)
+    assert list(found.ids) == IDS and [dict(payload) for payload in found.payloads] == PAYLOADS
+    torch.testing.assert_close(found.embeddings.mean, gaussians(N, 0).mean, rtol=1e-5, atol=1e-5)
+    collection.upsert(gaussians(1, 7), ["new"], payloads=[{"captions": "a new one"}])
+    with copy_gallery(collection, old / f"copy of {name}") as copied:
+        assert len(copied) == N + 1 and set(copied.ids_after("", 99)) == {*IDS, "new"}
+        if collection.texts is not None:
+            captions = [p["captions"] for p in [*PAYLOADS, {"captions": "a new one"}] if "captions" in p]
+            (records,) = copied.texts.store.scan()
+            assert len(records) == len(captions)
+            by_id = dict(zip(records.ids, records.vectors, strict=True))
+            torch.testing.assert_close(by_id[IDS[1]], vectors_of(["a dog number 1"])[0], rtol=0, atol=1e-6)
+    collection.delete(["new"])
+    assert_answers(collection, old, name)
+
+
+def test_folders_of_an_earlier_version(old):
+    with GaussianCollection.open(old / "collection") as collection:
+        assert_whole(collection, old, "collection")
+    assert_answers(GaussianIndex.load(old / "index"), old, "index")
+    embeddings, ids = load_embeddings(old / "one.safetensors")
+    assert ids == IDS and torch.equal(embeddings.mean, gaussians(N, 0).mean)
+    parts = list(read_parts(old / "parts"))
+    assert [i for part in parts for i in part[0]] == IDS and [p for part in parts for p in part[2]] == PAYLOADS
+    assert torch.equal(torch.cat([part[1].log_var for part in parts]), gaussians(N, 0).log_var)
+
+
+def test_rows_of_postgresql_of_an_earlier_version(old, server):
+    server.execute("CREATE DATABASE earlier")
+    psql = [
+        server.programs / "psql",
+        "-h",
+        "127.0.0.1",
+        "-p",
+        str(server.port),
+        "-U",
+        "postgres",
+        "-q",
+        "-d",
+        "earlier",
+    ]
+    subprocess.run(
+        [*psql, "-v", "ON_ERROR_STOP=1", "-f", old / "rows.sql"], check=True, timeout=60, capture_output=True
+    )
+    with GaussianCollection.open(old / "postgresql", server.url(database="earlier", table="images")) as collection:
+        assert_whole(collection, old, "postgresql")
+
+
+def test_a_store_in_redis_of_an_earlier_version(old, tmp_path):
+    (tmp_path / "redis").mkdir()
+    redis = Redis(tmp_path / "redis")
+    try:
+        for key, value in json.loads((old / "keys.json").read_text()).items():
+            redis.client.set(key, base64.b64decode(value))
+        store = f"{redis.url}?means=means&prefix=old:"
+        with GaussianCollection.open(old / "redis", store) as collection:
+            assert_whole(collection, old, "redis")
+        later(old / "redis" / "means", "meta", lambda text: text.replace('{"dim"', '{"sfumato": 2, "dim"'))
+        refused(lambda: GaussianCollection.open(old / "redis", store), 2, 1)
+    finally:
+        redis.server.kill()
+
+
+def test_a_file_of_milvus_lite_of_an_earlier_version(old):
+    pytest.importorskip("pymilvus", reason="needs the extra milvus")
+    pytest.importorskip("milvus_lite", reason="needs the extra milvus")
+    with GaussianCollection.open(old / "milvus") as collection:
+        assert_whole(collection, old, "milvus")
+
+
+def refused(open_it, found, known):
+    """The error names both formats and the way out."""
+    with pytest.raises(
+        UserError, match=rf"has format \S*\b{found}, written by a later version.*up to \S*\b{known}\. Up"
+    ):
+        open_it()
+
+
+def later(folder, table, change):
+    """Change the fingerprint in a store of a folder."""
+    with contextlib.closing(sqlite3.connect(folder / "records.sqlite", isolation_level=None)) as connection:
+        (text,) = connection.execute(f"SELECT value FROM {table} WHERE name = 'fingerprint'").fetchone()
+        connection.execute(f"UPDATE {table} SET value = ? WHERE name = 'fingerprint'", [change(text)])
+
+
+def test_folders_of_a_later_version_are_refused(old, sfumato):
+    for name, kind in (("collection", "sfumato-collection"), ("index", "sfumato-index"), ("parts", "sfumato-parts")):
+        file = old / name / "manifest.json"
+        before = file.read_text(encoding="utf-8")
+        file.write_text(before.replace(f"{kind}-1", f"{kind}-13"), encoding="utf-8")
+        if name == "parts":
+            refused(lambda: read_manifest(old / "parts"), f"{kind}-13", f"{kind}-1")
+            continue
+        told = sfumato.refused("copy", old / name, old / "copied")
+        assert f"has format {kind}-13" in told and f"up to {kind}-1. Update sfumato" in told
+        file.write_text(before, encoding="utf-8")
+    assert GaussianIndex.load(old / "index").d == D
+    with contextlib.closing(sqlite3.connect(old / "collection" / "store" / "records.sqlite")) as connection:
+        connection.execute("PRAGMA user_version=3")
+    refused(lambda: GaussianCollection.open(old / "collection"), 3, 2)
+    data = (old / "one.safetensors").read_bytes()
+    (old / "one.safetensors").write_bytes(data.replace(b"sfumato-embeddings-1", b"sfumato-embeddings-2"))
+    refused(lambda: load_embeddings(old / "one.safetensors"), "sfumato-embeddings-2", "sfumato-embeddings-1")
+
+
+def test_an_index_does_not_replace_what_a_later_version_wrote(old):
+    file = old / "index" / "manifest.json"
+    file.write_text(file.read_text(encoding="utf-8").replace("sfumato-index-1", "sfumato-index-2"), encoding="utf-8")
+    index = GaussianIndex.build(gaussians(N, 0), IDS)
+    with pytest.raises(ValueError, match="the folder holds something else"):
+        index.save(old / "index")
+
+
+def test_stores_of_a_later_version_are_refused(old, server, tmp_path):
+    from sfumato.search.stores import milvus, pgvector
+    from sfumato.search.stores.protocol import create_store
+
+    for module, url in ((pgvector, server.url()), (milvus, f"milvus:{tmp_path / 'later.db'}")):
+        if module is milvus:
+            pytest.importorskip("milvus_lite", reason="needs the extra milvus")
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(module, "FORMAT", 7)
+            store = create_store(url, 3, "f")
+            store.upsert(Records(("a",), torch.ones(1, 3), torch.ones(1), ({},)))
+            store.close()
+        refused(lambda url=url: open_store(url), 7, 1)
+
+
+if __name__ == "__main__":
+    texts_module.sentence_vectors = vectors_of
+    with tempfile.TemporaryDirectory() as temporary, postgresql() as own_server:
+        made, own = Path(temporary) / "made", Path(temporary) / "redis"
+        made.mkdir()
+        own.mkdir()
+        own_redis = Redis(own)
+        try:
+            write_all(made, own_server, own_redis)
+        finally:
+            own_redis.server.kill()
+        with tarfile.open(sys.argv[1], "w:xz") as archive:
+            for path in sorted(made.iterdir()):
+                archive.add(path, path.name)
