@@ -348,10 +348,7 @@ class MilvusStore(StoreBase):
         return rows
 
     def optimise(self) -> None:
-        """Write the log into segments, and wait until a server searches all by its index; Lite builds it afterwards.
-
-        A server whose index does not grow for as long as a call of optimise may take is left to itself.
-        """
+        """Write the log into segments, and wait for a server's index while it grows; Lite builds it afterwards."""
         self._call("flush")
         last, since = -1, time.monotonic()
         while left := self._without_index():
