@@ -85,7 +85,7 @@ def condition_on(filter: Filter | None) -> str:
 
 _OPTIONS = {
     "index": Option("FLAT, exact; HNSW, IVF_FLAT or AUTOINDEX, which the server chooses: HNSW in Lite", default="FLAT"),
-    "compress": Option("int8, IVF_FLAT with a byte for each number: index=IVF_SQ8; or none", default="none"),
+    "compress": Option("int8: IVF_FLAT with a byte for each number, Milvus's IVF_SQ8; or none", default="none"),
     "overfetch": Option("compress=int8: number of candidates for each result", 1, "4"),
     "m": Option("HNSW: links", 1, "16"),
     "ef_construction": Option("HNSW: number of candidates while building", 1, "200"),
@@ -438,8 +438,8 @@ class MilvusStore(StoreBase):
                 self._client.load_collection(self._place.name, timeout=loading, retry_times=_RETRIES)
                 return call(self._place.name, **arguments, **limits)
         except rpc_error as error:
-            if error.code().name == "UNIMPLEMENTED":  # Lite has no segments to tell of
-                return None
+            if method == "list_loaded_segments" and error.code().name == "UNIMPLEMENTED":
+                return None  # by Lite
             raise UserError(
                 f"store {self.url}: {error.details()}; a call may take {limit} seconds, ?call_timeout=SECONDS"
             ) from None

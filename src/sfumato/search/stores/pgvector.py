@@ -6,7 +6,8 @@ The password may stand in the URL (special characters as %2F) or in PGPASSWORD, 
 
 A server that does not answer at all, as one that hangs, loses its connection 10 seconds after statement_timeout.
 Options given to `create_store` are kept with the table; options given to `open_store` replace them. pgvector indexes at
-most 2,000 dimensions, so longer vectors (wasserstein2 of more than 1,000) are searched exactly. If an index returns
+most 2,000 dimensions of whole vectors, so longer ones (wasserstein2 of more than 1,000) are compressed in the index or
+searched exactly. An index of compressed vectors finds candidates, which the full vectors rank. If an index returns
 fewer than k results, as under a narrow filter, that query is searched again exactly. A big index is built fast only if
 it fits in the server's maintenance_work_mem.
 """
