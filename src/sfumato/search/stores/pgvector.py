@@ -50,7 +50,7 @@ _OPTIONS = {
     "table": Option("name or schema.name", default="sfumato"),
     "index": Option("none, exact; hnsw or ivfflat, built by optimise", default="none"),
     "compress": Option("of the index: half, two bytes for each number; binary, a bit; or none", default="none"),
-    "overfetch": Option("compress: number of candidates for each result; half 4, binary 40 if left out", 1),
+    "overfetch": Option("compress: number of candidates for each result; half 4, binary 100 if left out", 1),
     "m": Option("hnsw: links, 16 if left out", 1),
     "ef_construction": Option("hnsw: number of candidates while building, 64 if left out", 1),
     "ef_search": Option("hnsw: number of candidates while searching, 64 if left out; never fewer than the results", 1),
@@ -89,7 +89,7 @@ class _Code:
 _CODES = {
     "none": _Code("{0}", "<->", "vector_l2_ops", 2000, 1),
     "half": _Code("({0}::halfvec({1}))", "<->", "halfvec_l2_ops", 4000, 4),
-    "binary": _Code("(binary_quantize({0})::bit({1}))", "<~>", "bit_hamming_ops", _MOST_STORED, 40),
+    "binary": _Code("(binary_quantize({0})::bit({1}))", "<~>", "bit_hamming_ops", _MOST_STORED, 100),
 }
 _WITH_CODES = "0.7"
 """The first version of pgvector that has half and binary."""
