@@ -178,7 +178,8 @@ def index_of(url: str, folder: Path) -> float:
 
     with psycopg.connect(url.partition("?")[0]) as connection:
         query = "SELECT sum(pg_relation_size(indexrelid)) FROM pg_index WHERE indrelid = 'soak'::regclass"
-        return float(connection.execute(f"{query} AND NOT indisprimary").fetchone()[0]) / 1e6
+        [(found,)] = connection.execute(f"{query} AND NOT indisprimary").fetchall()
+        return float(found) / 1e6
 
 
 def measured(form: str, n: int, work: Path, folder: Path, flickr8k: Path) -> dict[str, float]:
