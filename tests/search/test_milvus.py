@@ -125,10 +125,12 @@ class TestMilvusServer(StoreContract):
 
 def test_the_index_that_was_asked_for_is_the_one_that_is_searched(server):
     wanted = {"FLAT": {}, "HNSW": {"M": 9, "efConstruction": 77}, "IVF_FLAT": {"nlist": 33}, "AUTOINDEX": {}}
+    wanted["IVF_FLAT&compress=int8"] = wanted["IVF_FLAT"]
     with ThreadPoolExecutor(len(wanted)) as threads:
         numbered = "m=9&ef_construction=77&nlist=33"
         stores = threads.map(lambda index: create_store(f"{server.url(index=index)}&{numbered}", 4), wanted)
     for store, (index, numbers) in zip(stores, wanted.items(), strict=True):
+        index = index.replace("FLAT&compress=int8", "SQ8")
         told = store._client.describe_index(store._place.name, "vector")
         assert told["index_type"] == index and told["metric_type"] == "L2"
         assert told.get("params", {}) == numbers
@@ -138,10 +140,13 @@ def test_the_index_that_was_asked_for_is_the_one_that_is_searched(server):
 
 
 HNSW, IVF = {"index": "HNSW", "ef": 1}, {"index": "IVF_FLAT", "nlist": 60, "nprobe": 1}
+INT8 = {"compress": "int8", "nlist": 60, "nprobe": 1}
 
 
 @pytest.mark.parametrize(
-    "server, options", [("lite_server", HNSW), ("lite_server", IVF), ("milvus_server", HNSW)], indirect=["server"]
+    "server, options",
+    [("lite_server", HNSW), ("lite_server", IVF), ("milvus_server", HNSW), ("milvus_server", INT8)],
+    indirect=["server"],
 )
 def test_a_narrow_filter_brings_all_that_fit(server, options):
     n, dim = 10_000, 128  # So many that a server searches them in temporary lists before it has an index.
@@ -153,6 +158,39 @@ def test_a_narrow_filter_brings_all_that_fit(server, options):
     for seconds in (0, 0.5):  # Lite builds the index in the background
         time.sleep(seconds)
         assert_nearest(reopened, by_id(batch), queries(5, dim, 3), 10, Filter({"rare": ("7",)}))
+
+
+def test_compressed_vectors_are_candidates_only(server):
+    """Two items that a byte for each number cannot tell apart come in their true order, and all searches are exact."""
+    store, batch = create_store(server.url(compress="int8", nlist=8, nprobe=8), 24), records(3000, 24, 5)
+    wanted = queries(6, 24, 6)
+    farther = wanted[0] + 0.01
+    twins = torch.stack([farther, farther + 1e-3 * (wanted[0] - farther)])
+    batch = Records(batch.ids, torch.cat([twins, batch.vectors[2:]]), batch.uncertainty, batch.payloads)
+    store.upsert(batch)
+    store.optimise()
+    reopened = open_store(f"{store.url}&overfetch=8")
+    for _ in range(10):  # Lite builds the index in the background
+        time.sleep(0.1)
+        assert reopened.search(wanted[:1], 2)[0].ids == ("item-1", "item-0")
+    assert_nearest(reopened, by_id(batch), wanted, 10)
+    assert_nearest(reopened, by_id(batch), wanted, 3000)
+
+
+def test_optimise_waits_for_the_index_of_a_server(milvus_server, monkeypatch):
+    store = create_store(milvus_server.url(index="HNSW"), 64)
+    store.upsert(records(3000, 64, 5))
+    store.optimise()
+    told = store._client.describe_index(store._place.name, "vector")
+    assert (told["indexed_rows"], told["pending_index_rows"]) == (3000, 0)
+    loaded = store._client.list_loaded_segments(store._place.name)
+    assert sum(segment.num_rows for segment in loaded if segment.index_name) == 3000
+    left = iter([9, 8, 8, 8, 8])
+    monkeypatch.setattr(store, "_without_index", lambda: next(left))
+    monkeypatch.setattr(store, "_call", lambda method: None)
+    monkeypatch.setattr(store, "_seconds", lambda method: 0.3)
+    with pytest.warns(UserWarning, match="the server has 8 items without an index, as 0 seconds before"):
+        store.optimise()
 
 
 def test_others_find_a_write_at_once_and_a_session_its_own(server):
@@ -235,6 +273,8 @@ def test_collections_that_are_not_there_or_not_ours(server, file, tmp_path):
         ("milvus+http://h:19530", "a collection has letters, digits and _ in its name, got ''"),
         ("milvus+http:///name", r"expected milvus\+http://host:19530/name"),
         ("milvus:a.db?ef=0", "ef must be a whole number from 1, got '0'"),
+        ("milvus:a.db?compress=half", "compress must be none or int8, got 'half'"),
+        ("milvus:a.db?index=HNSW&compress=int8", "compress=int8 goes with index=IVF_FLAT, got index=HNSW"),
         ("milvus:a.db?indx=FLAT", "unknown option 'indx'; known: index"),
     ],
 )

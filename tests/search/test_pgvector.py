@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from support.postgresql import postgresql, started
 from support.processes import Started
 from support.raising import raises
@@ -50,6 +51,15 @@ def server():
             "CREATE ROLE guarded LOGIN SUPERUSER PASSWORD '" + PASSWORD + "'",
         )
         yield server
+
+
+@pytest.fixture(scope="module")
+def early(server):
+    """A database whose pgvector says that it is 0.6, which neither goes on in an index nor compresses."""
+    server.execute("CREATE DATABASE early", "ALTER DATABASE early SET enable_seqscan = off")
+    server.execute("CREATE EXTENSION vector", "UPDATE pg_extension SET extversion = '0.6.0' WHERE extname = 'vector'",
+                   database="early")  # fmt: skip
+    return "early"
 
 
 class OnServer:
@@ -108,9 +118,20 @@ def test_the_index_is_used_and_none_is_exact(server, monkeypatch, index):
     assert kept.index == index
 
 
-def test_a_narrow_filter_brings_all_that_fit(server, monkeypatch):
+@pytest.mark.parametrize("compress", ["none", "half", "binary"])
+def test_a_narrow_filter_brings_all_that_fit(server, monkeypatch, compress):
+    store = create_store(server.url(database="indexed", index="hnsw", ef_search=5, compress=compress, overfetch=1), 9)
+    batch = records(600, 9, 2)
+    batch = Records(batch.ids, batch.vectors, batch.uncertainty, tuple({"rare": str(i % 60)} for i in range(600)))
+    store.upsert(batch)
+    store.optimise()
+    assert all(len(found) == 8 for found in store.search(queries(5, 9, 3), 8, Filter({"rare": ("7",)})))
+    assert_nearest(store, by_id(batch), queries(5, 9, 3), 20, Filter({"rare": ("7",)}))
+
+
+def test_an_earlier_index_under_a_narrow_filter(server, early, monkeypatch):
     """An index of pgvector before 0.8 filters its candidates afterwards, and here nearly all of them fall out."""
-    store = create_store(server.url(database="indexed", index="hnsw", ef_search=5), 9)
+    store = create_store(server.url(database=early, index="hnsw", ef_search=5), 9)
     batch = records(600, 9, 2)
     batch = Records(batch.ids, batch.vectors, batch.uncertainty, tuple({"rare": str(i % 60)} for i in range(600)))
     store.upsert(batch)
@@ -122,12 +143,47 @@ def test_a_narrow_filter_brings_all_that_fit(server, monkeypatch):
 
 
 def test_dimensions_beyond_the_index(server):
-    raises(UserError, r"indexes at most 2,000, got 2,001; index=none", create_store, server.url(index="hnsw"), 2001)
+    for options, dim in (({}, 2001), ({"compress": "half"}, 4001)):
+        url = server.url(index="hnsw", **options)
+        raises(UserError, f"indexes at most 2,000, 4,000 with .* got {dim:,}; index=none", create_store, url, dim)
     raises(UserError, r"stores at most 16,000 dimensions", create_store, server.url(), 16001)
-    store, batch = create_store(server.url(), 4001), records(20, 4001, 6)
+    for options in ({}, {"index": "hnsw", "compress": "binary"}):
+        store, batch = create_store(server.url(database="indexed", **options), 4001), records(20, 4001, 6)
+        store.upsert(batch)
+        store.optimise()
+        assert_holds(store, by_id(batch))
+        assert_nearest(store, by_id(batch), queries(2, 4001, 7), 5)
+
+
+@pytest.mark.parametrize("index", ["hnsw", "ivfflat"])
+@pytest.mark.parametrize("compress, code", [("half", "halfvec"), ("binary", "binary_quantize")])
+def test_compressed_vectors_are_candidates_only(server, monkeypatch, index, compress, code):
+    """By the code alone the order would be another: of half, two items here are equal, and of binary, most are."""
+    options = {"hnsw": {"ef_search": 400}, "ivfflat": {"lists": 4, "probes": 4}}[index]
+    url = server.url(database="indexed", index=index, compress=compress, **options)
+    store, batch, wanted = create_store(url, 40), records(300, 40, 21), queries(6, 40, 22)
+    farther = (wanted[0] + 0.1).half().float()
+    twins = torch.stack([farther, farther + 1e-5 * (wanted[0] - farther)])
+    batch = Records(batch.ids, torch.cat([twins, batch.vectors[2:]]), batch.uncertainty, batch.payloads)
+    assert torch.equal(*batch.vectors[:2].half())
     store.upsert(batch)
-    assert_holds(store, by_id(batch))
-    assert_nearest(store, by_id(batch), queries(2, 4001, 7), 5)
+    store.optimise()
+    (plan,) = plan_of(store, monkeypatch)
+    assert f"_{index} on" in plan and code in plan
+    assert_nearest(store, by_id(batch), wanted, 10 if compress == "half" else 5)
+    (found,) = store.search(wanted[:1], 2)
+    assert found.ids == ("item-1", "item-0")
+    assert len(store.search(wanted, 300)[5]) == 300
+    one = open_store(url.replace("&compress", "&overfetch=1&compress"))
+    assert len(one.search(wanted[:1], 5)[0]) == 5
+
+
+def test_an_earlier_pgvector_says_what_it_cannot(server, early):
+    url = server.url(database=early, index="hnsw", compress="binary")
+    raises(UserError, "compress=binary needs pgvector 0.7 or later", create_store, url, 3)
+    plain = url.replace("&compress=binary", "")
+    create_store(plain, 3).close()
+    raises(UserError, "compress=half needs pgvector 0.7", open_store(f"{plain}&compress=half").optimise)
 
 
 def test_a_scan_sees_what_was_there_when_it_began(server):
@@ -282,6 +338,8 @@ def test_tables_that_are_not_there_or_not_ours(server):
     "option, said",
     [
         ("index=flat", "index must be none, hnsw or ivfflat, got 'flat'"),
+        ("index=hnsw&compress=int8", "compress must be none, half or binary, got 'int8'"),
+        ("compress=half", "compress=half is of an index; add index=hnsw or index=ivfflat"),
         ("index=hnsw&m=many", "m must be a whole number from 1, got 'many'"),
         ("statement_timeout=-1", "statement_timeout must be a whole number from 0, got '-1'"),
         ("keepalives_count=0", "keepalives_count must be a whole number from 1, got '0'"),

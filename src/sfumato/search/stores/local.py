@@ -106,7 +106,10 @@ class LocalSettings:
             raise UserError(f"store {url}: unknown engine {engine!r}; known: {', '.join(_OF_ENGINE)}")
         if foreign := sorted(set(rest) - {*_OF_ENGINE[engine], *_OF_ALL}):
             known = ", ".join((*_OF_ALL, *_OF_ENGINE[engine]))
-            raise UserError(f"store {url}: engine {engine} has no option {foreign[0]!r}; it has {known}")
+            others = " and ".join(other for other, names in _OF_ENGINE.items() if foreign[0] in names)
+            raise UserError(
+                f"store {url}: engine {engine} has no option {foreign[0]!r}, which is of {others}; it has {known}"
+            )
         if engine == "hnsw":
             rest = _HNSW | rest
         memory, exact_below = rest.pop("memory", 2000), rest.pop("exact_below", 8192)

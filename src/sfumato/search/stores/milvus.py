@@ -23,6 +23,8 @@ import logging
 import os
 import re
 import threading
+import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -33,7 +35,17 @@ import torch
 from torch import Tensor
 
 from sfumato.errors import UserError, first_line, need, refuse_newer
-from sfumato.search.stores.protocol import Filter, Option, Records, StoreBase, in_order, options, redacted
+from sfumato.search.stores.protocol import (
+    Filter,
+    Option,
+    Records,
+    StoreBase,
+    check_choice,
+    in_order,
+    nearest_of,
+    options,
+    redacted,
+)
 
 _ESCAPES = str.maketrans({"\\": "\\\\", '"': '\\"', "\n": "\\n", "\r": "\\r", "\t": "\\t"})
 
@@ -73,17 +85,23 @@ def condition_on(filter: Filter | None) -> str:
 
 _OPTIONS = {
     "index": Option("FLAT, exact; HNSW, IVF_FLAT or AUTOINDEX, which the server chooses: HNSW in Lite", default="FLAT"),
+    "compress": Option("int8: IVF_FLAT with a byte for each number, Milvus's IVF_SQ8; or none", default="none"),
+    "overfetch": Option("compress=int8: number of candidates for each result", 1, "4"),
     "m": Option("HNSW: links", 1, "16"),
     "ef_construction": Option("HNSW: number of candidates while building", 1, "200"),
     "ef": Option("HNSW: number of candidates while searching; never fewer than the results", 1, "64"),
-    "nlist": Option("IVF_FLAT: number of lists", 1, "128"),
-    "nprobe": Option("IVF_FLAT: number of lists that a search reads", 1, "16"),
+    "nlist": Option("IVF_FLAT and int8: number of lists", 1, "128"),
+    "nprobe": Option("IVF_FLAT and int8: number of lists that a search reads", 1, "16"),
     "consistency": Option("of a server: strong, or session, in which others' writes may appear late", default="strong"),
     "name": Option("name of the collection in an embedded file: sfumato"),
     "database": Option("of a server: its own default"),
     "timeout": Option("seconds for connecting: 5", 1),
     "call_timeout": Option("seconds that a call may take, 60 if left out; optimise and opening ten times as many", 1),
 }
+_INDEXES, _SQ8 = ("FLAT", "HNSW", "IVF_FLAT", "AUTOINDEX"), "IVF_SQ8"
+_IVF = ("IVF_FLAT", _SQ8)
+_SEARCHING = ("ef", "nprobe", "overfetch", "consistency")
+"""Options that the URL of every opening may set."""
 _KEPT = {name: option.default for name, option in _OPTIONS.items() if option.default}
 
 _COLUMNS = ["id", "vector", "uncertainty", "payload"]
@@ -95,6 +113,12 @@ _LONGEST_ID = 65_535
 
 _RETRIES = 5
 """Within about four seconds; pymilvus would go on for minutes."""
+
+_LEAST_INDEXED = 1024
+"""Rows below which a server builds no index for a segment."""
+
+_LOOK = 0.2
+"""Seconds between two looks at what a server has indexed."""
 
 _LONG = "flush", "load_collection"
 """Methods that wait for the server's own work."""
@@ -151,6 +175,11 @@ class MilvusStore(StoreBase):
         self._closed = False
         self.most_rows, self.most_bytes = 16_384, 16_000_000
 
+    @property
+    def _index(self) -> str:
+        """Milvus's name of the index."""
+        return self._options["index"] if self._options["compress"] == "none" else _SQ8
+
     def make(self) -> None:
         """Create the collection."""
         types = _driver().DataType
@@ -171,9 +200,9 @@ class MilvusStore(StoreBase):
         numbers = {name: int(value) for name, value in self._options.items() if value.isdigit()}
         built = {
             "HNSW": {"M": numbers["m"], "efConstruction": numbers["ef_construction"]},
-            "IVF_FLAT": {"nlist": numbers["nlist"]},
+            **{name: {"nlist": numbers["nlist"]} for name in _IVF},
         }
-        kind = self._options["index"]
+        kind = self._index
         # Nested: a server reads these numbers so or flat, as pymilvus would send them; Lite only so, and passes over
         # flat ones.
         index.add_index("vector", index_type=kind, metric_type="L2", params={"params": built.get(kind, {})})
@@ -198,7 +227,7 @@ class MilvusStore(StoreBase):
                 f"store {self.url}: collection {self._place.name} was not made by sfumato; give another name"
             ) from None
         # Build options stay; search options may change.
-        anew = {name: value for name, value in self._place.options.items() if name in ("ef", "nprobe", "consistency")}
+        anew = {name: value for name, value in self._place.options.items() if name in _SEARCHING}
         self._options = {**_KEPT, **kept, **anew}
         self._call("load_collection")
 
@@ -246,22 +275,25 @@ class MilvusStore(StoreBase):
         queries = self.check_queries(queries, k)
         if k > self.most_rows:
             return self._nearest_of_all(queries, k, filter)
-        kind = self._options["index"]
-        usual = {"HNSW": {"ef": max(k, int(self._options["ef"]))}, "IVF_FLAT": {"nprobe": int(self._options["nprobe"])}}
-        utmost = {"HNSW": {"ef": 2 * self.most_rows}, "IVF_FLAT": {"nprobe": int(self._options["nlist"])}}
+        kind, numbers = self._index, {name: int(value) for name, value in self._options.items() if value.isdigit()}
+        usual = {"HNSW": {"ef": max(k, numbers["ef"])}} | {name: {"nprobe": numbers["nprobe"]} for name in _IVF}
+        utmost = {"HNSW": {"ef": 2 * self.most_rows}} | {name: {"nprobe": numbers["nlist"]} for name in _IVF}
         vectors = queries.numpy()
         results = []
-        size = max(1, self._rows_a_message() // k)
+        c = min(k * numbers["overfetch"], max(k, self._rows_a_message())) if kind == _SQ8 else k
+        size = max(1, self._rows_a_message() // c)
         if self._place.file is not None and kind == "FLAT" and not (filter and (filter.where or filter.ranges)):
             size = 1  # Lite's exact search of many queries at once takes seven times as long as one after the other
         for part in _parts(vectors, size):
-            found = self._nearest(part, k, filter, usual.get(kind, {}))
+            found = self._nearest(part, c, filter, usual.get(kind, {}))
             short = [i for i, rows in enumerate(found) if len(rows) < k]
             if short and kind in utmost:
-                for i, rows in zip(short, self._nearest(part[short], k, filter, utmost[kind]), strict=True):
+                for i, rows in zip(short, self._nearest(part[short], c, filter, utmost[kind]), strict=True):
                     found[i] = rows
             results += found
         records = [self._records(rows) for rows in results]
+        if kind == _SQ8:
+            records = [nearest_of(found, query, k) for found, query in zip(records, queries, strict=True)]
         if kind != "FLAT" and self._place.file is None:
             self._complete(records, queries, k, filter)
         return records
@@ -320,8 +352,29 @@ class MilvusStore(StoreBase):
         return rows
 
     def optimise(self) -> None:
-        """Write the log into segments, which Milvus then indexes by itself; Lite does so in the background."""
+        """Write the log into segments, and wait for a server's index while it grows; Lite builds it afterwards."""
         self._call("flush")
+        last, since = -1, time.monotonic()
+        while left := self._without_index():
+            if left != last:
+                last, since = left, time.monotonic()
+            elif (waited := time.monotonic() - since) > self._seconds("flush"):
+                warnings.warn(
+                    f"store {self.url}: the server has {left:,} items without an index, as {waited:.0f} seconds before;"
+                    " searches are slower until it has indexed them; look at its log, or wait longer by"
+                    " ?call_timeout=SECONDS",
+                    stacklevel=2,
+                )
+                return
+            time.sleep(_LOOK)
+
+    def _without_index(self) -> int:
+        """Number of written items that a server does not search by an index yet; 0 for Lite, which does not say."""
+        if (loaded := self._call("list_loaded_segments")) is None:
+            return 0
+        ready = {segment.segment_id for segment in loaded if segment.index_name}
+        written = [s for s in self._call("list_persistent_segments") if s.num_rows >= _LEAST_INDEXED]
+        return sum(segment.num_rows for segment in written if segment.segment_id not in ready)
 
     def close(self) -> None:
         """Close the connection; the last store of an embedded file closes the file."""
@@ -370,11 +423,14 @@ class MilvusStore(StoreBase):
         with _one_at_a_time if self._place.file is not None else contextlib.nullcontext():
             return self._called(method, arguments or {})
 
+    def _seconds(self, method: str) -> int:
+        """Seconds that a call may take."""
+        return int(self._place.options.get("call_timeout", 60)) * (10 if method in _LONG else 1)
+
     def _called(self, method: str, arguments: Mapping[str, Any]) -> Any:
         call: Callable[..., Any] = getattr(self._client, method)
         error_type, rpc_error = _driver().MilvusException, importlib.import_module("grpc").RpcError
-        seconds = int(self._place.options.get("call_timeout", 60))
-        limit = 10 * seconds if method in _LONG else seconds
+        limit = self._seconds(method)
         limits = {"timeout": limit, "retry_times": _RETRIES}
         try:
             try:
@@ -382,9 +438,12 @@ class MilvusStore(StoreBase):
             except error_type as error:
                 if error.code != 101:  # collection not loaded
                     raise
-                self._client.load_collection(self._place.name, timeout=10 * seconds, retry_times=_RETRIES)
+                loading = self._seconds("load_collection")
+                self._client.load_collection(self._place.name, timeout=loading, retry_times=_RETRIES)
                 return call(self._place.name, **arguments, **limits)
         except rpc_error as error:
+            if method == "list_loaded_segments" and error.code().name == "UNIMPLEMENTED":
+                return None  # by Lite
             raise UserError(
                 f"store {self.url}: {error.details()}; a call may take {limit} seconds, ?call_timeout=SECONDS"
             ) from None
@@ -423,9 +482,13 @@ class _Place:
             raise UserError(f"store {self.url}: a collection has letters, digits and _ in its name, got {self.name!r}")
         if (level := self.options.get("consistency", "strong")) not in ("strong", "session"):
             raise UserError(f"store {self.url}: consistency must be strong or session, got {level!r}")
-        if self.options.get("index", "FLAT") not in ("FLAT", "HNSW", "IVF_FLAT", "AUTOINDEX"):
+        compress = self.options.get("compress", "none")
+        check_choice(f"store {self.url}", "index", self.options.get("index", "FLAT"), _INDEXES)
+        check_choice(f"store {self.url}", "compress", compress, ("none", "int8"))
+        if compress == "int8" and self.options.setdefault("index", "IVF_FLAT") != "IVF_FLAT":
             raise UserError(
-                f"store {self.url}: index must be FLAT, HNSW, IVF_FLAT or AUTOINDEX, got {self.options['index']!r}"
+                f"store {self.url}: compress=int8 goes with index=IVF_FLAT, got index={self.options['index']}; leave"
+                " one of them out"
             )
 
     def release(self) -> None:

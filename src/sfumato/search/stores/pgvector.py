@@ -6,7 +6,8 @@ The password may stand in the URL (special characters as %2F) or in PGPASSWORD, 
 
 A server that does not answer at all, as one that hangs, loses its connection 10 seconds after statement_timeout.
 Options given to `create_store` are kept with the table; options given to `open_store` replace them. pgvector indexes at
-most 2,000 dimensions, so longer vectors (wasserstein2 of more than 1,000) are searched exactly. If an index returns
+most 2,000 dimensions of whole vectors, so longer ones (wasserstein2 of more than 1,000) are compressed in the index or
+searched exactly. An index of compressed vectors finds candidates, which the full vectors rank. If an index returns
 fewer than k results, as under a narrow filter, that query is searched again exactly. A big index is built fast only if
 it fits in the server's maintenance_work_mem.
 """
@@ -23,6 +24,7 @@ import struct
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from queue import Empty, LifoQueue
 from typing import Any
 from urllib.parse import urlsplit
@@ -37,6 +39,7 @@ from sfumato.search.stores.protocol import (
     Option,
     Records,
     StoreBase,
+    check_choice,
     check_numbers,
     in_order,
     options,
@@ -46,6 +49,8 @@ from sfumato.search.stores.protocol import (
 _OPTIONS = {
     "table": Option("name or schema.name", default="sfumato"),
     "index": Option("none, exact; hnsw or ivfflat, built by optimise", default="none"),
+    "compress": Option("of the index: half, two bytes for each number; binary, a bit; or none", default="none"),
+    "overfetch": Option("compress: number of candidates for each result; half 4, binary 100 if left out", 1),
     "m": Option("hnsw: links, 16 if left out", 1),
     "ef_construction": Option("hnsw: number of candidates while building, 64 if left out", 1),
     "ef_search": Option("hnsw: number of candidates while searching, 64 if left out; never fewer than the results", 1),
@@ -64,13 +69,33 @@ _OPTIONS = {
 FORMAT = 1
 """The version of the table, in its comment."""
 
-_KEPT = ("index", "m", "ef_construction", "ef_search", "lists", "probes")
+_KEPT = ("index", "compress", "overfetch", "m", "ef_construction", "ef_search", "lists", "probes")
 _LIMITS = {name: option.default for name, option in _OPTIONS.items() if (option.default or "").isdigit()}
 """Without them a lost network or a server that hangs would hold a search for as long as it lasts."""
 _CONNECTION = ("sslmode", "sslrootcert", "host", *_LIMITS)
 _SILENCE = 10
 """Seconds after statement_timeout until a server that has not even cancelled the statement is given up."""
-_MOST_INDEXED, _MOST_STORED, _MOST_EF = 2000, 16000, 1000
+_MOST_STORED, _MOST_EF = 16000, 1000
+
+
+@dataclass(frozen=True)
+class _Code:
+    """What an index keeps of a vector."""
+
+    expression: str  # of a vector {0} of {1} dimensions
+    operator: str
+    operators: str  # the operator class
+    most: int  # dimensions
+    overfetch: int  # candidates for each result, if left out
+
+
+_CODES = {
+    "none": _Code("{0}", "<->", "vector_l2_ops", 2000, 1),
+    "half": _Code("({0}::halfvec({1}))", "<->", "halfvec_l2_ops", 4000, 4),
+    "binary": _Code("(binary_quantize({0})::bit({1}))", "<~>", "bit_hamming_ops", _MOST_STORED, 100),
+}
+_WITH_CODES = "0.7"
+"""The first version of pgvector that has half and binary."""
 _LONGEST_ID = 2000
 """Bytes; the index of the primary key holds no more than 2,704."""
 _COLUMNS = "id, embedding, uncertainty, payload"
@@ -81,10 +106,11 @@ _HAS_WORDS = f"payload ? '{WORDS}'"
 def create(url: str, dim: int, fingerprint: str) -> "PgVectorStore":
     """Make an empty table."""
     store = PgVectorStore(url, _read_options(url), dim, fingerprint)
-    if dim > _MOST_STORED or (dim > _MOST_INDEXED and store.index != "none"):
+    if dim > _MOST_STORED or (dim > store.code.most and store.index != "none"):
         raise UserError(
             f"store {store.url}: pgvector stores at most {_MOST_STORED:,} dimensions and indexes at most"
-            f" {_MOST_INDEXED:,}, got {dim:,}; index=none searches exactly"
+            f" {_CODES['none'].most:,}, {_CODES['half'].most:,} with compress=half, all with compress=binary, got"
+            f" {dim:,}; index=none searches exactly"
         )
     store.make()
     return store
@@ -109,7 +135,7 @@ class PgVectorStore(StoreBase):
         )
         self._options = {name: chosen[name] for name in _KEPT if name in chosen}
         self.url, self.dim, self.fingerprint = self._connections.url, dim, fingerprint
-        self.index = self._options.get("index", "none")
+        self.index, self.code = self._options.get("index", "none"), _CODES[self._options.get("compress", "none")]
         self._name = chosen.get("table", "sfumato")
         self._table = self._psycopg.sql.Identifier(*self._name.split("."))
 
@@ -125,6 +151,7 @@ class PgVectorStore(StoreBase):
                     " (package postgresql-NN-pgvector, or an image pgvector/pgvector), and let an administrator run"
                     " CREATE EXTENSION vector"
                 ) from None
+            self._check_version(connection)
             try:
                 connection.execute(
                     self._sql(
@@ -141,6 +168,20 @@ class PgVectorStore(StoreBase):
             connection.execute(self._sql("ALTER TABLE {table} ALTER COLUMN embedding SET STORAGE MAIN"))
             note = {"sfumato": FORMAT, "dim": self.dim, "fingerprint": self.fingerprint, "options": self._options}
             connection.execute(self._sql("COMMENT ON TABLE {table} IS {note}", {"note": json.dumps(note)}))
+
+    def _check_version(self, connection: Any) -> None:
+        """Refuse compressed vectors where pgvector is too old for them."""
+        if self.code is not _CODES["none"] and not self._is_from(connection, _WITH_CODES):
+            raise UserError(
+                f"store {self.url}: compress={self._options['compress']} needs pgvector {_WITH_CODES} or later, and"
+                " this database has an earlier one; install a later one on the server and run ALTER EXTENSION vector"
+                " UPDATE, or leave compress out"
+            )
+
+    def _is_from(self, connection: Any, version: str) -> bool:
+        """Whether this database has a version of pgvector, or a later one."""
+        asked = "SELECT string_to_array(extversion, '.')::int[] >= %s::int[] FROM pg_extension WHERE extname = 'vector'"
+        return bool(connection.execute(asked, ["{" + version.replace(".", ",") + "}"]).fetchone()[0])
 
     def _index_words(self, connection: Any) -> None:
         """Make the index of words, unless there is one."""
@@ -210,17 +251,21 @@ class PgVectorStore(StoreBase):
         """The nearest items of each query. queries (n, e)."""
         queries = self.check_queries(queries, k)
         condition, values = self._where(filter)
+        stored, asked = (self.code.expression.format(vector, self.dim) for vector in ("embedding", "%s::vector"))
         by_index, exact = (
-            self._sql(f"SELECT {_COLUMNS} FROM {{table}} {{where}} ORDER BY {key} LIMIT %s", {"where": condition})
-            for key in ("embedding <-> %s::vector", "(embedding <-> %s::vector) + 0")  # no index knows a sum
+            f"SELECT {_COLUMNS} FROM {{table}} {{where}} ORDER BY {key} LIMIT %s"
+            for key in (f"{stored} {self.code.operator} {asked}", "(embedding <-> %s::vector) + 0")  # no index has sums
         )
+        by_index = f"SELECT {_COLUMNS} FROM ({by_index}) AS candidates ORDER BY embedding <-> %s::vector LIMIT %s"
         vectors = ["[" + ",".join(map(repr, row)) + "]" for row in queries.tolist()]
         results = []
         with self._connections.borrow() as connection:
-            ways = [by_index, exact] if self._prepare_index(connection, k) else [exact]
+            c = self._prepare_index(connection, k)
+            ways = [(by_index, [c, k]), (exact, [k])][not c :]
             for vector in vectors:
-                for way in ways:
-                    rows = connection.execute(way, [*values, vector, k], binary=True).fetchall()
+                for way, limits in ways:
+                    given = [*values, *(each for limit in limits for each in (vector, limit))]
+                    rows = connection.execute(self._sql(way, {"where": condition}), given, binary=True).fetchall()
                     if len(rows) == k:
                         break
                 results.append(self._records(rows))
@@ -270,12 +315,14 @@ class PgVectorStore(StoreBase):
         numbers = {key: int(self._options[key]) for key in ("m", "ef_construction", "lists") if key in self._options}
         with self._connections.borrow(limited=False) as connection:
             connection.execute("SET LOCAL statement_timeout = 0")
+            self._check_version(connection)
             if self.index == "ivfflat":
                 rows = connection.execute(self._sql("SELECT count(*) FROM {table}")).fetchone()[0]
                 numbers.setdefault("lists", _usual_lists(rows))
             if self.index != "none":
                 settings = ", ".join(f"{key} = {number}" for key, number in numbers.items())
-                using = f"USING {self.index} (embedding vector_l2_ops)" + (settings and f" WITH ({settings})")
+                key = self.code.expression.format("embedding", self.dim)
+                using = f"USING {self.index} ({key} {self.code.operators})" + (settings and f" WITH ({settings})")
                 name = _index_name(self._name, self.index)
                 new = identifier(name + "_new")
                 connection.execute(self._sql("CREATE INDEX {new} ON {table} " + using, {"new": new}))
@@ -322,24 +369,24 @@ class PgVectorStore(StoreBase):
                 values += [name, end]
         return self._psycopg.sql.SQL("WHERE " + " AND ".join(conditions) if conditions else ""), values
 
-    def _prepare_index(self, connection: Any, k: int) -> bool:
-        """Set the index's search options for this transaction; False if the index cannot be used for the search."""
+    def _prepare_index(self, connection: Any, k: int) -> int:
+        """Set the index's search options for this transaction; return the number of candidates, 0 for no index."""
         if self.index == "none" or (self.index == "hnsw" and k > _MOST_EF):
-            return False
+            return 0
+        c = k if self.code.overfetch == 1 else k * int(self._options.get("overfetch", self.code.overfetch))
         if self.index == "hnsw":
-            settings = {"hnsw.ef_search": min(_MOST_EF, max(k, int(self._options.get("ef_search", 64))))}
+            c = min(c, _MOST_EF)
+            ef_search = min(_MOST_EF, max(c, int(self._options.get("ef_search", 64))))
+            settings: dict[str, Any] = {"hnsw.ef_search": ef_search}
         else:
             lists = int(self._options.get("lists", 0)) or _usual_lists(self._rows(connection))
             settings = {"ivfflat.probes": int(self._options.get("probes", 0)) or max(8, lists // 8)}
+        # From pgvector 0.8 an index goes on until k results pass the filter; older versions rely on the exact search.
+        if self._is_from(connection, "0.8"):
+            settings[f"{self.index}.iterative_scan"] = "strict_order" if self.index == "hnsw" else "relaxed_order"
         for name, value in settings.items():
             connection.execute("SELECT set_config(%s, %s, true)", [name, str(value)])
-        # From pgvector 0.8 an index goes on until k results pass the filter; older versions rely on the exact search.
-        connection.execute(
-            "SELECT set_config(%s, %s, true) FROM pg_extension"
-            " WHERE extname = 'vector' AND string_to_array(extversion, '.')::int[] >= '{0,8}'",
-            [f"{self.index}.iterative_scan", "strict_order" if self.index == "hnsw" else "relaxed_order"],
-        )
-        return True
+        return c
 
     def _rows(self, connection: Any) -> int:
         """Approximate number of rows, as of the last `optimise`."""
@@ -461,9 +508,11 @@ def _read_options(url: str) -> dict[str, str]:
 
 
 def _check_options(where: str, given: Mapping[str, str]) -> None:
-    """Refuse an unknown index and what is no number."""
-    if given.get("index", "none") not in ("none", "hnsw", "ivfflat"):
-        raise UserError(f"{where}: index must be none, hnsw or ivfflat, got {given['index']!r}")
+    """Refuse an unknown index or compression and what is no number."""
+    check_choice(where, "index", given.get("index", "none"), ("none", "hnsw", "ivfflat"))
+    check_choice(where, "compress", compress := given.get("compress", "none"), tuple(_CODES))
+    if compress != "none" and given.get("index", "none") == "none":
+        raise UserError(f"{where}: compress={compress} is of an index; add index=hnsw or index=ivfflat")
     check_numbers(where, given, _OPTIONS)
 
 

@@ -353,6 +353,12 @@ class StoreBase:
         return Records(ids, numbers, torch.tensor(uncertainty, dtype=torch.float32), payloads)
 
 
+def nearest_of(candidates: Records, query: Tensor, k: int) -> Records:
+    """The k nearest of the candidates of a query, by their full vectors in float64. query (e,)."""
+    distance = (candidates.vectors.double() - query.double()).square().sum(1)
+    return candidates.take(distance.sort(stable=True)[1][:k].tolist())
+
+
 def in_order(ids: Sequence[str], found: Mapping[str, Row]) -> list[Row]:
     """What was found, in the order of the wanted ids, each once."""
     return [found[i] for i in dict.fromkeys(ids) if i in found]
@@ -498,6 +504,17 @@ def check_numbers(where: str, given: Mapping[str, Any], known: Options) -> None:
         least = known[name].least
         if least is not None and not (re.fullmatch("[0-9]{1,12}", str(value)) and int(value) >= least):
             raise UserError(f"{where}: {name} must be a whole number from {least}, got {value!r}")
+
+
+def check_choice(where: str, name: str, got: str, known: Sequence[str]) -> None:
+    """Check that an option is one of a few words."""
+    if got not in known:
+        raise UserError(f"{where}: {name} must be {', '.join(known[:-1])} or {known[-1]}, got {got!r}")
+
+
+def compressed(url: str, compress: str | None) -> str:
+    """A store URL with the option compress, unless it is None; every kind of store says which words it knows."""
+    return url if compress is None else f"{url}{'&' if '?' in url else '?'}{urlencode({'compress': compress})}"
 
 
 def anchored(url: str, folder: Path) -> str:

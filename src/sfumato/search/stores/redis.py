@@ -35,7 +35,7 @@ from torch import Tensor
 from sfumato.errors import UserError, first_line, need, refuse_newer
 from sfumato.search.stores import local
 from sfumato.search.stores.local import LOCAL_OPTIONS
-from sfumato.search.stores.protocol import Filter, Option, Records, StoreBase, options, redacted
+from sfumato.search.stores.protocol import Filter, Option, Records, StoreBase, nearest_of, options, redacted
 
 _KEY_FORMAT = re.compile(rb"[0-9a-f]{16}:\d+")
 """Keys that :class:`RedisStore` makes; another store's keys may have the same prefix."""
@@ -196,6 +196,7 @@ def create(url: str, dim: int, fingerprint: str) -> "RedisStore":
         "fingerprint": fingerprint,
         "key": secrets.token_hex(8),
     }
+    local.LocalSettings.of(redacted(url), local.parse_url(means)[1])
     metadata = json.dumps(fields, ensure_ascii=False)
     # The means are created last: a store exists if its means exist.
     deviations = Deviations(url, given["prefix"], metadata, new=True)
@@ -281,11 +282,7 @@ class RedisStore(StoreBase):
         candidates = self._with_retries(
             lambda: self._joined(self._means.search(means, max(k, self.candidates), filter))
         )
-        results = []
-        for query, found in zip(wanted, candidates, strict=True):
-            distance = (found.vectors.double() - query.double()).square().sum(1)
-            results.append(found.take(distance.sort(stable=True)[1][:k].tolist()))
-        return results
+        return [nearest_of(found, query, k) for query, found in zip(wanted, candidates, strict=True)]
 
     def count(self, filter: Filter | None = None) -> int:
         """Number of items."""
