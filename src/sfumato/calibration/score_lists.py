@@ -1,0 +1,580 @@
+r"""Probabilities of the hits of any search engine, from its lists of scores alone. NumPy is all that it needs.
+
+For a hit of score s in the list of its query, with the largest score top, the second largest, the mean and the standard
+deviation d of the list, and r - 1 larger scores:
+
+    gap = (s - top) / d             lead = (top - second) / d           crowd = -log(sum over the list of exp(gap))
+    order = -log(r)                 height = (top - mean) / d
+
+    logit = intercept + the weighted sum of these, of the score itself where scores of different queries are comparable,
+            and of further evidence
+
+None of the five changes if all scores of a query are multiplied and shifted. The weights of gap, order and score are
+not negative, so a higher score in a list never gets a lower probability. They are fitted by logistic regression with a
+ridge penalty; a hit of rank r weighs 1 / r.
+"""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from sfumato.errors import refuse_newer
+from sfumato.files import write_json
+
+Floats = npt.NDArray[np.float64]
+
+SHAPE = ("gap", "order", "lead", "height", "crowd")
+"""Features of a hit in its list."""
+
+SEGMENTS = ("low", "middle", "high")
+"""The score below the first knot, between the knots, and above the second."""
+
+_RISING = frozenset(("gap", "order", *SEGMENTS))
+"""Features that rise with the score of the hit: their weights are not negative."""
+
+_SMALL = 1e-9
+"""Standard deviation, as a fraction of the largest score, below which the scores of a list count as equal."""
+
+_FOLDS, _FEWEST = 5, 20
+"""Folds for the decision whether scores are comparable, and lists below which it is not made."""
+
+_FORMAT = 1
+
+
+@dataclass(frozen=True, eq=False)
+class _Lists:
+    """Hits ordered by list, then by falling score."""
+
+    order: npt.NDArray[np.intp]  # (n,) positions of the hits in the input
+    start: npt.NDArray[np.intp]  # (q,) first hit of each list
+    list_of: npt.NDArray[np.intp]  # (n,) the list of each hit
+    score: Floats  # (n,)
+
+    @classmethod
+    def of(cls, score: Floats, groups: npt.NDArray[Any]) -> "_Lists":
+        """The lists in the order of their first hits."""
+        first, inverse = np.unique(groups, return_index=True, return_inverse=True)[1:]
+        place = np.empty(len(first), np.intp)
+        place[first.argsort()] = np.arange(len(first))
+        number = place[inverse.reshape(-1)]
+        order = np.lexsort((-score, number))
+        start = np.searchsorted(number[order], np.arange(len(first)))
+        return cls(order, start, number[order], score[order])
+
+    def sums(self, values: Floats) -> Floats:
+        """(q,) sums over each list. values (n,)."""
+        found: Floats = np.add.reduceat(values, self.start) if len(values) else np.empty(0)
+        return found
+
+    def rank(self) -> Floats:
+        """(n,) one more than the number of larger scores in the list."""
+        new = np.ones(len(self.score), bool)
+        new[1:] = (self.score[1:] != self.score[:-1]) | (self.list_of[1:] != self.list_of[:-1])
+        first = np.maximum.accumulate(np.where(new, np.arange(len(new)), 0))
+        return (first - self.start[self.list_of] + 1).astype(np.float64)
+
+    def shape(self) -> Floats:
+        """(n, 5) the features SHAPE."""
+        size = np.diff(np.append(self.start, len(self.score)))
+        top, second = self.score[self.start], self.score[self.start + (size > 1)]
+        away = self.score - top[self.list_of]
+        mean = self.sums(away) / size
+        deviation = np.sqrt(self.sums((away - mean[self.list_of]) ** 2) / size)
+        deviation = np.where(deviation > _SMALL * np.abs(top), deviation, 1.0)
+        gap = away / deviation[self.list_of]
+        of_list = (top - second) / deviation, -mean / deviation, -np.log(self.sums(np.exp(gap)))
+        return np.stack([gap, -np.log(self.rank()), *(value[self.list_of] for value in of_list)], axis=1)
+
+
+def segments(score: Floats, knots: tuple[float, float]) -> Floats:
+    """(n, 3) the features SEGMENTS."""
+    low, high = knots
+    return np.stack([np.minimum(score, low), np.clip(score, low, high) - low, np.maximum(score, high) - high], axis=1)
+
+
+@dataclass(frozen=True)
+class ScoreFormula:
+    """A fitted formula: the logit is the intercept plus the weighted features."""
+
+    weights: Mapping[str, float]  # by feature: of SHAPE, of SEGMENTS, and "evidence 1", ...
+    intercept: float
+    knots: tuple[float, float] | None  # of SEGMENTS; None if scores of different queries are not comparable
+    nothing: tuple[float, float, float]  # intercept, and weights of the first hit's logit and of log(expected matches)
+
+    @property
+    def n_evidence(self) -> int:
+        """Number of further columns."""
+        return sum(name.startswith("evidence") for name in self.weights)
+
+    def logit(self, features: Floats) -> Floats:
+        """(n,) logits. features (n, f)."""
+        found: Floats = self.intercept + features @ np.array(list(self.weights.values()))
+        return found
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return {
+            "weights": dict(self.weights),
+            "intercept": self.intercept,
+            "knots": self.knots,
+            "nothing": self.nothing,
+        }
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> "ScoreFormula":
+        """The reverse; it raises an error if the values are not such."""
+        weights = {str(name): float(weight) for name, weight in values["weights"].items()}
+        knots = None if values["knots"] is None else (float(values["knots"][0]), float(values["knots"][1]))
+        own = [name for name in weights if not name.startswith("evidence")]
+        if own != [*SHAPE, *(SEGMENTS if knots else ())]:
+            raise ValueError(f"unknown features {own}")
+        a, b, c = map(float, values["nothing"])
+        numbers = (*weights.values(), *(knots or ()), float(values["intercept"]), a, b, c)
+        if not all(map(math.isfinite, numbers)):
+            raise ValueError("a number is not finite")
+        return cls(weights, float(values["intercept"]), knots, (a, b, c))
+
+
+@cache
+def _priors() -> dict[str, ScoreFormula]:
+    text = resources.files("sfumato.calibration").joinpath("score_priors.json").read_text(encoding="utf-8")
+    return {kind: ScoreFormula.from_json(values) for kind, values in json.loads(text).items()}
+
+
+class ScoreCalibrator:
+    """Match probabilities for the hits of any search engine, in the manner of scikit-learn.
+
+    It sees whole lists of hits: what is learnt is how far a hit stands above the others of its query. Fit and predict
+    with lists of about the same length. Nothing of scikit-learn is needed; `clone`, `Pipeline` and `GridSearchCV` take
+    it.
+
+    Args:
+        higher_is_better: whether a larger score is a better hit; False for distances.
+        comparable: whether equal scores of different queries mean the same, as those of BM25 hardly do. "auto": the
+            held-out log loss decides.
+        penalty: strength of the ridge penalty on the weights of standardised features.
+        prior: "bm25", "cosine" or "fusion" (reciprocal ranks): start from constants that were fitted on captions of
+            photographs. They predict without :meth:`fit`, as a guess; a fit goes from them to what the labels say.
+
+    Example:
+        >>> scores = [9.0, 4.0, 3.5, 3.0, 5.0, 4.9, 4.8, 4.7]
+        >>> query = [1, 1, 1, 1, 2, 2, 2, 2]
+        >>> calibrator = ScoreCalibrator().fit(scores, [1, 0, 0, 0, 0, 1, 0, 0], groups=query)
+        >>> calibrator.predict_proba(scores, groups=query)[:, 1].round(2)
+        array([0.62, 0.32, 0.26, 0.23, 0.39, 0.24, 0.15, 0.09])
+    """
+
+    _estimator_type = "classifier"
+    classes_ = np.array([0, 1])
+
+    def __init__(
+        self,
+        *,
+        higher_is_better: bool = True,
+        comparable: bool | str = "auto",
+        penalty: float = 1.0,
+        prior: str | None = None,
+    ) -> None:
+        self.higher_is_better, self.comparable, self.penalty, self.prior = higher_is_better, comparable, penalty, prior
+
+    def __repr__(self) -> str:
+        given = ", ".join(f"{name}={value!r}" for name, value in self.get_params().items())
+        return f"ScoreCalibrator({given})"
+
+    def get_params(self, deep: bool = True) -> dict[str, Any]:
+        """The arguments, for scikit-learn.
+
+        Args:
+            deep: no meaning here.
+
+        Returns:
+            The arguments by name.
+        """
+        return {name: getattr(self, name) for name in ("higher_is_better", "comparable", "penalty", "prior")}
+
+    def set_params(self, **params: Any) -> "ScoreCalibrator":
+        """Change arguments, for scikit-learn.
+
+        Args:
+            params: values by name.
+
+        Returns:
+            The calibrator itself.
+
+        Raises:
+            ValueError: an argument is unknown.
+        """
+        for name, value in params.items():
+            if name not in self.get_params():
+                raise ValueError(f"ScoreCalibrator: unknown argument {name!r}; it has {', '.join(self.get_params())}")
+            setattr(self, name, value)
+        return self
+
+    def __sklearn_tags__(self) -> Any:
+        from sklearn.utils import ClassifierTags, InputTags, Tags, TargetTags
+
+        return Tags(
+            estimator_type="classifier",
+            target_tags=TargetTags(required=True),
+            classifier_tags=ClassifierTags(multi_class=False),
+            input_tags=InputTags(one_d_array=True),
+        )
+
+    def __sklearn_is_fitted__(self) -> bool:
+        return hasattr(self, "formula_") or self.prior is not None
+
+    def fit(self, X: npt.ArrayLike, y: npt.ArrayLike, groups: npt.ArrayLike | None = None) -> "ScoreCalibrator":
+        """Learn from lists of hits and which of them match.
+
+        Args:
+            X: (n,) scores of n hits of several queries, or (n, 1 + e) scores and e columns of further evidence, such
+                as another score or a logit of :func:`sfumato.fits`. Without groups the last of two or more columns is
+                the query of the hit, a number.
+            y: (n,) 1 where a hit matches, 0 where it does not.
+            groups: (n,) the query of each hit, numbers or texts.
+
+        Returns:
+            The calibrator itself, with `formula_`.
+
+        Raises:
+            ValueError: sizes do not fit, a score is not finite, a label is not 0 or 1, or all labels are equal.
+        """
+        self._check_arguments()
+        score, evidence, lists = self._read(X, groups)
+        label = np.asarray(y, dtype=np.float64).reshape(-1)
+        if len(label) != len(score):
+            raise ValueError(f"ScoreCalibrator: got {len(label)} labels for {len(score)} hits; give one for each")
+        if not np.isin(label, (0, 1)).all():
+            raise ValueError("ScoreCalibrator: a label of y is not 0 or 1; give 1 for a hit that matches, else 0")
+        if label.min(initial=1) == label.max(initial=0):
+            raise ValueError("ScoreCalibrator: all labels are equal; give hits that match and hits that do not")
+        label, evidence = label[lists.order], evidence[lists.order]
+        comparable = self.comparable is True
+        if self.comparable == "auto":
+            comparable = self._is_comparable(lists, evidence, label)
+        self.formula_ = self._fitted(lists, evidence, label, comparable)
+        return self
+
+    def decision_function(self, X: npt.ArrayLike, groups: npt.ArrayLike | None = None) -> Floats:
+        """Logits of matches.
+
+        Args:
+            X, groups: hits as for :meth:`fit`; whole lists.
+
+        Returns:
+            (n,) logits.
+
+        Raises:
+            ValueError: as for :meth:`fit`; or it was not fitted and has no prior.
+        """
+        _, evidence, lists = self._read(X, groups)
+        found = np.empty(len(lists.score))
+        found[lists.order] = self._logit(lists, evidence[lists.order])
+        return found
+
+    def predict_proba(self, X: npt.ArrayLike, groups: npt.ArrayLike | None = None) -> Floats:
+        """Probabilities that hits match.
+
+        Args:
+            X, groups: see :meth:`decision_function`.
+
+        Returns:
+            (n, 2) probabilities of no match and of a match.
+
+        Raises:
+            ValueError: see :meth:`decision_function`.
+        """
+        p = _sigmoid(self.decision_function(X, groups))
+        return np.stack([1 - p, p], axis=1)
+
+    def predict(self, X: npt.ArrayLike, groups: npt.ArrayLike | None = None) -> npt.NDArray[np.int64]:
+        """Which hits match more probably than not.
+
+        Args:
+            X, groups: see :meth:`decision_function`.
+
+        Returns:
+            (n,) 0 and 1.
+
+        Raises:
+            ValueError: see :meth:`decision_function`.
+        """
+        return (self.decision_function(X, groups) > 0).astype(np.int64)
+
+    def expected_matches(self, X: npt.ArrayLike, groups: npt.ArrayLike | None = None) -> Floats:
+        """The expected number of matches in each list.
+
+        Args:
+            X, groups: see :meth:`decision_function`.
+
+        Returns:
+            (q,) sums of probabilities, by list in the order of the first hits.
+
+        Raises:
+            ValueError: see :meth:`decision_function`.
+        """
+        _, evidence, lists = self._read(X, groups)
+        return lists.sums(_sigmoid(self._logit(lists, evidence[lists.order])))
+
+    def nothing_matches(self, X: npt.ArrayLike, groups: npt.ArrayLike | None = None) -> Floats:
+        """The probability that no hit of a list matches.
+
+        It is fitted on the lists: matches of a query exclude each other or come together, so it is no product.
+
+        Args:
+            X, groups: see :meth:`decision_function`.
+
+        Returns:
+            (q,) probabilities, at most that the first hit does not match.
+
+        Raises:
+            ValueError: see :meth:`decision_function`.
+        """
+        _, evidence, lists = self._read(X, groups)
+        logit = self._logit(lists, evidence[lists.order])
+        return self._nothing(lists, logit, self._known().nothing)
+
+    def score(self, X: npt.ArrayLike, y: npt.ArrayLike, groups: npt.ArrayLike | None = None) -> float:
+        """Minus the log loss, where a hit of rank r weighs 1 / r: what `GridSearchCV` maximises.
+
+        Args:
+            X, groups: see :meth:`decision_function`.
+            y: (n,) labels.
+
+        Returns:
+            The mean, in nats.
+
+        Raises:
+            ValueError: see :meth:`decision_function`.
+        """
+        _, evidence, lists = self._read(X, groups)
+        label = np.asarray(y, dtype=np.float64).reshape(-1)[lists.order]
+        return -float(np.average(_losses(self._logit(lists, evidence[lists.order]), label), weights=1 / lists.rank()))
+
+    def formula(self, language: str) -> str:
+        """The fitted formula as a few lines of another language, with its constants.
+
+        Args:
+            language: "sql", "javascript", "python", "rust", "painless" or "vespa". The last two compute one hit from
+                parameters that describe its list; the others take a whole list.
+
+        Returns:
+            The code, without a line break at its end. It gives the same probabilities to 1e-6.
+
+        Raises:
+            ValueError: the language is unknown, or the formula has further evidence.
+        """
+        from sfumato.calibration.score_formulas import written
+
+        return written(self._known(), language, higher_is_better=self.higher_is_better)
+
+    def save(self, path: str | Path) -> None:
+        """Write the calibrator as JSON.
+
+        Args:
+            path: file; an existing one is replaced in one step.
+
+        Raises:
+            ValueError: it was not fitted and has no prior.
+        """
+        values = {"format": _FORMAT, "arguments": self.get_params(), "formula": self._known().to_json()}
+        write_json(path, {"kind": "sfumato score calibrator", **values})
+
+    @classmethod
+    def load(cls, path: str | Path) -> "ScoreCalibrator":
+        """Read a file of :meth:`save`.
+
+        Args:
+            path: the file.
+
+        Returns:
+            The calibrator.
+
+        Raises:
+            FileNotFoundError: there is no such file.
+            ValueError: it is no file of a calibrator.
+            UserError: a later version of sfumato wrote it.
+        """
+        try:
+            values = json.loads(Path(path).read_text(encoding="utf-8"))
+            refuse_newer(str(path), values["format"], _FORMAT)
+            made = cls(**values["arguments"])
+            made._check_arguments()
+            made.formula_ = ScoreFormula.from_json(values["formula"])
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            raise ValueError(f"{path}: no file of a score calibrator ({error}); fit and save it again") from error
+        return made
+
+    def _check_arguments(self) -> None:
+        if self.comparable not in (True, False, "auto"):
+            raise ValueError(f"ScoreCalibrator: comparable must be True, False or 'auto', got {self.comparable!r}")
+        if not (isinstance(self.penalty, int | float) and 0 < self.penalty < math.inf):
+            raise ValueError(f"ScoreCalibrator: penalty must be a number above 0, got {self.penalty!r}")
+        if self.prior is not None and self.prior not in _priors():
+            raise ValueError(f"ScoreCalibrator: prior must be {', '.join(_priors())} or None, got {self.prior!r}")
+
+    def _known(self) -> ScoreFormula:
+        """The fitted formula, or that of the prior."""
+        if hasattr(self, "formula_"):
+            return self.formula_
+        self._check_arguments()
+        if self.prior is None:
+            raise ValueError("ScoreCalibrator: not fitted; call fit with labels, or give prior='bm25' or another")
+        return _priors()[self.prior]
+
+    def _read(self, X: npt.ArrayLike, groups: npt.ArrayLike | None) -> tuple[Floats, Floats, _Lists]:
+        """(n,) scores of which the larger are better, (n, e) further evidence, and the lists."""
+        values = np.asarray(X, dtype=np.float64)
+        values = values.reshape(-1, 1) if values.ndim == 1 else values
+        if values.ndim != 2 or not values.shape[1]:
+            raise ValueError(f"ScoreCalibrator: X must be (n,) or (n, c), got {np.shape(X)}")
+        if not np.isfinite(values).all():
+            raise ValueError("ScoreCalibrator: a number of X is not finite; leave such hits out")
+        if groups is None:
+            wide = values.shape[1] > 1
+            group, values = (values[:, -1], values[:, :-1]) if wide else (np.zeros(len(values)), values)
+        else:
+            group = np.asarray(groups).reshape(-1)
+        if len(group) != len(values):
+            raise ValueError(f"ScoreCalibrator: got {len(group)} groups for {len(values)} hits; give one for each")
+        score = values[:, 0] if self.higher_is_better else -values[:, 0]
+        return score, values[:, 1:], _Lists.of(score, group)
+
+    def _logit(self, lists: _Lists, evidence: Floats) -> Floats:
+        """(n,) logits in the order of the lists."""
+        known = self._known()
+        if evidence.shape[1] != known.n_evidence:
+            raise ValueError(
+                f"ScoreCalibrator: X has {evidence.shape[1]} columns of further evidence, and the fit had"
+                f" {known.n_evidence}; give the same columns"
+            )
+        return known.logit(_features(lists, evidence, known.knots))
+
+    def _is_comparable(self, lists: _Lists, evidence: Floats, label: Floats) -> bool:
+        """Whether the log loss of held-out lists is lower with the scores themselves, by more than a standard error."""
+        q = len(lists.start)
+        if q < _FEWEST:
+            return False
+        fold = np.random.default_rng(0).permutation(q) % _FOLDS
+        better = np.zeros(q)
+        for k in range(_FOLDS):
+            inside = fold[lists.list_of] != k
+            if not 0 < label[inside].mean() < 1:
+                return False
+            part = _Lists.of(lists.score[inside], lists.list_of[inside])
+            for sign, comparable in ((1, False), (-1, True)):
+                formula = self._fitted(part, evidence[inside], label[inside], comparable)
+                logit = formula.logit(_features(lists, evidence, formula.knots))
+                loss = lists.sums(_losses(logit, label) / lists.rank())
+                better += sign * np.where(fold == k, loss, 0)
+        return bool(better.mean() > better.std() / math.sqrt(q))
+
+    def _fitted(self, lists: _Lists, evidence: Floats, label: Floats, comparable: bool) -> ScoreFormula:
+        """The formula of labelled lists, all in the order of the lists."""
+        first = lists.score[lists.start]
+        low, high = np.quantile(first, [1 / 3, 2 / 3]).tolist()
+        knots = (low, high) if comparable and low < high else None
+        names = [*SHAPE, *(SEGMENTS if knots else ()), *(f"evidence {i}" for i in range(1, evidence.shape[1] + 1))]
+        features = _features(lists, evidence, knots)
+        prior = None if self.prior is None else _priors()[self.prior]
+        centre = np.array([0.0 if prior is None else prior.weights.get(name, 0.0) for name in names])
+        rising = np.array([name in _RISING for name in names])
+        weights, intercept = _regression(features, label, 1 / lists.rank(), self.penalty, centre, rising)
+        logit = intercept + features @ weights
+        has = lists.sums(label) > 0
+        about = _of_list(lists, logit)
+        empty = (np.where(has, 0.0, 1.0) * len(has) + 0.5) / (len(has) + 1)  # As if one list more were half empty.
+        slopes, start = _regression(about, empty, np.ones(len(has)), self.penalty, np.array([-1.0, 0.0]))
+        nothing = start, float(slopes[0]), float(slopes[1])
+        return ScoreFormula(dict(zip(names, weights.tolist(), strict=True)), intercept, knots, nothing)
+
+    def _nothing(self, lists: _Lists, logit: Floats, constants: tuple[float, float, float]) -> Floats:
+        found = _sigmoid(constants[0] + _of_list(lists, logit) @ np.array(constants[1:]))
+        return np.minimum(found, _sigmoid(-np.maximum.reduceat(logit, lists.start)))
+
+
+def _features(lists: _Lists, evidence: Floats, knots: tuple[float, float] | None) -> Floats:
+    """(n, f) the features of hits, in the order of the lists."""
+    own = [] if knots is None else [segments(lists.score, knots)]
+    return np.concatenate([lists.shape(), *own, evidence], axis=1)
+
+
+def _of_list(lists: _Lists, logit: Floats) -> Floats:
+    """(q, 2) the largest logit of each list, and the logarithm of its expected matches. logit (n,)."""
+    expected = np.maximum(lists.sums(_sigmoid(logit)), 1e-12)
+    return np.stack([np.maximum.reduceat(logit, lists.start), np.log(expected)], axis=1)
+
+
+def _sigmoid(logit: Floats) -> Floats:
+    half: Floats = 0.5 * (1 + np.tanh(0.5 * logit))
+    return half
+
+
+def _losses(logit: Floats, label: Floats) -> Floats:
+    """(n,) log losses. label (n,) 0 to 1."""
+    found: Floats = np.logaddexp(0, logit) - label * logit
+    return found
+
+
+def _regression(
+    features: Floats,
+    label: Floats,
+    weight: Floats,
+    penalty: float,
+    centre: Floats,
+    rising: npt.NDArray[np.bool_] | None = None,
+) -> tuple[Floats, float]:
+    """Weights and intercept of a logistic regression whose ridge penalty is around a centre.
+
+    The penalty is on weights of standardised features. A rising feature whose weight would be negative is left out,
+    the most negative first.
+
+    features (n, f), label (n,), weight (n,), centre (f,), rising (f,).
+    """
+    mean, deviation = features.mean(0), features.std(0)
+    deviation = np.where(deviation > 0, deviation, 1.0)
+    columns = np.concatenate([(features - mean) / deviation, np.ones((len(features), 1))], axis=1)
+    start = np.append(centre * deviation, 0.0)
+    used = np.ones(len(start), bool)
+    while True:
+        solution = np.where(used, start, 0.0)
+        solution[used] = _newton(columns[:, used], label, weight, penalty, start[used])
+        wrong = np.zeros(len(start), bool) if rising is None else np.append(rising, False) & (solution < 0)
+        if not wrong.any():
+            break
+        used[np.where(wrong, solution, 0.0).argmin()] = False
+    weights = solution[:-1] / deviation
+    return weights, float(solution[-1] - mean @ weights)
+
+
+def _newton(columns: Floats, label: Floats, weight: Floats, penalty: float, centre: Floats) -> Floats:
+    """The minimum of the penalised log loss by damped Newton steps; the last column, the intercept, has no penalty."""
+    ridge = np.full(columns.shape[1], penalty)
+    ridge[-1] = 1e-9
+
+    def loss(x: Floats) -> float:
+        return float(weight @ _losses(columns @ x, label) + 0.5 * ridge @ (x - centre) ** 2)
+
+    x, now = centre.copy(), loss(centre)
+    for _ in range(100):
+        p = _sigmoid(columns @ x)
+        slope = columns.T @ (weight * (p - label)) + ridge * (x - centre)
+        curve = (columns * (weight * p * (1 - p))[:, None]).T @ columns + np.diag(ridge)
+        step = np.linalg.lstsq(curve, slope, rcond=None)[0]
+        size = 1.0
+        while (then := loss(x - size * step)) > now and size > 1e-6:
+            size /= 2
+        if then > now:
+            break
+        x, done, now = x - size * step, now - then < 1e-10 * (1 + abs(now)), then
+        if done:
+            break
+    return x
