@@ -10,9 +10,9 @@ SIGKILL, in random order, and started again. The next kill comes when both servi
 Every request is counted under the fault that it overlaps. Expected: none fails between faults; none fails while a
 service is away (but a DELETE that the proxy sends again may answer 404, because the item is gone); while the store is
 away requests succeed or answer 503 with Retry-After; while the proxy is away they succeed or have no answer. A write
-without an acknowledgement may have been made or not: it is counted as unknown, and both states are right. At the end
-every item is compared with what was acknowledged (id, version in the payload, pixels of the image), and each service
-lists every id once. Exits with 1 if something is wrong.
+without an acknowledgement may have been made or not: it is counted as unknown, and both states are right. Items are
+compared all the while. At the end every item is compared with what was acknowledged (id, version in the payload, pixels
+of the image), and each service lists every id once. Exits with 1 if something is wrong.
 """
 
 import argparse
@@ -34,13 +34,13 @@ from typing import Any
 import httpx
 from proxy_server import ProxyServer
 from service_world import WORDS
-from soak import OWN, WAIT, Client, Ledger, Service, check_seeds, orphans
+from soak import OWN, WAIT, Client, Ledger, Service, check_seeds, orphans, shows
 from store_servers import PostgresServer, free_port
 
 CLIENTS, PAUSE, ITEMS = 6, 0.03, 300
 """Clients, mean seconds between the requests of one, and items that nobody changes."""
 
-KINDS = {"query": 20, "text": 20, "item": 10, "add": 25, "delete": 6, "remove": 6}
+KINDS = {"query": 20, "text": 20, "item": 20, "add": 25, "delete": 6, "remove": 6}
 """Weights of the kinds of requests: search by GET and by POST, read, add or replace, delete by POST and by DELETE."""
 
 WRITES = ("add", "delete", "remove")
@@ -73,6 +73,7 @@ class Record(Ledger):
     """A ledger that keeps every request, and counts it at the end under the fault that it overlaps."""
 
     sent: list[Sent] = field(default_factory=list)
+    compared: int = 0
 
     def __post_init__(self) -> None:
         super().__init__()
@@ -131,6 +132,22 @@ class Caller(Client):
     def _query(self) -> None:
         words = " ".join(self._chance.choices(WORDS, k=self._chance.randint(1, 6)))
         self._send("query", "GET", "/v1/search", params={"q": words})
+
+    def _item(self) -> None:
+        """Compare an item, and its image if only one version is right."""
+        id = self._chance.choice(self._ids)
+        allowed = self._record.allowed.get(id, {None})
+        answer = self._send("item", "GET", f"/v1/items/{id}", (200, 404))
+        if answer.status_code not in (200, 404):
+            return
+        found = int(answer.json()["payload"]["version"]) if answer.status_code == 200 else None
+        self._record.compared += 1
+        if found not in allowed:
+            self._record.blame(f"lost: {id} is {found}, expected one of {allowed}")
+        elif found is not None and len(allowed) == 1:
+            answer = self._send("item", "GET", f"/v1/pictures/{id}")
+            if answer.status_code == 200 and not shows(answer, id, found):
+                self._record.blame(f"lost: the image of {id}, version {found}")
 
     def _remove(self) -> None:
         id, allowed = self._chance.choice(self._ids), self._record.allowed
@@ -281,7 +298,13 @@ def run(kills: int, seed: int, folder: Path) -> dict[str, Any]:
         "outcomes": {fault: dict(sorted(outcomes[fault].items())) for fault in (*FAULTS, BETWEEN)},
         "seconds_away": {what: [round(min(all), 1), round(max(all), 1)] for what, all in setup.seconds.items()},
         "writes": record.writes(),
-        "items": {"own": CLIENTS * OWN, "unchanged": ITEMS, "images_without_item": left},
+        "compared_meanwhile": record.compared,
+        "items": {
+            "own": CLIENTS * OWN,
+            "of_one_right_state": CLIENTS * OWN - sum(len(all) > 1 for all in record.allowed.values()),
+            "unchanged": ITEMS,
+            "images_without_item": left,
+        },
         "at_the_end": at_end,
         "wrong": len(record.wrong),
         "first": record.wrong[:20],

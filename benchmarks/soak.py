@@ -233,11 +233,8 @@ class Client:
 
     def _look(self, id: str, version: int) -> None:
         answer = self._http.get(f"{self._service.url}/v1/pictures/{id}")
-        with contextlib.suppress(OSError):
-            if answer.status_code == 200:
-                found, expected = Image.open(io.BytesIO(answer.content)).convert("RGB"), image_of(id, version)
-                if (found.size, found.tobytes()) == (expected.size, expected.tobytes()):
-                    return
+        if shows(answer, id, version):
+            return
         self._ledger.blame(f"lost: the picture of {id}, version {version}: {answer.status_code} {answer.text[:100]!r}")
 
     def _send(
@@ -335,6 +332,15 @@ class Client:
         self._send("state", "GET", "/metrics")
         self._send("state", "GET", "/healthz")
         self._send("state", "GET", "/readyz")
+
+
+def shows(answer: httpx.Response, id: str, version: int) -> bool:
+    """Whether an answer is the image of a version of an item."""
+    with contextlib.suppress(OSError):
+        if answer.status_code == 200:
+            found, expected = Image.open(io.BytesIO(answer.content)).convert("RGB"), image_of(id, version)
+            return (found.size, found.tobytes()) == (expected.size, expected.tobytes())
+    return False
 
 
 def image_of(id: str, version: int) -> Image.Image:

@@ -97,10 +97,11 @@ def test_what_is_lost_is_blamed(kills):
         ({3}, [httpx.Response(404)], True),
         ({None}, [found], True),
     ):
-        record.allowed, answers.next = {"one": allowed}, list(told)
-        before = len(record.wrong)
-        caller.check()
-        assert (len(record.wrong) > before) == wrong, (allowed, told)
+        record.allowed = {"one": allowed}
+        for look in (caller.check, caller._item):
+            before, answers.next = len(record.wrong), list(told)
+            look()
+            assert (len(record.wrong) > before) == wrong, (allowed, told)
 
 
 def shown(id, version):
