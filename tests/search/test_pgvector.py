@@ -418,11 +418,39 @@ def test_a_killed_server_loses_nothing(server):
     assert len(store.search(queries(1, 6, 0), 7)[0]) == 7
 
 
-def test_a_lost_connection_is_made_anew_at_the_next_call(server):
+def disconnect(server):
+    """End all sessions of others, and wait until they have ended."""
+    server.execute(f"SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE {OTHERS}")
+    while server.execute(f"SELECT 1 FROM pg_stat_activity WHERE {OTHERS}"):
+        time.sleep(0.01)
+
+
+def test_a_connection_that_is_lost_at_work_is_made_anew_at_the_next_call(server):
     store = create_store(server.url(), 3)
     table = store.url.rpartition("=")[2]
     store.upsert(records(5, 3, 12))
-    server.execute(f"SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE {OTHERS}")
-    raises(UserError, rf"{table}: .*(terminat|closed)", store.upsert, records(5, 3, 13))
+    parts = store.scan(2)
+    next(parts)
+    disconnect(server)
+    raises(UserError, rf"{table}: .*(terminat|closed)", next, parts)
+    store.upsert(records(5, 3, 13))
+    assert_holds(store, by_id(records(5, 3, 13)))
+
+
+def test_a_restart_of_the_server_fails_no_call_that_comes_after_it(server):
+    """Of several idle connections, each one is found to be lost."""
+    store = create_store(server.url(), 3)
+    store.upsert(records(5, 3, 12))
+    scans = [store.scan(2) for _ in range(3)]
+    for parts in scans:
+        next(parts)
+    for parts in scans:
+        parts.close()
+    assert len(server.execute(f"SELECT 1 FROM pg_stat_activity WHERE {OTHERS}")) >= 3
+    server.stop()
+    server.start()
+    assert store.count() == 5
+    store.search(queries(1, 3, 0), 3)
+    disconnect(server)
     store.upsert(records(5, 3, 13))
     assert_holds(store, by_id(records(5, 3, 13)))

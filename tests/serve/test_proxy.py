@@ -3,17 +3,16 @@
 import re
 import shutil
 import signal
-import subprocess
 import threading
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from pathlib import Path
 
 import httpx
 import pytest
 from support.postgresql import postgresql
+from support.scripts import benchmark
 from support.serving import Process, add, embedded, new_item, ready, served, until
 from support.stores_contract import free_port
 from support.words import folded
@@ -23,8 +22,6 @@ from sfumato.models.run import load_run
 from sfumato.serve.answering import open_sources
 from sfumato.training.loop import fit
 from sfumato.workflows.index import create_collection
-
-CONF = Path(__file__).parents[2] / "deploy" / "nginx.conf"
 
 
 @pytest.fixture(scope="module")
@@ -79,40 +76,13 @@ def services(shared):
 
 @pytest.fixture
 def proxy(services, tmp_path):
-    """The address of nginx with the file of deploy/; only ports, and where it writes, are changed."""
+    """The address of nginx with the file of deploy/."""
     if shutil.which("nginx") is None:
         pytest.skip("nginx is not installed: apt-get install nginx-light")
-    port, text = free_port(), CONF.read_text(encoding="utf-8")
-    changes = {
-        "server serve-1:8000": f"server 127.0.0.1:{services.ports[0]}",
-        "server serve-2:8000": f"server 127.0.0.1:{services.ports[1]}",
-        "listen 8080;": f"listen 127.0.0.1:{port};",
-        "/tmp/nginx.pid": f"{tmp_path}/nginx.pid",
-        "/dev/stderr": f"{tmp_path}/errors.log",
-        "/dev/stdout": f"{tmp_path}/access.log",
-    }
-    for before, after in changes.items():
-        assert text.count(before) == 1, before
-        text = text.replace(before, after)
-    kinds = "client_body", "proxy", "fastcgi", "uwsgi", "scgi"
-    bodies = "".join(f"{kind}_temp_path {tmp_path}/{kind};" for kind in kinds)
-    (tmp_path / "nginx.conf").write_text(text.replace("http {", f"http {{ {bodies}", 1), encoding="utf-8")
-    command = ["nginx", "-e", f"{tmp_path}/errors.log", "-c", f"{tmp_path}/nginx.conf", "-g", "daemon off; user root;"]
-    nginx = subprocess.Popen(command, stdin=subprocess.DEVNULL)
-    url = f"http://127.0.0.1:{port}"
-    try:
-        with httpx.Client(base_url=url, timeout=5, trust_env=False) as client:
-            for _ in range(500):
-                try:
-                    client.get("/healthz")
-                    break
-                except httpx.ConnectError:
-                    assert nginx.poll() is None
-                    time.sleep(0.01)
-        yield url
-    finally:
-        nginx.terminate()
-        nginx.wait(20)
+    nginx = benchmark("proxy_server").ProxyServer(tmp_path, tuple(services.ports))
+    nginx.start()
+    yield nginx.url
+    nginx.kill()
 
 
 class Load:

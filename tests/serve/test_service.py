@@ -17,6 +17,7 @@ from support.serving import (
     Process,
     SlowModel,
     add,
+    begun,
     collected,
     in_base64,
     new_item,
@@ -363,6 +364,37 @@ def test_a_second_writer_is_told_so_and_leaves_no_image(run, collection, writabl
         assert second.get("/v1/search?q=red").status_code == 200
     assert sorted((collection / "pictures").rglob("*")) == files
     assert caplog.text.count("writes to it; wait until it closes the store") == 2
+
+
+class Entered:
+    """A lock that notes that somebody has come to it."""
+
+    def __init__(self, lock):
+        self.lock, self.come = lock, threading.Event()
+
+    def __enter__(self):
+        self.come.set()
+        return self.lock.__enter__()
+
+    def __exit__(self, *error):
+        return self.lock.__exit__(*error)
+
+
+@pytest.mark.parametrize("path", ["/v1/items", "/v1/items/delete"])
+def test_a_write_that_waits_for_another_service_is_not_made_once_its_caller_has_gone(writable, path):
+    """Meanwhile the caller may have sent something newer to the other service, which was acknowledged."""
+    assert add(writable, "kept").status_code == 201
+    images = writable.app.state.service.sources.galleries["images"].writable
+    elsewhere, ours = images.writers_lock(5), Entered(images.writers_lock(20))
+    images.__dict__["writers_lock"] = lambda timeout: ours
+    body = json.dumps({"ids": ["kept"]} if path.endswith("delete") else {"items": [new_item("late")]}).encode()
+    with elsewhere:
+        with begun(writable, f"POST {path}", body, len(body)):
+            assert ours.come.wait(20)
+        until(lambda: 'status="499"' in writable.get("/metrics").text)
+    del images.__dict__["writers_lock"]
+    assert add(writable, "next").status_code == 201  # Made after what waited.
+    assert [writable.get(f"/v1/items/{id}").status_code for id in ("kept", "late", "next")] == [200, 404, 200]
 
 
 def test_ids_that_no_path_can_hold_are_refused(kept):

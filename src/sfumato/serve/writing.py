@@ -44,6 +44,10 @@ class _Moved(Exception):
     """Nothing was written: another folder is to be served."""
 
 
+class _Left(Exception):
+    """Nothing was written: the caller has gone."""
+
+
 class Writer:
     """Writes to the galleries of a service, one write at a time."""
 
@@ -116,7 +120,7 @@ class Writer:
             _forget_images(served, before - new)
             return collection.size
 
-        n = await self._alone(served, self._among_services(served, store), lambda: len(items))
+        n = await self._alone(served, store, lambda: len(items))
         return AddResponse(gallery=gallery, stored=len(items), created=created, n=n)
 
     async def delete(self, gallery: GalleryName, ids: Sequence[str]) -> DeleteResponse:
@@ -138,7 +142,7 @@ class Writer:
             _forget_images(served, images)
             return collection.size
 
-        n = await self._alone(served, self._among_services(served, remove), lambda: removed)
+        n = await self._alone(served, remove, lambda: removed)
         return DeleteResponse(gallery=gallery, deleted=removed, n=n)
 
     def start(self) -> None:
@@ -215,11 +219,14 @@ class Writer:
         if errors:
             raise Refusal(422, f"Nothing was stored: {errors[0][0]}: {errors[0][1]}", errors=errors)
 
-    def _among_services(self, served: ServedGallery, work: Callable[[], int]) -> Callable[[], int]:
+    def _among_services(
+        self, served: ServedGallery, work: Callable[[], int], wanted: Callable[[], bool]
+    ) -> Callable[[], int]:
         """A write that holds a lock which all services of a collection share.
 
         Else one service could remove the image of a replaced record that another one has just written anew, or a copy
-        that is to replace the collection could miss it.
+        that is to replace the collection could miss it. A write whose caller left while others held the lock is not
+        made: the caller may have written something newer through another service meanwhile.
         """
         collection = served.writable
         assert collection is not None, "checked before"
@@ -228,6 +235,8 @@ class Writer:
 
         def locked() -> int:
             with lock:
+                if not wanted():
+                    raise _Left
                 if self.service.moved():
                     raise _Moved
                 return work()
@@ -237,6 +246,7 @@ class Writer:
     async def _alone(self, served: ServedGallery, work: Callable[[], int], items: Callable[[], int]) -> int:
         """Run a write when no other runs. A caller who leaves before it starts cancels it; later it is completed."""
         wanted = True
+        shared = self._among_services(served, work, lambda: wanted)
 
         async def locked() -> int:
             async with self._lock:
@@ -244,8 +254,8 @@ class Writer:
                     raise asyncio.CancelledError
                 written = True
                 try:
-                    return await asyncio.get_running_loop().run_in_executor(self._thread, work)
-                except (StoreInUseError, _Moved):
+                    return await asyncio.get_running_loop().run_in_executor(self._thread, shared)
+                except (StoreInUseError, _Moved, _Left):
                     written = False
                     raise
                 finally:

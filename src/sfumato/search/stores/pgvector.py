@@ -19,6 +19,7 @@ import json
 import math
 import os
 import re
+import selectors
 import socket
 import struct
 import threading
@@ -402,7 +403,7 @@ class PgVectorStore(StoreBase):
 
 
 class _Connections:
-    """A pool of free connections. If one is lost, the others are closed too."""
+    """A pool of free connections. If one is lost, the others are closed too, or when they are found to be."""
 
     def __init__(self, psycopg: Any, url: str, extra: Mapping[str, str]) -> None:
         self.url = redacted(url)
@@ -458,7 +459,9 @@ class _Connections:
 
     def _take(self) -> Any:
         try:
-            return self._free.get_nowait()
+            while _is_stale(connection := self._free.get_nowait()):
+                connection.close()
+            return connection
         except Empty:
             # Never prepared, because a plan for any filter and any k often does not use the index.
             connect = _connection_type(self._psycopg).connect
@@ -466,6 +469,15 @@ class _Connections:
             connection.seconds = self._patience
             connection.execute(f"SET statement_timeout = '{self._statement_timeout}s'")
             return connection
+
+
+def _is_stale(connection: Any) -> bool:
+    """Whether an idle connection has something to read: its end, or why the server closes it."""
+    if connection.closed:
+        return True
+    with selectors.DefaultSelector() as waiting:
+        waiting.register(connection.fileno(), selectors.EVENT_READ)
+        return bool(waiting.select(0))
 
 
 @functools.cache
