@@ -238,23 +238,24 @@ class ScoreCalibrator:
             X: (n,) scores of n hits of several queries, or (n, 1 + e) scores and e columns of further evidence, such
                 as another score or a logit of :func:`sfumato.fits`. Without groups the last of two or more columns is
                 the query of the hit, a number.
-            y: (n,) 1 where a hit matches, 0 where it does not.
+            y: (n,) 1 where a hit matches, 0 where it does not, NaN where nobody judged.
             groups: (n,) the query of each hit, numbers or texts.
 
         Returns:
             The calibrator itself, with `formula_`.
 
         Raises:
-            ValueError: sizes do not fit, a score is not finite, a label is not 0 or 1, or all labels are equal.
+            ValueError: sizes do not fit, a score is not finite, a label is not 0, 1 or NaN, or all labels are equal.
         """
         self._check_arguments()
         score, evidence, lists = self._read(X, groups)
         label = np.asarray(y, dtype=np.float64).reshape(-1)
         if len(label) != len(score):
             raise ValueError(f"ScoreCalibrator: got {len(label)} labels for {len(score)} hits; give one for each")
-        if not np.isin(label, (0, 1)).all():
-            raise ValueError("ScoreCalibrator: a label of y is not 0 or 1; give 1 for a hit that matches, else 0")
-        if label.min(initial=1) == label.max(initial=0):
+        judged = label[~np.isnan(label)]
+        if not np.isin(judged, (0, 1)).all():
+            raise ValueError("ScoreCalibrator: a label of y is not 0, 1 or NaN; give 1 for a hit that matches, else 0")
+        if judged.min(initial=1) >= judged.max(initial=0):
             raise ValueError("ScoreCalibrator: all labels are equal; give hits that match and hits that do not")
         label, evidence = label[lists.order], evidence[lists.order]
         comparable = self.comparable is True
@@ -357,7 +358,9 @@ class ScoreCalibrator:
         """
         _, evidence, lists = self._read(X, groups)
         label = np.asarray(y, dtype=np.float64).reshape(-1)[lists.order]
-        return -float(np.average(_losses(self._logit(lists, evidence[lists.order]), label), weights=1 / lists.rank()))
+        weight = ~np.isnan(label) / lists.rank()
+        loss = _losses(self._logit(lists, evidence[lists.order]), np.nan_to_num(label))
+        return -float(np.average(loss, weights=weight))
 
     def formula(self, language: str) -> str:
         """The fitted formula as a few lines of another language, with its constants.
@@ -467,13 +470,13 @@ class ScoreCalibrator:
         better = np.zeros(q)
         for k in range(_FOLDS):
             inside = fold[lists.list_of] != k
-            if not 0 < label[inside].mean() < 1:
+            if not 0 < np.nanmean(label[inside]) < 1:
                 return False
             part = _Lists.of(lists.score[inside], lists.list_of[inside])
             for sign, comparable in ((1, False), (-1, True)):
                 formula = self._fitted(part, evidence[inside], label[inside], comparable)
                 logit = formula.logit(_features(lists, evidence, formula.knots))
-                loss = lists.sums(_losses(logit, label) / lists.rank())
+                loss = lists.sums(np.nan_to_num(_losses(logit, label)) / lists.rank())
                 better += sign * np.where(fold == k, loss, 0)
         return bool(better.mean() > better.std() / math.sqrt(q))
 
@@ -487,12 +490,14 @@ class ScoreCalibrator:
         prior = None if self.prior is None else _priors()[self.prior]
         centre = np.array([0.0 if prior is None else prior.weights.get(name, 0.0) for name in names])
         rising = np.array([name in _RISING for name in names])
-        weights, intercept = _regression(features, label, 1 / lists.rank(), self.penalty, centre, rising)
+        judged, label = ~np.isnan(label), np.nan_to_num(label)
+        weights, intercept = _regression(features, label, judged / lists.rank(), self.penalty, centre, rising)
         logit = intercept + features @ weights
         has = lists.sums(label) > 0
+        known = np.where(has, 1.0, lists.sums(1.0 - judged) == 0)  # Else one that nobody judged may match.
         about = _of_list(lists, logit)
         empty = (np.where(has, 0.0, 1.0) * len(has) + 0.5) / (len(has) + 1)  # As if one list more were half empty.
-        slopes, start = _regression(about, empty, np.ones(len(has)), self.penalty, np.array([-1.0, 0.0]))
+        slopes, start = _regression(about, empty, known, self.penalty, np.array([-1.0, 0.0]))
         nothing = start, float(slopes[0]), float(slopes[1])
         return ScoreFormula(dict(zip(names, weights.tolist(), strict=True)), intercept, knots, nothing)
 
