@@ -97,7 +97,7 @@ def _rust(lines: str, logit: str, sign: str) -> str:
     return f"""/// The match probability of each hit, from the scores of all hits of one query.
 #[allow(unused_variables)]
 fn match_probabilities(given: &[f64]) -> Vec<f64> {{
-    let scores: Vec<f64> = given.iter().map(|s| {sign}s).collect();
+    let scores: Vec<f64> = given.iter().map(|&s| {sign}s).collect();
     let n = scores.len() as f64;
     let top = scores.iter().cloned().fold(f64::NEG_INFINITY, f64::max);
     let mean = scores.iter().map(|s| s - top).sum::<f64>() / n;
@@ -149,9 +149,12 @@ _OF_LIST = (
 
 def _painless(lines: str, logit: str, sign: str) -> str:
     return f"""// The match probability of a hit. Parameters: {_OF_LIST}.
-double s = {sign}_score, top = params.top, deviation = params.deviation;
-double gap = (s - top) / deviation, order = -Math.log(params.rank), height = (top - params.mean) / deviation;
-double lead = params.lead, crowd = params.crowd;{_indented(lines, 0)}
+double s = {sign}_score;
+double gap = (s - params.top) / params.deviation;
+double order = -Math.log(params.rank);
+double lead = params.lead;
+double height = (params.top - params.mean) / params.deviation;
+double crowd = params.crowd;{_indented(lines, 0)}
 double logit = {logit};
 return 1 / (1 + Math.exp(-logit));"""
 

@@ -409,6 +409,8 @@ class ScoreCalibrator:
         try:
             values = json.loads(Path(path).read_text(encoding="utf-8"))
             refuse_newer(str(path), values["format"], _FORMAT)
+            if values["format"] != _FORMAT:
+                raise ValueError(f"format {values['format']!r}")
             made = cls(**values["arguments"])
             made._check_arguments()
             made.formula_ = ScoreFormula.from_json(values["formula"])
