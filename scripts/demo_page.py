@@ -54,6 +54,7 @@ N_NAMES, N_TAGS = 130, 130
 _CHAT = ("feels", "ily", "omg", "tale", "whatever", "xoxo")  # tags that nobody searches for
 
 PHRASES = """
+animal; cactus; fruit; money; happy; weather; flower; love; dog; tree; blue; flying; anger; sport; sleep; work; music
 something to eat; something to drink; something sweet; something red; something round; something that flies
 a wild animal; farm animals; animals in the sea; a small animal; a bird that cannot fly; insects and bugs; reptile
 musical instrument; string instrument; winter sport; ball game; water sport; martial arts; playing cards; board game
