@@ -28,7 +28,7 @@ from sfumato.workflows.index import GalleryPart, create_collection
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs chromium on the path")
 K = 24
-HALF = 0.02  # the most that a probability changes by half precision, on the page of `make site` and on that of the test
+HALF = 0.0005  # the most that half precision changes a probability; 0.0001 on the page of `make site`
 REAL = os.environ.get("SFUMATO_DEMO_RUN")
 
 ALL = """() => DATA.queries.map((query) => {
@@ -140,7 +140,7 @@ def test_half_precision_changes_little(shown, searcher):
         said += page["text"] != answer.showing(answer.hits[:K]).verdict.text
     print(json.dumps({"worst": worst, "moved": moved, "of": K * len(shown), "other sentences": said}))
     assert worst < HALF
-    assert moved < 0.02 * K * len(shown) and said < 0.01 * len(shown)
+    assert moved < 0.01 * K * len(shown) and said <= 1
 
 
 def test_listed_queries_are_of_many_kinds(shown):
