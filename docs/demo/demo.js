@@ -148,7 +148,7 @@ function result(query) {
   $("#status").textContent = `${queries[query]}: ${text}. ${hits.length} results.`;
   return h("section", { class: `card ${tone}`, "aria-label": `Answer to ${queries[query]}` },
     h("header", {}, h("div", {}, h("h2", {}, `“${queries[query]}”`), verdict)),
-    kind === "nothing" && h("p", { class: "guess" }, "Some of these fit after all? Where no name or tag has the words, this page says “nothing” too often: its constants were fitted on photographs with captions, which are longer than tags."),
+    kind === "nothing" && h("p", { class: "guess" }, "Some of these fit after all? Where no name or tag has all words of a search, this page often says “nothing” wrongly: its constants were fitted on photographs with captions, not on drawings with tags."),
     h("p", { class: "count" }, `These are the ${hits.length} most likely of ${things("emoji", items.length)}.`),
     h("ul", { class: "grid" }, hits.map((hit) => [hit === below && h("li", { class: "half" }, `Below ${100 * constants.line}%`), card(hit)])));
 }
@@ -198,16 +198,19 @@ let shown = null;
 function ask(text) {
   location.hash = plain(text) && `q=${encodeURIComponent(plain(text))}`;
   show(plain(text));
-  scrollTo(0, 0);
 }
 
 function show(text) {
   if (shown === text) return;
+  const first = shown === null;
   shown = text;
   const query = queries.indexOf(text);
   $("#q").value = text;
   document.title = [text, "sfumato in the browser"].filter(Boolean).join(" · ");
   $("#answers").replaceChildren(query >= 0 ? result(query) : text ? unknown(text) : welcome());
+  if (first) return;
+  scrollTo(0, 0);
+  if (document.activeElement === document.body) $("#answers").focus({ preventScroll: true }); // what was clicked has gone
 }
 
 const asked = () => plain(new URLSearchParams(location.hash.slice(1)).get("q") ?? "");

@@ -38,6 +38,13 @@ ALL = """() => DATA.queries.map((query) => {
 })"""
 
 
+class Quiet(http.server.SimpleHTTPRequestHandler):
+    """A static host that prints nothing."""
+
+    def log_message(self, *given):
+        pass
+
+
 def rounded(vectors):
     return vectors.half().float()
 
@@ -64,8 +71,7 @@ def site(searcher, items, tmp_path_factory):
     """A folder whose part demo is the page, under the address of a static host."""
     folder = tmp_path_factory.mktemp("site")
     demo_page.write_page(searcher, items, folder / "below" / "demo")
-    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=str(folder))
-    handler.log_message = lambda *given: None
+    handler = functools.partial(Quiet, directory=str(folder))
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield folder / "below" / "demo", f"http://127.0.0.1:{server.server_port}"
@@ -182,6 +188,7 @@ def test_it_invents_no_answer_to_other_queries(tab):
     expect(page.locator(".hit")).to_have_count(0)
     page.locator("#answers").get_by_role("link", name="cactus", exact=True).click()
     expect(page.locator(".hit")).to_have_count(K)
+    expect(page.locator("#answers")).to_be_focused()
 
 
 def test_it_fits_a_phone_and_opens_from_a_file(chromium, site):  # noqa: F811
