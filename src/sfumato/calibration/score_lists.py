@@ -16,7 +16,6 @@ ridge penalty; a hit of rank r weighs 1 / r.
 
 import json
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
@@ -26,16 +25,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from sfumato.calibration.score_formulas import SEGMENTS, SHAPE, Floats, ScoreFormula, written
 from sfumato.errors import refuse_newer
 from sfumato.files import write_json
-
-Floats = npt.NDArray[np.float64]
-
-SHAPE = ("gap", "order", "lead", "height", "crowd")
-"""Features of a hit in its list."""
-
-SEGMENTS = ("low", "middle", "high")
-"""The score below the first knot, between the knots, and above the second."""
 
 _RISING = frozenset(("gap", "order", *SEGMENTS))
 """Features that rise with the score of the hit: their weights are not negative."""
@@ -47,6 +39,9 @@ _FOLDS, _FEWEST = 5, 20
 """Folds for the decision whether scores are comparable, and lists below which it is not made."""
 
 _FORMAT = 1
+
+_SAME = object()
+"""An argument that stays as it is."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,49 +93,6 @@ def segments(score: Floats, knots: tuple[float, float]) -> Floats:
     """(n, 3) the features SEGMENTS."""
     low, high = knots
     return np.stack([np.minimum(score, low), np.clip(score, low, high) - low, np.maximum(score, high) - high], axis=1)
-
-
-@dataclass(frozen=True)
-class ScoreFormula:
-    """A fitted formula: the logit is the intercept plus the weighted features."""
-
-    weights: Mapping[str, float]  # by feature: of SHAPE, of SEGMENTS, and "evidence 1", ...
-    intercept: float
-    knots: tuple[float, float] | None  # of SEGMENTS; None if scores of different queries are not comparable
-    nothing: tuple[float, float, float]  # intercept, and weights of the first hit's logit and of log(expected matches)
-
-    @property
-    def n_evidence(self) -> int:
-        """Number of further columns."""
-        return sum(name.startswith("evidence") for name in self.weights)
-
-    def logit(self, features: Floats) -> Floats:
-        """(n,) logits. features (n, f)."""
-        found: Floats = self.intercept + features @ np.array(list(self.weights.values()))
-        return found
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain values."""
-        return {
-            "weights": dict(self.weights),
-            "intercept": self.intercept,
-            "knots": self.knots,
-            "nothing": self.nothing,
-        }
-
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> "ScoreFormula":
-        """The reverse; it raises an error if the values are not such."""
-        weights = {str(name): float(weight) for name, weight in values["weights"].items()}
-        knots = None if values["knots"] is None else (float(values["knots"][0]), float(values["knots"][1]))
-        own = [name for name in weights if not name.startswith("evidence")]
-        if own != [*SHAPE, *(SEGMENTS if knots else ())]:
-            raise ValueError(f"unknown features {own}")
-        a, b, c = map(float, values["nothing"])
-        numbers = (*weights.values(), *(knots or ()), float(values["intercept"]), a, b, c)
-        if not all(map(math.isfinite, numbers)):
-            raise ValueError("a number is not finite")
-        return cls(weights, float(values["intercept"]), knots, (a, b, c))
 
 
 @cache
@@ -200,22 +152,26 @@ class ScoreCalibrator:
         """
         return {name: getattr(self, name) for name in ("higher_is_better", "comparable", "penalty", "prior")}
 
-    def set_params(self, **params: Any) -> "ScoreCalibrator":
+    def set_params(
+        self,
+        *,
+        higher_is_better: Any = _SAME,
+        comparable: Any = _SAME,
+        penalty: Any = _SAME,
+        prior: Any = _SAME,
+    ) -> "ScoreCalibrator":
         """Change arguments, for scikit-learn.
 
         Args:
-            params: values by name.
+            higher_is_better, comparable, penalty, prior: new values; those that are left out stay.
 
         Returns:
             The calibrator itself.
-
-        Raises:
-            ValueError: an argument is unknown.
         """
-        for name, value in params.items():
-            if name not in self.get_params():
-                raise ValueError(f"ScoreCalibrator: unknown argument {name!r}; it has {', '.join(self.get_params())}")
-            setattr(self, name, value)
+        given = {"higher_is_better": higher_is_better, "comparable": comparable, "penalty": penalty, "prior": prior}
+        for name, value in given.items():
+            if value is not _SAME:
+                setattr(self, name, value)
         return self
 
     def __sklearn_tags__(self) -> Any:
@@ -375,8 +331,6 @@ class ScoreCalibrator:
         Raises:
             ValueError: the language is unknown, or the formula has further evidence.
         """
-        from sfumato.calibration.score_formulas import written
-
         return written(self._known(), language, higher_is_better=self.higher_is_better)
 
     def save(self, path: str | Path) -> None:
