@@ -7,7 +7,7 @@ import torch
 from sfumato.calibration.calibrator import Calibration, DirectionCalibration
 from sfumato.calibration.platt import PairLogits
 from sfumato.calibration.query_scores import QueryScores
-from sfumato.evaluation.hits import _figures, measure_hits, without_nearest
+from sfumato.evaluation.hits import hit_figures, measure_hits, without_nearest
 from sfumato.metrics.reliability import calibration_error_by_chance, expected_calibration_error, log_loss
 
 
@@ -90,7 +90,7 @@ def verdict_of(n, off, seed):
     generator = torch.Generator().manual_seed(seed)
     p = torch.sigmoid(2 * torch.randn(n, generator=generator).double() + 0.8)
     true = torch.where(p > 0.5, p - off, p + off)
-    return _figures(p, torch.bernoulli(true, generator=generator), "t2i", n, 1).verdict
+    return hit_figures(p, torch.bernoulli(true, generator=generator), "t2i", n, 1).verdict
 
 
 def test_verdicts_of_few_and_of_many_queries():

@@ -1,5 +1,8 @@
 """Engine exact against float64 by brute force, on data chosen to break it, and its bounds against observed errors."""
 
+import os
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -88,6 +91,40 @@ def test_within_are_all_items_within_the_radius(kind, dtype):
             inside = (row.float() <= radius).nonzero().squeeze(1)
             assert torch.equal(position, inside[row[inside].argsort(stable=True)])
             assert torch.equal(found, row[position])
+
+
+@pytest.mark.parametrize("d", [1, 2, 3, 15, 16, 17])
+def test_narrow_vectors(d):
+    """On a grid, so that most distances are equal."""
+    mean = torch.cartesian_prod(torch.arange(40.0), torch.arange(3.0))[:, torch.arange(d) % 2]
+    grid = GaussianEmbedding.point(mean)
+    order = true_distances(grid, grid, "csd").sort(dim=1, stable=True).indices
+    for dtype in (*DTYPES, None):
+        for k in (1, 10, 120):
+            assert torch.equal(screen_of(grid, dtype=dtype).closest(grid, k)[1], order[:, :k])
+
+
+def test_products_of_int8_are_exact_where_they_are_used():
+    code = screening.largest_code()
+    assert code in (127, 64), "this machine has no product of int8"
+    generator = torch.Generator().manual_seed(7)
+    for n, e, b in ((1, 16, 1), (1, 1000, 300), (5, 24, 2), (1000, 16, 1), (257, 513, 256), (4096, 64, 31)):
+        rows = torch.randint(-127, 128, (n, e), generator=generator, dtype=torch.int8)
+        queries = torch.randint(-code, code + 1, (b, e), generator=generator, dtype=torch.int8)
+        rows[::2], queries[::2] = 127, code
+        product = screening._product(rows, queries, out=torch.empty(n, b, dtype=torch.int32))
+        assert torch.equal(product.double(), rows.double() @ queries.double().T)
+
+
+def test_with_avx2_alone(request):
+    """It has products of int8 that saturate: the same tests in a process that may use nothing newer."""
+    if os.environ.get("ONEDNN_MAX_CPU_ISA"):
+        pytest.skip("this is that process")
+    limits = {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"}
+    tests = "closest_are_those or bounds_hold or exact_where or narrow_vectors"
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n0", "-k", tests, __file__]
+    done = subprocess.run(command, cwd=request.config.rootpath, env={**os.environ, **limits}, capture_output=True)
+    assert done.returncode == 0, done.stdout.decode()[-3000:]
 
 
 @pytest.mark.parametrize("m", [1, 2, 15, 16, 17, 33])

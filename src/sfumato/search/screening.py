@@ -53,6 +53,12 @@ _MANY_PAIRS = 2**22
 _ROWS = 8192
 """Items that are prepared at a time."""
 
+_CODE = 127
+"""The largest code of int8."""
+
+_NARROW = 16
+"""Numbers of a vector below which products are taken in float32: those of int8 gain nothing, and of one are wrong."""
+
 _HUGE = 1e37
 """Products above this may overflow float32; bounds then exclude nothing."""
 
@@ -60,16 +66,36 @@ _HUGE = 1e37
 @functools.cache
 def product_dtype() -> torch.dtype:
     """The dtype in which this machine takes products faster, by a short trial."""
-    times = {torch.float32: math.inf, torch.bfloat16: math.inf, torch.int8: math.inf}
+    times = {torch.float32: math.inf, torch.bfloat16: math.inf, **({torch.int8: math.inf} if largest_code() else {})}
     for dtype in times:
         rows, queries = torch.ones(2048, 512, dtype=dtype), torch.ones(32, 512, dtype=dtype)
-        with contextlib.suppress(AttributeError, RuntimeError):  # This torch has no such product.
-            for _ in range(5):
-                start = time.perf_counter()
-                _product(rows, queries)
-                times[dtype] = min(times[dtype], time.perf_counter() - start)
+        for _ in range(5):
+            start = time.perf_counter()
+            _product(rows, queries)
+            times[dtype] = min(times[dtype], time.perf_counter() - start)
     fastest = min(times, key=times.__getitem__)
     return fastest if times[fastest] < 0.8 * times[torch.float32] else torch.float32
+
+
+@functools.cache
+def largest_code() -> int:
+    """The largest code of int8 for queries whose products with rows of any codes are right here; 0 if none is.
+
+    AVX2 adds two products of 8 bits in 16 bits, and keeps the largest number of 16 bits where the sum is larger.
+    """
+    shapes = [(n, e, b) for n in (1, 17, 300) for e in (_NARROW, 33, 512) for b in (1, 3, 32)]
+    with contextlib.suppress(AttributeError, RuntimeError):  # This torch has no such product.
+        return next((code for code in (_CODE, 64) if all(_is_right(code, *shape) for shape in shapes)), 0)
+    return 0
+
+
+def _is_right(code: int, n: int, e: int, b: int) -> bool:
+    """Whether products of large codes are those of float64, of equal signs and of random ones."""
+    generator = torch.Generator().manual_seed(0)
+    signs = [2 * torch.randint(2, (m, e), generator=generator, dtype=torch.int8) - 1 for m in (n, b)]
+    signs[0][0], signs[1][0] = 1, 1
+    rows, queries = signs[0] * _CODE, signs[1] * code
+    return torch.equal(_product(rows, queries).double(), rows.double() @ queries.double().T)
 
 
 def _product(rows: Tensor, queries: Tensor, out: Tensor | None = None) -> Tensor:
@@ -79,12 +105,12 @@ def _product(rows: Tensor, queries: Tensor, out: Tensor | None = None) -> Tensor
     return found
 
 
-def _coded(vectors: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """(n, e) codes of vectors, and (n, 1) float32 scales by which they are multiplied."""
+def _coded(vectors: Tensor, dtype: torch.dtype, most: int) -> tuple[Tensor, Tensor]:
+    """(n, e) codes of vectors, those of int8 up to `most`, and (n, 1) float32 scales by which they are multiplied."""
     if dtype.is_floating_point:
         return vectors.to(dtype), torch.ones(len(vectors), 1)
-    scale = (vectors.abs().amax(1, keepdim=True) / 127).float().clamp_min(torch.finfo(torch.float32).tiny)
-    return (vectors / scale).round_().clamp_(-127, 127).to(torch.int8), scale
+    scale = (vectors.abs().amax(1, keepdim=True) / most).float().clamp_min(torch.finfo(torch.float32).tiny)
+    return (vectors / scale).round_().clamp_(-most, most).to(torch.int8), scale
 
 
 @functools.lru_cache(maxsize=1)
@@ -139,7 +165,7 @@ class _Relative:
     @classmethod
     def of(cls, vectors: Tensor, centre: Tensor, dtype: torch.dtype) -> "_Relative":
         away = vectors - centre.double()
-        coded, scale = _coded(away, dtype)
+        coded, scale = _coded(away, dtype, largest_code())
         lost = torch.linalg.vector_norm(away - coded.double() * scale, dim=1)
         length = torch.linalg.vector_norm(away, dim=1)
         return cls(torch.arange(len(vectors)), coded, scale.squeeze(1), length, lost)
@@ -219,8 +245,9 @@ class Screen:
         """Prepare a gallery. gallery (m, d)."""
         if distance.lift is None:
             raise ValueError(f"Screen: distance {distance.name!r} does not lift; rank it with top_k")
-        lift, dtype, m = distance.lift, dtype or product_dtype(), gallery.n
+        lift, m = distance.lift, gallery.n
         centres = _centres(gallery, lift)
+        dtype = torch.float32 if centres.shape[1] < _NARROW else dtype or product_dtype()
         weight, label, e = torch.empty(m), torch.empty(m, dtype=torch.long), centres.shape[1]
         for start in range(0, m, _ROWS):
             part = slice(start, start + _ROWS)
@@ -233,7 +260,7 @@ class Screen:
             part = slice(start, start + _ROWS)
             vectors, alone = _vectors(gallery[item[part]], lift)
             residual = (vectors - centres[label[item[part]]]).float()
-            coded[part], factor = _coded(residual, dtype)
+            coded[part], factor = _coded(residual, dtype, _CODE)
             back = coded[part].float() * factor
             scale[part] = factor.squeeze(1)
             length[part] = torch.linalg.vector_norm(back, dim=1) * more
@@ -298,7 +325,7 @@ class Screen:
 
     def _closest(self, queries: GaussianEmbedding, k: int) -> tuple[Tensor, Tensor]:
         vectors, constant = self._lifted(queries)
-        pairs = self._scan(vectors, self._first_reach(vectors, k), k)
+        pairs = self._scan(vectors, self._first_reach(queries, vectors, constant, k), k)
         if pairs is None:
             half = queries.n // 2
             parts = self._closest(queries[:half], k), self._closest(queries[half:], k)
@@ -433,40 +460,36 @@ class Screen:
         """Every how many rows a row is in the first sample: as much work as the candidates that it leaves."""
         return max(1, int(math.sqrt(self.n / (8 * max(1, k)))))
 
-    def _first_reach(self, vectors: Tensor, k: int) -> Tensor:
-        """(b,) the k-th smallest upper bound of a sample of the rows; infinite where the sample is too small."""
+    def _first_reach(self, queries: GaussianEmbedding, vectors: Tensor, constant: Tensor, k: int) -> Tensor:
+        """(b,) the distance, less the constant, of the k-th of some near items; infinite where there are too few."""
         stride, n = self._stride(k), torch.get_num_threads()
         if stride < 2:
             return torch.full((len(vectors),), torch.inf, dtype=torch.float64)
         parts = [part for part in vectors.tensor_split(n) if len(part)]
-        return torch.cat(_in_parallel(lambda i: self._sampled_reach(parts[i], k, stride), len(parts)))
+        rows = torch.cat(_in_parallel(lambda i: self._sampled_rows(parts[i], k, stride), len(parts)))
+        query, place = (rows >= 0).nonzero(as_tuple=True)
+        found = torch.full(rows.shape, torch.inf, dtype=torch.float64)
+        item = self.item[rows[query, place]]
+        found[query, place] = pair_distances(queries, self.gallery, self.distance, query, item)
+        reach = found.amax(1)
+        return reach - constant + _wide_error(self._columns) * (reach + constant)
 
     @torch.no_grad()
-    def _sampled_reach(self, vectors: Tensor, k: int, stride: int) -> Tensor:
-        """The same for some of the queries, from every stride-th row."""
-        best = torch.full((len(vectors), k), torch.inf, dtype=torch.float64)
+    def _sampled_rows(self, vectors: Tensor, k: int, stride: int) -> Tensor:
+        """(b, k) the nearest of every stride-th row by products, for some of the queries; -1 behind the last."""
+        best = torch.full((len(vectors), k), torch.inf)
+        found = torch.full((len(vectors), k), -1)
         for (start, stop), centre in zip(itertools.pairwise(self.starts), self.centres, strict=True):
-            rows = slice(start, stop, stride)
             if start == stop:
                 continue
+            rows = torch.arange(start, stop, stride)
             relative = _Relative.of(vectors, centre, self.coded.dtype)
             inner = _product(self.coded[rows], relative.coded).T * self.scale[rows] * relative.scale.unsqueeze(1)
-            upper = torch.add(self.weight[rows] * (1 + 4 * _sum_error(self._columns)), inner, alpha=-2)
-            upper.add_(inner.abs_(), alpha=2 * self._output_error + 2**-21)
-            length, rounding = self.length[rows], self.rounding[rows]
-            mine = torch.stack([relative.length, relative.rounding, torch.ones(len(vectors))], dim=1).float()
-            theirs = torch.stack(
-                [
-                    rounding + self._product_error * length,
-                    length * (1 + self._product_error),
-                    self.weight[rows] * 2**-21,
-                ]
-            )
-            upper = torch.addmm(upper, mine, theirs, alpha=2.01)
-            near = upper.topk(min(k, upper.shape[1]), largest=False, sorted=False).values.double()
-            near += (relative.length.square() * (1 + _wide_error(self._columns)) + 1e-34).unsqueeze(1)
-            best = torch.cat([best, near], dim=1).topk(k, largest=False, sorted=False).values
-        return best.amax(1).nan_to_num(nan=torch.inf)
+            score = torch.add(self.weight[rows], inner, alpha=-2) + relative.length.square().float().unsqueeze(1)
+            near, place = score.nan_to_num_(nan=torch.inf).topk(min(k, len(rows)), largest=False, sorted=False)
+            best, kept = torch.cat([best, near], dim=1).topk(k, largest=False, sorted=False)
+            found = torch.cat([found, rows[place]], dim=1).gather(1, kept)
+        return found
 
 
 def _sum_error(n: int) -> float:
