@@ -170,7 +170,7 @@ def referee(
     Fits every method on the training pairs, calibrates it on validation, and measures it on the test split: will the
     first hit be wrong, how likely is it right, does nothing match, how many match? Prints a
     table for each direction, the smallest log loss of the first hit first; then whether damaged images and texts are
-    noticed. Finished methods are not computed again.
+    noticed. Finished methods are not computed again. --add measures your own estimators, from a number for each query.
     """
     from sfumato.models.run import choose_device, load_run
     from sfumato.progress import say
