@@ -147,6 +147,7 @@ class RefereeFlags:
     """What is compared, and on how much."""
 
     methods: str = flag("all", "Methods and baselines, with commas, or all. A wrong name lists them.")
+    add: list[Path] | None = flag(None, "CSV file with uncertainties of your own estimators; may be repeated.")
     epochs: int = flag(0, "Epochs of the methods that train a network; 0: their default.", min=0)
     absent: int = flag(200, "Most queries whose matches are taken out of the gallery.", min=0)
     corrupted: int = flag(100, "Number of queries of either side to corrupt in each way; 0 for none.", min=0)
@@ -169,17 +170,19 @@ def referee(
     Fits every method on the training pairs, calibrates it on validation, and measures it on the test split: will the
     first hit be wrong, how likely is it right, does nothing match, how many match? Prints a
     table for each direction, the smallest log loss of the first hit first; then whether damaged images and texts are
-    noticed. Finished methods are not computed again.
+    noticed. Finished methods are not computed again. --add measures your own estimators, from a number for each query.
     """
     from sfumato.models.run import choose_device, load_run
     from sfumato.progress import say
     from sfumato.reports.referee import print_referee, write_referee_tables
+    from sfumato.studies.added import read_added
     from sfumato.studies.frozen_model import freeze
     from sfumato.studies.referee import RefereeOptions, adapter_epochs, referee_model, wanted_methods
 
-    chosen = wanted_methods(parse_names(given.methods))
+    methods, added = wanted_methods(parse_names(given.methods)), read_added(given.add or [])
+    chosen = (*methods, *(method.name for method in added))
     options = RefereeOptions(
-        methods=chosen,
+        methods=methods,
         fit=adapter_epochs(given.epochs),
         n_resamples=given.bootstrap,
         n_absent=given.absent,
@@ -197,7 +200,7 @@ def referee(
         model = freeze(loaded, loaded.recipe.data, tests, name=name, n_corrupted=given.corrupted, seed=given.seed)
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"{name}-seed{given.seed}.json"
-        report = referee_model(model, options, path=path, say=say)
+        report = referee_model(model, options, path=path, say=say, added=added)
         reports.append(report | {"out": str(path)})
         tables = path.with_suffix(".md")
         write_referee_tables(report, chosen, tables)

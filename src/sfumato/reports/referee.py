@@ -60,11 +60,15 @@ def print_referee(report: dict[str, Any], methods: Sequence[str]) -> None:
         for note in table.notes:
             print_wrapped(note, indent=2)
         print()
-    methods_shown = {name: m["summary"] for name, m in report["methods"].items() if "summary" in m}
+    meant = {
+        _title(_label([report], name)): method["summary"] + ("" if method.get("added") else f" [{name}]")
+        for name, method in report["methods"].items()
+        if "summary" in method
+    }
     print_table(
         "What the methods take for uncertainty; in square brackets the name for --methods and in the files",
         ["method", "what it is"],
-        [[_title(name), f"{summary} [{name}]"] for name, summary in methods_shown.items()], running=(1,),
+        [*map(list, meant.items())], running=(1,),
     )  # fmt: skip
     print("\n*: the best of its column. In brackets: 95% intervals over queries")
     notes = [f"note: {note}" for note in report["notes"]]
@@ -74,8 +78,14 @@ def print_referee(report: dict[str, Any], methods: Sequence[str]) -> None:
 
 
 def _title(name: str) -> str:
-    """The name of a method in words."""
-    return _TITLES.get(name) or in_words(name)
+    """The name of a method in words; that of one that was added stays, with its file."""
+    return name if name.endswith(")") else _TITLES.get(name) or in_words(name)
+
+
+def _label(reports: Sequence[dict[str, Any]], name: str) -> str:
+    """The name of a method in tables: with the file, if it was added."""
+    added = reports[0]["methods"].get(name, {}).get("added")
+    return f"{name} ({Path(added).name})" if added else name
 
 
 def _starred(cell: str) -> str:
@@ -147,10 +157,12 @@ def corruption_table(reports: Sequence[dict[str, Any]], direction: str) -> Table
         for name in sorted(values, key=lambda name: -mean[name])
     ]
     n = next(iter(first[0].values()))["n_queries"]
+    added = [_label(reports, name) for name, method in reports[0]["methods"].items() if method.get("added")]
     return Table(
         f"{reports[0]['model']}, {ARROWS[direction]}: {n} corrupted queries",
         ["method", *(f"{kind}: {'AUROC' if figure == 'auroc' else 'Spearman'}" for kind, figure in keys)],
         [*([["recall@1, clean to damaged", *recalls]] if recalls else []), *lines],
+        notes=[f"Not measured: {', '.join(added)} (a file has no uncertainties of damaged queries)."] if added else (),
     )
 
 
@@ -170,7 +182,7 @@ def referee_summary(models: Sequence[Sequence[dict[str, Any]]], figure: str) -> 
     ]
     lines = [
         [
-            name,
+            next(_label(reports, name) for reports in models if name in reports[0]["methods"]),
             *(
                 MISSING if v is None else f"**{_number(v)}**" if sign * v == low else _number(v)
                 for v, low in zip(rows[name], best, strict=True)
@@ -206,10 +218,14 @@ def referee_table(reports: Sequence[dict[str, Any]], split: str, direction: str,
         if COLUMNS[key][1] is not None
     }
     lines = [
-        [name, *(_cell(row[key], best.get(key)) for key in shown)]
+        [_label(reports, name), *(_cell(row[key], best.get(key)) for key in shown)]
         for name, row in sorted(known.items(), key=lambda item: fmean(v[0] for v in item[1]["log_loss"]))
     ]
-    notes = [f"Not available: {name} ({_reason(reports, name, direction)})." for name in rows if name not in known]
+    notes = [
+        f"Not available: {_label(reports, name)} ({_reason(reports, name, direction)})."
+        for name in rows
+        if name not in known
+    ]
     titles = ["method", *(COLUMNS[key][0] for key in shown)]
     return Table(_heading(reports, split, direction), titles, lines, notes=notes)
 
@@ -244,7 +260,7 @@ def _row(reports: Sequence[dict[str, Any]], name: str, split: str, direction: st
         values = figures | {
             "fit_seconds": method["fit_seconds"],
             "fit_megabytes": method.get("fit_megabytes"),  # Reports of format 1 have no memory.
-            "megabytes": method["bytes"] / 1e6,
+            "megabytes": None if method["bytes"] is None else method["bytes"] / 1e6,
             **{binning: binned["score"] for binning, binned in figures["minus_s_r2"].items()},
         }
         for key, so_far in found.items():

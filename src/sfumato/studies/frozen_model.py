@@ -45,11 +45,24 @@ class FrozenSplit(TwoSides):
     groups: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
     image_hidden: Tensor | None = None
     text_hidden: Tensor | None = None
+    image_ids: tuple[str, ...] = ()  # n distinct ids, or none
+    text_ids: tuple[str, ...] = ()  # m distinct ids, or none
 
     def __post_init__(self) -> None:
         FrozenPairs(self.images, self.texts, torch.from_numpy(self.pairs))
+        for side in get_args(Side):
+            ids, n = self.ids(side), len(self.embeddings(side))
+            if ids and not len(ids) == len(set(ids)) == n:
+                raise ValueError(
+                    f"FrozenSplit: {side}_ids has {len(ids)} ids, {len(set(ids))} of them distinct, for {n} {side}s;"
+                    " give one distinct id for each, or none"
+                )
         if not len(self.groups):
             object.__setattr__(self, "groups", np.arange(len(self.images)))
+
+    def ids(self, side: Side) -> tuple[str, ...]:
+        """The ids of one side as the data name them; none where the split was made without."""
+        return self.image_ids if side == "image" else self.text_ids
 
     def points(self, side: Side) -> GaussianEmbedding:
         """The unit embeddings as points: their squared distance is 2 - 2 cosine. Returns (n, d)."""
@@ -75,7 +88,7 @@ class FrozenSplit(TwoSides):
         kept = self.pairs[np.isin(self.pairs[:, 0], index)]
         texts = np.unique(kept[:, 1])
         pairs = np.stack([np.searchsorted(index, kept[:, 0]), np.searchsorted(texts, kept[:, 1])], axis=1)
-        hidden = (
+        image_hidden, text_hidden = (
             None if x is None else x[torch.from_numpy(i)]
             for x, i in zip((self.image_hidden, self.text_hidden), (index, texts), strict=True)
         )
@@ -84,7 +97,10 @@ class FrozenSplit(TwoSides):
             self.texts[torch.from_numpy(texts)],
             pairs,
             self.groups[index],
-            *hidden,
+            image_hidden,
+            text_hidden,
+            _taken(self.image_ids, index),
+            _taken(self.text_ids, texts),
         )
 
     def with_queries(self, side: Side, index: np.ndarray, x: Tensor, hidden: Tensor | None = None) -> "FrozenSplit":
@@ -96,8 +112,9 @@ class FrozenSplit(TwoSides):
         pairs = self.pairs[np.isin(self.pairs[:, column], index)].copy()
         pairs[:, column] = np.searchsorted(index, pairs[:, column])
         if side == "image":
-            return replace(self, images=x, image_hidden=hidden, pairs=pairs, groups=self.groups[index])
-        return replace(self, texts=x, text_hidden=hidden, pairs=pairs)
+            ids, groups = _taken(self.image_ids, index), self.groups[index]
+            return replace(self, images=x, image_hidden=hidden, image_ids=ids, pairs=pairs, groups=groups)
+        return replace(self, texts=x, text_hidden=hidden, text_ids=_taken(self.text_ids, index), pairs=pairs)
 
     def galleries(self, n_images: int, *, seed: int = 0) -> list["FrozenSplit"]:
         """The split dealt at random into parts of about equal size."""
@@ -119,6 +136,10 @@ class FrozenSplit(TwoSides):
         ids = [tuple(map(str, range(len(x)))) for x in (self.images, self.texts)]
         sources = tuple(FileImage(Path(name)) for name in ids[0])
         return PairData(ids[0], sources, ids[1], ids[1], ("caption",) * len(ids[1]), self.pairs, self.groups)
+
+
+def _taken(ids: tuple[str, ...], index: np.ndarray) -> tuple[str, ...]:
+    return tuple(ids[i] for i in index) if ids else ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -171,6 +192,8 @@ class FrozenModel:
             found.update(name.encode())
             for f in fields(split):
                 value = getattr(split, f.name)
+                if isinstance(value, tuple):  # No figure depends on ids.
+                    continue
                 array = value.contiguous().numpy() if isinstance(value, Tensor) else value
                 found.update(b"" if array is None else np.ascontiguousarray(array).tobytes())
         return found.hexdigest()
@@ -310,7 +333,10 @@ def _frozen(
         _raw(tower, store, projections.get(side))
         for side, tower, store in zip(get_args(Side), towers, (split.images, split.texts), strict=True)
     )
-    return FrozenSplit(image, text, split.data.pairs, split.data.groups, image_hidden, text_hidden)
+    data = split.data
+    return FrozenSplit(
+        image, text, data.pairs, data.groups, image_hidden, text_hidden, data.image_ids, data.text_ids
+    )  # fmt: skip
 
 
 def _raw(tower: Tower, store: Store, layer: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor | None]:

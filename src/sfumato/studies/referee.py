@@ -30,7 +30,7 @@ from sfumato.evaluation.protocols import Query
 from sfumato.evaluation.trust import error_statistics
 from sfumato.files import read_json, write_json
 from sfumato.gaussian import GaussianEmbedding
-from sfumato.ids import DIRECTION_OF, OTHER_SIDE, Side
+from sfumato.ids import DIRECTION_OF, OTHER_SIDE, Direction, Side
 from sfumato.matching import match_probability
 from sfumato.metrics.bootstrap import Interval, Statistic, bootstrap, mean_statistic, percentile_interval
 from sfumato.metrics.relevance import Relevance
@@ -38,11 +38,19 @@ from sfumato.metrics.reliability import calibration_error_by_chance, expected_ca
 from sfumato.metrics.selective import auroc
 from sfumato.metrics.uncertainty import RecallBinning, balanced_spearman, binned_recall, resampled_balanced_spearman
 from sfumato.posthoc import METHODS, NOT_BUILT, AdapterMethod, fit_hit_logits
+from sfumato.studies.added import AddedMethod
 from sfumato.studies.contestants import CONTESTANTS, Contestant, answerable_without, fit_contestant, pair_calibration
 from sfumato.studies.frozen_model import FrozenCorruption, FrozenModel, FrozenSplit
-
-FORMAT = 2
-"""Version of the JSON files; files of another one are made anew."""
+from sfumato.studies.referee_report import (
+    FORMAT,
+    ContestantFigures,
+    CorruptionFigures,
+    FittedMethod,
+    Machine,
+    RefereeReport,
+    SplitSizes,
+    UnavailableMethod,
+)
 
 BINNINGS: tuple[RecallBinning, ...] = ("count", "width")
 
@@ -72,44 +80,6 @@ class RefereeOptions:
             )
 
 
-@dataclass(frozen=True)
-class ContestantFigures:
-    """The figures of a contestant for the queries of one direction; intervals over queries."""
-
-    n_queries: int  # number of queries with a match
-    n_galleries: int  # number of galleries that the split was dealt into
-    recall: Interval  # recall@1 of the frozen cosine
-    recall_after: float | None  # recall@1 by the cosine of the contestant's means; None without Gaussians
-    recall_csd: float | None  # recall@1 by csd of the contestant's Gaussians; None without
-    wrong_auroc: Interval  # AUROC of wrong against right first hits
-    wrong_aurc: Interval
-    wrong_excess_aurc: Interval
-    wrong_gain: Interval
-    log_loss: Interval  # mean negative log probability of what the first hit is, in nats (NLPD)
-    ece: float  # calibration error of this probability, in 15 bins of equally many hits
-    ece_by_chance: float  # what perfect probabilities of these hits would show
-    platt: tuple[float, float] | None
-    absent_auroc: float
-    ambiguity: Interval | None
-    minus_s_r2: dict[str, dict[str, Any]]  # by binning, see :class:`~sfumato.metrics.uncertainty.BinnedRecall`
-    ms_per_query: float  # time of the uncertainties, the whole gallery at once
-    query_megabytes: float | None
-
-
-@dataclass(frozen=True)
-class CorruptionFigures:
-    """The response of a contestant to one corruption of some queries."""
-
-    direction: str  # "t2i" for texts that are corrupted, "i2t" for images
-    n_queries: int  # number of corrupted queries
-    strengths: tuple[float, ...]  # ascending from 0, the clean inputs
-    recall: list[float]  # recall@1 of the frozen cosine at each strength
-    spearman: Interval
-    rises: Interval
-    monotone: Interval
-    auroc: Interval
-
-
 def wanted_methods(names: Sequence[str]) -> tuple[str, ...]:
     """The contestants of a list of names."""
     if unknown := [name for name in names if name not in (*CONTESTANTS, "all")]:
@@ -132,12 +102,14 @@ def referee_model(
     path: Path | None = None,
     about: Mapping[str, Any] | None = None,
     say: Callable[[str], None] = lambda line: None,
+    added: Sequence[AddedMethod] = (),
 ) -> dict[str, Any]:
-    """Fit and measure every contestant on one frozen model."""
+    """Fit and measure every contestant on one frozen model; methods that were added are always measured anew."""
     options = options or RefereeOptions()
+    contestants = {method: method.contestants(model) for method in added}
     report = _kept(path, model, options) or _new_report(model, options)
     missing = [name for name in options.methods if name not in report["methods"]]
-    if missing:
+    if missing or added:
         report["about"] = dict(about or {})
         splits, n, seed = {"val": model.val, **model.tests}, len(model.val.images), options.seed
         scenes = {split: {side: _Scene.of(x, side, n, seed) for side in _SIDES} for split, x in splits.items()}
@@ -148,33 +120,37 @@ def referee_model(
             say(f"{model.name}, seed {options.seed}: {name}, {report['methods'][name].get('fit_seconds', 0):.1f} s fit")
             if path is not None:
                 write_json(path, report)
+        for method, by_split in contestants.items():
+            report["methods"][method.name] = _added(method, by_split, options, validation, scenes)
+    if path is not None:
+        write_json(path, report)
     return report
 
 
 def _new_report(model: FrozenModel, options: RefereeOptions) -> dict[str, Any]:
     splits = {"train": model.train, "val": model.val, **model.tests}
-    return {
-        "format": FORMAT,
-        "model": model.name,
-        "seed": options.seed,
-        "digest": model.digest,
-        "options": _described(options),
-        "sizes": {
-            name: {"images": len(x.images), "texts": len(x.texts), "pairs": len(x.pairs), "d": x.images.shape[1]}
-            for name, x in splits.items()
+    report = RefereeReport(
+        format=FORMAT,
+        model=model.name,
+        seed=options.seed,
+        digest=model.digest,
+        options=_described(options),
+        sizes={
+            name: SplitSizes(len(x.images), len(x.texts), len(x.pairs), x.images.shape[1]) for name, x in splits.items()
         },
-        "notes": list(model.notes),
-        "not_built": dict(NOT_BUILT),
-        "about": {},
-        "machine": {
-            "processor": platform.processor() or platform.machine(),
-            "threads": torch.get_num_threads(),
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "sfumato": version("sfumato"),
-        },
-        "methods": {},
-    }
+        notes=list(model.notes),
+        not_built=dict(NOT_BUILT),
+        about={},
+        machine=Machine(
+            platform.processor() or platform.machine(),
+            torch.get_num_threads(),
+            platform.python_version(),
+            str(torch.__version__),
+            version("sfumato"),
+        ),
+        methods={},
+    )
+    return asdict(report)
 
 
 def _described(options: RefereeOptions) -> dict[str, Any]:
@@ -192,7 +168,10 @@ def _kept(path: Path | None, model: FrozenModel, options: RefereeOptions) -> dic
     except UserError:  # Damaged: made anew.
         return None
     same = (report.get("format"), report.get("digest"), report.get("options"))
-    return report if same == (FORMAT, model.digest, _described(options)) else None
+    if same != (FORMAT, model.digest, _described(options)):
+        return None
+    kept = {name: method for name, method in report["methods"].items() if not method.get("added")}
+    return report | {"methods": kept}
 
 
 @dataclass(frozen=True, eq=False)
@@ -260,26 +239,47 @@ def _measured(
             contestant = fit_contestant(name, model, calibration, seed=options.seed, options=options.fit.get(name))
             seconds = time.perf_counter() - started
     except (ValueError, ArithmeticError) as error:
-        return {"unavailable": str(error)}
-    tests: dict[str, dict[str, Any]] = {split: {} for split in scenes}
-    for side in contestant.sides:
-        platt, rate = _platt(contestant, validation[side])
-        for split, of_sides in scenes.items():
-            figures = _figures(contestant, of_sides[side], platt, rate, options)
-            tests[split][DIRECTION_OF[side]] = asdict(figures)
-    return {
-        "summary": contestant.summary,
-        "fit_seconds": seconds,
-        "fit_megabytes": memory.megabytes,
-        "bytes": contestant.n_bytes,
-        "needs_gallery": contestant.needs_gallery,
-        "tests": tests,
-        "corruptions": {
-            c.name: asdict(_of_corruption(contestant, c, options))
-            for c in model.corruptions
-            if c.side in contestant.sides
-        },
+        return asdict(UnavailableMethod(str(error)))
+    found = FittedMethod(
+        contestant.summary,
+        seconds,
+        memory.megabytes,
+        contestant.n_bytes,
+        contestant.needs_gallery,
+        _tests(dict.fromkeys(("val", *scenes), contestant), options, validation, scenes),
+        {c.name: _of_corruption(contestant, c, options) for c in model.corruptions if c.side in contestant.sides},
+    )
+    return asdict(found)
+
+
+def _added(
+    method: AddedMethod,
+    by_split: Mapping[str, Contestant],
+    options: RefereeOptions,
+    validation: Mapping[Side, _Scene],
+    scenes: Mapping[str, Mapping[Side, _Scene]],
+) -> dict[str, Any]:
+    """The figures of a method whose uncertainties are given; nobody knows its costs."""
+    tests = {
+        split: {d: replace(f, ms_per_query=None, query_megabytes=None) for d, f in of_directions.items()}
+        for split, of_directions in _tests(by_split, options, validation, scenes).items()
     }
+    return asdict(FittedMethod(by_split["val"].summary, None, None, None, False, tests, {}, str(method.path)))
+
+
+def _tests(
+    by_split: Mapping[str, Contestant],
+    options: RefereeOptions,
+    validation: Mapping[Side, _Scene],
+    scenes: Mapping[str, Mapping[Side, _Scene]],
+) -> dict[str, dict[Direction, ContestantFigures]]:
+    """The figures of a contestant in every measured split, of which each, like validation, may have its own object."""
+    tests: dict[str, dict[Direction, ContestantFigures]] = {split: {} for split in scenes}
+    for side in by_split["val"].sides:
+        platt, rate = _platt(by_split["val"], validation[side])
+        for split, of_sides in scenes.items():
+            tests[split][DIRECTION_OF[side]] = _figures(by_split[split], of_sides[side], platt, rate, options)
+    return tests
 
 
 def _of_corruption(contestant: Contestant, corruption: FrozenCorruption, options: RefereeOptions) -> CorruptionFigures:
@@ -330,9 +330,8 @@ def _figures(
         "log_loss": mean_statistic(-np.log(np.where(hit > 0, p, 1 - p))),
     }
     n, seed = options.n_resamples, options.seed
-    binned: dict[str, dict[str, Any]] = {
-        binning: binned_recall(u, hit, binning=binning, n_resamples=n, groups=groups, seed=seed).to_json()
-        for binning in BINNINGS
+    binned = {
+        binning: binned_recall(u, hit, binning=binning, n_resamples=n, groups=groups, seed=seed) for binning in BINNINGS
     }
     recall_after, recall_csd = _recall_of_gaussians(contestant, scene)
     probability = torch.from_numpy(p)
