@@ -8,6 +8,7 @@ from sfumato.errors import need
 from sfumato.search.searcher import Searcher
 
 with need("langchain", "sfumato.adapters.langchain needs langchain-core"):
+    from langchain_core.callbacks import CallbackManagerForRetrieverRun
     from langchain_core.documents import Document
     from langchain_core.retrievers import BaseRetriever
     from langchain_core.vectorstores import VectorStore
@@ -21,7 +22,7 @@ class SfumatoRetriever(BaseRetriever):
     min_probability: float | None = None
     where: Sequence[str] = ()
 
-    def _get_relevant_documents(self, query: str) -> list[Document]:
+    def _get_relevant_documents(self, query: str, *, run_manager: CallbackManagerForRetrieverRun) -> list[Document]:
         answer = self.searcher.search(query, self.k, min_probability=self.min_probability, where=self.where)
         return [Document(text_of(hit), id=hit.id, metadata=fields_of(hit, answer)) for hit in answer]
 
@@ -38,7 +39,7 @@ class CalibratedRetriever(BaseRetriever):
     depth: int = 100
     min_probability: float = 0.0
 
-    def _get_relevant_documents(self, query: str) -> list[Document]:
+    def _get_relevant_documents(self, query: str, *, run_manager: CallbackManagerForRetrieverRun) -> list[Document]:
         found = self.vectorstore.similarity_search_with_score(query, k=self.depth)
         scores = [score for _, score in found]
         kept, nothing = calibrated(self.calibrator, scores, self.k, self.min_probability)
