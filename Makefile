@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 
-.PHONY: help install demo test quick style types examples docs check lowest release-check format benchmarks scale clean
+.PHONY: help install demo test quick style types examples docs site check lowest release-check format benchmarks scale clean
 
 help:  ## what there is
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -33,6 +33,9 @@ examples: $(VENV)/.dev  ## run every Example in the docstrings
 
 docs: $(VENV)/.dev  ## build the documentation site into build/site; a broken link or reference fails
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+site: docs  ## the same and its demo page, a search in the browser; trains as `make demo` does if runs/demo has no model
+	$(BIN)/python scripts/demo_page.py
 
 check: style types examples docs test  ## what has to pass before a change lands
 

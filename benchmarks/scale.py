@@ -32,7 +32,7 @@ from typing import Any
 import numpy as np
 import torch
 from own_folder import Split
-from store_servers import SERVERS, StoreServer, family_memory
+from store_servers import SERVERS, LocalServer, family_memory
 from torch.nn.functional import normalize
 
 from sfumato.search.stores.protocol import Records, create_store, open_store
@@ -156,7 +156,7 @@ def size(folder: Path) -> float:
 
 
 @contextmanager
-def opened(form: str, folder: Path) -> Iterator[tuple[str, StoreServer | None]]:
+def opened(form: str, folder: Path) -> Iterator[tuple[str, LocalServer | None]]:
     """The URL of a store in a folder, and its server."""
     name, _, options = form.partition("?")
     if name not in SERVERS:

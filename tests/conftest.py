@@ -42,6 +42,7 @@ LONG = (
     "test_readme.py",
     "test_demo.py",
     "reports/test_report.py",
+    "docs/test_demo_page.py",
 )
 
 

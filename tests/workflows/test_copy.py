@@ -16,7 +16,7 @@ from sfumato.search.collection import GaussianCollection
 from sfumato.serve.answering import open_sources
 from sfumato.training.loop import fit
 from sfumato.workflows.copy import copy_by_model, point
-from sfumato.workflows.index import GalleryPart
+from sfumato.workflows.index import GalleryPart, delete_items
 
 
 @pytest.fixture(scope="module")
@@ -87,6 +87,24 @@ def test_a_copy_follows_and_takes_the_place(models, live, tmp_path):
 
     done = copy_by_model(live, tmp_path / "old", "file:", load_run(models.old), switch=True)  # the way back
     assert (done.embedded, done.deleted) == (0, 0) and live.resolve() == tmp_path / "old"
+
+
+def test_what_was_deleted_does_not_come_back_with_its_folder(models, live, toy, tmp_path):
+    """The folder of the images still has it; only the collection knows that it was removed."""
+    with GaussianCollection.open(live) as collection:
+        collection.keep({"sources": [{"path": str(toy / "data"), "kind": "folder", "root": str(toy / "data")}]})
+    copy_by_model(live, tmp_path / "new", "file:", load_run(models.new))
+    delete_items(live, ["000.png"])
+    assert copy_by_model(live, tmp_path / "new", "file:", load_run(models.new)).deleted == 1
+    with GaussianCollection.open(tmp_path / "new") as collection:
+        assert collection.metadata["removed"] == ["000.png"]
+
+
+def test_an_index_is_copied_and_the_copy_goes_on(sfumato, models, toy, tmp_path):
+    sfumato.printed("index", models.old, "--images", toy / "data", "--out", tmp_path / "index")
+    new = load_run(models.new)
+    assert copy_by_model(tmp_path / "index", tmp_path / "new", "file:", new).embedded == 48
+    assert copy_by_model(tmp_path / "index", tmp_path / "new", "file:", new).embedded == 0
 
 
 def test_an_interrupted_copy_goes_on(models, live, tmp_path, monkeypatch):

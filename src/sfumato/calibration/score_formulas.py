@@ -1,13 +1,67 @@
-"""The formula of a score calibrator in other languages: a few lines with its constants.
+"""The fitted formula of a score calibrator, and the same in other languages: a few lines with its constants.
 
 SQL, JavaScript, Python and Rust take whole lists. Painless (Elasticsearch, OpenSearch) and Vespa compute one hit at a
 time, so they take what describes its list as parameters.
 """
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
-from sfumato.calibration.score_lists import SEGMENTS, ScoreFormula
+import numpy as np
+import numpy.typing as npt
+
+Floats = npt.NDArray[np.float64]
+
+SHAPE = ("gap", "order", "lead", "height", "crowd")
+"""Features of a hit in its list."""
+
+SEGMENTS = ("low", "middle", "high")
+"""The score below the first knot, between the knots, and above the second."""
+
+
+@dataclass(frozen=True)
+class ScoreFormula:
+    """A fitted formula: the logit is the intercept plus the weighted features."""
+
+    weights: Mapping[str, float]  # by feature: of SHAPE, of SEGMENTS, and "evidence 1", ...
+    intercept: float
+    knots: tuple[float, float] | None  # of SEGMENTS; None if scores of different queries are not comparable
+    nothing: tuple[float, float, float]  # intercept, and weights of the first hit's logit and of log(expected matches)
+
+    @property
+    def n_evidence(self) -> int:
+        """Number of further columns."""
+        return sum(name.startswith("evidence") for name in self.weights)
+
+    def logit(self, features: Floats) -> Floats:
+        """(n,) logits. features (n, f)."""
+        found: Floats = self.intercept + features @ np.array(list(self.weights.values()))
+        return found
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return {
+            "weights": dict(self.weights),
+            "intercept": self.intercept,
+            "knots": self.knots,
+            "nothing": self.nothing,
+        }
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> "ScoreFormula":
+        """The reverse; it raises an error if the values are not such."""
+        weights = {str(name): float(weight) for name, weight in values["weights"].items()}
+        knots = None if values["knots"] is None else (float(values["knots"][0]), float(values["knots"][1]))
+        own = [name for name in weights if not name.startswith("evidence")]
+        if own != [*SHAPE, *(SEGMENTS if knots else ())]:
+            raise ValueError(f"unknown features {own}")
+        a, b, c = map(float, values["nothing"])
+        numbers = (*weights.values(), *(knots or ()), float(values["intercept"]), a, b, c)
+        if not all(map(math.isfinite, numbers)):
+            raise ValueError("a number is not finite")
+        return cls(weights, float(values["intercept"]), knots, (a, b, c))
 
 
 @dataclass(frozen=True)
@@ -97,7 +151,7 @@ def _rust(lines: str, logit: str, sign: str) -> str:
     return f"""/// The match probability of each hit, from the scores of all hits of one query.
 #[allow(unused_variables)]
 fn match_probabilities(given: &[f64]) -> Vec<f64> {{
-    let scores: Vec<f64> = given.iter().map(|s| {sign}s).collect();
+    let scores: Vec<f64> = given.iter().map(|&s| {sign}s).collect();
     let n = scores.len() as f64;
     let top = scores.iter().cloned().fold(f64::NEG_INFINITY, f64::max);
     let mean = scores.iter().map(|s| s - top).sum::<f64>() / n;
@@ -149,9 +203,12 @@ _OF_LIST = (
 
 def _painless(lines: str, logit: str, sign: str) -> str:
     return f"""// The match probability of a hit. Parameters: {_OF_LIST}.
-double s = {sign}_score, top = params.top, deviation = params.deviation;
-double gap = (s - top) / deviation, order = -Math.log(params.rank), height = (top - params.mean) / deviation;
-double lead = params.lead, crowd = params.crowd;{_indented(lines, 0)}
+double s = {sign}_score;
+double gap = (s - params.top) / params.deviation;
+double order = -Math.log(params.rank);
+double lead = params.lead;
+double height = (params.top - params.mean) / params.deviation;
+double crowd = params.crowd;{_indented(lines, 0)}
 double logit = {logit};
 return 1 / (1 + Math.exp(-logit));"""
 

@@ -16,7 +16,6 @@ ridge penalty; a hit of rank r weighs 1 / r.
 
 import json
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
@@ -26,16 +25,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from sfumato.calibration.score_formulas import SEGMENTS, SHAPE, Floats, ScoreFormula, written
 from sfumato.errors import refuse_newer
 from sfumato.files import write_json
-
-Floats = npt.NDArray[np.float64]
-
-SHAPE = ("gap", "order", "lead", "height", "crowd")
-"""Features of a hit in its list."""
-
-SEGMENTS = ("low", "middle", "high")
-"""The score below the first knot, between the knots, and above the second."""
 
 _RISING = frozenset(("gap", "order", *SEGMENTS))
 """Features that rise with the score of the hit: their weights are not negative."""
@@ -47,6 +39,9 @@ _FOLDS, _FEWEST = 5, 20
 """Folds for the decision whether scores are comparable, and lists below which it is not made."""
 
 _FORMAT = 1
+
+_SAME = object()
+"""An argument that stays as it is."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,49 +93,6 @@ def segments(score: Floats, knots: tuple[float, float]) -> Floats:
     """(n, 3) the features SEGMENTS."""
     low, high = knots
     return np.stack([np.minimum(score, low), np.clip(score, low, high) - low, np.maximum(score, high) - high], axis=1)
-
-
-@dataclass(frozen=True)
-class ScoreFormula:
-    """A fitted formula: the logit is the intercept plus the weighted features."""
-
-    weights: Mapping[str, float]  # by feature: of SHAPE, of SEGMENTS, and "evidence 1", ...
-    intercept: float
-    knots: tuple[float, float] | None  # of SEGMENTS; None if scores of different queries are not comparable
-    nothing: tuple[float, float, float]  # intercept, and weights of the first hit's logit and of log(expected matches)
-
-    @property
-    def n_evidence(self) -> int:
-        """Number of further columns."""
-        return sum(name.startswith("evidence") for name in self.weights)
-
-    def logit(self, features: Floats) -> Floats:
-        """(n,) logits. features (n, f)."""
-        found: Floats = self.intercept + features @ np.array(list(self.weights.values()))
-        return found
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain values."""
-        return {
-            "weights": dict(self.weights),
-            "intercept": self.intercept,
-            "knots": self.knots,
-            "nothing": self.nothing,
-        }
-
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> "ScoreFormula":
-        """The reverse; it raises an error if the values are not such."""
-        weights = {str(name): float(weight) for name, weight in values["weights"].items()}
-        knots = None if values["knots"] is None else (float(values["knots"][0]), float(values["knots"][1]))
-        own = [name for name in weights if not name.startswith("evidence")]
-        if own != [*SHAPE, *(SEGMENTS if knots else ())]:
-            raise ValueError(f"unknown features {own}")
-        a, b, c = map(float, values["nothing"])
-        numbers = (*weights.values(), *(knots or ()), float(values["intercept"]), a, b, c)
-        if not all(map(math.isfinite, numbers)):
-            raise ValueError("a number is not finite")
-        return cls(weights, float(values["intercept"]), knots, (a, b, c))
 
 
 @cache
@@ -200,22 +152,26 @@ class ScoreCalibrator:
         """
         return {name: getattr(self, name) for name in ("higher_is_better", "comparable", "penalty", "prior")}
 
-    def set_params(self, **params: Any) -> "ScoreCalibrator":
+    def set_params(
+        self,
+        *,
+        higher_is_better: Any = _SAME,
+        comparable: Any = _SAME,
+        penalty: Any = _SAME,
+        prior: Any = _SAME,
+    ) -> "ScoreCalibrator":
         """Change arguments, for scikit-learn.
 
         Args:
-            params: values by name.
+            higher_is_better, comparable, penalty, prior: new values; those that are left out stay.
 
         Returns:
             The calibrator itself.
-
-        Raises:
-            ValueError: an argument is unknown.
         """
-        for name, value in params.items():
-            if name not in self.get_params():
-                raise ValueError(f"ScoreCalibrator: unknown argument {name!r}; it has {', '.join(self.get_params())}")
-            setattr(self, name, value)
+        given = {"higher_is_better": higher_is_better, "comparable": comparable, "penalty": penalty, "prior": prior}
+        for name, value in given.items():
+            if value is not _SAME:
+                setattr(self, name, value)
         return self
 
     def __sklearn_tags__(self) -> Any:
@@ -238,23 +194,24 @@ class ScoreCalibrator:
             X: (n,) scores of n hits of several queries, or (n, 1 + e) scores and e columns of further evidence, such
                 as another score or a logit of :func:`sfumato.fits`. Without groups the last of two or more columns is
                 the query of the hit, a number.
-            y: (n,) 1 where a hit matches, 0 where it does not.
+            y: (n,) 1 where a hit matches, 0 where it does not, NaN where nobody judged.
             groups: (n,) the query of each hit, numbers or texts.
 
         Returns:
             The calibrator itself, with `formula_`.
 
         Raises:
-            ValueError: sizes do not fit, a score is not finite, a label is not 0 or 1, or all labels are equal.
+            ValueError: sizes do not fit, a score is not finite, a label is not 0, 1 or NaN, or all labels are equal.
         """
         self._check_arguments()
         score, evidence, lists = self._read(X, groups)
         label = np.asarray(y, dtype=np.float64).reshape(-1)
         if len(label) != len(score):
             raise ValueError(f"ScoreCalibrator: got {len(label)} labels for {len(score)} hits; give one for each")
-        if not np.isin(label, (0, 1)).all():
-            raise ValueError("ScoreCalibrator: a label of y is not 0 or 1; give 1 for a hit that matches, else 0")
-        if label.min(initial=1) == label.max(initial=0):
+        judged = label[~np.isnan(label)]
+        if not np.isin(judged, (0, 1)).all():
+            raise ValueError("ScoreCalibrator: a label of y is not 0, 1 or NaN; give 1 for a hit that matches, else 0")
+        if judged.min(initial=1) >= judged.max(initial=0):
             raise ValueError("ScoreCalibrator: all labels are equal; give hits that match and hits that do not")
         label, evidence = label[lists.order], evidence[lists.order]
         comparable = self.comparable is True
@@ -357,7 +314,9 @@ class ScoreCalibrator:
         """
         _, evidence, lists = self._read(X, groups)
         label = np.asarray(y, dtype=np.float64).reshape(-1)[lists.order]
-        return -float(np.average(_losses(self._logit(lists, evidence[lists.order]), label), weights=1 / lists.rank()))
+        weight = ~np.isnan(label) / lists.rank()
+        loss = _losses(self._logit(lists, evidence[lists.order]), np.nan_to_num(label))
+        return -float(np.average(loss, weights=weight))
 
     def formula(self, language: str) -> str:
         """The fitted formula as a few lines of another language, with its constants.
@@ -372,8 +331,6 @@ class ScoreCalibrator:
         Raises:
             ValueError: the language is unknown, or the formula has further evidence.
         """
-        from sfumato.calibration.score_formulas import written
-
         return written(self._known(), language, higher_is_better=self.higher_is_better)
 
     def save(self, path: str | Path) -> None:
@@ -406,6 +363,8 @@ class ScoreCalibrator:
         try:
             values = json.loads(Path(path).read_text(encoding="utf-8"))
             refuse_newer(str(path), values["format"], _FORMAT)
+            if values["format"] != _FORMAT:
+                raise ValueError(f"format {values['format']!r}")
             made = cls(**values["arguments"])
             made._check_arguments()
             made.formula_ = ScoreFormula.from_json(values["formula"])
@@ -467,13 +426,13 @@ class ScoreCalibrator:
         better = np.zeros(q)
         for k in range(_FOLDS):
             inside = fold[lists.list_of] != k
-            if not 0 < label[inside].mean() < 1:
+            if not 0 < np.nanmean(label[inside]) < 1:
                 return False
             part = _Lists.of(lists.score[inside], lists.list_of[inside])
             for sign, comparable in ((1, False), (-1, True)):
                 formula = self._fitted(part, evidence[inside], label[inside], comparable)
                 logit = formula.logit(_features(lists, evidence, formula.knots))
-                loss = lists.sums(_losses(logit, label) / lists.rank())
+                loss = lists.sums(np.nan_to_num(_losses(logit, label)) / lists.rank())
                 better += sign * np.where(fold == k, loss, 0)
         return bool(better.mean() > better.std() / math.sqrt(q))
 
@@ -487,12 +446,14 @@ class ScoreCalibrator:
         prior = None if self.prior is None else _priors()[self.prior]
         centre = np.array([0.0 if prior is None else prior.weights.get(name, 0.0) for name in names])
         rising = np.array([name in _RISING for name in names])
-        weights, intercept = _regression(features, label, 1 / lists.rank(), self.penalty, centre, rising)
+        judged, label = ~np.isnan(label), np.nan_to_num(label)
+        weights, intercept = _regression(features, label, judged / lists.rank(), self.penalty, centre, rising)
         logit = intercept + features @ weights
         has = lists.sums(label) > 0
+        known = np.where(has, 1.0, lists.sums(1.0 - judged) == 0)  # Else one that nobody judged may match.
         about = _of_list(lists, logit)
         empty = (np.where(has, 0.0, 1.0) * len(has) + 0.5) / (len(has) + 1)  # As if one list more were half empty.
-        slopes, start = _regression(about, empty, np.ones(len(has)), self.penalty, np.array([-1.0, 0.0]))
+        slopes, start = _regression(about, empty, known, self.penalty, np.array([-1.0, 0.0]))
         nothing = start, float(slopes[0]), float(slopes[1])
         return ScoreFormula(dict(zip(names, weights.tolist(), strict=True)), intercept, knots, nothing)
 

@@ -589,26 +589,56 @@ def trust(
 
 @command()
 def score(
-    pairs: Path = word(
-        ...,
+    pairs: Path | None = word(
+        None,
         "File of pairs, one JSON object a line: text, texts (that describe the item), image (path, relative to the"
         " file). texts or image may be missing.",
         "PAIRS",
     ),
     out: Path = flag(..., "File of the results: the same lines with fits, the probability.", metavar="FILE"),
+    run: Path | None = flag(
+        None,
+        "Or the hits of another search engine, a TREC run; --out has the probabilities as its scores, or all figures"
+        " of a query on each line if its name ends with .jsonl.",
+        metavar="FILE",
+    ),
+    calibrator: Path | None = flag(None, "With --run: what sfumato calibrate --run has written.", metavar="FILE"),
     as_json: AsJson = False,
 ) -> None:
-    """Score captions: the probability that they describe an item.
+    """Score captions, or hits of any engine, by a probability.
 
-    It is the probability that a person would say so, given the item's texts, its image, or both. It needs no run and
-    no index.
+    Of a caption it is the probability that a person would say that it describes the item, given the item's texts, its
+    image, or both. It needs no run and no index.
     """
     from sfumato.errors import counted
     from sfumato.workflows.score import score_file
 
     check_out_file(out)
+    if run is not None or calibrator is not None:
+        if run is None or calibrator is None or pairs is not None:
+            raise UserError("give PAIRS; or --run FILE and --calibrator FILE")
+        return _score_lists(run, calibrator, out, as_json)
+    if pairs is None:
+        raise UserError(
+            "give PAIRS, a file of captions; or --run FILE and --calibrator FILE for hits of another engine"
+        )
     if out.exists() and pairs.exists() and out.samefile(pairs):
         raise UserError(f"--out {out} is the file of the pairs; give another name")
     with writing(out):
         n = score_file(pairs, out)
     print_result({"out": str(out), "n": n}, as_json, f"{counted(n, 'pair')} scored: {out}")
+
+
+def _score_lists(run: Path, calibrator: Path, out: Path, as_json: bool) -> None:
+    """Give the hits of another engine their probabilities."""
+    from sfumato.calibration.score_lists import ScoreCalibrator
+    from sfumato.errors import counted
+    from sfumato.workflows.ranked_lists import score_lists
+
+    if out.exists() and any(one.exists() and out.samefile(one) for one in (run, calibrator)):
+        raise UserError(f"--out {out} is one of the other files; give another name")
+    with writing(out):
+        queries, n, expected = score_lists(run, ScoreCalibrator.load(calibrator), out)
+    result = {"out": str(out), "queries": queries, "n": n, "expected_matches": expected}
+    line = f"{counted(n, 'hit')} of {counted(queries, 'query', 'queries')} scored, about {expected:,.0f} of them match"
+    print_result(result, as_json, f"{line}: {out}")

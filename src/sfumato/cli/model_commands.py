@@ -22,6 +22,7 @@ from sfumato.cli.common import (
     parse_names,
     print_result,
     problems_suffix,
+    rare,
     speed_suffix,
     word,
     writing,
@@ -69,9 +70,58 @@ def train(
     print_result(result, as_json, line)
 
 
+@dataclass(frozen=True)
+class JudgedLists:
+    """The hits of another search engine, with what is known of them."""
+
+    lists: Path | None = flag(
+        None,
+        "Instead: hits of another engine, a TREC run (QUERY Q0 ITEM RANK SCORE TAG a line).",
+        "--run",
+        metavar="FILE",
+    )
+    qrels: Path | None = flag(None, "With --run: which hits match, as TREC qrels (QUERY 0 ITEM GRADE).", metavar="FILE")
+    out: Path | None = flag(None, "With --run: file of the calibrator, for sfumato score.", metavar="FILE")
+    formula: str | None = flag(
+        None, "With --run: print the formula in sql, javascript, python, rust, painless or vespa.", metavar="LANGUAGE"
+    )
+    prior: str | None = rare(None, "With --run: start from the prior bm25, cosine or fusion.", metavar="KIND")
+    lower: bool = rare(False, "With --run: a smaller score is a better hit, as of distances.", "--lower-is-better")
+    unjudged: str = rare("no", "With --run: hits that qrels lack are no matches (no), or unknown.", metavar="WORD")
+
+    @property
+    def given(self) -> bool:
+        """Whether any of them was given."""
+        return any(value is not None for value in (self.lists, self.qrels, self.out, self.formula))
+
+    def fit(self, as_json: bool) -> None:
+        """Fit a calibrator of lists, write it, and say what it is worth."""
+        from sfumato.calibration.score_lists import ScoreCalibrator
+        from sfumato.reports.console import print_fitted_lists
+        from sfumato.workflows.ranked_lists import fit_lists
+
+        if self.lists is None or self.qrels is None or self.out is None:
+            raise UserError("give --run FILE, --qrels FILE and --out FILE together")
+        if self.unjudged not in ("no", "unknown"):
+            raise UserError(f"--unjudged must be no or unknown, got {self.unjudged!r}")
+        check_out_file(self.out)
+        made = ScoreCalibrator(higher_is_better=not self.lower, prior=self.prior)
+        found = fit_lists(self.lists, self.qrels, made, unjudged=self.unjudged)
+        code = None if self.formula is None else made.formula(self.formula)
+        with writing(self.out):
+            made.save(self.out)
+        if as_json:
+            return print(json.dumps({**found.to_json(), "out": str(self.out), "formula": code}))
+        if code is not None:
+            return print(code)
+        print_fitted_lists(found, self.lists)
+        print(f"written to {self.out}; next: sfumato score --run OTHER --calibrator {self.out} --out FILE")
+
+
 @command()
 def calibrate(
-    run: Path = word(..., "Folder of a run; with --judgements, of a collection.", "RUN"),
+    *,
+    run: Path | None = word(None, "Folder of a run; with --judgements, of a collection.", "RUN"),
     judgements: Path | None = flag(
         None,
         "Refine the probabilities of a collection by people's verdicts instead (sfumato judge). Give all verdicts: a"
@@ -84,9 +134,10 @@ def calibrate(
     method: str = flag("platt", "How to fit: platt, or isotonic (needs the extra calibration)."),
     queries: Population = "planted",
     device: Device = "auto",
+    lists: JudgedLists,
     as_json: AsJson = False,
 ) -> None:
-    """Calibrate again: another method, other queries, verdicts.
+    """Calibrate again: other method, queries, verdicts, engine.
 
     Training and `sfumato adopt` calibrate already. This fits match probabilities, thresholds, abstention and conformal
     sets, and writes them to the run's calibration.json. A run with held-out wordings has calibration-training.json too,
@@ -97,6 +148,12 @@ def calibrate(
     from sfumato.reports.console import print_calibration
     from sfumato.search.collection import GaussianCollection
 
+    if lists.given:
+        if run is not None or (judgements, split, method, queries, device) != (None, "val", "platt", "planted", "auto"):
+            raise UserError("--run takes the hits of another engine; leave RUN and the options for runs out")
+        return lists.fit(as_json)
+    if run is None:
+        raise UserError("give RUN, the folder of a run; or --run FILE --qrels FILE --out FILE for another engine")
     if judgements is not None:
         if (split, method, queries, device) != ("val", "platt", "planted", "auto"):
             raise UserError("--judgements refines a collection; leave --split, --method, --queries and --device out")

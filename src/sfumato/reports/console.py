@@ -27,6 +27,7 @@ from sfumato.reports.tables import (
     signed,
 )
 from sfumato.workflows.adopt import METHODS, AdoptedModel
+from sfumato.workflows.ranked_lists import FittedLists
 
 
 def print_over_seeds(summary: Mapping[str, OverSeeds], title: str) -> None:
@@ -575,3 +576,26 @@ def _print_corruptions(title: str, direction: DirectionTrust) -> None:
         print_wrapped(
             f"{in_words(name)}, {counted(corruption.n, 'query', 'queries')}: recall@1 {recall} at strength {strengths}"
         )
+
+
+def print_fitted_lists(found: FittedLists, name: object) -> None:
+    """Print what a calibrator of lists was fitted on, and what its probabilities are worth."""
+    title = f"{name}: {counted(found.queries, 'query', 'queries')}, {counted(found.judged, 'judged hit')}"
+    rows = [
+        [
+            "first hit" if one.hits == 1 else f"first {one.hits} hits",
+            *(f"{value:.3f}" for value in (one.mean_probability, one.rate, one.ece, one.ece_by_chance)),
+            "undefined" if one.auroc is None else f"{one.auroc:.3f}",
+        ]
+        for one in found.figures
+    ]
+    if rows:
+        print_table(title, ["", "said", "right", "calibration error", "of perfect probabilities", "AUROC"], rows)
+        print_wrapped("Each fifth of the queries by a fit on the others.")
+    else:
+        print_wrapped(f"{title}. They are too few to measure the probabilities.")
+    print_wrapped(
+        "Scores of different queries are comparable, and used as such."
+        if found.comparable
+        else "Scores of different queries are not comparable: only the shape of each list counts."
+    )

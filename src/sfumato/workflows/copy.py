@@ -39,6 +39,7 @@ from sfumato.workflows.index import (
     load_retrieval_model,
     open_gallery,
     own_or_anchored,
+    remove_items,
 )
 
 _BATCH, _AT_A_TIME = 64, 512
@@ -135,7 +136,7 @@ class _Copy:
     def _begin(self, collection: GaussianCollection) -> None:
         self._open.callback(collection.close)
         check_same(collection, self._model, self._gallery.scorer.direction)
-        if collection.metadata.get("copy_of", _origin(collection)) != _origin(self._gallery):
+        if _origin(collection) != _origin(self._gallery):
             collection.close()
             raise UserError(f"{self.done.out} is not a copy of this gallery; give another folder for the copy")
         self._open.enter_context(collection.filling(_GO_ON))
@@ -170,7 +171,7 @@ class _Copy:
         if self.collection is None:
             raise UserError(f"no item of the gallery can be embedded:\n{self.done.problems.summary()}")
         gone = [i for i in there if i not in now or (i in self._unusable and there[i] != now[i])]
-        self.done.deleted += (deleted := self.collection.delete(gone) if gone else 0)
+        self.done.deleted += (deleted := remove_items(self.collection, gone) if gone else 0)
         return len(todo) + deleted
 
     def _store(self, ids: Sequence[str], digests: Mapping[str, bytes]) -> None:
@@ -229,9 +230,12 @@ def _digests(gallery: Gallery) -> dict[str, bytes]:
 
 
 def _origin(gallery: Gallery) -> str:
-    """What all copies of a gallery by other models share."""
-    own = gallery.store.fingerprint if isinstance(gallery, GaussianCollection) else secrets.token_hex(8)
-    return str(gallery.metadata.get("copy_of") or own)
+    """What all copies of a gallery by other models share; of an index, its items."""
+    if "copy_of" in gallery.metadata:
+        return str(gallery.metadata["copy_of"])
+    if isinstance(gallery, GaussianCollection):
+        return gallery.store.fingerprint
+    return hashlib.blake2b("\n".join(_digests(gallery)).encode(), digest_size=16).hexdigest()
 
 
 @contextlib.contextmanager

@@ -1,0 +1,178 @@
+"""Probabilities for the lists of another search engine, from files in the formats of TREC.
+
+A run has a line for each hit, `QUERY Q0 ITEM RANK SCORE TAG`; qrels a line for each judged pair, `QUERY 0 ITEM GRADE`.
+Queries and items are percent-encoded where they have spaces, as `sfumato judge --export` writes them.
+"""
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote, unquote
+
+import numpy as np
+import torch
+
+from sfumato.calibration.score_lists import ScoreCalibrator
+from sfumato.errors import UserError
+from sfumato.evaluation.hits import HitFigures, hit_figures
+from sfumato.evaluation.judgements import read_qrels
+from sfumato.files import write_atomically
+
+_FOLDS = 5
+_PLAIN = "/:,;!?'()&=+@$*~"
+
+
+@dataclass(frozen=True, eq=False)
+class RankedLists:
+    """The hits of a run, in the order of the file."""
+
+    query: list[str]
+    item: list[str]
+    score: np.ndarray  # (n,)
+
+    @classmethod
+    def read(cls, path: Path) -> "RankedLists":
+        """Read a run."""
+        rows = [_row(path, number, line) for number, line in _lines(path)]
+        if not rows:
+            raise UserError(f"{path} holds no hit; expected lines QUERY Q0 ITEM RANK SCORE TAG")
+        query, item, score = (list(column) for column in zip(*rows, strict=True))
+        seen = set[tuple[str, str]]()
+        for pair in zip(query, item, strict=True):
+            if pair in seen:
+                raise UserError(f"{path}: item {pair[1]!r} is twice among the hits of {pair[0]!r}; keep one of them")
+            seen.add(pair)
+        return cls(query, item, np.array(score))
+
+    @property
+    def groups(self) -> np.ndarray:
+        """(n,) the number of the query of each hit."""
+        number = {query: i for i, query in enumerate(dict.fromkeys(self.query))}
+        return np.array([number[query] for query in self.query])
+
+    def labels(self, qrels: Path, unjudged: str) -> np.ndarray:
+        """(n,) 1 for a match, 0 for none, NaN where nobody judged and that is unknown; queries of the qrels alone."""
+        found = {one.pair: float(one.yes) for one in read_qrels(qrels)}
+        queries = {query for query, _ in found}
+        other = 0.0 if unjudged == "no" else math.nan
+        pairs = zip(self.query, self.item, strict=True)
+        return np.array([found.get(pair, other if pair[0] in queries else math.nan) for pair in pairs])
+
+
+def _lines(path: Path) -> Iterator[tuple[int, str]]:
+    try:
+        lines = path.read_text(encoding="utf-8-sig").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"cannot read {path}: {error}; give a TREC run in UTF-8") from error
+    return ((number, line) for number, line in enumerate(lines, 1) if line.strip())
+
+
+def _row(path: Path, number: int, line: str) -> tuple[str, str, float]:
+    columns = line.split()
+    try:
+        query, _, item, _, score, _ = columns
+        value = float(score)
+    except ValueError:
+        value, query, item = math.nan, "", ""
+    if not math.isfinite(value):
+        raise UserError(
+            f"{path}, line {number}: {line.strip()[:80]!r} is no line of a TREC run; expected six columns, QUERY Q0"
+            " ITEM RANK SCORE TAG, with a number as SCORE"
+        )
+    return unquote(query), unquote(item), value
+
+
+@dataclass(frozen=True)
+class FittedLists:
+    """What a calibrator was fitted on, and how good its probabilities are for queries that it was not fitted on."""
+
+    queries: int
+    judged: int  # hits with a label
+    matches: int
+    comparable: bool  # whether scores of different queries are used as such
+    figures: tuple[HitFigures, ...]  # of the first hit, and of the first ten, each fold by a fit on the others
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return {**vars(self), "figures": [one.to_json() for one in self.figures]}
+
+
+def fit_lists(run: Path, qrels: Path, calibrator: ScoreCalibrator, *, unjudged: str = "no") -> FittedLists:
+    """Fit a calibrator on a judged run."""
+    hits = RankedLists.read(run)
+    label = hits.labels(qrels, unjudged)
+    known = ~np.isnan(label)
+    if not known.any():
+        raise UserError(f"{qrels} judges no query of {run}; are the queries named alike?")
+    if not 0 < label[known].mean() < 1:
+        which = "match" if label[known].all() else "match none"
+        raise UserError(f"{run}: all judged hits {which}, by {qrels}; a fit needs hits that match and others")
+    inside = np.isin(hits.groups, np.unique(hits.groups[known]))
+    score, label, groups = hits.score[inside], label[inside], hits.groups[inside]
+    figures = _held_out(calibrator, score, label, groups)
+    calibrator.fit(score, label, groups=groups)
+    n = len(np.unique(groups))
+    return FittedLists(n, int(known.sum()), int(np.nansum(label)), calibrator.formula_.knots is not None, figures)
+
+
+def _held_out(
+    calibrator: ScoreCalibrator, score: np.ndarray, label: np.ndarray, groups: np.ndarray
+) -> tuple[HitFigures, ...]:
+    """Figures of the first hit and the first ten; nothing where a fold would lack matches."""
+    queries = np.random.default_rng(0).permutation(np.unique(groups))
+    p = np.full(len(score), np.nan)
+    for k in range(_FOLDS):
+        asked = np.isin(groups, queries[k::_FOLDS])
+        others = label[~asked]
+        if not 0 < np.nansum(others) < (~np.isnan(others)).sum():
+            return ()
+        made = ScoreCalibrator(**calibrator.get_params()).fit(score[~asked], others, groups=groups[~asked])
+        if asked.any():
+            p[asked] = made.predict_proba(score[asked], groups=groups[asked])[:, 1]
+    order = np.lexsort((-p, groups))
+    first = np.searchsorted(groups[order], groups[order])
+    rank = np.empty(len(p), dtype=np.int64)
+    rank[order] = np.arange(len(p)) - first
+    size = round(len(p) / len(queries))
+    found = []
+    for most in (1, 10):
+        seen = (rank < most) & ~np.isnan(label)
+        if not seen.any():
+            return ()
+        q, y = torch.from_numpy(p[seen]), torch.from_numpy(label[seen])
+        found.append(hit_figures(q, y, "t2i", size, most))
+    return tuple(found)
+
+
+def score_lists(run: Path, calibrator: ScoreCalibrator, out: Path) -> tuple[int, int, float]:
+    """Write a run with probabilities. Returns (queries, hits, expected matches of all).
+
+    As JSON lines, one a query, if the name ends with .jsonl; else as a TREC run whose scores are the probabilities.
+    """
+    hits = RankedLists.read(run)
+    groups = hits.groups
+    p = calibrator.predict_proba(hits.score, groups=groups)[:, 1]
+    expected = calibrator.expected_matches(hits.score, groups=groups)
+    nothing = calibrator.nothing_matches(hits.score, groups=groups)
+    order = np.lexsort((-p, groups))
+    bounds = np.searchsorted(groups[order], np.arange(len(expected) + 1))
+    lines = []
+    for q in range(len(expected)):
+        rows = order[bounds[q] : bounds[q + 1]].tolist()
+        name = hits.query[rows[0]]
+        if out.suffix == ".jsonl":
+            found = [
+                {"id": hits.item[i], "score": float(hits.score[i]), "match_probability": float(p[i])} for i in rows
+            ]
+            whole = {"expected_matches": float(expected[q]), "nothing_probability": float(nothing[q])}
+            lines.append(json.dumps({"query": name, **whole, "hits": found}, ensure_ascii=False))
+        else:
+            query = quote(name, _PLAIN)
+            lines += [
+                f"{query} Q0 {quote(hits.item[i], _PLAIN)} {rank} {p[i]:.9g} sfumato" for rank, i in enumerate(rows, 1)
+            ]
+    write_atomically(out, "\n".join(lines) + "\n")
+    return len(expected), len(p), float(expected.sum())

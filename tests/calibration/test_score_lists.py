@@ -1,0 +1,414 @@
+"""Probabilities of the lists of any engine: against loops, scikit-learn, other languages, and simulated lists."""
+
+import json
+import math
+import re
+import shutil
+import sqlite3
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from support.postgresql import postgresql
+from support.raising import raises
+
+from sfumato import ScoreCalibrator
+from sfumato.calibration.score_formulas import SHAPE, ScoreFormula
+from sfumato.errors import UserError
+
+LANGUAGES = ("sql", "javascript", "python", "rust", "painless", "vespa")
+
+
+def simulated(q, seed, *, comparable=True, empty=0.2):
+    """Lists of 3 to 30 scores of which the best may match; (scores, labels, queries)."""
+    random = np.random.default_rng(seed)
+    scores, labels, queries = [], [], []
+    for i in range(q):
+        n = int(random.integers(3, 31))
+        own, match = random.normal(0, 1, n), np.zeros(n)
+        if random.random() > empty:
+            own[0] += random.exponential(2)
+            match[0] = 1
+        scale, shift = (1, 10) if comparable else (math.exp(random.normal()), random.normal(0, 20))
+        scores += (own * scale + shift).tolist()
+        labels += match.tolist()
+        queries += [f"query {i}"] * n
+    return np.array(scores), np.array(labels), np.array(queries)
+
+
+@pytest.fixture(scope="module")
+def data():
+    return simulated(150, 1)
+
+
+@pytest.fixture(scope="module", params=[False, True])
+def fitted(request, data):
+    return ScoreCalibrator(comparable=request.param).fit(data[0], data[1], groups=data[2])
+
+
+def by_loops(formula: ScoreFormula, scores):
+    """Logits of one list, straight from the definition."""
+    n, top = len(scores), max(scores)
+    mean = math.fsum(scores) / n
+    deviation = math.sqrt(math.fsum((s - mean) ** 2 for s in scores) / n)
+    deviation = deviation if deviation > 1e-9 * abs(top) else 1.0
+    found = []
+    for s in scores:
+        features = {
+            "gap": (s - top) / deviation,
+            "order": -math.log(1 + sum(other > s for other in scores)),
+            "lead": (top - sorted(scores)[-2]) / deviation if n > 1 else 0.0,
+            "height": (top - mean) / deviation,
+            "crowd": -math.log(math.fsum(math.exp((other - top) / deviation) for other in scores)),
+        }
+        if formula.knots is not None:
+            low, high = formula.knots
+            features |= {"low": min(s, low), "middle": min(max(s, low), high) - low, "high": max(s, high) - high}
+        found.append(formula.intercept + math.fsum(formula.weights[name] * features[name] for name in formula.weights))
+    return found
+
+
+ODD = [[3.0], [2.0, 2.0], [5.0, 5.0, 5.0], [1.0, 4.0, 4.0, 2.0], [-1e6, -1e6 - 1e-3], [12.5, 11.0, 9.0, 10.0, 10.0]]
+
+
+def test_logits_are_those_of_loops(fitted, data):
+    scores, _, queries = data
+    shuffled = np.random.default_rng(0).permutation(len(scores))
+    found = fitted.decision_function(scores[shuffled], groups=queries[shuffled])
+    for query in np.unique(queries)[::7]:
+        inside = queries[shuffled] == query
+        wanted = by_loops(fitted.formula_, scores[shuffled][inside].tolist())
+        np.testing.assert_allclose(found[inside], wanted, rtol=0, atol=1e-9)
+    for odd in ODD:
+        np.testing.assert_allclose(fitted.decision_function(odd), by_loops(fitted.formula_, odd), rtol=1e-9, atol=1e-8)
+
+
+def test_the_scale_of_a_query_does_not_matter(data):
+    scores, labels, queries = data
+    made = ScoreCalibrator(comparable=False).fit(scores, labels, groups=queries)
+    before = made.predict_proba(scores, groups=queries)[:, 1]
+    number = np.unique(queries, return_inverse=True)[1]
+    random = np.random.default_rng(2)
+    scale, shift = np.exp(random.normal(size=number.max() + 1)), random.normal(0, 50, number.max() + 1)
+    after = made.predict_proba(scores * scale[number] + shift[number], groups=queries)[:, 1]
+    np.testing.assert_allclose(after, before, atol=1e-9)
+    assert not np.allclose(made.predict_proba(scores**3, groups=queries)[:, 1], before, atol=1e-3)
+
+
+def test_smaller_is_better(data):
+    scores, labels, queries = data
+    up, down = ScoreCalibrator(), ScoreCalibrator(higher_is_better=False)
+    up.fit(scores, labels, groups=queries)
+    down.fit(-scores, labels, groups=queries)
+    found = down.predict_proba(-scores, groups=queries)
+    np.testing.assert_allclose(found, up.predict_proba(scores, groups=queries), atol=1e-12)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_higher_score_never_gets_a_lower_probability(seed):
+    """Also where the labels say the reverse."""
+    scores, labels, queries = simulated(40, seed)
+    reversed_labels = 1 - labels if seed % 2 else labels
+    for comparable in (True, False):
+        made = ScoreCalibrator(comparable=comparable).fit(scores, reversed_labels, groups=queries)
+        p = made.predict_proba(scores, groups=queries)[:, 1]
+        for query in np.unique(queries):
+            own = p[queries == query][np.argsort(scores[queries == query], kind="stable")]
+            assert (np.diff(own) >= -1e-12).all()
+
+
+def test_the_fit_is_that_of_scikit_learn(data):
+    """Labels are drawn by a formula whose weights are all positive, and every eleventh hit is not judged."""
+    linear_model = pytest.importorskip("sklearn.linear_model")
+    scores, _, queries = data
+    unit = {name: ScoreFormula({n: float(n == name) for n in SHAPE}, 0.0, None, (0, 0, 0)) for name in SHAPE}
+    features, rank = np.empty((len(scores), 5)), np.empty(len(scores))
+    for query in np.unique(queries):
+        inside, own = queries == query, scores[queries == query].tolist()
+        features[inside] = np.array([by_loops(unit[name], own) for name in SHAPE]).T
+        rank[inside] = [1 + sum(other > s for other in own) for s in own]
+    chance = 1 / (1 + np.exp(-(features @ [1.0, 0.7, 0.3, 0.2, 0.1])))
+    labels = (np.random.default_rng(4).random(len(scores)) < chance).astype(float)
+    labels[::11] = np.nan
+    made = ScoreCalibrator(comparable=False, penalty=0.5).fit(scores, labels, groups=queries)
+    assert all(made.formula_.weights[name] > 0 for name in ("gap", "order")), "else the constraint is at work"
+    mean, deviation, known = features.mean(0), features.std(0), ~np.isnan(labels)
+    reference = linear_model.LogisticRegression(C=2.0, tol=1e-10, max_iter=10_000)
+    reference.fit((features[known] - mean) / deviation, labels[known], sample_weight=1 / rank[known])
+    weights = reference.coef_[0] / deviation
+    np.testing.assert_allclose(list(made.formula_.weights.values()), weights, rtol=1e-3, atol=1e-4)
+    assert made.formula_.intercept == pytest.approx(reference.intercept_[0] - mean @ weights, abs=1e-3)
+
+
+def test_scores_are_used_as_such_where_they_are_comparable():
+    for seed in range(3):
+        random = np.random.default_rng(seed)
+        same = np.repeat(random.normal(0, 3, 200), 2)  # Two hits: the shape says nothing, the height all.
+        scores, queries = same + np.tile([1.0, 0.0], 200), np.repeat(np.arange(200), 2)
+        labels = (random.random(400) < 1 / (1 + np.exp(-same))) * np.tile([1.0, 0.0], 200)
+        assert ScoreCalibrator().fit(scores, labels, groups=queries).formula_.knots is not None
+        labels = (random.random(400) < 0.4) * np.tile([1.0, 0.0], 200)
+        assert ScoreCalibrator().fit(scores, labels, groups=queries).formula_.knots is None
+
+
+def test_probabilities_and_their_sums_hold_on_new_lists():
+    """Each mean within 4 standard errors: a right fit fails once in 5,000 times (2 lists of figures, 3 kinds)."""
+    scores, labels, queries = simulated(3000, 11)
+    made = ScoreCalibrator().fit(scores, labels, groups=queries)
+    scores, labels, queries = simulated(3000, 12)
+    p = made.predict_proba(scores, groups=queries)[:, 1]
+    assert abs(p - labels).mean() < 0.2
+    assert abs((p - labels).sum()) < 4 * math.sqrt((p * (1 - p)).sum())
+    sums = made.expected_matches(scores, groups=queries)
+    order = list(dict.fromkeys(queries))
+    assert sums == pytest.approx([p[queries == query].sum() for query in order])
+    nothing = made.nothing_matches(scores, groups=queries)
+    empty = np.array([labels[queries == query].max() == 0 for query in order])
+    assert abs((nothing - empty).sum()) < 4 * math.sqrt((nothing * (1 - nothing)).sum())
+    first = np.array([p[queries == query].max() for query in order])
+    assert (nothing <= 1 - first + 1e-12).all()
+    low, high = nothing < np.quantile(nothing, 0.3), nothing > np.quantile(nothing, 0.7)
+    assert empty[high].mean() > 0.1 + empty[low].mean()
+    independent = np.array([np.prod(1 - p[queries == query]) for query in order])
+    assert ((nothing - empty) ** 2).mean() <= ((independent - empty) ** 2).mean()
+
+
+def test_a_prior_predicts_and_few_labels_move_it(data):
+    scores, labels, queries = data
+    prior = ScoreCalibrator(prior="bm25")
+    before = prior.predict_proba(scores, groups=queries)
+    strong = ScoreCalibrator(prior="bm25", comparable=False, penalty=1e9).fit(scores, labels, groups=queries)
+    given = prior._known().weights
+    assert list(strong.formula_.weights.values()) == pytest.approx(list(given.values()), abs=1e-4)
+    weak = ScoreCalibrator(prior="bm25", comparable=False, penalty=1e-6).fit(scores, labels, groups=queries)
+    plain = ScoreCalibrator(comparable=False, penalty=1e-6).fit(scores, labels, groups=queries)
+    assert weak.score(scores, labels, groups=queries) == pytest.approx(
+        plain.score(scores, labels, groups=queries), abs=1e-6
+    )
+    assert weak.score(scores, labels, groups=queries) > prior.score(scores, labels, groups=queries)
+    assert before.shape == (len(scores), 2) and np.allclose(before.sum(1), 1)
+
+
+def test_further_evidence(data):
+    scores, labels, queries = data
+    hint = labels + np.random.default_rng(3).normal(0, 0.5, len(labels))
+    plain = ScoreCalibrator().fit(scores, labels, groups=queries)
+    made = ScoreCalibrator().fit(np.stack([scores, hint], 1), labels, groups=queries)
+    both = made.score(np.stack([scores, hint], 1), labels, groups=queries)
+    assert both > plain.score(scores, labels, groups=queries) + 0.02
+    raises(ValueError, "0 columns of further evidence, and the fit had 1", made.predict_proba, scores, groups=queries)
+    raises(ValueError, "further evidence has no formula", made.formula, "sql")
+
+
+def test_scikit_learn_takes_it(data):
+    sklearn = pytest.importorskip("sklearn")
+    from sklearn.model_selection import GridSearchCV, GroupKFold
+    from sklearn.pipeline import Pipeline
+    from sklearn.preprocessing import FunctionTransformer
+    from sklearn.utils.validation import check_is_fitted
+
+    scores, labels, queries = data
+    number = np.unique(queries, return_inverse=True)[1]
+    X = np.stack([scores, number], axis=1)
+    made = ScoreCalibrator(penalty=3.0, prior="cosine")
+    copy = sklearn.base.clone(made)
+    assert copy is not made and copy.get_params() == made.get_params() and repr(copy) == repr(made)
+    assert copy.set_params(prior=None, penalty=2.0).get_params() == {**made.get_params(), "prior": None, "penalty": 2.0}
+    search = GridSearchCV(ScoreCalibrator(), {"penalty": [1e-3, 1.0, 1e5]}, cv=GroupKFold(3))
+    search.fit(X, labels, groups=number)
+    assert search.best_params_["penalty"] < 1e5
+    pipeline = Pipeline([("same", FunctionTransformer()), ("calibrator", ScoreCalibrator())]).fit(X, labels)
+    wanted = ScoreCalibrator().fit(scores, labels, groups=queries).predict_proba(scores, groups=queries)
+    np.testing.assert_allclose(pipeline.predict_proba(X), wanted, atol=1e-12)
+    check_is_fitted(pipeline[-1])
+    assert sklearn.base.is_classifier(made) and pipeline.predict(X).mean() < 0.5
+
+
+def test_a_file_keeps_it_without_a_pickle(fitted, data, tmp_path):
+    file = tmp_path / "calibrator.json"
+    fitted.save(file)
+    loaded = ScoreCalibrator.load(file)
+    assert loaded.get_params() == fitted.get_params()
+    np.testing.assert_array_equal(
+        loaded.predict_proba(data[0], groups=data[2]), fitted.predict_proba(data[0], groups=data[2])
+    )
+    values = json.loads(file.read_text())
+    for change in ({"format": "x"}, {"formula": {}}, {"arguments": {"a": 1}}, {"arguments": {"penalty": -1}}):
+        file.write_text(json.dumps(values | change))
+        raises(ValueError, "no file of a score calibrator", ScoreCalibrator.load, file)
+    file.write_text(json.dumps(values | {"format": 2}))
+    raises(UserError, "later version of sfumato", ScoreCalibrator.load, file)
+    file.write_bytes(b"\x80\x04")
+    raises(ValueError, "no file of a score calibrator", ScoreCalibrator.load, file)
+
+
+def test_bad_input():
+    made = ScoreCalibrator()
+    raises(ValueError, "got 2 labels for 3 hits", made.fit, [1, 2, 3], [0, 1])
+    raises(ValueError, "got 2 groups for 3 hits", made.fit, [1, 2, 3], [0, 1, 0], groups=[1, 1])
+    raises(ValueError, "not finite", made.fit, [1, np.nan], [0, 1])
+    raises(ValueError, "not 0, 1 or NaN", made.fit, [1, 2], [0, 2])
+    raises(ValueError, "all labels are equal", made.fit, [1, 2], [0, 0])
+    raises(ValueError, "all labels are equal", made.fit, [1, 2], [np.nan, np.nan])
+    raises(ValueError, "X must be", made.fit, np.ones((2, 2, 2)), [0, 1])
+    raises(ValueError, "not fitted", made.predict_proba, [1, 2])
+    raises(ValueError, "prior must be bm25", ScoreCalibrator(prior="dense").predict_proba, [1.0])
+    raises(ValueError, "penalty must be", ScoreCalibrator(penalty=0).fit, [1, 2], [0, 1])
+    raises(ValueError, "comparable must be", ScoreCalibrator(comparable="no").fit, [1, 2], [0, 1])
+    raises(ValueError, "language must be sql", ScoreCalibrator(prior="bm25").formula, "perl")
+    assert ScoreCalibrator(prior="bm25").predict_proba([]).shape == (0, 2)
+
+
+def test_prediction_needs_numpy_alone():
+    code = (
+        "import sys\nfrom sfumato import ScoreCalibrator\nScoreCalibrator(prior='bm25').predict_proba([3., 1.])\n"
+        "print([m for m in ('torch', 'scipy', 'sklearn', 'pydantic', 'PIL', 'transformers') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+# --- The formula in other languages
+
+
+@pytest.fixture(scope="module")
+def cases(data):
+    scores, _, queries = data
+    found = [scores[queries == query].tolist() for query in np.unique(queries)[:25]]
+    return [*found, *[odd for odd in ODD if odd[0] > -1e6]]
+
+
+@pytest.fixture(scope="module", params=["shape", "comparable", "distance"])
+def exported(request, data):
+    """A calibrator, and the sign of its scores."""
+    sign = -1 if request.param == "distance" else 1
+    made = ScoreCalibrator(comparable=request.param != "shape", higher_is_better=sign > 0)
+    return made.fit(sign * data[0], data[1], groups=data[2]), sign
+
+
+def wanted(exported, cases):
+    made, sign = exported
+    return [made.predict_proba(sign * np.array(case))[:, 1].tolist() for case in cases]
+
+
+def agree(found, exported, cases):
+    for mine, ours in zip(found, wanted(exported, cases), strict=True):
+        assert mine == pytest.approx(ours, abs=1e-6)
+
+
+def test_python(exported, cases):
+    space = {}
+    exec(exported[0].formula("python"), space)
+    agree([space["match_probabilities"]([exported[1] * s for s in case]) for case in cases], exported, cases)
+
+
+def rows_of(exported, cases):
+    return [(q, i, exported[1] * s) for q, case in enumerate(cases) for i, s in enumerate(case)]
+
+
+def by_query(rows, cases):
+    known = {(q, i): p for q, i, p in rows}
+    return [[known[q, i] for i in range(len(case))] for q, case in enumerate(cases)]
+
+
+def test_sqlite(exported, cases):
+    with sqlite3.connect(":memory:") as connection:
+        try:
+            connection.execute("SELECT LN(2.0)")
+        except sqlite3.OperationalError:
+            pytest.skip("this SQLite has no mathematical functions")
+        connection.execute("CREATE TABLE hits (query INTEGER, item INTEGER, score REAL)")
+        connection.executemany("INSERT INTO hits VALUES (?, ?, ?)", rows_of(exported, cases))
+        found = connection.execute(exported[0].formula("sql")).fetchall()
+    agree(by_query(found, cases), exported, cases)
+
+
+@pytest.fixture(scope="module")
+def server():
+    pytest.importorskip("psycopg")
+    with postgresql() as running:
+        yield running
+
+
+def test_postgresql(exported, cases, server):
+    values = ", ".join(f"({q}, {i}, {s!r})" for q, i, s in rows_of(exported, cases))
+    found = server.execute(
+        "DROP TABLE IF EXISTS hits",
+        "CREATE TABLE hits (query integer, item integer, score double precision)",
+        f"INSERT INTO hits VALUES {values}",
+        exported[0].formula("sql"),
+    )
+    agree(by_query(found, cases), exported, cases)
+
+
+def test_javascript(exported, cases):
+    if shutil.which("node") is None:
+        pytest.skip("node is not installed")
+    given = json.dumps([[exported[1] * s for s in case] for case in cases])
+    code = f"{exported[0].formula('javascript')}\nconsole.log(JSON.stringify({given}.map(matchProbabilities)))"
+    done = subprocess.run(["node", "-"], input=code, capture_output=True, text=True, check=True)
+    agree(json.loads(done.stdout), exported, cases)
+
+
+def test_rust(exported, cases, tmp_path):
+    compiler = shutil.which("rustc")
+    if compiler is None:
+        pytest.skip("rustc is not installed")
+    lists = ", ".join(f"vec!{[float(exported[1] * s) for s in case]}" for case in cases)
+    main = f'fn main() {{ for case in [{lists}] {{ println!("{{:?}}", match_probabilities(&case)); }} }}'
+    (tmp_path / "main.rs").write_text(f"{exported[0].formula('rust')}\n{main}\n")
+    program = str(tmp_path / "program")
+    subprocess.run([compiler, "-o", program, str(tmp_path / "main.rs")], check=True, capture_output=True)
+    done = subprocess.run([program], capture_output=True, text=True, check=True)
+    agree([json.loads(line) for line in done.stdout.splitlines()], exported, cases)
+
+
+def described(case):
+    """What the parameters of a list are."""
+    case = np.array(case)
+    top, deviation = case.max(), case.std() if case.std() > 1e-9 * abs(case.max()) else 1.0
+    second = np.sort(case)[-2] if len(case) > 1 else top
+    return {
+        "top": top,
+        "mean": case.mean(),
+        "deviation": deviation,
+        "lead": (top - second) / deviation,
+        "crowd": -np.log(np.exp((case - top) / deviation).sum()),
+    }
+
+
+def each(evaluate, exported, cases):
+    found = []
+    for case in cases:
+        of_list = described(case)
+        found.append(
+            [evaluate(exported[1] * s, {**of_list, "rank": 1 + sum(other > s for other in case)}) for s in case]
+        )
+    return found
+
+
+def test_painless_by_an_evaluator(exported, cases):
+    """Its syntax is that of Java; the statements are read as Python. It was not run in Elasticsearch."""
+    lines = [line for line in exported[0].formula("painless").split("\n") if not line.startswith("//")]
+    body = "\n".join(f"    {line.removeprefix('double ').removesuffix(';')}" for line in lines)
+    space = {"Math": type("Math", (), {name: staticmethod(getattr(math, name)) for name in ("log", "exp")})}
+    space["Math"].min, space["Math"].max = staticmethod(min), staticmethod(max)
+    exec(f"def script(_score, params):\n{body}", space)
+    values = each(lambda s, p: space["script"](s, type("P", (), p)), exported, cases)
+    agree(values, exported, cases)
+
+
+def test_vespa_by_an_evaluator(exported, cases):
+    """Its functions are evaluated as Python. It was not run in Vespa."""
+    found = re.findall(r"function (\w+)\(\) \{ expression: (.*) \}", exported[0].formula("vespa"))
+
+    def evaluate(score, inputs):
+        space = {"log": math.log, "exp": math.exp, "min": min, "max": max}
+        space["query"] = lambda name: {**inputs, "score": score}[name]
+        for name, expression in found:
+            names = {n: n for n in [*inputs, "score"]}
+            space[name] = eval(re.sub(r"query\((\w+)\)", r"query('\1')", expression), {**names, **space})
+        return space["match_probability"]
+
+    agree(each(evaluate, exported, cases), exported, cases)

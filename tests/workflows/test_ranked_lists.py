@@ -1,0 +1,124 @@
+"""The runs of other engines, in the formats of TREC: fitted, measured on held-out queries, and scored."""
+
+import json
+
+import numpy as np
+import pytest
+from support.raising import raises
+from support.words import folded
+
+from sfumato import ScoreCalibrator
+from sfumato.errors import UserError
+from sfumato.metrics.reliability import expected_calibration_error
+from sfumato.workflows.ranked_lists import RankedLists, fit_lists, score_lists
+
+
+def write(folder, n=60, seed=0, name="run"):
+    """A run of n queries with 12 hits, of which the first may match, and its qrels."""
+    random = np.random.default_rng(seed)
+    run, qrels = [], []
+    for q in range(n):
+        score = np.sort(random.normal(0, 1, 12))[::-1]
+        score[0] += random.exponential(2)
+        for i, s in enumerate(score):
+            run.append(f"query%20{q} Q0 item/{i} {i + 1} {s:.6f} bm25")
+        right = random.random() < 0.4 + 0.1 * (score[0] - score[1])
+        qrels.append(f"query%20{q} 0 item/{0 if right else 5} 1")
+        qrels.append(f"query%20{q} 0 item/3 0")
+    (folder / f"{name}.trec").write_text("\n".join(run) + "\n")
+    (folder / f"{name}.qrels").write_text("\n".join(qrels) + "\n")
+    return folder / f"{name}.trec", folder / f"{name}.qrels"
+
+
+def test_held_out_figures_are_those_of_fits_on_the_other_queries(tmp_path):
+    run, qrels = write(tmp_path)
+    made = ScoreCalibrator()
+    found = fit_lists(run, qrels, made)
+    hits = RankedLists.read(run)
+    label = hits.labels(qrels, "no")
+    assert (found.queries, found.judged, found.matches) == (60, 720, 60) and label.sum() == 60
+    queries, p = np.random.default_rng(0).permutation(60), np.empty(720)
+    for k in range(5):
+        asked = np.isin(hits.groups, queries[k::5])
+        other = ScoreCalibrator().fit(hits.score[~asked], label[~asked], groups=hits.groups[~asked])
+        p[asked] = other.predict_proba(hits.score[asked], groups=hits.groups[asked])[:, 1]
+    first = np.arange(720) % 12 == 0
+    assert found.figures[0].rate == pytest.approx(label[first].mean())
+    assert found.figures[0].mean_probability == pytest.approx(p[first].mean())
+    assert found.figures[0].ece == pytest.approx(expected_calibration_error(p[first], label[first]), abs=1e-6)
+    assert found.figures[1].hits == 10 and found.figures[1].n == 600
+    whole = ScoreCalibrator().fit(hits.score, label, groups=hits.groups)
+    assert made.formula_ == whole.formula_
+
+
+def test_unjudged_hits_are_no_matches_or_unknown(tmp_path):
+    run, qrels = write(tmp_path)
+    hits = RankedLists.read(run)
+    assert np.isnan(hits.labels(qrels, "unknown")).sum() == 720 - 120
+    assert fit_lists(run, qrels, ScoreCalibrator(), unjudged="unknown").judged == 120
+
+
+def test_a_scored_run_keeps_the_order_and_says_the_rest_in_json(tmp_path):
+    run, qrels = write(tmp_path)
+    made = ScoreCalibrator()
+    fit_lists(run, qrels, made)
+    other, _ = write(tmp_path, 7, seed=5, name="other")
+    assert score_lists(other, made, tmp_path / "out.trec")[:2] == (7, 84)
+    score_lists(other, made, tmp_path / "out.jsonl")
+    before, after = RankedLists.read(other), RankedLists.read(tmp_path / "out.trec")
+    assert after.query == before.query and after.item == before.item
+    p = made.predict_proba(before.score, groups=before.query)[:, 1]
+    np.testing.assert_allclose(after.score, p, rtol=1e-8)
+    lines = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert [line["query"] for line in lines] == [f"query {q}" for q in range(7)]
+    assert lines[0]["expected_matches"] == pytest.approx(p[:12].sum())
+    assert [hit["match_probability"] for hit in lines[0]["hits"]] == pytest.approx(p[:12])
+    assert lines[0]["hits"][0]["score"] == before.score[0] and 0 < lines[0]["nothing_probability"] < 1
+
+
+def test_the_commands(sfumato, tmp_path):
+    run, qrels = write(tmp_path)
+    out = tmp_path / "calibrator.json"
+    shown = folded(sfumato.printed("calibrate", "--run", run, "--qrels", qrels, "--out", out))
+    assert "60 queries, 720 judged hits" in shown and "first hit" in shown and "sfumato score --run" in shown
+    found = json.loads(sfumato.printed("calibrate", "--run", run, "--qrels", qrels, "--out", out, "--json"))
+    assert found["queries"] == 60 and found["figures"][0]["hits"] == 1 and found["formula"] is None
+    code = sfumato.printed("calibrate", "--run", run, "--qrels", qrels, "--out", out, "--formula", "python")
+    assert "def match_probabilities" in code
+    scored = sfumato.printed("score", "--run", run, "--calibrator", out, "--out", tmp_path / "scored.trec")
+    assert "720 hits of 60 queries scored" in folded(scored)
+
+    def refused(*arguments):
+        status, _, err = sfumato(*map(str, arguments))
+        assert status == 2
+        return folded(err)
+
+    assert "together" in refused("calibrate", "--run", run, "--qrels", qrels)
+    assert "leave RUN" in refused("calibrate", "folder", "--run", run, "--qrels", qrels, "--out", out)
+    assert "give RUN" in refused("calibrate")
+    assert "give PAIRS" in refused("score", "--run", run, "--out", tmp_path / "x")
+    assert "give PAIRS" in refused("score", "--out", tmp_path / "x")
+    assert "one of the other files" in refused("score", "--run", run, "--calibrator", out, "--out", run)
+    assert "no file of a score calibrator" in refused("score", "--run", run, "--calibrator", run, "--out", "x")
+    assert "prior must be" in refused("calibrate", "--run", run, "--qrels", qrels, "--out", out, "--prior", "x")
+    assert "must be no or unknown" in refused(
+        "calibrate", "--run", run, "--qrels", qrels, "--out", out, "--unjudged", "x"
+    )
+
+
+def test_bad_files(tmp_path):
+    def run(text):
+        (tmp_path / "bad.trec").write_text(text)
+        return tmp_path / "bad.trec"
+
+    raises(UserError, "line 2: 'q Q0 a 1 x t' is no line of a TREC run", RankedLists.read, run("\nq Q0 a 1 x t\n"))
+    raises(UserError, "is no line of a TREC run", RankedLists.read, run("q Q0 a 1 nan t\n"))
+    raises(UserError, "is no line of a TREC run", RankedLists.read, run("q a 1 2\n"))
+    raises(UserError, "holds no hit", RankedLists.read, run("\n"))
+    raises(UserError, "'a' is twice", RankedLists.read, run("q Q0 a 1 2 t\nq Q0 a 2 1 t\n"))
+    raises(UserError, "cannot read", RankedLists.read, tmp_path / "gone")
+    good, qrels = write(tmp_path, 3)
+    qrels.write_text("other 0 a 1\n")
+    raises(UserError, "judges no query of", fit_lists, good, qrels, ScoreCalibrator())
+    qrels.write_text("query%200 0 zzz 1\n")
+    raises(UserError, "all judged hits match none", fit_lists, good, qrels, ScoreCalibrator())
