@@ -12,7 +12,7 @@ SOURCE = Path(sfumato.__file__).parent
 ORDER = [
     "__init__", "errors", "files", "ids", "progress", "arrays", "charts", "gaussian", "distances", "inclusion",
     "matching", "metrics", "losses", "calibration", "data", "encoders", "posthoc", "search", "evaluation", "models",
-    "training", "studies", "workflows", "reports", "demo", "serve", "cli", "__main__",
+    "training", "studies", "workflows", "reports", "adapters", "demo", "serve", "cli", "__main__",
 ]  # fmt: skip
 
 # What must not be reached, through whatever lies between.
