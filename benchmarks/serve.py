@@ -6,7 +6,10 @@ batching off every text is embedded alone (batch size 1, no window); all else is
 the other at each number of clients, so that what else the machine does falls on both; the ratio is of the throughputs.
 
     python benchmarks/serve.py [--json PATH] [--items 10000] [--d 256] [--width 256] [--clients 64] [--seconds 3]
-                               [--threads 1]
+                               [--threads 1] [--small]
+
+`--small` takes the text encoder of the model small. `bare` is that encoder alone in this process, 32 texts at a time,
+between the measurements: what the service could answer if it did nothing else.
 
 Server and clients share the machine: the figures are those of the service together with its clients.
 """
@@ -20,6 +23,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +31,9 @@ import numpy as np
 import torch
 from service_world import WORDS, large_sources
 
+from sfumato.encoders.dual import DualEncoder
+from sfumato.models.run import load_model
+from sfumato.serve.answering import Sources
 from sfumato.serve.app import create_app
 from sfumato.serve.server import run_app
 from sfumato.serve.settings import Settings
@@ -36,7 +43,13 @@ BATCH, WINDOW = 32, 0.002
 
 def start(arguments: argparse.Namespace, *, batching: bool) -> tuple["subprocess.Popen[str]", int]:
     """A server process; returns it and its port."""
-    command = [sys.executable, __file__, "--serve", "on" if batching else "off"]
+    command = [
+        sys.executable,
+        __file__,
+        "--serve",
+        "on" if batching else "off",
+        *(["--small"] if arguments.small else []),
+    ]
     for name in ("items", "d", "width", "threads"):
         command += [f"--{name}", str(getattr(arguments, name))]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
@@ -56,9 +69,26 @@ def serve(arguments: argparse.Namespace) -> None:
         threads=arguments.threads,
         max_requests=1000,
     )
-    run_app(
-        create_app(large_sources(arguments.items, arguments.d, arguments.width), settings), host="127.0.0.1", port=0
-    )
+    run_app(create_app(sources(arguments), settings), host="127.0.0.1", port=0)
+
+
+def sources(arguments: argparse.Namespace) -> Sources:
+    """The gallery with its model."""
+    found = large_sources(arguments.items, arguments.d, arguments.width)
+    return replace(found, model=load_model("small").model) if arguments.small else found
+
+
+def bare(model: DualEncoder, seconds: float, threads: int) -> float:
+    """Texts a second that a text encoder embeds, BATCH at a time."""
+    source, before, n = random.Random(0), torch.get_num_threads(), 0
+    torch.set_num_threads(threads)
+    model.embed_texts(["warm"])
+    begin = time.perf_counter()
+    while (now := time.perf_counter()) < begin + seconds:
+        model.embed_texts([" ".join(source.choices(WORDS, k=8)) for _ in range(BATCH)])
+        n += BATCH
+    torch.set_num_threads(before)
+    return n / (now - begin)
 
 
 def load(port: int, clients: int, seconds: float, warm: float = 0.3) -> dict[str, Any]:
@@ -119,19 +149,21 @@ def main() -> int:
     parser.add_argument("--clients", type=int, default=64, help="at most; 1, 2, 4 ... before")
     parser.add_argument("--seconds", type=float, default=3.0, help="of each measurement")
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--small", action="store_true", help="the text encoder of the model small")
     parser.add_argument("--serve", choices=("on", "off"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.serve:
         serve(arguments)
         return 0
     servers = {name: start(arguments, batching=name == "on") for name in ("on", "off")}
-    rows = []
+    rows, encoder = [], sources(arguments).model
     try:
         clients = 1
         while clients <= arguments.clients:
             measured = {name: load(port, clients, arguments.seconds) for name, (_, port) in servers.items()}
             ratio = measured["on"]["per_second"] / measured["off"]["per_second"]
-            rows.append({"clients": clients, **measured, "ratio": ratio})
+            alone = bare(encoder, arguments.seconds, arguments.threads)
+            rows.append({"clients": clients, **measured, "ratio": ratio, "bare_per_second": alone})
             print(
                 f"{clients:>3} clients  "
                 + "  ".join(
@@ -139,7 +171,8 @@ def main() -> int:
                     f" p95 {m['p95_ms']:6.1f} p99 {m['p99_ms']:6.1f} ms"
                     for name, m in measured.items()
                 )
-                + f"  ratio {ratio:.2f}",
+                + f"  ratio {ratio:.2f}  bare encoder {alone:.0f}/s, batching on is"
+                + f" {measured['on']['per_second'] / alone:.2f} of it",
                 flush=True,
             )
             clients *= 2
