@@ -243,6 +243,13 @@ def test_a_file_keeps_it_without_a_pickle(fitted, data, tmp_path):
     raises(ValueError, "no file of a score calibrator", ScoreCalibrator.load, file)
 
 
+def test_arguments_of_numpy_mean_the_same(data):
+    scores, labels, queries = data
+    made = ScoreCalibrator(comparable=np.True_, penalty=np.float32(1)).fit(scores, labels, groups=queries)
+    same = ScoreCalibrator(comparable=True).fit(scores, labels, groups=queries)
+    assert made.formula_ == same.formula_ and made.formula_.knots is not None
+
+
 def test_bad_input():
     made = ScoreCalibrator()
     raises(ValueError, "got 2 labels for 3 hits", made.fit, [1, 2, 3], [0, 1])
@@ -256,6 +263,10 @@ def test_bad_input():
     raises(ValueError, "prior must be bm25", ScoreCalibrator(prior="dense").predict_proba, [1.0])
     raises(ValueError, "penalty must be", ScoreCalibrator(penalty=0).fit, [1, 2], [0, 1])
     raises(ValueError, "comparable must be", ScoreCalibrator(comparable="no").fit, [1, 2], [0, 1])
+    raises(ValueError, "got 1 labels for 2 hits", ScoreCalibrator(prior="bm25").score, [1, 2], [1])
+    raises(ValueError, "no label of y is 0 or 1", ScoreCalibrator(prior="bm25").score, [1, 2], [np.nan, np.nan])
+    raises(ValueError, "above 1e\\+100", made.fit, [1e200, 2], [0, 1])
+    raises(ValueError, "comparable must be", ScoreCalibrator(comparable=1).fit, [1, 2], [0, 1])
     raises(ValueError, "language must be sql", ScoreCalibrator(prior="bm25").formula, "perl")
     assert ScoreCalibrator(prior="bm25").predict_proba([]).shape == (0, 2)
 

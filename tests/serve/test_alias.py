@@ -9,7 +9,7 @@ from support.serving import add, embedded, served_app, until
 from sfumato.models.recipe import load_recipe
 from sfumato.models.run import load_run
 from sfumato.serve.alias import Following
-from sfumato.serve.answering import open_sources
+from sfumato.serve.answering import Sources, open_sources
 from sfumato.serve.app import create_app
 from sfumato.serve.settings import Settings
 from sfumato.training.loop import fit
@@ -76,6 +76,37 @@ def test_a_folder_that_cannot_be_served_changes_nothing(live, caplog):
             assert model(client) == "run" and distances(client)
         point(live, live.parent / "b")
         until(lambda: model(client) == "other")
+
+
+def test_a_folder_that_failed_once_is_tried_again(live, caplog):
+    failures = [OSError("the database is restarting")] * 2
+
+    def make(folder):
+        if folder.name == "b" and failures:
+            raise failures.pop()
+        return create_app(open_sources(folder), Settings())
+
+    with served_app(Following(live, make, every=0.05)) as client:
+        point(live, live.parent / "b")
+        until(lambda: model(client) == "other")
+        assert caplog.text.count("cannot be served") == 1 and not failures
+
+
+def test_an_error_of_the_old_service_does_not_end_the_following(live, monkeypatch):
+    closed = []
+
+    def close(self):
+        closed.append(self)
+        if len(closed) == 1:
+            raise OSError("the connection is gone")
+
+    with following(live) as client:
+        monkeypatch.setattr(Sources, "close", close)
+        point(live, live.parent / "b")
+        until(lambda: model(client) == "other")
+        assert add(client, "one").status_code == 201
+        point(live, live.parent / "a")
+        until(lambda: model(client) == "run")
 
 
 def test_a_write_waits_for_the_new_collection(live):

@@ -15,6 +15,7 @@ from sfumato.models.run import load_run
 from sfumato.search.collection import GaussianCollection
 from sfumato.serve.answering import open_sources
 from sfumato.training.loop import fit
+from sfumato.workflows import copy as copy_module
 from sfumato.workflows.copy import copy_by_model, point
 from sfumato.workflows.index import GalleryPart, delete_items
 
@@ -98,6 +99,33 @@ def test_what_was_deleted_does_not_come_back_with_its_folder(models, live, toy, 
     assert copy_by_model(live, tmp_path / "new", "file:", load_run(models.new)).deleted == 1
     with GaussianCollection.open(tmp_path / "new") as collection:
         assert collection.metadata["removed"] == ["000.png"]
+
+
+def test_a_folder_that_was_added_later_is_known_to_the_copy(models, live, toy, tmp_path):
+    new = load_run(models.new)
+    copy_by_model(live, tmp_path / "new", "file:", new)
+    sources = [{"path": str(toy / "data"), "kind": "folder", "root": str(toy / "data")}]
+    with GaussianCollection.open(live) as collection:
+        collection.keep({"sources": sources, "removed": ["a"]})
+    with GaussianCollection.open(tmp_path / "new") as collection:
+        collection.keep({"removed": ["b"]})
+    copy_by_model(live, tmp_path / "new", "file:", new)
+    with GaussianCollection.open(tmp_path / "new") as collection:
+        assert collection.metadata["sources"] == sources and collection.metadata["removed"] == ["a", "b"]
+
+
+def test_images_that_trained_a_model_are_not_asked(models, live, tmp_path, monkeypatch):
+    with GaussianCollection.open(live) as collection:
+        for records in collection.scan():
+            payloads = [{**payload, "_digest": i} for i, payload in zip(records.ids, records.payloads, strict=True)]
+            collection.upsert(records.embeddings, records.ids, payloads=payloads)
+    known = set(sorted(content(live))[:20])
+    monkeypatch.setattr(copy_module, "trained_digests", lambda folder: known if folder == models.new else set())
+    compared = copy_by_model(live, tmp_path / "new", "file:", load_run(models.new)).compared
+    assert (compared.n, compared.trained) == (48, 20)
+    monkeypatch.setattr(copy_module, "_FEWEST", 28)
+    compared = copy_by_model(live, tmp_path / "new", "file:", load_run(models.new)).compared
+    assert (compared.n, compared.trained) == (28, 0)
 
 
 def test_an_index_is_copied_and_the_copy_goes_on(sfumato, models, toy, tmp_path):

@@ -21,10 +21,10 @@ def write(folder, n=60, seed=0, name="run"):
         score = np.sort(random.normal(0, 1, 12))[::-1]
         score[0] += random.exponential(2)
         for i, s in enumerate(score):
-            run.append(f"query%20{q} Q0 item/{i} {i + 1} {s:.6f} bm25")
+            run.append(f"query%20{q} Q0 <é#{i}> {i + 1} {s:.6f} bm25")
         right = random.random() < 0.4 + 0.1 * (score[0] - score[1])
-        qrels.append(f"query%20{q} 0 item/{0 if right else 5} 1")
-        qrels.append(f"query%20{q} 0 item/3 0")
+        qrels.append(f"query%20{q} 0 <é#{0 if right else 5}> 1")
+        qrels.append(f"query%20{q} 0 %3C%C3%A9%233%3E 0")
     (folder / f"{name}.trec").write_text("\n".join(run) + "\n")
     (folder / f"{name}.qrels").write_text("\n".join(qrels) + "\n")
     return folder / f"{name}.trec", folder / f"{name}.qrels"
@@ -66,11 +66,11 @@ def test_a_scored_run_keeps_the_order_and_says_the_rest_in_json(tmp_path):
     assert score_lists(other, made, tmp_path / "out.trec")[:2] == (7, 84)
     score_lists(other, made, tmp_path / "out.jsonl")
     before, after = RankedLists.read(other), RankedLists.read(tmp_path / "out.trec")
-    assert after.query == before.query and after.item == before.item
+    assert after.query == before.query and after.item == before.item and before.item[0] == "<é#0>"
     p = made.predict_proba(before.score, groups=before.query)[:, 1]
     np.testing.assert_allclose(after.score, p, rtol=1e-8)
     lines = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
-    assert [line["query"] for line in lines] == [f"query {q}" for q in range(7)]
+    assert [line["query"] for line in lines] == [f"query%20{q}" for q in range(7)]
     assert lines[0]["expected_matches"] == pytest.approx(p[:12].sum())
     assert [hit["match_probability"] for hit in lines[0]["hits"]] == pytest.approx(p[:12])
     assert lines[0]["hits"][0]["score"] == before.score[0] and 0 < lines[0]["nothing_probability"] < 1

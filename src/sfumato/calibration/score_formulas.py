@@ -133,8 +133,8 @@ def _javascript(lines: str, logit: str, sign: str) -> str:
 function matchProbabilities(given) {{
   const scores = given.map((s) => {sign}s), n = scores.length, top = Math.max(...scores);
   const mean = scores.reduce((sum, s) => sum + s - top, 0) / n;
-  const spread = Math.sqrt(scores.reduce((sum, s) => sum + (s - top - mean) ** 2, 0) / n);
-  const deviation = spread > 1e-9 * Math.abs(top) ? spread : 1;
+  const dispersion = Math.sqrt(scores.reduce((sum, s) => sum + (s - top - mean) ** 2, 0) / n);
+  const deviation = dispersion > 1e-9 * Math.abs(top) ? dispersion : 1;
   const lead = n > 1 ? (top - [...scores].sort((a, b) => b - a)[1]) / deviation : 0;
   const height = -mean / deviation;
   const crowd = -Math.log(scores.reduce((sum, s) => sum + Math.exp((s - top) / deviation), 0));
@@ -155,8 +155,8 @@ fn match_probabilities(given: &[f64]) -> Vec<f64> {{
     let n = scores.len() as f64;
     let top = scores.iter().cloned().fold(f64::NEG_INFINITY, f64::max);
     let mean = scores.iter().map(|s| s - top).sum::<f64>() / n;
-    let spread = (scores.iter().map(|s| (s - top - mean).powi(2)).sum::<f64>() / n).sqrt();
-    let deviation = if spread > 1e-9 * top.abs() {{ spread }} else {{ 1.0 }};
+    let dispersion = (scores.iter().map(|s| (s - top - mean).powi(2)).sum::<f64>() / n).sqrt();
+    let deviation = if dispersion > 1e-9 * top.abs() {{ dispersion }} else {{ 1.0 }};
     let mut sorted = scores.clone();
     sorted.sort_by(|a, b| b.total_cmp(a));
     let lead = if sorted.len() > 1 {{ (top - sorted[1]) / deviation }} else {{ 0.0 }};
@@ -184,9 +184,9 @@ WITH ranked AS (
     COALESCE(MAX(CASE WHEN number = 2 THEN s END) OVER (PARTITION BY query), top) AS second
   FROM ranked
 ), scaled AS (
-  SELECT *, SQRT(AVG((s - top - mean) * (s - top - mean)) OVER (PARTITION BY query)) AS spread FROM centred
+  SELECT *, SQRT(AVG((s - top - mean) * (s - top - mean)) OVER (PARTITION BY query)) AS dispersion FROM centred
 ), divided AS (
-  SELECT *, CASE WHEN spread > 1e-9 * ABS(top) THEN spread ELSE 1.0 END AS deviation FROM scaled
+  SELECT *, CASE WHEN dispersion > 1e-9 * ABS(top) THEN dispersion ELSE 1.0 END AS deviation FROM scaled
 ), described AS (
   SELECT query, item, s, (s - top) / deviation AS gap, -LN(place) AS "order", (top - second) / deviation AS lead,
     -mean / deviation AS height, -LN(SUM(EXP((s - top) / deviation)) OVER (PARTITION BY query)) AS crowd{segments}

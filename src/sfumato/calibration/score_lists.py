@@ -19,6 +19,7 @@ import math
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,8 @@ _RISING = frozenset(("gap", "order", *SEGMENTS))
 
 _SMALL = 1e-9
 """Standard deviation, as a fraction of the largest score, below which the scores of a list count as equal."""
+
+_HUGE = 1e100
 
 _FOLDS, _FEWEST = 5, 20
 """Folds for the decision whether scores are comparable, and lists below which it is not made."""
@@ -205,17 +208,13 @@ class ScoreCalibrator:
         """
         self._check_arguments()
         score, evidence, lists = self._read(X, groups)
-        label = np.asarray(y, dtype=np.float64).reshape(-1)
-        if len(label) != len(score):
-            raise ValueError(f"ScoreCalibrator: got {len(label)} labels for {len(score)} hits; give one for each")
+        label = _labels(y, len(score))
         judged = label[~np.isnan(label)]
-        if not np.isin(judged, (0, 1)).all():
-            raise ValueError("ScoreCalibrator: a label of y is not 0, 1 or NaN; give 1 for a hit that matches, else 0")
         if judged.min(initial=1) >= judged.max(initial=0):
             raise ValueError("ScoreCalibrator: all labels are equal; give hits that match and hits that do not")
         label, evidence = label[lists.order], evidence[lists.order]
-        comparable = self.comparable is True
-        if self.comparable == "auto":
+        comparable = bool(self.comparable)
+        if isinstance(self.comparable, str):
             comparable = self._is_comparable(lists, evidence, label)
         self.formula_ = self._fitted(lists, evidence, label, comparable)
         return self
@@ -313,8 +312,10 @@ class ScoreCalibrator:
             ValueError: see :meth:`decision_function`.
         """
         _, evidence, lists = self._read(X, groups)
-        label = np.asarray(y, dtype=np.float64).reshape(-1)[lists.order]
+        label = _labels(y, len(lists.score))[lists.order]
         weight = ~np.isnan(label) / lists.rank()
+        if not weight.any():
+            raise ValueError("ScoreCalibrator: no label of y is 0 or 1; give some")
         loss = _losses(self._logit(lists, evidence[lists.order]), np.nan_to_num(label))
         return -float(np.average(loss, weights=weight))
 
@@ -373,9 +374,9 @@ class ScoreCalibrator:
         return made
 
     def _check_arguments(self) -> None:
-        if self.comparable not in (True, False, "auto"):
+        if not isinstance(self.comparable, bool | np.bool_) and self.comparable != "auto":
             raise ValueError(f"ScoreCalibrator: comparable must be True, False or 'auto', got {self.comparable!r}")
-        if not (isinstance(self.penalty, int | float) and 0 < self.penalty < math.inf):
+        if not (isinstance(self.penalty, Real) and 0 < self.penalty < math.inf):
             raise ValueError(f"ScoreCalibrator: penalty must be a number above 0, got {self.penalty!r}")
         if self.prior is not None and self.prior not in _priors():
             raise ValueError(f"ScoreCalibrator: prior must be {', '.join(_priors())} or None, got {self.prior!r}")
@@ -395,8 +396,8 @@ class ScoreCalibrator:
         values = values.reshape(-1, 1) if values.ndim == 1 else values
         if values.ndim != 2 or not values.shape[1]:
             raise ValueError(f"ScoreCalibrator: X must be (n,) or (n, c), got {np.shape(X)}")
-        if not np.isfinite(values).all():
-            raise ValueError("ScoreCalibrator: a number of X is not finite; leave such hits out")
+        if not (np.abs(values) < _HUGE).all():
+            raise ValueError(f"ScoreCalibrator: a number of X is not finite, or above {_HUGE:g}; leave such hits out")
         if groups is None:
             wide = values.shape[1] > 1
             group, values = (values[:, -1], values[:, :-1]) if wide else (np.zeros(len(values)), values)
@@ -462,6 +463,16 @@ class ScoreCalibrator:
         return np.minimum(found, _sigmoid(-np.maximum.reduceat(logit, lists.start)))
 
 
+def _labels(y: npt.ArrayLike, n: int) -> Floats:
+    """(n,) labels 0, 1 or NaN."""
+    label = np.asarray(y, dtype=np.float64).reshape(-1)
+    if len(label) != n:
+        raise ValueError(f"ScoreCalibrator: got {len(label)} labels for {n} hits; give one for each")
+    if not np.isin(label[~np.isnan(label)], (0, 1)).all():
+        raise ValueError("ScoreCalibrator: a label of y is not 0, 1 or NaN; give 1 for a hit that matches, else 0")
+    return label
+
+
 def _features(lists: _Lists, evidence: Floats, knots: tuple[float, float] | None) -> Floats:
     """(n, f) the features of hits, in the order of the lists."""
     own = [] if knots is None else [segments(lists.score, knots)]
@@ -517,7 +528,7 @@ def _regression(
 
 
 def _newton(columns: Floats, label: Floats, weight: Floats, penalty: float, centre: Floats) -> Floats:
-    """The minimum of the penalised log loss by damped Newton steps; the last column, the intercept, has no penalty."""
+    """The minimum of the penalised log loss by damped Newton steps by NumPy; the last column has no penalty."""
     ridge = np.full(columns.shape[1], penalty)
     ridge[-1] = 1e-9
 

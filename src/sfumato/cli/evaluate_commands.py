@@ -641,4 +641,5 @@ def _score_lists(run: Path, calibrator: Path, out: Path, as_json: bool) -> None:
         queries, n, expected = score_lists(run, ScoreCalibrator.load(calibrator), out)
     result = {"out": str(out), "queries": queries, "n": n, "expected_matches": expected}
     line = f"{counted(n, 'hit')} of {counted(queries, 'query', 'queries')} scored, about {expected:,.0f} of them match"
-    print_result(result, as_json, f"{line}: {out}")
+    form = "JSON lines" if out.suffix == ".jsonl" else "a TREC run"
+    print_result(result, as_json, f"{line}: {out}, {form}")

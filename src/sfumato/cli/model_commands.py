@@ -92,7 +92,8 @@ class JudgedLists:
     @property
     def given(self) -> bool:
         """Whether any of them was given."""
-        return any(value is not None for value in (self.lists, self.qrels, self.out, self.formula))
+        given = (self.lists, self.qrels, self.out, self.formula, self.prior)
+        return any(value is not None for value in given) or self.lower or self.unjudged != "no"
 
     def fit(self, as_json: bool) -> None:
         """Fit a calibrator of lists, write it, and say what it is worth."""

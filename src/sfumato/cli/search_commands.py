@@ -297,10 +297,18 @@ def _print_copied(done: "Copied", folder: Path) -> None:
         title = f"The same {compared.n:,} {'captions of the items' if compared.figures else 'queries'}, by distance"
         print_table(title, ["figure", str(folder), str(done.out)], compared.rows)
         print_wrapped(f"Both have the same first hit for {compared.same_first:.1%} of them.")
+        if compared.trained:
+            print_wrapped(f"{compared.trained:,} are of images that trained one of the models: this flatters it.")
+    else:
+        print_wrapped("The models were not compared: no item has a caption. Give --queries FILE.")
+    if done.note:
+        print_wrapped(done.note)
     if done.switched:
         print_wrapped(f"{folder} points to {done.out} now. Services that were started with {folder} follow in seconds.")
-    else:
+    elif folder.is_symlink():
         print_wrapped(f"{folder} answers as before. The same command with --switch takes the copy into use.")
+    else:
+        print_wrapped(f"{folder} answers as before. The copy answers where it is: sfumato search {done.out}")
 
 
 @command()
@@ -491,7 +499,8 @@ def serve(
         sources = open_sources(folder, texts=texts, run=run, store=store, split=split, device=choose_device(device))
         return trace(create_app(sources, settings)) if otel else create_app(sources, settings)
 
-    app = Following(source, made) if source.is_symlink() else made(source)
+    follows = source.is_symlink() and not (texts or run or store or split)  # These belong to one folder.
+    app = Following(source, made) if follows else made(source)
     run_app(app, host=host, port=port, grace=grace, drain=drain, access_log=access_log, log_format=lines)
 
 

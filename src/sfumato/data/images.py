@@ -389,6 +389,9 @@ def unreadable(source: ImageSource, error: Exception) -> UserError:
 POINTER = "_picture"
 """Payload field that names an uploaded image; searches do not return it."""
 
+DIGEST = "_digest"
+"""Payload field: the digest of the file of an image."""
+
 ROOT, FILE = "_root", "_file"
 """Payload fields: the number of the folder that an image lies in, and its path there where its id is another."""
 

@@ -87,13 +87,14 @@ class MiniLM:
         parts = ["embeddings.LayerNorm", *(f"encoder.layer.{n}.{part}" for n in range(_LAYERS) for part in _LAYER)]
         names += [f"{part}.{k}" for part in (*parts, "pooler.dense") for k in ("weight", "bias")]
         self._sentences = OrderedDict[bytes, Tensor]()  # by token ids
-        self._lock = threading.Lock()
+        self._lock, self._cutting = threading.Lock(), threading.Lock()
         self.known = tensors_hash(folder.name, {name: weights[name] for name in names})  # that of transformers' model
 
     def prepare(self, texts: list[str], max_tokens: int) -> Mapping[str, Tensor]:
-        if (self._cut.truncation or {}).get("max_length") != max_tokens:
-            self._cut.enable_truncation(max_tokens)
-        found = self._cut.encode_batch(texts)
+        with self._cutting:
+            if (self._cut.truncation or {}).get("max_length") != max_tokens:
+                self._cut.enable_truncation(max_tokens)
+            found = self._cut.encode_batch(texts)
         return {
             "input_ids": torch.tensor([one.ids for one in found]),
             "attention_mask": torch.tensor([one.attention_mask for one in found]),

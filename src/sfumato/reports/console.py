@@ -592,10 +592,12 @@ def print_fitted_lists(found: FittedLists, name: object) -> None:
     if rows:
         print_table(title, ["", "said", "right", "calibration error", "of perfect probabilities", "AUROC"], rows)
         print_wrapped("Each fifth of the queries by a fit on the others.")
+        if found.queries < 30:
+            print_wrapped("These queries are few, so figures and probabilities are rough. Judge thirty or more.")
     else:
         print_wrapped(f"{title}. They are too few to measure the probabilities.")
     print_wrapped(
-        "Scores of different queries are comparable, and used as such."
+        "Scores of different queries seem comparable, by held-out queries, and are used as such."
         if found.comparable
-        else "Scores of different queries are not comparable: only the shape of each list counts."
+        else "Scores of different queries do not seem comparable: only the shape of each list counts."
     )

@@ -17,6 +17,9 @@ from starlette.types import Receive, Scope, Send
 
 _LOG = logging.getLogger("sfumato.serve")
 
+_LONGEST_PAUSE = 30.0
+"""Longest time between two trials to serve a folder, in seconds."""
+
 _PATIENCE = 600
 """Tenths of a second that requests of the old collection may take to finish."""
 
@@ -58,6 +61,7 @@ class Following:
         await send({"type": "lifespan.startup.complete"})
         await receive()
         following.cancel()
+        await asyncio.wait([following])
         for app in list(self._lives):
             await self._stop(app)
         await send({"type": "lifespan.shutdown.complete"})
@@ -67,31 +71,38 @@ class Following:
         await self._lives[app].enter_async_context(app.router.lifespan_context(app))
 
     async def _stop(self, app: FastAPI) -> None:
-        await self._lives.pop(app).aclose()
+        """Close a service; one whose closing was interrupted is closed again."""
+        await asyncio.shield(asyncio.ensure_future(self._lives[app].aclose()))
+        del self._lives[app]
 
     async def _follow(self) -> None:
-        """Look at the link now and then; a folder that cannot be served is tried once."""
-        tried = self._folder
+        """Look at the link now and then; a folder that cannot be served is tried again, less and less often."""
+        failed, pause = self._folder, self._every
         while True:
-            await asyncio.sleep(self._every)
-            folder = self._link.resolve()
-            if folder == self._folder or folder == tried:
-                tried = folder
+            await asyncio.sleep(pause)
+            folder = await asyncio.to_thread(self._link.resolve)
+            if folder == self._folder:
+                failed, pause = folder, self._every
                 continue
-            tried = folder
             try:
-                new = await self._ready(folder)
+                await self._switch(folder)
+                pause = self._every
             except Exception as error:
-                _LOG.exception("%s points to %s, which cannot be served: %s", self._link, folder, error)
-                continue
-            old, self._app, self._folder = self._app, new, folder
-            old.state.writer.succeeded_by(new.state.writer)
-            _LOG.info("serving %s, which %s points to now", folder, self._link)
-            for _ in range(_PATIENCE):
-                if not self._running[old]:
-                    break
-                await asyncio.sleep(0.1)
-            await self._stop(old)
+                if folder != failed:
+                    _LOG.exception("%s points to %s, which cannot be served: %s", self._link, folder, error)
+                failed, pause = folder, min(2 * pause, _LONGEST_PAUSE)
+
+    async def _switch(self, folder: Path) -> None:
+        """Serve another folder, then close the service of the old one."""
+        new = await self._ready(folder)
+        old, self._app, self._folder = self._app, new, folder
+        old.state.writer.succeeded_by(new.state.writer)
+        _LOG.info("serving %s, which %s points to now", folder, self._link)
+        for _ in range(_PATIENCE):
+            if not self._running[old]:
+                break
+            await asyncio.sleep(0.1)
+        await self._stop(old)
 
     async def _ready(self, folder: Path) -> FastAPI:
         """The service of a folder, warmed up."""

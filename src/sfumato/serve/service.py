@@ -28,6 +28,7 @@ from sfumato.gaussian import GaussianEmbedding
 from sfumato.search.collection import GaussianCollection
 from sfumato.search.gallery import Gallery, GalleryRecords
 from sfumato.search.searcher import advice, combined
+from sfumato.search.stores.protocol import StoreBase
 from sfumato.serve.answering import (
     N_HITS,
     N_ITEMS,
@@ -103,6 +104,9 @@ class Service:
         self._choosing = {name: asyncio.Lock() for name in sources.galleries}
         self._warming: asyncio.Task[None] | None = None
         collections = {name: served.writable for name, served in sources.galleries.items()}
+        for collection in collections.values():
+            if collection is not None and isinstance(collection.store, StoreBase):
+                collection.store.waits_for_index = False  # Writes would wait, too.
         self._stores = {name: StoreHealth(name, one) for name, one in collections.items() if one is not None}
 
     @property

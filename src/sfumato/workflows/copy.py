@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from filelock import Timeout
 
-from sfumato.data.images import POINTER, Problems, UploadedImages
+from sfumato.data.images import DIGEST, POINTER, Problems, UploadedImages
 from sfumato.encoders.minilm import has_minilm
 from sfumato.encoders.processors import available_cpus
 from sfumato.errors import UserError
@@ -26,6 +27,7 @@ from sfumato.files import sync_folder
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.models.embed import embedding_steps, encode_each, model_digest
 from sfumato.models.model import Model
+from sfumato.models.run import trained_digests
 from sfumato.progress import progress_bar, say
 from sfumato.search.collection import UPLOADED_IMAGES, GaussianCollection, copy_gallery
 from sfumato.search.gallery import Gallery
@@ -36,10 +38,12 @@ from sfumato.workflows.index import (
     check_same,
     create_collection,
     item_images,
+    keep_trained,
     load_retrieval_model,
     open_gallery,
     own_or_anchored,
     remove_items,
+    training_note,
 )
 
 _BATCH, _AT_A_TIME = 64, 512
@@ -68,6 +72,7 @@ class Compared:
     """Two galleries of the same items, asked the same queries; both search by distance alone."""
 
     n: int  # number of queries
+    trained: int  # of these captions of images that trained one of the models
     calibrated: tuple[bool, bool]  # whether the probabilities of each mean something
     said: tuple[float, float]  # mean probability of the first hits, of the first gallery and of the second
     same_first: float  # fraction of queries with the same first hit in both
@@ -102,6 +107,7 @@ class Copied:
     embedded: int = 0
     deleted: int = 0
     switched: bool = False
+    note: str = ""  # what the probabilities are worth where images trained the model
     compared: Compared | None = None
     problems: Problems = field(default_factory=Problems)
 
@@ -124,23 +130,42 @@ class _Copy:
         self._unusable: dict[str, bytes] = {}  # by id the digest of its payload
         self._open = contextlib.ExitStack()
         self.collection: GaussianCollection | None = None
-        if GaussianCollection.is_one(out):
-            self._begin(GaussianCollection.open(out, unfinished=True))
 
     def __enter__(self) -> "_Copy":
+        if GaussianCollection.is_one(self.done.out):
+            self._begin(GaussianCollection.open(self.done.out, unfinished=True))
         return self
 
     def __exit__(self, *error: Any) -> None:
         self._open.__exit__(*error)
 
     def _begin(self, collection: GaussianCollection) -> None:
-        self._open.callback(collection.close)
-        check_same(collection, self._model, self._gallery.scorer.direction)
-        if _origin(collection) != _origin(self._gallery):
+        if collection.metadata.get("model") != model_digest(self._model.model):
             collection.close()
+            raise UserError(
+                f"{self.done.out} is by the model {collection.metadata.get('run')}; give a new folder for a copy by"
+                f" {self._model.source}"
+            )
+        check_same(collection, self._model, self._gallery.scorer.direction)
+        self._open.callback(collection.close)
+        if _origin(collection) != _origin(self._gallery):
+            self._open.close()
             raise UserError(f"{self.done.out} is not a copy of this gallery; give another folder for the copy")
         self._open.enter_context(collection.filling(_GO_ON))
+        known = self._gallery.metadata
+        removed = sorted({*known.get("removed", []), *collection.metadata.get("removed", [])})
+        own = {"sources": known["sources"], "removed": removed} if "sources" in known else {}
+        collection.keep({**own, "copy_of": _origin(self._gallery)})
         self.collection = collection
+
+    def check_complete(self) -> None:
+        """Refuse to switch to a copy that lacks many items."""
+        lacking, n = len(self._unusable), 0 if self.collection is None else len(self.collection)
+        if lacking > max(3, n // 100):
+            raise UserError(
+                f"{lacking} of {n + lacking} items cannot be embedded, and would be missing after the switch, so it was"
+                f" not made; bring their images back:\n{self.done.problems.summary()}"
+            )
 
     def finish(self) -> None:
         """Close the copy as complete."""
@@ -154,14 +179,14 @@ class _Copy:
         part = GalleryPart(first, ids, ids if self._of_texts else None, images=known.get("pictures") or {})
         texts = self._gallery.texts is not None and has_minilm()
         made = create_collection(self._model, part, self.done.out, own_or_anchored(self._store_url), texts=texts)
-        own: dict[str, Any] = {name: known[name] for name in ("sources", "removed") if name in known}
-        made.keep({**own, "copy_of": _origin(self._gallery)})
+        made.keep({"copy_of": _origin(self._gallery)})
         return made
 
     def follow(self) -> int:
         """Embed what is new or changed, and delete what is gone. Returns the number of changes."""
         there = {} if self.collection is None else _digests(self.collection)
         now = _digests(self._gallery)
+        self._unusable = {i: digest for i, digest in self._unusable.items() if now.get(i) == digest}
         todo = [i for i, digest in now.items() if there.get(i) != digest and self._unusable.get(i) != digest]
         with progress_bar("embedding", len(todo)) as advance:
             for start in range(0, len(todo), _AT_A_TIME):
@@ -244,8 +269,18 @@ def _without_writers(gallery: Gallery) -> Iterator[None]:
     if not isinstance(gallery, GaussianCollection):
         yield
         return
-    with gallery.writers_lock(_WAIT):
+    lock = gallery.writers_lock(_WAIT)
+    try:
+        lock.acquire()
+    except Timeout as error:
+        raise UserError(
+            f"services have been writing to {gallery.folder} for {_WAIT:.0f} seconds without a pause, so nothing was"
+            " switched; send the same command again"
+        ) from error
+    try:
         yield
+    finally:
+        lock.release()
 
 
 def check_alias(folder: Path, out: Path) -> None:
@@ -287,6 +322,8 @@ def copy_by_model(
     """
     if switch:
         check_alias(folder, out)
+    if folder.resolve() == out.resolve():
+        raise UserError(f"{folder} and {out} are one folder; give another folder for the copy")
     with contextlib.closing(open_gallery(folder, source_store)) as gallery:
         if gallery.metadata.get("model") == model_digest(model.model):
             raise UserError(f"{folder} is by the model {model.source} already; leave --model out to copy it as it is")
@@ -297,29 +334,26 @@ def copy_by_model(
             made = copy.collection
             assert made is not None, "follow() makes it"
             made.optimise()
-            copy.done.compared = _compare(folder, gallery, made, model, queries)
+            keep_trained(made, model)
+            copy.done.note = training_note(made)
+            try:
+                copy.done.compared = _compare(folder, gallery, made, model, queries)
+            except UserError as error:
+                say(f"the models cannot be compared: {error}")
             if not switch:
                 copy.finish()
                 return copy.done
             with _without_writers(gallery):
                 copy.follow()
-                _check_complete(copy.done, len(made))
+                copy.check_complete()
                 copy.finish()
                 point(folder, out)
             copy.done.switched = True
         return copy.done
 
 
-def _check_complete(done: Copied, n: int) -> None:
-    """Refuse to switch to a copy that lacks many items."""
-    if len(done.problems) > max(3, n // 100):
-        raise UserError(
-            f"{len(done.problems)} of {n + len(done.problems)} items cannot be embedded, and would be missing after"
-            f" the switch, so it was not made; bring their images back:\n{done.problems.summary()}"
-        )
-
-
-_N_QUERIES = 500
+_N_QUERIES, _FEWEST = 500, 50
+"""Captions that are asked at most, and those of images that trained neither model that are enough alone."""
 
 
 def _compare(
@@ -328,12 +362,15 @@ def _compare(
     """Ask both galleries the same texts; None if there are none."""
     if gallery.scorer.direction == "i2t":
         return None
-    truth: list[str] = []
+    truth, trained = list[str](), 0
     if not queries:
         sample = made.sample(_N_QUERIES)
         captions = [payload.get("captions", "").split("\n")[0].strip() for payload in sample.payloads]
-        truth = [i for i, caption in zip(sample.ids, captions, strict=True) if caption]
-        queries = [caption for caption in captions if caption]
+        known = trained_digests(Path(model.source)) | trained_digests(Path(str(gallery.metadata.get("run", ""))))
+        asked = [i for i, caption in enumerate(captions) if caption]
+        others = [i for i in asked if sample.payloads[i].get(DIGEST) not in known]
+        trained, asked = (0, others) if len(others) >= _FEWEST else (len(asked) - len(others), asked)
+        truth, queries = [sample.ids[i] for i in asked], [captions[i] for i in asked]
     if not queries:
         return None
     say(f"comparing both models on {len(queries)} {'captions' if truth else 'queries'}")
@@ -342,6 +379,8 @@ def _compare(
         Searcher(made, str(made.folder), lambda: model),
     )
     old, new = (one.search(list(queries), 1, target="listed") for one in both)
+    if not all(map(len, (*old, *new))):  # One of them is empty by now.
+        return None
     said = [torch.tensor([answer.best_probability for answer in answers]).double() for answers in (old, new)]
     figures: list[HitFigures] = []
     if truth:
@@ -351,4 +390,6 @@ def _compare(
     same = [a[0].id == b[0].id for a, b in zip(old, new, strict=True)]
     means = float(said[0].mean()), float(said[1].mean())
     calibrated = gallery.calibrated, made.calibrated
-    return Compared(len(queries), calibrated, means, sum(same) / len(same), (figures[0], figures[1]) if truth else None)
+    return Compared(
+        len(queries), trained, calibrated, means, sum(same) / len(same), (figures[0], figures[1]) if truth else None
+    )

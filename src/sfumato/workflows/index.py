@@ -12,6 +12,7 @@ from sfumato.calibration.calibrator import Calibration
 from sfumato.data.emoji import emoji_names
 from sfumato.data.feature_tables import EmbeddingRow
 from sfumato.data.images import (
+    DIGEST,
     FileImage,
     FolderImages,
     Images,
@@ -327,6 +328,13 @@ def n_trained(model: Model, ids: Sequence[str], images: Mapping[str, str]) -> in
         train = load_splits(load_recipe(folder / RECIPE).data, Problems()).get("train")
         return 0 if train is None else len(set(ids) & set(train.image_ids))
     return 0
+
+
+def keep_trained(collection: GaussianCollection, model: Model) -> None:
+    """Keep how many images of a collection trained a model; payloads have the digests of their files."""
+    if known := trained_digests(Path(model.source)):
+        payloads = (payload for records in collection.store.scan() for payload in records.payloads)
+        collection.keep({"trained": sum(payload.get(DIGEST) in known for payload in payloads)})
 
 
 def training_note(gallery: Gallery) -> str:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from sfumato.data.image_decoding import needs_extra, spelt
-from sfumato.data.images import FILE, POINTER, ROOT, FileImage, Problem, Problems, image_files
+from sfumato.data.images import DIGEST, FILE, POINTER, ROOT, FileImage, Problem, Problems, image_files
 from sfumato.data.layouts import read_karpathy
 from sfumato.data.manifest import MANIFEST_SUFFIXES, read_rows
 from sfumato.data.pairs import PairData
@@ -31,7 +31,6 @@ from sfumato.gaussian import GaussianEmbedding
 from sfumato.ids import id_error
 from sfumato.models.embed import embedding_steps, encode_each, file_endings
 from sfumato.models.model import Model
-from sfumato.models.run import trained_digests
 from sfumato.progress import progress_bar
 from sfumato.search.collection import GaussianCollection, copy_gallery
 from sfumato.search.index import GaussianIndex
@@ -42,13 +41,14 @@ from sfumato.workflows.index import (
     Source,
     check_same,
     create_collection,
+    keep_trained,
     open_gallery,
     own_or_anchored,
     sources_of,
     training_note,
 )
 
-STAT, DIGEST = "_stat", "_digest"
+STAT = "_stat"
 """Hidden fields of an item: what its file was when it was read."""
 
 _BATCH, _STORED = 32, 256
@@ -514,8 +514,6 @@ def _beginning(source: Source, sources: Sequence[Source]) -> str:
 def _finish(collection: GaussianCollection, model: Model, done: Filled, listed: Problems) -> None:
     """Build the search structures, count the images that trained the model, and put problems of the listing first."""
     collection.optimise()
-    if known := trained_digests(Path(model.source)):
-        payloads = (payload for records in collection.store.scan() for payload in records.payloads)
-        collection.keep({"trained": sum(payload.get(DIGEST) in known for payload in payloads)})
+    keep_trained(collection, model)
     done.store, done.note = collection.store.url, training_note(collection)
     done.problems.items[:0], done.problems.notes[:0] = listed.items, listed.notes

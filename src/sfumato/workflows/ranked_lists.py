@@ -1,7 +1,8 @@
 """Probabilities for the lists of another search engine, from files in the formats of TREC.
 
 A run has a line for each hit, `QUERY Q0 ITEM RANK SCORE TAG`; qrels a line for each judged pair, `QUERY 0 ITEM GRADE`.
-Queries and items are percent-encoded where they have spaces, as `sfumato judge --export` writes them.
+Queries and items of a run stay as they are written. To find them in qrels, percent-encoding is read, as that of
+`sfumato judge --export`.
 """
 
 import json
@@ -10,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote, unquote
+from urllib.parse import unquote
 
 import numpy as np
 import torch
@@ -22,7 +23,6 @@ from sfumato.evaluation.judgements import read_qrels
 from sfumato.files import write_atomically
 
 _FOLDS = 5
-_PLAIN = "/:,;!?'()&=+@$*~"
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,7 +58,7 @@ class RankedLists:
         found = {one.pair: float(one.yes) for one in read_qrels(qrels)}
         queries = {query for query, _ in found}
         other = 0.0 if unjudged == "no" else math.nan
-        pairs = zip(self.query, self.item, strict=True)
+        pairs = [(unquote(query), unquote(item)) for query, item in zip(self.query, self.item, strict=True)]
         return np.array([found.get(pair, other if pair[0] in queries else math.nan) for pair in pairs])
 
 
@@ -82,7 +82,7 @@ def _row(path: Path, number: int, line: str) -> tuple[str, str, float]:
             f"{path}, line {number}: {line.strip()[:80]!r} is no line of a TREC run; expected six columns, QUERY Q0"
             " ITEM RANK SCORE TAG, with a number as SCORE"
         )
-    return unquote(query), unquote(item), value
+    return query, item, value
 
 
 @dataclass(frozen=True)
@@ -170,9 +170,6 @@ def score_lists(run: Path, calibrator: ScoreCalibrator, out: Path) -> tuple[int,
             whole = {"expected_matches": float(expected[q]), "nothing_probability": float(nothing[q])}
             lines.append(json.dumps({"query": name, **whole, "hits": found}, ensure_ascii=False))
         else:
-            query = quote(name, _PLAIN)
-            lines += [
-                f"{query} Q0 {quote(hits.item[i], _PLAIN)} {rank} {p[i]:.9g} sfumato" for rank, i in enumerate(rows, 1)
-            ]
+            lines += [f"{name} Q0 {hits.item[i]} {rank} {p[i]:.9g} sfumato" for rank, i in enumerate(rows, 1)]
     write_atomically(out, "\n".join(lines) + "\n")
     return len(expected), len(p), float(expected.sum())

@@ -355,7 +355,7 @@ class MilvusStore(StoreBase):
         """Write the log into segments, and wait for a server's index while it grows; Lite builds it afterwards."""
         self._call("flush")
         last, since = -1, time.monotonic()
-        while left := self._without_index():
+        while self.waits_for_index and (left := self._without_index()):
             if left != last:
                 last, since = left, time.monotonic()
             elif (waited := time.monotonic() - since) > self._seconds("flush"):

@@ -326,6 +326,7 @@ class StoreBase:
     url: str
     dim: int
     fingerprint: str
+    waits_for_index = True  # whether optimise() waits for a server that builds its index behind
 
     def begin_writing(self) -> None:
         """Acquire the write lock of a store that has one, as the first write would; it is held until close."""
@@ -514,6 +515,8 @@ def check_choice(where: str, name: str, got: str, known: Sequence[str]) -> None:
 
 def compressed(url: str, compress: str | None) -> str:
     """A store URL with the option compress, unless it is None; every kind of store says which words it knows."""
+    if compress is not None and "compress" in dict(parse_qsl(url.partition("?")[2], keep_blank_values=True)):
+        raise UserError(f"store {without_password(url)}: compress is in the URL and in --compress; give it once")
     return url if compress is None else f"{url}{'&' if '?' in url else '?'}{urlencode({'compress': compress})}"
 
 
