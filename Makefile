@@ -29,7 +29,7 @@ types: $(VENV)/.dev  ## mypy, strict
 	$(BIN)/mypy
 
 examples: $(VENV)/.dev  ## run every Example in the docstrings
-	$(BIN)/python -m pytest --doctest-modules src/sfumato
+	$(BIN)/python -m pytest --doctest-modules src/sfumato --ignore src/sfumato/adapters  # these need other packages
 
 docs: $(VENV)/.dev  ## build the documentation site into build/site; a broken link or reference fails
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
