@@ -116,16 +116,12 @@ class Caller(Client):
         self, kind: str, method: str, path: str, fine: tuple[int, ...] = (200,), **options: Any
     ) -> httpx.Response:
         began = time.monotonic()
-        try:
-            answer = self._http.request(method, self._service.url + path, **options)
-        except httpx.HTTPError as error:
-            answer, outcome = httpx.Response(599, text=repr(error)), type(error).__name__
-        else:
-            outcome = OK if answer.status_code in fine else str(answer.status_code)
-            if kind == "remove" and outcome == "404":
-                outcome = GONE
-            if outcome == AWAY and "Retry-After" not in answer.headers:
-                outcome = "503 without Retry-After"
+        answer = self._answer(method, path, **options)
+        outcome = OK if answer.status_code in fine else answer.headers.get("Error", str(answer.status_code))
+        if kind == "remove" and outcome == "404":
+            outcome = GONE
+        if outcome == AWAY and "Retry-After" not in answer.headers:
+            outcome = "503 without Retry-After"
         self._record.sent.append(Sent(began, time.monotonic(), kind, outcome, answer.text[:300]))
         return answer
 

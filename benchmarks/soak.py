@@ -237,15 +237,19 @@ class Client:
             return
         self._ledger.blame(f"lost: the picture of {id}, version {version}: {answer.status_code} {answer.text[:100]!r}")
 
+    def _answer(self, method: str, path: str, **options: Any) -> httpx.Response:
+        """The answer; where there is none, one of status 599 with the name of the error."""
+        try:
+            return self._http.request(method, self._service.url + path, **options)
+        except httpx.HTTPError as error:
+            return httpx.Response(599, text=repr(error), headers={"Error": type(error).__name__})
+
     def _send(
         self, kind: str, method: str, path: str, fine: tuple[int, ...] = (200,), **options: Any
     ) -> httpx.Response:
-        """A request; an answer without a status counts as 0."""
+        """A request; its answer is noted."""
         began = time.monotonic()
-        try:
-            answer = self._http.request(method, self._service.url + path, **options)
-        except httpx.HTTPError as error:
-            answer = httpx.Response(599, text=repr(error))
+        answer = self._answer(method, path, **options)
         ended, status = time.monotonic(), answer.status_code
         self._ledger.add(kind, str(status), began, ended)
         excused = status in (503, 504) and self._ledger.excused(began, ended)

@@ -122,7 +122,8 @@ class MiniLM:
     def _remember(self, tokens: Mapping[str, Tensor], last: Tensor, mask: Tensor) -> None:
         """A search embeds its text for the images and for their texts: the second time it is here."""
         with self._lock:
-            self._sentences.update(zip(_keys(tokens), _means(last, mask), strict=True))
+            means = (mean.clone() for mean in _means(last, mask))  # Else one row keeps its whole batch.
+            self._sentences.update(zip(_keys(tokens), means, strict=True))
             while len(self._sentences) > _LATEST:
                 self._sentences.popitem(last=False)
 
