@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
-from support.tiny_models import import_open_clip, taught_clip, taught_open_clip, two_colours
+from support.tiny_models import architecture_of, import_open_clip, taught_clip, taught_open_clip, two_colours
 
 from sfumato.models.run import load_model
 
@@ -17,10 +17,9 @@ def block_with(word):
 
 
 def run_block(block, folder, monkeypatch, capsys):
-    manifest = folder / "mine.jsonl"
-    lines = [dict(re.findall(r'"(\w+)": "([^"]*)"', line)) for line in manifest.read_text().splitlines()]
+    monkeypatch.setenv("SFUMATO_CACHE", str(folder / "cache"))
     monkeypatch.chdir(folder)
-    exec(block, {"paths": [line["image"] for line in lines], "captions": [line["caption"] for line in lines]})
+    exec(block, {"data": folder / "mine.jsonl"})
     return capsys.readouterr().out
 
 
@@ -28,14 +27,13 @@ def test_the_lines_with_sentence_transformers_run(tmp_path, monkeypatch, capsys)
     pytest.importorskip("sentence_transformers", reason="sentence-transformers is not installed")
     taught_clip(tmp_path / "model", two_colours(tmp_path))
     block = block_with("SentenceTransformer").replace('"clip-ViT-B-32"', '"model"')
-    printed = run_block(block, tmp_path, monkeypatch, capsys)
-    assert printed.count("photos/") == 3
+    assert run_block(block, tmp_path, monkeypatch, capsys).count(".png") == 3
     assert load_model(tmp_path / "runs" / "adopted-st").calibration.logit_scale > 0
 
 
 def test_the_lines_with_open_clip_run(tmp_path, monkeypatch, capsys):
     import_open_clip()
-    taught_open_clip(tmp_path / "model", two_colours(tmp_path))
-    block = block_with("open_clip").replace('"ViT-B-32", "laion2b_s34b_b79k"', '"ViT-B-32"')
-    block = block.replace('"ViT-B-32"', '"local-dir:model"')
-    assert run_block(block, tmp_path, monkeypatch, capsys).count("photos/") == 3
+    taught = taught_open_clip(tmp_path / "model", two_colours(tmp_path))
+    block = block_with("open_clip").replace('"ViT-B-32", "laion2b_s34b_b79k"', '"local-dir:model"')
+    block = block.replace('("ViT-B-32", clip)', f'("{architecture_of(taught)}", clip)')
+    assert run_block(block, tmp_path, monkeypatch, capsys).count(".png") == 3

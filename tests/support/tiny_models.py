@@ -67,6 +67,15 @@ def tiny_open_clip(folder):
     return model.eval(), preprocess, open_clip.get_tokenizer(source)
 
 
+def architecture_of(folder):
+    """The name by which open_clip now knows the architecture of a model in a folder."""
+    open_clip = import_open_clip()
+    path = folder.parent / f"{folder.name}-architecture.json"
+    path.write_text(json.dumps(json.loads((folder / "open_clip_config.json").read_text())["model_cfg"]))
+    open_clip.add_model_config(path)
+    return path.stem
+
+
 def import_open_clip():
     """The package; the test is skipped where it is not installed, or its torchvision is for another torch."""
     try:

@@ -350,7 +350,7 @@ def export(
     check_out_folder(out)
     with writing(out):
         written = export_run(run, out)
-    size = sum(file.stat().st_size for file in written.iterdir())
+    size = sum(file.stat().st_size for file in written.rglob("*") if file.is_file())
     print_result({"out": str(written), "bytes": size}, as_json, f"exported {size / 1e6:.1f} MB: {written}")
 
 

@@ -71,7 +71,7 @@ _MICRO_BATCH = 4
 """Images at a time in a convolutional network: the activations of more are memory that is taken anew each time, which
 doubles the time of the processor."""
 
-_CONFIG, _WEIGHTS = "open_clip_config.json", "open_clip_model.safetensors"
+OPEN_CLIP_CONFIG, OPEN_CLIP_WEIGHTS = "open_clip_config.json", "open_clip_model.safetensors"
 
 
 class Backbone:
@@ -409,7 +409,9 @@ def _joint_open_clip(name: str, side: Side, precision: Precision) -> Backbone:
 
 def is_open_clip(name: str) -> bool:
     """Whether a name is that of a model of open_clip."""
-    return name.startswith(PREFIXES) or ((Path(name) / _CONFIG).is_file() and not (Path(name) / "config.json").exists())
+    return name.startswith(PREFIXES) or (
+        (Path(name) / OPEN_CLIP_CONFIG).is_file() and not (Path(name) / "config.json").exists()
+    )
 
 
 def is_joint(name: str) -> bool:
@@ -444,8 +446,10 @@ def _open_clip_folder(name: str, package: Any) -> Path:
     """The local folder of a model; one of the hub is downloaded into the hub's cache."""
     folder = Path(name)
     if not name.startswith(PREFIXES):
-        if not (folder / _WEIGHTS).is_file():
-            raise UserError(f"{folder} has no {_WEIGHTS}; other weights are pickles, which sfumato does not load")
+        if not (folder / OPEN_CLIP_WEIGHTS).is_file():
+            raise UserError(
+                f"{folder} has no {OPEN_CLIP_WEIGHTS}; other weights are pickles, which sfumato does not load"
+            )
         return folder.resolve()
     repository = name.split(":", 1)[1]
     architecture, _, tag = repository.partition("/")
@@ -459,21 +463,21 @@ def _open_clip_folder(name: str, package: Any) -> Path:
         found = Path(
             snapshot_download(
                 repository,
-                allow_patterns=[_CONFIG, _WEIGHTS, "*token*", "vocab*", "merges.txt", "*.model"],
+                allow_patterns=[OPEN_CLIP_CONFIG, OPEN_CLIP_WEIGHTS, "*token*", "vocab*", "merges.txt", "*.model"],
                 local_files_only=not reachable,
             )
         )
     except LocalEntryNotFoundError as error:
         raise UserError(
             f"cannot load {name!r}: there is no connection to the hub, and no copy in its cache. Give a local folder"
-            f" with {_CONFIG} and {_WEIGHTS}"
+            f" with {OPEN_CLIP_CONFIG} and {OPEN_CLIP_WEIGHTS}"
         ) from error
     except (HfHubHTTPError, HFValidationError) as error:
         raise UserError(
             f"cannot load {name!r}: the hub has no {repository!r} that you may read. A name is"
             " open_clip:ARCHITECTURE/TAG, as open_clip.list_pretrained() has them, or hf-hub:OWNER/NAME"
         ) from error
-    if missing := [file for file in (_CONFIG, _WEIGHTS) if not (found / file).is_file()]:
+    if missing := [file for file in (OPEN_CLIP_CONFIG, OPEN_CLIP_WEIGHTS) if not (found / file).is_file()]:
         raise UserError(f"{repository!r} has no {missing[0]} on the hub or in its cache; it cannot be loaded safely")
     return found
 

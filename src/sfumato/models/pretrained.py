@@ -270,6 +270,9 @@ def _clip_processor(find: TokenizerFinder, text: Sizes) -> SpecialTokenProcessor
 
 CONFIG, WEIGHTS, TOKENIZER, CALIBRATION = "config.json", "model.safetensors", "tokenizer.json", "calibration.json"
 REFERENCE = "calibration.safetensors"
+
+ENCODER = "encoder"
+"""Folder in that of a run or of an exported model: its frozen model, if no name says where that is."""
 """Reference queries of the calibration, beside it."""
 
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
@@ -321,7 +324,9 @@ def download(name: str) -> Path:
         )
     return _from_hub(
         lambda hub, local: hub.snapshot_download(
-            name, allow_patterns=[CONFIG, WEIGHTS, TOKENIZER, CALIBRATION, REFERENCE], local_files_only=local
+            name,
+            allow_patterns=[CONFIG, WEIGHTS, TOKENIZER, CALIBRATION, REFERENCE, f"{ENCODER}/*"],
+            local_files_only=local,
         ),
         f"there is no folder {name!r}, and it cannot be downloaded from the Hugging Face hub",
         "Give a local folder, or a network",

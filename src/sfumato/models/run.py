@@ -5,7 +5,7 @@ tokenizer.json    its words or subword tokens            last.safetensors   the 
 encoders.json     descriptions of its encoders           noise.npy          which image each noisy training pair got
 log.jsonl         one line per epoch                     calibration.json   what was fitted on the validation pairs
 problems.jsonl    items left out, with their errors      evaluation-*.json  written by `sfumato evaluate`
-trained.txt       digests of the training images
+trained.txt       digests of the training images         encoder/           its frozen model, where no name finds it
 """
 
 import contextlib
@@ -18,7 +18,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from pydantic import ValidationError
@@ -44,7 +44,7 @@ from sfumato.losses import LOSSES, MatchLoss
 from sfumato.losses.pcme import SIGMOIDS, PCMELoss
 from sfumato.matching import SampledLogits
 from sfumato.models.model import Model
-from sfumato.models.pretrained import CONFIG, WEIGHTS, download, load_pretrained, read_config
+from sfumato.models.pretrained import CONFIG, ENCODER, WEIGHTS, download, load_pretrained, read_config
 from sfumato.models.pretrained_tensors import read_checkpoint
 from sfumato.models.recipe import AugmentConfig, ModelConfig, Recipe, load_recipe
 from sfumato.models.unfamiliar import UnfamiliarTexts
@@ -114,6 +114,18 @@ def _tower(side: Side, config: ModelConfig, assets: Assets, token_dropout: float
     return Tower(processor, encoder, head, token_dropout=0.0 if encoder_drops else token_dropout)
 
 
+def with_own_encoder(config: ModelConfig, folder: Path) -> ModelConfig:
+    """The section whose sides are the frozen model in a folder, if it has one."""
+    own = str((folder / ENCODER).resolve())
+    sides = {side: getattr(config, side) for side in get_args(Side)}
+    changed = {
+        side: section.model_copy(update={section.base_field: own})
+        for side, section in sides.items()
+        if section.frozen_backbone == ENCODER and (folder / ENCODER).is_dir()
+    }
+    return config.model_copy(update=changed)
+
+
 def build_loss(recipe: Recipe) -> MatchLoss:
     """Build the loss of a recipe, with initial logits."""
     return LOSSES[recipe.loss.name](recipe.loss.options())
@@ -166,6 +178,7 @@ def load_run(folder: str | Path, *, device: torch.device | str = "cpu") -> Run:
             f"{folder} has no weights. Its training has not finished an epoch, or the folder was copied incompletely;"
             " run the same `sfumato train` again, or copy it again"
         )
+    recipe = recipe.model_copy(update={"model": with_own_encoder(recipe.model, folder)})
     assets = load_assets(folder, recipe)
     what = f"{folder / MODEL}: does not fit the model of this recipe"
     check_weights(folder / MODEL, recipe.model, assets, what, _USE_ITS_OWN, "model/")
@@ -456,7 +469,7 @@ def _frozen(name: str, device: torch.device | str) -> Model:
 def _exported(folder: Path, config: dict[str, Any], source: str, device: torch.device | str) -> Model:
     """The model in a folder that :func:`sfumato.workflows.export.export_run` wrote."""
     try:
-        model_config = ModelConfig.model_validate(config["model"])
+        model_config = with_own_encoder(ModelConfig.model_validate(config["model"]), folder)
         known = {key: config[key] for key in ("encoders", "distance", "logit_scale", "logit_bias", "calibrated")}
         numbers = (known["logit_scale"], known["logit_bias"])
         logits = config.get("sampled_logits", [])

@@ -26,6 +26,7 @@ from sfumato.data.pairs import PairData
 from sfumato.distances import get_distance
 from sfumato.encoders.feature_rows import described_by
 from sfumato.encoders.frozen import joint_image, joint_text
+from sfumato.encoders.model_objects import save_model_object
 from sfumato.errors import UserError
 from sfumato.evaluation.hits import HitFigures, first_hits, measure_hits, without_nearest, without_reference
 from sfumato.evaluation.protocols import Evaluation, evaluate_retrieval
@@ -35,6 +36,7 @@ from sfumato.ids import Direction
 from sfumato.metrics.bootstrap import Interval, Statistic, bootstrap
 from sfumato.models.calibrate import calibrate_split, embed_reference, some_positions
 from sfumato.models.embed import Sides, embed_split, load_splits, prepare_split
+from sfumato.models.pretrained import ENCODER
 from sfumato.models.recipe import Recipe, check_recipe, save_recipe
 from sfumato.models.run import (
     CALIBRATION,
@@ -49,6 +51,7 @@ from sfumato.models.run import (
     load_run,
     save_assets,
     save_state,
+    with_own_encoder,
 )
 from sfumato.models.unfamiliar import remember_words
 from sfumato.workflows.search import LoadedModel
@@ -205,7 +208,7 @@ def _recipe(
 
 
 def adopt_encoders(
-    model: str,
+    model: str | Path | Any,
     data: str | Path,
     out: str | Path = "runs/adopted",
     *,
@@ -224,7 +227,9 @@ def adopt_encoders(
 
     Args:
         model: hub name or local folder, of transformers or of sentence-transformers (CLIP); or of open_clip, see
-            :func:`~sfumato.encoders.frozen.is_open_clip`.
+            :func:`~sfumato.encoders.frozen.is_open_clip`. Or a model in memory, whose weights are copied into the
+            folder: a SentenceTransformer of images and texts, or the architecture and the model of open_clip, such as
+            ("ViT-B-32", model).
         data: images with captions: a manifest (.csv, .jsonl, .parquet), a folder of images with .txt files, or a
             Karpathy JSON beside its images.
         out, method, val_fraction, test_fraction, population, max_queries, force, seed: see :func:`adopt`.
@@ -233,22 +238,27 @@ def adopt_encoders(
         The adopted model; it is written into the folder.
 
     Raises:
-        UserError: the model or the data are missing; or see :func:`adopt`.
+        UserError: the model or the data are missing, or a model in memory has settings that its copy would not have;
+            or see :func:`adopt`.
+        TypeError: model is an object of another kind.
     """
     path = Path(data)
     if not path.exists():
         raise UserError(f"no data at {path}; give a manifest (.csv, .jsonl), a folder of images, or a Karpathy JSON")
     source = "karpathy" if path.suffix.lower() == ".json" else "folder"
     images = {"images": str(path.resolve().parent)} if source == "karpathy" else {}
-    encoders = joint_image(model), joint_text(model)
-    channels = {encoder.channels for encoder in encoders}
-    if len(channels) > 1:
-        raise UserError(f"{model!r} embeds images and texts with different numbers of channels; it has no joint space")
-    name = str(Path(model).resolve()) if Path(model).is_dir() else model  # A local folder by its absolute path.
     pairs = {"source": source, "path": str(path.resolve()), "equal_texts": "merged", **images}
-    side = {"kind": "frozen", "backbone": name, "projected": True}
-    recipe = _recipe(pairs, channels.pop(), side, (val_fraction, test_fraction), seed)
+    named = isinstance(model, str | Path)
     with _new_folder(Path(out), force, (model, data)) as folder:
+        if not named:
+            save_model_object(model, folder / ENCODER)
+        name = str(model) if named else str(folder / ENCODER)
+        channels = {joint_image(name).channels, joint_text(name).channels}
+        if len(channels) > 1:
+            raise UserError(f"{name} embeds images and texts with different numbers of channels; it has no joint space")
+        known = str(Path(name).resolve()) if Path(name).is_dir() else name  # A local folder by its absolute path.
+        side = {"kind": "frozen", "backbone": known if named else ENCODER, "projected": True}
+        recipe = _recipe(pairs, channels.pop(), side, (val_fraction, test_fraction), seed)
         return adopt_recipe(recipe, folder, method=method, population=population, max_queries=max_queries)
 
 
@@ -312,7 +322,8 @@ def adopt_recipe(
 def _new_run(recipe: Recipe, folder: Path, splits: Mapping[str, PairData]) -> Run:
     """Write the folder of a run whose means are the frozen model's, and load it."""
     described = described_by(next(iter(splits.values())))
-    model, loss = build_model(recipe.model, Assets(None, described)), build_loss(recipe)
+    model = build_model(with_own_encoder(recipe.model, folder), Assets(None, described))
+    loss = build_loss(recipe)
     save_assets(folder, None, model)
     save_state(folder / MODEL, {"model": model.eval(), "loss": loss}, None, {"epoch": 0})
     save_recipe(recipe, folder / RECIPE)

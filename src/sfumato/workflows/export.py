@@ -2,10 +2,11 @@
 
 model.safetensors   the weights that embedding needs     config.json   section model of the recipe, distance and logits
 tokenizer.json      its words or subword tokens          README.md     a model card
-calibration.json    what was fitted on held-out pairs
+calibration.json    what was fitted on held-out pairs    encoder/      its frozen model, where no name finds it
 """
 
 import re
+import shutil
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from sfumato import __version__
 from sfumato.encoders.encoder_protocol import EncoderConfig
 from sfumato.errors import UserError
 from sfumato.files import is_unused, new_folder, read_json, write_atomically, write_json
-from sfumato.models.pretrained import CALIBRATION, CONFIG, TOKENIZER, WEIGHTS
+from sfumato.models.pretrained import CALIBRATION, CONFIG, ENCODER, TOKENIZER, WEIGHTS
 from sfumato.models.recipe import ModelConfig
 from sfumato.models.run import Run, load_assets, load_run
 
@@ -26,17 +27,18 @@ CARD = "README.md"
 def export_run(run_folder: str | Path, out_folder: str | Path) -> Path:
     """Write a run's model as a folder that can be published or uploaded to a hub.
 
-    Frozen backbones are not in it: they are loaded by their name in the recipe. It is written completely or not at all.
+    A frozen backbone is in it if it comes from a folder; others are loaded by their name. It is written completely or
+    not at all.
     """
     out = Path(out_folder)
     if not is_unused(out):
         raise UserError(f"{out} exists already; give a new or empty folder, or remove it")
     run = load_run(run_folder)
-    assets = load_assets(run.folder, run.recipe)
+    assets, own = load_assets(run.folder, run.recipe), _local_encoder(run.recipe.model)
     config = {
         "sfumato": __version__,
         "name": run.recipe.name,
-        "model": _without_local_paths(run.recipe.model),
+        "model": _without_local_paths(run.recipe.model, own),
         "encoders": dict(assets.encoders),
         "distance": run.loss.distance.name,
         "logit_scale": run.logit_scale,
@@ -51,6 +53,8 @@ def export_run(run_folder: str | Path, out_folder: str | Path) -> Path:
             write_atomically(temporary / TOKENIZER, (run.folder / TOKENIZER).read_bytes())
         if run.calibration is not None:
             run.calibration.save(temporary / CALIBRATION)
+        if own is not None:
+            shutil.copytree(own, temporary / ENCODER)
         write_atomically(temporary / CARD, model_card(run))
         write_json(temporary / CONFIG, config)
         temporary.chmod(run.folder.stat().st_mode & 0o777)
@@ -67,7 +71,8 @@ def model_card(run: Run) -> str:
     bases = _shown_once(side.base_model for side in sides)
     example = _example(model)
     backbones = _shown_once(side.frozen_backbone for side in sides)
-    needs = [f"- Frozen backbone, loaded by its name: `{name}`" for name in backbones]
+    found = "in this folder" if _local_encoder(model) else "loaded by its name"
+    needs = [f"- Frozen backbone, {found}: `{name}`" for name in backbones]
     return "\n".join(
         [
             "---",
@@ -161,11 +166,18 @@ def _shown(name: str) -> str:
     return name if _HUB_NAME.fullmatch(name) and not Path(name).exists() else Path(name).name
 
 
-def _without_local_paths(config: ModelConfig) -> dict[str, Any]:
+def _local_encoder(config: ModelConfig) -> Path | None:
+    """The folder of the frozen model of both sides, if it comes from one."""
+    names = {config.image.frozen_backbone, config.text.frozen_backbone}
+    folder = Path(names.pop())
+    return folder if not names and folder.is_absolute() and folder.is_dir() else None
+
+
+def _without_local_paths(config: ModelConfig, own: Path | None) -> dict[str, Any]:
     """Section ``model`` as JSON, without local folders of pre-trained weights: the weights are in the model."""
     values: dict[str, Any] = config.model_dump(mode="json", exclude_none=True)
     for side, section in (("image", config.image), ("text", config.text)):
         for key in section.path_fields:
             if values[side].get(key):
-                values[side][key] = _shown(values[side][key])
+                values[side][key] = ENCODER if own and Path(values[side][key]) == own else _shown(values[side][key])
     return values
