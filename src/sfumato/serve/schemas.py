@@ -549,7 +549,7 @@ class TextSearch(SearchParameters):
 
 
 _FILE: Any = Field(description="the image file", json_schema_extra={"format": "binary"})
-"""The format is what generators of clients know a file by; `contentMediaType` of FastAPI says it to few of them."""
+"""Generators of clients know a file by this format; few of them read `contentMediaType`, which FastAPI writes."""
 
 
 class ImageSearch(SearchParameters):

@@ -1,4 +1,7 @@
-"""Every operation of the service by the generated Python client; arguments: URL of a collection, its key, URL by vectors."""
+"""Every operation of the service by the generated Python client.
+
+Arguments: the URL of a collection, its key, and the URL of a service that is searched by vector.
+"""
 
 import base64
 import json
@@ -64,6 +67,10 @@ def png() -> bytes:
     return file.getvalue()
 
 
+def in_base64() -> str:
+    return base64.b64encode(png()).decode()
+
+
 def state() -> None:
     assert of(State, get_health.sync(client=stranger)).status == "alive"
     assert of(State, get_readiness.sync(client=stranger)).status == "ready"
@@ -75,8 +82,8 @@ def state() -> None:
 
 
 def searches() -> None:
-    text = of(SearchResponse, search_by_text.sync(client=client, q="a red square", max_results=3, where=["captions>=a"]))
-    (answer,) = text.answers
+    told = search_by_text.sync(client=client, q="a red square", max_results=3, where=["captions>=a"])
+    (answer,) = of(SearchResponse, told).answers
     assert answer.kind == "text" and answer.target == "fits" and answer.calibrated and len(answer.hits) == 3
     assert answer.verdict is not None and answer.conformal_set is None and answer.hits[0].rank == 1
     hit = answer.hits[0]
@@ -84,9 +91,9 @@ def searches() -> None:
     where, ranges = ItemFilterWhere(), ItemFilterRanges()
     where["captions"], ranges["captions"] = ["a plain red square"], ["a", "b"]
     body = SearchRequest(
-        queries=[Query(text="a red square", without=["blue"]), Query(id=hit.id), Query(image=base64.b64encode(png()).decode())],
+        queries=[Query(text="a red square", without=["blue"]), Query(id=hit.id), Query(image=in_base64())],
         filter_=ItemFilter(where=where, ranges=ranges),
-    )  # fmt: skip
+    )
     some = of(SearchResponse, search.sync(client=client, body=body)).answers
     assert [one.kind for one in some] == ["text", "id", "image"] and some[1].hits[0].match_probability is None
     image = ImageSearch(image=File(BytesIO(png()), file_name="red.png"), max_results=2, where=["captions>=a"])
@@ -99,7 +106,7 @@ def searches() -> None:
 
 def items() -> None:
     payload = NewItemPayload.from_dict({"place": "wood"})
-    new = AddRequest(items=[NewItem(id="a/b c.png", image=base64.b64encode(png()).decode(), payload=payload)])
+    new = AddRequest(items=[NewItem(id="a/b c.png", image=in_base64(), payload=payload)])
     first, again = (add_items.sync_detailed(client=client, body=new) for _ in range(2))
     assert (first.status_code, again.status_code) == (201, 200) and of(AddResponse, first.parsed).created == 1
     form = NewImage(id="c.png", image=File(BytesIO(png()), file_name="c.png"), payload=json.dumps({"place": "zoo"}))
