@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 
-.PHONY: help install demo test quick style types examples docs site check lowest release-check format benchmarks scale clean
+.PHONY: help install demo test quick style types examples docs site check lowest release-check clients format benchmarks scale clean
 
 help:  ## what there is
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -44,6 +44,12 @@ lowest:  ## a part of the tests with the lowest version of every dependency, in 
 
 release-check:  ## build sdist and wheel, and try the wheel in a new environment; needs a package index
 	$(PYTHON) scripts/release_check.py
+
+clients: $(VENV)/.dev  ## generate clients of the service in Python and TypeScript, and try them; needs Node.js and package indices
+	$(PYTHON) -m venv build/clients
+	build/clients/bin/python -m $$(grep -m 1 '^pip install openapi' docs/guides/serve.md) --quiet
+	$$(grep -m 1 '^npm install openapi' docs/guides/serve.md) --silent --prefix build/clients
+	$(BIN)/python -m pytest tests/serve/test_clients.py
 
 format: $(VENV)/.dev  ## put the code into its one layout
 	$(BIN)/ruff check --fix .

@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
 CODE = re.compile(r"```(?:python|py)\n(.*?)```|`([^`\n]+)`", re.DOTALL)
 DOTTED = re.compile(r"(?<![\w./~@-])sfumato((?:\.[A-Za-z_]\w*)+)(?![\w/-])")
-FROM = re.compile(r"from (sfumato[\w.]*) import ([\w, ]+)")
+FROM = re.compile(r"from (sfumato\b[\w.]*) import ([\w, ]+)")
 
 
 def code_of(text):

@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 from urllib.parse import quote
 
+import pytest
 from serve.test_faults import problem
 from support.serving import add, picture
 
@@ -169,3 +170,54 @@ def test_every_operation_and_field_is_described(client):
         assert schema.get("description"), name
         for field, one in schema["properties"].items():
             assert one.get("description"), f"{name}.{field}"
+
+
+def inside(schema):
+    """A schema, or a list of them, and all within."""
+    yield schema
+    for inner in schema.values() if isinstance(schema, dict) else schema if isinstance(schema, list) else ():
+        yield from inside(inner)
+
+
+def test_defaults_and_examples_of_the_document_are_valid(client, vectors):
+    jsonschema = pytest.importorskip("jsonschema", reason="comes with schemathesis")
+    for document in (client.get("/openapi.json").json(), vectors.get("/openapi.json").json()):
+        checked = 0
+        for schema in filter(lambda one: isinstance(one, dict), inside(document)):
+            if isinstance(schema.get("properties"), dict):
+                jsonschema.Draft202012Validator.check_schema(schema)
+            values = [*schema.get("examples", ()), *([schema["default"]] if "default" in schema else ())]
+            validator = jsonschema.Draft202012Validator({**schema, "components": document["components"]})
+            for value in values:
+                validator.validate(value)
+                checked += 1
+        assert checked > 40
+
+
+def test_the_document_states_what_generators_of_clients_read(client):
+    """They take these for any value, for a text and for nothing: see test_clients.py, which needs the generators."""
+    document = client.get("/openapi.json").json()
+    schemas = document["components"]["schemas"]
+    assert document["openapi"].startswith("3.1") and "patternProperties" not in str(document)
+    assert schemas["ItemFilter"]["properties"]["where"]["additionalProperties"]["type"] == "array"
+    for form in ("ImageSearch", "NewImage"):
+        assert schemas[form]["properties"]["image"]["format"] == "binary"
+    for options in ("SearchRequest", "VectorRequest", "ImageSearch"):  # Clients would send it where less is allowed.
+        assert "default" not in schemas[options]["properties"]["max_results"]
+    answers, new = set(), {"Problem"}
+    for path, operations in document["paths"].items():
+        for operation in operations.values():
+            for status, answer in operation["responses"].items():
+                assert answer.get("content") or status == "304", (path, status)
+                new |= refs(answer)
+    while new:
+        answers |= new
+        new = set().union(*(refs(schemas[name]) for name in new)) - answers
+    assert len(answers) > 20 and not {"SearchRequest", "NewItem"} & answers
+    for name in answers:  # The service sends each, also the default.
+        assert schemas[name]["required"] == list(schemas[name]["properties"]), name
+
+
+def refs(schema):
+    found = (one.get("$ref") for one in inside(schema) if isinstance(one, dict))
+    return {ref.rpartition("/")[2] for ref in found if isinstance(ref, str)}

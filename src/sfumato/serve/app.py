@@ -20,7 +20,7 @@ from fastapi import Path as PathParameter
 from fastapi import Query as Parameter
 from fastapi.exceptions import RequestValidationError
 from fastapi.openapi.utils import get_openapi
-from fastapi.responses import FileResponse, HTMLResponse, Response
+from fastapi.responses import FileResponse, HTMLResponse, PlainTextResponse, Response
 from fastapi.routing import APIRoute
 from fastapi.staticfiles import StaticFiles
 from markupsafe import Markup, escape
@@ -123,7 +123,7 @@ def documented(app: FastAPI) -> dict[str, Any]:
             routes=app.routes,
             summary="Probabilistic image-text search",
         )
-        described = Problem.model_json_schema(ref_template=_REF)
+        described = Problem.model_json_schema(ref_template=_REF, mode="serialization")
         document["components"]["schemas"] |= {**described.pop("$defs"), "Problem": described}
         document["components"]["securitySchemes"] = {
             "bearer": {"type": "http", "scheme": "bearer"},
@@ -131,8 +131,20 @@ def documented(app: FastAPI) -> dict[str, Any]:
         }
         document["security"] = [{}, {"bearer": []}, {"header": []}]
         _fit_example(document, app.state.service.query_kinds().vector)
+        _type_values(document["components"]["schemas"])
         app.openapi_schema = document
     return app.openapi_schema
+
+
+def _type_values(schema: Any) -> None:
+    """Write `patternProperties`, which let other keys pass and generators of clients ignore, as types of all values."""
+    if isinstance(schema, dict):
+        for pattern, values in schema.pop("patternProperties", {}).items():
+            schema["additionalProperties"] = values
+            schema["propertyNames"] = {**schema.get("propertyNames", {}), "pattern": pattern}
+        schema = list(schema.values())
+    for inner in schema if isinstance(schema, list) else ():
+        _type_values(inner)
 
 
 def _fit_example(document: dict[str, Any], lengths: Mapping[Modality, int]) -> None:
@@ -408,7 +420,7 @@ def _add_pages(app: FastAPI, service: Service) -> None:
             raise busy(f"Not ready: {problem}", code="not-ready")
         return _json(State(status="ready"))
 
-    @app.get("/metrics", tags=["state"], response_class=Response)
+    @app.get("/metrics", tags=["state"], response_class=PlainTextResponse)
     async def get_metrics() -> Response:
         """Counters for Prometheus."""
         return Response(await service.measured(), media_type=TEXT)

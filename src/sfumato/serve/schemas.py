@@ -42,7 +42,10 @@ Payload = Annotated[
 
 
 class _Model(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    # The service sends every field, so the schemas of responses require those with a default too.
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, allow_inf_nan=False, json_schema_serialization_defaults_required=True
+    )
 
 
 _PICTURE = "path of its image at this service; null if there is none"
@@ -91,7 +94,11 @@ class _Options(_Model):
     """Options that JSON, forms and links have in common."""
 
     gallery: GalleryName = Field("images", description="gallery to search")
-    max_results: int = Field(10, ge=1, description="number of results, up to the limit of the service")
+    max_results: int = Field(
+        default_factory=lambda: 10,  # In the document it would be a default, which generated clients send.
+        ge=1,
+        description="number of results, up to the limit of the service; if left out 10, or the limit if that is less",
+    )
     min_probability: float | None = Field(
         None, ge=0, le=1, description="leave out results with a lower match probability"
     )
@@ -541,18 +548,26 @@ class TextSearch(SearchParameters):
     without: list[Text] = _WITHOUT
 
 
+_FILE: Any = Field(description="the image file", json_schema_extra={"format": "binary"})
+"""Generators of clients know a file by this format; few of them read `contentMediaType`, which FastAPI writes."""
+
+
 class ImageSearch(SearchParameters):
     """An image file and the options of a search, as a form."""
 
-    image: UploadFile = Field(description="the image file")
+    image: UploadFile = _FILE
 
 
 class NewImage(_Model):
     """An image file to add, as a form."""
 
     id: NewId
-    image: UploadFile = Field(description="the image file")
-    payload: Json[Payload] = Field({}, description="a JSON object of texts that searches return with the item")
+    image: UploadFile = _FILE
+    payload: Json[Payload] = Field(
+        {},
+        description="a JSON object of texts that searches return with the item",
+        json_schema_extra={"default": "{}"},
+    )
 
 
 class Problem(_Model):

@@ -1,0 +1,103 @@
+"""Clients that generators make from /openapi.json work: `make clients` installs the generators, and runs this.
+
+The commands, settings and examples are those of the guide. The generators are pinned in the guide, and have an
+environment of their own: the Python one does not stand the version of typer in constraints.txt.
+"""
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from serve.test_guide import ADDRESS, GUIDE, section
+from support.serving import KEY, picture, served
+
+from sfumato.serve.answering import open_sources
+from sfumato.serve.app import route_of
+
+ROOT = Path(__file__).parents[2]
+TOOLS = ROOT / "build" / "clients"
+OPERATIONS = Path(__file__).parent / "clients"
+
+pytestmark = pytest.mark.skipif(
+    not (TOOLS / "node_modules").exists(), reason="build/clients has no generators of clients: run make clients"
+)
+
+
+def blocks(language):
+    """The blocks of a language in the section about clients."""
+    text = section(GUIDE.read_text(encoding="utf-8"), "Clients")
+    return re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+
+
+@pytest.fixture
+def by_vectors(adopted):
+    """Of indices that are searched by vector, without a key."""
+    with served(adopted) as client:
+        yield client
+
+
+@pytest.fixture
+def service(squares, tmp_path):
+    """Of a collection whose items have captions, which takes verdicts and needs a key."""
+    folder = shutil.copytree(squares, tmp_path / "index")
+    with served(open_sources(folder), keys=(KEY,), judgements=tmp_path / "verdicts.jsonl") as client:
+        yield client
+
+
+def run(folder, *words):
+    path = os.pathsep.join(map(str, (TOOLS / "bin", Path(sys.executable).parent, os.environ["PATH"])))
+    environment = {**os.environ, "PATH": path, "PYTHONPATH": str(folder), "NO_PROXY": "*"}
+    done = subprocess.run([*map(str, words)], cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0 and "arning" not in done.stdout + done.stderr, f"{words}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+def generated(service, folder, which):
+    """Runs the commands of one language after its installation, in a folder with its files; returns the last output."""
+    text = service.get("/openapi.json").text
+    (folder / "openapi.json").write_text(text)
+    (folder / "client.yaml").write_text(blocks("yaml")[0])
+    (folder / "node_modules").symlink_to(TOOLS / "node_modules")
+    for language, name in (("python", "search.py"), ("typescript", "search.mts")):
+        example = blocks(language)[0].replace(ADDRESS, service.base_url.netloc.decode()).replace('"KEY"', f'"{KEY}"')
+        (folder / name).write_text(example)
+    (lines,) = (block for block in blocks("bash") if which in block)
+    commands = [shlex.split(line, comments=True) for line in lines.splitlines()]
+    outputs = [run(folder, *words) for words in commands if words[0] not in ("curl", "pip", "npm")]
+    return outputs[-1]
+
+
+def check_every_operation(service, by_vectors):
+    """The services answered each well, by their own metrics, which name the first route that has a path."""
+    pattern = r'sfumato_requests_total{method="(\w+)",route="([^"]+)",status="20\d"}'
+    asked = {one for client in (service, by_vectors) for one in re.findall(pattern, client.get("/metrics").text)}
+    paths = service.get("/openapi.json").json()["paths"].items()
+    expected = {(method.upper(), route_of(service.app, path)) for path, methods in paths for method in methods}
+    assert len(expected) > 15 and asked - {("GET", "/openapi.json")} == expected
+
+
+def check_example(printed, service):
+    (answer,) = service.get("/v1/search", params={"q": "an orange animal", "max_results": 3}).json()["answers"]
+    assert [line.split()[0] for line in printed.splitlines()] == [hit["id"] for hit in answer["hits"]]
+
+
+def test_a_python_client(service, by_vectors, tmp_path):
+    check_example(generated(service, tmp_path, "openapi-python-client"), service)
+    script = shutil.copy(OPERATIONS / "operations.py", tmp_path)
+    run(tmp_path, sys.executable, script, service.base_url, KEY, by_vectors.base_url)
+    check_every_operation(service, by_vectors)
+    run(tmp_path, sys.executable, "-m", "mypy", "--strict", "search.py", script)
+
+
+def test_a_typescript_client(service, by_vectors, tmp_path):
+    check_example(generated(service, tmp_path, "openapi-typescript"), service)
+    (tmp_path / "red.png").write_bytes(picture())
+    shutil.copy(OPERATIONS / "operations.mts", tmp_path)
+    run(tmp_path, "npx", "tsc", "--strict", "--target", "es2022", "--module", "nodenext", "operations.mts")
+    run(tmp_path, "node", "operations.mjs", service.base_url, KEY, by_vectors.base_url, "red.png")
+    check_every_operation(service, by_vectors)
