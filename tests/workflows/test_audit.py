@@ -4,6 +4,7 @@ import csv
 import json
 import shutil
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -224,6 +225,19 @@ def test_what_is_shown_is_varied():
 
 def splits_of(work):
     return load_splits(load_run(work / "run").recipe.data, Problems())
+
+
+def test_parquet_has_the_tables_and_the_places_of_images(work, sfumato, tmp_path):
+    parquet = pytest.importorskip("pyarrow.parquet", reason="the extra parquet is not installed")
+    assert sfumato("audit", work / "run", "--parquet", "--out", tmp_path / "a")[0] == 0
+    for name in ("pairs", "missing"):
+        rows = list(csv.DictReader((tmp_path / "a" / f"{name}.csv").open()))
+        table = parquet.read_table(tmp_path / "a" / f"{name}.parquet")
+        assert table.column_names == [*rows[0], "image_file"] and table.num_rows == len(rows)
+        found = table.to_pylist()
+        assert all(Path(row["image_file"]).is_file() for row in found)
+        assert [row["text"] for row in found] == [row["text"] for row in rows]
+        assert [row["distance"] for row in found] == [float(row["distance"]) for row in rows]
 
 
 def test_the_command_writes_tables_and_a_page(work, sfumato, capsys):

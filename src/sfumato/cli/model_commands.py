@@ -362,7 +362,9 @@ class Frozen:
         None, "Hub name or folder of a CLIP or SigLIP, or open_clip:ARCHITECTURE/TAG; with --data.", "MODEL"
     )
     data: str | None = flag(
-        None, "For MODEL: a manifest, a folder of images with .txt files, or a Karpathy JSON.", metavar="PATH"
+        None,
+        "For MODEL: a manifest, a folder of images with .txt files or of datasets, a Karpathy JSON.",
+        metavar="PATH",
     )
     images: str | None = flag(
         None, "Or embeddings of images: .npy, .safetensors (FILE:NAME), .parquet, or a folder.", metavar="FILE"

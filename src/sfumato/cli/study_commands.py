@@ -29,7 +29,7 @@ from sfumato.cli.common import (
     rare,
     word,
 )
-from sfumato.errors import UserError
+from sfumato.errors import UserError, need
 
 if TYPE_CHECKING:
     from sfumato.evaluation.papers import PaperItem
@@ -109,6 +109,7 @@ def audit(
         0, "Audit train in K parts, each by a model trained on the others; 0: by the model.", "--cross-fit", metavar="K"
     ),
     top: int = flag(100, "Number of pairs of each kind on the page and in audit.json.", min=0),
+    parquet: bool = flag(False, "Also write the tables as Parquet, with the file of each image.", "--parquet"),
     out: Path | None = flag(None, "Folder to write. Default: audit-SPLIT in the run's folder, with --data here."),
     device: Device = "auto",
     as_json: AsJson = False,
@@ -125,6 +126,9 @@ def audit(
         raise UserError(f"--cross-fit audits the split train only; leave --split {split} out")
     if parts and not is_run(model):
         raise UserError(f"--cross-fit needs a run folder, whose recipe it trains with; {model} is not a run folder")
+    if parquet:
+        with need("parquet", "--parquet needs pyarrow"):
+            import pyarrow.parquet  # noqa: F401
     split = split or ("train" if parts else "test")
     opened = open_model_on_data(model, data, overrides, split, device, purpose="audit")
     split = opened.split
@@ -135,7 +139,7 @@ def audit(
     else:
         name = Path(model).resolve().name if opened.run is not None else opened.name
         result = audit_model(opened.model, opened.data, split, name=name, seen=opened.same_data and split == "train")
-    figures = write_audit(result, folder, top, __version__)
+    figures = write_audit(result, folder, top, __version__, parquet=parquet)
     if as_json:
         return print(json.dumps(figures | {"out": str(folder)}))
     print_audit(figures)

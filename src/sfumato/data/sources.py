@@ -1,6 +1,6 @@
 """Sources of data: section ``data`` of a recipe, and SOURCES, the registry of what ``data.source`` can name.
 
-A source is a function that reads the splits of some data, see :class:`ReadSource`. The package brings eight; another is
+A source is a function that reads the splits of some data, see :class:`ReadSource`. The package brings nine; another is
 registered with :func:`register_source` and then works in every recipe.
 """
 
@@ -23,6 +23,7 @@ from pydantic import (
 
 from sfumato.data.captioned import read_image_folder
 from sfumato.data.emoji import EmojiOptions, Style, load_emoji
+from sfumato.data.hub_datasets import DatasetOptions, read_dataset
 from sfumato.data.images import Problems
 from sfumato.data.layouts import CubOptions, read_cub, read_embedding_pairs, read_karpathy, read_scan
 from sfumato.data.manifest import MANIFEST_SUFFIXES, read_manifest
@@ -42,11 +43,13 @@ class DataConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     source: str = "emoji"
-    """name in SOURCES: emoji, manifest, folder, karpathy, shards, scan, cub, embeddings, or a registered source"""
+    """name in SOURCES: emoji, manifest, folder, karpathy, shards, datasets, scan, cub, embeddings, or a registered
+    source"""
     path: str = ""
     """manifest (.jsonl, .csv, .parquet), image folder, Karpathy JSON, folder of region features (scan), folder of
-    CUB-200-2011, or the training shards (folder, glob or braces: cc3m-{00000..00331}.tar); embeddings: the pairs
-    (.csv, .jsonl, .json, .parquet), row i with row i without it; not used by emoji"""
+    CUB-200-2011, the training shards (folder, glob or braces: cc3m-{00000..00331}.tar), or a folder or hub name for the
+    package datasets; embeddings: the pairs (.csv, .jsonl, .json, .parquet), row i with row i without it; not used by
+    emoji"""
     val_path: str = Field("", description="shards: the validation shards, read as a whole; none by default")
     samples_per_epoch: PositiveInt = Field(1_000_000, description="shards: number of pairs per epoch")
     shuffle_buffer: PositiveInt = Field(10_000, description="shards: size of the shuffle buffer, in pairs")
@@ -89,7 +92,7 @@ class DataConfig(BaseModel):
     max_problem_fraction: float = Field(0.01, ge=0, le=1)
     """stop if a larger fraction of the training and validation images is unusable; up to three unusable images never
     stop a run"""
-    options: dict[str, Any] = Field(default={}, description="options of emoji, cub, or a source from outside")
+    options: dict[str, Any] = Field(default={}, description="options of emoji, cub, datasets, or a source from outside")
 
     @model_validator(mode="before")
     @classmethod
@@ -222,6 +225,11 @@ def _karpathy(config: DataConfig, problems: Problems) -> dict[str, PairData]:
     return read_karpathy(path, config.images or path.parent, problems)
 
 
+def _datasets(config: DataConfig, problems: Problems) -> dict[str, PairData]:
+    columns: dict[str, Any] = DatasetOptions.model_validate(config.options).model_dump()
+    return read_dataset(config.path, problems, **columns | _fractions(config))
+
+
 def _embeddings(config: DataConfig, problems: Problems) -> dict[str, PairData]:
     pairs = _existing(config) if config.path else None
     return read_embedding_pairs(config.images, config.texts, problems, pairs=pairs, **_fractions(config))
@@ -252,6 +260,7 @@ SOURCES: dict[str, Source] = {
         lambda c, problems: read_cub(_existing(c), problems, CubOptions.model_validate(c.options), **_fractions(c)),
         CubOptions,
     ),
+    "datasets": Source(_datasets, DatasetOptions),
     "embeddings": Source(_embeddings, needs_path=False, inputs="embeddings"),
 }
 """Sources of data by name."""

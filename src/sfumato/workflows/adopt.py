@@ -21,6 +21,7 @@ from sfumato.arrays import Array
 from sfumato.calibration.calibrator import Calibration
 from sfumato.calibration.conditional import Population
 from sfumato.data.feature_tables import open_table, resolved_table
+from sfumato.data.hub_datasets import is_dataset_folder
 from sfumato.data.images import Problems
 from sfumato.data.pairs import PairData
 from sfumato.distances import get_distance
@@ -230,8 +231,8 @@ def adopt_encoders(
             :func:`~sfumato.encoders.frozen.is_open_clip`. Or a model in memory, whose weights are copied into the
             folder: a SentenceTransformer of images and texts, or the architecture and the model of open_clip, such as
             ("ViT-B-32", model).
-        data: images with captions: a manifest (.csv, .jsonl, .parquet), a folder of images with .txt files, or a
-            Karpathy JSON beside its images.
+        data: images with captions: a manifest (.csv, .jsonl, .parquet), a folder of images with .txt files, a
+            Karpathy JSON beside its images, or a folder of :func:`~sfumato.data.hub_datasets.read_dataset`.
         out, method, val_fraction, test_fraction, population, max_queries, force, seed: see :func:`adopt`.
 
     Returns:
@@ -244,8 +245,12 @@ def adopt_encoders(
     """
     path = Path(data)
     if not path.exists():
-        raise UserError(f"no data at {path}; give a manifest (.csv, .jsonl), a folder of images, or a Karpathy JSON")
-    source = "karpathy" if path.suffix.lower() == ".json" else "folder"
+        raise UserError(
+            f"no data at {path}; give a manifest (.csv, .jsonl), a folder of images, a Karpathy JSON, or a folder of"
+            " the package datasets"
+        )
+    by_suffix = "karpathy" if path.suffix.lower() == ".json" else "folder"
+    source = "datasets" if is_dataset_folder(path) else by_suffix
     images = {"images": str(path.resolve().parent)} if source == "karpathy" else {}
     pairs = {"source": source, "path": str(path.resolve()), "equal_texts": "merged", **images}
     named = isinstance(model, str | Path)

@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from sfumato.data.hub_datasets import is_dataset_folder, read_dataset
 from sfumato.data.image_decoding import needs_extra, spelt
 from sfumato.data.images import DIGEST, FILE, POINTER, ROOT, FileImage, Problem, Problems, image_files
 from sfumato.data.layouts import read_karpathy
@@ -64,8 +65,9 @@ def named_source(data: str) -> Source:
     """The source that a user named."""
     path = Path(data)
     if path.is_dir():
-        tars = any(path.glob("*.tar")) and not image_files(path)
-        return Source(str(path.resolve()), "shards" if tars else "folder", str(path.resolve()))
+        packed = "shards" if any(path.glob("*.tar")) else "datasets" if is_dataset_folder(path) else ""
+        kind = packed if packed and not image_files(path) else "folder"
+        return Source(str(path.resolve()), kind, str(path.resolve()))
     suffix = path.suffix.lower()
     if suffix == ".tar" or "{" in data or "*" in data:
         return Source(os.path.abspath(data), "shards", str(Path(expand_shards(data)[0]).resolve().parent))
@@ -74,7 +76,7 @@ def named_source(data: str) -> Source:
     if suffix not in (*MANIFEST_SUFFIXES, ".json"):
         raise UserError(
             f"{data} is a file; expected a folder of images, a manifest ({', '.join(MANIFEST_SUFFIXES)}), the"
-            " .json of COCO or Flickr in Karpathy's layout, or .tar archives"
+            " .json of COCO or Flickr in Karpathy's layout, .tar archives, or a folder of the package datasets"
         )
     kind = "karpathy" if suffix == ".json" else "manifest"
     return Source(str(path.resolve()), kind, str(path.resolve().parent))
@@ -99,8 +101,11 @@ def list_items(source: Source, endings: frozenset[str], problems: Problems) -> l
         ]
     elif source.kind == "manifest":
         found = list(_manifest_items(source, problems))
-    elif source.kind == "karpathy":
-        splits = read_karpathy(source.path, source.root, problems)
+    elif source.kind in ("karpathy", "datasets"):
+        of_karpathy = source.kind == "karpathy"
+        splits = (
+            read_karpathy(source.path, source.root, problems) if of_karpathy else read_dataset(source.path, problems)
+        )
         found = [item for data in splits.values() for item in _data_items(source, data)]
     else:
         found = _data_items(source, read_shards(expand_shards(source.path), problems))

@@ -1,0 +1,259 @@
+"""Source "datasets": images with captions in the format of the Hugging Face package datasets, in and out.
+
+In: a folder of ``save_to_disk``, a folder of Parquet files, or a name on the hub. Out: Parquet files that
+``datasets.load_dataset`` reads, with the images in them.
+"""
+
+import itertools
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field
+
+from sfumato.data.captioned import canonical_split, splits_of_items, usable_captions
+from sfumato.data.images import Problems
+from sfumato.data.pairs import PairData, SourceItem
+from sfumato.errors import UserError, expected_columns, first_line, need
+from sfumato.files import is_unused, new_folder
+
+_CAPTIONS = ("captions", "caption", "texts", "text", "sentences")
+_IDS = ("id", "image_id", "img_id", "imgid", "cocoid")
+_BLOCK = 1_000
+
+
+class DatasetOptions(BaseModel):
+    """The columns of a data set; what is left out is found by its type or name."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    image: str = Field("", description="column of the images; by default the only one of images")
+    captions: str = Field("", description=f"column of the captions; by default {', '.join(_CAPTIONS)}")
+    id: str = Field("", description=f"column of the ids of images; by default {', '.join(_IDS)}, or the file's name")
+    name: str = Field("", description="configuration of a data set of the hub that has several")
+
+
+@dataclass(frozen=True)
+class RowImage:
+    """The encoded image of a row, read when it is needed."""
+
+    id: str
+    rows: Any = field(repr=False, compare=False)  # the data set with this column alone, not decoded
+    number: int = field(compare=False)
+    location: str = field(compare=False)
+
+    def read_bytes(self) -> bytes:
+        """The bytes in the row, or of the file that it names."""
+        [value] = self.rows[self.number].values()
+        if value is None or (value["bytes"] is None and not value["path"]):
+            raise OSError(f"{self.location}: no image")
+        return bytes(value["bytes"]) if value["bytes"] is not None else Path(value["path"]).read_bytes()
+
+
+def read_dataset(
+    path: str | Path,
+    problems: Problems,
+    *,
+    image: str = "",
+    captions: str = "",
+    id: str = "",
+    name: str = "",
+    val_fraction: float = 0.1,
+    test_fraction: float = 0.1,
+) -> dict[str, PairData]:
+    """Read images with captions from a data set of the package datasets.
+
+    Args:
+        path: a folder of ``save_to_disk`` or of Parquet files, or a name on the Hugging Face hub.
+        problems: receives rows without an image or a caption, and ids that occur with another image.
+        image: column of the images; "" takes the only one of images.
+        captions: column of the captions, each a string or a list of strings; "" takes captions, caption, texts, text or
+            sentences.
+        id: column of the ids; "" takes id, image_id, img_id, imgid or cocoid, else the name of the image's file, else
+            the number of the row. Rows with one id are one image with several captions.
+        name: configuration of a data set of the hub that has several.
+        val_fraction: fraction of the images for "val", where the data set has neither several splits nor a column
+            "split".
+        test_fraction: the same for "test".
+
+    Returns:
+        split -> data. Images stay on disk, and are read when they are needed.
+
+    Raises:
+        UserError: the package or the data set is missing, a column cannot be found, or nothing is usable.
+    """
+    with need("datasets", "data sets of the Hugging Face hub need the package datasets"):
+        import datasets
+    splits = _loaded(datasets, str(path), name)
+    named = len(splits) > 1
+    columns = _Columns.of(datasets, splits[min(splits)], str(path), (image, captions, id))
+    items = (
+        item
+        for split, rows in splits.items()
+        for item in columns.items(
+            datasets, rows, f"{path}[{split}]" if split else str(path), split if named else "", problems
+        )
+    )
+    return splits_of_items(items, Path(path), problems, val_fraction, test_fraction)
+
+
+def is_dataset_folder(path: Path) -> bool:
+    """Whether ``save_to_disk`` has written a folder, or Parquet files stand in it or in its folder "data"."""
+    if any((path / name).is_file() for name in ("dataset_dict.json", "state.json")):
+        return True
+    return any(next(folder.glob("*.parquet"), None) for folder in (path, path / "data"))
+
+
+def _loaded(datasets: Any, path: str, name: str) -> dict[str, Any]:
+    """The splits of a data set by their names."""
+    saved = any((Path(path) / file).is_file() for file in ("dataset_dict.json", "state.json"))
+    try:
+        found = datasets.load_from_disk(path) if saved else datasets.load_dataset(path, name or None)
+    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+        raise UserError(
+            f"cannot read the data set {path!r}: {first_line(error)}. Give a folder of save_to_disk or of Parquet"
+            " files, or a name on the hub with a network"
+        ) from error
+    return dict(found) if isinstance(found, datasets.DatasetDict) else {"": found}
+
+
+@dataclass(frozen=True)
+class _Columns:
+    image: str
+    captions: str
+    id: str  # "" for none
+    split: str
+
+    @classmethod
+    def of(cls, datasets: Any, rows: Any, path: str, given: tuple[str, str, str]) -> "_Columns":
+        features = rows.features
+        for name in filter(None, given):
+            if name not in features:
+                raise UserError(f"{path}: {expected_columns(list(features), [name])}")
+        images = [key for key, kind in features.items() if isinstance(kind, datasets.Image)]
+        image, captions, identity = given
+        if not image and len(images) != 1:
+            found = f"{len(images)} columns of images ({', '.join(images)})" if images else "no column of images"
+            raise UserError(
+                f"{path}: {found}, expected one, among {', '.join(features)}; name it: data.options.image=COLUMN"
+            )
+        if image and image not in images:
+            raise UserError(f"{path}: column {image} has {features[image]}, expected images")
+        captions = captions or next((key for key in _CAPTIONS if key in features), "")
+        if not captions:
+            raise UserError(
+                f"{path}: no column of captions ({', '.join(_CAPTIONS)}), but {', '.join(features)}; name it:"
+                " data.options.captions=COLUMN"
+            )
+        identity = identity or next((key for key in _IDS if key in features), "")
+        return cls(image or images[0], captions, identity, "split" if "split" in features else "")
+
+    def items(self, datasets: Any, rows: Any, location: str, split: str, problems: Problems) -> Iterator[SourceItem]:
+        """The usable rows of a split."""
+        encoded = rows.select_columns([self.image]).cast_column(self.image, datasets.Image(decode=False))
+        said = [key for key in (self.captions, self.id, self.split, "caption_ids") if key in rows.features]
+        others = rows.select_columns(said)
+        for start in range(0, len(rows), _BLOCK):
+            block = others[start : start + _BLOCK]
+            names = itertools.repeat("") if self.id else _file_names(encoded, start)
+            for number, (name, *values) in enumerate(zip(names, *block.values(), strict=False), start):
+                row = dict(zip(said, values, strict=True))
+                where = f"{location}:row {number}"
+                identity = str(row[self.id]) if self.id else name or f"{split or 'row'}-{number}"
+                given = row[self.captions]
+                texts = given if isinstance(given, list) else [given or ""]
+                if not all(isinstance(text, str) for text in texts):
+                    raise UserError(f"{where}: {self.captions} has {given!r}, expected a string or a list of strings")
+                ids = row.get("caption_ids") or [""] * len(texts)
+                usable = usable_captions(where, texts, problems)
+                own = tuple((ids[k], text) for k, text in usable.items()) if len(ids) == len(texts) else ()
+                source = RowImage(identity, encoded, number, where)
+                yield SourceItem(identity, source, own, canonical_split(str(row.get(self.split) or split)), where)
+
+
+def _file_names(encoded: Any, start: int) -> list[str]:
+    """The names of the images' files in a block of rows, without their bytes; "" where there is none."""
+    import pyarrow.compute
+
+    [column] = encoded.with_format("arrow")[start : start + _BLOCK].columns
+    paths = pyarrow.compute.struct_field(column, "path").to_pylist()
+    return [Path(path).name if path else "" for path in paths]
+
+
+def write_dataset(
+    splits: Mapping[str, PairData],
+    folder: str | Path,
+    *,
+    per_file: int = 5_000,
+    problems: Problems | None = None,
+) -> list[Path]:
+    """Write splits as Parquet files that ``datasets.load_dataset(folder)`` reads, with the images in them.
+
+    A row is an image: ``image``, ``captions``, ``id``, ``caption_ids``. Images keep their bytes. The folder is written
+    completely or not at all.
+
+    Args:
+        splits: split -> data.
+        folder: a new or empty folder.
+        per_file: largest number of images in a file.
+        problems: receives images that cannot be read, which are left out; they raise if None.
+
+    Returns:
+        The files: data/SPLIT-00000-of-00001.parquet, ...
+
+    Raises:
+        UserError: the folder is not empty, a split has another name than letters and digits, or pyarrow is missing.
+        ValueError: per_file is less than 1.
+        OSError: an image cannot be read.
+    """
+    if per_file < 1:
+        raise ValueError(f"write_dataset: per_file must be at least 1, got {per_file}")
+    if wrong := [name for name in splits if not name.isalnum()]:
+        raise UserError(f"write_dataset: a split is named {wrong[0]!r}; the hub takes letters and digits alone")
+    if not is_unused(folder := Path(folder)):
+        raise UserError(f"cannot write to {folder}: it exists and is not empty; give a new folder, or remove it")
+    names: list[str] = []
+    with new_folder(folder) as unfinished:
+        (unfinished / "data").mkdir()
+        for split, data in splits.items():
+            starts = range(0, max(1, len(data.images)), per_file)
+            for number, start in enumerate(starts):
+                names.append(f"data/{split}-{number:05d}-of-{len(starts):05d}.parquet")
+                chosen = np.arange(start, min(start + per_file, len(data.images)))
+                _write_rows(unfinished / names[-1], data.keep_images(chosen), problems)
+    return [folder / name for name in names]
+
+
+def _write_rows(path: Path, data: PairData, problems: Problems | None) -> None:
+    with need("parquet", "Parquet files need pyarrow"):
+        import pyarrow
+        import pyarrow.parquet
+    string, strings = pyarrow.string(), pyarrow.list_(pyarrow.string())
+    image = pyarrow.struct({"bytes": pyarrow.binary(), "path": string})
+    schema = pyarrow.schema({"image": image, "captions": strings, "id": string, "caption_ids": strings})
+    words = {"dtype": "string", "_type": "Value"}
+    several = {"feature": words, "_type": "List"}
+    features = {"image": {"_type": "Image"}, "captions": several, "id": words, "caption_ids": several}
+    known = {"huggingface": json.dumps({"info": {"features": features}})}
+    with pyarrow.parquet.ParquetWriter(path, schema.with_metadata(known)) as writer:
+        rows = _rows(data, problems)
+        while part := list(itertools.islice(rows, 100)):
+            writer.write_table(pyarrow.Table.from_pylist(part, schema=schema))
+
+
+def _rows(data: PairData, problems: Problems | None) -> Iterator[dict[str, Any]]:
+    """The usable images with their captions."""
+    ends = np.bincount(data.pairs[:, 0], minlength=len(data.images)).cumsum()
+    for identity, source, own in zip(data.image_ids, data.images, np.split(data.pairs[:, 1], ends[:-1]), strict=True):
+        try:
+            image = {"bytes": source.read_bytes(), "path": Path(identity).name}
+        except (OSError, ValueError) as error:
+            if problems is None:
+                raise
+            problems.add(source.location, str(error))
+        else:
+            said = {"captions": [data.texts[t] for t in own], "caption_ids": [data.text_ids[t] for t in own]}
+            yield {"image": image, "id": identity, **said}
