@@ -19,6 +19,7 @@ from .distances import DISTANCES as DISTANCES
 from .distances import csd as csd
 from .distances import csd_matrix as csd_matrix
 from .distances import get_distance as get_distance
+from .distances import register_distance as register_distance
 from .encoders.dual import DualEncoder as DualEncoder
 from .encoders.encoder_registry import ENCODERS as ENCODERS
 from .encoders.encoder_registry import register_encoder as register_encoder
@@ -56,6 +57,7 @@ from .losses import pcme_loss as pcme_loss
 from .losses import pcmepp_loss as pcmepp_loss
 from .losses import prolip_loss as prolip_loss
 from .losses import pvse_loss as pvse_loss
+from .losses import register_loss as register_loss
 from .losses import triplet_loss as triplet_loss
 from .losses import vib_loss as vib_loss
 from .matching import MatchingLogits as MatchingLogits

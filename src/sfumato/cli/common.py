@@ -90,6 +90,9 @@ def _option(name: str, hint: Any, default: Any) -> tuple[str, Any, Any]:
     return (name, hint.__origin__, rare(default, texts[0])) if texts else (name, hint, default)
 
 
+_IMPORT = "Python file (or module) of yours that registers losses, distances, methods ...; it is executed. Repeatable."
+
+
 def command(of: typer.Typer | None = None) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Make a function a command; of a parameter whose type is a dataclass, every field is an option."""
 
@@ -103,12 +106,16 @@ def command(of: typer.Typer | None = None) -> Callable[[Callable[..., None]], Ca
                 taken += [_option(f.name, own[f.name], _default(f)) for f in dataclasses.fields(parts[name])]
             else:
                 taken.append((name, hints[name], parameter.default))
-        if any(getattr(default, "hidden", False) and default.help for _, _, default in taken):
-            taken.append(("help_all", HelpAll, False))
+        taken.append(("imports", list[str] | None, rare(None, _IMPORT, "--import", metavar="FILE")))
+        taken.append(("help_all", HelpAll, False))
 
         @functools.wraps(function)
         def call(**given: Any) -> None:
             given.pop("help_all", None)
+            if names := given.pop("imports"):
+                from sfumato.imports import import_given
+
+                import_given(names)
             made = {
                 name: part(**{field.name: given.pop(field.name) for field in dataclasses.fields(part)})
                 for name, part in parts.items()

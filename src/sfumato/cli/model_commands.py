@@ -19,6 +19,7 @@ from sfumato.cli.common import (
     check_out_folder,
     command,
     flag,
+    is_run,
     parse_names,
     print_result,
     problems_suffix,
@@ -42,12 +43,16 @@ def train(
     An interrupted run in the same folder is resumed; with more train.epochs, a finished one is extended.
     """
     from sfumato.errors import counted
+    from sfumato.imports import given_imports
     from sfumato.models.recipe import find_recipe, load_recipe
     from sfumato.progress import first_process, say
     from sfumato.training.loop import fit
     from sfumato.training.setup import preferred_recipe
 
-    resolved = load_recipe(find_recipe(recipe), overrides or [])
+    path = find_recipe(recipe)
+    resolved = load_recipe(path, overrides or [], own=not is_run(path.parent))
+    if given := given_imports():
+        resolved = resolved.model_copy(update={"imports": tuple(dict.fromkeys([*resolved.imports, *given]))})
     folder = out or Path("runs") / resolved.name
     check_out_folder(folder)
     resolved, reason = preferred_recipe(resolved, overrides or [], folder)

@@ -10,6 +10,7 @@ in docs/concepts/distances.md.
 
 import difflib
 import functools
+from typing import get_args
 
 from torch import Tensor
 
@@ -17,7 +18,9 @@ from sfumato.distances import formulas
 from sfumato.distances.distance import (
     DEFAULT_MEMORY_MB,
     Distance,
+    Form,
     Lift,
+    Points,
     closed_form,
     reduce_sample_distances,
     safe_sqrt,
@@ -26,6 +29,7 @@ from sfumato.distances.distance import (
 )
 from sfumato.distances.formulas import kl_product, nearest_product
 from sfumato.gaussian import GaussianEmbedding
+from sfumato.imports import HOW
 
 _WITH_STD, _WITH_VAR = Lift(columns=lambda e: (e.log_var / 2).exp()), Lift(columns=lambda e: e.var)
 
@@ -120,7 +124,45 @@ def get_distance(name: str | Distance) -> Distance:
     if name not in DISTANCES:
         near = difflib.get_close_matches(name, DISTANCES, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ";"
-        raise ValueError(f"unknown distance {name!r}{hint} known: {', '.join(DISTANCES)}, nearest_of_K")
+        raise ValueError(f"unknown distance {name!r}{hint} known: {', '.join(DISTANCES)}, nearest_of_K; {HOW}")
+    return DISTANCES[name]
+
+
+def register_distance(
+    name: str, formula: Form, *, points: Points = "allowed", symmetric: bool = True, lift: Lift | None = None
+) -> Distance:
+    """Make a distance of your own known by its name: in recipes, commands, and every function that takes a distance.
+
+    Args:
+        name: a new name.
+        formula: a differentiable function of two sides with ``mean``, ``log_var`` and ``var``, (..., d) each, which
+            broadcast against each other; it returns (...) distances, smaller is closer. All pairs are computed in
+            blocks under a memory budget.
+        points: whether the sides may have variance 0: "allowed", "on one side" or "refused".
+        symmetric: whether distance(x, y) = distance(y, x); if not, images come first.
+        lift: the distance as one of longer vectors, by which stores can search: see
+            :class:`~sfumato.distances.distance.Lift`. All pairs are then a matrix product.
+
+    Returns:
+        The distance.
+
+    Raises:
+        ValueError: the name is taken or is no identifier, or points has another value.
+
+    Example:
+        >>> import torch
+        >>> register_distance("city_block", lambda x, y: (x.mean - y.mean).abs().sum(-1)).name
+        'city_block'
+        >>> a = GaussianEmbedding.point(torch.tensor([[0.0, 0.0], [1.0, 1.0]]))
+        >>> DISTANCES.pop("city_block").matrix(a, a[:1])
+        tensor([[0.],
+                [2.]])
+    """
+    if not name.isidentifier() or name in DISTANCES or name.startswith("nearest_of_"):
+        raise ValueError(f"register_distance: {name!r} is taken, or no identifier; known: {', '.join(DISTANCES)}")
+    if points not in get_args(Points):
+        raise ValueError(f"register_distance: points is {points!r}, expected one of {', '.join(get_args(Points))}")
+    DISTANCES[name] = closed_form(formula, name=name, points=points, symmetric=symmetric, lift=lift)
     return DISTANCES[name]
 
 
@@ -133,6 +175,7 @@ __all__ = [
     "csd_matrix",
     "get_distance",
     "reduce_sample_distances",
+    "register_distance",
     "sampled",
     "seeded_samples",
     "squared_l2_matrix",

@@ -1,10 +1,20 @@
 """Losses of (images, texts, match): pure functions, and modules with their learnable logits.
 
-To add a loss: a module with its options, its function and its class; an entry in LOSSES; a slow loop in the tests'
-references.
+To add a loss to the package: a module with its options, its function and its class; an entry in LOSSES; a slow loop in
+the tests' references. From outside of it: :func:`register_loss`.
 """
 
-from sfumato.losses.base import LossOptions, LossOutput, MatchLoss, PairBlock, loss_of_block, option, vib_loss
+from sfumato.losses.base import (
+    FunctionLoss,
+    LossFunction,
+    LossOptions,
+    LossOutput,
+    MatchLoss,
+    PairBlock,
+    loss_of_block,
+    option,
+    vib_loss,
+)
 from sfumato.losses.daa import DAALoss, DAAOptions, daa_loss
 from sfumato.losses.dispersion import dispersion_loss, match_dispersion
 from sfumato.losses.infonce import InfoNCELoss, InfoNCEOptions, infonce_loss
@@ -25,12 +35,54 @@ LOSSES: dict[str, type[MatchLoss]] = {
 }
 """Every loss by the name that recipes use."""
 
+
+def register_loss(name: str, loss: LossFunction | type[MatchLoss], options: type[LossOptions] = LossOptions) -> None:
+    """Make a loss known, so that ``loss.name = "NAME"`` works in a recipe of this process.
+
+    Args:
+        name: a new name.
+        loss: a function of (images, texts, match, options): (n, d) and (m, d) embeddings, (n, m) labels in [0, 1] of
+            their dtype, and the options; it returns a scalar tensor, or a dict of them that sum to the loss. It is
+            given whole batches, also by several processes, each of which then computes the same. Or a class derived
+            from :class:`~sfumato.losses.base.MatchLoss`, which works in blocks of pairs.
+        options: frozen dataclass of the keys of the recipe's section ``[loss]``, derived from
+            :class:`~sfumato.losses.base.LossOptions`, each an :func:`~sfumato.losses.base.option`; for a function
+            alone. Options ``logit_scale`` and ``logit_bias`` are the start of numbers that are learnt, and the function
+            gets these as scalar tensors.
+
+    Raises:
+        ValueError: the name is taken, or is no identifier.
+        TypeError: the loss or its options are of another kind.
+
+    Example:
+        >>> def pull(image, text, match, options):
+        ...     return {"pull": (match * csd_matrix(image, text)).mean()}
+        >>> register_loss("pull", pull)
+        >>> image, text = (GaussianEmbedding.point(torch.tensor([[x, 0.0]])) for x in (1.0, 3.0))
+        >>> LOSSES.pop("pull")()(image, text, torch.ones(1, 1)).total
+        tensor(4.)
+    """
+    if not name.isidentifier():
+        raise ValueError(f"register_loss: {name!r} is not an identifier; use letters, digits and _")
+    if name in LOSSES:
+        raise ValueError(f"register_loss: there is a loss {name!r} already; known: {', '.join(LOSSES)}")
+    if isinstance(loss, type) and issubclass(loss, MatchLoss):
+        LOSSES[name] = loss
+        return
+    if not callable(loss) or isinstance(loss, type):
+        raise TypeError(f"register_loss: loss is {loss!r}; expected a function, or a class derived from MatchLoss")
+    if not (isinstance(options, type) and issubclass(options, LossOptions)):
+        raise TypeError(f"register_loss: options is {options!r}; expected a dataclass derived from LossOptions")
+    LOSSES[name] = type(name, (FunctionLoss,), {"function": staticmethod(loss), "Options": options})
+
+
 __all__ = [
     "LOSSES",
     "DAALoss",
     "DAAOptions",
     "InfoNCELoss",
     "InfoNCEOptions",
+    "LossFunction",
     "LossOptions",
     "LossOutput",
     "MatchLoss",
@@ -56,6 +108,7 @@ __all__ = [
     "prolip_loss",
     "pseudo_positives",
     "pvse_loss",
+    "register_loss",
     "triplet_loss",
     "vib_loss",
 ]

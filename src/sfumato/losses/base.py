@@ -6,9 +6,10 @@ The module has no formula of a single loss, but the information bottleneck, whic
 import math
 import operator
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from copy import copy
 from dataclasses import dataclass, field, fields, replace
-from typing import ClassVar, Literal, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import torch
 from torch import Tensor, nn
@@ -171,6 +172,7 @@ class MatchLoss(nn.Module, ABC):
 
     Options: ClassVar[type[LossOptions]]  # its fields are the keys of the recipe's section ``[loss]``
     tiled: ClassVar[bool] = False  # whether :meth:`part` sums in tiles where the distance has vectors
+    needs_whole: ClassVar[bool] = False  # whether :meth:`part` takes a whole batch alone, on every process
 
     def __init__(self, options: LossOptions | None = None) -> None:
         super().__init__()
@@ -223,6 +225,37 @@ class MatchLoss(nn.Module, ABC):
         """The contribution of a block to the batch's loss."""
 
 
+LossFunction = Callable[
+    [GaussianEmbedding, GaussianEmbedding, Tensor, Any], "Tensor | Mapping[str, Tensor] | LossOutput"
+]
+"""A loss as a plain function: (images (n, d), texts (m, d), match (n, m), options) -> the terms, which sum to it."""
+
+
+class FunctionLoss(MatchLoss):
+    """A plain function as a loss: it sees a whole batch, on every process; learnt logits come as its options."""
+
+    function: ClassVar[LossFunction]
+    needs_whole = True
+
+    def counts(self, block: PairBlock) -> Tensor:
+        return torch.zeros(0, dtype=torch.float64)
+
+    def part(self, block: PairBlock, counts: Tensor, *, epoch: int | None = None) -> LossOutput:
+        options = copy(self.options)
+        if "logit_scale" in vars(options):
+            for name in ("logit_scale", "logit_bias"):
+                object.__setattr__(options, name, getattr(self.logits, name))
+        found = type(self).function(block.image, block.text, block.match_i2t.to(block.image.dtype), options)
+        if isinstance(found, LossOutput):
+            return found
+        terms = dict(found) if isinstance(found, Mapping) else {"loss": found}
+        for name, term in terms.items():
+            if not isinstance(term, Tensor) or term.ndim or not term.is_floating_point():
+                came = f"{tuple(term.shape)} {term.dtype}" if isinstance(term, Tensor) else type(term).__name__
+                raise TypeError(f"{type(self).__name__}: term {name!r} is {came}; expected a scalar tensor")
+        return sum_of_terms(terms)
+
+
 def loss_of_block(
     loss: MatchLoss,
     block: PairBlock,
@@ -239,7 +272,7 @@ def loss_of_block(
     def part(small: PairBlock, counts: Tensor) -> LossOutput:
         return loss.part(small.with_dense_labels(), counts, epoch=epoch)
 
-    blocks = list(block.split(max_pairs))
+    blocks = [block] if loss.needs_whole else list(block.split(max_pairs))
     own = loss.combine(torch.stack([loss.counts(small.with_dense_labels()) for small in blocks]))
     counts = loss.combine(gather(own))
     if len(blocks) == 1:

@@ -5,8 +5,6 @@ A recipe is complete and strict: an unknown key is an error that names the neare
 """
 
 import difflib
-import functools
-import operator
 import os
 import re
 import tomllib
@@ -15,7 +13,7 @@ from dataclasses import fields
 from functools import partial
 from importlib.resources.abc import Traversable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_type_hints
 
 import tomli_w
 from pydantic import (
@@ -31,6 +29,7 @@ from pydantic import (
     create_model,
     model_validator,
 )
+from pydantic_core import PydanticKnownError
 
 from sfumato.data.feature_tables import resolved_table
 from sfumato.data.sources import DataConfig, get_source
@@ -42,6 +41,7 @@ from sfumato.encoders.scratch import SmallImageConfig, SmallTextConfig
 from sfumato.errors import UserError
 from sfumato.files import recipe_folder, write_atomically
 from sfumato.ids import Side
+from sfumato.imports import HOW, import_own, load_plugins
 from sfumato.losses import LOSSES, LossOptions
 
 _ImageSection = Annotated[SerializeAsAny[ImageEncoderConfig], BeforeValidator(partial(encoder_section, "image"))]
@@ -280,23 +280,46 @@ class LossConfig(_Section):
         return LOSSES[self.name].Options(**self.model_dump(exclude={"name"}))
 
 
+class UnknownLossConfig(LossConfig):
+    """The section of a loss of somebody's own that is not known here; the run is used without it."""
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+
+
+_loss_configs: dict[type[LossOptions], type[LossConfig]] = {}
+
+
 def loss_config(name: str, options: type[LossOptions]) -> type[LossConfig]:
     """The section of a loss, made from its options: the same keys, defaults, descriptions and bounds."""
+    if options in _loss_configs and _loss_configs[options].model_fields["name"].default == name:
+        return _loss_configs[options]
     kinds = get_type_hints(options)
     keys: dict[str, Any] = {o.name: (kinds[o.name], Field(o.default, **o.metadata)) for o in fields(options)}
     keys["name"] = (Literal[name], name)
     summary = (options.__doc__ or name).partition("\n")[0]
-    return create_model(options.__name__.replace("Options", "Config"), __base__=LossConfig, __doc__=summary, **keys)
+    title = options.__name__.replace("Options", "Config")
+    _loss_configs[options] = create_model(title, __base__=LossConfig, __doc__=summary, **keys)
+    return _loss_configs[options]
 
 
-LOSS_CONFIGS = {name: loss_config(name, loss.Options) for name, loss in LOSSES.items()}
-"""The section of every loss by its name."""
+def _loss_section(value: Any) -> LossConfig:
+    """Check a section ``loss`` with the options of its loss."""
+    if isinstance(value, LossConfig):
+        return value
+    if not isinstance(value, Mapping):
+        raise PydanticKnownError("dict_type")
+    if "name" not in value:
+        raise PydanticKnownError("union_tag_not_found", {"discriminator": "'name'"})
+    name = value["name"]
+    if not isinstance(name, str) or name not in LOSSES:
+        known = ", ".join(map(repr, LOSSES))
+        raise PydanticKnownError(
+            "union_tag_invalid", {"discriminator": "'name'", "tag": str(name), "expected_tags": known}
+        )
+    return loss_config(name, LOSSES[name].Options).model_validate(value)
 
 
-if TYPE_CHECKING:
-    LossConfigs = LossConfig
-else:
-    LossConfigs = functools.reduce(operator.or_, LOSS_CONFIGS.values())
+_LossSection = Annotated[SerializeAsAny[LossConfig], BeforeValidator(_loss_section)]
 
 
 class Recipe(_Section):
@@ -306,13 +329,25 @@ class Recipe(_Section):
     prefer: str = ""
     """recipe of the package that `sfumato train` takes instead where its pre-trained weights are cached or can be
     downloaded; none if empty"""
+    imports: tuple[str, ...] = ()
+    """files (.py, relative to the recipe) or modules that register losses, distances and others of your own; `sfumato
+    train` imports them, and keeps copies in the run"""
     data: DataConfig = DataConfig()
     model: ModelConfig = ModelConfig()
-    loss: Annotated[LossConfigs, Field(discriminator="name")] = LOSS_CONFIGS["pcmepp"].model_validate({})
+    loss: _LossSection = loss_config("pcmepp", LOSSES["pcmepp"].Options).model_validate({})
     augment: AugmentConfig = AugmentConfig()
     optim: OptimConfig = OptimConfig()
     train: TrainConfig = TrainConfig()
     variance_stage: VarianceStageConfig = VarianceStageConfig()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _unknown_loss(cls, values: Any) -> Any:
+        """A run of a loss that comes from imports is read without them."""
+        loss = values.get("loss") if isinstance(values, dict) and values.get("imports") else None
+        if isinstance(loss, dict) and isinstance(loss.get("name"), str) and loss["name"] not in LOSSES:
+            return values | {"loss": UnknownLossConfig.model_validate(loss)}
+        return values
 
     @model_validator(mode="after")
     def _consistent(self) -> "Recipe":
@@ -447,13 +482,14 @@ _SIDES: dict[Any, Side] = {ImageEncoderConfig: "image", TextEncoderConfig: "text
 _TAG_KEYS = ("loss.name", "model.image.kind", "model.text.kind")
 
 
-def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
+def load_recipe(path: str | Path, overrides: Sequence[str] = (), *, own: bool = False) -> Recipe:
     """Read, override and check a recipe.
 
     Args:
         path: a TOML file.
         overrides: each "section.key=value". Values are TOML (``loss.alpha=0.01``), bare words are strings. Another
             loss.name or model.image.kind resets that section to its defaults.
+        own: import the files and modules that its key ``imports`` names. Their code is executed.
 
     Returns:
         The recipe.
@@ -471,6 +507,11 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     # Overrides that reset a section are applied first, regardless of their position.
     for override in sorted(overrides, key=lambda o: o.partition("=")[0].strip() not in _TAG_KEYS):
         _apply(values, override)
+    load_plugins()
+    names = values.get("imports", [])
+    if own and isinstance(names, list) and all(isinstance(name, str) for name in names):
+        import_own(names, path.parent)
+        values["imports"] = [str((path.parent / n).resolve()) if n.endswith(".py") else n for n in names]
     return check_recipe(values, f"{path} with its overrides" if overrides else str(path))
 
 
@@ -569,8 +610,9 @@ def _explain(item: Any) -> str:
         known_tags = sorted(re.findall(r"'([^']+)'", item["ctx"]["expected_tags"]))
         key, tag = f"{shown}.{item['ctx']['discriminator'].strip(chr(39))}", item["ctx"]["tag"]
         near = difflib.get_close_matches(tag, known_tags, n=1)
+        own = f"; {HOW}" if path[-1] == "loss" else ""
         return f"{key}: unknown {tag!r}; " + (
-            f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known_tags)}"
+            f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known_tags)}{own}"
         )
     if item["type"] == "union_tag_not_found":
         return f"{shown}: needs its {item['ctx']['discriminator']}, which determines the other keys"
@@ -590,6 +632,9 @@ def _fields(model: type[BaseModel]) -> Iterator[tuple[str, list[type[BaseModel]]
     for name, field in model.model_fields.items():
         if field.annotation in _SIDES:
             yield name, [entry.config for entry in ENCODERS[_SIDES[field.annotation]].values()]
+            continue
+        if field.annotation is LossConfig:
+            yield name, [loss_config(key, loss.Options) for key, loss in LOSSES.items()]
             continue
         options = [field.annotation, *get_args(field.annotation)]
         yield name, [o for o in options if isinstance(o, type) and issubclass(o, BaseModel)]

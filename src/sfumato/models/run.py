@@ -40,13 +40,14 @@ from sfumato.encoders.package_weights import where_weights_are
 from sfumato.errors import UserError, as_typed, first_line
 from sfumato.files import write_atomically, write_json
 from sfumato.ids import Side
-from sfumato.losses import LOSSES, MatchLoss
+from sfumato.imports import HOW
+from sfumato.losses import LOSSES, LossOptions, LossOutput, MatchLoss, PairBlock
 from sfumato.losses.pcme import SIGMOIDS, PCMELoss
-from sfumato.matching import SampledLogits
+from sfumato.matching import MatchingLogits, SampledLogits
 from sfumato.models.model import Model
 from sfumato.models.pretrained import CONFIG, ENCODER, WEIGHTS, download, load_pretrained, read_config
 from sfumato.models.pretrained_tensors import read_checkpoint
-from sfumato.models.recipe import AugmentConfig, ModelConfig, Recipe, load_recipe
+from sfumato.models.recipe import AugmentConfig, ModelConfig, Recipe, UnknownLossConfig, load_recipe
 from sfumato.models.unfamiliar import UnfamiliarTexts
 
 
@@ -128,6 +129,9 @@ def with_own_encoder(config: ModelConfig, folder: Path) -> ModelConfig:
 
 def build_loss(recipe: Recipe) -> MatchLoss:
     """Build the loss of a recipe, with initial logits."""
+    if isinstance(recipe.loss, UnknownLossConfig):
+        named = f"; the recipe imports {', '.join(recipe.imports)}" if recipe.imports else ""
+        raise UserError(f"unknown loss {recipe.loss.name!r}; known: {', '.join(LOSSES)}; {HOW}{named}")
     return LOSSES[recipe.loss.name](recipe.loss.options())
 
 
@@ -182,8 +186,12 @@ def load_run(folder: str | Path, *, device: torch.device | str = "cpu") -> Run:
     assets = load_assets(folder, recipe)
     what = f"{folder / MODEL}: does not fit the model of this recipe"
     check_weights(folder / MODEL, recipe.model, assets, what, _USE_ITS_OWN, "model/")
-    model, loss = build_model(recipe.model, assets), build_loss(recipe)
-    load_state(folder / MODEL, {"model": model, "loss": loss})
+    model = build_model(recipe.model, assets)
+    if unknown := isinstance(recipe.loss, UnknownLossConfig):
+        loss: MatchLoss = _UnknownLoss(recipe.loss.distance, folder / MODEL)
+    else:
+        loss = build_loss(recipe)
+    load_state(folder / MODEL, {"model": model} | ({} if unknown else {"loss": loss}))
     calibration = load_calibration(folder)
     logits = loss.match_logits() or (1.0, 0.0)
     scale, bias = logits if calibration is None else (calibration.logit_scale, calibration.logit_bias)
@@ -204,6 +212,27 @@ def load_run(folder: str | Path, *, device: torch.device | str = "cpu") -> Run:
         loss=loss.to(device).eval(),
         training_calibration=load_calibration(folder, TRAINING_CALIBRATION),
     )
+
+
+class _UnknownLoss(MatchLoss):
+    """What a run knows of a loss whose code is not there: its distance, and the logits that it has learnt."""
+
+    Options = LossOptions
+
+    def __init__(self, distance: str, path: Path) -> None:
+        super().__init__(LossOptions(distance=distance))
+        with safe_open(path, framework="pt") as file:
+            prefix = "loss/logits."
+            held = {key.removeprefix(prefix): file.get_tensor(key) for key in file.keys() if key.startswith(prefix)}  # noqa: SIM118
+        if held:
+            self.logits = MatchingLogits(free="free_logit_scale" in held)
+            load_tensors(self.logits, held, f"{path}: does not hold logits")
+
+    def counts(self, block: PairBlock) -> Tensor:
+        raise NotImplementedError
+
+    def part(self, block: PairBlock, counts: Tensor, *, epoch: int | None = None) -> LossOutput:
+        raise NotImplementedError
 
 
 def _sampled_logits(loss: MatchLoss) -> SampledLogits | None:

@@ -14,6 +14,8 @@ from sfumato.encoders.dual import DualEncoder
 from sfumato.encoders.feature_rows import described_by
 from sfumato.encoders.package_weights import where_weights_are
 from sfumato.errors import UserError, as_typed
+from sfumato.files import write_atomically
+from sfumato.imports import file_digest
 from sfumato.models.embed import load_splits, prepare_split
 from sfumato.models.process_group import ProcessGroup, alone
 from sfumato.models.recipe import Recipe, absolute_recipe, differing_keys, find_recipe, load_recipe, save_recipe
@@ -34,6 +36,9 @@ from sfumato.models.run import (
 )
 from sfumato.training.batches import Augmentation, Batches, IndexedBatches, ShardBatches
 
+IMPORTS = "imports"
+"""Folder in that of a run: copies of the files that its recipe imports. They are never executed by themselves."""
+
 LOCK = ".lock"
 """Name of the file that a training process locks in its run folder."""
 
@@ -52,10 +57,16 @@ def claim_folder(folder: Path, recipe: Recipe) -> int | None:
     for left in folder.glob(".*.tmp"):
         left.unlink(missing_ok=True)  # The leftover file of a killed writer.
     started = (folder / LAST).exists() or (folder / MODEL).exists()
+    kept = {path.name for path in (folder / IMPORTS).glob("*.py")}
     if not (folder / RECIPE).exists():
         if any(path.name != LOCK for path in folder.iterdir()):
             raise UserError(f"{folder} is not empty and holds no run; give an empty or new folder with --out")
     elif started:
+        if changed := [path for path in _own_files(recipe) if _kept_name(path) not in kept]:
+            raise UserError(
+                f"{changed[0]} has changed since the run in {folder} began, which keeps a copy in {folder / IMPORTS};"
+                " take that file, or give another folder with --out"
+            )
         saved = absolute_recipe(load_recipe(folder / RECIPE))
         if saved == recipe:
             return None
@@ -64,8 +75,23 @@ def claim_folder(folder: Path, recipe: Recipe) -> int | None:
         return saved.train.epochs
     for name in (TOKENIZER, ENCODERS, NOISE):
         (folder / name).unlink(missing_ok=True)
+    for name in kept:
+        (folder / IMPORTS / name).unlink()
+    for path in _own_files(recipe):
+        (folder / IMPORTS).mkdir(exist_ok=True)
+        write_atomically(folder / IMPORTS / _kept_name(path), path.read_bytes())
     save_recipe(recipe, folder / RECIPE)
     return None
+
+
+def _own_files(recipe: Recipe) -> list[Path]:
+    """The files of the user's own that a recipe imports."""
+    return [Path(name) for name in recipe.imports if name.endswith(".py")]
+
+
+def _kept_name(path: Path) -> str:
+    """The name of a file in the folder of a run, with the beginning of its digest."""
+    return f"{path.stem}-{file_digest(path)[:12]}.py"
 
 
 def _check_extends(folder: Path, saved: Recipe, recipe: Recipe) -> None:

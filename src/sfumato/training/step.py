@@ -23,6 +23,7 @@ from sfumato.encoders.encoder_protocol import Encoder
 from sfumato.encoders.features import Inputs
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.losses import LossOutput, MatchLoss, PairBlock, loss_of_block
+from sfumato.losses.tiles import dense_labels
 from sfumato.models.process_group import ProcessGroup
 from sfumato.models.recipe import OptimConfig
 
@@ -69,12 +70,15 @@ def forward_backward(
     own = slice(first, first + len(images))
     leaves = _leaves(model, encoded, process_group, counts)
     labels = batch.labels(process_group)
-    output = loss_of_block(
-        loss,
-        _share(leaves, own, *(label.to(process_group.device) for label in labels)),
-        epoch=epoch,
-        gather=process_group.gather_row,
-    )
+    device_labels = [label.to(process_group.device) for label in labels]
+    if loss.needs_whole and process_group.size > 1:
+        match = process_group.gather(dense_labels(device_labels[0]), counts)
+        output = _divided(
+            loss_of_block(loss, _share(leaves, slice(0, leaves[0].n), match, match.T)), process_group.size
+        )
+    else:
+        block = _share(leaves, own, *device_labels)
+        output = loss_of_block(loss, block, epoch=epoch, gather=process_group.gather_row)
     measured = _measured(output, leaves, labels[0], process_group)
     _check_terms(measured)
     output.total.backward()
@@ -93,6 +97,12 @@ def forward_backward(
                 torch.autograd.backward([output for output, _ in learnt], [gradient for _, gradient in learnt])
     process_group.sum_gradients([*model.parameters(), *loss.parameters()])
     return measured
+
+
+def _divided(output: LossOutput, n: int) -> LossOutput:
+    """A loss that n processes compute alike, as a part that sums to it."""
+    shared = [{name: value / n for name, value in values.items()} for values in (output.terms, output.stats)]
+    return LossOutput(output.total / n, *shared)
 
 
 _Pair = tuple[GaussianEmbedding, GaussianEmbedding]

@@ -1,0 +1,91 @@
+"""Code of a user's own that registers losses, distances, methods, estimators, sources or encoders when it is imported.
+
+It comes from files (``--import mymethod.py``, ``imports`` in a recipe), from modules by their names, or from installed
+packages with an entry point in the group ``sfumato``. Nothing that a run folder holds is executed by itself.
+"""
+
+import functools
+import hashlib
+import importlib
+import importlib.util
+import sys
+import traceback
+from collections.abc import Iterable
+from importlib.metadata import entry_points
+from pathlib import Path
+
+from sfumato.errors import UserError, first_line
+from sfumato.progress import say
+
+HOW = "one of your own is made known by --import FILE"
+"""The end of messages about an unknown name."""
+
+_digests: dict[str, str] = {}
+"""The name of the module of every file that was imported, by the digest of its content."""
+
+_given: dict[str, None] = {}
+"""What was imported with --import, in its order: absolute paths, or names of modules."""
+
+
+def import_own(names: Iterable[str], folder: Path | None = None) -> None:
+    """Import files (a path that ends with .py, relative to the folder) or modules, each once by its content."""
+    load_plugins()
+    for name in names:
+        if name.endswith(".py"):
+            _import_file((folder or Path()) / name)
+            continue
+        try:
+            importlib.import_module(name)
+        except ImportError as error:
+            raise UserError(
+                f"cannot import the module {name!r} ({first_line(error)}); give the path of a file, mymethod.py, or"
+                " install its package"
+            ) from error
+
+
+def import_given(names: Iterable[str]) -> None:
+    """Import what a command names, and remember it for :func:`given_imports`."""
+    known = [str(Path(name).resolve()) if name.endswith(".py") else name for name in names]
+    import_own(known)
+    _given.update(dict.fromkeys(known))
+
+
+def given_imports() -> tuple[str, ...]:
+    """What this process has imported because a command named it."""
+    return tuple(_given)
+
+
+def file_digest(path: Path) -> str:
+    """The SHA-256 of a file's content."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def _import_file(path: Path) -> None:
+    if not path.is_file():
+        raise UserError(f"--import: there is no file {path}")
+    digest = file_digest(path)
+    if digest in _digests:  # The copy of a run, for example.
+        return
+    name = f"sfumato_own_{path.stem}_{digest[:8]}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # Dataclasses look their module up.
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:  # Whatever a user's code raises.
+        del sys.modules[name]
+        frames = [f for f in traceback.extract_tb(error.__traceback__) if Path(f.filename) == path]
+        line = error.lineno if isinstance(error, SyntaxError) else frames[-1].lineno if frames else 0
+        raise UserError(f"{path}:{line}: {type(error).__name__}: {first_line(error)}") from error
+    _digests[digest] = name
+
+
+@functools.cache
+def load_plugins() -> None:
+    """Import the packages that have an entry point in the group ``sfumato``, once."""
+    for entry in entry_points(group="sfumato"):
+        try:
+            entry.load()
+        except Exception as error:
+            say(f"{entry.value}, an entry point of an installed package, fails: {type(error).__name__}: {error}")
