@@ -2,12 +2,15 @@
 
 Builds the sdist and the wheel into dist/ and a second wheel from the sdist, checks what is in them, renders their
 metadata, validates CITATION.cff, installs the wheel into a new environment outside the tree, and there trains a tiny
-model on the embedded emoji set, indexes, searches and serves it. Versions come from constraints.txt. It needs a package
-index for pip; the tools (build, twine, cffconvert) get an environment of their own.
+model on the embedded emoji set, indexes, searches and serves it. Beside sdist and wheel it writes what was installed
+with the wheel, as a software bill of materials in CycloneDX's JSON, and the checksums of all three. Versions come from
+constraints.txt. It needs a package index for pip; the tools (build, twine, cffconvert, cyclonedx-bom) get an environment
+of their own.
 """
 
 import argparse
 import contextlib
+import hashlib
 import json
 import os
 import re
@@ -24,10 +27,11 @@ import venv
 import zipfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 
-TOOLS = ("build", "twine", "cffconvert")
+TOOLS = ("build", "twine", "cffconvert", "cyclonedx-bom")
 """Packages that build and check a release; nothing else needs them."""
 
 LICENCES = ("LICENSE", "FluentEmoji-MIT", "Noto-Apache-2.0", "Twemoji-CC-BY-4.0", "Unicode-3.0", "emojibase-MIT")
@@ -98,8 +102,8 @@ def wrong_version(root: Path, version: str) -> list[str]:
         wrong.append("CITATION.cff states a version; src/sfumato/__init__.py alone has it")
     if 'dynamic = ["version"]' not in (root / "pyproject.toml").read_text("utf-8"):
         wrong.append("pyproject.toml states a version; src/sfumato/__init__.py alone has it")
-    if not re.search(rf"^## ({re.escape(version)} - \d{{4}}-\d\d-\d\d|Unreleased)$", changelog(root), re.M):
-        wrong.append(f"CHANGELOG.md has neither Unreleased nor {version} with a date")
+    if not re.search(rf"^## {re.escape(version)} - \d{{4}}-\d\d-\d\d$", changelog(root), re.M):
+        wrong.append(f"CHANGELOG.md has no heading {version} with a date")
     return wrong
 
 
@@ -210,6 +214,53 @@ def try_service(commands: Path, folder: Path) -> None:
                 print(f"GET {path}: {answer.status}, {len(answer.read()):,} bytes", flush=True)
 
 
+def local_places(value: Any) -> list[str]:
+    """The strings in a JSON value that name a place on the machine that wrote it."""
+    if isinstance(value, dict | list):
+        return [place for one in (value.values() if isinstance(value, dict) else value) for place in local_places(one)]
+    return [value] if isinstance(value, str) and re.search(r"^[/~]|^[A-Za-z]:\\|file:", value) else []
+
+
+def bill_of_materials(listed: dict[str, Any], version: str) -> dict[str, Any]:
+    """A CycloneDX list of an environment with sfumato as its main component, and without places on this machine."""
+    main = [one for one in listed["components"] if one["name"] == "sfumato"]
+    if [one["version"] for one in main] != [version]:
+        raise SystemExit(f"release-check: the bill of materials does not have sfumato {version} once: {main}")
+    main[0]["purl"] = f"pkg:pypi/sfumato@{version}"
+    others = [one for one in listed["components"] if one is not main[0]]
+    for one in listed["components"]:
+        references = [link for link in one.pop("externalReferences", ()) if not local_places(link["url"])]
+        one |= {"externalReferences": references} if references else {}
+    bill = listed | {"metadata": listed["metadata"] | {"component": main[0]}, "components": others}
+    if places := local_places(bill):
+        raise SystemExit(f"release-check: the bill of materials names places on this machine: {', '.join(places)}")
+    return bill
+
+
+VALIDATE = """import pathlib, sys
+from cyclonedx.schema import SchemaVersion
+from cyclonedx.validation.json import JsonStrictValidator
+sys.exit(JsonStrictValidator(SchemaVersion.V1_6).validate_str(pathlib.Path(sys.argv[1]).read_text("utf-8")))
+"""
+
+
+def write_bill(tools: Path, commands: Path, folder: Path, version: str) -> Path:
+    """Write what the environment of the commands consists of into dist/, and validate it."""
+    listed, target = folder / "environment.json", ROOT / "dist" / f"sfumato-{version}.cdx.json"
+    options = ("--output-reproducible", "--short-PURLs", "--spec-version", "1.6", "--output-file", listed)
+    run(tools / "cyclonedx-py", "environment", *options, commands / "python")
+    bill = bill_of_materials(json.loads(listed.read_text("utf-8")), version)
+    target.write_text(json.dumps(bill, indent=1, sort_keys=True) + "\n", "utf-8")
+    run(tools / "python", "-c", VALIDATE, target)
+    print(f"{target.name}: {len(bill['components'])} components beside sfumato {version}", flush=True)
+    return target
+
+
+def checksums(files: Sequence[Path]) -> str:
+    """The lines of SHA256SUMS, which `sha256sum -c` reads."""
+    return "".join(f"{hashlib.sha256(file.read_bytes()).hexdigest()}  {file.name}\n" for file in sorted(files))
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, help="keep the environments here, for a next time; else a temporary one")
@@ -233,7 +284,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         run(commands / "python", "-m", "pip", "check")
         try_commands(commands, work, version)
         try_service(commands, work)
-        print(f"release-check: {sdist.name} and {wheel.name} are good; they lie in {ROOT / 'dist'}")
+        bill = write_bill(tools, commands, folder, version)
+        (ROOT / "dist/SHA256SUMS").write_text(checksums([sdist, wheel, bill]), "utf-8")
+        run("sha256sum", "--check", "--strict", "SHA256SUMS", cwd=ROOT / "dist")
+        print(f"release-check: {sdist.name} and {wheel.name} are good; they and {bill.name} lie in {ROOT / 'dist'}")
     return 0
 
 
