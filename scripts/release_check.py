@@ -4,8 +4,8 @@ Builds the sdist and the wheel into dist/ and a second wheel from the sdist, che
 metadata, validates CITATION.cff, installs the wheel into a new environment outside the tree, and there trains a tiny
 model on the embedded emoji set, indexes, searches and serves it. Beside sdist and wheel it writes what was installed
 with the wheel, as a software bill of materials in CycloneDX's JSON, and the checksums of all three. Versions come from
-constraints.txt. It needs a package index for pip; the tools (build, twine, cffconvert, cyclonedx-bom) get an environment
-of their own.
+constraints.txt. It needs a package index for pip; the tools (build, twine, cffconvert, cyclonedx-bom) get an
+environment of their own.
 """
 
 import argparse
@@ -111,16 +111,20 @@ def changelog(root: Path) -> str:
     return (root / "CHANGELOG.md").read_text("utf-8")
 
 
-def run(*command: str | Path, cwd: Path = ROOT) -> str:
-    """Run a command without the source tree on its path; its output, or the end of the check."""
-    shown = " ".join(str(part) for part in command)
-    print(f"$ {shown}", flush=True)
-    environment = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "VIRTUAL_ENV")}
-    done = subprocess.run([str(part) for part in command], cwd=cwd, env=environment, capture_output=True, text=True)
+def tried(*command: str | Path, cwd: Path = ROOT, answers: str = "") -> subprocess.CompletedProcess[str]:
+    """Run a command without the source tree on its path."""
+    print(f"$ {' '.join(str(part) for part in command)}", flush=True)
+    own = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "VIRTUAL_ENV")}
+    parts = [str(part) for part in command]
+    return subprocess.run(parts, cwd=cwd, env=own, input=answers, capture_output=True, text=True)
+
+
+def run(*command: str | Path, cwd: Path = ROOT, answers: str = "") -> str:
+    """The same; its output, or the end of the check."""
+    done = tried(*command, cwd=cwd, answers=answers)
     if done.returncode:
-        raise SystemExit(
-            f"{done.stdout}{done.stderr}\nrelease-check: failed with exit status {done.returncode}: {shown}"
-        )
+        said = f"{done.stdout}{done.stderr}"
+        raise SystemExit(f"{said}\nthe check failed with exit status {done.returncode}: {' '.join(done.args)}")
     return done.stdout
 
 
@@ -185,11 +189,11 @@ def try_commands(commands: Path, folder: Path, version: str) -> None:
 
 
 @contextlib.contextmanager
-def served(commands: Path, folder: Path) -> Iterator[str]:
-    """The address of a service of the index in a folder."""
+def served(commands: Path, folder: Path, index: str = "index") -> Iterator[str]:
+    """The address of a service of an index in a folder."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    command = [str(commands / "sfumato"), "serve", "index", "--port", str(port)]
+    command = [str(commands / "sfumato"), "serve", index, "--port", str(port)]
     print(f"$ {' '.join(command)}", flush=True)
     process = subprocess.Popen(command, cwd=folder)
     try:
