@@ -4,8 +4,8 @@ Builds the sdist and the wheel into dist/ and a second wheel from the sdist, che
 metadata, validates CITATION.cff, installs the wheel into a new environment outside the tree, and there trains a tiny
 model on the embedded emoji set, indexes, searches and serves it. Beside sdist and wheel it writes what was installed
 with the wheel, as a software bill of materials in CycloneDX's JSON, and the checksums of all three. Versions come from
-constraints.txt. It needs a package index for pip; the tools (build, twine, cffconvert, cyclonedx-bom) get an
-environment of their own.
+constraints.txt. It needs a package index for pip; the tools (build, twine, cffconvert, cyclonedx-bom) get
+environments of their own.
 """
 
 import argparse
@@ -31,8 +31,8 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 
-TOOLS = ("build", "twine", "cffconvert", "cyclonedx-bom")
-"""Packages that build and check a release; nothing else needs them."""
+TOOLS = ("build", "twine", "cffconvert")
+"""Packages that build and check a release; nothing else needs them. cffconvert and cyclonedx-bom exclude each other."""
 
 LICENCES = ("LICENSE", "FluentEmoji-MIT", "Noto-Apache-2.0", "Twemoji-CC-BY-4.0", "Unicode-3.0", "emojibase-MIT")
 """Beginnings of the names of the licence files."""
@@ -250,6 +250,7 @@ sys.exit(JsonStrictValidator(SchemaVersion.V1_6).validate_str(pathlib.Path(sys.a
 
 def write_bill(tools: Path, commands: Path, folder: Path, version: str) -> Path:
     """Write what the environment of the commands consists of into dist/, and validate it."""
+    run(tools / "python", "-m", "pip", "install", "--quiet", "cyclonedx-bom")
     listed, target = folder / "environment.json", ROOT / "dist" / f"sfumato-{version}.cdx.json"
     options = ("--output-reproducible", "--short-PURLs", "--spec-version", "1.6", "--output-file", listed)
     run(tools / "cyclonedx-py", "environment", *options, commands / "python")
@@ -288,7 +289,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         run(commands / "python", "-m", "pip", "check")
         try_commands(commands, work, version)
         try_service(commands, work)
-        bill = write_bill(tools, commands, folder, version)
+        bill = write_bill(environment(kept / "bill"), commands, folder, version)
         (ROOT / "dist/SHA256SUMS").write_text(checksums([sdist, wheel, bill]), "utf-8")
         run("sha256sum", "--check", "--strict", "SHA256SUMS", cwd=ROOT / "dist")
         print(f"release-check: {sdist.name} and {wheel.name} are good; they and {bill.name} lie in {ROOT / 'dist'}")
