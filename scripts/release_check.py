@@ -66,7 +66,7 @@ def expected_in_wheel(root: Path) -> dict[str, bytes]:
     """Name -> content of everything of the source tree that a wheel has to have: the package, and the recipes."""
     package, recipes = root / "src/sfumato", root / "recipes"
     files = {path: f"sfumato/{path.relative_to(package).as_posix()}" for path in package.rglob("*")}
-    files |= {path: f"sfumato/recipe_files/{path.name}" for path in recipes.iterdir()}
+    files |= {path: f"sfumato/recipe_files/{path.relative_to(recipes).as_posix()}" for path in recipes.rglob("*")}
     return {
         name: path.read_bytes()
         for path, name in files.items()
