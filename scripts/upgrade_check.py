@@ -39,6 +39,8 @@ Hits = list[dict[str, Any]]
 def install(kept: Path, name: str, source: Path) -> Path:
     """The folder of commands of an environment with the package of a source tree."""
     commands = environment(kept / name / "venv")
+    if source != ROOT and (commands / "sfumato").exists():
+        return commands
     run(commands / "python", "-m", "pip", "uninstall", "--quiet", "--yes", "sfumato")
     wanted = f"{source}[serve,faiss,milvus,offline]"
     run(commands / "python", "-m", "pip", "install", "--quiet", "-c", source / "constraints.txt", wanted)
@@ -54,20 +56,22 @@ def source_of(commit: str, folder: Path) -> Path:
     return folder / "source"
 
 
-def photographs(folder: Path) -> None:
-    """Write some images as a folder of photographs, and others that come later."""
+def photographs(folder: Path, part: int) -> list[str]:
+    """Write 90 more images into a folder of photographs; the names of the part."""
     with zipfile.ZipFile(ROOT / "src/sfumato/data/emoji_set/pictures.zip") as pictures:
-        names = sorted(name for name in pictures.namelist() if name.endswith(".png"))[::37]
-        for i, name in enumerate(names[:150]):
-            target = folder / ("later" if i % 10 == 0 else "photos") / name.replace("/", "-")
+        names = sorted(name for name in pictures.namelist() if name.endswith(".png"))[part::60][:90]
+        for name in names:
+            target = folder / f"{part}" / name.replace("/", "-")
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_bytes(pictures.read(name))
+    return [f"{part}/{name.replace('/', '-')}" for name in names]
 
 
-def change(commands: Path, work: Path, name: str, images: str, n: int) -> None:
-    """Add the images of a folder to a collection, and delete its first items through the service."""
-    run(commands / "sfumato", "index", "run", "--images", images, "--out", name, "--add", cwd=work)
-    doomed = [hit["id"] for hit in answers(commands, work, name)[QUERIES[0]][:n]]
+def change(commands: Path, work: Path, name: str, part: int) -> None:
+    """Add a part of the images to a collection, and delete three of it through the service."""
+    photos = f"photos-{name}"
+    doomed = photographs(work / photos, part)[:3]
+    run(commands / "sfumato", "index", "run", "--images", photos, "--out", name, "--add", cwd=work)
     with served(commands, work, name) as url:
         for one in doomed:
             asked = urllib.request.Request(f"{url}/v1/items/{quote(one)}", method="DELETE")
@@ -84,8 +88,9 @@ def make(commands: Path, work: Path) -> list[str]:
     run(sfumato, "index", "run", "--split", "test", "--engine", "hnsw", "--out", "graph", cwd=work)
     run(sfumato, "index", "exported", "--images", "photos", "--out", "exported-index", cwd=work)
     for name, url in STORES.items():
-        run(sfumato, "index", "run", "--split", "test", "--out", name, "--store", url, cwd=work)
-        change(commands, work, name, "later", 3)
+        photographs(work / f"photos-{name}", 0)
+        run(sfumato, "index", "run", "--images", f"photos-{name}", "--out", name, "--store", url, cwd=work)
+        change(commands, work, name, 1)
     galleries = ["index", "graph", "exported-index", *STORES]
     if "--data" in run(sfumato, "index", "--help", cwd=work):
         run(sfumato, "index", "--data", "photos", "--out", "own", cwd=work)
@@ -149,9 +154,9 @@ def read_by_new(new: Path, work: Path, before: dict[str, dict[str, Hits]], known
 
 
 def read_by_old(old: Path, new: Path, work: Path, galleries: Sequence[str]) -> list[str]:
-    """What the older version does with what this one changes and makes; it must answer, or refuse in a line."""
+    """What the older version does with what this one changes and makes; it must answer alike, or refuse in a line."""
     for name in STORES:
-        change(new, work, name, "later", 2)
+        change(new, work, name, 2)
     run(new / "sfumato", "index", "run", "--split", "test", "--out", "new-index", cwd=work)
     run(new / "sfumato", "export", "run", "new-exported", cwd=work)
     run(new / "sfumato", "train", "emoji-pixels", *TINY, "--out", "new-run", cwd=work)
@@ -165,6 +170,9 @@ def read_by_old(old: Path, new: Path, work: Path, galleries: Sequence[str]) -> l
         print(f"older version, {' '.join(command[:2])}: {' '.join(said)}", flush=True)
         if done.returncode not in (0, 2) or "Traceback" in done.stderr:
             wrong.append(f"older version, {' '.join(command)}: exit status {done.returncode}\n{done.stderr[-2000:]}")
+        elif not done.returncode and command[1] in STORES:
+            differs, _ = difference(answers(new, work, command[1]), answers(old, work, command[1]))
+            wrong += [f"older version, {command[1]}, after changes by this one: {line}" for line in differs]
     return wrong
 
 
@@ -178,7 +186,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         work.mkdir()
         kept = options.folder.resolve() if options.folder else Path(temporary)
         old, new = install(kept, options.commit, source_of(options.commit, Path(temporary))), install(kept, "new", ROOT)
-        photographs(work)
+        photographs(work / "photos", 0)
         galleries = make(old, work)
         before = {name: answers(old, work, name) for name in galleries}
         wrong = read_by_new(new, work, before, figures(old, work)) + read_by_old(old, new, work, galleries)

@@ -79,7 +79,7 @@ def test_all_that_the_package_reads_is_expected_in_the_wheel():
 
 def listed(*extra):
     """What cyclonedx-py lists of an environment, cut to two components."""
-    links = [{"url": "file:///home/me/sfumato.whl"}, {"url": "https://example.org/sfumato"}]
+    links = [{"url": "file:///there/sfumato.whl"}, {"url": "https://example.org/sfumato"}]
     own = {"name": "sfumato", "version": "1.2", "bom-ref": "sfumato==1.2", "externalReferences": links}
     other = {"name": "torch", "version": "2.0", "externalReferences": links[:1]}
     return {"bomFormat": "CycloneDX", "metadata": {"tools": {}}, "components": [own, other, *extra]}
@@ -90,7 +90,7 @@ def test_a_bill_of_materials_is_about_sfumato_and_names_no_place_on_the_machine(
     assert bill["metadata"]["component"]["version"] == "1.2" and bill["metadata"]["tools"] == {}
     assert bill["metadata"]["component"]["externalReferences"] == [{"url": "https://example.org/sfumato"}]
     assert bill["components"] == [{"name": "torch", "version": "2.0"}]
-    for place in ("/home/me/a", "file:///a", "C:\\a", "~/a"):
+    for place in ("/there/a", "file:///a", "C:\\a", "~/a"):
         with pytest.raises(SystemExit, match="places on this machine"):
             release.bill_of_materials(listed({"name": "x", "properties": [{"value": place}]}), "1.2")
     for version, extra in (("1.3", ()), ("1.2", ({"name": "sfumato", "version": "1.2"},))):
@@ -146,6 +146,13 @@ def test_the_container_copies_what_exists_and_runs_without_rights():
     command = yaml.safe_load(dict(instructions())["HEALTHCHECK"].partition("CMD")[2])
     compile(command[2], "HEALTHCHECK", "exec")
     assert shlex.join(command[:2]) == "python -c" and "/readyz" in command[2]
+
+
+def test_the_container_takes_mirrors_of_package_indexes():
+    arguments = [text for name, text in instructions() if name == "ARG"]
+    assert "TORCH_INDEX=https://download.pytorch.org/whl/cpu" in arguments and "PIP_INDEX_URL" in arguments
+    (torch,) = [text for name, text in instructions() if name == "RUN" and "torch==" in text]
+    assert '--index-url "$TORCH_INDEX"' in torch and "https://" not in torch
 
 
 def test_the_command_of_the_container_needs_a_key_and_then_an_index():
