@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 
-.PHONY: help install demo test quick style types examples docs site check lowest release-check format benchmarks scale clean
+.PHONY: help install demo test quick style types examples docs site check lowest release-check upgrade-check format benchmarks scale clean
 
 help:  ## what there is
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -44,6 +44,9 @@ lowest:  ## a part of the tests with the lowest version of every dependency, in 
 
 release-check:  ## build sdist and wheel, and try the wheel in a new environment; needs a package index
 	$(PYTHON) scripts/release_check.py
+
+upgrade-check:  ## read and change what COMMIT=... has made, and ask that commit again; needs a package index
+	$(PYTHON) scripts/upgrade_check.py $(COMMIT)
 
 format: $(VENV)/.dev  ## put the code into its one layout
 	$(BIN)/ruff check --fix .
