@@ -4,10 +4,13 @@
 #   docker run --publish 127.0.0.1:8000:8000 --env SFUMATO_API_KEY=... \
 #       --volume "$PWD/runs/mine-index:/index:ro" --volume "$PWD/runs/mine:/model:ro" sfumato
 #
-# --build-arg EXTRAS= chooses the extras; serve has to be among them.
+# --build-arg EXTRAS= chooses the extras; serve has to be among them. TORCH_INDEX= is another package index for torch,
+# such as a mirror; PIP_INDEX_URL= one for all else. The file system may be read-only, with a tmpfs at /tmp.
 FROM python:3.11-slim
 
 ARG EXTRAS=serve,faiss,offline
+ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
+ARG PIP_INDEX_URL
 
 ENV PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 \
     SFUMATO_CACHE=/tmp/sfumato HOME=/tmp
@@ -16,7 +19,7 @@ WORKDIR /build
 
 # The CPU build of torch first, alone: its index has no other package, and the usual build is for GPUs, of gigabytes.
 COPY constraints.txt ./
-RUN pip install --no-deps --index-url https://download.pytorch.org/whl/cpu "$(grep '^torch==' constraints.txt)"
+RUN pip install --no-deps --index-url "$TORCH_INDEX" "$(grep '^torch==' constraints.txt)"
 
 COPY pyproject.toml README.md LICENSE ./
 COPY recipes recipes

@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 
-.PHONY: help install demo test quick style types examples docs site check lowest release-check clients format benchmarks scale clean
+.PHONY: help install demo test quick style types examples docs site check lowest release-check upgrade-check clients format benchmarks scale clean
 
 help:  ## what there is
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -50,6 +50,9 @@ clients: $(VENV)/.dev  ## generate clients of the service in Python and TypeScri
 	build/clients/bin/python -m $$(grep -m 1 '^pip install openapi' docs/guides/serve.md) --quiet
 	$$(grep -m 1 '^npm install openapi' docs/guides/serve.md) --silent --prefix build/clients
 	$(BIN)/python -m pytest tests/serve/test_clients.py
+
+upgrade-check:  ## read and change what COMMIT=... has made, and ask that commit again; needs a package index
+	$(PYTHON) scripts/upgrade_check.py $(COMMIT)
 
 format: $(VENV)/.dev  ## put the code into its one layout
 	$(BIN)/ruff check --fix .

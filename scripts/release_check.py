@@ -2,12 +2,15 @@
 
 Builds the sdist and the wheel into dist/ and a second wheel from the sdist, checks what is in them, renders their
 metadata, validates CITATION.cff, installs the wheel into a new environment outside the tree, and there trains a tiny
-model on the embedded emoji set, indexes, searches and serves it. Versions come from constraints.txt. It needs a package
-index for pip; the tools (build, twine, cffconvert) get an environment of their own.
+model on the embedded emoji set, indexes, searches and serves it. Beside sdist and wheel it writes what was installed
+with the wheel, as a software bill of materials in CycloneDX's JSON, and the checksums of all three. Versions come from
+constraints.txt. It needs a package index for pip; the tools (build, twine, cffconvert, cyclonedx-bom) get
+environments of their own.
 """
 
 import argparse
 import contextlib
+import hashlib
 import json
 import os
 import re
@@ -24,11 +27,12 @@ import venv
 import zipfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 
 TOOLS = ("build", "twine", "cffconvert")
-"""Packages that build and check a release; nothing else needs them."""
+"""Packages that build and check a release; nothing else needs them. cffconvert and cyclonedx-bom exclude each other."""
 
 LICENCES = ("LICENSE", "FluentEmoji-MIT", "Noto-Apache-2.0", "Twemoji-CC-BY-4.0", "Unicode-3.0", "emojibase-MIT")
 """Beginnings of the names of the licence files."""
@@ -62,7 +66,7 @@ def expected_in_wheel(root: Path) -> dict[str, bytes]:
     """Name -> content of everything of the source tree that a wheel has to have: the package, and the recipes."""
     package, recipes = root / "src/sfumato", root / "recipes"
     files = {path: f"sfumato/{path.relative_to(package).as_posix()}" for path in package.rglob("*")}
-    files |= {path: f"sfumato/recipe_files/{path.name}" for path in recipes.iterdir()}
+    files |= {path: f"sfumato/recipe_files/{path.relative_to(recipes).as_posix()}" for path in recipes.rglob("*")}
     return {
         name: path.read_bytes()
         for path, name in files.items()
@@ -98,8 +102,8 @@ def wrong_version(root: Path, version: str) -> list[str]:
         wrong.append("CITATION.cff states a version; src/sfumato/__init__.py alone has it")
     if 'dynamic = ["version"]' not in (root / "pyproject.toml").read_text("utf-8"):
         wrong.append("pyproject.toml states a version; src/sfumato/__init__.py alone has it")
-    if not re.search(rf"^## ({re.escape(version)} - \d{{4}}-\d\d-\d\d|Unreleased)$", changelog(root), re.M):
-        wrong.append(f"CHANGELOG.md has neither Unreleased nor {version} with a date")
+    if not re.search(rf"^## {re.escape(version)} - \d{{4}}-\d\d-\d\d$", changelog(root), re.M):
+        wrong.append(f"CHANGELOG.md has no heading {version} with a date")
     return wrong
 
 
@@ -107,16 +111,20 @@ def changelog(root: Path) -> str:
     return (root / "CHANGELOG.md").read_text("utf-8")
 
 
-def run(*command: str | Path, cwd: Path = ROOT) -> str:
-    """Run a command without the source tree on its path; its output, or the end of the check."""
-    shown = " ".join(str(part) for part in command)
-    print(f"$ {shown}", flush=True)
-    environment = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "VIRTUAL_ENV")}
-    done = subprocess.run([str(part) for part in command], cwd=cwd, env=environment, capture_output=True, text=True)
+def tried(*command: str | Path, cwd: Path = ROOT, answers: str = "") -> subprocess.CompletedProcess[str]:
+    """Run a command without the source tree on its path."""
+    print(f"$ {' '.join(str(part) for part in command)}", flush=True)
+    own = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "VIRTUAL_ENV")}
+    parts = [str(part) for part in command]
+    return subprocess.run(parts, cwd=cwd, env=own, input=answers, capture_output=True, text=True)
+
+
+def run(*command: str | Path, cwd: Path = ROOT, answers: str = "") -> str:
+    """The same; its output, or the end of the check."""
+    done = tried(*command, cwd=cwd, answers=answers)
     if done.returncode:
-        raise SystemExit(
-            f"{done.stdout}{done.stderr}\nrelease-check: failed with exit status {done.returncode}: {shown}"
-        )
+        said = f"{done.stdout}{done.stderr}"
+        raise SystemExit(f"{said}\nthe check failed with exit status {done.returncode}: {' '.join(done.args)}")
     return done.stdout
 
 
@@ -181,11 +189,11 @@ def try_commands(commands: Path, folder: Path, version: str) -> None:
 
 
 @contextlib.contextmanager
-def served(commands: Path, folder: Path) -> Iterator[str]:
-    """The address of a service of the index in a folder."""
+def served(commands: Path, folder: Path, index: str = "index") -> Iterator[str]:
+    """The address of a service of an index in a folder."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    command = [str(commands / "sfumato"), "serve", "index", "--port", str(port)]
+    command = [str(commands / "sfumato"), "serve", index, "--port", str(port)]
     print(f"$ {' '.join(command)}", flush=True)
     process = subprocess.Popen(command, cwd=folder)
     try:
@@ -208,6 +216,54 @@ def try_service(commands: Path, folder: Path) -> None:
         for path in ("/", "/page/page.js", "/page/page.css", "/docs", "/openapi.json", "/v1/search?q=a+giraffe"):
             with urllib.request.urlopen(url + path, timeout=30) as answer:
                 print(f"GET {path}: {answer.status}, {len(answer.read()):,} bytes", flush=True)
+
+
+def local_places(value: Any) -> list[str]:
+    """The strings in a JSON value that name a place on the machine that wrote it."""
+    if isinstance(value, dict | list):
+        return [place for one in (value.values() if isinstance(value, dict) else value) for place in local_places(one)]
+    return [value] if isinstance(value, str) and re.search(r"^[/~]|^[A-Za-z]:\\|file:", value) else []
+
+
+def bill_of_materials(listed: dict[str, Any], version: str) -> dict[str, Any]:
+    """A CycloneDX list of an environment with sfumato as its main component, and without places on this machine."""
+    main = [one for one in listed["components"] if one["name"] == "sfumato"]
+    if [one["version"] for one in main] != [version]:
+        raise SystemExit(f"release-check: the bill of materials does not have sfumato {version} once: {main}")
+    main[0]["purl"] = f"pkg:pypi/sfumato@{version}"
+    others = [one for one in listed["components"] if one is not main[0]]
+    for one in listed["components"]:
+        references = [link for link in one.pop("externalReferences", ()) if not local_places(link["url"])]
+        one |= {"externalReferences": references} if references else {}
+    bill = listed | {"metadata": listed["metadata"] | {"component": main[0]}, "components": others}
+    if places := local_places(bill):
+        raise SystemExit(f"release-check: the bill of materials names places on this machine: {', '.join(places)}")
+    return bill
+
+
+VALIDATE = """import pathlib, sys
+from cyclonedx.schema import SchemaVersion
+from cyclonedx.validation.json import JsonStrictValidator
+sys.exit(JsonStrictValidator(SchemaVersion.V1_6).validate_str(pathlib.Path(sys.argv[1]).read_text("utf-8")))
+"""
+
+
+def write_bill(tools: Path, commands: Path, folder: Path, version: str) -> Path:
+    """Write what the environment of the commands consists of into dist/, and validate it."""
+    run(tools / "python", "-m", "pip", "install", "--quiet", "cyclonedx-bom")
+    listed, target = folder / "environment.json", ROOT / "dist" / f"sfumato-{version}.cdx.json"
+    options = ("--output-reproducible", "--short-PURLs", "--spec-version", "1.6", "--output-file", listed)
+    run(tools / "cyclonedx-py", "environment", *options, commands / "python")
+    bill = bill_of_materials(json.loads(listed.read_text("utf-8")), version)
+    target.write_text(json.dumps(bill, indent=1, sort_keys=True) + "\n", "utf-8")
+    run(tools / "python", "-c", VALIDATE, target)
+    print(f"{target.name}: {len(bill['components'])} components beside sfumato {version}", flush=True)
+    return target
+
+
+def checksums(files: Sequence[Path]) -> str:
+    """The lines of SHA256SUMS, which `sha256sum -c` reads."""
+    return "".join(f"{hashlib.sha256(file.read_bytes()).hexdigest()}  {file.name}\n" for file in sorted(files))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -233,7 +289,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         run(commands / "python", "-m", "pip", "check")
         try_commands(commands, work, version)
         try_service(commands, work)
-        print(f"release-check: {sdist.name} and {wheel.name} are good; they lie in {ROOT / 'dist'}")
+        bill = write_bill(environment(kept / "bill"), commands, folder, version)
+        (ROOT / "dist/SHA256SUMS").write_text(checksums([sdist, wheel, bill]), "utf-8")
+        run("sha256sum", "--check", "--strict", "SHA256SUMS", cwd=ROOT / "dist")
+        print(f"release-check: {sdist.name} and {wheel.name} are good; they and {bill.name} lie in {ROOT / 'dist'}")
     return 0
 
 

@@ -7,7 +7,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import release_check as release
+import upgrade_check as upgrade
 import yaml
 
 import sfumato
@@ -34,6 +36,10 @@ def test_the_source_has_one_version_and_the_citation_a_licence():
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text("utf-8"))
     assert {"cff-version", "message", "title", "authors", "license"} <= citation.keys()
     assert citation["license"] == "MIT" and "version" not in citation
+
+
+def test_a_version_without_a_dated_heading_is_wrong():
+    assert release.wrong_version(ROOT, "9.8.7") == ["CHANGELOG.md has no heading 9.8.7 with a date"]
 
 
 def wheel(version="1.2"):
@@ -68,6 +74,59 @@ def test_all_that_the_package_reads_is_expected_in_the_wheel():
     expected = release.expected_in_wheel(ROOT)
     assert {"sfumato/py.typed", "sfumato/__init__.pyi", "sfumato/serve/page/page.js"} <= expected.keys()
     assert {"sfumato/reports/templates/base.html.j2", "sfumato/recipe_files/emoji-pixels.toml"} <= expected.keys()
+    assert "sfumato/recipe_files/tables/data.toml" in expected
+
+
+def listed(*extra):
+    """What cyclonedx-py lists of an environment, cut to two components."""
+    links = [{"url": "file:///there/sfumato.whl"}, {"url": "https://example.org/sfumato"}]
+    own = {"name": "sfumato", "version": "1.2", "bom-ref": "sfumato==1.2", "externalReferences": links}
+    other = {"name": "torch", "version": "2.0", "externalReferences": links[:1]}
+    return {"bomFormat": "CycloneDX", "metadata": {"tools": {}}, "components": [own, other, *extra]}
+
+
+def test_a_bill_of_materials_is_about_sfumato_and_names_no_place_on_the_machine():
+    bill = release.bill_of_materials(listed(), "1.2")
+    assert bill["metadata"]["component"]["version"] == "1.2" and bill["metadata"]["tools"] == {}
+    assert bill["metadata"]["component"]["externalReferences"] == [{"url": "https://example.org/sfumato"}]
+    assert bill["components"] == [{"name": "torch", "version": "2.0"}]
+    for place in ("/there/a", "file:///a", "C:\\a", "~/a"):
+        with pytest.raises(SystemExit, match="places on this machine"):
+            release.bill_of_materials(listed({"name": "x", "properties": [{"value": place}]}), "1.2")
+    for version, extra in (("1.3", ()), ("1.2", ({"name": "sfumato", "version": "1.2"},))):
+        with pytest.raises(SystemExit, match="does not have sfumato"):
+            release.bill_of_materials(listed(*extra), version)
+
+
+def test_checksums_are_read_by_sha256sum(tmp_path):
+    for name, content in (("b.whl", b"b"), ("a.tar.gz", b"abc")):
+        (tmp_path / name).write_bytes(content)
+    lines = release.checksums([tmp_path / "b.whl", tmp_path / "a.tar.gz"])
+    known = "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"  # of FIPS 180-2, for abc
+    assert lines.splitlines()[0] == f"{known}  a.tar.gz" and lines.splitlines()[1].endswith("  b.whl")
+    (tmp_path / "SHA256SUMS").write_text(lines)
+    check = ["sha256sum", "--check", "--strict", "SHA256SUMS"]
+    assert subprocess.run(check, cwd=tmp_path, capture_output=True).returncode == 0
+    (tmp_path / "b.whl").write_bytes(b"c")
+    assert subprocess.run(check, cwd=tmp_path, capture_output=True).returncode == 1
+
+
+def hits(*given):
+    return {"a": [{"id": one, "distance": d, "match_probability": p} for one, d, p in given]}
+
+
+def test_an_upgrade_that_changes_answers_is_seen():
+    before = hits(("x", 1.0, 0.5), ("y", 2.0, 0.25))
+    assert upgrade.difference(before, hits(("x", 1.000004, 0.5), ("y", 2.0, 0.125))) == ([], 0.125)
+    assert upgrade.difference(hits(("x", 1, None), ("y", 1, None)), hits(("y", 1, None), ("x", 1, None))) == ([], 0)
+    for after, told in (
+        (hits(("x", 1.0, 0.5)), "1 hits instead of 2"),
+        (hits(("x", 1.00002, 0.5), ("y", 2.0, 0.25)), "hit 1: distance 1.00002 instead of 1.0"),
+        (hits(("z", 1.0, 0.5), ("y", 2.0, 0.25)), "hit 1: z instead of x"),
+        (hits(("x", 1.0, None), ("y", 2.0, 0.25)), "hit 1: probability None instead of 0.5"),
+    ):
+        (line,), _ = upgrade.difference(before, after)
+        assert told in line
 
 
 def instructions():
@@ -87,6 +146,13 @@ def test_the_container_copies_what_exists_and_runs_without_rights():
     command = yaml.safe_load(dict(instructions())["HEALTHCHECK"].partition("CMD")[2])
     compile(command[2], "HEALTHCHECK", "exec")
     assert shlex.join(command[:2]) == "python -c" and "/readyz" in command[2]
+
+
+def test_the_container_takes_mirrors_of_package_indexes():
+    arguments = [text for name, text in instructions() if name == "ARG"]
+    assert "TORCH_INDEX=https://download.pytorch.org/whl/cpu" in arguments and "PIP_INDEX_URL" in arguments
+    (torch,) = [text for name, text in instructions() if name == "RUN" and "torch==" in text]
+    assert '--index-url "$TORCH_INDEX"' in torch and "https://" not in torch
 
 
 def test_the_command_of_the_container_needs_a_key_and_then_an_index():

@@ -96,6 +96,16 @@ def test_compose_starts_a_service_that_there_is():
     assert set(wanted) <= set(extras) and "pgvector" in wanted
 
 
+def test_services_of_compose_have_no_rights_that_they_do_not_need():
+    image = (ROOT / "Dockerfile").read_text(encoding="utf-8")
+    assert "\nUSER 10001:10001\n" in image and "\nHEALTHCHECK " in image
+    services = yaml.safe_load(read("compose.yaml"))["services"]
+    for service in (services["serve-1"], services["serve-2"]):
+        assert service["read_only"] is True and service["tmpfs"] == ["/tmp"] and service["cap_drop"] == ["ALL"]
+        assert service["security_opt"] == ["no-new-privileges:true"]
+        assert not {"user", "healthcheck", "cap_add", "privileged"} & service.keys()  # they would replace the image's
+
+
 def test_the_proxy_fits_the_limits_of_the_service():
     text, usual = read("nginx.conf"), Settings()
     (size,) = re.findall(r"client_max_body_size (\d+)m;", text)

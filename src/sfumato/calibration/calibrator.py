@@ -283,7 +283,10 @@ class Calibration(PairLogits):
         """
         try:
             if (version := values["version"]) != _VERSION:
-                raise ValueError(f"version {version} is not {_VERSION}; upgrade sfumato, or calibrate again")
+                later = isinstance(version, int) and version > _VERSION
+                what = "update sfumato" if later else "calibrate the run again, and build its indices again"
+                wrote = "a later" if later else "an earlier"
+                raise ValueError(f"version {version} is of {wrote} sfumato, this one reads {_VERSION}; {what}")
             scale, bias, knots = float(values["logit_scale"]), float(values["logit_bias"]), values["knots"]
             if not (scale > 0 and math.isfinite(scale) and math.isfinite(bias)):
                 raise ValueError(

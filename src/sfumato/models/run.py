@@ -251,7 +251,7 @@ def load_calibration(folder: Path, name: str = CALIBRATION) -> Calibration | Non
         return Calibration.load(path) if path.is_file() else None
     except ValueError as error:
         raise UserError(
-            f"{error}. A damaged file can be replaced: delete {path}, then run"
+            f"{error}. The file can be replaced: delete {path}, then run"
             f" `{as_typed('sfumato', 'calibrate', folder)}`, or export the run again"
         ) from error
 
