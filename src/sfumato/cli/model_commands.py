@@ -50,9 +50,11 @@ def train(
     from sfumato.training.setup import preferred_recipe
 
     path = find_recipe(recipe)
-    resolved = load_recipe(path, overrides or [], own=not is_run(path.parent))
-    if given := given_imports():
-        resolved = resolved.model_copy(update={"imports": tuple(dict.fromkeys([*resolved.imports, *given]))})
+    trusted, given = not is_run(path.parent), given_imports()  # A run may come from elsewhere.
+    resolved = load_recipe(path, overrides or [], own=trusted)
+    if given:
+        own = resolved.imports if trusted else ()
+        resolved = resolved.model_copy(update={"imports": tuple(dict.fromkeys([*own, *given]))})
     folder = out or Path("runs") / resolved.name
     check_out_folder(folder)
     resolved, reason = preferred_recipe(resolved, overrides or [], folder)

@@ -194,16 +194,21 @@ def sampled(name: str, reduce: Callable[[Tensor], Tensor], *, n_samples: int = 8
     return Distance(name, row, matrix, of_samples=of_samples, n_samples=n_samples)
 
 
+def check_embedding(value: object, who: str, name: str) -> None:
+    """Refuse anything but an embedding."""
+    if not isinstance(value, GaussianEmbedding):
+        raise TypeError(
+            f"{who}: {name} must be a GaussianEmbedding, got {type(value).__name__};"
+            " wrap means in GaussianEmbedding.point"
+        )
+
+
 def checked(
     x: GaussianEmbedding, y: GaussianEmbedding, who: str, *, points: Points = "allowed"
 ) -> tuple[GaussianEmbedding, GaussianEmbedding]:
     """The two sides in the dtype of accumulation, after the checks that every distance needs. x (n, d), y (m, d)."""
-    for name, value in (("x", x), ("y", y)):
-        if not isinstance(value, GaussianEmbedding):
-            raise TypeError(
-                f"{who}: {name} must be a GaussianEmbedding, got {type(value).__name__};"
-                " wrap means in GaussianEmbedding.point"
-            )
+    check_embedding(x, who, "x")
+    check_embedding(y, who, "y")
     if x.d != y.d or x.dtype != y.dtype or x.device != y.device:
         sides = [f"(., {e.d}) {e.dtype} on {e.device}" for e in (x, y)]
         raise ValueError(f"{who}: x is {sides[0]} and y is {sides[1]}; both must have the same d, dtype and device")

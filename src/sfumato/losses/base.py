@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from sfumato.arrays import Array, as_tensor
 from sfumato.distances import Distance, get_distance
+from sfumato.distances.distance import check_embedding
 from sfumato.gaussian import GaussianEmbedding, accumulation_dtype
 from sfumato.losses.tiles import canonical, dense_labels, label_rows, transposed
 from sfumato.matching import MatchingLogits
@@ -299,8 +300,15 @@ def whole_batch(
     return distance, label.to(distance.dtype)
 
 
+def or_start(given: Tensor | float | None, start: float) -> Tensor | float:
+    """A number of the match logits, or where it starts if it is not given."""
+    return start if given is None else given
+
+
 def check_match(image: GaussianEmbedding, text: GaussianEmbedding, match: Array, who: str) -> Tensor:
     """Check the labels of a batch. image (n, d), text (m, d), match (n, m)."""
+    check_embedding(image, who, "image")
+    check_embedding(text, who, "text")
     match = as_tensor(match, "match", who)
     if match.shape != (image.n, text.n):
         raise ValueError(

@@ -13,6 +13,7 @@ from sfumato.losses.base import (
     MatchLoss,
     PairBlock,
     option,
+    or_start,
     sum_of_terms,
     whole_batch,
 )
@@ -46,7 +47,7 @@ def infonce_loss(
     match: Tensor,
     options: InfoNCEOptions = InfoNCEOptions(),
     *,
-    logit_scale: Tensor | float,
+    logit_scale: Tensor | float | None = None,
 ) -> LossOutput:
     r"""Softmax cross-entropy over the batch in both directions, averaged.
 
@@ -59,7 +60,7 @@ def infonce_loss(
     image (n, d), text (m, d), match (n, m).
     """
     distance, label = whole_batch(options, image, text, match, "infonce_loss")
-    logit, terms = match_logit(distance, logit_scale, 0.0), {}
+    logit, terms = match_logit(distance, or_start(logit_scale, options.logit_scale), 0.0), {}
     for name, x, y in (("i2t", logit, label), ("t2i", logit.T, label.T)):
         total = y.sum(1)
         if not total.any():

@@ -25,6 +25,7 @@ from sfumato.losses.base import (
     PairBlock,
     check_match,
     option,
+    or_start,
     sum_of_terms,
     vib_loss,
     vib_of_block,
@@ -73,8 +74,8 @@ def pcme_loss(
     match: Tensor,
     options: PCMEOptions = PCMEOptions(),
     *,
-    logit_scale: Tensor | float,
-    logit_bias: Tensor | float,
+    logit_scale: Tensor | float | None = None,
+    logit_bias: Tensor | float | None = None,
     step: int = 0,
     noise: tuple[Tensor, Tensor] | None = None,
 ) -> LossOutput:
@@ -101,7 +102,8 @@ def pcme_loss(
                 f"pcme_loss: noise of {name} must have shape ({e.n}, n_samples, {e.d}), got {tuple(z.shape)}"
             )
     x, y = (reparametrised(e.to(accumulation_dtype(e.dtype)), z) for e, z in zip((image, text), noise, strict=True))
-    likelihood = _log_likelihood(x, y, label, options, logit_scale, logit_bias)
+    logits = or_start(logit_scale, options.logit_scale), or_start(logit_bias, options.logit_bias)
+    likelihood = _log_likelihood(x, y, label, options, *logits)
     terms = {"match": -options.match_weight * likelihood.mean()}
     if options.beta:
         terms["vib"] = options.beta * (vib_loss(image) + vib_loss(text))

@@ -15,6 +15,7 @@ from sfumato.losses.base import (
     MatchLoss,
     PairBlock,
     option,
+    or_start,
     sum_of_terms,
     vib_loss,
     vib_sums,
@@ -72,8 +73,8 @@ def pcmepp_loss(
     match: Tensor,
     options: PCMEPPOptions = PCMEPPOptions(),
     *,
-    logit_scale: Tensor | float,
-    logit_bias: Tensor | float,
+    logit_scale: Tensor | float | None = None,
+    logit_bias: Tensor | float | None = None,
     infonce_scale: Tensor | float | None = None,
     epoch: int | None = None,
 ) -> LossOutput:
@@ -89,7 +90,7 @@ def pcmepp_loss(
     image (n, d), text (m, d), match (n, m).
     """
     distance, label = whole_batch(options, image, text, match, "pcmepp_loss")
-    logit = match_logit(distance, logit_scale, logit_bias)
+    logit = match_logit(distance, or_start(logit_scale, options.logit_scale), or_start(logit_bias, options.logit_bias))
     cross_entropy = functools.partial(functional.binary_cross_entropy_with_logits, logit)
     terms = {"match": options.match_weight * cross_entropy(label)}
     if options.alpha and (epoch is None or epoch >= options.pseudo_positives_from):

@@ -17,6 +17,7 @@ from sfumato.losses.base import (
     MatchLoss,
     PairBlock,
     option,
+    or_start,
     sum_of_terms,
     vib_loss,
     vib_of_block,
@@ -52,8 +53,8 @@ def prolip_loss(
     match: Tensor,
     options: ProLIPOptions = ProLIPOptions(),
     *,
-    logit_scale: Tensor | float,
-    logit_bias: Tensor | float,
+    logit_scale: Tensor | float | None = None,
+    logit_bias: Tensor | float | None = None,
 ) -> LossOutput:
     r"""match + inclusion_weight * inclusion(image in text) + beta * (vib_image + vib_text).
 
@@ -73,7 +74,7 @@ def prolip_loss(
     image (n, d), text (m, d), match (n, m).
     """
     distance, label = whole_batch(options, image, text, match, "prolip_loss")
-    logit = match_logit(distance, logit_scale, logit_bias)
+    logit = match_logit(distance, or_start(logit_scale, options.logit_scale), or_start(logit_bias, options.logit_bias))
     cross_entropy = functional.binary_cross_entropy_with_logits(logit, label, reduction="sum")
     terms = {"match": 2 * cross_entropy / (image.n + text.n)}
     if options.inclusion_weight:

@@ -526,7 +526,8 @@ def check_recipe(values: dict[str, Any], where: str) -> Recipe:
 
 def save_recipe(recipe: Recipe, path: str | Path) -> None:
     """Write a resolved recipe as TOML, with all defaults."""
-    write_atomically(path, tomli_w.dumps(recipe.model_dump(mode="json", exclude_none=True)))
+    values = recipe.model_dump(mode="json", exclude_none=True)
+    write_atomically(path, tomli_w.dumps({key: value for key, value in values.items() if value or key != "imports"}))
 
 
 def absolute_data(config: DataConfig) -> DataConfig:

@@ -35,4 +35,42 @@ NOT_BUILT: dict[str, str] = {
 }
 """Published methods that are left out, with the reason."""
 
-__all__ = ["METHODS", "NOT_BUILT", "AdapterMethod", "AdapterTraining", "FrozenPairs", "PosthocMethod", "fit_hit_logits"]
+
+def register_method(method: type[PosthocMethod]) -> type[PosthocMethod]:
+    """Make a post-hoc method of your own known: `sfumato referee` then compares it with all others.
+
+    Args:
+        method: a class derived from :class:`~sfumato.posthoc.PosthocMethod`; it is known by its ``name``.
+
+    Returns:
+        The class, so that this is a decorator.
+
+    Raises:
+        ValueError: the name is taken, or is no identifier.
+        TypeError: it is not such a class.
+
+    Example:
+        >>> from sfumato.posthoc.closed_forms import CosineMargin
+        >>> class Mine(CosineMargin):
+        ...     name = "mine"
+        >>> register_method(Mine).name, METHODS.pop("mine") is Mine
+        ('mine', True)
+    """
+    if not (isinstance(method, type) and issubclass(method, PosthocMethod)):
+        raise TypeError(f"register_method: {method!r} is not a class derived from PosthocMethod")
+    if not method.name.isidentifier() or method.name in METHODS:
+        raise ValueError(f"register_method: {method.name!r} is taken, or no identifier; known: {', '.join(METHODS)}")
+    METHODS[method.name] = method
+    return method
+
+
+__all__ = [
+    "METHODS",
+    "NOT_BUILT",
+    "AdapterMethod",
+    "AdapterTraining",
+    "FrozenPairs",
+    "PosthocMethod",
+    "fit_hit_logits",
+    "register_method",
+]

@@ -134,6 +134,7 @@ def fit(recipe: Recipe, folder: str | Path) -> dict[str, Any]:
         PeerLostError: another process of the run has ended.
     """
     folder, recipe = Path(folder), absolute_recipe(recipe)
+    build_loss(recipe)  # An unknown one is refused before anything is written.
     folder.mkdir(parents=True, exist_ok=True)
     with join_process_group(partial(choose_device, recipe.train.device), recipe.train.timeout_minutes) as process_group:
         if not process_group.main:

@@ -86,7 +86,10 @@ def claim_folder(folder: Path, recipe: Recipe) -> int | None:
 
 def _own_files(recipe: Recipe) -> list[Path]:
     """The files of the user's own that a recipe imports."""
-    return [Path(name) for name in recipe.imports if name.endswith(".py")]
+    files = [Path(name) for name in recipe.imports if name.endswith(".py")]
+    if missing := [path for path in files if not path.is_file()]:
+        raise UserError(f"imports: there is no file {missing[0]}; name it as it is now: --import FILE")
+    return files
 
 
 def _kept_name(path: Path) -> str:

@@ -1,0 +1,226 @@
+"""Losses, distances, methods and estimators of one's own: registered, imported by commands, and done without."""
+
+import json
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from support.batches import MATCH, batch
+
+import sfumato as public
+from sfumato import imports
+from sfumato.distances import DISTANCES, register_distance
+from sfumato.errors import UserError
+from sfumato.evaluation.estimators import ESTIMATORS
+from sfumato.gaussian import GaussianEmbedding
+from sfumato.losses import (
+    LOSSES,
+    LossOptions,
+    PairBlock,
+    PCMEPPOptions,
+    loss_of_block,
+    option,
+    pcmepp_loss,
+    register_loss,
+)
+from sfumato.models.recipe import load_recipe
+from sfumato.posthoc import METHODS, register_method
+
+OWN = Path(__file__).parents[1] / "docs/examples/mymethod.py"
+
+TABLES = LOSSES, DISTANCES, ESTIMATORS, METHODS
+
+
+@pytest.fixture(autouse=True)
+def forgotten(monkeypatch):
+    """What a test registers and imports is forgotten."""
+    before = [dict(table) for table in TABLES]
+    monkeypatch.setattr(imports, "_digests", {})
+    monkeypatch.setattr(imports, "_given", {})
+    yield
+    forget(before)
+
+
+def forget(before):
+    for table, known in zip(TABLES, before, strict=True):
+        for name in set(table) - set(known):
+            del table[name]
+
+
+@dataclass(frozen=True)
+class PlainOptions(LossOptions):
+    weight: float = option(2.0, "weight", gt=0)
+    logit_scale: float = option(5.0, "scale", gt=0)
+    logit_bias: float = option(5.0, "bias")
+
+
+def plain_loss(image, text, match, options):
+    logit = options.logit_bias - options.logit_scale * public.csd_matrix(image, text)
+    return {"match": options.weight * torch.nn.functional.binary_cross_entropy_with_logits(logit, match)}
+
+
+def test_a_plain_function_is_the_built_in_loss_of_the_same_formula():
+    register_loss("plain", plain_loss, PlainOptions)
+    built_in = LOSSES["pcmepp"](PCMEPPOptions(alpha=0, beta=0)).double()
+    found = []
+    for loss in (LOSSES["plain"]().double(), built_in):
+        leaves = [t.requires_grad_() for e in batch() for t in (e.mean, e.log_var)]
+        output = loss(GaussianEmbedding(*leaves[:2]), GaussianEmbedding(*leaves[2:]), MATCH)
+        found.append((output.total, torch.autograd.grad(output.total, [*leaves, *loss.logits.parameters()])))
+    torch.testing.assert_close(*found, rtol=1e-9, atol=1e-12)
+    assert LOSSES["plain"]().match_logits() == (5.0, 5.0)
+    small = PairBlock.whole(*batch(), MATCH, "test")
+    whole = loss_of_block(LOSSES["plain"]().double(), small, max_pairs=2)  # It is never split.
+    torch.testing.assert_close(whole.total, found[0][0])
+
+
+def test_what_a_function_returns_is_checked():
+    register_loss("scalar", lambda image, text, match, options: (image.mean**2).mean())
+    assert LOSSES["scalar"]()(*batch(), MATCH).terms.keys() == {"loss"}
+    register_loss("rows", lambda image, text, match, options: {"a": image.mean.sum(1)})
+    with pytest.raises(TypeError, match=r"rows: term 'a' is \(4,\) torch.float64; expected a scalar tensor"):
+        LOSSES["rows"]()(*batch(), MATCH)
+    register_loss("number", lambda image, text, match, options: {"a": 1.0})
+    with pytest.raises(TypeError, match="number: term 'a' is float"):
+        LOSSES["number"]()(*batch(), MATCH)
+
+
+def test_a_built_in_formula_starts_from_its_options_and_names_wrong_input():
+    options = PCMEPPOptions(logit_scale=3.0, logit_bias=1.0)
+    explicit = pcmepp_loss(*batch(), MATCH, options, logit_scale=3.0, logit_bias=1.0)
+    torch.testing.assert_close(pcmepp_loss(*batch(), MATCH, options).total, explicit.total)
+    wrong = torch.zeros(4, 3)
+    with pytest.raises(TypeError, match="pcmepp_loss: image must be a GaussianEmbedding, got Tensor; wrap means in"):
+        pcmepp_loss(wrong, wrong, MATCH)
+    with pytest.raises(TypeError, match="csd: x must be a GaussianEmbedding, got Tensor; wrap means in"):
+        public.csd_matrix(wrong, wrong)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: register_loss("pcme", plain_loss), ValueError, "there is a loss 'pcme' already"),
+        (lambda: register_loss("a b", plain_loss), ValueError, "'a b' is not an identifier"),
+        (lambda: register_loss("new", 3), TypeError, "expected a function"),
+        (lambda: register_loss("new", plain_loss, dict), TypeError, "expected a dataclass derived from LossOptions"),
+        (lambda: register_distance("csd", max), ValueError, "'csd' is taken"),
+        (lambda: register_distance("nearest_of_2", max), ValueError, "is taken"),
+        (lambda: register_distance("new", max, points="some"), ValueError, "points is 'some'"),
+        (lambda: register_method(METHODS["margin"]), ValueError, "'margin' is taken"),
+        (lambda: register_method(int), TypeError, "not a class derived from PosthocMethod"),
+    ],
+)
+def test_wrong_registrations_are_refused(call, error, message):
+    with pytest.raises(error, match=message):
+        call()
+
+
+def test_a_distance_of_ones_own_is_computed_in_blocks():
+    register_distance("l1", lambda x, y: (x.mean - y.mean).abs().sum(-1))
+    x, y = batch()
+    expected = torch.tensor([[(a - b).abs().sum() for b in y.mean] for a in x.mean], dtype=x.dtype)
+    torch.testing.assert_close(public.get_distance("l1").matrix(x, y), expected)
+    torch.testing.assert_close(public.get_distance("l1").row(x, y[:4]), expected.diagonal())
+    torch.testing.assert_close(LOSSES["pcmepp"](PCMEPPOptions(distance="l1")).distance.matrix(x, y), expected)
+
+
+TINY = [
+    "train.epochs=1", "train.threads=1", "model.dim=16", "model.image.size=16", "model.image.width=4",
+    "model.text.vocabulary=200", "model.text.width=16", "optim.warmup_epochs=0",
+]  # fmt: skip
+
+
+def test_a_run_of_ones_own_loss_is_used_without_it(tmp_path, sfumato, monkeypatch):
+    known = [dict(table) for table in TABLES]
+    shutil.copy(OWN, tmp_path / "mine.py")
+    monkeypatch.chdir(tmp_path)
+    recipe = ("train", "emoji-pixels", *TINY, "loss.name=margin", "loss.weight=0.2")
+    status, _, err = sfumato(*recipe, "--out", "run")
+    assert status == 2 and "loss.name: unknown 'margin'" in err and "--import FILE" in err and not Path("run").exists()
+    sfumato.printed(*recipe, "--import", "mine.py", "--out", "run")
+    [kept] = Path("run/imports").iterdir()
+    assert kept.read_bytes() == OWN.read_bytes() and kept.name == f"mine-{imports.file_digest(OWN)[:12]}.py"
+    assert {"margin", "match"} <= {
+        key.removeprefix("loss/") for key in json.loads(Path("run/log.jsonl").read_text().splitlines()[0]) if "/" in key
+    }
+    loaded = public.load("run")
+    embedded = loaded.embed_texts(["a cat"])
+    forget(known)
+    monkeypatch.setattr(imports, "_digests", {})
+    monkeypatch.setattr(imports, "_given", {})
+    (tmp_path / "mine.py").unlink()
+    again = public.load("run")
+    torch.testing.assert_close(again.embed_texts(["a cat"]).mean, embedded.mean)
+    assert (again.logit_scale, again.logit_bias) == (loaded.logit_scale, loaded.logit_bias)
+    sfumato.printed("index", "run", "--split", "test", "--out", "i")
+    for command in (("evaluate", "run", "run"), ("export", "run", "e"), ("search", "i", "a cat"), ("trust", "run")):
+        sfumato.printed(*command)
+    assert "margin" not in LOSSES  # Nothing of the run was executed.
+    status, _, err = sfumato("train", "run/recipe.toml", "--out", "next")
+    assert status == 2 and "unknown loss 'margin'" in err and "--import FILE" in err and not Path("next").exists()
+    status, _, err = sfumato("evaluate", "run", "run", "--distance", "l1_means")
+    assert status == 2 and "--import FILE" in err
+    printed = sfumato.printed("evaluate", "run", "run", "--distance", "l1_means", "--import", kept)
+    assert "l1_means" in printed
+
+
+def test_training_goes_on_only_with_the_same_file(tmp_path, sfumato, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("mine.py").write_text(OWN.read_text())
+    recipe = tmp_path / "own.toml"
+    text = public.find_recipe("emoji-pixels").read_text()
+    recipe.write_text('imports = ["mine.py"]\n' + re.sub(r"\[loss\]\n(.+\n)*", '[loss]\nname = "margin"\n', text))
+    known = [dict(table) for table in TABLES]
+    sfumato.printed("train", recipe, *TINY, "--out", "run")
+    assert load_recipe("run/recipe.toml").imports == (str(tmp_path / "mine.py"),)
+    Path("mine.py").write_text(OWN.read_text() + "# another version\n")
+    forget(known)
+    monkeypatch.setattr(imports, "_digests", {})
+    status, _, err = sfumato("train", recipe, *TINY, "train.epochs=2", "--out", "run")
+    assert status == 2 and "mine.py has changed since the run in run began" in err
+    Path("mine.py").write_text(OWN.read_text())
+    forget(known)
+    monkeypatch.setattr(imports, "_digests", {})
+    sfumato.printed("train", recipe, *TINY, "train.epochs=2", "--out", "run")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("x = 1\nraise RuntimeError('no')\n", r"bad.py:2: RuntimeError: no"),
+        ("def (:\n", r"bad.py:1: SyntaxError"),
+        (
+            "import sfumato\nsfumato.register_loss('pcme', max)\n",
+            r"bad.py:2: ValueError: register_loss: there is a loss",
+        ),
+    ],
+)
+def test_a_file_that_fails_is_named_with_its_line(tmp_path, content, message):
+    (tmp_path / "bad.py").write_text(content)
+    with pytest.raises(UserError, match=message):
+        imports.import_own(["bad.py"], tmp_path)
+
+
+def test_missing_files_and_modules_are_named(tmp_path):
+    with pytest.raises(UserError, match="there is no file .*none.py"):
+        imports.import_own([str(tmp_path / "none.py")])
+    with pytest.raises(UserError, match="cannot import the module 'no_such_module'.*mymethod.py"):
+        imports.import_own(["no_such_module"])
+
+
+def test_packages_are_found_by_their_entry_point(monkeypatch, capsys):
+    def fails():
+        raise ImportError("broken")
+
+    good = SimpleNamespace(value="good", load=lambda: register_loss("from_package", plain_loss, PlainOptions))
+    entries = [SimpleNamespace(value="bad.module", load=fails), good]
+    monkeypatch.setattr(imports, "entry_points", lambda group: entries if group == "sfumato" else [])
+    imports.load_plugins.cache_clear()
+    recipe = load_recipe(public.find_recipe("emoji-pixels"), ["loss.name=from_package", "loss.weight=3"])
+    assert recipe.loss.options() == PlainOptions(weight=3.0)
+    assert "bad.module" in capsys.readouterr().err and imports.load_plugins.cache_info().currsize == 1
+    imports.load_plugins.cache_clear()
