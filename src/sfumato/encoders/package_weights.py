@@ -81,6 +81,22 @@ def hub_reachable() -> bool:
         return False
 
 
+def hub_problem(error: BaseException) -> str:
+    """What a request to the hub failed of, in one line, without an address or the number of the request."""
+    root = error.__cause__ if type(error) is RuntimeError and error.__cause__ else error  # Threads wrap theirs.
+    status = getattr(getattr(root, "response", None), "status_code", None)
+    said = str(getattr(root, "server_message", None) or ("" if status else root) or "")
+    reason = " ".join(said.split())[:200].rstrip(".")
+    known = {
+        401: "the hub does not accept the token" if "credential" in reason.lower() else "it is not there, or private",
+        403: "the hub forbids it to this token",
+        404: "it is not there",
+    }.get(status or 0, "")
+    if status is None:
+        return reason or type(root).__name__
+    return f"{known or 'the hub answered'} ({status}{', ' + reason if reason else ''})"
+
+
 def where_weights_are(name: str) -> Literal["", "cache", "hub"]:
     """Where the weights of a model on the hub can be had from; only its small config.json is downloaded to find out."""
     try:
