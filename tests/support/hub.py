@@ -55,7 +55,8 @@ class Hub:
         self.requests: list[tuple[str, str, str]] = []  # (method, path, token)
         self.refuse: Callable[[str, str], int | None] = lambda method, path: None
         self.cut: int | None = None
-        self.sent = 0
+        self.held = threading.Event()  # a download that was cut waits for it before it ends
+        self.held.set()
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), type("Bound", (_Handler,), {"hub": self}))
         self._server.daemon_threads = True
 
@@ -92,9 +93,11 @@ class _Handler(BaseHTTPRequestHandler):
         if self.command == "HEAD":
             return
         if self.hub.cut is not None and "/resolve/" in self.path and len(data) > self.hub.cut:
-            data, self.close_connection = data[: self.hub.cut], True
+            self.wfile.write(data[: self.hub.cut])
+            self.close_connection = True
+            self.hub.held.wait(60)
+            return
         self.wfile.write(data)
-        self.hub.sent += len(data) if "/resolve/" in self.path else 0
 
     def refused(self, status: int, message: str, code: str = "") -> None:
         self.answer(status, {"error": message}, X_Error_Message=message, **({"X_Error_Code": code} if code else {}))

@@ -39,7 +39,7 @@ def full_name(name: str) -> str:
     if not hub_reachable():
         offline = " (HF_HUB_OFFLINE is set)" if hub.constants.HF_HUB_OFFLINE else ""
         raise UserError(
-            f"there is no connection to the hub at {endpoint}{offline}, so nothing was pushed. Try again with a network,"
+            f"there is no connection to the hub at {endpoint}{offline}; nothing was pushed. Try again with a network,"
             " or export into a folder without --push"
         )
     if not hub.get_token():
@@ -123,6 +123,6 @@ def _explained(name: str) -> Iterator[None]:
             401: ". Run `hf auth login`, or set HF_TOKEN to a valid token with write access"
             f" ({hub.constants.ENDPOINT}/settings/tokens)",
             403: f". Give a token with write access to {name}, or a name below your own",
-        }.get(status or 0, ". Run the same command again: a push is one commit, and none was made")
+        }.get(status or 0, "" if isinstance(error, ValueError) else ". Run the same command again")
         problem = hub_problem(error).replace(hub.get_token() or "\0", "***")
-        raise UserError(f"cannot push to {name}: {problem}{way_out}") from error
+        raise UserError(f"cannot push to {name}, and no file was changed there: {problem}{way_out}") from error
