@@ -2,6 +2,8 @@
 
 import json
 import re
+import shutil
+import sys
 import time
 from pathlib import Path
 
@@ -10,12 +12,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from support.hub import NEW, READS, WRITES, Hub
 from support.processes import Started, command
+from support.tiny_models import taught_clip, two_colours
 from support.words import folded
 
 from sfumato.calibration.calibrator import Calibration
 from sfumato.models.run import load_run
 from sfumato.workflows.adopt import adopt
 from sfumato.workflows.export import export_run
+from sfumato.workflows.model_card import without_folders
 
 pytest.importorskip("huggingface_hub", reason="the extra backbones is not installed")
 yaml = pytest.importorskip("yaml", reason="comes with huggingface_hub")
@@ -161,6 +165,11 @@ def test_refusals_of_the_hub_are_one_line(hub, push, call, toy, tmp_path):
     assert not hub.repositories, "what cannot be exported is not pushed"
 
 
+def test_without_the_client_of_the_hub_it_says_what_to_install(toy, monkeypatch, sfumato):
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    assert "pip install 'sfumato[backbones]'" in folded(sfumato.refused("export", toy / "run", "--push", "ann/toy"))
+
+
 def test_a_push_that_fails_leaves_nothing_half(hub, push, tmp_path, toy):
     out = tmp_path / "out"
     hub.refuse = lambda method, path: 503 if "/commit/" in path else None
@@ -168,12 +177,20 @@ def test_a_push_that_fails_leaves_nothing_half(hub, push, tmp_path, toy):
         push("ann/toy", run=f"{toy / 'run'}", HF_TOKEN=WRITES), "(503, the hub has a bad day). Run the same command"
     )
     assert sorted(hub.repositories["ann/toy"].files) == [".gitattributes"]
-    hub.refuse = lambda method, path: None
+    others = []
+
+    def meanwhile(method, path):
+        if "/preupload/" in path and not others:
+            others.append(hub.repositories["ann/toy"].commit({".gitattributes": b"theirs"}, "meanwhile"))
+
+    hub.refuse = meanwhile
+    refused(push("ann/toy"), "A commit has happened since", "Run the same command again")
+    assert hub.repositories["ann/toy"].commits[0][0] == others[0]
     refused(push("ann/toy", "--license", "mitt"), "no file was changed there", '"license" must be one of')
     assert sorted(hub.repositories["ann/toy"].files) == [".gitattributes"] and not out.exists()
-    assert push("ann/toy", "--", out)[0] == 0
+    assert push("ann/toy", out)[0] == 0
     assert sorted(path.name for path in out.iterdir()) == FILES
-    refused(push("ann/toy", "--", out), "exists already")
+    refused(push("ann/toy", out), "exists already")
 
 
 def test_what_others_wrote_stays(hub, push):
@@ -269,4 +286,33 @@ def test_the_card_of_an_adopted_model_says_what_was_measured(tmp_path):
 def test_the_pushed_card_loads_by_name(hub, push):
     assert push("ann/toy")[0] == 0
     card = hub.repositories["ann/toy"].files["README.md"].decode()
-    assert 'load("ann/toy")' in card and "sfumato index ann/toy --images" in card and "this folder" not in card
+    assert "pip install 'sfumato[backbones]'" in card and "this folder" not in card
+    assert 'load("ann/toy")' in card and "sfumato index ann/toy --images" in card
+
+
+def test_a_frozen_model_of_a_folder_and_reference_queries_arrive(hub, call, push, sfumato, tmp_path, monkeypatch):
+    monkeypatch.setenv("SFUMATO_CACHE", str(tmp_path / "cache"))
+    model, run, out = tmp_path / "model", tmp_path / "run", tmp_path / "pulled.safetensors"
+    data = two_colours(tmp_path)
+    taught_clip(model, data)
+    sfumato.printed("adopt", model, "--data", data, "--out", run)
+    picture = str(tmp_path / "photos" / "1.png")
+    pulled(run, picture, tmp_path / "run.safetensors")
+    calibration = Calibration.load(run / "calibration.json")
+    assert push("ann/frozen", run=run)[0] == 0
+    files = hub.repositories["ann/frozen"].files
+    assert {"encoder/config.json", "encoder/model.safetensors"} <= files.keys()
+    assert ("calibration.safetensors" in files) == bool(calibration.tensors())
+    assert str(tmp_path).encode() not in files["config.json"] + files["README.md"]
+    shutil.rmtree(model)
+    shutil.rmtree(run)
+    assert call("ann/frozen", picture, out, function=pulled)[0] == 0
+    found, expected = load_file(out), load_file(tmp_path / "run.safetensors")
+    assert [key for key in expected if not torch.equal(found[key], expected[key])] == []
+    assert Calibration.load(out.with_name("calibration.json")) == calibration
+
+
+def test_names_of_models_stay_and_folders_do_not(tmp_path):
+    for name in ("openai/clip", "open_clip:ViT-B-32/laion2b", "hf-hub:timm/ViT", "efficientnet-lite0", "a/b+c/d"):
+        assert without_folders(name) == name
+    assert without_folders(str(tmp_path / "mine")) == "mine" and without_folders("/no/such/one") == "one"

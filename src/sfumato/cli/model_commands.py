@@ -350,7 +350,7 @@ class PushFlags:
 @command()
 def export(
     run: RunFolder,
-    out: Path | None = word(None, "Folder to write: new, or empty. With --push it may be left out.", "[OUT]"),
+    out: Path | None = word(None, "Folder to write: new, or empty. With --push it may be left out.", "OUT"),
     *,
     to: PushFlags,
     license: str = flag("", "Licence for the model card, as the hub writes it, e.g. apache-2.0. Default: unknown."),

@@ -124,7 +124,7 @@ def _use(model: ModelConfig, hub_name: str) -> list[str]:
     line = "" if hub_name else "  # this folder, or its name on the hub"
     pictures = not (model.image.reads_embeddings or model.text.reads_embeddings or model.image.reads_regions)
     return [
-        f"`pip install {_package(model)}`, then{'' if hub_name else ', in this folder'}:",
+        f"`pip install {_package(model, pulls=bool(hub_name))}`, then{'' if hub_name else ', in this folder'}:",
         "",
         "```python",
         "from sfumato import load",
@@ -271,9 +271,10 @@ def _shown_once(names: Iterable[str]) -> list[str]:
     return list(dict.fromkeys(without_folders(name) for name in names if name))
 
 
-def _package(config: ModelConfig) -> str:
-    """The package to install for a model."""
-    extras = sorted(config.image.extras | config.text.extras, reverse=True)
+def _package(config: ModelConfig, *, pulls: bool) -> str:
+    """The package to install for a model; pulls: with the client of the hub."""
+    needed = config.image.extras | config.text.extras
+    extras = sorted(needed | ({"backbones"} if pulls and "open-clip" not in needed else set()), reverse=True)
     return f"'sfumato[{','.join(extras)}]'" if extras else "sfumato"
 
 
