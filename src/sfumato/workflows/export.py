@@ -23,6 +23,9 @@ from sfumato.workflows.push import Pushed, full_name, push_model
 
 CARD = "README.md"
 
+_UNUSED = shutil.ignore_patterns(".*", "*.bin", "*.pt", "*.pth", "*.pkl", "*.ckpt")
+"""What no encoder is loaded from: hidden files, pickles, states of a training."""
+
 
 def export_run(run_folder: str | Path, out_folder: str | Path, *, license: str = "") -> Path:
     """Write a run's model as a folder that can be published or uploaded to a hub.
@@ -84,7 +87,7 @@ def _write(run: Run, folder: Path, *, hub_name: str = "", license: str = "") -> 
     if run.calibration is not None:
         run.calibration.save(folder / CALIBRATION)
     if own is not None:
-        shutil.copytree(own, folder / ENCODER)
+        shutil.copytree(own, folder / ENCODER, ignore=_UNUSED)
     write_atomically(folder / CARD, model_card(run, hub_name=hub_name, license=license, own_encoder=own is not None))
     write_json(folder / CONFIG, config)
     folder.chmod(run.folder.stat().st_mode & 0o777)
