@@ -123,7 +123,8 @@ class _Handler(BaseHTTPRequestHandler):
         authorization = self.headers.get("Authorization", "")
         self.hub.requests.append((self.command, path, authorization.removeprefix("Bearer ")))
         if (status := self.hub.refuse(self.command, path)) is not None:
-            return self.refused(status, "the hub has a bad day")
+            token = authorization.removeprefix("Bearer ")
+            return self.refused(status, f"the hub has a bad day with {token}")
         if authorization and self.user() is None:
             return self.refused(401, "Invalid credentials in Authorization header")
         words = path.strip("/").split("/")
