@@ -184,7 +184,8 @@ def test_a_push_that_fails_leaves_nothing_half(hub, push, tmp_path, toy):
     out = tmp_path / "out"
     hub.refuse = lambda method, path: 503 if "/commit/" in path else None
     refused(
-        push("ann/toy", run=f"{toy / 'run'}", HF_TOKEN=WRITES), "(503, the hub has a bad day). Run the same command"
+        push("ann/toy", run=f"{toy / 'run'}", HF_TOKEN=WRITES),
+        "(503, the hub has a bad day with ***). Run the same command",
     )
     assert sorted(hub.repositories["ann/toy"].files) == [".gitattributes"]
     others = []
