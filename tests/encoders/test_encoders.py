@@ -255,7 +255,7 @@ def test_without_a_connection_nothing_is_retried(monkeypatch, transformers):
         raise OSError("not in the cache")
 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(package_weights, "getproxies", dict)
+    monkeypatch.setattr(package_weights, "getproxies", lambda: {"no": "localhost"})  # Of NO_PROXY: no proxy.
     monkeypatch.setattr(package_weights.socket, "create_connection", refuse)
     monkeypatch.setattr(transformers.AutoModel, "from_pretrained", loads)
     package_weights.hub_reachable.cache_clear()

@@ -2,6 +2,7 @@
 
 import json
 import os
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -344,21 +345,47 @@ def _embed_one_file(
     return result, line + speed_suffix(per_second) + problems_suffix(problems)
 
 
+@dataclass(frozen=True)
+class PushFlags:
+    """Where on the hub the model goes."""
+
+    push: str | None = flag(None, "Upload it as one commit to this repository of the hub.", metavar="OWNER/NAME")
+    private: bool = flag(False, "With --push: create the repository as a private one.", "--private")
+    force: bool = flag(False, "With --push: replace files of a repository that sfumato did not write.", "--force")
+
+
 @command()
 def export(
-    run: RunFolder, out: Path = word(..., "Folder to write: new, or empty.", "OUT"), as_json: AsJson = False
+    run: RunFolder,
+    out: Path | None = word(None, "Folder to write: new, or empty. With --push it may be left out.", "OUT"),
+    *,
+    to: PushFlags,
+    license: str = flag("", "Licence for the model card, as the hub writes it, e.g. apache-2.0. Default: unknown."),
+    as_json: AsJson = False,
 ) -> None:
     """Export a run's model in the layout of the Hugging Face hub.
 
-    Writes the weights, config.json and a model card with scores.
+    Writes the weights, config.json and a model card with scores; --push uploads them. The token is that of
+    `hf auth login` or HF_TOKEN.
     """
-    from sfumato.workflows.export import export_run
+    from sfumato.workflows.export import export_run, publish_run
 
-    check_out_folder(out)
-    with writing(out):
-        written = export_run(run, out)
-    size = sum(file.stat().st_size for file in written.rglob("*") if file.is_file())
-    print_result({"out": str(written), "bytes": size}, as_json, f"exported {size / 1e6:.1f} MB: {written}")
+    if out is not None:
+        check_out_folder(out)
+    if to.push is None:
+        if out is None or to.private or to.force:
+            raise UserError("give OUT, a folder, or --push OWNER/NAME, to which --private and --force belong")
+        with writing(out):
+            written = export_run(run, out, license=license)
+        size = sum(file.stat().st_size for file in written.rglob("*") if file.is_file())
+        return print_result({"out": str(written), "bytes": size}, as_json, f"exported {size / 1e6:.1f} MB: {written}")
+    with writing(out or Path(tempfile.gettempdir())):
+        pushed = publish_run(run, to.push, out, private=to.private, force=to.force, license=license)
+    state = "as commit" if pushed.changed else "which holds these files already; its commit is"
+    line = f"pushed {pushed.bytes / 1e6:.1f} MB to {pushed.address}, {state} {pushed.commit}"
+    load = f'load it: sfumato.load("{pushed.name}"), or sfumato index {pushed.name} --images FOLDER --out INDEX'
+    folder = {} if out is None else {"out": str(out)}
+    print_result({**folder, **pushed.to_json()}, as_json, f"{line}\n{load}")
 
 
 @dataclass(frozen=True)

@@ -71,7 +71,7 @@ def hub_reachable() -> bool:
 
     if constants.HF_HUB_OFFLINE:
         return False
-    if getproxies():
+    if getproxies().keys() - {"no"}:  # NO_PROXY alone is no proxy.
         return True
     address = urlsplit(constants.ENDPOINT)
     try:
@@ -79,6 +79,21 @@ def hub_reachable() -> bool:
             return True
     except OSError:
         return False
+
+
+def hub_problem(error: BaseException) -> str:
+    """What a request to the hub failed of, in one line, without its address and number."""
+    root = error.__cause__ if type(error) is RuntimeError and error.__cause__ else error  # Threads wrap theirs.
+    status, kind = getattr(getattr(root, "response", None), "status_code", None), type(root).__name__
+    said = " ".join(str(root if status is None else getattr(root, "server_message", None) or "").split())
+    reason = said if len(said) <= 200 else said[:200] + " ..."
+    if status is None:
+        return reason.rstrip(".") or kind
+    known = {
+        "RepositoryNotFoundError": "it is not there, or private",
+        "RevisionNotFoundError": "it has no such revision",
+    }.get(kind) or {401: "the hub does not accept the token", 403: "the hub forbids it to this token"}.get(status)
+    return f"{known or 'the hub answered'} ({status}{', ' + reason if reason else ''})"
 
 
 def where_weights_are(name: str) -> Literal["", "cache", "hub"]:

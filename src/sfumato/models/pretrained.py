@@ -20,9 +20,9 @@ from sfumato.data.transforms import IMAGENET_MEAN, IMAGENET_STD
 from sfumato.encoders.clip import CLIP_MEAN, CLIP_STD, UncTokenImageEncoder, UncTokenTextEncoder
 from sfumato.encoders.dual import DualEncoder, Tower
 from sfumato.encoders.heads import GaussianHead, HeadOptions
-from sfumato.encoders.package_weights import hub_reachable
+from sfumato.encoders.package_weights import hub_problem, hub_reachable
 from sfumato.encoders.processors import CLEANINGS, BilinearProcessor, ImageFileProcessor, SpecialTokenProcessor
-from sfumato.errors import UserError, first_line, need
+from sfumato.errors import UserError, need
 from sfumato.models.model import Model
 from sfumato.models.pretrained_pcme import is_pcme, pcme_training
 from sfumato.models.pretrained_tensors import (
@@ -271,11 +271,15 @@ def _clip_processor(find: TokenizerFinder, text: Sizes) -> SpecialTokenProcessor
 CONFIG, WEIGHTS, TOKENIZER, CALIBRATION = "config.json", "model.safetensors", "tokenizer.json", "calibration.json"
 REFERENCE = "calibration.safetensors"
 
-ENCODER = "encoder"
-"""Folder in that of a run or of an exported model: its frozen model, if no name says where that is."""
 """Reference queries of the calibration, beside it."""
 
-_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+ENCODER = "encoder"
+"""Folder in that of a run or of an exported model: its frozen model, if no name says where that is."""
+
+HUB_FILES = (CONFIG, WEIGHTS, TOKENIZER, CALIBRATION, REFERENCE, f"{ENCODER}/*")
+"""Patterns of the files of a model on the hub; ``*`` goes below subfolders, too."""
+
+_HUB_NAME = re.compile(r"([\w.-]+/[\w.-]+)(?:@([\w./-]+))?")
 
 
 def load_pretrained(
@@ -315,8 +319,8 @@ def load_pretrained(
 
 
 def download(name: str) -> Path:
-    """The local copy of a model of the Hugging Face hub: its configuration, weights, tokenizer and calibration."""
-    if not _HUB_NAME.fullmatch(name):
+    """The local copy of a model of the Hugging Face hub, OWNER/NAME or OWNER/NAME@REVISION: the files to load it."""
+    if (given := _HUB_NAME.fullmatch(name)) is None:
         adopted = f". This command takes adopted models: sfumato adopt {name} --data my.csv --out runs/adopted"
         raise UserError(
             f"there is no file or folder {name!r}, and a name on the hub has the form owner/model"
@@ -324,12 +328,13 @@ def download(name: str) -> Path:
         )
     return _from_hub(
         lambda hub, local: hub.snapshot_download(
-            name,
-            allow_patterns=[CONFIG, WEIGHTS, TOKENIZER, CALIBRATION, REFERENCE, f"{ENCODER}/*"],
+            given[1],
+            revision=given[2],
+            allow_patterns=list(HUB_FILES),
             local_files_only=local,
         ),
         f"there is no folder {name!r}, and it cannot be downloaded from the Hugging Face hub",
-        "Give a local folder, or a network",
+        "Give a local folder, a network, or for a private model a token (`hf auth login`, HF_TOKEN)",
     )
 
 
@@ -421,10 +426,11 @@ def _finder(own: Tokenizer | None, folder: Path) -> TokenizerFinder:
 
 def _from_hub(get: Callable[[Any, bool], str], failed: str, way_out: str) -> Path:
     with need("backbones", "the Hugging Face hub needs huggingface_hub"):
-        import huggingface_hub
+        import huggingface_hub.errors
+    hub: Any = huggingface_hub
     unreachable = not hub_reachable()
     try:
-        return Path(get(huggingface_hub, unreachable))
-    except (OSError, ValueError, huggingface_hub.errors.HfHubHTTPError) as error:
-        reason = "no connection to the hub, and no copy in its cache" if unreachable else first_line(error).rstrip(".")
+        return Path(get(hub, unreachable))
+    except (OSError, ValueError, RuntimeError, hub.errors.HTTPError) as error:
+        reason = "no connection to the hub, and no copy in its cache" if unreachable else hub_problem(error)
         raise UserError(f"{failed}: {reason}. {way_out}") from error

@@ -515,6 +515,9 @@ def _exported(folder: Path, config: dict[str, Any], source: str, device: torch.d
     tokenizer = folder / TOKENIZER
     if encoder_entry("text", model_config.text.kind).tokenizer and not tokenizer.is_file():
         raise UserError(f"{tokenizer} is missing; the folder is incomplete, copy it whole")
+    calibration = load_calibration(folder)
+    if known["calibrated"] and calibration is None:
+        raise UserError(f"{folder / CALIBRATION} is missing; the folder is incomplete, copy it whole")
     own = read_tokenizer(tokenizer) if tokenizer.is_file() else None
     assets = Assets(own, known["encoders"], trained=True)
     what = f"{folder / WEIGHTS}: does not fit its {CONFIG}"
@@ -529,6 +532,6 @@ def _exported(folder: Path, config: dict[str, Any], source: str, device: torch.d
         source=source,
         kind=f"exported by sfumato {config['sfumato']}, {config.get('name', 'without a name')}",
         calibrated=known["calibrated"],
-        calibration=load_calibration(folder),
+        calibration=calibration,
         sampled_logits=SampledLogits(*logits) if logits else None,
     )

@@ -152,7 +152,7 @@ def load(source: str | Path, *, device: torch.device | str = "cpu") -> LoadedMod
     """Load a model: a run, an adopted or an exported model, or a published one.
 
     Args:
-        source: its folder or file, or its name on the Hugging Face hub.
+        source: its folder or file, or its name on the Hugging Face hub: OWNER/NAME, or OWNER/NAME@REVISION.
         device: "cpu", "cuda", "auto" ...
 
     Returns:
