@@ -9,6 +9,7 @@ from sfumato.posthoc.asymvlm import AsymVLM
 from sfumato.posthoc.closed_forms import (
     AdversarialMargin,
     BayesianBM25,
+    BayesianBM25Platt,
     CosineMargin,
     Top1Distance,
     WhitenedNorm,
@@ -26,6 +27,7 @@ METHODS: dict[str, type[PosthocMethod]] = {
         CosineMargin,
         AdversarialMargin,
         BayesianBM25,
+        BayesianBM25Platt,
         MemoryContrast,
         MemoryEntropy,
         MemoryDistance,

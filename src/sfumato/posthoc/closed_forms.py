@@ -147,6 +147,14 @@ class BayesianBM25(GalleryMethod):
         return -torch.tensor(found, dtype=torch.float64, device=queries.device).logit().to(queries.dtype)
 
 
+class BayesianBM25Platt(BayesianBM25):
+    """The same log odds as an uncertainty like any other: the probability of the first hit is fitted on labels."""
+
+    name = "bayesian_bm25_platt"
+    summary = "minus the log odds of bayesian_bm25, of which the probability of the first hit is fitted like others"
+    own_probability = False
+
+
 def _vector_probability() -> Any:
     with need("referee", "bayesian_bm25 is the package bayesian-bm25, which is not installed"):
         from bayesian_bm25 import VectorProbabilityTransform
