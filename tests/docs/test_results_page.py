@@ -45,6 +45,22 @@ def test_the_referee_prints_the_files_that_hold_its_figures(monkeypatch, capsys)
         assert "| sfumato |" in printed and seen in printed
 
 
+def test_rows_of_new_methods_are_added_to_reports_of_the_same_model(capsys):
+    with_rows = benchmark("referee").with_rows
+    recall = lambda value: {"tests": {"test": {d: {"recall": {"value": value}} for d in ("t2i", "i2t")}}}
+    report = lambda value, **methods: {"options": 1, "digest": str(value), "about": {"commit": "c"}, "methods": methods}
+    old = {"a": report(0.5, top1=recall(0.5)), "b": report(0.5, top1=recall(0.5))}
+    new = {key: report(0.501, mine=recall(0.501), top1=recall(0.7)) for key in old} | {"c": report(0.5)}
+    new["b"]["options"] = 2
+    merged = with_rows(old, new, ["mine"])
+    assert list(merged) == ["a", "b"] and merged["b"] == old["b"]
+    assert merged["a"]["methods"] == {"top1": recall(0.5), "mine": recall(0.501)} and merged["a"]["digest"] == "0.5"
+    assert merged["a"]["about"] == {"commit": "c", "added": {"mine": {"commit": "c", "digest": "0.501"}}}
+    new["a"]["methods"]["mine"] = recall(0.503)
+    assert with_rows(old, new, ["mine"]) == old
+    assert "Not added: a" in capsys.readouterr().out
+
+
 def test_a_partial_rank_correlation_is_that_of_the_residuals():
     random = np.random.default_rng(0)
     x, y, z = random.normal(size=(3, 50)) + random.normal(size=50)
