@@ -244,9 +244,9 @@ def main() -> None:
 def with_rows(
     file: dict[str, dict[str, Any]], reports: dict[str, dict[str, Any]], methods: Sequence[str]
 ) -> dict[str, dict[str, Any]]:
-    """The reports of a file with rows of some methods from others; `about` says the commit and the embeddings of each.
+    """The reports of a file, with rows of some methods from others; `about` says the commit and digest of each.
 
-    Another processor rounds embeddings otherwise, so that digests differ; then recall@1 of the frozen model has to stay.
+    Another processor rounds embeddings otherwise, so digests may differ; recall@1 of the frozen model may not.
     """
     merged = dict(file)
     for key, report in reports.items():
@@ -264,7 +264,7 @@ def with_rows(
 
 def change_of_recall(*reports: dict[str, Any]) -> float:
     """The largest difference of the frozen model's recall@1 between two reports, over splits and directions."""
-    found = []
+    found: list[dict[tuple[str, str], float]] = []
     for report in reports:
         methods = [method for method in report["methods"].values() if len(method.get("tests", {}).get("test", {})) == 2]
         found.append({(s, d): f["recall"]["value"] for s, ds in methods[0]["tests"].items() for d, f in ds.items()})

@@ -60,7 +60,7 @@ def scale_of(pairs: FrozenPairs, who: str) -> float:
 
 
 class MemoryDistance(MemoryMethod):
-    """The distance of a query to the k-th nearest training item of its own modality; the farthest where there are fewer.
+    """The distance of a query to the k-th nearest training item of its own modality, or to the farthest of fewer.
 
     It rises as the density of the training items falls. The negative log density as an uncertainty is that of REPVLM
     (Ju et al., 2026, arXiv 2601.21662), which learns the density by a flow on the sphere; the k-th neighbour in its
@@ -121,7 +121,7 @@ class MemoryEntropy(MemoryMethod):
 
 
 class MemoryContrast(GalleryMethod):
-    """How unlikely the first hit is to a proxy of the query, which is made of the matches of its nearest training items.
+    """How unlikely the first hit is to a proxy of the query, made of the matches of its nearest training items.
 
     It follows MA-PaPSP (Sarkar et al., "Leveraging data to say no", ICLR 2026, arXiv 2601.22570): averages of retrieved
     neighbours in place of an embedding, then a softmax over other candidates. Here the candidates are the gallery, both
