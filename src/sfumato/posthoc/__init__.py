@@ -46,9 +46,9 @@ NOT_BUILT: dict[str, str] = {
     "grove": "GroVE is 1,024 Gaussian processes. For 30,000 pairs in 512 dimensions its published 250 epochs take at"
     " least 100 hours of one core (benchmarks/grove_cost.py). A query takes 20 gradient steps from a random start, at"
     " least .9 s there (392 ms in its table 10, where others take 30 to 33), and two calls give two answers",
-    "geoflowvlm": "GeoFlowVLM (arXiv 2605.13352) learns a flow on a product of spheres. We have read its abstract alone;"
+    "geoflowvlm": "GeoFlowVLM (arXiv 2605.13352) learns a flow on a product of spheres. We know its abstract alone;"
     " memory_entropy asks its question of the model's own logits",
-    "repvlm": "REPVLM (arXiv 2601.21662) learns a density on the sphere by a flow. We have read its abstract alone;"
+    "repvlm": "REPVLM (arXiv 2601.21662) learns a density on the sphere by a flow. We know its abstract alone;"
     " memory_distance has the distance of a neighbour in place of the density",
 }
 """Published methods that are left out, with the reason."""
