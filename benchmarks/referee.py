@@ -246,7 +246,8 @@ def with_rows(
 ) -> dict[str, dict[str, Any]]:
     """The reports of a file, with rows of some methods from others; `about` says the commit and digest of each.
 
-    Another processor rounds embeddings otherwise, so digests may differ; recall@1 of the frozen model may not.
+    Digests differ between processors and versions; recall@1 of the frozen model may not. Damaged queries are left out
+    where the file has none.
     """
     merged = dict(file)
     for key, report in reports.items():
@@ -256,6 +257,8 @@ def with_rows(
             continue
         print(f"Added to {key}: recall@1 differs by at most {moved:.4f}.")
         rows = {name: report["methods"][name] for name in methods}
+        if not any(method.get("corruptions") for method in old["methods"].values()):
+            rows = {name: row | {"corruptions": {}} for name, row in rows.items()}
         source = {"commit": report["about"]["commit"], "digest": report["digest"]}
         added = old["about"].get("added", {}) | dict.fromkeys(methods, source)
         merged[key] = old | {"methods": old["methods"] | rows, "about": old["about"] | {"added": added}}

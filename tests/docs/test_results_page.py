@@ -47,7 +47,7 @@ def test_the_referee_prints_the_files_that_hold_its_figures(monkeypatch, capsys)
 
 def test_rows_of_new_methods_are_added_to_reports_of_the_same_model(capsys):
     with_rows = benchmark("referee").with_rows
-    recall = lambda value: {"tests": {"test": {d: {"recall": {"value": value}} for d in ("t2i", "i2t")}}}
+    recall = lambda value: {"corruptions": {}, "tests": {"test": {d: {"recall": {"value": value}} for d in ("t2i", "i2t")}}}
     report = lambda value, **methods: {"options": 1, "digest": str(value), "about": {"commit": "c"}, "methods": methods}
     old = {"a": report(0.5, top1=recall(0.5)), "b": report(0.5, top1=recall(0.5))}
     new = {key: report(0.501, mine=recall(0.501), top1=recall(0.7)) for key in old} | {"c": report(0.5)}
