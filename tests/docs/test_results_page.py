@@ -57,7 +57,7 @@ def test_rows_of_new_methods_are_added_to_reports_of_the_same_model(capsys):
     assert list(merged) == ["a", "b"] and merged["b"] == old["b"]
     assert merged["a"]["methods"] == {"top1": recall(0.5), "mine": recall(0.501)} and merged["a"]["digest"] == "0.5"
     assert merged["a"]["about"] == {"commit": "c", "added": {"mine": {"commit": "c", "digest": "0.501"}}}
-    new["a"]["methods"]["mine"] = recall(0.503)
+    new["a"]["methods"]["mine"] = recall(0.511)
     assert with_rows(old, new, ["mine"]) == old
     assert "Not added: a," in folded(capsys.readouterr().out)
 

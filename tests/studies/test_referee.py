@@ -471,6 +471,10 @@ def test_a_summary_by_hand():
         .splitlines()[2]
         .endswith("| **.700** | **.900** | – | – | .800 |")
     )
+    both = [first[1], first[0] | {"methods": {"constant": first[0]["methods"]["constant"]}}]
+    assert referee_summary([both], "skill").splitlines()[2].startswith("| mine | **.500** |")
+    [note] = referee_table(both, "test", "t2i").notes
+    assert note == "Not available: mine (not measured with every seed)."
     chosen = referee_table(first, "test", "t2i", ("ece", "log_loss")).markdown()
     assert chosen.startswith("| method | ECE | log loss |\n")
 
