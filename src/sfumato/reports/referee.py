@@ -135,7 +135,8 @@ def corruption_table(reports: Sequence[dict[str, Any]], direction: str) -> Table
         }
         for report in reports
     ]
-    rows = {name: [report[name] for report in found] for name, own in found[0].items() if own}
+    measured = [name for name in found[0] if all(report.get(name) for report in found)]
+    rows = {name: [report[name] for report in found] for name in measured}
     if not rows:
         return None
     first = next(iter(rows.values()))
