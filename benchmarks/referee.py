@@ -247,17 +247,19 @@ def with_rows(
 ) -> dict[str, dict[str, Any]]:
     """The reports of a file, with rows of some methods from others; `about` says the commit and digest of each.
 
-    Digests differ between processors and versions; recall@1 of the frozen model hardly may. Damaged queries are left
-    out where the file has none.
+    Digests differ between processors and versions; recall@1 of the frozen model hardly may, and splits in which it does
+    are left out, like damaged queries where the file has none.
     """
     merged = dict(file)
     for key, report in reports.items():
         old = file.get(key)
-        if old is None or old["options"] != report["options"] or (moved := change_of_recall(old, report)) > SAME_RECALL:
+        if old is None or old["options"] != report["options"] or (moved := changes(old, report))["test"] > SAME_RECALL:
             print(f"Not added: {key}, which is no report of this model with these options in the file.")
             continue
-        print(f"Added to {key}: recall@1 differs by at most {moved:.4f}.")
+        splits = [split for split, change in moved.items() if change <= SAME_RECALL]
+        print(f"Added to {key}: {', '.join(f'{split} (recall@1 differs by {moved[split]:.4f})' for split in splits)}.")
         rows = {name: report["methods"][name] for name in methods}
+        rows = {name: row | {"tests": {split: row["tests"][split] for split in splits}} for name, row in rows.items()}
         if not any(method.get("corruptions") for method in old["methods"].values()):
             rows = {name: row | {"corruptions": {}} for name, row in rows.items()}
         source = {"commit": report["about"]["commit"], "digest": report["digest"]}
@@ -266,13 +268,20 @@ def with_rows(
     return merged
 
 
-def change_of_recall(*reports: dict[str, Any]) -> float:
-    """The largest difference of the frozen model's recall@1 between two reports, over splits and directions."""
-    found: list[dict[tuple[str, str], float]] = []
+def changes(*reports: dict[str, Any]) -> dict[str, float]:
+    """By split the largest difference of the frozen model's recall@1 between two reports, over directions."""
+    tests = []
     for report in reports:
-        methods = [method for method in report["methods"].values() if len(method.get("tests", {}).get("test", {})) == 2]
-        found.append({(s, d): f["recall"]["value"] for s, ds in methods[0]["tests"].items() for d, f in ds.items()})
-    return max(abs(found[0][place] - found[1][place]) for place in found[0])
+        both = [method for method in report["methods"].values() if len(method.get("tests", {}).get("test", {})) == 2]
+        tests.append(both[0]["tests"])
+    one, other = tests
+    return {
+        split: max(
+            abs(found["recall"]["value"] - other[split][d]["recall"]["value"]) for d, found in directions.items()
+        )
+        for split, directions in one.items()
+        if split in other
+    }
 
 
 def compact(value: Any) -> str:
