@@ -1,7 +1,8 @@
 """Uncertainty for a frozen image-text model that somebody already has.
 
-METHODS holds every method by its name. Each is fitted on :class:`FrozenPairs` and gives one number for a query, larger
-is less certain; methods with ``per_item`` also give a Gaussian for every item. NOT_BUILT says what is left out and why.
+The registry METHODS holds every method by its name. Each is fitted on :class:`FrozenPairs` and gives one number for a
+query, larger is less certain; methods with ``per_item`` also give a Gaussian for every item. NOT_BUILT says what is
+left out and why.
 """
 
 from sfumato.posthoc.adapters import AdapterMethod, AdapterTraining
