@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 EXTRAS = (
     "faiss", "parquet", "calibration", "analysis", "report", "benchmarks", "backbones", "offline", "serve", "otel",
-    "heif", "raw", "video",
+    "heif", "raw", "video", "referee",
 )  # fmt: skip
 """All extras but the clients of database servers and the demo, whose packages are in the others."""
 

@@ -2,6 +2,7 @@
 
 from torch import Tensor
 
+from sfumato.ids import Side
 from sfumato.posthoc.closed_forms import GalleryMethod
 
 
@@ -11,7 +12,7 @@ class Mine(GalleryMethod):
     name = "mine"
     summary = "1 - cosine of the query and the mean of the gallery"
 
-    def of_block(self, queries: Tensor, gallery: Tensor) -> Tensor:
+    def of_block(self, side: Side, queries: Tensor, gallery: Tensor) -> Tensor:
         """See :class:`GalleryMethod`."""
         mean = gallery.mean(0)
         return 1 - queries @ (mean / mean.norm())

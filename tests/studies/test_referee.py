@@ -5,6 +5,7 @@ import gc
 import json
 import math
 import re
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -222,6 +223,33 @@ def test_without_projection_layers_laplace_says_why(model):
     assert "projection" in report["methods"]["laplace"]["unavailable"]
     [note] = referee_table([report], "test", "t2i").notes
     assert "Not available: laplace (laplace: the pairs have no image_hidden" in note
+
+
+def test_a_package_that_is_not_installed_leaves_its_rows_out(model, monkeypatch):
+    monkeypatch.setitem(sys.modules, "bayesian_bm25", None)
+    names = ("bayesian_bm25", "bayesian_bm25_platt", "top1")
+    report = referee_model(model, RefereeOptions(methods=names, n_resamples=0, n_absent=0))
+    [note, again] = referee_table([report], "test", "t2i").notes
+    assert "Not available: bayesian_bm25 (bayesian_bm25 is the package bayesian-bm25" in note and "_platt" in again
+    assert "pip install 'sfumato[referee]'" in note and "log_loss" in report["methods"]["top1"]["tests"]["test"]["t2i"]
+
+
+def test_a_label_free_probability_is_measured_as_it_is(model, report):
+    """The package's own probability of the first hit; the other row has the same order and fitted probabilities."""
+    from bayesian_bm25 import VectorProbabilityTransform
+
+    for direction, side in SIDES.items():
+        own, fitted = (
+            report["methods"][name]["tests"]["test"][direction] for name in ("bayesian_bm25", "bayesian_bm25_platt")
+        )
+        cosine, match = by_loops(model.tests["test"], side)
+        losses = []
+        for row, truth in zip(cosine, match, strict=True):
+            distance = np.sort(1 - np.array(row))
+            p = VectorProbabilityTransform(distance.mean(), distance.std()).calibrate(distance[:100])[0]
+            losses.append(-math.log(p if first_hit(row, truth) else 1 - p))
+        assert own["platt"] is None and own["log_loss"]["value"] == pytest.approx(np.mean(losses), rel=1e-3)
+        assert own["wrong_auroc"] == fitted["wrong_auroc"] and own["log_loss"] != fitted["log_loss"]
 
 
 def test_ambiguity_where_texts_have_many_matches(report):
@@ -443,6 +471,9 @@ def test_a_summary_by_hand():
         .splitlines()[2]
         .endswith("| **.700** | **.900** | – | – | .800 |")
     )
+    both = [first[1], first[0] | {"methods": {"constant": first[0]["methods"]["constant"]}}]
+    assert referee_summary([both], "skill").splitlines()[2].startswith("| mine | **.500** |")
+    assert "Not available: mine (not measured with every seed)." in referee_table(both, "test", "t2i").notes
     chosen = referee_table(first, "test", "t2i", ("ece", "log_loss")).markdown()
     assert chosen.startswith("| method | ECE | log loss |\n")
 

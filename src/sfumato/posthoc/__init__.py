@@ -1,13 +1,23 @@
 """Uncertainty for a frozen image-text model that somebody already has.
 
-METHODS holds every method by its name. Each is fitted on :class:`FrozenPairs` and gives one number for a query, larger
-is less certain; methods with ``per_item`` also give a Gaussian for every item. NOT_BUILT says what is left out and why.
+The registry METHODS holds every method by its name. Each is fitted on :class:`FrozenPairs` and gives one number for a
+query, larger is less certain; methods with ``per_item`` also give a Gaussian for every item. NOT_BUILT says what is
+left out and why.
 """
 
 from sfumato.posthoc.adapters import AdapterMethod, AdapterTraining
 from sfumato.posthoc.asymvlm import AsymVLM
-from sfumato.posthoc.closed_forms import AdversarialMargin, CosineMargin, Top1Distance, WhitenedNorm, fit_hit_logits
+from sfumato.posthoc.closed_forms import (
+    AdversarialMargin,
+    BayesianBM25,
+    BayesianBM25Platt,
+    CosineMargin,
+    Top1Distance,
+    WhitenedNorm,
+    fit_hit_logits,
+)
 from sfumato.posthoc.laplace import LaplaceProjections
+from sfumato.posthoc.memory import MemoryContrast, MemoryDistance, MemoryEntropy
 from sfumato.posthoc.method import FrozenPairs, PosthocMethod
 from sfumato.posthoc.variance_adapters import PCMEPPAdapter, PFEAdapter, ProbVLM, ProLIPAdapter
 
@@ -17,6 +27,11 @@ METHODS: dict[str, type[PosthocMethod]] = {
         Top1Distance,
         CosineMargin,
         AdversarialMargin,
+        BayesianBM25,
+        BayesianBM25Platt,
+        MemoryContrast,
+        MemoryEntropy,
+        MemoryDistance,
         WhitenedNorm,
         LaplaceProjections,
         ProbVLM,
@@ -31,7 +46,11 @@ METHODS: dict[str, type[PosthocMethod]] = {
 NOT_BUILT: dict[str, str] = {
     "grove": "GroVE is 1,024 Gaussian processes. For 30,000 pairs in 512 dimensions its published 250 epochs take at"
     " least 100 hours of one core (benchmarks/grove_cost.py). A query takes 20 gradient steps from a random start, at"
-    " least .9 s there (392 ms in its table 10, where others take 30 to 33), and two calls give two answers"
+    " least .9 s there (392 ms in its table 10, where others take 30 to 33), and two calls give two answers",
+    "geoflowvlm": "GeoFlowVLM (arXiv 2605.13352) learns a flow on a product of spheres. We know its abstract alone;"
+    " memory_entropy asks its question of the model's own logits",
+    "repvlm": "REPVLM (arXiv 2601.21662) learns a density on the sphere by a flow. We know its abstract alone;"
+    " memory_distance has the distance of a neighbour in place of the density",
 }
 """Published methods that are left out, with the reason."""
 

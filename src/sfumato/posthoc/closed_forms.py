@@ -18,14 +18,15 @@ identical columns for nearly singular covariances.
 """
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
 
 from sfumato.calibration.platt import fit_logits
+from sfumato.errors import need
 from sfumato.gaussian import accumulation_dtype
 from sfumato.ids import Side
 from sfumato.posthoc.method import FrozenPairs, PosthocMethod, check_embeddings, check_rows, unit
@@ -33,8 +34,9 @@ from sfumato.posthoc.method import FrozenPairs, PosthocMethod, check_embeddings,
 SHRINKAGE = 0.01
 """Shrinkage of a covariance: a nearly empty direction counts with a hundredth of the mean variance."""
 
-_BLOCK, _FIRST = 256, 32
-"""Queries in memory at a time, and items that a query of :func:`shortest_change` visits first."""
+_BLOCK, _FIRST, _NEAREST = 256, 32, 100
+"""Queries in memory at a time, items that a query of :func:`shortest_change` visits first, and nearest items that
+:class:`BayesianBM25` reads."""
 
 
 # ---------------------------------------------------------------- distances and margins
@@ -50,7 +52,7 @@ class GalleryMethod(PosthocMethod):
         return cls()
 
     @abstractmethod
-    def of_block(self, queries: Tensor, gallery: Tensor) -> Tensor:
+    def of_block(self, side: Side, queries: Tensor, gallery: Tensor) -> Tensor:
         """(b,) uncertainties of unit queries (b, d) in a unit gallery (m, d)."""
 
     def uncertainty(
@@ -65,7 +67,12 @@ class GalleryMethod(PosthocMethod):
             raise ValueError(f"{self.name}: needs a gallery of at least {self.fewest} items, got {len(gallery)}")
         q = unit(queries)
         items = unit(gallery).to(q.dtype)
-        return torch.cat([q.new_zeros(0), *(self.of_block(rows, items) for rows in q.split(_BLOCK) if len(rows))])
+        return in_blocks(q, lambda rows: self.of_block(side, rows, items))
+
+
+def in_blocks(queries: Tensor, of_block: Callable[[Tensor], Tensor]) -> Tensor:
+    """(q,) numbers of queries (q, d), of which a few at a time are compared with all items."""
+    return torch.cat([queries.new_zeros(0), *(of_block(rows) for rows in queries.split(_BLOCK) if len(rows))])
 
 
 class Top1Distance(GalleryMethod):
@@ -78,7 +85,7 @@ class Top1Distance(GalleryMethod):
     summary = "1 - the largest cosine with the gallery, in [0, 2]"
     fewest = 1
 
-    def of_block(self, queries: Tensor, gallery: Tensor) -> Tensor:
+    def of_block(self, side: Side, queries: Tensor, gallery: Tensor) -> Tensor:
         """See :meth:`GalleryMethod.of_block`."""
         return 1 - (queries @ gallery.T).amax(1)
 
@@ -89,7 +96,7 @@ class CosineMargin(GalleryMethod):
     name = "margin"
     summary = "second best cosine minus the best, in [-2, 0]"
 
-    def of_block(self, queries: Tensor, gallery: Tensor) -> Tensor:
+    def of_block(self, side: Side, queries: Tensor, gallery: Tensor) -> Tensor:
         """See :meth:`GalleryMethod.of_block`."""
         best = (queries @ gallery.T).topk(2, dim=1).values
         return best[:, 1] - best[:, 0]
@@ -104,9 +111,54 @@ class AdversarialMargin(GalleryMethod):
     name = "adversarial_margin"
     summary = "minus the length of the shortest change of the unit query that changes its best item, in [-1, 0]"
 
-    def of_block(self, queries: Tensor, gallery: Tensor) -> Tensor:
+    def of_block(self, side: Side, queries: Tensor, gallery: Tensor) -> Tensor:
         """See :meth:`GalleryMethod.of_block`."""
         return -shortest_change(queries, gallery)
+
+
+class BayesianBM25(GalleryMethod):
+    """Minus the log odds of the first hit by the package bayesian-bm25, which needs no labels.
+
+    The background is the Gaussian of the query's distances to the whole gallery, as in the package's own benchmark. The
+    density of relevant items is estimated from the distances of the nearest ones. Their ratio gives the odds, with the
+    package's neutral base rate of one half and its own choice between a kernel density and a mixture. All queries see
+    distances 1 - cosine.
+
+    Source: VectorProbabilityTransform of bayesian-bm25 0.11.0.
+    """
+
+    name = "bayesian_bm25"
+    summary = "1 - probability of the first hit by bayesian-bm25's ratio of densities of distances, without labels"
+    own_probability = True
+    fewest = 1
+
+    @classmethod
+    def fit(cls, pairs: FrozenPairs, *, seed: int = 0) -> Self:
+        """See :meth:`PosthocMethod.fit`: there is nothing to fit, but the package has to be there."""
+        _vector_probability()
+        return cls()
+
+    def of_block(self, side: Side, queries: Tensor, gallery: Tensor) -> Tensor:
+        """See :meth:`GalleryMethod.of_block`."""
+        transform, found = _vector_probability(), []
+        for distance in (1 - queries @ gallery.T).double().sort(dim=1).values.cpu().numpy():
+            odds = transform.fit_background(distance).calibrate(distance[:_NEAREST])
+            found.append(float(odds[0]))
+        return -torch.tensor(found, dtype=torch.float64, device=queries.device).logit().to(queries.dtype)
+
+
+class BayesianBM25Platt(BayesianBM25):
+    """The same log odds as an uncertainty like any other: the probability of the first hit is fitted on labels."""
+
+    name = "bayesian_bm25_platt"
+    summary = "minus the log odds of bayesian_bm25, of which the probability of the first hit is fitted like others"
+    own_probability = False
+
+
+def _vector_probability() -> Any:
+    with need("referee", "bayesian_bm25 is the package bayesian-bm25, which is not installed"):
+        from bayesian_bm25 import VectorProbabilityTransform
+    return VectorProbabilityTransform
 
 
 @torch.no_grad()

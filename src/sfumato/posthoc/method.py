@@ -101,6 +101,7 @@ class PosthocMethod(ABC):
     per_item: ClassVar[bool] = False  # whether :meth:`embed` gives a Gaussian for each item
     needs_gallery: ClassVar[bool] = False  # whether :meth:`uncertainty` looks at the gallery
     needs_hidden: ClassVar[bool] = False  # whether it needs the inputs of the projection layer (``hidden``)
+    own_probability: ClassVar[bool] = False  # whether sigmoid(-uncertainty) is its probability of a right first hit
     sides: ClassVar[tuple[Side, ...]] = get_args(Side)  # modalities that have an uncertainty
 
     @classmethod

@@ -135,7 +135,8 @@ def corruption_table(reports: Sequence[dict[str, Any]], direction: str) -> Table
         }
         for report in reports
     ]
-    rows = {name: [report[name] for report in found] for name, own in found[0].items() if own}
+    measured = [name for name in found[0] if all(report.get(name) for report in found)]
+    rows = {name: [report[name] for report in found] for name in measured}
     if not rows:
         return None
     first = next(iter(rows.values()))
@@ -196,7 +197,8 @@ def referee_summary(models: Sequence[Sequence[dict[str, Any]]], figure: str) -> 
 
 
 def _mean_of(reports: Sequence[dict[str, Any]], name: str, direction: str, figure: str) -> float | None:
-    """The mean of a figure over the reports of a model; None where one lacks it."""
+    """The mean of a figure over the reports of a model that have it; None where none has."""
+    reports = [report for report in reports if name in report["methods"]]
     found = _row(reports, name, "test", direction)["log_loss" if figure == "skill" else figure]
     if not found:
         return None
@@ -295,4 +297,6 @@ def _reason(reports: Sequence[dict[str, Any]], name: str, direction: str) -> str
     for report in reports:
         if reason := report["methods"].get(name, {}).get("unavailable"):
             return str(reason)
+    if any(name not in report["methods"] for report in reports):
+        return "not measured with every seed"
     return f"no uncertainty of {'images' if direction == 'i2t' else 'texts'}"

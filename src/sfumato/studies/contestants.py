@@ -26,6 +26,11 @@ def _nothing(*_: Any) -> None:
     return None
 
 
+def _of_log_odds(u: np.ndarray) -> np.ndarray:
+    """The probabilities whose log odds are -u."""
+    return _array(torch.sigmoid(-torch.from_numpy(u)))
+
+
 @dataclass(frozen=True, eq=False)
 class Contestant:
     """A source of uncertainty, fitted on a frozen model."""
@@ -65,6 +70,7 @@ def of_method(method: PosthocMethod) -> Contestant:
 
     return Contestant(
         method.summary, uncertainty, method.needs_gallery, method.sides, _n_bytes(method.tensors()),
+        probability=_of_log_odds if method.own_probability else _nothing,
         gaussians=gaussians if method.per_item else _nothing,
     )  # fmt: skip
 
@@ -80,8 +86,7 @@ def of_estimator(estimator: Estimator, calibration: Calibration, *, n_bytes: int
         matching = Matching("squared_l2", calibration.logit_scale, calibration.logit_bias, DIRECTION_OF[side])
         return estimate_uncertainty(queries, gallery, matching, estimators=chosen, without=without)[name]
 
-    # What sfumato's searches show beside the first hit.
-    probability = (lambda u: _array(torch.sigmoid(-torch.from_numpy(u)))) if name == "sfumato" else _nothing
+    probability = _of_log_odds if name == "sfumato" else _nothing  # What its searches show beside the first hit.
     return Contestant(
         estimator.formula, uncertainty, estimator.needs_gallery, n_bytes=n_bytes, probability=probability
     )  # fmt: skip

@@ -238,7 +238,7 @@ def _measured(
             started = time.perf_counter()
             contestant = fit_contestant(name, model, calibration, seed=options.seed, options=options.fit.get(name))
             seconds = time.perf_counter() - started
-    except (ValueError, ArithmeticError) as error:
+    except (ValueError, ArithmeticError, UserError) as error:
         return asdict(UnavailableMethod(str(error)))
     found = FittedMethod(
         contestant.summary,
