@@ -204,6 +204,8 @@ def served(commands: Path, folder: Path, index: str = "index") -> Iterator[str]:
             if process.poll() is not None:
                 raise SystemExit("release-check: the service ended before it was ready")
             time.sleep(0.25)
+        else:
+            raise SystemExit("release-check: the service was not ready after a minute")
         yield f"http://127.0.0.1:{port}"
     finally:
         process.terminate()
@@ -222,7 +224,7 @@ def local_places(value: Any) -> list[str]:
     """The strings in a JSON value that name a place on the machine that wrote it."""
     if isinstance(value, dict | list):
         return [place for one in (value.values() if isinstance(value, dict) else value) for place in local_places(one)]
-    return [value] if isinstance(value, str) and re.search(r"^[/~]|^[A-Za-z]:\\|file:", value) else []
+    return [value] if isinstance(value, str) and re.search(r"^[/~]|^[A-Za-z]:\\|\bfile:", value) else []
 
 
 def bill_of_materials(listed: dict[str, Any], version: str) -> dict[str, Any]:

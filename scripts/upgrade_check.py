@@ -125,7 +125,9 @@ def difference(before: dict[str, Hits], after: dict[str, Hits]) -> tuple[list[st
             elif None in said and said != [None, None]:
                 wrong.append(f"{query!r}, hit {rank}: probability {said[1]} instead of {said[0]}")
             elif None not in said and old["id"] == new["id"]:
-                largest = max(largest, abs(said[0] - said[1]))
+                largest = max(largest, moved := abs(said[0] - said[1]))
+                if moved > CLOSE:
+                    wrong.append(f"{query!r}, hit {rank}: probability {said[1]} instead of {said[0]}")
     return wrong, largest
 
 
@@ -138,8 +140,8 @@ def figures(commands: Path, work: Path) -> dict[str, float]:
 def read_by_new(new: Path, work: Path, before: dict[str, dict[str, Hits]], known: dict[str, float]) -> list[str]:
     """Read what the older version made, and compare with its answers and figures; what is wrong, a line each."""
     found = figures(new, work)
-    names = sorted(name for name in known.keys() & found.keys() if abs(found[name] - known[name]) > CLOSE)
-    wrong = [f"evaluate: {name} is {found[name]}, was {known[name]}" for name in names]
+    names = sorted(name for name in known if name not in found or abs(found[name] - known[name]) > CLOSE)
+    wrong = [f"evaluate: {name} is {found.get(name)}, was {known[name]}" for name in names]
     for gallery, answer in before.items():
         run(new / "sfumato", "copy", gallery, f"{gallery}-copy", cwd=work)
         for name, expected in ((gallery, answer), (f"{gallery}-copy", before[EXACT.get(gallery, gallery)])):

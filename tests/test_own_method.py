@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -87,6 +88,17 @@ def test_what_a_function_returns_is_checked():
     register_loss("number", lambda image, text, match, options: {"a": 1.0})
     with pytest.raises(TypeError, match="number: term 'a' is float"):
         LOSSES["number"]()(*batch(), MATCH)
+    register_loss("nothing", lambda image, text, match, options: {})
+    with pytest.raises(TypeError, match="nothing: the loss has returned no term"):
+        LOSSES["nothing"]()(*batch(), MATCH)
+
+
+def test_losses_that_share_their_options_have_recipes_of_their_own():
+    register_loss("pull", lambda image, text, match, options: image.mean.sum())
+    register_loss("push", lambda image, text, match, options: image.mean.sum())
+    made = lambda name: load_recipe(public.find_recipe("emoji-pixels"), [f"loss.name={name}"])
+    first, other = made("pull"), made("push")
+    assert first == made("pull") != other and first.loss.name == "pull"
 
 
 def test_a_built_in_formula_starts_from_its_options_and_names_wrong_input():
@@ -100,6 +112,20 @@ def test_a_built_in_formula_starts_from_its_options_and_names_wrong_input():
         public.csd_matrix(wrong, wrong)
 
 
+class Undecorated(LossOptions):
+    margin: float = 1.0
+
+
+@dataclass(frozen=True)
+class Bare(LossOptions):
+    margin: float = 1.0
+
+
+@dataclass(frozen=True)
+class Biased(LossOptions):
+    logit_bias: float = option(1.0, "bias")
+
+
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
@@ -107,10 +133,20 @@ def test_a_built_in_formula_starts_from_its_options_and_names_wrong_input():
         (lambda: register_loss("a b", plain_loss), ValueError, "'a b' is not an identifier"),
         (lambda: register_loss("new", 3), TypeError, "expected a function"),
         (lambda: register_loss("new", plain_loss, dict), TypeError, "expected a dataclass derived from LossOptions"),
-        (lambda: register_distance("csd", max), ValueError, "'csd' is taken"),
-        (lambda: register_distance("nearest_of_2", max), ValueError, "is taken"),
+        (
+            lambda: register_loss("new", plain_loss, Undecorated),
+            TypeError,
+            "option 'margin' of Undecorated is none",
+        ),
+        (lambda: register_loss("new", plain_loss, Bare), TypeError, "the option 'margin' of Bare is none"),
+        (lambda: register_loss("new", plain_loss, Biased), TypeError, "logit_bias is learnt with logit_scale"),
+        (lambda: register_loss("new", LOSSES["pcme"], PlainOptions), TypeError, "needs its options as Options"),
+        (lambda: register_distance("a b", max), ValueError, "'a b' is not an identifier"),
+        (lambda: register_distance("new", 3), TypeError, "formula is 3"),
+        (lambda: register_distance("csd", max), ValueError, "there is a distance 'csd' already"),
+        (lambda: register_distance("nearest_of_2", max), ValueError, "already"),
         (lambda: register_distance("new", max, points="some"), ValueError, "points is 'some'"),
-        (lambda: register_method(METHODS["margin"]), ValueError, "'margin' is taken"),
+        (lambda: register_method(METHODS["margin"]), ValueError, "there is a method 'margin' already"),
         (lambda: register_method(int), TypeError, "not a class derived from PosthocMethod"),
     ],
 )
@@ -161,7 +197,7 @@ def test_a_run_of_ones_own_loss_is_used_without_it(tmp_path, sfumato, monkeypatc
         sfumato.printed(*command)
     assert "margin" not in LOSSES  # Nothing of the run was executed.
     status, _, err = sfumato("train", "run/recipe.toml", "--out", "next")
-    assert status == 2 and "unknown loss 'margin'" in err and "--import FILE" in err and not Path("next").exists()
+    assert status == 2 and "there is no file" in err and "--import FILE" in err and not Path("next").exists()
     status, _, err = sfumato("evaluate", "run", "run", "--distance", "l1_means")
     assert status == 2 and "--import FILE" in err
     printed = sfumato.printed("evaluate", "run", "run", "--distance", "l1_means", "--import", kept)
@@ -182,10 +218,22 @@ def test_training_goes_on_only_with_the_same_file(tmp_path, sfumato, monkeypatch
     monkeypatch.setattr(imports, "_digests", {})
     status, _, err = sfumato("train", recipe, *TINY, "train.epochs=2", "--out", "run")
     assert status == 2 and "mine.py has changed since the run in run began" in err
-    Path("mine.py").write_text(OWN.read_text())
-    forget(known)
-    monkeypatch.setattr(imports, "_digests", {})
-    sfumato.printed("train", recipe, *TINY, "train.epochs=2", "--out", "run")
+    Path("mine.py").unlink()
+    [kept] = Path("run/imports").iterdir()
+    for epochs, path in ((2, kept), (3, shutil.copy(kept, "moved.py"))):
+        forget(known)
+        monkeypatch.setattr(imports, "_digests", {})
+        monkeypatch.setattr(imports, "_given", {})
+        sfumato.printed("train", "run/recipe.toml", f"train.epochs={epochs}", "--import", path, "--out", "run")
+    assert "margin" in LOSSES
+
+
+def test_a_loss_that_a_program_registered_leaves_a_run_that_opens(tmp_path, monkeypatch):
+    register_loss("plain", plain_loss, PlainOptions)
+    public.fit(load_recipe(public.find_recipe("emoji-pixels"), [*TINY, "loss.name=plain"]), tmp_path / "run")
+    before = public.load(tmp_path / "run").embed_texts(["a cat"])
+    del LOSSES["plain"]
+    torch.testing.assert_close(public.load(tmp_path / "run").embed_texts(["a cat"]).mean, before.mean)
 
 
 @pytest.mark.parametrize(
@@ -193,23 +241,29 @@ def test_training_goes_on_only_with_the_same_file(tmp_path, sfumato, monkeypatch
     [
         ("x = 1\nraise RuntimeError('no')\n", r"bad.py:2: RuntimeError: no"),
         ("def (:\n", r"bad.py:1: SyntaxError"),
+        ("import sys\nsys.exit(3)\n", r"bad.py:2: SystemExit: 3"),
+        ("import beside\n\nbeside.fail()\n", r"bad.py:3: ValueError: beside it"),
         (
             "import sfumato\nsfumato.register_loss('pcme', max)\n",
             r"bad.py:2: ValueError: register_loss: there is a loss",
         ),
     ],
 )
-def test_a_file_that_fails_is_named_with_its_line(tmp_path, content, message):
+def test_a_file_that_fails_is_named_with_its_line(tmp_path, monkeypatch, content, message):
     (tmp_path / "bad.py").write_text(content)
+    (tmp_path / "beside.py").write_text("def fail():\n    raise ValueError('beside it')\n")
+    monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match=message):
-        imports.import_own(["bad.py"], tmp_path)
+        imports.import_own(["bad.py"])
+    assert str(tmp_path) not in sys.path
 
 
 def test_missing_files_and_modules_are_named(tmp_path):
-    with pytest.raises(UserError, match="there is no file .*none.py"):
+    with pytest.raises(UserError, match="cannot import .*none.py: there is no such file"):
         imports.import_own([str(tmp_path / "none.py")])
-    with pytest.raises(UserError, match="cannot import the module 'no_such_module'.*mymethod.py"):
-        imports.import_own(["no_such_module"])
+    for name in ("no_such_module", "./relative"):
+        with pytest.raises(UserError, match=f"cannot import the module '{name}'.*mymethod.py"):
+            imports.import_own([name])
 
 
 def test_packages_are_found_by_their_entry_point(monkeypatch, capsys):

@@ -31,16 +31,26 @@ def import_own(names: Iterable[str], folder: Path | None = None) -> None:
     """Import files (a path that ends with .py, relative to the folder) or modules, each once by its content."""
     load_plugins()
     for name in names:
-        if name.endswith(".py"):
-            _import_file((folder or Path()) / name)
-            continue
+        path = ((folder or Path()) / name).resolve() if name.endswith(".py") else None
+        if path is not None and not path.is_file():
+            raise UserError(f"cannot import {path}: there is no such file; name it as it is now: --import FILE")
         try:
-            importlib.import_module(name)
-        except ImportError as error:
-            raise UserError(
-                f"cannot import the module {name!r} ({first_line(error)}); give the path of a file, mymethod.py, or"
-                " install its package"
-            ) from error
+            importlib.import_module(name) if path is None else _import_file(path)
+        except (Exception, SystemExit) as error:  # Whatever a user's code raises.
+            raise UserError(_failed(name, path, error)) from error
+
+
+def _failed(name: str, path: Path | None, error: BaseException) -> str:
+    """Where an import has failed, and why."""
+    if path is None and isinstance(error, ModuleNotFoundError | TypeError):
+        return (
+            f"cannot import the module {name!r} ({first_line(error)}); give the path of a file, mymethod.py, or"
+            " install its package"
+        )
+    if isinstance(error, SyntaxError) and (path is None or error.filename == str(path)):
+        return f"{error.filename}:{error.lineno}: SyntaxError: {first_line(error)}"
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if path is None or Path(f.filename) == path]
+    return f"{frames[-1].filename}:{frames[-1].lineno}: {type(error).__name__}: {first_line(error)}"
 
 
 def import_given(names: Iterable[str]) -> None:
@@ -61,23 +71,22 @@ def file_digest(path: Path) -> str:
 
 
 def _import_file(path: Path) -> None:
-    if not path.is_file():
-        raise UserError(f"--import: there is no file {path}")
+    """Execute a file, which may import modules beside it."""
     digest = file_digest(path)
     if digest in _digests:  # The copy of a run, for example.
         return
     name = f"sfumato_own_{path.stem}_{digest[:8]}"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # Dataclasses look their module up.
+    sys.modules[name] = module = importlib.util.module_from_spec(spec)  # Dataclasses look their module up.
+    sys.path.insert(0, str(path.parent))
     try:
         spec.loader.exec_module(module)
-    except Exception as error:  # Whatever a user's code raises.
+    except BaseException:
         del sys.modules[name]
-        frames = [f for f in traceback.extract_tb(error.__traceback__) if Path(f.filename) == path]
-        line = error.lineno if isinstance(error, SyntaxError) else frames[-1].lineno if frames else 0
-        raise UserError(f"{path}:{line}: {type(error).__name__}: {first_line(error)}") from error
+        raise
+    finally:
+        sys.path.remove(str(path.parent))
     _digests[digest] = name
 
 

@@ -109,6 +109,19 @@ def test_a_row_for_each_caption_and_a_column_of_splits(datasets, tmp_path):
     assert get_source("datasets").read(config, Problems())["test"].texts == ("3 0", "3 1")
 
 
+def test_equal_file_names_of_other_images_are_other_images(datasets, tmp_path):
+    kinds = {"image": datasets.Image(), "caption": datasets.Value("string")}
+    made = lambda reds: datasets.Dataset.from_list(
+        [{"image": {"bytes": png((red, 0, 0)), "path": "1.png"}, "caption": f"{red}"} for red in reds],
+        datasets.Features(kinds),
+    )
+    datasets.DatasetDict({"train": made([1, 2, 1]), "test": made([3])}).save_to_disk(str(tmp_path / "saved"))
+    found, problems = read(tmp_path / "saved")
+    assert found["train"].image_ids == ("1.png", "train-1") and found["test"].image_ids == ("test-0",)
+    assert found["train"].texts == ("1", "1", "2") or sorted(found["train"].texts) == ["1", "1", "2"]
+    assert not len(problems)
+
+
 def test_a_shuffled_selection_keeps_images_and_captions_together(datasets, tmp_path):
     rows = [{"photo": {"bytes": png((i, 0, 0)), "path": f"{i}.png"}, "caption": [f"{i}"]} for i in range(40)]
     kinds = {"photo": datasets.Image(), "caption": datasets.List(datasets.Value("string"))}
@@ -125,7 +138,9 @@ def test_a_shuffled_selection_keeps_images_and_captions_together(datasets, tmp_p
 def test_a_gallery_is_made_of_its_rows(datasets, tmp_path, sfumato):
     write_dataset({"train": split_of(5), "test": split_of(3, 100)}, tmp_path / "data")
     sfumato.printed("index", "small", "--data", tmp_path / "data", "--out", tmp_path / "index")
-    found = json.loads(sfumato.printed("search", tmp_path / "index", "text 0-2-1", "-k", 9, "--json"))
+    found = json.loads(
+        sfumato.printed("search", tmp_path / "index", "text 0-2-1", "-k", 9, "--duplicates", "show", "--json")
+    )
     ids = [hit["id"] for hit in found[0]["hits"]]
     assert ids[0] == "folder/2.png" and set(ids) == {f"folder/{i}.png" for i in (0, 1, 2, 3, 4, 100, 101, 102)}
 

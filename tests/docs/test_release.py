@@ -117,12 +117,13 @@ def hits(*given):
 
 def test_an_upgrade_that_changes_answers_is_seen():
     before = hits(("x", 1.0, 0.5), ("y", 2.0, 0.25))
-    assert upgrade.difference(before, hits(("x", 1.000004, 0.5), ("y", 2.0, 0.125))) == ([], 0.125)
+    assert upgrade.difference(before, hits(("x", 1.000004, 0.5), ("y", 2.0, 0.250004))) == ([], pytest.approx(4e-6))
     assert upgrade.difference(hits(("x", 1, None), ("y", 1, None)), hits(("y", 1, None), ("x", 1, None))) == ([], 0)
     for after, told in (
         (hits(("x", 1.0, 0.5)), "1 hits instead of 2"),
         (hits(("x", 1.00002, 0.5), ("y", 2.0, 0.25)), "hit 1: distance 1.00002 instead of 1.0"),
         (hits(("z", 1.0, 0.5), ("y", 2.0, 0.25)), "hit 1: z instead of x"),
+        (hits(("x", 1.0, 0.5), ("y", 2.0, 0.125)), "hit 2: probability 0.125 instead of 0.25"),
         (hits(("x", 1.0, None), ("y", 2.0, 0.25)), "hit 1: probability None instead of 0.5"),
     ):
         (line,), _ = upgrade.difference(before, after)

@@ -5,12 +5,14 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
+from torch.nn import functional
 
+from sfumato.distances import get_distance
 from sfumato.encoders.dual import DualEncoder, Tower
 from sfumato.encoders.features import Inputs
 from sfumato.encoders.frozen import FeatureInput
 from sfumato.encoders.heads import GaussianHead, HeadOptions
-from sfumato.losses import LOSSES, PCMEOptions
+from sfumato.losses import LOSSES, PCMEOptions, PCMEPPOptions, register_loss
 from sfumato.models.process_group import ProcessGroup, join_process_group
 from sfumato.training.step import TrainBatch, forward_backward
 
@@ -36,10 +38,21 @@ def tiny_batch(n: int, process_group: ProcessGroup, step: int) -> TrainBatch:
     return TrainBatch(Inputs(image[own]), Inputs(text[own]), lambda _: (match[own], match.T[own]))
 
 
+def plain_loss(image, text, match, options):
+    """A loss as a function, with learnt logits and a term that crosses all pairs."""
+    distance = get_distance(options.distance).matrix(image, text)
+    logit = options.logit_bias - options.logit_scale * distance
+    return {
+        "match": functional.binary_cross_entropy_with_logits(logit, match),
+        "log_sum": 0.1 * distance.logsumexp((0, 1)),
+    }
+
+
 def gradients_of_losses(out: Path, sizes: list[int]) -> None:
     """Gradients and measured values of each loss and batch, from every process."""
     with join_process_group(lambda _: torch.device("cpu"), 1.0) as process_group:
         tensors, measured = {}, {}
+        register_loss("plain", plain_loss, PCMEPPOptions)
         for loss_name, entry in LOSSES.items():
             # PCME with its uniformity, whose sum within a logarithm crosses all processes.
             options = (PCMEOptions(uniformity_weight=0.5),) if loss_name == "pcme" else ()

@@ -44,7 +44,7 @@ def test_losses_and_gradients_are_those_of_one_process(worlds):
         for case, expected_value in expected_values.items():
             assert values[case] == pytest.approx(expected_value, rel=1e-9, abs=1e-12), case
         torch.testing.assert_close(gradients, expected, rtol=1e-6, atol=1e-9)
-    for loss in LOSSES:
+    for loss in (*LOSSES, "plain"):
         assert max(g.abs().max() for name, g in expected.items() if name.startswith(loss)) > 1e-4, loss
 
 

@@ -30,7 +30,7 @@ class MTEBEncoder:
                 f"MTEBEncoder: the distance {self.distance.name} is not symmetric, and MTEB does not say which side"
                 " are the images; give a symmetric one: distance='csd'"
             )
-        self._with_variances = bool(model.embed_texts(["a"]).total_variance.any())
+        self._with_variances = any(side.head.log_var is not None for side in (model.model.image, model.model.text))
         known = {
             "name": name or f"sfumato/{Path(model.source).name or 'model'}",
             "revision": model_digest(model.model)[:16],  # By name and revision MTEB finds earlier results.

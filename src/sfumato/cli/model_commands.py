@@ -20,7 +20,6 @@ from sfumato.cli.common import (
     check_out_folder,
     command,
     flag,
-    is_run,
     parse_names,
     print_result,
     problems_suffix,
@@ -45,16 +44,15 @@ def train(
     """
     from sfumato.errors import counted
     from sfumato.imports import given_imports
-    from sfumato.models.recipe import find_recipe, load_recipe
+    from sfumato.models.recipe import find_recipe, is_of_run, load_recipe
     from sfumato.progress import first_process, say
     from sfumato.training.loop import fit
     from sfumato.training.setup import preferred_recipe
 
     path = find_recipe(recipe)
-    trusted, given = not is_run(path.parent), given_imports()  # A run may come from elsewhere.
-    resolved = load_recipe(path, overrides or [], own=trusted)
-    if given:
-        own = resolved.imports if trusted else ()
+    resolved = load_recipe(path, overrides or [], own=True)
+    if given := given_imports():
+        own = () if is_of_run(path) else resolved.imports
         resolved = resolved.model_copy(update={"imports": tuple(dict.fromkeys([*own, *given]))})
     folder = out or Path("runs") / resolved.name
     check_out_folder(folder)

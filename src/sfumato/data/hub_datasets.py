@@ -7,7 +7,7 @@ In: a folder of ``save_to_disk``, a folder of Parquet files, or a name on the hu
 import itertools
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
 from sfumato.data.captioned import canonical_split, splits_of_items, usable_captions
-from sfumato.data.images import Problems
+from sfumato.data.images import Problems, image_files
 from sfumato.data.pairs import PairData, SourceItem
 from sfumato.errors import UserError, expected_columns, first_line, need
 from sfumato.files import is_unused, new_folder
@@ -68,12 +68,13 @@ def read_dataset(
 
     Args:
         path: a folder of ``save_to_disk`` or of Parquet files, or a name on the Hugging Face hub.
-        problems: receives rows without an image or a caption, and ids that occur with another image.
+        problems: receives rows without a caption, and images that occur in another split, too.
         image: column of the images; "" takes the only one of images.
         captions: column of the captions, each a string or a list of strings; "" takes captions, caption, texts, text or
             sentences.
-        id: column of the ids; "" takes id, image_id, img_id, imgid or cocoid, else the name of the image's file, else
-            the number of the row. Rows with one id are one image with several captions.
+        id: column of the ids; "" takes id, image_id, img_id, imgid or cocoid. Rows with one id are one image with
+            several captions. Without such a column it is the name of the image's file, where rows of one name with
+            other images get ids of their own; else the number of the row.
         name: configuration of a data set of the hub that has several.
         val_fraction: fraction of the images for "val", where the data set has neither several splits nor a column
             "split".
@@ -88,23 +89,25 @@ def read_dataset(
     with need("datasets", "data sets of the Hugging Face hub need the package datasets"):
         import datasets
     splits = _loaded(datasets, str(path), name)
-    named = len(splits) > 1
+    named, seen = len(splits) > 1, dict[str, RowImage]()
     columns = _Columns.of(datasets, splits[min(splits)], str(path), (image, captions, id))
     items = (
         item
         for split, rows in splits.items()
         for item in columns.items(
-            datasets, rows, f"{path}[{split}]" if split else str(path), split if named else "", problems
+            datasets, rows, f"{path}[{split}]" if split else str(path), split if named else "", problems, seen
         )
     )
     return splits_of_items(items, Path(path), problems, val_fraction, test_fraction)
 
 
 def is_dataset_folder(path: Path) -> bool:
-    """Whether ``save_to_disk`` has written a folder, or Parquet files stand in it or in its folder "data"."""
+    """Whether ``save_to_disk`` wrote a folder; or Parquet files are in it or its folder "data", and no images."""
+    if not path.is_dir():
+        return False
     if any((path / name).is_file() for name in ("dataset_dict.json", "state.json")):
         return True
-    return any(next(folder.glob("*.parquet"), None) for folder in (path, path / "data"))
+    return any(next(folder.glob("*.parquet"), None) for folder in (path, path / "data")) and not image_files(path)
 
 
 def _loaded(datasets: Any, path: str, name: str) -> dict[str, Any]:
@@ -151,8 +154,10 @@ class _Columns:
         identity = identity or next((key for key in _IDS if key in features), "")
         return cls(image or images[0], captions, identity, "split" if "split" in features else "")
 
-    def items(self, datasets: Any, rows: Any, location: str, split: str, problems: Problems) -> Iterator[SourceItem]:
-        """The usable rows of a split."""
+    def items(
+        self, datasets: Any, rows: Any, location: str, split: str, problems: Problems, seen: dict[str, RowImage]
+    ) -> Iterator[SourceItem]:
+        """The usable rows of a split; ``seen`` has the first image of each file name."""
         encoded = rows.select_columns([self.image]).cast_column(self.image, datasets.Image(decode=False))
         said = [key for key in (self.captions, self.id, self.split, "caption_ids") if key in rows.features]
         others = rows.select_columns(said)
@@ -162,7 +167,10 @@ class _Columns:
             for number, (name, *values) in enumerate(zip(names, *block.values(), strict=False), start):
                 row = dict(zip(said, values, strict=True))
                 where = f"{location}:row {number}"
-                identity = str(row[self.id]) if self.id else name or f"{split or 'row'}-{number}"
+                own_id = f"{split or 'row'}-{number}"
+                source = RowImage(str(row[self.id]) if self.id else name or own_id, encoded, number, where)
+                if name and not _same_image(seen.setdefault(name, source), source):
+                    source = replace(source, id=own_id)
                 given = row[self.captions]
                 texts = given if isinstance(given, list) else [given or ""]
                 if not all(isinstance(text, str) for text in texts):
@@ -170,8 +178,15 @@ class _Columns:
                 ids = row.get("caption_ids") or [""] * len(texts)
                 usable = usable_captions(where, texts, problems)
                 own = tuple((ids[k], text) for k, text in usable.items()) if len(ids) == len(texts) else ()
-                source = RowImage(identity, encoded, number, where)
-                yield SourceItem(identity, source, own, canonical_split(str(row.get(self.split) or split)), where)
+                yield SourceItem(source.id, source, own, canonical_split(str(row.get(self.split) or split)), where)
+
+
+def _same_image(first: RowImage, other: RowImage) -> bool:
+    """Whether two rows of one file name have the same image: names without their folders may be equal by chance."""
+    try:
+        return first is other or first.read_bytes() == other.read_bytes()
+    except OSError:
+        return False
 
 
 def _file_names(encoded: Any, start: int) -> list[str]:

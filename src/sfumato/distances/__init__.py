@@ -29,7 +29,7 @@ from sfumato.distances.distance import (
 )
 from sfumato.distances.formulas import kl_product, nearest_product
 from sfumato.gaussian import GaussianEmbedding
-from sfumato.imports import HOW
+from sfumato.imports import HOW, load_plugins
 
 _WITH_STD, _WITH_VAR = Lift(columns=lambda e: (e.log_var / 2).exp()), Lift(columns=lambda e: e.var)
 
@@ -122,6 +122,8 @@ def get_distance(name: str | Distance) -> Distance:
         forms = (functools.partial(form, embeddings=int(count)) for form in (formulas.nearest, nearest_product))
         return closed_form(*forms, name=name, embeddings=int(count))
     if name not in DISTANCES:
+        load_plugins()
+    if name not in DISTANCES:
         near = difflib.get_close_matches(name, DISTANCES, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ";"
         raise ValueError(f"unknown distance {name!r}{hint} known: {', '.join(DISTANCES)}, nearest_of_K; {HOW}")
@@ -148,6 +150,7 @@ def register_distance(
 
     Raises:
         ValueError: the name is taken or is no identifier, or points has another value.
+        TypeError: formula is no function.
 
     Example:
         >>> import torch
@@ -158,8 +161,12 @@ def register_distance(
         tensor([[0.],
                 [2.]])
     """
-    if not name.isidentifier() or name in DISTANCES or name.startswith("nearest_of_"):
-        raise ValueError(f"register_distance: {name!r} is taken, or no identifier; known: {', '.join(DISTANCES)}")
+    if not name.isidentifier():
+        raise ValueError(f"register_distance: {name!r} is not an identifier; use letters, digits and _")
+    if name in DISTANCES or name.startswith("nearest_of_"):
+        raise ValueError(f"register_distance: there is a distance {name!r} already; known: {', '.join(DISTANCES)}")
+    if not callable(formula):
+        raise TypeError(f"register_distance: formula is {formula!r}; expected a function of two sides")
     if points not in get_args(Points):
         raise ValueError(f"register_distance: points is {points!r}, expected one of {', '.join(get_args(Points))}")
     DISTANCES[name] = closed_form(formula, name=name, points=points, symmetric=symmetric, lift=lift)

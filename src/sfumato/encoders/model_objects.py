@@ -41,8 +41,12 @@ def save_model_object(model: Any, folder: Path) -> None:
         ("text", joint_text, _TEXT, _TEXT),
         ("image", joint_image, encode_png(pixels), Image.fromarray(pixels.transpose(1, 2, 0))),
     )
+    was_training = network.training
+    network.eval()
     for side, load, stored, held in sides:
-        loaded, expected = np.ravel(load(str(folder))([stored])[0]), np.ravel(embed[side](held))
+        with torch.inference_mode():
+            expected = np.ravel(embed[side](held))
+        loaded = np.ravel(load(str(folder))([stored])[0])
         error = np.abs(loaded - expected).max() / np.abs(expected).max() if loaded.shape == expected.shape else np.inf
         if not error < tolerance:
             raise UserError(
@@ -50,6 +54,7 @@ def save_model_object(model: Any, folder: Path) -> None:
                 f" {error:.1g} of the largest number): it has settings that {architecture or 'its folder'} does not"
                 " say. Embed with it, and give the arrays to sfumato.adopt"
             )
+    network.train(was_training)
 
 
 def _save_open_clip(architecture: str, model: Any, folder: Path) -> dict[Side, Callable[[Any], np.ndarray]]:
@@ -72,13 +77,11 @@ def _save_open_clip(architecture: str, model: Any, folder: Path) -> dict[Side, C
     prepare = package.transform.image_transform_v2(package.transform.PreprocessCfg(**preprocess), is_train=False)
     device = next(model.parameters()).device
 
-    @torch.inference_mode()
     def text(item: str) -> np.ndarray:
-        return _array(model.eval().encode_text(tokenizer([item]).to(device)))
+        return _array(model.encode_text(tokenizer([item]).to(device)))
 
-    @torch.inference_mode()
     def image(item: Image.Image) -> np.ndarray:
-        return _array(model.eval().encode_image(prepare(item)[None].to(device)))
+        return _array(model.encode_image(prepare(item)[None].to(device)))
 
     return {"text": text, "image": image}
 

@@ -54,7 +54,7 @@ def from_pretrained(kind: Any, name: str) -> Any:
     unreachable = not Path(name).exists() and not hub_reachable()
     only_safe = {"use_safetensors": True} if hasattr(kind, "from_config") or hasattr(kind, "_from_config") else {}
     try:
-        return kind.from_pretrained(name, local_files_only=unreachable, **only_safe)
+        return kind.from_pretrained(name, local_files_only=unreachable, trust_remote_code=False, **only_safe)
     except (OSError, ValueError, SafetensorError) as error:
         first = str(error).strip().splitlines()[0]
         reason = "there is no connection to the hub, and no copy in its cache." if unreachable else first

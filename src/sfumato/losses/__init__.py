@@ -4,6 +4,8 @@ To add a loss to the package: a module with its options, its function and its cl
 the tests' references. From outside of it: :func:`register_loss`.
 """
 
+from dataclasses import fields
+
 from sfumato.losses.base import (
     FunctionLoss,
     LossFunction,
@@ -67,12 +69,26 @@ def register_loss(name: str, loss: LossFunction | type[MatchLoss], options: type
     if name in LOSSES:
         raise ValueError(f"register_loss: there is a loss {name!r} already; known: {', '.join(LOSSES)}")
     if isinstance(loss, type) and issubclass(loss, MatchLoss):
+        if options is not LossOptions or not hasattr(loss, "Options"):
+            raise TypeError(f"register_loss: the class {loss.__name__} needs its options as Options, and no others")
         LOSSES[name] = loss
         return
     if not callable(loss) or isinstance(loss, type):
         raise TypeError(f"register_loss: loss is {loss!r}; expected a function, or a class derived from MatchLoss")
     if not (isinstance(options, type) and issubclass(options, LossOptions)):
         raise TypeError(f"register_loss: options is {options!r}; expected a dataclass derived from LossOptions")
+    known = {item.name: item for item in fields(options)}
+    if wrong := [
+        key
+        for key in {*known, *vars(options).get("__annotations__", {})}
+        if key == "name" or key not in known or "description" not in known[key].metadata
+    ]:
+        raise TypeError(
+            f"register_loss: the option {min(wrong)!r} of {options.__name__} is none; expected fields of a frozen"
+            " dataclass, each an option() of another name than 'name'"
+        )
+    if "logit_bias" in known and "logit_scale" not in known:
+        raise TypeError("register_loss: logit_bias is learnt with logit_scale; add that option, or rename the bias")
     LOSSES[name] = type(name, (FunctionLoss,), {"function": staticmethod(loss), "Options": options})
 
 

@@ -250,6 +250,8 @@ class FunctionLoss(MatchLoss):
         if isinstance(found, LossOutput):
             return found
         terms = dict(found) if isinstance(found, Mapping) else {"loss": found}
+        if not terms:
+            raise TypeError(f"{type(self).__name__}: the loss has returned no term")
         for name, term in terms.items():
             if not isinstance(term, Tensor) or term.ndim or not term.is_floating_point():
                 came = f"{tuple(term.shape)} {term.dtype}" if isinstance(term, Tensor) else type(term).__name__

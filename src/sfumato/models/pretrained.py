@@ -270,13 +270,21 @@ def _clip_processor(find: TokenizerFinder, text: Sizes) -> SpecialTokenProcessor
 
 CONFIG, WEIGHTS, TOKENIZER, CALIBRATION = "config.json", "model.safetensors", "tokenizer.json", "calibration.json"
 REFERENCE = "calibration.safetensors"
-
 """Reference queries of the calibration, beside it."""
 
 ENCODER = "encoder"
 """Folder in that of a run or of an exported model: its frozen model, if no name says where that is."""
 
-HUB_FILES = (CONFIG, WEIGHTS, TOKENIZER, CALIBRATION, REFERENCE, f"{ENCODER}/*")
+ENCODER_FILES = (
+    *("*config*.json", "*token*.json", "vocab*", "merges.txt", "*.model", "modules.json"),
+    *("*.safetensors", "*.safetensors.index.json"),
+)
+"""Patterns of the files from which a frozen model is loaded: data alone, no code and no pickle."""
+
+HUB_FILES = (
+    *(CONFIG, WEIGHTS, TOKENIZER, CALIBRATION, REFERENCE),
+    *(f"{ENCODER}/{pattern}" for pattern in ENCODER_FILES),
+)
 """Patterns of the files of a model on the hub; ``*`` goes below subfolders, too."""
 
 _HUB_NAME = re.compile(r"([\w.-]+/[\w.-]+)(?:@([\w./-]+))?")

@@ -26,6 +26,7 @@ from pydantic import (
     PositiveInt,
     SerializeAsAny,
     ValidationError,
+    ValidationInfo,
     create_model,
     model_validator,
 )
@@ -43,6 +44,9 @@ from sfumato.files import recipe_folder, write_atomically
 from sfumato.ids import Side
 from sfumato.imports import HOW, import_own, load_plugins
 from sfumato.losses import LOSSES, LossOptions
+
+RECIPE, MODEL, LAST, IMPORTS = "recipe.toml", "model.safetensors", "last.safetensors", "imports"
+"""Names in the folder of a run; the last is a folder: copies of the files that its recipe imports, never executed."""
 
 _ImageSection = Annotated[SerializeAsAny[ImageEncoderConfig], BeforeValidator(partial(encoder_section, "image"))]
 
@@ -281,25 +285,26 @@ class LossConfig(_Section):
 
 
 class UnknownLossConfig(LossConfig):
-    """The section of a loss of somebody's own that is not known here; the run is used without it."""
+    """The section of a loss whose code has not been imported."""
 
     model_config = ConfigDict(extra="allow", frozen=True)
+    distance: str = "csd"
 
 
-_loss_configs: dict[type[LossOptions], type[LossConfig]] = {}
+_loss_configs: dict[tuple[str, type[LossOptions]], type[LossConfig]] = {}
 
 
 def loss_config(name: str, options: type[LossOptions]) -> type[LossConfig]:
     """The section of a loss, made from its options: the same keys, defaults, descriptions and bounds."""
-    if options in _loss_configs and _loss_configs[options].model_fields["name"].default == name:
-        return _loss_configs[options]
+    if found := _loss_configs.get((name, options)):
+        return found
     kinds = get_type_hints(options)
     keys: dict[str, Any] = {o.name: (kinds[o.name], Field(o.default, **o.metadata)) for o in fields(options)}
     keys["name"] = (Literal[name], name)
     summary = (options.__doc__ or name).partition("\n")[0]
     title = options.__name__.replace("Options", "Config")
-    _loss_configs[options] = create_model(title, __base__=LossConfig, __doc__=summary, **keys)
-    return _loss_configs[options]
+    made = create_model(title, __base__=LossConfig, __doc__=summary, **keys)
+    return _loss_configs.setdefault((name, options), made)
 
 
 def _loss_section(value: Any) -> LossConfig:
@@ -342,9 +347,10 @@ class Recipe(_Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _unknown_loss(cls, values: Any) -> Any:
-        """A run of a loss that comes from imports is read without them."""
-        loss = values.get("loss") if isinstance(values, dict) and values.get("imports") else None
+    def _unknown_loss(cls, values: Any, info: ValidationInfo) -> Any:
+        """The recipe of a run is read without the code of its loss."""
+        allowed = isinstance(values, dict) and (values.get("imports") or (info.context or {}).get("of_run"))
+        loss = values.get("loss") if allowed else None
         if isinstance(loss, dict) and isinstance(loss.get("name"), str) and loss["name"] not in LOSSES:
             return values | {"loss": UnknownLossConfig.model_validate(loss)}
         return values
@@ -489,7 +495,8 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), *, own: bool = 
         path: a TOML file.
         overrides: each "section.key=value". Values are TOML (``loss.alpha=0.01``), bare words are strings. Another
             loss.name or model.image.kind resets that section to its defaults.
-        own: import the files and modules that its key ``imports`` names. Their code is executed.
+        own: import the files and modules that its key ``imports`` names. Their code is executed, but never that of a
+            run's own recipe, because a run may come from elsewhere.
 
     Returns:
         The recipe.
@@ -508,17 +515,22 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), *, own: bool = 
     for override in sorted(overrides, key=lambda o: o.partition("=")[0].strip() not in _TAG_KEYS):
         _apply(values, override)
     load_plugins()
-    names = values.get("imports", [])
-    if own and isinstance(names, list) and all(isinstance(name, str) for name in names):
+    names, of_run = values.get("imports", []), is_of_run(path)
+    if own and not of_run and isinstance(names, list) and all(isinstance(name, str) for name in names):
         import_own(names, path.parent)
         values["imports"] = [str((path.parent / n).resolve()) if n.endswith(".py") else n for n in names]
-    return check_recipe(values, f"{path} with its overrides" if overrides else str(path))
+    return check_recipe(values, f"{path} with its overrides" if overrides else str(path), of_run=of_run)
 
 
-def check_recipe(values: dict[str, Any], where: str) -> Recipe:
+def is_of_run(path: Path) -> bool:
+    """Whether a recipe is that of a run, in its folder."""
+    return path.name == RECIPE and any((path.parent / name).exists() for name in (MODEL, LAST, IMPORTS))
+
+
+def check_recipe(values: dict[str, Any], where: str, *, of_run: bool = False) -> Recipe:
     """Check the values of a recipe."""
     try:
-        return Recipe.model_validate(values)
+        return Recipe.model_validate(values, context={"of_run": of_run})
     except ValidationError as error:
         lines = [_explain(item) for item in error.errors()]
         raise UserError(f"{where}: " + "\n  ".join(lines)) from error

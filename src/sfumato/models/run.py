@@ -47,6 +47,9 @@ from sfumato.matching import MatchingLogits, SampledLogits
 from sfumato.models.model import Model
 from sfumato.models.pretrained import CONFIG, ENCODER, WEIGHTS, download, load_pretrained, read_config
 from sfumato.models.pretrained_tensors import read_checkpoint
+from sfumato.models.recipe import LAST as LAST
+from sfumato.models.recipe import MODEL as MODEL
+from sfumato.models.recipe import RECIPE as RECIPE
 from sfumato.models.recipe import AugmentConfig, ModelConfig, Recipe, UnknownLossConfig, load_recipe
 from sfumato.models.unfamiliar import UnfamiliarTexts
 
@@ -117,13 +120,15 @@ def _tower(side: Side, config: ModelConfig, assets: Assets, token_dropout: float
 
 def with_own_encoder(config: ModelConfig, folder: Path) -> ModelConfig:
     """The section whose sides are the frozen model in a folder, if it has one."""
-    own = str((folder / ENCODER).resolve())
+    own = (folder / ENCODER).resolve()
     sides = {side: getattr(config, side) for side in get_args(Side)}
     changed = {
-        side: section.model_copy(update={section.base_field: own})
+        side: section.model_copy(update={section.base_field: str(own)})
         for side, section in sides.items()
-        if section.frozen_backbone == ENCODER and (folder / ENCODER).is_dir()
+        if section.frozen_backbone == ENCODER
     }
+    if changed and not own.is_dir():
+        raise UserError(f"{folder / ENCODER}, the frozen model, is missing; the folder is incomplete, copy it whole")
     return config.model_copy(update=changed)
 
 
@@ -149,7 +154,7 @@ def choose_device(name: str, local_rank: int = 0) -> torch.device:
         ) from error
 
 
-RECIPE, MODEL, LAST, LOG = "recipe.toml", "model.safetensors", "last.safetensors", "log.jsonl"
+LOG = "log.jsonl"
 
 TOKENIZER, CALIBRATION, PROBLEMS = "tokenizer.json", "calibration.json", "problems.jsonl"
 

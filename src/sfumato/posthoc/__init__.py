@@ -77,9 +77,12 @@ def register_method(method: type[PosthocMethod]) -> type[PosthocMethod]:
     """
     if not (isinstance(method, type) and issubclass(method, PosthocMethod)):
         raise TypeError(f"register_method: {method!r} is not a class derived from PosthocMethod")
-    if not method.name.isidentifier() or method.name in METHODS:
-        raise ValueError(f"register_method: {method.name!r} is taken, or no identifier; known: {', '.join(METHODS)}")
-    METHODS[method.name] = method
+    name = getattr(method, "name", "")
+    if not name.isidentifier():
+        raise ValueError(f"register_method: the name {name!r} of {method.__name__} is not an identifier")
+    if name in METHODS:
+        raise ValueError(f"register_method: there is a method {name!r} already; known: {', '.join(METHODS)}")
+    METHODS[name] = method
     return method
 
 

@@ -142,8 +142,8 @@ class BayesianBM25(GalleryMethod):
         """See :meth:`GalleryMethod.of_block`."""
         transform, found = _vector_probability(), []
         for distance in (1 - queries @ gallery.T).double().sort(dim=1).values.cpu().numpy():
-            odds = transform.fit_background(distance).calibrate(distance[:_NEAREST])
-            found.append(float(odds[0]))
+            probability = transform.fit_background(distance).calibrate(distance[:_NEAREST])
+            found.append(float(probability[0]))
         return -torch.tensor(found, dtype=torch.float64, device=queries.device).logit().to(queries.dtype)
 
 

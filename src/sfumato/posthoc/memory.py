@@ -59,6 +59,13 @@ def scale_of(pairs: FrozenPairs, who: str) -> float:
     return pairs.logit_scale
 
 
+def at_least_one(k: int, who: str) -> int:
+    """Refuse a number of neighbours below 1."""
+    if k < 1:
+        raise ValueError(f"{who}: k must be at least 1, got {k}")
+    return k
+
+
 class MemoryDistance(MemoryMethod):
     """The distance of a query to the k-th nearest training item of its own modality, or to the farthest of fewer.
 
@@ -72,7 +79,7 @@ class MemoryDistance(MemoryMethod):
 
     def __init__(self, items: Mapping[Side, Tensor], *, k: int = NEIGHBOURS) -> None:
         super().__init__(items)
-        self.k = k
+        self.k = at_least_one(k, self.name)
 
     @classmethod
     def fit(cls, pairs: FrozenPairs, *, seed: int = 0, k: int = NEIGHBOURS) -> Self:
@@ -137,7 +144,7 @@ class MemoryContrast(GalleryMethod):
         self, items: Mapping[Side, Tensor], matches: Mapping[Side, Tensor], logit_scale: float, *, k: int = PROXIES
     ) -> None:
         self.items, self.matches = dict(items), dict(matches)  # (n, d) unit embeddings, and means of their matches
-        self.logit_scale, self.k = logit_scale, k
+        self.logit_scale, self.k = logit_scale, at_least_one(k, self.name)
 
     @classmethod
     def fit(cls, pairs: FrozenPairs, *, seed: int = 0, k: int = PROXIES) -> Self:

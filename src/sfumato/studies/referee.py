@@ -80,7 +80,7 @@ class RefereeOptions:
     def __post_init__(self) -> None:
         for name in (*self.methods, *self.fit):
             if name not in contestants():
-                raise ValueError(f"referee: unknown method {name!r}; known: {', '.join(contestants())}")
+                raise ValueError(f"referee: unknown method {name!r}; known: {', '.join(contestants())}; {HOW}")
         if min(self.n_resamples, self.n_absent, self.seed) < 0:
             raise ValueError(
                 "referee: n_resamples, n_absent and seed must not be negative, got"
@@ -113,7 +113,7 @@ def referee_model(
     say: Callable[[str], None] = lambda line: None,
     added: Sequence[AddedMethod] = (),
 ) -> dict[str, Any]:
-    """Fit and measure every contestant on one frozen model; those of one's own are always measured anew."""
+    """Fit and measure every contestant on one frozen model; those that were registered or added are measured anew."""
     options = options or RefereeOptions()
     own = {method: method.contestants(model) for method in added}
     report = _kept(path, model, options) or _new_report(model, options)

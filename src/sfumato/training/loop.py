@@ -65,6 +65,7 @@ from sfumato.training.setup import (
     training_batches,
     training_splits,
     what_to_expect,
+    with_present_imports,
 )
 from sfumato.training.step import (
     DivergedError,
@@ -133,7 +134,7 @@ def fit(recipe: Recipe, folder: str | Path) -> dict[str, Any]:
         DivergedError: a term of the loss is NaN or infinite.
         PeerLostError: another process of the run has ended.
     """
-    folder, recipe = Path(folder), absolute_recipe(recipe)
+    folder, recipe = Path(folder), with_present_imports(absolute_recipe(recipe))
     build_loss(recipe)  # An unknown one is refused before anything is written.
     folder.mkdir(parents=True, exist_ok=True)
     with join_process_group(partial(choose_device, recipe.train.device), recipe.train.timeout_minutes) as process_group:

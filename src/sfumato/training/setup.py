@@ -15,10 +15,18 @@ from sfumato.encoders.feature_rows import described_by
 from sfumato.encoders.package_weights import where_weights_are
 from sfumato.errors import UserError, as_typed
 from sfumato.files import write_atomically
-from sfumato.imports import file_digest
+from sfumato.imports import file_digest, given_imports
 from sfumato.models.embed import load_splits, prepare_split
 from sfumato.models.process_group import ProcessGroup, alone
-from sfumato.models.recipe import Recipe, absolute_recipe, differing_keys, find_recipe, load_recipe, save_recipe
+from sfumato.models.recipe import (
+    IMPORTS,
+    Recipe,
+    absolute_recipe,
+    differing_keys,
+    find_recipe,
+    load_recipe,
+    save_recipe,
+)
 from sfumato.models.run import (
     ENCODERS,
     LAST,
@@ -36,13 +44,13 @@ from sfumato.models.run import (
 )
 from sfumato.training.batches import Augmentation, Batches, IndexedBatches, ShardBatches
 
-IMPORTS = "imports"
-"""Folder in that of a run: copies of the files that its recipe imports. They are never executed by themselves."""
-
 LOCK = ".lock"
 """Name of the file that a training process locks in its run folder."""
 
 _VOCABULARY_TEXTS = 100_000
+
+_DIGITS = 12
+"""Digits of a digest in the name of a kept file."""
 
 _NAMED = 3
 """Largest number of differing keys in a message."""
@@ -57,17 +65,19 @@ def claim_folder(folder: Path, recipe: Recipe) -> int | None:
     for left in folder.glob(".*.tmp"):
         left.unlink(missing_ok=True)  # The leftover file of a killed writer.
     started = (folder / LAST).exists() or (folder / MODEL).exists()
-    kept = {path.name for path in (folder / IMPORTS).glob("*.py")}
+    kept = {path.stem[-_DIGITS:]: path for path in (folder / IMPORTS).glob("*.py")}
     if not (folder / RECIPE).exists():
         if any(path.name != LOCK for path in folder.iterdir()):
             raise UserError(f"{folder} is not empty and holds no run; give an empty or new folder with --out")
     elif started:
-        if changed := [path for path in _own_files(recipe) if _kept_name(path) not in kept]:
+        files = _own_files(recipe)
+        changed = [path for path in files if file_digest(path)[:_DIGITS] not in kept]
+        if changed or len(files) < len(kept):
             raise UserError(
-                f"{changed[0]} has changed since the run in {folder} began, which keeps a copy in {folder / IMPORTS};"
-                " take that file, or give another folder with --out"
+                f"{changed[0] if changed else 'a file that the recipe imports'} has changed since the run in {folder}"
+                f" began, which keeps a copy in {folder / IMPORTS}; import that file, or give another folder with --out"
             )
-        saved = absolute_recipe(load_recipe(folder / RECIPE))
+        saved = absolute_recipe(load_recipe(folder / RECIPE)).model_copy(update={"imports": recipe.imports})
         if saved == recipe:
             return None
         _check_extends(folder, saved, recipe)
@@ -75,8 +85,8 @@ def claim_folder(folder: Path, recipe: Recipe) -> int | None:
         return saved.train.epochs
     for name in (TOKENIZER, ENCODERS, NOISE):
         (folder / name).unlink(missing_ok=True)
-    for name in kept:
-        (folder / IMPORTS / name).unlink()
+    for path in kept.values():
+        path.unlink()
     for path in _own_files(recipe):
         (folder / IMPORTS).mkdir(exist_ok=True)
         write_atomically(folder / IMPORTS / _kept_name(path), path.read_bytes())
@@ -86,15 +96,22 @@ def claim_folder(folder: Path, recipe: Recipe) -> int | None:
 
 def _own_files(recipe: Recipe) -> list[Path]:
     """The files of the user's own that a recipe imports."""
-    files = [Path(name) for name in recipe.imports if name.endswith(".py")]
-    if missing := [path for path in files if not path.is_file()]:
-        raise UserError(f"imports: there is no file {missing[0]}; name it as it is now: --import FILE")
-    return files
+    return [Path(name) for name in recipe.imports if name.endswith(".py")]
+
+
+def with_present_imports(recipe: Recipe) -> Recipe:
+    """The recipe with files that --import names now, in place of those that are no longer where they were."""
+    gone = [name for name in recipe.imports if name.endswith(".py") and not Path(name).is_file()]
+    if gone and not given_imports():
+        raise UserError(f"imports: there is no file {gone[0]}; name it as it is now: --import FILE")
+    kept = [name for name in recipe.imports if name not in gone]
+    return recipe.model_copy(update={"imports": tuple(dict.fromkeys([*kept, *(given_imports() if gone else ())]))})
 
 
 def _kept_name(path: Path) -> str:
     """The name of a file in the folder of a run, with the beginning of its digest."""
-    return f"{path.stem}-{file_digest(path)[:12]}.py"
+    ending = f"-{file_digest(path)[:_DIGITS]}"
+    return f"{path.stem.removesuffix(ending)}{ending}.py"
 
 
 def _check_extends(folder: Path, saved: Recipe, recipe: Recipe) -> None:
@@ -266,7 +283,7 @@ def preferred_recipe(recipe: Recipe, overrides: Sequence[str], folder: Path) -> 
     """The recipe to train, and why."""
     if not recipe.prefer or any(override.strip().startswith(_CHOOSES) for override in overrides):
         return recipe, ""
-    other = load_recipe(find_recipe(recipe.prefer), overrides)
+    other = load_recipe(find_recipe(recipe.prefer), overrides).model_copy(update={"imports": recipe.imports})
     backbone = other.model.image.frozen_backbone
     if (saved := folder / RECIPE).is_file():
         if load_recipe(saved).name != other.name:

@@ -73,9 +73,8 @@ def forward_backward(
     device_labels = [label.to(process_group.device) for label in labels]
     if loss.needs_whole and process_group.size > 1:
         match = process_group.gather(dense_labels(device_labels[0]), counts)
-        output = _divided(
-            loss_of_block(loss, _share(leaves, slice(0, leaves[0].n), match, match.T)), process_group.size
-        )
+        whole = _share(leaves, slice(0, leaves[0].n), match, match.T)
+        output = _divided(loss_of_block(loss, whole, epoch=epoch), process_group.size)
     else:
         block = _share(leaves, own, *device_labels)
         output = loss_of_block(loss, block, epoch=epoch, gather=process_group.gather_row)

@@ -5,6 +5,7 @@ tokenizer.json      its words or subword tokens          README.md     a model c
 calibration.json    what was fitted on held-out pairs    encoder/      its frozen model, where no name finds it
 """
 
+import fnmatch
 import shutil
 import tempfile
 from pathlib import Path
@@ -15,16 +16,13 @@ from safetensors.torch import save as safetensors_bytes
 from sfumato import __version__
 from sfumato.errors import UserError
 from sfumato.files import is_unused, new_folder, write_atomically, write_json
-from sfumato.models.pretrained import CALIBRATION, CONFIG, ENCODER, TOKENIZER, WEIGHTS
+from sfumato.models.pretrained import CALIBRATION, CONFIG, ENCODER, ENCODER_FILES, TOKENIZER, WEIGHTS
 from sfumato.models.recipe import ModelConfig
 from sfumato.models.run import Run, load_assets, load_run
 from sfumato.workflows.model_card import model_card, without_folders
 from sfumato.workflows.push import Pushed, full_name, push_model
 
 CARD = "README.md"
-
-_UNUSED = shutil.ignore_patterns(".*", "*.bin", "*.pt", "*.pth", "*.pkl", "*.ckpt")
-"""What no encoder is loaded from: hidden files, pickles, states of a training."""
 
 
 def export_run(run_folder: str | Path, out_folder: str | Path, *, license: str = "") -> Path:
@@ -54,7 +52,8 @@ def publish_run(
     A folder is kept if one is given. It appears when the push has succeeded, so the same call can be made again.
     """
     out = None if out_folder is None else _unused(out_folder)
-    run, name = load_run(run_folder), full_name(name)
+    name = full_name(name)  # Before the run is loaded: it checks the token, too.
+    run = load_run(run_folder)
     with tempfile.TemporaryDirectory() as scratch, new_folder(out or Path(scratch) / "model") as temporary:
         _write(run, temporary, hub_name=name, license=license)
         return push_model(temporary, name, private=private, force=force)
@@ -87,10 +86,18 @@ def _write(run: Run, folder: Path, *, hub_name: str = "", license: str = "") -> 
     if run.calibration is not None:
         run.calibration.save(folder / CALIBRATION)
     if own is not None:
-        shutil.copytree(own, folder / ENCODER, ignore=_UNUSED)
+        _copy_encoder(own, folder / ENCODER)
     write_atomically(folder / CARD, model_card(run, hub_name=hub_name, license=license, own_encoder=own is not None))
     write_json(folder / CONFIG, config)
     folder.chmod(run.folder.stat().st_mode & 0o777)
+
+
+def _copy_encoder(source: Path, target: Path) -> None:
+    """Copy what the frozen model is loaded from, and nothing else that lies in its folder."""
+    for path in sorted(source.rglob("*")):
+        if path.is_file() and any(fnmatch.fnmatch(path.name, pattern) for pattern in ENCODER_FILES):
+            (target / path.relative_to(source)).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, target / path.relative_to(source))
 
 
 def _local_encoder(config: ModelConfig) -> Path | None:

@@ -125,4 +125,5 @@ def _explained(name: str) -> Iterator[None]:
             403: f". Give a token with write access to {name}, or a name below your own",
         }.get(status or 0, "" if isinstance(error, ValueError) else ". Run the same command again")
         problem = hub_problem(error).replace(hub.get_token() or "\0", "***")
-        raise UserError(f"cannot push to {name}, and no file was changed there: {problem}{way_out}") from error
+        unchanged = "no file was changed there" if status else "probably no file was changed there"
+        raise UserError(f"cannot push to {name}, and {unchanged}: {problem}{way_out}") from error
