@@ -5,6 +5,7 @@ from .calibration.platt import fit_logits as fit_logits
 from .calibration.query_scores import QueryScores as QueryScores
 from .calibration.score_lists import ScoreCalibrator as ScoreCalibrator
 from .data.captioned import read_image_folder as read_image_folder
+from .data.coco import read_coco_captions as read_coco_captions
 from .data.emoji import load_emoji as load_emoji
 from .data.feature_tables import read_embeddings as read_embeddings
 from .data.hub_datasets import read_dataset as read_dataset

@@ -109,7 +109,7 @@ def test_lists_are_measured_as_they_are(folder):
     results = more_results(found, None, more, per_query_table(found.ranks))
     assert {d.metric for d in results.differences} == {"recall@1", "r_precision"}
     assert np.isnan(read_per_query(folder / "q.csv").figures["recall@10"]).all()
-    with pytest.raises(UserError, match="ranked lists are already ranked; strategies need embeddings"):
+    with pytest.raises(UserError, match="ranked lists and scores are already ranked; strategies need embeddings"):
         more_results(found, None, More(strategies="csd"))
     with pytest.raises(ValueError, match="recall@5 needs 5"):
         measure_lists(

@@ -1,7 +1,7 @@
 """Evaluation of embeddings or ranked lists of any model, read from files, against ground truths."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +23,23 @@ from sfumato.evaluation.benchmark_ground_truths import (
     pmrp,
     read_coco,
 )
-from sfumato.evaluation.benchmarks import BenchmarkRanks, EmbeddedSet, Lists, figures, rank
+from sfumato.evaluation.benchmarks import (
+    BenchmarkRanks,
+    EmbeddedSet,
+    Lists,
+    Scores,
+    Subset,
+    figures,
+    keep_what_is_there,
+    rank,
+)
 from sfumato.evaluation.ground_truth import GroundTruth, read_ground_truth
 from sfumato.evaluation.protocols import EvaluationOptions, samples_of
 from sfumato.evaluation.strategies import distance_of_score, ranked_by
 from sfumato.files import read_json
 from sfumato.gaussian import ScalarUncertainty, accumulation_dtype
 from sfumato.matching import MATCH_PROBABILITY
+from sfumato.metrics.retrieval import Better
 from sfumato.metrics.uncertainty import recall_by_uncertainty
 
 BENCHMARKS = ("coco", "flickr30k", "flickr8k", "cub", "emoji")
@@ -108,6 +118,7 @@ class Benchmark:
 
     name: str  # one of BENCHMARKS
     ground_truths: tuple[GroundTruth, ...]  # of :func:`read_ground_truths`
+    subset: bool = False  # whether a part of it may be there alone
 
 
 def read_embedded_set(
@@ -166,10 +177,17 @@ class Measured:
     total_variance: dict[str, float] | None = None  # means of "image" and "text"; None for points and lists
     uncertainty_measure: ScalarUncertainty = "total_variance"  # the scalar uncertainty of "uncertainty"
     samples: dict[str, int] | None = None  # see :class:`~sfumato.evaluation.protocols.Evaluation`
+    subset: Subset | None = None  # what of a benchmark was there, where the figures are of a part of it alone
+    ids: dict[str, str] | None = (
+        None  # of a matrix: where the ids of its "images" (rows) and "texts" (columns) are from
+    )
 
     def to_json(self) -> dict[str, Any]:
         """Convert to JSON values."""
         found = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "ranks"}
+        for name in ("subset", "ids"):
+            if found[name] is None:
+                del found[name]
         return {"truths" if name == "figures" else name: value for name, value in found.items()}
 
 
@@ -196,6 +214,7 @@ def measure(
         variances,
         options.uncertainty,
         None if sampled is None else samples_of(sampled),
+        embedded.subset,
     )
 
 
@@ -211,7 +230,12 @@ def _recall_by_uncertainty(ranks: BenchmarkRanks, values: dict[str, dict[str, fl
 
 
 def measure_lists(
-    path: Path, ground_truths: Sequence[GroundTruth], *, image_ids: Path | None = None, text_ids: Path | None = None
+    path: Path,
+    ground_truths: Sequence[GroundTruth],
+    *,
+    image_ids: Path | None = None,
+    text_ids: Path | None = None,
+    subset: bool = False,
 ) -> Measured:
     """Evaluate ranked lists from a JSON file {"i2t": {image: [texts]}, "t2i": {text: [images]}}, best first."""
     loaded = read_json(path)
@@ -225,8 +249,68 @@ def measure_lists(
             raise UserError(f"{path}: {direction} is not an object of lists; {form}")
     images = _ids_of_ground_truths(ground_truths, "image") if image_ids is None else tuple(read_ids(image_ids))
     texts = _ids_of_ground_truths(ground_truths, "text") if text_ids is None else tuple(read_ids(text_ids))
-    ranks = rank(Lists(loaded["i2t"], loaded["t2i"]), images, texts, ground_truths)
-    return Measured("lists", len(images), len(texts), figures(ranks), ranks)
+    chosen, counts = keep_what_is_there(ground_truths, images, texts) if subset else (tuple(ground_truths), None)
+    ranks = rank(Lists(loaded["i2t"], loaded["t2i"]), images, texts, chosen)
+    return Measured("lists", len(images), len(texts), figures(ranks), ranks, subset=counts)
+
+
+def measure_scores(
+    path: Path,
+    scores_are: str | None,
+    ground_truths: Sequence[GroundTruth],
+    *,
+    image_ids: Path | None = None,
+    text_ids: Path | None = None,
+    subset: bool = False,
+) -> Measured:
+    """Evaluate a matrix of scores, images by texts, which is read from the disk block by block."""
+    if scores_are not in SCORES_ARE:
+        given = "nothing" if scores_are is None else repr(scores_are)
+        raise UserError(
+            f"say what the scores of {path} are: --scores-are similarity (larger is closer) or --scores-are distance"
+            f" (smaller is closer); found {given}"
+        )
+    try:
+        scores = np.load(path, mmap_mode="r", allow_pickle=False)
+    except (OSError, ValueError, EOFError) as error:
+        raise UserError(f"cannot read {path} as a matrix: {error}; expected a .npy file of images by texts") from error
+    if not isinstance(scores, np.ndarray) or scores.ndim != 2 or scores.dtype.kind not in "fiu":
+        what = f"shape {scores.shape} and type {scores.dtype}" if isinstance(scores, np.ndarray) else "several arrays"
+        raise UserError(f"{path} has {what}; expected a matrix of numbers, images by texts")
+    images, texts = (
+        _ids_of_ground_truths(ground_truths, what) if own is None else tuple(read_ids(own))
+        for what, own in (("image", image_ids), ("text", text_ids))
+    )
+    if scores.shape != (len(images), len(texts)):
+        turned = scores.shape == (len(texts), len(images))
+        raise UserError(
+            f"{path} is {scores.shape[0]} by {scores.shape[1]}, but there are {len(images)} images"
+            f" ({image_ids or 'those of the ground truth'}) and {len(texts)} texts"
+            f" ({text_ids or 'those of the ground truth'}); expected {len(images)} by {len(texts)}, images by texts"
+            + (". The matrix is texts by images: write it transposed, np.save(FILE, scores.T)" if turned else "")
+        )
+    check_finite(path, scores)
+    chosen, counts = keep_what_is_there(ground_truths, images, texts) if subset else (tuple(ground_truths), None)
+    ranks = rank(Scores(scores, SCORES_ARE[scores_are]), images, texts, chosen)
+    return Measured(
+        f"{scores_are} matrix", len(images), len(texts), figures(ranks), ranks, subset=counts,
+        ids={"images": str(image_ids or _OF_TRUTH), "texts": str(text_ids or _OF_TRUTH)},
+    )  # fmt: skip
+
+
+SCORES_ARE: dict[str, Better] = {"similarity": "larger", "distance": "smaller"}
+"""What a matrix of scores may be, and which of its scores are better."""
+
+_OF_TRUTH = "in the order of the ground truth"
+
+
+def check_finite(path: Path, scores: np.ndarray) -> None:
+    """Raise an error for NaN in a matrix; infinities have a rank."""
+    rows = max(1, 2**24 // max(scores.shape[1], 1))
+    for start in range(0, len(scores) if scores.dtype.kind == "f" else 0, rows):
+        if (wrong := np.isnan(scores[start : start + rows])).any():
+            row, column = np.argwhere(wrong)[0].tolist()
+            raise UserError(f"{path}: the score of image {start + row} and text {column} is NaN; it has no rank")
 
 
 @dataclass(frozen=True)
@@ -247,11 +331,31 @@ class Files:
     classes: Path | None = None
     metrics: str | None = None  # names of metrics with commas between them
     rpc2: Rpc2 = "union"
+    scores: Path | None = None  # a matrix of scores instead, see :func:`measure_scores`
+    scores_are: str | None = None  # a name in SCORES_ARE
+    subset: bool = False  # whether a part of the ground truth may be there alone
 
     def given(self) -> list[str]:
         """List the options that were given."""
         names = [f.name for f in fields(self) if getattr(self, f.name) != f.default]
         return [f"--{'truth' if name == 'ground_truth' else name.replace('_', '-')}" for name in names]
+
+
+def _check_files(files: Files, score: str | None) -> None:
+    """Check that the files are embeddings, ranked lists or a matrix of scores, with no option of another kind."""
+    pair = files.images is not None and files.texts is not None
+    kinds = (pair, files.ranked is not None, files.scores is not None)
+    if sum(kinds) != 1 or (files.images is None) != (files.texts is None):
+        if sum(kinds) > 1:
+            raise UserError("give one of these: --images and --texts, --ranked, or --scores")
+        raise UserError("nothing to evaluate: give a model, or --images and --texts, or --ranked, or --scores")
+    if files.scores_are is not None and files.scores is None:
+        raise UserError("--scores-are belongs to a matrix of scores; add --scores FILE, or leave it out")
+    if not pair and (score is not None or files.image_log_var or files.text_log_var):
+        what = (
+            "ranked lists are already ranked" if files.ranked is not None else "a matrix of scores is ranked as it is"
+        )
+        raise UserError(f"{what}; leave out --score and the log variances")
 
 
 def measure_files(
@@ -267,22 +371,28 @@ def measure_files(
 
     Returns (the evaluation, the embeddings or None for ranked lists).
     """
-    pair = files.images is not None and files.texts is not None
-    if (files.ranked is not None) == pair or (files.images is None) != (files.texts is None):
-        raise UserError("nothing to evaluate: give a model, or --images and --texts, or --ranked")
+    _check_files(files, score)
     metrics = [name.strip() for name in files.metrics.split(",")] if files.metrics else []
     ground_truths = read_ground_truths(
         files.benchmark, ground_truth=files.ground_truth, annotations=files.annotations, instances=files.instances,
         classes=files.classes, split=split, metrics=metrics, rpc2=files.rpc2,
     )  # fmt: skip
     if files.ranked is not None:
-        if score is not None or files.image_log_var or files.text_log_var:
-            raise UserError("ranked lists are already ranked; leave out --score and the log variances")
-        return measure_lists(files.ranked, ground_truths, image_ids=files.image_ids, text_ids=files.text_ids), None
+        return measure_lists(
+            files.ranked, ground_truths, image_ids=files.image_ids, text_ids=files.text_ids, subset=files.subset
+        ), None
+    if files.scores is not None:
+        return measure_scores(
+            files.scores, files.scores_are, ground_truths, image_ids=files.image_ids, text_ids=files.text_ids,
+            subset=files.subset,
+        ), None  # fmt: skip
     embedded = read_embedded_set(
         files.images or "", files.texts or "", ground_truths, image_ids=files.image_ids, text_ids=files.text_ids,
         image_log_var=files.image_log_var, text_log_var=files.text_log_var,
     )  # fmt: skip
+    if files.subset:
+        chosen, counts = keep_what_is_there(ground_truths, embedded.image_ids, embedded.text_ids)
+        embedded = replace(embedded, ground_truths=chosen, subset=counts)
     if device is not None:
         embedded = embedded.to(device)
     if score == MATCH_PROBABILITY and match_probability is None:

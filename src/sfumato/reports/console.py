@@ -112,13 +112,28 @@ def print_measured(measured: Measured, title: str) -> None:
         for ground_truth, one in measured.figures.items()
         for direction in ("i2t", "t2i")
     ]
-    print_table(f"{title}, by {measured.score}", ["ground truth", "direction", *names, "queries"], rows, left=2)
+    title = f"{title}, by {measured.score}"
+    if measured.subset is not None:
+        title = f"SMOKE TEST on a part of the benchmark: {title}"
+    print_table(title, ["ground truth", "direction", *names, "queries"], rows, left=2)
     sums = [
         f"{ground_truth} RSUM {one['rsum'] * 100:.1f} of 600"
         for ground_truth, one in measured.figures.items()
         if "rsum" in one
     ]
     print_wrapped(" | ".join([*sums, f"images {measured.n_images}, texts {measured.n_texts}"]))
+    if measured.subset is not None:
+        for name, of in measured.subset.items():
+            print_wrapped(
+                f"{name}: {of['images']:,} of {counted(of['of_images'], 'image')} and {of['texts']:,} of"
+                f" {counted(of['of_texts'], 'text')} are there"
+            )
+        print_wrapped(
+            "These are not figures of the benchmark: recall is higher in a smaller gallery. Compare them with nothing"
+            " that was published."
+        )
+    if measured.ids is not None:
+        print_wrapped(f"rows: images, {measured.ids['images']}; columns: texts, {measured.ids['texts']}")
     for line in (*([_RSUM] if sums else []), *([_CSD] if measured.score == "csd" else [])):
         print_wrapped(f"  {line}", indent=4)
     if measured.total_variance is not None:
