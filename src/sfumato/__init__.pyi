@@ -25,6 +25,7 @@ from .encoders.dual import DualEncoder as DualEncoder
 from .encoders.encoder_registry import ENCODERS as ENCODERS
 from .encoders.encoder_registry import register_encoder as register_encoder
 from .encoders.heads import GaussianHead as GaussianHead
+from .evaluation.embedded_input import read_ground_truths as read_ground_truths
 from .evaluation.estimators import ESTIMATORS as ESTIMATORS
 from .evaluation.estimators import Estimator as Estimator
 from .evaluation.estimators import estimate_uncertainty as estimate_uncertainty

@@ -1,10 +1,11 @@
 """COCO's own captions: files of both years, folders of them, what is malformed, and what is told by content."""
 
+import io
 import json
+import re
 
 import pytest
-from support.raising import raises
-from test_karpathy import entry, picture, write
+from PIL import Image
 
 from sfumato.data.coco import coco_image_id, json_kind, read_coco_captions
 from sfumato.data.images import Problems
@@ -30,6 +31,23 @@ def captions(path, images, annotations):
         )
     )
     return path
+
+
+def picture():
+    buffer = io.BytesIO()
+    Image.new("RGB", (8, 8), "red").save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def karpathy(path, name, **more):
+    """A split file with one image and one caption."""
+    of_image = {"filename": name, "split": "test", "sentences": [{"sentid": 1, "raw": "x"}], **more}
+    path.write_text(json.dumps({"images": [of_image], "dataset": "coco"}))
+    return path
+
+
+def raises(error, message):
+    return pytest.raises(error, match=re.escape(message))
 
 
 def padded(number):
@@ -104,7 +122,7 @@ def test_other_names_stay(name):
 
 
 def test_karpathys_names_of_2014_find_the_images_of_2017_and_the_other_way_round(coco, tmp_path):
-    split = write(tmp_path, [entry("COCO_val2014_000000000042.jpg", "test", (1, "x"), filepath="val2014")])
+    split = karpathy(tmp_path / "dataset.json", "COCO_val2014_000000000042.jpg", filepath="val2014")
     found = read_karpathy(split, coco, Problems())["test"]
     assert found.images[0].path == coco / "train2017" / padded(42)
     old = tmp_path / "old" / "val2014" / "COCO_val2014_000000000042.jpg"
@@ -138,10 +156,10 @@ def test_every_bad_entry_is_named_and_the_rest_is_read(coco):
 def test_each_reader_names_the_other_ones_file(coco, tmp_path):
     path = coco / "annotations" / "captions_val2017.json"
     with raises(
-        UserError, f"this is COCO's own captions file, not a Karpathy split file. Read it with data.source=coco"
+        UserError, "this is COCO's own captions file, not a Karpathy split file. Read it with data.source=coco"
     ):
         read_karpathy(path, coco, Problems())
-    split = write(tmp_path, [entry("a.jpg", "test", (1, "x"))])
+    split = karpathy(tmp_path / "dataset.json", "a.jpg")
     with raises(UserError, "a Karpathy split file; read it with data.source=karpathy"):
         read_coco_captions(split, Problems())
     instances = tmp_path / "instances_val2017.json"

@@ -276,6 +276,8 @@ def run(
     on = OnData(run, overrides, None, split, device)
     if not is_run(run):
         on.open("evaluate it on")
+    if seeds and benchmark.subset:
+        raise UserError("--subset is a smoke test of one run; leave --seeds out, or evaluate on the whole benchmark")
     if not seeds:
         _evaluate_and_print(on, distance, chosen, more, as_json)
         return
@@ -345,6 +347,8 @@ def files(
     more = beside.more()
     if given.subset:
         more.check_subset()
+    if (kind := "--ranked" if ranked else "--scores" if scores else "") and (needs := _of_embeddings_alone(beside)):
+        raise UserError(f"{needs} needs embeddings; leave it out with {kind}, or give --images and --texts")
     probability = None if logit_scale is None else match_probability_distance(logit_scale, logit_bias)
     other = _read_compared(more.compared_with)
     more.check_samples(score or "csd")
@@ -362,6 +366,15 @@ def files(
         say(f"note: no ids were given for some {what}; they get the ids of the ground truth, in its order")
     extra = more_results(measured, embedded, more, other, match_probability=probability)
     _print_figures(measured, extra, str(ranked or scores or f"{images}, {texts}"), as_json)
+
+
+def _of_embeddings_alone(beside: MoreFlags) -> str | None:
+    """The first given option that a ranking alone cannot answer."""
+    given = {
+        "--strategies": beside.strategies, "--samples": beside.samples,
+        "--uncertainty": None if beside.uncertainty == "total_variance" else beside.uncertainty,
+    }  # fmt: skip
+    return next((name for name, value in given.items() if value is not None), None)
 
 
 @command(evaluate)

@@ -102,7 +102,7 @@ class CocoCaptions:
 
 def coco_captions(path: str | Path, problems: Problems | None = None) -> CocoCaptions:
     """Read a captions file of COCO; malformed entries are recorded, or an error without a place for them."""
-    path, problems = Path(path), problems or Problems()
+    path, problems = Path(path), Problems() if problems is None else problems
     loaded = read_json(path)
     kind = json_kind(loaded)
     if kind != "coco":

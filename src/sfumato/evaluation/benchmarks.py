@@ -250,7 +250,7 @@ class _Positions:
                     f" among the {len(self.ids):,} {self.what}s that were embedded, e.g. {missing[0]!r}. The ids of"
                     f" both must agree; the first of the embedded {self.what}s has the id"
                     f" {next(iter(self.position), None)!r}. Evaluate on the images and texts of the benchmark, or give"
-                    " their ids as the benchmark has them"
+                    " their ids as the benchmark has them; --subset makes a smoke test of what is there"
                 )
             self.known[ids] = np.array(found, np.int64)
             if len(np.unique(self.known[ids])) != len(ids):

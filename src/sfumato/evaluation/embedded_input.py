@@ -57,7 +57,32 @@ def read_ground_truths(
     metrics: Sequence[str] = (),
     rpc2: Rpc2 = "union",
 ) -> tuple[GroundTruth, ...]:
-    """Read the ground truths of a benchmark, or a user's own."""
+    """Read the ground truths of a benchmark, or a user's own.
+
+    Args:
+        benchmark: "coco", "flickr30k", "flickr8k", "cub" or "emoji"; None for a user's own.
+        ground_truth: a user's own, see :func:`read_ground_truth`.
+        annotations: coco: Karpathy's dataset_coco.json for COCO 5K and 1K, or the folder of the id lists of the package
+            eccv_caption for CxC, RPC2 and ECCV Caption too; None for the installed package. flickr30k, flickr8k:
+            Karpathy's JSON. cub: the folder of captions.
+        instances: coco: instances_*.json, to add PMRP.
+        classes: cub: the folder of the public lists of classes, or a file of class names.
+        split: of the benchmark.
+        metrics: metrics to report; those of each ground truth if empty.
+        rpc2: coco: the matches of RPC2, "union" of CxC's and COCO's own pairs as in the paper, or "cxc".
+
+    Returns:
+        One or several ground truths with distinct names. The ids of COCO are the numbers of images and annotations.
+
+    Raises:
+        UserError: both or neither of benchmark and ground_truth were given, an option belongs to another benchmark, or
+            a file is missing or malformed.
+
+    Example:
+        >>> truth, = read_ground_truths("emoji")
+        >>> truth
+        GroundTruth('emoji', 1189 images, 10017 texts)
+    """
     if (benchmark is None) == (ground_truth is None):
         raise UserError(f"name the ground truth: either --truth FILE or --benchmark NAME ({', '.join(BENCHMARKS)})")
     of_one = (("--instances", "coco", instances), ("--classes", "cub", classes), ("--rpc2", "coco", rpc2 != "union"))
@@ -347,7 +372,7 @@ def _check_files(files: Files, score: str | None) -> None:
     kinds = (pair, files.ranked is not None, files.scores is not None)
     if sum(kinds) != 1 or (files.images is None) != (files.texts is None):
         if sum(kinds) > 1:
-            raise UserError("give one of these: --images and --texts, --ranked, or --scores")
+            raise UserError("give a model, or --images and --texts, or --ranked, or --scores; not several of them")
         raise UserError("nothing to evaluate: give a model, or --images and --texts, or --ranked, or --scores")
     if files.scores_are is not None and files.scores is None:
         raise UserError("--scores-are belongs to a matrix of scores; add --scores FILE, or leave it out")
