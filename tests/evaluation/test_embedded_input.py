@@ -212,7 +212,12 @@ def test_a_part_of_a_ground_truth_is_marked_and_equals_the_truth_of_that_part(fo
     raises(UserError, "not comparable with published ones", more_results, part, embedded, More(published=True))
     (folder / "some.txt").write_text("x\ny\nz\n")
     nothing = Files(**given, ground_truth=folder / "truth.json", subset=True)
-    raises(UserError, "no image of truth is there with one of its texts .0 of 6 images and 5 of 12 texts are.", measure_files, nothing)
+    raises(
+        UserError,
+        "no image of truth is there with one of its texts .0 of 6 images and 5 of 12 texts are.",
+        measure_files,
+        nothing,
+    )
 
 
 def test_folds_of_a_part_are_those_of_the_whole():

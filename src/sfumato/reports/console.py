@@ -406,10 +406,24 @@ def print_trust_summary(report: TrustReport, title: str) -> None:
             )
             continue
         served, _ = _first_hits(report, key)
-        print_wrapped(f"  probability of the first hit: {_advice(served, report)}", indent=4)
+        advice = _AT_CHANCE if _first_hits_at_chance(direction) else _advice(served, report)
+        print_wrapped(f"  probability of the first hit: {advice}", indent=4)
         for figure, (use, unit, by_chance) in _USES.items():
             if (best := _best(direction, figure, by_chance)) is not None:
                 print_wrapped(f"  {use}: {_estimator(best, unit)}", indent=4)
+
+
+_AT_CHANCE = (
+    "do not show it; the first hits are at chance. A random order has as many right ones, so the probability says"
+    " nothing about a hit, however well it is calibrated. Train the model further, or search with another one"
+)
+
+
+def _first_hits_at_chance(direction: DirectionTrust) -> bool:
+    """Whether recall@1 may be that of a random order, though further down the order is better than random."""
+    recall = direction.recall
+    low = recall.value if recall.low is None else recall.low
+    return low is None or low <= direction.chance
 
 
 def _first_hits(report: TrustReport, direction: str) -> tuple[HitFigures | None, HitFigures | None]:
