@@ -66,6 +66,7 @@ from .matching import MatchingLogits as MatchingLogits
 from .matching import match_probability as match_probability
 from .metrics.relevance import Relevance as Relevance
 from .metrics.reliability import Reliability as Reliability
+from .metrics.uncertainty import RecallByUncertainty as RecallByUncertainty
 from .models.model import Model as Model
 from .models.pretrained_tensors import read_checkpoint as read_checkpoint
 from .models.recipe import Recipe as Recipe
