@@ -140,6 +140,13 @@ def test_a_part_of_a_benchmark_is_a_smoke_test_and_says_so(work, sfumato):
     ):
         status, out, err = sfumato(*wanted, "--subset", *arguments)
         assert (status, out) == (2, "") and message in folded(err)
+    # The split of the benchmark may have another name than that of the data.
+    renamed = json.loads((work / "dataset_flickr8k.json").read_text())
+    for entry in renamed["images"]:
+        entry["split"] = {"test": "val", "val": "test"}.get(entry["split"], entry["split"])
+    (work / "renamed.json").write_text(json.dumps(renamed))
+    as_val = (*wanted[:-1], work / "renamed.json", "--benchmark-split", "val", "--json")
+    assert json.loads(sfumato(*as_val)[1])["truths"] == whole["truths"]
     status, _, err = sfumato("evaluate", "run", work / "run", "--subset")
     assert status == 2 and "--subset belongs to a benchmark" in err
 

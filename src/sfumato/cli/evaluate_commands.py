@@ -185,6 +185,12 @@ class BenchmarkFlags:
         "union",
         "COCO: matches of RPC²: union, of CxC and COCO's own, as in the paper, or cxc. The other stands beside.",
     )
+    benchmark_split: str | None = rare(
+        None,
+        "Split of the benchmark, where the data name theirs otherwise: COCO's own val2014 holds the benchmark's test."
+        " Default: that of --split.",
+        metavar="SPLIT",
+    )
     subset: bool = rare(
         False,
         "A smoke test where a part of the benchmark is there alone: evaluate on that, marked everywhere. The figures"
@@ -198,13 +204,14 @@ class BenchmarkFlags:
 
         given = {f"--{name}": getattr(self, name) for name in ("annotations", "instances", "classes", "metrics")}
         given |= {"--rpc2": None if self.rpc2 == "union" else self.rpc2, "--subset": self.subset}
+        given |= {"--benchmark-split": self.benchmark_split}
         if self.benchmark is None:
             if extra := next((name for name, value in given.items() if value), None):
                 raise UserError(f"{extra} belongs to a benchmark; add --benchmark NAME, or leave it out")
             return None
         found = read_ground_truths(
             self.benchmark, annotations=self.annotations, instances=tuple(self.instances or ()), classes=self.classes,
-            split=split, metrics=parse_names(self.metrics or ""), rpc2=cast("Rpc2", self.rpc2),
+            split=self.benchmark_split or split, metrics=parse_names(self.metrics or ""), rpc2=cast("Rpc2", self.rpc2),
         )  # fmt: skip
         return Benchmark(self.benchmark, found, self.subset)
 
@@ -359,7 +366,12 @@ def files(
     )  # fmt: skip
     where = None if device == "auto" else choose_device(device)
     measured, embedded = measure_files(
-        chosen, score, split=split, match_probability=probability, device=where, options=more.options
+        chosen,
+        score,
+        split=given.benchmark_split or split,
+        match_probability=probability,
+        device=where,
+        options=more.options,
     )
     if ranked is None and not (image_ids and text_ids):
         what = "embeddings" if scores is None else "rows or columns"

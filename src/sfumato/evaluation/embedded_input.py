@@ -114,7 +114,8 @@ def _read_coco(annotations: Path | None, instances: Sequence[Path], split: str, 
     elif split not in ("test", "testall"):  # The second name is that of SCAN's features.
         raise UserError(
             f"CxC and ECCV Caption are of the test split; for --split {split} name Karpathy's file with --annotations"
-            " dataset_coco.json"
+            " dataset_coco.json, or --benchmark-split test if the split holds the benchmark's images, as COCO's own"
+            " val2014 does"
         )
     else:
         by_name = eccv_caption(annotations, rpc2=rpc2)

@@ -123,11 +123,15 @@ def print_measured(measured: Measured, title: str) -> None:
     ]
     print_wrapped(" | ".join([*sums, f"images {measured.n_images}, texts {measured.n_texts}"]))
     if measured.subset is not None:
+        same: dict[str, list[str]] = {}
         for name, of in measured.subset.items():
-            print_wrapped(
-                f"{name}: {of['images']:,} of {counted(of['of_images'], 'image')} and {of['texts']:,} of"
+            there = (
+                f"{of['images']:,} of {counted(of['of_images'], 'image')} and {of['texts']:,} of"
                 f" {counted(of['of_texts'], 'text')} are there"
             )
+            same.setdefault(there, []).append(name)
+        for there, names in same.items():
+            print_wrapped(f"{', '.join(names)}: {there}")
         print_wrapped(
             "These are not figures of the benchmark: recall is higher in a smaller gallery. Compare them with nothing"
             " that was published."
