@@ -44,7 +44,7 @@ from sfumato.models.recipe import find_recipe, load_recipe
 from sfumato.models.run import load_run
 from sfumato.posthoc import METHODS
 from sfumato.reports.referee import referee_summary, referee_tables
-from sfumato.studies.contestants import CONTESTANTS
+from sfumato.studies.contestants import contestants
 from sfumato.studies.frozen_model import FrozenCorruption, FrozenModel, FrozenSplit, freeze, last_layer, layer_inputs
 from sfumato.studies.referee import RefereeOptions, adapter_epochs, referee_model
 from sfumato.training.loop import fit
@@ -208,7 +208,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="*", default=[0, 1, 2])
     parser.add_argument("--only", nargs="*", choices=list(MODELS), default=list(MODELS))
     parser.add_argument("--adapters", choices=("short", "long", "published"), default="short")
-    parser.add_argument("--methods", nargs="*", choices=CONTESTANTS)
+    parser.add_argument("--methods", nargs="*", choices=contestants())
     parser.add_argument("--tables", action="store_true")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
@@ -217,7 +217,7 @@ def main() -> None:
         return
     torch.set_num_threads(1)
     options.work.mkdir(parents=True, exist_ok=True)
-    suffix, methods = ("", CONTESTANTS) if options.adapters == "short" else (f"-{options.adapters}", TRAINED)
+    suffix, methods = ("", contestants()) if options.adapters == "short" else (f"-{options.adapters}", TRAINED)
     methods = tuple(options.methods or methods)
     files = {
         (name, seed): options.work / f"{name}-seed{seed}{suffix}.json"

@@ -27,7 +27,7 @@ from sfumato.models.run import load_run
 from sfumato.posthoc import METHODS, fit_hit_logits
 from sfumato.reports.referee import corruption_table, referee_summary, referee_table, referee_tables
 from sfumato.studies import referee as referee_module
-from sfumato.studies.contestants import BASELINES, CONTESTANTS, fit_contestant, pair_calibration
+from sfumato.studies.contestants import BASELINES, contestants, fit_contestant, pair_calibration
 from sfumato.studies.frozen_model import FrozenCorruption, FrozenModel, FrozenSplit, freeze
 from sfumato.studies.referee import PeakMemory, RefereeOptions, adapter_epochs, referee_model, wanted_methods
 from sfumato.training.loop import fit
@@ -125,7 +125,7 @@ def auroc_by_loops(low, high):
 
 # ---------------------------------------------------------------- figures
 def test_every_contestant_is_there_for_every_direction(report):
-    assert list(report["methods"]) == list(CONTESTANTS) == [*BASELINES, *METHODS]
+    assert list(report["methods"]) == list(contestants()) == [*BASELINES, *METHODS]
     for name, method in report["methods"].items():
         sides = METHODS[name].sides if name in METHODS else ("text", "image")
         directions = [direction for direction, side in SIDES.items() if side in sides]
@@ -386,7 +386,7 @@ def test_finished_contestants_are_not_computed_again(model, tmp_path, monkeypatc
 def test_bad_options():
     raises(ValueError, "unknown method 'entropy'; known: constant", RefereeOptions, methods=("entropy",))
     raises(ValueError, "must not be negative", RefereeOptions, n_absent=-1)
-    assert wanted_methods(["margin", "constant"]) == ("constant", "margin") and wanted_methods(["all"]) == CONTESTANTS
+    assert wanted_methods(["margin", "constant"]) == ("constant", "margin") and wanted_methods(["all"]) == contestants()
     raises(UserError, "no method is named", wanted_methods, [])
     assert not adapter_epochs(0) and set(adapter_epochs(3)) >= {"probvlm", "asymvlm", "pfe", "pcmepp", "prolip"}
 

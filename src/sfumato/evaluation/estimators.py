@@ -255,6 +255,9 @@ ESTIMATORS: dict[str, Estimator] = {
 }  # fmt: skip
 """Every estimator by name, the registered ones included."""
 
+BUILT_IN = frozenset(ESTIMATORS)
+"""The names of those of the package."""
+
 
 def register_estimator(estimator: Estimator) -> Estimator:
     """Add an estimator to ESTIMATORS, so that all measurements include it.

@@ -14,7 +14,7 @@ import numpy as np
 
 from sfumato.errors import UserError, counted, expected_columns
 from sfumato.ids import DIRECTION_OF, DIRECTIONS, Side, id_error
-from sfumato.studies.contestants import CONTESTANTS, Contestant
+from sfumato.studies.contestants import Contestant, contestants
 from sfumato.studies.frozen_model import FrozenModel, FrozenSplit
 
 COLUMNS = ("method", "split", "direction", "query", "uncertainty")
@@ -145,7 +145,7 @@ def _wrong(row: Mapping[str | None, str | None]) -> str:
     name, _, direction, _, uncertainty = (value or "" for value in values)
     if problem := id_error(name):
         return f"the name of the method: {problem}"
-    if name in CONTESTANTS:
+    if name in contestants():
         return f"{name!r} is a method of sfumato already; expected another name, for example my_{name}"
     if direction not in DIRECTIONS:
         return f"direction {direction!r}; expected t2i, where texts are the queries, or i2t, where images are"

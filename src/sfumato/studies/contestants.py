@@ -14,9 +14,18 @@ from torch import Tensor
 
 from sfumato.calibration.calibrator import Calibration
 from sfumato.calibration.conditional import N_NEAREST
-from sfumato.evaluation.estimators import ESTIMATORS, NEAREST, Block, Estimator, Matching, estimate_uncertainty
+from sfumato.evaluation.estimators import (
+    BUILT_IN,
+    ESTIMATORS,
+    NEAREST,
+    Block,
+    Estimator,
+    Matching,
+    estimate_uncertainty,
+)
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.ids import DIRECTION_OF, OTHER_SIDE, Direction, Side
+from sfumato.imports import HOW
 from sfumato.models.calibrate import calibrate_split
 from sfumato.posthoc import METHODS, PosthocMethod
 from sfumato.studies.frozen_model import FrozenModel, FrozenSplit
@@ -131,8 +140,18 @@ BASELINES = ("constant", "match_entropy", "sfumato", "sfumato_no_reference")
 """What the methods are compared with: see CONSTANT, MATCH_ENTROPY and :func:`first_hit_estimator`, the last with
 and without reference queries of the training."""
 
-CONTESTANTS = (*BASELINES, *METHODS)
-"""Everything that is compared."""
+
+def is_own(name: str) -> bool:
+    """Whether it was registered from outside of the package: its code may have changed since the last call."""
+    if method := METHODS.get(name):
+        return not method.__module__.startswith("sfumato.")
+    return name not in (*BASELINES, *BUILT_IN)
+
+
+def contestants() -> tuple[str, ...]:
+    """The names of all that is compared: baselines, post-hoc methods, and estimators that were registered."""
+    own = (name for name in ESTIMATORS if name not in METHODS and is_own(name))
+    return (*BASELINES, *METHODS, *own)
 
 
 def pair_calibration(model: FrozenModel, *, reference: bool) -> Calibration:
@@ -153,8 +172,10 @@ def fit_contestant(
     if name in ("sfumato", "sfumato_no_reference"):
         own = pair_calibration(model, reference=name == "sfumato")
         return of_estimator(first_hit_estimator(own), own, n_bytes=_n_bytes(own.tensors().values()))
+    if name not in METHODS and name in contestants():
+        return of_estimator(ESTIMATORS[name], calibration)
     if name not in METHODS:
-        raise ValueError(f"unknown method {name!r}; known: {', '.join(CONTESTANTS)}")
+        raise ValueError(f"unknown method {name!r}; known: {', '.join(contestants())}; {HOW}")
     pairs = model.training_pairs(2 * calibration.logit_scale)
     return of_method(METHODS[name].fit(pairs, seed=seed, **(options or {})))
 

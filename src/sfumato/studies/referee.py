@@ -31,6 +31,7 @@ from sfumato.evaluation.trust import error_statistics
 from sfumato.files import read_json, write_json
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.ids import DIRECTION_OF, OTHER_SIDE, Direction, Side
+from sfumato.imports import HOW
 from sfumato.matching import match_probability
 from sfumato.metrics.bootstrap import Interval, Statistic, bootstrap, mean_statistic, percentile_interval
 from sfumato.metrics.relevance import Relevance
@@ -39,7 +40,14 @@ from sfumato.metrics.selective import auroc
 from sfumato.metrics.uncertainty import RecallBinning, balanced_spearman, binned_recall, resampled_balanced_spearman
 from sfumato.posthoc import METHODS, NOT_BUILT, AdapterMethod, fit_hit_logits
 from sfumato.studies.added import AddedMethod
-from sfumato.studies.contestants import CONTESTANTS, Contestant, answerable_without, fit_contestant, pair_calibration
+from sfumato.studies.contestants import (
+    Contestant,
+    answerable_without,
+    contestants,
+    fit_contestant,
+    is_own,
+    pair_calibration,
+)
 from sfumato.studies.frozen_model import FrozenCorruption, FrozenModel, FrozenSplit
 from sfumato.studies.referee_report import (
     FORMAT,
@@ -63,7 +71,7 @@ _SMALLEST = 1e-12
 class RefereeOptions:
     """What is compared, and how it is measured."""
 
-    methods: tuple[str, ...] = CONTESTANTS
+    methods: tuple[str, ...] = field(default_factory=contestants)
     fit: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # options of the fit by method
     n_resamples: int = 200  # of the intervals
     n_absent: int = 200  # largest number of queries of a direction whose matches are taken out of the gallery
@@ -71,8 +79,8 @@ class RefereeOptions:
 
     def __post_init__(self) -> None:
         for name in (*self.methods, *self.fit):
-            if name not in CONTESTANTS:
-                raise ValueError(f"referee: unknown method {name!r}; known: {', '.join(CONTESTANTS)}")
+            if name not in contestants():
+                raise ValueError(f"referee: unknown method {name!r}; known: {', '.join(contestants())}")
         if min(self.n_resamples, self.n_absent, self.seed) < 0:
             raise ValueError(
                 "referee: n_resamples, n_absent and seed must not be negative, got"
@@ -82,11 +90,12 @@ class RefereeOptions:
 
 def wanted_methods(names: Sequence[str]) -> tuple[str, ...]:
     """The contestants of a list of names."""
-    if unknown := [name for name in names if name not in (*CONTESTANTS, "all")]:
-        raise UserError(f"unknown method {unknown[0]!r}; known: all, {', '.join(CONTESTANTS)}")
+    known = contestants()
+    if unknown := [name for name in names if name not in (*known, "all")]:
+        raise UserError(f"unknown method {unknown[0]!r}; known: all, {', '.join(known)}; {HOW}")
     if not names:
-        raise UserError(f"no method is named; known: all, {', '.join(CONTESTANTS)}")
-    return CONTESTANTS if "all" in names else tuple(name for name in CONTESTANTS if name in names)
+        raise UserError(f"no method is named; known: all, {', '.join(known)}")
+    return known if "all" in names else tuple(name for name in known if name in names)
 
 
 def adapter_epochs(epochs: int) -> dict[str, dict[str, Any]]:
@@ -104,11 +113,11 @@ def referee_model(
     say: Callable[[str], None] = lambda line: None,
     added: Sequence[AddedMethod] = (),
 ) -> dict[str, Any]:
-    """Fit and measure every contestant on one frozen model; methods that were added are always measured anew."""
+    """Fit and measure every contestant on one frozen model; those of one's own are always measured anew."""
     options = options or RefereeOptions()
-    contestants = {method: method.contestants(model) for method in added}
+    own = {method: method.contestants(model) for method in added}
     report = _kept(path, model, options) or _new_report(model, options)
-    missing = [name for name in options.methods if name not in report["methods"]]
+    missing = [name for name in options.methods if name not in report["methods"] or is_own(name)]
     if missing or added:
         report["about"] = dict(about or {})
         splits, n, seed = {"val": model.val, **model.tests}, len(model.val.images), options.seed
@@ -120,7 +129,7 @@ def referee_model(
             say(f"{model.name}, seed {options.seed}: {name}, {report['methods'][name].get('fit_seconds', 0):.1f} s fit")
             if path is not None:
                 write_json(path, report)
-        for method, by_split in contestants.items():
+        for method, by_split in own.items():
             report["methods"][method.name] = _added(method, by_split, options, validation, scenes)
     if path is not None:
         write_json(path, report)

@@ -1,0 +1,47 @@
+"""The guide "Your own method", run as it stands, with a small model and few epochs."""
+
+import re
+import shlex
+import shutil
+from pathlib import Path
+
+import pytest
+
+from sfumato import imports
+from sfumato.distances import DISTANCES
+from sfumato.evaluation.estimators import ESTIMATORS
+from sfumato.losses import LOSSES
+
+ROOT = Path(__file__).resolve().parents[2]
+GUIDE = (ROOT / "docs" / "guides" / "own-method.md").read_text(encoding="utf-8")
+TINY = [
+    "train.epochs=2", "train.threads=1", "model.dim=16", "model.image.size=16", "model.image.width=4",
+    "model.text.vocabulary=200", "model.text.width=16", "optim.warmup_epochs=0",
+]  # fmt: skip
+NAMES = ((LOSSES, "margin"), (DISTANCES, "l1_means"), (ESTIMATORS, "top2_gap"))
+
+
+def forget(monkeypatch):
+    """As in another process."""
+    for table, name in NAMES:
+        table.pop(name, None)
+    monkeypatch.setattr(imports, "_digests", {})
+    monkeypatch.setattr(imports, "_given", {})
+
+
+@pytest.mark.slow
+def test_the_commands_run_in_their_order(tmp_path, sfumato, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    shutil.copy(ROOT / "docs/examples/mymethod.py", tmp_path)
+    printed = {}
+    for block in re.findall(r"^```bash\n(.*?)^```", GUIDE, re.DOTALL | re.MULTILINE):
+        for line in block.splitlines():
+            words = shlex.split(line, comments=True)[1:]
+            words += TINY if words[0] == "train" else []
+            words += ["--absent", "20", "--corrupted", "0"] if words[0] == "referee" else []
+            forget(monkeypatch)
+            printed[line.split()[1], words[1]] = sfumato.printed(*words)
+    forget(monkeypatch)
+    assert "top2_gap" in printed["trust", "runs/margin-0"].replace(" ", "_")
+    assert "top2_gap" in printed["referee", "runs/margin-0"]
+    assert "l1_means" in printed["evaluate", "run"] and "1F" in printed["search", "runs/margin-index"]
