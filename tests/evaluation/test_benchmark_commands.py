@@ -182,7 +182,7 @@ def test_ranking_by_match_probability_takes_the_logits_of_the_run(work, sfumato)
     ]  # fmt: skip
     own = strategies["match_probability"]["truths"]["flickr8k"]
     assert own["i2t"]["recall@1"] == found["i2t"]["recall@1"] and own["rsum"] == found["rsum"]
-    with pytest.raises(ValueError, match="unknown distance 'elkk'.*nearest_of_K, match_probability"):
+    with pytest.raises(ValueError, match="unknown distance 'elkk'.*nearest_of_K.*; or match_probability"):
         load_run(work / "run").ranking_distance("elkk")
 
 

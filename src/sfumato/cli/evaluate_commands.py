@@ -354,8 +354,8 @@ def files(
     more = beside.more()
     if given.subset:
         more.check_subset()
-    if (kind := "--ranked" if ranked else "--scores" if scores else "") and (needs := _of_embeddings_alone(beside)):
-        raise UserError(f"{needs} needs embeddings; leave it out with {kind}, or give --images and --texts")
+    if ranked or scores:
+        _refuse_what_needs_embeddings(beside, "--ranked" if ranked else "--scores")
     probability = None if logit_scale is None else match_probability_distance(logit_scale, logit_bias)
     other = _read_compared(more.compared_with)
     more.check_samples(score or "csd")
@@ -366,13 +366,9 @@ def files(
     )  # fmt: skip
     where = None if device == "auto" else choose_device(device)
     measured, embedded = measure_files(
-        chosen,
-        score,
-        split=given.benchmark_split or split,
-        match_probability=probability,
-        device=where,
+        chosen, score, split=given.benchmark_split or split, match_probability=probability, device=where,
         options=more.options,
-    )
+    )  # fmt: skip
     if ranked is None and not (image_ids and text_ids):
         what = "embeddings" if scores is None else "rows or columns"
         say(f"note: no ids were given for some {what}; they get the ids of the ground truth, in its order")
@@ -380,13 +376,14 @@ def files(
     _print_figures(measured, extra, str(ranked or scores or f"{images}, {texts}"), as_json)
 
 
-def _of_embeddings_alone(beside: MoreFlags) -> str | None:
-    """The first given option that a ranking alone cannot answer."""
+def _refuse_what_needs_embeddings(beside: MoreFlags, kind: str) -> None:
+    """Raise an error for the first option that a ranking alone cannot answer."""
     given = {
         "--strategies": beside.strategies, "--samples": beside.samples,
         "--uncertainty": None if beside.uncertainty == "total_variance" else beside.uncertainty,
     }  # fmt: skip
-    return next((name for name, value in given.items() if value is not None), None)
+    if needs := next((name for name, value in given.items() if value is not None), None):
+        raise UserError(f"{needs} needs embeddings; leave it out with {kind}, or give --images and --texts")
 
 
 @command(evaluate)

@@ -216,7 +216,8 @@ def _matches(
         shape, rows, columns = (relevance.n_queries, relevance.n_gallery), relevance.query_of_item, relevance.indices
     else:
         table = np.asarray(relevance.cpu() if isinstance(relevance, Tensor) else relevance)
-        shape, (rows, columns) = table.shape, np.nonzero(table) if table.ndim == 2 else ((), ())
+        shape, at = table.shape, np.argwhere(table)
+        rows, columns = (at[:, 0], at[:, 1]) if table.ndim == 2 else (at[:0], at[:0])
     if shape != (len(images), len(texts)):
         raise ValueError(
             f"RetrievalMetrics.update: relevance is {shape}; expected ({len(images)}, {len(texts)}), images by texts"
