@@ -81,7 +81,7 @@ def read_ground_truths(
     Example:
         >>> truth, = read_ground_truths("emoji")
         >>> truth
-        GroundTruth('emoji', 1189 images, 10017 texts)
+        GroundTruth('emoji', 1496 images, 4488 texts)
     """
     if (benchmark is None) == (ground_truth is None):
         raise UserError(f"name the ground truth: either --truth FILE or --benchmark NAME ({', '.join(BENCHMARKS)})")
