@@ -119,7 +119,7 @@ def test_lists_are_measured_as_they_are(folder):
         )
 
 
-def test_a_matrix_of_scores_is_the_ranking_by_it(folder):
+def test_a_matrix_of_scores_is_the_ranking_by_it(folder, capsys):
     ground_truths = read_ground_truths(ground_truth=folder / "truth.json")
     embedded = read_embedded_set(f"{folder}/i.npy", f"{folder}/t.npy", ground_truths)
     distance = torch.cdist(embedded.images.mean, embedded.texts.mean).square().numpy()
@@ -129,7 +129,9 @@ def test_a_matrix_of_scores_is_the_ranking_by_it(folder):
     of_rows = measure_scores(folder / "d.npy", "distance", ground_truths)
     assert of_rows.figures == expected == measure_scores(folder / "s.npy", "similarity", ground_truths).figures
     assert of_rows.to_json()["ids"] == {k: "in the order of the ground truth" for k in ("images", "texts")}
+    assert not capsys.readouterr().err
     assert measure_scores(folder / "d.npy", "similarity", ground_truths).figures != expected
+    assert "are the scores a distance? --scores-are distance" in capsys.readouterr().err
     order = [ground_truths[0].text_ids.index(line) for line in (folder / "shuffled.txt").read_text().split()]
     np.save(folder / "shuffled.npy", distance[:, order])
     named = measure_scores(folder / "shuffled.npy", "distance", ground_truths, text_ids=folder / "shuffled.txt")

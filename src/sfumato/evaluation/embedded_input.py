@@ -41,6 +41,7 @@ from sfumato.gaussian import ScalarUncertainty, accumulation_dtype
 from sfumato.matching import MATCH_PROBABILITY
 from sfumato.metrics.retrieval import Better
 from sfumato.metrics.uncertainty import recall_by_uncertainty
+from sfumato.progress import say
 
 BENCHMARKS = ("coco", "flickr30k", "flickr8k", "cub", "emoji")
 """Names of the benchmarks that can be read."""
@@ -318,10 +319,26 @@ def measure_scores(
     check_finite(path, scores)
     chosen, counts = keep_what_is_there(ground_truths, images, texts) if subset else (tuple(ground_truths), None)
     ranks = rank(Scores(scores, SCORES_ARE[scores_are]), images, texts, chosen)
+    if (place := _mean_place(ranks)) > _BACKWARDS:
+        other = next(kind for kind in SCORES_ARE if kind != scores_are)
+        say(
+            f"note: matches stand at {place:.0%} of the ranking on average, where a random order has 50%: are the"
+            f" scores a {other}? --scores-are {other} ranks the other way round"
+        )
     return Measured(
         f"{scores_are} matrix", len(images), len(texts), figures(ranks), ranks, subset=counts,
         ids={"images": str(image_ids or _OF_TRUTH), "texts": str(text_ids or _OF_TRUTH)},
     )  # fmt: skip
+
+
+_BACKWARDS = 0.6
+"""Mean place of the matches, from 0 to 1, above which a ranking seems to be the wrong way round."""
+
+
+def _mean_place(ranks: BenchmarkRanks) -> float:
+    """Where the matches stand: 0 is the first place of a ranking, 1 the last one."""
+    parts = [part for both in ranks.values() for of in both.values() for part in of.parts if len(part.ranks)]
+    return float(np.mean([part.ranks.mean() / max(1, part.relevance.n_gallery - 1) for part in parts]))
 
 
 SCORES_ARE: dict[str, Better] = {"similarity": "larger", "distance": "smaller"}
