@@ -288,6 +288,31 @@ def test_evaluate_embeddings_of_another_model(files, sfumato):
     assert set(found) == {"recall@2", "map@r", "n_queries", "n_without_positives"}
 
 
+def test_evaluate_a_matrix_of_scores(files, sfumato, tmp_path):
+    truth = ("--truth", files / "truth.csv")
+    lists = json.loads(sfumato("evaluate", "files", "--ranked", files / "lists.json", *truth, "--json")[1])
+    n, m = lists["n_images"], lists["n_texts"]
+    np.save(tmp_path / "scores.npy", np.random.default_rng(0).normal(size=(n, m)))
+    wanted = ("evaluate", "files", "--scores", tmp_path / "scores.npy", *truth)
+    status, out, err = sfumato(*wanted, "--scores-are", "similarity", "--json")
+    assert status == 0 and "rows or columns" in err
+    found = json.loads(out)
+    assert found["score"] == "similarity matrix" and found["ids"]["images"] == "in the order of the ground truth"
+    status, out, _ = sfumato(*wanted, "--scores-are", "similarity")
+    assert status == 0 and "rows: images, in the order of the ground truth; columns: texts" in folded(out)
+    for arguments, message in (
+        ((), "say what the scores"),
+        (
+            ("--scores-are", "distance", "--strategies", "all"),
+            "--strategies needs embeddings; leave it out with --scores",
+        ),
+        (("--scores-are", "distance", "--uncertainty", "log_det"), "--uncertainty needs embeddings"),
+        (("--scores-are", "distance", "--score", "csd"), "leave out --score"),
+    ):
+        status, out, err = sfumato(*wanted, *arguments)
+        assert (status, out) == (2, "") and message in folded(err)
+
+
 def test_evaluate_ranked_lists(files, sfumato):
     arguments = ("evaluate", "files", "--ranked", files / "lists.json", "--truth", files / "truth.csv")
     found = sfumato.json(*arguments)["truths"]["truth"]

@@ -5,6 +5,7 @@ from .calibration.platt import fit_logits as fit_logits
 from .calibration.query_scores import QueryScores as QueryScores
 from .calibration.score_lists import ScoreCalibrator as ScoreCalibrator
 from .data.captioned import read_image_folder as read_image_folder
+from .data.coco import read_coco_captions as read_coco_captions
 from .data.emoji import load_emoji as load_emoji
 from .data.feature_tables import read_embeddings as read_embeddings
 from .data.hub_datasets import read_dataset as read_dataset
@@ -24,6 +25,7 @@ from .encoders.dual import DualEncoder as DualEncoder
 from .encoders.encoder_registry import ENCODERS as ENCODERS
 from .encoders.encoder_registry import register_encoder as register_encoder
 from .encoders.heads import GaussianHead as GaussianHead
+from .evaluation.embedded_input import read_ground_truths as read_ground_truths
 from .evaluation.estimators import ESTIMATORS as ESTIMATORS
 from .evaluation.estimators import Estimator as Estimator
 from .evaluation.estimators import estimate_uncertainty as estimate_uncertainty
@@ -64,11 +66,13 @@ from .matching import MatchingLogits as MatchingLogits
 from .matching import match_probability as match_probability
 from .metrics.relevance import Relevance as Relevance
 from .metrics.reliability import Reliability as Reliability
+from .metrics.uncertainty import RecallByUncertainty as RecallByUncertainty
 from .models.model import Model as Model
 from .models.pretrained_tensors import read_checkpoint as read_checkpoint
 from .models.recipe import Recipe as Recipe
 from .models.recipe import find_recipe as find_recipe
 from .models.recipe import load_recipe as load_recipe
+from .models.streaming import RetrievalMetrics as RetrievalMetrics
 from .posthoc import register_method as register_method
 from .search.answer import Answer as Answer
 from .search.answer import Hit as Hit

@@ -9,16 +9,18 @@ from support.evaluating import evaluate_benchmarks, evaluate_ranked_lists
 from support.raising import raises
 
 from sfumato.errors import UserError
-from sfumato.evaluation.benchmarks import EmbeddedSet
+from sfumato.evaluation.benchmarks import EmbeddedSet, keep_what_is_there
 from sfumato.evaluation.compare import More, more_results, per_query_table, read_per_query
 from sfumato.evaluation.embedded_input import (
     Files,
     measure,
     measure_files,
     measure_lists,
+    measure_scores,
     read_embedded_set,
     read_ground_truths,
 )
+from sfumato.evaluation.ground_truth import ground_truth_from_pairs, in_folds
 from sfumato.evaluation.papers import common_figures
 from sfumato.gaussian import GaussianEmbedding, save_embeddings
 
@@ -109,12 +111,135 @@ def test_lists_are_measured_as_they_are(folder):
     results = more_results(found, None, more, per_query_table(found.ranks))
     assert {d.metric for d in results.differences} == {"recall@1", "r_precision"}
     assert np.isnan(read_per_query(folder / "q.csv").figures["recall@10"]).all()
-    with pytest.raises(UserError, match="ranked lists are already ranked; strategies need embeddings"):
+    with pytest.raises(UserError, match="ranked lists and scores are already ranked; strategies need embeddings"):
         more_results(found, None, More(strategies="csd"))
     with pytest.raises(ValueError, match="recall@5 needs 5"):
         measure_lists(
             folder / "lists.json", read_ground_truths(ground_truth=folder / "truth.json", metrics=["recall@5"])
         )
+
+
+def test_a_matrix_of_scores_is_the_ranking_by_it(folder, capsys):
+    ground_truths = read_ground_truths(ground_truth=folder / "truth.json")
+    embedded = read_embedded_set(f"{folder}/i.npy", f"{folder}/t.npy", ground_truths)
+    distance = torch.cdist(embedded.images.mean, embedded.texts.mean).square().numpy()
+    expected = measure(embedded, "squared_l2").figures
+    np.save(folder / "d.npy", distance)
+    np.save(folder / "s.npy", np.float32(-distance))
+    of_rows = measure_scores(folder / "d.npy", "distance", ground_truths)
+    assert of_rows.figures == expected == measure_scores(folder / "s.npy", "similarity", ground_truths).figures
+    assert of_rows.to_json()["ids"] == {k: "in the order of the ground truth" for k in ("images", "texts")}
+    assert not capsys.readouterr().err
+    assert measure_scores(folder / "d.npy", "similarity", ground_truths).figures != expected
+    assert "are the scores a distance? --scores-are distance" in capsys.readouterr().err
+    order = [ground_truths[0].text_ids.index(line) for line in (folder / "shuffled.txt").read_text().split()]
+    np.save(folder / "shuffled.npy", distance[:, order])
+    named = measure_scores(folder / "shuffled.npy", "distance", ground_truths, text_ids=folder / "shuffled.txt")
+    assert named.figures == expected and named.ids["texts"] == str(folder / "shuffled.txt")
+    assert measure_scores(folder / "shuffled.npy", "distance", ground_truths).figures != expected
+    # Ties: the earlier item of the gallery is first, so only image 0, text 0 and text 1 are found at once.
+    np.save(folder / "ties.npy", np.zeros((N, M), np.int8))
+    tied = measure_scores(folder / "ties.npy", "similarity", ground_truths).figures["truth"]
+    assert (tied["i2t"]["recall@1"], tied["t2i"]["recall@1"]) == (1 / N, 2 / M)
+
+
+@pytest.mark.parametrize(
+    ("scores", "kind", "message"),
+    [
+        (
+            np.zeros((N, M)),
+            None,
+            "--scores-are similarity .larger is closer. or --scores-are distance .* found nothing",
+        ),
+        (np.zeros((N, M)), "cosine", "found 'cosine'"),
+        (
+            np.zeros((M, N)),
+            "distance",
+            "12 by 6, but there are 6 images .* expected 6 by 12.*texts by images: write it",
+        ),
+        (np.zeros((N, M + 1)), "distance", "6 by 13, but .* 12 texts .* expected 6 by 12, images by texts$"),
+        (np.full((N, M), np.nan), "distance", "the score of image 0 and text 0 is NaN"),
+        (np.zeros(N), "distance", "shape .6,. .* expected a matrix of numbers, images by texts"),
+        (np.array([["a"]]), "distance", "type <U1; expected a matrix of numbers"),
+    ],
+)
+def test_matrices_that_cannot_be_ranked(folder, scores, kind, message):
+    np.save(folder / "scores.npy", scores)
+    truths = read_ground_truths(ground_truth=folder / "truth.json")
+    raises(UserError, message, measure_scores, folder / "scores.npy", kind, truths)
+
+
+def test_a_matrix_has_the_options_of_a_ranking_alone(folder):
+    np.save(folder / "d.npy", np.zeros((N, M)))
+    wanted = {"scores": folder / "d.npy", "scores_are": "distance", "ground_truth": folder / "truth.json"}
+    measured, embedded = measure_files(Files(**wanted))
+    assert embedded is None and measured.score == "distance matrix"
+    results = more_results(
+        measured, None, More(per_query=folder / "q.csv", compared_with="x"), per_query_table(measured.ranks)
+    )
+    assert results.differences and all(d.difference.value == 0 for d in results.differences)
+    for more, score, message in (
+        ({}, "csd", "ranked as it is; leave out --score"),
+        ({"image_log_var": folder / "t_log_var.npy"}, None, "leave out --score and the log variances"),
+        ({"ranked": folder / "x.json"}, None, "or --scores; not several of them"),
+        ({"images": "a.npy", "texts": "b.npy"}, None, "not several of them"),
+        ({"scores": None}, None, "nothing to evaluate"),
+    ):
+        raises(UserError, message, measure_files, Files(**wanted | more), score)
+    only = Files(images="a.npy", texts="b.npy", scores_are="distance", ground_truth=folder / "truth.json")
+    raises(UserError, "--scores-are belongs to a matrix of scores", measure_files, only)
+
+
+def test_a_part_of_a_ground_truth_is_marked_and_equals_the_truth_of_that_part(folder):
+    kept = [4, 1, 3]
+    texts = [j for i in kept for j in (2 * i, 2 * i + 1)][1:]  # One text of image 4 is missing.
+    np.save(folder / "some.npy", np.load(folder / "i.npy")[kept])
+    np.save(folder / "some_texts.npy", np.load(folder / "t.npy")[texts])
+    (folder / "some.txt").write_text("".join(f"i{i}\n" for i in kept))
+    (folder / "some_texts.txt").write_text("".join(f"t{j}\n" for j in texts))
+    pairs = [[f"i{j // 2}", f"t{j}"] for j in texts]
+    own = {"images": [f"i{i}" for i in sorted(kept)], "texts": [f"t{j}" for j in sorted(texts)], "pairs": pairs}
+    (folder / "own.json").write_text(json.dumps(own))
+    given = {
+        "images": f"{folder}/some.npy", "texts": f"{folder}/some_texts.npy",
+        "image_ids": folder / "some.txt", "text_ids": folder / "some_texts.txt",
+    }  # fmt: skip
+    raises(ValueError, "3 of the 6 images", measure_files, Files(**given, ground_truth=folder / "truth.json"))
+    part, embedded = measure_files(Files(**given, ground_truth=folder / "truth.json", subset=True))
+    whole, _ = measure_files(Files(**given, ground_truth=folder / "own.json"))
+    assert part.figures == {"truth (subset)": whole.figures["own"]}
+    assert part.to_json()["subset"] == {"truth (subset)": {"images": 3, "of_images": 6, "texts": 5, "of_texts": 12}}
+    complete, _ = measure_files(Files(**given, ground_truth=folder / "own.json", subset=True))
+    assert complete.figures == whole.figures and "subset" not in complete.to_json()
+    raises(UserError, "not comparable with published ones", more_results, part, embedded, More(published=True))
+    (folder / "some.txt").write_text("x\ny\nz\n")
+    nothing = Files(**given, ground_truth=folder / "truth.json", subset=True)
+    raises(
+        UserError,
+        "no image of truth is there with one of its texts .0 of 6 images and 5 of 12 texts are.",
+        measure_files,
+        nothing,
+    )
+
+
+def test_folds_of_a_part_are_those_of_the_whole():
+    n = 10
+    whole = ground_truth_from_pairs("five", range(n), range(2 * n), [(j // 2, j) for j in range(2 * n)])
+    folded = in_folds(whole, 5, name="one")
+    part, counts = keep_what_is_there([folded], [str(i) for i in (0, 1, 7)], [str(j) for j in (1, 2, 14, 15, 19)])
+    assert counts == {"one (subset)": {"images": 3, "of_images": 10, "texts": 5, "of_texts": 20}}
+    names = [([part[0].image_ids[i] for i in f], [part[0].text_ids[t] for t in g]) for f, g in part[0].folds]
+    assert names == [(["0", "1"], ["1", "2"]), (["7"], ["14", "15"])]  # Text 19 lost its image, and its fold.
+
+
+def test_numbers_and_padded_file_names_of_coco_are_one_image():
+    point = GaussianEmbedding(torch.arange(3.0)[:, None], torch.zeros(3, 1))
+    names = ("COCO_val2014_000000000042.jpg", "000000000007.jpg", "000000000139")
+    truth = ground_truth_from_pairs("x", names, ["a", "b", "c"], zip(names, "abc", strict=True))
+    found = measure(EmbeddedSet(point, point, ("42", "7", "139"), ("a", "b", "c"), (truth,)))
+    assert found.figures["x"]["i2t"]["recall@1"] == 1 and found.uncertainty["x"]["i2t"]["bins"]
+    turned = ground_truth_from_pairs("x", (42, 7, 139), ["a", "b", "c"], zip((42, 7, 139), "abc", strict=True))
+    assert measure(EmbeddedSet(point, point, names, ("a", "b", "c"), (turned,))).figures == found.figures
 
 
 @pytest.mark.parametrize(

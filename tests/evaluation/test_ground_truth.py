@@ -10,10 +10,10 @@ import pytest
 from support.evaluating import evaluate_score_matrix
 from support.raising import raises
 
+from sfumato.data.coco import coco_image_id
 from sfumato.data.emoji import load_emoji
 from sfumato.errors import UserError
 from sfumato.evaluation.benchmark_ground_truths import (
-    coco_image_id,
     cub_captions,
     eccv_caption,
     emoji,

@@ -1,9 +1,18 @@
 import numpy as np
 import pytest
 import scipy
+import torch
 from support.raising import raises
 
-from sfumato.metrics.uncertainty import average_ranks, balanced_spearman, pearson, recall_by_uncertainty, spearman
+from sfumato.metrics.reliability import wilson_interval
+from sfumato.metrics.uncertainty import (
+    RecallByUncertainty,
+    average_ranks,
+    balanced_spearman,
+    pearson,
+    recall_by_uncertainty,
+    spearman,
+)
 
 
 @pytest.mark.parametrize("levels", [2, 4, 50, 10**9])
@@ -80,3 +89,39 @@ def test_bad_input_is_named():
     raises(ValueError, "per_bin", balanced_spearman, np.zeros(2), np.array([1, 2]), per_bin=0)
     raises(ValueError, "must be equal", recall_by_uncertainty, np.zeros(2), np.zeros(3))
     raises(ValueError, "n_bins", recall_by_uncertainty, np.zeros(2), np.zeros(2), n_bins=0)
+
+
+def test_the_groups_of_an_object_are_those_of_the_figures():
+    random = np.random.default_rng(5)
+    u, hit = random.random(23), random.integers(0, 2, 23).astype(float)
+    hit[3] = np.nan
+    found, expected = (
+        RecallByUncertainty.of(torch.from_numpy(u), hit, n_bins=4),
+        recall_by_uncertainty(u, hit, n_bins=4),
+    )
+    assert (list(found.bins), found.correlation, found.spearman) == tuple(expected.values())
+    assert found == RecallByUncertainty.of_figures(expected)
+    assert "22 queries in 4 groups" in repr(found)
+    raises(ValueError, "has no bins", RecallByUncertainty.of, np.empty(0), np.empty(0))
+    raises(ValueError, "give those of one direction", RecallByUncertainty.of_figures, {"t2i": {}, "i2t": {}})
+
+
+def test_the_figure_has_each_group_with_its_interval():
+    import matplotlib
+
+    matplotlib.use("Agg")
+    u = np.arange(40.0)
+    found = RecallByUncertainty.of(u, (u < 24).astype(float), n_bins=4)
+    axes = found.plot()
+    line = axes.lines[0]
+    assert line.get_xdata().tolist() == [1, 2, 3, 4] and line.get_ydata().tolist() == [1.0, 1.0, 0.4, 0.0]
+    [bars] = [c for c in axes.collections if len(c.get_segments()) == 4]
+    ends = [tuple(segment[:, 1]) for segment in bars.get_segments()]
+    assert ends == [pytest.approx(wilson_interval(r, 10)) for r in (1.0, 1.0, 0.4, 0.0)]
+    assert [t.get_text() for t in axes.get_xticklabels()] == ["4.5", "14.5", "24.5", "34.5"]
+    assert "10 queries" in axes.get_xlabel() and f"{found.correlation:.2f}" in axes.get_title(loc="left")
+    assert axes.get_ylim()[0] == 0 and found.plot(axes) is axes
+    constant = RecallByUncertainty.of(np.zeros(4), np.ones(4), n_bins=2)
+    assert "correlation of group and recall undefined" in constant.plot().get_title(loc="left")
+    infinite = RecallByUncertainty.of(np.array([1.0, np.inf]), np.array([1.0, 0.0]), n_bins=2)
+    assert infinite.plot().get_xticklabels()[1].get_text() == "∞"

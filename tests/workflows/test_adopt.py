@@ -208,6 +208,22 @@ def random_model(monkeypatch, tmp_path):
 
 
 @pytest.mark.usefixtures("random_model")
+def test_cocos_own_captions_are_told_by_their_content(tmp_path, photographs):
+    tiny_clip(tmp_path / "model", "clip")
+    rows = [json.loads(line) for line in photographs.read_text().splitlines()]
+    images = [{"id": i, "file_name": f"{i}.png"} for i in range(60)]
+    captions = [{"id": 100 + i, "image_id": i, "caption": row["caption"]} for i, row in enumerate(rows)]
+    path = photographs.parent / "annotations" / "mine.json"
+    path.parent.mkdir()
+    path.write_text(json.dumps({"images": images, "annotations": captions}))
+    for image in list((tmp_path / "photos").iterdir()):
+        image.rename(tmp_path / image.name)
+    made = adopt_encoders(str(tmp_path / "model"), path, tmp_path / "run", method="distance", test_fraction=0)
+    assert sum(made.n_images.values()) == 60 and made.run.recipe.data.source == "coco"
+    assert made.run.recipe.data.images == str(tmp_path)
+
+
+@pytest.mark.usefixtures("random_model")
 @pytest.mark.parametrize("kind", ["clip", "siglip"])
 def test_a_model_by_its_folder_embeds_as_transformers_does(tmp_path, photographs, kind):
     model = tiny_clip(tmp_path / "model", kind)

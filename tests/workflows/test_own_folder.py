@@ -70,6 +70,22 @@ def test_a_folder_is_indexed_searched_grows_and_shrinks(sfumato, tmp_path, pictu
     assert len(found["hits"]) == 7 and "red.png" not in {hit["id"] for hit in found["hits"]}
 
 
+def test_cocos_own_captions_become_an_index_with_their_words(sfumato, tmp_path):
+    draw(tmp_path / "val2017", "red", "blue")
+    (tmp_path / "annotations").mkdir()
+    images = [{"id": 42, "file_name": "red.png"}, {"id": 7, "file_name": "blue.png"}]
+    (tmp_path / "val2017" / "red.png").rename(tmp_path / "red.png")
+    (tmp_path / "val2017" / "blue.png").rename(tmp_path / "val2017" / "000000000007.png")
+    images[1]["file_name"] = "COCO_val2014_000000000007.png"
+    captions = [{"id": 1, "image_id": 42, "caption": "a tram"}, {"id": 2, "image_id": 7, "caption": "the sea"}]
+    path = tmp_path / "annotations" / "captions.json"
+    path.write_text(json.dumps({"images": images, "annotations": captions}))
+    assert asked(sfumato, "index", "--data", path, "--out", tmp_path / "index")["n"] == 2
+    (found,) = asked(sfumato, "search", tmp_path / "index", "the sea", "-k", 2, "--duplicates", "show")
+    assert {hit["id"]: hit["captions"] for hit in found["hits"]} == {"42": "a tram", "7": "the sea"}
+    assert asked(sfumato, "index", "--sync", "--out", tmp_path / "index")["unchanged"] == 2
+
+
 def test_a_search_is_filtered(sfumato, tmp_path):
     pictures = draw(tmp_path / "pictures", *COLOURS)
     draw(pictures / "inner", "red")

@@ -10,8 +10,9 @@ from PIL import Image
 from support.references import csd
 
 import sfumato
+from sfumato import RecallByUncertainty
 from sfumato.errors import UserError
-from sfumato.models.embed import embed_split, load_split
+from sfumato.models.embed import embed_split, evaluate_run, load_split
 from sfumato.models.run import load_run
 from sfumato.workflows.adopt import adopt
 from sfumato.workflows.export import export_run
@@ -339,6 +340,20 @@ def test_the_reliability_of_a_run_counts_first_hits(toy, model, tmp_path):
     export_run(toy / "run", tmp_path / "exported")
     with pytest.raises(UserError, match="is not a run and has no data of its own"):
         sfumato.load(tmp_path / "exported").reliability()
+
+
+def test_the_recall_by_uncertainty_of_a_run_is_that_of_its_evaluation(toy, model, tmp_path):
+    evaluation, path = evaluate_run(load_run(toy / "run"), "test")
+    for direction in ("t2i", "i2t"):
+        found = model.recall_by_uncertainty("test", direction=direction)
+        assert found == RecallByUncertainty.of_figures(evaluation.uncertainty[direction])
+        assert found == RecallByUncertainty.of_figures(json.loads(path.read_text())["uncertainty"][direction])
+    assert len(model.recall_by_uncertainty(n_bins=3, uncertainty="log_det").bins) == 3
+    with pytest.raises(UserError, match="has no split 'none'; it has train"):
+        model.recall_by_uncertainty("none")
+    export_run(toy / "run", tmp_path / "exported")
+    with pytest.raises(UserError, match="is not a run and has no data of its own"):
+        sfumato.load(tmp_path / "exported").recall_by_uncertainty()
 
 
 def test_a_saved_file_of_bytes_is_not_kept_open(model):

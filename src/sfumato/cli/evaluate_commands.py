@@ -48,6 +48,7 @@ if TYPE_CHECKING:
 
 _FILE_OPTIONS = (
     "--images", "--texts", "--image-ids", "--text-ids", "--image-log-var", "--text-log-var", "--ranked", "--truth",
+    "--scores", "--scores-are",
 )  # fmt: skip
 """Options that belong to embedding files alone."""
 
@@ -184,22 +185,35 @@ class BenchmarkFlags:
         "union",
         "COCO: matches of RPC²: union, of CxC and COCO's own, as in the paper, or cxc. The other stands beside.",
     )
+    benchmark_split: str | None = rare(
+        None,
+        "Split of the benchmark, where the data name theirs otherwise: COCO's own val2014 holds the benchmark's test."
+        " Default: that of --split.",
+        metavar="SPLIT",
+    )
+    subset: bool = rare(
+        False,
+        "A smoke test where a part of the benchmark is there alone: evaluate on that, marked everywhere. The figures"
+        " are not those of the benchmark.",
+        "--subset",
+    )
 
     def read(self, split: str) -> "Benchmark | None":
         """The ground truths that a model is to be evaluated against; None for those of its split."""
         from sfumato.evaluation.embedded_input import Benchmark, read_ground_truths
 
         given = {f"--{name}": getattr(self, name) for name in ("annotations", "instances", "classes", "metrics")}
-        given |= {"--rpc2": None if self.rpc2 == "union" else self.rpc2}
+        given |= {"--rpc2": None if self.rpc2 == "union" else self.rpc2, "--subset": self.subset}
+        given |= {"--benchmark-split": self.benchmark_split}
         if self.benchmark is None:
             if extra := next((name for name, value in given.items() if value), None):
                 raise UserError(f"{extra} belongs to a benchmark; add --benchmark NAME, or leave it out")
             return None
         found = read_ground_truths(
             self.benchmark, annotations=self.annotations, instances=tuple(self.instances or ()), classes=self.classes,
-            split=split, metrics=parse_names(self.metrics or ""), rpc2=cast("Rpc2", self.rpc2),
+            split=self.benchmark_split or split, metrics=parse_names(self.metrics or ""), rpc2=cast("Rpc2", self.rpc2),
         )  # fmt: skip
-        return Benchmark(self.benchmark, found)
+        return Benchmark(self.benchmark, found, self.subset)
 
 
 @dataclass(frozen=True)
@@ -264,9 +278,13 @@ def run(
     several processes share the work.
     """
     more, chosen = beside.more(), benchmark.read(split)
+    if benchmark.subset:
+        more.check_subset()
     on = OnData(run, overrides, None, split, device)
     if not is_run(run):
         on.open("evaluate it on")
+    if seeds and benchmark.subset:
+        raise UserError("--subset is a smoke test of one run; leave --seeds out, or evaluate on the whole benchmark")
     if not seeds:
         _evaluate_and_print(on, distance, chosen, more, as_json)
         return
@@ -287,7 +305,10 @@ def model(
     The model may be exported or published, or a run that is evaluated on other data. Started by torchrun, several
     processes share the work.
     """
-    _evaluate_and_print(on, distance, benchmark.read(on.split), beside.more(), as_json)
+    more, chosen = beside.more(), benchmark.read(on.split)
+    if benchmark.subset:
+        more.check_subset()
+    _evaluate_and_print(on, distance, chosen, more, as_json)
 
 
 @command(evaluate)
@@ -302,6 +323,12 @@ def files(
     ranked: Path | None = flag(
         None, 'Or ranked lists instead of embeddings, JSON: {"i2t": {image: [texts]}, "t2i": {text: [images]}}.'
     ),
+    scores: Path | None = flag(
+        None, "Or a matrix of scores, images by texts: .npy. With --scores-are.", metavar="FILE"
+    ),
+    scores_are: str | None = flag(
+        None, "What the scores are: similarity (larger is closer) or distance (smaller is closer).", metavar="KIND"
+    ),
     truth: Path | None = flag(None, "Ground truth: .csv of image,text or .json of {image: [texts]}."),
     given: BenchmarkFlags,
     split: str = rare("test", "Split of a benchmark that has several."),
@@ -314,7 +341,7 @@ def files(
     device: str = rare("auto", "Where to compute: auto, cpu, cuda or mps."),
     as_json: AsJson = False,
 ) -> None:
-    """Evaluate embeddings or ranked lists from files.
+    """Evaluate embeddings, ranked lists or a matrix of scores from files.
 
     They may come from any program; --truth or --benchmark gives the ground truth.
     """
@@ -325,21 +352,38 @@ def files(
     from sfumato.progress import say
 
     more = beside.more()
+    if given.subset:
+        more.check_subset()
+    if ranked or scores:
+        _refuse_what_needs_embeddings(beside, "--ranked" if ranked else "--scores")
     probability = None if logit_scale is None else match_probability_distance(logit_scale, logit_bias)
     other = _read_compared(more.compared_with)
     more.check_samples(score or "csd")
     chosen = Files(
         images, texts, image_ids, text_ids, image_log_var, text_log_var, ranked, truth, given.benchmark,
         given.annotations, tuple(given.instances or ()), given.classes, given.metrics, cast("Rpc2", given.rpc2),
+        scores, scores_are, given.subset,
     )  # fmt: skip
     where = None if device == "auto" else choose_device(device)
     measured, embedded = measure_files(
-        chosen, score, split=split, match_probability=probability, device=where, options=more.options
-    )
+        chosen, score, split=given.benchmark_split or split, match_probability=probability, device=where,
+        options=more.options,
+    )  # fmt: skip
     if ranked is None and not (image_ids and text_ids):
-        say("note: no ids were given for some embeddings; they get the ids of the ground truth, in its order")
+        what = "embeddings" if scores is None else "rows or columns"
+        say(f"note: no ids were given for some {what}; they get the ids of the ground truth, in its order")
     extra = more_results(measured, embedded, more, other, match_probability=probability)
-    _print_figures(measured, extra, str(ranked) if ranked else f"{images}, {texts}", as_json)
+    _print_figures(measured, extra, str(ranked or scores or f"{images}, {texts}"), as_json)
+
+
+def _refuse_what_needs_embeddings(beside: MoreFlags, kind: str) -> None:
+    """Raise an error for the first option that a ranking alone cannot answer."""
+    given = {
+        "--strategies": beside.strategies, "--samples": beside.samples,
+        "--uncertainty": None if beside.uncertainty == "total_variance" else beside.uncertainty,
+    }  # fmt: skip
+    if needs := next((name for name, value in given.items() if value is not None), None):
+        raise UserError(f"{needs} needs embeddings; leave it out with {kind}, or give --images and --texts")
 
 
 @command(evaluate)
@@ -441,11 +485,12 @@ def _evaluate(
     needed = more.needs_match_probability
     probability = opened.model.ranking_distance(MATCH_PROBABILITY) if needed else None
     more.check_samples(chosen)
-    other = _per_query_of_compared(more, opened, distance, truths, group)
+    subset = benchmark is not None and benchmark.subset
+    other = _per_query_of_compared(more, opened, distance, truths, group, subset)
     embedded = None
     if more.anything or benchmark:
         embedded = embed_for_evaluation(
-            opened.model, opened.data, opened.split, ground_truths=truths, process_group=group
+            opened.model, opened.data, opened.split, ground_truths=truths, process_group=group, subset=subset
         )
     result: Evaluation | Measured | None = None
     path = None
@@ -462,13 +507,19 @@ def _evaluate(
     if benchmark is not None:
         result = measured
         if opened.own_run is not None:
-            name = f"benchmark-{benchmark.name}-{opened.split}-{measured.score}"
+            part = "" if measured.subset is None else "subset-"
+            name = f"benchmark-{benchmark.name}-{part}{opened.split}-{measured.score}"
             path = write_figures(opened.own_run, name, measured.to_json())
     return result, path, more_results(measured, embedded, more, other, match_probability=probability)
 
 
 def _per_query_of_compared(
-    more: "More", opened: ModelOnData, distance: str | None, truths: "Sequence[GroundTruth]", group: "ProcessGroup"
+    more: "More",
+    opened: ModelOnData,
+    distance: str | None,
+    truths: "Sequence[GroundTruth]",
+    group: "ProcessGroup",
+    subset: bool,
 ) -> "PerQuery | None":
     """Single queries of the run or file to compare with; None without one, and in all processes but the first."""
     from sfumato.evaluation.compare import PER_QUERY_ENDINGS, per_query_table
@@ -484,7 +535,7 @@ def _per_query_of_compared(
         raise UserError(f"--compare {more.compared_with}: neither a run folder nor a file of single queries")
     compared = load_run(more.compared_with, device=group.device)
     embedded = embed_for_evaluation(
-        compared, compared.recipe.data, opened.split, ground_truths=truths, process_group=group
+        compared, compared.recipe.data, opened.split, ground_truths=truths, process_group=group, subset=subset
     )
     if not group.main:
         return None

@@ -395,7 +395,7 @@ class Frozen:
     )
     data: str | None = flag(
         None,
-        "For MODEL: a manifest, a folder of images with .txt files or of datasets, a Karpathy JSON.",
+        "For MODEL: a manifest, a folder of images with .txt files or of datasets, a Karpathy JSON, COCO's captions.",
         metavar="PATH",
     )
     images: str | None = flag(

@@ -42,9 +42,9 @@ class IndexFlags:
 
     data: str | None = flag(
         None,
-        "Folder of images with its subfolders, a manifest (.jsonl, .csv, .parquet), Karpathy's .json, or .tar archives."
-        " It becomes a collection: --add adds more, --sync follows its files, sfumato delete removes items. No model is"
-        " needed.",
+        "Folder of images with its subfolders, a manifest (.jsonl, .csv, .parquet), Karpathy's .json, COCO's own"
+        " captions (.json), or .tar archives. It becomes a collection: --add adds more, --sync follows its files,"
+        " sfumato delete removes items. No model is needed.",
         metavar="FOLDER",
     )
     images: Path | None = flag(

@@ -7,7 +7,6 @@ embeddings: images and texts as rows of two tables, which an encoder reads inste
 their pairs. A text keeps its wording for tables and pages where a file has one; else its id stands there.
 """
 
-import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,8 +16,9 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
 from sfumato.data.captioned import canonical_split, check_fractions, hashed_split, is_unicode
+from sfumato.data.coco import find_image, refuse_cocos_own
 from sfumato.data.feature_tables import EmbeddingRow, FeatureRow, NamedTable, RegionFile, open_table
-from sfumato.data.images import FileImage, ImageSource, Problems, TarArchive, TarImage
+from sfumato.data.images import FileImage, Problems, TarArchive
 from sfumato.data.manifest import usable_rows
 from sfumato.data.pairs import PairData, SourceItem, make_splits
 from sfumato.errors import UserError
@@ -41,6 +41,7 @@ def karpathy_entries(path: str | Path) -> list[KarpathyEntry]:
     """All entries of a dataset_coco.json, dataset_flickr30k.json or dataset_flickr8k.json, in their order."""
     path = Path(path)
     loaded = read_json(path)
+    refuse_cocos_own(path, loaded)
     entries = loaded.get("images") if isinstance(loaded, dict) else None
     if not isinstance(entries, list):
         raise UserError(f"{path}: not a Karpathy split file; expected an object with a list under 'images'")
@@ -62,7 +63,7 @@ def read_karpathy(path: str | Path, images: str | Path, problems: Problems) -> d
     Args:
         path: the JSON file.
         images: folder or uncompressed tar file of the images; either in COCO's subfolders (``filepath``) or in one
-            folder.
+            folder. COCO's names of 2014 and 2017 stand for each other.
         problems: receives missing images, empty captions, repeated ids and malformed entries.
 
     Returns:
@@ -70,7 +71,8 @@ def read_karpathy(path: str | Path, images: str | Path, problems: Problems) -> d
         split, or with the split "none", are left out.
 
     Raises:
-        UserError: a file is missing, the JSON is not of this layout, or nothing in it is usable.
+        UserError: a file is missing, the JSON is not of this layout (COCO's own captions are named as such), or nothing
+            in it is usable.
     """
     images = Path(images)
     entries = karpathy_entries(path)
@@ -97,7 +99,7 @@ def _karpathy_items(
             continue
         elif entry.filename in seen_images:
             problems.add(entry.location, f"image {entry.filename} occurred before")
-        elif (source := _find(images, archive, entry.folder, entry.filename)) is None:
+        elif (source := find_image(images, archive, entry.folder, entry.filename)) is None:
             problems.add(entry.location, f"image {entry.filename} is missing from {images}")
         elif captions := _usable_sentences(entry, seen_texts, problems):
             seen_images.add(entry.filename)
@@ -135,15 +137,6 @@ def _usable_sentences(entry: KarpathyEntry, seen: set[str], problems: Problems) 
             seen.add(identity)
             usable.append((identity, text))
     return tuple(usable)
-
-
-def _find(images: Path, archive: TarArchive | None, folder: str, name: str) -> ImageSource | None:
-    candidates = [os.path.join(folder, name), name]
-    if archive is not None:
-        members = [m for m in map(os.path.normpath, candidates) if m in archive]
-        return TarImage(archive, members[0]) if members else None
-    paths = [images / c for c in candidates if os.path.isfile(images / c)]
-    return FileImage(paths[0]) if paths else None
 
 
 TrainPairs = Literal["class", "own"]

@@ -1,6 +1,6 @@
 """Sources of data: section ``data`` of a recipe, and SOURCES, the registry of what ``data.source`` can name.
 
-A source is a function that reads the splits of some data, see :class:`ReadSource`. The package brings nine; another is
+A source is a function that reads the splits of some data, see :class:`ReadSource`. The package brings ten; another is
 registered with :func:`register_source` and then works in every recipe.
 """
 
@@ -22,6 +22,7 @@ from pydantic import (
 )
 
 from sfumato.data.captioned import read_image_folder
+from sfumato.data.coco import CocoOptions, read_coco_captions
 from sfumato.data.emoji import EmojiOptions, Style, load_emoji
 from sfumato.data.hub_datasets import DatasetOptions, read_dataset
 from sfumato.data.images import Problems
@@ -43,20 +44,20 @@ class DataConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     source: str = "emoji"
-    """name in SOURCES: emoji, manifest, folder, karpathy, shards, datasets, scan, cub, embeddings, or a registered
-    source"""
+    """name in SOURCES: emoji, manifest, folder, karpathy, coco, shards, datasets, scan, cub, embeddings, or a
+    registered source"""
     path: str = ""
-    """manifest (.jsonl, .csv, .parquet), image folder, Karpathy JSON, folder of region features (scan), folder of
-    CUB-200-2011, the training shards (folder, glob or braces: cc3m-{00000..00331}.tar), or a folder or hub name for the
-    package datasets; embeddings: the pairs (.csv, .jsonl, .json, .parquet), row i with row i without it; not used by
-    emoji"""
+    """manifest (.jsonl, .csv, .parquet), image folder, Karpathy JSON, COCO's captions_*.json or a folder of them
+    (coco), folder of region features (scan), folder of CUB-200-2011, the training shards (folder, glob or braces:
+    cc3m-{00000..00331}.tar), or a folder or hub name for the package datasets; embeddings: the pairs (.csv, .jsonl,
+    .json, .parquet), row i with row i without it; not used by emoji"""
     val_path: str = Field("", description="shards: the validation shards, read as a whole; none by default")
     samples_per_epoch: PositiveInt = Field(1_000_000, description="shards: number of pairs per epoch")
     shuffle_buffer: PositiveInt = Field(10_000, description="shards: size of the shuffle buffer, in pairs")
     images: str = ""
-    """manifest, karpathy: folder of the images; by default the folder of data.path. karpathy: also an uncompressed .tar
-    file. embeddings: those of the images (.npy, .safetensors, .parquet, or a folder of shards; a.npy+b.npy puts
-    channels side by side)"""
+    """manifest, karpathy, coco: folder of the images; by default the folder of data.path, or for coco the folder above
+    it if it is named annotations. karpathy, coco: also an uncompressed .tar file. embeddings: those of the images
+    (.npy, .safetensors, .parquet, or a folder of shards; a.npy+b.npy puts channels side by side)"""
     texts: str = Field("", description="embeddings: those of the texts, as data.images")
     epoch_over: EpochOver = "images"
     """what an epoch visits once: each image with one of its texts, or each pair. groups: batches with one image of each
@@ -92,7 +93,9 @@ class DataConfig(BaseModel):
     max_problem_fraction: float = Field(0.01, ge=0, le=1)
     """stop if a larger fraction of the training and validation images is unusable; up to three unusable images never
     stop a run"""
-    options: dict[str, Any] = Field(default={}, description="options of emoji, cub, datasets, or a source from outside")
+    options: dict[str, Any] = Field(
+        default={}, description="options of emoji, coco, cub, datasets, or a source from outside"
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -225,6 +228,13 @@ def _karpathy(config: DataConfig, problems: Problems) -> dict[str, PairData]:
     return read_karpathy(path, config.images or path.parent, problems)
 
 
+def _coco(config: DataConfig, problems: Problems) -> dict[str, PairData]:
+    year = CocoOptions.model_validate(config.options).year
+    return read_coco_captions(
+        _existing(config), problems, images=config.images or None, year=year, **_fractions(config)
+    )
+
+
 def _datasets(config: DataConfig, problems: Problems) -> dict[str, PairData]:
     columns: dict[str, Any] = DatasetOptions.model_validate(config.options).model_dump()
     return read_dataset(config.path, problems, **columns | _fractions(config))
@@ -251,6 +261,7 @@ SOURCES: dict[str, Source] = {
     "manifest": Source(_manifest, inputs="either"),
     "folder": Source(lambda c, problems: read_image_folder(_existing(c), problems, **_fractions(c))),
     "karpathy": Source(_karpathy),
+    "coco": Source(_coco, CocoOptions),
     "shards": Source(
         lambda c, problems: {"val": read_shards(expand_shards(c.val_path), problems)} if c.val_path else {},
         streamed=True,

@@ -4,7 +4,6 @@ Karpathy's split files are read here too.
 """
 
 import importlib.util
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Literal, get_args
 
 import numpy as np
 
+from sfumato.data.coco import coco_image_id
 from sfumato.data.emoji import Style, load_emoji
 from sfumato.data.layouts import karpathy_entries
 from sfumato.errors import UserError
@@ -131,12 +131,6 @@ def _from_lists(root: Path, prefix: str, base: GroundTruth, metrics: tuple[str, 
             )
         sides.append(Relevance.from_lists(index, n_gallery=len(gallery), n_outside=outside if outside.any() else None))
     return GroundTruth(prefix, base.image_ids, base.text_ids, sides[0], sides[1], metrics, source=str(root))
-
-
-def coco_image_id(name: str) -> str:
-    """Read COCO's image number from a file name."""
-    match = re.fullmatch(r"(?:.*/)?(?:COCO_(?:train|val|test)20\d\d_)?0*(\d+)\.jpe?g", name)
-    return match[1] if match and re.search(r"\d{12}\.", name) else name
 
 
 # ---------------------------------------------------------------- Karpathy's split files

@@ -394,6 +394,12 @@ def over_seeds(results: Sequence[Mapping[str, float | None]]) -> dict[str, OverS
     return summary
 
 
+_SMOKE = (
+    "--subset: figures of a part of a benchmark are not comparable with published ones, because recall is higher in a"
+    " smaller gallery; leave --published and --published-tables out, or evaluate on the whole benchmark"
+)
+
+
 @dataclass(frozen=True)
 class More:
     """The requested extras beside the figures."""
@@ -427,6 +433,11 @@ class More:
         if not self.published:
             return ()
         return DEFAULT_TABLES if self.strategies is None else STRATEGY_TABLES
+
+    def check_subset(self) -> None:
+        """Check, before the work, that no published figure stands beside those of a part of a benchmark."""
+        if self.chosen_tables:
+            raise UserError(_SMOKE)
 
     def check_samples(self, score: str | Distance) -> None:
         """Check that a number of samples has an effect."""
@@ -496,7 +507,7 @@ def more_results(
     ranks, figures = measured.ranks, measured.figures
     if more.strategies is not None:
         if embedded is None:
-            raise UserError("ranked lists are already ranked; strategies need embeddings")
+            raise UserError("ranked lists and scores are already ranked; strategies need embeddings")
         chosen = choose_strategies(more.strategies)
         if more.strategies in STRATEGY_SETS and more.engine != "exact" and find_spec("faiss") is None:
             left_out = tuple(strategy.name for strategy in chosen if strategy.indexed is not None)
@@ -522,6 +533,8 @@ def more_results(
     rows: list[PublishedRow] = []
     own: dict[str, float] = {}
     if more.chosen_tables:
+        if measured.subset is not None:
+            raise UserError(_SMOKE)
         own = own_figures(figures, measured.uncertainty, measured.total_variance, measure=measured.uncertainty_measure)
         rows = [
             row

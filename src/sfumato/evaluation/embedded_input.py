@@ -1,7 +1,7 @@
 """Evaluation of embeddings or ranked lists of any model, read from files, against ground truths."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +23,25 @@ from sfumato.evaluation.benchmark_ground_truths import (
     pmrp,
     read_coco,
 )
-from sfumato.evaluation.benchmarks import BenchmarkRanks, EmbeddedSet, Lists, figures, rank
+from sfumato.evaluation.benchmarks import (
+    BenchmarkRanks,
+    EmbeddedSet,
+    Lists,
+    Scores,
+    Subset,
+    figures,
+    keep_what_is_there,
+    rank,
+)
 from sfumato.evaluation.ground_truth import GroundTruth, read_ground_truth
 from sfumato.evaluation.protocols import EvaluationOptions, samples_of
 from sfumato.evaluation.strategies import distance_of_score, ranked_by
 from sfumato.files import read_json
 from sfumato.gaussian import ScalarUncertainty, accumulation_dtype
 from sfumato.matching import MATCH_PROBABILITY
+from sfumato.metrics.retrieval import Better
 from sfumato.metrics.uncertainty import recall_by_uncertainty
+from sfumato.progress import say
 
 BENCHMARKS = ("coco", "flickr30k", "flickr8k", "cub", "emoji")
 """Names of the benchmarks that can be read."""
@@ -47,7 +58,32 @@ def read_ground_truths(
     metrics: Sequence[str] = (),
     rpc2: Rpc2 = "union",
 ) -> tuple[GroundTruth, ...]:
-    """Read the ground truths of a benchmark, or a user's own."""
+    """Read the ground truths of a benchmark, or a user's own.
+
+    Args:
+        benchmark: "coco", "flickr30k", "flickr8k", "cub" or "emoji"; None for a user's own.
+        ground_truth: a user's own, see :func:`read_ground_truth`.
+        annotations: coco: Karpathy's dataset_coco.json for COCO 5K and 1K, or the folder of the id lists of the package
+            eccv_caption for CxC, RPC2 and ECCV Caption too; None for the installed package. flickr30k, flickr8k:
+            Karpathy's JSON. cub: the folder of captions.
+        instances: coco: instances_*.json, to add PMRP.
+        classes: cub: the folder of the public lists of classes, or a file of class names.
+        split: of the benchmark.
+        metrics: metrics to report; those of each ground truth if empty.
+        rpc2: coco: the matches of RPC2, "union" of CxC's and COCO's own pairs as in the paper, or "cxc".
+
+    Returns:
+        One or several ground truths with distinct names. The ids of COCO are the numbers of images and annotations.
+
+    Raises:
+        UserError: both or neither of benchmark and ground_truth were given, an option belongs to another benchmark, or
+            a file is missing or malformed.
+
+    Example:
+        >>> truth, = read_ground_truths("emoji")
+        >>> truth
+        GroundTruth('emoji', 1496 images, 4488 texts)
+    """
     if (benchmark is None) == (ground_truth is None):
         raise UserError(f"name the ground truth: either --truth FILE or --benchmark NAME ({', '.join(BENCHMARKS)})")
     of_one = (("--instances", "coco", instances), ("--classes", "cub", classes), ("--rpc2", "coco", rpc2 != "union"))
@@ -79,7 +115,8 @@ def _read_coco(annotations: Path | None, instances: Sequence[Path], split: str, 
     elif split not in ("test", "testall"):  # The second name is that of SCAN's features.
         raise UserError(
             f"CxC and ECCV Caption are of the test split; for --split {split} name Karpathy's file with --annotations"
-            " dataset_coco.json"
+            " dataset_coco.json, or --benchmark-split test if the split holds the benchmark's images, as COCO's own"
+            " val2014 does"
         )
     else:
         by_name = eccv_caption(annotations, rpc2=rpc2)
@@ -108,6 +145,7 @@ class Benchmark:
 
     name: str  # one of BENCHMARKS
     ground_truths: tuple[GroundTruth, ...]  # of :func:`read_ground_truths`
+    subset: bool = False  # whether a part of it may be there alone
 
 
 def read_embedded_set(
@@ -166,10 +204,17 @@ class Measured:
     total_variance: dict[str, float] | None = None  # means of "image" and "text"; None for points and lists
     uncertainty_measure: ScalarUncertainty = "total_variance"  # the scalar uncertainty of "uncertainty"
     samples: dict[str, int] | None = None  # see :class:`~sfumato.evaluation.protocols.Evaluation`
+    subset: Subset | None = None  # what of a benchmark was there, where the figures are of a part of it alone
+    ids: dict[str, str] | None = (
+        None  # of a matrix: where the ids of its "images" (rows) and "texts" (columns) are from
+    )
 
     def to_json(self) -> dict[str, Any]:
         """Convert to JSON values."""
         found = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "ranks"}
+        for name in ("subset", "ids"):
+            if found[name] is None:
+                del found[name]
         return {"truths" if name == "figures" else name: value for name, value in found.items()}
 
 
@@ -196,6 +241,7 @@ def measure(
         variances,
         options.uncertainty,
         None if sampled is None else samples_of(sampled),
+        embedded.subset,
     )
 
 
@@ -211,7 +257,12 @@ def _recall_by_uncertainty(ranks: BenchmarkRanks, values: dict[str, dict[str, fl
 
 
 def measure_lists(
-    path: Path, ground_truths: Sequence[GroundTruth], *, image_ids: Path | None = None, text_ids: Path | None = None
+    path: Path,
+    ground_truths: Sequence[GroundTruth],
+    *,
+    image_ids: Path | None = None,
+    text_ids: Path | None = None,
+    subset: bool = False,
 ) -> Measured:
     """Evaluate ranked lists from a JSON file {"i2t": {image: [texts]}, "t2i": {text: [images]}}, best first."""
     loaded = read_json(path)
@@ -225,8 +276,84 @@ def measure_lists(
             raise UserError(f"{path}: {direction} is not an object of lists; {form}")
     images = _ids_of_ground_truths(ground_truths, "image") if image_ids is None else tuple(read_ids(image_ids))
     texts = _ids_of_ground_truths(ground_truths, "text") if text_ids is None else tuple(read_ids(text_ids))
-    ranks = rank(Lists(loaded["i2t"], loaded["t2i"]), images, texts, ground_truths)
-    return Measured("lists", len(images), len(texts), figures(ranks), ranks)
+    chosen, counts = keep_what_is_there(ground_truths, images, texts) if subset else (tuple(ground_truths), None)
+    ranks = rank(Lists(loaded["i2t"], loaded["t2i"]), images, texts, chosen)
+    return Measured("lists", len(images), len(texts), figures(ranks), ranks, subset=counts)
+
+
+def measure_scores(
+    path: Path,
+    scores_are: str | None,
+    ground_truths: Sequence[GroundTruth],
+    *,
+    image_ids: Path | None = None,
+    text_ids: Path | None = None,
+    subset: bool = False,
+) -> Measured:
+    """Evaluate a matrix of scores, images by texts, which is read from the disk block by block."""
+    if scores_are not in SCORES_ARE:
+        given = "nothing" if scores_are is None else repr(scores_are)
+        raise UserError(
+            f"say what the scores of {path} are: --scores-are similarity (larger is closer) or --scores-are distance"
+            f" (smaller is closer); found {given}"
+        )
+    try:
+        scores = np.load(path, mmap_mode="r", allow_pickle=False)
+    except (OSError, ValueError, EOFError) as error:
+        raise UserError(f"cannot read {path} as a matrix: {error}; expected a .npy file of images by texts") from error
+    if not isinstance(scores, np.ndarray) or scores.ndim != 2 or scores.dtype.kind not in "fiu":
+        what = f"shape {scores.shape} and type {scores.dtype}" if isinstance(scores, np.ndarray) else "several arrays"
+        raise UserError(f"{path} has {what}; expected a matrix of numbers, images by texts")
+    images, texts = (
+        _ids_of_ground_truths(ground_truths, what) if own is None else tuple(read_ids(own))
+        for what, own in (("image", image_ids), ("text", text_ids))
+    )
+    if scores.shape != (len(images), len(texts)):
+        turned = scores.shape == (len(texts), len(images))
+        raise UserError(
+            f"{path} is {scores.shape[0]} by {scores.shape[1]}, but there are {len(images)} images"
+            f" ({image_ids or 'those of the ground truth'}) and {len(texts)} texts"
+            f" ({text_ids or 'those of the ground truth'}); expected {len(images)} by {len(texts)}, images by texts"
+            + (". The matrix is texts by images: write it transposed, np.save(FILE, scores.T)" if turned else "")
+        )
+    check_finite(path, scores)
+    chosen, counts = keep_what_is_there(ground_truths, images, texts) if subset else (tuple(ground_truths), None)
+    ranks = rank(Scores(scores, SCORES_ARE[scores_are]), images, texts, chosen)
+    if (place := _mean_place(ranks)) > _BACKWARDS:
+        other = next(kind for kind in SCORES_ARE if kind != scores_are)
+        say(
+            f"note: matches stand at {place:.0%} of the ranking on average, where a random order has 50%: are the"
+            f" scores a {other}? --scores-are {other} ranks the other way round"
+        )
+    return Measured(
+        f"{scores_are} matrix", len(images), len(texts), figures(ranks), ranks, subset=counts,
+        ids={"images": str(image_ids or _OF_TRUTH), "texts": str(text_ids or _OF_TRUTH)},
+    )  # fmt: skip
+
+
+_BACKWARDS = 0.6
+"""Mean place of the matches, from 0 to 1, above which a ranking seems to be the wrong way round."""
+
+
+def _mean_place(ranks: BenchmarkRanks) -> float:
+    """Where the matches stand: 0 is the first place of a ranking, 1 the last one."""
+    parts = [part for both in ranks.values() for of in both.values() for part in of.parts if len(part.ranks)]
+    return float(np.mean([part.ranks.mean() / max(1, part.relevance.n_gallery - 1) for part in parts]))
+
+
+SCORES_ARE: dict[str, Better] = {"similarity": "larger", "distance": "smaller"}
+"""What a matrix of scores may be, and which of its scores are better."""
+
+_OF_TRUTH = "in the order of the ground truth"
+
+
+def check_finite(path: Path, scores: np.ndarray) -> None:
+    """Raise an error for NaN in a matrix; infinities have a rank."""
+    rows = max(1, 2**24 // max(scores.shape[1], 1))
+    for start in range(0, len(scores) if scores.dtype.kind == "f" else 0, rows):
+        if (wrong := np.isnan(scores[start : start + rows])).any():
+            row, column = np.argwhere(wrong)[0].tolist()
+            raise UserError(f"{path}: the score of image {start + row} and text {column} is NaN; it has no rank")
 
 
 @dataclass(frozen=True)
@@ -247,11 +374,31 @@ class Files:
     classes: Path | None = None
     metrics: str | None = None  # names of metrics with commas between them
     rpc2: Rpc2 = "union"
+    scores: Path | None = None  # a matrix of scores instead, see :func:`measure_scores`
+    scores_are: str | None = None  # a name in SCORES_ARE
+    subset: bool = False  # whether a part of the ground truth may be there alone
 
     def given(self) -> list[str]:
         """List the options that were given."""
         names = [f.name for f in fields(self) if getattr(self, f.name) != f.default]
         return [f"--{'truth' if name == 'ground_truth' else name.replace('_', '-')}" for name in names]
+
+
+def _check_files(files: Files, score: str | None) -> None:
+    """Check that the files are embeddings, ranked lists or a matrix of scores, with no option of another kind."""
+    pair = files.images is not None and files.texts is not None
+    kinds = (pair, files.ranked is not None, files.scores is not None)
+    if sum(kinds) != 1 or (files.images is None) != (files.texts is None):
+        if sum(kinds) > 1:
+            raise UserError("give a model, or --images and --texts, or --ranked, or --scores; not several of them")
+        raise UserError("nothing to evaluate: give a model, or --images and --texts, or --ranked, or --scores")
+    if files.scores_are is not None and files.scores is None:
+        raise UserError("--scores-are belongs to a matrix of scores; add --scores FILE, or leave it out")
+    if not pair and (score is not None or files.image_log_var or files.text_log_var):
+        what = (
+            "ranked lists are already ranked" if files.ranked is not None else "a matrix of scores is ranked as it is"
+        )
+        raise UserError(f"{what}; leave out --score and the log variances")
 
 
 def measure_files(
@@ -267,22 +414,28 @@ def measure_files(
 
     Returns (the evaluation, the embeddings or None for ranked lists).
     """
-    pair = files.images is not None and files.texts is not None
-    if (files.ranked is not None) == pair or (files.images is None) != (files.texts is None):
-        raise UserError("nothing to evaluate: give a model, or --images and --texts, or --ranked")
+    _check_files(files, score)
     metrics = [name.strip() for name in files.metrics.split(",")] if files.metrics else []
     ground_truths = read_ground_truths(
         files.benchmark, ground_truth=files.ground_truth, annotations=files.annotations, instances=files.instances,
         classes=files.classes, split=split, metrics=metrics, rpc2=files.rpc2,
     )  # fmt: skip
     if files.ranked is not None:
-        if score is not None or files.image_log_var or files.text_log_var:
-            raise UserError("ranked lists are already ranked; leave out --score and the log variances")
-        return measure_lists(files.ranked, ground_truths, image_ids=files.image_ids, text_ids=files.text_ids), None
+        return measure_lists(
+            files.ranked, ground_truths, image_ids=files.image_ids, text_ids=files.text_ids, subset=files.subset
+        ), None
+    if files.scores is not None:
+        return measure_scores(
+            files.scores, files.scores_are, ground_truths, image_ids=files.image_ids, text_ids=files.text_ids,
+            subset=files.subset,
+        ), None  # fmt: skip
     embedded = read_embedded_set(
         files.images or "", files.texts or "", ground_truths, image_ids=files.image_ids, text_ids=files.text_ids,
         image_log_var=files.image_log_var, text_log_var=files.text_log_var,
     )  # fmt: skip
+    if files.subset:
+        chosen, counts = keep_what_is_there(ground_truths, embedded.image_ids, embedded.text_ids)
+        embedded = replace(embedded, ground_truths=chosen, subset=counts)
     if device is not None:
         embedded = embedded.to(device)
     if score == MATCH_PROBABILITY and match_probability is None:

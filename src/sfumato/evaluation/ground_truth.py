@@ -12,6 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from sfumato.data.coco import coco_captions, json_kind
+from sfumato.data.images import Problems
 from sfumato.data.pairs import PairData
 from sfumato.errors import UserError, expected_columns
 from sfumato.files import read_json
@@ -200,9 +202,10 @@ def read_ground_truth(
     """Read a user's ground truth.
 
     Args:
-        path: JSON, either {"images": [ids], "texts": [ids], "pairs": [[image, text], ...]} or {image: [texts], ...}; or
-            CSV with the columns image and text and one match per row. Without lists of ids, the ids are those of the
-            matches, in the order of the file.
+        path: JSON, either {"images": [ids], "texts": [ids], "pairs": [[image, text], ...]} or {image: [texts], ...}, or
+            COCO's own captions, with the numbers of images and annotations as ids; or CSV with the columns image and
+            text and one match per row. Without lists of ids, the ids are those of the matches, in the order of the
+            file.
         name: of the ground truth; the name of the file if None.
         metrics: metrics to report.
 
@@ -235,6 +238,8 @@ _Ids = tuple[list[str], list[str], list[tuple[str, str]]]
 
 def _read_pairs(path: Path) -> _Ids:
     loaded = read_json(path, hook=distinct_keys)
+    if json_kind(loaded) == "coco":
+        return _of_coco(path)
     if not isinstance(loaded, dict):
         raise UserError(
             f"{path}: found {type(loaded).__name__}; expected an object with images, texts and pairs, or with lists"
@@ -254,6 +259,15 @@ def _read_pairs(path: Path) -> _Ids:
         if not isinstance(pair, list) or len(pair) != 2 or not all(map(_is_id, pair)):
             raise UserError(f"{path}:pairs[{number}]: found {pair!r}; expected [image, text]")
     return ids["images"], ids["texts"], [(str(image), str(text)) for image, text in loaded["pairs"]]
+
+
+def _of_coco(path: Path) -> _Ids:
+    problems = Problems()
+    listed = coco_captions(path, problems)
+    if problems:
+        raise UserError(f"{path}: some entries cannot be used:\n{problems.summary()}")
+    pairs = [(image, text) for text, image, _ in listed.captions]
+    return list(listed.files), [text for _, text in pairs], pairs
 
 
 def _read_csv(path: Path) -> _Ids:

@@ -9,11 +9,17 @@ the sizes of the bins, an interval, and an AUROC beside it.
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 
+from sfumato.arrays import Array, as_tensor
+from sfumato.charts import FIRST, STYLE, new_axes, require_matplotlib
 from sfumato.metrics.bootstrap import Interval, Statistic, bootstrap
+from sfumato.metrics.reliability import wilson_interval
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 
 def average_ranks(x: np.ndarray) -> np.ndarray:
@@ -144,6 +150,120 @@ def recall_by_uncertainty(uncertainty: np.ndarray, hit: np.ndarray, *, n_bins: i
     constant = len(uncertainty) < 2 or uncertainty.min() == uncertainty.max()
     correlation = float("nan") if constant else pearson(np.arange(len(bins)), np.array([b["recall"] for b in bins]))
     return {"bins": bins, "correlation": none_if_nan(correlation), "spearman": none_if_nan(spearman(uncertainty, hit))}
+
+
+@dataclass(frozen=True)
+class RecallByUncertainty:
+    """Recall in groups of queries, from the most certain to the least, as in figure 3 of PCME++.
+
+    Make one with :meth:`of`, :meth:`of_figures` or :meth:`LoadedModel.recall_by_uncertainty`.
+
+    Attributes:
+        bins: a dictionary for each group, {"uncertainty": its mean, None if it is infinite, "recall": recall@1,
+            "count": number of queries}.
+        correlation: Pearson correlation of the number of the group and its recall; -1 is good, None if undefined.
+        spearman: of the uncertainties and the single results; None if undefined.
+    """
+
+    bins: tuple[dict[str, Any], ...]
+    correlation: float | None
+    spearman: float | None
+
+    @classmethod
+    def of(cls, uncertainty: Array, hit: Array, *, n_bins: int = 10) -> "RecallByUncertainty":
+        """Group queries by their uncertainty.
+
+        Args:
+            uncertainty: (n,) any measure, larger is less certain.
+            hit: (n,) 1 where the first hit of a query is right, else 0; NaN for queries without a match, which are left
+                out.
+            n_bins: number of groups of equal size.
+
+        Returns:
+            The groups.
+
+        Raises:
+            ValueError: the shapes differ, n_bins is below 1, or there is no query.
+        """
+        who = "RecallByUncertainty.of"
+        u, y = (
+            as_tensor(x, name, who).double().cpu().numpy() for x, name in ((uncertainty, "uncertainty"), (hit, "hit"))
+        )
+        return cls.of_figures(recall_by_uncertainty(u, y, n_bins=n_bins))
+
+    @classmethod
+    def of_figures(cls, figures: Mapping[str, Any]) -> "RecallByUncertainty":
+        """The groups that an evaluation has counted.
+
+        Args:
+            figures: one direction of an evaluation's figures: ``evaluation.uncertainty["t2i"]`` of
+                :func:`evaluate_retrieval`, or ``json["uncertainty"]["t2i"]`` of a file that `sfumato evaluate` wrote.
+
+        Returns:
+            The groups.
+
+        Raises:
+            ValueError: figures has no groups.
+        """
+        if not figures.get("bins"):
+            raise ValueError(
+                "RecallByUncertainty: figures has no bins; give those of one direction, evaluation.uncertainty['t2i']"
+            )
+        return cls(tuple(figures["bins"]), figures.get("correlation"), figures.get("spearman"))
+
+    def __repr__(self) -> str:
+        n = sum(b["count"] for b in self.bins)
+        first, last = (f"{b['recall']:.1%}" for b in (self.bins[0], self.bins[-1]))
+        return (
+            f"RecallByUncertainty({n} queries in {len(self.bins)} groups: recall@1 {first} of the most certain, {last}"
+            f" of the least; correlation {_digits(self.correlation)})"
+        )
+
+    def plot(self, ax: "Axes | None" = None) -> "Axes":
+        """Draw recall@1 of each group with its 95 % interval.
+
+        Args:
+            ax: axes of matplotlib to draw on; new ones if None.
+
+        Returns:
+            The axes.
+
+        Raises:
+            UserError: matplotlib is not installed.
+        """
+        require_matplotlib()
+        import matplotlib
+        from matplotlib.ticker import PercentFormatter
+
+        if ax is None:
+            ax = new_axes(5.4, 4.2)
+        recall, x = [b["recall"] for b in self.bins], range(1, len(self.bins) + 1)
+        bounds = [wilson_interval(b["recall"], b["count"]) for b in self.bins]
+        gaps = [[max(0.0, y - low) for y, (low, _) in zip(recall, bounds, strict=True)],
+                [max(0.0, high - y) for y, (_, high) in zip(recall, bounds, strict=True)]]  # fmt: skip
+        with matplotlib.rc_context(STYLE):
+            ax.errorbar(x, recall, yerr=gaps, fmt="o-", color=FIRST, markersize=5)
+            ax.set_xticks(list(x), ["∞" if b["uncertainty"] is None else f"{b['uncertainty']:.3g}" for b in self.bins])
+            ax.tick_params(axis="x", labelsize=8)
+            sizes = sorted({b["count"] for b in self.bins})
+            ax.set(
+                xlabel=f"mean uncertainty of each group of {' or '.join(map(str, sizes))} queries",
+                ylabel="recall@1",
+                ylim=(0, min(1.03, 1.1 * max(high for _, high in bounds))),
+            )
+            ax.yaxis.set_major_formatter(PercentFormatter(1, decimals=None))
+            ax.set_title(
+                f"correlation of group and recall {_digits(self.correlation)}; of query and result"
+                f" {_digits(self.spearman)}",
+                loc="left",
+                fontsize=9,
+            )
+            ax.grid(True, axis="y")
+        return ax
+
+
+def _digits(value: float | None) -> str:
+    return "undefined" if value is None else f"{value:.2f}"
 
 
 def none_if_nan(value: float) -> float | None:

@@ -184,7 +184,7 @@ class Model:
             try:
                 return get_distance(name or self.distance)
             except ValueError as error:
-                raise ValueError(f"{error}, {MATCH_PROBABILITY}") from error
+                raise ValueError(f"{error}; or {MATCH_PROBABILITY}, with the logits of the run") from error
         if (logits := self.sampled_logits) is None:
             raise UserError(
                 f"{MATCH_PROBABILITY} needs logits that were learnt on distances of samples; this model has none."

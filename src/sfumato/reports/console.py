@@ -112,13 +112,32 @@ def print_measured(measured: Measured, title: str) -> None:
         for ground_truth, one in measured.figures.items()
         for direction in ("i2t", "t2i")
     ]
-    print_table(f"{title}, by {measured.score}", ["ground truth", "direction", *names, "queries"], rows, left=2)
+    title = f"{title}, by {measured.score}"
+    if measured.subset is not None:
+        title = f"SMOKE TEST on a part of the benchmark: {title}"
+    print_table(title, ["ground truth", "direction", *names, "queries"], rows, left=2)
     sums = [
         f"{ground_truth} RSUM {one['rsum'] * 100:.1f} of 600"
         for ground_truth, one in measured.figures.items()
         if "rsum" in one
     ]
     print_wrapped(" | ".join([*sums, f"images {measured.n_images}, texts {measured.n_texts}"]))
+    if measured.subset is not None:
+        same: dict[str, list[str]] = {}
+        for name, of in measured.subset.items():
+            there = (
+                f"{of['images']:,} of {counted(of['of_images'], 'image')} and {of['texts']:,} of"
+                f" {counted(of['of_texts'], 'text')} are there"
+            )
+            same.setdefault(there, []).append(name)
+        for there, names in same.items():
+            print_wrapped(f"{', '.join(names)}: {there}")
+        print_wrapped(
+            "These are not figures of the benchmark: recall is higher in a smaller gallery. Compare them with nothing"
+            " that was published."
+        )
+    if measured.ids is not None:
+        print_wrapped(f"rows: images, {measured.ids['images']}; columns: texts, {measured.ids['texts']}")
     for line in (*([_RSUM] if sums else []), *([_CSD] if measured.score == "csd" else [])):
         print_wrapped(f"  {line}", indent=4)
     if measured.total_variance is not None:
@@ -391,10 +410,24 @@ def print_trust_summary(report: TrustReport, title: str) -> None:
             )
             continue
         served, _ = _first_hits(report, key)
-        print_wrapped(f"  probability of the first hit: {_advice(served, report)}", indent=4)
+        advice = _AT_CHANCE if _first_hits_at_chance(direction) else _advice(served, report)
+        print_wrapped(f"  probability of the first hit: {advice}", indent=4)
         for figure, (use, unit, by_chance) in _USES.items():
             if (best := _best(direction, figure, by_chance)) is not None:
                 print_wrapped(f"  {use}: {_estimator(best, unit)}", indent=4)
+
+
+_AT_CHANCE = (
+    "do not show it; the first hits are at chance. A random order has as many right ones, so the probability says"
+    " nothing about a hit, however well it is calibrated. Train the model further, or search with another one"
+)
+
+
+def _first_hits_at_chance(direction: DirectionTrust) -> bool:
+    """Whether recall@1 may be that of a random order, though further down the order is better than random."""
+    recall = direction.recall
+    low = recall.value if recall.low is None else recall.low
+    return low is None or low <= direction.chance
 
 
 def _first_hits(report: TrustReport, direction: str) -> tuple[HitFigures | None, HitFigures | None]:

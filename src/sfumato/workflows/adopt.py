@@ -20,6 +20,7 @@ import torch
 from sfumato.arrays import Array
 from sfumato.calibration.calibrator import Calibration
 from sfumato.calibration.conditional import Population
+from sfumato.data.coco import coco_images, json_kind
 from sfumato.data.feature_tables import open_table, resolved_table
 from sfumato.data.hub_datasets import is_dataset_folder
 from sfumato.data.images import Problems
@@ -31,7 +32,7 @@ from sfumato.encoders.model_objects import save_model_object
 from sfumato.errors import UserError
 from sfumato.evaluation.hits import HitFigures, first_hits, measure_hits, without_nearest, without_reference
 from sfumato.evaluation.protocols import Evaluation, evaluate_retrieval
-from sfumato.files import write_atomically, write_json
+from sfumato.files import read_json, write_atomically, write_json
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.ids import Direction
 from sfumato.metrics.bootstrap import Interval, Statistic, bootstrap
@@ -232,7 +233,8 @@ def adopt_encoders(
             folder: a SentenceTransformer of images and texts, or the architecture and the model of open_clip, such as
             ("ViT-B-32", model).
         data: images with captions: a manifest (.csv, .jsonl, .parquet), a folder of images with .txt files, a
-            Karpathy JSON beside its images, or a folder of :func:`~sfumato.data.hub_datasets.read_dataset`.
+            Karpathy JSON or COCO's own captions beside the images, or a folder of
+            :func:`~sfumato.data.hub_datasets.read_dataset`.
         out, method, val_fraction, test_fraction, population, max_queries, force, seed: see :func:`adopt`.
 
     Returns:
@@ -246,12 +248,14 @@ def adopt_encoders(
     path = Path(data)
     if not path.exists():
         raise UserError(
-            f"no data at {path}; give a manifest (.csv, .jsonl), a folder of images, a Karpathy JSON, or a folder of"
-            " the package datasets"
+            f"no data at {path}; give a manifest (.csv, .jsonl), a folder of images, a Karpathy JSON, COCO's own"
+            " captions (.json), or a folder of the package datasets"
         )
-    by_suffix = "karpathy" if path.suffix.lower() == ".json" else "folder"
-    source = "datasets" if is_dataset_folder(path) else by_suffix
-    images = {"images": str(path.resolve().parent)} if source == "karpathy" else {}
+    source = "datasets" if is_dataset_folder(path) else "folder"
+    images = {}
+    if path.suffix.lower() == ".json":
+        source = "coco" if json_kind(read_json(path)) == "coco" else "karpathy"
+        images = {"images": str(coco_images(path) if source == "coco" else path.resolve().parent)}
     pairs = {"source": source, "path": str(path.resolve()), "equal_texts": "merged", **images}
     named = isinstance(model, str | Path)
     with _new_folder(Path(out), force, (model, data)) as folder:

@@ -62,7 +62,7 @@ class Source:
     """A place that items come from."""
 
     path: str  # absolute; of archives as it was given
-    kind: str  # "folder", "manifest", "karpathy" or "shards"
+    kind: str  # "folder", "manifest", "karpathy", "coco", "datasets" or "shards"
     root: str  # folder that the images lie in
     begin: str = ""  # beginning of the ids of its items
 

@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from sfumato.data.coco import coco_images, json_kind, read_coco_captions
 from sfumato.data.hub_datasets import is_dataset_folder, read_dataset
 from sfumato.data.image_decoding import needs_extra, spelt
 from sfumato.data.images import DIGEST, FILE, POINTER, ROOT, FileImage, Problem, Problems, image_files
@@ -28,6 +29,7 @@ from sfumato.data.shards import expand_shards, read_shards
 from sfumato.encoders.minilm import has_minilm
 from sfumato.encoders.processors import available_cpus
 from sfumato.errors import UserError
+from sfumato.files import read_json
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.ids import id_error
 from sfumato.models.embed import embedding_steps, encode_each, file_endings
@@ -76,8 +78,11 @@ def named_source(data: str) -> Source:
     if suffix not in (*MANIFEST_SUFFIXES, ".json"):
         raise UserError(
             f"{data} is a file; expected a folder of images, a manifest ({', '.join(MANIFEST_SUFFIXES)}), the"
-            " .json of COCO or Flickr in Karpathy's layout, .tar archives, or a folder of the package datasets"
+            " .json of COCO or Flickr in Karpathy's layout or of COCO's own captions, .tar archives, or a folder of the"
+            " package datasets"
         )
+    if suffix == ".json" and json_kind(read_json(path)) == "coco":
+        return Source(str(path.resolve()), "coco", str(coco_images(path)))
     kind = "karpathy" if suffix == ".json" else "manifest"
     return Source(str(path.resolve()), kind, str(path.resolve().parent))
 
@@ -101,11 +106,13 @@ def list_items(source: Source, endings: frozenset[str], problems: Problems) -> l
         ]
     elif source.kind == "manifest":
         found = list(_manifest_items(source, problems))
-    elif source.kind in ("karpathy", "datasets"):
-        of_karpathy = source.kind == "karpathy"
-        splits = (
-            read_karpathy(source.path, source.root, problems) if of_karpathy else read_dataset(source.path, problems)
-        )
+    elif source.kind in ("karpathy", "coco", "datasets"):
+        if source.kind == "datasets":
+            splits = read_dataset(source.path, problems)
+        elif source.kind == "coco":
+            splits = read_coco_captions(source.path, problems, images=source.root)
+        else:
+            splits = read_karpathy(source.path, source.root, problems)
         found = [item for data in splits.values() for item in _data_items(source, data)]
     else:
         found = _data_items(source, read_shards(expand_shards(source.path), problems))

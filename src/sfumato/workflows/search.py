@@ -18,11 +18,13 @@ from sfumato.encoders.dual import DualEncoder
 from sfumato.encoders.feature_rows import EmbeddingProcessor, features_read
 from sfumato.errors import UserError, as_typed, counted
 from sfumato.evaluation.hits import first_hits
-from sfumato.gaussian import GaussianEmbedding
+from sfumato.evaluation.protocols import EmbeddedSplit
+from sfumato.gaussian import GaussianEmbedding, ScalarUncertainty
 from sfumato.ids import Direction
 from sfumato.metrics.reliability import N_BINS, Reliability
+from sfumato.metrics.uncertainty import RecallByUncertainty
 from sfumato.models.calibrate import some_positions
-from sfumato.models.embed import embed_folder, embed_split, prepare_split, read_split
+from sfumato.models.embed import embed_folder, embed_split, load_split, prepare_split, read_split
 from sfumato.models.model import Model
 from sfumato.models.recipe import load_recipe
 from sfumato.models.run import RECIPE, choose_device, load_model
@@ -82,6 +84,37 @@ class LoadedModel(Model):
             population=self.calibration.metadata.get("queries", "planted"),
         )
         return Reliability.of(hits.probability, hits.match, n_bins=n_bins)
+
+    def recall_by_uncertainty(
+        self,
+        split: str = "test",
+        *,
+        direction: Direction = "t2i",
+        uncertainty: ScalarUncertainty = "total_variance",
+        n_bins: int = 10,
+    ) -> RecallByUncertainty:
+        """Recall in groups of queries, from the most certain to the least, on a split of the run's own data.
+
+        Args:
+            split: name of the split; all of it is embedded.
+            direction: "t2i" if texts search among images.
+            uncertainty: the scalar uncertainty of the queries: total_variance, geometric_std or log_det.
+            n_bins: number of groups of equal size.
+
+        Returns:
+            The groups; its ``plot()`` draws them.
+
+        Raises:
+            UserError: the model is no run, or its data have no such split.
+        """
+        if not (Path(self.source) / RECIPE).is_file():
+            raise UserError(
+                f"{self.source} is not a run and has no data of its own; use RecallByUncertainty.of(uncertainty, hit)"
+            )
+        prepared = load_split(self.model, load_recipe(Path(self.source) / RECIPE).data, split)
+        query = EmbeddedSplit(*embed_split(self.model, prepared), prepared.data.relevance()).query(direction)
+        values, hit = query.queries.uncertainty(uncertainty), query.first_hits(self.distance)
+        return RecallByUncertainty.of(values, hit, n_bins=n_bins)
 
     def index(
         self,

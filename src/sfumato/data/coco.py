@@ -1,0 +1,233 @@
+"""Source "coco": the captions files of COCO itself, captions_train2014.json, captions_val2017.json and their like.
+
+COCO names an image in several ways: its number (42), a file of 2014 (COCO_val2014_000000000042.jpg) and one of 2017
+(000000000042.jpg). They are one image here, on disk and among ids. What the package reads is told by content:
+Karpathy's split files and COCO's own look alike from outside.
+"""
+
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from sfumato.data.captioned import check_fractions, is_unicode, splits_of_items
+from sfumato.data.images import FileImage, ImageSource, Problems, TarArchive, TarImage
+from sfumato.data.pairs import PairData, SourceItem
+from sfumato.errors import UserError
+from sfumato.files import read_json
+
+JsonKind = Literal["karpathy", "coco", "instances", ""]
+"""What a JSON file of COCO is: Karpathy's splits, COCO's captions, COCO's instances, or something else."""
+
+_NAME = re.compile(r"(?:.*/)?(?:COCO_(?:train|val|test)20\d\d_)?(?=\d{12}(?:\.|$))0*(\d+)(?:\.[A-Za-z0-9]{1,5})?")
+_FILE = re.compile(r"captions_(train|val)(.*)\.json")
+
+
+def coco_image_id(name: str) -> str:
+    """COCO's image number of a file name or of a number of twelve digits; any other name as it is."""
+    match = _NAME.fullmatch(name)
+    return match[1] if match else name
+
+
+def json_kind(loaded: Any) -> JsonKind:
+    """What the content of a JSON file is."""
+    if not isinstance(loaded, dict) or not isinstance(loaded.get("images"), list):
+        return ""
+    annotations = loaded.get("annotations")
+    if not isinstance(annotations, list):
+        return "karpathy" if any(isinstance(one, dict) and "sentences" in one for one in loaded["images"]) else ""
+    captioned = any(isinstance(one, dict) and "caption" in one for one in annotations[:100])
+    return "coco" if captioned or not annotations else "instances"
+
+
+def refuse_cocos_own(path: Path, loaded: Any) -> None:
+    """Raise an error that names the way out where a Karpathy split file is expected and COCO's own file was given."""
+    kind = json_kind(loaded)
+    if kind == "coco":
+        raise UserError(
+            f"{path}: this is COCO's own captions file, not a Karpathy split file. Read it with data.source=coco"
+            f" data.path={path}; Karpathy's dataset_coco.json, which has the test split of the papers, is another file"
+        )
+    if kind == "instances":
+        raise UserError(
+            f"{path}: COCO's annotations without captions; expected Karpathy's dataset_coco.json, or captions_*.json"
+            " with data.source=coco"
+        )
+
+
+def find_image(images: Path, archive: TarArchive | None, folder: str, name: str) -> ImageSource | None:
+    """An image in a folder or an archive; COCO's names of 2014 and 2017 stand for each other."""
+    for candidate in _candidates(folder, name):
+        if archive is not None:
+            if (member := os.path.normpath(candidate)) in archive:
+                return TarImage(archive, member)
+        elif os.path.isfile(path := images / candidate):
+            return FileImage(path)
+    return None
+
+
+def _candidates(folder: str, name: str) -> Iterator[str]:
+    yield os.path.join(folder, name)
+    yield name
+    if (number := coco_image_id(name)) == name:
+        return
+    ending = os.path.splitext(name)[1] or ".jpg"
+    for part in ("train2014", "val2014", "train2017", "val2017"):
+        prefix = f"COCO_{part}_" if part.endswith("2014") else ""
+        for place in ("", part):
+            yield os.path.join(place, f"{prefix}{number:0>12}{ending}")
+
+
+class CocoOptions(BaseModel):
+    """Section ``data.options`` of the source "coco"."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    year: str = Field(
+        "", coerce_numbers_to_str=True, description="2014 or 2017, where a folder has the captions of several years"
+    )
+
+
+@dataclass(frozen=True)
+class CocoCaptions:
+    """What a captions file of COCO says, as it stands there."""
+
+    files: dict[str, str]  # file name of each image by its number
+    captions: list[tuple[str, str, str]]  # (annotation id, image number, caption)
+
+
+def coco_captions(path: str | Path, problems: Problems | None = None) -> CocoCaptions:
+    """Read a captions file of COCO; malformed entries are recorded, or an error without a place for them."""
+    path, problems = Path(path), Problems() if problems is None else problems
+    loaded = read_json(path)
+    kind = json_kind(loaded)
+    if kind != "coco":
+        other = {
+            "karpathy": "a Karpathy split file; read it with data.source=karpathy",
+            "instances": "COCO's annotations without captions; expected captions_*.json",
+            "": 'not a captions file of COCO; expected an object with the lists "images" and "annotations"',
+        }
+        raise UserError(f"{path}: {other[kind]}")
+    files: dict[str, str] = {}
+    for number, entry in enumerate(loaded["images"]):
+        at = f"{path}:images[{number}]"
+        if not isinstance(entry, dict) or not _is_number(entry.get("id")) or not _is_name(entry.get("file_name")):
+            problems.add(at, "malformed entry: expected an object with the number id and the string file_name")
+        elif str(entry["id"]) in files:
+            problems.add(at, f"image {entry['id']} occurred before")
+        else:
+            files[str(entry["id"])] = entry["file_name"]
+    captions, seen = [], set[str]()
+    for number, entry in enumerate(loaded["annotations"]):
+        at = f"{path}:annotations[{number}]"
+        numbers = isinstance(entry, dict) and _is_number(entry.get("id")) and _is_number(entry.get("image_id"))
+        if not numbers or not isinstance(entry.get("caption"), str) or not is_unicode(entry["caption"]):
+            problems.add(at, "malformed entry: expected an object with the numbers id and image_id, and a caption")
+        elif str(entry["image_id"]) not in files:
+            problems.add(at, f"image {entry['image_id']} is not among the images of the file")
+        elif str(entry["id"]) in seen:
+            problems.add(at, f"annotation {entry['id']} occurred before")
+        elif not (text := " ".join(entry["caption"].split())):
+            problems.add(at, "empty caption")
+        else:
+            seen.add(str(entry["id"]))
+            captions.append((str(entry["id"]), str(entry["image_id"]), text))
+    return CocoCaptions(files, captions)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_name(value: Any) -> bool:
+    return isinstance(value, str) and bool(value) and is_unicode(value)
+
+
+def read_coco_captions(
+    path: str | Path,
+    problems: Problems,
+    *,
+    images: str | Path | None = None,
+    year: str = "",
+    val_fraction: float = 0.1,
+    test_fraction: float = 0.1,
+) -> dict[str, PairData]:
+    """Read COCO's own captions, captions_train2014.json, captions_val2017.json and their like.
+
+    Args:
+        path: one file; or a folder with captions_train*.json and captions_val*.json, or one of them.
+        problems: receives missing images, empty captions, repeated ids and malformed entries.
+        images: folder or uncompressed tar file of the images. They may lie in it or in its folders train2014, val2014,
+            train2017 and val2017, under the names of either year. If None: the folder of the file, or the folder above
+            it if that one is named annotations.
+        year: which files of a folder with several years to read, e.g. "2017".
+        val_fraction: one file: fraction of the images for "val", chosen by a hash of the id.
+        test_fraction: the same for "test".
+
+    Returns:
+        A folder: "train" and "val", as the files say. One file: "train", "val" and "test". Image ids are COCO's
+        numbers, text ids the ids of the annotations, as in the benchmarks.
+
+    Raises:
+        UserError: a file is missing, the JSON is not of this layout, or nothing in it is usable.
+        ValueError: the fractions are negative or leave nothing to train on.
+    """
+    check_fractions(val_fraction, test_fraction)
+    path = Path(path)
+    files = _caption_files(path, year) if path.is_dir() else {"": path}
+    root = coco_images(next(iter(files.values()))) if images is None else Path(images)
+    if not root.exists():
+        raise UserError(f"data.images: there is no folder or tar file {root}")
+    try:
+        archive = TarArchive(root) if root.is_file() else None
+    except ValueError as error:
+        raise UserError(f"data.images: {error}") from error
+    items = [item for split, file in files.items() for item in _items(file, split, root, archive, problems)]
+    if not items:
+        raise UserError(f"{path} with {root} gives no usable pair:\n{problems.summary()}")
+    return splits_of_items(items, path, problems, val_fraction, test_fraction)
+
+
+def coco_images(path: Path) -> Path:
+    """Where the images of a captions file are, unless a user says otherwise."""
+    folder = path.resolve().parent
+    return folder.parent if folder.name == "annotations" else folder
+
+
+def _caption_files(folder: Path, year: str) -> dict[str, Path]:
+    """{split: file} of a folder."""
+    found: dict[str, list[Path]] = {}
+    for file in sorted(folder.glob("captions_*.json")):
+        if (match := _FILE.fullmatch(file.name)) and year in (match[2], ""):
+            found.setdefault(match[1], []).append(file)
+    if not found:
+        of = f" of {year}" if year else ""
+        raise UserError(
+            f"{folder} has no captions_train*.json or captions_val*.json{of}; name one file, or another folder"
+        )
+    if several := next((files for files in found.values() if len(files) > 1), None):
+        raise UserError(
+            f"{folder} has {' and '.join(file.name for file in several)}; choose with data.options.year=2017, or name"
+            " one file"
+        )
+    return {split: files[0] for split, files in found.items()}
+
+
+def _items(
+    file: Path, split: str, images: Path, archive: TarArchive | None, problems: Problems
+) -> Iterator[SourceItem]:
+    listed = coco_captions(file, problems)
+    texts: dict[str, list[tuple[str, str]]] = {}
+    for identity, image, text in listed.captions:
+        texts.setdefault(image, []).append((identity, text))
+    for image, name in listed.files.items():
+        if image not in texts:
+            problems.add(f"{file} image {image}", "no usable caption")
+        elif (source := find_image(images, archive, "", name)) is None:
+            problems.add(f"{file} image {image}", f"image {name} is missing from {images}")
+        else:
+            yield SourceItem(image, source, tuple(texts[image]), split, f"{file} image {image}")

@@ -1,0 +1,185 @@
+"""COCO's own captions: files of both years, folders of them, what is malformed, and what is told by content."""
+
+import io
+import json
+import re
+
+import pytest
+from PIL import Image
+
+from sfumato.data.coco import coco_image_id, json_kind, read_coco_captions
+from sfumato.data.images import Problems
+from sfumato.data.layouts import read_karpathy
+from sfumato.data.sources import DataConfig, get_source
+from sfumato.errors import UserError
+from sfumato.evaluation.ground_truth import read_ground_truth
+from sfumato.models.embed import load_splits
+from sfumato.workflows.own_folder import list_items, named_source
+
+
+def captions(path, images, annotations):
+    """A file of COCO; images {number: file name}, annotations [(id, image, caption)]."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(
+        json.dumps(
+            {
+                "info": {"year": 2017},
+                "images": [{"license": 1, "file_name": name, "id": number} for number, name in images.items()],
+                "licenses": [],
+                "annotations": [{"image_id": i, "id": a, "caption": text} for a, i, text in annotations],
+            }
+        )
+    )
+    return path
+
+
+def picture():
+    buffer = io.BytesIO()
+    Image.new("RGB", (8, 8), "red").save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def karpathy(path, name, **more):
+    """A split file with one image and one caption."""
+    of_image = {"filename": name, "split": "test", "sentences": [{"sentid": 1, "raw": "x"}], **more}
+    path.write_text(json.dumps({"images": [of_image], "dataset": "coco"}))
+    return path
+
+
+def raises(error, message):
+    return pytest.raises(error, match=re.escape(message))
+
+
+def padded(number):
+    return f"{number:012d}.jpg"
+
+
+@pytest.fixture
+def coco(tmp_path):
+    """COCO of 2017 as it is unpacked: annotations beside train2017 and val2017."""
+    for part, numbers in (("train", (9, 42)), ("val", (139,))):
+        (tmp_path / f"{part}2017").mkdir()
+        for number in numbers:
+            (tmp_path / f"{part}2017" / padded(number)).write_bytes(picture())
+        captions(
+            tmp_path / "annotations" / f"captions_{part}2017.json",
+            {number: padded(number) for number in numbers},
+            [(100 * n + k, n, f" image {n},\n said {k} ") for k in range(2) for n in numbers],
+        )
+    return tmp_path
+
+
+def test_a_folder_of_annotations_is_train_and_val(coco):
+    problems = Problems()
+    splits = read_coco_captions(coco / "annotations", problems)
+    assert not problems and list(splits) == ["train", "val"]
+    train = splits["train"]
+    assert (train.image_ids, train.text_ids) == (("9", "42"), ("900", "901", "4200", "4201"))
+    assert train.texts[0] == "image 9, said 0" and train.pairs.tolist() == [[0, 0], [0, 1], [1, 2], [1, 3]]
+    assert splits["val"].images[0].path == coco / "val2017" / padded(139)
+    by_recipe = load_splits(DataConfig(source="coco", path=str(coco / "annotations")), Problems())
+    assert by_recipe["train"].text_ids == train.text_ids
+
+
+def test_one_file_is_divided_by_the_fractions_alone(coco):
+    path = coco / "annotations" / "captions_train2017.json"
+    config = DataConfig(source="coco", path=str(path), val_fraction=0.0, test_fraction=0.0)
+    assert list(get_source("coco").read(config, Problems())) == ["train"]
+    found = read_coco_captions(path, Problems(), val_fraction=0.499, test_fraction=0.5)
+    assert sorted(i for data in found.values() for i in data.image_ids) == ["42", "9"]
+
+
+def test_years_are_chosen_by_name(coco):
+    captions(coco / "annotations" / "captions_val2014.json", {139: "COCO_val2014_000000000139.jpg"}, [(1, 139, "x")])
+    message = "captions_val2014.json and captions_val2017.json; choose with data.options.year=2017"
+    with raises(UserError, message):
+        read_coco_captions(coco / "annotations", Problems())
+    found = read_coco_captions(coco / "annotations", Problems(), year="2014")
+    assert found["val"].text_ids == ("1",) and "train" not in found  # With the image under its name of 2017.
+    options = DataConfig(source="coco", path=str(coco / "annotations"), options={"year": 2017})
+    assert get_source("coco").read(options, Problems())["val"].text_ids == ("13900", "13901")
+    with raises(UserError, "no captions_train*.json or captions_val*.json of 2015"):
+        read_coco_captions(coco / "annotations", Problems(), year="2015")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "COCO_val2014_000000000042.jpg",
+        "000000000042.jpg",
+        "000000000042",
+        "val2014/COCO_val2014_000000000042.jpg",
+        "42",
+    ],
+)
+def test_the_names_of_an_image_are_one_number(name):
+    assert coco_image_id(name) == "42"
+
+
+@pytest.mark.parametrize("name", ["0042", "0042.jpg", "1000268201_693b08cb0e.jpg", "x000000000042.jpg", "a/42.jpg"])
+def test_other_names_stay(name):
+    assert coco_image_id(name) == name
+
+
+def test_karpathys_names_of_2014_find_the_images_of_2017_and_the_other_way_round(coco, tmp_path):
+    split = karpathy(tmp_path / "dataset.json", "COCO_val2014_000000000042.jpg", filepath="val2014")
+    found = read_karpathy(split, coco, Problems())["test"]
+    assert found.images[0].path == coco / "train2017" / padded(42)
+    old = tmp_path / "old" / "val2014" / "COCO_val2014_000000000042.jpg"
+    old.parent.mkdir(parents=True)
+    old.write_bytes(picture())
+    new = captions(tmp_path / "captions.json", {42: padded(42)}, [(1, 42, "x")])
+    found = read_coco_captions(new, Problems(), images=tmp_path / "old", val_fraction=0, test_fraction=0)
+    assert found["train"].images[0].path == old
+
+
+def test_every_bad_entry_is_named_and_the_rest_is_read(coco):
+    path = captions(
+        coco / "annotations" / "captions_val2017.json",
+        {139: padded(139), 140: padded(140), 141: padded(9)},
+        [(1, 139, "good"), (1, 139, "again"), (2, 139, " "), (3, 7, "no image"), (4, 140, "gone"), (5, 139, 6)],
+    )
+    loaded = json.loads(path.read_text())
+    loaded["images"] += [{"id": "139", "file_name": "x.jpg"}, {"id": 139, "file_name": "x.jpg"}]
+    path.write_text(json.dumps(loaded))
+    problems = Problems()
+    assert read_coco_captions(coco / "annotations", problems)["val"].text_ids == ("1",)
+    said = problems.summary(100)
+    for reason in (
+        "images[3]: malformed entry", "images[4]: image 139 occurred before", "annotations[1]: annotation 1 occurred",
+        "annotations[2]: empty caption", "annotations[3]: image 7 is not among", "annotations[5]: malformed entry",
+        f"image {padded(140)} is missing", "image 141: no usable caption",
+    ):  # fmt: skip
+        assert reason in said
+
+
+def test_each_reader_names_the_other_ones_file(coco, tmp_path):
+    path = coco / "annotations" / "captions_val2017.json"
+    with raises(
+        UserError, "this is COCO's own captions file, not a Karpathy split file. Read it with data.source=coco"
+    ):
+        read_karpathy(path, coco, Problems())
+    split = karpathy(tmp_path / "dataset.json", "a.jpg")
+    with raises(UserError, "a Karpathy split file; read it with data.source=karpathy"):
+        read_coco_captions(split, Problems())
+    instances = tmp_path / "instances_val2017.json"
+    instances.write_text(json.dumps({"images": [], "annotations": [{"image_id": 1, "category_id": 2}]}))
+    for read in (lambda: read_karpathy(instances, coco, Problems()), lambda: read_coco_captions(instances, Problems())):
+        with raises(UserError, "COCO's annotations without captions"):
+            read()
+    kinds = [json_kind(json.loads(p.read_text())) for p in (path, split, instances)]
+    assert kinds == ["coco", "karpathy", "instances"] and json_kind([]) == ""
+
+
+def test_an_index_is_made_of_a_file_that_its_content_tells(coco):
+    source = named_source(str(coco / "annotations" / "captions_train2017.json"))
+    assert (source.kind, source.root) == ("coco", str(coco))
+    items = {item.id: item for item in list_items(source, frozenset({".jpg"}), Problems())}
+    assert items.keys() == {"9", "42"} and items["42"].file == f"train2017/{padded(42)}"
+    assert items["42"].fields(picture(), Problems())["captions"] == "image 42, said 0\nimage 42, said 1"
+
+
+def test_a_ground_truth_of_cocos_captions(coco):
+    truth = read_ground_truth(coco / "annotations" / "captions_train2017.json")
+    assert (truth.image_ids, truth.text_ids) == (("9", "42"), ("900", "4200", "901", "4201"))
+    assert truth.i2t.to_dense().tolist() == [[True, False, True, False], [False, True, False, True]]
