@@ -250,7 +250,7 @@ def run(
     split: Split = "test",
     distance: Distance = None,
     seeds: list[Path] | None = flag(
-        None, "Another run of the recipe; repeatable. Prints mean ± standard deviation.", metavar="RUN"
+        None, "Run of the same recipe with another train.seed; repeatable. Prints mean ± standard deviation.", metavar="RUN"
     ),
     benchmark: BenchmarkFlags,
     beside: MoreFlags,
@@ -506,8 +506,10 @@ def _evaluate_seeds(
     from sfumato.evaluation.papers import own_figures
     from sfumato.models.process_group import join_process_group
     from sfumato.models.run import choose_device, load_run
+    from sfumato.models.seeds import check_seeds, read_runs
     from sfumato.reports.console import print_over_seeds
 
+    check_seeds(read_runs(runs))
     results: list[dict[str, float | None]] = []
     with join_process_group(partial(choose_device, device), TIMEOUT_MINUTES) as group:
         for folder in runs:
@@ -533,9 +535,9 @@ def _evaluate_seeds(
         return
     summary = over_seeds(results)
     if as_json:
-        print(json.dumps({name: asdict(value) for name, value in summary.items()}))
+        print(json.dumps({"runs": runs} | {name: asdict(value) for name, value in summary.items()}))
     else:
-        print_over_seeds(summary, f"{name}, {split}, {len(results)} runs")
+        print_over_seeds(summary, f"{name}, {split}, {len(results)} runs", runs)
 
 
 @command()

@@ -30,9 +30,21 @@ from sfumato.workflows.adopt import METHODS, AdoptedModel
 from sfumato.workflows.ranked_lists import FittedLists
 
 
-def print_over_seeds(summary: Mapping[str, OverSeeds], title: str) -> None:
-    """Print figures of several runs, mean ± standard deviation."""
-    print_table(title, ["figure", "mean ± deviation"], [[name, str(value)] for name, value in summary.items()])
+def print_over_seeds(summary: Mapping[str, OverSeeds], title: str, runs: Sequence[str]) -> None:
+    """Print figures of several runs: mean ± standard deviation, and the value of each run where all have one."""
+    few = len(runs) <= _RUNS_SHOWN
+    rows = []
+    for name, value in summary.items():
+        all_there = few and len(value.values) == len(runs)
+        each = [f"{one:.2f}" for one in value.values] if all_there else [MISSING] * few * len(runs)
+        rows.append([name, str(value), *each])
+    print_table(title, ["figure", "mean ± deviation", *(runs if few else ())], rows, left=2)
+    if not few:
+        print_wrapped(f"runs: {', '.join(runs)}")
+
+
+_RUNS_SHOWN = 5
+"""Largest number of runs that have a column each."""
 
 
 _RSUM = "RSUM: sum of recall@1, @5 and @10 of both directions, in per cent"
