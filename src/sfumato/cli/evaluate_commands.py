@@ -216,7 +216,9 @@ class MoreFlags:
     candidates: int = rare(100, "Number of candidates that FAISS returns to be re-ranked.", min=1)
     per_query: Path | None = flag(None, "File to write the results of single queries to: .parquet or .csv.")
     compare: str | None = flag(
-        None, "Compare query by query with a file of --per-query or, for a model, another run.", metavar="RUN_OR_FILE"
+        None,
+        "Print a comparison, query by query, with a file of --per-query or, for a model, another run.",
+        metavar="RUN_OR_FILE",
     )
     published: bool = rare(False, "Show the papers' figures for this data beside the own ones.", "--published")
     published_tables: str | None = rare(None, "Published tables to show, with commas, e.g. 'PCME++ C.3,PCME E.4'.")
@@ -250,7 +252,9 @@ def run(
     split: Split = "test",
     distance: Distance = None,
     seeds: list[Path] | None = flag(
-        None, "Run of the same recipe with another train.seed; repeatable. Prints mean ± standard deviation.", metavar="RUN"
+        None,
+        "Run of the same recipe with another train.seed; repeatable. Prints mean ± standard deviation.",
+        metavar="RUN",
     ),
     benchmark: BenchmarkFlags,
     beside: MoreFlags,
@@ -370,11 +374,13 @@ def _print_figures(
 ) -> None:
     """Print an evaluation, what was asked for beside it, and the file that it was written to."""
     from sfumato.evaluation.embedded_input import Measured
-    from sfumato.reports.console import print_evaluation, print_measured, print_more
+    from sfumato.reports.console import print_differences, print_evaluation, print_measured, print_more
 
     if as_json:
         return print(json.dumps(result.to_json() | (beside.to_json() if beside else {})))
-    if isinstance(result, Measured):
+    if beside is not None and beside.compared_with:
+        print_differences(beside, title)
+    elif isinstance(result, Measured):
         print_measured(result, title)
     else:
         print_evaluation(result, f"{title}, by {result.distance}")

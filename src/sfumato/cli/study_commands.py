@@ -259,7 +259,9 @@ class RunsFlags:
     """What makes a table of runs instead of one of a paper."""
 
     group: str | None = flag(
-        None, "Table of the runs of --runs: keys of the recipe, with commas, whose values name the rows.", metavar="KEYS"
+        None,
+        "Table of the runs of --runs: keys of the recipe, with commas, whose values name the rows.",
+        metavar="KEYS",
     )
     vary: list[str] | None = flag(
         None, "Train RECIPE (the first word) with each value, and make the table; repeatable.", metavar="KEY=V,V"
@@ -316,7 +318,9 @@ def table(
     from sfumato.studies.paper_tables import choose_data, with_settings
 
     if _is_of_runs(name, runs, of_runs):
-        if wrong := _first_given({"--list": listed, "--data": data, "--published": published, "--instances": instances}):
+        if wrong := _first_given(
+            {"--list": listed, "--data": data, "--published": published, "--instances": instances}
+        ):
             raise UserError(f"{wrong} is for tables of the papers; leave it out")
         _table_of_runs(name, [*(overrides or [])], runs, of_runs, seeds, out, device, latex, as_json)
         return
@@ -326,7 +330,7 @@ def table(
         else:
             print_items(paper_items())
         return
-    if wrong := _first_given({"--distance": of_runs.distance}) or (runs and len(runs) > 1 and "a second --runs"):
+    if wrong := _first_given({"--distance": of_runs.distance, "a second --runs": len(runs or []) > 1}):
         raise UserError(f"{wrong} is for tables of runs; leave it out")
     item = find_item(name)
     if published:
@@ -360,7 +364,7 @@ def _first_given(options: dict[str, Any]) -> str | None:
 
 
 def _is_of_runs(name: str | None, runs: list[Path] | None, flags: RunsFlags) -> bool:
-    """Whether a table of runs is wanted. Of --runs A B C, which a shell makes of a pattern, B is where the ID stands."""
+    """Whether a table of runs is wanted. Of `--runs A B C`, which a shell makes of a pattern, B stands as the ID."""
     return bool(flags.group or flags.vary or (runs and (name is None or Path(name).exists())))
 
 
@@ -378,8 +382,15 @@ def _table_of_runs(
     """Make a table of runs that are there, or of a grid."""
     from sfumato.models.run import choose_device
     from sfumato.reports.runs_tables import print_runs_table, runs_latex, write_runs_table
-    from sfumato.workflows.table import TableOptions, check_metrics, find_runs, plan_grid, read_vary
-    from sfumato.workflows.table import table_of_grid, table_of_runs
+    from sfumato.workflows.table import (
+        TableOptions,
+        check_metrics,
+        find_runs,
+        plan_grid,
+        read_vary,
+        table_of_grid,
+        table_of_runs,
+    )
 
     keys = parse_names(flags.group or "")
     options = TableOptions(tuple(parse_names(flags.metrics)), tuple(parse_names(flags.distance or "")), flags.split)
@@ -389,7 +400,9 @@ def _table_of_runs(
     if flags.vary:
         grid = read_vary(flags.vary)
         if name is None or keys or len(runs or []) > 1:
-            raise UserError("--vary trains one recipe into one folder: sfumato table RECIPE --vary KEY=V,V [--runs FOLDER]")
+            raise UserError(
+                "--vary trains one recipe into one folder: sfumato table RECIPE --vary KEY=V,V [--runs FOLDER]"
+            )
         recipes = plan_grid(name, words, grid, seeds)
         made = table_of_grid(recipes, tuple(grid), runs[0] if runs else _RUNS, options, device=choose_device(device))
     else:

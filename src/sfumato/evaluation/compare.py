@@ -16,8 +16,9 @@ import numpy as np
 
 from sfumato.distances import Distance, get_distance
 from sfumato.errors import UserError, need
-from sfumato.evaluation.benchmarks import RECALLS, BenchmarkRanks, EmbeddedSet
+from sfumato.evaluation.benchmarks import BenchmarkRanks, EmbeddedSet
 from sfumato.evaluation.embedded_input import Measured
+from sfumato.evaluation.ground_truth import RECALLS
 from sfumato.evaluation.papers import DEFAULT_TABLES, STRATEGY_TABLES, PublishedRow, own_figures, published_rows
 from sfumato.evaluation.protocols import EvaluationOptions
 from sfumato.evaluation.strategies import (

@@ -62,6 +62,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure as Drawing
 
+
 def print_published(item: PaperItem) -> None:
     """Print the paper's figures alone."""
     if not item.rows:

@@ -81,7 +81,8 @@ def _title(table: RunsTable) -> str:
     counts = sorted({len(row.runs) for row in table.rows})
     seeds = f"{counts[0]} to {counts[-1]} seeds" if len(counts) > 1 else f"{counts[0]} seeds"
     averaged = "one seed" if counts == [1] else f"mean ± standard deviation over {seeds}"
-    distances = f", ranked by {', '.join(table.distances)}"
+    own = len(table.distances) > 1 and not any(" by " in column for column in table.columns)
+    distances = f", {'each ' * own}ranked by {'its own distance, ' * own}{', '.join(table.distances)}"
     return f"Split {table.split}{distances}; per cent{_of_600(table)}; {averaged}"
 
 
@@ -95,8 +96,8 @@ def _notes(table: RunsTable, marks: str) -> list[str]:
         notes.append(
             f"{marks} the highest figure of a column if it differs from that of every other row: paired randomisation"
             f" test over {table.n_queries:,} queries, each averaged over the seeds, with the queries of one of"
-            f" {table.n_groups:,} images swapped together; p below {LEVEL:g}. The test is about other queries, not about"
-            " other seeds."
+            f" {table.n_groups:,} images swapped together; p below {LEVEL:g}. The test is about other queries, not"
+            " about other seeds."
         )
     if table.also:
         more = f" and {len(table.also) - _ALSO} more keys" if len(table.also) > _ALSO else ""

@@ -277,14 +277,16 @@ def _check_same_queries(runs: Sequence[SavedRun], results: Mapping[Path, Mapping
     keys = []
     for run in runs:
         table = next(iter(results[run.folder].values())).queries
-        keys.append({key: group for key, group in zip(table.keys(), table.group.tolist(), strict=True) if key[1] != BOTH})
+        keys.append(
+            {key: group for key, group in zip(table.keys(), table.group.tolist(), strict=True) if key[1] != BOTH}
+        )
     for run, own in zip(runs[1:], keys[1:], strict=True):
         if own != keys[0]:
             lone = min(keys[0].keys() ^ own.keys(), default=None)
             why = "the queries have other matches" if lone is None else f"{query_name(lone)} is in one of them only"
             raise UserError(
-                f"{runs[0].folder} and {run.folder} were measured on different data: {why}. A table needs the same split"
-                " of the same data for all runs"
+                f"{runs[0].folder} and {run.folder} were measured on different data: {why}. A table needs the same"
+                " split of the same data for all runs"
             )
 
 
