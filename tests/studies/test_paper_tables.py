@@ -1,23 +1,16 @@
 """`sfumato table`: what is listed stands in the papers; runs are reused; figures are those of `sfumato evaluate`."""
 
 import json
-import os
 import re
-from pathlib import Path
 from statistics import mean, stdev
 
 import pytest
 from support import tiny_figures
-from support.toy import make_toy
 
 from sfumato.errors import UserError
 from sfumato.evaluation.papers import data_sets, find_item, paper_items
-from sfumato.models.embed import evaluate_run
-from sfumato.models.recipe import load_recipe
-from sfumato.models.run import load_run
 from sfumato.reports.papers import averaged_over, tex
 from sfumato.studies import paper_tables
-from sfumato.training.step import DivergedError
 
 PAPERS = {"PCME++": "000_*.txt", "PVSE++": "001_*.txt", "PCME": "004_*.txt"}
 

@@ -315,7 +315,6 @@ def table(
     """
     from sfumato.evaluation.papers import find_item, paper_items
     from sfumato.reports.papers import print_items, print_published
-    from sfumato.studies.paper_tables import choose_data, with_settings
 
     if _is_of_runs(name, runs, of_runs):
         if wrong := _first_given(
@@ -336,17 +335,11 @@ def table(
     if published:
         print(json.dumps(item.rows, ensure_ascii=False)) if as_json else print_published(item)
         return
-    item, changes = with_settings(item, overrides or [])
-    chosen = choose_data(item, data, changes)
-    if instances and not (item.plausible and chosen.name == "coco"):
-        raise UserError("--instances is for PMRP on COCO; leave it out")
     if latex and item.draw:
         raise UserError(f"{item.id} is a figure; leave --latex out")
-    folder = (out or Path("tables")) / _folder_name(item.id)
-    check_out_folder(folder)
-    write = _write_figure if item.draw else _write_table
-    where = runs[0] if runs else _RUNS
-    made, lines = write(item, chosen, where, folder, seeds, tuple(instances or ()), device)
+    made, lines, folder = _table_of_paper(
+        item, [*(overrides or [])], data, runs[0] if runs else _RUNS, out, seeds, tuple(instances or ()), device
+    )
     if as_json:
         print(json.dumps(made, ensure_ascii=False))
     elif latex:
@@ -354,6 +347,29 @@ def table(
     else:
         lines()
         print(f"written to {folder}")
+
+
+def _table_of_paper(
+    item: "PaperItem",
+    overrides: list[str],
+    data: str | None,
+    runs: Path,
+    out: Path | None,
+    seeds: int,
+    instances: tuple[Path, ...],
+    device: str,
+) -> tuple[dict[str, Any], Callable[[], None], Path]:
+    """Make and write a table or figure of a paper: its JSON values, what prints it, and its folder."""
+    from sfumato.studies.paper_tables import choose_data, with_settings
+
+    item, changes = with_settings(item, overrides)
+    chosen = choose_data(item, data, changes)
+    if instances and not (item.plausible and chosen.name == "coco"):
+        raise UserError("--instances is for PMRP on COCO; leave it out")
+    folder = (out or Path("tables")) / _folder_name(item.id)
+    check_out_folder(folder)
+    write = _write_figure if item.draw else _write_table
+    return *write(item, chosen, runs, folder, seeds, instances, device), folder
 
 
 _RUNS = Path("runs/tables")
