@@ -266,13 +266,15 @@ class RunsFlags:
     vary: list[str] | None = flag(
         None, "Train RECIPE (the first word) with each value, and make the table; repeatable.", metavar="KEY=V,V"
     )
-    metrics: str = flag(
-        "rsum,t2i.recall@1,i2t.recall@1", "Columns of a table of runs, with commas. A wrong one lists them."
+    metrics: str | None = flag(
+        None,
+        "Columns of a table of runs, with commas. A wrong one lists them.",
+        show_default="rsum,t2i.recall@1,i2t.recall@1",
     )
     distance: str | None = flag(
         None, "Distances that runs are ranked by, with commas. Default: each run's own.", metavar="NAMES"
     )
-    split: str = rare("test", "Split that runs are measured on.")
+    split: str | None = rare(None, "Split that runs are measured on. Default: test.")
 
 
 @command()
@@ -329,7 +331,9 @@ def table(
         else:
             print_items(paper_items())
         return
-    if wrong := _first_given({"--distance": of_runs.distance, "a second --runs": len(runs or []) > 1}):
+    others = {f"--{key}": getattr(of_runs, key) for key in ("distance", "metrics", "split")}
+    others["a second --runs"] = len(runs or []) > 1
+    if wrong := _first_given(others):
         raise UserError(f"{wrong} is for tables of runs; leave it out")
     item = find_item(name)
     if published:
@@ -399,6 +403,7 @@ def _table_of_runs(
     from sfumato.models.run import choose_device
     from sfumato.reports.runs_tables import print_runs_table, runs_latex, write_runs_table
     from sfumato.workflows.table import (
+        METRICS,
         TableOptions,
         check_metrics,
         find_runs,
@@ -409,7 +414,8 @@ def _table_of_runs(
     )
 
     keys = parse_names(flags.group or "")
-    options = TableOptions(tuple(parse_names(flags.metrics)), tuple(parse_names(flags.distance or "")), flags.split)
+    metrics, distances = (tuple(parse_names(names or "")) for names in (flags.metrics, flags.distance))
+    options = TableOptions(metrics or METRICS, distances, flags.split or "test")
     check_metrics(options.metrics)
     if out is not None:
         check_out_folder(out)
