@@ -255,6 +255,19 @@ def report(
 
 
 @dataclass(frozen=True)
+class PaperFlags:
+    """How a table of a paper is shown or repeated."""
+
+    listed: bool = flag(False, "List all tables and figures with their state and what they need.", "--list")
+    data: str | None = flag(
+        None,
+        "Data: coco, flickr30k, cub, flickr8k, emoji, a Karpathy JSON, a manifest or a folder. Default: the paper's.",
+    )
+    published: bool = flag(False, "Show the paper's figures; nothing is trained.", "--published")
+    instances: list[Path] | None = rare(None, INSTANCES)
+
+
+@dataclass(frozen=True)
 class RunsFlags:
     """What makes a table of runs instead of one of a paper."""
 
@@ -286,14 +299,8 @@ def table(
         "Change to all recipes, e.g. train.epochs=5, or a study's setting, e.g. toy.seed=1. A wrong one lists them.",
         "SECTION.KEY=VALUE",
     ),
-    listed: bool = flag(False, "List all tables and figures with their state and what they need.", "--list"),
-    data: str | None = flag(
-        None,
-        "Data: coco, flickr30k, cub, flickr8k, emoji, a Karpathy JSON, a manifest or a folder. Default: the paper's.",
-    ),
+    of_paper: PaperFlags,
     seeds: int = flag(1, "Number of runs of each row, with the following seeds.", min=1),
-    published: bool = flag(False, "Show the paper's figures; nothing is trained.", "--published"),
-    instances: list[Path] | None = rare(None, INSTANCES),
     runs: list[Path] | None = flag(
         None,
         "Folder of the runs; finished ones are reused. Without ID: the runs of a table, e.g. --runs runs/*.",
@@ -319,31 +326,26 @@ def table(
     from sfumato.reports.papers import print_items, print_published
 
     if _is_of_runs(name, runs, of_runs):
-        if wrong := _first_given(
-            {"--list": listed, "--data": data, "--published": published, "--instances": instances}
-        ):
+        if wrong := _first_given({"--list": of_paper.listed} | _named(of_paper, "data published instances")):
             raise UserError(f"{wrong} is for tables of the papers; leave it out")
         _table_of_runs(name, [*(overrides or [])], runs, of_runs, seeds, out, device, latex, as_json)
         return
-    if listed or name is None:
+    if of_paper.listed or name is None:
         if as_json:
             print(json.dumps([item.to_json() for item in paper_items().values()], ensure_ascii=False))
         else:
             print_items(paper_items())
         return
-    others = {f"--{key}": getattr(of_runs, key) for key in ("distance", "metrics", "split")}
-    others["a second --runs"] = len(runs or []) > 1
-    if wrong := _first_given(others):
+    if wrong := _first_given(_named(of_runs, "distance metrics split") | {"a second --runs": len(runs or []) > 1}):
         raise UserError(f"{wrong} is for tables of runs; leave it out")
     item = find_item(name)
-    if published:
+    if of_paper.published:
         print(json.dumps(item.rows, ensure_ascii=False)) if as_json else print_published(item)
         return
     if latex and item.draw:
         raise UserError(f"{item.id} is a figure; leave --latex out")
-    made, lines, folder = _table_of_paper(
-        item, [*(overrides or [])], data, runs[0] if runs else _RUNS, out, seeds, tuple(instances or ()), device
-    )
+    where = runs[0] if runs else _RUNS
+    made, lines, folder = _table_of_paper(item, [*(overrides or [])], of_paper, where, out, seeds, device)
     if as_json:
         print(json.dumps(made, ensure_ascii=False))
     elif latex:
@@ -356,18 +358,17 @@ def table(
 def _table_of_paper(
     item: "PaperItem",
     overrides: list[str],
-    data: str | None,
+    flags: PaperFlags,
     runs: Path,
     out: Path | None,
     seeds: int,
-    instances: tuple[Path, ...],
     device: str,
 ) -> tuple[dict[str, Any], Callable[[], None], Path]:
     """Make and write a table or figure of a paper: its JSON values, what prints it, and its folder."""
     from sfumato.studies.paper_tables import choose_data, with_settings
 
     item, changes = with_settings(item, overrides)
-    chosen = choose_data(item, data, changes)
+    chosen, instances = choose_data(item, flags.data, changes), tuple(flags.instances or ())
     if instances and not (item.plausible and chosen.name == "coco"):
         raise UserError("--instances is for PMRP on COCO; leave it out")
     folder = (out or Path("tables")) / _folder_name(item.id)
@@ -377,6 +378,10 @@ def _table_of_paper(
 
 
 _RUNS = Path("runs/tables")
+
+
+def _named(flags: PaperFlags | RunsFlags, keys: str) -> dict[str, Any]:
+    return {f"--{key}": getattr(flags, key) for key in keys.split()}
 
 
 def _first_given(options: dict[str, Any]) -> str | None:
