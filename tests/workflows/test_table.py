@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 from dataclasses import replace
+from pathlib import Path
 from statistics import mean, stdev
 
 import numpy as np
@@ -32,7 +33,7 @@ from sfumato.reports.runs_tables import runs_latex, runs_table, write_runs_table
 from sfumato.studies import paper_tables
 from sfumato.training.loop import fit
 from sfumato.training.step import DivergedError
-from sfumato.workflows.table import Best, Row, RunsTable, TableOptions, read_vary, table_of_runs
+from sfumato.workflows.table import Best, Row, RunsTable, TableOptions, find_runs, read_vary, table_of_runs
 
 
 @pytest.fixture(scope="module")
@@ -342,3 +343,30 @@ def test_an_unknown_loss_and_an_unfinished_run_are_in_the_table(work, tmp_path):
     assert [row.label for row in made.rows] == [("pcmepp",), ("mine",)] and made.distances == ("csd",)
     assert made.also == ("imports", "train.epochs")
     assert made.notes == (f"{tmp_path / 'mine'} has 1 of its 3 epochs.",)
+
+
+def test_runs_are_found_by_pattern_and_in_one_folder(work, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("runs/a", "runs/b", "runs/tables/c"):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "recipe.toml").touch()
+    (tmp_path / "runs/notes.txt").touch()
+    runs = [Path("runs/a"), Path("runs/b")]
+    assert find_runs(["runs"]) == (runs, [])
+    found, (note,) = find_runs(["runs/*"])
+    assert found == runs and "runs/notes.txt, runs/tables" in note
+    assert find_runs(sorted(Path("runs").iterdir())) == (found, [note])
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--metrics", "rsum"], "--metrics is for tables of runs; leave it out"),
+        (["--distance", "kl"], "--distance is for tables of runs; leave it out"),
+        (["--runs", "a", "--runs", "b"], "a second --runs is for tables of runs; leave it out"),
+    ],
+)
+def test_a_table_of_a_paper_takes_no_options_of_runs(words, message, sfumato, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert message in folded(sfumato.refused("table", "PCME++ 3", *words))
+    assert "is a figure; leave --latex out" in folded(sfumato.refused("table", "PCME++ Fig. A.1", "--latex"))

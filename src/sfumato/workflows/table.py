@@ -123,7 +123,7 @@ class RunsTable:
 
 
 def find_runs(paths: Sequence[str | Path]) -> tuple[list[Path], list[str]]:
-    """The run folders among paths, patterns and the folders in folders; and what else was named, in words."""
+    """The run folders among paths and patterns, or in a single folder; and what else was named, in words."""
     found: list[Path] = []
     others: list[str] = []
     for path in map(Path, paths):
@@ -131,7 +131,9 @@ def find_runs(paths: Sequence[str | Path]) -> tuple[list[Path], list[str]]:
         if not matches:
             raise UserError(f"--runs {path}: there is no such folder")
         for one in matches:
-            inside = [one] if (one / RECIPE).is_file() else sorted(f.parent for f in one.glob(f"*/{RECIPE}"))
+            inside = [one] if (one / RECIPE).is_file() else []
+            if not inside and len(paths) == 1 and one == path:  # Of many, a folder of other runs is none of them.
+                inside = sorted(file.parent for file in one.glob(f"*/{RECIPE}"))
             found += inside
             others += [] if inside else [str(one)]
     if not found:
