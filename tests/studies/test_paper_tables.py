@@ -77,6 +77,8 @@ def test_figures_are_means_and_deviations_of_evaluate_and_runs_are_reused(table,
     assert not made["same_data"] and made["rows"][0]["published"]["rsum"] > 400
     status, again, err = sfumato(*command, "--json")
     assert json.loads(again)["rows"] == made["rows"] and "training" not in err
+    (latex,) = (work / "out").glob("*/table.tex")
+    assert sfumato.printed(*command, "--latex") == latex.read_text()
     assert trained == {path: path.stat().st_mtime_ns for path in work.glob("runs/*/model.safetensors")}
 
 
