@@ -359,7 +359,7 @@ def test_every_official_figure_from_the_command_line(shared, sfumato, tmp_path):
 
 def test_evaluate_over_several_seeds(work, sfumato, tmp_path):
     runs = [work / "run", tmp_path / "other"]
-    sfumato.printed("train", work / "toy.toml", "train.epochs=1", "train.seed=7", "--out", runs[1])
+    sfumato.printed("train", work / "run/recipe.toml", "train.seed=7", "--out", runs[1])
     alone = [sfumato.json("evaluate", "run", run)["rsum"] * 100 for run in runs]
     both = ("evaluate", "run", runs[0], "--seeds", runs[1])
     rsum = sfumato.json(*both)["rsum"]

@@ -13,7 +13,9 @@ from support.words import folded, too_wide
 
 from sfumato.distances import seeded_samples
 from sfumato.models.embed import embed_for_evaluation
+from sfumato.models.recipe import load_recipe
 from sfumato.models.run import load_run
+from sfumato.training.loop import fit
 
 RECIPE = """
 name = "birds"
@@ -151,14 +153,20 @@ def test_a_part_of_a_benchmark_is_a_smoke_test_and_says_so(work, sfumato):
     assert status == 2 and "--subset belongs to a benchmark" in err
 
 
-def test_several_runs_against_a_benchmark(work, sfumato):
+def test_several_runs_against_a_benchmark(work, sfumato, tmp_path):
     wanted = ("--benchmark", "flickr30k", "--annotations", work / "dataset_flickr8k.json")
-    status, out, err = sfumato("evaluate", "run", work / "run", *wanted, "--seeds", work / "run", "--json")
+    other = tmp_path / "other"
+    recipe = load_recipe(work / "run/recipe.toml")
+    fit(recipe.model_copy(update={"train": recipe.train.model_copy(update={"seed": 8})}), other)
+    status, out, err = sfumato("evaluate", "run", work / "run", *wanted, "--seeds", other, "--json")
     assert status == 0, err
     found = json.loads(out)
+    assert found["runs"] == [str(work / "run"), str(other)]
     one = json.loads(sfumato("evaluate", "run", work / "run", *wanted, "--published", "--json")[1])
-    assert found["i2t flickr30k recall@5"]["mean"] == 100 * one["truths"]["flickr30k"]["i2t"]["recall@5"]
-    assert found["flickr30k rsum"]["values"] == [100 * one["truths"]["flickr30k"]["rsum"]] * 2
+    two = json.loads(sfumato("evaluate", "run", other, *wanted, "--json")[1])
+    both = [100 * of["truths"]["flickr30k"]["i2t"]["recall@5"] for of in (one, two)]
+    assert found["i2t flickr30k recall@5"]["mean"] == pytest.approx(sum(both) / 2)
+    assert found["flickr30k rsum"]["values"] == [100 * of["truths"]["flickr30k"]["rsum"] for of in (one, two)]
     assert {row["table"] for row in one["published"]["rows"]} == {"3"}
     status, out, _ = sfumato("evaluate", "run", work / "run", *wanted, "--published")
     words = folded(out)

@@ -1,23 +1,16 @@
 """`sfumato table`: what is listed stands in the papers; runs are reused; figures are those of `sfumato evaluate`."""
 
 import json
-import os
 import re
-from pathlib import Path
 from statistics import mean, stdev
 
 import pytest
 from support import tiny_figures
-from support.toy import make_toy
 
 from sfumato.errors import UserError
 from sfumato.evaluation.papers import data_sets, find_item, paper_items
-from sfumato.models.embed import evaluate_run
-from sfumato.models.recipe import load_recipe
-from sfumato.models.run import load_run
 from sfumato.reports.papers import averaged_over, tex
 from sfumato.studies import paper_tables
-from sfumato.training.step import DivergedError
 
 PAPERS = {"PCME++": "000_*.txt", "PVSE++": "001_*.txt", "PCME": "004_*.txt"}
 
@@ -84,6 +77,8 @@ def test_figures_are_means_and_deviations_of_evaluate_and_runs_are_reused(table,
     assert not made["same_data"] and made["rows"][0]["published"]["rsum"] > 400
     status, again, err = sfumato(*command, "--json")
     assert json.loads(again)["rows"] == made["rows"] and "training" not in err
+    (latex,) = (work / "out").glob("*/table.tex")
+    assert sfumato.printed(*command, "--latex") == latex.read_text()
     assert trained == {path: path.stat().st_mtime_ns for path in work.glob("runs/*/model.safetensors")}
 
 
@@ -211,79 +206,6 @@ def test_what_cannot_be_repeated_is_said_before_anything_is_trained(words, said,
     status, _, err = sfumato("table", *words)
     assert status == 2 and said in " ".join(err.split())
     assert not any(tmp_path.iterdir())
-
-
-@pytest.fixture(scope="module")
-def small(tmp_path_factory):
-    """A recipe of small pictures, and the command that trains it with two distances and ranks it by two."""
-    folder = tmp_path_factory.mktemp("ablation")
-    recipe = make_toy(folder)
-    return recipe, (
-        "table", "PCME++ 4", f"ablate.recipe={recipe}", "ablate.train=csd,wasserstein2", "ablate.rank=csd,kl",
-        "train.epochs=1", "--seeds", 2, "--runs", folder / "runs", "--out", folder / "out", "--json",
-    )  # fmt: skip
-
-
-def test_a_model_is_trained_with_each_distance_and_ranked_by_each(small, sfumato, monkeypatch):
-    recipe, command = small
-    status, out, err = sfumato(*command)
-    assert status == 0, err
-    made = json.loads(out)
-    plain = load_recipe(recipe, ["train.epochs=1"]).model_dump(mode="json")
-    for row, name in zip(made["rows"], ("csd", "wasserstein2"), strict=True):
-        assert row["label"] == name and len(row["runs"]) == 2
-        for k, run in enumerate(row["runs"]):
-            own = load_recipe(f"{run}/recipe.toml").model_dump(mode="json")
-            assert (own["loss"]["distance"], own["train"]["seed"]) == (name, plain["train"]["seed"] + k)
-            own["loss"]["distance"], own["train"]["seed"] = plain["loss"]["distance"], plain["train"]["seed"]
-            assert {**own, "data": 0} == {**plain, "data": 0}
-        for by in ("csd", "kl"):
-            rsums = [100 * evaluate_run(load_run(run), "test", by)[0].rsum for run in row["runs"]]
-            assert row["own"][f"by {by} rsum"]["mean"] == pytest.approx(mean(rsums))
-            assert row["own"][f"by {by} rsum"]["deviation"] == pytest.approx(stdev(rsums))
-    assert len({row["own"][name]["mean"] for row in made["rows"] for name in row["own"] if "rsum" in name}) > 1
-    # What is there is taken; figures that are older than the weights are not.
-    run = Path(made["rows"][0]["runs"][0])
-    stale = run / "evaluation-test-csd.json"
-    stale.write_text(stale.read_text().replace('"rsum"', '"rsum of long ago"'))
-    later = stale.stat().st_mtime + 1
-    os.utime(run / "model.safetensors", (later, later))
-    monkeypatch.setattr(paper_tables, "fit", lambda *_: pytest.fail("trained"))
-    assert json.loads(sfumato(*command)[1])["rows"] == made["rows"]
-    words = " ".join(sfumato(*command[:-1])[1].split())
-    assert "by csd" in words and " ± " in words and "published" not in words.lower()
-
-
-def test_a_diverged_run_is_told_and_the_others_go_on(small, sfumato, monkeypatch, tmp_path):
-    def fails(one, folder, fit=paper_tables.fit):
-        if one.loss.distance == "kl":
-            raise DivergedError("epoch 1, step 2: the gradient is nan")
-        return fit(one, folder)
-
-    monkeypatch.setattr(paper_tables, "fit", fails)
-    given = "ablate.train=kl,csd", "ablate.rank=csd", "--seeds", 1, "--runs", tmp_path, "--out", tmp_path, "--json"
-    status, out, err = sfumato(*small[1][:3], *given)
-    assert status == 0, err
-    kl, csd = json.loads(out)["rows"]
-    assert "the gradient is nan" in kl["failed"][0] and not kl["own"] and csd["own"]["by csd rsum"]["mean"] > 0
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        (["ablate.train=wasserstein"], "unknown distance 'wasserstein'; did you mean 'wasserstein2'"),
-        (["ablate.rank=csd,csd"], "ablate.rank names csd twice"),
-        (["ablate.train=average_l2"], "average_l2 is sampled"),
-        (["model.variance=false", "loss.beta=0"], "has model.variance=false: for points"),
-        (["loss.name=pcme"], "compares samples and ignores loss.distance"),
-        (["--data", "emoji"], "leave out --data"),
-        (["ablate.retrieve=csd"], "PCME++ 4 has the settings ablate.recipe, ablate.train, ablate.rank"),
-    ],
-)
-def test_distances_that_cannot_be_compared_are_refused(small, sfumato, changes, message, tmp_path):
-    status, _, err = sfumato(*small[1][:3], *changes, "--runs", tmp_path / "new", "--out", tmp_path / "out")
-    assert status == 2 and message in " ".join(err.split())
-    assert not (tmp_path / "new").exists()
 
 
 def test_published_figures_alone(sfumato):

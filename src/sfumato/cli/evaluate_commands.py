@@ -230,7 +230,9 @@ class MoreFlags:
     candidates: int = rare(100, "Number of candidates that FAISS returns to be re-ranked.", min=1)
     per_query: Path | None = flag(None, "File to write the results of single queries to: .parquet or .csv.")
     compare: str | None = flag(
-        None, "Compare query by query with a file of --per-query or, for a model, another run.", metavar="RUN_OR_FILE"
+        None,
+        "Print a comparison, query by query, with a file of --per-query or, for a model, another run.",
+        metavar="RUN_OR_FILE",
     )
     published: bool = rare(False, "Show the papers' figures for this data beside the own ones.", "--published")
     published_tables: str | None = rare(None, "Published tables to show, with commas, e.g. 'PCME++ C.3,PCME E.4'.")
@@ -264,7 +266,9 @@ def run(
     split: Split = "test",
     distance: Distance = None,
     seeds: list[Path] | None = flag(
-        None, "Another run of the recipe; repeatable. Prints mean ± standard deviation.", metavar="RUN"
+        None,
+        "Run of the same recipe with another train.seed; repeatable. Prints mean ± standard deviation.",
+        metavar="RUN",
     ),
     benchmark: BenchmarkFlags,
     beside: MoreFlags,
@@ -414,11 +418,13 @@ def _print_figures(
 ) -> None:
     """Print an evaluation, what was asked for beside it, and the file that it was written to."""
     from sfumato.evaluation.embedded_input import Measured
-    from sfumato.reports.console import print_evaluation, print_measured, print_more
+    from sfumato.reports.console import print_differences, print_evaluation, print_measured, print_more
 
     if as_json:
         return print(json.dumps(result.to_json() | (beside.to_json() if beside else {})))
-    if isinstance(result, Measured):
+    if beside is not None and beside.compared_with:
+        print_differences(beside, title)
+    elif isinstance(result, Measured):
         print_measured(result, title)
     else:
         print_evaluation(result, f"{title}, by {result.distance}")
@@ -557,8 +563,10 @@ def _evaluate_seeds(
     from sfumato.evaluation.papers import own_figures
     from sfumato.models.process_group import join_process_group
     from sfumato.models.run import choose_device, load_run
+    from sfumato.models.seeds import check_seeds, read_runs
     from sfumato.reports.console import print_over_seeds
 
+    check_seeds(read_runs(runs))
     results: list[dict[str, float | None]] = []
     with join_process_group(partial(choose_device, device), TIMEOUT_MINUTES) as group:
         for folder in runs:
@@ -584,9 +592,9 @@ def _evaluate_seeds(
         return
     summary = over_seeds(results)
     if as_json:
-        print(json.dumps({name: asdict(value) for name, value in summary.items()}))
+        print(json.dumps({"runs": runs} | {name: asdict(value) for name, value in summary.items()}))
     else:
-        print_over_seeds(summary, f"{name}, {split}, {len(results)} runs")
+        print_over_seeds(summary, f"{name}, {split}, {len(results)} runs", runs)
 
 
 @command()

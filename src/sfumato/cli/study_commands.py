@@ -254,59 +254,198 @@ def report(
     print_result(result, as_json, f"a page of {size / 1e6:.1f} MB: {path}")
 
 
+@dataclass(frozen=True)
+class PaperFlags:
+    """How a table of a paper is shown or repeated."""
+
+    listed: bool = flag(False, "List all tables and figures with their state and what they need.", "--list")
+    data: str | None = flag(
+        None,
+        "Data: coco, flickr30k, cub, flickr8k, emoji, a Karpathy JSON, a manifest or a folder. Default: the paper's.",
+    )
+    published: bool = flag(False, "Show the paper's figures; nothing is trained.", "--published")
+    instances: list[Path] | None = rare(None, INSTANCES)
+
+
+@dataclass(frozen=True)
+class RunsFlags:
+    """What makes a table of runs instead of one of a paper."""
+
+    group: str | None = flag(
+        None,
+        "Table of the runs of --runs: keys of the recipe, with commas, whose values name the rows.",
+        metavar="KEYS",
+    )
+    vary: list[str] | None = flag(
+        None, "Train RECIPE (the first word) with each value, and make the table; repeatable.", metavar="KEY=V,V"
+    )
+    metrics: str | None = flag(
+        None,
+        "Columns of a table of runs, with commas. A wrong one lists them.",
+        show_default="rsum,t2i.recall@1,i2t.recall@1",
+    )
+    distance: str | None = flag(
+        None, "Distances that runs are ranked by, with commas. Default: each run's own.", metavar="NAMES"
+    )
+    split: str | None = rare(None, "Split that runs are measured on. Default: test.")
+
+
 @command()
 def table(
-    name: str | None = word(None, 'Table or figure, e.g. "PCME++ 3" or "PCME++ Fig. 3".', "ID"),
+    *,
+    name: str | None = word(None, 'Table or figure, e.g. "PCME++ 3" or "PCME++ Fig. 3"; with --vary a recipe.', "ID"),
     overrides: list[str] | None = word(
         None,
         "Change to all recipes, e.g. train.epochs=5, or a study's setting, e.g. toy.seed=1. A wrong one lists them.",
         "SECTION.KEY=VALUE",
     ),
-    listed: bool = flag(False, "List all tables and figures with their state and what they need.", "--list"),
-    data: str | None = flag(
-        None,
-        "Data: coco, flickr30k, cub, flickr8k, emoji, a Karpathy JSON, a manifest or a folder. Default: the paper's.",
-    ),
+    of_paper: PaperFlags,
     seeds: int = flag(1, "Number of runs of each row, with the following seeds.", min=1),
-    published: bool = flag(False, "Show the paper's figures; nothing is trained.", "--published"),
-    instances: list[Path] | None = flag(None, INSTANCES),
-    runs: Path = flag(Path("runs/tables"), "Folder of the runs; finished ones are reused."),
-    out: Path | None = flag(None, "Folder for the table in JSON, Markdown and LaTeX, or for the figure's images."),
+    runs: list[Path] | None = flag(
+        None,
+        "Folder of the runs; finished ones are reused. Without ID: the runs of a table, e.g. --runs runs/*.",
+        show_default="runs/tables",
+    ),
+    of_runs: RunsFlags,
+    out: Path | None = flag(
+        None,
+        "Folder for the table in JSON, Markdown and LaTeX, or for the figure's images.",
+        show_default="for a paper's, tables/",
+    ),
     device: Device = "auto",
+    latex: bool = flag(False, "Print the table as LaTeX, for the package booktabs.", "--latex"),
     as_json: AsJson = False,
 ) -> None:
-    """Repeat a table or a figure of the papers.
+    """Make a table of your runs, or repeat one of the papers.
 
-    Trains the runs that are missing, evaluates them, and prints ours beside published. The same command goes on where
-    it was interrupted.
+    --runs RUN ... --group KEYS: methods by metrics, mean and deviation over seeds, and what is best. --vary KEY=V,V
+    RECIPE trains the runs first. ID repeats a table or figure of the papers: trains the runs that are missing,
+    evaluates them, and prints ours beside published. The same command goes on where it was interrupted.
     """
     from sfumato.evaluation.papers import find_item, paper_items
     from sfumato.reports.papers import print_items, print_published
-    from sfumato.studies.paper_tables import choose_data, with_settings
 
-    if listed or name is None:
+    if _is_of_runs(name, runs, of_runs):
+        if wrong := _first_given({"--list": of_paper.listed} | _named(of_paper, "data published instances")):
+            raise UserError(f"{wrong} is for tables of the papers; leave it out")
+        _table_of_runs(name, [*(overrides or [])], runs, of_runs, seeds, out, device, latex, as_json)
+        return
+    if of_paper.listed or name is None:
         if as_json:
             print(json.dumps([item.to_json() for item in paper_items().values()], ensure_ascii=False))
         else:
             print_items(paper_items())
         return
+    if wrong := _first_given(_named(of_runs, "distance metrics split") | {"a second --runs": len(runs or []) > 1}):
+        raise UserError(f"{wrong} is for tables of runs; leave it out")
     item = find_item(name)
-    if published:
+    if of_paper.published:
         print(json.dumps(item.rows, ensure_ascii=False)) if as_json else print_published(item)
         return
-    item, changes = with_settings(item, overrides or [])
-    chosen = choose_data(item, data, changes)
+    if latex and item.draw:
+        raise UserError(f"{item.id} is a figure; leave --latex out")
+    where = runs[0] if runs else _RUNS
+    made, lines, folder = _table_of_paper(item, [*(overrides or [])], of_paper, where, out, seeds, device)
+    if as_json:
+        print(json.dumps(made, ensure_ascii=False))
+    elif latex:
+        print((folder / "table.tex").read_text(encoding="utf-8"), end="")
+    else:
+        lines()
+        print(f"written to {folder}")
+
+
+def _table_of_paper(
+    item: "PaperItem",
+    overrides: list[str],
+    flags: PaperFlags,
+    runs: Path,
+    out: Path | None,
+    seeds: int,
+    device: str,
+) -> tuple[dict[str, Any], Callable[[], None], Path]:
+    """Make and write a table or figure of a paper: its JSON values, what prints it, and its folder."""
+    from sfumato.studies.paper_tables import choose_data, with_settings
+
+    item, changes = with_settings(item, overrides)
+    chosen, instances = choose_data(item, flags.data, changes), tuple(flags.instances or ())
     if instances and not (item.plausible and chosen.name == "coco"):
         raise UserError("--instances is for PMRP on COCO; leave it out")
     folder = (out or Path("tables")) / _folder_name(item.id)
     check_out_folder(folder)
     write = _write_figure if item.draw else _write_table
-    made, lines = write(item, chosen, runs, folder, seeds, tuple(instances or ()), device)
-    if as_json:
-        print(json.dumps(made, ensure_ascii=False))
+    return *write(item, chosen, runs, folder, seeds, instances, device), folder
+
+
+_RUNS = Path("runs/tables")
+
+
+def _named(flags: PaperFlags | RunsFlags, keys: str) -> dict[str, Any]:
+    return {f"--{key}": getattr(flags, key) for key in keys.split()}
+
+
+def _first_given(options: dict[str, Any]) -> str | None:
+    return next((name for name, value in options.items() if value), None)
+
+
+def _is_of_runs(name: str | None, runs: list[Path] | None, flags: RunsFlags) -> bool:
+    """Whether a table of runs is wanted. Of `--runs A B C`, which a shell makes of a pattern, B stands as the ID."""
+    return bool(flags.group or flags.vary or (runs and (name is None or Path(name).exists())))
+
+
+def _table_of_runs(
+    name: str | None,
+    words: list[str],
+    runs: list[Path] | None,
+    flags: RunsFlags,
+    seeds: int,
+    out: Path | None,
+    device: str,
+    latex: bool,
+    as_json: bool,
+) -> None:
+    """Make a table of runs that are there, or of a grid."""
+    from sfumato.models.run import choose_device
+    from sfumato.reports.runs_tables import print_runs_table, runs_latex, write_runs_table
+    from sfumato.workflows.table import (
+        METRICS,
+        TableOptions,
+        check_metrics,
+        find_runs,
+        plan_grid,
+        read_vary,
+        table_of_grid,
+        table_of_runs,
+    )
+
+    keys = parse_names(flags.group or "")
+    metrics, distances = (tuple(parse_names(names or "")) for names in (flags.metrics, flags.distance))
+    options = TableOptions(metrics or METRICS, distances, flags.split or "test")
+    check_metrics(options.metrics)
+    if out is not None:
+        check_out_folder(out)
+    if flags.vary:
+        grid = read_vary(flags.vary)
+        if name is None or keys or len(runs or []) > 1:
+            raise UserError(
+                "--vary trains one recipe into one folder: sfumato table RECIPE --vary KEY=V,V [--runs FOLDER]"
+            )
+        recipes = plan_grid(name, words, grid, seeds)
+        made = table_of_grid(recipes, tuple(grid), runs[0] if runs else _RUNS, options, device=choose_device(device))
     else:
-        lines()
-        print(f"written to {folder}")
+        if seeds > 1:
+            raise UserError("--seeds is the number of runs to train; the runs of --runs have their seeds, leave it out")
+        folders, notes = find_runs([*(runs or [_RUNS]), *filter(None, [name]), *words])
+        made = table_of_runs(folders, keys, options, notes=notes, device=choose_device(device))
+    if out is not None:
+        write_runs_table(made, out)
+    if as_json:
+        return print(json.dumps(made.to_json(), ensure_ascii=False))
+    if latex:
+        return print(runs_latex(made), end="")
+    print_runs_table(made)
+    if out is not None:
+        print(f"written to {out}")
 
 
 _Written = tuple[dict[str, Any], Callable[[], None]]

@@ -7,7 +7,7 @@ import io
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from sfumato.distances import Distance, get_distance
 from sfumato.errors import UserError, need
 from sfumato.evaluation.benchmarks import BenchmarkRanks, EmbeddedSet
 from sfumato.evaluation.embedded_input import Measured
+from sfumato.evaluation.ground_truth import RECALLS
 from sfumato.evaluation.papers import DEFAULT_TABLES, STRATEGY_TABLES, PublishedRow, own_figures, published_rows
 from sfumato.evaluation.protocols import EvaluationOptions
 from sfumato.evaluation.strategies import (
@@ -122,6 +123,59 @@ def per_query_table(ranks: BenchmarkRanks, uncertainty: Mapping[str, Mapping[str
         raise ValueError("per_query_table: there is no ground truth")
     columns_of = [part.columns() for part in parts]
     return _from_columns({name: np.concatenate([c[name] for c in columns_of]) for name in columns_of[0]})
+
+
+def queries_by_image(ranks: BenchmarkRanks) -> PerQuery:
+    """The table of single queries of one ground truth; the queries of an image are one group in both directions.
+
+    Images with the same texts are one image. A text of several images goes with the first of them.
+    """
+    table = per_query_table(ranks)
+    (both,) = ranks.values()
+    truth = next(iter(both.values())).ground_truth
+    images = table.direction == "i2t"
+    group = dict(zip(table.query[images].tolist(), table.group[images].tolist(), strict=True))
+    first: dict[str, str] = {}
+    for i, image in enumerate(truth.image_ids):
+        for text in truth.i2t.indices[truth.i2t.indptr[i] : truth.i2t.indptr[i + 1]]:
+            first.setdefault(truth.text_ids[text], group.get(image, image))
+    names = [
+        group[query] if direction == "i2t" else first[query]
+        for direction, query in zip(table.direction.tolist(), table.query.tolist(), strict=True)
+    ]
+    return replace(table, group=_strings(names))
+
+
+RSUM = "rsum"
+
+BOTH = "both"
+"""The direction of the rows of :func:`with_rsum`."""
+
+
+def with_rsum(table: PerQuery) -> PerQuery:
+    """The table, and below it what each query adds to the rsum of both directions: its mean over these rows is rsum."""
+    weight = np.zeros(len(table))
+    for direction in ("i2t", "t2i"):
+        chosen = table.direction == direction
+        weight[chosen] = len(table) / max(1, int(chosen.sum()))
+    nothing = np.full(len(table), np.nan)
+    rsum = weight * sum(table.figures[name] for name in RECALLS)
+    names = _strings([f"{d} {q}" for d, q in zip(table.direction.tolist(), table.query.tolist(), strict=True)])
+    figures = {name: np.concatenate([table.figures[name], nothing]) for name in COMPARED}
+    return PerQuery(
+        np.concatenate([table.ground_truth] * 2),
+        np.concatenate([table.direction, np.full(len(table), BOTH)]),
+        np.concatenate([table.query, names]),
+        np.concatenate([table.group] * 2),
+        figures | {RSUM: np.concatenate([nothing, rsum])},
+    )
+
+
+def mean_per_query(tables: Sequence[PerQuery]) -> PerQuery:
+    """The mean of each query over several runs."""
+    same = [table.select(_aligned(tables[0], table)) for table in tables]
+    figures = {name: np.mean([table.figures[name] for table in same], axis=0) for name in tables[0].figures}
+    return replace(tables[0], figures=figures)
 
 
 def _strings(values: Sequence[str]) -> np.ndarray:

@@ -570,9 +570,14 @@ def _absolute(path: str) -> str:
     return os.path.abspath(path) if path and known else path
 
 
+def recipe_values(recipe: Recipe) -> dict[str, Any]:
+    """The value of each key, e.g. of loss.alpha."""
+    return dict(_leaves(recipe.model_dump(mode="json")))
+
+
 def differing_keys(saved: Recipe, given: Recipe) -> dict[str, tuple[Any, Any]]:
     """The keys in which two recipes differ."""
-    first, second = (dict(_leaves(recipe.model_dump(mode="json"))) for recipe in (saved, given))
+    first, second = recipe_values(saved), recipe_values(given)
     keys = dict.fromkeys([*first, *second])
     return {key: (first.get(key), second.get(key)) for key in keys if first.get(key) != second.get(key)}
 

@@ -30,9 +30,21 @@ from sfumato.workflows.adopt import METHODS, AdoptedModel
 from sfumato.workflows.ranked_lists import FittedLists
 
 
-def print_over_seeds(summary: Mapping[str, OverSeeds], title: str) -> None:
-    """Print figures of several runs, mean ± standard deviation."""
-    print_table(title, ["figure", "mean ± deviation"], [[name, str(value)] for name, value in summary.items()])
+def print_over_seeds(summary: Mapping[str, OverSeeds], title: str, runs: Sequence[str]) -> None:
+    """Print figures of several runs: mean ± standard deviation, and the value of each run where all have one."""
+    few = len(runs) <= _RUNS_SHOWN
+    rows = []
+    for name, value in summary.items():
+        all_there = few and len(value.values) == len(runs)
+        each = [f"{one:.2f}" for one in value.values] if all_there else [MISSING] * few * len(runs)
+        rows.append([name, str(value), *each])
+    print_table(title, ["figure", "mean ± deviation", *(runs if few else ())], rows, left=2)
+    if not few:
+        print_wrapped(f"runs: {', '.join(runs)}")
+
+
+_RUNS_SHOWN = 5
+"""Largest number of runs that have a column each."""
 
 
 _RSUM = "RSUM: sum of recall@1, @5 and @10 of both directions, in per cent"
@@ -149,11 +161,9 @@ def print_measured(measured: Measured, title: str) -> None:
 
 
 def print_more(more: MoreResults) -> None:
-    """Print strategies, a comparison and published rows, if they were requested."""
+    """Print strategies and published rows, if they were requested."""
     if more.strategies:
         _print_strategies(more)
-    if more.compared_with:
-        _print_differences(more)
     if more.published:
         _print_published(more)
     for source in dict.fromkeys(row.source for row in more.published):
@@ -193,20 +203,26 @@ def _print_strategies(more: MoreResults) -> None:
     print_table("strategies", ["strategy", "ground truth", "direction", *metrics, "seconds"], rows, left=3)
 
 
-def _print_differences(more: MoreResults) -> None:
-    rows = []
+def print_differences(more: MoreResults, title: str) -> None:
+    """Print a comparison with another run as one table; what all rows share stands above it."""
+    rows, names = [], list(dict.fromkeys(d.ground_truth for d in more.differences))
     for d in more.differences:
         own = d.difference
         interval = MISSING if own.low is None or own.high is None else f"{100 * own.low:+.2f} .. {100 * own.high:+.2f}"
         rows.append([
-            d.ground_truth, d.direction, d.metric, f"{100 * d.first:.2f}", f"{100 * d.second:.2f}",
-            f"{100 * (own.value or 0):+.2f}", interval, f"{d.p_value:.4f}", str(d.n_queries),
+            *([d.ground_truth] if len(names) > 1 else []), d.direction, d.metric, f"{100 * d.first:.2f}",
+            f"{100 * d.second:.2f}", f"{100 * (own.value or 0):+.2f}", interval, f"{d.p_value:.4f}",
         ])  # fmt: skip
+    sizes = dict.fromkeys(f"{d.n_queries:,} {d.direction} queries in {d.n_groups:,} groups" for d in more.differences)
+    first = ["ground truth"] if len(names) > 1 else []
     print_table(
-        f"compared with {more.compared_with}, query by query, in per cent; 95 % intervals, p by random swaps",
-        ["ground truth", "direction", "metric", "other", "this", "difference", "interval", "p", "queries"],
-        rows, left=3,
+        f"{title}, compared with {more.compared_with} (other), query by query, in per cent; 95 % intervals, p by random"
+        " swaps of groups with the same matches",
+        [*first, "direction", "metric", "other", "this", "difference", "interval", "p"],
+        rows, left=2 + len(first),
     )  # fmt: skip
+    if len(names) == 1:
+        print_wrapped("; ".join(sizes))
 
 
 def _print_published(more: MoreResults) -> None:

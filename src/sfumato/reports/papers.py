@@ -44,12 +44,15 @@ from sfumato.reports.tables import (
     digits,
     in_words,
     interval,
+    latex,
+    mean_and_deviation,
     number,
     percent,
     print_table,
     print_wrapped,
     short_name,
     signed,
+    tex,
 )  # fmt: skip
 from sfumato.studies.figure_numbers import Figure
 from sfumato.studies.paper_tables import Table as PaperTable
@@ -58,24 +61,6 @@ from sfumato.studies.paper_tables import table_columns
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure as Drawing
-
-_TEX = {character: f"\\{character}" for character in "%&#_${}"} | {
-    "\\": r"\textbackslash{}",
-    "~": r"\textasciitilde{}",
-    "^": r"\textasciicircum{}",
-    "±": r"$\pm$",
-    "−": "$-$",
-    "–": "--",
-    "×": r"$\times$",
-    "²": "$^2$",
-    "→": r"$\rightarrow$",
-    "∞": r"$\infty$",
-    "†": r"$\dagger$",
-    "α": r"$\alpha$",
-    "μ": r"$\mu$",
-    "σ": r"$\sigma$",
-    "ζ": r"$\zeta$",
-}
 
 
 def print_published(item: PaperItem) -> None:
@@ -140,30 +125,14 @@ def print_paper_table(table: PaperTable) -> None:
         print_wrapped(line)
 
 
-_LATEX = r"""\begin{table}
-\centering
-\begin{tabular}{l%s}
-\toprule
- & %s \\
-%s
- & %s \\
-\midrule
-%s
-\bottomrule
-\end{tabular}
-\caption{%s}
-\end{table}
-"""
-
-
 def _latex(table: Table, wide: int) -> str:
     """The table for the package booktabs: each figure has a column of ours and, if wide is 2, one of the paper."""
     names = [rf"\multicolumn{{{wide}}}{{c}}{{{tex(name)}}}" for name in table.headings[1::wide]]
     rules = [rf"\cmidrule(lr){{{wide * k + 2}-{wide * k + 1 + wide}}}" for k in range(len(names))]
-    body = [" & ".join(map(tex, row)) + r" \\" for row in table.rows]
-    caption = tex(" ".join([table.title + ".", *table.notes]))
     second = " & ".join(("ours", "published")[:wide] * len(names))
-    return _LATEX % ("r" * wide * len(names), " & ".join(names), "".join(rules), second, "\n".join(body), caption)
+    head = "\n".join([rf" & {' & '.join(names)} \\", "".join(rules), rf" & {second} \\"])
+    caption = " ".join([table.title + ".", *table.notes])
+    return latex("l" + "r" * wide * len(names), head, [[tex(cell) for cell in row] for row in table.rows], caption)
 
 
 def _published_too(table: PaperTable) -> bool:
@@ -210,12 +179,7 @@ def _published(value: float | None) -> str:
 def _ours(value: OverSeeds | None) -> str:
     if value is None:
         return MISSING
-    return number(value.mean, 1) + ("" if value.deviation is None else f" ± {value.deviation:.1f}")
-
-
-def tex(text: str) -> str:
-    """The text for LaTeX."""
-    return "".join(_TEX.get(character, character) for character in text)
+    return mean_and_deviation(value.mean, value.deviation)
 
 
 COLOURS = (FIRST, SECOND, *FAMILIES)

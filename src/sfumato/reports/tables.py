@@ -89,6 +89,11 @@ def number(value: Any, decimals: int | None = None) -> str:
     return (text if text.strip("-0.") else text.lstrip("-")).replace("-", "−")
 
 
+def mean_and_deviation(mean: float, deviation: float | None, decimals: int | None = 1) -> str:
+    """Mean ± standard deviation; the mean alone of a single value."""
+    return number(mean, decimals) + ("" if deviation is None else f" ± {number(deviation, decimals)}")
+
+
 def digits(value: Any, n: int = 4) -> str:
     """A number with a given number of significant digits."""
     return f"{value:.{n}g}".replace("-", "−") if is_number(value) else MISSING
@@ -264,6 +269,49 @@ class Table:
         rule = ["---", *["---:"] * (len(self.headings) - 1)]
         lines = [" | ".join(cell.replace("|", "\\|") for cell in row) for row in (self.headings, rule, *self.rows)]
         return "\n".join(f"| {line} |" for line in lines).replace("|  |", "| |")
+
+
+_LATEX = r"""\begin{table}
+\centering
+\begin{tabular}{%s}
+\toprule
+%s
+\midrule
+%s
+\bottomrule
+\end{tabular}
+\caption{%s}
+\end{table}
+"""
+
+_TEX = {character: f"\\{character}" for character in "%&#_${}"} | {
+    "\\": r"\textbackslash{}",
+    "~": r"\textasciitilde{}",
+    "^": r"\textasciicircum{}",
+    "±": r"$\pm$",
+    "−": "$-$",
+    "–": "--",
+    "×": r"$\times$",
+    "²": "$^2$",
+    "→": r"$\rightarrow$",
+    "∞": r"$\infty$",
+    "†": r"$\dagger$",
+    "α": r"$\alpha$",
+    "μ": r"$\mu$",
+    "σ": r"$\sigma$",
+    "ζ": r"$\zeta$",
+}
+
+
+def tex(text: str) -> str:
+    """The text for LaTeX."""
+    return "".join(_TEX.get(character, character) for character in text)
+
+
+def latex(columns: str, head: str, rows: Iterable[Sequence[str]], caption: str) -> str:
+    """A table for the package booktabs; head and cells are LaTeX, the caption is plain text."""
+    body = "\n".join(" & ".join(row) + r" \\" for row in rows)
+    return _LATEX % (columns, head, body, tex(caption))
 
 
 def print_search(result: dict[str, Any]) -> None:

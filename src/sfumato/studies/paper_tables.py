@@ -13,18 +13,17 @@ from typing import Any
 import torch
 
 from sfumato.data.sources import DataConfig
-from sfumato.distances import DISTANCES, get_distance
 from sfumato.errors import UserError
 from sfumato.evaluation.benchmarks import EmbeddedSet
-from sfumato.evaluation.compare import OverSeeds, main_figures, over_seeds
+from sfumato.evaluation.compare import OverSeeds, over_seeds
 from sfumato.evaluation.embedded_input import measure, read_ground_truths
 from sfumato.evaluation.ground_truth import GroundTruth
 from sfumato.evaluation.papers import PaperItem, data_sets, own_figures
 from sfumato.evaluation.strategies import choose_strategies, evaluate_strategies
 from sfumato.files import read_json, write_json
 from sfumato.matching import MATCH_PROBABILITY
-from sfumato.models.embed import embed_for_evaluation, evaluate_run
-from sfumato.models.recipe import Recipe, absolute_recipe, check_recipe, find_recipe, load_recipe
+from sfumato.models.embed import embed_for_evaluation
+from sfumato.models.recipe import Recipe, absolute_recipe, find_recipe, load_recipe
 from sfumato.models.run import LOG, MODEL, RECIPE, Run, load_run
 from sfumato.progress import say
 from sfumato.training.loop import fit
@@ -36,14 +35,6 @@ _GALLERIES = ("coco_1k", "cub", "flickr30k", "cxc_1k", "coco_5k", "cxc", "eccv",
 _SIDES = ("i2t", "t2i", "image", "text")
 
 _MANIFESTS = (".csv", ".jsonl", ".parquet")
-
-ABLATE = "ablate"
-"""The study of distances, and the section of its settings."""
-
-_VARIANTS = ("wasserstein2_root", "wasserstein2_printed", "kl_reversed")
-
-ABLATED = tuple(d.name for d in DISTANCES.values() if not d.sampled and d.name not in _VARIANTS)
-"""The distances that are compared by default: all closed forms but three variants of one paper."""
 
 
 @dataclass(frozen=True)
@@ -57,11 +48,11 @@ class TableData:
 
 def with_settings(item: PaperItem, overrides: Sequence[str]) -> tuple[PaperItem, list[str]]:
     """An item with the settings STUDY.KEY=VALUE among the overrides, and the overrides of recipes."""
-    start, options, rest = f"{item.draw or ABLATE}.", dict(item.options), list[str]()
+    start, options, rest = f"{item.draw}.", dict(item.options), list[str]()
     for override in overrides:
         key, equals, value = override.partition("=")
         name = key.removeprefix(start)
-        if not key.startswith(start):
+        if not (item.draw and key.startswith(start)):
             rest.append(override)
         elif name not in options or not equals:
             raise UserError(f"{override}: {item.id} has the settings {', '.join(start + k for k in options) or 'none'}")
@@ -80,10 +71,6 @@ def choose_data(item: PaperItem, given: str | None, overrides: Sequence[str]) ->
             own = "".join(f" {item.draw}.{key}=..." for key in item.options)
             raise UserError(f"{item.id} is made without data; leave out --data and overrides other than{own}")
         return TableData("", "no data")
-    if item.options.get("recipe"):
-        if given:
-            raise UserError(f"the data are those of {ABLATE}.recipe={item.options['recipe']}; leave out --data")
-        return TableData("", item.options["recipe"], tuple(overrides))
     if given is None or given in data_sets():
         name = given or item.benchmark
         return TableData(name, data_sets()[name].title, tuple(overrides))
@@ -240,6 +227,8 @@ def run_folder(recipe: Recipe, runs: Path) -> Path:
     """The folder of a recipe's run: equal recipes of all tables share it."""
     values = recipe.model_dump(mode="json")
     seed = values["train"].pop("seed")
+    if not values["imports"]:  # Folders of versions without this key stay those of the same recipes.
+        del values["imports"]
     digest = hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:8]
     return runs / f"{recipe.name}-{digest}-{seed}"
 
@@ -289,8 +278,6 @@ def make_table(
     device: torch.device | str = "cpu",
 ) -> Table:
     """Train the missing runs and evaluate all."""
-    if item.options.get("recipe"):
-        return _make_ablation(item, data, runs, n_seeds, device)
     planned = plan_table(item, data, n_seeds)
     _check_ground_truths(item, data, planned, instances)
     columns = table_columns(item, data)
@@ -305,59 +292,6 @@ def make_table(
         rows.append(TableRow(name, known, own, tuple(map(str, folders)), spec, tuple(failed)))
     shown = tuple(name for name in columns if any(name in row.own or name in row.published for row in rows))
     return Table(item, data, item.split, n_seeds, shown, tuple(rows))
-
-
-def _make_ablation(item: PaperItem, data: TableData, runs: Path, n_seeds: int, device: torch.device | str) -> Table:
-    """Train one recipe with each distance, and rank each model by each; only the distance and the seed differ."""
-    recipe = load_recipe(find_recipe(item.options["recipe"]), list(data.overrides))
-    trained = _distances(recipe, "train", item.options["train"] or ",".join(ABLATED))
-    ranked = _distances(recipe, "rank", item.options["rank"] or ",".join(trained))
-    item = replace(item, about="trained with one distance (rows), ranked by another (columns)", published={}, runs={})
-    columns = [f"by {name} {figure}" for name in ranked for figure in ("rsum", "t2i recall@1")]
-    rows = []
-    for name in trained:
-        recipes = []
-        for seed in range(recipe.train.seed, recipe.train.seed + n_seeds):
-            values = recipe.model_dump(mode="json", exclude_none=True)
-            values["loss"]["distance"], values["train"]["seed"] = name, seed
-            recipes.append(check_recipe(values, f"{recipe.name} with loss.distance={name}"))
-        folders, failed = train_missing(recipes, runs)
-        figures = [_figures_by(folder, item.split, ranked, device) for folder in folders]
-        own = {key: value for key, value in over_seeds(figures).items() if key in columns} if figures else {}
-        spec = f"{item.options['recipe']} loss.distance={name}"
-        rows.append(TableRow(name, {}, own, tuple(map(str, folders)), spec, tuple(failed)))
-    return Table(item, replace(data, title=recipe.name), item.split, n_seeds, tuple(columns), tuple(rows))
-
-
-def _distances(recipe: Recipe, what: str, given: str) -> list[str]:
-    """Check the names of distances to train with, or to rank by."""
-    names = [name.strip() for name in given.split(",")]
-    for i, name in enumerate(names):
-        if get_distance(name).sampled:
-            raise UserError(f"{name} is sampled, so no two rankings are equal; leave it out of {ABLATE}.{what}")
-        if name in names[:i]:
-            raise UserError(f"{ABLATE}.{what} names {name} twice")
-    if not recipe.model.variance:
-        raise UserError(
-            f"{recipe.name} has model.variance=false: for points, csd, wasserstein2 and squared_l2 are the same and the"
-            " other distances are undefined; choose a recipe with variances"
-        )
-    if recipe.loss.name == "pcme":
-        raise UserError("the loss pcme compares samples and ignores loss.distance; give loss.name=pcmepp, or another")
-    return names
-
-
-def _figures_by(folder: Path, split: str, ranked: Sequence[str], device: torch.device | str) -> dict[str, float | None]:
-    """The main figures for each distance; files in the folder that are not older than the weights are reused."""
-    files = {name: folder / f"evaluation-{split}-{name}.json" for name in ranked}
-    written = (folder / MODEL).stat().st_mtime_ns
-    if missing := [n for n, file in files.items() if not file.is_file() or file.stat().st_mtime_ns < written]:
-        run = load_run(folder, device=device)
-        embedded = embed_for_evaluation(run, run.recipe.data, split)
-        for name in missing:
-            evaluate_run(run, split, name, embedded=embedded)
-    found = {name: main_figures(read_json(file)) for name, file in files.items()}
-    return {f"by {name} {key}": value for name, figures in found.items() for key, value in figures.items()}
 
 
 def _check_ground_truths(
