@@ -106,13 +106,14 @@ def command(of: typer.Typer | None = None) -> Callable[[Callable[..., None]], Ca
                 taken += [_option(f.name, own[f.name], _default(f)) for f in dataclasses.fields(parts[name])]
             else:
                 taken.append((name, hints[name], parameter.default))
-        taken.append(("imports", list[str] | None, rare(None, _IMPORT, "--import", metavar="FILE")))
+        if not any("--import" in (getattr(default, "param_decls", None) or ()) for _, _, default in taken):
+            taken.append(("imports", list[str] | None, rare(None, _IMPORT, "--import", metavar="FILE")))
         taken.append(("help_all", HelpAll, False))
 
         @functools.wraps(function)
         def call(**given: Any) -> None:
             given.pop("help_all", None)
-            if names := given.pop("imports"):
+            if names := given.pop("imports", None):
                 from sfumato.imports import import_given
 
                 import_given(names)
