@@ -220,7 +220,7 @@ class BenchmarkFlags:
 class MoreFlags:
     """What an evaluation measures beside the distance."""
 
-    strategies: str | None = flag(
+    strategies: str | None = rare(
         None,
         "Search strategies to compare: all (those for large galleries), pcme (those of PCME's table E.1), or some"
         " of mean, wasserstein2, csd, faiss_mean, faiss_rerank, faiss_lifted, kl, js, elk, bhattacharyya,"
@@ -228,7 +228,7 @@ class MoreFlags:
     )
     engine: str = rare("ivf", "Engine of the FAISS strategies: ivf, hnsw or exact.")
     candidates: int = rare(100, "Number of candidates that FAISS returns to be re-ranked.", min=1)
-    per_query: Path | None = flag(None, "File to write the results of single queries to: .parquet or .csv.")
+    per_query: Path | None = rare(None, "File to write the results of single queries to: .parquet or .csv.")
     compare: str | None = flag(
         None,
         "Print a comparison, query by query, with a file of --per-query or, for a model, another run.",

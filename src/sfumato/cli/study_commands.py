@@ -318,9 +318,9 @@ def table(
 ) -> None:
     """Make a table of your runs, or repeat one of the papers.
 
-    With --runs RUN ... --group KEYS: methods by metrics, mean and deviation over seeds, and what is best. --vary KEY=V,V
-    RECIPE trains the runs first. ID repeats a table or figure of the papers: trains the runs that are missing,
-    evaluates them, and prints ours beside published. The same command goes on where it was interrupted.
+    With --runs RUN ... --group KEYS: methods by metrics, mean and deviation over seeds, and what is best. --vary
+    KEY=V,V RECIPE trains the runs first. ID repeats a table or figure of the papers: trains the runs that are
+    missing, evaluates them, and prints ours beside published. The same command goes on where it was interrupted.
     """
     from sfumato.evaluation.papers import find_item, paper_items
     from sfumato.reports.papers import print_items, print_published
