@@ -231,7 +231,7 @@ class MoreFlags:
     per_query: Path | None = rare(None, "File to write the results of single queries to: .parquet or .csv.")
     compare: str | None = flag(
         None,
-        "Print a comparison, query by query, with a file of --per-query or, for a model, another run.",
+        "Print a comparison, query by query, with a file of results by query or, for a model, another run.",
         metavar="RUN_OR_FILE",
     )
     published: bool = rare(False, "Show the papers' figures for this data beside the own ones.", "--published")

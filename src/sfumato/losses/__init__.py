@@ -57,6 +57,8 @@ def register_loss(name: str, loss: LossFunction | type[MatchLoss], options: type
         TypeError: the loss or its options are of another kind.
 
     Example:
+        >>> import torch
+        >>> from sfumato import GaussianEmbedding, csd_matrix
         >>> def pull(image, text, match, options):
         ...     return {"pull": (match * csd_matrix(image, text)).mean()}
         >>> register_loss("pull", pull)
