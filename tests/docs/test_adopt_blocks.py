@@ -19,7 +19,7 @@ def block_with(word):
 def run_block(block, folder, monkeypatch, capsys):
     monkeypatch.setenv("SFUMATO_CACHE", str(folder / "cache"))
     monkeypatch.chdir(folder)
-    exec(block, {"data": folder / "mine.jsonl"})
+    exec(block, {})
     return capsys.readouterr().out
 
 

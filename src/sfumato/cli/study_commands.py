@@ -144,6 +144,8 @@ def audit(
         return print(json.dumps(figures | {"out": str(folder)}))
     print_audit(figures)
     print(f"page: {folder / AUDIT_PAGE}")
+    if parquet:
+        print(f"tables: {folder / 'pairs.parquet'}, {folder / 'missing.parquet'}")
 
 
 @dataclass(frozen=True)

@@ -243,8 +243,13 @@ def adopt_encoders(
     Raises:
         UserError: the model or the data are missing, or a model in memory has settings that its copy would not have;
             or see :func:`adopt`.
-        TypeError: model is an object of another kind.
+        TypeError: model is an object of another kind, or data is no path.
     """
+    if not isinstance(data, str | Path):
+        raise TypeError(
+            f"data: got a {type(data).__name__}, expected a path; save a data set first, data.save_to_disk(FOLDER), and"
+            " give its folder"
+        )
     path = Path(data)
     if not path.exists():
         raise UserError(
@@ -471,7 +476,9 @@ def _check_unused(folder: Path, force: bool) -> None:
         if not (folder / ADOPTED).is_file():
             raise UserError(f"{folder} is not empty and holds no adopted model; give an empty or new folder with --out")
         if not force:
-            raise UserError(f"{folder} holds an adopted model already; give --force to replace it, or another folder")
+            raise UserError(
+                f"{folder} holds an adopted model already; give --force (force=True) to replace it, or another folder"
+            )
         if (aside := folder.with_name(f"{folder.name}.replaced")).exists():
             raise UserError(
                 f"{aside} exists: an interrupted replacement left the former model there; remove it, or rename it"
