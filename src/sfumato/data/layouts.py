@@ -418,7 +418,7 @@ def _row_by_row(tables: _Tables) -> _Listed:
         raise UserError(
             f"{tables[0].table.name} has {n} rows and {tables[1].table.name} has {m}; without pairs row i belongs"
             " to row i. Name the pairs in a file with the columns image and text: data.path=pairs.csv (sfumato adopt:"
-            " --pairs pairs.csv)"
+            " --pairs pairs.csv; in Python: pairs=)"
         )
     return _Listed(np.stack([np.arange(n)] * 2, axis=1), [""] * n, [""] * n)
 
