@@ -245,6 +245,9 @@ class TrainConfig(_Section):
     micro_batch: int = Field(0, ge=0)
     """number of pairs that are encoded at a time; a small number needs less memory, but a second pass. 0: the batch"""
     compile: bool = Field(False, description="compile the encoders with torch.compile")
+    tracker: Literal["", "tensorboard", "wandb", "mlflow"] = ""
+    """where the figures of each epoch go besides log.jsonl: tensorboard (into the run folder), wandb or mlflow, whose
+    packages are configured by their own environment variables; nowhere if empty"""
     timeout_minutes: PositiveFloat = 10.0
     """several processes: longest time in minutes that one waits for the others"""
     select: Literal["auto", "rsum", "map@r", "last"] = "auto"
@@ -572,7 +575,7 @@ def _absolute(path: str) -> str:
 
 def recipe_values(recipe: Recipe) -> dict[str, Any]:
     """The value of each key, e.g. of loss.alpha."""
-    return dict(_leaves(recipe.model_dump(mode="json")))
+    return dict(leaves(recipe.model_dump(mode="json")))
 
 
 def differing_keys(saved: Recipe, given: Recipe) -> dict[str, tuple[Any, Any]]:
@@ -582,10 +585,11 @@ def differing_keys(saved: Recipe, given: Recipe) -> dict[str, tuple[Any, Any]]:
     return {key: (first.get(key), second.get(key)) for key in keys if first.get(key) != second.get(key)}
 
 
-def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The values of nested sections with their keys, such as train.epochs."""
     for key, value in values.items():
         if isinstance(value, Mapping):
-            yield from _leaves(value, f"{prefix}{key}.")
+            yield from leaves(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
 

@@ -79,6 +79,7 @@ from sfumato.training.step import (
     learning_rate_factor,
     set_learning_rate,
 )
+from sfumato.training.trackers import OnEpoch, tracked
 from sfumato.training.variance_stage import teach_variances
 
 _SECONDS_BETWEEN_SAVES = 15.0
@@ -116,7 +117,7 @@ class _Training:
         return self.weights | ({"average": self.average} if self.average else {})
 
 
-def fit(recipe: Recipe, folder: str | Path) -> dict[str, Any]:
+def fit(recipe: Recipe, folder: str | Path, *, on_epoch: OnEpoch | None = None) -> dict[str, Any]:
     """Train a recipe, resume an interrupted run of the same recipe, or extend a run to more epochs.
 
     Started by torchrun, all processes train one model together, and each takes a part of every batch.
@@ -124,6 +125,8 @@ def fit(recipe: Recipe, folder: str | Path) -> dict[str, Any]:
     Args:
         recipe: the complete recipe.
         folder: the run folder; made if missing. A run of another recipe in it is refused.
+        on_epoch: called after each epoch with its line of log.jsonl as a dict, in the first process alone: "epoch" from
+            0, "loss", "loss/TERM", "logit_scale", "val/rsum", "seconds" and others.
 
     Returns:
         {"run", "epochs", "best_epoch", "best_score", "selected_by", "parameters", "problems", "seconds"}; selected_by
@@ -139,30 +142,35 @@ def fit(recipe: Recipe, folder: str | Path) -> dict[str, Any]:
     folder.mkdir(parents=True, exist_ok=True)
     with join_process_group(partial(choose_device, recipe.train.device), recipe.train.timeout_minutes) as process_group:
         if not process_group.main:
-            return _fit(recipe, folder, process_group)
+            return _fit(recipe, folder, process_group, None)
         try:
             with filelock.FileLock(folder / LOCK, timeout=0):
-                return _fit(recipe, folder, process_group)
+                return _fit(recipe, folder, process_group, on_epoch)
         except filelock.Timeout as error:
             raise UserError(
                 f"another process is training in {folder}; wait for it, or give another folder with --out"
             ) from error
 
 
-def _fit(recipe: Recipe, folder: Path, process_group: ProcessGroup) -> dict[str, Any]:
+def _fit(recipe: Recipe, folder: Path, process_group: ProcessGroup, on_epoch: OnEpoch | None) -> dict[str, Any]:
     training = _prepare(recipe, folder, process_group)
     first = _resume(training)
     if isinstance(training.batches, IndexedBatches):
         training.batches.prepare(training.model)
-    for epoch in range(first, recipe.train.epochs):
-        started = time.monotonic()
-        line = {"epoch": epoch, **_train_epoch(training, epoch), **_validate_epoch(training, epoch)}
-        line["seconds"] = time.monotonic() - started
-        if process_group.main:
-            training.problems.write(folder / PROBLEMS)
-            _append_line(folder / LOG, line)
-            _save_epoch(training, epoch)
-        say(_one_line(line, recipe.train.epochs, training.val_split))
+    tracker = recipe.train.tracker if process_group.main else ""
+    with tracked(tracker, recipe, folder) as track:
+        for epoch in range(first, recipe.train.epochs):
+            started = time.monotonic()
+            line = {"epoch": epoch, **_train_epoch(training, epoch), **_validate_epoch(training, epoch)}
+            line["seconds"] = time.monotonic() - started
+            if process_group.main:
+                training.problems.write(folder / PROBLEMS)
+                _append_line(folder / LOG, line)
+                _save_epoch(training, epoch)
+                track(line)
+            if on_epoch is not None:
+                on_epoch(line)
+            say(_one_line(line, recipe.train.epochs, training.val_split))
     _finish(training)
     return {
         "run": str(folder),
