@@ -12,7 +12,7 @@ from sfumato.errors import UserError, as_typed
 from sfumato.models.recipe import Recipe, differing_keys, load_recipe, recipe_values
 from sfumato.models.run import MODEL, RECIPE
 
-WITHOUT_EFFECT = ("name", "prefer", "train.threads", "train.device", "train.timeout_minutes")
+WITHOUT_EFFECT = ("name", "prefer", "train.threads", "train.device", "train.timeout_minutes", "train.tracker")
 """Keys that name a run or say where it was trained, but not how."""
 
 SEED = "train.seed"
