@@ -250,8 +250,8 @@ def test_without_a_connection_nothing_is_retried(monkeypatch, transformers):
         asked.append((address, timeout))
         raise OSError("no route to host")
 
-    def loads(name, *, local_files_only, use_safetensors):
-        assert local_files_only and use_safetensors  # Never a pickle.
+    def loads(name, *, local_files_only, use_safetensors, trust_remote_code):
+        assert local_files_only and use_safetensors and not trust_remote_code  # Never a pickle, never code.
         raise OSError("not in the cache")
 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)

@@ -334,7 +334,7 @@ def test_an_unknown_loss_and_an_unfinished_run_are_in_the_table(work, tmp_path):
     text = (
         recipe.read_text().replace('name = "pcmepp"', 'name = "mine"').replace("epochs = 1\nbatch", "epochs = 3\nbatch")
     )
-    recipe.write_text(text.replace("imports = []", 'imports = ["mine.py"]'))
+    recipe.write_text('imports = ["mine.py"]\n' + text)
     weights = tmp_path / "mine/model.safetensors"
     content = bytearray(weights.read_bytes())
     content[-1] ^= 1
