@@ -9,6 +9,7 @@ from support.lazy import Lazy
 
 from sfumato.encoders import clip
 from sfumato.encoders.clip import ClipImageConfig, ClipImageEncoder, ClipTextConfig, ClipTextEncoder
+from sfumato.encoders.convolutional import ResNetImageConfig
 from sfumato.encoders.features import Inputs
 from sfumato.encoders.heads import GaussianHead, HeadOptions
 from sfumato.errors import UserError
@@ -452,3 +453,10 @@ def test_models_of_another_kind_are_refused(tmp_path):
     for name, kind in (("bert", "bert"), ("naflex", "siglip2")):
         with pytest.raises(UserError, match=f"of type '{kind}'; expected one whose text side"):
             clip_text_encoder(str(tmp_path / name))
+
+
+def test_random_weights_have_a_name():
+    named = ClipImageConfig(kind="clip", weights="random", blocks=2)
+    assert named == ClipImageConfig(kind="clip", blocks=2) and named.base_model == ""
+    named.check("model.image")  # blocks are for random weights alone.
+    assert ResNetImageConfig(weights="random") == ResNetImageConfig()

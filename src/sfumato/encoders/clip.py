@@ -67,7 +67,7 @@ class _ClipConfig(EncoderConfig):
     base_field: ClassVar[str] = "weights"
     needs: ClassVar[frozenset[str]] = frozenset({"backbones"})
 
-    weights: str = Field("", description="hub name or local folder of a CLIP or SigLIP model; random weights if empty")
+    weights: str = Field("", description="hub name or local folder of a CLIP or SigLIP model; random or empty: none")
     architecture: Architecture = Field("ViT-B/32", description="architecture, without weights")
     blocks: PositiveInt | None = None
     """number of blocks, only without weights; the architecture's number if left out"""

@@ -132,7 +132,7 @@ class ResNetImageConfig(ImageEncoderConfig):
     needs: ClassVar[frozenset[str]] = frozenset({"backbones"})
 
     kind: Literal["resnet"] = "resnet"
-    weights: str = Field("", description="hub name or local folder of a ResNet; random weights if empty")
+    weights: str = Field("", description="hub name or local folder of a ResNet; random or empty: none")
     architecture: Literal["resnet-18", "resnet-34", "resnet-50", "resnet-101", "resnet-152"] = "resnet-50"
     """architecture, without weights"""
     depths: tuple[PositiveInt, ...] | None = Field(None, min_length=1)

@@ -15,7 +15,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 import torch
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 
@@ -217,6 +217,11 @@ class EncoderConfig(BaseModel):
     needs: ClassVar[frozenset[str]] = frozenset()  # extras of the package without which the encoder cannot be built
 
     kind: str = Field(description="kind of the encoder; it determines the other keys")
+
+    @field_validator("weights", check_fields=False)
+    @classmethod
+    def _random_by_name(cls, name: str) -> str:
+        return "" if name == "random" else name
 
     @property
     def base_model(self) -> str:
