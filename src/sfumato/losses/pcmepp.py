@@ -166,12 +166,12 @@ def _bottleneck(block: PairBlock, sums: Tensor) -> tuple[Tensor, Tensor]:
     """(() the block's part of both modalities' bottlenecks, () the number of modalities that are left out)."""
     sizes = [x.n * x.d for x in (block.images, block.texts)]
     ignored = [total / size > VIB_LIMIT for total, size in zip(sums, sizes, strict=True)]
-    # Omitted terms are not computed, because 0 times an infinite gradient would be NaN.
-    kept = [
-        vib_sums(GaussianEmbedding(x.mean.masked_fill(skip, 0), x.log_var.masked_fill(skip, 0))).sum() / size
-        for x, skip, size in zip((block.image, block.text), ignored, sizes, strict=True)
-    ]
-    return kept[0] + kept[1], torch.stack(ignored).sum()
+    number, kept = torch.stack(ignored), []
+    for x, skip, size in zip((block.image, block.text), number, sizes, strict=True):
+        if skip:  # Omitted terms are not computed, because 0 times an infinite gradient would be NaN.
+            x = GaussianEmbedding(x.mean.masked_fill(skip, 0), x.log_var.masked_fill(skip, 0))
+        kept.append(vib_sums(x).sum() / size)
+    return kept[0] + kept[1], number.sum()
 
 
 def _cross_entropy(logit: Tensor, label: Tensor) -> Tensor:
