@@ -29,6 +29,7 @@ from sfumato.losses import (
     register_loss,
 )
 from sfumato.models.recipe import load_recipe
+from sfumato.models.run import load_run
 from sfumato.posthoc import METHODS, register_method
 
 OWN = Path(__file__).parents[1] / "docs/examples/mymethod.py"
@@ -233,6 +234,8 @@ def test_a_loss_that_a_program_registered_leaves_a_run_that_opens(tmp_path, monk
     public.fit(load_recipe(public.find_recipe("emoji-pixels"), [*TINY, "loss.name=plain"]), tmp_path / "run")
     before = public.load(tmp_path / "run").embed_texts(["a cat"])
     del LOSSES["plain"]
+    with pytest.raises(UserError, match="unknown loss 'plain'.*--import FILE"):
+        load_run(tmp_path / "run").loss(*batch(dtype=torch.float32), MATCH)
     torch.testing.assert_close(public.load(tmp_path / "run").embed_texts(["a cat"]).mean, before.mean)
 
 

@@ -132,11 +132,15 @@ def with_own_encoder(config: ModelConfig, folder: Path) -> ModelConfig:
     return config.model_copy(update=changed)
 
 
+def _unknown_loss(recipe: Recipe) -> UserError:
+    named = f"; the recipe imports {', '.join(recipe.imports)}" if recipe.imports else ""
+    return UserError(f"unknown loss {recipe.loss.name!r}; known: {', '.join(LOSSES)}; {HOW}{named}")
+
+
 def build_loss(recipe: Recipe) -> MatchLoss:
     """Build the loss of a recipe, with initial logits."""
     if isinstance(recipe.loss, UnknownLossConfig):
-        named = f"; the recipe imports {', '.join(recipe.imports)}" if recipe.imports else ""
-        raise UserError(f"unknown loss {recipe.loss.name!r}; known: {', '.join(LOSSES)}; {HOW}{named}")
+        raise _unknown_loss(recipe)
     return LOSSES[recipe.loss.name](recipe.loss.options())
 
 
@@ -193,7 +197,7 @@ def load_run(folder: str | Path, *, device: torch.device | str = "cpu") -> Run:
     check_weights(folder / MODEL, recipe.model, assets, what, _USE_ITS_OWN, "model/")
     model = build_model(recipe.model, assets)
     if unknown := isinstance(recipe.loss, UnknownLossConfig):
-        loss: MatchLoss = _UnknownLoss(recipe.loss.distance, folder / MODEL)
+        loss: MatchLoss = _UnknownLoss(recipe, folder / MODEL)
     else:
         loss = build_loss(recipe)
     load_state(folder / MODEL, {"model": model} | ({} if unknown else {"loss": loss}))
@@ -224,8 +228,9 @@ class _UnknownLoss(MatchLoss):
 
     Options = LossOptions
 
-    def __init__(self, distance: str, path: Path) -> None:
-        super().__init__(LossOptions(distance=distance))
+    def __init__(self, recipe: Recipe, path: Path) -> None:
+        super().__init__(LossOptions(distance=recipe.loss.distance))
+        self._recipe = recipe
         with safe_open(path, framework="pt") as file:
             prefix = "loss/logits."
             held = {key.removeprefix(prefix): file.get_tensor(key) for key in file.keys() if key.startswith(prefix)}  # noqa: SIM118
@@ -234,10 +239,10 @@ class _UnknownLoss(MatchLoss):
             load_tensors(self.logits, held, f"{path}: does not hold logits")
 
     def counts(self, block: PairBlock) -> Tensor:
-        raise NotImplementedError
+        raise _unknown_loss(self._recipe)
 
     def part(self, block: PairBlock, counts: Tensor, *, epoch: int | None = None) -> LossOutput:
-        raise NotImplementedError
+        raise _unknown_loss(self._recipe)
 
 
 def _sampled_logits(loss: MatchLoss) -> SampledLogits | None:
