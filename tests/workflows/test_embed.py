@@ -230,7 +230,7 @@ def embed_shards(pattern, out, log):
 
 
 def under_kills(start, chance, workers, kills):
-    """Keep this many workers at work, and kill one after the other. Returns, by process, when it was dead."""
+    """Keep this many workers at work, and kill one after the other. Returns, by process, when it was killed."""
     alive, dead = [start() for _ in range(workers)], {}
     while alive:
         time.sleep(chance.uniform(0.0, 0.12))
@@ -240,9 +240,10 @@ def under_kills(start, chance, workers, kills):
             alive.remove(worker)
         if alive and len(dead) < kills:
             worker = alive.pop(chance.randrange(len(alive)))
+            moment = time.monotonic()  # Its locks are free as soon as it is dead, before this process hears of that.
             worker.kill()
             if worker.finish()[0] == -signal.SIGKILL:
-                dead[worker.pid] = time.monotonic()
+                dead[worker.pid] = moment
                 alive.append(start())
     return dead
 
