@@ -77,12 +77,12 @@ class Watch:
             self.seen[f"{name} in one place"].append(float(functional.normalize(e.mean, dim=-1).mean(0).norm()))
             self.seen[f"{name} sd of total variance"].append(float(e.total_variance.std()))
 
-    def epoch(self, training: Any, epoch: int) -> Any:
+    def epoch(self, training: Any, done: Any) -> Any:
         """An epoch of training, and its figures."""
         self.seen.clear()
-        result = TRAIN_EPOCH(training, epoch)
+        result = TRAIN_EPOCH(training, done)
         figures = ", ".join(f"{name} {np.mean(values[-8:]):.3g}" for name, values in self.seen.items())
-        print(f"epoch {epoch + 1}: {figures}", flush=True)
+        print(f"epoch {done.epoch + 1}: {figures}", flush=True)
         return result
 
 

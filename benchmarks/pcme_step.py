@@ -91,7 +91,9 @@ def stepper(
 
     def run() -> None:
         optimiser.zero_grad(set_to_none=True)
-        forward_backward(model, loss, batch, process_group, epoch=0, low_precision=options.bfloat16)
+        forward_backward(
+            model, loss, batch, process_group, epoch=0, precision=torch.bfloat16 if options.bfloat16 else torch.float32
+        )
         clip_gradients(trained, 2.0)
         optimiser.step()
         if options.device == "cuda":

@@ -16,7 +16,7 @@ from sfumato.models.run import load_model, load_run
 from sfumato.serve.answering import open_sources
 from sfumato.training.loop import fit
 
-N, PER_IMAGE = 48, 2
+N, PER_IMAGE = 80, 2
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +41,7 @@ def folder(tmp_path_factory):
     return folder
 
 
-SMALL = "model.dim=8", "model.hidden=16", "train.batch_size=16", "train.epochs=12", "optim.lr=1e-2", "train.device=cpu"
+SMALL = "model.dim=8", "model.hidden=16", "train.batch_size=16", "train.epochs=40", "optim.lr=1e-2", "train.device=cpu"
 
 
 @pytest.fixture(scope="module")

@@ -185,6 +185,19 @@ def test_optimise_waits_for_the_index_of_a_server(milvus_server, monkeypatch):
     assert (told["indexed_rows"], told["pending_index_rows"]) == (3000, 0)
     loaded = store._client.list_loaded_segments(store._place.name)
     assert sum(segment.num_rows for segment in loaded if segment.index_name) == 3000
+    # A segment that the server merges into another during the call: it is asked again.
+    listed, merged = (
+        store._client.list_persistent_segments,
+        [milvus._driver().MilvusException(600, "segment not found[segment=7]")],
+    )
+
+    def list_segments(*args, **options):
+        if merged:
+            raise merged.pop()
+        return listed(*args, **options)
+
+    monkeypatch.setattr(store._client, "list_persistent_segments", list_segments)
+    assert store._without_index() == 0 and not merged
     left = iter([9, 8, 8, 8, 8])
     monkeypatch.setattr(store, "_without_index", lambda: next(left))
     monkeypatch.setattr(store, "_call", lambda method: None)

@@ -187,8 +187,8 @@ def test_an_epoch_follows_from_its_number_and_the_seed_alone(style):
     pairs = [drawn(next(iter(indexed(recipe(), alone()).epoch(epoch)))) for epoch in (0, 1)]
     assert pairs[0] != pairs[1]
     assert not all(map(torch.equal, plan_tensors(first.mix), plan_tensors(second.mix)))
-    draws = [batches.augmentation.generator(epoch).initial_seed() for epoch in (0, 1, 0)]
-    assert draws[0] == draws[2] != draws[1]
+    draws = [batches.augmentation.generator(*key).initial_seed() for key in ((0, 0), (1, 0), (0, 1), (0, 0))]
+    assert draws[0] == draws[3] and len(set(draws)) == 3
     steps = [plan_tensors(batches.augmentation.plans([7], (16, 16), 0, step)[0]) for step in (0, 1)]
     assert all(map(torch.equal, steps[0], plan_tensors(first.mix))) and not all(map(torch.equal, *steps))
     assert not same(straight[0][0], next(iter(indexed(recipe(style=style, mixed_share=0.5, seed=1), alone()).epoch(0))))
@@ -300,7 +300,7 @@ def test_processes_change_their_pictures_and_words_independently():
     images, texts = [], []
     for rank in range(3):
         augmentation = Augmentation(settings, model(), ProcessGroup(rank, 3, CPU))
-        generator = augmentation.generator(0)
+        generator = augmentation.generator(0, 0)
         images.append(
             augmentation.images(PixelStore(torch.full((4, 3, 16, 16), 90, dtype=torch.uint8)), np.arange(4), generator)
         )

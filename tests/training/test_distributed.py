@@ -61,7 +61,13 @@ def test_parts_cover_everything_once():
     assert alone().main and alone().part(3).tolist() == [0, 1, 2]
 
 
-POINTS = ["model.image.augment=false", "model.text.dropout=0", "train.epochs=12", "train.timeout_minutes=1"]
+POINTS = [
+    "model.image.augment=false",
+    "model.text.dropout=0",
+    "train.epochs=12",
+    "train.timeout_minutes=1",
+    "train.save_steps=2",
+]
 
 
 def same_numbers(a: object, b: object) -> bool:
@@ -89,7 +95,7 @@ def test_a_run_of_two_processes_evaluates_and_resumes_like_one(tmp_path):
         written.append(json.loads((whole / "evaluation-test-csd.json").read_text()))
         (whole / "evaluation-test-csd.json").unlink()
     assert same_numbers(*written)
-    # Killed after the first epoch and started again: the same bits.
+    # Killed after the first steps and started again: the same bits.
     processes = process_group(2, command, "train", recipe, "--out", parts, *POINTS)
     deadline = time.monotonic() + 60
     while not (parts / "last.safetensors").exists() and time.monotonic() < deadline:

@@ -1,19 +1,23 @@
 """Training: resumes to the bit, stops on NaN, reports bad items, keeps the best weights."""
 
+import itertools
 import json
 import time
 from pathlib import Path
 
 import filelock
 import pytest
+import torch
 from support.processes import Started, command
 from support.toy import assert_same_tensors, make_toy, stop_after_checkpoint_of
 
 from sfumato.errors import UserError
 from sfumato.models.embed import load_split
 from sfumato.models.recipe import load_recipe
-from sfumato.models.run import load_run
+from sfumato.models.run import load_run, save_state
+from sfumato.training import loop
 from sfumato.training.loop import fit
+from sfumato.training.step import DivergedError
 
 
 @pytest.fixture(scope="module")
@@ -67,6 +71,85 @@ def test_resumed_equals_uninterrupted_with_average(toy, optimiser, average):
     assert_same_tensors(whole / "last.safetensors", parts / "last.safetensors")
     assert_same_tensors(whole / "model.safetensors", parts / "model.safetensors")
     assert [json.loads(line)["epoch"] for line in (parts / "log.jsonl").read_text().splitlines()] == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [["train.ema_decay=0.9", "model.text.dropout=0.3"], ["train.precision=float16", "optim.name=adamp"]],
+    ids=["average", "float16"],
+)
+@pytest.mark.parametrize("saves", [1, 4])
+def test_resumed_within_an_epoch_equals_uninterrupted(toy, tmp_path, monkeypatch, capsys, overrides, saves):
+    """Stopped after a part of the first epoch and of the second: the same bits as without any interruption."""
+    fit(load_recipe(toy, overrides), tmp_path / "whole")
+    recipe = load_recipe(toy, [*overrides, "train.save_steps=1"])
+    kept = []
+
+    def stop(path, modules, optimiser, about):
+        save_state(path, modules, optimiser, about)
+        kept.append(json.loads(json.dumps(about)))
+        if "part" in about and len([one for one in kept if "part" in one]) == saves:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("sfumato.training.loop.save_state", stop)
+        with pytest.raises(KeyboardInterrupt):
+            fit(recipe, tmp_path / "parts")
+    assert (kept[-1]["epoch"], kept[-1]["part"]["step"]) == ((-1, 1) if saves == 1 else (0, 2))
+    fit(recipe, tmp_path / "parts")
+    assert (
+        f"resuming in epoch {1 if saves == 1 else 2} of 3, after step {1 if saves == 1 else 2} of 3"
+        in capsys.readouterr().err
+    )
+    for name in ("last.safetensors", "model.safetensors"):
+        assert_same_tensors(tmp_path / "whole" / name, tmp_path / "parts" / name)
+    whole, parts = (
+        [json.loads(line) | {"seconds": 0} for line in (tmp_path / run / "log.jsonl").read_text().splitlines()]
+        for run in ("whole", "parts")
+    )
+    assert whole == parts and ("loss_scale" in whole[0]) == ("train.precision=float16" in overrides)
+
+
+def test_an_epoch_in_work_is_saved_by_time(toy, tmp_path, monkeypatch):
+    saved = []
+    monkeypatch.setattr("sfumato.training.loop.save_state", lambda path, *rest: saved.append(json.dumps(rest[-1])))
+    for minutes, parts in ((0, 0), (10, 0), (1e-9, 2)):
+        saved.clear()
+        with pytest.raises(UserError, match="no checkpoint"):  # At its end the run looks for the best weights.
+            fit(load_recipe(toy, ["train.epochs=1", f"train.save_minutes={minutes}"]), tmp_path / str(minutes))
+        assert [about["part"]["step"] for about in map(json.loads, saved) if "part" in about] == list(
+            range(1, 1 + parts)
+        )
+
+
+def test_a_scaled_gradient_that_overflows_float16_skips_its_step_and_halves_the_scale(toy, tmp_path, monkeypatch):
+    """On this model the first step overflows by itself with the first scale, 2**16; two more are made to."""
+    overflows, seen = {1, 4}, []
+    backward = loop.forward_backward
+
+    def overflowing(model, loss, *args, scaler, **options):
+        measured = backward(model, loss, *args, scaler=scaler, **options)
+        weights = torch.cat([p.detach().flatten() for p in model.parameters()])
+        if len(seen) in overflows:
+            model.text.head.mean.linear.bias.grad[0] = float("inf")
+        finite = all(p.grad is None or p.grad.isfinite().all() for p in [*model.parameters(), *loss.parameters()])
+        seen.append((scaler.get_scale(), weights, not finite))
+        return measured
+
+    monkeypatch.setattr(loop, "forward_backward", overflowing)
+    recipe = load_recipe(toy, ["train.precision=float16", "train.epochs=2"])
+    fit(recipe, tmp_path / "run")
+    assert seen[0][0] == 2**16 and seen[1][2] and not seen[3][2] and len(seen) == 6
+    for (scale, weights, skipped), (scale_after, weights_after, _) in itertools.pairwise(seen):
+        assert scale_after == scale / (2 if skipped else 1)
+        assert torch.equal(weights_after, weights) == skipped
+    lines = [json.loads(line) for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
+    assert [line["skipped"] for line in lines] == [sum(skipped for *_, skipped in seen[i : i + 3]) / 3 for i in (0, 3)]
+    assert 0 < lines[1]["gradient_norm"] < 1e3  # Of the steps that were made.
+    seen.clear()
+    overflows.update(range(40))
+    with pytest.raises(DivergedError, match=r"epoch 11, step 1: the gradient is inf.*; or train.precision=bfloat16"):
+        fit(load_recipe(toy, ["train.precision=float16", "train.epochs=12"]), tmp_path / "never")
 
 
 def test_kill_9_at_any_moment_resumes_to_the_same_bits(toy, run):

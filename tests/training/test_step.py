@@ -207,13 +207,37 @@ def test_bfloat16_is_for_encoders_and_the_linear_maps_of_heads():
     exact = gradients(model, loss)
     model.zero_grad()
     loss.zero_grad()
-    forward_backward(model, loss, data, alone(), epoch=5, low_precision=True)
+    forward_backward(model, loss, data, alone(), epoch=5, precision=torch.bfloat16)
     outputs = (torch.float32, torch.float32)
     assert seen == [torch.float32, outputs, torch.bfloat16, outputs]
     for name, gradient in gradients(model, loss).items():
         assert gradient.dtype == torch.float32
         error = (gradient - exact[name]).norm() / (exact[name].norm() + 1e-6)
         assert error < 0.02, name
+
+
+def test_a_scaled_loss_keeps_small_gradients_in_float16():
+    """A gradient of 1e-9 of the usual one underflows float16 in the encoder, unless the loss is scaled."""
+    pixels = torch.rand(N, 3, 8, 8, generator=torch.Generator().manual_seed(2))
+    data = TrainBatch(
+        Inputs(pixels), Inputs(batch().texts.values.float(), batch().texts.mask), lambda _: (labels(), labels().T)
+    )
+
+    def scaled(scale, precision=torch.float32):
+        model, loss = build(image=PatchEncoder()).float(), LOSSES["pcmepp"]()
+        scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+        forward_backward(model, loss, data, alone(), epoch=5, precision=precision, scaler=scaler)
+        return {name: gradient / scale for name, gradient in gradients(model, loss).items()}
+
+    def error(name, found):
+        return (found[name] - exact[name]).norm() / (exact[name].norm() + 1e-6)
+
+    exact = scaled(1.0)
+    power = scaled(2.0**16)
+    assert all(torch.equal(power[name], exact[name]) for name in exact)  # A power of two rounds nothing.
+    kept, lost = scaled(2.0**3, torch.float16), scaled(2.0**-30, torch.float16)
+    assert max(error(name, kept) for name in exact) < 0.003
+    assert error("image.encoder.patches.weight", lost) > 0.5
 
 
 # What goes wrong ------------------------------------------------------------------------------------------------------

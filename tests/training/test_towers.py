@@ -64,7 +64,7 @@ def test_several_processes_average_running_statistics_and_no_word_vectors(monkey
     monkeypatch.setattr(ProcessGroup, "total", lambda process_group, value: 3 * value + 3)
     model = torch.nn.ModuleDict({"words": WordEncoder(9, 4, 3, freeze=True), "norm": torch.nn.BatchNorm1d(4)})
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    ProcessGroup(0, 3, torch.device("cpu")).average_buffers(model)
+    ProcessGroup(0, 3, torch.device("cpu")).average_buffers(model.named_buffers())
     changed = {name for name, buffer in model.named_buffers() if not torch.equal(buffer, before[name])}
     assert "words.words.weight" in before and changed == {"norm.running_mean", "norm.running_var"}
 

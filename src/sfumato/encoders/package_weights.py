@@ -133,10 +133,11 @@ def tensors_hash(name: str, tensors: Mapping[str, torch.Tensor]) -> str:
 Precision = Literal["float32", "bfloat16", "auto"]
 
 
-def number_format(precision: Precision, device: torch.device | str = "cpu") -> torch.dtype:
+def number_format(precision: Precision | Literal["float16"], device: torch.device | str = "cpu") -> torch.dtype:
     """The dtype of a precision's name."""
     if precision != "auto":
-        return torch.bfloat16 if precision == "bfloat16" else torch.float32
+        dtype: torch.dtype = getattr(torch, precision)
+        return dtype
     if torch.device(device).type == "cuda":
         has_it = torch.cuda.is_bf16_supported(including_emulation=False)
     else:

@@ -128,11 +128,11 @@ class ProcessGroup:
         for value in model.state_dict().values():
             _answered(lambda value=value: dist.broadcast(value, 0))  # type: ignore[misc]
 
-    def average_buffers(self, model: nn.Module) -> None:
+    def average_buffers(self, buffers: Iterable[tuple[str, Tensor]]) -> None:
         """Replace running statistics by their mean over the processes; other buffers are equal already."""
         if self.size == 1:
             return
-        for name, buffer in model.named_buffers():
+        for name, buffer in buffers:
             if name.rpartition(".")[2] in ("running_mean", "running_var"):
                 buffer.copy_(self.total(buffer) / self.size)
 

@@ -230,9 +230,10 @@ class TrainConfig(_Section):
     device: str = Field("auto", description="auto (a GPU if there is one), cpu, cuda, cuda:1 ...")
     evaluate_every: PositiveInt = 1
     """number of epochs between validations; the last epoch is always validated"""
-    precision: Precision = "float32"
-    """number format of encoders and heads while they train: float32, bfloat16, or auto: bfloat16 where the processor is
-    fast with it. Weights, embeddings, distances and every use of the model have float32"""
+    precision: Precision | Literal["float16"] = "float32"
+    """number format of encoders and heads while they train: float32, bfloat16, float16 with a scaled loss (for GPUs
+    without bfloat16), or auto: bfloat16 where the processor is fast with it. Weights, embeddings, distances and every
+    use of the model have float32"""
     start: str = ""
     """model whose weights the training starts from: small, of the package, a run or an exported model with the same
     model section; new weights if empty"""
@@ -245,6 +246,11 @@ class TrainConfig(_Section):
     micro_batch: int = Field(0, ge=0)
     """number of pairs that are encoded at a time; a small number needs less memory, but a second pass. 0: the batch"""
     compile: bool = Field(False, description="compile the encoders with torch.compile")
+    save_minutes: NonNegativeFloat = 10.0
+    """time in minutes after which the state is saved within an epoch, so that an interrupted run repeats no more; 0: at
+    the ends of epochs, and by save_steps"""
+    save_steps: int = Field(0, ge=0)
+    """number of steps after which the state is saved within an epoch; 0: by time alone"""
     tracker: Literal["", "tensorboard", "wandb", "mlflow"] = ""
     """where the figures of each epoch go besides log.jsonl: tensorboard (into the run folder), wandb or mlflow, whose
     packages are configured by their own environment variables; nowhere if empty"""

@@ -1,9 +1,10 @@
 """The batches of an epoch for one process: the pairs, their augmentation and their labels.
 
-All random choices depend only on (seed, epoch, process), so an interrupted run repeats its epochs bit for bit.
+All random choices depend only on (seed, epoch, step, process), so an interrupted run repeats its steps bit for bit.
 """
 
 import hashlib
+import itertools
 import queue
 import sys
 import threading
@@ -41,11 +42,12 @@ class Batches(Protocol):
 
     def __len__(self) -> int: ...
 
-    def epoch(self, epoch: int) -> Iterator[TrainBatch]:
+    def epoch(self, epoch: int, first: int = 0) -> Iterator[TrainBatch]:
         """This process's parts of the batches; equal for equal epochs.
 
         Args:
             epoch: 0-based.
+            first: number of steps that are left out.
 
         Yields:
             The parts, in the order of the steps.
@@ -54,7 +56,7 @@ class Batches(Protocol):
 
 
 def epoch_seed(*key: int) -> int:
-    """A seed from several numbers, such as (seed, epoch, stream); keys that differ give independent seeds."""
+    """A seed from several numbers, such as (seed, epoch, stream, step); keys that differ give independent seeds."""
     return int(np.random.SeedSequence(list(key)).generate_state(1, np.uint64)[0] >> 1)
 
 
@@ -79,10 +81,9 @@ class Augmentation:
                 " padding (SigLIP); set it to 0"
             )
 
-    def generator(self, epoch: int) -> torch.Generator:
-        """The random generator of an epoch's changes on this process."""
-        own = (self.process_group.rank,) if self.process_group.rank else ()
-        return torch.Generator().manual_seed(epoch_seed(self.seed, epoch, 1, *own))
+    def generator(self, epoch: int, step: int) -> torch.Generator:
+        """The random generator of a step's changes on this process."""
+        return torch.Generator().manual_seed(epoch_seed(self.seed, epoch, 1, step, self.process_group.rank))
 
     def images(self, store: Store, index: np.ndarray, generator: torch.Generator) -> Inputs:
         """The images at some positions, augmented as in the recipe. index (r,)."""
@@ -180,13 +181,13 @@ class IndexedBatches:
     def __len__(self) -> int:
         return len(self.sampler)
 
-    def epoch(self, epoch: int) -> Iterator[TrainBatch]:
+    def epoch(self, epoch: int, first: int = 0) -> Iterator[TrainBatch]:
         """See :class:`Batches`."""
-        generator = self.augmentation.generator(epoch)
-        for step, batch in enumerate(self.sampler.batches(epoch)):
-            yield self._batch(batch, epoch, step, generator)
+        for step, batch in itertools.islice(enumerate(self.sampler.batches(epoch)), first, None):
+            yield self._batch(batch, epoch, step)
 
-    def _batch(self, batch: PairBatch, epoch: int, step: int, generator: torch.Generator) -> TrainBatch:
+    def _batch(self, batch: PairBatch, epoch: int, step: int) -> TrainBatch:
+        generator = self.augmentation.generator(epoch, step)
         own, everything = self.process_group.part(len(batch)), np.arange(len(batch))
         images = self.augmentation.images(self.images, batch.image_index[own], generator)
         texts = self.augmentation.texts(self.texts.batch(batch.text_index[own]), generator)
@@ -217,14 +218,14 @@ class ShardBatches:
     def __len__(self) -> int:
         return len(self.stream)
 
-    def epoch(self, epoch: int) -> Iterator[TrainBatch]:
+    def epoch(self, epoch: int, first: int = 0) -> Iterator[TrainBatch]:
         """See :class:`Batches`. An image that cannot be decoded is reported, and its pair is missing from the batch."""
-        generator = self.augmentation.generator(epoch)
         with closing(self.stream.batches(epoch)) as batches:
-            for step, batch in enumerate(batches):
-                yield self._batch(batch, epoch, step, generator)
+            for step, batch in itertools.islice(enumerate(batches), first, None):
+                yield self._batch(batch, epoch, step)
 
-    def _batch(self, batch: ShardBatch, epoch: int, step: int, generator: torch.Generator) -> TrainBatch:
+    def _batch(self, batch: ShardBatch, epoch: int, step: int) -> TrainBatch:
+        generator = self.augmentation.generator(epoch, step)
         pictures, kept = self.model.image.processor.read(
             [partial(bytes, picture) for picture in batch.images],
             on_error=lambda i, error: self.stream.skip(batch.keys[i], str(error)),

@@ -1,6 +1,6 @@
 """The training loop, which resumes an interrupted run bit for bit.
 
-All random choices in an epoch depend only on (seed, epoch), so the state after an epoch is sufficient for resuming.
+All random choices of a step depend only on (seed, epoch, step), so the state after a step is sufficient for resuming.
 """
 
 import contextlib
@@ -9,7 +9,7 @@ import math
 import time
 from collections import Counter
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -85,6 +85,26 @@ from sfumato.training.variance_stage import teach_variances
 _SECONDS_BETWEEN_SAVES = 15.0
 """Epochs that end sooner after the last saved one are not saved; an interrupted run repeats them bit for bit."""
 
+_SMALLEST_SCALE = 1e-4
+"""A gradient that overflows float16 at this scale has diverged."""
+
+
+@dataclass
+class _Epoch:
+    """The part of an epoch that is done."""
+
+    epoch: int
+    step: int = 0  # number of steps
+    sums: Counter[str] = field(default_factory=Counter)  # of the quantities measured at its steps
+    counts: Counter[str] = field(default_factory=Counter)  # number of steps that measured them
+    seconds: float = 0.0
+
+    def add(self, measured: dict[str, float]) -> None:
+        """Add what a step measured."""
+        self.step += 1
+        self.sums.update(measured)
+        self.counts.update(measured.keys())
+
 
 @dataclass
 class _Training:
@@ -101,9 +121,11 @@ class _Training:
     wordings: PairData | None
     problems: Problems
     optimiser: torch.optim.Optimizer
+    scaler: torch.amp.GradScaler
     average: WeightAverage | None
     best_score: float = -math.inf
     best_epoch: int = -1
+    began_at: float = field(default_factory=time.monotonic)
     saved_at: float = -math.inf
 
     @property
@@ -154,17 +176,17 @@ def fit(recipe: Recipe, folder: str | Path, *, on_epoch: OnEpoch | None = None) 
 
 def _fit(recipe: Recipe, folder: Path, process_group: ProcessGroup, on_epoch: OnEpoch | None) -> dict[str, Any]:
     training = _prepare(recipe, folder, process_group)
-    first = _resume(training)
+    done = _resume(training)
     if isinstance(training.batches, IndexedBatches):
         training.batches.prepare(training.model)
     tracker = recipe.train.tracker if process_group.main else ""
     with tracked(tracker, recipe, folder) as track:
-        for epoch in range(first, recipe.train.epochs):
-            started = time.monotonic()
-            line = {"epoch": epoch, **_train_epoch(training, epoch), **_validate_epoch(training, epoch)}
+        for epoch in range(done.epoch, recipe.train.epochs):
+            done = done if epoch == done.epoch else _Epoch(epoch)
+            started = time.monotonic() - done.seconds
+            line = {"epoch": epoch, **_train_epoch(training, done), **_validate_epoch(training, epoch)}
             line["seconds"] = time.monotonic() - started
             if process_group.main:
-                training.problems.write(folder / PROBLEMS)
                 _append_line(folder / LOG, line)
                 _save_epoch(training, epoch)
                 track(line)
@@ -219,6 +241,7 @@ def _prepare(recipe: Recipe, folder: Path, process_group: ProcessGroup) -> _Trai
         say(f"{counted(problems.left_out, 'item')} left out, listed in {folder / PROBLEMS}:\n{problems.summary(3)}")
     optimiser = build_optimiser(model, loss, recipe.optim)
     load_start(config.start, model)
+    half = number_format(config.precision, process_group.device) == torch.float16
     averages = config.ema_decay or config.swa_epochs
     average = WeightAverage(model, config.ema_decay or None, config.anchor) if averages else None
     return _Training(
@@ -233,6 +256,7 @@ def _prepare(recipe: Recipe, folder: Path, process_group: ProcessGroup) -> _Trai
         wordings,
         problems,
         optimiser,
+        torch.amp.GradScaler(process_group.device.type, enabled=half),
         average,
     )
 
@@ -265,50 +289,83 @@ def _extended(recipe: Recipe, former: int) -> str:
     )
 
 
-def _resume(training: _Training) -> int:
+def _resume(training: _Training) -> _Epoch:
     """Load the state of an interrupted run, if there is one; return the first epoch that remains to be trained."""
-    start, folder, config = 0, training.folder, training.recipe.train
+    done, folder, config = _Epoch(0), training.folder, training.recipe.train
     if (folder / LAST).exists():
         state = load_state(folder / LAST, training.state, training.optimiser)
-        start, training.best_score, training.best_epoch = state["epoch"] + 1, state["best_score"], state["best_epoch"]
-        say(f"resuming after epoch {start} of {config.epochs}" if start < config.epochs else "all epochs are done")
+        training.best_score, training.best_epoch = state["best_score"], state["best_epoch"]
+        if state.get("scaler"):
+            training.scaler.load_state_dict(state["scaler"])
+        done = _Epoch(state["epoch"] + 1)
+        if part := state.get("part"):
+            done = _Epoch(**part | {"sums": Counter(part["sums"]), "counts": Counter(part["counts"])})
+        within = f"in epoch {done.epoch + 1} of {config.epochs}, after step {done.step:,} of {len(training.batches):,}"
+        after = f"after epoch {done.epoch} of {config.epochs}"
+        say("all epochs are done" if done.epoch >= config.epochs else f"resuming {within if done.step else after}")
     if training.process_group.main:
-        _forget_after(folder / LOG, start)
+        _forget_after(folder / LOG, done.epoch)
     if config.compile:
         training.model.image.encoder.compile()
         training.model.text.encoder.compile()
-    return start
+    return done
 
 
-def _train_epoch(training: _Training, epoch: int) -> dict[str, Any]:
-    """Train one epoch; return the means of the quantities measured at its steps."""
-    recipe, group, batches = training.recipe, training.process_group, training.batches
-    torch.manual_seed(epoch_seed(recipe.train.seed, epoch, 0, *((group.rank,) if group.rank else ())))
+def _train_epoch(training: _Training, done: _Epoch) -> dict[str, Any]:
+    """Train the rest of an epoch; return the means of the quantities measured at its steps."""
+    recipe, group, batches, epoch = training.recipe, training.process_group, training.batches, done.epoch
     training.model.train()
     freeze_for_epoch(training.model, epoch, recipe.optim)
-    sums = Counter[str]()
+    started = time.monotonic() - done.seconds
     with (
         progress_bar(f"epoch {epoch + 1}/{recipe.train.epochs}", len(batches)) as advance,
-        closing(prefetch(batches.epoch(epoch))) as coming,
+        closing(prefetch(batches.epoch(epoch, done.step))) as coming,
     ):
-        for step, batch in enumerate(coming):
-            factor = learning_rate_factor(epoch + step / len(batches), recipe.optim, epochs=recipe.train.epochs)
+        advance(done.step)
+        for batch in coming:
+            torch.manual_seed(epoch_seed(recipe.train.seed, epoch, 0, done.step, group.rank))
+            factor = learning_rate_factor(epoch + done.step / len(batches), recipe.optim, epochs=recipe.train.epochs)
             set_learning_rate(training.optimiser, factor)
             try:
-                sums.update(_train_step(training, batch, epoch))
+                done.add(_train_step(training, batch, epoch))
             except DivergedError as error:
-                raise DivergedError(f"epoch {epoch + 1}, step {step + 1}: {error}") from error
+                wider = "; or train.precision=bfloat16, with a wider range" if training.scaler.is_enabled() else ""
+                raise DivergedError(f"epoch {epoch + 1}, step {done.step + 1}: {error}{wider}") from error
             advance(1)
-    group.average_buffers(training.model)
+            if _part_is_due(training, done.step):
+                done.seconds = time.monotonic() - started
+                _average_statistics(training)
+                _save(training, epoch - 1, part=vars(done))
+    _average_statistics(training)
     if training.average is not None and epoch >= recipe.train.epochs - recipe.train.swa_epochs:
         training.average.update(training.model)
-    means = {name: value / (step + 1) for name, value in sums.items()}
+    means = {name: value / done.counts[name] for name, value in done.sums.items()}
     return {**means, **_current_logits(training.loss)}
+
+
+def _part_is_due(training: _Training, step: int) -> bool:
+    """Whether the epoch in work is to be saved after this number of steps: the same on all processes."""
+    config, group = training.recipe.train, training.process_group
+    if step == len(training.batches):
+        return False
+    if config.save_steps and step % config.save_steps == 0:
+        return True
+    if not config.save_minutes:
+        return False
+    waited = time.monotonic() - max(training.saved_at, training.began_at)
+    return bool(group.total(torch.tensor(float(group.main and waited > 60 * config.save_minutes))))
+
+
+def _average_statistics(training: _Training) -> None:
+    """Make the running statistics of batch normalisation equal on all processes."""
+    training.process_group.average_buffers(training.model.named_buffers())
+    if training.average is not None:
+        training.process_group.average_buffers(zip(training.average.names, training.average.values(), strict=True))
 
 
 def _train_step(training: _Training, batch: TrainBatch, epoch: int) -> dict[str, float]:
     """Make one update of the weights; return the measured quantities."""
-    recipe, optimiser = training.recipe, training.optimiser
+    recipe, optimiser, scaler = training.recipe, training.optimiser, training.scaler
     optimiser.zero_grad(set_to_none=True)
     measured = forward_backward(
         training.model,
@@ -316,13 +373,20 @@ def _train_step(training: _Training, batch: TrainBatch, epoch: int) -> dict[str,
         batch,
         training.process_group,
         epoch=epoch,
-        low_precision=number_format(recipe.train.precision, training.process_group.device) == torch.bfloat16,
+        precision=number_format(recipe.train.precision, training.process_group.device),
+        scaler=scaler,
         micro_batch=recipe.train.micro_batch,
     )
+    scaler.unscale_(optimiser)
     norm = clip_gradients([p for group in optimiser.param_groups for p in group["params"]], recipe.optim.clip_norm)
-    if not math.isfinite(norm):
+    if not math.isfinite(norm) and scaler.get_scale() < (_SMALLEST_SCALE if scaler.is_enabled() else math.inf):
         raise DivergedError(f"the gradient is {norm}; lower optim.lr or lengthen optim.warmup_epochs")
-    optimiser.step()
+    scaler.step(optimiser)  # Leaves the weights as they are if the scaled gradient is not finite.
+    scaler.update()
+    if scaler.is_enabled():
+        measured |= {"loss_scale": scaler.get_scale(), "skipped": float(not math.isfinite(norm))}
+    if not math.isfinite(norm):
+        return measured
     try:
         training.loss.advance()
     except ArithmeticError as error:
@@ -357,13 +421,22 @@ def _validate_epoch(training: _Training, epoch: int) -> dict[str, float]:
 
 
 def _save_epoch(training: _Training, epoch: int) -> None:
-    """Save what resuming after this epoch needs, unless an epoch has just been saved and more will come."""
-    now = time.monotonic()
-    if epoch + 1 < training.recipe.train.epochs and now - training.saved_at < _SECONDS_BETWEEN_SAVES:
-        return
-    best = {"best_score": training.best_score, "best_epoch": training.best_epoch}
-    save_state(training.folder / LAST, training.state, training.optimiser, {"epoch": epoch, **best})
-    training.saved_at = now
+    """Save the state after an epoch, unless one has just been saved and more will come."""
+    training.problems.write(training.folder / PROBLEMS)
+    recent = time.monotonic() - training.saved_at < _SECONDS_BETWEEN_SAVES
+    if epoch + 1 == training.recipe.train.epochs or not recent:
+        _save(training, epoch)
+
+
+def _save(training: _Training, epoch: int, **part: dict[str, Any]) -> None:
+    """Save what resuming needs after an epoch and a part of the next one."""
+    if training.process_group.main:
+        best = {"best_score": training.best_score, "best_epoch": training.best_epoch}
+        scaler = {"scaler": state} if (state := training.scaler.state_dict()) else {}
+        save_state(
+            training.folder / LAST, training.state, training.optimiser, {"epoch": epoch, **best, **scaler, **part}
+        )
+        training.saved_at = time.monotonic()
 
 
 def _finish(training: _Training) -> None:

@@ -42,6 +42,9 @@ class TrainBatch:
     mix: MixPlan | None = None
 
 
+_UNSCALED = torch.amp.GradScaler("cpu", enabled=False)
+
+
 def forward_backward(
     model: DualEncoder,
     loss: MatchLoss,
@@ -49,10 +52,11 @@ def forward_backward(
     process_group: ProcessGroup,
     *,
     epoch: int,
-    low_precision: bool = False,
+    precision: torch.dtype = torch.float32,
+    scaler: torch.amp.GradScaler = _UNSCALED,
     micro_batch: int = 0,
 ) -> dict[str, float]:
-    """Compute the gradients of the whole batch for the parameters of the model and the loss."""
+    """Compute the gradients of the whole batch for the parameters of the model and the loss, scaled by the scaler."""
     images, texts = batch.images.to(process_group.device), batch.texts.to(process_group.device)
     if batch.mix is not None:
         images = Inputs(batch.mix.apply(images.values))
@@ -63,7 +67,7 @@ def forward_backward(
     with torch.set_grad_enabled(len(pieces) == 1):
         for piece in pieces:
             states.append(_random_state(process_group.device))
-            encoded.append(_encode(model, images, texts, piece, low_precision))
+            encoded.append(_encode(model, images, texts, piece, precision))
 
     counts = process_group.counts(len(images))
     first = sum(counts[: process_group.rank])
@@ -80,13 +84,13 @@ def forward_backward(
         output = loss_of_block(loss, block, epoch=epoch, gather=process_group.gather_row)
     measured = _measured(output, leaves, labels[0], process_group)
     _check_terms(measured)
-    output.total.backward()
+    scaler.scale(output.total).backward()
     gradients = [_own_gradients(leaf, own, process_group) for leaf in leaves]
 
     for k, piece in enumerate(pieces):
         if len(pieces) > 1:
             _set_random_state(states[k], process_group.device)
-            encoded[k] = _encode(model, images, texts, piece, low_precision)
+            encoded[k] = _encode(model, images, texts, piece, precision)
         for embeddings, (mean, log_var) in zip(encoded[k], gradients, strict=True):
             outputs, theirs = [embeddings.mean], [mean[piece]]
             if log_var is not None:
@@ -112,8 +116,9 @@ def _pieces(n: int, micro_batch: int) -> list[slice]:
     return [slice(start, min(start + size, n)) for start in range(0, n, size)]
 
 
-def _encode(model: DualEncoder, images: Inputs, texts: Inputs, piece: slice, low_precision: bool) -> _Pair:
-    with torch.autocast(images.values.device.type, dtype=torch.bfloat16, enabled=low_precision):
+def _encode(model: DualEncoder, images: Inputs, texts: Inputs, piece: slice, precision: torch.dtype) -> _Pair:
+    low = precision != torch.float32
+    with torch.autocast(images.values.device.type, dtype=precision if low else None, enabled=low):
         image, text = model(images[piece], texts[piece])
     return image, text
 
