@@ -21,7 +21,7 @@ from sfumato.data.pairs import PairData
 from sfumato.data.sources import DataConfig
 from sfumato.data.splits import apply_noise, images_of_part, noise_of
 from sfumato.distances import Distance, get_distance
-from sfumato.errors import UserError
+from sfumato.errors import UserError, counted
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.metrics.relevance import Relevance
 from sfumato.metrics.retrieval import beats_chance, chance_metrics, relevant_ranks
@@ -433,8 +433,9 @@ def _check_above_chance(parts: Sequence[_Part], split: str) -> None:
     if not any(beats_chance(found, chance, sum(weights)) for found, chance in pairs.values()):
         found, chance = pairs["t2i"]
         raise UserError(
-            f"no audit: the model ranks the listed pairs of {split} no better than chance (text -> image recall@5"
-            f" {found['recall@5']:.0%}, a random order {chance['recall@5']:.0%}), so it cannot tell wrong pairs from"
+            f"no audit: the model ranks the listed pairs of {split} no better than chance, by a test over"
+            f" {counted(sum(weights), 'independent pair')} (text -> image recall@5 {found['recall@5']:.0%}, of random"
+            f" orders {chance['recall@5']:.0%} on average), so it cannot tell wrong pairs from"
             " right ones. Train it further, or take another model; a model that is good on other data means that"
             " most of these pairs are wrong, e.g. shifted by one row"
         )
