@@ -156,6 +156,24 @@ def test_wrong_registrations_are_refused(call, error, message):
         call()
 
 
+def test_a_corrected_definition_replaces_the_one_of_the_same_place(tmp_path):
+    """A file that was changed, in one process, or a cell of a notebook; another file may not take the name."""
+    one, own = GaussianEmbedding.point(torch.zeros(1, 1)), tmp_path / "mine.py"
+    for factor in (1, 2):
+        own.write_text(
+            "from sfumato import register_distance, register_loss\n"
+            "register_distance('own_pair', lambda x, y: x.mean.sum(-1) * y.mean.sum(-1))\n"
+            f"register_loss('own_pair', lambda image, text, match, options: match.sum() * {factor})\n"
+        )
+        imports.import_own([str(own)])
+        assert LOSSES["own_pair"]()(one, one, torch.ones(1, 1)).total == factor
+    other = tmp_path / "other.py"
+    other.write_text(own.read_text() + "# another file\n")
+    with pytest.raises(UserError, match="there is a distance 'own_pair' already"):
+        imports.import_own([str(other)])
+    del LOSSES["own_pair"], DISTANCES["own_pair"]
+
+
 def test_a_distance_of_ones_own_is_computed_in_blocks():
     register_distance("l1", lambda x, y: (x.mean - y.mean).abs().sum(-1))
     x, y = batch()

@@ -8,9 +8,10 @@ import functools
 import hashlib
 import importlib
 import importlib.util
+import re
 import sys
 import traceback
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from importlib.metadata import entry_points
 from pathlib import Path
 
@@ -25,6 +26,21 @@ _digests: dict[str, str] = {}
 
 _given: dict[str, None] = {}
 """What was imported with --import, in its order: absolute paths, or names of modules."""
+
+
+_places: dict[tuple[str, str], str] = {}
+"""The module or file that has registered a name, by (what it is, name)."""
+
+
+def claim_name(what: str, name: str, known: Collection[str], owner: object) -> None:
+    """Refuse a name that is none or taken; the module or file that took it may define it again, as in a notebook."""
+    if not name.isidentifier():
+        raise ValueError(f"register_{what}: {name!r} is not an identifier; use letters, digits and _")
+    place = re.sub(r"^(sfumato_own_.*)_[0-9a-f]{8}$", r"\1", str(getattr(owner, "__module__", "")))
+    if name in known and _places.get((what, name)) != place:
+        a = "an" if what[0] in "aeiou" else "a"
+        raise ValueError(f"register_{what}: there is {a} {what} {name!r} already; known: {', '.join(known)}")
+    _places[what, name] = place
 
 
 def import_own(names: Iterable[str], folder: Path | None = None) -> None:

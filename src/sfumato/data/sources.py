@@ -32,6 +32,7 @@ from sfumato.data.pairs import EpochOver, EqualTexts, PairData, Positives
 from sfumato.data.shards import expand_shards, read_shards
 from sfumato.data.splits import parse_part
 from sfumato.errors import UserError
+from sfumato.imports import claim_name
 
 Inputs = Literal["images", "regions", "either", "embeddings"]
 """What a source has for a model to look at: encoded images, region features, one or the other, or embeddings on both
@@ -196,8 +197,7 @@ def register_source(
     inputs: Inputs = "images",
 ) -> None:
     """Make a source known, so that ``data.source = "NAME"`` works in a recipe of this process."""
-    if name in SOURCES:
-        raise ValueError(f"register_source: there is a source {name!r} already; known: {', '.join(SOURCES)}")
+    claim_name("source", name, SOURCES, read)
     SOURCES[name] = Source(read, options, needs_path, inputs)
 
 

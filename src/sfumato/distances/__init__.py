@@ -29,7 +29,7 @@ from sfumato.distances.distance import (
 )
 from sfumato.distances.formulas import kl_product, nearest_product
 from sfumato.gaussian import GaussianEmbedding
-from sfumato.imports import HOW, load_plugins
+from sfumato.imports import HOW, claim_name, load_plugins
 
 _WITH_STD, _WITH_VAR = Lift(columns=lambda e: (e.log_var / 2).exp()), Lift(columns=lambda e: e.var)
 
@@ -136,7 +136,7 @@ def register_distance(
     """Make a distance of your own known by its name: in recipes, commands, and every function that takes a distance.
 
     Args:
-        name: a new name.
+        name: its name; the module or file that took it may define it again, for example in a notebook.
         formula: a differentiable function of two sides with ``mean``, ``log_var`` and ``var``, (..., d) each, which
             broadcast against each other; it returns (...) distances, smaller is closer. All pairs are computed in
             blocks under a memory budget.
@@ -149,7 +149,7 @@ def register_distance(
         The distance.
 
     Raises:
-        ValueError: the name is taken or is no identifier, or points has another value.
+        ValueError: another module or file has taken the name, it is no identifier, or points has another value.
         TypeError: formula is no function.
 
     Example:
@@ -161,14 +161,13 @@ def register_distance(
         tensor([[0.],
                 [2.]])
     """
-    if not name.isidentifier():
-        raise ValueError(f"register_distance: {name!r} is not an identifier; use letters, digits and _")
-    if name in DISTANCES or name.startswith("nearest_of_"):
-        raise ValueError(f"register_distance: there is a distance {name!r} already; known: {', '.join(DISTANCES)}")
+    if name.startswith("nearest_of_"):
+        raise ValueError(f"register_distance: {name!r} is a distance already; choose another name")
     if not callable(formula):
         raise TypeError(f"register_distance: formula is {formula!r}; expected a function of two sides")
     if points not in get_args(Points):
         raise ValueError(f"register_distance: points is {points!r}, expected one of {', '.join(get_args(Points))}")
+    claim_name("distance", name, DISTANCES, formula)
     DISTANCES[name] = closed_form(formula, name=name, points=points, symmetric=symmetric, lift=lift)
     return DISTANCES[name]
 

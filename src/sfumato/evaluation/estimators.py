@@ -24,6 +24,7 @@ from torch.nn import functional
 from sfumato.distances import Distance, get_distance, squared_l2_matrix
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.ids import Direction
+from sfumato.imports import claim_name
 from sfumato.inclusion import inclusion_test, log_inclusion
 from sfumato.matching import match_logit
 from sfumato.metrics.relevance import Relevance
@@ -272,7 +273,7 @@ def register_estimator(estimator: Estimator) -> Estimator:
         The estimator.
 
     Raises:
-        ValueError: the name is taken or is not an identifier, or the kind is unknown.
+        ValueError: another place has taken the name, it is not an identifier, or the kind is unknown.
 
     Example:
         >>> def largest_variance(block: Block) -> Tensor:
@@ -290,12 +291,9 @@ def register_estimator(estimator: Estimator) -> Estimator:
         >>> ESTIMATORS.pop("largest_variance") is entry
         True
     """
-    if not estimator.name.isidentifier():
-        raise ValueError(f"register_estimator: {estimator.name!r} is not an identifier; use letters, digits and _")
-    if estimator.name in ESTIMATORS:
-        raise ValueError(f"register_estimator: there is an estimator {estimator.name!r} already; choose another name")
     if estimator.kind not in get_args(Kind):
         raise ValueError(f"register_estimator: unknown kind {estimator.kind!r}; known: {', '.join(get_args(Kind))}")
+    claim_name("estimator", estimator.name, ESTIMATORS, estimator.function)
     ESTIMATORS[estimator.name] = estimator
     return estimator
 

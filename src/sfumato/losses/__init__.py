@@ -6,6 +6,7 @@ the tests' references. From outside of it: :func:`register_loss`.
 
 from dataclasses import fields
 
+from sfumato.imports import claim_name
 from sfumato.losses.base import (
     FunctionLoss,
     LossFunction,
@@ -42,7 +43,7 @@ def register_loss(name: str, loss: LossFunction | type[MatchLoss], options: type
     """Make a loss known, so that ``loss.name = "NAME"`` works in a recipe of this process.
 
     Args:
-        name: a new name.
+        name: its name; the module or file that took it may define it again, for example in a notebook.
         loss: a function of (images, texts, match, options): (n, d) and (m, d) embeddings, (n, m) labels in [0, 1] of
             their dtype, and the options; it returns a scalar tensor, or a dict of them that sum to the loss. It is
             given whole batches, also by several processes, each of which then computes the same. Or a class derived
@@ -53,7 +54,7 @@ def register_loss(name: str, loss: LossFunction | type[MatchLoss], options: type
             gets these as scalar tensors.
 
     Raises:
-        ValueError: the name is taken, or is no identifier.
+        ValueError: another module or file has taken the name, or it is no identifier.
         TypeError: the loss or its options are of another kind.
 
     Example:
@@ -66,13 +67,10 @@ def register_loss(name: str, loss: LossFunction | type[MatchLoss], options: type
         >>> LOSSES.pop("pull")()(image, text, torch.ones(1, 1)).total
         tensor(4.)
     """
-    if not name.isidentifier():
-        raise ValueError(f"register_loss: {name!r} is not an identifier; use letters, digits and _")
-    if name in LOSSES:
-        raise ValueError(f"register_loss: there is a loss {name!r} already; known: {', '.join(LOSSES)}")
     if isinstance(loss, type) and issubclass(loss, MatchLoss):
         if options is not LossOptions or not hasattr(loss, "Options"):
             raise TypeError(f"register_loss: the class {loss.__name__} needs its options as Options, and no others")
+        claim_name("loss", name, LOSSES, loss)
         LOSSES[name] = loss
         return
     if not callable(loss) or isinstance(loss, type):
@@ -91,6 +89,7 @@ def register_loss(name: str, loss: LossFunction | type[MatchLoss], options: type
         )
     if "logit_bias" in known and "logit_scale" not in known:
         raise TypeError("register_loss: logit_bias is learnt with logit_scale; add that option, or rename the bias")
+    claim_name("loss", name, LOSSES, loss)
     LOSSES[name] = type(name, (FunctionLoss,), {"function": staticmethod(loss), "Options": options})
 
 

@@ -5,6 +5,7 @@ query, larger is less certain; methods with ``per_item`` also give a Gaussian fo
 left out and why.
 """
 
+from sfumato.imports import claim_name
 from sfumato.posthoc.adapters import AdapterMethod, AdapterTraining
 from sfumato.posthoc.asymvlm import AsymVLM
 from sfumato.posthoc.closed_forms import (
@@ -65,7 +66,7 @@ def register_method(method: type[PosthocMethod]) -> type[PosthocMethod]:
         The class, so that this is a decorator.
 
     Raises:
-        ValueError: the name is taken, or is no identifier.
+        ValueError: another module or file has taken the name, or it is no identifier.
         TypeError: it is not such a class.
 
     Example:
@@ -77,12 +78,8 @@ def register_method(method: type[PosthocMethod]) -> type[PosthocMethod]:
     """
     if not (isinstance(method, type) and issubclass(method, PosthocMethod)):
         raise TypeError(f"register_method: {method!r} is not a class derived from PosthocMethod")
-    name = getattr(method, "name", "")
-    if not name.isidentifier():
-        raise ValueError(f"register_method: the name {name!r} of {method.__name__} is not an identifier")
-    if name in METHODS:
-        raise ValueError(f"register_method: there is a method {name!r} already; known: {', '.join(METHODS)}")
-    METHODS[name] = method
+    claim_name("method", getattr(method, "name", ""), METHODS, method)
+    METHODS[method.name] = method
     return method
 
 
