@@ -2,10 +2,10 @@
 
 import pytest
 
-from sfumato.training import loop
+from sfumato.training import saving
 
 
 @pytest.fixture(autouse=True)
 def every_epoch_is_saved(monkeypatch):
     """Epochs of the tests take a fraction of a second, and several tests interrupt a run after one of them."""
-    monkeypatch.setattr(loop, "_SECONDS_BETWEEN_SAVES", 0.0)
+    monkeypatch.setattr(saving, "_SECONDS_BETWEEN_SAVES", 0.0)

@@ -16,7 +16,7 @@ from sfumato.evaluation.protocols import evaluate_retrieval
 from sfumato.models.embed import load_split
 from sfumato.models.recipe import load_recipe
 from sfumato.models.run import load_run
-from sfumato.training import loop
+from sfumato.training import loop, saving
 from sfumato.training.step import WeightAverage, averaged
 
 
@@ -139,7 +139,7 @@ def test_an_anchor_keeps_a_fraction_of_the_start():
 def spied_run(recipe, folder):
     """A run, with the weights after each epoch and those that each validation saw."""
     after, validated = [], []
-    save, embed = loop.save_state, loop.embed_split
+    save, embed = saving.save_state, loop.embed_split
 
     def spy_on_save(path, modules, optimiser, about):
         if path.name == "last.safetensors":
@@ -151,7 +151,7 @@ def spied_run(recipe, folder):
         return embed(model, *args)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop, "save_state", spy_on_save)
+        patch.setattr(saving, "save_state", spy_on_save)
         patch.setattr(loop, "embed_split", spy_on_embed)
         return loop.fit(recipe, folder), after, validated
 

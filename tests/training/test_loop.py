@@ -2,6 +2,9 @@
 
 import itertools
 import json
+import os
+import re
+import signal
 import time
 from pathlib import Path
 
@@ -64,7 +67,7 @@ def test_resumed_equals_uninterrupted_with_average(toy, optimiser, average):
     whole, parts = toy.parent / f"whole-{optimiser}", toy.parent / f"parts-{optimiser}"
     fit(recipe, whole)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("sfumato.training.loop.save_state", stop_after_checkpoint_of(1))
+        patch.setattr("sfumato.training.saving.save_state", stop_after_checkpoint_of(1))
         with pytest.raises(KeyboardInterrupt):
             fit(recipe, parts)
     fit(recipe, parts)
@@ -75,8 +78,12 @@ def test_resumed_equals_uninterrupted_with_average(toy, optimiser, average):
 
 @pytest.mark.parametrize(
     "overrides",
-    [["train.ema_decay=0.9", "model.text.dropout=0.3"], ["train.precision=float16", "optim.name=adamp"]],
-    ids=["average", "float16"],
+    [
+        ["train.ema_decay=0.9", "model.text.dropout=0.3"],
+        ["train.swa_epochs=2"],
+        ["train.precision=float16", "optim.name=adamp", "train.micro_batch=4"],
+    ],
+    ids=["moving-average", "mean", "float16"],
 )
 @pytest.mark.parametrize("saves", [1, 4])
 def test_resumed_within_an_epoch_equals_uninterrupted(toy, tmp_path, monkeypatch, capsys, overrides, saves):
@@ -92,7 +99,7 @@ def test_resumed_within_an_epoch_equals_uninterrupted(toy, tmp_path, monkeypatch
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("sfumato.training.loop.save_state", stop)
+        patch.setattr("sfumato.training.saving.save_state", stop)
         with pytest.raises(KeyboardInterrupt):
             fit(recipe, tmp_path / "parts")
     assert (kept[-1]["epoch"], kept[-1]["part"]["step"]) == ((-1, 1) if saves == 1 else (0, 2))
@@ -112,11 +119,10 @@ def test_resumed_within_an_epoch_equals_uninterrupted(toy, tmp_path, monkeypatch
 
 def test_an_epoch_in_work_is_saved_by_time(toy, tmp_path, monkeypatch):
     saved = []
-    monkeypatch.setattr("sfumato.training.loop.save_state", lambda path, *rest: saved.append(json.dumps(rest[-1])))
+    monkeypatch.setattr("sfumato.training.saving.save_state", lambda path, *rest: saved.append(json.dumps(rest[-1])))
     for minutes, parts in ((0, 0), (10, 0), (1e-9, 2)):
         saved.clear()
-        with pytest.raises(UserError, match="no checkpoint"):  # At its end the run looks for the best weights.
-            fit(load_recipe(toy, ["train.epochs=1", f"train.save_minutes={minutes}"]), tmp_path / str(minutes))
+        fit(load_recipe(toy, ["train.epochs=1", f"train.save_minutes={minutes}"]), tmp_path / str(minutes))
         assert [about["part"]["step"] for about in map(json.loads, saved) if "part" in about] == list(
             range(1, 1 + parts)
         )
@@ -150,6 +156,20 @@ def test_a_scaled_gradient_that_overflows_float16_skips_its_step_and_halves_the_
     overflows.update(range(40))
     with pytest.raises(DivergedError, match=r"epoch 11, step 1: the gradient is inf.*; or train.precision=bfloat16"):
         fit(load_recipe(toy, ["train.precision=float16", "train.epochs=12"]), tmp_path / "never")
+
+
+def test_sigterm_saves_after_the_step_in_work(toy, run, tmp_path):
+    process = Started(command, "train", toy, "--out", tmp_path / "run", "train.save_steps=1")
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "run" / "last.safetensors").exists() and time.monotonic() < deadline:
+        time.sleep(0.002)
+    os.kill(process.pid, signal.SIGTERM)
+    status, said = process.finish(60)
+    assert status == 128 + signal.SIGTERM and "Traceback" not in said
+    assert re.search(r"ended by SIGTERM, saved after step [12] of epoch [123]; the same command continues", said)
+    fit(load_recipe(toy, ["train.save_minutes=1"]), tmp_path / "run")  # How often it is saved may change.
+    for name in ("last.safetensors", "model.safetensors"):
+        assert_same_tensors(run[0] / name, tmp_path / "run" / name)
 
 
 def test_kill_9_at_any_moment_resumes_to_the_same_bits(toy, run):

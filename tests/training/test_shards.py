@@ -5,7 +5,7 @@ import json
 import tarfile
 
 import pytest
-from support.toy import make_toy
+from support.toy import assert_same_tensors, make_toy
 
 from sfumato.data.images import Problems
 from sfumato.data.shards import write_shards
@@ -13,7 +13,7 @@ from sfumato.errors import UserError
 from sfumato.models.embed import load_splits
 from sfumato.models.process_group import alone
 from sfumato.models.recipe import load_recipe
-from sfumato.models.run import load_run
+from sfumato.models.run import load_run, save_state
 from sfumato.training.loop import fit
 
 
@@ -64,7 +64,7 @@ def test_captions_of_a_stream_are_equal_whatever_their_case_unless_they_are_kept
     assert batch.labels(alone())[0].sum() == matches
 
 
-def test_what_a_stream_leaves_out_is_listed_with_the_run(toy, tmp_path):
+def test_what_a_stream_leaves_out_is_listed_with_the_run(toy, tmp_path, monkeypatch):
     recipe, stream, splits = toy
     write_shards(splits["train"], tmp_path / "data", per_shard=20)
     with tarfile.open(tmp_path / "data" / "more.tar", "w") as tar:
@@ -75,6 +75,22 @@ def test_what_a_stream_leaves_out_is_listed_with_the_run(toy, tmp_path):
     result = fit(load_recipe(recipe, [*stream, f"data.path={tmp_path}/data/*.tar", "train.epochs=1"]), tmp_path / "run")
     listed = [json.loads(line)["place"] for line in (tmp_path / "run" / "problems.jsonl").read_text().splitlines()]
     assert result["problems"] == len(listed) and {place.rpartition("!")[2] for place in listed} == {"1", "2"}
+    # Also by a run that was interrupted and does not decode again what it had done.
+    overrides = [*stream, f"data.path={tmp_path}/data/*.tar", "train.epochs=1", "train.save_steps=1"]
+
+    def stop(path, modules, optimiser, about):
+        save_state(path, modules, optimiser, about)
+        if about["part"]["step"] == 23:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("sfumato.training.saving.save_state", stop)
+        with pytest.raises(KeyboardInterrupt):
+            fit(load_recipe(recipe, overrides), tmp_path / "parts")
+    assert fit(load_recipe(recipe, overrides), tmp_path / "parts")["problems"] == len(listed)
+    assert (tmp_path / "parts" / "problems.jsonl").read_text() == (tmp_path / "run" / "problems.jsonl").read_text()
+    for name in ("last.safetensors", "model.safetensors"):
+        assert_same_tensors(tmp_path / "run" / name, tmp_path / "parts" / name)
 
 
 def test_an_epoch_too_short_for_a_batch_names_the_keys(toy, tmp_path):

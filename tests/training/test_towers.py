@@ -13,7 +13,7 @@ from sfumato.errors import UserError
 from sfumato.models.process_group import ProcessGroup
 from sfumato.models.recipe import load_recipe
 from sfumato.models.run import load_model, load_run
-from sfumato.training import loop
+from sfumato.training import loop, saving
 from sfumato.training.loop import fit
 from sfumato.training.step import DivergedError, build_optimiser, set_learning_rate
 from sfumato.workflows.export import export_run
@@ -64,7 +64,7 @@ def test_several_processes_average_running_statistics_and_no_word_vectors(monkey
     monkeypatch.setattr(ProcessGroup, "total", lambda process_group, value: 3 * value + 3)
     model = torch.nn.ModuleDict({"words": WordEncoder(9, 4, 3, freeze=True), "norm": torch.nn.BatchNorm1d(4)})
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    ProcessGroup(0, 3, torch.device("cpu")).average_buffers(model.named_buffers())
+    ProcessGroup(0, 3, torch.device("cpu")).average_buffers(model)
     changed = {name for name, buffer in model.named_buffers() if not torch.equal(buffer, before[name])}
     assert "words.words.weight" in before and changed == {"norm.running_mean", "norm.running_var"}
 
@@ -123,7 +123,7 @@ def test_in_the_first_stage_backbone_and_word_vectors_rest_and_in_the_second_all
         set_learning_rate(optimiser, factor)
 
     monkeypatch.setattr(loop, "build_optimiser", spy_on_the_start)
-    monkeypatch.setattr(loop, "save_state", spy_on_the_end)
+    monkeypatch.setattr(saving, "save_state", spy_on_the_end)
     monkeypatch.setattr(loop, "set_learning_rate", spy_on_the_factor)
     fit(pcme(tmp_path, "data.val_fraction=0"), tmp_path / "run")
     start, first, second, third = states
@@ -144,7 +144,7 @@ def test_a_run_interrupted_between_its_stages_resumes_to_the_same_bits(tmp_path,
     recipe = pcme(tmp_path)
     fit(recipe, tmp_path / "whole")
     with monkeypatch.context() as patch:
-        patch.setattr("sfumato.training.loop.save_state", stop_after_checkpoint_of(0))
+        patch.setattr("sfumato.training.saving.save_state", stop_after_checkpoint_of(0))
         with pytest.raises(KeyboardInterrupt):
             fit(recipe, tmp_path / "parts")
     shutil.rmtree(tmp_path / "resnet")

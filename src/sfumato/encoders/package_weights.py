@@ -131,9 +131,10 @@ def tensors_hash(name: str, tensors: Mapping[str, torch.Tensor]) -> str:
 
 
 Precision = Literal["float32", "bfloat16", "auto"]
+TrainingPrecision = Literal[Precision, "float16"]
 
 
-def number_format(precision: Precision | Literal["float16"], device: torch.device | str = "cpu") -> torch.dtype:
+def number_format(precision: TrainingPrecision, device: torch.device | str = "cpu") -> torch.dtype:
     """The dtype of a precision's name."""
     if precision != "auto":
         dtype: torch.dtype = getattr(torch, precision)

@@ -128,13 +128,15 @@ class ProcessGroup:
         for value in model.state_dict().values():
             _answered(lambda value=value: dist.broadcast(value, 0))  # type: ignore[misc]
 
-    def average_buffers(self, buffers: Iterable[tuple[str, Tensor]]) -> None:
+    def average_buffers(self, model: nn.Module) -> None:
         """Replace running statistics by their mean over the processes; other buffers are equal already."""
         if self.size == 1:
             return
-        for name, buffer in buffers:
-            if name.rpartition(".")[2] in ("running_mean", "running_var"):
-                buffer.copy_(self.total(buffer) / self.size)
+        running = [b for name, b in model.named_buffers() if name.rpartition(".")[2] in ("running_mean", "running_var")]
+        if running:
+            means = self.total(torch.cat([b.flatten() for b in running])) / self.size
+            for buffer, mean in zip(running, means.split([b.numel() for b in running]), strict=True):
+                buffer.copy_(mean.view_as(buffer))
 
     def wait(self) -> None:
         """Wait until all processes have called this."""
@@ -172,5 +174,5 @@ def _answered(operation: Callable[[], Result]) -> Result:
     except RuntimeError as error:  # gloo has no separate class for this error.
         raise PeerLostError(
             f"another process of this run has ended or does not answer ({first_line(error)});"
-            " the last finished epoch is saved, start the same command again to continue from there"
+            " the state of the last save is kept, start the same command again to continue from there"
         ) from error

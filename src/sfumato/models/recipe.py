@@ -37,7 +37,7 @@ from sfumato.data.sources import DataConfig, get_source
 from sfumato.distances import get_distance
 from sfumato.encoders.encoder_protocol import ImageEncoderConfig, TextEncoderConfig
 from sfumato.encoders.encoder_registry import ENCODERS, encoder_entry, encoder_section
-from sfumato.encoders.package_weights import Precision
+from sfumato.encoders.package_weights import TrainingPrecision
 from sfumato.encoders.scratch import SmallImageConfig, SmallTextConfig
 from sfumato.errors import UserError
 from sfumato.files import recipe_folder, write_atomically
@@ -230,7 +230,7 @@ class TrainConfig(_Section):
     device: str = Field("auto", description="auto (a GPU if there is one), cpu, cuda, cuda:1 ...")
     evaluate_every: PositiveInt = 1
     """number of epochs between validations; the last epoch is always validated"""
-    precision: Precision | Literal["float16"] = "float32"
+    precision: TrainingPrecision = "float32"
     """number format of encoders and heads while they train: float32, bfloat16, float16 with a scaled loss (for GPUs
     without bfloat16), or auto: bfloat16 where the processor is fast with it. Weights, embeddings, distances and every
     use of the model have float32"""
@@ -247,10 +247,9 @@ class TrainConfig(_Section):
     """number of pairs that are encoded at a time; a small number needs less memory, but a second pass. 0: the batch"""
     compile: bool = Field(False, description="compile the encoders with torch.compile")
     save_minutes: NonNegativeFloat = 10.0
-    """time in minutes after which the state is saved within an epoch, so that an interrupted run repeats no more; 0: at
-    the ends of epochs, and by save_steps"""
+    """longest time in minutes between two saves within an epoch; 0: no saves by time"""
     save_steps: int = Field(0, ge=0)
-    """number of steps after which the state is saved within an epoch; 0: by time alone"""
+    """number of steps between two saves within an epoch, from its start; 0: no saves by steps"""
     tracker: Literal["", "tensorboard", "wandb", "mlflow"] = ""
     """where the figures of each epoch go besides log.jsonl: tensorboard (into the run folder), wandb or mlflow, whose
     packages are configured by their own environment variables; nowhere if empty"""
@@ -582,6 +581,10 @@ def _absolute(path: str) -> str:
 def recipe_values(recipe: Recipe) -> dict[str, Any]:
     """The value of each key, e.g. of loss.alpha."""
     return dict(leaves(recipe.model_dump(mode="json")))
+
+
+BOOKKEEPING = ("train.timeout_minutes", "train.tracker", "train.save_minutes", "train.save_steps")
+"""Keys that change nothing of what is trained."""
 
 
 def differing_keys(saved: Recipe, given: Recipe) -> dict[str, tuple[Any, Any]]:

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from sfumato.errors import UserError, as_typed
-from sfumato.models.recipe import Recipe, differing_keys, load_recipe, recipe_values
+from sfumato.models.recipe import BOOKKEEPING, Recipe, differing_keys, load_recipe, recipe_values
 from sfumato.models.run import MODEL, RECIPE
 
-WITHOUT_EFFECT = ("name", "prefer", "train.threads", "train.device", "train.timeout_minutes", "train.tracker")
+WITHOUT_EFFECT = ("name", "prefer", "train.threads", "train.device", *BOOKKEEPING)
 """Keys that name a run or say where it was trained, but not how."""
 
 SEED = "train.seed"

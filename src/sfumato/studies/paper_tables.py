@@ -227,7 +227,8 @@ def run_folder(recipe: Recipe, runs: Path) -> Path:
     """The folder of a recipe's run: equal recipes of all tables share it."""
     values = recipe.model_dump(mode="json")
     seed = values["train"].pop("seed")
-    del values["train"]["tracker"]
+    for key in ("tracker", "save_minutes", "save_steps"):
+        del values["train"][key]
     if not values["imports"]:  # Folders of versions without these keys stay those of the same recipes.
         del values["imports"]
     digest = hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:8]

@@ -4,12 +4,9 @@ All random choices of a step depend only on (seed, epoch, step), so the state af
 """
 
 import contextlib
-import json
 import math
 import time
-from collections import Counter
 from contextlib import closing
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +14,6 @@ from typing import Any
 import filelock
 import numpy as np
 import torch
-from torch import nn
 
 from sfumato.calibration.calibrator import Calibration
 from sfumato.calibration.conditional import N_REFERENCE
@@ -25,7 +21,6 @@ from sfumato.data.images import Problems
 from sfumato.data.pairs import PairData
 from sfumato.data.splits import WORDINGS
 from sfumato.distances import Distance
-from sfumato.encoders.dual import DualEncoder
 from sfumato.encoders.feature_rows import features_read
 from sfumato.encoders.package_weights import number_format
 from sfumato.errors import UserError, counted
@@ -40,7 +35,6 @@ from sfumato.models.process_group import ProcessGroup, join_process_group
 from sfumato.models.recipe import Recipe, absolute_recipe
 from sfumato.models.run import (
     CALIBRATION,
-    LAST,
     LOG,
     MODEL,
     PROBLEMS,
@@ -56,7 +50,16 @@ from sfumato.models.run import (
 )
 from sfumato.models.unfamiliar import remember_words
 from sfumato.progress import progress_bar, say
-from sfumato.training.batches import Batches, IndexedBatches, epoch_seed, prefetch
+from sfumato.training.batches import IndexedBatches, epoch_seed, prefetch
+from sfumato.training.saving import (
+    EpochPart,
+    Training,
+    append_line,
+    resume,
+    save_epoch,
+    save_part_if_due,
+    told_to_end,
+)
 from sfumato.training.setup import (
     LOCK,
     claim_folder,
@@ -82,61 +85,8 @@ from sfumato.training.step import (
 from sfumato.training.trackers import OnEpoch, tracked
 from sfumato.training.variance_stage import teach_variances
 
-_SECONDS_BETWEEN_SAVES = 15.0
-"""Epochs that end sooner after the last saved one are not saved; an interrupted run repeats them bit for bit."""
-
 _SMALLEST_SCALE = 1e-4
-"""A gradient that overflows float16 at this scale has diverged."""
-
-
-@dataclass
-class _Epoch:
-    """The part of an epoch that is done."""
-
-    epoch: int
-    step: int = 0  # number of steps
-    sums: Counter[str] = field(default_factory=Counter)  # of the quantities measured at its steps
-    counts: Counter[str] = field(default_factory=Counter)  # number of steps that measured them
-    seconds: float = 0.0
-
-    def add(self, measured: dict[str, float]) -> None:
-        """Add what a step measured."""
-        self.step += 1
-        self.sums.update(measured)
-        self.counts.update(measured.keys())
-
-
-@dataclass
-class _Training:
-    """The objects of one run during training."""
-
-    recipe: Recipe
-    folder: Path
-    process_group: ProcessGroup
-    model: DualEncoder
-    loss: MatchLoss
-    batches: Batches
-    val: PreparedSplit | None
-    val_split: str
-    wordings: PairData | None
-    problems: Problems
-    optimiser: torch.optim.Optimizer
-    scaler: torch.amp.GradScaler
-    average: WeightAverage | None
-    best_score: float = -math.inf
-    best_epoch: int = -1
-    began_at: float = field(default_factory=time.monotonic)
-    saved_at: float = -math.inf
-
-    @property
-    def weights(self) -> dict[str, nn.Module]:
-        """The modules that are saved as the best weights."""
-        return {"model": self.model, "loss": self.loss}
-
-    @property
-    def state(self) -> dict[str, nn.Module]:
-        """The modules that resuming needs besides the optimiser."""
-        return self.weights | ({"average": self.average} if self.average else {})
+"""A gradient that overflows float16 below this scale has diverged."""
 
 
 def fit(recipe: Recipe, folder: str | Path, *, on_epoch: OnEpoch | None = None) -> dict[str, Any]:
@@ -176,19 +126,22 @@ def fit(recipe: Recipe, folder: str | Path, *, on_epoch: OnEpoch | None = None) 
 
 def _fit(recipe: Recipe, folder: Path, process_group: ProcessGroup, on_epoch: OnEpoch | None) -> dict[str, Any]:
     training = _prepare(recipe, folder, process_group)
-    done = _resume(training)
+    done = resume(training)
+    if recipe.train.compile:
+        training.model.image.encoder.compile()
+        training.model.text.encoder.compile()
     if isinstance(training.batches, IndexedBatches):
         training.batches.prepare(training.model)
     tracker = recipe.train.tracker if process_group.main else ""
-    with tracked(tracker, recipe, folder) as track:
+    with tracked(tracker, recipe, folder) as track, told_to_end(training):
         for epoch in range(done.epoch, recipe.train.epochs):
-            done = done if epoch == done.epoch else _Epoch(epoch)
+            done = done if epoch == done.epoch else EpochPart(epoch)
             started = time.monotonic() - done.seconds
             line = {"epoch": epoch, **_train_epoch(training, done), **_validate_epoch(training, epoch)}
             line["seconds"] = time.monotonic() - started
             if process_group.main:
-                _append_line(folder / LOG, line)
-                _save_epoch(training, epoch)
+                append_line(folder / LOG, line)
+                save_epoch(training, epoch)
                 track(line)
             if on_epoch is not None:
                 on_epoch(line)
@@ -209,7 +162,7 @@ def _fit(recipe: Recipe, folder: Path, process_group: ProcessGroup, on_epoch: On
     }
 
 
-def _prepare(recipe: Recipe, folder: Path, process_group: ProcessGroup) -> _Training:
+def _prepare(recipe: Recipe, folder: Path, process_group: ProcessGroup) -> Training:
     """Read the data and build the model, the loss and the optimiser."""
     if process_group.main and (former := claim_folder(folder, recipe)) is not None:
         say(_extended(recipe, former))
@@ -244,7 +197,7 @@ def _prepare(recipe: Recipe, folder: Path, process_group: ProcessGroup) -> _Trai
     half = number_format(config.precision, process_group.device) == torch.float16
     averages = config.ema_decay or config.swa_epochs
     average = WeightAverage(model, config.ema_decay or None, config.anchor) if averages else None
-    return _Training(
+    return Training(
         recipe,
         folder,
         process_group,
@@ -289,29 +242,7 @@ def _extended(recipe: Recipe, former: int) -> str:
     )
 
 
-def _resume(training: _Training) -> _Epoch:
-    """Load the state of an interrupted run, if there is one; return the first epoch that remains to be trained."""
-    done, folder, config = _Epoch(0), training.folder, training.recipe.train
-    if (folder / LAST).exists():
-        state = load_state(folder / LAST, training.state, training.optimiser)
-        training.best_score, training.best_epoch = state["best_score"], state["best_epoch"]
-        if state.get("scaler"):
-            training.scaler.load_state_dict(state["scaler"])
-        done = _Epoch(state["epoch"] + 1)
-        if part := state.get("part"):
-            done = _Epoch(**part | {"sums": Counter(part["sums"]), "counts": Counter(part["counts"])})
-        within = f"in epoch {done.epoch + 1} of {config.epochs}, after step {done.step:,} of {len(training.batches):,}"
-        after = f"after epoch {done.epoch} of {config.epochs}"
-        say("all epochs are done" if done.epoch >= config.epochs else f"resuming {within if done.step else after}")
-    if training.process_group.main:
-        _forget_after(folder / LOG, done.epoch)
-    if config.compile:
-        training.model.image.encoder.compile()
-        training.model.text.encoder.compile()
-    return done
-
-
-def _train_epoch(training: _Training, done: _Epoch) -> dict[str, Any]:
+def _train_epoch(training: Training, done: EpochPart) -> dict[str, Any]:
     """Train the rest of an epoch; return the means of the quantities measured at its steps."""
     recipe, group, batches, epoch = training.recipe, training.process_group, training.batches, done.epoch
     training.model.train()
@@ -332,38 +263,15 @@ def _train_epoch(training: _Training, done: _Epoch) -> dict[str, Any]:
                 wider = "; or train.precision=bfloat16, with a wider range" if training.scaler.is_enabled() else ""
                 raise DivergedError(f"epoch {epoch + 1}, step {done.step + 1}: {error}{wider}") from error
             advance(1)
-            if _part_is_due(training, done.step):
-                done.seconds = time.monotonic() - started
-                _average_statistics(training)
-                _save(training, epoch - 1, part=vars(done))
-    _average_statistics(training)
+            done.seconds = time.monotonic() - started
+            save_part_if_due(training, done)
     if training.average is not None and epoch >= recipe.train.epochs - recipe.train.swa_epochs:
         training.average.update(training.model)
     means = {name: value / done.counts[name] for name, value in done.sums.items()}
     return {**means, **_current_logits(training.loss)}
 
 
-def _part_is_due(training: _Training, step: int) -> bool:
-    """Whether the epoch in work is to be saved after this number of steps: the same on all processes."""
-    config, group = training.recipe.train, training.process_group
-    if step == len(training.batches):
-        return False
-    if config.save_steps and step % config.save_steps == 0:
-        return True
-    if not config.save_minutes:
-        return False
-    waited = time.monotonic() - max(training.saved_at, training.began_at)
-    return bool(group.total(torch.tensor(float(group.main and waited > 60 * config.save_minutes))))
-
-
-def _average_statistics(training: _Training) -> None:
-    """Make the running statistics of batch normalisation equal on all processes."""
-    training.process_group.average_buffers(training.model.named_buffers())
-    if training.average is not None:
-        training.process_group.average_buffers(zip(training.average.names, training.average.values(), strict=True))
-
-
-def _train_step(training: _Training, batch: TrainBatch, epoch: int) -> dict[str, float]:
+def _train_step(training: Training, batch: TrainBatch, epoch: int) -> dict[str, float]:
     """Make one update of the weights; return the measured quantities."""
     recipe, optimiser, scaler = training.recipe, training.optimiser, training.scaler
     optimiser.zero_grad(set_to_none=True)
@@ -377,16 +285,21 @@ def _train_step(training: _Training, batch: TrainBatch, epoch: int) -> dict[str,
         scaler=scaler,
         micro_batch=recipe.train.micro_batch,
     )
+    training.process_group.average_buffers(training.model)
     scaler.unscale_(optimiser)
     norm = clip_gradients([p for group in optimiser.param_groups for p in group["params"]], recipe.optim.clip_norm)
-    if not math.isfinite(norm) and scaler.get_scale() < (_SMALLEST_SCALE if scaler.is_enabled() else math.inf):
-        raise DivergedError(f"the gradient is {norm}; lower optim.lr or lengthen optim.warmup_epochs")
-    scaler.step(optimiser)  # Leaves the weights as they are if the scaled gradient is not finite.
-    scaler.update()
+    scale, skipped = scaler.get_scale(), False
     if scaler.is_enabled():
-        measured |= {"loss_scale": scaler.get_scale(), "skipped": float(not math.isfinite(norm))}
-    if not math.isfinite(norm):
+        scaler.step(optimiser)  # Leaves the weights as they are if a gradient is not finite.
+        scaler.update()
+        skipped = scaler.get_scale() < scale
+        measured |= {"loss_scale": scaler.get_scale(), "skipped": float(skipped)}
+    if not math.isfinite(norm) and not (skipped and scale >= _SMALLEST_SCALE):
+        raise DivergedError(f"the gradient is {norm}; lower optim.lr or lengthen optim.warmup_epochs")
+    if skipped:
         return measured
+    if not scaler.is_enabled():
+        optimiser.step()
     try:
         training.loss.advance()
     except ArithmeticError as error:
@@ -403,7 +316,7 @@ def _current_logits(loss: MatchLoss) -> dict[str, float]:
     return {"logit_scale": float(logits.logit_scale.detach()), "logit_bias": float(logits.logit_bias.detach())}
 
 
-def _validate_epoch(training: _Training, epoch: int) -> dict[str, float]:
+def _validate_epoch(training: Training, epoch: int) -> dict[str, float]:
     """Evaluate the validation split if the recipe requests it, and keep the weights if they are the best."""
     config, val = training.recipe.train, training.val
     if val is None or (epoch + 1 < config.epochs and (epoch + 1) % config.evaluate_every):
@@ -420,26 +333,7 @@ def _validate_epoch(training: _Training, epoch: int) -> dict[str, float]:
     return _summary(evaluation, score)
 
 
-def _save_epoch(training: _Training, epoch: int) -> None:
-    """Save the state after an epoch, unless one has just been saved and more will come."""
-    training.problems.write(training.folder / PROBLEMS)
-    recent = time.monotonic() - training.saved_at < _SECONDS_BETWEEN_SAVES
-    if epoch + 1 == training.recipe.train.epochs or not recent:
-        _save(training, epoch)
-
-
-def _save(training: _Training, epoch: int, **part: dict[str, Any]) -> None:
-    """Save what resuming needs after an epoch and a part of the next one."""
-    if training.process_group.main:
-        best = {"best_score": training.best_score, "best_epoch": training.best_epoch}
-        scaler = {"scaler": state} if (state := training.scaler.state_dict()) else {}
-        save_state(
-            training.folder / LAST, training.state, training.optimiser, {"epoch": epoch, **best, **scaler, **part}
-        )
-        training.saved_at = time.monotonic()
-
-
-def _finish(training: _Training) -> None:
+def _finish(training: Training) -> None:
     """Keep the last weights if there was no validation, calibrate, and teach the variances."""
     group, folder, val, epochs = training.process_group, training.folder, training.val, training.recipe.train.epochs
     if val is None:
@@ -477,7 +371,7 @@ def _finish(training: _Training) -> None:
     group.wait()
 
 
-def _calibrate_training(training: _Training, wordings: PairData) -> None:
+def _calibrate_training(training: Training, wordings: PairData) -> None:
     """Calibrate a gallery of the training images on the texts that the training left out."""
     group = training.process_group
     prepared = prepare_split(training.model, wordings, training.problems, WORDINGS, group)
@@ -489,7 +383,7 @@ def _calibrate_training(training: _Training, wordings: PairData) -> None:
             calibrate_split(embedded, prepared.data, training.loss.distance.name, split=WORDINGS).save(path)
 
 
-def _reference(training: _Training) -> Sides | None:
+def _reference(training: Training) -> Sides | None:
     """Some embedded training items, the reference queries of the calibration; None of a stream."""
     batches = training.batches
     if not isinstance(batches, IndexedBatches):
@@ -502,7 +396,7 @@ def _reference(training: _Training) -> Sides | None:
     return image, text
 
 
-def _fit_variances(training: _Training, calibration: Calibration | None) -> None:
+def _fit_variances(training: Training, calibration: Calibration | None) -> None:
     """Run the variance stage, equal on all processes. It changes no distance, so the calibration stays valid."""
     batches, recipe, group = training.batches, training.recipe, training.process_group
     assert isinstance(batches, IndexedBatches)  # The recipe was checked for this.
@@ -584,17 +478,3 @@ def _one_line(line: dict[str, Any], epochs: int, val_split: str) -> str:
         if not line["val/above_chance"]:
             text += ": not above chance yet"
     return text
-
-
-def _append_line(path: Path, line: dict[str, Any]) -> None:
-    with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(line) + "\n")
-
-
-def _forget_after(path: Path, epoch: int) -> None:
-    """Remove log lines of epochs that will be run again, and a truncated last line."""
-    if not path.exists():
-        return
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    whole = [line for line in lines if line.endswith("\n")]
-    write_atomically(path, "".join(line for line in whole if json.loads(line)["epoch"] < epoch))

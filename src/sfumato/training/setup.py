@@ -19,6 +19,7 @@ from sfumato.imports import file_digest, given_imports
 from sfumato.models.embed import load_splits, prepare_split
 from sfumato.models.process_group import ProcessGroup, alone
 from sfumato.models.recipe import (
+    BOOKKEEPING,
     IMPORTS,
     Recipe,
     absolute_recipe,
@@ -82,7 +83,7 @@ def claim_folder(folder: Path, recipe: Recipe) -> int | None:
             return None
         _check_extends(folder, saved, recipe)
         save_recipe(recipe, folder / RECIPE)
-        return saved.train.epochs
+        return saved.train.epochs if saved.train.epochs < recipe.train.epochs else None
     for name in (TOKENIZER, ENCODERS, NOISE):
         (folder / name).unlink(missing_ok=True)
     for path in kept.values():
@@ -115,8 +116,10 @@ def _kept_name(path: Path) -> str:
 
 
 def _check_extends(folder: Path, saved: Recipe, recipe: Recipe) -> None:
-    """Refuse to train a recipe in the folder of a run, unless it only has more epochs."""
-    differing = differing_keys(saved, recipe)
+    """Refuse to train a recipe in the folder of a run, unless it only has more epochs or other bookkeeping."""
+    differing = {key: values for key, values in differing_keys(saved, recipe).items() if key not in BOOKKEEPING}
+    if not differing:
+        return
     if list(differing) != ["train.epochs"]:
         named = [f"{key} is {ours!r} there and {new!r} here" for key, (ours, new) in differing.items()]
         more = f", and {len(named) - _NAMED} more" if len(named) > _NAMED else ""

@@ -373,10 +373,13 @@ class MilvusStore(StoreBase):
         if (loaded := self._call("list_loaded_segments")) is None:
             return 0
         ready = {segment.segment_id for segment in loaded if segment.index_name}
-        while (written := self._call("list_persistent_segments")) is None:
-            time.sleep(_LOOK)
-        large = [segment for segment in written if segment.num_rows >= _LEAST_INDEXED]
-        return sum(segment.num_rows for segment in large if segment.segment_id not in ready)
+        try:
+            written = [s for s in self._call("list_persistent_segments") if s.num_rows >= _LEAST_INDEXED]
+        except UserError as error:
+            if "segment not found" not in str(error):
+                raise
+            return 1  # The server has merged it with others during the call; their number is not known yet.
+        return sum(segment.num_rows for segment in written if segment.segment_id not in ready)
 
     def close(self) -> None:
         """Close the connection; the last store of an embedded file closes the file."""
@@ -452,8 +455,6 @@ class MilvusStore(StoreBase):
         except Exception as error:
             if not isinstance(error, error_type) and not self._closed:
                 raise
-            if method == "list_persistent_segments" and "segment not found" in _message(error):
-                return None  # merged into another one during the call
             raise UserError(f"store {self.url}: {_message(error)}") from None
 
 

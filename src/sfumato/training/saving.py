@@ -1,0 +1,174 @@
+"""The state of a training run: when it is saved, and how an interrupted run goes on from it."""
+
+import json
+import math
+import signal
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from sfumato.data.images import Problems
+from sfumato.data.pairs import PairData
+from sfumato.encoders.dual import DualEncoder
+from sfumato.files import write_atomically
+from sfumato.losses import MatchLoss
+from sfumato.models.embed import PreparedSplit
+from sfumato.models.process_group import ProcessGroup
+from sfumato.models.recipe import Recipe
+from sfumato.models.run import LAST, LOG, PROBLEMS, load_state, save_state
+from sfumato.progress import say
+from sfumato.training.batches import Batches, ShardBatches
+from sfumato.training.step import WeightAverage
+
+_SECONDS_BETWEEN_SAVES = 15.0
+"""Epochs that end sooner after the last saved one are not saved; an interrupted run repeats them bit for bit."""
+
+
+@dataclass
+class EpochPart:
+    """The part of an epoch that is done."""
+
+    epoch: int
+    step: int = 0  # number of steps
+    sums: Counter[str] = field(default_factory=Counter)  # of the quantities measured at its steps
+    counts: Counter[str] = field(default_factory=Counter)  # number of steps that measured them
+    seconds: float = 0.0
+
+    def add(self, measured: dict[str, float]) -> None:
+        """Add what a step measured."""
+        self.step += 1
+        self.sums.update(measured)
+        self.counts.update(measured.keys())
+
+
+@dataclass
+class Training:
+    """The objects of one run during training."""
+
+    recipe: Recipe
+    folder: Path
+    process_group: ProcessGroup
+    model: DualEncoder
+    loss: MatchLoss
+    batches: Batches
+    val: PreparedSplit | None
+    val_split: str
+    wordings: PairData | None
+    problems: Problems
+    optimiser: torch.optim.Optimizer
+    scaler: torch.amp.GradScaler
+    average: WeightAverage | None
+    best_score: float = -math.inf
+    best_epoch: int = -1
+    began_at: float = field(default_factory=time.monotonic)
+    saved_at: float = -math.inf
+    end: bool = False  # The process was told to end.
+
+    @property
+    def weights(self) -> dict[str, nn.Module]:
+        """The modules that are saved as the best weights."""
+        return {"model": self.model, "loss": self.loss}
+
+    @property
+    def state(self) -> dict[str, nn.Module]:
+        """The modules that resuming needs besides the optimiser."""
+        return self.weights | ({"average": self.average} if self.average else {})
+
+
+def resume(training: Training) -> EpochPart:
+    """Load the state of an interrupted run, if there is one; return the next epoch, and what of it is done."""
+    done, folder, epochs = EpochPart(0), training.folder, training.recipe.train.epochs
+    if (folder / LAST).exists():
+        state = load_state(folder / LAST, training.state, training.optimiser)
+        training.best_score, training.best_epoch = state["best_score"], state["best_epoch"]
+        if state.get("scaler"):
+            training.scaler.load_state_dict(state["scaler"])
+        done = EpochPart(state["epoch"] + 1)
+        if part := state.get("part"):
+            done = EpochPart(**part | {"sums": Counter(part["sums"]), "counts": Counter(part["counts"])})
+        if isinstance(training.batches, ShardBatches) and training.process_group.main:
+            for location, reason in state.get("problems", ()):
+                training.batches.stream.skip(location, reason)
+        within = f"in epoch {done.epoch + 1} of {epochs}, after step {done.step:,} of {len(training.batches):,}"
+        after = f"after epoch {done.epoch} of {epochs}"
+        say("all epochs are done" if done.epoch >= epochs else f"resuming {within if done.step else after}")
+    if training.process_group.main:
+        _forget_after(folder / LOG, done.epoch)
+    return done
+
+
+def save_epoch(training: Training, epoch: int) -> None:
+    """Save the state after an epoch, unless one has just been saved and more will come."""
+    recent = time.monotonic() - training.saved_at < _SECONDS_BETWEEN_SAVES
+    if epoch + 1 == training.recipe.train.epochs or not recent:
+        _save(training, epoch)
+
+
+def save_part_if_due(training: Training, done: EpochPart) -> None:
+    """Save the state within an epoch if its time or step has come, on all processes alike; end if told so."""
+    config, group = training.recipe.train, training.process_group
+    if done.step == len(training.batches):
+        return
+    waited = time.monotonic() - max(training.saved_at, training.began_at)
+    by_time = group.main and 0 < 60 * config.save_minutes < waited
+    by_time, end = group.total(torch.tensor([float(by_time), float(training.end)])).tolist()
+    if by_time or end or (config.save_steps and done.step % config.save_steps == 0):
+        _save(training, done.epoch - 1, part=vars(done))
+    if end:
+        say(f"ended by SIGTERM, saved after step {done.step:,} of epoch {done.epoch + 1}; the same command continues")
+        raise SystemExit(128 + signal.SIGTERM)
+
+
+def _save(training: Training, epoch: int, **part: dict[str, Any]) -> None:
+    """Save what resuming needs after an epoch and a part of the next one."""
+    if not training.process_group.main:
+        return
+    training.problems.write(training.folder / PROBLEMS)
+    about = {"epoch": epoch, "best_score": training.best_score, "best_epoch": training.best_epoch, **part}
+    if scaler := training.scaler.state_dict():
+        about["scaler"] = scaler
+    if isinstance(training.batches, ShardBatches):  # The stream will not decode again what is done.
+        about["problems"] = [(problem.location, problem.reason) for problem in training.problems.items]
+    save_state(training.folder / LAST, training.state, training.optimiser, about)
+    training.saved_at = time.monotonic()
+
+
+@contextmanager
+def told_to_end(training: Training) -> Iterator[None]:
+    """Note SIGTERM, which clusters send before they kill; a second one ends the process at once."""
+
+    def note(number: int, _: object) -> None:
+        training.end = True
+        signal.signal(number, signal.SIG_DFL)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, note)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
+
+
+def append_line(path: Path, line: dict[str, Any]) -> None:
+    """Append a line of JSON to a file."""
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(line) + "\n")
+
+
+def _forget_after(path: Path, epoch: int) -> None:
+    """Remove log lines of epochs that will be run again, and a truncated last line."""
+    if not path.exists():
+        return
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    whole = [line for line in lines if line.endswith("\n")]
+    write_atomically(path, "".join(line for line in whole if json.loads(line)["epoch"] < epoch))
