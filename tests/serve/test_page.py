@@ -633,7 +633,8 @@ def test_an_enlarged_photograph_has_its_details_and_says_why_it_matched(visit, p
     expect(dialog.get_by_role("heading", level=2)).to_have_text(caption)
     expect(dialog).to_contain_text(f"Its caption “{caption}” shares “bar”, “sea” with your search.")
     probability = hit["match_probability"]
-    expect(dialog).to_contain_text(f"Its probability is {probability:{'.1%' if probability < 0.1 else '.0%'}}")
+    shown = f"{probability:{'.1%' if probability < 0.1 else '.0%'}}".replace(".0%", "%")
+    expect(dialog).to_contain_text(f"Its probability is {shown}")
     assert dialog.locator("dt:visible").all_inner_texts() == [
         "Captions",
         "Date",

@@ -153,7 +153,7 @@ def test_a_folder_of_images_is_recognised_by_its_files(tmp_path, sfumato):
 
 def test_a_mix_is_said_at_every_search_also_of_copied_files_and_as_the_collection_grows(tmp_path, sfumato):
     recipe = make_toy(tmp_path, n_each=4)
-    changes = ["train.epochs=2", "data.held_out_wordings=0/2", "data.val_fraction=0", "data.test_fraction=0"]
+    changes = ["train.epochs=8", "data.held_out_wordings=0/2", "data.val_fraction=0", "data.test_fraction=0"]
     fit(load_recipe(recipe, changes), tmp_path / "run")
     shutil.copytree(tmp_path / "data", tmp_path / "elsewhere")
     shutil.rmtree(tmp_path / "data")

@@ -167,7 +167,7 @@ def test_a_gallery_in_memory_answers_like_the_saved_one(toy, model, tmp_path, sf
     again = load_index(tmp_path / "saved")
     assert index.search("a red circle").to_json() == again.search("a red circle").to_json()
     by_command = json.loads(sfumato("search", tmp_path / "saved", "a red circle", "--json")[1])
-    assert by_command == [index.search("a red circle").to_json()]
+    assert by_command == [index.search("a red circle", duplicates="fold").to_json()]
 
 
 def test_ids_are_given_paths_or_numbers(toy, model):
@@ -233,7 +233,7 @@ def test_a_query_of_several_texts(toy, model, sfumato, tmp_path):
     assert few.hits == index.search("red circle", 5).hits and few.query == "red and circle" and few.calibrated
     index.save(tmp_path / "index")
     status, printed, _ = sfumato("search", tmp_path / "index", "red", "--without", "a circle", "--json")
-    without = index.search("red", without=["a circle"])
+    without = index.search("red", without=["a circle"], duplicates="fold")
     assert status == 0 and [hit["id"] for hit in json.loads(printed)[0]["hits"]] == [hit.id for hit in without]
     assert [hit.id for hit in without] != [hit.id for hit in index.search("red")]
     for query, options, message in (

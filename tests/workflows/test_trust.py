@@ -11,8 +11,10 @@ from sfumato.evaluation.estimators import ESTIMATORS, FailurePredictor, Matching
 from sfumato.metrics.retrieval import per_query_metrics
 from sfumato.metrics.selective import auroc
 from sfumato.models.embed import embed_split, load_split
+from sfumato.models.recipe import load_recipe
 from sfumato.models.run import load_run
 from sfumato.search.exact import rank_relevant
+from sfumato.training.loop import fit
 from sfumato.workflows import trust
 from sfumato.workflows.trust import trust_model
 
@@ -20,8 +22,11 @@ QUICK = {"n_resamples": 5, "n_corrupted": 6}
 
 
 @pytest.fixture(scope="module")
-def run(toy):
-    return load_run(toy / "run")
+def run(toy, tmp_path_factory):
+    """A run that has learnt enough to be right and wrong in each split."""
+    folder = tmp_path_factory.mktemp("trust") / "run"
+    fit(load_recipe(toy / "toy.toml", ["train.epochs=30"]), folder)
+    return load_run(folder)
 
 
 def embedded(run, split, of_text):
