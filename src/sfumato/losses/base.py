@@ -15,10 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from sfumato.arrays import Array, as_tensor
 from sfumato.distances import Distance, get_distance
 from sfumato.distances.distance import check_embedding
-from sfumato.gaussian import GaussianEmbedding, accumulation_dtype
+from sfumato.gaussian import Array, GaussianEmbedding, accumulation_dtype, as_tensor
 from sfumato.losses.tiles import canonical, dense_labels, label_rows, transposed
 from sfumato.matching import MatchingLogits
 

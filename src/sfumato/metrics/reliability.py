@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sfumato.arrays import Array, as_tensor
 from sfumato.charts import FAINT, FIRST, STYLE, new_axes, require_matplotlib
+from sfumato.gaussian import Array, as_tensor
 from sfumato.metrics.bootstrap import Statistic
 
 if TYPE_CHECKING:

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 
-from sfumato.arrays import Array, as_tensor
 from sfumato.charts import FIRST, STYLE, new_axes, require_matplotlib
+from sfumato.gaussian import Array, as_tensor
 from sfumato.metrics.bootstrap import Interval, Statistic, bootstrap
 from sfumato.metrics.reliability import wilson_interval
 

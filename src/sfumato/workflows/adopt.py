@@ -17,7 +17,6 @@ from typing import Any, cast, get_args
 import numpy as np
 import torch
 
-from sfumato.arrays import Array
 from sfumato.calibration.calibrator import Calibration
 from sfumato.calibration.conditional import Population
 from sfumato.data.coco import coco_images, json_kind
@@ -33,7 +32,7 @@ from sfumato.errors import UserError
 from sfumato.evaluation.hits import HitFigures, first_hits, measure_hits, without_nearest, without_reference
 from sfumato.evaluation.protocols import Evaluation, evaluate_retrieval
 from sfumato.files import read_json, write_atomically, write_json
-from sfumato.gaussian import GaussianEmbedding
+from sfumato.gaussian import Array, GaussianEmbedding
 from sfumato.ids import Direction
 from sfumato.metrics.bootstrap import Interval, Statistic, bootstrap
 from sfumato.models.calibrate import calibrate_split, embed_reference, some_positions
