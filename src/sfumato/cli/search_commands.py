@@ -155,14 +155,7 @@ def index(
     from sfumato.models.model import Model
     from sfumato.models.run import choose_device, load_model, load_run
     from sfumato.search.index import check_settings
-    from sfumato.workflows.index import (
-        build_index,
-        check_new,
-        embed_source,
-        fill_collection,
-        training_note,
-        whole,
-    )
+    from sfumato.workflows.index import build_index, check_new, embed_source, fill_collection, training_note, whole
 
     given.check(out)
     model, given = model or given.model(out), given.as_data()

@@ -121,14 +121,18 @@ def encoder_section(side: Side, value: Any) -> EncoderConfig:
                 f" of {value.kind!r}"
             )
         return value
+    return ENCODERS[side][tag_of(value, "kind", ENCODERS[side])].config.model_validate(value)
+
+
+def tag_of(value: Any, key: str, known: Iterable[str]) -> str:
+    """The value of the key that decides which other keys a section has; errors are those of a discriminated union."""
     if not isinstance(value, Mapping):
         raise PydanticKnownError("dict_type")
-    if "kind" not in value:
-        raise PydanticKnownError("union_tag_not_found", {"discriminator": "'kind'"})
-    kind = value["kind"]
-    if not isinstance(kind, str) or kind not in ENCODERS[side]:
-        known = ", ".join(repr(name) for name in ENCODERS[side])
-        raise PydanticKnownError(
-            "union_tag_invalid", {"discriminator": "'kind'", "tag": str(kind), "expected_tags": known}
-        )
-    return ENCODERS[side][kind].config.model_validate(value)
+    about = {"discriminator": repr(key)}
+    if key not in value:
+        raise PydanticKnownError("union_tag_not_found", about)
+    tag = value[key]
+    if not isinstance(tag, str) or tag not in known:
+        expected = ", ".join(map(repr, known))
+        raise PydanticKnownError("union_tag_invalid", about | {"tag": str(tag), "expected_tags": expected})
+    return tag

@@ -32,11 +32,6 @@ FREE_SCALE = (
 _T = TypeVar("_T")
 
 
-def own_row(counts: Tensor) -> Tensor:
-    """(k,) -> (1, k) counts of a process that works alone."""
-    return counts.unsqueeze(0)
-
-
 _BOUNDS = {"gt": ("above", operator.gt), "ge": ("at least", operator.ge), "lt": ("below", operator.lt)}
 
 
@@ -264,7 +259,7 @@ def loss_of_block(
     *,
     epoch: int | None = None,
     max_pairs: int = MAX_PAIRS,
-    gather: Callable[[Tensor], Tensor] = own_row,
+    gather: Callable[[Tensor], Tensor] = lambda counts: counts.unsqueeze(0),
 ) -> LossOutput:
     """The contribution of a block to the batch's loss, in parts that the backward pass recomputes. gather (k,)."""
     if loss.in_tiles:

@@ -25,7 +25,7 @@ from sfumato.charts import (
 from sfumato.errors import UserError
 from sfumato.evaluation.compare import OverSeeds
 from sfumato.evaluation.papers import PaperItem, data_sets
-from sfumato.files import write_atomically, write_json
+from sfumato.files import write_json
 from sfumato.reports.report_charts import draw_recall_bins
 from sfumato.reports.studies import (
     CORRUPTIONS,
@@ -109,20 +109,8 @@ def paper_table(table: PaperTable) -> Table:
 
 def write_table(table: PaperTable, folder: Path) -> list[Path]:
     """Write table.json, table.md and table.tex; the paths."""
-    folder.mkdir(parents=True, exist_ok=True)
     shown = paper_table(table)
-    write_json(folder / "table.json", table.to_json())
-    write_atomically(folder / "table.md", "\n".join([shown.title, "", shown.markdown(), "", *shown.notes, ""]))
-    write_atomically(folder / "table.tex", _latex(shown, 1 + _published_too(table)))
-    return [folder / f"table.{ending}" for ending in ("json", "md", "tex")]
-
-
-def print_paper_table(table: PaperTable) -> None:
-    """Print a table; one wider than the screen is continued below."""
-    shown = paper_table(table)
-    shown.show()
-    for line in shown.notes:
-        print_wrapped(line)
+    return shown.write(folder, table.to_json(), _latex(shown, 1 + _published_too(table)))
 
 
 def _latex(table: Table, wide: int) -> str:
@@ -177,9 +165,7 @@ def _published(value: float | None) -> str:
 
 
 def _ours(value: OverSeeds | None) -> str:
-    if value is None:
-        return MISSING
-    return mean_and_deviation(value.mean, value.deviation)
+    return MISSING if value is None else mean_and_deviation(value.mean, value.deviation)
 
 
 COLOURS = (FIRST, SECOND, *FAMILIES)

@@ -452,9 +452,7 @@ def print_analyses(found: Mapping[str, Any]) -> None:
     if study := found.get("zeroshot"):
         report = study["report"]
         for table in (zeroshot_table(report), *map(kept_table, report["prompts_kept"])):
-            table.show()
-            for line in table.notes:
-                print_wrapped(line, indent=2)
+            table.show(indent=2)
 
 
 def _print_curves(study: Mapping[str, Any], title: str) -> None:

@@ -208,13 +208,11 @@ class NotRefinedError(UserError):
     """Verdicts cannot refine these probabilities."""
 
 
-def refine_index(
-    folder: Path, path: Path, *, run: str | None = None, store: str | None = None, k: int = 10, seed: int = 0
-) -> Refined:
+def refine_index(folder: Path, path: Path) -> Refined:
     """Refine the calibration of target "fits" by the verdicts of a file, and keep it with the collection."""
     verdicts = _of_target(folder, path, "fits")
-    with _opened(folder, run, store) as searcher:
-        return refine(searcher, verdicts, k=k, seed=seed)
+    with _opened(folder, None, None) as searcher:
+        return refine(searcher, verdicts)
 
 
 def refine(searcher: Searcher, verdicts: Sequence[Judgement], *, k: int = 10, seed: int = 0) -> Refined:
