@@ -473,9 +473,7 @@ def _wrong_result(
     values: dict[str, Any] = {f"true_{key}": value for key, value in best.items()}
     values["rank"] = f"{direction.best_rank(query):,}"
     if direction.key == "t2i":
-        return values | {
-            "asked": clipped(data.captions[query]), "found": thumbnails[item], "true": thumbnails[true]
-        }  # fmt: skip
+        return values | {"asked": clipped(data.captions[query]), "found": thumbnails[item], "true": thumbnails[true]}
     owners = data.relevance.transpose()
     images = owners.indices[slice(*owners.indptr[item : item + 2])]
     return values | {
