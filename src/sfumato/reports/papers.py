@@ -26,16 +26,8 @@ from sfumato.errors import UserError
 from sfumato.evaluation.compare import OverSeeds
 from sfumato.evaluation.papers import PaperItem, data_sets
 from sfumato.files import write_json
+from sfumato.reports import studies
 from sfumato.reports.report_charts import draw_recall_bins
-from sfumato.reports.studies import (
-    CORRUPTIONS,
-    DRAWN_SIGMAS,
-    MADE,
-    draw_accuracy_by_k,
-    draw_best_k,
-    map_ellipses,
-    pair_ellipses,
-)
 from sfumato.reports.tables import (
     DIRECTIONS,
     MISSING,
@@ -179,7 +171,7 @@ _MOSAIC: list[Any] = [["first", "second", "mixup", "plane"], ["erased_first", "e
 
 _SIDES = {"image": "images", "text": "texts"}
 
-_PARTS = DIRECTIONS | _SIDES | {name: title for name, (title, _) in CORRUPTIONS.items()}
+_PARTS = DIRECTIONS | _SIDES | {name: title for name, (title, _) in studies.CORRUPTIONS.items()}
 """Names of panels in words."""
 
 _METRICS = {"r_precision": "R-Precision, %", "recall@1": "recall@1, %", "PMRP": "PMRP, %"}
@@ -265,8 +257,8 @@ def _curves(figure: Figure) -> "Drawing":
             ax.set_xticks(xs, [f"{x:g}" for x in xs])
         elif panel["x"] == "epoch":
             ax.xaxis.set_major_locator(MaxNLocator(6, integer=True))
-        known = panel["name"] in CORRUPTIONS
-        ax.set_xlabel(CORRUPTIONS[panel["name"]][1] if known else panel["x"])
+        known = panel["name"] in studies.CORRUPTIONS
+        ax.set_xlabel(studies.CORRUPTIONS[panel["name"]][1] if known else panel["x"])
         ax.set_ylabel(f"mean {_words(panel['y'])}" if known else _words(panel["y"]))
         ax.set_title(_PARTS.get(panel["name"], panel["name"]), loc="left")
         ax.grid(axis="y")
@@ -329,7 +321,7 @@ def _maps(figure: Figure) -> "Drawing":
     drawing, axes = _grid(len(panels), (5.2, 4.6))
     for ax, (row, study, side) in zip(axes, panels, strict=True):
         shown = [item for item in study["items"] if not side or item["side"] == side]
-        ellipses, times = map_ellipses({**study, "items": shown})
+        ellipses, times = studies.map_ellipses({**study, "items": shown})
         make_plane(ax)
         draw_ellipses(ax, ellipses, times)
         name = ", ".join(filter(None, (row, _SIDES.get(side))))
@@ -434,8 +426,8 @@ def _matrix_lines(numbers: Mapping[str, Any]) -> list[str]:
 def _prompts(figure: Figure) -> "Drawing":
     kept = figure.numbers["kept"]
     drawing, (left, right) = _grid(2)
-    draw_accuracy_by_k(left, kept)
-    draw_best_k(right, kept)
+    studies.draw_accuracy_by_k(left, kept)
+    studies.draw_best_k(right, kept)
     return drawing
 
 
@@ -456,15 +448,17 @@ def _sets(figure: Figure) -> "Drawing":
     for rows, pair in zip(drawing.subfigures(len(pairs), 1, squeeze=False).flat, pairs, strict=True):
         axes = rows.subplot_mosaic(_MOSAIC, width_ratios=[1, 1, 1, 3.2])
         pictures = {str(item["name"]): str(item["picture"]) for item in pair["items"]}
-        for name, (letter, colour, about) in MADE.items():
+        for name, (letter, colour, about) in studies.MADE.items():
             heading = textwrap.fill(f"{letter}: {about}", 24)
             _show(axes[name], figure.pictures.get(pictures[name]), heading, colour)
             axes[name].title.set_fontsize(8)
         make_plane(axes["plane"])
-        ellipses, times = pair_ellipses(pair)
-        draw_ellipses(axes["plane"], ellipses, DRAWN_SIGMAS * times)
+        ellipses, times = studies.pair_ellipses(pair)
+        draw_ellipses(axes["plane"], ellipses, studies.DRAWN_SIGMAS * times)
         larger = f", drawn {times:g} times as large" if times != 1 else ""
-        axes["plane"].set_title(f"ellipses of {DRAWN_SIGMAS} standard deviations{larger}", fontsize=9, color=SOFT)
+        axes["plane"].set_title(
+            f"ellipses of {studies.DRAWN_SIGMAS} standard deviations{larger}", fontsize=9, color=SOFT
+        )
     return drawing
 
 
