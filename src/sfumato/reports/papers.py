@@ -379,8 +379,7 @@ def _scatter(figure: Figure) -> "Drawing":
             if x["low"] is not None:
                 ax.hlines(y["value"], x["low"], x["high"], color=colour, linewidth=1.2)
                 ax.vlines(x["value"], y["low"], y["high"], color=colour, linewidth=1.2)
-        ax.set_xlabel(_words(panel["x"]))
-        ax.set_ylabel(_words(panel["y"]))
+        ax.set(xlabel=_words(panel["x"]), ylabel=_words(panel["y"]))
         ax.set_title(DIRECTIONS[panel["name"]], loc="left")
         ax.grid(axis="y")
     drawing.legend(*axes[0].get_legend_handles_labels(), loc="outside lower left", ncols=3, fontsize=9)
@@ -402,10 +401,7 @@ def _matrices(figure: Figure) -> "Drawing":
     for ax, (name, rows) in zip(axes, matrices.items(), strict=True):
         most = max(abs(value) for row in rows for value in row)
         shown = ax.imshow([[value / most for value in row] for row in rows], cmap="RdBu", vmin=-1, vmax=1)
-        ax.set_xticks([])
-        ax.set_yticks([])
-        ax.set_xlabel("texts")
-        ax.set_ylabel("images")
+        ax.set(xticks=[], yticks=[], xlabel="texts", ylabel="images")
         ax.set_title(name, loc="left", fontsize=10)
     drawing.colorbar(shown, ax=axes, shrink=0.7, label="derivative by the distance\n(largest of a loss = 1)")
     return drawing
@@ -466,8 +462,7 @@ def _show(ax: "Axes", content: bytes | None, heading: str = "", colour: str = IN
     """An image without ticks; an empty frame if there is none."""
     from PIL import Image
 
-    ax.set_xticks([])
-    ax.set_yticks([])
+    ax.set(xticks=[], yticks=[])
     if content is not None:
         with Image.open(io.BytesIO(content)) as picture:
             ax.imshow(picture.convert("RGB"))
