@@ -73,6 +73,23 @@ def new_axes(width: float, height: float, title: str = "") -> "Axes":
         return figure.subplots()
 
 
+@contextlib.contextmanager
+def styled_axes(axes: "Axes | None", width: float, height: float, title: str = "") -> "Iterator[Axes]":
+    """The given axes, or new ones, and the style of the charts until the block ends."""
+    require_matplotlib()
+    import matplotlib
+
+    axes = new_axes(width, height, title) if axes is None else axes
+    with matplotlib.rc_context(STYLE):
+        yield axes
+
+
+def draw_intervals(axes: "Axes", x: Any, y: Sequence[float], low: Sequence[float], high: Sequence[float]) -> None:
+    """A line of points with their intervals."""
+    gaps = [[max(0.0, b - a) for a, b in zip(*ends, strict=True)] for ends in ((low, y), (y, high))]
+    axes.errorbar(x, y, yerr=gaps, fmt="o-", color=FIRST, markersize=5, zorder=2)
+
+
 def make_plane(axes: "Axes") -> None:
     """Give both axes one scale, and no ticks."""
     axes.set_aspect("equal", adjustable="datalim")

@@ -214,7 +214,6 @@ def _expected_chart(data: PairData, expected: np.ndarray, counts: np.ndarray) ->
         axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axes.minorticks_off()
     axes.grid(axis="x")
-    axes.set_xlabel("true matches")
-    axes.set_ylabel("expected matches")
+    axes.set(xlabel="true matches", ylabel="expected matches")
     chart.legend()
     return chart.svg()

@@ -1,6 +1,7 @@
 """The Gaussian embedding, the only type that is passed between the folders of this package.
 
 It has means, log variances, their scalar summaries, sampling, and a safe file format. It does not depend on distances.
+Arrays of NumPy are converted here, wherever functions take tensors.
 """
 
 import json
@@ -9,7 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 import torch
@@ -17,7 +18,6 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save as safetensors_bytes
 from torch import Tensor
 
-from sfumato.arrays import Array, as_tensor
 from sfumato.errors import refuse_newer
 from sfumato.files import write_atomically
 
@@ -26,6 +26,27 @@ EMBEDDINGS_FORMAT = "sfumato-embeddings-1"
 
 ScalarUncertainty = Literal["total_variance", "geometric_std", "log_det"]
 """The scalar uncertainties of an embedding: those of Chun 2024, of Chun et al. 2021, and of Pishdad et al."""
+
+
+Array = Tensor | np.ndarray
+"""What public functions take: a tensor, or an array of NumPy, which is converted without a copy where possible."""
+
+
+def as_tensor(value: Array, name: str, who: str) -> Tensor:
+    """A tensor of an argument."""
+    if isinstance(value, Tensor):
+        return value
+    if not hasattr(value, "__array__"):
+        raise TypeError(f"{who}: {name} must be a tensor or an array, got {type(value).__name__}; use numpy.asarray")
+    array: np.ndarray[Any, Any] = np.asarray(value)
+    if array.dtype.kind not in "fiub":
+        raise TypeError(f"{who}: {name} must be an array of numbers, got {array.dtype}")
+    # torch reads neither foreign byte orders nor negative strides, and warns of arrays that cannot be written.
+    array = np.require(array, array.dtype.newbyteorder("="), ["C", "W"])
+    try:
+        return torch.from_numpy(array)
+    except TypeError as error:
+        raise TypeError(f"{who}: {name} has the dtype {array.dtype}, which torch lacks; use float32") from error
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:

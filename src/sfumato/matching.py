@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from sfumato.arrays import Array, as_tensor
 from sfumato.distances import Distance, sampled
+from sfumato.gaussian import Array, as_tensor
 
 MATCH_PROBABILITY = "match_probability"
 """Name of :func:`match_probability_distance`, which needs the logits of a model and is therefore not in DISTANCES."""

@@ -8,7 +8,7 @@ from importlib.util import find_spec
 import pytest
 
 from sfumato import ScoreCalibrator
-from sfumato.adapters.fields import calibrated, fields_of, text_of
+from sfumato.adapters import calibrated, fields_of, text_of
 from sfumato.errors import UserError
 from sfumato.search.answer import Answer, Hit, Verdict
 
@@ -51,6 +51,6 @@ def test_an_absent_package_is_named(name, module, package):
 
 
 def test_nothing_of_the_package_imports_the_frameworks():
-    code = "import sys, sfumato, sfumato.cli, sfumato.adapters.fields as f\n"
+    code = "import sys, sfumato, sfumato.cli, sfumato.adapters as f\n"
     code += "sys.exit(bool({'langchain_core', 'llama_index', 'haystack'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -323,7 +323,6 @@ def test_mistakes_are_named(folder, tmp_path):
     raises(UserError, "name at most one strategy", More, strategies="mean,csd", per_query=folder / "x.csv")
     raises(UserError, "must be a .parquet or .csv file", More, per_query=folder / "x.txt")
     raises(UserError, "the folder .*nowhere does not exist", More, per_query=folder / "nowhere" / "x.csv")
-    assert Files(text_log_var=folder, ranked=folder).given() == ["--text-log-var", "--ranked"]
 
 
 def test_named_benchmarks(shared):

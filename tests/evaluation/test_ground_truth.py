@@ -17,10 +17,9 @@ from sfumato.evaluation.benchmark_ground_truths import (
     cub_captions,
     eccv_caption,
     emoji,
-    flickr8k,
-    flickr30k,
     pmrp,
     read_coco,
+    read_karpathy_ground_truth,
 )
 from sfumato.evaluation.embedded_input import read_ground_truths
 from sfumato.evaluation.ground_truth import (
@@ -283,18 +282,18 @@ def test_karpathy_splits_without_any_image(tmp_path):
     path = karpathy(
         tmp_path / "d.json", [entry("a.jpg", "test", 5, 3), entry("b.jpg", "val", 4), entry("c.jpg", "test", 9)]
     )
-    ground_truth = flickr30k(path)
+    ground_truth = read_karpathy_ground_truth(path, name="flickr30k")
     assert (
         ground_truth.name == "flickr30k"
         and ground_truth.image_ids == ("a.jpg", "c.jpg")
         and ground_truth.text_ids == ("5", "3", "9")
     )
     assert matches(ground_truth)[1] == {"5": {"a.jpg"}, "3": {"a.jpg"}, "9": {"c.jpg"}}
-    assert flickr8k(path, split="val").image_ids == ("b.jpg",)
+    assert read_karpathy_ground_truth(path, split="val", name="flickr8k").image_ids == ("b.jpg",)
 
 
 def test_flickr8k_has_its_thousand():
-    ground_truth = flickr8k(shared("flickr8k", "dataset_flickr8k.json"))
+    ground_truth = read_karpathy_ground_truth(shared("flickr8k", "dataset_flickr8k.json"), name="flickr8k")
     assert (len(ground_truth.image_ids), len(ground_truth.text_ids)) == (1000, 5000) and set(
         ground_truth.i2t.counts
     ) == {5}
@@ -312,7 +311,7 @@ def test_coco_has_five_captions_an_image(tmp_path):
     entries = [entry(f"COCO_val2014_{i:012d}.jpg", "test", *range(10 * i, 10 * i + 7)) for i in range(5)]
     found = read_coco(karpathy(tmp_path / "d.json", entries))["coco_5k"]
     assert found.text_ids == tuple(str(10 * i + k) for i in range(5) for k in range(5))
-    assert len(flickr8k(tmp_path / "d.json").text_ids) == 35
+    assert len(read_karpathy_ground_truth(tmp_path / "d.json", name="flickr8k").text_ids) == 35
 
 
 def test_coco_names():
@@ -334,7 +333,7 @@ def test_coco_names():
 )
 def test_malformed_karpathy_files(tmp_path, images, message):
     with pytest.raises(UserError, match=message):
-        flickr8k(karpathy(tmp_path / "d.json", images))
+        read_karpathy_ground_truth(karpathy(tmp_path / "d.json", images), name="flickr8k")
 
 
 # ---------------------------------------------------------------- PMRP

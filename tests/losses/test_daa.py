@@ -62,7 +62,7 @@ def test_rows_of_a_block_are_the_whole(monkeypatch):
     leaf = image.mean.clone().requires_grad_()
     found = []
     for limit in (2**22, 40):
-        monkeypatch.setattr("sfumato.losses.daa.MAX_PAIRS", limit)
+        monkeypatch.setattr("sfumato.losses.triplet.MAX_PAIRS", limit)
         total = daa_loss(GaussianEmbedding(leaf, image.log_var), text, GRADED, DAAOptions(asp_weight=2)).total
         found.append((total, *torch.autograd.grad(total, leaf)))
     torch.testing.assert_close(*found)

@@ -14,7 +14,7 @@ from support.serving import KEY, Process, picture, ready, served, until
 
 from sfumato.errors import UserError
 from sfumato.serve.app import create_app
-from sfumato.serve.logs import JsonFormatter, log_format_of, log_to_stderr
+from sfumato.serve.server import JsonFormatter, log_format_of, log_to_stderr
 
 SECRET = "a purple walrus"
 
@@ -98,7 +98,7 @@ def test_traces_hold_routes_and_nothing_that_was_asked(sources):
     from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
     from starlette.testclient import TestClient
 
-    from sfumato.serve.tracing import trace
+    from sfumato.serve.server import trace
 
     spans, app = InMemorySpanExporter(), create_app(sources)
     trace(app, SimpleSpanProcessor(spans))
@@ -119,7 +119,7 @@ def test_traces_hold_routes_and_nothing_that_was_asked(sources):
 
 def test_traces_need_their_extra(collection, sfumato, monkeypatch):
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk", None)
-    monkeypatch.setattr("sfumato.serve.tracing.find_spec", lambda name: None)
+    monkeypatch.setattr("sfumato.serve.server.find_spec", lambda name: None)
     status, _, err = sfumato("serve", collection, "--otel")
     assert status == 2 and "pip install 'sfumato[otel]'" in err and "opentelemetry-sdk" in err
     status, _, err = sfumato("serve", collection, "--log-format", "xml")

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from sfumato.adapters.fields import calibrated, fields_of, text_of
+from sfumato.adapters import calibrated, fields_of, text_of
 from sfumato.calibration.score_lists import ScoreCalibrator
 from sfumato.errors import need
 from sfumato.search.searcher import Searcher

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from sfumato.adapters.fields import calibrated, fields_of, text_of
+from sfumato.adapters import calibrated, fields_of, text_of
 from sfumato.calibration.score_lists import ScoreCalibrator
 from sfumato.errors import need
 from sfumato.search.searcher import Searcher

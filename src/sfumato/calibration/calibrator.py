@@ -22,13 +22,12 @@ from safetensors.torch import load_file as read_safetensors
 from safetensors.torch import save as safetensors_bytes
 from torch import Tensor
 
-from sfumato.arrays import Array, as_tensor
 from sfumato.calibration.abstention import answer_limit, answered_fraction, conformal_radius, precision_limit
 from sfumato.calibration.conditional import N_NEAREST, ConditionalLogits, ReferenceQueries
 from sfumato.calibration.platt import PairLogits
 from sfumato.calibration.query_scores import QueryScores
 from sfumato.files import write_atomically
-from sfumato.gaussian import GaussianEmbedding
+from sfumato.gaussian import Array, GaussianEmbedding, as_tensor
 from sfumato.ids import Direction
 
 _VERSION = 2

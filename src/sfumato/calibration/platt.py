@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from sfumato.arrays import Array, as_tensor
 from sfumato.errors import need
+from sfumato.gaussian import Array, as_tensor
 from sfumato.matching import match_logit
 
 _MAX_STEPS, _TOLERANCE = 100, 1e-18

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sfumato.arrays import Array, as_tensor
+from sfumato.gaussian import Array, as_tensor
 
 N_STEPS = 20
 """Number of limits that are tried for a precision or a risk, at equal steps of the fraction of answered queries."""

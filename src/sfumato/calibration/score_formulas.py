@@ -214,7 +214,8 @@ return 1 / (1 + Math.exp(-logit));"""
 
 
 def _vespa(lines: str, logit: str, sign: str) -> str:
-    own = "".join(_function(*line.split(" = ", 1)) for line in lines.split("\n") if line)
+    named = (line.split(" = ", 1) for line in lines.split("\n") if line)
+    own = "".join(f"function {name}() {{ expression: {value} }}\n" for name, value in named)
     return f"""# The match probability of a hit. Inputs: {_OF_LIST}.
 function s() {{ expression: {sign}query(score) }}
 function gap() {{ expression: (s - query(top)) / query(deviation) }}
@@ -223,10 +224,6 @@ function lead() {{ expression: query(lead) }}
 function height() {{ expression: (query(top) - query(mean)) / query(deviation) }}
 function crowd() {{ expression: query(crowd) }}
 {own}function match_probability() {{ expression: 1 / (1 + exp(-({logit}))) }}"""
-
-
-def _function(name: str, value: str) -> str:
-    return f"function {name}() {{ expression: {value} }}\n"
 
 
 _CASE = "CASE WHEN {{a}} {} {{b}} THEN {{a}} ELSE {{b}} END"

@@ -156,12 +156,7 @@ class ScoreCalibrator:
         return {name: getattr(self, name) for name in ("higher_is_better", "comparable", "penalty", "prior")}
 
     def set_params(
-        self,
-        *,
-        higher_is_better: Any = _SAME,
-        comparable: Any = _SAME,
-        penalty: Any = _SAME,
-        prior: Any = _SAME,
+        self, *, higher_is_better: Any = _SAME, comparable: Any = _SAME, penalty: Any = _SAME, prior: Any = _SAME
     ) -> "ScoreCalibrator":
         """Change arguments, for scikit-learn.
 
@@ -231,9 +226,9 @@ class ScoreCalibrator:
         Raises:
             ValueError: as for :meth:`fit`; or it was not fitted and has no prior.
         """
-        _, evidence, lists = self._read(X, groups)
-        found = np.empty(len(lists.score))
-        found[lists.order] = self._logit(lists, evidence[lists.order])
+        lists, logit = self._logit(X, groups)
+        found = np.empty(len(logit))
+        found[lists.order] = logit
         return found
 
     def predict_proba(self, X: npt.ArrayLike, groups: npt.ArrayLike | None = None) -> Floats:
@@ -277,8 +272,8 @@ class ScoreCalibrator:
         Raises:
             ValueError: see :meth:`decision_function`.
         """
-        _, evidence, lists = self._read(X, groups)
-        return lists.sums(_sigmoid(self._logit(lists, evidence[lists.order])))
+        lists, logit = self._logit(X, groups)
+        return lists.sums(_sigmoid(logit))
 
     def nothing_matches(self, X: npt.ArrayLike, groups: npt.ArrayLike | None = None) -> Floats:
         """The probability that no hit of a list matches.
@@ -294,9 +289,7 @@ class ScoreCalibrator:
         Raises:
             ValueError: see :meth:`decision_function`.
         """
-        _, evidence, lists = self._read(X, groups)
-        logit = self._logit(lists, evidence[lists.order])
-        return self._nothing(lists, logit, self._known().nothing)
+        return self._nothing(*self._logit(X, groups), self._known().nothing)
 
     def score(self, X: npt.ArrayLike, y: npt.ArrayLike, groups: npt.ArrayLike | None = None) -> float:
         """Minus the log loss, where a hit of rank r weighs 1 / r: what `GridSearchCV` maximises.
@@ -311,12 +304,12 @@ class ScoreCalibrator:
         Raises:
             ValueError: see :meth:`decision_function`.
         """
-        _, evidence, lists = self._read(X, groups)
-        label = _labels(y, len(lists.score))[lists.order]
+        lists, logit = self._logit(X, groups)
+        label = _labels(y, len(logit))[lists.order]
         weight = ~np.isnan(label) / lists.rank()
         if not weight.any():
             raise ValueError("ScoreCalibrator: no label of y is 0 or 1; give some")
-        loss = _losses(self._logit(lists, evidence[lists.order]), np.nan_to_num(label))
+        loss = _losses(logit, np.nan_to_num(label))
         return -float(np.average(loss, weights=weight))
 
     def formula(self, language: str) -> str:
@@ -408,15 +401,16 @@ class ScoreCalibrator:
         score = values[:, 0] if self.higher_is_better else -values[:, 0]
         return score, values[:, 1:], _Lists.of(score, group)
 
-    def _logit(self, lists: _Lists, evidence: Floats) -> Floats:
-        """(n,) logits in the order of the lists."""
+    def _logit(self, X: npt.ArrayLike, groups: npt.ArrayLike | None) -> tuple[_Lists, Floats]:
+        """The lists, and (n,) logits in their order."""
+        _, evidence, lists = self._read(X, groups)
         known = self._known()
         if evidence.shape[1] != known.n_evidence:
             raise ValueError(
                 f"ScoreCalibrator: X has {evidence.shape[1]} columns of further evidence, and the fit had"
                 f" {known.n_evidence}; give the same columns"
             )
-        return known.logit(_features(lists, evidence, known.knots))
+        return lists, known.logit(_features(lists, evidence[lists.order], known.knots))
 
     def _is_comparable(self, lists: _Lists, evidence: Floats, label: Floats) -> bool:
         """Whether the log loss of held-out lists is lower with the scores themselves, by more than a standard error."""

@@ -244,16 +244,19 @@ class MoreFlags:
     )
     seed: int = rare(0, "Seed of these samples.", min=0)
 
-    def more(self) -> "More":
-        """The extras of an evaluation."""
+    def more(self, of: BenchmarkFlags) -> "More":
+        """The extras of an evaluation; published figures do not stand beside those of a part of a benchmark."""
         from sfumato.evaluation.compare import More
         from sfumato.evaluation.protocols import EvaluationOptions
 
-        return More(
+        more = More(
             self.strategies, self.engine, self.candidates, self.per_query, self.compare, self.published,
             self.published_tables,
             options=EvaluationOptions(self.samples, self.seed, cast("ScalarUncertainty", self.uncertainty)),
         )  # fmt: skip
+        if of.subset:
+            more.check_subset()
+        return more
 
 
 @command(evaluate)
@@ -281,9 +284,7 @@ def run(
     split by the ids of images and texts, and writes benchmark-NAME-SPLIT-DISTANCE.json instead. Started by torchrun,
     several processes share the work.
     """
-    more, chosen = beside.more(), benchmark.read(split)
-    if benchmark.subset:
-        more.check_subset()
+    more, chosen = beside.more(benchmark), benchmark.read(split)
     on = OnData(run, overrides, None, split, device)
     if not is_run(run):
         on.open("evaluate it on")
@@ -309,9 +310,7 @@ def model(
     The model may be exported or published, or a run that is evaluated on other data. Started by torchrun, several
     processes share the work.
     """
-    more, chosen = beside.more(), benchmark.read(on.split)
-    if benchmark.subset:
-        more.check_subset()
+    more, chosen = beside.more(benchmark), benchmark.read(on.split)
     _evaluate_and_print(on, distance, chosen, more, as_json)
 
 
@@ -355,9 +354,7 @@ def files(
     from sfumato.models.run import choose_device
     from sfumato.progress import say
 
-    more = beside.more()
-    if given.subset:
-        more.check_subset()
+    more = beside.more(given)
     if ranked or scores:
         _refuse_what_needs_embeddings(beside, "--ranked" if ranked else "--scores")
     probability = None if logit_scale is None else match_probability_distance(logit_scale, logit_bias)
@@ -576,18 +573,11 @@ def _evaluate_seeds(
             result, _, _ = _evaluate(opened, distance, benchmark, more, group)
             if result is not None and group.main:
                 found = result.to_json()
-                results.append(
-                    dict(
-                        own_figures(
-                            found["truths"],
-                            found["uncertainty"],
-                            found["total_variance"],
-                            measure=more.options.uncertainty,
-                        )
-                    )
-                    if benchmark
-                    else main_figures(found)
-                )
+                if benchmark:
+                    parts = (found[name] for name in ("truths", "uncertainty", "total_variance"))
+                    results.append({**own_figures(*parts, measure=more.options.uncertainty)})
+                else:
+                    results.append(main_figures(found))
     if not group.main:
         return
     summary = over_seeds(results)

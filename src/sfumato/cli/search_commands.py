@@ -155,14 +155,7 @@ def index(
     from sfumato.models.model import Model
     from sfumato.models.run import choose_device, load_model, load_run
     from sfumato.search.index import check_settings
-    from sfumato.workflows.index import (
-        build_index,
-        check_new,
-        embed_source,
-        fill_collection,
-        training_note,
-        whole,
-    )
+    from sfumato.workflows.index import build_index, check_new, embed_source, fill_collection, training_note, whole
 
     given.check(out)
     model, given = model or given.model(out), given.as_data()
@@ -473,35 +466,33 @@ def serve(
     """
     require_extra()
     from sfumato.models.run import choose_device
+    from sfumato.serve import server
     from sfumato.serve.alias import Following
     from sfumato.serve.answering import open_sources
     from sfumato.serve.app import create_app
-    from sfumato.serve.logs import log_format_of
-    from sfumato.serve.server import check_address, check_host, check_names, hosts_of, run_app
-    from sfumato.serve.tracing import require_otel, trace
 
-    lines = log_format_of(log_format)
+    lines = server.log_format_of(log_format)
     if otel:
-        require_otel()
+        server.require_otel()
     keys, reading_keys = read_keys(api_key_file, os.environ.get("SFUMATO_API_KEY"))
-    check_host(host, keys + reading_keys, no_key)
-    hosts = hosts_of(host, allowed_host or [])
+    server.check_host(host, keys + reading_keys, no_key)
+    hosts = server.hosts_of(host, allowed_host or [])
     if judgements is not None:
         _check_judgements(judgements)
     settings = Settings(
         **asdict(limits), keys=keys, reading_keys=reading_keys, read_only=read_only, hosts=hosts, judgements=judgements
     )
-    check_names(host, settings)
-    check_address(host, port)
+    server.check_names(host, settings)
+    server.check_address(host, port)
     _move_images(source, images)
 
     def made(folder: Path) -> "FastAPI":
         sources = open_sources(folder, texts=texts, run=run, store=store, split=split, device=choose_device(device))
-        return trace(create_app(sources, settings)) if otel else create_app(sources, settings)
+        return server.trace(create_app(sources, settings)) if otel else create_app(sources, settings)
 
     follows = source.is_symlink() and not (texts or run or store or split)  # These belong to one folder.
     app = Following(source, made) if follows else made(source)
-    run_app(app, host=host, port=port, grace=grace, drain=drain, access_log=access_log, log_format=lines)
+    server.run_app(app, host=host, port=port, grace=grace, drain=drain, access_log=access_log, log_format=lines)
 
 
 def _check_judgements(path: Path) -> None:

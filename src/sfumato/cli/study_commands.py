@@ -34,7 +34,6 @@ from sfumato.errors import UserError, need
 if TYPE_CHECKING:
     from sfumato.evaluation.papers import PaperItem
     from sfumato.gaussian import ScalarUncertainty
-    from sfumato.studies.paper_tables import TableData
 
 
 @command()
@@ -358,25 +357,27 @@ def table(
 
 
 def _table_of_paper(
-    item: "PaperItem",
-    overrides: list[str],
-    flags: PaperFlags,
-    runs: Path,
-    out: Path | None,
-    seeds: int,
-    device: str,
+    item: "PaperItem", overrides: list[str], flags: PaperFlags, runs: Path, out: Path | None, seeds: int, device: str
 ) -> tuple[dict[str, Any], Callable[[], None], Path]:
     """Make and write a table or figure of a paper: its JSON values, what prints it, and its folder."""
-    from sfumato.studies.paper_tables import choose_data, with_settings
+    from sfumato.charts import require_matplotlib
+    from sfumato.models.run import choose_device
+    from sfumato.reports import papers
+    from sfumato.studies import figure_numbers, paper_tables
 
-    item, changes = with_settings(item, overrides)
-    chosen, instances = choose_data(item, flags.data, changes), tuple(flags.instances or ())
+    item, changes = paper_tables.with_settings(item, overrides)
+    chosen, instances = paper_tables.choose_data(item, flags.data, changes), tuple(flags.instances or ())
     if instances and not (item.plausible and chosen.name == "coco"):
         raise UserError("--instances is for PMRP on COCO; leave it out")
     folder = (out or Path("tables")) / _folder_name(item.id)
     check_out_folder(folder)
-    write = _write_figure if item.draw else _write_table
-    return *write(item, chosen, runs, folder, seeds, instances, device), folder
+    make: Any = figure_numbers.make_figure if item.draw else paper_tables.make_table
+    if item.draw:
+        require_matplotlib()
+    made = make(item, chosen, runs, n_seeds=seeds, instances=instances, device=choose_device(device))
+    (papers.write_figure if item.draw else papers.write_table)(made, folder)
+    show = (lambda: papers.print_figure(made)) if item.draw else papers.paper_table(made).show
+    return made.to_json(), show, folder
 
 
 _RUNS = Path("runs/tables")
@@ -448,36 +449,6 @@ def _table_of_runs(
     print_runs_table(made)
     if out is not None:
         print(f"written to {out}")
-
-
-_Written = tuple[dict[str, Any], Callable[[], None]]
-"""The JSON values of what was made, and what prints it."""
-
-
-def _write_table(
-    item: "PaperItem", data: "TableData", runs: Path, folder: Path, seeds: int, instances: tuple[Path, ...], device: str
-) -> _Written:
-    from sfumato.models.run import choose_device
-    from sfumato.reports.papers import print_paper_table, write_table
-    from sfumato.studies.paper_tables import make_table
-
-    made = make_table(item, data, runs, n_seeds=seeds, instances=instances, device=choose_device(device))
-    write_table(made, folder)
-    return made.to_json(), lambda: print_paper_table(made)
-
-
-def _write_figure(
-    item: "PaperItem", data: "TableData", runs: Path, folder: Path, seeds: int, instances: tuple[Path, ...], device: str
-) -> _Written:
-    from sfumato.charts import require_matplotlib
-    from sfumato.models.run import choose_device
-    from sfumato.reports.papers import print_figure, write_figure
-    from sfumato.studies.figure_numbers import make_figure
-
-    require_matplotlib()
-    made = make_figure(item, data, runs, n_seeds=seeds, instances=instances, device=choose_device(device))
-    write_figure(made, folder)
-    return made.to_json(), lambda: print_figure(made)
 
 
 def _folder_name(id: str) -> str:

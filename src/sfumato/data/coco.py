@@ -59,6 +59,16 @@ def refuse_cocos_own(path: Path, loaded: Any) -> None:
         )
 
 
+def archive_of(images: Path) -> TarArchive | None:
+    """The tar file of the images; None if they are in a folder."""
+    if not images.exists():
+        raise UserError(f"data.images: there is no folder or tar file {images}")
+    try:
+        return TarArchive(images) if images.is_file() else None
+    except ValueError as error:
+        raise UserError(f"data.images: {error}") from error
+
+
 def find_image(images: Path, archive: TarArchive | None, folder: str, name: str) -> ImageSource | None:
     """An image in a folder or an archive; COCO's names of 2014 and 2017 stand for each other."""
     for candidate in _candidates(folder, name):
@@ -180,12 +190,7 @@ def read_coco_captions(
     path = Path(path)
     files = _caption_files(path, year) if path.is_dir() else {"": path}
     root = coco_images(next(iter(files.values()))) if images is None else Path(images)
-    if not root.exists():
-        raise UserError(f"data.images: there is no folder or tar file {root}")
-    try:
-        archive = TarArchive(root) if root.is_file() else None
-    except ValueError as error:
-        raise UserError(f"data.images: {error}") from error
+    archive = archive_of(root)
     items = [item for split, file in files.items() for item in _items(file, split, root, archive, problems)]
     if not items:
         raise UserError(f"{path} with {root} gives no usable pair:\n{problems.summary()}")

@@ -199,11 +199,7 @@ def _file_names(encoded: Any, start: int) -> list[str]:
 
 
 def write_dataset(
-    splits: Mapping[str, PairData],
-    folder: str | Path,
-    *,
-    per_file: int = 5_000,
-    problems: Problems | None = None,
+    splits: Mapping[str, PairData], folder: str | Path, *, per_file: int = 5_000, problems: Problems | None = None
 ) -> list[Path]:
     """Write splits as Parquet files that ``datasets.load_dataset(folder)`` reads, with the images in them.
 

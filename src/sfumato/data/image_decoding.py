@@ -94,7 +94,8 @@ def decode_image(
 
     Returns (3, h, w).
     """
-    check_fit(fit)
+    if fit not in get_args(Fit):
+        raise ValueError(f"unknown fit {fit!r}; known: {', '.join(get_args(Fit))}")
     if crop is not None and not callable(crop):
         _check_box(crop)
     with opened_image(data) as image:
@@ -111,7 +112,8 @@ def decode_image(
     if crop is not None:
         rgb = rgb.crop(_pixels(crop, rgb.size))
     if size is not None and rgb.size != (size, size):
-        rgb = _squash(rgb, size) if fit == "squash" else _centre(rgb, size, fit)
+        squashed = fit == "squash"
+        rgb = rgb.resize((size, size), Image.Resampling.BICUBIC) if squashed else _centre(rgb, size, fit)
     return np.ascontiguousarray(np.asarray(rgb).transpose(2, 0, 1))
 
 
@@ -124,12 +126,6 @@ def check_image(data: bytes) -> None:
         image.load()
         # One pixel is enough to detect a mode or a palette that cannot be converted.
         _on_white(image.crop((0, 0, 1, 1)))
-
-
-def check_fit(fit: str) -> None:
-    """Raise an error if :func:`decode_image` does not support ``fit``."""
-    if fit not in get_args(Fit):
-        raise ValueError(f"unknown fit {fit!r}; known: {', '.join(get_args(Fit))}")
 
 
 @contextmanager
@@ -250,10 +246,6 @@ def _jpeg(image: Image.Image, *about: str | None) -> bytes:
             exif[tag] = text
     image.convert("RGB").save(file, "JPEG", quality=92, exif=exif)
     return file.getvalue()
-
-
-def _squash(rgb: Image.Image, size: int) -> Image.Image:
-    return rgb.resize((size, size), Image.Resampling.BICUBIC)
 
 
 def _centre(rgb: Image.Image, size: int, fit: Fit) -> Image.Image:

@@ -16,7 +16,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
 from sfumato.data.captioned import canonical_split, check_fractions, hashed_split, is_unicode
-from sfumato.data.coco import find_image, refuse_cocos_own
+from sfumato.data.coco import archive_of, find_image, refuse_cocos_own
 from sfumato.data.feature_tables import EmbeddingRow, FeatureRow, NamedTable, RegionFile, open_table
 from sfumato.data.images import FileImage, Problems, TarArchive
 from sfumato.data.manifest import usable_rows
@@ -76,13 +76,7 @@ def read_karpathy(path: str | Path, images: str | Path, problems: Problems) -> d
     """
     images = Path(images)
     entries = karpathy_entries(path)
-    if not images.exists():
-        raise UserError(f"data.images: there is no folder or tar file {images}")
-    try:
-        archive = TarArchive(images) if images.is_file() else None
-    except ValueError as error:
-        raise UserError(f"data.images: {error}") from error
-    if not (items := list(_karpathy_items(entries, images, archive, problems))):
+    if not (items := list(_karpathy_items(entries, images, archive_of(images), problems))):
         raise UserError(f"{path} with {images} gives no usable pair:\n{problems.summary()}")
     return make_splits(items)
 

@@ -397,15 +397,12 @@ def _is_siglip(backbone: Any) -> bool:
     return "siglip" in backbone.config.model_type
 
 
-def text_positions(weights: str) -> int:
-    """Number of positions of the text side of a CLIP or SigLIP model."""
-    config = from_pretrained(import_transformers().AutoConfig, weights)
-    return int(_part(config, "text").max_position_embeddings)
-
-
 def clip_tokenizer(config: ClipTextConfig, texts: Iterable[str]) -> Tokenizer:
     """The tokenizer of a new text encoder of kind "clip"."""
-    positions = text_positions(config.weights) if config.weights else config.max_tokens or _MAX_TOKENS
+    positions = config.max_tokens or _MAX_TOKENS
+    if config.weights:
+        known = from_pretrained(import_transformers().AutoConfig, config.weights)
+        positions = int(_part(known, "text").max_position_embeddings)
     max_tokens = config.max_tokens or positions
     if max_tokens > positions:
         raise UserError(

@@ -6,6 +6,7 @@ from typing import Any
 from pydantic_core import PydanticKnownError
 from tokenizers import Tokenizer
 
+from sfumato.encoders import feature_rows, scratch
 from sfumato.encoders.clip import ClipImageConfig, ClipTextConfig, build_clip_image, build_clip_text, clip_tokenizer
 from sfumato.encoders.convolutional import EfficientNetImageConfig, ResNetImageConfig, build_efficientnet, build_resnet
 from sfumato.encoders.encoder_protocol import (
@@ -17,42 +18,25 @@ from sfumato.encoders.encoder_protocol import (
     Processor,
     TextEncoderConfig,
 )
-from sfumato.encoders.feature_rows import (
-    EmbeddingImageConfig,
-    EmbeddingTextConfig,
-    RegionImageConfig,
-    build_embeddings,
-    build_regions,
-)
 from sfumato.encoders.frozen import FrozenImageConfig, FrozenTextConfig, build_frozen_image, build_frozen_text
-from sfumato.encoders.scratch import (
-    SmallImageConfig,
-    SmallTextConfig,
-    WordTextConfig,
-    build_small_image,
-    build_small_text,
-    build_word_text,
-    small_tokenizer,
-    words_of_texts,
-)
 from sfumato.ids import Side
 
 ENCODERS: dict[Side, dict[str, EncoderEntry]] = {
     "image": {
-        "small": EncoderEntry(SmallImageConfig, build_small_image),
+        "small": EncoderEntry(scratch.SmallImageConfig, scratch.build_small_image),
         "frozen": EncoderEntry(FrozenImageConfig, build_frozen_image),
         "efficientnet": EncoderEntry(EfficientNetImageConfig, build_efficientnet),
         "resnet": EncoderEntry(ResNetImageConfig, build_resnet),
         "clip": EncoderEntry(ClipImageConfig, build_clip_image),
-        "regions": EncoderEntry(RegionImageConfig, build_regions),
-        "embeddings": EncoderEntry(EmbeddingImageConfig, build_embeddings),
+        "regions": EncoderEntry(feature_rows.RegionImageConfig, feature_rows.build_regions),
+        "embeddings": EncoderEntry(feature_rows.EmbeddingImageConfig, feature_rows.build_embeddings),
     },
     "text": {
-        "small": EncoderEntry(SmallTextConfig, build_small_text, small_tokenizer),
-        "gru": EncoderEntry(WordTextConfig, build_word_text, words_of_texts),
+        "small": EncoderEntry(scratch.SmallTextConfig, scratch.build_small_text, scratch.small_tokenizer),
+        "gru": EncoderEntry(scratch.WordTextConfig, scratch.build_word_text, scratch.words_of_texts),
         "frozen": EncoderEntry(FrozenTextConfig, build_frozen_text),
         "clip": EncoderEntry(ClipTextConfig, build_clip_text, clip_tokenizer),
-        "embeddings": EncoderEntry(EmbeddingTextConfig, build_embeddings),
+        "embeddings": EncoderEntry(feature_rows.EmbeddingTextConfig, feature_rows.build_embeddings),
     },
 }
 """Every kind of encoder by its side and by the name that ``model.image.kind`` and ``model.text.kind`` give it."""
@@ -121,14 +105,18 @@ def encoder_section(side: Side, value: Any) -> EncoderConfig:
                 f" of {value.kind!r}"
             )
         return value
+    return ENCODERS[side][tag_of(value, "kind", ENCODERS[side])].config.model_validate(value)
+
+
+def tag_of(value: Any, key: str, known: Iterable[str]) -> str:
+    """The value of the key that decides which other keys a section has; errors are those of a discriminated union."""
     if not isinstance(value, Mapping):
         raise PydanticKnownError("dict_type")
-    if "kind" not in value:
-        raise PydanticKnownError("union_tag_not_found", {"discriminator": "'kind'"})
-    kind = value["kind"]
-    if not isinstance(kind, str) or kind not in ENCODERS[side]:
-        known = ", ".join(repr(name) for name in ENCODERS[side])
-        raise PydanticKnownError(
-            "union_tag_invalid", {"discriminator": "'kind'", "tag": str(kind), "expected_tags": known}
-        )
-    return ENCODERS[side][kind].config.model_validate(value)
+    about = {"discriminator": repr(key)}
+    if key not in value:
+        raise PydanticKnownError("union_tag_not_found", about)
+    tag = value[key]
+    if not isinstance(tag, str) or tag not in known:
+        expected = ", ".join(map(repr, known))
+        raise PydanticKnownError("union_tag_invalid", about | {"tag": str(tag), "expected_tags": expected})
+    return tag

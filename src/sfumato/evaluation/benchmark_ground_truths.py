@@ -261,16 +261,6 @@ def emoji(split: str = "test", *, held_out_style: Style = "fluent3d") -> GroundT
     return replace(ground_truth_from_data(splits[split], name="emoji"), source=f"emoji, {split}")
 
 
-def flickr30k(path: str | Path, *, split: str = "test") -> GroundTruth:
-    """Flickr30k from Karpathy's dataset_flickr30k.json: 1,000 test images with 5,000 captions."""
-    return read_karpathy_ground_truth(path, split=split, name="flickr30k")
-
-
-def flickr8k(path: str | Path, *, split: str = "test") -> GroundTruth:
-    """Flickr8k from Karpathy's dataset_flickr8k.json: 1,000 test images with 5,000 captions."""
-    return read_karpathy_ground_truth(path, split=split, name="flickr8k")
-
-
 CUB_SPLITS = ("test", "seen", "train", *(f"{part}{k}" for k in (1, 2, 3) for part in ("train", "val")))
 """Names of the splits of :func:`cub_split`."""
 

@@ -20,17 +20,8 @@ from sfumato.evaluation.ground_truth import RECALLS, GroundTruth
 from sfumato.evaluation.protocols import Ranker
 from sfumato.gaussian import GaussianEmbedding, ScalarUncertainty
 from sfumato.ids import DIRECTIONS, Direction
+from sfumato.metrics import retrieval
 from sfumato.metrics.relevance import Relevance, sorted_distinct
-from sfumato.metrics.retrieval import (
-    Better,
-    ScoreMatrix,
-    ShortListError,
-    per_query_metrics,
-    ranks_from_lists,
-    relevant_ranks,
-    retrieval_metrics,
-    score_blocks,
-)
 from sfumato.search.exact import distance_blocks
 
 
@@ -64,8 +55,8 @@ class GroundTruthRanks:
         where, parts = f"{self.ground_truth.name}, {self.direction}", []
         for part in self.parts:
             try:
-                parts.append(retrieval_metrics(part.ranks, part.relevance, depth=part.depth, names=names))
-            except ShortListError as error:
+                parts.append(retrieval.retrieval_metrics(part.ranks, part.relevance, depth=part.depth, names=names))
+            except retrieval.ShortListError as error:
                 name = self.query_ids[part.queries[error.query]]
                 raise ValueError(f"{where}: the list of {name!r} {error.reason}") from error
             except ValueError as error:
@@ -81,7 +72,7 @@ class GroundTruthRanks:
         given = self.ground_truth.metrics if names is None else names
         names = list(dict.fromkeys("best_rank" if name in ("median_rank", "mean_rank") else name for name in given))
         kept = [part.relevance.totals > 0 for part in self.parts]
-        single = [per_query_metrics(p.ranks, p.relevance, depth=p.depth, names=names) for p in self.parts]
+        single = [retrieval.per_query_metrics(p.ranks, p.relevance, depth=p.depth, names=names) for p in self.parts]
         ids = [self.query_ids[i] for part, has in zip(self.parts, kept, strict=True) for i in part.queries[has]]
         return ids, {
             name: np.concatenate([x[name][has] for x, has in zip(single, kept, strict=True)]) for name in names
@@ -186,7 +177,7 @@ class RankPlan:
             chosen = block[_on(_as_slice(group.rows[a:b] - start), block.device)]
             chosen = chosen[:, _on(group.columns, block.device)]
             filled = slice(group.relevance.indptr[a], group.relevance.indptr[b])
-            group.ranks[filled] = relevant_ranks(chosen, group.relevance, int(a))
+            group.ranks[filled] = retrieval.relevant_ranks(chosen, group.relevance, int(a))
 
 
 def plan_ranks(
@@ -436,8 +427,8 @@ class Embeddings:
 class Scores:
     """Ranks by a matrix of scores: an array, a memory map or a tensor. Ties go to the earlier gallery item."""
 
-    scores: ScoreMatrix  # (n, m) images by texts
-    better: Better  # "larger" for similarities, "smaller" for distances
+    scores: retrieval.ScoreMatrix  # (n, m) images by texts
+    better: retrieval.Better  # "larger" for similarities, "smaller" for distances
     memory_mb: float = 64.0  # size of a block of scores, in MiB
 
     def shape(self) -> tuple[int, ...]:
@@ -447,7 +438,7 @@ class Scores:
     def fill(self, plan: RankPlan) -> None:
         """See :meth:`Source.fill`."""
         queries = "rows" if plan.direction == "i2t" else "columns"
-        blocks = score_blocks(self.scores, better=self.better, queries=queries, memory_mb=self.memory_mb)  # type: ignore[arg-type]
+        blocks = retrieval.score_blocks(self.scores, better=self.better, queries=queries, memory_mb=self.memory_mb)  # type: ignore[arg-type]
         for start, block in blocks:
             plan.count(start, block)
             del block  # As above.
@@ -489,7 +480,7 @@ class Lists:
             for group, place in zip(plan.groups, places, strict=True):
                 a, b = np.searchsorted(group.rows, (some[0], some[-1] + 1))
                 inside = [(own := place[positions[q]])[own >= 0] for q in group.rows[a:b].tolist()]
-                ranks, depth = ranks_from_lists(inside, group.relevance.select_queries(np.arange(a, b)))
+                ranks, depth = retrieval.ranks_from_lists(inside, group.relevance.select_queries(np.arange(a, b)))
                 group.ranks[group.relevance.indptr[a] : group.relevance.indptr[b]] = ranks
                 assert group.depth is not None
                 group.depth[a:b] = depth

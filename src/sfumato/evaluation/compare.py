@@ -419,22 +419,18 @@ class OverSeeds:
 
 def main_figures(result: Mapping[str, Any]) -> dict[str, float | None]:
     """Choose the figures that summarise several runs."""
-    chosen: dict[str, float | None] = {}
-    for direction in ("t2i", "i2t"):
-        for name in ("recall@1", "recall@5", "recall@10", "r_precision", "map@r"):
-            chosen[f"{direction} {name}"] = 100 * result[direction][name]
+    chosen: dict[str, float | None] = {
+        f"{direction} {name}": 100 * result[direction][name] for direction in ("t2i", "i2t") for name in COMPARED
+    }
     if "name" in result["i2t_by_kind"]:
-        for name in ("recall@1", "recall@5", "recall@10"):
-            chosen[f"i2name {name}"] = 100 * result["i2t_by_kind"]["name"][name]
+        chosen |= {f"i2name {name}": 100 * result["i2t_by_kind"]["name"][name] for name in RECALLS}
     if "name" in result["t2i_by_kind"]:
         chosen["name2i recall@1"] = 100 * result["t2i_by_kind"]["name"]["recall@1"]
     chosen["rsum"] = 100 * result["rsum"]
     uncertainty, multiplicity = result["uncertainty"], result["multiplicity"]
     for direction in ("i2t", "t2i"):
         chosen[f"{direction} ten-bin correlation"] = uncertainty[direction]["correlation"] if uncertainty else None
-    for name in ("all", "balanced"):
-        chosen[f"multiplicity {name}"] = multiplicity[name] if multiplicity else None
-    return chosen
+    return chosen | {f"multiplicity {n}": multiplicity[n] if multiplicity else None for n in ("all", "balanced")}
 
 
 def over_seeds(results: Sequence[Mapping[str, float | None]]) -> dict[str, OverSeeds]:

@@ -18,10 +18,9 @@ from sfumato.evaluation.benchmark_ground_truths import (
     cub_split,
     eccv_caption,
     emoji,
-    flickr8k,
-    flickr30k,
     pmrp,
     read_coco,
+    read_karpathy_ground_truth,
 )
 from sfumato.evaluation.benchmarks import (
     BenchmarkRanks,
@@ -101,9 +100,10 @@ def read_ground_truths(
             wanted = "the folder of captions" if benchmark == "cub" else f"dataset_{benchmark}.json"
             raise UserError(f"--benchmark {benchmark} is read from {wanted}; name it with --annotations")
         found = [
-            _read_cub(annotations, classes, split) if benchmark == "cub"
-            else (flickr30k if benchmark == "flickr30k" else flickr8k)(annotations, split=split)
-        ]  # fmt: skip
+            _read_cub(annotations, classes, split)
+            if benchmark == "cub"
+            else read_karpathy_ground_truth(annotations, split=split, name=benchmark)
+        ]
     else:
         raise UserError(f"unknown benchmark {benchmark!r}; known: {', '.join(BENCHMARKS)}")
     return tuple(one.with_metrics(*metrics) if metrics else one for one in found)
@@ -377,11 +377,6 @@ class Files:
     scores: Path | None = None  # a matrix of scores instead, see :func:`measure_scores`
     scores_are: str | None = None  # a name in SCORES_ARE
     subset: bool = False  # whether a part of the ground truth may be there alone
-
-    def given(self) -> list[str]:
-        """List the options that were given."""
-        names = [f.name for f in fields(self) if getattr(self, f.name) != f.default]
-        return [f"--{'truth' if name == 'ground_truth' else name.replace('_', '-')}" for name in names]
 
 
 def _check_files(files: Files, score: str | None) -> None:

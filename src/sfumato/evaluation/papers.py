@@ -15,10 +15,6 @@ from typing import Any
 from sfumato.errors import UserError
 from sfumato.files import recipe_folder
 
-STATES = ("run", "no data", "published only")
-"""State of an item: repeated, with figures in docs/results; its command exists, but its data were not available; no
-recipe trains what it shows."""
-
 
 @dataclass(frozen=True)
 class PaperItem:
@@ -50,7 +46,7 @@ class PaperItem:
 
     @property
     def state(self) -> str:
-        """One of STATES."""
+        """ "run": repeated, with figures in docs/results; "no data": its data were not available; "published only"."""
         if self.results:
             return "run"
         return "no data" if self.runs or self.draw or self.command else "published only"

@@ -18,14 +18,22 @@ from sfumato.losses.base import (
     option,
     vib_loss,
 )
-from sfumato.losses.daa import DAALoss, DAAOptions, daa_loss
 from sfumato.losses.dispersion import dispersion_loss, match_dispersion
 from sfumato.losses.infonce import InfoNCELoss, InfoNCEOptions, infonce_loss
 from sfumato.losses.pcme import PCMELoss, PCMEOptions, pcme_loss
 from sfumato.losses.pcmepp import PCMEPPLoss, PCMEPPOptions, pcmepp_loss, pseudo_positives
 from sfumato.losses.prolip import ProLIPLoss, ProLIPOptions, prolip_loss
-from sfumato.losses.pvse import PVSELoss, PVSEOptions, pvse_loss
-from sfumato.losses.triplet import TripletLoss, TripletOptions, triplet_loss
+from sfumato.losses.triplet import (
+    DAALoss,
+    DAAOptions,
+    PVSELoss,
+    PVSEOptions,
+    TripletLoss,
+    TripletOptions,
+    daa_loss,
+    pvse_loss,
+    triplet_loss,
+)
 
 LOSSES: dict[str, type[MatchLoss]] = {
     "pcmepp": PCMEPPLoss,

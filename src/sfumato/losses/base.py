@@ -15,10 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from sfumato.arrays import Array, as_tensor
 from sfumato.distances import Distance, get_distance
 from sfumato.distances.distance import check_embedding
-from sfumato.gaussian import GaussianEmbedding, accumulation_dtype
+from sfumato.gaussian import Array, GaussianEmbedding, accumulation_dtype, as_tensor
 from sfumato.losses.tiles import canonical, dense_labels, label_rows, transposed
 from sfumato.matching import MatchingLogits
 
@@ -31,11 +30,6 @@ FREE_SCALE = (
 """Description of the option free_scale of the losses that have it."""
 
 _T = TypeVar("_T")
-
-
-def own_row(counts: Tensor) -> Tensor:
-    """(k,) -> (1, k) counts of a process that works alone."""
-    return counts.unsqueeze(0)
 
 
 _BOUNDS = {"gt": ("above", operator.gt), "ge": ("at least", operator.ge), "lt": ("below", operator.lt)}
@@ -265,7 +259,7 @@ def loss_of_block(
     *,
     epoch: int | None = None,
     max_pairs: int = MAX_PAIRS,
-    gather: Callable[[Tensor], Tensor] = own_row,
+    gather: Callable[[Tensor], Tensor] = lambda counts: counts.unsqueeze(0),
 ) -> LossOutput:
     """The contribution of a block to the batch's loss, in parts that the backward pass recomputes. gather (k,)."""
     if loss.in_tiles:

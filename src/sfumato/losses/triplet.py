@@ -1,13 +1,28 @@
-"""The triplet hinge losses of VSE0 (sum), VSE++ and VSE-infinity (hardest negative), and FaceNet (semi-hard)."""
+"""The triplet hinges of VSE0 (sum), VSE++ and VSE-infinity (hardest negative), and FaceNet (semi-hard); PVSE and DAA.
+
+PVSE adds two terms that shape the K embeddings of an item. DAA adds ranks by distance that agree with ranks by labels.
+"""
 
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
-from sfumato.gaussian import GaussianEmbedding
-from sfumato.losses.base import LossOptions, LossOutput, MatchLoss, PairBlock, option, sum_of_terms, whole_batch
+from sfumato.distances import get_distance, squared_l2_matrix
+from sfumato.gaussian import GaussianEmbedding, accumulation_dtype
+from sfumato.losses.base import (
+    MAX_PAIRS,
+    LossOptions,
+    LossOutput,
+    MatchLoss,
+    PairBlock,
+    option,
+    sum_of_terms,
+    whole_batch,
+)
 
 Mining = Literal["hardest", "sum", "semi-hard"]
 """Which negatives of an anchor count; see :func:`triplet_loss`."""
@@ -105,3 +120,204 @@ class TripletLoss(MatchLoss):
     def part(self, block: PairBlock, counts: Tensor, *, epoch: int | None = None) -> LossOutput:
         labels = block.match_i2t, block.match_t2i
         return hinges(block.distances(self.distance), labels, counts[0], self.options, epoch)
+
+
+GAMMA = 0.5
+"""Of the kernel of the discrepancy, as released."""
+
+
+@dataclass(frozen=True)
+class PVSEOptions(TripletOptions):
+    """PVSE: triplet hinge between items of K embeddings, discrepancy of the sides, diversity within an item.
+
+    Attributes: each field states its default, its meaning and its range.
+    """
+
+    distance: str = option("squared_l2", "nearest_of_K for model.embeddings=K above 1; any other for one embedding")
+    margin: float = option(
+        0.2, "margin in units of the distance; 0.2 on squared_l2 of unit means is 0.1 on the cosine", gt=0
+    )
+    mmd_weight: float = option(
+        0.02,
+        "weight of the discrepancy between images and texts; 0 leaves it out, 0.02 is the released 0.01 on the cosine",
+        ge=0,
+    )
+    diversity_weight: float = option(
+        0.2,
+        "weight of the likeness of an item's embeddings; 0 leaves it out, 0.2 is the released 0.1 on the cosine",
+        ge=0,
+    )
+
+
+def pvse_loss(
+    image: GaussianEmbedding,
+    text: GaussianEmbedding,
+    match: Tensor,
+    options: PVSEOptions = PVSEOptions(),
+    *,
+    epoch: int | None = None,
+) -> LossOutput:
+    r"""Triplet hinges by the distance of the nearest of K x K embeddings, plus discrepancy and diversity.
+
+        triplet + mmd_weight * mmd + diversity_weight * (diversity(images) + diversity(texts))
+        mmd = mean k(a, a') - 2 mean k(a, b) + mean k(b, b'),   k(a, b) = exp(-1/2 ||a - b||^2)
+        diversity = mean over items of 1/K^2 || U U^T - I ||_F
+
+    a runs over all embeddings of all images, b over those of all texts; U are an item's K embeddings at unit length.
+    The paper measures diversity on the residual of each embedding beyond the common part; a loss has only the
+    embeddings. The released weights stand beside hinges on the cosine. Hinges on squared distances of unit means are
+    twice as large, and so are the weights here (docs/concepts/losses.md).
+
+    Paper: Song and Soleymani, "Polysemous Visual-Semantic Embedding for Cross-Modal Retrieval", CVPR 2019.
+
+    image (n, K d), text (m, K d), match (n, m).
+    """
+    triplet = triplet_loss(image, text, match, options, epoch=epoch)
+    terms, k = dict(triplet.terms), get_distance(options.distance).embeddings
+    if options.mmd_weight and k > 1:
+        a, b = _single(image, k), _single(text, k)
+        terms["mmd"] = options.mmd_weight * (_kernel(a, a).mean() - 2 * _kernel(a, b).mean() + _kernel(b, b).mean())
+    if options.diversity_weight and k > 1:
+        likeness = _diversities(image, k).mean() + _diversities(text, k).mean()
+        terms["diversity"] = options.diversity_weight * likeness
+    return sum_of_terms(terms, triplet.stats)
+
+
+def _kernel(x: GaussianEmbedding, y: GaussianEmbedding) -> Tensor:
+    return (-GAMMA * squared_l2_matrix(x, y)).exp()
+
+
+def _mmd(block: PairBlock, k: int) -> Tensor:
+    """() the contribution of a block's rows of the three kernels; rows between images and texts have weight 1/2."""
+    own, everything = (block.image, block.text), (block.images, block.texts)
+    parts = []
+    for side in (0, 1):
+        for other in (0, 1):
+            kernel = _kernel(_single(own[side], k), _single(everything[other], k))
+            mean = kernel.sum() / (everything[side].n * everything[other].n * k**2)
+            parts.append(mean if side == other else -mean)
+    return torch.stack(parts).sum()
+
+
+def _diversities(x: GaussianEmbedding, k: int) -> Tensor:
+    """(n,) 1/K^2 || U U^T - I ||_F; its gradient at 0 is 0."""
+    mean = x.mean.to(accumulation_dtype(x.dtype))
+    unit = functional.normalize(mean.unflatten(1, (k, x.d // k)), dim=-1)
+    cosine = (unit.unsqueeze(1) * unit.unsqueeze(2)).sum(-1)
+    others = cosine.masked_fill(torch.eye(k, dtype=torch.bool, device=cosine.device), 0)
+    norm: Tensor = torch.linalg.vector_norm(others, dim=(1, 2))
+    return norm / k**2
+
+
+def _single(x: GaussianEmbedding, k: int) -> GaussianEmbedding:
+    """(n K, d) points: the embeddings of all items, one a row."""
+    return GaussianEmbedding.point(x.mean.reshape(x.n * k, x.d // k))
+
+
+class PVSELoss(TripletLoss):
+    """:func:`pvse_loss` as a module; it has no parameters."""
+
+    options: PVSEOptions
+    Options = PVSEOptions
+
+    def part(self, block: PairBlock, counts: Tensor, *, epoch: int | None = None) -> LossOutput:
+        triplet = super().part(block, counts, epoch=epoch)
+        terms, k = dict(triplet.terms), self.distance.embeddings
+        if self.options.mmd_weight and k > 1:
+            terms["mmd"] = self.options.mmd_weight * _mmd(block, k)
+        if self.options.diversity_weight and k > 1:
+            sides = ((block.image, block.images.n), (block.text, block.texts.n))
+            image, text = (_diversities(x, k).sum() / n for x, n in sides)
+            terms["diversity"] = self.options.diversity_weight * (image + text)
+        return sum_of_terms(terms, triplet.stats)
+
+
+@dataclass(frozen=True)
+class DAAOptions(TripletOptions):
+    """DAA: a triplet hinge, and ranks by distance that agree with ranks by graded labels.
+
+    Attributes: each field states its default, its meaning and its range.
+    """
+
+    asp_weight: float = option(
+        0.39,
+        "weight of the disagreement of the ranks, which lies in [0, 1) for each direction; 0.39 is the released 25 for"
+        " COCO with batches of 128",
+        ge=0,
+    )
+    temperature: float = option(0.02, "temperature of the comparisons of distances, in units of the distance", gt=0)
+
+
+def daa_loss(
+    image: GaussianEmbedding,
+    text: GaussianEmbedding,
+    match: Tensor,
+    options: DAAOptions = DAAOptions(),
+    *,
+    epoch: int | None = None,
+) -> LossOutput:
+    r"""The triplet hinge, and for each query the disagreement of the ranks by distance with the ranks by label.
+
+        triplet + asp_weight * (2 - ASP(images) - ASP(texts))
+        ASP(queries) = mean over queries and their gallery of min(rank, rank') / max(rank, rank')
+
+    rank counts from 1 by distance, with sigmoid((d_i - d_j) / temperature) in place of "j is closer than i", so that it
+    has a gradient. rank' counts by label, the largest label first; equal labels get the mean of their ranks. The term
+    learns from graded labels (``data.graded``): with labels of 0 and 1 it favours equal distances of all non-matches.
+
+    The released code weights it by 25 (COCO) and 10 (Flickr30K), with a hinge on similarities summed over 128 pairs.
+    The hinge here is a mean on squared distances, which are twice as far apart, so that these weights become 25 * 2 /
+    128 = 0.39 and 0.156 (docs/concepts/losses.md). With the released temperature of 0.001, for similarities, only near
+    ties have a gradient.
+
+    Paper: Li et al., "A Differentiable Semantic Metric Approximation in Probabilistic Embedding for Cross-Modal
+    Retrieval", NeurIPS 2022.
+
+    image (n, d), text (m, d), match (n, m).
+    """
+    distance, label = whole_batch(options, image, text, match, "daa_loss")
+    sides = (distance, distance.T), (label, label.T)
+    triplet = hinges(*sides, (label >= 0.5).sum(), options, epoch)
+    i2t, t2i = (_disagreement(d, y, options.temperature) / len(d) for d, y in zip(*sides, strict=True))
+    return sum_of_terms({**triplet.terms, "asp": options.asp_weight * (i2t + t2i)}, triplet.stats)
+
+
+def _disagreement(distance: Tensor, label: Tensor, temperature: float) -> Tensor:
+    """() 1 - min / max of the ranks, averaged over the gallery and summed over the queries, which are rows."""
+    queries, gallery = distance.shape
+    rows = max(1, MAX_PAIRS // max(gallery**2, 1))
+    parts = [(distance[i : i + rows], label[i : i + rows]) for i in range(0, queries, rows)]
+    if len(parts) == 1:
+        return _disagreement_of_rows(distance, label, temperature)
+    sums = [checkpoint(_disagreement_of_rows, *part, temperature, use_reentrant=False) for part in parts]
+    return torch.stack(sums).sum() if sums else distance.sum()
+
+
+def _disagreement_of_rows(distance: Tensor, label: Tensor, temperature: float) -> Tensor:
+    itself = torch.eye(distance.shape[1], dtype=torch.bool, device=distance.device)
+    before = ((distance.unsqueeze(2) - distance.unsqueeze(1)) / temperature).sigmoid()  # (q, i, j): j is before i
+    rank, wanted = 1 + before.masked_fill(itself, 0).sum(2), _label_ranks(label).to(distance.dtype)
+    return (1 - torch.minimum(rank, wanted) / torch.maximum(rank, wanted)).mean(1).sum()
+
+
+def _label_ranks(label: Tensor) -> Tensor:
+    """(q, g) ranks from 1 within each row, the largest label first; equal ones get the mean of their ranks."""
+    label = label.float().contiguous()
+    ascending = label.sort(1).values.contiguous()
+    below, up_to = (torch.searchsorted(ascending, label, right=right) for right in (False, True))
+    return label.shape[1] - (below + up_to) / 2 + 0.5
+
+
+class DAALoss(TripletLoss):
+    """:func:`daa_loss` as a module; it has no parameters."""
+
+    options: DAAOptions
+    Options = DAAOptions
+
+    def part(self, block: PairBlock, counts: Tensor, *, epoch: int | None = None) -> LossOutput:
+        sides = block.distances(self.distance), (block.match_i2t, block.match_t2i)
+        triplet = hinges(*sides, counts[0], self.options, epoch)
+        temperature = self.options.temperature
+        i2t, t2i = (_disagreement(d, y, temperature) for d, y in zip(*sides, strict=True))
+        asp = self.options.asp_weight * (i2t / block.images.n + t2i / block.texts.n)
+        return sum_of_terms({**triplet.terms, "asp": asp}, triplet.stats)

@@ -33,7 +33,7 @@ def mean_statistic(values: np.ndarray, weight: np.ndarray | None = None) -> Stat
 
     def statistic(counts: np.ndarray) -> np.ndarray:
         with np.errstate(invalid="ignore"):
-            return _floats(counts @ (weight * values) / (counts @ weight))
+            return np.asarray(counts @ (weight * values) / (counts @ weight), float)
 
     return statistic
 
@@ -93,7 +93,3 @@ def percentile_interval(value: float, resampled: np.ndarray, level: float = 0.95
 def on_all(statistic: Statistic, n: int) -> float:
     """The value of a statistic on the data without resampling."""
     return float(statistic(np.ones((1, n)))[0])
-
-
-def _floats(values: np.ndarray) -> np.ndarray:
-    return np.asarray(values, float)

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sfumato.arrays import Array, as_tensor
-from sfumato.charts import FAINT, FIRST, STYLE, new_axes, require_matplotlib
+from sfumato.charts import FAINT, draw_intervals, styled_axes
+from sfumato.gaussian import Array, as_tensor
 from sfumato.metrics.bootstrap import Statistic
 
 if TYPE_CHECKING:
@@ -263,33 +263,25 @@ class Reliability:
         Raises:
             UserError: matplotlib is not installed.
         """
-        require_matplotlib()
-        import matplotlib
-        from matplotlib.ticker import PercentFormatter
+        with styled_axes(ax, 4.4, 4.2) as axes:
+            from matplotlib.ticker import PercentFormatter
 
-        if ax is None:
-            ax = new_axes(4.4, 4.2)
-        with matplotlib.rc_context(STYLE):
             x, y, low, high, count = (
                 [b[key] for b in self.curve] for key in ("probability", "observed", "low", "high", "count")
             )
-            gaps = [[max(0.0, b - a) for a, b in zip(low, y, strict=True)],
-                    [max(0.0, b - a) for a, b in zip(y, high, strict=True)]]  # fmt: skip
-            ax.plot([0, 1], [0, 1], linestyle="--", color=FAINT, zorder=1)
-            ax.errorbar(x, y, yerr=gaps, fmt="o-", color=FIRST, markersize=5, zorder=2)
+            axes.plot([0, 1], [0, 1], linestyle="--", color=FAINT, zorder=1)
+            draw_intervals(axes, x, y, low, high)
             beside = [f"n = {size}" if i == 0 else str(size) for i, size in enumerate(count)]
             for at, top, text in zip(x, high, beside, strict=True):
-                ax.annotate(text, (at, top), (0, 4), textcoords="offset points", ha="center", fontsize=8, color=FAINT)
-            ax.set(xlim=(-0.03, 1.03), ylim=(-0.03, 1.1), xlabel="predicted probability", ylabel="fraction of matches")
-            ax.xaxis.set_major_formatter(PercentFormatter(1))
-            ax.yaxis.set_major_formatter(PercentFormatter(1))
-            ax.set_title(
-                f"calibration error {self.ece:.3f}, of perfect probabilities {self.ece_by_chance:.3f}",
-                loc="left",
-                fontsize=9,
-            )
-            ax.grid(True)
-        return ax
+                axes.annotate(text, (at, top), (0, 4), textcoords="offset points", ha="center", fontsize=8, color=FAINT)
+            axes.set(xlim=(-0.03, 1.03), ylim=(-0.03, 1.1))
+            axes.set(xlabel="predicted probability", ylabel="fraction of matches")
+            axes.xaxis.set_major_formatter(PercentFormatter(1))
+            axes.yaxis.set_major_formatter(PercentFormatter(1))
+            title = f"calibration error {self.ece:.3f}, of perfect probabilities {self.ece_by_chance:.3f}"
+            axes.set_title(title, loc="left", fontsize=9)
+            axes.grid(True)
+        return axes
 
 
 def _tensors(probability: Array, match: Array, who: str) -> tuple[Tensor, Tensor]:

@@ -56,8 +56,8 @@ def aurc_statistic(uncertainty: np.ndarray, error: np.ndarray) -> Statistic:
         end = np.cumsum(w, axis=1)
         errors_before, before = np.cumsum(e, axis=1) - e, end - w
         # In a group of w items with e errors in all, the j-th adds (errors_before + j e / w) / (before + j). The sum
-        # over j has a closed form with harmonic numbers.
-        harmonic = _harmonic(int(end.max(initial=0)))
+        # over j has a closed form with the harmonic numbers 0, 1, 1 + 1/2, ...
+        harmonic = np.concatenate([[0.0], np.cumsum(1 / np.arange(1, int(end.max(initial=0)) + 1))])
         steps = harmonic[end.astype(np.int64)] - harmonic[before.astype(np.int64)]
         rate = np.divide(e, w, out=np.zeros_like(e), where=w > 0)
         with np.errstate(invalid="ignore"):
@@ -200,11 +200,6 @@ def _ranker(values: np.ndarray) -> Callable[[np.ndarray], np.ndarray]:
         return _array((np.cumsum(w, axis=1) - (w + 1) / 2)[:, which])
 
     return ranks
-
-
-def _harmonic(n: int) -> np.ndarray:
-    """The harmonic numbers (n + 1,): 0, 1, 1 + 1/2, ..."""
-    return np.concatenate([[0.0], np.cumsum(1 / np.arange(1, n + 1))])
 
 
 def _array(values: np.ndarray) -> np.ndarray:

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 
-from sfumato.arrays import Array, as_tensor
-from sfumato.charts import FIRST, STYLE, new_axes, require_matplotlib
+from sfumato.charts import draw_intervals, styled_axes
+from sfumato.gaussian import Array, as_tensor
 from sfumato.metrics.bootstrap import Interval, Statistic, bootstrap
 from sfumato.metrics.reliability import wilson_interval
 
@@ -231,35 +231,24 @@ class RecallByUncertainty:
         Raises:
             UserError: matplotlib is not installed.
         """
-        require_matplotlib()
-        import matplotlib
-        from matplotlib.ticker import PercentFormatter
+        with styled_axes(ax, 5.4, 4.2) as axes:
+            from matplotlib.ticker import PercentFormatter
 
-        if ax is None:
-            ax = new_axes(5.4, 4.2)
-        recall, x = [b["recall"] for b in self.bins], range(1, len(self.bins) + 1)
-        bounds = [wilson_interval(b["recall"], b["count"]) for b in self.bins]
-        gaps = [[max(0.0, y - low) for y, (low, _) in zip(recall, bounds, strict=True)],
-                [max(0.0, high - y) for y, (_, high) in zip(recall, bounds, strict=True)]]  # fmt: skip
-        with matplotlib.rc_context(STYLE):
-            ax.errorbar(x, recall, yerr=gaps, fmt="o-", color=FIRST, markersize=5)
-            ax.set_xticks(list(x), ["∞" if b["uncertainty"] is None else f"{b['uncertainty']:.3g}" for b in self.bins])
-            ax.tick_params(axis="x", labelsize=8)
-            sizes = sorted({b["count"] for b in self.bins})
-            ax.set(
-                xlabel=f"mean uncertainty of each group of {' or '.join(map(str, sizes))} queries",
-                ylabel="recall@1",
-                ylim=(0, min(1.03, 1.1 * max(high for _, high in bounds))),
-            )
-            ax.yaxis.set_major_formatter(PercentFormatter(1, decimals=None))
-            ax.set_title(
-                f"correlation of group and recall {_digits(self.correlation)}; of query and result"
-                f" {_digits(self.spearman)}",
-                loc="left",
-                fontsize=9,
-            )
-            ax.grid(True, axis="y")
-        return ax
+            recall, x = [b["recall"] for b in self.bins], range(1, len(self.bins) + 1)
+            low, high = zip(*(wilson_interval(b["recall"], b["count"]) for b in self.bins), strict=True)
+            draw_intervals(axes, x, recall, low, high)
+            ticks = ["∞" if b["uncertainty"] is None else f"{b['uncertainty']:.3g}" for b in self.bins]
+            axes.set_xticks(list(x), ticks)
+            axes.tick_params(axis="x", labelsize=8)
+            sizes = " or ".join(map(str, sorted({b["count"] for b in self.bins})))
+            axes.set(xlabel=f"mean uncertainty of each group of {sizes} queries", ylabel="recall@1")
+            axes.set_ylim(0, min(1.03, 1.1 * max(high)))
+            axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=None))
+            correlations = _digits(self.correlation), _digits(self.spearman)
+            title = "correlation of group and recall {}; of query and result {}".format(*correlations)
+            axes.set_title(title, loc="left", fontsize=9)
+            axes.grid(True, axis="y")
+        return axes
 
 
 def _digits(value: float | None) -> str:

@@ -336,10 +336,7 @@ def download(name: str) -> Path:
         )
     return _from_hub(
         lambda hub, local: hub.snapshot_download(
-            given[1],
-            revision=given[2],
-            allow_patterns=list(HUB_FILES),
-            local_files_only=local,
+            given[1], revision=given[2], allow_patterns=list(HUB_FILES), local_files_only=local
         ),
         f"there is no folder {name!r}, and it cannot be downloaded from the Hugging Face hub",
         "Give a local folder, a network, or for a private model a token (`hf auth login`, HF_TOKEN)",

@@ -19,15 +19,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from sfumato.encoders.clip import (
-    ClipEncoder,
-    ClipImageConfig,
-    ClipImageEncoder,
-    ClipTextConfig,
-    ClipTextEncoder,
-    clip_image_encoder,
-    clip_text_encoder,
-)
+from sfumato.encoders import clip
 from sfumato.encoders.dual import DualEncoder
 from sfumato.errors import UserError, first_line
 from sfumato.matching import SampledLogits
@@ -206,9 +198,9 @@ def renamed(
     released: dict[str, list[str]] = {}
     for ours, theirs in prefixes.items():
         layer = _submodule(model, ours.rstrip("."))
-        blocks = text_variance if isinstance(layer, ClipTextEncoder) else _VARIANCE_BLOCKS
+        blocks = text_variance if isinstance(layer, clip.ClipTextEncoder) else _VARIANCE_BLOCKS
         for name in (name.removeprefix(ours) for name in own if name.startswith(ours)):
-            there = _openai_name(name, layer, blocks) if isinstance(layer, ClipEncoder) else name
+            there = _openai_name(name, layer, blocks) if isinstance(layer, clip.ClipEncoder) else name
             released.setdefault(theirs + there, []).append(ours + name)
     expected: Shapes = {}
     for there, names in released.items():
@@ -243,7 +235,7 @@ _RELEASED = {
 """Name in a transformer here -> name in OpenAI's CLIP, replaced in this order."""
 
 
-def _openai_name(name: str, encoder: ClipEncoder, variance_blocks: str) -> str:
+def _openai_name(name: str, encoder: clip.ClipEncoder, variance_blocks: str) -> str:
     """The name of a tensor of a transformer in OpenAI's CLIP, which joins query, key and value."""
     if block := re.fullmatch(r"(shared|mean|variance)_blocks\.(\d+)\.(.+)", name):
         number = int(block[2]) + (len(encoder.shared_blocks) if block[1] == "mean" else 0)
@@ -251,7 +243,7 @@ def _openai_name(name: str, encoder: ClipEncoder, variance_blocks: str) -> str:
         name = f"{blocks}.{number}." + re.sub(r"self_attn\.[qkv]_proj\.", "attn.in_proj_", block[3])
     for ours, theirs in _RELEASED.items():
         name = name.replace(ours, theirs)
-    return name.replace("norm_out", "ln_post" if isinstance(encoder, ClipImageEncoder) else "ln_final")
+    return name.replace("norm_out", "ln_post" if isinstance(encoder, clip.ClipImageEncoder) else "ln_final")
 
 
 def below(prefix: str, tensors: Mapping[str, Any]) -> dict[str, Any]:
@@ -303,19 +295,21 @@ class Sizes:
 
     def image_encoder(
         self, mean: tuple[float, ...], std: tuple[float, ...], variance_blocks: int, *, final_norm: bool
-    ) -> ClipImageEncoder:
+    ) -> clip.ClipImageEncoder:
         """An encoder of images of these sizes with random weights."""
         backbone = self._backbone("clip_vision_model", patch_size=self.patch, image_size=self.size)
         description = {"backbone": backbone, "pixel_mean": mean, "pixel_std": std}
-        config = ClipImageConfig(variance_blocks=variance_blocks, final_norm=final_norm)
-        return clip_image_encoder(config, description=description)
+        config = clip.ClipImageConfig(variance_blocks=variance_blocks, final_norm=final_norm)
+        return clip.clip_image_encoder(config, description=description)
 
-    def text_encoder(self, variance_blocks: int) -> ClipTextEncoder:
+    def text_encoder(self, variance_blocks: int) -> clip.ClipTextEncoder:
         """An encoder of texts of these sizes with random weights."""
         own: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
         own |= {"vocab_size": self.vocabulary, "max_position_embeddings": self.context}
         backbone = self._backbone("clip_text_model", **own)
-        return clip_text_encoder(ClipTextConfig(variance_blocks=variance_blocks), description={"backbone": backbone})
+        return clip.clip_text_encoder(
+            clip.ClipTextConfig(variance_blocks=variance_blocks), description={"backbone": backbone}
+        )
 
 
 class ConfigSection:

@@ -30,13 +30,12 @@ from pydantic import (
     create_model,
     model_validator,
 )
-from pydantic_core import PydanticKnownError
 
 from sfumato.data.feature_tables import resolved_table
 from sfumato.data.sources import DataConfig, get_source
 from sfumato.distances import get_distance
 from sfumato.encoders.encoder_protocol import ImageEncoderConfig, TextEncoderConfig
-from sfumato.encoders.encoder_registry import ENCODERS, encoder_entry, encoder_section
+from sfumato.encoders.encoder_registry import ENCODERS, encoder_entry, encoder_section, tag_of
 from sfumato.encoders.package_weights import TrainingPrecision
 from sfumato.encoders.scratch import SmallImageConfig, SmallTextConfig
 from sfumato.errors import UserError
@@ -319,16 +318,7 @@ def _loss_section(value: Any) -> LossConfig:
     """Check a section ``loss`` with the options of its loss."""
     if isinstance(value, LossConfig):
         return value
-    if not isinstance(value, Mapping):
-        raise PydanticKnownError("dict_type")
-    if "name" not in value:
-        raise PydanticKnownError("union_tag_not_found", {"discriminator": "'name'"})
-    name = value["name"]
-    if not isinstance(name, str) or name not in LOSSES:
-        known = ", ".join(map(repr, LOSSES))
-        raise PydanticKnownError(
-            "union_tag_invalid", {"discriminator": "'name'", "tag": str(name), "expected_tags": known}
-        )
+    name = tag_of(value, "name", LOSSES)
     return loss_config(name, LOSSES[name].Options).model_validate(value)
 
 
@@ -489,6 +479,12 @@ class Recipe(_Section):
             raise ValueError("give either train.swa_epochs or train.ema_decay, not both")
         if self.train.swa_epochs > self.train.epochs:
             raise ValueError(f"train.swa_epochs={self.train.swa_epochs} is more than train.epochs={self.train.epochs}")
+
+
+def frozen_sections(channels: int, side: Mapping[str, Any]) -> dict[str, Any]:
+    """The sections of a model whose means are the features of its encoders; both sides have the same section."""
+    means = {"dim": channels, "pooling": "average", "identity": True, "variance": False}
+    return {"model": means | {"image": side, "text": side}, "loss": {"name": "infonce"}}
 
 
 _SIDES: dict[Any, Side] = {ImageEncoderConfig: "image", TextEncoderConfig: "text"}

@@ -50,7 +50,7 @@ from sfumato.models.pretrained_tensors import read_checkpoint
 from sfumato.models.recipe import LAST as LAST
 from sfumato.models.recipe import MODEL as MODEL
 from sfumato.models.recipe import RECIPE as RECIPE
-from sfumato.models.recipe import AugmentConfig, ModelConfig, Recipe, UnknownLossConfig, load_recipe
+from sfumato.models.recipe import AugmentConfig, ModelConfig, Recipe, UnknownLossConfig, frozen_sections, load_recipe
 from sfumato.models.unfamiliar import UnfamiliarTexts
 
 
@@ -283,13 +283,9 @@ def save_assets(folder: Path, tokenizer: Tokenizer | None, model: DualEncoder) -
     """Write the assets that :func:`load_assets` reads."""
     if tokenizer is not None:
         write_atomically(folder / TOKENIZER, tokenizer.to_str(pretty=False))
-    described = {
-        side: encoder.description
-        for side, encoder in (("image", model.image.encoder), ("text", model.text.encoder))
-        if encoder.description is not None
-    }
-    if described:
-        write_json(folder / ENCODERS, described)
+    described = {"image": model.image.encoder.description, "text": model.text.encoder.description}
+    if known := {side: found for side, found in described.items() if found is not None}:
+        write_json(folder / ENCODERS, known)
 
 
 def load_assets(folder: Path, recipe: Recipe) -> Assets:
@@ -479,20 +475,9 @@ def load_model(source: str | Path, *, tokenizer: Tokenizer | None = None, device
 
 def _frozen(name: str, device: torch.device | str) -> Model:
     """A CLIP or SigLIP model as it is; nothing is calibrated."""
-    side: dict[str, Any] = {
-        "kind": "frozen",
-        "backbone": str(Path(name).resolve()) if Path(name).exists() else name,
-        "projected": True,
-    }
-    values = {
-        "dim": joint_image(side["backbone"]).channels,
-        "pooling": "average",
-        "identity": True,
-        "variance": False,
-        "image": side,
-        "text": side,
-    }
-    recipe = Recipe.model_validate({"name": "frozen", "model": values, "loss": {"name": "infonce"}})
+    backbone = str(Path(name).resolve()) if Path(name).exists() else name
+    side = {"kind": "frozen", "backbone": backbone, "projected": True}
+    recipe = Recipe.model_validate({"name": "frozen", **frozen_sections(joint_image(backbone).channels, side)})
     model, loss = build_model(recipe.model, Assets()), build_loss(recipe)
     scale, bias = loss.match_logits() or (1.0, 0.0)
     return Model(

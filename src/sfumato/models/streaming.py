@@ -11,10 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from sfumato.arrays import Array
 from sfumato.distances import Distance, get_distance
 from sfumato.evaluation.protocols import Evaluation, evaluate_retrieval
-from sfumato.gaussian import GaussianEmbedding, ScalarUncertainty
+from sfumato.gaussian import Array, GaussianEmbedding, ScalarUncertainty
 from sfumato.metrics.relevance import Relevance
 from sfumato.models.process_group import PeerLostError, ProcessGroup, alone
 

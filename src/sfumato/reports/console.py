@@ -71,9 +71,7 @@ def print_evaluation(evaluation: Evaluation, title: str) -> None:
             by_chance = list(evaluation.chance.values())[k]
             shown = [f"{by_chance[name]:.1%}" if name in by_chance else "" for name in names]
             rows.append(["  by chance", *shown, "", ""])
-    print_table(
-        title, ["direction", "recall@1", "@5", "@10", "R-P", "mAP@R", "median rank", "queries"], rows
-    )  # fmt: skip
+    print_table(title, ["direction", "recall@1", "@5", "@10", "R-P", "mAP@R", "median rank", "queries"], rows)
     print_wrapped(
         f"RSUM {evaluation.rsum * 100:.1f} of 600, {evaluation.chance_rsum * 100:.1f} by chance"
         f" | images {evaluation.n_images}, texts {evaluation.n_texts}"

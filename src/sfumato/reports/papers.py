@@ -25,17 +25,9 @@ from sfumato.charts import (
 from sfumato.errors import UserError
 from sfumato.evaluation.compare import OverSeeds
 from sfumato.evaluation.papers import PaperItem, data_sets
-from sfumato.files import write_atomically, write_json
+from sfumato.files import write_json
+from sfumato.reports import studies
 from sfumato.reports.report_charts import draw_recall_bins
-from sfumato.reports.studies import (
-    CORRUPTIONS,
-    DRAWN_SIGMAS,
-    MADE,
-    draw_accuracy_by_k,
-    draw_best_k,
-    map_ellipses,
-    pair_ellipses,
-)
 from sfumato.reports.tables import (
     DIRECTIONS,
     MISSING,
@@ -109,20 +101,8 @@ def paper_table(table: PaperTable) -> Table:
 
 def write_table(table: PaperTable, folder: Path) -> list[Path]:
     """Write table.json, table.md and table.tex; the paths."""
-    folder.mkdir(parents=True, exist_ok=True)
     shown = paper_table(table)
-    write_json(folder / "table.json", table.to_json())
-    write_atomically(folder / "table.md", "\n".join([shown.title, "", shown.markdown(), "", *shown.notes, ""]))
-    write_atomically(folder / "table.tex", _latex(shown, 1 + _published_too(table)))
-    return [folder / f"table.{ending}" for ending in ("json", "md", "tex")]
-
-
-def print_paper_table(table: PaperTable) -> None:
-    """Print a table; one wider than the screen is continued below."""
-    shown = paper_table(table)
-    shown.show()
-    for line in shown.notes:
-        print_wrapped(line)
+    return shown.write(folder, table.to_json(), _latex(shown, 1 + _published_too(table)))
 
 
 def _latex(table: Table, wide: int) -> str:
@@ -177,9 +157,7 @@ def _published(value: float | None) -> str:
 
 
 def _ours(value: OverSeeds | None) -> str:
-    if value is None:
-        return MISSING
-    return mean_and_deviation(value.mean, value.deviation)
+    return MISSING if value is None else mean_and_deviation(value.mean, value.deviation)
 
 
 COLOURS = (FIRST, SECOND, *FAMILIES)
@@ -193,7 +171,7 @@ _MOSAIC: list[Any] = [["first", "second", "mixup", "plane"], ["erased_first", "e
 
 _SIDES = {"image": "images", "text": "texts"}
 
-_PARTS = DIRECTIONS | _SIDES | {name: title for name, (title, _) in CORRUPTIONS.items()}
+_PARTS = DIRECTIONS | _SIDES | {name: title for name, (title, _) in studies.CORRUPTIONS.items()}
 """Names of panels in words."""
 
 _METRICS = {"r_precision": "R-Precision, %", "recall@1": "recall@1, %", "PMRP": "PMRP, %"}
@@ -279,8 +257,8 @@ def _curves(figure: Figure) -> "Drawing":
             ax.set_xticks(xs, [f"{x:g}" for x in xs])
         elif panel["x"] == "epoch":
             ax.xaxis.set_major_locator(MaxNLocator(6, integer=True))
-        known = panel["name"] in CORRUPTIONS
-        ax.set_xlabel(CORRUPTIONS[panel["name"]][1] if known else panel["x"])
+        known = panel["name"] in studies.CORRUPTIONS
+        ax.set_xlabel(studies.CORRUPTIONS[panel["name"]][1] if known else panel["x"])
         ax.set_ylabel(f"mean {_words(panel['y'])}" if known else _words(panel["y"]))
         ax.set_title(_PARTS.get(panel["name"], panel["name"]), loc="left")
         ax.grid(axis="y")
@@ -343,7 +321,7 @@ def _maps(figure: Figure) -> "Drawing":
     drawing, axes = _grid(len(panels), (5.2, 4.6))
     for ax, (row, study, side) in zip(axes, panels, strict=True):
         shown = [item for item in study["items"] if not side or item["side"] == side]
-        ellipses, times = map_ellipses({**study, "items": shown})
+        ellipses, times = studies.map_ellipses({**study, "items": shown})
         make_plane(ax)
         draw_ellipses(ax, ellipses, times)
         name = ", ".join(filter(None, (row, _SIDES.get(side))))
@@ -401,8 +379,7 @@ def _scatter(figure: Figure) -> "Drawing":
             if x["low"] is not None:
                 ax.hlines(y["value"], x["low"], x["high"], color=colour, linewidth=1.2)
                 ax.vlines(x["value"], y["low"], y["high"], color=colour, linewidth=1.2)
-        ax.set_xlabel(_words(panel["x"]))
-        ax.set_ylabel(_words(panel["y"]))
+        ax.set(xlabel=_words(panel["x"]), ylabel=_words(panel["y"]))
         ax.set_title(DIRECTIONS[panel["name"]], loc="left")
         ax.grid(axis="y")
     drawing.legend(*axes[0].get_legend_handles_labels(), loc="outside lower left", ncols=3, fontsize=9)
@@ -424,10 +401,7 @@ def _matrices(figure: Figure) -> "Drawing":
     for ax, (name, rows) in zip(axes, matrices.items(), strict=True):
         most = max(abs(value) for row in rows for value in row)
         shown = ax.imshow([[value / most for value in row] for row in rows], cmap="RdBu", vmin=-1, vmax=1)
-        ax.set_xticks([])
-        ax.set_yticks([])
-        ax.set_xlabel("texts")
-        ax.set_ylabel("images")
+        ax.set(xticks=[], yticks=[], xlabel="texts", ylabel="images")
         ax.set_title(name, loc="left", fontsize=10)
     drawing.colorbar(shown, ax=axes, shrink=0.7, label="derivative by the distance\n(largest of a loss = 1)")
     return drawing
@@ -448,8 +422,8 @@ def _matrix_lines(numbers: Mapping[str, Any]) -> list[str]:
 def _prompts(figure: Figure) -> "Drawing":
     kept = figure.numbers["kept"]
     drawing, (left, right) = _grid(2)
-    draw_accuracy_by_k(left, kept)
-    draw_best_k(right, kept)
+    studies.draw_accuracy_by_k(left, kept)
+    studies.draw_best_k(right, kept)
     return drawing
 
 
@@ -470,15 +444,17 @@ def _sets(figure: Figure) -> "Drawing":
     for rows, pair in zip(drawing.subfigures(len(pairs), 1, squeeze=False).flat, pairs, strict=True):
         axes = rows.subplot_mosaic(_MOSAIC, width_ratios=[1, 1, 1, 3.2])
         pictures = {str(item["name"]): str(item["picture"]) for item in pair["items"]}
-        for name, (letter, colour, about) in MADE.items():
+        for name, (letter, colour, about) in studies.MADE.items():
             heading = textwrap.fill(f"{letter}: {about}", 24)
             _show(axes[name], figure.pictures.get(pictures[name]), heading, colour)
             axes[name].title.set_fontsize(8)
         make_plane(axes["plane"])
-        ellipses, times = pair_ellipses(pair)
-        draw_ellipses(axes["plane"], ellipses, DRAWN_SIGMAS * times)
+        ellipses, times = studies.pair_ellipses(pair)
+        draw_ellipses(axes["plane"], ellipses, studies.DRAWN_SIGMAS * times)
         larger = f", drawn {times:g} times as large" if times != 1 else ""
-        axes["plane"].set_title(f"ellipses of {DRAWN_SIGMAS} standard deviations{larger}", fontsize=9, color=SOFT)
+        axes["plane"].set_title(
+            f"ellipses of {studies.DRAWN_SIGMAS} standard deviations{larger}", fontsize=9, color=SOFT
+        )
     return drawing
 
 
@@ -486,8 +462,7 @@ def _show(ax: "Axes", content: bytes | None, heading: str = "", colour: str = IN
     """An image without ticks; an empty frame if there is none."""
     from PIL import Image
 
-    ax.set_xticks([])
-    ax.set_yticks([])
+    ax.set(xticks=[], yticks=[])
     if content is not None:
         with Image.open(io.BytesIO(content)) as picture:
             ax.imshow(picture.convert("RGB"))

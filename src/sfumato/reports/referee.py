@@ -56,9 +56,7 @@ def print_referee(report: dict[str, Any], methods: Sequence[str]) -> None:
     damaged = [table for direction in ARROWS if (table := corruption_table([report], direction))]
     for table in [*(referee_table([report], *place, _SHOWN) for place in _measured([report])), *damaged]:
         rows = [[_title(row[0]), *map(_starred, row[1:])] for row in table.rows]
-        replace(table, headings=[in_words(heading) for heading in table.headings], rows=rows).show()
-        for note in table.notes:
-            print_wrapped(note, indent=2)
+        replace(table, headings=[in_words(heading) for heading in table.headings], rows=rows).show(indent=2)
         print()
     meant = {
         _title(_label([report], name)): method["summary"] + ("" if method.get("added") else f" [{name}]")

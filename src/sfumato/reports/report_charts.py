@@ -165,8 +165,7 @@ def draw_recall_bins(
     axes.set_xticks(places)
     axes.set_ylim(bottom=0)
     _in_percent(axes.yaxis)
-    axes.set_xlabel("ten groups of queries: most certain → least certain")
-    axes.set_ylabel("recall@1")
+    axes.set(xlabel="ten groups of queries: most certain → least certain", ylabel="recall@1")
     return bars
 
 
@@ -194,8 +193,7 @@ def variance_histogram(data: ReportData) -> dict[str, Any]:
         chart.axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
         chart.axes.minorticks_off()
     _in_percent(chart.axes.yaxis)
-    chart.axes.set_xlabel(name + (" (logarithmic)" if logarithmic else ""))
-    chart.axes.set_ylabel("fraction of the items")
+    chart.axes.set(xlabel=name + (" (logarithmic)" if logarithmic else ""), ylabel="fraction of the items")
     chart.legend()
     both = list(variance.values())
     rows = [["number of items", *(f"{len(v):,}" for v in both)], ["mean", *(digits(v.mean(), 3) for v in both)]]
@@ -291,8 +289,7 @@ def _reliability_chart(curves: Mapping[str, list[dict[str, Any]]], name: str) ->
     for axis in (axes.xaxis, axes.yaxis):
         _in_percent(axis)
         axis.set_ticks([0, 0.25, 0.5, 0.75, 1])
-    axes.set_xlabel("predicted match probability")
-    axes.set_ylabel("fraction that matches")
+    axes.set(xlabel="predicted match probability", ylabel="fraction that matches")
     chart.legend()
     return chart
 
@@ -473,9 +470,7 @@ def _wrong_result(
     values: dict[str, Any] = {f"true_{key}": value for key, value in best.items()}
     values["rank"] = f"{direction.best_rank(query):,}"
     if direction.key == "t2i":
-        return values | {
-            "asked": clipped(data.captions[query]), "found": thumbnails[item], "true": thumbnails[true]
-        }  # fmt: skip
+        return values | {"asked": clipped(data.captions[query]), "found": thumbnails[item], "true": thumbnails[true]}
     owners = data.relevance.transpose()
     images = owners.indices[slice(*owners.indptr[item : item + 2])]
     return values | {

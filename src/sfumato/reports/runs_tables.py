@@ -4,17 +4,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from sfumato.evaluation.compare import RSUM, OverSeeds
-from sfumato.files import write_atomically, write_json
 from sfumato.metrics.retrieval import RANK_METRICS
-from sfumato.reports.tables import (
-    MISSING,
-    Table,
-    latex,
-    mean_and_deviation,
-    print_wrapped,
-    short_name,
-    tex,
-)
+from sfumato.reports.tables import MISSING, Table, latex, mean_and_deviation, short_name, tex
 from sfumato.workflows.table import LEVEL, TESTED, RunsTable
 
 _ALSO = 6
@@ -23,19 +14,13 @@ _ALSO = 6
 
 def print_runs_table(table: RunsTable) -> None:
     """Print it; what is best has a star."""
-    shown = runs_table(table, lambda cell: f"{cell} *", "A star marks")
-    shown.show()
-    for line in shown.notes:
-        print_wrapped(line)
+    runs_table(table, lambda cell: f"{cell} *", "A star marks").show()
 
 
 def write_runs_table(table: RunsTable, folder: Path) -> None:
     """Write table.json, table.md and table.tex."""
-    folder.mkdir(parents=True, exist_ok=True)
     shown = runs_table(table, lambda cell: f"**{cell}**", "Bold type marks")
-    write_json(folder / "table.json", table.to_json())
-    write_atomically(folder / "table.md", "\n".join([shown.title, "", shown.markdown(), "", *shown.notes, ""]))
-    write_atomically(folder / "table.tex", runs_latex(table))
+    shown.write(folder, table.to_json(), runs_latex(table))
 
 
 def runs_latex(table: RunsTable) -> str:
@@ -83,11 +68,8 @@ def _title(table: RunsTable) -> str:
     averaged = "one seed" if counts == [1] else f"mean ± standard deviation over {seeds}"
     own = len(table.distances) > 1 and not any(" by " in column for column in table.columns)
     distances = f", {'each ' * own}ranked by {'its own distance, ' * own}{', '.join(table.distances)}"
-    return f"Split {table.split}{distances}; per cent{_of_600(table)}; {averaged}"
-
-
-def _of_600(table: RunsTable) -> str:
-    return ", RSUM of 600" if any(column.partition(" by ")[0] == RSUM for column in table.columns) else ""
+    of_600 = ", RSUM of 600" if any(column.partition(" by ")[0] == RSUM for column in table.columns) else ""
+    return f"Split {table.split}{distances}; per cent{of_600}; {averaged}"
 
 
 def _notes(table: RunsTable, marks: str) -> list[str]:

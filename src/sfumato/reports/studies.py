@@ -119,8 +119,7 @@ def _curve(
     low, high = axes.get_ylim()
     if 0 < low < 0.5 * high:
         axes.set_ylim(bottom=0)
-    axes.set_xlabel(strength)
-    axes.set_ylabel(f"mean {estimator}")
+    axes.set(xlabel=strength, ylabel=f"mean {estimator}")
     return chart
 
 
@@ -452,9 +451,7 @@ def print_analyses(found: Mapping[str, Any]) -> None:
     if study := found.get("zeroshot"):
         report = study["report"]
         for table in (zeroshot_table(report), *map(kept_table, report["prompts_kept"])):
-            table.show()
-            for line in table.notes:
-                print_wrapped(line, indent=2)
+            table.show(indent=2)
 
 
 def _print_curves(study: Mapping[str, Any], title: str) -> None:
@@ -560,8 +557,7 @@ def draw_accuracy_by_k(axes: "Axes", kept: Mapping[str, Any]) -> None:
     ks = range(1, len(kept["top1"]) + 1)
     axes.plot(ks, [100 * value for value in kept["top1"]], color=FIRST, linewidth=2, label="most certain")
     axes.plot(ks, [100 * value for value in kept["random_top1"]], color=SECOND, linewidth=2, label="random order")
-    axes.set_xlabel("prompts kept")
-    axes.set_ylabel("top-1, %")
+    axes.set(xlabel="prompts kept", ylabel="top-1, %")
     axes.legend()
 
 
@@ -572,8 +568,7 @@ def draw_best_k(axes: "Axes", kept: Mapping[str, Any]) -> None:
     p = len(kept["top1"])
     best = [k for k in kept["best_k"] if k is not None]
     axes.bar(range(1, p + 1), [best.count(k) for k in range(1, p + 1)], color=FIRST)
-    axes.set_xlabel("best number of prompts of a class")
-    axes.set_ylabel("classes")
+    axes.set(xlabel="best number of prompts of a class", ylabel="classes")
     axes.yaxis.set_major_locator(MaxNLocator(6, integer=True))
 
 

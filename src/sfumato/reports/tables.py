@@ -10,6 +10,7 @@ import sys
 import textwrap
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
@@ -18,6 +19,7 @@ from rich.console import Console
 from rich.table import Table as Printed
 
 from sfumato.errors import counted
+from sfumato.files import write_atomically, write_json
 from sfumato.metrics.bootstrap import Interval
 from sfumato.search.answer import LINE
 
@@ -260,9 +262,19 @@ class Table:
     running: Collection[int] = ()  # columns of running text
     notes: Sequence[str] = ()  # sentences below it
 
-    def show(self) -> None:
-        """Print it without its notes."""
+    def show(self, indent: int = 0) -> None:
+        """Print it, and below it its notes."""
         print_table(self.title, self.headings, self.rows, left=self.left, running=self.running)
+        for note in self.notes:
+            print_wrapped(note, indent)
+
+    def write(self, folder: Path, values: Mapping[str, Any], tex: str) -> list[Path]:
+        """Write table.json, table.md and table.tex; the paths."""
+        folder.mkdir(parents=True, exist_ok=True)
+        write_json(folder / "table.json", values)
+        write_atomically(folder / "table.md", "\n".join([self.title, "", self.markdown(), "", *self.notes, ""]))
+        write_atomically(folder / "table.tex", tex)
+        return [folder / f"table.{ending}" for ending in ("json", "md", "tex")]
 
     def markdown(self) -> str:
         """The rows in Markdown, without title and notes."""

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from sfumato.charts import FIRST, STYLE, data_url, new_axes, render_page, require_matplotlib
+from sfumato.charts import FIRST, data_url, render_page, styled_axes
 from sfumato.data.images import ImageSource, handed_out, thumbnail
 from sfumato.errors import UserError
 from sfumato.ids import Direction
@@ -270,23 +270,19 @@ class Answer:
         Raises:
             UserError: matplotlib is not installed.
         """
-        require_matplotlib()
-        import matplotlib
-
-        if ax is None:
-            ax = new_axes(5.6, 1.2 + 0.3 * max(1, len(self)), f"{_shortened(self.query)}: {self.sentence}")
-        with matplotlib.rc_context(STYLE):
+        title = f"{_shortened(self.query)}: {self.sentence}"
+        with styled_axes(ax, 5.6, 1.2 + 0.3 * max(1, len(self)), title) as axes:
             values = [hit.match_probability if self.calibrated else hit.distance for hit in self]
-            bars = ax.barh(range(len(self)), values, height=0.6, color=FIRST)
-            ax.bar_label(bars, ["%.1f%%" % (100 * v) if self.calibrated else f"{v:.3f}" for v in values], padding=3)
-            ax.set_yticks(range(len(self)), [_shortened(hit.name) for hit in self])
-            ax.invert_yaxis()
+            bars = axes.barh(range(len(self)), values, height=0.6, color=FIRST)
+            axes.bar_label(bars, ["%.1f%%" % (100 * v) if self.calibrated else f"{v:.3f}" for v in values], padding=3)
+            axes.set_yticks(range(len(self)), [_shortened(hit.name) for hit in self])
+            axes.invert_yaxis()
             if self.calibrated:
-                ax.set_xlim(0, 1.12)
-                ax.set_xticks([0, 0.25, 0.5, 0.75, 1], ["0%", "25%", "50%", "75%", "100%"])
-            ax.set_xlabel("match probability" if self.calibrated else f"{self.distance} (smaller is closer)")
-            ax.grid(axis="x")
-        return ax
+                axes.set_xlim(0, 1.12)
+                axes.set_xticks([0, 0.25, 0.5, 0.75, 1], ["0%", "25%", "50%", "75%", "100%"])
+            axes.set_xlabel("match probability" if self.calibrated else f"{self.distance} (smaller is closer)")
+            axes.grid(axis="x")
+        return axes
 
     def to_json(self) -> dict[str, Any]:
         """The answer as plain values, without probabilities where they are not calibrated.

@@ -13,7 +13,6 @@ import hashlib
 import json
 import math
 import secrets
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -492,12 +491,8 @@ class GaussianCollection(Gallery):
                 exact = self._distances(queries[i : i + 1], chosen)[0]
                 inside = (exact <= radius).nonzero().flatten()
                 part = chosen.take(inside.tolist())
-                found[i] = _ordered(
-                    found[i].ids + part.ids,
-                    torch.cat([found[i].distance, exact[inside]]),
-                    torch.cat([found[i].uncertainty, part.uncertainty]),
-                    (*found[i].payloads, *part.payloads),
-                ).first(sys.maxsize if most is None else most)
+                both = found[i].joined(Candidates(part.ids, exact[inside], part.uncertainty, part.payloads))
+                found[i] = _ordered(both).first(most)
         return found
 
     def _sampled(self, n: int, filter: Filter | None) -> SampledItems:
@@ -578,7 +573,9 @@ class GaussianCollection(Gallery):
     def _candidates(self, queries: GaussianEmbedding, c: int, filter: Filter | None) -> list[Candidates]:
         """The store's candidates with exact distances, closest first, equal distances by id."""
         return [
-            self._with_closest(_ordered(records.ids, distance, records.uncertainty, records.payloads), records)
+            self._with_closest(
+                _ordered(Candidates(records.ids, distance, records.uncertainty, records.payloads)), records
+            )
             for i, records in enumerate(self.store.search(self._lifted(queries), c, filter))
             for distance in self._distances(queries[i : i + 1], records)
         ]
@@ -613,15 +610,10 @@ def check_empty(folder: Path) -> None:
         )
 
 
-def _ordered(
-    ids: tuple[str, ...], distance: Tensor, uncertainty: Tensor, payloads: tuple[Mapping[str, str], ...]
-) -> Candidates:
+def _ordered(found: Candidates) -> Candidates:
     """Items closest first, equally close ones by id."""
-    values = distance.tolist()
-    order = sorted(range(len(ids)), key=lambda j: (values[j], ids[j]))
-    return Candidates(
-        tuple(ids[j] for j in order), distance[order], uncertainty[order], tuple(payloads[j] for j in order)
-    )
+    values = found.distance.tolist()
+    return found.take(sorted(range(len(values)), key=lambda j: (values[j], found.ids[j])))
 
 
 @dataclass(frozen=True, eq=False)

@@ -57,10 +57,10 @@ class Candidates:
         """The closest of the candidates; None: all."""
         return Candidates(self.ids[:n], self.distance[:n], self.uncertainty[:n], self.payloads[:n], self.closest)
 
-    def closest_alone(self) -> "Candidates":
-        """The closest of at least one candidate, in any order."""
-        j = int(self.distance.argmin())
-        return Candidates((self.ids[j],), self.distance[[j]], self.uncertainty[[j]], (self.payloads[j],))
+    def take(self, order: list[int]) -> "Candidates":
+        """Some of the candidates, in an order."""
+        payloads = tuple(self.payloads[j] for j in order)
+        return Candidates(tuple(self.ids[j] for j in order), self.distance[order], self.uncertainty[order], payloads)
 
     def joined(self, others: "Candidates") -> "Candidates":
         """With other candidates behind them."""
@@ -407,7 +407,7 @@ class Gallery(ABC):
             top = _highest(key, found, logit, k, partial(own.best_text, texts[i]))
             # The best may fit, and then something does.
             nothing = min(float(logits[i].of_nothing(listed).sigmoid()), 1 - float(logit.sigmoid().max()))
-            return _Fitting(top, total, nothing, near[i] if near else found.closest_alone())
+            return _Fitting(top, total, nothing, near[i] if near else found.take([int(found.distance.argmin())]))
 
         results = [
             fitting(i, distance)

@@ -48,14 +48,7 @@ from sfumato.serve.schemas import (
     SearchOptions,
     VerdictText,
 )
-from sfumato.workflows.index import (
-    GalleryPart,
-    build_index,
-    item_images,
-    load_retrieval_model,
-    missing_note,
-    open_gallery,
-)
+from sfumato.workflows import index
 
 _LOG = logging.getLogger("sfumato.serve")
 
@@ -135,12 +128,12 @@ def open_sources(
             raise UserError(f"--split needs a run, but {path} is not a run")
         served = _from_gallery(path, run, store)
         for one in served.galleries.values():
-            if note := missing_note(one.gallery):
+            if note := index.missing_note(one.gallery):
                 say(note)
         served.model.to(device)
     if texts is None:
         return served
-    beside = open_gallery(texts)
+    beside = index.open_gallery(texts)
     models = {str(served.gallery.metadata.get("run", "")) for served in served.galleries.values()} | {
         str(beside.metadata.get("run", ""))
     }
@@ -167,9 +160,9 @@ def kind(gallery: Gallery) -> GalleryName:
 
 
 def _from_gallery(folder: Path, run: str | None, store: str | None) -> Sources:
-    gallery = open_gallery(folder, store)
+    gallery = index.open_gallery(folder, store)
     try:
-        retrieval_model = load_retrieval_model(gallery, folder, run)
+        retrieval_model = index.load_retrieval_model(gallery, folder, run)
         if retrieval_model.distance != gallery.distance:
             raise UserError(
                 f"{folder} is ranked by {gallery.distance}, but the model {retrieval_model.source} by"
@@ -177,7 +170,7 @@ def _from_gallery(folder: Path, run: str | None, store: str | None) -> Sources:
             )
         location = str(run or gallery.metadata["run"])
         shown = kind(gallery) == "images" and not features_read(retrieval_model.model.image)
-        served = ServedGallery(gallery, item_images(gallery, location) if shown else None)
+        served = ServedGallery(gallery, index.item_images(gallery, location) if shown else None)
         judge = retrieval_model.unfamiliar_texts
         return Sources(retrieval_model.model, Path(location).name, {kind(gallery): served}, judge)
     except BaseException:
@@ -189,14 +182,14 @@ def _from_run(run: Run, folder: Path, split: str, *, images_alone: bool) -> Sour
     prepared = load_split(run.model, run.recipe.data, split)
     images, texts = embed_split(run.model, prepared)
     data = prepared.data
-    sources: dict[GalleryName, GalleryPart] = {
-        "images": GalleryPart(images, data.image_ids, images={"split": split}),
-        "texts": GalleryPart(texts, data.text_ids, data.texts),
+    sources: dict[GalleryName, index.GalleryPart] = {
+        "images": index.GalleryPart(images, data.image_ids, images={"split": split}),
+        "texts": index.GalleryPart(texts, data.text_ids, data.texts),
     }
     shown = SplitImages(dict(zip(data.image_ids, data.images, strict=True)))
     files = None if features_read(run.model.image) else shown
     galleries: dict[GalleryName, ServedGallery] = {
-        name: ServedGallery(build_index(run, source), files if name == "images" else None)
+        name: ServedGallery(index.build_index(run, source), files if name == "images" else None)
         for name, source in sources.items()
         if name == "images" or not images_alone
     }

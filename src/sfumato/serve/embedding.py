@@ -16,7 +16,6 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from typing import IO, Any, Generic, TypeVar
 
 import numpy as np
@@ -112,15 +111,11 @@ def input_task(tower: Tower, prepare: Callable[[bytes], Any]) -> Task[Any]:
     processor = tower.processor
     if isinstance(processor, PixelProcessor) and hasattr(processor, "fit"):  # Others resize in ways of their own.
         shape = (3, processor.size, processor.size)
-        pixels = partial(_pixels, shape=shape)
-        return Task("square", {"size": processor.size, "fit": processor.fit}, pixels)
+        options = {"size": processor.size, "fit": processor.fit}
+        return Task("square", options, lambda answer: np.frombuffer(answer[1], np.uint8).reshape(shape))
     if isinstance(processor, FrozenProcessor):
         return Task("rgb", {"side": _REDUCED_SIDE}, bytes_of)
     return Task("rgb", {"side": None}, lambda answer: prepare(answer[1]))
-
-
-def _pixels(answer: Message, shape: tuple[int, int, int]) -> np.ndarray:
-    return np.frombuffer(answer[1], np.uint8).reshape(shape)
 
 
 class Decoders:

@@ -564,9 +564,7 @@ class NewImage(_Model):
     id: NewId
     image: UploadFile = _FILE
     payload: Json[Payload] = Field(
-        {},
-        description="a JSON object of texts that searches return with the item",
-        json_schema_extra={"default": "{}"},
+        {}, description="a JSON object of texts that searches return with the item", json_schema_extra={"default": "{}"}
     )
 
 

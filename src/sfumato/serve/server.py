@@ -1,24 +1,40 @@
-"""Running the service: one uvicorn process that prints its address once it is ready and shuts down gracefully."""
+"""Running the service: one uvicorn process that prints its address once it is ready and shuts down gracefully.
+
+Its log goes to standard error: lines for people, or one JSON object a line for programs. Its traces go by OpenTelemetry
+where the user asks for them; nothing of it is imported otherwise. The variables of OpenTelemetry say where traces go
+and how many: OTEL_EXPORTER_OTLP_ENDPOINT, OTEL_SERVICE_NAME, OTEL_TRACES_SAMPLER and the others. A trace holds the
+template of a route: no query, no id and no key.
+"""
 
 import asyncio
 import ipaddress
+import json
+import logging
 import math
 import signal
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from functools import partial
+from importlib.util import find_spec
 from types import FrameType
+from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
 import uvicorn
 from fastapi import FastAPI
 
 from sfumato.errors import UserError
 from sfumato.serve.alias import Following
+from sfumato.serve.app import route_of
 from sfumato.serve.guard import share_memory
-from sfumato.serve.logs import LogFormat, log_to_stderr
 from sfumato.serve.service import Service
 from sfumato.serve.settings import Settings
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import SpanProcessor
+    from opentelemetry.trace import Span
 
 LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 """Names of this machine for itself."""
@@ -66,6 +82,106 @@ def check_address(host: str, port: int) -> None:
         socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
     except OSError as error:
         raise UserError(f"cannot serve at {host}:{port} ({error.strerror}); choose another --host or --port") from error
+
+
+LogFormat = Literal["text", "json"]
+"""How the lines of the log look."""
+
+
+def log_format_of(name: str) -> LogFormat:
+    """The format of a name."""
+    for one in get_args(LogFormat):
+        if one == name:
+            return cast(LogFormat, one)
+    raise UserError(f"--log-format must be {' or '.join(get_args(LogFormat))}, got {name!r}")
+
+
+_FIELDS = ("request_id", "method", "path", "status", "milliseconds")
+
+
+class JsonFormatter(logging.Formatter):
+    """One object a line: time in UTC, level, logger and message, and of a request its id, route, status and time.
+
+    The path is the template of the route. So a line holds no id, no query and no key.
+    """
+
+    def format(self, record: logging.LogRecord) -> str:
+        """See :meth:`logging.Formatter.format`."""
+        line: dict[str, object] = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        line |= {name: getattr(record, name) for name in _FIELDS if hasattr(record, name)}
+        if isinstance(took := line.get("milliseconds"), float):
+            line["milliseconds"] = round(took, 1)
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line, ensure_ascii=False)
+
+
+def log_to_stderr(format: LogFormat, *, access_log: bool) -> None:
+    """Log to standard error unless logging is set up already; with a line for every request if that is wanted."""
+    handler = logging.StreamHandler()
+    lines = logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
+    handler.setFormatter(JsonFormatter() if format == "json" else lines)
+    logging.basicConfig(level=logging.INFO, handlers=[handler])
+    logging.getLogger("sfumato.serve").setLevel(logging.DEBUG if access_log else logging.INFO)
+
+
+_PACKAGES = {
+    "opentelemetry-sdk": "opentelemetry.sdk",
+    "opentelemetry-instrumentation-fastapi": "opentelemetry.instrumentation.fastapi",
+    "opentelemetry-exporter-otlp-proto-http": "opentelemetry.exporter.otlp.proto.http",
+}
+_PLACES = {"http.target": "{}", "url.path": "{}", "http.url": "{}", "url.full": "{}", "url.query": "", "http.query": ""}
+"""Attributes of a span that would hold the path or the query, and what they hold instead."""
+
+
+def require_otel() -> None:
+    """Check that the packages of the extra `otel` are installed, before a model is loaded."""
+    if missing := [name for name, module in _PACKAGES.items() if not _there(module)]:
+        raise UserError(
+            f"--otel needs the extra otel, of which {' and '.join(missing)} is missing: pip install 'sfumato[otel]'"
+        )
+
+
+def trace(app: FastAPI, processor: "SpanProcessor | None" = None) -> FastAPI:
+    """Trace the requests to an application, and return it; to the exporter of OTLP unless a processor is given."""
+    from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+    from opentelemetry.instrumentation.fastapi import FastAPIInstrumentor
+    from opentelemetry.sdk.resources import SERVICE_NAME, OTELResourceDetector, Resource
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
+    named = Resource({SERVICE_NAME: "sfumato"}).merge(OTELResourceDetector().detect())
+    provider = TracerProvider(resource=named)
+    provider.add_span_processor(processor or BatchSpanProcessor(OTLPSpanExporter()))
+    FastAPIInstrumentor.instrument_app(
+        app,
+        server_request_hook=partial(_without_queries, app),
+        tracer_provider=provider,
+        excluded_urls="/healthz,/readyz,/metrics",
+        exclude_spans=["receive", "send"],
+    )
+    return app
+
+
+def _without_queries(app: FastAPI, span: "Span", scope: dict[str, Any]) -> None:
+    """Put the template of the route in the place of the path and the query."""
+    route = route_of(app, scope["path"])
+    given: Mapping[str, object] = getattr(span, "attributes", None) or {}
+    for name, held in _PLACES.items():
+        if name in given:
+            span.set_attribute(name, held.format(route))
+
+
+def _there(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:  # A package above it is missing.
+        return False
 
 
 class Server(uvicorn.Server):

@@ -340,12 +340,7 @@ class Service:
             rights=rights,
             galleries={name: await self.in_thread(self._info_of, name, rights) for name in self.sources.galleries},
             judgements=self.settings.judgements is not None and rights == "write",
-            limits=Limits(
-                max_batch=self.settings.max_batch,
-                max_results=self.settings.max_results,
-                max_upload_bytes=self.settings.max_upload_bytes,
-                max_pixels=self.settings.max_pixels,
-            ),
+            limits=Limits(**{name: getattr(self.settings, name) for name in Limits.model_fields}),
         )
 
     async def measured(self) -> bytes:
@@ -436,9 +431,8 @@ class Service:
                 rows |= {i: points[k : k + 1] for k, i in enumerate(chosen)}
         for i, one in enumerate(asked):
             if not (rows[i].mean.square().sum() + rows[i].total_variance).isfinite():
-                reason = (
-                    "the embedding of this vector by the model is not finite; expected numbers like the model's data"
-                )
+                expected = "expected numbers like the model's data"
+                reason = f"the embedding of this vector by the model is not finite; {expected}"
                 raise Refusal(422, f"{one.where}: {reason}", errors=[(one.where, reason)])
         return [rows[i] for i in range(len(asked))]
 

@@ -90,9 +90,7 @@ class AddedMethod:
             found = np.array([known.get(query, (math.nan,))[0] for query in split.ids(side)])
             return found if absent is None else found[absent]
 
-        return Contestant(
-            f"uncertainties from {self.path.name}", uncertainty, needs_gallery=False, sides=self.sides
-        )  # fmt: skip
+        return Contestant(f"uncertainties from {self.path.name}", uncertainty, needs_gallery=False, sides=self.sides)
 
 
 def read_added(paths: Sequence[Path]) -> list[AddedMethod]:

@@ -28,22 +28,7 @@ from sfumato.models.embed import PreparedSplit, embed_split, load_split
 from sfumato.models.model import Model
 from sfumato.models.run import weights_digest
 from sfumato.progress import progress_bar, say
-from sfumato.studies.usual import (
-    ERASED,
-    ERASED_FIGURES,
-    FIGURES,
-    LEAST_ITEMS,
-    MADE,
-    Corpus,
-    Method,
-    choose_pairs,
-    draw_pair,
-    map_items,
-    measure_sets,
-    read_mixed_images,
-    square_image,
-    words_by_uncertainty,
-)
+from sfumato.studies import usual
 from sfumato.studies.zeroshot import ZeroShotOptions, study_zeroshot
 
 FORMAT = "sfumato-analysis-1"
@@ -96,7 +81,7 @@ class AnalysisOptions:
     def __post_init__(self) -> None:
         if self.uncertainty not in ESTIMATORS:
             raise ValueError(f"--uncertainty {self.uncertainty}: unknown; known: {', '.join(ESTIMATORS)}")
-        for option, value, known in (("corpus", self.corpus, Corpus), ("method", self.method, Method)):
+        for option, value, known in (("corpus", self.corpus, usual.Corpus), ("method", self.method, usual.Method)):
             if value not in get_args(known):
                 raise ValueError(f"--{option} {value}: unknown; known: {', '.join(get_args(known))}")
         for name in ("n_corrupted", "n_pairs", "n_bins", "top_words", "n_mapped"):
@@ -138,7 +123,7 @@ class _Split:
         if study == "sets":
             if features := features_read(self.retrieval_model.model.image):
                 return f"set algebra needs image files, but this model reads {features}"
-            n_pairs = len(choose_pairs(data.groups, options.n_pairs, options.seed))
+            n_pairs = len(usual.choose_pairs(data.groups, options.n_pairs, options.seed))
             if n_pairs < LEAST_PAIRS:
                 return (
                     f"{n_pairs} pairs of images are too few for set algebra, which needs {LEAST_PAIRS} pairs with three"
@@ -153,9 +138,9 @@ class _Split:
                     )
         if study == "map":
             n = sum(min(options.n_mapped, len(some)) for some in (data.images, data.texts))
-            if n < LEAST_ITEMS:
+            if n < usual.LEAST_ITEMS:
                 have = f"{counted(n, 'item')} {'is' if n == 1 else 'are'}"
-                return f"{have} too few for a map, which needs {LEAST_ITEMS}; --items is {options.n_mapped}"
+                return f"{have} too few for a map, which needs {usual.LEAST_ITEMS}; --items is {options.n_mapped}"
         return None
 
     def sides(self) -> dict[Side, tuple[GaussianEmbedding, GaussianEmbedding, Relevance, Matching]]:
@@ -314,15 +299,15 @@ def _sets(scene: _Split) -> tuple[dict[str, Any], dict[str, bytes]]:
     if scene.points:
         raise UserError("this model's embeddings are points, but set algebra needs variances")
     options, data = scene.options, scene.data
-    rows = choose_pairs(data.groups, options.n_pairs, options.seed)
-    names = (*MADE, "other")
+    rows = usual.choose_pairs(data.groups, options.n_pairs, options.seed)
+    names = (*usual.MADE, "other")
     parts: dict[str, list[GaussianEmbedding]] = {name: [] for name in names}
     with progress_bar("mixing and erasing images", len(rows)) as advance:
         for start in range(0, len(rows), _TOGETHER):
             few = rows[start : start + _TOGETHER]
             made = [
-                read_mixed_images(data.images, row, options.seed)
-                | {"other": square_image(data.images[row[2]].read_bytes())}
+                usual.read_mixed_images(data.images, row, options.seed)
+                | {"other": usual.square_image(data.images[row[2]].read_bytes())}
                 for row in few.tolist()
             ]
             embedded = scene.retrieval_model.model.embed_images([one[name] for name in names for one in made])
@@ -330,11 +315,11 @@ def _sets(scene: _Split) -> tuple[dict[str, Any], dict[str, bytes]]:
                 parts[name].append(embedded[k * len(few) : (k + 1) * len(few)])
             advance(len(few))
     made_of = {name: GaussianEmbedding.cat(es) for name, es in parts.items()}
-    figures = measure_sets(made_of, n_resamples=options.n_resamples, level=LEVEL, seed=options.seed)
+    figures = usual.measure_sets(made_of, n_resamples=options.n_resamples, level=LEVEL, seed=options.seed)
     shown, pictures = [], {}
     for k, row in enumerate(rows[:SHOWN_PAIRS].tolist()):
-        drawn = draw_pair(made_of, k)
-        for name, content in read_mixed_images(data.images, row, options.seed).items():
+        drawn = usual.draw_pair(made_of, k)
+        for name, content in usual.read_mixed_images(data.images, row, options.seed).items():
             small = thumbnail(MemoryImage(name, content))
             if small is not None:
                 pictures[f"sets-{k}-{name}.webp"] = small
@@ -344,9 +329,9 @@ def _sets(scene: _Split) -> tuple[dict[str, Any], dict[str, bytes]]:
             drawn | {"ids": [data.image_ids[i] for i in row[:2]], "captions": [_caption(scene, i) for i in row[:2]]}
         )
     return {
-        "erased_share": ERASED,
+        "erased_share": usual.ERASED,
         **figures,
-        "definitions": {"mixes": FIGURES, "erased": ERASED_FIGURES},
+        "definitions": {"mixes": usual.FIGURES, "erased": usual.ERASED_FIGURES},
         "shown": shown,
     }, pictures
 
@@ -362,7 +347,7 @@ def _words(scene: _Split) -> tuple[dict[str, Any], dict[str, bytes]]:
         else:
             own = np.split(ground_truth.indices, ground_truth.indptr[1:-1])
             captions = [[data.texts[t] for t in own[i]] for i in usable]
-        result[side] = words_by_uncertainty(
+        result[side] = usual.words_by_uncertainty(
             uncertainty, captions, n_bins=options.n_bins, top=options.top_words, corpus=options.corpus
         )
     return {"uncertainty": estimator.name, "corpus": options.corpus, "sides": result}, {}
@@ -372,7 +357,7 @@ def _map(scene: _Split) -> tuple[dict[str, Any], dict[str, bytes]]:
     options, data = scene.options, scene.data
     if options.method == "tsne":
         say("placing images and texts by t-SNE: seconds for hundreds, a minute for thousands")
-    drawn = map_items(
+    drawn = usual.map_items(
         scene.images, scene.texts, scene.relevance, n=options.n_mapped, method=options.method, seed=options.seed
     )
     for item in drawn["items"]:

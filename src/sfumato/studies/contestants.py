@@ -14,15 +14,7 @@ from torch import Tensor
 
 from sfumato.calibration.calibrator import Calibration
 from sfumato.calibration.conditional import N_NEAREST
-from sfumato.evaluation.estimators import (
-    BUILT_IN,
-    ESTIMATORS,
-    NEAREST,
-    Block,
-    Estimator,
-    Matching,
-    estimate_uncertainty,
-)
+from sfumato.evaluation import estimators
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.ids import DIRECTION_OF, OTHER_SIDE, Direction, Side
 from sfumato.imports import HOW
@@ -84,7 +76,7 @@ def of_method(method: PosthocMethod) -> Contestant:
     )  # fmt: skip
 
 
-def of_estimator(estimator: Estimator, calibration: Calibration, *, n_bytes: int = 0) -> Contestant:
+def of_estimator(estimator: estimators.Estimator, calibration: Calibration, *, n_bytes: int = 0) -> Contestant:
     """An estimator of sfumato on the unit embeddings, with the calibrated match logits."""
     name, chosen = estimator.name, {estimator.name: estimator}
 
@@ -92,31 +84,32 @@ def of_estimator(estimator: Estimator, calibration: Calibration, *, n_bytes: int
         queries, gallery, without = split.points(side), split.points(OTHER_SIDE[side]), None
         if absent is not None:
             queries, without = queries[torch.from_numpy(absent)], split.relevance(side).select_queries(absent)
-        matching = Matching("squared_l2", calibration.logit_scale, calibration.logit_bias, DIRECTION_OF[side])
-        return estimate_uncertainty(queries, gallery, matching, estimators=chosen, without=without)[name]
+        matching = estimators.Matching(
+            "squared_l2", calibration.logit_scale, calibration.logit_bias, DIRECTION_OF[side]
+        )
+        return estimators.estimate_uncertainty(queries, gallery, matching, estimators=chosen, without=without)[name]
 
     probability = _of_log_odds if name == "sfumato" else _nothing  # What its searches show beside the first hit.
-    return Contestant(
-        estimator.formula, uncertainty, estimator.needs_gallery, n_bytes=n_bytes, probability=probability
-    )  # fmt: skip
+    return Contestant(estimator.formula, uncertainty, estimator.needs_gallery, n_bytes=n_bytes, probability=probability)
 
 
 def _n_bytes(tensors: Iterable[Tensor]) -> int:
     return sum(x.numel() * x.element_size() for x in tensors)
 
 
-CONSTANT = Estimator(
+CONSTANT = estimators.Estimator(
     "constant", "0 for every query; its probability is the hit rate on validation", "both", "0",
     lambda block: torch.zeros(block.queries.n), needs_gallery=False,
 )  # fmt: skip
 """The same uncertainty for all: what a method has to beat."""
 
 MATCH_ENTROPY = replace(
-    ESTIMATORS["match_entropy"], formula="entropy of the softmax of calibrated match logits over the gallery, in nats"
+    estimators.ESTIMATORS["match_entropy"],
+    formula="entropy of the softmax of calibrated match logits over the gallery, in nats",
 )
 
 
-def first_hit_estimator(calibration: Calibration) -> Estimator:
+def first_hit_estimator(calibration: Calibration) -> estimators.Estimator:
     """Minus the logit of the probability that searches show beside the first hit: given the nearest items."""
 
     @lru_cache(maxsize=1)
@@ -124,7 +117,7 @@ def first_hit_estimator(calibration: Calibration) -> Estimator:
         reference = calibration.of(direction).reference
         return None if reference is None else reference.hub(gallery)
 
-    def of_block(block: Block) -> Tensor:
+    def of_block(block: estimators.Block) -> Tensor:
         own, seen = calibration.of(block.matching.direction), None
         nearest, place = block.distance.topk(min(N_NEAREST, block.gallery.n), dim=1, largest=False)
         of_items = hub(block.matching.direction, block.gallery)
@@ -133,7 +126,7 @@ def first_hit_estimator(calibration: Calibration) -> Estimator:
         return -own.hit_logit(nearest[:, :1], nearest, n_gallery=block.gallery.n, reference=seen)[:, 0]
 
     formula = "1 - probability of the first hit given the nearest items, as sfumato's searches show it"
-    return Estimator("sfumato", formula, "both", "n m", of_block)
+    return estimators.Estimator("sfumato", formula, "both", "n m", of_block)
 
 
 BASELINES = ("constant", "match_entropy", "sfumato", "sfumato_no_reference")
@@ -145,12 +138,12 @@ def is_own(name: str) -> bool:
     """Whether it was registered from outside of the package: its code may have changed since the last call."""
     if method := METHODS.get(name):
         return not method.__module__.startswith("sfumato.")
-    return name not in (*BASELINES, *BUILT_IN)
+    return name not in (*BASELINES, *estimators.BUILT_IN)
 
 
 def contestants() -> tuple[str, ...]:
     """The names of all that is compared: baselines, post-hoc methods, and estimators that were registered."""
-    own = (name for name in ESTIMATORS if name not in METHODS and is_own(name))
+    own = (name for name in estimators.ESTIMATORS if name not in METHODS and is_own(name))
     return (*BASELINES, *METHODS, *own)
 
 
@@ -173,7 +166,7 @@ def fit_contestant(
         own = pair_calibration(model, reference=name == "sfumato")
         return of_estimator(first_hit_estimator(own), own, n_bytes=_n_bytes(own.tensors().values()))
     if name not in METHODS and name in contestants():
-        return of_estimator(ESTIMATORS[name], calibration)
+        return of_estimator(estimators.ESTIMATORS[name], calibration)
     if name not in METHODS:
         raise ValueError(f"unknown method {name!r}; known: {', '.join(contestants())}; {HOW}")
     pairs = model.training_pairs(2 * calibration.logit_scale)
@@ -183,7 +176,7 @@ def fit_contestant(
 def answerable_without(split: FrozenSplit, side: Side) -> np.ndarray:
     """Queries with a match, whose gallery keeps enough items without their matches. Returns (k,)."""
     counts = split.relevance(side).counts
-    return np.flatnonzero((counts > 0) & (len(split.embeddings(OTHER_SIDE[side])) - counts >= NEAREST))
+    return np.flatnonzero((counts > 0) & (len(split.embeddings(OTHER_SIDE[side])) - counts >= estimators.NEAREST))
 
 
 def _array(x: Tensor) -> np.ndarray:

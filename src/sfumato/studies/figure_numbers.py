@@ -30,7 +30,7 @@ from sfumato.models.run import LOG, Run, load_model, load_run, read_log
 from sfumato.search.exact import top_k
 from sfumato.studies.analyse import AnalysisOptions, analyse_model
 from sfumato.studies.crops import study_crops
-from sfumato.studies.paper_tables import TableData, embed_item, plan_table, run_figures, train_planned, variants_on
+from sfumato.studies.paper_tables import Repeated, TableData, embed_item, plan_table, run_figures, train_planned
 from sfumato.studies.toy import run_toy
 from sfumato.studies.zeroshot import evaluate_zeroshot, read_templates
 
@@ -434,21 +434,13 @@ KINDS: dict[str, Kind] = {
 
 
 @dataclass(frozen=True)
-class Figure:
+class Figure(Repeated):
     """The numbers of a repeated figure, the runs of its rows, and why rows are missing."""
 
-    item: PaperItem
-    data: TableData
-    n_seeds: int
     runs: dict[str, tuple[Path, ...]]
     numbers: dict[str, Any]
     pictures: dict[str, bytes]
     failed: tuple[str, ...] = ()
-
-    @property
-    def n_variants(self) -> int:
-        """Number of variants of every row, e.g. folds."""
-        return len(variants_on(self.item, self.data))
 
     @property
     def split(self) -> str:
@@ -457,15 +449,7 @@ class Figure:
 
     def to_json(self) -> dict[str, Any]:
         """The figure as JSON values."""
-        return {
-            "id": self.item.id,
-            "title": self.item.about,
-            "source": self.item.source,
-            "data": self.data.title,
-            "same_data": self.data.name == self.item.benchmark,
-            "split": self.split,
-            "seeds": self.n_seeds,
-            "overrides": list(self.data.overrides),
+        return self.about(self.split) | {
             "runs": {row: list(map(str, folders)) for row, folders in self.runs.items()},
             "failed": list(self.failed),
             "kind": self.item.draw,

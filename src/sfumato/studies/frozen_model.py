@@ -334,9 +334,7 @@ def _frozen(
         for side, tower, store in zip(get_args(Side), towers, (split.images, split.texts), strict=True)
     )
     data = split.data
-    return FrozenSplit(
-        image, text, data.pairs, data.groups, image_hidden, text_hidden, data.image_ids, data.text_ids
-    )  # fmt: skip
+    return FrozenSplit(image, text, data.pairs, data.groups, image_hidden, text_hidden, data.image_ids, data.text_ids)
 
 
 def _raw(tower: Tower, store: Store, layer: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor | None]:

@@ -187,15 +187,12 @@ class TableRow:
 
 
 @dataclass(frozen=True)
-class Table:
-    """A repeated table."""
+class Repeated:
+    """What a repeated table and a repeated figure have."""
 
     item: PaperItem  # what was repeated
     data: TableData  # on which data
-    split: str  # on which split
     n_seeds: int  # number of seeds
-    columns: tuple[str, ...]  # names of the figures, in the order of the paper
-    rows: tuple[TableRow, ...]  # in the order of the paper
 
     @property
     def same_data(self) -> bool:
@@ -207,20 +204,31 @@ class Table:
         """Number of variants of every row, e.g. folds."""
         return len(variants_on(self.item, self.data))
 
-    def to_json(self) -> dict[str, Any]:
-        """The table as JSON values; figures in per cent, rsum of 600."""
+    def about(self, split: str) -> dict[str, Any]:
+        """What was repeated on what, as JSON values."""
         return {
             "id": self.item.id,
             "title": self.item.about,
             "source": self.item.source,
             "data": self.data.title,
             "same_data": self.same_data,
-            "split": self.split,
+            "split": split,
             "seeds": self.n_seeds,
             "overrides": list(self.data.overrides),
-            "columns": list(self.columns),
-            "rows": [asdict(row) for row in self.rows],
         }
+
+
+@dataclass(frozen=True)
+class Table(Repeated):
+    """A repeated table."""
+
+    split: str  # on which split
+    columns: tuple[str, ...]  # names of the figures, in the order of the paper
+    rows: tuple[TableRow, ...]  # in the order of the paper
+
+    def to_json(self) -> dict[str, Any]:
+        """The table as JSON values; figures in per cent, rsum of 600."""
+        return self.about(self.split) | {"columns": list(self.columns), "rows": [asdict(row) for row in self.rows]}
 
 
 def run_folder(recipe: Recipe, runs: Path) -> Path:
@@ -293,7 +301,7 @@ def make_table(
         spec = row.spec if row.recipes else ""
         rows.append(TableRow(name, known, own, tuple(map(str, folders)), spec, tuple(failed)))
     shown = tuple(name for name in columns if any(name in row.own or name in row.published for row in rows))
-    return Table(item, data, item.split, n_seeds, shown, tuple(rows))
+    return Table(item, data, n_seeds, item.split, shown, tuple(rows))
 
 
 def _check_ground_truths(

@@ -14,14 +14,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from sfumato.arrays import Array, as_tensor
 from sfumato.data.captioned import Labelled, data_labelled, emoji_labelled, read_class_folder, read_class_names
 from sfumato.data.images import Problems
 from sfumato.data.pairs import PairData
 from sfumato.distances import get_distance
 from sfumato.encoders.dual import DualEncoder
 from sfumato.errors import UserError
-from sfumato.gaussian import GaussianEmbedding
+from sfumato.gaussian import Array, GaussianEmbedding, as_tensor
 from sfumato.metrics.bootstrap import bootstrap, mean_statistic
 from sfumato.metrics.uncertainty import none_if_nan, spearman
 from sfumato.models.embed import embed_sources, file_endings, read_lines

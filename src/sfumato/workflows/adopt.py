@@ -17,7 +17,6 @@ from typing import Any, cast, get_args
 import numpy as np
 import torch
 
-from sfumato.arrays import Array
 from sfumato.calibration.calibrator import Calibration
 from sfumato.calibration.conditional import Population
 from sfumato.data.coco import coco_images, json_kind
@@ -33,13 +32,13 @@ from sfumato.errors import UserError
 from sfumato.evaluation.hits import HitFigures, first_hits, measure_hits, without_nearest, without_reference
 from sfumato.evaluation.protocols import Evaluation, evaluate_retrieval
 from sfumato.files import read_json, write_atomically, write_json
-from sfumato.gaussian import GaussianEmbedding
+from sfumato.gaussian import Array, GaussianEmbedding
 from sfumato.ids import Direction
-from sfumato.metrics.bootstrap import Interval, Statistic, bootstrap
+from sfumato.metrics.bootstrap import Interval, bootstrap, mean_statistic
 from sfumato.models.calibrate import calibrate_split, embed_reference, some_positions
 from sfumato.models.embed import Sides, embed_split, load_splits, prepare_split
 from sfumato.models.pretrained import ENCODER
-from sfumato.models.recipe import Recipe, check_recipe, save_recipe
+from sfumato.models.recipe import Recipe, check_recipe, frozen_sections, save_recipe
 from sfumato.models.run import (
     CALIBRATION,
     MODEL,
@@ -198,15 +197,9 @@ def _recipe(
     data: dict[str, str], channels: int, side: dict[str, Any], fractions: tuple[float, float], seed: int
 ) -> Recipe:
     """The recipe of a model whose means are its features; fractions (val, test)."""
-    means = {"dim": channels, "pooling": "average", "identity": True, "variance": False}
-    values = {
-        "name": "adopted",
-        "data": data | {"val_fraction": fractions[0], "test_fraction": fractions[1]},
-        "model": means | {"image": side, "text": side},
-        "loss": {"name": "infonce"},
-        "train": {"seed": seed},
-    }
-    return check_recipe(values, "adopt")
+    divided = data | {"val_fraction": fractions[0], "test_fraction": fractions[1]}
+    values = {"name": "adopted", "data": divided, "train": {"seed": seed}}
+    return check_recipe(values | frozen_sections(channels, side), "adopt")
 
 
 def adopt_encoders(
@@ -426,17 +419,13 @@ def _compare(
         weights = np.concatenate([np.full(len(hits.queries), 1 / len(hits.queries)) for hits in found])
         group = np.concatenate([hits.image(match) for hits in found])
     best = min(methods, key=lambda name: float(weights @ losses[name]))
-    statistics = {name: _weighted_mean(losses[name] - losses[best], weights) for name in methods}
+    statistics = {name: mean_statistic(losses[name] - losses[best], weights) for name in methods}
     worse = bootstrap(statistics, len(weights), groups=group, seed=seed)
     return {
         name: Comparison(float(weights @ losses[name] / weights.sum()), worse[name])
         for name in METHODS
         if name in methods
     }
-
-
-def _weighted_mean(values: np.ndarray, weights: np.ndarray) -> Statistic:
-    return lambda counts: (counts @ (weights * values)) / (counts @ weights)
 
 
 @contextlib.contextmanager

@@ -32,19 +32,8 @@ from sfumato.progress import progress_bar, say
 from sfumato.search.collection import UPLOADED_IMAGES, GaussianCollection, copy_gallery
 from sfumato.search.gallery import Gallery
 from sfumato.search.searcher import Searcher
+from sfumato.workflows import index
 from sfumato.workflows.embed import in_threads
-from sfumato.workflows.index import (
-    GalleryPart,
-    check_same,
-    create_collection,
-    item_images,
-    keep_trained,
-    load_retrieval_model,
-    open_gallery,
-    own_or_anchored,
-    remove_items,
-    training_note,
-)
 
 _BATCH, _AT_A_TIME = 64, 512
 
@@ -60,9 +49,9 @@ _WAIT = 60.0
 def copy_index(folder: str | Path, out: str | Path, store: str, *, source_store: str | None = None) -> tuple[str, int]:
     """Copy an index or a collection into a new collection. Returns (URL of the new store, number of items in it)."""
     with (
-        contextlib.closing(open_gallery(folder, source_store)) as gallery,
+        contextlib.closing(index.open_gallery(folder, source_store)) as gallery,
         progress_bar("copying", len(gallery)) as advance,
-        copy_gallery(gallery, out, own_or_anchored(store), progress=advance) as copied,
+        copy_gallery(gallery, out, index.own_or_anchored(store), progress=advance) as copied,
     ):
         return copied.store.url, len(copied)
 
@@ -123,7 +112,7 @@ class _Copy:
 
     def __init__(self, gallery: Gallery, model: Model, out: Path, store: str) -> None:
         self._gallery, self._model, self.done, self._store_url = gallery, model, Copied(out), store
-        self._images = item_images(gallery, str(gallery.metadata.get("run", "")))
+        self._images = index.item_images(gallery, str(gallery.metadata.get("run", "")))
         self._of_texts = gallery.scorer.direction == "i2t"
         tower = model.model.text if self._of_texts else model.model.image
         self._prepare, self._encode = embedding_steps(tower, "texts" if self._of_texts else "images")
@@ -146,7 +135,7 @@ class _Copy:
                 f"{self.done.out} is by the model {collection.metadata.get('run')}; give a new folder for a copy by"
                 f" {self._model.source}"
             )
-        check_same(collection, self._model, self._gallery.scorer.direction)
+        index.check_same(collection, self._model, self._gallery.scorer.direction)
         self._open.callback(collection.close)
         if _origin(collection) != _origin(self._gallery):
             self._open.close()
@@ -176,9 +165,11 @@ class _Copy:
     def _create(self, first: GaussianEmbedding, ids: Sequence[str]) -> GaussianCollection:
         """An empty collection with what the first one knows of its images."""
         known = self._gallery.metadata
-        part = GalleryPart(first, ids, ids if self._of_texts else None, images=known.get("pictures") or {})
+        part = index.GalleryPart(first, ids, ids if self._of_texts else None, images=known.get("pictures") or {})
         texts = self._gallery.texts is not None and has_minilm()
-        made = create_collection(self._model, part, self.done.out, own_or_anchored(self._store_url), texts=texts)
+        made = index.create_collection(
+            self._model, part, self.done.out, index.own_or_anchored(self._store_url), texts=texts
+        )
         made.keep({"copy_of": _origin(self._gallery)})
         return made
 
@@ -196,7 +187,7 @@ class _Copy:
         if self.collection is None:
             raise UserError(f"no item of the gallery can be embedded:\n{self.done.problems.summary()}")
         gone = [i for i in there if i not in now or (i in self._unusable and there[i] != now[i])]
-        self.done.deleted += (deleted := remove_items(self.collection, gone) if gone else 0)
+        self.done.deleted += (deleted := index.remove_items(self.collection, gone) if gone else 0)
         return len(todo) + deleted
 
     def _store(self, ids: Sequence[str], digests: Mapping[str, bytes]) -> None:
@@ -324,7 +315,7 @@ def copy_by_model(
         check_alias(folder, out)
     if folder.resolve() == out.resolve():
         raise UserError(f"{folder} and {out} are one folder; give another folder for the copy")
-    with contextlib.closing(open_gallery(folder, source_store)) as gallery:
+    with contextlib.closing(index.open_gallery(folder, source_store)) as gallery:
         if gallery.metadata.get("model") == model_digest(model.model):
             raise UserError(f"{folder} is by the model {model.source} already; leave --model out to copy it as it is")
         with _Copy(gallery, model, out, store) as copy:
@@ -334,8 +325,8 @@ def copy_by_model(
             made = copy.collection
             assert made is not None, "follow() makes it"
             made.optimise()
-            keep_trained(made, model)
-            copy.done.note = training_note(made)
+            index.keep_trained(made, model)
+            copy.done.note = index.training_note(made)
             try:
                 copy.done.compared = _compare(folder, gallery, made, model, queries)
             except UserError as error:
@@ -375,7 +366,7 @@ def _compare(
         return None
     say(f"comparing both models on {len(queries)} {'captions' if truth else 'queries'}")
     both = (
-        Searcher(gallery, str(folder), lambda: load_retrieval_model(gallery, folder)),
+        Searcher(gallery, str(folder), lambda: index.load_retrieval_model(gallery, folder)),
         Searcher(made, str(made.folder), lambda: model),
     )
     old, new = (one.search(list(queries), 1, target="listed") for one in both)

@@ -75,11 +75,7 @@ class Ingested:
 
     def to_json(self) -> dict[str, Any]:
         """The figures, with the number of problems instead of their list."""
-        return {
-            **{key: getattr(self, key) for key in _FIGURES},
-            "out": str(self.out),
-            "problems": len(self.problems),
-        }
+        return {**{key: getattr(self, key) for key in _FIGURES}, "out": str(self.out), "problems": len(self.problems)}
 
 
 def embed_collection(

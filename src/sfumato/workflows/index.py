@@ -26,16 +26,8 @@ from sfumato.encoders.feature_rows import EmbeddingProcessor
 from sfumato.errors import UserError
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.ids import Direction
+from sfumato.models import embed
 from sfumato.models.calibrate import describe_calibration
-from sfumato.models.embed import (
-    embed_folder,
-    embed_split_images,
-    embed_table,
-    load_splits,
-    model_digest,
-    read_lines,
-    split_names,
-)
 from sfumato.models.model import Model
 from sfumato.models.recipe import load_recipe
 from sfumato.models.run import (
@@ -140,17 +132,17 @@ def embed_source(
     if parts is not None:
         return _embedded_parts(model, parts), Problems()
     if images is not None and isinstance(model.model.image.processor, EmbeddingProcessor):
-        embeddings, ids, problems = embed_table(model, str(images))
+        embeddings, ids, problems = embed.embed_table(model, str(images))
         source = GalleryPart(embeddings, ids)
     elif images is not None:
-        embeddings, ids, problems = embed_folder(model, images)
+        embeddings, ids, problems = embed.embed_folder(model, images)
         source = GalleryPart(embeddings, ids, images={"folder": str(images.resolve())})
     elif texts is not None:
-        lines, ids, problems = read_lines(texts)
+        lines, ids, problems = embed.read_lines(texts)
         source = GalleryPart(model.model.embed_texts(lines), ids, lines)
     else:
         assert isinstance(model, Run) and split is not None, "a split is of a run's data"
-        embeddings, ids, problems = embed_split_images(model, model.recipe.data, split)
+        embeddings, ids, problems = embed.embed_split_images(model, model.recipe.data, split)
         source = GalleryPart(embeddings, ids, images={"split": split})
     return iter([source]), problems
 
@@ -158,7 +150,7 @@ def embed_source(
 def _embedded_parts(model: Model, folder: Path) -> Iterator[GalleryPart]:
     """The parts written by jobs of `sfumato embed`, one by one; embeddings of another model are refused at once."""
     manifest, parts = read_manifest(folder), read_parts(folder)
-    if manifest.model != model_digest(model.model):
+    if manifest.model != embed.model_digest(model.model):
         raise UserError(
             f"{folder} holds embeddings by another model, {manifest.model_source}; give that model, or embed again"
         )
@@ -250,7 +242,7 @@ def remove_items(collection: GaussianCollection, ids: Sequence[str]) -> int:
 
 def check_same(collection: GaussianCollection, model: Model, direction: Direction) -> None:
     """Refuse to add embeddings by another model or of another kind; the collection is closed."""
-    if collection.metadata.get("model") != model_digest(model.model) or collection.scorer.direction != direction:
+    if collection.metadata.get("model") != embed.model_digest(model.model) or collection.scorer.direction != direction:
         collection.close()
         raise UserError(
             f"{collection.folder} holds embeddings by the model of {collection.metadata.get('run')}; add only"
@@ -291,7 +283,7 @@ def _settings(model: Model, source: GalleryPart) -> dict[str, Any]:
         scale, bias = calibration.logit_scale, calibration.logit_bias
     metadata = {
         "run": model.source if (own := _folder_of(model)) is None else str(own.resolve()),
-        "model": model_digest(model.model),
+        "model": embed.model_digest(model.model),
         "calibrated": model.calibrated,
         "pictures": dict(source.images),
         "trained": n_trained,
@@ -325,7 +317,7 @@ def n_trained(model: Model, ids: Sequence[str], images: Mapping[str, str]) -> in
         known = trained_digests(folder)
         return sum(image_digest(FileImage(Path(images["folder"], i))) in known for i in ids) if known else 0
     with contextlib.suppress(UserError):  # The data are gone.
-        train = load_splits(load_recipe(folder / RECIPE).data, Problems()).get("train")
+        train = embed.load_splits(load_recipe(folder / RECIPE).data, Problems()).get("train")
         return 0 if train is None else len(set(ids) & set(train.image_ids))
     return 0
 
@@ -384,7 +376,7 @@ def load_retrieval_model(gallery: Gallery, folder: str | Path, run: str | Path |
             " (--run, in Python run=)"
         )
     loaded = load_model(model_source)
-    if gallery.metadata.get("model") != model_digest(loaded.model):
+    if gallery.metadata.get("model") != embed.model_digest(loaded.model):
         raise UserError(
             f"{folder} was built with another model than {model_source} is now: their distances cannot be"
             f" compared; give"
@@ -400,8 +392,8 @@ def item_images(gallery: Gallery, run: str | Path) -> Images | None:
     if "folder" in source:
         found = FolderImages(Path(source["folder"]))
     elif "split" in source and (Path(run) / RECIPE).is_file():
-        splits = load_splits(load_recipe(Path(run) / RECIPE).data, Problems())
-        parts = [splits[name] for name in split_names(splits, source["split"]) if name in splits]
+        splits = embed.load_splits(load_recipe(Path(run) / RECIPE).data, Problems())
+        parts = [splits[name] for name in embed.split_names(splits, source["split"]) if name in splits]
         images = {i: image for part in parts for i, image in zip(part.image_ids, part.images, strict=True)}
         if images and not any(isinstance(image, EmbeddingRow) for image in images.values()):
             found = SplitImages(images)

@@ -89,11 +89,8 @@ class Session:
     def of(cls, path: Path, judge: str, found: Found, n: int, *, seed: int = 0) -> "Session":
         """Go on with a file, or begin one."""
         drawn = {hit.pair: hit for hit in sample_hits(found.shown, n, seed=seed)}
-        kept = merged(one for one in _kept(path) if one.judge == judge)
-        own = [
-            replace(one, weight=hit.weight, why=hit.why) if (hit := drawn.get(one.pair)) else one
-            for one in kept
-        ]  # fmt: skip
+        kept = merged(one for one in (read_judgements(path) if path.exists() else ()) if one.judge == judge)
+        own = [replace(one, weight=hit.weight, why=hit.why) if (hit := drawn.get(one.pair)) else one for one in kept]
         given = {one.pair for one in own}
         return cls(path, judge, [hit for pair, hit in drawn.items() if pair not in given], found.target, own)
 
@@ -130,10 +127,6 @@ class Session:
 
     def _save(self) -> None:
         change_judgements(self.path, lambda kept: [*(one for one in kept if one.judge != self.judge), *self.own])
-
-
-def _kept(path: Path) -> list[Judgement]:
-    return read_judgements(path) if path.exists() else []
 
 
 def import_verdicts(path: Path, files: Sequence[Path], judge: str) -> tuple[int, list[Judgement]]:
@@ -208,13 +201,11 @@ class NotRefinedError(UserError):
     """Verdicts cannot refine these probabilities."""
 
 
-def refine_index(
-    folder: Path, path: Path, *, run: str | None = None, store: str | None = None, k: int = 10, seed: int = 0
-) -> Refined:
+def refine_index(folder: Path, path: Path) -> Refined:
     """Refine the calibration of target "fits" by the verdicts of a file, and keep it with the collection."""
     verdicts = _of_target(folder, path, "fits")
-    with _opened(folder, run, store) as searcher:
-        return refine(searcher, verdicts, k=k, seed=seed)
+    with _opened(folder, None, None) as searcher:
+        return refine(searcher, verdicts)
 
 
 def refine(searcher: Searcher, verdicts: Sequence[Judgement], *, k: int = 10, seed: int = 0) -> Refined:

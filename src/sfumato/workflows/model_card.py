@@ -73,10 +73,7 @@ def _training(run: Run) -> list[str]:
             f"- Frozen, not trained here; its probabilities were fitted on pairs of: {_data(run)}",
             f"- Distance: `{run.loss.distance.name}`",
         ]
-    return [
-        f"- Loss: {run.recipe.loss.name}, distance `{run.loss.distance.name}`",
-        f"- Training data: {_data(run)}",
-    ]
+    return [f"- Loss: {run.recipe.loss.name}, distance `{run.loss.distance.name}`", f"- Training data: {_data(run)}"]
 
 
 def _metadata(run: Run, evaluations: Sequence[tuple[str, dict[str, Any]]], license: str) -> list[str]:

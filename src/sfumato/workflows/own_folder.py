@@ -101,22 +101,19 @@ class Item:
 def list_items(source: Source, endings: frozenset[str], problems: Problems) -> list[Item]:
     """The images of a source; nothing but names is read."""
     if source.kind == "folder":
-        found = [
-            _file_item(source, name, name, {}) for name in image_files(Path(source.root), problems, endings=endings)
-        ]
-    elif source.kind == "manifest":
-        found = list(_manifest_items(source, problems))
-    elif source.kind in ("karpathy", "coco", "datasets"):
+        names = image_files(Path(source.root), problems, endings=endings)
+        return [_file_item(source, name, name, {}) for name in names]
+    if source.kind == "manifest":
+        return list(_manifest_items(source, problems))
+    if source.kind in ("karpathy", "coco", "datasets"):
         if source.kind == "datasets":
             splits = read_dataset(source.path, problems)
         elif source.kind == "coco":
             splits = read_coco_captions(source.path, problems, images=source.root)
         else:
             splits = read_karpathy(source.path, source.root, problems)
-        found = [item for data in splits.values() for item in _data_items(source, data)]
-    else:
-        found = _data_items(source, read_shards(expand_shards(source.path), problems))
-    return found
+        return [item for data in splits.values() for item in _data_items(source, data)]
+    return _data_items(source, read_shards(expand_shards(source.path), problems))
 
 
 def _some(items: list[Item], source: Source, endings: frozenset[str], problems: Problems) -> list[Item]:
@@ -328,11 +325,8 @@ class Filling:
         if not self._waiting:
             return
         items, found, embeddings = zip(*self._waiting, strict=True)
-        payloads, ids, joined = (
-            [one.payload for one in found],
-            [item.id for item in items],
-            GaussianEmbedding.cat(embeddings),
-        )
+        payloads, ids = [one.payload for one in found], [item.id for item in items]
+        joined = GaussianEmbedding.cat(embeddings)
         if not isinstance(self._collection, GaussianCollection):
             self._collection = self._collection(joined, ids)
         self._collection.upsert(joined, ids, payloads=payloads)

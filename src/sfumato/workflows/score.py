@@ -164,9 +164,7 @@ def evidence_of(
     text = [judged.add(one.text) for one in pairs]
     read = torch.tensor(read_fraction(list(judged), shared_minilm().pieces))[text]
     n_texts = torch.tensor([float(len(one.texts)) for one in pairs])
-    return CaptionEvidence(
-        mean, first, grouped(agreement, pair, len(pairs))[1], words, n_words, n_texts, image, read
-    )  # fmt: skip
+    return CaptionEvidence(mean, first, grouped(agreement, pair, len(pairs))[1], words, n_words, n_texts, image, read)
 
 
 def _n_different(pairs: Sequence[Pair]) -> int:

@@ -42,16 +42,7 @@ from sfumato.search.stores.engines import (
     is_in,
     require_faiss,
 )
-from sfumato.search.stores.protocol import (
-    WORDS,
-    Filter,
-    Option,
-    Records,
-    StoreBase,
-    StoreInUseError,
-    in_order,
-    options,
-)
+from sfumato.search.stores.protocol import WORDS, Filter, Option, Records, StoreBase, StoreInUseError, in_order, options
 
 _OF_ENGINE = {
     "flat": (),
