@@ -38,7 +38,7 @@ from sfumato.search.searcher import combined
 from sfumato.search.stores.protocol import Filter
 from sfumato.search.texts import TextQuery
 from sfumato.serve.answering import ServedGallery, Sources, open_sources
-from sfumato.serve.app import create_app
+from sfumato.serve.app import create_app, route_of
 from sfumato.serve.server import check_host, check_names, hosts_of, is_loopback, run_app
 from sfumato.serve.settings import Settings
 from sfumato.workflows.index import GalleryPart, build_index
@@ -248,6 +248,14 @@ def test_info_and_metrics(client):
     until(lambda: 'route="/v1/items/{id:path}",status="405"' in client.get("/metrics").text)
     text = client.get("/metrics").text
     assert 'sfumato_requests_total{method="GET",route="/v1/items/{id:path}",status="200"}' in text
+    for method, path, route in (
+        ("POST", "/v1/items/image", "/v1/items/image"),
+        ("GET", "/v1/items/image", "/v1/items/{id:path}"),
+        ("HEAD", "/v1/items", "/v1/items"),
+        ("PATCH", "/v1/items/image", "/v1/items/{id:path}"),
+        ("GET", "/nowhere", "none"),
+    ):
+        assert route_of(client.app, method, path) == route
     assert 'sfumato_requests_total{method="other",route="/v1/items/{id:path}",status="405"}' in text
     assert 'sfumato_items{gallery="images"} 48.0' in text and 'sfumato_waiting{kind="text"} 0.0' in text
     assert "sfumato_batch_size_bucket" in text and "sfumato_request_seconds_bucket" in text

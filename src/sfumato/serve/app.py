@@ -355,9 +355,11 @@ def _handle_errors(app: FastAPI) -> None:
         return Refusal(error.status_code, detail, headers=headers, code=code).response()
 
 
-def route_of(app: FastAPI, path: str) -> str:
-    """The template of the route of a path, which holds no id; "none" if there is none."""
-    return next((str(getattr(route, "path", "")) for route in _routes(app, path)), "none")
+def route_of(app: FastAPI, method: str, path: str) -> str:
+    """The template of the route of a request, which holds no id; that of its path if none has its method, or "none"."""
+    routes = list(_routes(app, path))
+    own = [route for route in routes if ("GET" if method == "HEAD" else method) in _taken(route)]
+    return next((str(getattr(route, "path", "")) for route in own + routes), "none")
 
 
 def _routes(app: FastAPI, path: str) -> Iterator[BaseRoute]:
@@ -365,9 +367,14 @@ def _routes(app: FastAPI, path: str) -> Iterator[BaseRoute]:
     return (route for route in app.routes if isinstance(route, Route | Mount) and route.path_regex.match(path))
 
 
+def _taken(route: BaseRoute) -> set[str]:
+    """The methods that a route takes; files have no list of methods."""
+    return getattr(route, "methods", None) or {"GET"}
+
+
 def _methods(app: FastAPI, path: str) -> set[str]:
-    """The methods that a path takes; files have no list of methods."""
-    found = set[str]().union(*(getattr(route, "methods", None) or {"GET"} for route in _routes(app, path)))
+    """The methods that a path takes."""
+    found = set[str]().union(*map(_taken, _routes(app, path)))
     return found | ({"HEAD"} if "GET" in found else set())
 
 

@@ -283,7 +283,7 @@ class Guard:
         app: ASGIApp,
         settings: Settings,
         metrics: Metrics,
-        route: Callable[[str], str],
+        route: Callable[[str, str], str],
         leaving: Callable[[], bool] = lambda: False,
     ) -> None:
         self.app, self.settings, self.metrics, self.route, self.leaving = app, settings, metrics, route, leaving
@@ -304,12 +304,12 @@ class Guard:
             pass
         except Exception:
             number = secrets.token_hex(6)
-            route = self.route(scope["path"])
+            route = self.route(scope["method"], scope["path"])
             _LOG.exception("error %s: %s %s", number, scope["method"], route, extra={"request_id": request_id})
             detail = f"An error in the service. Its log has the cause under the number {number}"
             await reply.refuse(Refusal(500, detail), scope, receive)
         finally:
-            seconds, route = time.perf_counter() - started, self.route(scope["path"])
+            seconds, route = time.perf_counter() - started, self.route(scope["method"], scope["path"])
             self.metrics.request(scope["method"], route, reply.status, seconds)
             said = scope["method"], route, reply.status, 1000 * seconds
             extra = dict(zip(("method", "path", "status", "milliseconds"), said, strict=True))

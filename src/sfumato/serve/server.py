@@ -170,7 +170,7 @@ def trace(app: FastAPI, processor: "SpanProcessor | None" = None) -> FastAPI:
 
 def _without_queries(app: FastAPI, span: "Span", scope: dict[str, Any]) -> None:
     """Put the template of the route in the place of the path and the query."""
-    route = route_of(app, scope["path"])
+    route = route_of(app, scope.get("method", "GET"), scope["path"])
     given: Mapping[str, object] = getattr(span, "attributes", None) or {}
     for name, held in _PLACES.items():
         if name in given:
