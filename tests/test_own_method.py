@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from support.batches import MATCH, batch
+from support.toy import make_toy
 
 import sfumato as public
 from sfumato import imports
@@ -183,17 +184,14 @@ def test_a_distance_of_ones_own_is_computed_in_blocks():
     torch.testing.assert_close(LOSSES["pcmepp"](PCMEPPOptions(distance="l1")).distance.matrix(x, y), expected)
 
 
-TINY = [
-    "train.epochs=1", "train.threads=1", "model.dim=16", "model.image.size=16", "model.image.width=4",
-    "model.text.vocabulary=200", "model.text.width=16", "optim.warmup_epochs=0",
-]  # fmt: skip
+TINY = ["train.epochs=1"]
 
 
 def test_a_run_of_ones_own_loss_is_used_without_it(tmp_path, sfumato, monkeypatch):
     known = [dict(table) for table in TABLES]
     shutil.copy(OWN, tmp_path / "mine.py")
     monkeypatch.chdir(tmp_path)
-    recipe = ("train", "emoji-pixels", *TINY, "loss.name=margin", "loss.weight=0.2")
+    recipe = ("train", make_toy(tmp_path / "toy"), *TINY, "loss.name=margin", "loss.weight=0.2")
     status, _, err = sfumato(*recipe, "--out", "run")
     assert status == 2 and "loss.name: unknown 'margin'" in err and "--import FILE" in err and not Path("run").exists()
     sfumato.printed(*recipe, "--import", "mine.py", "--out", "run")
@@ -227,7 +225,7 @@ def test_training_goes_on_only_with_the_same_file(tmp_path, sfumato, monkeypatch
     monkeypatch.chdir(tmp_path)
     Path("mine.py").write_text(OWN.read_text())
     recipe = tmp_path / "own.toml"
-    text = public.find_recipe("emoji-pixels").read_text()
+    text = make_toy(tmp_path / "toy").read_text()
     recipe.write_text('imports = ["mine.py"]\n' + re.sub(r"\[loss\]\n(.+\n)*", '[loss]\nname = "margin"\n', text))
     known = [dict(table) for table in TABLES]
     sfumato.printed("train", recipe, *TINY, "--out", "run")
@@ -249,7 +247,7 @@ def test_training_goes_on_only_with_the_same_file(tmp_path, sfumato, monkeypatch
 
 def test_a_loss_that_a_program_registered_leaves_a_run_that_opens(tmp_path, monkeypatch):
     register_loss("plain", plain_loss, PlainOptions)
-    public.fit(load_recipe(public.find_recipe("emoji-pixels"), [*TINY, "loss.name=plain"]), tmp_path / "run")
+    public.fit(load_recipe(make_toy(tmp_path / "toy"), [*TINY, "loss.name=plain"]), tmp_path / "run")
     before = public.load(tmp_path / "run").embed_texts(["a cat"])
     del LOSSES["plain"]
     with pytest.raises(UserError, match="unknown loss 'plain'.*--import FILE"):

@@ -1,4 +1,4 @@
-"""The guide "Your own method", run as it stands, with a small model and few epochs."""
+"""The guide "Your own method", run as it stands, with a small model, few epochs and few resamples."""
 
 import re
 import shlex
@@ -18,6 +18,11 @@ TINY = [
     "train.epochs=2", "train.threads=1", "model.dim=16", "model.image.size=16", "model.image.width=4",
     "model.text.vocabulary=200", "model.text.width=16", "optim.warmup_epochs=0",
 ]  # fmt: skip
+QUICK = {
+    "train": TINY,
+    "trust": ["--bootstrap", "20", "--corrupted", "20"],
+    "referee": ["--absent", "20", "--corrupted", "0", "--bootstrap", "20"],
+}
 NAMES = ((LOSSES, "margin"), (DISTANCES, "l1_means"), (ESTIMATORS, "top2_gap"))
 
 
@@ -37,8 +42,7 @@ def test_the_commands_run_in_their_order(tmp_path, sfumato, monkeypatch):
     for block in re.findall(r"^```bash\n(.*?)^```", GUIDE, re.DOTALL | re.MULTILINE):
         for line in block.splitlines():
             words = shlex.split(line, comments=True)[1:]
-            words += TINY if words[0] == "train" else []
-            words += ["--absent", "20", "--corrupted", "0"] if words[0] == "referee" else []
+            words += QUICK.get(words[0], [])
             forget(monkeypatch)
             printed[line.split()[1], words[1]] = sfumato.printed(*words)
     forget(monkeypatch)

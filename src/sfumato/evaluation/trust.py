@@ -16,15 +16,14 @@ from sfumato.evaluation.corruption import Corrupted, CorruptionTrust, Resampling
 from sfumato.evaluation.estimators import ESTIMATORS, NEAREST, Estimator, Matching, estimate_uncertainty
 from sfumato.evaluation.hits import HitFigures
 from sfumato.gaussian import GaussianEmbedding
-from sfumato.metrics.bootstrap import Interval, Statistic, mean_statistic, percentile_interval
+from sfumato.metrics.bootstrap import Interval, Statistic, mean_statistic, percentile_interval, remembered
 from sfumato.metrics.relevance import Relevance
 from sfumato.metrics.retrieval import beats_chance, chance_metrics, per_query_metrics
 from sfumato.metrics.selective import (
     aurc_statistic,
     auroc_statistic,
     decile_statistic,
-    excess_aurc_statistic,
-    rejection_ratio_statistic,
+    risk_coverage_statistics,
     risk_statistic,
     spearman_statistic,
 )
@@ -248,22 +247,24 @@ class _Scene:
         return self.resampling.intervals(statistics, len(self.hit) if index is None else len(index), groups)
 
 
-def error_statistics(u: np.ndarray, error: np.ndarray) -> dict[str, Statistic]:
+def error_statistics(u: np.ndarray, error: np.ndarray, best: Statistic | None = None) -> dict[str, Statistic]:
     """The figures of wrong best items, see FIGURES. u (n,), error (n,) 1 where the best item is wrong."""
+    found = risk_coverage_statistics(u, error, best)
     return {
         "wrong_auroc": auroc_statistic(u, error),
-        "wrong_aurc": aurc_statistic(u, error),
-        "wrong_excess_aurc": excess_aurc_statistic(u, error),
-        "wrong_gain": rejection_ratio_statistic(u, error),
+        "wrong_aurc": found["aurc"],
+        "wrong_excess_aurc": found["e_aurc"],
+        "wrong_gain": found["prr"],
     }
 
 
 def _of_errors(scene: _Scene, scores: Mapping[str, np.ndarray]) -> dict[str, Interval]:
     """The recall, the best risk, and the figures of wrong best items by "NAME/FIGURE"."""
     error = 1 - scene.hit
-    statistics = {"recall": mean_statistic(scene.hit), "best": aurc_statistic(error, error)}
+    best = remembered(aurc_statistic(error, error))
+    statistics = {"recall": mean_statistic(scene.hit), "best": best}
     for name, u in scores.items():
-        own = error_statistics(u, error) | {
+        own = error_statistics(u, error, best) | {
             "risk_at_half": risk_statistic(u, error, 0.5), "deciles": decile_statistic(u, scene.hit)
         }  # fmt: skip
         statistics |= {f"{name}/{figure}": statistic for figure, statistic in own.items()}

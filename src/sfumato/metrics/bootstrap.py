@@ -38,6 +38,18 @@ def mean_statistic(values: np.ndarray, weight: np.ndarray | None = None) -> Stat
     return statistic
 
 
+def remembered(statistic: Statistic) -> Statistic:
+    """A statistic that is computed once for the same array of counts, if others are made of it."""
+    last: list[np.ndarray] = []
+
+    def once(counts: np.ndarray) -> np.ndarray:
+        if not last or last[0] is not counts:
+            last[:] = counts, statistic(counts)
+        return last[1]
+
+    return once
+
+
 def bootstrap(
     statistics: Mapping[str, Statistic],
     n: int,

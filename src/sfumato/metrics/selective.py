@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from sfumato.metrics.bootstrap import Statistic, mean_statistic, on_all
+from sfumato.metrics.bootstrap import Statistic, mean_statistic, on_all, remembered
 
 
 def auroc(score: np.ndarray, positive: np.ndarray) -> float:
@@ -68,8 +68,7 @@ def aurc_statistic(uncertainty: np.ndarray, error: np.ndarray) -> Statistic:
 
 def excess_aurc_statistic(uncertainty: np.ndarray, error: np.ndarray) -> Statistic:
     """Excess area under the risk-coverage curve (E-AURC): that of the order less that of the best one (same paper)."""
-    own, best = aurc_statistic(uncertainty, error), aurc_statistic(error, error)
-    return lambda counts: own(counts) - best(counts)
+    return risk_coverage_statistics(uncertainty, error)["e_aurc"]
 
 
 def rejection_ratio_statistic(uncertainty: np.ndarray, error: np.ndarray) -> Statistic:
@@ -79,15 +78,23 @@ def rejection_ratio_statistic(uncertainty: np.ndarray, error: np.ndarray) -> Sta
 
     Paper: Malinin, "Uncertainty estimation in deep learning with application to spoken language assessment", 2019.
     """
-    own, best, mean = aurc_statistic(uncertainty, error), aurc_statistic(error, error), mean_statistic(error)
+    return risk_coverage_statistics(uncertainty, error)["prr"]
 
-    def statistic(counts: np.ndarray) -> np.ndarray:
-        chance, perfect = mean(counts), best(counts)
+
+def risk_coverage_statistics(
+    uncertainty: np.ndarray, error: np.ndarray, best: Statistic | None = None
+) -> dict[str, Statistic]:
+    """AURC, E-AURC and PRR by name, which share what they compute; best is the remembered AURC of a perfect order."""
+    own, mean = remembered(aurc_statistic(uncertainty, error)), mean_statistic(error)
+    least = remembered(aurc_statistic(error, error)) if best is None else best
+
+    def prr(counts: np.ndarray) -> np.ndarray:
+        chance, perfect = mean(counts), least(counts)
         # With equal errors the difference is only rounding, and no order has a gain.
         room = np.where(chance - perfect > 1e-12 * np.maximum(1, np.abs(chance)), chance - perfect, np.nan)
         return _array((chance - own(counts)) / room)
 
-    return statistic
+    return {"aurc": own, "e_aurc": lambda counts: own(counts) - least(counts), "prr": prr}
 
 
 def risk_statistic(uncertainty: np.ndarray, error: np.ndarray, coverage: float) -> Statistic:
