@@ -110,6 +110,15 @@ def test_few_queries_leave_the_probability_of_random_pairs():
     assert torch.equal(fitted.t2i.hit_probability(distance, distance, n_gallery=9), expected)
 
 
+def test_images_without_a_text_of_the_split_do_not_stop_a_calibration():
+    """As where several images share their texts, and a text is held out: a part of the images has no text at all."""
+    embedded, data = scene()
+    few = data.pairs[data.pairs[:, 0] < 4]
+    shared = PairData(data.image_ids, data.images, data.text_ids, data.texts, data.text_kinds, few)
+    fitted = calibrate_split(embedded, shared, "csd", split="val")
+    assert fitted.i2t.scores.matches_per_query > 0 and fitted.t2i.scores.n_gallery == 30
+
+
 def test_of_a_large_split_a_part_is_taken_with_the_whole_gallery():
     embedded, data = scene()
     got = calibrate_split(embedded, data, "csd", split="val", max_pairs=840, max_queries=25)

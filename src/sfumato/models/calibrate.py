@@ -120,11 +120,11 @@ class _Split:
         half = (rng.permutation(int(group.max()) + 1) % 2 == 0)[group]
         own_image = np.argmax(self.data.match(every_image, texts), axis=0)
         beside = [np.any(self.data.match(part, every_text), axis=0) for part in deals]
-        asked = [np.isin(images, part) for part in deals]
+        of_texts = [(found, np.isin(images, part)) for found, part in zip(beside, deals, strict=True) if found.any()]
         return {
-            "i2t": _HeldOut(
-                lambda: self.of("i2t", images), half[images], list(zip(beside, asked, strict=True)), group[images]
-            ).seen_by(reference.get("i2t"), self.images[torch.from_numpy(images)], self.texts),
+            "i2t": _HeldOut(lambda: self.of("i2t", images), half[images], of_texts, group[images]).seen_by(
+                reference.get("i2t"), self.images[torch.from_numpy(images)], self.texts
+            ),
             "t2i": _HeldOut(
                 lambda: self.of("t2i", texts),
                 half[own_image],
