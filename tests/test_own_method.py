@@ -33,7 +33,8 @@ from sfumato.models.recipe import load_recipe
 from sfumato.models.run import load_run
 from sfumato.posthoc import METHODS, register_method
 
-OWN = Path(__file__).parents[1] / "docs/examples/mymethod.py"
+GUIDE = (Path(__file__).parents[1] / "docs/guides/own-method.md").read_text()
+OWN = re.search(r"^```python\n(.*?)^```", GUIDE, re.DOTALL | re.MULTILINE)[1]
 
 TABLES = LOSSES, DISTANCES, ESTIMATORS, METHODS
 
@@ -189,14 +190,15 @@ TINY = ["train.epochs=1"]
 
 def test_a_run_of_ones_own_loss_is_used_without_it(tmp_path, sfumato, monkeypatch):
     known = [dict(table) for table in TABLES]
-    shutil.copy(OWN, tmp_path / "mine.py")
+    (tmp_path / "mine.py").write_text(OWN)
+    digest = imports.file_digest(tmp_path / "mine.py")[:12]
     monkeypatch.chdir(tmp_path)
     recipe = ("train", make_toy(tmp_path / "toy"), *TINY, "loss.name=margin", "loss.weight=0.2")
     status, _, err = sfumato(*recipe, "--out", "run")
     assert status == 2 and "loss.name: unknown 'margin'" in err and "--import FILE" in err and not Path("run").exists()
     sfumato.printed(*recipe, "--import", "mine.py", "--out", "run")
     [kept] = Path("run/imports").iterdir()
-    assert kept.read_bytes() == OWN.read_bytes() and kept.name == f"mine-{imports.file_digest(OWN)[:12]}.py"
+    assert kept.read_text() == OWN and kept.name == f"mine-{digest}.py"
     assert {"margin", "match"} <= {
         key.removeprefix("loss/") for key in json.loads(Path("run/log.jsonl").read_text().splitlines()[0]) if "/" in key
     }
@@ -223,14 +225,14 @@ def test_a_run_of_ones_own_loss_is_used_without_it(tmp_path, sfumato, monkeypatc
 
 def test_training_goes_on_only_with_the_same_file(tmp_path, sfumato, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    Path("mine.py").write_text(OWN.read_text())
+    Path("mine.py").write_text(OWN)
     recipe = tmp_path / "own.toml"
     text = make_toy(tmp_path / "toy").read_text()
     recipe.write_text('imports = ["mine.py"]\n' + re.sub(r"\[loss\]\n(.+\n)*", '[loss]\nname = "margin"\n', text))
     known = [dict(table) for table in TABLES]
     sfumato.printed("train", recipe, *TINY, "--out", "run")
     assert load_recipe("run/recipe.toml").imports == (str(tmp_path / "mine.py"),)
-    Path("mine.py").write_text(OWN.read_text() + "# another version\n")
+    Path("mine.py").write_text(OWN + "# another version\n")
     forget(known)
     monkeypatch.setattr(imports, "_digests", {})
     status, _, err = sfumato("train", recipe, *TINY, "train.epochs=2", "--out", "run")
@@ -253,6 +255,33 @@ def test_a_loss_that_a_program_registered_leaves_a_run_that_opens(tmp_path, monk
     with pytest.raises(UserError, match="unknown loss 'plain'.*--import FILE"):
         load_run(tmp_path / "run").loss(*batch(dtype=torch.float32), MATCH)
     torch.testing.assert_close(public.load(tmp_path / "run").embed_texts(["a cat"]).mean, before.mean)
+
+
+def test_a_run_does_not_go_on_with_a_corrected_loss_of_the_same_program(tmp_path):
+    """In a notebook the corrected cell takes the name, and no file is there to compare."""
+    recipe = make_toy(tmp_path / "toy")
+    made = lambda epochs: load_recipe(recipe, [f"train.epochs={epochs}", "loss.name=in_notebook"])
+
+    def loss(image, text, match, options):
+        return (match * public.csd_matrix(image, text)).mean()
+
+    register_loss("in_notebook", loss)
+    public.fit(made(1), tmp_path / "run")
+
+    def loss(image, text, match, options):
+        return (match * public.csd_matrix(image, text)).mean()
+
+    register_loss("in_notebook", loss)
+    public.fit(made(2), tmp_path / "run")
+
+    def loss(image, text, match, options):
+        return (match * public.csd_matrix(image, text)).sum()
+
+    register_loss("in_notebook", loss)
+    for epochs in (2, 3):
+        with pytest.raises(UserError, match="the code of the loss 'in_notebook' has changed since the run in .* began"):
+            public.fit(made(epochs), tmp_path / "run")
+    del LOSSES["in_notebook"]
 
 
 @pytest.mark.parametrize(

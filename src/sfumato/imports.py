@@ -14,6 +14,7 @@ import traceback
 from collections.abc import Collection, Iterable
 from importlib.metadata import entry_points
 from pathlib import Path
+from types import CodeType
 
 from sfumato.errors import UserError, first_line
 from sfumato.progress import say
@@ -84,6 +85,20 @@ def given_imports() -> tuple[str, ...]:
 def file_digest(path: Path) -> str:
     """The SHA-256 of a file's content."""
     return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def code_digest(functions: Iterable[object]) -> str:
+    """A digest of the code of functions, without what they call; it compares within one version of Python."""
+    codes = [code for function in functions if isinstance(code := getattr(function, "__code__", None), CodeType)]
+    version = ".".join(map(str, sys.version_info[:2]))
+    return f"{version}:{hashlib.sha256(repr([_content(code) for code in codes]).encode()).hexdigest()}" if codes else ""
+
+
+def _content(value: object) -> object:
+    """The instructions, names and constants of a code, without its file and lines."""
+    if isinstance(value, CodeType):
+        return value.co_code.hex(), value.co_names, [_content(one) for one in value.co_consts]
+    return sorted(map(repr, value)) if isinstance(value, frozenset) else repr(value)
 
 
 def _import_file(path: Path) -> None:

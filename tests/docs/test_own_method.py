@@ -2,7 +2,6 @@
 
 import re
 import shlex
-import shutil
 from pathlib import Path
 
 import pytest
@@ -37,7 +36,7 @@ def forget(monkeypatch):
 @pytest.mark.slow
 def test_the_commands_run_in_their_order(tmp_path, sfumato, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    shutil.copy(ROOT / "docs/examples/mymethod.py", tmp_path)
+    (tmp_path / "mymethod.py").write_text(re.search(r"^```python\n(.*?)^```", GUIDE, re.DOTALL | re.MULTILINE)[1])
     printed = {}
     for block in re.findall(r"^```bash\n(.*?)^```", GUIDE, re.DOTALL | re.MULTILINE):
         for line in block.splitlines():
@@ -46,6 +45,6 @@ def test_the_commands_run_in_their_order(tmp_path, sfumato, monkeypatch):
             forget(monkeypatch)
             printed[line.split()[1], words[1]] = sfumato.printed(*words)
     forget(monkeypatch)
-    assert "top2_gap" in printed["trust", "runs/margin-0"].replace(" ", "_")
-    assert "top2_gap" in printed["referee", "runs/margin-0"]
+    assert "top2_gap" in printed["trust", "runs/own/margin-0"].replace(" ", "_")
+    assert "top2_gap" in printed["referee", "runs/own/margin-0"]
     assert "l1_means" in printed["evaluate", "run"] and "1F" in printed["search", "runs/margin-index"]

@@ -70,7 +70,7 @@ def _by_content(recipe: Recipe, folder: Path) -> Recipe:
     """The recipe with the copies of its files, whose names have their digests, in place of where the files were."""
     copies = sorted(path.name for path in (folder / IMPORTS).glob("*.py"))
     modules = (name for name in recipe.imports if not name.endswith(".py"))
-    return recipe.model_copy(update={"imports": (*modules, *copies)})
+    return recipe.model_copy(update={"imports": (*modules, *copies)}) if copies else recipe
 
 
 def different_keys(first: Recipe, second: Recipe) -> dict[str, tuple[Any, Any]]:

@@ -8,6 +8,7 @@ from textwrap import fill
 from typing import Any
 
 from sfumato.files import write_atomically
+from sfumato.posthoc import METHODS
 from sfumato.reports.tables import ARROWS, MISSING, Table, in_words, print_table, print_wrapped
 
 _LOWER, _HIGHER = min, max
@@ -70,7 +71,8 @@ def print_referee(report: dict[str, Any], methods: Sequence[str]) -> None:
     )  # fmt: skip
     print("\n*: the best of its column. In brackets: 95% intervals over queries")
     notes = [f"note: {note}" for note in report["notes"]]
-    notes += [f"not built: {name}. {why}" for name, why in report["not_built"].items()]
+    if METHODS.keys() <= report["methods"].keys():
+        notes += [f"not built: {name}. {why}" for name, why in report["not_built"].items()]
     for line in (*_LEGEND, *notes):
         print_wrapped(line, indent=2)
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from sfumato.evaluation.compare import RSUM, OverSeeds
 from sfumato.metrics.retrieval import RANK_METRICS
-from sfumato.reports.tables import MISSING, Table, latex, mean_and_deviation, short_name, tex
+from sfumato.reports.tables import MISSING, Table, column_decimals, latex, mean_and_deviation, short_name, tex
 from sfumato.workflows.table import LEVEL, TESTED, RunsTable
 
 _ALSO = 6
@@ -58,7 +58,7 @@ def _cell(column: str, value: OverSeeds | None) -> str:
     metric = column.partition(" by ")[0]
     if metric in TESTED or metric.rpartition(".")[2].startswith(("recall@", "map@", "r_precision")):
         return mean_and_deviation(100 * value.mean, value.deviation and 100 * value.deviation)
-    decimals = 1 if metric.rpartition(".")[2] in RANK_METRICS else None
+    decimals = 1 if metric.rpartition(".")[2] in RANK_METRICS else column_decimals((value.mean, value.deviation))
     return mean_and_deviation(value.mean, value.deviation, decimals)
 
 

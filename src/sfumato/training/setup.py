@@ -76,7 +76,8 @@ def claim_folder(folder: Path, recipe: Recipe) -> int | None:
         if changed or len(files) < len(kept):
             raise UserError(
                 f"{changed[0] if changed else 'a file that the recipe imports'} has changed since the run in {folder}"
-                f" began, which keeps a copy in {folder / IMPORTS}; import that file, or give another folder with --out"
+                f" began, which keeps a copy in {folder / IMPORTS}; import that copy in its place, or give another"
+                " folder with --out"
             )
         saved = absolute_recipe(load_recipe(folder / RECIPE)).model_copy(update={"imports": recipe.imports})
         if saved == recipe:
