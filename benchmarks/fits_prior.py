@@ -37,7 +37,7 @@ from sfumato.calibration.conditional import LinearLogit, Rows, fit_linear_logit
 from sfumato.calibration.fits import N_NEAR, Evidence, FitsCalibration, FitsLogits, list_features
 from sfumato.distances import get_distance
 from sfumato.encoders.minilm import sentence_vectors
-from sfumato.metrics.selective import excess_aurc_statistic, rejection_ratio_statistic
+from sfumato.metrics.selective import risk_coverage_statistics
 from sfumato.search.answer import LINE, fits_verdict
 from sfumato.search.gallery import REFERENCE_SIZE, Scorer
 from sfumato.search.texts import FUNCTION_WORDS, ItemTexts, is_close, says, word_stems
@@ -262,6 +262,7 @@ def quality(probability: Tensor, match: Tensor) -> dict[str, float]:
     generator = torch.Generator().manual_seed(0)
     perfect = [error(torch.bernoulli(p, generator=generator)) for _ in range(50)]
     wrong, counts = (y <= 0.5).double().numpy(), np.ones((1, len(y)))
+    risk = risk_coverage_statistics(-p.numpy(), wrong)
     positive, order = y > 0.5, p.argsort().argsort().double()
     n, rest = int(positive.sum()), int((~positive).sum())
     return {
@@ -271,8 +272,8 @@ def quality(probability: Tensor, match: Tensor) -> dict[str, float]:
         "right": float(y.mean()),
         "error": error(y),
         "perfect": sum(perfect) / len(perfect),
-        "E-AURC": float(excess_aurc_statistic(-p.numpy(), wrong)(counts)[0]),
-        "nAUC": float(rejection_ratio_statistic(-p.numpy(), wrong)(counts)[0]),
+        "E-AURC": float(risk["e_aurc"](counts)[0]),
+        "nAUC": float(risk["prr"](counts)[0]),
         "auroc": (float(order[positive].sum()) - n * (n - 1) / 2) / (n * rest) if n and rest else 1.0,
     }
 

@@ -22,8 +22,8 @@ aurc, excess_aurc, prediction_rejection_ratio, risk_at_coverage = (
     lambda u, e, *given, statistic=statistic: on_all(statistic(u, e, *given), len(u))
     for statistic in (
         selective.aurc_statistic,
-        selective.excess_aurc_statistic,
-        selective.rejection_ratio_statistic,
+        lambda u, e: selective.risk_coverage_statistics(u, e)["e_aurc"],
+        lambda u, e: selective.risk_coverage_statistics(u, e)["prr"],
         selective.risk_statistic,
     )
 )
@@ -107,11 +107,12 @@ def test_every_fast_statistic_is_the_plain_one_on_the_drawn_items():
     risk = lambda u, e: risk_at_coverage(u, e, 0.3)
     rho = lambda a, b: scipy.stats.spearmanr(a, b).statistic
     deciles = lambda u, h: recall_by_uncertainty(u, h)["correlation"]
+    shared = selective.risk_coverage_statistics(x, error)
     pairs = {
         "auroc": (selective.auroc_statistic(x, error), plain_statistic(auroc, x, error)),
         "aurc": (selective.aurc_statistic(x, error), plain_statistic(aurc, x, error)),
-        "excess": (selective.excess_aurc_statistic(x, error), plain_statistic(excess_aurc, x, error)),
-        "gain": (selective.rejection_ratio_statistic(x, error), plain_statistic(prediction_rejection_ratio, x, error)),
+        "excess": (shared["e_aurc"], plain_statistic(excess_aurc, x, error)),
+        "gain": (shared["prr"], plain_statistic(prediction_rejection_ratio, x, error)),
         "risk": (selective.risk_statistic(x, error, 0.3), plain_statistic(risk, x, error)),
         "mean": (mean_statistic(y), plain_statistic(np.mean, y)),
         "spearman": (selective.spearman_statistic(x, y), plain_statistic(rho, x, y)),

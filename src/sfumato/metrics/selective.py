@@ -66,25 +66,17 @@ def aurc_statistic(uncertainty: np.ndarray, error: np.ndarray) -> Statistic:
     return statistic
 
 
-def excess_aurc_statistic(uncertainty: np.ndarray, error: np.ndarray) -> Statistic:
-    """Excess area under the risk-coverage curve (E-AURC): that of the order less that of the best one (same paper)."""
-    return risk_coverage_statistics(uncertainty, error)["e_aurc"]
-
-
-def rejection_ratio_statistic(uncertainty: np.ndarray, error: np.ndarray) -> Statistic:
-    """Prediction rejection ratio (PRR): the gain over a random order, divided by the gain of a perfect order.
-
-        PRR = (mean error - aurc) / (mean error - best aurc)
-
-    Paper: Malinin, "Uncertainty estimation in deep learning with application to spoken language assessment", 2019.
-    """
-    return risk_coverage_statistics(uncertainty, error)["prr"]
-
-
 def risk_coverage_statistics(
     uncertainty: np.ndarray, error: np.ndarray, best: Statistic | None = None
 ) -> dict[str, Statistic]:
-    """AURC, E-AURC and PRR by name, which share what they compute; best is the remembered AURC of a perfect order."""
+    """Three figures that share what they compute; best is the remembered AURC of a perfect order, if it is known.
+
+        e_aurc = aurc - best aurc    (excess area, the paper of aurc_statistic)
+        prr = (mean error - aurc) / (mean error - best aurc)    (prediction rejection ratio)
+
+    Paper: Malinin, "Uncertainty estimation in deep learning with application to spoken language assessment", 2019, for
+        the ratio.
+    """
     own, mean = remembered(aurc_statistic(uncertainty, error)), mean_statistic(error)
     least = remembered(aurc_statistic(error, error)) if best is None else best
 
