@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 
-.PHONY: help install demo test quick style types examples docs site check lowest release-check upgrade-check clients format benchmarks scale clean
+.PHONY: help install demo test quick style types examples docs site check lowest release-check upgrade-check clients format benchmarks clean
 
 help:  ## what there is
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -60,9 +60,6 @@ format: $(VENV)/.dev  ## put the code into its one layout
 
 benchmarks: $(VENV)/.dev  ## speed and memory against the references, into benchmarks/results and the page "How fast is it?"
 	$(BIN)/python benchmarks/suite.py
-
-scale: $(VENV)/.dev  ## a million items in a folder and on a Milvus server, for sfumato plan; needs FLICKR8K=FOLDER, 30 minutes
-	$(BIN)/python benchmarks/scale.py $(FLICKR8K) --json src/sfumato/workflows/scale.json
 
 clean:  ## remove the environment and all runs
 	rm -rf $(VENV) runs

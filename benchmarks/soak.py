@@ -1,9 +1,9 @@
 """Mixed load on a service over HTTP for a long time: no 500, nothing acknowledged lost, memory flat, p99 by kind.
 
-    python benchmarks/soak.py store milvus:store.db postgresql redis --minutes 30 [--json PATH]
+    python benchmarks/soak.py store milvus:store.db postgresql milvus --minutes 30 [--json PATH]
 
 For each store URL a collection of noise and a service of a small model that was never trained, in a process of its own
-on loopback. Paths start at the folder of the collection. `postgresql`, `redis` and `milvus` alone start a server, which
+on loopback. Paths start at the folder of the collection. `postgresql` and `milvus` alone start a server, which
 is killed and restarted, and once stopped for a while, during the load. Eight clients search by text, picture, vector
 and item, look at items and metrics, add, replace and delete pictures, and send malformed requests
 (benchmarks/faults.py). Where the service has worker processes, one of them is killed from time to time. At the end the
@@ -518,7 +518,7 @@ def _restart(service: Service, clients: list[Client], ledger: Ledger, seeds: int
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="mixed load for a long time")
-    parser.add_argument("stores", nargs="+", metavar="STORE_URL", help="store URL, postgresql, or redis")
+    parser.add_argument("stores", nargs="+", metavar="STORE_URL", help="store URL, postgresql, or milvus")
     parser.add_argument("--minutes", type=float, default=30.0, help="of load on each store")
     parser.add_argument("--rate", type=float, default=30.0, help="requests a second at most, of all clients together")
     parser.add_argument("--disturb", type=float, default=60.0, help="seconds between two kills")

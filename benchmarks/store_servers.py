@@ -1,4 +1,4 @@
-"""Servers of stores on free ports: PostgreSQL with pgvector, Redis and Milvus, to be killed, stopped and restarted."""
+"""Servers of stores on free ports: PostgreSQL with pgvector, and Milvus, to be killed, stopped and restarted."""
 
 import contextlib
 import importlib
@@ -122,28 +122,6 @@ class PostgresServer(LocalServer):
         return [*self._prefix, str(self._programs / program), "-D", str(self.folder / "data"), *arguments]
 
 
-class RedisServer(LocalServer):
-    """redis-server that forces each write to disk; the means of its store are in a folder beside it."""
-
-    @property
-    def url(self) -> str:
-        """See :attr:`LocalServer.url`."""
-        return f"redis://127.0.0.1:{self.port}/0?means={self.folder / 'means'}"
-
-    def start(self) -> None:
-        """See :meth:`LocalServer.start`."""
-        command = ["redis-server", "--port", str(self.port), "--bind", "127.0.0.1", "--dir", str(self.folder)]
-        self._run([*command, "--save", "", "--appendonly", "yes", "--appendfsync", "always"])
-
-        def answers() -> bool:
-            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self.port), 2) as connection:
-                connection.sendall(b"PING\r\n")
-                return connection.recv(64).startswith(b"+PONG")
-            return False
-
-        self._await(answers)
-
-
 class MilvusServer(LocalServer):
     """Milvus of the package `milvus`. Its metadata take the ports 2379 and 2380: one at a time."""
 
@@ -175,7 +153,7 @@ class MilvusServer(LocalServer):
         self._await(answers)
 
 
-SERVERS: dict[str, type[LocalServer]] = {"postgresql": PostgresServer, "redis": RedisServer, "milvus": MilvusServer}
+SERVERS: dict[str, type[LocalServer]] = {"postgresql": PostgresServer, "milvus": MilvusServer}
 """Servers by the scheme of their stores."""
 
 

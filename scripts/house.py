@@ -1,16 +1,19 @@
-"""Figures of the package's layout, and the rules that tests/test_house_rules.py enforces.
+"""Figures of the package's layout, the budget of tests/test_budget.py, and the rules of tests/test_house_rules.py.
 
-python scripts/house.py [FOLDER]        modules, lines, longest functions, most parameters, documented names
+python scripts/house.py [FOLDER]        the size of the house, and of FOLDER its lines, longest functions and the like
+python scripts/house.py --budget        lines by folder, as the table of tests/test_budget.py
 """
 
 import ast
 import io
+import json
 import re
 import sys
 import tokenize
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, get_args
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -114,6 +117,91 @@ def count(path: Path) -> tuple[int, int]:
     return len(held - documented), len(documented)
 
 
+def budget(root: Path) -> dict[str, int]:
+    """Lines of code by folder of the package, of papers and of benchmarks; lines of tests; words of docs."""
+    package, papers = root / "src" / "sfumato", root / "papers"
+    found: dict[str, int] = {}
+    for path in sorted(package.rglob("*.py")):
+        inside = path.relative_to(package).parts
+        place = f"src/sfumato/{inside[0]}" if len(inside) > 1 else "src/sfumato"
+        found[place] = found.get(place, 0) + count(path)[0]
+    papers_tests = papers / "tests"
+    own = [path for path in sorted(papers.rglob("*.py")) if papers_tests not in path.parents]
+    found["papers"] = sum(count(path)[0] for path in own)
+    found["papers/tests, lines"] = _lines(papers_tests)
+    found["benchmarks"] = sum(count(path)[0] for path in sorted((root / "benchmarks").rglob("*.py")))
+    found["tests, lines"] = _lines(root / "tests")
+    found["docs, words"] = _words(*(root / "docs").rglob("*.md"))
+    found["papers, words"] = _words(*papers.rglob("*.md"))
+    found["CHANGELOG.md, words"] = _words(root / "CHANGELOG.md")
+    return found
+
+
+def _lines(folder: Path) -> int:
+    return sum(len(path.read_text(encoding="utf-8").splitlines()) for path in folder.rglob("*.py"))
+
+
+def _words(*paths: Path) -> int:
+    return sum(len(path.read_text(encoding="utf-8").split()) for path in paths)
+
+
+def size(root: Path) -> list[tuple[str, int, int]]:
+    """What the house is measured by, its number now, and the number to reach."""
+    held, surface = budget(root), _surface()
+    package = sorted((root / "src" / "sfumato").rglob("*.py"))
+    long = sum(len(path.read_text(encoding="utf-8").splitlines()) > 450 for path in package)
+    return [
+        ("modules in src", len(package), 150),
+        ("lines of code in src", sum(n for place, n in held.items() if place.startswith("src/")), 28_000),
+        ("files above 450 lines", long, 0),
+        ("lines of tests of the package", held["tests, lines"], 27_000),
+        ("lines of code in papers", held["papers"], 9_000),
+        ("lines of tests of papers", held["papers/tests, lines"], 6_500),
+        ("lines of code in benchmarks", held["benchmarks"], 6_000),
+        ("words of docs", held["docs, words"], 50_000),
+        ("words of docs of papers", held["papers, words"], 32_000),
+        ("words of the changelog", held["CHANGELOG.md, words"], 1_500),
+        ("commands", surface["commands"], 17),
+        ("flags", surface["flags"], 130),
+        ("routes", surface["routes"], 14),
+        ("recipe keys", surface["keys"], 220),
+        ("exports", surface["exports"], 75),
+    ]
+
+
+def _surface() -> dict[str, int]:
+    """Numbers of commands, of their options, of the service's routes, of the recipe's keys and of exported names."""
+    import typer.main
+    from pydantic import BaseModel
+
+    import sfumato
+    from sfumato.cli import app
+    from sfumato.models.recipe import Recipe
+
+    def options(command: Any) -> set[str]:
+        inner = getattr(command, "commands", {}).values()
+        own = {name for p in command.params for name in p.opts if name.startswith("--")}
+        return own.union(*map(options, inner)) if inner else own
+
+    def keys(model: type[BaseModel]) -> int:
+        """Its own keys, and those of each section; of one with several kinds the keys of each kind."""
+        return sum(sum(map(keys, sections(field.annotation))) or 1 for field in model.model_fields.values())
+
+    def sections(kind: Any) -> list[type[BaseModel]]:
+        own = [kind] if isinstance(kind, type) and issubclass(kind, BaseModel) else []
+        return own or [section for inner in get_args(kind) for section in sections(inner)]
+
+    commands = {name: c for name, c in typer.main.get_command(app).commands.items()}  # type: ignore[attr-defined]
+    source = (Path(sfumato.__file__).parent / "serve" / "app.py").read_text(encoding="utf-8")
+    return {
+        "commands": len(commands),
+        "flags": sum(len(options(command) - {"--help", "--help-all"}) for command in commands.values()),
+        "routes": len(re.findall(r"^ *@\w+\.(?:get|post|put|delete|patch|head)\(", source, re.MULTILINE)),
+        "keys": keys(Recipe),
+        "exports": len(dir(sfumato)),
+    }
+
+
 def main(folder: Path) -> None:
     """Print the figures."""
     paths, found = sorted(folder.rglob("*.py")), list(definitions(folder))
@@ -135,4 +223,9 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1] if len(sys.argv) > 1 else "src/sfumato"))
+    if sys.argv[1:] == ["--budget"]:
+        print(json.dumps(budget(Path()), indent=4))
+    else:
+        for what, number, goal in size(Path()):
+            print(f"{what:<30} {number:>7,}   to reach {goal:>7,}")
+        main(Path(sys.argv[1] if len(sys.argv) > 1 else "src/sfumato"))

@@ -7,8 +7,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-import papers
-
+from papers import pages
 from sfumato.evaluation.papers import paper_items
 from sfumato.models.recipe import find_recipe, load_recipe, recipe_files
 
@@ -71,8 +70,8 @@ def test_every_option_is_one_of_its_command(sfumato):
 
 
 def test_the_page_and_the_headers_are_those_of_the_tables():
-    """`python scripts/papers.py` writes them again."""
-    assert not [path.name for path, text in papers.written() if path.read_text(encoding="utf-8") != text]
+    """`python -m papers.pages` writes them again."""
+    assert not [path.name for path, text in pages.written() if path.read_text(encoding="utf-8") != text]
 
 
 def test_the_page_has_every_item_and_links_to_results_that_exist():

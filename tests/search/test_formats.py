@@ -4,14 +4,12 @@ The archive beside this file was made by commit f5d496a8 with
 
     PYTHONPATH=src:tests python tests/search/test_formats.py tests/search/formats_f5d496a8.tar.xz
 
-which writes the same with any version: folders, rows of PostgreSQL and Redis, a file of Milvus Lite, and the answers.
+which writes the same with any version: folders, rows of PostgreSQL, a file of Milvus Lite, and the answers.
 """
 
-import base64
 import contextlib
 import hashlib
 import json
-import shutil
 import sqlite3
 import subprocess
 import sys
@@ -73,7 +71,7 @@ def fill(folder, store, texts=False):
     return made
 
 
-def write_all(folder, server, redis):
+def write_all(folder, server):
     """Everything that this version writes, in a folder."""
     found = {}
     with fill(folder / "collection", "store", texts=True) as made:
@@ -94,10 +92,6 @@ def write_all(folder, server, redis):
     with fill(folder / "postgresql", url, texts=True) as made:
         found["postgresql"] = answers(made)
     (folder / "rows.sql").write_bytes(dumped(server))
-    with fill(folder / "redis", f"{redis.url}?means=means&prefix=old:") as made:
-        found["redis"] = answers(made)
-    keys = {key.decode(): base64.b64encode(redis.client.get(key)).decode() for key in redis.client.scan_iter("old:*")}
-    (folder / "keys.json").write_text(json.dumps(keys))
     with fill(folder / "milvus", "milvus:images.db") as made:
         found["milvus"] = answers(made)
     (folder / "answers.json").write_text(json.dumps(found))
@@ -106,26 +100,6 @@ def write_all(folder, server, redis):
 def dumped(server):
     command = [server.programs / "pg_dump", "-h", "127.0.0.1", "-p", str(server.port), "-U", "postgres", "postgres"]
     return subprocess.run(command, check=True, timeout=60, capture_output=True).stdout
-
-
-class Redis:
-    """A redis-server, and its client."""
-
-    def __init__(self, folder):
-        redis = pytest.importorskip("redis", reason="needs the extra redis")
-        from support.stores_contract import Server
-
-        if shutil.which("redis-server") is None:
-            pytest.skip("needs redis-server on the path")
-
-        class RedisServer(Server):
-            def command(self):
-                durable = "--appendonly", "yes", "--appendfsync", "always"
-                return "redis-server", "--port", self.port, "--bind", "127.0.0.1", "--dir", self.folder, *durable
-
-        self.server = RedisServer(folder)
-        self.url = f"redis://127.0.0.1:{self.server.port}/0"
-        self.client = redis.Redis.from_url(self.url)
 
 
 @pytest.fixture(autouse=True)
@@ -205,21 +179,6 @@ def test_rows_of_postgresql_of_an_earlier_version(old, server):
         assert_whole(collection, old, "postgresql")
 
 
-def test_a_store_in_redis_of_an_earlier_version(old, tmp_path):
-    (tmp_path / "redis").mkdir()
-    redis = Redis(tmp_path / "redis")
-    try:
-        for key, value in json.loads((old / "keys.json").read_text()).items():
-            redis.client.set(key, base64.b64decode(value))
-        store = f"{redis.url}?means=means&prefix=old:"
-        with GaussianCollection.open(old / "redis", store) as collection:
-            assert_whole(collection, old, "redis")
-        later(old / "redis" / "means", "meta", lambda text: text.replace('{"dim"', '{"sfumato": 2, "dim"'))
-        refused(lambda: GaussianCollection.open(old / "redis", store), 2, 1)
-    finally:
-        redis.server.kill()
-
-
 def test_a_file_of_milvus_lite_of_an_earlier_version(old):
     pytest.importorskip("pymilvus", reason="needs the extra milvus")
     pytest.importorskip("milvus_lite", reason="needs the extra milvus")
@@ -288,14 +247,9 @@ def test_stores_of_a_later_version_are_refused(old, server, tmp_path):
 if __name__ == "__main__":
     texts_module.sentence_vectors = vectors_of
     with tempfile.TemporaryDirectory() as temporary, postgresql() as own_server:
-        made, own = Path(temporary) / "made", Path(temporary) / "redis"
+        made = Path(temporary) / "made"
         made.mkdir()
-        own.mkdir()
-        own_redis = Redis(own)
-        try:
-            write_all(made, own_server, own_redis)
-        finally:
-            own_redis.server.kill()
+        write_all(made, own_server)
         with tarfile.open(sys.argv[1], "w:xz") as archive:
             for path in sorted(made.iterdir()):
                 archive.add(path, path.name)

@@ -12,25 +12,22 @@ from sfumato.search.stores.local import LocalStore
 from sfumato.search.stores.milvus import MilvusStore
 from sfumato.search.stores.pgvector import PgVectorStore
 from sfumato.search.stores.protocol import STORES, WordStore, compressed, create_store
-from sfumato.search.stores.redis import RedisStore
 
 ROOT = Path(__file__).resolve().parents[2]
 CLASSES = {
     "file": LocalStore,
-    "redis": RedisStore,
     "postgresql": PgVectorStore,
     "milvus": MilvusStore,
     "milvus+http": MilvusStore,
 }
 URLS = {
     "file": "file:none",
-    "redis": "redis://h/0?means=none",
     "postgresql": "postgresql://h/d",
     "milvus": "milvus:none.db",
     "milvus+http": "milvus+http://h/n",
 }
-SAME = {"rediss": "redis", "postgres": "postgresql", "milvus+https": "milvus+http"}
-TESTS = {"file": "stores", "redis": "redis", "postgresql": "pgvector", "milvus": "milvus", "milvus+http": "milvus"}
+SAME = {"postgres": "postgresql", "milvus+https": "milvus+http"}
+TESTS = {"file": "stores", "postgresql": "pgvector", "milvus": "milvus", "milvus+http": "milvus"}
 
 
 def table():
@@ -54,7 +51,7 @@ def test_the_stores_that_search_by_words():
         assert row["search by words"] == ("yes" if issubclass(texts, WordStore) else "no"), scheme
 
 
-INDEXES = {"file": "engine=hnsw", "redis": "engine=hnsw", "postgresql": "index=hnsw"}
+INDEXES = {"file": "engine=hnsw", "postgresql": "index=hnsw"}
 
 
 @pytest.mark.parametrize("scheme", CLASSES)
@@ -69,7 +66,7 @@ def test_the_stores_take_the_compressions_of_their_row_and_refuse_others(scheme,
         return raises(UserError, said, create_store, url, 3, "f")
     if scheme in ("file", "milvus"):
         return create_store(url, 3, "f").close()
-    raises(UserError, "refused|unavailable|Redis:", create_store, url, 3, "f")  # There is no server.
+    raises(UserError, "refused|unavailable", create_store, url, 3, "f")  # There is no server.
 
 
 def test_a_compression_of_the_command_ends_in_the_url():

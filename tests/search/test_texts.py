@@ -227,7 +227,6 @@ def test_urls_of_the_second_store():
     }
     assert beside("milvus+http://h:1/c") == "milvus+http://h:1/c_texts"
     assert beside("postgresql://u@h/d?table=s.t") == "postgresql://u@h/d?table=s.t_texts"
-    assert beside("redis://h/0?means=runs/m") == "file:runs/m_texts"
 
 
 def test_words_are_close_together():

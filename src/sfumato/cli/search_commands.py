@@ -60,7 +60,7 @@ class IndexFlags:
         None,
         "Fill a collection in a vector store instead, where items can be added and deleted: file: (in the"
         " folder), file:?engine=hnsw, milvus:PATH.db, milvus+http://host:19530/NAME,"
-        " postgresql://user@host/database?table=NAME, redis://host:6379/0?means=PATH.",
+        " postgresql://user@host/database?table=NAME.",
         metavar="URL",
     )
     compress: str | None = rare(None, COMPRESS)
@@ -302,29 +302,6 @@ def _print_copied(done: "Copied", folder: Path) -> None:
         print_wrapped(f"{folder} answers as before. The same command with --switch takes the copy into use.")
     else:
         print_wrapped(f"{folder} answers as before. The copy answers where it is: sfumato search {done.out}")
-
-
-@command()
-def plan(
-    *,
-    items: float = flag(..., "Number of items, e.g. 5e6.", min=1),
-    dim: int = flag(256, "Dimensions of the embeddings; the model small has 256.", min=1),
-    queries_per_second: float = flag(1, "Searches a second at the busiest time.", min=0),
-    texts: bool = flag(False, "The items have captions, tags or titles, which are searched, too.", "--texts"),
-    cores: int = flag(16, "Cores of a machine.", min=1),
-    memory: float = flag(64, "GB of memory of a machine.", min=1),
-    as_json: AsJson = False,
-) -> None:
-    """Say what a gallery of any size needs: memory, disk, time."""
-    from sfumato.reports.tables import print_table, print_wrapped
-    from sfumato.workflows.plan import HEADINGS, Machine, plan_gallery, words_of
-
-    needs = plan_gallery(items, dim, queries_per_second, Machine(cores, memory), texts=texts)
-    if as_json:
-        return print(json.dumps([asdict(need) for need in needs]))
-    print_table(f"{items:,.0f} items of {dim} dimensions", HEADINGS, [need.row for need in needs])
-    for line in words_of(needs):
-        print_wrapped(line)
 
 
 Moved = Annotated[

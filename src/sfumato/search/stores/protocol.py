@@ -11,7 +11,6 @@ runs/store?engine=hnsw              a local folder (file:runs/store is the same)
 milvus:runs/store.db                Milvus Lite, embedded
 milvus+http://host:19530/name       a Milvus server or cluster
 postgresql://user@host/db?table=t   PostgreSQL with pgvector
-redis://host:6379/0?means=runs/s    means in a folder, variances in Redis, candidates re-ranked
 
 To add a store, write one module with the functions `create` and `open` (a
 :class:`~sfumato.search.stores.protocol.StoreFactory`) that return a
@@ -432,8 +431,6 @@ STORES: dict[str, StoreKind] = {
     "milvus+https": StoreKind("sfumato.search.stores.milvus", second="path"),
     "postgresql": StoreKind("sfumato.search.stores.pgvector", second="table"),
     "postgres": StoreKind("sfumato.search.stores.pgvector", second="table"),
-    "redis": StoreKind("sfumato.search.stores.redis", path="means", second="means"),
-    "rediss": StoreKind("sfumato.search.stores.redis", path="means", second="means"),
 }
 """Kinds of stores by the scheme of their URLs; add to it with :func:`register_store`."""
 
@@ -544,8 +541,6 @@ def beside(url: str) -> str | None:
     if second is None or second == "path":
         return None if second is None else f"{head}_texts{mark}{query}"
     given = dict(parse_qsl(query, keep_blank_values=True))
-    if second == "means":  # Texts have no variances.
-        return f"file:{given['means']}_texts" if "means" in given else None
     return f"{head}?{urlencode(given | {second: given.get(second, 'sfumato') + '_texts'}, safe='/')}"
 
 

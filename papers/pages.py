@@ -1,6 +1,6 @@
 """Write what is said of the papers' tables elsewhere: docs/concepts/papers.md and the headers of the recipes.
 
-    python scripts/papers.py
+    python -m papers.pages
 
 Both come from recipes/tables, so that they cannot disagree. Only the parts between the marks are replaced.
 """
@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "concepts" / "papers.md"
 RECIPES = ROOT / "recipes"
 
-HEAD = "# Rows of the papers' tables, made by scripts/papers.py. `sfumato table ID --published` has the headings:"
+HEAD = "# Rows of the papers' tables, made by papers/pages.py. `sfumato table ID --published` has the headings:"
 FOOT = "# End of the rows."
 
 
@@ -77,10 +77,12 @@ def page_part(paper: str) -> str:
 
 
 def title(item: PaperItem) -> str:
+    """Of a table or figure in its paper."""
     return item.number if item.number.startswith("Fig.") else f"Table {item.number}"
 
 
 def state(item: PaperItem) -> str:
+    """Whether it was run, with a link."""
     if item.results:
         return f"[run](../results/{item.results})"
     able = [name for name in item.data_sets if name != item.benchmark]
@@ -88,6 +90,7 @@ def state(item: PaperItem) -> str:
 
 
 def escaped(text: str) -> str:
+    """For a cell of a table."""
     return text.replace("|", "\\|")
 
 
@@ -113,6 +116,7 @@ def override_lines(recipe: str) -> list[list[str]]:
 
 
 def main() -> None:
+    """Write the files that differ."""
     for path, text in written():
         if path.read_text(encoding="utf-8") != text:
             path.write_text(text, encoding="utf-8")

@@ -1,0 +1,60 @@
+"""The budget of the house. Its numbers may only fall: a feature enters by making room."""
+
+from pathlib import Path
+
+from house import budget
+
+# Lines of code by folder, lines of tests and words of docs; `python scripts/house.py --budget` counts them.
+BUDGET = {
+    "src/sfumato": 1_007,
+    "src/sfumato/adapters": 189,
+    "src/sfumato/calibration": 1_589,
+    "src/sfumato/cli": 2_221,
+    "src/sfumato/data": 3_827,
+    "src/sfumato/distances": 365,
+    "src/sfumato/encoders": 2_830,
+    "src/sfumato/evaluation": 3_362,
+    "src/sfumato/losses": 1_209,
+    "src/sfumato/metrics": 980,
+    "src/sfumato/models": 2_635,
+    "src/sfumato/posthoc": 979,
+    "src/sfumato/reports": 2_865,
+    "src/sfumato/search": 4_773,
+    "src/sfumato/serve": 3_488,
+    "src/sfumato/studies": 2_884,
+    "src/sfumato/training": 1_439,
+    "src/sfumato/workflows": 3_810,
+    "papers": 93,
+    "papers/tests, lines": 0,
+    "benchmarks": 9_495,
+    "tests, lines": 45_610,
+    "docs, words": 114_231,
+    "papers, words": 0,
+    "CHANGELOG.md, words": 10_064,
+}
+SLACK = 0.03  # A row that is this much above its number, and more than 60, has to be lowered.
+
+
+def beside(numbers, held):
+    """What is wrong with numbers, in words."""
+    for place in sorted(numbers.keys() | held.keys()):
+        number, most = numbers.get(place), held.get(place)
+        if most is None:
+            yield f"{place}: {number} without a row; make room in another folder for it, and move its lines here"
+        elif number is None:
+            yield f"{place} is gone: take its row away"
+        elif number > most:
+            yield f"{place}: {number}, and its budget is {most}; a feature enters by making room"
+        elif most - number > max(60, SLACK * most):
+            yield f"{place}: {number}, and its budget is still {most}; lower the row, so that it stays so"
+
+
+def test_no_folder_is_above_its_budget():
+    assert not list(beside(budget(Path(__file__).resolve().parents[1]), BUDGET))
+
+
+def test_the_budget_finds_what_breaks_it():
+    held = {"a": 100, "b": 1_000, "c": 10_000, "d": 5}
+    found = [line.split(":")[0] for line in beside({"a": 101, "b": 930, "c": 9_800, "e": 1}, held)]
+    assert found == ["a", "b", "d is gone", "e"]
+    assert not list(beside({"a": 41, "b": 941, "c": 9_701, "d": 5}, held))
