@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 
-.PHONY: help install demo test quick style types examples docs site check lowest release-check upgrade-check clients format benchmarks clean
+.PHONY: help install demo test test-papers test-all quick style types examples docs site check lowest release-check upgrade-check clients format benchmarks clean
 
 help:  ## what there is
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -15,8 +15,13 @@ install: $(VENV)/.demo  ## an environment in .venv for the commands of the READM
 demo: $(VENV)/.demo  ## train, evaluate, index and search on the embedded emoji set; writes runs/demo/index.html
 	$(BIN)/sfumato demo
 
-test: $(VENV)/.dev  ## all tests, on as many processes as there are cores
-	$(BIN)/python -m pytest --numprocesses auto --dist loadfile --no-loadscope-reorder
+test: $(VENV)/.dev  ## the tests of the package, on as many processes as there are cores
+	$(BIN)/python -m pytest tests --numprocesses auto --dist loadfile --no-loadscope-reorder
+
+test-papers: $(VENV)/.dev  ## the tests of what repeats and studies the papers
+	$(BIN)/python -m pytest papers/tests --numprocesses auto --dist loadfile --no-loadscope-reorder
+
+test-all: test test-papers  ## all tests
 
 quick: style types  ## style, types and the tests of what changed since origin/main, in less than a minute
 	$(BIN)/python -m pytest --numprocesses auto --dist loadfile $$($(BIN)/python scripts/quick.py)
@@ -29,7 +34,7 @@ types: $(VENV)/.dev  ## mypy, strict
 	$(BIN)/mypy
 
 examples: $(VENV)/.dev  ## run every Example in the docstrings
-	$(BIN)/python -m pytest --doctest-modules src/sfumato --ignore src/sfumato/adapters  # these need other packages
+	$(BIN)/python -m pytest --doctest-modules src/sfumato papers --ignore papers/tests --ignore papers/benchmarks --ignore src/sfumato/adapters  # these need other packages
 
 docs: $(VENV)/.dev  ## build the documentation site into build/site; a broken link or reference fails
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
@@ -37,7 +42,7 @@ docs: $(VENV)/.dev  ## build the documentation site into build/site; a broken li
 site: docs  ## the same and its demo page, a search in the browser; trains as `make demo` does if runs/demo has no model
 	$(BIN)/python scripts/demo_page.py
 
-check: style types examples docs test  ## what has to pass before a change lands
+check: style types examples docs test-all  ## what has to pass before a change lands
 
 lowest:  ## a part of the tests with the lowest version of every dependency, in an environment of its own
 	$(PYTHON) scripts/lowest_versions.py

@@ -16,7 +16,7 @@ PARTS = {name: " ".join(text.split()) for name, text in PART.findall((ROOT / "CO
 
 KINDS = ["distance", "loss", "encoder", "data source", "store", "estimator of uncertainty", "post-hoc method"]
 KINDS += ["workflow and its command"]
-SHARED = ("tests/test_distances.py", "tests/losses/test_shared.py", "tests/posthoc/test_methods.py")
+SHARED = ("tests/test_distances.py", "tests/losses/test_shared.py", "papers/tests/posthoc/test_methods.py")
 
 USED = """
 import torch
@@ -74,14 +74,14 @@ def enter(entry, registry, path, example, module):
 def made(tmp_path_factory):
     """A copy of the package and of what tests share, with every addition; and the files that each changes."""
     top, changed = tmp_path_factory.mktemp("package"), {}
-    for name in ("src/sfumato", "recipes", "tests/support"):
+    for name in ("src/sfumato", "papers", "recipes", "tests/support"):
         shutil.copytree(ROOT / name, top / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in (*SHARED, "tests/conftest.py"):
-        (top / name).parent.mkdir(exist_ok=True)
+        (top / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, top / name)
     for part, text in PARTS.items():
         module, example = "", ""
-        written = re.findall(r"`(src/\S+)`(?: gets)?[^`]*? like \[\S+\]\((\S+)\)", text)
+        written = re.findall(r"`((?:src|papers)/\S+)`(?: gets)?[^`]*? like \[\S+\]\((\S+)\)", text)
         written += re.findall(r"`(src/\S+)` a command like \[\S+\]\((\S+)\)", text)
         for target, source in dict(written).items():
             example = (ROOT / source).read_text()
@@ -98,7 +98,7 @@ def made(tmp_path_factory):
 
 
 def run(top, *words):
-    path = os.pathsep.join([str(top / "src"), str(top / "tests")])
+    path = os.pathsep.join([str(top), str(top / "src"), str(top / "tests")])
     return subprocess.run(
         [sys.executable, *words], cwd=top, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True
     )

@@ -2,6 +2,7 @@
 
 import ast
 import functools
+from collections.abc import Iterator
 from pathlib import Path
 
 import sfumato
@@ -11,7 +12,7 @@ SOURCE = Path(sfumato.__file__).parent
 # The parts of the house in order: a part (a top-level module or a folder) may import the parts above it in this list.
 ORDER = [
     "__init__", "errors", "files", "ids", "progress", "imports", "charts", "gaussian", "distances",
-    "inclusion", "matching", "metrics", "losses", "calibration", "data", "encoders", "posthoc", "search", "evaluation",
+    "inclusion", "matching", "metrics", "losses", "calibration", "data", "encoders", "search", "evaluation",
     "models", "training", "studies", "workflows", "reports", "adapters", "demo", "serve", "cli", "__main__",
 ]  # fmt: skip
 
@@ -58,6 +59,21 @@ def imports_of(path: Path) -> set[str]:
 def imports() -> dict[str, set[str]]:
     """By module the modules that it imports."""
     return {name: imports_of(path) - {name} for name, path in MODULES.items()}
+
+
+def named_modules(path: Path) -> Iterator[str]:
+    """Modules that a file imports, those of other packages too."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            yield node.module or ""
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+
+
+def test_nothing_in_the_package_imports_what_stands_beside_it():
+    found = {name: list(named_modules(path)) for name, path in MODULES.items()}
+    assert not {name for name, modules in found.items() if {"papers", "tests"} & {m.split(".")[0] for m in modules}}
+    assert "sfumato.errors" in found["cli"]
 
 
 def part_of(name: str) -> str:

@@ -31,12 +31,11 @@ from sfumato.losses import (
 )
 from sfumato.models.recipe import load_recipe
 from sfumato.models.run import load_run
-from sfumato.posthoc import METHODS, register_method
 
 GUIDE = (Path(__file__).parents[1] / "docs/guides/own-method.md").read_text()
 OWN = re.search(r"^```python\n(.*?)^```", GUIDE, re.DOTALL | re.MULTILINE)[1]
 
-TABLES = LOSSES, DISTANCES, ESTIMATORS, METHODS
+TABLES = LOSSES, DISTANCES, ESTIMATORS
 
 
 @pytest.fixture(autouse=True)
@@ -149,8 +148,6 @@ class Biased(LossOptions):
         (lambda: register_distance("csd", max), ValueError, "there is a distance 'csd' already"),
         (lambda: register_distance("nearest_of_2", max), ValueError, "already"),
         (lambda: register_distance("new", max, points="some"), ValueError, "points is 'some'"),
-        (lambda: register_method(METHODS["margin"]), ValueError, "there is a method 'margin' already"),
-        (lambda: register_method(int), TypeError, "not a class derived from PosthocMethod"),
     ],
 )
 def test_wrong_registrations_are_refused(call, error, message):

@@ -72,7 +72,6 @@ from .models.pretrained_tensors import read_checkpoint as read_checkpoint
 from .models.recipe import Recipe as Recipe
 from .models.recipe import find_recipe as find_recipe
 from .models.recipe import load_recipe as load_recipe
-from .posthoc import register_method as register_method
 from .search.answer import Answer as Answer
 from .search.answer import Hit as Hit
 from .search.collection import GaussianCollection as GaussianCollection

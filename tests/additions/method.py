@@ -2,8 +2,8 @@
 
 from torch import Tensor
 
+from papers.posthoc.closed_forms import GalleryMethod
 from sfumato.ids import Side
-from sfumato.posthoc.closed_forms import GalleryMethod
 
 
 class Mine(GalleryMethod):

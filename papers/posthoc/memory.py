@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from papers.posthoc.closed_forms import GalleryMethod, in_blocks
+from papers.posthoc.method import FrozenPairs, PosthocMethod, unit
 from sfumato.ids import OTHER_SIDE, Side
-from sfumato.posthoc.closed_forms import GalleryMethod, in_blocks
-from sfumato.posthoc.method import FrozenPairs, PosthocMethod, unit
 
 NEIGHBOURS = 10
 """The rank of the neighbour of :class:`MemoryDistance`."""

@@ -7,10 +7,10 @@ import pytest
 import torch
 from support.raising import raises
 
+from papers.posthoc import METHODS, FrozenPairs
+from papers.posthoc.closed_forms import BayesianBM25
+from papers.posthoc.memory import MemoryContrast, MemoryDistance, MemoryEntropy
 from sfumato.errors import UserError
-from sfumato.posthoc import METHODS, FrozenPairs
-from sfumato.posthoc.closed_forms import BayesianBM25
-from sfumato.posthoc.memory import MemoryContrast, MemoryDistance, MemoryEntropy
 
 OTHER = {"image": "text", "text": "image"}
 MEMORY = (MemoryDistance, MemoryEntropy, MemoryContrast)

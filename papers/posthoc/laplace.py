@@ -31,9 +31,9 @@ from typing import NamedTuple, Self
 import torch
 from torch import Tensor
 
+from papers.posthoc.method import FrozenPairs, PosthocMethod, check_rows, unit
 from sfumato.gaussian import GaussianEmbedding, accumulation_dtype
 from sfumato.ids import OTHER_SIDE, Side
-from sfumato.posthoc.method import FrozenPairs, PosthocMethod, check_rows, unit
 
 _CLASS_BATCH, _PSEUDO_DATA, _MIN_PAIRS = 4096, 10.0, 16
 

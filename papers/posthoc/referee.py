@@ -23,6 +23,27 @@ from typing import Any, Self
 import numpy as np
 import torch
 
+from papers.posthoc import METHODS, NOT_BUILT, AdapterMethod, fit_hit_logits
+from papers.posthoc.added import AddedMethod
+from papers.posthoc.contestants import (
+    Contestant,
+    answerable_without,
+    contestants,
+    fit_contestant,
+    is_own,
+    pair_calibration,
+)
+from papers.posthoc.frozen_model import FrozenCorruption, FrozenModel, FrozenSplit
+from papers.posthoc.referee_report import (
+    FORMAT,
+    ContestantFigures,
+    CorruptionFigures,
+    FittedMethod,
+    Machine,
+    RefereeReport,
+    SplitSizes,
+    UnavailableMethod,
+)
 from sfumato.calibration.calibrator import Calibration
 from sfumato.errors import UserError
 from sfumato.evaluation.corruption import corruption_statistics
@@ -38,27 +59,6 @@ from sfumato.metrics.relevance import Relevance
 from sfumato.metrics.reliability import calibration_error_by_chance, expected_calibration_error
 from sfumato.metrics.selective import auroc
 from sfumato.metrics.uncertainty import RecallBinning, balanced_spearman, binned_recall, resampled_balanced_spearman
-from sfumato.posthoc import METHODS, NOT_BUILT, AdapterMethod, fit_hit_logits
-from sfumato.studies.added import AddedMethod
-from sfumato.studies.contestants import (
-    Contestant,
-    answerable_without,
-    contestants,
-    fit_contestant,
-    is_own,
-    pair_calibration,
-)
-from sfumato.studies.frozen_model import FrozenCorruption, FrozenModel, FrozenSplit
-from sfumato.studies.referee_report import (
-    FORMAT,
-    ContestantFigures,
-    CorruptionFigures,
-    FittedMethod,
-    Machine,
-    RefereeReport,
-    SplitSizes,
-    UnavailableMethod,
-)
 
 BINNINGS: tuple[RecallBinning, ...] = ("count", "width")
 

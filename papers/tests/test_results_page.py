@@ -1,5 +1,6 @@
 """The tables of methods and of uncertainty are what their benchmarks make of the result files."""
 
+import importlib
 import json
 import re
 import runpy
@@ -12,7 +13,7 @@ from support.scripts import benchmark
 from support.words import folded
 
 ROOT = Path(__file__).resolve().parents[2]
-script, multiplicity = benchmark("results_page"), benchmark("uncertainty_multiplicity")
+script, multiplicity = benchmark("results_page"), importlib.import_module("papers.benchmarks.uncertainty_multiplicity")
 
 
 def test_the_pages_are_those_of_the_files():
@@ -41,13 +42,13 @@ def test_the_referee_prints_the_files_that_hold_its_figures(monkeypatch, capsys)
     monkeypatch.chdir(ROOT)
     for name, seen in (("referee", "## flickr8k-triplet"), ("referee-damaged", "corrupted queries")):
         monkeypatch.setattr(sys, "argv", ["referee.py", f"benchmarks/results/{name}.json"])
-        runpy.run_path("benchmarks/referee.py", run_name="__main__")
+        runpy.run_module("papers.benchmarks.referee", run_name="__main__")
         printed = capsys.readouterr().out
         assert "| sfumato |" in printed and seen in printed
 
 
 def test_rows_of_new_methods_are_added_to_reports_of_the_same_model(capsys):
-    with_rows = benchmark("referee").with_rows
+    with_rows = importlib.import_module("papers.benchmarks.referee").with_rows
     recall = lambda value: {
         "corruptions": {},
         "tests": {"test": {d: {"recall": {"value": value}} for d in ("t2i", "i2t")}},

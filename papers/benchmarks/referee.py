@@ -1,6 +1,6 @@
 """Post-hoc uncertainties of frozen models: every method and baseline, three data sets, two models each, three seeds.
 
-    python benchmarks/referee.py WORK [--data FOLDER] [--seeds 0 1 2] [--only MODEL ...] [--json FILE] [--tables]
+    python -m papers.benchmarks.referee WORK [--data FOLDER] [--seeds 0 1 2] [--only MODEL ...] [--json FILE] [--tables]
         [--adapters {short,long,published}] [--methods NAME ...]
 
 emoji: heads on EfficientNet-Lite0 and MiniLM, a fifth of the wordings held out; splits test and wordings. flickr8k:
@@ -33,6 +33,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from papers.posthoc import METHODS
+from papers.posthoc.contestants import contestants
+from papers.posthoc.frozen_model import FrozenCorruption, FrozenModel, FrozenSplit, freeze, last_layer, layer_inputs
+from papers.posthoc.referee import RefereeOptions, adapter_epochs, referee_model
+from papers.posthoc.referee_tables import referee_summary, referee_tables
 from sfumato.data.images import Problems
 from sfumato.encoders.dual import DualEncoder
 from sfumato.encoders.frozen import text_backbone
@@ -42,11 +47,6 @@ from sfumato.metrics.uncertainty import spearman
 from sfumato.models.embed import load_splits
 from sfumato.models.recipe import find_recipe, load_recipe
 from sfumato.models.run import load_run
-from sfumato.posthoc import METHODS
-from sfumato.reports.referee import referee_summary, referee_tables
-from sfumato.studies.contestants import contestants
-from sfumato.studies.frozen_model import FrozenCorruption, FrozenModel, FrozenSplit, freeze, last_layer, layer_inputs
-from sfumato.studies.referee import RefereeOptions, adapter_epochs, referee_model
 from sfumato.training.loop import fit
 
 TRIPLET = 'loss={name="triplet",mining="semi-hard",margin=0.4}'

@@ -7,8 +7,8 @@ from statistics import fmean, stdev
 from textwrap import fill
 from typing import Any
 
+from papers.posthoc import METHODS
 from sfumato.files import write_atomically
-from sfumato.posthoc import METHODS
 from sfumato.reports.tables import ARROWS, MISSING, Table, in_words, print_table, print_wrapped
 
 _LOWER, _HIGHER = min, max

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from papers.posthoc.adapters import AdapterMethod, AdapterTraining, Networks, PairBatches, mlp, scaled_inputs
+from papers.posthoc.method import FrozenPairs, unit
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.ids import Side
-from sfumato.posthoc.adapters import AdapterMethod, AdapterTraining, Networks, PairBatches, mlp, scaled_inputs
-from sfumato.posthoc.method import FrozenPairs, unit
 
 Distribution = Literal["vmf", "power_spherical"]
 """von Mises-Fisher, or power spherical."""

@@ -20,12 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from sfumato.calibration.platt import fit_logits
-from sfumato.distances import squared_l2_matrix
-from sfumato.gaussian import GaussianEmbedding
-from sfumato.ids import Side
-from sfumato.losses import PCMEPPLoss, PCMEPPOptions, ProLIPLoss, ProLIPOptions
-from sfumato.posthoc.adapters import (
+from papers.posthoc.adapters import (
     MIN_PAIRS,
     AdapterMethod,
     AdapterTraining,
@@ -34,7 +29,12 @@ from sfumato.posthoc.adapters import (
     mlp,
     scaled_inputs,
 )
-from sfumato.posthoc.method import FrozenPairs, unit
+from papers.posthoc.method import FrozenPairs, unit
+from sfumato.calibration.platt import fit_logits
+from sfumato.distances import squared_l2_matrix
+from sfumato.gaussian import GaussianEmbedding
+from sfumato.ids import Side
+from sfumato.losses import PCMEPPLoss, PCMEPPOptions, ProLIPLoss, ProLIPOptions
 
 _N_LOGITS = 1024
 """Number of pairs that give the first scale and bias of match logits."""

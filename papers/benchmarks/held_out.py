@@ -1,6 +1,7 @@
 """Does the total variance mean ambiguity, for wordings that no training saw? Five folds, teachers and baselines.
 
-    python benchmarks/held_out.py RUNS [--seeds 0 1 2] [--folds 5] [--recipe emoji-demo] [--json FILE] [--only S/F]
+    python -m papers.benchmarks.held_out RUNS [--seeds 0 1 2] [--folds 5] [--recipe emoji-demo]
+        [--json FILE] [--only S/F]
 
 Every fifth of the wordings and a tenth of the concepts are held out of a training, and of its variance stage, once.
 Runs and their scores are kept in the folder RUNS, so that the command resumes.
@@ -15,8 +16,8 @@ from typing import Any, get_args
 
 import numpy as np
 import torch
-from ambiguity import FIGURES, baselines, measure_ambiguity
 
+from papers.benchmarks.ambiguity import FIGURES, baselines, measure_ambiguity
 from sfumato.data.emoji import load_emoji
 from sfumato.encoders.frozen import text_backbone
 from sfumato.evaluation.estimators import ESTIMATORS, Matching, estimate_uncertainty

@@ -13,9 +13,9 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
+from papers.posthoc.method import FrozenPairs, PosthocMethod, unit
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.ids import Side
-from sfumato.posthoc.method import FrozenPairs, PosthocMethod, unit
 
 Optimiser = Literal["adamw", "adam", "sgd"]
 """AdamW, Adam, or SGD with momentum 0.9."""

@@ -25,11 +25,11 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
+from papers.posthoc.method import FrozenPairs, PosthocMethod, check_embeddings, check_rows, unit
 from sfumato.calibration.platt import fit_logits
 from sfumato.errors import need
 from sfumato.gaussian import accumulation_dtype
 from sfumato.ids import Side
-from sfumato.posthoc.method import FrozenPairs, PosthocMethod, check_embeddings, check_rows, unit
 
 SHRINKAGE = 0.01
 """Shrinkage of a covariance: a nearly empty direction counts with a hundredth of the mean variance."""

@@ -4,12 +4,10 @@ import math
 
 import pytest
 import torch
-from posthoc.fixtures import fixture
 from support.raising import raises
 from torch.nn import functional
 
-from sfumato.matching import match_probability
-from sfumato.posthoc.closed_forms import (
+from papers.posthoc.closed_forms import (
     AdversarialMargin,
     CosineMargin,
     Top1Distance,
@@ -18,7 +16,9 @@ from sfumato.posthoc.closed_forms import (
     fit_hit_logits,
     shortest_change,
 )
-from sfumato.posthoc.method import FrozenPairs
+from papers.posthoc.method import FrozenPairs
+from papers.tests.posthoc.fixtures import fixture
+from sfumato.matching import match_probability
 
 DIRECTIONS = ("t2i", "i2t")
 SIDE = {"t2i": "text", "i2t": "image"}

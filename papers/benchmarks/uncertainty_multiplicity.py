@@ -1,8 +1,8 @@
 """Does the uncertainty of a text or an image follow the number of its matches that people know? All estimators.
 
-    python benchmarks/uncertainty_multiplicity.py WORK --data FOLDER [--seeds 0 1 2] [--only MODEL ...] [--posthoc 4]
-        [--json FILE] [--plot FILE.png]
-    python benchmarks/uncertainty_multiplicity.py FILE.json [--page] [--plot FILE.png]
+    python -m papers.benchmarks.uncertainty_multiplicity WORK --data FOLDER [--seeds 0 1 2] [--only MODEL ...]
+        [--posthoc 4] [--json FILE] [--plot FILE.png]
+    python -m papers.benchmarks.uncertainty_multiplicity FILE.json [--page] [--plot FILE.png]
 
 FOLDER has flickr8k/ (dataset_flickr8k.json, images_128.tar, the features of its images and captions),
 flickr8k_judgements/ (crowd.csv) and coco5k_text/ (captions, ECCV Caption, CxC). Runs and the numbers of every query are
@@ -31,9 +31,13 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
-from ambiguity import baselines
 from PIL import Image
 
+from papers.benchmarks.ambiguity import baselines
+from papers.posthoc import METHODS
+from papers.posthoc.contestants import fit_contestant, pair_calibration
+from papers.posthoc.frozen_model import FrozenSplit, freeze, layer_inputs
+from papers.posthoc.referee import adapter_epochs
 from sfumato.encoders.frozen import text_backbone
 from sfumato.evaluation.estimators import Matching, estimate_uncertainty
 from sfumato.evaluation.trust import words_of
@@ -49,14 +53,10 @@ from sfumato.models.calibrate import calibrate_split
 from sfumato.models.embed import embed_split, load_split
 from sfumato.models.recipe import find_recipe, load_recipe
 from sfumato.models.run import Run, load_run
-from sfumato.posthoc import METHODS
 from sfumato.search.exact import rank_relevant
-from sfumato.studies.contestants import fit_contestant, pair_calibration
-from sfumato.studies.frozen_model import FrozenSplit, freeze, layer_inputs
-from sfumato.studies.referee import adapter_epochs
 from sfumato.training.loop import fit
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "results" / "uncertainty.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "results" / "uncertainty.md"
 
 EMOJI = ["train.epochs=30", "train.evaluate_every=30"]
 FLICKR8K = [

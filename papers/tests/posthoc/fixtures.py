@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-SHARED = Path(os.environ.get("SFUMATO_SHARED", Path(__file__).resolve().parents[2].parent / "shared"))
+SHARED = Path(os.environ.get("SFUMATO_SHARED", Path(__file__).resolve().parents[3].parent / "shared"))
 
 
 def fixture(name):

@@ -14,6 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from papers.posthoc import FrozenPairs
+from papers.posthoc.method import TwoSides
 from sfumato.data.images import FileImage
 from sfumato.data.pairs import PairData
 from sfumato.data.sources import DataConfig
@@ -31,8 +33,6 @@ from sfumato.ids import DIRECTION_OF, OTHER_SIDE, Side
 from sfumato.metrics.relevance import Relevance
 from sfumato.models.embed import PreparedSplit, load_split
 from sfumato.models.model import Model
-from sfumato.posthoc import FrozenPairs
-from sfumato.posthoc.method import TwoSides
 
 
 @dataclass(frozen=True, eq=False)

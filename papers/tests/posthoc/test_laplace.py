@@ -2,20 +2,20 @@
 
 import pytest
 import torch
-from posthoc.fixtures import close, fixture
 from support.raising import raises
 from torch.autograd.functional import jacobian
 from torch.nn import functional
 
-from sfumato.distances import csd_matrix
-from sfumato.posthoc.laplace import (
+from papers.posthoc.laplace import (
     LaplaceProjections,
     ProjectionPosterior,
     best_prior_precision,
     kronecker_factors,
     summed_curvature,
 )
-from sfumato.posthoc.method import FrozenPairs
+from papers.posthoc.method import FrozenPairs
+from papers.tests.posthoc.fixtures import close, fixture
+from sfumato.distances import csd_matrix
 
 SIDES = {"image": ("img", "txt"), "text": ("txt", "img")}
 DTYPES = [(torch.float64, 1e-10), (torch.float32, 1e-6)]
@@ -51,7 +51,7 @@ def test_the_curvature_is_that_of_dense_jacobians(bias, n, c, d):
 def test_the_curvature_does_not_depend_on_the_blocks(monkeypatch):
     sources, targets = normal(23, 5, seed=3), normal(17, 5, seed=4)
     whole = summed_curvature(sources, targets, logit_scale=9.0)
-    monkeypatch.setattr("sfumato.posthoc.laplace._MAX_ENTRIES", 40)
+    monkeypatch.setattr("papers.posthoc.laplace._MAX_ENTRIES", 40)
     close(summed_curvature(sources, targets, logit_scale=9.0), whole)
 
 

@@ -6,16 +6,12 @@ import numpy as np
 import pytest
 import scipy
 import torch
-from posthoc.fixtures import close, fixture
 from support.raising import raises
 from torch.nn import functional
 
-from sfumato.distances import csd_matrix
-from sfumato.gaussian import GaussianEmbedding
-from sfumato.losses import PCMEPPLoss, PCMEPPOptions, ProLIPOptions, pcmepp_loss, prolip_loss, vib_loss
-from sfumato.posthoc import METHODS, AdapterTraining, FrozenPairs, variance_adapters
-from sfumato.posthoc.adapters import PairBatches, minimise, mlp, scaled_inputs
-from sfumato.posthoc.asymvlm import (
+from papers.posthoc import METHODS, AdapterTraining, FrozenPairs, variance_adapters
+from papers.posthoc.adapters import PairBatches, minimise, mlp, scaled_inputs
+from papers.posthoc.asymvlm import (
     AsymVLM,
     asymvlm_loss,
     direction_and_kappa,
@@ -23,7 +19,7 @@ from sfumato.posthoc.asymvlm import (
     log_normaliser,
     mean_length,
 )
-from sfumato.posthoc.variance_adapters import (
+from papers.posthoc.variance_adapters import (
     GeneralisedGaussian,
     PCMEPPAdapter,
     PFEAdapter,
@@ -36,6 +32,10 @@ from sfumato.posthoc.variance_adapters import (
     pfe_loss,
     probvlm_loss,
 )
+from papers.tests.posthoc.fixtures import close, fixture
+from sfumato.distances import csd_matrix
+from sfumato.gaussian import GaussianEmbedding
+from sfumato.losses import PCMEPPLoss, PCMEPPOptions, ProLIPOptions, pcmepp_loss, prolip_loss, vib_loss
 
 NAMES = {"vmf": "vmf", "psd": "power_spherical"}
 FAST = AdapterTraining((24,), 30, 64, 3e-3)

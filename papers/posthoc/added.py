@@ -12,10 +12,10 @@ from pathlib import Path
 
 import numpy as np
 
+from papers.posthoc.contestants import Contestant, contestants
+from papers.posthoc.frozen_model import FrozenModel, FrozenSplit
 from sfumato.errors import UserError, counted, expected_columns
 from sfumato.ids import DIRECTION_OF, DIRECTIONS, Side, id_error
-from sfumato.studies.contestants import Contestant, contestants
-from sfumato.studies.frozen_model import FrozenModel, FrozenSplit
 
 COLUMNS = ("method", "split", "direction", "query", "uncertainty")
 

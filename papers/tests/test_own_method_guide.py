@@ -34,16 +34,17 @@ def forget(monkeypatch):
 
 
 @pytest.mark.slow
-def test_the_commands_run_in_their_order(tmp_path, sfumato, monkeypatch):
+def test_the_commands_run_in_their_order(tmp_path, sfumato, papers, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mymethod.py").write_text(re.search(r"^```python\n(.*?)^```", GUIDE, re.DOTALL | re.MULTILINE)[1])
     printed = {}
     for block in re.findall(r"^```bash\n(.*?)^```", GUIDE, re.DOTALL | re.MULTILINE):
         for line in block.splitlines():
-            words = shlex.split(line, comments=True)[1:]
+            beside = line.startswith("python -m papers ")
+            words = shlex.split(line, comments=True)[3 if beside else 1 :]
             words += QUICK.get(words[0], [])
             forget(monkeypatch)
-            printed[line.split()[1], words[1]] = sfumato.printed(*words)
+            printed[words[0], words[1]] = (papers if beside else sfumato).printed(*words)
     forget(monkeypatch)
     assert "top2_gap" in printed["trust", "runs/own/margin-0"].replace(" ", "_")
     assert "top2_gap" in printed["referee", "runs/own/margin-0"]

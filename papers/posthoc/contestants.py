@@ -12,6 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from papers.posthoc import METHODS, PosthocMethod
+from papers.posthoc.frozen_model import FrozenModel, FrozenSplit
 from sfumato.calibration.calibrator import Calibration
 from sfumato.calibration.conditional import N_NEAREST
 from sfumato.evaluation import estimators
@@ -19,8 +21,6 @@ from sfumato.gaussian import GaussianEmbedding
 from sfumato.ids import DIRECTION_OF, OTHER_SIDE, Direction, Side
 from sfumato.imports import HOW
 from sfumato.models.calibrate import calibrate_split
-from sfumato.posthoc import METHODS, PosthocMethod
-from sfumato.studies.frozen_model import FrozenModel, FrozenSplit
 
 
 def _nothing(*_: Any) -> None:
@@ -47,7 +47,7 @@ class Contestant:
 
 
 def of_method(method: PosthocMethod) -> Contestant:
-    """A post-hoc method of :data:`~sfumato.posthoc.METHODS`.
+    """A post-hoc method of :data:`~papers.posthoc.METHODS`.
 
     Its uncertainty is of the (q,) queries of a side, with the whole other side as gallery; or of the queries at (k,)
     positions, each with a gallery of its own without its matches.
@@ -137,7 +137,7 @@ and without reference queries of the training."""
 def is_own(name: str) -> bool:
     """Whether it was registered from outside of the package: its code may have changed since the last call."""
     if method := METHODS.get(name):
-        return not method.__module__.startswith("sfumato.")
+        return not method.__module__.startswith(("sfumato.", "papers."))
     return name not in (*BASELINES, *estimators.BUILT_IN)
 
 

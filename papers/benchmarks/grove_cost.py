@@ -1,6 +1,6 @@
 """What GroVE would cost here: the time of the least that one of its steps has to do, times its number of steps.
 
-    python benchmarks/grove_cost.py [--pairs 30000] [--epochs 250] [--dims 512] [--measured-dims 16]
+    python -m papers.benchmarks.grove_cost [--pairs 30000] [--epochs 250] [--dims 512] [--measured-dims 16]
 
 GroVE has a sparse Gaussian process for each dimension of either modality, each with its own kernel and its own 250
 inducing points in a latent space of 10 dimensions, trained for 250 epochs in batches of 128 (its released settings). A

@@ -5,10 +5,9 @@ query, larger is less certain; methods with ``per_item`` also give a Gaussian fo
 left out and why.
 """
 
-from sfumato.imports import claim_name
-from sfumato.posthoc.adapters import AdapterMethod, AdapterTraining
-from sfumato.posthoc.asymvlm import AsymVLM
-from sfumato.posthoc.closed_forms import (
+from papers.posthoc.adapters import AdapterMethod, AdapterTraining
+from papers.posthoc.asymvlm import AsymVLM
+from papers.posthoc.closed_forms import (
     AdversarialMargin,
     BayesianBM25,
     BayesianBM25Platt,
@@ -17,10 +16,11 @@ from sfumato.posthoc.closed_forms import (
     WhitenedNorm,
     fit_hit_logits,
 )
-from sfumato.posthoc.laplace import LaplaceProjections
-from sfumato.posthoc.memory import MemoryContrast, MemoryDistance, MemoryEntropy
-from sfumato.posthoc.method import FrozenPairs, PosthocMethod
-from sfumato.posthoc.variance_adapters import PCMEPPAdapter, PFEAdapter, ProbVLM, ProLIPAdapter
+from papers.posthoc.laplace import LaplaceProjections
+from papers.posthoc.memory import MemoryContrast, MemoryDistance, MemoryEntropy
+from papers.posthoc.method import FrozenPairs, PosthocMethod
+from papers.posthoc.variance_adapters import PCMEPPAdapter, PFEAdapter, ProbVLM, ProLIPAdapter
+from sfumato.imports import claim_name
 
 METHODS: dict[str, type[PosthocMethod]] = {
     method.name: method
@@ -46,8 +46,8 @@ METHODS: dict[str, type[PosthocMethod]] = {
 
 NOT_BUILT: dict[str, str] = {
     "grove": "GroVE is 1,024 Gaussian processes. For 30,000 pairs in 512 dimensions its published 250 epochs take at"
-    " least 100 hours of one core (benchmarks/grove_cost.py). A query takes 20 gradient steps from a random start, at"
-    " least .9 s there (392 ms in its table 10, where others take 30 to 33), and two calls give two answers",
+    " least 100 hours of one core (papers/benchmarks/grove_cost.py). A query takes 20 gradient steps from a random"
+    " start, at least .9 s there (392 ms in its table 10, where others take 30 to 33), and two calls give two answers",
     "geoflowvlm": "GeoFlowVLM (arXiv 2605.13352) learns a flow on a product of spheres. We know its abstract alone;"
     " memory_entropy asks its question of the model's own logits",
     "repvlm": "REPVLM (arXiv 2601.21662) learns a density on the sphere by a flow. We know its abstract alone;"
@@ -57,10 +57,10 @@ NOT_BUILT: dict[str, str] = {
 
 
 def register_method(method: type[PosthocMethod]) -> type[PosthocMethod]:
-    """Make a post-hoc method of your own known: `sfumato referee` then compares it with all others.
+    """Make a post-hoc method of your own known: `python -m papers referee` then compares it with all others.
 
     Args:
-        method: a class derived from :class:`~sfumato.posthoc.PosthocMethod`; it is known by its ``name``.
+        method: a class derived from :class:`~papers.posthoc.PosthocMethod`; it is known by its ``name``.
 
     Returns:
         The class, so that this is a decorator.
@@ -70,7 +70,7 @@ def register_method(method: type[PosthocMethod]) -> type[PosthocMethod]:
         TypeError: it is not such a class.
 
     Example:
-        >>> from sfumato.posthoc.closed_forms import CosineMargin
+        >>> from papers.posthoc.closed_forms import CosineMargin
         >>> class Mine(CosineMargin):
         ...     name = "mine"
         >>> register_method(Mine).name, METHODS.pop("mine") is Mine

@@ -13,18 +13,18 @@ from support.raising import raises
 from support.toy import make_toy
 from support.words import folded
 
+from papers.posthoc.added import COLUMNS, read_added
+from papers.posthoc.contestants import fit_contestant, pair_calibration
+from papers.posthoc.frozen_model import FrozenModel, FrozenSplit, freeze
+from papers.posthoc.referee import RefereeOptions, referee_model
+from papers.posthoc.referee_report import report_schema
 from sfumato.errors import UserError
 from sfumato.models.embed import load_split
 from sfumato.models.recipe import load_recipe
 from sfumato.models.run import load_run
-from sfumato.studies.added import COLUMNS, read_added
-from sfumato.studies.contestants import fit_contestant, pair_calibration
-from sfumato.studies.frozen_model import FrozenModel, FrozenSplit, freeze
-from sfumato.studies.referee import RefereeOptions, referee_model
-from sfumato.studies.referee_report import report_schema
 from sfumato.training.loop import fit
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 GUIDE = (ROOT / "docs" / "guides" / "frozen-model.md").read_text(encoding="utf-8")
 SIDES = {"t2i": "text", "i2t": "image"}
 COSTS = {"ms_per_query", "query_megabytes"}
@@ -154,7 +154,7 @@ def test_bad_files_are_named(tmp_path):
 
 def test_rows_that_do_not_fit_the_data_are_named_before_anything_is_fitted(tmp_path, monkeypatch):
     model = model_of()
-    monkeypatch.setattr("sfumato.studies.referee.fit_contestant", None)
+    monkeypatch.setattr("papers.posthoc.referee.fit_contestant", None)
     rows, path = rows_of(model, "top1"), tmp_path / "scores.csv"
 
     def refused(rows, message, model=model):
@@ -215,13 +215,13 @@ def scores(run):
     return run.parents[1] / "scores.csv"
 
 
-def test_the_lines_of_the_guide_write_a_file_that_the_command_takes(run, scores, sfumato):
+def test_the_lines_of_the_guide_write_a_file_that_the_command_takes(run, scores, papers):
     loaded = load_run(run)
     data = load_split(loaded.model, loaded.recipe.data, "test").data
     split = freeze(loaded, loaded.recipe.data, ("test",), name="mine").tests["test"]
     assert (split.image_ids, split.text_ids) == (data.image_ids, data.text_ids)
     arguments = "--methods", "constant,top1", "--bootstrap", 5, "--absent", 3, "--corrupted", 4, "--add", scores
-    status, out, err = sfumato("referee", run, *arguments)
+    status, out, err = papers("referee", run, *arguments)
     assert status == 0, err
     words = folded(out)
     assert "mine (scores.csv)" in words and "uncertainties from scores.csv" in words and "[mine]" not in words
@@ -235,7 +235,7 @@ def test_the_lines_of_the_guide_write_a_file_that_the_command_takes(run, scores,
     rows = scores.read_text().splitlines()
     short = scores.with_name("short.csv")
     short.write_text("\n".join(rows[:-1]))
-    status, out, err = sfumato("referee", run, *arguments[:-1], short)
+    status, out, err = papers("referee", run, *arguments[:-1], short)
     assert status == 2 and "lacks 1 of" in folded(err) and "Traceback" not in err
 
 
@@ -257,5 +257,5 @@ def test_a_report_fits_its_schema(run, scores):
 
 
 def test_the_schema_in_the_documentation_is_this_one():
-    """Otherwise: python -c 'import sfumato.studies.referee_report as r; print(r.report_schema(), end="")' > FILE."""
+    """Otherwise: python -c 'import papers.posthoc.referee_report as r; print(r.report_schema(), end="")' > FILE."""
     assert (ROOT / "docs" / "referee.schema.json").read_text(encoding="utf-8") == report_schema()

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch.nn import functional
 
-from sfumato.posthoc import METHODS, NOT_BUILT, AdapterMethod, FrozenPairs
-from sfumato.posthoc.method import PosthocMethod
+from papers.posthoc import METHODS, NOT_BUILT, AdapterMethod, FrozenPairs, register_method
+from papers.posthoc.method import PosthocMethod
 
 ADAPTERS = {name for name, method in METHODS.items() if issubclass(method, AdapterMethod)}
 OTHER = {"image": "text", "text": "image"}
@@ -88,3 +88,10 @@ def test_half_precision_is_read(pairs):
     for name in METHODS:
         method = fitted(name, half)
         assert all(torch.isfinite(asked(method, half, side)).all() for side in method.sides), name
+
+
+def test_wrong_registrations_are_refused():
+    with pytest.raises(ValueError, match="there is a method 'margin' already"):
+        register_method(METHODS["margin"])
+    with pytest.raises(TypeError, match="not a class derived from PosthocMethod"):
+        register_method(int)

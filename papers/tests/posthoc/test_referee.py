@@ -18,18 +18,18 @@ from support.toy import make_toy
 from support.words import folded, too_wide
 from torch.nn import functional
 
+from papers.posthoc import METHODS, fit_hit_logits
+from papers.posthoc import referee as referee_module
+from papers.posthoc.contestants import BASELINES, contestants, fit_contestant, pair_calibration
+from papers.posthoc.frozen_model import FrozenCorruption, FrozenModel, FrozenSplit, freeze
+from papers.posthoc.referee import PeakMemory, RefereeOptions, adapter_epochs, referee_model, wanted_methods
+from papers.posthoc.referee_tables import corruption_table, referee_summary, referee_table, referee_tables
 from sfumato.errors import UserError
 from sfumato.evaluation.corruption import corrupted_queries
 from sfumato.metrics.reliability import log_loss
 from sfumato.models.embed import load_split
 from sfumato.models.recipe import find_recipe, load_recipe
 from sfumato.models.run import load_run
-from sfumato.posthoc import METHODS, fit_hit_logits
-from sfumato.reports.referee import corruption_table, referee_summary, referee_table, referee_tables
-from sfumato.studies import referee as referee_module
-from sfumato.studies.contestants import BASELINES, contestants, fit_contestant, pair_calibration
-from sfumato.studies.frozen_model import FrozenCorruption, FrozenModel, FrozenSplit, freeze
-from sfumato.studies.referee import PeakMemory, RefereeOptions, adapter_epochs, referee_model, wanted_methods
 from sfumato.training.loop import fit
 
 TINY = {
@@ -518,9 +518,9 @@ def test_a_frozen_run_is_its_last_layer_on_its_inputs(run):
     assert not outside.training_pairs().projections and frozen.digest != outside.digest
 
 
-def test_the_command_prints_tables_writes_files_and_resumes(run, sfumato):
+def test_the_command_prints_tables_writes_files_and_resumes(run, papers):
     chosen = "--methods", "constant,sfumato,top1,margin,laplace,pfe", "--bootstrap", 5, "--absent", 5, "--epochs", 1
-    status, out, err = sfumato("referee", run, *chosen)
+    status, out, err = papers("referee", run, *chosen)
     assert status == 0 and "run, seed 0: pfe" in err
     words = folded(out)
     assert words.count("run, split test") == 2 and "|" not in out
@@ -535,7 +535,7 @@ def test_the_command_prints_tables_writes_files_and_resumes(run, sfumato):
     )
     assert "PRR" in markdown and "Note: images are not corrupted" in markdown
     first = path.read_text()
-    status, out, err = sfumato("referee", run, *chosen, "--json")
+    status, out, err = papers("referee", run, *chosen, "--json")
     (printed,) = json.loads(out)
     assert status == 0 and "pfe" not in err and path.read_text() == first
     assert printed == json.loads(first) | {"out": str(path)}
@@ -550,17 +550,17 @@ def test_the_command_prints_tables_writes_files_and_resumes(run, sfumato):
         (("--split", "none"), "has no split 'none'"),
     ],
 )
-def test_what_the_command_cannot_do_is_one_line(run, sfumato, arguments, message):
-    status, out, err = sfumato("referee", run, *arguments)
+def test_what_the_command_cannot_do_is_one_line(run, papers, arguments, message):
+    status, out, err = papers("referee", run, *arguments)
     assert status == 2 and not out and message in err and "Traceback" not in err
 
 
-def test_other_models_and_other_distances_are_refused(sfumato, tmp_path):
-    status, _, err = sfumato("referee", tmp_path)
+def test_other_models_and_other_distances_are_refused(papers, tmp_path):
+    status, _, err = papers("referee", tmp_path)
     assert status == 2 and "is not a run folder" in err
     recipe = make_toy(tmp_path / "toy")
     fit(load_recipe(recipe, ["train.epochs=1"]), tmp_path / "csd")
-    status, out, err = sfumato("referee", tmp_path / "csd", "--methods", "top1,laplace", "--bootstrap", 5)
+    status, out, err = papers("referee", tmp_path / "csd", "--methods", "top1,laplace", "--bootstrap", 5)
     words = folded(out)
     assert status == 0 and "note: its variances are left out: methods see the means" in words
     assert "Not available: laplace" in words and "corrupted queries" in words
@@ -582,7 +582,7 @@ def test_other_models_and_other_distances_are_refused(sfumato, tmp_path):
             torch.testing.assert_close(split.points(key[0]).mean, functional.normalize(step.mean, dim=1))
     changes = ["train.epochs=1", "model.item_offset=true"]
     fit(load_recipe(recipe, changes), tmp_path / "offset")
-    status, _, err = sfumato("referee", tmp_path / "offset")
+    status, _, err = papers("referee", tmp_path / "offset")
     assert status == 2 and "not of unit length, so the model does not search by their cosine" in err
     run = load_run(tmp_path / "csd")
     for name in ("average_l2", "kl"):
