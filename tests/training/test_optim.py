@@ -21,7 +21,7 @@ from sfumato.encoders.scratch import SmallImageEncoder, SmallTextEncoder, WordEn
 from sfumato.errors import UserError
 from sfumato.losses import LOSSES
 from sfumato.models.recipe import OptimConfig, check_recipe, load_recipe
-from sfumato.training import loop
+from sfumato.training import learner, loop
 from sfumato.training.step import (
     build_optimiser,
     clip_gradients,
@@ -385,7 +385,7 @@ def test_a_run_clips_all_that_it_trains_before_each_step(tmp_path, monkeypatch):
         optimiser.register_step_pre_hook(lambda *_: norms.append(math.sqrt(squares())))
         return optimiser
 
-    monkeypatch.setattr(loop, "build_optimiser", spy)
+    monkeypatch.setattr(learner, "build_optimiser", spy)
     loop.fit(recipe, tmp_path / "run")
     lines = [json.loads(line) for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
     assert len(norms) >= 4 and norms == pytest.approx([0.01] * len(norms), rel=1e-3)

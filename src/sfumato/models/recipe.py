@@ -258,6 +258,10 @@ class TrainConfig(_Section):
     """which epoch's weights to keep: the best by rsum or by map@r, or the last. auto: map@r if an item has several
     matches, else rsum"""
 
+    def validates(self, epoch: int) -> bool:
+        """Whether an epoch ends with a validation."""
+        return epoch + 1 == self.epochs or (epoch + 1) % self.evaluate_every == 0
+
 
 class VarianceStageConfig(_Section):
     """A second stage that trains only log variances: the total variance of an item learns what a teacher says of it."""
