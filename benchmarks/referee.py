@@ -34,14 +34,14 @@ import numpy as np
 import torch
 
 from sfumato.data.images import Problems
+from sfumato.encoders.backbones import text_backbone
 from sfumato.encoders.dual import DualEncoder
-from sfumato.encoders.frozen import text_backbone
 from sfumato.evaluation.corruption import corrupted_inputs
 from sfumato.files import write_atomically
 from sfumato.metrics.uncertainty import spearman
-from sfumato.models.embed import load_splits
 from sfumato.models.recipe import find_recipe, load_recipe
 from sfumato.models.run import load_run
+from sfumato.models.split import load_splits
 from sfumato.posthoc import METHODS
 from sfumato.reports.referee import referee_summary, referee_tables
 from sfumato.studies.contestants import contestants

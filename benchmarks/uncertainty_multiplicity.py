@@ -34,7 +34,7 @@ import torch
 from ambiguity import baselines
 from PIL import Image
 
-from sfumato.encoders.frozen import text_backbone
+from sfumato.encoders.backbones import text_backbone
 from sfumato.evaluation.estimators import Matching, estimate_uncertainty
 from sfumato.evaluation.trust import words_of
 from sfumato.files import write_atomically
@@ -46,9 +46,9 @@ from sfumato.metrics.retrieval import per_query_metrics
 from sfumato.metrics.selective import auroc_statistic, decile_statistic, spearman_statistic
 from sfumato.metrics.uncertainty import balanced_spearman, recall_by_uncertainty, resampled_balanced_spearman, spearman
 from sfumato.models.calibrate import calibrate_split
-from sfumato.models.embed import embed_split, load_split
 from sfumato.models.recipe import find_recipe, load_recipe
 from sfumato.models.run import Run, load_run
+from sfumato.models.split import embed_split, load_split
 from sfumato.posthoc import METHODS
 from sfumato.search.exact import rank_relevant
 from sfumato.studies.contestants import fit_contestant, pair_calibration

@@ -12,6 +12,7 @@ from support.raising import raises
 
 from sfumato.errors import UserError
 from sfumato.evaluation.papers import paper_items
+from sfumato.models.build import Assets, build_loss, build_model, fresh_tokenizer
 from sfumato.models.recipe import (
     Recipe,
     check_recipe,
@@ -21,7 +22,6 @@ from sfumato.models.recipe import (
     recipe_summary,
     save_recipe,
 )
-from sfumato.models.run import Assets, build_loss, build_model, fresh_tokenizer
 
 
 def header(name):

@@ -21,9 +21,9 @@ from torch.nn import functional
 from sfumato.errors import UserError
 from sfumato.evaluation.corruption import corrupted_queries
 from sfumato.metrics.reliability import log_loss
-from sfumato.models.embed import load_split
 from sfumato.models.recipe import find_recipe, load_recipe
 from sfumato.models.run import load_run
+from sfumato.models.split import load_split
 from sfumato.posthoc import METHODS, fit_hit_logits
 from sfumato.reports.referee import corruption_table, referee_summary, referee_table, referee_tables
 from sfumato.studies import referee as referee_module

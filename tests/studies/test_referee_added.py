@@ -14,9 +14,9 @@ from support.toy import make_toy
 from support.words import folded
 
 from sfumato.errors import UserError
-from sfumato.models.embed import load_split
 from sfumato.models.recipe import load_recipe
 from sfumato.models.run import load_run
+from sfumato.models.split import load_split
 from sfumato.studies.added import COLUMNS, read_added
 from sfumato.studies.contestants import fit_contestant, pair_calibration
 from sfumato.studies.frozen_model import FrozenModel, FrozenSplit, freeze

@@ -8,14 +8,14 @@ from safetensors.torch import load_file
 from support.toy import make_toy
 
 from sfumato.encoders.dual import DualEncoder, Tower
+from sfumato.encoders.feature_input import FeatureInput
 from sfumato.encoders.features import Inputs
-from sfumato.encoders.frozen import FeatureInput
 from sfumato.encoders.heads import GaussianHead
 from sfumato.encoders.scratch import SmallImageEncoder
 from sfumato.evaluation.protocols import evaluate_retrieval
-from sfumato.models.embed import load_split
 from sfumato.models.recipe import load_recipe
 from sfumato.models.run import load_run
+from sfumato.models.split import load_split
 from sfumato.training import after as after_module
 from sfumato.training import learner, loop, saving
 from sfumato.training.step import WeightAverage, averaged

@@ -13,9 +13,9 @@ pytest.importorskip("tokenizers", reason="the extra backbones is not installed")
 from sfumato.encoders.clip import ClipImageConfig, ClipTextConfig, clip_image_encoder, clip_text_encoder
 from sfumato.encoders.dual import DualEncoder, Tower
 from sfumato.encoders.encoder_protocol import Encoder
+from sfumato.encoders.feature_input import FeatureInput
 from sfumato.encoders.feature_rows import RegionEncoder
 from sfumato.encoders.features import Inputs
-from sfumato.encoders.frozen import FeatureInput
 from sfumato.encoders.heads import GaussianHead
 from sfumato.encoders.scratch import SmallImageEncoder, SmallTextEncoder, WordEncoder
 from sfumato.errors import UserError

@@ -23,13 +23,15 @@ from pydantic import (
 
 from sfumato.data.captioned import read_image_folder
 from sfumato.data.coco import CocoOptions, read_coco_captions
+from sfumato.data.embedding_pairs import read_embedding_pairs
 from sfumato.data.emoji import EmojiOptions, Style, load_emoji
 from sfumato.data.hub_datasets import DatasetOptions, read_dataset
 from sfumato.data.images import Problems
-from sfumato.data.layouts import CubOptions, read_cub, read_embedding_pairs, read_karpathy, read_scan
+from sfumato.data.layouts import CubOptions, read_cub, read_karpathy, read_scan
 from sfumato.data.manifest import MANIFEST_SUFFIXES, read_manifest
 from sfumato.data.pairs import EpochOver, EqualTexts, PairData, Positives
-from sfumato.data.shards import expand_shards, read_shards
+from sfumato.data.shard_stream import read_shards
+from sfumato.data.shards import expand_shards
 from sfumato.data.splits import parse_part
 from sfumato.errors import UserError
 from sfumato.imports import claim_name

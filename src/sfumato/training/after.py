@@ -10,17 +10,9 @@ from sfumato.data.splits import WORDINGS
 from sfumato.encoders.feature_rows import features_read
 from sfumato.files import write_atomically
 from sfumato.models.calibrate import calibrate_split
-from sfumato.models.embed import Sides, embed_split, prepare_split
-from sfumato.models.run import (
-    CALIBRATION,
-    MODEL,
-    TRAINED,
-    TRAINING_CALIBRATION,
-    WORDS,
-    image_digest,
-    load_state,
-    save_state,
-)
+from sfumato.models.run import CALIBRATION, MODEL, TRAINED, TRAINING_CALIBRATION, WORDS, image_digest
+from sfumato.models.split import Sides, embed_split, prepare_split
+from sfumato.models.state import load_state, save_state
 from sfumato.models.unfamiliar import remember_words
 from sfumato.progress import say
 from sfumato.training.saving import Training

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from sfumato.models.embed import embed_split
 from sfumato.models.recipe import Recipe
+from sfumato.models.split import embed_split
 from sfumato.progress import say
 from sfumato.training.after import after_training, keep_weights
 from sfumato.training.batches import epoch_seed, steps

@@ -10,6 +10,7 @@ import filelock
 from sfumato.errors import UserError, as_typed
 from sfumato.files import write_atomically
 from sfumato.imports import file_digest, given_imports
+from sfumato.models.build import build_loss
 from sfumato.models.process_group import ProcessGroup, join_process_group
 from sfumato.models.recipe import (
     BOOKKEEPING,
@@ -20,7 +21,7 @@ from sfumato.models.recipe import (
     load_recipe,
     save_recipe,
 )
-from sfumato.models.run import ENCODERS, LAST, MODEL, NOISE, RECIPE, TOKENIZER, build_loss, choose_device
+from sfumato.models.run import ENCODERS, LAST, MODEL, NOISE, RECIPE, TOKENIZER, choose_device
 
 LOCK = ".lock"
 """Name of the file that a training process locks in its run folder."""

@@ -20,10 +20,11 @@ from sfumato.errors import UserError, as_typed
 from sfumato.files import write_atomically
 from sfumato.imports import code_digest
 from sfumato.losses import MatchLoss
-from sfumato.models.embed import PreparedSplit
 from sfumato.models.process_group import ProcessGroup
 from sfumato.models.recipe import Recipe
-from sfumato.models.run import LAST, LOG, PROBLEMS, load_state, save_state
+from sfumato.models.run import LAST, LOG, PROBLEMS
+from sfumato.models.split import PreparedSplit
+from sfumato.models.state import load_state, save_state
 from sfumato.progress import say
 from sfumato.training.batches import Batches, IndexedBatches, ShardBatches
 from sfumato.training.learner import Learner

@@ -9,30 +9,20 @@ import torch
 
 from sfumato.data.images import Problems
 from sfumato.data.pairs import Grades, PairData, PairSampler
-from sfumato.data.shards import ShardStream, expand_shards
+from sfumato.data.shard_stream import ShardStream
+from sfumato.data.shards import expand_shards
 from sfumato.data.sources import DataConfig
 from sfumato.data.splits import WORDINGS, apply_noise, load_noise, noise_of, parse_part, save_noise, without_part
 from sfumato.encoders.dual import DualEncoder
 from sfumato.encoders.feature_rows import described_by
 from sfumato.encoders.package_weights import where_weights_are
 from sfumato.errors import UserError, as_typed, counted
-from sfumato.models.embed import load_splits, prepare_split
+from sfumato.models.build import Assets, build_loss, build_model, fresh_tokenizer
 from sfumato.models.process_group import ProcessGroup, alone
 from sfumato.models.recipe import Recipe, find_recipe, load_recipe
-from sfumato.models.run import (
-    LAST,
-    NOISE,
-    PROBLEMS,
-    RECIPE,
-    Assets,
-    build_loss,
-    build_model,
-    fresh_tokenizer,
-    load_assets,
-    load_model,
-    load_tensors,
-    save_assets,
-)
+from sfumato.models.run import LAST, NOISE, PROBLEMS, RECIPE, load_assets, load_model, save_assets
+from sfumato.models.split import load_splits, prepare_split
+from sfumato.models.state import load_tensors
 from sfumato.progress import say
 from sfumato.training.batches import Augmentation, Batches, IndexedBatches, ShardBatches
 from sfumato.training.learner import Learner

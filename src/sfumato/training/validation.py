@@ -6,9 +6,9 @@ from sfumato.distances import Distance
 from sfumato.evaluation.protocols import Evaluation, evaluate_retrieval
 from sfumato.gaussian import check_finite
 from sfumato.metrics.relevance import Relevance
-from sfumato.models.embed import PreparedSplit, Sides
 from sfumato.models.process_group import ProcessGroup
 from sfumato.models.run import CALIBRATION, LOG, read_log
+from sfumato.models.split import PreparedSplit, Sides
 from sfumato.training.saving import Training
 from sfumato.training.step import DivergedError
 
