@@ -38,7 +38,7 @@ from sfumato.encoders.heads import GaussianHead
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.losses import MatchLoss, PCMELoss, PCMEOptions, PCMEPPLoss
 from sfumato.models.process_group import ProcessGroup, alone
-from sfumato.models.recipe import OptimConfig
+from sfumato.models.sections import OptimConfig
 from sfumato.training.step import TrainBatch, build_optimiser, clip_gradients, forward_backward
 
 FORMS = ("pcmepp", "pcme")

@@ -20,7 +20,8 @@ from sfumato.encoders.heads import GaussianHead
 from sfumato.encoders.scratch import SmallImageEncoder, SmallTextEncoder, WordEncoder
 from sfumato.errors import UserError
 from sfumato.losses import LOSSES
-from sfumato.models.recipe import OptimConfig, check_recipe, load_recipe
+from sfumato.models.recipe import check_recipe, load_recipe
+from sfumato.models.sections import OptimConfig
 from sfumato.training import learner, loop
 from sfumato.training.step import (
     build_optimiser,

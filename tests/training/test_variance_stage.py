@@ -15,7 +15,8 @@ from sfumato.errors import UserError
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.metrics.relevance import Relevance
 from sfumato.metrics.uncertainty import spearman
-from sfumato.models.recipe import VarianceStageConfig, load_recipe
+from sfumato.models.recipe import load_recipe
+from sfumato.models.sections import VarianceStageConfig
 from sfumato.training.loop import fit
 from sfumato.training.variance_stage import fit_variance_stage, teacher_values
 

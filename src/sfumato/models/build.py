@@ -24,7 +24,8 @@ from sfumato.losses import LOSSES, MatchLoss
 from sfumato.models.recipe import LAST as LAST
 from sfumato.models.recipe import MODEL as MODEL
 from sfumato.models.recipe import RECIPE as RECIPE
-from sfumato.models.recipe import AugmentConfig, ModelConfig, Recipe, UnknownLossConfig
+from sfumato.models.recipe import Recipe
+from sfumato.models.sections import AugmentConfig, ModelConfig, UnknownLossConfig
 from sfumato.models.state import misfit
 
 

@@ -44,7 +44,8 @@ from sfumato.models.pretrained_tensors import read_checkpoint
 from sfumato.models.recipe import LAST as LAST
 from sfumato.models.recipe import MODEL as MODEL
 from sfumato.models.recipe import RECIPE as RECIPE
-from sfumato.models.recipe import ModelConfig, Recipe, UnknownLossConfig, frozen_sections, load_recipe
+from sfumato.models.recipe import Recipe, frozen_sections, load_recipe
+from sfumato.models.sections import ModelConfig, UnknownLossConfig
 from sfumato.models.state import USE_ITS_OWN, load_state, load_tensors
 from sfumato.models.unfamiliar import UnfamiliarTexts
 

@@ -33,7 +33,8 @@ from sfumato.encoders.features import Inputs, Store
 from sfumato.encoders.processors import MASK_TOKENS, ImageFileStore, TokenProcessor
 from sfumato.errors import UserError
 from sfumato.models.process_group import ProcessGroup
-from sfumato.models.recipe import AugmentConfig, Recipe
+from sfumato.models.recipe import Recipe
+from sfumato.models.sections import AugmentConfig
 from sfumato.progress import progress_bar
 from sfumato.training.step import TrainBatch
 

@@ -22,7 +22,7 @@ from sfumato.ids import Direction
 from sfumato.losses import dispersion_loss, match_dispersion
 from sfumato.metrics.relevance import Relevance
 from sfumato.metrics.uncertainty import spearman
-from sfumato.models.recipe import VarianceStageConfig
+from sfumato.models.sections import VarianceStageConfig
 from sfumato.progress import progress_bar, say
 from sfumato.search.exact import distance_blocks
 from sfumato.training.step import clip_gradients
