@@ -70,8 +70,6 @@ class _ClipConfig(EncoderConfig):
     activation: Activation = "quick_gelu"
     """activation, only without weights: quick_gelu (OpenAI) or gelu (open_clip)"""
     variance_blocks: int = Field(1, ge=0, description="number of last blocks that are separate for the log variance")
-    variance_start: Literal["random", "copy"] = "random"
-    """start of the variance blocks: random weights (as published), or a copy of the mean's blocks"""
     variance_token: bool = False
     """read the log variance from an extra token [UNC], as ProLIP, instead of extra blocks"""
     checkpointing: bool = Field(False, description="recompute activations in the backward pass: less memory, more time")
@@ -145,11 +143,8 @@ class ClipEncoder(Encoder):
         backbone.set_attn_implementation("sdpa")
         first = len(blocks) - variance_blocks
         fresh = [type(block)(backbone.config) for block in blocks[first:]]
-        for block, own in zip(blocks[first:], fresh, strict=True):
-            if config.variance_start == "copy":
-                own.load_state_dict(block.state_dict())
-            else:
-                own.apply(backbone._init_weights)
+        for own in fresh:
+            own.apply(backbone._init_weights)
         self.embeddings = backbone.embeddings
         self.norm_in, self.norm_out = norm_in, norm_out
         self.shared_blocks = nn.ModuleList(blocks[:first])

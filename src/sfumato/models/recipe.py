@@ -137,8 +137,32 @@ def is_of_run(path: Path) -> bool:
     return path.name == RECIPE and any((path.parent / name).exists() for name in (MODEL, LAST, IMPORTS))
 
 
+_GONE = {
+    "data.held_out_style": "fluent3d",
+    "model.image.variance_start": "random",
+    "model.text.variance_start": "random",
+    "variance_stage.sides": "both",
+    "variance_stage.whiten": True,
+    "variance_stage.n_gallery": 5000,
+}
+"""Keys that runs of former versions state, and the value that each has always now."""
+
+
+def without_gone(values: dict[str, Any]) -> dict[str, Any]:
+    """The values of a run's recipe without keys whose value is always the same now; changed in place."""
+    for key, value in _GONE.items():
+        *sections, name = key.split(".")
+        section: Any = values
+        for one in sections:
+            section = section.get(one) if isinstance(section, dict) else None
+        if isinstance(section, dict) and name in section and section[name] == value:
+            del section[name]
+    return values
+
+
 def check_recipe(values: dict[str, Any], where: str, *, of_run: bool = False) -> Recipe:
     """Check the values of a recipe."""
+    values = without_gone(values) if of_run else values
     try:
         return Recipe.model_validate(values, context={"of_run": of_run})
     except ValidationError as error:

@@ -44,7 +44,7 @@ from sfumato.models.pretrained_tensors import read_checkpoint
 from sfumato.models.recipe import LAST as LAST
 from sfumato.models.recipe import MODEL as MODEL
 from sfumato.models.recipe import RECIPE as RECIPE
-from sfumato.models.recipe import Recipe, frozen_sections, load_recipe
+from sfumato.models.recipe import Recipe, frozen_sections, load_recipe, without_gone
 from sfumato.models.sections import ModelConfig, UnknownLossConfig
 from sfumato.models.state import USE_ITS_OWN, load_state, load_tensors
 from sfumato.models.unfamiliar import UnfamiliarTexts
@@ -308,7 +308,7 @@ def _frozen(name: str, device: torch.device | str) -> Model:
 def _exported(folder: Path, config: dict[str, Any], source: str, device: torch.device | str) -> Model:
     """The model in a folder that :func:`sfumato.workflows.export.export_run` wrote."""
     try:
-        model_config = with_own_encoder(ModelConfig.model_validate(config["model"]), folder)
+        model_config = with_own_encoder(ModelConfig.model_validate(without_gone(config)["model"]), folder)
         known = {key: config[key] for key in ("encoders", "distance", "logit_scale", "logit_bias", "calibrated")}
         numbers = (known["logit_scale"], known["logit_bias"])
         logits = config.get("sampled_logits", [])

@@ -373,13 +373,8 @@ class VarianceStageConfig(Section):
     """what total variance learns. dispersion: that of an item's listed matches; listed_matches: their number; or an
     estimator of `sfumato trust` that looks at a gallery, such as expected_matches or match_entropy, computed over
     the training items of the other side, without labels"""
-    sides: Literal["both", "images", "texts"] = Field("both", description="the sides whose variances learn")
-    whiten: bool = True
-    """dispersion: measure angles between the whitened means of the matches, instead of the means themselves"""
     without_own: bool = False
     """an estimator as teacher: leave an item's own listed matches out of the gallery"""
-    n_gallery: int = Field(5000, ge=50)
-    """an estimator as teacher: largest number of items in the gallery, drawn at random"""
     floor: PositiveFloat = Field(0.02, description="smallest total variance: that of an item with a single match")
     lr: PositiveFloat = Field(1e-2, description="learning rate")
     weight_decay: NonNegativeFloat = Field(0.0, description="weight decay")
