@@ -27,8 +27,8 @@ from sfumato.data.images import Problems
 from sfumato.data.pairs import PairData
 from sfumato.data.splits import images_of_part, noisy_pairs, parse_part, shuffle_pairs
 from sfumato.distances import get_distance
+from sfumato.encoders.backbones import text_backbone
 from sfumato.encoders.features import cached_features
-from sfumato.encoders.frozen import text_backbone
 from sfumato.encoders.heads import AveragePool
 from sfumato.evaluation.benchmark_ground_truths import eccv_caption
 from sfumato.gaussian import GaussianEmbedding
@@ -36,8 +36,9 @@ from sfumato.metrics.bootstrap import Interval, Statistic, bootstrap, mean_stati
 from sfumato.metrics.relevance import Relevance
 from sfumato.metrics.reliability import expected_calibration_error
 from sfumato.metrics.selective import auroc, auroc_statistic
-from sfumato.models.embed import embed_split, load_split, load_splits
-from sfumato.models.run import Run, cache_folder, load_run
+from sfumato.models.build import cache_folder
+from sfumato.models.run import Run, load_run
+from sfumato.models.split import embed_split, load_split, load_splits
 from sfumato.workflows.audit import (
     NEIGHBOURS,
     ListedScores,

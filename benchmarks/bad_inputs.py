@@ -63,24 +63,16 @@ from sfumato.data.feature_tables import read_embeddings
 from sfumato.data.images import Problems
 from sfumato.data.listings import list_manifest
 from sfumato.data.manifest import read_manifest
-from sfumato.data.shards import ShardError, expand_shards, list_shard, read_shards
+from sfumato.data.shard_stream import read_shards
+from sfumato.data.shards import ShardError, expand_shards, list_shard
 from sfumato.encoders.processors import train_tokenizer
 from sfumato.errors import UserError, explain_os_error, printable
 from sfumato.gaussian import save_embeddings
+from sfumato.models.build import Assets, build_loss, build_model
 from sfumato.models.pretrained_tensors import read_checkpoint
 from sfumato.models.recipe import Recipe, load_recipe, recipe_files, save_recipe
-from sfumato.models.run import (
-    LAST,
-    MODEL,
-    RECIPE,
-    Assets,
-    build_loss,
-    build_model,
-    load_model,
-    load_state,
-    save_assets,
-    save_state,
-)
+from sfumato.models.run import LAST, MODEL, RECIPE, load_model, save_assets
+from sfumato.models.state import load_state, save_state
 from sfumato.search.collection import GaussianCollection
 from sfumato.search.index import GaussianIndex
 from sfumato.workflows.export import export_run

@@ -22,8 +22,8 @@ from torch import Tensor
 from sfumato.calibration.drift import DriftMonitor, largest_difference
 from sfumato.calibration.query_scores import QueryScores
 from sfumato.distances import get_distance
-from sfumato.models.embed import embed_split, load_split
 from sfumato.models.run import Run, load_run
+from sfumato.models.split import embed_split, load_split
 from sfumato.models.unfamiliar import nonsense
 
 ROWS = ("qwertyuiop", "asdfghjkl", "zxcvbnm")

@@ -11,6 +11,7 @@ deviation of the total variance of images and of texts. --without-unlisted leave
 import argparse
 import shutil
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,8 +26,8 @@ from sfumato.data.pairs import PairBatch
 from sfumato.losses.base import LossOutput, PairBlock
 from sfumato.losses.triplet import TripletLoss, hinges
 from sfumato.models.recipe import find_recipe, load_recipe
-from sfumato.training import loop
 from sfumato.training.batches import IndexedBatches
+from sfumato.training.loop import fit
 from sfumato.training.step import TrainBatch
 
 EVERY = 6
@@ -77,16 +78,14 @@ class Watch:
             self.seen[f"{name} in one place"].append(float(functional.normalize(e.mean, dim=-1).mean(0).norm()))
             self.seen[f"{name} sd of total variance"].append(float(e.total_variance.std()))
 
-    def epoch(self, training: Any, done: Any) -> Any:
-        """An epoch of training, and its figures."""
-        self.seen.clear()
-        result = TRAIN_EPOCH(training, done)
+    def epoch(self, line: Mapping[str, Any]) -> None:
+        """Print the figures of an epoch."""
         figures = ", ".join(f"{name} {np.mean(values[-8:]):.3g}" for name, values in self.seen.items())
-        print(f"epoch {done.epoch + 1}: {figures}", flush=True)
-        return result
+        print(f"epoch {line['epoch'] + 1}: {figures}", flush=True)
+        self.seen.clear()
 
 
-BATCH, TRAIN_EPOCH = IndexedBatches._batch, loop._train_epoch
+BATCH = IndexedBatches._batch
 
 
 def main() -> None:
@@ -104,9 +103,8 @@ def main() -> None:
         mock.patch.object(
             TripletLoss, "part", lambda loss, block, counts, epoch=None: watch.part(loss, block, counts, epoch)
         ),
-        mock.patch.object(loop, "_train_epoch", watch.epoch),
     ):
-        result = loop.fit(load_recipe(find_recipe(options.recipe), options.overrides), options.out)
+        result = fit(load_recipe(find_recipe(options.recipe), options.overrides), options.out, on_epoch=watch.epoch)
     print(f"best validation score {result['best_score']:.4f}")
 
 

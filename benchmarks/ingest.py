@@ -35,7 +35,7 @@ from sfumato.data.listings import list_folder
 from sfumato.encoders.clip import ClipImageConfig, clip_image_encoder
 from sfumato.encoders.convolutional import EfficientNetEncoder
 from sfumato.encoders.dual import DualEncoder, Tower
-from sfumato.encoders.frozen import FeatureInput
+from sfumato.encoders.feature_input import FeatureInput
 from sfumato.encoders.heads import GaussianHead
 from sfumato.encoders.processors import PixelProcessor
 from sfumato.workflows.embed import embed_collection

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from sfumato.gaussian import GaussianEmbedding
-from sfumato.models.embed import embed_split, load_split
 from sfumato.models.run import Run, load_run
+from sfumato.models.split import embed_split, load_split
 from sfumato.search.exact import distance_blocks
 from sfumato.workflows.index import GalleryPart, build_index
 

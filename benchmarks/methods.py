@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from sfumato.evaluation.compare import main_figures, over_seeds
-from sfumato.models.embed import evaluate_run
+from sfumato.models.evaluate import evaluate_run
 from sfumato.models.recipe import find_recipe, load_recipe
 from sfumato.models.run import LAST, RECIPE, load_run
 from sfumato.training.loop import fit

@@ -32,13 +32,13 @@ from towers import inputs as clip_inputs
 
 from sfumato.encoders.clip import ClipImageConfig, ClipTextConfig, clip_image_encoder, clip_text_encoder
 from sfumato.encoders.dual import DualEncoder, Tower
+from sfumato.encoders.feature_input import FeatureInput
 from sfumato.encoders.features import Inputs
-from sfumato.encoders.frozen import FeatureInput
 from sfumato.encoders.heads import GaussianHead
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.losses import MatchLoss, PCMELoss, PCMEOptions, PCMEPPLoss
 from sfumato.models.process_group import ProcessGroup, alone
-from sfumato.models.recipe import OptimConfig
+from sfumato.models.sections import OptimConfig
 from sfumato.training.step import TrainBatch, build_optimiser, clip_gradients, forward_backward
 
 FORMS = ("pcmepp", "pcme")

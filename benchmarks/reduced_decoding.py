@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from sfumato.encoders.frozen import image_backbone
+from sfumato.encoders.backbones import image_backbone
 
 
 def decoded(data: bytes, size: int, kept: int | None) -> tuple[Image.Image, bool]:

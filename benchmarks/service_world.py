@@ -21,8 +21,8 @@ from sfumato.data.images import UploadedImages
 from sfumato.encoders.dual import DualEncoder
 from sfumato.encoders.processors import train_tokenizer
 from sfumato.gaussian import GaussianEmbedding
-from sfumato.models.recipe import ModelConfig
-from sfumato.models.run import Assets, build_model
+from sfumato.models.build import Assets, build_model
+from sfumato.models.sections import ModelConfig
 from sfumato.search.collection import GaussianCollection
 from sfumato.search.index import GaussianIndex
 from sfumato.serve.answering import ServedGallery, Sources

@@ -10,7 +10,7 @@ from statistics import fmean
 import numpy as np
 
 from sfumato.data.emoji import load_emoji
-from sfumato.encoders.frozen import text_backbone
+from sfumato.encoders.backbones import text_backbone
 from sfumato.metrics.selective import auroc
 from sfumato.models.unfamiliar import UnfamiliarTexts, nonsense
 

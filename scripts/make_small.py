@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
-from sfumato.encoders.frozen import text_backbone
+from sfumato.encoders.backbones import text_backbone
 from sfumato.models.recipe import Recipe, find_recipe, load_recipe, save_recipe
 from sfumato.models.run import PACKAGED, RECIPE, SMALL
 from sfumato.training.loop import fit

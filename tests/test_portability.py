@@ -8,7 +8,7 @@ import numpy as np
 
 import sfumato
 from sfumato.data import feature_tables
-from sfumato.data.feature_tables import RegionFile
+from sfumato.data.region_files import RegionFile
 
 SOURCE = Path(sfumato.__file__).parent
 

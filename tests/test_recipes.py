@@ -12,6 +12,7 @@ from support.raising import raises
 
 from sfumato.errors import UserError
 from sfumato.evaluation.papers import paper_items
+from sfumato.models.build import Assets, build_loss, build_model, fresh_tokenizer
 from sfumato.models.recipe import (
     Recipe,
     check_recipe,
@@ -21,7 +22,6 @@ from sfumato.models.recipe import (
     recipe_summary,
     save_recipe,
 )
-from sfumato.models.run import Assets, build_loss, build_model, fresh_tokenizer
 
 
 def header(name):
@@ -261,3 +261,16 @@ def test_word_vectors_are_the_released_ones_of_840_billion_tokens():
         text = load_recipe(find_recipe(name)).model.text
         assert (text.vectors, text.width) == ("glove.840B.300d.txt", 300)
         assert not any("6B" in line for line in header(name))
+
+
+def test_a_run_that_states_keys_of_a_former_version_opens_if_they_had_the_value_of_now(tmp_path):
+    path = tmp_path / "recipe.toml"
+    (tmp_path / "model.safetensors").touch()
+    save_recipe(load_recipe(find_recipe("emoji-pcmepp")), path)
+    now = load_recipe(path)
+    text = path.read_text()
+    path.write_text(text.replace("[data]\n", '[data]\nheld_out_style = "fluent3d"\n'))
+    assert load_recipe(path) == now
+    path.write_text(text.replace("[data]\n", '[data]\nheld_out_style = "noto"\n'))
+    with pytest.raises(UserError, match="unknown key 'data.held_out_style'"):
+        load_recipe(path)

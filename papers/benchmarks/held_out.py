@@ -19,7 +19,7 @@ import torch
 
 from papers.benchmarks.ambiguity import FIGURES, baselines, measure_ambiguity
 from sfumato.data.emoji import load_emoji
-from sfumato.encoders.frozen import text_backbone
+from sfumato.encoders.backbones import text_backbone
 from sfumato.evaluation.estimators import ESTIMATORS, Matching, estimate_uncertainty
 from sfumato.ids import Direction
 from sfumato.metrics.relevance import Relevance
@@ -27,9 +27,9 @@ from sfumato.metrics.retrieval import per_query_metrics
 from sfumato.metrics.selective import auroc
 from sfumato.metrics.uncertainty import average_ranks, recall_by_uncertainty
 from sfumato.models.calibrate import calibrate_split
-from sfumato.models.embed import embed_split, load_split
 from sfumato.models.recipe import load_recipe
 from sfumato.models.run import load_run
+from sfumato.models.split import embed_split, load_split
 from sfumato.search.exact import rank_relevant
 from sfumato.training.loop import fit
 from sfumato.training.variance_stage import teach_variances

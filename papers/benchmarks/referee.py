@@ -39,14 +39,14 @@ from papers.posthoc.frozen_model import FrozenCorruption, FrozenModel, FrozenSpl
 from papers.posthoc.referee import RefereeOptions, adapter_epochs, referee_model
 from papers.posthoc.referee_tables import referee_summary, referee_tables
 from sfumato.data.images import Problems
+from sfumato.encoders.backbones import text_backbone
 from sfumato.encoders.dual import DualEncoder
-from sfumato.encoders.frozen import text_backbone
 from sfumato.evaluation.corruption import corrupted_inputs
 from sfumato.files import write_atomically
 from sfumato.metrics.uncertainty import spearman
-from sfumato.models.embed import load_splits
 from sfumato.models.recipe import find_recipe, load_recipe
 from sfumato.models.run import load_run
+from sfumato.models.split import load_splits
 from sfumato.training.loop import fit
 
 TRIPLET = 'loss={name="triplet",mining="semi-hard",margin=0.4}'

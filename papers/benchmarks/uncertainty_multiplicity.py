@@ -38,7 +38,7 @@ from papers.posthoc import METHODS
 from papers.posthoc.contestants import fit_contestant, pair_calibration
 from papers.posthoc.frozen_model import FrozenSplit, freeze, layer_inputs
 from papers.posthoc.referee import adapter_epochs
-from sfumato.encoders.frozen import text_backbone
+from sfumato.encoders.backbones import text_backbone
 from sfumato.evaluation.estimators import Matching, estimate_uncertainty
 from sfumato.evaluation.trust import words_of
 from sfumato.files import write_atomically
@@ -50,9 +50,9 @@ from sfumato.metrics.retrieval import per_query_metrics
 from sfumato.metrics.selective import auroc_statistic, decile_statistic, spearman_statistic
 from sfumato.metrics.uncertainty import balanced_spearman, recall_by_uncertainty, resampled_balanced_spearman, spearman
 from sfumato.models.calibrate import calibrate_split
-from sfumato.models.embed import embed_split, load_split
 from sfumato.models.recipe import find_recipe, load_recipe
 from sfumato.models.run import Run, load_run
+from sfumato.models.split import embed_split, load_split
 from sfumato.search.exact import rank_relevant
 from sfumato.training.loop import fit
 

@@ -14,7 +14,7 @@ from .data.images import Problems as Problems
 from .data.layouts import read_karpathy as read_karpathy
 from .data.manifest import read_manifest as read_manifest
 from .data.pairs import PairData as PairData
-from .data.shards import read_shards as read_shards
+from .data.shard_stream import read_shards as read_shards
 from .data.shards import write_shards as write_shards
 from .distances import DISTANCES as DISTANCES
 from .distances import csd as csd

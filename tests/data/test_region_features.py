@@ -9,10 +9,10 @@ import warnings
 import numpy as np
 import pytest
 
-from sfumato.data.feature_tables import RegionFile, regions_from_bytes, regions_to_bytes
 from sfumato.data.images import Problems
 from sfumato.data.layouts import read_scan
 from sfumato.data.manifest import read_manifest
+from sfumato.data.region_files import RegionFile, regions_from_bytes, regions_to_bytes
 from sfumato.errors import UserError
 
 RANDOM = np.random.default_rng(0)

@@ -14,7 +14,8 @@ from PIL import Image
 
 from sfumato.data.images import FileImage, Problems
 from sfumato.data.pairs import make_pair_data
-from sfumato.data.shards import ShardStream, expand_shards, write_shards
+from sfumato.data.shard_stream import ShardStream
+from sfumato.data.shards import expand_shards, write_shards
 from sfumato.errors import UserError
 
 JPEG = b"\xff\xd8\xff and so on "

@@ -18,9 +18,10 @@ from sfumato.encoders.features import TokenFeatures
 from sfumato.encoders.processors import PixelProcessor, TokenProcessor
 from sfumato.encoders.scratch import SmallImageConfig, SmallTextConfig
 from sfumato.errors import UserError
-from sfumato.models.embed import evaluate_run
+from sfumato.models.build import Assets, build_model, fresh_tokenizer
+from sfumato.models.evaluate import evaluate_run
 from sfumato.models.recipe import check_recipe, load_recipe, save_recipe
-from sfumato.models.run import Assets, build_model, fresh_tokenizer, load_model, load_run
+from sfumato.models.run import load_model, load_run
 from sfumato.training.loop import fit
 from sfumato.workflows.export import export_run
 

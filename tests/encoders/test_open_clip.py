@@ -9,7 +9,8 @@ import torch
 from PIL import Image
 from support.tiny_models import import_open_clip, taught_open_clip, tiny_open_clip, two_colours
 
-from sfumato.encoders.frozen import FrozenImageConfig, FrozenTextConfig, is_open_clip, joint_image, joint_text
+from sfumato.encoders.frozen import FrozenImageConfig, FrozenTextConfig
+from sfumato.encoders.joint import is_open_clip, joint_image, joint_text
 from sfumato.errors import UserError
 from sfumato.workflows.adopt import adopt_encoders
 
@@ -57,7 +58,7 @@ def test_names_of_open_clip_are_told_from_those_of_transformers(tmp_path):
 
 def test_models_that_cannot_be_loaded_are_named(tmp_path, monkeypatch):
     import_open_clip()
-    monkeypatch.setattr("sfumato.encoders.frozen.hub_reachable", lambda: False)
+    monkeypatch.setattr("sfumato.encoders.joint.hub_reachable", lambda: False)
     for name in ("open_clip:ViT-B-32/laion2b_s34b_b79k", "hf-hub:nobody/nothing"):
         with pytest.raises(UserError, match="no connection to the hub.*Give a local folder"):
             joint_image(name)

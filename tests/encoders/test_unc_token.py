@@ -5,16 +5,10 @@ import torch
 
 pytest.importorskip("tokenizers", reason="the extra backbones is not installed")
 
-from sfumato.encoders.clip import (
-    ClipImageConfig,
-    ClipTextConfig,
-    UncTokenImageEncoder,
-    UncTokenTextEncoder,
-    clip_image_encoder,
-    clip_text_encoder,
-)
+from sfumato.encoders.clip import ClipImageConfig, ClipTextConfig, clip_image_encoder, clip_text_encoder
 from sfumato.encoders.features import Inputs
 from sfumato.encoders.heads import POOLINGS, GaussianHead, HeadOptions
+from sfumato.encoders.unc_token import UncTokenImageEncoder, UncTokenTextEncoder
 
 IMAGE = {
     "backbone": {

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from sfumato.data.emoji import load_emoji
+from sfumato.encoders.backbones import text_backbone
 from sfumato.encoders.dual import piece_counter
-from sfumato.encoders.frozen import text_backbone
 from sfumato.encoders.processors import TokenProcessor, train_tokenizer
 from sfumato.errors import UserError
 from sfumato.gaussian import GaussianEmbedding

@@ -14,9 +14,9 @@ from support.toy import make_toy
 from support.words import folded
 
 from sfumato.errors import UserError
-from sfumato.models.embed import load_split
 from sfumato.models.recipe import find_recipe, load_recipe
 from sfumato.models.run import load_run
+from sfumato.models.split import load_split
 from sfumato.studies.analyse import AT_CHANCE, AnalysisOptions, analyse_model
 from sfumato.studies.usual import MADE, choose_pairs, measure_sets, read_mixed_images
 from sfumato.training.loop import fit

@@ -16,8 +16,8 @@ from support.words import folded
 from sfumato.errors import UserError
 from sfumato.evaluation.papers import find_item
 from sfumato.losses import InfoNCEOptions, PCMEPPOptions, TripletOptions, infonce_loss, pcmepp_loss, triplet_loss
-from sfumato.models.embed import embed_split, load_split
 from sfumato.models.run import load_run
+from sfumato.models.split import embed_split, load_split
 from sfumato.studies.figure_numbers import KINDS, Scene, make_figure, pair_gradients
 from sfumato.studies.paper_tables import TableData, choose_data
 

@@ -8,15 +8,16 @@ from safetensors.torch import load_file
 from support.toy import make_toy
 
 from sfumato.encoders.dual import DualEncoder, Tower
+from sfumato.encoders.feature_input import FeatureInput
 from sfumato.encoders.features import Inputs
-from sfumato.encoders.frozen import FeatureInput
 from sfumato.encoders.heads import GaussianHead
 from sfumato.encoders.scratch import SmallImageEncoder
 from sfumato.evaluation.protocols import evaluate_retrieval
-from sfumato.models.embed import load_split
 from sfumato.models.recipe import load_recipe
 from sfumato.models.run import load_run
-from sfumato.training import loop, saving
+from sfumato.models.split import load_split
+from sfumato.training import after as after_module
+from sfumato.training import learner, loop, saving
 from sfumato.training.step import WeightAverage, averaged
 
 
@@ -152,7 +153,8 @@ def spied_run(recipe, folder):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(saving, "save_state", spy_on_save)
-        patch.setattr(loop, "embed_split", spy_on_embed)
+        for module in (loop, after_module):
+            patch.setattr(module, "embed_split", spy_on_embed)
         return loop.fit(recipe, folder), after, validated
 
 
@@ -217,7 +219,7 @@ def test_without_a_validation_split_the_average_is_kept(tmp_path):
 def test_the_moving_average_of_a_run_takes_in_every_step(tmp_path, monkeypatch):
     """Recomputed from the first weights and those that each step leaves."""
     recipe = load_recipe(make_toy(tmp_path), ["train.epochs=4", "train.ema_decay=0.4", "train.select=last"])
-    states, build_optimiser = [], loop.build_optimiser
+    states, build_optimiser = [], learner.build_optimiser
 
     def spy(model, loss, config):
         states.append(state(model))
@@ -225,7 +227,7 @@ def test_the_moving_average_of_a_run_takes_in_every_step(tmp_path, monkeypatch):
         optimiser.register_step_post_hook(lambda *_: states.append(state(model)))
         return optimiser
 
-    monkeypatch.setattr(loop, "build_optimiser", spy)
+    monkeypatch.setattr(learner, "build_optimiser", spy)
     loop.fit(recipe, tmp_path / "run")
     weights, steps = [1.0], len(states) - 1
     for count in range(1, steps + 1):

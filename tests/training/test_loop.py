@@ -14,10 +14,11 @@ from support.processes import Started, command
 from support.toy import assert_same_tensors, make_toy, stop_after_checkpoint_of
 
 from sfumato.errors import UserError
-from sfumato.models.embed import load_split
 from sfumato.models.recipe import load_recipe
-from sfumato.models.run import load_run, save_state
-from sfumato.training import loop, saving
+from sfumato.models.run import load_run
+from sfumato.models.split import load_split
+from sfumato.models.state import save_state
+from sfumato.training import learner, saving
 from sfumato.training.loop import fit
 from sfumato.training.step import DivergedError
 
@@ -130,7 +131,7 @@ def test_an_epoch_in_work_is_saved_by_time(toy, tmp_path, monkeypatch):
 def test_a_scaled_gradient_that_overflows_float16_skips_its_step_and_halves_the_scale(toy, tmp_path, monkeypatch):
     """On this model the first step overflows by itself with the first scale, 2**16; two more are made to."""
     overflows, seen = {1, 4}, []
-    backward = loop.forward_backward
+    backward = learner.forward_backward
 
     def overflowing(model, loss, *args, scaler, **options):
         measured = backward(model, loss, *args, scaler=scaler, **options)
@@ -141,7 +142,7 @@ def test_a_scaled_gradient_that_overflows_float16_skips_its_step_and_halves_the_
         seen.append((scaler.get_scale(), weights, not finite))
         return measured
 
-    monkeypatch.setattr(loop, "forward_backward", overflowing)
+    monkeypatch.setattr(learner, "forward_backward", overflowing)
     recipe = load_recipe(toy, ["train.precision=float16", "train.epochs=2"])
     fit(recipe, tmp_path / "run")
     assert seen[0][0] == 2**16 and seen[1][2] and not seen[3][2] and len(seen) == 6

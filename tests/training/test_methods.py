@@ -9,8 +9,9 @@ from support.toy import make_toy
 from sfumato.encoders.clip import ARCHITECTURES
 from sfumato.encoders.features import TokenFeatures
 from sfumato.encoders.heads import GaussianHead, HeadOptions
+from sfumato.models.build import build_loss
 from sfumato.models.recipe import find_recipe, load_recipe
-from sfumato.models.run import build_loss, load_run
+from sfumato.models.run import load_run
 from sfumato.training.loop import fit
 
 PROBABILISTIC = "emoji-probabilistic-vsepp", "model.init_total_variance=16"

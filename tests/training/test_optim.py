@@ -13,15 +13,16 @@ pytest.importorskip("tokenizers", reason="the extra backbones is not installed")
 from sfumato.encoders.clip import ClipImageConfig, ClipTextConfig, clip_image_encoder, clip_text_encoder
 from sfumato.encoders.dual import DualEncoder, Tower
 from sfumato.encoders.encoder_protocol import Encoder
+from sfumato.encoders.feature_input import FeatureInput
 from sfumato.encoders.feature_rows import RegionEncoder
 from sfumato.encoders.features import Inputs
-from sfumato.encoders.frozen import FeatureInput
 from sfumato.encoders.heads import GaussianHead
 from sfumato.encoders.scratch import SmallImageEncoder, SmallTextEncoder, WordEncoder
 from sfumato.errors import UserError
 from sfumato.losses import LOSSES
-from sfumato.models.recipe import OptimConfig, check_recipe, load_recipe
-from sfumato.training import loop
+from sfumato.models.recipe import check_recipe, load_recipe
+from sfumato.models.sections import OptimConfig
+from sfumato.training import learner, loop
 from sfumato.training.step import (
     build_optimiser,
     clip_gradients,
@@ -385,7 +386,7 @@ def test_a_run_clips_all_that_it_trains_before_each_step(tmp_path, monkeypatch):
         optimiser.register_step_pre_hook(lambda *_: norms.append(math.sqrt(squares())))
         return optimiser
 
-    monkeypatch.setattr(loop, "build_optimiser", spy)
+    monkeypatch.setattr(learner, "build_optimiser", spy)
     loop.fit(recipe, tmp_path / "run")
     lines = [json.loads(line) for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
     assert len(norms) >= 4 and norms == pytest.approx([0.01] * len(norms), rel=1e-3)

@@ -11,11 +11,11 @@ from support.tiny_models import taught_clip, two_colours
 from sfumato.cli import app
 from sfumato.data.images import Problems
 from sfumato.encoders import package_weights
-from sfumato.encoders.frozen import joint_image
+from sfumato.encoders.joint import joint_image
 from sfumato.encoders.package_weights import where_weights_are
-from sfumato.models.embed import embed_split, load_split
 from sfumato.models.recipe import find_recipe, load_recipe, save_recipe
 from sfumato.models.run import load_run
+from sfumato.models.split import embed_split, load_split
 from sfumato.training import setup as module
 from sfumato.training.setup import preferred_recipe, what_to_expect
 

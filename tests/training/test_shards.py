@@ -10,10 +10,11 @@ from support.toy import assert_same_tensors, make_toy
 from sfumato.data.images import Problems
 from sfumato.data.shards import write_shards
 from sfumato.errors import UserError
-from sfumato.models.embed import load_splits
 from sfumato.models.process_group import alone
 from sfumato.models.recipe import load_recipe
-from sfumato.models.run import load_run, save_state
+from sfumato.models.run import load_run
+from sfumato.models.split import load_splits
+from sfumato.models.state import save_state
 from sfumato.training.loop import fit
 
 
@@ -48,7 +49,7 @@ def test_a_stream_trains_validates_and_resumes(trained):
 def test_captions_of_a_stream_are_equal_whatever_their_case_unless_they_are_kept_separate(
     toy, trained, equal_texts, matches
 ):
-    from sfumato.data.shards import ShardBatch
+    from sfumato.data.shard_stream import ShardBatch
     from sfumato.training.batches import Augmentation, ShardBatches
 
     recipe, _, splits = toy

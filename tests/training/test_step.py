@@ -10,14 +10,14 @@ from torch import nn
 
 from sfumato.data.transforms import plan_mixing
 from sfumato.encoders.dual import DualEncoder, Tower
+from sfumato.encoders.feature_input import FeatureInput
 from sfumato.encoders.features import Inputs, TokenFeatures
-from sfumato.encoders.frozen import FeatureInput
 from sfumato.encoders.heads import GaussianHead, HeadOptions
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.losses import LOSSES, PCMEPPOptions
 from sfumato.models.process_group import alone
 from sfumato.models.recipe import load_recipe
-from sfumato.training import loop
+from sfumato.training import learner, loop
 from sfumato.training.step import DivergedError, TrainBatch, forward_backward
 
 N = 7
@@ -258,7 +258,7 @@ def test_nan_is_told_by_its_term_and_leaves_no_gradient(value, word, micro_batch
 def test_a_run_that_diverges_takes_no_half_step_and_keeps_its_last_epoch(tmp_path, monkeypatch):
     """An infinite gradient in epoch 2: weights and moments stay as before that step, the checkpoint is the first's."""
     recipe, folder = load_recipe(make_toy(tmp_path), ["train.epochs=2"]), tmp_path / "run"
-    build_optimiser, parts, after = loop.build_optimiser, [], []
+    build_optimiser, parts, after = learner.build_optimiser, [], []
 
     def state():
         model, loss, optimiser = parts
@@ -276,9 +276,9 @@ def test_a_run_that_diverges_takes_no_half_step_and_keeps_its_last_epoch(tmp_pat
             model.text.head.mean.linear.bias.grad[0] = float("inf")
         return measured
 
-    monkeypatch.setattr(loop, "build_optimiser", spy)
+    monkeypatch.setattr(learner, "build_optimiser", spy)
     with monkeypatch.context() as patch:
-        patch.setattr(loop, "forward_backward", diverge)
+        patch.setattr(learner, "forward_backward", diverge)
         with pytest.raises(DivergedError, match="epoch 2, step 2: the gradient is inf"):
             loop.fit(recipe, folder)
     assert len(after) == 4, "three steps in the first epoch, one in the second"

@@ -13,7 +13,7 @@ from sfumato.errors import UserError
 from sfumato.models.process_group import ProcessGroup
 from sfumato.models.recipe import load_recipe
 from sfumato.models.run import load_model, load_run
-from sfumato.training import loop, saving
+from sfumato.training import learner, saving
 from sfumato.training.loop import fit
 from sfumato.training.step import DivergedError, build_optimiser, set_learning_rate
 from sfumato.workflows.export import export_run
@@ -122,9 +122,9 @@ def test_in_the_first_stage_backbone_and_word_vectors_rest_and_in_the_second_all
         (factors[-1] if factors else factors.append([]) or factors[0]).append(factor)
         set_learning_rate(optimiser, factor)
 
-    monkeypatch.setattr(loop, "build_optimiser", spy_on_the_start)
+    monkeypatch.setattr(learner, "build_optimiser", spy_on_the_start)
     monkeypatch.setattr(saving, "save_state", spy_on_the_end)
-    monkeypatch.setattr(loop, "set_learning_rate", spy_on_the_factor)
+    monkeypatch.setattr(learner, "set_learning_rate", spy_on_the_factor)
     fit(pcme(tmp_path, "data.val_fraction=0"), tmp_path / "run")
     start, first, second, third = states
     assert all(torch.equal(start[n], first[n]) for n in resting(start))

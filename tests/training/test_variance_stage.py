@@ -15,7 +15,9 @@ from sfumato.errors import UserError
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.metrics.relevance import Relevance
 from sfumato.metrics.uncertainty import spearman
-from sfumato.models.recipe import VarianceStageConfig, load_recipe
+from sfumato.models.recipe import load_recipe
+from sfumato.models.sections import VarianceStageConfig
+from sfumato.training import variance_stage
 from sfumato.training.loop import fit
 from sfumato.training.variance_stage import fit_variance_stage, teacher_values
 
@@ -109,12 +111,16 @@ def test_an_estimator_teaches_its_value_over_the_training_gallery(teacher):
     np.testing.assert_allclose(found, np.clip((slow - low) / (high - low), 0, 1), atol=1e-4)
 
 
-def test_a_teacher_can_leave_the_own_matches_out_and_see_a_part_of_the_gallery():
+def test_a_teacher_can_leave_the_own_matches_out_and_see_a_part_of_the_gallery(monkeypatch):
     texts, images, relevance = related()
-    whole, without, part = (
-        teacher_values(VarianceStageConfig(teacher="top1_mismatch", **o), texts, images, relevance, "t2i", seed=1)
-        for o in ({}, {"without_own": True}, {"n_gallery": 50})
-    )
+
+    def taught(**options):
+        config = VarianceStageConfig(teacher="top1_mismatch", **options)
+        return teacher_values(config, texts, images, relevance, "t2i", seed=1)
+
+    whole, without = taught(), taught(without_own=True)
+    monkeypatch.setattr(variance_stage, "_N_GALLERY", 50)
+    part = taught()
     assert not torch.equal(whole, without) and not torch.equal(whole, part)
     assert spearman(whole.numpy(), part.numpy()) > 0.3
 

@@ -20,8 +20,8 @@ from sfumato.data.pairs import PairData
 from sfumato.data.splits import images_of_part, parse_part, without_part
 from sfumato.metrics.relevance import Relevance
 from sfumato.metrics.selective import auroc
-from sfumato.models.embed import load_splits
 from sfumato.models.run import load_run
+from sfumato.models.split import load_splits
 from sfumato.reports.studies import print_audit, wrong_pairs
 from sfumato.workflows.audit import (
     NEIGHBOURS,

@@ -27,7 +27,8 @@ from tokenizers.pre_tokenizers import Whitespace
 from sfumato import files as files_module
 from sfumato.data.listings import Entry, list_folder, list_manifest, list_shards, list_texts
 from sfumato.encoders.dual import DualEncoder, Tower
-from sfumato.encoders.frozen import FeatureInput, FrozenProcessor
+from sfumato.encoders.feature_input import FeatureInput
+from sfumato.encoders.frozen import FrozenProcessor
 from sfumato.encoders.heads import GaussianHead
 from sfumato.encoders.processors import BilinearProcessor, ImageFileProcessor, PixelProcessor, TokenProcessor
 from sfumato.encoders.scratch import SmallImageEncoder, SmallTextEncoder

@@ -13,9 +13,9 @@ from sfumato.data.image_decoding import decode_image
 from sfumato.data.images import Problems
 from sfumato.data.layouts import read_scan
 from sfumato.errors import UserError
-from sfumato.models.embed import load_splits
 from sfumato.models.recipe import find_recipe, load_recipe
 from sfumato.models.run import load_run
+from sfumato.models.split import load_splits
 from sfumato.training.loop import fit
 from sfumato.workflows.regions import write_regions
 

@@ -26,7 +26,7 @@ from sfumato.evaluation.compare import (
     with_rsum,
 )
 from sfumato.evaluation.embedded_input import measure
-from sfumato.models.embed import embed_for_evaluation, evaluate_run
+from sfumato.models.evaluate import embed_for_evaluation, evaluate_run
 from sfumato.models.recipe import load_recipe
 from sfumato.models.run import load_run
 from sfumato.reports.runs_tables import runs_latex, runs_table, write_runs_table

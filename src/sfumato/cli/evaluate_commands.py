@@ -481,7 +481,7 @@ def _evaluate(
     from sfumato.evaluation.compare import more_results
     from sfumato.evaluation.embedded_input import measure
     from sfumato.matching import MATCH_PROBABILITY
-    from sfumato.models.embed import embed_for_evaluation, evaluate_model, write_figures
+    from sfumato.models.evaluate import embed_for_evaluation, evaluate_model, write_figures
 
     truths, options = benchmark.ground_truths if benchmark else (), more.options
     chosen = opened.model.ranking_distance(distance)
@@ -527,7 +527,7 @@ def _per_query_of_compared(
     """Single queries of the run or file to compare with; None without one, and in all processes but the first."""
     from sfumato.evaluation.compare import PER_QUERY_ENDINGS, per_query_table
     from sfumato.evaluation.embedded_input import measure
-    from sfumato.models.embed import embed_for_evaluation
+    from sfumato.models.evaluate import embed_for_evaluation
     from sfumato.models.run import load_run
 
     if more.compared_with is None:
@@ -609,7 +609,7 @@ def trust(
     on its own data, writes trust-SPLIT.json into its folder.
     """
     from sfumato.data.splits import WORDINGS
-    from sfumato.models.embed import write_figures
+    from sfumato.models.evaluate import write_figures
     from sfumato.reports.console import print_trust, print_trust_summary
     from sfumato.workflows.trust import trust_model
 

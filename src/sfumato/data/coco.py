@@ -14,8 +14,9 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from sfumato.data.archives import TarArchive, TarImage
 from sfumato.data.captioned import check_fractions, is_unicode, splits_of_items
-from sfumato.data.images import FileImage, ImageSource, Problems, TarArchive, TarImage
+from sfumato.data.images import FileImage, ImageSource, Problems
 from sfumato.data.pairs import PairData, SourceItem
 from sfumato.errors import UserError
 from sfumato.files import read_json

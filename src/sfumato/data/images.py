@@ -1,4 +1,4 @@
-"""Images: where they are (files, archive members, memory), what programs give for them, and those of a gallery.
+"""Images: where they are (files, memory), and those of a gallery; and the items that cannot be used.
 
 An unusable item is counted and listed in a file with location and reason. Too many of them raise an error.
 """
@@ -9,18 +9,13 @@ import itertools
 import json
 import os
 import re
-import tarfile
-import threading
-import zipfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any, Protocol, Union
+from typing import Protocol
 
-import numpy as np
-from PIL import Image, ImageOps
+from PIL import Image
 
-from sfumato.data.feature_tables import regions_to_bytes
 from sfumato.data.image_decoding import IMAGE_ENDINGS, decode_image, needs_extra, still_bytes
 from sfumato.errors import UserError, printable
 from sfumato.files import sync_folder, write_atomically
@@ -56,25 +51,6 @@ class FileImage:
 
 
 @dataclass(frozen=True)
-class ZipImage:
-    """An image in an open zip archive."""
-
-    archive: zipfile.ZipFile  # reads of one archive may come from several threads
-    member: str  # its name there
-
-    @property
-    def location(self) -> str:
-        """archive!member."""
-        return f"{self.archive.filename or 'archive'}!{self.member}"
-
-    def read_bytes(self) -> bytes:
-        try:
-            return self.archive.read(self.member)
-        except zipfile.BadZipFile as error:
-            raise OSError(f"{self.location}: {error}") from error
-
-
-@dataclass(frozen=True)
 class MemoryImage:
     """An image whose file is in memory."""
 
@@ -83,51 +59,6 @@ class MemoryImage:
 
     def read_bytes(self) -> bytes:
         return self.data
-
-
-class TarArchive:
-    """An uncompressed tar file: one scan finds the members, and any thread can then read them by position."""
-
-    def __init__(self, path: str | Path) -> None:
-        self.path = Path(path)
-        try:
-            with tarfile.open(self.path, "r:") as tar:
-                self._members = {os.path.normpath(m.name): (m.offset_data, m.size) for m in tar if m.isfile()}
-        except tarfile.TarError as error:
-            raise ValueError(
-                f"{path}: not an uncompressed tar file ({error}); unpack it, or pack it without compression"
-            ) from error
-        self._file: IO[bytes] = self.path.open("rb")
-        self._lock = threading.Lock()
-
-    def __contains__(self, member: str) -> bool:
-        return member in self._members
-
-    def read(self, member: str) -> bytes:
-        """The bytes of a member."""
-        offset, size = self._members[member]
-        with self._lock:
-            self._file.seek(offset)
-            data = self._file.read(size)
-        if len(data) < size:
-            raise OSError(f"{self.path} ends within {member}")
-        return data
-
-
-@dataclass(frozen=True)
-class TarImage:
-    """An image in a tar archive."""
-
-    archive: TarArchive  # the scanned archive
-    member: str  # its name there
-
-    @property
-    def location(self) -> str:
-        """archive!member."""
-        return f"{self.archive.path}!{self.member}"
-
-    def read_bytes(self) -> bytes:
-        return self.archive.read(self.member)
 
 
 THUMBNAIL = 144
@@ -298,92 +229,6 @@ def _below(folder: Path, below: str, problems: Problems | None, endings: frozens
             problems.note(folder / below / name, reason)
         elif not moving:
             yield f"{below}{name}"
-
-
-ImageInput = Union[str, "os.PathLike[str]", bytes, Image.Image, np.ndarray]
-"""An image: the path of a file, its bytes, a Pillow image, or (h, w), (h, w, 3) or (h, w, 4) pixels in uint8. For a
-model that reads features, a path or the bytes of a .npy file, or an array of floating numbers."""
-
-_LOSSLESS_PNG = frozenset({"1", "L", "LA", "P", "RGB", "RGBA", "I;16"})
-_CHANNELS = (3, 4)
-
-
-def image_sources(images: Sequence[ImageInput], who: str, *, features: str = "") -> list[ImageSource]:
-    """Images as sources of the bytes of image files. Nothing is read from disk yet."""
-    one = isinstance(images, str | bytes | os.PathLike | Image.Image)
-    if not one and not hasattr(images, "__getitem__") and hasattr(images, "__iter__"):
-        raise TypeError(f"{who}: got a {type(images).__name__}, expected a list of images: list(images)")
-    if one or not hasattr(images, "__len__") or not hasattr(images, "__getitem__"):
-        raise TypeError(f"{who}: got one {type(images).__name__}, expected a list of images: [image]")
-    expected = 1 if features else 3
-    if (ndim := getattr(images, "ndim", None)) is not None and ndim <= expected:
-        shape = tuple(getattr(images, "shape", ()))
-        raise ValueError(
-            f"{who}: got one array of shape {shape}, expected a batch: a batch of one is {(1, *shape)}, or a list"
-        )
-    return [_source(image, f"image {i}", who, features) for i, image in enumerate(images)]
-
-
-def _source(image: ImageInput, name: str, who: str, features: str) -> ImageSource:
-    if isinstance(image, bytes):
-        return MemoryImage(name, image)
-    if isinstance(image, str | os.PathLike):
-        return FileImage(Path(image))
-    if features:
-        return MemoryImage(name, vector_file(image, f"{who}: {name}", features))
-    if isinstance(image, Image.Image):
-        return _Encoded(name, lambda: _pillow_file(image))
-    array = np.asarray(image) if hasattr(image, "__array__") else None
-    if array is None:
-        raise TypeError(
-            f"{who}: {name} is a {type(image).__name__}; expected a path, the bytes of a file, a Pillow image or an"
-            " array of uint8"
-        )
-    if array.dtype != np.uint8 or not (array.ndim == 2 or (array.ndim == 3 and array.shape[2] in _CHANNELS)):
-        raise ValueError(
-            f"{who}: {name} has pixels of shape {array.shape} in {array.dtype}; expected (h, w), (h, w, 3) or"
-            " (h, w, 4) in uint8 from 0 to 255"
-        )
-    return _Encoded(name, lambda: _pillow_file(Image.fromarray(array)))
-
-
-class _Encoded:
-    """An image in memory that is encoded when it is read."""
-
-    def __init__(self, location: str, encode: Callable[[], bytes]) -> None:
-        self.location, self._encode = location, encode
-
-    def read_bytes(self) -> bytes:
-        return self._encode()
-
-
-def _pillow_file(image: Image.Image) -> bytes:
-    """The bytes of a lossless file with the pixels of an image, upright."""
-    upright, file = ImageOps.exif_transpose(image), io.BytesIO()
-    if upright.mode in _LOSSLESS_PNG:
-        upright.save(file, "PNG", compress_level=0)
-    else:
-        upright.save(file, "TIFF")  # It keeps numbers of 32 bits and the channels of prints.
-    return file.getvalue()
-
-
-def vector_file(vector: Any, name: str, features: str) -> bytes:
-    """An array as the bytes of a .npy file, for a model that reads features. vector (c,)."""
-    value = vector.detach().cpu() if hasattr(vector, "detach") else vector
-    array = np.asarray(value) if hasattr(value, "__array__") and not isinstance(value, Image.Image) else None
-    if array is None:
-        raise TypeError(f"{name} is a {type(vector).__name__}, but this model reads {features}; give an array of them")
-    if array.ndim not in (1, 2) or not np.issubdtype(array.dtype, np.floating):
-        raise ValueError(f"{name} has shape {array.shape} in {array.dtype}; expected {features}: floating numbers")
-    return regions_to_bytes(np.atleast_2d(array))
-
-
-def unreadable(source: ImageSource, error: Exception) -> UserError:
-    """The error of an image that cannot be used."""
-    if isinstance(error, FileNotFoundError):
-        return UserError(f"there is no image {source.location}")
-    reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-    return UserError(f"{source.location}: {reason}")
 
 
 POINTER = "_picture"

@@ -23,13 +23,15 @@ from pydantic import (
 
 from sfumato.data.captioned import read_image_folder
 from sfumato.data.coco import CocoOptions, read_coco_captions
-from sfumato.data.emoji import EmojiOptions, Style, load_emoji
+from sfumato.data.embedding_pairs import read_embedding_pairs
+from sfumato.data.emoji import EmojiOptions, load_emoji
 from sfumato.data.hub_datasets import DatasetOptions, read_dataset
 from sfumato.data.images import Problems
-from sfumato.data.layouts import CubOptions, read_cub, read_embedding_pairs, read_karpathy, read_scan
+from sfumato.data.layouts import CubOptions, read_cub, read_karpathy, read_scan
 from sfumato.data.manifest import MANIFEST_SUFFIXES, read_manifest
 from sfumato.data.pairs import EpochOver, EqualTexts, PairData, Positives
-from sfumato.data.shards import expand_shards, read_shards
+from sfumato.data.shard_stream import read_shards
+from sfumato.data.shards import expand_shards
 from sfumato.data.splits import parse_part
 from sfumato.errors import UserError
 from sfumato.imports import claim_name
@@ -78,8 +80,6 @@ class DataConfig(BaseModel):
     """fraction of the images for validation, if the data names no splits"""
     test_fraction: float = Field(0.1, ge=0, lt=1)
     """fraction of the images for the test, if the data names no splits"""
-    held_out_style: Style = "fluent3d"
-    """emoji: drawing style of validation and test, which training never sees"""
     noise_rate: float = Field(0.0, ge=0, le=1)
     """fraction of the training pairs that get a wrong image: noisy correspondence"""
     noise_seed: int = Field(0, ge=0, description="seed of the noise; independent of train.seed")
@@ -216,7 +216,7 @@ def _fractions(config: DataConfig) -> dict[str, float]:
 
 def _emoji(config: DataConfig, problems: Problems) -> dict[str, PairData]:
     options = EmojiOptions.model_validate(config.options)
-    return load_emoji(held_out_style=config.held_out_style, **options.model_dump())
+    return load_emoji(**options.model_dump())
 
 
 def _manifest(config: DataConfig, problems: Problems) -> dict[str, PairData]:

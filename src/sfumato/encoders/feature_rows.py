@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils.rnn import pack_padded_sequence
 
-from sfumato.data.feature_tables import EmbeddingRow, EmbeddingTable, regions_from_bytes, regions_to_bytes
+from sfumato.data.feature_tables import EmbeddingRow, EmbeddingTable
 from sfumato.data.pairs import PairData
+from sfumato.data.region_files import regions_from_bytes, regions_to_bytes
 from sfumato.data.transforms import drop_regions
 from sfumato.encoders.dual import Tower
 from sfumato.encoders.encoder_protocol import (
@@ -31,8 +32,8 @@ from sfumato.encoders.encoder_protocol import (
     TextEncoderConfig,
     usable,
 )
+from sfumato.encoders.feature_input import FeatureInput, Whiten
 from sfumato.encoders.features import Inputs, RaggedStore, Store, TokenFeatures
-from sfumato.encoders.frozen import FeatureInput, Whiten
 from sfumato.errors import UserError
 
 

@@ -71,7 +71,7 @@ class _Network(nn.Module):
 
 
 class MiniLM:
-    """The network with its tokenizer; see :class:`~sfumato.encoders.frozen.TextNetwork`."""
+    """The network with its tokenizer; see :class:`~sfumato.encoders.backbones.TextNetwork`."""
 
     depth, width = _LAYERS, WIDTH
 

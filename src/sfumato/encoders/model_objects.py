@@ -13,7 +13,7 @@ from PIL import Image
 from safetensors.torch import save as safetensors_bytes
 
 from sfumato.data.transforms import encode_png
-from sfumato.encoders.frozen import OPEN_CLIP_CONFIG, OPEN_CLIP_WEIGHTS, import_open_clip, joint_image, joint_text
+from sfumato.encoders.joint import OPEN_CLIP_CONFIG, OPEN_CLIP_WEIGHTS, import_open_clip, joint_image, joint_text
 from sfumato.errors import UserError
 from sfumato.files import write_atomically, write_json
 from sfumato.ids import Side

@@ -1,8 +1,7 @@
-"""Use of a run or a published model: loading and embedding of splits, folders and files, and evaluation."""
+"""Embedding of folders, files, tables and batches of items by any model."""
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -11,139 +10,27 @@ import numpy as np
 import torch
 from tokenizers import Tokenizer
 
-from sfumato.data.feature_tables import REGION_ENDINGS, EmbeddingRow, open_table
+from sfumato.data.feature_tables import EmbeddingRow, open_table
 from sfumato.data.image_decoding import IMAGE_ENDINGS, spelt
 from sfumato.data.images import FileImage, ImageSource, Problems, image_files
 from sfumato.data.pairs import PairData
-from sfumato.data.sources import DataConfig, get_source
-from sfumato.data.splits import WORDINGS, hold_out_wordings, merge_equal_texts, parse_part
+from sfumato.data.region_files import REGION_ENDINGS
+from sfumato.data.sources import DataConfig
 from sfumato.encoders.dual import DualEncoder, Tower
 from sfumato.encoders.encoder_protocol import Item
 from sfumato.encoders.feature_rows import features_read
-from sfumato.encoders.features import Store
 from sfumato.encoders.frozen import FrozenProcessor
-from sfumato.errors import UserError, counted
-from sfumato.evaluation.benchmarks import EmbeddedSet, keep_what_is_there, plan_ranks
-from sfumato.evaluation.ground_truth import GroundTruth, ground_truth_from_data, ids_by_order
-from sfumato.evaluation.protocols import Evaluation, EvaluationOptions, evaluate_retrieval
-from sfumato.files import write_json
+from sfumato.errors import UserError
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.ids import check_ids, id_error
 from sfumato.models.model import Model
-from sfumato.models.process_group import ProcessGroup, alone
-from sfumato.models.run import Run
-from sfumato.progress import progress_bar, say
-
-Sides = tuple[GaussianEmbedding, GaussianEmbedding]
-"""Embedded images and texts."""
+from sfumato.models.split import chosen_split, load_splits, prepare_split, say_problems
+from sfumato.progress import progress_bar
 
 T = TypeVar("T")
 
 NamedItems = tuple[GaussianEmbedding, list[str], Problems]
 """Embedded items, their ids, and what was left out."""
-
-
-@dataclass(frozen=True)
-class PreparedSplit:
-    """A split whose images and texts are ready to be fed to the towers."""
-
-    data: PairData  # the usable items
-    images: Store  # inputs of the image tower, in the order of the data
-    texts: Store  # inputs of the text tower, in the order of the data
-
-
-def prepare_split(
-    model: DualEncoder, data: PairData, problems: Problems, name: str, process_group: ProcessGroup | None = None
-) -> PreparedSplit:
-    """Read every image and text of a split for the model's towers; items that cannot be used are left out and reported.
-
-    With several processes each one first computes the frozen features of its part; all then read them from the cache.
-    """
-    items = [source if isinstance(source, EmbeddingRow) else source.read_bytes for source in data.images]
-    if process_group is not None and process_group.size > 1:
-        for processor, source in ((model.image.processor, items), (model.text.processor, _text_items(data))):
-            if isinstance(processor, FrozenProcessor):
-                processor.read([source[i] for i in process_group.part(len(source))], on_error=lambda i, error: None)
-        process_group.wait()
-    with progress_bar(f"reading {name} images", len(items)) as advance:
-        images, kept = model.image.processor.read(
-            items, progress=advance, on_error=lambda i, error: problems.add(data.images[i].location, str(error))
-        )
-    if len(kept) < len(items):
-        data = data.keep_images(kept)
-    if not len(data.image_ids) or not len(data.text_ids):
-        raise UserError(f"split {name!r} has no usable pair left:\n{problems.summary()}")
-    texts, _ = model.text.processor.read(_text_items(data))
-    return PreparedSplit(data, images, texts)
-
-
-def load_split(
-    model: DualEncoder,
-    config: DataConfig,
-    name: str,
-    problems: Problems | None = None,
-    process_group: ProcessGroup | None = None,
-) -> PreparedSplit:
-    """A split of some data, ready for a model; problems are recorded, and printed on standard error."""
-    problems = Problems() if problems is None else problems
-    prepared = prepare_split(model, read_split(config, name, problems), problems, name, process_group)
-    say_problems(problems)
-    return prepared
-
-
-def read_split(config: DataConfig, name: str, problems: Problems) -> PairData:
-    """A split of some data."""
-    return chosen_split(load_splits(config, problems), name, config)
-
-
-def chosen_split(splits: Mapping[str, PairData], name: str, config: DataConfig) -> PairData:
-    """One of the splits of some data."""
-    if name not in splits:
-        raise UserError(f"the data ({config.source}) has no split {name!r}; it has {', '.join(splits)}")
-    return splits[name]
-
-
-def say_problems(problems: Problems) -> None:
-    """Print what was left out, if anything was."""
-    if problems.left_out:
-        say(f"{counted(problems.left_out, 'item')} left out:\n{problems.summary()}")
-
-
-def embed_split(model: DualEncoder, split: PreparedSplit, process_group: ProcessGroup | None = None) -> Sides:
-    """Embed a split; each process computes its part, and every process returns all embeddings."""
-    process_group = process_group or alone()
-    image, text = (
-        _embed_part(tower, store, process_group)
-        for tower, store in ((model.image, split.images), (model.text, split.texts))
-    )
-    return image, text
-
-
-def _embed_part(tower: Tower, store: Store, process_group: ProcessGroup) -> GaussianEmbedding:
-    own = process_group.part(len(store))
-    if not len(own):  # With fewer items than processes, one item is computed without use.
-        mine = tower.embed(store, np.arange(1))[:0]
-    else:
-        mine = tower.embed(store, own)
-    return process_group.gather_embeddings(mine, process_group.counts(len(own)))
-
-
-def _text_items(data: PairData) -> Sequence[Item]:
-    return data.text_rows or [partial(str, text) for text in data.texts]
-
-
-def load_splits(config: DataConfig, problems: Problems) -> dict[str, PairData]:
-    """The data of a recipe by split ("train", "val", "test" and any other split of the source).
-
-    Equally worded texts are merged unless the recipe keeps them separate.
-    """
-    splits = get_source(config.source).read(config, problems)
-    merged = config.equal_texts == "merged"
-    if config.held_out_wordings and "train" in splits:
-        if WORDINGS in splits:
-            raise UserError(f"the data have a split {WORDINGS!r} already; leave data.held_out_wordings out")
-        splits = hold_out_wordings(splits, *parse_part(config.held_out_wordings), merged=merged)
-    return {name: merge_equal_texts(split) for name, split in splits.items()} if merged else splits
 
 
 def file_endings(model: DualEncoder) -> frozenset[str]:
@@ -319,76 +206,3 @@ def embed_table(model: Model, paths: str) -> NamedItems:
     with progress_bar("embedding images", len(rows)) as advance:
         embeddings = model.model.image.embed(store, progress=advance)
     return embeddings, [str(row) if named.ids is None else named.ids[row] for row in rows], problems
-
-
-def embed_for_evaluation(
-    model: Model,
-    data: DataConfig,
-    split: str,
-    *,
-    ground_truths: Sequence[GroundTruth] = (),
-    process_group: ProcessGroup | None = None,
-    subset: bool = False,
-) -> EmbeddedSet:
-    """Embed a split of any data; its ground truth is named after the split.
-
-    With subset=True, what the split lacks of other ground truths is left out of these.
-    """
-    process_group = process_group or alone()
-    if ground_truths:
-        data = data.model_copy(update={"equal_texts": "separate"})
-    prepared = load_split(model.model, data, split, process_group=process_group)
-    own, kinds = ground_truth_from_data(prepared.data, name=split), prepared.data.text_kinds
-    chosen = tuple(ground_truths) or (own,)
-    if ground_truths and data.source == "scan":  # Its captions have no ids.
-        named = ids_by_order(own, chosen[0])
-        if named is not own and process_group.main:
-            say(f"note: the captions of SCAN's files have no ids; they take those of {chosen[0].name}, in their order")
-        own = named
-    counts = None
-    if subset:
-        chosen, counts = keep_what_is_there(chosen, own.image_ids, own.text_ids)
-    plan_ranks(chosen, own.image_ids, own.text_ids)
-    images, texts = embed_split(model.model, prepared, process_group)
-    return EmbeddedSet(images, texts, own.image_ids, own.text_ids, chosen, tuple(kinds) if kinds else None, counts)
-
-
-def evaluate_model(
-    model: Model,
-    data: DataConfig,
-    split: str,
-    distance: str | None = None,
-    *,
-    process_group: ProcessGroup | None = None,
-    embedded: EmbeddedSet | None = None,
-    options: EvaluationOptions | None = None,
-) -> Evaluation:
-    """Evaluate any model on a split of any data."""
-    process_group, options = process_group or alone(), options or EvaluationOptions()
-    chosen = options.sampled(model.ranking_distance(distance))
-    embedded = embedded or embed_for_evaluation(model, data, split, process_group=process_group)
-    (ground_truth,) = embedded.ground_truths
-    return evaluate_retrieval(
-        embedded.images,
-        embedded.texts,
-        ground_truth.i2t,
-        distance=chosen,
-        text_kinds=embedded.text_kinds,
-        rank=process_group.rank_relevant,
-        uncertainty=options.uncertainty,
-    )
-
-
-def write_figures(run: Run, name: str, figures: Mapping[str, Any]) -> Path:
-    """Write figures of a run, such as those of an evaluation, into its folder."""
-    path = run.folder / f"{name}.json"
-    write_json(path, figures)
-    return path
-
-
-def evaluate_run(
-    run: Run, split: str, distance: str | None = None, *, embedded: EmbeddedSet | None = None
-) -> tuple[Evaluation, Path]:
-    """Evaluate a run on a split of its data, and write the figures into its folder."""
-    result = evaluate_model(run, run.recipe.data, split, distance, embedded=embedded)
-    return result, write_figures(run, f"evaluation-{split}-{result.distance}", result.to_json())

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from sfumato.calibration.calibrator import Calibration
-from sfumato.data.images import ImageInput, image_sources, unreadable, vector_file
+from sfumato.data.image_inputs import ImageInput, image_sources, unreadable, vector_file
 from sfumato.distances import Distance, get_distance
 from sfumato.encoders.dual import DualEncoder, piece_counter
 from sfumato.encoders.feature_rows import features_read

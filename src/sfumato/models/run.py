@@ -13,109 +13,41 @@ import hashlib
 import importlib.util
 import json
 import math
-import os
-import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
 import torch
 from pydantic import ValidationError
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save as safetensors_bytes
+from safetensors import safe_open
 from tokenizers import Tokenizer
-from torch import Tensor, nn
+from torch import Tensor
 
 from sfumato import __version__
 from sfumato.calibration.calibrator import Calibration
 from sfumato.data.images import ImageSource
 from sfumato.distances import get_distance
-from sfumato.encoders.dual import DualEncoder, Tower, piece_counter
-from sfumato.encoders.encoder_protocol import BuildContext
+from sfumato.encoders.dual import DualEncoder, piece_counter
 from sfumato.encoders.encoder_registry import encoder_entry
-from sfumato.encoders.frozen import FrozenImageConfig, FrozenTextConfig, is_joint, joint_image
-from sfumato.encoders.heads import GaussianHead, HeadOptions
+from sfumato.encoders.joint import is_joint, joint_image
 from sfumato.encoders.package_weights import where_weights_are
 from sfumato.errors import UserError, as_typed, first_line
 from sfumato.files import write_atomically, write_json
 from sfumato.ids import Side
-from sfumato.imports import HOW
-from sfumato.losses import LOSSES, LossOptions, LossOutput, MatchLoss, PairBlock
+from sfumato.losses import LossOptions, LossOutput, MatchLoss, PairBlock
 from sfumato.losses.pcme import SIGMOIDS, PCMELoss
 from sfumato.matching import MatchingLogits, SampledLogits
+from sfumato.models.build import Assets, build_loss, build_model, check_weights, unknown_loss
 from sfumato.models.model import Model
 from sfumato.models.pretrained import CONFIG, ENCODER, WEIGHTS, download, load_pretrained, read_config
 from sfumato.models.pretrained_tensors import read_checkpoint
 from sfumato.models.recipe import LAST as LAST
 from sfumato.models.recipe import MODEL as MODEL
 from sfumato.models.recipe import RECIPE as RECIPE
-from sfumato.models.recipe import AugmentConfig, ModelConfig, Recipe, UnknownLossConfig, frozen_sections, load_recipe
+from sfumato.models.recipe import Recipe, frozen_sections, load_recipe, without_gone
+from sfumato.models.sections import ModelConfig, UnknownLossConfig
+from sfumato.models.state import USE_ITS_OWN, load_state, load_tensors
 from sfumato.models.unfamiliar import UnfamiliarTexts
-
-
-def cache_folder() -> Path:
-    """The folder for token features of frozen backbones."""
-    own, shared = os.environ.get("SFUMATO_CACHE"), os.environ.get("XDG_CACHE_HOME")
-    return Path(own) if own else (Path(shared) if shared else Path.home() / ".cache") / "sfumato"
-
-
-@dataclass(frozen=True)
-class Assets:
-    """The assets that a model needs beside its recipe and weights, to be rebuilt without a network."""
-
-    tokenizer: Tokenizer | None = None  # of a text encoder that reads words or subword tokens
-    encoders: Mapping[str, Any] = field(default_factory=dict)
-    trained: bool = False  # whether trained weights will be loaded; then pre-trained weights are not needed
-
-
-def fresh_tokenizer(config: ModelConfig, texts: Iterable[str]) -> Tokenizer | None:
-    """The tokenizer of a new model."""
-    tokenizer = encoder_entry("text", config.text.kind).tokenizer
-    return None if tokenizer is None else tokenizer(config.text, texts)
-
-
-def build_model(config: ModelConfig, assets: Assets, augment: AugmentConfig | None = None) -> DualEncoder:
-    """Build a model with new weights, or with the weights of its pre-trained encoders."""
-    augment = augment or AugmentConfig()
-    try:
-        return _dual_encoder(config, assets, augment)
-    except (RuntimeError, TypeError, MemoryError) as error:  # How torch refuses a size, each with its own class.
-        if not re.search("allocat|Overflow|dimension", str(error)):
-            raise
-        raise UserError(
-            "the model of this recipe does not fit into memory; choose smaller sizes: model.dim, and the widths of its"
-            " encoders"
-        ) from error
-
-
-def _dual_encoder(config: ModelConfig, assets: Assets, augment: AugmentConfig) -> DualEncoder:
-    # Texts with token ids are augmented before the encoder reads them; only features are dropped here.
-    text_tokens = 0.0 if encoder_entry("text", config.text.kind).tokenizer else augment.text_tokens
-    return DualEncoder(
-        _tower("image", config, assets, augment.image_tokens, config.image.drops_tokens),
-        _tower("text", config, assets, text_tokens, False),
-    )
-
-
-def _tower(side: Side, config: ModelConfig, assets: Assets, token_dropout: float, encoder_drops: bool) -> Tower:
-    """One side of a model."""
-    section = config.image if side == "image" else config.text
-    context = BuildContext(
-        dim=config.dim,
-        variance=config.variance,
-        feature_dropout=config.feature_dropout,
-        token_dropout=token_dropout if encoder_drops else 0.0,
-        cache=cache_folder(),
-        tokenizer=assets.tokenizer,
-        description=assets.encoders.get(side),
-        trained=assets.trained,
-    )
-    processor, encoder = encoder_entry(side, section.kind).build(section, context)
-    pooling = ("first" if side == "image" else "last") if config.pooling == "token" else config.pooling
-    options = HeadOptions(**{f.name: dict(config)[f.name] for f in fields(HeadOptions)} | {"pooling": pooling})
-    head = GaussianHead(encoder.channels, config.dim, options, side=side, local_channels=encoder.local_channels)
-    return Tower(processor, encoder, head, token_dropout=0.0 if encoder_drops else token_dropout)
 
 
 def with_own_encoder(config: ModelConfig, folder: Path) -> ModelConfig:
@@ -130,32 +62,6 @@ def with_own_encoder(config: ModelConfig, folder: Path) -> ModelConfig:
     if changed and not own.is_dir():
         raise UserError(f"{folder / ENCODER}, the frozen model, is missing; the folder is incomplete, copy it whole")
     return config.model_copy(update=changed)
-
-
-def _unknown_loss(recipe: Recipe) -> UserError:
-    named = f"; the recipe imports {', '.join(recipe.imports)}" if recipe.imports else ""
-    return UserError(f"unknown loss {recipe.loss.name!r}; known: {', '.join(LOSSES)}; {HOW}{named}")
-
-
-def build_loss(recipe: Recipe) -> MatchLoss:
-    """Build the loss of a recipe, with initial logits."""
-    if isinstance(recipe.loss, UnknownLossConfig):
-        raise _unknown_loss(recipe)
-    return LOSSES[recipe.loss.name](recipe.loss.options())
-
-
-def choose_device(name: str, local_rank: int = 0) -> torch.device:
-    """The device with a given name; "auto" is cuda if there is a GPU, else the CPU, as mps lacks float64 for sums."""
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name == "cuda":
-        name = f"cuda:{local_rank}"
-    try:
-        return torch.empty(0, device=name).device
-    except (RuntimeError, AssertionError) as error:
-        raise UserError(
-            f"device {name!r} is not available here ({first_line(error)}); use cpu (--device cpu, train.device=cpu)"
-        ) from error
 
 
 LOG = "log.jsonl"
@@ -194,7 +100,7 @@ def load_run(folder: str | Path, *, device: torch.device | str = "cpu") -> Run:
     recipe = recipe.model_copy(update={"model": with_own_encoder(recipe.model, folder)})
     assets = load_assets(folder, recipe)
     what = f"{folder / MODEL}: does not fit the model of this recipe"
-    check_weights(folder / MODEL, recipe.model, assets, what, _USE_ITS_OWN, "model/")
+    check_weights(folder / MODEL, recipe.model, assets, what, USE_ITS_OWN, "model/")
     model = build_model(recipe.model, assets)
     if unknown := isinstance(recipe.loss, UnknownLossConfig):
         loss: MatchLoss = _UnknownLoss(recipe, folder / MODEL)
@@ -239,10 +145,10 @@ class _UnknownLoss(MatchLoss):
             load_tensors(self.logits, held, f"{path}: does not hold logits")
 
     def counts(self, block: PairBlock) -> Tensor:
-        raise _unknown_loss(self._recipe)
+        raise unknown_loss(self._recipe)
 
     def part(self, block: PairBlock, counts: Tensor, *, epoch: int | None = None) -> LossOutput:
-        raise _unknown_loss(self._recipe)
+        raise unknown_loss(self._recipe)
 
 
 def _sampled_logits(loss: MatchLoss) -> SampledLogits | None:
@@ -340,97 +246,6 @@ def _damaged(path: Path, error: Exception) -> UserError:
     return UserError(f"{path} is damaged ({first_line(error)}); copy the folder again, or make it again")
 
 
-def save_state(
-    path: str | Path, modules: dict[str, nn.Module], optimiser: torch.optim.Optimizer | None, about: dict[str, Any]
-) -> None:
-    """Write modules, optimiser and a JSON-able note into one safetensors file, atomically."""
-    tensors = {f"{name}/{key}": value for name, module in modules.items() for key, value in module.state_dict().items()}
-    numbers: dict[str, float] = {}
-    if optimiser is not None:
-        for i, state in optimiser.state_dict()["state"].items():
-            for key, value in state.items():
-                if isinstance(value, Tensor):
-                    tensors[f"optimiser/{i}/{key}"] = value
-                else:
-                    numbers[f"{i}/{key}"] = value
-    detached = {key: value.detach().cpu().contiguous().clone() for key, value in tensors.items()}
-    # A single entry, because the order of several differs between processes, so files of equal runs would differ.
-    metadata = {"state": json.dumps({"about": about, "optimiser": numbers})}
-    write_atomically(path, safetensors_bytes(detached, metadata))
-
-
-def load_state(
-    path: str | Path, modules: dict[str, nn.Module], optimiser: torch.optim.Optimizer | None = None
-) -> dict[str, Any]:
-    """Read a file of :func:`save_state` back into the same modules and optimiser."""
-    path = Path(path)
-    if not path.is_file():
-        raise UserError(f"no checkpoint at {path}; expected the folder of a finished or running `sfumato train`")
-    try:
-        with safe_open(path, framework="pt") as file:
-            note = json.loads((file.metadata() or {})["state"])
-            tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (not a mapping)
-        about: dict[str, Any] = dict(note["about"])
-        numbers: dict[str, float] = dict(note["optimiser"])
-    except (SafetensorError, LookupError, TypeError, ValueError, RecursionError) as error:
-        raise UserError(
-            f"{path}: damaged, or not a checkpoint of sfumato ({first_line(error)}); copy the folder again, or train"
-            " into a new one"
-        ) from error
-    for name, module in modules.items():
-        own = {key.removeprefix(f"{name}/"): value for key, value in tensors.items() if key.startswith(f"{name}/")}
-        load_tensors(module, own, f"{path}: does not fit the {name} of this recipe", _USE_ITS_OWN)
-    if optimiser is not None:
-        try:
-            state: dict[int, dict[str, Any]] = {}
-            for key, value in (tensors | numbers).items():
-                if key.startswith("optimiser/") or key in numbers:
-                    i, what = key.removeprefix("optimiser/").split("/")
-                    state.setdefault(int(i), {})[what] = value
-            optimiser.load_state_dict({"state": state, "param_groups": optimiser.state_dict()["param_groups"]})
-        except (LookupError, ValueError, TypeError, AttributeError, RuntimeError) as error:
-            raise UserError(
-                f"{path}: the state of the optimiser is damaged, or belongs to another one ({first_line(error)}); copy"
-                " the folder again, or train into a new one"
-            ) from error
-    return about
-
-
-_USE_ITS_OWN = "; use the recipe that is saved beside it"
-
-
-def load_tensors(module: nn.Module, tensors: Mapping[str, Tensor], what: str, way_out: str = "") -> None:
-    """Load tensors into a module; unless their names and shapes are its own, an error begins with ``what``."""
-    came, expected = ({(key, value.shape) for key, value in some.items()} for some in (tensors, module.state_dict()))
-    if wrong := sorted({key for key, _ in came ^ expected}):
-        raise _misfit(what, wrong, way_out)
-    module.load_state_dict(tensors)
-
-
-def _misfit(what: str, wrong: Sequence[str], way_out: str = "") -> UserError:
-    more = f", and {len(wrong) - 1} more" if len(wrong) > 1 else ""
-    return UserError(f"{what}: tensor {wrong[0]!r} differs{more}{way_out}")
-
-
-def check_weights(
-    path: Path, config: ModelConfig, assets: Assets, what: str, way_out: str = "", prefix: str = ""
-) -> None:
-    """Compare the header of a file of weights with a model, before the model takes memory and time."""
-    wrong = set[str]()
-    sides: tuple[Side, ...] = ("image", "text")
-    with contextlib.suppress(Exception), safe_open(path, framework="pt") as file, torch.device("meta"):
-        # Libraries of encoders raise what they like. What is wrong shows when the model is built and its weights read.
-        for side in sides:
-            if isinstance(getattr(config, side), FrozenImageConfig | FrozenTextConfig):
-                continue
-            expected = _tower(side, config, assets, 0.0, False).state_dict(prefix=f"{side}.")
-            own = [key for key in file.keys() if key.startswith(f"{prefix}{side}.")]  # noqa: SIM118 (not a mapping)
-            came = {(key.removeprefix(prefix), tuple(file.get_slice(key).get_shape())) for key in own}
-            wrong |= {key for key, _ in came ^ {(key, tuple(value.shape)) for key, value in expected.items()}}
-    if wrong:
-        raise _misfit(what, sorted(wrong), way_out)
-
-
 def weights_digest(model: DualEncoder) -> str:
     """A hash of a model's weights, which changes when the model is trained again in the same folder."""
     digest = hashlib.blake2b(digest_size=8)
@@ -493,7 +308,7 @@ def _frozen(name: str, device: torch.device | str) -> Model:
 def _exported(folder: Path, config: dict[str, Any], source: str, device: torch.device | str) -> Model:
     """The model in a folder that :func:`sfumato.workflows.export.export_run` wrote."""
     try:
-        model_config = with_own_encoder(ModelConfig.model_validate(config["model"]), folder)
+        model_config = with_own_encoder(ModelConfig.model_validate(without_gone(config)["model"]), folder)
         known = {key: config[key] for key in ("encoders", "distance", "logit_scale", "logit_bias", "calibrated")}
         numbers = (known["logit_scale"], known["logit_bias"])
         logits = config.get("sampled_logits", [])
@@ -530,3 +345,17 @@ def _exported(folder: Path, config: dict[str, Any], source: str, device: torch.d
         calibration=calibration,
         sampled_logits=SampledLogits(*logits) if logits else None,
     )
+
+
+def choose_device(name: str, local_rank: int = 0) -> torch.device:
+    """The device with a given name; "auto" is cuda if there is a GPU, else the CPU, as mps lacks float64 for sums."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda":
+        name = f"cuda:{local_rank}"
+    try:
+        return torch.empty(0, device=name).device
+    except (RuntimeError, AssertionError) as error:
+        raise UserError(
+            f"device {name!r} is not available here ({first_line(error)}); use cpu (--device cpu, train.device=cpu)"
+        ) from error

@@ -27,9 +27,9 @@ from sfumato.gaussian import GaussianEmbedding, ScalarUncertainty
 from sfumato.matching import MatchingLogits
 from sfumato.metrics.relevance import Relevance
 from sfumato.metrics.reliability import N_BINS, wilson_interval
-from sfumato.models.embed import embed_split, load_split
 from sfumato.models.model import Model
 from sfumato.models.run import LOG, RECIPE, Run, read_log, weights_digest
+from sfumato.models.split import embed_split, load_split
 from sfumato.reports.report_charts import (
     DirectionResult,
     ReportData,

@@ -23,8 +23,8 @@ from sfumato.encoders.feature_rows import EmbeddingProcessor, features_read
 from sfumato.errors import UserError
 from sfumato.evaluation.judgements import ShownHit, sample_hits
 from sfumato.gaussian import GaussianEmbedding
-from sfumato.models.embed import embed_split, load_split
 from sfumato.models.run import RECIPE, Run, load_run
+from sfumato.models.split import embed_split, load_split
 from sfumato.progress import say
 from sfumato.search.answer import NATIVE, GuaranteeError, Hit, QueryKind, check_native, check_unfiltered
 from sfumato.search.answer import Answer as Found

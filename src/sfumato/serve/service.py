@@ -20,8 +20,8 @@ import torch
 from PIL import Image
 
 from sfumato import __version__
-from sfumato.data.feature_tables import regions_to_bytes
 from sfumato.data.images import handed_out
+from sfumato.data.region_files import regions_to_bytes
 from sfumato.encoders.feature_rows import blank_features, features_read
 from sfumato.errors import first_line
 from sfumato.gaussian import GaussianEmbedding

@@ -24,9 +24,9 @@ from sfumato.evaluation.trust import resampled_together
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.ids import DIRECTION_OF, Side
 from sfumato.metrics.relevance import Relevance
-from sfumato.models.embed import PreparedSplit, embed_split, load_split
 from sfumato.models.model import Model
 from sfumato.models.run import weights_digest
+from sfumato.models.split import PreparedSplit, embed_split, load_split
 from sfumato.progress import progress_bar, say
 from sfumato.studies import usual
 from sfumato.studies.zeroshot import ZeroShotOptions, study_zeroshot

@@ -25,8 +25,9 @@ from sfumato.ids import Direction
 from sfumato.losses import InfoNCEOptions, PCMEPPOptions, TripletOptions, infonce_loss, pcmepp_loss, triplet_loss
 from sfumato.matching import MATCH_PROBABILITY
 from sfumato.metrics.reliability import wilson_interval
-from sfumato.models.embed import embed_split, file_endings, load_split
+from sfumato.models.embed import file_endings
 from sfumato.models.run import LOG, Run, load_model, load_run, read_log
+from sfumato.models.split import embed_split, load_split
 from sfumato.search.exact import top_k
 from sfumato.studies.analyse import AnalysisOptions, analyse_model
 from sfumato.studies.crops import study_crops

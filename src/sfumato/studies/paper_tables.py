@@ -22,7 +22,7 @@ from sfumato.evaluation.papers import PaperItem, data_sets, own_figures
 from sfumato.evaluation.strategies import choose_strategies, evaluate_strategies
 from sfumato.files import read_json, write_json
 from sfumato.matching import MATCH_PROBABILITY
-from sfumato.models.embed import embed_for_evaluation
+from sfumato.models.evaluate import embed_for_evaluation
 from sfumato.models.recipe import Recipe, absolute_recipe, find_recipe, load_recipe
 from sfumato.models.run import LOG, MODEL, RECIPE, Run, load_run
 from sfumato.progress import say

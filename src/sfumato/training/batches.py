@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from sfumato.data.pairs import EqualTexts, PairBatch, PairSampler, normal_wording
-from sfumato.data.shards import ShardBatch, ShardStream
+from sfumato.data.shard_stream import ShardBatch, ShardStream
 from sfumato.data.transforms import (
     MixPlan,
     augment,
@@ -33,7 +33,9 @@ from sfumato.encoders.features import Inputs, Store
 from sfumato.encoders.processors import MASK_TOKENS, ImageFileStore, TokenProcessor
 from sfumato.errors import UserError
 from sfumato.models.process_group import ProcessGroup
-from sfumato.models.recipe import AugmentConfig, Recipe
+from sfumato.models.recipe import Recipe
+from sfumato.models.sections import AugmentConfig
+from sfumato.progress import progress_bar
 from sfumato.training.step import TrainBatch
 
 
@@ -297,3 +299,15 @@ def prefetch(source: Iterable[T], depth: int = 2) -> Generator[T, None, None]:
         # An interpreter that is shutting down may have stopped the thread at any point.
         if not sys.is_finalizing():
             thread.join()
+
+
+def steps(batches: Batches, epoch: int, epochs: int, *, first: int) -> Generator[TrainBatch, None, None]:
+    """The batches of an epoch from a step on, made ahead in a thread, with a progress bar."""
+    with (
+        progress_bar(f"epoch {epoch + 1}/{epochs}", len(batches)) as advance,
+        closing(prefetch(batches.epoch(epoch, first))) as coming,
+    ):
+        advance(first)
+        for batch in coming:
+            yield batch
+            advance(1)

@@ -13,22 +13,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from sfumato.data.images import Problems
 from sfumato.data.pairs import PairData
-from sfumato.encoders.dual import DualEncoder
 from sfumato.errors import UserError, as_typed
 from sfumato.files import write_atomically
 from sfumato.imports import code_digest
 from sfumato.losses import MatchLoss
-from sfumato.models.embed import PreparedSplit
 from sfumato.models.process_group import ProcessGroup
 from sfumato.models.recipe import Recipe
-from sfumato.models.run import LAST, LOG, PROBLEMS, load_state, save_state
+from sfumato.models.run import LAST, LOG, PROBLEMS
+from sfumato.models.split import PreparedSplit
+from sfumato.models.state import load_state, save_state
 from sfumato.progress import say
-from sfumato.training.batches import Batches, ShardBatches
-from sfumato.training.step import WeightAverage
+from sfumato.training.batches import Batches, IndexedBatches, ShardBatches
+from sfumato.training.learner import Learner
 
 _SECONDS_BETWEEN_SAVES = 15.0
 """Epochs that end sooner after the last saved one are not saved; an interrupted run repeats them bit for bit."""
@@ -44,81 +43,92 @@ class EpochPart:
     counts: Counter[str] = field(default_factory=Counter)  # number of steps that measured them
     seconds: float = 0.0
 
-    def add(self, measured: dict[str, float]) -> None:
+    def add(self, measured: dict[str, float], *, seconds: float) -> None:
         """Add what a step measured."""
-        self.step += 1
+        self.step, self.seconds = self.step + 1, seconds
         self.sums.update(measured)
         self.counts.update(measured.keys())
+
+    def means(self) -> dict[str, float]:
+        """The mean of each quantity over the steps that measured it."""
+        return {name: value / self.counts[name] for name, value in self.sums.items()}
+
+
+@dataclass(frozen=True)
+class TrainingData:
+    """What a run reads."""
+
+    batches: Batches
+    val: PreparedSplit | None  # chooses the best weights
+    val_split: str  # its name
+    wordings: PairData | None  # texts of the training images that the training leaves out
+    problems: Problems
+
+    @property
+    def indexed(self) -> IndexedBatches | None:
+        """The batches, if their pairs are all known."""
+        return self.batches if isinstance(self.batches, IndexedBatches) else None
 
 
 @dataclass
 class Training:
-    """The objects of one run during training."""
+    """A run during training."""
 
     recipe: Recipe
     folder: Path
     process_group: ProcessGroup
-    model: DualEncoder
-    loss: MatchLoss
-    batches: Batches
-    val: PreparedSplit | None
-    val_split: str
-    wordings: PairData | None
-    problems: Problems
-    optimiser: torch.optim.Optimizer
-    scaler: torch.amp.GradScaler
-    average: WeightAverage | None
+    learner: Learner
+    data: TrainingData
     best_score: float = -math.inf
     best_epoch: int = -1
     began_at: float = field(default_factory=time.monotonic)
     saved_at: float = -math.inf
     end: bool = False  # The process was told to end.
 
-    @property
-    def weights(self) -> dict[str, nn.Module]:
-        """The modules that are saved as the best weights."""
-        return {"model": self.model, "loss": self.loss}
-
-    @property
-    def state(self) -> dict[str, nn.Module]:
-        """The modules that resuming needs besides the optimiser."""
-        return self.weights | ({"average": self.average} if self.average else {})
-
 
 def resume(training: Training) -> EpochPart:
     """Load the state of an interrupted run, if there is one; return the next epoch, and what of it is done."""
     done, folder, epochs = EpochPart(0), training.folder, training.recipe.train.epochs
     if (folder / LAST).exists():
-        state = load_state(folder / LAST, training.state, training.optimiser)
+        state = load_state(folder / LAST, training.learner.state, training.learner.optimiser)
         _check_same_loss(training, state.get("loss_code", ""))
         training.best_score, training.best_epoch = state["best_score"], state["best_epoch"]
         if state.get("scaler"):
-            training.scaler.load_state_dict(state["scaler"])
+            training.learner.scaler.load_state_dict(state["scaler"])
         done = EpochPart(state["epoch"] + 1)
         if part := state.get("part"):
             done = EpochPart(**part | {"sums": Counter(part["sums"]), "counts": Counter(part["counts"])})
-        if isinstance(training.batches, ShardBatches) and training.process_group.main:
+        if isinstance(training.data.batches, ShardBatches) and training.process_group.main:
             for location, reason in state.get("problems", ()):
-                training.batches.stream.skip(location, reason)
-        within = f"in epoch {done.epoch + 1} of {epochs}, after step {done.step:,} of {len(training.batches):,}"
+                training.data.batches.stream.skip(location, reason)
+        within = f"in epoch {done.epoch + 1} of {epochs}, after step {done.step:,} of {len(training.data.batches):,}"
         after = f"after epoch {done.epoch} of {epochs}"
         say("all epochs are done" if done.epoch >= epochs else f"resuming {within if done.step else after}")
     if training.process_group.main:
         _forget_after(folder / LOG, done.epoch)
+    if training.recipe.train.compile:
+        training.learner.model.image.encoder.compile()
+        training.learner.model.text.encoder.compile()
+    if training.data.indexed is not None:
+        training.data.indexed.prepare(training.learner.model)
     return done
 
 
-def save_epoch(training: Training, epoch: int) -> None:
-    """Save the state after an epoch, unless one has just been saved and more will come."""
+def save_epoch(training: Training, line: dict[str, Any]) -> None:
+    """Log an epoch, and save the state after it, unless one has just been saved and more will come."""
+    if not training.process_group.main:
+        return
+    with (training.folder / LOG).open("a", encoding="utf-8") as file:
+        file.write(json.dumps(line) + "\n")
     recent = time.monotonic() - training.saved_at < _SECONDS_BETWEEN_SAVES
-    if epoch + 1 == training.recipe.train.epochs or not recent:
-        _save(training, epoch)
+    if line["epoch"] + 1 == training.recipe.train.epochs or not recent:
+        _save(training, line["epoch"])
 
 
 def save_part_if_due(training: Training, done: EpochPart) -> None:
     """Save the state within an epoch if its time or step has come, on all processes alike; end if told so."""
     config, group = training.recipe.train, training.process_group
-    if done.step == len(training.batches):
+    if done.step == len(training.data.batches):
         return
     waited = time.monotonic() - max(training.saved_at, training.began_at)
     by_time = group.main and 0 < 60 * config.save_minutes < waited
@@ -134,15 +144,15 @@ def _save(training: Training, epoch: int, **part: dict[str, Any]) -> None:
     """Save what resuming needs after an epoch and a part of the next one."""
     if not training.process_group.main:
         return
-    training.problems.write(training.folder / PROBLEMS)
+    training.data.problems.write(training.folder / PROBLEMS)
     about = {"epoch": epoch, "best_score": training.best_score, "best_epoch": training.best_epoch, **part}
-    if own := _own_code(training.loss):
+    if own := _own_code(training.learner.loss):
         about["loss_code"] = own
-    if scaler := training.scaler.state_dict():
+    if scaler := training.learner.scaler.state_dict():
         about["scaler"] = scaler
-    if isinstance(training.batches, ShardBatches):  # The stream will not decode again what is done.
-        about["problems"] = [(problem.location, problem.reason) for problem in training.problems.items]
-    save_state(training.folder / LAST, training.state, training.optimiser, about)
+    if isinstance(training.data.batches, ShardBatches):  # The stream will not decode again what is done.
+        about["problems"] = [(problem.location, problem.reason) for problem in training.data.problems.items]
+    save_state(training.folder / LAST, training.learner.state, training.learner.optimiser, about)
     training.saved_at = time.monotonic()
 
 
@@ -154,7 +164,7 @@ def _own_code(loss: MatchLoss) -> str:
 
 
 def _check_same_loss(training: Training, before: str) -> None:
-    now, version = _own_code(training.loss), before.partition(":")[0]
+    now, version = _own_code(training.learner.loss), before.partition(":")[0]
     if before and now != before and now.startswith(f"{version}:"):
         raise UserError(
             f"the code of the loss {training.recipe.loss.name!r} has changed since the run in {training.folder} began;"
@@ -178,12 +188,6 @@ def told_to_end(training: Training) -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
-
-
-def append_line(path: Path, line: dict[str, Any]) -> None:
-    """Append a line of JSON to a file."""
-    with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(line) + "\n")
 
 
 def _forget_after(path: Path, epoch: int) -> None:

@@ -1,149 +1,111 @@
-"""The setup of a run: claim the folder, read the data, build the model, make the batches."""
+"""The setup of a run: read the data, build the model, make the batches."""
 
 import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 
+import torch
+
 from sfumato.data.images import Problems
 from sfumato.data.pairs import Grades, PairData, PairSampler
-from sfumato.data.shards import ShardStream, expand_shards
+from sfumato.data.shard_stream import ShardStream
+from sfumato.data.shards import expand_shards
 from sfumato.data.sources import DataConfig
-from sfumato.data.splits import apply_noise, load_noise, noise_of, parse_part, save_noise, without_part
+from sfumato.data.splits import WORDINGS, apply_noise, load_noise, noise_of, parse_part, save_noise, without_part
 from sfumato.encoders.dual import DualEncoder
 from sfumato.encoders.feature_rows import described_by
 from sfumato.encoders.package_weights import where_weights_are
-from sfumato.errors import UserError, as_typed
-from sfumato.files import write_atomically
-from sfumato.imports import file_digest, given_imports
-from sfumato.models.embed import load_splits, prepare_split
+from sfumato.errors import UserError, as_typed, counted
+from sfumato.models.build import Assets, build_loss, build_model, fresh_tokenizer
 from sfumato.models.process_group import ProcessGroup, alone
-from sfumato.models.recipe import (
-    BOOKKEEPING,
-    IMPORTS,
-    Recipe,
-    absolute_recipe,
-    differing_keys,
-    find_recipe,
-    load_recipe,
-    save_recipe,
-)
-from sfumato.models.run import (
-    ENCODERS,
-    LAST,
-    MODEL,
-    NOISE,
-    RECIPE,
-    TOKENIZER,
-    Assets,
-    build_model,
-    fresh_tokenizer,
-    load_assets,
-    load_model,
-    load_tensors,
-    save_assets,
-)
+from sfumato.models.recipe import Recipe, find_recipe, load_recipe
+from sfumato.models.run import LAST, NOISE, PROBLEMS, RECIPE, load_assets, load_model, save_assets
+from sfumato.models.split import load_splits, prepare_split
+from sfumato.models.state import load_tensors
+from sfumato.progress import say
 from sfumato.training.batches import Augmentation, Batches, IndexedBatches, ShardBatches
-
-LOCK = ".lock"
-"""Name of the file that a training process locks in its run folder."""
+from sfumato.training.learner import Learner
+from sfumato.training.run_folder import claim_folder
+from sfumato.training.saving import Training, TrainingData
+from sfumato.training.step import learning_rate_factor
 
 _VOCABULARY_TEXTS = 100_000
 
-_DIGITS = 12
-"""Digits of a digest in the name of a kept file."""
 
-_NAMED = 3
-"""Largest number of differing keys in a message."""
-
-
-def claim_folder(folder: Path, recipe: Recipe) -> int | None:
-    """Check that a folder may be trained in, and save the recipe there.
-
-    Before the first checkpoint, files of an earlier start are replaced, so a run that failed because of a wrong path
-    can start again.
-    """
-    for left in folder.glob(".*.tmp"):
-        left.unlink(missing_ok=True)  # The leftover file of a killed writer.
-    started = (folder / LAST).exists() or (folder / MODEL).exists()
-    kept = {path.stem[-_DIGITS:]: path for path in (folder / IMPORTS).glob("*.py")}
-    if not (folder / RECIPE).exists():
-        if any(path.name != LOCK for path in folder.iterdir()):
-            raise UserError(f"{folder} is not empty and holds no run; give an empty or new folder with --out")
-    elif started:
-        files = _own_files(recipe)
-        changed = [path for path in files if file_digest(path)[:_DIGITS] not in kept]
-        if changed or len(files) < len(kept):
-            raise UserError(
-                f"{changed[0] if changed else 'a file that the recipe imports'} has changed since the run in {folder}"
-                f" began, which keeps a copy in {folder / IMPORTS}; import that copy in its place, or give another"
-                " folder with --out"
-            )
-        saved = absolute_recipe(load_recipe(folder / RECIPE)).model_copy(update={"imports": recipe.imports})
-        if saved == recipe:
-            return None
-        _check_extends(folder, saved, recipe)
-        save_recipe(recipe, folder / RECIPE)
-        return saved.train.epochs if saved.train.epochs < recipe.train.epochs else None
-    for name in (TOKENIZER, ENCODERS, NOISE):
-        (folder / name).unlink(missing_ok=True)
-    for path in kept.values():
-        path.unlink()
-    for path in _own_files(recipe):
-        (folder / IMPORTS).mkdir(exist_ok=True)
-        write_atomically(folder / IMPORTS / _kept_name(path), path.read_bytes())
-    save_recipe(recipe, folder / RECIPE)
-    return None
+def set_up(recipe: Recipe, folder: Path, process_group: ProcessGroup) -> Training:
+    """Read the data, and build the model, its loss and its optimiser."""
+    if process_group.main and (former := claim_folder(folder, recipe)) is not None:
+        say(_extended(recipe, former))
+    process_group.wait()
+    config, problems = recipe.train, Problems()
+    if config.threads:
+        torch.set_num_threads(config.threads)
+    splits = training_splits(recipe, folder, problems, process_group)
+    if (train := splits.get("train")) and (expect := what_to_expect(recipe, len(train.image_ids))):
+        say(expect)
+    torch.manual_seed(config.seed)
+    model = new_or_resumed_model(recipe, folder, splits, process_group)
+    loss = build_loss(recipe).to(process_group.device)
+    data = _training_data(recipe, model, splits, problems, process_group)
+    if process_group.main:
+        problems.write(folder / PROBLEMS)
+    _check_data(data, recipe, folder)
+    load_start(config.start, model)
+    return Training(recipe, folder, process_group, Learner(recipe, model, loss, process_group), data)
 
 
-def _own_files(recipe: Recipe) -> list[Path]:
-    """The files of the user's own that a recipe imports."""
-    return [Path(name) for name in recipe.imports if name.endswith(".py")]
+def _training_data(
+    recipe: Recipe, model: DualEncoder, splits: dict[str, PairData], problems: Problems, process_group: ProcessGroup
+) -> TrainingData:
+    held_out = WORDINGS if recipe.data.held_out_wordings and WORDINGS in splits else ""
+    val_split = "val" if "val" in splits else held_out  # If all images train, their other texts validate.
+    if recipe.data.held_out_wordings and not held_out:
+        say(_one_text_an_image(bool(val_split)))
+    val = prepare_split(model, splits[val_split], problems, val_split, process_group) if val_split else None
+    wordings = splits[held_out] if held_out and held_out != val_split else None
+    batches = training_batches(recipe, model, splits, problems, process_group)
+    return TrainingData(batches, val, val_split, wordings, problems)
 
 
-def with_present_imports(recipe: Recipe) -> Recipe:
-    """The recipe with files that --import names now, in place of those that are no longer where they were."""
-    gone = [name for name in recipe.imports if name.endswith(".py") and not Path(name).is_file()]
-    if gone and not given_imports():
-        raise UserError(f"imports: there is no file {gone[0]}; name it as it is now: --import FILE")
-    kept = [name for name in recipe.imports if name not in gone]
-    return recipe.model_copy(update={"imports": tuple(dict.fromkeys([*kept, *(given_imports() if gone else ())]))})
+def _check_data(data: TrainingData, recipe: Recipe, folder: Path) -> None:
+    """Say what trains and validates, and refuse data of which too much cannot be used."""
+    used = {} if data.indexed is None else {"train": data.indexed.sampler.data}
+    used |= {} if data.val is None else {data.val_split: data.val.data}
+    data.problems.check(sum(len(split.image_ids) for split in used.values()), recipe.data.max_problem_fraction)
+    for name, split in used.items():
+        say(f"{name}: {counted(len(split.image_ids), 'image')}, {counted(len(split.text_ids), 'text')}")
+    if data.problems.left_out:
+        left_out = counted(data.problems.left_out, "item")
+        say(f"{left_out} left out, listed in {folder / PROBLEMS}:\n{data.problems.summary(3)}")
 
 
-def _kept_name(path: Path) -> str:
-    """The name of a file in the folder of a run, with the beginning of its digest."""
-    ending = f"-{file_digest(path)[:_DIGITS]}"
-    return f"{path.stem.removesuffix(ending)}{ending}.py"
-
-
-def _check_extends(folder: Path, saved: Recipe, recipe: Recipe) -> None:
-    """Refuse to train a recipe in the folder of a run, unless it only has more epochs or other bookkeeping."""
-    differing = {key: values for key, values in differing_keys(saved, recipe).items() if key not in BOOKKEEPING}
-    if not differing:
-        return
-    if list(differing) != ["train.epochs"]:
-        named = [f"{key} is {ours!r} there and {new!r} here" for key, (ours, new) in differing.items()]
-        more = f", and {len(named) - _NAMED} more" if len(named) > _NAMED else ""
-        raise UserError(
-            f"{folder} holds a run of another recipe: {'; '.join(named[:_NAMED])}{more}. Give another folder with"
-            f" --out, or delete that one: {as_typed('rm', '-r', folder)}"
+def _one_text_an_image(validates: bool) -> str:
+    """What it means for probabilities that no text can be kept back, and what to do."""
+    if validates:
+        return (
+            "one text an image: none can be kept back from the training, so probabilities are fitted on images that it"
+            " does not see, and in an index of the training images they are a rough guide. Give the images a second"
+            " text for better ones"
         )
-    before, now = saved.train.epochs, recipe.train.epochs
-    reason = (
-        f"train.epochs is {before} there and {now} here, and a run can only be extended"
-        if now < before
-        else f"its weights are averaged over the last epochs (train.swa_epochs={saved.train.swa_epochs}), which the"
-        " further ones would be missing from"
-        if saved.train.swa_epochs
-        else f"{LAST} is missing, which holds the state of its training"
-        if not (folder / LAST).exists()
-        else None
+    return (
+        "one text an image: none can be kept back from the training, so nothing chooses the best epoch, and there will"
+        " be no probabilities. Give the images a second text, or stop now and keep some images back:"
+        " data.val_fraction=0.2"
     )
-    if reason:
-        raise UserError(
-            f"the run in {folder} cannot go on: {reason}. Give another folder with --out,"
-            f" or delete that one: {as_typed('rm', '-r', folder)}"
-        )
+
+
+def _extended(recipe: Recipe, former: int) -> str:
+    """What it means that a run goes on with more epochs than it was to have."""
+    ended, goes_on = (
+        learning_rate_factor(former, recipe.optim, epochs=epochs) for epochs in (former, recipe.train.epochs)
+    )
+    return (
+        f"extended from {former} to {recipe.train.epochs} epochs. The learning rate goes on by the schedule of"
+        f" {recipe.train.epochs} epochs: after epoch {former} it is {goes_on:.0%} of its peak, where the former"
+        f" schedule ended at {ended:.0%}. So the weights are not those of a run of {recipe.train.epochs} epochs in one"
+        " go"
+    )
 
 
 def training_splits(

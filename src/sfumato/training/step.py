@@ -25,7 +25,7 @@ from sfumato.gaussian import GaussianEmbedding
 from sfumato.losses import LossOutput, MatchLoss, PairBlock, loss_of_block
 from sfumato.losses.tiles import dense_labels
 from sfumato.models.process_group import ProcessGroup
-from sfumato.models.recipe import OptimConfig
+from sfumato.models.sections import OptimConfig
 
 
 class DivergedError(ArithmeticError):

@@ -22,7 +22,7 @@ from sfumato.ids import Direction
 from sfumato.losses import dispersion_loss, match_dispersion
 from sfumato.metrics.relevance import Relevance
 from sfumato.metrics.uncertainty import spearman
-from sfumato.models.recipe import VarianceStageConfig
+from sfumato.models.sections import VarianceStageConfig
 from sfumato.progress import progress_bar, say
 from sfumato.search.exact import distance_blocks
 from sfumato.training.step import clip_gradients
@@ -30,6 +30,9 @@ from sfumato.training.step import clip_gradients
 _LARGEST_GRADIENT = 2.0
 _SAME = 1e-6
 """Values of a teacher that differ by less are equal, up to rounding."""
+
+_N_GALLERY = 5000
+"""Largest number of items in the gallery of an estimator, drawn at random."""
 
 _N_CALIBRATING = 500
 """Number of items whose pairs with the gallery calibrate the match logits of a teacher."""
@@ -52,8 +55,6 @@ def teach_variances(
         "texts": (model.text, stores[1], text, image, relevance.transpose(), "t2i"),
     }
     for name, (tower, store, items, partners, matches, direction) in sides.items():
-        if config.sides not in ("both", name):
-            continue
         taught = teacher_values(config, items, partners, matches, direction, logits=logits, seed=seed)
         index = np.flatnonzero(matches.counts > 0)
         if float(taught[index].max() - taught[index].min()) < _SAME:
@@ -82,7 +83,7 @@ def teacher_values(
     """
     if config.teacher == "dispersion":
         item, partner = (torch.from_numpy(index) for index in (matches.query_of_item, matches.indices))
-        return match_dispersion(partners.mean, item, partner, items.n, whiten=config.whiten)[0]
+        return match_dispersion(partners.mean, item, partner, items.n)[0]
     if config.teacher == "listed_matches":
         values = np.log(np.maximum(matches.counts, 1))
     else:
@@ -109,7 +110,7 @@ def _estimated(
             f"unknown variance_stage.teacher {config.teacher!r}; known: dispersion, listed_matches, {', '.join(known)}"
         )
     random = np.random.default_rng([seed, items.n])
-    chosen = np.sort(random.permutation(partners.n)[: config.n_gallery])
+    chosen = np.sort(random.permutation(partners.n)[:_N_GALLERY])
     gallery, known_matches = partners[torch.from_numpy(chosen)], matches.select_gallery(chosen)
     calibrating = np.sort(random.permutation(items.n)[:_N_CALIBRATING])
     try:

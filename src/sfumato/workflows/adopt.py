@@ -26,7 +26,7 @@ from sfumato.data.images import Problems
 from sfumato.data.pairs import PairData
 from sfumato.distances import get_distance
 from sfumato.encoders.feature_rows import described_by
-from sfumato.encoders.frozen import joint_image, joint_text
+from sfumato.encoders.joint import joint_image, joint_text
 from sfumato.encoders.model_objects import save_model_object
 from sfumato.errors import UserError
 from sfumato.evaluation.hits import HitFigures, first_hits, measure_hits, without_nearest, without_reference
@@ -35,25 +35,13 @@ from sfumato.files import read_json, write_atomically, write_json
 from sfumato.gaussian import Array, GaussianEmbedding
 from sfumato.ids import Direction
 from sfumato.metrics.bootstrap import Interval, bootstrap, mean_statistic
+from sfumato.models.build import Assets, build_loss, build_model
 from sfumato.models.calibrate import calibrate_split, embed_reference, some_positions
-from sfumato.models.embed import Sides, embed_split, load_splits, prepare_split
 from sfumato.models.pretrained import ENCODER
 from sfumato.models.recipe import Recipe, check_recipe, frozen_sections, save_recipe
-from sfumato.models.run import (
-    CALIBRATION,
-    MODEL,
-    PROBLEMS,
-    RECIPE,
-    WORDS,
-    Assets,
-    Run,
-    build_loss,
-    build_model,
-    load_run,
-    save_assets,
-    save_state,
-    with_own_encoder,
-)
+from sfumato.models.run import CALIBRATION, MODEL, PROBLEMS, RECIPE, WORDS, Run, load_run, save_assets, with_own_encoder
+from sfumato.models.split import Sides, embed_split, load_splits, prepare_split
+from sfumato.models.state import save_state
 from sfumato.models.unfamiliar import remember_words
 from sfumato.workflows.search import LoadedModel
 
@@ -145,7 +133,7 @@ def adopt(
             :func:`~sfumato.data.feature_tables.open_table`. Arrays are written into the folder.
         texts: (m, c) embeddings of texts, or a file of them.
         pairs: (image row, text row) of true pairs; or a file, see
-            :func:`~sfumato.data.layouts.read_embedding_pairs`; None pairs row i with row i.
+            :func:`~sfumato.data.embedding_pairs.read_embedding_pairs`; None pairs row i with row i.
         out: folder of the run, new or empty.
         method: what probabilities read; "auto" fits all on one half of the calibrating images, and keeps the one whose
             first hits have the smallest log loss on the other half.
@@ -222,7 +210,7 @@ def adopt_encoders(
 
     Args:
         model: hub name or local folder, of transformers or of sentence-transformers (CLIP); or of open_clip, see
-            :func:`~sfumato.encoders.frozen.is_open_clip`. Or a model in memory, whose weights are copied into the
+            :func:`~sfumato.encoders.joint.is_open_clip`. Or a model in memory, whose weights are copied into the
             folder: a SentenceTransformer of images and texts, or the architecture and the model of open_clip, such as
             ("ViT-B-32", model).
         data: images with captions: a manifest (.csv, .jsonl, .parquet), a folder of images with .txt files, a

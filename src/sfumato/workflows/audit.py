@@ -25,9 +25,9 @@ from sfumato.errors import UserError, counted
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.metrics.relevance import Relevance
 from sfumato.metrics.retrieval import beats_chance, chance_metrics, relevant_ranks
-from sfumato.models.embed import PreparedSplit, chosen_split, embed_split, load_splits, prepare_split, say_problems
 from sfumato.models.model import Model
 from sfumato.models.run import Run, load_run
+from sfumato.models.split import PreparedSplit, chosen_split, embed_split, load_splits, prepare_split, say_problems
 from sfumato.progress import progress_bar, say
 from sfumato.search.exact import distance_blocks
 from sfumato.training.loop import fit

@@ -24,8 +24,8 @@ from sfumato.encoders.package_weights import hub_problem, hub_reachable
 from sfumato.errors import UserError, need
 from sfumato.files import is_unused, new_folder, write_atomically, write_json
 from sfumato.models.pretrained import CALIBRATION, CONFIG, ENCODER, ENCODER_FILES, HUB_FILES, TOKENIZER, WEIGHTS
-from sfumato.models.recipe import ModelConfig
 from sfumato.models.run import Run, load_assets, load_run
+from sfumato.models.sections import ModelConfig
 from sfumato.workflows.model_card import model_card, without_folders
 
 CARD = "README.md"

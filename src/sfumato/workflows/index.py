@@ -40,6 +40,7 @@ from sfumato.models.run import (
     load_model,
     trained_digests,
 )
+from sfumato.models.split import load_splits
 from sfumato.progress import progress_bar
 from sfumato.search.collection import UPLOADED_IMAGES, GaussianCollection, check_empty
 from sfumato.search.exact import gallery_centre, lifted_dim
@@ -317,7 +318,7 @@ def n_trained(model: Model, ids: Sequence[str], images: Mapping[str, str]) -> in
         known = trained_digests(folder)
         return sum(image_digest(FileImage(Path(images["folder"], i))) in known for i in ids) if known else 0
     with contextlib.suppress(UserError):  # The data are gone.
-        train = embed.load_splits(load_recipe(folder / RECIPE).data, Problems()).get("train")
+        train = load_splits(load_recipe(folder / RECIPE).data, Problems()).get("train")
         return 0 if train is None else len(set(ids) & set(train.image_ids))
     return 0
 
@@ -392,7 +393,7 @@ def item_images(gallery: Gallery, run: str | Path) -> Images | None:
     if "folder" in source:
         found = FolderImages(Path(source["folder"]))
     elif "split" in source and (Path(run) / RECIPE).is_file():
-        splits = embed.load_splits(load_recipe(Path(run) / RECIPE).data, Problems())
+        splits = load_splits(load_recipe(Path(run) / RECIPE).data, Problems())
         parts = [splits[name] for name in embed.split_names(splits, source["split"]) if name in splits]
         images = {i: image for part in parts for i, image in zip(part.image_ids, part.images, strict=True)}
         if images and not any(isinstance(image, EmbeddingRow) for image in images.values()):

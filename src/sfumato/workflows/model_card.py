@@ -13,8 +13,8 @@ from sfumato import __version__
 from sfumato.encoders.encoder_protocol import EncoderConfig
 from sfumato.files import read_json
 from sfumato.models.calibrate import describe_calibration
-from sfumato.models.recipe import ModelConfig
 from sfumato.models.run import Run
+from sfumato.models.sections import ModelConfig
 from sfumato.workflows.adopt import ADOPTED
 
 _NAME = r"[\w.-]+(?:/[\w.-]+)?"

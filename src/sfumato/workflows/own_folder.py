@@ -25,7 +25,8 @@ from sfumato.data.layouts import read_karpathy
 from sfumato.data.manifest import MANIFEST_SUFFIXES, read_rows
 from sfumato.data.pairs import PairData
 from sfumato.data.photographs import describe_image, file_fields
-from sfumato.data.shards import expand_shards, read_shards
+from sfumato.data.shard_stream import read_shards
+from sfumato.data.shards import expand_shards
 from sfumato.encoders.minilm import has_minilm
 from sfumato.encoders.processors import available_cpus
 from sfumato.errors import UserError

@@ -11,18 +11,19 @@ from typing import Literal, get_args
 
 import numpy as np
 
-from sfumato.data.feature_tables import regions_to_bytes
 from sfumato.data.images import Problems
 from sfumato.data.layouts import equal_captions
 from sfumato.data.pairs import PairData
+from sfumato.data.region_files import regions_to_bytes
 from sfumato.data.sources import DataConfig
+from sfumato.encoders.backbones import image_backbone
 from sfumato.encoders.encoder_protocol import Item
 from sfumato.encoders.features import FrozenBackbone, Store
-from sfumato.encoders.frozen import FrozenProcessor, image_backbone
+from sfumato.encoders.frozen import FrozenProcessor
 from sfumato.errors import UserError
 from sfumato.files import is_plain_name, is_unused, new_folder, reserve, write_atomically
-from sfumato.models.embed import load_splits
-from sfumato.models.run import cache_folder
+from sfumato.models.build import cache_folder
+from sfumato.models.split import load_splits
 from sfumato.progress import progress_bar
 
 Layout = Literal["scan", "manifest"]
@@ -78,7 +79,7 @@ def regions_of_images(
     layout: str = "scan",
     splits: Sequence[str] | None = None,
 ) -> tuple[dict[str, tuple[int, int, int]], Problems]:
-    """:func:`write_regions` with the backbone of that name; see :func:`~sfumato.encoders.frozen.image_backbone`."""
+    """:func:`write_regions` with the backbone of that name; see :func:`~sfumato.encoders.backbones.image_backbone`."""
     return write_regions(data, out, image_backbone(backbone, size=size, grid=grid), layout=layout, splits=splits)
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from sfumato.calibration.caption import CaptionEvidence, CaptionFits, grouped, word_weight
 from sfumato.calibration.fits import FitsCalibration
-from sfumato.data.images import ImageInput
+from sfumato.data.image_inputs import ImageInput
 from sfumato.distances import get_distance
 from sfumato.encoders.minilm import WIDTH, sentence_vectors, shared_minilm
 from sfumato.errors import UserError, first_line

@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from sfumato.data.images import ImageInput, Problems, SplitImages, image_sources
+from sfumato.data.image_inputs import ImageInput, image_sources
+from sfumato.data.images import Problems, SplitImages
 from sfumato.distances import get_distance
 from sfumato.encoders.dual import DualEncoder
 from sfumato.encoders.feature_rows import EmbeddingProcessor, features_read
@@ -24,10 +25,11 @@ from sfumato.ids import Direction
 from sfumato.metrics.reliability import N_BINS, Reliability
 from sfumato.metrics.uncertainty import RecallByUncertainty
 from sfumato.models.calibrate import some_positions
-from sfumato.models.embed import embed_folder, embed_split, load_split, prepare_split, read_split
+from sfumato.models.embed import embed_folder
 from sfumato.models.model import Model
 from sfumato.models.recipe import load_recipe
 from sfumato.models.run import RECIPE, choose_device, load_model
+from sfumato.models.split import embed_split, load_split, prepare_split, read_split
 from sfumato.progress import say
 from sfumato.search.answer import Answer, check_native
 from sfumato.search.searcher import Searcher

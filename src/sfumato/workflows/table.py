@@ -36,9 +36,11 @@ from sfumato.evaluation.compare import (
 from sfumato.evaluation.embedded_input import measure
 from sfumato.evaluation.ground_truth import ALL_METRICS
 from sfumato.files import read_json
-from sfumato.models.embed import embed_for_evaluation, evaluate_run
-from sfumato.models.recipe import Recipe, UnknownLossConfig, find_recipe, load_recipe
-from sfumato.models.run import LOG, MODEL, RECIPE, build_loss, load_run
+from sfumato.models.build import build_loss
+from sfumato.models.evaluate import embed_for_evaluation, evaluate_run
+from sfumato.models.recipe import Recipe, find_recipe, load_recipe
+from sfumato.models.run import LOG, MODEL, RECIPE, load_run
+from sfumato.models.sections import UnknownLossConfig
 from sfumato.models.seeds import SavedRun, different_keys, group_runs, read_runs, without_followers
 from sfumato.progress import say
 from sfumato.studies.paper_tables import train_missing

@@ -1,0 +1,125 @@
+"""A model and its loss from a recipe, before any weights are loaded."""
+
+import contextlib
+import os
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from tokenizers import Tokenizer
+
+from sfumato.encoders.dual import DualEncoder, Tower
+from sfumato.encoders.encoder_protocol import BuildContext
+from sfumato.encoders.encoder_registry import encoder_entry
+from sfumato.encoders.frozen import FrozenImageConfig, FrozenTextConfig
+from sfumato.encoders.heads import GaussianHead, HeadOptions
+from sfumato.errors import UserError
+from sfumato.ids import Side
+from sfumato.imports import HOW
+from sfumato.losses import LOSSES, MatchLoss
+from sfumato.models.recipe import LAST as LAST
+from sfumato.models.recipe import MODEL as MODEL
+from sfumato.models.recipe import RECIPE as RECIPE
+from sfumato.models.recipe import Recipe
+from sfumato.models.sections import AugmentConfig, ModelConfig, UnknownLossConfig
+from sfumato.models.state import misfit
+
+
+def cache_folder() -> Path:
+    """The folder for token features of frozen backbones."""
+    own, shared = os.environ.get("SFUMATO_CACHE"), os.environ.get("XDG_CACHE_HOME")
+    return Path(own) if own else (Path(shared) if shared else Path.home() / ".cache") / "sfumato"
+
+
+@dataclass(frozen=True)
+class Assets:
+    """The assets that a model needs beside its recipe and weights, to be rebuilt without a network."""
+
+    tokenizer: Tokenizer | None = None  # of a text encoder that reads words or subword tokens
+    encoders: Mapping[str, Any] = field(default_factory=dict)
+    trained: bool = False  # whether trained weights will be loaded; then pre-trained weights are not needed
+
+
+def fresh_tokenizer(config: ModelConfig, texts: Iterable[str]) -> Tokenizer | None:
+    """The tokenizer of a new model."""
+    tokenizer = encoder_entry("text", config.text.kind).tokenizer
+    return None if tokenizer is None else tokenizer(config.text, texts)
+
+
+def build_model(config: ModelConfig, assets: Assets, augment: AugmentConfig | None = None) -> DualEncoder:
+    """Build a model with new weights, or with the weights of its pre-trained encoders."""
+    augment = augment or AugmentConfig()
+    try:
+        return _dual_encoder(config, assets, augment)
+    except (RuntimeError, TypeError, MemoryError) as error:  # How torch refuses a size, each with its own class.
+        if not re.search("allocat|Overflow|dimension", str(error)):
+            raise
+        raise UserError(
+            "the model of this recipe does not fit into memory; choose smaller sizes: model.dim, and the widths of its"
+            " encoders"
+        ) from error
+
+
+def _dual_encoder(config: ModelConfig, assets: Assets, augment: AugmentConfig) -> DualEncoder:
+    # Texts with token ids are augmented before the encoder reads them; only features are dropped here.
+    text_tokens = 0.0 if encoder_entry("text", config.text.kind).tokenizer else augment.text_tokens
+    return DualEncoder(
+        _tower("image", config, assets, augment.image_tokens, config.image.drops_tokens),
+        _tower("text", config, assets, text_tokens, False),
+    )
+
+
+def _tower(side: Side, config: ModelConfig, assets: Assets, token_dropout: float, encoder_drops: bool) -> Tower:
+    """One side of a model."""
+    section = config.image if side == "image" else config.text
+    context = BuildContext(
+        dim=config.dim,
+        variance=config.variance,
+        feature_dropout=config.feature_dropout,
+        token_dropout=token_dropout if encoder_drops else 0.0,
+        cache=cache_folder(),
+        tokenizer=assets.tokenizer,
+        description=assets.encoders.get(side),
+        trained=assets.trained,
+    )
+    processor, encoder = encoder_entry(side, section.kind).build(section, context)
+    pooling = ("first" if side == "image" else "last") if config.pooling == "token" else config.pooling
+    options = HeadOptions(**{f.name: dict(config)[f.name] for f in fields(HeadOptions)} | {"pooling": pooling})
+    head = GaussianHead(encoder.channels, config.dim, options, side=side, local_channels=encoder.local_channels)
+    return Tower(processor, encoder, head, token_dropout=0.0 if encoder_drops else token_dropout)
+
+
+def unknown_loss(recipe: Recipe) -> UserError:
+    """The error of a loss whose code has not been imported."""
+    named = f"; the recipe imports {', '.join(recipe.imports)}" if recipe.imports else ""
+    return UserError(f"unknown loss {recipe.loss.name!r}; known: {', '.join(LOSSES)}; {HOW}{named}")
+
+
+def build_loss(recipe: Recipe) -> MatchLoss:
+    """Build the loss of a recipe, with initial logits."""
+    if isinstance(recipe.loss, UnknownLossConfig):
+        raise unknown_loss(recipe)
+    return LOSSES[recipe.loss.name](recipe.loss.options())
+
+
+def check_weights(
+    path: Path, config: ModelConfig, assets: Assets, what: str, way_out: str = "", prefix: str = ""
+) -> None:
+    """Compare the header of a file of weights with a model, before the model takes memory and time."""
+    wrong = set[str]()
+    sides: tuple[Side, ...] = ("image", "text")
+    with contextlib.suppress(Exception), safe_open(path, framework="pt") as file, torch.device("meta"):
+        # Libraries of encoders raise what they like. What is wrong shows when the model is built and its weights read.
+        for side in sides:
+            if isinstance(getattr(config, side), FrozenImageConfig | FrozenTextConfig):
+                continue
+            expected = _tower(side, config, assets, 0.0, False).state_dict(prefix=f"{side}.")
+            own = [key for key in file.keys() if key.startswith(f"{prefix}{side}.")]  # noqa: SIM118 (not a mapping)
+            came = {(key.removeprefix(prefix), tuple(file.get_slice(key).get_shape())) for key in own}
+            wrong |= {key for key, _ in came ^ {(key, tuple(value.shape)) for key, value in expected.items()}}
+    if wrong:
+        raise misfit(what, sorted(wrong), way_out)
