@@ -27,9 +27,9 @@ BUDGET = {
     "papers/tests, lines": 2_149,
     "benchmarks": 8_452,
     "tests, lines": 43504,
-    "docs, words": 114_309,
+    "docs, words": 114_293,
     "papers, words": 142,
-    "CHANGELOG.md, words": 10_092,
+    "CHANGELOG.md, words": 10_129,
 }
 SLACK = 0.03  # A row that is this much above its number, and more than 60, has to be lowered.
 

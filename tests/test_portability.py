@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 import sfumato
-from sfumato.data import feature_tables
+from sfumato.data import region_files
 from sfumato.data.region_files import RegionFile
 
 SOURCE = Path(sfumato.__file__).parent
@@ -17,7 +17,7 @@ MODULES = {"fcntl": "", "pwd": "", "grp": "", "pty": "", "termios": "", "resourc
 FUNCTIONS = {
     "os.fork": "", "os.rename": "", "os.getuid": "", "os.mkfifo": "", "os.link": "", "os.symlink": "", "os.killpg": "",
     "os.sendfile": "", "signal.SIGALRM": "", "signal.SIGKILL": "", "signal.SIGHUP": "", "signal.alarm": "",
-    "os.pread": "data/feature_tables.py", "os.nice": "serve/decode_worker.py",
+    "os.pread": "data/region_files.py", "os.nice": "serve/decode_worker.py",
     "os.posix_fallocate": "files.py", "os.sched_getaffinity": "encoders/processors.py cli/__init__.py",
     "os.getloadavg": "cli/__init__.py",
 }  # fmt: skip
@@ -68,9 +68,9 @@ def test_rows_are_read_alike_without_pread(tmp_path, monkeypatch):
     np.save(tmp_path / "rows.npy", rows)
     file = RegionFile(tmp_path / "rows.npy")
     expected = [file.same(i, j) for i in range(5) for j in range(5)]
-    read = [feature_tables._read_at(file._descriptor, 16, start) for start in (128, 200, 128)]
+    read = [region_files._read_at(file._descriptor, 16, start) for start in (128, 200, 128)]
     monkeypatch.delattr(os, "pread")
-    assert [feature_tables._read_at(file._descriptor, 16, start) for start in (128, 200, 128)] == read
+    assert [region_files._read_at(file._descriptor, 16, start) for start in (128, 200, 128)] == read
     assert [file.same(i, j) for i in range(5) for j in range(5)] == expected
     assert read[0] == read[2] != read[1]
 
