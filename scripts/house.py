@@ -6,12 +6,11 @@ python scripts/house.py --budget        lines by folder, as the table of tests/t
 
 import ast
 import io
-import json
 import re
 import sys
 import tokenize
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, get_args
 
@@ -161,8 +160,8 @@ def size(root: Path) -> list[tuple[str, int, int]]:
         ("words of docs", held["docs, words"], 50_000),
         ("words of docs of papers", held["papers, words"], 32_000),
         ("words of the changelog", held["CHANGELOG.md, words"], 1_500),
-        ("commands", surface["commands"], 17),
-        ("flags", surface["flags"], 130),
+        ("commands and verbs", surface["commands"], 17),
+        ("flags, rare ones too", surface["flags"], 130),
         ("routes", surface["routes"], 14),
         ("recipe keys", surface["keys"], 220),
         ("exports", surface["exports"], 75),
@@ -170,36 +169,50 @@ def size(root: Path) -> list[tuple[str, int, int]]:
 
 
 def _surface() -> dict[str, int]:
-    """Numbers of commands, of their options, of the service's routes, of the recipe's keys and of exported names."""
+    """Numbers of commands and verbs, their options, the service's routes, the recipe's keys and exported names.
+
+    Rare options count, --import does not. Keys count once for each kind of encoder, loss and source that has them.
+    """
     import typer.main
-    from pydantic import BaseModel
 
     import sfumato
     from sfumato.cli import app
-    from sfumato.models.recipe import Recipe
 
-    def options(command: Any) -> set[str]:
+    def verbs(command: Any) -> list[Any]:
         inner = getattr(command, "commands", {}).values()
-        own = {name for p in command.params for name in p.opts if name.startswith("--")}
-        return own.union(*map(options, inner)) if inner else own
+        return [verb for one in inner for verb in verbs(one)] or [command]
 
-    def keys(model: type[BaseModel]) -> int:
-        """Its own keys, and those of each section; of one with several kinds the keys of each kind."""
-        return sum(sum(map(keys, sections(field.annotation))) or 1 for field in model.model_fields.values())
+    found = verbs(typer.main.get_command(app))
+    options = [{*p.opts} for verb in found for p in verb.params if any(o.startswith("--") for o in p.opts)]
+    served = (Path(sfumato.__file__).parent / "serve" / "app.py").read_text(encoding="utf-8")
+    return {
+        "commands": len(found),
+        "flags": sum(not names & {"--help", "--help-all", "--import"} for names in options),
+        "routes": len(re.findall(r'@\w+(?:\.\w+)?\(\s*"/', served)),
+        "keys": _recipe_keys(),
+        "exports": len(dir(sfumato)),
+    }
+
+
+def _recipe_keys() -> int:
+    from pydantic import BaseModel
+
+    from sfumato.data.sources import SOURCES
+    from sfumato.encoders.encoder_registry import ENCODERS
+    from sfumato.losses import LOSSES
+    from sfumato.models.recipe import Recipe
 
     def sections(kind: Any) -> list[type[BaseModel]]:
         own = [kind] if isinstance(kind, type) and issubclass(kind, BaseModel) else []
         return own or [section for inner in get_args(kind) for section in sections(inner)]
 
-    commands = {name: c for name, c in typer.main.get_command(app).commands.items()}  # type: ignore[attr-defined]
-    source = (Path(sfumato.__file__).parent / "serve" / "app.py").read_text(encoding="utf-8")
-    return {
-        "commands": len(commands),
-        "flags": sum(len(options(command) - {"--help", "--help-all"}) for command in commands.values()),
-        "routes": len(re.findall(r"^ *@\w+\.(?:get|post|put|delete|patch|head)\(", source, re.MULTILINE)),
-        "keys": keys(Recipe),
-        "exports": len(dir(sfumato)),
-    }
+    def keys(model: type[BaseModel]) -> int:
+        return sum(sum(map(keys, sections(field.annotation))) or 1 for field in model.model_fields.values())
+
+    encoders = sum(keys(entry.config) for kinds in ENCODERS.values() for entry in kinds.values())
+    losses = sum(len(fields(loss.Options)) for loss in LOSSES.values())
+    own = keys(Recipe) - len(ENCODERS)  # The sections of encoders count by kind.
+    return own + encoders + losses + sum(keys(source.options) for source in SOURCES.values() if source.options)
 
 
 def main(folder: Path) -> None:
@@ -224,7 +237,7 @@ def main(folder: Path) -> None:
 
 if __name__ == "__main__":
     if sys.argv[1:] == ["--budget"]:
-        print(json.dumps(budget(Path()), indent=4))
+        print("".join(f'    "{place}": {number:_},\n' for place, number in budget(Path()).items()), end="")
     else:
         for what, number, goal in size(Path()):
             print(f"{what:<30} {number:>7,}   to reach {goal:>7,}")

@@ -35,8 +35,9 @@ def imported(path: Path) -> set[str]:
 
 
 def tests_of(module: Path, tests: dict[Path, set[str]]) -> list[Path]:
-    """Test files that import a module of src/, those of its own name and folder first."""
-    name = ".".join(module.relative_to("src").with_suffix("").parts).removesuffix(".__init__")
+    """Test files that import a module of src/ or papers/, those of its own name and folder first."""
+    inside = module.relative_to("src") if module.parts[0] == "src" else module
+    name = ".".join(inside.with_suffix("").parts).removesuffix(".__init__")
     users = [path for path, names in tests.items() if name in names]
     near = [(path.stem != f"test_{module.stem}", path.parent.name != module.parent.name, path) for path in users]
     return [path for *_, path in sorted(near)[:MOST]]
@@ -44,12 +45,15 @@ def tests_of(module: Path, tests: dict[Path, set[str]]) -> list[Path]:
 
 def main(base: str) -> None:
     """Print the test files."""
-    tests = {path: imported(path) for path in sorted(Path("tests").rglob("test_*.py"))}
+    tests = {
+        path: imported(path)
+        for path in [*sorted(Path("tests").rglob("test_*.py")), *sorted(Path("papers/tests").rglob("test_*.py"))]
+    }
     chosen = {Path(rule) for rule in RULES}
     for path in changed(base):
         if path in tests:
             chosen.add(path)
-        elif path.suffix == ".py" and path.parts[0] == "src" and path.exists():
+        elif path.suffix == ".py" and path.parts[0] in ("src", "papers") and path.exists():
             chosen |= set(tests_of(path, tests))
     print("\n".join(sorted(map(str, chosen))))
 

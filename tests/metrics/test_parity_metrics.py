@@ -1,17 +1,15 @@
 """Against the numbers of the released implementations; shapes and names come from the fixtures."""
 
 import hashlib
-import json
-import os
 import re
 from functools import cache
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
 from support.evaluating import evaluate_ranked_lists, evaluate_score_matrix
+from support.fixtures import SHARED
+from support.parity import fixture
 
 from sfumato.distances import csd_matrix, squared_l2_matrix
 from sfumato.evaluation.benchmark_ground_truths import eccv_caption
@@ -20,20 +18,8 @@ from sfumato.matching import match_probability
 from sfumato.metrics.relevance import Relevance
 from sfumato.metrics.retrieval import relevant_ranks, retrieval_metrics
 
-SHARED = Path(os.environ.get("SFUMATO_SHARED", Path(__file__).resolve().parents[2].parent / "shared"))
 COCO = SHARED / "data" / "coco5k_text"
 DIRECTIONS = ("i2t", "t2i")
-
-
-def fixture(name):
-    folder = SHARED / "parity"
-    if not (folder / f"{name}.json").is_file():
-        pytest.skip(f"no {name} in {folder}; set SFUMATO_SHARED to the folder of the reference values")
-    described = json.loads((folder / f"{name}.json").read_text())
-    tensors = load_file(folder / f"{name}.safetensors")
-    for key, expected in described["tensors"].items():
-        assert list(tensors[key].shape) == expected["shape"], key
-    return described, tensors
 
 
 def ranks_both_ways(distance, relevance):

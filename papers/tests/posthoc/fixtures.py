@@ -1,26 +1,12 @@
 """The numbers of released code for post-hoc uncertainty; shapes and hyper-parameters come from the fixtures."""
 
-import json
-import os
-from pathlib import Path
-
-import pytest
 import torch
-from safetensors.torch import load_file
-
-SHARED = Path(os.environ.get("SFUMATO_SHARED", Path(__file__).resolve().parents[3].parent / "shared"))
+from support import parity
 
 
 def fixture(name):
     """(description, tensors); the test is skipped without them."""
-    folder = SHARED / "parity" / "posthoc"
-    if not (folder / f"{name}.json").is_file():
-        pytest.skip(f"no {name} in {folder}; set SFUMATO_SHARED to the folder of the reference values")
-    described = json.loads((folder / f"{name}.json").read_text())
-    tensors = load_file(folder / f"{name}.safetensors")
-    for key, expected in described["tensors"].items():
-        assert list(tensors[key].shape) == expected["shape"], key
-    return described, tensors
+    return parity.fixture(f"posthoc/{name}")
 
 
 def close(found, wanted, rtol=1e-10, atol=0.0):

@@ -9,7 +9,7 @@ import math
 import os
 import sys
 import warnings
-from collections.abc import MutableMapping
+from collections.abc import Callable, MutableMapping
 from pathlib import Path
 
 from sfumato.cli import (  # noqa: F401  They register their commands.
@@ -22,7 +22,7 @@ from sfumato.cli import (  # noqa: F401  They register their commands.
 from sfumato.cli.common import app
 from sfumato.errors import RunFailedError, UserError, explain_os_error, printable
 
-__all__ = ["app", "available_cores", "main", "set_threads"]
+__all__ = ["app", "available_cores", "main", "run", "set_threads"]
 
 _INTERRUPTED = 130
 
@@ -50,27 +50,29 @@ def set_threads(environment: MutableMapping[str, str], cores: int, load: float) 
 
 
 def main() -> None:
-    """Entry point: errors that users can correct become one line and exit status 2."""
+    """Entry point of `sfumato`."""
+    goes_on = "demo, train, table, adopt, embed, index --data or audit --cross-fit"
+    run(app, "sfumato", f"The same {goes_on} continues where it stopped.")
+
+
+def run(commands: Callable[[], None], program: str, after_interrupt: str) -> None:
+    """Run the commands of a program: errors that users can correct become one line and exit status 2."""
     set_threads(os.environ, available_cores(), os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0)
     warnings.filterwarnings("ignore", module="PIL")  # Of damaged metadata, which are left out.
     debug = bool(os.environ.get("SFUMATO_DEBUG"))
     try:
-        app(standalone_mode=True)
+        commands()
     except (UserError, ValueError, OSError) as error:
         if debug:
             raise
-        print(printable(f"sfumato: {explain_os_error(error)}"), file=sys.stderr)
+        print(printable(f"{program}: {explain_os_error(error)}"), file=sys.stderr)
         sys.exit(2)
     except SystemExit as error:
         if error.code == _INTERRUPTED:
-            print(
-                "sfumato: interrupted. No file is incomplete. The same demo, train, table, adopt, embed, index --data"
-                " or audit --cross-fit continues where it stopped.",
-                file=sys.stderr,
-            )
+            print(f"{program}: interrupted. No file is incomplete. {after_interrupt}", file=sys.stderr)
         raise
     except (RunFailedError, ArithmeticError) as error:
         if debug:
             raise
-        print(printable(f"sfumato: {error}"), file=sys.stderr)
+        print(printable(f"{program}: {error}"), file=sys.stderr)
         sys.exit(1)

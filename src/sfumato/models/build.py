@@ -21,9 +21,6 @@ from sfumato.errors import UserError
 from sfumato.ids import Side
 from sfumato.imports import HOW
 from sfumato.losses import LOSSES, MatchLoss
-from sfumato.models.recipe import LAST as LAST
-from sfumato.models.recipe import MODEL as MODEL
-from sfumato.models.recipe import RECIPE as RECIPE
 from sfumato.models.recipe import Recipe
 from sfumato.models.sections import AugmentConfig, ModelConfig, UnknownLossConfig
 from sfumato.models.state import misfit

@@ -12,9 +12,6 @@ from torch import Tensor, nn
 
 from sfumato.errors import UserError, first_line
 from sfumato.files import write_atomically
-from sfumato.models.recipe import LAST as LAST
-from sfumato.models.recipe import MODEL as MODEL
-from sfumato.models.recipe import RECIPE as RECIPE
 
 
 def save_state(
