@@ -31,6 +31,13 @@ from sfumato.encoders.backbones import text_backbone
 from sfumato.encoders.features import cached_features
 from sfumato.encoders.heads import AveragePool
 from sfumato.evaluation.benchmark_ground_truths import eccv_caption
+from sfumato.evaluation.pair_scores import (
+    NEIGHBOURS,
+    ListedScores,
+    audit_pairs,
+    wrong_fraction,
+    wrong_probability,
+)
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.metrics.bootstrap import Interval, Statistic, bootstrap, mean_statistic
 from sfumato.metrics.relevance import Relevance
@@ -39,14 +46,7 @@ from sfumato.metrics.selective import auroc, auroc_statistic
 from sfumato.models.build import cache_folder
 from sfumato.models.run import Run, load_run
 from sfumato.models.split import embed_split, load_split, load_splits
-from sfumato.workflows.audit import (
-    NEIGHBOURS,
-    ListedScores,
-    audit_pairs,
-    prepare_listed,
-    wrong_fraction,
-    wrong_probability,
-)
+from sfumato.workflows.audit import prepare_listed
 
 ASKED = 1_000
 """Most images whose missing matches are asked for among all captions."""

@@ -32,6 +32,7 @@ from .evaluation.estimators import estimate_uncertainty as estimate_uncertainty
 from .evaluation.estimators import register_estimator as register_estimator
 from .evaluation.ground_truth import GroundTruth as GroundTruth
 from .evaluation.ground_truth import read_ground_truth as read_ground_truth
+from .evaluation.pair_scores import audit_pairs as audit_pairs
 from .evaluation.protocols import evaluate_retrieval as evaluate_retrieval
 from .evaluation.trust import measure_trust as measure_trust
 from .gaussian import GaussianEmbedding as GaussianEmbedding
@@ -84,7 +85,6 @@ from .studies.zeroshot import pool_prompts as pool_prompts
 from .training.loop import fit as fit
 from .workflows.adopt import adopt as adopt
 from .workflows.adopt import adopt_encoders as adopt_encoders
-from .workflows.audit import audit_pairs as audit_pairs
 from .workflows.score import fits as fits
 from .workflows.search import LoadedModel as LoadedModel
 from .workflows.search import load as load

@@ -21,7 +21,8 @@ from sfumato.matching import match_probability
 from sfumato.metrics.relevance import Relevance
 from sfumato.models.calibrate import calibrate_split
 from sfumato.reports.report import make_report
-from sfumato.reports.report_charts import IMAGES, MISTAKES, ReportData
+from sfumato.reports.report_charts import ReportData
+from sfumato.reports.report_examples import IMAGES, MISTAKES
 from sfumato.search.index import GaussianIndex
 
 TRUST = {

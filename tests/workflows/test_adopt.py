@@ -19,7 +19,8 @@ from sfumato.cli import app
 from sfumato.errors import UserError
 from sfumato.models.run import load_model, load_run
 from sfumato.search.index import GaussianIndex
-from sfumato.workflows.adopt import ADOPTED, METHODS, adopt, adopt_encoders
+from sfumato.workflows.adopt import METHODS, adopt, adopt_encoders
+from sfumato.workflows.adopted_folder import ADOPTED
 
 N, PER_IMAGE, C = 400, 3, 24
 

@@ -18,20 +18,20 @@ from sfumato import GaussianEmbedding, cli
 from sfumato.data.images import MemoryImage, Problems
 from sfumato.data.pairs import PairData
 from sfumato.data.splits import images_of_part, parse_part, without_part
+from sfumato.evaluation.pair_scores import (
+    NEIGHBOURS,
+    MissingScores,
+    audit_pairs,
+    wrong_fraction,
+    wrong_fraction_interval,
+    wrong_probability,
+)
 from sfumato.metrics.relevance import Relevance
 from sfumato.metrics.selective import auroc
 from sfumato.models.run import load_run
 from sfumato.models.split import load_splits
 from sfumato.reports.studies import print_audit, wrong_pairs
-from sfumato.workflows.audit import (
-    NEIGHBOURS,
-    MissingScores,
-    audit_pairs,
-    varied,
-    wrong_fraction,
-    wrong_fraction_interval,
-    wrong_probability,
-)
+from sfumato.workflows.audit import varied
 
 
 def embeddings(n, d, seed, *, points=False):

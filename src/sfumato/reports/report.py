@@ -33,15 +33,13 @@ from sfumato.models.split import embed_split, load_split
 from sfumato.reports.report_charts import (
     DirectionResult,
     ReportData,
-    Thumbnails,
     calibration_panels,
     direction_result,
     recall_by_uncertainty,
     training_curves,
-    uncertain_queries,
     variance_histogram,
-    wrong_first_results,
 )
+from sfumato.reports.report_examples import Thumbnails, uncertain_queries, wrong_first_results
 from sfumato.reports.studies import (
     analysis_views,
     read_evaluations,

@@ -21,6 +21,7 @@ from sfumato.charts import (
 )
 from sfumato.data.images import FileImage, thumbnail
 from sfumato.errors import UserError, counted, need
+from sfumato.evaluation.pair_scores import NEIGHBOURS
 from sfumato.files import read_json, write_atomically, write_json
 from sfumato.metrics.bootstrap import Interval
 from sfumato.reports.tables import (
@@ -40,7 +41,7 @@ from sfumato.reports.tables import (
 )
 from sfumato.studies.analyse import NAMES, Analyses, same_model_and_data
 from sfumato.studies.zeroshot import points
-from sfumato.workflows.audit import NEIGHBOURS, Audit, varied
+from sfumato.workflows.audit import Audit, varied
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -4,12 +4,8 @@ An adopted model is a run folder whose means are the frozen model's own embeddin
 its ranking is learnt or changed; what is fitted are the probabilities. So every command that takes a run takes it.
 """
 
-import contextlib
-import csv
-import io
-import shutil
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, cast, get_args
@@ -20,7 +16,7 @@ import torch
 from sfumato.calibration.calibrator import Calibration
 from sfumato.calibration.conditional import Population
 from sfumato.data.coco import coco_images, json_kind
-from sfumato.data.feature_tables import open_table, resolved_table
+from sfumato.data.feature_tables import open_table
 from sfumato.data.hub_datasets import is_dataset_folder
 from sfumato.data.images import Problems
 from sfumato.data.pairs import PairData
@@ -31,7 +27,7 @@ from sfumato.encoders.model_objects import save_model_object
 from sfumato.errors import UserError
 from sfumato.evaluation.hits import HitFigures, first_hits, measure_hits, without_nearest, without_reference
 from sfumato.evaluation.protocols import Evaluation, evaluate_retrieval
-from sfumato.files import read_json, write_atomically, write_json
+from sfumato.files import read_json, write_json
 from sfumato.gaussian import Array, GaussianEmbedding
 from sfumato.ids import Direction
 from sfumato.metrics.bootstrap import Interval, bootstrap, mean_statistic
@@ -43,10 +39,8 @@ from sfumato.models.run import CALIBRATION, MODEL, PROBLEMS, RECIPE, WORDS, Run,
 from sfumato.models.split import Sides, embed_split, load_splits, prepare_split
 from sfumato.models.state import save_state
 from sfumato.models.unfamiliar import remember_words
+from sfumato.workflows.adopted_folder import ADOPTED, named_file, new_folder, pair_file
 from sfumato.workflows.search import LoadedModel
-
-ADOPTED = "adopted.json"
-"""File of a run folder with the figures of an adoption."""
 
 VAL_FRACTION, TEST_FRACTION = 0.5, 0.3
 """Fractions of the images that calibrate and that measure, where the pairs name no splits."""
@@ -154,7 +148,7 @@ def adopt(
             empty.
         ValueError: an argument is out of range.
     """
-    with _new_folder(Path(out), force, (images, texts, pairs)) as folder:
+    with new_folder(Path(out), force, (images, texts, pairs)) as folder:
         recipe = _recipe_of_tables(images, texts, pairs, folder, (val_fraction, test_fraction), seed)
         return adopt_recipe(recipe, folder, method=method, population=population, max_queries=max_queries)
 
@@ -168,15 +162,14 @@ def _recipe_of_tables(
     seed: int,
 ) -> Recipe:
     """The recipe of embeddings; arrays are written into the folder."""
-    image_file, text_file = (_named_file(value, folder, name) for value, name in ((images, "images"), (texts, "texts")))
-    pair_file = _pair_file(pairs, folder)
+    image_file, text_file = (named_file(value, folder, name) for value, name in ((images, "images"), (texts, "texts")))
     channels = [open_table(file).table.channels for file in (image_file, text_file)]
     if channels[0] != channels[1]:
         raise UserError(
             f"images have {channels[0]} channels and texts {channels[1]}; embeddings of one frozen model have equally"
             " many. To bring two models into one space, train heads: sfumato train embeddings"
         )
-    data = {"source": "embeddings", "images": image_file, "texts": text_file, "path": pair_file}
+    data = {"source": "embeddings", "images": image_file, "texts": text_file, "path": pair_file(pairs, folder)}
     side = {"kind": "embeddings"}
     return _recipe(data | {"equal_texts": "separate"}, channels[0], side, fractions, seed)
 
@@ -244,7 +237,7 @@ def adopt_encoders(
         images = {"images": str(coco_images(path) if source == "coco" else path.resolve().parent)}
     pairs = {"source": source, "path": str(path.resolve()), "equal_texts": "merged", **images}
     named = isinstance(model, str | Path)
-    with _new_folder(Path(out), force, (model, data)) as folder:
+    with new_folder(Path(out), force, (model, data)) as folder:
         if not named:
             save_model_object(model, folder / ENCODER)
         name = str(model) if named else str(folder / ENCODER)
@@ -414,81 +407,3 @@ def _compare(
         for name in METHODS
         if name in methods
     }
-
-
-@contextlib.contextmanager
-def _new_folder(folder: Path, force: bool, inputs: Sequence[Any]) -> Iterator[Path]:
-    """An empty folder for an adopted model. If the block fails, everything is as it was before."""
-    _check_unused(folder, force)
-    for value in inputs:
-        if isinstance(value, str | Path) and Path(value).resolve().is_relative_to(folder.resolve()):
-            raise UserError(f"{value} lies in {folder}, which would be replaced; give another folder with --out")
-    aside = folder.with_name(f"{folder.name}.replaced")
-    replaces = folder.is_dir() and any(folder.iterdir())
-    try:
-        if replaces:
-            folder.rename(aside)
-        existed = folder.is_dir()
-        folder.mkdir(parents=True, exist_ok=True)
-        try:
-            yield folder
-        except BaseException:
-            shutil.rmtree(folder)
-            if replaces:
-                aside.rename(folder)
-            elif existed:
-                folder.mkdir()
-            raise
-        if replaces:
-            shutil.rmtree(aside)
-    except OSError as error:
-        raise UserError(f"cannot write into {folder}: {error.strerror or error}") from error
-
-
-def _check_unused(folder: Path, force: bool) -> None:
-    """Raise an error unless the folder is new, empty, or with force an adopted model."""
-    if folder.exists() and not folder.is_dir():
-        raise UserError(f"{folder} is a file; give a folder with --out")
-    if folder.is_dir() and any(folder.iterdir()):
-        if not (folder / ADOPTED).is_file():
-            raise UserError(f"{folder} is not empty and holds no adopted model; give an empty or new folder with --out")
-        if not force:
-            raise UserError(
-                f"{folder} holds an adopted model already; give --force (force=True) to replace it, or another folder"
-            )
-        if (aside := folder.with_name(f"{folder.name}.replaced")).exists():
-            raise UserError(
-                f"{aside} exists: an interrupted replacement left the former model there; remove it, or rename it"
-                f" to {folder}"
-            )
-
-
-def _named_file(value: str | Path | Array, folder: Path, name: str) -> str:
-    """The absolute path of a table; an array is written into the folder."""
-    if isinstance(value, str | Path):
-        return resolved_table(str(value))
-    array = np.asarray(value.detach().cpu() if isinstance(value, torch.Tensor) else value)
-    if array.ndim != 2 or not np.issubdtype(array.dtype, np.floating):
-        raise UserError(f"{name}: got an array of {array.shape} {array.dtype}; expected (n, c) floating numbers")
-    path = folder / f"{name}.npy"
-    buffer = io.BytesIO()
-    np.save(buffer, array, allow_pickle=False)
-    write_atomically(path, buffer.getvalue())
-    return str(path.resolve())
-
-
-def _pair_file(pairs: str | Path | Sequence[tuple[int, int]] | None, folder: Path) -> str:
-    """The absolute path of the pairs; "" for row i with row i. Rows are written into the folder."""
-    if pairs is None:
-        return ""
-    if isinstance(pairs, str | Path):
-        return str(Path(pairs).resolve())
-    rows = np.asarray(pairs)
-    if rows.ndim != 2 or rows.shape[1] != 2 or not np.issubdtype(rows.dtype, np.integer):
-        raise UserError(f"pairs: got {rows.shape} {rows.dtype}; expected (p, 2) rows of an image and a text")
-    buffer = io.StringIO()
-    writer = csv.writer(buffer, lineterminator="\n")
-    writer.writerow(["image", "text"])
-    writer.writerows(rows.tolist())
-    write_atomically(folder / "pairs.csv", buffer.getvalue())
-    return str((folder / "pairs.csv").resolve())

@@ -15,7 +15,7 @@ from sfumato.files import read_json
 from sfumato.models.calibrate import describe_calibration
 from sfumato.models.run import Run
 from sfumato.models.sections import ModelConfig
-from sfumato.workflows.adopt import ADOPTED
+from sfumato.workflows.adopted_folder import ADOPTED
 
 _NAME = r"[\w.-]+(?:/[\w.-]+)?"
 _HUB_NAME = re.compile(rf"(?:open_clip:|hf-hub:)?{_NAME}(?:\+{_NAME})*")
