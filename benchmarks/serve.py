@@ -64,6 +64,7 @@ def serve(arguments: argparse.Namespace) -> None:
     """What the server process does."""
     batching = arguments.serve == "on"
     settings = Settings(
+        drain=0,
         batch_size=BATCH if batching else 1,
         batch_window_ms=1000 * WINDOW if batching else 0.0,
         threads=arguments.threads,

@@ -87,8 +87,8 @@ def serve(folder: Path, store: str, items: int, port: int = 0) -> None:
     collection = GaussianCollection.open(folder / "collection")
     pictures = UploadedImages(folder / "collection" / UPLOADED_IMAGES)
     sources = Sources(random_model(D, 32, variance=False), "random", {"images": ServedGallery(collection, pictures)})
-    settings = Settings(max_upload_mb=0.4, max_pixels=2_000_000, optimise_after=2000)
-    run_app(create_app(sources, settings), host="127.0.0.1", port=port, grace=10)
+    settings = Settings(max_upload_mb=0.4, max_pixels=2_000_000, optimise_after=2000, drain=0, grace=10)
+    run_app(create_app(sources, settings), host="127.0.0.1", port=port)
 
 
 class Service:

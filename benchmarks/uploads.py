@@ -61,7 +61,7 @@ def photograph(megabytes: float) -> bytes:
 
 def serve(folder: Path) -> None:
     """Serve a small collection until SIGTERM."""
-    run_app(create_app(small_sources(folder, n=2000, d=64), Settings()), host="127.0.0.1", port=0)
+    run_app(create_app(small_sources(folder, n=2000, d=64), Settings(drain=0)), host="127.0.0.1", port=0)
 
 
 class Watched:

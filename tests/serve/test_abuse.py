@@ -24,7 +24,7 @@ from sfumato.errors import UserError
 from sfumato.serve import guard
 from sfumato.serve.answering import Asked, without_bytes
 from sfumato.serve.embedding import _Process
-from sfumato.serve.settings import Settings
+from sfumato.serve.settings import Settings, parse_limits
 
 KNOWN = {"Authorization": f"Bearer {KEY}"}
 
@@ -207,8 +207,8 @@ def test_json_beside_pictures_is_small(client):
 
 
 def test_a_queue_that_could_never_hold_a_request():
-    raises(UserError, r"--queue.*at least max_batch", Settings, queue=63)
-    raises(UserError, r"--max-batch.*at most 1024", Settings, queue=5000, max_batch=1025)
+    raises(UserError, "queue must be at least max_batch", Settings, queue=63)
+    raises(UserError, "max_batch must be at most 1024", Settings, queue=5000, max_batch=1025)
     assert Settings(queue=63, max_batch=63).max_batch == 63
 
 
@@ -282,3 +282,10 @@ def test_threads_keep_no_memory_of_large_bodies():
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         before, now = pool.map(kept, ("before", "now"))
     assert now < 3 and now < before / 5, (before, now)
+
+
+def test_limits_of_the_command_are_checked_by_name_and_kind():
+    assert parse_limits(["timeout=60", "max_batch=7"]) == {"timeout": 60.0, "max_batch": 7}
+    raises(UserError, "did you mean max_batch.*known: max_upload_mb", parse_limits, ["max_bach=7"])
+    raises(UserError, "expected a whole number, e.g. --set max_batch=64", parse_limits, ["max_batch=7.5"])
+    raises(UserError, "no limit is called ''", parse_limits, ["=7"])

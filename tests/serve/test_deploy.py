@@ -88,9 +88,8 @@ def test_compose_starts_a_service_that_there_is():
     name, _, *options = service["command"]
     command = typer.main.get_command(app).commands[name]
     known = {flag for parameter in command.params for flag in parameter.opts}
-    defaults = {parameter.name: parameter.default for parameter in command.params}
     assert {option for option in options if option.startswith("--")} <= known
-    assert defaults["drain"] + defaults["grace"] < float(service["stop_grace_period"].removesuffix("s"))
+    assert Settings().drain + Settings().grace < float(service["stop_grace_period"].removesuffix("s"))
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
     wanted = service["build"]["args"]["EXTRAS"].split(",")
     assert set(wanted) <= set(extras) and "pgvector" in wanted
@@ -114,9 +113,8 @@ def test_the_proxy_fits_the_limits_of_the_service():
     assert int(patience) > 2 * usual.timeout
     (idle,) = re.findall(r"keepalive_timeout (\d+)s;", text)
     assert int(idle) < IDLE
-    (drain,) = (one.default for one in typer.main.get_command(app).commands["serve"].params if one.name == "drain")
     left_out = {int(seconds) for seconds in re.findall(r"fail_timeout=(\d+)s", text)}
-    assert max(left_out) + 2 < drain  # nginx counts whole seconds.
+    assert max(left_out) + 2 < usual.drain  # nginx counts whole seconds.
 
 
 FIRST, JUDGED = 'sfumato_first_hit_probability_{}{{gallery="images",target="listed"}}', "sfumato_judged_{}_total{{{}}}"

@@ -20,7 +20,7 @@ SECRET = "a purple walrus"
 
 
 def test_sigterm_first_tells_the_proxy_and_goes_on_answering(collection):
-    process = Process(collection, "--drain", "2")
+    process = Process(collection, "--set", "drain=2")
     url = process.client.base_url
     until(lambda: ready(process.client))
     assert "connection" not in process.client.get("/healthz").headers
@@ -38,7 +38,7 @@ def test_sigterm_first_tells_the_proxy_and_goes_on_answering(collection):
 
 
 def test_a_second_signal_ends_the_draining(collection):
-    process = Process(collection, "--drain", "60")
+    process = Process(collection, "--set", "drain=60")
     until(lambda: ready(process.client))
     process.send_signal(signal.SIGTERM)
     until(lambda: not ready(process.client))

@@ -39,7 +39,7 @@ class Services:
         self.running = [self._begin(port) for port in self.ports]
 
     def _begin(self, port):
-        return Process(self.folder, "--port", str(port), "--drain", "2.5", "--timeout", "10")
+        return Process(self.folder, "--port", str(port), "--set", "drain=2.5", "--set", "timeout=10")
 
     def end(self, i, signal_number):
         process, self.running[i] = self.running[i], None

@@ -560,7 +560,7 @@ def test_a_network_needs_a_key():
 
 
 def test_sigterm_lets_requests_finish(collection):
-    process = Process(collection, "--batch-window-ms", "1500")
+    process = Process(collection, "--set", "batch_window_ms=1500")
     until(lambda: ready(process.client))
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         asked = pool.submit(process.client.post, "/v1/search", json={"queries": [{"text": "a red bar"}]})

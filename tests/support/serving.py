@@ -298,4 +298,4 @@ class Process:
 
 def _serve(folder, *arguments):
     os.chdir(folder)
-    command("serve", "--port", "0", "--drain", "0", *arguments)
+    command("serve", "--port", "0", "--set", "drain=0", *arguments)

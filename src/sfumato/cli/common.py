@@ -84,12 +84,6 @@ def word(default: Any, help: str, metavar: str) -> Any:
     return typer.Argument(default, help=help, metavar=metavar)
 
 
-def _option(name: str, hint: Any, default: Any) -> tuple[str, Any, Any]:
-    """A field that is annotated with a text alone is a rare option with that help."""
-    texts = [info for info in getattr(hint, "__metadata__", ()) if isinstance(info, str)]
-    return (name, hint.__origin__, rare(default, texts[0])) if texts else (name, hint, default)
-
-
 _IMPORT = "Python file (or module) of yours that registers losses, distances, methods ...; it is executed. Repeatable."
 
 
@@ -103,7 +97,7 @@ def command(of: typer.Typer | None = None) -> Callable[[Callable[..., None]], Ca
         for name, parameter in inspect.signature(function).parameters.items():
             if name in parts:
                 own = get_type_hints(parts[name], include_extras=True)
-                taken += [_option(f.name, own[f.name], _default(f)) for f in dataclasses.fields(parts[name])]
+                taken += [(f.name, own[f.name], _default(f)) for f in dataclasses.fields(parts[name])]
             else:
                 taken.append((name, hints[name], parameter.default))
         if not any("--import" in (getattr(default, "param_decls", None) or ()) for _, _, default in taken):

@@ -2,7 +2,7 @@
 
 import json
 import os
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -21,7 +21,7 @@ from sfumato.cli.common import (
 )
 from sfumato.errors import UserError
 from sfumato.progress import say
-from sfumato.serve.settings import Limits, Settings, read_keys, require_extra
+from sfumato.serve.settings import Settings, parse_limits, read_keys, require_extra
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -433,9 +433,9 @@ def serve(
     device: Device = "auto",
     log_format: str = rare("text", "Lines of the log: text, or json for one object a line.", metavar="text|json"),
     otel: bool = rare(False, "Send traces by OpenTelemetry; its OTEL_* variables say where to.", "--otel"),
-    drain: float = rare(5.0, "Time to go on answering after SIGTERM while /readyz says 503, in seconds.", min=0),
-    grace: int = rare(30, "Time to finish requests after that, in seconds.", min=0),
-    limits: Limits,
+    limits: list[str] | None = rare(
+        None, "Change a limit, e.g. timeout=60 or max_upload_mb=20; repeatable.", "--set", metavar="NAME=VALUE"
+    ),
 ) -> None:
     """Serve a web page and an HTTP interface for searching.
 
@@ -457,8 +457,9 @@ def serve(
     if judgements is not None:
         _check_judgements(judgements)
     settings = Settings(
-        **asdict(limits), keys=keys, reading_keys=reading_keys, read_only=read_only, hosts=hosts, judgements=judgements
-    )
+        **parse_limits(limits or []), keys=keys, reading_keys=reading_keys, read_only=read_only, hosts=hosts,
+        judgements=judgements,
+    )  # fmt: skip
     server.check_names(host, settings)
     server.check_address(host, port)
     _move_images(source, images)
@@ -469,7 +470,7 @@ def serve(
 
     follows = source.is_symlink() and not (texts or run or store or split)  # These belong to one folder.
     app = Following(source, made) if follows else made(source)
-    server.run_app(app, host=host, port=port, grace=grace, drain=drain, access_log=access_log, log_format=lines)
+    server.run_app(app, host=host, port=port, access_log=access_log, log_format=lines)
 
 
 def _check_judgements(path: Path) -> None:

@@ -242,17 +242,16 @@ def run_app(
     *,
     host: str,
     port: int,
-    grace: int = 30,
-    drain: float = 0.0,
     access_log: bool = False,
     log_format: LogFormat = "text",
 ) -> None:
     """Serve until SIGTERM or SIGINT.
 
-    After SIGTERM the service answers for `drain` seconds more, or until a second signal. Running requests then have
-    `grace` seconds.
+    After SIGTERM the service answers for `drain` seconds of its settings more, or until a second signal. Running
+    requests then have `grace` seconds.
     """
-    check_names(host, app.state.service.settings)
+    settings = app.state.service.settings
+    check_names(host, settings)
     share_memory()
     log_to_stderr(log_format, access_log=access_log)
     config = uvicorn.Config(
@@ -267,12 +266,12 @@ def run_app(
         server_header=False,
         proxy_headers=False,
         timeout_keep_alive=IDLE,
-        timeout_graceful_shutdown=grace,
+        timeout_graceful_shutdown=settings.grace,
     )
     # uvicorn raises the signal again at its end, so a normal shutdown would have the status of a killed process.
     before = {sig: signal.signal(sig, lambda *_: None) for sig in (signal.SIGTERM, signal.SIGINT)}
     try:
-        Server(config, drain).run()
+        Server(config, settings.drain).run()
     except SystemExit as error:
         raise UserError(f"cannot serve at {host}:{port}; the port may be in use, choose another --port") from error
     finally:

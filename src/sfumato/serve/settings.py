@@ -1,9 +1,11 @@
 """Settings of a service: limits, sizes, keys and what they permit."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
+from difflib import get_close_matches
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Any, Literal
 
 from sfumato.errors import UserError
 
@@ -16,27 +18,46 @@ MOST = 1024
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits and sizes of a service that the command line sets, with the help of their options."""
+    """Limits and sizes of a service; `sfumato serve --set NAME=VALUE` changes them."""
 
-    max_upload_mb: Annotated[float, "Largest size of an image file, in megabytes."] = 10.0
-    max_pixels: Annotated[int, "Largest number of pixels in all images of a request."] = 40_000_000
-    max_batch: Annotated[int, "Largest number of queries or new items in a request."] = 64
-    max_results: Annotated[int, "Largest number of results per query and of items per conformal set."] = 1000
-    batch_size: Annotated[int, "Largest number of texts or images that are embedded together."] = 32
-    batch_window_ms: Annotated[float, "Longest wait for a batch to fill, in milliseconds."] = 2.0
-    max_records: Annotated[int, "Largest number of results and items of conformal sets in a response."] = 20_000
-    byte_budget_mb: Annotated[
-        float, "Largest size of all requests in memory, in megabytes; 64 KiB of each are free."
-    ] = 128.0
-    pixel_budget: Annotated[int, "Largest number of pixels in the images of all requests at work."] = 120_000_000
-    decode_timeout: Annotated[float, "Longest time to decode an image, in seconds of the processor."] = 10.0
-    decode_memory_mb: Annotated[int, "Memory of a process that decodes images, in megabytes."] = 1300
-    queue: Annotated[int, "Largest number of texts or images that wait; further requests are refused."] = 256
-    timeout: Annotated[
-        float, "Longest time for a request to arrive, in seconds. The answer may take the same time."
-    ] = 30.0
-    threads: Annotated[int, "Number of threads per computation."] = 1
-    workers: Annotated[int, "Number of searches at the same time."] = 2
+    max_upload_mb: float = 10.0  # largest size of an image file, in megabytes
+    max_pixels: int = 40_000_000  # largest number of pixels in all images of a request
+    max_batch: int = 64  # largest number of queries or new items in a request
+    max_results: int = 1000  # largest number of results per query and of items per conformal set
+    batch_size: int = 32  # largest number of texts or images that are embedded together
+    batch_window_ms: float = 2.0  # longest wait for a batch to fill, in milliseconds
+    max_records: int = 20_000  # largest number of results and items of conformal sets in a response
+    byte_budget_mb: float = 128.0  # largest size of all requests in memory, in megabytes; 64 KiB of each are free
+    pixel_budget: int = 120_000_000  # largest number of pixels in the images of all requests at work
+    decode_timeout: float = 10.0  # longest time to decode an image, in seconds of the processor
+    decode_memory_mb: int = 1300  # memory of a process that decodes images, in megabytes
+    queue: int = 256  # largest number of texts or images that wait; further requests are refused
+    timeout: float = 30.0  # longest time for a request to arrive, in seconds; the answer may take the same time
+    threads: int = 1  # number of threads per computation
+    workers: int = 2  # number of searches at the same time
+    drain: float = 5.0  # time to go on answering after SIGTERM while /readyz says 503, in seconds
+    grace: int = 30  # time to finish requests after that, in seconds
+
+
+_MAY_BE_0 = {"batch_window_ms", "drain"}
+
+
+def parse_limits(given: Sequence[str]) -> dict[str, Any]:
+    """The values of NAME=VALUE."""
+    kinds: dict[str, type[int | float]] = {one.name: type(getattr(Limits, one.name)) for one in fields(Limits)}
+    found: dict[str, Any] = {}
+    for one in given:
+        name, _, value = one.partition("=")
+        if name not in kinds:
+            near = get_close_matches(name, kinds, n=1)
+            hint = f"did you mean {near[0]}? " if near else ""
+            raise UserError(f"--set {one}: no limit is called {name!r}; {hint}known: {', '.join(kinds)}")
+        try:
+            found[name] = kinds[name](value)
+        except ValueError:
+            what = "a whole number" if kinds[name] is int else "a number"
+            raise UserError(f"--set {one}: expected {what}, e.g. --set {name}={getattr(Limits, name)}") from None
+    return found
 
 
 @dataclass(frozen=True)
@@ -57,18 +78,18 @@ class Settings(Limits):
             value, kind = getattr(self, one.name), type(one.default)
             if kind is int and value < 1:
                 raise UserError(f"serve: {one.name} must be at least 1, got {value}")
-            if kind is float and not (value > 0 or (value == 0 and one.name == "batch_window_ms")):
+            if kind is float and not (value > 0 or (value == 0 and one.name in _MAY_BE_0)):
                 raise UserError(f"serve: {one.name} must be positive, got {value}")
         from sfumato.data.image_decoding import MAX_PIXELS  # Which imports numpy; the flags of a command need none.
 
         if self.max_pixels > MAX_PIXELS:
             raise UserError(f"serve: max_pixels must be at most {MAX_PIXELS}, got {self.max_pixels}")
         if self.max_batch > MOST:
-            raise UserError(f"serve: max_batch (--max-batch) must be at most {MOST}, got {self.max_batch}")
+            raise UserError(f"serve: max_batch must be at most {MOST}, got {self.max_batch}")
         if self.queue < self.max_batch:
             raise UserError(
-                f"serve: queue (--queue) must be at least max_batch (--max-batch), got {self.queue} and"
-                f" {self.max_batch}; else a request with max_batch queries could never be accepted"
+                f"serve: queue must be at least max_batch, got {self.queue} and {self.max_batch}; else a request with"
+                " max_batch queries could never be accepted"
             )
         if any(len(key) < 8 or not key.isascii() for key in self.all_keys):
             raise UserError(
