@@ -24,10 +24,7 @@ from sfumato.progress import say
 from sfumato.serve.settings import Settings, parse_limits, read_keys, require_extra
 
 if TYPE_CHECKING:
-    from fastapi import FastAPI
-
     from sfumato.models.model import Model
-    from sfumato.workflows.copy import Copied
 
 
 COMPRESS = (
@@ -241,67 +238,18 @@ def copy(
     store: str = flag("file:", "Store of the copy, as for sfumato index.", metavar="URL"),
     compress: str | None = rare(None, COMPRESS),
     source_store: str | None = flag(None, "URL of the store. Default: the one it was built with.", metavar="URL"),
-    model: str | None = flag(
-        None,
-        "Embed the items anew by this model, and compare both models on the same queries. Again with the same OUT, the"
-        " copy is brought up to date.",
-        metavar="MODEL",
-    ),
-    switch: bool = flag(
-        False, "With --model: INDEX is a symbolic link; point it at the copy. Services that use it follow.", "--switch"
-    ),
-    queries: Path | None = flag(
-        None, "With --model: file with one query per line. Default: captions of the items.", metavar="FILE"
-    ),
-    device: Device = "auto",
     as_json: AsJson = False,
 ) -> None:
-    """Copy an index or a collection: other store, or other model."""
+    """Copy an index or a collection into another store."""
     from sfumato.errors import counted
     from sfumato.search.stores.protocol import compressed
-    from sfumato.workflows.copy import copy_by_model, copy_index
+    from sfumato.workflows.index import copy_index
 
     store = compressed(store, compress)
-    if model is not None:
-        from sfumato.models.embed import read_lines
-        from sfumato.models.run import choose_device, load_model
-
-        lines = [] if queries is None else read_lines(queries)[0]
-        loaded = load_model(model, device=choose_device(device))
-        with writing(out):
-            done = copy_by_model(folder, out, store, loaded, source_store=source_store, switch=switch, queries=lines)
-        return print(json.dumps(done.to_json())) if as_json else _print_copied(done, folder)
-    if switch or queries is not None:
-        raise UserError("--switch and --queries go with --model; name the model of the copy")
     check_out_folder(out)
     with writing(out):
         url, n = copy_index(folder, out, store, source_store=source_store)
     print_result({"out": str(out), "store": url, "items": n}, as_json, f"{counted(n, 'item')} copied to {url}: {out}")
-
-
-def _print_copied(done: "Copied", folder: Path) -> None:
-    """Print what a copy by another model has done, and how both models answer."""
-    from sfumato.errors import counted
-    from sfumato.reports.tables import print_table, print_wrapped
-
-    changes = f"{done.embedded:,} embedded, {done.deleted:,} deleted"
-    print(f"{counted(done.n, 'item')} in {done.store}: {done.out} ({changes})" + problems_suffix(done.problems))
-    if (compared := done.compared) is not None:
-        title = f"The same {compared.n:,} {'captions of the items' if compared.figures else 'queries'}, by distance"
-        print_table(title, ["figure", str(folder), str(done.out)], compared.rows)
-        print_wrapped(f"Both have the same first hit for {compared.same_first:.1%} of them.")
-        if compared.trained:
-            print_wrapped(f"{compared.trained:,} are of images that trained one of the models: this flatters it.")
-    else:
-        print_wrapped("The models were not compared: no item has a caption. Give --queries FILE.")
-    if done.note:
-        print_wrapped(done.note)
-    if done.switched:
-        print_wrapped(f"{folder} points to {done.out} now. Services that were started with {folder} follow in seconds.")
-    elif folder.is_symlink():
-        print_wrapped(f"{folder} answers as before. The same command with --switch takes the copy into use.")
-    else:
-        print_wrapped(f"{folder} answers as before. The copy answers where it is: sfumato search {done.out}")
 
 
 Moved = Annotated[
@@ -444,7 +392,6 @@ def serve(
     require_extra()
     from sfumato.models.run import choose_device
     from sfumato.serve import server
-    from sfumato.serve.alias import Following
     from sfumato.serve.answering import open_sources
     from sfumato.serve.app import create_app
 
@@ -464,12 +411,10 @@ def serve(
     server.check_address(host, port)
     _move_images(source, images)
 
-    def made(folder: Path) -> "FastAPI":
-        sources = open_sources(folder, texts=texts, run=run, store=store, split=split, device=choose_device(device))
-        return server.trace(create_app(sources, settings)) if otel else create_app(sources, settings)
-
-    follows = source.is_symlink() and not (texts or run or store or split)  # These belong to one folder.
-    app = Following(source, made) if follows else made(source)
+    sources = open_sources(source, texts=texts, run=run, store=store, split=split, device=choose_device(device))
+    app = create_app(sources, settings)
+    if otel:
+        server.trace(app)
     server.run_app(app, host=host, port=port, access_log=access_log, log_format=lines)
 
 

@@ -26,7 +26,6 @@ import uvicorn
 from fastapi import FastAPI
 
 from sfumato.errors import UserError
-from sfumato.serve.alias import Following
 from sfumato.serve.app import route_of
 from sfumato.serve.guard import share_memory
 from sfumato.serve.service import Service
@@ -217,7 +216,7 @@ class Server(uvicorn.Server):
     @property
     def _service(self) -> Service:
         app = self.config.app
-        assert isinstance(app, FastAPI | Following)
+        assert isinstance(app, FastAPI)
         service = app.state.service
         assert isinstance(service, Service)
         return service
@@ -238,7 +237,7 @@ The side that closes first must be theirs, or a request that is on its way finds
 
 
 def run_app(
-    app: FastAPI | Following,
+    app: FastAPI,
     *,
     host: str,
     port: int,

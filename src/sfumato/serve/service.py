@@ -91,7 +91,6 @@ class Service:
         self.pixels = Budget(settings.pixel_budget, "images to decode")
         self.ready = asyncio.Event()
         self.failed: str | None = None
-        self.moved: Callable[[], bool] = lambda: False  # Whether another folder is to be served in place of its own.
         self.draining = False  # It was asked to stop, and answers what still comes for a while.
         self._threads = Threads(settings.workers, "search", partial(torch.set_num_threads, settings.threads))
         self.searches: Batcher[Search, Answer] = Batcher(

@@ -40,10 +40,6 @@ class New:
     payload: Mapping[str, str] = field(default_factory=dict)  # texts that searches return with the item
 
 
-class _Moved(Exception):
-    """Nothing was written: another folder is to be served."""
-
-
 class _Left(Exception):
     """Nothing was written: the caller has gone."""
 
@@ -57,33 +53,10 @@ class Writer:
         self._thread = ThreadPoolExecutor(1, "write")
         self._going: set[asyncio.Task[int]] = set()
         self._closing = threading.Event()
-        self._successor: asyncio.Future[Writer] | None = None
         self._optimised = {served: served.written for served in service.sources.galleries.values()}
 
     async def add(self, gallery: GalleryName, items: Sequence[New]) -> AddResponse:
         """Store items, all or none. When it returns, items and images survive the death of the process."""
-        try:
-            return await self._add(gallery, items)
-        except _Moved:
-            return await (await self._next()).add(gallery, items)
-
-    def succeeded_by(self, writer: "Writer") -> None:
-        """Give another writer those writes that wait because the folder is not served any more."""
-        self._coming().set_result(writer)
-
-    def _coming(self) -> "asyncio.Future[Writer]":
-        if self._successor is None:
-            self._successor = asyncio.get_running_loop().create_future()
-        return self._successor
-
-    async def _next(self) -> "Writer":
-        """The writer of the folder that is served next."""
-        try:
-            return await asyncio.wait_for(asyncio.shield(self._coming()), 0.8 * self.service.settings.timeout)
-        except TimeoutError:
-            raise busy("The collection is being replaced. Send the same request again", 5, code="not-ready") from None
-
-    async def _add(self, gallery: GalleryName, items: Sequence[New]) -> AddResponse:
         served, collection = self._writable(gallery)
         self._check(gallery, served, items)
         images = [(f"{one.where}.image", one.image) for one in items if one.image is not None]
@@ -125,12 +98,6 @@ class Writer:
 
     async def delete(self, gallery: GalleryName, ids: Sequence[str]) -> DeleteResponse:
         """Remove items and their uploaded images."""
-        try:
-            return await self._delete(gallery, ids)
-        except _Moved:
-            return await (await self._next()).delete(gallery, ids)
-
-    async def _delete(self, gallery: GalleryName, ids: Sequence[str]) -> DeleteResponse:
         served, collection = self._writable(gallery)
         removed = 0
 
@@ -224,9 +191,9 @@ class Writer:
     ) -> Callable[[], int]:
         """A write that holds a lock which all services of a collection share.
 
-        Else one service could remove the image of a replaced record that another one has just written anew, or a copy
-        that is to replace the collection could miss it. A write whose caller left while others held the lock is not
-        made: the caller may have written something newer through another service meanwhile.
+        Else one service could remove the image of a replaced record that another one has just written anew. A write
+        whose caller left while others held the lock is not made: the caller may have written something newer through
+        another service meanwhile.
         """
         collection = served.writable
         assert collection is not None, "checked before"
@@ -237,8 +204,6 @@ class Writer:
             with lock:
                 if not wanted():
                     raise _Left
-                if self.service.moved():
-                    raise _Moved
                 return work()
 
         return locked
@@ -255,7 +220,7 @@ class Writer:
                 written = True
                 try:
                     return await asyncio.get_running_loop().run_in_executor(self._thread, shared)
-                except (StoreInUseError, _Moved, _Left):
+                except (StoreInUseError, _Left):
                     written = False
                     raise
                 finally:

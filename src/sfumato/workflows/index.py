@@ -42,7 +42,7 @@ from sfumato.models.run import (
 )
 from sfumato.models.split import load_splits
 from sfumato.progress import progress_bar
-from sfumato.search.collection import UPLOADED_IMAGES, GaussianCollection, check_empty
+from sfumato.search.collection import UPLOADED_IMAGES, GaussianCollection, check_empty, copy_gallery
 from sfumato.search.exact import gallery_centre, lifted_dim
 from sfumato.search.gallery import Gallery
 from sfumato.search.index import GaussianIndex
@@ -216,6 +216,16 @@ def fill_collection(
         collection.close()
         raise
     return collection
+
+
+def copy_index(folder: str | Path, out: str | Path, store: str, *, source_store: str | None = None) -> tuple[str, int]:
+    """Copy an index or a collection into a new collection. Returns (URL of the new store, number of items in it)."""
+    with (
+        contextlib.closing(open_gallery(folder, source_store)) as gallery,
+        progress_bar("copying", len(gallery)) as advance,
+        copy_gallery(gallery, out, own_or_anchored(store), progress=advance) as copied,
+    ):
+        return copied.store.url, len(copied)
 
 
 def model_of(folder: Path) -> str:
