@@ -9,6 +9,9 @@ from sfumato.cli import run
 app = typer.Typer(help="Repeat and study the papers.", no_args_is_help=True, add_completion=False)
 
 
+_FOLDERS = ("captions", "data", "posthoc")
+
+
 @app.callback()
 def _group() -> None:
     """Makes the commands sub-commands, even of one alone."""
@@ -16,5 +19,6 @@ def _group() -> None:
 
 def main() -> None:
     """Entry point of `python -m papers`."""
-    importlib.import_module("papers.posthoc.commands")
+    for folder in _FOLDERS:
+        importlib.import_module(f"papers.{folder}.commands")
     run(app, "papers", "The same command continues where it stopped.")

@@ -85,7 +85,6 @@ from .studies.zeroshot import pool_prompts as pool_prompts
 from .training.loop import fit as fit
 from .workflows.adopt import adopt as adopt
 from .workflows.adopt import adopt_encoders as adopt_encoders
-from .workflows.score import fits as fits
 from .workflows.search import LoadedModel as LoadedModel
 from .workflows.search import load as load
 from .workflows.search import load_index as load_index

@@ -190,7 +190,7 @@ class ScoreCalibrator:
 
         Args:
             X: (n,) scores of n hits of several queries, or (n, 1 + e) scores and e columns of further evidence, such
-                as another score or a logit of :func:`sfumato.fits`. Without groups the last of two or more columns is
+                as another score. Without groups the last of two or more columns is
                 the query of the hit, a number.
             y: (n,) 1 where a hit matches, 0 where it does not, NaN where nobody judged.
             groups: (n,) the query of each hit, numbers or texts.

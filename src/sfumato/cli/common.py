@@ -22,7 +22,7 @@ _GROUPS = {
     "start": "demo index search serve",
     "models": "train adopt calibrate export recipes",
     "measure": "evaluate judge trust score audit report table",
-    "data": "embed regions copy delete",
+    "data": "embed copy delete",
 }
 """The groups of the help and their commands; all others are studies, which --help-all shows."""
 

@@ -1,4 +1,4 @@
-"""The commands that measure: the group `evaluate`, trust, and the caption metric score."""
+"""The commands that measure: the group `evaluate` and trust; and score, which makes scores probabilities."""
 
 import json
 import re
@@ -638,52 +638,22 @@ def trust(
 
 @command()
 def score(
-    pairs: Path | None = word(
-        None,
-        "File of pairs, one JSON object a line: text, texts (that describe the item), image (path, relative to the"
-        " file). texts or image may be missing.",
-        "PAIRS",
-    ),
-    out: Path = flag(..., "File of the results: the same lines with fits, the probability.", metavar="FILE"),
-    run: Path | None = flag(
-        None,
-        "Or the hits of another search engine, a TREC run; --out has the probabilities as its scores, or all figures"
-        " of a query on each line if its name ends with .jsonl.",
+    run: Path = flag(..., "The hits of another search engine: a TREC run.", metavar="FILE"),
+    calibrator: Path = flag(..., "What sfumato calibrate --run has written.", metavar="FILE"),
+    out: Path = flag(
+        ...,
+        "File of the results: the run with the probabilities as its scores, or all figures of a query on each line if"
+        " its name ends with .jsonl.",
         metavar="FILE",
     ),
-    calibrator: Path | None = flag(None, "With --run: what sfumato calibrate --run has written.", metavar="FILE"),
     as_json: AsJson = False,
 ) -> None:
-    """Score captions, or hits of any engine, by a probability.
-
-    Of a caption it is the probability that a person would say that it describes the item, given the item's texts, its
-    image, or both. It needs no run and no index.
-    """
-    from sfumato.errors import counted
-    from sfumato.workflows.score import score_file
-
-    check_out_file(out)
-    if run is not None or calibrator is not None:
-        if run is None or calibrator is None or pairs is not None:
-            raise UserError("give PAIRS; or --run FILE and --calibrator FILE")
-        return _score_lists(run, calibrator, out, as_json)
-    if pairs is None:
-        raise UserError(
-            "give PAIRS, a file of captions; or --run FILE and --calibrator FILE for hits of another engine"
-        )
-    if out.exists() and pairs.exists() and out.samefile(pairs):
-        raise UserError(f"--out {out} is the file of the pairs; give another name")
-    with writing(out):
-        n = score_file(pairs, out)
-    print_result({"out": str(out), "n": n}, as_json, f"{counted(n, 'pair')} scored: {out}")
-
-
-def _score_lists(run: Path, calibrator: Path, out: Path, as_json: bool) -> None:
-    """Give the hits of another engine their probabilities."""
+    """Give the hits of any search engine their probabilities. It needs no model and no index."""
     from sfumato.calibration.score_lists import ScoreCalibrator
     from sfumato.errors import counted
     from sfumato.workflows.ranked_lists import score_lists
 
+    check_out_file(out)
     if out.exists() and any(one.exists() and out.samefile(one) for one in (run, calibrator)):
         raise UserError(f"--out {out} is one of the other files; give another name")
     with writing(out):

@@ -20,7 +20,6 @@ from sfumato.cli.common import (
     check_out_folder,
     command,
     flag,
-    parse_names,
     print_result,
     problems_suffix,
     rare,
@@ -216,38 +215,6 @@ def recipes(name: str | None = word(None, "Name of a recipe to print.", "NAME"))
         return
     rows = [[key, recipe_summary(file)] for key, file in recipe_files().items()]
     print_table("", ["recipe", "what it is"], rows, running=(1,))
-
-
-@command()
-def regions(
-    data: str = word(..., "Recipe (path or name) that names the images.", "RECIPE"),
-    overrides: list[str] | None = word(None, "Changes to the recipe, e.g. data.path=my.jsonl.", "SECTION.KEY=VALUE"),
-    out: Path = flag(Path("regions"), "Folder to write: new, or empty."),
-    backbone: str = flag("efficientnet-lite0", "Frozen model: efficientnet-lite0, a name on the hub, or a folder."),
-    size: int | None = flag(None, "Side of the images, in pixels. Default: the backbone's own."),
-    grid: int | None = flag(None, "Average a convolutional map to GRID x GRID regions. Default: all its cells."),
-    layout: str = flag("scan", "scan: one file per split. manifest: one file per image, for any number of captions."),
-    splits: str | None = flag(None, "Splits of the data, separated by commas, e.g. train,val. Default: all."),
-    as_json: AsJson = False,
-) -> None:
-    """Write images as region features of a frozen backbone.
-
-    A model with model.image.kind=regions is trained from them.
-    """
-    from sfumato.models.recipe import find_recipe, load_recipe
-    from sfumato.workflows.regions import MANIFEST, regions_of_images
-
-    config = load_recipe(find_recipe(data), overrides or []).data
-    check_out_folder(out)
-    chosen = None if splits is None else parse_names(splits)
-    shapes, problems = regions_of_images(config, out, backbone, size=size, grid=grid, layout=layout, splits=chosen)
-    result = {"out": str(out), "splits": shapes, "problems": len(problems)}
-    line = "\n".join(f"{name}: {n} x {r} x {c}" for name, (n, r, c) in shapes.items())
-    channels = next(iter(shapes.values()))[2]
-    path = out / MANIFEST if layout == "manifest" else out
-    keys = f"data.source={layout}", f"data.path={path}", "model.image.kind=regions", f"model.image.channels={channels}"
-    command = as_typed("sfumato", "train", "RECIPE", *keys)
-    print_result(result, as_json, f"{line}\nto train from them: {command}" + problems_suffix(problems))
 
 
 @dataclass(frozen=True)

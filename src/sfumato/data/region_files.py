@@ -102,7 +102,8 @@ def regions_from_bytes(data: bytes, channels: int | None = None) -> np.ndarray:
     """Read the features of one image from the bytes of a .npy file; pickled data is refused. data (r, c) -> (r, c)."""
     if not data.startswith(_MAGIC):
         raise ValueError(
-            "not a .npy file: region features are expected here, not an image; `sfumato regions` makes them from images"
+            "not a .npy file: region features are expected here, not an image; `python -m papers regions` makes them"
+            " from images"
         )
     shape, dtype, start = _checked_header(io.BytesIO(data), len(data))
     if len(shape) not in (1, 2) or 0 in shape:

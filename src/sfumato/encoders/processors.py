@@ -11,7 +11,6 @@ from functools import partial
 
 import numpy as np
 import torch
-from PIL import Image
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 from torch.nn import functional
 
@@ -137,21 +136,6 @@ class BilinearProcessor(ImageFileProcessor):
         values = torch.from_numpy(decode_image(_bytes(data), None)).float()[None]
         square = functional.interpolate(values, size=(self.size, self.size), mode="bilinear")[0]
         return square.round().byte().numpy()
-
-
-class CentreProcessor(BilinearProcessor):
-    """Images prepared as in PCME's code: the shorter side resized bilinearly, then the centre cut out."""
-
-    def __init__(self, size: int, resized: int) -> None:
-        super().__init__(size)
-        self.resized = resized
-
-    def prepare(self, data: bytes | str) -> np.ndarray:
-        image = Image.fromarray(decode_image(_bytes(data), None).transpose(1, 2, 0))
-        width, height = (int(self.resized * side / min(image.size)) for side in image.size)
-        left, top = (round((side - self.size) / 2) for side in (width, height))
-        resized = image.resize((width, height), Image.Resampling.BILINEAR)
-        return np.asarray(resized.crop((left, top, left + self.size, top + self.size))).transpose(2, 0, 1)
 
 
 def train_tokenizer(texts: Iterable[str], vocabulary: int) -> Tokenizer:

@@ -1,7 +1,7 @@
 """Published probabilistic image-text models, loaded as a :class:`~sfumato.encoders.dual.DualEncoder`.
 
-Supported are the PCME++ and ProLIP models of the Hugging Face hub, and the checkpoints of the released training
-codes of PCME++ and PCME (the COCO models). The config.json and the names of the tensors show what a path holds.
+Supported are the PCME++ and ProLIP models of the Hugging Face hub, and the checkpoints of PCME++'s released training
+code (the COCO models). The config.json and the names of the tensors show what a path holds.
 :func:`sfumato.models.run.load_model` also loads runs and the models that sfumato exported.
 """
 
@@ -25,7 +25,6 @@ from sfumato.encoders.processors import CLEANINGS, BilinearProcessor, ImageFileP
 from sfumato.encoders.unc_token import UncTokenImageEncoder, UncTokenTextEncoder
 from sfumato.errors import UserError, need
 from sfumato.models.model import Model
-from sfumato.models.pretrained_pcme import is_pcme, pcme_training
 from sfumato.models.pretrained_tensors import (
     ConfigSection,
     Layout,
@@ -288,6 +287,10 @@ HUB_FILES = (
 )
 """Patterns of the files of a model on the hub; ``*`` goes below subfolders, too."""
 
+FOREIGN: list[Callable[[Mapping[str, Any], Tokenizer | None, str], tuple[Layout, str] | None]] = []
+"""Readers of checkpoints of other codes, which an imported file adds: (content, tokenizer, name) -> the layout and what
+it is; None for a checkpoint that is not theirs."""
+
 _HUB_NAME = re.compile(r"([\w.-]+/[\w.-]+)(?:@([\w./-]+))?")
 
 
@@ -298,18 +301,21 @@ def load_pretrained(
     device: torch.device | str = "cpu",
     average: bool = True,
 ) -> Model:
-    """Load a published PCME++, ProLIP or PCME model.
+    """Load a published PCME++ or ProLIP model, or a checkpoint of a code in FOREIGN.
 
     Its tokenizer is loaded when the first text is embedded: images can be embedded without it.
 
-    Source: https://github.com/naver-ai/pcmepp, https://github.com/naver-ai/prolip, https://github.com/naver-ai/pcme.
+    Source: https://github.com/naver-ai/pcmepp, https://github.com/naver-ai/prolip.
     """
     path, name = Path(name_or_folder), str(name_or_folder)
-    if path.is_file() and is_pcme(content := read_checkpoint(path)):
-        layout, what = pcme_training(content, tokenizer, name)
-    elif path.is_file():
-        options, tensors, what = _training_file(path, content, average)
-        layout = pcmepp_training(options, tensors, _finder(tokenizer, path.parent), name)
+    if path.is_file():
+        content = read_checkpoint(path)
+        foreign = (found for read in FOREIGN if (found := read(content, tokenizer, name)) is not None)
+        if (first := next(foreign, None)) is not None:
+            layout, what = first
+        else:
+            options, tensors, what = _training_file(path, content, average)
+            layout = pcmepp_training(options, tensors, _finder(tokenizer, path.parent), name)
     else:
         folder = path if path.is_dir() else download(name)
         config = read_config(folder, name)

@@ -136,7 +136,7 @@ class ModelConfig(Section):
         if regions and inputs == "images":
             raise ValueError(
                 f"model.image.kind={self.image.kind!r} reads features, and data.source={data.source!r} has"
-                " images; write their features with `sfumato regions` for data.source=scan, or set"
+                " images; write their features with `python -m papers regions` for data.source=scan, or set"
                 " model.image.kind=frozen"
             )
         if inputs == "regions" and not regions:

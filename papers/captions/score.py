@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sfumato.calibration.caption import CaptionEvidence, CaptionFits, grouped, word_weight
+from papers.captions.constants import CaptionEvidence, CaptionFits, grouped, word_weight
 from sfumato.calibration.fits import FitsCalibration
 from sfumato.data.image_inputs import ImageInput
 from sfumato.distances import get_distance

@@ -1,6 +1,6 @@
 """Region features of images from a frozen backbone, written in the layout that training from region features reads.
 
-Detectors such as bottom-up attention are not part of the package; the grid of a convolutional network replaces their
+Detectors such as bottom-up attention are not part of it; the grid of a convolutional network replaces their
 regions.
 """
 
@@ -16,7 +16,6 @@ from sfumato.data.layouts import equal_captions
 from sfumato.data.pairs import PairData
 from sfumato.data.region_files import regions_to_bytes
 from sfumato.data.sources import DataConfig
-from sfumato.encoders.backbones import image_backbone
 from sfumato.encoders.encoder_protocol import Item
 from sfumato.encoders.features import FrozenBackbone, Store
 from sfumato.encoders.frozen import FrozenProcessor
@@ -67,20 +66,6 @@ def write_regions(
             write = _write_scan if layout == "scan" else _write_manifest
             shapes[name] = write(unfinished, name, usable, store)
     return shapes, problems
-
-
-def regions_of_images(
-    data: DataConfig,
-    out: str | Path,
-    backbone: str,
-    *,
-    size: int | None = None,
-    grid: int | None = None,
-    layout: str = "scan",
-    splits: Sequence[str] | None = None,
-) -> tuple[dict[str, tuple[int, int, int]], Problems]:
-    """:func:`write_regions` with the backbone of that name; see :func:`~sfumato.encoders.backbones.image_backbone`."""
-    return write_regions(data, out, image_backbone(backbone, size=size, grid=grid), layout=layout, splits=splits)
 
 
 def _check(name: str, split: PairData) -> None:

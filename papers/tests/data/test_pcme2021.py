@@ -2,6 +2,7 @@
 
 import io
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from torch.nn import functional as F
 
 pytest.importorskip("tokenizers", reason="the extra backbones is not installed")
 
+from papers.data import pcme2021
 from sfumato.data.transforms import IMAGENET_MEAN, IMAGENET_STD
 from sfumato.distances import seeded_samples
 from sfumato.encoders.features import Inputs
@@ -195,7 +197,8 @@ path = "{tmp_path}/own.csv"
     assert loaded.sampled_logits == (2 * 15.25, 2 * 14.5, 7)
     images = loaded.model.embed_images([(tmp_path / f"{k}.png").read_bytes() for k in range(6)])
     texts = loaded.model.embed_texts([row.split(",")[1] for row in rows])
-    wanted = ("evaluate", "model", path, "--data", tmp_path / "own.toml", "--distance", "match_probability", "--json")
+    wanted = ("evaluate", "model", path, "--data", tmp_path / "own.toml", "--distance", "match_probability", "--json",
+              "--import", Path(pcme2021.__file__))  # fmt: skip
     for arguments, n, seed in (((), 7, 0), (("--samples", 3, "--seed", 5), 3, 5)):
         a = seeded_samples(images, n, seed=seed, side="image")
         b = seeded_samples(texts, n, seed=seed, side="text")
@@ -252,11 +255,9 @@ def test_nothing_is_left_over_and_every_shape_is_checked(checkpoint, tmp_path):
     ],
 )
 def test_words_are_split_as_by_the_penn_treebank(text, words):
-    from sfumato.models.pretrained_pcme import treebank_tokenizer
-
     expected = words.split()
     number = {word: i for i, word in enumerate(["<unk>", "<start>", "<end>", *dict.fromkeys(expected)])}
-    assert treebank_tokenizer(number, "here").encode(text).tokens == ["<start>", *expected, "<end>"]
+    assert pcme2021.treebank_tokenizer(number, "here").encode(text).tokens == ["<start>", *expected, "<end>"]
 
 
 def test_a_padded_text_embeds_as_it_does_alone(path):

@@ -1,6 +1,6 @@
-"""Fit the constants of the caption metric `sfumato.fits`, and say how well it agrees with people.
+"""Fit the constants of the caption metric of papers/captions, and say how well it agrees with people.
 
-    python benchmarks/caption_metric.py FLICKR8K JUDGEMENTS [--out CAPTION_FITS_JSON] [--json FILE]
+    python -m papers.benchmarks.caption_metric FLICKR8K JUDGEMENTS [--out CAPTION_FITS_JSON] [--json FILE]
 
 FLICKR8K holds dataset_flickr8k.json, efflite0_224_fp16.npy (n, 1280) and minilm_l6_v2_fp16.npy (5 n, 384). JUDGEMENTS
 holds crowd.csv (image, caption_id, yes, no) and expert.csv (image, caption_id, three scores of 1 to 4) of Hodosh, Young
@@ -26,17 +26,18 @@ from typing import Any
 
 import numpy as np
 import torch
-from own_folder import Split
 from scipy.stats import kendalltau
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from sfumato.calibration.caption import CaptionEvidence, CaptionFits, columns_of
+from papers.captions.constants import CaptionEvidence, CaptionFits, columns_of
+from papers.captions.score import Pair, evidence_of, pair_logits
+from sfumato import load
 from sfumato.calibration.conditional import LinearLogit, Rows, fit_linear_logit
+from sfumato.encoders.features import RaggedStore
 from sfumato.metrics.bootstrap import bootstrap
 from sfumato.metrics.reliability import expected_calibration_error
 from sfumato.metrics.selective import auroc
-from sfumato.workflows.score import Pair, evidence_of, pair_logits
 
 N_AXES, RIDGE = 48, 0.3
 """Dimensions of content, and what is added to the variance within images, as a fraction of its mean."""
@@ -46,6 +47,20 @@ N_TEXTS = (None, 1, 2, 3)
 
 KINDS = ("texts", "image", "both")
 N_RESAMPLES = 300
+
+
+class Split:
+    """The photographs of a split with their captions; the images are embedded by the model `small`."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        images = json.loads((folder / "dataset_flickr8k.json").read_text("utf-8"))["images"]
+        rows = [i for i, image in enumerate(images) if image["split"] == name]
+        self.files = [images[i]["filename"] for i in rows]
+        self.captions = [[sentence["raw"] for sentence in images[i]["sentences"]] for i in rows]
+        self.model = load("small")
+        features = np.load(folder / "efflite0_224_fp16.npy")[rows]
+        store = RaggedStore(features, np.arange(len(rows)), np.ones(len(rows), np.int64))
+        self.images = self.model.model.image.embed(store)
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,6 +1,6 @@
-"""The probability of sfumato.fits from texts alone, on people's scores of other captions: Crisscrossed Captions.
+"""The probability of of a caption from texts alone, on people's scores of other captions: Crisscrossed Captions.
 
-    python benchmarks/coco_texts.py COCO5K [--json FILE]
+    python -m papers.benchmarks.coco_texts COCO5K [--json FILE]
 
 COCO5K holds testall_caps.txt and testall_ids.txt (a caption and its image a line), coco_test_ids.npy (ids of captions)
 and cxc_sits_test.csv (Parekh et al. 2021: caption, image, mean score of people from 0 to 5). There are no images: the
@@ -17,9 +17,10 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from fits_prior import quality
 
-import sfumato
+from papers.captions.score import fits
+from sfumato.metrics.reliability import expected_calibration_error
+from sfumato.metrics.selective import auroc
 
 N_PAIRS, RIGHT = 8_000, 3.0
 
@@ -40,12 +41,16 @@ def main() -> None:
     asked = [place[int(row["caption"].rsplit(":", 1)[1])] for row in rows]
     shown = [int(row["image"].rsplit("_", 1)[1].removesuffix(".jpg")) for row in rows]
     texts = [[captions[k] for k in own[image] if k != i] for i, image in zip(asked, shown, strict=True)]
-    p = torch.from_numpy(sfumato.fits([captions[i] for i in asked], texts=texts))
+    p = torch.from_numpy(fits([captions[i] for i in asked], texts=texts))
     score = torch.tensor([float(row["agg_score"]) for row in rows])
     is_own = torch.tensor([images[i] == image for i, image in zip(asked, shown, strict=True)])
     result = {}
     for name, some in {"all": torch.ones_like(is_own), "own captions": is_own, "others": ~is_own}.items():
-        result[name] = quality(p[some], (score[some] >= RIGHT).double())
+        said, right = p[some], (score[some] >= RIGHT).double()
+        result[name] = {
+            "n": len(said), "said": float(said.mean()), "right": float(right.mean()),
+            "error": expected_calibration_error(said, right, n_bins=10), "AUROC": auroc(said.numpy(), right.numpy()),
+        }  # fmt: skip
         print(name, json.dumps(result[name]))
     if given.json:
         given.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")

@@ -1,21 +1,28 @@
-"""The released checkpoints of PCME (2021), ``pcme_coco.pth`` and ``pcme_cutmix_coco.pth``: names, words, images."""
+"""The released checkpoints of PCME (2021), ``pcme_coco.pth`` and ``pcme_cutmix_coco.pth``: names, words, images.
+
+Every command of sfumato reads them with ``--import papers/data/pcme2021.py``.
+"""
 
 import re
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import torch
+from PIL import Image
 from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, processors
 from torch import Tensor
 
+from sfumato.data.image_decoding import decode_image
 from sfumato.data.transforms import IMAGENET_MEAN, IMAGENET_STD
 from sfumato.encoders.convolutional import ResNetEncoder, ResNetImageConfig, resnet_encoder
 from sfumato.encoders.dual import DualEncoder, Tower
 from sfumato.encoders.heads import GaussianHead, HeadOptions
-from sfumato.encoders.processors import CentreProcessor, TokenProcessor
+from sfumato.encoders.processors import BilinearProcessor, TokenProcessor
 from sfumato.encoders.scratch import WordEncoder
 from sfumato.errors import UserError
 from sfumato.matching import SampledLogits
+from sfumato.models.pretrained import FOREIGN
 from sfumato.models.pretrained_tensors import Layout, below, check_tensors, number_of, prefixed
 
 IMAGE_SIZE, RESIZED = 224, 256
@@ -29,13 +36,22 @@ _MAX_WORDS = 512
 _SPECIAL = ("<start>", "<end>", "<unk>")
 
 
-def is_pcme(content: Mapping[str, Any]) -> bool:
-    """Whether a checkpoint is one of the PCME code."""
-    return "word2idx" in content or any(str(key).startswith("img_enc.cnn.") for key in content)
+class CentreProcessor(BilinearProcessor):
+    """The shorter side resized bilinearly, then the centre cut out."""
+
+    def prepare(self, data: bytes | str) -> np.ndarray:
+        """See :class:`~sfumato.encoders.processors.PixelProcessor`."""
+        image = Image.fromarray(
+            decode_image(data if isinstance(data, bytes) else data.encode(), None).transpose(1, 2, 0)
+        )
+        width, height = (int(RESIZED * side / min(image.size)) for side in image.size)
+        left, top = (round((side - self.size) / 2) for side in (width, height))
+        resized = image.resize((width, height), Image.Resampling.BILINEAR)
+        return np.asarray(resized.crop((left, top, left + self.size, top + self.size))).transpose(2, 0, 1)
 
 
-def pcme_training(content: Mapping[str, Any], tokenizer: Tokenizer | None, where: str) -> tuple[Layout, str]:
-    """A checkpoint of the PCME code: residual network, words and two-way GRU, local attention.
+def pcme_training(content: Mapping[str, Any], tokenizer: Tokenizer | None, where: str) -> tuple[Layout, str] | None:
+    """A checkpoint of the PCME code, None for any other: residual network, words and two-way GRU, local attention.
 
     The code samples with deviations exp(l), l being what its heads return: the log variance is 2 l. Both directions of
     a GRU are read at the last word. Images are prepared as in that code's evaluation, and words are split as by the
@@ -44,6 +60,8 @@ def pcme_training(content: Mapping[str, Any], tokenizer: Tokenizer | None, where
 
     Source: https://github.com/naver-ai/pcme.
     """
+    if "word2idx" not in content and not any(str(key).startswith("img_enc.cnn.") for key in content):
+        return None
     tensors, words, logits = (content.get(key) for key in ("model", "word2idx", "criterion"))
     if not all(isinstance(part, Mapping) for part in (tensors, words, logits)):
         raise UserError(
@@ -66,7 +84,7 @@ def pcme_training(content: Mapping[str, Any], tokenizer: Tokenizer | None, where
     }
     words_of = TokenProcessor(tokenizer or treebank_tokenizer(words, where), _MAX_WORDS)
     model = DualEncoder(
-        Tower(CentreProcessor(IMAGE_SIZE, RESIZED), network, heads["image"]), Tower(words_of, text, heads["text"])
+        Tower(CentreProcessor(IMAGE_SIZE), network, heads["image"]), Tower(words_of, text, heads["text"])
     )
     names = {ours: _released_name(ours) for ours in model.state_dict()}
     expected = {names[ours]: tuple(value.shape) for ours, value in model.state_dict().items() if names[ours]}
@@ -81,6 +99,9 @@ def pcme_training(content: Mapping[str, Any], tokenizer: Tokenizer | None, where
         raise UserError(f"{where}: criterion.negative_scale is {a:g}; a positive number makes closer samples likelier")
     layout = Layout(model, state, 1.0, 0.0, "squared_l2", SampledLogits(2 * a, 2 * b, TEST_SAMPLES))
     return layout, f"PCME training, a = {a:.4g} and b = {b:.4g} of samples"
+
+
+FOREIGN.append(pcme_training)
 
 
 def _network(tensors: Mapping[str, Any], where: str) -> ResNetEncoder:

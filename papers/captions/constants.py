@@ -8,7 +8,7 @@ which captions of one image agree and captions of different images differ. It is
 captions.
 
 The constants lie in caption_fits.json and caption_axes.npy. They were fitted once, on people's verdicts (Hodosh, Young
-and Hockenmaier 2013, Flickr8k). benchmarks/caption_metric.py fits them and says how well they agree with people.
+and Hockenmaier 2013, Flickr8k). papers/benchmarks/caption_metric.py fits them and says how well they agree with people.
 """
 
 import functools

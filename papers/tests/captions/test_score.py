@@ -11,16 +11,15 @@ from PIL import Image
 from support.photographs import saved
 from support.words import folded
 
-import sfumato
-from sfumato.calibration.caption import CaptionFits
+from papers.captions import score as module
+from papers.captions.constants import CaptionFits
+from papers.captions.score import Pair, evidence_of, fits
 from sfumato.calibration.fits import FitsCalibration
 from sfumato.encoders.minilm import sentence_vectors, shared_minilm
 from sfumato.errors import UserError
 from sfumato.metrics.reliability import expected_calibration_error
 from sfumato.metrics.selective import auroc
 from sfumato.search.texts import read_fraction, stemmed, word_stems
-from sfumato.workflows import score as module
-from sfumato.workflows.score import Pair, evidence_of
 
 DOG = ["A brown dog is running on grass.", "A dog runs in a park", "The dog is outside"]
 BOTH_WAYS = [
@@ -71,21 +70,21 @@ def test_evidence_is_that_of_loops():
 def test_a_list_gives_what_single_pairs_give(picture):
     texts, own = [text for text, _ in BOTH_WAYS], [texts for _, texts in BOTH_WAYS]
     images = [picture, None, picture, None]
-    many = sfumato.fits(texts, texts=own, image=images)
+    many = fits(texts, texts=own, image=images)
     assert many.shape == (4,) and many.dtype == np.float64
     for i, p in enumerate(many):
-        one = sfumato.fits(texts[i], texts=own[i], image=images[i])
+        one = fits(texts[i], texts=own[i], image=images[i])
         assert isinstance(one, float) and one == pytest.approx(float(p), abs=1e-5)
-    assert sfumato.fits(texts[:1], texts=own[:1]).shape == (1,), "a list of one is a list"
-    assert sfumato.fits([], texts=[]).shape == (0,)
-    alone = sfumato.fits(texts, texts=own)
+    assert fits(texts[:1], texts=own[:1]).shape == (1,), "a list of one is a list"
+    assert fits([], texts=[]).shape == (0,)
+    alone = fits(texts, texts=own)
     assert alone[0] > 0.5 > 0.05 > alone[1] and alone[3] > 0.8, "right, wrong, the same text"
     assert not np.allclose(many[[0, 2]], alone[[0, 2]]) and np.allclose(many[[1, 3]], alone[[1, 3]], atol=1e-5)
 
 
 def test_images_of_every_form_alone(picture):
     forms = [picture, str(picture), picture.read_bytes(), Image.open(io.BytesIO(picture.read_bytes()))]
-    found = sfumato.fits(["a dog runs"] * 4, image=forms)
+    found = fits(["a dog runs"] * 4, image=forms)
     assert np.ptp(found[:3]) < 1e-6 and abs(found[3] - found[0]) < 0.05 and 0 < found[0] < 1
 
 
@@ -93,10 +92,10 @@ def test_images_of_every_form_alone(picture):
 def test_what_the_encoder_does_not_read_is_not_probable(language, picture):
     first, second = LANGUAGES[language]
     english = ["A dog runs over green grass", "A woman buys bread at the bakery"]
-    wrong = sfumato.fits([first, second, first, english[0]], texts=[[second], [first], english, [first, second]])
+    wrong = fits([first, second, first, english[0]], texts=[[second], [first], english, [first, second]])
     assert wrong.max() < 0.1
     if language in ("Finnish", "Russian", "Chinese", "signs"):
-        assert sfumato.fits(first, image=picture) < 0.1 and sfumato.fits(first, texts=[first]) < 0.2
+        assert fits(first, image=picture) < 0.1 and fits(first, texts=[first]) < 0.2
 
 
 def test_fraction_of_a_text_that_is_read():
@@ -108,7 +107,7 @@ def test_fraction_of_a_text_that_is_read():
 
 
 def test_errors_name_what_is_wrong(tmp_path, picture):
-    fits, damaged = sfumato.fits, tmp_path / "damaged.jpg"
+    damaged = tmp_path / "damaged.jpg"
     damaged.write_bytes(picture.read_bytes()[:300])
     with pytest.raises(ValueError, match="fits: there is neither a text in texts nor an image"):
         fits("a dog")
@@ -137,7 +136,7 @@ def write(path, *rows):
     return path
 
 
-def test_command(tmp_path, picture, sfumato, monkeypatch):
+def test_command(tmp_path, picture, papers, monkeypatch):
     (tmp_path / "shown").mkdir()
     (tmp_path / "shown" / "one.jpg").write_bytes(picture.read_bytes())
     rows = [
@@ -149,13 +148,13 @@ def test_command(tmp_path, picture, sfumato, monkeypatch):
     pairs, out = write(tmp_path / "pairs.jsonl", rows[0], "", *rows[1:]), tmp_path / "scores.jsonl"
     embedded = []
     monkeypatch.setattr(module, "sentence_vectors", lambda texts: embedded.extend(texts) or sentence_vectors(texts))
-    assert sfumato.json("score", pairs, "--out", out) == {"out": str(out), "n": 4}
+    assert papers.json("captions", "score", pairs, "--out", out) == {"out": str(out), "n": 4}
     assert embedded.count("a dog runs") == 1 and all(embedded.count(text) == 1 for text in DOG)
     found = [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
     assert [{k: v for k, v in row.items() if k != "fits"} for row in found] == [
         {k: v for k, v in row.items() if k != "fits"} for row in rows
     ]
-    expected = module.fits(
+    expected = fits(
         [row["text"] for row in rows], texts=[row.get("texts", []) for row in rows],
         image=[None if not row.get("image") else tmp_path / row["image"] for row in rows],
     )  # fmt: skip
@@ -179,14 +178,14 @@ def test_command(tmp_path, picture, sfumato, monkeypatch):
         ({"text": "a dog", "image": "pairs.jsonl"}, "pairs.jsonl:3: "),
     ],
 )
-def test_a_line_that_cannot_be_used_is_named_and_nothing_is_written(tmp_path, sfumato, bad, message):
+def test_a_line_that_cannot_be_used_is_named_and_nothing_is_written(tmp_path, papers, bad, message):
     pairs, out = write(tmp_path / "pairs.jsonl", {"text": "a", "texts": ["b"]}, "", bad), tmp_path / "scores.jsonl"
     out.write_text("before")
-    status, _, error = sfumato("score", pairs, "--out", out)
+    status, _, error = papers("captions", "score", pairs, "--out", out)
     assert status == 2 and message in folded(error) and out.read_text() == "before"
 
 
-def test_files_that_cannot_be_used(tmp_path, sfumato):
+def test_files_that_cannot_be_used(tmp_path, papers):
     empty = write(tmp_path / "empty.jsonl", "")
     for arguments, message in (
         ((empty, "--out", tmp_path / "out.jsonl"), "holds no pairs"),
@@ -194,7 +193,7 @@ def test_files_that_cannot_be_used(tmp_path, sfumato):
         ((empty, "--out", empty), "is the file of the pairs"),
         ((empty, "--out", tmp_path), "is a folder"),
     ):
-        status, _, error = sfumato("score", *arguments)
+        status, _, error = papers("captions", "score", *arguments)
         assert status == 2 and message in folded(error)
 
 
@@ -216,6 +215,6 @@ def test_people_agree(shared):
             texts.append(captions[name][int(number)])
             own.append([text for text in captions[row["image"]] if text != texts[-1]])
             yes.append(int(row["yes"]) / (int(row["yes"]) + int(row["no"])))
-    p, y = sfumato.fits(texts, texts=own), np.array(yes)
+    p, y = fits(texts, texts=own), np.array(yes)
     assert len(y) > 300 and auroc(p, y > 0.5) > 0.9
     assert expected_calibration_error(torch.from_numpy(p), torch.from_numpy(y), n_bins=5) < 0.04

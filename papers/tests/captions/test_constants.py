@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from sfumato.calibration.caption import CaptionEvidence, CaptionFits, grouped, word_weight
+from papers.captions.constants import CaptionEvidence, CaptionFits, grouped, word_weight
 
 FITS = CaptionFits.packaged()
 NAN = math.nan
