@@ -47,7 +47,6 @@ PATHS = (
         "/v1/items/delete",
         "/v1/items/0",
         "/v1/info",
-        "/v1/examples",
     ),
     *("/v1/pictures/0", "/", "/healthz", "/readyz", "/metrics", "/docs", "/openapi.json", "/page/page.css", "/page/"),
 )

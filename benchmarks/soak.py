@@ -10,8 +10,8 @@ and item, look at items and metrics, add, replace and delete pictures, and send 
 service itself is killed with SIGKILL during writes and started again.
 
 Checked: statuses (a 500 is always wrong; 503 and 504 are wrong unless a store or a worker was just killed or stopped,
-and 503 without Retry-After), problem documents, /readyz and /metrics while the store hangs, the drift monitor in
-/metrics, every item and picture whose write was acknowledged, also after the last restart, the items of the beginning,
+and 503 without Retry-After), problem documents, /readyz and /metrics while the store hangs,
+every item and picture whose write was acknowledged, also after the last restart, the items of the beginning,
 and that the restarted service puts away the pictures that no item names. For that last check the picture files get a
 time of modification two hours ago, since younger ones are left alone. Memory is the resident memory of the service with
 its workers: medians of its first and last tenth after warming up, and the slope of a line through all samples. Exits
@@ -68,7 +68,7 @@ Options = dict[str, Any]
 
 
 def calibration(n: int, d: int) -> Calibration:
-    """Of noise, so that abstention and coverage have something to go by; n as in the gallery, for the drift monitor."""
+    """Of noise, so that abstention and coverage have something to go by; n as in the gallery."""
     texts, near = noise(n, d, 5), noise(n, d, 6)
     images = GaussianEmbedding(torch.nn.functional.normalize(texts.mean + 0.4 * near.mean, dim=1), texts.log_var)
     distance, match = csd_matrix(texts, images), torch.eye(n)
@@ -430,16 +430,6 @@ def check_seeds(service: Service, ledger: Ledger, n: int) -> None:
                 ledger.blame(f"lost: seed/{i}: {status}")
 
 
-def check_drift(service: Service, ledger: Ledger, asked: int) -> dict[str, float]:
-    """Values of the drift monitor in /metrics. These texts are not those of the calibration, so it must say so."""
-    lines = httpx.get(f"{service.url}/metrics", timeout=WAIT, trust_env=False).text.splitlines()
-    values = [line.rsplit(" ", 1) for line in lines if line.startswith("sfumato_drift_")]
-    found = {name.partition("{")[0].removeprefix("sfumato_drift_"): float(value) for name, value in values}
-    if "queries" not in found or (asked > 1000 and found.get("differs") != 1):
-        ledger.blame(f"drift: {found} in /metrics after {asked} texts")
-    return found
-
-
 def soak(store: str, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """The load on one store; returns its figures."""
     server = SERVERS[store](folder / "server") if store in SERVERS else None
@@ -464,8 +454,6 @@ def soak(store: str, options: argparse.Namespace, folder: Path) -> dict[str, Any
             "served_to_the_end": alive,
         }
         if alive:
-            asked = ledger.statuses["text"]["200"]
-            figures["drift"] = check_drift(service, ledger, asked)
             figures["orphans"] = orphans(service, options.items)
             for one in clients:
                 one.check()

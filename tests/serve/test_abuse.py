@@ -22,7 +22,6 @@ from support.serving import KEY, begun, guard_of, in_base64, picture, served, un
 from sfumato.encoders.dual import DualEncoder
 from sfumato.errors import UserError
 from sfumato.serve import guard
-from sfumato.serve.answering import Asked, without_bytes
 from sfumato.serve.embedding import _Process
 from sfumato.serve.settings import Settings, parse_limits
 
@@ -230,18 +229,6 @@ def test_a_large_image_arrives_whole(sources, monkeypatch):
         limits = client.app.state.service.settings
     assert len(of_form) == 3 and len(pieces) == 4 and max(of_form) < 2 * guard.PIECE < limits.max_body_bytes
     assert form["answers"][0]["hits"] == plain["answers"][0]["hits"]
-
-
-def test_a_query_keeps_a_digest_only_where_the_monitor_needs_it(sources):
-    images, texts = sources.galleries["images"], sources.galleries["texts"]
-    photo, words = Asked("image", "a", "", image=b"file"), Asked("text", "b", "", text="red")
-    watched = {"images": images.drift is not None, "texts": texts.drift is not None}
-    assert watched == {"images": True, "texts": True}
-    assert without_bytes(photo, images).image == b""  # Its monitor looks at texts.
-    other = Asked("image", "a", "", image=b"another")
-    first, again, second = (without_bytes(one, texts).image for one in (photo, photo, other))
-    assert len(first) == 16 and first == again != second
-    assert without_bytes(words, images) == words
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc alone keeps memory")

@@ -15,7 +15,7 @@ GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "serve.md"
 
 def test_head_says_what_get_says_without_the_body(client):
     for path in (
-        *("/", "/healthz", "/readyz", "/docs", "/docs/style.css", "/openapi.json", "/metrics", "/page/page.js"),
+        *("/", "/healthz", "/readyz", "/docs", "/openapi.json", "/metrics", "/page/page.js"),
         *("/v1/info", "/v1/search?q=a", "/v1/items", "/v1/items/000.png", "/v1/pictures/000.png?size=16"),
         *("/v1/items/nothing", "/v1/search", "/nothing"),
     ):
@@ -122,7 +122,7 @@ def test_a_list_misses_nothing_when_items_come_and_go(writable):
 
 
 def test_problems_have_codes(client):
-    docs, large = client.get("/docs").text, {"image": ("a", b"x" * 100_000_000)}
+    described, large = client.get("/openapi.json").json()["info"]["description"], {"image": ("a", b"x" * 100_000_000)}
     for code, path, options in (
         ("no-such-path", "/nothing", {"method": "GET"}),
         ("not-found", "/v1/items/nothing", {"method": "GET"}),
@@ -134,7 +134,7 @@ def test_problems_have_codes(client):
     ):
         answer = client.request(**{"method": "POST", "url": path, **options})
         assert problem(answer, CODES[code][0])["code"] == code
-    assert all(f'id="problem-{code}"' in docs for code in CODES)
+    assert all(f"| `{code}` | {status} |" in described for code, (status, _) in CODES.items())
     rows = re.findall(r"^\| `([a-z-]+)` \| (\d{3}) \|", GUIDE.read_text(encoding="utf-8"), re.MULTILINE)
     assert {code: int(status) for code, status in rows} == {code: status for code, (status, _) in CODES.items()}
 

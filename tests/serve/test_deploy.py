@@ -124,7 +124,6 @@ CONSTANT = {
     "sfumato_ready": (0, 1),
     'up{job="sfumato",instance="a"}': (0, 1),
     'sfumato_store_up{gallery="images"}': (0, 1),
-    'sfumato_drift_differs{gallery="images"}': (1, 0),
     'sfumato_calibrated_probability{gallery="images"}': (0.8, 0.8),
 }
 """Values of gauges: (when all alerts go off, when none does)."""

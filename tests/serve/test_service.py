@@ -1,6 +1,7 @@
 """What the service promises: the answers of the library, over HTTP; writes that last; and good order at the end."""
 
 import concurrent.futures
+import gzip
 import json
 import os
 import re
@@ -38,7 +39,7 @@ from sfumato.search.searcher import combined
 from sfumato.search.stores.protocol import Filter
 from sfumato.search.texts import TextQuery
 from sfumato.serve.answering import ServedGallery, Sources, open_sources
-from sfumato.serve.app import create_app, route_of
+from sfumato.serve.app import PAGE, create_app, route_of
 from sfumato.serve.server import check_host, check_names, hosts_of, is_loopback, run_app
 from sfumato.serve.settings import Settings
 from sfumato.workflows.index import GalleryPart, build_index
@@ -261,25 +262,35 @@ def test_info_and_metrics(client):
     assert "sfumato_batch_size_bucket" in text and "sfumato_request_seconds_bucket" in text
 
 
-def test_pages_and_documentation_need_nothing_from_elsewhere(client):
-    for path in ("/docs", "/docs/style.css", "/"):
-        answer = client.get(path)
-        assert answer.status_code == 200
-        assert "default-src 'self'" in answer.headers["content-security-policy"]
-        own = str(client.base_url).rstrip("/")
-        resources = re.sub(r"http://www\.w3\.org/[\w/]+", "", answer.text.replace(own, ""))
-        assert not re.search(r"https?://|//cdn", resources), path
-    assert "<script" not in client.get("/docs").text
+def test_the_page_needs_nothing_from_elsewhere_and_the_documentation_is_in_a_sandbox(client):
+    page, docs = client.get("/"), client.get("/docs")
+    assert "default-src 'self'" in page.headers["content-security-policy"]
+    assert not re.search(r"https?://|//cdn", re.sub(r"http://www\.w3\.org/[\w/]+", "", page.text))
+    policy = docs.headers["content-security-policy"]  # Its scripts come from elsewhere, and the key is in this origin.
+    assert "sandbox allow-scripts;" in policy and "default-src 'none'" in policy and "allow-same-origin" not in policy
     document = client.get("/openapi.json").json()
     assert "HTTPValidationError" not in json.dumps(document)
     for path, operations in document["paths"].items():
-        assert path in client.get("/docs").text
+        assert json.dumps(path) in docs.text
         for operation in operations.values():
             assert all("application/problem+json" in operation["responses"][s]["content"] for s in ("401", "500"))
             for body in operation.get("requestBody", {}).get("content", {}).values():
                 assert body["schema"]
     references = set(re.findall(r"#/components/schemas/(\w+)", json.dumps(document)))
     assert references <= set(document["components"]["schemas"])
+
+
+def test_files_of_the_page_travel_small_and_once(client):
+    for path in ("/", "/page/page.js", "/page/page.css"):
+        plain = client.get(path, headers={"Accept-Encoding": "identity"})
+        with client.stream("GET", path, headers={"Accept-Encoding": "gzip"}) as small:
+            sent = b"".join(small.iter_raw())
+            assert small.headers["content-encoding"] == "gzip" and "Accept-Encoding" in small.headers["vary"]
+        assert gzip.decompress(sent) == plain.content == (PAGE / (path[6:] or "index.html")).read_bytes()
+        assert len(sent) < len(plain.content) / 2
+        assert plain.headers["cache-control"] == "no-cache"  # kept, and asked for each time
+        again = client.get(path, headers={"If-None-Match": plain.headers["etag"]})
+        assert (again.status_code, again.content) == (304, b"")
 
 
 def test_a_collection_of_texts_beside_pictures(run, data, collection, tmp_path):
@@ -433,16 +444,9 @@ def test_a_batch_is_stored_whole_or_not_at_all(writable):
     assert not (writable.folder / "pictures").exists()
 
 
-def test_values_of_a_field_and_hidden_fields(writable):
-    folders = {"a": "2023/sea", "b": "2023", "c": "2023/sea"}
-    items = [new_item(id, payload={"folder": folder}) for id, folder in folders.items()]
-    assert writable.post("/v1/items", json={"items": items}).status_code == 201
-    found = writable.get("/v1/values?field=folder").json()
-    assert found["values"] == [{"value": "2023", "n": 1}, {"value": "2023/sea", "n": 2}] and found["complete"]
-    writable.delete("/v1/items/a")
-    assert [one["n"] for one in writable.get("/v1/values?field=folder").json()["values"]] == [1, 1]
-    for nothing in ("nothing", "_picture"):  # which all three have
-        assert writable.get(f"/v1/values?field={nothing}").json()["values"] == []
+def test_hidden_fields_are_reserved_and_not_shown(writable):
+    item = new_item("b", payload={"folder": "2023"})
+    assert writable.post("/v1/items", json={"items": [item]}).status_code == 201
     assert writable.get("/v1/items/b").json()["payload"] == {"folder": "2023"}
     refused = writable.post("/v1/items", json={"items": [new_item("d", payload={"_file": "e"})]})
     assert refused.status_code == 422 and "_file: is a name that the service reserves" in refused.json()["detail"]

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -15,12 +15,11 @@ from sfumato.gaussian import Array, as_tensor
 N_STEPS = 20
 """Number of limits that are tried for a precision or a risk, at equal steps of the fraction of answered queries."""
 
-FAR, NEAR = 3.0, math.log2(1.25)
-"""Largest number of doublings to a gallery of another size, with the shift of the scores measured, and without it."""
+NEAR = math.log2(1.25)
+"""Largest number of doublings to a gallery of another size, within which means of scores are compared."""
 
 _PER_QUERY = ("closest_match", "farthest_match", "closest_other")
 _PLAIN = ("n_gallery", "n_left_out", "matches_per_query", "growth", "precision")
-_MIDDLES = (np.arange(N_STEPS) + 0.5) / N_STEPS
 
 
 @dataclass(frozen=True)
@@ -39,8 +38,6 @@ class QueryScores:
         precision: (N_STEPS,) for each of :attr:`limits` the mean, over the queries with an item below it, of the
             fraction of true matches among the items below it. With groups the mean over the groups of their means.
         group: (q,) queries with equal numbers are not independent, like the captions of one image; empty if all are.
-        per_doubling: (N_STEPS,) how far the quantiles (j - 1/2) / N_STEPS, j = 1..N_STEPS, of :attr:`nearest` move when
-            the gallery doubles; empty if that was not measured, see :meth:`with_smaller`.
     """
 
     n_gallery: int
@@ -52,7 +49,6 @@ class QueryScores:
     closest_other: tuple[float, ...]
     precision: tuple[float, ...]
     group: tuple[int, ...] = ()
-    per_doubling: tuple[float, ...] = ()
 
     def __repr__(self) -> str:
         return (
@@ -151,62 +147,13 @@ class QueryScores:
         """(N_STEPS,) ascending distances that are tried as limits, see :func:`limits_of`."""
         return limits_of(self.nearest)
 
-    def with_smaller(self, galleries: Iterable[tuple[int, np.ndarray]]) -> "QueryScores":
-        """The same scores with :attr:`per_doubling`, measured in smaller galleries of the same items.
-
-        The quantiles of the nearest distance are fitted by lines in log2 of the size of the gallery, through those of
-        the whole gallery; each query of each gallery has the same weight.
-
-        Args:
-            galleries: (number of items, distances of the queries with a match in it to their closest item) of each.
-
-        Returns:
-            The scores; unchanged if no gallery is smaller and has N_STEPS queries.
-        """
-        whole, weighted, total = np.quantile(self.nearest, _MIDDLES), np.zeros(N_STEPS), 0.0
-        for n, nearest in galleries:
-            if 0 < n < self.n_gallery and len(nearest) >= N_STEPS:
-                doublings = math.log2(n / self.n_gallery)
-                weighted += len(nearest) * doublings * (np.quantile(nearest, _MIDDLES) - whole)
-                total += len(nearest) * doublings**2
-        return replace(self, per_doubling=tuple((weighted / total).tolist())) if total > 0 else self
-
-    def covers(self, n_gallery: int) -> bool:
-        """Whether the scores say how near the closest item is in a gallery of another size.
-
-        Args:
-            n_gallery: number of its items.
-
-        Returns:
-            True within :data:`FAR` doublings of the size of the scores, or within :data:`NEAR` where
-            :attr:`per_doubling` is not known.
-        """
-        most = FAR if self.per_doubling else NEAR
-        return n_gallery > 0 and abs(math.log2(n_gallery / self.n_gallery)) <= most
-
-    def nearest_in(self, n_gallery: float) -> np.ndarray:
-        """The distances of the queries to their closest item, as expected in a gallery of another size.
-
-        Args:
-            n_gallery: number of its items; see :meth:`covers`.
-
-        Returns:
-            (q,) distances, ascending: those of :attr:`nearest`, each quantile moved by :attr:`per_doubling`.
-        """
-        ascending = np.sort(self.nearest)
-        if self.per_doubling:
-            at = (np.arange(len(ascending)) + 0.5) / len(ascending)
-            ascending = ascending + np.interp(at, _MIDDLES, self.per_doubling) * math.log2(n_gallery / self.n_gallery)
-        moved: np.ndarray = np.sort(ascending)
-        return moved
-
     def to_json(self) -> dict[str, Any]:
         """The scores as plain values.
 
         Returns:
             JSON values; infinite distances become null.
         """
-        values = {name: getattr(self, name) for name in (*_PLAIN, "group", "per_doubling")}
+        values = {name: getattr(self, name) for name in (*_PLAIN, "group")}
         return values | {name: [_shortest(x) for x in getattr(self, name)] for name in _PER_QUERY}
 
     @classmethod
@@ -220,21 +167,16 @@ class QueryScores:
             The scores.
 
         Raises:
-            ValueError: the number of groups is not that of the queries, or that of the quantiles is not N_STEPS.
+            ValueError: the number of groups is not that of the queries.
         """
         read: dict[str, Any] = {name: values[name] for name in _PLAIN}
         read["precision"], read["group"] = tuple(values["precision"]), tuple(values["group"])
-        read["per_doubling"] = tuple(map(float, values["per_doubling"]))
         for name in _PER_QUERY:
             read[name] = tuple(math.inf if x is None else float(np.float32(x)) for x in values[name])
         if len(read["group"]) not in (0, len(read["closest_match"])):
             raise ValueError(
                 f"QueryScores: got {len(read['group'])} groups for {len(read['closest_match'])} queries;"
                 " calibrate again"
-            )
-        if len(read["per_doubling"]) not in (0, N_STEPS):
-            raise ValueError(
-                f"QueryScores: got {len(read['per_doubling'])} shifts of quantiles, expected {N_STEPS}; calibrate again"
             )
         return cls(**read)
 

@@ -170,7 +170,6 @@ def calibrate_split(
         )
         for direction, held_out in queries.items()
     }
-    scores = {direction: _with_smaller(held_out, scores[direction]) for direction, held_out in queries.items()}
     found = {direction: DirectionCalibration(base, scores[direction]) for direction in queries}
     for direction, held_out in queries.items():
         with contextlib.suppress(ValueError):  # Too few queries: hits keep the probability of random pairs.
@@ -208,20 +207,6 @@ def _set_sizes(queries: _HeldOut, scores: QueryScores) -> dict[str, float]:
     counts = [(distance.unsqueeze(2) <= radii).sum(1) for distance, _ in queries.blocks()]
     medians = torch.cat(counts).double().quantile(0.5, dim=0)
     return {str(c): size for c, size in zip(COVERAGES, medians.tolist(), strict=True)}
-
-
-def _with_smaller(queries: _HeldOut, scores: QueryScores) -> QueryScores:
-    """The scores with the shift of the nearest distance, from the queries with a match in each smaller gallery."""
-    found: list[list[Tensor]] = [[] for _ in queries.galleries]
-    for at, distance, match in queries.numbered():
-        for parts, (items, asked) in zip(found, queries.galleries, strict=True):
-            rows, columns = torch.from_numpy(asked[at]), torch.from_numpy(items)
-            has = match[rows][:, columns].bool().any(1)
-            parts.append(distance[rows][has][:, columns].amin(1))
-    return scores.with_smaller(
-        (int(items.sum()), torch.cat(parts).double().numpy())
-        for parts, (items, _) in zip(found, queries.galleries, strict=True)
-    )
 
 
 def _hits(

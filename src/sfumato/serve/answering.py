@@ -1,10 +1,7 @@
 """The model and the galleries of a service, and the conversion of embedded queries to answers with guarantees."""
 
-import hashlib
 import logging
 import math
-import re
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -15,7 +12,6 @@ from urllib.parse import quote
 import numpy as np
 import torch
 
-from sfumato.calibration.drift import DriftMonitor
 from sfumato.calibration.query_scores import NEAR
 from sfumato.data.images import Images, SplitImages, UploadedImages, handed_out
 from sfumato.encoders.dual import DualEncoder, Tower
@@ -36,13 +32,9 @@ from sfumato.serve.schemas import (
     Answer,
     ConformalSet,
     Drawn,
-    Example,
-    FieldValue,
-    FieldValues,
     GalleryInfo,
     GalleryName,
     Modality,
-    QueryDrift,
     Refusal,
     ResultRecord,
     SearchOptions,
@@ -61,11 +53,6 @@ class ServedGallery:
     images: Images | None = None  # images of its items; None if there are none, or their location is unknown
     version: int = 0  # number of writes by this service
     written: int = 0  # number of items that this service has stored or removed
-    drift: DriftMonitor | None = field(init=False)
-
-    def __post_init__(self) -> None:
-        fit = self.gallery.scorer.of_hits
-        self.drift = DriftMonitor(fit.scores) if fit is not None and self.gallery.calibrated else None
 
     @property
     def writable(self) -> GaussianCollection | None:
@@ -200,7 +187,7 @@ RISKS, COVERAGES = (0.5, 0.3, 0.2, 0.1, 0.05), (0.5, 0.8, 0.9, 0.95)
 """Usual values. The service reports which of them the calibration can guarantee."""
 
 N_LOOKED_AT = 200
-"""Items that stand for a gallery: for the fields that it has, and for the names of examples."""
+"""Items that stand for a gallery, for the fields that it has."""
 
 
 @dataclass(frozen=True)
@@ -226,12 +213,9 @@ class Asked:
         return self.kind == native(gallery) and self.query.is_one
 
 
-def without_bytes(asked: Asked, served: ServedGallery) -> Asked:
+def without_bytes(asked: Asked) -> Asked:
     """A query after its embedding, for a queue."""
-    if served.drift is None or asked.kind != native(served.gallery):
-        return replace(asked, image=b"", vector=None)
-    image, vector = (value and hashlib.blake2b(value, digest_size=16).digest() for value in (asked.image, asked.vector))
-    return replace(asked, image=image or b"", vector=vector)
+    return replace(asked, image=b"", vector=None)
 
 
 @dataclass(frozen=True)
@@ -275,7 +259,6 @@ def answered(
     *,
     max_set: int,
     unfamiliar: Sequence[bool] | None = None,
-    watched: bool = True,
 ) -> list[Answer]:
     """Search by several queries with the same options. queries (n, d)."""
     gallery, wanted = served.gallery, wanted_filter(options)
@@ -297,8 +280,6 @@ def answered(
     )
     k = options.max_results
     answers = gallery.folded(search, k) if options.duplicates == "fold" else search(k)
-    if wanted is None and watched:
-        watch(served, asked, answers)
     return [_answer(served, options, *values) for values in zip(asked, answers, strict=True)]
 
 
@@ -314,11 +295,9 @@ def wanted_filter(options: SearchOptions) -> Filter | None:
 
 
 def _answer(served: ServedGallery, options: SearchOptions, asked: Asked, found: Found) -> Answer:
-    differs, words, whole = served.drift is not None and served.drift.state.differs, None, None
+    words, whole = None, None
     if found.verdict is not None:
-        guaranteed = options.abstain is not None or options.coverage is not None
-        warning = _DIFFERS if differs and guaranteed and math.isfinite(found.best_distance) else ""
-        words = VerdictText(kind=found.verdict.kind, text=found.verdict.text + warning)
+        words = VerdictText(kind=found.verdict.kind, text=found.verdict.text)
     if found.conformal_set is not None and options.coverage is not None:
         hits = [_hit(served, hit, found.calibrated) for hit in found.conformal_set]
         whole = ConformalSet(coverage=options.coverage, complete=not found.conformal_set_cut, hits=hits)
@@ -333,34 +312,11 @@ def _answer(served: ServedGallery, options: SearchOptions, asked: Asked, found: 
         nothing_probability=found.nothing_probability,
         hidden=found.hidden,
         verdict=words,
-        queries_differ=differs and asked.is_native(served.gallery),
         note=found.note,
         abstained=found.abstained,
         hits=[_hit(served, hit, found.calibrated) for hit in found],
         conformal_set=whole,
     )
-
-
-_DIFFERS = ". Recent queries differ from those of the calibration: its guarantees may not hold"
-
-
-def watch(served: ServedGallery, asked: Sequence[Asked], answers: Sequence[Found]) -> None:
-    """Compare new queries with those of the calibration, and log when they begin or cease to differ."""
-    if served.drift is None:
-        return
-    own = [i for i, one in enumerate(asked) if one.is_native(served.gallery)]
-    nearest = [answers[i].best_distance for i in own]
-    names = [" ".join(asked[i].query.wanted) or asked[i].image or asked[i].vector for i in own]
-    for state in served.drift.add(nearest, n_gallery=served.gallery.size, names=names):
-        found = f"{kind(served.gallery)}, last {served.drift.window} queries, D = {state.statistic or 0:.2f}"
-        if state.differs:
-            _LOG.warning(
-                "Queries differ from those of the calibration (%s): probabilities and guarantees may not hold;"
-                " calibrate on queries like these",
-                found,
-            )
-        else:
-            _LOG.info("Queries no longer differ from those of the calibration (%s)", found)
 
 
 def search_together(
@@ -409,37 +365,13 @@ def info_of(served: ServedGallery) -> GalleryInfo:
         risks=[r for r in RISKS if _can_guarantee(partial(scorer.check_risk, r))],
         coverages=[c for c in COVERAGES if _can_guarantee(partial(scorer.radius, c))],
         fields=sorted({name for payload in some.payloads for name in handed_out(payload)}),
-        queries=None,
     )
-
-
-N_VALUES, N_COUNTED = 1000, 50_000
-"""Values of a field at most, and items that are looked at for them."""
-
-
-def field_values(served: ServedGallery, gallery: GalleryName, name: str) -> FieldValues:
-    """The values of a payload field."""
-    count, left = Counter[str](), 0 if name.startswith("_") else N_COUNTED
-    for records in served.gallery.scan():
-        if left <= 0:
-            break
-        count.update(payload[name] for payload in records.payloads[:left] if name in payload)
-        left -= len(records.ids)
-    values = [FieldValue(value=value, n=n) for value, n in sorted(count.most_common(N_VALUES))]
-    return FieldValues(gallery=gallery, field=name, values=values, complete=left >= 0 and len(count) <= N_VALUES)
-
-
-def query_drift(served: ServedGallery) -> QueryDrift | None:
-    """How the queries of a gallery compare with those of its calibration, for the interface."""
-    if served.drift is None or not served.drift.scores.covers(served.gallery.size):
-        return None
-    return QueryDrift(window=served.drift.window, **vars(served.drift.state))
 
 
 def calibrated_probability(served: ServedGallery) -> float | None:
     """Mean probability of the first hits of held-out queries; None in a gallery of another size, within 25 %."""
     fit, size = served.gallery.scorer.of_hits, served.gallery.size
-    if fit is None or served.drift is None or not size or abs(math.log2(size / fit.scores.n_gallery)) > NEAR:
+    if fit is None or not served.gallery.calibrated or not size or abs(math.log2(size / fit.scores.n_gallery)) > NEAR:
         return None
     if fit.hits is not None:
         return float(torch.from_numpy(-fit.hits.nearest).double().sigmoid().mean())
@@ -538,67 +470,3 @@ def _side(tower: Tower, modality: Modality, d: int) -> VectorSide:
     more = "with a variance, which a vector has not" if head.log_var is not None else "as more than one vector"
     reason = f"this model embeds each {modality} {more}; search by the {modality} itself, or by an item"
     return VectorSide(modality, None, reason=reason)
-
-
-N_ITEMS, N_HITS = 6, 3
-"""Items to start from, and hits of an example."""
-
-_WORDS, _LINES, _LONGEST = 12, 100, 80
-_TEXTS = ("captions", "title", "label", "text", "tags", "name")
-_LITTLE = (
-    " the and with for from into onto out off down near over under through behind front between against along across"
-    " around while some there their his her its one two three are was has have that this who which other another "
-)
-_GENERAL = ("animal", "people", "food", "a red car", "a dog", "a person on a bicycle", "two people at a table")
-
-
-def candidates(payloads: Iterable[Mapping[str, str]]) -> list[str]:
-    """Texts that may serve as examples: words of several items, a line of each item, and words in general."""
-    lines = [[line.strip() for name in _TEXTS for line in one.get(name, "").splitlines()] for one in payloads]
-    words = [set(re.findall(r"[^\W\d_]{3,}", " ".join(some).casefold())) for some in lines]
-    count = Counter(sorted(word for some in words for word in some if f" {word} " not in _LITTLE))
-    often = [word for word, n in count.most_common(_WORDS) if n > 1]
-    short = [next((line for line in some if 0 < len(line) <= _LONGEST), "") for some in lines]
-    return list(dict.fromkeys([*often, *list(filter(None, short))[:_LINES], *_GENERAL]))
-
-
-def chosen(answers: Sequence[Answer]) -> list[Example]:
-    """The clearest example of each kind, by the verdicts of the answers; the gallery's own words come first."""
-    own = [one for one in answers if one.query not in _GENERAL]
-    general = [one for one in answers if one.query in _GENERAL]
-    vague = _vague(own) or _vague(general)
-    own, general = ([one for one in some if one is not vague] for some in (own, general))
-    precise = _precise(own) or _precise(general)
-    kinds: dict[Literal["vague", "precise"], Answer | None] = {"vague": vague, "precise": precise}
-    return [Example(kind=kind, answer=answer) for kind, answer in kinds.items() if answer is not None]
-
-
-def _vague(answers: Sequence[Answer]) -> Answer | None:
-    """One of many matches, else a single word whose matches are not the first hit alone."""
-    if many := _of_kind(answers, "many"):
-        return max(many, key=lambda one: sum(map(_probability, one.hits)))
-    words = [one for one in _of_kind(answers, "few", "unsure") if " " not in one.query and _first(one) > 0.1]
-    return max((one for one in words if _others(one) > 0.3), key=_others, default=None)
-
-
-def _precise(answers: Sequence[Answer]) -> Answer | None:
-    """One whose first hit is likely right, and no other."""
-    some = _of_kind(answers, "clear") or _of_kind(answers, "few")
-    return max(some, key=lambda one: _first(one) - _others(one), default=None)
-
-
-def _of_kind(answers: Sequence[Answer], *kinds: str) -> list[Answer]:
-    return [one for one in answers if one.verdict is not None and one.verdict.kind in kinds]
-
-
-def _first(answer: Answer) -> float:
-    return _probability(answer.hits[0]) if answer.hits else 0.0
-
-
-def _others(answer: Answer) -> float:
-    """Expected matches beside the first hit."""
-    return (answer.expected_matches or 0.0) - _first(answer)
-
-
-def _probability(hit: ResultRecord) -> float:
-    return hit.match_probability or 0.0

@@ -3,27 +3,24 @@
 import base64
 import binascii
 import hashlib
-import json
 import logging
 import re
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from functools import cache, partial
-from http import HTTPStatus
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
-import jinja2
 import numpy as np
 from fastapi import FastAPI, Form, Request, params
 from fastapi import Path as PathParameter
 from fastapi import Query as Parameter
 from fastapi.exceptions import RequestValidationError
+from fastapi.openapi.docs import get_swagger_ui_html
 from fastapi.openapi.utils import get_openapi
-from fastapi.responses import FileResponse, HTMLResponse, PlainTextResponse, Response
+from fastapi.responses import PlainTextResponse, Response
 from fastapi.routing import APIRoute
 from fastapi.staticfiles import StaticFiles
-from markupsafe import Markup, escape
 from pydantic import BaseModel
 from pydantic_core import from_json
 from starlette.exceptions import HTTPException
@@ -44,8 +41,6 @@ from sfumato.serve.schemas import (
     AddResponse,
     DeleteRequest,
     DeleteResponse,
-    Examples,
-    FieldValues,
     GalleryName,
     ImageSearch,
     Info,
@@ -78,8 +73,16 @@ from sfumato.serve.writing import New, Writer
 INTRODUCTION = (
     "Search among images and texts with match probabilities. Every error is a problem document (RFC 9457) with a"
     " `code`. Every path that takes GET takes HEAD. Where the service has keys, send one as"
-    " `Authorization: Bearer KEY` or `X-API-Key: KEY`."
+    " `Authorization: Bearer KEY` or `X-API-Key: KEY`.\n\n| code | status | what happened |\n| --- | --- | --- |\n"
+    + "".join(f"| `{code}` | {status} | {text} |\n" for code, (status, text) in CODES.items())
 )
+
+_DOCS = {
+    "Content-Security-Policy": "sandbox allow-scripts; default-src 'none'; img-src data:;"
+    " script-src 'unsafe-inline' https://cdn.jsdelivr.net; style-src 'unsafe-inline' https://cdn.jsdelivr.net",
+    "Cross-Origin-Opener-Policy": "unsafe-none",  # The default would refuse a page in a sandbox.
+}
+"""Headers of FastAPI's page: its scripts come from elsewhere, and in a sandbox they reach neither key nor service."""
 
 _REF = "#/components/schemas/{model}"
 
@@ -153,72 +156,6 @@ def _fit_example(document: dict[str, Any], lengths: Mapping[Modality, int]) -> N
     (example,) = schema["examples"]
     for modality, length in list(lengths.items())[:1]:
         schema["examples"] = [{**example, "queries": [{"vector": [0.1] * length, "modality": modality}]}]
-
-
-def page_of(document: dict[str, Any], address: str) -> str:
-    """The document as a page: each route with its parameters, its body, its responses and a curl command."""
-    schemas = document["components"]["schemas"]
-    routes = [
-        {"method": method.upper(), "path": path, "curl": _curl(method, address + path, operation, schemas), **operation}
-        for path, operations in document["paths"].items()
-        for method, operation in operations.items()
-    ]
-    return _template().render(
-        document=document, routes=routes, schemas=schemas, codes=CODES, type_of=_type, phrase=_phrase
-    )
-
-
-@cache
-def _template() -> jinja2.Template:
-    text = (Path(__file__).parent / "docs.html.j2").read_text(encoding="utf-8")
-    environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    environment.filters["marked"] = _marked
-    return environment.from_string(text)
-
-
-def _marked(text: str | None) -> Markup:
-    """A description as HTML; text between backticks becomes code."""
-    return Markup(re.sub(r"`([^`]*)`", r"<code>\1</code>", str(escape(text or ""))))
-
-
-def _phrase(status: str) -> str:
-    return HTTPStatus(int(status)).phrase
-
-
-def _curl(method: str, url: str, operation: dict[str, Any], schemas: dict[str, Any]) -> str:
-    words = ["curl"] if method in ("get", "post") else ["curl", "-X", method.upper()]
-    content = operation.get("requestBody", {}).get("content", {})
-    if "application/json" in content:
-        (example, *_) = schemas[_type(content["application/json"]["schema"])]["examples"]
-        words += ["--json", f"'{json.dumps(example, ensure_ascii=False)}'"]
-        if "vector" in url:  # Too long to be written out.
-            (query,) = example["queries"]
-            (some, *_), n, modality = query["vector"], len(query["vector"]), query["modality"]
-            made = f'{{"queries": [{{"vector": [{some}] * {n}, "modality": "{modality}"}}], "max_results": 5}}'
-            return f"python3 -c 'import json; print(json.dumps({made}))' | curl --json @- {url}"
-    if "multipart/form-data" in content:
-        words += ["-F image=@image.jpg"] + (["-F id=birds/red.jpg"] if "items" in url else [])
-    where = url.replace("{id}", "birds/red.jpg")
-    if any(parameter["name"] == "q" for parameter in operation.get("parameters", ())):
-        return " ".join(["curl", "-G", "--data-urlencode", "'q=a red bird'", where])
-    return " ".join([*words, where])
-
-
-def _type(schema: dict[str, Any]) -> str:
-    """A short name of the type of a value."""
-    if "$ref" in schema:
-        return str(schema["$ref"]).rpartition("/")[2]
-    if "anyOf" in schema:
-        return " or ".join(_type(one) for one in schema["anyOf"])
-    if "enum" in schema:
-        return " or ".join(repr(one) for one in schema["enum"])
-    if "const" in schema:
-        return repr(schema["const"])
-    if schema.get("type") == "array":
-        return f"list of {_type(schema['items'])}" if "items" in schema else "list"
-    if isinstance(schema.get("additionalProperties"), dict):
-        return f"object of {_type(schema['additionalProperties'])}"
-    return str(schema.get("type", "anything"))
 
 
 JSON, FORM = "application/json", "multipart/form-data"
@@ -398,12 +335,13 @@ def _add_pages(app: FastAPI, service: Service) -> None:
     app.mount("/page", assets, name="page")
 
     @app.get("/docs", include_in_schema=False)
-    async def docs(request: Request) -> Response:
-        return HTMLResponse(page_of(app.openapi(), str(request.base_url).rstrip("/")))
-
-    @app.get("/docs/style.css", include_in_schema=False)
-    async def style() -> Response:
-        return FileResponse(HERE / "docs.css", headers={"Cache-Control": "no-cache"})
+    async def docs() -> Response:
+        shown = {"spec": app.openapi(), "supportedSubmitMethods": []}
+        page = get_swagger_ui_html(
+            openapi_url="/openapi.json", title="sfumato", swagger_favicon_url="data:,", swagger_ui_parameters=shown
+        )
+        page.headers.update(_DOCS)
+        return page
 
     @app.get("/openapi.json", include_in_schema=False)
     async def openapi() -> dict[str, Any]:
@@ -475,11 +413,6 @@ def _add_searches(app: FastAPI, service: Service) -> None:
         asked = await service.in_thread(lambda: [_vector(query, i) for i, query in enumerate(wanted.queries)])
         return await _answers(service, asked, wanted)
 
-    @app.get("/v1/examples", response_model=Examples, tags=["look"], responses=problems(404, 422, 503, 504))
-    async def get_examples(gallery: _ItemGallery = "images") -> Response:
-        """Queries that show what the gallery can answer, with their answers, and some items."""
-        return _json(await service.examples(gallery))
-
 
 def _add_views(app: FastAPI, service: Service) -> None:
     @app.get("/v1/items", response_model=ItemList, tags=["items"], responses=problems(404, 422, 503, 504))
@@ -493,14 +426,6 @@ def _add_views(app: FastAPI, service: Service) -> None:
     ) -> Response:
         """Items in the order of their ids, some at a time."""
         return _json(await service.items(gallery, cursor, limit))
-
-    @app.get("/v1/values", response_model=FieldValues, tags=["look"], responses=problems(404, 422, 503, 504))
-    async def get_values(
-        field: Annotated[str, Parameter(min_length=1, max_length=100, description="the payload field")],
-        gallery: Annotated[GalleryName, Parameter(description="gallery of the items")] = "images",
-    ) -> Response:
-        """The values of a payload field, with the number of items that have each."""
-        return _json(await service.values(gallery, field))
 
     @app.get("/v1/items/{id:path}", response_model=Item, tags=["items"], responses=problems(404, 422, 503, 504))
     async def get_item(id: _Id, gallery: _ItemGallery = "images") -> Response:

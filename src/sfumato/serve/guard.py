@@ -18,7 +18,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from sfumato.serve.schemas import QueryDrift, Refusal, busy
+from sfumato.serve.schemas import Refusal, busy
 from sfumato.serve.settings import Rights, Settings
 
 TEXT = "text/plain; version=0.0.4; charset=utf-8"
@@ -30,12 +30,7 @@ _GAUGES = {
     "waiting": ("Texts or images that wait for the model, and searches.", "kind"),
     "items": ("Items of a gallery.", "gallery"),
     "store_up": ("1 if the store of a collection answers.", "gallery"),
-    "drift_queries": ("Queries compared with those of the calibration.", "gallery"),
-    "drift_windows": ("Complete windows of such queries.", "gallery"),
-    "drift_statistic": ("Largest difference of the distribution functions, in the last complete window.", "gallery"),
-    "drift_p_value": ("p-value of that window.", "gallery"),
     "calibrated_probability": ("Mean probability of the first hits of the calibration's queries.", "gallery"),
-    "drift_differs": ("1 if the queries differ from those of the calibration.", "gallery"),
 }
 """What is measured when the metrics are read: (description, label)."""
 
@@ -88,17 +83,10 @@ class Metrics:
         for name, value in (("hits", 1.0), ("right", float(right)), ("probability", probability)):
             self._judged[name].labels(target, "yes" if drawn else "no").inc(value)
 
-    def text(
-        self, measured: Mapping[str, Mapping[str, float | None]], drift: Mapping[str, QueryDrift], ready: bool
-    ) -> bytes:
+    def text(self, measured: Mapping[str, Mapping[str, float | None]], ready: bool) -> bytes:
         """All metrics, for GET /metrics. measured: name -> label -> value."""
         for name, gauge in self._gauges.items():
-            if part := name.removeprefix("drift_") if name.startswith("drift_") else "":
-                values = {of: getattr(state, f"n_{part}", getattr(state, part, None)) for of, state in drift.items()}
-                gauge.clear()
-            else:
-                values = dict(measured.get(name, {}))
-            for label, value in values.items():
+            for label, value in measured.get(name, {}).items():
                 if value is not None:
                     gauge.labels(label).set(value)
         self._ready.set(ready)

@@ -221,10 +221,6 @@ class Answer(_Model):
         " query. Between two images or two texts, and without a calibration, there are none, and no verdict"
     )
     total_variance: float = Field(description="total variance of the query, the sum of its variances")
-    queries_differ: bool = Field(
-        description="whether recent queries of this kind differ from those of the calibration; then probabilities and"
-        " guarantees may not hold"
-    )
     expected_matches: float | None = Field(
         description="sum of the match probabilities over the items that the filter accepts; estimated beyond 20,000"
         " items; null if the answer is not calibrated"
@@ -289,39 +285,6 @@ class ItemList(_Model):
     gallery: GalleryName = Field(description="gallery of the items")
     items: list[Item] = Field(description="the items")
     next_cursor: str | None = Field(description="cursor of the request for the items that follow; null if none do")
-
-
-class Example(_Model):
-    """A query with its answer, to show what the gallery can tell."""
-
-    kind: Literal["vague", "precise"] = Field(description="what it is an example of")
-    answer: Answer = Field(description="the answer of the gallery, with at most 3 hits")
-
-
-class Examples(_Model):
-    """Where a newcomer can start."""
-
-    gallery: GalleryName = Field(description="gallery of the examples")
-    queries: list[Example] = Field(
-        description="at most one of each kind, chosen by the verdicts; none without texts as queries and a calibration"
-    )
-    items: list[Item] = Field(description="some items, at random")
-
-
-class FieldValue(_Model):
-    """A value of a payload field."""
-
-    value: str = Field(description="the value")
-    n: int = Field(description="number of items with it")
-
-
-class FieldValues(_Model):
-    """The values of a payload field, for a choice among them."""
-
-    gallery: GalleryName = Field(description="gallery of the items")
-    field: str = Field(description="the payload field")
-    values: list[FieldValue] = Field(description="in their order; the 1,000 most frequent ones if there are more")
-    complete: bool = Field(description="false if there are more values, or items that were not looked at")
 
 
 class AddRequest(_Model):
@@ -435,17 +398,6 @@ class JudgementsUsed(_Model):
     text: str = Field(description="the same for people")
 
 
-class QueryDrift(_Model):
-    """How recent queries compare with those of the calibration, by the distance of their first hit."""
-
-    window: int = Field(description="number of queries that are compared together")
-    n_queries: int = Field(description="queries since the start, but for those with a filter and repeated ones")
-    n_windows: int = Field(description="complete windows; the other values are of the last one")
-    statistic: float | None = Field(description="largest difference of the distribution functions; null before")
-    p_value: float | None = Field(description="of a difference that does not matter; null before")
-    differs: bool = Field(description="whether probabilities and guarantees may not hold for these queries")
-
-
 class GalleryInfo(_Model):
     """A gallery of the service."""
 
@@ -456,9 +408,6 @@ class GalleryInfo(_Model):
     risks: list[float] = Field(description="usual values of abstain that the calibration can guarantee")
     coverages: list[float] = Field(description="usual values of coverage that the calibration can guarantee")
     fields: list[str] = Field(description="payload fields of its items")
-    queries: QueryDrift | None = Field(
-        description="null without a calibration, or if it does not cover the size of the gallery"
-    )
 
 
 class Limits(_Model):
@@ -571,7 +520,7 @@ class NewImage(_Model):
 class Problem(_Model):
     """Why a request was refused, as RFC 9457 application/problem+json."""
 
-    type: str = Field(description="`/docs#problem-CODE`, where the service explains it")
+    type: str = Field(description="`/docs#problem-CODE`; the description of the service explains each code")
     code: str = Field(description="which problem it is, for programs; the codes stay the same")
     title: str = Field(description="the status in words")
     status: int = Field(description="of HTTP")

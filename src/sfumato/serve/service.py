@@ -30,23 +30,14 @@ from sfumato.search.gallery import Gallery, GalleryRecords
 from sfumato.search.searcher import advice, combined
 from sfumato.search.stores.protocol import StoreBase
 from sfumato.serve.answering import (
-    N_HITS,
-    N_ITEMS,
-    N_LOOKED_AT,
     Asked,
     Search,
     ServedGallery,
     Sources,
-    answered,
     calibrated_probability,
-    candidates,
     check_payloads,
-    chosen,
-    field_values,
     image_path,
     info_of,
-    native,
-    query_drift,
     refuse_guarantees,
     search_together,
     vector_sides,
@@ -55,18 +46,15 @@ from sfumato.serve.answering import (
     without_bytes,
 )
 from sfumato.serve.embedding import HEADER, Batcher, Closed, Embedder, Task, Threads, message_of, submitted
-from sfumato.serve.guard import SMALL_BODY, Budget, Metrics
+from sfumato.serve.guard import Budget, Metrics
 from sfumato.serve.schemas import (
     Answer,
-    Examples,
-    FieldValues,
     GalleryInfo,
     GalleryName,
     Info,
     Item,
     ItemList,
     Limits,
-    QueryDrift,
     QueryKinds,
     Refusal,
     SearchOptions,
@@ -98,9 +86,6 @@ class Service:
             waiting=settings.max_requests * settings.max_batch, observe=self.metrics.batch("search"),
         )  # fmt: skip
         self._infos: dict[GalleryName, tuple[int, GalleryInfo]] = {}
-        self._examples: dict[GalleryName, tuple[int, Examples]] = {}
-        self._values: dict[tuple[GalleryName, str], tuple[int, FieldValues]] = {}
-        self._choosing = {name: asyncio.Lock() for name in sources.galleries}
         self._warming: asyncio.Task[None] | None = None
         collections = {name: served.writable for name, served in sources.galleries.items()}
         for collection in collections.values():
@@ -162,8 +147,7 @@ class Service:
         if not options.abstain is options.coverage is options.min_probability is None:
             await self.in_thread(refuse_guarantees, served.gallery, asked, options)
         rows = await self._embedded(asked, served.gallery)
-        light = await self._without_bytes(asked, served)
-        searches = [Search(one, row, options, max_set) for one, row in zip(light, rows, strict=True)]
+        searches = [Search(without_bytes(one), row, options, max_set) for one, row in zip(asked, rows, strict=True)]
         found = await submitted(self.searches, searches)
         answers = []
         for one in found:
@@ -174,14 +158,6 @@ class Service:
         hits = itertools.chain.from_iterable([*(one.hits for one in answers), *sets])
         check_payloads((hit.payload for hit in hits), limits.max_response_bytes)
         return SearchResponse(gallery=options.gallery, answers=answers)
-
-    async def _without_bytes(self, asked: Sequence[Asked], served: ServedGallery) -> list[Asked]:
-        """The queries for the queue; digests of large images take milliseconds, so a thread computes them."""
-
-        def light() -> list[Asked]:
-            return [without_bytes(one, served) for one in asked]
-
-        return await self.in_thread(light) if any(len(one.image) > SMALL_BODY for one in asked) else light()
 
     def _max_set(self, n: int, options: SearchOptions) -> int:
         """Largest conformal set of each of n queries, so that the response stays within its number of items."""
@@ -280,44 +256,6 @@ class Service:
 
         return await self.in_thread(read)
 
-    async def examples(self, gallery: GalleryName) -> Examples:
-        """Queries and items to start from; they are chosen again after a write."""
-        served = self.gallery(gallery)
-        async with self._choosing[gallery]:  # The first visitors share one choice.
-            kept, version = self._examples.get(gallery), served.version
-            if kept is None or kept[0] != version:
-                self._examples[gallery] = kept = version, await self._chosen(gallery, served)
-            return kept[1]
-
-    async def _chosen(self, gallery: GalleryName, served: ServedGallery) -> Examples:
-        """Examples of a gallery as it is now."""
-        some = await self.in_thread(served.gallery.sample, N_LOOKED_AT)
-        items = _as_items(served, some)[:: max(1, len(some.ids) // N_ITEMS)][:N_ITEMS]
-        queries = []
-        if items and served.gallery.calibrated and native(served.gallery) == "text" and self.query_kinds().text:
-            texts = candidates(some.payloads)
-            most, found = self.settings.max_batch, []
-            for part in (texts[i : i + most] for i in range(0, len(texts), most)):
-                found += checked(await self.embedder.embed_texts(part), part)
-            rows = GaussianEmbedding.cat(found).to(torch.float32)
-            asked = [Asked("text", text, "", text=text) for text in texts]
-            options = SearchOptions(gallery=gallery, max_results=N_HITS)
-            unfamiliar = await self.in_thread(self.sources.unfamiliar, texts)
-            ask = partial(answered, served, asked, rows, options, max_set=N_HITS, unfamiliar=unfamiliar, watched=False)
-            queries = chosen(await self.in_thread(ask))
-        return Examples(gallery=gallery, queries=queries, items=items)
-
-    async def values(self, gallery: GalleryName, name: str) -> FieldValues:
-        """The values of a payload field; they are counted again after a write."""
-        served, key = self.gallery(gallery), (gallery, name)
-        async with self._choosing[gallery]:
-            kept, version = self._values.get(key), served.version
-            if kept is None or kept[0] != version:
-                kept = version, await self.in_thread(field_values, served, gallery, name)
-                if kept[1].values:  # Else anybody could fill the memory with names.
-                    self._values[key] = kept
-            return kept[1]
-
     def query_kinds(self) -> QueryKinds:
         """The kinds of queries that the model can answer."""
         model, sides = self.sources.model, self.vector_sides
@@ -352,14 +290,11 @@ class Service:
         }
         stores: dict[str, bool] = {name: not health.problem for name, health in self._stores.items()}
         items: dict[str, int] = {name: served.gallery.size for name, served in galleries.items()}
-        drift: dict[str, QueryDrift] = {
-            n: state for n, one in galleries.items() if (state := query_drift(one)) is not None
-        }
         calibrated: dict[str, float | None]
         calibrated = {name: calibrated_probability(served) for name, served in galleries.items()}
         values: dict[str, Mapping[str, float | None]]
         values = {"waiting": waiting, "items": items, "store_up": stores, "calibrated_probability": calibrated}
-        return self.metrics.text(values, drift, self.ready.is_set() and all(stores.values()))
+        return self.metrics.text(values, self.ready.is_set() and all(stores.values()))
 
     def changed(self, served: ServedGallery, items: int) -> None:
         """Record a write to a gallery."""
@@ -371,8 +306,7 @@ class Service:
         kept = self._infos.get(name)
         if kept is None or kept[0] != served.version:
             self._infos[name] = kept = served.version, info_of(served)
-        now = {"n": served.gallery.size, "queries": query_drift(served)}
-        return kept[1].model_copy(update={**now, "writable": kept[1].writable and rights == "write"})
+        return kept[1].model_copy(update={"n": served.gallery.size, "writable": kept[1].writable and rights == "write"})
 
     @staticmethod
     def _items(served: ServedGallery, ids: list[str]) -> GalleryRecords:

@@ -13,7 +13,7 @@ from PIL import Image
 from sfumato_client import AuthenticatedClient, Client
 from sfumato_client.api.items import add_image, add_items, delete_item, delete_items, get_item, list_items
 from sfumato_client.api.judgements import get_judgements, post_judgements, use_judgements
-from sfumato_client.api.look import get_examples, get_picture, get_values
+from sfumato_client.api.look import get_picture
 from sfumato_client.api.search import search, search_by_image, search_by_text, search_by_vector
 from sfumato_client.api.state import get_health, get_info, get_metrics, get_readiness
 from sfumato_client.models import (
@@ -21,8 +21,6 @@ from sfumato_client.models import (
     AddResponse,
     DeleteRequest,
     DeleteResponse,
-    Examples,
-    FieldValues,
     ImageSearch,
     Info,
     Item,
@@ -114,8 +112,6 @@ def items() -> None:
     assert of(AddResponse, add_image.sync(client=client, body=form)).created == 1
     assert of(AddResponse, add_image.sync(client=client, body=plain)).n == 27
     assert of(Item, get_item.sync("a/b c.png", client=client)).payload.to_dict() == {"place": "wood"}
-    values = of(FieldValues, get_values.sync(client=client, field="place")).values
-    assert {one.value: one.n for one in values} == {"wood": 1, "zoo": 1}
     small = of(File, get_picture.sync("a/b c.png", client=client, size=16))
     with Image.open(small.payload) as shown:
         assert shown.size == (16, 12)
@@ -129,7 +125,6 @@ def items() -> None:
     assert of(DeleteResponse, delete_item.sync("a/b c.png", client=client)).deleted == 1
     rest = DeleteRequest(ids=["c.png", "d.png", "never.png"])
     assert of(DeleteResponse, delete_items.sync(client=client, body=rest)).deleted == 2
-    assert len(of(Examples, get_examples.sync(client=client)).items) == 6
 
 
 def judgements() -> None:

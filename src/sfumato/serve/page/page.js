@@ -128,15 +128,22 @@ function askPicture(slot, file) {
 
 // ---- searching
 
-async function foldersOf(gallery) {
-  if (!folders.has(gallery)) folders.set(gallery, json(`v1/values?field=folder&gallery=${gallery}`).then(({ values }) => {
-    const found = new Map();
-    for (const { value, n } of values) {
-      const parts = value.split("/");
-      for (let i = 1; i <= parts.length; i++) found.set(parts.slice(0, i).join("/"), (found.get(parts.slice(0, i).join("/")) ?? 0) + n);
+// In the first items: 20 requests at most.
+async function foldersIn(gallery) {
+  const found = new Map();
+  for (let page = 0, cursor = ""; page < 20 && cursor !== null; page++) {
+    const { items, next_cursor } = await json(`v1/items?gallery=${gallery}&limit=1000${cursor && `&cursor=${cursor}`}`);
+    for (const { payload: { folder } } of items) {
+      const parts = folder?.split("/") ?? [];
+      for (let i = 1; i <= parts.length; i++) found.set(parts.slice(0, i).join("/"), (found.get(parts.slice(0, i).join("/")) ?? 0) + 1);
     }
-    return found;
-  }, () => new Map()));
+    cursor = next_cursor;
+  }
+  return found;
+}
+
+async function foldersOf(gallery) {
+  if (!folders.has(gallery)) folders.set(gallery, foldersIn(gallery).catch(() => new Map()));
   return folders.get(gallery);
 }
 
@@ -259,7 +266,6 @@ const facts = (answer, n) => [
     h("div", {}, h("p", {}, expectation(answer.expected_matches, among())), !filtered() && strip(answer.expected_matches, n)),
     answer.hits.length > 0 && h("div", {}, h("p", {}, "First result: right in ", h("b", {}, odds(number(answer))), " such searches"),
       h("span", { class: "strip", role: "img", "aria-label": `probability ${percent(number(answer))}` }, bar(number(answer))))),
-  answer.queries_differ && h("p", { class: "guess" }, "Recent searches differ from those that the probabilities were fitted on: they may be off."),
   meaning({ target: made(answer.target), among: filtered() ? among() : `the ${among()}`, sum: about(answer.expected_matches), first: percent(number(answer)), whole: filtered() ? "" : "The strip is the whole gallery." }),
   h("p", { class: "expert count" }, `Distance ${answer.distance}; total variance of the search ${figure(answer.total_variance)}.`),
 ];
@@ -324,14 +330,11 @@ function counted({ hits, calibrated, verdict, target, expected_matches: expected
 
 // ---- the start
 
-const KINDS = { vague: "A vague search", precise: "A precise search" };
-
 function welcome() {
   const { n } = here();
   const { text, image: pictures } = info.query_kinds;
   const { gallery } = state;
-  const waiting = n > 0 && Array.from({ length: 3 }, () => h("li", { class: "tile waiting", "aria-hidden": "true" }, h("i", { class: "blank" })));
-  const tiles = h("ul", { class: "tiles" }, waiting);
+  const tiles = h("ul", { class: "tiles" }, n > 0 && h("li", { class: "tile wide waiting", "aria-hidden": "true" }, h("i", { class: "blank" })));
   const mayAdd = !$("#add-open").hidden;
   const node = h("section", { class: "card empty" },
     h("h2", {}, !n ? `No ${gallery} yet` : text ? `Search ${things(gallery, n)}` : `Search ${things(gallery, n)} by item`),
@@ -339,23 +342,13 @@ function welcome() {
       text ? "Write what you look for" : "Write the id of an item", pictures && ", or drop or paste an image",
       here().calibrated && info.query_kinds[native()] ? ". Every answer says how many results should match, and how likely the first one is right." : ". The closest items come first.",
     ]).filter(Boolean)), !n && mayAdd && h("p", {}, button({ class: "main", onclick: () => openAdd() }, "Add…")), tiles);
-  if (n) json(`v1/examples?gallery=${gallery}`).then(({ queries, items }) => {
+  if (n) json(`v1/items?gallery=${gallery}&limit=6`).then(({ items }) => {
     for (const item of items) known.set(item.id, item);
-    tiles.replaceChildren(...queries.map(example));
-    if (queries.length) $("p", node).append(" Try the difference:");
-    if (items.length) tiles.append(h("li", { class: "tile wide" }, h("h3", {}, here().pictures ? "Some of the images" : "Some of the items"),
+    tiles.replaceChildren(h("li", { class: "tile wide" }, h("h3", {}, here().pictures ? "Some of the images" : "Some of the items"),
       h("ul", { class: `grid ${gallery}` }, items.map((item) => h("li", { class: "hit" }, pick(0, item, { size: THUMBNAIL }))))));
-  }, () => tiles.replaceChildren()); // Without examples one can search all the same.
+  }, () => tiles.replaceChildren()); // Without them one can search all the same.
   return node;
 }
-
-const example = ({ kind, answer }) =>
-  h("li", { class: `tile ${toneOf(answer)} ${kind}` },
-    h("h3", {}, KINDS[kind]),
-    button({ class: "try", onclick: () => ask(0, { kind: "text", value: answer.query }) },
-      h("span", { class: "query" }, `“${answer.query}”`),
-      h("span", { class: "thumbs" }, answer.hits.map((hit) => (hit.picture ? image(hit.picture, "", THUMBNAIL) : h("span", { class: "name" }, nameOf(hit))))),
-      strip(answer.expected_matches, here().n), verdictOf(answer)));
 
 // ---- an item enlarged, with its details
 
