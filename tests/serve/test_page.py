@@ -816,7 +816,8 @@ def test_scripts_of_the_documentation_reach_neither_the_key_nor_the_service(chro
         window.SwaggerUIBundle = ({spec}) => {
             let told = spec.info.title;
             try { sessionStorage.getItem("sfumato-key"); told += ", the key"; } catch {}
-            fetch("/v1/info").then(() => "the service", () => "no more").then((found) => (document.title = `${told}, ${found}`));
+            const say = (found) => (document.title = `${told}, ${found}`);
+            fetch("/v1/info").then(() => say("the service"), () => say("no more"));
         };
         SwaggerUIBundle.presets = {}; SwaggerUIBundle.SwaggerUIStandalonePreset = {};"""
     page = chromium.new_context(base_url=str(service.base_url)).new_page()
