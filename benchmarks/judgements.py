@@ -5,7 +5,7 @@
 FLICKR8K and JUDGEMENTS are those of fits_prior.py. The queries are the half of the judged captions that the packaged
 constants were not fitted on. In each draw a random half of these is judged and the other half tests. A verdict is that
 of one person: yes with the fraction of people who said yes. Hits are sampled from the first ten by rank and
-probability, as `sfumato judge` does. Hits that nobody judged are unknown, and left out.
+probability, as the service does. Hits that nobody judged are unknown, and left out.
 
 "shifted": the prior with 1.5 added to all logits of hits, where verdicts must help. "calibration error" is that of
 fits_prior.py, "change" its mean change by the verdicts with two standard errors over draws.

@@ -94,8 +94,11 @@ def make(commands: Path, work: Path) -> list[str]:
     galleries = ["index", "graph", "exported-index", *STORES]
     if "--data" in run(sfumato, "index", "--help", cwd=work):
         run(sfumato, "index", "--data", "photos", "--out", "own", cwd=work)
-        asked = ("judge", "own", *QUERIES, "-n", "40", "--judge", "ann", "--out", "verdicts.jsonl")
-        run(sfumato, *asked, cwd=work, answers="y\nn\nn\n" * 20)
+        rows = [
+            {"query": query, "id": hit["id"], "yes": int(i % 3 == 0), "judge": "ann", "when": "2026-01-01", "why": "a"}
+            for query, hits in answers(commands, work, "own").items() for i, hit in enumerate(hits)
+        ]  # fmt: skip
+        (work / "verdicts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
         run(sfumato, "calibrate", "own", "--judgements", "verdicts.jsonl", cwd=work)
         galleries.append("own")
     return galleries

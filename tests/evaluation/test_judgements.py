@@ -13,17 +13,16 @@ from sfumato.errors import UserError
 from sfumato.evaluation.judgements import (
     Judgement,
     ShownHit,
-    agreement,
     condensed_ndcg,
-    fleiss_kappa,
     judged_figures,
     merged,
     pair_verdicts,
+    qrels_of,
     read_judgements,
     read_qrels,
+    read_verdicts,
     sample_hits,
     write_judgements,
-    write_qrels,
 )
 from sfumato.metrics.bootstrap import on_all
 from sfumato.metrics.reliability import calibration_error_statistic, expected_calibration_error
@@ -81,7 +80,7 @@ def test_the_latest_verdict_of_one_judge_counts():
 def test_qrels_are_four_columns_and_come_back(tmp_path):
     others = [replace(ONE, judge=name, yes=yes) for name, yes in (("bob", 0), ("eve", 1))]
     second = replace(ONE, query="100% ü", id="b", yes=0)
-    assert write_qrels(tmp_path / "q", [ONE, *others, second]) == 2
+    (tmp_path / "q").write_text(qrels_of([ONE, *others, second]))
     lines = (tmp_path / "q").read_text().splitlines()
     assert lines[0] == "a%20dog 0 x%20y.jpg 1" and all(len(line.split()) == 4 for line in lines)
     back = read_qrels(tmp_path / "q", "team")
@@ -89,27 +88,12 @@ def test_qrels_are_four_columns_and_come_back(tmp_path):
         ("a dog", "x y.jpg", 1, "team"),
         ("100% ü", "b", 0, "team"),
     ]
+    assert [b.pair for b in read_verdicts(tmp_path / "q")] == [b.pair for b in back]
     (tmp_path / "q").write_text("301\tQ0\tdoc\t2\n301 0 spam -2\n")
     assert [(b.query, b.id, b.yes) for b in read_qrels(tmp_path / "q")] == [("301", "doc", 1)]
     (tmp_path / "q").write_text("301 0 doc 1\n301 0 doc\n")
     with pytest.raises(UserError, match="line 2: '301 0 doc' is no line of TREC qrels"):
         read_qrels(tmp_path / "q")
-
-
-def test_kappa_by_hand():
-    """Three judges: pairs of 3:0, 2:1, 0:3 and 1:2. Observed (1 + 1/3 + 1 + 1/3) / 4 = 2/3, chance 1/2."""
-    assert fleiss_kappa(np.array([[3, 0], [2, 1], [0, 3], [1, 2], [1, 0]])) == pytest.approx((2 / 3 - 1 / 2) / (1 / 2))
-    table = """0 0 0 0 14 0 2 6 4 2 0 0 3 5 6 0 3 9 2 0 2 2 8 1 1 7 7 0 0 0 3 2 6 3 0 2 5 3 2 2 6 5 2 1 0 0 2 2 3 7"""
-    assert fleiss_kappa(np.array(table.split(), float).reshape(10, 5)) == pytest.approx(0.210, abs=5e-4), "Fleiss 1971"
-    assert math.isnan(fleiss_kappa(np.array([[1, 0]]))) and math.isnan(fleiss_kappa(np.array([[3, 0], [2, 0]])))
-
-
-def test_agreement_of_a_file():
-    verdicts = [("ann", "a", 1), ("bob", "a", 1), ("ann", "b", 0), ("bob", "b", 1), ("ann", "c", 1)]
-    found = agreement([replace(ONE, judge=judge, id=i, yes=yes) for judge, i, yes in verdicts])
-    assert found["judges"] == {"ann": 3, "bob": 2} and found["verdicts"] == 5 and found["pairs"] == 3
-    assert found["pairs_of_several"] == 2 and found["unanimous"] == 1
-    assert found["kappa"] == pytest.approx((0.5 - 0.625) / 0.375)
 
 
 def lists(n_queries=30, k=12, seed=0):

@@ -1,4 +1,4 @@
-"""People's verdicts over HTTP: kept in the file of the command, summed up, taken back, and used at once."""
+"""People's verdicts over HTTP: kept in a file, summed up, taken back, given as qrels, and used at once."""
 
 import shutil
 from concurrent.futures import ThreadPoolExecutor
@@ -45,6 +45,9 @@ def test_verdicts_are_kept_replaced_and_taken_back(judged):
     given = judged.get("/v1/judgements", params={"query": "red"}).json()["given"]
     assert given == {ids[0]: True, ids[1]: False}
     assert judged.get("/v1/judgements", params={"query": "red", "judge": "ann"}).json()["given"] == {}
+    qrels = judged.get("/v1/judgements?format=qrels")
+    assert qrels.headers["content-type"].startswith("text/plain")
+    assert qrels.text.splitlines() == [f"red 0 {ids[0]} 1", f"a%20red%20one 0 {ids[0]} 1", f"red 0 {ids[1]} 0"]
 
 
 def test_verdicts_are_counted_beside_what_was_said(judged):

@@ -14,7 +14,6 @@ from pathlib import Path
 
 from sfumato.cli import (  # noqa: F401  They register their commands.
     evaluate_commands,
-    judge_commands,
     model_commands,
     search_commands,
     study_commands,

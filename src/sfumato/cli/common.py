@@ -21,7 +21,7 @@ from sfumato.progress import say
 _GROUPS = {
     "start": "demo index search serve",
     "models": "train adopt calibrate export recipes",
-    "measure": "evaluate judge trust score audit report table",
+    "measure": "evaluate trust score audit report table",
     "data": "embed copy delete",
 }
 """The groups of the help and their commands; all others are studies, which --help-all shows."""

@@ -110,7 +110,7 @@ def _kind(path: str) -> tuple[str, str]:
         if (file / CONFIG).is_file():
             return "an exported or published model", "model"
         if GaussianCollection.is_one(file) or is_gallery(file):
-            return "an index, which people's verdicts evaluate (sfumato judge)", "index"
+            return "an index, which people's verdicts evaluate", "index"
         if any(_of_embeddings(f) for f in file.iterdir()):
             return "a folder of embeddings", "files"
         return "a folder that holds neither a run, nor a model, nor embeddings", ""
@@ -390,7 +390,7 @@ def _refuse_what_needs_embeddings(beside: MoreFlags, kind: str) -> None:
 @command(evaluate)
 def index(
     folder: Path = word(..., "Folder of an index or a collection.", "INDEX"),
-    judgements: Path = flag(..., "File of people's verdicts, of sfumato judge.", metavar="FILE"),
+    judgements: Path = flag(..., "File of people's verdicts, of sfumato serve or TREC qrels.", metavar="FILE"),
     k: int = flag(10, "Number of hits per query.", "-k", min=1),
     run: str | None = flag(None, "Folder or name of the model. Default: where it was for the index.", metavar="MODEL"),
     store: str | None = flag(None, "URL of the store. Default: the one it was built with.", metavar="URL"),

@@ -130,8 +130,8 @@ def calibrate(
     run: Path | None = word(None, "Folder of a run; with --judgements, of a collection.", "RUN"),
     judgements: Path | None = flag(
         None,
-        "Refine the probabilities of a collection by people's verdicts instead (sfumato judge). Give all verdicts: a"
-        " refinement starts at the packaged constants.",
+        "Refine the probabilities of a collection by people's verdicts instead, of sfumato serve or TREC qrels."
+        " Give all verdicts: a refinement starts at the packaged constants.",
         metavar="FILE",
     ),
     split: str = flag(
@@ -165,7 +165,7 @@ def calibrate(
             raise UserError("--judgements refines a collection; leave --split, --method, --queries and --device out")
         return _refine(run, judgements, as_json)
     if GaussianCollection.is_one(run):
-        raise UserError(f"{run} is a collection; refine its probabilities with --judgements FILE (sfumato judge {run})")
+        raise UserError(f"{run} is a collection; refine its probabilities with --judgements FILE")
     fitted = calibrate_run(run, split, method=method, population=queries, device=choose_device(device))
     result = describe_calibration(fitted)
     if as_json:

@@ -11,7 +11,7 @@ read, have neither; there queries and items are percent-encoded, so that no seco
 import hashlib
 import json
 import math
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from datetime import UTC, datetime
@@ -172,13 +172,19 @@ def pair_verdicts(judgements: Iterable[Judgement]) -> list[PairVerdict]:
 _PLAIN = "/.,:;'()!?&=+@"
 
 
-def write_qrels(path: str | Path, judgements: Iterable[Judgement]) -> int:
-    """Write TREC qrels, a line a pair: query, 0, item, and 1 if more than half of the judges say yes. Returns their
-    number. Queries and items are percent-encoded, as a column has no spaces."""
+def qrels_of(judgements: Iterable[Judgement]) -> str:
+    """TREC qrels, a line a pair: query, 0, item, and 1 if more than half of the judges say yes.
+
+    Queries and items are percent-encoded, as a column has no spaces.
+    """
     found = pair_verdicts(judgements)
-    lines = [f"{quote(one.query, _PLAIN)} 0 {quote(one.id, _PLAIN)} {int(one.yes > 0.5)}\n" for one in found]
-    write_atomically(path, "".join(lines))
-    return len(lines)
+    return "".join(f"{quote(one.query, _PLAIN)} 0 {quote(one.id, _PLAIN)} {int(one.yes > 0.5)}\n" for one in found)
+
+
+def read_verdicts(path: str | Path) -> list[Judgement]:
+    """The verdicts of a file: JSON lines or TREC qrels, by its first line."""
+    lines = _lines(Path(path))
+    return read_qrels(path) if lines and not lines[0][1].lstrip().startswith("{") else read_judgements(path)
 
 
 def read_qrels(path: str | Path, judge: str = IMPORTED) -> list[Judgement]:
@@ -197,41 +203,6 @@ def read_qrels(path: str | Path, judge: str = IMPORTED) -> list[Judgement]:
         if grade >= 0:
             found.append(Judgement(unquote(query), unquote(item), int(grade > 0), judge, when, IMPORTED))
     return found
-
-
-def fleiss_kappa(counts: np.ndarray) -> float:
-    """Agreement of several judges beyond chance: 1 is perfect, 0 is that of judges who do not look.
-
-    Pairs with one judge do not count; numbers of judges may differ. counts (n pairs, k categories) -> nan without two
-    judges on any pair, or if all verdicts are equal.
-
-    Paper: Fleiss, "Measuring nominal scale agreement among many raters", Psychological Bulletin 1971.
-    """
-    counts = np.asarray(counts, float)
-    counts = counts[counts.sum(1) >= 2]
-    if not len(counts):
-        return math.nan
-    n = counts.sum(1)
-    observed = float(((counts * (counts - 1)).sum(1) / (n * (n - 1))).mean())
-    chance = float(np.square(counts.sum(0) / n.sum()).sum())
-    return (observed - chance) / (1 - chance) if chance < 1 else math.nan
-
-
-def agreement(judgements: Iterable[Judgement]) -> dict[str, Any]:
-    """How far several judges agree: numbers of verdicts by judge, of pairs with two or more, and Fleiss' kappa."""
-    kept = merged(judgements)
-    several = [one for one in pair_verdicts(kept) if one.n_judges > 1]
-    yes = [round(one.yes * one.n_judges) for one in several]
-    counts = np.array([[y, one.n_judges - y] for y, one in zip(yes, several, strict=True)]).reshape(-1, 2)
-    kappa = fleiss_kappa(counts)
-    return {
-        "verdicts": len(kept),
-        "judges": dict(sorted(Counter(one.judge for one in kept).items())),
-        "pairs": len({one.pair for one in kept}),
-        "pairs_of_several": len(several),
-        "unanimous": sum(one.yes in (0, 1) for one in several),
-        "kappa": None if math.isnan(kappa) else kappa,
-    }
 
 
 @dataclass(frozen=True)
@@ -360,7 +331,7 @@ def judged_figures(
     verdicts = {(one.query, one.id): one for one in pair_verdicts(judgements)}
     known = [(hit, verdicts[hit.pair]) for hit in hits if hit.pair in verdicts]
     if not known:
-        raise UserError("none of the hits was judged; judge some with sfumato judge INDEX QUERY --out FILE")
+        raise UserError("none of the hits was judged; judge some on the page of sfumato serve INDEX --judgements FILE")
     yes = np.array([one.yes for _, one in known])
     weight = np.array([one.weight for _, one in known])
     first = np.array([hit.rank == 1 for hit, _ in known])

@@ -1,52 +1,13 @@
-"""What a judge of hits sees in a terminal, and what verdicts say about an index."""
+"""What verdicts say about an index, for a terminal."""
 
-import io
-from collections.abc import Mapping
 from pathlib import Path
 
-import numpy as np
-from PIL import Image
-
 from sfumato.calibration.corrections import N_FOLDS
-from sfumato.data.images import ImageSource, handed_out, thumbnail
-from sfumato.errors import counted, printable
-from sfumato.evaluation.judgements import JudgedFigures, ShownHit
+from sfumato.errors import counted
+from sfumato.evaluation.judgements import JudgedFigures
 from sfumato.metrics.bootstrap import Interval
 from sfumato.reports.tables import MISSING, compact_interval, percent, print_table, print_wrapped
-from sfumato.search.answer import Hit
 from sfumato.workflows.judge import Judged, Refined
-
-WIDTH, HEIGHT = 48, 20
-"""Largest width and height of a picture, in characters."""
-
-
-def in_blocks(source: ImageSource, width: int = WIDTH, height: int = HEIGHT) -> str:
-    """A picture of coloured half blocks, two rows of pixels a line; "" of a file that cannot be read."""
-    content = thumbnail(source)
-    if content is None:
-        return ""
-    image = Image.open(io.BytesIO(content)).convert("RGB")
-    factor = min(width / image.width, 2 * height / image.height)
-    size = max(1, round(factor * image.width)), 2 * max(1, round(factor * image.height / 2))
-    pixels = np.asarray(image.resize(size, Image.Resampling.BOX)).tolist()
-
-    def block(above: list[int], below: list[int]) -> str:
-        return "\x1b[38;2;{};{};{}m".format(*above) + "\x1b[48;2;{};{};{}m▀".format(*below)
-
-    rows = zip(pixels[::2], pixels[1::2], strict=True)
-    return "\n".join("".join(map(block, above, below)) + "\x1b[0m" for above, below in rows)
-
-
-def question(hit: ShownHit, found: Hit, number: int, of: int) -> str:
-    """The query, and the item's name and texts. The probability is not shown: it would sway the judge."""
-    lines = [f"[{number} of {of}]  {hit.query}", f"  {found.id}"]
-    lines += [f"  {name}: {text}" for name, text in _texts(handed_out(found.payload)) if text != found.id]
-    return printable("\n".join(lines))
-
-
-def _texts(payload: Mapping[str, str]) -> list[tuple[str, str]]:
-    return [(name, line) for name, text in payload.items() for line in text.split("\n") if line.strip()]
-
 
 _UNKNOWN = "Hits that nobody judged are unknown and do not count. Intervals: 95 %, over queries."
 

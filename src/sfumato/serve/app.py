@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mappin
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
 from fastapi import FastAPI, Form, Request, params
@@ -498,10 +498,15 @@ def _add_judgements(app: FastAPI, judging: Judging) -> None:
 
     @app.get("/v1/judgements", response_model=JudgementsSummary, **tagged)
     async def get_judgements(
+        format: Annotated[
+            Literal["summary", "qrels"], Parameter(description="qrels: all verdicts as TREC qrels, in plain text")
+        ] = "summary",
         query: Annotated[str | None, Parameter(max_length=2000, description="text whose verdicts to list")] = None,
         judge: Annotated[str, Parameter(max_length=100, description="whose verdicts to list")] = WEB,
     ) -> Response:
         """What people's verdicts say about the hits, and those of a judge on one query."""
+        if format == "qrels":
+            return PlainTextResponse(await judging.qrels())
         return _json(await judging.summary(query, judge))
 
     tagged = {**tagged, "responses": problems(404, 409, 413, 415, 422, 503, 504)}

@@ -17,6 +17,7 @@ from sfumato.evaluation.judgements import (
     judged_figures,
     merged,
     now,
+    qrels_of,
     read_judgements,
 )
 from sfumato.gaussian import GaussianEmbedding
@@ -95,6 +96,11 @@ class Judging:
             )
 
         return await self._run(read)
+
+    async def qrels(self) -> str:
+        """The verdicts as TREC qrels."""
+        path, target = self._path(), _target(self.service.gallery("images"))
+        return await self._run(lambda: qrels_of(_of_target(path, target)))
 
     async def use(self) -> JudgementsUsed:
         """Refine the probabilities by all verdicts; searches use the result at once."""

@@ -1,12 +1,9 @@
-"""People judge hits of an index, and their verdicts measure its probabilities and refine them.
-
-:class:`Session` is a round of questions without its terminal: it knows what to ask, and saves every answer at once.
-"""
+"""People's verdicts on the hits of an index measure its probabilities and refine them."""
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,22 +12,16 @@ import torch
 
 from sfumato.calibration.corrections import N_FOLDS, JudgedHits
 from sfumato.calibration.fits import FitsCalibration
-from sfumato.errors import UserError, as_typed, counted
+from sfumato.errors import UserError
 from sfumato.evaluation.judgements import (
     JudgedFigures,
     Judgement,
     PairVerdict,
     ShownHit,
-    change_judgements,
     judged_figures,
-    merged,
-    now,
     pair_verdicts,
-    read_judgements,
-    read_qrels,
-    sample_hits,
+    read_verdicts,
 )
-from sfumato.progress import say
 from sfumato.search.answer import Hit
 from sfumato.search.collection import GaussianCollection
 from sfumato.search.gallery import FITS
@@ -69,85 +60,17 @@ def find_hits(searcher: Searcher, queries: Sequence[str], k: int) -> Found:
     return Found(shown, hit, target)
 
 
-@dataclass(eq=False)
-class Session:
-    """Questions to one judge about a sample of hits. The file has every verdict before the next question.
-
-    Verdicts that this judge has given before are not asked for again; they get the weights of this sample. Those of
-    other judges stay, also of judges who write to the file meanwhile.
-    """
-
-    path: Path
-    judge: str
-    sample: Sequence[ShownHit]
-    target: str
-    own: list[Judgement]  # the verdicts of this judge
-    place: int = 0  # number of the next question
-    _before: list[tuple[int, list[Judgement]]] = field(default_factory=list)
-
-    @classmethod
-    def of(cls, path: Path, judge: str, found: Found, n: int, *, seed: int = 0) -> "Session":
-        """Go on with a file, or begin one."""
-        drawn = {hit.pair: hit for hit in sample_hits(found.shown, n, seed=seed)}
-        kept = merged(one for one in (read_judgements(path) if path.exists() else ()) if one.judge == judge)
-        own = [replace(one, weight=hit.weight, why=hit.why) if (hit := drawn.get(one.pair)) else one for one in kept]
-        given = {one.pair for one in own}
-        return cls(path, judge, [hit for pair, hit in drawn.items() if pair not in given], found.target, own)
-
-    @property
-    def next(self) -> ShownHit | None:
-        """The hit to ask about; None at the end."""
-        return self.sample[self.place] if self.place < len(self.sample) else None
-
-    @property
-    def n_given(self) -> int:
-        """Number of verdicts of this round."""
-        return len(self.own) - len(self._before[0][1]) if self._before else 0
-
-    def answer(self, yes: int | None) -> None:
-        """Keep a verdict on the next hit; None skips it."""
-        hit = self.next
-        assert hit is not None
-        self._before.append((self.place, self.own))
-        self.place += 1
-        if yes is not None:
-            about = (hit.query, hit.id, yes, self.judge, now(), hit.why, hit.probability, hit.weight, self.target)
-            self.own = [*self.own, Judgement(*about)]
-            self._save()
-
-    def undo(self) -> bool:
-        """Take the last answer of this round back. Returns whether there was one."""
-        if not self._before:
-            return False
-        self.place, before = self._before.pop()
-        if before is not self.own:
-            self.own = before
-            self._save()
-        return True
-
-    def _save(self) -> None:
-        change_judgements(self.path, lambda kept: [*(one for one in kept if one.judge != self.judge), *self.own])
-
-
-def import_verdicts(path: Path, files: Sequence[Path], judge: str) -> tuple[int, list[Judgement]]:
-    """Merge files of verdicts, and TREC qrels, into a file. Returns the number of new or later ones, and all."""
-    others = [read_judgements(file) if file.suffix == ".jsonl" else read_qrels(file, judge) for file in files]
-    before, after = change_judgements(path, lambda kept: merged(kept, *others))
-    return len(set(after) - set(merged(before))), after
-
-
 @contextlib.contextmanager
 def _opened(folder: Path, run: str | None, store: str | None) -> Iterator[Searcher]:
     with contextlib.closing(load_index(folder, run=run, store=store)) as searcher:
         yield searcher
 
 
-def _of_target(folder: Path, path: Path, target: str) -> list[Judgement]:
+def _of_target(path: Path, target: str) -> list[Judgement]:
     """The verdicts of a file on one target."""
-    if own := [one for one in read_judgements(path) if one.target == target]:
+    if own := [one for one in read_verdicts(path) if one.target == target]:
         return own
-    command = as_typed("sfumato", "judge", folder, "QUERY", "--out", path)
-    raise UserError(f'{path} holds no verdicts of target "{target}"; judge hits with {command}')
+    raise UserError(f'{path} holds no verdicts of target "{target}"; judge hits with sfumato serve --judgements')
 
 
 @dataclass(frozen=True)
@@ -168,7 +91,7 @@ def evaluate_index(
     folder: Path, path: Path, *, k: int = 10, run: str | None = None, store: str | None = None, n_resamples: int = 1000
 ) -> Judged:
     """Measure the first k hits of the judged queries by verdicts."""
-    verdicts = read_judgements(path)
+    verdicts = read_verdicts(path)
     with _opened(folder, run, store) as searcher:
         found = find_hits(searcher, list(dict.fromkeys(one.query for one in verdicts)), k)
     own = [one for one in verdicts if one.target == found.target]
@@ -203,7 +126,7 @@ class NotRefinedError(UserError):
 
 def refine_index(folder: Path, path: Path) -> Refined:
     """Refine the calibration of target "fits" by the verdicts of a file, and keep it with the collection."""
-    verdicts = _of_target(folder, path, "fits")
+    verdicts = _of_target(path, "fits")
     with _opened(folder, None, None) as searcher:
         return refine(searcher, verdicts)
 
@@ -268,26 +191,3 @@ def _cross_fitted(fits: FitsCalibration, hits: JudgedHits, seed: int) -> torch.T
         changes = fits.corrections(hits.some(fold != k), seed=seed)
         logit[fold == k] = fits.corrected_logits(changes, hits.some(fold == k))
     return logit
-
-
-def judge_hits(
-    folder: Path,
-    queries: Sequence[str],
-    ask: Callable[[Session, Found, Searcher], None],
-    *,
-    out: Path,
-    judge: str,
-    n: int,
-    k: int,
-    run: str | None = None,
-    store: str | None = None,
-    seed: int = 0,
-) -> Session:
-    """Ask a judge about n of the first k hits of queries."""
-    with _opened(folder, run, store) as searcher:
-        found = find_hits(searcher, list(dict.fromkeys(queries)), k)
-        session = Session.of(out, judge, found, n, seed=seed)
-        if not session.sample:
-            say(f"{judge} has judged all {counted(len(sample_hits(found.shown, n, seed=seed)), 'hit')} of the sample")
-        ask(session, found, searcher)
-    return session

@@ -2,7 +2,7 @@
 
 A run has a line for each hit, `QUERY Q0 ITEM RANK SCORE TAG`; qrels a line for each judged pair, `QUERY 0 ITEM GRADE`.
 Queries and items of a run stay as they are written. To find them in qrels, percent-encoding is read, as that of
-`sfumato judge --export`.
+GET /v1/judgements?format=qrels.
 """
 
 import json
