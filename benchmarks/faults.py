@@ -41,9 +41,7 @@ from sfumato.serve.settings import Settings
 PATHS = (
     *(
         "/v1/search",
-        "/v1/search/image",
         "/v1/items",
-        "/v1/items/image",
         "/v1/items/delete",
         "/v1/items/0",
         "/v1/info",
@@ -348,7 +346,7 @@ def raw_request(random: random.Random) -> bytes:
             "application/json",
         )
     elif kind < 0.65:
-        path, body = random.choice(("/v1/search/image", "/v1/items/image")), form_bytes(random)
+        path, body = random.choice(("/v1/search", "/v1/items")), form_bytes(random)
         content = "multipart/form-data; boundary=x"
     elif kind < 0.7:
         body = json.dumps(

@@ -8,11 +8,11 @@ pauses. Meanwhile one of the services, PostgreSQL with all its processes, or ngi
 SIGKILL, in random order, and started again. The next kill comes when both services answer searches again.
 
 Every request is counted under the fault that it overlaps. Expected: none fails between faults; none fails while a
-service is away (but a DELETE that the proxy sends again may answer 404, because the item is gone); while the store is
-away requests succeed or answer 503 with Retry-After; while the proxy is away they succeed or have no answer. A write
-without an acknowledgement may have been made or not: it is counted as unknown, and both states are right. Items are
-compared all the while. At the end every item is compared with what was acknowledged (id, version in the payload, pixels
-of the image), and each service lists every id once. Exits with 1 if something is wrong.
+service is away; while the store is away requests succeed or answer 503 with Retry-After; while the proxy is away they
+succeed or have no answer. A write without an acknowledgement may have been made or not: it is counted as unknown, and
+both states are right. Items are compared all the while. At the end every item is compared with what was acknowledged
+(id, version in the payload, pixels of the image), and each service lists every id once. Exits with 1 if something is
+wrong.
 """
 
 import argparse
@@ -40,10 +40,10 @@ from store_servers import PostgresServer, free_port
 CLIENTS, PAUSE, ITEMS = 6, 0.03, 300
 """Clients, mean seconds between the requests of one, and items that nobody changes."""
 
-KINDS = {"query": 20, "text": 20, "item": 20, "add": 25, "delete": 6, "remove": 6}
-"""Weights of the kinds of requests: search by GET and by POST, read, add or replace, delete by POST and by DELETE."""
+KINDS = {"query": 20, "text": 20, "item": 20, "add": 25, "delete": 12}
+"""Weights of the kinds of requests: search by GET and by POST, read, add or replace, delete."""
 
-WRITES = ("add", "delete", "remove")
+WRITES = ("add", "delete")
 FAULTS, BETWEEN = ("service", "store", "proxy"), "between"
 OK, AWAY, GONE = "ok", "503", "404, already gone"
 
@@ -144,14 +144,6 @@ class Caller(Client):
             answer = self._send("item", "GET", f"/v1/pictures/{id}")
             if answer.status_code == 200 and not shows(answer, id, found):
                 self._record.blame(f"lost: the image of {id}, version {found}")
-
-    def _remove(self) -> None:
-        id, allowed = self._chance.choice(self._ids), self._record.allowed
-        before = allowed.get(id, {None})
-        allowed[id] = before | {None}
-        answer = self._send("remove", "DELETE", f"/v1/items/{id}", (200, 404) if None in before else (200,))
-        if answer.status_code in (200, 404):
-            allowed[id] = {None}
 
 
 class Setup:

@@ -36,7 +36,7 @@ from typing import Any
 import httpx
 import numpy as np
 from PIL import Image
-from service_world import WORDS, small_sources
+from service_world import WORDS, in_base64, small_sources
 from store_servers import family_memory
 
 from sfumato.serve.app import create_app
@@ -115,12 +115,12 @@ def of(*phases: tuple[list[float], Counter[str]]) -> dict[str, Any]:
 
 def send(url: str, image: bytes, id: str | None) -> tuple[str, float]:
     """Search by an image, or store it; returns (status, seconds to wait before the next request)."""
-    fields = b"" if id is None else b'--x\r\nContent-Disposition: form-data; name="id"\r\n\r\n' + id.encode() + b"\r\n"
-    file = b'--x\r\nContent-Disposition: form-data; name="image"; filename="a.jpg"\r\n\r\n' + image + b"\r\n--x--\r\n"
+    one = {"image": in_base64(image)} | ({} if id is None else {"id": id})
+    body = json.dumps({"queries" if id is None else "items": [one]})
     connection = HTTPConnection(url.removeprefix("http://"), timeout=90)
     try:
-        path = "/v1/search/image" if id is None else "/v1/items/image"
-        connection.request("POST", path, fields + file, {"Content-Type": "multipart/form-data; boundary=x"})
+        path = "/v1/search" if id is None else "/v1/items"
+        connection.request("POST", path, body, {"Content-Type": "application/json"})
         answer = connection.getresponse()
         answer.read()
         return str(answer.status), float(answer.headers.get("Retry-After", 0))

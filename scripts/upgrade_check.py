@@ -18,7 +18,6 @@ import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
 from release_check import ROOT, TINY, environment, run, served, tried
 
@@ -73,9 +72,9 @@ def change(commands: Path, work: Path, name: str, part: int) -> None:
     doomed = photographs(work / photos, part)[:3]
     run(commands / "sfumato", "index", "run", "--images", photos, "--out", name, "--add", cwd=work)
     with served(commands, work, name) as url:
-        for one in doomed:
-            asked = urllib.request.Request(f"{url}/v1/items/{quote(one)}", method="DELETE")
-            urllib.request.urlopen(asked, timeout=60).close()
+        body, head = json.dumps({"ids": doomed}).encode(), {"Content-Type": "application/json"}
+        asked = urllib.request.Request(f"{url}/v1/items/delete", body, head)
+        urllib.request.urlopen(asked, timeout=60).close()
 
 
 def make(commands: Path, work: Path) -> list[str]:

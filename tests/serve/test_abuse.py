@@ -17,7 +17,7 @@ import torch
 from PIL import Image
 from serve.test_faults import problem
 from support.raising import raises
-from support.serving import KEY, begun, guard_of, in_base64, picture, served, until
+from support.serving import KEY, begun, by_image, guard_of, in_base64, picture, served, until
 
 from sfumato.encoders.dual import DualEncoder
 from sfumato.errors import UserError
@@ -64,31 +64,31 @@ def test_bodies_that_arrive_slowly_take_no_place(sources):
 
 
 def test_bodies_in_memory_have_a_budget(sources):
-    large = {"image": ("a", picture(size=(300, 300), format="BMP"))}  # 270 KB
-    with served(sources, byte_budget_mb=0.4, timeout=600) as client:
-        assert client.post("/v1/search/image", files=large).status_code == 200
+    large = by_image(picture(size=(300, 300), format="BMP"))  # 360 KB in base64
+    with served(sources, byte_budget_mb=0.5, timeout=600) as client:
+        assert client.post("/v1/search", **large).status_code == 200
         budget = guard_of(client.app).bodies.bytes
         until(lambda: budget.used == 0)  # The answer may be here before its body is forgotten.
         with begun(client, "POST /v1/search", b" " * 300_000, 500_000):
             until(lambda: budget.used == 300_000 - guard.SMALL_BODY)
-            refused = problem(client.post("/v1/search/image", files=large), 503)
+            refused = problem(client.post("/v1/search", **large), 503)
             assert "Too many large requests in memory" in refused["detail"]
             assert client.get("/v1/search?q=a").status_code == 200
             assert client.post("/v1/search", json={"queries": [{"text": "a"}]}).status_code == 200
         until(lambda: budget.used == 0)
-        assert client.post("/v1/search/image", files=large).status_code == 200
+        assert client.post("/v1/search", **large).status_code == 200
 
 
 def test_the_memory_of_large_bodies_goes_back(sources, monkeypatch):
     calls = []
     monkeypatch.setattr(guard, "_REST", 0.1)
     monkeypatch.setattr(guard, "_trim", lambda: calls.append(0))
-    large = {"image": ("a", picture(size=(300, 300), format="BMP"))}
+    large = by_image(picture(size=(300, 300), format="BMP"))
     with served(sources, timeout=60) as client:
         assert client.get("/v1/search?q=a").status_code == 200
         time.sleep(0.3)
         assert not calls
-        assert client.post("/v1/search/image", files=large).status_code == 200
+        assert client.post("/v1/search", **large).status_code == 200
         until(lambda: calls == [0])
 
 
@@ -135,7 +135,7 @@ class SlowDecoders:
 def test_texts_do_not_wait_for_pictures_to_be_decoded(sources, monkeypatch):
     with served(sources, timeout=8) as client, concurrent.futures.ThreadPoolExecutor(4) as pool:
         slow = SlowDecoders(monkeypatch)
-        asked = [pool.submit(client.post, "/v1/search/image", files={"image": ("a", picture())}) for _ in range(4)]
+        asked = [pool.submit(client.post, "/v1/search", **by_image(picture())) for _ in range(4)]
         until(lambda: slow.begun >= 2)
         assert client.get("/v1/search?q=a").status_code == 200
         slow.go.set()
@@ -160,7 +160,7 @@ def test_texts_do_not_wait_for_pictures_to_be_embedded(sources):
     with served(replace(sources, model=model), timeout=8) as client, concurrent.futures.ThreadPoolExecutor(1) as pool:
         image.encoder.go.clear()
         image.encoder.begun.clear()
-        asked = pool.submit(client.post, "/v1/search/image", files={"image": ("a", picture())})
+        asked = pool.submit(client.post, "/v1/search", **by_image(picture()))
         assert image.encoder.begun.wait(20)
         assert client.get("/v1/search?q=a").status_code == 200
         image.encoder.go.set()
@@ -177,7 +177,7 @@ def test_what_nobody_waits_for_is_not_decoded(sources, monkeypatch):
         embedder = client.app.state.service.embedder
         assert embedder.decoders._threads.pool._work_queue.qsize() == 0  # No bodies wait for a thread.
         slow.go.set()
-        assert client.post("/v1/search/image", files={"image": ("a", picture())}).status_code == 200
+        assert client.post("/v1/search", **by_image(picture())).status_code == 200
         assert slow.begun == 2 and embedder.decoding == 0 and client.app.state.service.pixels.used == 0
 
 
@@ -223,12 +223,9 @@ def test_a_large_image_arrives_whole(sources, monkeypatch):
 
     monkeypatch.setattr(guard.Body, "take", noted)
     with served(sources) as client:
-        form = client.post("/v1/search/image", files={"image": ("a", file.getvalue())}).json()
-        of_form, pieces[:] = list(pieces), []
-        plain = client.post("/v1/search", json={"queries": [{"image": in_base64(file.getvalue())}]}).json()
+        answer = client.post("/v1/search", **by_image(file.getvalue())).json()["answers"][0]
         limits = client.app.state.service.settings
-    assert len(of_form) == 3 and len(pieces) == 4 and max(of_form) < 2 * guard.PIECE < limits.max_body_bytes
-    assert form["answers"][0]["hits"] == plain["answers"][0]["hits"]
+    assert len(pieces) == 4 and max(pieces) < 2 * guard.PIECE < limits.max_body_bytes and answer["hits"]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc alone keeps memory")

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from PIL import Image
 from serve.test_faults import problem
-from support.serving import in_base64, many_scans, picture, served
+from support.serving import by_image, in_base64, many_scans, picture, served
 
 from sfumato.data.image_decoding import REDUCED_FROM, decode_image
 from sfumato.encoders.processors import PixelProcessor
@@ -108,7 +108,7 @@ def test_very_large_jpeg_files_are_decoded_at_a_part_of_their_size():
 
 def test_jpeg_files_of_many_scans_are_refused(client):
     assert go(lambda decoders: decoders.run(HEADER, many_scans(80)))[0]["width"] == 64
-    told = problem(client.post("/v1/search/image", files={"image": ("a", many_scans(5000))}), 422)
+    told = problem(client.post("/v1/search", **by_image(many_scans(5000))), 422)
     assert "scans, more than the limit of 100" in told["detail"]
 
 
@@ -169,18 +169,18 @@ def test_the_limit_is_that_of_each_image(monkeypatch):
 
 @own_time
 def test_a_search_by_image_on_a_busy_computer_is_sent_again(sources):
-    file = {"image": ("a", picture())}
+    file = by_image(picture())
     with served(sources, workers=1) as client:
-        assert client.post("/v1/search/image", files=file).status_code == 200
+        assert client.post("/v1/search", **file).status_code == 200
         (process,) = client.app.state.service.embedder.decoders._processes
         process.seconds = 0.2
         stopped(process)
         began = time.monotonic()
-        told = problem(busy := client.post("/v1/search/image", files=file), 503)
+        told = problem(busy := client.post("/v1/search", **file), 503)
         assert 0.25 <= time.monotonic() - began < 15  # By the clock it may take longer than of the processor.
         assert "too busy to decode" in told["detail"] and busy.headers["retry-after"] == "5"
         process.seconds = 20
-        assert client.post("/v1/search/image", files=file).status_code == 200
+        assert client.post("/v1/search", **file).status_code == 200
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the limit is that of Linux")
@@ -214,17 +214,17 @@ def test_a_process_that_ends_is_replaced(monkeypatch):
 
 
 def test_all_requests_share_a_budget_of_pixels(sources):
-    file = {"image": ("a", picture(size=(30, 30)))}
+    file = by_image(picture(size=(30, 30)))
     with served(sources, max_pixels=2000, pixel_budget=1000) as client:
         pixels = client.app.state.service.pixels
-        assert client.post("/v1/search/image", files=file).status_code == 200 and pixels.used == 0
+        assert client.post("/v1/search", **file).status_code == 200 and pixels.used == 0
         pixels.take(200)  # Another request.
-        told = problem(busy := client.post("/v1/search/image", files=file), 503)
+        told = problem(busy := client.post("/v1/search", **file), 503)
         assert "Too many images to decode" in told["detail"] and busy.headers["retry-after"] == "1"
         assert client.get("/v1/search?q=a").status_code == 200
         pixels.give_back(200)
-        large = {"image": ("a", picture(size=(40, 40)))}
-        assert client.post("/v1/search/image", files=large).status_code == 200  # Alone, whatever its size.
+        large = by_image(picture(size=(40, 40)))
+        assert client.post("/v1/search", **large).status_code == 200  # Alone, whatever its size.
 
 
 def test_an_error_that_nobody_waits_for_is_no_traceback_in_the_log():

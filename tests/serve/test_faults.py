@@ -19,19 +19,21 @@ import pytest
 from PIL import Image
 from support.photographs import halves, heic, saved
 from support.raising import raises
-from support.serving import (
+from support.serving import (  # fmt: skip
     SlowModel,
     add,
     begun,
     bomb,
+    by_image,
     guard_of,
     in_base64,
     new_item,
     picture,
     read_only,
+    remove,
     served,
     until,
-)  # fmt: skip
+)
 
 from sfumato.data.images import POINTER, FolderImages, UploadedImages
 from sfumato.errors import UserError
@@ -62,10 +64,9 @@ def test_pictures_that_are_none(client):
         (b"<svg xmlns='http://www.w3.org/2000/svg'/>", 422, "not an image"),
         (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", 422, "not an image"),
     ):
-        told = problem(client.post("/v1/search/image", files={"image": ("a.png", file)}), status)
-        assert message in told["detail"]
         asked = {"queries": [{"text": "fine"}, {"image": in_base64(file)}]}
-        assert "body.queries.1.image" in problem(client.post("/v1/search", json=asked), status)["detail"]
+        told = problem(client.post("/v1/search", json=asked), status)
+        assert "body.queries.1.image" in told["detail"] and message in told["detail"]
 
 
 def test_a_bad_picture_in_a_batch_fails_alone(sources):
@@ -74,8 +75,8 @@ def test_a_bad_picture_in_a_batch_fails_alone(sources):
         served(sources, batch_window_ms=300, max_requests=20) as client,
         concurrent.futures.ThreadPoolExecutor(6) as pool,
     ):
-        files = [{"image": ("a", torn if i == 3 else picture())} for i in range(6)]
-        asked = [pool.submit(client.post, "/v1/search/image", files=one) for one in files]
+        files = [torn if i == 3 else picture() for i in range(6)]
+        asked = [pool.submit(client.post, "/v1/search", **by_image(one)) for one in files]
         assert [one.result().status_code for one in asked] == [200, 200, 200, 422, 200, 200]
         assert 'sfumato_batch_size_bucket{kind="image",le="4.0"}' in client.get("/metrics").text
 
@@ -179,8 +180,8 @@ def test_every_error_is_a_problem(client):
     problem(client.put("/v1/search", json=ask), 405)
     assert client.put("/v1/search").headers["allow"]
     problem(client.post("/v1/search", content=b"{}", headers={"Content-Type": "text/plain"}), 415)
-    problem(client.post("/v1/search/image", json=ask), 415)
-    problem(client.post("/v1/items/image", data={"id": "a"}), 415)
+    problem(client.post("/v1/search", files={"image": ("a", picture())}), 415)
+    problem(client.post("/v1/items", data={"id": "a"}), 415)
     for body, where in (
         (b"", "body"),
         (b"{", "body"),
@@ -204,43 +205,19 @@ def test_every_error_is_a_problem(client):
         assert told["errors"][0]["message"]
         if "unknown" in told["detail"]:
             assert f"{where}: unknown field '{where.rpartition('.')[2]}'" in told["detail"]
-    wrong = "search", "search?q=", "search?q=a&where=nothing", "search?q=a&x=1", "items?limit=0", "examples?gallery=x"
+    wrong = "search", "search?q=", "search?q=a&where=nothing", "search?q=a&x=1", "items?limit=0"
     for path in wrong:
         assert problem(client.get(f"/v1/{path}"), 422)["errors"][0]["where"].startswith("query"), path
     problem(client.get("/v1/items/nobody"), 404)
     problem(client.post("/v1/search", json={"queries": [{"id": "nobody"}]}), 404)
 
 
-def test_forms_that_are_none(client):
-    def send(body, kind="multipart/form-data; boundary=x"):
-        return client.post("/v1/search/image", content=body, headers={"Content-Type": kind})
-
-    nameless = b"--x\r\nContent-Disposition: form-data\r\n\r\n1\r\n--x--\r\n"
-    for body in (b"", b"--x", b"--x--\r\n", b"--x\r\n\r\n", b"\0" * 100, nameless):
-        problem(send(body), 422)
-    problem(send(b"--x--\r\n", "multipart/form-data"), 422)
-    problem(send(b"--x--\r\n", "multipart/form-data; boundary=x; charset=nope"), 422)
-    file = {"image": ("a.png", picture())}
-    for data, where in (
-        ({"max_results": "many"}, "form.max_results"),
-        ({"colour": "1"}, "form.colour"),
-        ({"where": "a"}, "form.where.0"),
-    ):
-        told = problem(client.post("/v1/search/image", files=file, data=data), 422)
-        assert told["errors"][0]["where"] == where
-    problem(client.post("/v1/search/image", files={"picture": ("a.png", picture())}), 422)
-    problem(client.post("/v1/search/image", files=[("image", ("a", picture())), ("image", ("b", picture()))]), 422)
-    told = problem(client.post("/v1/items/image", files=file, data={"id": "a", "payload": "{"}), 422)
-    assert "form.payload: Invalid JSON" in told["detail"]
-    told = problem(client.post("/v1/items/image", files=file, data={"id": "a", "payload": "[" * 50_000}), 422)
-
-
 def test_limits(sources):
     with served(sources, max_upload_mb=0.02, max_pixels=1000, max_results=5, max_batch=2) as client:
-        told = problem(client.post("/v1/search/image", files={"image": ("a", b"x" * 25_000)}), 413)
+        told = problem(client.post("/v1/search", **by_image(b"x" * 25_000)), 413)
         assert "25000 bytes are more than the limit of 20000" in told["detail"]
         for file in (b"x" * 100_000, b"x" * 5_000_000, picture(size=(40, 40))):
-            problem(client.post("/v1/search/image", files={"image": ("a", file)}), 413)
+            problem(client.post("/v1/search", **by_image(file)), 413)
         spaces, head = (b" " * 1000 for _ in range(110)), {"Content-Type": "application/json"}
         problem(client.post("/v1/search", content=spaces, headers=head), 413)
         problem(client.post("/v1/search", json={"queries": [{"text": "a"}] * 3}), 422)
@@ -406,7 +383,7 @@ def test_several_items_are_stored_or_none(writable, monkeypatch):
     assert writable.get("/v1/pictures/two").content == writable.get("/v1/pictures/one").content != shown.content
     assert writable.get("/v1/items/two").json()["payload"] == {}
     assert writable.get("/v1/info").json()["galleries"]["images"]["fields"] == ["at", "by"]
-    assert writable.delete("/v1/items/one").status_code == 200 and len(files()) == 1
+    assert remove(writable, "one").json()["deleted"] == 1 and len(files()) == 1
     assert writable.get("/v1/pictures/two").status_code == 200
     told = problem(add(("three", "red", {POINTER: files()[0]})), 422)
     assert told["errors"][0]["where"] == f"body.items.0.payload.{POINTER}"
@@ -431,7 +408,7 @@ def test_a_write_that_nobody_waits_for_does_not_begin(writable, monkeypatch):
     gone = 'sfumato_requests_total{method="POST",route="/v1/items",status="499"} 2.0'
     until(lambda: gone in writable.get("/metrics").text)
     go.set()
-    assert writable.delete("/v1/items/000.png").status_code == 200  # After both.
+    assert remove(writable, "000.png").status_code == 200  # After both.
     assert writable.get("/v1/items/first").status_code == writable.get("/v1/pictures/first").status_code == 200
     problem(writable.get("/v1/items/second"), 404)
 

@@ -26,7 +26,13 @@ def give(client, *verdicts, status=200, **more):
     judgements = [dict(zip(("query", "id", "yes", "probability"), one, strict=False)) for one in verdicts]
     answer = client.post("/v1/judgements", json={"judgements": judgements, **more})
     assert answer.status_code == status, answer.text
-    return answer.json()
+    told = answer.json()
+    assert told.pop("used", None) is None
+    return told
+
+
+def use(client):
+    return client.post("/v1/judgements", json={"use": True})
 
 
 def test_verdicts_are_kept_replaced_and_taken_back(judged):
@@ -94,11 +100,11 @@ def test_all_verdicts_of_a_request_are_kept_or_none(judged):
         body = {"judgements": [{"query": "red", "id": item, "yes": True, **wrong}]}
         told = problem(judged.post("/v1/judgements", json=body), 422)
         assert told["errors"][0]["where"].startswith(f"body.judgements.0.{where}"), wrong
-    problem(judged.post("/v1/judgements", json={"judgements": []}), 422)
+    assert "give judgements, or use" in problem(judged.post("/v1/judgements", json={"judgements": []}), 422)["detail"]
     judged.file.write_text("{}\n")
     body = {"judgements": [{"query": "a", "id": item, "yes": 1}]}
-    for method, path, options in (("GET", "", {}), ("POST", "/use", {}), ("POST", "", {"json": body})):
-        answer = judged.request(method, f"/v1/judgements{path}", **options)
+    for method, options in (("GET", {}), ("POST", {"json": {"use": True}}), ("POST", {"json": body})):
+        answer = judged.request(method, "/v1/judgements", **options)
         assert problem(answer, 503)["code"] == "store-failed"
     assert judged.file.read_text() == "{}\n", "a file that cannot be read is left as it is"
 
@@ -113,24 +119,24 @@ def test_nothing_is_lost_when_many_judge_at_once(judged):
 
 def test_using_the_verdicts_changes_the_next_search_as_the_command_does(judged, squares, tmp_path):
     """Someone to whom everything fits: the probabilities rise."""
-    assert "judge some results" in problem(judged.post("/v1/judgements/use"), 422)["detail"]
+    assert "judge some results" in problem(use(judged), 422)["detail"]
     texts = [f"a plain {colour} square" for colour in SQUARES]
     before = search(judged, texts[0])
     give(judged, *((texts[0], hit["id"], True, hit["match_probability"]) for hit in before))
-    few = judged.post("/v1/judgements/use").json()
+    few = use(judged).json()["used"]
     assert few["changed"] == [] and few["text"] == (
         "Nothing changed: there are 24 verdicts on 1 search, and it takes at least 5 searches."
     )
     for text in texts[1:]:
         give(judged, *((text, hit["id"], True, hit["match_probability"]) for hit in search(judged, text)))
-    done = judged.post("/v1/judgements/use").json()
+    done = use(judged).json()["used"]
     assert set(done["changed"]) == {"items with texts", "items without texts"} and done["n"] == 192
     assert done["after"]["value"] < done["before"]["value"] / 2
     said = f"off by {100 * done['before']['value']:.0f} percentage points as packaged, and are off by"
     assert done["text"].startswith("Used 192 verdicts on 8 searches: ") and said in done["text"]
     after = search(judged, texts[0])
     assert sum(hit["match_probability"] for hit in after) > sum(hit["match_probability"] for hit in before)
-    again = judged.post("/v1/judgements/use").json()
+    again = use(judged).json()["used"]
     assert again == done, "it starts at the packaged constants"
     copied = shutil.copytree(squares, tmp_path / "copy")
     assert refine_index(copied, judged.file).after.calibration_error.value == pytest.approx(done["after"]["value"])
@@ -142,17 +148,17 @@ def test_using_the_verdicts_changes_the_next_search_as_the_command_does(judged, 
 def test_who_may_judge(judged, squares, client, tmp_path):
     assert judged.get("/v1/info").json()["judgements"] and not client.get("/v1/info").json()["judgements"]
     body = {"json": {"judgements": [{"query": "a", "id": "000.png", "yes": True}]}}
-    for method, path, options in (
-        ("GET", "/v1/judgements", {}), ("POST", "/v1/judgements", body), ("POST", "/v1/judgements/use", {}),
+    for method, options in (
+        ("GET", {}), ("POST", body), ("POST", {"json": {"use": True}}),
     ):  # fmt: skip
-        told = problem(client.request(method, path, **options), 409)
+        told = problem(client.request(method, "/v1/judgements", **options), 409)
         assert told["code"] == "no-judgements" and "--judgements FILE" in told["detail"]
     settings = {"keys": (KEY,), "reading_keys": (READER,), "judgements": tmp_path / "others.jsonl"}
     with served(open_sources(squares), **settings) as reader:
         reader.headers = {"X-API-Key": READER}
         assert not reader.get("/v1/info").json()["judgements"] and reader.get("/v1/judgements").json()["n"] == 0
-        for path, options in (("/v1/judgements", body), ("/v1/judgements/use", {})):
-            assert problem(reader.post(path, **options), 403)["code"] == "no-right-to-write"
+        for options in (body, {"json": {"use": True}}):
+            assert problem(reader.post("/v1/judgements", **options), 403)["code"] == "no-right-to-write"
 
 
 def test_an_index_is_judged_and_not_refined(sources, tmp_path):
@@ -160,7 +166,7 @@ def test_an_index_is_judged_and_not_refined(sources, tmp_path):
         give(client, ("a red circle", "000.png", True, 0.5))
         (one,) = read_judgements(tmp_path / "v.jsonl")
         assert one.target == "listed" and client.get("/v1/judgements").json()["n"] == 1
-        told = problem(client.post("/v1/judgements/use"), 422)
+        told = problem(use(client), 422)
         assert told["detail"].startswith('this service has no probabilities of target "fits"')
 
 

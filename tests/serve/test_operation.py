@@ -10,7 +10,7 @@ import time
 import httpx
 import pytest
 from support.raising import raises
-from support.serving import KEY, Process, picture, ready, served, until
+from support.serving import KEY, Process, in_base64, picture, ready, served, until
 
 from sfumato.errors import UserError
 from sfumato.serve.app import create_app
@@ -63,7 +63,7 @@ def logged(format, *, access_log):
 def test_a_log_of_json_has_a_line_a_request_without_what_was_asked(sources, capsys):
     with logged("json", access_log=True), served(sources, keys=(KEY,)) as client:
         given = client.get("/v1/search", params={"q": SECRET}, headers={"X-Request-ID": "from-a-proxy.1"})
-        made = client.post("/v1/search/image", files={"image": (SECRET, picture())})
+        made = client.post("/v1/search", json={"queries": [{"image": in_base64(picture()), "name": SECRET}]})
         odd = client.get(f"/v1/items/{SECRET}", headers={"X-Request-ID": 'no "id"'})
         client.app.state.service.item = None  # An error in the service.
         failed = client.get(f"/v1/items/{SECRET}")

@@ -958,7 +958,7 @@ def test_without_a_text_encoder_the_page_searches_by_item(visit, vectors):
     page = visit(vectors, "/?q=words+that+nothing+can+embed", allowed=["status of 404"])
     expect(page.locator(".empty h2")).to_have_text("Search 48 images by item")
     expect(page.locator("#words")).to_have_text(
-        "Searching by words needs the model that made the embeddings: POST /v1/search/vector and"
+        "Searching by words needs the model that made the embeddings: POST /v1/search and"
         " sfumato search INDEX vector.npy take its vectors."
     )
     expect(page.get_by_role("searchbox")).to_have_accessible_name("Id of an item")

@@ -13,7 +13,7 @@ import httpx
 import pytest
 from PIL import ExifTags, Image
 from support.raising import raises
-from support.serving import (
+from support.serving import (  # fmt: skip
     KEY,
     Process,
     SlowModel,
@@ -24,9 +24,10 @@ from support.serving import (
     new_item,
     picture,
     ready,
+    remove,
     served,
     until,
-)  # fmt: skip
+)
 
 from sfumato.data.image_decoding import decode_image
 from sfumato.data.images import SplitImages, UploadedImages
@@ -92,10 +93,10 @@ def test_kinds_may_be_mixed_and_keep_their_order(client, sources, data):
 def test_pictures_search_among_texts_and_texts_too(client, sources, data):
     index, file = sources.galleries["texts"].gallery, (data / "051.png").read_bytes()
     told = {"gallery": "texts", "max_results": 4, "coverage": 0.8}
-    form = client.post("/v1/search/image", files={"image": ("x.png", file)}, data=told).json()
+    (answer,) = search(client, {"image": in_base64(file), "name": "x.png"}, **told)
     queries = sources.model.embed_images([file])
-    same(form["answers"][0], index.search(queries, 4)[0], index, queries)
-    assert form["answers"][0]["calibrated"] and form["answers"][0]["query"] == "x.png"
+    same(answer, index.search(queries, 4)[0], index, queries)
+    assert answer["calibrated"] and answer["query"] == "x.png"
     (answer,) = search(client, {"text": "a red circle"}, gallery="texts")
     assert not answer["calibrated"] and answer["hits"][0]["payload"]["text"] and answer["hits"][0]["picture"] is None
 
@@ -250,10 +251,10 @@ def test_info_and_metrics(client):
     text = client.get("/metrics").text
     assert 'sfumato_requests_total{method="GET",route="/v1/items/{id:path}",status="200"}' in text
     for method, path, route in (
-        ("POST", "/v1/items/image", "/v1/items/image"),
-        ("GET", "/v1/items/image", "/v1/items/{id:path}"),
+        ("POST", "/v1/items/delete", "/v1/items/delete"),
+        ("GET", "/v1/items/delete", "/v1/items/{id:path}"),
         ("HEAD", "/v1/items", "/v1/items"),
-        ("PATCH", "/v1/items/image", "/v1/items/{id:path}"),
+        ("PATCH", "/v1/items/delete", "/v1/items/{id:path}"),
         ("GET", "/nowhere", "none"),
     ):
         assert route_of(client.app, method, path) == route
@@ -359,16 +360,14 @@ def test_what_was_added_is_found_shown_replaced_and_removed(writable, sources):
     assert shown.headers["cache-control"] == "private, no-cache"
     assert writable.get("/v1/pictures/new%202").headers["content-type"] == "image/jpeg"
     assert writable.get("/v1/pictures/000.png").status_code == 200  # Of before, from the folder.
-    told = {"id": "new/1", "payload": '{"by": "you"}'}
-    form = writable.post("/v1/items/image", files={"image": ("y.png", picture("green"))}, data=told)
-    assert form.json()["n"] == 50
+    again = writable.post("/v1/items", json={"items": [new_item("new/1", "green", payload={"by": "you"})]})
+    assert again.json()["n"] == 50
     assert writable.get("/v1/items/new/1").json()["payload"] == {"by": "you"}
     assert writable.get("/v1/pictures/new/1").headers["etag"] != shown.headers["etag"]
-    assert writable.delete("/v1/items/new/1").json() == {"gallery": "images", "deleted": 1, "n": 49}
-    assert writable.delete("/v1/items/new/1").status_code == 404
+    assert remove(writable, "new/1").json() == {"gallery": "images", "deleted": 1, "n": 49}
+    assert remove(writable, "new/1").json()["deleted"] == 0
     assert writable.get("/v1/pictures/new/1").status_code == 404
-    gone = writable.post("/v1/items/delete", json={"ids": ["new 2", "new 2", "nobody"]})
-    assert gone.json() == {"gallery": "images", "deleted": 1, "n": 48}
+    assert remove(writable, "new 2", "new 2", "nobody").json() == {"gallery": "images", "deleted": 1, "n": 48}
     assert not [f for f in (writable.folder / "pictures").rglob("*") if f.is_file()]
 
 
@@ -376,7 +375,7 @@ def test_a_second_writer_is_told_so_and_leaves_no_image(run, collection, writabl
     assert add(writable, "new").status_code == 201
     files = sorted((collection / "pictures").rglob("*"))
     with served(open_sources(collection)) as second:
-        for answer in (add(second, "other"), second.delete("/v1/items/new")):
+        for answer in (add(second, "other"), remove(second, "new")):
             assert answer.status_code == 409
             assert answer.json()["detail"].startswith("Another process writes to this collection: send writes to")
         assert second.get("/v1/items/new").status_code == 200
@@ -421,10 +420,8 @@ def test_ids_that_no_path_can_hold_are_refused(kept):
         answer = add(kept, "good", id)
         assert answer.status_code == 422
         assert f"body.items.1.id: the id {id!r} " in answer.json()["detail"]
-        form = kept.post("/v1/items/image", data={"id": id}, files={"image": ("a.png", picture())})
-        assert form.status_code == 422 and f"the id {id!r} " in form.json()["detail"]
         assert kept.get("/v1/items/good").status_code == 404
-        assert kept.post("/v1/items/delete", json={"ids": [id]}).json()["deleted"] == 0
+        assert remove(kept, id).json()["deleted"] == 0
 
 
 def test_a_batch_is_stored_whole_or_not_at_all(writable):
@@ -467,8 +464,7 @@ def test_what_a_photograph_says_of_itself_becomes_its_fields(writable):
 
 
 def test_an_index_is_read_only_and_says_what_to_do(client):
-    several = client.post("/v1/items/delete", json={"ids": ["000.png"]})
-    for answer in (add(client, "a"), client.delete("/v1/items/000.png"), several):
+    for answer in (add(client, "a"), remove(client, "000.png")):
         assert answer.status_code == 409 and "--store" in answer.json()["detail"]
 
 

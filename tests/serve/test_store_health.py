@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import pytest
-from support.serving import new_item, ready, served, until
+from support.serving import new_item, ready, remove, served, until
 
 from sfumato.errors import UserError
 from sfumato.serve.answering import open_sources
@@ -101,7 +101,7 @@ def test_no_request_counts(fickle):
     new = {"items": [new_item(id) for id in ("a", "b", "000.png")]}
     assert client.post("/v1/items", json=new).json()["n"] == 50
     assert client.post("/v1/items", json=new).json()["n"] == 50
-    assert client.delete("/v1/items/a").json()["n"] == 49
+    assert remove(client, "a").json()["n"] == 49
     assert client.get("/v1/info").json()["galleries"]["images"]["n"] == 49
     for path in ("/v1/search?q=red", "/metrics", "/readyz"):
         assert client.get(path).status_code == 200

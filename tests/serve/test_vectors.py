@@ -8,7 +8,16 @@ import pytest
 import torch
 from serve.test_faults import problem
 from serve.test_service import same
-from support.serving import calibration, embedded, embedding_sources, make_embedding_run, npy_rows, picture, served
+from support.serving import (
+    by_image,
+    calibration,
+    embedded,
+    embedding_sources,
+    make_embedding_run,
+    npy_rows,
+    picture,
+    served,
+)
 from support.toy import make_toy
 
 from sfumato.encoders.features import Inputs
@@ -46,7 +55,7 @@ def query(vector, **rest):
 
 
 def search(client, *queries, status=200, **options):
-    answer = client.post("/v1/search/vector", json={"queries": list(queries), **options})
+    answer = client.post("/v1/search", json={"queries": list(queries), **options})
     assert answer.status_code == status, answer.text
     return answer.json()["answers"] if status == 200 else problem(answer, status)
 
@@ -151,9 +160,9 @@ def test_texts_and_images_are_refused_with_the_way_out(vectors):
         "text": False, "image": False, "id": True, "vector": {"text": 5, "image": 6},
     }  # fmt: skip
     told = problem(vectors.post("/v1/search", json={"queries": [{"text": "a dog"}]}), 422)
-    assert "search by vector (POST /v1/search/vector) or by item" in told["detail"]
-    told = problem(vectors.post("/v1/search/image", files={"image": ("a", picture())}), 422)
-    assert "reads embeddings, not images; search by vector (POST /v1/search/vector) or by item" in told["detail"]
+    assert "search by vector or by item" in told["detail"]
+    told = problem(vectors.post("/v1/search", **by_image(picture())), 422)
+    assert "reads embeddings, not images; search by vector or by item" in told["detail"]
 
 
 def test_what_is_wrong_with_a_vector(vectors):
@@ -176,13 +185,14 @@ def test_what_is_wrong_with_a_vector(vectors):
         ("5", "Input should be a valid list"),
     ):
         body = f'{{"queries": [{{"vector": [1, 2, 3, 4, 5]}}, {{"vector": {vector}}}]}}'
-        told = problem(vectors.post("/v1/search/vector", content=body, headers=head), 422)
+        told = problem(vectors.post("/v1/search", content=body, headers=head), 422)
         assert "body.queries.1.vector" in told["detail"] and message in told["detail"], vector
         (error,) = told["errors"]
         assert error["where"].startswith("body.queries.1.vector") and message in error["message"]
-    for query_, where in (({"text": "a"}, "vector"), (query(np.ones(5), modality="sound"), "modality")):
-        told = problem(vectors.post("/v1/search/vector", json={"queries": [query_]}), 422)
-        assert told["errors"][0]["where"] == f"body.queries.0.{where}"
+    row = query(np.ones(5))
+    for query_, where in (({}, ""), ({"text": "a", **row}, ""), ({**row, "modality": "sound"}, ".modality")):
+        told = problem(vectors.post("/v1/search", json={"queries": [query_]}), 422)
+        assert told["errors"][0]["where"] == f"body.queries.0{where}"
     told = search(vectors, query(np.ones(6)), query(np.ones(5)), query(np.ones(5), modality="image"), status=422)
     assert [error["where"] for error in told["errors"]] == ["body.queries.0.vector", "body.queries.2.vector"]
     assert "expected the 6 of an embedding of a image" not in told["errors"][1]["message"]
@@ -205,12 +215,12 @@ def test_limits_of_a_request(vectors):
     assert "9 queries are more than the limit of 8" in told["detail"]
     told = search(vectors, query(np.full(60_000, 0.1234567890123456)), status=413)
     assert "more than the limit of 1000000; send fewer queries" in told["detail"]
-    assert vectors.post("/v1/search/vector", content=b"{}", headers={"Content-Type": "text/plain"}).status_code == 415
+    assert vectors.post("/v1/search", content=b"{}", headers={"Content-Type": "text/plain"}).status_code == 415
 
 
 def test_the_documentation_has_an_example_that_works(vectors, client, points):
-    schema = vectors.get("/openapi.json").json()["components"]["schemas"]["VectorRequest"]
+    schema = vectors.get("/openapi.json").json()["components"]["schemas"]["SearchRequest"]
     (example,) = schema["examples"]
     assert search(vectors, *example["queries"])[0]["hits"]
-    other = client.get("/openapi.json").json()["components"]["schemas"]["VectorRequest"]["examples"]
-    assert len(other[0]["queries"][0]["vector"]) == 2  # Its model takes none; the examples of two services are apart.
+    other = client.get("/openapi.json").json()["components"]["schemas"]["SearchRequest"]["examples"]
+    assert other[0]["queries"] == [{"text": "a red bird"}]  # The examples of two services are apart.

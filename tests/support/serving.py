@@ -151,6 +151,15 @@ def add(client, *ids, **more):
     return client.post("/v1/items", json={"items": [new_item(id) for id in ids], **more})
 
 
+def remove(client, *ids, **more):
+    return client.post("/v1/items/delete", json={"ids": list(ids), **more})
+
+
+def by_image(data, **options):
+    """What a search by an image file posts."""
+    return {"json": {"queries": [{"image": in_base64(data)}], **options}}
+
+
 def begun(client, line, body=b"", length=10_000_000, headers=()):
     """The connection of a request that has sent a part of its body; closing it leaves before the answer."""
     connection = socket.create_connection(("127.0.0.1", client.base_url.port), timeout=20)

@@ -5,18 +5,17 @@ import binascii
 import hashlib
 import logging
 import re
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import numpy as np
-from fastapi import FastAPI, Form, Request, params
+from fastapi import FastAPI, Request
 from fastapi import Path as PathParameter
 from fastapi import Query as Parameter
 from fastapi.exceptions import RequestValidationError
-from fastapi.openapi.docs import get_swagger_ui_html
 from fastapi.openapi.utils import get_openapi
 from fastapi.responses import PlainTextResponse, Response
 from fastapi.routing import APIRoute
@@ -42,27 +41,22 @@ from sfumato.serve.schemas import (
     DeleteRequest,
     DeleteResponse,
     GalleryName,
-    ImageSearch,
     Info,
     Item,
     ItemList,
     JudgementsRequest,
     JudgementsResponse,
     JudgementsSummary,
-    JudgementsUsed,
-    Modality,
-    NewImage,
     NewItem,
     Problem,
     Query,
+    QueryKinds,
     Refusal,
     SearchOptions,
     SearchRequest,
     SearchResponse,
     State,
     TextSearch,
-    VectorQuery,
-    VectorRequest,
     busy,
     invalid,
 )
@@ -76,13 +70,6 @@ INTRODUCTION = (
     " `Authorization: Bearer KEY` or `X-API-Key: KEY`.\n\n| code | status | what happened |\n| --- | --- | --- |\n"
     + "".join(f"| `{code}` | {status} | {text} |\n" for code, (status, text) in CODES.items())
 )
-
-_DOCS = {
-    "Content-Security-Policy": "sandbox allow-scripts; default-src 'none'; img-src data:;"
-    " script-src 'unsafe-inline' https://cdn.jsdelivr.net; style-src 'unsafe-inline' https://cdn.jsdelivr.net",
-    "Cross-Origin-Opener-Policy": "unsafe-none",  # The default would refuse a page in a sandbox.
-}
-"""Headers of FastAPI's page: its scripts come from elsewhere, and in a sandbox they reach neither key nor service."""
 
 _REF = "#/components/schemas/{model}"
 
@@ -133,7 +120,7 @@ def documented(app: FastAPI) -> dict[str, Any]:
             "header": {"type": "apiKey", "in": "header", "name": "X-API-Key"},
         }
         document["security"] = [{}, {"bearer": []}, {"header": []}]
-        _fit_example(document, app.state.service.query_kinds().vector)
+        _fit_example(document, app.state.service.query_kinds())
         _type_values(document["components"]["schemas"])
         app.openapi_schema = document
     return app.openapi_schema
@@ -150,15 +137,15 @@ def _type_values(schema: Any) -> None:
         _type_values(inner)
 
 
-def _fit_example(document: dict[str, Any], lengths: Mapping[Modality, int]) -> None:
-    """Give the example of a search by vector the length of the model's vectors, so that it works."""
-    schema = document["components"]["schemas"]["VectorRequest"]
-    (example,) = schema["examples"]
-    for modality, length in list(lengths.items())[:1]:
+def _fit_example(document: dict[str, Any], kinds: QueryKinds) -> None:
+    """Give a search of a model without texts an example of a vector of the right length, so that it works."""
+    schema = document["components"]["schemas"]["SearchRequest"]
+    for modality, length in list(kinds.vector.items())[: not kinds.text]:
+        (example,) = schema["examples"]
         schema["examples"] = [{**example, "queries": [{"vector": [0.1] * length, "modality": modality}]}]
 
 
-JSON, FORM = "application/json", "multipart/form-data"
+JSON = "application/json"
 
 _MOST_PLAIN = 1_000_000
 """Largest JSON without its images, in bytes: a million small values take seconds to validate, an image does not."""
@@ -193,18 +180,12 @@ class CheckedRoute(APIRoute):
         handler = super().get_route_handler()
         if self.body_field is None:
             return handler
-        wanted = FORM if isinstance(self.body_field.field_info, params.Form) else JSON
 
         async def checked(request: Request) -> Response:
             request = _CheckedRequest(request.scope, request.receive)
             came = request.headers.get("content-type", "")
-            if came.partition(";")[0].strip().lower() != wanted:
-                raise Refusal(415, f"Content-Type is {came[:100]!r}, expected {wanted}")
-            if wanted == FORM:
-                try:  # FastAPI uses the form parsed here.
-                    await request.form(max_files=1, max_fields=200, max_part_size=65_536)
-                except (HTTPException, LookupError, ValueError) as error:
-                    raise Refusal(422, f"The form cannot be read: {getattr(error, 'detail', error)}") from error
+            if came.partition(";")[0].strip().lower() != JSON:
+                raise Refusal(415, f"Content-Type is {came[:100]!r}, expected {JSON}")
             return await handler(request)
 
         return checked
@@ -243,9 +224,8 @@ def create_app(sources: Sources, settings: Settings | None = None) -> FastAPI:
         description=INTRODUCTION,
         responses=problems(*COMMON),
         lifespan=lifespan,
-        docs_url=None,
         redoc_url=None,
-        openapi_url=None,
+        swagger_ui_oauth2_redirect_url=None,
         redirect_slashes=False,
     )
     app.router.route_class = CheckedRoute
@@ -261,6 +241,7 @@ def create_app(sources: Sources, settings: Settings | None = None) -> FastAPI:
     leaving = partial(getattr, service, "draining")
     app.add_middleware(Guard, settings=settings, metrics=service.metrics, route=partial(route_of, app), leaving=leaving)
     app.openapi = lambda: documented(app)  # type: ignore[method-assign]
+    app.swagger_ui_parameters = {"spec": app.openapi(), "supportedSubmitMethods": []}
     return app
 
 
@@ -273,8 +254,7 @@ def _handle_errors(app: FastAPI) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def wrong(request: Request, error: RequestValidationError) -> Response:
-        form = request.headers.get("content-type", "").lower().startswith(FORM)
-        return invalid(error.errors(), "form" if form else "body").response()
+        return invalid(error.errors()).response()
 
     @app.exception_handler(HTTPException)
     async def other(request: Request, error: HTTPException) -> Response:
@@ -334,19 +314,6 @@ def _add_pages(app: FastAPI, service: Service) -> None:
 
     app.mount("/page", assets, name="page")
 
-    @app.get("/docs", include_in_schema=False)
-    async def docs() -> Response:
-        shown = {"spec": app.openapi(), "supportedSubmitMethods": []}
-        page = get_swagger_ui_html(
-            openapi_url="/openapi.json", title="sfumato", swagger_favicon_url="data:,", swagger_ui_parameters=shown
-        )
-        page.headers.update(_DOCS)
-        return page
-
-    @app.get("/openapi.json", include_in_schema=False)
-    async def openapi() -> dict[str, Any]:
-        return app.openapi()
-
     @app.get("/healthz", response_model=State, tags=["state"])
     async def get_health() -> Response:
         """Whether the process is alive. Needs no key."""
@@ -389,28 +356,14 @@ def _add_searches(app: FastAPI, service: Service) -> None:
 
     @post("/v1/search")
     async def search(wanted: SearchRequest) -> Response:
-        """Search by texts, images in base64 and ids of stored items, also mixed. A search by id also finds the item."""
+        """Search by texts, images, ids of stored items and vectors, also mixed. A search by id also finds the item."""
 
         def read() -> list[Asked]:
             return [_asked(query, i) for i, query in enumerate(wanted.queries)]
 
-        asked = await service.in_thread(read) if any(query.image for query in wanted.queries) else read()
-        return await _answers(service, asked, wanted)
-
-    @post("/v1/search/image")
-    async def search_by_image(form: Annotated[ImageSearch, Form(media_type=FORM)]) -> Response:
-        """Search by an image file; the options are further fields of the form."""
-        name, data = (form.image.filename or "image")[:200], await form.image.read()
-        return await _answers(service, [Asked("image", name, "form.image", image=data)], form.options())
-
-    @post("/v1/search/vector")
-    async def search_by_vector(wanted: VectorRequest) -> Response:
-        """Search by embeddings that were made elsewhere.
-
-        A model that reads embeddings takes the vectors of the model that made them. For another model of points they
-        are its own embeddings, of as many numbers as the gallery has dimensions. A model of Gaussians refuses them.
-        """
-        asked = await service.in_thread(lambda: [_vector(query, i) for i, query in enumerate(wanted.queries)])
+        asked = (
+            await service.in_thread(read) if any(query.image or query.vector for query in wanted.queries) else read()
+        )
         return await _answers(service, asked, wanted)
 
 
@@ -465,32 +418,10 @@ def _add_writes(app: FastAPI, service: Service, writer: Writer) -> None:
         items = await service.in_thread(lambda: [_new(one, i) for i, one in enumerate(wanted.items)])
         return _added(await writer.add(wanted.gallery, items), items)
 
-    @app.post("/v1/items/image", response_model=AddResponse, **adds)
-    async def add_image(form: Annotated[NewImage, Form(media_type=FORM)]) -> Response:
-        """Add an image file to the gallery of images, or replace it.
-
-        The payload is a JSON object in a field of the form. The status is 201 if the item is new, and 200 if it
-        existed.
-        """
-        items = [New(form.id, "form", await form.image.read(), None, form.payload)]
-        return _added(await writer.add("images", items), items)
-
     @app.post("/v1/items/delete", response_model=DeleteResponse, **writes)
     async def delete_items(wanted: DeleteRequest) -> Response:
         """Remove items; unknown ids are skipped."""
         return _json(await writer.delete(wanted.gallery, wanted.ids))
-
-    gone = problems(404, 409, 422, 503, 504)
-
-    @app.delete("/v1/items/{id:path}", response_model=DeleteResponse, tags=["items"], responses=gone)
-    async def delete_item(id: _Id, gallery: _ItemGallery = "images") -> Response:
-        """Remove one item, and its image if it was uploaded."""
-        if not id or "\0" in id or len(id) > 512:
-            raise Refusal(404, "There is no such item")
-        done = await writer.delete(gallery, [id])
-        if not done.deleted:
-            raise Refusal(404, f"There is no item {id!r} among the {gallery}")
-        return _json(done)
 
 
 def _add_judgements(app: FastAPI, judging: Judging) -> None:
@@ -513,13 +444,11 @@ def _add_judgements(app: FastAPI, judging: Judging) -> None:
 
     @app.post("/v1/judgements", response_model=JudgementsResponse, **tagged)
     async def post_judgements(wanted: JudgementsRequest) -> Response:
-        """Keep people's verdicts on hits, all or none, or take some back. The response confirms the write."""
-        return _json(await judging.keep(wanted))
+        """Keep people's verdicts on hits, all or none, or take some back. The response confirms the write.
 
-    @app.post("/v1/judgements/use", response_model=JudgementsUsed, **tagged)
-    async def use_judgements() -> Response:
-        """Refine the probabilities by all verdicts, as `sfumato calibrate INDEX --judgements FILE` does."""
-        return _json(await judging.use())
+        With `use` all verdicts refine the probabilities.
+        """
+        return _json(await judging.keep(wanted))
 
 
 def _added(done: AddResponse, items: Sequence[New]) -> Response:
@@ -552,20 +481,17 @@ def _asked(query: Query, i: int) -> Asked:
         return _text(query.text, query.also, query.without, f"{where}.text")
     if query.id is not None:
         return Asked("id", query.id, f"{where}.id")
+    if query.vector is not None:
+        with np.errstate(over="ignore"):  # What float32 cannot hold is refused as infinite.
+            vector = np.asarray(query.vector, np.float32).tobytes()
+        return Asked(query.modality, query.name or f"vector {i + 1}", f"{where}.vector", vector=vector)
     image = _decoded(query.image or "", f"{where}.image")
-    return Asked("image", f"image {i + 1}", f"{where}.image", image=image)
+    return Asked("image", query.name or f"image {i + 1}", f"{where}.image", image=image)
 
 
 def _text(text: str, also: Sequence[str], without: Sequence[str], where: str) -> Asked:
     query = TextQuery(text, tuple(also), tuple(without))
     return Asked("text", query.name, where, text=text, also=query.also, without=query.without)
-
-
-def _vector(query: VectorQuery, i: int) -> Asked:
-    with np.errstate(over="ignore"):  # What float32 cannot hold is refused as infinite.
-        vector = np.asarray(query.vector, np.float32).tobytes()
-    name = query.name or f"vector {i + 1}"
-    return Asked(query.modality, name, f"body.queries.{i}.vector", vector=vector)
 
 
 def _new(item: NewItem, i: int) -> New:

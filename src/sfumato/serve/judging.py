@@ -71,9 +71,12 @@ class Judging:
             for one in new:
                 if one.probability is not None:
                     self.service.metrics.judged(one.target, one.why != CHOSEN, bool(one.yes), one.probability)
-            return JudgementsResponse(kept=len(new), removed=len(before) + len(new) - len(after), n=len(after))
+            return JudgementsResponse(
+                kept=len(new), removed=len(before) + len(new) - len(after), n=len(after), used=None
+            )
 
-        return await self._run(keep)
+        kept = await self._run(keep)
+        return kept.model_copy(update={"used": await self._use()}) if wanted.use else kept
 
     async def summary(self, query: str | None, judge: str) -> JudgementsSummary:
         """What the verdicts say, and those of a judge on a query."""
@@ -102,7 +105,7 @@ class Judging:
         path, target = self._path(), _target(self.service.gallery("images"))
         return await self._run(lambda: qrels_of(_of_target(path, target)))
 
-    async def use(self) -> JudgementsUsed:
+    async def _use(self) -> JudgementsUsed:
         """Refine the probabilities by all verdicts; searches use the result at once."""
         path, served = self._path(), self.service.gallery("images")
 

@@ -5,9 +5,8 @@ from collections.abc import Mapping, Sequence
 from http import HTTPStatus
 from typing import Annotated, Any, Literal, Self
 
-from fastapi import UploadFile
 from fastapi.responses import Response
-from pydantic import AfterValidator, BaseModel, ConfigDict, FailFast, Field, Json, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, FailFast, Field, model_validator
 from starlette.exceptions import HTTPException
 
 from sfumato.ids import id_error
@@ -61,18 +60,29 @@ _WITHOUT: Any = Field(
 
 
 class Query(_Model):
-    """A query: exactly one of text, image and id."""
+    """A query: exactly one of text, image, id and vector."""
 
     text: Text | None = Field(None, description="any text")
-    image: str | None = Field(None, description="an image file in base64; bare files go to /v1/search/image")
+    image: str | None = Field(None, description="an image file in base64")
     id: ItemId | None = Field(None, description="id of an item of the gallery, to find similar items")
+    # Values that are not finite come through, for a refusal that names the query.
+    vector: Annotated[list[Annotated[float, Field(strict=True, allow_inf_nan=True)]] | None, FailFast()] = Field(
+        None,
+        description="an embedding that was made elsewhere; `query_kinds` of `/v1/info` has its length. A model that"
+        " reads embeddings takes those of the model that made them, another model of points its own; a model of"
+        " Gaussians refuses vectors",
+    )
+    modality: Modality = Field("text", description="what a vector is the embedding of")
+    name: Annotated[str, Field(min_length=1, max_length=200, pattern=_NO_NUL)] | None = Field(
+        None, description="name of an image or a vector in the answer; `image 1`, `vector 1` and so on if left out"
+    )
     also: list[Text] = _ALSO
     without: list[Text] = _WITHOUT
 
     @model_validator(mode="after")
     def _one(self) -> Self:
-        if sum(value is not None for value in (self.text, self.image, self.id)) != 1:
-            raise ValueError("give exactly one of text, image and id")
+        if sum(value is not None for value in (self.text, self.image, self.id, self.vector)) != 1:
+            raise ValueError("give exactly one of text, image, id and vector")
         if (self.also or self.without) and self.text is None:
             raise ValueError("also and without stand beside a text to search for; leave them out")
         return self
@@ -91,7 +101,7 @@ class ItemFilter(_Model):
 
 
 class _Options(_Model):
-    """Options that JSON, forms and links have in common."""
+    """Options that JSON and links have in common."""
 
     gallery: GalleryName = Field("images", description="gallery to search")
     max_results: int = Field(
@@ -133,29 +143,6 @@ class SearchRequest(SearchOptions):
     model_config = ConfigDict(json_schema_extra={"examples": [{"queries": [{"text": "a red bird"}], "max_results": 5}]})
 
     queries: list[Query] = Field(min_length=1, max_length=MOST, description="up to the limit of the service")
-
-
-class VectorQuery(_Model):
-    """A query by an embedding that was made elsewhere."""
-
-    # Values that are not finite come through, for a refusal that names the query.
-    vector: Annotated[list[Annotated[float, Field(strict=True, allow_inf_nan=True)]], FailFast()] = Field(
-        description="the embedding; `query_kinds` of `/v1/info` has its length"
-    )
-    modality: Modality = Field("text", description="what it is the embedding of")
-    name: Annotated[str, Field(min_length=1, max_length=200, pattern=_NO_NUL)] | None = Field(
-        None, description="name of the query in the answer; `vector 1` and so on if left out"
-    )
-
-
-class VectorRequest(SearchOptions):
-    """One or several embeddings, searched together."""
-
-    model_config = ConfigDict(
-        json_schema_extra={"examples": [{"queries": [{"vector": [0.6, -0.8], "modality": "text"}], "max_results": 5}]}
-    )
-
-    queries: list[VectorQuery] = Field(min_length=1, max_length=MOST, description="up to the limit of the service")
 
 
 class Drawn(_Model):
@@ -258,9 +245,7 @@ class NewItem(_Model):
 
     id: NewId
     text: Text | None = Field(None, description="for a gallery of texts")
-    image: str | None = Field(
-        None, description="for a gallery of images, an image file in base64; bare files go to /v1/items/image"
-    )
+    image: str | None = Field(None, description="for a gallery of images, an image file in base64")
     payload: Payload = Field({}, description="texts that searches return with the item")
 
     @model_validator(mode="after")
@@ -352,15 +337,18 @@ class JudgementsRequest(_Model):
     )
 
     judge: _Name = Field(WEB, description="name of the judge; only verdicts of this name are replaced or taken back")
-    judgements: list[NewJudgement] = Field(min_length=1, max_length=MOST, description="the verdicts")
+    judgements: list[NewJudgement] = Field([], max_length=MOST, description="the verdicts")
+    use: bool = Field(
+        False,
+        description="whether to refine the probabilities by all verdicts then, as `sfumato calibrate INDEX --judgements"
+        " FILE` does",
+    )
 
-
-class JudgementsResponse(_Model):
-    """What has been stored durably."""
-
-    kept: int = Field(description="number of verdicts that are new or replaced")
-    removed: int = Field(description="number of verdicts that were there and are taken back or replaced")
-    n: int = Field(description="verdicts in the file now, of all judges")
+    @model_validator(mode="after")
+    def _something(self) -> Self:
+        if not (self.judgements or self.use):
+            raise ValueError("give judgements, or use")
+        return self
 
 
 class Figure(_Model):
@@ -369,6 +357,27 @@ class Figure(_Model):
     value: float | None = Field(description="the figure")
     low: float | None = Field(description="lower end of the interval; null if it cannot be computed")
     high: float | None = Field(description="upper end of the interval; null if it cannot be computed")
+
+
+class JudgementsUsed(_Model):
+    """What the verdicts changed about the probabilities of later searches."""
+
+    changed: list[str] = Field(description="kinds of items whose probabilities changed; none if no change is better")
+    n: int = Field(description="judged hits that were used")
+    queries: int = Field(description="number of their queries")
+    not_found: int = Field(description="judged pairs that are not among the hits")
+    before: Figure = Field(description="calibration error with the packaged constants")
+    after: Figure = Field(description="calibration error now, each query with the verdicts on the others")
+    text: str = Field(description="the same for people")
+
+
+class JudgementsResponse(_Model):
+    """What has been stored durably."""
+
+    kept: int = Field(description="number of verdicts that are new or replaced")
+    removed: int = Field(description="number of verdicts that were there and are taken back or replaced")
+    n: int = Field(description="verdicts in the file now, of all judges")
+    used: JudgementsUsed | None = Field(description="what `use` changed; null without it")
 
 
 class JudgementsSummary(_Model):
@@ -384,18 +393,6 @@ class JudgementsSummary(_Model):
     )
     calibration_error_by_chance: float | None = Field(description="what perfect probabilities would show")
     given: dict[str, bool] = Field(description="verdicts of the judge on the query of the request, by id")
-
-
-class JudgementsUsed(_Model):
-    """What the verdicts changed about the probabilities of later searches."""
-
-    changed: list[str] = Field(description="kinds of items whose probabilities changed; none if no change is better")
-    n: int = Field(description="judged hits that were used")
-    queries: int = Field(description="number of their queries")
-    not_found: int = Field(description="judged pairs that are not among the hits")
-    before: Figure = Field(description="calibration error with the packaged constants")
-    after: Figure = Field(description="calibration error now, each query with the verdicts on the others")
-    text: str = Field(description="the same for people")
 
 
 class GalleryInfo(_Model):
@@ -426,8 +423,7 @@ class QueryKinds(_Model):
     image: bool = Field(description="image files")
     id: bool = Field(description="ids of items")
     vector: dict[Modality, int] = Field(
-        description="by modality, the length of the vectors of `/v1/search/vector`; a modality that is not listed is"
-        " refused"
+        description="by modality, the length of vectors; a modality that is not listed is refused"
     )
 
 
@@ -467,7 +463,7 @@ _CONDITION, _CONDITIONS = AfterValidator(lambda text: _conditions([text])[0]), A
 
 
 class SearchParameters(_Options):
-    """The options of a search as query parameters or form fields, which cannot be nested."""
+    """The options of a search as query parameters, which cannot be nested."""
 
     where: Annotated[list[Annotated[str, Field(max_length=2101, pattern=_NO_NUL), _CONDITION]], _CONDITIONS] = Field(
         [],
@@ -484,7 +480,7 @@ class SearchParameters(_Options):
             read = parse_where(self.where)
             where = {name: list(values) for name, values in read.where.items()}
             wanted = ItemFilter(where=where, ranges=read.ranges, max_total_variance=self.max_total_variance)
-        own = {"where", "max_total_variance", "q", "image", "also", "without"}
+        own = {"where", "max_total_variance", "q", "also", "without"}
         flat = self.model_dump(exclude=own, exclude_unset=True)
         return SearchOptions(**flat, filter=wanted)
 
@@ -495,26 +491,6 @@ class TextSearch(SearchParameters):
     q: Text = Field(description="the text to search by", examples=["a red bird"])
     also: list[Text] = _ALSO
     without: list[Text] = _WITHOUT
-
-
-_FILE: Any = Field(description="the image file", json_schema_extra={"format": "binary"})
-"""Generators of clients know a file by this format; few of them read `contentMediaType`, which FastAPI writes."""
-
-
-class ImageSearch(SearchParameters):
-    """An image file and the options of a search, as a form."""
-
-    image: UploadFile = _FILE
-
-
-class NewImage(_Model):
-    """An image file to add, as a form."""
-
-    id: NewId
-    image: UploadFile = _FILE
-    payload: Json[Payload] = Field(
-        {}, description="a JSON object of texts that searches return with the item", json_schema_extra={"default": "{}"}
-    )
 
 
 class Problem(_Model):
@@ -593,15 +569,13 @@ def busy(detail: str, seconds: int = 1, *, code: str = "busy") -> Refusal:
     return Refusal(503, detail, headers={"Retry-After": str(seconds)}, code=code)
 
 
-def invalid(errors: Sequence[Any], body: str = "body") -> Refusal:
+def invalid(errors: Sequence[Any]) -> Refusal:
     """The refusal of a request that pydantic finds invalid."""
     if len(errors) > _TOO_WRONG:
-        return Refusal(422, f"The request is not valid: {body}: it has {len(errors)} errors")
+        return Refusal(422, f"The request is not valid: body: it has {len(errors)} errors")
     found = []
     for error in errors:
-        root, *path = error["loc"]
-        where = ".".join(str(part) for part in (body if root == "body" else root, *path))
-        found.append((where, _message(error)))
+        found.append((".".join(map(str, error["loc"])), _message(error)))
     first = "; ".join(f"{where}: {message}" for where, message in found[:3])
     return Refusal(422, f"The request is not valid: {first}", errors=found)
 

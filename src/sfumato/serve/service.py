@@ -65,7 +65,6 @@ from sfumato.serve.settings import Rights, Settings
 
 Done = TypeVar("Done")
 
-_BY_VECTOR = "by vector (POST /v1/search/vector)"
 _LOG = logging.getLogger("sfumato.serve")
 
 
@@ -173,7 +172,7 @@ class Service:
         features = features_read(model.image if side == "image" else model.text)
         if where and features:
             kinds = self.query_kinds()
-            ways = " or ".join(way for way, there in (("by text", kinds.text), (_BY_VECTOR, kinds.vector)) if there)
+            ways = " or ".join(way for way, there in (("by text", kinds.text), ("by vector", kinds.vector)) if there)
             ways = f"{ways} or by item".removeprefix(" or ")
             reason = f"{where[0]}: the model of this service reads {features}, not {side}s; search {ways}"
             raise Refusal(422, reason, errors=[(where[0], reason)])

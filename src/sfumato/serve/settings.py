@@ -137,7 +137,7 @@ def read_keys(file: Path | None, environment: str | None) -> tuple[tuple[str, ..
 
 def require_extra() -> None:
     """Check that the packages of the extra `serve` are installed, before anything is loaded."""
-    needed = ("fastapi", "uvicorn", "prometheus_client", "python_multipart")
+    needed = ("fastapi", "uvicorn", "prometheus_client")
     if missing := [name for name in needed if find_spec(name) is None]:
         raise UserError(
             f"the service needs the extra serve, of which {' and '.join(missing)} is missing: pip install"

@@ -4,24 +4,22 @@ Arguments: the URL of a collection, its key, and the URL of a service that is se
 """
 
 import base64
-import json
 import sys
 from io import BytesIO
 from typing import TypeVar
 
 from PIL import Image
 from sfumato_client import AuthenticatedClient, Client
-from sfumato_client.api.items import add_image, add_items, delete_item, delete_items, get_item, list_items
-from sfumato_client.api.judgements import get_judgements, post_judgements, use_judgements
+from sfumato_client.api.items import add_items, delete_items, get_item, list_items
+from sfumato_client.api.judgements import get_judgements, post_judgements
 from sfumato_client.api.look import get_picture
-from sfumato_client.api.search import search, search_by_image, search_by_text, search_by_vector
+from sfumato_client.api.search import search, search_by_text
 from sfumato_client.api.state import get_health, get_info, get_metrics, get_readiness
 from sfumato_client.models import (
     AddRequest,
     AddResponse,
     DeleteRequest,
     DeleteResponse,
-    ImageSearch,
     Info,
     Item,
     ItemFilter,
@@ -32,7 +30,6 @@ from sfumato_client.models import (
     JudgementsResponse,
     JudgementsSummary,
     JudgementsUsed,
-    NewImage,
     NewItem,
     NewItemPayload,
     NewJudgement,
@@ -41,8 +38,6 @@ from sfumato_client.models import (
     SearchRequest,
     SearchResponse,
     State,
-    VectorQuery,
-    VectorRequest,
 )
 from sfumato_client.types import File
 
@@ -94,11 +89,8 @@ def searches() -> None:
     )
     some = of(SearchResponse, search.sync(client=client, body=body)).answers
     assert [one.kind for one in some] == ["text", "id", "image"] and some[1].hits[0].match_probability is None
-    image = ImageSearch(image=File(BytesIO(png()), file_name="red.png"), max_results=2, where=["captions>=a"])
-    (answer,) = of(SearchResponse, search_by_image.sync(client=client, body=image)).answers
-    assert answer.query == "red.png" and len(answer.hits) == 2
-    vectors = VectorRequest(queries=[VectorQuery(vector=[0.5] * 5)], max_results=4)
-    (answer,) = of(SearchResponse, search_by_vector.sync(client=Client(base_url=VECTORS), body=vectors)).answers
+    vectors = SearchRequest(queries=[Query(vector=[0.5] * 5)], max_results=4)
+    (answer,) = of(SearchResponse, search.sync(client=Client(base_url=VECTORS), body=vectors)).answers
     assert answer.calibrated and len(answer.hits) == 4
 
 
@@ -107,10 +99,8 @@ def items() -> None:
     new = AddRequest(items=[NewItem(id="a/b c.png", image=in_base64(), payload=payload)])
     first, again = (add_items.sync_detailed(client=client, body=new) for _ in range(2))
     assert (first.status_code, again.status_code) == (201, 200) and of(AddResponse, first.parsed).created == 1
-    form = NewImage(id="c.png", image=File(BytesIO(png()), file_name="c.png"), payload=json.dumps({"place": "zoo"}))
-    plain = NewImage(id="d.png", image=File(BytesIO(png()), file_name="d.png"))
-    assert of(AddResponse, add_image.sync(client=client, body=form)).created == 1
-    assert of(AddResponse, add_image.sync(client=client, body=plain)).n == 27
+    more = AddRequest(items=[NewItem(id=id, image=in_base64()) for id in ("c.png", "d.png")])
+    assert of(AddResponse, add_items.sync(client=client, body=more)).n == 27
     assert of(Item, get_item.sync("a/b c.png", client=client)).payload.to_dict() == {"place": "wood"}
     small = of(File, get_picture.sync("a/b c.png", client=client, size=16))
     with Image.open(small.payload) as shown:
@@ -122,9 +112,8 @@ def items() -> None:
         if (cursor := page.next_cursor) is None:
             break
     assert len(found) == 27 and found == sorted(found)
-    assert of(DeleteResponse, delete_item.sync("a/b c.png", client=client)).deleted == 1
-    rest = DeleteRequest(ids=["c.png", "d.png", "never.png"])
-    assert of(DeleteResponse, delete_items.sync(client=client, body=rest)).deleted == 2
+    rest = DeleteRequest(ids=["a/b c.png", "c.png", "d.png", "never.png"])
+    assert of(DeleteResponse, delete_items.sync(client=client, body=rest)).deleted == 3
 
 
 def judgements() -> None:
@@ -136,7 +125,8 @@ def judgements() -> None:
     assert of(JudgementsResponse, post_judgements.sync(client=client, body=body)).kept == 5
     summary = of(JudgementsSummary, get_judgements.sync(client=client, query="a red square", judge="ann"))
     assert summary.queries == 5 and summary.given["00.png"] and summary.precision is not None
-    assert of(JudgementsUsed, use_judgements.sync(client=client)).n == 5
+    used = of(JudgementsResponse, post_judgements.sync(client=client, body=JudgementsRequest(use=True))).used
+    assert of(JudgementsUsed, used).n == 5
     back = JudgementsRequest(judge="ann", judgements=[NewJudgement(query="a red square", id="00.png", yes=None)])
     assert of(JudgementsResponse, post_judgements.sync(client=client, body=back)).removed == 1
 
@@ -146,7 +136,7 @@ def problems() -> None:
         "no-key": get_info.sync(client=stranger),
         "not-found": get_item.sync("never", client=client),
         "invalid": search.sync(client=client, body=SearchRequest(queries=[])),
-        "index": delete_item.sync("photo-1", client=Client(base_url=VECTORS)),
+        "index": delete_items.sync(client=Client(base_url=VECTORS), body=DeleteRequest(ids=["photo-1"])),
     }
     for code, answer in refused.items():
         told = of(Problem, answer)

@@ -39,7 +39,7 @@ export function judging(section, { query, hits }, used) {
     parentNode.append(group);
     parentNode.onkeydown = ({ key, ctrlKey, metaKey }) => ctrlKey || metaKey || ("yn".includes(key) && give(item, key === "y"));
   }
-  use.onclick = () => then(async () => used((await json("v1/judgements/use", { method: "POST" })).text));
+  use.onclick = () => then(async () => used((await json("v1/judgements", { method: "POST", body: { use: true } })).used.text));
   section.querySelector(".grid").before(line);
   then(async () => {
     const told = await json(`v1/judgements?${new URLSearchParams({ query, judge: me() })}`);
