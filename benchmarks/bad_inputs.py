@@ -61,10 +61,9 @@ from spoiling import STRINGS, any_value, as_json, spoil_bytes, spoil_folder, spo
 
 from sfumato.data.feature_tables import read_embeddings
 from sfumato.data.images import Problems
-from sfumato.data.listings import list_manifest
 from sfumato.data.manifest import read_manifest
 from sfumato.data.shard_stream import read_shards
-from sfumato.data.shards import ShardError, expand_shards, list_shard
+from sfumato.data.shards import expand_shards
 from sfumato.encoders.processors import train_tokenizer
 from sfumato.errors import UserError, explain_os_error, printable
 from sfumato.gaussian import save_embeddings
@@ -201,7 +200,6 @@ class Manifests(Entrance):
     def take(self) -> Problems | None:
         """See :meth:`Entrance.take`."""
         problems = Problems()
-        list_manifest(self.path, part_size=4096)
         read_manifest(self.path, problems)
         return problems
 
@@ -256,9 +254,6 @@ class Shards(Entrance):
         problems = Problems()
         for shard in expand_shards(self.pattern):
             read_shards([shard], problems)
-            for image in list_shard(shard):
-                if image.error:
-                    problems.add(image.key, image.error)
         return problems
 
 
@@ -528,7 +523,7 @@ def unclear(error: BaseException) -> str | None:
     where = f"{Path(ours[-1].filename).name}:{ours[-1].lineno}" if ours else "?"
     if isinstance(error, TooLongError):
         return f"no end within the limit at {where}"
-    if not isinstance(error, UserError | ValueError | OSError | ShardError):
+    if not isinstance(error, UserError | ValueError | OSError):
         return f"{type(error).__name__} at {where}"
     message = printable(explain_os_error(error))  # As the command line prints it.
     explained = isinstance(error, OSError) and explain_os_error(error) != str(error)

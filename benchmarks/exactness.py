@@ -94,7 +94,7 @@ def synthetic(items: int, d: int, n_queries: int, variances: str, seed: int) -> 
 
 
 def real(name: str, gallery: Path, queries: Path, n_queries: int, seed: int) -> Data:
-    """Embeddings that sfumato embed has written."""
+    """Embeddings of a model, see save_embeddings."""
     items, asked = load_embeddings(gallery)[0], load_embeddings(queries)[0]
     chosen = torch.randperm(asked.n, generator=torch.Generator().manual_seed(seed))[:n_queries]
     label = f"{name}, {items.n:,} x {items.d}"

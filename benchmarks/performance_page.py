@@ -149,18 +149,6 @@ def towers(result: dict[str, Any]) -> Iterable[Row]:
         yield Row(f"{what}, peak memory", *sizes, figures["peak_ratio"], bound=True)
 
 
-def ingest(result: dict[str, Any]) -> Iterable[Row]:
-    bare = result["results"]["bare"]
-    for form in ("1 workers", "2 workers"):
-        one = result["results"][form]
-        workers = form.replace("1 workers", "1 worker")
-        rates = f"{one['per_second']:.1f} a second", f"{bare['per_second']:.1f} a second, bare encoder"
-        yield Row(f"images, {workers}", *rates, 1 / one["of_bare"], bound=True)
-    one = result["results"]["1 workers"]
-    times = duration(one["cpu_ms"] / 1000), f"{duration(bare['cpu_ms'] / 1000)}, bare encoder"
-    yield Row("processor time of an image, 1 worker", *times, one["cpu_ms"] / bare["cpu_ms"], bound=True)
-
-
 def serve(result: dict[str, Any]) -> Iterable[Row]:
     for row in result["rows"]:
         on, off, clients = row["on"], row["off"], row["clients"]
@@ -201,7 +189,6 @@ SECTIONS = {
     ),
     "towers_image": Section("Image tower with a Gaussian head, ViT-B/32", "", towers),
     "towers_text": Section("Text tower with a Gaussian head", "", towers),
-    "ingest": Section("Embedding a folder of JPEG files, EfficientNet-Lite0", "", ingest),
     "serve": Section(
         "The service, text queries over 10,000 items, clients on the same machine",
         "With micro-batches, against every query alone.",

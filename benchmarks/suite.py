@@ -54,7 +54,6 @@ RUNS = (
     Run("stores", "stores.py --items 100000 --engines sqlite-faiss sfumato --steps fill search write"),
     Run("towers_image", "towers.py --side image --batch 8 --repeats 3"),
     Run("towers_text", "towers.py --side text --batch 8 --repeats 3"),
-    Run("ingest", "ingest.py --pictures 150"),
     Run("serve", "serve.py --seconds 2"),
     Run("training_step", "pcme_step.py --towers frozen --batch 128 --dim 256 --repeats 11"),
     Run("demo", "demo.py", threads=2, limit=900),

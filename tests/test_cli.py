@@ -15,7 +15,7 @@ import typer
 from support.charts import undrawn
 from support.words import folded, too_wide
 
-from sfumato import cli, load, load_embeddings
+from sfumato import cli, load
 from sfumato.cli.common import Verbs
 from sfumato.errors import UserError
 from sfumato.search.collection import GaussianCollection
@@ -403,34 +403,6 @@ def test_trust_prints_tables_and_writes_json(work, sfumato, monkeypatch):
     assert other["corruptions"] != written["directions"]["t2i"]["corruptions"]
 
 
-def test_embed_images_and_texts(work, sfumato, tmp_path):
-    (work / "data" / "broken.png").write_bytes(b"no")
-    result = sfumato.json("embed", work / "run", "--images", work / "data", "--out", tmp_path / "images.safetensors")
-    (work / "data" / "broken.png").unlink()
-    assert result["n"] == 48 and result["d"] == 16 and result["problems"] == 1
-    embeddings, ids = load_embeddings(tmp_path / "images.safetensors")
-    assert embeddings.n == 48 and ids[0] == "000.png"
-    (tmp_path / "lines.txt").write_text("a red circle\n\nsome bar in blue\n")
-    texts = ("--texts", tmp_path / "lines.txt", "--out", tmp_path / "texts.safetensors")
-    words = folded(sfumato.printed("embed", work / "run", *texts))
-    assert "2 embeddings of 16 dimensions" in words and "lines.txt:2: empty line" in words
-    assert load_embeddings(tmp_path / "texts.safetensors")[1] == ["1", "3"]
-
-
-def test_embed_into_a_folder_by_two_jobs(work, sfumato, tmp_path, monkeypatch):
-    """One job by --shard, the other as torchrun starts it."""
-    arguments = "embed", work / "run", "--images", work / "data", "--out", tmp_path / "parts", "--part-size", 9
-    result = sfumato.json(*arguments, "--shard", "0/2", "--workers", 1, "--batch", 5)
-    assert (result["job"], result["of"], result["n"], result["parts"]) == (0, 2, 27, 3) and result["per_second"] > 0
-    monkeypatch.setenv("RANK", "1")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    words = folded(sfumato.printed(*arguments))
-    assert "job 1/2: 21 embeddings in 3 parts, 21 of them new" in words and "a second" in words
-    monkeypatch.undo()
-    words = folded(sfumato.printed(*arguments))
-    assert "job 0/1: 48 embeddings in 6 parts, 0 of them new" in words and "a second" not in words
-
-
 @pytest.mark.parametrize("engine", ["exact", "hnsw"])
 def test_index_and_search(work, sfumato, engine, tmp_path):
     if engine != "exact":
@@ -501,15 +473,10 @@ def test_an_index_of_texts_is_searched_by_picture(work, sfumato, tmp_path):
         assert "works only with queries by image" in err
 
 
-def test_what_embed_has_written_is_indexed_part_by_part(work, run, sfumato, tmp_path):
-    parts, images = tmp_path / "parts", ("--images", work / "data")
-    sfumato.printed("embed", run, *images, "--out", parts, "--part-size", 16)
-    made = {"plain": images, "index": ("--embeddings", parts), "stored": ("--embeddings", parts, "--store", "file:")}
-    found = []
-    for name, given in made.items():
-        sfumato.printed("index", run, *given, "--out", tmp_path / name)
-        found.append([h["id"] for h in sfumato.json("search", tmp_path / name, "a red circle")[0]["hits"]])
-    assert found[0] == found[1] == found[2]
+def test_embeddings_and_queries_by_another_model_are_refused(work, run, sfumato, tmp_path):
+    images, plain, stored = ("--images", work / "data"), tmp_path / "plain", tmp_path / "stored"
+    sfumato.printed("index", run, *images, "--out", plain)
+    sfumato.printed("index", run, *images, "--store", "file:", "--out", stored)
     changed = shutil.copytree(run, tmp_path / "other")
     weights = changed / "model.safetensors"
     tensors = safetensors.torch.load_file(weights)
@@ -517,15 +484,13 @@ def test_what_embed_has_written_is_indexed_part_by_part(work, run, sfumato, tmp_
         about = file.metadata()
     name = next(n for n, t in tensors.items() if t.is_floating_point() and t.numel() > 1)
     safetensors.torch.save_file(tensors | {name: tensors[name] + 1}, weights, metadata=about)
-    err = sfumato.refused("index", changed, "--embeddings", parts, "--out", tmp_path / "x")
-    assert "holds embeddings by another model" in err
-    for folder in ("plain", "stored"):
-        err = sfumato.refused("search", tmp_path / folder, "a red circle", "--run", changed)
+    for folder in (plain, stored):
+        err = sfumato.refused("search", folder, "a red circle", "--run", changed)
         assert "was built with another model than" in err
-    err = sfumato.refused("index", changed, *images, "--add", "--out", tmp_path / "stored")
+    err = sfumato.refused("index", changed, *images, "--add", "--out", stored)
     assert "add only embeddings of the same kind by the same model" in err
-    for url in (f"file:{tmp_path}/stored/store", "file:"):
-        sfumato.printed("search", tmp_path / "stored", "a red circle", "--store", url)
+    for url in (f"file:{stored}/store", "file:"):
+        sfumato.printed("search", stored, "a red circle", "--store", url)
 
 
 def test_calibrate_again_and_search_by_its_promises(work, run, sfumato, tmp_path):
@@ -581,7 +546,7 @@ def test_without_a_calibration_the_way_out_is_named(work, run, sfumato, tmp_path
     err = sfumato.refused("search", tmp_path / "index", "a red circle", "--abstain", "0.2")
     assert "no scores of held-out queries" in err and "sfumato calibrate RUN" in err
     (run / "calibration.json").write_text("{}")
-    err = sfumato.refused("embed", run, "--images", work / "data", "--out", tmp_path / "x.safetensors")
+    err = sfumato.refused("index", run, "--images", work / "data", "--out", tmp_path / "x")
     assert "calibration.json: " in err and "calibrate again" in err
 
 
@@ -638,16 +603,6 @@ BAD_INPUTS = {
     "report {run} --uncertainty entropy": "known: total_variance, geometric_std, log_det",
     "export {data} {new}": "is not a run folder",
     "export {run} {data}": "exists already; give a new or empty folder",
-    "embed {run} --out x.safetensors": "which takes only --images FOLDER or --texts FILE",
-    "embed {run} --images nowhere --out x.safetensors": "there is no folder nowhere",
-    "embed {run} --manifest no.jsonl --out x.safetensors": "is one file, which takes only --images FOLDER",
-    "embed {run} --out {parts}": "give one of --images FOLDER, --manifest FILE, --shards PATTERN and --texts",
-    "embed {run} --images {data} --texts x --out {parts}": "give one of --images FOLDER",
-    "embed {run} --texts {lines} --out {parts}": "other data, 48 items of the folder",
-    "embed {run} --images {data} --out {parts} --part-size 7": "with --part-size 4096",
-    "embed {run} --images {data} --out {parts} --shard 2/2": "expected I/N with I from 0 to N",
-    "embed {run} --shards no-{{0..1}}.tar --out {parts}": "2 of 2 do not exist",
-    "embed {run} --manifest no.jsonl --out {parts}": "there is no manifest no.jsonl",
     "index {run} --split val --engine magic --out {new}": "unknown engine 'magic'",
     "index {run} --images {data} --store file: --out {stored}": "holds a collection already; add to it with --add",
     "index {run} --images {data} --add --store file: --out {stored}": "leave --store out",
@@ -675,7 +630,7 @@ BAD_INPUTS = {
 
 
 def test_a_bad_input_is_one_clear_message_and_status_2(work, run, sfumato, tmp_path):
-    names = ("new", "tried", "parts", "lines", "half", "plain", "stored", "cut", "bare")
+    names = ("new", "tried", "lines", "half", "plain", "stored", "cut", "bare")
     places = {name: tmp_path / name for name in names}
     places |= {"recipe": work / "toy.toml", "run": run, "data": work / "data"}
     places["lines"].write_text("a red circle\n")
@@ -686,7 +641,6 @@ def test_a_bad_input_is_one_clear_message_and_status_2(work, run, sfumato, tmp_p
     (places["bare"] / "tokenizer.json").unlink()
     weights = places["cut"] / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:100])
-    sfumato.printed("embed", run, "--images", work / "data", "--out", places["parts"])
     sfumato.printed("index", run, "--images", work / "data", "--out", places["plain"])
     sfumato.printed("index", run, "--images", work / "data", "--store", "file:", "--out", places["stored"])
     wrong = []

@@ -116,7 +116,7 @@ def test_saving_checks_its_input(tmp_path):
 
 
 def test_loading_refuses_what_is_not_ours(tmp_path):
-    raises(FileNotFoundError, "sfumato embed", load_embeddings, tmp_path / "none")
+    raises(FileNotFoundError, "save_embeddings", load_embeddings, tmp_path / "none")
     save_file({"x": torch.zeros(1)}, tmp_path / "other.safetensors")
     raises(ValueError, "not an embeddings file", load_embeddings, tmp_path / "other.safetensors")
     save_embeddings(tmp_path / "e.safetensors", some(), ["a", "b", "c"])

@@ -8,7 +8,6 @@ from sfumato.gaussian import GaussianEmbedding
 from sfumato.ids import check_ids, id_error
 from sfumato.search.collection import GaussianCollection
 from sfumato.search.index import GaussianIndex
-from sfumato.search.parts import PartMetadata, PartName, write_part
 
 GOOD = ("a", "birds/7 ü.jpg", "...", "./a.jpg", "../a.jpg", "a/..", "👩‍🎨", " ", 'it\'s "1"')
 BAD = {
@@ -41,6 +40,3 @@ def test_every_door_names_the_id_and_its_row(tmp_path, id):
     with GaussianCollection.create(tmp_path / "c", d=4) as made:
         raises(ValueError, "GaussianCollection: " + told, made.upsert, embeddings, ids)
         assert len(made) == 0
-    with pytest.raises(ValueError, match="part-000000.safetensors: " + told):
-        write_part(tmp_path, PartName(0), PartMetadata("", 3, 1, []), embeddings, ids, [{}, {}, {}])
-    assert not list(tmp_path.glob("part-*"))

@@ -78,7 +78,6 @@ from .search.answer import Hit as Hit
 from .search.collection import GaussianCollection as GaussianCollection
 from .search.exact import top_k as top_k
 from .search.index import GaussianIndex as GaussianIndex
-from .search.parts import read_parts as read_parts
 from .search.searcher import Searcher as Searcher
 from .search.stores.protocol import Filter as Filter
 from .studies.zeroshot import pool_prompts as pool_prompts

@@ -308,7 +308,7 @@ def load_embeddings(path: str | Path) -> tuple[GaussianEmbedding, list[str]]:
     """
     path = Path(path)
     if not path.is_file():
-        raise FileNotFoundError(f"no embeddings at {path}; write them with `sfumato embed` or save_embeddings()")
+        raise FileNotFoundError(f"no embeddings at {path}; write them with save_embeddings()")
     try:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
@@ -322,7 +322,7 @@ def load_embeddings(path: str | Path) -> tuple[GaussianEmbedding, list[str]]:
             ids = [str(i) for i in json.loads(file.get_tensor("ids").numpy().tobytes())]
     except (SafetensorError, KeyError, json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ValueError(
-            f"{path}: damaged or not an embeddings file ({error}); write it again with `sfumato embed`"
+            f"{path}: damaged or not an embeddings file ({error}); write it again with save_embeddings()"
         ) from error
     if len(ids) != embeddings.n:
         raise ValueError(f"{path}: damaged: {len(ids)} ids for {embeddings.n} embeddings; write it again")

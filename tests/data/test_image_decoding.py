@@ -10,7 +10,6 @@ from support.photographs import dng, halves, heic, saved, write_video
 from sfumato.data import image_decoding
 from sfumato.data.image_decoding import IMAGE_ENDINGS, PLAIN_ENDINGS, decode_image, needs_extra, spelt, still_bytes
 from sfumato.data.images import FileImage, FolderImages, Problems, image_files
-from sfumato.data.listings import list_folder
 from sfumato.data.photographs import describe_image
 
 
@@ -83,11 +82,6 @@ def test_without_the_extra_a_file_is_named_with_the_extra_to_install(monkeypatch
     problems.check(1, 0.0)  # These files stop no run.
     problems.write(tmp_path / "problems.jsonl")
     assert len((tmp_path / "problems.jsonl").read_text().splitlines()) == 5
-    # A job over several computers lists the same files everywhere, and says what lacks when it reads them.
-    listed = list_folder(tmp_path, part_size=10).entries(0)
-    assert [entry.id for entry in listed] == ["a/1.heic", "a/2.heic", "a/3.heic", "b.jpg", "c.dng", "clip.mov"]
-    with pytest.raises(ValueError, match="needs the extra raw"):
-        listed[4].read()
 
 
 def test_a_folder_is_searched_without_hidden_files_and_the_moving_part_of_live_photos(monkeypatch, tmp_path):

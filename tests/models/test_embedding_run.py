@@ -156,7 +156,6 @@ def test_index_and_search(folder, run, sfumato, tmp_path):
         (("search", "index", "--id", "nobody"), "has no item 'nobody' to search by"),
         (("search", "index", "--id", "photo-33", "--coverage", "0.9"), "works only with queries by text"),
         (("search", "index", "--image", "query.npy"), "holds 1 x 5 numbers; this model reads one embedding of 6"),
-        (("embed", "run", "--texts", "pairs.csv", "--out", "e"), "reads embeddings and has no encoder for texts"),
         (("index", "run", "--texts", "pairs.csv", "--out", "e"), "reads embeddings and has no encoder for 'image,text"),
         (("search", "index"), "give a text, --image FILE or --id ITEM"),
     ],

@@ -26,15 +26,6 @@ from sfumato.gaussian import GaussianEmbedding, load_embeddings, save_embeddings
 from sfumato.search import texts as texts_module
 from sfumato.search.collection import GaussianCollection, copy_gallery
 from sfumato.search.index import GaussianIndex
-from sfumato.search.parts import (
-    PartMetadata,
-    PartName,
-    PartsManifest,
-    begin,
-    read_manifest,
-    read_parts,
-    write_part,
-)
 from sfumato.search.stores.protocol import Records, open_store
 
 OLD = Path(__file__).with_name("formats_f5d496a8.tar.xz")
@@ -80,14 +71,6 @@ def write_all(folder, server):
     index.save(folder / "index")
     found["index"] = answers(index)
     save_embeddings(folder / "one.safetensors", gaussians(N, 0), IDS)
-    manifest = PartsManifest("images", "m", "folder", N, "d", 8, 2, None, "pictures", "csd")
-    begin(folder / "parts", manifest)
-    for section, rows in enumerate((range(8), range(8, N))):
-        about = PartMetadata(manifest.identity, len(rows), 1, [])
-        part = gaussians(N, 0)[torch.tensor(rows)]
-        write_part(
-            folder / "parts", PartName(section), about, part, [IDS[i] for i in rows], [PAYLOADS[i] for i in rows]
-        )
     url = server.url(database="postgres", table="images")
     with fill(folder / "postgresql", url, texts=True) as made:
         found["postgresql"] = answers(made)
@@ -153,9 +136,6 @@ def test_folders_of_an_earlier_version(old):
     assert_answers(GaussianIndex.load(old / "index"), old, "index")
     embeddings, ids = load_embeddings(old / "one.safetensors")
     assert ids == IDS and torch.equal(embeddings.mean, gaussians(N, 0).mean)
-    parts = list(read_parts(old / "parts"))
-    assert [i for part in parts for i in part[0]] == IDS and [p for part in parts for p in part[2]] == PAYLOADS
-    assert torch.equal(torch.cat([part[1].log_var for part in parts]), gaussians(N, 0).log_var)
 
 
 def test_rows_of_postgresql_of_an_earlier_version(old, server):
@@ -202,13 +182,10 @@ def later(folder, table, change):
 
 
 def test_folders_of_a_later_version_are_refused(old, sfumato):
-    for name, kind in (("collection", "sfumato-collection"), ("index", "sfumato-index"), ("parts", "sfumato-parts")):
+    for name, kind in (("collection", "sfumato-collection"), ("index", "sfumato-index")):
         file = old / name / "manifest.json"
         before = file.read_text(encoding="utf-8")
         file.write_text(before.replace(f"{kind}-1", f"{kind}-13"), encoding="utf-8")
-        if name == "parts":
-            refused(lambda: read_manifest(old / "parts"), f"{kind}-13", f"{kind}-1")
-            continue
         told = sfumato.refused("copy", old / name, old / "copied")
         assert f"has format {kind}-13" in told and f"up to {kind}-1. Update sfumato" in told
         file.write_text(before, encoding="utf-8")

@@ -22,7 +22,7 @@ _GROUPS = {
     "start": "demo index search serve",
     "models": "train adopt calibrate export recipes",
     "measure": "evaluate trust score audit report table",
-    "data": "embed copy delete",
+    "data": "copy delete",
 }
 """The groups of the help and their commands; all others are studies, which --help-all shows."""
 
@@ -240,11 +240,6 @@ def print_result(result: dict[str, Any], as_json: bool, line: str) -> None:
 def parse_names(listed: str) -> list[str]:
     """Split a list of names at its commas."""
     return [name.strip() for name in listed.split(",") if name.strip()]
-
-
-def speed_suffix(per_second: float | None) -> str:
-    """Items per second, as the end of a line."""
-    return f"; {per_second:.1f} a second" if per_second else ""
 
 
 def problems_suffix(problems: Any) -> str:

@@ -1,16 +1,13 @@
-"""The commands that make models and embeddings: demo, recipes, train, calibrate, adopt, export, regions, embed."""
+"""The commands that make models and embeddings: demo, recipes, train, calibrate, adopt, export, regions."""
 
 import json
-import os
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from sfumato.cli.common import (
     AsJson,
     Device,
-    ModelName,
     Overrides,
     Population,
     RecipeName,
@@ -23,7 +20,6 @@ from sfumato.cli.common import (
     print_result,
     problems_suffix,
     rare,
-    speed_suffix,
     word,
     writing,
 )
@@ -215,99 +211,6 @@ def recipes(name: str | None = word(None, "Name of a recipe to print.", "NAME"))
         return
     rows = [[key, recipe_summary(file)] for key, file in recipe_files().items()]
     print_table("", ["recipe", "what it is"], rows, running=(1,))
-
-
-@dataclass(frozen=True)
-class EmbedFlags:
-    """What is embedded, and how the work is divided."""
-
-    images: Path | None = flag(None, "Folder of images, with all its subfolders.")
-    manifest: Path | None = flag(None, "Or a .jsonl, .csv or .parquet file with a column image and, optionally, id.")
-    shards: str | None = flag(None, "Or webdataset shards: a folder, a glob, or a pattern such as 'a-{000..009}.tar'.")
-    texts: Path | None = flag(None, "Or a file with one text per line.")
-    shard: str | None = flag(
-        None, "Do job I of N, from 0. Default: 0/1, under torchrun RANK/WORLD_SIZE.", metavar="I/N"
-    )
-    workers: int | None = flag(None, "Number of threads that decode. Default: the number of processors.", min=1)
-    batch: int = flag(64, "Number of items that the encoder takes at a time.", min=1)
-    part_size: int = flag(4096, "Largest number of items per part; the same in all jobs.", min=1)
-    max_problem_fraction: float = flag(
-        0.01, "Stop when more than this fraction of a job's items, and over three, are unusable.", min=0, max=1
-    )
-
-
-@command()
-def embed(
-    *,
-    model: ModelName,
-    out: Path = flag(..., "Folder for the parts, which is continued. Or, for few items, a file NAME.safetensors."),
-    given: EmbedFlags,
-    device: Device = "auto",
-    as_json: AsJson = False,
-) -> None:
-    """Embed any number of images or texts, with their ids.
-
-    The result is a folder of parts; after a crash the same command continues it. Any number of these commands, on one
-    machine or several, can write into the same folder at the same time: each takes what no other one has.
-    """
-    from sfumato.data.listings import list_source
-    from sfumato.errors import counted
-    from sfumato.models.embed import file_endings
-    from sfumato.models.run import choose_device, load_model
-    from sfumato.search.parts import MANIFEST
-    from sfumato.workflows.embed import embed_collection, which_job
-
-    if out.suffix == ".safetensors":
-        if given.manifest or given.shards or given.shard or (given.images is None) == (given.texts is None):
-            raise UserError(
-                f"{out} is one file, which takes only --images FOLDER or --texts FILE; for other options"
-                f" give a folder, --out {out.stem}"
-            )
-        result, line = _embed_one_file(model, out, given.images, given.texts, device)
-        print_result(result, as_json, line)
-        return
-    check_out_folder(out, ours=lambda folder: (folder / MANIFEST).is_file())
-    job, of = which_job(given.shard)
-    loaded = load_model(model, device=choose_device(device, int(os.environ.get("LOCAL_RANK", "0"))))
-    listing = list_source(
-        images=given.images, manifest=given.manifest, shards=given.shards, texts=given.texts, part_size=given.part_size,
-        endings=file_endings(loaded.model),
-    )  # fmt: skip
-    done = embed_collection(
-        loaded, listing, out, job=job, of=of, workers=given.workers, batch_size=given.batch,
-        max_problem_fraction=given.max_problem_fraction,
-    )  # fmt: skip
-    made = f"{counted(done.n, 'embedding')} in {counted(done.parts, 'part')}"
-    line = f"job {job}/{of}: {made}, {done.new:,} of them new: {out}" + speed_suffix(done.per_second)
-    if done.elsewhere:
-        line += f"; other processes are embedding {counted(done.elsewhere, 'section')}"
-    print_result(done.to_json(), as_json, line + problems_suffix(done.problems))
-
-
-def _embed_one_file(
-    model: str, out: Path, images: Path | None, texts: Path | None, device: str
-) -> tuple[dict[str, Any], str]:
-    """Embed a folder of images or a file of texts into one file; returns the result and a line about it."""
-    import time
-
-    from sfumato.errors import counted
-    from sfumato.gaussian import save_embeddings
-    from sfumato.models.embed import embed_folder, embed_lines
-    from sfumato.models.run import choose_device, load_model
-
-    check_out_folder(out.parent)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    check_out_file(out)
-    loaded = load_model(model, device=choose_device(device))
-    start = time.perf_counter()
-    embeddings, ids, problems = embed_folder(loaded, images) if images else embed_lines(loaded, texts or Path())
-    per_second = embeddings.n / (time.perf_counter() - start)
-    save_embeddings(out, embeddings, ids)
-    result = {
-        "out": str(out), "n": embeddings.n, "d": embeddings.d, "problems": len(problems), "per_second": per_second
-    }  # fmt: skip
-    line = f"{counted(embeddings.n, 'embedding')} of {embeddings.d} dimensions: {out}"
-    return result, line + speed_suffix(per_second) + problems_suffix(problems)
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,7 @@ class IndexFlags:
         None,
         "Folder of images with its subfolders, a manifest (.jsonl, .csv, .parquet), Karpathy's .json, COCO's own"
         " captions (.json), or .tar archives. It becomes a collection: --add adds more, --sync follows its files,"
-        " sfumato delete removes items. No model is needed.",
+        " sfumato delete removes items. No model is needed. Or .parquet files of embeddings, see RowEmbedder.",
         metavar="FOLDER",
     )
     images: Path | None = flag(
@@ -51,7 +51,6 @@ class IndexFlags:
     )
     split: str | None = flag(None, "Or, for a run, the images of this split of its data; all for all splits.")
     texts: Path | None = flag(None, "Or a file with one text per line, to be searched by image.")
-    embeddings: Path | None = flag(None, "Or a folder that sfumato embed has written.")
     engine: str | None = flag(None, "Engine of an index: exact, or with the extra faiss hnsw or ivf. Not with --store.")
     store: str | None = flag(
         None,
@@ -74,18 +73,10 @@ class IndexFlags:
         from sfumato.search.collection import GaussianCollection
         from sfumato.workflows.index import is_gallery
 
-        given = (
-            self.data,
-            None if self.sync else self.images,
-            self.split,
-            self.texts,
-            self.embeddings,
-            self.sync or None,
-        )
+        place = None if self.sync or self.embedded else self.images
+        given = (self.data, place, self.split, self.texts, self.sync or None)
         if sum(s is not None for s in given) != 1:
-            raise UserError(
-                "give one of --data FOLDER, --images FOLDER, --split NAME, --texts FILE, --embeddings FOLDER, --sync"
-            )
+            raise UserError("give one of --data FOLDER, --images FOLDER, --split NAME, --texts FILE, --sync")
         if self.engine is not None and (self.store is not None or self.add):
             raise UserError(
                 "the engine of a store is part of its URL, e.g. --store 'file:?engine=hnsw'; leave --engine out"
@@ -109,12 +100,19 @@ class IndexFlags:
             raise UserError(f"{out} holds an index already; replace it with --force, {other}")
         check_out_folder(out, ours=lambda folder: is_gallery(folder) or all(p.is_dir() for p in folder.glob("[!.]*")))
 
+    @property
+    def embedded(self) -> bool:
+        """Whether the data are embeddings already."""
+        from sfumato.workflows.embedded_rows import is_embedded
+
+        return self.data is not None and is_embedded(self.data)
+
     def as_data(self) -> "IndexFlags":
         """The same, with an added folder of images as data, and the whole URL of the store."""
         from sfumato.search.stores.protocol import compressed
 
         whole = self if self.store is None else replace(self, store=compressed(self.store, self.compress))
-        added = self.add and self.images is not None and self.images.is_dir()
+        added = self.add and self.data is None and self.images is not None and self.images.is_dir()
         return replace(whole, data=str(self.images), images=None) if added else whole
 
     def model(self, out: Path) -> str:
@@ -148,17 +146,20 @@ def index(
     as_json: AsJson = False,
 ) -> None:
     """Build an index, or fill a collection in a vector store."""
+    from sfumato.data.images import Problems
     from sfumato.errors import counted
     from sfumato.models.model import Model
     from sfumato.models.run import choose_device, load_model, load_run
     from sfumato.search.index import check_settings
+    from sfumato.workflows.embedded_rows import embedded_parts
     from sfumato.workflows.index import build_index, check_new, embed_source, fill_collection, training_note, whole
 
     given.check(out)
     model, given = model or given.model(out), given.as_data()
-    if (given.data is not None or given.sync) and given.engine is None:
+    embedded = given.embedded
+    if (given.data is not None or given.sync) and given.engine is None and not embedded:
         return _index_data(load_model(model, device=choose_device(device)), out, given, as_json)
-    if given.data is not None:
+    if given.data is not None and not embedded:
         given = replace(given, images=Path(given.data))
     load = load_run if given.split is not None else load_model
     retrieval_model: Model = load(model, device=choose_device(device))
@@ -168,9 +169,10 @@ def index(
     elif not given.add:
         check_settings(retrieval_model.distance, given.engine or "exact")
     out.parent.mkdir(parents=True, exist_ok=True)
-    sources, problems = embed_source(
-        retrieval_model, images=given.images, split=given.split, texts=given.texts, parts=given.embeddings
-    )
+    if embedded:
+        sources, problems = embedded_parts(retrieval_model, str(given.data), given.images), Problems()
+    else:
+        sources, problems = embed_source(retrieval_model, images=given.images, split=given.split, texts=given.texts)
     if given.store is None and not given.add:
         source, engine = whole(sources), given.engine or "exact"
         gallery = build_index(retrieval_model, source, engine=engine)

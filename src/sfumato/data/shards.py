@@ -1,4 +1,4 @@
-"""Webdataset shards: naming, reading, listing and writing of the tar files."""
+"""Webdataset shards: naming, reading and writing of the tar files."""
 
 import glob
 import io
@@ -30,14 +30,6 @@ _MOST_NAMES, _LONGEST = 300_000, 4096
 
 # What tarfile raises on damaged headers.
 _DAMAGED = (tarfile.TarError, ValueError, TypeError, LookupError, OverflowError, MemoryError, RecursionError)
-
-
-class ShardError(Exception):
-    """A shard as a whole cannot be read now: it is missing, the disk or the network fails, or it is cut short."""
-
-    def __init__(self, shard: str | Path, reason: str) -> None:
-        super().__init__(f"{shard}: {reason}")
-        self.shard, self.reason = str(shard), reason
 
 
 @dataclass(frozen=True)
@@ -82,54 +74,11 @@ def expand_shards(spec: str) -> list[str]:
     return sorted(set(found), key=lambda name: (_natural(name), name))
 
 
-@dataclass(frozen=True, slots=True)
-class ShardImage:
-    """The position of a sample's image in its shard; the sample needs no caption."""
-
-    key: str  # of the sample; different for every one that is usable
-    member: str = ""  # name of the image's member
-    offset: int = 0  # position of its first byte in the file
-    size: int = 0  # number of its bytes
-    error: str = ""  # the error in the sample, or in the file from this position on; "" if there is none
-
-
-def list_shard(shard: str | Path) -> list[ShardImage]:
-    """The images of a shard in its order, from the headers alone: no image is read."""
-    found: list[ShardImage] = []
-    cut: list[str] = []
-
-    def bad(reason: str, cut_short: bool = False) -> None:
-        found.append(ShardImage("", error=reason))
-        if cut_short:
-            cut.append(reason)
-
-    seen: set[str] = set()
-    try:
-        with open(shard, "rb") as file:
-            for key, members in _groups(file, bad):
-                try:
-                    if key in seen:
-                        raise ValueError("the key occurred before in this shard")
-                    member = _image(members)
-                except ValueError as error:
-                    found.append(ShardImage(key, error=str(error)))
-                else:
-                    seen.add(key)
-                    found.append(ShardImage(key, member.name, member.offset_data, member.size))
-    except OSError as error:
-        raise ShardError(shard, f"cannot be read: {error.strerror or error}") from error
-    if cut:
-        raise ShardError(shard, cut[0])
-    if not found:
-        bad("it holds no sample")
-    return found
-
-
 def read_shard(shard: str, mine: slice, bad: Callable[[str, str], None]) -> Iterator[ShardSample]:
     """Read the usable samples in a slice of a shard."""
     try:
         with open(shard, "rb") as file:
-            groups = _groups(file, lambda reason, _: bad(shard, reason))
+            groups = _groups(file, lambda reason: bad(shard, reason))
             for key, group in itertools.islice(groups, mine.start, mine.stop, mine.step):
                 location = f"{shard}!{key}"
                 try:
@@ -142,15 +91,15 @@ def read_shard(shard: str, mine: slice, bad: Callable[[str, str], None]) -> Iter
         bad(shard, f"cannot be read: {error.strerror or error}")
 
 
-def _members(file: IO[bytes], bad: Callable[[str, bool], None]) -> Iterator[tarfile.TarInfo]:
-    """The members of a tar file, also after damage; ``bad`` receives (reason, whether the end is missing)."""
+def _members(file: IO[bytes], bad: Callable[[str], None]) -> Iterator[tarfile.TarInfo]:
+    """The members of a tar file, also after damage; ``bad`` receives reasons."""
     size = os.fstat(file.fileno()).st_size
     try:
         tar = tarfile.TarFile(fileobj=file, ignore_zeros=True)
         if tar.next() is None:
             raise ValueError("it has no members")
     except _DAMAGED as error:
-        return bad(f"not an uncompressed tar file: {error}", size == 0)
+        return bad(f"not an uncompressed tar file: {error}")
     position, damaged, ended = 0, False, False
     while position < size:
         file.seek(position)
@@ -165,25 +114,22 @@ def _members(file: IO[bytes], bad: Callable[[str, bool], None]) -> Iterator[tarf
                 raise ValueError("a negative size")
         except _DAMAGED as error:
             if not damaged:
-                bad(
-                    f"damaged at byte {position}: {error}; the samples there are lost",
-                    not ended and file.tell() >= size,
-                )
+                bad(f"damaged at byte {position}: {error}; the samples there are lost")
             damaged = True
             position += tarfile.BLOCKSIZE
             continue
         damaged, ended, position = False, False, tar.offset
         if member.offset_data + member.size > size:
-            return bad(f"cut short: ends within {member.name}", True)
+            return bad(f"cut short: ends within {member.name}")
         yield member
     if not ended and not damaged:
-        bad("cut short: the end mark is missing; members before it may be missing too", True)
+        bad("cut short: the end mark is missing; members before it may be missing too")
 
 
 _Group = list[tuple[str, tarfile.TarInfo]]
 
 
-def _groups(file: IO[bytes], bad: Callable[[str, bool], None]) -> Iterator[tuple[str, _Group]]:
+def _groups(file: IO[bytes], bad: Callable[[str], None]) -> Iterator[tuple[str, _Group]]:
     """(key, members) of the samples, a member with its ending in lower case; without what can belong to no sample."""
     named = ((_MEMBER.fullmatch(member.name), member) for member in _members(file, bad))
     usable = ((parts[1], parts[2].lower(), m) for parts, m in named if parts and m.isreg() and not m.issparse())

@@ -3,11 +3,12 @@
 import html
 import os
 import string
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections import Counter, deque
+from collections.abc import Callable, Generator, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -24,6 +25,28 @@ from sfumato.errors import UserError
 def available_cpus() -> int:
     """Number of CPUs that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+T, R = TypeVar("T"), TypeVar("R")
+
+
+def in_threads(
+    items: Iterable[T], work: Callable[[T], R], workers: int, *, ahead: int
+) -> Generator[tuple[T, R], None, None]:
+    """Yield (item, its result) in order; at most ``ahead`` items are started in advance."""
+    begun: deque[tuple[T, Future[R]]] = deque()
+    pool = ThreadPoolExecutor(workers, thread_name_prefix="decode")
+    try:
+        for item in items:
+            begun.append((item, pool.submit(work, item)))
+            if len(begun) >= ahead:
+                first, future = begun.popleft()
+                yield first, future.result()
+        while begun:
+            first, future = begun.popleft()
+            yield first, future.result()
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 class PixelProcessor(Processor):

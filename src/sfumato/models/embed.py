@@ -142,12 +142,6 @@ def _read_item(source: ImageSource, id: str) -> bytes:
     return source.read_bytes()
 
 
-def embed_lines(model: Model, path: Path) -> NamedItems:
-    """Embed the texts of a file."""
-    texts, ids, problems = read_lines(path)
-    return model.model.embed_texts(texts), ids, problems
-
-
 def read_lines(path: Path) -> tuple[list[str], list[str], Problems]:
     """Read the texts of a file, one on each line; empty lines are left out and reported."""
     if not path.is_file():

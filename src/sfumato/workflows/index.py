@@ -46,7 +46,6 @@ from sfumato.search.collection import UPLOADED_IMAGES, GaussianCollection, check
 from sfumato.search.exact import gallery_centre, lifted_dim
 from sfumato.search.gallery import Gallery
 from sfumato.search.index import GaussianIndex
-from sfumato.search.parts import read_manifest, read_parts
 from sfumato.search.stores.protocol import anchored, scheme
 
 
@@ -127,11 +126,8 @@ def embed_source(
     images: Path | None = None,
     split: str | None = None,
     texts: Path | None = None,
-    parts: Path | None = None,
 ) -> tuple[Iterator[GalleryPart], Problems]:
-    """Embed the items of a gallery; exactly one of images, split, texts and parts must be given."""
-    if parts is not None:
-        return _embedded_parts(model, parts), Problems()
+    """Embed the items of a gallery; exactly one of images, split and texts must be given."""
     if images is not None and isinstance(model.model.image.processor, EmbeddingProcessor):
         embeddings, ids, problems = embed.embed_table(model, str(images))
         source = GalleryPart(embeddings, ids)
@@ -146,26 +142,6 @@ def embed_source(
         embeddings, ids, problems = embed.embed_split_images(model, model.recipe.data, split)
         source = GalleryPart(embeddings, ids, images={"split": split})
     return iter([source]), problems
-
-
-def _embedded_parts(model: Model, folder: Path) -> Iterator[GalleryPart]:
-    """The parts written by jobs of `sfumato embed`, one by one; embeddings of another model are refused at once."""
-    manifest, parts = read_manifest(folder), read_parts(folder)
-    if manifest.model != embed.model_digest(model.model):
-        raise UserError(
-            f"{folder} holds embeddings by another model, {manifest.model_source}; give that model, or embed again"
-        )
-    images = {"folder": manifest.path} if manifest.kind == "folder" else {}
-
-    def sources() -> Iterator[GalleryPart]:
-        for ids, embeddings, payloads in parts:
-            kept = {name: [payload[name] for payload in payloads] for name in payloads[0]}
-            if manifest.modality == "texts":
-                yield GalleryPart(embeddings, ids, kept["text"])
-            else:
-                yield GalleryPart(embeddings, ids, kept=kept, images=images)
-
-    return sources()
 
 
 def whole(sources: Iterable[GalleryPart]) -> GalleryPart:

@@ -28,7 +28,7 @@ from sfumato.data.photographs import describe_image, file_fields
 from sfumato.data.shard_stream import read_shards
 from sfumato.data.shards import expand_shards
 from sfumato.encoders.minilm import has_minilm
-from sfumato.encoders.processors import available_cpus
+from sfumato.encoders.processors import available_cpus, in_threads
 from sfumato.errors import UserError
 from sfumato.files import read_json
 from sfumato.gaussian import GaussianEmbedding
@@ -39,7 +39,6 @@ from sfumato.progress import progress_bar
 from sfumato.search.collection import GaussianCollection, copy_gallery
 from sfumato.search.index import GaussianIndex
 from sfumato.search.texts import item_texts
-from sfumato.workflows.embed import in_threads
 from sfumato.workflows.index import (
     GalleryPart,
     Source,
