@@ -113,9 +113,5 @@ def test_names_that_are_no_ids_are_left_out_of_a_folder(tmp_path):
     model = Model(model=tiny_model(), distance="csd", logit_scale=1.0, logit_bias=0.0)
     _, ids, problems = embed_folder(model, tmp_path)
     assert ids == ["fine.png", "link.png"]
-    said = {p.reason.partition(" holds ")[0] for p in problems.items}
-    assert said == {
-        r"the id 'two\nlines.png'",
-        r"the id 'tab\t.png'",
-        r"the id '\udcff.png' is not Unicode (a lone surrogate); expected a text that UTF-8 can hold",
-    }
+    said = {p.reason.partition(" holds ")[0].partition(" (")[0] for p in problems.items}
+    assert said == {r"the id 'two\nlines.png'", r"the id 'tab\t.png'", r"the id '\udcff.png' is not Unicode"}
