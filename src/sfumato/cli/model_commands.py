@@ -18,7 +18,6 @@ from sfumato.cli.common import (
     command,
     flag,
     print_result,
-    problems_suffix,
     rare,
     word,
     writing,
