@@ -160,17 +160,3 @@ def test_rate_zero_only_moves_tokens_to_the_left():
     ids, mask = torch.tensor([[7, BEGIN, 8, 9, END, 6]]), torch.tensor([[False, True, False, True, True, False]])
     new_ids, new_mask = augment(ids, mask, special=(1, 1), rate=0.0, pad_id=5)
     assert new_ids.tolist() == [[BEGIN, 9, END, 5, 5, 5]] and new_mask.tolist() == [[True] * 3 + [False] * 3]
-
-
-def test_same_seed_same_text():
-    ids, mask = texts([9, 20, 30] * 5, 30)
-    one, two = augment(ids, mask), augment(ids, mask)
-    assert one[0].equal(two[0]) and one[1].equal(two[1]) and not one[0].equal(ids)
-    assert ids.equal(texts([9, 20, 30] * 5, 30)[0]), "the input is left alone"
-
-
-def test_everything_stays_on_the_device_of_the_mask():
-    """The meta device refuses to be mixed with the CPU, as an accelerator does."""
-    ids, mask = (tensor.to("meta") for tensor in texts([5, 9], 9))
-    assert drop_tokens(mask).device.type == "meta"
-    assert [out.device.type for out in augment(ids, mask, generator=None)] == ["meta", "meta"]

@@ -127,16 +127,6 @@ def test_texts_are_distinct_wordings_of_the_four_kinds_and_true_of_something(spl
         assert set(data.pairs[:, 0]) == set(range(len(data.image_ids)))
 
 
-def test_two_drawings_of_a_concept_share_group_and_texts(splits):
-    data = splits["train"]
-    assert max(Counter(data.groups.tolist()).values()) == 2
-    dense = data.relevance().to_dense()
-    for group in np.unique(data.groups)[::50]:
-        first, *others = np.flatnonzero(data.groups == group)
-        assert len({concept_of(data.image_ids[i]) for i in (first, *others)}) == 1
-        assert all(np.array_equal(dense[first], dense[o]) for o in others)
-
-
 def test_every_picture_is_there_decodes_and_shows_something(splits):
     with zipfile.ZipFile((FOLDER / "pictures.zip").open("rb")) as archive:
         assert archive.testzip() is None

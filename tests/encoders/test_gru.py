@@ -133,15 +133,6 @@ def test_states_are_those_of_each_text_read_alone_word_by_word(bidirectional):
     assert (final.mean - final.log_var).abs().min() > 1e-6, "two networks"
 
 
-def test_words_without_a_mask_are_all_there():
-    torch.manual_seed(0)
-    encoder = WordEncoder(9, 4, 3, variance_gru=False)
-    ids = torch.tensor([[1, 2, 3]])
-    given = encoder(Inputs(ids, torch.ones(1, 3, dtype=torch.bool)))
-    torch.testing.assert_close(encoder(Inputs(ids)).mean, given.mean, rtol=0, atol=0)
-    assert given.log_var is None
-
-
 def test_word_vectors_are_shared_and_the_variances_gru_is_its_own():
     torch.manual_seed(0)
     encoder = WordEncoder(9, 4, 3)

@@ -10,33 +10,14 @@ from sfumato.encoders.features import Inputs
 from sfumato.encoders.heads import POOLINGS, GaussianHead, HeadOptions
 from sfumato.encoders.unc_token import UncTokenImageEncoder, UncTokenTextEncoder
 
+SIZES = {"num_hidden_layers": 2, "num_attention_heads": 2}
+OF_IMAGE = {"model_type": "clip_vision_model", "hidden_size": 16, "intermediate_size": 24, "patch_size": 8}
 IMAGE = {
-    "backbone": {
-        "model_type": "clip_vision_model",
-        "hidden_size": 16,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "intermediate_size": 24,
-        "patch_size": 8,
-        "image_size": 24,
-    },
-    "pixel_mean": (0.4, 0.5, 0.6),
-    "pixel_std": (0.2, 0.3, 0.4),
-}
-TEXT = {
-    "backbone": {
-        "model_type": "clip_text_model",
-        "hidden_size": 12,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "intermediate_size": 20,
-        "vocab_size": 30,
-        "max_position_embeddings": 7,
-        "bos_token_id": None,
-        "eos_token_id": None,
-        "pad_token_id": 0,
-    }
-}
+    "backbone": SIZES | OF_IMAGE | {"image_size": 24}, "pixel_mean": (0.4, 0.5, 0.6), "pixel_std": (0.2, 0.3, 0.4)
+}  # fmt: skip
+OF_TEXT = {"model_type": "clip_text_model", "hidden_size": 12, "intermediate_size": 20, "vocab_size": 30}
+OF_TEXT |= {"max_position_embeddings": 7, "bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
+TEXT = {"backbone": SIZES | OF_TEXT}
 
 
 def image_encoder(**options):
@@ -73,18 +54,6 @@ def test_the_log_variance_is_that_of_the_variance_token_and_the_mean_sees_it_too
     after = encoder(Inputs(PIXELS))
     assert (after.log_var - before.log_var).abs().max() > 0.1
     assert (after.mean - before.mean).abs().max() > 1e-3
-
-
-def test_some_patches_only():
-    encoder = image_encoder()
-    keep = torch.tensor([0, 4, 5])
-    some = encoder(Inputs(PIXELS), patches=keep)
-    assert some.mean.shape == (3, 1 + 3, 16)
-    torch.testing.assert_close(encoder(Inputs(PIXELS), patches=torch.arange(9)).mean, encoder(Inputs(PIXELS)).mean)
-    changed = PIXELS.clone()
-    changed[:, :, :8, 8:16] += 1  # patch 1, which is left out
-    torch.testing.assert_close(encoder(Inputs(changed), patches=keep).mean, some.mean)
-    assert (encoder(Inputs(changed)).mean - encoder(Inputs(PIXELS)).mean).abs().max() > 1e-3
 
 
 @pytest.mark.parametrize("causal", [False, True])

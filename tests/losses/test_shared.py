@@ -246,12 +246,3 @@ def test_the_blocks_of_a_batch_whoever_holds_them_add_up_to_its_loss_and_gradien
         torch.testing.assert_close(found, values, rtol=1e-12, atol=1e-12)
         torch.testing.assert_close(found_gradients, gradients, rtol=1e-10, atol=1e-12)
         assert found_stats == pytest.approx(stats, rel=1e-5)
-
-
-def test_one_process_alone_would_average_over_too_little():
-    """The tempting mistake: every process averages over its own pairs."""
-    loss = LOSSES["pcmepp"](PCMEPPOptions(alpha=0, beta=0)).double()
-    image, text = batch()
-    block = PairBlock(image[:1], text[:3], image, text, MATCH[:1], MATCH.T[:3])
-    right = loss_of_block(loss, block, gather=lambda _: torch.tensor([[24.0]], dtype=torch.float64)).total
-    assert abs(loss_of_block(loss, block).total / right - 4) < 1e-9

@@ -209,13 +209,6 @@ def test_the_epoch_that_is_kept(tmp_path, monkeypatch, select, kept):
     assert_same(saved_model(tmp_path / "run" / "model.safetensors"), after[kept])
 
 
-def test_without_a_validation_split_the_average_is_kept(tmp_path):
-    recipe = load_recipe(make_toy(tmp_path), ["train.epochs=3", "train.swa_epochs=2", "data.val_fraction=0"])
-    result, after, validated = spied_run(recipe, tmp_path / "run")
-    assert not validated and result["best_score"] is None
-    assert_mean(saved_model(tmp_path / "run" / "model.safetensors"), after[1:], [0.5, 0.5])
-
-
 def test_the_moving_average_of_a_run_takes_in_every_step(tmp_path, monkeypatch):
     """Recomputed from the first weights and those that each step leaves."""
     recipe = load_recipe(make_toy(tmp_path), ["train.epochs=4", "train.ema_decay=0.4", "train.select=last"])

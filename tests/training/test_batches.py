@@ -279,21 +279,6 @@ def test_processes_share_the_batches_of_one_without_gaps_or_doubles(size):
     assert mixed >= 4
 
 
-def test_every_process_knows_the_plans_of_all():
-    settings = recipe(mixed_share=0.8)
-    sides = [Augmentation(settings, model(), ProcessGroup(rank, 3, CPU)) for rank in range(3)]
-    for step in range(3):
-        plans = [side.plans([4, 3, 4], (16, 16), 1, step) for side in sides]
-        for mine, theirs in zip(plans[0], plans[2], strict=True):
-            assert all(map(torch.equal, plan_tensors(mine), plan_tensors(theirs)))
-        assert [len(p) for p in plans[1]] == [4, 3, 4]
-        assert not all(map(torch.equal, plan_tensors(plans[0][0]), plan_tensors(plans[0][2]))), "each draws its own"
-    cut = {tuple(bool(plan.cut.any()) for plan in sides[0].plans([40] * 3, (16, 16), 2, step)) for step in range(16)}
-    assert cut == {(True,) * 3, (False,) * 3}, "one choice of Mixup or CutMix for the batch of all processes"
-    assert sides[1].plans([2, 0, 0], (16, 16), 0, 0)[2].own_fraction.shape == (0,)
-    assert Augmentation(recipe(), model(), alone()).plans([2], (16, 16), 0, 0) is None
-
-
 def test_processes_change_their_pictures_and_words_independently():
     """Equal pictures and texts, of which each process draws its own version."""
     settings = recipe(style=True, text_tokens=0.5)

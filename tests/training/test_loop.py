@@ -11,7 +11,7 @@ import filelock
 import pytest
 import torch
 from support.processes import Started, command
-from support.toy import assert_same_tensors, make_toy, stop_after_checkpoint_of
+from support.toy import assert_same_tensors, make_toy
 
 from sfumato.errors import UserError
 from sfumato.models.recipe import load_recipe
@@ -52,28 +52,6 @@ def test_a_run_leaves_what_is_needed_and_learns(run):
     assert len(t2i.nearest) == i2t.n_gallery and t2i.matches_per_query >= 1
     assert 0 < calibration.t2i.conformal_radius(0.5) <= calibration.t2i.conformal_radius(0.2)
     assert loaded.model.embed_texts(["a red circle"]).d == 16
-
-
-def test_a_run_learns(toy):
-    """12 epochs of 6 steps end at .46 to .70 of the first loss with seeds 0 to 5."""
-    fit(load_recipe(toy, ["train.epochs=12"]), toy.parent / "longer")
-    losses = [json.loads(line)["loss/match"] for line in (toy.parent / "longer" / "log.jsonl").read_text().splitlines()]
-    assert sum(losses[-3:]) / 3 < 0.8 * losses[0]
-
-
-@pytest.mark.parametrize(("optimiser", "average"), [("adamw", "ema_decay=0.9"), ("adamp", "swa_epochs=2")])
-def test_resumed_equals_uninterrupted_with_average(toy, optimiser, average):
-    recipe = load_recipe(toy, [f"optim.name={optimiser}", f"train.{average}"])
-    whole, parts = toy.parent / f"whole-{optimiser}", toy.parent / f"parts-{optimiser}"
-    fit(recipe, whole)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("sfumato.training.saving.save_state", stop_after_checkpoint_of(1))
-        with pytest.raises(KeyboardInterrupt):
-            fit(recipe, parts)
-    fit(recipe, parts)
-    assert_same_tensors(whole / "last.safetensors", parts / "last.safetensors")
-    assert_same_tensors(whole / "model.safetensors", parts / "model.safetensors")
-    assert [json.loads(line)["epoch"] for line in (parts / "log.jsonl").read_text().splitlines()] == [0, 1, 2]
 
 
 @pytest.mark.parametrize(

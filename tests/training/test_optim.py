@@ -121,16 +121,6 @@ def test_learning_rates_are_counted_from_the_top_whatever_the_depth():
         assert max(g["lr"] for g in optimiser.param_groups if g["lr"] != 20) == 1.0
 
 
-def test_without_layer_decay_the_multipliers_stand_alone():
-    model = clip_model()
-    optimiser = build_optimiser(
-        model, LOSSES["pcmepp"](), OptimConfig(lr=2e-3, image_lr_multiplier=0.5, text_lr_multiplier=0.25)
-    )
-    for name, parameter in model.named_parameters():
-        expected = 1e-3 if name.startswith("image.encoder.") else 5e-4 if name.startswith("text.encoder.") else 2e-3
-        assert options_of(optimiser, parameter)[0] == pytest.approx(expected, rel=1e-12), name
-
-
 def test_matrices_alone_decay_and_every_parameter_is_in_one_group():
     model, loss = clip_model(), LOSSES["pcmepp"]()
     optimiser = build_optimiser(model, loss, OptimConfig(weight_decay=0.3, layer_decay=0.7))

@@ -19,12 +19,6 @@ def _no_thread_is_left():
     assert own() == before
 
 
-def test_the_items_come_in_their_order():
-    for depth in (1, 2, 7):
-        for items in (range(20), [], [None, (), False]):
-            assert list(prefetch(iter(items), depth)) == list(items)
-
-
 def test_items_are_made_in_a_thread_while_the_consumer_works():
     made = []
 
@@ -57,11 +51,6 @@ def test_an_exception_comes_after_the_items_before_it():
     assert "source" in {entry.name for entry in caught.traceback}
 
 
-def test_something_that_cannot_be_iterated():
-    with pytest.raises(TypeError, match="not iterable"):
-        next(prefetch(3))
-
-
 def endless(closed):
     try:
         i = 0
@@ -92,13 +81,6 @@ def test_a_loop_left_by_break_or_by_an_exception_stops_the_thread():
             1 / (3 - item)
     # The exception's traceback no longer holds the generator; the fixture sees that no thread is left.
     assert len(closed) == 2
-
-
-def test_one_that_is_never_started_has_no_thread():
-    closed = []
-    prefetch(endless(closed)).close()
-    prefetch(endless(closed))
-    assert closed == []
 
 
 def test_a_program_that_ends_in_the_middle_ends():

@@ -43,14 +43,6 @@ def test_a_run_needs_its_file_of_word_vectors_once(tmp_path, capsys):
     torch.testing.assert_close(vectors[[id_of("red"), id_of("some")]], torch.tensor([RED, SOME]), rtol=0, atol=0)
 
 
-def test_word_vectors_that_learn_start_from_the_file(tmp_path):
-    toy, path = make_toy(tmp_path), vectors_file(tmp_path)
-    fit(load_recipe(toy, [GRU, f"model.text.vectors={path}", "train.epochs=1"]), tmp_path / "run")
-    model = load_run(tmp_path / "run").model
-    red = model.text.encoder.words.weight[model.text.processor.tokenizer.token_to_id("red")]
-    assert 0 < (red - torch.tensor(RED)).abs().max() < 0.1
-
-
 def test_files_of_word_vectors_that_do_not_fit_stop_before_training(tmp_path):
     toy, path = make_toy(tmp_path), vectors_file(tmp_path)
     with pytest.raises(UserError, match="3 numbers after the word, but model.text.width=300"):

@@ -163,17 +163,3 @@ def test_a_run_with_a_second_stage_differs_in_variances_alone_and_has_it_once(to
     again = load_file(folder / "model.safetensors")
     assert all(torch.equal(spread[key], again[key]) for key in spread)
     assert "variances" not in capsys.readouterr().err
-
-
-def test_a_run_without_validation_has_it_too(toy):
-    changes = [
-        "loss.distance=squared_l2",
-        "loss.beta=0",
-        "variance_stage.epochs=2",
-        "data.val_fraction=0",
-        "train.epochs=1",
-    ]
-    fit(load_recipe(toy, changes), toy.parent / "none")
-    last, model = (load_file(toy.parent / "none" / f"{name}.safetensors") for name in ("last", "model"))
-    differing = {key for key in model if not torch.equal(model[key], last[key])}
-    assert differing and all(".head.log_var." in key for key in differing)
