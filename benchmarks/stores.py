@@ -1,34 +1,28 @@
-"""Embedded vector stores against each other: exactness, kill -9, time, memory, size on disk, size of what they need.
+"""The embedded store beside SQLite with FAISS: exactness, time, memory, size on disk.
 
-The engines are in `store_engines.py`. Each step of each engine runs in a process of its own on one processor core:
-
-    install     MB of packages that sfumato alone does not need, and seconds that the import takes after torch and numpy
-    exact       fraction of queries whose top 10 ids are those of a scan in float64: of 20,000 lifted vectors, with and
-                without a filter, after 2,000 were replaced and 1,000 deleted, and of vectors far from the origin, where
-                ||x||^2 - 2<x, q> cancels in float32
     fill        seconds to store --items x (--d + 1) vectors in batches of 2048, and to optimise; MB on disk; memory
     search      milliseconds of the first search after opening, and per call of 1 and 20 queries, k=10, with and without
-                a filter
+                a filter; fraction of queries whose top 10 ids are those of a scan in float64
     write       milliseconds of one upsert of one item, and forced writes (fsync and the like) of each, by strace
-    kill        writers killed by SIGKILL at random moments: stores that did not open again, kills after which an
-                acknowledged write was missing or changed, and kills after which a batch was there in part
-    readers     whether a second process reads what was acknowledged while the first one writes
 
-    python benchmarks/stores.py --items 100000 --d 512 --kills 20 --json stores.json [--engines lancedb] [--steps kill]
+    python benchmarks/stores.py --items 100000 --d 512 --json stores.json [--engines sfumato] [--steps search]
 
-Memory is what the process holds beyond its start, without the pages of files that the system may drop: RssAnon, sampled
-each 5 ms. LanceDB waits for itself for ever if LANCE_IO_THREADS is 1; so threads are limited by processor affinity.
+Each step of each engine runs in a process of its own on one processor core: `sfumato` is the store of `file:` URLs,
+`milvus` that of `milvus:` URLs (Milvus Lite), and `sqlite-faiss` a prototype without locks and messages: records in
+SQLite, FAISS's flat index over all vectors in memory. Commit 318328e has LanceDB, sqlite-vec and plain products beside
+them; kills and readers beside a writer are tested (tests/support/stores_contract.py). Memory is what the process holds
+beyond its start, without the pages of files that the system may drop: RssAnon, sampled each 5 ms.
 """
 
 import argparse
 import contextlib
 import importlib
-import importlib.metadata
 import json
 import os
 import platform
 import re
 import shutil
+import sqlite3
 import statistics
 import subprocess
 import sys
@@ -42,17 +36,97 @@ from typing import Any
 import numpy as np
 import torch
 from exactness import synthetic
-from packaging.requirements import Requirement
-from store_engines import MODULES, PACKAGES, Engine, LanceEngine, open_engine
-from store_faults import child_command, step_kill, step_readers, step_writer
 from torch import Tensor
 
-from sfumato.search.stores.protocol import Filter, Records
+from sfumato.search.stores.protocol import Filter, Records, create_store, open_store
 
-K, BATCH, SMALL = 10, 2048, 20_000
-STEPS = ("install", "exact", "fill", "search", "write", "kill", "readers")
+K, BATCH = 10, 2048
+STEPS = ("fill", "search", "write")
+MODULES = {"sfumato": "sqlite3", "milvus": "pymilvus", "sqlite-faiss": "faiss"}
+"""By engine, the module that is imported for it."""
+
 SECONDS = 1200
 """That a step of an engine may take."""
+
+
+class SqliteFaiss:
+    """Records in SQLite, and FAISS's flat index of all vectors in memory, read again after a write."""
+
+    def __init__(self, folder: Path, dim: int, create: bool) -> None:
+        self._dim, self._version = dim, -1
+        self._db = sqlite3.connect(folder / "store.sqlite", isolation_level=None)
+        self._db.execute("PRAGMA synchronous=FULL")
+        self._db.execute(f"PRAGMA mmap_size={2**40}")
+        if create:
+            self._db.execute("PRAGMA journal_mode=WAL")
+            columns = "id TEXT NOT NULL UNIQUE, uncertainty REAL NOT NULL, payload TEXT NOT NULL"
+            self._db.execute(f"CREATE TABLE items (position INTEGER PRIMARY KEY AUTOINCREMENT, {columns})")
+            self._db.execute("CREATE TABLE vectors (row INTEGER PRIMARY KEY, vector BLOB NOT NULL)")
+
+    def upsert(self, records: Records) -> None:
+        self._db.execute("BEGIN IMMEDIATE")
+        old = "SELECT position FROM items WHERE id IN (SELECT value FROM json_each(?))"
+        for table, key in (("vectors", "row"), ("items", "position")):
+            self._db.execute(f"DELETE FROM {table} WHERE {key} IN ({old})", (json.dumps(records.ids),))
+        for i, id in enumerate(records.ids):
+            row = id, float(records.uncertainty[i]), json.dumps(dict(records.payloads[i]))
+            insert = "INSERT INTO items (id, uncertainty, payload) VALUES (?, ?, ?)"
+            position = self._db.execute(insert, row).lastrowid
+            vector = records.vectors[i].numpy().tobytes()
+            self._db.execute("INSERT INTO vectors (row, vector) VALUES (?, ?)", (position, vector))
+        self._db.execute("COMMIT")
+
+    def search(self, queries: Tensor, k: int, filter: Filter | None = None) -> list[Records]:
+        faiss: Any = importlib.import_module("faiss")
+        version = self._db.total_changes + self._db.execute("PRAGMA data_version").fetchone()[0]
+        if version != self._version:
+            self._version, self._index = version, faiss.IndexIDMap(faiss.IndexFlatL2(self._dim))
+            cursor = self._db.execute("SELECT row, vector FROM vectors ORDER BY row")
+            while rows := cursor.fetchmany(8192):
+                flat = np.frombuffer(b"".join([row[1] for row in rows]), dtype=np.float32)
+                self._index.add_with_ids(flat.reshape(-1, self._dim), np.array([row[0] for row in rows]))
+        parameters = None
+        if filter is not None:
+            selected = faiss.IDSelectorBatch(self._positions(filter))
+            parameters = faiss.SearchParameters(sel=selected)
+        found = self._index.search(queries.numpy(), k, params=parameters)[1]
+        return [self._fetch(row[row >= 0].tolist()) for row in found]
+
+    def _positions(self, filter: Filter) -> np.ndarray:
+        conditions, values = ["uncertainty <= ?"], list[Any]([filter.max_uncertainty or 1e30])
+        for name, texts in filter.where.items():
+            inside = "SELECT 1 FROM json_each(payload) WHERE key = ? AND atom IN (SELECT value FROM json_each(?))"
+            conditions.append(f"EXISTS ({inside})")
+            values += [name, json.dumps(list(texts))]
+        sql = f"SELECT position FROM items WHERE {' AND '.join(conditions)}"
+        return np.fromiter((row[0] for row in self._db.execute(sql, values)), dtype=np.int64)
+
+    def _fetch(self, positions: list[int]) -> Records:
+        sql = "SELECT position, id, uncertainty, payload, vector FROM items JOIN vectors ON row = position"
+        listed = f"{sql} WHERE position IN (SELECT value FROM json_each(?))"
+        by_position = {row[0]: row[1:] for row in self._db.execute(listed, (json.dumps(positions),))}
+        found = [by_position[p] for p in positions]
+        flat = np.frombuffer(b"".join(row[3] for row in found), dtype=np.float32).copy()
+        return Records(
+            tuple(row[0] for row in found),
+            torch.from_numpy(flat.reshape(-1, self._dim)),
+            torch.tensor([row[1] for row in found]),
+            tuple(json.loads(row[2]) for row in found),
+        )
+
+    def optimise(self) -> None:
+        self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+
+    def close(self) -> None:
+        self._db.close()
+
+
+def open_engine(name: str, folder: Path, dim: int, *, create: bool) -> Any:
+    """An engine with its files in a folder, which is empty if a collection is made."""
+    if name == "sqlite-faiss":
+        return SqliteFaiss(folder, dim, create)
+    url = f"file:{folder}/store" if name == "sfumato" else f"milvus:{folder}/store.db"
+    return create_store(url, dim, "benchmark") if create else open_store(url)
 
 
 def payload(i: int) -> dict[str, str]:
@@ -85,15 +159,11 @@ def filter_of(uncertainty: np.ndarray) -> tuple[Filter, np.ndarray]:
     return Filter({"tenth": ("3", "7")}, bound), inside
 
 
-def agreement(engine: Engine, queries: Tensor, wanted: list[list[str]], filter: Filter | None = None) -> float:
+def agreement(engine: Any, queries: Tensor, wanted: list[list[str]], filter: Filter | None = None) -> float:
     """Fraction of queries whose ids are all right, whatever their order among equals."""
-    found = [set(part.ids) for size in (1, len(queries) - 1) for part in _search(engine, queries, size, filter)]
+    parts = [*engine.search(queries[:1], K, filter), *engine.search(queries[1:], K, filter)]
+    found = [set(part.ids) for part in parts]
     return sum(a == set(b) for a, b in zip(found, wanted, strict=True)) / len(wanted)
-
-
-def _search(engine: Engine, queries: Tensor, size: int, filter: Filter | None) -> list[Records]:
-    """The first query alone, then the others together."""
-    return engine.search(queries[:1] if size == 1 else queries[1:], K, filter)
 
 
 def lifted_data(items: int, d: int, seed: int = 0) -> tuple[np.ndarray, Tensor]:
@@ -129,67 +199,6 @@ class Memory(contextlib.AbstractContextManager["Memory"]):
         return 1024 * int(found[1]) if found else 0
 
 
-def step_install(engine: str, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
-    extra = _needs(list(PACKAGES[engine])) - _needs(["sfumato"])
-    code = (
-        f"import time, torch, numpy; t = time.perf_counter(); import {MODULES[engine]}; print(time.perf_counter() - t)"
-    )
-    timed = [float(subprocess.check_output([sys.executable, "-c", code], text=True)) for _ in range(3)]
-    seconds = min(timed)
-    return {"import_s": seconds, "packages": sorted(extra), "mb": sum(map(_installed_mb, extra))}
-
-
-def _needs(packages: list[str]) -> set[str]:
-    """These packages and all that they need, without extras."""
-    known, waiting = set[str](), list(packages)
-    while waiting:
-        name = re.sub(r"[-_.]+", "-", waiting.pop()).lower()
-        if name in known:
-            continue
-        try:
-            needed = importlib.metadata.requires(name) or []
-        except importlib.metadata.PackageNotFoundError:
-            continue
-        known.add(name)
-        parsed = map(Requirement, needed)
-        waiting += [r.name for r in parsed if r.marker is None or r.marker.evaluate({"extra": ""})]
-    return known
-
-
-def _installed_mb(package: str) -> float:
-    files = importlib.metadata.files(package) or []
-    paths = (Path(str(file.locate())) for file in files)
-    return sum(path.stat().st_size for path in paths if path.is_file()) / 1e6
-
-
-def step_exact(engine: str, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
-    vectors, queries = lifted_data(SMALL, options.d)
-    store = open_engine(engine, folder, vectors.shape[1], create=True)
-    for start in range(0, SMALL, BATCH):
-        store.upsert(records(vectors[start : start + BATCH], start))
-    everything = np.ones(SMALL, dtype=bool)
-    filter, inside = filter_of(vectors[:, -1] ** 2)
-    result = {"plain": agreement(store, queries, truth(vectors, queries, everything))}
-    result["filter"] = agreement(store, queries, truth(vectors, queries, inside), filter)
-    vectors = vectors.copy()
-    vectors[:2000] = vectors[2000:4000][::-1] * 1.01
-    everything[5000:6000] = False
-    store.upsert(records(vectors[:2000], 0))
-    result["deleted"] = store.delete([str(i) for i in range(5000, 6000)])
-    result["changed"] = agreement(store, queries, truth(vectors, queries, everything))
-    store.optimise()
-    result["optimised"] = agreement(store, queries, truth(vectors, queries, everything))
-    store.close()
-    (folder / "far").mkdir()
-    far, asked = vectors + np.float32(100), queries + 100
-    store = open_engine(engine, folder / "far", vectors.shape[1], create=True)
-    for start in range(0, SMALL, BATCH):
-        store.upsert(records(far[start : start + BATCH], start))
-    result["far"] = agreement(store, asked, truth(far, asked, np.ones(SMALL, dtype=bool)))
-    store.close()
-    return result
-
-
 def step_fill(engine: str, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     vectors = np.load(options.data / "vectors.npy", mmap_mode="r")
     with Memory() as memory:
@@ -198,10 +207,7 @@ def step_fill(engine: str, folder: Path, options: argparse.Namespace) -> dict[st
         for first in range(0, len(vectors), BATCH):
             store.upsert(records(vectors[first : first + BATCH], first))
         stored = time.perf_counter()
-        if isinstance(store, LanceEngine):
-            store.optimise(keep=0)  # no other process reads
-        else:
-            store.optimise()
+        store.optimise()
         done = time.perf_counter()
         store.close()
     disk = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) / 1e6
@@ -262,9 +268,8 @@ def _forced(engine: str, folder: Path, options: argparse.Namespace, n: int) -> i
     """Forced writes of a process that opens the store and upserts n single items."""
     trace = folder.parent / "trace"
     command = ["strace", "-f", "-qq", "-e", "trace=fsync,fdatasync,msync,sync_file_range", "-o", str(trace)]
-    subprocess.run(
-        [*command, *child_command(engine, "singles", folder, options, f"--seed={n}")], check=True, timeout=600
-    )
+    child = child_command(engine, "singles", folder, options, f"--seed={n}")
+    subprocess.run([*command, *child], check=True, timeout=600)
     return len(re.findall(r"\b(?:fsync|fdatasync|msync|sync_file_range)\(", trace.read_text()))
 
 
@@ -304,6 +309,12 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     return results
 
 
+def child_command(engine: str, step: str, folder: Path, options: argparse.Namespace, *more: str) -> list[str]:
+    """A step in a process of its own."""
+    command = [sys.executable, __file__, "--work", step, "--engines", engine, "--folder", str(folder)]
+    return [*command, "--items", str(options.items), "--d", str(options.d), *more]
+
+
 def _figures(command: list[str]) -> dict[str, Any]:
     """What a step has printed last."""
     try:
@@ -319,7 +330,7 @@ def _figures(command: list[str]) -> dict[str, Any]:
 
 
 def _about(options: argparse.Namespace) -> dict[str, Any]:
-    settings = {"items": options.items, "d": options.d, "kills": options.kills, "k": K, "batch": BATCH}
+    settings = {"items": options.items, "d": options.d, "k": K, "batch": BATCH}
     return settings | {"python": platform.python_version(), "torch": torch.__version__, "load": os.getloadavg()[0]}
 
 
@@ -329,7 +340,6 @@ def main() -> None:
     parser.add_argument("--steps", nargs="+", choices=STEPS, default=list(STEPS))
     parser.add_argument("--items", type=int, default=100_000)
     parser.add_argument("--d", type=int, default=512, help="dimensions of the embeddings; lifted vectors have one more")
-    parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--scratch", type=Path, help="folder on the disk to measure; the system's own if left out")
     parser.add_argument("--json", type=Path)
     for hidden in ("--work", "--folder", "--data"):
@@ -342,10 +352,7 @@ def main() -> None:
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
     torch.set_num_threads(1)
-    work = {
-        **{"install": step_install, "exact": step_exact, "fill": step_fill, "search": step_search, "write": step_write},
-        **{"singles": step_singles, "writer": step_writer, "kill": step_kill, "readers": step_readers},
-    }
+    work = {"fill": step_fill, "search": step_search, "write": step_write, "singles": step_singles}
     print(json.dumps(work[options.work](options.engines[0], options.folder, options)))
 
 
