@@ -1,7 +1,7 @@
 """Compose scenes of emoji with boxes and phrases, in the layout of Visual Genome, for Table 4 of PVSE++.
 
     python benchmarks/crops.py SCENES [--scenes 400] [--style fluent3d] [--seed 0]
-    sfumato table "PVSE++ 4" crops.model=RUN crops.regions=SCENES/region_descriptions.json crops.images=SCENES
+    python -m papers table "PVSE++ 4" crops.model=RUN crops.regions=SCENES/region_descriptions.json crops.images=SCENES
 
 A scene is a white square of 512 pixels with 12 to 20 different emoji of one style, each 28 to 260 pixels wide, at the
 places, of 200 random ones, where they cover least of what is there already. Phrases are their names. In a scene crop A

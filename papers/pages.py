@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "concepts" / "papers.md"
 RECIPES = ROOT / "recipes"
 
-HEAD = "# Rows of the papers' tables, made by papers/pages.py. `sfumato table ID --published` has the headings:"
+HEAD = "# Rows of the papers' tables, by papers/pages.py. `python -m papers table ID --published` has the headings:"
 FOOT = "# End of the rows."
 
 

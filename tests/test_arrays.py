@@ -7,7 +7,6 @@ from support.raising import raises
 import sfumato
 from sfumato.gaussian import as_tensor
 from sfumato.metrics.reliability import brier_score, expected_calibration_error, log_loss, reliability_curve
-from sfumato.studies.zeroshot import pool_prompts
 
 
 def test_the_numbers_and_the_dtype_stay():
@@ -58,8 +57,6 @@ def test_public_functions_give_the_same_from_arrays_as_from_tensors():
     fit = sfumato.Calibration.fit(*arrays, t2i=sfumato.QueryScores.fit(*arrays)).t2i
     hits = fit.hit_probability(some[:, :2], some, n_gallery=6)
     assert torch.equal(fit.hit_probability(some[:, :2].numpy(), some.numpy(), n_gallery=6), hits)
-    weights = torch.rand(1, 5, generator=generator)
-    assert torch.equal(pool_prompts(x, weights.numpy()).mean, pool_prompts(x, weights).mean)
     p = sfumato.match_probability(arrays[0], 5.0, 5.0)
     assert torch.equal(p, sfumato.match_probability(distance, 5.0, 5.0))
     flat = p.flatten(), match.flatten()

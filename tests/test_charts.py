@@ -1,10 +1,8 @@
 """Charts: inline SVG that fetches nothing, escapes what users wrote, and has its titles on the right shapes."""
 
-import math
 import re
 import xml.etree.ElementTree as ET
 
-import numpy as np
 import pytest
 from reports.test_report import EVIL
 
@@ -12,10 +10,6 @@ from sfumato.charts import (
     FIRST,
     INK,
     Chart,
-    Ellipse,
-    ellipse_chart,
-    letter_positions,
-    magnification,
     new_axes,
     require_matplotlib,
     write_drawing,
@@ -86,66 +80,3 @@ def test_training_curves_show_the_values_of_the_log():
     assert [e.text for e in parsed(loss["chart"]).iter("title")] == ["epoch 1: 4", "epoch 2: 3", "epoch 3: 2"]
     assert [e.text for e in parsed(recall["chart"]).iter("title")][1:] == ["epoch 2: 10.0%", "epoch 3: 20.0%"]
     assert training_curves([{"epoch": 0, "loss": 0.0}]) == []
-
-
-def corners(path, degrees):
-    """Points of a drawn ellipse in pixels, up is up."""
-    at = np.radians(degrees)
-    return path.get_patch_transform().transform(np.stack([np.cos(at), np.sin(at)], -1))
-
-
-def test_ellipses_keep_their_shapes_turn_anticlockwise_and_fit():
-    shapes = [(0.0, 0.0, 0.5, 0.1, math.pi / 6), (10.0, 2.0, 0.0, 0.0, 0.0), (3.0, 5.0, 1.0, 1.0, 0.0)]
-    chart = ellipse_chart([Ellipse(*shape, FIRST) for shape in shapes], "shapes", times=2.0, width=400, height=300)
-    chart.svg()
-    axes = chart.axes
-    scale = np.diff(axes.transData.transform([(0, 0), (1, 0)])[:, 0])[0]
-    assert np.diff(axes.transData.transform([(0, 0), (0, 1)])[:, 1])[0] == pytest.approx(scale, rel=1e-6)
-    end, side = corners(axes.patches[0], [0, 90])
-    assert end == pytest.approx((math.cos(math.pi / 6), 0.5))
-    assert np.hypot(*side) == pytest.approx(0.2)
-    low, high = axes.get_xlim(), axes.get_ylim()
-    for patch in axes.patches:
-        for x, y in corners(patch, range(0, 360, 10)):
-            assert low[0] <= x <= low[1] and high[0] <= y <= high[1]
-
-
-def test_ellipses_at_one_point_are_drawn():
-    ellipses = [Ellipse(7.0, 7.0, 0.0, 0.0, 0.0, FIRST, letter="A")] * 3
-    assert "nan" not in ellipse_chart(ellipses, "one point", times=1.0).svg()
-    assert "<svg" in ellipse_chart([], "nothing", times=1.0).svg()
-
-
-def test_ellipses_are_enlarged_by_round_numbers():
-    factors = {0.2: 1, 0.11: 1, 0.1: 1, 0.04: 2, 0.02: 5, 0.019: 5, 0.01: 10, 0.0007: 100, 0.0: 1}
-    for long, factor in factors.items():
-        ellipses = [Ellipse(float(x), 0.0, long, 0.0, 0.0, FIRST) for x in np.linspace(0, 1, 20)]
-        assert magnification(ellipses, 0.1) == factor, long
-    assert magnification([], 0.1) == 1
-
-
-def inside(ellipse, point):
-    """Whether a point lies within an ellipse, in its own axes; an ellipse without size contains nothing."""
-    dx, dy = point[0] - ellipse.x, point[1] - ellipse.y
-    u = dx * math.cos(ellipse.angle) + dy * math.sin(ellipse.angle)
-    v = dy * math.cos(ellipse.angle) - dx * math.sin(ellipse.angle)
-    return ellipse.a > 0 and (u / ellipse.a) ** 2 + (v / max(ellipse.b, 1e-9)) ** 2 <= 1
-
-
-def test_letters_of_one_place_stand_apart_and_outside():
-    """Two ellipses at one place, a third far away: no letter on another, on a centre, or within an ellipse."""
-    shapes = (0, 0, 0.3, 0.2, 0.4), (0.01, 0, 0.3, 0.3, 0), (4, 0, 0.4, 0.1, 0), (2, 3, 0, 0, 0)
-    ellipses = [Ellipse(*map(float, shape), FIRST) for shape in shapes]
-    letters = letter_positions(ellipses, 1.0)
-    assert len(letters) == 4 and letter_positions([], 1.0) == []
-    for k, letter in enumerate(letters):
-        assert all(math.dist(letter, other) > 0.15 for other in letters[:k])
-        assert all(math.dist(letter, (e.x, e.y)) > 0.15 for e in ellipses)
-        assert not any(inside(e, letter) for e in ellipses)
-
-
-def test_a_letter_keeps_out_of_the_next_ellipse():
-    """A point between a large disc and the middle of all: its letter would be in the disc, away from the middle."""
-    shapes = (-1, 0, 0.5, 0.5, 0), (-0.45, 0, 0, 0, 0), (2, 0.1, 0.1, 0.1, 0), (2, -0.9, 0.1, 0.1, 0)
-    ellipses = [Ellipse(*map(float, shape), FIRST) for shape in shapes]
-    assert not inside(ellipses[0], letter_positions(ellipses, 1.0)[1])

@@ -13,12 +13,12 @@ SOURCE = Path(sfumato.__file__).parent
 ORDER = [
     "__init__", "errors", "files", "ids", "progress", "imports", "charts", "gaussian", "distances",
     "inclusion", "matching", "metrics", "losses", "calibration", "data", "encoders", "search", "evaluation",
-    "models", "training", "studies", "workflows", "reports", "adapters", "demo", "serve", "cli", "__main__",
+    "models", "training", "workflows", "reports", "adapters", "demo", "serve", "cli", "__main__",
 ]  # fmt: skip
 
 # What must not be reached, through whatever lies between.
 NEVER = {
-    "serve": {"training", "studies", "reports", "demo", "cli"},
+    "serve": {"training", "reports", "demo", "cli"},
     "evaluation": {"training"},
     "models": {"training"},
     "search": {"models"},

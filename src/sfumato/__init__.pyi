@@ -80,7 +80,6 @@ from .search.exact import top_k as top_k
 from .search.index import GaussianIndex as GaussianIndex
 from .search.searcher import Searcher as Searcher
 from .search.stores.protocol import Filter as Filter
-from .studies.zeroshot import pool_prompts as pool_prompts
 from .training.loop import fit as fit
 from .workflows.adopt import adopt as adopt
 from .workflows.adopt import adopt_encoders as adopt_encoders

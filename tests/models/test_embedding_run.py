@@ -116,7 +116,6 @@ def test_evaluate_calibrate_and_the_other_commands(folder, run, sfumato):
         ("trust", run, "--bootstrap", "10", "--corrupted", "2"),
         ("report", run),
         ("audit", run, "--split", "test"),
-        ("analyse", run, "--bootstrap", "10"),
         ("export", run, folder / "exported"),
     ):
         status, out, err = sfumato(*command)

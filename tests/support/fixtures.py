@@ -35,7 +35,6 @@ LONG = (
     "serve/test_page.py",
     "search/test_stores.py",
     "serve/test_service.py",
-    "studies/test_commands.py",
     "metrics/test_parity_metrics.py",
     "training/test_distributed.py",
     "test_readme.py",

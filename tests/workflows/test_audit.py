@@ -30,7 +30,7 @@ from sfumato.metrics.relevance import Relevance
 from sfumato.metrics.selective import auroc
 from sfumato.models.run import load_run
 from sfumato.models.split import load_splits
-from sfumato.reports.studies import print_audit, wrong_pairs
+from sfumato.reports.audit import print_audit, wrong_pairs
 from sfumato.workflows.audit import varied
 
 

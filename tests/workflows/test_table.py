@@ -30,7 +30,6 @@ from sfumato.models.evaluate import embed_for_evaluation, evaluate_run
 from sfumato.models.recipe import load_recipe
 from sfumato.models.run import load_run
 from sfumato.reports.runs_tables import runs_latex, runs_table, write_runs_table
-from sfumato.studies import paper_tables
 from sfumato.training.loop import fit
 from sfumato.training.step import DivergedError
 from sfumato.workflows.table import Best, Row, RunsTable, TableOptions, find_runs, read_vary, table_of_runs
@@ -277,7 +276,7 @@ def test_a_grid_is_trained_once_and_ranked_by_several_distances(work, sfumato, t
         for by in ("csd", "kl"):
             rsums = [evaluate_run(load_run(run), "test", by)[0].rsum for run in row["runs"]]
             assert row["figures"][f"rsum by {by}"]["values"] == pytest.approx(rsums)
-    monkeypatch.setattr(paper_tables, "fit", lambda *_: pytest.fail("trained"))
+    monkeypatch.setattr("sfumato.workflows.table.fit", lambda *_: pytest.fail("trained"))
     assert sfumato.json(*command)["rows"] == made["rows"]
     assert r"\begin{tabular}{lrr}" in sfumato.printed(*command, "--latex")
 
@@ -288,7 +287,7 @@ def test_a_diverged_run_of_a_grid_is_named_and_the_others_go_on(work, sfumato, m
             raise DivergedError("epoch 1, step 2: the gradient is nan")
         return fit(one, folder)
 
-    monkeypatch.setattr(paper_tables, "fit", fails)
+    monkeypatch.setattr("sfumato.workflows.table.fit", fails)
     made = sfumato.json(
         "table", work / "toy.toml", "train.epochs=1", "--vary", "loss.distance=kl,csd", "--runs", tmp_path
     )

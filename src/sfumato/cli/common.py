@@ -24,21 +24,17 @@ _GROUPS = {
     "measure": "evaluate trust score audit report table",
     "data": "copy delete",
 }
-"""The groups of the help and their commands; all others are studies, which --help-all shows."""
+"""The groups of the help and their commands."""
 
 
 class _Commands(TyperGroup):
     """The help fits one screen: a line a command, in groups."""
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        """Write the groups; the studies too if they are wanted."""
-        groups = {group: names.split() for group, names in _GROUPS.items()}
-        if ctx.meta.get("all"):
-            shown = " ".join(_GROUPS.values()).split()
-            groups["studies"] = [name for name in self.commands if name not in shown]
-        usage = "Usage: sfumato [--version] COMMAND ...  (COMMAND --help; studies: --help-all)"
-        formatter.write(f"{usage}\n{self.help}\n\n")
-        for group, names in groups.items():
+        """Write the groups."""
+        formatter.write(f"Usage: sfumato [--version] COMMAND ...  (COMMAND --help)\n{self.help}\n\n")
+        for group, listed in _GROUPS.items():
+            names = listed.split()
             for name, heading in zip(names, [group, *[""] * len(names)], strict=False):
                 formatter.write(f"{heading:<9}{name:<11}{self.commands[name].get_short_help_str(60)}\n")
 
@@ -46,7 +42,6 @@ class _Commands(TyperGroup):
 def _help_all(ctx: typer.Context, wanted: bool) -> None:
     """Print the help with all that it leaves out at first."""
     if wanted:
-        ctx.meta["all"] = True
         for param in ctx.command.params:
             if getattr(param, "help", None):
                 param.hidden = False  # type: ignore[attr-defined]

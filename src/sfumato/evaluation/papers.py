@@ -113,12 +113,13 @@ class PaperItem:
         return [n for n in (self.benchmark, *others) if n and any(self.run_of(label, n) for label in self.labels)]
 
     def to_json(self) -> dict[str, Any]:
-        """What `sfumato table --list` says of it."""
+        """What `python -m papers table --list` says of it."""
         return {
             "id": self.id,
             "title": self.about,
             "paper": self.paper,
-            "command": self.command or (f'sfumato table "{self.id}"' if self.state != "published only" else ""),
+            "command": self.command
+            or (f'python -m papers table "{self.id}"' if self.state != "published only" else ""),
             "needs": self.needs,
             "data": self.data_sets,
             "state": self.state,
@@ -175,7 +176,7 @@ def find_item(name: str) -> PaperItem:
     figure = f"{paper} fig. {number}"
     near = [figure] if figure in known else difflib.get_close_matches(folded, known, n=3, cutoff=0.4)
     hint = f"did you mean {' or '.join(repr(known[key].id) for key in near)}? " if near else ""
-    raise UserError(f"no table or figure {name!r} in the papers; {hint}`sfumato table --list` lists them")
+    raise UserError(f"no table or figure {name!r} in the papers; {hint}`python -m papers table --list` lists them")
 
 
 def _folded(name: str) -> str:

@@ -20,15 +20,16 @@ from sfumato.data.images import Problems, thumbnail
 from sfumato.data.sources import DataConfig
 from sfumato.distances import Distance, get_distance
 from sfumato.encoders.feature_rows import features_read
+from sfumato.errors import UserError
 from sfumato.evaluation.protocols import Evaluation, evaluate_retrieval, table_rows
 from sfumato.evaluation.trust import FIGURES
-from sfumato.files import write_atomically
+from sfumato.files import read_json, write_atomically
 from sfumato.gaussian import GaussianEmbedding, ScalarUncertainty
 from sfumato.matching import MatchingLogits
 from sfumato.metrics.relevance import Relevance
 from sfumato.metrics.reliability import N_BINS, wilson_interval
 from sfumato.models.model import Model
-from sfumato.models.run import LOG, RECIPE, Run, read_log, weights_digest
+from sfumato.models.run import LOG, RECIPE, Run, read_log
 from sfumato.models.split import embed_split, load_split
 from sfumato.reports.report_charts import (
     DirectionResult,
@@ -40,17 +41,8 @@ from sfumato.reports.report_charts import (
     variance_histogram,
 )
 from sfumato.reports.report_examples import Thumbnails, uncertain_queries, wrong_first_results
-from sfumato.reports.studies import (
-    analysis_views,
-    read_evaluations,
-    read_image,
-    read_object,
-    read_studies,
-    write_analyses,
-)
 from sfumato.reports.tables import DIRECTIONS, MISSING, in_words, interval, number, percent, signed
 from sfumato.search.exact import rank_relevant
-from sfumato.studies.analyse import FORMAT, analyse_model
 
 _METRICS = ("recall@1", "recall@5", "recall@10", "r_precision", "map@r")
 
@@ -111,7 +103,6 @@ def make_report(data: ReportData) -> Report:
         "mistakes": mistakes,
         "shown_mistakes": [group | {"name": DIRECTIONS[group["key"]]} for group in shown_mistakes],
         "trust": _trust(data.trust),
-        "analyses": analysis_views(data.analyses, data.analysis_image),
         "curves": training_curves(data.log),
         "signed": signed,
     }
@@ -279,16 +270,10 @@ def report_run(
     split: str,
     out: Path | None = None,
     *,
-    analyses: bool = False,
     uncertainty: ScalarUncertainty = "total_variance",
 ) -> tuple[Report, Path]:
-    """Evaluate a run on a split of its own data; the page with the recipe, curves and studies, and its file."""
+    """Evaluate a run on a split of its own data; the page with the recipe and curves, and its file."""
     path, name = run.folder / f"report-{split}.html" if out is None else out, run.recipe.name or run.folder.name
-    if analyses:
-        folder = run.folder / f"analysis-{split}"
-        found = analyse_model(run, run.recipe.data, split, name=name, earlier=read_studies(folder))
-        if found.studies:
-            write_analyses(found, folder, __version__)
     return _report(run, run.recipe.data, split, path, name, uncertainty, run=run), path
 
 
@@ -324,10 +309,8 @@ def _report(
             uncertainty=uncertainty,
             text_kinds=pairs.text_kinds,
             learnt_logits=None if run is None else _learnt_logits(run),
-            others=[] if run is None else read_evaluations(run.folder, split, run.distance, images.n, texts.n),
-            trust=None if run is None else read_object(run.folder / f"trust-{split}.json"),
-            analyses={} if run is None else _analyses(run, split, images.n, texts.n),
-            analysis_image=lambda name: None if run is None else read_image(run.folder / f"analysis-{split}", name),
+            others=[] if run is None else _read_evaluations(run.folder, split, run.distance, images.n, texts.n),
+            trust=None if run is None else _read_object(run.folder / f"trust-{split}.json"),
             recipe="" if run is None else (run.folder / RECIPE).read_text(encoding="utf-8"),
             log=[] if run is None else read_log(run.folder / LOG),
             notes=_notes(len(problems), features_read(retrieval_model.model.image)),
@@ -350,8 +333,23 @@ def _learnt_logits(run: Run) -> tuple[float, float] | None:
     return run.loss.match_logits() if learns_both else None
 
 
-def _analyses(run: Run, split: str, n: int, m: int) -> dict[str, dict[str, Any]]:
-    """The results of studies with the same weights and the same numbers of images and texts, by name."""
-    expected = {"format": FORMAT, "split": split, "n_images": n, "n_texts": m, "weights": weights_digest(run.model)}
-    found = read_studies(run.folder / f"analysis-{split}")
-    return {name: study for name, study in found.items() if expected.items() <= study.items()}
+def _read_object(path: Path) -> dict[str, Any] | None:
+    """Read a JSON object."""
+    try:
+        value = read_json(path)
+    except UserError:
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def _read_evaluations(folder: Path, split: str, own: str, n: int, m: int) -> list[dict[str, Any]]:
+    """Read the results of `sfumato evaluate` on a split with other distances."""
+    start = f"evaluation-{split}-"
+    found = {path.stem: _read_object(path) for path in sorted(folder.glob(f"{start}*.json"))}
+    return [
+        result
+        for name, result in found.items()
+        if result is not None
+        and own != result.get("distance") == name.removeprefix(start)
+        and (result.get("n_images"), result.get("n_texts")) == (n, m)
+    ]

@@ -1,7 +1,7 @@
 """The data of a report, its charts, and the retrieved examples that it shows."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -52,8 +52,6 @@ class ReportData:
     text_kinds: Sequence[str] | None = None  # (m,) kinds for a breakdown; None for none
     others: Sequence[Mapping[str, Any]] = ()
     trust: Mapping[str, Any] | None = None
-    analyses: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    analysis_image: Callable[[str], bytes | None] = lambda name: None
     recipe: str = ""  # the text of the run's recipe
     log: Sequence[Mapping[str, Any]] = ()  # of training, one dictionary for each epoch
     notes: Sequence[str] = ()  # sentences about omitted parts

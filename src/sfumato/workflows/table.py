@@ -6,7 +6,9 @@ queries-SPLIT-DISTANCE.csv beside them; both are made where they are missing or 
 
 import difflib
 import glob
+import hashlib
 import itertools
+import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -38,12 +40,13 @@ from sfumato.evaluation.ground_truth import ALL_METRICS
 from sfumato.files import read_json
 from sfumato.models.build import build_loss
 from sfumato.models.evaluate import embed_for_evaluation, evaluate_run
-from sfumato.models.recipe import Recipe, find_recipe, load_recipe
+from sfumato.models.recipe import Recipe, absolute_recipe, find_recipe, load_recipe
 from sfumato.models.run import LOG, MODEL, RECIPE, load_run
 from sfumato.models.sections import UnknownLossConfig
 from sfumato.models.seeds import SavedRun, different_keys, group_runs, read_runs, without_followers
 from sfumato.progress import say
-from sfumato.studies.paper_tables import train_missing
+from sfumato.training.loop import fit
+from sfumato.training.step import DivergedError
 
 LEVEL = 0.05
 """Level of the tests of a table."""
@@ -354,3 +357,39 @@ def table_of_grid(
         raise UserError("all runs diverged:\n" + "\n".join(failed))
     notes = [f"Left out: {reason}." for reason in failed]
     return table_of_runs(folders, keys, options, notes=notes, device=device)
+
+
+def run_folder(recipe: Recipe, runs: Path) -> Path:
+    """The folder of a recipe's run: equal recipes of all tables share it."""
+    values = recipe.model_dump(mode="json")
+    seed = values["train"].pop("seed")
+    for key in ("tracker", "save_minutes", "save_steps"):
+        del values["train"][key]
+    if not values["imports"]:  # Folders of versions without these keys stay those of the same recipes.
+        del values["imports"]
+    digest = hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:8]
+    return runs / f"{recipe.name}-{digest}-{seed}"
+
+
+def train_missing(recipes: Sequence[Recipe], runs: Path) -> tuple[list[Path], list[str]]:
+    """Train what is not finished, resume what was interrupted; the folders, and why others have none."""
+    folders, failed = [], []
+    for recipe in map(absolute_recipe, recipes):
+        folder = run_folder(recipe, runs)
+        try:
+            if not finished(folder, recipe):
+                say(f"{folder}: training")
+                fit(recipe, folder)
+            folders.append(folder)
+        except DivergedError as error:
+            failed.append(f"{folder.name}: {error}")
+            say(failed[-1])
+    return folders, failed
+
+
+def finished(folder: Path, recipe: Recipe) -> bool:
+    """Whether all epochs of exactly this recipe are done; :func:`fit` handles every other case."""
+    if not all((folder / name).is_file() for name in (RECIPE, LOG, MODEL)):
+        return False
+    epochs = len((folder / LOG).read_text(encoding="utf-8").splitlines())
+    return load_recipe(folder / RECIPE) == recipe and epochs == recipe.train.epochs

@@ -12,25 +12,25 @@ from support.raising import raises
 from support.toy import COLOURS, SHAPES, make_toy
 from support.words import folded, too_wide
 
-from sfumato import GaussianEmbedding, PairData, cli, csd_matrix, load_emoji, pool_prompts
-from sfumato.data.captioned import Labelled, data_labelled, emoji_labelled, read_class_folder, read_class_names
-from sfumato.errors import UserError
-from sfumato.models.run import load_model
-from sfumato.reports.studies import write_analyses
-from sfumato.studies.analyse import AnalysisOptions, analyse_model
-from sfumato.studies.zeroshot import (
+from papers.studies.analyse import AnalysisOptions, analyse_model
+from papers.studies.labelled import Labelled, data_labelled, emoji_labelled, read_class_folder, read_class_names
+from papers.studies.pages import write_analyses
+from papers.studies.prompts import (
     Classifier,
     LabelledEmbeddings,
-    ZeroShotOptions,
     best_k,
     certain_prompts,
-    evaluate_zeroshot,
     halves,
     mixture_weights,
     points,
+    pool_prompts,
     read_templates,
     verdict,
 )
+from papers.studies.zeroshot import ZeroShotOptions, evaluate_zeroshot
+from sfumato import GaussianEmbedding, PairData, cli, csd_matrix, load_emoji
+from sfumato.errors import UserError
+from sfumato.models.run import load_model
 
 
 def gaussians(n, d, seed, dtype=torch.float64):
@@ -462,12 +462,12 @@ def work(tmp_path_factory):
 
 
 def study(run, *settings):
-    return "analyse", run, "--only", "zeroshot", *(f"zeroshot.{setting}" for setting in settings)
+    return "zeroshot", run, *(f"zeroshot.{setting}" for setting in settings)
 
 
-def test_the_study_of_folders(work, sfumato, tmp_path):
+def test_the_study_of_folders(work, papers, tmp_path):
     given = f"images={work / 'classes'}", f"templates={work / 'templates.txt'}", "filter=none,global,per-class,oracle"
-    status, out, err = sfumato(*study(work / "run", *given), "--bootstrap", 100, "--out", tmp_path / "out")
+    status, out, err = papers(*study(work / "run", *given), "--bootstrap", 100, "--out", tmp_path / "out")
     words = folded(out)
     assert status == 0 and "24 images of 24 classes, K chosen on 24 others; by csd" in words, err
     for shown in (
@@ -489,15 +489,15 @@ def test_the_study_of_folders(work, sfumato, tmp_path):
     page = (tmp_path / "out" / "analysis.html").read_text()
     assert page.count("<svg") == 4 and "oracle, K most certain, per class" in page and "#zeroshot" in page
     # The page keeps it beside another study of the same model and data.
-    status, out, err = sfumato("analyse", work / "run", "--only", "words", "--bins", 2, "--out", tmp_path / "out")
+    status, out, err = papers("analyse", work / "run", "--only", "words", "--bins", 2, "--out", tmp_path / "out")
     page = (tmp_path / "out" / "analysis.html").read_text()
     assert status == 0 and "#zeroshot" in page and "#words" in page, err
 
 
-def test_the_study_of_emoji_and_of_a_split(work, sfumato, tmp_path):
+def test_the_study_of_emoji_and_of_a_split(work, papers, tmp_path):
     given = f"templates={work / 'templates.txt'}", f"choose_on={_shapes(work, tmp_path)}"
     manifest = "data.source=manifest", f"data.path={work / 'shapes.csv'}"
-    status, out, err = sfumato(
+    status, out, err = papers(
         *study(work / "run", *given), *manifest, "--data", work / "toy.toml", "--out", tmp_path / "out", "--json"
     )
     assert status == 0, err
@@ -506,11 +506,11 @@ def test_the_study_of_emoji_and_of_a_split(work, sfumato, tmp_path):
     assert result["methods"][0]["top5"] is None
     emoji = "emoji=group", "style=noto", f"classes={tmp_path / 'names.txt'}", "filter=none"
     (tmp_path / "names.txt").write_text("animals & nature\tan animal\nflags\ta flag\n")
-    status, _, err = sfumato(*study(work / "run", *emoji))
+    status, _, err = papers(*study(work / "run", *emoji))
     assert status == 2 and "there is no name for the class" in err
     groups = sorted(set(emoji_labelled("group").keys) - {"flags"})
     (tmp_path / "names.txt").write_text("flags\ta flag\n" + "".join(f"{g}\t{g}\n" for g in groups))
-    status, out, err = sfumato(*study(work / "run", *emoji), "--bootstrap", 0, "--out", tmp_path / "out", "--json")
+    status, out, err = papers(*study(work / "run", *emoji), "--bootstrap", 0, "--out", tmp_path / "out", "--json")
     assert status == 0, err
     result = json.loads(out)["zeroshot"]["report"]
     assert result["classes"] == ["a flag", *groups] and result["n_chosen_on"] == 0
@@ -523,12 +523,12 @@ def test_the_study_of_emoji_and_of_a_split(work, sfumato, tmp_path):
     assert " images, 0 texts" not in (tmp_path / "new" / "analysis.html").read_text()
 
 
-def test_the_study_leaves_out_what_it_cannot_read(work, sfumato, tmp_path):
+def test_the_study_leaves_out_what_it_cannot_read(work, papers, tmp_path):
     (tmp_path / "broken" / "a").mkdir(parents=True)
     (tmp_path / "broken" / "a" / "0.png").write_bytes(b"no image")
     (tmp_path / "broken" / "a" / "1.png").write_bytes((work / "data" / "000.png").read_bytes())
     (tmp_path / "broken" / "b").mkdir()
-    status, out, err = sfumato(*study(work / "run", f"images={tmp_path / 'broken'}", "filter=none"))
+    status, out, err = papers(*study(work / "run", f"images={tmp_path / 'broken'}", "filter=none"))
     words = folded(out)
     assert status == 0 and "1 image of 2 classes" in words and "1 left out: " in words, err
     assert "which can only be wrong answers: 1" in words
@@ -556,7 +556,7 @@ def test_no_conclusion_is_drawn_from_methods_at_chance():
     assert points(None) == "–" and points(interval(0.1, None, None)) == "+10.0"
 
 
-def test_a_bad_input_is_one_clear_message_and_status_2(work, sfumato):
+def test_a_bad_input_is_one_clear_message_and_status_2(work, papers):
     classes = f"images={work / 'classes'}"
     cases = [
         ([classes, "emoji=group"], "give one of zeroshot.images and zeroshot.emoji"),
@@ -572,8 +572,8 @@ def test_a_bad_input_is_one_clear_message_and_status_2(work, sfumato):
         ([classes, "prompts=3"], "expected zeroshot.KEY=VALUE with one of images, emoji"),
         ([], "texts; expected one each"),
     ]
-    answers = [(sfumato(*study(work / "run", *settings)), message) for settings, message in cases]
-    answers.append((sfumato("analyse", work / "run", "zeroshot.emoji=group"), "add --only zeroshot"))
-    answers.append((sfumato(*study(work, "filter=none")), "no config.json in it"))
+    answers = [(papers(*study(work / "run", *settings)), message) for settings, message in cases]
+    answers.append((papers("analyse", work / "run", "zeroshot.emoji=group"), "is for the command zeroshot"))
+    answers.append((papers(*study(work, "filter=none")), "no config.json in it"))
     wrong = [(a, message) for a, message in answers if a[0] != 2 or a[1] or message not in folded(a[2])]
     assert not wrong

@@ -2,7 +2,6 @@
 beside. What a table consists of is data, see :mod:`sfumato.evaluation.papers`.
 """
 
-import hashlib
 import json
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,11 +22,10 @@ from sfumato.evaluation.strategies import choose_strategies, evaluate_strategies
 from sfumato.files import read_json, write_json
 from sfumato.matching import MATCH_PROBABILITY
 from sfumato.models.evaluate import embed_for_evaluation
-from sfumato.models.recipe import Recipe, absolute_recipe, find_recipe, load_recipe
-from sfumato.models.run import LOG, MODEL, RECIPE, Run, load_run
+from sfumato.models.recipe import Recipe, find_recipe, load_recipe
+from sfumato.models.run import MODEL, Run, load_run
 from sfumato.progress import say
-from sfumato.training.loop import fit
-from sfumato.training.step import DivergedError
+from sfumato.workflows.table import train_missing
 
 _GALLERIES = ("coco_1k", "cub", "flickr30k", "cxc_1k", "coco_5k", "cxc", "eccv", "pmrp_1k", "rpc2_1k", "pmrp", "rpc2")
 """Ground truths of published figures, in the order in which one of them stands beside a figure of other data."""
@@ -231,34 +229,6 @@ class Table(Repeated):
         return self.about(self.split) | {"columns": list(self.columns), "rows": [asdict(row) for row in self.rows]}
 
 
-def run_folder(recipe: Recipe, runs: Path) -> Path:
-    """The folder of a recipe's run: equal recipes of all tables share it."""
-    values = recipe.model_dump(mode="json")
-    seed = values["train"].pop("seed")
-    for key in ("tracker", "save_minutes", "save_steps"):
-        del values["train"][key]
-    if not values["imports"]:  # Folders of versions without these keys stay those of the same recipes.
-        del values["imports"]
-    digest = hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:8]
-    return runs / f"{recipe.name}-{digest}-{seed}"
-
-
-def train_missing(recipes: Sequence[Recipe], runs: Path) -> tuple[list[Path], list[str]]:
-    """Train what is not finished, resume what was interrupted; the folders, and why others have none."""
-    folders, failed = [], []
-    for recipe in map(absolute_recipe, recipes):
-        folder = run_folder(recipe, runs)
-        try:
-            if not finished(folder, recipe):
-                say(f"{folder}: training")
-                fit(recipe, folder)
-            folders.append(folder)
-        except DivergedError as error:
-            failed.append(f"{folder.name}: {error}")
-            say(failed[-1])
-    return folders, failed
-
-
 def train_planned(
     item: PaperItem, planned: Sequence[PlannedRow], runs: Path
 ) -> Iterator[tuple[PlannedRow, list[Path], list[str]]]:
@@ -268,14 +238,6 @@ def train_planned(
             say(f"{item.id}, row {number + 1} of {len(planned)}: {row.label}")
         folders, failed = train_missing(row.recipes, runs)
         yield row, folders, [*failed, *filter(None, [row.missing])]
-
-
-def finished(folder: Path, recipe: Recipe) -> bool:
-    """Whether all epochs of exactly this recipe are done; :func:`fit` handles every other case."""
-    if not all((folder / name).is_file() for name in (RECIPE, LOG, MODEL)):
-        return False
-    epochs = len((folder / LOG).read_text(encoding="utf-8").splitlines())
-    return load_recipe(folder / RECIPE) == recipe and epochs == recipe.train.epochs
 
 
 def make_table(

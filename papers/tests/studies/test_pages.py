@@ -1,9 +1,12 @@
 """What the page of the studies shows: words, numbers of one precision, and nothing that can break out."""
 
-from reports.test_report import EVIL, Checker, picture, scene, undrawn_report
+from pathlib import Path
 
-from sfumato.reports.report import make_report
-from sfumato.reports.studies import analysis_views
+from reports.test_report import EVIL, Checker, picture
+
+from papers.studies import pages
+from papers.studies.pages import analysis_views
+from sfumato.charts import render_page
 from sfumato.reports.tables import interval
 
 
@@ -52,8 +55,10 @@ def test_what_users_wrote_cannot_become_markup():
                  "shown": [pair], "n": 3, "erased_share": 0.25},
         "words": {"uncertainty": EVIL, "corpus": "bin", "sides": {"image": [one]}},
     }  # fmt: skip
-    for content, make in ((None, make_report), (picture(1), undrawn_report)):
-        page = make(scene(analyses=found, analysis_image=lambda name, content=content: content)).html
+    about = {"model": EVIL, "split": EVIL, "n_images": 2, "n_texts": 2, "distance": "csd"}
+    for content in (None, picture(1)):
+        values = {"about": about, "notes": [EVIL], "views": analysis_views(found, lambda name, it=content: it)}
+        page = render_page("analysis.html.j2", values, Path(pages.__file__).parent)
         checked = Checker(page)
         assert {"map", "sets", "words"} <= set(checked.ids) and sum("<script>" in text for text in checked.text) > 6
         assert ("data:image/png" in page[page.index('id="sets"') : page.index('id="words"')]) == (content is not None)

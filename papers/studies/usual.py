@@ -1,4 +1,4 @@
-"""What `sfumato analyse` measures of embeddings: words of certain items, set algebra of images, and a map of both.
+"""What the studies measure of embeddings: words of certain items, set algebra of images, and a map of both.
 
 PCME (4.3, figure 8) reads a mixture of two images as the intersection of its parts, and an erased image as a superset
 of the whole image. Set algebra measures both over many pairs. On the map a Gaussian is an exact projection (PCA) or a

@@ -1,16 +1,17 @@
-"""`sfumato table`: what is listed stands in the papers; runs are reused; figures are those of `sfumato evaluate`."""
+"""The tables: what is listed stands in the papers; runs are reused; figures are those of `sfumato evaluate`."""
 
 import json
 import re
 from statistics import mean, stdev
 
 import pytest
-from support import tiny_figures
 
+from papers.tables import paper_tables
+from papers.tables.printed import averaged_over
+from papers.tests.tables import tiny_figures
 from sfumato.errors import UserError
 from sfumato.evaluation.papers import data_sets, find_item, paper_items
-from sfumato.reports.papers import averaged_over, tex
-from sfumato.studies import paper_tables
+from sfumato.reports.tables import tex
 
 PAPERS = {"PCME++": "000_*.txt", "PVSE++": "001_*.txt", "PCME": "004_*.txt"}
 
@@ -32,15 +33,15 @@ def test_every_table_and_figure_with_numbers_is_listed(shared, paper):
     assert len(captions) >= 15 and printed == listed
 
 
-def test_the_list_has_what_a_program_needs(sfumato):
-    listed = json.loads(sfumato("table", "--list", "--json")[1])
+def test_the_list_has_what_a_program_needs(papers):
+    listed = json.loads(papers("table", "--list", "--json")[1])
     assert len(listed) >= 45 and len({item["id"] for item in listed}) == len(listed)
     for item in listed:
         assert {"id", "title", "paper", "command", "needs", "state"} <= item.keys()
         assert item["state"] in ("run", "no data", "published only")
         assert bool(item["command"]) == (item["state"] != "published only"), item["id"]
         assert find_item(item["id"].replace("Fig.", "figure").lower()).id == item["id"]
-    shown = sfumato("table", "--list")[1]
+    shown = papers("table", "--list")[1]
     assert all(item["id"].split()[-1] in shown for item in listed)
 
 
@@ -59,9 +60,9 @@ def table(pictures, tmp_path_factory):
     )  # fmt: skip
 
 
-def test_figures_are_means_and_deviations_of_evaluate_and_runs_are_reused(table, sfumato):
+def test_figures_are_means_and_deviations_of_evaluate_and_runs_are_reused(table, papers, sfumato):
     work, command = table
-    status, out, err = sfumato(*command, "--json")
+    status, out, err = papers(*command, "--json")
     assert status == 0, err
     made = json.loads(out)
     trained = {path: path.stat().st_mtime_ns for path in work.glob("runs/*/model.safetensors")}
@@ -75,15 +76,15 @@ def test_figures_are_means_and_deviations_of_evaluate_and_runs_are_reused(table,
             assert row["own"][name]["mean"] == pytest.approx(mean(values), rel=1e-9)
             assert row["own"][name]["deviation"] == pytest.approx(stdev(values), rel=1e-6, abs=1e-9)
     assert not made["same_data"] and made["rows"][0]["published"]["rsum"] > 400
-    status, again, err = sfumato(*command, "--json")
+    status, again, err = papers(*command, "--json")
     assert json.loads(again)["rows"] == made["rows"] and "training" not in err
     (latex,) = (work / "out").glob("*/table.tex")
-    assert sfumato.printed(*command, "--latex") == latex.read_text()
+    assert papers.printed(*command, "--latex") == latex.read_text()
     assert trained == {path: path.stat().st_mtime_ns for path in work.glob("runs/*/model.safetensors")}
 
 
-def test_rows_ranked_by_strategies_share_one_run(pictures, sfumato, tmp_path):
-    status, out, err = sfumato(
+def test_rows_ranked_by_strategies_share_one_run(pictures, papers, sfumato, tmp_path):
+    status, out, err = papers(
         "table", "PCME++ C.7", "--data", pictures / "dataset_flickr8k.json", *SMALL,
         f"data.images={pictures / 'images'}",
         "--runs", tmp_path / "runs", "--out", tmp_path / "out", "--json",
@@ -99,9 +100,9 @@ def test_rows_ranked_by_strategies_share_one_run(pictures, sfumato, tmp_path):
         assert row["own"]["recall@1"]["mean"] == pytest.approx(100 * both, rel=1e-9), name
 
 
-def test_what_is_written_says_ours_and_published(table, sfumato):
+def test_what_is_written_says_ours_and_published(table, papers):
     work, command = table
-    status, out, err = sfumato(*command)
+    status, out, err = papers(*command)
     assert status == 0, err
     (folder,) = (work / "out").iterdir()
     made = json.loads((folder / "table.json").read_text(encoding="utf-8"))
@@ -165,7 +166,7 @@ def test_a_file_is_called_by_its_own_name(pictures, tmp_path):
 def test_ground_truths_are_looked_for_before_training(pictures, capsys, tmp_path, monkeypatch):
     """ECCV Caption's package and, for PMRP, COCO's instances."""
     coco = paper_tables.TableData("coco", "COCO", (f"data.path={pictures / 'dataset_flickr8k.json'}",))
-    monkeypatch.setattr(paper_tables, "fit", lambda *_: pytest.fail("trained"))
+    monkeypatch.setattr("sfumato.workflows.table.fit", lambda *_: pytest.fail("trained"))
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
     with pytest.raises(UserError, match="eccv_caption"):
         paper_tables.make_table(find_item("PCME++ 4"), coco, tmp_path)
@@ -177,8 +178,8 @@ def test_ground_truths_are_looked_for_before_training(pictures, capsys, tmp_path
 
 
 @pytest.mark.parametrize("given", ["pictures.csv", "images"])
-def test_own_data_repeat_a_table(pictures, sfumato, tmp_path, given):
-    status, out, err = sfumato(
+def test_own_data_repeat_a_table(pictures, papers, tmp_path, given):
+    status, out, err = papers(
         "table", "PVSE++ 6", "--data", pictures / given, *SMALL, "data.val_fraction=0.2", "data.test_fraction=0.2",
         "--runs", tmp_path / "runs", "--out", tmp_path / "out", "--json",
     )  # fmt: skip
@@ -196,22 +197,22 @@ def test_own_data_repeat_a_table(pictures, sfumato, tmp_path, given):
         (["PCME++ 3"], "no dataset_coco.json here"),
         (["PCME++ 3", "--data", "nowhere"], "--data nowhere: neither a file or folder nor a data set; known: coco,"),
         (["PCME++ 3", "--data", "cub"], "--data cub has no recipes for it"),
-        (["PCME++ 5"], "repeat it with `sfumato analyse RUN --only zeroshot"),
+        (["PCME++ 5"], "repeat it with `python -m papers zeroshot RUN"),
         (["PCME++ 3", "--data", "emoji", "train.epoch=3"], "train.epoch"),
         (["PCME++ 3", "--seeds", "0"], "--seeds"),
     ],
 )
-def test_what_cannot_be_repeated_is_said_before_anything_is_trained(words, said, sfumato, tmp_path, monkeypatch):
+def test_what_cannot_be_repeated_is_said_before_anything_is_trained(words, said, papers, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    status, _, err = sfumato("table", *words)
+    status, _, err = papers("table", *words)
     assert status == 2 and said in " ".join(err.split())
     assert not any(tmp_path.iterdir())
 
 
-def test_published_figures_alone(sfumato):
-    rows = json.loads(sfumato("table", "PCME++ 4", "--published", "--json")[1])
+def test_published_figures_alone(papers):
+    rows = json.loads(papers("table", "PCME++ 4", "--published", "--json")[1])
     assert rows["ViT-B/32 Proposed (Equation 1)"]["rsum"] == 534.5 and len(rows) == 7
-    out = sfumato("table", "PCME++ 4", "--published")[1]
+    out = papers("table", "PCME++ 4", "--published")[1]
     assert "534.5" in out and "ours" not in out.lower()
 
 

@@ -1,27 +1,23 @@
-"""The studies and the audit: their pages, their files, and what their commands print."""
+"""The page of the studies, their files, and what their commands print."""
 
-import csv
-import io
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from papers.drawing import Ellipse, ellipse_chart, magnification
+from papers.studies.analyse import NAMES, Analyses, same_model_and_data
+from papers.studies.prompts import points
 from sfumato.charts import (
     FAMILIES,
     FIRST,
     SECOND,
     Chart,
-    Ellipse,
     data_url,
     draw_curve,
-    ellipse_chart,
-    magnification,
     render_page,
 )
-from sfumato.data.images import FileImage, thumbnail
-from sfumato.errors import UserError, counted, need
-from sfumato.evaluation.pair_scores import NEIGHBOURS
+from sfumato.errors import UserError, counted
 from sfumato.files import read_json, write_atomically, write_json
 from sfumato.metrics.bootstrap import Interval
 from sfumato.reports.tables import (
@@ -37,11 +33,7 @@ from sfumato.reports.tables import (
     percent,
     print_table,
     print_wrapped,
-    probability,
 )
-from sfumato.studies.analyse import NAMES, Analyses, same_model_and_data
-from sfumato.studies.zeroshot import points
-from sfumato.workflows.audit import Audit, varied
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -263,175 +255,8 @@ def write_analyses(analyses: Analyses, folder: Path, version: str) -> Path:
         "version": version,
         "views": analysis_views(found, lambda name: read_image(folder, name)),
     }
-    write_atomically(folder / ANALYSIS_PAGE, render_page("analysis.html.j2", values))
+    write_atomically(folder / ANALYSIS_PAGE, render_page("analysis.html.j2", values, Path(__file__).parent))
     return folder / ANALYSIS_PAGE
-
-
-PAIRS, MISSING_PAIRS, AUDIT_PAGE, AUDIT_FIGURES = "pairs.csv", "missing.csv", "audit.html", "audit.json"
-
-_SHOWN_TEXTS = 4
-
-
-def write_audit(audit: Audit, folder: Path, top: int, version: str, *, parquet: bool = False) -> dict[str, Any]:
-    """Write all pairs to pairs.csv and missing.csv (and .parquet), and the first of each to the page and audit.json."""
-    folder.mkdir(parents=True, exist_ok=True)
-    pairs, missing, figures = audit.pair_rows(), audit.missing_rows(), audit.to_json(top)
-    for name, rows in ((PAIRS, pairs), (MISSING_PAIRS, missing)):
-        write_atomically(folder / name, _table(rows))
-        if parquet:
-            sources = dict(zip(audit.data.image_ids, audit.data.images, strict=True))
-            files = {name: source.location for name, source in sources.items() if isinstance(source, FileImage)}
-            located = [row | {"image_file": files.get(row["image"])} for row in rows]
-            write_atomically((folder / name).with_suffix(".parquet"), _parquet(located))
-    write_atomically(folder / AUDIT_PAGE, _page(audit, figures, version))
-    write_json(folder / AUDIT_FIGURES, figures)
-    return figures
-
-
-def _parquet(rows: Sequence[Mapping[str, Any]]) -> bytes:
-    with need("parquet", "Parquet files need pyarrow"):
-        import pyarrow
-        import pyarrow.parquet
-    file = io.BytesIO()
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([dict(row) for row in rows]), file)
-    return file.getvalue()
-
-
-def print_audit(figures: Mapping[str, Any], shown: int = 5) -> None:
-    """Print the figures of an audit."""
-    sizes = [
-        counted(figures[f"n_{name}s"], noun)
-        for name, noun in (("image", "image"), ("text", "text"), ("pair", "listed pair"))
-    ]
-    others = [f"--split {name} ({counted(n, 'image')})" for name, n in figures["other_splits"].items()]
-    elsewhere = f". Others are checked with {' or '.join(others)}" if others else ""
-    print_wrapped(
-        f"checked the split {figures['split']}: {sizes[0]}, {sizes[1]}, {sizes[2]}, by {figures['distance']} of"
-        f" {figures['model']}{elsewhere}"
-    )
-    for sentence in wrong_pairs(figures):
-        print_wrapped(sentence, indent=2)
-    print()
-    rows = [
-        [
-            _suspicion(row["wrong_probability"]),
-            row["image"],
-            clipped(row["text"]),
-            clipped(row["better_text"] or MISSING),
-        ]
-        for row in figures["pairs"][:shown]
-    ]
-    of_all = [row["wrong_probability"] for row in figures["pairs"]]
-    if of_all and all(p is not None and p < _UNSUSPICIOUS for p in of_all):
-        some = figures["n_pairs"] > len(of_all)
-        pairs = f"each of the {counted(len(of_all), 'least certain pair')}" if some else "every listed pair"
-        print_wrapped(
-            f"nothing is suspicious: {pairs} is wrong with a probability below {_UNSUSPICIOUS:.0%}; {PAIRS} has all"
-            " pairs, the least certain first",
-            indent=2,
-        )
-    else:
-        print_table(
-            f"the most suspicious listed pairs, by distance minus that of the {NEIGHBOURS} closest unlisted items",
-            ["wrong", "image", "text", "closest unlisted text"], rows, left=2, running=(2, 3),
-        )  # fmt: skip
-    first = "closest" if all(row["match_probability"] is None for row in figures["missing"]) else "most probable"
-    rows = [
-        [_likely(row["match_probability"]), row["image"], clipped(row["text"])] for row in figures["missing"][:shown]
-    ]
-    print()
-    print_table(
-        f"unlisted pairs that may match, the {first} of {counted(figures['candidates'], 'candidate')}",
-        ["match", "image", "text"], rows, left=2, running=(2,),
-    )  # fmt: skip
-    for note in figures["notes"]:
-        print_wrapped(note)
-
-
-_VAGUE = 0.5
-"""Width of the interval of the fraction of wrong pairs from which the fraction is not stated."""
-
-
-def wrong_pairs(figures: Mapping[str, Any]) -> list[str]:
-    """Sentences on how many listed pairs are wrong; none without a calibration.
-
-    The expected number and the number of pairs that are more likely wrong than right differ: a wrong pair that looks
-    nearly right has a small probability, and is expected without being named.
-    """
-    fraction, n = figures["wrong_share"], figures["n_pairs"]
-    if fraction is None:
-        return []
-    low, high = figures["wrong_share_interval"]
-    if high - low > _VAGUE:
-        return [
-            f"how many are wrong cannot be estimated from these pairs: between {percent(low, 0)} and {percent(high, 0)}"
-        ]
-    suspects = figures["suspects"]
-    more = f"{suspects:,} of them {'is' if suspects == 1 else 'are'} more likely wrong than right"
-    return [
-        f"about {round(fraction * n):,} of {n:,} are wrong: {percent(fraction)} by their distances"
-        f" (95% interval {percent(low)} to {percent(high)})",
-        more if suspects else "no single pair is more likely wrong than right",
-    ]
-
-
-_UNSUSPICIOUS = 0.01
-"""Probability of being wrong below which a pair is not called suspicious."""
-
-
-def _suspicion(value: float | None) -> str:
-    """A probability with the digits that rank small ones; a dash without a calibration."""
-    if value is None or value >= _UNSUSPICIOUS:
-        return _likely(value)
-    return f"{value:.2%}" if value >= 1e-4 else "<0.01%"
-
-
-def _likely(value: float | None) -> str:
-    """A probability; a dash without a calibration."""
-    return MISSING if value is None else probability(value)
-
-
-def _table(rows: Sequence[Mapping[str, Any]]) -> str:
-    file = io.StringIO()
-    if rows:
-        writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
-    return file.getvalue()
-
-
-def _page(audit: Audit, figures: Mapping[str, Any], version: str) -> str:
-    data, listed, missing = audit.data, audit.listed, audit.missing
-    relevance = data.relevance()
-    of_text = relevance.transpose()
-    read: dict[int, dict[str, Any]] = {}
-
-    def picture(position: int) -> dict[str, Any] | None:
-        if position < 0:
-            return None
-        if position not in read:
-            content = thumbnail(data.images[position])
-            read[position] = {"src": data_url(content) if content else None, "name": data.image_ids[position]}
-        return read[position]
-
-    def texts(image: int, but: int) -> list[str]:
-        """The other texts that are listed for an image."""
-        own = relevance.indices[relevance.indptr[image] : relevance.indptr[image + 1]]
-        return [clipped(data.texts[t]) for t in own if t != but][:_SHOWN_TEXTS]
-
-    wrong, unlisted = [], []
-    for k, row in zip(varied(listed, len(figures["pairs"])), figures["pairs"], strict=True):
-        image, text = int(listed.image[k]), int(listed.text[k])
-        beside = {"picture": picture(image), "better": picture(int(listed.better_image[k]))}
-        wrong.append(row | beside | {"others": texts(image, text), "percent": probability(row["wrong_probability"])})
-    for k, row in zip(varied(missing, len(figures["missing"])), figures["missing"], strict=True):
-        image, text = int(missing.image[k]), int(missing.text[k])
-        own = of_text.indices[of_text.indptr[text] : of_text.indptr[text + 1]]
-        beside = {"picture": picture(image), "better": picture(int(own[0]) if len(own) else -1)}
-        unlisted.append(row | beside | {"others": texts(image, text), "percent": probability(row["match_probability"])})
-    values = {"figures": figures, "wrong": wrong, "unlisted": unlisted, "version": version}
-    values["wrong_pairs"] = wrong_pairs(figures)
-    return render_page("audit.html.j2", values)
 
 
 def print_analyses(found: Mapping[str, Any]) -> None:
@@ -591,19 +416,6 @@ def read_image(folder: Path, name: str) -> bytes | None:
 
 
 def read_studies(folder: Path) -> dict[str, dict[str, Any]]:
-    """Read the results of earlier calls of `sfumato analyse` in a folder."""
+    """Read the results of earlier calls of `python -m papers analyse` in a folder."""
     found = {name: read_object(folder / f"{name}.json") for name in NAMES}
     return {name: study for name, study in found.items() if study is not None}
-
-
-def read_evaluations(folder: Path, split: str, own: str, n: int, m: int) -> list[dict[str, Any]]:
-    """Read the results of `sfumato evaluate` on a split with other distances."""
-    start = f"evaluation-{split}-"
-    found = {path.stem: read_object(path) for path in sorted(folder.glob(f"{start}*.json"))}
-    return [
-        result
-        for name, result in found.items()
-        if result is not None
-        and own != result.get("distance") == name.removeprefix(start)
-        and (result.get("n_images"), result.get("n_texts")) == (n, m)
-    ]

@@ -10,16 +10,16 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from support.tiny_figures import SMALL, make_pictures
 from support.words import folded
 
+from papers.tables.figure_numbers import KINDS, Scene, make_figure, pair_gradients
+from papers.tables.paper_tables import TableData, choose_data
+from papers.tests.tables.tiny_figures import SMALL, make_pictures
 from sfumato.errors import UserError
 from sfumato.evaluation.papers import find_item
 from sfumato.losses import InfoNCEOptions, PCMEPPOptions, TripletOptions, infonce_loss, pcmepp_loss, triplet_loss
 from sfumato.models.run import load_run
 from sfumato.models.split import embed_split, load_split
-from sfumato.studies.figure_numbers import KINDS, Scene, make_figure, pair_gradients
-from sfumato.studies.paper_tables import TableData, choose_data
 
 
 @pytest.fixture(scope="module")
@@ -255,9 +255,9 @@ def test_pmrp_by_tolerance_against_sets_of_classes(tmp_path):
         assert value == pytest.approx(100 * np.mean(by_fold)), zeta
 
 
-def test_prompts_kept_are_those_of_zeroshot(made, sfumato, tmp_path, monkeypatch):
+def test_prompts_kept_are_those_of_zeroshot(made, papers, tmp_path, monkeypatch):
     (tmp_path / "templates.txt").write_text("a {}\nsome {}\n{}\n")
-    monkeypatch.setattr("sfumato.studies.zeroshot.CLIP_TEMPLATES", tmp_path / "templates.txt")
+    monkeypatch.setattr("papers.studies.zeroshot.CLIP_TEMPLATES", tmp_path / "templates.txt")
     run = next(iter(made("PCME++ Fig. 3").runs.values()))[0]
     for k, name in enumerate(("red", "green")):
         (tmp_path / "val" / name).mkdir(parents=True)
@@ -268,7 +268,7 @@ def test_prompts_kept_are_those_of_zeroshot(made, sfumato, tmp_path, monkeypatch
     item = replace(find_item("PCME++ Fig. C.2"), options=files)
     numbers = KINDS["prompts_kept"].numbers(Scene(item, TableData("imagenet", "ImageNet"), {"PCME++": (run,)}))
     settings = *(f"zeroshot.{key}={file}" for key, file in files.items()), "zeroshot.filter=oracle"
-    status, out, err = sfumato("analyse", run, "--only", "zeroshot", *settings, "--out", tmp_path / "out", "--json")
+    status, out, err = papers("analyse", run, "--only", "zeroshot", *settings, "--out", tmp_path / "out", "--json")
     assert status == 0, err
     assert json.loads(out)["zeroshot"]["report"]["prompts_kept"] == [numbers["kept"]] and numbers["n_images"] == 6
 
@@ -284,8 +284,8 @@ def test_prompts_kept_are_those_of_zeroshot(made, sfumato, tmp_path, monkeypatch
         ('"PCME++ Fig. C.2"', "It needs"),
     ],
 )
-def test_what_cannot_be_drawn_is_said_before_anything_is_trained(words, said, sfumato, tmp_path, monkeypatch):
+def test_what_cannot_be_drawn_is_said_before_anything_is_trained(words, said, papers, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    status, _, err = sfumato("table", *shlex.split(words))
+    status, _, err = papers("table", *shlex.split(words))
     assert status == 2 and said in folded(err)
     assert not any(tmp_path.iterdir())

@@ -1,4 +1,4 @@
-"""The numbers of the papers' figures, from the runs of their rows; reports.papers draws them.
+"""The numbers of the papers' figures, from the runs of their rows; drawn.py draws them.
 
 What a figure consists of is data, see :mod:`sfumato.evaluation.papers`: its kind names an entry of KINDS here.
 """
@@ -14,7 +14,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sfumato.data.captioned import emoji_labelled, read_class_folder, read_class_names
+from papers.studies.analyse import AnalysisOptions, analyse_model
+from papers.studies.crops import study_crops
+from papers.studies.labelled import emoji_labelled, read_class_folder, read_class_names
+from papers.studies.prompts import read_templates
+from papers.studies.toy import run_toy
+from papers.studies.zeroshot import evaluate_zeroshot
+from papers.tables.paper_tables import Repeated, TableData, embed_item, plan_table, run_figures, train_planned
 from sfumato.data.images import thumbnail
 from sfumato.errors import UserError
 from sfumato.evaluation.embedded_input import Measured, measure
@@ -29,11 +35,6 @@ from sfumato.models.embed import file_endings
 from sfumato.models.run import LOG, Run, load_model, load_run, read_log
 from sfumato.models.split import embed_split, load_split
 from sfumato.search.exact import top_k
-from sfumato.studies.analyse import AnalysisOptions, analyse_model
-from sfumato.studies.crops import study_crops
-from sfumato.studies.paper_tables import Repeated, TableData, embed_item, plan_table, run_figures, train_planned
-from sfumato.studies.toy import run_toy
-from sfumato.studies.zeroshot import evaluate_zeroshot, read_templates
 
 SIDES: dict[str, Direction] = {"image": "i2t", "text": "t2i"}
 """The direction in which each side is the query."""
@@ -80,7 +81,7 @@ class Scene:
         return measure(embedded, run.ranking_distance(distance), options=options)
 
     def study(self, folder: Path, name: str, options: AnalysisOptions) -> dict[str, Any]:
-        """A study of `sfumato analyse` on a run; its images become those of the figure."""
+        """A study of `python -m papers analyse` on a run; its images become those of the figure."""
         run, split = self.load(folder), self.options.get("split", self.item.split)
         found = analyse_model(run, run.recipe.data, split, studies=(name,), options=options)
         self.pictures.update(found.images)
@@ -282,7 +283,7 @@ def _check_prompts(item: PaperItem, data: TableData, instances: Sequence[Path]) 
     if data.name != "emoji" and any(not Path(item.options[key]).exists() for key in ("images", "classes")):
         raise UserError(
             f"{item.id} needs labelled images, a folder for each class in {item.options['images']}, and the names of"
-            f" the classes in {item.options['classes']}. `sfumato analyse RUN --only zeroshot zeroshot.images=FOLDER"
+            f" the classes in {item.options['classes']}. `python -m papers zeroshot RUN zeroshot.images=FOLDER"
             " zeroshot.classes=FILE zeroshot.filter=oracle` draws the same of any run; --data emoji needs no files"
         )
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from support.words import folded
 
-from sfumato.studies.toy import METHODS, toy_data, train_toy
+from papers.studies.toy import METHODS, toy_data, train_toy
 
 
 def seeded(seed: int) -> torch.Generator:
@@ -48,18 +48,27 @@ def test_start_is_kept_and_equal_runs_are_equal():
     assert not torch.equal(summed.mean, hardest.mean) and not torch.equal(hardest.mean, before[0])
 
 
-def test_the_figure_is_drawn_and_said(sfumato, tmp_path, monkeypatch):
+def test_the_figure_is_drawn_and_said(papers, tmp_path, monkeypatch):
     arguments = "table", "PCME++ Fig. A.1", "toy.seed=2", "toy.updates=2", "--out", tmp_path
-    status, out, err = sfumato(*arguments)
+    status, out, err = papers(*arguments)
     words = folded(out)
     assert status == 0 and "published 1.82" in words and "published 1.04" in words and "2930 updates" in words, err
-    monkeypatch.setattr("sfumato.reports.papers.write_drawing", lambda *_: [])
-    numbers = json.loads(sfumato(*arguments, "--json")[1])["numbers"]
+    monkeypatch.setattr("papers.tables.drawn.write_drawing", lambda *_: [])
+    numbers = json.loads(papers(*arguments, "--json")[1])["numbers"]
     assert list(numbers["methods"]) == list(METHODS) and "ratio" not in numbers["methods"]["triplet_sum"]
     data = toy_data(seeded(2))
     found = numbers["methods"]["csd"]
     assert found["ratio"] == pytest.approx(ratio(data, train_toy(data, "csd", generator=seeded(2), updates=2)))
     assert found["ratio"] == pytest.approx(found["uncertain"] / found["certain"])
     assert (tmp_path / "pcmepp-fig-a-1" / "figure.png").stat().st_size > 10_000
-    status, out, err = sfumato(*arguments[:2], "toy.updates=0")
+    status, out, err = papers(*arguments[:2], "toy.updates=0")
     assert status == 2 and not out and "toy.updates" in err
+
+
+def test_the_command_prints_the_ratios(papers, tmp_path, monkeypatch):
+    monkeypatch.setattr("papers.tables.drawn.write_drawing", lambda *_: [])
+    found = papers.json("toy", "--seed", 2, "--updates", 2, "--out", tmp_path)
+    figure = papers.json("figure", "PCME++ A.1", "toy.seed=2", "toy.updates=2", "--out", tmp_path)
+    methods = figure["numbers"]["methods"]
+    assert found["ratio"] == {name: one.get("ratio") for name, one in methods.items()}
+    assert found["published_ratio"]["csd"] == 1.82 and found["ratio"]["triplet_sum"] is None

@@ -6,13 +6,13 @@ import xml.etree.ElementTree as ET
 import numpy as np
 import pytest
 from PIL import Image
-from support import tiny_figures
 from support.words import folded
 
+from papers.tables.drawn import DRAWN, figure_lines, write_figure
+from papers.tables.figure_numbers import KINDS, Figure, make_figure
+from papers.tables.paper_tables import TableData, choose_data
+from papers.tests.tables import tiny_figures
 from sfumato.evaluation.papers import find_item, paper_items
-from sfumato.reports.papers import DRAWN, figure_lines, write_figure
-from sfumato.studies.figure_numbers import KINDS, Figure, make_figure
-from sfumato.studies.paper_tables import TableData, choose_data
 
 SMALL = (*tiny_figures.SMALL, "model.dim=32")
 
@@ -82,14 +82,14 @@ def test_pmrp_and_prompts_are_drawn(tmp_path):
     assert "30.0% with all 3 prompts, at best 40.0% with the 2 most certain (20.0%" in line
 
 
-def test_the_command_writes_and_prints_a_figure(folder, sfumato, tmp_path):
+def test_the_command_writes_and_prints_a_figure(folder, papers, tmp_path):
     asked = ("table", "PVSE++ figure 5", "--data", folder / "dataset_flickr8k.json", f"data.images={folder / 'images'}")
     places = ("--runs", folder / "runs", "--out", tmp_path)
-    status, out, err = sfumato(*asked, *SMALL, *places)
+    status, out, err = papers(*asked, *SMALL, *places)
     assert status == 0, err
     said, place = folded(out), tmp_path / "pvsepp-fig-5"
     assert "the most uncertain texts, log volume" in said and "of other data, COCO" in said
     assert f"written to {place}" in said and (place / "figure.svg").is_file()
-    status, again, err = sfumato(*asked, *SMALL, *places, "--json")
+    status, again, err = papers(*asked, *SMALL, *places, "--json")
     assert json.loads(again) == json.loads((place / "figure.json").read_text(encoding="utf-8"))
     assert "training" not in err

@@ -11,12 +11,7 @@ from PIL import Image, ImageDraw
 from support.toy import make_toy
 from support.words import folded
 
-from sfumato.data.images import Problems
-from sfumato.errors import UserError
-from sfumato.gaussian import GaussianEmbedding
-from sfumato.models.recipe import load_recipe
-from sfumato.models.run import load_model
-from sfumato.studies.crops import (
+from papers.studies.crops import (
     CANDIDATES,
     choose_triplet,
     cut_crops,
@@ -25,6 +20,11 @@ from sfumato.studies.crops import (
     overlap,
     read_boxed_images,
 )
+from sfumato.data.images import Problems
+from sfumato.errors import UserError
+from sfumato.gaussian import GaussianEmbedding
+from sfumato.models.recipe import load_recipe
+from sfumato.models.run import load_model
 from sfumato.training.loop import fit
 
 
@@ -245,9 +245,9 @@ def settings(work, **changed):
     return [f"crops.{key}={value}" for key, value in given.items()]
 
 
-def test_table_4_is_measured_drawn_and_said(work, sfumato, tmp_path):
+def test_table_4_is_measured_drawn_and_said(work, papers, tmp_path):
     given = settings(work, thresholds="0.02,0.08,0.3", bootstrap=20)
-    status, out, err = sfumato("table", "PVSE++ 4", *given, "--out", tmp_path, "--json")
+    status, out, err = papers("table", "PVSE++ 4", *given, "--out", tmp_path, "--json")
     assert status == 0, err
     found = json.loads(out)["numbers"]
     assert found["n_pictures"] == 3
@@ -267,7 +267,7 @@ def test_table_4_is_measured_drawn_and_said(work, sfumato, tmp_path):
         == found["thresholds"][1]["selection"]["csd"]["text C"]["value"]
     )
     assert (tmp_path / "pvsepp-4" / "figure.png").stat().st_size > 10_000
-    status, out, err = sfumato("table", "PVSE++ Fig. 2", *settings(work, bootstrap=0), "--out", tmp_path)
+    status, out, err = papers("table", "PVSE++ Fig. 2", *settings(work, bootstrap=0), "--out", tmp_path)
     words = folded(out)
     assert status == 0 and "images, mean" in words and "published" not in words, err
     assert "boxes below 10%, 3 images, captions: A" in words and "3: the box extends beyond" in words
@@ -311,6 +311,6 @@ def test_crops_are_cut_where_the_boxes_are_in_the_pixels_of_the_file(work, tmp_p
         ({"folder": "x"}, "PVSE++ 4 has the settings crops.model, crops.regions"),
     ],
 )
-def test_what_cannot_be_measured_is_said(work, sfumato, changed, message, tmp_path):
-    status, _, err = sfumato("table", "PVSE++ 4", *settings(work, **changed), "--out", tmp_path)
+def test_what_cannot_be_measured_is_said(work, papers, changed, message, tmp_path):
+    status, _, err = papers("table", "PVSE++ 4", *settings(work, **changed), "--out", tmp_path)
     assert status == 2 and message in folded(err)

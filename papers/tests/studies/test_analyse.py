@@ -1,4 +1,4 @@
-"""`sfumato analyse` on tiny runs: files, JSON, page, report, and messages where variances or items are missing."""
+"""`python -m papers analyse` on tiny runs: files, JSON, page, and messages where variances or items are missing."""
 
 import io
 import json
@@ -13,12 +13,12 @@ from support.charts import undrawn
 from support.toy import make_toy
 from support.words import folded
 
+from papers.studies.analyse import AT_CHANCE, AnalysisOptions, analyse_model
+from papers.studies.usual import MADE, choose_pairs, measure_sets, read_mixed_images
 from sfumato.errors import UserError
 from sfumato.models.recipe import find_recipe, load_recipe
 from sfumato.models.run import load_run
 from sfumato.models.split import load_split
-from sfumato.studies.analyse import AT_CHANCE, AnalysisOptions, analyse_model
-from sfumato.studies.usual import MADE, choose_pairs, measure_sets, read_mixed_images
 from sfumato.training.loop import fit
 
 QUICK = ("--corrupted", 5, "--pairs", 4, "--bins", 3, "--bootstrap", 20, "--items", 10)
@@ -39,8 +39,8 @@ def run(work, tmp_path):
     return shutil.copytree(work / "run", tmp_path / "run")
 
 
-def test_all_studies_are_printed_written_and_drawn(run, sfumato):
-    status, out, err = sfumato("analyse", run, *QUICK)
+def test_all_studies_are_printed_written_and_drawn(run, papers):
+    status, out, err = papers("analyse", run, *QUICK)
     assert status == 0
     for words in (
         "does damage raise total_variance?",
@@ -65,7 +65,7 @@ def test_all_studies_are_printed_written_and_drawn(run, sfumato):
     assert len(re.findall(r"<title>(?:A|B|M|C|A′|B′): ", page)) == 4 * 6
     assert len(re.findall(r"<title>(?:image of|text) “", page)) == 20
 
-    status, out, _ = sfumato("analyse", run, *QUICK, "--json")
+    status, out, _ = papers("analyse", run, *QUICK, "--json")
     printed = json.loads(out)
     again = {name: json.loads((folder / f"{name}.json").read_text()) for name in files}
     assert status == 0 and again == files and printed["out"] == str(folder)
@@ -73,9 +73,9 @@ def test_all_studies_are_printed_written_and_drawn(run, sfumato):
 
 
 @undrawn()
-def test_corruption_is_that_of_trust(run, sfumato):
+def test_corruption_is_that_of_trust(run, papers, sfumato):
     """The same items; and the same intervals, of which those of texts draw the two captions of an image together."""
-    sfumato("analyse", run, "--only", "corruption", "--corrupted", 9, "--bootstrap", 20, "--seed", 3)
+    papers("analyse", run, "--only", "corruption", "--corrupted", 9, "--bootstrap", 20, "--seed", 3)
     sfumato("trust", run, "--corrupted", 9, "--bootstrap", 20, "--seed", 3)
     own = json.loads((run / "analysis-test" / "corruption.json").read_text())["sides"]
     theirs = json.loads((run / "trust-test.json").read_text())["directions"]
@@ -90,9 +90,9 @@ def test_corruption_is_that_of_trust(run, sfumato):
 
 
 @undrawn()
-def test_the_other_picture_is_embedded_like_the_mixtures(run, sfumato):
+def test_the_other_picture_is_embedded_like_the_mixtures(run, papers):
     """As a PNG square of the mixtures' size, made here without the package's own decoder."""
-    sfumato("analyse", run, *QUICK, "--only", "sets", "--seed", 1)
+    papers("analyse", run, *QUICK, "--only", "sets", "--seed", 1)
     found = json.loads((run / "analysis-test" / "sets.json").read_text())["mixes"]["other"]
     loaded = load_run(run)
     data = load_split(loaded.model, loaded.recipe.data, "test").data
@@ -117,46 +117,23 @@ def test_the_other_picture_is_embedded_like_the_mixtures(run, sfumato):
 
 
 @undrawn()
-def test_the_report_shows_what_was_found_with_these_weights(run, work, sfumato):
-    plain = sfumato("report", run, "--json")[1]
-    assert json.loads(plain)["bytes"] and 'id="map"' not in (run / "report-test.html").read_text()
-    sfumato("analyse", run, *QUICK)
-    assert sfumato("report", run)[0] == 0
-    checked = Checker((run / "report-test.html").read_text())
-    assert {"corruption", "sets", "words", "map", "retrieval"} <= set(checked.ids) and len(set(checked.ids)) == len(
-        checked.ids
-    )
-    assert all(link[1:] in checked.ids for link in checked.links)
-    # Trained anew in the same folder: what lies there is another model's.
-    shutil.copy(work / "points" / "model.safetensors", run / "model.safetensors")
-    shutil.copy(work / "points" / "recipe.toml", run / "recipe.toml")
-    assert sfumato("report", run)[0] == 0
-    assert 'id="map"' not in (run / "report-test.html").read_text()
-    status, _, err = sfumato("report", run, "--analyses")
-    assert status == 0 and "sets is left out: this model's embeddings are points" in err
-    assert [
-        i for i in Checker((run / "report-test.html").read_text()).ids if i in ("corruption", "sets", "words", "map")
-    ] == ["map"]
-
-
-@undrawn()
-def test_points_have_a_map_and_whatever_looks_at_the_gallery(work, sfumato, tmp_path):
-    status, out, err = sfumato("analyse", work / "points", *QUICK, "--out", tmp_path / "found", "--json")
-    plain, told = sfumato("analyse", work / "points", *QUICK, "--out", tmp_path / "again")[1:]
+def test_points_have_a_map_and_whatever_looks_at_the_gallery(work, papers, tmp_path):
+    status, out, err = papers("analyse", work / "points", *QUICK, "--out", tmp_path / "found", "--json")
+    plain, told = papers("analyse", work / "points", *QUICK, "--out", tmp_path / "again")[1:]
     assert (plain + told).count("sets is left out") == 1
     found = json.loads(out)
     assert status == 0 and "map" in found and not {"corruption", "sets", "words"} & set(found)
     assert len([n for n in found["notes"] if n != AT_CHANCE]) == 3 and "points" in err
     assert all(item["a"] == 0 for item in found["map"]["items"])
     options = ("--only", "corruption,words", "--uncertainty", "top1_mismatch", "--out", tmp_path / "found", "--json")
-    found = json.loads(sfumato("analyse", work / "points", *QUICK, *options)[1])
+    found = json.loads(papers("analyse", work / "points", *QUICK, *options)[1])
     assert found["corruption"]["uncertainty"] == found["words"]["uncertainty"] == "top1_mismatch"
 
 
 @undrawn()
-def test_other_data_are_analysed_here(work, sfumato, tmp_path, monkeypatch):
+def test_other_data_are_analysed_here(work, papers, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    status, out, _ = sfumato(
+    status, out, _ = papers(
         "analyse",
         work / "run",
         f"data.path={work / 'data'}",
@@ -185,31 +162,31 @@ def test_other_data_are_analysed_here(work, sfumato, tmp_path, monkeypatch):
         (["{data}"], "is not a run folder"),
     ],
 )
-def test_mistakes_are_one_line_and_status_two(work, sfumato, arguments, says):
+def test_mistakes_are_one_line_and_status_two(work, papers, arguments, says):
     places = {name: work / name for name in ("run", "points", "data")}
-    status, out, err = sfumato("analyse", *(a.format(**places) for a in arguments))
+    status, out, err = papers("analyse", *(a.format(**places) for a in arguments))
     assert status == 2 and out == "" and says in err and "Traceback" not in err
     if "--data" not in arguments and "dev" not in arguments:
         assert not (work / "run" / "analysis-test").exists()
 
 
-def test_wrong_words_are_refused_before_the_model_is_loaded(run, sfumato):
+def test_wrong_words_are_refused_before_the_model_is_loaded(run, papers):
     (run / "model.safetensors").unlink()
     for arguments, says in (
         (("--method", "tnse"), "--method tnse: unknown; known: pca, tsne"),
         (("--corpus", "x"), "--corpus x: unknown; known: bin, split"),
         (("--only", "map,algebra"), "unknown study 'algebra'; known: corruption, sets, words, map"),
     ):
-        status, _, err = sfumato("analyse", run, *arguments)
+        status, _, err = papers("analyse", run, *arguments)
         assert status == 2 and says in err and "safetensors" not in err
 
 
-def test_too_few_items_are_refused_before_anything_is_embedded(run, sfumato, monkeypatch):
+def test_too_few_items_are_refused_before_anything_is_embedded(run, papers, monkeypatch):
     def embed(*_):
         raise AssertionError("embedded")
 
-    monkeypatch.setattr("sfumato.studies.analyse.embed_split", embed)
-    status, _, err = sfumato("analyse", run, "--only", "corruption,words", "--bins", "100")
+    monkeypatch.setattr("papers.studies.analyse.embed_split", embed)
+    status, _, err = papers("analyse", run, "--only", "corruption,words", "--bins", "100")
     assert status == 2 and "too few for 100 bins of uncertainty; ask for fewer with --bins" in err
     loaded = load_run(run)
     with pytest.raises(UserError, match="2 pairs of images are too few"):
@@ -219,31 +196,21 @@ def test_too_few_items_are_refused_before_anything_is_embedded(run, sfumato, mon
 
 
 @undrawn()
-def test_the_report_does_what_is_missing_and_keeps_the_rest(run, sfumato):
+def test_the_page_keeps_earlier_studies_of_the_same_weights_and_split(run, papers):
     folder = run / "analysis-test"
-    sfumato("analyse", run, *QUICK, "--only", "words,sets", "--corpus", "split")
-    sfumato("analyse", run, *QUICK, "--only", "corruption")
-    before = {name: (folder / f"{name}.json").read_bytes() for name in ("corruption", "words", "sets")}
-    status, _, err = sfumato("report", run, "--analyses")
-    assert status == 0 and "corruption, sets, words: kept from an earlier run with this model and split" in err
-    assert before == {name: (folder / f"{name}.json").read_bytes() for name in before}
-    assert json.loads(before["words"])["corpus"] == "split" and (folder / "map.json").exists()
-    page = (folder / "analysis.html").stat().st_mtime_ns
-    status, _, err = sfumato("report", run, "--analyses")
-    assert (
-        status == 0
-        and "sets, words, map: kept from an earlier run" in err
-        and page == (folder / "analysis.html").stat().st_mtime_ns
-    )
-    # Another model's is done anew.
-    (folder / "words.json").write_text(before["words"].decode().replace('"weights": "', '"weights": "0'))
-    status, _, err = sfumato("report", run, "--analyses")
-    assert status == 0 and "corruption, sets, map: kept from an earlier run" in err
-    assert json.loads((folder / "words.json").read_text())["corpus"] == "bin"
+    papers("analyse", run, *QUICK, "--only", "words", "--corpus", "split")
+    before = (folder / "words.json").read_bytes()
+    papers("analyse", run, *QUICK, "--only", "map")
+    assert Checker((folder / "analysis.html").read_text()).ids == ["words", "map"]
+    assert (folder / "words.json").read_bytes() == before and json.loads(before)["corpus"] == "split"
+    # Another model's are left out.
+    (folder / "words.json").write_text(before.decode().replace('"weights": "', '"weights": "0'))
+    papers("analyse", run, *QUICK, "--only", "map")
+    assert Checker((folder / "analysis.html").read_text()).ids == ["map"]
 
 
 @undrawn()
-def test_region_features_leave_what_needs_no_pictures(tmp_path, sfumato):
+def test_region_features_leave_what_needs_no_pictures(tmp_path, papers):
     data, words = tmp_path / "data", ("cat", "dog", "bus", "cup")
     data.mkdir()
     for name in ("train", "dev", "test"):
@@ -266,10 +233,10 @@ def test_region_features_leave_what_needs_no_pictures(tmp_path, sfumato):
         "model.init_total_variance=8",
     ]
     fit(load_recipe(find_recipe("flickr8k-probabilistic-vsrn"), [*tiny, f"data.path={data}"]), tmp_path / "run")
-    status, out, err = sfumato("analyse", tmp_path / "run", *QUICK, "--json")
+    status, out, err = papers("analyse", tmp_path / "run", *QUICK, "--json")
     found = json.loads(out)
     assert status == 0 and list(found["corruption"]["sides"]) == ["text"] and "sets" not in found
     assert {"words", "map"} <= set(found) and "this model reads region features" in err
     assert len([n for n in found["notes"] if n != AT_CHANCE]) == 2
-    status, _, err = sfumato("analyse", tmp_path / "run", "--only", "sets")
+    status, _, err = papers("analyse", tmp_path / "run", "--only", "sets")
     assert status == 2 and "set algebra needs image files" in err

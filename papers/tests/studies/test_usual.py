@@ -9,11 +9,7 @@ import pytest
 import torch
 from PIL import Image
 
-from sfumato import GaussianEmbedding
-from sfumato.data.image_decoding import decode_image
-from sfumato.errors import UserError
-from sfumato.metrics.relevance import Relevance
-from sfumato.studies.usual import (
+from papers.studies.usual import (
     ERASED,
     FAMILIES,
     MADE,
@@ -27,6 +23,10 @@ from sfumato.studies.usual import (
     tf_idf,
     words_by_uncertainty,
 )
+from sfumato import GaussianEmbedding
+from sfumato.data.image_decoding import decode_image
+from sfumato.errors import UserError
+from sfumato.metrics.relevance import Relevance
 
 # ---------------------------------------------------------------- words
 UNCERTAINTY = np.array([0.4, 0.1, 0.3, 0.2])

@@ -12,6 +12,8 @@ from typing import Any, get_args
 import numpy as np
 import torch
 
+from papers.studies import usual
+from papers.studies.zeroshot import ZeroShotOptions, study_zeroshot
 from sfumato.data.images import MemoryImage, thumbnail
 from sfumato.data.pairs import PairData
 from sfumato.data.sources import DataConfig
@@ -28,8 +30,6 @@ from sfumato.models.model import Model
 from sfumato.models.run import weights_digest
 from sfumato.models.split import PreparedSplit, embed_split, load_split
 from sfumato.progress import progress_bar, say
-from sfumato.studies import usual
-from sfumato.studies.zeroshot import ZeroShotOptions, study_zeroshot
 
 FORMAT = "sfumato-analysis-1"
 """Format of every file of a study."""
@@ -71,7 +71,7 @@ class AnalysisOptions:
     n_pairs: int = 100  # pairs of images
     n_bins: int = 10  # bins of uncertainty
     top_words: int = 12  # words per bin
-    corpus: str = "bin"  # of the words' weights, see :func:`~sfumato.studies.usual.words_by_uncertainty`
+    corpus: str = "bin"  # of the words' weights, see :func:`~papers.studies.usual.words_by_uncertainty`
     n_mapped: int = 200  # largest number of images on the map, and of texts
     method: str = "pca"  # of the map, or "tsne"
     n_resamples: int = 1000  # bootstrap resamples of the intervals
@@ -214,7 +214,6 @@ def analyse_model(
     studies: Sequence[str] | None = None,
     options: AnalysisOptions | None = None,
     name: str = "",
-    earlier: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> Analyses:
     """Run studies of any model on a split of any data."""
     options = options or AnalysisOptions()
@@ -231,10 +230,6 @@ def analyse_model(
         "level": LEVEL,
         "options": asdict(options),
     }
-    kept = [study for study in chosen if same_model_and_data((earlier or {}).get(study), metadata)]
-    if kept:
-        say(f"{', '.join(kept)}: kept from an earlier run with this model and split")
-    chosen = tuple(study for study in chosen if study not in kept)
     found: dict[str, dict[str, Any]] = {}
     if "zeroshot" in chosen:
         pairs, chosen = None if prepared is None else prepared.data, tuple(name for name in chosen if name in USUAL)
@@ -262,7 +257,7 @@ def analyse_model(
             if studies is not None:
                 raise
             scene.notes.append(f"{study} is left out: {error}")
-    if not found and not kept:
+    if not found:
         raise UserError("; ".join(scene.notes))
     for note in scene.notes:
         say(note)

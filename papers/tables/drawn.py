@@ -1,12 +1,15 @@
-"""The tables and figures of the papers, ours beside published: on the screen, as Markdown, LaTeX and images."""
+"""The figures of the papers, as images and in words."""
 
 import io
-import re
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from papers.drawing import draw_ellipses
+from papers.studies import pages
+from papers.tables.figure_numbers import Figure
+from papers.tables.printed import averaged_over
 from sfumato.charts import (
     CARD,
     FAINT,
@@ -17,147 +20,28 @@ from sfumato.charts import (
     SOFT,
     STYLE,
     draw_curve,
-    draw_ellipses,
     make_plane,
     require_matplotlib,
     write_drawing,
 )  # fmt: skip
-from sfumato.errors import UserError
-from sfumato.evaluation.compare import OverSeeds
-from sfumato.evaluation.papers import PaperItem, data_sets
+from sfumato.evaluation.papers import data_sets
 from sfumato.files import write_json
-from sfumato.reports import studies
 from sfumato.reports.report_charts import draw_recall_bins
 from sfumato.reports.tables import (
     DIRECTIONS,
-    MISSING,
-    Table,
     clipped,
     digits,
     in_words,
     interval,
-    latex,
-    mean_and_deviation,
     number,
     percent,
-    print_table,
     print_wrapped,
-    short_name,
     signed,
-    tex,
 )  # fmt: skip
-from sfumato.studies.figure_numbers import Figure
-from sfumato.studies.paper_tables import Table as PaperTable
-from sfumato.studies.paper_tables import table_columns
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure as Drawing
-
-
-def print_published(item: PaperItem) -> None:
-    """Print the paper's figures alone."""
-    if not item.rows:
-        raise UserError(f"{item.id} has no published figures that could be shown; {item.note or item.about}")
-    cells = [[label, *(_published(figures.get(name)) for name in item.columns)] for label, figures in item.rows.items()]
-    print_table(f"{item.id}: {item.about}; per cent", ["", *map(short_name, item.columns)], cells, left=1)
-    for line in filter(None, (f"{item.source}.", item.note)):
-        print_wrapped(line)
-
-
-def print_items(items: Mapping[str, PaperItem]) -> None:
-    """Print the list of all tables and figures."""
-    rows = [[item.id, item.about, "\n".join(item.data_sets) or MISSING, item.state] for item in items.values()]
-    print_table("", ["id", "title", "data", "state"], rows, left=3, running=(1,))
-    print_wrapped(
-        "run: repeated, docs/results has the figures. no data: its parts are tested, the paper's data were not"
-        " available. published only: no recipe trains it. data: what it can be repeated on, the paper's first, by"
-        ' `sfumato table "ID" --data NAME`; emoji comes with the package. --json has the commands and what they need.'
-    )
-
-
-def paper_table(table: PaperTable) -> Table:
-    """A repeated table: label, then ours and published of each figure, if some are."""
-    wide = 1 + _published_too(table)
-    averaged = averaged_over(table.n_seeds, table.n_variants)
-    data = f"{table.data.title}, split {table.split}"
-    return Table(
-        f"{table.item.id}: {table.item.about}. Ours: {data}, {averaged}; per cent",
-        ["", *(cell for name in table.columns for cell in (short_name(name), "published")[:wide])],
-        [
-            [
-                row.label,
-                *(
-                    cell
-                    for name in table.columns
-                    for cell in (_ours(row.own.get(name)), _published(row.published.get(name)))[:wide]
-                ),
-            ]
-            for row in table.rows
-        ],
-        notes=notes(table),
-    )
-
-
-def write_table(table: PaperTable, folder: Path) -> list[Path]:
-    """Write table.json, table.md and table.tex; the paths."""
-    shown = paper_table(table)
-    return shown.write(folder, table.to_json(), _latex(shown, 1 + _published_too(table)))
-
-
-def _latex(table: Table, wide: int) -> str:
-    """The table for the package booktabs: each figure has a column of ours and, if wide is 2, one of the paper."""
-    names = [rf"\multicolumn{{{wide}}}{{c}}{{{tex(name)}}}" for name in table.headings[1::wide]]
-    rules = [rf"\cmidrule(lr){{{wide * k + 2}-{wide * k + 1 + wide}}}" for k in range(len(names))]
-    second = " & ".join(("ours", "published")[:wide] * len(names))
-    head = "\n".join([rf" & {' & '.join(names)} \\", "".join(rules), rf" & {second} \\"])
-    caption = " ".join([table.title + ".", *table.notes])
-    return latex("l" + "r" * wide * len(names), head, [[tex(cell) for cell in row] for row in table.rows], caption)
-
-
-def _published_too(table: PaperTable) -> bool:
-    """Whether figures of the paper stand beside ours."""
-    return any(row.published for row in table.rows)
-
-
-def notes(table: PaperTable) -> list[str]:
-    """What a reader has to know beside the figures."""
-    found = [f"Published: {table.item.source}."] if _published_too(table) else []
-    if not table.same_data and _published_too(table):
-        other = data_sets()[table.item.benchmark].title
-        found.append(f"The published figures are of other data, {other}: only the order can be compared.")
-        if beside := _beside(table):
-            found.append(f"Of several published figures these stand beside ours: {beside}.")
-    if table.data.overrides:
-        found.append(f"Changed in all recipes: {', '.join(table.data.overrides)}.")
-    found += [f"{row.label}: {reason}." for row in table.rows for reason in row.failed]
-    if left := [row.label for row in table.rows if not row.runs and not row.failed]:
-        found.append(f"Not repeated, because no recipe trains them on this data: {'; '.join(left)}.")
-    if table.item.note:
-        found.append(table.item.note)
-    return found
-
-
-def _beside(table: PaperTable) -> str:
-    """Which published figure stands beside each of ours, where the names differ."""
-    names = {own: published for own, published in table_columns(table.item, table.data).items() if own in table.columns}
-    pairs = [[short_name(re.sub(r"^(i2t|t2i) ", "", name)) for name in pair] for pair in names.items()]
-    return "; ".join(dict.fromkeys(f"{own}: {published}" for own, published in pairs if own != published))
-
-
-def averaged_over(n_seeds: int, n_variants: int) -> str:
-    """What a figure is the mean of."""
-    if n_variants > 1:
-        return f"mean ± standard deviation over {n_variants} folds with {n_seeds} {'seeds' if n_seeds > 1 else 'seed'}"
-    return f"mean ± standard deviation over {n_seeds} seeds" if n_seeds > 1 else "one seed"
-
-
-def _published(value: float | None) -> str:
-    return MISSING if value is None else number(value, 1 if round(value, 1) == value else 2)
-
-
-def _ours(value: OverSeeds | None) -> str:
-    return MISSING if value is None else mean_and_deviation(value.mean, value.deviation)
 
 
 COLOURS = (FIRST, SECOND, *FAMILIES)
@@ -171,7 +55,7 @@ _MOSAIC: list[Any] = [["first", "second", "mixup", "plane"], ["erased_first", "e
 
 _SIDES = {"image": "images", "text": "texts"}
 
-_PARTS = DIRECTIONS | _SIDES | {name: title for name, (title, _) in studies.CORRUPTIONS.items()}
+_PARTS = DIRECTIONS | _SIDES | {name: title for name, (title, _) in pages.CORRUPTIONS.items()}
 """Names of panels in words."""
 
 _METRICS = {"r_precision": "R-Precision, %", "recall@1": "recall@1, %", "PMRP": "PMRP, %"}
@@ -257,8 +141,8 @@ def _curves(figure: Figure) -> "Drawing":
             ax.set_xticks(xs, [f"{x:g}" for x in xs])
         elif panel["x"] == "epoch":
             ax.xaxis.set_major_locator(MaxNLocator(6, integer=True))
-        known = panel["name"] in studies.CORRUPTIONS
-        ax.set_xlabel(studies.CORRUPTIONS[panel["name"]][1] if known else panel["x"])
+        known = panel["name"] in pages.CORRUPTIONS
+        ax.set_xlabel(pages.CORRUPTIONS[panel["name"]][1] if known else panel["x"])
         ax.set_ylabel(f"mean {_words(panel['y'])}" if known else _words(panel["y"]))
         ax.set_title(_PARTS.get(panel["name"], panel["name"]), loc="left")
         ax.grid(axis="y")
@@ -321,7 +205,7 @@ def _maps(figure: Figure) -> "Drawing":
     drawing, axes = _grid(len(panels), (5.2, 4.6))
     for ax, (row, study, side) in zip(axes, panels, strict=True):
         shown = [item for item in study["items"] if not side or item["side"] == side]
-        ellipses, times = studies.map_ellipses({**study, "items": shown})
+        ellipses, times = pages.map_ellipses({**study, "items": shown})
         make_plane(ax)
         draw_ellipses(ax, ellipses, times)
         name = ", ".join(filter(None, (row, _SIDES.get(side))))
@@ -422,8 +306,8 @@ def _matrix_lines(numbers: Mapping[str, Any]) -> list[str]:
 def _prompts(figure: Figure) -> "Drawing":
     kept = figure.numbers["kept"]
     drawing, (left, right) = _grid(2)
-    studies.draw_accuracy_by_k(left, kept)
-    studies.draw_best_k(right, kept)
+    pages.draw_accuracy_by_k(left, kept)
+    pages.draw_best_k(right, kept)
     return drawing
 
 
@@ -444,17 +328,15 @@ def _sets(figure: Figure) -> "Drawing":
     for rows, pair in zip(drawing.subfigures(len(pairs), 1, squeeze=False).flat, pairs, strict=True):
         axes = rows.subplot_mosaic(_MOSAIC, width_ratios=[1, 1, 1, 3.2])
         pictures = {str(item["name"]): str(item["picture"]) for item in pair["items"]}
-        for name, (letter, colour, about) in studies.MADE.items():
+        for name, (letter, colour, about) in pages.MADE.items():
             heading = textwrap.fill(f"{letter}: {about}", 24)
             _show(axes[name], figure.pictures.get(pictures[name]), heading, colour)
             axes[name].title.set_fontsize(8)
         make_plane(axes["plane"])
-        ellipses, times = studies.pair_ellipses(pair)
-        draw_ellipses(axes["plane"], ellipses, studies.DRAWN_SIGMAS * times)
+        ellipses, times = pages.pair_ellipses(pair)
+        draw_ellipses(axes["plane"], ellipses, pages.DRAWN_SIGMAS * times)
         larger = f", drawn {times:g} times as large" if times != 1 else ""
-        axes["plane"].set_title(
-            f"ellipses of {studies.DRAWN_SIGMAS} standard deviations{larger}", fontsize=9, color=SOFT
-        )
+        axes["plane"].set_title(f"ellipses of {pages.DRAWN_SIGMAS} standard deviations{larger}", fontsize=9, color=SOFT)
     return drawing
 
 

@@ -1,0 +1,1 @@
+"""The tables and figures of the papers: trained, printed and drawn, ours beside published."""

@@ -1,0 +1,135 @@
+"""`python -m papers table` and `figure`: the tables and figures of the papers, repeated."""
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from papers.commands import app
+from sfumato.cli.common import INSTANCES, AsJson, Device, check_out_folder, command, flag, word
+from sfumato.errors import UserError
+
+if TYPE_CHECKING:
+    from sfumato.evaluation.papers import PaperItem
+
+_OVERRIDES = (
+    "Change to all recipes, e.g. train.epochs=5, or a study's setting, e.g. toy.seed=1. A wrong one lists them."
+)
+
+
+@dataclass(frozen=True)
+class RepeatFlags:
+    """How a table or figure is repeated and shown."""
+
+    data: str | None = flag(
+        None,
+        "Data: coco, flickr30k, cub, flickr8k, emoji, a Karpathy JSON, a manifest or a folder. Default: the paper's.",
+    )
+    seeds: int = flag(1, "Number of runs of each row, with the following seeds.", min=1)
+    runs: Path = flag(Path("runs/tables"), "Folder of the runs; finished ones are reused.")
+    instances: list[Path] | None = flag(None, INSTANCES)
+    published: bool = flag(False, "Show the paper's figures; nothing is trained.", "--published")
+    out: Path = flag(Path("tables"), "Folder for the table in JSON, Markdown and LaTeX, or for the figure's images.")
+    device: Device = "auto"
+    latex: bool = flag(False, "Print the table as LaTeX, for the package booktabs.", "--latex")
+    as_json: AsJson = False
+
+
+@command(app)
+def table(
+    *,
+    name: str | None = word(None, 'Table or figure, e.g. "PCME++ 3" or "PCME++ Fig. 3".', "ID"),
+    overrides: list[str] | None = word(None, _OVERRIDES, "SECTION.KEY=VALUE"),
+    listed: bool = flag(False, "List all tables and figures with their state and what they need.", "--list"),
+    flags: RepeatFlags,
+) -> None:
+    """Repeat a table or a figure of the papers.
+
+    Trains the runs that are missing, evaluates them, and prints ours beside published. The same command goes on where
+    it was interrupted.
+    """
+    from papers.tables.printed import print_items
+    from sfumato.evaluation.papers import find_item, paper_items
+
+    if not listed and name is not None:
+        return repeat(find_item(name), [*(overrides or [])], flags)
+    if flags.as_json:
+        return print(json.dumps([item.to_json() for item in paper_items().values()], ensure_ascii=False))
+    print_items(paper_items())
+
+
+@command(app)
+def figure(
+    *,
+    name: str = word(..., 'Figure, e.g. "PCME++ 3" or "PCME++ Fig. 3".', "ID"),
+    overrides: list[str] | None = word(None, _OVERRIDES, "SECTION.KEY=VALUE"),
+    flags: RepeatFlags,
+) -> None:
+    """Repeat a figure of the papers: the same as `table` with "Fig." before the number."""
+    from sfumato.evaluation.papers import find_item
+
+    paper, _, number = name.rpartition(" ")
+    repeat(find_item(name if "fig" in name.lower() else f"{paper} Fig. {number}"), [*(overrides or [])], flags)
+
+
+def repeat(item: "PaperItem", overrides: list[str], flags: RepeatFlags) -> None:
+    """Make, write and print a table or figure."""
+    from papers.tables.printed import print_published
+
+    if flags.published:
+        return print(json.dumps(item.rows, ensure_ascii=False)) if flags.as_json else print_published(item)
+    if flags.latex and item.draw:
+        raise UserError(f"{item.id} is a figure; leave --latex out")
+    made, folder = make(
+        item, overrides, flags.out, flags.device,
+        data=flags.data, runs=flags.runs, seeds=flags.seeds, instances=flags.instances or (),
+    )  # fmt: skip
+    if flags.as_json:
+        print(json.dumps(made.to_json(), ensure_ascii=False))
+    elif flags.latex:
+        print((folder / "table.tex").read_text(encoding="utf-8"), end="")
+    else:
+        show(made, folder)
+
+
+def make(
+    item: "PaperItem",
+    overrides: list[str],
+    out: Path,
+    device: str,
+    *,
+    data: str | None = None,
+    runs: Path = Path(),
+    seeds: int = 1,
+    instances: Sequence[Path] = (),
+) -> tuple[Any, Path]:
+    """Make and write a table or figure; what was made, and its folder."""
+    from papers.tables import drawn, figure_numbers, paper_tables, printed
+    from sfumato.charts import require_matplotlib
+    from sfumato.models.run import choose_device
+
+    item, changes = paper_tables.with_settings(item, overrides)
+    chosen = paper_tables.choose_data(item, data, changes)
+    if instances and not (item.plausible and chosen.name == "coco"):
+        raise UserError("--instances is for PMRP on COCO; leave it out")
+    folder = out / re.sub(r"[^a-z0-9]+", "-", item.id.lower().replace("+", "p")).strip("-")
+    check_out_folder(folder)
+    if item.draw:
+        require_matplotlib()
+    repeated: Any = figure_numbers.make_figure if item.draw else paper_tables.make_table
+    made = repeated(item, chosen, runs, n_seeds=seeds, instances=tuple(instances), device=choose_device(device))
+    (drawn.write_figure if item.draw else printed.write_table)(made, folder)
+    return made, folder
+
+
+def show(made: Any, folder: Path) -> None:
+    """Print what was made, and where it is."""
+    from papers.tables import drawn, printed
+
+    if made.item.draw:
+        drawn.print_figure(made)
+    else:
+        printed.paper_table(made).show()
+    print(f"written to {folder}")

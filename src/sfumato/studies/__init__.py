@@ -1,1 +1,0 @@
-"""The studies of the papers on any model: toy data, corruption, image sets, words, maps, crops, zero-shot, audit."""
