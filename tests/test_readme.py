@@ -157,7 +157,7 @@ def test_named_paths_and_make_targets_exist_and_the_readme_is_short():
     assert targets and all(re.search(rf"^{target}:", read("Makefile"), flags=re.MULTILINE) for target in targets)
     folders = (
         "src|tests|docs|recipes|benchmarks|scripts|losses|search|encoders|training|metrics|evaluation|data"
-        "|calibration|models|studies|reports|serve"
+        "|calibration|models|papers|reports|serve"
     )
     missing = []
     for document in {*DOCUMENTS, *PAGES} - {"CHANGELOG.md"}:

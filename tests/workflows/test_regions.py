@@ -122,16 +122,3 @@ def test_layers_that_are_not_there_have_no_settings(sfumato, tmp_path):
         plain = ["model.image.graph_layers=0", "model.image.recurrent=false", f"model.image.{setting}"]
         status, _, err = sfumato("train", "flickr8k-vsrn", *plain, "--out", tmp_path / "run")
         assert status == 2 and f"model.image.{key} has no effect" in err
-
-
-def test_a_class_folder_of_regions_is_classified(run, scan, tmp_path, sfumato):
-    features = np.load(scan / "test_ims.npy")
-    for c, colour in enumerate(COLOURS[:2]):
-        (tmp_path / "in" / colour).mkdir(parents=True)
-        for t in range(2):
-            np.save(tmp_path / "in" / colour / f"{t}.npy", features[c * len(THINGS) + t])
-    chosen = "analyse", run, "--only", "zeroshot", f"zeroshot.images={tmp_path / 'in'}"
-    status, out, err = sfumato(*chosen, "--bootstrap", "0", "--out", tmp_path / "out", "--json")
-    assert status == 0, err
-    report = json.loads(out)["zeroshot"]["report"]
-    assert report["n_images"] == 4 - report["n_chosen_on"]

@@ -165,7 +165,6 @@ def refusals(work):
         ((a, work / "again"), ["the same recipe and the same train.seed=0, so they are not two seeds"]),
         ((a, work / "other", "--group", "data.test_fraction"), ["were measured on different data: query", "in one of"]),
         ((a, b, "--seeds", 2), ["--seeds is the number of runs to train"]),
-        ((a, b, "--data", "emoji"), ["--data is for tables of the papers; leave it out"]),
         ((work / "nowhere",), ["nowhere: there is no such folder"]),
         ((work / "data",), ["no run there"]),
     ]
@@ -355,17 +354,3 @@ def test_runs_are_found_by_pattern_and_in_one_folder(work, tmp_path, monkeypatch
     found, (note,) = find_runs(["runs/*"])
     assert found == runs and "runs/notes.txt, runs/tables" in note
     assert find_runs(sorted(Path("runs").iterdir())) == (found, [note])
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--metrics", "rsum"], "--metrics is for tables of runs; leave it out"),
-        (["--distance", "kl"], "--distance is for tables of runs; leave it out"),
-        (["--runs", "a", "--runs", "b"], "a second --runs is for tables of runs; leave it out"),
-    ],
-)
-def test_a_table_of_a_paper_takes_no_options_of_runs(words, message, sfumato, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert message in folded(sfumato.refused("table", "PCME++ 3", *words))
-    assert "is a figure; leave --latex out" in folded(sfumato.refused("table", "PCME++ Fig. A.1", "--latex"))

@@ -240,3 +240,9 @@ def test_region_features_leave_what_needs_no_pictures(tmp_path, papers):
     assert len([n for n in found["notes"] if n != AT_CHANCE]) == 2
     status, _, err = papers("analyse", tmp_path / "run", "--only", "sets")
     assert status == 2 and "set algebra needs image files" in err
+    for number, (name, regions) in enumerate(zip(words[:2] * 2, np.load(data / "test_ims.npy")[:4], strict=True)):
+        (tmp_path / "classes" / name).mkdir(parents=True, exist_ok=True)
+        np.save(tmp_path / "classes" / name / f"{number}.npy", regions)
+    chosen = "zeroshot", tmp_path / "run", f"zeroshot.images={tmp_path / 'classes'}", "--bootstrap", 0
+    report = papers.json(*chosen, "--out", tmp_path / "out")["zeroshot"]["report"]
+    assert report["n_images"] == 4 - report["n_chosen_on"] == 2

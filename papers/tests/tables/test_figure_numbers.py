@@ -257,7 +257,7 @@ def test_pmrp_by_tolerance_against_sets_of_classes(tmp_path):
 
 def test_prompts_kept_are_those_of_zeroshot(made, papers, tmp_path, monkeypatch):
     (tmp_path / "templates.txt").write_text("a {}\nsome {}\n{}\n")
-    monkeypatch.setattr("papers.studies.zeroshot.CLIP_TEMPLATES", tmp_path / "templates.txt")
+    monkeypatch.setattr("papers.studies.prompts.CLIP_TEMPLATES", tmp_path / "templates.txt")
     run = next(iter(made("PCME++ Fig. 3").runs.values()))[0]
     for k, name in enumerate(("red", "green")):
         (tmp_path / "val" / name).mkdir(parents=True)
