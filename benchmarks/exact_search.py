@@ -33,8 +33,8 @@ from torch import Tensor
 
 from sfumato.distances import get_distance
 from sfumato.gaussian import GaussianEmbedding
+from sfumato.search.candidates import with_margin
 from sfumato.search.exact import LiftedGallery, closest_candidates, closest_in_blocks, lift_queries
-from sfumato.search.gallery import with_margin
 from sfumato.search.index import GaussianIndex
 from sfumato.search.screening import product_dtype
 

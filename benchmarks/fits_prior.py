@@ -35,11 +35,12 @@ from torch.nn.functional import normalize
 
 from sfumato.calibration.conditional import LinearLogit, Rows, fit_linear_logit
 from sfumato.calibration.fits import N_NEAR, Evidence, FitsCalibration, FitsLogits, list_features
+from sfumato.calibration.scorer import Scorer
 from sfumato.distances import get_distance
 from sfumato.encoders.minilm import sentence_vectors
 from sfumato.metrics.selective import risk_coverage_statistics
 from sfumato.search.answer import LINE, fits_verdict
-from sfumato.search.gallery import REFERENCE_SIZE, Scorer
+from sfumato.search.gallery import REFERENCE_SIZE
 from sfumato.search.texts import FUNCTION_WORDS, ItemTexts, is_close, says, word_stems
 
 DRAWS, N_HITS = 3, 10

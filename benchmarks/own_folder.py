@@ -25,6 +25,7 @@ from sfumato.distances import get_distance
 from sfumato.encoders.features import RaggedStore
 from sfumato.encoders.minilm import sentence_vectors
 from sfumato.search.collection import GaussianCollection
+from sfumato.search.options import QueryInfo
 from sfumato.search.texts import says, word_stems
 
 DRAWS = 3
@@ -126,7 +127,7 @@ class Split:
 
     def search(self, gallery: GaussianCollection, queries: list[str], k: int) -> list[list[int]]:
         """The hits of texts, as `sfumato search` finds them."""
-        answers = gallery.search(self.model.embed_texts(queries), k, texts=queries)
+        answers = gallery.search(self.model.embed_texts(queries), k, about=QueryInfo.of_texts(queries))
         return [[int(hit.id) for hit in answer] for answer in answers]
 
     def fifth(self, index: list[int]) -> list[str]:

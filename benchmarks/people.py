@@ -21,6 +21,7 @@ from scipy.stats import spearmanr
 
 from sfumato.search.answer import Answer
 from sfumato.search.collection import GaussianCollection
+from sfumato.search.options import QueryInfo
 from sfumato.search.texts import says, word_stems
 
 THINGS = [
@@ -80,7 +81,7 @@ ODD = {
 
 def search(data: Split, gallery: GaussianCollection, queries: list[str]) -> list[Answer]:
     """The answers to texts, as `sfumato search` finds them."""
-    return gallery.search(data.model.embed_texts(queries), 10, texts=queries, expected=True)
+    return gallery.search(data.model.embed_texts(queries), 10, about=QueryInfo.of_texts(queries))
 
 
 def first(answers: list[Answer]) -> dict[str, float]:

@@ -22,8 +22,8 @@ from sfumato.distances import get_distance
 from sfumato.encoders.features import RaggedStore
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.search.collection import GaussianCollection
+from sfumato.search.options import QueryInfo, TextQuery
 from sfumato.search.searcher import combined
-from sfumato.search.texts import TextQuery
 from sfumato.workflows.search import LoadedModel
 
 _OBJECTS = "dog water grass snow ball beach boy girl man woman bike street crowd mountain car child people sand pool"
@@ -98,7 +98,7 @@ def main() -> None:
         "A --without B": [TextQuery(a, without=(b,)) for a, b in pairs],
     }.items():
         embedded = combined(asked, model.embed_texts([part for one in asked for part in one.parts]))
-        found = collection.search(embedded, 10, texts=asked)
+        found = collection.search(embedded, 10, about=QueryInfo.of_texts(asked))
         right = [sum(fits[i][int(hit.id)] for hit in one) / min(10, fits[i].sum()) for i, one in enumerate(found)]
         report(f"{len(pairs)} pairs, A and not B, four captions in the index: {name}", float(np.mean(right)))
     collection.close()

@@ -27,6 +27,7 @@ from torch.nn.functional import normalize
 from sfumato import GaussianEmbedding
 from sfumato.encoders.minilm import sentence_vectors
 from sfumato.search.collection import GaussianCollection
+from sfumato.search.options import QueryInfo
 from sfumato.search.texts import FUNCTION_WORDS, words_of
 
 D, SWAPPED, BATCH = 512, 0.25, 5_000
@@ -133,8 +134,8 @@ def measured(collection: GaussianCollection, world: World, n: int) -> dict[str, 
     for i in range(-1, n):
         for kind, taken in times.items():
             start = time.perf_counter()
-            own = [texts[i]] if kind == "with_texts" else None
-            collection.search(queries[i % n : i % n + 1], 10, texts=own, expected=True)
+            own = QueryInfo.of_texts([texts[i]]) if kind == "with_texts" else None
+            collection.search(queries[i % n : i % n + 1], 10, about=own)
             seconds = time.perf_counter() - start
             if i < 0:
                 first[kind] = round(seconds, 2)

@@ -33,6 +33,7 @@ from sfumato.models.recipe import find_recipe, load_recipe
 from sfumato.models.run import load_model
 from sfumato.search import answer, gallery, texts
 from sfumato.search.collection import GaussianCollection
+from sfumato.search.options import TextQuery
 from sfumato.search.searcher import Searcher, advice
 from sfumato.training.loop import fit
 from sfumato.workflows.index import GalleryPart, create_collection
@@ -124,7 +125,7 @@ def choose_queries(items: Sequence[Emoji], searcher: Searcher) -> list[str]:
     names = [one.title.lower() for one in sorted(items, key=lambda one: uniform_hash(one.id))]
     chosen = {*phrases, *(tag for tag, _ in tags.most_common(N_TAGS)), *names[:N_NAMES]}
     model = searcher.model.model
-    return [one for one in sorted(chosen) if advice(texts.TextQuery(one), searcher.gallery, model) == (None, None)]
+    return [one for one in sorted(chosen) if advice(TextQuery(one), searcher.gallery, model) == (None, None)]
 
 
 def half(vectors: Tensor) -> str:

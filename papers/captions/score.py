@@ -17,6 +17,7 @@ from torch import Tensor
 
 from papers.captions.constants import CaptionEvidence, CaptionFits, grouped, word_weight
 from sfumato.calibration.fits import FitsCalibration
+from sfumato.calibration.scorer import Scorer
 from sfumato.data.image_inputs import ImageInput
 from sfumato.distances import get_distance
 from sfumato.encoders.minilm import WIDTH, sentence_vectors, shared_minilm
@@ -26,7 +27,7 @@ from sfumato.gaussian import GaussianEmbedding
 from sfumato.models.model import Model
 from sfumato.models.run import SMALL, load_model
 from sfumato.progress import progress_bar
-from sfumato.search.gallery import REFERENCE_SIZE, Scorer
+from sfumato.search.gallery import REFERENCE_SIZE
 from sfumato.search.texts import read_fraction, saying, stemmed
 
 Progress = Callable[[int], None]

@@ -25,6 +25,7 @@ from sfumato.reports.console import print_evaluation
 from sfumato.reports.tables import percent, print_search, probability, signed
 from sfumato.search.answer import MANY, Answer
 from sfumato.search.index import GaussianIndex
+from sfumato.search.options import QueryInfo
 from sfumato.training.loop import fit
 from sfumato.workflows.index import GalleryPart, build_index
 
@@ -58,7 +59,7 @@ def run_demo(out: Path, overrides: list[str]) -> dict[str, Any]:
     print("\n3. Searching: vague and precise queries, drawn at random")
     pairs, pictures = draw_examples(style.data)
     queries = [query for pair in pairs for query in pair]
-    answers = index.search(run.model.embed_texts(queries), 12, names=queries, expected=True)
+    answers = index.search(run.model.embed_texts(queries), 12, about=QueryInfo.of_texts(queries))
     results = [answer.to_json() for answer in answers]
     for result in results:
         print_search(result | {"hits": result["hits"][:4]})

@@ -21,8 +21,9 @@ from sfumato.data.sources import SOURCES, Source
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.models.recipe import find_recipe, load_recipe
 from sfumato.models.run import load_model
+from sfumato.search.answer import fits_verdict
+from sfumato.search.options import QueryInfo
 from sfumato.search.searcher import Searcher
-from sfumato.search.texts import TextQuery
 from sfumato.training.loop import fit
 from sfumato.workflows.index import GalleryPart, create_collection
 
@@ -121,9 +122,8 @@ def test_the_page_answers_as_the_library_does_with_vectors_in_half_precision(sho
     queries = [answer["query"] for answer in shown]
     query = half_precision.model.embed_texts(queries)
     query = GaussianEmbedding(rounded(query.mean), query.log_var)
-    monkeypatch.setattr("sfumato.search.gallery.sentence_vectors", lambda texts: rounded(sentence_vectors(texts)))
-    forms = [TextQuery(one) for one in queries]
-    found = half_precision.gallery.search(query, K, names=queries, expected=True, texts=forms)
+    monkeypatch.setattr("sfumato.search.fitting.sentence_vectors", lambda texts: rounded(sentence_vectors(texts)))
+    found = half_precision.gallery.search(query, K, about=QueryInfo.of_texts(queries))
     assert {answer.target for answer in found} == {"fits"}
     for page, answer in zip(shown, found, strict=True):
         assert [hit[0] for hit in page["hits"]] == [hit.id for hit in answer], page["query"]
@@ -143,7 +143,8 @@ def test_half_precision_changes_little(shown, searcher):
         for (id, _, p), hit in zip(page["hits"], answer, strict=False):
             worst = max(worst, abs(p - probability[id]), abs(p - hit.match_probability))
             moved += id != hit.id
-        said += page["text"] != answer.showing(answer.hits[:K]).verdict.text
+        shown_first = [hit.match_probability for hit in answer.hits[:K]]
+        said += page["text"] != fits_verdict(shown_first, answer.expected_matches, answer.nothing_probability).text
     print(json.dumps({"worst": worst, "moved": moved, "of": K * len(shown), "other sentences": said}))
     assert worst < HALF
     assert moved < 0.01 * K * len(shown) and said <= 1

@@ -17,6 +17,7 @@ from sfumato.metrics.selective import auroc
 from sfumato.models.run import WORDS, load_model, load_run
 from sfumato.models.unfamiliar import UnfamiliarTexts, nonsense
 from sfumato.search.index import GaussianIndex
+from sfumato.search.options import QueryInfo
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +73,7 @@ def test_few_texts_are_refused():
 def test_a_verdict_says_it_first():
     embeddings = GaussianEmbedding(torch.zeros(3, 2), torch.zeros(3, 2))
     index = GaussianIndex.build(embeddings, ["a", "b", "c"])
-    answers = index.search(embeddings[:2], 1, expected=True, unfamiliar=[False, True])
+    answers = index.search(embeddings[:2], 1, about=[QueryInfo("a"), QueryInfo("b", unfamiliar=True)])
     assert answers[0].verdict is None
     found = answers[1].verdict
     assert found.kind == "unfamiliar" and found.text == "The model hardly knows these words: the results are guesses"

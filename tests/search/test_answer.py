@@ -80,23 +80,10 @@ def test_what_is_said_of_a_list(probabilities, expected, nothing, kind, said):
     assert fits_verdict(probabilities, expected, nothing) == Verdict(kind, said)
 
 
-def test_what_is_said_follows_the_hits_that_are_shown():
-    found = replace(answer(4), target="fits", expected_matches=9.0, nothing_probability=0.0)
-    hits = tuple(replace(hit, match_probability=0.9) for hit in found)
-    shown = replace(found, hits=hits).showing(hits[:3])
-    assert shown.verdict.text == "Many matches: about 9; all 3 results above 50% should be right" and len(shown) == 3
-
-
-def test_hidden_hits_are_counted():
-    part = answer(4).above(0.4)
-    assert [hit.rank for hit in part] == [1, 2] and part.hidden == 2 and part.to_json()["hidden"] == 2
-    assert answer(4).above(None).hidden == 0
-
-
 def test_a_list_by_texts_has_one_sentence_and_a_line(capsys):
     found = replace(answer(4, found=fits_verdict([0.9, 0.45, 0.3], 8.2, 0.0)), target="fits", expected_matches=8.2)
     assert found.sentence == found.verdict.text == "Many matches: about 8"
-    print_search(found.above(0.3).to_json())
+    print_search(replace(found, hits=found.hits[:3], hidden=1).to_json())
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == ["a", "Many", "90%", "----", "45%", "30%", "1"]
     print_search(replace(found, hits=(replace(found[0], match_probability=0.001),)).to_json())

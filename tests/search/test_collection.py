@@ -21,6 +21,7 @@ from sfumato.gaussian import GaussianEmbedding
 from sfumato.search.collection import GaussianCollection, copy_gallery
 from sfumato.search.exact import LIFTED_DISTANCES, gallery_centre
 from sfumato.search.index import GaussianIndex
+from sfumato.search.options import SearchOptions
 from sfumato.search.stores.local import DATABASE, LocalStore
 from sfumato.search.stores.protocol import (
     Filter,
@@ -131,7 +132,7 @@ def test_probabilities_given_the_nearest_items(tmp_path, wanted, with_reference)
     assert not torch.allclose(slow, calibration.t2i.probability(distance, n_gallery=n), atol=0.01)
     with made:
         for gallery in (index, made):
-            found = gallery.search(queries, 9, filter=wanted)
+            found = gallery.search(queries, 9, SearchOptions(filter=wanted))
             for hits, p in zip(found, slow.sort(1, descending=True).values.tolist(), strict=True):
                 assert [h.match_probability for h in hits] == pytest.approx(p[:9], abs=1e-4)
             assert gallery.expected_matches(queries, wanted) == pytest.approx(slow.sum(1).tolist(), rel=1e-3)
@@ -149,26 +150,28 @@ def test_promises_are_the_same(tmp_path):
             {"max_risk": 0.4},
             {"coverage": 0.8, "max_set": 3},
             {"filter": Filter({"colour": ("r", "b")}, max_uncertainty=2.0), "min_probability": 0.1},
-            {"filter": Filter(ranges={"colour": ("c", "r")}), "expected": True},
-            {"filter": Filter(ranges={"place": ("", "")}), "expected": True},
+            {"filter": Filter(ranges={"colour": ("c", "r")})},
+            {"filter": Filter(ranges={"place": ("", "")})},
         ):
-            assert_same(made.search(queries, 7, **asked), index.search(queries, 7, **asked))
-        cut = made.search(queries, 2, coverage=0.9, max_set=1)
+            assert_same(
+                made.search(queries, 7, SearchOptions(**asked)), index.search(queries, 7, SearchOptions(**asked))
+            )
+        cut = made.search(queries, 2, SearchOptions(coverage=0.9, max_set=1))
         assert any(r.conformal_set_cut for r in cut) and all(len(r.conformal_set) <= 1 for r in cut)
-        whole = made.search(queries, 2, coverage=0.9)
+        whole = made.search(queries, 2, SearchOptions(coverage=0.9))
         assert not any(r.conformal_set_cut for r in whole)
         assert [r.conformal_set_cut for r in cut] == [len(r.conformal_set) > 1 for r in whole]
         mauve = Filter({"colour": ("mauve",)})
-        nothing = made.search(queries[:2], 5, filter=mauve)
+        nothing = made.search(queries[:2], 5, SearchOptions(filter=mauve))
         assert [(r.hits, r.best_probability) for r in nothing] == [((), 0.0)] * 2
-        assert_same(nothing, index.search(queries[:2], 5, filter=mauve))
+        assert_same(nothing, index.search(queries[:2], 5, SearchOptions(filter=mauve)))
         nowhere = Filter({"colour": ("mauve",)}, ranges={"place": ("a", "")})
         for gallery in (index, made):
-            (said, _) = gallery.search(queries[:2], 5, filter=nowhere, expected=True)
+            (said, _) = gallery.search(queries[:2], 5, SearchOptions(filter=nowhere))
             assert "no item has a field 'place'; the fields are" in said.verdict.text and "colour" in said.verdict.text
         told = "guarantees about the whole gallery, but a filter may remove the match"
         for gallery, promise in itertools.product((made, index), ({"coverage": 0.9}, {"max_risk": 0.4})):
-            raises(ValueError, told, gallery.search, queries, 5, filter=mauve, **promise)
+            raises(ValueError, told, gallery.search, queries, 5, SearchOptions(filter=mauve, **promise))
 
 
 def test_items_come_and_go_and_probabilities_know_how_many_there_are(tmp_path):
@@ -197,11 +200,11 @@ def test_open_again(tmp_path):
     calibration = calibration_of(gaussians(157, 0))
     _, made = both(tmp_path, calibration=calibration)
     queries = gaussians(6, 1)
-    before = made.search(queries, 5, coverage=0.8)
+    before = made.search(queries, 5, SearchOptions(coverage=0.8))
     made.close()
     (tmp_path / "collection").rename(tmp_path / "elsewhere")  # its store lies inside and goes along
     with GaussianCollection.open(tmp_path / "elsewhere") as again:
-        assert again.search(queries, 5, coverage=0.8) == before
+        assert again.search(queries, 5, SearchOptions(coverage=0.8)) == before
         assert again.metadata == {"run": "r"} and again.scorer.calibration == calibration and again.distance == "csd"
     assert GaussianCollection.is_one(tmp_path / "elsewhere") and not GaussianCollection.is_one(tmp_path)
 
@@ -248,13 +251,16 @@ def test_sets_are_whole_even_where_the_store_brings_few_candidates(tmp_path, nee
         made.upsert(gallery, ids_of(900))
         made.optimise()
         queries = gaussians(9, 1, offset=0.0)
-        found, expected = made.search(queries, 3, coverage=0.9), index.search(queries, 3, coverage=0.9)
+        found, expected = (
+            made.search(queries, 3, SearchOptions(coverage=0.9)),
+            index.search(queries, 3, SearchOptions(coverage=0.9)),
+        )
         for a, b in zip(found, expected, strict=True):
             assert {h.id for h in a.conformal_set} == {h.id for h in b.conformal_set} and len(b.conformal_set) > 30
             distances = [h.distance for h in b.conformal_set]
             assert [h.distance for h in a.conformal_set] == pytest.approx(distances, rel=2e-6)
         assert [r.hits for r in found] != [r.hits for r in expected], "its own hits are not the closest"
-        for a, b in zip(made.search(queries, 3, coverage=0.9, max_set=7), expected, strict=True):
+        for a, b in zip(made.search(queries, 3, SearchOptions(coverage=0.9, max_set=7)), expected, strict=True):
             assert [h.id for h in a.conformal_set] == [h.id for h in b.conformal_set][:7] and a.conformal_set_cut
 
 

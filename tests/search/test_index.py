@@ -17,6 +17,7 @@ from sfumato.errors import UserError
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.search.atomic_folder import _digest_of
 from sfumato.search.index import ENGINES, GaussianIndex
+from sfumato.search.options import SearchOptions
 from sfumato.search.stores.engines import FaissOptions, FaissStore
 
 
@@ -160,7 +161,7 @@ def calibrated(n_gallery=150, n_queries=400, seed=30, method="platt"):
 def test_sets_are_all_items_within_the_radius(engine):
     gallery, queries, of, calibration = calibrated()
     index = GaussianIndex.build(gallery, ids_of(150), engine=engine, calibration=calibration)
-    results = index.search(queries, 3, coverage=0.9)
+    results = index.search(queries, 3, SearchOptions(coverage=0.9))
     radius, matrix = calibration.t2i.conformal_radius(1 - 0.9), csd_matrix(queries, gallery)
     for i, result in enumerate(results):
         within = {f"item {j}" for j in (matrix[i] <= radius).nonzero().squeeze(1).tolist()}
@@ -175,20 +176,21 @@ def test_sets_are_all_items_within_the_radius(engine):
     assert max(sizes) > 3 and min(sizes) < max(sizes), "more than the hits, and no fixed number"
     # 400 held-out and 400 new queries: the share covered varies by about 0.02, and 0.81 is 4.5 of these below.
     assert np.mean([f"item {j}" in {h.id for h in r.conformal_set} for j, r in zip(of, results, strict=True)]) > 0.81
-    everything = index.search(queries[:2], 3, coverage=0.999)
+    everything = index.search(queries[:2], 3, SearchOptions(coverage=0.999))
     assert all(len(r.conformal_set) == 150 for r in everything), "400 queries vouch for no less"
 
 
 def test_abstention_and_least_probability():
     gallery, queries, of, calibration = calibrated()
     index = GaussianIndex.build(gallery, ids_of(150), calibration=calibration)
-    plain, asked = index.search(queries, 4), index.search(queries, 4, max_risk=0.2, min_probability=0.3)
+    plain, asked = index.search(queries, 4), index.search(queries, 4, SearchOptions(max_risk=0.2, min_probability=0.3))
     limit = calibration.t2i.abstain_below(0.2)
     wrong = []
     for result, same, j in zip(asked, plain, of, strict=True):
         assert same.abstained is None and same.conformal_set is None
         assert result.abstained == (same[0].match_probability <= limit)
         assert result.hits == tuple(h for h in same if h.match_probability >= 0.3)
+        assert result.hidden == result.to_json()["hidden"] == 4 - len(result) and same.hidden == 0
         if not result.abstained:
             wrong.append(same[0].id != f"item {j}")
     abstained = [r.abstained for r in asked]
@@ -222,7 +224,7 @@ def test_a_calibration_survives_the_disk(tmp_path):
     again = GaussianIndex.load(tmp_path / "index")
     assert again.calibration == calibration and again.direction == "i2t"
     asked = {"coverage": 0.8, "max_risk": 0.3, "min_probability": 0.1}
-    assert again.search(queries, 5, **asked) == index.search(queries, 5, **asked)
+    assert again.search(queries, 5, SearchOptions(**asked)) == index.search(queries, 5, SearchOptions(**asked))
 
 
 def test_promises_that_nothing_vouches_for_are_refused():
@@ -230,16 +232,16 @@ def test_promises_that_nothing_vouches_for_are_refused():
     bare = GaussianIndex.build(gallery, ids_of(150))
     for asked in ("coverage", "max_risk"):
         told = rf"{asked}.* needs a calibration.*sfumato calibrate RUN.*build the index again"
-        raises(ValueError, told, bare.search, queries, 3, **{asked: 0.5})
-    assert len(bare.search(queries[:1], 3, min_probability=0.0)[0]) == 3
+        raises(ValueError, told, bare.search, queries, 3, SearchOptions(**{asked: 0.5}))
+    assert len(bare.search(queries[:1], 3, SearchOptions(min_probability=0.0))[0]) == 3
     old = GaussianIndex.build(gallery, ids_of(150), calibration=Calibration(2.0, 1.0, 0.1))
     assert (old.logit_scale, old.logit_bias) == (2.0, 1.0)
-    raises(ValueError, "no scores of held-out queries for t2i", old.search, queries, 3, coverage=0.9)
+    raises(ValueError, "no scores of held-out queries for t2i", old.search, queries, 3, SearchOptions(coverage=0.9))
     index = GaussianIndex.build(gallery, ids_of(150), calibration=calibration)
-    raises(ValueError, "coverage must be between 0 and 1, got 90", index.search, queries, 3, coverage=90)
+    raises(ValueError, "coverage must be between 0 and 1, got 90", index.search, queries, 3, SearchOptions(coverage=90))
     with pytest.raises(ValueError, match="min_probability must be between 0 and 1, got 1.5"):
-        index.search(queries, 3, min_probability=1.5)
-    raises(ValueError, "no limit has a risk of at most 0.0001", index.search, queries, 3, max_risk=1e-4)
+        index.search(queries, 3, SearchOptions(min_probability=1.5))
+    raises(ValueError, "no limit has a risk of at most 0.0001", index.search, queries, 3, SearchOptions(max_risk=1e-4))
 
 
 @pytest.mark.parametrize("engine", ENGINES)

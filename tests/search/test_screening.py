@@ -10,12 +10,13 @@ import torch
 from support.raising import raises
 from torch.nn.functional import normalize
 
+from sfumato.calibration.scorer import MatchEstimate
 from sfumato.distances import DISTANCES, get_distance
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.search import index as index_module
 from sfumato.search import screening
-from sfumato.search.gallery import MatchEstimate
 from sfumato.search.index import ENGINES, GaussianIndex
+from sfumato.search.options import SearchOptions
 from sfumato.search.screening import Screen
 from sfumato.search.stores.protocol import Filter
 
@@ -219,7 +220,7 @@ def test_an_index_answers_as_float64(kind, tmp_path):
     for one in (index, GaussianIndex.load(tmp_path / "index")):
         found, position = one.nearest(queries, 10)
         assert torch.equal(position, order[:, :10]) and torch.equal(found, values[:, :10].float())
-        chosen = one.search(queries, 5, filter=Filter({"c": ("b",)}))
+        chosen = one.search(queries, 5, SearchOptions(filter=Filter({"c": ("b",)})))
         for row, result in zip(order.tolist(), chosen, strict=True):
             assert [r.id for r in result] == [str(j) for j in row if j % 3][:5]
 

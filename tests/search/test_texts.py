@@ -15,10 +15,10 @@ from sfumato.calibration.query_scores import QueryScores
 from sfumato.distances import csd_matrix
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.search.collection import GaussianCollection, copy_gallery
+from sfumato.search.options import QueryInfo, SearchOptions, TextQuery
 from sfumato.search.stores.protocol import Filter, beside
 from sfumato.search.texts import (
     FUNCTION_WORDS,
-    TextQuery,
     is_close,
     item_texts,
     item_words,
@@ -121,7 +121,7 @@ def by_loops(collection, gallery, query, text, neutral=False):
 def test_order_and_probabilities_are_those_of_the_formula(made, text):
     collection, gallery = made
     query = gaussians(1, 5)
-    (answer,) = collection.search(query, 20, texts=[text], expected=True)
+    (answer,) = collection.search(query, 20, about=QueryInfo.of_texts([text]))
     _, expected, nothing = by_loops(collection, gallery, query, text)
     assert answer.target == "fits" and [hit.id for hit in answer] == [i for _, i in expected[:20]]
     assert [hit.match_probability for hit in answer] == pytest.approx([p for p, _ in expected[:20]], rel=2e-4)
@@ -141,8 +141,8 @@ def test_the_closest_items_have_the_same_probabilities(made, large):
         collection.n_exact, collection.n_sample = 55, 40
     query = gaussians(1, 5)
     both = [
-        collection.search(query, 60, texts=[TextQuery("a dog", by_distance=by_distance)], expected=True)[0]
-        for by_distance in (False, True)
+        collection.search(query, 60, SearchOptions(order=order), QueryInfo.of_texts(["a dog"]))[0]
+        for order in ("fits", "distance")
     ]
     fits, closest = both
     nearest = csd_matrix(query, gallery)[0].argsort().tolist()
@@ -156,7 +156,7 @@ def test_the_closest_items_have_the_same_probabilities(made, large):
 def test_items_whose_texts_fit_an_unwanted_text_fall_back(made):
     collection, gallery = made
     query, asked = gaussians(1, 5), TextQuery("a photo", ("day",), ("dog", "snow"))
-    (answer,) = collection.search(query, 60, texts=[asked], native=[False])
+    (answer,) = collection.search(query, 60, about=[QueryInfo(asked.name, asked, native=False)])
     wanted = {i: p for p, i in by_loops(collection, gallery, query, "a photo day")[1]}
     for text in asked.without:
         pairs = by_loops(collection, gallery, query, text, neutral=True)[0]
@@ -168,10 +168,10 @@ def test_items_whose_texts_fit_an_unwanted_text_fall_back(made):
 
 def test_a_large_gallery_compares_the_closest_of_both_searches(made):
     collection, _ = made
-    whole = collection.search(gaussians(3, 5), 5, texts=["a dog", "tent", "harbour"], expected=True)
+    whole = collection.search(gaussians(3, 5), 5, about=QueryInfo.of_texts(["a dog", "tent", "harbour"]))
     collection.n_exact, collection.n_sample = 55, 40
     collection._last_sample = None
-    part = collection.search(gaussians(3, 5), 5, texts=["a dog", "tent", "harbour"], expected=True)
+    part = collection.search(gaussians(3, 5), 5, about=QueryInfo.of_texts(["a dog", "tent", "harbour"]))
     for a, b in zip(whole, part, strict=True):
         assert {hit.id for hit in a} & {hit.id for hit in b} >= {a[0].id}  # Rarity is that of the sample.
         assert b.expected_matches == pytest.approx(a.expected_matches, rel=0.5)
@@ -180,10 +180,13 @@ def test_a_large_gallery_compares_the_closest_of_both_searches(made):
 def test_queries_without_a_text_and_guarantees_go_by_distance(made):
     collection, _ = made
     queries = gaussians(2, 5)
-    mixed = collection.search(queries, 5, texts=["a dog", ""], expected=True)
-    plain = collection.search(queries, 5, expected=True)
+    mixed = collection.search(queries, 5, about=[*QueryInfo.of_texts(["a dog"]), QueryInfo("an image")])
+    plain = collection.search(queries, 5)
     assert [a.target for a in mixed] == ["fits", "listed"] and mixed[1].hits == plain[1].hits
-    assert collection.search(queries, 5, texts=["a dog", "tent"], coverage=0.9)[0].target == "listed"
+    assert (
+        collection.search(queries, 5, SearchOptions(coverage=0.9), QueryInfo.of_texts(["a dog", "tent"]))[0].target
+        == "listed"
+    )
     assert mixed[0][0].best_text and "best_text" not in plain[0].to_json()["hits"][0]
 
 
@@ -194,25 +197,27 @@ def test_both_stores_stay_in_step(made, tmp_path):
     collection.upsert(gallery[1:2], ["01.jpg"], payloads=[{}])  # Its texts are gone.
     assert collection.delete(["02.jpg", "none"]) == 1
     assert collection.texts.store.count() == with_texts - 2
-    (filtered,) = collection.search(gaussians(1, 5), 60, texts=["dog"], filter=Filter({"date": ("2024-03",)}))
+    (filtered,) = collection.search(
+        gaussians(1, 5), 60, SearchOptions(filter=Filter({"date": ("2024-03",)})), QueryInfo.of_texts(["dog"])
+    )
     assert {hit.payload["date"] for hit in filtered} == {"2024-03"} and filtered.target == "fits"
     with copy_gallery(collection, tmp_path / "copy") as copied:
         assert copied.texts.store.count() == with_texts - 2
-        a, b = (g.search(gaussians(1, 5), 9, texts=["cake"]) for g in (copied, collection))
+        a, b = (g.search(gaussians(1, 5), 9, about=QueryInfo.of_texts(["cake"])) for g in (copied, collection))
         assert a[0].hits == b[0].hits
     collection.close()
     with GaussianCollection.open(tmp_path / "c") as opened:
-        assert opened.search(gaussians(1, 5), 9, texts=["cake"])[0].hits == b[0].hits
+        assert opened.search(gaussians(1, 5), 9, about=QueryInfo.of_texts(["cake"]))[0].hits == b[0].hits
 
 
 def test_what_another_process_has_changed_is_found(made, tmp_path):
     collection, _ = made
     collection.close()
     with GaussianCollection.open(tmp_path / "c") as reader, GaussianCollection.open(tmp_path / "c") as writer:
-        assert reader.search(gaussians(1, 5), 1, texts=["lighthouse"])[0][0].id != "new.jpg"
+        assert reader.search(gaussians(1, 5), 1, about=QueryInfo.of_texts(["lighthouse"]))[0][0].id != "new.jpg"
         writer.rename("05.jpg", "new.jpg", {"captions": "a lighthouse"})
         object.__setattr__(reader._last_sample, "good_until", 0)  # Some seconds later.
-        (hit,) = reader.search(gaussians(1, 5), 1, texts=["lighthouse"])[0]
+        (hit,) = reader.search(gaussians(1, 5), 1, about=QueryInfo.of_texts(["lighthouse"]))[0]
         assert hit.id == "new.jpg" and writer.get(["05.jpg"]).ids == ()
         writer.keep({"a": 1})
         reader.keep(lambda now: {"b": now["a"] + 1})

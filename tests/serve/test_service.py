@@ -36,9 +36,9 @@ from sfumato.models.run import load_run
 from sfumato.search.answer import verdict
 from sfumato.search.collection import GaussianCollection, copy_gallery
 from sfumato.search.index import GaussianIndex
+from sfumato.search.options import SearchOptions, TextQuery
 from sfumato.search.searcher import combined
 from sfumato.search.stores.protocol import Filter
-from sfumato.search.texts import TextQuery
 from sfumato.serve.answering import ServedGallery, Sources, open_sources
 from sfumato.serve.app import PAGE, create_app, route_of
 from sfumato.serve.server import check_host, check_names, hosts_of, is_loopback, run_app
@@ -105,7 +105,9 @@ def test_promises_are_those_of_the_calibration(client, sources):
     index, text = sources.galleries["images"].gallery, {"text": "a red circle"}
     queries = sources.model.embed_texts(["a red circle"])
     least = index.search(queries, 3)[0][1].match_probability
-    (expected,) = index.search(queries, 40, coverage=0.9, max_risk=0.3, min_probability=least, max_set=40)
+    (expected,) = index.search(
+        queries, 40, SearchOptions(coverage=0.9, max_risk=0.3, min_probability=least, max_set=40)
+    )
     (answer,) = search(client, text, max_results=40, coverage=0.9, abstain=0.3, min_probability=least)
     same(answer, expected, index, queries)
     assert len(answer["hits"]) == 2
@@ -135,7 +137,7 @@ def test_filters(client, sources):
     wanted = {"where": {"text": ["a red circle", "a blue cross", "nothing"]}}
     (answer,) = search(client, {"image": in_base64(picture())}, gallery="texts", filter=wanted)
     two = Filter({"text": ("a red circle", "a blue cross")})
-    (expected,) = index.search(queries, 10, filter=two)
+    (expected,) = index.search(queries, 10, SearchOptions(filter=two))
     same(answer, expected, index, queries, filter=two)
     assert answer["expected_matches"] <= 2 and len(answer["hits"]) == 2
     told = verdict(index.expected_matches(queries, two)[0], expected.best_probability)
@@ -161,7 +163,7 @@ def test_filters(client, sources):
 def test_nearly_equal_images_are_folded(client, sources):
     gallery = sources.galleries["images"].gallery
     embedded = sources.model.embed_texts(["red"])
-    expected = gallery.folded(lambda k: gallery.search(embedded, k), 4)[0]
+    expected = gallery.search(embedded, 4, SearchOptions(duplicates="fold"))[0]
     (answer,) = search(client, {"text": "red"}, max_results=4, duplicates="fold")
     assert [(h["id"], tuple(h["duplicates"])) for h in answer["hits"]] == [(h.id, h.duplicates) for h in expected]
     (plain,) = client.get("/v1/search", params={"q": "red", "max_results": 4}).json()["answers"]

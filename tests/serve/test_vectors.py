@@ -23,6 +23,7 @@ from support.toy import make_toy
 from sfumato.encoders.features import Inputs
 from sfumato.models.recipe import load_recipe
 from sfumato.models.run import load_run
+from sfumato.search.options import SearchOptions
 from sfumato.serve.answering import ServedGallery, Sources, vector_sides
 from sfumato.training.loop import fit
 from sfumato.workflows.index import build_index
@@ -113,7 +114,7 @@ def test_guarantees_and_filters_are_those_of_the_other_searches(vectors, adopted
     risk = vectors.get("/v1/info").json()["galleries"]["images"]["risks"][0]
     options = {"coverage": 0.8, "min_probability": 0.01, "max_results": 40}
     (answer,) = search(vectors, query(texts[9]), abstain=risk, **options)
-    (expected,) = index.search(row, 40, coverage=0.8, max_risk=risk, min_probability=0.01, max_set=40)
+    (expected,) = index.search(row, 40, SearchOptions(coverage=0.8, max_risk=risk, min_probability=0.01, max_set=40))
     same(answer, expected, index, row)
     assert [h["id"] for h in answer["conformal_set"]["hits"]] == [h.id for h in expected.conformal_set]
     for name in ("abstain", "coverage", "min_probability"):

@@ -4,6 +4,7 @@ import torch
 
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.search.collection import GaussianCollection, copy_gallery
+from sfumato.search.options import QueryInfo, SearchOptions
 from sfumato.search.stores.protocol import WORDS, Filter, Records
 
 SCENES = ("a dog in the snow", "a cake on a table", "children run over a meadow", "a red car in the street")
@@ -22,7 +23,7 @@ def assert_a_rare_word_is_found(folder, store, monkeypatch):
 
     def first(collection, **options):
         collection.n_exact, collection.n_sample = 10, 50
-        (answer,) = collection.search(query, 3, texts=["the Ostrakavelli"], expected=True, **options)
+        (answer,) = collection.search(query, 3, SearchOptions(**options), QueryInfo.of_texts(["the Ostrakavelli"]))
         return answer[0].id
 
     with GaussianCollection.create(folder / "made", store("a"), d=7, texts=True) as made:

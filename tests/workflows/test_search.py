@@ -15,6 +15,7 @@ from sfumato.errors import UserError
 from sfumato.models.evaluate import evaluate_run
 from sfumato.models.run import load_run
 from sfumato.models.split import embed_split, load_split
+from sfumato.search.options import SearchOptions
 from sfumato.workflows.adopt import adopt
 from sfumato.workflows.export import export_run
 
@@ -257,6 +258,7 @@ def test_nearly_equal_images_are_folded(tmp_path):
     ids, query = [f"{i:02}" for i in range(len(mean))], sfumato.GaussianEmbedding(mean[:1] + 0.1, items.log_var[:1])
     index = sfumato.GaussianIndex.build(items, ids)
     total = ((mean[:, None] - mean[None]) ** 2).sum(2).double()
+    fold = SearchOptions(duplicates="fold")
     limit, hits = 0.09 * float(total.mean()), {}
     for i in (int(hit.id) for hit in index.search(query, len(mean))[0]):
         near = [j for j in hits if total[i, j] <= limit]
@@ -266,13 +268,13 @@ def test_nearly_equal_images_are_folded(tmp_path):
     with sfumato.GaussianCollection.create(tmp_path / "c", d=6, logit_scale=1.0, logit_bias=0.0) as collection:
         collection.upsert(items, ids)
         for gallery in (index, collection):
-            (answer,) = gallery.folded(lambda k, gallery=gallery: gallery.search(query, k), 25)
+            (answer,) = gallery.search(query, 25, fold)
             assert {hit.id: set(hit.duplicates) for hit in answer} == {i: set(own) for i, own in expected[:25]}
             assert [hit.rank for hit in answer] == list(range(1, 26))
             (plain,) = gallery.search(query, 25)
             assert not any(hit.duplicates for hit in plain)
     texts = sfumato.GaussianIndex.build(items, ids, direction="i2t")
-    assert texts.folded(lambda k: texts.search(query, k), 9) == texts.search(query, 9)
+    assert texts.search(query, 9, fold) == texts.search(query, 9)
 
 
 def test_an_adopted_model_takes_vectors_and_says_that_it_reads_no_texts(adopted, tmp_path):

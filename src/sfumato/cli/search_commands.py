@@ -4,7 +4,7 @@ import json
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from sfumato.cli.common import (
     AsJson,
@@ -25,6 +25,7 @@ from sfumato.serve.settings import Settings, parse_limits, read_keys, require_ex
 
 if TYPE_CHECKING:
     from sfumato.models.model import Model
+    from sfumato.search.options import SearchOptions
 
 
 COMPRESS = (
@@ -310,6 +311,24 @@ class Asked:
         metavar="FIELD=VALUE",
     )
 
+    def options(self) -> "SearchOptions":
+        """How to search."""
+        from sfumato.search.options import SearchOptions
+        from sfumato.search.stores.protocol import filter_of
+
+        choices: dict[str, Any] = {
+            "duplicates": self.duplicates,
+            "order": self.order or "fits",
+            "target": self.target,
+        }
+        return SearchOptions(
+            min_probability=self.min_probability,
+            coverage=self.coverage,
+            max_risk=self.abstain,
+            filter=filter_of(self.where or []),
+            **choices,
+        )
+
 
 @command()
 def search(
@@ -328,6 +347,7 @@ def search(
     Prints ids, distances, match probabilities and uncertainties.
     """
     from sfumato.reports.tables import print_match_meaning, print_search
+    from sfumato.search.options import TextQuery
     from sfumato.workflows.search import search_index
 
     if not asked.query and not asked.image and not asked.item:
@@ -342,13 +362,16 @@ def search(
     if asked.order == "fits" and asked.target == "listed":
         raise UserError("--target listed orders by distance; leave out --order fits, or take --target fits")
     _move_images(folder, images)
-    guarantees = {"min_probability": asked.min_probability, "coverage": asked.coverage, "max_risk": asked.abstain}
-    of_texts = {"also": asked.also or [], "without": asked.without or [], "target": asked.target}
-    of_texts["order"] = asked.order or "fits"
     answers = search_index(
-        folder, texts, asked.image or [], k=asked.k, ids=asked.item or [], run=run, store=store,
-        guarantees=guarantees, where=asked.where or [], duplicates=asked.duplicates, of_texts=of_texts,
-    )  # fmt: skip
+        folder,
+        [TextQuery(text, tuple(asked.also or ()), tuple(asked.without or ())) for text in texts],
+        asked.image or [],
+        asked.item or [],
+        asked.k,
+        asked.options(),
+        run=run,
+        store=store,
+    )
     results = [answer.to_json() for answer in answers]
     if as_json:
         return print(json.dumps(results, ensure_ascii=False))

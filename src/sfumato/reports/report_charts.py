@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from sfumato.calibration.calibrator import Calibration
+from sfumato.calibration.scorer import QueryContext, Scorer
 from sfumato.charts import CARD, FAINT, FIRST, INK, SECOND, Chart, draw_curve
 from sfumato.distances import get_distance
 from sfumato.evaluation.protocols import Evaluation
@@ -26,7 +27,6 @@ from sfumato.metrics.reliability import (
 from sfumato.metrics.retrieval import per_query_metrics
 from sfumato.reports.tables import DIRECTIONS, digits, in_words, is_number, percent, signed
 from sfumato.search.exact import distance_blocks, top_k
-from sfumato.search.gallery import QueryContext, Scorer
 
 RESULTS = 5
 """Results that are kept of each query."""

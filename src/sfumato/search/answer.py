@@ -1,15 +1,13 @@
 """The answer of a search and its hits: what every command, program, service, page and notebook shows."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from sfumato.charts import FIRST, data_url, render_page, styled_axes
 from sfumato.data.images import ImageSource, handed_out, thumbnail
-from sfumato.errors import UserError
-from sfumato.ids import Direction
-from sfumato.search.stores.protocol import Filter
+from sfumato.search.options import Target
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -125,9 +123,6 @@ class Hit:
         return self.payload.get("label") or self.payload.get("text") or self.id
 
 
-Target = Literal["listed", "fits"]
-
-
 @dataclass(frozen=True)
 class Answer:
     """The answer to one query. It iterates over its hits, best first.
@@ -192,41 +187,6 @@ class Answer:
 
     def __repr__(self) -> str:
         return "\n".join([f"Answer({self.query!r}: {self.sentence})", *(f"  {self._line(hit)}" for hit in self.hits)])
-
-    def above(self, min_probability: float | None) -> "Answer":
-        """The answer with the hits of at least this probability.
-
-        Args:
-            min_probability: the least match probability of a hit; None: all hits.
-
-        Returns:
-            The answer; its ``hidden`` is the number of hits left out.
-        """
-        if min_probability is None:
-            return self
-        kept = tuple(hit for hit in self if hit.match_probability >= min_probability)
-        return replace(self, hits=kept, hidden=self.hidden + len(self) - len(kept))
-
-    def showing(self, hits: tuple[Hit, ...]) -> "Answer":
-        """The answer with some of its hits, and with what is said of these.
-
-        Args:
-            hits: some of its hits, in their order, the first among them.
-
-        Returns:
-            The answer.
-        """
-        said = self.verdict
-        if (
-            said is not None
-            and self.hits
-            and self.expected_matches is not None
-            and self.nothing_probability is not None
-        ):
-            said = fits_verdict(
-                [hit.match_probability for hit in hits], self.expected_matches, self.nothing_probability
-            )
-        return replace(self, hits=hits, verdict=said)
 
     @property
     def sentence(self) -> str:
@@ -324,38 +284,3 @@ def _shortened(text: str) -> str:
         return text
     is_path = " " not in text and ("/" in text or "\\" in text)
     return f"…{text[1 - _LABEL :]}" if is_path else f"{text[: _LABEL - 1]}…"
-
-
-QueryKind = Literal["text", "image"]
-
-NATIVE: dict[Direction, QueryKind] = {"t2i": "text", "i2t": "image"}
-"""Kind of the queries that the calibration of each direction was fitted on."""
-
-_OPTIONS = {"max_risk": "max_risk (--abstain)"}
-"""Options that the command has under another name."""
-
-
-class GuaranteeError(UserError):
-    """A guarantee that the calibration cannot give to a query."""
-
-    def __init__(self, option: str, reason: str, way_out: str) -> None:
-        super().__init__(f"{option} {reason}; {way_out}")
-        self.option, self.reason = option, reason
-
-
-def check_native(wanted: Mapping[str, float | None], direction: Direction, native: Iterable[bool]) -> None:
-    """Refuse guarantees for queries of another kind than those that the calibration was fitted on."""
-    options = [_OPTIONS.get(name, name) for name, value in wanted.items() if value is not None]
-    if options and not all(native):
-        kind = NATIVE[direction]
-        reason = f"works only with queries by {kind}, on which the calibration was fitted"
-        raise GuaranteeError(options[0], reason, f"search by {kind} alone, or leave out {options[0]}")
-
-
-def check_unfiltered(filter: Filter | None, *, coverage: float | None, max_risk: float | None) -> None:
-    """Refuse a guarantee together with a filter."""
-    if filter is not None and not (coverage is max_risk is None):
-        raise ValueError(
-            "search: coverage and max_risk (abstain) are guarantees about the whole gallery, but a filter may remove"
-            " the match; leave out the filter, or coverage and max_risk"
-        )

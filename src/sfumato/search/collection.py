@@ -26,13 +26,15 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from sfumato.calibration.calibrator import Calibration
+from sfumato.calibration.scorer import Scorer
 from sfumato.errors import UserError
 from sfumato.files import is_unused, sync_folder, write_atomically
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.ids import Direction, check_ids
 from sfumato.search.atomic_folder import change_metadata, load_folder, save_folder
+from sfumato.search.candidates import Candidates, GalleryRecords, SampledItems, with_margin
 from sfumato.search.exact import LiftedGallery, lift_gallery, lift_queries, lifted_dim, lowered, query_constant
-from sfumato.search.gallery import N_WHOLE, Candidates, Gallery, GalleryRecords, SampledItems, Scorer, with_margin
+from sfumato.search.gallery import N_WHOLE, Gallery
 from sfumato.search.stores.protocol import (
     Filter,
     Records,

@@ -23,10 +23,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from sfumato.calibration.calibrator import Calibration
+from sfumato.calibration.scorer import Scorer
 from sfumato.distances import Distance, get_distance
 from sfumato.gaussian import GaussianEmbedding, check_finite
 from sfumato.ids import Direction, check_ids
 from sfumato.search.atomic_folder import load_folder, save_folder
+from sfumato.search.candidates import Candidates, GalleryRecords, SampledItems, with_margin
 from sfumato.search.exact import (
     LiftedGallery,
     closest_candidates,
@@ -37,7 +39,7 @@ from sfumato.search.exact import (
     query_constant,
     top_k,
 )
-from sfumato.search.gallery import N_WHOLE, Candidates, Gallery, GalleryRecords, SampledItems, Scorer, with_margin
+from sfumato.search.gallery import N_WHOLE, Gallery
 from sfumato.search.screening import Screen
 from sfumato.search.stores.engines import FAISS_ENGINES, FaissOptions, FaissStore
 from sfumato.search.stores.protocol import Filter

@@ -3,10 +3,10 @@
 import contextlib
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, Protocol, Union, get_args, overload
+from typing import Any, Literal, Protocol, Union, overload
 
 import numpy as np
 import torch
@@ -18,20 +18,20 @@ from sfumato.encoders.dual import DualEncoder, piece_counter
 from sfumato.encoders.feature_rows import features_read
 from sfumato.errors import UserError
 from sfumato.gaussian import GaussianEmbedding
-from sfumato.search.answer import NATIVE, Answer, Hit, Target
+from sfumato.search.answer import Answer, Hit
 from sfumato.search.gallery import Gallery
 from sfumato.search.index import GaussianIndex
-from sfumato.search.stores.protocol import parse_where
-from sfumato.search.texts import TextQuery, known_words, spelling, strange_script, words_of
+from sfumato.search.options import NATIVE, Duplicates, Order, QueryInfo, SearchOptions, Target, TextQuery
+from sfumato.search.stores.protocol import filter_of
+from sfumato.search.texts import known_words, spelling, strange_script, words_of
 
 Modality = Literal["texts", "images"]
 
-Duplicates = Literal["show", "fold"]
-
-Order = Literal["fits", "distance"]
-
 OneQuery = Union[str, "os.PathLike[str]", bytes, Image.Image]
 """A single query: a text, or an image by its path (a :class:`~pathlib.Path`), its bytes or as a Pillow image."""
+
+
+_DEFAULT = SearchOptions()
 
 
 class QueryModel(Protocol):
@@ -179,40 +179,90 @@ class Searcher:
             ValueError: a condition cannot be read, or `order`, `target` or `duplicates` has another value; see also
                 :meth:`Gallery.search`.
         """
-        check_choice("order", order, Order)
-        check_choice("target", target, Target)
-        filter = parse_where(where) if where else None
+        options = SearchOptions(
+            min_probability=min_probability, coverage=coverage, max_risk=max_risk, filter=filter_of(where),
+            duplicates=duplicates, order=order, target=target,
+        )  # fmt: skip
         single = isinstance(queries, str | os.PathLike | bytes | Image.Image)
         asked: Any = [queries] if single else queries
-        kind = self._modality(asked) or modality or self.native
+        if also or without:
+            if isinstance(asked, GaussianEmbedding) or not all(isinstance(query, str) for query in asked):
+                raise UserError("search: also and without stand beside texts to search for; leave them out")
+            asked = [TextQuery(query, tuple(also), tuple(without)) for query in asked]
+        answers = self.answers(asked, k, options, modality=modality)
+        return answers[0] if single else answers
+
+    def answers(
+        self,
+        queries: Sequence[Any] | np.ndarray | GaussianEmbedding,
+        k: int = 10,
+        options: SearchOptions = _DEFAULT,
+        *,
+        modality: Modality | None = None,
+    ) -> list[Answer]:
+        """The k closest items of each of several queries.
+
+        Args:
+            queries: as for :meth:`search`; a text may be a :class:`TextQuery`.
+            k: number of hits.
+            options: how to search.
+            modality: what embeddings or features are of.
+
+        Returns:
+            n answers.
+
+        Raises:
+            UserError: see :meth:`search`.
+            TypeError: see :meth:`search`.
+            ValueError: see :meth:`search`.
+        """
+        kind = self._modality(queries) or modality or self.native
+        some: Any = queries
         if modality not in (None, kind):
             raise TypeError(f"search: the queries are {kind}; leave out modality={modality!r}")
-        guarantees = {"min_probability": min_probability, "coverage": coverage, "max_risk": max_risk}
-        judged, texts, native = None, list[TextQuery](), kind == self.native
-        if (also or without) and (isinstance(asked, GaussianEmbedding) or not all(isinstance(q, str) for q in asked)):
-            raise UserError("search: also and without stand beside texts to search for; leave them out")
-        if isinstance(asked, GaussianEmbedding):
-            names, query = [str(i) for i in range(asked.n)], asked
+        if isinstance(queries, GaussianEmbedding):
+            embedded, names = queries, [str(i) for i in range(queries.n)]
+        elif kind == "texts" and all(isinstance(query, str | TextQuery) for query in queries):
+            texts = [query if isinstance(query, TextQuery) else TextQuery(query) for query in queries]
+            return self.closest(*self.embed_texts(texts), k, options)
         elif kind == "texts":
-            names = _names(asked, "text")
-            if any(not name.strip() for name in (*names, *also, *without)):
-                raise UserError("a text to search for is empty; leave it out")
-            forms = [TextQuery(name, tuple(also), tuple(without), order == "distance") for name in names]
-            if all(isinstance(one, str) for one in asked):
-                texts, names = forms, [one.name for one in forms]
-                query = combined(forms, self.model.embed_texts([part for one in forms for part in one.parts]))
-            else:
-                query = self.model.embed_texts(list(asked))
-            native = native and all(one.is_one for one in forms)
-            judged = self.model.unfamiliar_texts([one.joined for one in forms])
+            embedded, names = self.model.embed_texts(list(some)), _names(some, "text")
         else:
-            query, names = self.model.embed_images(asked), _names(asked, "image")
-        own: dict[str, Any] = {**guarantees, "unfamiliar": judged, "texts": texts if target == "fits" else None}
-        answers = self._answers(query, k, names, native, filter=filter, duplicates=duplicates, **own)
-        for i, form in enumerate(texts):
-            suggestion, warning = advice(form, self.gallery, self.model.model)
-            answers[i] = replace(answers[i], suggestion=suggestion, warning=warning)
-        return answers[0] if single else answers
+            embedded, names = self.model.embed_images(some), _names(some, "image")
+        return self.closest(embedded, [QueryInfo(name, native=kind == self.native) for name in names], k, options)
+
+    def embed_texts(self, texts: Sequence[TextQuery]) -> tuple[GaussianEmbedding, list[QueryInfo]]:
+        """Embed texts to search for, and say what is known of them.
+
+        Args:
+            texts: n texts.
+
+        Returns:
+            (n, d) embeddings, and n times what :meth:`closest` reads.
+
+        Raises:
+            UserError: a text is empty.
+        """
+        if any(not part.strip() for one in texts for part in (one.text, *one.also, *one.without)):
+            raise UserError("a text to search for is empty; leave it out")
+        embedded = combined(texts, self.model.embed_texts([part for one in texts for part in one.parts]))
+        unfamiliar = self.model.unfamiliar_texts([one.joined for one in texts])
+        known = [
+            QueryInfo(one.name, one, self.native == "texts" and one.is_one, strange, *self.advice(one))
+            for one, strange in zip(texts, unfamiliar, strict=True)
+        ]
+        return embedded, known
+
+    def advice(self, query: TextQuery) -> tuple[str | None, str | None]:
+        """The suggestion and the warning of an answer to a text.
+
+        Args:
+            query: the text.
+
+        Returns:
+            The text with misspelt words replaced, or None, and what the model cannot read of it, or None.
+        """
+        return advice(query, self.gallery, self.model.model)
 
     def search_items(
         self, ids: Sequence[str], k: int = 10, *, where: Sequence[str] = (), duplicates: Duplicates = "show"
@@ -232,31 +282,45 @@ class Searcher:
             UserError: there is no such item.
             ValueError: a condition cannot be read.
         """
+        return self.items(ids, k, SearchOptions(filter=filter_of(where), duplicates=duplicates))
+
+    def items(self, ids: Sequence[str], k: int, options: SearchOptions) -> list[Answer]:
+        """:meth:`search_items` with options.
+
+        Args:
+            ids: n ids.
+            k: number of hits.
+            options: how to search, without guarantees.
+
+        Returns:
+            n answers.
+
+        Raises:
+            UserError: there is no such item.
+        """
         found = self.gallery.get(ids)
         if missing := [i for i in ids if i not in found.ids]:
             raise UserError(
                 f"{self.source} has no item {missing[0]!r} to search by; ids are those that a search returns"
             )
         rows = torch.tensor([found.ids.index(i) for i in ids], dtype=torch.long)
-        filter = parse_where(where) if where else None
-        return self._answers(found.embeddings[rows], k, ids, native=False, filter=filter, duplicates=duplicates)
+        return self.closest(found.embeddings[rows], [QueryInfo(i, native=False) for i in ids], k, options)
 
-    def _answers(
-        self,
-        query: GaussianEmbedding,
-        k: int,
-        names: Sequence[str],
-        native: bool,
-        duplicates: Duplicates,
-        **options: Any,
+    def closest(
+        self, queries: GaussianEmbedding, about: Sequence[QueryInfo], k: int, options: SearchOptions
     ) -> list[Answer]:
-        check_choice("duplicates", duplicates, Duplicates)
+        """The k closest items of embedded queries.
 
-        def search(k: int) -> list[Answer]:
-            return self.gallery.search(query, k, names=names, native=[native] * query.n, expected=True, **options)
+        Args:
+            queries: (n, d) embeddings.
+            about: what is known of each.
+            k: number of hits.
+            options: how to search.
 
-        found = self.gallery.folded(search, k) if duplicates == "fold" else search(k)
-        return [replace(answer, image_of=self.image_of) for answer in found]
+        Returns:
+            n answers.
+        """
+        return self.gallery.search(queries, k, options, about, image_of=self.image_of)
 
     def image_of(self, hit: Hit) -> ImageSource | None:
         """The image of a hit, if the gallery knows where its images are.
@@ -332,12 +396,6 @@ def combined(queries: Sequence[TextQuery], parts: GaussianEmbedding) -> Gaussian
     return GaussianEmbedding.cat(rows)
 
 
-def check_choice(name: str, value: str, choices: Any) -> None:
-    """Refuse a value that is none of a Literal's."""
-    if value not in get_args(choices):
-        raise ValueError(f"search: {name} must be {' or '.join(get_args(choices))}, got {value!r}")
-
-
 def _names(queries: Sequence[Any], noun: str) -> list[str]:
     """Texts and paths as they are, others by their number."""
     return [str(q) if isinstance(q, str | os.PathLike) else f"{noun} {i}" for i, q in enumerate(queries)]
@@ -361,7 +419,7 @@ def _modality(queries: Any) -> Modality | None:
 
 
 def _kind(query: Any) -> Modality | None:
-    if isinstance(query, str):
+    if isinstance(query, str | TextQuery):
         return "texts"
     floating = hasattr(query, "dtype") and str(query.dtype).rpartition(".")[2].startswith(("float", "bfloat"))
     return None if floating else "images"

@@ -208,49 +208,6 @@ def text_vectors(payloads: Sequence[Mapping[str, str]]) -> Tensor:
     return torch.nn.functional.normalize(vectors, dim=1)
 
 
-_ONE_TEXT = 12
-"""Words that texts may have together to be embedded as one: about as many as a caption."""
-
-
-@dataclass(frozen=True)
-class TextQuery:
-    """A text to search for, with further texts that a hit should fit, texts that it should not fit, and the order."""
-
-    text: str
-    also: tuple[str, ...] = ()
-    without: tuple[str, ...] = ()
-    by_distance: bool = False  # whether the closest items are the hits, not the most probable ones
-
-    def __bool__(self) -> bool:
-        return bool(self.text)
-
-    @property
-    def name(self) -> str:
-        """The query in words."""
-        unwanted = f" without {' and '.join(self.without)}" if self.without else ""
-        return " and ".join((self.text, *self.also)) + unwanted
-
-    @property
-    def joined(self) -> str:
-        """The texts that a hit should fit, as one."""
-        return " ".join((self.text, *self.also))
-
-    @property
-    def wanted(self) -> tuple[str, ...]:
-        """The texts that a hit should fit: a few words are one text, captions are several."""
-        return (self.joined,) if len(self.joined.split()) <= _ONE_TEXT else (self.text, *self.also)
-
-    @property
-    def parts(self) -> tuple[str, ...]:
-        """The texts to embed."""
-        return (*self.wanted, *self.without)
-
-    @property
-    def is_one(self) -> bool:
-        """Whether it is searched for as one text."""
-        return len(self.parts) == 1
-
-
 _RAREST = math.log(1_000)
 """Largest weight of a word, so that a word that no text has weighs the same in every large gallery."""
 

@@ -22,12 +22,13 @@ from sfumato.gaussian import GaussianEmbedding
 from sfumato.models.run import RECIPE, Run, load_run
 from sfumato.models.split import embed_split, load_split
 from sfumato.progress import say
-from sfumato.search.answer import NATIVE, GuaranteeError, Hit, QueryKind, check_native, check_unfiltered
 from sfumato.search.answer import Answer as Found
+from sfumato.search.answer import Hit
 from sfumato.search.collection import GaussianCollection
 from sfumato.search.gallery import Gallery
+from sfumato.search.options import NATIVE, GuaranteeError, QueryInfo, QueryKind, TextQuery, check_native
+from sfumato.search.options import SearchOptions as Options
 from sfumato.search.stores.protocol import Filter
-from sfumato.search.texts import TextQuery
 from sfumato.serve.schemas import (
     Answer,
     ConformalSet,
@@ -240,7 +241,7 @@ def refuse_guarantees(gallery: Gallery, asked: Sequence[Asked], options: SearchO
         check_native(wanted, gallery.scorer.direction, [one.is_native(gallery) for one in asked])
         if options.min_probability is not None and not gallery.calibrated:
             raise GuaranteeError("min_probability", "needs a calibration, and this gallery has none", "leave it out")
-        check_unfiltered(wanted_filter(options), coverage=options.coverage, max_risk=options.abstain)
+        search_options(options, wanted_filter(options), 1).check(gallery.scorer.direction, [])
         if options.coverage is not None:
             gallery.scorer.radius(options.coverage)
         if options.abstain is not None:
@@ -262,25 +263,28 @@ def answered(
 ) -> list[Answer]:
     """Search by several queries with the same options. queries (n, d)."""
     gallery, wanted = served.gallery, wanted_filter(options)
-    forms = [replace(one.query, by_distance=options.order == "distance") for one in asked]
-    texts = forms if options.target == "fits" else None
-    search = partial(
-        gallery.search,
-        queries,
+    strange = [False] * len(asked) if unfamiliar is None else unfamiliar
+    about = [
+        QueryInfo(one.name, one.query if one.text else None, one.is_native(gallery), odd)
+        for one, odd in zip(asked, strange, strict=True)
+    ]
+    how = search_options(options, wanted, max_set)
+    answers = gallery.search(queries, options.max_results, how, about)
+    return [_answer(served, options, *values) for values in zip(asked, answers, strict=True)]
+
+
+def search_options(options: SearchOptions, filter: Filter | None, max_set: int) -> Options:
+    """How the gallery searches."""
+    return Options(
         min_probability=options.min_probability,
         coverage=options.coverage,
         max_risk=options.abstain,
         max_set=max_set,
-        filter=wanted,
-        expected=True,
-        names=[one.name for one in asked],
-        native=[one.is_native(gallery) for one in asked],
-        unfamiliar=unfamiliar,
-        texts=texts,
+        filter=filter,
+        duplicates=options.duplicates,
+        order=options.order,
+        target=options.target,
     )
-    k = options.max_results
-    answers = gallery.folded(search, k) if options.duplicates == "fold" else search(k)
-    return [_answer(served, options, *values) for values in zip(asked, answers, strict=True)]
 
 
 def wanted_filter(options: SearchOptions) -> Filter | None:

@@ -28,7 +28,7 @@ from starlette.routing import BaseRoute, Mount, Route
 
 from sfumato import __version__
 from sfumato.errors import UserError
-from sfumato.search.texts import TextQuery
+from sfumato.search.options import TextQuery
 from sfumato.serve.answering import Asked, Sources, item_path
 from sfumato.serve.guard import RIGHTS, TEXT, Guard
 from sfumato.serve.judging import Judging

@@ -22,7 +22,7 @@ from sfumato.evaluation.judgements import (
 )
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.metrics.bootstrap import Interval
-from sfumato.search.answer import Target
+from sfumato.search.options import Target
 from sfumato.search.searcher import Searcher
 from sfumato.serve.answering import ServedGallery, Sources
 from sfumato.serve.schemas import (

@@ -25,8 +25,9 @@ from sfumato.data.region_files import regions_to_bytes
 from sfumato.encoders.feature_rows import blank_features, features_read
 from sfumato.errors import first_line
 from sfumato.gaussian import GaussianEmbedding
+from sfumato.search.candidates import GalleryRecords
 from sfumato.search.collection import GaussianCollection
-from sfumato.search.gallery import Gallery, GalleryRecords
+from sfumato.search.gallery import Gallery
 from sfumato.search.searcher import advice, combined
 from sfumato.search.stores.protocol import StoreBase
 from sfumato.serve.answering import (

@@ -15,8 +15,8 @@ from sfumato.data.images import POINTER, UploadedImages
 from sfumato.errors import UserError
 from sfumato.files import remove_leftovers
 from sfumato.gaussian import GaussianEmbedding
+from sfumato.search.candidates import GalleryRecords
 from sfumato.search.collection import GaussianCollection
-from sfumato.search.gallery import GalleryRecords
 from sfumato.search.stores.protocol import Filter, StoreInUseError
 from sfumato.serve.answering import ServedGallery
 from sfumato.serve.embedding import Task, message_of

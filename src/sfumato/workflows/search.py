@@ -5,10 +5,9 @@ The commands search with the same objects, so that a program and `sfumato search
 
 import contextlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -31,7 +30,8 @@ from sfumato.models.recipe import load_recipe
 from sfumato.models.run import RECIPE, choose_device, load_model
 from sfumato.models.split import embed_split, load_split, prepare_split, read_split
 from sfumato.progress import say
-from sfumato.search.answer import Answer, check_native
+from sfumato.search.answer import Answer
+from sfumato.search.options import SearchOptions, TextQuery
 from sfumato.search.searcher import Searcher
 from sfumato.workflows.index import (
     GalleryPart,
@@ -238,46 +238,40 @@ def load_index(folder: str | Path, *, run: str | Path | None = None, store: str 
 
 def search_index(
     folder: Path,
-    texts: Sequence[str],
+    texts: Sequence[TextQuery],
     images: Sequence[Path],
-    *,
+    ids: Sequence[str],
     k: int,
-    ids: Sequence[str] = (),
+    options: SearchOptions,
+    *,
     run: str | Path | None = None,
     store: str | None = None,
-    guarantees: Mapping[str, float | None],
-    where: Sequence[str] = (),
-    duplicates: str = "show",
-    of_texts: Mapping[str, Any],
 ) -> list[Answer]:
-    """Search a saved index by texts and images with the model that it was built with, or by its own items.
-
-    guarantees: min_probability, coverage and max_risk. of_texts: also, without, order and target.
-    """
+    """Search a saved index by texts and images with the model that it was built with, or by its own items."""
     with contextlib.closing(load_index(folder, run=run, store=store)) as searcher:
         if note := missing_note(searcher.gallery):
             say(note)
-        own: dict[str, Any] = {"where": where, "duplicates": duplicates}
-        options: dict[str, Any] = {**guarantees, **own}
         foreign = images if searcher.native == "texts" else texts
-        check_native(guarantees, searcher.gallery.scorer.direction, [not foreign and not ids])
+        options.check(searcher.gallery.scorer.direction, [not foreign and not ids])
         answers: list[Answer] = []
         if texts:
-            queries = _vector_files(searcher.model.model, texts)
-            answers += searcher.search(queries, k, modality="texts", **of_texts, **options)
+            answers += searcher.answers(_vector_files(searcher.model.model, texts), k, options, modality="texts")
         if images:
-            answers += searcher.search(list(images), k, modality="images", **options)
+            answers += searcher.answers(list(images), k, options, modality="images")
         if ids:
-            answers += searcher.search_items(ids, k, **own)
+            answers += searcher.items(ids, k, options)
     return answers
 
 
-def _vector_files(model: DualEncoder, texts: Sequence[str]) -> list[str] | list[Path]:
+def _vector_files(model: DualEncoder, texts: Sequence[TextQuery]) -> list[TextQuery] | list[Path]:
     """The texts; for a model without an encoder for texts, the .npy files that they must be."""
     tower = model.text
     if not features_read(tower):
         return list(texts)
-    for path in texts:
+    if any(one.also or one.without for one in texts):
+        raise UserError("search: also and without stand beside texts to search for; leave them out")
+    paths = [one.text for one in texts]
+    for path in paths:
         if path.endswith(".npy") and not Path(path).is_file():
             raise UserError(f"there is no file {path}")
         if not Path(path).is_file():
@@ -290,4 +284,4 @@ def _vector_files(model: DualEncoder, texts: Sequence[str]) -> list[str] | list[
                 processor.prepare(Path(path).read_bytes())
             except ValueError as error:
                 raise UserError(f"{path}: {error}") from error
-    return [Path(path) for path in texts]
+    return [Path(path) for path in paths]

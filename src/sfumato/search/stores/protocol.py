@@ -179,6 +179,11 @@ def parse_where(texts: Iterable[str]) -> Filter:
     return Filter(where, None, ranges)
 
 
+def filter_of(where: Sequence[str]) -> Filter | None:
+    """:func:`parse_where`; None without conditions."""
+    return parse_where(where) if where else None
+
+
 class VectorStore(Protocol):
     """Records on disk or behind a network.
 
