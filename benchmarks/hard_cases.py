@@ -32,9 +32,9 @@ from sfumato.distances import csd_matrix
 from sfumato.errors import UserError
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.search.collection import UPLOADED_IMAGES, GaussianCollection
-from sfumato.serve.answering import Sources
 from sfumato.serve.app import create_app
 from sfumato.serve.settings import Settings
+from sfumato.serve.sources import Sources
 
 PATIENCE = 5.0
 """Seconds that a text search may take while others do their worst."""

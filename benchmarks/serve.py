@@ -33,10 +33,10 @@ from service_world import WORDS, large_sources
 
 from sfumato.encoders.dual import DualEncoder
 from sfumato.models.run import load_model
-from sfumato.serve.answering import Sources
 from sfumato.serve.app import create_app
 from sfumato.serve.server import run_app
 from sfumato.serve.settings import Settings
+from sfumato.serve.sources import Sources
 
 BATCH, WINDOW = 32, 0.002
 

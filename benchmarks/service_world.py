@@ -25,7 +25,7 @@ from sfumato.models.build import Assets, build_model
 from sfumato.models.sections import ModelConfig
 from sfumato.search.collection import GaussianCollection
 from sfumato.search.index import GaussianIndex
-from sfumato.serve.answering import ServedGallery, Sources
+from sfumato.serve.sources import ServedGallery, Sources
 
 WORDS = (
     "red",

@@ -52,10 +52,10 @@ from sfumato.data.images import UploadedImages
 from sfumato.distances import csd_matrix
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.search.collection import UPLOADED_IMAGES, GaussianCollection
-from sfumato.serve.answering import ServedGallery, Sources
 from sfumato.serve.app import create_app
 from sfumato.serve.server import run_app
 from sfumato.serve.settings import Settings
+from sfumato.serve.sources import ServedGallery, Sources
 
 D, CLIENTS, OWN = 64, 8, 40
 WAIT, SLACK = 40.0, 20.0

@@ -8,7 +8,7 @@ import pytest
 from serve.test_faults import problem
 from support.serving import add, by_image, remove
 
-from sfumato.serve.schemas import CODES
+from sfumato.serve.problems import CODES
 
 GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "serve.md"
 

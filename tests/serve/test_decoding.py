@@ -19,8 +19,8 @@ from support.serving import by_image, in_base64, many_scans, picture, served
 from sfumato.data.image_decoding import REDUCED_FROM, decode_image
 from sfumato.encoders.processors import PixelProcessor
 from sfumato.models.embed import embedding_steps
-from sfumato.serve import decode_worker, embedding
-from sfumato.serve.embedding import HEADER, Decoders, Task, Threads, bytes_of, input_task
+from sfumato.serve import decode_worker, decoding
+from sfumato.serve.decoding import HEADER, Decoders, Task, Threads, bytes_of, input_task
 
 PHOTO = np.random.default_rng(0).integers(0, 256, (9, 12, 3), dtype=np.uint8)
 """Blurred when it is enlarged; no two pixels alike."""
@@ -122,7 +122,7 @@ def test_what_takes_too_long_is_stopped_and_the_next_is_decoded(monkeypatch, own
     slow = many_scans(90, (4000, 4000))
     # Without a limit of its own time the process is stopped by the clock: it gets one that it does not reach.
     monkeypatch.setattr(decode_worker, "KNOWS_ITS_TIME", own_time)
-    monkeypatch.setattr(embedding, "PATIENCE", 100.0)
+    monkeypatch.setattr(decoding, "PATIENCE", 100.0)
 
     async def work(decoders):
         (process,) = decoders._processes
@@ -150,7 +150,7 @@ own_time = pytest.mark.skipif(not decode_worker.KNOWS_ITS_TIME, reason="this sys
 
 @own_time
 def test_the_limit_is_that_of_each_image(monkeypatch):
-    monkeypatch.setattr(embedding, "PATIENCE", 100.0)
+    monkeypatch.setattr(decoding, "PATIENCE", 100.0)
     file = many_scans(30, (1000, 1000))
     began = time.process_time()
     decode_worker.done("square", SQUARE.options, file)
@@ -216,7 +216,7 @@ def test_a_process_that_ends_is_replaced(monkeypatch):
 def test_all_requests_share_a_budget_of_pixels(sources):
     file = by_image(picture(size=(30, 30)))
     with served(sources, max_pixels=2000, pixel_budget=1000) as client:
-        pixels = client.app.state.service.pixels
+        pixels = client.app.state.service.queries.pixels
         assert client.post("/v1/search", **file).status_code == 200 and pixels.used == 0
         pixels.take(200)  # Another request.
         told = problem(busy := client.post("/v1/search", **file), 503)

@@ -37,10 +37,10 @@ from support.serving import (  # fmt: skip
 
 from sfumato.data.images import POINTER, FolderImages, UploadedImages
 from sfumato.errors import UserError
-from sfumato.serve.answering import Sources
 from sfumato.serve.decode_worker import shown, stored
 from sfumato.serve.embedding import Batcher, Closed, Full
-from sfumato.serve.schemas import CODES, Refusal
+from sfumato.serve.problems import CODES, Refusal
+from sfumato.serve.sources import Sources
 from sfumato.serve.writing import Writer
 
 

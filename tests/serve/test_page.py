@@ -16,8 +16,8 @@ from support.serving import KEY, make_collection, picture, read_only, served
 from sfumato.evaluation.judgements import read_judgements
 from sfumato.search.answer import verdict
 from sfumato.search.collection import GaussianCollection
-from sfumato.serve.answering import open_sources
 from sfumato.serve.app import PAGE
+from sfumato.serve.sources import open_sources
 
 playwright = Lazy("playwright.sync_api", "needs the package playwright")
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)

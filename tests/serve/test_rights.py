@@ -12,8 +12,8 @@ from support.serving import KEY, by_image, new_item, picture, served, until
 from sfumato.data.images import UploadedImages
 from sfumato.errors import UserError
 from sfumato.search.collection import UPLOADED_IMAGES
-from sfumato.serve.answering import open_sources
 from sfumato.serve.settings import Settings, read_keys
+from sfumato.serve.sources import open_sources
 
 READER = "a-key-for-reading"
 WRITES = [

@@ -39,10 +39,10 @@ from sfumato.search.index import GaussianIndex
 from sfumato.search.options import SearchOptions, TextQuery
 from sfumato.search.searcher import combined
 from sfumato.search.stores.protocol import Filter
-from sfumato.serve.answering import ServedGallery, Sources, open_sources
 from sfumato.serve.app import PAGE, create_app, route_of
 from sfumato.serve.server import check_host, check_names, hosts_of, is_loopback, run_app
 from sfumato.serve.settings import Settings
+from sfumato.serve.sources import ServedGallery, Sources, open_sources
 from sfumato.workflows.index import GalleryPart, build_index
 
 

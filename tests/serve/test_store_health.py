@@ -9,8 +9,8 @@ import pytest
 from support.serving import new_item, ready, remove, served, until
 
 from sfumato.errors import UserError
-from sfumato.serve.answering import open_sources
-from sfumato.serve.service import StoreHealth
+from sfumato.serve.health import StoreHealth
+from sfumato.serve.sources import open_sources
 
 
 class FickleStore:

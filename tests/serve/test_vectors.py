@@ -24,7 +24,7 @@ from sfumato.encoders.features import Inputs
 from sfumato.models.recipe import load_recipe
 from sfumato.models.run import load_run
 from sfumato.search.options import SearchOptions
-from sfumato.serve.answering import ServedGallery, Sources, vector_sides
+from sfumato.serve.sources import ServedGallery, Sources, vector_sides
 from sfumato.training.loop import fit
 from sfumato.workflows.index import build_index
 

@@ -24,10 +24,10 @@ from sfumato.distances import csd_matrix
 from sfumato.models.embed import embed_folder
 from sfumato.models.recipe import find_recipe, load_recipe
 from sfumato.models.run import load_run
-from sfumato.serve.answering import ServedGallery, Sources
 from sfumato.serve.app import create_app
 from sfumato.serve.guard import Guard
 from sfumato.serve.settings import Settings
+from sfumato.serve.sources import ServedGallery, Sources
 from sfumato.training.loop import fit
 from sfumato.workflows.index import GalleryPart, build_index, create_collection
 from support.processes import Started, command

@@ -417,8 +417,8 @@ def serve(
     require_extra()
     from sfumato.models.run import choose_device
     from sfumato.serve import server
-    from sfumato.serve.answering import open_sources
     from sfumato.serve.app import create_app
+    from sfumato.serve.sources import open_sources
 
     lines = server.log_format_of(log_format)
     if otel:

@@ -246,23 +246,23 @@ class Searcher:
         if any(not part.strip() for one in texts for part in (one.text, *one.also, *one.without)):
             raise UserError("a text to search for is empty; leave it out")
         embedded = combined(texts, self.model.embed_texts([part for one in texts for part in one.parts]))
-        unfamiliar = self.model.unfamiliar_texts([one.joined for one in texts])
-        known = [
-            QueryInfo(one.name, one, self.native == "texts" and one.is_one, strange, *self.advice(one))
-            for one, strange in zip(texts, unfamiliar, strict=True)
-        ]
-        return embedded, known
+        return embedded, self.about(texts)
 
-    def advice(self, query: TextQuery) -> tuple[str | None, str | None]:
-        """The suggestion and the warning of an answer to a text.
+    def about(self, texts: Sequence[TextQuery]) -> list[QueryInfo]:
+        """What is known of texts to search for, which the service embeds itself.
 
         Args:
-            query: the text.
+            texts: n texts.
 
         Returns:
-            The text with misspelt words replaced, or None, and what the model cannot read of it, or None.
+            n times what :meth:`closest` reads.
         """
-        return advice(query, self.gallery, self.model.model)
+        unfamiliar = self.model.unfamiliar_texts([one.joined for one in texts])
+        advised = (advice(one, self.gallery, self.model.model) for one in texts)
+        return [
+            QueryInfo(one.name, one, self.native == "texts" and one.is_one, strange, *told)
+            for one, strange, told in zip(texts, unfamiliar, advised, strict=True)
+        ]
 
     def search_items(
         self, ids: Sequence[str], k: int = 10, *, where: Sequence[str] = (), duplicates: Duplicates = "show"

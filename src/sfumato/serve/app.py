@@ -1,7 +1,5 @@
 """The HTTP routes of the service, with the limits on request bodies, and the pages that document them."""
 
-import base64
-import binascii
 import hashlib
 import logging
 import re
@@ -11,12 +9,10 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import numpy as np
 from fastapi import FastAPI, Request
 from fastapi import Path as PathParameter
 from fastapi import Query as Parameter
 from fastapi.exceptions import RequestValidationError
-from fastapi.openapi.utils import get_openapi
 from fastapi.responses import PlainTextResponse, Response
 from fastapi.routing import APIRoute
 from fastapi.staticfiles import StaticFiles
@@ -28,14 +24,14 @@ from starlette.routing import BaseRoute, Mount, Route
 
 from sfumato import __version__
 from sfumato.errors import UserError
-from sfumato.search.options import TextQuery
-from sfumato.serve.answering import Asked, Sources, item_path
-from sfumato.serve.guard import RIGHTS, TEXT, Guard
-from sfumato.serve.judging import Judging
+from sfumato.serve.answering import item_path
+from sfumato.serve.guard import RIGHTS, Guard
+from sfumato.serve.judging import WEB, JudgementsRequest, JudgementsResponse, JudgementsSummary, Judging
+from sfumato.serve.metrics import TEXT
+from sfumato.serve.openapi import COMMON, CREATED, IMAGE, INTRODUCTION, documented, problems
+from sfumato.serve.problems import Refusal, busy, invalid
+from sfumato.serve.queries import Asked, asked_by, asked_text, decoded
 from sfumato.serve.schemas import (
-    CODES,
-    PROBLEM,
-    WEB,
     AddRequest,
     AddResponse,
     DeleteRequest,
@@ -44,106 +40,17 @@ from sfumato.serve.schemas import (
     Info,
     Item,
     ItemList,
-    JudgementsRequest,
-    JudgementsResponse,
-    JudgementsSummary,
     NewItem,
-    Problem,
-    Query,
-    QueryKinds,
-    Refusal,
-    SearchOptions,
+    RequestOptions,
     SearchRequest,
     SearchResponse,
     State,
     TextSearch,
-    busy,
-    invalid,
 )
 from sfumato.serve.service import Service
 from sfumato.serve.settings import Settings
+from sfumato.serve.sources import Sources
 from sfumato.serve.writing import New, Writer
-
-INTRODUCTION = (
-    "Search among images and texts with match probabilities. Every error is a problem document (RFC 9457) with a"
-    " `code`. Every path that takes GET takes HEAD. Where the service has keys, send one as"
-    " `Authorization: Bearer KEY` or `X-API-Key: KEY`.\n\n| code | status | what happened |\n| --- | --- | --- |\n"
-    + "".join(f"| `{code}` | {status} | {text} |\n" for code, (status, text) in CODES.items())
-)
-
-_REF = "#/components/schemas/{model}"
-
-COMMON = (400, 401, 403, 408, 413, 500, 503)
-"""Statuses of problems that every route may return."""
-
-IMAGE: dict[int | str, dict[str, Any]] = {
-    200: {"description": "an image", "content": {"image/*": {"schema": {"type": "string", "format": "binary"}}}},
-    304: {"description": "the image has not changed since the request named by If-None-Match"},
-}
-"""Responses of a route that returns an image."""
-
-
-_CREATED: dict[int | str, dict[str, Any]] = {
-    201: {
-        "description": "at least one of the items is new; for a request with a single item, Location is its path",
-        "model": AddResponse,
-        "headers": {"Location": {"description": "path of the new item", "schema": {"type": "string"}}},
-    }
-}
-
-
-def problems(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """Descriptions of problem documents, for the `responses` of a route."""
-    content = {PROBLEM: {"schema": {"$ref": _REF.format(model="Problem")}}}
-    return {status: {"description": _why(status), "content": content} for status in statuses}
-
-
-def _why(status: int) -> str:
-    """The problems of a status."""
-    return "; ".join(f"`{code}`: {text}" for code, (of, text) in CODES.items() if of == status)
-
-
-def documented(app: FastAPI) -> dict[str, Any]:
-    """The OpenAPI document of the application: FastAPI's, with the problem documents and the ways to send a key."""
-    if app.openapi_schema is None:
-        document = get_openapi(
-            title=app.title,
-            version=app.version,
-            description=app.description,
-            routes=app.routes,
-            summary="Probabilistic image-text search",
-        )
-        described = Problem.model_json_schema(ref_template=_REF, mode="serialization")
-        document["components"]["schemas"] |= {**described.pop("$defs"), "Problem": described}
-        document["components"]["securitySchemes"] = {
-            "bearer": {"type": "http", "scheme": "bearer"},
-            "header": {"type": "apiKey", "in": "header", "name": "X-API-Key"},
-        }
-        document["security"] = [{}, {"bearer": []}, {"header": []}]
-        _fit_example(document, app.state.service.query_kinds())
-        _type_values(document["components"]["schemas"])
-        app.openapi_schema = document
-    return app.openapi_schema
-
-
-def _type_values(schema: Any) -> None:
-    """Write `patternProperties`, which let other keys pass and generators of clients ignore, as types of all values."""
-    if isinstance(schema, dict):
-        for pattern, values in schema.pop("patternProperties", {}).items():
-            schema["additionalProperties"] = values
-            schema["propertyNames"] = {**schema.get("propertyNames", {}), "pattern": pattern}
-        schema = list(schema.values())
-    for inner in schema if isinstance(schema, list) else ():
-        _type_values(inner)
-
-
-def _fit_example(document: dict[str, Any], kinds: QueryKinds) -> None:
-    """Give a search of a model without texts an example of a vector of the right length, so that it works."""
-    schema = document["components"]["schemas"]["SearchRequest"]
-    for modality, length in list(kinds.vector.items())[: not kinds.text]:
-        (example,) = schema["examples"]
-        schema["examples"] = [{**example, "queries": [{"vector": [0.1] * length, "modality": modality}]}]
-
 
 JSON = "application/json"
 
@@ -351,7 +258,7 @@ def _add_searches(app: FastAPI, service: Service) -> None:
     @app.get("/v1/search", response_model=SearchResponse, tags=["search"], responses=problems(404, 422, 503, 504))
     async def search_by_text(parameters: Annotated[TextSearch, Parameter()]) -> Response:
         """Search by one text."""
-        asked = _text(parameters.q, parameters.also, parameters.without, "query.q")
+        asked = asked_text(parameters.q, parameters.also, parameters.without, "query.q")
         return await _answers(service, [asked], parameters.options())
 
     @post("/v1/search")
@@ -359,7 +266,7 @@ def _add_searches(app: FastAPI, service: Service) -> None:
         """Search by texts, images, ids of stored items and vectors, also mixed. A search by id also finds the item."""
 
         def read() -> list[Asked]:
-            return [_asked(query, i) for i, query in enumerate(wanted.queries)]
+            return [asked_by(query, i) for i, query in enumerate(wanted.queries)]
 
         asked = (
             await service.in_thread(read) if any(query.image or query.vector for query in wanted.queries) else read()
@@ -407,7 +314,7 @@ def _add_views(app: FastAPI, service: Service) -> None:
 
 def _add_writes(app: FastAPI, service: Service, writer: Writer) -> None:
     writes: dict[str, Any] = {"tags": ["items"], "responses": problems(404, 409, 413, 415, 422, 503, 504)}
-    adds: dict[str, Any] = {**writes, "responses": {**writes["responses"], **_CREATED}}
+    adds: dict[str, Any] = {**writes, "responses": {**writes["responses"], **CREATED}}
 
     @app.post("/v1/items", response_model=AddResponse, **adds)
     async def add_items(wanted: AddRequest) -> Response:
@@ -464,7 +371,7 @@ def _added(done: AddResponse, items: Sequence[New]) -> Response:
 _MANY_RESULTS = 200
 
 
-async def _answers(service: Service, asked: Sequence[Asked], options: SearchOptions) -> Response:
+async def _answers(service: Service, asked: Sequence[Asked], options: RequestOptions) -> Response:
     """The response of a search; a large one is written in a thread, so that nobody waits for it."""
     found = await service.search(asked, options)
     large = len(asked) * options.max_results > _MANY_RESULTS or options.coverage is not None
@@ -475,33 +382,7 @@ def _json(model: BaseModel) -> Response:
     return Response(model.model_dump_json(), media_type="application/json")
 
 
-def _asked(query: Query, i: int) -> Asked:
-    where = f"body.queries.{i}"
-    if query.text is not None:
-        return _text(query.text, query.also, query.without, f"{where}.text")
-    if query.id is not None:
-        return Asked("id", query.id, f"{where}.id")
-    if query.vector is not None:
-        with np.errstate(over="ignore"):  # What float32 cannot hold is refused as infinite.
-            vector = np.asarray(query.vector, np.float32).tobytes()
-        return Asked(query.modality, query.name or f"vector {i + 1}", f"{where}.vector", vector=vector)
-    image = _decoded(query.image or "", f"{where}.image")
-    return Asked("image", query.name or f"image {i + 1}", f"{where}.image", image=image)
-
-
-def _text(text: str, also: Sequence[str], without: Sequence[str], where: str) -> Asked:
-    query = TextQuery(text, tuple(also), tuple(without))
-    return Asked("text", query.name, where, text=text, also=query.also, without=query.without)
-
-
 def _new(item: NewItem, i: int) -> New:
     where = f"body.items.{i}"
-    image = None if item.image is None else _decoded(item.image, f"{where}.image")
+    image = None if item.image is None else decoded(item.image, f"{where}.image")
     return New(item.id, where, image, item.text, item.payload)
-
-
-def _decoded(text: str, where: str) -> bytes:
-    try:
-        return base64.b64decode(text, validate=True)
-    except (binascii.Error, ValueError) as error:
-        raise Refusal(422, f"{where}: not base64", errors=[(where, f"not base64: {error}")]) from error

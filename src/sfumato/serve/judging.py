@@ -2,13 +2,14 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Self, TypeVar
+
+from pydantic import ConfigDict, Field, model_validator
 
 from sfumato.calibration.corrections import N_FOLDS
-from sfumato.encoders.dual import DualEncoder
 from sfumato.errors import UserError, counted
 from sfumato.evaluation.judgements import (
     Judgement,
@@ -20,27 +21,106 @@ from sfumato.evaluation.judgements import (
     qrels_of,
     read_judgements,
 )
-from sfumato.gaussian import GaussianEmbedding
 from sfumato.metrics.bootstrap import Interval
 from sfumato.search.options import Target
-from sfumato.search.searcher import Searcher
-from sfumato.serve.answering import ServedGallery, Sources
-from sfumato.serve.schemas import (
-    CHOSEN,
-    Figure,
-    JudgementsRequest,
-    JudgementsResponse,
-    JudgementsSummary,
-    JudgementsUsed,
-    Refusal,
-    busy,
-)
+from sfumato.serve.problems import WORD, Model, Refusal, busy
+from sfumato.serve.schemas import ItemId, Text
 from sfumato.serve.service import Service
+from sfumato.serve.settings import MOST
+from sfumato.serve.sources import ServedGallery
 from sfumato.workflows.judge import NotRefinedError, Refined, refine
 
 Done = TypeVar("Done")
 
 _LOG = logging.getLogger("sfumato.serve")
+
+
+_Name = Annotated[str, Field(min_length=1, max_length=100, pattern=WORD)]
+
+
+WEB, CHOSEN = "web", "chosen"
+"""The judge and the group of a hit where a request names none."""
+
+
+class NewJudgement(Model):
+    """A person's verdict on a hit of a search by text."""
+
+    query: Text = Field(description="the text that was searched by")
+    id: ItemId
+    yes: bool | None = Field(description="whether the text describes the item; null takes the verdict back")
+    probability: float | None = Field(
+        None, ge=0, le=1, description="match probability that stood beside the hit; null if none did"
+    )
+    weight: float = Field(
+        1.0, ge=1, le=1_000_000, description="one over the probability that the hit was drawn to be judged"
+    )
+    why: _Name = Field(CHOSEN, description="group that the hit was drawn from; `chosen` if the judge chose it")
+
+
+class JudgementsRequest(Model):
+    """Verdicts of one judge; all of them are kept, or none. Of two on one pair the later counts."""
+
+    model_config = ConfigDict(
+        json_schema_extra={"examples": [{"judgements": [{"query": "a red bird", "id": "birds/red.jpg", "yes": True}]}]}
+    )
+
+    judge: _Name = Field(WEB, description="name of the judge; only verdicts of this name are replaced or taken back")
+    judgements: list[NewJudgement] = Field([], max_length=MOST, description="the verdicts")
+    use: bool = Field(
+        False,
+        description="whether to refine the probabilities by all verdicts then, as `sfumato calibrate INDEX --judgements"
+        " FILE` does",
+    )
+
+    @model_validator(mode="after")
+    def _something(self) -> Self:
+        if not (self.judgements or self.use):
+            raise ValueError("give judgements, or use")
+        return self
+
+
+class Figure(Model):
+    """A figure with its 95 % interval over queries."""
+
+    value: float | None = Field(description="the figure")
+    low: float | None = Field(description="lower end of the interval; null if it cannot be computed")
+    high: float | None = Field(description="upper end of the interval; null if it cannot be computed")
+
+
+class JudgementsUsed(Model):
+    """What the verdicts changed about the probabilities of later searches."""
+
+    changed: list[str] = Field(description="kinds of items whose probabilities changed; none if no change is better")
+    n: int = Field(description="judged hits that were used")
+    queries: int = Field(description="number of their queries")
+    not_found: int = Field(description="judged pairs that are not among the hits")
+    before: Figure = Field(description="calibration error with the packaged constants")
+    after: Figure = Field(description="calibration error now, each query with the verdicts on the others")
+    text: str = Field(description="the same for people")
+
+
+class JudgementsResponse(Model):
+    """What has been stored durably."""
+
+    kept: int = Field(description="number of verdicts that are new or replaced")
+    removed: int = Field(description="number of verdicts that were there and are taken back or replaced")
+    n: int = Field(description="verdicts in the file now, of all judges")
+    used: JudgementsUsed | None = Field(description="what `use` changed; null without it")
+
+
+class JudgementsSummary(Model):
+    """What the verdicts say. The figures are of hits beside which a probability stood, and null without such hits."""
+
+    n: int = Field(description="verdicts, of all judges")
+    judges: int = Field(description="number of judges")
+    queries: int = Field(description="number of judged queries")
+    precision: Figure | None = Field(description="fraction of judged hits that people say yes to")
+    said: Figure | None = Field(description="mean probability that stood beside them")
+    calibration_error: Figure | None = Field(
+        description="mean gap of probability and verdict, in bins of equally many verdicts"
+    )
+    calibration_error_by_chance: float | None = Field(description="what perfect probabilities would show")
+    given: dict[str, bool] = Field(description="verdicts of the judge on the query of the request, by id")
 
 
 class Judging:
@@ -113,9 +193,8 @@ class Judging:
             verdicts = _of_target(path, _target(served))
             if not verdicts:
                 raise Refusal(422, "There are no verdicts to use yet; judge some results first")
-            searcher = Searcher(served.gallery, "this service", lambda: _ServedModel(self.service.sources))
             try:
-                found = refine(searcher, verdicts)
+                found = refine(self.service.sources.searcher("images"), verdicts)
             except NotRefinedError as error:
                 raise Refusal(422, str(error)) from error
             self.service.changed(served, 0)
@@ -151,26 +230,6 @@ class Judging:
                     5,
                     code="store-failed",
                 ) from error
-
-
-@dataclass(frozen=True)
-class _ServedModel:
-    """The model of a service, as a searcher asks for it."""
-
-    sources: Sources
-
-    @property
-    def model(self) -> DualEncoder:
-        return self.sources.model
-
-    def embed_texts(self, texts: Sequence[Any]) -> GaussianEmbedding:
-        return self.sources.model.embed_texts(texts)
-
-    def embed_images(self, images: Sequence[Any]) -> GaussianEmbedding:
-        return self.sources.model.embed_images(images)
-
-    def unfamiliar_texts(self, texts: Sequence[str]) -> list[bool]:
-        return self.sources.unfamiliar(texts)
 
 
 def _target(served: ServedGallery) -> Target:

@@ -1,28 +1,19 @@
 """Requests, responses and problems (RFC 9457) as pydantic models; the API documentation is made from them."""
 
-import json
-from collections.abc import Mapping, Sequence
-from http import HTTPStatus
 from typing import Annotated, Any, Literal, Self
 
-from fastapi.responses import Response
-from pydantic import AfterValidator, BaseModel, ConfigDict, FailFast, Field, model_validator
-from starlette.exceptions import HTTPException
+from pydantic import AfterValidator, ConfigDict, FailFast, Field, model_validator
 
 from sfumato.ids import id_error
-from sfumato.search.stores.protocol import parse_where
+from sfumato.search.options import SearchOptions
+from sfumato.search.stores.protocol import Filter, parse_where
+from sfumato.serve.problems import NO_NUL, WORD, Model, Refusal
 from sfumato.serve.settings import MOST, Rights
 
 GalleryName = Literal["images", "texts"]
 Modality = Literal["text", "image"]
-_NO_NUL, _WORD = r"^[^\x00]*$", r"^[^\x00]*[^\s\x00][^\x00]*$"
-_IN_WORDS = {
-    _NO_NUL: "holds the character NUL; leave it out",
-    _WORD: "is blank or holds the character NUL; expected a text",
-}
-"""What is expected of a text, by its pattern: nobody should have to read a regular expression."""
 
-ItemId = Annotated[str, Field(min_length=1, max_length=512, pattern=_NO_NUL, description="id of an item")]
+ItemId = Annotated[str, Field(min_length=1, max_length=512, pattern=NO_NUL, description="id of an item")]
 
 
 def _new_id(id: str) -> str:
@@ -32,19 +23,12 @@ def _new_id(id: str) -> str:
 
 
 NewId = Annotated[str, Field(min_length=1, max_length=512, description="id of the item"), AfterValidator(_new_id)]
-Text = Annotated[str, Field(min_length=1, max_length=2000, pattern=_WORD, description="any text")]
-Short = Annotated[str, Field(max_length=2000, pattern=_NO_NUL)]
+Text = Annotated[str, Field(min_length=1, max_length=2000, pattern=WORD, description="any text")]
+Short = Annotated[str, Field(max_length=2000, pattern=NO_NUL)]
 Payload = Annotated[
-    dict[Annotated[str, Field(min_length=1, max_length=100, pattern=_NO_NUL)], Short],
+    dict[Annotated[str, Field(min_length=1, max_length=100, pattern=NO_NUL)], Short],
     Field(max_length=32, description="texts that searches return with the item"),
 ]
-
-
-class _Model(BaseModel):
-    # The service sends every field, so the schemas of responses require those with a default too.
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, allow_inf_nan=False, json_schema_serialization_defaults_required=True
-    )
 
 
 _PICTURE = "path of its image at this service; null if there is none"
@@ -59,7 +43,7 @@ _WITHOUT: Any = Field(
 )
 
 
-class Query(_Model):
+class Query(Model):
     """A query: exactly one of text, image, id and vector."""
 
     text: Text | None = Field(None, description="any text")
@@ -73,7 +57,7 @@ class Query(_Model):
         " Gaussians refuses vectors",
     )
     modality: Modality = Field("text", description="what a vector is the embedding of")
-    name: Annotated[str, Field(min_length=1, max_length=200, pattern=_NO_NUL)] | None = Field(
+    name: Annotated[str, Field(min_length=1, max_length=200, pattern=NO_NUL)] | None = Field(
         None, description="name of an image or a vector in the answer; `image 1`, `vector 1` and so on if left out"
     )
     also: list[Text] = _ALSO
@@ -88,7 +72,7 @@ class Query(_Model):
         return self
 
 
-class ItemFilter(_Model):
+class ItemFilter(Model):
     """Which items a search may find."""
 
     where: Annotated[dict[Short, Annotated[list[Short], Field(max_length=100)]], Field(max_length=16)] = Field(
@@ -100,7 +84,7 @@ class ItemFilter(_Model):
     max_total_variance: float | None = _MOST_VARIANCE
 
 
-class _Options(_Model):
+class _Options(Model):
     """Options that JSON and links have in common."""
 
     gallery: GalleryName = Field("images", description="gallery to search")
@@ -131,13 +115,24 @@ class _Options(_Model):
     )
 
 
-class SearchOptions(_Options):
+class RequestOptions(_Options):
     """Options of every search."""
 
     filter: ItemFilter | None = Field(None, description="which items the search may find; all if null")
 
+    def of_search(self, max_set: int | None = None) -> SearchOptions:
+        """The same for the library."""
+        given, found = self.filter, None
+        if given is not None and (given.where or given.ranges or given.max_total_variance is not None):
+            if hidden := sorted(name for name in (*given.where, *given.ranges) if name.startswith("_")):
+                raise Refusal(422, f"a filter of {hidden[0]!r}: fields that begin with _ are hidden; leave it out")
+            where = {name: tuple(values) for name, values in given.where.items()}
+            found = Filter(where, given.max_total_variance, given.ranges)
+        same = {name: getattr(self, name) for name in ("min_probability", "coverage", "duplicates", "order", "target")}
+        return SearchOptions(**same, max_risk=self.abstain, max_set=max_set, filter=found)
 
-class SearchRequest(SearchOptions):
+
+class SearchRequest(RequestOptions):
     """One or several queries, searched together."""
 
     model_config = ConfigDict(json_schema_extra={"examples": [{"queries": [{"text": "a red bird"}], "max_results": 5}]})
@@ -145,14 +140,14 @@ class SearchRequest(SearchOptions):
     queries: list[Query] = Field(min_length=1, max_length=MOST, description="up to the limit of the service")
 
 
-class Drawn(_Model):
+class Drawn(Model):
     """How a hit was drawn to be judged, for a verdict on it."""
 
     why: str = Field(description="group that it was drawn from")
     weight: float = Field(description="one over the probability that it was drawn")
 
 
-class ResultRecord(_Model):
+class ResultRecord(Model):
     """One item that a search found."""
 
     id: str = Field(description="id of the item")
@@ -173,7 +168,7 @@ class ResultRecord(_Model):
     duplicates: list[str] = Field([], description="ids of nearly the same images that are folded into it")
 
 
-class ConformalSet(_Model):
+class ConformalSet(Model):
     """Items that contain a match with at least the requested probability."""
 
     coverage: float = Field(description="the requested probability")
@@ -183,7 +178,7 @@ class ConformalSet(_Model):
     hits: list[ResultRecord] = Field(description="the items, the closest first")
 
 
-class VerdictText(_Model):
+class VerdictText(Model):
     """The answer in words."""
 
     kind: Literal["clear", "few", "many", "unsure", "nothing", "abstained", "unfamiliar"] = Field(
@@ -192,7 +187,7 @@ class VerdictText(_Model):
     text: str = Field(description="for people")
 
 
-class Answer(_Model):
+class Answer(Model):
     """The answer to one query."""
 
     query: str = Field(description="the text, the name of the image file or of the vector, or the id")
@@ -233,14 +228,14 @@ class Answer(_Model):
     conformal_set: ConformalSet | None = Field(description="null if no coverage was requested")
 
 
-class SearchResponse(_Model):
+class SearchResponse(Model):
     """Answers in the order of the queries."""
 
     gallery: GalleryName = Field(description="gallery that was searched")
     answers: list[Answer] = Field(description="one for each query, in their order")
 
 
-class NewItem(_Model):
+class NewItem(Model):
     """An item to add: a text to a gallery of texts, an image to a gallery of images."""
 
     id: NewId
@@ -255,7 +250,7 @@ class NewItem(_Model):
         return self
 
 
-class Item(_Model):
+class Item(Model):
     """An item of a gallery."""
 
     id: str = Field(description="id of the item")
@@ -264,7 +259,7 @@ class Item(_Model):
     picture: str | None = Field(description=_PICTURE)
 
 
-class ItemList(_Model):
+class ItemList(Model):
     """Some items of a gallery, in the order of their ids (of the UTF-8 bytes)."""
 
     gallery: GalleryName = Field(description="gallery of the items")
@@ -272,7 +267,7 @@ class ItemList(_Model):
     next_cursor: str | None = Field(description="cursor of the request for the items that follow; null if none do")
 
 
-class AddRequest(_Model):
+class AddRequest(Model):
     """Items to add, or to replace if their ids exist; all of them or none."""
 
     model_config = ConfigDict(
@@ -283,7 +278,7 @@ class AddRequest(_Model):
     items: list[NewItem] = Field(min_length=1, max_length=MOST, description="up to the limit of the service")
 
 
-class AddResponse(_Model):
+class AddResponse(Model):
     """What has been stored durably."""
 
     gallery: GalleryName = Field(description="gallery that was written to")
@@ -292,7 +287,7 @@ class AddResponse(_Model):
     n: int = Field(description="items in the gallery now")
 
 
-class DeleteRequest(_Model):
+class DeleteRequest(Model):
     """Items to remove."""
 
     model_config = ConfigDict(json_schema_extra={"examples": [{"gallery": "images", "ids": ["birds/red.jpg"]}]})
@@ -301,7 +296,7 @@ class DeleteRequest(_Model):
     ids: list[ItemId] = Field(min_length=1, max_length=MOST, description="ids of the items; unknown ones are skipped")
 
 
-class DeleteResponse(_Model):
+class DeleteResponse(Model):
     """What has been removed durably."""
 
     gallery: GalleryName = Field(description="gallery that was written to")
@@ -309,93 +304,7 @@ class DeleteResponse(_Model):
     n: int = Field(description="items in the gallery now")
 
 
-_Name = Annotated[str, Field(min_length=1, max_length=100, pattern=_WORD)]
-WEB, CHOSEN = "web", "chosen"
-"""The judge and the group of a hit where a request names none."""
-
-
-class NewJudgement(_Model):
-    """A person's verdict on a hit of a search by text."""
-
-    query: Text = Field(description="the text that was searched by")
-    id: ItemId
-    yes: bool | None = Field(description="whether the text describes the item; null takes the verdict back")
-    probability: float | None = Field(
-        None, ge=0, le=1, description="match probability that stood beside the hit; null if none did"
-    )
-    weight: float = Field(
-        1.0, ge=1, le=1_000_000, description="one over the probability that the hit was drawn to be judged"
-    )
-    why: _Name = Field(CHOSEN, description="group that the hit was drawn from; `chosen` if the judge chose it")
-
-
-class JudgementsRequest(_Model):
-    """Verdicts of one judge; all of them are kept, or none. Of two on one pair the later counts."""
-
-    model_config = ConfigDict(
-        json_schema_extra={"examples": [{"judgements": [{"query": "a red bird", "id": "birds/red.jpg", "yes": True}]}]}
-    )
-
-    judge: _Name = Field(WEB, description="name of the judge; only verdicts of this name are replaced or taken back")
-    judgements: list[NewJudgement] = Field([], max_length=MOST, description="the verdicts")
-    use: bool = Field(
-        False,
-        description="whether to refine the probabilities by all verdicts then, as `sfumato calibrate INDEX --judgements"
-        " FILE` does",
-    )
-
-    @model_validator(mode="after")
-    def _something(self) -> Self:
-        if not (self.judgements or self.use):
-            raise ValueError("give judgements, or use")
-        return self
-
-
-class Figure(_Model):
-    """A figure with its 95 % interval over queries."""
-
-    value: float | None = Field(description="the figure")
-    low: float | None = Field(description="lower end of the interval; null if it cannot be computed")
-    high: float | None = Field(description="upper end of the interval; null if it cannot be computed")
-
-
-class JudgementsUsed(_Model):
-    """What the verdicts changed about the probabilities of later searches."""
-
-    changed: list[str] = Field(description="kinds of items whose probabilities changed; none if no change is better")
-    n: int = Field(description="judged hits that were used")
-    queries: int = Field(description="number of their queries")
-    not_found: int = Field(description="judged pairs that are not among the hits")
-    before: Figure = Field(description="calibration error with the packaged constants")
-    after: Figure = Field(description="calibration error now, each query with the verdicts on the others")
-    text: str = Field(description="the same for people")
-
-
-class JudgementsResponse(_Model):
-    """What has been stored durably."""
-
-    kept: int = Field(description="number of verdicts that are new or replaced")
-    removed: int = Field(description="number of verdicts that were there and are taken back or replaced")
-    n: int = Field(description="verdicts in the file now, of all judges")
-    used: JudgementsUsed | None = Field(description="what `use` changed; null without it")
-
-
-class JudgementsSummary(_Model):
-    """What the verdicts say. The figures are of hits beside which a probability stood, and null without such hits."""
-
-    n: int = Field(description="verdicts, of all judges")
-    judges: int = Field(description="number of judges")
-    queries: int = Field(description="number of judged queries")
-    precision: Figure | None = Field(description="fraction of judged hits that people say yes to")
-    said: Figure | None = Field(description="mean probability that stood beside them")
-    calibration_error: Figure | None = Field(
-        description="mean gap of probability and verdict, in bins of equally many verdicts"
-    )
-    calibration_error_by_chance: float | None = Field(description="what perfect probabilities would show")
-    given: dict[str, bool] = Field(description="verdicts of the judge on the query of the request, by id")
-
-
-class GalleryInfo(_Model):
+class GalleryInfo(Model):
     """A gallery of the service."""
 
     n: int = Field(description="number of items")
@@ -407,7 +316,7 @@ class GalleryInfo(_Model):
     fields: list[str] = Field(description="payload fields of its items")
 
 
-class Limits(_Model):
+class Limits(Model):
     """Limits; requests beyond them are refused."""
 
     max_batch: int = Field(description="queries, or new items, of a request")
@@ -416,7 +325,7 @@ class Limits(_Model):
     max_pixels: int = Field(description="pixels of all images of a request together")
 
 
-class QueryKinds(_Model):
+class QueryKinds(Model):
     """The kinds of queries that the model of the service can answer."""
 
     text: bool = Field(description="texts")
@@ -427,7 +336,7 @@ class QueryKinds(_Model):
     )
 
 
-class Info(_Model):
+class Info(Model):
     """The service."""
 
     version: str = Field(description="of sfumato")
@@ -441,14 +350,7 @@ class Info(_Model):
     limits: Limits = Field(description="requests beyond them are refused")
 
 
-class Invalid(_Model):
-    """One error in a request."""
-
-    where: str = Field(description='place in the request, e.g. "body.queries.0.text"')
-    message: str = Field(description="what is wrong, and what was expected")
-
-
-class State(_Model):
+class State(Model):
     """The state of the service: alive, or ready."""
 
     status: Literal["alive", "ready"] = Field(description="alive of /healthz, ready of /readyz")
@@ -465,7 +367,7 @@ _CONDITION, _CONDITIONS = AfterValidator(lambda text: _conditions([text])[0]), A
 class SearchParameters(_Options):
     """The options of a search as query parameters, which cannot be nested."""
 
-    where: Annotated[list[Annotated[str, Field(max_length=2101, pattern=_NO_NUL), _CONDITION]], _CONDITIONS] = Field(
+    where: Annotated[list[Annotated[str, Field(max_length=2101, pattern=NO_NUL), _CONDITION]], _CONDITIONS] = Field(
         [],
         max_length=100,
         description="FIELD=VALUE that the payload must have, also with >=, <=, > and <, or FIELD:VALUE (exactly); may"
@@ -473,7 +375,7 @@ class SearchParameters(_Options):
     )
     max_total_variance: float | None = _MOST_VARIANCE
 
-    def options(self) -> SearchOptions:
+    def options(self) -> RequestOptions:
         """The same options as in JSON."""
         wanted = None
         if self.where or self.max_total_variance is not None:
@@ -482,7 +384,7 @@ class SearchParameters(_Options):
             wanted = ItemFilter(where=where, ranges=read.ranges, max_total_variance=self.max_total_variance)
         own = {"where", "max_total_variance", "q", "also", "without"}
         flat = self.model_dump(exclude=own, exclude_unset=True)
-        return SearchOptions(**flat, filter=wanted)
+        return RequestOptions(**flat, filter=wanted)
 
 
 class TextSearch(SearchParameters):
@@ -491,105 +393,3 @@ class TextSearch(SearchParameters):
     q: Text = Field(description="the text to search by", examples=["a red bird"])
     also: list[Text] = _ALSO
     without: list[Text] = _WITHOUT
-
-
-class Problem(_Model):
-    """Why a request was refused, as RFC 9457 application/problem+json."""
-
-    type: str = Field(description="`/docs#problem-CODE`; the description of the service explains each code")
-    code: str = Field(description="which problem it is, for programs; the codes stay the same")
-    title: str = Field(description="the status in words")
-    status: int = Field(description="of HTTP")
-    detail: str = Field(description="what happened, what was expected and what to do")
-    errors: list[Invalid] = Field([], description="what is wrong, and where; the first 20")
-
-
-CODES = {
-    "bad-request": (400, "the request is not HTTP"),
-    "unknown-host": (400, "the request uses a host name that the service does not know"),
-    "no-key": (401, "the key is missing or wrong"),
-    "other-site": (403, "the request comes from a page of another web site"),
-    "read-only": (403, "it is a write, and the service takes none"),
-    "no-right-to-write": (403, "it is a write, and the key permits reading alone"),
-    "not-found": (404, "there is no such gallery, item or image"),
-    "no-such-path": (404, "the service has nothing under this path"),
-    "wrong-method": (405, "the path takes other methods; Allow names them"),
-    "too-slow": (408, "the request took too long to arrive"),
-    "index": (409, "the gallery is an index, which cannot be changed"),
-    "other-writer": (409, "another process writes to the collection"),
-    "no-judgements": (409, "the service keeps no verdicts: it was started without --judgements"),
-    "too-large": (413, "the request is larger than a limit"),
-    "wrong-content-type": (415, "the content type is not the expected one"),
-    "invalid": (422, "the request is not valid; `errors` lists what is wrong and where"),
-    "error": (500, "an error in the service; its log has the cause under the number in `detail`"),
-    "busy": (503, "the service has too much to do; see Retry-After"),
-    "not-ready": (503, "the service warms up or shuts down, or its store does not answer; see Retry-After"),
-    "store-failed": (503, "the store failed; see Retry-After"),
-    "too-long": (504, "the service did not answer in time"),
-}
-"""(status, description) of every problem; the first code of a status is its usual one."""
-
-_USUAL = {status: code for code, (status, _) in reversed(CODES.items())}
-
-PROBLEM = "application/problem+json"
-_LONGEST, _MOST, _TOO_WRONG = 500, 20, 100
-
-
-class Refusal(HTTPException):
-    """The refusal of a request."""
-
-    def __init__(
-        self,
-        status: int,
-        detail: str,
-        *,
-        errors: Sequence[tuple[str, str]] = (),
-        headers: Mapping[str, str] | None = None,
-        code: str | None = None,
-    ) -> None:
-        super().__init__(status, detail, dict(headers or {}))
-        self.errors, self.code = tuple(errors), code or _USUAL.get(status, "bad-request")
-
-    def response(self) -> Response:
-        """The refusal as a response."""
-        problem = Problem(
-            type=f"/docs#problem-{self.code}",
-            code=self.code,
-            title=HTTPStatus(self.status_code).phrase,
-            status=self.status_code,
-            detail=_clean(self.detail),
-            errors=[Invalid(where=_clean(where), message=_clean(message)) for where, message in self.errors[:_MOST]],
-        )
-        # ASCII, so that encoding cannot fail.
-        return Response(json.dumps(problem.model_dump()), self.status_code, headers=self.headers, media_type=PROBLEM)
-
-
-def busy(detail: str, seconds: int = 1, *, code: str = "busy") -> Refusal:
-    """The refusal of a busy service."""
-    return Refusal(503, detail, headers={"Retry-After": str(seconds)}, code=code)
-
-
-def invalid(errors: Sequence[Any]) -> Refusal:
-    """The refusal of a request that pydantic finds invalid."""
-    if len(errors) > _TOO_WRONG:
-        return Refusal(422, f"The request is not valid: body: it has {len(errors)} errors")
-    found = []
-    for error in errors:
-        found.append((".".join(map(str, error["loc"])), _message(error)))
-    first = "; ".join(f"{where}: {message}" for where, message in found[:3])
-    return Refusal(422, f"The request is not valid: {first}", errors=found)
-
-
-def _message(error: Any) -> str:
-    """The message of one error of a ValidationError."""
-    if error["type"] == "extra_forbidden":
-        return f"unknown field {error['loc'][-1]!r}"
-    if error["type"] == "string_pattern_mismatch":
-        return _IN_WORDS[error["ctx"]["pattern"]]
-    return str(error["msg"]).removeprefix("Value error, ")
-
-
-def _clean(text: str) -> str:
-    """A text shortened, and without characters that UTF-8 cannot encode."""
-    text = text.encode("utf-8", "replace").decode()
-    return text if len(text) <= _LONGEST else text[:_LONGEST] + " ..."

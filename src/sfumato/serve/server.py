@@ -27,7 +27,7 @@ from fastapi import FastAPI
 
 from sfumato.errors import UserError
 from sfumato.serve.app import route_of
-from sfumato.serve.guard import share_memory
+from sfumato.serve.bodies import share_memory
 from sfumato.serve.service import Service
 from sfumato.serve.settings import Settings
 

@@ -5,49 +5,38 @@ Reads continue during a write.
 
 import asyncio
 import base64
-import contextlib
 import io
 import itertools
 import logging
-import threading
-import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Literal, TypeVar
+from typing import TypeVar
 
-import numpy as np
 import torch
 from PIL import Image
 
 from sfumato import __version__
 from sfumato.data.images import handed_out
-from sfumato.data.region_files import regions_to_bytes
-from sfumato.encoders.feature_rows import blank_features, features_read
-from sfumato.errors import first_line
+from sfumato.encoders.feature_rows import blank_features
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.search.candidates import GalleryRecords
-from sfumato.search.collection import GaussianCollection
-from sfumato.search.gallery import Gallery
-from sfumato.search.searcher import advice, combined
 from sfumato.search.stores.protocol import StoreBase
 from sfumato.serve.answering import (
-    Asked,
     Search,
-    ServedGallery,
-    Sources,
     calibrated_probability,
     check_payloads,
     image_path,
     info_of,
     refuse_guarantees,
     search_together,
-    vector_sides,
-    wanted_filter,
     with_questions,
-    without_bytes,
 )
-from sfumato.serve.embedding import HEADER, Batcher, Closed, Embedder, Task, Threads, message_of, submitted
-from sfumato.serve.guard import Budget, Metrics
+from sfumato.serve.decoding import Task, Threads, message_of
+from sfumato.serve.embedding import Batcher, submitted
+from sfumato.serve.health import StoreHealth
+from sfumato.serve.metrics import Metrics
+from sfumato.serve.problems import Refusal
+from sfumato.serve.queries import Asked, Queries, checked
 from sfumato.serve.schemas import (
     Answer,
     GalleryInfo,
@@ -56,13 +45,11 @@ from sfumato.serve.schemas import (
     Item,
     ItemList,
     Limits,
-    QueryKinds,
-    Refusal,
-    SearchOptions,
+    RequestOptions,
     SearchResponse,
-    busy,
 )
 from sfumato.serve.settings import Rights, Settings
+from sfumato.serve.sources import ServedGallery, Sources
 
 Done = TypeVar("Done")
 
@@ -74,9 +61,8 @@ class Service:
 
     def __init__(self, sources: Sources, settings: Settings) -> None:
         self.sources, self.settings, self.metrics = sources, settings, Metrics()
-        self.vector_sides = vector_sides(sources.model, sources.d)
-        self.embedder = Embedder(sources.model, settings, self.metrics)
-        self.pixels = Budget(settings.pixel_budget, "images to decode")
+        self.queries = Queries(sources, settings, self.metrics)
+        self.embedder = self.queries.embedder
         self.ready = asyncio.Event()
         self.failed: str | None = None
         self.draining = False  # It was asked to stop, and answers what still comes for a while.
@@ -131,7 +117,7 @@ class Service:
             raise Refusal(404, f"This service has no gallery of {name}; it has {', '.join(self.sources.galleries)}")
         return self.sources.galleries[name]
 
-    async def search(self, asked: Sequence[Asked], options: SearchOptions) -> SearchResponse:
+    async def search(self, asked: Sequence[Asked], options: RequestOptions) -> SearchResponse:
         """Search by queries."""
         served, limits = self.gallery(options.gallery), self.settings
         if len(asked) > limits.max_batch:
@@ -143,11 +129,12 @@ class Service:
         if options.max_results > limits.max_results:
             reason = f"{options.max_results} is more than the limit of {limits.max_results}; ask for fewer"
             raise Refusal(422, f"max_results: {reason}", errors=[("max_results", reason)])
-        max_set = self._max_set(len(asked), options)
+        how = options.of_search(self._max_set(len(asked), options))
         if not options.abstain is options.coverage is options.min_probability is None:
-            await self.in_thread(refuse_guarantees, served.gallery, asked, options)
-        rows = await self._embedded(asked, served.gallery)
-        searches = [Search(without_bytes(one), row, options, max_set) for one, row in zip(asked, rows, strict=True)]
+            await self.in_thread(refuse_guarantees, served, asked, options)
+        rows = await self.queries.embedded(asked, served.gallery, self.in_thread)
+        name, k = options.gallery, options.max_results
+        searches = [Search(one.light, row, name, k, how) for one, row in zip(asked, rows, strict=True)]
         found = await submitted(self.searches, searches)
         answers = []
         for one in found:
@@ -159,55 +146,13 @@ class Service:
         check_payloads((hit.payload for hit in hits), limits.max_response_bytes)
         return SearchResponse(gallery=options.gallery, answers=answers)
 
-    def _max_set(self, n: int, options: SearchOptions) -> int:
+    def _max_set(self, n: int, options: RequestOptions) -> int:
         """Largest conformal set of each of n queries, so that the response stays within its number of items."""
         most, left = self.settings.max_records, self.settings.max_records - n * options.max_results
         if left < 0:
             reason = f"{n} queries with {options.max_results} results each are more than the limit of {most} in all"
             raise Refusal(422, f"max_results: {reason}; send fewer at a time", errors=[("max_results", reason)])
         return min(self.settings.max_results, max(1, left // n))
-
-    def refuse_features(self, side: Literal["image", "text"], where: Sequence[str]) -> None:
-        """Refuse the images or texts of a request if the model reads features instead of them."""
-        model = self.sources.model
-        features = features_read(model.image if side == "image" else model.text)
-        if where and features:
-            kinds = self.query_kinds()
-            ways = " or ".join(way for way, there in (("by text", kinds.text), ("by vector", kinds.vector)) if there)
-            ways = f"{ways} or by item".removeprefix(" or ")
-            reason = f"{where[0]}: the model of this service reads {features}, not {side}s; search {ways}"
-            raise Refusal(422, reason, errors=[(where[0], reason)])
-
-    @contextlib.asynccontextmanager
-    async def checked_images(self, images: Sequence[tuple[str, bytes]]) -> AsyncIterator[None]:
-        """Check the image files of a request by their headers, and take their pixels from the budget of all requests.
-
-        images (location in the request, bytes).
-        """
-        self.refuse_features("image", [where for where, _ in images])
-        for where, data in images:
-            if len(data) > (most := self.settings.max_upload_bytes):
-                raise Refusal(413, f"{where}: {len(data)} bytes are more than the limit of {most}")
-        headers = await self.embedder.decoders.all(HEADER, [data for _, data in images])
-        total, limit = 0, self.settings.max_pixels
-        for (where, _), found in zip(images, headers, strict=True):
-            if isinstance(found, ValueError):
-                raise Refusal(422, f"{where}: {found}", errors=[(where, str(found))])
-            if isinstance(found, BaseException):
-                raise found
-            width, height = found[0]["width"], found[0]["height"]
-            total += width * height
-            if width * height > limit:
-                reason = f"{width} x {height} are more pixels than the limit of {limit}; send a smaller copy"
-                raise Refusal(413, f"{where}: {reason}")
-            if total > limit:
-                raise Refusal(
-                    413,
-                    f"{where}: with this image the request has {total} pixels, more than the limit of {limit} for all"
-                    " images of a request; send fewer at a time, or smaller copies",
-                )
-        with self.pixels.taken(total):
-            yield
 
     async def image(self, id: str, size: int | None) -> tuple[bytes, str]:
         """The image of an item. Returns (bytes, media type)."""
@@ -256,16 +201,6 @@ class Service:
 
         return await self.in_thread(read)
 
-    def query_kinds(self) -> QueryKinds:
-        """The kinds of queries that the model can answer."""
-        model, sides = self.sources.model, self.vector_sides
-        return QueryKinds(
-            text=not features_read(model.text),
-            image=not features_read(model.image),
-            id=True,
-            vector={name: side.channels for name, side in sides.items() if side.channels is not None},
-        )
-
     async def info(self, rights: Rights) -> Info:
         """Describe the service."""
         return Info(
@@ -273,7 +208,7 @@ class Service:
             model=self.sources.name,
             distance=self.sources.distance,
             dimensions=self.sources.d,
-            query_kinds=self.query_kinds(),
+            query_kinds=self.queries.kinds(),
             rights=rights,
             galleries={name: await self.in_thread(self._info_of, name, rights) for name in self.sources.galleries},
             judgements=self.settings.judgements is not None and rights == "write",
@@ -312,87 +247,24 @@ class Service:
     def _items(served: ServedGallery, ids: list[str]) -> GalleryRecords:
         return served.gallery.get([i for i in ids if 0 < len(i) <= 512 and "\0" not in i])
 
-    async def _embedded(self, asked: Sequence[Asked], gallery: Gallery) -> list[GaussianEmbedding]:
-        """(1, d) embedding of each query."""
-        rows: dict[int, GaussianEmbedding] = {}
-        by_kind = {
-            k: [i for i, q in enumerate(asked) if q.kind == k and q.vector is None] for k in ("text", "image", "id")
-        }
-        if ids := by_kind["id"]:
-            wanted = list(dict.fromkeys(asked[i].name for i in ids))
-            items = await self.in_thread(gallery.get, wanted)
-            place = {one: j for j, one in enumerate(items.ids)}
-            if missing := [i for i in ids if asked[i].name not in place]:
-                raise Refusal(
-                    404,
-                    f"There is no item {asked[missing[0]].name!r} to search by",
-                    errors=[(asked[i].where, "no such item") for i in missing],
-                )
-            rows |= {i: items.embeddings[place[asked[i].name] : place[asked[i].name] + 1] for i in ids}
-        if images := by_kind["image"]:
-            async with self.checked_images([(asked[i].where, asked[i].image) for i in images]):
-                found = await self.embedder.embed_images([asked[i].image for i in images])
-            rows |= dict(zip(images, checked(found, [asked[i].where for i in images]), strict=True))
-        if texts := by_kind["text"]:
-            self.refuse_features("text", [asked[i].where for i in texts])
-            parts = [(asked[i].where, part) for i in texts for part in asked[i].query.parts]
-            found = await self.embedder.embed_texts([part for _, part in parts])
-            embedded = GaussianEmbedding.cat(checked(found, [where for where, _ in parts]))
-            whole = combined([asked[i].query for i in texts], embedded)
-            rows |= {i: whole[k : k + 1] for k, i in enumerate(texts)}
-        if vectors := [i for i, q in enumerate(asked) if q.vector is not None]:
-            rows |= dict(zip(vectors, await self._embedded_vectors([asked[i] for i in vectors]), strict=True))
-        return [rows[i].to(torch.float32) for i in range(len(asked))]
-
-    async def _embedded_vectors(self, asked: Sequence[Asked]) -> list[GaussianEmbedding]:
-        """(1, d) embedding of each query by vector."""
-        values = [np.frombuffer(one.vector or b"", np.float32) for one in asked]
-        sides = [self.vector_sides["image" if one.kind == "image" else "text"] for one in asked]
-        found = [side.reason or side.error(vector) for side, vector in zip(sides, values, strict=True)]
-        if wrong := [(one.where, error) for one, error in zip(asked, found, strict=True) if error]:
-            first, error = wrong[0]
-            raise Refusal(422, f"{first}: {error}", errors=wrong)
-        rows: dict[int, GaussianEmbedding] = {}
-        for modality, side in self.vector_sides.items():
-            chosen = [i for i, one in enumerate(sides) if one is side]
-            if chosen and side.reads:
-                files = [regions_to_bytes(values[i].reshape(1, -1)) for i in chosen]
-                embed = self.embedder.embed_texts if modality == "text" else self.embedder.embed_images
-                rows |= dict(zip(chosen, checked(await embed(files), [asked[i].where for i in chosen]), strict=True))
-            elif chosen:
-                points = side.points([values[i] for i in chosen])
-                rows |= {i: points[k : k + 1] for k, i in enumerate(chosen)}
-        for i, one in enumerate(asked):
-            if not (rows[i].mean.square().sum() + rows[i].total_variance).isfinite():
-                expected = "expected numbers like the model's data"
-                reason = f"the embedding of this vector by the model is not finite; {expected}"
-                raise Refusal(422, f"{one.where}: {reason}", errors=[(one.where, reason)])
-        return [rows[i] for i in range(len(asked))]
-
     def _search(self, searches: list[Search]) -> list[Answer | Exception]:
-        answers = search_together(searches, self.gallery, self.sources.unfamiliar)
-        for one, answer in zip(searches, answers, strict=True):
+        answers = search_together(searches, self.sources)
+        for i, (one, answer) in enumerate(zip(searches, answers, strict=True)):
             if isinstance(answer, Answer):
-                self._count(one.options, answer)
-        return [self._advised(one, answer) for one, answer in zip(searches, answers, strict=True)]
+                self._count(one, answer)
+                if one.asked.text and answer.target == "fits" and self.settings.judgements is not None:
+                    answers[i] = with_questions(answer)
+        return answers
 
-    def _count(self, options: SearchOptions, answer: Answer) -> None:
+    def _count(self, search: Search, answer: Answer) -> None:
         """Count an abstention, and what is said of a first hit among all items."""
+        options = search.options
         if answer.abstained is not None:
-            self.metrics.abstention(options.gallery, answer.abstained)
+            self.metrics.abstention(search.gallery, answer.abstained)
         by_probability = answer.target == "listed" or options.order == "fits"
         first = answer.hits[0].match_probability if answer.calibrated and answer.hits and by_probability else None
-        if first is not None and options.min_probability is None and wanted_filter(options) is None:
-            self.metrics.first_hit(options.gallery, answer.target, first)
-
-    def _advised(self, search: Search, answer: Answer | Exception) -> Answer | Exception:
-        if isinstance(answer, Exception) or not search.asked.text:
-            return answer
-        gallery = self.gallery(search.options.gallery).gallery
-        suggestion, warning = advice(search.asked.query, gallery, self.sources.model)
-        answer = answer.model_copy(update={"suggestion": suggestion, "warning": warning})
-        asks = answer.target == "fits" and self.settings.judgements is not None
-        return with_questions(answer) if asks else answer
+        if first is not None and options.min_probability is None and options.filter is None:
+            self.metrics.first_hit(search.gallery, answer.target, first)
 
     async def _warm_up(self) -> None:
         """Embed one text and one image and make one search; then the service is ready."""
@@ -440,80 +312,3 @@ def _id_of(cursor: str) -> str:
         reason = "is no cursor of this service; send the next_cursor of an answer, or none to begin"
         raise Refusal(422, f"query.cursor: {reason}", errors=[("query.cursor", reason)])
     return id
-
-
-def checked(found: Sequence[GaussianEmbedding | BaseException], where: Sequence[str]) -> list[GaussianEmbedding]:
-    """Check that all embeddings could be computed."""
-    if wrong := [(place, error) for place, error in zip(where, found, strict=True) if isinstance(error, BaseException)]:
-        for _, error in wrong:
-            if isinstance(error, Closed):
-                raise busy("The service is shutting down", 5, code="not-ready")
-            if not isinstance(error, ValueError | OSError):
-                raise error
-        first, error = wrong[0]
-        raise Refusal(422, f"{first}: {error}", errors=[(place, str(error)) for place, error in wrong])
-    return [one for one in found if isinstance(one, GaussianEmbedding)]
-
-
-class StoreHealth:
-    """Reads a record of the store every few seconds, and counts the items."""
-
-    def __init__(self, name: str, collection: GaussianCollection, *, every: float = 5.0, patience: float = 5.0) -> None:
-        self._name, self._collection, self._every, self._patience = name, collection, every, patience
-        self._asked_at: float | None = None
-        self._next_count = 0.0
-        self._error = self._count_error = ""
-        self._counter = threading.Thread()
-        self._stopping = threading.Event()
-
-    @property
-    def problem(self) -> str:
-        """Why the store cannot be used now; "" if it answers."""
-        asked_at = self._asked_at
-        if asked_at is not None and (waited := time.monotonic() - asked_at) > self._patience:
-            return f"the store of the {self._name} has not answered for {waited:.0f} seconds"
-        return f"the store of the {self._name} cannot be read" if self._error else ""
-
-    def start(self) -> None:
-        """Count the items, then go on in the background."""
-        self._collection.recount()
-        self._collection.counts_itself = False
-        threading.Thread(target=self._watch, name=f"store of {self._name}", daemon=True).start()
-
-    def stop(self) -> None:
-        """End the thread, at once or as soon as the store answers."""
-        self._stopping.set()
-
-    def _watch(self) -> None:
-        while not self._stopping.wait(self._every):
-            error = self._look()
-            if not self._stopping.is_set() and bool(error) != bool(self._error):
-                if error:
-                    _LOG.error("the store of the %s cannot be read: %s", self._name, error)
-                else:
-                    _LOG.info("the store of the %s answers again", self._name)
-            self._error = error
-
-    def _look(self) -> str:
-        """Read a record; returns what went wrong, "" if nothing did. Another thread counts: a count may take long."""
-        try:
-            self._asked_at = time.monotonic()
-            next(self._collection.scan(1), None)
-        except Exception as error:
-            return first_line(error)
-        finally:
-            self._asked_at = None
-        if not self._counter.is_alive() and time.monotonic() >= self._next_count:
-            self._counter = threading.Thread(target=self._count, name=threading.current_thread().name, daemon=True)
-            self._counter.start()
-        return self._count_error
-
-    def _count(self) -> None:
-        began = time.monotonic()
-        try:
-            self._collection.recount()
-            self._count_error = ""
-        except Exception as error:
-            self._count_error = first_line(error)
-        ended = time.monotonic()
-        self._next_count = ended + 20 * (ended - began)

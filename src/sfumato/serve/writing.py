@@ -18,10 +18,12 @@ from sfumato.gaussian import GaussianEmbedding
 from sfumato.search.candidates import GalleryRecords
 from sfumato.search.collection import GaussianCollection
 from sfumato.search.stores.protocol import Filter, StoreInUseError
-from sfumato.serve.answering import ServedGallery
-from sfumato.serve.embedding import Task, message_of
-from sfumato.serve.schemas import AddResponse, DeleteResponse, GalleryName, Refusal, busy
-from sfumato.serve.service import Service, checked
+from sfumato.serve.decoding import Task, message_of
+from sfumato.serve.problems import Refusal, busy
+from sfumato.serve.queries import checked
+from sfumato.serve.schemas import AddResponse, DeleteResponse, GalleryName
+from sfumato.serve.service import Service
+from sfumato.serve.sources import ServedGallery
 from sfumato.workflows.index import remove_items
 
 _STORED = Task("stored", {}, message_of)
@@ -62,14 +64,14 @@ class Writer:
         images = [(f"{one.where}.image", one.image) for one in items if one.image is not None]
         files: Sequence[tuple[dict[str, str], bytes]] = ()
         if gallery == "images":
-            async with self.service.checked_images(images):
-                found = await self.service.embedder.embed_images([data for _, data in images])
+            async with self.service.queries.checked_images(images):
+                found = await self.service.queries.embedder.embed_images([data for _, data in images])
                 rows = checked(found, [where for where, _ in images])
                 if served.uploads is not None:
                     files = await self._re_encoded(images)
         else:
-            self.service.refuse_features("text", [f"{one.where}.text" for one in items])
-            found = await self.service.embedder.embed_texts([one.text or "" for one in items])
+            self.service.queries.refuse_features("text", [f"{one.where}.text" for one in items])
+            found = await self.service.queries.embedder.embed_texts([one.text or "" for one in items])
             rows = checked(found, [f"{one.where}.text" for one in items])
 
         created = 0
@@ -145,7 +147,7 @@ class Writer:
 
     async def _re_encoded(self, images: Sequence[tuple[str, bytes]]) -> list[tuple[dict[str, str], bytes]]:
         """(location, bytes) of image files -> payload fields that they name themselves, and bytes to store."""
-        found = await self.service.embedder.decoders.all(_STORED, [data for _, data in images])
+        found = await self.service.queries.embedder.decoders.all(_STORED, [data for _, data in images])
         for (where, _), one in zip(images, found, strict=True):
             if isinstance(one, ValueError):
                 raise Refusal(422, f"{where}: {one}", errors=[(where, str(one))]) from one

@@ -1,0 +1,86 @@
+"""Counters and histograms for Prometheus."""
+
+from collections.abc import Callable, Mapping
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+TEXT = "text/plain; version=0.0.4; charset=utf-8"
+
+
+_METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
+
+
+_LATENCIES = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
+
+
+_TENTHS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
+
+
+_SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
+
+
+_GAUGES = {
+    "waiting": ("Texts or images that wait for the model, and searches.", "kind"),
+    "items": ("Items of a gallery.", "gallery"),
+    "store_up": ("1 if the store of a collection answers.", "gallery"),
+    "calibrated_probability": ("Mean probability of the first hits of the calibration's queries.", "gallery"),
+}
+"""What is measured when the metrics are read: (description, label)."""
+
+
+class Metrics:
+    """Counters and histograms for Prometheus."""
+
+    def __init__(self) -> None:
+        self.registry = own = CollectorRegistry()
+        labels, whole = ("method", "route", "status"), "From the first byte of a request to the last of its response."
+        together, abstained = (
+            "Texts or images embedded, or queries searched, together.",
+            "Answers to queries with abstain.",
+        )
+        self._requests = Counter("sfumato_requests", "Requests answered.", labels, registry=own)
+        self._seconds = Histogram("sfumato_request_seconds", whole, ("route",), buckets=_LATENCIES, registry=own)
+        self._batch = Histogram("sfumato_batch_size", together, ("kind",), buckets=_SIZES, registry=own)
+        self._abstentions = Counter("sfumato_abstentions", abstained, ("gallery", "abstained"), registry=own)
+        said, judged = "Probability of first hits.", ("target", "drawn")
+        targets = "gallery", "target"
+        self._said = Histogram("sfumato_first_hit_probability", said, targets, buckets=_TENTHS, registry=own)
+        self._judged = {
+            name: Counter(f"sfumato_judged_{name}", f"{text} that people judged.", judged, registry=own)
+            for name, text in (("hits", "Hits"), ("right", "Right hits"), ("probability", "Probabilities of the hits"))
+        }
+        self._gauges = {
+            name: Gauge(f"sfumato_{name}", text, (label,), registry=own) for name, (text, label) in _GAUGES.items()
+        }
+        self._ready = Gauge("sfumato_ready", "1 if the service answers searches.", registry=own)
+
+    def request(self, method: str, route: str, status: int, seconds: float) -> None:
+        """Count a request."""
+        self._requests.labels(method if method in _METHODS else "other", route, str(status)).inc()
+        self._seconds.labels(route).observe(seconds)
+
+    def batch(self, kind: str) -> Callable[[int], None]:
+        """A counter of batches."""
+        return self._batch.labels(kind).observe
+
+    def abstention(self, gallery: str, abstained: bool) -> None:
+        """Count an answer to a query with abstain."""
+        self._abstentions.labels(gallery, "yes" if abstained else "no").inc()
+
+    def first_hit(self, gallery: str, target: str, probability: float) -> None:
+        """Count the probability of a first hit."""
+        self._said.labels(gallery, target).observe(probability)
+
+    def judged(self, target: str, drawn: bool, right: bool, probability: float) -> None:
+        """Count a verdict on a hit with a probability; drawn by the service, or chosen by the judge."""
+        for name, value in (("hits", 1.0), ("right", float(right)), ("probability", probability)):
+            self._judged[name].labels(target, "yes" if drawn else "no").inc(value)
+
+    def text(self, measured: Mapping[str, Mapping[str, float | None]], ready: bool) -> bytes:
+        """All metrics, for GET /metrics. measured: name -> label -> value."""
+        for name, gauge in self._gauges.items():
+            for label, value in measured.get(name, {}).items():
+                if value is not None:
+                    gauge.labels(label).set(value)
+        self._ready.set(ready)
+        return generate_latest(self.registry)
