@@ -1,4 +1,4 @@
-"""The tables of docs/results/methods.md, from files of benchmarks/methods.py.
+"""The tables of papers/docs/methods.md, from files of benchmarks/methods.py.
 
     python benchmarks/results_page.py
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-RESULTS, PAGE = ROOT / "benchmarks" / "results", ROOT / "docs" / "results" / "methods.md"
+RESULTS, PAGE = ROOT / "benchmarks" / "results", ROOT / "papers" / "docs" / "methods.md"
 
 METHODS = {
     "infonce": "InfoNCE",

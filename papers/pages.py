@@ -1,4 +1,4 @@
-"""Write what is said of the papers' tables elsewhere: docs/concepts/papers.md and the headers of the recipes.
+"""Write what is said of the papers' tables elsewhere: papers/docs/papers.md and the headers of the recipes.
 
     python -m papers.pages
 
@@ -14,7 +14,7 @@ from pathlib import Path
 from sfumato.evaluation.papers import PaperItem, paper_items
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE = ROOT / "docs" / "concepts" / "papers.md"
+PAGE = ROOT / "papers" / "docs" / "papers.md"
 RECIPES = ROOT / "recipes"
 
 HEAD = "# Rows of the papers' tables, by papers/pages.py. `python -m papers table ID --published` has the headings:"
@@ -84,7 +84,7 @@ def title(item: PaperItem) -> str:
 def state(item: PaperItem) -> str:
     """Whether it was run, with a link."""
     if item.results:
-        return f"[run](../results/{item.results})"
+        return f"[run]({item.results})"
     able = [name for name in item.data_sets if name != item.benchmark]
     return item.state + (f"; with `--data {'` or `'.join(able)}`" if able else "")
 

@@ -138,19 +138,6 @@ def test_commands_that_are_not_run_name_what_exists():
             load_recipe(find_recipe(words[0]), overrides)
 
 
-def test_tests_that_the_concepts_name_exist():
-    text = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "docs" / "concepts").glob("*.md"))
-    named = re.findall(r"`((?:[\w]+/)?test_\w+\.py)::(\w+)`", text)
-    assert len(named) > 30
-    missing = [
-        f"{file}::{name}"
-        for file, name in named
-        if not (ROOT / "tests" / file).exists()
-        or not re.search(rf"^def {name}\(", (ROOT / "tests" / file).read_text(encoding="utf-8"), flags=re.MULTILINE)
-    ]
-    assert not missing
-
-
 def test_named_paths_and_make_targets_exist_and_the_readme_is_short():
     assert len(README.splitlines()) <= 120
     targets = re.findall(r"make (\w+)", "".join(blocks("console")))

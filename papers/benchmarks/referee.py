@@ -307,7 +307,7 @@ COSTS = ("recall_csd", "fit_seconds", "fit_megabytes", "ms_per_query", "query_me
 
 
 def print_all(models: list[list[dict[str, Any]]]) -> None:
-    """All tables; docs/results/frozen-models.md shows some."""
+    """All tables; papers/docs/frozen-models.md shows some."""
     complete = [reports for reports in models if "constant" in reports[0]["methods"]]
     for figure, title in (
         ("skill", "Log loss of the first hit: fraction of the constant's that is saved"),

@@ -8,7 +8,7 @@ FOLDER has flickr8k/ (dataset_flickr8k.json, images_128.tar, the features of its
 flickr8k_judgements/ (crowd.csv) and coco5k_text/ (captions, ECCV Caption, CxC). Runs and the numbers of every query are
 kept in WORK, so that the command resumes. --posthoc N fits the post-hoc methods on the means of the PCME++ runs,
 adapters in N epochs; 0 leaves them out. FILE.json prints the tables of a file of --json again,
-and --page writes them into docs/results/uncertainty.md.
+and --page writes them into papers/docs/uncertainty.md.
 
 Scenes: emoji texts and images with their true matches; Flickr8k's test captions with the images that most of three or
 more people said they describe, and the images with such captions (a caption's own image left out); COCO's test captions
@@ -56,7 +56,7 @@ from sfumato.models.split import embed_split, load_split
 from sfumato.search.exact import rank_relevant
 from sfumato.training.loop import fit
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "results" / "uncertainty.md"
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "uncertainty.md"
 
 EMOJI = ["train.epochs=30", "train.evaluate_every=30"]
 FLICKR8K = [
@@ -569,7 +569,7 @@ def scores_of(report: Mapping[str, Any], scene: str) -> dict[str, Any]:
 
 
 def tables(report: Mapping[str, Any]) -> dict[str, str]:
-    """The tables of docs/results/uncertainty.md by their titles."""
+    """The tables of papers/docs/uncertainty.md by their titles."""
     found = {}
     for title, columns in COLUMNS.items():
         rows = {
@@ -668,7 +668,7 @@ def main() -> None:
     parser.add_argument("--scores", action="store_true", help="compute the numbers of the queries, and no figures")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path)
-    parser.add_argument("--page", action="store_true", help="write the tables into docs/results/uncertainty.md")
+    parser.add_argument("--page", action="store_true", help="write the tables into papers/docs/uncertainty.md")
     options = parser.parse_args()
     torch.set_num_threads(1)
     if options.work.is_file():

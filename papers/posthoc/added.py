@@ -21,7 +21,7 @@ COLUMNS = ("method", "split", "direction", "query", "uncertainty")
 
 _SIDE_OF: dict[str, Side] = {direction: side for side, direction in DIRECTION_OF.items()}
 
-_GUIDE = "docs/guides/frozen-model.md, Add your own estimator, shows the ids"
+_GUIDE = "papers/docs/referee.md, Add your own estimator, shows the ids"
 
 
 @dataclass(frozen=True, eq=False)

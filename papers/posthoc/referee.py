@@ -3,7 +3,7 @@
 Methods are fitted on train pairs. Two numbers (Platt) turn their uncertainty into the probability that the first hit is
 right, fitted on validation with its own gallery. They hold for galleries of that size, so a larger test split is dealt
 into galleries of about as many images, and all their queries count. The test split is read once for each method and
-seed; nothing is chosen on it. The ranking is that of the frozen cosine for all. docs/guides/frozen-model.md says how to
+seed; nothing is chosen on it. The ranking is that of the frozen cosine for all. papers/docs/referee.md says how to
 read the figures.
 """
 

@@ -120,6 +120,6 @@ class _WithoutTitles(GenerateJsonSchema):
 
 
 def report_schema() -> str:
-    """The JSON Schema of a report, as docs/referee.schema.json has it."""
+    """The JSON Schema of a report, as papers/docs/referee.schema.json has it."""
     schema = TypeAdapter(RefereeReport).json_schema(schema_generator=_WithoutTitles)
     return json.dumps({"$schema": GenerateJsonSchema.schema_dialect} | schema, indent=1) + "\n"

@@ -1,6 +1,6 @@
 """Prompts of classes: templates, pooling to one Gaussian per class, their choice by uncertainty, and the closest class.
 
-The formulas are in docs/concepts/prompts.md.
+The formulas are in papers/docs/prompts.md.
 """
 
 from collections.abc import Mapping, Sequence

@@ -13,7 +13,7 @@ from sfumato.models.recipe import find_recipe, load_recipe, recipe_files
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS: dict[str, Any] = json.loads((ROOT / "recipes" / "results.json").read_text(encoding="utf-8"))["recipes"]
-PAGE = (ROOT / "docs" / "concepts" / "papers.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "papers" / "docs" / "papers.md").read_text(encoding="utf-8")
 CODE = re.findall(r"`([^`\n]+)`", PAGE)
 
 
@@ -77,7 +77,7 @@ def test_the_page_and_the_headers_are_those_of_the_tables():
 def test_the_page_has_every_item_and_links_to_results_that_exist():
     commands = [item.to_json()["command"] for item in paper_items().values()]
     assert all(f"`{command}`" in PAGE for command in commands if command)
-    for page, anchor in re.findall(r"\]\(\.\./results/([\w-]+\.md)(?:#([\w-]+))?\)", PAGE):
-        text = (ROOT / "docs" / "results" / page).read_text(encoding="utf-8")
+    for page, anchor in re.findall(r"\]\(([\w-]+\.md)(?:#([\w-]+))?\)", PAGE):
+        text = (ROOT / "papers" / "docs" / page).read_text(encoding="utf-8")
         headings = [re.sub(r"[^\w\s-]", "", h.lower()).replace(" ", "-") for h in re.findall(r"^#+ (.+)$", text, re.M)]
         assert not anchor or anchor in headings, f"{page}#{anchor}"

@@ -25,7 +25,7 @@ from sfumato.models.split import load_split
 from sfumato.training.loop import fit
 
 ROOT = Path(__file__).resolve().parents[3]
-GUIDE = (ROOT / "docs" / "guides" / "frozen-model.md").read_text(encoding="utf-8")
+GUIDE = (ROOT / "papers" / "docs" / "referee.md").read_text(encoding="utf-8")
 SIDES = {"t2i": "text", "i2t": "image"}
 COSTS = {"ms_per_query", "query_megabytes"}
 
@@ -171,7 +171,7 @@ def test_rows_that_do_not_fit_the_data_are_named_before_anything_is_fitted(tmp_p
     refused(
         wrong,
         rf"scores.csv:{place + 2}: text '{query}x' is not in split test; expected the id of one of its 123 texts,"
-        rf" such as '{query}' \(docs/guides/frozen-model.md",
+        rf" such as '{query}' \(papers/docs/referee.md",
     )
     refused(
         [row for row in rows if row[1] != "val"],
@@ -258,4 +258,4 @@ def test_a_report_fits_its_schema(run, scores):
 
 def test_the_schema_in_the_documentation_is_this_one():
     """Otherwise: python -c 'import papers.posthoc.referee_report as r; print(r.report_schema(), end="")' > FILE."""
-    assert (ROOT / "docs" / "referee.schema.json").read_text(encoding="utf-8") == report_schema()
+    assert (ROOT / "papers" / "docs" / "referee.schema.json").read_text(encoding="utf-8") == report_schema()
