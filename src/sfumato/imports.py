@@ -14,7 +14,6 @@ import traceback
 from collections.abc import Collection, Iterable
 from importlib.metadata import entry_points
 from pathlib import Path
-from types import CodeType
 
 from sfumato.errors import UserError, first_line
 from sfumato.progress import say
@@ -82,29 +81,10 @@ def given_imports() -> tuple[str, ...]:
     return tuple(_given)
 
 
-def file_digest(path: Path) -> str:
-    """The SHA-256 of a file's content."""
-    return hashlib.sha256(path.read_bytes()).hexdigest()
-
-
-def code_digest(functions: Iterable[object]) -> str:
-    """A digest of the code of functions, without what they call; it compares within one version of Python."""
-    codes = [code for function in functions if isinstance(code := getattr(function, "__code__", None), CodeType)]
-    version = ".".join(map(str, sys.version_info[:2]))
-    return f"{version}:{hashlib.sha256(repr([_content(code) for code in codes]).encode()).hexdigest()}" if codes else ""
-
-
-def _content(value: object) -> object:
-    """The instructions, names and constants of a code, without its file and lines."""
-    if isinstance(value, CodeType):
-        return value.co_code.hex(), value.co_names, [_content(one) for one in value.co_consts]
-    return sorted(map(repr, value)) if isinstance(value, frozenset) else repr(value)
-
-
 def _import_file(path: Path) -> None:
     """Execute a file, which may import modules beside it."""
-    digest = file_digest(path)
-    if digest in _digests:  # The copy of a run, for example.
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    if digest in _digests:
         return
     name = f"sfumato_own_{path.stem}_{digest[:8]}"
     spec = importlib.util.spec_from_file_location(name, path)

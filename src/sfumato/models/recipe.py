@@ -44,8 +44,8 @@ from sfumato.models.sections import (
     loss_config,
 )
 
-RECIPE, MODEL, LAST, IMPORTS = "recipe.toml", "model.safetensors", "last.safetensors", "imports"
-"""Names in the folder of a run; the last is a folder: copies of the files that its recipe imports, never executed."""
+RECIPE, MODEL, LAST = "recipe.toml", "model.safetensors", "last.safetensors"
+"""Names in the folder of a run."""
 
 
 class Recipe(Section):
@@ -57,7 +57,7 @@ class Recipe(Section):
     downloaded; none if empty"""
     imports: tuple[str, ...] = ()
     """files (.py, relative to the recipe) or modules that register losses, distances and others of your own; `sfumato
-    train` imports them, and keeps copies in the run"""
+    train` imports them"""
     data: DataConfig = DataConfig()
     model: ModelConfig = ModelConfig()
     loss: LossSection = loss_config("pcmepp", LOSSES["pcmepp"].Options).model_validate({})
@@ -134,7 +134,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), *, own: bool = 
 
 def is_of_run(path: Path) -> bool:
     """Whether a recipe is that of a run, in its folder."""
-    return path.name == RECIPE and any((path.parent / name).exists() for name in (MODEL, LAST, IMPORTS))
+    return path.name == RECIPE and any((path.parent / name).exists() for name in (MODEL, LAST))
 
 
 _GONE = {

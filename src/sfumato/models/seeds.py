@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from sfumato.errors import UserError, as_typed
-from sfumato.models.recipe import BOOKKEEPING, IMPORTS, Recipe, differing_keys, load_recipe, recipe_values
+from sfumato.models.recipe import BOOKKEEPING, Recipe, differing_keys, load_recipe, recipe_values
 from sfumato.models.run import MODEL, RECIPE
 
 WITHOUT_EFFECT = ("name", "prefer", "train.threads", "train.device", *BOOKKEEPING)
@@ -55,7 +55,7 @@ def read_runs(folders: Iterable[str | Path]) -> list[SavedRun]:
     for folder in map(Path, folders):
         if not (folder / RECIPE).is_file():
             raise UserError(f"{folder} is not a run folder (no {RECIPE} in it)")
-        run = SavedRun(folder, _by_content(load_recipe(folder / RECIPE), folder))
+        run = SavedRun(folder, load_recipe(folder / RECIPE))
         if (other := places.setdefault(folder.resolve(), folder)) is not folder:
             raise UserError(f"{other} and {folder} are the same run; give it once")
         if (other := weights.setdefault(run.weights(), folder)) is not folder:
@@ -64,13 +64,6 @@ def read_runs(folders: Iterable[str | Path]) -> list[SavedRun]:
             )
         runs.append(run)
     return runs
-
-
-def _by_content(recipe: Recipe, folder: Path) -> Recipe:
-    """The recipe with the copies of its files, whose names have their digests, in place of where the files were."""
-    copies = sorted(path.name for path in (folder / IMPORTS).glob("*.py"))
-    modules = (name for name in recipe.imports if not name.endswith(".py"))
-    return recipe.model_copy(update={"imports": (*modules, *copies)}) if copies else recipe
 
 
 def different_keys(first: Recipe, second: Recipe) -> dict[str, tuple[Any, Any]]:

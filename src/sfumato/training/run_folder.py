@@ -8,13 +8,11 @@ from pathlib import Path
 import filelock
 
 from sfumato.errors import UserError, as_typed
-from sfumato.files import write_atomically
-from sfumato.imports import file_digest, given_imports
+from sfumato.imports import given_imports
 from sfumato.models.build import build_loss
 from sfumato.models.process_group import ProcessGroup, join_process_group
 from sfumato.models.recipe import (
     BOOKKEEPING,
-    IMPORTS,
     Recipe,
     absolute_recipe,
     differing_keys,
@@ -25,9 +23,6 @@ from sfumato.models.run import ENCODERS, LAST, MODEL, NOISE, RECIPE, TOKENIZER, 
 
 LOCK = ".lock"
 """Name of the file that a training process locks in its run folder."""
-
-_DIGITS = 12
-"""Digits of a digest in the name of a kept file."""
 
 _NAMED = 3
 """Largest number of differing keys in a message."""
@@ -70,19 +65,10 @@ def claim_folder(folder: Path, recipe: Recipe) -> int | None:
     for left in folder.glob(".*.tmp"):
         left.unlink(missing_ok=True)  # The leftover file of a killed writer.
     started = (folder / LAST).exists() or (folder / MODEL).exists()
-    kept = {path.stem[-_DIGITS:]: path for path in (folder / IMPORTS).glob("*.py")}
     if not (folder / RECIPE).exists():
         if any(path.name != LOCK for path in folder.iterdir()):
             raise UserError(f"{folder} is not empty and holds no run; give an empty or new folder with --out")
     elif started:
-        files = _own_files(recipe)
-        changed = [path for path in files if file_digest(path)[:_DIGITS] not in kept]
-        if changed or len(files) < len(kept):
-            raise UserError(
-                f"{changed[0] if changed else 'a file that the recipe imports'} has changed since the run in {folder}"
-                f" began, which keeps a copy in {folder / IMPORTS}; import that copy in its place, or give another"
-                " folder with --out"
-            )
         saved = absolute_recipe(load_recipe(folder / RECIPE)).model_copy(update={"imports": recipe.imports})
         if saved == recipe:
             return None
@@ -91,18 +77,8 @@ def claim_folder(folder: Path, recipe: Recipe) -> int | None:
         return saved.train.epochs if saved.train.epochs < recipe.train.epochs else None
     for name in (TOKENIZER, ENCODERS, NOISE):
         (folder / name).unlink(missing_ok=True)
-    for path in kept.values():
-        path.unlink()
-    for path in _own_files(recipe):
-        (folder / IMPORTS).mkdir(exist_ok=True)
-        write_atomically(folder / IMPORTS / _kept_name(path), path.read_bytes())
     save_recipe(recipe, folder / RECIPE)
     return None
-
-
-def _own_files(recipe: Recipe) -> list[Path]:
-    """The files of the user's own that a recipe imports."""
-    return [Path(name) for name in recipe.imports if name.endswith(".py")]
 
 
 def with_present_imports(recipe: Recipe) -> Recipe:
@@ -112,12 +88,6 @@ def with_present_imports(recipe: Recipe) -> Recipe:
         raise UserError(f"imports: there is no file {gone[0]}; name it as it is now: --import FILE")
     kept = [name for name in recipe.imports if name not in gone]
     return recipe.model_copy(update={"imports": tuple(dict.fromkeys([*kept, *(given_imports() if gone else ())]))})
-
-
-def _kept_name(path: Path) -> str:
-    """The name of a file in the folder of a run, with the beginning of its digest."""
-    ending = f"-{file_digest(path)[:_DIGITS]}"
-    return f"{path.stem.removesuffix(ending)}{ending}.py"
 
 
 def _check_extends(folder: Path, saved: Recipe, recipe: Recipe) -> None:

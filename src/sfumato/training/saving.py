@@ -16,10 +16,7 @@ import torch
 
 from sfumato.data.images import Problems
 from sfumato.data.pairs import PairData
-from sfumato.errors import UserError, as_typed
 from sfumato.files import write_atomically
-from sfumato.imports import code_digest
-from sfumato.losses import MatchLoss
 from sfumato.models.process_group import ProcessGroup
 from sfumato.models.recipe import Recipe
 from sfumato.models.run import LAST, LOG, PROBLEMS
@@ -91,7 +88,6 @@ def resume(training: Training) -> EpochPart:
     done, folder, epochs = EpochPart(0), training.folder, training.recipe.train.epochs
     if (folder / LAST).exists():
         state = load_state(folder / LAST, training.learner.state, training.learner.optimiser)
-        _check_same_loss(training, state.get("loss_code", ""))
         training.best_score, training.best_epoch = state["best_score"], state["best_epoch"]
         if state.get("scaler"):
             training.learner.scaler.load_state_dict(state["scaler"])
@@ -146,30 +142,12 @@ def _save(training: Training, epoch: int, **part: dict[str, Any]) -> None:
         return
     training.data.problems.write(training.folder / PROBLEMS)
     about = {"epoch": epoch, "best_score": training.best_score, "best_epoch": training.best_epoch, **part}
-    if own := _own_code(training.learner.loss):
-        about["loss_code"] = own
     if scaler := training.learner.scaler.state_dict():
         about["scaler"] = scaler
     if isinstance(training.data.batches, ShardBatches):  # The stream will not decode again what is done.
         about["problems"] = [(problem.location, problem.reason) for problem in training.data.problems.items]
     save_state(training.folder / LAST, training.learner.state, training.learner.optimiser, about)
     training.saved_at = time.monotonic()
-
-
-def _own_code(loss: MatchLoss) -> str:
-    """A digest of the code of a loss of one's own; "" for sfumato's losses."""
-    functions = [getattr(value, "__func__", value) for _, value in sorted(vars(type(loss)).items())]
-    own = [one for one in functions if not str(getattr(one, "__module__", "")).startswith("sfumato.")]
-    return code_digest(own)
-
-
-def _check_same_loss(training: Training, before: str) -> None:
-    now, version = _own_code(training.learner.loss), before.partition(":")[0]
-    if before and now != before and now.startswith(f"{version}:"):
-        raise UserError(
-            f"the code of the loss {training.recipe.loss.name!r} has changed since the run in {training.folder} began;"
-            f" give another folder, or delete that one: {as_typed('rm', '-r', training.folder)}"
-        )
 
 
 @contextmanager
