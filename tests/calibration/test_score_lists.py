@@ -1,23 +1,19 @@
-"""Probabilities of the lists of any engine: against loops, scikit-learn, other languages, and simulated lists."""
+"""Probabilities of the lists of any engine: against loops, scikit-learn, SQL, and simulated lists."""
 
 import json
 import math
-import re
-import shutil
 import sqlite3
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
-from support.postgresql import postgresql
 from support.raising import raises
 
 from sfumato import ScoreCalibrator
 from sfumato.calibration.score_formulas import SHAPE, ScoreFormula
 from sfumato.errors import UserError
-
-LANGUAGES = ("sql", "javascript", "python", "rust", "painless", "vespa")
 
 
 def simulated(q, seed, *, comparable=True, empty=0.2):
@@ -198,7 +194,6 @@ def test_further_evidence(data):
     both = made.score(np.stack([scores, hint], 1), labels, groups=queries)
     assert both > plain.score(scores, labels, groups=queries) + 0.02
     raises(ValueError, "0 columns of further evidence, and the fit had 1", made.predict_proba, scores, groups=queries)
-    raises(ValueError, "further evidence has no formula", made.formula, "sql")
 
 
 def test_scikit_learn_takes_it(data):
@@ -267,7 +262,6 @@ def test_bad_input():
     raises(ValueError, "no label of y is 0 or 1", ScoreCalibrator(prior="bm25").score, [1, 2], [np.nan, np.nan])
     raises(ValueError, "above 1e\\+100", made.fit, [1e200, 2], [0, 1])
     raises(ValueError, "comparable must be", ScoreCalibrator(comparable=1).fit, [1, 2], [0, 1])
-    raises(ValueError, "language must be sql", ScoreCalibrator(prior="bm25").formula, "perl")
     assert ScoreCalibrator(prior="bm25").predict_proba([]).shape == (0, 2)
 
 
@@ -308,12 +302,6 @@ def agree(found, exported, cases):
         assert mine == pytest.approx(ours, abs=1e-6)
 
 
-def test_python(exported, cases):
-    space = {}
-    exec(exported[0].formula("python"), space)
-    agree([space["match_probabilities"]([exported[1] * s for s in case]) for case in cases], exported, cases)
-
-
 def rows_of(exported, cases):
     return [(q, i, exported[1] * s) for q, case in enumerate(cases) for i, s in enumerate(case)]
 
@@ -323,7 +311,10 @@ def by_query(rows, cases):
     return [[known[q, i] for i in range(len(case))] for q, case in enumerate(cases)]
 
 
-def test_sqlite(exported, cases):
+def test_the_sql_of_the_guide_in_sqlite(exported, cases, tmp_path):
+    exported[0].save(tmp_path / "calibrator.json")
+    guide = Path(__file__).resolve().parents[2] / "docs" / "guides" / "scores.md"
+    printed = guide.read_text(encoding="utf-8").split("```sql\n")[1].partition("```")[0]
     with sqlite3.connect(":memory:") as connection:
         try:
             connection.execute("SELECT LN(2.0)")
@@ -331,95 +322,7 @@ def test_sqlite(exported, cases):
             pytest.skip("this SQLite has no mathematical functions")
         connection.execute("CREATE TABLE hits (query INTEGER, item INTEGER, score REAL)")
         connection.executemany("INSERT INTO hits VALUES (?, ?, ?)", rows_of(exported, cases))
-        found = connection.execute(exported[0].formula("sql")).fetchall()
+        connection.execute("CREATE TABLE calibrator (json TEXT)")
+        connection.execute("INSERT INTO calibrator VALUES (?)", [(tmp_path / "calibrator.json").read_text()])
+        found = connection.execute(printed).fetchall()
     agree(by_query(found, cases), exported, cases)
-
-
-@pytest.fixture(scope="module")
-def server():
-    pytest.importorskip("psycopg")
-    with postgresql() as running:
-        yield running
-
-
-def test_postgresql(exported, cases, server):
-    values = ", ".join(f"({q}, {i}, {s!r})" for q, i, s in rows_of(exported, cases))
-    found = server.execute(
-        "DROP TABLE IF EXISTS hits",
-        "CREATE TABLE hits (query integer, item integer, score double precision)",
-        f"INSERT INTO hits VALUES {values}",
-        exported[0].formula("sql"),
-    )
-    agree(by_query(found, cases), exported, cases)
-
-
-def test_javascript(exported, cases):
-    if shutil.which("node") is None:
-        pytest.skip("node is not installed")
-    given = json.dumps([[exported[1] * s for s in case] for case in cases])
-    code = f"{exported[0].formula('javascript')}\nconsole.log(JSON.stringify({given}.map(matchProbabilities)))"
-    done = subprocess.run(["node", "-"], input=code, capture_output=True, text=True, check=True)
-    agree(json.loads(done.stdout), exported, cases)
-
-
-def test_rust(exported, cases, tmp_path):
-    compiler = shutil.which("rustc")
-    if compiler is None:
-        pytest.skip("rustc is not installed")
-    lists = ", ".join(f"vec!{[float(exported[1] * s) for s in case]}" for case in cases)
-    main = f'fn main() {{ for case in [{lists}] {{ println!("{{:?}}", match_probabilities(&case)); }} }}'
-    (tmp_path / "main.rs").write_text(f"{exported[0].formula('rust')}\n{main}\n")
-    program = str(tmp_path / "program")
-    subprocess.run([compiler, "-o", program, str(tmp_path / "main.rs")], check=True, capture_output=True)
-    done = subprocess.run([program], capture_output=True, text=True, check=True)
-    agree([json.loads(line) for line in done.stdout.splitlines()], exported, cases)
-
-
-def described(case):
-    """What the parameters of a list are."""
-    case = np.array(case)
-    top, deviation = case.max(), case.std() if case.std() > 1e-9 * abs(case.max()) else 1.0
-    second = np.sort(case)[-2] if len(case) > 1 else top
-    return {
-        "top": top,
-        "mean": case.mean(),
-        "deviation": deviation,
-        "lead": (top - second) / deviation,
-        "crowd": -np.log(np.exp((case - top) / deviation).sum()),
-    }
-
-
-def each(evaluate, exported, cases):
-    found = []
-    for case in cases:
-        of_list = described(case)
-        found.append(
-            [evaluate(exported[1] * s, {**of_list, "rank": 1 + sum(other > s for other in case)}) for s in case]
-        )
-    return found
-
-
-def test_painless_by_an_evaluator(exported, cases):
-    """Its syntax is that of Java; the statements are read as Python. It was not run in Elasticsearch."""
-    lines = [line for line in exported[0].formula("painless").split("\n") if not line.startswith("//")]
-    body = "\n".join(f"    {line.removeprefix('double ').removesuffix(';')}" for line in lines)
-    space = {"Math": type("Math", (), {name: staticmethod(getattr(math, name)) for name in ("log", "exp")})}
-    space["Math"].min, space["Math"].max = staticmethod(min), staticmethod(max)
-    exec(f"def script(_score, params):\n{body}", space)
-    values = each(lambda s, p: space["script"](s, type("P", (), p)), exported, cases)
-    agree(values, exported, cases)
-
-
-def test_vespa_by_an_evaluator(exported, cases):
-    """Its functions are evaluated as Python. It was not run in Vespa."""
-    found = re.findall(r"function (\w+)\(\) \{ expression: (.*) \}", exported[0].formula("vespa"))
-
-    def evaluate(score, inputs):
-        space = {"log": math.log, "exp": math.exp, "min": min, "max": max}
-        space["query"] = lambda name: {**inputs, "score": score}[name]
-        for name, expression in found:
-            names = {n: n for n in [*inputs, "score"]}
-            space[name] = eval(re.sub(r"query\((\w+)\)", r"query('\1')", expression), {**names, **space})
-        return space["match_probability"]
-
-    agree(each(evaluate, exported, cases), exported, cases)

@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from sfumato.calibration.score_formulas import SEGMENTS, SHAPE, Floats, ScoreFormula, written
+from sfumato.calibration.score_formulas import SEGMENTS, SHAPE, Floats, ScoreFormula
 from sfumato.errors import refuse_newer
 from sfumato.files import write_json
 
@@ -311,21 +311,6 @@ class ScoreCalibrator:
             raise ValueError("ScoreCalibrator: no label of y is 0 or 1; give some")
         loss = _losses(logit, np.nan_to_num(label))
         return -float(np.average(loss, weights=weight))
-
-    def formula(self, language: str) -> str:
-        """The fitted formula as a few lines of another language, with its constants.
-
-        Args:
-            language: "sql", "javascript", "python", "rust", "painless" or "vespa". The last two compute one hit from
-                parameters that describe its list; the others take a whole list.
-
-        Returns:
-            The code, without a line break at its end. It gives the same probabilities to 1e-6.
-
-        Raises:
-            ValueError: the language is unknown, or the formula has further evidence.
-        """
-        return written(self._known(), language, higher_is_better=self.higher_is_better)
 
     def save(self, path: str | Path) -> None:
         """Write the calibrator as JSON.

@@ -82,9 +82,6 @@ class JudgedLists:
     )
     qrels: Path | None = flag(None, "With --run: which hits match, as TREC qrels (QUERY 0 ITEM GRADE).", metavar="FILE")
     out: Path | None = flag(None, "With --run: file of the calibrator, for sfumato score.", metavar="FILE")
-    formula: str | None = flag(
-        None, "With --run: print the formula in sql, javascript, python, rust, painless or vespa.", metavar="LANGUAGE"
-    )
     prior: str | None = rare(None, "With --run: start from the prior bm25, cosine or fusion.", metavar="KIND")
     lower: bool = rare(False, "With --run: a smaller score is a better hit, as of distances.", "--lower-is-better")
     unjudged: str = rare("no", "With --run: hits that qrels lack are no matches (no), or unknown.", metavar="WORD")
@@ -92,7 +89,7 @@ class JudgedLists:
     @property
     def given(self) -> bool:
         """Whether any of them was given."""
-        given = (self.lists, self.qrels, self.out, self.formula, self.prior)
+        given = (self.lists, self.qrels, self.out, self.prior)
         return any(value is not None for value in given) or self.lower or self.unjudged != "no"
 
     def fit(self, as_json: bool) -> None:
@@ -108,13 +105,10 @@ class JudgedLists:
         check_out_file(self.out)
         made = ScoreCalibrator(higher_is_better=not self.lower, prior=self.prior)
         found = fit_lists(self.lists, self.qrels, made, unjudged=self.unjudged)
-        code = None if self.formula is None else made.formula(self.formula)
         with writing(self.out):
             made.save(self.out)
         if as_json:
-            return print(json.dumps({**found.to_json(), "out": str(self.out), "formula": code}))
-        if code is not None:
-            return print(code)
+            return print(json.dumps({**found.to_json(), "out": str(self.out)}))
         print_fitted_lists(found, self.lists)
         print(f"written to {self.out}; next: sfumato score --run OTHER --calibrator {self.out} --out FILE")
 
