@@ -47,14 +47,13 @@ import warnings
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from faults import exchange, raw_request, served, wrong_with
+from faults import by_hand, served
 from safetensors.torch import save_file
 from service_world import WORDS, noise, picture
 from spoiling import STRINGS, any_value, as_json, spoil_bytes, spoil_folder, spoil_safetensors, spoil_text, spoil_value
@@ -299,35 +298,14 @@ class Embeddings(Entrance):
         chance = self.chance
         descr = chance.choice(("<f4", ">f4", "<f8", "<f2", "|O", "<i8", "|S3", "<U7", "<c8", "|V4", "<M8[s]", "f4,f4"))
         shapes = (
-            (5, D),
-            (10**12, D),
-            (0, D),
-            (5, 0),
-            (5,),
-            (),
-            (-1, D),
-            (2**40, 2**40),
-            (5, D, 1),
-            (5 * D,),
-            (10**30,),
-        )
+            (5, D), (10**12, D), (0, D), (5, 0), (5,), (), (-1, D), (2**40, 2**40), (5, D, 1), (5 * D,), (10**30,),
+        )  # fmt: skip
         header = {"descr": descr, "fortran_order": chance.random() < 0.3, "shape": chance.choice(shapes)}
         text = repr(header)
         if chance.random() < 0.4:
             parts = (
-                "{",
-                "(" * 200,
-                "-" * 5000,
-                "[" * 3000,
-                "1" * 5000,
-                "'a':",
-                "{[]:1}",
-                "\\",
-                "(1,)*9",
-                "\0",
-                "é",
-                ",",
-            )
+                "{", "(" * 200, "-" * 5000, "[" * 3000, "1" * 5000, "'a':", "{[]:1}", "\\", "(1,)*9", "\0", "é", ",",
+            )  # fmt: skip
             at = chance.randrange(len(text))
             text = text[:at] + chance.choice(parts) + text[at + chance.choice((0, 1, 5)) :]
         made = text.encode("latin-1", "replace") + b"\n"
@@ -635,41 +613,23 @@ def try_http(folder: Path, inputs: int, chance: random.Random) -> Outcome:
         What became of them; without an answer is what is not HTTP, or says that more will come.
     """
     outcome, start = Outcome(), 0.0
-
-    def send(request: bytes) -> tuple[int | None, str | None, float]:
-        began = time.perf_counter()
-        try:
-            answer = exchange(port, request)
-        except (TimeoutError, OSError) as error:
-            return None, f"no answer | {error!r}: {request[:300]!r}", time.perf_counter() - began
-        told = wrong_with(*answer)
-        return answer[0], told and f"{told} | {request[:300]!r} -> {answer[2][:300]!r}", time.perf_counter() - began
-
-    with served(folder) as (_, port), ThreadPoolExecutor(8) as pool:
+    with served(folder) as (_, port):
         for number, of in enumerate((inputs // 10, inputs - inputs // 10)):
             start = resident_mb() if number else 0.0
-            for status, told, took in pool.map(send, [raw_request(chance) for _ in range(of)]):
-                outcome.slowest = max(outcome.slowest, took)
-                if told is not None:
-                    outcome.unexpected.append(told)
-                elif status is None or status >= 400:
-                    outcome.refused += 1
-                else:
-                    outcome.accepted += 1
+            counts, wrong, slowest = by_hand(port, of, chance)
+            refused = sum(n for status, n in counts.items() if not status.isdigit() or int(status) >= 400)
+            outcome.unexpected += wrong
+            outcome.refused += refused
+            outcome.accepted += sum(counts.values()) - refused
+            outcome.slowest = max(outcome.slowest, slowest)
         outcome.growth_mb = resident_mb() - start
     return outcome
 
 
 ENTRANCES: dict[str, Callable[[Path, random.Random], Entrance]] = {
-    "manifest": Manifests,
-    "shards": Shards,
-    "embeddings": Embeddings,
-    "recipe": Recipes,
-    "index": Indices,
-    "collection": Collections,
-    "run": Runs,
-    "checkpoint": Checkpoints,
-}
+    "manifest": Manifests, "shards": Shards, "embeddings": Embeddings, "recipe": Recipes, "index": Indices,
+    "collection": Collections, "run": Runs, "checkpoint": Checkpoints,
+}  # fmt: skip
 """Entrances by name; "http" has no folder to spoil."""
 
 MOST_GROWTH = 20.0

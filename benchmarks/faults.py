@@ -39,165 +39,40 @@ from sfumato.serve.app import create_app
 from sfumato.serve.settings import Settings
 
 PATHS = (
-    *(
-        "/v1/search",
-        "/v1/items",
-        "/v1/items/delete",
-        "/v1/items/0",
-        "/v1/info",
-    ),
-    *("/v1/pictures/0", "/", "/healthz", "/readyz", "/metrics", "/docs", "/openapi.json", "/page/page.css", "/page/"),
-)
+    "/v1/search", "/v1/items", "/v1/items/delete", "/v1/items/0", "/v1/info", "/v1/pictures/0", "/", "/healthz",
+    "/readyz", "/metrics", "/docs", "/openapi.json", "/page/page.css", "/page/",
+)  # fmt: skip
 METHODS = ("GET", "POST", "DELETE", "PUT", "PATCH", "HEAD", "OPTIONS", "TRACE", "CONNECT", "BREW", "get")
 CLIMBS = (
-    *(
-        "..%2f..%2f..%2fetc%2fpasswd",
-        "../../../etc/passwd",
-        "%2e%2e/%2e%2e/etc/passwd",
-        "/etc/passwd",
-        "%2fetc%2fpasswd",
-        "..\\..\\x",
-    ),
-    *(
-        "..%5c..%5cx",
-        "0%00.png",
-        "%00",
-        "%ff%fe",
-        "%c0%ae%c0%ae/x",
-        "....//x",
-        "%",
-        "%zz",
-        "a" * 5000,
-        "\u00e9",
-        ".",
-        "..",
-        "~root",
-    ),
-    *(
-        "%252e%252e%252fetc%252fpasswd",
-        "0;.png",
-        "con",
-        "0/",
-        "//0",
-        "file:///etc/passwd",
-        "%E2%80%AE",
-        "0?size=16",
-        "0?size=-1",
-    ),
-)
+    "..%2f..%2f..%2fetc%2fpasswd", "../../../etc/passwd", "%2e%2e/%2e%2e/etc/passwd", "/etc/passwd",
+    "%2fetc%2fpasswd", "..\\..\\x", "..%5c..%5cx", "0%00.png", "%00", "%ff%fe", "%c0%ae%c0%ae/x", "....//x", "%",
+    "%zz", "a" * 5000, "\u00e9", ".", "..", "~root", "%252e%252e%252fetc%252fpasswd", "0;.png", "con", "0/", "//0",
+    "file:///etc/passwd", "%E2%80%AE", "0?size=16", "0?size=-1",
+)  # fmt: skip
 VALUES: tuple[Any, ...] = (
-    *(
-        None,
-        True,
-        0,
-        -1,
-        1e308,
-        -0.0,
-        10**18,
-        10**400,
-        0.5,
-        2,
-        "",
-        " ",
-        "a",
-        "\0",
-        "a" * 3000,
-        "\ud800",
-        "\U0001f600",
-        "\u202e",
-        [],
-        [[]],
-        {},
-    ),
-    *(
-        [None],
-        {"a": {"b": []}},
-        float("nan"),
-        float("inf"),
-        "1e999",
-        "images",
-        "texts",
-        "../x",
-        "0",
-        in_base64(b"no picture"),
-    ),
-)
+    None, True, 0, -1, 1e308, -0.0, 10**18, 10**400, 0.5, 2, "", " ", "a", "\0", "a" * 3000, "\ud800", "\U0001f600",
+    "\u202e", [], [[]], {}, [None], {"a": {"b": []}}, float("nan"), float("inf"), "1e999", "images", "texts", "../x",
+    "0", in_base64(b"no picture"),
+)  # fmt: skip
 NAMES = (
-    *(
-        "queries",
-        "text",
-        "image",
-        "id",
-        "gallery",
-        "max_results",
-        "min_probability",
-        "abstain",
-        "coverage",
-        "filter",
-        "where",
-        "order",
-    ),
-    *("max_total_variance", "items", "payload", "ids", "q", "n", "size", "__proto__", "", "\ud800", "a" * 2000),
-)
+    "queries", "text", "image", "id", "gallery", "max_results", "min_probability", "abstain", "coverage", "filter",
+    "where", "order", "max_total_variance", "items", "payload", "ids", "q", "n", "size", "__proto__", "", "\ud800",
+    "a" * 2000,
+)  # fmt: skip
 TYPES = (
-    *(
-        "application/json",
-        "application/json; charset=utf-16",
-        "APPLICATION/JSON",
-        "text/plain",
-        "multipart/form-data",
-        "",
-        "x",
-        "a/b/c;;;=",
-    ),
-    *(
-        "multipart/form-data; boundary=x",
-        "multipart/form-data; boundary=",
-        "multipart/form-data; boundary=x; charset=nope",
-    ),
-    *(
-        "application/x-www-form-urlencoded",
-        "application/json, text/html",
-        "\u00e9",
-        "multipart/form-data; boundary=" + "b" * 300,
-    ),
-)
+    "application/json", "application/json; charset=utf-16", "APPLICATION/JSON", "text/plain", "multipart/form-data",
+    "", "x", "a/b/c;;;=", "multipart/form-data; boundary=x", "multipart/form-data; boundary=",
+    "multipart/form-data; boundary=x; charset=nope", "application/x-www-form-urlencoded",
+    "application/json, text/html", "\u00e9", "multipart/form-data; boundary=" + "b" * 300,
+)  # fmt: skip
 HEADERS = (
-    *(
-        "Content-Length: -1",
-        "Content-Length: abc",
-        "Content-Length: 99999999999999999999",
-        "Transfer-Encoding: chunked",
-        "Host:",
-        "Host: \u00e9",
-    ),
-    *(
-        "Transfer-Encoding: gzip",
-        "Expect: 100-continue",
-        "If-None-Match: " + '"x",' * 500,
-        "Range: bytes=0-99999999999",
-        "Authorization: Bearer",
-    ),
-    *(
-        "Authorization: \u00e9",
-        "X-API-Key: \u00ff",
-        "Accept: application/xml",
-        "Accept-Encoding: *;q=9",
-        "Cookie: " + "a=b; " * 1000,
-        "Upgrade: websocket",
-    ),
-    *(
-        "X: " + "y" * 70_000,
-        "Origin: http://x",
-        "Origin: null",
-        "no colon",
-        "Bad Name: x",
-        "X-Forwarded-For: ::::",
-        "Connection: upgrade",
-        "\0: x",
-    ),
-    *("Content-Encoding: gzip", "Content-Type: text/html", "If-Modified-Since: never"),
-)
+    "Content-Length: -1", "Content-Length: abc", "Content-Length: 99999999999999999999", "Transfer-Encoding: chunked",
+    "Host:", "Host: \u00e9", "Transfer-Encoding: gzip", "Expect: 100-continue", "If-None-Match: " + '"x",' * 500,
+    "Range: bytes=0-99999999999", "Authorization: Bearer", "Authorization: \u00e9", "X-API-Key: \u00ff",
+    "Accept: application/xml", "Accept-Encoding: *;q=9", "Cookie: " + "a=b; " * 1000, "Upgrade: websocket",
+    "X: " + "y" * 70_000, "Origin: http://x", "Origin: null", "no colon", "Bad Name: x", "X-Forwarded-For: ::::",
+    "Connection: upgrade", "\0: x", "Content-Encoding: gzip", "Content-Type: text/html", "If-Modified-Since: never",
+)  # fmt: skip
 
 
 def any_json(random: random.Random, depth: int = 0) -> Any:
@@ -255,25 +130,16 @@ def json_bytes(random: random.Random) -> bytes:
     text = json.dumps(nearly(random)).encode()
     return random.choice(
         (
-            text[: random.randrange(len(text))],
-            bytes(b ^ (random.random() < 0.02) for b in text),
-            text.replace(b"red", b"\xff\xfe\xc0"),
-            b"\xef\xbb\xbf" + text,
-            text.decode().encode("utf-16"),
-            b"[" * random.choice((10, 1000, 100_000)),
-            b'{"queries":' * 5000 + b"1",
+            text[: random.randrange(len(text))], bytes(b ^ (random.random() < 0.02) for b in text),
+            text.replace(b"red", b"\xff\xfe\xc0"), b"\xef\xbb\xbf" + text, text.decode().encode("utf-16"),
+            b"[" * random.choice((10, 1000, 100_000)), b'{"queries":' * 5000 + b"1",
             b'{"max_results":' + b"9" * random.choice((20, 400, 5000)) + b',"queries":[{"text":"a"}]}',
             b'{"min_probability":NaN,"queries":[{"text":"a"}]}',
-            b'{"min_probability":-Infinity,"queries":[{"text":"a"}]}',
-            b'{"max_total_variance":1e999}',
-            b'{"queries":[{"text":"\\ud800"}]}',
-            b'{"queries":[{"text":"a"}],"queries":[{"text":"b"}]}',
-            b"",
-            b"\0" * 100,
-            random.randbytes(200),
-            b'{"queries":[{"text":"' + b"a" * 200_000 + b'"}]}',
+            b'{"min_probability":-Infinity,"queries":[{"text":"a"}]}', b'{"max_total_variance":1e999}',
+            b'{"queries":[{"text":"\\ud800"}]}', b'{"queries":[{"text":"a"}],"queries":[{"text":"b"}]}', b"",
+            b"\0" * 100, random.randbytes(200), b'{"queries":[{"text":"' + b"a" * 200_000 + b'"}]}',
         )
-    )
+    )  # fmt: skip
 
 
 def any_picture(random: random.Random) -> bytes:
@@ -286,17 +152,10 @@ def any_picture(random: random.Random) -> bytes:
         damaged[random.randrange(len(damaged))] = random.randrange(256)
     return random.choice(
         (
-            good,
-            bytes(damaged),
-            bytes(damaged),
-            good[: random.randrange(len(good))],
-            bomb(),
-            b"",
-            random.randbytes(300),
-            b"<svg/>",
-            b"%!PS",
+            good, bytes(damaged), bytes(damaged), good[: random.randrange(len(good))], bomb(), b"",
+            random.randbytes(300), b"<svg/>", b"%!PS",
         )
-    )
+    )  # fmt: skip
 
 
 def form_bytes(random: random.Random) -> bytes:
@@ -310,13 +169,10 @@ def form_bytes(random: random.Random) -> bytes:
         if random.random() < 0.2:
             head = random.choice(
                 (
-                    b"Content-Disposition: form-data",
-                    b"",
-                    b"X: y",
-                    b"Content-Disposition: x; name",
+                    b"Content-Disposition: form-data", b"", b"X: y", b"Content-Disposition: x; name",
                     head + b"\r\nX: \xff",
                 )
-            )
+            )  # fmt: skip
         value = any_picture(random) if random.random() < 0.5 else str(random.choice(VALUES)).encode("utf-8", "replace")
         parts.append(b"--x\r\n" + head + b"\r\n\r\n" + value + b"\r\n")
     body = b"".join(parts) + b"--x--\r\n"
@@ -328,14 +184,10 @@ def raw_request(random: random.Random) -> bytes:
     if random.random() < 0.03:
         return random.choice(
             (
-                b"\r\n\r\n",
-                b"GET\r\n\r\n",
-                b"GET / HTTP/9.9\r\n\r\n",
-                random.randbytes(100),
-                b"\x16\x03\x01\x02\x00",
+                b"\r\n\r\n", b"GET\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n", random.randbytes(100), b"\x16\x03\x01\x02\x00",
                 b"GET / x\r\n\r\n",
             )
-        )
+        )  # fmt: skip
     kind, lines = random.random(), []
     body, content, path = b"", None, random.choice(PATHS)
     method = "POST" if kind < 0.7 else "GET" if random.random() < 0.7 else random.choice(METHODS)
@@ -422,24 +274,32 @@ def wrong_with(status: int | None, head: bytes, body: bytes) -> str | None:
     return None
 
 
-def by_hand(port: int, n: int, seed: int) -> tuple[Counter[str], list[str]]:
-    """Send n requests made by hand, eight at a time; returns (counts by status, what went wrong)."""
-    counts, wrong, source = Counter[str](), list[str](), random.Random(seed)
+def by_hand(port: int, n: int, source: random.Random) -> tuple[Counter[str], list[str], float]:
+    """Send n requests made by hand, eight at a time.
 
-    def send(request: bytes) -> tuple[str, str | None]:
+    Returns:
+        (answers that are not wrong by status, what went wrong, seconds of the slowest).
+    """
+    counts, wrong, slowest = Counter[str](), list[str](), 0.0
+
+    def send(request: bytes) -> tuple[str, str | None, float]:
+        began = time.perf_counter()
         try:
             answer = exchange(port, request)
         except (TimeoutError, OSError) as error:
-            return "no answer", f"{error!r}: {request[:300]!r}"
+            return "no answer", f"no answer | {error!r}: {request[:300]!r}", time.perf_counter() - began
         told = wrong_with(*answer)
-        return str(answer[0] or "closed"), told and f"{told}: {request[:300]!r} -> {answer[2][:300]!r}"
+        told = told and f"{told} | {request[:300]!r} -> {answer[2][:300]!r}"
+        return str(answer[0] or "closed"), told, time.perf_counter() - began
 
     with ThreadPoolExecutor(8) as pool:
-        for status, told in pool.map(send, [raw_request(source) for _ in range(n)]):
-            counts[status] += 1
+        for status, told, took in pool.map(send, [raw_request(source) for _ in range(n)]):
+            slowest = max(slowest, took)
             if told:
                 wrong.append(told)
-    return counts, wrong
+            else:
+                counts[status] += 1
+    return counts, wrong, slowest
 
 
 def from_schema(url: str, n: int, seed: int) -> tuple[Counter[str], list[str]]:
@@ -521,23 +381,17 @@ def main() -> int:
         started = time.perf_counter()
         schema, more = from_schema(url, of_schema, arguments.seed) if of_schema else (Counter[str](), [])
         sent = sum(n for status, n in schema.items() if status.isdigit())
-        hand, wrong = by_hand(port, arguments.requests - sent, arguments.seed)
+        hand, wrong, _ = by_hand(port, arguments.requests - sent, random.Random(arguments.seed))
         seconds = time.perf_counter() - started
         answer = httpx.post(f"{url}/v1/search", json=question, trust_env=False)
         after = answer.json()["answers"][0]["hits"]
         alike = [(h["id"], h["distance"]) for h in before] == [(h["id"], h["distance"]) for h in after]
     wrong += [*more, *(f"{name}: {told}" for name, found in cases.items() for told in found["wrong"])]
     result = {
-        "benchmark": "faults",
-        "python": platform.python_version(),
-        "seed": arguments.seed,
-        "cases": cases,
-        "seconds": seconds,
-        "by_hand": dict(sorted(hand.items())),
-        "schema": dict(sorted(schema.items())),
-        "wrong": wrong[:50],
-        "searches_as_before": alike,
-    }
+        "benchmark": "faults", "python": platform.python_version(), "seed": arguments.seed, "cases": cases,
+        "seconds": seconds, "by_hand": dict(sorted(hand.items())), "schema": dict(sorted(schema.items())),
+        "wrong": wrong[:50], "searches_as_before": alike,
+    }  # fmt: skip
     print(json.dumps(result, indent=2))
     if arguments.json:
         arguments.json.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")

@@ -267,16 +267,11 @@ def quality(probability: Tensor, match: Tensor) -> dict[str, float]:
     positive, order = y > 0.5, p.argsort().argsort().double()
     n, rest = int(positive.sum()), int((~positive).sum())
     return {
-        "n": len(y),
-        "judged": float(known.double().mean()),
-        "said": float(p.mean()),
-        "right": float(y.mean()),
-        "error": error(y),
-        "perfect": sum(perfect) / len(perfect),
-        "E-AURC": float(risk["e_aurc"](counts)[0]),
+        "n": len(y), "judged": float(known.double().mean()), "said": float(p.mean()), "right": float(y.mean()),
+        "error": error(y), "perfect": sum(perfect) / len(perfect), "E-AURC": float(risk["e_aurc"](counts)[0]),
         "nAUC": float(risk["prr"](counts)[0]),
         "auroc": (float(order[positive].sum()) - n * (n - 1) / 2) / (n * rest) if n and rest else 1.0,
-    }
+    }  # fmt: skip
 
 
 def of_nothing(probability: Tensor, nothing: Tensor) -> float:
@@ -327,13 +322,9 @@ def others(data: Data, lists: Lists, own: Tensor) -> dict[str, dict[str, float]]
     ranks = [(-score).argsort(1).argsort(1).double() for score in (minilm, words)]
     fused = 1 / (60 + ranks[0]) + 1 / (60 + ranks[1])
     scores = {
-        "MiniLM on captions": minilm,
-        "BM25": words,
-        "rank fusion": fused,
-        "bayesian-bm25": probability,
-        "image": lists.evidence.image,
-        "listed": listed_probability(data, own),
-    }
+        "MiniLM on captions": minilm, "BM25": words, "rank fusion": fused, "bayesian-bm25": probability,
+        "image": lists.evidence.image, "listed": listed_probability(data, own),
+    }  # fmt: skip
     found = {}
     for name, score in scores.items():
         value, first = score.double().max(1)

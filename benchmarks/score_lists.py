@@ -210,27 +210,18 @@ def figures(p: np.ndarray, ask: Lists, most: int) -> dict[str, float]:
     q, y = torch.from_numpy(p[inside]).double(), torch.from_numpy(ask.match[inside]).double()
     by_chance = float(simulated_calibration_errors(q, q).mean())
     return {
-        "said": float(q.mean()),
-        "right": float(y.mean()),
-        "error": expected_calibration_error(q, y),
-        "perfect": by_chance,
-        "log loss": log_loss(q, y),
-        "auroc": auroc(q.numpy(), y.bool().numpy()),
-    }
+        "said": float(q.mean()), "right": float(y.mean()), "error": expected_calibration_error(q, y),
+        "perfect": by_chance, "log loss": log_loss(q, y), "auroc": auroc(q.numpy(), y.bool().numpy()),
+    }  # fmt: skip
 
 
 def measured(name: str, data: Lists) -> dict[str, Any]:
     kind = KINDS[name.split()[1]]
     ways = {
-        "ScoreCalibrator": ours(),
-        "30 labelled": ours(kind),
-        "prior": ours(kind),
-        "min-max": min_max,
-        "sigmoid": sigmoid,
-        "isotonic": isotonic,
-        "isotonic of hit 1": isotonic_of_first,
+        "ScoreCalibrator": ours(), "30 labelled": ours(kind), "prior": ours(kind), "min-max": min_max,
+        "sigmoid": sigmoid, "isotonic": isotonic, "isotonic of hit 1": isotonic_of_first,
         "bayesian-bm25": bayesian(kind),
-    }
+    }  # fmt: skip
     result: dict[str, Any] = {}
     for seed in range(SEEDS):
         queries = np.random.default_rng(seed).permutation(np.unique(data.query))

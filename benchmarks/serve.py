@@ -44,12 +44,8 @@ BATCH, WINDOW = 32, 0.002
 def start(arguments: argparse.Namespace, *, batching: bool) -> tuple["subprocess.Popen[str]", int]:
     """A server process; returns it and its port."""
     command = [
-        sys.executable,
-        __file__,
-        "--serve",
-        "on" if batching else "off",
-        *(["--small"] if arguments.small else []),
-    ]
+        sys.executable, __file__, "--serve", "on" if batching else "off", *(["--small"] if arguments.small else []),
+    ]  # fmt: skip
     for name in ("items", "d", "width", "threads"):
         command += [f"--{name}", str(getattr(arguments, name))]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
@@ -122,13 +118,9 @@ def load(port: int, clients: int, seconds: float, warm: float = 0.3) -> dict[str
     all_of_them = np.array([latency for one in latencies for latency in one])
     p50, p95, p99 = (float(v) for v in np.percentile(all_of_them, (50, 95, 99)) * 1000)
     return {
-        "requests": len(all_of_them),
-        "failures": sum(failures),
-        "per_second": len(all_of_them) / (time.perf_counter() - begin),
-        "p50_ms": p50,
-        "p95_ms": p95,
-        "p99_ms": p99,
-    }
+        "requests": len(all_of_them), "failures": sum(failures),
+        "per_second": len(all_of_them) / (time.perf_counter() - begin), "p50_ms": p50, "p95_ms": p95, "p99_ms": p99,
+    }  # fmt: skip
 
 
 def mean_batch(port: int) -> float:
@@ -183,14 +175,11 @@ def main() -> int:
             process.terminate()
             process.wait(30)
     result = {
-        "benchmark": "serve",
-        "python": platform.python_version(),
-        "torch": torch.__version__,
+        "benchmark": "serve", "python": platform.python_version(), "torch": torch.__version__,
         "processor": platform.machine(),
-        "settings": {k: v for k, v in vars(arguments).items() if k not in ("json", "serve")},
-        "mean_batch": batches,
+        "settings": {k: v for k, v in vars(arguments).items() if k not in ("json", "serve")}, "mean_batch": batches,
         "rows": rows,
-    }
+    }  # fmt: skip
     if arguments.json:
         arguments.json.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     return 1 if any(row[name]["failures"] for row in rows for name in ("on", "off")) else 0

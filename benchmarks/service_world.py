@@ -28,22 +28,8 @@ from sfumato.search.index import GaussianIndex
 from sfumato.serve.sources import ServedGallery, Sources
 
 WORDS = (
-    "red",
-    "green",
-    "blue",
-    "bird",
-    "fish",
-    "tree",
-    "old",
-    "small",
-    "quick",
-    "house",
-    "on",
-    "a",
-    "the",
-    "in",
-    "water",
-)
+    "red", "green", "blue", "bird", "fish", "tree", "old", "small", "quick", "house", "on", "a", "the", "in", "water",
+)  # fmt: skip
 
 
 def random_model(d: int, width: int, seed: int = 0, *, variance: bool = True) -> DualEncoder:

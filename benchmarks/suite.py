@@ -66,13 +66,10 @@ def machine() -> dict[str, Any]:
     model = re.search(r"model name\s*:\s*(.+)", info.read_text()) if info.exists() else None
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return {
-        "processor": model[1] if model else platform.processor() or platform.machine(),
-        "cores": os.cpu_count(),
-        "memory_gib": round(memory / 2**30),
-        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-    }
+        "processor": model[1] if model else platform.processor() or platform.machine(), "cores": os.cpu_count(),
+        "memory_gib": round(memory / 2**30), "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "python": platform.python_version(), "torch": torch.__version__,
+    }  # fmt: skip
 
 
 def commit() -> str:
@@ -125,18 +122,11 @@ def measure(run: Run, results: Path, about: dict[str, Any]) -> str | None:
     seconds = time.perf_counter() - start
     others = None if busy is None else max(0.0, (busy_seconds() or 0) - busy - own_seconds() + own) / seconds
     record = {
-        "benchmark": run.name,
-        "command": run.command,
-        "threads": run.threads,
-        "date": datetime.date.today().isoformat(),
-        "commit": version,
-        "machine": about,
-        "load_before": round(load, 2),
-        "other_cores": None if others is None else round(others, 2),
-        "seconds": round(seconds, 1),
-        "passed": status == 0,
-        "result": result,
-    }
+        "benchmark": run.name, "command": run.command, "threads": run.threads,
+        "date": datetime.date.today().isoformat(), "commit": version, "machine": about, "load_before": round(load, 2),
+        "other_cores": None if others is None else round(others, 2), "seconds": round(seconds, 1),
+        "passed": status == 0, "result": result,
+    }  # fmt: skip
     (results / f"{run.name}.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     return None if status == 0 else f"exit status {status}"
 

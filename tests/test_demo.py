@@ -14,14 +14,9 @@ from sfumato.models.recipe import find_recipe, load_recipe
 from sfumato.search.answer import MANY
 
 TINY = [
-    "model.image.kind=small",
-    "model.image.size=16",
-    "model.image.width=4",
-    'model.text={ kind = "small", width = 16 }',
-    "model.dim=16",
-    "train.epochs=1",
-    "variance_stage.epochs=1",
-]
+    "model.image.kind=small", "model.image.size=16", "model.image.width=4", 'model.text={ kind = "small", width = 16 }',
+    "model.dim=16", "train.epochs=1", "variance_stage.epochs=1",
+]  # fmt: skip
 
 
 def read_every_fourth(config, problems):

@@ -105,13 +105,10 @@ def test_years_are_chosen_by_name(coco):
 @pytest.mark.parametrize(
     "name",
     [
-        "COCO_val2014_000000000042.jpg",
-        "000000000042.jpg",
-        "000000000042",
-        "val2014/COCO_val2014_000000000042.jpg",
+        "COCO_val2014_000000000042.jpg", "000000000042.jpg", "000000000042", "val2014/COCO_val2014_000000000042.jpg",
         "42",
     ],
-)
+)  # fmt: skip
 def test_the_names_of_an_image_are_one_number(name):
     assert coco_image_id(name) == "42"
 

@@ -76,18 +76,13 @@ def test_splits_ids_and_pictures(tmp_path, images):
 
 def test_every_bad_entry_is_named_and_the_rest_is_read(tmp_path, images):
     bad = [
-        "a string",
-        {"split": "train", "sentences": []},
-        entry(5, "train", (1, "x")),
-        {"filename": "a.jpg", "split": "train"},
-        entry("a.jpg", "train"),
+        "a string", {"split": "train", "sentences": []}, entry(5, "train", (1, "x")),
+        {"filename": "a.jpg", "split": "train"}, entry("a.jpg", "train"),
         {"filename": "a.jpg", "split": "train", "sentences": [{"raw": "x"}]},
         {"filename": "a.jpg", "split": "train", "sentences": [{"sentid": 1, "raw": None}]},
-        entry("a.jpg", ["train"], (1, "x")),
-        entry("a.jpg", "train", (1, "x"), filepath=7),
-        entry("gone.jpg", "train", (1, "x")),
-        entry("d.jpg", "train", (1, " ")),
-    ]
+        entry("a.jpg", ["train"], (1, "x")), entry("a.jpg", "train", (1, "x"), filepath=7),
+        entry("gone.jpg", "train", (1, "x")), entry("d.jpg", "train", (1, " ")),
+    ]  # fmt: skip
     good = [entry("a.jpg", "train", (1, "one"), (2, "\n"), (3, "three"))]
     again = [entry("a.jpg", "test", (4, "x")), entry("c.jpg", "train", (3, "taken"), (5, "five"))]
     problems = Problems()

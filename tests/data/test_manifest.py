@@ -109,25 +109,15 @@ def test_every_bad_line_is_named_with_its_place_and_the_rest_is_read(pictures):
     path = pictures / "m.jsonl"
     good = '{"image": "a.png", "captions": ["fine", "", "  "]}'
     lines = [
-        good,
-        '{"image": "a.png", "captions": ["cut off"',
-        "",
-        '["a.png", "a list"]',
-        '{"captions": "no image"}',
-        '{"image": 5, "captions": "a number"}',
-        '{"image": "a.png", "captions": ["x", null]}',
-        '{"image": "a.png"}',
-        '{"image": "b.jpg", "captions": []}',
-        '{"image": "b.jpg", "captions": " "}',
-        '{"image": "gone.png", "captions": "x"}',
-        '{"image": "my pictures", "captions": "a folder"}',
-        '{"image": "b\\u0000.jpg", "captions": "x"}',
-        '{"image": "b.jpg", "captions": "half \\ud83d a pair"}',
-        "[" * 100_000,
-        '{"image": "b.jpg", "captions": "x", "id": ' + "9" * 5000 + "}",
+        good, '{"image": "a.png", "captions": ["cut off"', "", '["a.png", "a list"]', '{"captions": "no image"}',
+        '{"image": 5, "captions": "a number"}', '{"image": "a.png", "captions": ["x", null]}', '{"image": "a.png"}',
+        '{"image": "b.jpg", "captions": []}', '{"image": "b.jpg", "captions": " "}',
+        '{"image": "gone.png", "captions": "x"}', '{"image": "my pictures", "captions": "a folder"}',
+        '{"image": "b\\u0000.jpg", "captions": "x"}', '{"image": "b.jpg", "captions": "half \\ud83d a pair"}',
+        "[" * 100_000, '{"image": "b.jpg", "captions": "x", "id": ' + "9" * 5000 + "}",
         '{"image": "' + base64.b64encode(bytes(3000)).decode() + '", "captions": "a picture, not a path"}',
         '{"image": "c.webp", "captions": "fine too"}',
-    ]
+    ]  # fmt: skip
     path.write_bytes("\n".join(lines).encode() + b'\n{"image": "b.jpg", "captions": "caf\xe9"}\n')
     splits, found = read(path)
     assert splits == {"train": {"a.png": ["fine"], "c.webp": ["fine too"]}}

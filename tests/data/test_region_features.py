@@ -122,12 +122,9 @@ def spoiled(kind, whole):
     if kind == "archive":
         np.savez(file, a=FEATURES)
     arrays = {
-        "objects": np.array([Trap()], dtype=object),
-        "integers": np.ones((4, 3, 5), np.int32),
-        "shape": np.ones((4, 3, 5, 1), np.float32),
-        "columns": np.asfortranarray(FEATURES),
-        "no rows": FEATURES[:0],
-    }
+        "objects": np.array([Trap()], dtype=object), "integers": np.ones((4, 3, 5), np.int32),
+        "shape": np.ones((4, 3, 5, 1), np.float32), "columns": np.asfortranarray(FEATURES), "no rows": FEATURES[:0],
+    }  # fmt: skip
     if kind in arrays:
         np.save(file, arrays[kind], allow_pickle=True)
     return {"pickle": pickle.dumps(Trap()), "short": whole[:-1], "empty": b""}.get(kind) or file.getvalue()

@@ -70,11 +70,8 @@ def test_samples_are_what_the_webdataset_library_reads(tmp_path):
 
     odd = [("folder/a.b.jpg", b"x"), ("README", b"x"), ("__index__", b"x"), ("._000001.jpg", b"x"), ("z/1.JPG", JPEG)]
     odd += [
-        ("z/1.cls", b"7"),
-        ("z/1.TXT", "\ufeff für dich \n".encode()),
-        ("2.webp", b"w"),
-        ("2.json", b'{"text": "two"}'),
-    ]
+        ("z/1.cls", b"7"), ("z/1.TXT", "\ufeff für dich \n".encode()), ("2.webp", b"w"), ("2.json", b'{"text": "two"}'),
+    ]  # fmt: skip
     long = [(f"{'ö' * 60}/{'y' * 120}.png", b"p"), (f"{'ö' * 60}/{'y' * 120}.json", b'{"caption": "c", "text": "t"}')]
     for form in (tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT):
         members = sample(1) + odd + (long if form != tarfile.USTAR_FORMAT else []) + sample(3)

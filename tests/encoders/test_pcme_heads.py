@@ -108,15 +108,11 @@ def test_the_ablations_of_table_d3_item_by_item():
 @pytest.mark.parametrize(
     "options",
     [
-        {},
-        {"covariance": "spherical-one"},
-        {"variance_norm": True},
-        {"variance_mlp": True},
-        {"variance_sigmoid": True},
-        {"variance_sigmoid": True, "variance_norm": True},
+        {}, {"covariance": "spherical-one"}, {"variance_norm": True}, {"variance_mlp": True},
+        {"variance_sigmoid": True}, {"variance_sigmoid": True, "variance_norm": True},
         {"local_attention_of": "variance"},
     ],
-)
+)  # fmt: skip
 def test_the_small_start_of_the_variance_holds_with_local_attention(options):
     torch.manual_seed(0)
     head = GaussianHead(32, 64, HeadOptions(local_attention=True, init_total_variance=0.25, **options))

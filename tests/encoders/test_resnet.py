@@ -60,12 +60,9 @@ def test_an_encoder_is_built_again_from_its_description(tmp_path):
 # Parameters without the last linear layer: torchvision's resnet18 and so on have 11,689,512, 21,797,672, 25,557,032,
 # 44,549,160 and 60,192,808, of which the layer to a thousand classes has 513,000 or 2,049,000.
 SIZES = {
-    "resnet-18": 11_176_512,
-    "resnet-34": 21_284_672,
-    "resnet-50": 23_508_032,
-    "resnet-101": 42_500_160,
+    "resnet-18": 11_176_512, "resnet-34": 21_284_672, "resnet-50": 23_508_032, "resnet-101": 42_500_160,
     "resnet-152": 58_143_808,
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", RESNETS)

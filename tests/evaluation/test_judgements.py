@@ -40,20 +40,13 @@ def test_files_give_back_what_was_written(tmp_path):
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        ({"yes": 2}, "yes is 2, expected 0 or 1"),
-        ({"yes": True}, "yes is True"),
-        ({"query": ""}, "query is ''"),
-        ({"when": "yesterday"}, "yesterday"),
-        ({"yes": 1.0}, "yes is 1.0"),
-        ({"weight": 0}, "weight is 0"),
-        ({"weight": 10**400}, "weight is 1000"),
-        ({"weight": math.nan}, "weight is nan"),
-        ({"target": 3}, "target is 3"),
-        ({"probability": 1.5}, "probability is 1.5"),
-        ({"probability": "high"}, "probability is 'high'"),
-        ({"who": "me"}, "unknown field 'who'"),
+        ({"yes": 2}, "yes is 2, expected 0 or 1"), ({"yes": True}, "yes is True"), ({"query": ""}, "query is ''"),
+        ({"when": "yesterday"}, "yesterday"), ({"yes": 1.0}, "yes is 1.0"), ({"weight": 0}, "weight is 0"),
+        ({"weight": 10**400}, "weight is 1000"), ({"weight": math.nan}, "weight is nan"),
+        ({"target": 3}, "target is 3"), ({"probability": 1.5}, "probability is 1.5"),
+        ({"probability": "high"}, "probability is 'high'"), ({"who": "me"}, "unknown field 'who'"),
     ],
-)
+)  # fmt: skip
 def test_a_bad_line_is_named_by_its_number(tmp_path, wrong, said):
     write_judgements(path := tmp_path / "a.jsonl", [ONE])
     path.write_text(path.read_text() + "\n" + json.dumps(vars(ONE) | wrong) + "\n")
@@ -142,11 +135,8 @@ def test_estimates_are_unbiased():
 
 def test_figures_by_hand_and_unjudged_hits_are_unknown():
     hits = [
-        ShownHit("a", "1", 1, 0.9),
-        ShownHit("a", "2", 2, 0.5),
-        ShownHit("a", "3", 3, 0.4),
-        ShownHit("b", "1", 1, 0.2),
-    ]
+        ShownHit("a", "1", 1, 0.9), ShownHit("a", "2", 2, 0.5), ShownHit("a", "3", 3, 0.4), ShownHit("b", "1", 1, 0.2),
+    ]  # fmt: skip
     given = [replace(ONE, query=q, id=i, yes=y, weight=w) for q, i, y, w in (("a", "1", 0, 1), ("a", "3", 1, 3))]
     found = judged_figures(hits, [*given, replace(ONE, query="gone")], n_resamples=50)
     assert found.n == 2 and found.n_queries == 1 and found.judged == 0.5

@@ -55,18 +55,13 @@ def test_terms_sum_to_the_total(loss):
 
 
 FORMULAS = [
-    PCMEPPOptions(),
-    PCMEPPOptions(distance="kl", infonce_weight=0.3),
-    PCMEPPOptions(infonce_weight=0.3, pseudo_positives_from=1),
-    InfoNCEOptions(),
-    InfoNCEOptions(distance="elk"),
+    PCMEPPOptions(), PCMEPPOptions(distance="kl", infonce_weight=0.3),
+    PCMEPPOptions(infonce_weight=0.3, pseudo_positives_from=1), InfoNCEOptions(), InfoNCEOptions(distance="elk"),
     ProLIPOptions(inclusion_weight=0.1, inclusion_scale=2.0),
-    PCMEOptions(uniformity_weight=0.5, sigmoid="compressed", beta=0.2),
-    TripletOptions(sum_epochs=1),
-    TripletOptions(mining="semi-hard", soft_margin=True, distance="csd"),
-    DAAOptions(asp_weight=3, temperature=0.5),
+    PCMEOptions(uniformity_weight=0.5, sigmoid="compressed", beta=0.2), TripletOptions(sum_epochs=1),
+    TripletOptions(mining="semi-hard", soft_margin=True, distance="csd"), DAAOptions(asp_weight=3, temperature=0.5),
     PVSEOptions(distance="nearest_of_3", mmd_weight=2, margin=3.0),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("options", FORMULAS)

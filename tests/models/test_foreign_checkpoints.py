@@ -68,12 +68,9 @@ def test_tensors_and_settings(foreign_classes, tmp_path, monkeypatch):
 
 def test_numpy_scalars_are_numbers(tmp_path):
     values = {
-        "float64": np.float64(0.1),
-        "float32": np.float32(0.5),
-        "int64": np.int64(-7),
-        "bool": np.bool_(True),
+        "float64": np.float64(0.1), "float32": np.float32(0.5), "int64": np.int64(-7), "bool": np.bool_(True),
         "swapped": np.array(3, dtype=">i4")[()],
-    }
+    }  # fmt: skip
     torch.save({"metadata": values}, tmp_path / "pcme.pth")
     metadata = read_checkpoint(tmp_path / "pcme.pth")["metadata"]
     assert metadata == {key: value.item() for key, value in values.items()}

@@ -62,11 +62,8 @@ def embed(model, values, dtype=torch.float32, lengths=None, **options):
         tokens = model.image.encoder(Inputs(values["inputs/pixel_values"].to(dtype)), **options)
         image, text = model.image.head(tokens), model.text(Inputs(ids, mask))
     return {
-        "image_mean": image.mean,
-        "image_log_var": image.log_var,
-        "text_mean": text.mean,
-        "text_log_var": text.log_var,
-    }
+        "image_mean": image.mean, "image_log_var": image.log_var, "text_mean": text.mean, "text_log_var": text.log_var,
+    }  # fmt: skip
 
 
 def assert_same(ours, values, name, tolerance, suffix=""):

@@ -250,11 +250,7 @@ def daa_total(images, texts, match):
 
 # The whole of every loss in LOSSES with its default options, of two lists of (mean, variance) and the labels.
 LOSS_TOTALS = {
-    "pcmepp": pcmepp_total,
-    "pcme": pcme_total,
-    "prolip": prolip_total,
+    "pcmepp": pcmepp_total, "pcme": pcme_total, "prolip": prolip_total,
     "infonce": lambda images, texts, match: infonce(table(images, texts, squared_l2), match, 5.0),
-    "triplet": triplet_total,
-    "pvse": pvse_total,
-    "daa": daa_total,
-}
+    "triplet": triplet_total, "pvse": pvse_total, "daa": daa_total,
+}  # fmt: skip

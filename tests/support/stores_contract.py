@@ -184,14 +184,8 @@ class StoreBasics:
             return
         assert store.match_words(["dog"], 5) == []
         own = (
-            "dog snow",
-            "dog",
-            "lighthouse or near",
-            "käfer 日本語 run",
-            "x" * 100 + " 12 3e5",
-            None,
-            "dog snow tent",
-        )
+            "dog snow", "dog", "lighthouse or near", "käfer 日本語 run", "x" * 100 + " 12 3e5", None, "dog snow tent",
+        )  # fmt: skip
         batch = records(len(own), 3, 13)
         payloads = [{"n": str(i)} | ({} if words is None else {WORDS: words}) for i, words in enumerate(own)]
         store.upsert(Records(batch.ids, batch.vectors, batch.uncertainty, tuple(payloads)))

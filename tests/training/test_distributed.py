@@ -62,11 +62,8 @@ def test_parts_cover_everything_once():
 
 
 POINTS = [
-    "model.image.augment=false",
-    "model.text.dropout=0",
-    "train.epochs=12",
-    "train.timeout_minutes=1",
-]
+    "model.image.augment=false", "model.text.dropout=0", "train.epochs=12", "train.timeout_minutes=1",
+]  # fmt: skip
 HALF = [*POINTS, "train.precision=float16", "train.ema_decay=0.9"]
 
 

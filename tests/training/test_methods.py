@@ -16,26 +16,20 @@ from sfumato.training.loop import fit
 
 PROBABILISTIC = "emoji-probabilistic-vsepp", "model.init_total_variance=16"
 METHODS = {
-    "pcmepp": ("emoji-pcmepp",),
-    "mean only": ("emoji-mean-only",),
-    "infonce": ("emoji-infonce",),
-    "vse0": ("emoji-vse0",),
-    "vse++": ("emoji-vsepp",),
-    "vse-infinity": ("emoji-vseinf",),
+    "pcmepp": ("emoji-pcmepp",), "mean only": ("emoji-mean-only",), "infonce": ("emoji-infonce",),
+    "vse0": ("emoji-vse0",), "vse++": ("emoji-vsepp",), "vse-infinity": ("emoji-vseinf",),
     "probabilistic vse++": PROBABILISTIC,
     "the same by kl, spherical": (*PROBABILISTIC, "loss.distance=kl", "model.covariance=spherical-one"),
     "the same by min_kl": (*PROBABILISTIC, "loss.distance=min_kl", "model.covariance=spherical-average"),
-    "the same by wasserstein2": (*PROBABILISTIC, "loss.distance=wasserstein2"),
-    "semi-hard": ("emoji-semihard",),
+    "the same by wasserstein2": (*PROBABILISTIC, "loss.distance=wasserstein2"), "semi-hard": ("emoji-semihard",),
     "wasserstein2": ("emoji-pcmepp", "loss.distance=wasserstein2"),
     "pcmepp with infonce": ("emoji-pcmepp", "loss.infonce_weight=1"),
-    "pcme": ("emoji-pcme", "loss.uniformity_weight=0.01", "loss.n_samples=2"),
-    "pvse": ("emoji-pvse",),
+    "pcme": ("emoji-pcme", "loss.uniformity_weight=0.01", "loss.n_samples=2"), "pvse": ("emoji-pvse",),
     "daa": ("emoji-vseinf", "data.graded=true", "loss.name=daa", "loss.sum_epochs=2"),
     "soft margin": ("emoji-vse0", "data.graded=true", "loss.soft_margin=true"),
     "local attention": ("emoji-pcmepp", "model.local_attention=true"),
     "prolip": ("emoji-pcmepp", "loss.name=prolip", "loss.inclusion_weight=1e-7"),
-}
+}  # fmt: skip
 
 
 def small_world(n, seed):

@@ -64,19 +64,15 @@ TABLE = [
     (
         (3, 2, 1),
         {
-            "image.encoder.embeddings.class_embedding": 0.5,
-            "image.encoder.embeddings.position_embedding.weight": 0.5,
-            "image.encoder.norm_in.weight": 0.5,
-            "image.encoder.shared_blocks.0.mlp.fc1.weight": 0.5 * 0.343,
+            "image.encoder.embeddings.class_embedding": 0.5, "image.encoder.embeddings.position_embedding.weight": 0.5,
+            "image.encoder.norm_in.weight": 0.5, "image.encoder.shared_blocks.0.mlp.fc1.weight": 0.5 * 0.343,
             "image.encoder.shared_blocks.1.mlp.fc1.bias": 0.5 * 0.49,
             "image.encoder.mean_blocks.0.self_attn.q_proj.weight": 0.5 * 0.7,
             "image.encoder.variance_blocks.0.self_attn.q_proj.weight": 0.5 * 0.7,
-            "text.encoder.embeddings.token_embedding.weight": 0.1,
-            "text.encoder.norm_out.weight": 0.1,
+            "text.encoder.embeddings.token_embedding.weight": 0.1, "text.encoder.norm_out.weight": 0.1,
             "text.encoder.shared_blocks.0.layer_norm1.weight": 0.1 * 0.49,
             "text.encoder.mean_blocks.0.layer_norm1.weight": 0.1 * 0.7,
-            "text.encoder.variance_blocks.0.mlp.fc2.weight": 0.1 * 0.7,
-            "image.head.mean.linear.weight": 1.0,
+            "text.encoder.variance_blocks.0.mlp.fc2.weight": 0.1 * 0.7, "image.head.mean.linear.weight": 1.0,
             "text.head.log_var.linear.bias": 1.0,
         },
     ),
@@ -103,7 +99,7 @@ TABLE = [
             "text.encoder.mean_blocks.0.mlp.fc1.weight": 0.1 * 0.49,
         },
     ),
-]
+]  # fmt: skip
 
 
 def test_learning_rates_are_counted_from_the_top_whatever_the_depth():
@@ -218,13 +214,10 @@ def test_freezing_rests_the_image_network_but_not_its_variance_blocks():
 
 def test_only_pre_trained_parameters_are_frozen():
     cases = [
-        (SmallTextEncoder(9, 4, 0.0), set()),
-        (WordEncoder(9, 4, 3), set()),
-        (WordEncoder(9, 4, 3, pretrained=True), {"words.weight"}),
-        (clip_model().text.encoder, None),
-        (SmallImageEncoder(2), set()),
-        (RegionEncoder(5, 4, variance=True), set()),
-    ]
+        (SmallTextEncoder(9, 4, 0.0), set()), (WordEncoder(9, 4, 3), set()),
+        (WordEncoder(9, 4, 3, pretrained=True), {"words.weight"}), (clip_model().text.encoder, None),
+        (SmallImageEncoder(2), set()), (RegionEncoder(5, 4, variance=True), set()),
+    ]  # fmt: skip
     for encoder, expected in cases:
         names = {name for name, _ in encoder.named_parameters()}
         freeze_encoder(encoder, True)

@@ -128,19 +128,14 @@ def small(recipe, folder):
         data = [*source, f"data.path={folder / f'dataset_{name}.json'}", f"data.images={folder / name}"]
     frozen = image.kind == "resnet" and one_stage and recipe.optim.freeze_image_epochs > 0
     return [
-        *(f"model.{side}={inline(values)}" for side, values in (("image", picture), ("text", words))),
-        *data,
-        "model.dim=6",
-        *(["model.hidden=3"] if recipe.model.hidden else []),
+        *(f"model.{side}={inline(values)}" for side, values in (("image", picture), ("text", words))), *data,
+        "model.dim=6", *(["model.hidden=3"] if recipe.model.hidden else []),
         *(["train.swa_epochs=1"] if recipe.train.swa_epochs else []),
         *(["model.init_total_variance=6"] if recipe.model.variance_bounds else []),
         *(["model.mlp_width=3"] if recipe.model.mlp_width else []),
-        *([] if one_stage else ["optim.first_stage_epochs=1"]),
-        f"optim.freeze_image_epochs={int(frozen)}",
-        "train.epochs=2",
-        "train.batch_size=20",
-        "train.threads=1",
-    ]
+        *([] if one_stage else ["optim.first_stage_epochs=1"]), f"optim.freeze_image_epochs={int(frozen)}",
+        "train.epochs=2", "train.batch_size=20", "train.threads=1",
+    ]  # fmt: skip
 
 
 def inline(values):

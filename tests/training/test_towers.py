@@ -74,21 +74,12 @@ def pcme(folder, *overrides):
     return load_recipe(
         make_toy(folder),
         [
-            f'model.image={{ kind = "resnet", weights = "{folder / "resnet"}", size = 32, augment = "none" }}',
-            GRU,
-            f"model.text.vectors={vectors_file(folder)}",
-            "model.pooling=average",
-            "model.local_attention=true",
-            "loss.name=pcme",
-            "optim.name=adamp",
-            "optim.lr=1e-2",
-            "optim.warmup_epochs=0",
-            "optim.first_stage_epochs=1",
-            "augment.erase=0.2",
-            "augment.drop_words=0.1",
-            *overrides,
+            f'model.image={{ kind = "resnet", weights = "{folder / "resnet"}", size = 32, augment = "none" }}', GRU,
+            f"model.text.vectors={vectors_file(folder)}", "model.pooling=average", "model.local_attention=true",
+            "loss.name=pcme", "optim.name=adamp", "optim.lr=1e-2", "optim.warmup_epochs=0",
+            "optim.first_stage_epochs=1", "augment.erase=0.2", "augment.drop_words=0.1", *overrides,
         ],
-    )
+    )  # fmt: skip
 
 
 def resting(state):
