@@ -325,38 +325,6 @@ def test_evaluate_ranked_lists(files, sfumato):
     assert "too short" in sfumato.refused(*arguments)
 
 
-def test_every_official_figure_from_the_command_line(shared, sfumato, tmp_path):
-    """The official package's values on its parity embeddings, to the last digits, by the plain dot product."""
-    fixture, coco = shared / "parity" / "eccv_metrics", shared / "data" / "coco5k_text"
-    official = json.loads(fixture.with_suffix(".json").read_text())["metrics_full_ranking"]
-    captions = np.load(coco / "coco_test_ids.npy").tolist()
-    own = {int(c): v[0] for c, v in json.loads((coco / "original_caption_to_image.json").read_text()).items()}
-    images = list(dict.fromkeys(own[c] for c in captions))
-    (tmp_path / "images.txt").write_text("".join(f"{i}\n" for i in images))
-    found = sfumato.json(
-        "evaluate", "files", "--images", f"{fixture}.safetensors:image_embeddings",
-        "--image-ids", tmp_path / "images.txt",
-        "--texts", f"{fixture}.safetensors:caption_embeddings", "--text-ids", coco / "coco_test_ids.npy",
-        "--benchmark", "coco", "--annotations", coco, "--score", "dot", "--published",
-    )  # fmt: skip
-    names = {"r1": "recall@1", "r5": "recall@5", "r10": "recall@10", "map_at_r": "map@r", "rprecision": "r_precision"}
-    for name, values in official.items():
-        ground_truth, _, metric = name.partition("_") if not name.startswith("coco") else (name[:7], "", name[8:])
-        for direction, value in values.items():
-            ours = found["truths"][ground_truth][direction][names[metric]]
-            assert ours == pytest.approx(value, abs=1e-12), (name, direction)
-    assert len(official) >= 14 and all(len(values) == 2 for values in official.values())
-    own_figures = found["published"]["own"]
-    assert own_figures["eccv map@r"] == pytest.approx(50 * sum(official["eccv_map_at_r"].values()))
-    assert own_figures["rsum"] == pytest.approx(
-        100 * sum(v for k in (1, 5, 10) for v in official[f"coco_1k_r{k}"].values())
-    )
-    assert {(row["paper"], row["table"]) for row in found["published"]["rows"]} == {
-        ("PCME++", "1"), ("PCME", "E.4"), ("PCME", "E.5"), ("PVSE++", "1"), ("PVSE++", "2")
-    }  # fmt: skip
-    assert own_figures["i2t coco_5k recall@1"] == pytest.approx(100 * official["coco_5k_r1"]["i2t"])
-
-
 def test_evaluate_over_several_seeds(work, sfumato, tmp_path):
     runs = [work / "run", tmp_path / "other"]
     sfumato.printed("train", work / "run/recipe.toml", "train.seed=7", "--out", runs[1])

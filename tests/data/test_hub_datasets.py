@@ -122,29 +122,6 @@ def test_equal_file_names_of_other_images_are_other_images(datasets, tmp_path):
     assert not len(problems)
 
 
-def test_a_shuffled_selection_keeps_images_and_captions_together(datasets, tmp_path):
-    rows = [{"photo": {"bytes": png((i, 0, 0)), "path": f"{i}.png"}, "caption": [f"{i}"]} for i in range(40)]
-    kinds = {"photo": datasets.Image(), "caption": datasets.List(datasets.Value("string"))}
-    made = datasets.Dataset.from_list(rows, datasets.Features(kinds)).shuffle(seed=1).select(range(20))
-    datasets.DatasetDict({"train": made}).save_to_disk(str(tmp_path / "saved"))
-    found, _ = read(tmp_path / "saved", val_fraction=0.25, test_fraction=0.25)
-    assert set(found) == {"train", "val", "test"}
-    for data in found.values():
-        for i, t in data.pairs:
-            assert data.images[i].read_bytes() == png((int(data.texts[t]), 0, 0))
-            assert data.image_ids[i] == f"{data.texts[t]}.png"
-
-
-def test_a_gallery_is_made_of_its_rows(datasets, tmp_path, sfumato):
-    write_dataset({"train": split_of(5), "test": split_of(3, 100)}, tmp_path / "data")
-    sfumato.printed("index", "small", "--data", tmp_path / "data", "--out", tmp_path / "index")
-    found = json.loads(
-        sfumato.printed("search", tmp_path / "index", "text 0-2-1", "-k", 9, "--duplicates", "show", "--json")
-    )
-    ids = [hit["id"] for hit in found[0]["hits"]]
-    assert ids[0] == "folder/2.png" and set(ids) == {f"folder/{i}.png" for i in (0, 1, 2, 3, 4, 100, 101, 102)}
-
-
 def test_what_cannot_be_used_is_named(datasets, tmp_path):
     rows = [
         {"a": {"bytes": png((1, 0, 0)), "path": None}, "caption": "one"},

@@ -115,7 +115,6 @@ def check(official, result):
 
 
 def test_parity_scores():
-    """tests/test_cli.py has the same figures from the embeddings themselves."""
     described, _, ground_truths, images, captions = coco()
     result = evaluate_score_matrix(coco_scores().numpy(), images, captions, ground_truths.values(), better="larger")
     official = described["metrics_full_ranking"]
