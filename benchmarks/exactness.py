@@ -12,7 +12,6 @@ same run.
     python benchmarks/exactness.py --items 20000 --d 512 --variances small large heavy
         --stores file:?engine=flat file:?engine=hnsw
     python benchmarks/exactness.py --gallery images.safetensors --queries-from texts.safetensors --name emoji ...
-    python benchmarks/exactness.py --read a.json b.json --table --plot exactness.png
 
 A store's relative path starts in a scratch folder; NAME in a URL is replaced by a name for the table or collection.
 """
@@ -28,7 +27,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from search import timed
@@ -39,7 +38,7 @@ from sfumato.progress import progress_bar
 from sfumato.search.stores.protocol import Records, VectorStore, anchored, create_store
 
 TOP = 10
-STYLES: dict[str, Literal["-", "--"]] = {"lifted": "-", "means": "--"}
+WAYS = "lifted", "means"
 CANDIDATES = (10, 20, 50, 100, 200, 500, 1000)
 LATENT = 32
 VARIANCES = {"small": (0.01, 0.5), "large": (4.0, 0.5), "heavy": (0.4, 2.0)}
@@ -165,9 +164,9 @@ def table(rows: list[dict[str, Any]]) -> str:
     before = ""
     for data, store in dict.fromkeys((row["data"], row["store"]) for row in rows):
         own = {row["candidates"]: row for row in rows if (row["data"], row["store"]) == (data, store)}
-        pairs = [tuple(own[c][name]["recall"] for name in STYLES) if c in own else None for c in shown]
+        pairs = [tuple(own[c][name]["recall"] for name in WAYS) if c in own else None for c in shown]
         cells = ["" if pair is None else " / ".join(_short(value) for value in pair) for pair in pairs]
-        ms = " / ".join(f"{own[100][name]['ms_per_query']:.1f}" for name in STYLES) if 100 in own else ""
+        ms = " / ".join(f"{own[100][name]['ms_per_query']:.1f}" for name in WAYS) if 100 in own else ""
         lines.append(f"| {data if data != before else ''} | `{_named(store)}` | {' | '.join(cells)} | {ms} |")
         before = data
     return "\n".join(lines)
@@ -192,40 +191,6 @@ def not_better(rows: list[dict[str, Any]]) -> list[str]:
     ]
 
 
-def plot(rows: list[dict[str, Any]], path: Path) -> None:
-    """Recall against candidates: a panel for each gallery, a colour for each store, solid lifted, dashed means."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-    from matplotlib.lines import Line2D
-
-    galleries = list(dict.fromkeys(row["data"] for row in rows))
-    columns = min(3, len(galleries))
-    lines = -(-len(galleries) // columns)
-    figure, axes = plt.subplots(lines, columns, figsize=(4.6 * columns, 3.4 * lines), squeeze=False, sharey=True)
-    stores = list(dict.fromkeys(_named(row["store"]) for row in rows))
-    for axis, gallery in zip(axes.flat, galleries, strict=False):
-        for i, store in enumerate(stores):
-            own = [row for row in rows if (row["data"], _named(row["store"])) == (gallery, store)]
-            for name, style in STYLES.items():
-                x, y = [r["candidates"] for r in own], [r[name]["recall"] for r in own]
-                axis.plot(x, y, style, color=f"C{i}", marker=".", label=store if name == "lifted" else None)
-        axis.set_xscale("log")
-        axis.set_title(gallery, fontsize=10)
-        axis.grid(alpha=0.3)
-        axis.set_xlabel("candidates K")
-    for axis in list(axes.flat)[len(galleries) :]:
-        axis.remove()
-    axes[0, 0].set_ylabel("recall of the true csd top 10")
-    names = {"lifted": "lifted", "means": "means, re-ranked"}
-    handles = [Line2D([], [], color=f"C{i}", label=store) for i, store in enumerate(stores)]
-    handles += [Line2D([], [], color="0.3", linestyle=style, label=names[key]) for key, style in STYLES.items()]
-    figure.legend(handles=handles, loc="outside lower center", ncols=4, fontsize=8, frameon=False)
-    figure.tight_layout(rect=(0, 0.03 + 0.14 / lines, 1, 1))
-    figure.savefig(path, dpi=110)
-
-
 def main() -> int:
     """Measure, print, write."""
     parser = argparse.ArgumentParser(description="Recall of the true csd top 10: lifted against means with re-ranking.")
@@ -240,32 +205,17 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--read", type=Path, nargs="+", help="show what earlier runs wrote, measure nothing")
     parser.add_argument("--json", type=Path, help="write all figures here")
-    parser.add_argument("--plot", type=Path, help="write a picture here")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    rows: list[dict[str, Any]] = []
-    if arguments.read:
-        for file in arguments.read:
-            rows += json.loads(file.read_text(encoding="utf-8"))["rows"]
-    elif arguments.gallery:
-        rows = run(
-            arguments,
-            [real(arguments.name, arguments.gallery, arguments.queries_from, arguments.queries, arguments.seed)],
-        )
+    n, seed = arguments.queries, arguments.seed
+    if arguments.gallery:
+        galleries = [real(arguments.name, arguments.gallery, arguments.queries_from, n, seed)]
     else:
-        rows = run(
-            arguments,
-            (
-                synthetic(arguments.items, arguments.d, arguments.queries, v, arguments.seed)
-                for v in arguments.variances
-            ),
-        )
+        galleries = [synthetic(arguments.items, arguments.d, n, v, seed) for v in arguments.variances]
+    rows = run(arguments, galleries)
     print(table(rows))
     print("\nnot strictly better:", *(not_better(rows) or ["nowhere"]), sep="\n  ")
-    if arguments.plot:
-        plot(rows, arguments.plot)
     return 0
 
 
