@@ -1,7 +1,4 @@
-"""Two curves from distances to match probabilities: Platt scaling and, for many held-out pairs, isotonic regression.
-
-Logistic regression by Newton's method is the one solver of every fitted probability of sfumato.
-"""
+"""Two curves from distances to match probabilities: Platt scaling and, for many held-out pairs, isotonic regression."""
 
 import math
 from dataclasses import dataclass
@@ -9,13 +6,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional
 
+from sfumato.calibration.logistic import newton
 from sfumato.errors import need
 from sfumato.gaussian import Array, as_tensor
 from sfumato.matching import match_logit
-
-_MAX_STEPS, _TOLERANCE = 100, 1e-18
 
 
 def fit_logistic(
@@ -28,9 +23,8 @@ def fit_logistic(
 ) -> tuple[Tensor, float]:
     r"""The weights w and the bias b that minimise the mean log loss of sigmoid(x w + b) plus penalty/2 ||w||^2.
 
-    The problem is convex. Newton steps are halved until the objective falls, so that every step is an improvement. Use
-    standardised features: the penalty treats all alike. With an offset the logits are offset + x w + b, and the bias is
-    penalised, too: the offset is where a strong penalty leaves them.
+    Use standardised features: the penalty treats all alike. With an offset the logits are offset + x w + b, and the
+    bias is penalised, too: the offset is where a strong penalty leaves them.
 
     features (k, f), target (k,), weight (k,), offset (k,).
     """
@@ -44,35 +38,13 @@ def fit_logistic(
         )
     if not w.sum() > 0:
         raise ValueError("fit_logistic: the weights of the rows add up to 0")
-    w = w / w.sum()
-    x = torch.cat([x, torch.ones_like(y).unsqueeze(1)], dim=1)
-    ridge = torch.full((x.shape[1],), penalty, dtype=torch.float64, device=x.device)
-    found = torch.zeros_like(ridge)
+    columns, labels = torch.cat([x, torch.ones_like(y).unsqueeze(1)], dim=1).cpu().numpy(), y.cpu().numpy()
+    weights = (w / w.sum()).cpu().numpy()
+    ridge, first = np.full(columns.shape[1], penalty), np.zeros(columns.shape[1])
     if offset is None:
-        ridge[-1] = 0
-        found[-1] = torch.logit(((w * y).sum() + 1e-6) / (1 + 2e-6))
-
-    def objective(parameters: Tensor) -> Tensor:
-        losses = functional.binary_cross_entropy_with_logits(start + x @ parameters, y, reduction="none")
-        return (w * losses).sum() + (ridge * parameters.square()).sum() / 2
-
-    value = objective(found)
-    for _ in range(_MAX_STEPS):
-        p = torch.sigmoid(start + x @ found)
-        gradient = x.T @ (w * (p - y)) + ridge * found
-        curvature = (w * p * (1 - p)).unsqueeze(1)
-        hessian = x.T @ (curvature * x) + torch.diag(ridge)
-        hessian.diagonal().add_(1e-13 * hessian.diagonal().mean() + 1e-300)  # Features may be linear in each other.
-        step = torch.linalg.solve(hessian, gradient)
-        if float(gradient @ step) <= _TOLERANCE:
-            break
-        size = 1.0
-        while size > 1e-6 and not (new := objective(found - size * step)) < value:
-            size /= 2
-        if size <= 1e-6:
-            break
-        found, value = found - size * step, new
-    return found[:-1].clone(), float(found[-1])
+        ridge[-1], first[-1] = 0, log_odds((weights @ labels + 1e-6) / (1 + 2e-6))
+    found = newton(columns, labels, weights, ridge, first, centre=np.zeros_like(first), offset=start.cpu().numpy())
+    return torch.from_numpy(found[:-1]).to(x.device), float(found[-1])
 
 
 def fit_logits(distance: Array, match: Array, *, weight: Array | None = None) -> tuple[float, float]:

@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-Floats = npt.NDArray[np.float64]
+from sfumato.calibration.logistic import Floats
 
 SHAPE = ("gap", "order", "lead", "height", "crowd")
 """Features of a hit in its list."""

@@ -26,7 +26,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from sfumato.calibration.score_formulas import SEGMENTS, SHAPE, Floats, ScoreFormula
+from sfumato.calibration.logistic import Floats, log_losses, newton, sigmoid
+from sfumato.calibration.score_formulas import SEGMENTS, SHAPE, ScoreFormula
 from sfumato.errors import refuse_newer
 from sfumato.files import write_json
 
@@ -243,7 +244,7 @@ class ScoreCalibrator:
         Raises:
             ValueError: see :meth:`decision_function`.
         """
-        p = _sigmoid(self.decision_function(X, groups))
+        p = sigmoid(self.decision_function(X, groups))
         return np.stack([1 - p, p], axis=1)
 
     def predict(self, X: npt.ArrayLike, groups: npt.ArrayLike | None = None) -> npt.NDArray[np.int64]:
@@ -273,7 +274,7 @@ class ScoreCalibrator:
             ValueError: see :meth:`decision_function`.
         """
         lists, logit = self._logit(X, groups)
-        return lists.sums(_sigmoid(logit))
+        return lists.sums(sigmoid(logit))
 
     def nothing_matches(self, X: npt.ArrayLike, groups: npt.ArrayLike | None = None) -> Floats:
         """The probability that no hit of a list matches.
@@ -309,7 +310,7 @@ class ScoreCalibrator:
         weight = ~np.isnan(label) / lists.rank()
         if not weight.any():
             raise ValueError("ScoreCalibrator: no label of y is 0 or 1; give some")
-        loss = _losses(logit, np.nan_to_num(label))
+        loss = log_losses(logit, np.nan_to_num(label))
         return -float(np.average(loss, weights=weight))
 
     def save(self, path: str | Path) -> None:
@@ -412,7 +413,7 @@ class ScoreCalibrator:
             for sign, comparable in ((1, False), (-1, True)):
                 formula = self._fitted(part, evidence[inside], label[inside], comparable)
                 logit = formula.logit(_features(lists, evidence, formula.knots))
-                loss = lists.sums(np.nan_to_num(_losses(logit, label)) / lists.rank())
+                loss = lists.sums(np.nan_to_num(log_losses(logit, label)) / lists.rank())
                 better += sign * np.where(fold == k, loss, 0)
         return bool(better.mean() > better.std() / math.sqrt(q))
 
@@ -438,8 +439,8 @@ class ScoreCalibrator:
         return ScoreFormula(dict(zip(names, weights.tolist(), strict=True)), intercept, knots, nothing)
 
     def _nothing(self, lists: _Lists, logit: Floats, constants: tuple[float, float, float]) -> Floats:
-        found = _sigmoid(constants[0] + _of_list(lists, logit) @ np.array(constants[1:]))
-        return np.minimum(found, _sigmoid(-np.maximum.reduceat(logit, lists.start)))
+        found = sigmoid(constants[0] + _of_list(lists, logit) @ np.array(constants[1:]))
+        return np.minimum(found, sigmoid(-np.maximum.reduceat(logit, lists.start)))
 
 
 def _labels(y: npt.ArrayLike, n: int) -> Floats:
@@ -460,19 +461,8 @@ def _features(lists: _Lists, evidence: Floats, knots: tuple[float, float] | None
 
 def _of_list(lists: _Lists, logit: Floats) -> Floats:
     """(q, 2) the largest logit of each list, and the logarithm of its expected matches. logit (n,)."""
-    expected = np.maximum(lists.sums(_sigmoid(logit)), 1e-12)
+    expected = np.maximum(lists.sums(sigmoid(logit)), 1e-12)
     return np.stack([np.maximum.reduceat(logit, lists.start), np.log(expected)], axis=1)
-
-
-def _sigmoid(logit: Floats) -> Floats:
-    half: Floats = 0.5 * (1 + np.tanh(0.5 * logit))
-    return half
-
-
-def _losses(logit: Floats, label: Floats) -> Floats:
-    """(n,) log losses. label (n,) 0 to 1."""
-    found: Floats = np.logaddexp(0, logit) - label * logit
-    return found
 
 
 def _regression(
@@ -493,39 +483,16 @@ def _regression(
     mean, deviation = features.mean(0), features.std(0)
     deviation = np.where(deviation > 0, deviation, 1.0)
     columns = np.concatenate([(features - mean) / deviation, np.ones((len(features), 1))], axis=1)
-    start = np.append(centre * deviation, 0.0)
+    start, ridge = np.append(centre * deviation, 0.0), np.append(np.full(features.shape[1], penalty), 1e-9)
+    none = np.zeros(len(label))
     used = np.ones(len(start), bool)
     while True:
         solution = np.where(used, start, 0.0)
-        solution[used] = _newton(columns[:, used], label, weight, penalty, start[used])
+        own = start[used]
+        solution[used] = newton(columns[:, used], label, weight, ridge[used], own, centre=own, offset=none)
         wrong = np.zeros(len(start), bool) if rising is None else np.append(rising, False) & (solution < 0)
         if not wrong.any():
             break
         used[np.where(wrong, solution, 0.0).argmin()] = False
     weights = solution[:-1] / deviation
     return weights, float(solution[-1] - mean @ weights)
-
-
-def _newton(columns: Floats, label: Floats, weight: Floats, penalty: float, centre: Floats) -> Floats:
-    """The minimum of the penalised log loss by damped Newton steps by NumPy; the last column has no penalty."""
-    ridge = np.full(columns.shape[1], penalty)
-    ridge[-1] = 1e-9
-
-    def loss(x: Floats) -> float:
-        return float(weight @ _losses(columns @ x, label) + 0.5 * ridge @ (x - centre) ** 2)
-
-    x, now = centre.copy(), loss(centre)
-    for _ in range(100):
-        p = _sigmoid(columns @ x)
-        slope = columns.T @ (weight * (p - label)) + ridge * (x - centre)
-        curve = (columns * (weight * p * (1 - p))[:, None]).T @ columns + np.diag(ridge)
-        step = np.linalg.lstsq(curve, slope, rcond=None)[0]
-        size = 1.0
-        while (then := loss(x - size * step)) > now and size > 1e-6:
-            size /= 2
-        if then > now:
-            break
-        x, done, now = x - size * step, now - then < 1e-10 * (1 + abs(now)), then
-        if done:
-            break
-    return x
