@@ -45,7 +45,7 @@ KINDS = {"query": 20, "text": 20, "item": 20, "add": 25, "delete": 12}
 
 WRITES = ("add", "delete")
 FAULTS, BETWEEN = ("service", "store", "proxy"), "between"
-OK, AWAY, GONE = "ok", "503", "404, already gone"
+OK, AWAY = "ok", "503"
 
 
 @dataclass
@@ -94,14 +94,14 @@ class Record(Ledger):
 
     def writes(self) -> dict[str, int]:
         """Requests that write: acknowledged, and unknown."""
-        outcomes = Counter(one.outcome in (OK, GONE) for one in self.sent if one.kind in WRITES)
+        outcomes = Counter(one.outcome == OK for one in self.sent if one.kind in WRITES)
         return {"acknowledged": outcomes[True], "unknown": outcomes[False]}
 
 
 def expected(fault: str, outcome: str) -> bool:
     """Whether a request may end so."""
     no_answer = not outcome[0].isdigit()  # Not a status, so the name of an error.
-    more = {"service": outcome == GONE, "store": outcome == AWAY, "proxy": no_answer}
+    more = {"store": outcome == AWAY, "proxy": no_answer}
     return outcome == OK or more.get(fault, False)
 
 
@@ -118,8 +118,6 @@ class Caller(Client):
         began = time.monotonic()
         answer = self._answer(method, path, **options)
         outcome = OK if answer.status_code in fine else answer.headers.get("Error", str(answer.status_code))
-        if kind == "remove" and outcome == "404":
-            outcome = GONE
         if outcome == AWAY and "Retry-After" not in answer.headers:
             outcome = "503 without Retry-After"
         self._record.sent.append(Sent(began, time.monotonic(), kind, outcome, answer.text[:300]))
