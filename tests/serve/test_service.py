@@ -1,5 +1,6 @@
 """What the service promises: the answers of the library, over HTTP; writes that last; and good order at the end."""
 
+import base64
 import concurrent.futures
 import gzip
 import json
@@ -33,11 +34,9 @@ from sfumato.data.image_decoding import decode_image
 from sfumato.data.images import SplitImages, UploadedImages
 from sfumato.errors import UserError
 from sfumato.models.run import load_run
-from sfumato.search.answer import verdict
 from sfumato.search.collection import GaussianCollection, copy_gallery
 from sfumato.search.index import GaussianIndex
 from sfumato.search.options import SearchOptions, TextQuery
-from sfumato.search.searcher import combined
 from sfumato.search.stores.protocol import Filter
 from sfumato.serve.app import PAGE, create_app, route_of
 from sfumato.serve.server import check_host, check_names, hosts_of, is_loopback, run_app
@@ -52,73 +51,118 @@ def search(client, *queries, status=200, **options):
     return answer.json()["answers"] if status == 200 else answer.json()
 
 
-def same(answer, result, gallery, queries, i=0, filter=None):
+def same(answer, found):
     """Whether an answer says what the library says."""
-    hits = [(h["id"], h["rank"], h["payload"]) for h in answer["hits"]]
-    assert hits == [(h.id, h.rank, h.payload) for h in result]
-    for ours, theirs in zip(answer["hits"], result, strict=True):
-        for name, its in (("distance", "distance"), ("match_probability",) * 2, ("total_variance", "uncertainty")):
-            known = name != "match_probability" or answer["calibrated"]
-            assert ours[name] == (pytest.approx(getattr(theirs, its), abs=1e-6) if known else None)
-    assert answer["total_variance"] == pytest.approx(result.uncertainty, abs=1e-6)
-    expected = gallery.expected_matches(queries, filter)[i]
-    assert answer["expected_matches"] == (pytest.approx(expected, abs=1e-4) if answer["calibrated"] else None)
-    assert (answer["verdict"] is not None) == answer["calibrated"]
-    assert answer["abstained"] == result.abstained and answer["distance"] == gallery.distance
+    close = lambda value: value if value is None else pytest.approx(value, abs=1e-5)
+
+    def hits(some):
+        return [
+            {
+                "id": h.id, "rank": h.rank, "distance": close(h.distance), "total_variance": close(h.uncertainty),
+                "match_probability": close(h.match_probability if found.calibrated else None),
+                "payload": h.payload, "best_text": h.best_text, "duplicates": [*h.duplicates],
+            }
+            for h in some
+        ]  # fmt: skip
+
+    def plain(some):
+        return [{name: value for name, value in h.items() if name not in ("picture", "to_judge")} for h in some]
+
+    assert plain(answer["hits"]) == hits(found)
+    for name in ("distance", "target", "calibrated", "hidden", "note", "abstained", "suggestion", "warning"):
+        assert answer[name] == getattr(found, name), name
+    for name, value in (("total_variance", found.uncertainty), ("expected_matches", found.expected_matches)):
+        assert answer[name] == close(value), name
+    assert answer["verdict"] == (found.verdict and vars(found.verdict))
+    whole = answer["conformal_set"]
+    assert (whole is None) == (found.conformal_set is None)
+    if whole is not None:
+        assert plain(whole["hits"]) == hits(found.conformal_set)
+        assert whole["complete"] is not found.conformal_set_cut
 
 
-def test_a_text_finds_what_the_library_finds(client, sources):
-    index = sources.galleries["images"].gallery
-    queries = sources.model.embed_texts(["some circle in red"])
-    (expected,) = index.search(queries, 5)
-    (answer,) = search(client, {"text": "some circle in red"}, max_results=5)
-    same(answer, expected, index, queries)
-    assert answer["calibrated"] and answer["kind"] == "text" and answer["query"] == "some circle in red"
-    got = client.get("/v1/search", params={"q": "some circle in red", "max_results": 5}).json()
-    assert got == {"gallery": "images", "answers": [answer]}
+RED = {"text": "a red circle"}
+TWO = {"where": {"text": ["a red circle", "a blue cross", "nothing"]}}
+CASES = [
+    (RED, {"max_results": 5}),
+    (RED, {"max_results": 40, "coverage": 0.9, "abstain": 0.3}),
+    (RED, {"max_results": 40, "min_probability": 0.4}),
+    (RED, {"max_results": 4, "duplicates": "fold"}),
+    (RED, {"filter": {}, "coverage": 0.5}),  # Every item passes.
+    ({"text": "red", "without": ["a circle"]}, {}),
+    ({"text": "red", "also": ["circle"], "without": ["a circle"]}, {}),
+    ({"id": "110.png"}, {"max_results": 3}),
+    ({"image": in_base64(picture()), "name": "x.png"}, {"max_results": 3}),
+    ({"image": in_base64(picture())}, {"gallery": "texts", "max_results": 4, "coverage": 0.8}),
+    ({"image": in_base64(picture())}, {"gallery": "texts", "filter": TWO}),
+    ({"image": in_base64(picture())}, {"gallery": "texts", "filter": {"where": {"text": ["x"]}}}),
+    ({"text": "red"}, {"gallery": "texts", "filter": {"ranges": {"text": ["a blue cross", "a blue d"]}}}),
+]
 
 
-def test_kinds_may_be_mixed_and_keep_their_order(client, sources, data):
-    index, file = sources.galleries["images"].gallery, (data / "051.png").read_bytes()
-    image = {"image": in_base64(file)}
-    answers = search(client, image, {"text": "a bar"}, {"id": "110.png"}, image, max_results=3)
-    assert [a["kind"] for a in answers] == ["image", "text", "id", "image"]
-    assert [a["calibrated"] for a in answers] == [False, True, False, False]
-    texts, items = sources.model.embed_texts(["a bar"]), index.get(["110.png"]).embeddings
-    images = sources.model.embed_images([file])
-    for answer, queries in zip(answers, [images, texts, items, images], strict=True):
-        same(answer, index.search(queries, 3)[0], index, queries)
-
-
-def test_pictures_search_among_texts_and_texts_too(client, sources, data):
-    index, file = sources.galleries["texts"].gallery, (data / "051.png").read_bytes()
-    told = {"gallery": "texts", "max_results": 4, "coverage": 0.8}
-    (answer,) = search(client, {"image": in_base64(file), "name": "x.png"}, **told)
-    queries = sources.model.embed_images([file])
-    same(answer, index.search(queries, 4)[0], index, queries)
-    assert answer["calibrated"] and answer["query"] == "x.png"
-    (answer,) = search(client, {"text": "a red circle"}, gallery="texts")
-    assert not answer["calibrated"] and answer["hits"][0]["payload"]["text"] and answer["hits"][0]["picture"] is None
-
-
-def test_promises_are_those_of_the_calibration(client, sources):
-    index, text = sources.galleries["images"].gallery, {"text": "a red circle"}
-    queries = sources.model.embed_texts(["a red circle"])
-    least = index.search(queries, 3)[0][1].match_probability
-    (expected,) = index.search(
-        queries, 40, SearchOptions(coverage=0.9, max_risk=0.3, min_probability=least, max_set=40)
+def library(sources, query, gallery="images", max_results=10, filter=None, abstain=None, **options):
+    """What the library answers to the query of a request."""
+    wanted = filter and Filter(
+        {name: tuple(v) for name, v in filter.get("where", {}).items()}, None, filter.get("ranges", {})
     )
-    (answer,) = search(client, text, max_results=40, coverage=0.9, abstain=0.3, min_probability=least)
-    same(answer, expected, index, queries)
-    assert len(answer["hits"]) == 2
-    assert [h["id"] for h in answer["conformal_set"]["hits"]] == [h.id for h in expected.conformal_set]
-    assert answer["conformal_set"]["complete"] is not expected.conformal_set_cut
+    options = SearchOptions(filter=wanted or None, max_risk=abstain, max_set=40, **options)
+    searcher = sources.searcher(gallery)
+    if "id" in query:
+        return searcher.items([query["id"]], max_results, options)[0]
+    if "image" in query:
+        return searcher.answers([base64.b64decode(query["image"])], max_results, options)[0]
+    text = TextQuery(query["text"], tuple(query.get("also", ())), tuple(query.get("without", ())))
+    return searcher.answers([text], max_results, options)[0]
+
+
+@pytest.mark.parametrize(("query", "options"), CASES)
+def test_an_answer_is_that_of_the_library(client, sources, query, options):
+    (answer,) = search(client, query, **options)
+    same(answer, found := library(sources, query, **options))
+    names = {"text": found.query, "image": query.get("name", "image 1"), "id": query.get("id")}
+    assert answer["query"] == names[answer["kind"]] and answer["kind"] in query
+
+
+def test_kinds_may_be_mixed_and_keep_their_order(client, sources):
+    queries = (
+        {"image": in_base64(picture())},
+        {"text": "a bar"},
+        {"id": "110.png"},
+        {"image": in_base64(picture("blue"))},
+    )
+    for answer, query in zip(search(client, *queries, max_results=3), queries, strict=True):
+        same(answer, library(sources, query, max_results=3))
+
+
+def test_a_link_searches_as_json_does(client):
+    several = {"also": ["circle"], "without": ["a circle"]}
+    values = {"where": ["text:a red circle", "text:a blue cross", "text:nothing"]}
+    ends, ranges = (
+        {"where": ["text>=a blue cross", "text<a blue d"]},
+        {"ranges": {"text": ["a blue cross", "a blue d"]}},
+    )
+    for words, query, options in (
+        ({"max_results": 5}, {}, {"max_results": 5}),
+        (several, several, {}),
+        ({"gallery": "texts", **values}, {}, {"gallery": "texts", "filter": TWO}),
+        ({"gallery": "texts", **ends}, {}, {"gallery": "texts", "filter": ranges}),
+        ({"max_total_variance": 3.0, "order": "distance"}, {}, {"filter": {"max_total_variance": 3.0}}),
+    ):
+        link = client.get("/v1/search", params={"q": RED["text"], **words})
+        assert link.json()["answers"] == search(client, {**RED, **query}, **options)
+    for wrong, where in (({"where": ["date=2023", "date=2024"]}, "query.where"), ({"without": " "}, "query.without.0")):
+        refused = client.get("/v1/search", params={"q": "a", **wrong})
+        assert refused.status_code == 422 and refused.json()["errors"][0]["where"] == where
+    refused = search(client, {"id": "000.png", "without": ["red"]}, status=422)
+    assert "stand beside a text" in refused["detail"]
+
+
+def test_the_risks_that_the_service_names_can_be_asked_for(client):
     told = client.get("/v1/info").json()["galleries"]["images"]
     assert 0.5 in told["risks"] and told["coverages"] == [0.5, 0.8, 0.9, 0.95]
     for risk in told["risks"]:
-        search(client, text, abstain=risk)
-    refused = search(client, text, abstain=0.0001, status=422)
-    assert "no limit has a risk" in refused["detail"]
+        search(client, RED, abstain=risk)
+    assert "no limit has a risk" in search(client, RED, abstain=0.0001, status=422)["detail"]
 
 
 def test_promises_are_for_native_queries_only(client):
@@ -129,45 +173,6 @@ def test_promises_are_for_native_queries_only(client):
             assert refused["errors"][0]["where"] == promise
         refused = search(client, {"text": "a"}, gallery="texts", **{promise: 0.5}, status=422)
         assert "works only with queries by image" in refused["detail"]
-
-
-def test_filters(client, sources):
-    index = sources.galleries["texts"].gallery
-    queries = sources.model.embed_images([picture()])
-    wanted = {"where": {"text": ["a red circle", "a blue cross", "nothing"]}}
-    (answer,) = search(client, {"image": in_base64(picture())}, gallery="texts", filter=wanted)
-    two = Filter({"text": ("a red circle", "a blue cross")})
-    (expected,) = index.search(queries, 10, SearchOptions(filter=two))
-    same(answer, expected, index, queries, filter=two)
-    assert answer["expected_matches"] <= 2 and len(answer["hits"]) == 2
-    told = verdict(index.expected_matches(queries, two)[0], expected.best_probability)
-    assert answer["verdict"] == vars(told)  # Of what the filter left.
-    asked = {"q": "red", "gallery": "texts", "where": ["text:a red circle", "text:a blue cross"]}
-    assert [hit["payload"]["text"] for hit in client.get("/v1/search", params=asked).json()["answers"][0]["hits"]]
-    words = {"q": "red", "gallery": "texts", "where": ["text>=a blue cross", "text<a blue d"]}
-    ends = {"where": {}, "ranges": {"text": ["a blue cross", "a blue d"]}}
-    for found in (client.get("/v1/search", params=words), None):
-        answer = (
-            search(client, {"text": "red"}, gallery="texts", filter=ends) if found is None else found.json()["answers"]
-        )
-        assert {hit["payload"]["text"] for hit in answer[0]["hits"]} == {"a blue cross"}
-    refused = client.get("/v1/search", params={"q": "a", "where": ["date=2023", "date=2024"]})
-    assert refused.status_code == 422 and refused.json()["errors"][0]["where"] == "query.where"
-    limit = sorted(h.uncertainty for h in index.search(queries, 9)[0])[3]
-    (answer,) = search(client, {"text": "red"}, gallery="texts", filter={"max_total_variance": limit})
-    assert len(answer["hits"]) == 4
-    (nothing,) = search(client, {"image": in_base64(picture())}, gallery="texts", filter={"where": {"text": ["x"]}})
-    assert not nothing["hits"] and nothing["verdict"] == {"kind": "unsure", "text": "No item passes the filter"}
-
-
-def test_nearly_equal_images_are_folded(client, sources):
-    gallery = sources.galleries["images"].gallery
-    embedded = sources.model.embed_texts(["red"])
-    expected = gallery.search(embedded, 4, SearchOptions(duplicates="fold"))[0]
-    (answer,) = search(client, {"text": "red"}, max_results=4, duplicates="fold")
-    assert [(h["id"], tuple(h["duplicates"])) for h in answer["hits"]] == [(h.id, h.duplicates) for h in expected]
-    (plain,) = client.get("/v1/search", params={"q": "red", "max_results": 4}).json()["answers"]
-    assert not any(hit["duplicates"] for hit in plain["hits"])
 
 
 def test_hits_by_distance_and_without_texts(filled, tmp_path):
@@ -186,25 +191,6 @@ def test_hits_by_distance_and_without_texts(filled, tmp_path):
         assert search(own, query, order="date", status=422)["errors"][0]["where"] == "body.order"
 
 
-def test_texts_beside_a_text(client, sources):
-    def expected_of(query):
-        return sources.galleries["images"].gallery.search(combined([query], sources.model.embed_texts(query.parts)), 5)[
-            0
-        ]
-
-    expected = expected_of(TextQuery("red", without=("a circle",)))
-    (answer,) = search(client, {"text": "red", "without": ["a circle"]}, max_results=5)
-    assert [hit["id"] for hit in answer["hits"]] == [hit.id for hit in expected]
-    assert answer["query"] == "red without a circle" and not answer["calibrated"]
-    words = {"q": "red", "also": ["circle"], "without": ["a circle"], "max_results": 5}
-    (linked,) = client.get("/v1/search", params=words).json()["answers"]
-    expected = expected_of(TextQuery("red", ("circle",), ("a circle",)))
-    assert [hit["id"] for hit in linked["hits"]] == [hit.id for hit in expected]
-    refused = search(client, {"id": "000.png", "without": ["red"]}, status=422)
-    assert "stand beside a text" in refused["detail"]
-    assert client.get("/v1/search", params={"q": "red", "without": " "}).status_code == 422
-
-
 def test_guarantees_are_about_the_whole_gallery(client):
     for guarantee in ("abstain", "coverage"):
         for filter in ({"where": {"text": ["x"]}}, {"max_total_variance": 3.0}):
@@ -212,8 +198,6 @@ def test_guarantees_are_about_the_whole_gallery(client):
             assert "a filter may remove the match; leave out the filter" in refused["detail"]
         link = {"q": "a", "where": "text:x", guarantee: 0.5}
         assert client.get("/v1/search", params=link).status_code == 422
-        (answer,) = search(client, {"text": "a"}, filter={}, **{guarantee: 0.5})  # Every item passes.
-        assert answer["hits"]
 
 
 def test_without_a_calibration_there_are_no_probabilities(sources):
