@@ -23,7 +23,7 @@ from support.toy import make_toy
 from sfumato.encoders.features import Inputs
 from sfumato.models.recipe import load_recipe
 from sfumato.models.run import load_run
-from sfumato.search.options import QueryInfo, SearchOptions
+from sfumato.search.options import QueryInfo
 from sfumato.serve.sources import ServedGallery, Sources, vector_sides
 from sfumato.training.loop import fit
 from sfumato.workflows.index import build_index
@@ -107,18 +107,6 @@ def test_modalities_may_be_mixed_and_keep_their_order(vectors, adopted, images, 
     assert answers[0]["hits"][0]["id"] == "photo-3" and answers[0]["hits"][0]["distance"] == pytest.approx(0, abs=1e-5)
     (among,) = search(vectors, asked[0], gallery="texts")
     assert among["calibrated"]
-
-
-def test_guarantees_and_filters_are_those_of_the_other_searches(vectors, adopted, images, texts):
-    index, row = adopted.galleries["images"].gallery, adopted.model.embed_texts(npy_rows(texts[[9]]))
-    risk = vectors.get("/v1/info").json()["galleries"]["images"]["risks"][0]
-    options = {"coverage": 0.8, "min_probability": 0.01, "max_results": 40}
-    (answer,) = search(vectors, query(texts[9]), abstain=risk, **options)
-    (expected,) = index.search(row, 40, SearchOptions(coverage=0.8, max_risk=risk, min_probability=0.01, max_set=40))
-    same(answer, expected)
-    for name in ("abstain", "coverage", "min_probability"):
-        told = search(vectors, query(images[9], modality="image"), status=422, **{name: 0.5})
-        assert f"{name} works only with queries by text" in told["detail"]
 
 
 def test_a_model_of_points_takes_its_own_embeddings(points):
@@ -208,14 +196,6 @@ def test_a_vector_that_the_model_cannot_embed(tmp_path, texts):
         told = [search(client, query(texts[3]), query(sign * np.array(huge)), status=422) for sign in (1, -1)]
     message = "body.queries.1.vector: the embedding of this vector by the model is not finite"
     assert all(message in one["detail"] for one in told)
-
-
-def test_limits_of_a_request(vectors):
-    told = search(vectors, *[query(np.ones(5))] * 9, status=422)
-    assert "9 queries are more than the limit of 8" in told["detail"]
-    told = search(vectors, query(np.full(60_000, 0.1234567890123456)), status=413)
-    assert "more than the limit of 1000000; send fewer queries" in told["detail"]
-    assert vectors.post("/v1/search", content=b"{}", headers={"Content-Type": "text/plain"}).status_code == 415
 
 
 def test_the_documentation_has_an_example_that_works(vectors, client, points):
