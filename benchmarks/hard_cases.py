@@ -1,15 +1,13 @@
 """Named cases that have hurt the service, or could: each says what it saw, and what is wrong with it.
 
 `python benchmarks/faults.py` runs them before its random requests: images that take long or much memory to decode,
-bodies that do not come, responses without a bound, guarantees that a filter takes away, misspelt fields, stores that
-hang, second writers, leftovers of killed writes, ids of several lines.
+and bodies that do not come, at the usual limits. tests/serve has the cases that need no size.
 
 While images are decoded, a client searches by text. It must not wait for more than PATIENCE seconds.
 """
 
 import concurrent.futures
 import contextlib
-import os
 import socket
 import tempfile
 import threading
@@ -27,11 +25,9 @@ from service_world import in_base64, noise, picture, serving, small_sources
 
 from sfumato.calibration.calibrator import Calibration
 from sfumato.calibration.query_scores import QueryScores
-from sfumato.data.images import UploadedImages
 from sfumato.distances import csd_matrix
 from sfumato.errors import UserError
 from sfumato.gaussian import GaussianEmbedding
-from sfumato.search.collection import UPLOADED_IMAGES, GaussianCollection
 from sfumato.serve.app import create_app
 from sfumato.serve.settings import Settings
 from sfumato.serve.sources import Sources
@@ -47,23 +43,14 @@ class World:
     """A service of a calibrated collection on a free port, in this process.
 
     Attributes:
-        folder: of the collection.
         app: the application.
         port: of 127.0.0.1.
         notes: figures of the cases.
     """
 
-    folder: Path
     app: FastAPI
     port: int
     notes: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def collection(self) -> GaussianCollection:
-        """The collection that is served."""
-        gallery = self.app.state.service.sources.galleries["images"].gallery
-        assert isinstance(gallery, GaussianCollection)
-        return gallery
 
     def ask(self, method: str, path: str, **options: Any) -> httpx.Response:
         """A request of a client of its own."""
@@ -76,11 +63,11 @@ class World:
 
 
 @contextlib.contextmanager
-def world(folder: Path, sources: Sources | None = None) -> Iterator[World]:
+def world(folder: Path) -> Iterator[World]:
     """Serve in this process, with the usual limits."""
-    app = create_app(sources or calibrated_sources(folder), Settings())
+    app = create_app(calibrated_sources(folder), Settings())
     with serving(app) as port:
-        yield World(folder, app, port)
+        yield World(app, port)
 
 
 def calibrated_sources(folder: Path) -> Sources:
@@ -160,7 +147,7 @@ def png_bombs(there: World) -> list[str]:
     return at_once(there, empty_png(), 8, {200, 422, 503})
 
 
-# ---------------------------------------------------------------- bodies and responses
+# ---------------------------------------------------------------- bodies
 
 
 def slow_bodies(there: World) -> list[str]:
@@ -175,134 +162,11 @@ def slow_bodies(there: World) -> list[str]:
     return [] if statuses == [200] * 5 else [f"text searches beside 130 slow bodies: {statuses}"]
 
 
-def bounded_responses(there: World) -> list[str]:
-    """64 queries with 1,000 results each are refused; with 10 and their conformal sets the answer has a limit."""
-    queries = [{"text": f"red {i}"} for i in range(64)]
-    began = time.monotonic()
-    refused = there.ask("POST", "/v1/search", json={"queries": queries, "max_results": 1000, "coverage": 0.9})
-    seconds = time.monotonic() - began
-    wrong = [] if refused.status_code == 422 else [f"64 x 1,000 results: {refused.status_code} after {seconds:.1f} s"]
-    answer = there.ask("POST", "/v1/search", json={"queries": queries, "max_results": 10, "coverage": 0.9999})
-    there.notes["64 queries with sets"] = {"status": answer.status_code, "bytes": len(answer.content)}
-    if answer.status_code == 200:
-        records = sum(len(one["hits"]) + len(one["conformal_set"]["hits"]) for one in answer.json()["answers"])
-        if records > 20_000:
-            wrong.append(f"a response with {records} records")
-    return wrong if answer.status_code in (200, 422) else [*wrong, f"64 sets: {answer.status_code}"]
-
-
-def guarantees_with_a_filter(there: World) -> list[str]:
-    """abstain and coverage are refused beside a filter, and work without one."""
-    wrong = []
-    for guarantee in ({"abstain": 0.5}, {"coverage": 0.9}):
-        if (status := there.search(**guarantee).status_code) != 200:
-            wrong.append(f"{guarantee} alone: {status}")
-        for filter in ({"where": {"first": ["yes"]}}, {"max_total_variance": 0.1}):
-            if (status := there.search(**guarantee, filter=filter).status_code) != 422:
-                wrong.append(f"{guarantee} with {filter}: {status}")
-    return wrong
-
-
-def unknown_fields(there: World) -> list[str]:
-    """A misspelt field is named."""
-    wrong = []
-    for sent, name in (
-        ({"max_result": 3}, "max_result"),
-        ({"filter": {"wheer": {}}}, "wheer"),
-        ({"queries": [{"text": "red", "weight": 2}]}, "weight"),
-    ):
-        answer = there.search(**sent)
-        if answer.status_code != 422 or f"unknown field {name!r}" not in answer.text:
-            wrong.append(f"{sent}: {answer.status_code} {answer.text[:200]}")
-    return wrong
-
-
-def ids_of_several_lines(there: World) -> list[str]:
-    """Line breaks and other control characters in ids are refused."""
-    wrong = []
-    for id in ("a\nb", "a\rb", "a\u2028b", "\x1b[2J", ".."):
-        one = {"id": id, "image": in_base64(picture())}
-        answer = there.ask("POST", "/v1/items", json={"items": [one]})
-        wrong += [f"the id {id!r}: {answer.status_code}"] if answer.status_code != 422 else []
-    return wrong
-
-
-# ---------------------------------------------------------------- stores and leftovers
-
-
-def a_store_that_hangs(there: World) -> list[str]:
-    """Readiness and metrics say so, and answer at once; both recover."""
-    store, go = there.collection.store, threading.Event()
-    kept = {name: getattr(store, name) for name in ("scan", "count", "search")}
-
-    def hanging(name: str) -> Callable[..., Any]:
-        return lambda *values, **options: (go.wait(60), kept[name](*values, **options))[1]
-
-    for name in kept:
-        setattr(store, name, hanging(name))
-    try:
-        told = there.ask("GET", "/readyz")
-        until = time.monotonic() + 25
-        while told.status_code == 200 and time.monotonic() < until:
-            time.sleep(0.2)
-            told = there.ask("GET", "/readyz")
-        began = time.monotonic()
-        metrics = there.ask("GET", "/metrics")
-        seconds = time.monotonic() - began
-    finally:
-        go.set()
-        for name in kept:
-            delattr(store, name)
-    wrong = [] if told.status_code == 503 else ["readiness does not tell of a store that hangs"]
-    if metrics.status_code != 200 or seconds > PATIENCE or 'sfumato_store_up{gallery="images"} 0.0' not in metrics.text:
-        wrong.append(f"/metrics while the store hangs: {metrics.status_code} after {seconds:.1f} s")
-    until = time.monotonic() + 25
-    while (status := there.ask("GET", "/readyz").status_code) != 200 and time.monotonic() < until:
-        time.sleep(0.2)
-    return wrong if status == 200 else [*wrong, "readiness does not recover"]
-
-
-def a_second_writer(there: World) -> list[str]:
-    """Of two services of one collection the second is told that another one writes."""
-    new = {"items": [{"id": "of the first", "image": in_base64(picture())}]}
-    first = there.ask("POST", "/v1/items", json=new)
-    pictures = UploadedImages(there.folder / "collection" / UPLOADED_IMAGES)
-    served = there.app.state.service.sources.galleries["images"]
-    other = type(served)(GaussianCollection.open(there.folder / "collection"), pictures)
-    with world(there.folder, Sources(there.app.state.service.sources.model, "second", {"images": other})) as second:
-        answer = second.ask("POST", "/v1/items", json=new)
-    told = answer.status_code == 409 and "Another process writes" in answer.text
-    return [] if first.is_success and told else [f"writers: {first.status_code}, {answer.status_code} {answer.text}"]
-
-
-def leftovers_are_swept(there: World) -> list[str]:
-    """A new service of a collection removes old images that no item names, and old temporary files."""
-    with tempfile.TemporaryDirectory() as name:
-        sources = calibrated_sources(Path(name))
-        uploads = UploadedImages(Path(name) / "collection" / UPLOADED_IMAGES)
-        others = set(uploads.folder.rglob("*"))
-        uploads.write("nobody", picture("blue"))
-        (orphan,) = (path for path in set(uploads.folder.rglob("*")) - others if path.is_file())
-        os.utime(orphan, (0, 0))
-        with world(Path(name), sources):
-            until = time.monotonic() + 20
-            while orphan.exists() and time.monotonic() < until:
-                time.sleep(0.1)
-        return ["an image that no item names stays"] if orphan.exists() else []
-
-
 CASES: tuple[Case, ...] = (
     progressive_jpeg_with_thousands_of_scans,
     webps_of_forty_million_pixels,
     png_bombs,
     slow_bodies,
-    bounded_responses,
-    guarantees_with_a_filter,
-    unknown_fields,
-    ids_of_several_lines,
-    a_store_that_hangs,
-    a_second_writer,
-    leftovers_are_swept,
 )
 
 
