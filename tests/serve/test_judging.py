@@ -11,7 +11,7 @@ from support.serving import KEY, served
 from sfumato import load_index
 from sfumato.evaluation.judgements import Judgement, ShownHit, judged_figures, read_judgements, write_judgements
 from sfumato.serve.sources import open_sources
-from sfumato.workflows.judge import refine_index
+from sfumato.workflows.judgements import refine_index
 
 READER = "a-key-for-reading"
 

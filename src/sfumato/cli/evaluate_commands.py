@@ -219,7 +219,7 @@ def index(
     Precision, nDCG, the judged fraction and the calibration of the probabilities. Hits that nobody judged are unknown.
     """
     from sfumato.reports.judging import print_judged
-    from sfumato.workflows.judge import evaluate_index
+    from sfumato.workflows.judgements import evaluate_index
 
     found = evaluate_index(folder, judgements, k=k, run=run, store=store, n_resamples=bootstrap)
     if as_json:

@@ -165,7 +165,7 @@ def calibrate(
 
 def _refine(folder: Path, judgements: Path, as_json: bool) -> None:
     from sfumato.reports.judging import print_refined
-    from sfumato.workflows.judge import refine_index
+    from sfumato.workflows.judgements import refine_index
 
     found = refine_index(folder, judgements)
     if as_json:

@@ -7,7 +7,7 @@ from sfumato.errors import counted
 from sfumato.evaluation.judgements import JudgedFigures
 from sfumato.metrics.bootstrap import Interval
 from sfumato.reports.tables import MISSING, compact_interval, percent, print_table, print_wrapped
-from sfumato.workflows.judge import Judged, Refined
+from sfumato.workflows.judgements import Judged, Refined
 
 _UNKNOWN = "Hits that nobody judged are unknown and do not count. Intervals: 95 %, over queries."
 

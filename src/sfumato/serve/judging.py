@@ -28,7 +28,7 @@ from sfumato.serve.schemas import ItemId, Text
 from sfumato.serve.service import Service
 from sfumato.serve.settings import MOST
 from sfumato.serve.sources import ServedGallery
-from sfumato.workflows.judge import NotRefinedError, Refined, refine
+from sfumato.workflows.judgements import NotRefinedError, Refined, refine
 
 Done = TypeVar("Done")
 
