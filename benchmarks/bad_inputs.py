@@ -72,7 +72,6 @@ from sfumato.models.recipe import Recipe, load_recipe, recipe_files, save_recipe
 from sfumato.models.run import LAST, MODEL, RECIPE, load_model, save_assets
 from sfumato.models.state import load_state, save_state
 from sfumato.search.collection import GaussianCollection
-from sfumato.search.index import GaussianIndex
 from sfumato.workflows.export import export_run
 from sfumato.workflows.index import open_gallery
 
@@ -361,31 +360,6 @@ class Recipes(Entrance):
         return None
 
 
-class Indices(Entrance):
-    """The folder of an index."""
-
-    def make(self) -> None:
-        """See :meth:`Entrance.make`."""
-        index = GaussianIndex.build(noise(20, D), [f"i{i}" for i in range(20)], payload={"first": ["yes"] * 20})
-        index.save(self.valid)
-
-    def spoil(self) -> None:
-        """See :meth:`Entrance.spoil`."""
-        spoil_folder(self.spoiled, self.chance)
-        if self.chance.random() < 0.5:
-            seal(self.spoiled)
-
-    def take(self) -> Problems | None:
-        """See :meth:`Entrance.take`."""
-        gallery = open_gallery(self.spoiled)
-        try:
-            gallery.search(noise(2, gallery.d), k=3)
-            gallery.get(["i1"])
-        finally:
-            gallery.close()
-        return None
-
-
 def seal(folder: Path) -> None:
     """Make the checksums of a folder of :mod:`sfumato.search.atomic_folder` fit what is in it, where that can be."""
     try:
@@ -402,7 +376,7 @@ def seal(folder: Path) -> None:
         return
 
 
-class Collections(Indices):
+class Collections(Entrance):
     """The folder of a collection with its embedded store."""
 
     def make(self) -> None:
@@ -412,6 +386,22 @@ class Collections(Indices):
             made.upsert(noise(20, D), ids, {"first": ["yes"] * 20})
             made.upsert(noise(3, D), ids[:3], {"first": ["no"] * 3})
             made.delete(ids[5:7])
+
+    def spoil(self) -> None:
+        """See :meth:`Entrance.spoil`."""
+        spoil_folder(self.spoiled, self.chance)
+        if self.chance.random() < 0.5:
+            seal(self.spoiled)
+
+    def take(self) -> Problems | None:
+        """See :meth:`Entrance.take`."""
+        gallery = open_gallery(self.spoiled)
+        try:
+            gallery.search(noise(2, gallery.d), k=3)
+            gallery.get(["i1"])
+        finally:
+            gallery.close()
+        return None
 
 
 class Runs(Entrance):
@@ -627,7 +617,7 @@ def try_http(folder: Path, inputs: int, chance: random.Random) -> Outcome:
 
 
 ENTRANCES: dict[str, Callable[[Path, random.Random], Entrance]] = {
-    "manifest": Manifests, "shards": Shards, "embeddings": Embeddings, "recipe": Recipes, "index": Indices,
+    "manifest": Manifests, "shards": Shards, "embeddings": Embeddings, "recipe": Recipes,
     "collection": Collections, "run": Runs, "checkpoint": Checkpoints,
 }  # fmt: skip
 """Entrances by name; "http" has no folder to spoil."""

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 FOLDER = Path(__file__).parents[1] / "benchmarks"
-ENTRANCES = ("manifest", "shards", "embeddings", "recipe", "index", "collection", "run", "checkpoint")
+ENTRANCES = ("manifest", "shards", "embeddings", "recipe", "collection", "run", "checkpoint")
 
 
 @pytest.fixture(scope="module")

@@ -10,11 +10,14 @@ import shutil
 import numpy as np
 import pytest
 import safetensors.torch
+import torch
 import typer
 from support.charts import undrawn
 from support.words import folded, too_wide
 
 from sfumato import cli, load
+from sfumato.cli.common import Verbs
+from sfumato.errors import UserError
 from sfumato.search.collection import GaussianCollection
 
 
@@ -71,6 +74,84 @@ def test_evaluate_prints_a_table_and_writes_json(work, sfumato):
     assert sfumato.json("evaluate", "run", work / "run") == written
     # Two captions for each image; two images of one shape and colour share theirs.
     assert (written["n_images"], written["n_texts"]) == (13, 24) and 0 <= written["i2t"]["recall@1"] <= 1
+
+
+def test_evaluate_without_a_verb_names_the_command_that_is_meant(work, files, sfumato, tmp_path):
+    """One line and status 2; the command in it does what was meant, once its capitals are filled in."""
+    sfumato.printed("export", work / "run", tmp_path / "out")
+    torch.save({"model": {}}, tmp_path / "released.pth")
+    truth, data = ("--truth", files / "truth.csv"), ("--data", work / "toy.toml")
+    embeddings = ("--images", files / "i.npy", "--texts", files / "t.npy")
+    capitals = {"RECIPE": work / "toy.toml", "TEXTS": files / "t.npy", "TRUTH": files / "truth.csv"}
+    both = tmp_path / "both"
+    both.mkdir()
+    shutil.copy(files / "i.npy", both / "image_vectors.npy")
+    shutil.copy(files / "t.npy", both / "text_vectors.npy")
+    moved = ("--images", both / "image_vectors.npy", "--texts", both / "text_vectors.npy")
+    first = ("files", *embeddings[:2], "--texts", "TEXTS", "--truth", "TRUTH", "--score", "dot")
+    for given, meant in (
+        ((work / "run", "--distance", "wasserstein2"), ("run", work / "run", "--distance", "wasserstein2")),
+        (("--split", "val", "--json", work / "run"), ("run", "--split", "val", "--json", work / "run")),
+        ((work / "run", *data), ("model", work / "run", *data)),
+        ((tmp_path / "out",), ("model", tmp_path / "out", "--data", "RECIPE")),
+        ((*data, tmp_path / "out"), ("model", *data, tmp_path / "out")),
+        ((tmp_path / "released.pth",), ("model", tmp_path / "released.pth", "--data", "RECIPE")),
+        (("openai/some-clip",), ("model", "openai/some-clip", "--data", "RECIPE")),
+        ((files / "i.npy", "--score", "dot"), first),
+        ((both,), ("files", *moved, "--truth", "TRUTH")),
+        ((files / "lists.json",), ("files", "--ranked", files / "lists.json", "--truth", "TRUTH")),
+        ((*embeddings, *truth), ("files", *embeddings, *truth)),
+        (("rum", work / "run"), ("run", work / "run")),
+    ):
+        err = sfumato.refused("evaluate", *given)
+        words = shlex.split(err.partition("sfumato evaluate ")[2])
+        assert err.count("\n") == 1 and words == [str(word) for word in meant]
+        if {"openai/some-clip", tmp_path / "released.pth"}.isdisjoint(given):
+            found = sfumato.json("evaluate", *[capitals.get(word, word) for word in words if word != "--json"])
+            assert found["n_images"] > 0
+    assert (work / "run" / "evaluation-test-wasserstein2.json").exists()
+
+
+def test_evaluate_of_nothing_names_all_three(work, sfumato, tmp_path):
+    three = (
+        "sfumato evaluate run RUN",
+        "sfumato evaluate model MODEL --data RECIPE",
+        "sfumato evaluate files --images",
+    )
+    (tmp_path / "empty").mkdir()
+    assert sfumato.json("index", work / "run", "--split", "val", "--out", tmp_path / "index")["n"] > 0
+    for given, says in (
+        ((), "say what to evaluate"),
+        (("--json",), "say what to evaluate"),
+        ((tmp_path / "empty",), "holds neither a run, nor a model, nor embeddings"),
+        ((tmp_path / "index",), "--judgements FILE"),
+        (("nowhere",), "nowhere is neither a file nor a folder"),
+        (("emoji-demo",), "sfumato train emoji-demo --out RUN; then sfumato evaluate run RUN"),
+        ((work / "toy.toml",), "is a recipe, which has to be trained first: sfumato train"),
+        ((work / "run", "--images", "x.npy"), "--images is an option for embedding files"),
+        (("--ranked", "x.json", "--data", "emoji-demo"), "--data needs a model"),
+    ):
+        err = sfumato.refused("evaluate", *given)
+        assert err.count("\n") == 1 and says in err, err
+        assert all(way in err for way in three) or "recipe" in err or "is an index" in err or "--" in str(given)
+    out = sfumato.printed("evaluate", "--help")
+    assert all(re.search(rf"^ +{verb} ", out, re.MULTILINE) for verb in ("run", "model", "files"))
+
+
+def test_every_command_with_verbs_says_which_is_meant():
+    groups = [group.typer_instance.info.cls for group in cli.app.registered_groups]
+    assert groups and all(issubclass(group, Verbs) for group in groups)
+    plain = typer.Typer(cls=Verbs)
+    for verb in ("one", "two"):
+        plain.command(verb)(lambda: None)
+    command = typer.main.get_command(plain)
+    for given, says in (
+        ([], "write sfumato both VERB, where VERB is one of one, two"),
+        (["a b"], "write sfumato both VERB 'a b', where VERB is one of one, two"),
+        (["tow", "x"], "unknown 'tow'; did you mean: sfumato both two x"),
+    ):
+        with pytest.raises(UserError, match=re.escape(says)):
+            command.make_context("both", given)
 
 
 def test_a_run_its_export_and_the_recipe_of_its_data_give_the_same_figures(work, sfumato, tmp_path):
@@ -140,14 +221,30 @@ def test_a_run_is_evaluated_where_its_data_are_now(work, sfumato):
     assert found["i2t"] == sfumato.json("evaluate", "run", work / "run")["i2t"]
 
 
-def test_evaluate_a_run_with_its_single_queries(work, sfumato, tmp_path):
+def test_evaluate_a_run_with_everything_beside(work, sfumato, tmp_path):
+    pytest.importorskip("faiss", reason="the extra faiss is not installed")
     run = ("evaluate", "run", work / "run")
     plain, table = sfumato.json(*run), tmp_path / "q.csv"
     result = sfumato.json(*run, "--per-query", table)
     assert result.pop("per_query") == str(table) and result == plain
     assert len(table.read_text().splitlines()) == 1 + plain["n_images"] + plain["n_texts"]
-    words = folded(sfumato.printed(*run, "--per-query", table))
-    assert "single queries written to" in words and "image -> text" in words
+    strategies = sfumato.json(*run, "--strategies", "all", "--engine", "exact")["strategies"]
+    assert list(strategies) == ["mean", "wasserstein2", "csd", "faiss_mean", "faiss_rerank", "faiss_lifted"]
+    for direction in ("i2t", "t2i"):
+        csd, lifted = (strategies[name]["truths"]["test"][direction] for name in ("csd", "faiss_lifted"))
+        assert csd["map@r"] == plain[direction]["map@r"] == lifted["map@r"] and "mean_rank" not in lifted
+    other = (*run, "--distance", "squared_l2")
+    by_file, by_run = (sfumato.json(*other, "--compare", what)["comparison"] for what in (table, work / "run"))
+    means = sfumato.json(*other)
+    for d in by_file["differences"]:
+        assert d["first"] == pytest.approx(plain[d["direction"]][d["metric"]])
+        assert d["second"] == pytest.approx(means[d["direction"]][d["metric"]])
+    # A run is ranked by the distance that is asked for, as this one is.
+    assert all(d["difference"] == 0 for d in by_run["differences"])
+    words = folded(sfumato.printed(*run, "--strategies", "csd,faiss_mean", "--engine", "exact"))
+    assert "FAISS (mean only)" in words and "image -> text" in words
+    words = folded(sfumato.printed(*run, "--compare", table))
+    assert "compared with" in words and "+0.00" in words
 
 
 @pytest.fixture
@@ -205,6 +302,11 @@ def test_evaluate_a_matrix_of_scores(files, sfumato, tmp_path):
     assert status == 0 and "rows: images, in the order of the ground truth; columns: texts" in folded(out)
     for arguments, message in (
         ((), "say what the scores"),
+        (
+            ("--scores-are", "distance", "--strategies", "all"),
+            "--strategies needs embeddings; leave it out with --scores",
+        ),
+        (("--scores-are", "distance", "--uncertainty", "log_det"), "--uncertainty needs embeddings"),
         (("--scores-are", "distance", "--score", "csd"), "leave out --score"),
     ):
         status, out, err = sfumato(*wanted, *arguments)
@@ -221,6 +323,19 @@ def test_evaluate_ranked_lists(files, sfumato):
     lists["i2t"]["i0"] = lists["i2t"]["i0"][:3]
     (files / "lists.json").write_text(json.dumps(lists))
     assert "too short" in sfumato.refused(*arguments)
+
+
+def test_evaluate_over_several_seeds(work, sfumato, tmp_path):
+    runs = [work / "run", tmp_path / "other"]
+    sfumato.printed("train", work / "run/recipe.toml", "train.seed=7", "--out", runs[1])
+    alone = [sfumato.json("evaluate", "run", run)["rsum"] * 100 for run in runs]
+    both = ("evaluate", "run", runs[0], "--seeds", runs[1])
+    rsum = sfumato.json(*both)["rsum"]
+    assert rsum["values"] == pytest.approx(alone) and rsum["mean"] == pytest.approx(sum(alone) / 2)
+    assert rsum["deviation"] == pytest.approx(abs(alone[0] - alone[1]) / 2**0.5)
+    words = folded(sfumato.printed(*both))
+    assert "csd, test, 2 runs" in words and " ± " in words
+    assert "--seeds needs runs on their own data" in sfumato.refused(*both, "--published")
 
 
 def test_trust_prints_tables_and_writes_json(work, sfumato, monkeypatch):
@@ -256,13 +371,13 @@ def test_trust_prints_tables_and_writes_json(work, sfumato, monkeypatch):
     assert other["corruptions"] != written["directions"]["t2i"]["corruptions"]
 
 
-@pytest.mark.parametrize("engine", ["exact", "hnsw"])
-def test_index_and_search(work, sfumato, engine, tmp_path):
-    if engine != "exact":
+@pytest.mark.parametrize("store", ["file:", "file:?engine=hnsw&exact_below=0"])
+def test_index_and_search(work, sfumato, store, tmp_path):
+    if store != "file:":
         pytest.importorskip("faiss", reason="the extra faiss is not installed")
     folder = tmp_path / "index"
-    said = sfumato.printed("index", work / "run", "--images", work / "data", "--engine", engine, "--out", folder)
-    assert "48 images indexed" in folded(said)
+    said = sfumato.printed("index", work / "run", "--images", work / "data", "--store", store, "--out", folder)
+    assert "48 images in" in folded(said)
     results = sfumato.json("search", folder, "a red circle", "some bar in blue", "-k", 5)
     assert [r["query"] for r in results] == ["a red circle", "some bar in blue"]
     for result in results:
@@ -298,10 +413,9 @@ def test_a_collection_in_a_store_is_filled_searched_added_to_and_copied(work, sf
         assert collection.delete([f"more/{name}" for name in every[20:30]]) == 10
     index(every, pictures, tmp_path / "plain")
     sfumato.printed("copy", out, again, "--store", f"file:{tmp_path}/elsewhere?engine=flat")
-    sfumato.printed("copy", tmp_path / "plain", tmp_path / "from-index")
     first, *others = (
         sfumato.json("search", folder, "a red circle", "some bar in blue", "-k", 5, "--duplicates", "show")
-        for folder in (tmp_path / "plain", out, again, tmp_path / "from-index")
+        for folder in (tmp_path / "plain", out, again)
     )
     for a, b in ((a, b) for other in others for a, b in zip(first, other, strict=True)):
         assert [h["id"] for h in a["hits"]] == [h["id"] for h in b["hits"]]
@@ -314,22 +428,21 @@ def test_a_collection_in_a_store_is_filled_searched_added_to_and_copied(work, sf
 def test_an_index_of_texts_is_searched_by_picture(work, sfumato, tmp_path):
     lines = tmp_path / "lines.txt"
     lines.write_text("a red circle\n\nsome bar in blue\na green square\n")
-    for out, store in ((tmp_path / "texts", ()), (tmp_path / "stored", ("--store", "file:"))):
-        said = folded(sfumato.printed("index", work / "run", "--texts", lines, "--out", out, *store))
-        assert "3 texts in" in said and "lines.txt:2: empty line" in said
-        picture = ("--image", work / "data" / "000.png", "-k", 2, "--min-probability", 0)
-        [result] = sfumato.json("search", out, *picture)
-        assert result["calibrated"] and {h["id"] for h in result["hits"]} <= {"1", "3", "4"}
-        assert {h["text"] for h in result["hits"]} <= set(lines.read_text().split("\n"))
-        assert not sfumato.json("search", out, "a text")[0]["calibrated"]
-        err = sfumato.refused("search", out, "a text", "--min-probability", 0.5)
-        assert "works only with queries by image" in err
+    out = tmp_path / "texts"
+    said = folded(sfumato.printed("index", work / "run", "--texts", lines, "--out", out))
+    assert "3 texts in" in said and "lines.txt:2: empty line" in said
+    picture = ("--image", work / "data" / "000.png", "-k", 2, "--min-probability", 0)
+    [result] = sfumato.json("search", out, *picture)
+    assert result["calibrated"] and {h["id"] for h in result["hits"]} <= {"1", "3", "4"}
+    assert {h["text"] for h in result["hits"]} <= set(lines.read_text().split("\n"))
+    assert not sfumato.json("search", out, "a text")[0]["calibrated"]
+    err = sfumato.refused("search", out, "a text", "--min-probability", 0.5)
+    assert "works only with queries by image" in err
 
 
 def test_embeddings_and_queries_by_another_model_are_refused(work, run, sfumato, tmp_path):
-    images, plain, stored = ("--images", work / "data"), tmp_path / "plain", tmp_path / "stored"
-    sfumato.printed("index", run, *images, "--out", plain)
-    sfumato.printed("index", run, *images, "--store", "file:", "--out", stored)
+    images, stored = ("--images", work / "data"), tmp_path / "stored"
+    sfumato.printed("index", run, *images, "--out", stored)
     changed = shutil.copytree(run, tmp_path / "other")
     weights = changed / "model.safetensors"
     tensors = safetensors.torch.load_file(weights)
@@ -337,9 +450,8 @@ def test_embeddings_and_queries_by_another_model_are_refused(work, run, sfumato,
         about = file.metadata()
     name = next(n for n, t in tensors.items() if t.is_floating_point() and t.numel() > 1)
     safetensors.torch.save_file(tensors | {name: tensors[name] + 1}, weights, metadata=about)
-    for folder in (plain, stored):
-        err = sfumato.refused("search", folder, "a red circle", "--run", changed)
-        assert "was built with another model than" in err
+    err = sfumato.refused("search", stored, "a red circle", "--run", changed)
+    assert "was built with another model than" in err
     err = sfumato.refused("index", changed, *images, "--add", "--out", stored)
     assert "add only embeddings of the same kind by the same model" in err
     for url in (f"file:{stored}/store", "file:"):
@@ -392,8 +504,9 @@ def test_without_a_calibration_the_way_out_is_named(work, run, sfumato, tmp_path
     # A calibration without held-out queries has probabilities and no guarantees.
     plain = {"logit_scale": 2.0, "logit_bias": 1.0, "t2i": None, "i2t": None, "conditional": {}, "hits": {}}
     (run / "calibration.json").write_text(json.dumps(values | plain | {"reference": {}}))
-    assert "holds an index already; replace it with --force" in sfumato.refused(*index)
-    sfumato.printed(*index, "--force")
+    assert "holds a collection already; add to it with --add" in sfumato.refused(*index)
+    shutil.rmtree(tmp_path / "index")
+    sfumato.printed(*index)
     hit = sfumato.json("search", tmp_path / "index", "a red circle")[0]["hits"][0]
     assert hit["match_probability"] == pytest.approx(1 / (1 + math.exp(2 * hit["distance"] - 1)), rel=1e-4)
     err = sfumato.refused("search", tmp_path / "index", "a red circle", "--abstain", "0.2")
@@ -432,7 +545,13 @@ BAD_INPUTS = {
     "evaluate files --images x.npy --texts y.npy": "either --truth FILE or --benchmark NAME",
     "evaluate files --images x.npy --texts y.npy --benchmark emoji": "no embeddings at x.npy",
     "evaluate files --ranked x.json --benchmark cocoa": "unknown benchmark 'cocoa'",
+    "evaluate files --ranked x.json --benchmark emoji --compare {run}": "with a file of single queries, .parquet",
+    "evaluate run {run} --strategies fiass": "unknown strategy 'fiass'; known: all, pcme, mean",
+    "evaluate run {run} --strategies all --per-query x.csv": "name at most one strategy",
     "evaluate run {run} --per-query x.txt": "must be a .parquet or .csv file",
+    "evaluate run {run} --compare x.csv": "no results of single queries at x.csv",
+    "evaluate run {run} --compare {data}": "neither a run folder nor a file of single queries",
+    "evaluate run {run} --published": "no published table has figures of test",
     "evaluate run {run} train.epochs=3": "'train.epochs=3' does not change the data of",
     "evaluate run {run} --device abacus": "'abacus' is not available",
     "evaluate run {run} --split dev": "has no split 'dev'; it has",
@@ -450,23 +569,23 @@ BAD_INPUTS = {
     "report {run} --uncertainty entropy": "known: total_variance, geometric_std, log_det",
     "export {data} {new}": "is not a run folder",
     "export {run} {data}": "exists already; give a new or empty folder",
-    "index {run} --split val --engine magic --out {new}": "unknown engine 'magic'",
+    "index {run} --split val --store file:?engine=magic --out {new}": "magic",
     "index {run} --images {data} --store file: --out {stored}": "holds a collection already; add to it with --add",
     "index {run} --images {data} --add --store file: --out {stored}": "leave --store out",
-    "index {run} --images {data} --add --out {plain}": "there is no collection in",
-    "index {run} --images {data} --engine hnsw --store file: --out {new}": "leave --engine out",
+    "index {run} --images {data} --add --out {new}": "there is no collection in",
+    "index {run} --images {data} --add --out {index}": "index again: sfumato index RUN --images FOLDER --out NEW",
+    "search {index} x": "index again: sfumato index RUN --images FOLDER --out NEW",
     "index {run} --images {data} --compress int8 --out {new}": "--compress is of a new store",
     "index {run} --images {data} --store file: --compress int8 --out {new}": "no option 'compress', which is of hnsw",
-    "copy {plain} {new} --store milvus:a.db --compress half": "compress must be none or int8, got 'half'",
+    "copy {stored} {new} --store milvus:a.db --compress half": "compress must be none or int8, got 'half'",
     "index {run} --images {data} --store mongodb://h/x --out {new}": "unknown kind 'mongodb'",
     "index {run} --images {data} --split test --out {new}": "give one of --data FOLDER",
-    "search {data} x": "holds neither an index nor a collection",
+    "search {data} x": "holds no collection",
     "search {data}": "nothing to search for",
     "search {data} ' '": "a text to search for is empty",
-    "search {plain} x --store file:elsewhere": "without a store; leave --store out",
-    "search {plain} x --abstain 0.0001": "no limit has a risk of at most 0.0001",
-    "search {plain} x --coverage 90": "coverage must be between 0 and 1, got 90",
-    "search {plain} --image {data}/000.png --coverage 0.9": "works only with queries by text",
+    "search {stored} x --abstain 0.0001": "no limit has a risk of at most 0.0001",
+    "search {stored} x --coverage 90": "coverage must be between 0 and 1, got 90",
+    "search {stored} --image {data}/000.png --coverage 0.9": "works only with queries by text",
     "calibrate {data}": "is not a run folder",
     "calibrate {run} --method magic": "unknown method 'magic'; known: platt, isotonic",
     "calibrate {run} --split dev": "has no split 'dev'",
@@ -477,7 +596,7 @@ BAD_INPUTS = {
 
 
 def test_a_bad_input_is_one_clear_message_and_status_2(work, run, sfumato, tmp_path):
-    names = ("new", "tried", "lines", "half", "plain", "stored", "cut", "bare")
+    names = ("new", "tried", "lines", "half", "stored", "index", "cut", "bare")
     places = {name: tmp_path / name for name in names}
     places |= {"recipe": work / "toy.toml", "run": run, "data": work / "data"}
     places["lines"].write_text("a red circle\n")
@@ -488,8 +607,9 @@ def test_a_bad_input_is_one_clear_message_and_status_2(work, run, sfumato, tmp_p
     (places["bare"] / "tokenizer.json").unlink()
     weights = places["cut"] / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:100])
-    sfumato.printed("index", run, "--images", work / "data", "--out", places["plain"])
-    sfumato.printed("index", run, "--images", work / "data", "--store", "file:", "--out", places["stored"])
+    sfumato.printed("index", run, "--images", work / "data", "--out", places["stored"])
+    places["index"].mkdir()
+    (places["index"] / "manifest.json").write_text('{"kind": "sfumato-index-1"}')
     wrong = []
     for line, message in BAD_INPUTS.items():
         err = sfumato.refused(*(word.format(**places) for word in shlex.split(line)))

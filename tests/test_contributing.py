@@ -29,7 +29,6 @@ from sfumato.evaluation.estimators import ESTIMATORS, Matching
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.models.recipe import find_recipe, load_recipe
 from sfumato.search.collection import GaussianCollection
-from sfumato.search.index import GaussianIndex
 
 keys = ["loss.name=mine", "loss.margin=2", "loss.distance=mine", "model.image.kind=mine", "model.image.size=32"]
 recipe = load_recipe(find_recipe("emoji-pixels"), keys)
@@ -49,8 +48,7 @@ with GaussianCollection.create("shop", "mine:shop", d=4, logit_scale=1.0, logit_
     made.upsert(x, list("abcd"))
     assert [found[0].id for found in made.search(GaussianEmbedding.point(x.mean), 1)] == list("aaaa")
 
-GaussianIndex.build(x, list("abcd"), logit_scale=1.0, logit_bias=0.0).save("index")
-result = CliRunner().invoke(app, ["peek", "index", "-n", "1"])
+result = CliRunner().invoke(app, ["peek", "shop", "-n", "1"])
 assert result.stdout.strip() == '{"items": 4, "first": ["a"]}', result
 """
 

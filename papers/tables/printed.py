@@ -5,10 +5,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from papers.tables.items import PaperItem, data_sets
 from papers.tables.paper_tables import Table as PaperTable
 from papers.tables.paper_tables import table_columns
 from sfumato.errors import UserError
+from sfumato.evaluation.compare import OverSeeds
+from sfumato.evaluation.papers import PaperItem, data_sets
 from sfumato.reports.tables import (
     MISSING,
     Table,
@@ -20,7 +21,6 @@ from sfumato.reports.tables import (
     short_name,
     tex,
 )  # fmt: skip
-from sfumato.workflows.table import OverSeeds
 
 if TYPE_CHECKING:
     pass

@@ -1,5 +1,6 @@
 """The demonstration: all steps on the embedded emoji set, and a page that shows what uncertainty is useful for."""
 
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -21,9 +22,10 @@ from sfumato.models.evaluate import evaluate_run
 from sfumato.models.recipe import find_recipe, load_recipe
 from sfumato.models.run import Run, load_run
 from sfumato.models.split import embed_split, load_split
-from sfumato.reports.evaluation import print_evaluation
+from sfumato.reports.console import print_evaluation
 from sfumato.reports.tables import percent, print_search, probability, signed
 from sfumato.search.answer import MANY, Answer
+from sfumato.search.collection import GaussianCollection, copy_gallery
 from sfumato.search.index import GaussianIndex
 from sfumato.search.options import QueryInfo
 from sfumato.training.loop import fit
@@ -53,7 +55,9 @@ def run_demo(out: Path, overrides: list[str]) -> dict[str, Any]:
     style = load_split(run.model, run.recipe.data, "style")
     images, texts = embed_split(run.model, style)
     index = build_index(run, GalleryPart(images, style.data.image_ids, images={"split": "style"}))
-    index.save(out / "index")
+    if GaussianCollection.is_one(out / "index"):
+        shutil.rmtree(out / "index")
+    copy_gallery(index, out / "index").close()
     print(f"{counted(len(index), 'image')}: {out / 'index'}")
 
     print("\n3. Searching: vague and precise queries, drawn at random")

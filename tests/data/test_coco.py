@@ -14,7 +14,7 @@ from sfumato.data.sources import DataConfig, get_source
 from sfumato.errors import UserError
 from sfumato.evaluation.ground_truth import read_ground_truth
 from sfumato.models.split import load_splits
-from sfumato.workflows.own_folder import list_items, named_source
+from sfumato.workflows.own_items import list_items, named_source
 
 
 def captions(path, images, annotations):

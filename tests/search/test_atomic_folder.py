@@ -4,13 +4,14 @@ import json
 import os
 import shutil
 import signal
+import stat
 import sys
 
 import pytest
 from support.processes import Started
 from support.raising import raises
 
-from sfumato.search.atomic_folder import load_folder, save_folder
+from sfumato.search.atomic_folder import _digest_of, load_folder, save_folder
 
 
 def save_until_killed(path, steps, text):
@@ -178,3 +179,35 @@ def test_a_reader_overtaken_by_a_writer_reads_the_new(tmp_path):
         return read_texts(folder, about)
 
     assert load_folder(path, "test-1", read) == "new" and overtaken == ["old"]
+
+
+def seal(folder, **changes):
+    """Change a manifest and make its checksum fit, as another program could."""
+    manifest = json.loads((folder / "manifest.json").read_text()) | changes
+    manifest.pop("sha256")
+    (folder / "manifest.json").write_text(json.dumps({**manifest, "sha256": _digest_of(manifest)}))
+    return manifest["data"]
+
+
+def test_a_manifest_names_no_files_elsewhere(tmp_path):
+    save(tmp_path / "folder", "text")
+    data = seal(tmp_path / "folder")
+    assert load(tmp_path / "folder") == "text"
+    seal(tmp_path / "folder", files=[])
+    raises(ValueError, "files and about must be objects", load, tmp_path / "folder")
+    (tmp_path / "folder" / data).rename(tmp_path / data)
+    seal(tmp_path / "folder", data=f"../{data}", files={"a": {}})
+    raises(ValueError, "names files outside its data folder", load, tmp_path / "folder")
+
+
+@pytest.mark.parametrize(("mask", "mode"), [(0o027, 0o640), (0o002, 0o664), (0o077, 0o600)])
+def test_the_umask_says_who_may_read_it(tmp_path, mask, mode):
+    before = os.umask(mask)
+    try:
+        save(tmp_path / "folder", "text")
+    finally:
+        os.umask(before)
+    files = [*(tmp_path / "folder").glob("data-*/*"), tmp_path / "folder" / "manifest.json"]
+    assert {path.name: stat.S_IMODE(path.stat().st_mode) for path in files} == dict.fromkeys(
+        ("a", "b", "manifest.json"), mode
+    )

@@ -25,7 +25,6 @@ from sfumato.errors import UserError
 from sfumato.gaussian import GaussianEmbedding, load_embeddings, save_embeddings
 from sfumato.search import texts as texts_module
 from sfumato.search.collection import GaussianCollection, copy_gallery
-from sfumato.search.index import GaussianIndex
 from sfumato.search.stores.protocol import Records, open_store
 
 OLD = Path(__file__).with_name("formats_f5d496a8.tar.xz")
@@ -67,9 +66,6 @@ def write_all(folder, server):
     found = {}
     with fill(folder / "collection", "store", texts=True) as made:
         found["collection"] = answers(made)
-    index = GaussianIndex.build(gaussians(N, 0), IDS, logit_scale=1.5)
-    index.save(folder / "index")
-    found["index"] = answers(index)
     save_embeddings(folder / "one.safetensors", gaussians(N, 0), IDS)
     url = server.url(database="postgres", table="images")
     with fill(folder / "postgresql", url, texts=True) as made:
@@ -133,7 +129,8 @@ def assert_whole(collection, old, name):
 def test_folders_of_an_earlier_version(old):
     with GaussianCollection.open(old / "collection") as collection:
         assert_whole(collection, old, "collection")
-    assert_answers(GaussianIndex.load(old / "index"), old, "index")
+    with pytest.raises(UserError, match="index again: sfumato index RUN --images FOLDER --out NEW"):
+        GaussianCollection.open(old / "index")
     embeddings, ids = load_embeddings(old / "one.safetensors")
     assert ids == IDS and torch.equal(embeddings.mean, gaussians(N, 0).mean)
 
@@ -182,28 +179,18 @@ def later(folder, table, change):
 
 
 def test_folders_of_a_later_version_are_refused(old, sfumato):
-    for name, kind in (("collection", "sfumato-collection"), ("index", "sfumato-index")):
-        file = old / name / "manifest.json"
-        before = file.read_text(encoding="utf-8")
-        file.write_text(before.replace(f"{kind}-1", f"{kind}-13"), encoding="utf-8")
-        told = sfumato.refused("copy", old / name, old / "copied")
-        assert f"has format {kind}-13" in told and f"up to {kind}-1. Update sfumato" in told
-        file.write_text(before, encoding="utf-8")
-    assert GaussianIndex.load(old / "index").d == D
+    file, kind = old / "collection" / "manifest.json", "sfumato-collection"
+    before = file.read_text(encoding="utf-8")
+    file.write_text(before.replace(f"{kind}-1", f"{kind}-13"), encoding="utf-8")
+    told = sfumato.refused("copy", old / "collection", old / "copied")
+    assert f"has format {kind}-13" in told and f"up to {kind}-1. Update sfumato" in told
+    file.write_text(before, encoding="utf-8")
     with contextlib.closing(sqlite3.connect(old / "collection" / "store" / "records.sqlite")) as connection:
         connection.execute("PRAGMA user_version=3")
     refused(lambda: GaussianCollection.open(old / "collection"), 3, 2)
     data = (old / "one.safetensors").read_bytes()
     (old / "one.safetensors").write_bytes(data.replace(b"sfumato-embeddings-1", b"sfumato-embeddings-2"))
     refused(lambda: load_embeddings(old / "one.safetensors"), "sfumato-embeddings-2", "sfumato-embeddings-1")
-
-
-def test_an_index_does_not_replace_what_a_later_version_wrote(old):
-    file = old / "index" / "manifest.json"
-    file.write_text(file.read_text(encoding="utf-8").replace("sfumato-index-1", "sfumato-index-2"), encoding="utf-8")
-    index = GaussianIndex.build(gaussians(N, 0), IDS)
-    with pytest.raises(ValueError, match="the folder holds something else"):
-        index.save(old / "index")
 
 
 def test_stores_of_a_later_version_are_refused(old, server, tmp_path):

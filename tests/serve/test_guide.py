@@ -17,6 +17,7 @@ from PIL import Image
 from support.serving import Process, calibration, collected, embedded
 
 from sfumato.models.run import load_run
+from sfumato.search.collection import copy_gallery
 from sfumato.workflows.index import GalleryPart
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -103,7 +104,7 @@ def test_the_commands_of_the_guide(service, home):
 
 def test_the_commands_of_the_guide_about_vectors(vector_run, adopted, tmp_path, home):
     text = section(GUIDE.read_text(encoding="utf-8"), "Search by vector")
-    adopted.galleries["images"].gallery.save(tmp_path / "index")
+    copy_gallery(adopted.galleries["images"].gallery, tmp_path / "index").close()
     vectors = np.load(vector_run.parent / "texts.npy")
     np.save(home / "vector.npy", vectors[0])
     np.save(home / "vectors.npy", vectors[:3])

@@ -23,6 +23,7 @@ from support.toy import make_toy
 from sfumato.encoders.features import Inputs
 from sfumato.models.recipe import load_recipe
 from sfumato.models.run import load_run
+from sfumato.search.collection import copy_gallery
 from sfumato.search.options import QueryInfo
 from sfumato.serve.sources import ServedGallery, Sources, vector_sides
 from sfumato.training.loop import fit
@@ -68,7 +69,7 @@ def test_a_vector_finds_what_the_library_and_the_command_find(vectors, adopted, 
     same(answer, index.search(queries, 5)[0])
     assert answer["query"] == "the seventh" and answer["kind"] == "text" and answer["calibrated"]
     np.save(tmp_path / "seven.npy", texts[7])
-    index.save(tmp_path / "index")
+    copy_gallery(index, tmp_path / "index").close()
     status, out, err = sfumato("search", tmp_path / "index", tmp_path / "seven.npy", "-k", 5, "--json")
     assert status == 0, err
     (command,) = json.loads(out)

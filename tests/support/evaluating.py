@@ -1,7 +1,6 @@
 """Figures of embeddings, scores and lists against ground truths, in one call each."""
 
-from sfumato.evaluation.benchmarks import Embeddings, Scores, figures, rank
-from sfumato.evaluation.ranked_lists import Lists
+from sfumato.evaluation.benchmarks import Embeddings, Lists, Scores, figures, rank
 
 
 def evaluate_benchmarks(images, texts, image_ids, text_ids, ground_truths, **options):

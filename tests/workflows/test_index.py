@@ -77,8 +77,8 @@ def test_a_gallery_has_the_calibration_of_its_images(run, sfumato, tmp_path, spl
     said, model = index(sfumato, run, tmp_path / "index", "--split", split), load_run(run)
     gallery = open_gallery(tmp_path / "index")
     expected = model.training_calibration if own else model.calibration
-    assert gallery.calibration.t2i.conditional == expected.t2i.conditional
-    assert gallery.calibration.metadata == expected.metadata
+    assert gallery.scorer.calibration.t2i.conditional == expected.t2i.conditional
+    assert gallery.scorer.calibration.metadata == expected.metadata
     assert gallery.scorer.logit_bias == expected.logit_bias
     if own:
         assert said["note"].startswith("240 of the 360" if split == "all" else "All images trained the model.")
@@ -102,7 +102,8 @@ def test_without_such_captions_the_note_says_the_way_out(folder, sfumato, tmp_pa
     assert "rough guide" in said["note"] and "data.held_out_wordings=0/5" in said["note"]
     gallery = open_gallery(tmp_path / "index")
     assert (gallery.note == "") == (training_note(gallery)[:3] == "All"), "without a mix a search says nothing"
-    assert training_note(replace(gallery, metadata=gallery.metadata | {"trained": 0})) == ""
+    gallery.metadata |= {"trained": 0}
+    assert training_note(gallery) == ""
 
 
 def test_all_images_can_train_and_their_other_captions_validate(folder, tmp_path):

@@ -291,14 +291,14 @@ def test_results_by_distance_and_without_texts(sfumato, tmp_path):
     assert status == 2 and "--target listed orders by distance" in errors
 
 
-def test_a_folder_is_added_to_an_index(sfumato, tmp_path):
+def test_a_folder_is_added_to_a_gallery_that_was_in_memory(sfumato, tmp_path):
     load(SMALL).index(draw(tmp_path / "photos", "red", "blue")).save(tmp_path / "mine")
     more = draw(tmp_path / "more", "green")
     (more / "green.txt").write_text("a meadow\n")
     assert asked(sfumato, "index", "--data", more, "--add", "--out", tmp_path / "mine")["n"] == 3
     with load_index(tmp_path / "mine") as index:
         answer = index.search("meadow", 3)
-        assert answer[0].id == "more/green.png" and answer.target == "fits"
+        assert {hit.id for hit in answer} == {"red.png", "blue.png", "more/green.png"}
         assert all(index.image_of(hit) is not None for hit in answer)
 
 

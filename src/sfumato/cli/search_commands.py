@@ -52,54 +52,44 @@ class IndexFlags:
     )
     split: str | None = flag(None, "Or, for a run, the images of this split of its data; all for all splits.")
     texts: Path | None = flag(None, "Or a file with one text per line, to be searched by image.")
-    engine: str | None = flag(None, "Engine of an index: exact, or with the extra faiss hnsw or ivf. Not with --store.")
     store: str | None = flag(
         None,
-        "Fill a collection in a vector store instead, where items can be added and deleted: file: (in the"
-        " folder), file:?engine=hnsw, milvus:PATH.db, milvus+http://host:19530/NAME,"
-        " postgresql://user@host/database?table=NAME.",
+        "Vector store: file: (the default, in the folder), file:?engine=hnsw, milvus:PATH.db,"
+        " milvus+http://host:19530/NAME, postgresql://user@host/database?table=NAME.",
         metavar="URL",
     )
     compress: str | None = rare(None, COMPRESS)
-    add: bool = flag(False, "Add to the collection or index that --out holds already.", "--add")
+    add: bool = flag(False, "Add to the collection that --out holds already.", "--add")
     sync: bool = flag(
         False, "Bring a collection in step with its folders: new, changed, moved, deleted files.", "--sync"
     )
     named: str | None = rare(None, "The model, as MODEL.", "--model", metavar="MODEL")
     no_texts: bool = rare(False, "Captions, tags and names are no evidence for searches by text.", "--no-texts")
-    force: bool = flag(False, "Replace an index that --out holds; with --sync, delete most items.", "--force")
+    force: bool = flag(False, "With --sync, delete items even if they are most.", "--force")
 
     def check(self, out: Path) -> None:
         """Refuse what does not go together, and a folder that holds something else, before anything is embedded."""
-        from sfumato.search.collection import GaussianCollection
-        from sfumato.workflows.index import is_gallery
+        from sfumato.search.collection import GaussianCollection, refuse_index
 
         place = None if self.sync or self.embedded else self.images
         given = (self.data, place, self.split, self.texts, self.sync or None)
         if sum(s is not None for s in given) != 1:
             raise UserError("give one of --data FOLDER, --images FOLDER, --split NAME, --texts FILE, --sync")
-        if self.engine is not None and (self.store is not None or self.add):
-            raise UserError(
-                "the engine of a store is part of its URL, e.g. --store 'file:?engine=hnsw'; leave --engine out"
-            )
         if (self.add or self.sync) and self.store is not None:
             raise UserError("--add and --sync write to the store of the collection; leave --store out")
         if self.compress is not None and self.store is None:
             raise UserError("--compress is of a new store; give it, e.g. --store 'file:?engine=hnsw'")
         collection = GaussianCollection.is_one(out)
-        if (self.add or self.sync) and not (collection or (self.data is not None and is_gallery(out))):
-            raise UserError(
-                f"there is no collection in {out} to add to; make one with --data or --store, or copy an index with"
-                " sfumato copy"
-            )
+        if (self.add or self.sync) and not collection:
+            refuse_index(out)
+            raise UserError(f"there is no collection in {out} to add to; make one without --add")
         if self.sync:
             return
-        other = "or give another folder with --out"
         if not self.add and collection and (self.data is None or not GaussianCollection.is_unfinished(out)):
-            raise UserError(f"{out} holds a collection already; add to it with --add, {other}")
-        if not self.add and self.store is None and not self.force and not collection and is_gallery(out):
-            raise UserError(f"{out} holds an index already; replace it with --force, {other}")
-        check_out_folder(out, ours=lambda folder: is_gallery(folder) or all(p.is_dir() for p in folder.glob("[!.]*")))
+            raise UserError(
+                f"{out} holds a collection already; add to it with --add, or give another folder with --out"
+            )
+        check_out_folder(out, ours=lambda f: collection or all(p.is_dir() for p in f.glob("[!.]*")))
 
     @property
     def embedded(self) -> bool:
@@ -141,54 +131,41 @@ def index(
         " and --sync that of the collection, with --data a CLIP where one is cached or can be downloaded; else small.",
         "MODEL",
     ),
-    out: Path = flag(..., "Folder of the index or the collection."),
+    out: Path = flag(..., "Folder of the collection."),
     given: IndexFlags,
     device: Device = "auto",
     as_json: AsJson = False,
 ) -> None:
-    """Build an index, or fill a collection in a vector store."""
+    """Fill a collection of embedded images or texts, to search in."""
     from sfumato.data.images import Problems
     from sfumato.errors import counted
     from sfumato.models.model import Model
     from sfumato.models.run import choose_device, load_model, load_run
-    from sfumato.search.index import check_settings
     from sfumato.workflows.embedded_rows import embedded_parts
-    from sfumato.workflows.index import build_index, check_new, embed_source, fill_collection, training_note, whole
+    from sfumato.workflows.index import check_new, embed_source, fill_collection, training_note
 
     given.check(out)
     model, given = model or given.model(out), given.as_data()
     embedded = given.embedded
-    if (given.data is not None or given.sync) and given.engine is None and not embedded:
+    if (given.data is not None or given.sync) and not embedded:
         return _index_data(load_model(model, device=choose_device(device)), out, given, as_json)
-    if given.data is not None and not embedded:
-        given = replace(given, images=Path(given.data))
     load = load_run if given.split is not None else load_model
     retrieval_model: Model = load(model, device=choose_device(device))
-    if given.store is not None:
+    store = None if given.add else given.store or "file:"
+    if store is not None:
         with writing(out):
-            check_new(out, retrieval_model.distance, given.store)
-    elif not given.add:
-        check_settings(retrieval_model.distance, given.engine or "exact")
+            check_new(out, retrieval_model.distance, store)
     out.parent.mkdir(parents=True, exist_ok=True)
     if embedded:
         sources, problems = embedded_parts(retrieval_model, str(given.data), given.images), Problems()
     else:
         sources, problems = embed_source(retrieval_model, images=given.images, split=given.split, texts=given.texts)
-    if given.store is None and not given.add:
-        source, engine = whole(sources), given.engine or "exact"
-        gallery = build_index(retrieval_model, source, engine=engine)
-        with writing(out):
-            gallery.save(out)
-        n, note, kept, direction = len(source.ids), training_note(gallery), {"engine": engine}, source.direction
-        line = f"indexed ({engine})"
-    else:
-        with writing(out), fill_collection(retrieval_model, sources, out, given.store) as collection:
-            n, note = len(collection), training_note(collection)
-            kept, direction = {"store": collection.store.url}, collection.scorer.direction
-        line = f"in {kept['store']}"
-    result = {"out": str(out), "n": n, **kept, "problems": len(problems), "note": note}
+    with writing(out), fill_collection(retrieval_model, sources, out, store) as collection:
+        n, note = len(collection), training_note(collection)
+        url, direction = collection.store.url, collection.scorer.direction
+    result = {"out": str(out), "n": n, "store": url, "problems": len(problems), "note": note}
     items = counted(n, "image" if direction == "t2i" else "text")
-    print_result(result, as_json, f"{items} {line}: {out}" + problems_suffix(problems))
+    print_result(result, as_json, f"{items} in {url}: {out}" + problems_suffix(problems))
     if note and not as_json:
         say(note)
 
@@ -236,14 +213,14 @@ def delete(
 
 @command()
 def copy(
-    folder: Path = word(..., "Folder of an index or a collection.", "INDEX"),
+    folder: Path = word(..., "Folder of a collection.", "INDEX"),
     out: Path = word(..., "Folder of the copy: new, or empty.", "OUT"),
     store: str = flag("file:", "Store of the copy, as for sfumato index.", metavar="URL"),
     compress: str | None = rare(None, COMPRESS),
     source_store: str | None = flag(None, "URL of the store. Default: the one it was built with.", metavar="URL"),
     as_json: AsJson = False,
 ) -> None:
-    """Copy an index or a collection into another store."""
+    """Copy a collection into another store."""
     from sfumato.errors import counted
     from sfumato.search.stores.protocol import compressed
     from sfumato.workflows.index import copy_index
@@ -333,7 +310,7 @@ class Asked:
 @command()
 def search(
     *,
-    folder: Path = word(..., "Folder of an index or a collection.", "INDEX"),
+    folder: Path = word(..., "Folder of a collection.", "INDEX"),
     asked: Asked,
     images: Moved = None,
     run: str | None = rare(None, "Folder or name of the model. Default: where it was for the index.", metavar="MODEL"),
@@ -342,7 +319,7 @@ def search(
     ),
     as_json: AsJson = False,
 ) -> None:
-    """Search an index or a collection by text, image or item.
+    """Search a collection by text, image or item.
 
     Prints ids, distances, match probabilities and uncertainties.
     """

@@ -199,11 +199,13 @@ class GaussianCollection(Gallery):
         Raises:
             FileNotFoundError: there is no such folder, or no collection in it.
             ValueError: the folder is damaged or holds something else.
-            UserError: the store cannot be opened, or holds other vectors, or lacks items.
+            UserError: the store cannot be opened, or holds other vectors, or lacks items; or the folder holds an index
+                of an earlier version.
         """
         folder = Path(folder)
         if folder.is_symlink():  # What it points to may change while this is open.
             folder = folder.resolve()
+        refuse_index(folder)
         if not unfinished and (folder / _UNFINISHED).is_file():
             raise UserError(f"{folder} is incomplete: {(folder / _UNFINISHED).read_text(encoding='utf-8').strip()}")
 
@@ -249,11 +251,7 @@ class GaussianCollection(Gallery):
         Returns:
             True if there is a collection.
         """
-        try:
-            kind = json.loads((Path(folder) / "manifest.json").read_bytes())["kind"]
-            return bool(kind.rpartition("-")[0] == _KIND.rpartition("-")[0])
-        except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
-            return False
+        return _kind_of(folder) == _KIND.rpartition("-")[0]
 
     @staticmethod
     def is_unfinished(folder: str | Path) -> bool:
@@ -602,6 +600,24 @@ class GaussianCollection(Gallery):
 
     def _gallery_records(self, records: Records) -> GalleryRecords:
         return GalleryRecords(records.ids, self._embeddings(records), records.payloads)
+
+
+def refuse_index(folder: str | Path) -> None:
+    """Refuse a folder with an index, which earlier versions saved in a form of its own."""
+    if _kind_of(folder) == "sfumato-index":
+        raise UserError(
+            f"{folder} holds an index of an earlier version, which this version does not read: index again:"
+            " sfumato index RUN --images FOLDER --out NEW"
+        )
+
+
+def _kind_of(folder: str | Path) -> str:
+    """What a folder holds, without its version; "" if that cannot be read."""
+    try:
+        kind = json.loads((Path(folder) / "manifest.json").read_bytes())["kind"]
+        return str(kind.rpartition("-")[0])
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        return ""
 
 
 def check_empty(folder: Path) -> None:

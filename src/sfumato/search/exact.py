@@ -248,7 +248,7 @@ def _lift(distance: str) -> Lift:
         raise ValueError(
             f"distance {distance!r} is not a Euclidean distance of lifted vectors (those are"
             f" {', '.join(LIFTED_DISTANCES)});"
-            ' search it with engine="exact"'
+            ' a GaussianIndex with engine="exact" searches by it in memory'
         )
     return lift
 

@@ -1,5 +1,7 @@
 """GaussianIndex: search a gallery in memory by Gaussian queries, with probabilities and uncertainties.
 
+It is never saved: :func:`sfumato.search.collection.copy_gallery` makes a collection of it.
+
 Engine "exact" ranks by any distance; "hnsw" and "ivf" are FAISS over lifted vectors (search/exact.py).
 Engines differ only in the candidates that they return: the distances of the results are always recomputed from the
 stored embeddings, row by row in float64, and equal distances keep the order of the items. For distances that lift,
@@ -13,13 +15,11 @@ import math
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from sfumato.calibration.calibrator import Calibration
@@ -27,7 +27,6 @@ from sfumato.calibration.scorer import Scorer
 from sfumato.distances import Distance, get_distance
 from sfumato.gaussian import GaussianEmbedding, check_finite
 from sfumato.ids import Direction, check_ids
-from sfumato.search.atomic_folder import load_folder, save_folder
 from sfumato.search.candidates import Candidates, GalleryRecords, SampledItems, with_margin
 from sfumato.search.exact import (
     LiftedGallery,
@@ -50,13 +49,10 @@ ENGINES = ("exact", *FAISS_ENGINES)
 _SAMPLE = 2048
 """Number of sampled items for estimates of sums over large galleries."""
 
-_KIND = "sfumato-index-1"
-_TENSORS, _ITEMS, _FAISS, _CALIBRATION = "embeddings.safetensors", "items.json", "faiss.index", "calibration.json"
-
 
 @dataclass(frozen=True, eq=False)
 class GaussianIndex(Gallery):
-    """A gallery of Gaussian embeddings to search in. Make one with :meth:`build` or :meth:`load`.
+    """A gallery of Gaussian embeddings to search in. Make one with :meth:`build`.
 
     Attributes:
         embeddings: (m, d) gallery, float32 on the CPU.
@@ -243,47 +239,6 @@ class GaussianIndex(Gallery):
         start = bisect_right(self._sorted_ids, after)
         return self._sorted_ids[start : start + n]
 
-    def save(self, path: str | Path) -> None:
-        """Write the index into a folder. An existing index is replaced atomically.
-
-        Args:
-            path: the folder; made if it does not exist.
-
-        Raises:
-            ValueError: path is a file, or a folder with something else in it.
-            BlockingIOError: another process is saving there.
-        """
-        about = {
-            "n": len(self),
-            "d": self.embeddings.d,
-            "distance": self.distance,
-            "engine": self.engine,
-            "logit_scale": self.logit_scale,
-            "logit_bias": self.logit_bias,
-            "options": asdict(self.store.options) if self.store else None,
-            "calibration": self.calibration is not None,
-            "direction": self.direction,
-            "about": self.metadata,
-        }
-        save_folder(path, _KIND, about, self._write)
-
-    @classmethod
-    def load(cls, path: str | Path) -> "GaussianIndex":
-        """Read a saved index after checking every file against its checksum.
-
-        Args:
-            path: folder of :meth:`save`.
-
-        Returns:
-            The index.
-
-        Raises:
-            FileNotFoundError: there is no folder, or no complete index in it.
-            ValueError: a file is missing, cut short or changed, or it is not an index.
-            UserError: the engine needs FAISS, and it is not installed.
-        """
-        return load_folder(path, _KIND, cls._read)
-
     @cached_property
     def _position(self) -> dict[str, int]:
         """Position of each id."""
@@ -297,39 +252,6 @@ class GaussianIndex(Gallery):
     def _uncertainty(self) -> Tensor:
         """(m,) total variances, computed once."""
         return self.embeddings.total_variance
-
-    def _write(self, folder: Path) -> None:
-        tensors = {"mean": self.embeddings.mean, "log_var": self.embeddings.log_var, "centre": self.centre}
-        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / _TENSORS)
-        items = {"ids": self.ids, "payload": self.payload}
-        (folder / _ITEMS).write_text(json.dumps(items, ensure_ascii=False), encoding="utf-8")
-        if self.store:
-            self.store.write(folder / _FAISS)
-        if self.calibration:
-            self.calibration.save(folder / _CALIBRATION)
-
-    @classmethod
-    def _read(cls, folder: Path, about: dict[str, Any]) -> "GaussianIndex":
-        tensors = load_file(folder / _TENSORS)
-        items = json.loads((folder / _ITEMS).read_text(encoding="utf-8"))
-        _check_loaded(about, tensors, items)
-        store = None
-        if about["engine"] != "exact":
-            store = FaissStore.read(folder / _FAISS, about["engine"], FaissOptions(**about["options"]))
-        return cls(
-            embeddings=GaussianEmbedding(tensors["mean"], tensors["log_var"]),
-            ids=tuple(items["ids"]),
-            distance=about["distance"],
-            engine=about["engine"],
-            logit_scale=about["logit_scale"],
-            logit_bias=about["logit_bias"],
-            payload={name: tuple(values) for name, values in items["payload"].items()},
-            metadata=about["about"],
-            centre=tensors["centre"],
-            store=store,
-            calibration=Calibration.load(folder / _CALIBRATION) if about["calibration"] else None,
-            direction=about["direction"],
-        )
 
     def _found(self, distance: Tensor, position: Tensor) -> Candidates:
         """(c,) distances and positions of items as candidates."""
@@ -428,23 +350,6 @@ def _check_gallery(embeddings: GaussianEmbedding, ids: tuple[str, ...], payload:
     check_finite(embeddings, "GaussianIndex")
     if not torch.isfinite(embeddings.total_variance.float()).all():
         raise ValueError("GaussianIndex: a total variance overflows float32; the model may have diverged")
-
-
-def _check_loaded(about: dict[str, Any], tensors: dict[str, Tensor], items: dict[str, Any]) -> None:
-    """A ValueError says what does not fit together in an index that another program wrote."""
-    check_settings(about["distance"], about["engine"], about["logit_scale"], about["logit_bias"])
-    mean, centre = tensors["mean"], tensors["centre"]
-    check_finite(GaussianEmbedding(mean, tensors["log_var"]), "its embeddings")
-    columns = {"ids": items["ids"], **items["payload"]}
-    for name, column in columns.items():
-        if not isinstance(column, list) or len(column) != len(mean) or not all(isinstance(one, str) for one in column):
-            raise ValueError(f"the index is damaged: {name!r} must be {len(mean)} texts; build it again")
-    if len(set(items["ids"])) < len(mean) or not len(mean) or centre.shape != mean.shape[1:]:
-        raise ValueError("the index is damaged: it has no items, repeated ids or another centre; build it again")
-    if not isinstance(about["about"], dict) or about["direction"] not in ("t2i", "i2t"):
-        raise ValueError(
-            "the index is damaged: its metadata are no object, or its direction is unknown; build it again"
-        )
 
 
 def check_settings(distance: str, engine: str, logit_scale: float = 1.0, logit_bias: float = 0.0) -> None:

@@ -19,8 +19,8 @@ from sfumato.encoders.feature_rows import features_read
 from sfumato.errors import UserError
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.search.answer import Answer, Hit
+from sfumato.search.collection import GaussianCollection, copy_gallery
 from sfumato.search.gallery import Gallery
-from sfumato.search.index import GaussianIndex
 from sfumato.search.options import NATIVE, Duplicates, Order, QueryInfo, SearchOptions, Target, TextQuery
 from sfumato.search.stores.protocol import filter_of
 from sfumato.search.texts import known_words, spelling, strange_script, words_of
@@ -56,7 +56,7 @@ class Searcher:
     """A gallery that knows its model, so that texts and images search it; :func:`load_index` opens one.
 
     Attributes:
-        gallery: the index or the collection.
+        gallery: the index in memory or the collection.
         source: its folder; of a gallery in memory, the source of its model.
         open_model: loads its model, when the first query needs it.
         open_images: opens the images of its items, when the first is shown; None if there are none.
@@ -341,18 +341,19 @@ class Searcher:
         return None
 
     def save(self, folder: str | Path) -> None:
-        """Write an index, for :func:`load_index` and `sfumato search`. An existing index is replaced.
+        """Write a collection, for :func:`load_index` and `sfumato search`.
 
         Args:
-            folder: made if it does not exist.
+            folder: new or empty.
 
         Raises:
             TypeError: it is a collection, which is in its store already.
-            ValueError: see :meth:`GaussianIndex.save`.
+            UserError: the folder is not empty.
+            ValueError: the distance does not lift.
         """
-        if not isinstance(self.gallery, GaussianIndex):
+        if isinstance(self.gallery, GaussianCollection):
             raise TypeError(f"save: {self.source} is a collection and stores itself; copy it with copy_gallery")
-        self.gallery.save(folder)
+        copy_gallery(self.gallery, folder).close()
 
     def _modality(self, queries: Any) -> Modality | None:
         """What queries are of; None if they do not say, as the files of a model that reads embeddings of both sides."""

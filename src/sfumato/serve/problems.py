@@ -55,7 +55,7 @@ CODES = {
     "no-such-path": (404, "the service has nothing under this path"),
     "wrong-method": (405, "the path takes other methods; Allow names them"),
     "too-slow": (408, "the request took too long to arrive"),
-    "index": (409, "the gallery is an index, which cannot be changed"),
+    "index": (409, "the gallery is in memory, and cannot be changed"),
     "other-writer": (409, "another process writes to the collection"),
     "no-judgements": (409, "the service keeps no verdicts: it was started without --judgements"),
     "too-large": (413, "the request is larger than a limit"),

@@ -40,7 +40,7 @@ class ServedGallery:
 
     @property
     def writable(self) -> GaussianCollection | None:
-        """The collection that can be written; None if the gallery is an index."""
+        """The collection that can be written; None if the gallery is in memory."""
         return self.gallery if isinstance(self.gallery, GaussianCollection) else None
 
     @property

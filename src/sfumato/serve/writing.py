@@ -163,8 +163,8 @@ class Writer:
         if served.writable is None:
             raise Refusal(
                 409,
-                f"The gallery of {gallery} is an index in a file, which cannot be changed; build a collection with"
-                " `sfumato index RUN ... --store file: --out FOLDER` and serve that",
+                f"The gallery of {gallery} is in memory and cannot be changed; build a collection with"
+                " `sfumato index RUN ... --out FOLDER` and serve that",
                 code="index",
             )
         return served, served.writable

@@ -1,9 +1,9 @@
-"""Galleries of a model: building, filling, copying and opening of indices and collections."""
+"""Galleries of a model: built in memory; collections are filled, copied and opened."""
 
 import contextlib
 import itertools
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -92,7 +92,7 @@ class GalleryPart:
 
 
 def build_index(model: Model, source: GalleryPart, *, engine: str = "exact") -> GaussianIndex:
-    """An index with the model's distance, its calibration and the source of the model."""
+    """An index in memory with the model's distance, its calibration and the source of the model."""
     return GaussianIndex.build(
         source.embeddings,
         source.ids,
@@ -144,21 +144,6 @@ def embed_source(
     return iter([source]), problems
 
 
-def whole(sources: Iterable[GalleryPart]) -> GalleryPart:
-    """Concatenate all parts in memory."""
-    parts = list(sources)
-    if not parts:
-        raise UserError("there is nothing to index: no item could be embedded")
-    first = parts[0]
-    return GalleryPart(
-        GaussianEmbedding.cat([part.embeddings for part in parts]),
-        [i for part in parts for i in part.ids],
-        None if first.texts is None else [text for part in parts for text in part.texts or ()],
-        {name: [value for part in parts for value in part.kept[name]] for name in first.kept},
-        first.images,
-    )
-
-
 def fill_collection(
     model: Model, sources: Iterator[GalleryPart], folder: Path, store: str | None
 ) -> GaussianCollection:
@@ -167,11 +152,6 @@ def fill_collection(
     if first is None:
         raise UserError("there is nothing to index: no item could be embedded")
     if store is None:
-        if not GaussianCollection.is_one(folder):
-            raise UserError(
-                f"there is no collection in {folder} to add to; make one with --store, or copy an index with"
-                " sfumato copy"
-            )
         collection = GaussianCollection.open(folder, unfinished=True)
         check_same(collection, model, first.direction)
         _check_images(collection, first.images)
@@ -195,7 +175,7 @@ def fill_collection(
 
 
 def copy_index(folder: str | Path, out: str | Path, store: str, *, source_store: str | None = None) -> tuple[str, int]:
-    """Copy an index or a collection into a new collection. Returns (URL of the new store, number of items in it)."""
+    """Copy a collection into a new one. Returns (URL of the new store, number of items in it)."""
     with (
         contextlib.closing(open_gallery(folder, source_store)) as gallery,
         progress_bar("copying", len(gallery)) as advance,
@@ -337,20 +317,15 @@ def training_note(gallery: Gallery) -> str:
     return note
 
 
-def open_gallery(folder: str | Path, store: str | None = None, *, unfinished: bool = False) -> Gallery:
-    """Open an index or a collection that `sfumato index` has written."""
-    if GaussianCollection.is_one(folder):
-        url = None if store is None else own_or_anchored(store)
-        return GaussianCollection.open(folder, url, unfinished=unfinished)
+def open_gallery(folder: str | Path, store: str | None = None, *, unfinished: bool = False) -> GaussianCollection:
+    """Open a collection that `sfumato index` has written."""
     if not is_gallery(folder):
-        raise UserError(f"{folder} holds neither an index nor a collection; make one with sfumato index")
-    if store is not None:
-        raise UserError(f"{folder} is an index in a file, without a store; leave --store out")
-    return GaussianIndex.load(folder)
+        raise UserError(f"{folder} holds no collection; make one with sfumato index")
+    return GaussianCollection.open(folder, None if store is None else own_or_anchored(store), unfinished=unfinished)
 
 
 def is_gallery(folder: str | Path) -> bool:
-    """Whether there is an index or a collection in a folder, damaged or not."""
+    """Whether there is a collection in a folder, damaged or not."""
     return (Path(folder) / "manifest.json").is_file()
 
 

@@ -8,36 +8,24 @@ its embedding.
 import contextlib
 import hashlib
 import itertools
-import json
 import os
-import shutil
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from sfumato.data.coco import coco_images, json_kind, read_coco_captions
-from sfumato.data.hub_datasets import is_dataset_folder, read_dataset
-from sfumato.data.image_decoding import needs_extra, spelt
-from sfumato.data.images import DIGEST, FILE, POINTER, ROOT, FileImage, Problem, Problems, image_files
-from sfumato.data.layouts import read_karpathy
-from sfumato.data.manifest import MANIFEST_SUFFIXES, read_rows
-from sfumato.data.pairs import PairData
-from sfumato.data.photographs import describe_image, file_fields
-from sfumato.data.shard_stream import read_shards
-from sfumato.data.shards import expand_shards
+from sfumato.data.image_decoding import needs_extra
+from sfumato.data.images import DIGEST, FILE, POINTER, ROOT, Problem, Problems
 from sfumato.encoders.minilm import has_minilm
 from sfumato.encoders.processors import available_cpus, in_threads
 from sfumato.errors import UserError
-from sfumato.files import read_json
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.ids import id_error
 from sfumato.models.embed import embedding_steps, encode_each, file_endings
 from sfumato.models.model import Model
 from sfumato.progress import progress_bar
-from sfumato.search.collection import GaussianCollection, copy_gallery
-from sfumato.search.index import GaussianIndex
+from sfumato.search.collection import GaussianCollection
 from sfumato.search.texts import item_texts
 from sfumato.workflows.index import (
     GalleryPart,
@@ -50,6 +38,7 @@ from sfumato.workflows.index import (
     sources_of,
     training_note,
 )
+from sfumato.workflows.own_items import Item, list_items, named_source, some_items
 
 STAT = "_stat"
 """Hidden fields of an item: what its file was when it was read."""
@@ -57,139 +46,7 @@ STAT = "_stat"
 _BATCH, _STORED = 32, 256
 _ASKED = 2_000
 
-_BESIDE, _AFTER = (".txt", ".xmp"), (".xmp", ".json", ".supplemental-metadata.json")
-"""Endings of the files of texts beside an image: in place of its own, and after it."""
-
 _MOST_DELETED, _FEW = 0.5, 10
-
-
-def named_source(data: str) -> Source:
-    """The source that a user named."""
-    path = Path(data)
-    if path.is_dir():
-        packed = "shards" if any(path.glob("*.tar")) else "datasets" if is_dataset_folder(path) else ""
-        kind = packed if packed and not image_files(path) else "folder"
-        return Source(str(path.resolve()), kind, str(path.resolve()))
-    suffix = path.suffix.lower()
-    if suffix == ".tar" or "{" in data or "*" in data:
-        return Source(os.path.abspath(data), "shards", str(Path(expand_shards(data)[0]).resolve().parent))
-    if not path.is_file():
-        raise UserError(f"there is no folder or file {data}")
-    if suffix not in (*MANIFEST_SUFFIXES, ".json"):
-        raise UserError(
-            f"{data} is a file; expected a folder of images, a manifest ({', '.join(MANIFEST_SUFFIXES)}), the"
-            " .json of COCO or Flickr in Karpathy's layout or of COCO's own captions, .tar archives, or a folder of the"
-            " package datasets"
-        )
-    if suffix == ".json" and json_kind(read_json(path)) == "coco":
-        return Source(str(path.resolve()), "coco", str(coco_images(path)))
-    kind = "karpathy" if suffix == ".json" else "manifest"
-    return Source(str(path.resolve()), kind, str(path.resolve().parent))
-
-
-@dataclass(frozen=True)
-class Item:
-    """An image of a source, not read yet."""
-
-    id: str
-    file: str  # path below the root; "" in an archive
-    stat: str  # size and time of its file and of those beside it; "" if unknown
-    read: Callable[[], bytes] = field(repr=False)
-    fields: Callable[[bytes, Problems], dict[str, str]] = field(repr=False)
-
-
-def list_items(source: Source, endings: frozenset[str], problems: Problems) -> list[Item]:
-    """The images of a source; nothing but names is read."""
-    if source.kind == "folder":
-        names = image_files(Path(source.root), problems, endings=endings)
-        return [_file_item(source, name, name, {}) for name in names]
-    if source.kind == "manifest":
-        return list(_manifest_items(source, problems))
-    if source.kind in ("karpathy", "coco", "datasets"):
-        if source.kind == "datasets":
-            splits = read_dataset(source.path, problems)
-        elif source.kind == "coco":
-            splits = read_coco_captions(source.path, problems, images=source.root)
-        else:
-            splits = read_karpathy(source.path, source.root, problems)
-        return [item for data in splits.values() for item in _data_items(source, data)]
-    return _data_items(source, read_shards(expand_shards(source.path), problems))
-
-
-def _some(items: list[Item], source: Source, endings: frozenset[str], problems: Problems) -> list[Item]:
-    """The items, of which there must be some."""
-    if not items and not problems.left_out:
-        raise UserError(f"no images in {source.path} (looked for {spelt(endings)})")
-    return items
-
-
-def _file_item(source: Source, id: str, name: str, given: Mapping[str, str]) -> Item:
-    path = Path(source.root, name)
-
-    def fields(data: bytes, problems: Problems) -> dict[str, str]:
-        return {**file_fields(Path(source.root), name, data, problems), **given}
-
-    stat = _stat_of(path)
-    if given:  # What a manifest says may change without the file.
-        stat += f" {hashlib.blake2b(json.dumps(given, sort_keys=True).encode(), digest_size=8).hexdigest()}"
-    return Item(source.begin + id, name, stat, FileImage(path).read_bytes, fields)
-
-
-def _stat_of(path: Path) -> str:
-    """Size and time of a file and of the files of texts beside it."""
-    parts = []
-    beside = (*(path.with_suffix(ending) for ending in _BESIDE), *(Path(f"{path}{ending}") for ending in _AFTER))
-    for one in (path, *beside):
-        with contextlib.suppress(OSError, ValueError):
-            found = os.stat(one)
-            parts.append(f"{found.st_size} {found.st_mtime_ns}")
-    return " ".join(parts)
-
-
-def _manifest_items(source: Source, problems: Problems) -> Iterator[Item]:
-    """The rows of a manifest; rows of one image are joined, and columns that are texts become fields."""
-    rows: dict[str, tuple[str, list[str], dict[str, str]]] = {}
-    for location, values in read_rows(Path(source.path), ("image",)):
-        image = values if isinstance(values, str) else values.get("image")
-        if isinstance(values, str) or not isinstance(image, str) or not image.strip():
-            problems.add(location, values if isinstance(values, str) else f"no image: found {image!r}, expected a path")
-            continue
-        if not os.path.isfile(os.path.join(source.root, image)):
-            problems.add(location, f"image {image} is missing")
-            continue
-        captions = values.get("captions", values.get("caption")) or []
-        captions = [captions] if isinstance(captions, str) else captions
-        if not isinstance(captions, list) or not all(isinstance(one, str) for one in captions):
-            problems.add(location, f"captions: found {captions!r}, expected a text or a list of texts")
-            captions = []
-        own = {k: v for k, v in values.items() if k and k[0] != "_" and isinstance(v, str) and v and k not in _COLUMNS}
-        known = rows.setdefault(str(values.get("id") or image), (image, [], own))
-        known[1].extend(one.strip() for one in captions if one.strip())
-        if known[0] != image:
-            problems.add(location, f"id {values.get('id')!r} occurred before, with another image")
-    for id, (image, captions, own) in rows.items():
-        given = own | ({"captions": "\n".join(captions)} if captions else {})
-        yield _file_item(source, id, image, given)
-
-
-_COLUMNS = frozenset({"image", "id", "captions", "caption", "caption_ids", "caption_id", "split"})
-
-
-def _data_items(source: Source, data: PairData) -> list[Item]:
-    captions: dict[int, list[str]] = {}
-    for image, text in data.pairs.tolist():
-        captions.setdefault(image, []).append(data.texts[text])
-
-    def fields(texts: Sequence[str], content: bytes, problems: Problems) -> dict[str, str]:
-        return describe_image(content) | {"captions": "\n".join(texts)}
-
-    found = []
-    for i, (id, image) in enumerate(zip(data.image_ids, data.images, strict=True)):
-        path = image.path if isinstance(image, FileImage) else None
-        name = os.path.relpath(path, source.root) if path else ""
-        stat = _stat_of(path or Path(image.location.split("!")[0]))
-        found.append(Item(source.begin + id, name, stat, image.read_bytes, partial(fields, captions.get(i, []))))
-    return found
 
 
 NewCollection = Callable[[GaussianEmbedding, Sequence[str]], GaussianCollection]
@@ -343,7 +200,7 @@ def index_data(model: Model, data: str, out: Path, store: str = "file:", *, text
         return add_data(model, data, out)
     source, problems = named_source(data), Problems()
     endings = file_endings(model.model)
-    items = _some(list_items(source, endings, problems), source, endings, problems)
+    items = some_items(list_items(source, endings, problems), source, endings, problems)
     with contextlib.ExitStack() as stack:
 
         def create(embeddings: GaussianEmbedding, ids: Sequence[str]) -> GaussianCollection:
@@ -372,9 +229,7 @@ _GO_ON = "it was interrupted while being filled; run the same command again, and
 
 
 def add_data(model: Model, data: str, out: Path) -> tuple[int, Filled]:
-    """Add what a user named to a collection or an index, which becomes one; what is there and unchanged stays."""
-    if not GaussianCollection.is_one(out):
-        _make_collection(out)
+    """Add what a user named to a collection; what is there and unchanged stays."""
     with GaussianCollection.open(out, unfinished=True) as collection:
         check_same(collection, model, "t2i")
         source, sources, problems = named_source(data), sources_of(collection), Problems()
@@ -383,7 +238,7 @@ def add_data(model: Model, data: str, out: Path) -> tuple[int, Filled]:
             source = replace(source, begin=_beginning(source, sources) if len(collection) else "")
             sources.append(source)
         endings = file_endings(model.model)
-        items = _some(list_items(sources[number], endings, problems), source, endings, problems)
+        items = some_items(list_items(sources[number], endings, problems), source, endings, problems)
         items = [item for item in items if item.file.startswith(below)]
         with collection.filling(_GO_ON):
             collection.keep({"sources": [vars(one) for one in sources]})
@@ -449,23 +304,8 @@ def _vanished(
     return found
 
 
-def _make_collection(folder: Path) -> None:
-    """Turn an index into a collection in its place."""
-    folder = folder.resolve()
-    new, old = (folder.with_name(f".{folder.name}.{ending}") for ending in ("new", "old"))
-    shutil.rmtree(new, ignore_errors=True)
-    with contextlib.closing(open_gallery(folder)) as gallery:
-        copy_gallery(gallery, new, texts=has_minilm() and gallery.scorer.direction == "t2i").close()
-    os.replace(folder, old)
-    os.replace(new, folder)
-    for path in list(old.iterdir()):  # What is not of the index stays.
-        if not (path.name in ("manifest.json", ".lock") or path.name.startswith("data-")):
-            os.replace(path, folder / path.name)
-    shutil.rmtree(old)
-
-
 def move_sources(folder: Path, moved: Sequence[str]) -> None:
-    """Say where the images of an index or a collection are now: NEW for its one folder, or OLD=NEW."""
+    """Say where the images of a collection are now: NEW for its one folder, or OLD=NEW."""
     with contextlib.closing(open_gallery(folder, unfinished=True)) as gallery:
         sources, pictures = sources_of(gallery), dict(gallery.metadata.get("pictures") or {})
         roots = list(dict.fromkeys(one.root for one in sources))
@@ -482,12 +322,7 @@ def move_sources(folder: Path, moved: Sequence[str]) -> None:
                 raise UserError(f"--images {given}: there is no folder {new}")
             sources = [one.moved(str(path)) if one.root == old else one for one in sources]
             pictures |= {"folder": str(path)} if pictures.get("folder") == old else {}
-        changed = {"sources": [vars(one) for one in sources], "pictures": pictures}
-        if isinstance(gallery, GaussianCollection):
-            gallery.keep(changed)
-        elif isinstance(gallery, GaussianIndex):
-            gallery.metadata.update(changed)
-            gallery.save(folder)
+        gallery.keep({"sources": [vars(one) for one in sources], "pictures": pictures})
 
 
 def _look_up(collection: GaussianCollection, ids: Sequence[str]) -> dict[str, Mapping[str, str]]:

@@ -202,14 +202,14 @@ def load(source: str | Path, *, device: torch.device | str = "cpu") -> LoadedMod
         >>> index.search("a dog", k=5)  # doctest: +SKIP
     """
     if is_gallery(source) and not (Path(source) / RECIPE).is_file():
-        raise UserError(f"{source} holds an index or a collection; open it with sfumato.load_index({str(source)!r})")
+        raise UserError(f"{source} holds a collection; open it with sfumato.load_index({str(source)!r})")
     chosen = choose_device(device) if isinstance(device, str) else device
     found = load_model(source, device=chosen)
     return LoadedModel(**{f.name: getattr(found, f.name) for f in fields(LoadedModel)})
 
 
 def load_index(folder: str | Path, *, run: str | Path | None = None, store: str | None = None) -> Searcher:
-    """Open an index or a collection together with its model.
+    """Open a collection together with its model.
 
     Args:
         folder: what `sfumato index` or :meth:`Searcher.save` has written.
@@ -217,7 +217,7 @@ def load_index(folder: str | Path, *, run: str | Path | None = None, store: str 
         store: URL of a collection's store, if it has moved.
 
     Returns:
-        The gallery. Close it, or use it as a context manager, if it is a collection. The model is loaded when the
+        The gallery. Close it, or use it as a context manager. The model is loaded when the
         first query needs it.
 
     Raises:

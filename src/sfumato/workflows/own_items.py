@@ -1,0 +1,156 @@
+"""The images of what a person named, a folder, a manifest, archives or a data set, listed without being read."""
+
+import contextlib
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+from sfumato.data.coco import coco_images, json_kind, read_coco_captions
+from sfumato.data.hub_datasets import is_dataset_folder, read_dataset
+from sfumato.data.image_decoding import spelt
+from sfumato.data.images import FileImage, Problems, image_files
+from sfumato.data.layouts import read_karpathy
+from sfumato.data.manifest import MANIFEST_SUFFIXES, read_rows
+from sfumato.data.pairs import PairData
+from sfumato.data.photographs import describe_image, file_fields
+from sfumato.data.shard_stream import read_shards
+from sfumato.data.shards import expand_shards
+from sfumato.errors import UserError
+from sfumato.files import read_json
+from sfumato.workflows.index import Source
+
+_BESIDE, _AFTER = (".txt", ".xmp"), (".xmp", ".json", ".supplemental-metadata.json")
+"""Endings of the files of texts beside an image: in place of its own, and after it."""
+
+
+def named_source(data: str) -> Source:
+    """The source that a user named."""
+    path = Path(data)
+    if path.is_dir():
+        packed = "shards" if any(path.glob("*.tar")) else "datasets" if is_dataset_folder(path) else ""
+        kind = packed if packed and not image_files(path) else "folder"
+        return Source(str(path.resolve()), kind, str(path.resolve()))
+    suffix = path.suffix.lower()
+    if suffix == ".tar" or "{" in data or "*" in data:
+        return Source(os.path.abspath(data), "shards", str(Path(expand_shards(data)[0]).resolve().parent))
+    if not path.is_file():
+        raise UserError(f"there is no folder or file {data}")
+    if suffix not in (*MANIFEST_SUFFIXES, ".json"):
+        raise UserError(
+            f"{data} is a file; expected a folder of images, a manifest ({', '.join(MANIFEST_SUFFIXES)}), the"
+            " .json of COCO or Flickr in Karpathy's layout or of COCO's own captions, .tar archives, or a folder of the"
+            " package datasets"
+        )
+    if suffix == ".json" and json_kind(read_json(path)) == "coco":
+        return Source(str(path.resolve()), "coco", str(coco_images(path)))
+    kind = "karpathy" if suffix == ".json" else "manifest"
+    return Source(str(path.resolve()), kind, str(path.resolve().parent))
+
+
+@dataclass(frozen=True)
+class Item:
+    """An image of a source, not read yet."""
+
+    id: str
+    file: str  # path below the root; "" in an archive
+    stat: str  # size and time of its file and of those beside it; "" if unknown
+    read: Callable[[], bytes] = field(repr=False)
+    fields: Callable[[bytes, Problems], dict[str, str]] = field(repr=False)
+
+
+def list_items(source: Source, endings: frozenset[str], problems: Problems) -> list[Item]:
+    """The images of a source; nothing but names is read."""
+    if source.kind == "folder":
+        names = image_files(Path(source.root), problems, endings=endings)
+        return [_file_item(source, name, name, {}) for name in names]
+    if source.kind == "manifest":
+        return list(_manifest_items(source, problems))
+    if source.kind in ("karpathy", "coco", "datasets"):
+        if source.kind == "datasets":
+            splits = read_dataset(source.path, problems)
+        elif source.kind == "coco":
+            splits = read_coco_captions(source.path, problems, images=source.root)
+        else:
+            splits = read_karpathy(source.path, source.root, problems)
+        return [item for data in splits.values() for item in _data_items(source, data)]
+    return _data_items(source, read_shards(expand_shards(source.path), problems))
+
+
+def some_items(items: list[Item], source: Source, endings: frozenset[str], problems: Problems) -> list[Item]:
+    """The items, of which there must be some."""
+    if not items and not problems.left_out:
+        raise UserError(f"no images in {source.path} (looked for {spelt(endings)})")
+    return items
+
+
+def _file_item(source: Source, id: str, name: str, given: Mapping[str, str]) -> Item:
+    path = Path(source.root, name)
+
+    def fields(data: bytes, problems: Problems) -> dict[str, str]:
+        return {**file_fields(Path(source.root), name, data, problems), **given}
+
+    stat = _stat_of(path)
+    if given:  # What a manifest says may change without the file.
+        stat += f" {hashlib.blake2b(json.dumps(given, sort_keys=True).encode(), digest_size=8).hexdigest()}"
+    return Item(source.begin + id, name, stat, FileImage(path).read_bytes, fields)
+
+
+def _stat_of(path: Path) -> str:
+    """Size and time of a file and of the files of texts beside it."""
+    parts = []
+    beside = (*(path.with_suffix(ending) for ending in _BESIDE), *(Path(f"{path}{ending}") for ending in _AFTER))
+    for one in (path, *beside):
+        with contextlib.suppress(OSError, ValueError):
+            found = os.stat(one)
+            parts.append(f"{found.st_size} {found.st_mtime_ns}")
+    return " ".join(parts)
+
+
+def _manifest_items(source: Source, problems: Problems) -> Iterator[Item]:
+    """The rows of a manifest; rows of one image are joined, and columns that are texts become fields."""
+    rows: dict[str, tuple[str, list[str], dict[str, str]]] = {}
+    for location, values in read_rows(Path(source.path), ("image",)):
+        image = values if isinstance(values, str) else values.get("image")
+        if isinstance(values, str) or not isinstance(image, str) or not image.strip():
+            problems.add(location, values if isinstance(values, str) else f"no image: found {image!r}, expected a path")
+            continue
+        if not os.path.isfile(os.path.join(source.root, image)):
+            problems.add(location, f"image {image} is missing")
+            continue
+        captions = values.get("captions", values.get("caption")) or []
+        captions = [captions] if isinstance(captions, str) else captions
+        if not isinstance(captions, list) or not all(isinstance(one, str) for one in captions):
+            problems.add(location, f"captions: found {captions!r}, expected a text or a list of texts")
+            captions = []
+        own = {k: v for k, v in values.items() if k and k[0] != "_" and isinstance(v, str) and v and k not in _COLUMNS}
+        known = rows.setdefault(str(values.get("id") or image), (image, [], own))
+        known[1].extend(one.strip() for one in captions if one.strip())
+        if known[0] != image:
+            problems.add(location, f"id {values.get('id')!r} occurred before, with another image")
+    for id, (image, captions, own) in rows.items():
+        given = own | ({"captions": "\n".join(captions)} if captions else {})
+        yield _file_item(source, id, image, given)
+
+
+_COLUMNS = frozenset({"image", "id", "captions", "caption", "caption_ids", "caption_id", "split"})
+
+
+def _data_items(source: Source, data: PairData) -> list[Item]:
+    captions: dict[int, list[str]] = {}
+    for image, text in data.pairs.tolist():
+        captions.setdefault(image, []).append(data.texts[text])
+
+    def fields(texts: Sequence[str], content: bytes, problems: Problems) -> dict[str, str]:
+        return describe_image(content) | {"captions": "\n".join(texts)}
+
+    found = []
+    for i, (id, image) in enumerate(zip(data.image_ids, data.images, strict=True)):
+        path = image.path if isinstance(image, FileImage) else None
+        name = os.path.relpath(path, source.root) if path else ""
+        stat = _stat_of(path or Path(image.location.split("!")[0]))
+        found.append(Item(source.begin + id, name, stat, image.read_bytes, partial(fields, captions.get(i, []))))
+    return found
