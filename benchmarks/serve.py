@@ -17,9 +17,9 @@ Server and clients share the machine: the figures are those of the service toget
 import argparse
 import http.client
 import json
+import os
 import platform
 import random
-import subprocess
 import sys
 import threading
 import time
@@ -29,7 +29,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from service_world import WORDS, large_sources
+from service_world import WORDS, ServiceProcess, large_sources
 
 from sfumato.encoders.dual import DualEncoder
 from sfumato.models.run import load_model
@@ -41,19 +41,12 @@ from sfumato.serve.sources import Sources
 BATCH, WINDOW = 32, 0.002
 
 
-def start(arguments: argparse.Namespace, *, batching: bool) -> tuple["subprocess.Popen[str]", int]:
-    """A server process; returns it and its port."""
-    command = [
-        sys.executable, __file__, "--serve", "on" if batching else "off", *(["--small"] if arguments.small else []),
-    ]  # fmt: skip
+def start(arguments: argparse.Namespace, *, batching: bool) -> ServiceProcess:
+    """A server process."""
+    command = [sys.executable, __file__, "--serve", "on" if batching else "off", *["--small"] * arguments.small]
     for name in ("items", "d", "width", "threads"):
         command += [f"--{name}", str(getattr(arguments, name))]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    line = process.stdout.readline()
-    if "http://" not in line:
-        raise RuntimeError(f"the server did not start: {line}")
-    return process, int(line.strip().rpartition(":")[2])
+    return ServiceProcess(command, Path(os.devnull))
 
 
 def serve(arguments: argparse.Namespace) -> None:
@@ -153,7 +146,7 @@ def main() -> int:
     try:
         clients = 1
         while clients <= arguments.clients:
-            measured = {name: load(port, clients, arguments.seconds) for name, (_, port) in servers.items()}
+            measured = {name: load(server.port, clients, arguments.seconds) for name, server in servers.items()}
             ratio = measured["on"]["per_second"] / measured["off"]["per_second"]
             alone = bare(encoder, arguments.seconds, arguments.threads)
             rows.append({"clients": clients, **measured, "ratio": ratio, "bare_per_second": alone})
@@ -169,11 +162,10 @@ def main() -> int:
                 flush=True,
             )
             clients *= 2
-        batches = {name: mean_batch(port) for name, (_, port) in servers.items()}
+        batches = {name: mean_batch(server.port) for name, server in servers.items()}
     finally:
-        for process, _ in servers.values():
-            process.terminate()
-            process.wait(30)
+        for server in servers.values():
+            server.stop()
     result = {
         "benchmark": "serve", "python": platform.python_version(), "torch": torch.__version__,
         "processor": platform.machine(),

@@ -3,6 +3,8 @@
 import base64
 import contextlib
 import io
+import signal
+import subprocess
 import threading
 import time
 import zlib
@@ -15,6 +17,7 @@ import torch
 import uvicorn
 from fastapi import FastAPI
 from PIL import Image
+from store_servers import family, family_memory
 
 from sfumato.calibration.calibrator import Calibration
 from sfumato.data.images import UploadedImages
@@ -87,6 +90,45 @@ def serving(app: FastAPI) -> Iterator[int]:
     finally:
         server.should_exit = True
         thread.join(30)
+
+
+class ServiceProcess:
+    """A service in a process of its own, which prints its address when it is ready."""
+
+    def __init__(self, command: list[str], log: Path) -> None:
+        self._command, self._log = command, log
+        self.start()
+
+    def start(self) -> None:
+        """Start it, and wait until it answers."""
+        with self._log.open("ab") as log:
+            self._process = subprocess.Popen(self._command, stdout=subprocess.PIPE, stderr=log, text=True)
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if "http://" not in line:
+            raise RuntimeError(f"the service does not start: {line}; see {self._log}")
+        self.url = line.strip().partition(": ")[2]
+        self.port = int(self.url.rpartition(":")[2])
+
+    def stop(self, number: int = signal.SIGTERM) -> int:
+        """End it; returns its exit status."""
+        self._process.send_signal(number)
+        return self._process.wait(60)
+
+    @property
+    def alive(self) -> bool:
+        """Whether it runs."""
+        return self._process.poll() is None
+
+    @property
+    def workers(self) -> list[int]:
+        """Its worker processes."""
+        return family(self._process.pid)[1:]
+
+    @property
+    def memory(self) -> float:
+        """Resident MB of the service with its workers."""
+        return family_memory(self._process.pid)
 
 
 def picture(colour: str = "red", size: tuple[int, int] = (20, 14), format: str = "PNG", **options: Any) -> bytes:

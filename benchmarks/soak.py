@@ -26,7 +26,6 @@ import os
 import platform
 import random
 import signal
-import subprocess
 import sys
 import tempfile
 import threading
@@ -43,8 +42,8 @@ import numpy as np
 import torch
 from faults import exchange, raw_request, wrong_with
 from PIL import Image
-from service_world import WORDS, in_base64, noise, picture, random_model
-from store_servers import SERVERS, LocalServer, family, family_memory
+from service_world import WORDS, ServiceProcess, in_base64, noise, picture, random_model
+from store_servers import SERVERS, LocalServer
 
 from sfumato.calibration.calibrator import Calibration
 from sfumato.calibration.query_scores import QueryScores
@@ -91,46 +90,13 @@ def serve(folder: Path, store: str, items: int, port: int = 0) -> None:
     run_app(create_app(sources, settings), host="127.0.0.1", port=port)
 
 
-class Service:
-    """The service in a process of its own; on any free port if the port is 0."""
+class Service(ServiceProcess):
+    """The service of a folder; on any free port if the port is 0."""
 
     def __init__(self, folder: Path, store: str, items: int, port: int = 0) -> None:
         self.folder = folder
         of_it = "--serve", str(folder), "--items", str(items), "--port", str(port)
-        self._command = [sys.executable, __file__, store, *of_it]
-        self.start()
-
-    def start(self) -> None:
-        """Start it, and wait until it answers."""
-        log = (self.folder / "service.log").open("ab")
-        self._process = subprocess.Popen(self._command, stdout=subprocess.PIPE, stderr=log, text=True)
-        log.close()
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if "http://" not in line:
-            raise RuntimeError(f"the service does not start; see {self.folder / 'service.log'}")
-        self.url = line.strip().partition(": ")[2]
-        self.port = int(self.url.rpartition(":")[2])
-
-    def stop(self, number: int = signal.SIGTERM) -> int:
-        """End it; returns its exit status."""
-        self._process.send_signal(number)
-        return self._process.wait(60)
-
-    @property
-    def alive(self) -> bool:
-        """Whether it runs."""
-        return self._process.poll() is None
-
-    @property
-    def workers(self) -> list[int]:
-        """Its worker processes."""
-        return family(self._process.pid)[1:]
-
-    @property
-    def memory(self) -> float:
-        """Resident MB of the service with its workers."""
-        return family_memory(self._process.pid)
+        super().__init__([sys.executable, __file__, store, *of_it], folder / "service.log")
 
 
 class Ledger:

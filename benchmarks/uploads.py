@@ -36,8 +36,7 @@ from typing import Any
 import httpx
 import numpy as np
 from PIL import Image
-from service_world import WORDS, in_base64, small_sources
-from store_servers import family_memory
+from service_world import WORDS, ServiceProcess, in_base64, small_sources
 
 from sfumato.serve.app import create_app
 from sfumato.serve.server import run_app
@@ -64,29 +63,17 @@ def serve(folder: Path) -> None:
     run_app(create_app(small_sources(folder, n=2000, d=64), Settings(drain=0)), host="127.0.0.1", port=0)
 
 
-class Watched:
-    """The service in a process of its own, and its memory."""
+class Watched(ServiceProcess):
+    """The service, and the peak of its memory."""
 
-    def __init__(self, folder: Path) -> None:
-        command = [sys.executable, __file__, "--serve", str(folder)]
-        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if "http://" not in line:
-            raise RuntimeError(f"the service does not start: {line}")
-        self.url, self.peak = line.strip().partition(": ")[2], 0.0
+    peak = 0.0
 
     @property
     def memory(self) -> float:
         """Resident MB of the service with its workers."""
-        found = family_memory(self._process.pid)
+        found = super().memory
         self.peak = max(self.peak, found)
         return found
-
-    def end(self) -> None:
-        """Stop it."""
-        self._process.terminate()
-        self._process.wait(60)
 
 
 def search_texts(service: Watched, seconds: float) -> tuple[list[float], Counter[str]]:
@@ -219,11 +206,11 @@ def main() -> int:
         send_until_told(arguments.send, arguments.clients, arguments.megabytes)
         return 0
     with tempfile.TemporaryDirectory() as folder:
-        service = Watched(Path(folder))
+        service = Watched([sys.executable, __file__, "--serve", folder], Path(folder) / "log")
         try:
             figures = measured(service, arguments.clients, arguments.megabytes, arguments.seconds)
         finally:
-            service.end()
+            service.stop()
     result = {
         "benchmark": "uploads", "python": platform.python_version(), "cores": os.cpu_count(),
         "clients": arguments.clients, "seconds": arguments.seconds, **figures,
