@@ -1,11 +1,10 @@
 """COCO's own captions: files of both years, folders of them, what is malformed, and what is told by content."""
 
-import io
 import json
 import re
 
 import pytest
-from PIL import Image
+from support.pictures import png
 
 from sfumato.data.coco import coco_image_id, json_kind, read_coco_captions
 from sfumato.data.images import Problems
@@ -33,12 +32,6 @@ def captions(path, images, annotations):
     return path
 
 
-def picture():
-    buffer = io.BytesIO()
-    Image.new("RGB", (8, 8), "red").save(buffer, "PNG")
-    return buffer.getvalue()
-
-
 def karpathy(path, name, **more):
     """A split file with one image and one caption."""
     of_image = {"filename": name, "split": "test", "sentences": [{"sentid": 1, "raw": "x"}], **more}
@@ -60,7 +53,7 @@ def coco(tmp_path):
     for part, numbers in (("train", (9, 42)), ("val", (139,))):
         (tmp_path / f"{part}2017").mkdir()
         for number in numbers:
-            (tmp_path / f"{part}2017" / padded(number)).write_bytes(picture())
+            (tmp_path / f"{part}2017" / padded(number)).write_bytes(png())
         captions(
             tmp_path / "annotations" / f"captions_{part}2017.json",
             {number: padded(number) for number in numbers},
@@ -124,7 +117,7 @@ def test_karpathys_names_of_2014_find_the_images_of_2017_and_the_other_way_round
     assert found.images[0].path == coco / "train2017" / padded(42)
     old = tmp_path / "old" / "val2014" / "COCO_val2014_000000000042.jpg"
     old.parent.mkdir(parents=True)
-    old.write_bytes(picture())
+    old.write_bytes(png())
     new = captions(tmp_path / "captions.json", {42: padded(42)}, [(1, 42, "x")])
     found = read_coco_captions(new, Problems(), images=tmp_path / "old", val_fraction=0, test_fraction=0)
     assert found["train"].images[0].path == old
@@ -173,7 +166,7 @@ def test_an_index_is_made_of_a_file_that_its_content_tells(coco):
     assert (source.kind, source.root) == ("coco", str(coco))
     items = {item.id: item for item in list_items(source, frozenset({".jpg"}), Problems())}
     assert items.keys() == {"9", "42"} and items["42"].file == f"train2017/{padded(42)}"
-    assert items["42"].fields(picture(), Problems())["captions"] == "image 42, said 0\nimage 42, said 1"
+    assert items["42"].fields(png(), Problems())["captions"] == "image 42, said 0\nimage 42, said 1"
 
 
 def test_a_ground_truth_of_cocos_captions(coco):

@@ -1,9 +1,8 @@
-import io
 import itertools
 
 import numpy as np
 import pytest
-from PIL import Image
+from support.pictures import encoded
 
 from sfumato.data.image_decoding import decode_image
 from sfumato.data.transforms import (
@@ -19,9 +18,7 @@ from sfumato.data.transforms import (
 
 def picture(width=40, height=24, colour=None):
     pixels = np.random.default_rng(0).integers(0, 100, (height, width, 3)).astype(np.uint8)
-    file = io.BytesIO()
-    Image.fromarray(pixels).save(file, "PNG")
-    return file.getvalue()
+    return encoded(pixels)
 
 
 def test_erased_squares_are_the_stated_share_and_grow():
@@ -48,9 +45,7 @@ def test_blur_is_that_of_the_shorter_side_and_takes_detail_away():
     # An edge: a radius of 0.1 of 24 pixels is a Gaussian of 2.4, whose slope in the middle is 1 / (2.4 sqrt(2 pi)).
     pixels = np.zeros((24, 40, 3), np.uint8)
     pixels[:, 20:] = 240
-    file = io.BytesIO()
-    Image.fromarray(pixels).save(file, "PNG")
-    soft = decode_image(blur(file.getvalue(), 0.1), None)[0, 12].astype(float)
+    soft = decode_image(blur(encoded(pixels), 0.1), None)[0, 12].astype(float)
     assert soft[20] - soft[19] == pytest.approx(240 / (2.4 * np.sqrt(2 * np.pi)), rel=0.1)
 
 

@@ -8,24 +8,17 @@ The package is not among those of the tests; in an environment of its own:
 Run with datasets 5.2.0.
 """
 
-import io
 import json
 
 import numpy as np
 import pytest
-from PIL import Image
+from support.pictures import png
 
 from sfumato import Problems, read_dataset, write_dataset
 from sfumato.data.images import FileImage, MemoryImage
 from sfumato.data.pairs import PairData
 from sfumato.data.sources import DataConfig, get_source
 from sfumato.errors import UserError
-
-
-def png(colour):
-    file = io.BytesIO()
-    Image.new("RGB", (8, 6), colour).save(file, "PNG")
-    return file.getvalue()
 
 
 def split_of(n, first=0):

@@ -1,11 +1,9 @@
 """Karpathy's JSON: small files that are wrong in every way, and the real Flickr8k where it lies."""
 
-import io
 import json
-import tarfile
 
 import pytest
-from PIL import Image
+from support.pictures import png, write_tar
 
 from sfumato.data.image_decoding import decode_image
 from sfumato.data.images import Problems
@@ -17,12 +15,6 @@ def entry(name, split, *sentences, **more):
     return {"filename": name, "split": split, "sentences": [{"sentid": i, "raw": t} for i, t in sentences], **more}
 
 
-def picture(colour="red"):
-    buffer = io.BytesIO()
-    Image.new("RGB", (8, 8), colour).save(buffer, "PNG")
-    return buffer.getvalue()
-
-
 NAMES = ("a.jpg", "val2014/b.jpg", "c.jpg", "d.jpg")
 
 
@@ -32,13 +24,9 @@ def images(request, tmp_path):
     if request.param == "folder":
         (tmp_path / "val2014").mkdir()
         for name in NAMES:
-            (tmp_path / name).write_bytes(picture())
+            (tmp_path / name).write_bytes(png())
         return tmp_path
-    with tarfile.open(tmp_path / "images.tar", "w") as tar:
-        for name in NAMES:
-            info = tarfile.TarInfo("./" * ("./" in request.param) + name)
-            info.size = len(picture())
-            tar.addfile(info, io.BytesIO(picture()))
+    write_tar(tmp_path / "images.tar", [("./" * ("./" in request.param) + name, png()) for name in NAMES])
     return tmp_path / "images.tar"
 
 
@@ -71,7 +59,7 @@ def test_splits_ids_and_pictures(tmp_path, images):
     }
     assert splits["train"].texts == ("A dog runs.", "Ein Hund – läuft", "joins training")
     assert splits["train"].pairs.tolist() == [[0, 0], [0, 1], [1, 2]]
-    assert all(image.read_bytes() == picture() for data in splits.values() for image in data.images)
+    assert all(image.read_bytes() == png() for data in splits.values() for image in data.images)
 
 
 def test_every_bad_entry_is_named_and_the_rest_is_read(tmp_path, images):

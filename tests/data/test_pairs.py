@@ -1,13 +1,12 @@
 """Pairs and batches: match matrices against loops over the listed pairs, draws against their stated frequencies."""
 
 import collections
-import io
-import tarfile
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 from support.pairs import captions, many_to_many
+from support.pictures import write_tar
 
 from sfumato.data.archives import TarArchive, TarImage
 from sfumato.data.images import FileImage, Problem, Problems
@@ -165,17 +164,9 @@ def test_bad_options_of_the_sampler(options, message):
         PairSampler(**({"data": many_to_many(), "batch_size": 4, "seed": 0} | options))
 
 
-def make_tar(path, members, mode="w"):
-    with tarfile.open(path, mode) as tar:
-        for name, data in members.items():
-            info = tarfile.TarInfo(name)
-            info.size = len(data)
-            tar.addfile(info, io.BytesIO(data))
-
-
 def test_tar_members_are_read_by_position_from_many_threads(tmp_path):
     members = {f"./some/folder/{'x' * (k % 150)}{k}.bin": bytes([k % 256]) * (k * 37 % 5000) for k in range(300)}
-    make_tar(tmp_path / "a.tar", members)
+    write_tar(tmp_path / "a.tar", members)
     archive = TarArchive(tmp_path / "a.tar")
     images = [TarImage(archive, name.removeprefix("./")) for name in members]
     assert all(image.member in archive for image in images) and "some" not in archive
@@ -185,7 +176,7 @@ def test_tar_members_are_read_by_position_from_many_threads(tmp_path):
 
 
 def test_tar_files_that_cannot_be_read_by_position(tmp_path):
-    make_tar(tmp_path / "a.tar.gz", {"a": b"123"}, "w:gz")
+    write_tar(tmp_path / "a.tar.gz", {"a": b"123"}, "w:gz")
     (tmp_path / "no.tar").write_bytes(b"not a tar file" * 100)
     (tmp_path / "empty.tar").write_bytes(b"")
     for name in ("a.tar.gz", "no.tar", "empty.tar"):
@@ -196,7 +187,7 @@ def test_tar_files_that_cannot_be_read_by_position(tmp_path):
 
 
 def test_a_tar_file_cut_short_says_so(tmp_path):
-    make_tar(tmp_path / "a.tar", {"a": b"1" * 3000, "b": b"2" * 3000})
+    write_tar(tmp_path / "a.tar", {"a": b"1" * 3000, "b": b"2" * 3000})
     archive = TarArchive(tmp_path / "a.tar")
     with (tmp_path / "a.tar").open("r+b") as file:
         file.truncate(5000)

@@ -1,6 +1,5 @@
 """Shards: what webdataset reads, divided among processes without overlap, and whole through every kind of damage."""
 
-import io
 import itertools
 import json
 import random
@@ -10,7 +9,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from PIL import Image
+from support.pictures import encoded, noise, write_tar
 
 from sfumato.data.images import FileImage, Problems
 from sfumato.data.pairs import make_pair_data
@@ -23,12 +22,7 @@ JPEG = b"\xff\xd8\xff and so on "
 
 def pack(path, members, form=tarfile.USTAR_FORMAT):
     """A tar file of (name, content), as other programs write it."""
-    with tarfile.open(path, "w", format=form) as tar:
-        for name, content in members:
-            member = tarfile.TarInfo(name)
-            member.size = len(content)
-            tar.addfile(member, io.BytesIO(content))
-    return str(path)
+    return write_tar(path, members, format=form)
 
 
 def sample(i, size=700):
@@ -396,7 +390,7 @@ def test_shards_that_cannot_be_had(tmp_path):
 
 
 def save(path, kind="PNG", seed=0):
-    Image.fromarray(np.random.default_rng(seed).integers(0, 256, (6, 5, 3), dtype=np.uint8)).save(path, kind)
+    path.write_bytes(encoded(noise(5, 6, seed), kind))
     return FileImage(path)
 
 

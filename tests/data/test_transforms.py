@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 import torch
 from PIL import ExifTags, Image
+from support import pictures
+from support.pictures import encoded
 
 from sfumato.data.image_decoding import MAX_PIXELS, check_image, decode_image
 from sfumato.data.transforms import (
@@ -23,36 +25,30 @@ from sfumato.data.transforms import (
 PIXELS = np.random.default_rng(0).integers(0, 256, (5, 7, 3), dtype=np.uint8)
 
 
-def encode(picture, kind="PNG", **options):
-    buffer = io.BytesIO()
-    picture.save(buffer, kind, **options)
-    return buffer.getvalue()
-
-
 def hwc(data, size=None):
     return decode_image(data, size).transpose(1, 2, 0)
 
 
 def test_grey_black_and_white_and_palette():
     grey = PIXELS[..., 0]
-    assert np.array_equal(hwc(encode(Image.fromarray(grey))), np.repeat(grey[..., None], 3, 2))
+    assert np.array_equal(hwc(encoded(Image.fromarray(grey))), np.repeat(grey[..., None], 3, 2))
     bits = Image.fromarray(grey > 127)
     assert bits.mode == "1"
-    assert np.array_equal(hwc(encode(bits)), np.repeat(np.where(grey > 127, 255, 0)[..., None], 3, 2))
+    assert np.array_equal(hwc(encoded(bits)), np.repeat(np.where(grey > 127, 255, 0)[..., None], 3, 2))
     palette = Image.fromarray(PIXELS).quantize(16)
     assert palette.mode == "P"
     for kind in ("PNG", "GIF"):
-        assert np.array_equal(hwc(encode(palette, kind)), np.asarray(palette.convert("RGB")))
+        assert np.array_equal(hwc(encoded(palette, kind)), np.asarray(palette.convert("RGB")))
 
 
 def test_transparency_lies_on_white():
     alpha = np.random.default_rng(1).integers(0, 256, (5, 7, 1), dtype=np.uint8)
     alpha[0], alpha[1] = 0, 255
     expected = (PIXELS * (alpha / 255.0) + 255 * (1 - alpha / 255.0)).round()
-    decoded = hwc(encode(Image.fromarray(np.concatenate([PIXELS, alpha], 2))))
+    decoded = hwc(encoded(Image.fromarray(np.concatenate([PIXELS, alpha], 2))))
     assert abs(decoded - expected).max() <= 1
     assert (decoded[0] == 255).all() and np.array_equal(decoded[1], PIXELS[1])
-    la = hwc(encode(Image.fromarray(np.concatenate([PIXELS[..., :1], alpha], 2), "LA")))
+    la = hwc(encoded(Image.fromarray(np.concatenate([PIXELS[..., :1], alpha], 2), "LA")))
     assert abs(la - expected[..., :1]).max() <= 1
 
 
@@ -61,25 +57,25 @@ def test_a_transparent_colour_of_a_palette_or_of_rgb_is_white():
     palette.putpalette([200, 10, 10, 10, 20, 30])
     palette.putpixel((1, 0), 1)
     for kind in ("PNG", "GIF"):
-        assert hwc(encode(palette, kind, transparency=0)).tolist() == [[[255, 255, 255], [10, 20, 30]]]
+        assert hwc(encoded(palette, kind, transparency=0)).tolist() == [[[255, 255, 255], [10, 20, 30]]]
     rgb = Image.fromarray(np.array([[[1, 2, 3], [4, 5, 6]]], dtype=np.uint8))
-    assert hwc(encode(rgb, transparency=(1, 2, 3))).tolist() == [[[255, 255, 255], [4, 5, 6]]]
+    assert hwc(encoded(rgb, transparency=(1, 2, 3))).tolist() == [[[255, 255, 255], [4, 5, 6]]]
 
 
 @pytest.mark.parametrize("kind", ["PNG", "TIFF"])
 def test_sixteen_bit_grey_is_scaled_not_clipped(kind):
     values = np.array([[0, 257, 32896, 65535]], dtype=np.uint16)
-    assert hwc(encode(Image.fromarray(values), kind))[0, :, 0].tolist() == [0, 1, 128, 255]
+    assert hwc(encoded(Image.fromarray(values), kind))[0, :, 0].tolist() == [0, 1, 128, 255]
 
 
 def test_float_grey_is_scaled_by_its_maximum_and_survives_nan():
     values = np.array([[0.0, 0.5, 2.0, np.nan, -1.0]], dtype=np.float32)
-    assert hwc(encode(Image.fromarray(values), "TIFF"))[0, :, 2].tolist() == [0, 63, 255, 0, 0]
-    assert hwc(encode(Image.fromarray(np.zeros((1, 2), np.float32)), "TIFF")).max() == 0
+    assert hwc(encoded(Image.fromarray(values), "TIFF"))[0, :, 2].tolist() == [0, 63, 255, 0, 0]
+    assert hwc(encoded(Image.fromarray(np.zeros((1, 2), np.float32)), "TIFF")).max() == 0
 
 
 def test_cmyk_jpeg():
-    decoded = hwc(encode(Image.new("CMYK", (16, 16), (255, 0, 0, 0)), "JPEG", quality=95))
+    decoded = hwc(encoded(Image.new("CMYK", (16, 16), (255, 0, 0, 0)), "JPEG", quality=95))
     assert abs(decoded.astype(int) - [0, 255, 255]).max() <= 3
 
 
@@ -94,9 +90,9 @@ def test_exif_orientation_is_applied(orientation):
     exif = Image.Exif()
     exif[0x0112] = orientation
     expected = upright[orientation](PIXELS)
-    assert np.array_equal(hwc(encode(Image.fromarray(PIXELS), "BMP")), PIXELS)
+    assert np.array_equal(hwc(encoded(Image.fromarray(PIXELS), "BMP")), PIXELS)
     for kind, options in (("PNG", {}), ("WEBP", {"lossless": True}), ("TIFF", {})):
-        file = encode(Image.fromarray(PIXELS), kind, exif=exif, **options)
+        file = encoded(Image.fromarray(PIXELS), kind, exif=exif, **options)
         decoded = decode_image(file, None)
         assert decoded.dtype == np.uint8 and decoded.flags.c_contiguous
         assert np.array_equal(decoded.transpose(1, 2, 0), expected)
@@ -109,13 +105,13 @@ def test_a_picture_with_damaged_exif_is_still_read():
     exif = b"Exif\0\0II*\0\x08\0\0\0" + struct.pack("<HHHI4s", 9, 0x0112, 99, 7, b"\xff" * 4)
     for damaged in (exif, b"Exif\0\0garbage", b"Exif\0\0MM\0*\xff\xff\xff\xff"):
         for kind in ("JPEG", "PNG", "WEBP"):
-            decoded = hwc(encode(Image.new("RGB", (16, 8), "red"), kind, exif=damaged))
+            decoded = hwc(encoded(Image.new("RGB", (16, 8), "red"), kind, exif=damaged))
             assert decoded.shape == (8, 16, 3) and decoded[..., 0].min() > 240
 
 
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF"])
 def test_files_cut_short_are_refused(kind):
-    whole = encode(Image.fromarray(np.random.default_rng(2).integers(0, 256, (32, 32, 3), dtype=np.uint8)), kind)
+    whole = encoded(Image.fromarray(np.random.default_rng(2).integers(0, 256, (32, 32, 3), dtype=np.uint8)), kind)
     decode_image(whole, 16)
     for fraction in (0.1, 0.5, 0.9):
         with pytest.raises(ValueError):
@@ -149,19 +145,19 @@ def test_a_decompression_bomb_is_refused_before_it_is_decoded(width, height):
         decode_image(bomb, 16)
 
 
-def noise(width, height, seed=0):
-    return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8))
+def noise(width, height):
+    return Image.fromarray(pictures.noise(width, height))
 
 
 def photograph(width, height, quality=90, **options):
     """A JPEG with edges and smooth parts, as a camera would make it."""
     small = noise(width // 40, height // 40).resize((width, height), Image.Resampling.BICUBIC)
-    return encode(small, "JPEG", quality=quality, **options)
+    return encoded(small, "JPEG", quality=quality, **options)
 
 
 @pytest.mark.parametrize(("kind", "width"), [("PNG", 150), ("JPEG", 150), ("JPEG", 2000)])
 def test_squash_is_what_it_was_when_caches_were_filled(kind, width):
-    data = photograph(width, 1200) if width == 2000 else encode(noise(width, 90), kind)
+    data = photograph(width, 1200) if width == 2000 else encoded(noise(width, 90), kind)
     with Image.open(io.BytesIO(data)) as picture:
         expected = np.asarray(picture.resize((24, 24), Image.Resampling.BICUBIC)).transpose(2, 0, 1)
     assert np.array_equal(decode_image(data, 24), expected)
@@ -177,7 +173,7 @@ def test_fit_crop_is_the_clip_processor_of_transformers():
         processor = module.CLIPImageProcessorPil(**sizes, do_rescale=False, do_normalize=False)
         for shape in ((50, 50), (32, 32), (91, 60), (60, 91), (20, 33), (33, 20), (500, 333), (3, 400), (32, 47)):
             picture = noise(*shape)
-            found = decode_image(encode(picture), size, fit="crop")
+            found = decode_image(encoded(picture), size, fit="crop")
             different += [] if np.array_equal(found, processor(picture)["pixel_values"][0]) else [(size, shape)]
     assert not different
 
@@ -187,16 +183,16 @@ def test_the_nearest_crop_starts_where_torchvision_and_open_clip_start(longer, s
     """int(round((longer - 10) / 2.0)) by hand: Python rounds a half to the even neighbour."""
     columns = np.repeat(np.arange(longer, dtype=np.uint8)[None], 10, 0)[..., None].repeat(3, 2)
     for picture in (columns, columns.transpose(1, 0, 2)):
-        square = decode_image(encode(Image.fromarray(np.ascontiguousarray(picture))), 10, fit="crop-nearest")
+        square = decode_image(encoded(Image.fromarray(np.ascontiguousarray(picture))), 10, fit="crop-nearest")
         assert square.min() == start and square.max() == start + 9
-    assert decode_image(encode(Image.fromarray(columns)), 10, fit="crop").min() == (longer - 10) // 2
+    assert decode_image(encoded(Image.fromarray(columns)), 10, fit="crop").min() == (longer - 10) // 2
 
 
 def test_a_line_of_a_picture_does_not_fill_the_memory():
     # Its longer side resized in full would be 6 gigabytes. Grey grows by 1 every 500 pixels; the middle is at 100.
     line = (np.arange(100_000) // 500).astype(np.uint8)[None].repeat(3, 0).T[None]
     for picture in (line, line.transpose(1, 0, 2)):
-        square = decode_image(encode(Image.fromarray(np.ascontiguousarray(picture))), 224, fit="crop")
+        square = decode_image(encoded(Image.fromarray(np.ascontiguousarray(picture))), 224, fit="crop")
         assert square.shape == (3, 224, 224) and square.min() >= 99 and square.max() <= 100
 
 
@@ -208,14 +204,14 @@ def test_crop_is_cut_in_whole_pixels_of_the_upright_picture_before_resizing(fit)
     upright = np.rot90(np.asarray(stored), -1)
     # 60 wide and 90 high: left 0.1 -> 6, right 0.1 + 0.71 -> 48.6 -> 49, top 0.25 -> 22.5 -> 22 (to even), bottom 0.75
     # -> 67.5 -> 68.
-    part = encode(Image.fromarray(np.ascontiguousarray(upright[22:68, 6:49])))
+    part = encoded(Image.fromarray(np.ascontiguousarray(upright[22:68, 6:49])))
     for size in (None, 20):
-        got = decode_image(encode(stored, exif=exif), size, fit=fit, crop=(0.1, 0.25, 0.71, 0.5))
+        got = decode_image(encoded(stored, exif=exif), size, fit=fit, crop=(0.1, 0.25, 0.71, 0.5))
         assert np.array_equal(got, decode_image(part, size, fit=fit))
 
 
 def test_a_crop_of_everything_or_of_almost_nothing():
-    data = encode(noise(7, 5))
+    data = encoded(noise(7, 5))
     assert np.array_equal(decode_image(data, None, crop=(0, 0, 1, 1)), decode_image(data, None))
     assert decode_image(data, None, crop=(0.999, 0.999, 0.001, 0.001)).shape == (3, 1, 1)
     assert np.array_equal(decode_image(data, None, crop=(0, 0, 1e-9, 1e-9)), decode_image(data, None)[:, :1, :1])
@@ -224,12 +220,12 @@ def test_a_crop_of_everything_or_of_almost_nothing():
 @pytest.mark.parametrize("box", [(-0.1, 0, 0.5, 0.5), (0, 0.6, 0.5, 0.5), (0, 0, 0, 0.5), (0, 0, float("nan"), 1)])
 def test_a_crop_outside_of_the_picture_is_refused(box):
     with pytest.raises(ValueError, match="crop must be .* in fractions of the image"):
-        decode_image(encode(noise(7, 5)), 8, crop=box)
+        decode_image(encoded(noise(7, 5)), 8, crop=box)
 
 
 def test_an_unknown_fit_is_refused():
     with pytest.raises(ValueError, match="unknown fit 'pad'; known: squash, crop"):
-        decode_image(encode(noise(7, 5)), 8, fit="pad")
+        decode_image(encoded(noise(7, 5)), 8, fit="pad")
 
 
 def test_a_large_jpeg_cropped_at_a_reduced_size_is_the_same_part_of_it():
@@ -242,7 +238,7 @@ def test_a_large_jpeg_cropped_at_a_reduced_size_is_the_same_part_of_it():
     left, top = round(0.13 * width), round(0.27 * height)
     right, bottom = round(0.74 * width), round(0.94 * height)
     for fit in ("squash", "crop"):
-        expected = decode_image(encode(Image.fromarray(whole.transpose(1, 2, 0)[top:bottom, left:right])), 64, fit=fit)
+        expected = decode_image(encoded(Image.fromarray(whole.transpose(1, 2, 0)[top:bottom, left:right])), 64, fit=fit)
         difference = abs(decode_image(data, 64, fit=fit, crop=box).astype(int) - expected)
         assert 0 < difference.mean() < 0.5 and difference.max() <= 6
         moved = decode_image(data, 64, fit=fit, crop=(0.15, *box[1:]))
@@ -263,11 +259,11 @@ def test_check_image_says_what_decode_image_says():
     exif = Image.Exif()
     exif[0x0112], exif[0x010E], exif[0x011A] = 6, "a thing", (72, 1)
     picture = noise(40, 50)
-    whole = [encode(picture, kind, exif=exif) for kind in ("PNG", "JPEG", "WEBP", "TIFF")]
-    whole += [encode(picture, "JPEG", progressive=True), encode(picture.convert("CMYK"), "JPEG")]
-    whole += [encode(picture, "GIF"), encode(picture, "BMP"), encode(picture, "TIFF", compression="tiff_lzw")]
-    whole += [encode(picture.quantize(16), transparency=0), encode(picture.convert("RGBA"))]
-    whole += [b"", b"<html>", encode(Image.new("1", (40000, 3000)))]
+    whole = [encoded(picture, kind, exif=exif) for kind in ("PNG", "JPEG", "WEBP", "TIFF")]
+    whole += [encoded(picture, "JPEG", progressive=True), encoded(picture.convert("CMYK"), "JPEG")]
+    whole += [encoded(picture, "GIF"), encoded(picture, "BMP"), encoded(picture, "TIFF", compression="tiff_lzw")]
+    whole += [encoded(picture.quantize(16), transparency=0), encoded(picture.convert("RGBA"))]
+    whole += [b"", b"<html>", encoded(Image.new("1", (40000, 3000)))]
     source, outcomes = random.Random(0), []
     for k in range(600):
         data = bytearray(whole[k % len(whole)])
@@ -285,7 +281,7 @@ def test_check_image_says_what_decode_image_says():
 
 
 def test_check_image_finds_what_can_be_loaded_but_not_converted():
-    data = bytearray(encode(Image.new("LA", (4, 4)), "TIFF"))
+    data = bytearray(encoded(Image.new("LA", (4, 4)), "TIFF"))
     kind_of_alpha = data.index(struct.pack("<HHI", 338, 3, 1)) + 8
     assert data[kind_of_alpha] == 2
     check_image(bytes(data))
@@ -307,14 +303,14 @@ def test_a_margin_is_left_out_as_by_resizing_to_256_and_cutting_out_224():
     random = np.random.default_rng(5)
     for width, height in ((300, 200), (200, 300), (500, 333), (640, 480), (260, 256)):
         image = Image.fromarray(random.integers(0, 255, (height, width, 3), dtype=np.uint8))
-        found = decode_image(encode(image), 224, fit="crop-margin")
+        found = decode_image(encoded(image), 224, fit="crop-margin")
         short = min(width, height)
         resized = image.resize((int(256 * width / short), int(256 * height / short)), Image.Resampling.BICUBIC)
         left, top = round((resized.width - 224) / 2), round((resized.height - 224) / 2)
         expected = np.asarray(resized.crop((left, top, left + 224, top + 224))).transpose(2, 0, 1)
         np.testing.assert_array_equal(found, expected)
-        assert (found != decode_image(encode(image), 224, fit="crop-nearest")).mean() > 0.5
-    assert decode_image(encode(Image.new("RGB", (60_000, 1))), 224, fit="crop-margin").shape == (3, 224, 224)
+        assert (found != decode_image(encoded(image), 224, fit="crop-nearest")).mean() > 0.5
+    assert decode_image(encoded(Image.new("RGB", (60_000, 1))), 224, fit="crop-margin").shape == (3, 224, 224)
 
 
 @pytest.mark.parametrize("aspect", [1.0, 0.6, 8.0])

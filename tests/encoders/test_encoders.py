@@ -1,12 +1,12 @@
 """Heads, towers and backbones."""
 
-import io
 import math
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
+from support.pictures import encoded, png
 
 from sfumato.encoders.backbones import image_backbone, text_backbone
 from sfumato.encoders.dual import DualEncoder, Tower
@@ -20,12 +20,6 @@ from sfumato.errors import UserError
 @pytest.fixture
 def transformers():
     return pytest.importorskip("transformers", reason="the extra backbones is not installed")
-
-
-def png(colour="red", size=(20, 10)):
-    buffer = io.BytesIO()
-    Image.new("RGB", size, colour).save(buffer, "PNG")
-    return buffer.getvalue()
 
 
 @pytest.mark.parametrize("name", POOLINGS)
@@ -187,9 +181,7 @@ def test_a_backbone_that_cuts_out_the_centre_does_so_at_every_size(tmp_path, tra
     )
     tiny_clip(tmp_path, transformers, processor)
     pixels = np.random.default_rng(0).integers(0, 256, (40, 80, 3), np.uint8)
-    buffer = io.BytesIO()
-    Image.fromarray(pixels).save(buffer, "PNG")
-    features = image_backbone(str(tmp_path), size=size)([buffer.getvalue()])[0]
+    features = image_backbone(str(tmp_path), size=size)([encoded(pixels)])[0]
 
     longer, start = 2 * shorter, (shorter - size) // 2
     middle = np.asarray(Image.fromarray(pixels).resize((longer, shorter), Image.Resampling.BICUBIC))

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from support.pictures import encoded, noise
 
 from sfumato.data.image_decoding import decode_image
 from sfumato.data.transforms import random_crop_box
@@ -18,18 +19,7 @@ from sfumato.encoders.heads import GaussianHead
 from sfumato.encoders.processors import BilinearProcessor, ImageFileProcessor, ImageFileStore, PixelProcessor
 from sfumato.encoders.scratch import SmallImageEncoder
 
-
-def encode(pixels, kind="PNG"):
-    buffer = io.BytesIO()
-    Image.fromarray(pixels).save(buffer, kind)
-    return buffer.getvalue()
-
-
-def picture(seed, width=23, height=17):
-    return encode(np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8))
-
-
-DATA = [picture(i, width=20 + i) for i in range(12)]
+DATA = [encoded(noise(20 + i, 17, seed=i)) for i in range(12)]
 ITEMS = [lambda d=d: d for d in DATA]
 INDEX = np.array([7, 0, 7, 11, 3])
 
@@ -162,10 +152,8 @@ def bilinear_loops(picture, size):
 
 @pytest.mark.parametrize(("width", "height"), [(41, 23), (9, 30), (12, 12)])
 def test_pictures_are_squashed_bilinearly_without_smoothing(width, height):
-    picture = np.random.default_rng(0).integers(0, 256, (height, width, 3), np.uint8)
-    buffer = io.BytesIO()
-    Image.fromarray(picture).save(buffer, "PNG")
-    store, kept = BilinearProcessor(12).read([buffer.getvalue])
+    picture = noise(width, height)
+    store, kept = BilinearProcessor(12).read([lambda: encoded(picture)])
     ours = store.batch(kept).values[0].permute(1, 2, 0).numpy()
     assert ours.shape == (12, 12, 3) and ours.dtype == np.uint8
     expected = bilinear_loops(picture.astype(np.float64), 12)

@@ -1,14 +1,12 @@
 """`sfumato evaluate` of a run against a benchmark, on a dozen synthetic images in Karpathy's layout."""
 
 import csv
-import io
 import json
-import tarfile
 
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from support.pictures import encoded, write_tar
 from support.words import folded, too_wide
 
 from sfumato.distances import seeded_samples
@@ -52,17 +50,11 @@ def work(tmp_path_factory):
 
     folder, random = tmp_path_factory.mktemp("benchmark"), np.random.default_rng(0)
     entries = []
-    with tarfile.open(folder / "images.tar", "w") as archive:
-        for k in range(36):
-            split = ("test", "val", "train")[k // 12]
-            sentences = [{"sentid": 10 * k + j, "raw": f"bird {k} seen {j} times"} for j in range(2)]
-            entries.append({"filename": f"{k}.png", "split": split, "sentences": sentences})
-            file = io.BytesIO()
-            Image.fromarray(random.integers(0, 256, (4, 4, 3), dtype=np.uint8)).save(file, "PNG")
-            member = tarfile.TarInfo(f"{k}.png")
-            member.size = file.tell()
-            file.seek(0)
-            archive.addfile(member, file)
+    for k in range(36):
+        sentences = [{"sentid": 10 * k + j, "raw": f"bird {k} seen {j} times"} for j in range(2)]
+        entries.append({"filename": f"{k}.png", "split": ("test", "val", "train")[k // 12], "sentences": sentences})
+    pixels = lambda: random.integers(0, 256, (4, 4, 3), dtype=np.uint8)
+    write_tar(folder / "images.tar", {entry["filename"]: encoded(pixels()) for entry in entries})
     (folder / "dataset_flickr8k.json").write_text(json.dumps({"images": entries}))
     (folder / "birds.toml").write_text(RECIPE.format(folder=folder))
     with pytest.MonkeyPatch.context() as patch:

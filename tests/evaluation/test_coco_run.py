@@ -1,12 +1,10 @@
 """A run on data of COCO's shape, measured as the papers' tables ask: 100 synthetic images, 500 real captions."""
 
-import io
 import json
-import tarfile
 
 import numpy as np
 import pytest
-from PIL import Image
+from support.pictures import encoded, write_tar
 from support.words import folded
 
 RECIPE = """
@@ -26,15 +24,6 @@ epochs = 1
 batch_size = 32
 threads = 1
 """
-
-
-def add(archive, name, random):
-    file = io.BytesIO()
-    Image.fromarray(random.integers(0, 256, (4, 4, 3), dtype=np.uint8)).save(file, "PNG")
-    member = tarfile.TarInfo(name)
-    member.size = file.tell()
-    file.seek(0)
-    archive.addfile(member, file)
 
 
 LISTS = [f"{kind}_{way}.json" for kind in ("cxc", "eccv") for way in ("image_to_caption", "caption_to_image")]
@@ -73,9 +62,8 @@ def work(shared, tmp_path_factory):
         entries.append({"filename": f"COCO_train2014_{k:012d}.jpg", "split": part, "sentences": sentences})
     (folder / "dataset_coco.json").write_text(json.dumps({"images": entries}))
     random = np.random.default_rng(0)
-    with tarfile.open(folder / "images.tar", "w") as archive:
-        for entry in entries:
-            add(archive, entry["filename"], random)
+    pixels = lambda: random.integers(0, 256, (4, 4, 3), dtype=np.uint8)
+    write_tar(folder / "images.tar", {entry["filename"]: encoded(pixels()) for entry in entries})
     classes = {image: random.choice(80, random.integers(3, 6), replace=False).tolist() for image in images}
     annotations = [{"image_id": image, "category_id": c} for image, chosen in classes.items() for c in chosen]
     (folder / "instances.json").write_text(

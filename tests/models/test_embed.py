@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from support.pictures import encoded, noise
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
@@ -30,11 +31,8 @@ def tiny_model(seed=0, processor=None):
     ).eval()
 
 
-def encoded(number, size=(21, 17)):
-    pixels = np.random.default_rng(number).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
-    buffer = io.BytesIO()
-    Image.fromarray(pixels).save(buffer, "PNG")
-    return buffer.getvalue()
+def numbered(number, size=(21, 17)):
+    return encoded(noise(*size, seed=number))
 
 
 def test_the_digest_of_a_model_is_of_what_it_computes():
@@ -56,7 +54,7 @@ def test_the_digest_of_a_model_is_of_what_it_computes():
 def test_an_item_that_spoils_its_batch_or_has_no_embedding_is_left_out():
     model, told, refused = tiny_model(), {}, []
     prepare, encode = embedding_steps(model.image, "images")
-    values = [prepare(encoded(k)) for k in range(5)]
+    values = [prepare(numbered(k)) for k in range(5)]
     forward = model.image.forward
 
     def spoilt(inputs):
@@ -90,7 +88,7 @@ class Colours:
 
 def test_batches_of_frozen_backbones_use_no_cache_and_give_what_a_folder_gives(tmp_path):
     for k, width in enumerate((20, 60, 30)):
-        (tmp_path / f"{k}.png").write_bytes(encoded(k, (width, 20)))
+        (tmp_path / f"{k}.png").write_bytes(numbered(k, (width, 20)))
     tower = Tower(FrozenProcessor(Colours(), tmp_path / "cache"), FeatureInput(3, 0.0), GaussianHead(3, 7))
     model = DualEncoder(tower, tiny_model().text).eval()
     prepare, encode = embedding_steps(tower, "images")
@@ -103,11 +101,11 @@ def test_batches_of_frozen_backbones_use_no_cache_and_give_what_a_folder_gives(t
 
 def test_names_that_are_no_ids_are_left_out_of_a_folder(tmp_path):
     for name in ("fine.png", "two\nlines.png", "tab\t.png"):
-        (tmp_path / name).write_bytes(encoded(3))
+        (tmp_path / name).write_bytes(numbered(3))
     (tmp_path / "link.png").symlink_to(tmp_path / "fine.png")
     (tmp_path / "nowhere.png").symlink_to(tmp_path / "gone.png")
     try:
-        (tmp_path / os.fsdecode(b"\xff.png")).write_bytes(encoded(3))
+        (tmp_path / os.fsdecode(b"\xff.png")).write_bytes(numbered(3))
     except OSError:
         pytest.skip("this file system takes only Unicode")
     model = Model(model=tiny_model(), distance="csd", logit_scale=1.0, logit_bias=0.0)

@@ -3,7 +3,6 @@
 The reference values come with randomised norms and biases, so that a norm too many or a wrong token shows.
 """
 
-import io
 import json
 
 import numpy as np
@@ -14,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 pytest.importorskip("tokenizers", reason="the extra backbones is not installed")
 
+from support.pictures import encoded, noise
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from sfumato.data.transforms import IMAGENET_MEAN
@@ -525,10 +525,7 @@ def test_prolip_embeds_words_padded_to_the_context(prolip, tmp_path):
 
 
 def picture(width=50, height=37):
-    pixels = np.random.default_rng(0).integers(0, 256, (height, width, 3), np.uint8)
-    buffer = io.BytesIO()
-    Image.fromarray(pixels).save(buffer, "PNG")
-    return buffer.getvalue(), Image.fromarray(pixels)
+    return encoded(noise(width, height)), Image.fromarray(noise(width, height))
 
 
 def test_pictures_need_no_tokenizer_and_are_prepared_like_clips(pcmepp):

@@ -2,7 +2,6 @@
 
 import dataclasses
 import html.parser
-import io
 import re
 from functools import cache
 
@@ -10,8 +9,8 @@ import numpy as np
 import pytest
 import scipy
 import torch
-from PIL import Image
 from support.charts import undrawn
+from support.pictures import png
 
 from sfumato import GaussianEmbedding, csd_matrix
 from sfumato.calibration.calibrator import Calibration
@@ -38,9 +37,7 @@ VOID = {"meta", "img", "br"}
 
 
 def picture(position: int) -> bytes:
-    file = io.BytesIO()
-    Image.new("RGB", (8, 8), (position % 256, 40, 90)).save(file, "PNG")
-    return file.getvalue()
+    return png((position % 256, 40, 90))
 
 
 def scene(n=13, m=29, d=5, seed=0, **changes):

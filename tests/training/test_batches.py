@@ -3,14 +3,13 @@
 Pictures are of one colour and texts of one word piece that say their own position, so that a batch tells what is in it.
 """
 
-import io
 import itertools
 from dataclasses import dataclass
 
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from support.pictures import png
 from tokenizers import Tokenizer, models
 
 from sfumato.data.images import FileImage
@@ -314,12 +313,6 @@ class Told:
         return value.new_zeros(sum(counts), *value.shape[1:]) if self.keys is None else self.keys
 
 
-def png(value):
-    buffer = io.BytesIO()
-    Image.new("RGB", (16, 16), (value,) * 3).save(buffer, "PNG")
-    return buffer.getvalue()
-
-
 def test_processes_of_a_stream_match_equal_captions_across_each_other():
     """Two streams of their own; the second loses a picture, so that it holds fewer pairs than it read."""
     captions = [["ae", "bf", "ae", "cg"], ["bf", "lost", "dh", "ae"]]
@@ -333,7 +326,10 @@ def test_processes_of_a_stream_match_equal_captions_across_each_other():
             skipped.append(key)
 
         def batches(self, epoch):
-            pictures = [png(10 * k + self.rank) if c != "lost" else b"" for k, c in enumerate(captions[self.rank])]
+            pictures = [
+                png((10 * k + self.rank,) * 3, (16, 16)) if c != "lost" else b""
+                for k, c in enumerate(captions[self.rank])
+            ]
             yield ShardBatch([f"{self.rank}{k}" for k in range(4)], pictures, captions[self.rank])
 
     shares = []

@@ -1,10 +1,9 @@
 """Training from a stream of shards."""
 
-import io
 import json
-import tarfile
 
 import pytest
+from support.pictures import write_tar
 from support.toy import assert_same_tensors, make_toy
 
 from sfumato.data.images import Problems
@@ -68,11 +67,8 @@ def test_captions_of_a_stream_are_equal_whatever_their_case_unless_they_are_kept
 def test_what_a_stream_leaves_out_is_listed_with_the_run(toy, tmp_path, monkeypatch):
     recipe, stream, splits = toy
     write_shards(splits["train"], tmp_path / "data", per_shard=20)
-    with tarfile.open(tmp_path / "data" / "more.tar", "w") as tar:
-        for name, content in (("1.jpg", b"no picture"), ("1.txt", b"a red circle"), ("2.txt", b"no picture at all")):
-            info = tarfile.TarInfo(name)
-            info.size = len(content)
-            tar.addfile(info, io.BytesIO(content))
+    more = ("1.jpg", b"no picture"), ("1.txt", b"a red circle"), ("2.txt", b"no picture at all")
+    write_tar(tmp_path / "data" / "more.tar", more)
     result = fit(load_recipe(recipe, [*stream, f"data.path={tmp_path}/data/*.tar", "train.epochs=1"]), tmp_path / "run")
     listed = [json.loads(line)["place"] for line in (tmp_path / "run" / "problems.jsonl").read_text().splitlines()]
     assert result["problems"] == len(listed) and {place.rpartition("!")[2] for place in listed} == {"1", "2"}
