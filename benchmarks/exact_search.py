@@ -36,7 +36,7 @@ from sfumato.gaussian import GaussianEmbedding
 from sfumato.search.candidates import with_margin
 from sfumato.search.exact import LiftedGallery, closest_candidates, closest_in_blocks, lift_queries
 from sfumato.search.index import GaussianIndex
-from sfumato.search.screening import product_dtype
+from sfumato.search.products import product_dtype
 
 K = 10
 

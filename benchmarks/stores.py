@@ -38,7 +38,8 @@ import torch
 from exactness import synthetic
 from torch import Tensor
 
-from sfumato.search.stores.protocol import Filter, Records, create_store, open_store
+from sfumato.search.stores.open import create_store, open_store
+from sfumato.search.stores.protocol import Filter, Records
 
 K, BATCH = 10, 2048
 STEPS = ("fill", "search", "write")

@@ -23,16 +23,8 @@ from sfumato.search.exact import LIFTED_DISTANCES, gallery_centre
 from sfumato.search.index import GaussianIndex
 from sfumato.search.options import SearchOptions
 from sfumato.search.stores.local import DATABASE, LocalStore
-from sfumato.search.stores.protocol import (
-    Filter,
-    Records,
-    StoreInUseError,
-    anchored,
-    create_store,
-    open_store,
-    redacted,
-    without_password,
-)
+from sfumato.search.stores.open import anchored, create_store, open_store, redacted, without_password
+from sfumato.search.stores.protocol import Filter, Records, StoreInUseError
 
 D = 11
 

@@ -35,8 +35,9 @@ from support.stores_contract import (
 )
 
 from sfumato.errors import UserError
-from sfumato.search.stores import milvus, protocol
-from sfumato.search.stores.protocol import Filter, Records, without_password
+from sfumato.search.stores import milvus, milvus_place
+from sfumato.search.stores.open import without_password
+from sfumato.search.stores.protocol import Filter, Records
 
 if not all(map(importlib.util.find_spec, ("pymilvus", "milvus_lite"))):
     pytest.skip("needs the extra milvus", allow_module_level=True)
@@ -77,7 +78,7 @@ def server(request):
 def file(tmp_path_factory):
     """An embedded file that is kept open, so that each test has only its own collection to open."""
     path = tmp_path_factory.mktemp("milvus") / "it's one.db"
-    keeper = protocol.create_store(f"milvus:{path}?name=keeper", 2, "")
+    keeper = create_store(f"milvus:{path}?name=keeper", 2, "")
     yield path
     keeper.close()
 
@@ -105,7 +106,7 @@ def made_ahead(milvus_server):
     """Empty stores for the contract, made at the same time: a server takes two seconds to load one."""
     dims = (*[3] * 4, 4, *[5] * 2, *[6] * 6, 7, 8, 17)
     with ThreadPoolExecutor(len(dims)) as threads:
-        made = threads.map(lambda dim: protocol.create_store(milvus_server.url(index="HNSW"), dim, FINGERPRINT), dims)
+        made = threads.map(lambda dim: create_store(milvus_server.url(index="HNSW"), dim, FINGERPRINT), dims)
         stores = list(made)
     yield stores
     for store in stores:
@@ -188,7 +189,7 @@ def test_optimise_waits_for_the_index_of_a_server(milvus_server, monkeypatch):
     # A segment that the server merges into another during the call: it is asked again.
     listed, merged = (
         store._client.list_persistent_segments,
-        [milvus._driver().MilvusException(600, "segment not found[segment=7]")],
+        [milvus.driver().MilvusException(600, "segment not found[segment=7]")],
     )
 
     def list_segments(*args, **options):
@@ -323,14 +324,14 @@ def test_servers_that_are_not_there_and_passwords(monkeypatch):
             assert "s3cr" not in str(caught.value) and "someone:***@127.0.0.1" in str(caught.value)
     assert time.monotonic() - began < 15
     monkeypatch.setenv("MILVUS_TOKEN", "from the environment")
-    assert milvus._Place("milvus+https://h:1/n").token == "from the environment"
-    assert milvus._Place("milvus+https://me:a%40b@h:1/n").token == "me:a@b"
-    assert milvus._Place("milvus+https://me:a%40b@h:1/n").uri == "https://h:1"
+    assert milvus_place.Place("milvus+https://h:1/n").token == "from the environment"
+    assert milvus_place.Place("milvus+https://me:a%40b@h:1/n").token == "me:a@b"
+    assert milvus_place.Place("milvus+https://me:a%40b@h:1/n").uri == "https://h:1"
     # As a collection keeps it.
-    kept = milvus._Place(without_password("milvus+https://me:a%40b@h:1/n"))
+    kept = milvus_place.Place(without_password("milvus+https://me:a%40b@h:1/n"))
     assert (kept.token, kept.uri) == ("from the environment", "https://h:1")
     monkeypatch.delenv("MILVUS_TOKEN")
-    assert milvus._Place("milvus+https://me@h:1/n").token == ""
+    assert milvus_place.Place("milvus+https://me@h:1/n").token == ""
 
 
 def test_a_server_that_hangs_is_given_up(milvus_server):

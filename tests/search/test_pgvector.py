@@ -30,7 +30,7 @@ from support.stores_contract import (
 )
 
 from sfumato.errors import UserError
-from sfumato.search.stores import pgvector
+from sfumato.search.stores import pgvector_connections
 from sfumato.search.stores.protocol import WORDS, Filter, Records
 
 pytest.importorskip("psycopg")
@@ -311,7 +311,7 @@ def test_a_statement_that_takes_too_long_is_given_up(server):
 
 
 def test_a_server_that_hangs_is_given_up(server, monkeypatch):
-    monkeypatch.setattr(pgvector, "_SILENCE", 0.2)
+    monkeypatch.setattr(pgvector_connections, "_SILENCE", 0.2)
     store = create_store(server.url(statement_timeout=1), 3)
     store.upsert(records(5, 3, 20))
     backends = [pid for (pid,) in server.execute(f"SELECT pid FROM pg_stat_activity WHERE {OTHERS}")]

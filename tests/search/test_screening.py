@@ -14,7 +14,7 @@ from sfumato.calibration.scorer import MatchEstimate
 from sfumato.distances import DISTANCES, get_distance
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.search import index as index_module
-from sfumato.search import screening
+from sfumato.search import products, screening
 from sfumato.search.index import ENGINES, GaussianIndex
 from sfumato.search.options import SearchOptions
 from sfumato.search.screening import Screen
@@ -106,14 +106,14 @@ def test_narrow_vectors(d):
 
 
 def test_products_of_int8_are_exact_where_they_are_used():
-    code = screening.largest_code()
+    code = products.largest_code()
     assert code in (127, 64), "this machine has no product of int8"
     generator = torch.Generator().manual_seed(7)
     for n, e, b in ((1, 16, 1), (1, 1000, 300), (5, 24, 2), (1000, 16, 1), (257, 513, 256), (4096, 64, 31)):
         rows = torch.randint(-127, 128, (n, e), generator=generator, dtype=torch.int8)
         queries = torch.randint(-code, code + 1, (b, e), generator=generator, dtype=torch.int8)
         rows[::2], queries[::2] = 127, code
-        product = screening._product(rows, queries, out=torch.empty(n, b, dtype=torch.int32))
+        product = products.multiplied(rows, queries, out=torch.empty(n, b, dtype=torch.int32))
         assert torch.equal(product.double(), rows.double() @ queries.double().T)
 
 

@@ -7,11 +7,11 @@ import pytest
 from support.raising import raises
 
 from sfumato.errors import UserError
-from sfumato.search.stores import protocol
 from sfumato.search.stores.local import LocalStore
 from sfumato.search.stores.milvus import MilvusStore
+from sfumato.search.stores.open import STORES, beside, compressed, create_store
 from sfumato.search.stores.pgvector import PgVectorStore
-from sfumato.search.stores.protocol import STORES, WordStore, compressed, create_store
+from sfumato.search.stores.protocol import WordStore
 
 ROOT = Path(__file__).resolve().parents[2]
 CLASSES = {
@@ -47,7 +47,7 @@ def test_every_store_has_a_row():
 
 def test_the_stores_that_search_by_words():
     for scheme, row in table().items():
-        texts = CLASSES[protocol.scheme(protocol.beside(URLS[scheme]))]
+        texts = CLASSES[scheme(beside(URLS[scheme]))]
         assert row["search by words"] == ("yes" if issubclass(texts, WordStore) else "no"), scheme
 
 

@@ -16,7 +16,8 @@ from sfumato.distances import csd_matrix
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.search.collection import GaussianCollection, copy_gallery
 from sfumato.search.options import QueryInfo, SearchOptions, TextQuery
-from sfumato.search.stores.protocol import Filter, beside
+from sfumato.search.stores.open import beside
+from sfumato.search.stores.protocol import Filter
 from sfumato.search.texts import (
     FUNCTION_WORDS,
     is_close,

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import torch
 
-from sfumato.search.stores import protocol
+from sfumato.search.stores import open as stores
 from sfumato.search.stores.protocol import WORDS, Filter, Records, WordStore
 from support.processes import Started
 
@@ -33,12 +33,12 @@ AWKWARD = (
 
 
 def create_store(url, dim):
-    made.append(protocol.create_store(url, dim, FINGERPRINT))
+    made.append(stores.create_store(url, dim, FINGERPRINT))
     return made[-1]
 
 
 def open_store(url):
-    made.append(protocol.open_store(url))
+    made.append(stores.open_store(url))
     return made[-1]
 
 

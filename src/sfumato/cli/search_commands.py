@@ -100,7 +100,7 @@ class IndexFlags:
 
     def as_data(self) -> "IndexFlags":
         """The same, with an added folder of images as data, and the whole URL of the store."""
-        from sfumato.search.stores.protocol import compressed
+        from sfumato.search.stores.open import compressed
 
         whole = self if self.store is None else replace(self, store=compressed(self.store, self.compress))
         added = self.add and self.data is None and self.images is not None and self.images.is_dir()
@@ -222,7 +222,7 @@ def copy(
 ) -> None:
     """Copy a collection into another store."""
     from sfumato.errors import counted
-    from sfumato.search.stores.protocol import compressed
+    from sfumato.search.stores.open import compressed
     from sfumato.workflows.index import copy_index
 
     store = compressed(store, compress)

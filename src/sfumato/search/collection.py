@@ -35,16 +35,8 @@ from sfumato.search.atomic_folder import change_metadata, load_folder, save_fold
 from sfumato.search.candidates import Candidates, GalleryRecords, SampledItems, with_margin
 from sfumato.search.exact import LiftedGallery, lift_gallery, lift_queries, lifted_dim, lowered, query_constant
 from sfumato.search.gallery import N_WHOLE, Gallery
-from sfumato.search.stores.protocol import (
-    Filter,
-    Records,
-    VectorStore,
-    anchored,
-    beside,
-    create_store,
-    open_store,
-    without_password,
-)
+from sfumato.search.stores.open import anchored, beside, create_store, open_store, without_password
+from sfumato.search.stores.protocol import Filter, Records, VectorStore
 from sfumato.search.texts import ItemTexts, TextStore, item_texts
 
 _KIND = "sfumato-collection-1"
@@ -122,7 +114,7 @@ class GaussianCollection(Gallery):
 
         Args:
             folder: for the settings; new or empty.
-            store: store URL of a new store, see :mod:`sfumato.search.stores.protocol`; a relative path starts at the
+            store: store URL of a new store, see :mod:`sfumato.search.stores.open`; a relative path starts at the
                 folder. A password in it is used but not kept: when the collection is opened again it comes from the
                 environment.
             d: dimensions of the embeddings.

@@ -27,7 +27,7 @@ from sfumato.gaussian import GaussianEmbedding
 from sfumato.ids import Direction
 from sfumato.metrics.relevance import Relevance
 from sfumato.metrics.retrieval import relevant_ranks
-from sfumato.search.screening import pair_distances
+from sfumato.search.products import pair_distances
 
 
 def distance_blocks(

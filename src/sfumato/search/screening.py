@@ -15,25 +15,32 @@ smallest upper bound contain the k closest. Their distances are computed anew in
 is that of float64 over all items, whatever the data: bad data make the bounds leave more items, never wrong ones.
 """
 
-import contextlib
-import functools
 import itertools
 import math
-import os
 import threading
-import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
-from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from sfumato.distances import Distance, Lift
+from sfumato.distances import Distance
 from sfumato.gaussian import GaussianEmbedding
-
-T = TypeVar("T")
+from sfumato.search.centres import (
+    centres_of,
+    lifted_vectors,
+    nearest_centre,
+)
+from sfumato.search.products import (
+    LARGEST,
+    NARROW,
+    codes_of,
+    in_parallel,
+    largest_code,
+    multiplied,
+    pair_distances,
+    product_dtype,
+)
 
 _GROUP = 16
 """Rows whose smallest bound is compared at first."""
@@ -44,8 +51,6 @@ _BLOCK = 2**20
 _QUERIES = 256
 """Queries in one pass over the gallery."""
 
-_PAIRS = 128
-"""Pairs of query and item whose distances are computed at a time in float64."""
 
 _MANY_PAIRS = 2**22
 """With more candidates than this a pass is repeated for half of the queries at a time."""
@@ -53,103 +58,9 @@ _MANY_PAIRS = 2**22
 _ROWS = 8192
 """Items that are prepared at a time."""
 
-_CODE = 127
-"""The largest code of int8."""
-
-_NARROW = 16
-"""Numbers of a vector below which products are taken in float32: those of int8 gain nothing, and of one are wrong."""
 
 _HUGE = 1e37
 """Products above this may overflow float32; bounds then exclude nothing."""
-
-
-@functools.cache
-def product_dtype() -> torch.dtype:
-    """The dtype in which this machine takes products faster, by a short trial."""
-    times = {torch.float32: math.inf, torch.bfloat16: math.inf, **({torch.int8: math.inf} if largest_code() else {})}
-    for dtype in times:
-        rows, queries = torch.ones(2048, 512, dtype=dtype), torch.ones(32, 512, dtype=dtype)
-        for _ in range(5):
-            start = time.perf_counter()
-            _product(rows, queries)
-            times[dtype] = min(times[dtype], time.perf_counter() - start)
-    fastest = min(times, key=times.__getitem__)
-    return fastest if times[fastest] < 0.8 * times[torch.float32] else torch.float32
-
-
-@functools.cache
-def largest_code() -> int:
-    """The largest code of int8 for queries whose products with rows of any codes are right here; 0 if none is.
-
-    AVX2 adds two products of 8 bits in 16 bits, and keeps the largest number of 16 bits where the sum is larger.
-    """
-    shapes = [(n, e, b) for n in (1, 17, 300) for e in (_NARROW, 33, 512) for b in (1, 3, 32)]
-    with contextlib.suppress(AttributeError, RuntimeError):  # This torch has no such product.
-        return next((code for code in (_CODE, 64) if all(_is_right(code, *shape) for shape in shapes)), 0)
-    return 0
-
-
-def _is_right(code: int, n: int, e: int, b: int) -> bool:
-    """Whether products of large codes are those of float64, of equal signs and of random ones."""
-    generator = torch.Generator().manual_seed(0)
-    signs = [2 * torch.randint(2, (m, e), generator=generator, dtype=torch.int8) - 1 for m in (n, b)]
-    signs[0][0], signs[1][0] = 1, 1
-    rows, queries = signs[0] * _CODE, signs[1] * code
-    return torch.equal(_product(rows, queries).double(), rows.double() @ queries.double().T)
-
-
-def _product(rows: Tensor, queries: Tensor, out: Tensor | None = None) -> Tensor:
-    """(n, b) products, those of int8 in int32. rows (n, e), queries (b, e)."""
-    multiply = torch._int_mm if rows.dtype == torch.int8 else torch.mm
-    found: Tensor = multiply(rows, queries.T, out=out)
-    return found
-
-
-def _coded(vectors: Tensor, dtype: torch.dtype, most: int) -> tuple[Tensor, Tensor]:
-    """(n, e) codes of vectors, those of int8 up to `most`, and (n, 1) float32 scales by which they are multiplied."""
-    if dtype.is_floating_point:
-        return vectors.to(dtype), torch.ones(len(vectors), 1)
-    scale = (vectors.abs().amax(1, keepdim=True) / most).float().clamp_min(torch.finfo(torch.float32).tiny)
-    return (vectors / scale).round_().clamp_(-most, most).to(torch.int8), scale
-
-
-@functools.lru_cache(maxsize=1)
-def _workers(n: int, process: int) -> ThreadPoolExecutor:
-    """n threads of this process whose operations take one core each.
-
-    An operation over several cores ends when the slowest of them ends, and a search has many short ones. On a machine
-    that does other work it would wait most of the time.
-    """
-    pool, met = ThreadPoolExecutor(n, "sfumato-search", torch.set_num_threads, (1,)), threading.Barrier(n)
-    for started in [pool.submit(met.wait) for _ in range(n)]:
-        started.result()
-    torch.set_num_threads(n)  # the threads to come start with the last number that was set
-    return pool
-
-
-def _in_parallel(work: Callable[[int], T], n: int) -> list[T]:
-    """work(0), ..., work(n - 1), each on one core."""
-    if torch.get_num_threads() == 1 or n == 1:
-        return [work(i) for i in range(n)]
-    return list(_workers(torch.get_num_threads(), os.getpid()).map(work, range(n)))
-
-
-def pair_distances(
-    queries: GaussianEmbedding, gallery: GaussianEmbedding, distance: Distance, query: Tensor, item: Tensor
-) -> Tensor:
-    """Distances of some pairs, by the row form in float64.
-
-    queries (n, d), gallery (m, d), query (p,), item (p,) -> (p,).
-    """
-    queries, found = queries.to(torch.float64), torch.empty(len(query), dtype=torch.float64, device=query.device)
-
-    @torch.no_grad()
-    def work(number: int) -> None:
-        part = slice(number * _PAIRS, (number + 1) * _PAIRS)
-        found[part] = distance.row(queries[query[part]], gallery[item[part]].to(torch.float64))
-
-    _in_parallel(work, -(-len(query) // _PAIRS))
-    return found
 
 
 @dataclass(frozen=True, eq=False)
@@ -165,7 +76,7 @@ class _Relative:
     @classmethod
     def of(cls, vectors: Tensor, centre: Tensor, dtype: torch.dtype) -> "_Relative":
         away = vectors - centre.double()
-        coded, scale = _coded(away, dtype, largest_code())
+        coded, scale = codes_of(away, dtype, largest_code())
         lost = torch.linalg.vector_norm(away - coded.double() * scale, dim=1)
         length = torch.linalg.vector_norm(away, dim=1)
         return cls(torch.arange(len(vectors)), coded, scale.squeeze(1), length, lost)
@@ -246,21 +157,21 @@ class Screen:
         if distance.lift is None:
             raise ValueError(f"Screen: distance {distance.name!r} does not lift; rank it with top_k")
         lift, m = distance.lift, gallery.n
-        centres = _centres(gallery, lift)
-        dtype = torch.float32 if centres.shape[1] < _NARROW else dtype or product_dtype()
+        centres = centres_of(gallery, lift)
+        dtype = torch.float32 if centres.shape[1] < NARROW else dtype or product_dtype()
         weight, label, e = torch.empty(m), torch.empty(m, dtype=torch.long), centres.shape[1]
         for start in range(0, m, _ROWS):
             part = slice(start, start + _ROWS)
-            vectors, alone = _vectors(gallery[part], lift)
-            label[part] = _nearest_centre(vectors.float(), centres)
+            vectors, alone = lifted_vectors(gallery[part], lift)
+            label[part] = nearest_centre(vectors.float(), centres)
             weight[part] = (vectors - centres[label[part]]).float().square().sum(1) + alone
         item, length, rounding = _sorted_by(label, weight), torch.empty(m), torch.empty(m)
         coded, scale, more = torch.empty(m, e, dtype=dtype), torch.empty(m), 1 + _sum_error(e)
         for start in range(0, m, _ROWS):
             part = slice(start, start + _ROWS)
-            vectors, alone = _vectors(gallery[item[part]], lift)
+            vectors, alone = lifted_vectors(gallery[item[part]], lift)
             residual = (vectors - centres[label[item[part]]]).float()
-            coded[part], factor = _coded(residual, dtype, _CODE)
+            coded[part], factor = codes_of(residual, dtype, LARGEST)
             back = coded[part].float() * factor
             scale[part] = factor.squeeze(1)
             length[part] = torch.linalg.vector_norm(back, dim=1) * more
@@ -381,7 +292,7 @@ class Screen:
                 if found is not None:
                     pending.add(found)
 
-        _in_parallel(work, threads)
+        in_parallel(work, threads)
         return None if pending.too_many else pending.pairs()
 
     def _blocks(self, step: int) -> Iterator[tuple[int, slice]]:
@@ -431,7 +342,7 @@ class Screen:
         n, b = rows.stop - rows.start, len(relative.query)
         groups = -(-n // _GROUP)
         product = products[: groups * _GROUP * b].view(groups * _GROUP, b)
-        _product(self.coded[rows], relative.coded, out=product[:n])
+        multiplied(self.coded[rows], relative.coded, out=product[:n])
         product[n:] = -torch.inf if product.is_floating_point() else torch.iinfo(torch.int32).min
         return product.view(groups, _GROUP, b)
 
@@ -466,7 +377,7 @@ class Screen:
         if stride < 2:
             return torch.full((len(vectors),), torch.inf, dtype=torch.float64)
         parts = [part for part in vectors.tensor_split(n) if len(part)]
-        rows = torch.cat(_in_parallel(lambda i: self._sampled_rows(parts[i], k, stride), len(parts)))
+        rows = torch.cat(in_parallel(lambda i: self._sampled_rows(parts[i], k, stride), len(parts)))
         query, place = (rows >= 0).nonzero(as_tuple=True)
         found = torch.full(rows.shape, torch.inf, dtype=torch.float64)
         item = self.item[rows[query, place]]
@@ -484,7 +395,7 @@ class Screen:
                 continue
             rows = torch.arange(start, stop, stride)
             relative = _Relative.of(vectors, centre, self.coded.dtype)
-            inner = _product(self.coded[rows], relative.coded).T * self.scale[rows] * relative.scale.unsqueeze(1)
+            inner = multiplied(self.coded[rows], relative.coded).T * self.scale[rows] * relative.scale.unsqueeze(1)
             score = torch.add(self.weight[rows], inner, alpha=-2) + relative.length.square().float().unsqueeze(1)
             near, place = score.nan_to_num_(nan=torch.inf).topk(min(k, len(rows)), largest=False, sorted=False)
             best, kept = torch.cat([best, near], dim=1).topk(k, largest=False, sorted=False)
@@ -500,65 +411,6 @@ def _sum_error(n: int) -> float:
 def _wide_error(n: int) -> float:
     """The same in float64, twice."""
     return (n + 32) * 2**-51
-
-
-def _vectors(gallery: GaussianEmbedding, lift: Lift) -> tuple[Tensor, Tensor | float]:
-    """(m, e) lifted vectors without the columns that queries meet with zeros, and (m,) the squares of these."""
-    columns = lift.query(gallery[:1])
-    if columns.shape[1] and bool((columns != 0).any()):
-        wide = gallery.to(torch.float64)
-        return torch.cat([wide.mean, lift.gallery(wide)], dim=1), 0.0
-    return gallery.mean, lift.gallery(gallery).square().sum(1)
-
-
-def _centres(gallery: GaussianEmbedding, lift: Lift) -> Tensor:
-    """(c, e) centres: one, or up to 256 where these are much closer to the items."""
-    generator = torch.Generator().manual_seed(0)
-    chosen = torch.randperm(gallery.n, generator=generator)[: 2**14]
-    points = _vectors(gallery[chosen], lift)[0].float()
-    centre = points[: 2**12].median(dim=0).values.unsqueeze(0)
-    c = min(256, gallery.n // 128)
-    if c < 2 or not points.abs().amax() < 1e15:
-        return centre
-    points = points - centre
-    means = _k_means(points[: 64 * c], _seeds(points[: 2**11], c, generator))
-    many = torch.linalg.vector_norm(points - means[_nearest_centre(points, means)], dim=1).median()
-    return centre + means if many < torch.linalg.vector_norm(points, dim=1).median() / 2 else centre
-
-
-def _seeds(points: Tensor, c: int, generator: torch.Generator) -> Tensor:
-    """Some of the points, each drawn by its squared distance to those before: as few of c as are nearly as close."""
-    squares = points.square().sum(1)
-    seeds, apart, medians = [0], torch.full((len(points),), torch.inf), list[float]()
-    while True:
-        seed = seeds[-1]
-        apart = torch.minimum(apart, (squares + squares[seed] - 2 * (points @ points[seed])).clamp_min(0))
-        apart[seed] = 0
-        medians.append(float(apart.median()))
-        if len(seeds) == c or not bool(apart.sum() > 0):
-            break
-        seeds.append(int(torch.multinomial(apart, 1, generator=generator)))
-    enough = next(i for i, median in enumerate(medians, 1) if median <= 4 * medians[-1])
-    return points[torch.tensor(seeds[: 2 * enough])]
-
-
-def _k_means(points: Tensor, means: Tensor) -> Tensor:
-    """(c, e) means after four rounds from the given ones."""
-    for _ in range(4):
-        label = _nearest_centre(points, means)
-        sums = torch.zeros_like(means).index_add_(0, label, points)
-        counts = torch.bincount(label, minlength=len(means)).unsqueeze(1)
-        means = torch.where(counts > 0, sums / counts.clamp_min(1), means)
-    return means
-
-
-def _nearest_centre(points: Tensor, centres: Tensor) -> Tensor:
-    """(n,) positions of the nearest centres."""
-    if len(centres) == 1:
-        return torch.zeros(len(points), dtype=torch.long)
-    middle = centres.mean(0)
-    points, centres = points - middle, centres - middle
-    return torch.addmm(centres.square().sum(1), points, centres.T, alpha=-2).argmin(1)
 
 
 def _sorted_by(first: Tensor, second: Tensor) -> Tensor:

@@ -24,7 +24,8 @@ from torch.nn.functional import logsigmoid
 from sfumato.calibration.fits import Evidence, FitsCalibration
 from sfumato.encoders.dual import DualEncoder, Pieces, piece_counter
 from sfumato.encoders.minilm import WIDTH, sentence_vectors
-from sfumato.search.stores.protocol import WORDS, Filter, Records, VectorStore, WordStore, create_store, open_store
+from sfumato.search.stores.open import create_store, open_store
+from sfumato.search.stores.protocol import WORDS, Filter, Records, VectorStore, WordStore
 
 TEXT_FIELDS = ("captions", "title", "tags")
 """Payload fields that are texts of an item; captions and tags have one a line."""

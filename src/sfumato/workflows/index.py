@@ -46,7 +46,7 @@ from sfumato.search.collection import UPLOADED_IMAGES, GaussianCollection, check
 from sfumato.search.exact import gallery_centre, lifted_dim
 from sfumato.search.gallery import Gallery
 from sfumato.search.index import GaussianIndex
-from sfumato.search.stores.protocol import anchored, scheme
+from sfumato.search.stores.open import anchored, scheme
 
 
 @dataclass(frozen=True)

@@ -17,13 +17,11 @@ import contextlib
 import functools
 import json
 import os
-import socket
 import sqlite3
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import filelock
 import numpy as np
@@ -34,237 +32,33 @@ from sfumato.errors import UserError, first_line, refuse_newer
 from sfumato.files import sync_folder
 from sfumato.search.stores.engines import (
     Block,
-    FaissOptions,
     FaissStore,
     Nearest,
     Positions,
     Vectors,
     is_in,
-    require_faiss,
 )
-from sfumato.search.stores.protocol import WORDS, Filter, Option, Records, StoreBase, StoreInUseError, in_order, options
-
-_OF_ENGINE = {
-    "flat": (),
-    "hnsw": ("compress", "m", "ef_construction", "ef_search", "overfetch"),
-    "ivf": ("n_lists", "n_probe", "seed"),
-    "ivf-pq": ("n_lists", "n_probe", "seed", "code_size", "overfetch"),
-}
-_OF_ALL = ("memory", "exact_below")
-
-LOCAL_OPTIONS = {
-    "engine": Option(f"{', '.join(_OF_ENGINE)}; flat if left out"),
-    "memory": Option("MB of vectors that searches keep in memory, 2000 if left out; more are read at each search", 0),
-    "exact_below": Option("items below which all are compared instead of using the index, 8192 if left out", 0),
-    "compress": Option("hnsw: int8, the main components of the vectors in a byte each, or none; int8 if left out"),
-    "m": Option("hnsw: number of links of a node", 0),
-    "ef_construction": Option("hnsw: number of candidates while building, 64 if left out", 0),
-    "ef_search": Option("hnsw: number of candidates while searching, 1024 if left out", 0),
-    "n_lists": Option("ivf, ivf-pq: number of lists", 0),
-    "n_probe": Option("ivf, ivf-pq: number of lists that a search reads", 0),
-    "seed": Option("ivf, ivf-pq: seed of the clustering", 0),
-    "code_size": Option("ivf-pq: number of bytes of a compressed vector", 0),
-    "overfetch": Option("compressed vectors: number of candidates for each result; hnsw 4, ivf-pq 10 if left out", 0),
-}
-"""What may follow the question mark of the URL, for messages and docs."""
-
-_HNSW = {"compress": "int8", "ef_construction": 64, "ef_search": 1024, "overfetch": 4}
-"""Defaults by which a million items are found from both modalities (benchmarks/scale.py)."""
-
-_NAMED = ("engine", "compress")
-"""Options whose values are no numbers."""
-
-_SEARCHING = ("memory", "exact_below", "ef_search", "n_probe", "overfetch")
-"""Options that the URL of every opening may set; the others are settled when the store is created."""
-
-
-@dataclass(frozen=True)
-class LocalSettings:
-    """The settings of a store, from its creation and its opening."""
-
-    engine: str  # flat (exact) or one of FAISS
-    memory: int  # MB of vectors that searches keep in memory
-    exact_below: int  # number of items below which all are compared
-    overfetch: int  # candidates for each wanted result, for compressed vectors
-    faiss: FaissOptions  # numbers of the engine
-
-    @staticmethod
-    def of(url: str, given: Mapping[str, Any]) -> "LocalSettings":
-        """Settings from options, with defaults for those that are left out."""
-        rest = dict(given)
-        engine = rest.pop("engine", "flat")
-        if engine not in _OF_ENGINE:
-            raise UserError(f"store {url}: unknown engine {engine!r}; known: {', '.join(_OF_ENGINE)}")
-        if foreign := sorted(set(rest) - {*_OF_ENGINE[engine], *_OF_ALL}):
-            known = ", ".join((*_OF_ALL, *_OF_ENGINE[engine]))
-            others = " and ".join(other for other, names in _OF_ENGINE.items() if foreign[0] in names)
-            raise UserError(
-                f"store {url}: engine {engine} has no option {foreign[0]!r}, which is of {others}; it has {known}"
-            )
-        if engine == "hnsw":
-            rest = _HNSW | rest
-        memory, exact_below = rest.pop("memory", 2000), rest.pop("exact_below", 8192)
-        overfetch = rest.pop("overfetch", 10 if engine == "ivf-pq" else 1)
-        if overfetch < 1:
-            raise UserError(f"store {url}: overfetch must be at least 1, got {overfetch}")
-        try:
-            settings = LocalSettings(engine, memory, exact_below, overfetch, FaissOptions(**rest))
-        except ValueError as error:
-            raise UserError(f"store {url}: {str(error).removeprefix('FaissOptions: ')}") from error
-        if engine != "flat":
-            require_faiss()
-        return settings
-
-
-def check_against(url: str, given: Mapping[str, Any], kept: Mapping[str, Any]) -> None:
-    """Check that the options at opening do not contradict the options at creation."""
-    engine = kept.get("engine", "flat")
-    kept = (_HNSW | dict(kept)) if engine == "hnsw" else kept
-    for name, value in given.items():
-        if name in _SEARCHING:
-            continue
-        was = engine if name == "engine" else kept.get(name)
-        if was is None and name in _OF_ENGINE[engine]:
-            raise UserError(f"store {url}: was created without {name}; leave the option out")
-        if was is not None and was != value:
-            raise UserError(f"store {url}: was created with {name}={was}, not {value}; leave the option out")
-
-
-def parse_url(url: str) -> tuple[Path, dict[str, Any]]:
-    """Folder and options of a URL, numbers as numbers."""
-    path = url.removeprefix("file:").partition("?")[0]
-    # A path may have a #, which would end the URL for `options`.
-    given: dict[str, Any] = dict(options(url.replace("#", "%23"), LOCAL_OPTIONS))
-    if not path:
-        raise UserError(f"store {url}: names no folder; write PATH?engine=hnsw")
-    return Path(path), {name: value if name in _NAMED else int(value) for name, value in given.items()}
-
-
-_WRITER = ".writer"
-"""Name of the file that says which process holds the write lock, or held it last."""
-
-DATABASE, FORMAT = "records.sqlite", 2
-"""Name of the file, and the version of its tables."""
-
-RECORD = "SELECT id, uncertainty, payload, vector FROM items JOIN vectors USING (position)"
-
-LIST = "(SELECT value FROM json_each(?))"
-"""A list of values given by :func:`listed`."""
-
-_DISK_PAGE = 16_384
-"""Bytes of a page: with SQLite's usual 4,096, vectors of 512 dimensions would fill half of each."""
-
-_SCHEMA = """
-CREATE TABLE meta (name TEXT PRIMARY KEY, value) WITHOUT ROWID;
-CREATE TABLE items (position INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL UNIQUE, uncertainty REAL NOT NULL,
-    payload TEXT NOT NULL);
-CREATE TABLE vectors (position INTEGER PRIMARY KEY, vector BLOB NOT NULL);
-CREATE TABLE indexes (file TEXT NOT NULL, bytes INTEGER NOT NULL, positions BLOB NOT NULL);
-"""
-
-_WORD_TABLE = "CREATE VIRTUAL TABLE words USING fts5(stems, tokenize='unicode61 remove_diacritics 0')"
-"""The field WORDS of payloads, by position."""
-
-
-def new_database(folder: Path, dim: int, fingerprint: str, settings: Mapping[str, Any]) -> None:
-    """Make a new database in a transaction, and rename it into place."""
-    new = folder / f".creating-{os.getpid()}.sqlite"
-    new.unlink(missing_ok=True)
-    with contextlib.closing(sqlite3.connect(new, isolation_level=None)) as connection:
-        connection.execute(f"PRAGMA page_size={_DISK_PAGE}")
-        connection.executescript(f"BEGIN;{_SCHEMA}")
-        with contextlib.suppress(sqlite3.OperationalError):  # This SQLite was built without FTS5.
-            connection.execute(_WORD_TABLE)
-        about = {"dim": dim, "fingerprint": fingerprint, "settings": json.dumps(dict(settings)), "version": 0}
-        connection.executemany("INSERT INTO meta VALUES (?, ?)", about.items())
-        connection.execute(f"PRAGMA user_version={FORMAT}")
-        connection.execute("COMMIT")
-        connection.execute("PRAGMA journal_mode=WAL")
-    os.replace(new, folder / DATABASE)
-    keep_log_files(folder)
-    sync_folder(folder)
-
-
-def keep_log_files(folder: Path) -> None:
-    """Make the files of SQLite's log, empty, after SQLite has removed them with the last connection.
-
-    Without them, who may read the folder but not write to it could not open the database.
-    """
-    with contextlib.suppress(OSError):
-        for ending in ("-wal", "-shm"):
-            (folder / f"{DATABASE}{ending}").touch()
-
-
-def take(lock: filelock.BaseFileLock, url: str) -> None:
-    """Acquire the write lock."""
-    note, own = Path(lock.lock_file).with_name(_WRITER), f"process {os.getpid()} on {socket.gethostname()}"
-    try:
-        lock.acquire(timeout=0)
-    except filelock.Timeout as error:
-        holder = "another process"
-        with contextlib.suppress(OSError, UnicodeDecodeError):
-            holder = note.read_text(encoding="utf-8")[:200] or holder
-        holder = "another opening in this process" if holder == own else holder
-        raise StoreInUseError(f"store {url}: {holder} writes to it; wait until it closes the store") from error
-    except OSError as error:
-        raise UserError(f"store {url}: cannot be written ({error}); check the permissions") from error
-    with contextlib.suppress(OSError):
-        note.write_text(own, encoding="utf-8")
-
-
-def insert(connection: sqlite3.Connection, records: Records) -> None:
-    """Store records whose ids are not there, at new positions."""
-    last = connection.execute("SELECT ifnull(max(seq), 0) FROM sqlite_sequence WHERE name = 'items'").fetchone()[0]
-    positions = range(last + 1, last + 1 + len(records))
-    payloads = (json.dumps(dict(payload), ensure_ascii=False) for payload in records.payloads)
-    words = [(p, payload[WORDS]) for p, payload in zip(positions, records.payloads, strict=True) if WORDS in payload]
-    rows = zip(positions, records.ids, records.uncertainty.tolist(), payloads, strict=True)
-    connection.executemany("INSERT INTO items VALUES (?, ?, ?, ?)", rows)
-    vectors = np.ascontiguousarray(records.vectors.detach().numpy(), dtype="<f4")
-    connection.executemany("INSERT INTO vectors VALUES (?, ?)", zip(positions, map(bytes, vectors), strict=True))
-    if words and has_words(connection):
-        connection.executemany("INSERT INTO words (rowid, stems) VALUES (?, ?)", words)
-
-
-def has_words(connection: sqlite3.Connection) -> bool:
-    """Whether a database can search for words."""
-    return connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'words'").fetchone() is not None
-
-
-def remove(connection: sqlite3.Connection, ids: Sequence[str]) -> int:
-    """Remove items."""
-    found = positions_of(connection, f"SELECT position FROM items WHERE id IN {LIST}", (listed(ids),)).tolist()
-    for table in ("items", "vectors") if found else ():
-        connection.execute(f"DELETE FROM {table} WHERE position IN {LIST}", (listed(found),))
-    if found and has_words(connection):
-        connection.execute(f"DELETE FROM words WHERE rowid IN {LIST}", (listed(found),))
-    return len(found)
-
-
-def positions_of(connection: sqlite3.Connection, select: str, values: Sequence[Any] = ()) -> Positions:
-    """Positions that a query finds. Returns (m,)."""
-    return np.sort(np.fromiter((row[0] for row in connection.execute(select, values)), dtype=np.int64))
-
-
-def listed(values: Sequence[Any]) -> str:
-    """Values for LIST."""
-    return json.dumps(list(values), ensure_ascii=False)
-
-
-def condition_of(filter: Filter | None) -> tuple[str, list[Any]]:
-    """A filter in SQL."""
-    conditions, values = ["1"], list[Any]()
-    if filter is not None and filter.max_uncertainty is not None:
-        conditions.append("uncertainty <= ?")
-        values.append(filter.max_uncertainty)
-    for name, texts in filter.where.items() if filter is not None else ():
-        conditions.append(f"EXISTS (SELECT 1 FROM json_each(payload) WHERE key = ? AND atom IN {LIST})")
-        values += [name, listed(texts)]
-    for name, (least, below) in filter.ranges.items() if filter is not None else ():
-        within = f"key = ? AND atom {'>=' if least else '>'} ?" + (" AND atom < ?" if below else "")
-        conditions.append(f"EXISTS (SELECT 1 FROM json_each(payload) WHERE {within})")
-        values += [name, least, below] if below else [name, least]
-    return " AND ".join(conditions), values
+from sfumato.search.stores.local_settings import (
+    LocalSettings,
+    check_against,
+    parse_url,
+)
+from sfumato.search.stores.local_tables import (
+    DATABASE,
+    FORMAT,
+    LIST,
+    RECORD,
+    condition_of,
+    has_words,
+    insert,
+    keep_log_files,
+    listed,
+    new_database,
+    positions_of,
+    remove,
+    take,
+)
+from sfumato.search.stores.protocol import Filter, Records, StoreBase, in_order
 
 
 @dataclass(frozen=True, eq=False)

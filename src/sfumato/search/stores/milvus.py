@@ -3,7 +3,7 @@
     milvus:runs/store.db?name=sfumato            Milvus Lite in this process, one process at a time
     milvus+http://host:19530/name                a server; with a password milvus+https://user:password@host:19530/name
 
-Where the URL has no password, the token comes from MILVUS_TOKEN: user:password, or an API key. Options: _OPTIONS.
+Where the URL has no password, the token comes from MILVUS_TOKEN: user:password, or an API key. Options: OPTIONS.
 
 Other kinds of index are refused, because Lite accepts any name and then searches without an index. Options of the index
 that `create_store` is given are kept with the collection; search options given to `open_store` replace them. If a
@@ -19,90 +19,34 @@ loopback port without a password.
 import contextlib
 import importlib
 import json
-import logging
-import os
-import re
 import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
-from urllib.parse import unquote, urlsplit
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from sfumato.errors import UserError, first_line, need, refuse_newer
-from sfumato.search.stores.protocol import (
-    Filter,
-    Option,
-    Records,
-    StoreBase,
-    check_choice,
-    in_order,
-    nearest_of,
-    options,
-    redacted,
+from sfumato.errors import UserError, refuse_newer
+from sfumato.search.stores.milvus_place import (
+    OPTIONS,
+    SQ8,
+    Place,
+    among,
+    condition_on,
+    connect,
+    driver,
+    message_of,
+    quoted,
 )
+from sfumato.search.stores.protocol import Filter, Records, StoreBase, in_order, nearest_of
 
-_ESCAPES = str.maketrans({"\\": "\\\\", '"': '\\"', "\n": "\\n", "\r": "\\r", "\t": "\\t"})
-
-
-def quoted(text: str) -> str:
-    """A text literal. Milvus has templates for this, which Lite does not support."""
-    return f'"{text.translate(_ESCAPES)}"'
-
-
-def among(ids: Sequence[str]) -> str:
-    """The condition that an item has one of these ids."""
-    return f"id in [{', '.join(map(quoted, ids))}]"
-
-
-def condition_on(filter: Filter | None) -> str:
-    """The condition that an item passes a filter."""
-    if filter is None:
-        return ""
-    conditions = []
-    if filter.max_uncertainty is not None:
-        # Round down to float32, so that the result does not depend on the precision of the engine.
-        bound = np.clip(filter.max_uncertainty, np.finfo(np.float32).min, np.finfo(np.float32).max)
-        single = np.float32(bound)
-        if float(single) > bound:
-            single = np.nextafter(single, np.float32(-np.inf))
-        conditions.append(f"uncertainty <= {float(single)!r}")
-    for name, values in filter.where.items():
-        # Lite has "in" for fields but not inside JSON. No id is empty.
-        equal = (f"payload[{quoted(name)}] == {quoted(value)}" for value in values)
-        conditions.append(f"({' or '.join(equal) or 'id == ' + quoted('')})")
-    for name, (least, below) in filter.ranges.items():
-        column = f"payload[{quoted(name)}]"
-        above = f"{column} {'>=' if least else '>'} {quoted(least)}"
-        conditions.append(above + (f" and {column} < {quoted(below)}" if below else ""))
-    return " and ".join(conditions)
-
-
-_OPTIONS = {
-    "index": Option("FLAT, exact; HNSW, IVF_FLAT or AUTOINDEX, which the server chooses: HNSW in Lite", default="FLAT"),
-    "compress": Option("int8: IVF_FLAT with a byte for each number, Milvus's IVF_SQ8; or none", default="none"),
-    "overfetch": Option("compress=int8: number of candidates for each result", 1, "4"),
-    "m": Option("HNSW: links", 1, "16"),
-    "ef_construction": Option("HNSW: number of candidates while building", 1, "200"),
-    "ef": Option("HNSW: number of candidates while searching; never fewer than the results", 1, "64"),
-    "nlist": Option("IVF_FLAT and int8: number of lists", 1, "128"),
-    "nprobe": Option("IVF_FLAT and int8: number of lists that a search reads", 1, "16"),
-    "consistency": Option("of a server: strong, or session, in which others' writes may appear late", default="strong"),
-    "name": Option("name of the collection in an embedded file: sfumato"),
-    "database": Option("of a server: its own default"),
-    "timeout": Option("seconds for connecting: 5", 1),
-    "call_timeout": Option("seconds that a call may take, 60 if left out; optimise and opening ten times as many", 1),
-}
-_INDEXES, _SQ8 = ("FLAT", "HNSW", "IVF_FLAT", "AUTOINDEX"), "IVF_SQ8"
-_IVF = ("IVF_FLAT", _SQ8)
+_IVF = ("IVF_FLAT", SQ8)
 _SEARCHING = ("ef", "nprobe", "overfetch", "consistency")
 """Options that the URL of every opening may set."""
-_KEPT = {name: option.default for name, option in _OPTIONS.items() if option.default}
+_KEPT = {name: option.default for name, option in OPTIONS.items() if option.default}
 
 _COLUMNS = ["id", "vector", "uncertainty", "payload"]
 
@@ -123,16 +67,6 @@ _LOOK = 0.2
 _LONG = "flush", "load_collection"
 """Methods that wait for the server's own work."""
 
-_RECONNECT = {
-    "grpc.use_local_subchannel_pool": 1,
-    "grpc.initial_reconnect_backoff_ms": 100,
-    "grpc.max_reconnect_backoff_ms": 1000,
-}
-"""A server that was restarted is found within a second or so; by default it may take two minutes."""
-
-_embedded: dict[str, int] = {}
-
-_embedded_lock = threading.Lock()
 
 _one_at_a_time = threading.RLock()
 """Held in every call to an embedded Milvus: Lite's searches may miss items while another thread writes or flushes."""
@@ -140,10 +74,10 @@ _one_at_a_time = threading.RLock()
 
 def create(url: str, dim: int, fingerprint: str) -> "MilvusStore":
     """Make an empty collection."""
-    place = _Place(url)
+    place = Place(url)
     if place.file is not None:
         place.file.parent.mkdir(parents=True, exist_ok=True)
-    store = MilvusStore(place, _connect(place), {**_KEPT, **place.options}, dim, fingerprint)
+    store = MilvusStore(place, connect(place), {**_KEPT, **place.options}, dim, fingerprint)
     try:
         store.make()
     except UserError:
@@ -154,10 +88,10 @@ def create(url: str, dim: int, fingerprint: str) -> "MilvusStore":
 
 def open(url: str) -> "MilvusStore":
     """Open a collection."""
-    place = _Place(url)
+    place = Place(url)
     if place.file is not None and not place.file.exists():
         raise UserError(f"store {place.url}: there is no file {place.file}")
-    store = MilvusStore(place, _connect(place), {}, 0, "")
+    store = MilvusStore(place, connect(place), {}, 0, "")
     try:
         store.load()
     except UserError:
@@ -169,7 +103,7 @@ def open(url: str) -> "MilvusStore":
 class MilvusStore(StoreBase):
     """A collection (id, vector, uncertainty, payload); its properties hold the fingerprint and the options."""
 
-    def __init__(self, place: "_Place", client: Any, chosen: Mapping[str, str], dim: int, fingerprint: str) -> None:
+    def __init__(self, place: "Place", client: Any, chosen: Mapping[str, str], dim: int, fingerprint: str) -> None:
         self._place, self._client = place, client
         self._options, self.url, self.dim, self.fingerprint = dict(chosen), place.url, dim, fingerprint
         self._closed = False
@@ -178,11 +112,11 @@ class MilvusStore(StoreBase):
     @property
     def _index(self) -> str:
         """Milvus's name of the index."""
-        return self._options["index"] if self._options["compress"] == "none" else _SQ8
+        return self._options["index"] if self._options["compress"] == "none" else SQ8
 
     def make(self) -> None:
         """Create the collection."""
-        types = _driver().DataType
+        types = driver().DataType
         if self._call("has_collection"):
             raise UserError(
                 f"store {self.url}: collection {self._place.name} already exists; open it, or give another name"
@@ -280,7 +214,7 @@ class MilvusStore(StoreBase):
         utmost = {"HNSW": {"ef": 2 * self.most_rows}} | {name: {"nprobe": numbers["nlist"]} for name in _IVF}
         vectors = queries.numpy()
         results = []
-        c = min(k * numbers["overfetch"], max(k, self._rows_a_message())) if kind == _SQ8 else k
+        c = min(k * numbers["overfetch"], max(k, self._rows_a_message())) if kind == SQ8 else k
         size = max(1, self._rows_a_message() // c)
         if self._place.file is not None and kind == "FLAT" and not (filter and (filter.where or filter.ranges)):
             size = 1  # Lite's exact search of many queries at once takes seven times as long as one after the other
@@ -292,7 +226,7 @@ class MilvusStore(StoreBase):
                     found[i] = rows
             results += found
         records = [self._records(rows) for rows in results]
-        if kind == _SQ8:
+        if kind == SQ8:
             records = [nearest_of(found, query, k) for found, query in zip(records, queries, strict=True)]
         if kind != "FLAT" and self._place.file is None:
             self._complete(records, queries, k, filter)
@@ -434,7 +368,7 @@ class MilvusStore(StoreBase):
 
     def _called(self, method: str, arguments: Mapping[str, Any]) -> Any:
         call: Callable[..., Any] = getattr(self._client, method)
-        error_type, rpc_error = _driver().MilvusException, importlib.import_module("grpc").RpcError
+        error_type, rpc_error = driver().MilvusException, importlib.import_module("grpc").RpcError
         limit = self._seconds(method)
         limits = {"timeout": limit, "retry_times": _RETRIES}
         try:
@@ -455,85 +389,7 @@ class MilvusStore(StoreBase):
         except Exception as error:
             if not isinstance(error, error_type) and not self._closed:
                 raise
-            raise UserError(f"store {self.url}: {_message(error)}") from None
-
-
-class _Place:
-    """The location in a URL: a file, or a server with its token."""
-
-    def __init__(self, url: str) -> None:
-        self.url, self.options = redacted(url), options(url, _OPTIONS)
-        head, _, rest = url.partition(":")
-        self.file: Path | None = None
-        self.token = ""
-        if head == "milvus":
-            path = rest.partition("?")[0]
-            if not path.endswith(".db") or path.startswith("//"):
-                raise UserError(
-                    f"store {self.url}: an embedded Milvus is milvus:PATH.db, a server milvus+http://host:19530/name"
-                )
-            self.file, self.uri = Path(path).absolute(), str(Path(path).absolute())
-            self.name = self.options.get("name", "sfumato")
-        else:
-            parts = urlsplit(url)
-            self.uri = f"{head.removeprefix('milvus+')}://{parts.netloc.rpartition('@')[2]}"
-            self.name = parts.path.removeprefix("/")
-            if not parts.hostname:
-                raise UserError(f"store {self.url}: expected milvus+http://host:19530/name")
-            self.token = os.environ.get("MILVUS_TOKEN", "")
-            if parts.password:
-                self.token = f"{unquote(parts.username or '')}:{unquote(parts.password)}"
-        if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]{0,254}", self.name):
-            raise UserError(f"store {self.url}: a collection has letters, digits and _ in its name, got {self.name!r}")
-        if (level := self.options.get("consistency", "strong")) not in ("strong", "session"):
-            raise UserError(f"store {self.url}: consistency must be strong or session, got {level!r}")
-        compress = self.options.get("compress", "none")
-        check_choice(f"store {self.url}", "index", self.options.get("index", "FLAT"), _INDEXES)
-        check_choice(f"store {self.url}", "compress", compress, ("none", "int8"))
-        if compress == "int8" and self.options.setdefault("index", "IVF_FLAT") != "IVF_FLAT":
-            raise UserError(
-                f"store {self.url}: compress=int8 goes with index=IVF_FLAT, got index={self.options['index']}; leave"
-                " one of them out"
-            )
-
-    def release(self) -> None:
-        """Stop the embedded server if no other store of this process uses it."""
-        if self.file is None:
-            return
-        from milvus_lite.server_manager import server_manager_instance
-
-        with _embedded_lock:
-            _embedded[self.uri] -= 1
-            if not _embedded[self.uri]:
-                server_manager_instance.release_server(self.uri)
-
-
-def _connect(place: _Place) -> Any:
-    driver = _driver()
-    try:
-        with _embedded_lock:
-            client = driver.MilvusClient(
-                place.uri,
-                token=place.token,
-                db_name=place.options.get("database", ""),
-                timeout=int(place.options.get("timeout", 5)),
-                dedicated=True,
-                grpc_options=_RECONNECT,
-            )
-            _embedded[place.uri] = _embedded.get(place.uri, 0) + 1
-            return client
-    except driver.MilvusException as error:
-        way_out = (
-            "; another process may have it open, or a version of Milvus Lite before 3 wrote it" if place.file else ""
-        )
-        message = _message(error)
-        if place.token:
-            message = message.replace(place.token, "***").replace(place.token.partition(":")[2] or place.token, "***")
-        raise UserError(f"store {place.url}: {message}{way_out}") from None
-
-
-def _message(error: BaseException) -> str:
-    return first_line(ValueError(getattr(error, "message", "") or error))
+            raise UserError(f"store {self.url}: {message_of(error)}") from None
 
 
 def _parts(rows: Any, size: int) -> Iterator[Any]:
@@ -545,12 +401,3 @@ def _encoded(url: str, text: str) -> bytes:
         return text.encode()
     except UnicodeEncodeError:
         raise UserError(f"store {url}: text that is not Unicode (a lone surrogate): {text[:40]!r}") from None
-
-
-def _driver() -> Any:
-    with need("milvus", "stores in Milvus need pymilvus and milvus-lite"):
-        import pymilvus
-    # They print a traceback for each error that they also raise.
-    for name in ("pymilvus.decorators", "pymilvus.client.connection_manager", "milvus_lite.server_manager"):
-        logging.getLogger(name).setLevel(logging.CRITICAL)
-    return pymilvus

@@ -12,40 +12,22 @@ fewer than k results, as under a narrow filter, that query is searched again exa
 it fits in the server's maintenance_work_mem.
 """
 
-import contextlib
-import functools
 import hashlib
 import json
 import math
-import os
 import re
-import selectors
-import socket
 import struct
-import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
-from queue import Empty, LifoQueue
 from typing import Any
-from urllib.parse import urlsplit
 
 import numpy as np
 from torch import Tensor
 
 from sfumato.errors import UserError, first_line, need, refuse_newer
-from sfumato.search.stores.protocol import (
-    WORDS,
-    Filter,
-    Option,
-    Records,
-    StoreBase,
-    check_choice,
-    check_numbers,
-    in_order,
-    options,
-    redacted,
-)
+from sfumato.search.stores.open import Option, check_choice, check_numbers, options, redacted
+from sfumato.search.stores.pgvector_connections import Connections
+from sfumato.search.stores.protocol import WORDS, Filter, Records, StoreBase, in_order
 
 _OPTIONS = {
     "table": Option("name or schema.name", default="sfumato"),
@@ -74,8 +56,6 @@ _KEPT = ("index", "compress", "overfetch", "m", "ef_construction", "ef_search", 
 _LIMITS = {name: option.default for name, option in _OPTIONS.items() if (option.default or "").isdigit()}
 """Without them a lost network or a server that hangs would hold a search for as long as it lasts."""
 _CONNECTION = ("sslmode", "sslrootcert", "host", *_LIMITS)
-_SILENCE = 10
-"""Seconds after statement_timeout until a server that has not even cancelled the statement is given up."""
 _MOST_STORED, _MOST_EF = 16000, 1000
 
 
@@ -131,8 +111,8 @@ class PgVectorStore(StoreBase):
 
     def __init__(self, url: str, chosen: Mapping[str, str], dim: int, fingerprint: str) -> None:
         self._psycopg = _driver()
-        self._connections = _Connections(
-            self._psycopg, url, {name: chosen[name] for name in _CONNECTION if name in chosen}
+        self._connections = Connections(
+            self._psycopg, url, _LIMITS | {name: chosen[name] for name in _CONNECTION if name in chosen}
         )
         self._options = {name: chosen[name] for name in _KEPT if name in chosen}
         self.url, self.dim, self.fingerprint = self._connections.url, dim, fingerprint
@@ -400,113 +380,6 @@ class PgVectorStore(StoreBase):
         # Four bytes of header, then the numbers in network order.
         numbers = np.frombuffer(b"".join([row[1][4:] for row in rows]), dtype=">f4")
         return self.records([(i, uncertainty, payload) for i, _, uncertainty, payload in rows], numbers)
-
-
-class _Connections:
-    """A pool of free connections. If one is lost, the others are closed too, or when they are found to be."""
-
-    def __init__(self, psycopg: Any, url: str, extra: Mapping[str, str]) -> None:
-        self.url = redacted(url)
-        self._psycopg = psycopg
-        self._free: LifoQueue[Any] = LifoQueue()
-        parts = urlsplit(url)
-        try:
-            self._arguments = psycopg.conninfo.conninfo_to_dict(parts._replace(query="", fragment="").geturl())
-        except psycopg.Error:
-            # The driver's message repeats the URL, with its password.
-            raise UserError(
-                f"store {self.url}: expected postgresql://user@host:port/database; write / ? # @ : in a password as"
-                " %2F %3F %23 %40 %3A"
-            ) from None
-        self._arguments |= {**_LIMITS, **extra}
-        self._statement_timeout = int(self._arguments.pop("statement_timeout"))
-        self._patience = self._statement_timeout + _SILENCE if self._statement_timeout else None
-        self._arguments["tcp_user_timeout"] = str(1000 * int(self._arguments["tcp_user_timeout"]))
-
-    @contextmanager
-    def borrow(self, *, limited: bool = True) -> Iterator[Any]:
-        """A connection for one transaction: committed if all went well, else undone."""
-        connection = None
-        try:
-            connection = self._take()
-            connection.seconds = self._patience if limited else None
-            try:
-                with connection.transaction():
-                    yield connection
-            finally:
-                if connection.closed or connection.info.transaction_status != self._psycopg.pq.TransactionStatus.IDLE:
-                    connection.close()
-                    self.close()
-                else:
-                    self._free.put(connection)
-        except self._psycopg.Error as error:
-            message = first_line(error)
-            if isinstance(error, self._psycopg.errors.QueryCanceled):
-                message += f"; the limit is {self._statement_timeout} seconds, ?statement_timeout=SECONDS changes it"
-            elif connection is not None and connection.late:
-                message = f"the server has not answered for {self._patience} seconds; check that it runs"
-            if secret := self._arguments.get("password"):
-                message = message.replace(secret, "***")
-            raise UserError(f"store {self.url}: {message}") from None
-
-    def close(self) -> None:
-        """Close the free connections."""
-        while True:
-            try:
-                self._free.get_nowait().close()
-            except Empty:
-                return
-
-    def _take(self) -> Any:
-        try:
-            while _is_stale(connection := self._free.get_nowait()):
-                connection.close()
-            return connection
-        except Empty:
-            # Never prepared, because a plan for any filter and any k often does not use the index.
-            connect = _connection_type(self._psycopg).connect
-            connection = connect(**self._arguments, autocommit=True, prepare_threshold=None)
-            connection.seconds = self._patience
-            connection.execute(f"SET statement_timeout = '{self._statement_timeout}s'")
-            return connection
-
-
-def _is_stale(connection: Any) -> bool:
-    """Whether an idle connection has something to read: its end, or why the server closes it."""
-    if connection.closed:
-        return True
-    with selectors.DefaultSelector() as waiting:
-        waiting.register(connection.fileno(), selectors.EVENT_READ)
-        return bool(waiting.select(0))
-
-
-@functools.cache
-def _connection_type(psycopg: Any) -> Any:
-    class Connection(psycopg.Connection):  # type: ignore[misc]
-        """A connection that is given up if the server does not answer: libpq has no time limit for reading."""
-
-        seconds: float | None = None  # until it is given up; None for never
-        late = False
-
-        def wait(self, *arguments: Any, **options: Any) -> Any:
-            if self.seconds is None:
-                return super().wait(*arguments, **options)
-            # A duplicate, so that a late timer cannot end another connection under the same number.
-            with socket.socket(fileno=os.dup(self.pgconn.socket)) as watched:
-                timer = threading.Timer(self.seconds, self._give_up, [watched])
-                timer.daemon = True
-                timer.start()
-                try:
-                    return super().wait(*arguments, **options)
-                finally:
-                    timer.cancel()
-
-        def _give_up(self, watched: socket.socket) -> None:
-            self.late = True
-            with contextlib.suppress(OSError):
-                watched.shutdown(socket.SHUT_RDWR)
-
-    return Connection
 
 
 def _read_options(url: str) -> dict[str, str]:

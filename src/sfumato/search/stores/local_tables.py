@@ -1,0 +1,162 @@
+"""The tables of a local store in SQLite, its write lock, and filters in SQL."""
+
+import contextlib
+import json
+import os
+import socket
+import sqlite3
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import filelock
+import numpy as np
+
+from sfumato.errors import UserError
+from sfumato.files import sync_folder
+from sfumato.search.stores.engines import (
+    Positions,
+)
+from sfumato.search.stores.protocol import WORDS, Filter, Records, StoreInUseError
+
+_WRITER = ".writer"
+
+
+"""Name of the file that says which process holds the write lock, or held it last."""
+
+
+DATABASE, FORMAT = "records.sqlite", 2
+
+
+"""Name of the file, and the version of its tables."""
+
+
+RECORD = "SELECT id, uncertainty, payload, vector FROM items JOIN vectors USING (position)"
+
+
+LIST = "(SELECT value FROM json_each(?))"
+
+
+"""A list of values given by :func:`listed`."""
+
+
+_DISK_PAGE = 16_384
+
+
+"""Bytes of a page: with SQLite's usual 4,096, vectors of 512 dimensions would fill half of each."""
+
+
+_SCHEMA = """
+CREATE TABLE meta (name TEXT PRIMARY KEY, value) WITHOUT ROWID;
+CREATE TABLE items (position INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL UNIQUE, uncertainty REAL NOT NULL,
+    payload TEXT NOT NULL);
+CREATE TABLE vectors (position INTEGER PRIMARY KEY, vector BLOB NOT NULL);
+CREATE TABLE indexes (file TEXT NOT NULL, bytes INTEGER NOT NULL, positions BLOB NOT NULL);
+"""
+
+
+_WORD_TABLE = "CREATE VIRTUAL TABLE words USING fts5(stems, tokenize='unicode61 remove_diacritics 0')"
+
+
+"""The field WORDS of payloads, by position."""
+
+
+def new_database(folder: Path, dim: int, fingerprint: str, settings: Mapping[str, Any]) -> None:
+    """Make a new database in a transaction, and rename it into place."""
+    new = folder / f".creating-{os.getpid()}.sqlite"
+    new.unlink(missing_ok=True)
+    with contextlib.closing(sqlite3.connect(new, isolation_level=None)) as connection:
+        connection.execute(f"PRAGMA page_size={_DISK_PAGE}")
+        connection.executescript(f"BEGIN;{_SCHEMA}")
+        with contextlib.suppress(sqlite3.OperationalError):  # This SQLite was built without FTS5.
+            connection.execute(_WORD_TABLE)
+        about = {"dim": dim, "fingerprint": fingerprint, "settings": json.dumps(dict(settings)), "version": 0}
+        connection.executemany("INSERT INTO meta VALUES (?, ?)", about.items())
+        connection.execute(f"PRAGMA user_version={FORMAT}")
+        connection.execute("COMMIT")
+        connection.execute("PRAGMA journal_mode=WAL")
+    os.replace(new, folder / DATABASE)
+    keep_log_files(folder)
+    sync_folder(folder)
+
+
+def keep_log_files(folder: Path) -> None:
+    """Make the files of SQLite's log, empty, after SQLite has removed them with the last connection.
+
+    Without them, who may read the folder but not write to it could not open the database.
+    """
+    with contextlib.suppress(OSError):
+        for ending in ("-wal", "-shm"):
+            (folder / f"{DATABASE}{ending}").touch()
+
+
+def take(lock: filelock.BaseFileLock, url: str) -> None:
+    """Acquire the write lock."""
+    note, own = Path(lock.lock_file).with_name(_WRITER), f"process {os.getpid()} on {socket.gethostname()}"
+    try:
+        lock.acquire(timeout=0)
+    except filelock.Timeout as error:
+        holder = "another process"
+        with contextlib.suppress(OSError, UnicodeDecodeError):
+            holder = note.read_text(encoding="utf-8")[:200] or holder
+        holder = "another opening in this process" if holder == own else holder
+        raise StoreInUseError(f"store {url}: {holder} writes to it; wait until it closes the store") from error
+    except OSError as error:
+        raise UserError(f"store {url}: cannot be written ({error}); check the permissions") from error
+    with contextlib.suppress(OSError):
+        note.write_text(own, encoding="utf-8")
+
+
+def insert(connection: sqlite3.Connection, records: Records) -> None:
+    """Store records whose ids are not there, at new positions."""
+    last = connection.execute("SELECT ifnull(max(seq), 0) FROM sqlite_sequence WHERE name = 'items'").fetchone()[0]
+    positions = range(last + 1, last + 1 + len(records))
+    payloads = (json.dumps(dict(payload), ensure_ascii=False) for payload in records.payloads)
+    words = [(p, payload[WORDS]) for p, payload in zip(positions, records.payloads, strict=True) if WORDS in payload]
+    rows = zip(positions, records.ids, records.uncertainty.tolist(), payloads, strict=True)
+    connection.executemany("INSERT INTO items VALUES (?, ?, ?, ?)", rows)
+    vectors = np.ascontiguousarray(records.vectors.detach().numpy(), dtype="<f4")
+    connection.executemany("INSERT INTO vectors VALUES (?, ?)", zip(positions, map(bytes, vectors), strict=True))
+    if words and has_words(connection):
+        connection.executemany("INSERT INTO words (rowid, stems) VALUES (?, ?)", words)
+
+
+def has_words(connection: sqlite3.Connection) -> bool:
+    """Whether a database can search for words."""
+    return connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'words'").fetchone() is not None
+
+
+def remove(connection: sqlite3.Connection, ids: Sequence[str]) -> int:
+    """Remove items."""
+    found = positions_of(connection, f"SELECT position FROM items WHERE id IN {LIST}", (listed(ids),)).tolist()
+    for table in ("items", "vectors") if found else ():
+        connection.execute(f"DELETE FROM {table} WHERE position IN {LIST}", (listed(found),))
+    if found and has_words(connection):
+        connection.execute(f"DELETE FROM words WHERE rowid IN {LIST}", (listed(found),))
+    return len(found)
+
+
+def positions_of(connection: sqlite3.Connection, select: str, values: Sequence[Any] = ()) -> Positions:
+    """Positions that a query finds. Returns (m,)."""
+    return np.sort(np.fromiter((row[0] for row in connection.execute(select, values)), dtype=np.int64))
+
+
+def listed(values: Sequence[Any]) -> str:
+    """Values for LIST."""
+    return json.dumps(list(values), ensure_ascii=False)
+
+
+def condition_of(filter: Filter | None) -> tuple[str, list[Any]]:
+    """A filter in SQL."""
+    conditions, values = ["1"], list[Any]()
+    if filter is not None and filter.max_uncertainty is not None:
+        conditions.append("uncertainty <= ?")
+        values.append(filter.max_uncertainty)
+    for name, texts in filter.where.items() if filter is not None else ():
+        conditions.append(f"EXISTS (SELECT 1 FROM json_each(payload) WHERE key = ? AND atom IN {LIST})")
+        values += [name, listed(texts)]
+    for name, (least, below) in filter.ranges.items() if filter is not None else ():
+        within = f"key = ? AND atom {'>=' if least else '>'} ?" + (" AND atom < ?" if below else "")
+        conditions.append(f"EXISTS (SELECT 1 FROM json_each(payload) WHERE {within})")
+        values += [name, least, below] if below else [name, least]
+    return " AND ".join(conditions), values
