@@ -7,9 +7,10 @@ import pytest
 from support.raising import raises
 
 from sfumato.errors import UserError
+from sfumato.search.stores import open as stores
 from sfumato.search.stores.local import LocalStore
 from sfumato.search.stores.milvus import MilvusStore
-from sfumato.search.stores.open import STORES, beside, compressed, create_store
+from sfumato.search.stores.open import STORES, compressed, create_store
 from sfumato.search.stores.pgvector import PgVectorStore
 from sfumato.search.stores.protocol import WordStore
 
@@ -47,7 +48,7 @@ def test_every_store_has_a_row():
 
 def test_the_stores_that_search_by_words():
     for scheme, row in table().items():
-        texts = CLASSES[scheme(beside(URLS[scheme]))]
+        texts = CLASSES[stores.scheme(stores.beside(URLS[scheme]))]
         assert row["search by words"] == ("yes" if issubclass(texts, WordStore) else "no"), scheme
 
 

@@ -9,8 +9,8 @@ import math
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from dataclasses import replace
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -21,14 +21,13 @@ from sfumato.calibration.scorer import MatchEstimate, QueryContext, Scorer
 from sfumato.data.images import ImageSource
 from sfumato.distances import get_distance
 from sfumato.gaussian import GaussianEmbedding, check_finite
-from sfumato.search.answer import UNFAMILIAR, Answer, Hit, Verdict, fits_verdict, verdict
+from sfumato.search.answer import UNFAMILIAR, Answer, Hit, Verdict
 from sfumato.search.candidates import Candidates, GalleryRecords, SampledItems, padded
 from sfumato.search.fitting import Fitting, TextSearch
 from sfumato.search.options import QueryInfo, SearchOptions, TextQuery
+from sfumato.search.ranked import Ranked, completed, folded
 from sfumato.search.stores.protocol import Filter
 from sfumato.search.texts import TextStore, item_words, word_stems, words_of
-
-T = TypeVar("T")
 
 _SAMPLED = 200
 """Items whose fields are named where a filter asks for a field that no item has."""
@@ -55,23 +54,6 @@ SAME = 0.09
 """Largest squared distance of two images that are nearly the same, as a fraction of the usual one."""
 
 _WORDS: "WeakKeyDictionary[Gallery, tuple[int, Counter[str]]]" = WeakKeyDictionary()
-
-
-@dataclass(frozen=True, eq=False)
-class _Found:
-    """The k best items of one query."""
-
-    hits: tuple[Hit, ...]
-    kept: tuple[Hit, ...]  # those of at least min_probability
-    shown: tuple[Hit, ...]  # those of the answer
-    near: Candidates  # the closest items
-    fitting: Fitting | None  # where texts are evidence
-    folds: bool = False
-
-    @property
-    def best(self) -> float:
-        """Probability of the first hit."""
-        return self.hits[0].match_probability if self.hits else 0.0
 
 
 class Gallery(ABC):
@@ -314,7 +296,7 @@ class Gallery(ABC):
             None if each is None else self._hits(each.first(options.max_set), n, context[i])
             for i, each in enumerate(inside)
         ]
-        totals = _completed(
+        totals = completed(
             [None if each.fitting is None else each.fitting.expected for each in found],
             queries,
             lambda others: self.expected_matches(others, options.filter),
@@ -322,7 +304,7 @@ class Gallery(ABC):
         answers = []
         for i, (one, each, total) in enumerate(zip(about, found, totals, strict=True)):
             calibrated, fitting = self.calibrated and one.native, each.fitting
-            said = self._verdict(one, each, total, abstained[i], sets[i], options.filter)
+            said = each.verdict(total, abstained[i], empty_set=sets[i] == ())
             answers.append(
                 Answer(
                     one.name,
@@ -335,7 +317,7 @@ class Gallery(ABC):
                     expected_matches=total if calibrated else None,
                     nothing_probability=fitting.nothing if calibrated and fitting is not None else None,
                     hidden=min(len(each.hits) - len(each.kept), k - len(each.shown)),
-                    verdict=said,
+                    verdict=self._verdict(one, each, said, options.filter),
                     abstained=abstained[i],
                     conformal_set=sets[i],
                     conformal_set_cut=most is not None and len(getattr(inside[i], "ids", ())) == most,
@@ -350,7 +332,7 @@ class Gallery(ABC):
 
     def _shown(
         self, queries: GaussianEmbedding, k: int, options: SearchOptions, about: Sequence[QueryInfo], n: int
-    ) -> tuple[list[_Found], QueryContext]:
+    ) -> tuple[list[Ranked], QueryContext]:
         """The hits of queries, and what their probabilities depend on.
 
         Images nearly the same as one above fold into it: the squared distance of their means is a small fraction of
@@ -362,14 +344,14 @@ class Gallery(ABC):
             found, context = self._ranked(queries, wanted, options, about, n)
             if not folds:
                 return found, context
-            found = [replace(each, shown=self._fold(each.kept, k, limit), folds=True) for each in found]
+            found = [self._folded(each, k, limit) for each in found]
             if all(len(each.shown) == k or len(each.kept) < wanted for each in found):
                 return found, context
             wanted *= 4
 
     def _ranked(
         self, queries: GaussianEmbedding, k: int, options: SearchOptions, about: Sequence[QueryInfo], n: int
-    ) -> tuple[list[_Found], QueryContext]:
+    ) -> tuple[list[Ranked], QueryContext]:
         """:meth:`_shown` without folding."""
         by_text = options.target == "fits" and not options.is_guaranteed
         asked = [i for i, one in enumerate(about) if by_text and one.text is not None]
@@ -379,35 +361,23 @@ class Gallery(ABC):
             for i, each in zip(asked, self._by_texts(queries[torch.tensor(asked)], forms, k, options, n), strict=True):
                 fitting[i] = each
         c = max(k, self.scorer.n_nearest)
-        near = _completed(
+        near = completed(
             [None if each is None else each.near for each in fitting],
             queries,
             lambda others: self.closest(others, c, options.filter),
         )
-        context, found = self._context(queries, near), list[_Found]()
+        context, found = self._context(queries, near), list[Ranked]()
         for i, (closest, each) in enumerate(zip(near, fitting, strict=True)):
             hits = each.hits if each is not None else self._hits(closest.first(k), n, context[i])
             least = options.min_probability
             kept = hits if least is None else tuple(hit for hit in hits if hit.match_probability >= least)
-            found.append(_Found(hits, kept, kept, closest, each))
+            found.append(Ranked(hits, kept, kept, closest, each))
         return found, context
 
-    def _verdict(
-        self,
-        one: QueryInfo,
-        found: _Found,
-        total: float,
-        abstained: bool | None,
-        inside: tuple[Hit, ...] | None,
-        filter: Filter | None,
-    ) -> Verdict | None:
-        """An answer in words; None where its numbers mean nothing. total: the expected number of matches."""
-        if found.fitting is not None:
-            shown = found.shown if found.folds and found.kept else found.hits
-            said = fits_verdict([hit.match_probability for hit in shown], total, found.fitting.nothing)
-        else:
-            said = verdict(total, found.best, abstained, empty_set=inside is not None and not inside)
-            said = UNFAMILIAR if one.unfamiliar else said
+    def _verdict(self, one: QueryInfo, found: Ranked, said: Verdict, filter: Filter | None) -> Verdict | None:
+        """What is said of the items of a query; None where its numbers mean nothing."""
+        if one.unfamiliar and found.fitting is None:
+            said = UNFAMILIAR
         if not found.hits:
             said = replace(said, text="The gallery is empty" if filter is None else self._no_item(filter))
         told = (self.calibrated and one.native) or said is UNFAMILIAR or (filter is not None and not found.hits)
@@ -418,23 +388,10 @@ class Gallery(ABC):
         mean = self.sample(1000).embeddings.mean
         return float(2 * (mean - mean.mean(0)).square().sum(1).mean())
 
-    def _fold(self, hits: Sequence[Hit], k: int, limit: float) -> tuple[Hit, ...]:
-        """The first k of some hits that are not nearly the same as one above."""
-        found = self.get([hit.id for hit in hits])
-        row = {i: mean for i, mean in zip(found.ids, found.embeddings.mean, strict=True)}
-        kept, folded = list[Hit](), list[list[str]]()
-        for hit in hits:
-            if (mean := row.get(hit.id)) is None:  # Deleted meanwhile.
-                continue
-            above = torch.stack([row[other.id] for other in kept] or [mean + math.inf])
-            near = ((above - mean).square().sum(1) <= limit).nonzero().flatten().tolist()
-            if near:
-                folded[near[0]].append(hit.id)
-            elif len(kept) < k:
-                kept.append(hit)
-                folded.append([])
-        pairs = enumerate(zip(kept, folded, strict=True), 1)
-        return tuple(replace(hit, rank=rank, duplicates=tuple(ids)) for rank, (hit, ids) in pairs)
+    def _folded(self, found: Ranked, k: int, limit: float) -> Ranked:
+        records = self.get([hit.id for hit in found.kept])
+        means = dict(zip(records.ids, records.embeddings.mean, strict=True))
+        return replace(found, shown=folded(found.kept, means, k, limit), folds=True)
 
     def _no_item(self, filter: Filter) -> str:
         """Why no item passes a filter."""
@@ -484,13 +441,3 @@ class Gallery(ABC):
             Hit(i, rank, d, p, u, dict(payload))
             for rank, (i, payload, d, p, u) in enumerate(zip(found.ids, found.payloads, *columns, strict=True), 1)
         )
-
-
-def _completed(
-    known: Sequence[T | None], queries: GaussianEmbedding, find: Callable[[GaussianEmbedding], list[T]]
-) -> list[T]:
-    """A value for each query: the known one, else the one found. queries (n, d)."""
-    others = [i for i, one in enumerate(known) if one is None]
-    some = queries if len(others) == queries.n else queries[torch.tensor(others, dtype=torch.long)]
-    found = iter(find(some) if others else [])
-    return [next(found) if one is None else one for one in known]

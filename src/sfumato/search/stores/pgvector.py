@@ -53,7 +53,7 @@ FORMAT = 1
 """The version of the table, in its comment."""
 
 _KEPT = ("index", "compress", "overfetch", "m", "ef_construction", "ef_search", "lists", "probes")
-_LIMITS = {name: option.default for name, option in _OPTIONS.items() if (option.default or "").isdigit()}
+_LIMITS = {name: str(option.default) for name, option in _OPTIONS.items() if (option.default or "").isdigit()}
 """Without them a lost network or a server that hangs would hold a search for as long as it lasts."""
 _CONNECTION = ("sslmode", "sslrootcert", "host", *_LIMITS)
 _MOST_STORED, _MOST_EF = 16000, 1000
