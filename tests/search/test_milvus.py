@@ -36,6 +36,7 @@ from support.stores_contract import (
 
 from sfumato.errors import UserError
 from sfumato.search.stores import milvus, milvus_place
+from sfumato.search.stores import open as stores
 from sfumato.search.stores.open import without_password
 from sfumato.search.stores.protocol import Filter, Records
 
@@ -78,7 +79,7 @@ def server(request):
 def file(tmp_path_factory):
     """An embedded file that is kept open, so that each test has only its own collection to open."""
     path = tmp_path_factory.mktemp("milvus") / "it's one.db"
-    keeper = create_store(f"milvus:{path}?name=keeper", 2, "")
+    keeper = stores.create_store(f"milvus:{path}?name=keeper", 2, "")
     yield path
     keeper.close()
 
@@ -106,7 +107,7 @@ def made_ahead(milvus_server):
     """Empty stores for the contract, made at the same time: a server takes two seconds to load one."""
     dims = (*[3] * 4, 4, *[5] * 2, *[6] * 6, 7, 8, 17)
     with ThreadPoolExecutor(len(dims)) as threads:
-        made = threads.map(lambda dim: create_store(milvus_server.url(index="HNSW"), dim, FINGERPRINT), dims)
+        made = threads.map(lambda dim: stores.create_store(milvus_server.url(index="HNSW"), dim, FINGERPRINT), dims)
         stores = list(made)
     yield stores
     for store in stores:

@@ -23,9 +23,8 @@ from sfumato.distances import get_distance
 from sfumato.gaussian import GaussianEmbedding, check_finite
 from sfumato.search.answer import UNFAMILIAR, Answer, Hit, Verdict
 from sfumato.search.candidates import Candidates, GalleryRecords, SampledItems, padded
-from sfumato.search.fitting import Fitting, TextSearch
+from sfumato.search.fitting import Fitting, Ranked, TextSearch, completed, folded
 from sfumato.search.options import QueryInfo, SearchOptions, TextQuery
-from sfumato.search.ranked import Ranked, completed, folded
 from sfumato.search.stores.protocol import Filter
 from sfumato.search.texts import TextStore, item_words, word_stems, words_of
 

@@ -26,18 +26,16 @@ from torch import Tensor
 
 from sfumato.distances import Distance
 from sfumato.gaussian import GaussianEmbedding
-from sfumato.search.centres import (
-    centres_of,
-    lifted_vectors,
-    nearest_centre,
-)
 from sfumato.search.products import (
     LARGEST,
     NARROW,
+    centres_of,
     codes_of,
     in_parallel,
     largest_code,
+    lifted_vectors,
     multiplied,
+    nearest_centre,
     pair_distances,
     product_dtype,
 )

@@ -38,22 +38,20 @@ from sfumato.search.stores.engines import (
     Vectors,
     is_in,
 )
-from sfumato.search.stores.local_settings import (
-    LocalSettings,
-    check_against,
-    parse_url,
-)
 from sfumato.search.stores.local_tables import (
     DATABASE,
     FORMAT,
     LIST,
     RECORD,
+    LocalSettings,
+    check_against,
     condition_of,
     has_words,
     insert,
     keep_log_files,
     listed,
     new_database,
+    parse_url,
     positions_of,
     remove,
     take,
