@@ -599,11 +599,13 @@ def tables(report: Mapping[str, Any]) -> dict[str, str]:
 
 
 def page(report: Mapping[str, Any], text: str) -> str:
-    """The page with the tables of a report between its comments."""
+    """The page with those tables of a report for which it has comments."""
     for title, lines in tables(report).items():
         before, begin, rest = text.partition(f"<!-- table: {title} -->")
+        if not begin:
+            continue
         _, end, after = rest.partition("<!-- end of the table -->")
-        assert begin and end, title
+        assert end, title
         text = f"{before}{begin}\n\n{lines}\n\n{end}{after}"
     return text
 
