@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from papers.drawing import draw_ellipses
 from papers.studies import pages
+from papers.tables import said
 from papers.tables.figure_numbers import Figure
 from papers.tables.printed import averaged_over
 from sfumato.charts import (
@@ -32,11 +33,7 @@ from sfumato.reports.tables import (
     clipped,
     digits,
     in_words,
-    interval,
-    number,
-    percent,
     print_wrapped,
-    signed,
 )  # fmt: skip
 
 if TYPE_CHECKING:
@@ -53,13 +50,6 @@ _PAIRS, _WIDE = 2, 10
 
 _MOSAIC: list[Any] = [["first", "second", "mixup", "plane"], ["erased_first", "erased_second", "cutmix", "plane"]]
 
-_SIDES = {"image": "images", "text": "texts"}
-
-_PARTS = DIRECTIONS | _SIDES | {name: title for name, (title, _) in pages.CORRUPTIONS.items()}
-"""Names of panels in words."""
-
-_METRICS = {"r_precision": "R-Precision, %", "recall@1": "recall@1, %", "PMRP": "PMRP, %"}
-
 
 def write_figure(figure: Figure, folder: Path) -> list[Path]:
     """Write figure.json, figure.png and figure.svg; the paths."""
@@ -69,7 +59,7 @@ def write_figure(figure: Figure, folder: Path) -> list[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / "figure.json", figure.to_json())
     with matplotlib.rc_context(STYLE | {"font.size": 10}):
-        drawing = DRAWN[figure.item.draw][0](figure)
+        drawing = DRAWN[figure.item.draw](figure)
         width = int(12.5 * drawing.get_figwidth())
         drawing.suptitle("\n".join(textwrap.wrap(title(figure), width)), x=0.01, ha="left", fontsize=10)
         return [folder / "figure.json", *write_drawing(drawing, folder, "figure")]
@@ -92,7 +82,7 @@ def print_figure(figure: Figure) -> None:
 
 def figure_lines(figure: Figure) -> list[str]:
     """The most telling numbers in words, and what a reader has to know."""
-    lines = [f"{title(figure)}.", *DRAWN[figure.item.draw][1](figure.numbers)]
+    lines = [f"{title(figure)}.", *said.lines(figure.item.draw, figure.numbers)]
     if figure.runs and figure.data.name != figure.item.benchmark:
         lines.append(f"The paper's figure is of other data, {data_sets()[figure.item.benchmark].title}.")
     if figure.data.overrides:
@@ -120,10 +110,6 @@ def _grid(n: int, size: tuple[float, float] = _PANEL, columns: int = 2) -> "tupl
     return drawing, axes[:n]
 
 
-def _words(name: str) -> str:
-    return _METRICS.get(name, in_words(name))
-
-
 def _curves(figure: Figure) -> "Drawing":
     from matplotlib.ticker import MaxNLocator
 
@@ -143,8 +129,8 @@ def _curves(figure: Figure) -> "Drawing":
             ax.xaxis.set_major_locator(MaxNLocator(6, integer=True))
         known = panel["name"] in pages.CORRUPTIONS
         ax.set_xlabel(pages.CORRUPTIONS[panel["name"]][1] if known else panel["x"])
-        ax.set_ylabel(f"mean {_words(panel['y'])}" if known else _words(panel["y"]))
-        ax.set_title(_PARTS.get(panel["name"], panel["name"]), loc="left")
+        ax.set_ylabel(f"mean {said.words(panel['y'])}" if known else said.words(panel["y"]))
+        ax.set_title(said.PARTS.get(panel["name"], panel["name"]), loc="left")
         ax.grid(axis="y")
         if len(panel["series"]) > 1:
             ax.legend()
@@ -167,17 +153,6 @@ def _colours(names: Iterable[str]) -> dict[str, str]:
     return {name: COLOURS[k % len(COLOURS)] for k, name in enumerate(names)}
 
 
-def _curve_lines(numbers: Mapping[str, Any]) -> list[str]:
-    lines = []
-    for panel in numbers["panels"]:
-        for name, points in panel["series"].items():
-            ends = [points[0], points[-1]] if len(points) > 1 else points
-            values = " to ".join(f"{digits(p['value'], 3)} at {p['x']:g}" for p in ends)
-            where = ", ".join(filter(None, (_PARTS.get(panel["name"], panel["name"]), name)))
-            lines.append(f"{where}: {_words(panel['y'])} {values} ({panel['x']})")
-    return lines
-
-
 def _bars(figure: Figure) -> "Drawing":
     panels = figure.numbers["panels"]
     drawing, axes = _grid(len(panels))
@@ -190,25 +165,17 @@ def _bars(figure: Figure) -> "Drawing":
     return drawing
 
 
-def _bar_lines(numbers: Mapping[str, Any]) -> list[str]:
-    return [
-        f"{p['row']}, {DIRECTIONS[p['name']]}: recall@1 {percent(p['bins'][0]['value'])} in the most certain tenth,"
-        f" {percent(p['bins'][-1]['value'])} in the least; correlation of tenth and recall {signed(p['correlation'])}"
-        for p in numbers["panels"]
-    ]
-
-
 def _maps(figure: Figure) -> "Drawing":
     maps = figure.numbers["maps"]
     apart = figure.item.options.get("sides") == "apart"
-    panels = [(row, study, side) for row, study in maps.items() for side in (_SIDES if apart else ("",))]
+    panels = [(row, study, side) for row, study in maps.items() for side in (said.SIDES if apart else ("",))]
     drawing, axes = _grid(len(panels), (5.2, 4.6))
     for ax, (row, study, side) in zip(axes, panels, strict=True):
         shown = [item for item in study["items"] if not side or item["side"] == side]
         ellipses, times = pages.map_ellipses({**study, "items": shown})
         make_plane(ax)
         draw_ellipses(ax, ellipses, times)
-        name = ", ".join(filter(None, (row, _SIDES.get(side))))
+        name = ", ".join(filter(None, (row, said.SIDES.get(side))))
         meaning = _meaning(study, shown, times)
         dashed = "" if side or meaning == "points" else "; dashed: texts"
         ax.set_title(f"{name}: {meaning}{dashed}", loc="left", fontsize=10)
@@ -238,19 +205,6 @@ def _legend(drawing: "Drawing", marks: Mapping[str, str], *, columns: int) -> No
     drawing.legend(handles=dots, loc="outside lower left", ncols=columns, fontsize=9)
 
 
-def _map_lines(numbers: Mapping[str, Any]) -> list[str]:
-    lines = []
-    for row, study in numbers["maps"].items():
-        counts = [sum(i["side"] == side for i in study["items"]) for side in _SIDES]
-        mean = [
-            sum(i["total_variance"] for i in study["items"] if i["side"] == side) / max(n, 1)
-            for side, n in zip(_SIDES, counts, strict=True)
-        ]
-        variance = f", mean total variance {digits(mean[0], 3)} and {digits(mean[1], 3)}" if any(mean) else ", points"
-        lines.append(f"{row}: {counts[0]} images, {counts[1]} texts{variance}")
-    return lines
-
-
 def _scatter(figure: Figure) -> "Drawing":
     panels = figure.numbers["panels"]
     drawing, axes = _grid(len(panels))
@@ -263,20 +217,11 @@ def _scatter(figure: Figure) -> "Drawing":
             if x["low"] is not None:
                 ax.hlines(y["value"], x["low"], x["high"], color=colour, linewidth=1.2)
                 ax.vlines(x["value"], y["low"], y["high"], color=colour, linewidth=1.2)
-        ax.set(xlabel=_words(panel["x"]), ylabel=_words(panel["y"]))
+        ax.set(xlabel=said.words(panel["x"]), ylabel=said.words(panel["y"]))
         ax.set_title(DIRECTIONS[panel["name"]], loc="left")
         ax.grid(axis="y")
     drawing.legend(*axes[0].get_legend_handles_labels(), loc="outside lower left", ncols=3, fontsize=9)
     return drawing
-
-
-def _scatter_lines(numbers: Mapping[str, Any]) -> list[str]:
-    return [
-        f"{DIRECTIONS[panel['name']]}, {point['row']}: "
-        + ", ".join(f"{_words(panel[a])} {number(point[a]['value'], 1)}" for a in ("x", "y"))
-        for panel in numbers["panels"]
-        for point in panel["points"]
-    ]
 
 
 def _matrices(figure: Figure) -> "Drawing":
@@ -291,35 +236,12 @@ def _matrices(figure: Figure) -> "Drawing":
     return drawing
 
 
-def _matrix_lines(numbers: Mapping[str, Any]) -> list[str]:
-    lines = []
-    for name, rows in numbers["matrices"].items():
-        n = len(rows)
-        most = max(abs(value) for row in rows for value in row)
-        others = [abs(rows[i][j]) for i in range(n) for j in range(n) if i != j]
-        lines.append(
-            f"{name}: {sum(v > 1e-14 * most for v in others)} of {len(others)} pairs that do not match contribute"
-        )
-    return lines
-
-
 def _prompts(figure: Figure) -> "Drawing":
     kept = figure.numbers["kept"]
     drawing, (left, right) = _grid(2)
     pages.draw_accuracy_by_k(left, kept)
     pages.draw_best_k(right, kept)
     return drawing
-
-
-def _prompt_lines(numbers: Mapping[str, Any]) -> list[str]:
-    top1, random = numbers["kept"]["top1"], numbers["kept"]["random_top1"]
-    best = max(range(len(top1)), key=lambda k: top1[k])
-    few = sum(k is not None and k < 10 for k in numbers["kept"]["best_k"])
-    return [
-        f"top-1 of {numbers['n_images']:,} images in {numbers['classes']} classes: {percent(top1[-1])} with all"
-        f" {len(top1)} prompts, at best {percent(top1[best])} with the {best + 1} most certain"
-        f" ({percent(random[best])} with as many at random); {few} classes are best with fewer than 10"
-    ]
 
 
 def _sets(figure: Figure) -> "Drawing":
@@ -351,16 +273,6 @@ def _show(ax: "Axes", content: bytes | None, heading: str = "", colour: str = IN
     ax.set_title(heading, color=colour, fontsize=10)
 
 
-def _set_lines(numbers: Mapping[str, Any]) -> list[str]:
-    erased = numbers["erased"]
-    lines = [
-        f"{name}: less certain than both parts in {percent(numbers['mixes'][name]['more_uncertain']['value'])} of"
-        f" {numbers['n']} pairs, between them in {percent(numbers['mixes'][name]['between']['value'])}"
-        for name in ("mixup", "cutmix")
-    ]
-    return [*lines, f"erased in part: less certain in {percent(erased['more_uncertain']['value'])} of the images"]
-
-
 def _word_table(figure: Figure) -> "Drawing":
     sides = figure.numbers["sides"]
     most = max(len(one["words"]) for bins in sides.values() for one in bins)
@@ -368,21 +280,13 @@ def _word_table(figure: Figure) -> "Drawing":
     for ax, (side, bins) in zip(drawing.subplots(len(sides), 1, squeeze=False).flat, sides.items(), strict=True):
         ax.axis("off")
         ax.set(xlim=(0, len(bins)), ylim=(most + 1.2, 0))
-        ax.set_title(f"{_SIDES[side]}, from the most certain tenth to the least", loc="left")
+        ax.set_title(f"{said.SIDES[side]}, from the most certain tenth to the least", loc="left")
         for k, one in enumerate(bins):
             ax.text(k, 0.6, digits(one["mean"], 3), color=SOFT, fontsize=8, va="center")
             for i, word in enumerate(one["words"]):
                 colour = FIRST if side == "image" else SECOND
                 ax.text(k, i + 1.6, clipped(word["word"], 14), fontsize=9, va="center", color=colour)
     return drawing
-
-
-def _word_lines(numbers: Mapping[str, Any]) -> list[str]:
-    return [
-        f"{_SIDES[side]}, {end} certain tenth: {', '.join(word['word'] for word in bins[k]['words'][:6])}"
-        for side, bins in numbers["sides"].items()
-        for k, end in ((0, "most"), (-1, "least"))
-    ]
 
 
 def _examples(figure: Figure) -> "Drawing":
@@ -415,39 +319,6 @@ def _item(ax: "Axes", item: Mapping[str, Any], figure: Figure, colour: str, head
         ax.text(0.5, 0.5, textwrap.fill(clipped(text, 110), 19), ha="center", va="center", fontsize=8)
 
 
-def _example_lines(numbers: Mapping[str, Any]) -> list[str]:
-    lines = []
-    for side, found in numbers["sides"].items():
-        right = sum(one["results"][0]["true"] for one in found)
-        values = [one["uncertainty"] for one in found]
-        lines.append(
-            f"the {numbers['order']} uncertain {_SIDES[side]}, {in_words(numbers['uncertainty'])}"
-            f" {digits(values[0], 3)} to {digits(values[-1], 3)}: {right} of {len(found)} find a match first"
-        )
-    return lines
-
-
-def _crop_lines(numbers: Mapping[str, Any]) -> list[str]:
-    lines = [f"{numbers['model']}: {numbers['n_pictures']:,} images, mean {in_words(numbers['uncertainty'])}"]
-    for row in numbers["thresholds"]:
-        below = f"boxes below {row['threshold']:.0%}, {row['n']:,} images"
-        for side in ("crops", "captions"):
-            if values := row[side]:
-                names = {role: role for role in "ABC"} | {"difference": "C - A"}
-                means = ", ".join(f"{name} {interval(values[key], digits)}" for key, name in names.items())
-                lines.append(f"{below}, {side}: {means}; C above A {interval(values['above'], percent)}")
-            else:
-                lines.append(f"{below}, {side}: points, which have no uncertainty")
-        for name, cells in row["selection"].items():
-            right = ", ".join(f"{cell} {interval(value, percent)}" for cell, value in cells.items())
-            lines.append(f"{below}, own partner closer by {name}: {right}")
-    for name, figures in numbers["published"].items():
-        cells = ("image A", "image C", "text A", "text C")
-        right = ", ".join(f"{cell} {value}%" for cell, value in zip(cells, figures.values(), strict=True))
-        lines.append(f"published, {name}: {right}")
-    return lines + [f"{count:,}: {reason}" for reason, count in numbers["problems"].items()]
-
-
 def _toy(figure: Figure) -> "Drawing":
     """The samples after training, certain ones over uncertain ones; the area of a dot grows with its deviation."""
     methods = figure.numbers["methods"]
@@ -466,34 +337,22 @@ def _toy(figure: Figure) -> "Drawing":
     return drawing
 
 
-def _toy_lines(numbers: Mapping[str, Any]) -> list[str]:
-    return [
-        f"{name}: mean variance {number(found['certain'], 2)} of certain, {number(found['uncertain'], 2)} of uncertain"
-        f" samples, ratio {number(found['ratio'], 2)}, published {number(found['published_ratio'], 2)}"
-        if "ratio" in found
-        else f"{name}: points, which have no variance"
-        for name, found in numbers["methods"].items()
-    ]
-
-
-_Lines = Callable[[Mapping[str, Any]], Sequence[str]]
-
-_CURVES: "tuple[Callable[[Figure], Drawing], _Lines]" = (_curves, _curve_lines)
-
-DRAWN: "dict[str, tuple[Callable[[Figure], Drawing], _Lines]]" = {
-    "recall_by_uncertainty": (_bars, _bar_lines),
-    "map": (_maps, _map_lines),
-    "sets": (_sets, _set_lines),
-    "words": (_word_table, _word_lines),
-    "examples": (_examples, _example_lines),
-    "prompts_kept": (_prompts, _prompt_lines),
-    "two_metrics": (_scatter, _scatter_lines),
-    "gradients": (_matrices, _matrix_lines),
-    "crops": (_curves, _crop_lines),
-    "toy": (_toy, _toy_lines),
+DRAWN: "dict[str, Callable[[Figure], Drawing]]" = {
+    "recall_by_uncertainty": _bars,
+    "map": _maps,
+    "sets": _sets,
+    "words": _word_table,
+    "examples": _examples,
+    "prompts_kept": _prompts,
+    "two_metrics": _scatter,
+    "gradients": _matrices,
+    "toy": _toy,
     **dict.fromkeys(
-        ("corruption", "sorted_variances", "by_value", "samples_at_test", "pmrp_by_tolerance", "pseudo_positives"),
-        _CURVES,
+        (
+            "corruption", "crops", "sorted_variances", "by_value", "samples_at_test", "pmrp_by_tolerance",
+            "pseudo_positives",
+        ),
+        _curves,
     ),
-}
-"""How each kind is drawn, and said in words."""
+}  # fmt: skip
+"""How each kind is drawn."""

@@ -6,16 +6,15 @@ What a figure consists of is data, see :mod:`sfumato.evaluation.papers`: its kin
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from papers.studies.analyse import AnalysisOptions, analyse_model
 from papers.studies.crops import study_crops
+from papers.studies.gradients import study_gradients
 from papers.studies.labelled import emoji_labelled, read_class_folder, read_class_names
 from papers.studies.prompts import read_templates
 from papers.studies.toy import run_toy
@@ -26,9 +25,7 @@ from sfumato.errors import UserError
 from sfumato.evaluation.embedded_input import Measured, measure
 from sfumato.evaluation.papers import PaperItem
 from sfumato.evaluation.protocols import EvaluationOptions
-from sfumato.gaussian import GaussianEmbedding
 from sfumato.ids import Direction
-from sfumato.losses import InfoNCEOptions, PCMEPPOptions, TripletOptions, infonce_loss, pcmepp_loss, triplet_loss
 from sfumato.matching import MATCH_PROBABILITY
 from sfumato.metrics.reliability import wilson_interval
 from sfumato.models.embed import file_endings
@@ -41,9 +38,6 @@ SIDES: dict[str, Direction] = {"image": "i2t", "text": "t2i"}
 
 EXAMPLES, RESULTS = 4, 4
 """Number of queries of a side that are shown, and of results of each."""
-
-PAIRS = 8
-"""Number of images, and of texts, whose pairs' gradients are compared."""
 
 
 @dataclass(frozen=True)
@@ -365,43 +359,6 @@ def _crops(scene: Scene) -> dict[str, Any]:
     return study | {"model": scene.options["model"], "published": scene.item.rows, "panels": panels}
 
 
-def _gradients(scene: Scene) -> dict[str, Any]:
-    """Of points near their match: what a change of each pair's distance does to the losses."""
-    generator = torch.Generator().manual_seed(scene.options["seed"])
-    text = torch.eye(PAIRS, dtype=torch.float64)
-    image = text + scene.options["noise"] * torch.randn(PAIRS, PAIRS, generator=generator, dtype=torch.float64)
-    match = torch.eye(PAIRS, dtype=torch.float64)
-    one = {"logit_scale": scene.options["scale"], "logit_bias": scene.options["bias"]}
-    plain = PCMEPPOptions(distance="squared_l2", alpha=0.0, beta=0.0)
-    losses: dict[str, Callable[[GaussianEmbedding, GaussianEmbedding, Tensor], Any]] = {
-        "triplet, hardest negative": triplet_loss,
-        "triplet, all negatives": partial(triplet_loss, options=TripletOptions(mining="sum")),
-        "InfoNCE": partial(infonce_loss, options=InfoNCEOptions(), logit_scale=one["logit_scale"]),
-        "match loss of PCME++": partial(pcmepp_loss, options=plain, **one),
-    }
-    matrices = {
-        name: pair_gradients(lambda x, y, loss=loss: loss(x, y, match).total, image, text).tolist()  # type: ignore[misc]
-        for name, loss in losses.items()
-    }
-    return {"matrices": matrices}
-
-
-def pair_gradients(
-    loss: Callable[[GaussianEmbedding, GaussianEmbedding], Tensor], image: Tensor, text: Tensor
-) -> Tensor:
-    r"""(n, m) derivatives of a loss of points by the squared L2 distance of each pair.
-
-    The gradient of image i is the sum over j of d loss / d distance(i, j) times 2 (image_i - text_j). With m = d texts
-    in general position this determines them.
-    """
-    leaf = image.clone().requires_grad_()
-    loss(GaussianEmbedding.point(leaf), GaussianEmbedding.point(text)).backward()
-    assert leaf.grad is not None
-    system = 2 * (image.unsqueeze(2) - text.T)  # (n, d, m)
-    solved: Tensor = torch.linalg.solve(system, leaf.grad)
-    return solved
-
-
 @dataclass(frozen=True)
 class Kind:
     """A kind of figure: its numbers, whether it shows a single run of a row, and what is checked before training."""
@@ -428,7 +385,7 @@ KINDS: dict[str, Kind] = {
     "samples_at_test": Kind(_samples_at_test),
     "pmrp_by_tolerance": Kind(_pmrp_by_tolerance, check=_check_instances),
     "pseudo_positives": Kind(_pseudo_positives),
-    "gradients": Kind(_gradients),
+    "gradients": Kind(lambda scene: study_gradients(**scene.options)),
     "crops": Kind(_crops),
     "toy": Kind(lambda scene: run_toy(seed=scene.options["seed"], updates=scene.options["updates"])),
 }

@@ -133,18 +133,8 @@ def test_points_have_a_map_and_whatever_looks_at_the_gallery(work, papers, tmp_p
 @undrawn()
 def test_other_data_are_analysed_here(work, papers, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    status, out, _ = papers(
-        "analyse",
-        work / "run",
-        f"data.path={work / 'data'}",
-        "--data",
-        work / "toy.toml",
-        "--split",
-        "val",
-        *QUICK,
-        "--only",
-        "map,words",
-    )
+    elsewhere = f"data.path={work / 'data'}", "--data", work / "toy.toml", "--split", "val"
+    status, out, _ = papers("analyse", work / "run", *elsewhere, *QUICK, "--only", "map,words")
     assert status == 0 and (tmp_path / "analysis-val" / "analysis.html").exists() and "run on val" in folded(out)
     assert not (work / "run" / "analysis-val").exists()
 
@@ -219,19 +209,9 @@ def test_region_features_leave_what_needs_no_pictures(tmp_path, papers):
         lines = (f"a {words[k % 4]} and a {words[k // 4]}\n{words[k % 4]}, {words[k // 4]}\n" for k in range(16))
         (data / f"{name}_caps.txt").write_text("".join(lines))
     tiny = [
-        "model.dim=8",
-        "model.image.channels=10",
-        "model.text.hidden=8",
-        "model.text.width=6",
-        "model.text.min_count=1",
-    ]
-    tiny += [
-        "train.epochs=1",
-        "train.batch_size=8",
-        "train.threads=1",
-        "loss.sum_epochs=1",
-        "model.init_total_variance=8",
-    ]
+        "model.dim=8", "model.image.channels=10", "model.text.hidden=8", "model.text.width=6", "model.text.min_count=1",
+        "train.epochs=1", "train.batch_size=8", "train.threads=1", "loss.sum_epochs=1", "model.init_total_variance=8",
+    ]  # fmt: skip
     fit(load_recipe(find_recipe("flickr8k-probabilistic-vsrn"), [*tiny, f"data.path={data}"]), tmp_path / "run")
     status, out, err = papers("analyse", tmp_path / "run", *QUICK, "--json")
     found = json.loads(out)

@@ -181,23 +181,13 @@ def test_a_sample_is_found_and_depends_on_ids_and_seed_alone(tmp_path):
 def test_what_cannot_be_used_is_told(tmp_path):
     picture(tmp_path / "1.png")
     picture(tmp_path / "2.png")
+    whole = (0, 0, 5, 5)
     regions = [
-        region(0, 0, 5, 5, "good"),
-        region(0, 0, 5, 5, "  "),
-        region(0, 0, 0, 5, "thin"),
-        region("0", 0, 5, 5, "text"),
-        region(0, 0, float("nan"), 5, "nan"),
-        {"phrase": "no box"},
-        7,
-    ]
-    entries = [
-        {"id": 1, "regions": regions},
-        {"id": 3, "regions": []},
-        {"id": 1, "regions": []},
-        5,
-        {"id": "../1", "regions": []},
-        {"id": 2, "regions": []},
-    ]
+        region(*whole, "good"), region(*whole, "  "), region(0, 0, 0, 5, "thin"), region("0", 0, 5, 5, "text"),
+        region(0, 0, float("nan"), 5, "nan"), {"phrase": "no box"}, 7,
+    ]  # fmt: skip
+    entries = [{"id": name, "regions": regions if k == 0 else []} for k, name in enumerate((1, 3, 1, "../1", 2))]
+    entries.insert(3, 5)
     problems = Problems()
     found = read_boxed_images(write(tmp_path, entries), tmp_path, problems, sample=9)
     assert [(p.id, len(p.boxes)) for p in found] == [("1", 1), ("2", 0)]

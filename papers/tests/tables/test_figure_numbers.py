@@ -12,7 +12,8 @@ import torch
 from PIL import Image
 from support.words import folded
 
-from papers.tables.figure_numbers import KINDS, Scene, make_figure, pair_gradients
+from papers.studies.gradients import pair_gradients
+from papers.tables.figure_numbers import KINDS, Scene, make_figure
 from papers.tables.paper_tables import TableData, choose_data
 from papers.tests.tables.tiny_figures import SMALL, make_pictures
 from sfumato.errors import UserError

@@ -1,6 +1,6 @@
 """What the hardest negative of a triplet loss does in training: distances, and whether it is a true match.
 
-    python benchmarks/hardest_negatives.py RECIPE [section.key=value ...] [--without-unlisted] [--out runs/hardest]
+    python -m papers.benchmarks.hardest_negatives RECIPE [section.key=value ...] [--without-unlisted]
 
 Trains the recipe and prints for every epoch, in its last batches and in both directions: the mean distance of an anchor
 to its own item, to the hardest negative of the batch and to all others; how often that hardest negative is a match that

@@ -1,6 +1,6 @@
 """Compose scenes of emoji with boxes and phrases, in the layout of Visual Genome, for Table 4 of PVSE++.
 
-    python benchmarks/crops.py SCENES [--scenes 400] [--style fluent3d] [--seed 0]
+    python -m papers.benchmarks.crops SCENES [--scenes 400] [--style fluent3d] [--seed 0]
     python -m papers table "PVSE++ 4" crops.model=RUN crops.regions=SCENES/region_descriptions.json crops.images=SCENES
 
 A scene is a white square of 512 pixels with 12 to 20 different emoji of one style, each 28 to 260 pixels wide, at the

@@ -1,0 +1,50 @@
+"""What a change of each pair's distance does to the losses: figure A.3 of the PCME++ paper."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sfumato.gaussian import GaussianEmbedding
+from sfumato.losses import InfoNCEOptions, PCMEPPOptions, TripletOptions, infonce_loss, pcmepp_loss, triplet_loss
+
+PAIRS = 8
+"""Number of images, and of texts, whose pairs' gradients are compared."""
+
+
+def study_gradients(*, seed: int, noise: float, scale: float, bias: float) -> dict[str, Any]:
+    """Of points near their match: what a change of each pair's distance does to the losses."""
+    generator = torch.Generator().manual_seed(seed)
+    text = torch.eye(PAIRS, dtype=torch.float64)
+    image = text + noise * torch.randn(PAIRS, PAIRS, generator=generator, dtype=torch.float64)
+    match = torch.eye(PAIRS, dtype=torch.float64)
+    plain = PCMEPPOptions(distance="squared_l2", alpha=0.0, beta=0.0)
+    losses: dict[str, Callable[[GaussianEmbedding, GaussianEmbedding, Tensor], Any]] = {
+        "triplet, hardest negative": triplet_loss,
+        "triplet, all negatives": partial(triplet_loss, options=TripletOptions(mining="sum")),
+        "InfoNCE": partial(infonce_loss, options=InfoNCEOptions(), logit_scale=scale),
+        "match loss of PCME++": partial(pcmepp_loss, options=plain, logit_scale=scale, logit_bias=bias),
+    }
+    matrices = {
+        name: pair_gradients(lambda x, y, loss=loss: loss(x, y, match).total, image, text).tolist()  # type: ignore[misc]
+        for name, loss in losses.items()
+    }
+    return {"matrices": matrices}
+
+
+def pair_gradients(
+    loss: Callable[[GaussianEmbedding, GaussianEmbedding], Tensor], image: Tensor, text: Tensor
+) -> Tensor:
+    r"""(n, m) derivatives of a loss of points by the squared L2 distance of each pair.
+
+    The gradient of image i is the sum over j of d loss / d distance(i, j) times 2 (image_i - text_j). With m = d texts
+    in general position this determines them.
+    """
+    leaf = image.clone().requires_grad_()
+    loss(GaussianEmbedding.point(leaf), GaussianEmbedding.point(text)).backward()
+    assert leaf.grad is not None
+    system = 2 * (image.unsqueeze(2) - text.T)  # (n, d, m)
+    solved: Tensor = torch.linalg.solve(system, leaf.grad)
+    return solved
