@@ -1,8 +1,8 @@
-"""The tables of papers/docs/methods.md, from files of benchmarks/methods.py.
+"""The tables of papers/docs/methods.md, from files of papers/benchmarks/methods.py.
 
     python benchmarks/results_page.py
 
-The files are benchmarks/results/family-NAME.json; benchmarks/methods.py writes them with --json.
+The files are benchmarks/results/family-NAME.json; papers/benchmarks/methods.py writes them with --json.
 """
 
 import json

@@ -9,7 +9,7 @@ from sfumato.cli import run
 app = typer.Typer(help="Repeat and study the papers.", no_args_is_help=True, add_completion=False)
 
 
-_FOLDERS = ("tables", "studies", "captions", "data", "posthoc")
+_FOLDERS = ("tables", "studies", "captions", "data", "posthoc", "runs")
 
 
 @app.callback()

@@ -11,7 +11,7 @@ import textwrap
 from collections.abc import Iterable
 from pathlib import Path
 
-from sfumato.evaluation.papers import PaperItem, paper_items
+from papers.tables.items import PaperItem, paper_items
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "papers" / "docs" / "papers.md"

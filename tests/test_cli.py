@@ -10,14 +10,11 @@ import shutil
 import numpy as np
 import pytest
 import safetensors.torch
-import torch
 import typer
 from support.charts import undrawn
 from support.words import folded, too_wide
 
 from sfumato import cli, load
-from sfumato.cli.common import Verbs
-from sfumato.errors import UserError
 from sfumato.search.collection import GaussianCollection
 
 
@@ -74,84 +71,6 @@ def test_evaluate_prints_a_table_and_writes_json(work, sfumato):
     assert sfumato.json("evaluate", "run", work / "run") == written
     # Two captions for each image; two images of one shape and colour share theirs.
     assert (written["n_images"], written["n_texts"]) == (13, 24) and 0 <= written["i2t"]["recall@1"] <= 1
-
-
-def test_evaluate_without_a_verb_names_the_command_that_is_meant(work, files, sfumato, tmp_path):
-    """One line and status 2; the command in it does what was meant, once its capitals are filled in."""
-    sfumato.printed("export", work / "run", tmp_path / "out")
-    torch.save({"model": {}}, tmp_path / "released.pth")
-    truth, data = ("--truth", files / "truth.csv"), ("--data", work / "toy.toml")
-    embeddings = ("--images", files / "i.npy", "--texts", files / "t.npy")
-    capitals = {"RECIPE": work / "toy.toml", "TEXTS": files / "t.npy", "TRUTH": files / "truth.csv"}
-    both = tmp_path / "both"
-    both.mkdir()
-    shutil.copy(files / "i.npy", both / "image_vectors.npy")
-    shutil.copy(files / "t.npy", both / "text_vectors.npy")
-    moved = ("--images", both / "image_vectors.npy", "--texts", both / "text_vectors.npy")
-    first = ("files", *embeddings[:2], "--texts", "TEXTS", "--truth", "TRUTH", "--score", "dot")
-    for given, meant in (
-        ((work / "run", "--distance", "wasserstein2"), ("run", work / "run", "--distance", "wasserstein2")),
-        (("--split", "val", "--json", work / "run"), ("run", "--split", "val", "--json", work / "run")),
-        ((work / "run", *data), ("model", work / "run", *data)),
-        ((tmp_path / "out",), ("model", tmp_path / "out", "--data", "RECIPE")),
-        ((*data, tmp_path / "out"), ("model", *data, tmp_path / "out")),
-        ((tmp_path / "released.pth",), ("model", tmp_path / "released.pth", "--data", "RECIPE")),
-        (("openai/some-clip",), ("model", "openai/some-clip", "--data", "RECIPE")),
-        ((files / "i.npy", "--score", "dot"), first),
-        ((both,), ("files", *moved, "--truth", "TRUTH")),
-        ((files / "lists.json",), ("files", "--ranked", files / "lists.json", "--truth", "TRUTH")),
-        ((*embeddings, *truth), ("files", *embeddings, *truth)),
-        (("rum", work / "run"), ("run", work / "run")),
-    ):
-        err = sfumato.refused("evaluate", *given)
-        words = shlex.split(err.partition("sfumato evaluate ")[2])
-        assert err.count("\n") == 1 and words == [str(word) for word in meant]
-        if {"openai/some-clip", tmp_path / "released.pth"}.isdisjoint(given):
-            found = sfumato.json("evaluate", *[capitals.get(word, word) for word in words if word != "--json"])
-            assert found["n_images"] > 0
-    assert (work / "run" / "evaluation-test-wasserstein2.json").exists()
-
-
-def test_evaluate_of_nothing_names_all_three(work, sfumato, tmp_path):
-    three = (
-        "sfumato evaluate run RUN",
-        "sfumato evaluate model MODEL --data RECIPE",
-        "sfumato evaluate files --images",
-    )
-    (tmp_path / "empty").mkdir()
-    assert sfumato.json("index", work / "run", "--split", "val", "--out", tmp_path / "index")["n"] > 0
-    for given, says in (
-        ((), "say what to evaluate"),
-        (("--json",), "say what to evaluate"),
-        ((tmp_path / "empty",), "holds neither a run, nor a model, nor embeddings"),
-        ((tmp_path / "index",), "--judgements FILE"),
-        (("nowhere",), "nowhere is neither a file nor a folder"),
-        (("emoji-demo",), "sfumato train emoji-demo --out RUN; then sfumato evaluate run RUN"),
-        ((work / "toy.toml",), "is a recipe, which has to be trained first: sfumato train"),
-        ((work / "run", "--images", "x.npy"), "--images is an option for embedding files"),
-        (("--ranked", "x.json", "--data", "emoji-demo"), "--data needs a model"),
-    ):
-        err = sfumato.refused("evaluate", *given)
-        assert err.count("\n") == 1 and says in err, err
-        assert all(way in err for way in three) or "recipe" in err or "is an index" in err or "--" in str(given)
-    out = sfumato.printed("evaluate", "--help")
-    assert all(re.search(rf"^ +{verb} ", out, re.MULTILINE) for verb in ("run", "model", "files"))
-
-
-def test_every_command_with_verbs_says_which_is_meant():
-    groups = [group.typer_instance.info.cls for group in cli.app.registered_groups]
-    assert groups and all(issubclass(group, Verbs) for group in groups)
-    plain = typer.Typer(cls=Verbs)
-    for verb in ("one", "two"):
-        plain.command(verb)(lambda: None)
-    command = typer.main.get_command(plain)
-    for given, says in (
-        ([], "write sfumato both VERB, where VERB is one of one, two"),
-        (["a b"], "write sfumato both VERB 'a b', where VERB is one of one, two"),
-        (["tow", "x"], "unknown 'tow'; did you mean: sfumato both two x"),
-    ):
-        with pytest.raises(UserError, match=re.escape(says)):
-            command.make_context("both", given)
 
 
 def test_a_run_its_export_and_the_recipe_of_its_data_give_the_same_figures(work, sfumato, tmp_path):
@@ -221,30 +140,14 @@ def test_a_run_is_evaluated_where_its_data_are_now(work, sfumato):
     assert found["i2t"] == sfumato.json("evaluate", "run", work / "run")["i2t"]
 
 
-def test_evaluate_a_run_with_everything_beside(work, sfumato, tmp_path):
-    pytest.importorskip("faiss", reason="the extra faiss is not installed")
+def test_evaluate_a_run_with_its_single_queries(work, sfumato, tmp_path):
     run = ("evaluate", "run", work / "run")
     plain, table = sfumato.json(*run), tmp_path / "q.csv"
     result = sfumato.json(*run, "--per-query", table)
     assert result.pop("per_query") == str(table) and result == plain
     assert len(table.read_text().splitlines()) == 1 + plain["n_images"] + plain["n_texts"]
-    strategies = sfumato.json(*run, "--strategies", "all", "--engine", "exact")["strategies"]
-    assert list(strategies) == ["mean", "wasserstein2", "csd", "faiss_mean", "faiss_rerank", "faiss_lifted"]
-    for direction in ("i2t", "t2i"):
-        csd, lifted = (strategies[name]["truths"]["test"][direction] for name in ("csd", "faiss_lifted"))
-        assert csd["map@r"] == plain[direction]["map@r"] == lifted["map@r"] and "mean_rank" not in lifted
-    other = (*run, "--distance", "squared_l2")
-    by_file, by_run = (sfumato.json(*other, "--compare", what)["comparison"] for what in (table, work / "run"))
-    means = sfumato.json(*other)
-    for d in by_file["differences"]:
-        assert d["first"] == pytest.approx(plain[d["direction"]][d["metric"]])
-        assert d["second"] == pytest.approx(means[d["direction"]][d["metric"]])
-    # A run is ranked by the distance that is asked for, as this one is.
-    assert all(d["difference"] == 0 for d in by_run["differences"])
-    words = folded(sfumato.printed(*run, "--strategies", "csd,faiss_mean", "--engine", "exact"))
-    assert "FAISS (mean only)" in words and "image -> text" in words
-    words = folded(sfumato.printed(*run, "--compare", table))
-    assert "compared with" in words and "+0.00" in words
+    words = folded(sfumato.printed(*run, "--per-query", table))
+    assert "single queries written to" in words and "image -> text" in words
 
 
 @pytest.fixture
@@ -302,11 +205,6 @@ def test_evaluate_a_matrix_of_scores(files, sfumato, tmp_path):
     assert status == 0 and "rows: images, in the order of the ground truth; columns: texts" in folded(out)
     for arguments, message in (
         ((), "say what the scores"),
-        (
-            ("--scores-are", "distance", "--strategies", "all"),
-            "--strategies needs embeddings; leave it out with --scores",
-        ),
-        (("--scores-are", "distance", "--uncertainty", "log_det"), "--uncertainty needs embeddings"),
         (("--scores-are", "distance", "--score", "csd"), "leave out --score"),
     ):
         status, out, err = sfumato(*wanted, *arguments)
@@ -323,19 +221,6 @@ def test_evaluate_ranked_lists(files, sfumato):
     lists["i2t"]["i0"] = lists["i2t"]["i0"][:3]
     (files / "lists.json").write_text(json.dumps(lists))
     assert "too short" in sfumato.refused(*arguments)
-
-
-def test_evaluate_over_several_seeds(work, sfumato, tmp_path):
-    runs = [work / "run", tmp_path / "other"]
-    sfumato.printed("train", work / "run/recipe.toml", "train.seed=7", "--out", runs[1])
-    alone = [sfumato.json("evaluate", "run", run)["rsum"] * 100 for run in runs]
-    both = ("evaluate", "run", runs[0], "--seeds", runs[1])
-    rsum = sfumato.json(*both)["rsum"]
-    assert rsum["values"] == pytest.approx(alone) and rsum["mean"] == pytest.approx(sum(alone) / 2)
-    assert rsum["deviation"] == pytest.approx(abs(alone[0] - alone[1]) / 2**0.5)
-    words = folded(sfumato.printed(*both))
-    assert "csd, test, 2 runs" in words and " ± " in words
-    assert "--seeds needs runs on their own data" in sfumato.refused(*both, "--published")
 
 
 def test_trust_prints_tables_and_writes_json(work, sfumato, monkeypatch):
@@ -545,13 +430,7 @@ BAD_INPUTS = {
     "evaluate files --images x.npy --texts y.npy": "either --truth FILE or --benchmark NAME",
     "evaluate files --images x.npy --texts y.npy --benchmark emoji": "no embeddings at x.npy",
     "evaluate files --ranked x.json --benchmark cocoa": "unknown benchmark 'cocoa'",
-    "evaluate files --ranked x.json --benchmark emoji --compare {run}": "with a file of single queries, .parquet",
-    "evaluate run {run} --strategies fiass": "unknown strategy 'fiass'; known: all, pcme, mean",
-    "evaluate run {run} --strategies all --per-query x.csv": "name at most one strategy",
     "evaluate run {run} --per-query x.txt": "must be a .parquet or .csv file",
-    "evaluate run {run} --compare x.csv": "no results of single queries at x.csv",
-    "evaluate run {run} --compare {data}": "neither a run folder nor a file of single queries",
-    "evaluate run {run} --published": "no published table has figures of test",
     "evaluate run {run} train.epochs=3": "'train.epochs=3' does not change the data of",
     "evaluate run {run} --device abacus": "'abacus' is not available",
     "evaluate run {run} --split dev": "has no split 'dev'; it has",

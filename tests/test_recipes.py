@@ -10,8 +10,8 @@ import pytest
 import torch
 from support.raising import raises
 
+from papers.tables.items import paper_items
 from sfumato.errors import UserError
-from sfumato.evaluation.papers import paper_items
 from sfumato.models.build import Assets, build_loss, build_model, fresh_tokenizer
 from sfumato.models.recipe import (
     Recipe,

@@ -134,7 +134,7 @@ def crops(
     Measures their uncertainty, and how often each finds its own caption. In each image, A is the largest box below a
     threshold, B a box that overlaps little with A, and C the crop around both.
     """
-    from sfumato.evaluation.papers import find_item
+    from papers.tables.items import find_item
 
     settings = {
         "model": model, "regions": regions, "images": images, "thresholds": thresholds, "sample": sample,
@@ -158,7 +158,7 @@ def toy(
 
     Does each method give uncertain samples larger variances than certain ones?
     """
-    from sfumato.evaluation.papers import find_item
+    from papers.tables.items import find_item
 
     made, folder = make(find_item("PCME++ Fig. A.1"), [f"toy.seed={seed}", f"toy.updates={updates}"], out, "cpu")
     if not as_json:

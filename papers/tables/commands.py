@@ -12,7 +12,7 @@ from sfumato.cli.common import INSTANCES, AsJson, Device, check_out_folder, comm
 from sfumato.errors import UserError
 
 if TYPE_CHECKING:
-    from sfumato.evaluation.papers import PaperItem
+    from papers.tables.items import PaperItem
 
 _OVERRIDES = (
     "Change to all recipes, e.g. train.epochs=5, or a study's setting, e.g. toy.seed=1. A wrong one lists them."
@@ -50,8 +50,8 @@ def table(
     Trains the runs that are missing, evaluates them, and prints ours beside published. The same command goes on where
     it was interrupted.
     """
+    from papers.tables.items import find_item, paper_items
     from papers.tables.printed import print_items
-    from sfumato.evaluation.papers import find_item, paper_items
 
     if not listed and name is not None:
         return repeat(find_item(name), [*(overrides or [])], flags)
@@ -68,7 +68,7 @@ def figure(
     flags: RepeatFlags,
 ) -> None:
     """Repeat a figure of the papers: the same as `table` with "Fig." before the number."""
-    from sfumato.evaluation.papers import find_item
+    from papers.tables.items import find_item
 
     paper, _, number = name.rpartition(" ")
     repeat(find_item(name if "fig" in name.lower() else f"{paper} Fig. {number}"), [*(overrides or [])], flags)

@@ -10,6 +10,7 @@ from papers.drawing import draw_ellipses
 from papers.studies import pages
 from papers.tables import said
 from papers.tables.figure_numbers import Figure
+from papers.tables.items import data_sets
 from papers.tables.printed import averaged_over
 from sfumato.charts import (
     CARD,
@@ -25,7 +26,6 @@ from sfumato.charts import (
     require_matplotlib,
     write_drawing,
 )  # fmt: skip
-from sfumato.evaluation.papers import data_sets
 from sfumato.files import write_json
 from sfumato.reports.report_charts import draw_recall_bins
 from sfumato.reports.tables import (

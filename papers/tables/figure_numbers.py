@@ -1,6 +1,6 @@
 """The numbers of the papers' figures, from the runs of their rows; drawn.py draws them.
 
-What a figure consists of is data, see :mod:`sfumato.evaluation.papers`: its kind names an entry of KINDS here.
+What a figure consists of is data, see :mod:`papers.tables.items`: its kind names an entry of KINDS here.
 """
 
 import statistics
@@ -19,11 +19,11 @@ from papers.studies.labelled import emoji_labelled, read_class_folder, read_clas
 from papers.studies.prompts import read_templates
 from papers.studies.toy import run_toy
 from papers.studies.zeroshot import evaluate_zeroshot
+from papers.tables.items import PaperItem
 from papers.tables.paper_tables import Repeated, TableData, embed_item, plan_table, run_figures, train_planned
 from sfumato.data.images import thumbnail
 from sfumato.errors import UserError
 from sfumato.evaluation.embedded_input import Measured, measure
-from sfumato.evaluation.papers import PaperItem
 from sfumato.evaluation.protocols import EvaluationOptions
 from sfumato.ids import Direction
 from sfumato.matching import MATCH_PROBABILITY

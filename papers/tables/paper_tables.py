@@ -1,5 +1,5 @@
 """A table of a paper repeated: the runs that are missing are trained, all are evaluated, and published figures stand
-beside. What a table consists of is data, see :mod:`sfumato.evaluation.papers`.
+beside. What a table consists of is data, see :mod:`papers.tables.items`.
 """
 
 import json
@@ -11,21 +11,21 @@ from typing import Any
 
 import torch
 
+from papers.runs.grid import train_missing
+from papers.runs.strategies import choose_strategies, evaluate_strategies
+from papers.tables.items import PaperItem, data_sets, own_figures
 from sfumato.data.sources import DataConfig
 from sfumato.errors import UserError
 from sfumato.evaluation.benchmarks import EmbeddedSet
-from sfumato.evaluation.compare import OverSeeds, over_seeds
 from sfumato.evaluation.embedded_input import measure, read_ground_truths
 from sfumato.evaluation.ground_truth import GroundTruth
-from sfumato.evaluation.papers import PaperItem, data_sets, own_figures
-from sfumato.evaluation.strategies import choose_strategies, evaluate_strategies
 from sfumato.files import read_json, write_json
 from sfumato.matching import MATCH_PROBABILITY
 from sfumato.models.evaluate import embed_for_evaluation
 from sfumato.models.recipe import Recipe, find_recipe, load_recipe
 from sfumato.models.run import MODEL, Run, load_run
 from sfumato.progress import say
-from sfumato.workflows.table import train_missing
+from sfumato.workflows.table import OverSeeds, over_seeds
 
 _GALLERIES = ("coco_1k", "cub", "flickr30k", "cxc_1k", "coco_5k", "cxc", "eccv", "pmrp_1k", "rpc2_1k", "pmrp", "rpc2")
 """Ground truths of published figures, in the order in which one of them stands beside a figure of other data."""
@@ -39,7 +39,7 @@ _MANIFESTS = (".csv", ".jsonl", ".parquet")
 class TableData:
     """The data that a table is repeated on."""
 
-    name: str  # of :func:`~sfumato.evaluation.papers.data_sets`; it chooses the recipes
+    name: str  # of :func:`~papers.tables.items.data_sets`; it chooses the recipes
     title: str  # as it is written above the figures
     overrides: tuple[str, ...] = ()  # of every recipe, e.g. where the data are
 

@@ -5,11 +5,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from papers.tables.items import PaperItem, data_sets
 from papers.tables.paper_tables import Table as PaperTable
 from papers.tables.paper_tables import table_columns
 from sfumato.errors import UserError
-from sfumato.evaluation.compare import OverSeeds
-from sfumato.evaluation.papers import PaperItem, data_sets
 from sfumato.reports.tables import (
     MISSING,
     Table,
@@ -21,6 +20,7 @@ from sfumato.reports.tables import (
     short_name,
     tex,
 )  # fmt: skip
+from sfumato.workflows.table import OverSeeds
 
 if TYPE_CHECKING:
     pass

@@ -22,7 +22,7 @@ from sfumato.models.evaluate import evaluate_run
 from sfumato.models.recipe import find_recipe, load_recipe
 from sfumato.models.run import Run, load_run
 from sfumato.models.split import embed_split, load_split
-from sfumato.reports.console import print_evaluation
+from sfumato.reports.evaluation import print_evaluation
 from sfumato.reports.tables import percent, print_search, probability, signed
 from sfumato.search.answer import MANY, Answer
 from sfumato.search.collection import GaussianCollection, copy_gallery

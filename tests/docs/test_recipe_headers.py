@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from papers import pages
-from sfumato.evaluation.papers import paper_items
+from papers.tables.items import paper_items
 from sfumato.models.recipe import find_recipe, load_recipe, recipe_files
 
 ROOT = Path(__file__).resolve().parents[2]

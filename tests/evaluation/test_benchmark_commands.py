@@ -11,9 +11,7 @@ from support.words import folded, too_wide
 
 from sfumato.distances import seeded_samples
 from sfumato.models.evaluate import embed_for_evaluation
-from sfumato.models.recipe import load_recipe
 from sfumato.models.run import load_run
-from sfumato.training.loop import fit
 
 RECIPE = """
 name = "birds"
@@ -87,8 +85,6 @@ def test_a_run_against_a_benchmark_is_the_same_run_on_its_split(work, sfumato):
     words = folded(out)
     assert "recall@1 of ten groups of queries, from the most certain" in words and "flickr8k image -> text: " in words
     assert "mean total variance: images" in words and not too_wide(out, work)
-    status, out, err = sfumato("evaluate", "run", work / "run", *wanted, "--compare", work / "run", "--json")
-    assert status == 0 and all(d["difference"] == 0 for d in json.loads(out)["comparison"]["differences"])
 
 
 def test_what_does_not_fit_is_refused_before_anything_is_embedded(work, sfumato, monkeypatch):
@@ -103,7 +99,6 @@ def test_what_does_not_fit_is_refused_before_anything_is_embedded(work, sfumato,
         (("--benchmark", "cub", "--annotations", work), "name with --classes the folder of the public lists"),
         (("--annotations", work), "--annotations belongs to a benchmark; add --benchmark NAME"),
         (("--metrics", "map@r"), "--metrics belongs to a benchmark"),
-        ((*wanted, "--published-tables", "PCME++ 9"), "no figures for table 'PCME++ 9'"),
     ):
         status, out, err = sfumato("evaluate", "run", work / "run", *arguments)
         assert (status, out) == (2, "") and message in err
@@ -117,23 +112,16 @@ def test_a_part_of_a_benchmark_is_a_smoke_test_and_says_so(work, sfumato):
     wanted = ("evaluate", "run", work / "run", "--benchmark", "flickr8k", "--annotations", work / "larger.json")
     status, _, err = sfumato(*wanted)
     assert status == 2 and "12 of the 24 images" in folded(err) and "--subset" in err
-    status, out, err = sfumato(*wanted, "--subset", "--json", "--per-query", work / "q.csv", "--compare", work / "run")
+    status, out, err = sfumato(*wanted, "--subset", "--json", "--per-query", work / "q.csv")
     assert status == 0, err
     found, whole = json.loads(out), json.loads(sfumato(*wanted[:-1], work / "dataset_flickr8k.json", "--json")[1])
     assert found["truths"] == {"flickr8k (subset)": whole["truths"]["flickr8k"]}
     counts = {"images": 12, "of_images": 24, "texts": 24, "of_texts": 36}
     assert found["subset"] == {"flickr8k (subset)": counts} and "subset" not in whole
-    assert {d["truth"] for d in found["comparison"]["differences"]} == {"flickr8k (subset)"}
     assert {row["truth"] for row in csv.DictReader((work / "q.csv").open())} == {"flickr8k (subset)"}
     assert json.loads((work / "run" / "benchmark-flickr8k-subset-test-csd.json").read_text())["subset"]
     words = folded(sfumato(*wanted, "--subset")[1])
     assert "SMOKE TEST on a part of the benchmark" in words and "12 of 24 images and 24 of 36 texts are there" in words
-    for arguments, message in (
-        (("--published",), "not comparable with published ones"),
-        (("--seeds", work / "run"), "a smoke test of one run"),
-    ):
-        status, out, err = sfumato(*wanted, "--subset", *arguments)
-        assert (status, out) == (2, "") and message in folded(err)
     # The split of the benchmark may have another name than that of the data.
     renamed = json.loads((work / "dataset_flickr8k.json").read_text())
     for entry in renamed["images"]:
@@ -145,43 +133,12 @@ def test_a_part_of_a_benchmark_is_a_smoke_test_and_says_so(work, sfumato):
     assert status == 2 and "--subset belongs to a benchmark" in err
 
 
-def test_several_runs_against_a_benchmark(work, sfumato, tmp_path):
-    wanted = ("--benchmark", "flickr30k", "--annotations", work / "dataset_flickr8k.json")
-    other = tmp_path / "other"
-    recipe = load_recipe(work / "run/recipe.toml")
-    fit(recipe.model_copy(update={"train": recipe.train.model_copy(update={"seed": 8})}), other)
-    status, out, err = sfumato("evaluate", "run", work / "run", *wanted, "--seeds", other, "--json")
-    assert status == 0, err
-    found = json.loads(out)
-    assert found["runs"] == [str(work / "run"), str(other)]
-    one = json.loads(sfumato("evaluate", "run", work / "run", *wanted, "--published", "--json")[1])
-    two = json.loads(sfumato("evaluate", "run", other, *wanted, "--json")[1])
-    both = [100 * of["truths"]["flickr30k"]["i2t"]["recall@5"] for of in (one, two)]
-    assert found["i2t flickr30k recall@5"]["mean"] == pytest.approx(sum(both) / 2)
-    assert found["flickr30k rsum"]["values"] == [100 * of["truths"]["flickr30k"]["rsum"] for of in (one, two)]
-    assert {row["table"] for row in one["published"]["rows"]} == {"3"}
-    status, out, _ = sfumato("evaluate", "run", work / "run", *wanted, "--published")
-    words = folded(out)
-    assert "beside PVSE++, table 3 (Flickr30k" in words and "VSRN ours" in words and "69.2" in words
-    status, out, _ = sfumato("evaluate", "run", work / "run", *wanted, "--published-tables", "PVSE++ 7")
-    assert "beside PVSE++, table 7" in folded(out) and "372.48" in out
-
-
 def test_ranking_by_match_probability_takes_the_logits_of_the_run(work, sfumato):
     status, out, err = sfumato("evaluate", "run", work / "run", "--distance", "match_probability", "--json")
     assert status == 0, err
     found = json.loads(out)
     assert found["distance"] == "match_probability"
     assert (work / "run" / "evaluation-test-match_probability.json").is_file()
-    arguments = ("--strategies", "pcme", "--benchmark", "flickr8k", "--annotations", work / "dataset_flickr8k.json")
-    status, out, err = sfumato("evaluate", "run", work / "run", *arguments, "--json")
-    assert status == 0, err
-    strategies = json.loads(out)["strategies"]
-    assert list(strategies) == [
-        "mean", "kl", "js", "elk", "bhattacharyya", "wasserstein2", "average_l2", "match_probability"
-    ]  # fmt: skip
-    own = strategies["match_probability"]["truths"]["flickr8k"]
-    assert own["i2t"]["recall@1"] == found["i2t"]["recall@1"] and own["rsum"] == found["rsum"]
     with pytest.raises(ValueError, match="unknown distance 'elkk'.*nearest_of_K.*; or match_probability"):
         load_run(work / "run").ranking_distance("elkk")
 
@@ -212,15 +169,10 @@ def test_samples_at_test_time_are_chosen_with_their_seed(work, sfumato):
         found_again = json.loads(sfumato(*wanted, *benchmark, "--distance", name)[1])
         assert found_again["samples"] == {"n": 5, "seed": 4}
         assert found_again["truths"]["flickr8k"]["i2t"]["recall@5"] == found["i2t"]["recall@5"]
-        strategies = json.loads(sfumato(*wanted, *benchmark, "--strategies", name)[1])["strategies"]
-        assert strategies[name]["truths"]["flickr8k"]["rsum"] == found["rsum"]
     own = json.loads(sfumato("evaluate", "run", work / "run", "--distance", "match_probability", "--json")[1])
     assert own["samples"] == {"n": 3, "seed": 0}, "the number of the training"
     status, out, err = sfumato("evaluate", "run", work / "run", "--samples", 5)
     assert (status, out) == (2, "") and "csd needs none. Leave --samples out" in " ".join(err.split())
-    files = ("evaluate", "files", "--images", "i.npy", "--texts", "t.npy", "--truth", "x.csv", "--samples", 5)
-    status, out, err = sfumato(*files)
-    assert (status, out) == (2, "") and "csd needs none" in err
     status, out, err = sfumato(*wanted, "--distance", "match_probability", "--samples", 0)
     assert status == 2 and "--samples" in err
 
@@ -249,23 +201,6 @@ def test_recall_and_single_queries_by_another_uncertainty(work, sfumato, tmp_pat
     assert "from the most certain to the least (by log volume)" in words
     status, out, err = sfumato("evaluate", "run", work / "run", "--uncertainty", "entropy")
     assert (status, out) == (2, "") and "known: total_variance, geometric_std, log_det" in err
-
-
-def test_files_are_ranked_by_match_probability_with_given_logits(work, sfumato):
-    from sfumato import save_embeddings
-
-    run = load_run(work / "run")
-    embedded = embed_for_evaluation(run, run.recipe.data, "test")
-    save_embeddings(work / "i.safetensors", embedded.images, list(embedded.image_ids))
-    save_embeddings(work / "t.safetensors", embedded.texts, list(embedded.text_ids))
-    arguments = (
-        "evaluate", "files", "--images", work / "i.safetensors", "--texts", work / "t.safetensors",
-        "--benchmark", "flickr8k", "--annotations", work / "dataset_flickr8k.json", "--score", "match_probability",
-    )  # fmt: skip
-    status, _, err = sfumato(*arguments)
-    assert status == 2 and "give --logit-scale and --logit-bias" in err
-    status, out, _ = sfumato(*arguments, "--logit-scale", 3, "--logit-bias", 1, "--json")
-    assert status == 0 and json.loads(out)["score"] == "match_probability"
 
 
 def test_a_model_without_logits_has_no_match_probability(work, sfumato, tmp_path):

@@ -1,4 +1,4 @@
-"""Embeddings and ranked lists from files against truths: what is read, what must fit, and what is asked for beside."""
+"""Embeddings and ranked lists from files against truths: what is read, what must fit, and what is refused."""
 
 import json
 
@@ -10,7 +10,6 @@ from support.raising import raises
 
 from sfumato.errors import UserError
 from sfumato.evaluation.benchmarks import EmbeddedSet, keep_what_is_there
-from sfumato.evaluation.compare import More, more_results, per_query_table, read_per_query
 from sfumato.evaluation.embedded_input import (
     Files,
     measure,
@@ -21,7 +20,7 @@ from sfumato.evaluation.embedded_input import (
     read_ground_truths,
 )
 from sfumato.evaluation.ground_truth import ground_truth_from_pairs, in_folds
-from sfumato.evaluation.papers import common_figures
+from sfumato.evaluation.per_query import per_query_table
 from sfumato.gaussian import GaussianEmbedding, save_embeddings
 
 N, M, D = 6, 12, 3
@@ -69,15 +68,15 @@ def test_rows_without_ids_are_in_the_order_of_the_truth(folder):
     assert measure(plain).figures == expected
 
 
-def test_log_variances_from_a_file_are_those_of_a_file_of_ours(folder):
+def test_a_file_of_ours_has_its_log_variances(folder):
     ground_truths = read_ground_truths(ground_truth=folder / "truth.json")
-    a = read_embedded_set(f"{folder}/i.npy", f"{folder}/t.npy", ground_truths, text_log_var=folder / "t_log_var.npy")
-    b = read_embedded_set(f"{folder}/i.npy", f"{folder}/ours.safetensors", ground_truths)
-    assert b.text_ids != a.text_ids and measure(a).figures == measure(b).figures != measure(a, "squared_l2").figures
-    expected = dict(zip(a.text_ids, np.exp(np.load(folder / "t_log_var.npy")).sum(1), strict=True))
-    for found in (a, b):
-        assert found.uncertainty()["t2i"] == pytest.approx(expected, rel=1e-5)
-        assert set(found.uncertainty()["i2t"].values()) == {0.0}
+    points = read_embedded_set(f"{folder}/i.npy", f"{folder}/t.npy", ground_truths)
+    found = read_embedded_set(f"{folder}/i.npy", f"{folder}/ours.safetensors", ground_truths)
+    assert found.text_ids != points.text_ids and measure(found).figures != measure(points).figures
+    assert measure(found, "squared_l2").figures == measure(points).figures
+    expected = dict(zip(points.text_ids, np.exp(np.load(folder / "t_log_var.npy")).sum(1), strict=True))
+    assert found.uncertainty()["t2i"] == pytest.approx(expected, rel=1e-5)
+    assert set(found.uncertainty()["i2t"].values()) == {0.0} and points.uncertainty() is None
 
 
 def test_half_precision_is_widened(folder):
@@ -107,12 +106,8 @@ def test_lists_are_measured_as_they_are(folder):
     found = measure_lists(folder / "lists.json", ground_truths)
     assert found.figures == evaluate_ranked_lists(lists["i2t"], lists["t2i"], images, texts, ground_truths)
     assert found.figures == measure(embedded, "squared_l2").figures and found.score == "lists"
-    more = More(per_query=folder / "q.csv", compared_with="x")
-    results = more_results(found, None, more, per_query_table(found.ranks))
-    assert {d.metric for d in results.differences} == {"recall@1", "r_precision"}
-    assert np.isnan(read_per_query(folder / "q.csv").figures["recall@10"]).all()
-    with pytest.raises(UserError, match="ranked lists and scores are already ranked; strategies need embeddings"):
-        more_results(found, None, More(strategies="csd"))
+    single = per_query_table(found.ranks)
+    assert np.isnan(single.figures["recall@10"]).all() and not np.isnan(single.figures["r_precision"]).any()
     with pytest.raises(ValueError, match="recall@5 needs 5"):
         measure_lists(
             folder / "lists.json", read_ground_truths(ground_truth=folder / "truth.json", metrics=["recall@5"])
@@ -174,13 +169,8 @@ def test_a_matrix_has_the_options_of_a_ranking_alone(folder):
     wanted = {"scores": folder / "d.npy", "scores_are": "distance", "ground_truth": folder / "truth.json"}
     measured, embedded = measure_files(Files(**wanted))
     assert embedded is None and measured.score == "distance matrix"
-    results = more_results(
-        measured, None, More(per_query=folder / "q.csv", compared_with="x"), per_query_table(measured.ranks)
-    )
-    assert results.differences and all(d.difference.value == 0 for d in results.differences)
     for more, score, message in (
         ({}, "csd", "ranked as it is; leave out --score"),
-        ({"image_log_var": folder / "t_log_var.npy"}, None, "leave out --score and the log variances"),
         ({"ranked": folder / "x.json"}, None, "or --scores; not several of them"),
         ({"images": "a.npy", "texts": "b.npy"}, None, "not several of them"),
         ({"scores": None}, None, "nothing to evaluate"),
@@ -205,13 +195,12 @@ def test_a_part_of_a_ground_truth_is_marked_and_equals_the_truth_of_that_part(fo
         "image_ids": folder / "some.txt", "text_ids": folder / "some_texts.txt",
     }  # fmt: skip
     raises(ValueError, "3 of the 6 images", measure_files, Files(**given, ground_truth=folder / "truth.json"))
-    part, embedded = measure_files(Files(**given, ground_truth=folder / "truth.json", subset=True))
+    part, _ = measure_files(Files(**given, ground_truth=folder / "truth.json", subset=True))
     whole, _ = measure_files(Files(**given, ground_truth=folder / "own.json"))
     assert part.figures == {"truth (subset)": whole.figures["own"]}
     assert part.to_json()["subset"] == {"truth (subset)": {"images": 3, "of_images": 6, "texts": 5, "of_texts": 12}}
     complete, _ = measure_files(Files(**given, ground_truth=folder / "own.json", subset=True))
     assert complete.figures == whole.figures and "subset" not in complete.to_json()
-    raises(UserError, "not comparable with published ones", more_results, part, embedded, More(published=True))
     (folder / "some.txt").write_text("x\ny\nz\n")
     nothing = Files(**given, ground_truth=folder / "truth.json", subset=True)
     raises(
@@ -257,40 +246,6 @@ def test_files_that_are_no_lists(folder, content, message):
         measure_lists(folder / "lists.json", read_ground_truths(ground_truth=folder / "truth.json"))
 
 
-def test_more_is_only_what_was_asked_for(folder):
-    embedded = read_embedded_set(
-        f"{folder}/i.npy", f"{folder}/ours.safetensors", read_ground_truths(ground_truth=folder / "truth.json")
-    )
-    measured = measure(embedded)
-    assert not More().anything and more_results(measured, embedded, More()).to_json() == {}
-    other = per_query_table(measure(embedded, "squared_l2").ranks)
-    more = More(strategies="mean", per_query=folder / "q.csv", compared_with="other")
-    result = more_results(measured, embedded, more, other).to_json()
-    assert list(result) == ["strategies", "per_query", "comparison"]
-    # A single strategy is what single queries are of: by means alone it is the other run.
-    assert all(d["difference"] == 0 and d["p_value"] == 1 for d in result["comparison"]["differences"])
-    assert result["strategies"]["mean"]["truths"] == measure(embedded, "squared_l2").figures
-    result = more_results(measured, embedded, More(compared_with="other"), other).to_json()
-    assert any(d["difference"] != 0 for d in result["comparison"]["differences"])
-    assert {d["metric"] for d in result["comparison"]["differences"]} == {
-        "recall@1", "recall@5", "recall@10", "r_precision", "map@r"
-    }  # fmt: skip
-    json.dumps(result, allow_nan=False)
-    with pytest.raises(UserError, match="no published table has figures of truth"):
-        more_results(measured, embedded, More(published=True))
-
-
-def test_figures_in_the_form_of_the_published_ones():
-    figures = {
-        "coco_1k": {"i2t": {"recall@1": 0.5}, "t2i": {"recall@1": 0.25}, "rsum": 5.0},
-        "eccv": {"i2t": {"map@r": 0.1, "r_precision": 0.2}, "t2i": {"map@r": 0.3}},
-        "mine": {"i2t": {"recall@1": 1.0}, "t2i": {"recall@1": 1.0}, "rsum": 6.0},
-    }
-    found = common_figures(figures)
-    assert found == pytest.approx({"eccv map@r": 20.0, "coco_1k recall@1": 37.5, "rsum": 500.0})
-    assert common_figures(figures, "t2i") == pytest.approx({"eccv map@r": 30.0, "coco_1k recall@1": 25.0})
-
-
 def test_mistakes_are_named(folder, tmp_path):
     ground_truths = read_ground_truths(ground_truth=folder / "truth.json")
     for arguments in ({}, {"benchmark": "coco", "ground_truth": folder / "truth.json"}):
@@ -318,11 +273,11 @@ def test_mistakes_are_named(folder, tmp_path):
         Files(ranked=folder / "l.json", images="x.npy"),
     ):
         raises(UserError, "give a model, or --images and --texts, or --ranked", measure_files, nothing)
-    with pytest.raises(UserError, match="leave out --score and the log variances"):
+    with pytest.raises(UserError, match="leave out --score"):
         measure_files(Files(ranked=folder / "l.json", ground_truth=folder / "truth.json"), "csd")
-    raises(UserError, "name at most one strategy", More, strategies="mean,csd", per_query=folder / "x.csv")
-    raises(UserError, "must be a .parquet or .csv file", More, per_query=folder / "x.txt")
-    raises(UserError, "the folder .*nowhere does not exist", More, per_query=folder / "nowhere" / "x.csv")
+    raises(UserError, "match_probability needs the logits of a model", measure_files, Files(
+        images=f"{folder}/i.npy", texts=f"{folder}/t.npy", ground_truth=folder / "truth.json"), "match_probability",
+    )  # fmt: skip
 
 
 def test_named_benchmarks(shared):

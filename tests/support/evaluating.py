@@ -1,6 +1,7 @@
 """Figures of embeddings, scores and lists against ground truths, in one call each."""
 
-from sfumato.evaluation.benchmarks import Embeddings, Lists, Scores, figures, rank
+from sfumato.evaluation.benchmarks import Embeddings, Scores, figures, rank
+from sfumato.evaluation.ranked_lists import Lists
 
 
 def evaluate_benchmarks(images, texts, image_ids, text_ids, ground_truths, **options):

@@ -17,8 +17,8 @@ from PIL import Image
 from safetensors.torch import load_file
 from support.lazy import Lazy
 
+from papers.tables.items import data_sets, paper_items
 from sfumato.encoders.clip import ARCHITECTURES
-from sfumato.evaluation.papers import data_sets, paper_items
 from sfumato.models.recipe import find_recipe, load_recipe, recipe_files
 from sfumato.training.loop import fit
 

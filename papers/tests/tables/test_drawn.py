@@ -10,9 +10,9 @@ from support.words import folded
 
 from papers.tables.drawn import DRAWN, figure_lines, write_figure
 from papers.tables.figure_numbers import KINDS, Figure, make_figure
+from papers.tables.items import find_item, paper_items
 from papers.tables.paper_tables import TableData, choose_data
 from papers.tests.tables import tiny_figures
-from sfumato.evaluation.papers import find_item, paper_items
 
 SMALL = (*tiny_figures.SMALL, "model.dim=32")
 

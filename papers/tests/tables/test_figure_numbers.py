@@ -14,10 +14,10 @@ from support.words import folded
 
 from papers.studies.gradients import pair_gradients
 from papers.tables.figure_numbers import KINDS, Scene, make_figure
+from papers.tables.items import find_item
 from papers.tables.paper_tables import TableData, choose_data
 from papers.tests.tables.tiny_figures import SMALL, make_pictures
 from sfumato.errors import UserError
-from sfumato.evaluation.papers import find_item
 from sfumato.losses import InfoNCEOptions, PCMEPPOptions, TripletOptions, infonce_loss, pcmepp_loss, triplet_loss
 from sfumato.models.run import load_run
 from sfumato.models.split import embed_split, load_split

@@ -7,10 +7,10 @@ from statistics import mean, stdev
 import pytest
 
 from papers.tables import paper_tables
+from papers.tables.items import data_sets, find_item, paper_items
 from papers.tables.printed import averaged_over
 from papers.tests.tables import tiny_figures
 from sfumato.errors import UserError
-from sfumato.evaluation.papers import data_sets, find_item, paper_items
 from sfumato.reports.tables import tex
 
 PAPERS = {"PCME++": "000_*.txt", "PVSE++": "001_*.txt", "PCME": "004_*.txt"}
@@ -83,7 +83,7 @@ def test_figures_are_means_and_deviations_of_evaluate_and_runs_are_reused(table,
     assert trained == {path: path.stat().st_mtime_ns for path in work.glob("runs/*/model.safetensors")}
 
 
-def test_rows_ranked_by_strategies_share_one_run(pictures, papers, sfumato, tmp_path):
+def test_rows_ranked_by_strategies_share_one_run(pictures, papers, tmp_path):
     status, out, err = papers(
         "table", "PCME++ C.7", "--data", pictures / "dataset_flickr8k.json", *SMALL,
         f"data.images={pictures / 'images'}",
@@ -93,9 +93,9 @@ def test_rows_ranked_by_strategies_share_one_run(pictures, papers, sfumato, tmp_
     rows = json.loads(out)["rows"]
     (run,) = {run for row in rows for run in row["runs"]}
     asked = "mean,wasserstein2,csd,faiss_mean,faiss_rerank"
-    found = json.loads(sfumato("evaluate", "run", run, "--strategies", asked, "--engine", "exact", "--json")[1])
+    found = json.loads(papers("runs", "strategies", run, "--strategies", asked, "--engine", "exact", "--json")[1])
     for row, name in zip(rows, asked.split(","), strict=True):
-        figures = found["strategies"][name]["truths"]["test"]
+        figures = found[name]["truths"]["test"]
         both = mean(figures[side]["recall@1"] for side in ("i2t", "t2i"))
         assert row["own"]["recall@1"]["mean"] == pytest.approx(100 * both, rel=1e-9), name
 
@@ -166,7 +166,7 @@ def test_a_file_is_called_by_its_own_name(pictures, tmp_path):
 def test_ground_truths_are_looked_for_before_training(pictures, capsys, tmp_path, monkeypatch):
     """ECCV Caption's package and, for PMRP, COCO's instances."""
     coco = paper_tables.TableData("coco", "COCO", (f"data.path={pictures / 'dataset_flickr8k.json'}",))
-    monkeypatch.setattr("sfumato.workflows.table.fit", lambda *_: pytest.fail("trained"))
+    monkeypatch.setattr("papers.runs.grid.fit", lambda *_: pytest.fail("trained"))
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
     with pytest.raises(UserError, match="eccv_caption"):
         paper_tables.make_table(find_item("PCME++ 4"), coco, tmp_path)

@@ -1,7 +1,6 @@
 """What commands share: how flags are made and shown, messages, checks of outputs, and the model with its data."""
 
 import dataclasses
-import difflib
 import functools
 import inspect
 import json
@@ -124,36 +123,6 @@ def command(of: typer.Typer | None = None) -> Callable[[Callable[..., None]], Ca
 
 def _default(field: Any) -> Any:
     return inspect.Parameter.empty if field.default is dataclasses.MISSING else field.default
-
-
-class Verbs(TyperGroup):
-    """A command with sub-verbs. Without one, it says in one line which is meant and how to write it."""
-
-    def meant(self, command: str, arguments: list[str]) -> str:
-        """The line, for a command with arguments but no verb; a group that knows more about them overrides it."""
-        verbs = ", ".join(self.commands)
-        return f"write {as_typed('sfumato', command, 'VERB', *arguments)}, where VERB is one of {verbs}"
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Refuse arguments without a verb."""
-        if not args or (args[0] not in self.commands and args[0] not in ctx.help_option_names):
-            near = difflib.get_close_matches(args[0], self.commands, n=1) if args else []
-            if near and not Path(args[0]).exists():
-                command = as_typed("sfumato", ctx.info_name, near[0], *args[1:])
-                raise UserError(f"unknown {args[0]!r}; did you mean: {command}")
-            raise UserError(self.meant(str(ctx.info_name), list(args)))
-        parsed: list[str] = super().parse_args(ctx, args)
-        return parsed
-
-    def values(self, arguments: list[str]) -> list[str]:
-        """The arguments that are neither options nor the values of options."""
-        options = [p for verb in self.commands.values() for p in verb.params if getattr(p, "is_flag", False)]
-        flags = {name for option in options for name in option.opts}
-        return [
-            value
-            for before, value in zip(["", *arguments], arguments, strict=False)
-            if not value.startswith("-") and (not before.startswith("-") or "=" in before or before in flags)
-        ]
 
 
 app = typer.Typer(

@@ -95,7 +95,7 @@ class JudgedLists:
     def fit(self, as_json: bool) -> None:
         """Fit a calibrator of lists, write it, and say what it is worth."""
         from sfumato.calibration.score_lists import ScoreCalibrator
-        from sfumato.reports.console import print_fitted_lists
+        from sfumato.reports.calibration import print_fitted_lists
         from sfumato.workflows.ranked_lists import fit_lists
 
         if self.lists is None or self.qrels is None or self.out is None:
@@ -140,7 +140,7 @@ def calibrate(
     """
     from sfumato.models.calibrate import calibrate_run, describe_calibration
     from sfumato.models.run import choose_device
-    from sfumato.reports.console import print_calibration
+    from sfumato.reports.calibration import print_calibration
     from sfumato.search.collection import GaussianCollection
 
     if lists.given:
@@ -301,7 +301,7 @@ def adopt(
     The model is named, or given by its embeddings. No network is trained and the ranking stays. The folder is a run:
     index, serve, evaluate, trust, audit and report take it. Search its index.
     """
-    from sfumato.reports.console import print_adopted
+    from sfumato.reports.calibration import print_adopted
     from sfumato.workflows.adopt import adopt as adopt_embeddings
     from sfumato.workflows.adopt import adopt_encoders
 

@@ -1,7 +1,6 @@
 """The commands that study a model, its data and several runs: audit, report, table."""
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -13,6 +12,7 @@ from sfumato.cli.common import (
     Device,
     ModelName,
     OnData,
+    Split,
     check_out_file,
     check_out_folder,
     command,
@@ -21,7 +21,6 @@ from sfumato.cli.common import (
     open_model_on_data,
     parse_names,
     print_result,
-    rare,
     word,
 )
 from sfumato.errors import UserError, need
@@ -111,107 +110,32 @@ def report(
     print_result(result, as_json, f"a page of {size / 1e6:.1f} MB: {path}")
 
 
-@dataclass(frozen=True)
-class RunsFlags:
-    """What makes a table of runs instead of one of a paper."""
-
-    group: str | None = flag(
-        None,
-        "Table of the runs of --runs: keys of the recipe, with commas, whose values name the rows.",
-        metavar="KEYS",
-    )
-    vary: list[str] | None = flag(
-        None, "Train RECIPE (the first word) with each value, and make the table; repeatable.", metavar="KEY=V,V"
-    )
-    metrics: str | None = flag(
-        None,
-        "Columns of a table of runs, with commas. A wrong one lists them.",
-        show_default="rsum,t2i.recall@1,i2t.recall@1",
-    )
-    distance: str | None = flag(
-        None, "Distances that runs are ranked by, with commas. Default: each run's own.", metavar="NAMES"
-    )
-    split: str | None = rare(None, "Split that runs are measured on. Default: test.")
-
-
 @command()
 def table(
-    *,
-    name: str | None = word(None, "Folder of a run; with --vary a recipe.", "RUN"),
-    overrides: list[str] | None = word(
-        None, "More runs; with --vary changes to the recipe, e.g. train.epochs=5.", "RUN or SECTION.KEY=VALUE"
+    runs: list[Path] = word(..., "Folders of runs, e.g. runs/*.", "RUN"),
+    group: str = flag("", "Keys of the recipe, with commas, whose values name the rows.", metavar="KEYS"),
+    metrics: str = flag(
+        "", "Columns, with commas. A wrong one lists them.", show_default="rsum,t2i.recall@1,i2t.recall@1"
     ),
-    seeds: int = flag(1, "Number of runs of each row of --vary, with the following seeds.", min=1),
-    runs: list[Path] | None = flag(
-        None, "Runs of the table, e.g. --runs runs/*; with --vary the folder to train in.", show_default="runs/tables"
-    ),
-    of_runs: RunsFlags,
-    out: Path | None = flag(None, "Folder for the table in JSON, Markdown and LaTeX."),
+    split: Split = "test",
     device: Device = "auto",
     latex: bool = flag(False, "Print the table as LaTeX, for the package booktabs.", "--latex"),
     as_json: AsJson = False,
 ) -> None:
-    """Make a table of your runs.
+    """Make a table of runs: mean and standard deviation over seeds.
 
-    Methods by metrics, mean and deviation over seeds, and what is best. --vary KEY=V,V RECIPE trains the runs first.
-    The same command goes on where it was interrupted.
+    The runs of a row may differ in their seed alone; --group KEYS gives each value its row. Runs that were not
+    evaluated on this split are evaluated first.
     """
-    _table_of_runs(name, [*(overrides or [])], runs, of_runs, seeds, out, device, latex, as_json)
-
-
-_RUNS = Path("runs/tables")
-
-
-def _table_of_runs(
-    name: str | None,
-    words: list[str],
-    runs: list[Path] | None,
-    flags: RunsFlags,
-    seeds: int,
-    out: Path | None,
-    device: str,
-    latex: bool,
-    as_json: bool,
-) -> None:
-    """Make a table of runs that are there, or of a grid."""
     from sfumato.models.run import choose_device
-    from sfumato.reports.runs_tables import print_runs_table, runs_latex, write_runs_table
-    from sfumato.workflows.table import (
-        METRICS,
-        TableOptions,
-        check_metrics,
-        find_runs,
-        plan_grid,
-        read_vary,
-        table_of_grid,
-        table_of_runs,
-    )
+    from sfumato.reports.runs import runs_latex, runs_table
+    from sfumato.reports.tables import tex
+    from sfumato.workflows.table import METRICS, table_of_runs
 
-    keys = parse_names(flags.group or "")
-    metrics, distances = (tuple(parse_names(names or "")) for names in (flags.metrics, flags.distance))
-    options = TableOptions(metrics or METRICS, distances, flags.split or "test")
-    check_metrics(options.metrics)
-    if out is not None:
-        check_out_folder(out)
-    if flags.vary:
-        grid = read_vary(flags.vary)
-        if name is None or keys or len(runs or []) > 1:
-            raise UserError(
-                "--vary trains one recipe into one folder: sfumato table RECIPE --vary KEY=V,V [--runs FOLDER]"
-            )
-        recipes = plan_grid(name, words, grid, seeds)
-        made = table_of_grid(recipes, tuple(grid), runs[0] if runs else _RUNS, options, device=choose_device(device))
-    else:
-        if seeds > 1:
-            raise UserError("--seeds is the number of runs to train; the runs of --runs have their seeds, leave it out")
-        folders, notes = find_runs([*(runs or ([] if name else [_RUNS])), *filter(None, [name]), *words])
-        made = table_of_runs(folders, keys, options, notes=notes, device=choose_device(device))
-    if out is not None:
-        write_runs_table(made, out)
+    keys, columns = parse_names(group), parse_names(metrics) or METRICS
+    rows = table_of_runs(runs, keys, columns, split=split, device=choose_device(device))
     if as_json:
-        return print(json.dumps(made.to_json(), ensure_ascii=False))
+        return print(json.dumps([row.to_json(keys) for row in rows], ensure_ascii=False))
     if latex:
-        return print(runs_latex(made), end="")
-    print_runs_table(made)
-    if out is not None:
-        print(f"written to {out}")
+        return print(runs_latex(runs_table(rows, keys, f"Split {split}", tex)), end="")
+    runs_table(rows, keys, f"split {split}").show()

@@ -25,7 +25,6 @@ from sfumato.evaluation.benchmark_ground_truths import (
 from sfumato.evaluation.benchmarks import (
     BenchmarkRanks,
     EmbeddedSet,
-    Lists,
     Scores,
     Subset,
     figures,
@@ -34,7 +33,8 @@ from sfumato.evaluation.benchmarks import (
 )
 from sfumato.evaluation.ground_truth import GroundTruth, read_ground_truth
 from sfumato.evaluation.protocols import EvaluationOptions, samples_of
-from sfumato.evaluation.strategies import distance_of_score, ranked_by
+from sfumato.evaluation.ranked_lists import Lists
+from sfumato.evaluation.similarities import distance_of_score, ranked_by
 from sfumato.files import read_json
 from sfumato.gaussian import ScalarUncertainty, accumulation_dtype
 from sfumato.matching import MATCH_PROBABILITY
@@ -155,16 +155,11 @@ def read_embedded_set(
     *,
     image_ids: Path | None = None,
     text_ids: Path | None = None,
-    image_log_var: Path | None = None,
-    text_log_var: Path | None = None,
 ) -> EmbeddedSet:
     """Read embeddings of any model for these ground truths."""
     sides, ids = [], []
-    for what, path, own, log_var in (
-        ("image", images, image_ids, image_log_var),
-        ("text", texts, text_ids, text_log_var),
-    ):
-        embeddings, found = read_embeddings(path, ids=own, log_var=log_var)
+    for what, path, own in (("image", images, image_ids), ("text", texts, text_ids)):
+        embeddings, found = read_embeddings(path, ids=own)
         sides.append(embeddings)
         ids.append(_ids_of_ground_truths(ground_truths, what, embeddings.n) if found is None else tuple(found))
     if sides[0].d != sides[1].d:
@@ -364,8 +359,6 @@ class Files:
     texts: str | None = None
     image_ids: Path | None = None
     text_ids: Path | None = None
-    image_log_var: Path | None = None
-    text_log_var: Path | None = None
     ranked: Path | None = None  # a file of ranked lists instead, see :func:`measure_lists`
     ground_truth: Path | None = None
     benchmark: str | None = None
@@ -373,7 +366,6 @@ class Files:
     instances: tuple[Path, ...] = ()
     classes: Path | None = None
     metrics: str | None = None  # names of metrics with commas between them
-    rpc2: Rpc2 = "union"
     scores: Path | None = None  # a matrix of scores instead, see :func:`measure_scores`
     scores_are: str | None = None  # a name in SCORES_ARE
     subset: bool = False  # whether a part of the ground truth may be there alone
@@ -389,11 +381,11 @@ def _check_files(files: Files, score: str | None) -> None:
         raise UserError("nothing to evaluate: give a model, or --images and --texts, or --ranked, or --scores")
     if files.scores_are is not None and files.scores is None:
         raise UserError("--scores-are belongs to a matrix of scores; add --scores FILE, or leave it out")
-    if not pair and (score is not None or files.image_log_var or files.text_log_var):
+    if not pair and score is not None:
         what = (
             "ranked lists are already ranked" if files.ranked is not None else "a matrix of scores is ranked as it is"
         )
-        raise UserError(f"{what}; leave out --score and the log variances")
+        raise UserError(f"{what}; leave out --score")
 
 
 def measure_files(
@@ -401,19 +393,18 @@ def measure_files(
     score: str | None = None,
     *,
     split: str = "test",
-    match_probability: Distance | None = None,
-    device: torch.device | None = None,
-    options: EvaluationOptions | None = None,
 ) -> tuple[Measured, EmbeddedSet | None]:
     """Evaluate embeddings or ranked lists from files.
 
     Returns (the evaluation, the embeddings or None for ranked lists).
     """
     _check_files(files, score)
+    if score == MATCH_PROBABILITY:
+        raise UserError(f"--score {score} needs the logits of a model: sfumato evaluate model MODEL --distance {score}")
     metrics = [name.strip() for name in files.metrics.split(",")] if files.metrics else []
     ground_truths = read_ground_truths(
         files.benchmark, ground_truth=files.ground_truth, annotations=files.annotations, instances=files.instances,
-        classes=files.classes, split=split, metrics=metrics, rpc2=files.rpc2,
+        classes=files.classes, split=split, metrics=metrics,
     )  # fmt: skip
     if files.ranked is not None:
         return measure_lists(
@@ -425,15 +416,9 @@ def measure_files(
             subset=files.subset,
         ), None  # fmt: skip
     embedded = read_embedded_set(
-        files.images or "", files.texts or "", ground_truths, image_ids=files.image_ids, text_ids=files.text_ids,
-        image_log_var=files.image_log_var, text_log_var=files.text_log_var,
-    )  # fmt: skip
+        files.images or "", files.texts or "", ground_truths, image_ids=files.image_ids, text_ids=files.text_ids
+    )
     if files.subset:
         chosen, counts = keep_what_is_there(ground_truths, embedded.image_ids, embedded.text_ids)
         embedded = replace(embedded, ground_truths=chosen, subset=counts)
-    if device is not None:
-        embedded = embedded.to(device)
-    if score == MATCH_PROBABILITY and match_probability is None:
-        raise UserError(f"--score {score} needs the logits of the model; give --logit-scale and --logit-bias")
-    by_probability = match_probability if score == MATCH_PROBABILITY else None
-    return measure(embedded, by_probability or score or "csd", options=options), embedded
+    return measure(embedded, score or "csd"), embedded

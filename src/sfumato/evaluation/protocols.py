@@ -83,6 +83,14 @@ class EvaluationOptions:
         if self.n_samples is not None and self.n_samples < 1:
             raise UserError(f"--samples {self.n_samples}: give at least 1")
 
+    def check_samples(self, distance: Distance) -> None:
+        """Refuse a number of samples that has no effect."""
+        if self.n_samples is not None and not distance.sampled:
+            raise UserError(
+                "--samples is for distances that are estimated from samples, average_l2 and match_probability;"
+                f" {distance.name} needs none. Leave --samples out, or rank by one of these"
+            )
+
     def sampled(self, distance: Distance) -> Distance:
         """A distance with the samples of these options."""
         return distance.with_samples(self.n_samples, self.seed)

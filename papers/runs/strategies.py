@@ -5,35 +5,29 @@ The papers compare them in table C.7 of PCME++ and in table E.1 of PCME.
 A strategy that searches an index lists only the first items of a gallery. Recall@K, R-Precision and mAP@R need the
 first K or R items, so a strategy asks the index for the largest of these numbers. The median and mean rank need whole
 rankings, so they are reported for exact strategies alone. No metric is ever computed on a list that is too short.
-
-This module also has the two similarities that are not distances of Gaussians: cosine, and the dot product of the means.
 """
 
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from sfumato.distances import DISTANCES, Distance, get_distance
-from sfumato.evaluation.benchmarks import BenchmarkRanks, EmbeddedSet, Embeddings, Scores, Source, figures, rank
+from sfumato.distances import Distance
+from sfumato.evaluation.benchmarks import BenchmarkRanks, EmbeddedSet, Embeddings, figures, rank
 from sfumato.evaluation.ground_truth import GroundTruth
 from sfumato.evaluation.protocols import EvaluationOptions
-from sfumato.gaussian import GaussianEmbedding, accumulation_dtype
+from sfumato.evaluation.similarities import distance_of_score
+from sfumato.gaussian import GaussianEmbedding
 from sfumato.matching import MATCH_PROBABILITY
 from sfumato.metrics.relevance import Relevance
 from sfumato.metrics.retrieval import RANK_METRICS, UNLISTED, ranks_from_lists
 from sfumato.search.exact import closest_candidates
 from sfumato.search.index import ENGINES, GaussianIndex
 from sfumato.search.stores.engines import FaissOptions
-
-Similarity = Literal["cosine", "dot"]
-
-SCORES = (*DISTANCES, *get_args(Similarity))
-"""Names of the scores to rank by: the distances, and two similarities of the means."""
 
 LISTED_AT_LEAST = 10
 """Least number of items in a list, if the gallery has as many."""
@@ -124,48 +118,6 @@ class FaissRanker:
 
 
 @dataclass(frozen=True, eq=False)
-class SimilarityMatrix:
-    """The similarities of all images and texts: a ScoreMatrix that computes each block when it is read."""
-
-    images: GaussianEmbedding  # (n, d) embeddings
-    texts: GaussianEmbedding  # (m, d) embeddings
-    kind: Similarity  # "dot", the product of the means, or "cosine", the product of means scaled to length 1
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """(n, m)."""
-        return self.images.n, self.texts.n
-
-    def __getitem__(self, index: Any) -> Tensor:
-        """A block of rows, or of rows and columns, given by slices; in float32 or the higher precision of the means."""
-        rows, columns = index if isinstance(index, tuple) else (index, slice(None))
-        dtype = torch.promote_types(*(accumulation_dtype(e.dtype) for e in (self.images, self.texts)))
-        a, b = self.images.mean[rows].to(dtype), self.texts.mean[columns].to(dtype)
-        if self.kind == "cosine":
-            a, b = torch.nn.functional.normalize(a, dim=1), torch.nn.functional.normalize(b, dim=1)
-        return a @ b.T
-
-
-def ranked_by(score: str | Distance, images: GaussianEmbedding, texts: GaussianEmbedding) -> Source:
-    """The embeddings as a source that ranks by any score. images (n, d), texts (m, d)."""
-    if (distance := distance_of_score(score)) is not None:
-        return Embeddings(images, texts, distance)
-    return Scores(SimilarityMatrix(images, texts, "cosine" if score == "cosine" else "dot"), "larger")
-
-
-def distance_of_score(score: str | Distance) -> Distance | None:
-    """The distance of a score."""
-    if score in get_args(Similarity):
-        return None
-    if score == MATCH_PROBABILITY:
-        raise ValueError(f"the score {score} needs match logits; give match_probability_distance(scale, bias)")
-    try:
-        return get_distance(score)
-    except ValueError as error:
-        raise ValueError(f"unknown score {score!r}; known: {', '.join(SCORES)}, nearest_of_K") from error
-
-
-@dataclass(frozen=True, eq=False)
 class StrategyResult:
     """The result of one strategy."""
 
@@ -173,6 +125,10 @@ class StrategyResult:
     ranks: BenchmarkRanks  # by ground truth and direction
     figures: dict[str, dict[str, Any]]  # of :func:`~sfumato.evaluation.benchmarks.figures`
     seconds: float  # time to rank both directions of all ground truths, in seconds, including the time to build indexes
+
+    def to_json(self) -> dict[str, Any]:
+        """Convert to JSON values."""
+        return {"label": self.strategy.label, "seconds": self.seconds, "truths": self.figures}
 
 
 def choose_strategies(names: str) -> list[Strategy]:

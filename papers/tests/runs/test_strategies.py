@@ -6,17 +6,9 @@ import torch
 from support.raising import raises
 from support.references_metrics import csd_by_loops, metrics_by_definition, squared_l2_by_broadcast
 
-from sfumato.evaluation.benchmarks import EmbeddedSet, figures, rank
+from papers.runs.strategies import STRATEGIES, STRATEGY_SETS, FaissRanker, choose_strategies, evaluate_strategies
+from sfumato.evaluation.benchmarks import EmbeddedSet
 from sfumato.evaluation.ground_truth import ground_truth_from_pairs, in_folds
-from sfumato.evaluation.strategies import (
-    STRATEGIES,
-    STRATEGY_SETS,
-    FaissRanker,
-    SimilarityMatrix,
-    choose_strategies,
-    evaluate_strategies,
-    ranked_by,
-)
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.metrics.relevance import Relevance
 from sfumato.metrics.retrieval import UNLISTED, per_query_metrics, ranks_from_lists
@@ -43,10 +35,6 @@ def scene(seed=0, n=N, m=M):
 
 def strategies_of(images, texts, image_ids, text_ids, ground_truths, *chosen, **options):
     return evaluate_strategies(EmbeddedSet(images, texts, image_ids, text_ids, ground_truths), *chosen, **options)
-
-
-def figures_by(score, images, texts, image_ids, text_ids, ground_truths):
-    return figures(rank(ranked_by(score, images, texts), image_ids, text_ids, ground_truths))
 
 
 def rows(relevance):
@@ -153,34 +141,9 @@ def test_what_is_outside_of_the_gallery_counts_in_the_length_of_a_list():
         assert result.figures["x"]["i2t"]["r_precision"] == pytest.approx(3 / 12)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
-def test_similarities_by_loops(dtype):
-    images, texts, image_ids, text_ids, ground_truth = scene(2)
-    images, texts = images.to(dtype), texts.to(dtype)
-    a, b = images.mean.double().numpy(), texts.mean.double().numpy()
-    dot = np.array([[sum(x * y for x, y in zip(p, q, strict=True)) for q in b] for p in a])
-    lengths = np.sqrt((a**2).sum(1))[:, None] * np.sqrt((b**2).sum(1))
-    found = {}
-    for score, expected in (("dot", dot), ("cosine", dot / lengths)):
-        matrix = SimilarityMatrix(images, texts, score)
-        assert matrix.shape == (N, M)
-        np.testing.assert_allclose(matrix[:].double().numpy(), expected, atol=2e-6)
-        np.testing.assert_allclose(matrix[3:5, 7:9].double().numpy(), expected[3:5, 7:9], atol=2e-6)
-        found_figures = figures_by(score, images, texts, image_ids, text_ids, [ground_truth])["all"]
-        for direction, d, relevance in (("i2t", -expected, ground_truth.i2t), ("t2i", -expected.T, ground_truth.t2i)):
-            for metric, value in metrics_by_definition(d, rows(relevance)).items():
-                assert found_figures[direction][metric] == pytest.approx(value), (score, direction, metric)
-        found[score] = found_figures["i2t"]["map@r"]
-    found["mean"] = figures_by("squared_l2", images, texts, image_ids, text_ids, [ground_truth])["all"]["i2t"]["map@r"]
-    assert len(set(found.values())) == 3, "on means of different lengths the three differ"
-
-
 def test_mistakes_are_named():
     images, texts, image_ids, text_ids, ground_truth = scene(4)
     everything = (images, texts, image_ids, text_ids, [ground_truth])
-    assert figures_by("nearest_of_1", *everything)  # PVSE's distances are not in SCORES.
-    raises(ValueError, "the score match_probability needs match logits", figures_by, "match_probability", *everything)
-    raises(ValueError, "unknown score 'manhattan'; known: csd,.*cosine, dot", figures_by, "manhattan", *everything)
     with pytest.raises(ValueError, match="unknown strategy 'fiass'; known: all, pcme, mean, wasserstein2, csd, faiss"):
         choose_strategies("csd,fiass")
     for nothing in ("", " , ", "csd,csd"):

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from sfumato.evaluation.papers import published_rows
+from papers.tables.items import common_figures, own_figures, published_rows
 
 ROWS = {  # of each table
     "PCME++ 1": 23, "PCME++ 2": 14, "PCME++ 4": 7, "PCME++ C.7": 5, "PCME++ C.8": 20, "PCME++ C.9": 18,
@@ -93,3 +93,22 @@ def test_rows_are_chosen_and_what_is_missing_is_told():
         published_rows("C.12")
     with pytest.raises(ValueError, match="no figures for table 'PCME C.3'; known: PCME.. 1, PCME.. 2"):
         published_rows("PCME C.3")
+
+
+def test_figures_in_the_form_of_the_published_ones():
+    figures = {
+        "coco_1k": {"i2t": {"recall@1": 0.5}, "t2i": {"recall@1": 0.25}, "rsum": 5.0},
+        "eccv": {"i2t": {"map@r": 0.1, "r_precision": 0.2}, "t2i": {"map@r": 0.3}},
+        "mine": {"i2t": {"recall@1": 1.0}, "t2i": {"recall@1": 1.0}, "rsum": 6.0},
+    }
+    found = common_figures(figures)
+    assert found == pytest.approx({"eccv map@r": 20.0, "coco_1k recall@1": 37.5, "rsum": 500.0})
+    assert common_figures(figures, "t2i") == pytest.approx({"eccv map@r": 30.0, "coco_1k recall@1": 25.0})
+
+
+def test_own_figures_have_the_correlation_of_both_directions():
+    sides = {"i2t": {"correlation": -0.5}, "t2i": {"correlation": -0.9}}
+    truths = {"pmrp_1k": {"i2t": {"r_precision": 0.25}, "t2i": {"r_precision": 0.5}}}
+    found = own_figures(truths, {"coco_1k": sides}, {"image": 2.0, "text": 4.0})
+    assert found["minus_rho"] == pytest.approx(0.7) and found["total_variance"] == 3
+    assert found["i2t pmrp_1k r_precision"] == 25 and "minus_rho" not in own_figures(truths)

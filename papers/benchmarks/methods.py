@@ -1,6 +1,6 @@
 """Train and evaluate recipes over several seeds, each at its best learning rate: the family table.
 
-    python benchmarks/methods.py emoji [--rates 0.5 1 2] [--seeds 0 1 2] [--split test] [--set section.key=value]
+    python -m papers.benchmarks.methods emoji [--rates 0.5 1 2] [--seeds 0 1 2] [--split test] [--set section.key=value]
                                  [--jobs 1] [--out runs/methods] [--json PATH]
 
 A name is a recipe or a family, see FAMILIES. With several --rates the recipe's learning rate is multiplied by each, and
@@ -22,16 +22,19 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from sfumato.evaluation.compare import main_figures, over_seeds
+from sfumato.evaluation.ground_truth import RECALLS
+from sfumato.evaluation.per_query import COMPARED
 from sfumato.models.evaluate import evaluate_run
 from sfumato.models.recipe import find_recipe, load_recipe
 from sfumato.models.run import LAST, RECIPE, load_run
 from sfumato.training.loop import fit
+from sfumato.workflows.table import over_seeds
 
 COST = "cost.json"
 """In a run's folder: what training took."""
@@ -103,6 +106,22 @@ class Runs:
         }
 
 
+def main_figures(result: Mapping[str, Any]) -> dict[str, float | None]:
+    """Choose the figures that summarise several runs."""
+    chosen: dict[str, float | None] = {
+        f"{direction} {name}": 100 * result[direction][name] for direction in ("t2i", "i2t") for name in COMPARED
+    }
+    if "name" in result["i2t_by_kind"]:
+        chosen |= {f"i2name {name}": 100 * result["i2t_by_kind"]["name"][name] for name in RECALLS}
+    if "name" in result["t2i_by_kind"]:
+        chosen["name2i recall@1"] = 100 * result["t2i_by_kind"]["name"]["recall@1"]
+    chosen["rsum"] = 100 * result["rsum"]
+    uncertainty, multiplicity = result["uncertainty"], result["multiplicity"]
+    for direction in ("i2t", "t2i"):
+        chosen[f"{direction} ten-bin correlation"] = uncertainty[direction]["correlation"] if uncertainty else None
+    return chosen | {f"multiplicity {n}": multiplicity[n] if multiplicity else None for n in ("all", "balanced")}
+
+
 def by_chance(chance: dict[str, dict[str, float]]) -> dict[str, float]:
     """The figures of a random order, named as those of a run."""
     figures = {f"{side} {name}": 100 * value for side, metrics in chance.items() for name, value in metrics.items()}
@@ -131,7 +150,7 @@ def main() -> None:
     names = [recipe for name in options.recipes for recipe in FAMILIES.get(name, [name])]
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
     about = {
-        "command": f"python benchmarks/methods.py {' '.join(sys.argv[1:])}",
+        "command": f"python -m papers.benchmarks.methods {' '.join(sys.argv[1:])}",
         "split": options.split,
         "seeds": options.seeds,
         "rates": options.rates,

@@ -1,4 +1,4 @@
-"""Tables of single queries there and back, differences against scipy, and means over seeds by hand."""
+"""Tables of single queries there and back, and differences against scipy."""
 
 import json
 import sys
@@ -9,20 +9,13 @@ import scipy
 import torch
 from support.raising import raises
 
+from papers.runs.paired import compare_per_query, read_per_query, swap_test
+from papers.runs.strategies import STRATEGIES, FaissRanker
 from sfumato.errors import UserError
-from sfumato.evaluation.benchmarks import Embeddings, Lists, rank
-from sfumato.evaluation.compare import (
-    COMPARED,
-    PerQuery,
-    compare_per_query,
-    over_seeds,
-    per_query_table,
-    read_per_query,
-    swap_test,
-    write_per_query,
-)
+from sfumato.evaluation.benchmarks import Embeddings, rank
 from sfumato.evaluation.ground_truth import ground_truth_from_pairs
-from sfumato.evaluation.strategies import STRATEGIES, FaissRanker
+from sfumato.evaluation.per_query import COMPARED, PerQuery, per_query_table, write_per_query
+from sfumato.evaluation.ranked_lists import Lists
 from sfumato.gaussian import GaussianEmbedding
 
 # Three images and four texts on a line. Distances: a to t1..t4 = 1, 4, 9, 16; b: 1, 0, 1, 4 ...
@@ -267,16 +260,3 @@ def test_other_queries_are_refused_by_name():
     raises(ValueError, "n_resamples must be at least 1, got 0", compare_per_query, first, second, n_resamples=0)
     with pytest.raises(ValueError, match="column recall@1 has 2 rows, query has 60"):
         PerQuery(first.ground_truth, first.direction, first.query, first.group, {"recall@1": np.zeros(2)})
-
-
-# ---------------------------------------------------------------- several seeds
-
-
-def test_over_seeds_by_hand():
-    found = over_seeds([{"a": 1.0, "b": None, "c": 5.0}, {"a": 2.0, "b": None, "d": 1.0}, {"a": 6.0, "c": 5.0}])
-    assert list(found) == ["a", "c", "d"]
-    # Deviations from 3 are 2, 1, 3: (4 + 1 + 9) / 2 = 7.
-    assert (found["a"].mean, found["a"].deviation, found["a"].values) == (3, pytest.approx(7**0.5), (1, 2, 6))
-    assert str(found["a"]) == "3.00 ± 2.65" and str(found["c"]) == "5.00 ± 0.00"
-    assert found["d"].deviation is None and str(found["d"]) == "1.00"
-    assert over_seeds([]) == {}

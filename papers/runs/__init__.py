@@ -1,0 +1,1 @@
+"""Runs compared: tables with paired tests, grids, retrieval strategies, and published figures beside the own ones."""

@@ -1,0 +1,73 @@
+"""Published figures of the papers beside the own ones."""
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from papers.tables.items import DEFAULT_TABLES, PublishedRow, own_figures, published_rows
+from sfumato.errors import UserError
+from sfumato.files import read_json
+from sfumato.reports.tables import number, print_table, print_wrapped, short_name
+
+
+def beside_published(file: Path, tables: Sequence[str] | None = None) -> tuple[list[PublishedRow], dict[str, float]]:
+    """Rows of published tables that share figures with an evaluation against a benchmark, and its figures."""
+    values = read_json(file)
+    truths = values.get("truths") if isinstance(values, dict) else None
+    if not isinstance(truths, dict):
+        raise UserError(f"{file} has no figures of a benchmark; write it with `sfumato evaluate ... --benchmark NAME`")
+    if values.get("subset"):
+        raise UserError(
+            f"{file} has figures of a part of a benchmark, which are not comparable with published ones: recall is"
+            " higher in a smaller gallery; evaluate on the whole benchmark"
+        )
+    of_variance = (values.get(name) for name in ("uncertainty", "total_variance"))
+    own = own_figures(truths, *of_variance, measure=values.get("uncertainty_measure", "total_variance"))
+    chosen = DEFAULT_TABLES if tables is None else tuple(tables)
+    every = [row for table in chosen for row in published_rows(table)]
+    rows = [row for row in every if any(row.own_name(name) in own for name in row.figures)]
+    if not rows:
+        raise UserError(
+            f"no published table has figures of {', '.join(truths)} (looked in {', '.join(chosen)}); published figures"
+            " can stand beside --benchmark coco, flickr30k and cub"
+        )
+    return rows, own
+
+
+def to_json(rows: Sequence[PublishedRow], own: dict[str, float]) -> dict[str, Any]:
+    """Both as JSON values."""
+    return {"own": own, "rows": [asdict(row) for row in rows]}
+
+
+def print_published(published: Sequence[PublishedRow], figures: dict[str, float]) -> None:
+    """Print each published table with the evaluation below it, in the columns that both have."""
+    for full_table in dict.fromkeys(row.full_table for row in published):
+        rows = [row for row in published if row.full_table == full_table]
+        names = {name: row.own_name(name) for row in rows for name in row.figures if row.own_name(name) in figures}
+        first = rows[0]
+        sides = {"both": "mean of both directions", "each": "by direction"}.get(first.direction, first.direction)
+        named = any(row.backbone for row in rows)
+        places = {name: _decimals([row.figures[name] for row in rows if name in row.figures]) for name in names}
+        cells = [
+            [
+                *([row.backbone] if named else []),
+                row.method,
+                *(number(row.figures.get(name), places[name]) for name in names),
+            ]
+            for row in rows
+        ]
+        own = [number(figures[key], places[name]) for name, key in names.items()]
+        print_table(
+            f"beside {first.paper}, table {first.table} ({first.about}): {sides}, per cent",
+            [*(["backbone"] if named else []), "method", *map(short_name, names)],
+            [*cells, [*([""] if named else []), "this", *own]],
+            left=2 if named else 1,
+        )
+    for source in dict.fromkeys(row.source for row in published):
+        print_wrapped(f"published figures: {source}")
+
+
+def _decimals(printed: Sequence[float]) -> int:
+    """Number of decimals of a column, 1 or 2, as the paper prints most of it."""
+    return 2 if sum(round(value, 1) != value for value in printed) > len(printed) / 2 else 1

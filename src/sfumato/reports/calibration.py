@@ -1,0 +1,165 @@
+"""What `sfumato calibrate` and `sfumato adopt` print for people."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from sfumato.errors import counted
+from sfumato.reports.tables import ARROWS, MISSING, compact_interval, print_table, print_wrapped
+from sfumato.workflows.adopt import METHODS, AdoptedModel
+from sfumato.workflows.ranked_lists import FittedLists
+
+
+def print_calibration(result: dict[str, Any]) -> None:
+    """Print the guarantees of a calibration."""
+    population = {"planted": "every query has a match", "independent": "some queries have no match"}[result["queries"]]
+    print_wrapped(
+        f"calibrated by {result['method']} on {counted(result['pairs'], 'pair')} of the split {result['split']};"
+        f" {result['queries']} queries: {population}"
+    )
+    for key, name in ARROWS.items():
+        if (found := result.get(key)) is None:
+            continue
+        print()
+        print_wrapped(
+            f"{name}: {counted(found['n_queries'], 'query', 'queries')}, {counted(found['n_gallery'], 'item')},"
+            f" {found['matches_per_query']:.2f} matches per query; a gallery of twice the size has"
+            f" {2 ** found['growth']:.2f} times as many",
+            indent=2,
+        )
+        if (first := found.get("first_hit")) is not None:
+            print_wrapped(
+                f"  first hit: {first['mean_probability']:.1%} probable on average, right in {first['rate']:.1%};"
+                f" calibration error {first['ece']:.3f}, of perfect probabilities {first['ece_by_chance']:.3f}",
+                indent=4,
+            )
+            if first["auroc"] is not None:
+                print_wrapped(
+                    f"  right against wrong first hits: AUROC {first['auroc']:.3f}, by the distance alone"
+                    f" {first['auroc_of_distance']:.3f}",
+                    indent=4,
+                )
+        else:
+            print_wrapped(
+                "  too few queries for probabilities of hits (about 100 are needed): they are those of random pairs,"
+                " whatever --queries says",
+                indent=4,
+            )
+        if rows := _guarantees(found):
+            print_table("", ["guarantee", "limit of the probability", "what it costs"], rows, running=(1, 2))
+        for kind in ("precision", "risk", "coverage"):
+            missing = [f"{float(level):.0%}" for level, values in found[kind].items() if _rule(kind, values) is None]
+            if missing:
+                print_wrapped(f"  {kind} {', '.join(missing)}: cannot be guaranteed from these queries", indent=4)
+
+
+def _rule(kind: str, values: Any) -> float | None:
+    """The threshold, the limit or the radius of a guarantee; None if there is none."""
+    value: float | None = values if kind == "precision" else values["abstain_below" if kind == "risk" else "radius"]
+    return value
+
+
+def _guarantees(found: Mapping[str, Any]) -> list[list[str]]:
+    """Rows of the guarantees that hold."""
+    rows = []
+    for level, threshold in found["precision"].items():
+        if threshold is not None:
+            rows.append([f"precision {float(level):.0%}", f"report above {threshold:.3f}", MISSING])
+    for level, values in found["risk"].items():
+        if values["abstain_below"] is not None:
+            answered = MISSING if values["answered"] is None else f"{values['answered']:.0%} of the queries answered"
+            rows.append([f"risk {float(level):.0%}", f"answer above {values['abstain_below']:.3f}", answered])
+    for level, values in found["coverage"].items():
+        if values["radius"] is not None:
+            size = MISSING
+            if values["size"] is not None:
+                size = f"at most {counted(round(values['size']), 'item')} for half of them"
+            rows.append([f"coverage {float(level):.0%}", f"all within distance {values['radius']:.4f}", size])
+    return rows
+
+
+_ENOUGH = 100
+"""Number of images that calibrate, below which an adoption warns."""
+
+
+def print_adopted(adopted: AdoptedModel) -> None:
+    """Print what an adoption gave, and what its probabilities are worth beside their baselines."""
+    images, texts = sum(adopted.n_images.values()), sum(adopted.n_texts.values())
+    channels = adopted.run.recipe.model.dim
+    left_out = f"; {adopted.n_left_out:,} left out, see problems.jsonl" if adopted.n_left_out else ""
+    print_wrapped(
+        f"adopted {counted(images, 'image')} and {counted(texts, 'text')} of {counted(channels, 'channel')} in"
+        f" {adopted.seconds:.0f} s{left_out}"
+    )
+    asking = (
+        (adopted.n_queries.get("t2i", 0), adopted.n_texts["val"], "text"),
+        (adopted.n_queries.get("i2t", 0), adopted.n_images["val"], "image"),
+    )
+    used = [f"{n:,} of {counted(of, noun)}" for n, of, noun in asking]
+    more = "; --max-queries takes more" if any(n < of for n, of, _ in asking) else ""
+    print_wrapped(f"the probabilities are fitted on {' and '.join(used)} of the split val{more}")
+    if adopted.comparison:
+        rows = [
+            [
+                f"{name}, kept" if name == adopted.method else name,
+                f"{found.log_loss:.3f}",
+                MISSING if name == adopted.method else compact_interval(found.worse),
+                METHODS[name],
+            ]
+            for name, found in adopted.comparison.items()
+        ]
+        print_table(
+            "log loss of first hits (lower is better), fitted on half of the calibrating images and measured on the"
+            " other half; in brackets 95 % intervals",
+            ["method", "log loss", "more", "computed from"], rows, running=(3,),
+        )  # fmt: skip
+    if (n := adopted.n_images["val"]) < _ENOUGH:
+        print_wrapped(
+            f"warning: only {counted(n, 'image')} calibrate; with fewer than {_ENOUGH} all of these figures are rough"
+        )
+    if adopted.retrieval is None:
+        print_wrapped(
+            "no split 'test': the probabilities are not measured; `sfumato trust` measures them on other pairs"
+        )
+        return
+    retrieval = adopted.retrieval
+    print_wrapped(
+        f"on {counted(retrieval.n_images, 'other image')} and {counted(retrieval.n_texts, 'text')}, with the frozen"
+        " model's own ranking:"
+    )
+    for key, name in ARROWS.items():
+        served, alone = (
+            next(f for f in adopted.hits[kind] if f.direction == key and f.hits == 1) for kind in ("served", "distance")
+        )
+        recall, chance = getattr(retrieval, key)["recall@1"], retrieval.chance[key]["recall@1"]
+        print_wrapped(f"  {name}: recall@1 {recall:.1%}, chance {chance:.2%}")
+        print_wrapped(
+            f"    first hit {served.mean_probability:.1%} probable on average, right in {served.rate:.1%}; calibration"
+            f" error {served.ece:.3f}, by the distance alone {alone.ece:.3f}, of perfect probabilities"
+            f" {served.ece_by_chance:.3f}",
+            indent=4,
+        )
+
+
+def print_fitted_lists(found: FittedLists, name: object) -> None:
+    """Print what a calibrator of lists was fitted on, and what its probabilities are worth."""
+    title = f"{name}: {counted(found.queries, 'query', 'queries')}, {counted(found.judged, 'judged hit')}"
+    rows = [
+        [
+            "first hit" if one.hits == 1 else f"first {one.hits} hits",
+            *(f"{value:.3f}" for value in (one.mean_probability, one.rate, one.ece, one.ece_by_chance)),
+            "undefined" if one.auroc is None else f"{one.auroc:.3f}",
+        ]
+        for one in found.figures
+    ]
+    if rows:
+        print_table(title, ["", "said", "right", "calibration error", "of perfect probabilities", "AUROC"], rows)
+        print_wrapped("Each fifth of the queries by a fit on the others.")
+        if found.queries < 30:
+            print_wrapped("These queries are few, so figures and probabilities are rough. Judge thirty or more.")
+    else:
+        print_wrapped(f"{title}. They are too few to measure the probabilities.")
+    print_wrapped(
+        "Scores of different queries seem comparable, by held-out queries, and are used as such."
+        if found.comparable
+        else "Scores of different queries do not seem comparable: only the shape of each list counts."
+    )
