@@ -2,7 +2,7 @@
 
     python -m papers.pages
 
-Both come from recipes/tables, so that they cannot disagree. Only the parts between the marks are replaced.
+Both come from papers/tables, so that they cannot disagree. Only the parts between the marks are replaced.
 """
 
 import re
@@ -98,9 +98,9 @@ def with_parts(text: str) -> str:
     """The page with the generated part of each paper."""
 
     def part(found: re.Match[str]) -> str:
-        return f"<!-- made from recipes/tables: {found[1]} -->\n\n{page_part(found[1])}\n\n<!-- end -->"
+        return f"<!-- made from papers/tables: {found[1]} -->\n\n{page_part(found[1])}\n\n<!-- end -->"
 
-    return re.sub(r"<!-- made from recipes/tables: (.+?) -->.*?<!-- end -->", part, text, flags=re.DOTALL)
+    return re.sub(r"<!-- made from papers/tables: (.+?) -->.*?<!-- end -->", part, text, flags=re.DOTALL)
 
 
 def written() -> Iterable[tuple[Path, str]]:

@@ -1,7 +1,6 @@
 """The tables and figures of the papers as data: published figures, the runs that repeat them, and what they need.
 
-One TOML file a paper beside the recipes, in the folder tables; its README says what the keys mean. Nothing is trained
-or drawn here.
+One TOML file a paper beside this module; the README says what the keys mean. Nothing is trained or drawn here.
 """
 
 import difflib
@@ -10,15 +9,17 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from sfumato.errors import UserError
-from sfumato.files import recipe_folder
+
+_HERE = Path(__file__).parent
 
 
 @dataclass(frozen=True)
 class PaperItem:
-    """A table or a figure of a paper. The attributes are the keys of recipes/tables/README.md."""
+    """A table or a figure of a paper. The attributes are the keys of papers/tables/README.md."""
 
     paper: str
     source: str
@@ -148,8 +149,7 @@ def data_sets() -> dict[str, DataSet]:
 @cache
 def paper_items() -> dict[str, PaperItem]:
     """All tables and figures by id, in the order of the papers."""
-    folder = recipe_folder() / "tables"
-    names = sorted(file.name for file in folder.iterdir() if file.name.endswith(".toml") and file.name != "data.toml")
+    names = sorted(file.name for file in _HERE.glob("*.toml") if file.name != "data.toml")
     items: dict[str, PaperItem] = {}
     for name in names:
         loaded = _read(name)
@@ -215,7 +215,7 @@ def _kept(runs: Mapping[str, str], rows: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _read(name: str) -> dict[str, Any]:
-    return tomllib.loads((recipe_folder() / "tables" / name).read_text(encoding="utf-8"))
+    return tomllib.loads((_HERE / name).read_text(encoding="utf-8"))
 
 
 # ---------------------------------------------------------------- figures beside an evaluation

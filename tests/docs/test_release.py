@@ -74,7 +74,6 @@ def test_all_that_the_package_reads_is_expected_in_the_wheel():
     expected = release.expected_in_wheel(ROOT)
     assert {"sfumato/py.typed", "sfumato/__init__.pyi", "sfumato/serve/page/page.js"} <= expected.keys()
     assert {"sfumato/reports/templates/base.html.j2", "sfumato/recipe_files/emoji-pixels.toml"} <= expected.keys()
-    assert "sfumato/recipe_files/tables/data.toml" in expected
 
 
 def listed(*extra):
