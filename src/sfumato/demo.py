@@ -25,7 +25,8 @@ from sfumato.models.split import embed_split, load_split
 from sfumato.reports.evaluation import print_evaluation
 from sfumato.reports.tables import percent, print_search, probability, signed
 from sfumato.search.answer import MANY, Answer
-from sfumato.search.collection import GaussianCollection, copy_gallery
+from sfumato.search.collection import GaussianCollection
+from sfumato.search.copying import copy_gallery
 from sfumato.search.index import GaussianIndex
 from sfumato.search.options import QueryInfo
 from sfumato.training.loop import fit

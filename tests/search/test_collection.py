@@ -18,7 +18,8 @@ from sfumato.calibration.query_scores import QueryScores
 from sfumato.distances import csd_matrix
 from sfumato.errors import UserError
 from sfumato.gaussian import GaussianEmbedding
-from sfumato.search.collection import GaussianCollection, copy_gallery
+from sfumato.search.collection import GaussianCollection
+from sfumato.search.copying import copy_gallery
 from sfumato.search.exact import LIFTED_DISTANCES, gallery_centre
 from sfumato.search.index import GaussianIndex
 from sfumato.search.options import SearchOptions
@@ -373,8 +374,12 @@ def test_folders_and_stores_that_do_not_belong_together(tmp_path):
     with pytest.raises(FileNotFoundError):
         GaussianCollection.open(tmp_path / "nowhere")
     manifest = json.loads((tmp_path / "collection" / "manifest.json").read_text())
-    (tmp_path / "collection" / "manifest.json").write_text(json.dumps(manifest | {"kind": "sfumato-index-1"}))
+    (tmp_path / "collection" / "manifest.json").write_text(json.dumps(manifest | {"kind": "other-1"}))
     raises(ValueError, "expected 'sfumato-collection-1'", GaussianCollection.open, tmp_path / "collection")
+    (tmp_path / "collection" / "manifest.json").write_text(json.dumps(manifest | {"kind": "sfumato-index-1"}))
+    raises(
+        UserError, "index of an earlier version.*sfumato index RUN", GaussianCollection.open, tmp_path / "collection"
+    )
 
 
 def test_relative_paths_of_urls_start_at_the_folder():

@@ -14,7 +14,8 @@ from sfumato.calibration.fits import FitsCalibration
 from sfumato.calibration.query_scores import QueryScores
 from sfumato.distances import csd_matrix
 from sfumato.gaussian import GaussianEmbedding
-from sfumato.search.collection import GaussianCollection, copy_gallery
+from sfumato.search.collection import GaussianCollection
+from sfumato.search.copying import copy_gallery
 from sfumato.search.options import QueryInfo, SearchOptions, TextQuery
 from sfumato.search.stores.open import beside
 from sfumato.search.stores.protocol import Filter

@@ -34,7 +34,8 @@ from sfumato.data.image_decoding import decode_image
 from sfumato.data.images import SplitImages, UploadedImages
 from sfumato.errors import UserError
 from sfumato.models.run import load_run
-from sfumato.search.collection import GaussianCollection, copy_gallery
+from sfumato.search.collection import GaussianCollection
+from sfumato.search.copying import copy_gallery
 from sfumato.search.index import GaussianIndex
 from sfumato.search.options import SearchOptions, TextQuery
 from sfumato.search.stores.protocol import Filter

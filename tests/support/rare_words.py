@@ -3,7 +3,8 @@
 import torch
 
 from sfumato.gaussian import GaussianEmbedding
-from sfumato.search.collection import GaussianCollection, copy_gallery
+from sfumato.search.collection import GaussianCollection
+from sfumato.search.copying import copy_gallery
 from sfumato.search.options import QueryInfo, SearchOptions
 from sfumato.search.stores.protocol import WORDS, Filter, Records
 

@@ -69,7 +69,8 @@ class IndexFlags:
 
     def check(self, out: Path) -> None:
         """Refuse what does not go together, and a folder that holds something else, before anything is embedded."""
-        from sfumato.search.collection import GaussianCollection, refuse_index
+        from sfumato.search.collection import GaussianCollection
+        from sfumato.search.collection_folder import refuse_index
 
         place = None if self.sync or self.embedded else self.images
         given = (self.data, place, self.split, self.texts, self.sync or None)

@@ -9,39 +9,37 @@ with their lifted vectors. The collection recomputes their distances and order; 
 """
 
 import contextlib
-import hashlib
 import json
 import math
 import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from filelock import FileLock
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from sfumato.calibration.calibrator import Calibration
 from sfumato.calibration.scorer import Scorer
 from sfumato.errors import UserError
-from sfumato.files import is_unused, sync_folder, write_atomically
+from sfumato.files import sync_folder, write_atomically
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.ids import Direction, check_ids
-from sfumato.search.atomic_folder import change_metadata, load_folder, save_folder
+from sfumato.search.atomic_folder import change_metadata
 from sfumato.search.candidates import Candidates, GalleryRecords, SampledItems, with_margin
+from sfumato.search.collection_folder import KIND, check_empty, kind_of, read_settings, refuse_index, write_settings
 from sfumato.search.exact import LiftedGallery, lift_gallery, lift_queries, lifted_dim, lowered, query_constant
 from sfumato.search.gallery import N_WHOLE, Gallery
+from sfumato.search.sampling import Sample, even_sample
 from sfumato.search.stores.open import anchored, beside, create_store, open_store, without_password
 from sfumato.search.stores.protocol import Filter, Records, VectorStore
-from sfumato.search.texts import ItemTexts, TextStore, item_texts
+from sfumato.search.texts import ItemTexts, TextStore
 
-_KIND = "sfumato-collection-1"
-
-_CENTRE, _CALIBRATION, _UNFINISHED = "centre.safetensors", "calibration.json", "unfinished.txt"
+_UNFINISHED = "unfinished.txt"
 
 UPLOADED_IMAGES = "pictures"
 """Name of the folder, inside that of the collection, for images that were uploaded to a service."""
@@ -86,7 +84,7 @@ class GaussianCollection(Gallery):
         self.texts = texts
         self._d, self.centre, self._scorer = d, centre, scorer
         self.n_exact, self.n_sample = 300, N_WHOLE
-        self._last_sample: _Sample | None = None
+        self._last_sample: Sample | None = None
         self._sampling = threading.Lock()
         self._changed = 0  # items written or removed by this process
         self._writes = 0  # beginnings and ends of writes
@@ -150,26 +148,12 @@ class GaussianCollection(Gallery):
         made = create_store(anchored(store, folder), lifted_dim(d, distance), fingerprint)
         own = None if second is None else TextStore.create(anchored(second, folder), fingerprint)
         settings = {
-            "store": without_password(store),
-            "fingerprint": fingerprint,
-            "d": d,
-            "distance": distance,
-            "logit_scale": logit_scale,
-            "logit_bias": logit_bias,
-            "direction": direction,
-            "calibration": calibration is not None,
-            "texts": texts,
+            "store": without_password(store), "fingerprint": fingerprint, "d": d, "distance": distance,
+            "logit_scale": logit_scale, "logit_bias": logit_bias, "direction": direction, "texts": texts,
             "about": json.loads(json.dumps(dict(metadata or {}), allow_nan=False)),
-        }
-
-        def write(data: Path) -> None:
-            save_file({"centre": centre.contiguous()}, data / _CENTRE)
-            if calibration is not None:
-                calibration.save(data / _CALIBRATION)
-
+        }  # fmt: skip
         try:
-            ours = tuple(p.name for p in folder.iterdir()) if folder.exists() else ()
-            save_folder(folder, _KIND, settings, write, beside=ours)
+            write_settings(folder, settings, centre, calibration)
         except BaseException:
             made.close()
             raise
@@ -201,18 +185,7 @@ class GaussianCollection(Gallery):
         if not unfinished and (folder / _UNFINISHED).is_file():
             raise UserError(f"{folder} is incomplete: {(folder / _UNFINISHED).read_text(encoding='utf-8').strip()}")
 
-        def read(data: Path, settings: dict[str, Any]) -> tuple[dict[str, Any], Tensor, Calibration | None]:
-            calibration = Calibration.load(data / _CALIBRATION) if settings["calibration"] else None
-            centre = load_file(data / _CENTRE)["centre"]
-            texts, known = (settings["store"], settings["fingerprint"]), settings["direction"] in ("t2i", "i2t")
-            known &= 0 < settings["logit_scale"] < math.inf and math.isfinite(settings["logit_bias"])
-            fits = known and isinstance(settings["about"], dict) and all(isinstance(one, str) for one in texts)
-            lifted_dim(settings["d"], settings["distance"])
-            if not fits or centre.shape != (settings["d"],):
-                raise ValueError(f"{folder}: damaged, its settings do not fit together; build it again")
-            return settings, centre, calibration
-
-        settings, centre, calibration = load_folder(folder, _KIND, read)
+        settings, centre, calibration = read_settings(folder)
         opened = open_store(anchored(store or settings["store"], folder))
         if opened.fingerprint != settings["fingerprint"]:
             opened.close()
@@ -243,7 +216,7 @@ class GaussianCollection(Gallery):
         Returns:
             True if there is a collection.
         """
-        return _kind_of(folder) == _KIND.rpartition("-")[0]
+        return kind_of(folder) == KIND.rpartition("-")[0]
 
     @staticmethod
     def is_unfinished(folder: str | Path) -> bool:
@@ -275,7 +248,7 @@ class GaussianCollection(Gallery):
             new = values(about) if callable(values) else values
             return {"about": about | json.loads(json.dumps(dict(new), allow_nan=False))}
 
-        self.metadata = change_metadata(self.folder, _KIND, changed)["about"]
+        self.metadata = change_metadata(self.folder, KIND, changed)["about"]
 
     def close(self) -> None:
         """Close the store."""
@@ -514,7 +487,7 @@ class GaussianCollection(Gallery):
             texts,
         )
 
-    def _take_sample(self, n: int, seed: int = 0) -> "_Sample":
+    def _take_sample(self, n: int, seed: int = 0) -> Sample:
         """A uniform sample of at least min(n, size) records; the last one is kept."""
         size, changed = self.size, self._changed
         with self._sampling:
@@ -527,11 +500,11 @@ class GaussianCollection(Gallery):
                 or (self.texts is not None and time.monotonic() > last.good_until)
             ):
                 start = time.monotonic()
-                records = _even_sample(self.store.scan(), n, self.store.dim, seed)
+                records = even_sample(self.store.scan(), n, self.store.dim, seed)
                 texts = None if self.texts is None else self.texts.of(records.ids, records.payloads)
                 end = time.monotonic()  # Others may change items; to look takes a twentieth of the time at most.
                 until = end + max(_COUNTED_SECONDS, 20 * (end - start))
-                last = self._last_sample = _Sample(records, size, changed, seed, texts, until)
+                last = self._last_sample = Sample(records, size, changed, seed, texts, until)
             return last
 
     def count(self, filter: Filter) -> int:
@@ -594,133 +567,7 @@ class GaussianCollection(Gallery):
         return GalleryRecords(records.ids, self._embeddings(records), records.payloads)
 
 
-def refuse_index(folder: str | Path) -> None:
-    """Refuse a folder with an index, which earlier versions saved in a form of its own."""
-    if _kind_of(folder) == "sfumato-index":
-        raise UserError(
-            f"{folder} holds an index of an earlier version, which this version does not read: index again:"
-            " sfumato index RUN --images FOLDER --out NEW"
-        )
-
-
-def _kind_of(folder: str | Path) -> str:
-    """What a folder holds, without its version; "" if that cannot be read."""
-    try:
-        kind = json.loads((Path(folder) / "manifest.json").read_bytes())["kind"]
-        return str(kind.rpartition("-")[0])
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
-        return ""
-
-
-def check_empty(folder: Path) -> None:
-    """Raise an error if a folder is not empty."""
-    if not is_unused(folder):
-        raise UserError(
-            f"{folder} exists already; give a new or empty folder (sfumato index --add adds to a collection)"
-        )
-
-
 def _ordered(found: Candidates) -> Candidates:
     """Items closest first, equally close ones by id."""
     values = found.distance.tolist()
     return found.take(sorted(range(len(values)), key=lambda j: (values[j], found.ids[j])))
-
-
-@dataclass(frozen=True, eq=False)
-class _Sample:
-    """A sample, and the state of the collection when it was taken."""
-
-    records: Records
-    size: int  # number of items in the collection
-    changed: int  # number of items that this process had written or removed
-    seed: int
-    texts: ItemTexts | None = None
-    good_until: float = math.inf  # time from which results of others' writes are looked for, where hits come from it
-    prepared: dict[bool, SampledItems] = field(default_factory=dict)  # all of it, by whether it is the whole gallery
-
-
-def _even_sample(batches: Iterator[Records], n: int, e: int, seed: int = 0) -> Records:
-    """The n records whose ids have the smallest digests: a sample that does not depend on the order of the records."""
-    kept, digests, salt = Records.none(e), list[bytes](), seed.to_bytes(16, "little")
-    for batch in batches:
-        new = [hashlib.blake2b(i.encode(), digest_size=8, salt=salt).digest() for i in batch.ids]
-        last = digests[-1] if len(digests) == n else b"\xff" * 9
-        if not (low := [i for i, digest in enumerate(new) if digest < last]):
-            continue
-        part = batch.take(low)
-        both = Records(
-            kept.ids + part.ids,
-            torch.cat([kept.vectors, part.vectors]),
-            torch.cat([kept.uncertainty, part.uncertainty]),
-            kept.payloads + part.payloads,
-        )
-        digests += [new[i] for i in low]
-        order = sorted(range(len(digests)), key=digests.__getitem__)[:n]
-        kept, digests = both.take(order), [digests[i] for i in order]
-    return kept
-
-
-def copy_gallery(
-    source: Gallery,
-    folder: str | Path,
-    store: str = "store",
-    *,
-    texts: bool = False,
-    batch: int = 2048,
-    progress: Callable[[int], None] | None = None,
-) -> GaussianCollection:
-    """Copy all items of a gallery into a new collection, with the images that were uploaded to it."""
-    scorer = source.scorer
-    copy = GaussianCollection.create(
-        folder,
-        store,
-        d=source.d,
-        distance=source.distance,
-        centre=source.centre,
-        logit_scale=scorer.logit_scale,
-        logit_bias=scorer.logit_bias,
-        calibration=scorer.calibration,
-        direction=scorer.direction,
-        metadata=source.metadata,
-        texts=(texts or source.texts is not None) and beside(store) is not None,
-    )
-    try:
-        with copy.filling(f"a copy was interrupted; remove it (and {copy.store.url}) and copy again"):
-            if isinstance(source, GaussianCollection):
-                _copy_uploads(source.folder, copy.folder)
-                for records in source.store.scan(batch):  # As they were when the scan began, also while others write.
-                    if copy.texts is not None:
-                        _copy_texts(source.texts, copy.texts, records)
-                    copy.store.upsert(records)
-                    if progress:
-                        progress(len(records))
-                _copy_uploads(source.folder, copy.folder)  # Again: items may have come before the scan began.
-            else:
-                for items in source.scan(batch):
-                    copy.upsert(items.embeddings, items.ids, payloads=items.payloads, batch=batch, progress=progress)
-            copy.optimise()
-    except BaseException:
-        copy.close()
-        raise
-    return copy
-
-
-def _copy_texts(source: TextStore | None, copy: TextStore, records: Records) -> None:
-    """Store the vectors of the texts of some records."""
-    own = [i for i, payload in enumerate(records.payloads) if item_texts(payload)]
-    ids, payloads = [records.ids[i] for i in own], [records.payloads[i] for i in own]
-    if source is None:
-        copy.upsert(ids, payloads)
-    elif own:
-        copy.write(ids, source.vectors_for(ids, payloads), payloads)
-
-
-def _copy_uploads(folder: Path, copy: Path) -> None:
-    """Copy the uploaded images that are not in the copy yet; each has the name of its content."""
-    for image in sorted((folder / UPLOADED_IMAGES).rglob("*")):
-        new = copy / image.relative_to(folder)
-        with contextlib.suppress(FileNotFoundError):  # It was removed meanwhile.
-            if image.is_file() and image.suffix != ".tmp" and not new.exists():
-                content = image.read_bytes()
-                new.parent.mkdir(parents=True, exist_ok=True)
-                write_atomically(new, content)

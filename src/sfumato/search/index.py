@@ -1,6 +1,6 @@
 """GaussianIndex: search a gallery in memory by Gaussian queries, with probabilities and uncertainties.
 
-It is never saved: :func:`sfumato.search.collection.copy_gallery` makes a collection of it.
+It is never saved: :func:`sfumato.search.copying.copy_gallery` makes a collection of it.
 
 Engine "exact" ranks by any distance; "hnsw" and "ivf" are FAISS over lifted vectors (search/exact.py).
 Engines differ only in the candidates that they return: the distances of the results are always recomputed from the

@@ -42,7 +42,9 @@ from sfumato.models.run import (
 )
 from sfumato.models.split import load_splits
 from sfumato.progress import progress_bar
-from sfumato.search.collection import UPLOADED_IMAGES, GaussianCollection, check_empty, copy_gallery
+from sfumato.search.collection import UPLOADED_IMAGES, GaussianCollection
+from sfumato.search.collection_folder import check_empty
+from sfumato.search.copying import copy_gallery
 from sfumato.search.exact import gallery_centre, lifted_dim
 from sfumato.search.gallery import Gallery
 from sfumato.search.index import GaussianIndex
