@@ -108,9 +108,9 @@ def made_ahead(milvus_server):
     dims = (*[3] * 4, 4, *[5] * 2, *[6] * 6, 7, 8, 17)
     with ThreadPoolExecutor(len(dims)) as threads:
         made = threads.map(lambda dim: stores.create_store(milvus_server.url(index="HNSW"), dim, FINGERPRINT), dims)
-        stores = list(made)
-    yield stores
-    for store in stores:
+        ahead = list(made)
+    yield ahead
+    for store in ahead:
         store.close()
 
 
