@@ -18,9 +18,10 @@ import numpy as np
 import torch
 
 from papers.benchmarks.ambiguity import FIGURES, baselines, measure_ambiguity
+from papers.uncertainty.estimators import ESTIMATORS
 from sfumato.data.emoji import load_emoji
 from sfumato.encoders.backbones import text_backbone
-from sfumato.evaluation.estimators import ESTIMATORS, Matching, estimate_uncertainty
+from sfumato.evaluation.estimators import Matching, estimate_uncertainty
 from sfumato.ids import Direction
 from sfumato.metrics.relevance import Relevance
 from sfumato.metrics.retrieval import per_query_metrics

@@ -38,10 +38,10 @@ from papers.posthoc.contestants import contestants
 from papers.posthoc.frozen_model import FrozenCorruption, FrozenModel, FrozenSplit, freeze, last_layer, layer_inputs
 from papers.posthoc.referee import RefereeOptions, adapter_epochs, referee_model
 from papers.posthoc.referee_tables import referee_summary, referee_tables
+from papers.uncertainty.corruption import corrupted_inputs
 from sfumato.data.images import Problems
 from sfumato.encoders.backbones import text_backbone
 from sfumato.encoders.dual import DualEncoder
-from sfumato.evaluation.corruption import corrupted_inputs
 from sfumato.files import write_atomically
 from sfumato.metrics.uncertainty import spearman
 from sfumato.models.recipe import find_recipe, load_recipe

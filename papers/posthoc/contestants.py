@@ -14,6 +14,7 @@ from torch import Tensor
 
 from papers.posthoc import METHODS, PosthocMethod
 from papers.posthoc.frozen_model import FrozenModel, FrozenSplit
+from papers.uncertainty.estimators import MORE
 from sfumato.calibration.calibrator import Calibration
 from sfumato.calibration.conditional import N_NEAREST
 from sfumato.evaluation import estimators
@@ -138,7 +139,7 @@ def is_own(name: str) -> bool:
     """Whether it was registered from outside of the package: its code may have changed since the last call."""
     if method := METHODS.get(name):
         return not method.__module__.startswith(("sfumato.", "papers."))
-    return name not in (*BASELINES, *estimators.BUILT_IN)
+    return name not in (*BASELINES, *estimators.BUILT_IN, *MORE)
 
 
 def contestants() -> tuple[str, ...]:

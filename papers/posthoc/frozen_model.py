@@ -16,6 +16,7 @@ from torch import Tensor
 
 from papers.posthoc import FrozenPairs
 from papers.posthoc.method import TwoSides
+from papers.uncertainty.corruption import CorruptedInputs, corrupted_inputs, not_corrupted
 from sfumato.data.images import FileImage
 from sfumato.data.pairs import PairData
 from sfumato.data.sources import DataConfig
@@ -25,7 +26,6 @@ from sfumato.encoders.encoder_protocol import Item
 from sfumato.encoders.features import Store, TokenFeatures
 from sfumato.encoders.heads import AveragePool, GaussianHead
 from sfumato.errors import UserError
-from sfumato.evaluation.corruption import CorruptedInputs, corrupted_inputs, not_corrupted
 from sfumato.evaluation.protocols import Query
 from sfumato.evaluation.trust import many_to_many, resampled_together
 from sfumato.gaussian import GaussianEmbedding

@@ -44,9 +44,10 @@ from papers.posthoc.referee_report import (
     SplitSizes,
     UnavailableMethod,
 )
+from papers.uncertainty.binned_recall import RecallBinning, binned_recall
+from papers.uncertainty.corruption import corruption_statistics
 from sfumato.calibration.calibrator import Calibration
 from sfumato.errors import UserError
-from sfumato.evaluation.corruption import corruption_statistics
 from sfumato.evaluation.protocols import Query
 from sfumato.evaluation.trust import error_statistics
 from sfumato.files import read_json, write_json
@@ -58,7 +59,7 @@ from sfumato.metrics.bootstrap import Interval, Statistic, bootstrap, mean_stati
 from sfumato.metrics.relevance import Relevance
 from sfumato.metrics.reliability import calibration_error_by_chance, expected_calibration_error
 from sfumato.metrics.selective import auroc
-from sfumato.metrics.uncertainty import RecallBinning, balanced_spearman, binned_recall, resampled_balanced_spearman
+from sfumato.metrics.uncertainty import balanced_spearman, resampled_balanced_spearman
 
 BINNINGS: tuple[RecallBinning, ...] = ("count", "width")
 

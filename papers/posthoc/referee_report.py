@@ -7,9 +7,9 @@ from typing import Any
 from pydantic import TypeAdapter
 from pydantic.json_schema import GenerateJsonSchema
 
+from papers.uncertainty.binned_recall import BinnedRecall, RecallBinning
 from sfumato.ids import Direction
 from sfumato.metrics.bootstrap import Interval
-from sfumato.metrics.uncertainty import BinnedRecall, RecallBinning
 
 FORMAT = 2
 """Version of the JSON files; files of another one are made anew."""

@@ -14,17 +14,19 @@ import torch
 
 from papers.studies import usual
 from papers.studies.zeroshot import ZeroShotOptions, study_zeroshot
+from papers.uncertainty.corruption import corrupted_queries, follow_corruption, not_corrupted
+from papers.uncertainty.estimators import ESTIMATORS
 from sfumato.data.images import MemoryImage, thumbnail
 from sfumato.data.pairs import PairData
 from sfumato.data.sources import DataConfig
 from sfumato.encoders.feature_rows import features_read
 from sfumato.errors import UserError, counted
-from sfumato.evaluation.corruption import Resampling, corrupted_queries, follow_corruption, not_corrupted
-from sfumato.evaluation.estimators import ESTIMATORS, Estimator, Matching
+from sfumato.evaluation.estimators import Estimator, Matching
 from sfumato.evaluation.protocols import EmbeddedSplit, evaluate_retrieval
 from sfumato.evaluation.trust import resampled_together
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.ids import DIRECTION_OF, Side
+from sfumato.metrics.bootstrap import Resampling
 from sfumato.metrics.relevance import Relevance
 from sfumato.models.model import Model
 from sfumato.models.run import weights_digest

@@ -36,9 +36,7 @@ def analyse(
         "Studies, separated by commas: corruption,sets,words,map,zeroshot; by default those that model and data allow,"
         " without zeroshot, which is also a command of its own.",
     ),
-    uncertainty: str = flag(
-        "total_variance", "corruption, words: estimator; `sfumato trust RUN --details` lists them."
-    ),
+    uncertainty: str = flag("total_variance", "corruption, words: estimator; a wrong one lists them."),
     corrupted: int = flag(200, "corruption: number of items to corrupt in each way.", min=1),
     pairs: int = flag(100, "sets: number of pairs of images to mix, and to erase in part.", min=3),
     bins: int = flag(10, "words: number of bins of uncertainty.", min=1),

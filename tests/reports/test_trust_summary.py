@@ -15,7 +15,7 @@ HITS = HitFigures("t2i", 100, 1, 1000, CHANCE, CHANCE, 0.004, 0.005, 0.01, 0.06,
 DIRECTION = DirectionTrust(
     n_queries=1000, n_gallery=100, recall=Interval(0.4, 0.37, 0.43), chance=CHANCE, above_chance=True,
     risk_best=Interval(0.3, 0.2, 0.4), right_pairs=Interval(0.9, 0.8, 0.95), n_out_of_gallery=0, estimators={},
-    deciles={}, corruptions={},
+    deciles={},
 )  # fmt: skip
 REPORT = TrustReport("test", "csd", True, 100, 1000, 1000, 0.95, 0, {}, {}, [], {"served": [HITS], "distance": [HITS]})
 

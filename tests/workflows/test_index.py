@@ -221,7 +221,7 @@ def test_each_half_has_the_fit_on_the_other(run):
 
 def test_trust_measures_the_queries_of_the_calibration_by_halves(run):
     found, data, (images, texts) = embedded(run, "wordings")
-    report = trust_model(found, found.recipe.data, "wordings", n_resamples=0, n_corrupted=0, seed=5)
+    report = trust_model(found, found.recipe.data, "wordings", n_resamples=0, seed=5)
     distance, match = get_distance(found.distance).matrix(images, texts), torch.from_numpy(data.relevance().to_dense())
     folds = cross_fitted((images, texts), data, found.distance, split="wordings", seed=5)
     for direction in ("t2i", "i2t"):

@@ -4,10 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from sfumato.data.transforms import TEXT_CORRUPTIONS, erase_squares
 from sfumato.distances import get_distance
 from sfumato.evaluation import trust as measures
-from sfumato.evaluation.estimators import ESTIMATORS, FailurePredictor, Matching, estimate_uncertainty
+from sfumato.evaluation.estimators import ESTIMATORS, FailurePredictor
 from sfumato.metrics.retrieval import per_query_metrics
 from sfumato.metrics.selective import auroc
 from sfumato.models.recipe import load_recipe
@@ -18,7 +17,7 @@ from sfumato.training.loop import fit
 from sfumato.workflows import trust
 from sfumato.workflows.trust import trust_model
 
-QUICK = {"n_resamples": 5, "n_corrupted": 6}
+QUICK = {"n_resamples": 5}
 
 
 @pytest.fixture(scope="module")
@@ -55,29 +54,6 @@ def test_the_learnt_estimator_saw_the_validation_split_and_no_other(run, side):
     assert abs(found - of_itself) > 0.02  # What it would be if it had seen the answers.
 
 
-def test_queries_are_corrupted_as_stated_and_compared_with_themselves(run):
-    report = trust_model(run, run.recipe.data, "test", seed=4, **QUICK)
-    data, queries, gallery, *_ = embedded(run, "test", True)
-    matching = Matching(run.distance, run.logit_scale, run.logit_bias, direction="t2i")
-    c = TEXT_CORRUPTIONS["wrong_letters"]
-    chosen = np.sort(np.random.default_rng([4, 2]).permutation(queries.n)[:6])
-    found = report.directions["t2i"].corruptions["wrong_letters"]
-    expected = [np.median(estimate_uncertainty(queries[torch.from_numpy(chosen)], gallery, matching)["margin"])]
-    for s in c.strengths:
-        worse = run.model.embed_texts([c.apply(data.texts[i], s, (4, int(i))) for i in chosen])
-        expected.append(np.median(estimate_uncertainty(worse, gallery, matching)["margin"]))
-    assert found.n == 6 and found.strengths == [0.0, *c.strengths]
-    assert found.medians["margin"] == pytest.approx(expected, rel=1e-4, abs=1e-6)
-    pictures, images, *_ = embedded(run, "test", False)
-    found = report.directions["i2t"].corruptions["erased"]
-    chosen = np.sort(np.random.default_rng([4, 2]).permutation(images.n)[:6])
-    worst = run.model.embed_images([erase_squares(pictures.images[i].read_bytes(), 0.9, (4, int(i))) for i in chosen])
-    assert found.medians["total_variance"][-1] == pytest.approx(float(np.median(worst.total_variance)), rel=1e-4)
-    assert found.medians["total_variance"][0] == pytest.approx(
-        float(np.median(images.total_variance[torch.from_numpy(chosen)])), rel=1e-4
-    )
-
-
 def test_captions_of_an_image_are_resampled_together_and_share_its_proxy(run, monkeypatch):
     seen = {}
     real = measures.measure_trust
@@ -88,7 +64,7 @@ def test_captions_of_an_image_are_resampled_together_and_share_its_proxy(run, mo
 
     monkeypatch.setattr(trust, "measure_trust", spy)
     data = run.recipe.data.model_copy(update={"equal_texts": "separate"})
-    trust_model(run, data, "test", n_resamples=0, n_corrupted=0)
+    trust_model(run, data, "test", n_resamples=0)
     texts, images = seen["t2i"], seen["i2t"]
     image_of = [
         int(texts["relevance"].indices[texts["relevance"].indptr[t]]) for t in range(texts["relevance"].n_queries)
@@ -99,7 +75,7 @@ def test_captions_of_an_image_are_resampled_together_and_share_its_proxy(run, mo
     assert np.ptp(images["proxies"]["caption_distance"]) > 0
     assert not texts["multiplicity"] and set(texts["estimators"]) == {*ESTIMATORS, "predicted_miss"}
 
-    trust_model(run, run.recipe.data, "test", n_resamples=0, n_corrupted=0)
+    trust_model(run, run.recipe.data, "test", n_resamples=0)
     shared, images = seen["t2i"], seen["i2t"]
     counts = shared["relevance"].counts
     assert (counts == 2).sum() == 2 and len(counts) == 24, "two equal captions are one text of two images each"
@@ -118,8 +94,8 @@ def test_equal_seeds_give_equal_reports(run):
 def test_bad_options_are_named(run):
     with pytest.raises(ValueError, match="one of text, image, both, got 'all'"):
         trust_model(run, run.recipe.data, "test", queries="all")
-    with pytest.raises(ValueError, match="must not be negative, got 5, -1 and 0"):
-        trust_model(run, run.recipe.data, "test", n_resamples=5, n_corrupted=-1)
+    with pytest.raises(ValueError, match="must not be negative, got -1 and 0"):
+        trust_model(run, run.recipe.data, "test", n_resamples=-1)
 
 
 def test_probabilities_of_hits_are_those_that_a_search_shows(run):
@@ -144,12 +120,12 @@ def test_a_split_that_cannot_be_halved_has_no_probabilities_of_hits(run, monkeyp
         raise ValueError("the split cannot be halved")
 
     monkeypatch.setattr(trust, "cross_fitted", refuses)
-    report = trust_model(run, run.recipe.data, "val", queries="text", n_resamples=0, n_corrupted=0)
+    report = trust_model(run, run.recipe.data, "val", queries="text", n_resamples=0)
     assert report.hits == {} and "the probabilities of hits are left out: the split cannot be halved" in report.notes
 
 
 def test_probabilities_of_hits_in_a_large_split_are_those_of_some_images(run, monkeypatch):
     monkeypatch.setattr(trust, "_HIT_IMAGES", 5)
-    report = trust_model(run, run.recipe.data, "test", queries="text", n_resamples=0, n_corrupted=0)
+    report = trust_model(run, run.recipe.data, "test", queries="text", n_resamples=0)
     assert {f.n_gallery for f in report.hits["served"]} == {5}
     assert "the probabilities of hits are those among 5 random images" in report.notes

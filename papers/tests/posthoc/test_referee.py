@@ -24,8 +24,8 @@ from papers.posthoc.contestants import BASELINES, contestants, fit_contestant, p
 from papers.posthoc.frozen_model import FrozenCorruption, FrozenModel, FrozenSplit, freeze
 from papers.posthoc.referee import PeakMemory, RefereeOptions, adapter_epochs, referee_model, wanted_methods
 from papers.posthoc.referee_tables import corruption_table, referee_summary, referee_table, referee_tables
+from papers.uncertainty.corruption import corrupted_queries
 from sfumato.errors import UserError
-from sfumato.evaluation.corruption import corrupted_queries
 from sfumato.metrics.reliability import log_loss
 from sfumato.models.recipe import find_recipe, load_recipe
 from sfumato.models.run import load_run

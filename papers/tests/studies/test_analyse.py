@@ -15,6 +15,7 @@ from support.words import folded
 
 from papers.studies.analyse import AT_CHANCE, AnalysisOptions, analyse_model
 from papers.studies.usual import MADE, choose_pairs, measure_sets, read_mixed_images
+from papers.uncertainty.damage import IMAGE_CORRUPTIONS, TEXT_CORRUPTIONS
 from sfumato.errors import UserError
 from sfumato.models.recipe import find_recipe, load_recipe
 from sfumato.models.run import load_run
@@ -73,20 +74,26 @@ def test_all_studies_are_printed_written_and_drawn(run, papers):
 
 
 @undrawn()
-def test_corruption_is_that_of_trust(run, papers, sfumato):
-    """The same items; and the same intervals, of which those of texts draw the two captions of an image together."""
-    papers("analyse", run, "--only", "corruption", "--corrupted", 9, "--bootstrap", 20, "--seed", 3)
-    sfumato("trust", run, "--corrupted", 9, "--bootstrap", 20, "--seed", 3)
-    own = json.loads((run / "analysis-test" / "corruption.json").read_text())["sides"]
-    theirs = json.loads((run / "trust-test.json").read_text())["directions"]
-    for side, direction in (("image", "i2t"), ("text", "t2i")):
-        for name, curve in own[side].items():
-            trust = theirs[direction]["corruptions"][name]
-            assert curve["recall"] == trust["recall"] and curve["n"] == trust["n"] == 9
-            for figure in ("rises", "spearman"):
-                assert curve[figure] == pytest.approx(trust["estimators"]["total_variance"][figure])
-            for mean, other in zip(curve["mean"], trust["means"]["total_variance"], strict=True):
-                assert mean == pytest.approx(other, rel=1e-5)
+def test_queries_are_corrupted_as_stated(run, papers):
+    """The same items at all strengths, embedded again; by hand at the greatest."""
+    papers("analyse", run, "--only", "corruption", "--corrupted", 6, "--bootstrap", 0, "--seed", 4)
+    found = json.loads((run / "analysis-test" / "corruption.json").read_text())["sides"]
+    loaded = load_run(run)
+    data = load_split(loaded.model, loaded.recipe.data, "test").data
+    chosen = {n: np.sort(np.random.default_rng([4, 2]).permutation(n)[:6]) for n in (len(data.texts), len(data.images))}
+    texts, images = chosen.values()
+    letters, erased = TEXT_CORRUPTIONS["wrong_letters"], IMAGE_CORRUPTIONS["erased"]
+    worse = {
+        ("text", "wrong_letters"): loaded.model.embed_texts(
+            [letters.apply(data.texts[i], 0.75, (4, int(i))) for i in texts]
+        ),
+        ("image", "erased"): loaded.model.embed_images(
+            [erased.apply(data.images[i].read_bytes(), 0.9, (4, int(i))) for i in images]
+        ),
+    }
+    for (side, name), embedded in worse.items():
+        assert found[side][name]["n"] == 6
+        assert found[side][name]["mean"][-1]["value"] == pytest.approx(float(embedded.total_variance.mean()), rel=1e-4)
 
 
 @undrawn()

@@ -328,12 +328,6 @@ def trust(
     on: OnData,
     queries: str = flag("both", "Queries whose uncertainty is measured: text, image or both."),
     bootstrap: Bootstrap = 1000,
-    corrupted: int | None = flag(
-        None,
-        "Number of queries to corrupt and embed again in each way; 0 for none.",
-        min=0,
-        show_default="200 with --details or --json, else 0",
-    ),
     seed: Seed = 0,
     details: bool = flag(False, "After the summary, print the tables of all figures.", "--details"),
     as_json: AsJson = False,
@@ -353,11 +347,7 @@ def trust(
     split = opened.split
     check_results(opened)
     path = None
-    if corrupted is None:  # The summary says nothing of corruptions, and embedding them takes most of the time.
-        corrupted = 200 if details or as_json else 0
-    report = trust_model(
-        opened.model, opened.data, split, queries=queries, n_resamples=bootstrap, n_corrupted=corrupted, seed=seed
-    )
+    report = trust_model(opened.model, opened.data, split, queries=queries, n_resamples=bootstrap, seed=seed)
     if opened.own_run is not None:
         path = write_figures(opened.own_run, f"trust-{split}", report.to_json())
     if as_json:

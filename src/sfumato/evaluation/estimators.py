@@ -11,7 +11,7 @@ and its slow loop to ``by_loops`` in tests/evaluation/test_estimators.py. Code o
 :func:`register_estimator` instead.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, Protocol, get_args
@@ -25,16 +25,12 @@ from sfumato.distances import Distance, get_distance, squared_l2_matrix
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.ids import Direction
 from sfumato.imports import claim_name
-from sfumato.inclusion import inclusion_test, log_inclusion
 from sfumato.matching import match_logit
 from sfumato.metrics.relevance import Relevance
 from sfumato.search.exact import distance_blocks
 
 NEAREST = 10
 """Number of nearest gallery items that the local estimators look at."""
-
-N_SAMPLES = 8
-"""Samples per query of the sampled estimators, as in PCME++'s appendix A.3."""
 
 Kind = Literal["aleatoric", "epistemic", "both"]
 """The kind of uncertainty that an estimator is meant to see."""
@@ -76,26 +72,6 @@ class Block:
         fewer."""
         values, index = self.distance.topk(min(NEAREST, self.distance.shape[1]), dim=1, largest=False)
         return values, index
-
-    @cached_property
-    def sample_distances(self) -> Tensor:
-        """(b, p) squared distances between all p pairs of N_SAMPLES samples of each query.
-
-        All queries share the same noise. Two queries therefore differ only by their variances, and the size of a block
-        does not change the result.
-        """
-        generator = torch.Generator().manual_seed(self.seed)
-        noise = torch.randn(N_SAMPLES, self.queries.d, generator=generator).to(self.queries.device)
-        first, second = torch.triu_indices(N_SAMPLES, N_SAMPLES, 1, device=noise.device)
-        distance: Tensor = self.queries.var.float() @ (noise[first] - noise[second]).square().T
-        return distance
-
-    def mean_over_nearest(self, function: Callable[[GaussianEmbedding, GaussianEmbedding], Tensor]) -> Tensor:
-        """The mean of a function of (item, query) over the nearest items and over dimensions. Returns (b,)."""
-        index = self.nearest[1]
-        k = index.shape[1]
-        rows = torch.arange(len(index), device=index.device).repeat_interleave(k)
-        return function(self.gallery[index.flatten()], self.queries[rows]).mean(1).view(-1, k).mean(1)
 
 
 class UncertaintyFunction(Protocol):
@@ -145,19 +121,10 @@ class Estimator:
 
 
 # ---------------------------------------------------------------- the functions
-def _self_mismatch(block: Block) -> Tensor:
-    squared = block.sample_distances
-    distance = squared.sqrt() if block.matching.distance == "average_l2" else squared
-    return torch.sigmoid(-match_logit(distance.double(), block.matching.logit_scale, block.matching.logit_bias)).mean(1)
-
-
-def _entropy(logit: Tensor) -> Tensor:
-    entropy: Tensor = torch.special.entr(logit.softmax(1)).sum(1)
-    return entropy
-
-
-def _match_entropy_top10(block: Block) -> Tensor:
-    return _entropy(match_logit(block.nearest[0], block.matching.logit_scale, block.matching.logit_bias))
+def entropy(logit: Tensor) -> Tensor:
+    """(b,) entropy, in nats, of the softmax of logits (b, m)."""
+    found: Tensor = torch.special.entr(logit.softmax(1)).sum(1)
+    return found
 
 
 def _top1_mismatch(block: Block) -> Tensor:
@@ -185,28 +152,6 @@ ESTIMATORS: dict[str, Estimator] = {
             "aleatoric", "n d", lambda block: block.queries.total_variance, needs_gallery=False,
         ),
         Estimator(
-            "log_det",
-            "sum of the query's log variances, the log of its squared volume (Pishdad et al., 3.3)",
-            "aleatoric", "n d", lambda block: block.queries.log_det, needs_gallery=False,
-        ),
-        Estimator(
-            "geometric_std",
-            "geometric mean of the query's standard deviations (Chun et al. 2021, 3.2.1); same order as log_det",
-            "aleatoric", "n d", lambda block: block.queries.geometric_std, needs_gallery=False,
-        ),
-        Estimator(
-            "sample_spread",
-            f"mean distance between two of {N_SAMPLES} samples of the query",
-            "aleatoric", f"n d {N_SAMPLES * (N_SAMPLES - 1) // 2}, no sample is stored",
-            lambda block: block.sample_distances.sqrt().mean(1),
-            needs_gallery=False,
-        ),
-        Estimator(
-            "self_mismatch",
-            f"mean probability that two of {N_SAMPLES} samples of the query do not match (PCME)",
-            "aleatoric", "as sample_spread", _self_mismatch, needs_gallery=False,
-        ),
-        Estimator(
             "expected_matches",
             "sum of the match probabilities over the gallery: the expected number of true matches",
             "aleatoric", "n m", lambda block: torch.sigmoid(block.logit).sum(1, dtype=torch.float64),
@@ -214,12 +159,7 @@ ESTIMATORS: dict[str, Estimator] = {
         Estimator(
             "match_entropy",
             "entropy, in nats, of the softmax of the match logits over the gallery",
-            "both", "n m", lambda block: _entropy(block.logit),
-        ),
-        Estimator(
-            "match_entropy_top10",
-            f"entropy, in nats, of the softmax of the match logits over the {NEAREST} nearest items",
-            "both", f"n m for the best {NEAREST}", _match_entropy_top10,
+            "both", "n m", lambda block: entropy(block.logit),
         ),
         Estimator(
             "top1_mismatch",
@@ -232,25 +172,9 @@ ESTIMATORS: dict[str, Estimator] = {
             "both", "n m", _margin,
         ),
         Estimator(
-            "knn_distance",
-            f"mean distance to the {NEAREST} nearest items",
-            "epistemic", f"n m for the best {NEAREST}", lambda block: block.nearest[0].mean(1),
-        ),
-        Estimator(
             "nearest_mean",
             "squared distance of the query's mean to the nearest mean of the gallery; it ignores variances",
             "epistemic", "n m d, a second matrix product", _nearest_mean,
-        ),
-        Estimator(
-            "inclusion",
-            f"log inclusion of the {NEAREST} nearest items in the query minus that of the query in them (ProLIP)",
-            "aleatoric", f"n d {NEAREST}", lambda block: block.mean_over_nearest(inclusion_test), needs_variance=True,
-        ),
-        Estimator(
-            "not_included",
-            f"negated mean log inclusion of the query in its {NEAREST} nearest items: high if none covers it",
-            "epistemic", f"n d {NEAREST}",
-            lambda block: -block.mean_over_nearest(lambda item, query: log_inclusion(query, item)), needs_variance=True,
         ),
     )
 }  # fmt: skip
@@ -319,7 +243,7 @@ def estimate_uncertainty(
         without: for n queries and m items, the items that are left out of a query's gallery; at least NEAREST must
             remain.
         memory_mb: size of a block of distances, in MiB; the working memory is about six times that.
-        seed: of the samples of sample_spread and self_mismatch.
+        seed: of the samples of an estimator that takes some.
 
     Returns:
         For each estimator (n,) float64, higher is less certain. Points have a log_det of minus infinity.

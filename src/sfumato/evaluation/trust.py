@@ -6,23 +6,22 @@ an input of an estimator.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
-from sfumato.evaluation.corruption import Corrupted, CorruptionTrust, Resampling, follow_corruption, paired_auroc
 from sfumato.evaluation.estimators import ESTIMATORS, NEAREST, Estimator, Matching, estimate_uncertainty
 from sfumato.evaluation.hits import HitFigures
 from sfumato.gaussian import GaussianEmbedding
-from sfumato.metrics.bootstrap import Interval, Statistic, mean_statistic, percentile_interval, remembered
+from sfumato.metrics.bootstrap import Interval, Resampling, Statistic, mean_statistic, percentile_interval, remembered
 from sfumato.metrics.relevance import Relevance
 from sfumato.metrics.retrieval import beats_chance, chance_metrics, per_query_metrics
 from sfumato.metrics.selective import (
     aurc_statistic,
     auroc_statistic,
     decile_statistic,
+    paired_auroc,
     risk_coverage_statistics,
     risk_statistic,
     spearman_statistic,
@@ -105,7 +104,6 @@ class DirectionTrust:
     n_out_of_gallery: int  # number of queries in the figure out_of_gallery
     estimators: dict[str, dict[str, Interval]]
     deciles: dict[str, list[float]]  # by name, recall@1 in ten bins from the most certain queries to the least
-    corruptions: dict[str, CorruptionTrust]  # by name
 
 
 @dataclass(frozen=True)
@@ -144,7 +142,6 @@ def measure_trust(
     estimators: Mapping[str, Estimator] = ESTIMATORS,
     multiplicity: bool = False,
     proxies: Mapping[str, np.ndarray] | None = None,
-    corrupted: Sequence[Corrupted] = (),
     groups: np.ndarray | None = None,
     n_resamples: int = 1000,
     level: float = 0.95,
@@ -161,7 +158,6 @@ def measure_trust(
         multiplicity: whether a query's number of true items measures its ambiguity. Set it for data that lists every
             true pair, not for data in which each image only has its own five captions.
         proxies: by name in FIGURES, (n,) proxies of ambiguity; NaN leaves a query out.
-        corrupted: some queries, embedded from corrupted inputs.
         groups: (n,) numbers; queries with the same number are resampled together, see
             :func:`~sfumato.metrics.bootstrap.bootstrap`.
         n_resamples: number of bootstrap resamples of the intervals.
@@ -202,10 +198,6 @@ def measure_trust(
     found |= removed
     figures = {n: {f: found[f"{n}/{f}"] for f in FIGURES if f"{n}/{f}" in found} for n in scores}
     bins = {n: recall_by_uncertainty(average_ranks(u), scene.hit)["bins"] for n, u in informative.items()}
-    follow = partial(
-        follow_corruption, queries=queries, gallery=gallery, relevance=relevance, matching=matching, groups=groups,
-        estimators={n: estimators[n] for n in informative}, resampling=scene.resampling,
-    )  # fmt: skip
     return DirectionTrust(
         n_queries=len(kept),
         n_gallery=gallery.n,
@@ -217,8 +209,7 @@ def measure_trust(
         n_out_of_gallery=n_removed,
         estimators={n: {f: i for f, i in values.items() if i.value is not None} for n, values in figures.items()},
         deciles={n: [b["recall"] for b in of] for n, of in bins.items()},
-        corruptions={c.name: follow(c) for c in corrupted},
-    )  # fmt: skip
+    )
 
 
 @dataclass(frozen=True, eq=False)

@@ -37,6 +37,12 @@ def auroc_statistic(score: np.ndarray, positive: np.ndarray) -> Statistic:
     return statistic
 
 
+def paired_auroc(low: np.ndarray, high: np.ndarray) -> Statistic:
+    """AUROC of the second score of each query against its first; both scores of a query are resampled together."""
+    statistic = auroc_statistic(np.concatenate([low, high]), np.repeat([0, 1], len(low)))
+    return lambda counts: statistic(np.tile(counts, 2))
+
+
 def aurc_statistic(uncertainty: np.ndarray, error: np.ndarray) -> Statistic:
     """Area under the risk-coverage curve: the mean, over k = 1..n, of the mean error of the k most certain items.
 

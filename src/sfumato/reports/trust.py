@@ -130,8 +130,6 @@ def print_trust(report: TrustReport, title: str) -> None:
                         if any(figure in figures for figure in shown)
                     ],
                 )
-        if direction.corruptions:
-            _print_corruptions(ARROWS[key], direction)
         chance = None if direction.recall.value is None else 1 - direction.recall.value
         print()
         print_wrapped(
@@ -215,28 +213,3 @@ _TRUST_TABLES = {
         "out_of_gallery": "unanswerable, AUROC",
     },
 }
-
-
-def _print_corruptions(title: str, direction: DirectionTrust) -> None:
-    names = direction.corruptions
-    rows = []
-    for estimator in direction.estimators:
-        if not any(estimator in corruption.estimators for corruption in direction.corruptions.values()):
-            continue  # A constant estimator has no figures.
-        cells = []
-        for corruption in direction.corruptions.values():
-            found = corruption.estimators.get(estimator, {})
-            cells += [compact_interval(found.get("spearman")), compact_interval(found.get("rises"))]
-        rows.append([in_words(estimator), *cells])
-    print()
-    print_table(
-        f"{title}: do corrupted queries become less certain? Spearman with strength, fraction that rises",
-        ["estimator", *(f"{in_words(name)}: {figure}" for name in names for figure in ("Spearman", "rises"))],
-        rows,
-    )
-    for name, corruption in direction.corruptions.items():
-        recall = " ".join(f"{r:.0%}" for r in corruption.recall)
-        strengths = " ".join(f"{s:g}" for s in corruption.strengths)
-        print_wrapped(
-            f"{in_words(name)}, {counted(corruption.n, 'query', 'queries')}: recall@1 {recall} at strength {strengths}"
-        )

@@ -16,7 +16,6 @@ from sfumato.data.sources import DataConfig
 from sfumato.data.splits import WORDINGS
 from sfumato.distances import get_distance
 from sfumato.errors import UserError
-from sfumato.evaluation.corruption import Corrupted, corrupted_queries, not_corrupted
 from sfumato.evaluation.estimators import FailurePredictor, Matching, usable_estimators
 from sfumato.evaluation.hits import Fold, HitFigures, measure_hits, without_nearest
 from sfumato.evaluation.protocols import EmbeddedSplit
@@ -54,11 +53,10 @@ def trust_model(
     *,
     queries: str = "both",
     n_resamples: int = 1000,
-    n_corrupted: int = 200,
     seed: int = 0,
 ) -> TrustReport:
     """Measure the quality of a model's uncertainties on a split of any data."""
-    _check_options(queries, n_resamples, n_corrupted, seed)
+    _check_options(queries, n_resamples, seed)
     model = retrieval_model.model
     prepared = load_split(model, data, split)
     embedded = EmbeddedSplit(*embed_split(model, prepared), prepared.data.relevance())
@@ -71,12 +69,7 @@ def trust_model(
     proxies = {} if many else _proxies(embedded.texts, prepared.data, embedded.relevance)
     directions: dict[str, DirectionTrust] = {}
     for side in wanted:
-        query, corrupted = embedded.query(DIRECTION_OF[side]), list[Corrupted]()
-        if n_corrupted and (reason := not_corrupted(model, side)):
-            notes.append(reason)
-        elif n_corrupted:
-            usable = query.relevance.counts > 0
-            corrupted = corrupted_queries(model, side, prepared.data, usable, n_corrupted, seed)
+        query = embedded.query(DIRECTION_OF[side])
         values, groups = proxies, resampled_together(embedded.relevance, prepared.data.groups, side == "text")
         if side == "text" and groups is not None:  # A caption has the proxies of its image, if it has an image.
             lacking = np.full(embedded.texts.n, np.nan)
@@ -87,7 +80,7 @@ def trust_model(
             query.gallery,
             query.relevance,
             Matching(*_logits(retrieval_model), query.direction),
-            estimators=estimators | own, multiplicity=many, proxies=values, corrupted=corrupted, groups=groups,
+            estimators=estimators | own, multiplicity=many, proxies=values, groups=groups,
             n_resamples=n_resamples, level=_LEVEL, seed=seed,
         )  # fmt: skip
     hits, unmeasured = _hits(retrieval_model, data, embedded, prepared.data, split, list(directions), seed)
@@ -165,13 +158,11 @@ def _hits(
     return figures, notes
 
 
-def _check_options(queries: str, n_resamples: int, n_corrupted: int, seed: int) -> None:
+def _check_options(queries: str, n_resamples: int, seed: int) -> None:
     if queries not in QUERIES:
         raise ValueError(f"queries must be one of {', '.join(QUERIES)}, got {queries!r}")
-    if n_resamples < 0 or n_corrupted < 0 or seed < 0:
-        raise ValueError(
-            f"bootstrap, n_corrupted and seed must not be negative, got {n_resamples}, {n_corrupted} and {seed}"
-        )
+    if n_resamples < 0 or seed < 0:
+        raise ValueError(f"bootstrap and seed must not be negative, got {n_resamples} and {seed}")
 
 
 def _proxies(texts: GaussianEmbedding, data: PairData, relevance: Relevance) -> dict[str, np.ndarray]:

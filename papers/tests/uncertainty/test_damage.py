@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 from support.pictures import encoded
 
-from sfumato.data.image_decoding import decode_image
-from sfumato.data.transforms import (
+from papers.uncertainty.damage import (
     IMAGE_CORRUPTIONS,
     TEXT_CORRUPTIONS,
     blur,
@@ -14,6 +13,7 @@ from sfumato.data.transforms import (
     replace_letters,
     unknown_words,
 )
+from sfumato.data.image_decoding import decode_image
 
 
 def picture(width=40, height=24, colour=None):

@@ -5,9 +5,11 @@ import pytest
 import scipy
 import torch
 
-from sfumato import ESTIMATORS, GaussianEmbedding
-from sfumato.evaluation.corruption import Corrupted, Resampling, follow_corruption
+from papers.uncertainty.corruption import Corrupted, follow_corruption
+from papers.uncertainty.estimators import ESTIMATORS
+from sfumato import GaussianEmbedding
 from sfumato.evaluation.estimators import Matching, estimate_uncertainty
+from sfumato.metrics.bootstrap import Resampling
 from sfumato.metrics.relevance import Relevance
 
 

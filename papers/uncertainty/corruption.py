@@ -1,6 +1,6 @@
 """The response of uncertainties to corrupted queries: images erased or blurred, words dropped or replaced.
 
-`sfumato trust` follows every estimator, `sfumato analyse` one of them, and the referee the methods for frozen models.
+`python -m papers analyse` follows an estimator, and the referee the methods for frozen models.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -11,18 +11,18 @@ from typing import Any
 import numpy as np
 import torch
 
+from papers.uncertainty.damage import IMAGE_CORRUPTIONS, TEXT_CORRUPTIONS, Corruption
 from sfumato.data.images import ImageSource
 from sfumato.data.pairs import PairData
-from sfumato.data.transforms import IMAGE_CORRUPTIONS, TEXT_CORRUPTIONS, Corruption
 from sfumato.encoders.dual import DualEncoder
 from sfumato.encoders.feature_rows import features_read
 from sfumato.evaluation.estimators import Estimator, Matching, estimate_uncertainty
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.ids import Side
-from sfumato.metrics.bootstrap import Interval, Statistic, bootstrap, mean_statistic
+from sfumato.metrics.bootstrap import Interval, Resampling, Statistic, mean_statistic
 from sfumato.metrics.relevance import Relevance
 from sfumato.metrics.retrieval import per_query_metrics
-from sfumato.metrics.selective import auroc_statistic
+from sfumato.metrics.selective import paired_auroc
 from sfumato.metrics.uncertainty import spearman
 from sfumato.progress import progress_bar
 from sfumato.search.exact import rank_relevant
@@ -96,21 +96,6 @@ def corrupted_queries(
 
 
 @dataclass(frozen=True)
-class Resampling:
-    """Options of the intervals."""
-
-    n_resamples: int = 1000
-    level: float = 0.95
-    seed: int = 0
-
-    def intervals(
-        self, statistics: Mapping[str, Statistic], n: int, groups: np.ndarray | None = None
-    ) -> dict[str, Interval]:
-        """The interval of each statistic of n queries; those of a group are resampled together. groups (n,)."""
-        return bootstrap(statistics, n, n_resamples=self.n_resamples, level=self.level, seed=self.seed, groups=groups)
-
-
-@dataclass(frozen=True)
 class CorruptionTrust:
     """The response of the estimators to a corruption of the queries."""
 
@@ -138,8 +123,8 @@ def follow_corruption(
     ground_truth = relevance.select_queries(index)
     if (ground_truth.counts == 0).any():
         raise ValueError(
-            f"measure_trust: a query of the corruption {corrupted.name!r} has no true item; corrupt only queries with a"
-            " true item"
+            f"follow_corruption: a query of the corruption {corrupted.name!r} has no true item; corrupt only queries"
+            " with a true item"
         )
     embedded = [queries[torch.from_numpy(index)], *corrupted.embeddings]
     estimate = partial(
@@ -178,9 +163,3 @@ def corruption_statistics(u: np.ndarray, strengths: Sequence[float]) -> dict[str
         "monotone": mean_statistic(rises & ~falls),
         "auroc": paired_auroc(u[0], u[-1]),
     }
-
-
-def paired_auroc(low: np.ndarray, high: np.ndarray) -> Statistic:
-    """AUROC of the second score of each query against its first; both scores of a query are resampled together."""
-    statistic = auroc_statistic(np.concatenate([low, high]), np.repeat([0, 1], len(low)))
-    return lambda counts: statistic(np.tile(counts, 2))
