@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from sfumato import GaussianEmbedding, PCMEPPLoss, PCMEPPOptions
+from sfumato import GaussianEmbedding, PCMEPPLoss
+from sfumato.losses import PCMEPPOptions
 
 Leaves = list[Tensor]
 """Means and log variances of images, then of texts."""

@@ -5,6 +5,7 @@ import torch
 from support.raising import raises
 
 import sfumato
+from sfumato.calibration.platt import fit_logits
 from sfumato.gaussian import as_tensor
 from sfumato.metrics.reliability import brier_score, expected_calibration_error, log_loss, reliability_curve
 
@@ -32,7 +33,7 @@ def test_what_is_no_array_of_numbers_is_named():
     needs = "{} must be a tensor or an array"
     raises(TypeError, f"GaussianEmbedding: {needs.format('mean')}", sfumato.GaussianEmbedding, [[0.0]], [[0.0]])
     raises(TypeError, f"match_probability: {needs.format('distance')}", sfumato.match_probability, [1.0], 5.0, 5.0)
-    raises(TypeError, f"fit_logits: {needs.format('match')}, got list", sfumato.fit_logits, np.zeros(2), [1, 0])
+    raises(TypeError, f"fit_logits: {needs.format('match')}, got list", fit_logits, np.zeros(2), [1, 0])
     raises(TypeError, f"brier_score: {needs.format('probability')}", brier_score, [0.1], np.zeros(1))
 
 
@@ -48,7 +49,7 @@ def test_public_functions_give_the_same_from_arrays_as_from_tensors():
     match[range(4), range(4)] = 1
     distance[range(4), range(4)] /= 4
     arrays = distance.numpy(), match.numpy()
-    assert sfumato.fit_logits(*arrays) == sfumato.fit_logits(distance, match)
+    assert fit_logits(*arrays) == fit_logits(distance, match)
     assert sfumato.QueryScores.fit(*arrays) == sfumato.QueryScores.fit(distance, match)
     calibration = sfumato.Calibration.fit(*arrays)
     assert calibration == sfumato.Calibration.fit(distance, match)

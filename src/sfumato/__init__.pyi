@@ -1,7 +1,6 @@
 """Public names of sfumato and the modules that define them. ``__init__.py`` imports each on first use."""
 
 from .calibration.calibrator import Calibration as Calibration
-from .calibration.platt import fit_logits as fit_logits
 from .calibration.query_scores import QueryScores as QueryScores
 from .calibration.score_lists import ScoreCalibrator as ScoreCalibrator
 from .data.captioned import read_image_folder as read_image_folder
@@ -38,22 +37,14 @@ from .evaluation.trust import measure_trust as measure_trust
 from .gaussian import GaussianEmbedding as GaussianEmbedding
 from .gaussian import load_embeddings as load_embeddings
 from .gaussian import save_embeddings as save_embeddings
-from .inclusion import inclusion_test as inclusion_test
 from .losses import LOSSES as LOSSES
 from .losses import DAALoss as DAALoss
-from .losses import DAAOptions as DAAOptions
 from .losses import InfoNCELoss as InfoNCELoss
-from .losses import InfoNCEOptions as InfoNCEOptions
 from .losses import PCMELoss as PCMELoss
-from .losses import PCMEOptions as PCMEOptions
 from .losses import PCMEPPLoss as PCMEPPLoss
-from .losses import PCMEPPOptions as PCMEPPOptions
 from .losses import ProLIPLoss as ProLIPLoss
-from .losses import ProLIPOptions as ProLIPOptions
 from .losses import PVSELoss as PVSELoss
-from .losses import PVSEOptions as PVSEOptions
 from .losses import TripletLoss as TripletLoss
-from .losses import TripletOptions as TripletOptions
 from .losses import daa_loss as daa_loss
 from .losses import infonce_loss as infonce_loss
 from .losses import pcme_loss as pcme_loss
@@ -62,7 +53,6 @@ from .losses import prolip_loss as prolip_loss
 from .losses import pvse_loss as pvse_loss
 from .losses import register_loss as register_loss
 from .losses import triplet_loss as triplet_loss
-from .losses import vib_loss as vib_loss
 from .matching import MatchingLogits as MatchingLogits
 from .matching import match_probability as match_probability
 from .metrics.relevance import Relevance as Relevance
@@ -76,7 +66,6 @@ from .models.recipe import load_recipe as load_recipe
 from .search.answer import Answer as Answer
 from .search.answer import Hit as Hit
 from .search.collection import GaussianCollection as GaussianCollection
-from .search.exact import top_k as top_k
 from .search.index import GaussianIndex as GaussianIndex
 from .search.searcher import Searcher as Searcher
 from .search.stores.protocol import Filter as Filter
