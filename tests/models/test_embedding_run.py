@@ -173,4 +173,4 @@ def test_the_service_searches_by_item_and_refuses_texts(run):
         assert found.json()["answers"][0]["hits"][0]["id"] == "photo-33"
         refused = client.get("/v1/search", params={"q": "a dog"})
         assert refused.status_code == 422
-        assert "the model of this service reads embeddings, not texts; search by vector (POST" in refused.text
+        assert "the model of this service reads embeddings, not texts; search by vector or by item" in refused.text

@@ -452,7 +452,7 @@ def test_what_a_photograph_says_of_itself_becomes_its_fields(writable):
 
 def test_an_index_is_read_only_and_says_what_to_do(client):
     for answer in (add(client, "a"), remove(client, "000.png")):
-        assert answer.status_code == 409 and "--store" in answer.json()["detail"]
+        assert answer.status_code == 409 and "sfumato index RUN ... --out FOLDER" in answer.json()["detail"]
 
 
 def test_reading_goes_on_while_many_write(writable):

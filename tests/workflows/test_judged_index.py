@@ -56,7 +56,7 @@ def test_what_cannot_be_measured_or_refined_is_refused(sfumato, index, tmp_path)
         sfumato.refused("calibrate", index)
     )
     said = folded(sfumato.refused("evaluate", index))
-    assert f"evaluate index {index} --judgements FILE" in said
+    assert "write sfumato evaluate VERB" in said and "index" in said.partition("VERB is")[2]
 
 
 def all_verdicts(index, yes):
