@@ -6,7 +6,6 @@ Both come from papers/tables, so that they cannot disagree. Only the parts betwe
 """
 
 import re
-import shlex
 import textwrap
 from collections.abc import Iterable
 from pathlib import Path
@@ -108,11 +107,6 @@ def written() -> Iterable[tuple[Path, str]]:
     yield PAGE, with_parts(PAGE.read_text(encoding="utf-8"))
     for path in sorted(RECIPES.glob("*.toml")):
         yield path, with_header(path.stem, path.read_text(encoding="utf-8"))
-
-
-def override_lines(recipe: str) -> list[list[str]]:
-    """The overrides of the generated part."""
-    return [shlex.split(line[4:]) for line in header(recipe) if re.match(r"#   \S", line)]
 
 
 def main() -> None:

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import scipy
 import torch
+from support.estimating import MATCHING, D, M, N, scene
 from support.raising import raises
 
 from sfumato.distances import DISTANCES
@@ -24,19 +25,6 @@ from sfumato.evaluation.trust import described, measure_trust
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.metrics.relevance import Relevance
 from sfumato.metrics.selective import auroc
-
-N, M, D = 13, 37, 5
-MATCHING = Matching("csd", 1.3, 2.0)
-
-
-def scene(seed=0, n=N, m=M, d=D):
-    generator = torch.Generator().manual_seed(seed)
-    return [
-        GaussianEmbedding(
-            2 * torch.randn(k, d, generator=generator) + 1, 0.7 * torch.randn(k, d, generator=generator) - 1
-        )
-        for k in (n, m)
-    ]
 
 
 def by_loops(query, gallery, scale=1.3, bias=2.0, left_out=()):

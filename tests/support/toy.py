@@ -77,3 +77,16 @@ def stop_after_checkpoint_of(epoch):
             raise KeyboardInterrupt
 
     return save
+
+
+def make_two_methods(folder: Path) -> Path:
+    """The toy's recipe, beside runs of two methods with two seeds each."""
+    from sfumato.models.recipe import load_recipe
+    from sfumato.training.loop import fit
+
+    recipe = make_toy(folder)
+    for name in ("pcmepp", "infonce"):
+        for seed in (0, 1):
+            changes = [f"loss.name={name}", "train.epochs=1", f"train.seed={seed}"]
+            fit(load_recipe(recipe, changes), folder / "runs" / f"{name}-{seed}")
+    return recipe

@@ -5,15 +5,13 @@ import shutil
 from statistics import mean, stdev
 
 import pytest
-from support.toy import make_toy
+from support.toy import make_two_methods
 from support.words import folded
 
 from sfumato.models.evaluate import evaluate_run
-from sfumato.models.recipe import load_recipe
 from sfumato.models.run import load_run
 from sfumato.reports.runs import runs_latex, runs_table
 from sfumato.reports.tables import tex
-from sfumato.training.loop import fit
 from sfumato.workflows.table import OverSeeds, Row, over_seeds
 
 
@@ -21,11 +19,7 @@ from sfumato.workflows.table import OverSeeds, Row, over_seeds
 def work(tmp_path_factory):
     """Two methods with two seeds each, and what does not fit beside them."""
     folder = tmp_path_factory.mktemp("table")
-    recipe = make_toy(folder)
-    for name in ("pcmepp", "infonce"):
-        for seed in (0, 1):
-            changes = [f"loss.name={name}", "train.epochs=1", f"train.seed={seed}"]
-            fit(load_recipe(recipe, changes), folder / "runs" / f"{name}-{seed}")
+    make_two_methods(folder)
     return folder
 
 

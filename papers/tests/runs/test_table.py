@@ -8,7 +8,7 @@ from statistics import mean, stdev
 
 import numpy as np
 import pytest
-from support.toy import make_toy
+from support.toy import make_two_methods
 from support.words import folded
 
 from papers.runs.grid import read_vary
@@ -29,11 +29,7 @@ from sfumato.workflows.table import OverSeeds, Row
 def work(tmp_path_factory):
     """Two methods with two seeds each; a folder of another data set, and a recipe."""
     folder = tmp_path_factory.mktemp("table")
-    recipe = make_toy(folder)
-    for name in ("pcmepp", "infonce"):
-        for seed in (0, 1):
-            changes = [f"loss.name={name}", "train.epochs=1", f"train.seed={seed}"]
-            fit(load_recipe(recipe, changes), folder / "runs" / f"{name}-{seed}")
+    make_two_methods(folder)
     return folder
 
 

@@ -5,24 +5,12 @@ import math
 import numpy as np
 import pytest
 import torch
+from support.estimating import MATCHING, D, N, scene
 
 from papers.uncertainty import estimators as module
 from papers.uncertainty.estimators import ESTIMATORS, MORE
 from sfumato.evaluation.estimators import BUILT_IN, NEAREST, Matching, estimate_uncertainty, usable_estimators
 from sfumato.gaussian import GaussianEmbedding
-
-N, M, D = 13, 37, 5
-MATCHING = Matching("csd", 1.3, 2.0)
-
-
-def scene(seed=0, n=N, m=M, d=D):
-    generator = torch.Generator().manual_seed(seed)
-    return [
-        GaussianEmbedding(
-            2 * torch.randn(k, d, generator=generator) + 1, 0.7 * torch.randn(k, d, generator=generator) - 1
-        )
-        for k in (n, m)
-    ]
 
 
 def by_loops(query, gallery, noise, scale=1.3, bias=2.0, left_out=()):

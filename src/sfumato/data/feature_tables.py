@@ -213,12 +213,16 @@ def _read_column(path: Path, name: str | None) -> Tensor:
             chunks = file.read(columns=[chosen]).column(0).chunks
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:  # The last: names of columns.
         raise ValueError(f"{path}: not a complete Parquet file ({first_line(error)})") from error
-    n = sum(map(len, chunks))
+    return vectors_of(chunks, f"{path}: the vectors of column {chosen!r}")
+
+
+def vectors_of(chunks: Sequence[Any], what: str) -> Tensor:
+    """(n, d) numbers of the chunks of an Arrow column of n lists."""
     lengths = {length for chunk in chunks for length in chunk.value_lengths().unique().to_pylist()}
-    values = [chunk.flatten().to_numpy(zero_copy_only=False) for chunk in chunks]
     if len(lengths) != 1 or None in lengths:
-        raise ValueError(f"{path}: the vectors of column {chosen!r} differ in length, or some are missing")
-    return torch.from_numpy(np.concatenate(values).reshape(n, -1))
+        raise ValueError(f"{what} differ in length, or some are missing")
+    values = [chunk.flatten().to_numpy(zero_copy_only=False) for chunk in chunks]
+    return torch.from_numpy(np.concatenate(values).reshape(sum(map(len, chunks)), -1))
 
 
 def _is_list_of_floats(kind: Any) -> bool:

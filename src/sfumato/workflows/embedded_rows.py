@@ -9,9 +9,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 import torch
 
+from sfumato.data.feature_tables import vectors_of
 from sfumato.errors import UserError, first_line, need
 from sfumato.gaussian import GaussianEmbedding, check_finite
 from sfumato.ids import check_ids
@@ -78,18 +78,14 @@ def embedded_parts(model: Model, data: str | Path, images: Path | None = None) -
         for batch in table.to_batches(batch_size=_ROWS):
             if not batch.num_rows:
                 continue
-            rows = batch.to_pydict()
+            numbers = ("mean", "log_var")
+            rows = batch.drop_columns(list(numbers)).to_pydict()
             if set(rows["model"]) != {digest}:
                 raise UserError(f"{data} holds embeddings by another model; give that model, or embed again")
             check_ids(rows["id"], f"{data}")
-            try:
-                mean, log_var = (torch.from_numpy(np.array(rows[name], np.float32)) for name in ("mean", "log_var"))
-                embeddings = GaussianEmbedding(mean, log_var)
-                check_finite(embeddings, str(data))
-            except (ValueError, TypeError) as error:
-                raise UserError(
-                    f"{data}: mean and log_var are no vectors of one length: {first_line(error)}"
-                ) from error
+            mean, log_var = (vectors_of([batch.column(name)], f"{data}: the vectors of {name}") for name in numbers)
+            embeddings = GaussianEmbedding(mean.float(), log_var.float())
+            check_finite(embeddings, str(data))
             kept = {name: values for name, values in rows.items() if name not in _COLUMNS and _are_texts(values)}
             texts = kept.pop("text", None)
             yield GalleryPart(embeddings, rows["id"], texts, kept, folder)
