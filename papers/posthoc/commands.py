@@ -8,7 +8,6 @@ from papers.commands import app
 from sfumato.cli.common import (
     AsJson,
     Bootstrap,
-    Device,
     Seed,
     check_out_folder,
     command,
@@ -40,7 +39,6 @@ def referee(
     given: RefereeFlags,
     split: str = flag("test", "Splits to measure, separated by commas; not train or val."),
     out: Path | None = flag(None, "Folder for RUN-seedN.json and .md. Default: referee-SPLIT in each run."),
-    device: Device = "auto",
     as_json: AsJson = False,
 ) -> None:
     """Compare post-hoc uncertainties of a frozen model.
@@ -72,7 +70,7 @@ def referee(
             raise UserError(f"{run} is not a run folder; the referee fits methods on the training split of a run")
         folder = out or run / f"referee-{split.replace(',', '-')}"
         check_out_folder(folder)
-        loaded = load_run(run, device=choose_device(device))
+        loaded = load_run(run, device=choose_device())
         name = run.resolve().name
         tests = tuple(parse_names(split))
         model = freeze(loaded, loaded.recipe.data, tests, name=name, n_corrupted=given.corrupted, seed=given.seed)

@@ -10,7 +10,6 @@ import typer
 from papers.commands import app
 from sfumato.cli.common import (
     AsJson,
-    Device,
     OnData,
     check_out_file,
     check_out_folder,
@@ -42,7 +41,6 @@ class TableFlags:
     )
     split: str = flag("test", "Split that runs are measured on.")
     out: Path | None = flag(None, "Folder for the table in JSON, Markdown and LaTeX.")
-    device: Device = "auto"
     latex: bool = flag(False, "Print the table as LaTeX, for the package booktabs.", "--latex")
     as_json: AsJson = False
 
@@ -87,7 +85,7 @@ def table(
     from sfumato.models.run import choose_device
 
     options = flags.options()
-    flags.show(table_of_runs(runs, parse_names(group), options, device=choose_device(flags.device)))
+    flags.show(table_of_runs(runs, parse_names(group), options, device=choose_device()))
 
 
 @command(runs)
@@ -106,7 +104,7 @@ def grid(
 
     options, values = flags.options(), read_vary(vary)
     recipes = plan_grid(recipe, overrides or [], values, seeds)
-    flags.show(table_of_grid(recipes, tuple(values), runs, options, device=choose_device(flags.device)))
+    flags.show(table_of_grid(recipes, tuple(values), runs, options, device=choose_device()))
 
 
 @command(runs)

@@ -10,7 +10,6 @@ from papers.tables.commands import make, show
 from sfumato.cli.common import (
     AsJson,
     Bootstrap,
-    Device,
     ModelName,
     OnData,
     Seed,
@@ -98,7 +97,7 @@ def _analyse(
     if settings and "zeroshot" not in (studies or ()):
         raise UserError(f"{settings[0]} is for the command zeroshot")
     if studies == ("zeroshot",) and on.data is None and not is_run(on.model):
-        model, data, split, name = load_model(on.model, device=choose_device(on.device)), None, "", Path(on.model).name
+        model, data, split, name = load_model(on.model, device=choose_device()), None, "", Path(on.model).name
         folder = out or Path("analysis-zeroshot")
     else:
         opened = replace(on, overrides=[one for one in on.overrides or [] if one not in settings]).open("analyse")
@@ -124,7 +123,6 @@ def crops(
     bootstrap: Bootstrap = 1000,
     seed: Seed = 0,
     out: Path = flag(Path("tables"), "Folder for the figure."),
-    device: Device = "auto",
     as_json: AsJson = False,
 ) -> None:
     """Compare crops of one thing with crops of two: PVSE++ Fig. 2.
@@ -139,7 +137,7 @@ def crops(
         "uncertainty": uncertainty, "bootstrap": bootstrap, "seed": seed,
     }  # fmt: skip
     changes = [f"crops.{key}={value}" for key, value in settings.items()]
-    made, folder = make(find_item("PVSE++ Fig. 2"), changes, out, device)
+    made, folder = make(find_item("PVSE++ Fig. 2"), changes, out)
     if as_json:
         return print(json.dumps(made.to_json(), ensure_ascii=False))
     show(made, folder)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from papers.commands import app
-from sfumato.cli.common import INSTANCES, AsJson, Device, check_out_folder, command, flag, word
+from sfumato.cli.common import AsJson, check_out_folder, command, flag, word
 from sfumato.errors import UserError
 
 if TYPE_CHECKING:
@@ -29,10 +29,9 @@ class RepeatFlags:
     )
     seeds: int = flag(1, "Number of runs of each row, with the following seeds.", min=1)
     runs: Path = flag(Path("runs/tables"), "Folder of the runs; finished ones are reused.")
-    instances: list[Path] | None = flag(None, INSTANCES)
+    instances: list[Path] | None = flag(None, "COCO's instances_*.json, to add PMRP; may be given several times.")
     published: bool = flag(False, "Show the paper's figures; nothing is trained.", "--published")
     out: Path = flag(Path("tables"), "Folder for the table in JSON, Markdown and LaTeX, or for the figure's images.")
-    device: Device = "auto"
     latex: bool = flag(False, "Print the table as LaTeX, for the package booktabs.", "--latex")
     as_json: AsJson = False
 
@@ -83,7 +82,7 @@ def repeat(item: "PaperItem", overrides: list[str], flags: RepeatFlags) -> None:
     if flags.latex and item.draw:
         raise UserError(f"{item.id} is a figure; leave --latex out")
     made, folder = make(
-        item, overrides, flags.out, flags.device,
+        item, overrides, flags.out,
         data=flags.data, runs=flags.runs, seeds=flags.seeds, instances=flags.instances or (),
     )  # fmt: skip
     if flags.as_json:
@@ -98,7 +97,7 @@ def make(
     item: "PaperItem",
     overrides: list[str],
     out: Path,
-    device: str,
+    device: str = "auto",
     *,
     data: str | None = None,
     runs: Path = Path(),

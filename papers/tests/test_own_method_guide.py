@@ -19,7 +19,6 @@ TINY = [
 ]  # fmt: skip
 QUICK = {
     "train": TINY,
-    "trust": ["--bootstrap", "20"],
     "referee": ["--absent", "20", "--corrupted", "0", "--bootstrap", "20"],
 }
 NAMES = ((LOSSES, "margin"), (DISTANCES, "l1_means"), (ESTIMATORS, "top2_gap"))

@@ -67,8 +67,8 @@ def test_a_run_against_a_benchmark_is_the_same_run_on_its_split(work, sfumato):
     wanted = ("--benchmark", "flickr8k", "--annotations", work / "dataset_flickr8k.json")
     own = json.loads(sfumato("evaluate", "run", work / "run", "--json")[1])
     for command in (
-        ("run", work / "run"), ("model", work / "run"),
-        ("model", work / "run", "--data", work / "birds.toml"),
+        ("run", work / "run"), 
+        ("run", work / "run", "--data", work / "birds.toml"),
     ):  # fmt: skip
         status, out, err = sfumato("evaluate", *command, *wanted, "--json")
         assert status == 0, err
@@ -96,7 +96,10 @@ def test_what_does_not_fit_is_refused_before_anything_is_embedded(work, sfumato,
             (*wanted[:3], work / "other.json"),
             "12 of the 12 images of the benchmark flickr8k are not among the 12 images that were embedded",
         ),
-        (("--benchmark", "cub", "--annotations", work), "name with --classes the folder of the public lists"),
+        (
+            ("--benchmark", "cub", "--annotations", work),
+            "with a further --annotations the folder of the public",
+        ),
         (("--annotations", work), "--annotations belongs to a benchmark; add --benchmark NAME"),
         (("--metrics", "map@r"), "--metrics belongs to a benchmark"),
     ):

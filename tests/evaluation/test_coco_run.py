@@ -77,7 +77,7 @@ def test_one_command_gives_every_figure_of_the_tables(work, sfumato):
     folder, coco = work
     assert sfumato("train", folder / "coco.toml", "--out", folder / "run")[0] == 0
     wanted = ("--benchmark", "coco", "--annotations", coco)
-    instances = ("--instances", folder / "instances.json")
+    instances = ("--annotations", folder / "instances.json")
     status, out, err = sfumato("evaluate", "run", folder / "run", *wanted, *instances, "--json")
     assert status == 0, err
     found = json.loads(out)

@@ -254,7 +254,7 @@ def test_mistakes_are_named(folder, tmp_path):
     for name, wanted in (("flickr8k", "dataset_flickr8k.json"), ("cub", "the folder of captions")):
         with pytest.raises(UserError, match=f"--benchmark {name} is read from {wanted}; name it with --annotations"):
             read_ground_truths(name)
-    with pytest.raises(UserError, match="--instances belongs to --benchmark coco"):
+    with pytest.raises(UserError, match="instances belongs to the benchmark coco"):
         read_ground_truths("emoji", instances=[folder / "x.json"])
     with pytest.raises(ValueError, match="unknown metric 'recal@1'"):
         read_ground_truths(ground_truth=folder / "truth.json", metrics=["recal@1"])

@@ -444,13 +444,16 @@ def test_birds_by_the_public_lists(birds, tmp_path):
     (named,) = read_ground_truths("cub", annotations=birds, classes=lists / "trainvalclasses.txt")
     assert len(named.image_ids) == 4
     for arguments, message in (
-        ({}, r"name with --classes the folder of the public lists \(testclasses.txt.*--split chooses \(test, seen, "),
+        (
+            {},
+            r"the folder of the public lists \(testclasses.txt.*--split chooses \(test, seen, ",
+        ),
         ({"classes": lists, "split": "val"}, "CUB has no split 'val'; known: test, seen, train, train1, val1"),
         ({"classes": lists, "split": "val1"}, r"cannot read the list .*valclasses1\.txt"),
         ({"classes": lists / "testclasses.txt", "split": "seen"}, "needs the folder of the class lists"),
     ):
         raises(UserError, message, read_ground_truths, "cub", annotations=birds, **arguments)
-    raises(UserError, "--classes belongs to --benchmark cub", read_ground_truths, "emoji", classes=lists)
+    raises(UserError, "classes belongs to the benchmark cub", read_ground_truths, "emoji", classes=lists)
 
 
 def test_missing_birds_are_named(birds, tmp_path):

@@ -113,7 +113,7 @@ def test_evaluate_calibrate_and_the_other_commands(folder, run, sfumato):
     assert json.loads(out)["t2i"]["recall@1"] == pytest.approx(hits) and hits > 1 / len(chosen)
     for command in (
         ("calibrate", run),
-        ("trust", run, "--bootstrap", "10"),
+        ("trust", run),
         ("report", run),
         ("audit", run, "--split", "test"),
         ("export", run, folder / "exported"),
@@ -166,8 +166,9 @@ def test_what_needs_an_encoder_says_so_in_one_line(folder, run, sfumato, monkeyp
     assert not (folder / "e").exists()
 
 
-def test_the_service_searches_by_item_and_refuses_texts(run):
-    with served(open_sources(run)) as client:
+def test_the_service_searches_by_item_and_refuses_texts(run, sfumato, tmp_path):
+    sfumato.printed("index", run, "--split", "test", "--out", tmp_path / "index")
+    with served(open_sources(tmp_path / "index")) as client:
         found = client.post("/v1/search", json={"queries": [{"id": "photo-33"}]})
         assert found.status_code == 200, found.text
         assert found.json()["answers"][0]["hits"][0]["id"] == "photo-33"

@@ -73,7 +73,7 @@ def service(run, data, tmp_path_factory):
     texts = GalleryPart(model.model.embed_texts(words), [f"text {i}" for i in range(len(words))], words)
     model = replace(model, calibrated=True, calibration=calibration(texts.embeddings, images.embeddings))
     galleries = (collected(model, part, folder / name) for part, name in ((images, "images"), (texts, "texts")))
-    process = Process(next(galleries), "--texts", next(galleries), "--judgements", folder / "verdicts.jsonl")
+    process = Process(next(galleries), next(galleries), "--judgements", folder / "verdicts.jsonl")
     yield process
     process.end(signal.SIGTERM)
 

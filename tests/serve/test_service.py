@@ -291,16 +291,7 @@ def test_a_collection_of_texts_beside_pictures(run, data, collection, tmp_path):
         assert client.get("/v1/items/two?gallery=texts").json()["payload"] == {"text": "a blue bar"}
         wrong = add(client, "3", gallery="texts")
         assert wrong.status_code == 422 and "takes items with text" in wrong.json()["detail"]
-    raises(UserError, "give an index of texts there", open_sources, collection, texts=collection)
-
-
-def test_a_run_is_served_with_a_split_of_its_data(run):
-    sources = open_sources(run, split="val")
-    # Distinct texts: two images of one shape and colour share their captions.
-    assert {name: len(one.gallery) for name, one in sources.galleries.items()} == {"images": 12, "texts": 20}
-    id = sources.galleries["images"].gallery.ids[0]
-    assert sources.galleries["images"].images.read(id, {}).startswith(b"\x89PNG")
-    raises(UserError, "no split 'nope'", open_sources, run, split="nope")
+    raises(UserError, "give a collection of texts there", open_sources, collection, texts=collection)
 
 
 def test_galleries_must_fit_together(sources, run):
@@ -614,7 +605,7 @@ def test_the_command_says_what_is_wrong(run, tmp_path, sfumato, monkeypatch):
         ((tmp_path / "nothing",), str(tmp_path / "nothing")),
         ((run, "--host", "0.0.0.0"), "--no-key"),
         ((run, "--host", "0.0.0.0", "--no-key"), "--allowed-host"),
-        ((run, "--store", "x"), "are for an index"),
+        ((run,), "is a run; serve an index of it"),
     ):
         status, out, err = sfumato("serve", *arguments)
         assert status == 2 and message in err and not out and "Traceback" not in err, err

@@ -257,7 +257,7 @@ def test_the_card_is_what_the_hub_reads(toy, tmp_path, sfumato):
 
     run = copy_of(toy / "run", tmp_path / "run")
     (run / "recipe.toml").write_text((run / "recipe.toml").read_text().replace('name = "toy"', 'name = "1.0"'))
-    sfumato.printed("evaluate", "model", run, "--split", "test")
+    sfumato.printed("evaluate", "run", run, "--split", "test")
     values, text = card_of(export_run(run, tmp_path / "out", license="apache-2.0"))
     assert values["library_name"] == "sfumato" and values["license"] == "apache-2.0" and "base_model" not in values
     card = ModelCard.load(tmp_path / "out" / "README.md")

@@ -197,7 +197,7 @@ path = "{tmp_path}/own.csv"
     assert loaded.sampled_logits == (2 * 15.25, 2 * 14.5, 7)
     images = loaded.model.embed_images([(tmp_path / f"{k}.png").read_bytes() for k in range(6)])
     texts = loaded.model.embed_texts([row.split(",")[1] for row in rows])
-    wanted = ("evaluate", "model", path, "--data", tmp_path / "own.toml", "--distance", "match_probability", "--json",
+    wanted = ("evaluate", "run", path, "--data", tmp_path / "own.toml", "--distance", "match_probability", "--json",
               "--import", Path(pcme2021.__file__))  # fmt: skip
     for arguments, n, seed in (((), 7, 0), (("--samples", 3, "--seed", 5), 3, 5)):
         a = seeded_samples(images, n, seed=seed, side="image")

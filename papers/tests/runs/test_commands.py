@@ -9,7 +9,7 @@ from support.words import folded
 def test_strategies_rank_what_evaluate_ranks(toy, sfumato, papers, tmp_path):
     pytest.importorskip("faiss", reason="the extra faiss is not installed")
     run = toy / "run"
-    plain = sfumato.json("evaluate", "model", run)
+    plain = sfumato.json("evaluate", "run", run)
     found = papers.json("runs", "strategies", run, "--engine", "exact")
     assert list(found) == ["mean", "wasserstein2", "csd", "faiss_mean", "faiss_rerank", "faiss_lifted"]
     for direction in ("i2t", "t2i"):
@@ -27,7 +27,7 @@ def test_single_queries_are_compared(toy, sfumato, papers, tmp_path):
     for name in ("csd", "squared_l2"):
         files[name] = tmp_path / f"{name}.csv"
         files[name, "figures"] = sfumato.json(
-            "evaluate", "model", toy / "run", "--distance", name, "--per-query", files[name]
+            "evaluate", "run", toy / "run", "--distance", name, "--per-query", files[name]
         )
     found = papers.json("runs", "compare", files["csd"], files["squared_l2"])["differences"]
     for d in found:

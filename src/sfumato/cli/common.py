@@ -188,8 +188,6 @@ Population = Annotated[
     ),
 ]
 Seed = Annotated[int, flag(..., "Seed of all random choices.", min=0)]
-Device = Annotated[str, flag(..., "Where to compute: auto, cpu, cuda or mps.")]
-INSTANCES = "COCO's instances_*.json, to add PMRP; may be given several times."
 AsJson = Annotated[bool, flag(..., "Print the result as JSON.", "--json")]
 
 TIMEOUT_MINUTES = 30.0
@@ -227,11 +225,10 @@ class OnData:
     overrides: DataOverrides = None
     data: DataRecipe = None
     split: Split = "test"
-    device: Device = "auto"
 
     def open(self, purpose: str) -> "ModelOnData":
         """Load the model and find its data."""
-        return open_model_on_data(self.model, self.data, self.overrides, self.split, self.device, purpose=purpose)
+        return open_model_on_data(self.model, self.data, self.overrides, self.split, purpose=purpose)
 
 
 @dataclass(frozen=True, eq=False)
@@ -277,7 +274,7 @@ def open_model_on_data(
     data: str | None,
     overrides: Sequence[str] | None,
     split: str,
-    device: "str | torch.device",
+    device: "torch.device | None" = None,
     *,
     purpose: str = "use",
 ) -> ModelOnData:
@@ -294,7 +291,7 @@ def open_model_on_data(
         if wrong := [override for override in overrides if not override.startswith("data.")]:
             raise UserError(f"{wrong[0]!r} does not change the data of {model}; give data.KEY=VALUE")
         moved = load_recipe(Path(model) / RECIPE, list(overrides)).data
-    chosen = choose_device(device) if isinstance(device, str) else device
+    chosen = device or choose_device()
     if not is_run(model):
         assert config is not None
         return ModelOnData(load_model(model, device=chosen), config, split, Path(model).name, None, own_data=False)
@@ -329,7 +326,7 @@ def _split_that_is_there(config: "DataConfig", split: str) -> str:
 def _no_run(model: str, purpose: str) -> UserError:
     from sfumato.models.run import RECIPE
 
-    command = as_typed("sfumato", "evaluate", "model", model) + " " if purpose.startswith("evaluate") else ""
+    command = as_typed("sfumato", "evaluate", "run", model) + " " if purpose.startswith("evaluate") else ""
     way = f"{command}--data RECIPE data.path=..."
     if not Path(model).exists():
         return UserError(f"there is no folder {model}; a model on the hub needs data to {purpose}: {way}")

@@ -10,22 +10,16 @@ import typer
 from typer.core import TyperGroup
 
 from sfumato.cli.common import (
-    INSTANCES,
     TIMEOUT_MINUTES,
     UNCERTAINTY,
     AsJson,
-    Bootstrap,
-    Device,
     ModelOnData,
     OnData,
-    Seed,
-    Split,
     app,
     check_out_file,
     check_out_folder,
     command,
     flag,
-    is_run,
     open_model_on_data,
     parse_names,
     print_result,
@@ -57,7 +51,7 @@ evaluate = typer.Typer(
     cls=_Verbs,
     no_args_is_help=True,
     rich_markup_mode=None,
-    help="Evaluate a run, a model, embedding files, or an index.",
+    help="Evaluate a run or a model, embedding files, or an index.",
 )
 app.add_typer(evaluate, name="evaluate")
 
@@ -76,11 +70,11 @@ class BenchmarkFlags:
     """A benchmark and its ground truths."""
 
     benchmark: str | None = flag(None, "Benchmark: coco, flickr30k, flickr8k, cub or emoji.")
-    annotations: Path | None = flag(None, "File or folder with the benchmark's annotations.")
-    instances: list[Path] | None = rare(None, INSTANCES)
-    classes: Path | None = rare(
+    annotations: list[Path] | None = flag(
         None,
-        "CUB: folder of testclasses.txt and others, for --split (test, seen, train1, val1, ...), or a file of names.",
+        "File or folder with the benchmark's annotations; repeatable: COCO's instances_*.json add PMRP; CUB needs its"
+        " captions, and the folder of testclasses.txt and others or a file of names.",
+        metavar="PATH",
     )
     metrics: str | None = rare(None, "Metrics, with commas, e.g. recall@1,map@r. Default: those of the ground truth.")
     benchmark_split: str | None = rare(
@@ -98,17 +92,17 @@ class BenchmarkFlags:
 
     def read(self, split: str) -> "Benchmark | None":
         """The ground truths that a model is to be evaluated against; None for those of its split."""
-        from sfumato.evaluation.embedded_input import Benchmark, read_ground_truths
+        from sfumato.evaluation.embedded_input import Benchmark, read_ground_truths, told_apart
 
-        given = {f"--{name}": getattr(self, name) for name in ("annotations", "instances", "classes", "metrics")}
+        given = {"--annotations": self.annotations, "--metrics": self.metrics}
         given |= {"--benchmark-split": self.benchmark_split, "--subset": self.subset}
         if self.benchmark is None:
             if extra := next((name for name, value in given.items() if value), None):
                 raise UserError(f"{extra} belongs to a benchmark; add --benchmark NAME, or leave it out")
             return None
         found = read_ground_truths(
-            self.benchmark, annotations=self.annotations, instances=tuple(self.instances or ()), classes=self.classes,
-            split=self.benchmark_split or split, metrics=parse_names(self.metrics or ""),
+            self.benchmark, split=self.benchmark_split or split, metrics=parse_names(self.metrics or ""),
+            **told_apart(self.benchmark, self.annotations or ()),
         )  # fmt: skip
         return Benchmark(self.benchmark, found, self.subset)
 
@@ -144,36 +138,12 @@ def _check_per_query(path: Path | None) -> None:
 
 
 @command(evaluate)
-def run(
-    *,
-    run: str = word(..., "Folder of a run.", "RUN"),
-    overrides: list[str] | None = word(
-        None, "Where the run's data are now, e.g. data.path=my.jsonl.", "DATA.KEY=VALUE"
-    ),
-    split: Split = "test",
-    benchmark: BenchmarkFlags,
-    measured: MeasureFlags,
-    device: Device = "auto",
-    as_json: AsJson = False,
-) -> None:
-    """Evaluate a run on its own data.
+def run(*, on: OnData, benchmark: BenchmarkFlags, measured: MeasureFlags, as_json: AsJson = False) -> None:
+    """Evaluate a run on its own data, or any model on the data of --data.
 
-    Writes evaluation-SPLIT-DISTANCE.json into the folder of the run. With --benchmark, joins its ground truths to the
-    split by the ids of images and texts, and writes benchmark-NAME-SPLIT-DISTANCE.json instead. Started by torchrun,
-    several processes share the work. `sfumato table RUN...` has means over seeds.
-    """
-    on = OnData(run, overrides, None, split, device)
-    if not is_run(run):
-        on.open("evaluate it on")
-    _evaluate_and_print(on, benchmark.read(split), measured, as_json)
-
-
-@command(evaluate)
-def model(*, on: OnData, benchmark: BenchmarkFlags, measured: MeasureFlags, as_json: AsJson = False) -> None:
-    """Evaluate any model on the data of a recipe.
-
-    The model may be exported or published, or a run that is evaluated on other data. Started by torchrun, several
-    processes share the work.
+    Writes evaluation-SPLIT-DISTANCE.json into the folder of a run on its own data. With --benchmark, joins its ground
+    truths to the split by the ids of images and texts, and writes benchmark-NAME-SPLIT-DISTANCE.json instead. Started
+    by torchrun, several processes share the work. `sfumato table RUN...` has means over seeds.
     """
     _evaluate_and_print(on, benchmark.read(on.split), measured, as_json)
 
@@ -209,8 +179,8 @@ def files(
 
     _check_per_query(per_query)
     chosen = Files(
-        images, texts, image_ids, text_ids, ranked, truth, given.benchmark, given.annotations,
-        tuple(given.instances or ()), given.classes, given.metrics, scores, scores_are, given.subset,
+        images, texts, image_ids, text_ids, ranked, truth, given.benchmark, tuple(given.annotations or ()),
+        given.metrics, scores, scores_are, given.subset,
     )  # fmt: skip
     measured, embedded = measure_files(chosen, score, split=given.benchmark_split or "test")
     if ranked is None and not (image_ids and text_ids):
@@ -227,7 +197,6 @@ def index(
     k: int = flag(10, "Number of hits per query.", "-k", min=1),
     run: str | None = flag(None, "Folder or name of the model. Default: where it was for the index.", metavar="MODEL"),
     store: str | None = flag(None, "URL of the store. Default: the one it was built with.", metavar="URL"),
-    bootstrap: Bootstrap = 1000,
     as_json: AsJson = False,
 ) -> None:
     """Evaluate an index by people's verdicts on its hits.
@@ -237,7 +206,7 @@ def index(
     from sfumato.reports.judging import print_judged
     from sfumato.workflows.judgements import evaluate_index
 
-    found = evaluate_index(folder, judgements, k=k, run=run, store=store, n_resamples=bootstrap)
+    found = evaluate_index(folder, judgements, k=k, run=run, store=store)
     if as_json:
         return print(json.dumps(found.to_json()))
     print_judged(found, str(folder))
@@ -277,7 +246,7 @@ def _evaluate_and_print(on: OnData, benchmark: "Benchmark | None", flags: Measur
     from sfumato.models.run import choose_device
 
     options = flags.options()
-    with join_process_group(partial(choose_device, on.device), TIMEOUT_MINUTES) as group:
+    with join_process_group(partial(choose_device, "auto"), TIMEOUT_MINUTES) as group:
         opened = open_model_on_data(on.model, on.data, on.overrides, on.split, group.device, purpose="evaluate it on")
         split = opened.split
         opened = replace(opened, split=_split_of_fold(opened, split))
@@ -342,9 +311,6 @@ def _evaluate(
 @command()
 def trust(
     on: OnData,
-    queries: str = flag("both", "Queries whose uncertainty is measured: text, image or both."),
-    bootstrap: Bootstrap = 1000,
-    seed: Seed = 0,
     details: bool = flag(False, "After the summary, print the tables of all figures.", "--details"),
     as_json: AsJson = False,
 ) -> None:
@@ -363,7 +329,7 @@ def trust(
     split = opened.split
     check_results(opened)
     path = None
-    report = trust_model(opened.model, opened.data, split, queries=queries, n_resamples=bootstrap, seed=seed)
+    report = trust_model(opened.model, opened.data, split)
     if opened.own_run is not None:
         path = write_figures(opened.own_run, f"trust-{split}", report.to_json())
     if as_json:

@@ -7,18 +7,15 @@ from pathlib import Path
 
 from sfumato.cli.common import (
     AsJson,
-    Device,
     Overrides,
     Population,
     RecipeName,
     RunFolder,
-    Seed,
     check_out_file,
     check_out_folder,
     command,
     flag,
     print_result,
-    rare,
     word,
     writing,
 )
@@ -82,14 +79,13 @@ class JudgedLists:
     )
     qrels: Path | None = flag(None, "With --run: which hits match, as TREC qrels (QUERY 0 ITEM GRADE).", metavar="FILE")
     out: Path | None = flag(None, "With --run: file of the calibrator, for sfumato score.", metavar="FILE")
-    prior: str | None = rare(None, "With --run: start from the prior bm25, cosine or fusion.", metavar="KIND")
-    lower: bool = rare(False, "With --run: a smaller score is a better hit, as of distances.", "--lower-is-better")
-    unjudged: str = rare("no", "With --run: hits that qrels lack are no matches (no), or unknown.", metavar="WORD")
+    lower: bool = flag(False, "With --run: a smaller score is a better hit, as of distances.", "--lower-is-better")
+    unjudged: str = flag("no", "With --run: hits that qrels lack are no matches (no), or unknown.", metavar="WORD")
 
     @property
     def given(self) -> bool:
         """Whether any of them was given."""
-        given = (self.lists, self.qrels, self.out, self.prior)
+        given = (self.lists, self.qrels, self.out)
         return any(value is not None for value in given) or self.lower or self.unjudged != "no"
 
     def fit(self, as_json: bool) -> None:
@@ -103,7 +99,7 @@ class JudgedLists:
         if self.unjudged not in ("no", "unknown"):
             raise UserError(f"--unjudged must be no or unknown, got {self.unjudged!r}")
         check_out_file(self.out)
-        made = ScoreCalibrator(higher_is_better=not self.lower, prior=self.prior)
+        made = ScoreCalibrator(higher_is_better=not self.lower)
         found = fit_lists(self.lists, self.qrels, made, unjudged=self.unjudged)
         with writing(self.out):
             made.save(self.out)
@@ -128,7 +124,6 @@ def calibrate(
     ),
     method: str = flag("platt", "How to fit: platt, or isotonic (needs the extra calibration)."),
     queries: Population = "planted",
-    device: Device = "auto",
     lists: JudgedLists,
     as_json: AsJson = False,
 ) -> None:
@@ -144,18 +139,18 @@ def calibrate(
     from sfumato.search.collection import GaussianCollection
 
     if lists.given:
-        if run is not None or (judgements, split, method, queries, device) != (None, "val", "platt", "planted", "auto"):
+        if run is not None or (judgements, split, method, queries) != (None, "val", "platt", "planted"):
             raise UserError("--run takes the hits of another engine; leave RUN and the options for runs out")
         return lists.fit(as_json)
     if run is None:
         raise UserError("give RUN, the folder of a run; or --run FILE --qrels FILE --out FILE for another engine")
     if judgements is not None:
-        if (split, method, queries, device) != ("val", "platt", "planted", "auto"):
-            raise UserError("--judgements refines a collection; leave --split, --method, --queries and --device out")
+        if (split, method, queries) != ("val", "platt", "planted"):
+            raise UserError("--judgements refines a collection; leave --split, --method and --queries out")
         return _refine(run, judgements, as_json)
     if GaussianCollection.is_one(run):
         raise UserError(f"{run} is a collection; refine its probabilities with --judgements FILE")
-    fitted = calibrate_run(run, split, method=method, population=queries, device=choose_device(device))
+    fitted = calibrate_run(run, split, method=method, population=queries, device=choose_device())
     result = describe_calibration(fitted)
     if as_json:
         return print(json.dumps(result))
@@ -280,12 +275,8 @@ class AdoptFlags:
         "auto",
         "What probabilities depend on: distance, nearest (items), reference (queries), or auto, the best of them.",
     )
-    val_fraction: float = flag(0.5, "Fraction of images that calibrate, without a split.", min=0.01, max=0.98)
-    test_fraction: float = flag(0.3, "Fraction of images that measure, without a split.", min=0, max=0.98)
     queries: Population = "planted"
-    max_queries: int = flag(1500, "Most images, and texts, of the split val that are queries of the fit.", min=1)
     force: bool = flag(False, "Replace an adopted model in the folder.", "--force")
-    seed: Seed = 0
 
 
 @command()

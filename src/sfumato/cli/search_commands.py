@@ -4,11 +4,10 @@ import json
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 from sfumato.cli.common import (
     AsJson,
-    Device,
     check_out_file,
     check_out_folder,
     command,
@@ -26,12 +25,6 @@ from sfumato.serve.settings import Settings, parse_limits, read_keys, require_ex
 if TYPE_CHECKING:
     from sfumato.models.model import Model
     from sfumato.search.options import SearchOptions
-
-
-COMPRESS = (
-    "Vectors by which the store finds candidates: int8 (file:?engine=hnsw, milvus), half or binary"
-    " (postgresql://...?index=hnsw), or none. The same as compress= in the URL."
-)
 
 
 @dataclass(frozen=True)
@@ -55,16 +48,14 @@ class IndexFlags:
     store: str | None = flag(
         None,
         "Vector store: file: (the default, in the folder), file:?engine=hnsw, milvus:PATH.db,"
-        " milvus+http://host:19530/NAME, postgresql://user@host/database?table=NAME.",
+        " milvus+http://host:19530/NAME, postgresql://user@host/database?table=NAME. compress=int8 (hnsw, milvus), half"
+        " or binary (postgresql://...?index=hnsw) chooses the vectors by which it finds candidates.",
         metavar="URL",
     )
-    compress: str | None = rare(None, COMPRESS)
     add: bool = flag(False, "Add to the collection that --out holds already.", "--add")
     sync: bool = flag(
         False, "Bring a collection in step with its folders: new, changed, moved, deleted files.", "--sync"
     )
-    named: str | None = rare(None, "The model, as MODEL.", "--model", metavar="MODEL")
-    no_texts: bool = rare(False, "Captions, tags and names are no evidence for searches by text.", "--no-texts")
     force: bool = flag(False, "With --sync, delete items even if they are most.", "--force")
 
     def check(self, out: Path) -> None:
@@ -78,8 +69,6 @@ class IndexFlags:
             raise UserError("give one of --data FOLDER, --images FOLDER, --split NAME, --texts FILE, --sync")
         if (self.add or self.sync) and self.store is not None:
             raise UserError("--add and --sync write to the store of the collection; leave --store out")
-        if self.compress is not None and self.store is None:
-            raise UserError("--compress is of a new store; give it, e.g. --store 'file:?engine=hnsw'")
         collection = GaussianCollection.is_one(out)
         if (self.add or self.sync) and not collection:
             refuse_index(out)
@@ -100,12 +89,9 @@ class IndexFlags:
         return self.data is not None and is_embedded(self.data)
 
     def as_data(self) -> "IndexFlags":
-        """The same, with an added folder of images as data, and the whole URL of the store."""
-        from sfumato.search.stores.open import compressed
-
-        whole = self if self.store is None else replace(self, store=compressed(self.store, self.compress))
+        """The same, with an added folder of images as data."""
         added = self.add and self.data is None and self.images is not None and self.images.is_dir()
-        return replace(whole, data=str(self.images), images=None) if added else whole
+        return replace(self, data=str(self.images), images=None) if added else self
 
     def model(self, out: Path) -> str:
         """The model where none is named."""
@@ -113,8 +99,6 @@ class IndexFlags:
         from sfumato.search.collection import GaussianCollection
         from sfumato.workflows.index import model_of
 
-        if self.named is not None:
-            return self.named
         if self.add or self.sync or GaussianCollection.is_unfinished(out):
             return model_of(out)
         name, why = (SMALL, "") if self.data is None else default_model()
@@ -134,7 +118,6 @@ def index(
     ),
     out: Path = flag(..., "Folder of the collection."),
     given: IndexFlags,
-    device: Device = "auto",
     as_json: AsJson = False,
 ) -> None:
     """Fill a collection of embedded images or texts, to search in."""
@@ -149,9 +132,9 @@ def index(
     model, given = model or given.model(out), given.as_data()
     embedded = given.embedded
     if (given.data is not None or given.sync) and not embedded:
-        return _index_data(load_model(model, device=choose_device(device)), out, given, as_json)
+        return _index_data(load_model(model, device=choose_device()), out, given, as_json)
     load = load_run if given.split is not None else load_model
-    retrieval_model: Model = load(model, device=choose_device(device))
+    retrieval_model: Model = load(model, device=choose_device())
     store = None if given.add else given.store or "file:"
     if store is not None:
         with writing(out):
@@ -189,7 +172,7 @@ def _index_data(model: "Model", out: Path, given: IndexFlags, as_json: bool) -> 
         else:
             if not GaussianCollection.is_one(out):
                 check_new(out, model.distance, store)
-            n, done = index_data(model, given.data or "", out, store, texts=not given.no_texts)
+            n, done = index_data(model, given.data or "", out, store)
     result = {"out": str(out), "n": n, "model": model.source, **done.to_json()}
     line = f"{counted(n, 'image')} in the collection, by the model {model.source}: {out} ({done.line})"
     print_result(result, as_json, line + problems_suffix(done.problems))
@@ -217,36 +200,17 @@ def copy(
     folder: Path = word(..., "Folder of a collection.", "INDEX"),
     out: Path = word(..., "Folder of the copy: new, or empty.", "OUT"),
     store: str = flag("file:", "Store of the copy, as for sfumato index.", metavar="URL"),
-    compress: str | None = rare(None, COMPRESS),
     source_store: str | None = flag(None, "URL of the store. Default: the one it was built with.", metavar="URL"),
     as_json: AsJson = False,
 ) -> None:
     """Copy a collection into another store."""
     from sfumato.errors import counted
-    from sfumato.search.stores.open import compressed
     from sfumato.workflows.index import copy_index
 
-    store = compressed(store, compress)
     check_out_folder(out)
     with writing(out):
         url, n = copy_index(folder, out, store, source_store=source_store)
     print_result({"out": str(out), "store": url, "items": n}, as_json, f"{counted(n, 'item')} copied to {url}: {out}")
-
-
-Moved = Annotated[
-    list[str] | None,
-    flag(
-        ..., "The folder of its images, if it has moved: NEW, or OLD=NEW. It is kept for the next time.", metavar="NEW"
-    ),
-]
-
-
-def _move_images(folder: Path, moved: list[str] | None) -> None:
-    if moved:
-        from sfumato.workflows.own_folder import move_sources
-
-        move_sources(folder, moved)
-        say(f"the images of {folder} are looked for in {', '.join(moved)} from now on")
 
 
 @dataclass(frozen=True)
@@ -313,7 +277,6 @@ def search(
     *,
     folder: Path = word(..., "Folder of a collection.", "INDEX"),
     asked: Asked,
-    images: Moved = None,
     run: str | None = rare(None, "Folder or name of the model. Default: where it was for the index.", metavar="MODEL"),
     store: str | None = flag(
         None, "URL of the store, e.g. with search options. Default: the one it was built with.", metavar="URL"
@@ -339,7 +302,6 @@ def search(
         raise UserError("--also and --without stand beside a text to search for; leave out --image and --id")
     if asked.order == "fits" and asked.target == "listed":
         raise UserError("--target listed orders by distance; leave out --order fits, or take --target fits")
-    _move_images(folder, images)
     answers = search_index(
         folder,
         [TextQuery(text, tuple(asked.also or ()), tuple(asked.without or ())) for text in texts],
@@ -361,12 +323,12 @@ def search(
 @command()
 def serve(
     *,
-    source: Path = word(..., "Folder of an index, a collection or a run.", "RUN_OR_INDEX"),
-    texts: Path | None = flag(None, "Also serve this index of texts, to be searched by image.", metavar="INDEX"),
-    images: Moved = None,
+    folders: list[Path] = word(..., "Folder of a collection; a second one may be of texts.", "INDEX"),
+    images: list[str] | None = flag(
+        None, "The folder of its images, if it has moved: NEW, or OLD=NEW. It is kept for the next time.", metavar="NEW"
+    ),
     run: str | None = rare(None, "Folder or name of the model. Default: where it was for the index.", metavar="MODEL"),
     store: str | None = flag(None, "URL of the store. Default: the one it was built with.", metavar="URL"),
-    split: str | None = flag(None, "For a run: split of its data to embed and serve. Default: test."),
     host: str = flag("127.0.0.1", "Address to listen at. Addresses that other machines can reach require a key."),
     port: int = flag(8000, "Port to listen at; 0 for any free one.", min=0, max=65535),
     api_key_file: Path | None = flag(
@@ -381,7 +343,6 @@ def serve(
         None, "File for people's verdicts on hits, made if it does not exist. Without it the page asks for none."
     ),
     access_log: bool = flag(False, "Log a line for every request.", "--access-log"),
-    device: Device = "auto",
     log_format: str = rare("text", "Lines of the log: text, or json for one object a line.", metavar="text|json"),
     otel: bool = rare(False, "Send traces by OpenTelemetry; its OTEL_* variables say where to.", "--otel"),
     limits: list[str] | None = rare(
@@ -390,13 +351,14 @@ def serve(
 ) -> None:
     """Serve a web page and an HTTP interface for searching.
 
-    Items can be added to and deleted from a collection.
+    A collection of texts beside one of images is searched by image. Items can be added and deleted.
     """
     require_extra()
     from sfumato.models.run import choose_device
     from sfumato.serve import server
     from sfumato.serve.app import create_app
     from sfumato.serve.sources import open_sources
+    from sfumato.workflows.own_folder import move_sources
 
     lines = server.log_format_of(log_format)
     if otel:
@@ -412,9 +374,12 @@ def serve(
     )  # fmt: skip
     server.check_names(host, settings)
     server.check_address(host, port)
-    _move_images(source, images)
-
-    sources = open_sources(source, texts=texts, run=run, store=store, split=split, device=choose_device(device))
+    if len(folders) > 2:
+        raise UserError(f"got {len(folders)} folders to serve; give one collection, or one of images and one of texts")
+    if images:
+        move_sources(folders[0], images)
+        say(f"the images of {folders[0]} are looked for in {', '.join(images)} from now on")
+    sources = open_sources(*folders, run=run, store=store, device=choose_device())
     app = create_app(sources, settings)
     if otel:
         server.trace(app)

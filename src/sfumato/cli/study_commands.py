@@ -2,14 +2,12 @@
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
 from sfumato.cli.common import (
-    UNCERTAINTY,
     AsJson,
     DataOverrides,
     DataRecipe,
-    Device,
     ModelName,
     OnData,
     Split,
@@ -23,10 +21,7 @@ from sfumato.cli.common import (
     print_result,
     word,
 )
-from sfumato.errors import UserError, need
-
-if TYPE_CHECKING:
-    from sfumato.gaussian import ScalarUncertainty
+from sfumato.errors import UserError
 
 
 @command()
@@ -39,9 +34,7 @@ def audit(
         0, "Audit train in K parts, each by a model trained on the others; 0: by the model.", "--cross-fit", metavar="K"
     ),
     top: int = flag(100, "Number of pairs of each kind on the page and in audit.json.", min=0),
-    parquet: bool = flag(False, "Also write the tables as Parquet, with the file of each image.", "--parquet"),
     out: Path | None = flag(None, "Folder to write. Default: audit-SPLIT in the run's folder, with --data here."),
-    device: Device = "auto",
     as_json: AsJson = False,
 ) -> None:
     """Find pairs of a data set that may be wrong or missing.
@@ -56,11 +49,8 @@ def audit(
         raise UserError(f"--cross-fit audits the split train only; leave --split {split} out")
     if parts and not is_run(model):
         raise UserError(f"--cross-fit needs a run folder, whose recipe it trains with; {model} is not a run folder")
-    if parquet:
-        with need("parquet", "--parquet needs pyarrow"):
-            import pyarrow.parquet  # noqa: F401
     split = split or ("train" if parts else "test")
-    opened = open_model_on_data(model, data, overrides, split, device, purpose="audit")
+    opened = open_model_on_data(model, data, overrides, split, purpose="audit")
     split = opened.split
     folder = opened.folder(out, f"audit-{split}")
     check_out_folder(folder)
@@ -69,13 +59,11 @@ def audit(
     else:
         name = Path(model).resolve().name if opened.run is not None else opened.name
         result = audit_model(opened.model, opened.data, split, name=name, seen=opened.same_data and split == "train")
-    figures = write_audit(result, folder, top, __version__, parquet=parquet)
+    figures = write_audit(result, folder, top, __version__)
     if as_json:
         return print(json.dumps(figures | {"out": str(folder)}))
     print_audit(figures)
     print(f"page: {folder / AUDIT_PAGE}")
-    if parquet:
-        print(f"tables: {folder / 'pairs.parquet'}, {folder / 'missing.parquet'}")
 
 
 @command()
@@ -84,7 +72,6 @@ def report(
     out: Path | None = flag(
         None, "HTML file to write. Default: report-SPLIT.html in the run's folder, with --data here."
     ),
-    uncertainty: str = flag("total_variance", UNCERTAINTY),
     as_json: AsJson = False,
 ) -> None:
     """Write one HTML page about a model.
@@ -92,19 +79,17 @@ def report(
     It shows figures, uncertainty, calibration, and right and wrong results with their images.
     """
     from sfumato.charts import require_matplotlib
-    from sfumato.evaluation.protocols import EvaluationOptions
     from sfumato.reports.report import report_model, report_run
 
     require_matplotlib()
-    measure = EvaluationOptions(uncertainty=cast("ScalarUncertainty", uncertainty)).uncertainty
     opened = on.open("report on")
     split = opened.split
     path = opened.folder(out, f"report-{split}.html")
     check_out_file(path)
     if opened.own_run is not None:
-        page, path = report_run(opened.own_run, split, out, uncertainty=measure)
+        page, path = report_run(opened.own_run, split, out)
     else:
-        page = report_model(opened.model, opened.data, split, path, name=opened.name, uncertainty=measure)
+        page = report_model(opened.model, opened.data, split, path, name=opened.name)
     size = path.stat().st_size
     result: dict[str, Any] = {"out": str(path), "bytes": size, **page.to_json()}
     print_result(result, as_json, f"a page of {size / 1e6:.1f} MB: {path}")
@@ -118,7 +103,6 @@ def table(
         "", "Columns, with commas. A wrong one lists them.", show_default="rsum,t2i.recall@1,i2t.recall@1"
     ),
     split: Split = "test",
-    device: Device = "auto",
     latex: bool = flag(False, "Print the table as LaTeX, for the package booktabs.", "--latex"),
     as_json: AsJson = False,
 ) -> None:
@@ -133,7 +117,7 @@ def table(
     from sfumato.workflows.table import METRICS, table_of_runs
 
     keys, columns = parse_names(group), parse_names(metrics) or METRICS
-    rows = table_of_runs(runs, keys, columns, split=split, device=choose_device(device))
+    rows = table_of_runs(runs, keys, columns, split=split, device=choose_device())
     if as_json:
         return print(json.dumps([row.to_json(keys) for row in rows], ensure_ascii=False))
     if latex:

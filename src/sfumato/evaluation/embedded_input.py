@@ -85,10 +85,10 @@ def read_ground_truths(
     """
     if (benchmark is None) == (ground_truth is None):
         raise UserError(f"name the ground truth: either --truth FILE or --benchmark NAME ({', '.join(BENCHMARKS)})")
-    of_one = (("--instances", "coco", instances), ("--classes", "cub", classes), ("--rpc2", "coco", rpc2 != "union"))
+    of_one = (("instances", "coco", instances), ("classes", "cub", classes), ("rpc2", "coco", rpc2 != "union"))
     for option, of, given in of_one:
         if given and benchmark != of:
-            raise UserError(f"{option} belongs to --benchmark {of}; leave it out")
+            raise UserError(f"{option} belongs to the benchmark {of}; leave it out")
     if ground_truth is not None:
         found = [read_ground_truth(ground_truth)]
     elif benchmark == "coco":
@@ -107,6 +107,21 @@ def read_ground_truths(
     else:
         raise UserError(f"unknown benchmark {benchmark!r}; known: {', '.join(BENCHMARKS)}")
     return tuple(one.with_metrics(*metrics) if metrics else one for one in found)
+
+
+def told_apart(benchmark: str | None, annotations: Sequence[Path]) -> dict[str, Any]:
+    """The arguments of :func:`read_ground_truths` for annotations of a benchmark that were named in any order."""
+    found: dict[str, Any] = {"annotations": None}
+    for path in annotations:
+        if benchmark == "coco" and path.name.startswith("instances"):
+            found["instances"] = (*found.get("instances", ()), path)
+        elif benchmark == "cub" and (path.is_file() or any(path.glob("*classes*.txt"))):
+            found["classes"] = path
+        elif found["annotations"] is None:
+            found["annotations"] = path
+        else:
+            raise UserError(f"--annotations {found['annotations']} and {path} are of one kind; give one of them")
+    return found
 
 
 def _read_coco(annotations: Path | None, instances: Sequence[Path], split: str, rpc2: Rpc2) -> list[GroundTruth]:
@@ -128,14 +143,14 @@ def _read_coco(annotations: Path | None, instances: Sequence[Path], split: str, 
 def _read_cub(captions: Path, classes: Path | None, split: str) -> GroundTruth:
     if classes is None:
         raise UserError(
-            "CUB's 200 classes are divided into classes to train on and classes to test on; name with --classes the"
-            " folder of the public lists (testclasses.txt, trainvalclasses.txt, ...), from which --split chooses"
-            f" ({', '.join(CUB_SPLITS)}), or a file with the names of the classes"
+            "CUB's 200 classes are divided into classes to train on and classes to test on; name with a further"
+            " --annotations the folder of the public lists (testclasses.txt, trainvalclasses.txt, ...), from which"
+            f" --split chooses ({', '.join(CUB_SPLITS)}), or a file with the names of the classes"
         )
     if classes.is_dir():
         return cub_split(captions, classes, split)
     if split != "test":
-        raise UserError(f"--split {split} of CUB needs the folder of the class lists; --classes {classes} is a file")
+        raise UserError(f"--split {split} of CUB needs the folder of the class lists; {classes} is a file")
     return cub_captions(captions, classes=classes)
 
 
@@ -362,9 +377,7 @@ class Files:
     ranked: Path | None = None  # a file of ranked lists instead, see :func:`measure_lists`
     ground_truth: Path | None = None
     benchmark: str | None = None
-    annotations: Path | None = None
-    instances: tuple[Path, ...] = ()
-    classes: Path | None = None
+    annotations: tuple[Path, ...] = ()  # see :func:`told_apart`
     metrics: str | None = None  # names of metrics with commas between them
     scores: Path | None = None  # a matrix of scores instead, see :func:`measure_scores`
     scores_are: str | None = None  # a name in SCORES_ARE
@@ -400,11 +413,11 @@ def measure_files(
     """
     _check_files(files, score)
     if score == MATCH_PROBABILITY:
-        raise UserError(f"--score {score} needs the logits of a model: sfumato evaluate model MODEL --distance {score}")
+        raise UserError(f"--score {score} needs the logits of a model: sfumato evaluate run MODEL --distance {score}")
     metrics = [name.strip() for name in files.metrics.split(",")] if files.metrics else []
     ground_truths = read_ground_truths(
-        files.benchmark, ground_truth=files.ground_truth, annotations=files.annotations, instances=files.instances,
-        classes=files.classes, split=split, metrics=metrics,
+        files.benchmark, ground_truth=files.ground_truth, split=split, metrics=metrics,
+        **told_apart(files.benchmark, files.annotations),
     )  # fmt: skip
     if files.ranked is not None:
         return measure_lists(

@@ -13,6 +13,7 @@ import hashlib
 import importlib.util
 import json
 import math
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
@@ -347,8 +348,14 @@ def _exported(folder: Path, config: dict[str, Any], source: str, device: torch.d
     )
 
 
-def choose_device(name: str, local_rank: int = 0) -> torch.device:
-    """The device with a given name; "auto" is cuda if there is a GPU, else the CPU, as mps lacks float64 for sums."""
+def choose_device(name: str = "auto", local_rank: int = 0) -> torch.device:
+    """The device with a given name; "auto" is that of SFUMATO_DEVICE, else cuda if there is a GPU, else the CPU.
+
+    It is never mps by itself, which lacks float64 for sums.
+    """
+    way = "train.device=cpu"
+    if name == "auto":
+        name, way = os.environ.get("SFUMATO_DEVICE", "auto"), "SFUMATO_DEVICE=cpu"
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cuda":
@@ -356,6 +363,4 @@ def choose_device(name: str, local_rank: int = 0) -> torch.device:
     try:
         return torch.empty(0, device=name).device
     except (RuntimeError, AssertionError) as error:
-        raise UserError(
-            f"device {name!r} is not available here ({first_line(error)}); use cpu (--device cpu, train.device=cpu)"
-        ) from error
+        raise UserError(f"device {name!r} is not available here ({first_line(error)}); take the CPU: {way}") from error

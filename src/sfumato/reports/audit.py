@@ -4,14 +4,14 @@ import csv
 import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from sfumato.charts import (
     data_url,
     render_page,
 )
 from sfumato.data.images import FileImage, thumbnail
-from sfumato.errors import counted, need
+from sfumato.errors import counted
 from sfumato.evaluation.pair_scores import NEIGHBOURS
 from sfumato.files import write_atomically, write_json
 from sfumato.reports.tables import (
@@ -24,37 +24,22 @@ from sfumato.reports.tables import (
 )
 from sfumato.workflows.audit import Audit, varied
 
-if TYPE_CHECKING:
-    pass
-
 PAIRS, MISSING_PAIRS, AUDIT_PAGE, AUDIT_FIGURES = "pairs.csv", "missing.csv", "audit.html", "audit.json"
 
 _SHOWN_TEXTS = 4
 
 
-def write_audit(audit: Audit, folder: Path, top: int, version: str, *, parquet: bool = False) -> dict[str, Any]:
-    """Write all pairs to pairs.csv and missing.csv (and .parquet), and the first of each to the page and audit.json."""
+def write_audit(audit: Audit, folder: Path, top: int, version: str) -> dict[str, Any]:
+    """Write all pairs to pairs.csv and missing.csv, and the first of each to the page and audit.json."""
     folder.mkdir(parents=True, exist_ok=True)
     pairs, missing, figures = audit.pair_rows(), audit.missing_rows(), audit.to_json(top)
+    sources = zip(audit.data.image_ids, audit.data.images, strict=True)
+    files = {name: source.location for name, source in sources if isinstance(source, FileImage)}
     for name, rows in ((PAIRS, pairs), (MISSING_PAIRS, missing)):
-        write_atomically(folder / name, _table(rows))
-        if parquet:
-            sources = dict(zip(audit.data.image_ids, audit.data.images, strict=True))
-            files = {name: source.location for name, source in sources.items() if isinstance(source, FileImage)}
-            located = [row | {"image_file": files.get(row["image"])} for row in rows]
-            write_atomically((folder / name).with_suffix(".parquet"), _parquet(located))
+        write_atomically(folder / name, _table([row | {"image_file": files.get(row["image"])} for row in rows]))
     write_atomically(folder / AUDIT_PAGE, _page(audit, figures, version))
     write_json(folder / AUDIT_FIGURES, figures)
     return figures
-
-
-def _parquet(rows: Sequence[Mapping[str, Any]]) -> bytes:
-    with need("parquet", "Parquet files need pyarrow"):
-        import pyarrow
-        import pyarrow.parquet
-    file = io.BytesIO()
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([dict(row) for row in rows]), file)
-    return file.getvalue()
 
 
 def print_audit(figures: Mapping[str, Any], shown: int = 5) -> None:

@@ -95,7 +95,7 @@ def print_adopted(adopted: AdoptedModel) -> None:
         (adopted.n_queries.get("i2t", 0), adopted.n_images["val"], "image"),
     )
     used = [f"{n:,} of {counted(of, noun)}" for n, of, noun in asking]
-    more = "; --max-queries takes more" if any(n < of for n, of, _ in asking) else ""
+    more = "; adopt(max_queries=...) in Python takes more" if any(n < of for n, of, _ in asking) else ""
     print_wrapped(f"the probabilities are fitted on {' and '.join(used)} of the split val{more}")
     if adopted.comparison:
         rows = [

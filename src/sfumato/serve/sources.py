@@ -8,13 +8,12 @@ from typing import Any, get_args
 import numpy as np
 import torch
 
-from sfumato.data.images import Images, SplitImages, UploadedImages
+from sfumato.data.images import Images, UploadedImages
 from sfumato.encoders.dual import DualEncoder, Tower
 from sfumato.encoders.feature_rows import EmbeddingProcessor, features_read
-from sfumato.errors import UserError
+from sfumato.errors import UserError, as_typed
 from sfumato.gaussian import GaussianEmbedding
-from sfumato.models.run import RECIPE, Run, load_run
-from sfumato.models.split import embed_split, load_split
+from sfumato.models.run import RECIPE
 from sfumato.progress import say
 from sfumato.search.collection import GaussianCollection
 from sfumato.search.gallery import Gallery
@@ -98,26 +97,21 @@ class Sources:
 
 def open_sources(
     path: Path,
-    *,
     texts: Path | None = None,
+    *,
     run: str | None = None,
     store: str | None = None,
-    split: str | None = None,
     device: torch.device | str = "cpu",
 ) -> Sources:
     """Open the model and the galleries for `sfumato serve`."""
     if (path / RECIPE).is_file():
-        if store is not None or (run is not None and texts is None):
-            raise UserError(f"{path} is a run; --run and --store are for an index, leave them out")
-        served = _from_run(load_run(path, device=device), path, split or "test", images_alone=texts is not None)
-    else:
-        if split is not None:
-            raise UserError(f"--split needs a run, but {path} is not a run")
-        served = _from_gallery(path, run, store)
-        for one in served.galleries.values():
-            if note := index.missing_note(one.gallery):
-                say(note)
-        served.model.to(device)
+        made = as_typed("sfumato", "index", path, "--split", "test", "--out", f"{path}-index")
+        raise UserError(f"{path} is a run; serve an index of it: {made}")
+    served = _from_gallery(path, run, store)
+    for one in served.galleries.values():
+        if note := index.missing_note(one.gallery):
+            say(note)
+    served.model.to(device)
     if texts is None:
         return served
     beside = index.open_gallery(texts)
@@ -127,7 +121,7 @@ def open_sources(
     try:
         if kind(beside) != "texts" or "texts" in served.galleries:
             raise UserError(
-                f"--texts {texts}: give an index of texts there, and an index of images as the first argument"
+                f"{texts}: give a collection of texts there, and a collection of images as the first argument"
             )
         if len(models) > 1 and run is None:
             raise UserError(
@@ -163,24 +157,6 @@ def _from_gallery(folder: Path, run: str | None, store: str | None) -> Sources:
     except BaseException:
         gallery.close()
         raise
-
-
-def _from_run(run: Run, folder: Path, split: str, *, images_alone: bool) -> Sources:
-    prepared = load_split(run.model, run.recipe.data, split)
-    images, texts = embed_split(run.model, prepared)
-    data = prepared.data
-    sources: dict[GalleryName, index.GalleryPart] = {
-        "images": index.GalleryPart(images, data.image_ids, images={"split": split}),
-        "texts": index.GalleryPart(texts, data.text_ids, data.texts),
-    }
-    shown = SplitImages(dict(zip(data.image_ids, data.images, strict=True)))
-    files = None if features_read(run.model.image) else shown
-    galleries: dict[GalleryName, ServedGallery] = {
-        name: ServedGallery(index.build_index(run, source), files if name == "images" else None)
-        for name, source in sources.items()
-        if name == "images" or not images_alone
-    }
-    return Sources(run.model, folder.name, galleries, run.unfamiliar_texts)
 
 
 @dataclass(frozen=True)

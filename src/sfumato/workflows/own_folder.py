@@ -194,7 +194,7 @@ class Filling:
         self._waiting = []
 
 
-def index_data(model: Model, data: str, out: Path, store: str = "file:", *, texts: bool = True) -> tuple[int, Filled]:
+def index_data(model: Model, data: str, out: Path, store: str = "file:") -> tuple[int, Filled]:
     """Make a collection of what a user named, or go on with an interrupted one. Returns (its items, what was done)."""
     if GaussianCollection.is_one(out):
         return add_data(model, data, out)
@@ -209,7 +209,7 @@ def index_data(model: Model, data: str, out: Path, store: str = "file:", *, text
                 [item.id for item in items],
                 images={"folder": source.root} if source.kind == "folder" else {},
             )
-            collection = create_collection(model, like, out, own_or_anchored(store), texts=texts and has_minilm())
+            collection = create_collection(model, like, out, own_or_anchored(store), texts=has_minilm())
             stack.callback(collection.close)
             collection.keep({"sources": [vars(source)]})
             stack.enter_context(collection.filling(_GO_ON))

@@ -39,7 +39,6 @@ from sfumato.workflows.index import (
     is_gallery,
     item_images,
     load_retrieval_model,
-    missing_note,
     open_gallery,
 )
 
@@ -249,8 +248,6 @@ def search_index(
 ) -> list[Answer]:
     """Search a saved index by texts and images with the model that it was built with, or by its own items."""
     with contextlib.closing(load_index(folder, run=run, store=store)) as searcher:
-        if note := missing_note(searcher.gallery):
-            say(note)
         foreign = images if searcher.native == "texts" else texts
         options.check(searcher.gallery.scorer.direction, [not foreign and not ids])
         answers: list[Answer] = []

@@ -162,13 +162,6 @@ def check_choice(where: str, name: str, got: str, known: Sequence[str]) -> None:
         raise UserError(f"{where}: {name} must be {', '.join(known[:-1])} or {known[-1]}, got {got!r}")
 
 
-def compressed(url: str, compress: str | None) -> str:
-    """A store URL with the option compress, unless it is None; every kind of store says which words it knows."""
-    if compress is not None and "compress" in dict(parse_qsl(url.partition("?")[2], keep_blank_values=True)):
-        raise UserError(f"store {without_password(url)}: compress is in the URL and in --compress; give it once")
-    return url if compress is None else f"{url}{'&' if '?' in url else '?'}{urlencode({'compress': compress})}"
-
-
 def anchored(url: str, folder: Path) -> str:
     """Resolve the relative path of a store URL, if it has one, against a folder."""
     kind = scheme(url)
