@@ -4,6 +4,7 @@ import csv
 import json
 import shutil
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
