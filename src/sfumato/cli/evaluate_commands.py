@@ -94,7 +94,7 @@ class BenchmarkFlags:
         """The ground truths that a model is to be evaluated against; None for those of its split."""
         from sfumato.evaluation.embedded_input import Benchmark, read_ground_truths, told_apart
 
-        given = {"--annotations": self.annotations, "--metrics": self.metrics}
+        given: dict[str, Any] = {"--annotations": self.annotations, "--metrics": self.metrics}
         given |= {"--benchmark-split": self.benchmark_split, "--subset": self.subset}
         if self.benchmark is None:
             if extra := next((name for name, value in given.items() if value), None):
