@@ -39,10 +39,9 @@ from sfumato.evaluation.pair_scores import (
     wrong_probability,
 )
 from sfumato.gaussian import GaussianEmbedding
-from sfumato.metrics.bootstrap import Interval, Statistic, bootstrap, mean_statistic
+from sfumato.metrics.bootstrap import Interval, Statistic, auroc, auroc_statistic, bootstrap, mean_statistic
 from sfumato.metrics.relevance import Relevance
 from sfumato.metrics.reliability import expected_calibration_error
-from sfumato.metrics.selective import auroc, auroc_statistic
 from sfumato.models.build import cache_folder
 from sfumato.models.run import Run, load_run
 from sfumato.models.split import embed_split, load_split, load_splits

@@ -38,7 +38,7 @@ from sfumato.calibration.fits import N_NEAR, Evidence, FitsCalibration, FitsLogi
 from sfumato.calibration.scorer import Scorer
 from sfumato.distances import get_distance
 from sfumato.encoders.minilm import sentence_vectors
-from sfumato.metrics.selective import risk_coverage_statistics
+from sfumato.metrics.bootstrap import risk_coverage_statistics
 from sfumato.search.answer import LINE, fits_verdict
 from sfumato.search.gallery import REFERENCE_SIZE
 from sfumato.search.texts import FUNCTION_WORDS, ItemTexts, is_close, says, word_stems

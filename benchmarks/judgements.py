@@ -23,8 +23,7 @@ import torch
 from fits_prior import N_HITS, Data, Lists, quality, said
 from torch import Tensor
 
-from sfumato.calibration.corrections import JudgedHits
-from sfumato.calibration.fits import FitsCalibration, FitsLogits
+from sfumato.calibration.fits import FitsCalibration, FitsLogits, JudgedHits
 from sfumato.evaluation.judgements import ShownHit, sample_hits
 from sfumato.metrics.reliability import log_loss
 

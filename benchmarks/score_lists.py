@@ -34,8 +34,8 @@ from sfumato.calibration.score_lists import ScoreCalibrator
 from sfumato.data.emoji import _concepts
 from sfumato.distances import csd_matrix
 from sfumato.encoders.minilm import sentence_vectors
+from sfumato.metrics.bootstrap import auroc
 from sfumato.metrics.reliability import expected_calibration_error, log_loss, simulated_calibration_errors
-from sfumato.metrics.selective import auroc
 
 DEPTH, SEEDS, FEW, RRF = 100, 3, 30, 60
 KINDS = {"bm25": "bm25", "minilm": "cosine", "image": "cosine", "fusion": "fusion"}

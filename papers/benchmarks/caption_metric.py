@@ -35,9 +35,8 @@ from papers.captions.score import Pair, evidence_of, pair_logits
 from sfumato import load
 from sfumato.calibration.conditional import LinearLogit, Rows, fit_linear_logit
 from sfumato.encoders.features import RaggedStore
-from sfumato.metrics.bootstrap import bootstrap
+from sfumato.metrics.bootstrap import auroc, bootstrap
 from sfumato.metrics.reliability import expected_calibration_error
-from sfumato.metrics.selective import auroc
 
 N_AXES, RIDGE = 48, 0.3
 """Dimensions of content, and what is added to the variance within images, as a fraction of its mean."""

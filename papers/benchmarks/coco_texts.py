@@ -19,8 +19,8 @@ import numpy as np
 import torch
 
 from papers.captions.score import fits
+from sfumato.metrics.bootstrap import auroc
 from sfumato.metrics.reliability import expected_calibration_error
-from sfumato.metrics.selective import auroc
 
 N_PAIRS, RIGHT = 8_000, 3.0
 

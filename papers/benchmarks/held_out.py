@@ -23,9 +23,9 @@ from sfumato.data.emoji import load_emoji
 from sfumato.encoders.backbones import text_backbone
 from sfumato.evaluation.estimators import Matching, estimate_uncertainty
 from sfumato.ids import Direction
+from sfumato.metrics.bootstrap import auroc
 from sfumato.metrics.relevance import Relevance
 from sfumato.metrics.retrieval import per_query_metrics
-from sfumato.metrics.selective import auroc
 from sfumato.metrics.uncertainty import average_ranks, recall_by_uncertainty
 from sfumato.models.calibrate import calibrate_split
 from sfumato.models.recipe import load_recipe

@@ -44,10 +44,17 @@ from sfumato.evaluation.trust import words_of
 from sfumato.files import write_atomically
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.ids import DIRECTION_OF, Side
-from sfumato.metrics.bootstrap import Interval, Statistic, bootstrap, percentile_interval
+from sfumato.metrics.bootstrap import (
+    Interval,
+    Statistic,
+    auroc_statistic,
+    bootstrap,
+    decile_statistic,
+    percentile_interval,
+    spearman_statistic,
+)
 from sfumato.metrics.relevance import Relevance
 from sfumato.metrics.retrieval import per_query_metrics
-from sfumato.metrics.selective import auroc_statistic, decile_statistic, spearman_statistic
 from sfumato.metrics.uncertainty import balanced_spearman, recall_by_uncertainty, resampled_balanced_spearman, spearman
 from sfumato.models.calibrate import calibrate_split
 from sfumato.models.recipe import find_recipe, load_recipe

@@ -12,11 +12,17 @@ import scipy
 import torch
 from support.raising import raises
 
-from sfumato.calibration.abstention import answer_limit, conformal_radius
 from sfumato.calibration.calibrator import Calibration, DirectionCalibration
 from sfumato.calibration.conditional import ConditionalLogits
 from sfumato.calibration.platt import PairLogits, fit_logits
-from sfumato.calibration.query_scores import N_STEPS, QueryScores, _mean_of_groups, growth_by_halving
+from sfumato.calibration.query_scores import (
+    N_STEPS,
+    QueryScores,
+    _mean_of_groups,
+    answer_limit,
+    conformal_radius,
+    growth_by_halving,
+)
 from sfumato.errors import UserError
 
 # Three queries, four items; the third query has two matches, and its closest item is none of them.
@@ -288,7 +294,9 @@ def broken(correlation, *, grouped, slope=0.0, risk=0.1, n_sets=200):
 @pytest.mark.parametrize("slope", [0.0, 1.0])
 @pytest.mark.parametrize("correlation", [0.0, 0.5, 0.8])
 def test_the_risk_holds_with_five_captions_an_image(correlation, slope, monkeypatch):
-    monkeypatch.setattr("sfumato.calibration.abstention._strictest", lambda *_: None)  # Slow, and only for the message.
+    monkeypatch.setattr(
+        "sfumato.calibration.query_scores._strictest", lambda *_: None
+    )  # Slow, and only for the message.
     above, certified = broken(correlation, grouped=True, slope=slope)
     assert above < 0.17 and (certified > 0.8 or (correlation, slope) != (0.5, 1.0))
     if correlation == 0.8 and not slope:

@@ -5,8 +5,7 @@ import math
 import pytest
 import torch
 
-from sfumato.calibration.corrections import JudgedHits, fit_correction
-from sfumato.calibration.fits import LENGTHS, FitsCalibration, list_features
+from sfumato.calibration.fits import LENGTHS, FitsCalibration, JudgedHits, fit_correction, list_features
 
 FITS = FitsCalibration.packaged()
 

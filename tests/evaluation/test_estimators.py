@@ -23,8 +23,8 @@ from sfumato.evaluation.estimators import (
 )
 from sfumato.evaluation.trust import described, measure_trust
 from sfumato.gaussian import GaussianEmbedding
+from sfumato.metrics.bootstrap import auroc
 from sfumato.metrics.relevance import Relevance
-from sfumato.metrics.selective import auroc
 
 
 def by_loops(query, gallery, scale=1.3, bias=2.0, left_out=()):

@@ -13,7 +13,7 @@ from sfumato.encoders.dual import piece_counter
 from sfumato.encoders.processors import TokenProcessor, train_tokenizer
 from sfumato.errors import UserError
 from sfumato.gaussian import GaussianEmbedding
-from sfumato.metrics.selective import auroc
+from sfumato.metrics.bootstrap import auroc
 from sfumato.models.run import WORDS, load_model, load_run
 from sfumato.models.unfamiliar import UnfamiliarTexts, nonsense
 from sfumato.search.index import GaussianIndex

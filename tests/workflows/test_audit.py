@@ -26,8 +26,8 @@ from sfumato.evaluation.pair_scores import (
     wrong_fraction_interval,
     wrong_probability,
 )
+from sfumato.metrics.bootstrap import auroc
 from sfumato.metrics.relevance import Relevance
-from sfumato.metrics.selective import auroc
 from sfumato.models.run import load_run
 from sfumato.models.split import load_splits
 from sfumato.reports.audit import print_audit, wrong_pairs

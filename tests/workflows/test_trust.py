@@ -7,8 +7,8 @@ import torch
 from sfumato.distances import get_distance
 from sfumato.evaluation import trust as measures
 from sfumato.evaluation.estimators import ESTIMATORS, FailurePredictor
+from sfumato.metrics.bootstrap import auroc
 from sfumato.metrics.retrieval import per_query_metrics
-from sfumato.metrics.selective import auroc
 from sfumato.models.recipe import load_recipe
 from sfumato.models.run import load_run
 from sfumato.models.split import embed_split, load_split

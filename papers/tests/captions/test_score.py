@@ -17,8 +17,8 @@ from papers.captions.score import Pair, evidence_of, fits
 from sfumato.calibration.fits import FitsCalibration
 from sfumato.encoders.minilm import sentence_vectors, shared_minilm
 from sfumato.errors import UserError
+from sfumato.metrics.bootstrap import auroc
 from sfumato.metrics.reliability import expected_calibration_error
-from sfumato.metrics.selective import auroc
 from sfumato.search.texts import read_fraction, stemmed, word_stems
 
 DOG = ["A brown dog is running on grass.", "A dog runs in a park", "The dog is outside"]

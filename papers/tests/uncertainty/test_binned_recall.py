@@ -9,9 +9,8 @@ import torch
 from safetensors.numpy import load_file
 
 from papers.uncertainty.binned_recall import RecallBinning, binned_recall, binned_recall_statistic
-from sfumato.metrics.bootstrap import bootstrap, on_all
+from sfumato.metrics.bootstrap import auroc, bootstrap, on_all
 from sfumato.metrics.reliability import expected_calibration_error, log_loss
-from sfumato.metrics.selective import auroc
 
 BINNINGS = RecallBinning.__args__
 

@@ -22,10 +22,15 @@ from safetensors.torch import load_file as read_safetensors
 from safetensors.torch import save as safetensors_bytes
 from torch import Tensor
 
-from sfumato.calibration.abstention import answer_limit, answered_fraction, conformal_radius, precision_limit
 from sfumato.calibration.conditional import N_NEAREST, ConditionalLogits, ReferenceQueries
 from sfumato.calibration.platt import PairLogits
-from sfumato.calibration.query_scores import QueryScores
+from sfumato.calibration.query_scores import (
+    QueryScores,
+    answer_limit,
+    answered_fraction,
+    conformal_radius,
+    precision_limit,
+)
 from sfumato.files import write_atomically
 from sfumato.gaussian import Array, GaussianEmbedding, as_tensor
 from sfumato.ids import Direction
@@ -95,7 +100,7 @@ class DirectionCalibration:
 
         It is a :meth:`hit_probability` if there are logits of hits, else that of a random pair in the gallery of the
         fit. The precision is a mean over queries with an item above, see
-        :func:`~sfumato.calibration.abstention.precision_limit`.
+        :func:`~sfumato.calibration.query_scores.precision_limit`.
         """
         return self._probability_at(precision_limit(self._certified, precision, confidence=confidence))
 
@@ -139,7 +144,7 @@ class DirectionCalibration:
         """Distance within which a query's match lies with a probability of at least 1 - alpha.
 
         The set of all items within it holds at least one of the query's matches ("any"), or all of them, see
-        :func:`~sfumato.calibration.abstention.conformal_radius`.
+        :func:`~sfumato.calibration.query_scores.conformal_radius`.
         """
         return conformal_radius(self.scores, alpha, contains=contains)
 

@@ -17,8 +17,8 @@ from sfumato.calibration.calibrator import Calibration, DirectionCalibration
 from sfumato.calibration.conditional import N_NEAREST, no_reference_error
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.ids import Direction
+from sfumato.metrics.bootstrap import auroc
 from sfumato.metrics.reliability import brier_score, expected_calibration_error, log_loss, simulated_calibration_errors
-from sfumato.metrics.selective import auroc
 
 Verdict = Literal["holds", "rough", "misleads", "too few"]
 """What may be done with the probabilities of first hits, see :attr:`HitFigures.verdict`."""

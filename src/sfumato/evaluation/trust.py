@@ -14,18 +14,23 @@ import torch
 from sfumato.evaluation.estimators import ESTIMATORS, NEAREST, Estimator, Matching, estimate_uncertainty
 from sfumato.evaluation.hits import HitFigures
 from sfumato.gaussian import GaussianEmbedding
-from sfumato.metrics.bootstrap import Interval, Resampling, Statistic, mean_statistic, percentile_interval, remembered
-from sfumato.metrics.relevance import Relevance
-from sfumato.metrics.retrieval import beats_chance, chance_metrics, per_query_metrics
-from sfumato.metrics.selective import (
+from sfumato.metrics.bootstrap import (
+    Interval,
+    Resampling,
+    Statistic,
     aurc_statistic,
     auroc_statistic,
     decile_statistic,
+    mean_statistic,
     paired_auroc,
+    percentile_interval,
+    remembered,
     risk_coverage_statistics,
     risk_statistic,
     spearman_statistic,
 )
+from sfumato.metrics.relevance import Relevance
+from sfumato.metrics.retrieval import beats_chance, chance_metrics, per_query_metrics
 from sfumato.metrics.uncertainty import (
     average_ranks,
     balanced_spearman,

@@ -1,7 +1,8 @@
-"""Bootstrap intervals of any figure over queries.
+"""Bootstrap intervals of any figure over queries, and selective prediction: how well an uncertainty predicts errors.
 
 A statistic is a function of the count of each query in a resample, so that a thousand resamples need only one sort: see
-:data:`Statistic` and :func:`bootstrap`. The inputs are arrays with one number for each query.
+:data:`Statistic` and :func:`bootstrap`; :func:`on_all` is its value. The inputs are arrays with one number for each
+query.
 """
 
 from collections.abc import Callable, Mapping
@@ -120,3 +121,204 @@ def percentile_interval(value: float, resampled: np.ndarray, level: float = 0.95
 def on_all(statistic: Statistic, n: int) -> float:
     """The value of a statistic on the data without resampling."""
     return float(statistic(np.ones((1, n)))[0])
+
+
+# ---------------------------------------------------------------- wrong answers by uncertainty
+def auroc(score: np.ndarray, positive: np.ndarray) -> float:
+    """Probability that a positive item has a higher score than a negative one; ties count one half.
+
+    score (n,), positive (n,).
+    """
+    return on_all(auroc_statistic(score, positive), len(score))
+
+
+def auroc_statistic(score: np.ndarray, positive: np.ndarray) -> Statistic:
+    """:func:`auroc` as a statistic for the bootstrap."""
+    score, positive = _checked(score, positive, "auroc")
+    if not np.isin(positive, (0.0, 1.0)).all():
+        raise ValueError("auroc: positive must be 0 or 1 (or bool) for every item")
+    order, starts = _groups(score)
+    sign = positive[order]
+
+    def statistic(counts: np.ndarray) -> np.ndarray:
+        resampled = counts[:, order]
+        above, below = _sums(resampled * sign, starts), _sums(resampled * (1 - sign), starts)
+        before = np.cumsum(below, axis=1) - below / 2
+        with np.errstate(invalid="ignore"):
+            return _array((above * before).sum(1) / (above.sum(1) * below.sum(1)))
+
+    return statistic
+
+
+def paired_auroc(low: np.ndarray, high: np.ndarray) -> Statistic:
+    """AUROC of the second score of each query against its first; both scores of a query are resampled together."""
+    statistic = auroc_statistic(np.concatenate([low, high]), np.repeat([0, 1], len(low)))
+    return lambda counts: statistic(np.tile(counts, 2))
+
+
+def aurc_statistic(uncertainty: np.ndarray, error: np.ndarray) -> Statistic:
+    """Area under the risk-coverage curve: the mean, over k = 1..n, of the mean error of the k most certain items.
+
+    Equal uncertainties have the expected error of any order of them.
+
+    Paper: Geifman, Uziel and El-Yaniv, "Bias-reduced uncertainty estimation for deep neural classifiers", ICLR 2019.
+
+    uncertainty (n,), error (n,).
+    """
+    uncertainty, error = _checked(uncertainty, error, "aurc")
+    order, starts = _groups(uncertainty)
+    ordered = error[order]
+
+    def statistic(counts: np.ndarray) -> np.ndarray:
+        resampled = counts[:, order]
+        w, e = _sums(resampled, starts), _sums(resampled * ordered, starts)
+        end = np.cumsum(w, axis=1)
+        errors_before, before = np.cumsum(e, axis=1) - e, end - w
+        # In a group of w items with e errors in all, the j-th adds (errors_before + j e / w) / (before + j). The sum
+        # over j has a closed form with the harmonic numbers 0, 1, 1 + 1/2, ...
+        harmonic = np.concatenate([[0.0], np.cumsum(1 / np.arange(1, int(end.max(initial=0)) + 1))])
+        steps = harmonic[end.astype(np.int64)] - harmonic[before.astype(np.int64)]
+        rate = np.divide(e, w, out=np.zeros_like(e), where=w > 0)
+        with np.errstate(invalid="ignore"):
+            return _array(((errors_before - rate * before) * steps + e).sum(1) / w.sum(1))
+
+    return statistic
+
+
+def risk_coverage_statistics(
+    uncertainty: np.ndarray, error: np.ndarray, best: Statistic | None = None
+) -> dict[str, Statistic]:
+    """Three figures that share what they compute; best is the remembered AURC of a perfect order, if it is known.
+
+        e_aurc = aurc - best aurc    (excess area, the paper of aurc_statistic)
+        prr = (mean error - aurc) / (mean error - best aurc)    (prediction rejection ratio)
+
+    Paper: Malinin, "Uncertainty estimation in deep learning with application to spoken language assessment", 2019, for
+        the ratio.
+    """
+    own, mean = remembered(aurc_statistic(uncertainty, error)), mean_statistic(error)
+    least = remembered(aurc_statistic(error, error)) if best is None else best
+
+    def prr(counts: np.ndarray) -> np.ndarray:
+        chance, perfect = mean(counts), least(counts)
+        # With equal errors the difference is only rounding, and no order has a gain.
+        room = np.where(chance - perfect > 1e-12 * np.maximum(1, np.abs(chance)), chance - perfect, np.nan)
+        return _array((chance - own(counts)) / room)
+
+    return {"aurc": own, "e_aurc": lambda counts: own(counts) - least(counts), "prr": prr}
+
+
+def risk_statistic(uncertainty: np.ndarray, error: np.ndarray, coverage: float) -> Statistic:
+    """Mean error of the ceil(coverage * n) most certain items; for ties at the limit, the expectation."""
+    if not 0 < coverage <= 1:
+        raise ValueError(f"risk_at_coverage: coverage must be in (0, 1], got {coverage}")
+    uncertainty, error = _checked(uncertainty, error, "risk_at_coverage")
+    order, starts = _groups(uncertainty)
+    ordered = error[order]
+
+    def statistic(counts: np.ndarray) -> np.ndarray:
+        resampled = counts[:, order]
+        w, e = _sums(resampled, starts), _sums(resampled * ordered, starts)
+        wanted = np.ceil(coverage * w.sum(1) - 1e-9)
+        with np.errstate(invalid="ignore"):
+            return _array(_first(w, e, wanted[:, None])[:, 0] / wanted)
+
+    return statistic
+
+
+def spearman_statistic(x: np.ndarray, y: np.ndarray) -> Statistic:
+    """Spearman rank correlation as a statistic for the bootstrap: ties by average ranks, ranks within the resample.
+
+    x, y (n,).
+    """
+    x, y = _checked(x, y, "spearman")
+    ranks_of = [_ranker(values) for values in (x, y)]
+
+    def statistic(counts: np.ndarray) -> np.ndarray:
+        centre = (counts.sum(1, keepdims=True) - 1) / 2
+        a, b = (ranks(counts) - centre for ranks in ranks_of)
+        weighted = counts * a
+        variances = (weighted * a).sum(1) * (counts * b * b).sum(1)
+        with np.errstate(invalid="ignore", divide="ignore"):
+            return _array(np.where(variances > 0, (weighted * b).sum(1) / np.sqrt(variances), np.nan))
+
+    return statistic
+
+
+def decile_statistic(uncertainty: np.ndarray, hit: np.ndarray, *, n_bins: int = 10) -> Statistic:
+    """Pearson correlation of bin number and recall as a statistic for the bootstrap.
+
+    See :func:`~sfumato.metrics.uncertainty.recall_by_uncertainty`.
+
+    uncertainty (n,), hit (n,).
+    """
+    uncertainty, hit = _checked(uncertainty, hit, "decile_statistic")
+    order = np.argsort(uncertainty, kind="stable")
+    ordered = hit[order]
+
+    def statistic(counts: np.ndarray) -> np.ndarray:
+        resampled = counts[:, order]
+        total = resampled.sum(1).astype(np.int64)[:, None]
+        number = np.arange(n_bins + 1)
+        edges = (number * (total // n_bins) + np.minimum(number, total % n_bins)).astype(float)
+        sums = np.diff(_first(resampled, resampled * ordered, edges), axis=1)
+        with np.errstate(invalid="ignore", divide="ignore"):
+            recall = sums / np.diff(edges, axis=1)
+            a, b = np.arange(n_bins) - (n_bins - 1) / 2, recall - recall.mean(1, keepdims=True)
+            norm = np.sqrt((b * b).sum(1) * (a * a).sum())
+            return _array(np.where(np.ptp(recall, axis=1) > 0, (b @ a) / norm, np.nan))
+
+    return statistic
+
+
+def _checked(x: np.ndarray, y: np.ndarray, who: str) -> tuple[np.ndarray, np.ndarray]:
+    x, y = np.asarray(x, float), np.asarray(y, float)
+    if x.shape != y.shape or x.ndim != 1:
+        raise ValueError(f"{who}: got {x.shape} and {y.shape} values; both must be (n,)")
+    if np.isnan(x).any() or np.isnan(y).any():
+        raise ValueError(f"{who}: a value is NaN; leave such queries out")
+    return x, y
+
+
+def _groups(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """((n,) ascending order, (g,) start of each group of equal values in this order)."""
+    order = np.argsort(values, kind="stable")
+    ordered = values[order]
+    new = np.ones(len(values), bool)
+    new[1:] = ordered[1:] != ordered[:-1]
+    return order, np.flatnonzero(new)
+
+
+def _sums(values: np.ndarray, starts: np.ndarray) -> np.ndarray:
+    """(b, n) -> (b, g) sums of the groups."""
+    return values if len(starts) == values.shape[1] else np.add.reduceat(values, starts, axis=1)
+
+
+def _first(w: np.ndarray, e: np.ndarray, wanted: np.ndarray) -> np.ndarray:
+    """(b, g) sizes and totals of groups, (b, k) numbers of first items -> (b, k) totals, with groups divided evenly."""
+    end, total = np.cumsum(w, axis=1), np.cumsum(e, axis=1)
+    rows = np.arange(len(w))
+    result = np.zeros(wanted.shape)
+    for k in range(wanted.shape[1]):
+        group = np.minimum((end < wanted[:, k : k + 1]).sum(1), w.shape[1] - 1)
+        size, own = w[rows, group], e[rows, group]
+        inside = np.divide(own, size, out=np.zeros_like(own), where=size > 0) * (wanted[:, k] - end[rows, group] + size)
+        result[:, k] = total[rows, group] - own + inside
+    return result
+
+
+def _ranker(values: np.ndarray) -> Callable[[np.ndarray], np.ndarray]:
+    """(b, n) counts -> (b, n) average ranks from 0 of each item within its resample."""
+    order, starts = _groups(values)
+    which = np.empty(len(values), np.int64)
+    which[order] = np.repeat(np.arange(len(starts)), np.diff(np.append(starts, len(values))))
+
+    def ranks(counts: np.ndarray) -> np.ndarray:
+        w = _sums(counts[:, order], starts)
+        return _array((np.cumsum(w, axis=1) - (w + 1) / 2)[:, which])
+
+    return ranks
+
+
+def _array(values: np.ndarray) -> np.ndarray:
+    return np.asarray(values, float)

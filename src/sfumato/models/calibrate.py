@@ -11,7 +11,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sfumato.calibration.abstention import conformal_radius
 from sfumato.calibration.calibrator import Calibration, DirectionCalibration
 from sfumato.calibration.conditional import (
     N_NEAREST,
@@ -22,7 +21,7 @@ from sfumato.calibration.conditional import (
     ReferenceQueries,
 )
 from sfumato.calibration.platt import PairLogits
-from sfumato.calibration.query_scores import QueryScores
+from sfumato.calibration.query_scores import QueryScores, conformal_radius
 from sfumato.data.images import Problems
 from sfumato.data.pairs import PairData
 from sfumato.data.sources import DataConfig
@@ -32,8 +31,8 @@ from sfumato.encoders.dual import DualEncoder
 from sfumato.errors import UserError
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.ids import Direction
+from sfumato.metrics.bootstrap import auroc
 from sfumato.metrics.reliability import calibration_error_by_chance, expected_calibration_error
-from sfumato.metrics.selective import auroc
 from sfumato.models.run import CALIBRATION, TRAINING_CALIBRATION, Run, load_run
 from sfumato.models.split import Sides, embed_split, load_split, load_splits, prepare_split
 from sfumato.search.exact import distance_blocks

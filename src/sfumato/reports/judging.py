@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from sfumato.calibration.corrections import N_FOLDS
+from sfumato.calibration.fits import N_FOLDS
 from sfumato.errors import counted
 from sfumato.evaluation.judgements import JudgedFigures
 from sfumato.metrics.bootstrap import Interval

@@ -9,7 +9,7 @@ from typing import Annotated, Self, TypeVar
 
 from pydantic import ConfigDict, Field, model_validator
 
-from sfumato.calibration.corrections import N_FOLDS
+from sfumato.calibration.fits import N_FOLDS
 from sfumato.errors import UserError, counted
 from sfumato.evaluation.judgements import (
     Judgement,

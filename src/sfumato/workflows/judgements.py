@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from sfumato.calibration.corrections import N_FOLDS, JudgedHits
-from sfumato.calibration.fits import FitsCalibration
+from sfumato.calibration.fits import N_FOLDS, FitsCalibration, JudgedHits
 from sfumato.errors import UserError
 from sfumato.evaluation.judgements import (
     JudgedFigures,

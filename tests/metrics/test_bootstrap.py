@@ -7,9 +7,8 @@ import pytest
 import scipy
 from support.raising import raises
 
-from sfumato.metrics import selective
-from sfumato.metrics.bootstrap import Interval, bootstrap, mean_statistic, on_all, percentile_interval
-from sfumato.metrics.selective import auroc
+from sfumato.metrics import bootstrap as measures
+from sfumato.metrics.bootstrap import Interval, auroc, bootstrap, mean_statistic, on_all, percentile_interval
 from sfumato.metrics.uncertainty import (
     _row_ranks,
     balanced_spearman,
@@ -21,10 +20,10 @@ from sfumato.metrics.uncertainty import (
 aurc, excess_aurc, prediction_rejection_ratio, risk_at_coverage = (
     lambda u, e, *given, statistic=statistic: on_all(statistic(u, e, *given), len(u))
     for statistic in (
-        selective.aurc_statistic,
-        lambda u, e: selective.risk_coverage_statistics(u, e)["e_aurc"],
-        lambda u, e: selective.risk_coverage_statistics(u, e)["prr"],
-        selective.risk_statistic,
+        measures.aurc_statistic,
+        lambda u, e: measures.risk_coverage_statistics(u, e)["e_aurc"],
+        lambda u, e: measures.risk_coverage_statistics(u, e)["prr"],
+        measures.risk_statistic,
     )
 )
 
@@ -107,16 +106,16 @@ def test_every_fast_statistic_is_the_plain_one_on_the_drawn_items():
     risk = lambda u, e: risk_at_coverage(u, e, 0.3)
     rho = lambda a, b: scipy.stats.spearmanr(a, b).statistic
     deciles = lambda u, h: recall_by_uncertainty(u, h)["correlation"]
-    shared = selective.risk_coverage_statistics(x, error)
+    shared = measures.risk_coverage_statistics(x, error)
     pairs = {
-        "auroc": (selective.auroc_statistic(x, error), plain_statistic(auroc, x, error)),
-        "aurc": (selective.aurc_statistic(x, error), plain_statistic(aurc, x, error)),
+        "auroc": (measures.auroc_statistic(x, error), plain_statistic(auroc, x, error)),
+        "aurc": (measures.aurc_statistic(x, error), plain_statistic(aurc, x, error)),
         "excess": (shared["e_aurc"], plain_statistic(excess_aurc, x, error)),
         "gain": (shared["prr"], plain_statistic(prediction_rejection_ratio, x, error)),
-        "risk": (selective.risk_statistic(x, error, 0.3), plain_statistic(risk, x, error)),
+        "risk": (measures.risk_statistic(x, error, 0.3), plain_statistic(risk, x, error)),
         "mean": (mean_statistic(y), plain_statistic(np.mean, y)),
-        "spearman": (selective.spearman_statistic(x, y), plain_statistic(rho, x, y)),
-        "deciles": (selective.decile_statistic(distinct, error), plain_statistic(deciles, distinct, error)),
+        "spearman": (measures.spearman_statistic(x, y), plain_statistic(rho, x, y)),
+        "deciles": (measures.decile_statistic(distinct, error), plain_statistic(deciles, distinct, error)),
     }  # fmt: skip
     for groups in (None, np.arange(len(x)) // 5):
         fast, plain = (
@@ -146,7 +145,7 @@ def test_95_percent_intervals_hold_the_truth_95_times_in_a_hundred():
     for _ in range(300):
         positive = random.random(150) < 0.4
         score = random.normal(size=150) + positive
-        found = bootstrap({"a": selective.auroc_statistic(score, positive)}, 150, n_resamples=400)["a"]
+        found = bootstrap({"a": measures.auroc_statistic(score, positive)}, 150, n_resamples=400)["a"]
         held += found.low <= ground_truth <= found.high
     assert 0.90 <= held / 300 <= 0.985
 
@@ -162,19 +161,19 @@ def test_items_that_belong_together_are_resampled_together():
 
 def test_resamples_are_seeded_and_common_and_chunks_change_nothing():
     x, error = scene(9)
-    both = {"a": selective.auroc_statistic(x, error), "b": selective.auroc_statistic(x, error)}
+    both = {"a": measures.auroc_statistic(x, error), "b": measures.auroc_statistic(x, error)}
     first = bootstrap(both, len(x), n_resamples=50, seed=7)
     assert first["a"] == first["b"] != bootstrap(both, len(x), n_resamples=50, seed=8)["a"]
     assert bootstrap(both, len(x), n_resamples=50, seed=7, max_counts=7 * len(x)) == first
 
 
 def test_undefined_figures_are_none():
-    only_right = selective.auroc_statistic(np.arange(4.0), np.zeros(4))
+    only_right = measures.auroc_statistic(np.arange(4.0), np.zeros(4))
     assert bootstrap({"a": only_right}, 4, n_resamples=9)["a"] == Interval(None, None, None)
     assert np.isnan(prediction_rejection_ratio(np.arange(4.0), np.ones(4)))
     assert bootstrap({"m": mean_statistic(np.ones(3))}, 3, n_resamples=0)["m"] == Interval(1.0, None, None)
     assert percentile_interval(1.0, np.array([np.nan, np.nan, 1.0])) == Interval(1.0, None, None)
-    constant = selective.spearman_statistic(np.zeros(5), np.arange(5.0))
+    constant = measures.spearman_statistic(np.zeros(5), np.arange(5.0))
     assert bootstrap({"s": constant}, 5, n_resamples=9)["s"].value is None
     assert bootstrap({"m": mean_statistic(np.empty(0))}, 0)["m"].value is None
 
