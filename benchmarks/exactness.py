@@ -201,7 +201,7 @@ def main() -> int:
     parser.add_argument("--gallery", type=Path, help="embeddings of a gallery instead of a synthetic one")
     parser.add_argument("--queries-from", type=Path, help="embeddings of its queries")
     parser.add_argument("--name", default="real", help="of that gallery")
-    parser.add_argument("--stores", nargs="+", default=[f"file:?engine={e}" for e in ("flat", "hnsw", "ivf", "ivf-pq")])
+    parser.add_argument("--stores", nargs="+", default=[f"file:?engine={e}" for e in ("flat", "hnsw")])
     parser.add_argument("--queries", type=int, default=200)
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--threads", type=int, default=1)

@@ -7,6 +7,7 @@ first K or R items, so a strategy asks the index for the largest of these number
 rankings, so they are reported for exact strategies alone. No metric is ever computed on a list that is too short.
 """
 
+import math
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -25,9 +26,13 @@ from sfumato.gaussian import GaussianEmbedding
 from sfumato.matching import MATCH_PROBABILITY
 from sfumato.metrics.relevance import Relevance
 from sfumato.metrics.retrieval import RANK_METRICS, UNLISTED, ranks_from_lists
-from sfumato.search.exact import closest_candidates
-from sfumato.search.index import ENGINES, GaussianIndex
-from sfumato.search.stores.engines import FaissOptions
+from sfumato.search.candidates import with_margin
+from sfumato.search.exact import closest_candidates, gallery_centre, lift_gallery, lift_queries
+from sfumato.search.index import GaussianIndex
+from sfumato.search.stores.engines import require_faiss
+
+ENGINES = ("exact", "ivf", "hnsw")
+"""Engines of the strategies with an index: exact search, and two of FAISS."""
 
 LISTED_AT_LEAST = 10
 """Least number of items in a list, if the gallery has as many."""
@@ -81,7 +86,6 @@ class FaissRanker:
     engine: str = "ivf"
     candidates: int = 100  # number K of items that FAISS finds for re-ranking
     at_least: int = LISTED_AT_LEAST
-    options: FaissOptions | None = None
 
     def __post_init__(self) -> None:
         if self.engine not in ENGINES:
@@ -92,19 +96,28 @@ class FaissRanker:
 
     def lists(self, queries: GaussianEmbedding, gallery: GaussianEmbedding, k: int) -> Tensor:
         """The first items of each query: `candidates` by distance if the strategy re-ranks, then those of FAISS."""
-        index = GaussianIndex.build(
-            gallery,
-            [str(i) for i in range(gallery.n)],
-            distance=self.strategy.indexed or "",
-            engine=self.engine,
-            options=self.options,
-        )
         if not self.strategy.reranks:
-            return index.nearest(queries, k)[1]
-        found = index.nearest(queries, max(k, self.candidates))[1]
+            return self._nearest(queries, gallery, k)
+        found = self._nearest(queries, gallery, max(k, self.candidates))
         first, rest = found[:, : self.candidates], found[:, self.candidates :]
         first = closest_candidates(queries, gallery, first.to(queries.device), self.strategy.distance)[1]
         return torch.cat([first.cpu(), rest], dim=1)[:, :k]
+
+    def _nearest(self, queries: GaussianEmbedding, gallery: GaussianEmbedding, k: int) -> Tensor:
+        """(n, k) positions that the engine finds, in the order of their exact distances."""
+        indexed, k = self.strategy.indexed or "", min(k, gallery.n)
+        if self.engine == "exact":
+            names = [str(i) for i in range(gallery.n)]
+            return GaussianIndex.build(gallery, names, distance=indexed).nearest(queries, k)[1]
+        queries, gallery = (each.detach().to("cpu").to(torch.float32) for each in (queries, gallery))
+        centre, c = gallery_centre(gallery), min(with_margin(k), gallery.n)
+        index = _faiss_index(lift_gallery(gallery, indexed, centre=centre).numpy(), self.engine, c)
+        wanted = lift_queries(queries, indexed, centre=centre).numpy()
+        found = index.search(wanted, c)[1]
+        if (found < 0).any():  # Its lists have too few items.
+            index.nprobe = index.nlist
+            found = index.search(wanted, c)[1]
+        return closest_candidates(queries, gallery, torch.from_numpy(found), indexed)[1][:, :k]
 
     def __call__(
         self, queries: GaussianEmbedding, gallery: GaussianEmbedding, relevance: Relevance, distance: str | Distance
@@ -115,6 +128,21 @@ class FaissRanker:
         k = max(self.at_least, int(relevance.totals.max(initial=0)))
         found = self.lists(queries, gallery, k)
         return ranks_from_lists(list(found.numpy()), relevance)[0]
+
+
+def _faiss_index(vectors: np.ndarray, engine: str, k: int) -> Any:
+    """Lists by a seeded k-means, of which a search reads an eighth and at least 8, or a graph. vectors (m, e)."""
+    faiss, (m, e) = require_faiss(), vectors.shape
+    if engine == "ivf":
+        n_lists = max(1, min(round(math.sqrt(m)), m // 39))
+        index = faiss.IndexIVFFlat(faiss.IndexFlatL2(e), e, n_lists)
+        index.cp.seed, index.nprobe = 0, min(n_lists, max(8, math.ceil(n_lists / 8)))
+        index.train(vectors)
+    else:
+        index = faiss.IndexHNSWFlat(e, 32)
+        index.hnsw.efConstruction, index.hnsw.efSearch = 200, max(64, k)
+    index.add(vectors)
+    return index
 
 
 @dataclass(frozen=True, eq=False)
@@ -150,7 +178,6 @@ def evaluate_strategies(
     match_probability: Distance | None = None,
     engine: str = "ivf",
     candidates: int = 100,
-    options: FaissOptions | None = None,
     evaluation: EvaluationOptions | None = None,
 ) -> dict[str, StrategyResult]:
     """Evaluate several strategies on the same embeddings; those with FAISS have no median and mean rank.
@@ -169,7 +196,7 @@ def evaluate_strategies(
         else:
             ground_truths = [_without_rank_metrics(ground_truth) for ground_truth in ground_truths]
             at_least = max(LISTED_AT_LEAST, *(_needed(ground_truth) for ground_truth in ground_truths))
-            ranker = FaissRanker(strategy, engine, candidates, at_least, options)
+            ranker = FaissRanker(strategy, engine, candidates, at_least)
         source = Embeddings(embedded.images, embedded.texts, distance, ranker)
         ranks = rank(source, embedded.image_ids, embedded.text_ids, ground_truths)
         seconds = time.perf_counter() - start

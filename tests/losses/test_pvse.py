@@ -88,5 +88,3 @@ def test_an_index_searches_with_several_embeddings_an_item():
     distance = get_distance("nearest_of_2").matrix(queries, gallery)
     torch.testing.assert_close(found, distance.sort(1).values[:, :3])
     assert position.tolist() == distance.argsort(1)[:, :3].tolist()
-    with pytest.raises(ValueError, match="is not a Euclidean distance of lifted vectors"):
-        GaussianIndex.build(gallery, list("abcdef"), distance="nearest_of_2", engine="hnsw")

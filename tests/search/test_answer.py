@@ -230,7 +230,7 @@ def test_public_objects_are_one_short_line():
             sfumato.GaussianEmbedding.point(torch.zeros(2, 3).double()),
             "GaussianEmbedding(2 points in 3 dimensions, float64)",
         ),
-        (index, "GaussianIndex(300 images in 4 dimensions, csd, not calibrated, engine exact)"),
+        (index, "GaussianIndex(300 images in 4 dimensions, csd, not calibrated)"),
         (result[0], "Hit('0', rank=1, distance="),
         (scores, "QueryScores(2 queries, 3 items, 1.00 matches per query)"),
         (sfumato.Calibration.fit(distance, match, t2i=scores), "Calibration(platt, logit "),

@@ -15,7 +15,6 @@ import torch
 from support.processes import Started
 from support.raising import raises
 from support.stores_contract import (
-    StoreBasics,
     StoreContract,
     assert_holds,
     assert_nearest,
@@ -32,7 +31,6 @@ from support.stores_contract import (
 from sfumato.errors import UserError
 from sfumato.search.stores.protocol import WORDS, Filter, Records, StoreInUseError, parse_where
 
-APPROXIMATE = ("hnsw", "ivf", "ivf-pq")
 OF_HNSW = "memory, exact_below, compress, m, ef_construction, ef_search, overfetch"
 
 
@@ -42,22 +40,11 @@ class TestFlat(StoreContract):
 
 
 @pytest.mark.usefixtures("needs_faiss")
-class Indexed:
+class TestHnsw(StoreContract):
     """Indexes from so few items on that the contract's galleries are searched by FAISS."""
 
     def create(self, tmp_path, dim):
-        return create_store(f"{tmp_path}/store?exact_below=16&engine={self.engine}", dim)
-
-
-class TestHnsw(Indexed, StoreContract):
-    engine = "hnsw"
-
-
-@pytest.mark.parametrize("engine", ["ivf", "ivf-pq"])
-class TestIvf(Indexed, StoreBasics):
-    @pytest.fixture(autouse=True)
-    def _engine(self, engine):
-        self.engine = engine
+        return create_store(f"{tmp_path}/store?exact_below=16&engine=hnsw", dim)
 
 
 def clustered(n, dim, seed, clusters=50):
@@ -86,14 +73,13 @@ def index_files(folder):
     return sorted(folder.glob("index-*"))
 
 
-@pytest.mark.parametrize("engine", APPROXIMATE)
-def test_recall_at_the_defaults(engine, tmp_path):
-    store = create_store(f"{tmp_path}/store?engine={engine}&exact_below=1000", 24)
+def test_recall_at_the_defaults(tmp_path, needs_faiss):
+    store = create_store(f"{tmp_path}/store?engine=hnsw&exact_below=1000", 24)
     batch, late, wanted = clustered(5000, 24, 1), clustered(200, 24, 2), clustered(100, 24, 3).vectors
     store.upsert(batch)
     store.optimise()
     built = index_files(tmp_path / "store")
-    assert [file.suffix for file in built] == [f".{engine}"]
+    assert [file.suffix for file in built] == [".hnsw"]
     store.upsert(late)
     gone = batch.ids[::8]
     assert store.delete(gone) == 625
@@ -147,53 +133,53 @@ def test_compressed_vectors_are_candidates_only(tmp_path, needs_faiss):
     )
 
 
-@pytest.mark.parametrize("engine", ("ivf", "ivf-pq"))
-def test_equal_builds_give_equal_results(engine, tmp_path):
-    found = []
-    for name in "ab":
-        store = create_store(f"{tmp_path}/{name}?engine={engine}&exact_below=1000&n_probe=2&seed=5", 12)
-        store.upsert(clustered(4000, 12, 1))
-        store.optimise()
-        found.append([r.ids for r in store.search(clustered(20, 12, 2).vectors, 30)])
-        store.close()
-    assert found[0] == found[1]
-    files = [index_files(tmp_path / name) for name in "ab"]
-    assert [f.read_bytes() for f in files[0]] == [f.read_bytes() for f in files[1]] and files[0]
-
-
-def test_an_engine_that_finds_too_few_is_completed(tmp_path, needs_faiss):
-    store = create_store(f"{tmp_path}/store?engine=ivf&exact_below=100&n_lists=25&n_probe=1", 6)
-    batch = records(1000, 6, 1)
-    store.upsert(batch)
-    store.optimise()
-    assert [len(found) for found in store.search(queries(4, 6, 2), 900)] == [900] * 4
-    assert uses_index(store)
-
-
 def test_options_of_searches_come_from_the_url_that_opens(tmp_path, needs_faiss):
+    """And an index that finds fewer than k is completed by comparing all."""
     path = f"{tmp_path}/store"
-    store = create_store(f"{path}?engine=ivf&exact_below=100&n_lists=40&n_probe=1", 12)
+    store = create_store(f"{path}?engine=hnsw&exact_below=100&m=2&ef_construction=4&ef_search=1&overfetch=1", 12)
     batch, wanted = records(2000, 12, 1), queries(100, 12, 2)
     store.upsert(batch)
     store.optimise()
+    assert [len(found) for found in store.search(wanted[:4], 1900)] == [1900] * 4
     store.close()
     shares = []
-    for url in (path, f"file:{path}?n_probe=5", f"{path}?n_probe=40&engine=ivf"):
+    for url in (path, f"file:{path}?ef_search=100", f"{path}?ef_search=2000&overfetch=9&engine=hnsw"):
         store = open_store(url)
-        shares.append(recall(store, by_id(batch), wanted, 10))
+        shares.append(recall(store, by_id(batch), wanted, 3))
+        assert uses_index(store)
         store.close()
-    assert shares[0] < shares[1] < shares[2] == 1
+    assert shares[0] < shares[1] < shares[2]
+
+
+def test_a_store_with_lists_of_an_earlier_version_is_searched_exactly(tmp_path):
+    """By the options in the URL of its collection, and by those in its database."""
+    store, batch = create_store(f"{tmp_path}/store", 6), records(90, 6, 1)
+    store.upsert(batch)
+    store.close()
+    with contextlib.closing(sqlite3.connect(tmp_path / "store" / "records.sqlite")) as connection, connection:
+        settings = '{"engine": "ivf-pq", "exact_below": 16, "n_probe": 3, "overfetch": 5}'
+        connection.execute("UPDATE meta SET value = ? WHERE name = 'settings'", (settings,))
+        connection.execute("INSERT INTO indexes VALUES ('index-90-90.ivf-pq', 7, x'00')")
+    (tmp_path / "store" / "index-90-90.ivf-pq").write_text("lists")
+    for url in (f"{tmp_path}/store", f"{tmp_path}/store?engine=ivf-pq&n_probe=3&code_size=2"):
+        store = open_store(url)
+        assert_nearest(store, by_id(batch), queries(3, 6, 2), 9)
+        store.close()
+    store = open_store(url)
+    store.optimise()
+    assert index_files(tmp_path / "store") == []
+    assert_nearest(store, by_id(batch), queries(3, 6, 2), 9)
 
 
 @pytest.mark.parametrize(
     "query, told",
     [
-        ("engine=tree", "unknown engine 'tree'; known: flat, hnsw, ivf, ivf-pq"),
-        ("engine=hnsw&n_probe=3", f"engine hnsw has no option 'n_probe', which is of ivf and ivf-pq; it has {OF_HNSW}"),
+        ("engine=ivf", "engine must be flat or hnsw, got 'ivf'"),
+        ("engine=hnsw&n_probe=3", f"engine hnsw has no option 'n_probe'; it has {OF_HNSW}"),
         ("engine=hnsw&compress=zip", "compress must be none or int8, got 'zip'"),
-        ("engine=ivf&n_probe=0", "n_probe must be at least 1, got 0"),
-        ("engine=ivf&n_probe=many", "n_probe must be a whole number from 0, got 'many'"),
-        ("engine=ivf-pq&overfetch=0", "overfetch must be at least 1, got 0"),
+        ("engine=hnsw&m=1", "m must be a whole number from 2, got '1'"),
+        ("engine=hnsw&overfetch=many", "overfetch must be a whole number from 1, got 'many'"),
+        ("m=9", "engine flat has no option 'm'; it has memory, exact_below"),
         ("memory=-5", "memory must be a whole number from 0, got '-5'"),
         ("colour=red", "unknown option 'colour'; known: engine"),
     ],
@@ -399,16 +385,14 @@ def test_indexes_are_mapped_not_read(tmp_path, needs_faiss):
         pytest.skip("memory is measured by /proc")
     vectors = torch.randn(20_000, 200, generator=torch.Generator().manual_seed(0))
     ids, payloads = tuple(map(str, range(20_000))), ({},) * 20_000
-    for engine in ("hnsw&m=4&ef_construction=8", "ivf&n_lists=20"):
-        url = f"{tmp_path}/{engine[:6]}?engine={engine}"
-        store = create_store(url, 200)
-        store.upsert(Records(ids, vectors, torch.zeros(20_000), payloads))
-        store.optimise()
-        store.close()
-        status, printed = Started(first_search, url).finish()
-        assert status == 0, printed
-        # Read as a whole, the vectors in the indexes would be 16 MB.
-        assert int(printed) < 6, engine
+    url = f"{tmp_path}/store?engine=hnsw&m=4&ef_construction=8&compress=none"
+    store = create_store(url, 200)
+    store.upsert(Records(ids, vectors, torch.zeros(20_000), payloads))
+    store.optimise()
+    store.close()
+    status, printed = Started(first_search, url).finish()
+    assert status == 0, printed
+    assert int(printed) < 6, "read as a whole, the vectors in the index would be 16 MB"
 
 
 def test_a_full_disk_takes_nothing_away(tmp_path):
@@ -437,11 +421,10 @@ def test_a_folder_may_have_a_hash_mark_and_brackets(tmp_path):
     assert open_store(url).count() == 9
 
 
-@pytest.mark.parametrize("engine", ["flat", "ivf"])
+@pytest.mark.parametrize("engine", ["flat", "hnsw"])
 def test_processes_that_are_killed_and_others_that_read(engine, tmp_path):
-    every_list = "" if engine == "flat" else "&n_probe=10000"  # What is searched must be found, so in all lists.
     for name, check in (("a", lambda url: assert_survives_kills(url, 4)), ("b", assert_others_read)):
-        url = f"{tmp_path}/{name}?engine={engine}&exact_below=100{every_list}"
+        url = f"{tmp_path}/{name}?engine={engine}&exact_below=100"
         create_store(url, 3).close()
         check(url)
 

@@ -69,14 +69,9 @@ def test_every_strategy_by_loops(engine, candidates):
     """Approximate engines too, told to look everywhere. 7 candidates are fewer than the positives of some queries."""
     if engine != "exact":
         pytest.importorskip("faiss", reason="needs the extra faiss")
-    from sfumato.search.stores.engines import FaissOptions
-
     images, texts, image_ids, text_ids, ground_truth = scene()
     assert ground_truth.i2t.counts.max() > 12 and ground_truth.i2t.counts.min() == 1
-    options = {"ivf": FaissOptions(n_lists=2, n_probe=2), "hnsw": FaissOptions(ef_search=100)}.get(engine)
-    results = strategies_of(
-        images, texts, image_ids, text_ids, [ground_truth], engine=engine, candidates=candidates, options=options
-    )
+    results = strategies_of(images, texts, image_ids, text_ids, [ground_truth], engine=engine, candidates=candidates)
     assert list(results) == list(STRATEGY_SETS["all"])
     for name, result in results.items():
         assert result.seconds > 0 and result.strategy is STRATEGIES[name]
@@ -148,7 +143,7 @@ def test_mistakes_are_named():
         choose_strategies("csd,fiass")
     for nothing in ("", " , ", "csd,csd"):
         raises(ValueError, "name at least one, each once", choose_strategies, nothing)
-    raises(ValueError, "unknown engine 'magic'; known: exact, hnsw", strategies_of, *everything, engine="magic")
+    raises(ValueError, "unknown engine 'magic'; known: exact, ivf, hnsw", strategies_of, *everything, engine="magic")
     raises(ValueError, "candidates must be at least 1, got 0", strategies_of, *everything, candidates=0)
     only_ranks = ground_truth.with_metrics("median_rank")
     with pytest.raises(ValueError, match=r"all reports only median_rank, which need whole rankings"):

@@ -2,11 +2,10 @@
 
 It is never saved: :func:`sfumato.search.copying.copy_gallery` makes a collection of it.
 
-Engine "exact" ranks by any distance; "hnsw" and "ivf" are FAISS over lifted vectors (search/exact.py).
-Engines differ only in the candidates that they return: the distances of the results are always recomputed from the
-stored embeddings, row by row in float64, and equal distances keep the order of the items. For distances that lift,
-"exact" returns the answer of float64 over all items (search/screening.py). With a calibration an index can also
-abstain, and return sets that hold a match with a requested probability.
+It ranks exactly by any distance. The distances of the results are recomputed row by row in float64, and equal
+distances keep the order of the items; for distances that lift, the answer is that of float64 over all items
+(search/screening.py). Approximate engines are of collections. With a calibration an index can also abstain, and return
+sets that hold a match with a requested probability.
 """
 
 import functools
@@ -33,18 +32,11 @@ from sfumato.search.exact import (
     closest_candidates,
     distance_blocks,
     gallery_centre,
-    lift_gallery,
-    lift_queries,
-    query_constant,
     top_k,
 )
 from sfumato.search.gallery import N_WHOLE, Gallery
 from sfumato.search.screening import Screen
-from sfumato.search.stores.engines import FAISS_ENGINES, FaissOptions, FaissStore
 from sfumato.search.stores.protocol import Filter
-
-ENGINES = ("exact", *FAISS_ENGINES)
-"""Engines of :class:`GaussianIndex`."""
 
 _SAMPLE = 2048
 """Number of sampled items for estimates of sums over large galleries."""
@@ -58,13 +50,11 @@ class GaussianIndex(Gallery):
         embeddings: (m, d) gallery, float32 on the CPU.
         ids: m distinct ids.
         distance: name in DISTANCES.
-        engine: one of ENGINES.
         logit_scale: a of the match logit b - a * distance; with a calibration, that of its Platt part.
         logit_bias: b of the match logit; with a calibration, that of its Platt part in a gallery of this size.
         payload: by field name, a text for each item.
         metadata: JSON values that the builder keeps with the index.
-        centre: (d,) point that the vectors of FAISS are relative to.
-        store: the FAISS part; None for "exact".
+        centre: (d,) point that lifted vectors are relative to.
         calibration: source of probabilities, abstention and conformal sets; None if there is none.
         direction: "t2i" if the queries are texts and the items images; selects the part of the calibration.
     """
@@ -72,13 +62,11 @@ class GaussianIndex(Gallery):
     embeddings: GaussianEmbedding
     ids: tuple[str, ...]
     distance: str
-    engine: str
     logit_scale: float
     logit_bias: float
     payload: dict[str, tuple[str, ...]]
     metadata: dict[str, Any]
     centre: Tensor
-    store: FaissStore | None
     calibration: Calibration | None = None
     direction: Direction = "t2i"
     n_exact = 64
@@ -90,12 +78,10 @@ class GaussianIndex(Gallery):
         ids: Sequence[str],
         *,
         distance: str = "csd",
-        engine: str = "exact",
         logit_scale: float = 5.0,
         logit_bias: float = 5.0,
         payload: Mapping[str, Sequence[str]] | None = None,
         metadata: Mapping[str, Any] | None = None,
-        options: FaissOptions | None = None,
         calibration: Calibration | None = None,
         direction: Direction = "t2i",
     ) -> "GaussianIndex":
@@ -104,14 +90,12 @@ class GaussianIndex(Gallery):
         Args:
             embeddings: (m, d) gallery, m >= 1; kept in float32.
             ids: m distinct strings.
-            distance: name in DISTANCES; FAISS engines take csd, wasserstein2 or squared_l2.
-            engine: "exact", or with the extra `faiss` "hnsw" or "ivf" (approximate).
+            distance: name in DISTANCES.
             logit_scale: a of the match logit b - a * distance; take the value of the calibrated model. The default is
                 the value at the start of training (Chun 2024), which is good for ranking only.
             logit_bias: b of the match logit.
             payload: by field name, m texts that searches return with the items.
             metadata: JSON values to keep with the index.
-            options: options of the FAISS engines.
             calibration: calibration of the model for the same distance; replaces logit_scale and logit_bias.
             direction: "t2i" for texts that search among images, "i2t" for images that search among texts.
 
@@ -120,7 +104,6 @@ class GaussianIndex(Gallery):
 
         Raises:
             ValueError: an argument does not fit; the message names it and what was expected.
-            UserError: the engine needs FAISS, and it is not installed.
         """
         ids, texts = tuple(ids), {name: tuple(values) for name, values in (payload or {}).items()}
         _check_gallery(embeddings, ids, texts)
@@ -128,25 +111,20 @@ class GaussianIndex(Gallery):
             logit_scale = calibration.logit_scale
             scorer = Scorer(logit_scale, calibration.logit_bias, calibration, direction)
             logit_bias = calibration.logit_bias + scorer.prior_shift(len(ids))
-        check_settings(distance, engine, logit_scale, logit_bias)
+        _check_settings(distance, logit_scale, logit_bias)
         if get_distance(distance).needs_variance and torch.isneginf(embeddings.log_var).any():
             raise ValueError(
                 f"GaussianIndex: {distance} needs positive variances, got points; use csd, squared_l2 or wasserstein2"
             )
         notes = json.loads(json.dumps(dict(metadata or {}), allow_nan=False))
         embeddings = embeddings.detach().to("cpu").to(torch.float32)
-        centre, store = gallery_centre(embeddings), None
-        if engine == "exact" and options:
-            raise ValueError("GaussianIndex: engine exact has no options; leave them out, or choose hnsw or ivf")
-        if engine != "exact":
-            store = FaissStore.build(lift_gallery(embeddings, distance, centre=centre), engine, options)
         return cls(
-            embeddings, ids, distance, engine, float(logit_scale), float(logit_bias), texts, notes, centre, store,
+            embeddings, ids, distance, float(logit_scale), float(logit_bias), texts, notes, gallery_centre(embeddings),
             calibration, direction,
         )  # fmt: skip
 
     def __repr__(self) -> str:
-        return f"GaussianIndex({self.contents}, engine {self.engine})"
+        return f"GaussianIndex({self.contents})"
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -168,7 +146,7 @@ class GaussianIndex(Gallery):
         return self.embeddings.d
 
     def closest(self, queries: GaussianEmbedding, k: int, filter: Filter | None = None) -> list[Candidates]:
-        """See :meth:`Gallery.closest`; with a filter, every engine scans the accepted items exactly."""
+        """See :meth:`Gallery.closest`."""
         found = self._nearest(queries, k, None if filter is None else self._fitting(filter))
         return [self._found(d, p) for d, p in zip(*found, strict=True)]
 
@@ -177,7 +155,7 @@ class GaussianIndex(Gallery):
         return len(self._fitting(filter))
 
     def within(self, queries: GaussianEmbedding, radius: float, *, most: int | None = None) -> list[Candidates]:
-        """See :meth:`Gallery.within`; by a scan, so it is exact for every engine."""
+        """See :meth:`Gallery.within`."""
         if self._lifts:
             return [self._found(d[:most].float(), p[:most]) for d, p in self._screen.within(queries, radius)]
         found = []
@@ -215,14 +193,14 @@ class GaussianIndex(Gallery):
 
     def _nearest(self, queries: GaussianEmbedding, k: int, chosen: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """:meth:`nearest` among all items, or exactly among those at some ascending positions."""
-        exact, n = self.store is None or chosen is not None, len(self) if chosen is None else len(chosen)
+        n = len(self) if chosen is None else len(chosen)
         k, c = min(k, n), min(n, with_margin(k))
-        if exact and self._lifts:
+        if self._lifts:
             screen = self._screen if chosen is None else self._screen.among(chosen)
             distance, found = screen.closest(queries, k)
         elif n:
             part = self.embeddings if chosen is None else self.embeddings[chosen]
-            found = top_k(queries, part, c, self.oriented_distance)[1] if exact else self._candidates(queries, c)
+            found = top_k(queries, part, c, self.oriented_distance)[1]
             found = found if chosen is None else chosen[found]
             distance, found = closest_candidates(queries, self.embeddings, found, self.oriented_distance)
         else:
@@ -281,15 +259,6 @@ class GaussianIndex(Gallery):
             fits &= torch.tensor([one.accepts({name: v}, 0.0) for v in column]) if column else torch.tensor(False)
         return fits.nonzero().squeeze(1)
 
-    def _candidates(self, queries: GaussianEmbedding, c: int) -> Tensor:
-        """(n, c) distinct positions by FAISS; queries for which it finds fewer are searched exactly."""
-        assert self.store is not None
-        _, found = self.store.search(lift_queries(queries, self.distance, centre=self.centre), c)
-        short = (found < 0).any(dim=1).nonzero().squeeze(1)
-        if len(short):
-            found[short] = self._screen.closest(queries[short], c)[1]
-        return found
-
     @property
     def _lifts(self) -> bool:
         return self.oriented_distance.lift is not None
@@ -303,14 +272,6 @@ class GaussianIndex(Gallery):
     def _sample(self) -> SampledItems:
         """:meth:`_sampled` of all items."""
         return self._sample_of(torch.arange(len(self)))
-
-    def _near(self, queries: GaussianEmbedding, filter: Filter | None) -> list[Candidates]:
-        """With the distances of the engine, which need no second look for a sum."""
-        if self.store is None or filter is not None:
-            return super()._near(queries, filter)
-        squared, found = self.store.search(lift_queries(queries, self.distance, centre=self.centre), self.n_exact)
-        distance = squared.clamp_min(0) + query_constant(queries, self.distance).unsqueeze(1)
-        return [self._found(d[p >= 0], p[p >= 0]) for d, p in zip(distance, found, strict=True)]
 
     def _sampled(self, n: int, filter: Filter | None) -> SampledItems:
         return self._sample if filter is None else self._sample_of(self._fitting(filter))
@@ -352,12 +313,9 @@ def _check_gallery(embeddings: GaussianEmbedding, ids: tuple[str, ...], payload:
         raise ValueError("GaussianIndex: a total variance overflows float32; the model may have diverged")
 
 
-def check_settings(distance: str, engine: str, logit_scale: float = 1.0, logit_bias: float = 0.0) -> None:
-    """Check the settings of an index before its items are embedded."""
+def _check_settings(distance: str, logit_scale: float, logit_bias: float) -> None:
     if get_distance(distance).sampled:
         raise ValueError(f"GaussianIndex: {distance} is sampled at random, so two searches would differ; use csd")
-    if engine not in ENGINES:
-        raise ValueError(f"GaussianIndex: unknown engine {engine!r}; known: {', '.join(ENGINES)}")
     if not (logit_scale > 0 and math.isfinite(logit_scale) and math.isfinite(logit_bias)):
         raise ValueError(
             f"GaussianIndex: logit_scale must be positive and finite and logit_bias finite, got {logit_scale}"

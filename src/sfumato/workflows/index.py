@@ -93,13 +93,12 @@ class GalleryPart:
         return {**self.kept, **({"label": labels} if all(labels) else {})}
 
 
-def build_index(model: Model, source: GalleryPart, *, engine: str = "exact") -> GaussianIndex:
+def build_index(model: Model, source: GalleryPart) -> GaussianIndex:
     """An index in memory with the model's distance, its calibration and the source of the model."""
     return GaussianIndex.build(
         source.embeddings,
         source.ids,
         distance=model.distance,
-        engine=engine,
         payload=source.payload,
         direction=source.direction,
         **_settings(model, source),

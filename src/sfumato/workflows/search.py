@@ -121,8 +121,6 @@ class LoadedModel(Model):
         self,
         images: "str | os.PathLike[str] | Sequence[ImageInput] | GaussianEmbedding",
         ids: Sequence[str] | None = None,
-        *,
-        engine: str = "exact",
     ) -> Searcher:
         """A gallery of images in memory, to search by text.
 
@@ -131,7 +129,6 @@ class LoadedModel(Model):
                 images as for :meth:`embed_images`; or their embeddings.
             ids: m distinct strings. None takes the paths, relative to the folder if one was given; the row numbers of
                 images without a path. Not with a folder.
-            engine: see :meth:`GaussianIndex.build`.
 
         Returns:
             The gallery. :meth:`Searcher.save` writes it for :func:`load_index` and `sfumato search`.
@@ -147,22 +144,21 @@ class LoadedModel(Model):
             embeddings, names, problems = embed_folder(self, folder)
             if len(problems):
                 say(f"{counted(len(problems), 'image')} left out:\n{problems.summary()}")
-            return self._searcher(GalleryPart(embeddings, names, images={"folder": str(folder.resolve())}), engine)
+            return self._searcher(GalleryPart(embeddings, names, images={"folder": str(folder.resolve())}))
         if isinstance(images, GaussianEmbedding):
-            return self._searcher(GalleryPart(images, _ids(ids, range(images.n))), engine)
+            return self._searcher(GalleryPart(images, _ids(ids, range(images.n))))
         names = [Path(i).as_posix() if isinstance(i, str | os.PathLike) else str(k) for k, i in enumerate(images)]
         part, features = GalleryPart(self.embed_images(images), _ids(ids, names)), features_read(self.model.image)
         sources = image_sources(images, "index", features=features)
         given = None if features else SplitImages(dict(zip(part.ids, sources, strict=False)))
-        return self._searcher(part, engine, given)
+        return self._searcher(part, given)
 
-    def index_texts(self, texts: Sequence[str], ids: Sequence[str] | None = None, *, engine: str = "exact") -> Searcher:
+    def index_texts(self, texts: Sequence[str], ids: Sequence[str] | None = None) -> Searcher:
         """A gallery of texts in memory, to search by image.
 
         Args:
             texts: m texts.
             ids: m distinct strings; row numbers if None.
-            engine: see :meth:`GaussianIndex.build`.
 
         Returns:
             The gallery.
@@ -171,10 +167,10 @@ class LoadedModel(Model):
             ValueError: see :meth:`embed_texts` and :meth:`GaussianIndex.build`.
         """
         part = GalleryPart(self.embed_texts(texts), _ids(ids, range(len(texts))), list(texts))
-        return self._searcher(part, engine)
+        return self._searcher(part)
 
-    def _searcher(self, part: GalleryPart, engine: str, given: SplitImages | None = None) -> Searcher:
-        gallery = build_index(self, part, engine=engine)
+    def _searcher(self, part: GalleryPart, given: SplitImages | None = None) -> Searcher:
+        gallery = build_index(self, part)
         return Searcher(gallery, self.source, lambda: self, lambda: given or item_images(gallery, self.source))
 
 

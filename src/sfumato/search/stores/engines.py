@@ -1,9 +1,8 @@
 """What finds the nearest vectors, by positions alone: exact products with bounds on their rounding error, and FAISS.
 
-The caller defines where vectors are stored and the meaning of a position (search/stores/local.py). FAISS needs the
-extra `faiss`: HNSW (graph), IVF (lists) and IVF-PQ (lists of compressed vectors). IVF-PQ, and HNSW over compressed
-vectors, return approximate distances: the caller must fetch several times the wanted number of candidates and re-rank
-them by the full vectors.
+The caller defines where vectors are stored and the meaning of a position (search/stores/local.py). FAISS's graph needs
+the extra `faiss`. The distances of compressed vectors are approximate: the caller must fetch several times the wanted
+number of candidates and re-rank them by the full vectors.
 """
 
 import functools
@@ -162,115 +161,76 @@ def is_in(positions: Positions, allowed: Positions) -> npt.NDArray[np.bool_]:
     return inside
 
 
-FAISS_ENGINES = ("hnsw", "ivf")
-"""Engines of :class:`FaissStore` that return distances of the full vectors, unless they are compressed."""
-
-STORE_ENGINES = (*FAISS_ENGINES, "ivf-pq")
-"""All engines of :class:`FaissStore`."""
-
-_POINTS_PER_LIST, _MOST_PER_LIST = 39, 256
-"""With fewer training vectors per list, FAISS warns that its k-means is poor; it reads no more."""
-
 _TRAINING, _BLOCK = 65_536, 65_536
 """Numbers of training vectors, and of vectors that are added at a time."""
 
 _KEPT = 0.99
 """Fraction of the variance that is kept of compressed vectors."""
 
-COMPRESSIONS = ("none", "int8")
-
 
 @dataclass(frozen=True)
-class FaissOptions:
-    """The options of the FAISS engines; each engine uses only its own."""
+class GraphOptions:
+    """The options of FAISS's graph."""
 
-    compress: str = "none"  # hnsw: int8 keeps the main components of the vectors, one byte each
-    m: int = 32  # hnsw: links of a node
-    ef_construction: int = 200  # hnsw: candidates while building
-    ef_search: int = 64  # hnsw: candidates while searching; never fewer than the requested results
-    n_lists: int | None = None  # ivf, ivf-pq: lists; about the square root of the number of vectors if None
-    n_probe: int | None = None  # ivf, ivf-pq: lists that a search scans; an eighth of them, at least 8, if None
-    seed: int = 0  # ivf, ivf-pq: of the k-means for lists and codes, and of the rotation
-    code_size: int | None = None  # ivf-pq: bytes of a compressed vector; a quarter of its dimensions if None
-
-    def __post_init__(self) -> None:
-        for name in ("m", "ef_construction", "ef_search", "n_lists", "n_probe", "code_size", "seed"):
-            value, least = getattr(self, name), {"m": 2, "seed": 0}.get(name, 1)
-            if value is not None and value < least:
-                raise ValueError(f"FaissOptions: {name} must be at least {least}, got {value}")
-        if self.compress not in COMPRESSIONS:
-            raise ValueError(f"FaissOptions: compress must be {' or '.join(COMPRESSIONS)}, got {self.compress!r}")
+    compress: str = "int8"  # int8 keeps the main components of the vectors, one byte each; none the vectors
+    m: int = 32  # links of a node
+    ef_construction: int = 64  # candidates while building
+    ef_search: int = 1024  # candidates while searching; never fewer than the requested results
 
 
-class FaissStore:
-    """A FAISS index of (m, e) float32 vectors under squared Euclidean distance.
+class Graph:
+    """HNSW, a graph of FAISS over (m, e) float32 vectors, which finds most of the nearest by squared L2.
 
-    Make one with :meth:`build` or :meth:`read`.
+    Make one with :meth:`build` or :meth:`read`. The distances of compressed vectors are approximate.
     """
 
-    def __init__(self, index: Any, engine: str, options: FaissOptions) -> None:
-        self._index, self.engine, self.options = index, engine, options
+    def __init__(self, index: Any, options: GraphOptions) -> None:
+        self._index, self._options = index, options
 
     @classmethod
-    def build(cls, vectors: Tensor, engine: str, options: FaissOptions | None = None) -> "FaissStore":
-        """Index vectors. vectors (m, e)."""
-        data = vectors.detach().cpu().contiguous().numpy()
-        return cls.build_from(data.__getitem__, len(data), data.shape[1], engine, options or FaissOptions())
-
-    @classmethod
-    def build_from(cls, fetch: Fetch, m: int, e: int, engine: str, options: FaissOptions) -> "FaissStore":
-        """Index the vectors at positions 0 to m - 1, e numbers each, fetched in blocks."""
+    def build(cls, fetch: Fetch, m: int, options: GraphOptions) -> "Graph":
+        """Index the vectors at positions 0 to m - 1, fetched in blocks."""
         faiss = require_faiss()
-        if engine not in STORE_ENGINES:
-            raise ValueError(f"unknown engine {engine!r}; FAISS has {', '.join(STORE_ENGINES)}")
-        n_lists = options.n_lists or max(1, min(round(math.sqrt(m)), m // _POINTS_PER_LIST))
-        if engine != "hnsw" and n_lists > m:
-            raise ValueError(f"FaissStore: {n_lists} lists for {m} vectors; n_lists must not exceed their number")
-        n = max(_TRAINING, _MOST_PER_LIST * n_lists) if engine == "ivf" else _TRAINING
-        generator = torch.Generator().manual_seed(options.seed)
-        sample = fetch(torch.randperm(m, generator=generator)[:n].sort()[0].numpy())
-        if engine == "hnsw":
-            index = _graph(faiss, sample, options)
-        elif engine == "ivf":
-            index = faiss.IndexIVFFlat(faiss.IndexFlatL2(e), e, n_lists)
-            index.cp.seed = options.seed
+        sample = fetch(torch.randperm(m, generator=torch.Generator().manual_seed(0))[:_TRAINING].sort()[0].numpy())
+        e = sample.shape[1]
+        if options.compress == "none":
+            graph = index = faiss.IndexHNSWFlat(e, options.m)
         else:
-            index = _compressed(faiss, m, e, n_lists, options)
+            components, centre = _main_components(sample)
+            d = len(components)
+            graph = faiss.IndexHNSWSQ(d, faiss.ScalarQuantizer.QT_8bit, options.m)
+            turn = faiss.LinearTransform(e, d, True)
+            faiss.copy_array_to_vector(components.ravel(), turn.A)
+            faiss.copy_array_to_vector(-components @ centre, turn.b)
+            turn.is_trained = True
+            index = faiss.IndexPreTransform(turn, graph)
+            index.referenced_objects = (turn, graph)  # Python must not free what C++ points to.
+        graph.hnsw.efConstruction = options.ef_construction
         if not index.is_trained:
             index.train(sample)
         for start in range(0, m, _BLOCK):
             index.add(fetch(np.arange(start, min(m, start + _BLOCK))))
-        return cls(index, engine, options)
+        return cls(index, options)
 
-    @property
-    def n(self) -> int:
-        """Number of vectors m."""
-        return int(self._index.ntotal)
-
-    def search(self, queries: Tensor, k: int, among: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """The k nearest vectors that the engine finds. queries (n, e), among (c,)."""
-        faiss = require_faiss()
+    def search(self, queries: Tensor, k: int, among: Tensor | None = None) -> Positions:
+        """(n, k) positions, the nearest that it finds, -1 behind the last. queries (n, e), among (c,)."""
+        faiss, n = require_faiss(), int(self._index.ntotal)
         effort, selector = 1.0, None
         if among is not None:
-            allowed = np.zeros(self.n, dtype=bool)
+            allowed = np.zeros(n, dtype=bool)
             allowed[among.numpy()] = True
-            effort, selector = self.n / len(among), faiss.IDSelectorBitmap(np.packbits(allowed, bitorder="little"))
-        if self.engine == "hnsw":
-            ef_search = math.ceil(max(self.options.ef_search, k) * effort)
-            parameters = faiss.SearchParametersHNSW(efSearch=min(self.n, ef_search), sel=selector)
-        else:
-            n_lists = int(faiss.extract_index_ivf(self._index).nlist)
-            n_probe = math.ceil((self.options.n_probe or max(8, math.ceil(n_lists / 8))) * effort)
-            parameters = faiss.SearchParametersIVF(nprobe=min(n_lists, n_probe), sel=selector)
+            effort, selector = n / len(among), faiss.IDSelectorBitmap(np.packbits(allowed, bitorder="little"))
+        ef_search = math.ceil(max(self._options.ef_search, k) * effort)
+        parameters = faiss.SearchParametersHNSW(efSearch=min(n, ef_search), sel=selector)
         if isinstance(self._index, faiss.IndexPreTransform):
             parameters = faiss.SearchParametersPreTransform(index_params=parameters)
-        wanted, threads = queries.detach().cpu().contiguous().numpy(), torch.get_num_threads()
+        wanted, threads = queries.contiguous().numpy(), torch.get_num_threads()
         try:  # For one query, threads cost more than they bring. The number is this thread's, and torch's as well.
             faiss.omp_set_num_threads(1 if len(wanted) == 1 else threads)
-            squared_l2, positions = self._index.search(wanted, k, params=parameters)
+            positions: Positions = self._index.search(wanted, k, params=parameters)[1]
         finally:
             faiss.omp_set_num_threads(threads)
-        return torch.from_numpy(squared_l2), torch.from_numpy(positions)
+        return positions
 
     def write(self, path: Path) -> None:
         """Write FAISS's file, without forcing it to disk."""
@@ -280,36 +240,15 @@ class FaissStore:
             raise OSError(f"FAISS cannot write {path}: {str(error).strip()}") from error
 
     @classmethod
-    def read(cls, path: Path, engine: str, options: FaissOptions, *, mapped: bool = False) -> "FaissStore":
-        """Read a file of :meth:`write`. Check its checksum or size first: FAISS trusts the content."""
+    def read(cls, path: Path, options: GraphOptions) -> "Graph":
+        """Map a file of :meth:`write` into memory. Check its size first: FAISS trusts the content."""
         faiss = require_faiss()
-        flags = 0
-        if mapped:
-            # FAISS without MMAP_IFC maps the lists of IVF, but reads HNSW completely.
-            flags = getattr(faiss, "IO_FLAG_MMAP_IFC", faiss.IO_FLAG_MMAP) | faiss.IO_FLAG_SKIP_PRECOMPUTE_TABLE
+        # FAISS without MMAP_IFC reads HNSW completely.
+        flags = getattr(faiss, "IO_FLAG_MMAP_IFC", faiss.IO_FLAG_MMAP)
         try:
-            return cls(faiss.read_index(str(path), flags), engine, options)
+            return cls(faiss.read_index(str(path), flags), options)
         except RuntimeError as error:
             raise ValueError(f"{path}: FAISS cannot read this file ({error}); build the index again") from error
-
-
-def _graph(faiss: Any, sample: Vectors, options: FaissOptions) -> Any:
-    """An empty HNSW index, for int8 over the main components of the vectors. sample (n, e)."""
-    e = sample.shape[1]
-    if options.compress == "none":
-        graph = index = faiss.IndexHNSWFlat(e, options.m)
-    else:
-        components, centre = _main_components(sample)
-        d = len(components)
-        graph = faiss.IndexHNSWSQ(d, faiss.ScalarQuantizer.QT_8bit, options.m)
-        turn = faiss.LinearTransform(e, d, True)
-        faiss.copy_array_to_vector(components.ravel(), turn.A)
-        faiss.copy_array_to_vector(-components @ centre, turn.b)
-        turn.is_trained = True
-        index = faiss.IndexPreTransform(turn, graph)
-        index.referenced_objects = (turn, graph)  # Python must not free what C++ points to.
-    graph.hnsw.efConstruction = options.ef_construction
-    return index
 
 
 def _main_components(sample: Vectors) -> tuple[Vectors, Vectors]:
@@ -322,24 +261,7 @@ def _main_components(sample: Vectors) -> tuple[Vectors, Vectors]:
     return directions.flip(1)[:, :d].T.float().contiguous().numpy(), centre.float().numpy()
 
 
-def _compressed(faiss: Any, m: int, e: int, n_lists: int, options: FaissOptions) -> Any:
-    """An untrained IVF-PQ index behind a random rotation, which balances the variance over the parts of the code."""
-    if m < 16:
-        raise ValueError(f"FaissStore: ivf-pq learns its codes from at least 16 vectors, got {m}")
-    code_size = min(e, options.code_size or math.ceil(e / 4))
-    wide = code_size * math.ceil(e / code_size)
-    bits = max(4, min(8, int(math.log2(m / _POINTS_PER_LIST))))
-    rotation = faiss.RandomRotationMatrix(e, wide)
-    rotation.init(options.seed + 1)
-    index = faiss.IndexIVFPQ(faiss.IndexFlatL2(wide), wide, n_lists, code_size, bits)
-    index.cp.seed = index.pq.cp.seed = options.seed
-    whole = faiss.IndexPreTransform(rotation, index)
-    # Python must not free what C++ points to; FAISS writes and reads both as one.
-    whole.referenced_objects = (rotation, index)
-    return whole
-
-
 def require_faiss() -> Any:
     """Import FAISS."""
-    with need("faiss", "engines hnsw, ivf and ivf-pq need FAISS", ", or use engine exact"):
+    with need("faiss", "engine hnsw needs FAISS", ", or use engine flat"):
         return importlib.import_module("faiss")

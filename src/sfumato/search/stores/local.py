@@ -1,7 +1,7 @@
 """LocalStore: records in a SQLite database in a folder, searched exactly by matrix products, or through FAISS.
 
     FOLDER/records.sqlite         all that is stored, and the settings
-    FOLDER/index-*.ENGINE         FAISS's index, if there is one
+    FOLDER/index-*.hnsw           FAISS's index, if there is one
     FOLDER/.lock                  held by the one process that writes, from its first write until it closes the store
 
 SQLite is the database: an acknowledged write is a committed transaction, forced to
@@ -20,7 +20,7 @@ import os
 import sqlite3
 import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import filelock
@@ -32,7 +32,7 @@ from sfumato.errors import UserError, first_line, refuse_newer
 from sfumato.files import sync_folder
 from sfumato.search.stores.engines import (
     Block,
-    FaissStore,
+    Graph,
     Nearest,
     Positions,
     Vectors,
@@ -44,7 +44,6 @@ from sfumato.search.stores.local_tables import (
     LIST,
     RECORD,
     LocalSettings,
-    check_against,
     condition_of,
     has_words,
     insert,
@@ -64,7 +63,7 @@ class LocalIndex:
     """An index, mapped into memory."""
 
     file: Path  # its file
-    faiss: FaissStore  # the index
+    graph: Graph  # the index
     positions: Positions  # of its rows, ascending
 
 
@@ -139,8 +138,7 @@ class LocalStore(StoreBase):
             raise UserError(
                 f"store {url}: the settings in {self._database} are damaged ({first_line(error)}); build it again"
             ) from error
-        check_against(url, given, kept)
-        self._settings = LocalSettings.of(url, kept | given)
+        self._settings = LocalSettings.opened(url, given, kept)
 
     def upsert(self, records: Records) -> None:
         """Store records; records with existing ids are replaced completely. If it raises, none are stored."""
@@ -361,7 +359,7 @@ class LocalStore(StoreBase):
             return -1
         # More than k candidates: some are deleted, and rounding or compressed codes may have changed their order.
         c = min(n, max(2 * k + 8, k * settings.overfetch))
-        found = index.faiss.search(queries, c, among)[1].numpy()
+        found = index.graph.search(queries, c, among)
         positions = np.where(found >= 0, index.positions[found], -1)
         select = f"SELECT position FROM items WHERE position IN {LIST}"
         alive = positions_of(connection, select, (listed(np.unique(positions).tolist()),))
@@ -374,7 +372,7 @@ class LocalStore(StoreBase):
     def _read_index(self, connection: sqlite3.Connection) -> LocalIndex | None:
         """The index that the database names."""
         row = connection.execute("SELECT file, bytes FROM indexes").fetchone()
-        if row is None:
+        if row is None or self._settings.engine == "flat":
             return None
         file, known, settings = self.path / row[0], self._index, self._settings
         if known is not None and known.file == file:
@@ -382,7 +380,7 @@ class LocalStore(StoreBase):
         try:
             if (size := file.stat().st_size) != row[1]:
                 raise ValueError(f"{size} bytes where {row[1]} were written")
-            faiss = FaissStore.read(file, settings.engine, settings.faiss, mapped=True)
+            graph = Graph.read(file, settings.graph)
         except (FileNotFoundError, ValueError) as error:
             if not file.exists():
                 return None
@@ -391,7 +389,7 @@ class LocalStore(StoreBase):
                 " it anew"
             ) from error
         raw = connection.execute("SELECT positions FROM indexes").fetchone()[0]
-        self._index = LocalIndex(file, faiss, np.frombuffer(raw, dtype="<i8").astype(np.int64))
+        self._index = LocalIndex(file, graph, np.frombuffer(raw, dtype="<i8").astype(np.int64))
         return self._index
 
     def _build_index(self) -> None:
@@ -402,15 +400,12 @@ class LocalStore(StoreBase):
             moved = len(np.setxor1d(positions, index.positions)) if index else n
             if n < max(16, self._settings.exact_below) or moved <= _STALE * n:
                 return
-            numbers = self._settings.faiss
-            if numbers.n_lists:
-                numbers = replace(numbers, n_lists=min(numbers.n_lists, max(1, n // 39)))
 
             def vectors(rows: Positions) -> Vectors:
                 pages = np.array_split(positions[rows], max(1, len(rows) // _PAGE))
                 return np.concatenate([self._vectors(connection, page) for page in pages])
 
-            built = FaissStore.build_from(vectors, n, self.dim, self._settings.engine, numbers)
+            built = Graph.build(vectors, n, self._settings.graph)
         file = self.path / f"index-{positions[-1]}-{n}.{self._settings.engine}"
         try:
             built.write(file)
@@ -427,6 +422,7 @@ class LocalStore(StoreBase):
     def _remove_strangers(self) -> None:
         """Remove the leftover files of killed writers and earlier indexes; who has one open can still read it."""
         with self._transaction() as connection:
-            known = {self.path / name for (name,) in connection.execute("SELECT file FROM indexes")}
+            named = connection.execute("SELECT file FROM indexes") if self._settings.engine != "flat" else []
+            known = {self.path / name for (name,) in named}
         for file in set(self.path.glob("index-*.*")) - known:
             file.unlink(missing_ok=True)
