@@ -33,10 +33,10 @@ from torch import Tensor
 
 from sfumato.distances import get_distance
 from sfumato.gaussian import GaussianEmbedding
+from sfumato.search.blocks import product_dtype
 from sfumato.search.candidates import with_margin
 from sfumato.search.exact import LiftedGallery, closest_candidates, closest_in_blocks, lift_queries
 from sfumato.search.index import GaussianIndex
-from sfumato.search.products import product_dtype
 
 K = 10
 

@@ -29,7 +29,7 @@ from sfumato.metrics.retrieval import RANK_METRICS, UNLISTED, ranks_from_lists
 from sfumato.search.candidates import with_margin
 from sfumato.search.exact import closest_candidates, gallery_centre, lift_gallery, lift_queries
 from sfumato.search.index import GaussianIndex
-from sfumato.search.stores.engines import require_faiss
+from sfumato.search.stores.local_files import require_faiss
 
 ENGINES = ("exact", "ivf", "hnsw")
 """Engines of the strategies with an index: exact search, and two of FAISS."""

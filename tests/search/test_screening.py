@@ -13,11 +13,11 @@ from torch.nn.functional import normalize
 from sfumato.calibration.scorer import MatchEstimate
 from sfumato.distances import DISTANCES, get_distance
 from sfumato.gaussian import GaussianEmbedding
+from sfumato.search import blocks, screening
 from sfumato.search import index as index_module
-from sfumato.search import products, screening
 from sfumato.search.index import GaussianIndex
 from sfumato.search.options import SearchOptions
-from sfumato.search.screening import Screen
+from sfumato.search.screening import Comparison, Screen
 from sfumato.search.stores.protocol import Filter
 
 LIFTED = ["csd", "squared_l2", "wasserstein2"]
@@ -106,14 +106,14 @@ def test_narrow_vectors(d):
 
 
 def test_products_of_int8_are_exact_where_they_are_used():
-    code = products.largest_code()
+    code = blocks.largest_code()
     assert code in (127, 64), "this machine has no product of int8"
     generator = torch.Generator().manual_seed(7)
     for n, e, b in ((1, 16, 1), (1, 1000, 300), (5, 24, 2), (1000, 16, 1), (257, 513, 256), (4096, 64, 31)):
         rows = torch.randint(-127, 128, (n, e), generator=generator, dtype=torch.int8)
         queries = torch.randint(-code, code + 1, (b, e), generator=generator, dtype=torch.int8)
         rows[::2], queries[::2] = 127, code
-        product = products.multiplied(rows, queries, out=torch.empty(n, b, dtype=torch.int32))
+        product = blocks.multiplied(rows, queries, out=torch.empty(n, b, dtype=torch.int32))
         assert torch.equal(product.double(), rows.double() @ queries.double().T)
 
 
@@ -173,12 +173,11 @@ def test_several_threads_find_the_same_and_leave_the_number_of_threads_alone():
 
 def bounds(screen, queries):
     """(n, m) lower and upper bounds of all pairs, and the true values that they are of."""
-    vectors, constant = screen._lifted(queries)
-    pairs = screen._scan(vectors, torch.full((queries.n,), torch.inf, dtype=torch.float64), None)
-    true = true_distances(queries, screen.gallery, screen.distance) - constant.unsqueeze(1)
-    true = true[pairs.query, screen.item[pairs.row]]
-    assert len(true) == queries.n * screen.n
-    return pairs.lower, pairs.upper, true
+    compared = screen.comparison(queries)
+    pairs = compared.pairs(torch.full((queries.n,), torch.inf, dtype=torch.float64), None)
+    true = true_distances(queries, screen.gallery, screen.distance) - compared.constant.unsqueeze(1)
+    assert len(pairs) == queries.n * screen.n
+    return pairs.lower, pairs.upper, true[pairs.query, pairs.item]
 
 
 SOUND = [k for k in KINDS if not k.startswith("squares")]
@@ -196,17 +195,17 @@ def test_bounds_hold_the_observed_errors(kind, distance, dtype, monkeypatch):
     scale = true + gallery.mean.double().square().sum(1).amax() + 1
     assert ((upper - lower) / scale).median() < (0.1 if dtype != torch.float32 else 1e-3)
     if dtype != torch.float32:
-        monkeypatch.setattr(Screen, "_error", lambda self, relative, length, rounding: 0 * relative.length)
+        monkeypatch.setattr(Comparison, "_error", lambda self, relative, length, rounding: 0 * relative.length)
         lower, upper, true = bounds(screen, queries)
         assert (lower > true).any() or (true > upper).any(), "the bound of the coding error is needed"
 
 
 def test_reduced_precision_of_products_is_bounded_too():
-    screen = screen_of(items("random", 30, 1), dtype=torch.float32)
-    exact = screen._product_error
+    coded = screen_of(items("random", 30, 1), dtype=torch.float32).blocks[0].coded
+    exact = Comparison._product_error(coded)
     torch.set_float32_matmul_precision("medium")
     try:
-        assert screen._product_error > 2**-7 > 100 * exact
+        assert Comparison._product_error(coded) > 2**-7 > 100 * exact
     finally:
         torch.set_float32_matmul_precision("highest")
 

@@ -74,9 +74,7 @@ def test_a_compression_of_the_command_ends_in_the_url():
     assert compressed("file:", None) == "file:"
     assert compressed("milvus:a.db", "int8") == "milvus:a.db?compress=int8"
     assert compressed("postgresql://h/d?index=hnsw", "half") == "postgresql://h/d?index=hnsw&compress=half"
-    raises(
-        UserError, "engine flat has no option 'compress'", create_store, "file:x?compress=int8", 3, ""
-    )
+    raises(UserError, "engine flat has no option 'compress'", create_store, "file:x?compress=int8", 3, "")
 
 
 def test_the_contract_with_its_filters_is_tested_for_every_store():

@@ -14,9 +14,13 @@ precise. Only means are centred: the centre of sqrt(u) would depend mostly on th
 low variance would lose precision.
 """
 
+import functools
+import os
+import threading
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeVar
 
 import numpy as np
 import torch
@@ -27,7 +31,11 @@ from sfumato.gaussian import GaussianEmbedding
 from sfumato.ids import Direction
 from sfumato.metrics.relevance import Relevance
 from sfumato.metrics.retrieval import relevant_ranks
-from sfumato.search.products import pair_distances
+
+_PAIRS = 128
+"""Pairs of query and item whose distances are computed at a time in float64."""
+
+T = TypeVar("T")
 
 
 def distance_blocks(
@@ -122,6 +130,45 @@ def closest_candidates(
     found, order = found.sort(dim=1, stable=True)
     candidates = candidates.gather(1, order)
     return found, candidates.masked_fill(candidates == gallery.n, -1)
+
+
+@functools.lru_cache(maxsize=1)
+def _workers(n: int, process: int) -> ThreadPoolExecutor:
+    """n threads of this process whose operations take one core each.
+
+    An operation over several cores ends when the slowest of them ends, and a search has many short ones. On a machine
+    that does other work it would wait most of the time.
+    """
+    pool, met = ThreadPoolExecutor(n, "sfumato-search", torch.set_num_threads, (1,)), threading.Barrier(n)
+    for started in [pool.submit(met.wait) for _ in range(n)]:
+        started.result()
+    torch.set_num_threads(n)  # the threads to come start with the last number that was set
+    return pool
+
+
+def in_parallel(work: Callable[[int], T], n: int) -> list[T]:
+    """work(0), ..., work(n - 1), each on one core."""
+    if torch.get_num_threads() == 1 or n == 1:
+        return [work(i) for i in range(n)]
+    return list(_workers(torch.get_num_threads(), os.getpid()).map(work, range(n)))
+
+
+def pair_distances(
+    queries: GaussianEmbedding, gallery: GaussianEmbedding, distance: Distance, query: Tensor, item: Tensor
+) -> Tensor:
+    """Distances of some pairs, by the row form in float64.
+
+    queries (n, d), gallery (m, d), query (p,), item (p,) -> (p,).
+    """
+    queries, found = queries.to(torch.float64), torch.empty(len(query), dtype=torch.float64, device=query.device)
+
+    @torch.no_grad()
+    def work(number: int) -> None:
+        part = slice(number * _PAIRS, (number + 1) * _PAIRS)
+        found[part] = distance.row(queries[query[part]], gallery[item[part]].to(torch.float64))
+
+    in_parallel(work, -(-len(query) // _PAIRS))
+    return found
 
 
 @torch.no_grad()

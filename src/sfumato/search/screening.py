@@ -4,9 +4,9 @@ For a distance that lifts, with c a centre near the item, x = query - c and r = 
 
     distance - constant(query) = ||x||^2 + w - 2 <x, r>,    w = ||r||^2 + the part of the item alone
 
-(for csd that part is the total variance of the item, so the products have d columns). The products are taken of x' and
-r': x and r as int8 with a scale for each vector, in bfloat16, or in float32, as this CPU multiplies fastest. The error
-is bounded by Cauchy and Schwarz, with the lengths of what was rounded away, which are known:
+(for csd that part is the total variance of the item, so the products have d columns). The products are taken of codes
+x' and r' (search/blocks.py). The error is bounded by Cauchy and Schwarz, with the lengths of what was rounded away,
+which are known:
 
     |<x, r> - <x', r'>| <= ||x|| ||r - r'|| + ||x - x'|| ||r'||
 
@@ -15,10 +15,9 @@ smallest upper bound contain the k closest. Their distances are computed anew in
 is that of float64 over all items, whatever the data: bad data make the bounds leave more items, never wrong ones.
 """
 
-import itertools
-import math
+import functools
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 
 import torch
@@ -26,39 +25,40 @@ from torch import Tensor
 
 from sfumato.distances import Distance
 from sfumato.gaussian import GaussianEmbedding
-from sfumato.search.products import (
-    LARGEST,
+from sfumato.search.blocks import (
     NARROW,
+    Block,
     centres_of,
     codes_of,
-    in_parallel,
+    labels_of,
     largest_code,
     lifted_vectors,
     multiplied,
-    nearest_centre,
-    pair_distances,
     product_dtype,
+    sum_error,
 )
+from sfumato.search.exact import in_parallel, pair_distances
 
 _GROUP = 16
 """Rows whose smallest bound is compared at first."""
 
+_FIRST = 64
+"""Rows that are compared at first; then twice as many, and so on, as the reach falls."""
+
 _BLOCK = 2**20
-"""Products in a block, for each thread: 4 MiB in float32, which stay in the cache."""
+"""Largest number of products at a time, for each thread: 4 MiB in float32, which stay in the cache."""
 
 _QUERIES = 256
 """Queries in one pass over the gallery."""
 
-
 _MANY_PAIRS = 2**22
 """With more candidates than this a pass is repeated for half of the queries at a time."""
 
-_ROWS = 8192
-"""Items that are prepared at a time."""
-
-
 _HUGE = 1e37
 """Products above this may overflow float32; bounds then exclude nothing."""
+
+Found = list[tuple[Tensor, Tensor]]
+"""For each query the (c,) float64 distances and the positions of items, closest first, equal ones by position."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,9 +72,9 @@ class _Relative:
     rounding: Tensor  # (b,) float64 lengths of what coding rounded away
 
     @classmethod
-    def of(cls, vectors: Tensor, centre: Tensor, dtype: torch.dtype) -> "_Relative":
-        away = vectors - centre.double()
-        coded, scale = codes_of(away, dtype, largest_code())
+    def of(cls, vectors: Tensor, block: Block) -> "_Relative":
+        away = vectors - block.centre.double()
+        coded, scale = codes_of(away, block.coded.dtype, largest_code())
         lost = torch.linalg.vector_norm(away - coded.double() * scale, dim=1)
         length = torch.linalg.vector_norm(away, dim=1)
         return cls(torch.arange(len(vectors)), coded, scale.squeeze(1), length, lost)
@@ -85,19 +85,19 @@ class _Relative:
 
 @dataclass(frozen=True, eq=False)
 class _Pairs:
-    """Pairs of a query and a row, with bounds of distance - constant(query); all (p,)."""
+    """Pairs of a query and an item, with bounds of distance - constant(query); all (p,)."""
 
     query: Tensor
-    row: Tensor
+    item: Tensor
     lower: Tensor
     upper: Tensor
 
     @staticmethod
     def cat(parts: "list[_Pairs]") -> "_Pairs":
-        return _Pairs(*(torch.cat([getattr(p, n) for p in parts]) for n in ("query", "row", "lower", "upper")))
+        return _Pairs(*(torch.cat([getattr(p, n) for p in parts]) for n in ("query", "item", "lower", "upper")))
 
     def take(self, chosen: Tensor) -> "_Pairs":
-        return _Pairs(self.query[chosen], self.row[chosen], self.lower[chosen], self.upper[chosen])
+        return _Pairs(self.query[chosen], self.item[chosen], self.lower[chosen], self.upper[chosen])
 
     def __len__(self) -> int:
         return len(self.query)
@@ -130,179 +130,123 @@ class _Pending:
 
 
 @dataclass(frozen=True, eq=False)
-class Screen:
-    """A gallery prepared for exact search. Make one with :meth:`of`.
+class Comparison:
+    """Queries that are compared with all items of some blocks."""
 
-    Rows are the items ordered by centre, then by weight. Beside the gallery it takes e + 24 bytes for each item with
-    int8, 2 e + 24 with bfloat16, 4 e + 24 with float32.
-    """
+    vectors: Tensor  # (n, e) float64 lifted queries
+    constant: Tensor  # (n,) float64 differences between a distance and the squared L2 of lifted vectors
+    blocks: Callable[[], Iterable[Block]]
+    exact: Callable[[Tensor, Tensor], Tensor]  # (p,) float64 distances of pairs, from their queries and items
 
-    gallery: GaussianEmbedding  # (m, d) embeddings, float32
-    distance: Distance  # one that lifts, with queries as its first argument
-    item: Tensor  # (r,) gallery position of each row
-    coded: Tensor  # (r, e) items less their centre, in the dtype of the products
-    scale: Tensor  # (r,) float32 factors of the codes
-    weight: Tensor  # (r,) lower bounds of w
-    length: Tensor  # (r,) upper bounds of the lengths of the coded vectors
-    rounding: Tensor  # (r,) upper bounds of the lengths of what coding rounded away
-    centres: Tensor  # (c, e) float32
-    starts: tuple[int, ...]  # c + 1 numbers, the first row of each centre and r
+    def closest(self, k: int, reach: Callable[[Tensor], Tensor] | None = None) -> Found:
+        """The k closest items of each query, or all if there are fewer.
 
-    @classmethod
-    @torch.no_grad()
-    def of(cls, gallery: GaussianEmbedding, distance: Distance, *, dtype: torch.dtype | None = None) -> "Screen":
-        """Prepare a gallery. gallery (m, d)."""
-        if distance.lift is None:
-            raise ValueError(f"Screen: distance {distance.name!r} does not lift; rank it with top_k")
-        lift, m = distance.lift, gallery.n
-        centres = centres_of(gallery, lift)
-        dtype = torch.float32 if centres.shape[1] < NARROW else dtype or product_dtype()
-        weight, label, e = torch.empty(m), torch.empty(m, dtype=torch.long), centres.shape[1]
-        for start in range(0, m, _ROWS):
-            part = slice(start, start + _ROWS)
-            vectors, alone = lifted_vectors(gallery[part], lift)
-            label[part] = nearest_centre(vectors.float(), centres)
-            weight[part] = (vectors - centres[label[part]]).float().square().sum(1) + alone
-        item, length, rounding = _sorted_by(label, weight), torch.empty(m), torch.empty(m)
-        coded, scale, more = torch.empty(m, e, dtype=dtype), torch.empty(m), 1 + _sum_error(e)
-        for start in range(0, m, _ROWS):
-            part = slice(start, start + _ROWS)
-            vectors, alone = lifted_vectors(gallery[item[part]], lift)
-            residual = (vectors - centres[label[item[part]]]).float()
-            coded[part], factor = codes_of(residual, dtype, LARGEST)
-            back = coded[part].float() * factor
-            scale[part] = factor.squeeze(1)
-            length[part] = torch.linalg.vector_norm(back, dim=1) * more
-            rounding[part] = torch.linalg.vector_norm(residual - back, dim=1) * more + 2**-23 * length[part]
-            weight[part] = (residual.square().sum(1) + alone) * (1 - _sum_error(max(e, gallery.d)))
-        starts = tuple(torch.bincount(label, minlength=len(centres)).cumsum(0).tolist())
-        return cls(gallery, distance, item, coded, scale, weight, length, rounding, centres, (0, *starts))
+        reach: from (b, e) queries, (b,) bounds of their k-th distances less the constant; infinite if None.
+        """
+        found, step = Found(), max(1, min(_QUERIES, _MANY_PAIRS // (8 * k)))
+        for part in self._parts(step):
+            far = torch.full_like(part.constant, torch.inf) if reach is None else reach(part.vectors)
+            found += part._closest(far, k)
+        return found
 
-    @property
-    def n(self) -> int:
-        """Number of rows r."""
-        return len(self.item)
+    def within(self, radius: float) -> Iterator[tuple[Tensor, Tensor]]:
+        """All items of each query whose distance, rounded to float32, is at most a radius."""
+        for part in self._parts(_QUERIES):
+            yield from part._within(radius)
 
-    def among(self, items: Tensor) -> "Screen":
-        """The same with some of its items only; their rows are copied. items (s,)."""
-        wanted = torch.zeros(self.gallery.n, dtype=torch.bool)
-        wanted[items] = True
-        rows = wanted[self.item].nonzero().squeeze(1)
-        starts = torch.searchsorted(rows, torch.tensor(self.starts))
-        return replace(
-            self,
-            item=self.item[rows],
-            coded=self.coded[rows],
-            scale=self.scale[rows],
-            weight=self.weight[rows],
-            length=self.length[rows],
-            rounding=self.rounding[rows],
-            starts=tuple(starts.tolist()),
-        )
+    def ranked(self, query: Tensor, item: Tensor, k: int) -> Found:
+        """The k closest of some pairs, which are given once each. query (p,), item (p,)."""
+        return self._split(query, self.exact(query, item), item, k)
 
-    @torch.no_grad()
-    def closest(self, queries: GaussianEmbedding, k: int) -> tuple[Tensor, Tensor]:
-        """The k closest items of each query. queries (n, d)."""
-        k = min(k, self.n)
-        expected = min(self.n, 4 * k * self._stride(k)) + 1
-        step = max(1, min(_QUERIES, _MANY_PAIRS // expected))
-        parts = [self._closest(queries[start : start + step], k) for start in range(0, queries.n if k else 0, step)]
-        if not parts:
-            return torch.empty(queries.n, k, dtype=torch.float64), torch.empty(queries.n, k, dtype=torch.long)
-        return torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts])
+    def _parts(self, step: int) -> "Iterator[Comparison]":
+        for start in range(0, len(self.vectors), step):
+            part, exact = slice(start, start + step), functools.partial(self._exact_from, start)
+            yield replace(self, vectors=self.vectors[part], constant=self.constant[part], exact=exact)
 
-    @torch.no_grad()
-    def within(self, queries: GaussianEmbedding, radius: float) -> Iterator[tuple[Tensor, Tensor]]:
-        """All items whose distance, rounded to float32, is at most a radius. queries (n, d)."""
-        for start in range(0, queries.n, _QUERIES):
-            yield from self._within(queries[start : start + _QUERIES], radius)
+    def _exact_from(self, start: int, query: Tensor, item: Tensor) -> Tensor:
+        return self.exact(query + start, item)
 
-    def _within(self, queries: GaussianEmbedding, radius: float) -> Iterator[tuple[Tensor, Tensor]]:
-        vectors, constant = self._lifted(queries)
-        limit = torch.full_like(constant, radius) + 2**-22 * abs(radius) + 2**-149
-        pairs = self._scan(vectors, limit - constant + _wide_error(self._columns) * (limit.abs() + constant), None)
+    def _within(self, radius: float) -> Found:
+        limit = torch.full_like(self.constant, radius) + 2**-22 * abs(radius) + 2**-149
+        pairs = self.pairs(limit - self.constant + _wide_error(self._e) * (limit.abs() + self.constant), None)
         if pairs is None:
-            half = queries.n // 2
-            yield from self._within(queries[:half], radius)
-            yield from self._within(queries[half:], radius)
-            return
-        item = self.item[pairs.row]
-        found = pair_distances(queries, self.gallery, self.distance, pairs.query, item)
-        query, found, item = _in_order(pairs.query, found, item, found.float() <= radius)
-        sizes = torch.bincount(query, minlength=queries.n).tolist()
-        yield from zip(found.split(sizes), item.split(sizes), strict=True)
+            return [one for half in self._parts(-(-len(self.vectors) // 2)) for one in half._within(radius)]
+        found = self.exact(pairs.query, pairs.item)
+        inside = found.float() <= radius
+        return self._split(pairs.query[inside], found[inside], pairs.item[inside], None)
 
-    def _closest(self, queries: GaussianEmbedding, k: int) -> tuple[Tensor, Tensor]:
-        vectors, constant = self._lifted(queries)
-        pairs = self._scan(vectors, self._first_reach(queries, vectors, constant, k), k)
+    def _closest(self, reach: Tensor, k: int) -> Found:
+        pairs, n = self.pairs(reach, k), len(self.vectors)
         if pairs is None:
-            half = queries.n // 2
-            parts = self._closest(queries[:half], k), self._closest(queries[half:], k)
-            return torch.cat([parts[0][0], parts[1][0]]), torch.cat([parts[0][1], parts[1][1]])
+            halves = zip(self._parts(-(-n // 2)), reach.split(-(-n // 2)), strict=True)
+            return [one for half, far in halves for one in half._closest(far, k)]
         # The k lowest bounds first: their distances exclude most of the others.
-        order = _sorted_by(pairs.query, pairs.lower)
-        counts = torch.bincount(pairs.query, minlength=queries.n)
-        place = torch.arange(len(pairs)) - (counts.cumsum(0) - counts)[pairs.query[order]]
-        pairs, first = pairs.take(order), place < k
+        pairs = pairs.take(_sorted_by(pairs.query, pairs.lower))
+        counts = torch.bincount(pairs.query, minlength=n)
+        first = _places(pairs.query, counts) < k
         found = torch.full((len(pairs),), torch.inf, dtype=torch.float64)
-        found[first] = self._distances(queries, pairs, first)
-        reach = found[first].view(queries.n, k).amax(1)
-        reach = reach - constant + _wide_error(self._columns) * (reach + constant)
-        rest = ~first & ~(pairs.lower > reach[pairs.query])
-        found[rest] = self._distances(queries, pairs, rest)
-        query, found, item = _in_order(pairs.query, found, self.item[pairs.row], first | rest)
-        counts = torch.bincount(query, minlength=queries.n)
-        wanted = (counts.cumsum(0) - counts).unsqueeze(1) + torch.arange(k)
-        return found[wanted], item[wanted]
+        found[first] = self.exact(pairs.query[first], pairs.item[first])
+        far = torch.full((n,), -torch.inf, dtype=torch.float64)
+        far = far.scatter_reduce(0, pairs.query[first], found[first], "amax").masked_fill(counts < k, torch.inf)
+        far = far - self.constant + _wide_error(self._e) * (far + self.constant)
+        rest = ~first & ~(pairs.lower > far[pairs.query])
+        found[rest] = self.exact(pairs.query[rest], pairs.item[rest])
+        kept = first | rest
+        return self._split(pairs.query[kept], found[kept], pairs.item[kept], k)
 
-    def _distances(self, queries: GaussianEmbedding, pairs: _Pairs, chosen: Tensor) -> Tensor:
-        return pair_distances(queries, self.gallery, self.distance, pairs.query[chosen], self.item[pairs.row[chosen]])
+    def _split(self, query: Tensor, distance: Tensor, item: Tensor, k: int | None) -> Found:
+        """The first k of each query, or all."""
+        order = _sorted_by(distance, item)
+        order = order[query[order].argsort(stable=True)]
+        counts = torch.bincount(query, minlength=len(self.vectors))
+        if k is not None:
+            order, counts = order[_places(query[order], counts) < k], counts.clamp_max(k)
+        return list(zip(distance[order].split(counts.tolist()), item[order].split(counts.tolist()), strict=True))
 
-    def _lifted(self, queries: GaussianEmbedding) -> tuple[Tensor, Tensor]:
-        """(n, e) lifted queries without the columns that are not multiplied, and (n,) constants, in float64."""
-        assert self.distance.lift is not None
-        wide = queries.to(torch.float64)
-        vectors = torch.cat([wide.mean, self.distance.lift.query(wide)], dim=1)[:, : self.coded.shape[1]]
-        return vectors, self.distance.lift.constant(wide).double()
-
-    def _scan(self, vectors: Tensor, reach: Tensor, k: int | None) -> _Pairs | None:
+    def pairs(self, reach: Tensor, k: int | None) -> _Pairs | None:
         """The pairs whose lower bound is within reach, or None if they are too many for several queries at once.
 
         With k the reach falls to the k-th smallest upper bound.
         """
-        b, threads = len(vectors), torch.get_num_threads()
-        step = min(max(2048, _BLOCK // max(64, b)), max(1024, self.n // (4 * threads)), self.n)
-        step = max(_GROUP, step // _GROUP * _GROUP)
-        blocks, reading, pending = self._blocks(step), threading.Lock(), _Pending(reach, k)
+        b, threads = len(self.vectors), torch.get_num_threads()
+        step = max(2048, _BLOCK // max(64, b))
+        slices, reading, pending = self._slices(step), threading.Lock(), _Pending(reach, k)
 
         @torch.no_grad()
         def work(number: int) -> None:
-            products = torch.empty(step * b, dtype=torch.int32 if self.coded.dtype == torch.int8 else self.coded.dtype)
-            last, relative = -1, None
+            last, relative, products = None, None, torch.empty(0)
             while not pending.too_many:
                 with reading:
-                    centre, rows = next(blocks, (-1, slice(0)))
-                if centre < 0:
+                    block, rows = next(slices, (None, slice(0)))
+                if block is None:
                     break
-                if relative is None or centre != last:
-                    last, relative = centre, _Relative.of(vectors, self.centres[centre], self.coded.dtype)
-                found = self._survivors(rows, relative, pending.reach, products)
+                if relative is None or block is not last:
+                    last, relative = block, _Relative.of(self.vectors, block)
+                kind = torch.int32 if block.coded.dtype == torch.int8 else block.coded.dtype
+                if products.dtype != kind or not len(products):
+                    products = torch.empty(step * b, dtype=kind)
+                found = self._survivors(block, rows, relative, pending.reach, products)
                 if found is not None:
                     pending.add(found)
 
         in_parallel(work, threads)
         return None if pending.too_many else pending.pairs()
 
-    def _blocks(self, step: int) -> Iterator[tuple[int, slice]]:
-        """(number of the centre, at most `step` rows) for all rows."""
-        for centre, (start, stop) in enumerate(itertools.pairwise(self.starts)):
-            for first in range(start, stop, step):
-                yield centre, slice(first, min(first + step, stop))
+    def _slices(self, step: int) -> Iterator[tuple[Block, slice]]:
+        """All rows, at most `step` of a block at a time, and few at first."""
+        n = _FIRST
+        for block in self.blocks():
+            start, end = 0, len(block.item)
+            while start < end:
+                yield block, slice(start, min(start + n, end))
+                start, n = start + n, min(2 * n, step)
 
-    def _survivors(self, rows: slice, relative: _Relative, reach: Tensor, products: Tensor) -> _Pairs | None:
-        """The pairs of a block of rows whose lower bound is within reach; None if there are none."""
-        longest, rounding = float(self.length[rows].amax()), float(self.rounding[rows].amax())
-        weight, scale, square = self.weight[rows], self.scale[rows], relative.length.square()
+    def _survivors(
+        self, block: Block, rows: slice, relative: _Relative, reach: Tensor, products: Tensor
+    ) -> _Pairs | None:
+        """The pairs of some rows of a block whose lower bound is within reach; None if there are none."""
+        longest, rounding = float(block.length[rows].amax()), float(block.rounding[rows].amax())
+        weight, scale, square = block.weight[rows], block.scale[rows], relative.length.square()
         apart = square + float(weight[0]) - 2 * relative.length * (longest + rounding)
         apart -= 1e-6 * (square + float(weight[-1])) + 2**-20 * relative.length * longest
         wanted = (~(apart > reach[relative.query])).nonzero().squeeze(1)
@@ -314,100 +258,138 @@ class Screen:
         limit = reach[relative.query] - square + error
         limit += 2**-20 * limit.abs()
         limit = torch.where(longest * (relative.length + longest) < _HUGE, limit, torch.inf).float()
-        product = self._products(rows, relative, products)
+        product, lost = _products(block.coded[rows], relative.coded, products), _output_error(block.coded.dtype)
         # Weight - 2 * product <= limit needs a large product, and the largest of a group comes first.
         gap = weight[::_GROUP].unsqueeze(1) - limit
         largest = torch.nn.functional.max_pool1d(scale[None], _GROUP, ceil_mode=True).T
-        least = gap * (0.5 - 2**-20) * (1 - self._output_error) / largest / relative.scale
+        least = gap * (0.5 - 2**-20) * (1 - lost) / largest / relative.scale
         least = torch.where(gap > 0, least, -torch.inf)
         group, query = (~(product.amax(1).float() < least)).nonzero(as_tuple=True)
         if not len(group):
             return None
-        row = (group.unsqueeze(1) * _GROUP + torch.arange(_GROUP)).clamp_max(len(weight) - 1)
+        place = group.unsqueeze(1) * _GROUP + torch.arange(_GROUP)
+        row = place.clamp_max(len(weight) - 1)
         inner = product[group, :, query].double() * scale[row] * relative.scale[query].unsqueeze(1)
-        value, rounded = weight[row] - 2 * inner, 2 * self._output_error * inner.abs()
-        near, place = (~(value - rounded > limit[query].unsqueeze(1))).nonzero(as_tuple=True)
-        real = group[near] * _GROUP + place < len(weight)
-        near, place = near[real], place[real]
-        row, query, value, rounded = row[near, place], query[near], value[near, place], rounded[near, place]
+        value, rounded = weight[row] - 2 * inner, 2 * lost * inner.abs()
+        near = ~(value - rounded > limit[query].unsqueeze(1)) & (place == row)
+        if block.allowed is not None:
+            near &= block.allowed[rows][row]
+        query, row, value, rounded = query.unsqueeze(1).expand_as(row)[near], row[near], value[near], rounded[near]
         wide = weight[row].double()
         slack = error[query] + rounded + 2**-21 * (value.abs() + wide)
-        upper = square[query] + value + 4 * _sum_error(self._columns) * wide + slack
-        return _Pairs(relative.query[query], row + rows.start, square[query] + value - slack, upper)
-
-    def _products(self, rows: slice, relative: _Relative, products: Tensor) -> Tensor:
-        """(groups, _GROUP, b) products of codes, the least that there are behind the last row."""
-        n, b = rows.stop - rows.start, len(relative.query)
-        groups = -(-n // _GROUP)
-        product = products[: groups * _GROUP * b].view(groups * _GROUP, b)
-        multiplied(self.coded[rows], relative.coded, out=product[:n])
-        product[n:] = -torch.inf if product.is_floating_point() else torch.iinfo(torch.int32).min
-        return product.view(groups, _GROUP, b)
+        upper = square[query] + value + 4 * sum_error(self._e) * wide + slack
+        return _Pairs(relative.query[query], block.item[rows][row], square[query] + value - slack, upper)
 
     @property
-    def _columns(self) -> int:
-        return max(self.coded.shape[1], self.gallery.d)
+    def _e(self) -> int:
+        return self.vectors.shape[1]
 
-    @property
-    def _output_error(self) -> float:
-        """The relative error of a product that is rounded to bfloat16."""
-        return 2**-8 if self.coded.dtype == torch.bfloat16 else 0.0
-
-    @property
-    def _product_error(self) -> float:
-        """The error of a product in float32, in whatever order it is summed, relative to the lengths."""
-        reduced = self.coded.dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest"
-        return _sum_error(self.coded.shape[1]) + (2**-6 if reduced else 0)
-
-    def _error(self, relative: _Relative, length: float | Tensor, rounding: float | Tensor) -> Tensor:
+    def _error(self, relative: _Relative, length: float, rounding: float) -> Tensor:
         """(b,) bounds of the error of a bound of a distance, without that of rounding the product to its dtype."""
         n, lost = relative.length, relative.rounding
-        inner = n * rounding + lost * length + self._product_error * (n + lost) * length
-        return 2.001 * inner + _wide_error(self._columns) * n.square() + 1e-34
+        inner = n * rounding + lost * length + self._product_error(relative.coded) * (n + lost) * length
+        return 2.001 * inner + _wide_error(self._e) * n.square() + 1e-34
 
-    def _stride(self, k: int) -> int:
-        """Every how many rows a row is in the first sample: as much work as the candidates that it leaves."""
-        return max(1, int(math.sqrt(self.n / (8 * max(1, k)))))
+    @staticmethod
+    def _product_error(coded: Tensor) -> float:
+        """The error of a product in float32, in whatever order it is summed, relative to the lengths."""
+        reduced = coded.dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest"
+        return sum_error(coded.shape[1]) + (2**-6 if reduced else 0)
 
-    def _first_reach(self, queries: GaussianEmbedding, vectors: Tensor, constant: Tensor, k: int) -> Tensor:
-        """(b,) the distance, less the constant, of the k-th of some near items; infinite where there are too few."""
-        stride, n = self._stride(k), torch.get_num_threads()
-        if stride < 2:
-            return torch.full((len(vectors),), torch.inf, dtype=torch.float64)
-        parts = [part for part in vectors.tensor_split(n) if len(part)]
-        rows = torch.cat(in_parallel(lambda i: self._sampled_rows(parts[i], k, stride), len(parts)))
-        query, place = (rows >= 0).nonzero(as_tuple=True)
-        found = torch.full(rows.shape, torch.inf, dtype=torch.float64)
-        item = self.item[rows[query, place]]
-        found[query, place] = pair_distances(queries, self.gallery, self.distance, query, item)
-        reach = found.amax(1)
-        return reach - constant + _wide_error(self._columns) * (reach + constant)
+
+@dataclass(frozen=True, eq=False)
+class Screen:
+    """A gallery in memory, prepared for exact search. Make one with :meth:`of`.
+
+    Beside the gallery it takes e + 24 bytes for each item with int8, 2 e + 24 with bfloat16, 4 e + 24 with float32.
+    """
+
+    gallery: GaussianEmbedding  # (m, d) embeddings, float32
+    distance: Distance  # one that lifts, with queries as its first argument
+    blocks: Sequence[Block]
+
+    @classmethod
+    @torch.no_grad()
+    def of(cls, gallery: GaussianEmbedding, distance: Distance, *, dtype: torch.dtype | None = None) -> "Screen":
+        """Prepare a gallery. gallery (m, d)."""
+        if (lift := distance.lift) is None:
+            raise ValueError(f"Screen: distance {distance.name!r} does not lift; rank it with top_k")
+        centres = centres_of(gallery, lift)
+        dtype = torch.float32 if centres.shape[1] < NARROW else dtype or product_dtype()
+        label = labels_of(gallery, lift, centres)
+        items = label.argsort(stable=True).split(torch.bincount(label, minlength=len(centres)).tolist())
+        blocks = [
+            Block.of(some, lambda rows: lifted_vectors(gallery[rows], lift), centre, dtype)
+            for some, centre in zip(items, centres, strict=True)
+            if len(some)
+        ]
+        return cls(gallery, distance, blocks)
+
+    @property
+    def n(self) -> int:
+        """Number of items that may be found."""
+        return sum(block.n_allowed for block in self.blocks)
+
+    def among(self, items: Tensor) -> "Screen":
+        """The same where only some of its items may be found. items (s,), ascending."""
+        some = [block.among(items) for block in self.blocks]
+        return replace(self, blocks=[block for block in some if block.n_allowed])
 
     @torch.no_grad()
-    def _sampled_rows(self, vectors: Tensor, k: int, stride: int) -> Tensor:
-        """(b, k) the nearest of every stride-th row by products, for some of the queries; -1 behind the last."""
-        best = torch.full((len(vectors), k), torch.inf)
-        found = torch.full((len(vectors), k), -1)
-        for (start, stop), centre in zip(itertools.pairwise(self.starts), self.centres, strict=True):
-            if start == stop:
-                continue
-            rows = torch.arange(start, stop, stride)
-            relative = _Relative.of(vectors, centre, self.coded.dtype)
-            inner = multiplied(self.coded[rows], relative.coded).T * self.scale[rows] * relative.scale.unsqueeze(1)
-            score = torch.add(self.weight[rows], inner, alpha=-2) + relative.length.square().float().unsqueeze(1)
-            near, place = score.nan_to_num_(nan=torch.inf).topk(min(k, len(rows)), largest=False, sorted=False)
-            best, kept = torch.cat([best, near], dim=1).topk(k, largest=False, sorted=False)
-            found = torch.cat([found, rows[place]], dim=1).gather(1, kept)
-        return found
+    def closest(self, queries: GaussianEmbedding, k: int) -> tuple[Tensor, Tensor]:
+        """The k closest items of each query: (n, k) float64 distances and positions. queries (n, d)."""
+        k = min(k, self.n)
+        found = self.comparison(queries).closest(k, functools.partial(self._reach, k)) if k else []
+        if not found:
+            return torch.empty(queries.n, k, dtype=torch.float64), torch.empty(queries.n, k, dtype=torch.long)
+        return torch.stack([one[0] for one in found]), torch.stack([one[1] for one in found])
+
+    @torch.no_grad()
+    def within(self, queries: GaussianEmbedding, radius: float) -> Iterator[tuple[Tensor, Tensor]]:
+        """All items whose distance, rounded to float32, is at most a radius. queries (n, d)."""
+        yield from self.comparison(queries).within(radius)
+
+    def comparison(self, queries: GaussianEmbedding) -> Comparison:
+        """Queries against the gallery, without the columns that are not multiplied. queries (n, d)."""
+        assert self.distance.lift is not None
+        e = self.blocks[0].coded.shape[1] if self.blocks else self.gallery.d
+        wide = queries.to(torch.float64)
+        vectors = torch.cat([wide.mean, self.distance.lift.query(wide)], dim=1)[:, :e]
+        exact = functools.partial(pair_distances, queries, self.gallery, self.distance)
+        constant = self.distance.lift.constant(wide).double()
+        return Comparison(vectors, constant, lambda: self.blocks, exact)
+
+    def _reach(self, k: int, vectors: Tensor) -> Tensor:
+        """(b,) bounds of the k-th distances less the constant, by what a block with k items is away at most."""
+        far = torch.full((len(vectors),), torch.inf, dtype=torch.float64)
+        blocks = [block for block in self.blocks if block.n_allowed >= k]
+        if len(blocks) < 2:
+            return far
+        centres = torch.stack([block.centre for block in blocks]).double()
+        slack = 1e-12 * (vectors.square().sum(1, keepdim=True) + centres.square().sum(1))
+        square = torch.cdist(vectors, centres).square() + slack
+        longest = torch.stack([(block.length + block.rounding).amax() for block in blocks]).double()
+        weight = torch.stack([block.weight[-1] for block in blocks]).double() * (1 + 4 * sum_error(centres.shape[1]))
+        return ((square + 2 * square.sqrt() * longest + weight) * (1 + 1e-6)).amin(1)
 
 
-def _sum_error(n: int) -> float:
-    """A bound of the relative error of a float32 sum of n numbers of one sign, in any order, and of its terms."""
-    return (n + 32) * 2**-23
+def _products(rows: Tensor, queries: Tensor, products: Tensor) -> Tensor:
+    """(groups, _GROUP, b) products of codes, the least that there are behind the last row."""
+    n, b = len(rows), len(queries)
+    groups = -(-n // _GROUP)
+    product = products[: groups * _GROUP * b].view(groups * _GROUP, b)
+    multiplied(rows, queries, out=product[:n])
+    product[n:] = -torch.inf if product.is_floating_point() else torch.iinfo(torch.int32).min
+    return product.view(groups, _GROUP, b)
+
+
+def _output_error(dtype: torch.dtype) -> float:
+    """The relative error of a product that is rounded to bfloat16."""
+    return 2**-8 if dtype == torch.bfloat16 else 0.0
 
 
 def _wide_error(n: int) -> float:
-    """The same in float64, twice."""
+    """A bound of the relative error of a float64 sum of n numbers of one sign, twice."""
     return (n + 32) * 2**-51
 
 
@@ -417,12 +399,9 @@ def _sorted_by(first: Tensor, second: Tensor) -> Tensor:
     return order[first[order].argsort(stable=True)]
 
 
-def _in_order(query: Tensor, distance: Tensor, item: Tensor, kept: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The kept pairs by query, distance and gallery position."""
-    query, distance, item = query[kept], distance[kept], item[kept]
-    order = _sorted_by(distance, item)
-    order = order[query[order].argsort(stable=True)]
-    return query[order], distance[order], item[order]
+def _places(query: Tensor, counts: Tensor) -> Tensor:
+    """(p,) place of each pair among those of its query. query (p,), ascending; counts (n,) of the pairs of each."""
+    return torch.arange(len(query)) - (counts.cumsum(0) - counts)[query]
 
 
 def _reduced(reach: Tensor, pairs: _Pairs, k: int) -> Tensor:

@@ -30,20 +30,17 @@ from torch import Tensor
 
 from sfumato.errors import UserError, first_line, refuse_newer
 from sfumato.files import sync_folder
-from sfumato.search.stores.engines import (
-    Block,
-    Graph,
-    Nearest,
-    Positions,
-    Vectors,
-    is_in,
-)
-from sfumato.search.stores.local_tables import (
+from sfumato.search.blocks import Block
+from sfumato.search.screening import Comparison
+from sfumato.search.stores.local_files import (
     DATABASE,
     FORMAT,
     LIST,
     RECORD,
+    Graph,
     LocalSettings,
+    Positions,
+    Vectors,
     condition_of,
     has_words,
     insert,
@@ -72,6 +69,9 @@ _PAGE = 4096
 
 _QUERIES = 256
 """Queries that are answered at a time."""
+
+_PAIRS = 2**14
+"""Pairs of a query and an item whose distances are computed at a time."""
 
 _FEW_FRACTION = 0.05
 """Below this fraction of the index, a comparison with just these items is as fast as the index and exact."""
@@ -172,13 +172,11 @@ class LocalStore(StoreBase):
                 where, values = condition_of(filter)
                 allowed = positions_of(connection, f"SELECT position FROM items WHERE {where}", values)
             for part in wanted.split(_QUERIES) if len(wanted) else ():
-                nearest = Nearest(part, k, functools.partial(self._vectors, connection))
-                after = self._add_from_index(connection, nearest, part, k, allowed)
-                nearest.scan(functools.partial(self._read_blocks, connection, after, allowed))
-                distinct = np.unique(np.concatenate(nearest.positions)).tolist()
+                nearest = self._nearest(connection, part, k, allowed)
+                distinct = np.unique(np.concatenate(nearest)).tolist()
                 rows = connection.execute(f"{RECORD} WHERE position IN {LIST} ORDER BY position", (listed(distinct),))
                 found = dict(zip(distinct, rows, strict=True))
-                results += [self._records([found[p] for p in row.tolist()]) for row in nearest.positions]
+                results += [self._records([found[p] for p in row.tolist()]) for row in nearest]
         return results
 
     def match_words(self, stems: Sequence[str], n: int, filter: Filter | None = None) -> list[str]:
@@ -288,11 +286,36 @@ class LocalStore(StoreBase):
                 yield connection
                 connection.execute("UPDATE meta SET value = value + 1 WHERE name = 'version'")
 
+    @torch.no_grad()
+    def _nearest(
+        self, connection: sqlite3.Connection, queries: Tensor, k: int, allowed: Positions | None
+    ) -> list[Positions]:
+        """The positions of the k nearest items of each query, by distances from the full vectors."""
+        after, indexed = self._find_in_index(connection, queries, k, allowed)
+        blocks = functools.partial(self._read_blocks, connection, after, allowed)
+        exact = functools.partial(self._squared_l2, connection, queries)
+        compared = Comparison(queries.double(), torch.zeros(len(queries), dtype=torch.float64), blocks, exact)
+        scanned = [item for _, item in compared.closest(k)]
+        if indexed is None:
+            return [item.numpy() for item in scanned]
+        both = [torch.unique(torch.cat([a[a >= 0], b])) for a, b in zip(indexed, scanned, strict=True)]
+        query = torch.repeat_interleave(torch.tensor([len(items) for items in both]))
+        return [item.numpy() for _, item in compared.ranked(query, torch.cat(both), k)]
+
+    def _squared_l2(self, connection: sqlite3.Connection, queries: Tensor, query: Tensor, item: Tensor) -> Tensor:
+        """(p,) squared distances of pairs, by differences in float64. query (p,), item (p,) positions."""
+        found = torch.empty(len(query), dtype=torch.float64)
+        for part in torch.arange(len(query)).split(_PAIRS):
+            distinct, row = item[part].unique(return_inverse=True)
+            vectors = torch.from_numpy(self._vectors(connection, distinct.numpy()))
+            found[part] = (vectors[row].double() - queries[query[part]].double()).square().sum(1)
+        return found
+
     def _read_blocks(self, connection: sqlite3.Connection, after: int, allowed: Positions | None) -> Iterator[Block]:
         """The allowed items at positions after a given one; a few of many items are read one by one."""
         if allowed is not None and len(allowed) < self._settings.exact_below:
             if len(allowed := allowed[allowed > after]):
-                yield Block.of(allowed, self._vectors(connection, allowed))
+                yield Block.of_vectors(torch.from_numpy(allowed), self._vectors(connection, allowed))
             return
         version = connection.execute("SELECT value FROM meta WHERE name = 'version'").fetchone()[0]
         with self._memory:
@@ -307,7 +330,7 @@ class LocalStore(StoreBase):
             if page[2] > after:
                 block = self._block(connection, page)
                 if allowed is not None:
-                    block = block.among(allowed)
+                    block = block.among(torch.from_numpy(allowed))
                 if block.n_allowed:
                     yield block
 
@@ -320,14 +343,14 @@ class LocalStore(StoreBase):
         with self._memory:
             if page in self._blocks:
                 return self._blocks[page]
-            held = sum(block.centred.numel() for block in self._blocks.values())
+            held = sum(block.coded.numel() for block in self._blocks.values())
         first = page[0] * _PAGE
         select = "SELECT position, vector FROM vectors WHERE position BETWEEN ? AND ? ORDER BY position"
         rows = connection.execute(select, (first, first + _PAGE - 1)).fetchall()
         positions = np.array([row[0] for row in rows], dtype=np.int64)
-        block = Block.of(positions, self._matrix([row[1] for row in rows]))
+        block = Block.of_vectors(torch.from_numpy(positions), self._matrix([row[1] for row in rows]))
         with self._memory:
-            if 4 * (held + block.centred.numel()) <= self._settings.memory * 1e6:
+            if 4 * (held + block.coded.numel()) <= self._settings.memory * 1e6:
                 self._blocks[page] = block
         return block
 
@@ -345,29 +368,28 @@ class LocalStore(StoreBase):
             [(i, u, json.loads(text)) for i, u, text, _ in rows], self._matrix([row[3] for row in rows])
         )
 
-    def _add_from_index(
-        self, connection: sqlite3.Connection, nearest: Nearest, queries: Tensor, k: int, allowed: Positions | None
-    ) -> int:
-        """Add candidates from the index if it has enough; return the position after which all vectors are compared."""
+    def _find_in_index(
+        self, connection: sqlite3.Connection, queries: Tensor, k: int, allowed: Positions | None
+    ) -> tuple[int, Tensor | None]:
+        """The position after which all vectors are compared, and (n, c) candidates of the index if it has enough."""
         if (index := self._read_index(connection)) is None:
-            return -1
+            return -1, None
         settings, among, n = self._settings, None, len(index.positions)
         if allowed is not None:
-            among = torch.from_numpy(is_in(index.positions, allowed).nonzero()[0])
+            among = torch.from_numpy(np.isin(index.positions, allowed).nonzero()[0])
             n = len(among)
         if n < max(1, settings.exact_below, _FEW_FRACTION * len(index.positions)):
-            return -1
+            return -1, None
         # More than k candidates: some are deleted, and rounding or compressed codes may have changed their order.
         c = min(n, max(2 * k + 8, k * settings.overfetch))
         found = index.graph.search(queries, c, among)
         positions = np.where(found >= 0, index.positions[found], -1)
         select = f"SELECT position FROM items WHERE position IN {LIST}"
         alive = positions_of(connection, select, (listed(np.unique(positions).tolist()),))
-        positions[~is_in(positions, alive)] = -1
+        positions[~np.isin(positions, alive)] = -1
         if ((positions >= 0).sum(1) < k).any():
-            return -1
-        nearest.add(positions)
-        return int(index.positions[-1])
+            return -1, None
+        return int(index.positions[-1]), torch.from_numpy(positions)
 
     def _read_index(self, connection: sqlite3.Connection) -> LocalIndex | None:
         """The index that the database names."""

@@ -1,37 +1,42 @@
-"""The settings of a local store, its tables in SQLite, its write lock, and filters in SQL."""
+"""What lies in the folder of a local store: the database with its tables, the write lock, and FAISS's graph.
+
+FAISS needs the extra `faiss`. The distances of compressed vectors in the graph are approximate: the caller must fetch
+several times the wanted number of candidates and rank them by the full vectors.
+"""
 
 import contextlib
+import importlib
 import json
+import math
 import os
 import socket
 import sqlite3
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import filelock
 import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
 
-from sfumato.errors import UserError
+from sfumato.errors import UserError, need
 from sfumato.files import sync_folder
-from sfumato.search.stores.engines import (
-    GraphOptions,
-    Positions,
-    require_faiss,
-)
 from sfumato.search.stores.open import Option, check_choice, options
 from sfumato.search.stores.protocol import WORDS, Filter, Records, StoreInUseError
 
+Positions = npt.NDArray[np.int64]
+Vectors = npt.NDArray[np.float32]
+Fetch = Callable[[Positions], Vectors]
+"""From (m,) distinct positions, ascending, their (m, e) vectors."""
+
 _WRITER = ".writer"
-
-
 """Name of the file that says which process holds the write lock, or held it last."""
 
 
 DATABASE, FORMAT = "records.sqlite", 2
-
-
 """Name of the file, and the version of its tables."""
 
 
@@ -39,14 +44,10 @@ RECORD = "SELECT id, uncertainty, payload, vector FROM items JOIN vectors USING 
 
 
 LIST = "(SELECT value FROM json_each(?))"
-
-
 """A list of values given by :func:`listed`."""
 
 
 _DISK_PAGE = 16_384
-
-
 """Bytes of a page: with SQLite's usual 4,096, vectors of 512 dimensions would fill half of each."""
 
 
@@ -60,8 +61,6 @@ CREATE TABLE indexes (file TEXT NOT NULL, bytes INTEGER NOT NULL, positions BLOB
 
 
 _WORD_TABLE = "CREATE VIRTUAL TABLE words USING fts5(stems, tokenize='unicode61 remove_diacritics 0')"
-
-
 """The field WORDS of payloads, by position."""
 
 
@@ -164,6 +163,112 @@ def condition_of(filter: Filter | None) -> tuple[str, list[Any]]:
         conditions.append(f"EXISTS (SELECT 1 FROM json_each(payload) WHERE {within})")
         values += [name, least, below] if below else [name, least]
     return " AND ".join(conditions), values
+
+
+_TRAINING, _BLOCK = 65_536, 65_536
+"""Numbers of training vectors, and of vectors that are added at a time."""
+
+_KEPT = 0.99
+"""Fraction of the variance that is kept of compressed vectors."""
+
+
+@dataclass(frozen=True)
+class GraphOptions:
+    """The options of FAISS's graph."""
+
+    compress: str = "int8"  # int8 keeps the main components of the vectors, one byte each; none the vectors
+    m: int = 32  # links of a node
+    ef_construction: int = 64  # candidates while building
+    ef_search: int = 1024  # candidates while searching; never fewer than the requested results
+
+
+class Graph:
+    """HNSW, a graph of FAISS over (m, e) float32 vectors, which finds most of the nearest by squared L2.
+
+    Make one with :meth:`build` or :meth:`read`. The distances of compressed vectors are approximate.
+    """
+
+    def __init__(self, index: Any, options: GraphOptions) -> None:
+        self._index, self._options = index, options
+
+    @classmethod
+    def build(cls, fetch: Fetch, m: int, options: GraphOptions) -> "Graph":
+        """Index the vectors at positions 0 to m - 1, fetched in blocks."""
+        faiss = require_faiss()
+        sample = fetch(torch.randperm(m, generator=torch.Generator().manual_seed(0))[:_TRAINING].sort()[0].numpy())
+        e = sample.shape[1]
+        if options.compress == "none":
+            graph = index = faiss.IndexHNSWFlat(e, options.m)
+        else:
+            components, centre = _main_components(sample)
+            d = len(components)
+            graph = faiss.IndexHNSWSQ(d, faiss.ScalarQuantizer.QT_8bit, options.m)
+            turn = faiss.LinearTransform(e, d, True)
+            faiss.copy_array_to_vector(components.ravel(), turn.A)
+            faiss.copy_array_to_vector(-components @ centre, turn.b)
+            turn.is_trained = True
+            index = faiss.IndexPreTransform(turn, graph)
+            index.referenced_objects = (turn, graph)  # Python must not free what C++ points to.
+        graph.hnsw.efConstruction = options.ef_construction
+        if not index.is_trained:
+            index.train(sample)
+        for start in range(0, m, _BLOCK):
+            index.add(fetch(np.arange(start, min(m, start + _BLOCK))))
+        return cls(index, options)
+
+    def search(self, queries: Tensor, k: int, among: Tensor | None = None) -> Positions:
+        """(n, k) positions, the nearest that it finds, -1 behind the last. queries (n, e), among (c,)."""
+        faiss, n = require_faiss(), int(self._index.ntotal)
+        effort, selector = 1.0, None
+        if among is not None:
+            allowed = np.zeros(n, dtype=bool)
+            allowed[among.numpy()] = True
+            effort, selector = n / len(among), faiss.IDSelectorBitmap(np.packbits(allowed, bitorder="little"))
+        ef_search = math.ceil(max(self._options.ef_search, k) * effort)
+        parameters = faiss.SearchParametersHNSW(efSearch=min(n, ef_search), sel=selector)
+        if isinstance(self._index, faiss.IndexPreTransform):
+            parameters = faiss.SearchParametersPreTransform(index_params=parameters)
+        wanted, threads = queries.contiguous().numpy(), torch.get_num_threads()
+        try:  # For one query, threads cost more than they bring. The number is this thread's, and torch's as well.
+            faiss.omp_set_num_threads(1 if len(wanted) == 1 else threads)
+            positions: Positions = self._index.search(wanted, k, params=parameters)[1]
+        finally:
+            faiss.omp_set_num_threads(threads)
+        return positions
+
+    def write(self, path: Path) -> None:
+        """Write FAISS's file, without forcing it to disk."""
+        try:
+            require_faiss().write_index(self._index, str(path))
+        except RuntimeError as error:
+            raise OSError(f"FAISS cannot write {path}: {str(error).strip()}") from error
+
+    @classmethod
+    def read(cls, path: Path, options: GraphOptions) -> "Graph":
+        """Map a file of :meth:`write` into memory. Check its size first: FAISS trusts the content."""
+        faiss = require_faiss()
+        # FAISS without MMAP_IFC reads HNSW completely.
+        flags = getattr(faiss, "IO_FLAG_MMAP_IFC", faiss.IO_FLAG_MMAP)
+        try:
+            return cls(faiss.read_index(str(path), flags), options)
+        except RuntimeError as error:
+            raise ValueError(f"{path}: FAISS cannot read this file ({error}); build the index again") from error
+
+
+def _main_components(sample: Vectors) -> tuple[Vectors, Vectors]:
+    """(d, e) the fewest orthonormal directions that keep most of the variance, and (e,) the mean. sample (n, e)."""
+    values = torch.from_numpy(sample).double()
+    centre = values.mean(0)
+    variance, directions = torch.linalg.eigh((values - centre).T @ (values - centre) / len(values))
+    kept = variance.flip(0).cumsum(0) / variance.sum().clamp_min(torch.finfo(torch.float64).tiny)
+    d = min(len(variance), 1 + int((kept < _KEPT).sum()))
+    return directions.flip(1)[:, :d].T.float().contiguous().numpy(), centre.float().numpy()
+
+
+def require_faiss() -> Any:
+    """Import FAISS."""
+    with need("faiss", "engine hnsw needs FAISS", ", or use engine flat"):
+        return importlib.import_module("faiss")
 
 
 LOCAL_OPTIONS = {

@@ -1,40 +1,102 @@
-"""What exact search is made of: products as this machine takes them fastest, exact distances of pairs, and centres."""
+"""Vectors prepared for exact search by bounds (search/screening.py): centres, codes, and products.
+
+The products are taken of int8 codes with a scale for each vector, in bfloat16, or in float32, by a short trial.
+"""
 
 import contextlib
 import functools
 import math
-import os
-import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from sfumato.distances import Distance, Lift
+from sfumato.distances import Lift
 from sfumato.gaussian import GaussianEmbedding
 
-_PAIRS = 128
-
-
-"""Pairs of query and item whose distances are computed at a time in float64."""
-
-
 LARGEST = 127
-
-
 """The largest code of int8."""
 
-
 NARROW = 16
-
-
 """Numbers of a vector below which products are taken in float32: those of int8 gain nothing, and of one are wrong."""
 
+_ROWS = 8192
+"""Vectors that are prepared at a time."""
 
-T = TypeVar("T")
+_SAMPLE = 64
+"""Vectors whose median is the centre of a block."""
+
+Read = Callable[[Tensor], tuple[Tensor, Tensor | float]]
+"""From the positions of r items, (r, e) vectors, and (r,) what of their distances depends on the item alone."""
+
+
+@dataclass(frozen=True, eq=False)
+class Block:
+    """Vectors near a centre, prepared for products, in the order of their weights. Make one with :meth:`of`."""
+
+    item: Tensor  # (r,) position of each
+    coded: Tensor  # (r, e) vectors less the centre, in the dtype of the products
+    scale: Tensor  # (r,) float32 factors of the codes
+    weight: Tensor  # (r,) lower bounds of w, see search/screening.py
+    length: Tensor  # (r,) upper bounds of the lengths of the coded vectors
+    rounding: Tensor  # (r,) upper bounds of the lengths of what coding rounded away
+    centre: Tensor  # (e,) float32
+    allowed: Tensor | None = None  # (r,) which may be found; all if None
+
+    @staticmethod
+    @torch.no_grad()
+    def of(item: Tensor, read: Read, centre: Tensor, dtype: torch.dtype) -> "Block":
+        """Some items. item (r,), centre (e,)."""
+        r, e = len(item), len(centre)
+        weight, length, rounding, scale = (torch.empty(r) for _ in range(4))
+        for part in _parts(r):
+            vectors, alone = read(item[part])
+            weight[part] = (vectors - centre).float().square().sum(1) + alone
+        item, coded, more = item[weight.argsort(stable=True)], torch.empty(r, e, dtype=dtype), 1 + sum_error(e)
+        for part in _parts(r):
+            vectors, alone = read(item[part])
+            residual = (vectors - centre).float()
+            coded[part], factor = codes_of(residual, dtype, LARGEST)
+            back = coded[part].float() * factor
+            scale[part] = factor.squeeze(1)
+            length[part] = torch.linalg.vector_norm(back, dim=1) * more
+            rounding[part] = torch.linalg.vector_norm(residual - back, dim=1) * more + 2**-23 * length[part]
+            weight[part] = (residual.square().sum(1) + alone) * (1 - sum_error(e))
+        return Block(item, coded, scale, weight, length, rounding, centre)
+
+    @classmethod
+    def of_vectors(cls, item: Tensor, vectors: np.ndarray) -> "Block":
+        """Some items by their vectors, about the median of a sample: the mean a single outlier moves. vectors (r, e)."""
+        given = torch.from_numpy(vectors)
+        centre = given[:: -(-len(given) // _SAMPLE)].median(dim=0).values
+        block = cls.of(torch.arange(len(given)), lambda rows: (given[rows], 0.0), centre, torch.float32)
+        return replace(block, item=item[block.item])
+
+    @functools.cached_property
+    def n_allowed(self) -> int:
+        """Number of vectors that may be found."""
+        return len(self.item) if self.allowed is None else int(self.allowed.sum())
+
+    def among(self, items: Tensor) -> "Block":
+        """The same where only some items may be found; their rows are copied if they are few. items (s,), ascending."""
+        place = torch.searchsorted(items, self.item).clamp_max(len(items) - 1)
+        inside = items[place] == self.item if len(items) else torch.zeros(len(self.item), dtype=torch.bool)
+        if 2 * int(inside.sum()) >= len(inside):
+            return replace(self, allowed=inside)
+        columns = (self.item, self.coded, self.scale, self.weight, self.length, self.rounding)
+        return Block(*(column[inside] for column in columns), self.centre)
+
+
+def _parts(n: int) -> list[slice]:
+    return [slice(start, start + _ROWS) for start in range(0, n, _ROWS)]
+
+
+def sum_error(n: int) -> float:
+    """A bound of the relative error of a float32 sum of n numbers of one sign, in any order, and of its terms."""
+    return (n + 32) * 2**-23
 
 
 @functools.cache
@@ -87,45 +149,6 @@ def codes_of(vectors: Tensor, dtype: torch.dtype, most: int) -> tuple[Tensor, Te
     return (vectors / scale).round_().clamp_(-most, most).to(torch.int8), scale
 
 
-@functools.lru_cache(maxsize=1)
-def _workers(n: int, process: int) -> ThreadPoolExecutor:
-    """n threads of this process whose operations take one core each.
-
-    An operation over several cores ends when the slowest of them ends, and a search has many short ones. On a machine
-    that does other work it would wait most of the time.
-    """
-    pool, met = ThreadPoolExecutor(n, "sfumato-search", torch.set_num_threads, (1,)), threading.Barrier(n)
-    for started in [pool.submit(met.wait) for _ in range(n)]:
-        started.result()
-    torch.set_num_threads(n)  # the threads to come start with the last number that was set
-    return pool
-
-
-def in_parallel(work: Callable[[int], T], n: int) -> list[T]:
-    """work(0), ..., work(n - 1), each on one core."""
-    if torch.get_num_threads() == 1 or n == 1:
-        return [work(i) for i in range(n)]
-    return list(_workers(torch.get_num_threads(), os.getpid()).map(work, range(n)))
-
-
-def pair_distances(
-    queries: GaussianEmbedding, gallery: GaussianEmbedding, distance: Distance, query: Tensor, item: Tensor
-) -> Tensor:
-    """Distances of some pairs, by the row form in float64.
-
-    queries (n, d), gallery (m, d), query (p,), item (p,) -> (p,).
-    """
-    queries, found = queries.to(torch.float64), torch.empty(len(query), dtype=torch.float64, device=query.device)
-
-    @torch.no_grad()
-    def work(number: int) -> None:
-        part = slice(number * _PAIRS, (number + 1) * _PAIRS)
-        found[part] = distance.row(queries[query[part]], gallery[item[part]].to(torch.float64))
-
-    in_parallel(work, -(-len(query) // _PAIRS))
-    return found
-
-
 def lifted_vectors(gallery: GaussianEmbedding, lift: Lift) -> tuple[Tensor, Tensor | float]:
     """(m, e) lifted vectors without the columns that queries meet with zeros, and (m,) the squares of these."""
     columns = lift.query(gallery[:1])
@@ -146,7 +169,7 @@ def centres_of(gallery: GaussianEmbedding, lift: Lift) -> Tensor:
         return centre
     points = points - centre
     means = _k_means(points[: 64 * c], _seeds(points[: 2**11], c, generator))
-    many = torch.linalg.vector_norm(points - means[nearest_centre(points, means)], dim=1).median()
+    many = torch.linalg.vector_norm(points - means[_nearest_centre(points, means)], dim=1).median()
     return centre + means if many < torch.linalg.vector_norm(points, dim=1).median() / 2 else centre
 
 
@@ -169,14 +192,21 @@ def _seeds(points: Tensor, c: int, generator: torch.Generator) -> Tensor:
 def _k_means(points: Tensor, means: Tensor) -> Tensor:
     """(c, e) means after four rounds from the given ones."""
     for _ in range(4):
-        label = nearest_centre(points, means)
+        label = _nearest_centre(points, means)
         sums = torch.zeros_like(means).index_add_(0, label, points)
         counts = torch.bincount(label, minlength=len(means)).unsqueeze(1)
         means = torch.where(counts > 0, sums / counts.clamp_min(1), means)
     return means
 
 
-def nearest_centre(points: Tensor, centres: Tensor) -> Tensor:
+def labels_of(gallery: GaussianEmbedding, lift: Lift, centres: Tensor) -> Tensor:
+    """(m,) positions of the centres nearest to the items of a gallery."""
+    return torch.cat(
+        [_nearest_centre(lifted_vectors(gallery[part], lift)[0].float(), centres) for part in _parts(gallery.n)]
+    )
+
+
+def _nearest_centre(points: Tensor, centres: Tensor) -> Tensor:
     """(n,) positions of the nearest centres."""
     if len(centres) == 1:
         return torch.zeros(len(points), dtype=torch.long)
