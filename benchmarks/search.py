@@ -63,7 +63,7 @@ def faiss_index(vectors: Tensor, engine: str) -> Any:
     """A graph, or lists of which a search reads an eighth. vectors (m, e)."""
     m, e = vectors.shape
     n_lists = max(1, min(round(m**0.5), m // 39))
-    index = faiss.index_factory(e, "HNSW32" if engine == "hnsw" else f"IVF{n_lists},Flat")
+    index: Any = faiss.index_factory(e, "HNSW32" if engine == "hnsw" else f"IVF{n_lists},Flat")
     if engine == "ivf":
         index.nprobe = max(8, n_lists // 8)
         index.train(vectors.numpy())

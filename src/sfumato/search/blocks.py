@@ -69,8 +69,9 @@ class Block:
 
     @classmethod
     def of_vectors(cls, item: Tensor, vectors: np.ndarray) -> "Block":
-        """Some items by their vectors, about the median of a sample: the mean a single outlier moves. vectors (r, e)."""
+        """Some items by their vectors, vectors (r, e)."""
         given = torch.from_numpy(vectors)
+        # About the median of a sample, not the mean, which a single outlier moves.
         centre = given[:: -(-len(given) // _SAMPLE)].median(dim=0).values
         block = cls.of(torch.arange(len(given)), lambda rows: (given[rows], 0.0), centre, torch.float32)
         return replace(block, item=item[block.item])
@@ -86,8 +87,8 @@ class Block:
         inside = items[place] == self.item if len(items) else torch.zeros(len(self.item), dtype=torch.bool)
         if 2 * int(inside.sum()) >= len(inside):
             return replace(self, allowed=inside)
-        columns = (self.item, self.coded, self.scale, self.weight, self.length, self.rounding)
-        return Block(*(column[inside] for column in columns), self.centre)
+        columns = ("item", "coded", "scale", "weight", "length", "rounding")
+        return replace(self, allowed=None, **{name: getattr(self, name)[inside] for name in columns})
 
 
 def _parts(n: int) -> list[slice]:
