@@ -61,8 +61,7 @@ from spoiling import STRINGS, any_value, as_json, spoil_bytes, spoil_folder, spo
 from sfumato.data.feature_tables import read_embeddings
 from sfumato.data.images import Problems
 from sfumato.data.manifest import read_manifest
-from sfumato.data.shard_stream import read_shards
-from sfumato.data.shards import expand_shards
+from sfumato.data.shards import expand_shards, read_shards
 from sfumato.encoders.processors import train_tokenizer
 from sfumato.errors import UserError, explain_os_error, printable
 from sfumato.gaussian import save_embeddings

@@ -37,7 +37,7 @@ from sfumato.calibration.conditional import LinearLogit, Rows, fit_linear_logit
 from sfumato.calibration.fits import N_NEAR, Evidence, FitsCalibration, FitsLogits, list_features
 from sfumato.calibration.scorer import Scorer
 from sfumato.distances import get_distance
-from sfumato.encoders.minilm import sentence_vectors
+from sfumato.encoders.package_weights import sentence_vectors
 from sfumato.metrics.bootstrap import risk_coverage_statistics
 from sfumato.search.answer import LINE, fits_verdict
 from sfumato.search.gallery import REFERENCE_SIZE

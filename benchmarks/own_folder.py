@@ -23,7 +23,7 @@ import torch
 from sfumato import load
 from sfumato.distances import get_distance
 from sfumato.encoders.features import RaggedStore
-from sfumato.encoders.minilm import sentence_vectors
+from sfumato.encoders.package_weights import sentence_vectors
 from sfumato.search.collection import GaussianCollection
 from sfumato.search.options import QueryInfo
 from sfumato.search.texts import says, word_stems

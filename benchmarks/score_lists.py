@@ -33,7 +33,7 @@ from sklearn.linear_model import LogisticRegression
 from sfumato.calibration.score_lists import ScoreCalibrator
 from sfumato.data.emoji import _concepts
 from sfumato.distances import csd_matrix
-from sfumato.encoders.minilm import sentence_vectors
+from sfumato.encoders.package_weights import sentence_vectors
 from sfumato.metrics.bootstrap import auroc
 from sfumato.metrics.reliability import expected_calibration_error, log_loss, simulated_calibration_errors
 

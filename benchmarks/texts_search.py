@@ -25,7 +25,7 @@ import torch
 from torch.nn.functional import normalize
 
 from sfumato import GaussianEmbedding
-from sfumato.encoders.minilm import sentence_vectors
+from sfumato.encoders.package_weights import sentence_vectors
 from sfumato.search.collection import GaussianCollection
 from sfumato.search.options import QueryInfo
 from sfumato.search.texts import FUNCTION_WORDS, words_of

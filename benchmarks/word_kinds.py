@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 from torch.nn.functional import normalize
 
-from sfumato.encoders.minilm import sentence_vectors, shared_minilm
+from sfumato.encoders.package_weights import sentence_vectors, shared_minilm
 from sfumato.search.texts import FUNCTION_WORDS, _stem, words_of
 
 VISIBLE = {"04": "act", "05": "life", "06": "artefact", "08": "body", "13": "life", "17": "object", "18": "person"}

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from sfumato.calibration import fits
 from sfumato.demo import RECIPE
-from sfumato.encoders.minilm import sentence_vectors
+from sfumato.encoders.package_weights import sentence_vectors
 from sfumato.errors import UserError
 from sfumato.ids import uniform_hash
 from sfumato.models.model import Model

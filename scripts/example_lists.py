@@ -16,7 +16,7 @@ import bm25s
 import numpy as np
 
 from sfumato.data.emoji import _concepts
-from sfumato.encoders.minilm import sentence_vectors
+from sfumato.encoders.package_weights import sentence_vectors
 
 N_SAMPLED, N_TAGS, MOST, BY_WORDS, BY_MEANING = 300, 280, 12, 15, 12
 

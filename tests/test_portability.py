@@ -1,14 +1,9 @@
 """What macOS and Windows lack is not used, or only where the program asks first. Linux alone runs the tests."""
 
 import ast
-import os
 from pathlib import Path
 
-import numpy as np
-
 import sfumato
-from sfumato.data import region_files
-from sfumato.data.region_files import RegionFile
 
 SOURCE = Path(sfumato.__file__).parent
 
@@ -17,7 +12,7 @@ MODULES = {"fcntl": "", "pwd": "", "grp": "", "pty": "", "termios": "", "resourc
 FUNCTIONS = {
     "os.fork": "", "os.rename": "", "os.getuid": "", "os.mkfifo": "", "os.link": "", "os.symlink": "", "os.killpg": "",
     "os.sendfile": "", "signal.SIGALRM": "", "signal.SIGKILL": "", "signal.SIGHUP": "", "signal.alarm": "",
-    "os.pread": "data/region_files.py", "os.nice": "serve/decode_worker.py",
+    "os.nice": "serve/decode_worker.py",
     "os.posix_fallocate": "files.py", "os.sched_getaffinity": "encoders/processors.py cli/__init__.py",
     "os.getloadavg": "cli/__init__.py",
 }  # fmt: skip
@@ -61,18 +56,6 @@ def test_the_rules_find_what_breaks_them():
     tree = ast.parse("import os, fcntl\nos.rename(a, b)\nfrom os import fork\np.read_text()\nopen(path)\nopen(p, 'rb')")
     assert {"fcntl", "os.rename", "os.fork"} <= set(uses(tree))
     assert list(without_encoding(tree)) == [4, 5]
-
-
-def test_rows_are_read_alike_without_pread(tmp_path, monkeypatch):
-    rows = np.random.default_rng(0).random((5, 3, 4), dtype=np.float32)
-    np.save(tmp_path / "rows.npy", rows)
-    file = RegionFile(tmp_path / "rows.npy")
-    expected = [file.same(i, j) for i in range(5) for j in range(5)]
-    read = [region_files._read_at(file._descriptor, 16, start) for start in (128, 200, 128)]
-    monkeypatch.delattr(os, "pread")
-    assert [region_files._read_at(file._descriptor, 16, start) for start in (128, 200, 128)] == read
-    assert [file.same(i, j) for i in range(5) for j in range(5)] == expected
-    assert read[0] == read[2] != read[1]
 
 
 def test_modules_of_the_decoding_process_import_without_resource():

@@ -20,7 +20,7 @@ from sfumato.calibration.fits import FitsCalibration
 from sfumato.calibration.scorer import Scorer
 from sfumato.data.image_inputs import ImageInput
 from sfumato.distances import get_distance
-from sfumato.encoders.minilm import WIDTH, sentence_vectors, shared_minilm
+from sfumato.encoders.package_weights import WIDTH, sentence_vectors, shared_minilm
 from sfumato.errors import UserError, first_line
 from sfumato.files import write_atomically
 from sfumato.gaussian import GaussianEmbedding

@@ -11,10 +11,9 @@ from typing import Literal, get_args
 
 import numpy as np
 
+from sfumato.data.image_inputs import regions_to_bytes
 from sfumato.data.images import Problems
-from sfumato.data.layouts import equal_captions
 from sfumato.data.pairs import PairData
-from sfumato.data.region_files import regions_to_bytes
 from sfumato.data.sources import DataConfig
 from sfumato.encoders.encoder_protocol import Item
 from sfumato.encoders.features import FrozenBackbone, Store
@@ -99,8 +98,17 @@ def _features(backbone: FrozenBackbone, name: str, split: PairData, problems: Pr
     return (split if len(kept) == len(items) else split.keep_images(kept)), store
 
 
+def _equal_captions(data: PairData) -> Sequence[Sequence[int]] | None:
+    """The texts of each image, if SCAN's layout can represent them: equal numbers, and no text of two images."""
+    counts = np.bincount(data.pairs[:, 0], minlength=len(data.image_ids))
+    if len(set(counts.tolist())) != 1 or len(data.pairs) != len(data.texts):
+        return None
+    texts: list[list[int]] = data.pairs[:, 1].reshape(len(data.image_ids), -1).tolist()
+    return texts
+
+
 def _write_scan(folder: Path, name: str, split: PairData, store: Store) -> tuple[int, int, int]:
-    captions = equal_captions(split)
+    captions = _equal_captions(split)
     if captions is None:
         raise UserError(
             f"split {name!r}: the images have different numbers of captions, which this layout cannot hold;"

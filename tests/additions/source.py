@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from sfumato.data.captioned import splits_of_items
 from sfumato.data.images import FileImage, Problems
+from sfumato.data.manifest import splits_of_items
 from sfumato.data.pairs import PairData, SourceItem
 
 

@@ -6,9 +6,8 @@ import re
 import pytest
 from support.pictures import png
 
-from sfumato.data.coco import coco_image_id, json_kind, read_coco_captions
+from sfumato.data.coco import coco_image_id, json_kind, read_coco_captions, read_karpathy
 from sfumato.data.images import Problems
-from sfumato.data.layouts import read_karpathy
 from sfumato.data.sources import DataConfig, get_source
 from sfumato.errors import UserError
 from sfumato.evaluation.ground_truth import read_ground_truth

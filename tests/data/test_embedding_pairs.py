@@ -7,9 +7,9 @@ import re
 import numpy as np
 import pytest
 
-from sfumato.data.captioned import hashed_split
-from sfumato.data.embedding_pairs import read_embedding_pairs
 from sfumato.data.images import Problems
+from sfumato.data.layouts import read_embedding_pairs
+from sfumato.data.manifest import hashed_split
 from sfumato.data.sources import DataConfig
 from sfumato.data.splits import merge_equal_texts
 from sfumato.errors import UserError

@@ -5,9 +5,9 @@ import json
 import pytest
 from support.pictures import png, write_tar
 
+from sfumato.data.coco import read_karpathy
 from sfumato.data.image_decoding import decode_image
 from sfumato.data.images import Problems
-from sfumato.data.layouts import read_karpathy
 from sfumato.errors import UserError
 
 

@@ -7,9 +7,8 @@ import json
 import pytest
 from PIL import Image
 
-from sfumato.data.captioned import read_image_folder
 from sfumato.data.images import Problems
-from sfumato.data.manifest import read_manifest
+from sfumato.data.manifest import read_image_folder, read_manifest
 from sfumato.errors import UserError
 
 

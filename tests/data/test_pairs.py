@@ -8,8 +8,7 @@ import pytest
 from support.pairs import captions, many_to_many
 from support.pictures import write_tar
 
-from sfumato.data.archives import TarArchive, TarImage
-from sfumato.data.images import FileImage, Problem, Problems
+from sfumato.data.images import FileImage, Problem, Problems, TarArchive, TarImage
 from sfumato.data.pairs import PairData, PairSampler, SourceItem, make_pair_data, make_splits
 from sfumato.data.splits import merge_equal_texts
 from sfumato.errors import UserError

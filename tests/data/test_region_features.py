@@ -1,18 +1,17 @@
 """Region features: SCAN's layout in its variants, what is wrong with files, and how little of them is read."""
 
-import gc
 import io
-import os
 import pickle
 import warnings
 
 import numpy as np
 import pytest
 
+from sfumato.data.feature_tables import RegionFile
+from sfumato.data.image_inputs import regions_from_bytes, regions_to_bytes
 from sfumato.data.images import Problems
 from sfumato.data.layouts import read_scan
 from sfumato.data.manifest import read_manifest
-from sfumato.data.region_files import RegionFile, regions_from_bytes, regions_to_bytes
 from sfumato.errors import UserError
 
 RANDOM = np.random.default_rng(0)
@@ -135,13 +134,13 @@ def test_a_bad_file_is_refused_by_its_name(tmp_path):
     path = tmp_path / "train_ims.npy"
     whole = path.read_bytes()
     for kind, message in {
-        "pickle": "not a .npy file; a pickled one is never opened",
-        "objects": "holds Python objects",
-        "short": "cut short",
-        "empty": "not a .npy file",
-        "integers": "numbers of type int32; expected float32",
-        "shape": r"shape \(4, 3, 5, 1\); expected \(images, regions, channels\)",
-        "columns": "saved column by column",
+        "pickle": "holds pickled Python objects",
+        "objects": "holds pickled Python objects",
+        "short": "not a complete .npy file",
+        "empty": "not a complete .npy file",
+        "integers": r"of shape \(4, 3, 5\) and type int32; expected .* float32",
+        "shape": r"shape \(4, 3, 5, 1\) and type float32; expected \(images, regions, channels\)",
+        "columns": "saved row by row",
         "archive": "archive of several arrays",
         "no rows": r"shape \(0, 3, 5\)",
     }.items():
@@ -156,7 +155,7 @@ def test_a_bad_file_is_refused_by_its_name(tmp_path):
 def test_numbers_that_do_not_fit_and_folders_without_splits(tmp_path):
     write(tmp_path, "train", FEATURES, "abcde")
     with pytest.raises(
-        UserError, match="has 5 captions and train_ims.npy 4 rows; expected as many captions for every row"
+        UserError, match="has 5 captions and .*train_ims.npy 4 rows; expected as many captions for every row"
     ):
         read_scan(tmp_path, Problems())
     (tmp_path / "empty").mkdir()
@@ -182,13 +181,13 @@ def test_a_file_that_shrinks_is_an_error_not_a_crash(tmp_path):
 def test_bytes_that_are_no_features_say_why():
     for data, message in (
         (b"\xff\xd8\xff\xe0 a JPEG", "not a .npy file: region features are expected here, not an image"),
-        (regions_to_bytes(FEATURES[0])[:-3], "cut short or damaged: .* 60 bytes, and 57 are there"),
+        (regions_to_bytes(FEATURES[0])[:-3], "not a complete .npy file"),
         (regions_to_bytes(FEATURES), r"float32 of shape \(4, 3, 5\); expected the \(regions, channels\) of one image"),
         (regions_to_bytes(np.full((2, 5), np.nan, np.float32)), "NaN or infinity"),
         (regions_to_bytes(np.ones((2, 6), np.float32)), "has 6 channels; the model reads 5"),
-        (regions_to_bytes(np.ones((2, 5), bool)), "numbers of type bool"),
+        (regions_to_bytes(np.ones((2, 5), bool)), r"bool of shape \(2, 5\)"),
         (regions_to_bytes(np.full((2, 5), 1e300)), "NaN or infinity"),
-        (spoiled("objects", b""), "holds Python objects"),
+        (spoiled("objects", b""), "holds pickled Python objects"),
     ):
         with warnings.catch_warnings(), pytest.raises(ValueError, match=message):
             warnings.simplefilter("error")
@@ -202,14 +201,15 @@ def header(shape, descr="'<f4'"):
 
 def test_no_memory_is_taken_on_the_word_of_a_header(tmp_path):
     write(tmp_path, "train", FEATURES, "abcd")
-    for start, message in (
-        (header("(1000000000000, 5)"), "cut short or damaged: its header says an array of shape .* 80 are there"),
-        (header("(4611686018427387904, 4, 5)"), "cut short or damaged: its header says"),
-        (header("(-1, 4, 5)"), "cut short or damaged: its header says"),
-        (header("(((((((((("), "cut short or damaged, its header cannot be read"),
-        (header("{[]: 1}"), "cut short or damaged, its header cannot be read"),
-        (b"\x93NUMPY\x01", "cut short or damaged, its header cannot be read"),
+    for start in (
+        header("(1000000000000, 5)"),
+        header("(4611686018427387904, 4, 5)"),
+        header("(-1, 4, 5)"),
+        header("(((((((((("),
+        header("{[]: 1}"),
+        b"\x93NUMPY\x01",
     ):
+        message = "not a complete .npy file"
         data = start if len(start) < 20 else start + bytes(80)
         with pytest.raises(ValueError, match=message):
             regions_from_bytes(data)
@@ -223,13 +223,13 @@ def test_of_rows_that_differ_the_beginnings_are_read(tmp_path, monkeypatch):
     rows = RANDOM.standard_normal((6, 20, 512)).astype(np.float32)
     rows[4] = rows[3]
     rows[1, 0, :300] = rows[0, 0, :300]  # The beginnings agree, the rows do not.
-    read, pread = [], os.pread
+    read, fromfile = [], np.fromfile
 
-    def counting(descriptor, size, offset):
-        read.append(size)
-        return pread(descriptor, size, offset)
+    def counting(path, dtype, count, offset):
+        read.append(count * dtype.itemsize)
+        return fromfile(path, dtype, count, offset=offset)
 
-    monkeypatch.setattr(os, "pread", counting)
+    monkeypatch.setattr(np, "fromfile", counting)
     write(tmp_path, "train", rows, "abcdef")
     found = captions_of(read_scan(tmp_path, Problems())["train"])
     assert found == {"train-0": ["a"], "train-1": ["b"], "train-2": ["c"], "train-3": ["d", "e"], "train-5": ["f"]}
@@ -243,19 +243,6 @@ def test_a_blank_line_is_no_id(tmp_path):
     write(tmp_path, "train", FEATURES, "abcd", ids=["p", "q", " ", "r"])
     with pytest.raises(UserError, match=r"train_ids.txt:3: a line without an id"):
         read_scan(tmp_path, Problems())
-
-
-def test_a_file_is_closed_with_what_refers_to_it(tmp_path):
-    np.save(tmp_path / "a.npy", FEATURES)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        file = RegionFile(tmp_path / "a.npy")
-        descriptor = file._descriptor
-        os.fstat(descriptor)
-        del file
-        gc.collect()
-    with pytest.raises(OSError, match="Bad file descriptor"):
-        os.fstat(descriptor)
 
 
 def test_a_manifest_may_name_a_file_for_each_picture(tmp_path):

@@ -3,7 +3,6 @@
 import itertools
 import json
 import random
-import re
 import tarfile
 from collections import Counter
 
@@ -13,8 +12,7 @@ from support.pictures import encoded, noise, write_tar
 
 from sfumato.data.images import FileImage, Problems
 from sfumato.data.pairs import make_pair_data
-from sfumato.data.shard_stream import ShardStream
-from sfumato.data.shards import expand_shards, write_shards
+from sfumato.data.shards import ShardStream, expand_shards, write_shards
 from sfumato.errors import UserError
 
 JPEG = b"\xff\xd8\xff and so on "
@@ -191,7 +189,7 @@ def test_a_damaged_header_costs_its_sample_and_not_the_rest(tmp_path):
         (tmp_path / "a.tar").write_bytes(damaged)
         found, noted = one_pass([tmp_path / "a.tar"])
         assert [int(key) for key in found] == [i for i in range(6) if i != number]
-        assert re.match(f"damaged at byte {place}: bad checksum", noted[0].reason)
+        assert noted[0].reason == f"damaged at byte {place}; the samples there are lost"
         assert [p.location for p in noted] == [str(tmp_path / "a.tar"), f"{tmp_path / 'a.tar'}!00000{number}"]
 
 
@@ -203,7 +201,7 @@ def test_a_size_that_leads_backwards_does_not_lead_in_a_circle(tmp_path):
     data[header + 148 : header + 156] = b"%06o\0 " % sum(data[header : header + 512])
     (tmp_path / "a.tar").write_bytes(data)
     found, noted = one_pass([tmp_path / "a.tar"])
-    assert [int(key) for key in found] == [0, 1, 3, 4, 5] and f"damaged at byte {header}" in noted[0].reason
+    assert [int(key) for key in found] == [0, 1] and f"damaged after byte {header}: a neg" in noted[0].reason
 
 
 def test_a_shard_cut_short_gives_what_it_has_and_says_so(tmp_path):
@@ -372,12 +370,10 @@ def test_shards_that_cannot_be_had(tmp_path):
     with pytest.raises(UserError, match=r"2 of 4 do not exist, the first .*a-1\.tar; .* use a glob"):
         expand_shards(f"{tmp_path}/a-{{0..3}}.tar")
     (tmp_path / "empty").mkdir()
-    for spec in ("empty", "b-*.tar", "a-{0,2}.*.tar"):
+    for spec in ("empty", "b-*.tar", "a-{0,2}.*.tar", "*\0.tar", "*\ud800.tar"):
         with pytest.raises(UserError, match="found no .tar file; give a folder, a glob"):
             expand_shards(f"{tmp_path}/{spec}")
     for spec, message in (
-        ("*\0", "holds a character that no file name can hold"),
-        ("*\ud800", "holds a character that no file name can hold"),
         ("{3..1}", "must count upwards"),
         ("{1..9999999}", "at most 300000"),
         ("{0..99999}{0..9}", "stands for more than 300000 names"),

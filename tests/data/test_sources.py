@@ -95,7 +95,7 @@ def test_an_unknown_source_lists_the_known_ones(tmp_path):
         register_source("folder", read_toy)
 
 
-@pytest.mark.parametrize("key", ["noise_rate=0.1", "noise_file=a.npy", "graded=true", "leave_out=0/2"])
+@pytest.mark.parametrize("key", ["noise_rate=0.1", "graded=true", "leave_out=0/2"])
 def test_streams_refuse_what_needs_all_pairs(tmp_path, key):
     with pytest.raises(UserError, match=r"needs all pairs in memory, but data\.source='shards' is read as a stream"):
         load_recipe(make_toy(tmp_path), ["data.source=shards", "data.path=a.tar", f"data.{key}"])

@@ -114,7 +114,7 @@ def shown(tab):
 
 def test_the_page_answers_as_the_library_does_with_vectors_in_half_precision(shown, half_precision, monkeypatch):
     """The same items in the same order, and the same sentence; numbers but for the rounding of float32."""
-    from sfumato.encoders.minilm import sentence_vectors
+    from sfumato.encoders.package_weights import sentence_vectors
 
     queries = [answer["query"] for answer in shown]
     query = half_precision.model.embed_texts(queries)

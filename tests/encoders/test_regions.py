@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from sfumato.data.region_files import regions_to_bytes
+from sfumato.data.image_inputs import regions_to_bytes
 from sfumato.encoders.feature_rows import GraphLayer, RegionEncoder, RegionProcessor, RegionReasoning
 from sfumato.encoders.features import Inputs
 

@@ -5,10 +5,16 @@ import torch
 
 pytest.importorskip("tokenizers", reason="the extra backbones is not installed")
 
-from sfumato.encoders.clip import ClipImageConfig, ClipTextConfig, clip_image_encoder, clip_text_encoder
+from sfumato.encoders.clip import (
+    ClipImageConfig,
+    ClipTextConfig,
+    UncTokenImageEncoder,
+    UncTokenTextEncoder,
+    clip_image_encoder,
+    clip_text_encoder,
+)
 from sfumato.encoders.features import Inputs
 from sfumato.encoders.heads import POOLINGS, GaussianHead, HeadOptions
-from sfumato.encoders.unc_token import UncTokenImageEncoder, UncTokenTextEncoder
 
 SIZES = {"num_hidden_layers": 2, "num_attention_heads": 2}
 OF_IMAGE = {"model_type": "clip_vision_model", "hidden_size": 16, "intermediate_size": 24, "patch_size": 8}
@@ -108,10 +114,3 @@ def test_blocks_are_counted_from_the_top():
     assert (
         encoder.blocks_from_top("variance_token") == 0 == encoder.blocks_from_top("encoder.embeddings.class_embedding")
     )
-
-
-def test_an_encoder_with_variance_blocks_is_refused():
-    with pytest.raises(ValueError, match="has 1 variance blocks, expected none"):
-        UncTokenImageEncoder(clip_image_encoder(ClipImageConfig(), description=IMAGE))
-    with pytest.raises(ValueError, match="variance_blocks=0"):
-        UncTokenTextEncoder(clip_text_encoder(ClipTextConfig(), description=TEXT))

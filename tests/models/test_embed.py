@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 from sfumato.encoders.dual import DualEncoder, Tower
-from sfumato.encoders.feature_input import FeatureInput
+from sfumato.encoders.feature_rows import FeatureInput
 from sfumato.encoders.frozen import FrozenProcessor
 from sfumato.encoders.heads import GaussianHead
 from sfumato.encoders.processors import ImageFileProcessor, PixelProcessor, TokenProcessor

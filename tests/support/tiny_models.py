@@ -10,6 +10,8 @@ from PIL import Image
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from torch.nn.functional import cross_entropy, normalize
 
+from sfumato.encoders.clip import ARCHITECTURES
+
 WORDS = ["red", "green", "blue", "dark", "light", "square", "circle", "wide", "tall", "small"]
 
 COLOURS = {
@@ -45,6 +47,22 @@ def tiny_clip(folder, kind="clip"):
         tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<end>", unk_token="<unk>"
     ).save_pretrained(folder)
     return model.eval()
+
+
+def tiny_resnet(folder, **processor):
+    """A residual network of transformers with random weights and two stages; returns it, and its folder has it."""
+    transformers = pytest.importorskip("transformers", reason="the extra backbones is not installed")
+    torch.manual_seed(0)
+    config = transformers.ResNetConfig(embedding_size=4, hidden_sizes=[4, 8], depths=[1, 1], layer_type="basic")
+    model = transformers.ResNetModel(config)
+    model.save_pretrained(folder)
+    transformers.ViTImageProcessor(size={"height": 32, "width": 32}, **processor).save_pretrained(folder)
+    return model.eval()
+
+
+def tiny_architecture(monkeypatch):
+    """Make the smallest architecture of CLIP a tower of one block."""
+    monkeypatch.setitem(ARCHITECTURES, "ViT-Ti/16", {"image": (48, 1, 3), "text": (48, 1, 3)})
 
 
 def tiny_open_clip(folder):

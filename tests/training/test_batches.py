@@ -14,10 +14,10 @@ from tokenizers import Tokenizer, models
 
 from sfumato.data.images import FileImage
 from sfumato.data.pairs import PairBatch, PairData, PairSampler
-from sfumato.data.shard_stream import ShardBatch
+from sfumato.data.shards import ShardBatch
 from sfumato.data.transforms import MixPlan
 from sfumato.encoders.dual import DualEncoder, Tower
-from sfumato.encoders.feature_input import FeatureInput
+from sfumato.encoders.feature_rows import FeatureInput
 from sfumato.encoders.features import Inputs, PixelStore, RaggedStore
 from sfumato.encoders.heads import GaussianHead
 from sfumato.encoders.processors import PixelProcessor, TokenProcessor, add_begin_and_end, train_tokenizer

@@ -4,9 +4,9 @@ import json
 
 import pytest
 import torch
+from support.tiny_models import tiny_architecture
 from support.toy import make_toy
 
-from sfumato.encoders.clip import ARCHITECTURES
 from sfumato.encoders.features import TokenFeatures
 from sfumato.encoders.heads import GaussianHead, HeadOptions
 from sfumato.models.build import build_loss
@@ -72,8 +72,8 @@ RUNS = {
     "daa": ["data.graded=true", "loss.name=daa", "loss.sum_epochs=2", "model.variance=false"],
     "prolip": ["loss.name=prolip", "loss.inclusion_weight=1e-7"],
     "clip towers with unc": [
-        *(f'model.{side}={{ kind = "clip", architecture = "ViT-Ti/16", blocks = 1, variance_token = true, {own} }}'
-          for side, own in (("image", "size = 16, in_memory = true"), ("text", "max_tokens = 8"))),
+        *(f'model.{side}={{ kind = "clip", architecture = "ViT-Ti/16", variance_token = true, {own} }}'
+          for side, own in (("image", "size = 16"), ("text", "max_tokens = 8"))),
         *("model.pooling=token", "optim.name=adamp", "optim.layer_decay=0.7", "optim.freeze_image_epochs=1"),
         *("optim.warmup_epochs=0", "augment.text_tokens=0.2", "augment.mixed_share=0.25"),
         *("augment.label_smoothing=1e-4", "train.swa_epochs=1"),
@@ -83,7 +83,7 @@ RUNS = {
 
 @pytest.mark.parametrize("method", RUNS)
 def test_a_run_of_a_method_of_no_table_learns(method, tmp_path, monkeypatch):
-    monkeypatch.setitem(ARCHITECTURES, "ViT-Ti/16", {"image": (48, 1, 3), "text": (48, 1, 3)})
+    tiny_architecture(monkeypatch)
     recipe = load_recipe(make_toy(tmp_path), [*RUNS[method], "optim.lr=5e-3", "train.epochs=3"])
     fit(recipe, tmp_path / "run")
     first, *_, last = (json.loads(line) for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines())

@@ -16,6 +16,7 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 from support.lazy import Lazy
+from support.tiny_models import tiny_resnet
 
 from papers.tables.items import data_sets, paper_items
 from sfumato.encoders.clip import ARCHITECTURES
@@ -69,10 +70,7 @@ def world(tmp_path_factory):
     (folder / "scan").mkdir()
     np.save(folder / "scan" / "train_ims.npy", random.normal(size=(4, 6, 12)).astype(np.float32))
     (folder / "scan" / "train_caps.txt").write_text("".join(f"{text}\n" for texts in captions for text in texts))
-    torch.manual_seed(0)
-    config = transformers.ResNetConfig(embedding_size=4, hidden_sizes=[4, 8], depths=[1, 1], layer_type="basic")
-    transformers.ResNetModel(config).save_pretrained(folder / "resnet")
-    transformers.ViTImageProcessor(size={"height": 32, "width": 32}).save_pretrained(folder / "resnet")
+    tiny_resnet(folder / "resnet")
     (folder / "glove.txt").write_text("".join(f"{w} {' '.join(map(str, random.normal(size=3)))}\n" for w in WORDS[:6]))
     return folder
 
@@ -101,7 +99,7 @@ def small(recipe, folder):
     """Overrides that shrink a recipe to two steps, of one epoch each, on the data of the folder."""
     image, text = recipe.model.image, recipe.model.text
     sections = {
-        "clip": {"kind": "clip", "architecture": "ViT-Ti/16", "size": 16, "blocks": 2},
+        "clip": {"kind": "clip", "architecture": "ViT-Ti/16", "size": 16},
         "resnet": {"kind": "resnet", "weights": str(folder / "resnet"), "size": 32},
         "regions": {"kind": "regions", "channels": 12},
         "frozen": {"kind": "small", "size": 16, "width": 2},
@@ -111,7 +109,7 @@ def small(recipe, folder):
     )
     picture = sections[image.kind] | {key: getattr(image, key) for key in own}
     if text.kind == "clip":
-        words = {"kind": "clip", "architecture": "ViT-Ti/16", "blocks": 2, "max_tokens": 8}
+        words = {"kind": "clip", "architecture": "ViT-Ti/16", "max_tokens": 8}
     elif text.kind in ("frozen", "small"):
         words = {"kind": "small", "vocabulary": 80, "width": 4, "max_tokens": 8}
     else:

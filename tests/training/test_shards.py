@@ -25,7 +25,7 @@ def toy(tmp_path_factory):
     for name in ("train", "val"):
         write_shards(splits[name], folder / name, per_shard=20)
     stream = ["data.source=shards", f"data.path={folder}/train/*.tar", f"data.val_path={folder}/val"]
-    return recipe, [*stream, "data.samples_per_epoch=192", "data.shuffle_buffer=16"], splits
+    return recipe, [*stream, "data.samples_per_epoch=192"], splits
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +48,7 @@ def test_a_stream_trains_validates_and_resumes(trained):
 def test_captions_of_a_stream_are_equal_whatever_their_case_unless_they_are_kept_separate(
     toy, trained, equal_texts, matches
 ):
-    from sfumato.data.shard_stream import ShardBatch
+    from sfumato.data.shards import ShardBatch
     from sfumato.training.batches import Augmentation, ShardBatches
 
     recipe, _, splits = toy

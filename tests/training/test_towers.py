@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from support.tiny_models import tiny_resnet
 from support.toy import assert_same_tensors, make_toy, stop_after_checkpoint_of
 
 from sfumato.encoders.scratch import WordEncoder
@@ -66,11 +67,7 @@ def test_several_processes_average_running_statistics_and_no_word_vectors(monkey
 
 def pcme(folder, *overrides):
     """A small PCME: residual network, two-way GRU from files, local attention, and two stages, the first one epoch."""
-    transformers = pytest.importorskip("transformers", reason="the extra backbones is not installed")
-    torch.manual_seed(0)
-    config = transformers.ResNetConfig(embedding_size=4, hidden_sizes=[4, 8], depths=[1, 1], layer_type="basic")
-    transformers.ResNetModel(config).save_pretrained(folder / "resnet")
-    transformers.ViTImageProcessor(size={"height": 32, "width": 32}).save_pretrained(folder / "resnet")
+    tiny_resnet(folder / "resnet")
     return load_recipe(
         make_toy(folder),
         [
@@ -184,7 +181,6 @@ def test_infonce_keeps_its_scale_below_the_largest(tmp_path):
 def test_what_would_have_no_effect_is_refused(tmp_path):
     toy, stage = make_toy(tmp_path), "optim.first_stage_epochs"
     points = ["model.local_attention=true", "model.embeddings=2", "model.variance=false", "loss.beta=0"]
-    resnet = "model.image.kind=resnet"
     for overrides, message in (
         ([f"{stage}=3"], f"{stage}=3 leaves no epoch of train.epochs=3 for the second stage"),
         ([f"{stage}=1", "optim.freeze_image_epochs=1"], "leave out optim.freeze_image_epochs"),
@@ -193,12 +189,6 @@ def test_what_would_have_no_effect_is_refused(tmp_path):
         (points, "leave out model.local_attention"),
         (["model.image.kind=frozen", "augment.erase=0.2"], "augment.erase changes pixels"),
         (["model.text.kind=frozen", "augment.drop_words=0.2"], "augment.drop_words changes the texts"),
-        ([resnet, "model.image.width=8"], "model.image.width has no effect without model.image.depths"),
-        *(
-            ([resnet, f"model.image.{key}={value}", "model.image.architecture=resnet-18"],
-             f"model.image.architecture has no effect beside model.image.{key}")
-            for key, value in (("depths", "[1]"), ("weights", "x"))
-        ),
     ):  # fmt: skip
         with pytest.raises(UserError, match=message):
             load_recipe(toy, overrides)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
+from support.tiny_models import tiny_architecture
 
 from sfumato.errors import UserError
 from sfumato.models.build import Assets, build_loss, build_model, fresh_tokenizer
@@ -113,9 +114,10 @@ def made_by_hand(folder: Path, model: dict) -> Path:
 
 
 @pytest.mark.parametrize("variance_token", [False, True])
-def test_round_trip_of_transformers(variance_token, toy, tmp_path):
+def test_round_trip_of_transformers(variance_token, toy, tmp_path, monkeypatch):
     pytest.importorskip("transformers", reason="the extra backbones is not installed")
-    shape = {"kind": "clip", "architecture": "ViT-Ti/16", "blocks": 2, "variance_token": variance_token}
+    tiny_architecture(monkeypatch)
+    shape = {"kind": "clip", "architecture": "ViT-Ti/16", "variance_token": variance_token}
     model = {"dim": 8, "image": {**shape, "size": 32}, "text": {**shape, "vocabulary": 60, "max_tokens": 12}}
     folder = made_by_hand(tmp_path / "run", model)
     out = export_run(folder, tmp_path / "out")

@@ -15,7 +15,7 @@ from papers.captions import score as module
 from papers.captions.constants import CaptionFits
 from papers.captions.score import Pair, evidence_of, fits
 from sfumato.calibration.fits import FitsCalibration
-from sfumato.encoders.minilm import sentence_vectors, shared_minilm
+from sfumato.encoders.package_weights import sentence_vectors, shared_minilm
 from sfumato.errors import UserError
 from sfumato.metrics.bootstrap import auroc
 from sfumato.metrics.reliability import expected_calibration_error

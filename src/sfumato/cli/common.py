@@ -297,7 +297,7 @@ def open_model_on_data(
         return ModelOnData(load_model(model, device=chosen), config, split, Path(model).name, None, own_data=False)
     run = load_run(model, device=chosen)
     if moved is not None:
-        paths = {name: getattr(moved, name) for name in ("path", "val_path", "images", "texts", "noise_file")}
+        paths = {name: getattr(moved, name) for name in ("path", "val_path", "images", "texts")}
         own = run.recipe.data.model_copy(update=paths)
         run = replace(run, recipe=run.recipe.model_copy(update={"data": moved}))
         return ModelOnData(run, moved, split, run.recipe.name or run.folder.name, run, own_data=own == moved)

@@ -7,17 +7,16 @@ Karpathy's split files and COCO's own look alike from outside.
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from sfumato.data.archives import TarArchive, TarImage
-from sfumato.data.captioned import check_fractions, is_unicode, splits_of_items
-from sfumato.data.images import FileImage, ImageSource, Problems
-from sfumato.data.pairs import PairData, SourceItem
+from sfumato.data.images import FileImage, ImageSource, Problems, TarArchive, TarImage
+from sfumato.data.manifest import check_fractions, is_unicode, splits_of_items
+from sfumato.data.pairs import PairData, SourceItem, make_splits
 from sfumato.errors import UserError
 from sfumato.files import read_json
 
@@ -237,3 +236,111 @@ def _items(
             problems.add(f"{file} image {image}", f"image {name} is missing from {images}")
         else:
             yield SourceItem(image, source, tuple(texts[image]), split, f"{file} image {image}")
+
+
+@dataclass(frozen=True)
+class KarpathyEntry:
+    """An image of a split file."""
+
+    location: str  # where it stands, for messages
+    filename: str = ""  # name of the image file
+    split: str = "none"  # "train" (also for "restval"), "val" or "test"; "none" if it has none, "" if it cannot be read
+    folder: str = ""  # COCO's subfolder; "" if there is none
+    sentences: tuple[tuple[str, str], ...] = ()  # (sentid, caption as written) of each caption
+    mistake: str = ""
+
+
+def karpathy_entries(path: str | Path) -> list[KarpathyEntry]:
+    """All entries of a dataset_coco.json, dataset_flickr30k.json or dataset_flickr8k.json, in their order."""
+    path = Path(path)
+    loaded = read_json(path)
+    refuse_cocos_own(path, loaded)
+    entries = loaded.get("images") if isinstance(loaded, dict) else None
+    if not isinstance(entries, list):
+        raise UserError(f"{path}: not a Karpathy split file; expected an object with a list under 'images'")
+    return [_entry(f"{path}:images[{number}]", entry) for number, entry in enumerate(entries)]
+
+
+def _entry(location: str, entry: Any) -> KarpathyEntry:
+    split = (entry.get("split") or "none") if isinstance(entry, dict) else ""
+    split = {"restval": "train"}.get(split, split) if isinstance(split, str) else ""
+    if mistake := _mistake(entry):
+        return KarpathyEntry(location, split=split, mistake=mistake)
+    sentences = tuple((str(sentence["sentid"]), sentence["raw"]) for sentence in entry["sentences"])
+    return KarpathyEntry(location, entry["filename"], split, entry.get("filepath") or "", sentences)
+
+
+def read_karpathy(path: str | Path, images: str | Path, problems: Problems) -> dict[str, PairData]:
+    """Read a dataset_coco.json, dataset_flickr30k.json or dataset_flickr8k.json.
+
+    Args:
+        path: the JSON file.
+        images: folder or uncompressed tar file of the images; either in COCO's subfolders (``filepath``) or in one
+            folder. COCO's names of 2014 and 2017 stand for each other.
+        problems: receives missing images, empty captions, repeated ids and malformed entries.
+
+    Returns:
+        "train" (with "restval"), "val", "test": image ids are file names, text ids are sentence ids. Entries without a
+        split, or with the split "none", are left out.
+
+    Raises:
+        UserError: a file is missing, the JSON is not of this layout (COCO's own captions are named as such), or nothing
+            in it is usable.
+    """
+    images = Path(images)
+    entries = karpathy_entries(path)
+    if not (items := list(_karpathy_items(entries, images, archive_of(images), problems))):
+        raise UserError(f"{path} with {images} gives no usable pair:\n{problems.summary()}")
+    return make_splits(items)
+
+
+def _karpathy_items(
+    entries: Iterable[KarpathyEntry], images: Path, archive: TarArchive | None, problems: Problems
+) -> Iterator[SourceItem]:
+    seen_images: set[str] = set()
+    seen_texts: set[str] = set()
+    for entry in entries:
+        if entry.mistake:
+            problems.add(entry.location, f"malformed entry: {entry.mistake}")
+        elif entry.split == "none":
+            continue
+        elif entry.filename in seen_images:
+            problems.add(entry.location, f"image {entry.filename} occurred before")
+        elif (source := find_image(images, archive, entry.folder, entry.filename)) is None:
+            problems.add(entry.location, f"image {entry.filename} is missing from {images}")
+        elif captions := _usable_sentences(entry, seen_texts, problems):
+            seen_images.add(entry.filename)
+            yield SourceItem(entry.filename, source, captions, entry.split)
+
+
+def _mistake(entry: Any) -> str:
+    """What is wrong with the form of an entry."""
+    if not isinstance(entry, dict):
+        return f"found {type(entry).__name__}, expected an object"
+    if not isinstance(entry.get("filename"), str) or not entry["filename"]:
+        return f"filename is {entry.get('filename')!r}, expected a name"
+    for key in ("split", "filepath"):
+        if not isinstance(entry.get(key), str | None):
+            return f"{key} is of type {type(entry[key]).__name__}, expected a string"
+    sentences = entry.get("sentences")
+    if not isinstance(sentences, list) or not sentences:
+        return "sentences is missing, empty or not a list"
+    for sentence in sentences:
+        if not isinstance(sentence, dict) or not isinstance(sentence.get("raw"), str) or "sentid" not in sentence:
+            return "a sentence lacks sentid, or the string raw"
+    return ""
+
+
+def _usable_sentences(entry: KarpathyEntry, seen: set[str], problems: Problems) -> tuple[tuple[str, str], ...]:
+    """(id, caption) of each usable one; the ids are added to the seen ids."""
+    usable = []
+    for identity, raw in entry.sentences:
+        text = " ".join(raw.split())
+        if not text:
+            problems.add(f"{entry.location} sentence {identity}", "empty caption")
+        elif identity in seen:
+            problems.add(f"{entry.location} sentence {identity}", "this sentid occurred before")
+        else:
+            seen.add(identity)
+            usable.append((identity, text))
+    return tuple(usable)

@@ -17,7 +17,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from sfumato.data.archives import ZipImage
+from sfumato.data.images import ZipImage
 from sfumato.data.pairs import PairData, normal_wording
 from sfumato.data.splits import parse_part
 from sfumato.ids import uniform_hash

@@ -13,21 +13,19 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from sfumato.data.region_files import regions_to_bytes
+from sfumato.data.image_inputs import FLOATS, load_array, regions_to_bytes
 from sfumato.errors import UserError, first_line, need
 from sfumato.gaussian import GaussianEmbedding, check_finite, is_embeddings_file, load_embeddings
 
 MEAN_NAMES = ("mean", "embeddings")
 """Tensors of a .safetensors file that are taken for the means, the first that is there."""
-
-_FLOATS = (np.float16, np.float32, np.float64)
 
 
 def read_embeddings(
@@ -63,7 +61,9 @@ def read_embeddings(
                 f"{log_var}: log variances of shape {tuple(log_variance.shape)} for means of shape"
                 f" {tuple(mean.shape)} in {file}"
             )
-    result = GaussianEmbedding(mean, _minus_infinity(mean) if log_variance is None else log_variance)
+    # The log variances of points are one number, expanded, so that a memory-mapped file is not read.
+    points = torch.full((1, 1), -torch.inf, dtype=mean.dtype).expand_as(mean)
+    result = GaussianEmbedding(mean, points if log_variance is None else log_variance)
     check_finite(GaussianEmbedding(mean, mean) if log_variance is None else result, str(file))
     if ids is not None:
         own = read_ids(ids)
@@ -97,7 +97,7 @@ def read_ids(path: str | Path) -> list[str]:
     path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(f"no ids at {path}")
-    loaded = _map_array(path, copy_on_write=False) if path.suffix == ".npy" else None
+    loaded = _map_array(path) if path.suffix == ".npy" else None
     unit = "line" if path.suffix not in (".npy", ".json") else "entry"
     try:
         if loaded is not None:
@@ -137,27 +137,16 @@ def _split(path: str | Path) -> tuple[Path, str | None]:
     return Path(path), None
 
 
-def _map_array(path: Path, *, copy_on_write: bool) -> np.ndarray:
-    """The array of a .npy file, memory-mapped: its header may claim more than the memory holds."""
+def _map_array(path: Path, mode: Literal["r", "c"] = "r") -> np.ndarray:
     try:
-        with np.errstate(over="ignore"):  # Of the sizes in a damaged header.
-            array = np.load(path, mmap_mode="c" if copy_on_write else "r", allow_pickle=False)
-    except Exception as error:  # numpy lets through what parsing the header raises, also MemoryError and TokenError.
-        if _pickled(path) or "Object arrays" in str(error) or "Python objects" in str(error):
-            raise ValueError(
-                f"{path}: holds pickled Python objects, which can run code when read; save plain numbers with"
-                f" numpy.save"
-            ) from error
-        raise ValueError(f"{path}: not a complete .npy file ({first_line(error)})") from error
-    if not isinstance(array, np.ndarray):
-        array.close()
-        raise ValueError(f"{path}: an archive of several arrays; save one array with numpy.save")
-    return array
+        return load_array(path, mode)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
 
 
 def _read_array(path: Path, *, copy_on_write: bool = True) -> Tensor:
-    array = _map_array(path, copy_on_write=copy_on_write)
-    if array.ndim != 2 or array.dtype.newbyteorder("=") not in _FLOATS:
+    array = _map_array(path, "c" if copy_on_write else "r")
+    if array.ndim != 2 or array.dtype.newbyteorder("=") not in FLOATS:
         raise ValueError(
             f"{path}: an array of shape {array.shape} and type {array.dtype}; expected (n, d) floating point"
         )
@@ -231,11 +220,6 @@ def _is_list_of_floats(kind: Any) -> bool:
     )
 
 
-def _minus_infinity(mean: Tensor) -> Tensor:
-    """The log variances of points: one number expanded to (n, d), so that a memory-mapped file is not read."""
-    return torch.full((1, 1), -torch.inf, dtype=mean.dtype).expand_as(mean)
-
-
 def _pickled(path: Path) -> bool:
     """Whether a file looks like a pickle or an archive of torch.save."""
     with path.open("rb") as file:
@@ -292,20 +276,48 @@ class EmbeddingTable:
         return dict(sorted(found.items()))
 
 
-class Table(Protocol):
-    """Rows of features in files."""
+class RegionFile:
+    """A .npy file of the features of n images: (n, r, c), or (n, c) for one region each, of floating point numbers."""
 
-    @property
-    def name(self) -> str: ...
+    def __init__(self, path: str | Path) -> None:
+        self.name = str(path)
+        if not Path(path).is_file():
+            raise UserError(f"there is no file {path}")
+        try:
+            array = _map_array(Path(path))
+        except (ValueError, OSError) as error:
+            raise UserError(str(error)) from error
+        if array.dtype not in FLOATS or array.ndim not in (2, 3) or not array.size or not array.flags.c_contiguous:
+            raise UserError(
+                f"{path}: an array of shape {array.shape} and type {array.dtype}; expected (images, regions, channels)"
+                " or (images, channels) in float32 or float16, saved row by row"
+            )
+        self.n, self.channels = array.shape[0], array.shape[-1]
+        self._dtype, self._count, self._start = array.dtype, array[0].size, array.offset  # type: ignore[attr-defined]
 
-    def features(self, row: int) -> np.ndarray: ...
+    def features(self, row: int) -> np.ndarray:
+        """The features of an image. Returns (r, c)."""
+        return self._read(row, self._count).reshape(-1, self.channels)
+
+    def same(self, row: int, other: int) -> bool:
+        """Whether two rows are equal; whole rows are read only if their beginnings agree."""
+        parts = min(128, self._count), self._count
+        return all(np.array_equal(self._read(row, part), self._read(other, part)) for part in parts)
+
+    def _read(self, row: int, count: int) -> np.ndarray:
+        """The first numbers of a row; not by the map, whose reader is killed when the file has become shorter."""
+        start = self._start + row * self._count * self._dtype.itemsize
+        values = np.fromfile(self.name, self._dtype, count, offset=start)
+        if len(values) < count:
+            raise OSError(f"{self.name} ends within row {row}; it was longer when it was opened")
+        return values
 
 
 @dataclass(frozen=True, slots=True)
 class FeatureRow:
     """A row of a table: an item of a data set. Its bytes are a .npy file of (r, c) features."""
 
-    table: Table
+    table: "EmbeddingTable | RegionFile"
     row: int  # its position
 
     @property
@@ -344,7 +356,7 @@ def open_table(paths: str) -> NamedTable:
     under its own name, or in the files ../metadata/\\*.parquet that clip-retrieval writes (``image_path``,
     ``caption``).
     """
-    parts = paths.split("+") if "+" in paths and not Path(paths).exists() else [paths]
+    parts = _side_by_side(paths)
     ids: Sequence[str] | None = None
     captions: Sequence[str] | None = None
     blocks = []
@@ -369,14 +381,16 @@ def open_table(paths: str) -> NamedTable:
 
 def resolved_table(paths: str) -> str:
     """The same table with absolute paths, so that it is found from any folder."""
-    parts = paths.split("+") if "+" in paths and not Path(paths).exists() else [paths]
     resolved = []
-    for part in parts:
-        file, colon, name = part.rpartition(":")
-        named = bool(colon) and not Path(part).exists() and Path(file).exists()
-        path = Path(file if named else part)
-        resolved.append((str(path.resolve()) if path.exists() else str(path)) + (f":{name}" if named else ""))
+    for part in _side_by_side(paths):
+        file, name = _split(part)
+        resolved.append((str(file.resolve()) if file.exists() else str(file)) + (f":{name}" if name else ""))
     return "+".join(resolved)
+
+
+def _side_by_side(paths: str) -> list[str]:
+    """The tables of a name such as a.npy+b.npy."""
+    return paths.split("+") if "+" in paths and not Path(paths).exists() else [paths]
 
 
 def _files(part: str) -> list[str]:

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
-from sfumato.data.captioned import canonical_split, splits_of_items, usable_captions
 from sfumato.data.images import Problems, image_files
+from sfumato.data.manifest import canonical_split, splits_of_items, usable_captions
 from sfumato.data.pairs import PairData, SourceItem
 from sfumato.errors import UserError, expected_columns, first_line, need
 from sfumato.files import is_unused, new_folder

@@ -1,17 +1,19 @@
-"""Images as callers give them (paths, bytes, arrays, Pillow images) as sources of the bytes of image files."""
+"""Images as callers give them (paths, bytes, arrays, Pillow images) as sources of the bytes of image files.
+
+Features of an image are an array of (r, c) numbers, and their bytes those of a .npy file.
+"""
 
 import io
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Union
+from typing import IO, Any, Literal, Union
 
 import numpy as np
 from PIL import Image, ImageOps
 
 from sfumato.data.images import FileImage, ImageSource, MemoryImage
-from sfumato.data.region_files import regions_to_bytes
-from sfumato.errors import UserError
+from sfumato.errors import UserError, first_line
 
 ImageInput = Union[str, "os.PathLike[str]", bytes, Image.Image, np.ndarray]
 """An image: the path of a file, its bytes, a Pillow image, or (h, w), (h, w, 3) or (h, w, 4) pixels in uint8. For a
@@ -22,6 +24,10 @@ _LOSSLESS_PNG = frozenset({"1", "L", "LA", "P", "RGB", "RGBA", "I;16"})
 
 
 _CHANNELS = (3, 4)
+
+
+FLOATS = (np.float16, np.float32, np.float64)
+"""Types of the numbers of features."""
 
 
 def image_sources(images: Sequence[ImageInput], who: str, *, features: str = "") -> list[ImageSource]:
@@ -100,3 +106,53 @@ def unreadable(source: ImageSource, error: Exception) -> UserError:
         return UserError(f"there is no image {source.location}")
     reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
     return UserError(f"{source.location}: {reason}")
+
+
+def load_array(source: Path | IO[bytes], mode: Literal["r", "c"] | None = None) -> np.ndarray:
+    """The array of a .npy file, with a mode memory-mapped: its header may claim more than the memory holds."""
+    try:
+        with np.errstate(over="ignore"):  # Of the sizes in a damaged header.
+            array = np.load(source, mmap_mode=mode, allow_pickle=False)
+    except Exception as error:  # numpy lets through what parsing the header raises, also MemoryError and TokenError.
+        if "pickle" in str(error) or "Object arrays" in str(error) or "Python objects" in str(error):
+            raise ValueError(
+                "holds pickled Python objects, which can run code when read; save plain numbers with numpy.save"
+            ) from error
+        raise ValueError(f"not a complete .npy file ({first_line(error)})") from error
+    if not isinstance(array, np.ndarray):
+        array.close()
+        raise ValueError("an archive of several arrays; save one array with numpy.save")
+    return array
+
+
+REGION_ENDINGS = frozenset({".npy"})
+"""File name endings that count as region features when a folder is searched through."""
+
+
+def regions_to_bytes(features: np.ndarray) -> bytes:
+    """Features as the bytes of a .npy file, the inverse of :func:`regions_from_bytes`. features (r, c)."""
+    file = io.BytesIO()
+    np.lib.format.write_array(file, features, allow_pickle=False)
+    return file.getvalue()
+
+
+def regions_from_bytes(data: bytes, channels: int | None = None) -> np.ndarray:
+    """Read the features of one image from the bytes of a .npy file; pickled data is refused. data (r, c) -> (r, c)."""
+    if not data.startswith(b"\x93NUMPY"):
+        raise ValueError(
+            "not a .npy file: region features are expected here, not an image; `python -m papers regions` makes them"
+            " from images"
+        )
+    array = load_array(io.BytesIO(data))
+    if array.dtype.newbyteorder("=") not in FLOATS or array.ndim not in (1, 2) or not array.size:
+        raise ValueError(
+            f"holds {array.dtype} of shape {array.shape}; expected the (regions, channels) of one image in float32 or"
+            " float16"
+        )
+    with np.errstate(over="ignore"):  # Numbers that are too large for float32 become infinity, and are refused below.
+        features: np.ndarray = array.reshape(-1, array.shape[-1]).astype(np.float32)
+    if channels is not None and features.shape[1] != channels:
+        raise ValueError(f"has {features.shape[1]} channels; the model reads {channels} (model.image.channels)")
+    if not np.isfinite(features).all():
+        raise ValueError("holds NaN or infinity")
+    return features

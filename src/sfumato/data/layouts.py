@@ -5,7 +5,7 @@ matches every caption of the class; the images are those of CUB-200-2011, the ca
 and the splits lists of classes for zero-shot learning. scan: region features in the layout of VSE++ and SCAN.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -13,126 +13,18 @@ from typing import Any, Literal
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
-from sfumato.data.archives import TarArchive
-from sfumato.data.captioned import hashed_split
-from sfumato.data.coco import archive_of, find_image, refuse_cocos_own
-from sfumato.data.feature_tables import FeatureRow
+from sfumato.data.coco import karpathy_entries
+from sfumato.data.feature_tables import EmbeddingRow, FeatureRow, NamedTable, RegionFile, open_table
 from sfumato.data.images import FileImage, Problems
+from sfumato.data.manifest import canonical_split, check_fractions, hashed_split, is_unicode, usable_rows
 from sfumato.data.pairs import PairData, SourceItem, make_splits
-from sfumato.data.region_files import RegionFile
 from sfumato.errors import UserError
 from sfumato.files import read_json
 
-
-@dataclass(frozen=True)
-class KarpathyEntry:
-    """An image of a split file."""
-
-    location: str  # where it stands, for messages
-    filename: str = ""  # name of the image file
-    split: str = "none"  # "train" (also for "restval"), "val" or "test"; "none" if it has none, "" if it cannot be read
-    folder: str = ""  # COCO's subfolder; "" if there is none
-    sentences: tuple[tuple[str, str], ...] = ()  # (sentid, caption as written) of each caption
-    mistake: str = ""
-
-
-def karpathy_entries(path: str | Path) -> list[KarpathyEntry]:
-    """All entries of a dataset_coco.json, dataset_flickr30k.json or dataset_flickr8k.json, in their order."""
-    path = Path(path)
-    loaded = read_json(path)
-    refuse_cocos_own(path, loaded)
-    entries = loaded.get("images") if isinstance(loaded, dict) else None
-    if not isinstance(entries, list):
-        raise UserError(f"{path}: not a Karpathy split file; expected an object with a list under 'images'")
-    return [_entry(f"{path}:images[{number}]", entry) for number, entry in enumerate(entries)]
-
-
-def _entry(location: str, entry: Any) -> KarpathyEntry:
-    split = (entry.get("split") or "none") if isinstance(entry, dict) else ""
-    split = {"restval": "train"}.get(split, split) if isinstance(split, str) else ""
-    if mistake := _mistake(entry):
-        return KarpathyEntry(location, split=split, mistake=mistake)
-    sentences = tuple((str(sentence["sentid"]), sentence["raw"]) for sentence in entry["sentences"])
-    return KarpathyEntry(location, entry["filename"], split, entry.get("filepath") or "", sentences)
-
-
-def read_karpathy(path: str | Path, images: str | Path, problems: Problems) -> dict[str, PairData]:
-    """Read a dataset_coco.json, dataset_flickr30k.json or dataset_flickr8k.json.
-
-    Args:
-        path: the JSON file.
-        images: folder or uncompressed tar file of the images; either in COCO's subfolders (``filepath``) or in one
-            folder. COCO's names of 2014 and 2017 stand for each other.
-        problems: receives missing images, empty captions, repeated ids and malformed entries.
-
-    Returns:
-        "train" (with "restval"), "val", "test": image ids are file names, text ids are sentence ids. Entries without a
-        split, or with the split "none", are left out.
-
-    Raises:
-        UserError: a file is missing, the JSON is not of this layout (COCO's own captions are named as such), or nothing
-            in it is usable.
-    """
-    images = Path(images)
-    entries = karpathy_entries(path)
-    if not (items := list(_karpathy_items(entries, images, archive_of(images), problems))):
-        raise UserError(f"{path} with {images} gives no usable pair:\n{problems.summary()}")
-    return make_splits(items)
-
-
-def _karpathy_items(
-    entries: Iterable[KarpathyEntry], images: Path, archive: TarArchive | None, problems: Problems
-) -> Iterator[SourceItem]:
-    seen_images: set[str] = set()
-    seen_texts: set[str] = set()
-    for entry in entries:
-        if entry.mistake:
-            problems.add(entry.location, f"malformed entry: {entry.mistake}")
-        elif entry.split == "none":
-            continue
-        elif entry.filename in seen_images:
-            problems.add(entry.location, f"image {entry.filename} occurred before")
-        elif (source := find_image(images, archive, entry.folder, entry.filename)) is None:
-            problems.add(entry.location, f"image {entry.filename} is missing from {images}")
-        elif captions := _usable_sentences(entry, seen_texts, problems):
-            seen_images.add(entry.filename)
-            yield SourceItem(entry.filename, source, captions, entry.split)
-
-
-def _mistake(entry: Any) -> str:
-    """What is wrong with the form of an entry."""
-    if not isinstance(entry, dict):
-        return f"found {type(entry).__name__}, expected an object"
-    if not isinstance(entry.get("filename"), str) or not entry["filename"]:
-        return f"filename is {entry.get('filename')!r}, expected a name"
-    for key in ("split", "filepath"):
-        if not isinstance(entry.get(key), str | None):
-            return f"{key} is of type {type(entry[key]).__name__}, expected a string"
-    sentences = entry.get("sentences")
-    if not isinstance(sentences, list) or not sentences:
-        return "sentences is missing, empty or not a list"
-    for sentence in sentences:
-        if not isinstance(sentence, dict) or not isinstance(sentence.get("raw"), str) or "sentid" not in sentence:
-            return "a sentence lacks sentid, or the string raw"
-    return ""
-
-
-def _usable_sentences(entry: KarpathyEntry, seen: set[str], problems: Problems) -> tuple[tuple[str, str], ...]:
-    """(id, caption) of each usable one; the ids are added to the seen ids."""
-    usable = []
-    for identity, raw in entry.sentences:
-        text = " ".join(raw.split())
-        if not text:
-            problems.add(f"{entry.location} sentence {identity}", "empty caption")
-        elif identity in seen:
-            problems.add(f"{entry.location} sentence {identity}", "this sentid occurred before")
-        else:
-            seen.add(identity)
-            usable.append((identity, text))
-    return tuple(usable)
-
-
 TrainPairs = Literal["class", "own"]
+
+_CAPTIONS = "text_c10"
+"""Folder of CLASS/IMAGE.txt, ten captions each."""
 
 
 class CubOptions(BaseModel):
@@ -140,7 +32,6 @@ class CubOptions(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    captions: str = Field("text_c10", description="folder of CLASS/IMAGE.txt; relative to data.path, or absolute")
     lists: str = Field(
         "splits",
         description="folder of trainvalclasses.txt, testclasses.txt, trainclasses1.txt to valclasses3.txt and"
@@ -177,7 +68,7 @@ def read_cub(
     benchmark).
     """
     root, options = Path(root), options or CubOptions()
-    for folder in (root / "images", root / options.captions):
+    for folder in (root / "images", root / _CAPTIONS):
         if not folder.is_dir():
             raise UserError(f"there is no folder {folder}; expected images/CLASS/IMAGE.jpg and CLASS/IMAGE.txt")
     if options.classes:
@@ -200,7 +91,7 @@ def read_cub(
         replace(one, split=split_of(one.id, name))
         for name, birds in chosen.items()
         for bird in sorted(set(birds))
-        for one in _birds(root, options.captions, bird, number[bird], problems)
+        for one in _birds(root, bird, number[bird], problems)
     )
     if not found:
         raise UserError(f"{root} holds no usable pair of image and caption:\n{problems.summary()}")
@@ -208,13 +99,13 @@ def read_cub(
     return {name: data if name in own else _pairs_of_groups(data) for name, data in found.items()}
 
 
-def _birds(root: Path, captions: str, bird: str, group: int, problems: Problems) -> Iterator[SourceItem]:
+def _birds(root: Path, bird: str, group: int, problems: Problems) -> Iterator[SourceItem]:
     """The usable images of a class."""
     folder = root / "images" / bird
     if not folder.is_dir():
         raise UserError(f"there is no class {bird} in {root / 'images'}; expected those of CUB-200-2011")
     for path in sorted(folder.glob("*.jpg")):
-        text = root / captions / bird / f"{path.stem}.txt"
+        text = root / _CAPTIONS / bird / f"{path.stem}.txt"
         try:
             lines = [line.strip() for line in text.read_text(encoding="utf-8-sig").splitlines() if line.strip()]
         except (OSError, UnicodeDecodeError) as error:
@@ -277,8 +168,7 @@ def _read_split(folder: Path, name: str, problems: Problems) -> PairData:
     file = RegionFile(folder / f"{name}_ims.npy")
     if not lines or len(lines) % file.n:
         raise UserError(
-            f"{path} has {len(lines)} captions and {file.path.name} {file.n} rows; expected as many captions for"
-            f" every row"
+            f"{path} has {len(lines)} captions and {file.name} {file.n} rows; expected as many captions for every row"
         )
     each = len(lines) // file.n
     of_line = np.arange(len(lines)) // each
@@ -298,7 +188,7 @@ def _read_split(folder: Path, name: str, problems: Problems) -> PairData:
         elif text := _text(line, location, problems):
             captions.setdefault(row, []).append(("", text))
     if not captions:
-        raise UserError(f"{path} with {file.path.name} gives no usable pair:\n{problems.summary()}")
+        raise UserError(f"{path} with {file.name} gives no usable pair:\n{problems.summary()}")
     id_of = {row: identity for identity, row in taken.items()}
     items = (SourceItem(id_of[row], FeatureRow(file, row), tuple(own), name) for row, own in captions.items())
     return make_splits(items)[name]
@@ -354,10 +244,207 @@ def _first_of_equal(file: RegionFile) -> np.ndarray:
     return first
 
 
-def equal_captions(data: PairData) -> Sequence[Sequence[int]] | None:
-    """The texts of each image, if SCAN's layout can represent them: equal numbers, and no text of two images."""
-    counts = np.bincount(data.pairs[:, 0], minlength=len(data.image_ids))
-    if len(set(counts.tolist())) != 1 or len(data.pairs) != len(data.texts):
-        return None
-    texts: list[list[int]] = data.pairs[:, 1].reshape(len(data.image_ids), -1).tolist()
-    return texts
+_SIDES = ("image", "text")
+
+
+def read_embedding_pairs(
+    images: str,
+    texts: str,
+    problems: Problems,
+    *,
+    pairs: str | Path | None = None,
+    val_fraction: float = 0.1,
+    test_fraction: float = 0.1,
+) -> dict[str, PairData]:
+    """Read pairs of embeddings; the values of all rows in a pair are checked once, block by block."""
+    check_fractions(val_fraction, test_fraction)
+    tables = open_table(images), open_table(texts)
+    if pairs is None:
+        listed = _row_by_row(tables)
+    elif (path := Path(pairs)).suffix.lower() == ".json" and isinstance(read_json(path), dict):
+        tables, listed = _karpathy(path, tables)
+    else:
+        tables, listed = _from_rows(path, tables, problems)
+    usable = _usable(tables, listed, problems)
+    splits = np.array(_splits(tables[0], listed, (val_fraction, test_fraction), problems))
+    chosen = {name: listed.pairs[usable & (splits == name)] for name in dict.fromkeys(splits.tolist()) if name}
+    found = {name: _data(tables, of_split) for name, of_split in chosen.items() if len(of_split)}
+    if not found:
+        raise UserError(f"{images} with {texts} gives no usable pair:\n{problems.summary()}")
+    return found
+
+
+_Tables = tuple[NamedTable, NamedTable]
+
+
+@dataclass(frozen=True, eq=False)
+class _Listed:
+    """(p, 2) rows of the pairs, and the split and the location of each; "" for a pair without a split."""
+
+    pairs: np.ndarray
+    splits: Sequence[str]
+    locations: Sequence[str]
+
+
+def _row_by_row(tables: _Tables) -> _Listed:
+    n, m = (named.table.n for named in tables)
+    if n != m:
+        raise UserError(
+            f"{tables[0].table.name} has {n} rows and {tables[1].table.name} has {m}; without pairs row i belongs"
+            " to row i. Name the pairs in a file with the columns image and text: data.path=pairs.csv (sfumato adopt:"
+            " --pairs pairs.csv; in Python: pairs=)"
+        )
+    return _Listed(np.stack([np.arange(n)] * 2, axis=1), [""] * n, [""] * n)
+
+
+def _karpathy(path: Path, tables: _Tables) -> tuple[_Tables, _Listed]:
+    """The pairs of a Karpathy JSON; its file names, sentence ids and sentences name the rows."""
+    entries = karpathy_entries(path)
+    if broken := next((entry for entry in entries if entry.mistake), None):
+        raise UserError(f"{broken.location}: {broken.mistake}; the rows of the texts can then not be counted")
+    sentences = [sentence for entry in entries for sentence in entry.sentences]
+    for named, what, n in ((tables[0], "images", len(entries)), (tables[1], "sentences", len(sentences))):
+        if named.table.n != n:
+            raise UserError(
+                f"{path} has {n} {what} and {named.table.name} has {named.table.n} rows; give equal numbers"
+            )
+    image = np.repeat(np.arange(len(entries)), [len(entry.sentences) for entry in entries])
+    chosen = np.flatnonzero([entries[i].split != "none" for i in image])
+    own = [entries[image[k]] for k in chosen]
+    renamed = (
+        replace(tables[0], ids=[entry.filename for entry in entries]),
+        replace(tables[1], ids=[i for i, _ in sentences], captions=[raw for _, raw in sentences]),
+    )
+    pairs = np.stack([image[chosen], chosen], axis=1)
+    return renamed, _Listed(pairs, [entry.split for entry in own], [entry.location for entry in own])
+
+
+def _from_rows(path: Path, tables: _Tables, problems: Problems) -> tuple[_Tables, _Listed]:
+    """The pairs that stand in the lines of a file, by ids or row numbers, and the texts with the captions there."""
+    locations, names, splits, captions = [], [], [], []
+    for location, values in _rows(path, problems):
+        own = ["" if values.get(key) is None else str(values[key]).strip() for key in (*_SIDES, "split", "caption")]
+        if not (own[0] and own[1]):
+            problems.add(location, "image or text is empty; expected an id or a row number")
+        elif not is_unicode("".join(own)):
+            problems.add(location, "not valid Unicode; save the file as UTF-8")
+        else:
+            locations.append(location)
+            names.append(own[:2])
+            splits.append(canonical_split(own[2]))
+            captions.append(own[3])
+    if not names:
+        raise UserError(f"{path} names no usable pair:\n{problems.summary()}")
+    try:
+        columns = [
+            _positions([own[k] for own in names], named, side, locations)
+            for k, (side, named) in enumerate(zip(_SIDES, tables, strict=True))
+        ]
+    except UserError as error:
+        if not _fit_exchanged(names, tables, locations):
+            raise
+        raise UserError(
+            f"{error}. With images and texts exchanged every row exists: check that the columns image and text of"
+            f" {path} are not swapped, nor the tables {tables[0].table.name} and {tables[1].table.name}"
+        ) from error
+    if any(captions):
+        wordings = list(tables[1].captions or [""] * tables[1].table.n)
+        for text, caption in zip(reversed(columns[1]), reversed(captions), strict=True):
+            wordings[text] = caption or wordings[text]
+        tables = tables[0], replace(tables[1], captions=wordings)
+    return tables, _Listed(np.stack(columns, axis=1), splits, locations)
+
+
+def _rows(path: Path, problems: Problems) -> Iterator[tuple[str, dict[str, Any]]]:
+    if path.suffix.lower() in (".npy", ".npz", ".safetensors"):
+        raise UserError(
+            f"{path} holds embeddings, not pairs; pairs are a .csv, .jsonl or .parquet file with the columns image and"
+            " text, of ids or row numbers. Without pairs row i of the images belongs to row i of the texts"
+        )
+    if path.suffix.lower() != ".json":
+        yield from usable_rows(path, problems, _SIDES)
+        return
+    entries = read_json(path)
+    if not isinstance(entries, list):
+        raise UserError(f"{path}: found {type(entries).__name__}; expected a list of objects with image and text")
+    for number, entry in enumerate(entries):
+        if isinstance(entry, dict):
+            yield f"{path}[{number}]", entry
+        else:
+            problems.add(f"{path}[{number}]", f"expected an object with image and text, got {type(entry).__name__}")
+
+
+def _positions(values: Sequence[str], named: NamedTable, side: str, locations: Sequence[str]) -> np.ndarray:
+    """(p,) rows of the named items: ids if one of them is an id of the table, else row numbers."""
+    table, number = named.table, {i: row for row, i in enumerate(named.ids or ())}
+    by_id = any(value in number for value in values)
+    rows = np.empty(len(values), dtype=np.int64)
+    for k, value in enumerate(values):
+        row = number.get(value, -1) if by_id else int(value) if value.isascii() and value.isdecimal() else -1
+        if not 0 <= row < table.n:
+            known = f"an id of {table.name}" if by_id else f"a row number from 0 to {table.n - 1} of {table.name}"
+            raise UserError(
+                f"{locations[k]}: {side} {value!r} is not {known}"
+                + ("" if number or by_id else "; ids would stand beside it, one a line, in a file NAME_ids.txt")
+            )
+        rows[k] = row
+    return rows
+
+
+def _fit_exchanged(names: Sequence[Sequence[str]], tables: _Tables, locations: Sequence[str]) -> bool:
+    """Whether every image is a row of the texts, and every text a row of the images."""
+    try:
+        for k, (side, named) in enumerate(zip(_SIDES, reversed(tables), strict=True)):
+            _positions([own[k] for own in names], named, side, locations)
+    except UserError:
+        return False
+    return True
+
+
+def _usable(tables: _Tables, listed: _Listed, problems: Problems) -> np.ndarray:
+    """(p,) whether both rows of a pair can be used; the others are reported."""
+    usable = np.ones(len(listed.pairs), dtype=bool)
+    for k, (side, named) in enumerate(zip(_SIDES, tables, strict=True)):
+        errors = named.table.errors(np.unique(listed.pairs[:, k]))
+        for row, error in errors.items():
+            problems.add(f"{named.table.name}[{row}]", f"{side} {_id(named, row)!r} {error}")
+        usable &= ~np.isin(listed.pairs[:, k], list(errors))
+    return usable
+
+
+def _splits(images: NamedTable, listed: _Listed, fractions: tuple[float, float], problems: Problems) -> list[str]:
+    """The split of each pair, "" for a pair that is left out."""
+    rows = listed.pairs[:, 0].tolist()
+    if not any(listed.splits):
+        hashed = {row: hashed_split(_id(images, row), *fractions) for row in dict.fromkeys(rows)}
+        return [hashed[row] for row in rows]
+    first: dict[int, str] = {}
+    found = []
+    for row, named, location in zip(rows, listed.splits, listed.locations, strict=True):
+        split = named or "train"
+        known = first.setdefault(row, split)
+        if split != known:
+            problems.add(location, f"image {_id(images, row)!r} was in split {known!r} before")
+        found.append(split if split == known else "")
+    return found
+
+
+def _data(tables: _Tables, pairs: np.ndarray) -> PairData:
+    """A split of the (p, 2) pairs of rows."""
+    images, texts = tables
+    (image_rows, image), (text_rows, text) = (np.unique(column, return_inverse=True) for column in pairs.T)
+    text_ids = [_id(texts, row) for row in text_rows.tolist()]
+    wordings = [texts.captions[row] if texts.captions else "" for row in text_rows.tolist()]
+    return PairData(
+        tuple(_id(images, row) for row in image_rows.tolist()),
+        tuple(EmbeddingRow(images.table, row) for row in image_rows.tolist()),
+        tuple(text_ids),
+        tuple(" ".join(wording.split()) or i for wording, i in zip(wordings, text_ids, strict=True)),
+        ("caption",) * len(text_ids),
+        np.stack([image, text], axis=1),
+        text_rows=tuple(EmbeddingRow(texts.table, row) for row in text_rows.tolist()),
+    )
+
+
+def _id(named: NamedTable, row: int) -> str:
+    return str(row) if named.ids is None else named.ids[row]

@@ -81,8 +81,8 @@ def file_fields(root: Path, relative_path: str, data: bytes, problems: "Problems
     ``data`` are its bytes as :func:`~sfumato.data.image_decoding.still_bytes` gives them. A caption file that cannot be
     read is noted, and stops nothing.
     """
-    from sfumato.data.captioned import read_captions  # Which imports torch; the service's decoders must not.
     from sfumato.data.images import Problems
+    from sfumato.data.manifest import read_captions  # Which imports torch; the service's decoders must not.
 
     path, below = root / relative_path, PurePosixPath(relative_path)
     found: list[tuple[str, str]] = []

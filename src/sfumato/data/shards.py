@@ -1,6 +1,8 @@
-"""Webdataset shards: naming, reading and writing of the tar files."""
+"""Source "shards": tar files in the layout of webdataset, named, read (as a stream, or as a whole) and written."""
 
+import contextlib
 import glob
+import hashlib
 import io
 import itertools
 import json
@@ -8,13 +10,15 @@ import os
 import re
 import tarfile
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from sfumato.data.images import Problems
-from sfumato.data.pairs import PairData
+import numpy as np
+
+from sfumato.data.images import MemoryImage, Problems
+from sfumato.data.pairs import PairData, make_pair_data
 from sfumato.errors import UserError
 from sfumato.files import is_unused, new_folder
 
@@ -25,7 +29,7 @@ _REMOTE = re.compile(r"pipe:|[a-z][a-z0-9+.-]*://", re.IGNORECASE)
 
 _MEMBER = re.compile(r"((?:.*/)?[^./]+)\.([^/]*)", re.DOTALL)  # key.ending, as in the webdataset library
 
-_MOST_NAMES, _LONGEST = 300_000, 4096
+_MOST_NAMES = 300_000
 
 
 # What tarfile raises on damaged headers.
@@ -48,8 +52,6 @@ def expand_shards(spec: str) -> list[str]:
             f"shards {spec!r}: addresses and commands are not opened; download the shards, and name their folder"
         )
     path = os.path.expanduser(spec)
-    if "\0" in path or re.search("[\ud800-\udc7f\udd00-\udfff]", path):
-        raise UserError(f"shards {spec!r}: holds a character that no file name can hold; remove it")
     if os.path.isdir(path):
         found = glob.glob(os.path.join(glob.escape(path), "*.tar"))
     elif os.path.isfile(path):
@@ -58,9 +60,7 @@ def expand_shards(spec: str) -> list[str]:
         names = _braces(path)
         globs = [name for name in names if any(sign in name for sign in "*?[")]
         plain = [name for name in names if name not in set(globs)]
-        globs = [name for name in globs if len(name) < _LONGEST]  # Python keeps each compiled pattern in memory.
-        missing = [name for name in plain if not os.path.isfile(name)]
-        if missing:
+        if missing := [name for name in plain if not os.path.isfile(name)]:
             raise UserError(
                 f"shards {spec!r}: {len(missing)} of {len(plain)} do not exist, the first {missing[0]};"
                 " to take those that do, use a glob: * instead of {...}"
@@ -93,37 +93,36 @@ def read_shard(shard: str, mine: slice, bad: Callable[[str, str], None]) -> Iter
 
 def _members(file: IO[bytes], bad: Callable[[str], None]) -> Iterator[tarfile.TarInfo]:
     """The members of a tar file, also after damage; ``bad`` receives reasons."""
-    size = os.fstat(file.fileno()).st_size
+    size, position = os.fstat(file.fileno()).st_size, 0
     try:
         tar = tarfile.TarFile(fileobj=file, ignore_zeros=True)
-        if tar.next() is None:
-            raise ValueError("it has no members")
-    except _DAMAGED as error:
-        return bad(f"not an uncompressed tar file: {error}")
-    position, damaged, ended = 0, False, False
-    while position < size:
-        file.seek(position)
-        if not any(file.read(tarfile.BLOCKSIZE)):
-            ended = True
-            position += tarfile.BLOCKSIZE
-            continue
-        file.seek(position)
-        try:
-            member = tarfile.TarInfo.fromtarfile(tar)
-            if member.size < 0 or tar.offset <= position:
+        for member in tar:
+            if member.size < 0 or tar.offset <= member.offset:
                 raise ValueError("a negative size")
-        except _DAMAGED as error:
-            if not damaged:
-                bad(f"damaged at byte {position}: {error}; the samples there are lost")
-            damaged = True
-            position += tarfile.BLOCKSIZE
-            continue
-        damaged, ended, position = False, False, tar.offset
-        if member.offset_data + member.size > size:
-            return bad(f"cut short: ends within {member.name}")
-        yield member
-    if not ended and not damaged:
+            if _has_content(file, position, member.offset):
+                bad(f"damaged at byte {position}; the samples there are lost")
+            position = tar.offset
+            if member.offset_data + member.size > size:
+                return bad(f"cut short: ends within {member.name}")
+            yield member
+    except _DAMAGED as error:
+        what = f"damaged after byte {position}" if position else "not an uncompressed tar file"
+        return bad(f"{what}: {error}")
+    if not position:
+        bad("not an uncompressed tar file: it has no members")
+    elif _has_content(file, position, size):
+        bad(f"damaged at byte {position}; the samples there are lost")
+    elif size - position < tarfile.BLOCKSIZE:
         bad("cut short: the end mark is missing; members before it may be missing too")
+
+
+def _has_content(file: IO[bytes], start: int, end: int) -> bool:
+    """Whether a part of a file has a byte that is not 0."""
+    file.seek(start)
+    return any(any(file.read(min(_PART, end - at))) for at in range(start, end, _PART))
+
+
+_PART = 1 << 20
 
 
 _Group = list[tuple[str, tarfile.TarInfo]]
@@ -310,3 +309,142 @@ def _write_shard(path: Path, samples: Iterable[dict[str, bytes]]) -> None:
                 tar.addfile(member, io.BytesIO(content))
         file.flush()
         os.fsync(file.fileno())
+
+
+@dataclass(frozen=True)
+class ShardBatch:
+    """b samples."""
+
+    keys: list[str]  # b keys, as in :class:`~sfumato.data.shards.ShardSample`
+    images: list[bytes]  # b encoded images
+    texts: list[str]  # b captions
+
+
+class ShardStream:
+    """The batches of an epoch from shards, the same for the same seed, epoch and process.
+
+    In each epoch the shards are assigned to the processes again. If there are fewer shards than processes, the samples
+    of each shard are divided among them. No two processes ever see one sample in an epoch. Each process reads its part
+    in passes: the shards in a random order, then their samples through a shuffle buffer, every sample once. If an epoch
+    is longer than the data, another pass follows, in another order; if it is shorter, it ends within the first. The
+    parts are even if there are many more shards than processes.
+    """
+
+    def __init__(
+        self,
+        shards: Sequence[str | Path],
+        *,
+        batch_size: int,
+        seed: int,
+        samples_per_epoch: int,
+        rank: int = 0,
+        n_processes: int = 1,
+        shuffle_buffer: int = 10_000,
+        problems: Problems | None = None,
+        max_problem_fraction: float = 0.01,
+    ) -> None:
+        if not shards:
+            raise ValueError("ShardStream: got no shards")
+        if samples_per_epoch < batch_size * n_processes:
+            raise ValueError(
+                f"ShardStream: an epoch of {samples_per_epoch} samples has no batch of {batch_size} for each of"
+                f" {n_processes} processes; samples_per_epoch must be at least {batch_size * n_processes}"
+            )
+        self.shards = [str(shard) for shard in shards]
+        self.batch_size, self.seed, self.samples_per_epoch = batch_size, seed, samples_per_epoch
+        self.rank, self.n_processes, self.shuffle_buffer = rank, n_processes, shuffle_buffer
+        self.problems = Problems() if problems is None else problems
+        self.max_problem_fraction = max_problem_fraction
+        self._noted: set[tuple[str, str]] = set()
+        self._usable = 0
+
+    def __len__(self) -> int:
+        return self.samples_per_epoch // (self.batch_size * self.n_processes)
+
+    def batches(self, epoch: int) -> Generator[ShardBatch, None, None]:
+        """The batches of an epoch: ``len(self)`` of them, in every process, each of ``batch_size`` samples."""
+        with contextlib.closing(self.samples(epoch)) as samples:
+            for _ in range(len(self)):
+                part = list(itertools.islice(samples, self.batch_size))
+                yield ShardBatch([s.key for s in part], [s.image for s in part], [s.text for s in part])
+
+    def samples(self, epoch: int) -> Generator[ShardSample, None, None]:
+        """An endless iterator over the samples of an epoch.
+
+        Use it to decode before batching: take samples until a batch is full, and leave out the samples reported to
+        :meth:`skip`.
+        """
+        everything = np.arange(len(self.shards))
+        by_shard = len(self.shards) >= self.n_processes
+        shuffled = np.random.default_rng([self.seed, epoch, 0]).permutation(everything)
+        own = shuffled[self.rank :: self.n_processes] if by_shard else everything
+        for number in itertools.count():
+            random = np.random.default_rng([self.seed, epoch, 1 + self.rank, number])
+            found = 0
+            for sample in _shuffled(self._read(epoch, random.permutation(own), by_shard), self.shuffle_buffer, random):
+                found += 1
+                yield sample
+            self.problems.check(self._usable, self.max_problem_fraction)
+            if not found:
+                raise UserError(
+                    f"process {self.rank} of {self.n_processes} found no usable sample in {len(own)} shards, the first"
+                    f" {self.shards[own[0]]}; a sample is KEY.jpg, .jpeg, .png or .webp with KEY.txt or KEY.json:\n"
+                    f"{self.problems.summary()}"
+                )
+
+    def skip(self, key: str, reason: str) -> None:
+        """Record a sample that turns out to be unusable, for instance because its image cannot be decoded.
+
+        It stays in the stream, which depends on seed, epoch and process alone, and is recorded once.
+        """
+        if (key, reason) not in self._noted:
+            self._noted.add((key, reason))
+            self.problems.add(key, reason)
+            if self._usable + len(self.problems) >= _ENOUGH_TO_JUDGE:
+                self.problems.check(self._usable, self.max_problem_fraction)
+
+    def _read(self, epoch: int, order: Iterable[int], by_shard: bool) -> Iterator[ShardSample]:
+        for position in order:
+            # The first process rotates with shard and epoch, so all processes get small shards, and samples change
+            # process.
+            first = (self.rank + epoch - position) % self.n_processes
+            mine = slice(None) if by_shard else slice(first, None, self.n_processes)
+            for sample in read_shard(self.shards[position], mine, self.skip):
+                self._usable += 1
+                yield sample
+
+
+def read_shards(shards: Sequence[str | Path], problems: Problems) -> PairData:
+    """All samples of some shards as a split, for validation: encoded images in memory, each once with all its captions.
+
+    Args:
+        shards: local tar files, see :func:`~sfumato.data.shards.expand_shards`.
+        problems: receives what cannot be used.
+
+    Returns:
+        The split; ids are "path/of/shard.tar!key".
+    """
+    images: dict[bytes, MemoryImage] = {}
+    captions: dict[bytes, list[str]] = {}
+    for shard in shards:
+        for sample in read_shard(str(shard), slice(None), problems.add):
+            digest = hashlib.sha256(sample.image).digest()
+            images.setdefault(digest, MemoryImage(sample.key, sample.image))
+            if sample.text not in captions.setdefault(digest, []):
+                captions[digest].append(sample.text)
+    sources = list(images.values())
+    return make_pair_data([source.location for source in sources], sources, [captions[digest] for digest in images])
+
+
+def _shuffled(samples: Iterator[ShardSample], size: int, random: np.random.Generator) -> Iterator[ShardSample]:
+    """Yield each sample once: whenever a sample enters the buffer, a random one of ``size`` samples leaves it."""
+    buffer = list(itertools.islice(samples, size))
+    for sample in samples:
+        position = int(random.integers(size))
+        yield buffer[position]
+        buffer[position] = sample
+    for position in random.permutation(len(buffer)):
+        yield buffer[position]
+
+
+_ENOUGH_TO_JUDGE = 1000

@@ -21,17 +21,14 @@ from pydantic import (
     model_validator,
 )
 
-from sfumato.data.captioned import read_image_folder
-from sfumato.data.coco import CocoOptions, read_coco_captions
-from sfumato.data.embedding_pairs import read_embedding_pairs
+from sfumato.data.coco import CocoOptions, read_coco_captions, read_karpathy
 from sfumato.data.emoji import EmojiOptions, load_emoji
 from sfumato.data.hub_datasets import DatasetOptions, read_dataset
 from sfumato.data.images import Problems
-from sfumato.data.layouts import CubOptions, read_cub, read_karpathy, read_scan
-from sfumato.data.manifest import MANIFEST_SUFFIXES, read_manifest
+from sfumato.data.layouts import CubOptions, read_cub, read_embedding_pairs, read_scan
+from sfumato.data.manifest import MANIFEST_SUFFIXES, read_image_folder, read_manifest
 from sfumato.data.pairs import EpochOver, EqualTexts, PairData, Positives
-from sfumato.data.shard_stream import read_shards
-from sfumato.data.shards import expand_shards
+from sfumato.data.shards import expand_shards, read_shards
 from sfumato.data.splits import parse_part
 from sfumato.errors import UserError
 from sfumato.imports import claim_name
@@ -56,7 +53,6 @@ class DataConfig(BaseModel):
     .json, .parquet), row i with row i without it; not used by emoji"""
     val_path: str = Field("", description="shards: the validation shards, read as a whole; none by default")
     samples_per_epoch: PositiveInt = Field(1_000_000, description="shards: number of pairs per epoch")
-    shuffle_buffer: PositiveInt = Field(10_000, description="shards: size of the shuffle buffer, in pairs")
     images: str = ""
     """manifest, karpathy, coco: folder of the images; by default the folder of data.path, or for coco the folder above
     it if it is named annotations. karpathy, coco: also an uncompressed .tar file. embeddings: those of the images
@@ -81,10 +77,7 @@ class DataConfig(BaseModel):
     test_fraction: float = Field(0.1, ge=0, lt=1)
     """fraction of the images for the test, if the data names no splits"""
     noise_rate: float = Field(0.0, ge=0, le=1)
-    """fraction of the training pairs that get a wrong image: noisy correspondence"""
-    noise_seed: int = Field(0, ge=0, description="seed of the noise; independent of train.seed")
-    noise_file: str = ""
-    """take the noise from this .npy index file, of an earlier run (noise.npy) or of NCR"""
+    """fraction of the training pairs that get a wrong image: noisy correspondence, the same for every train.seed"""
     leave_out: str = ""
     """I/K, e.g. 0/2: train without part I of K equal parts of the training images, as `sfumato audit --cross-fit K`
     does"""
@@ -126,13 +119,11 @@ class DataConfig(BaseModel):
             )
         if self.texts and not embeddings:
             raise ValueError(f"data.texts is for data.source=embeddings, not {self.source!r}; leave it out")
-        if self.noise_rate and self.noise_file:
-            raise ValueError("give either data.noise_rate or data.noise_file, not both")
         for part in filter(None, (self.leave_out, self.held_out_wordings)):
             parse_part(part)
         if source.streamed:
             needs_all = {
-                "noise_rate and noise_file": self.noise_rate or self.noise_file,
+                "noise_rate": self.noise_rate,
                 "graded": self.graded,
                 "leave_out": self.leave_out,
                 "held_out_wordings": self.held_out_wordings,

@@ -87,7 +87,7 @@ def _part_of_texts(data: PairData, part: int, of: int) -> np.ndarray:
 _TRIES = 20
 
 
-def shuffle_pairs(data: PairData, rate: float, seed: int) -> tuple[PairData, np.ndarray]:
+def shuffle_pairs(data: PairData, rate: float, seed: int = 0) -> tuple[PairData, np.ndarray]:
     r"""Permute the images of a fraction of the pairs, so that none of these pairs is a true pair afterwards.
 
     The images of round(rate * p) pairs are permuted among them; the rest stay as they are. Every image and every text
@@ -116,13 +116,6 @@ def shuffle_pairs(data: PairData, rate: float, seed: int) -> tuple[PairData, np.
         f"shuffle_pairs: found no way to give {k} of {p} pairs a wrong image; too many texts match most of the"
         f" {len(data.image_ids)} images: lower the rate"
     )
-
-
-def noise_of(data: PairData, rate: float, seed: int, file: str) -> np.ndarray | None:
-    """The image of every training pair with the noise of a recipe; None if it has none."""
-    if file:
-        return load_noise(file, data)
-    return shuffle_pairs(data, rate, seed)[1] if rate else None
 
 
 def apply_noise(data: PairData, image_of_pair: np.ndarray) -> PairData:

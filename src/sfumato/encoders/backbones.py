@@ -25,14 +25,15 @@ from sfumato.data.image_decoding import decode_image
 from sfumato.data.transforms import encode_png
 from sfumato.encoders.convolutional import CHANNELS, SIZES, efficientnet_lite, fold_batch_norms, weights_file
 from sfumato.encoders.features import FrozenBackbone
-from sfumato.encoders.minilm import MiniLM, shared_minilm
 from sfumato.encoders.package_weights import (
+    MiniLM,
     Precision,
     from_pretrained,
     import_transformers,
     model_hash,
     number_format,
     pretrained_tokenizer,
+    shared_minilm,
 )
 from sfumato.errors import UserError
 

@@ -1,7 +1,8 @@
 """The CLIP family, fine-tuned from pixels and subword tokens: sections of the recipe and encoders.
 
 The networks are built by the library transformers. The layouts of published weights are in
-:mod:`sfumato.models.pretrained`.
+:mod:`sfumato.models.pretrained`. With ProLIP's [UNC] token before the blocks the log variance is the output of that
+token.
 """
 
 import re
@@ -16,20 +17,17 @@ from torch.utils.checkpoint import checkpoint
 
 from sfumato.encoders.encoder_protocol import (
     AugmentMode,
+    BuildContext,
     Encoder,
     EncoderConfig,
     Fit,
     ImageEncoderConfig,
-    InMemory,
     StandardisedPixels,
     TextEncoderConfig,
 )
 from sfumato.encoders.features import Inputs, TokenFeatures
 from sfumato.encoders.package_weights import from_pretrained, import_transformers, pretrained_tokenizer
-from sfumato.encoders.processors import (
-    add_begin_and_end,
-    train_tokenizer,
-)
+from sfumato.encoders.processors import ImageFileProcessor, TokenProcessor, add_begin_and_end, train_tokenizer
 from sfumato.errors import UserError
 from sfumato.ids import Side
 
@@ -38,8 +36,6 @@ CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.261302
 
 Activation = Literal["quick_gelu", "gelu"]
 Architecture = Literal["ViT-Ti/16", "ViT-S/16", "ViT-B/32", "ViT-B/16", "ViT-L/14"]
-
-_SIGLIP_MEAN = _SIGLIP_STD = (0.5, 0.5, 0.5)
 
 ARCHITECTURES: dict[str, dict[str, tuple[int, int, int]]] = {
     "ViT-Ti/16": {"image": (192, 12, 3), "text": (192, 12, 3)},
@@ -65,18 +61,12 @@ class _ClipConfig(EncoderConfig):
 
     weights: str = Field("", description="hub name or local folder of a CLIP or SigLIP model; random or empty: none")
     architecture: Architecture = Field("ViT-B/32", description="architecture, without weights")
-    blocks: PositiveInt | None = None
-    """number of blocks, only without weights; the architecture's number if left out"""
     activation: Activation = "quick_gelu"
     """activation, only without weights: quick_gelu (OpenAI) or gelu (open_clip)"""
     variance_blocks: int = Field(1, ge=0, description="number of last blocks that are separate for the log variance")
     variance_token: bool = False
     """read the log variance from an extra token [UNC], as ProLIP, instead of extra blocks"""
     checkpointing: bool = Field(False, description="recompute activations in the backward pass: less memory, more time")
-
-    def own_blocks(self, variance: bool) -> int:
-        """Number of variance blocks to build."""
-        return self.variance_blocks if variance and not self.variance_token else 0
 
     def check(self, section: str) -> None:
         if self.weights and (useless := self.changed(*self._without_weights)):
@@ -88,7 +78,7 @@ class _ClipConfig(EncoderConfig):
                 f"{section}.variance_token replaces the variance blocks; leave {section}.variance_blocks out"
             )
 
-    _without_weights: ClassVar[tuple[str, ...]] = ("architecture", "blocks", "activation")
+    _without_weights: ClassVar[tuple[str, ...]] = ("architecture", "activation")
 
 
 class ClipImageConfig(_ClipConfig, ImageEncoderConfig):
@@ -102,7 +92,6 @@ class ClipImageConfig(_ClipConfig, ImageEncoderConfig):
     final_norm: bool = Field(False, description="pass the mean's features through the last norm of the transformer")
     fit: Fit = "squash"
     augment: AugmentMode = "crop"
-    in_memory: InMemory = False
 
     @property
     def starts_pretrained(self) -> bool:
@@ -114,7 +103,7 @@ class ClipTextConfig(_ClipConfig, TextEncoderConfig):
     """The text transformer of the CLIP family."""
 
     path_fields: ClassVar[tuple[str, ...]] = ("weights", "tokenizer")
-    _without_weights: ClassVar[tuple[str, ...]] = ("architecture", "blocks", "activation", "vocabulary", "tokenizer")
+    _without_weights: ClassVar[tuple[str, ...]] = ("architecture", "activation", "vocabulary", "tokenizer")
 
     kind: Literal["clip"] = "clip"
     vocabulary: PositiveInt = 4000
@@ -126,7 +115,7 @@ class ClipTextConfig(_ClipConfig, TextEncoderConfig):
 
 
 class ClipEncoder(Encoder):
-    """The common base of both sides: the blocks; the last ones exist twice, for the mean and for the log variance."""
+    """The base of both sides: the blocks; the last ones exist twice, for the mean and for the log variance."""
 
     pretrained = True
 
@@ -134,7 +123,8 @@ class ClipEncoder(Encoder):
         self, backbone: Any, config: _ClipConfig, *, norm_in: nn.Module, norm_out: nn.Module, variance: bool
     ) -> None:
         super().__init__()
-        blocks, variance_blocks = list(backbone.encoder.layers), config.own_blocks(variance)
+        blocks = list(backbone.encoder.layers)
+        variance_blocks = config.variance_blocks if variance and not config.variance_token else 0
         if not 0 <= variance_blocks <= len(blocks):
             raise ValueError(
                 f"variance_blocks must lie in [0, {len(blocks)}], the number of blocks, got {variance_blocks}"
@@ -153,6 +143,11 @@ class ClipEncoder(Encoder):
         self.channels = int(backbone.config.hidden_size)
         self.backbone_config: dict[str, Any] = backbone.config.to_diff_dict()
         self.checkpointing = config.checkpointing
+
+    @property
+    def description(self) -> dict[str, Any]:
+        """JSON values with which its side is built without weights."""
+        return {"backbone": self.backbone_config}
 
     @property
     def depth(self) -> int:
@@ -211,17 +206,11 @@ class ClipImageEncoder(ClipEncoder):
 
     @property
     def description(self) -> dict[str, Any]:
-        """JSON values with which :func:`clip_image_encoder` builds it without weights."""
         return {"backbone": self.backbone_config | {"image_size": self.size}, **self.pixels.description}
-
-    def embed(self, inputs: Inputs) -> Tensor:
-        """Embedded tokens of images, before the first block. inputs (n, 3, s, s) -> (n, t, c)."""
-        embedded: Tensor = self.embeddings(self.pixels(inputs.values))
-        return embedded
 
     def forward(self, inputs: Inputs) -> TokenFeatures:
         """Token features of images. inputs (n, 3, s, s) -> (n, t, c)."""
-        return self.tokens(self.embed(inputs), None)
+        return self.tokens(self.embeddings(self.pixels(inputs.values)), None)
 
 
 class ClipTextEncoder(ClipEncoder):
@@ -232,11 +221,6 @@ class ClipTextEncoder(ClipEncoder):
         super().__init__(backbone, config, norm_in=nn.Identity(), norm_out=norm_out, variance=variance)
         self.causal = not _is_siglip(backbone)
         self.max_tokens = int(backbone.config.max_position_embeddings)
-
-    @property
-    def description(self) -> dict[str, Any]:
-        """JSON values with which :func:`clip_text_encoder` builds it without weights."""
-        return {"backbone": self.backbone_config}
 
     def forward(self, inputs: Inputs) -> TokenFeatures:
         """Token features of texts. inputs (n, t) -> (n, t, c)."""
@@ -255,7 +239,7 @@ def clip_image_encoder(
     if description is not None:
         mean, std = tuple(description["pixel_mean"]), tuple(description["pixel_std"])
     elif _is_siglip(backbone):
-        mean, std = _SIGLIP_MEAN, _SIGLIP_STD
+        mean = std = (0.5, 0.5, 0.5)
     if config.size is not None and config.size != backbone.embeddings.image_size:
         _check_size(config.size, backbone.embeddings.patch_size)
         resize_positions(backbone.embeddings, config.size)
@@ -296,7 +280,7 @@ def clip_tokenizer(config: ClipTextConfig, texts: Iterable[str]) -> Tokenizer:
     positions = config.max_tokens or _MAX_TOKENS
     if config.weights:
         known = from_pretrained(import_transformers().AutoConfig, config.weights)
-        positions = int(_part(known, "text").max_position_embeddings)
+        positions = int(getattr(known, "text_config", known).max_position_embeddings)
     max_tokens = config.max_tokens or positions
     if max_tokens > positions:
         raise UserError(
@@ -325,7 +309,7 @@ def _backbone(side: Side, config: _ClipConfig, description: Mapping[str, Any] | 
         return kind(kind.config_class(**description["backbone"]))
     if weights := config.weights:
         found = from_pretrained(transformers.AutoConfig, weights)
-        model_type = _part(found, part).model_type
+        model_type = getattr(found, f"{part}_config", found).model_type
         if model_type not in kinds:
             raise UserError(
                 f"{weights!r} is a model of type {found.model_type!r}; expected one whose {part} side is one of"
@@ -337,7 +321,7 @@ def _backbone(side: Side, config: _ClipConfig, description: Mapping[str, Any] | 
     sizes = kind.config_class(
         hidden_size=width,
         intermediate_size=4 * width,
-        num_hidden_layers=config.blocks or depth,
+        num_hidden_layers=depth,
         num_attention_heads=heads,
         hidden_act=config.activation,
         **own,
@@ -345,11 +329,119 @@ def _backbone(side: Side, config: _ClipConfig, description: Mapping[str, Any] | 
     return kind(sizes)
 
 
-def _part(config: Any, side: str) -> Any:
-    """The configuration of one side, from the configuration of a whole model or of this side."""
-    return getattr(config, f"{side}_config", config)
-
-
 def _check_size(size: int, patch: int) -> None:
     if size % patch:
         raise ValueError(f"size must be a multiple of the patch, {patch} pixels, got {size}")
+
+
+class _UncTokenEncoder(Encoder):
+    """An encoder and the [UNC] token before its blocks."""
+
+    pretrained = True
+
+    encoder: ClipImageEncoder | ClipTextEncoder
+
+    def __init__(self, encoder: ClipImageEncoder | ClipTextEncoder, released: bool) -> None:
+        super().__init__()
+        assert not len(encoder.variance_blocks), "the [UNC] token replaces the variance blocks"
+        self.encoder, self.released = encoder, released
+        self.channels, self.depth = encoder.channels, encoder.depth
+        self.variance_token = nn.Parameter(torch.randn(encoder.channels) * encoder.channels**-0.5)
+
+    def blocks_from_top(self, parameter: str) -> int:
+        return self.encoder.blocks_from_top(parameter.removeprefix("encoder."))
+
+    @property
+    def description(self) -> dict[str, Any]:
+        return self.encoder.description
+
+
+class UncTokenImageEncoder(_UncTokenEncoder):
+    """A vision transformer with an [UNC] token: (n, 3, s, s) pixels -> features for mean and log variance.
+
+    The mean's features are the class token (CLIP's only) and the patches: a head with pooling "first" takes the class
+    token, as published. The features of the log variance are the single [UNC] token, which no pooling changes.
+    """
+
+    encoder: ClipImageEncoder
+
+    def __init__(self, encoder: ClipImageEncoder, *, released: bool = False) -> None:
+        super().__init__(encoder, released)
+        self.size = encoder.size
+
+    def forward(self, inputs: Inputs, *, patches: Tensor | None = None) -> TokenFeatures:
+        """Token features without a mask. patches (k,)."""
+        embedded = self.encoder.embeddings(self.encoder.pixels(inputs.values))
+        if patches is not None:
+            before = self.encoder.embeddings.num_positions - self.encoder.embeddings.num_patches
+            embedded = torch.cat([embedded[:, :before], embedded[:, before:][:, patches]], 1)
+        unc = self.variance_token.expand(len(embedded), 1, -1)
+        tokens = self.encoder.tokens(torch.cat([unc, embedded], 1), None).mean
+        unc, mean = tokens[:, :1], tokens[:, 1:]
+        return TokenFeatures(self.encoder.norm_out(mean) if self.released else mean, None, unc)
+
+
+class UncTokenTextEncoder(_UncTokenEncoder):
+    """A text transformer with an [UNC] token after the text's own tokens: (n, t) token ids -> token features."""
+
+    encoder: ClipTextEncoder
+
+    def __init__(self, encoder: ClipTextEncoder, *, released: bool = False) -> None:
+        super().__init__(encoder, released)
+        self.causal, self.max_tokens = encoder.causal and not released, encoder.max_tokens
+        self.class_token = nn.Parameter(torch.randn(self.channels) * self.channels**-0.5) if released else None
+
+    def forward(self, inputs: Inputs) -> TokenFeatures:
+        """Token features of texts. inputs (n, t)."""
+        mask = inputs.mask
+        if self.released:
+            if inputs.values.shape[1] != self.max_tokens or not (mask is None or bool(mask.all())):
+                raise ValueError(
+                    "UncTokenTextEncoder: the released weights attend to their padding: expected texts padded to"
+                    f" {self.max_tokens} tokens, all of them in the mask, got {tuple(inputs.values.shape)}"
+                )
+            mask = None
+        extra = [token for token in (self.variance_token, self.class_token) if token is not None]
+        embedded = self.encoder.embeddings(inputs.values)
+        embedded = torch.cat([embedded, *(token.expand(len(embedded), 1, -1) for token in extra)], 1)
+        tokens = self.encoder.tokens(
+            embedded, None, causal=self.causal and mask is None, attention=_attention(mask, len(extra), self.causal)
+        ).mean
+        text, unc, last = tokens[:, : -len(extra)], tokens[:, -len(extra), None], tokens[:, -1:]
+        if self.released:
+            return TokenFeatures(last)
+        if self.class_token is not None:  # As the paper says it: the log variance from [UNC].
+            return TokenFeatures(last, None, unc)
+        return TokenFeatures(text, mask, unc)
+
+
+def _attention(mask: Tensor | None, extra: int, causal: bool) -> Tensor | None:
+    """(n, t) mask of the text -> (n, 1, t' or 1, t') bool with the extra tokens at the end, which all may see."""
+    if mask is None:
+        return None
+    seen = torch.nn.functional.pad(mask, (0, extra), value=True)[:, None, None]
+    if not causal:
+        return seen
+    length = seen.shape[-1]
+    return seen & torch.ones(length, length, dtype=torch.bool, device=mask.device).tril()
+
+
+def build_clip_image(
+    config: ClipImageConfig, context: BuildContext
+) -> tuple[ImageFileProcessor, ClipImageEncoder | UncTokenImageEncoder]:
+    """Build the image side of kind "clip". Returns (processor, encoder)."""
+    encoder = clip_image_encoder(config, description=context.description, variance=context.variance)
+    processor = ImageFileProcessor(encoder.size, fit=config.fit)
+    return processor, UncTokenImageEncoder(encoder) if config.variance_token and context.variance else encoder
+
+
+def build_clip_text(
+    config: ClipTextConfig, context: BuildContext
+) -> tuple[TokenProcessor, ClipTextEncoder | UncTokenTextEncoder]:
+    """Build the text side of kind "clip". Returns (processor, encoder)."""
+    tokenizer = context.need_tokenizer(config.kind)
+    encoder = clip_text_encoder(
+        config, vocabulary=tokenizer.get_vocab_size(), description=context.description, variance=context.variance
+    )
+    processor = TokenProcessor(tokenizer, min(config.max_tokens or encoder.max_tokens, encoder.max_tokens))
+    return processor, UncTokenTextEncoder(encoder) if config.variance_token and context.variance else encoder

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import torch
-from pydantic import Field, PositiveInt
+from pydantic import Field
 from torch import nn
 from torch.nn.utils.fusion import fuse_conv_bn_eval
 
@@ -20,7 +20,6 @@ from sfumato.encoders.encoder_protocol import (
     Encoder,
     Fit,
     ImageEncoderConfig,
-    InMemory,
     StandardisedPixels,
 )
 from sfumato.encoders.features import Inputs, TokenFeatures
@@ -36,16 +35,15 @@ class EfficientNetImageConfig(ImageEncoderConfig):
     """EfficientNet-Lite0 (extra ``offline``), fine-tuned from pixels."""
 
     needs: ClassVar[frozenset[str]] = frozenset({"offline"})
+    in_memory: ClassVar[bool] = True
 
     kind: Literal["efficientnet"] = "efficientnet"
     size: int = Field(128, ge=32, description="side of the square images in pixels")
-    pretrained: bool = Field(True, description="start from the weights of ImageNet")
     augment: AugmentMode = "crop"
-    in_memory: InMemory = True
 
     @property
     def starts_pretrained(self) -> bool:
-        return self.pretrained
+        return True
 
 
 SIZES = {"efficientnet-lite0": 224, "efficientnet-lite2": 260}
@@ -88,9 +86,10 @@ def fold_batch_norms(network: Any) -> Any:
 class EfficientNetEncoder(Encoder):
     """(n, 3, s, s) pixels -> (n, (s / 32)^2, 1280) token features; all parameters are trained."""
 
+    pretrained = True
+
     def __init__(self, *, pretrained: bool = True) -> None:
         super().__init__()
-        self.pretrained = pretrained
         # AdamP needs weights in the default memory format.
         self.network = efficientnet_lite(pretrained=pretrained).to(memory_format=torch.contiguous_format)
         for unused in ("_avg_pooling", "_dropout", "_fc"):
@@ -106,21 +105,9 @@ class EfficientNetEncoder(Encoder):
 
 def build_efficientnet(
     config: EfficientNetImageConfig, context: BuildContext
-) -> tuple[PixelProcessor | ImageFileProcessor, EfficientNetEncoder]:
+) -> tuple[PixelProcessor, EfficientNetEncoder]:
     """Build the image side of kind "efficientnet". Returns (processor, encoder)."""
-    encoder = EfficientNetEncoder(pretrained=config.pretrained and not context.trained)
-    encoder.pretrained = config.pretrained
-    return (PixelProcessor if config.in_memory else ImageFileProcessor)(config.size), encoder
-
-
-RESNETS: dict[str, tuple[str, tuple[int, ...], tuple[int, ...]]] = {
-    "resnet-18": ("basic", (2, 2, 2, 2), (64, 128, 256, 512)),
-    "resnet-34": ("basic", (3, 4, 6, 3), (64, 128, 256, 512)),
-    "resnet-50": ("bottleneck", (3, 4, 6, 3), (256, 512, 1024, 2048)),
-    "resnet-101": ("bottleneck", (3, 4, 23, 3), (256, 512, 1024, 2048)),
-    "resnet-152": ("bottleneck", (3, 8, 36, 3), (256, 512, 1024, 2048)),
-}
-"""(kind of block, blocks of each stage, channels of each stage) without weights; He et al. 2016, table 1."""
+    return PixelProcessor(config.size), EfficientNetEncoder(pretrained=not context.trained)
 
 
 class ResNetImageConfig(ImageEncoderConfig):
@@ -132,27 +119,14 @@ class ResNetImageConfig(ImageEncoderConfig):
     needs: ClassVar[frozenset[str]] = frozenset({"backbones"})
 
     kind: Literal["resnet"] = "resnet"
-    weights: str = Field("", description="hub name or local folder of a ResNet; random or empty: none")
-    architecture: Literal["resnet-18", "resnet-34", "resnet-50", "resnet-101", "resnet-152"] = "resnet-50"
-    """architecture, without weights"""
-    depths: tuple[PositiveInt, ...] | None = Field(None, min_length=1)
-    """number of blocks of each stage, instead of an architecture; only without weights"""
-    width: PositiveInt = 64
-    """with depths: channels of the first stage; each later stage has twice as many"""
+    weights: str = Field("", description="hub name or local folder of a ResNet")
     size: int = Field(224, ge=32, description="side of the square images in pixels")
     fit: Fit = "squash"
     augment: AugmentMode = "crop"
-    in_memory: InMemory = False
 
-    def check(self, section: str) -> None:
-        changed = self.changed("architecture", "depths", "width")
-        if self.weights:
-            useless, how = changed, "beside"
-        else:
-            useless, how = (changed & {"architecture"}, "beside") if self.depths else (changed & {"width"}, "without")
-        if useless:
-            other = "weights" if self.weights else "depths"
-            raise ValueError(f"{section}.{min(useless)} has no effect {how} {section}.{other}; leave it out")
+    @property
+    def starts_pretrained(self) -> bool:
+        return True
 
 
 class ResNetEncoder(Encoder):
@@ -160,6 +134,8 @@ class ResNetEncoder(Encoder):
 
     An image of 224 pixels and four stages give 7 x 7 cells.
     """
+
+    pretrained = True
 
     def __init__(
         self, network: Any, *, pixel_mean: Sequence[float] = IMAGENET_MEAN, pixel_std: Sequence[float] = IMAGENET_STD
@@ -185,33 +161,25 @@ class ResNetEncoder(Encoder):
 
 
 def resnet_encoder(config: ResNetImageConfig, *, description: Mapping[str, Any] | None = None) -> ResNetEncoder:
-    """A residual network as an image encoder: of a description, else of weights, else of an architecture."""
+    """A residual network as an image encoder: of a description, else of weights."""
     transformers = import_transformers()
     if description is not None:
         network = transformers.ResNetModel(transformers.ResNetConfig(**description["backbone"]))
         return ResNetEncoder(network, pixel_mean=description["pixel_mean"], pixel_std=description["pixel_std"])
-    if weights := config.weights:
-        found = from_pretrained(transformers.AutoConfig, weights)
-        if found.model_type != "resnet":
-            raise UserError(
-                f"{weights!r} is a model of type {found.model_type!r}; kind 'resnet' takes type 'resnet' only"
-            )
-        processor = from_pretrained(transformers.AutoImageProcessor, weights)
-        mean, std = (processor.image_mean, processor.image_std) if processor.do_normalize else ((0.0,) * 3, (1.0,) * 3)
-        network = from_pretrained(transformers.ResNetModel, weights).float()
-        return ResNetEncoder(network, pixel_mean=mean, pixel_std=std)
-    kind, blocks, channels, first = *RESNETS[config.architecture], 64
-    if config.depths is not None:
-        kind, blocks, first = "basic", config.depths, config.width
-        channels = tuple(first * 2**i for i in range(len(blocks)))
-    shape = {"layer_type": kind, "depths": list(blocks), "hidden_sizes": list(channels)}
-    return ResNetEncoder(transformers.ResNetModel(transformers.ResNetConfig(embedding_size=first, **shape)))
+    if not config.weights:
+        raise UserError("model.image.weights must name a ResNet: a hub name, or a local folder of transformers")
+    found = from_pretrained(transformers.AutoConfig, config.weights)
+    if found.model_type != "resnet":
+        raise UserError(
+            f"{config.weights!r} is a model of type {found.model_type!r}; kind 'resnet' takes type 'resnet' only"
+        )
+    processor = from_pretrained(transformers.AutoImageProcessor, config.weights)
+    mean, std = (processor.image_mean, processor.image_std) if processor.do_normalize else ((0.0,) * 3, (1.0,) * 3)
+    network = from_pretrained(transformers.ResNetModel, config.weights).float()
+    return ResNetEncoder(network, pixel_mean=mean, pixel_std=std)
 
 
-def build_resnet(
-    config: ResNetImageConfig, context: BuildContext
-) -> tuple[PixelProcessor | ImageFileProcessor, ResNetEncoder]:
+def build_resnet(config: ResNetImageConfig, context: BuildContext) -> tuple[ImageFileProcessor, ResNetEncoder]:
     """Build the image side of kind "resnet". Returns (processor, encoder)."""
     encoder = resnet_encoder(config, description=context.description)
-    encoder.pretrained = config.starts_pretrained
-    return (PixelProcessor if config.in_memory else ImageFileProcessor)(config.size, fit=config.fit), encoder
+    return ImageFileProcessor(config.size, fit=config.fit), encoder

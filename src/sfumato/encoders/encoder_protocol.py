@@ -199,10 +199,6 @@ Fit = Annotated[
         " pixels out of 256"
     ),
 ]
-InMemory = Annotated[
-    bool,
-    Field(description="decode all images once and keep the pixels in memory, instead of decoding them for each batch"),
-]
 
 
 class EncoderConfig(BaseModel):
@@ -256,12 +252,13 @@ class ImageEncoderConfig(EncoderConfig):
 
     from_pixels: ClassVar[bool] = True  # whether it reads the pixels of each batch, so that they can be mixed
     reads_regions: ClassVar[bool] = False  # whether items are files of region features instead of images
+    in_memory: ClassVar[bool] = False  # whether all images are decoded once, instead of for each batch
     drops_tokens: ClassVar[bool] = False  # whether it applies augment.image_tokens itself, instead of the tower
 
     @model_validator(mode="after")
     def _crops_of_files(self) -> "ImageEncoderConfig":
-        if self.augment_mode == "resized-crop" and getattr(self, "in_memory", False):
-            raise ValueError('augment="resized-crop" cuts image files, not pixels in memory; set in_memory=false')
+        if self.augment_mode == "resized-crop" and self.in_memory:
+            raise ValueError('augment="resized-crop" cuts image files, but this kind has the pixels in memory')
         return self
 
     @property

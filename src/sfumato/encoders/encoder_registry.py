@@ -7,7 +7,7 @@ from pydantic_core import PydanticKnownError
 from tokenizers import Tokenizer
 
 from sfumato.encoders import feature_rows, scratch
-from sfumato.encoders.clip import ClipImageConfig, ClipTextConfig, clip_tokenizer
+from sfumato.encoders.clip import ClipImageConfig, ClipTextConfig, build_clip_image, build_clip_text, clip_tokenizer
 from sfumato.encoders.convolutional import EfficientNetImageConfig, ResNetImageConfig, build_efficientnet, build_resnet
 from sfumato.encoders.encoder_protocol import (
     BuildContext,
@@ -19,7 +19,6 @@ from sfumato.encoders.encoder_protocol import (
     TextEncoderConfig,
 )
 from sfumato.encoders.frozen import FrozenImageConfig, FrozenTextConfig, build_frozen_image, build_frozen_text
-from sfumato.encoders.unc_token import build_clip_image, build_clip_text
 from sfumato.ids import Side
 
 ENCODERS: dict[Side, dict[str, EncoderEntry]] = {

@@ -31,11 +31,11 @@ from sfumato.encoders.encoder_protocol import (
     Progress,
     TextEncoderConfig,
 )
-from sfumato.encoders.feature_input import FeatureInput, Whiten
+from sfumato.encoders.feature_rows import FeatureInput, Whiten
 from sfumato.encoders.features import FrozenBackbone, RaggedStore, Store, cached_features
 from sfumato.encoders.joint import is_open_clip, joint_image, joint_text
-from sfumato.encoders.minilm import MiniLM
 from sfumato.encoders.package_weights import (
+    MiniLM,
     Precision,
 )
 

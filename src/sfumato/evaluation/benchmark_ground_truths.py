@@ -11,9 +11,8 @@ from typing import Literal, get_args
 
 import numpy as np
 
-from sfumato.data.coco import coco_image_id
+from sfumato.data.coco import coco_image_id, karpathy_entries
 from sfumato.data.emoji import Style, load_emoji
-from sfumato.data.layouts import karpathy_entries
 from sfumato.errors import UserError
 from sfumato.evaluation.ground_truth import (
     RECALLS,

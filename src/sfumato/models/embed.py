@@ -12,9 +12,9 @@ from tokenizers import Tokenizer
 
 from sfumato.data.feature_tables import EmbeddingRow, open_table
 from sfumato.data.image_decoding import IMAGE_ENDINGS, spelt
+from sfumato.data.image_inputs import REGION_ENDINGS
 from sfumato.data.images import FileImage, ImageSource, Problems, image_files
 from sfumato.data.pairs import PairData
-from sfumato.data.region_files import REGION_ENDINGS
 from sfumato.data.sources import DataConfig
 from sfumato.encoders.dual import DualEncoder, Tower
 from sfumato.encoders.encoder_protocol import Item

@@ -137,26 +137,41 @@ def is_of_run(path: Path) -> bool:
     return path.name == RECIPE and any((path.parent / name).exists() for name in (MODEL, LAST))
 
 
-_GONE = {
-    "data.held_out_style": "fluent3d",
-    "model.image.variance_start": "random",
-    "model.text.variance_start": "random",
-    "variance_stage.sides": "both",
-    "variance_stage.whiten": True,
-    "variance_stage.n_gallery": 5000,
-}
-"""Keys that runs of former versions state, and the value that each has always now."""
+_GONE: tuple[tuple[str, str, Any], ...] = (
+    ("data.held_out_style", "", "fluent3d"),
+    ("data.noise_file", "", ""),
+    ("data.noise_seed", "", 0),
+    ("data.shuffle_buffer", "", 10_000),
+    ("model.image.architecture", "resnet", "resnet-50"),
+    ("model.image.blocks", "clip", None),
+    ("model.image.depths", "resnet", None),
+    ("model.image.in_memory", "clip", False),
+    ("model.image.in_memory", "efficientnet", True),
+    ("model.image.in_memory", "resnet", False),
+    ("model.image.pretrained", "efficientnet", True),
+    ("model.image.variance_start", "", "random"),
+    ("model.image.width", "resnet", 64),
+    ("model.text.blocks", "clip", None),
+    ("model.text.variance_start", "", "random"),
+    ("variance_stage.n_gallery", "", 5000),
+    ("variance_stage.sides", "", "both"),
+    ("variance_stage.whiten", "", True),
+)
+"""Keys that runs of former versions state, the kind of encoder that had them ("" for all), and their value now."""
 
 
 def without_gone(values: dict[str, Any]) -> dict[str, Any]:
     """The values of a run's recipe without keys whose value is always the same now; changed in place."""
-    for key, value in _GONE.items():
+    for key, kind, value in _GONE:
         *sections, name = key.split(".")
         section: Any = values
         for one in sections:
             section = section.get(one) if isinstance(section, dict) else None
-        if isinstance(section, dict) and name in section and section[name] == value:
-            del section[name]
+        if not isinstance(section, dict) or name not in section or kind not in ("", section.get("kind")):
+            continue
+        if section[name] != value:
+            raise UserError(f"{key}={section[name]!r}: this key is gone, its value is always {value!r} now")
+        del section[name]
     return values
 
 
@@ -180,7 +195,7 @@ def absolute_data(config: DataConfig) -> DataConfig:
     """The same data with absolute paths, so that they are found from any folder."""
     table = resolved_table if config.source == "embeddings" else _absolute
     return config.model_copy(
-        update={name: _absolute(getattr(config, name)) for name in ("path", "val_path", "noise_file")}
+        update={name: _absolute(getattr(config, name)) for name in ("path", "val_path")}
         | {name: table(getattr(config, name)) for name in ("images", "texts") if getattr(config, name)}
     )
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sfumato.calibration.fits import N_NEAR, Evidence, FitsCalibration, FitsLogits, list_features
 from sfumato.calibration.scorer import MatchEstimate
-from sfumato.encoders.minilm import sentence_vectors
+from sfumato.encoders.package_weights import sentence_vectors
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.search.answer import Hit, Verdict, fits_verdict, verdict
 from sfumato.search.candidates import Candidates, SampledItems, with_margin

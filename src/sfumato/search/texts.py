@@ -23,7 +23,7 @@ from torch.nn.functional import logsigmoid
 
 from sfumato.calibration.fits import Evidence, FitsCalibration
 from sfumato.encoders.dual import DualEncoder, Pieces, piece_counter
-from sfumato.encoders.minilm import WIDTH, sentence_vectors
+from sfumato.encoders.package_weights import WIDTH, sentence_vectors
 from sfumato.search.stores.open import create_store, open_store
 from sfumato.search.stores.protocol import WORDS, Filter, Records, VectorStore, WordStore
 

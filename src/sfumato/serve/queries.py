@@ -10,7 +10,7 @@ from typing import Literal
 import numpy as np
 import torch
 
-from sfumato.data.region_files import regions_to_bytes
+from sfumato.data.image_inputs import regions_to_bytes
 from sfumato.encoders.feature_rows import features_read
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.search.candidates import GalleryRecords

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from sfumato.data.pairs import EqualTexts, PairBatch, PairSampler, normal_wording
-from sfumato.data.shard_stream import ShardBatch, ShardStream
+from sfumato.data.shards import ShardBatch, ShardStream
 from sfumato.data.transforms import (
     MixPlan,
     augment,

@@ -9,10 +9,9 @@ import torch
 
 from sfumato.data.images import Problems
 from sfumato.data.pairs import Grades, PairData, PairSampler
-from sfumato.data.shard_stream import ShardStream
-from sfumato.data.shards import expand_shards
+from sfumato.data.shards import ShardStream, expand_shards
 from sfumato.data.sources import DataConfig
-from sfumato.data.splits import WORDINGS, apply_noise, load_noise, noise_of, parse_part, save_noise, without_part
+from sfumato.data.splits import WORDINGS, apply_noise, load_noise, parse_part, save_noise, shuffle_pairs, without_part
 from sfumato.encoders.dual import DualEncoder
 from sfumato.encoders.feature_rows import described_by
 from sfumato.encoders.package_weights import where_weights_are
@@ -124,13 +123,11 @@ def training_splits(
 
 def _with_noise(config: DataConfig, data: PairData, folder: Path, process_group: ProcessGroup) -> PairData:
     """The training pairs with the recipe's noise; the run folder keeps the image of each pair."""
-    if not (config.noise_rate or config.noise_file):
+    if not config.noise_rate:
         return data
     path = folder / NOISE
     if process_group.main and not path.exists():
-        noise = noise_of(data, config.noise_rate, config.noise_seed, config.noise_file)
-        assert noise is not None
-        save_noise(path, noise)
+        save_noise(path, shuffle_pairs(data, config.noise_rate)[1])
     process_group.wait()
     return apply_noise(data, load_noise(path, data))
 
@@ -199,7 +196,6 @@ def _stream(recipe: Recipe, problems: Problems, process_group: ProcessGroup) -> 
             samples_per_epoch=recipe.data.samples_per_epoch,
             rank=process_group.rank,
             n_processes=process_group.size,
-            shuffle_buffer=recipe.data.shuffle_buffer,
             problems=problems,
             max_problem_fraction=recipe.data.max_problem_fraction,
         )

@@ -22,8 +22,7 @@ from sfumato.data.images import Problems
 from sfumato.data.pairs import PairData
 from sfumato.distances import get_distance
 from sfumato.encoders.feature_rows import described_by
-from sfumato.encoders.joint import joint_image, joint_text
-from sfumato.encoders.model_objects import save_model_object
+from sfumato.encoders.joint import joint_image, joint_text, save_model_object
 from sfumato.errors import UserError
 from sfumato.evaluation.hits import HitFigures, first_hits, measure_hits, without_nearest, without_reference
 from sfumato.evaluation.protocols import Evaluation, evaluate_retrieval
@@ -127,7 +126,7 @@ def adopt(
             :func:`~sfumato.data.feature_tables.open_table`. Arrays are written into the folder.
         texts: (m, c) embeddings of texts, or a file of them.
         pairs: (image row, text row) of true pairs; or a file, see
-            :func:`~sfumato.data.embedding_pairs.read_embedding_pairs`; None pairs row i with row i.
+            :func:`~sfumato.data.layouts.read_embedding_pairs`; None pairs row i with row i.
         out: folder of the run, new or empty.
         method: what probabilities read; "auto" fits all on one half of the calibrating images, and keeps the one whose
             first hits have the smallest log loss on the other half.

@@ -18,7 +18,7 @@ import torch
 from sfumato.data.images import Problems
 from sfumato.data.pairs import PairData
 from sfumato.data.sources import DataConfig
-from sfumato.data.splits import apply_noise, images_of_part, noise_of
+from sfumato.data.splits import images_of_part, shuffle_pairs
 from sfumato.errors import UserError, counted
 from sfumato.evaluation.pair_scores import (
     ListedScores,
@@ -153,9 +153,8 @@ def prepare_listed(retrieval_model: Model, config: DataConfig, split: str) -> tu
     splits = load_splits(config, problems)
     data = chosen_split(splits, split, config)
     others = {name: len(one.image_ids) for name, one in splits.items() if not set(one.image_ids) <= set(data.image_ids)}
-    noise = noise_of(data, config.noise_rate, config.noise_seed, config.noise_file) if split == "train" else None
-    if noise is not None:
-        data = apply_noise(data, noise)
+    if split == "train" and config.noise_rate:
+        data = shuffle_pairs(data, config.noise_rate)[0]
     prepared = prepare_split(retrieval_model.model, data, problems, split)
     say_problems(problems)
     return prepared, others

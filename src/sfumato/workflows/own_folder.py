@@ -17,7 +17,7 @@ from typing import Any
 
 from sfumato.data.image_decoding import needs_extra
 from sfumato.data.images import DIGEST, FILE, POINTER, ROOT, Problem, Problems
-from sfumato.encoders.minilm import has_minilm
+from sfumato.encoders.package_weights import has_minilm
 from sfumato.encoders.processors import available_cpus, in_threads
 from sfumato.errors import UserError
 from sfumato.gaussian import GaussianEmbedding

@@ -9,16 +9,14 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from sfumato.data.coco import coco_images, json_kind, read_coco_captions
+from sfumato.data.coco import coco_images, json_kind, read_coco_captions, read_karpathy
 from sfumato.data.hub_datasets import is_dataset_folder, read_dataset
 from sfumato.data.image_decoding import spelt
 from sfumato.data.images import FileImage, Problems, image_files
-from sfumato.data.layouts import read_karpathy
 from sfumato.data.manifest import MANIFEST_SUFFIXES, read_rows
 from sfumato.data.pairs import PairData
 from sfumato.data.photographs import describe_image, file_fields
-from sfumato.data.shard_stream import read_shards
-from sfumato.data.shards import expand_shards
+from sfumato.data.shards import expand_shards, read_shards
 from sfumato.errors import UserError
 from sfumato.files import read_json
 from sfumato.workflows.index import Source
