@@ -1,24 +1,18 @@
-"""A stand-in of the Hugging Face hub: the part of its HTTP interface that pushing and pulling models use, in memory.
+"""A stand-in of the Hugging Face hub: the part of its HTTP interface by which models are pulled, in memory.
 
-It answers what `huggingface_hub` asks: repositories, commits, large files (LFS), downloads in parts, metadata of cards.
+It answers what `huggingface_hub` asks: repositories, revisions, files, downloads in parts.
 """
 
-import base64
 import hashlib
 import json
 import threading
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-import yaml
-
-READS, WRITES, NEW = "hf_only_reads", "hf_writes_as_ann", "hf_writes_as_bob"
+ANN, BOB = "hf_token_of_ann", "hf_token_of_bob"
 LARGE = (".safetensors",)
-PIPELINES = {"zero-shot-image-classification", "feature-extraction"}
-LICENSES = {"apache-2.0", "mit"}
 
 
 @dataclass
@@ -47,13 +41,11 @@ def oid_of(name: str, data: bytes) -> str:
 
 
 class Hub:
-    """Runs while its block does; `refuse` gives a status for a request, `cut` ends downloads after some bytes."""
+    """Runs while its block does; `cut` ends downloads after some bytes."""
 
     def __init__(self) -> None:
         self.repositories: dict[str, Repository] = {}
-        self.large: dict[str, bytes] = {}
         self.requests: list[tuple[str, str, str]] = []  # (method, path, token)
-        self.refuse: Callable[[str, str], int | None] = lambda method, path: None
         self.cut: int | None = None
         self.held = threading.Event()  # a download that was cut waits for it before it ends
         self.held.set()
@@ -104,10 +96,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def user(self) -> str | None:
         token = self.headers.get("Authorization", "").removeprefix("Bearer ")
-        return {READS: "ann", WRITES: "ann", NEW: "bob"}.get(token)
-
-    def may_write(self, owner: str) -> bool:
-        return self.user() == owner and READS not in self.headers.get("Authorization", "")
+        return {ANN: "ann", BOB: "bob"}.get(token)
 
     def repository(self, name: str) -> Repository | None:
         """The repository, if the caller may see it; answers otherwise."""
@@ -119,50 +108,22 @@ class _Handler(BaseHTTPRequestHandler):
 
     def handle_request(self) -> None:
         path = unquote(urlsplit(self.path).path)
-        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         authorization = self.headers.get("Authorization", "")
         self.hub.requests.append((self.command, path, authorization.removeprefix("Bearer ")))
-        if (status := self.hub.refuse(self.command, path)) is not None:
-            token = authorization.removeprefix("Bearer ")
-            return self.refused(status, f"the hub has a bad day with {token}")
         if authorization and self.user() is None:
             return self.refused(401, "Invalid credentials in Authorization header")
         words = path.strip("/").split("/")
         match words:
-            case ["lfs", oid]:
-                self.hub.large[oid] = body
-                self.answer(200, b"")
-            case ["api", "whoami-v2"]:
-                self.answer(200, {"name": self.user(), "type": "user"})
-            case ["api", "validate-yaml"]:
-                self.validate(json.loads(body)["content"])
-            case ["api", "repos", "create"]:
-                self.create(json.loads(body))
             case ["api", "models", owner, name, *rest]:
-                self.model(f"{owner}/{name}", rest, body)
-            case [owner, name, "info", "lfs", "objects", "batch"]:
-                self.batch(f"{owner}/{name.removesuffix('.git')}", json.loads(body))
+                self.model(f"{owner}/{name}", rest)
             case [owner, name, "resolve", revision, *file]:
                 self.resolve(f"{owner}/{name}", revision, "/".join(file))
             case _:
                 self.refused(404, f"unknown {path}")
 
-    do_GET = do_HEAD = do_POST = do_PUT = handle_request
+    do_GET = do_HEAD = handle_request
 
-    def create(self, wanted: dict[str, Any]) -> None:
-        owner = wanted.get("organization") or self.user()
-        name = f"{owner}/{wanted['name']}"
-        about = {"url": f"{self.hub.address}/{name}", "name": name}
-        if not self.may_write(owner):
-            return self.refused(403, f"You don't have the rights to create a model under the namespace {owner!r}")
-        if name in self.hub.repositories:
-            return self.answer(409, {"error": "You already created this model repo", **about})
-        private = wanted.get("visibility") == "private" or bool(wanted.get("private"))
-        self.hub.repositories[name] = Repository(private)
-        self.hub.repositories[name].commit({".gitattributes": b"*.safetensors filter=lfs\n"}, "initial commit")
-        self.answer(200, about)
-
-    def model(self, name: str, rest: list[str], body: bytes) -> None:
+    def model(self, name: str, rest: list[str]) -> None:
         found = self.repository(name)
         if found is None:
             return
@@ -175,41 +136,8 @@ class _Handler(BaseHTTPRequestHandler):
                 self.answer(200, {"id": name, "sha": at[0], "private": found.private, "siblings": siblings})
             case ["tree", revision]:
                 self.answer(200, [_entry(file, data) for file, data in sorted(found.at(revision)[1].items())])
-            case ["preupload", _]:
-                files = [file["path"] for file in json.loads(body)["files"]]
-                self.answer(200, {"files": [_mode(file, found.files.get(file)) for file in files]})
-            case ["commit", "main"]:
-                self.commit(name, found, [json.loads(line) for line in body.splitlines()])
             case _:
                 self.refused(404, f"unknown {rest}")
-
-    def batch(self, name: str, wanted: dict[str, Any]) -> None:
-        if not self.may_write(name.split("/")[0]):
-            return self.refused(403, "Forbidden")
-        objects = [
-            {**one, "actions": {"upload": {"href": f"{self.hub.address}/lfs/{one['oid']}"}}}
-            if one["oid"] not in self.hub.large
-            else one
-            for one in wanted["objects"]
-        ]
-        self.answer(200, {"transfer": "basic", "objects": objects})
-
-    def commit(self, name: str, found: Repository, lines: list[dict[str, Any]]) -> None:
-        if not self.may_write(name.split("/")[0]):
-            return self.refused(403, "Forbidden: you must use a write token to upload to a repository")
-        header, files = lines[0]["value"], dict(found.files)
-        if header.get("parentCommit") not in (None, found.commits[0][0]):
-            return self.refused(412, "A commit has happened since. Please refresh and try again.")
-        for line in lines[1:]:
-            value = line["value"]
-            if line["key"] == "deletedFile":
-                del files[value["path"]]
-            else:
-                large = line["key"] == "lfsFile"
-                files[value["path"]] = self.hub.large[value["oid"]] if large else base64.b64decode(value["content"])
-        sha = found.commit(files, header["summary"])
-        url = f"{self.hub.address}/{name}/commit/{sha}"
-        self.answer(200, {"commitUrl": url, "commitOid": sha, "success": True})
 
     def resolve(self, name: str, revision: str, file: str) -> None:
         found = self.repository(name)
@@ -225,32 +153,8 @@ class _Handler(BaseHTTPRequestHandler):
             return self.answer(206, data[start:], Content_Range=whole, **about)
         self.answer(200, data, Accept_Ranges="bytes", **about)
 
-    def validate(self, card: str) -> None:
-        """What the hub refuses in the metadata of a card."""
-        values = yaml.safe_load(card.split("---\n")[1])
-        wrong = []
-        if values.get("license", "mit") not in LICENSES:
-            wrong.append(f'"license" must be one of {sorted(LICENSES)}')
-        if values.get("pipeline_tag", "feature-extraction") not in PIPELINES:
-            wrong.append('"pipeline_tag" is unknown')
-        for result in (values.get("model-index") or [{"results": []}])[0]["results"]:
-            if not ({"type"} <= result["task"].keys() and {"type", "name"} <= result["dataset"].keys()):
-                wrong.append('"model-index" is invalid')
-        errors = [{"message": message} for message in wrong]
-        self.answer(400 if errors else 200, {"errors": errors, "warnings": []})
-
 
 def _entry(file: str, data: bytes) -> dict[str, Any]:
     oid = oid_of(file, data)
     large = {"lfs": {"oid": oid, "size": len(data), "pointerSize": 130}} if file.endswith(LARGE) else {}
     return {"type": "file", "path": file, "size": len(data), "oid": oid, **large}
-
-
-def _mode(file: str, there: bytes | None) -> dict[str, Any]:
-    known = {} if there is None else {"oid": oid_of(file, there)}
-    return {
-        "path": file,
-        "uploadMode": "lfs" if file.endswith(LARGE) else "regular",
-        "shouldIgnore": False,
-        **known,
-    }

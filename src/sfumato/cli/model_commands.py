@@ -1,7 +1,6 @@
 """The commands that make models and embeddings: demo, recipes, train, calibrate, adopt, export, regions."""
 
 import json
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -201,47 +200,24 @@ def recipes(name: str | None = word(None, "Name of a recipe to print.", "NAME"))
     print_table("", ["recipe", "what it is"], rows, running=(1,))
 
 
-@dataclass(frozen=True)
-class PushFlags:
-    """Where on the hub the model goes."""
-
-    push: str | None = flag(None, "Upload it as one commit to this repository of the hub.", metavar="OWNER/NAME")
-    private: bool = flag(False, "With --push: create the repository as a private one.", "--private")
-    force: bool = flag(False, "With --push: replace files of a repository that sfumato did not write.", "--force")
-
-
 @command()
 def export(
     run: RunFolder,
-    out: Path | None = word(None, "Folder to write: new, or empty. With --push it may be left out.", "OUT"),
-    *,
-    to: PushFlags,
+    out: Path = word(..., "Folder to write: new, or empty.", "OUT"),
     license: str = flag("", "Licence for the model card, as the hub writes it, e.g. apache-2.0. Default: unknown."),
     as_json: AsJson = False,
 ) -> None:
     """Export a run's model in the layout of the Hugging Face hub.
 
-    Writes the weights, config.json and a model card with scores; --push uploads them. The token is that of
-    `hf auth login` or HF_TOKEN.
+    Writes the weights, config.json and a model card with scores. `hf upload OWNER/NAME OUT` puts it on the hub.
     """
-    from sfumato.workflows.export import export_run, publish_run
+    from sfumato.workflows.export import export_run
 
-    if out is not None:
-        check_out_folder(out)
-    if to.push is None:
-        if out is None or to.private or to.force:
-            raise UserError("give OUT, a folder, or --push OWNER/NAME, to which --private and --force belong")
-        with writing(out):
-            written = export_run(run, out, license=license)
-        size = sum(file.stat().st_size for file in written.rglob("*") if file.is_file())
-        return print_result({"out": str(written), "bytes": size}, as_json, f"exported {size / 1e6:.1f} MB: {written}")
-    with writing(out or Path(tempfile.gettempdir())):
-        pushed = publish_run(run, to.push, out, private=to.private, force=to.force, license=license)
-    state = "as commit" if pushed.changed else "which holds these files already; its commit is"
-    line = f"pushed {pushed.bytes / 1e6:.1f} MB to {pushed.address}, {state} {pushed.commit}"
-    load = f'load it: sfumato.load("{pushed.name}"), or sfumato index {pushed.name} --images FOLDER --out INDEX'
-    folder = {} if out is None else {"out": str(out)}
-    print_result({**folder, **pushed.to_json()}, as_json, f"{line}\n{load}")
+    check_out_folder(out)
+    with writing(out):
+        written = export_run(run, out, license=license)
+    size = sum(file.stat().st_size for file in written.rglob("*") if file.is_file())
+    print_result({"out": str(written), "bytes": size}, as_json, f"exported {size / 1e6:.1f} MB: {written}")
 
 
 @dataclass(frozen=True)
