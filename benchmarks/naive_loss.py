@@ -29,7 +29,7 @@ def naive(loss: PCMEPPLoss, leaves: Leaves, match: Tensor) -> None:
     distance = squared + a.exp().sum(1)[:, None] + b.exp().sum(1)
     logit = loss.logits.logit_bias - loss.logits.logit_scale * distance
     entropy = functional.binary_cross_entropy_with_logits
-    total = options.match_weight * entropy(logit, match)
+    total = 2 * entropy(logit, match)
     if options.alpha:
         near = distance.detach()
         for limit in (near.diagonal()[:, None], near.diagonal()):

@@ -24,7 +24,6 @@ METHODS = {
     "semihard": "triplets with semi-hard negatives",
     "triplet": "VSE++ after one epoch of VSE0",
     "vseinf": "VSE∞: triplets, GPO, two-layer heads",
-    "softmargin": "VSE∞ with a soft margin",
     "daa": "DAA",
     "pvse": "PVSE: several embeddings an item",
 }

@@ -1,4 +1,4 @@
-"""Inclusion against numerical integration, and the released form against its own numbers."""
+"""Inclusion against numerical integration and the released form, and that against its own numbers."""
 
 import json
 import math
@@ -8,15 +8,12 @@ import scipy
 import torch
 from safetensors.torch import load_file
 from support.batches import batch
+from support.parity import released_inclusion_loss, released_inclusion_test, released_log_inclusion
 
 from sfumato.gaussian import GaussianEmbedding
-from sfumato.inclusion import inclusion_losses, inclusion_test, log_inclusion, released_log_inclusion
+from sfumato.inclusion import inclusion_losses, inclusion_test, log_inclusion
 
 inclusion_loss = lambda *sides, **options: inclusion_losses(*sides, **options).mean()
-
-
-def released_inclusion_test(x, y, eps):
-    return released_log_inclusion(x, y, eps=eps) - released_log_inclusion(y, x, eps=eps)
 
 
 def density(t, mean, log_var):
@@ -60,13 +57,11 @@ def test_log_inclusion_is_the_integral():
 
 def test_loss_is_the_loops():
     x, y = pairs()
-    for eps in (None, -10.0):
-        test = inclusion_test(x, y) if eps is None else released_inclusion_test(x, y, eps=eps)
-        for scale in (0.7, 10.0):
-            loop = [math.log1p(math.exp(-scale * value)) for row in test.tolist() for value in row]
-            loss = inclusion_loss(x, y, scale=scale, released_eps=eps)
-            assert loss.item() == pytest.approx(sum(loop) / len(loop), rel=1e-12)
-            assert abs(loss.item() - inclusion_loss(y, x, scale=scale, released_eps=eps).item()) > 1e-3
+    for scale in (0.7, 10.0):
+        loop = [math.log1p(math.exp(-scale * value)) for row in inclusion_test(x, y).tolist() for value in row]
+        loss = inclusion_loss(x, y, scale=scale)
+        assert loss.item() == pytest.approx(sum(loop) / len(loop), rel=1e-12)
+        assert abs(loss.item() - inclusion_loss(y, x, scale=scale).item()) > 1e-3
     narrow, wide = (GaussianEmbedding(x.mean, x.log_var + k) for k in (-1, 1))
     assert inclusion_loss(narrow, wide) < 1e-9 < 100 < inclusion_loss(wide, narrow)
 
@@ -87,11 +82,8 @@ def test_tiny_and_huge_variances_in_float32():
 def test_gradients_and_half_precision():
     x, y = (e[:2] for e in pairs())
     inputs = [t.requires_grad_() for t in (x.mean, x.log_var, y.mean, y.log_var)]
-    for eps in (None, 0.0):
-        loss = lambda a, b, c, d, e=eps: inclusion_loss(
-            GaussianEmbedding(a, b), GaussianEmbedding(c, d), scale=0.5, released_eps=e
-        )
-        assert torch.autograd.gradcheck(loss, inputs)
+    loss = lambda a, b, c, d: inclusion_loss(GaussianEmbedding(a, b), GaussianEmbedding(c, d), scale=0.5)
+    assert torch.autograd.gradcheck(loss, inputs)
     half = log_inclusion(x.to(torch.bfloat16), y.to(torch.bfloat16))
     assert half.dtype == torch.float32
     torch.testing.assert_close(half.double(), log_inclusion(x, y), rtol=0.05, atol=0.05)
@@ -99,11 +91,10 @@ def test_gradients_and_half_precision():
 
 def test_rows_that_do_not_fit_are_refused():
     x, y = batch(4, 6)
-    for function in (log_inclusion, released_log_inclusion):
-        with pytest.raises(ValueError, match=rf"{function.__name__}: x is \(4, 5\) .* and y is \(6, 5\)"):
-            function(x, y)
-        with pytest.raises(ValueError, match="must have the same n, d, dtype and device"):
-            function(x, y[:4].to(torch.float32))
+    with pytest.raises(ValueError, match=r"log_inclusion: x is \(4, 5\) .* and y is \(6, 5\)"):
+        log_inclusion(x, y)
+    with pytest.raises(ValueError, match="must have the same n, d, dtype and device"):
+        log_inclusion(x, y[:4].to(torch.float32))
 
 
 def test_parity_with_the_released_inclusion(shared):
@@ -127,9 +118,9 @@ def test_parity_with_the_released_inclusion(shared):
         close(released_log_inclusion(one, two, eps=eps), "test_12")
         close(released_log_inclusion(two, one, eps=eps), "test_21")
         for scale in (10, 1000):
-            close(inclusion_loss(one, two, scale=scale, released_eps=eps), f"loss_scale{scale}_plus")
-            close(inclusion_loss(two, one, scale=scale, released_eps=eps), f"loss_scale{scale}_minus")
-        inclusion_loss(one, two, scale=10, released_eps=eps).backward()
+            close(released_inclusion_loss(one, two, scale, eps), f"loss_scale{scale}_plus")
+            close(released_inclusion_loss(two, one, scale, eps), f"loss_scale{scale}_minus")
+        released_inclusion_loss(one, two, 10, eps).backward()
         for leaf, key in zip(leaves, ("grad_mu1", "grad_log_var1", "grad_mu2", "grad_log_var2"), strict=True):
             close(leaf.grad, key)
 

@@ -132,8 +132,6 @@ def test_what_would_have_no_effect_is_refused():
         "coco-pcmepp-b32 model.image.variance_token=true model.image.variance_blocks=2": "replaces the variance blocks",
         "coco-pcmepp-b32 model.pooling=token": "augment.image_tokens drops tokens that model.pooling='token' does not",
         "coco-pcmepp-b32 augment.mixup_alpha=0 augment.cutmix_alpha=0": "augment.mixed_share needs augment.mixup_alpha",
-        "coco-pcmepp-b32 augment.mix_whole=true augment.mix_choice=element": "augment.mix_whole mixes all images of a "
-        "batch alike",
     }
     for line, message in refused.items():
         name, *overrides = line.split()
@@ -269,8 +267,15 @@ def test_a_run_that_states_keys_of_a_former_version_opens_if_they_had_the_value_
     save_recipe(load_recipe(find_recipe("emoji-pcmepp")), path)
     now = load_recipe(path)
     text = path.read_text()
-    path.write_text(text.replace("[data]\n", '[data]\nheld_out_style = "fluent3d"\n'))
+    former = text.replace("[data]\n", '[data]\nheld_out_style = "fluent3d"\n')
+    former = former.replace("[model]\n", "[model]\nnormalize = true\n").replace(
+        "[loss]\n", "[loss]\nmatch_weight = 2.0\n"
+    )
+    path.write_text(former)
     assert load_recipe(path) == now
+    path.write_text(former.replace("match_weight = 2.0", "seed = 0"))
+    with pytest.raises(UserError, match="unknown key 'loss.seed'"):  # It was a key of another loss.
+        load_recipe(path)
     path.write_text(text.replace("[data]\n", '[data]\nheld_out_style = "noto"\n'))
     with pytest.raises(UserError, match="data.held_out_style='noto': this key is gone, .* always 'fluent3d' now"):
         load_recipe(path)

@@ -35,7 +35,7 @@ from sfumato.search.exact import rank_relevant
 from sfumato.training.loop import fit
 from sfumato.training.variance_stage import teach_variances
 
-TEACHERS = ("listed_matches", "expected_matches", "match_entropy", "match_entropy without own")
+TEACHERS = ("listed_matches", "expected_matches", "match_entropy")
 GALLERY = ("expected_matches", "match_entropy", "top1_mismatch")
 
 
@@ -67,9 +67,7 @@ def run_of(folder: Path, recipe: str, seed: int, fold: int, n_folds: int) -> Pat
         found |= {f"{direction}/hit": metrics["recall@1"], f"{direction}/map": metrics["map@r"]}
     for teacher in TEACHERS:
         loaded.model.load_state_dict(weights)
-        name, without_own = teacher.removesuffix(" without own"), teacher.endswith(" without own")
-        changed = {"teacher": name, "without_own": without_own, "epochs": stage.epochs or 10}
-        config = stage.model_copy(update=changed)
+        config = stage.model_copy(update={"teacher": teacher, "epochs": stage.epochs or 10})
         logits = calibration.logit_scale, calibration.logit_bias
         teach_variances(loaded.model, (train.images, train.texts), train.data, config, logits=logits, seed=seed)
         taught = embed_split(loaded.model, test)

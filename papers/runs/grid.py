@@ -66,7 +66,7 @@ def run_folder(recipe: Recipe, runs: Path) -> Path:
     """The folder of a recipe's run: equal recipes of all tables share it."""
     values = recipe.model_dump(mode="json")
     seed = values["train"].pop("seed")
-    for key in ("tracker", "save_minutes", "save_steps"):
+    for key in ("tracker", "save_minutes"):
         del values["train"][key]
     if not values["imports"]:  # Folders of versions without these keys stay those of the same recipes.
         del values["imports"]

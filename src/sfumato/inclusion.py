@@ -1,10 +1,9 @@
 """Inclusion of one Gaussian in another, by dimension: how much the outer one covers the inner one.
 
 The measure is the integral of p_inner^2 * p_outer. It is larger than that of p_outer^2 * p_inner where the inner
-Gaussian is the narrower one. The released code of ProLIP uses another expression, which has its own function here.
+Gaussian is the narrower one.
 """
 
-import functools
 import math
 
 import torch
@@ -53,38 +52,20 @@ def inclusion_test(x: GaussianEmbedding, y: GaussianEmbedding) -> Tensor:
     return log_inclusion(x, y) - log_inclusion(y, x)
 
 
-def released_log_inclusion(x: GaussianEmbedding, y: GaussianEmbedding, *, eps: float = -10.0) -> Tensor:
-    r"""The expression of the released code of ProLIP in place of :func:`log_inclusion` (there ``inclusion_test``).
-
-    Apart from constants it is log_inclusion - log_var_x - log_var_y / 2, with the distance of the means times exp(eps):
-    at the published -10 and -20 the means have no effect.
-
-    x, y (n, d) -> (n, d).
-    """
-    x, y = _checked(x, y, "released_log_inclusion")
-    log_v = torch.logaddexp(x.log_var, y.log_var + math.log(2))
-    normaliser = -1.5 * x.log_var - 0.5 * y.log_var - (log_v + eps - math.log(2)) / 2
-    return normaliser - math.exp(eps) * _over(x, y, log_v)
-
-
-def inclusion_losses(
-    inner: GaussianEmbedding, outer: GaussianEmbedding, *, scale: float = 1000.0, released_eps: float | None = None
-) -> Tensor:
+def inclusion_losses(inner: GaussianEmbedding, outer: GaussianEmbedding, *, scale: float = 1000.0) -> Tensor:
     r"""Inclusion of every inner embedding in its outer one: an image in its text, a whole in its masked view.
 
         -log sigmoid(scale * inclusion_test(inner, outer)), averaged over d
 
-    It orders variances and has little effect on means: see :func:`inclusion_test`. With released_eps the test is that
-    of :func:`released_log_inclusion`: the sign is the same, and at eps = 0 it is larger by (log_var_y - log_var_x) / 2.
+    It orders variances and has little effect on means: see :func:`inclusion_test`. The released code has a test of the
+    same sign, which is larger by (log_var_y - log_var_x) / 2. What the means add is multiplied there by exp(-10) or
+    exp(-20).
 
     Paper: see :func:`log_inclusion`.
 
     inner (n, d), outer (n, d) -> (n,).
     """
-    form = log_inclusion
-    if released_eps is not None:
-        form = functools.partial(released_log_inclusion, eps=released_eps)
-    return -functional.logsigmoid(scale * (form(inner, outer) - form(outer, inner))).mean(1)
+    return -functional.logsigmoid(scale * inclusion_test(inner, outer)).mean(1)
 
 
 def _over(x: GaussianEmbedding, y: GaussianEmbedding, log_v: Tensor) -> Tensor:

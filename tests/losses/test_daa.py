@@ -18,11 +18,10 @@ GRADED = torch.tensor(
 @pytest.mark.parametrize("temperature", [0.02, 0.5, 7.0])
 @pytest.mark.parametrize("distance", ["squared_l2", "csd"])
 @pytest.mark.parametrize("match", [MATCH, GRADED], ids=["ties", "graded"])
-def test_every_term_is_its_loop(temperature, distance, match):
+def test_every_term_is_its_loop(temperature, distance, match, monkeypatch):
+    monkeypatch.setattr("sfumato.losses.triplet.TEMPERATURE", temperature)
     image, text = batch()
-    output = daa_loss(
-        image, text, match, DAAOptions(margin=0.7, distance=distance, asp_weight=3, temperature=temperature)
-    )
+    output = daa_loss(image, text, match, DAAOptions(margin=0.7, distance=distance, asp_weight=3))
     d, y = get_distance(distance).matrix(image, text), match
     right = sum(references.rank_disagreement(a.tolist(), b.tolist(), temperature) for a, b in ((d, y), (d.T, y.T)))
     assert float(output.terms["asp"]) == pytest.approx(3 * right, rel=1e-12)
@@ -48,7 +47,7 @@ def test_a_weight_beside_summed_hinges_on_the_cosine_is_2_over_n_of_it_here(rele
         total = total + released * (1 - asp.sum() / n**2)
     released_gradients = torch.autograd.grad(total, sides)
     assert weight == released * 2 / n
-    options = DAAOptions(margin=0.4, asp_weight=weight, temperature=0.02)
+    options = DAAOptions(margin=0.4, asp_weight=weight)
     ours = daa_loss(*(GaussianEmbedding.point(side) for side in sides), match, options).total
     torch.testing.assert_close(ours, 2 / n * total, rtol=1e-9, atol=0)
     for own, other, side in zip(torch.autograd.grad(ours, sides), released_gradients, sides, strict=True):

@@ -57,9 +57,9 @@ def test_terms_sum_to_the_total(loss):
 FORMULAS = [
     PCMEPPOptions(), PCMEPPOptions(distance="kl", infonce_weight=0.3),
     PCMEPPOptions(infonce_weight=0.3, pseudo_positives_from=1), InfoNCEOptions(), InfoNCEOptions(distance="elk"),
-    ProLIPOptions(inclusion_weight=0.1, inclusion_scale=2.0),
+    ProLIPOptions(inclusion_weight=0.1),
     PCMEOptions(uniformity_weight=0.5, sigmoid="compressed", beta=0.2), TripletOptions(sum_epochs=1),
-    TripletOptions(mining="semi-hard", soft_margin=True, distance="csd"), DAAOptions(asp_weight=3, temperature=0.5),
+    TripletOptions(mining="semi-hard", distance="csd"), DAAOptions(asp_weight=3),
     PVSEOptions(distance="nearest_of_3", mmd_weight=2, margin=3.0),
 ]  # fmt: skip
 
@@ -192,9 +192,9 @@ def test_autocast_changes_nothing(loss):
 
 GIVEN = {
     "pcme": PCMEOptions(uniformity_weight=0.5, n_samples=2),  # Of a sum within a logarithm, which crosses all blocks.
-    "prolip": ProLIPOptions(inclusion_weight=0.3, inclusion_scale=2.0, beta=0.1),
+    "prolip": ProLIPOptions(inclusion_weight=0.3, beta=0.1),
     "pvse": PVSEOptions(distance="nearest_of_3", mining="sum", mmd_weight=2),
-    "daa": DAAOptions(asp_weight=2, temperature=0.5),
+    "daa": DAAOptions(asp_weight=2),
 }
 
 

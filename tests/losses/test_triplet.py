@@ -19,22 +19,6 @@ def test_triplet_is_the_loops(mining, margin):
     assert value.item() == pytest.approx(references.triplet(distance, MATCH.tolist(), margin, mining), rel=1e-12)
 
 
-@pytest.mark.parametrize("mining", ["hardest", "sum", "semi-hard"])
-def test_a_soft_margin_is_the_loops_and_changes_nothing_for_labels_of_0_and_1(mining):
-    image, text = batch()
-    graded = MATCH.clone()
-    graded[0, 1], graded[1, 3], graded[2, 0], graded[3, 4] = 0.45, 0.2, 0.3, 0.1
-    distance = squared_l2_matrix(image, text).tolist()
-    for match in (graded, MATCH):
-        value = triplet_loss(image, text, match, TripletOptions(margin=2.5, mining=mining, soft_margin=True)).total
-        right = references.triplet(distance, match.tolist(), 2.5, mining, soft=True)
-        assert value.item() == pytest.approx(right, rel=1e-12)
-    assert right != pytest.approx(references.triplet(distance, graded.tolist(), 2.5, mining, soft=True))
-    plain = triplet_loss(image, text, MATCH.round(), TripletOptions(margin=2.5, mining=mining)).total
-    soft = TripletLoss(TripletOptions(margin=2.5, mining=mining, soft_margin=True))(image, text, MATCH.round()).total
-    assert soft == plain
-
-
 def test_triplet_sums_first_and_mines_later():
     loss = TripletLoss(TripletOptions(sum_epochs=1))
     image, text = batch(dtype=torch.float32)

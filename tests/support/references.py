@@ -170,23 +170,22 @@ def diversity(items):
     return total / len(items)
 
 
-def triplet(distance, match, margin, mining, soft=False):
-    """Both directions, each averaged over the positive pairs; soft: a negative's margin shrinks with its label."""
+def triplet(distance, match, margin, mining):
+    """Both directions, each averaged over the positive pairs."""
     total = 0.0
     for d, m in ((distance, match), (transpose(distance), transpose(match))):
         hinges = []
         for row, labels in zip(d, m, strict=True):
-            negatives = [(x, margin * (1 - 2 * y * soft)) for x, y in zip(row, labels, strict=True) if y < 0.5]
+            negatives = [x for x, y in zip(row, labels, strict=True) if y < 0.5]
             for own, label in zip(row, labels, strict=True):
                 if label < 0.5:
                     continue
                 chosen = negatives
                 if mining == "hardest":
-                    chosen = sorted(negatives, key=lambda pair: pair[0] - pair[1])[:1]
+                    chosen = sorted(negatives)[:1]
                 elif mining == "semi-hard":
-                    outside = [pair for pair in negatives if own < pair[0] < own + pair[1]]
-                    chosen = sorted(outside, key=lambda pair: pair[0] - pair[1])[:1]
-                hinges.append(sum(max(0.0, m + own - x) for x, m in chosen))
+                    chosen = sorted(x for x in negatives if own < x < own + margin)[:1]
+                hinges.append(sum(max(0.0, margin + own - x) for x in chosen))
         total += sum(hinges) / len(hinges)
     return total
 

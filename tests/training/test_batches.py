@@ -365,7 +365,7 @@ def test_processes_of_a_stream_match_equal_captions_across_each_other():
 
 def test_whole_batches_are_mixed_with_one_ratio_or_not_at_all():
     """Equal on all processes, a quarter of the batches, Mixup or CutMix, every image with its mirror in the part."""
-    settings = recipe(mixed_share=0.25, mix_whole=True)
+    settings = recipe(mixed_share=0.25, mix_choice="whole")
     sides = [Augmentation(settings, model(), ProcessGroup(rank, 2, CPU)) for rank in (0, 1)]
     kinds = []
     for step in range(400):

@@ -66,7 +66,7 @@ def test_a_run_leaves_what_is_needed_and_learns(run):
 def test_resumed_within_epochs_equals_uninterrupted(toy, tmp_path, monkeypatch, capsys, overrides):
     """Stopped after a part of the first epoch and of the second: the same bits as without any interruption."""
     fit(load_recipe(toy, overrides), tmp_path / "whole")
-    recipe = load_recipe(toy, [*overrides, "train.save_steps=1"])
+    recipe = load_recipe(toy, [*overrides, "train.save_minutes=1e-9"])
     for place in ((-1, 1), (0, 2)):
 
         def stop(path, modules, optimiser, about, place=place):
@@ -141,7 +141,7 @@ def train_until_sigterm(recipe, out):
         os.kill(os.getpid(), signal.SIGTERM)
 
     saving.save_state = save_and_end
-    command("train", recipe, "--out", out, "train.save_steps=1")
+    command("train", recipe, "--out", out, "train.save_minutes=1e-9")
 
 
 def test_sigterm_saves_after_the_step_in_work(toy, run, tmp_path):

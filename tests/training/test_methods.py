@@ -26,7 +26,6 @@ METHODS = {
     "pcmepp with infonce": ("emoji-pcmepp", "loss.infonce_weight=1"),
     "pcme": ("emoji-pcme", "loss.uniformity_weight=0.01", "loss.n_samples=2"), "pvse": ("emoji-pvse",),
     "daa": ("emoji-vseinf", "data.graded=true", "loss.name=daa", "loss.sum_epochs=2"),
-    "soft margin": ("emoji-vse0", "data.graded=true", "loss.soft_margin=true"),
     "local attention": ("emoji-pcmepp", "model.local_attention=true"),
     "prolip": ("emoji-pcmepp", "loss.name=prolip", "loss.inclusion_weight=1e-7"),
 }  # fmt: skip
@@ -51,7 +50,7 @@ def test_a_method_learns_a_small_world(method):
     name, *changes = METHODS[method]
     recipe = load_recipe(find_recipe(name), ["model.dim=16", *changes])
     torch.manual_seed(0)
-    of_recipe = ("mlp", "normalize", "variance", "init_total_variance", "covariance", "variance_bounds", "embeddings")
+    of_recipe = ("mlp", "variance", "init_total_variance", "covariance", "variance_bounds", "embeddings")
     options = {key: getattr(recipe.model, key) for key in (*of_recipe, "local_attention")}
     heads = [GaussianHead(12, 16, HeadOptions(pooling="average", **options)) for _ in ("image", "text")]
     loss = build_loss(recipe)

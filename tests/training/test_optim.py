@@ -291,30 +291,31 @@ SCHEDULES = [
     (COSINE | LATE, 12, {0: 1.0, 1.9: 1.0, 2: 0.0, 2.5: 0.25, 3: 0.5, 4: 1.0, 6: C, 8: 0.5, 10: D, 12: 0}),
     (COSINE | {"warmup_epochs": 9}, 6, {0: 0.0, 3: 1 / 3, 6: 2 / 3}),
     (
-        STEP | {"warmup_epochs": 1, "step_at": 0.6, "step_factor": 0.1},
+        STEP | {"warmup_epochs": 1, "step_at": 0.6},
         10,
         {0: 0.0, 0.5: 0.5, 1: 1.0, 5.99: 1.0, 6: 0.1, 9.9: 0.1},
     ),
     (
-        STEP | {"warmup_epochs": 2, "freeze_image_epochs": 5, "step_at": 0.6, "step_factor": 0.5},
+        STEP | {"warmup_epochs": 2, "freeze_image_epochs": 5, "step_at": 0.6},
         10,
-        {0: 1.0, 5: 0.0, 5.5: 0.25, 6: 0.25, 6.5: 0.375, 7: 0.5},
+        {0: 1.0, 5: 0.0, 5.5: 0.25, 6: 0.05, 6.5: 0.075, 7: 0.1},
     ),
-    (COSINE | {"first_stage_epochs": 4}, 12, {0: 1.0, 1: C, 2: 0.5, 4: 0.1, 6: C / 10, 8: 0.05, 12: 0.0}),
+    (COSINE | {"first_stage_epochs": 4}, 8, {0: 1.0, 1: C, 2: 0.5, 4: 0.1, 5: C / 10, 6: 0.05, 8: 0.0}),
+    (COSINE | {"first_stage_epochs": 4}, 6, {0: 1.0, 1: C, 2: 0.5, 4: 0.1, 5: 0.05, 6: 0.0}),
     (
         {"schedule": "cosine", "warmup_epochs": 2, "first_stage_epochs": 4, "second_stage_factor": 0.5},
         8,
         {0: 0.0, 1: 0.5, 2: 1.0, 3: 0.5, 3.9999999999: 0.0, 4: 0.0, 5: 0.25, 6: 0.5, 7: 0.25, 8: 0.0},
     ),
     (  # cub-pcme: the first stage runs ten epochs of a cosine of 50, (1 + cos(pi/5)) / 2 at its end.
-        COSINE | {"first_stage_epochs": 10, "first_stage_schedule_epochs": 50, "second_stage_factor": 1.0},
+        COSINE | {"first_stage_epochs": 10, "second_stage_factor": 1.0},
         60,
         {0: 1.0, 5: 0.9755282581475768, 9.9999999999999: 0.9045084971874737, 10: 1.0, 35: 0.5, 60: 0.0},
     ),
     (
-        STEP | {"step_at": 0.5, "step_factor": 0.1, "first_stage_epochs": 4, "second_stage_factor": 0.5},
+        STEP | {"step_at": 0.5, "first_stage_epochs": 4, "second_stage_factor": 0.5},
         10,
-        {0: 1.0, 1.9: 1.0, 2: 0.1, 3.9: 0.1, 4: 0.5, 6.9: 0.5, 7: 0.05, 9: 0.05},
+        {0: 1.0, 2.9: 1.0, 3: 0.1, 3.9: 0.1, 4: 0.5, 6.9: 0.5, 7: 0.05, 9: 0.05},
     ),
 ]
 

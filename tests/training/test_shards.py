@@ -73,7 +73,7 @@ def test_what_a_stream_leaves_out_is_listed_with_the_run(toy, tmp_path, monkeypa
     listed = [json.loads(line)["place"] for line in (tmp_path / "run" / "problems.jsonl").read_text().splitlines()]
     assert result["problems"] == len(listed) and {place.rpartition("!")[2] for place in listed} == {"1", "2"}
     # Also by a run that was interrupted and does not decode again what it had done.
-    overrides = [*stream, f"data.path={tmp_path}/data/*.tar", "train.epochs=1", "train.save_steps=1"]
+    overrides = [*stream, f"data.path={tmp_path}/data/*.tar", "train.epochs=1", "train.save_minutes=1e-9"]
 
     def stop(path, modules, optimiser, about):
         save_state(path, modules, optimiser, about)

@@ -1,7 +1,6 @@
 """The PCME objective: soft contrastive loss of sampled match probabilities in log space, bottleneck and uniformity.
 
-The random samples depend only on a seed and the number of the step, so that all processes and blocks use the same
-samples.
+The random samples depend only on the number of the step, so that all processes and blocks use the same samples.
 """
 
 import math
@@ -59,13 +58,9 @@ class PCMEOptions(LossOptions):
     uniformity_weight: float = option(
         0.0, "weight of the uniformity of all samples; 0 leaves it out; CUB's published 10 is 4.4e-4 here", ge=0
     )
-    match_weight: float = option(
-        2.0, "weight of the match term; 2 counts both directions; 2 n m gives the released sum over pairs", ge=0
-    )
     logit_scale: float = option(5.0, "initial scale of the match logits; 15 in the paper for COCO, 5 for CUB", gt=0)
     logit_bias: float = option(5.0, "initial bias of the match logits; 15 in the paper for COCO, 5 for CUB")
     free_scale: bool = option(False, FREE_SCALE)
-    seed: int = option(0, "of the samples", ge=0, lt=2**20)
 
 
 def pcme_loss(
@@ -79,7 +74,7 @@ def pcme_loss(
     step: int = 0,
     noise: tuple[Tensor, Tensor] | None = None,
 ) -> LossOutput:
-    r"""match_weight * match + beta * (vib_image + vib_text) + uniformity_weight * uniformity.
+    r"""2 * match + beta * (vib_image + vib_text) + uniformity_weight * uniformity.
 
         p = 1/s^2 sum_jk sigmoid(b - a ||z_i^j - z_l^k||)
         match = mean over pairs of -label ln p - (1 - label) ln(1 - p)
@@ -104,7 +99,7 @@ def pcme_loss(
     x, y = (reparametrised(e.to(accumulation_dtype(e.dtype)), z) for e, z in zip((image, text), noise, strict=True))
     logits = or_start(logit_scale, options.logit_scale), or_start(logit_bias, options.logit_bias)
     likelihood = _log_likelihood(x, y, label, options, *logits)
-    terms = {"match": -options.match_weight * likelihood.mean()}
+    terms = {"match": -2 * likelihood.mean()}
     if options.beta:
         terms["vib"] = options.beta * (vib_loss(image) + vib_loss(text))
     if options.uniformity_weight:
@@ -121,8 +116,8 @@ def _sampled_noise(
     images: GaussianEmbedding, texts: GaussianEmbedding, options: PCMEOptions, step: int
 ) -> tuple[Tensor, Tensor]:
     """(n, s, d) and (m, s, d) noise for all images and all texts of the batch, always in float32."""
-    # A checksum of both: a generator on the CPU takes 32 bits of its seed.
-    generator = torch.Generator().manual_seed(zlib.crc32(f"{options.seed} {step}".encode()))
+    # A checksum, as equal seeds of several generators would be correlated: a generator on the CPU takes 32 bits.
+    generator = torch.Generator().manual_seed(zlib.crc32(f"0 {step}".encode()))
     image, text = (
         torch.randn((x.n, options.n_samples, x.d), generator=generator).to(x.device) for x in (images, texts)
     )
@@ -187,7 +182,7 @@ def _reduced_exponents(block: PairBlock, noise: tuple[Tensor, Tensor], reduce: C
 class PCMELoss(MatchLoss):
     """:func:`pcme_loss` with learnable logits.
 
-    Samples depend only on options.seed and ``step``, a buffer that :meth:`advance` increments after every training step
+    Samples depend only on ``step``, a buffer that :meth:`advance` increments after every training step
     and that checkpoints keep. So within a step every process, block and recomputation uses the same samples, two equal
     runs are bitwise equal, and so is a resumed one.
     """
@@ -238,7 +233,7 @@ class PCMELoss(MatchLoss):
         (own_image, _), (_, texts) = _own_and_all(block, noise, accumulation_dtype(block.images.dtype))
         logits = self.logits.logit_scale, self.logits.logit_bias
         likelihood = _log_likelihood(own_image, texts, block.match_i2t, options, *logits)
-        terms = {"match": -options.match_weight * likelihood.sum() / counts[0].to(likelihood.dtype)}
+        terms = {"match": -2 * likelihood.sum() / counts[0].to(likelihood.dtype)}
         if options.beta:
             terms["vib"] = options.beta * vib_of_block(block)
         if options.uniformity_weight:

@@ -38,9 +38,6 @@ class PCMEPPOptions(LossOptions):
 
     alpha: float = option(0.1, "weight of the pseudo-positive terms; 0 leaves them out", ge=0)
     beta: float = option(1e-4, "weight of the information bottleneck; 0 leaves it out, as points need", ge=0)
-    match_weight: float = option(
-        2.0, "weight of the match term; 2 as released, which counts both directions; the paper prints 1", ge=0
-    )
     logit_scale: float = option(5.0, "initial scale of the match logits", gt=0)
     logit_bias: float = option(5.0, "initial bias of the match logits")
     free_scale: bool = option(False, FREE_SCALE)
@@ -78,9 +75,10 @@ def pcmepp_loss(
     infonce_scale: Tensor | float | None = None,
     epoch: int | None = None,
 ) -> LossOutput:
-    r"""match_weight * match + alpha * (pseudo_i2t + pseudo_t2i) + beta * (vib_image + vib_text) [+ InfoNCE].
+    r"""2 * match + alpha * (pseudo_i2t + pseudo_t2i) + beta * (vib_image + vib_text) [+ InfoNCE].
 
-    The match and pseudo-positive terms are binary cross-entropies of the logits, averaged over all n * m pairs.
+    The match and pseudo-positive terms are binary cross-entropies of the logits, averaged over all n * m pairs. The
+    match counts twice, for both directions, as in the released code; the paper prints it once.
 
     An untrained model places nearly everything closer than the ground truth, and early pseudo-positives flood the
     labels (docs/concepts/losses.md): options.pseudo_positives_from delays them.
@@ -92,7 +90,7 @@ def pcmepp_loss(
     distance, label = whole_batch(options, image, text, match, "pcmepp_loss")
     logit = match_logit(distance, or_start(logit_scale, options.logit_scale), or_start(logit_bias, options.logit_bias))
     cross_entropy = functools.partial(functional.binary_cross_entropy_with_logits, logit)
-    terms = {"match": options.match_weight * cross_entropy(label)}
+    terms = {"match": 2 * cross_entropy(label)}
     if options.alpha and (epoch is None or epoch >= options.pseudo_positives_from):
         raised = pseudo_positives(distance, label), pseudo_positives(distance.T, label.T).T
         terms["pseudo_positive"] = options.alpha * (cross_entropy(raised[0]) + cross_entropy(raised[1]))
@@ -225,7 +223,7 @@ class PCMEPPLoss(MatchLoss):
             pseudo.append(sums[1])
             raised.append(sums_of.raised)
         pairs = pairs.to(match[0].dtype)
-        terms = {"match": options.match_weight * match[0] / pairs}
+        terms = {"match": 2 * match[0] / pairs}
         if not raises:
             return terms, {}
         terms["pseudo_positive"] = options.alpha * torch.stack(pseudo).sum() / pairs

@@ -1,7 +1,7 @@
 """The ProLIP objective: the sigmoid loss of SigLIP on the logits of Gaussians, inclusion and information bottleneck.
 
-Two deviations of the released code are left out: a bottleneck with wrongly halved log variances, and the inclusion and
-bottleneck of other processes' mismatched pairs.
+Three deviations of the released code are left out: an inclusion test with nearly no part of the means, a bottleneck
+with wrongly halved log variances, and the inclusion and bottleneck of other processes' mismatched pairs.
 """
 
 from dataclasses import dataclass
@@ -39,10 +39,6 @@ class ProLIPOptions(LossOptions):
         "weight of the inclusion of images in their texts; 0 leaves it out, as points need; 1e-7 as published",
         ge=0,
     )
-    inclusion_scale: float = option(1000.0, "scale of the inclusion tests; 10 for the long texts of ProLIP", gt=0)
-    released_eps: float | None = option(
-        None, "use the released inclusion test with this eps (-10 or -20) in place of the exact one; None: exact"
-    )
     logit_scale: float = option(5.0, "initial scale; 5 and a bias of 0 are ProLIP's scale 10 and bias -10", gt=0)
     logit_bias: float = option(0.0, "initial bias of the match logits")
 
@@ -79,15 +75,11 @@ def prolip_loss(
     terms = {"match": 2 * cross_entropy / (image.n + text.n)}
     if options.inclusion_weight:
         rows, columns = (label >= 0.5).nonzero(as_tuple=True)
-        losses = _inclusions(image[rows], text[columns], options)
+        losses = inclusion_losses(image[rows], text[columns])
         terms["inclusion"] = options.inclusion_weight * losses.sum() / max(len(losses), 1)
     if options.beta:
         terms["vib"] = options.beta * (vib_loss(image) + vib_loss(text))
     return sum_of_terms(terms)
-
-
-def _inclusions(inner: GaussianEmbedding, outer: GaussianEmbedding, options: ProLIPOptions) -> Tensor:
-    return inclusion_losses(inner, outer, scale=options.inclusion_scale, released_eps=options.released_eps)
 
 
 class ProLIPLoss(MatchLoss):
@@ -108,7 +100,7 @@ class ProLIPLoss(MatchLoss):
         if options.inclusion_weight:
             rows, columns = (block.match_i2t >= 0.5).nonzero(as_tuple=True)
             inner, outer = block.image[rows], block.texts[columns]
-            losses = _inclusions(inner, outer, options)
+            losses = inclusion_losses(inner, outer)
             pairs = counts[0].clamp_min(1).to(losses.dtype)
             terms["inclusion"] = options.inclusion_weight * losses.sum() / pairs
             stats["included"] = (inner.log_var < outer.log_var).sum() / (pairs * inner.d)

@@ -41,9 +41,6 @@ class TripletOptions(LossOptions):
     )
     mining: Mining = option("hardest", "which negatives count: hardest, sum of all, or semi-hard")  # noqa: RUF009
     sum_epochs: int = option(0, "number of first epochs in which all negatives count; VSE-infinity: 1", ge=0)
-    soft_margin: bool = option(
-        False, "with graded labels: the margin to a negative is margin * (1 - 2 * label), smaller for a near match"
-    )
 
 
 def triplet_loss(
@@ -88,18 +85,17 @@ def hinges(
     positives = positives.to(distances[0].dtype)
     terms, active = {}, torch.zeros_like(positives)
     for name, distance, label in zip(("i2t", "t2i"), distances, labels, strict=True):
-        margin = options.margin * (1 - 2 * label.to(distance.dtype)) if options.soft_margin else options.margin
-        total, number = _direction(distance, label >= 0.5, margin, mining)
+        total, number = _direction(distance, label >= 0.5, options.margin, mining)
         terms[name], active = total / positives, active + number
     return sum_of_terms(terms, {"active": active / (2 * positives)})
 
 
-def _direction(distance: Tensor, positive: Tensor, margin: Tensor | float, mining: Mining) -> tuple[Tensor, Tensor]:
+def _direction(distance: Tensor, positive: Tensor, margin: float, mining: Mining) -> tuple[Tensor, Tensor]:
     """(sum of the hinges of the p positive pairs, number of pairs with a loss); anchors are the rows."""
     anchor, ground_truth = positive.nonzero(as_tuple=True)
     own = distance[anchor, ground_truth].unsqueeze(1)  # (p, 1)
     others = distance[anchor].masked_fill(positive[anchor], torch.inf)  # (p, m)
-    reached = others - (margin[anchor] if isinstance(margin, Tensor) else margin)  # a negative as far as own counts
+    reached = others - margin  # a negative as far as own counts
     if mining == "hardest":
         reached = reached.min(dim=1, keepdim=True).values
     elif mining == "semi-hard":
@@ -232,6 +228,10 @@ class PVSELoss(TripletLoss):
         return sum_of_terms(terms, triplet.stats)
 
 
+TEMPERATURE = 0.02
+"""Of the comparisons of distances by :func:`daa_loss`, in units of the distance."""
+
+
 @dataclass(frozen=True)
 class DAAOptions(TripletOptions):
     """DAA: a triplet hinge, and ranks by distance that agree with ranks by graded labels.
@@ -245,7 +245,6 @@ class DAAOptions(TripletOptions):
         " COCO with batches of 128",
         ge=0,
     )
-    temperature: float = option(0.02, "temperature of the comparisons of distances, in units of the distance", gt=0)
 
 
 def daa_loss(
@@ -261,7 +260,7 @@ def daa_loss(
         triplet + asp_weight * (2 - ASP(images) - ASP(texts))
         ASP(queries) = mean over queries and their gallery of min(rank, rank') / max(rank, rank')
 
-    rank counts from 1 by distance, with sigmoid((d_i - d_j) / temperature) in place of "j is closer than i", so that it
+    rank counts from 1 by distance, with sigmoid((d_i - d_j) / 0.02) in place of "j is closer than i", so that it
     has a gradient. rank' counts by label, the largest label first; equal labels get the mean of their ranks. The term
     learns from graded labels (``data.graded``): with labels of 0 and 1 it favours equal distances of all non-matches.
 
@@ -278,24 +277,24 @@ def daa_loss(
     distance, label = whole_batch(options, image, text, match, "daa_loss")
     sides = (distance, distance.T), (label, label.T)
     triplet = hinges(*sides, (label >= 0.5).sum(), options, epoch)
-    i2t, t2i = (_disagreement(d, y, options.temperature) / len(d) for d, y in zip(*sides, strict=True))
+    i2t, t2i = (_disagreement(d, y) / len(d) for d, y in zip(*sides, strict=True))
     return sum_of_terms({**triplet.terms, "asp": options.asp_weight * (i2t + t2i)}, triplet.stats)
 
 
-def _disagreement(distance: Tensor, label: Tensor, temperature: float) -> Tensor:
+def _disagreement(distance: Tensor, label: Tensor) -> Tensor:
     """() 1 - min / max of the ranks, averaged over the gallery and summed over the queries, which are rows."""
     queries, gallery = distance.shape
     rows = max(1, MAX_PAIRS // max(gallery**2, 1))
     parts = [(distance[i : i + rows], label[i : i + rows]) for i in range(0, queries, rows)]
     if len(parts) == 1:
-        return _disagreement_of_rows(distance, label, temperature)
-    sums = [checkpoint(_disagreement_of_rows, *part, temperature, use_reentrant=False) for part in parts]
+        return _disagreement_of_rows(distance, label)
+    sums = [checkpoint(_disagreement_of_rows, *part, use_reentrant=False) for part in parts]
     return torch.stack(sums).sum() if sums else distance.sum()
 
 
-def _disagreement_of_rows(distance: Tensor, label: Tensor, temperature: float) -> Tensor:
+def _disagreement_of_rows(distance: Tensor, label: Tensor) -> Tensor:
     itself = torch.eye(distance.shape[1], dtype=torch.bool, device=distance.device)
-    before = ((distance.unsqueeze(2) - distance.unsqueeze(1)) / temperature).sigmoid()  # (q, i, j): j is before i
+    before = ((distance.unsqueeze(2) - distance.unsqueeze(1)) / TEMPERATURE).sigmoid()  # (q, i, j): j is before i
     rank, wanted = 1 + before.masked_fill(itself, 0).sum(2), _label_ranks(label).to(distance.dtype)
     return (1 - torch.minimum(rank, wanted) / torch.maximum(rank, wanted)).mean(1).sum()
 
@@ -317,7 +316,6 @@ class DAALoss(TripletLoss):
     def part(self, block: PairBlock, counts: Tensor, *, epoch: int | None = None) -> LossOutput:
         sides = block.distances(self.distance), (block.match_i2t, block.match_t2i)
         triplet = hinges(*sides, counts[0], self.options, epoch)
-        temperature = self.options.temperature
-        i2t, t2i = (_disagreement(d, y, temperature) for d, y in zip(*sides, strict=True))
+        i2t, t2i = (_disagreement(d, y) for d, y in zip(*sides, strict=True))
         asp = self.options.asp_weight * (i2t / block.images.n + t2i / block.texts.n)
         return sum_of_terms({**triplet.terms, "asp": asp}, triplet.stats)

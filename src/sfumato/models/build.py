@@ -85,7 +85,8 @@ def _tower(side: Side, config: ModelConfig, assets: Assets, token_dropout: float
     )
     processor, encoder = encoder_entry(side, section.kind).build(section, context)
     pooling = ("first" if side == "image" else "last") if config.pooling == "token" else config.pooling
-    options = HeadOptions(**{f.name: dict(config)[f.name] for f in fields(HeadOptions)} | {"pooling": pooling})
+    given = {f.name: dict(config)[f.name] for f in fields(HeadOptions) if f.name in ModelConfig.model_fields}
+    options = HeadOptions(**given | {"pooling": pooling})
     head = GaussianHead(encoder.channels, config.dim, options, side=side, local_channels=encoder.local_channels)
     return Tower(processor, encoder, head, token_dropout=0.0 if encoder_drops else token_dropout)
 

@@ -138,10 +138,19 @@ def is_of_run(path: Path) -> bool:
 
 
 _GONE: tuple[tuple[str, str, Any], ...] = (
+    ("augment.mix_whole", "", False),
     ("data.held_out_style", "", "fluent3d"),
     ("data.noise_file", "", ""),
     ("data.noise_seed", "", 0),
     ("data.shuffle_buffer", "", 10_000),
+    ("loss.inclusion_scale", "prolip", 1000.0),
+    ("loss.match_weight", "pcme", 2.0),
+    ("loss.match_weight", "pcmepp", 2.0),
+    ("loss.seed", "pcme", 0),
+    ("loss.soft_margin", "daa", False),
+    ("loss.soft_margin", "pvse", False),
+    ("loss.soft_margin", "triplet", False),
+    ("loss.temperature", "daa", 0.02),
     ("model.image.architecture", "resnet", "resnet-50"),
     ("model.image.blocks", "clip", None),
     ("model.image.depths", "resnet", None),
@@ -151,13 +160,18 @@ _GONE: tuple[tuple[str, str, Any], ...] = (
     ("model.image.pretrained", "efficientnet", True),
     ("model.image.variance_start", "", "random"),
     ("model.image.width", "resnet", 64),
+    ("model.normalize", "", True),
     ("model.text.blocks", "clip", None),
     ("model.text.variance_start", "", "random"),
+    ("optim.first_stage_schedule_epochs", "", 0),
+    ("optim.step_factor", "", 0.1),
+    ("train.save_steps", "", 0),
     ("variance_stage.n_gallery", "", 5000),
     ("variance_stage.sides", "", "both"),
     ("variance_stage.whiten", "", True),
+    ("variance_stage.without_own", "", False),
 )
-"""Keys that runs of former versions state, the kind of encoder that had them ("" for all), and their value now."""
+"""Keys that runs of former versions state, the encoder or loss that had them ("" for all), and their value now."""
 
 
 def without_gone(values: dict[str, Any]) -> dict[str, Any]:
@@ -167,7 +181,11 @@ def without_gone(values: dict[str, Any]) -> dict[str, Any]:
         section: Any = values
         for one in sections:
             section = section.get(one) if isinstance(section, dict) else None
-        if not isinstance(section, dict) or name not in section or kind not in ("", section.get("kind")):
+        if (
+            not isinstance(section, dict)
+            or name not in section
+            or kind not in ("", section.get("kind"), section.get("name"))
+        ):
             continue
         if section[name] != value:
             raise UserError(f"{key}={section[name]!r}: this key is gone, its value is always {value!r} now")
@@ -224,7 +242,7 @@ def recipe_values(recipe: Recipe) -> dict[str, Any]:
     return dict(leaves(recipe.model_dump(mode="json")))
 
 
-BOOKKEEPING = ("train.timeout_minutes", "train.tracker", "train.save_minutes", "train.save_steps")
+BOOKKEEPING = ("train.timeout_minutes", "train.tracker", "train.save_minutes")
 """Keys that change nothing of what is trained."""
 
 

@@ -46,8 +46,8 @@ class ModelConfig(Section):
     pooling: Literal["gpo", "average", "max", "first", "last", "token"] = "gpo"
     """how token features become one vector; token: the class token of images, the last token of texts"""
     identity: bool = False
-    """the mean is the average of an item's features, unchanged but for model.normalize, and nothing of it is learnt:
-    for embeddings of another model; model.dim is their number of channels"""
+    """the mean is the average of an item's features, at unit length, and nothing of it is learnt: for embeddings
+    of another model; model.dim is their number of channels"""
     mlp: bool = Field(False, description="add a two-layer network to the linear map of the mean")
     mlp_width: int = Field(0, ge=0)
     """hidden width of the two-layer networks; 0: dim. VSE-infinity has half of dim"""
@@ -56,7 +56,6 @@ class ModelConfig(Section):
     linear; 0 for none"""
     hidden_dropout: float = Field(0.5, ge=0, lt=1)
     """fraction of the hidden values of model.hidden that are dropped in training"""
-    normalize: bool = Field(True, description="scale means to unit length")
     variance: bool = Field(True, description="embeddings have variances; false: points, the deterministic baselines")
     variance_norm: bool = Field(False, description="a layer norm on the log variance")
     variance_mlp: bool = Field(False, description="add a two-layer network to the linear map of the log variance")
@@ -164,10 +163,9 @@ class AugmentConfig(Section):
     """alpha of the Beta distribution of Mixup's mixing ratio; 0: CutMix only"""
     cutmix_alpha: NonNegativeFloat = 2.0
     """alpha of the Beta distribution of CutMix's mixing ratio; 0: Mixup only"""
-    mix_choice: Literal["batch", "element"] = "batch"
-    """choose between Mixup and CutMix once for each batch (the paper) or for each image (the released code)"""
-    mix_whole: bool = False
-    """mix a whole batch, all images with one ratio, or nothing; mixed_share is its probability"""
+    mix_choice: Literal["batch", "element", "whole"] = "batch"
+    """choose between Mixup and CutMix once for each batch (the paper) or for each image (the released code); whole: mix
+    all images of a batch with one ratio, or none, where mixed_share is the probability"""
     label_smoothing: float = Field(0.0, ge=0, lt=0.5)
     """labels lie in [label_smoothing, 1 - label_smoothing]; 0 for none"""
 
@@ -186,11 +184,6 @@ class AugmentConfig(Section):
             )
         if self.mixed_share and not (self.mixup_alpha or self.cutmix_alpha):
             raise ValueError("augment.mixed_share needs augment.mixup_alpha or augment.cutmix_alpha above 0")
-        if self.mix_whole and (not self.mixed_share or self.mix_choice != "batch"):
-            raise ValueError(
-                "augment.mix_whole mixes all images of a batch alike; it needs augment.mixed_share above 0 and"
-                " augment.mix_choice='batch'"
-            )
         one_token = model.pooling in ("token", "first", "last")
         if self.image_tokens and one_token and not model.image.drops_tokens:
             raise ValueError(
@@ -220,18 +213,15 @@ class OptimConfig(Section):
     learn. 0 for none"""
     first_stage_epochs: int = Field(0, ge=0)
     """number of first epochs with the pre-trained layers of both encoders frozen (of a gru, word vectors from a file).
-    All layers learn in the remaining epochs, the second stage. 0 for a single stage"""
-    first_stage_schedule_epochs: int = Field(0, ge=0)
-    """length in epochs of the schedule of which the first stage runs only optim.first_stage_epochs; 0: the schedule
-    ends with the stage"""
+    All layers learn in the remaining epochs, the second stage. A first stage that is shorter runs the beginning of the
+    second one's schedule. 0 for a single stage"""
     second_stage_factor: PositiveFloat = Field(0.1, description="multiplier of all learning rates in the second stage")
     schedule: Literal["constant", "cosine", "step"] = "cosine"
     """how the learning rate falls; with two stages, once in each stage"""
     warmup_epochs: NonNegativeFloat = 1.0
     """length of the linear warm-up in epochs, after optim.freeze_image_epochs; 0 for none"""
     step_at: float = Field(0.6, gt=0, le=1)
-    """schedule step: fraction of the run after which lr is multiplied by step_factor"""
-    step_factor: PositiveFloat = Field(0.1, description="schedule step: multiplier of the learning rate")
+    """schedule step: fraction of the run after which the learning rate is a tenth"""
     clip_norm: NonNegativeFloat = Field(2.0, description="largest norm of the gradient; 0 for no limit")
 
     @model_validator(mode="after")
@@ -239,11 +229,6 @@ class OptimConfig(Section):
         if self.first_stage_epochs and self.freeze_image_epochs:
             raise ValueError(
                 "optim.first_stage_epochs freezes the image encoder already; leave out optim.freeze_image_epochs"
-            )
-        if self.first_stage_schedule_epochs and not 0 < self.first_stage_epochs <= self.first_stage_schedule_epochs:
-            raise ValueError(
-                f"optim.first_stage_schedule_epochs={self.first_stage_schedule_epochs} must be at least"
-                f" optim.first_stage_epochs, and needs a first stage; got {self.first_stage_epochs}"
             )
         return self
 
@@ -294,9 +279,7 @@ class TrainConfig(Section):
     """number of pairs that are encoded at a time; a small number needs less memory, but a second pass. 0: the batch"""
     compile: bool = Field(False, description="compile the encoders with torch.compile")
     save_minutes: NonNegativeFloat = 10.0
-    """longest time in minutes between two saves within an epoch; 0: no saves by time"""
-    save_steps: int = Field(0, ge=0)
-    """number of steps between two saves within an epoch, from its start; 0: no saves by steps"""
+    """longest time in minutes between two saves within an epoch; 0: no saves within epochs"""
     tracker: Literal["", "tensorboard", "wandb", "mlflow"] = ""
     """where the figures of each epoch go besides log.jsonl: tensorboard (into the run folder), wandb or mlflow, whose
     packages are configured by their own environment variables; nowhere if empty"""
@@ -348,8 +331,6 @@ class LossConfig(Section):
             raise ValueError("loss.inclusion_weight must be 0 when model.variance=false: points have no inclusion")
         if self.name == "daa" and not data.graded:
             raise ValueError("loss.name='daa' learns from graded labels; set data.graded=true")
-        if getattr(self, "soft_margin", False) and not data.graded:
-            raise ValueError("loss.soft_margin=true is for graded labels; set data.graded=true")
         model.check_head()
         if model.embeddings != distance.embeddings:
             raise ValueError(
@@ -373,8 +354,6 @@ class VarianceStageConfig(Section):
     """what total variance learns. dispersion: that of an item's listed matches; listed_matches: their number; or an
     estimator of `sfumato trust` that looks at a gallery, such as expected_matches or match_entropy, computed over
     the training items of the other side, without labels"""
-    without_own: bool = False
-    """an estimator as teacher: leave an item's own listed matches out of the gallery"""
     floor: PositiveFloat = Field(0.02, description="smallest total variance: that of an item with a single match")
     lr: PositiveFloat = Field(1e-2, description="learning rate")
     weight_decay: NonNegativeFloat = Field(0.0, description="weight decay")

@@ -131,7 +131,7 @@ class Augmentation:
         """The mixing plans of all processes in a step, the same on every process. size (height, width)."""
         if not self.config.mixed_share:
             return None
-        if self.config.mix_whole:
+        if self.config.mix_choice == "whole":
             return self._whole(counts, size, torch.Generator().manual_seed(epoch_seed(self.seed, epoch, 2, step)))
         return [
             plan_mixing(

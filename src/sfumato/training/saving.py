@@ -122,14 +122,14 @@ def save_epoch(training: Training, line: dict[str, Any]) -> None:
 
 
 def save_part_if_due(training: Training, done: EpochPart) -> None:
-    """Save the state within an epoch if its time or step has come, on all processes alike; end if told so."""
+    """Save the state within an epoch if its time has come, on all processes alike; end if told so."""
     config, group = training.recipe.train, training.process_group
     if done.step == len(training.data.batches):
         return
     waited = time.monotonic() - max(training.saved_at, training.began_at)
     by_time = group.main and 0 < 60 * config.save_minutes < waited
     by_time, end = group.total(torch.tensor([float(by_time), float(training.end)])).tolist()
-    if by_time or end or (config.save_steps and done.step % config.save_steps == 0):
+    if by_time or end:
         _save(training, done.epoch - 1, part=vars(done))
     if end:
         say(f"ended by SIGTERM, saved after step {done.step:,} of epoch {done.epoch + 1}; the same command continues")

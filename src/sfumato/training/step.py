@@ -254,7 +254,7 @@ def learning_rate_factor(progress: float, config: OptimConfig, *, epochs: int) -
     first = config.first_stage_epochs
     if first and progress >= first:
         return config.second_stage_factor * _stage_factor(progress - first, config, epochs=epochs - first)
-    return _stage_factor(progress, config, epochs=config.first_stage_schedule_epochs or first or epochs)
+    return _stage_factor(progress, config, epochs=max(first, epochs - first))
 
 
 def _stage_factor(progress: float, config: OptimConfig, *, epochs: int) -> float:
@@ -266,7 +266,7 @@ def _stage_factor(progress: float, config: OptimConfig, *, epochs: int) -> float
         after = (done - start) / (1 - start) if done > start else 0.0
         return warmup * (1 + math.cos(math.pi * after)) / 2
     if config.schedule == "step" and done >= config.step_at:
-        return warmup * config.step_factor
+        return warmup * 0.1
     return warmup
 
 

@@ -120,7 +120,6 @@ def _estimated(
             gallery,
             Matching("squared_l2", scale, bias, direction),
             estimators={estimator.name: estimator},
-            without=known_matches if config.without_own else None,
             seed=seed,
         )[estimator.name]
     except ValueError as error:
