@@ -360,7 +360,7 @@ class Recipes(Entrance):
 
 
 def seal(folder: Path) -> None:
-    """Make the checksums of a folder of :mod:`sfumato.search.atomic_folder` fit what is in it, where that can be."""
+    """Make the checksums of a folder of :mod:`sfumato.search.folder` fit what is in it, where that can be."""
     try:
         manifest = json.loads((folder / "manifest.json").read_bytes())
         data = folder / manifest["data"]

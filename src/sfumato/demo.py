@@ -25,9 +25,8 @@ from sfumato.models.split import embed_split, load_split
 from sfumato.reports.evaluation import print_evaluation
 from sfumato.reports.tables import percent, print_search, probability, signed
 from sfumato.search.answer import MANY, Answer
-from sfumato.search.collection import GaussianCollection
-from sfumato.search.copying import copy_gallery
-from sfumato.search.index import GaussianIndex
+from sfumato.search.folder import is_collection
+from sfumato.search.index import GaussianIndex, copy_gallery
 from sfumato.search.options import QueryInfo
 from sfumato.training.loop import fit
 from sfumato.workflows.index import GalleryPart, build_index
@@ -56,7 +55,7 @@ def run_demo(out: Path, overrides: list[str]) -> dict[str, Any]:
     style = load_split(run.model, run.recipe.data, "style")
     images, texts = embed_split(run.model, style)
     index = build_index(run, GalleryPart(images, style.data.image_ids, images={"split": "style"}))
-    if GaussianCollection.is_one(out / "index"):
+    if is_collection(out / "index"):
         shutil.rmtree(out / "index")
     copy_gallery(index, out / "index").close()
     print(f"{counted(len(index), 'image')}: {out / 'index'}")

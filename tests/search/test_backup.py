@@ -23,7 +23,7 @@ from sfumato.distances import csd_matrix
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.search import texts as texts_module
 from sfumato.search.collection import UPLOADED_IMAGES, GaussianCollection
-from sfumato.search.copying import copy_gallery
+from sfumato.search.index import copy_gallery
 from sfumato.search.stores.protocol import WORDS, Records
 from sfumato.search.texts import WIDTH, item_texts, text_vectors
 from sfumato.workflows.search import load_index

@@ -19,9 +19,9 @@ from sfumato.distances import csd_matrix
 from sfumato.errors import UserError
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.search.collection import GaussianCollection
-from sfumato.search.copying import copy_gallery
 from sfumato.search.exact import LIFTED_DISTANCES, gallery_centre
-from sfumato.search.index import GaussianIndex
+from sfumato.search.folder import is_collection
+from sfumato.search.index import GaussianIndex, copy_gallery
 from sfumato.search.options import SearchOptions
 from sfumato.search.stores.local import DATABASE, LocalStore
 from sfumato.search.stores.open import anchored, create_store, open_store, redacted, without_password
@@ -199,7 +199,7 @@ def test_open_again(tmp_path):
     with GaussianCollection.open(tmp_path / "elsewhere") as again:
         assert again.search(queries, 5, SearchOptions(coverage=0.8)) == before
         assert again.metadata == {"run": "r"} and again.scorer.calibration == calibration and again.distance == "csd"
-    assert GaussianCollection.is_one(tmp_path / "elsewhere") and not GaussianCollection.is_one(tmp_path)
+    assert is_collection(tmp_path / "elsewhere") and not is_collection(tmp_path)
 
 
 def test_items_have_the_distances_of_the_originals(tmp_path):
@@ -232,8 +232,8 @@ def test_equal_distances_are_ordered_by_id(tmp_path):
 
 
 def test_sets_are_whole_even_where_the_store_brings_few_candidates(tmp_path, needs_faiss):
-    """One list of many misses what lies in the others: the set comes from a scan."""
-    few = "store?engine=ivf&exact_below=1&n_lists=20&n_probe=1"
+    """A poor graph misses items: the set comes from a scan."""
+    few = "store?engine=hnsw&exact_below=1&m=2&ef_construction=1&ef_search=1&overfetch=1"
     generator = torch.Generator().manual_seed(3)
     log_var = 2 * torch.randn(900, 1, generator=generator).expand(-1, D) - 1
     gallery = GaussianEmbedding(torch.randn(900, D, generator=generator), log_var.contiguous())
@@ -425,7 +425,7 @@ def test_filling_beside_another_writer_does_not_mark_the_collection(tmp_path):
 
 def test_a_manifest_nested_deeply_is_no_collection(tmp_path):
     (tmp_path / "manifest.json").write_text('{"kind": ' + "[" * 100_000)
-    assert not GaussianCollection.is_one(tmp_path)
+    assert not is_collection(tmp_path)
 
 
 @pytest.mark.parametrize(

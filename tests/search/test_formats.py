@@ -25,7 +25,7 @@ from sfumato.errors import UserError
 from sfumato.gaussian import GaussianEmbedding, load_embeddings, save_embeddings
 from sfumato.search import texts as texts_module
 from sfumato.search.collection import GaussianCollection
-from sfumato.search.copying import copy_gallery
+from sfumato.search.index import copy_gallery
 from sfumato.search.stores.open import open_store
 from sfumato.search.stores.protocol import Records
 

@@ -15,7 +15,7 @@ from sfumato.calibration.query_scores import QueryScores
 from sfumato.distances import csd_matrix
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.search.collection import GaussianCollection
-from sfumato.search.copying import copy_gallery
+from sfumato.search.index import copy_gallery
 from sfumato.search.options import QueryInfo, SearchOptions, TextQuery
 from sfumato.search.stores.open import beside
 from sfumato.search.stores.protocol import Filter
@@ -172,7 +172,7 @@ def test_a_large_gallery_compares_the_closest_of_both_searches(made):
     collection, _ = made
     whole = collection.search(gaussians(3, 5), 5, about=QueryInfo.of_texts(["a dog", "tent", "harbour"]))
     collection.n_exact, collection.n_sample = 55, 40
-    collection._last_sample = None
+    collection._sampler._last = None
     part = collection.search(gaussians(3, 5), 5, about=QueryInfo.of_texts(["a dog", "tent", "harbour"]))
     for a, b in zip(whole, part, strict=True):
         assert {hit.id for hit in a} & {hit.id for hit in b} >= {a[0].id}  # Rarity is that of the sample.
@@ -218,7 +218,7 @@ def test_what_another_process_has_changed_is_found(made, tmp_path):
     with GaussianCollection.open(tmp_path / "c") as reader, GaussianCollection.open(tmp_path / "c") as writer:
         assert reader.search(gaussians(1, 5), 1, about=QueryInfo.of_texts(["lighthouse"]))[0][0].id != "new.jpg"
         writer.rename("05.jpg", "new.jpg", {"captions": "a lighthouse"})
-        object.__setattr__(reader._last_sample, "good_until", 0)  # Some seconds later.
+        object.__setattr__(reader._sampler._last, "good_until", 0)  # Some seconds later.
         (hit,) = reader.search(gaussians(1, 5), 1, about=QueryInfo.of_texts(["lighthouse"]))[0]
         assert hit.id == "new.jpg" and writer.get(["05.jpg"]).ids == ()
         writer.keep({"a": 1})

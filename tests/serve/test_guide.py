@@ -17,7 +17,7 @@ from PIL import Image
 from support.serving import Process, calibration, collected, embedded
 
 from sfumato.models.run import load_run
-from sfumato.search.copying import copy_gallery
+from sfumato.search.index import copy_gallery
 from sfumato.workflows.index import GalleryPart
 
 DOCS = Path(__file__).parents[2] / "docs"

@@ -35,8 +35,8 @@ from sfumato.data.images import SplitImages, UploadedImages
 from sfumato.errors import UserError
 from sfumato.models.run import load_run
 from sfumato.search.collection import GaussianCollection
-from sfumato.search.copying import copy_gallery
-from sfumato.search.index import GaussianIndex
+from sfumato.search.folder import writers_lock
+from sfumato.search.index import GaussianIndex, copy_gallery
 from sfumato.search.options import SearchOptions, TextQuery
 from sfumato.search.stores.protocol import Filter
 from sfumato.serve.app import PAGE, create_app, route_of
@@ -377,18 +377,18 @@ class Entered:
 
 
 @pytest.mark.parametrize("path", ["/v1/items", "/v1/items/delete"])
-def test_a_write_that_waits_for_another_service_is_not_made_once_its_caller_has_gone(writable, path):
+def test_a_write_that_waits_for_another_service_is_not_made_once_its_caller_has_gone(writable, path, monkeypatch):
     """Meanwhile the caller may have sent something newer to the other service, which was acknowledged."""
     assert add(writable, "kept").status_code == 201
     images = writable.app.state.service.sources.galleries["images"].writable
-    elsewhere, ours = images.writers_lock(5), Entered(images.writers_lock(20))
-    images.__dict__["writers_lock"] = lambda timeout: ours
+    elsewhere, ours = writers_lock(images.folder, 5), Entered(writers_lock(images.folder, 20))
+    monkeypatch.setattr("sfumato.serve.writing.writers_lock", lambda folder, timeout: ours)
     body = json.dumps({"ids": ["kept"]} if path.endswith("delete") else {"items": [new_item("late")]}).encode()
     with elsewhere:
         with begun(writable, f"POST {path}", body, len(body)):
             assert ours.come.wait(20)
         until(lambda: 'status="499"' in writable.get("/metrics").text)
-    del images.__dict__["writers_lock"]
+    monkeypatch.undo()
     assert add(writable, "next").status_code == 201  # Made after what waited.
     assert [writable.get(f"/v1/items/{id}").status_code for id in ("kept", "late", "next")] == [200, 404, 200]
 

@@ -4,7 +4,7 @@ import torch
 
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.search.collection import GaussianCollection
-from sfumato.search.copying import copy_gallery
+from sfumato.search.index import copy_gallery
 from sfumato.search.options import QueryInfo, SearchOptions
 from sfumato.search.stores.protocol import WORDS, Filter, Records
 

@@ -11,6 +11,7 @@ from sfumato.errors import UserError
 from sfumato.models.embed import embed_folder
 from sfumato.models.run import load_model
 from sfumato.search.collection import GaussianCollection
+from sfumato.search.folder import is_collection
 from sfumato.workflows.embedded_rows import RowEmbedder, is_embedded
 
 pyarrow = pytest.importorskip("pyarrow", reason="the extra parquet is not installed")
@@ -95,7 +96,7 @@ def test_rows_of_another_model_and_damaged_rows_are_refused(toy, embedded, sfuma
     ):
         changed = pyarrow.array([wrong, *means[1:]], pyarrow.list_(pyarrow.float32()))
         assert message in refused(table.set_column(names.index("mean"), "mean", changed))
-    assert not out.exists() or not GaussianCollection.is_one(out)
+    assert not out.exists() or not is_collection(out)
     assert not is_embedded(tmp_path / "none.parquet") and not is_embedded(toy / "data")
     shutil.copy(toy / "toy.toml", tmp_path / "no.parquet")
     assert "not a complete Parquet file" in sfumato.refused(

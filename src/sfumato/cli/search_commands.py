@@ -60,8 +60,7 @@ class IndexFlags:
 
     def check(self, out: Path) -> None:
         """Refuse what does not go together, and a folder that holds something else, before anything is embedded."""
-        from sfumato.search.collection import GaussianCollection
-        from sfumato.search.collection_folder import refuse_index
+        from sfumato.search.folder import is_collection, is_unfinished, refuse_index
 
         place = None if self.sync or self.embedded else self.images
         given = (self.data, place, self.split, self.texts, self.sync or None)
@@ -69,13 +68,13 @@ class IndexFlags:
             raise UserError("give one of --data FOLDER, --images FOLDER, --split NAME, --texts FILE, --sync")
         if (self.add or self.sync) and self.store is not None:
             raise UserError("--add and --sync write to the store of the collection; leave --store out")
-        collection = GaussianCollection.is_one(out)
+        collection = is_collection(out)
         if (self.add or self.sync) and not collection:
             refuse_index(out)
             raise UserError(f"there is no collection in {out} to add to; make one without --add")
         if self.sync:
             return
-        if not self.add and collection and (self.data is None or not GaussianCollection.is_unfinished(out)):
+        if not self.add and collection and (self.data is None or not is_unfinished(out)):
             raise UserError(
                 f"{out} holds a collection already; add to it with --add, or give another folder with --out"
             )
@@ -96,10 +95,10 @@ class IndexFlags:
     def model(self, out: Path) -> str:
         """The model where none is named."""
         from sfumato.models.run import SMALL, default_model
-        from sfumato.search.collection import GaussianCollection
+        from sfumato.search.folder import is_unfinished
         from sfumato.workflows.index import model_of
 
-        if self.add or self.sync or GaussianCollection.is_unfinished(out):
+        if self.add or self.sync or is_unfinished(out):
             return model_of(out)
         name, why = (SMALL, "") if self.data is None else default_model()
         if why:
@@ -157,7 +156,7 @@ def index(
 def _index_data(model: "Model", out: Path, given: IndexFlags, as_json: bool) -> None:
     """Fill a collection from a person's files, or bring it in step with them."""
     from sfumato.errors import counted
-    from sfumato.search.collection import GaussianCollection
+    from sfumato.search.folder import is_collection
     from sfumato.workflows.index import check_new
     from sfumato.workflows.own_folder import add_data, index_data, move_sources, sync_data
 
@@ -170,7 +169,7 @@ def _index_data(model: "Model", out: Path, given: IndexFlags, as_json: bool) -> 
         elif given.add:
             n, done = add_data(model, given.data or "", out)
         else:
-            if not GaussianCollection.is_one(out):
+            if not is_collection(out):
                 check_new(out, model.distance, store)
             n, done = index_data(model, given.data or "", out, store)
     result = {"out": str(out), "n": n, "model": model.source, **done.to_json()}

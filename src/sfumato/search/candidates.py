@@ -1,15 +1,32 @@
-"""Items of a gallery as a search sees them: candidates with distances, records with embeddings, and a sample."""
+"""Items of a gallery as a search sees them: candidates with distances, records, samples, and those that fit a text."""
 
+import contextlib
 import functools
+import hashlib
+import math
+import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from sfumato.calibration.fits import N_NEAR, Evidence, FitsCalibration, FitsLogits, list_features
+from sfumato.calibration.scorer import MatchEstimate
+from sfumato.encoders.package_weights import sentence_vectors
 from sfumato.gaussian import GaussianEmbedding
-from sfumato.search.texts import ItemTexts
+from sfumato.search.answer import Hit, Verdict, fits_verdict, verdict
+from sfumato.search.options import TextQuery
+from sfumato.search.stores.protocol import Records, VectorStore
+from sfumato.search.texts import ItemTexts, TextStore, word_stems
+
+T = TypeVar("T")
+
+_COUNTED_SECONDS = 5.0
+"""Other processes may write. To count a million items anew for every query would take longer than to search them."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,6 +56,11 @@ class Candidates:
         """Some of the candidates, in an order."""
         payloads = tuple(self.payloads[j] for j in order)
         return Candidates(tuple(self.ids[j] for j in order), self.distance[order], self.uncertainty[order], payloads)
+
+    def ordered(self) -> "Candidates":
+        """Closest first, equally close ones by id."""
+        values = self.distance.tolist()
+        return self.take(sorted(range(len(values)), key=lambda j: (values[j], self.ids[j])))
 
     def joined(self, others: "Candidates") -> "Candidates":
         """With other candidates behind them."""
@@ -88,3 +110,249 @@ def padded(found: Sequence[Candidates]) -> Tensor:
 def with_margin(k: int) -> int:
     """Number of candidates to fetch for k results, so that a wrong order of near ties has no effect."""
     return k + max(8, k // 4)
+
+
+class ItemCount:
+    """The number of items of a store, counted again after every write of this process and every few seconds."""
+
+    def __init__(self, count: Callable[[], int]) -> None:
+        self._count, self._lock = count, threading.Lock()
+        self._last = (-1, -math.inf, 0)  # (value of changed, time, number of items) of the last count
+        self._writes = 0  # beginnings and ends of writes
+        self.changed = 0  # items written or removed by this process
+        self.counts_itself = True  # if not, it follows the writes of this process, and somebody calls recount()
+
+    @property
+    def value(self) -> int:
+        """The number."""
+        changed, when, n = self._last
+        if self.counts_itself and (changed != self.changed or time.monotonic() > when + _COUNTED_SECONDS):
+            return self.recount()
+        return n
+
+    def recount(self) -> int:
+        """Count the items. Where the number follows the writes, a count beside a write is not used."""
+        before, changed, n = self._writes, self.changed, self._count()
+        with self._lock:
+            if self.counts_itself or (before == self._writes and before % 2 == 0):
+                self._last = changed, time.monotonic(), n
+            return self._last[2]
+
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[Callable[[int, int], None]]:
+        """Around a write; to be called with the numbers of written or removed items, and of items more than before."""
+
+        def note(changed: int, more: int) -> None:
+            self.changed += changed
+            with self._lock:
+                self._last = self._last[0], self._last[1], self._last[2] + more
+
+        self._writes += 1
+        try:
+            yield note
+        finally:
+            self._writes += 1
+
+
+@dataclass(frozen=True, eq=False)
+class Sample:
+    """A sample of a store, and the state of the collection when it was taken."""
+
+    records: Records
+    size: int  # number of items in the collection
+    changed: int  # number of items that this process had written or removed
+    seed: int
+    texts: ItemTexts | None = None
+    good_until: float = math.inf  # time from which results of others' writes are looked for, where hits come from it
+    prepared: dict[bool, SampledItems] = field(default_factory=dict)  # all of it, by whether it is the whole gallery
+
+
+class Sampler:
+    """Takes uniform samples of a store and keeps the last one while few items change."""
+
+    def __init__(self, store: VectorStore, texts: TextStore | None) -> None:
+        self._store, self._texts = store, texts
+        self._last: Sample | None = None
+        self._lock = threading.Lock()
+
+    def take(self, n: int, items: ItemCount, seed: int = 0) -> Sample:
+        """A uniform sample of at least n records, or of all; by a scan of the store, unless the last one serves."""
+        size, changed = items.value, items.changed
+        with self._lock:
+            last = self._last
+            if (
+                last is None
+                or last.seed != seed
+                or len(last.records) < min(n, size)
+                or 100 * max(changed - last.changed, abs(size - last.size)) > size
+                or (self._texts is not None and time.monotonic() > last.good_until)
+            ):
+                start = time.monotonic()
+                records = even_sample(self._store.scan(), n, self._store.dim, seed)
+                texts = None if self._texts is None else self._texts.of(records.ids, records.payloads)
+                end = time.monotonic()  # Others may change items; to look takes a twentieth of the time at most.
+                until = end + max(_COUNTED_SECONDS, 20 * (end - start))
+                last = self._last = Sample(records, size, changed, seed, texts, until)
+            return last
+
+
+def even_sample(batches: Iterator[Records], n: int, e: int, seed: int = 0) -> Records:
+    """The n records whose ids have the smallest digests: a sample that does not depend on the order of the records."""
+    kept, digests, salt = Records.none(e), list[bytes](), seed.to_bytes(16, "little")
+    for batch in batches:
+        new = [hashlib.blake2b(i.encode(), digest_size=8, salt=salt).digest() for i in batch.ids]
+        last = digests[-1] if len(digests) == n else b"\xff" * 9
+        if not (low := [i for i, digest in enumerate(new) if digest < last]):
+            continue
+        part = batch.take(low)
+        both = Records(
+            kept.ids + part.ids,
+            torch.cat([kept.vectors, part.vectors]),
+            torch.cat([kept.uncertainty, part.uncertainty]),
+            kept.payloads + part.payloads,
+        )
+        digests += [new[i] for i in low]
+        order = sorted(range(len(digests)), key=digests.__getitem__)[:n]
+        kept, digests = both.take(order), [digests[i] for i in order]
+    return kept
+
+
+@dataclass(frozen=True)
+class Fitting:
+    """What fits one query in a gallery; by default of an empty one."""
+
+    hits: tuple[Hit, ...] = ()  # the most probable or the closest, the best first
+    expected: float = 0.0  # number of items that fit
+    nothing: float = 1.0  # probability that none does
+    near: Candidates | None = None  # the closest item, of a large gallery the closest ones
+
+
+@dataclass(frozen=True, eq=False)
+class TextSearch:
+    """Queries by text, and the sample of the gallery that says which words are rare and how far items usually are."""
+
+    forms: Sequence[TextQuery]  # q queries
+    vectors: Tensor  # (q, 384)
+    prior: Tensor  # (q,)
+    logits: Sequence[FitsLogits]  # of each query
+    fits: FitsCalibration
+    image_logit: Callable[[Tensor, Tensor], Tensor]  # logits of pairs, from their distances and usual distances
+    sample: SampledItems
+    own: ItemTexts  # the texts of the sample
+    n: int  # items of the gallery that may be found
+
+    @classmethod
+    def of(
+        cls,
+        forms: Sequence[TextQuery],
+        fits: FitsCalibration,
+        image_logit: Callable[[Tensor, Tensor], Tensor],
+        sample: SampledItems,
+        own: ItemTexts,
+        n: int,
+    ) -> "TextSearch":
+        """Embed the queries."""
+        texts = [form.joined for form in forms]
+        vectors, logits = sentence_vectors(texts), [fits.of(len(word_stems(text))) for text in texts]
+        return cls(forms, vectors, fits.query_prior(vectors), logits, fits, image_logit, sample, own, n)
+
+    def _evidence(self, i: int, items: ItemTexts, distance: Tensor, usual: Tensor) -> Evidence:
+        image = self.image_logit(distance, usual)
+        texts = [self.forms[i].joined]
+        return items.evidence(texts, self.vectors[[i]], image, self.prior[[i]], self.own.rarity)
+
+    def _of_hits(self, i: int, items: ItemTexts, known: Evidence, pair: Tensor, listed: Tensor) -> Tensor:
+        """(c,) logits of items as hits."""
+        found = self.logits[i].of_hits(pair, known.has_texts, listed)[0]
+        return items.without(self.forms[i].without, found, known.image[0], self.fits, self.own.rarity)
+
+    def fitting(
+        self, i: int, usual: Tensor, found: Candidates, items: ItemTexts, k: int, *, by_distance: bool
+    ) -> Fitting:
+        """What fits query i among some items, all of the gallery or more than fit. usual (1, s): of the sample."""
+        if not found.ids:
+            return Fitting()
+        logits = self.logits[i]
+        known = self._evidence(i, items, found.distance.unsqueeze(0), usual)
+        pair = logits.of_pairs(known)
+        listed = list_features(pair.topk(min(N_NEAR, len(found.ids))).values, known.n_words, known.prior)
+        logit = self._of_hits(i, items, known, pair, listed)
+        total = float(logit.sigmoid().sum())
+        if not self.sample.whole:
+            others = self._evidence(i, self.own, usual, usual)
+            rest = self._of_hits(i, self.own, others, logits.of_pairs(others), listed).sigmoid()
+            outside = self.sample.without(found.ids)
+            total = MatchEstimate.of(logit.sigmoid()[None], rest[None], outside, self.n)[0].expected
+        key = -found.distance if by_distance else logit
+        top = _highest(key, found, logit, k, functools.partial(self.own.best_text, self.forms[i].joined))
+        # The best may fit, and then something does.
+        nothing = min(float(logits.of_nothing(listed).sigmoid()), 1 - float(logit.sigmoid().max()))
+        return Fitting(top, total, nothing, found.take([int(found.distance.argmin())]))
+
+
+def _highest(
+    key: Tensor, found: Candidates, logit: Tensor, k: int, best: Callable[[Mapping[str, str]], str]
+) -> tuple[Hit, ...]:
+    """The k candidates with the highest keys; those with equal keys by id. key, logit (c,)."""
+    values = key.tolist()
+    top = key.topk(min(with_margin(k), len(values))).indices.tolist()
+    order = sorted(top, key=lambda j: (-values[j], found.ids[j]))[:k]
+    columns = (column[order].tolist() for column in (found.distance, logit.sigmoid(), found.uncertainty))
+    return tuple(
+        Hit(found.ids[j], rank, d, p, u, dict(found.payloads[j]), best(found.payloads[j]))
+        for rank, (j, d, p, u) in enumerate(zip(order, *columns, strict=True), 1)
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class Ranked:
+    """The k best items of one query, and those that its answer shows."""
+
+    hits: tuple[Hit, ...]
+    kept: tuple[Hit, ...]  # those of at least min_probability
+    shown: tuple[Hit, ...]  # those of the answer
+    near: Candidates  # the closest items
+    fitting: Fitting | None  # where texts are evidence
+    folds: bool = False
+
+    @property
+    def best(self) -> float:
+        """Probability of the first hit."""
+        return self.hits[0].match_probability if self.hits else 0.0
+
+    def verdict(self, expected: float, abstained: bool | None, *, empty_set: bool) -> Verdict:
+        """What is said of them. expected: the number of matches in the whole gallery."""
+        if self.fitting is None:
+            return verdict(expected, self.best, abstained, empty_set=empty_set)
+        said_of = self.shown if self.folds and self.kept else self.hits
+        return fits_verdict([hit.match_probability for hit in said_of], expected, self.fitting.nothing)
+
+
+def folded(hits: Sequence[Hit], means: Mapping[str, Tensor], k: int, limit: float) -> tuple[Hit, ...]:
+    """The first k of some hits that are not nearly the same as one above; the others are duplicates of these.
+
+    means: of the hits by id; hits without one were deleted meanwhile. limit: of the squared distance of two means.
+    """
+    kept, duplicates = list[Hit](), list[list[str]]()
+    for hit in hits:
+        if (mean := means.get(hit.id)) is None:
+            continue
+        above = torch.stack([means[other.id] for other in kept] or [mean + math.inf])
+        near = ((above - mean).square().sum(1) <= limit).nonzero().flatten().tolist()
+        if near:
+            duplicates[near[0]].append(hit.id)
+        elif len(kept) < k:
+            kept.append(hit)
+            duplicates.append([])
+    pairs = enumerate(zip(kept, duplicates, strict=True), 1)
+    return tuple(replace(hit, rank=rank, duplicates=tuple(ids)) for rank, (hit, ids) in pairs)
+
+
+def completed(
+    known: Sequence[T | None], queries: GaussianEmbedding, find: Callable[[GaussianEmbedding], list[T]]
+) -> list[T]:
+    """A value for each query: the known one, else the one found. queries (n, d)."""
+    others = [i for i, one in enumerate(known) if one is None]
+    some = queries if len(others) == queries.n else queries[torch.tensor(others, dtype=torch.long)]
+    found = iter(find(some) if others else [])
+    return [next(found) if one is None else one for one in known]

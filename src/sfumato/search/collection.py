@@ -10,44 +10,38 @@ with their lifted vectors. The collection recomputes their distances and order; 
 
 import contextlib
 import json
-import math
 import secrets
-import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from filelock import FileLock
 from torch import Tensor
 
 from sfumato.calibration.calibrator import Calibration
 from sfumato.calibration.scorer import Scorer
 from sfumato.errors import UserError
-from sfumato.files import sync_folder, write_atomically
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.ids import Direction, check_ids
-from sfumato.search.atomic_folder import change_metadata
-from sfumato.search.candidates import Candidates, GalleryRecords, SampledItems, with_margin
-from sfumato.search.collection_folder import KIND, check_empty, kind_of, read_settings, refuse_index, write_settings
+from sfumato.search.candidates import Candidates, GalleryRecords, ItemCount, SampledItems, Sampler, with_margin
 from sfumato.search.exact import LiftedGallery, lift_gallery, lift_queries, lifted_dim, lowered, query_constant
+from sfumato.search.folder import (
+    change_metadata,
+    check_empty,
+    marked_unfinished,
+    read_settings,
+    refuse_index,
+    refuse_unfinished,
+    write_settings,
+)
 from sfumato.search.gallery import N_WHOLE, Gallery
-from sfumato.search.sampling import Sample, even_sample
 from sfumato.search.stores.open import anchored, beside, create_store, open_store, without_password
 from sfumato.search.stores.protocol import Filter, Records, VectorStore
 from sfumato.search.texts import ItemTexts, TextStore
 
-_UNFINISHED = "unfinished.txt"
-
 UPLOADED_IMAGES = "pictures"
 """Name of the folder, inside that of the collection, for images that were uploaded to a service."""
-
-_WRITERS = ".pictures.lock"
-
-_COUNTED_SECONDS = 5.0
-"""Other processes may write. To count a million items anew for every query would take longer than to search them."""
 
 
 class GaussianCollection(Gallery):
@@ -64,33 +58,26 @@ class GaussianCollection(Gallery):
         metadata: JSON values that the builder keeps with the collection.
         n_exact: number of closest items that :meth:`match_estimates` sums exactly in a large collection.
         n_sample: number of items in the sample from which it estimates the rest of the sum.
-        counts_itself: whether `size` counts the items now and then. If not, it follows the writes of this process, one
-            at a time, and somebody else calls :meth:`recount`.
+        items: counts the items.
     """
 
     def __init__(
         self,
         folder: Path,
         store: VectorStore,
-        *,
-        d: int,
-        distance: str,
+        texts: TextStore | None,
+        settings: Mapping[str, Any],
         centre: Tensor,
-        scorer: Scorer,
-        metadata: dict[str, Any],
-        texts: TextStore | None = None,
+        calibration: Calibration | None,
     ) -> None:
-        self.folder, self.store, self.distance, self.metadata = folder, store, distance, metadata
-        self.texts = texts
-        self._d, self.centre, self._scorer = d, centre, scorer
+        self.folder, self.store, self.texts, self.centre = folder, store, texts, centre
+        self.distance: str = settings["distance"]
+        self.metadata: dict[str, Any] = dict(settings["about"])
+        self._d: int = settings["d"]
+        self._scorer = Scorer(settings["logit_scale"], settings["logit_bias"], calibration, settings["direction"])
         self.n_exact, self.n_sample = 300, N_WHOLE
-        self._last_sample: Sample | None = None
-        self._sampling = threading.Lock()
-        self._changed = 0  # items written or removed by this process
-        self._writes = 0  # beginnings and ends of writes
-        self._counted = (-1, -math.inf, 0)  # (value of _changed, time, number of items) of the last count
-        self._counting = threading.Lock()
-        self.counts_itself = True
+        self.items = ItemCount(store.count)
+        self._sampler = Sampler(store, texts)
 
     @classmethod
     def create(
@@ -157,8 +144,7 @@ class GaussianCollection(Gallery):
         except BaseException:
             made.close()
             raise
-        scorer, about = Scorer(logit_scale, logit_bias, calibration, direction), dict(settings["about"])
-        return cls(folder, made, d=d, distance=distance, centre=centre, scorer=scorer, metadata=about, texts=own)
+        return cls(folder, made, own, settings, centre, calibration)
 
     @classmethod
     def open(cls, folder: str | Path, store: str | None = None, *, unfinished: bool = False) -> "GaussianCollection":
@@ -182,9 +168,8 @@ class GaussianCollection(Gallery):
         if folder.is_symlink():  # What it points to may change while this is open.
             folder = folder.resolve()
         refuse_index(folder)
-        if not unfinished and (folder / _UNFINISHED).is_file():
-            raise UserError(f"{folder} is incomplete: {(folder / _UNFINISHED).read_text(encoding='utf-8').strip()}")
-
+        if not unfinished:
+            refuse_unfinished(folder)
         settings, centre, calibration = read_settings(folder)
         opened = open_store(anchored(store or settings["store"], folder))
         if opened.fingerprint != settings["fingerprint"]:
@@ -193,42 +178,9 @@ class GaussianCollection(Gallery):
                 f"{opened.url} holds the vectors of another collection, not those of {folder}; give the store of this"
                 " collection with --store, or build the collection again"
             )
-        scorer = Scorer(settings["logit_scale"], settings["logit_bias"], calibration, settings["direction"])
         second = beside(store or settings["store"]) if settings.get("texts") else None
-        return cls(
-            folder,
-            opened,
-            d=settings["d"],
-            distance=settings["distance"],
-            centre=centre,
-            scorer=scorer,
-            metadata=settings["about"],
-            texts=None if second is None else TextStore.open(anchored(second, folder)),
-        )
-
-    @staticmethod
-    def is_one(folder: str | Path) -> bool:
-        """Whether a folder holds a collection, complete or not, also of a later version.
-
-        Args:
-            folder: any path.
-
-        Returns:
-            True if there is a collection.
-        """
-        return kind_of(folder) == KIND.rpartition("-")[0]
-
-    @staticmethod
-    def is_unfinished(folder: str | Path) -> bool:
-        """Whether a filling of the collection was interrupted.
-
-        Args:
-            folder: that of a collection.
-
-        Returns:
-            True if it was.
-        """
-        return (Path(folder) / _UNFINISHED).is_file()
+        texts = None if second is None else TextStore.open(anchored(second, folder))
+        return cls(folder, opened, texts, settings, centre, calibration)
 
     def __enter__(self) -> "GaussianCollection":
         return self
@@ -242,13 +194,7 @@ class GaussianCollection(Gallery):
         Args:
             values: JSON values by name, or a function that makes them from the metadata as they are now; others stay.
         """
-
-        def changed(settings: dict[str, Any]) -> dict[str, Any]:
-            about = settings["about"]
-            new = values(about) if callable(values) else values
-            return {"about": about | json.loads(json.dumps(dict(new), allow_nan=False))}
-
-        self.metadata = change_metadata(self.folder, KIND, changed)["about"]
+        self.metadata = change_metadata(self.folder, values if callable(values) else lambda now: values)
 
     def close(self) -> None:
         """Close the store."""
@@ -270,10 +216,8 @@ class GaussianCollection(Gallery):
             StoreInUseError: another process writes to the store; the collection is not marked.
         """
         self.begin_writing()
-        write_atomically(self.folder / _UNFINISHED, way_out + "\n")
-        yield
-        (self.folder / _UNFINISHED).unlink()
-        sync_folder(self.folder)
+        with marked_unfinished(self.folder, way_out):
+            yield
 
     @property
     def scorer(self) -> Scorer:
@@ -293,49 +237,8 @@ class GaussianCollection(Gallery):
 
     @property
     def size(self) -> int:
-        """Number of items, counted again after every write of this process and every few seconds."""
-        changed, when, n = self._counted
-        if self.counts_itself and (changed != self._changed or time.monotonic() > when + _COUNTED_SECONDS):
-            return self.recount()
-        return n
-
-    def recount(self) -> int:
-        """Count the items for `size`.
-
-        Returns:
-            Their number. Where `size` follows the writes, a count beside a write is not used.
-        """
-        before, changed, n = self._writes, self._changed, len(self)
-        with self._counting:
-            if self.counts_itself or (before == self._writes and before % 2 == 0):
-                self._counted = changed, time.monotonic(), n
-            return self._counted[2]
-
-    @contextlib.contextmanager
-    def _writing(self) -> Iterator[Callable[[int, int], None]]:
-        """Around a write; to be called with the numbers of written or removed items, and of items more than before."""
-
-        def note(changed: int, more: int) -> None:
-            self._changed += changed
-            with self._counting:
-                self._counted = self._counted[0], self._counted[1], self._counted[2] + more
-
-        self._writes += 1
-        try:
-            yield note
-        finally:
-            self._writes += 1
-
-    def writers_lock(self, timeout: float) -> FileLock:
-        """The lock under which services write, so that one does not remove an image that another one has just written.
-
-        Args:
-            timeout: seconds to wait for it.
-
-        Returns:
-            The lock, not yet held; entering it raises :class:`filelock.Timeout`.
-        """
-        return FileLock(self.folder / _WRITERS, timeout=timeout)
+        """Number of items, which may be a few seconds old."""
+        return self.items.value
 
     def begin_writing(self) -> None:
         """Acquire the write lock of a store that has one, as the first write would; it is held until :meth:`close`.
@@ -398,8 +301,8 @@ class GaussianCollection(Gallery):
         check_ids(ids, "GaussianCollection")
         for start in range(0, len(records), batch):
             part = records.take(range(start, min(start + batch, len(records))))
-            there = 0 if self.counts_itself else len(self.store.get(part.ids))
-            with self._writing() as note:
+            there = 0 if self.items.counts_itself else len(self.store.get(part.ids))
+            with self.items.writing() as note:
                 if self.texts is not None:  # First, so that a stored item has its texts.
                     self.texts.upsert(part.ids, part.payloads)
                 self.store.upsert(part)
@@ -416,7 +319,7 @@ class GaussianCollection(Gallery):
         Returns:
             Number of removed items.
         """
-        with self._writing() as note:
+        with self.items.writing() as note:
             removed = self.store.delete(ids)
             note(removed, -removed)
             if self.texts is not None:
@@ -432,7 +335,7 @@ class GaussianCollection(Gallery):
             payload: texts by name, in place of those that it had.
         """
         records = self.store.get([old])
-        with self._writing() as note:
+        with self.items.writing() as note:
             if self.texts is not None:
                 self.texts.upsert([new], [payload])
             self.store.upsert(Records((new,), records.vectors, records.uncertainty, (payload,)))
@@ -457,13 +360,13 @@ class GaussianCollection(Gallery):
                 inside = (exact <= radius).nonzero().flatten()
                 part = chosen.take(inside.tolist())
                 both = found[i].joined(Candidates(part.ids, exact[inside], part.uncertainty, part.payloads))
-                found[i] = _ordered(both).first(most)
+                found[i] = both.ordered().first(most)
         return found
 
     def _sampled(self, n: int, filter: Filter | None) -> SampledItems:
         """It takes a scan of the store at the first call, and again when a hundredth of the items has changed."""
-        taken = self._take_sample(self.n_sample)
-        records, texts, same = taken.records, taken.texts, taken.changed == self._changed
+        taken = self._sampler.take(self.n_sample, self.items)
+        records, texts, same = taken.records, taken.texts, taken.changed == self.items.changed
         if filter is not None:
             columns = zip(records.payloads, records.uncertainty.tolist(), strict=True)
             passing = [i for i, (payload, u) in enumerate(columns) if filter.accepts(payload, u)]
@@ -487,26 +390,6 @@ class GaussianCollection(Gallery):
             texts,
         )
 
-    def _take_sample(self, n: int, seed: int = 0) -> Sample:
-        """A uniform sample of at least min(n, size) records; the last one is kept."""
-        size, changed = self.size, self._changed
-        with self._sampling:
-            last = self._last_sample
-            if (
-                last is None
-                or last.seed != seed
-                or len(last.records) < min(n, size)
-                or 100 * max(changed - last.changed, abs(size - last.size)) > size
-                or (self.texts is not None and time.monotonic() > last.good_until)
-            ):
-                start = time.monotonic()
-                records = even_sample(self.store.scan(), n, self.store.dim, seed)
-                texts = None if self.texts is None else self.texts.of(records.ids, records.payloads)
-                end = time.monotonic()  # Others may change items; to look takes a twentieth of the time at most.
-                until = end + max(_COUNTED_SECONDS, 20 * (end - start))
-                last = self._last_sample = Sample(records, size, changed, seed, texts, until)
-            return last
-
     def count(self, filter: Filter) -> int:
         """See :meth:`Gallery.count`."""
         return self.store.count(filter)
@@ -517,7 +400,7 @@ class GaussianCollection(Gallery):
 
     def sample(self, n: int, *, seed: int = 0) -> GalleryRecords:
         """See :meth:`Gallery.sample`. The sample stays the same while few items change; removed items are left out."""
-        taken = self._take_sample(max(n, self.n_sample), seed)
+        taken = self._sampler.take(max(n, self.n_sample), self.items, seed)
         return self._gallery_records(self.store.get(taken.records.ids[:n]))
 
     def scan(self, batch: int = 4096) -> Iterator[GalleryRecords]:
@@ -539,7 +422,7 @@ class GaussianCollection(Gallery):
         """The store's candidates with exact distances, closest first, equal distances by id."""
         return [
             self._with_closest(
-                _ordered(Candidates(records.ids, distance, records.uncertainty, records.payloads)), records
+                Candidates(records.ids, distance, records.uncertainty, records.payloads).ordered(), records
             )
             for i, records in enumerate(self.store.search(self._lifted(queries), c, filter))
             for distance in self._distances(queries[i : i + 1], records)
@@ -565,9 +448,3 @@ class GaussianCollection(Gallery):
 
     def _gallery_records(self, records: Records) -> GalleryRecords:
         return GalleryRecords(records.ids, self._embeddings(records), records.payloads)
-
-
-def _ordered(found: Candidates) -> Candidates:
-    """Items closest first, equally close ones by id."""
-    values = found.distance.tolist()
-    return found.take(sorted(range(len(values)), key=lambda j: (values[j], found.ids[j])))

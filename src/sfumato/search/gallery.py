@@ -22,8 +22,17 @@ from sfumato.data.images import ImageSource
 from sfumato.distances import get_distance
 from sfumato.gaussian import GaussianEmbedding, check_finite
 from sfumato.search.answer import UNFAMILIAR, Answer, Hit, Verdict
-from sfumato.search.candidates import Candidates, GalleryRecords, SampledItems, padded
-from sfumato.search.fitting import Fitting, Ranked, TextSearch, completed, folded
+from sfumato.search.candidates import (
+    Candidates,
+    Fitting,
+    GalleryRecords,
+    Ranked,
+    SampledItems,
+    TextSearch,
+    completed,
+    folded,
+    padded,
+)
 from sfumato.search.options import QueryInfo, SearchOptions, TextQuery
 from sfumato.search.stores.protocol import Filter
 from sfumato.search.texts import TextStore, item_words, word_stems, words_of
@@ -33,7 +42,6 @@ _SAMPLED = 200
 
 N_WHOLE = 20_000
 """Number of items up to which match probabilities are added up over the whole gallery."""
-
 
 REFERENCE_SIZE = 1_000
 """Size of the gallery that the logits of pairs are for where texts are beside them."""

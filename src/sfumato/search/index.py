@@ -1,6 +1,6 @@
 """GaussianIndex: search a gallery in memory by Gaussian queries, with probabilities and uncertainties.
 
-It is never saved: :func:`sfumato.search.copying.copy_gallery` makes a collection of it.
+It is never saved: :func:`copy_gallery` makes a collection of it, or of another collection.
 
 It ranks exactly by any distance. The distances of the results are recomputed row by row in float64, and equal
 distances keep the order of the items; for distances that lift, the answer is that of float64 over all items
@@ -8,14 +8,16 @@ distances keep the order of the items; for distances that lift, the answer is th
 sets that hold a match with a requested probability.
 """
 
+import contextlib
 import functools
 import json
 import math
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,9 +26,11 @@ from torch import Tensor
 from sfumato.calibration.calibrator import Calibration
 from sfumato.calibration.scorer import Scorer
 from sfumato.distances import Distance, get_distance
+from sfumato.files import write_atomically
 from sfumato.gaussian import GaussianEmbedding, check_finite
 from sfumato.ids import Direction, check_ids
 from sfumato.search.candidates import Candidates, GalleryRecords, SampledItems, with_margin
+from sfumato.search.collection import UPLOADED_IMAGES, GaussianCollection
 from sfumato.search.exact import (
     LiftedGallery,
     closest_candidates,
@@ -36,7 +40,9 @@ from sfumato.search.exact import (
 )
 from sfumato.search.gallery import N_WHOLE, Gallery
 from sfumato.search.screening import Screen
-from sfumato.search.stores.protocol import Filter
+from sfumato.search.stores.open import beside
+from sfumato.search.stores.protocol import Filter, Records
+from sfumato.search.texts import TextStore, item_texts
 
 _SAMPLE = 2048
 """Number of sampled items for estimates of sums over large galleries."""
@@ -321,3 +327,69 @@ def _check_settings(distance: str, logit_scale: float, logit_bias: float) -> Non
             f"GaussianIndex: logit_scale must be positive and finite and logit_bias finite, got {logit_scale}"
             f" and {logit_bias}"
         )
+
+
+def copy_gallery(
+    source: Gallery,
+    folder: str | Path,
+    store: str = "store",
+    *,
+    texts: bool = False,
+    batch: int = 2048,
+    progress: Callable[[int], None] | None = None,
+) -> GaussianCollection:
+    """Copy all items of a gallery into a new collection, with the images that were uploaded to it."""
+    scorer = source.scorer
+    copy = GaussianCollection.create(
+        folder,
+        store,
+        d=source.d,
+        distance=source.distance,
+        centre=source.centre,
+        logit_scale=scorer.logit_scale,
+        logit_bias=scorer.logit_bias,
+        calibration=scorer.calibration,
+        direction=scorer.direction,
+        metadata=source.metadata,
+        texts=(texts or source.texts is not None) and beside(store) is not None,
+    )
+    try:
+        with copy.filling(f"a copy was interrupted; remove it (and {copy.store.url}) and copy again"):
+            if isinstance(source, GaussianCollection):
+                _copy_uploads(source.folder, copy.folder)
+                for records in source.store.scan(batch):  # As they were when the scan began, also while others write.
+                    if copy.texts is not None:
+                        _copy_texts(source.texts, copy.texts, records)
+                    copy.store.upsert(records)
+                    if progress:
+                        progress(len(records))
+                _copy_uploads(source.folder, copy.folder)  # Again: items may have come before the scan began.
+            else:
+                for items in source.scan(batch):
+                    copy.upsert(items.embeddings, items.ids, payloads=items.payloads, batch=batch, progress=progress)
+            copy.optimise()
+    except BaseException:
+        copy.close()
+        raise
+    return copy
+
+
+def _copy_texts(source: TextStore | None, copy: TextStore, records: Records) -> None:
+    """Store the vectors of the texts of some records."""
+    own = [i for i, payload in enumerate(records.payloads) if item_texts(payload)]
+    ids, payloads = [records.ids[i] for i in own], [records.payloads[i] for i in own]
+    if source is None:
+        copy.upsert(ids, payloads)
+    elif own:
+        copy.write(ids, source.vectors_for(ids, payloads), payloads)
+
+
+def _copy_uploads(folder: Path, copy: Path) -> None:
+    """Copy the uploaded images that are not in the copy yet; each has the name of its content."""
+    for image in sorted((folder / UPLOADED_IMAGES).rglob("*")):
+        new = copy / image.relative_to(folder)
+        with contextlib.suppress(FileNotFoundError):  # It was removed meanwhile.
+            if image.is_file() and image.suffix != ".tmp" and not new.exists():
+                content = image.read_bytes()
+                new.parent.mkdir(parents=True, exist_ok=True)
+                write_atomically(new, content)

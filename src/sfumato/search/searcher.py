@@ -20,8 +20,8 @@ from sfumato.errors import UserError
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.search.answer import Answer, Hit
 from sfumato.search.collection import GaussianCollection
-from sfumato.search.copying import copy_gallery
 from sfumato.search.gallery import Gallery
+from sfumato.search.index import copy_gallery
 from sfumato.search.options import NATIVE, Duplicates, Order, QueryInfo, SearchOptions, Target, TextQuery
 from sfumato.search.stores.protocol import filter_of
 from sfumato.search.texts import known_words, spelling, strange_script, words_of

@@ -31,8 +31,8 @@ class StoreHealth:
 
     def start(self) -> None:
         """Count the items, then go on in the background."""
-        self._collection.recount()
-        self._collection.counts_itself = False
+        self._collection.items.recount()
+        self._collection.items.counts_itself = False
         threading.Thread(target=self._watch, name=f"store of {self._name}", daemon=True).start()
 
     def stop(self) -> None:
@@ -66,7 +66,7 @@ class StoreHealth:
     def _count(self) -> None:
         began = time.monotonic()
         try:
-            self._collection.recount()
+            self._collection.items.recount()
             self._count_error = ""
         except Exception as error:
             self._count_error = first_line(error)

@@ -17,6 +17,7 @@ from sfumato.files import remove_leftovers
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.search.candidates import GalleryRecords
 from sfumato.search.collection import GaussianCollection
+from sfumato.search.folder import writers_lock
 from sfumato.search.stores.protocol import Filter, StoreInUseError
 from sfumato.serve.decoding import Task, message_of
 from sfumato.serve.problems import Refusal, busy
@@ -200,7 +201,7 @@ class Writer:
         collection = served.writable
         assert collection is not None, "checked before"
         shared = os.access(collection.folder, os.W_OK)
-        lock = collection.writers_lock(self.service.settings.timeout) if shared else contextlib.nullcontext()
+        lock = writers_lock(collection.folder, self.service.settings.timeout) if shared else contextlib.nullcontext()
 
         def locked() -> int:
             with lock:

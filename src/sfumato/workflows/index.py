@@ -43,11 +43,10 @@ from sfumato.models.run import (
 from sfumato.models.split import load_splits
 from sfumato.progress import progress_bar
 from sfumato.search.collection import UPLOADED_IMAGES, GaussianCollection
-from sfumato.search.collection_folder import check_empty
-from sfumato.search.copying import copy_gallery
 from sfumato.search.exact import gallery_centre, lifted_dim
+from sfumato.search.folder import check_empty, is_collection
 from sfumato.search.gallery import Gallery
-from sfumato.search.index import GaussianIndex
+from sfumato.search.index import GaussianIndex, copy_gallery
 from sfumato.search.stores.open import anchored, scheme
 
 
@@ -193,7 +192,7 @@ def model_of(folder: Path) -> str:
 
 def delete_items(folder: Path, ids: Sequence[str]) -> tuple[int, list[str]]:
     """Delete items of a collection. Returns their number, and the ids that it does not have."""
-    if not GaussianCollection.is_one(folder):
+    if not is_collection(folder):
         raise UserError(f"{folder} is no collection, so nothing can be deleted; sfumato index --data makes one")
     with GaussianCollection.open(folder) as collection:
         known = collection.get(list(dict.fromkeys(ids))).ids

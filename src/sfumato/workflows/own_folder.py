@@ -26,6 +26,7 @@ from sfumato.models.embed import embedding_steps, encode_each, file_endings
 from sfumato.models.model import Model
 from sfumato.progress import progress_bar
 from sfumato.search.collection import GaussianCollection
+from sfumato.search.folder import is_collection
 from sfumato.search.texts import item_texts
 from sfumato.workflows.index import (
     GalleryPart,
@@ -196,7 +197,7 @@ class Filling:
 
 def index_data(model: Model, data: str, out: Path, store: str = "file:") -> tuple[int, Filled]:
     """Make a collection of what a user named, or go on with an interrupted one. Returns (its items, what was done)."""
-    if GaussianCollection.is_one(out):
+    if is_collection(out):
         return add_data(model, data, out)
     source, problems = named_source(data), Problems()
     endings = file_endings(model.model)
