@@ -81,8 +81,6 @@ def dense_scores(distance: np.ndarray, listed: np.ndarray, scale: float) -> dict
     k = [min(NEIGHBOURS, size) for size in rest.shape]
     of_image = np.partition(rest, k[1] - 1, axis=1)[:, : k[1]].mean(1, keepdims=True)
     of_text = np.partition(rest, k[0] - 1, axis=0)[: k[0]].mean(0, keepdims=True)
-    result["excess, image's neighbours alone"] = distance - of_image
-    result["excess, text's neighbours alone"] = distance - of_text
     result["excess"] = distance - (of_image + of_text) / 2
     logits = torch.from_numpy(-scale * rest)
     result["softmax, both directions"] = (
@@ -102,11 +100,8 @@ def pair_scores(
         "distance": d,
         "distance of means": get_distance("squared_l2").row(images[image], texts[text]).double().numpy(),
         "rank, mean of logarithms": np.log1p(listed.text_rank) + np.log1p(listed.image_rank),
-        "margin, image alone": d - listed.better_text_distance,
-        "margin, text alone": d - listed.better_image_distance,
         "margin": d - (listed.better_text_distance + listed.better_image_distance) / 2,
         "excess": listed.excess,
-        "excess of means": audit_pairs(images, texts, ground_truth, distance="squared_l2")[0].excess,
     }
     if images.n * texts.n <= DENSE:
         dense = get_distance(run.distance).matrix(images, texts).double().numpy()

@@ -6,7 +6,6 @@ Valid samples are spoiled at random (benchmarks/spoiling.py): cut, damaged, valu
 numbers, deep nesting, other encodings, paths that climb, line breaks in ids, files that are missing or are folders.
 Half of the damage to an index gets checksums that fit, as a stranger could make them.
 
-    http         requests to the service (benchmarks/faults.py)
     manifest     JSONL, CSV and Parquet manifests, read and listed
     shards       tar files, read and listed, and patterns of their names
     embeddings   .npy, .safetensors and .parquet files with log variances and ids
@@ -53,7 +52,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from faults import by_hand, served
 from safetensors.torch import save_file
 from service_world import WORDS, noise, picture
 from spoiling import STRINGS, any_value, as_json, spoil_bytes, spoil_folder, spoil_safetensors, spoil_text, spoil_value
@@ -90,7 +88,7 @@ class Outcome:
     Attributes:
         refused, accepted: numbers of inputs.
         unexpected: a line for each other input.
-        slowest: seconds of the processor; of a request, with waiting.
+        slowest: seconds of the processor.
         growth_mb: of the resident memory between a tenth of the inputs and the end.
     """
 
@@ -558,7 +556,7 @@ def resident_mb() -> float:
 
 
 def try_all(name: str, folder: Path, inputs: int, seed: int) -> Outcome:
-    """Bad inputs at an entrance of ENTRANCES, or at "http".
+    """Bad inputs at an entrance of ENTRANCES.
 
     Args:
         name: of the entrance.
@@ -570,8 +568,6 @@ def try_all(name: str, folder: Path, inputs: int, seed: int) -> Outcome:
         What became of them.
     """
     chance = random.Random(f"{name}-{seed}")
-    if name == "http":
-        return try_http(folder, inputs, chance)
 
     def stop(*_: object) -> None:
         raise TooLongError
@@ -590,36 +586,11 @@ def try_all(name: str, folder: Path, inputs: int, seed: int) -> Outcome:
     return outcome
 
 
-def try_http(folder: Path, inputs: int, chance: random.Random) -> Outcome:
-    """Requests made by hand to a service in this process, eight at a time.
-
-    Args:
-        folder: of the collection.
-        inputs: number of requests.
-        chance: source of randomness.
-
-    Returns:
-        What became of them; without an answer is what is not HTTP, or says that more will come.
-    """
-    outcome, start = Outcome(), 0.0
-    with served(folder) as (_, port):
-        for number, of in enumerate((inputs // 10, inputs - inputs // 10)):
-            start = resident_mb() if number else 0.0
-            counts, wrong, slowest = by_hand(port, of, chance)
-            refused = sum(n for status, n in counts.items() if not status.isdigit() or int(status) >= 400)
-            outcome.unexpected += wrong
-            outcome.refused += refused
-            outcome.accepted += sum(counts.values()) - refused
-            outcome.slowest = max(outcome.slowest, slowest)
-        outcome.growth_mb = resident_mb() - start
-    return outcome
-
-
 ENTRANCES: dict[str, Callable[[Path, random.Random], Entrance]] = {
     "manifest": Manifests, "shards": Shards, "embeddings": Embeddings, "recipe": Recipes,
     "collection": Collections, "run": Runs, "checkpoint": Checkpoints,
 }  # fmt: skip
-"""Entrances by name; "http" has no folder to spoil."""
+"""Entrances by name; benchmarks/faults.py has requests to the service."""
 
 MOST_GROWTH = 20.0
 """MB by which the resident memory of a process may differ between two looks."""
@@ -648,7 +619,7 @@ def in_a_process(name: str, options: argparse.Namespace) -> dict[str, Any]:
 def main() -> int:
     parser = argparse.ArgumentParser(description="bad inputs at every entrance")
     parser.add_argument("--inputs", type=int, default=10_000, help="at each entrance")
-    parser.add_argument("--only", nargs="+", choices=("http", *ENTRANCES), metavar="NAME")
+    parser.add_argument("--only", nargs="+", choices=ENTRANCES, metavar="NAME")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--inside", help=argparse.SUPPRESS)
@@ -662,7 +633,7 @@ def main() -> int:
     about = {"benchmark": "bad_inputs", "python": platform.python_version(), "seed": options.seed}
     results: dict[str, Any] = {}
     print("entrance     inputs refused accepted unexpected slowest, s growth, MB")
-    for name in options.only or ("http", *ENTRANCES):
+    for name in options.only or ENTRANCES:
         one = results[name] = in_a_process(name, options)
         numbers = f"{one['inputs']:>6} {one['refused']:>7} {one['accepted']:>8} {one['unexpected']:>10}"
         print(f"{name:<12} {numbers} {one.get('slowest_s', 0):>10.2f} {one.get('growth_mb', 0):>10.1f}", flush=True)

@@ -10,7 +10,6 @@ condition, and shows what the promises are worth then.
 """
 
 import argparse
-import dataclasses
 import json
 import math
 from pathlib import Path
@@ -27,7 +26,7 @@ from sfumato.calibration.query_scores import N_STEPS, QueryScores
 from sfumato.distances import get_distance
 from sfumato.ids import Direction
 from sfumato.matching import match_probability
-from sfumato.metrics.reliability import brier_score, expected_calibration_error, reliability_curve
+from sfumato.metrics.reliability import expected_calibration_error
 from sfumato.models.calibrate import calibrate_split
 from sfumato.models.run import Run, load_run
 from sfumato.models.split import embed_split, load_split
@@ -63,10 +62,6 @@ def probabilities(run: Run, fitted: dict[str, Calibration], distance: Tensor, ma
     return {
         name: {
             "expected_calibration_error": expected_calibration_error(p.flatten(), label, binning="width"),
-            "expected_calibration_error_by_count": expected_calibration_error(p.flatten(), label),
-            "brier_score": brier_score(p.flatten(), label),
-            "curve": reliability_curve(p.flatten(), label, binning="width"),
-            "curve_by_count": reliability_curve(p.flatten(), label),
             "expected_matches_over_true": float(p.double().sum() / match.sum()),
         }
         for name, p in found.items()
@@ -172,7 +167,7 @@ def main() -> None:
     fitted = calibrations(run, "val")
     own = fitted["platt"]
     seen = calibrations(run, "train")["platt"]
-    result: dict[str, Any] = {"t2i": describe(own.of("t2i").scores), "i2t": describe(own.of("i2t").scores)}
+    result: dict[str, Any] = {}
     for split in ("val", "test"):
         distance, match = pairs_of(run, split)
         result[f"probabilities, {split}"] = probabilities(run, fitted, distance, match)
@@ -192,19 +187,13 @@ def main() -> None:
         arguments.json.write_text(json.dumps(result, indent=2))
 
 
-def describe(scores: QueryScores) -> dict[str, Any]:
-    """The few numbers that are no lists."""
-    return {k: v for k, v in dataclasses.asdict(scores).items() if not isinstance(v, tuple)}
-
-
 def show(result: dict[str, Any]) -> None:
-    """All but the curves."""
+    """All figures, a line each."""
     for name, values in result.items():
         print(name)
         for key, value in values.items():
             if isinstance(value, dict):
-                shown = {k: v for k, v in value.items() if "curve" not in k}
-                value = ", ".join(f"{k} {'-' if v is None else f'{v:.5g}'}" for k, v in shown.items())
+                value = ", ".join(f"{k} {'-' if v is None else f'{v:.5g}'}" for k, v in value.items())
             print(f"  {key}: {value}")
 
 

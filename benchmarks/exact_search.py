@@ -5,14 +5,14 @@ turn; the table has the shortest time of each and ratios of these. The contender
 
     product   q @ g.T or g @ q.T in float32 alone, the faster of the two orders: no result, the limit of float32
     faiss     IndexFlatL2 over lifted vectors
-    before    distances by one float32 product, top k, recomputed in float32 (engine exact before bounds)
     exact     GaussianIndex, engine exact
 
     python benchmarks/exact_search.py [--json PATH] [--items 200000] [--d 512] [--threads 1] [--rounds 8]
-                                      [--batches 1 20 256] [--surface 0] [--recall] [--sums]
+                                      [--batches 1 20 256] [--recall] [--sums]
 
-`--recall` prints recall@10 against float64 on hard galleries; `--sums` the cost of expected_matches beside that of a
-search. Both skip the rest. Exits with 1 if a recall of engine exact is below 1.
+`--recall` prints recall@10 against float64 on hard galleries, beside that of distances by one float32 product whose top
+k are computed again in float32 ("product"); `--sums` the cost of expected_matches beside that of a search. Both skip
+the rest. Exits with 1 if a recall of engine exact is below 1.
 """
 
 # mypy: disable-error-code="misc"
@@ -51,7 +51,7 @@ def unit(n: int, d: int, surface: int, generator: torch.Generator) -> GaussianEm
     return GaussianEmbedding(torch.nn.functional.normalize(mean, dim=1), log_var)
 
 
-def before(lifted: LiftedGallery, queries: GaussianEmbedding, gallery: GaussianEmbedding) -> Tensor:
+def by_product(lifted: LiftedGallery, queries: GaussianEmbedding, gallery: GaussianEmbedding) -> Tensor:
     """(n, K) positions by one float32 product, with a margin that is rescored in float32."""
     k = min(with_margin(K), gallery.n)
     near = closest_in_blocks(lifted.distance_blocks(queries), k, queries.n, gallery.n)[1]
@@ -70,26 +70,24 @@ def race(contenders: dict[str, Callable[[], object]], rounds: int) -> dict[str, 
     return best
 
 
-def speed(items: int, d: int, batches: list[int], rounds: int, surface: int) -> list[dict[str, Any]]:
+def speed(items: int, d: int, batches: list[int], rounds: int) -> list[dict[str, Any]]:
     """Times and ratios for each batch."""
     generator, rows = torch.Generator().manual_seed(0), []
-    gallery = unit(items, d, surface, generator)
+    gallery = unit(items, d, 0, generator)
     index = GaussianIndex.build(gallery, [str(i) for i in range(items)])
     start = time.perf_counter()
     index.nearest(gallery[:1], K)
     first = time.perf_counter() - start
-    lifted = LiftedGallery.of(index.embeddings, "csd", index.centre)
     flat = faiss.IndexFlatL2(d + 1)
-    flat.add(lifted.vectors.numpy())
+    flat.add(LiftedGallery.of(index.embeddings, "csd", index.centre).vectors.numpy())
     for batch in batches:
-        queries = unit(batch, d, surface, generator)
+        queries = unit(batch, d, 0, generator)
         q, g, vectors = queries.mean, gallery.mean, lift_queries(queries, "csd", centre=index.centre).numpy()
         times = race(
             {
                 "q @ g.T": lambda q=q, g=g: q @ g.T,
                 "g @ q.T": lambda q=q, g=g: g @ q.T,
                 "faiss": lambda v=vectors: flat.search(v, K),
-                "before": lambda q=queries: before(lifted, q, index.embeddings),
                 "exact": lambda q=queries: index.nearest(q, K),
             },
             rounds,
@@ -99,13 +97,11 @@ def speed(items: int, d: int, batches: list[int], rounds: int, surface: int) -> 
             {
                 "items": items, "batch": batch, **times, "first_search_seconds": first,
                 "of_product": times["exact"] / product, "of_faiss": times["exact"] / times["faiss"],
-                "of_before": times["exact"] / times["before"], "before_of_faiss": times["before"] / times["faiss"],
             }
         )  # fmt: skip
         print(
-            f"{items:9,} {batch:4} product {product:8.1f}  faiss {times['faiss']:8.1f}  before {times['before']:8.1f} "
-            f" exact {times['exact']:8.1f} ms; exact is {rows[-1]['of_product']:.2f} of product,"
-            f" {rows[-1]['of_faiss']:.2f} of faiss, {rows[-1]['of_before']:.2f} of before",
+            f"{items:9,} {batch:4} product {product:8.1f}  faiss {times['faiss']:8.1f}  exact {times['exact']:8.1f} ms;"
+            f" exact is {rows[-1]['of_product']:.2f} of product, {rows[-1]['of_faiss']:.2f} of faiss",
             flush=True,
         )
     return rows
@@ -132,7 +128,7 @@ HARD = ("two clusters 100 apart", "near-duplicates .003", "near-duplicates .001"
 
 
 def recalls(items: int, d: int) -> list[dict[str, Any]]:
-    """recall@10 of csd against float64, before and now."""
+    """recall@10 of csd against float64."""
     rows, ids = [], [str(i) for i in range(items)]
     for name in HARD:
         generator = torch.Generator().manual_seed(0)
@@ -143,22 +139,11 @@ def recalls(items: int, d: int) -> list[dict[str, Any]]:
             query = queries[torch.full((items,), i)].to(torch.float64)
             truth.append(row(query, wide).sort(stable=True).indices[:K])
         lifted = LiftedGallery.of(gallery, "csd", index.centre)
-        found = {"before": before(lifted, queries, gallery), "exact": index.nearest(queries, K)[1]}
+        found = {"product": by_product(lifted, queries, gallery), "exact": index.nearest(queries, K)[1]}
         wanted = torch.stack(truth)
         result = {n: float((wanted.unsqueeze(2) == f.unsqueeze(1)).any(2).double().mean()) for n, f in found.items()}
-        times = race(
-            {
-                "before": lambda lifted=lifted, q=queries, g=gallery: before(lifted, q, g),
-                "exact": lambda i=index, q=queries: i.nearest(q, K),
-            },
-            3,
-        )
-        rows.append({"gallery": name, "items": items, **result, "time_of_before": times["exact"] / times["before"]})
-        print(
-            f"{name:26} before {result['before']:.3f}  exact {result['exact']:.3f},"
-            f" time {rows[-1]['time_of_before']:.2f} of before",
-            flush=True,
-        )
+        rows.append({"gallery": name, "items": items, **result})
+        print(f"{name:26} product {result['product']:.3f}  exact {result['exact']:.3f}", flush=True)
     return rows
 
 
@@ -194,7 +179,6 @@ def main() -> int:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 20, 256])
-    parser.add_argument("--surface", type=int, default=0, help="dimensions of a surface near the means; 0: none")
     parser.add_argument("--recall", action="store_true", help="measure recall on hard galleries instead")
     parser.add_argument("--sums", action="store_true", help="measure expected_matches instead")
     arguments = parser.parse_args()
@@ -206,7 +190,7 @@ def main() -> int:
     elif arguments.sums:
         rows = sums(arguments.items, arguments.d, arguments.rounds)
     else:
-        rows = speed(arguments.items, arguments.d, arguments.batches, arguments.rounds, arguments.surface)
+        rows = speed(arguments.items, arguments.d, arguments.batches, arguments.rounds)
     if arguments.json:
         settings = {name: value for name, value in vars(arguments).items() if name != "json"}
         about = {"torch": torch.__version__, "faiss": faiss.__version__, "machine": platform.machine()}

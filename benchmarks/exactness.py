@@ -24,13 +24,12 @@ import resource
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from search import timed
 from torch import Tensor
 
 from sfumato.gaussian import load_embeddings
@@ -153,6 +152,16 @@ def measure(data: Data, url: str, folder: Path, repeats: int) -> Iterator[dict[s
         yield row
     for store in stores.values():
         store.close()
+
+
+def timed(function: Callable[[], Tensor], repeats: int) -> tuple[Tensor, float]:
+    """Result and the shortest of a few wall times in seconds, after one to warm up."""
+    result, best = function(), float("inf")
+    for _ in range(repeats):
+        start = time.perf_counter()
+        result = function()
+        best = min(best, time.perf_counter() - start)
+    return result, best
 
 
 def table(rows: list[dict[str, Any]]) -> str:

@@ -5,8 +5,8 @@
 
 Each form runs in processes of its own, so that peak memory is its own, and in turn with the others; times are medians.
 Ratios are of processor time, which other work on the same cores spoils less than it spoils time on the clock; look at
-the load that is reported, and set OMP_NUM_THREADS=1. "product" sums the product, so its gradient is a matrix of ones;
-"dense product" sends a dense gradient back. The broadcast form is left out where there is too little memory for it.
+the load that is reported, and set OMP_NUM_THREADS=1. "product" sums the product, so its gradient is a matrix of ones.
+The broadcast form is left out where there is too little memory for it.
 
 --large takes the match loss with pseudo-positives once, with matches as a sparse matrix: the matrix of the distances
 alone would take 17 GB.
@@ -28,9 +28,9 @@ import torch
 from torch import Tensor
 
 from sfumato.gaussian import GaussianEmbedding
-from sfumato.losses import InfoNCELoss, MatchLoss, PCMEPPLoss, PCMEPPOptions
+from sfumato.losses import PCMEPPLoss, PCMEPPOptions
 
-FORMS = ("product", "dense product", "loss", "loss with pseudo-positives", "infonce", "broadcast")
+FORMS = ("product", "loss", "loss with pseudo-positives", "broadcast")
 
 
 def inputs(b: int, d: int) -> tuple[Tensor, ...]:
@@ -54,24 +54,22 @@ def step(form: str, b: int, d: int) -> Callable[[], Tensor]:
     match = torch.sparse_coo_tensor(torch.arange(b).expand(2, -1), torch.ones(b), (b, b), check_invariants=True)
     if form != "large":
         match = match.to_dense()
-    upstream = torch.randn(b, b) if form == "dense product" else None
 
     def value() -> Tensor:
-        if form.endswith("product"):
-            return m1 @ m2.T if upstream is not None else (m1 @ m2.T).sum()
+        if form == "product":
+            return (m1 @ m2.T).sum()
         if form == "broadcast":
             return broadcast_loss(m1, l1, m2, l2, match)
         image, text = GaussianEmbedding(m1, l1), GaussianEmbedding(m2, l2)
         options = PCMEPPOptions(alpha=0.0 if form == "loss" else 0.1, beta=0)
-        loss: MatchLoss = InfoNCELoss() if form == "infonce" else PCMEPPLoss(options)
-        total: Tensor = loss.requires_grad_(False)(image, text, match).total
+        total: Tensor = PCMEPPLoss(options).requires_grad_(False)(image, text, match).total
         return total
 
     def run() -> Tensor:
         for leaf in (m1, l1, m2, l2):
             leaf.grad = None
         result = value()
-        result.backward(upstream)
+        result.backward()
         return result.detach().sum()
 
     return run

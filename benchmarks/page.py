@@ -1,4 +1,4 @@
-"""The page of a running service in a browser: what its start weighs, what axe finds, and how its states look.
+"""The page of a running service in a browser: what axe finds, and how its states look.
 
     sfumato serve runs/demo/index &
     python benchmarks/page.py http://127.0.0.1:8000 --axe axe.min.js --images FOLDER --adopted http://127.0.0.1:8001
@@ -57,25 +57,6 @@ def _gone(route: Route) -> None:
     route.abort()
 
 
-def weights(browser: Browser, url: str) -> list[tuple[int, int]]:
-    """(requests, bytes over the wire) of the first and of the second visit to the start."""
-    context = browser.new_context()
-    page = context.new_page()
-    session = context.new_cdp_session(page)
-    session.send("Network.enable")
-    sent: list[int] = []
-    session.on("Network.loadingFinished", lambda event: sent.append(int(event["encodedDataLength"])))
-    found = []
-    for _ in range(2):
-        sent.clear()
-        page.goto(url)
-        page.wait_for_load_state("networkidle")
-        page.wait_for_timeout(500)
-        found.append((len(sent), sum(sent)))
-    context.close()
-    return found
-
-
 def violations(page: Page, axe: str) -> list[str]:
     """What axe finds on a page."""
     page.evaluate(axe)
@@ -100,8 +81,6 @@ def main() -> None:
     n, n_violations = 0, 0
     with sync_playwright() as driver:
         browser = driver.chromium.launch(executable_path=chromium)
-        for visit, (requests, total) in zip(("first", "second"), weights(browser, states["start"]), strict=True):
-            print(f"start, {visit} visit: {requests} requests, {total:,} bytes")
         for name, url in states.items():
             for size in SIZES:
                 for scheme in ("light", "dark"):

@@ -111,18 +111,6 @@ def exact_search(result: dict[str, Any]) -> Iterable[Row]:
     yield Row("first search, which prepares the gallery", duration(result["rows"][0]["first_search_seconds"]))
 
 
-def search(result: dict[str, Any]) -> Iterable[Row]:
-    for row in result["equal_cost"]:
-        engine, candidates, (ours, theirs) = row["engine"], row["candidates"], (row["lifted"], row["means"])
-        if candidates in (10, 50, 200):
-            what = f"recall@10, {engine}, {candidates} candidates"
-            figures = f"{ours['recall']:.3f}", f"{theirs['recall']:.3f}, means re-ranked"
-            yield Row(what, *figures, theirs["recall"] / ours["recall"])
-            times = ours["ms_per_query"] / 1000, theirs["ms_per_query"] / 1000
-            if candidates == 50:
-                yield against(f"time a query, {engine}, {candidates} candidates", *times, "means re-ranked")
-
-
 def stores(result: dict[str, Any]) -> Iterable[Row]:
     ours, theirs = (result["engines"][name] for name in ("sfumato", "sqlite-faiss"))
     timed = (
@@ -180,18 +168,17 @@ SECTIONS = {
     "distances": Section("Distances, 1,000 × 5,000, d = 512", "", distances),
     "evaluation": Section("COCO 5K and 1K, CxC and ECCV Caption, 5,000 × 25,000, d = 512", "", evaluation),
     "exact_search": Section("Exact search, 200,000 items, d = 512, top 10", "", exact_search),
-    "search": Section("Approximate search by lifted vectors, 20,000 items, d = 64", "", search),
     "stores": Section(
-        "The embedded store, 100,000 vectors of 513 dimensions",
-        "The reference is a prototype without locks and messages: records in SQLite, all vectors in FAISS's flat\n"
-        "index in memory.",
+        "The embedded store, 100,000 items",
+        "Vectors of 513 dimensions. The reference is a prototype without locks and messages: records in SQLite, all\n"
+        "vectors in FAISS's flat index in memory.",
         stores,
     ),
     "towers_image": Section("Image tower with a Gaussian head, ViT-B/32", "", towers),
     "towers_text": Section("Text tower with a Gaussian head", "", towers),
     "serve": Section(
-        "The service, text queries over 10,000 items, clients on the same machine",
-        "With micro-batches, against every query alone.",
+        "The service, 10,000 items",
+        "Text queries with micro-batches, against every query alone; the clients share the machine.",
         serve,
     ),
     "training_step": Section(
@@ -210,11 +197,9 @@ HEAD = """\
 **Answer.** On a processor the loss takes little more time than its matrix product, the metrics of COCO take less than a
 second, and an exact search takes less time than the bare product. The first table has what another program does faster.
 
-`make benchmarks` measures this and writes this page. A ratio is below 1 where sfumato is better: time over time, memory
-over memory, and the other way round for rates and recalls. Ratios are those of one run. Rows against a bare matrix
-product, a plain tower, a bare encoder or another loss of sfumato show what is added to something that does less; they
-neither win nor lose. [How large can it get?](scale.md) has what takes too long for `make benchmarks`, and
-[history](../history.md) the older figures.
+`make benchmarks` measures this and writes this page; [How large can it get?](scale.md) has what takes longer. A ratio
+is below 1 where sfumato is better; it is of one run. Rows against a bare matrix product, a plain tower or another loss
+of sfumato show what is added to something that does less, so they neither win nor lose.
 """
 
 
@@ -270,38 +255,40 @@ def page(results: dict[str, dict[str, Any]]) -> str:
         section = SECTIONS[name]
         parts.append(f"### {section.title}{' †' if busy(record) else ''}\n")
         parts.append(f"```bash\n{record['command']}\n```\n")
-        cells = [[row.what, row.ours, row.reference, row.ratio_text] for row in rows[name]]
-        parts.append(table(("what", "sfumato", "reference", "ratio"), cells, {3}))
+        parts.append(figures(rows[name]))
         if section.note:
             parts.append(f"{section.note}\n")
     parts += ["## Runs\n", runs(results)]
     return "\n".join(parts)
 
 
+def figures(rows: list[Row]) -> str:
+    """The table of a section; a reference that all rows share is named in the header alone."""
+    names = {row.reference.partition(", ")[2] for row in rows if row.reference}
+    name = names.pop() if len(names) == 1 else ""
+    cells = [[row.what, row.ours, row.reference.removesuffix(f", {name}"), row.ratio_text] for row in rows]
+    return table(("what", "sfumato", name or "reference", "ratio"), cells, {3})
+
+
 def runs(results: dict[str, dict[str, Any]]) -> str:
     """When, where and beside what each benchmark ran."""
-    machines = list(dict.fromkeys(machine_text(record["machine"]) for record in results.values()))
-    listed = "\n".join(f"Machine {i}: {text}." for i, text in enumerate(machines, 1))
+    machines = "\n".join(dict.fromkeys(f"{machine_text(record['machine'])}." for record in results.values()))
     cells = [
         [
             f"{name}{' †' if busy(record) else ''}",
-            str(machines.index(machine_text(record["machine"])) + 1),
-            str(record["threads"]),
             record["commit"],
             record["date"],
-            f"{record['load_before']:.1f}",
             "unknown" if record["other_cores"] is None else f"{record['other_cores']:.2f}",
-            f"{record['seconds']:.0f} s",
             "yes" if record["passed"] else "**no**",
         ]
         for name, record in results.items()
     ]
-    header = ("benchmark", "machine", "threads", "commit", "date", "load", "other programs", "took", "goals met")
+    header = ("benchmark", "commit", "date", "other programs", "goals met")
     note = (
-        'Load is the load average before the run; "other programs" is the number of cores that they kept busy during\n'
-        "it, and a run with more than 0.1 is marked with †. A plus sign after a commit: with changes beyond it.\n"
+        '"Other programs" is the number of cores that they kept busy during the run; more than 0.1 is marked with †.\n'
+        "A plus sign after a commit: with changes beyond it.\n"
     )
-    return f"{listed}\n\n{table(header, cells, {1, 2, 5, 6, 7})}\n{note}"
+    return f"{machines}\n\n{table(header, cells, {3})}\n{note}"
 
 
 def write_page(results: Path = RESULTS, path: Path = PAGE) -> None:

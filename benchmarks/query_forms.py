@@ -15,11 +15,9 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from own_folder import split_arguments
+from own_folder import Split, split_arguments
 
-from sfumato import load
 from sfumato.distances import get_distance
-from sfumato.encoders.features import RaggedStore
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.search.collection import GaussianCollection
 from sfumato.search.options import QueryInfo, TextQuery
@@ -50,12 +48,9 @@ def fill(model: LoadedModel, items: GaussianEmbedding, captions: list[list[str]]
 
 def main() -> None:
     given = split_arguments(__doc__)
-    images = json.loads((given.flickr8k / "dataset_flickr8k.json").read_text("utf-8"))["images"]
-    rows = [i for i, image in enumerate(images) if image["split"] == given.split]
-    captions = [[s["raw"].strip().rstrip(" .") for s in images[i]["sentences"]] for i in rows]
-    model, csd = load("small"), get_distance("csd").matrix
-    full = np.load(given.flickr8k / "efflite0_224_fp16.npy", mmap_mode="r")[rows]
-    photographs = model.model.image.embed(RaggedStore(full, np.arange(len(rows)), np.ones(len(rows), np.int64)))
+    data, csd = Split(given.flickr8k, given.split), get_distance("csd").matrix
+    captions = [[caption.strip().rstrip(" .") for caption in own] for own in data.captions]
+    model, photographs = data.model, data.images
 
     def by_texts(texts: list[str]) -> torch.Tensor:
         return csd(model.embed_texts(texts), photographs)
@@ -111,7 +106,7 @@ def main() -> None:
     report(f"{len(pairs)} pairs, A and B: A --also B", reached(by([TextQuery(a, (b,)) for a, b in pairs]), fits))
 
     def first(distance: torch.Tensor) -> float:
-        return float((distance.argmin(1) == torch.arange(len(rows))).double().mean())
+        return float((distance.argmin(1) == torch.arange(len(captions))).double().mean())
 
     report("first hits: one caption", first(by_texts([own[0] for own in captions])))
     report("first hits: two captions as one text", first(by_texts([f"{own[0]}. {own[1]}" for own in captions])))

@@ -3,15 +3,15 @@
     fill        seconds to store --items x (--d + 1) vectors in batches of 2048, and to optimise; MB on disk; memory
     search      milliseconds of the first search after opening, and per call of 1 and 20 queries, k=10, with and without
                 a filter; fraction of queries whose top 10 ids are those of a scan in float64
-    write       milliseconds of one upsert of one item, and forced writes (fsync and the like) of each, by strace
+    write       milliseconds of one upsert of one item, new and replaced
 
     python benchmarks/stores.py --items 100000 --d 512 --json stores.json [--engines sfumato] [--steps search]
 
-Each step of each engine runs in a process of its own on one processor core: `sfumato` is the store of `file:` URLs,
-`milvus` that of `milvus:` URLs (Milvus Lite), and `sqlite-faiss` a prototype without locks and messages: records in
-SQLite, FAISS's flat index over all vectors in memory. Commit 318328e has LanceDB, sqlite-vec and plain products beside
-them; kills and readers beside a writer are tested (tests/support/stores_contract.py). Memory is what the process holds
-beyond its start, without the pages of files that the system may drop: RssAnon, sampled each 5 ms.
+Each step of each engine runs in a process of its own on one processor core: `sfumato` is the store of `file:` URLs, and
+`sqlite-faiss` a prototype without locks and messages: records in SQLite, FAISS's flat index over all vectors in memory.
+Commit 318328e has Milvus Lite, LanceDB, sqlite-vec and plain products beside them; kills and readers beside a writer
+are tested (tests/support/stores_contract.py). Memory is what the process holds beyond its start, without the pages of
+files that the system may drop: RssAnon, sampled each 5 ms.
 """
 
 import argparse
@@ -21,7 +21,6 @@ import json
 import os
 import platform
 import re
-import shutil
 import sqlite3
 import statistics
 import subprocess
@@ -43,7 +42,7 @@ from sfumato.search.stores.protocol import Filter, Records
 
 K, BATCH = 10, 2048
 STEPS = ("fill", "search", "write")
-MODULES = {"sfumato": "sqlite3", "milvus": "pymilvus", "sqlite-faiss": "faiss"}
+MODULES = {"sfumato": "sqlite3", "sqlite-faiss": "faiss"}
 """By engine, the module that is imported for it."""
 
 SECONDS = 1200
@@ -126,7 +125,7 @@ def open_engine(name: str, folder: Path, dim: int, *, create: bool) -> Any:
     """An engine with its files in a folder, which is empty if a collection is made."""
     if name == "sqlite-faiss":
         return SqliteFaiss(folder, dim, create)
-    url = f"file:{folder}/store" if name == "sfumato" else f"milvus:{folder}/store.db"
+    url = f"file:{folder}/store"
     return create_store(url, dim, "benchmark") if create else open_store(url)
 
 
@@ -248,7 +247,7 @@ def _ms(run: Callable[[], object], repeats: int) -> float:
 
 
 def step_write(engine: str, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
-    """In a small store of 5,000 items; forced writes are counted in a second process under strace."""
+    """In a small store of 5,000 items."""
     vectors, _ = lifted_data(5000 + 60, options.d)
     store = open_engine(engine, folder, vectors.shape[1], create=True)
     store.upsert(records(vectors[:5000], 0))
@@ -258,28 +257,7 @@ def step_write(engine: str, folder: Path, options: argparse.Namespace) -> dict[s
     again = iter(singles[:20])
     replaced = _ms(lambda: store.upsert(next(again)), 20)
     store.close()
-    result = {"upsert_one_ms": new, "replace_one_ms": replaced}
-    if shutil.which("strace"):
-        counted = [_forced(engine, folder, options, n) for n in (5, 25)]
-        result["forced_writes_each"] = (counted[1] - counted[0]) / 20
-    return result
-
-
-def _forced(engine: str, folder: Path, options: argparse.Namespace, n: int) -> int:
-    """Forced writes of a process that opens the store and upserts n single items."""
-    trace = folder.parent / "trace"
-    command = ["strace", "-f", "-qq", "-e", "trace=fsync,fdatasync,msync,sync_file_range", "-o", str(trace)]
-    child = child_command(engine, "singles", folder, options, f"--seed={n}")
-    subprocess.run([*command, *child], check=True, timeout=600)
-    return len(re.findall(r"\b(?:fsync|fdatasync|msync|sync_file_range)\(", trace.read_text()))
-
-
-def step_singles(engine: str, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
-    store = open_engine(engine, folder, options.d + 1, create=False)
-    for i in range(options.seed):
-        store.upsert(records(np.full((1, options.d + 1), i, dtype=np.float32), i))
-    store.close()
-    return {}
+    return {"upsert_one_ms": new, "replace_one_ms": replaced}
 
 
 def prepare(folder: Path, items: int, d: int) -> None:
@@ -294,7 +272,7 @@ def prepare(folder: Path, items: int, d: int) -> None:
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """By engine and step, the figures, or what went wrong."""
     results: dict[str, Any] = {engine: {} for engine in options.engines}
-    with tempfile.TemporaryDirectory(dir=options.scratch) as temporary:
+    with tempfile.TemporaryDirectory() as temporary:
         data = Path(temporary)
         if {"fill", "search"} & set(options.steps):
             prepare(data, options.items, options.d)
@@ -341,11 +319,9 @@ def main() -> None:
     parser.add_argument("--steps", nargs="+", choices=STEPS, default=list(STEPS))
     parser.add_argument("--items", type=int, default=100_000)
     parser.add_argument("--d", type=int, default=512, help="dimensions of the embeddings; lifted vectors have one more")
-    parser.add_argument("--scratch", type=Path, help="folder on the disk to measure; the system's own if left out")
     parser.add_argument("--json", type=Path)
     for hidden in ("--work", "--folder", "--data"):
         parser.add_argument(hidden, type=str if hidden == "--work" else Path, help=argparse.SUPPRESS)
-    parser.add_argument("--seed", type=int, default=0, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if not options.work:
         measure(options)
@@ -353,7 +329,7 @@ def main() -> None:
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
     torch.set_num_threads(1)
-    work = {"fill": step_fill, "search": step_search, "write": step_write, "singles": step_singles}
+    work = {"fill": step_fill, "search": step_search, "write": step_write}
     print(json.dumps(work[options.work](options.engines[0], options.folder, options)))
 
 

@@ -50,7 +50,6 @@ RUNS = (
     Run("distances", "distances.py"),
     Run("evaluation", "evaluation.py --threads 2", threads=2, limit=900),
     Run("exact_search", "exact_search.py --items 200000 --threads 1 --rounds 5"),
-    Run("search", "search.py --threads 1"),
     Run("stores", "stores.py --items 100000 --engines sqlite-faiss sfumato --steps fill search write"),
     Run("towers_image", "towers.py --side image --batch 8 --repeats 3"),
     Run("towers_text", "towers.py --side text --batch 8 --repeats 3"),

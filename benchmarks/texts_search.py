@@ -30,7 +30,7 @@ from sfumato.search.collection import GaussianCollection
 from sfumato.search.options import QueryInfo
 from sfumato.search.texts import FUNCTION_WORDS, words_of
 
-D, SWAPPED, BATCH = 512, 0.25, 5_000
+D, SWAPPED, BATCH, QUERIES, SEED = 512, 0.25, 5_000, 200, 0
 
 
 class World:
@@ -102,31 +102,25 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("flickr8k", type=Path)
     parser.add_argument("--items", type=int, default=100_000)
-    parser.add_argument("--queries", type=int, default=200)
-    parser.add_argument("--engine", default="flat")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--keep", type=Path, help="folder of the collection, made if there is none")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
-    world = World(given.flickr8k / "dataset_flickr8k.json", given.seed)
+    world = World(given.flickr8k / "dataset_flickr8k.json", SEED)
     with tempfile.TemporaryDirectory() as scratch:
-        folder = (given.keep or Path(scratch)) / "items"
-        if not folder.exists():
-            store = f"store?engine={given.engine}"
-            with GaussianCollection.create(folder, store, d=D, texts=True) as made:
-                fill(made, world, given.items)
+        folder = Path(scratch) / "items"
+        with GaussianCollection.create(folder, "store?engine=flat", d=D, texts=True) as made:
+            fill(made, world, given.items)
         with GaussianCollection.open(folder) as collection:
-            result = measured(collection, world, given.queries)
+            result = measured(collection, world)
     command = f"OMP_NUM_THREADS={torch.get_num_threads()} python benchmarks/texts_search.py FLICKR8K"
-    about = {"command": command, "seed": given.seed, "date": datetime.date.today().isoformat()}
-    result = about | {"items": given.items, "d": D, "engine": given.engine, "threads": torch.get_num_threads()} | result
+    about = {"command": command, "seed": SEED, "date": datetime.date.today().isoformat()}
+    result = about | {"items": given.items, "d": D, "engine": "flat", "threads": torch.get_num_threads()} | result
     text = json.dumps(result, indent=1)
     print(text)
     if given.out:
         given.out.write_text(text + "\n", "utf-8")
 
 
-def measured(collection: GaussianCollection, world: World, n: int) -> dict[str, object]:
+def measured(collection: GaussianCollection, world: World, n: int = QUERIES) -> dict[str, object]:
     """Times of n searches of each kind, in turn."""
     images = [world.draw.randrange(len(world.captions)) for _ in range(n)]
     queries, texts = world.embeddings(images), [world.query(i, short=j % 2 == 1) for j, i in enumerate(images)]

@@ -1,7 +1,6 @@
 """A tower with a Gaussian head against its plain transformer: time and memory, forward and training step.
 
     python benchmarks/towers.py [--architecture ViT-B/32] [--batch 32] [--side image|text] [--repeats 5] [--json PATH]
-                                [--device cuda] [--bfloat16] [--compile]
 
 The plain tower has the layers of transformers' CLIP (equal to the bit, tests/encoders/test_clip.py), its last norm, and
 a projection of the class or end token to 1024 dimensions. Ours has one block more (the log variance's own), two linear
@@ -73,13 +72,12 @@ def inputs(side: str, batch: int) -> Inputs:
     return Inputs(torch.randint(0, 49408, (batch, 77), generator=generator), torch.arange(77) < lengths)
 
 
-def runner(tower: nn.Module, batch: Inputs, what: str, device: str, bfloat16: bool) -> Callable[[], None]:
+def runner(tower: nn.Module, batch: Inputs, what: str) -> Callable[[], None]:
     """One forward pass without gradients, or one forward and backward pass and an optimiser's step."""
     optimiser = torch.optim.AdamW(tower.parameters(), lr=1e-5)
 
     def value() -> Tensor:
-        with torch.autocast(device, dtype=torch.bfloat16, enabled=bfloat16):
-            embedding: GaussianEmbedding = tower(batch)
+        embedding: GaussianEmbedding = tower(batch)
         gradient_of = embedding.mean[:, 0].sum()
         return gradient_of if embedding.log_var.isneginf().any() else gradient_of + embedding.total_variance.sum()
 
@@ -91,24 +89,14 @@ def runner(tower: nn.Module, batch: Inputs, what: str, device: str, bfloat16: bo
             optimiser.zero_grad(set_to_none=True)
             value().backward()
             optimiser.step()
-        if device == "cuda":
-            torch.cuda.synchronize()
 
     return run
 
 
 def memory(form: str, what: str, options: argparse.Namespace) -> float:
     """MB that the passes need beside the weights (and, in training, gradients and moments, which have their size)."""
-    tower, batch = (
-        build(form, options.side, options.architecture).to(options.device),
-        inputs(options.side, options.batch),
-    )
-    run = runner(tower, batch.to(options.device), what, options.device, options.bfloat16)
-    if options.device == "cuda":
-        run()
-        torch.cuda.reset_peak_memory_stats()
-        run()
-        return torch.cuda.max_memory_allocated() / 2**20
+    tower = build(form, options.side, options.architecture)
+    run = runner(tower, inputs(options.side, options.batch), what)
     run()
     peak_mb(reset=True)
     run()
@@ -121,9 +109,6 @@ def main() -> None:
     parser.add_argument("--side", choices=("image", "text"), default="image")
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--bfloat16", action="store_true")
-    parser.add_argument("--compile", action="store_true")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--memory", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -131,14 +116,11 @@ def main() -> None:
         form, what = options.memory
         print(json.dumps(memory(form, what, options)))
         return
-    batch = inputs(options.side, options.batch).to(options.device)
-    towers = {form: build(form, options.side, options.architecture).to(options.device) for form in FORMS}
-    if options.compile:
-        for tower in towers.values():
-            tower.get_submodule("encoder").compile()
+    batch = inputs(options.side, options.batch)
+    towers = {form: build(form, options.side, options.architecture) for form in FORMS}
     results: dict[str, Any] = {}
     for what in PASSES:
-        runs = {form: runner(tower, batch, what, options.device, options.bfloat16) for form, tower in towers.items()}
+        runs = {form: runner(tower, batch, what) for form, tower in towers.items()}
         for run in runs.values():
             run()
         times: dict[str, list[float]] = {form: [] for form in FORMS}
@@ -149,7 +131,6 @@ def main() -> None:
                 times[form].append(time.perf_counter() - start)
         ratio = statistics.median(b / a for a, b in zip(times["plain"], times["gaussian"], strict=True))
         same = ["--architecture", options.architecture, "--side", options.side, "--batch", str(options.batch)]
-        same += ["--device", options.device] + (["--bfloat16"] if options.bfloat16 else [])
         peaks = {
             form: json.loads(
                 subprocess.run(

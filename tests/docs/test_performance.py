@@ -76,11 +76,11 @@ def test_the_suite_records_a_run_and_writes_the_page(monkeypatch, tmp_path, caps
     programs = {
         "demo": f"import json, os, sys\njson.dump({figures}, open(sys.argv[2], 'w'))",
         "serve": "raise SystemExit(3)",
-        "search": "import time; time.sleep(60)",
+        "stores": "import time; time.sleep(60)",
     }
     for name, program in programs.items():
         (tmp_path / "benchmarks" / f"{name}.py").write_text(program)
-    options = {"demo": {"threads": 2}, "serve": {}, "search": {"limit": 1}}
+    options = {"demo": {"threads": 2}, "serve": {}, "stores": {"limit": 1}}
     monkeypatch.setattr(suite, "ROOT", tmp_path)
     monkeypatch.setattr(suite, "RUNS", tuple(suite.Run(name, f"{name}.py", **own) for name, own in options.items()))
     results, page = tmp_path / "results", tmp_path / "page.md"
@@ -93,4 +93,4 @@ def test_the_suite_records_a_run_and_writes_the_page(monkeypatch, tmp_path, caps
     assert {"load_before", "other_cores", "commit", "date", "machine", "threads", "seconds"} <= set(record)
     assert "| 7 s |" in page.read_text()
     told = capsys.readouterr().err
-    assert "failed: serve, exit status 3, no result" in told and "failed: search, not done in 1 s" in told
+    assert "failed: serve, exit status 3, no result" in told and "failed: stores, not done in 1 s" in told
