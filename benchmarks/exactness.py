@@ -34,8 +34,7 @@ from torch import Tensor
 
 from sfumato.gaussian import load_embeddings
 from sfumato.progress import progress_bar
-from sfumato.search.stores.open import anchored, create_store
-from sfumato.search.stores.protocol import Records, VectorStore
+from sfumato.search.stores.protocol import Records, VectorStore, anchored, create_store
 
 TOP = 10
 WAYS = "lifted", "means"

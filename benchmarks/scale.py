@@ -35,8 +35,7 @@ from own_folder import Split
 from store_servers import SERVERS, LocalServer, family_memory
 from torch.nn.functional import normalize
 
-from sfumato.search.stores.open import create_store, open_store
-from sfumato.search.stores.protocol import Records
+from sfumato.search.stores.protocol import Records, create_store, open_store
 
 STORES = ("file:{}?engine=hnsw", "milvus?index=HNSW&m=32&ef=512")
 COMPRESSED = (

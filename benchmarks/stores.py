@@ -37,8 +37,7 @@ import torch
 from exactness import synthetic
 from torch import Tensor
 
-from sfumato.search.stores.open import create_store, open_store
-from sfumato.search.stores.protocol import Filter, Records
+from sfumato.search.stores.protocol import Filter, Records, create_store, open_store
 
 K, BATCH = 10, 2048
 STEPS = ("fill", "search", "write")

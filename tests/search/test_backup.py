@@ -24,7 +24,6 @@ from sfumato.gaussian import GaussianEmbedding
 from sfumato.search import texts as texts_module
 from sfumato.search.collection import UPLOADED_IMAGES, GaussianCollection
 from sfumato.search.index import copy_gallery
-from sfumato.search.stores.protocol import WORDS, Records
 from sfumato.search.texts import WIDTH, item_texts, text_vectors
 from sfumato.workflows.search import load_index
 
@@ -118,7 +117,7 @@ class Writer:
             yield int(step), dict(state)
 
 
-def assert_is_a_state(collection, writer, begun, ended, texts=True):
+def assert_is_a_state(collection, writer, begun, ended):
     """The items are those after one step, not before `begun` nor after `ended`, each as it was written by its step."""
     found = [one for part in collection.store.scan(batch=31) for one in zip(part.ids, part.payloads, strict=True)]
     assert len(found) == len(dict(found)) == len(collection)
@@ -130,8 +129,7 @@ def assert_is_a_state(collection, writer, begun, ended, texts=True):
         expected, own = version_of(int(id[1:]), stored[id])
         assert dict(payload) == own
         torch.testing.assert_close(mean, expected, rtol=1e-6, atol=1e-5)
-    if texts:
-        assert_texts_match(collection, dict(found))
+    assert_texts_match(collection, dict(found))
 
 
 def assert_texts_match(collection, payloads):
@@ -187,27 +185,6 @@ def test_a_copy_while_another_process_writes_is_one_state_and_restores(tmp_path,
             assert found.hits == expected.hits and len(found.hits) == 9
 
 
-def test_a_dump_of_postgresql_while_another_process_writes(tmp_path, server):
-    server.execute("CREATE DATABASE live", "CREATE DATABASE restored")
-    live, restored = (server.url(database=name, table="images") for name in ("live", "restored"))
-    folder, writer = made(tmp_path, live)
-    address = ["-h", "127.0.0.1", "-p", str(server.port), "-U", "postgres"]
-    try:
-        begun = writer.last("done")
-        dump = [server.programs / "pg_dump", *address, "--format=custom", f"--file={tmp_path / 'dump'}", "live"]
-        subprocess.run(dump, check=True, timeout=60)
-        ended = writer.last("try") + 1
-        writer.wait(2)
-    finally:
-        writer.end()
-    restore = [server.programs / "pg_restore", *address, "--dbname=restored", tmp_path / "dump"]
-    subprocess.run(restore, check=True, timeout=60)
-    with GaussianCollection.open(folder, restored) as collection:
-        assert_is_a_state(collection, writer, begun, ended, texts=False)
-        with copy_gallery(collection, tmp_path / "copy") as copied:
-            assert_is_a_state(copied, writer, begun, ended)
-
-
 def test_texts_that_a_writer_has_left_half_changed_are_those_of_the_payload_in_a_copy(tmp_path):
     """It writes the texts first; killed in between, it leaves the texts of a version that was never acknowledged."""
     with GaussianCollection.create(tmp_path / "live", d=D, texts=True) as collection:
@@ -222,21 +199,6 @@ def test_texts_that_a_writer_has_left_half_changed_are_those_of_the_payload_in_a
             assert_texts_match(copied, {f"i{i}": version_of(i, 0)[1] for i in range(20)})
             files = [path.name for path in (copied.folder / UPLOADED_IMAGES).rglob("*") if path.is_file()]
             assert files == ["abcd"] and len(copied) == 20
-
-
-def test_texts_of_an_earlier_version_without_a_digest_are_copied_by_their_words(tmp_path):
-    with GaussianCollection.create(tmp_path / "live", d=D, texts=True) as collection:
-        write(collection, range(20), 0)
-        (records,) = collection.texts.store.scan()
-        plain = tuple({WORDS: payload[WORDS], "step": payload["step"]} for payload in records.payloads)
-        marked = records.vectors.roll(1, 0)  # Other vectors, so that it shows whether they are kept.
-        collection.texts.store.upsert(Records(records.ids, marked, records.uncertainty, plain))
-        collection.texts.store.upsert(Records(("i1",), marked[:1], torch.zeros(1), ({WORDS: "sfumatostems2 other"},)))
-        with copy_gallery(collection, tmp_path / "copy") as copied:
-            found = copied.texts.store.get(records.ids)
-        kept = dict(zip(records.ids, marked, strict=True)) | {"i1": text_vectors([version_of(1, 0)[1]])[0]}
-        for id, vector in zip(found.ids, found.vectors, strict=True):
-            torch.testing.assert_close(vector, kept[id], rtol=0, atol=1e-6)
 
 
 def commands_of_the_guide():

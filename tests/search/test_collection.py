@@ -24,8 +24,16 @@ from sfumato.search.folder import is_collection
 from sfumato.search.index import GaussianIndex, copy_gallery
 from sfumato.search.options import SearchOptions
 from sfumato.search.stores.local import DATABASE, LocalStore
-from sfumato.search.stores.open import anchored, create_store, open_store, redacted, without_password
-from sfumato.search.stores.protocol import Filter, Records, StoreInUseError
+from sfumato.search.stores.protocol import (
+    Filter,
+    Records,
+    StoreInUseError,
+    anchored,
+    create_store,
+    open_store,
+    redacted,
+    without_password,
+)
 
 D = 11
 

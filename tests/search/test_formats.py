@@ -26,8 +26,7 @@ from sfumato.gaussian import GaussianEmbedding, load_embeddings, save_embeddings
 from sfumato.search import texts as texts_module
 from sfumato.search.collection import GaussianCollection
 from sfumato.search.index import copy_gallery
-from sfumato.search.stores.open import open_store
-from sfumato.search.stores.protocol import Records
+from sfumato.search.stores.protocol import Records, open_store
 
 OLD = Path(__file__).with_name("formats_f5d496a8.tar.xz")
 N, D = 12, 5
@@ -197,7 +196,7 @@ def test_folders_of_a_later_version_are_refused(old, sfumato):
 
 def test_stores_of_a_later_version_are_refused(old, server, tmp_path):
     from sfumato.search.stores import milvus, pgvector
-    from sfumato.search.stores.open import create_store
+    from sfumato.search.stores.protocol import create_store
 
     for module, url in ((pgvector, server.url()), (milvus, f"milvus:{tmp_path / 'later.db'}")):
         if module is milvus:

@@ -36,9 +36,8 @@ from support.stores_contract import (
 
 from sfumato.errors import UserError
 from sfumato.search.stores import milvus, milvus_place
-from sfumato.search.stores import open as stores
-from sfumato.search.stores.open import without_password
-from sfumato.search.stores.protocol import Filter, Records
+from sfumato.search.stores import protocol as stores
+from sfumato.search.stores.protocol import Filter, Records, without_password
 
 if not all(map(importlib.util.find_spec, ("pymilvus", "milvus_lite"))):
     pytest.skip("needs the extra milvus", allow_module_level=True)

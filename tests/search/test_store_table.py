@@ -7,12 +7,11 @@ import pytest
 from support.raising import raises
 
 from sfumato.errors import UserError
-from sfumato.search.stores import open as stores
+from sfumato.search.stores import protocol as stores
 from sfumato.search.stores.local import LocalStore
 from sfumato.search.stores.milvus import MilvusStore
-from sfumato.search.stores.open import STORES, compressed, create_store
 from sfumato.search.stores.pgvector import PgVectorStore
-from sfumato.search.stores.protocol import WordStore
+from sfumato.search.stores.protocol import STORES, WordStore, create_store
 
 ROOT = Path(__file__).resolve().parents[2]
 CLASSES = {
@@ -60,7 +59,7 @@ INDEXES = {"file": "engine=hnsw", "postgresql": "index=hnsw"}
 def test_the_stores_take_the_compressions_of_their_row_and_refuse_others(scheme, compress, tmp_path, needs_faiss):
     index = INDEXES.get(scheme, "index=IVF_FLAT")
     url = re.sub("//h/", "//127.0.0.1:1/", URLS[scheme]).replace("none", f"{tmp_path}/none")
-    url = compressed(f"{url}{'&' if '?' in url else '?'}{index}", compress)
+    url = f"{url}{'&' if '?' in url else '?'}{index}&compress={compress}"
     known = re.findall("`([a-z0-9]+)`", table()[scheme]["compressed vectors"].partition(";")[0])
     if compress not in known:
         said = f"compress must be .*{known[0]}.*, got '{compress}'"
@@ -68,13 +67,6 @@ def test_the_stores_take_the_compressions_of_their_row_and_refuse_others(scheme,
     if scheme in ("file", "milvus"):
         return create_store(url, 3, "f").close()
     raises(UserError, "refused|unavailable", create_store, url, 3, "f")  # There is no server.
-
-
-def test_a_compression_of_the_command_ends_in_the_url():
-    assert compressed("file:", None) == "file:"
-    assert compressed("milvus:a.db", "int8") == "milvus:a.db?compress=int8"
-    assert compressed("postgresql://h/d?index=hnsw", "half") == "postgresql://h/d?index=hnsw&compress=half"
-    raises(UserError, "engine flat has no option 'compress'", create_store, "file:x?compress=int8", 3, "")
 
 
 def test_the_contract_with_its_filters_is_tested_for_every_store():

@@ -17,8 +17,7 @@ from sfumato.gaussian import GaussianEmbedding
 from sfumato.search.collection import GaussianCollection
 from sfumato.search.index import copy_gallery
 from sfumato.search.options import QueryInfo, SearchOptions, TextQuery
-from sfumato.search.stores.open import beside
-from sfumato.search.stores.protocol import Filter
+from sfumato.search.stores.protocol import Filter, beside
 from sfumato.search.texts import (
     FUNCTION_WORDS,
     is_close,

@@ -10,12 +10,12 @@ from support.stores_contract import FINGERPRINT, StoreBasics
 
 from sfumato.errors import UserError
 from sfumato.search.collection import GaussianCollection
-from sfumato.search.stores.open import STORES, create_store, open_store, register_store
+from sfumato.search.stores.protocol import STORES, create_store, open_store, register_store
 
 
 @pytest.fixture(autouse=True)
 def toy(monkeypatch):
-    monkeypatch.setattr("sfumato.search.stores.open.STORES", dict(STORES))
+    monkeypatch.setattr("sfumato.search.stores.protocol.STORES", dict(STORES))
     register_store("toy", store)
 
 

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import torch
 
-from sfumato.search.stores import open as stores
+from sfumato.search.stores import protocol as stores
 from sfumato.search.stores.protocol import WORDS, Filter, Records, WordStore
 from support.processes import Started
 

@@ -36,8 +36,16 @@ from sfumato.search.folder import (
     write_settings,
 )
 from sfumato.search.gallery import N_WHOLE, Gallery
-from sfumato.search.stores.open import anchored, beside, create_store, open_store, without_password
-from sfumato.search.stores.protocol import Filter, Records, VectorStore
+from sfumato.search.stores.protocol import (
+    Filter,
+    Records,
+    VectorStore,
+    anchored,
+    beside,
+    create_store,
+    open_store,
+    without_password,
+)
 from sfumato.search.texts import ItemTexts, TextStore
 
 UPLOADED_IMAGES = "pictures"
@@ -99,7 +107,7 @@ class GaussianCollection(Gallery):
 
         Args:
             folder: for the settings; new or empty.
-            store: store URL of a new store, see :mod:`sfumato.search.stores.open`; a relative path starts at the
+            store: store URL of a new store, see :mod:`sfumato.search.stores.protocol`; a relative path starts at the
                 folder. A password in it is used but not kept: when the collection is opened again it comes from the
                 environment.
             d: dimensions of the embeddings.

@@ -40,8 +40,7 @@ from sfumato.search.exact import (
 )
 from sfumato.search.gallery import N_WHOLE, Gallery
 from sfumato.search.screening import Screen
-from sfumato.search.stores.open import beside
-from sfumato.search.stores.protocol import Filter, Records
+from sfumato.search.stores.protocol import Filter, Records, beside
 from sfumato.search.texts import TextStore, item_texts
 
 _SAMPLE = 2048

@@ -24,8 +24,7 @@ from torch.nn.functional import logsigmoid
 from sfumato.calibration.fits import Evidence, FitsCalibration
 from sfumato.encoders.dual import DualEncoder, Pieces, piece_counter
 from sfumato.encoders.package_weights import WIDTH, sentence_vectors
-from sfumato.search.stores.open import create_store, open_store
-from sfumato.search.stores.protocol import WORDS, Filter, Records, VectorStore, WordStore
+from sfumato.search.stores.protocol import WORDS, Filter, Records, VectorStore, WordStore, create_store, open_store
 
 TEXT_FIELDS = ("captions", "title", "tags")
 """Payload fields that are texts of an item; captions and tags have one a line."""
@@ -330,18 +329,11 @@ def _stored_words(payload: Mapping[str, str]) -> str:
 
 
 _DIGEST = "_texts"
-"""Payload field of the digest of the texts that a vector is of; stores of earlier versions lack it."""
+"""Payload field of the digest of the texts that a vector is of."""
 
 
 def _digest(payload: Mapping[str, str]) -> str:
     return hashlib.blake2b(json.dumps(item_texts(payload)).encode(), digest_size=8).hexdigest()
-
-
-def _is_of(stored: Mapping[str, str], payload: Mapping[str, str]) -> bool:
-    """Whether a record is of the texts of a payload; without a digest it is if their words are the same."""
-    if _DIGEST in stored:
-        return stored[_DIGEST] == _digest(payload)
-    return WORDS not in stored or set(stored[WORDS].split()[1:]) == set(_stored_words(payload).split()[1:])
 
 
 def _all_stems(stored: Mapping[str, str]) -> list[str]:
@@ -388,7 +380,7 @@ class TextStore:
         """(n, 384) vectors of these texts, even if a writer has other texts of the items by now: those are embedded."""
         vectors, texts, found = torch.zeros(len(ids), WIDTH), dict(zip(ids, payloads, strict=True)), self.store.get(ids)
         row = {i: k for k, i in enumerate(ids)}
-        same = [j for j, i in enumerate(found.ids) if _is_of(found.payloads[j], texts[i])]
+        same = [j for j, i in enumerate(found.ids) if found.payloads[j].get(_DIGEST) == _digest(texts[i])]
         vectors[[row[found.ids[j]] for j in same]] = found.vectors[same]
         others = sorted({*range(len(ids))} - {row[found.ids[j]] for j in same})
         if others := [k for k in others if item_texts(payloads[k])]:

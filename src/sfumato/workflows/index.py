@@ -47,7 +47,7 @@ from sfumato.search.exact import gallery_centre, lifted_dim
 from sfumato.search.folder import check_empty, is_collection
 from sfumato.search.gallery import Gallery
 from sfumato.search.index import GaussianIndex, copy_gallery
-from sfumato.search.stores.open import anchored, scheme
+from sfumato.search.stores.protocol import anchored, scheme
 
 
 @dataclass(frozen=True)

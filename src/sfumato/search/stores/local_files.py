@@ -24,8 +24,7 @@ from torch import Tensor
 
 from sfumato.errors import UserError, need
 from sfumato.files import sync_folder
-from sfumato.search.stores.open import Option, check_choice, options
-from sfumato.search.stores.protocol import WORDS, Filter, Records, StoreInUseError
+from sfumato.search.stores.protocol import WORDS, Filter, Option, Records, StoreInUseError, check_choice, options
 
 Positions = npt.NDArray[np.int64]
 Vectors = npt.NDArray[np.float32]

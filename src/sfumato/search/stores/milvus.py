@@ -41,7 +41,7 @@ from sfumato.search.stores.milvus_place import (
     message_of,
     quoted,
 )
-from sfumato.search.stores.protocol import Filter, Records, StoreBase, in_order, nearest_of
+from sfumato.search.stores.protocol import Filter, Records, StoreBase, in_order
 
 _IVF = ("IVF_FLAT", SQ8)
 _SEARCHING = ("ef", "nprobe", "overfetch", "consistency")
@@ -227,7 +227,7 @@ class MilvusStore(StoreBase):
             results += found
         records = [self._records(rows) for rows in results]
         if kind == SQ8:
-            records = [nearest_of(found, query, k) for found, query in zip(records, queries, strict=True)]
+            records = [_nearest_of(found, query, k) for found, query in zip(records, queries, strict=True)]
         if kind != "FLAT" and self._place.file is None:
             self._complete(records, queries, k, filter)
         return records
@@ -401,3 +401,9 @@ def _encoded(url: str, text: str) -> bytes:
         return text.encode()
     except UnicodeEncodeError:
         raise UserError(f"store {url}: text that is not Unicode (a lone surrogate): {text[:40]!r}") from None
+
+
+def _nearest_of(candidates: Records, query: Tensor, k: int) -> Records:
+    """The k nearest of the candidates of a query, by their full vectors in float64. query (e,)."""
+    distance = (candidates.vectors.double() - query.double()).square().sum(1)
+    return candidates.take(distance.sort(stable=True)[1][:k].tolist())

@@ -12,8 +12,7 @@ from urllib.parse import unquote, urlsplit
 import numpy as np
 
 from sfumato.errors import UserError, first_line, need
-from sfumato.search.stores.open import Option, check_choice, options, redacted
-from sfumato.search.stores.protocol import Filter
+from sfumato.search.stores.protocol import Filter, Option, check_choice, options, redacted
 
 _ESCAPES = str.maketrans({"\\": "\\\\", '"': '\\"', "\n": "\\n", "\r": "\\r", "\t": "\\t"})
 

@@ -25,9 +25,19 @@ import numpy as np
 from torch import Tensor
 
 from sfumato.errors import UserError, first_line, need, refuse_newer
-from sfumato.search.stores.open import Option, check_choice, check_numbers, options, redacted
 from sfumato.search.stores.pgvector_connections import Connections
-from sfumato.search.stores.protocol import WORDS, Filter, Records, StoreBase, in_order
+from sfumato.search.stores.protocol import (
+    WORDS,
+    Filter,
+    Option,
+    Records,
+    StoreBase,
+    check_choice,
+    check_numbers,
+    in_order,
+    options,
+    redacted,
+)
 
 _OPTIONS = {
     "table": Option("name or schema.name", default="sfumato"),

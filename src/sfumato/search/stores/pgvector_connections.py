@@ -13,7 +13,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from sfumato.errors import UserError, first_line
-from sfumato.search.stores.open import redacted
+from sfumato.search.stores.protocol import redacted
 
 _SILENCE = 10
 

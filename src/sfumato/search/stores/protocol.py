@@ -1,4 +1,4 @@
-"""The contract of a vector store: keep records under ids, and find the nearest vectors by squared L2.
+"""Vector stores, which keep records under ids and find the nearest vectors by squared L2, and the URLs that name them.
 
 A store does not depend on Gaussians: every item has been lifted to a vector beforehand (search/exact.py), and a
 :class:`~sfumato.search.collection.GaussianCollection` recomputes the distances of a store's candidates from the
@@ -7,20 +7,23 @@ never in figures.
 
 Store URLs say where the records of a collection are. The registry STORES maps a scheme to a kind of store.
 
-runs/store?engine=hnsw              a local folder (file:runs/store is the same); engines flat, hnsw, ivf, ivf-pq
+runs/store?engine=hnsw              a local folder (file:runs/store is the same); engines flat and hnsw
 milvus:runs/store.db                Milvus Lite, embedded
 milvus+http://host:19530/name       a Milvus server or cluster
 postgresql://user@host/db?table=t   PostgreSQL with pgvector
 
-To add a store, write one module with the functions `create` and `open` (a
-:class:`~sfumato.search.stores.open.StoreFactory`) that return a
-:class:`~sfumato.search.stores.protocol.VectorStore`, and register it under a scheme.
+To add a store, write one module with the functions `create(url, dim, fingerprint)` and `open(url)` that return a
+:class:`VectorStore`, and register it under a scheme. They raise a UserError where the URL is malformed, the store is
+there already or cannot be reached, or an extra is not installed.
 """
 
+import importlib
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol, TypeVar, runtime_checkable
+from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
 
 import numpy as np
 import torch
@@ -185,118 +188,54 @@ class VectorStore(Protocol):
     """Records on disk or behind a network.
 
     Effects of upsert and delete, once they have returned, survive the death of this process and of the store.
-    One process writes at a time; any number of its threads may search meanwhile.
+    One process writes at a time; any number of its threads may search meanwhile. A UserError says that the store cannot
+    be reached or is full, a ValueError that vectors have another dimension or that k < 1.
     """
 
     @property
     def url(self) -> str:
-        """The store URL, without a password. :func:`~sfumato.search.stores.open.open_store` opens it again."""
-        ...
+        """The store URL, without a password. :func:`open_store` opens it again."""
 
     @property
     def dim(self) -> int:
         """Dimensions e of the vectors."""
-        ...
 
     @property
     def fingerprint(self) -> str:
         """The text about the meaning of the vectors; a store must not mix vectors of different meaning."""
-        ...
 
     def upsert(self, records: Records) -> None:
         """Store records; a record replaces the one with the same id as a whole.
 
-        Args:
-            records: vectors of dimension e.
-
-        Raises:
-            ValueError: the vectors have another dimension.
-            UserError: the store cannot be reached or is full. Nothing was stored, or a part that the same call
-                completes.
+        If it raises, nothing was stored, or a part that the same call completes.
         """
-        ...
 
     def delete(self, ids: Sequence[str]) -> int:
-        """Remove items.
-
-        Args:
-            ids: ids of the items; unknown ones are skipped.
-
-        Returns:
-            Number of removed items.
-        """
-        ...
+        """Remove items, unknown ids are skipped; returns the number of removed ones."""
 
     def get(self, ids: Sequence[str]) -> Records:
-        """Records by id.
-
-        Args:
-            ids: wanted ids.
-
-        Returns:
-            The records of those ids that exist, in the order of `ids`, each once.
-        """
-        ...
+        """The records of those ids that exist, in the order of `ids`, each once."""
 
     def search(self, queries: Tensor, k: int, filter: Filter | None = None) -> list[Records]:
-        """The nearest items of each query.
+        """For each query at most k records, nearest first by the store's own distances. queries (n, e) float32.
 
-        Args:
-            queries: (n, e) float32.
-            k: number of results, at least 1.
-            filter: which items may be found; all if None.
-
-        Returns:
-            For each query at most k records, nearest first by the store's own distances. There are fewer only if
-            fewer pass the filter or an approximate engine finds no more.
-
-        Raises:
-            ValueError: the queries have another dimension, or k < 1.
+        There are fewer only if fewer pass the filter or an approximate engine finds no more.
         """
-        ...
 
     def count(self, filter: Filter | None = None) -> int:
-        """Number of items.
-
-        Args:
-            filter: which items count; all if None.
-
-        Returns:
-            The number.
-        """
-        ...
+        """Number of items."""
 
     def scan(self, batch: int = 4096, filter: Filter | None = None) -> Iterator[Records]:
-        """All items, each once, in any order; as they were when the scan began, if the store can do that.
-
-        Args:
-            batch: largest number of records at a time.
-            filter: which items are wanted; all if None.
-
-        Yields:
-            Batches of records.
-        """
-        ...
+        """All items, each once, in any order; as they were when the scan began, if the store can do that."""
 
     def ids_after(self, after: str, n: int) -> list[str]:
-        """The next ids in the order of their UTF-8 bytes, so that all items can be listed page by page.
-
-        Args:
-            after: ids up to and with this one are left out; "" for none.
-            n: number of ids, at least 1.
-
-        Returns:
-            n ids; fewer only if no more follow.
-        """
-        ...
+        """The next n ids after one, in the order of their UTF-8 bytes, so that all can be listed page by page."""
 
     def optimise(self) -> None:
         """Build search structures over all stored items. They make searches fast; searches are correct without."""
-        ...
 
     def close(self) -> None:
         """Release files and connections. Closing twice does no harm."""
-        ...
 
 
 WORDS = "_words"
@@ -308,17 +247,7 @@ class WordStore(Protocol):
     """What a store may have beside :class:`VectorStore`: a search by words. Stores without it find no words."""
 
     def match_words(self, stems: Sequence[str], n: int, filter: Filter | None = None) -> list[str]:
-        """The items whose payload field WORDS has the most of some stems, by the store's own ranking.
-
-        Args:
-            stems: word stems; an item needs one of them.
-            n: largest number of items, at least 1.
-            filter: which items may be found; all if None.
-
-        Returns:
-            Their ids, best first. Nothing from a store that was made before stores had words.
-        """
-        ...
+        """The ids of n items whose field WORDS has the most of some word stems, at least one, best first."""
 
 
 class StoreBase:
@@ -355,12 +284,166 @@ class StoreBase:
         return Records(ids, numbers, torch.tensor(uncertainty, dtype=torch.float32), payloads)
 
 
-def nearest_of(candidates: Records, query: Tensor, k: int) -> Records:
-    """The k nearest of the candidates of a query, by their full vectors in float64. query (e,)."""
-    distance = (candidates.vectors.double() - query.double()).square().sum(1)
-    return candidates.take(distance.sort(stable=True)[1][:k].tolist())
-
-
 def in_order(ids: Sequence[str], found: Mapping[str, Row]) -> list[Row]:
     """What was found, in the order of the wanted ids, each once."""
     return [found[i] for i in dict.fromkeys(ids) if i in found]
+
+
+_SCHEME = "[a-z][a-z0-9+]+"
+
+
+@dataclass(frozen=True)
+class StoreKind:
+    """An entry of STORES."""
+
+    factory: Any  # a module with create and open, or its name
+    path: str | None = None  # option of the URL that is a relative path, "" for the URL itself
+    second: str | None = None  # what names a second store beside one: "path", or an option; None if there cannot be one
+
+
+STORES: dict[str, StoreKind] = {
+    "file": StoreKind("sfumato.search.stores.local", path="", second="path"),
+    "milvus": StoreKind("sfumato.search.stores.milvus", path="", second="name"),
+    "milvus+http": StoreKind("sfumato.search.stores.milvus", second="path"),
+    "milvus+https": StoreKind("sfumato.search.stores.milvus", second="path"),
+    "postgresql": StoreKind("sfumato.search.stores.pgvector", second="table"),
+    "postgres": StoreKind("sfumato.search.stores.pgvector", second="table"),
+}
+"""Kinds of stores by the scheme of their URLs; add to it with :func:`register_store`."""
+
+
+def register_store(scheme: str, factory: Any, *, path: str | None = None) -> None:
+    """Add a kind of store: an object with the functions `create` and `open`, or the name of such a module."""
+    if not re.fullmatch(_SCHEME, scheme):
+        raise ValueError(
+            f"register_store: a scheme is two or more lower-case letters, digits and +, letter first, got {scheme!r}"
+        )
+    if scheme in STORES:
+        raise ValueError(f"register_store: scheme {scheme!r} is already registered; choose another")
+    STORES[scheme] = StoreKind(factory, path)
+
+
+def create_store(url: str, dim: int, fingerprint: str) -> VectorStore:
+    """Make an empty store of vectors of e dimensions; the fingerprint says what they mean, and is kept with them."""
+    made: VectorStore = _factory(url).create(url, dim, fingerprint)
+    return made
+
+
+def open_store(url: str) -> VectorStore:
+    """Open a store that was created before; search options in the URL replace those given at creation."""
+    opened: VectorStore = _factory(url).open(url)
+    return opened
+
+
+def _factory(url: str) -> Any:
+    factory = STORES[scheme(url)].factory
+    return importlib.import_module(factory) if isinstance(factory, str) else factory
+
+
+def scheme(url: str) -> str:
+    """The scheme of a store URL."""
+    found = re.match(f"({_SCHEME}):", url)
+    if found is None:
+        return "file"
+    if found[1] not in STORES:
+        raise UserError(f"store {redacted(url)}: unknown kind {found[1]!r}; known: {', '.join(STORES)}, or a path")
+    return found[1]
+
+
+@dataclass(frozen=True)
+class Option:
+    """An option of a store URL."""
+
+    what: str  # for messages and docs
+    least: int | None = None  # of a whole number; None for a text
+    default: str | None = None
+
+
+Options = Mapping[str, Option]
+"""Options by name."""
+
+
+def options(url: str, known: Options) -> dict[str, str]:
+    """The options of a store URL, after its question mark; numbers are checked, and left as they are written."""
+    if _malformed(url):
+        raise UserError(
+            f"store {redacted(url)}: the host or port is malformed; write / ? # @ in a password as %2F %3F %23 %40"
+        )
+    pairs = parse_qsl(urlsplit(url).query, keep_blank_values=True)
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise UserError(f"store {redacted(url)}: an option is given twice")
+    if unknown := sorted(set(found) - set(known)):
+        listed = ", ".join(f"{name} ({option.what})" for name, option in known.items())
+        raise UserError(f"store {redacted(url)}: unknown option {unknown[0]!r}; known: {listed or 'none'}")
+    check_numbers(f"store {redacted(url)}", found, known)
+    return found
+
+
+def check_numbers(where: str, given: Mapping[str, Any], known: Options) -> None:
+    """Check that options are whole numbers, each from its least value."""
+    for name, value in given.items():
+        least = known[name].least
+        if least is not None and not (re.fullmatch("[0-9]{1,12}", str(value)) and int(value) >= least):
+            raise UserError(f"{where}: {name} must be a whole number from {least}, got {value!r}")
+
+
+def check_choice(where: str, name: str, got: str, known: Sequence[str]) -> None:
+    """Check that an option is one of a few words."""
+    if got not in known:
+        raise UserError(f"{where}: {name} must be {', '.join(known[:-1])} or {known[-1]}, got {got!r}")
+
+
+def anchored(url: str, folder: Path) -> str:
+    """Resolve the relative path of a store URL, if it has one, against a folder."""
+    kind = scheme(url)
+    option = STORES[kind].path
+    if option is None:
+        return url
+    if option:
+        parts = urlsplit(url)
+        given = dict(parse_qsl(parts.query, keep_blank_values=True))
+        if option in given:
+            given[option] = str(folder / given[option])
+        return urlunsplit(parts._replace(query=urlencode(given, safe="/")))
+    head, tail = (url[: len(kind) + 1], url[len(kind) + 1 :]) if url.startswith(f"{kind}:") else ("", url)
+    path, mark, query = tail.partition("?")
+    return f"{head}{folder / path}{mark}{query}"
+
+
+def beside(url: str) -> str | None:
+    """The URL of a second store, of texts, beside a store; None for a kind of store that has none."""
+    second = STORES[scheme(url)].second
+    head, mark, query = url.partition("?")
+    if second is None or second == "path":
+        return None if second is None else f"{head}_texts{mark}{query}"
+    given = dict(parse_qsl(query, keep_blank_values=True))
+    return f"{head}?{urlencode(given | {second: given.get(second, 'sfumato') + '_texts'}, safe='/')}"
+
+
+def without_password(url: str) -> str:
+    """Remove the password, so that the URL can be kept in a file; the password then comes from the environment."""
+    parts = urlsplit(url)
+    if parts.password is None:
+        return url
+    return urlunsplit(parts._replace(netloc=f"{parts.username or ''}@{parts.netloc.rpartition('@')[2]}"))
+
+
+def redacted(url: str) -> str:
+    """Replace the password by ***, for messages and logs."""
+    if _malformed(url):
+        return re.sub(r"(://[^:@/?#]*).*", r"\1:***", url, flags=re.DOTALL)
+    url = re.sub(r"(?<=[?&])(password|token)=[^&]*", r"\1=***", url)
+    parts = urlsplit(url)
+    if parts.password is None:
+        return url
+    return urlunsplit(parts._replace(netloc=f"{parts.username or ''}:***@{parts.netloc.rpartition('@')[2]}"))
+
+
+def _malformed(url: str) -> bool:
+    """Whether the host or port is malformed, as when a password has a / ? or # that is not written %2F %3F %23."""
+    try:
+        host = urlsplit(url).netloc.rpartition("@")[2]
+    except ValueError:
+        return True
+    return re.fullmatch(r"(\[[0-9a-fA-F:.%]*\]|[^:\[\]]*)(:\d*)?", host) is None
