@@ -31,7 +31,7 @@ from support.stores_contract import (
     queries,
     records,
     said_by,
-    write_batches,
+    write_at_random,
 )
 
 from sfumato.errors import UserError
@@ -351,29 +351,26 @@ def test_a_server_that_hangs_is_given_up(milvus_server):
 
 
 def test_a_killed_server_loses_nothing(server):
-    store = create_store(server.url(index="HNSW"), 6)
-    process = Started(write_batches, store.url, piped=True)
+    store = create_store(server.url(index="HNSW"), 3)
+    process = Started(write_at_random, store.url, 0, False, piped=True)
     said = said_by(process, server.kill, least=13)
     began = time.monotonic()
     status, errors = process.finish(60)
     assert status == 1 and "UserError: store milvus+http://" in errors, errors
     with pytest.raises(UserError):
-        store.search(queries(1, 6, 0), 3)
+        store.search(queries(1, 3, 0), 3)
     assert time.monotonic() - began < 30
     server.start()
     assert_nothing_lost(store, said)
-    assert len(store.search(queries(1, 6, 0), 7)[0]) == 7
+    assert len(store.search(queries(1, 3, 0), 7)[0]) == 7
     store.close()
-    reopened = open_store(store.url)
-    assert_nothing_lost(reopened, said)
-    reopened.close()
+    assert_nothing_lost(open_store(store.url), said)
 
 
 def test_a_killed_process_loses_nothing_of_its_embedded_file(tmp_path):
     url = f"milvus:{tmp_path}/one.db"
-    create_store(url, 6).close()
-    process = Started(write_batches, url, piped=True)
+    create_store(url, 3).close()
+    process = Started(write_at_random, url, 0, False, piped=True)
     said = said_by(process, process.kill)
     process.finish()
-    store = open_store(url)
-    assert_nothing_lost(store, said)
+    assert_nothing_lost(open_store(url), said)

@@ -19,6 +19,7 @@ from support.stores_contract import (
     assert_holds,
     assert_nearest,
     assert_nothing_lost,
+    assert_survives_kills,
     by_id,
     create_store,
     free_port,
@@ -26,7 +27,7 @@ from support.stores_contract import (
     queries,
     records,
     said_by,
-    write_batches,
+    write_at_random,
 )
 
 from sfumato.errors import UserError
@@ -395,27 +396,23 @@ def test_a_server_without_pgvector():
 
 
 def test_a_killed_client_loses_nothing(server):
-    store = create_store(server.url(), 6)
-    process = Started(write_batches, store.url, piped=True)
-    said = said_by(process, process.kill)
-    process.finish()
-    assert_nothing_lost(store, said)
+    assert_survives_kills(create_store(server.url(), 3).url, 2)
 
 
 def test_a_killed_server_loses_nothing(server):
-    store = create_store(server.url(index="hnsw"), 6)
+    store = create_store(server.url(index="hnsw"), 3)
     store.optimise()
     assert store.count() == 0
-    process = Started(write_batches, store.url, piped=True)
+    process = Started(write_at_random, store.url, 0, piped=True)
     said = said_by(process, server.stop)
     status, errors = process.finish(30)
     assert status == 1 and "UserError: store postgresql://" in errors
     with pytest.raises(UserError):
         store.count()
-    raises(UserError, "connection failed", store.search, queries(1, 6, 0), 3)
+    raises(UserError, "connection failed", store.search, queries(1, 3, 0), 3)
     server.start()
     assert_nothing_lost(store, said)
-    assert len(store.search(queries(1, 6, 0), 7)[0]) == 7
+    assert len(store.search(queries(1, 3, 0), 7)[0]) == 7
 
 
 def disconnect(server):

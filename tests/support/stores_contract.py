@@ -370,96 +370,73 @@ class Server:
         self.process.wait()
 
 
-def write_batches(url):
-    """Stores batches of 25, deletes of every fifth its first item, and says what it has done, until it is killed."""
-    store = open_store(url)
-    for i in range(100_000):
-        store.upsert(records(25, 6, i, prefix=f"batch{i}"))
-        print(i, flush=True)
-        if i % 6 == 5:
-            store.optimise()
-        if i % 5 == 4:
-            assert store.delete([f"batch{i}-0", "absent"]) == 1
-            print(f"-{i}", flush=True)
-
-
-def said_by(process, kill, least=25):
-    """What :func:`write_batches` in a process has said when it is well under way and is killed, or its server is."""
-    said = [process.stdout.readline() for _ in range(least)]
-    kill()
-    # Not communicate(): it would pass over what readline() has buffered. The last line may be torn.
-    said += [line for line in process.stdout if line.endswith("\n")]
-    return [line.strip() for line in said]
-
-
-def assert_nothing_lost(store, said):
-    stored = {int(key.partition("-")[0].removeprefix("batch")) for part in store.scan() for key in part.ids}
-    batches = [int(line) for line in said if not line.startswith("-")]
-    gone = [f"batch{line[1:]}-0" for line in said if line.startswith("-")]
-    assert set(batches) <= stored and len(stored) <= len(batches) + 1
-    assert len(store.get(gone)) == 0
-    # A batch is there as a whole; one deletion may have been under way.
-    assert 25 * len(stored) - len(gone) - 1 <= store.count() <= 25 * len(stored) - len(gone)
-    for i in batches[:: max(1, len(batches) // 5)] + batches[-1:]:
-        wanted = records(25, 6, i, prefix=f"batch{i}")
-        found = store.get(wanted.ids[1:])
-        assert found.ids == wanted.ids[1:] and torch.equal(found.vectors, wanted.vectors[1:])
-
-
-def write_at_random(url, run):
-    """Replaces and deletes items until it is killed, and says what it has done."""
+def write_at_random(url, run, replaces=True):
+    """Stores, replaces and deletes items until it is killed, and says what it has done; else it stores new ones."""
     store, chance = open_store(url), random.Random(run)
     print("open", flush=True)
     for step in itertools.count():
         n = chance.randint(1, 60)
-        ids = chance.sample(range(500), n)
+        ids = chance.sample(range(500), n) if replaces else range(60 * step, 60 * step + n)
         vectors = torch.tensor([[i, run, step] for i in ids], dtype=torch.float32)
         note = {"run": str(run), "step": str(step)}
         store.upsert(Records(tuple(f"i{i}" for i in ids), vectors, torch.zeros(n), (note,) * n))
         print("put", run, step, *ids, flush=True)
         if step % 4 == 3:
-            gone = chance.sample(range(500), 20)
+            gone = chance.sample(range(500), 20) if replaces else ids[:1]
             store.delete([f"i{i}" for i in gone])
             print("gone", run, step, *gone, flush=True)
         if step % 6 == 5:
             store.optimise()
 
 
-def assert_survives_kills(url, runs, nearest=True):
-    """A process that writes is killed: what it has said is there, each write as a whole."""
-    chance, expected, steps = random.Random(4), {}, 0
+def said_by(process, kill, least=25):
+    """What :func:`write_at_random` in a process has said when it is well under way and is killed, or its server is."""
+    assert process.stdout.readline() == "open\n", process.finish()
+    said = list(itertools.islice(process.stdout, least))
+    kill()
+    # Not communicate(): it would pass over what has been buffered. The last line may be torn.
+    return said + [line for line in process.stdout if line.endswith("\n")]
+
+
+def assert_nothing_lost(store, said, before=None):
+    """What was said is there, and each write as a whole. Returns the (run, step) of each item, also of those before."""
+    expected, stored = dict(before or {}), {}
+    for kind, run, step, *ids in map(str.split, said):
+        expected |= {f"i{i}": (int(run), int(step)) if kind == "put" else None for i in ids}
+    for part in store.scan(batch=37):
+        for key, vector, payload in zip(part.ids, part.vectors.tolist(), part.payloads, strict=True):
+            assert key not in stored
+            stored[key] = (int(payload["run"]), int(payload["step"]))
+            assert vector == [float(key[1:]), *map(float, stored[key])]
+    # The one write that was under way may be there as a whole, or not at all.
+    ahead = {key: stored.get(key) for key in stored.keys() | expected if stored.get(key) != expected.get(key)}
+    assert len(set(ahead.values())) <= 1, ahead
+    late = max(filter(None, expected.values()), default=(-1, 0))
+    assert ahead == {} or set(ahead.values()) == {None} or max(ahead.values()) > late
+    expected |= ahead
+    assert store.count() == len(stored) == len([v for v in expected.values() if v]) > 0
+    return expected
+
+
+def assert_survives_kills(url, runs):
+    """A process that writes is killed, again and again."""
+    chance, expected = random.Random(4), {}
     for run in range(runs):
         child = Started(write_at_random, url, run, piped=True)
-        assert child.stdout.readline() == "open\n", child.finish()
-        lines = list(itertools.islice(child.stdout, chance.randint(3, 25)))
-        time.sleep(chance.uniform(0, 0.05))  # So that any moment of a write is as likely.
-        child.kill()
-        lines.extend(child.stdout)
+
+        def kill(child=child):
+            time.sleep(chance.uniform(0, 0.05))  # So that any moment of a write is as likely.
+            child.kill()
+
+        said = said_by(child, kill, chance.randint(3, 25))
         assert child.finish() == (-signal.SIGKILL, "")
         child.stdout.close()
-        for line in (whole for whole in lines if whole.endswith("\n")):  # the last may be torn
-            kind, at, step, *ids = line.split()
-            steps += 1
-            expected |= {f"i{i}": (int(at), int(step)) if kind == "put" else None for i in ids}
         store = open_store(url)
-        stored = {}
-        for part in store.scan(batch=37):
-            for key, vector, payload in zip(part.ids, part.vectors.tolist(), part.payloads, strict=True):
-                assert key not in stored
-                stored[key] = (int(payload["run"]), int(payload["step"]))
-                assert vector == [float(key[1:]), *map(float, stored[key])]
-        # The one write that was under way may be there as a whole, or not at all.
-        ahead = {key: stored.get(key) for key in stored.keys() | expected if stored.get(key) != expected.get(key)}
-        assert len(set(ahead.values())) <= 1, ahead
-        late = max(filter(None, expected.values()), default=(-1, 0))
-        assert ahead == {} or set(ahead.values()) == {None} or max(ahead.values()) > late
-        expected |= ahead
+        expected = assert_nothing_lost(store, said, expected)
         kept = by_id(*store.scan())
-        assert store.count() == len(kept) == len([v for v in expected.values() if v])
-        for at in range(0, 500, 50) if nearest else ():
+        for at in range(0, 500, 50):
             assert_nearest(store, kept, torch.tensor([[float(at), run, 3.0]]), 5)
         store.close()
-    assert steps > 8
 
 
 def assert_others_read(url):
