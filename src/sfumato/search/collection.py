@@ -1,11 +1,7 @@
 """GaussianCollection: items in a vector store that can change; results are exact within the store's candidates.
 
-The folder of a collection holds the settings (distance, centre, logits, calibration, model) and the URL of the store:
-
-    FOLDER/manifest.json     settings and the store's URL      FOLDER/data-xxxx/     the centre and the calibration
-
-The folder is small and is written once; the store can be a folder inside it or a cluster. The store returns candidates
-with their lifted vectors. The collection recomputes their distances and order; equal distances are ordered by id.
+The store returns candidates with their lifted vectors. The collection recomputes their distances and order; equal
+distances are ordered by id. The settings are in a folder (search/folder.py), the store can be in it or be a cluster.
 """
 
 import contextlib
@@ -249,7 +245,7 @@ class GaussianCollection(Gallery):
         return self.items.value
 
     def begin_writing(self) -> None:
-        """Acquire the write lock of a store that has one, as the first write would; it is held until :meth:`close`.
+        """Acquire the write lock of a store that has one, as a write does; it is held until :meth:`close`.
 
         Raises:
             StoreInUseError: another process writes to the store.
@@ -352,8 +348,13 @@ class GaussianCollection(Gallery):
             self.delete([old])
 
     def closest(self, queries: GaussianEmbedding, k: int, filter: Filter | None = None) -> list[Candidates]:
-        """See :meth:`Gallery.closest`."""
-        return [found.first(k) for found in self._candidates(queries, with_margin(k), filter)]
+        """See :meth:`Gallery.closest`; equal distances are ordered by id."""
+        found = []
+        for i, records in enumerate(self.store.search(self._lifted(queries), with_margin(k), filter)):
+            (distance,) = self._distances(queries[i : i + 1], records)
+            candidates = Candidates(records.ids, distance, records.uncertainty, records.payloads).ordered()
+            found.append(self._with_closest(candidates, records).first(k))
+        return found
 
     def within(self, queries: GaussianEmbedding, radius: float, *, most: int | None = None) -> list[Candidates]:
         """See :meth:`Gallery.within`; by a scan of the store, so it is exact for every engine."""
@@ -425,16 +426,6 @@ class GaussianCollection(Gallery):
         self.store.optimise()
         if self.texts is not None:
             self.texts.store.optimise()
-
-    def _candidates(self, queries: GaussianEmbedding, c: int, filter: Filter | None) -> list[Candidates]:
-        """The store's candidates with exact distances, closest first, equal distances by id."""
-        return [
-            self._with_closest(
-                Candidates(records.ids, distance, records.uncertainty, records.payloads).ordered(), records
-            )
-            for i, records in enumerate(self.store.search(self._lifted(queries), c, filter))
-            for distance in self._distances(queries[i : i + 1], records)
-        ]
 
     def _with_closest(self, found: Candidates, records: Records) -> Candidates:
         """The candidates with the embedding of the closest, if the probabilities read it."""
