@@ -24,8 +24,8 @@ from sfumato import load
 from sfumato.distances import get_distance
 from sfumato.encoders.features import RaggedStore
 from sfumato.encoders.package_weights import sentence_vectors
+from sfumato.search.answer import QueryInfo
 from sfumato.search.collection import GaussianCollection
-from sfumato.search.options import QueryInfo
 from sfumato.search.texts import says, word_stems
 
 DRAWS = 3

@@ -19,9 +19,8 @@ import numpy as np
 from own_folder import DRAWS, WORDS, Split, split_arguments
 from scipy.stats import spearmanr
 
-from sfumato.search.answer import Answer
+from sfumato.search.answer import Answer, QueryInfo
 from sfumato.search.collection import GaussianCollection
-from sfumato.search.options import QueryInfo
 from sfumato.search.texts import says, word_stems
 
 THINGS = [

@@ -19,8 +19,8 @@ from own_folder import Split, split_arguments
 
 from sfumato.distances import get_distance
 from sfumato.gaussian import GaussianEmbedding
+from sfumato.search.answer import QueryInfo, TextQuery
 from sfumato.search.collection import GaussianCollection
-from sfumato.search.options import QueryInfo, TextQuery
 from sfumato.search.searcher import combined
 from sfumato.workflows.search import LoadedModel
 

@@ -26,8 +26,8 @@ from torch.nn.functional import normalize
 
 from sfumato import GaussianEmbedding
 from sfumato.encoders.package_weights import sentence_vectors
+from sfumato.search.answer import QueryInfo
 from sfumato.search.collection import GaussianCollection
-from sfumato.search.options import QueryInfo
 from sfumato.search.texts import FUNCTION_WORDS, words_of
 
 D, SWAPPED, BATCH, QUERIES, SEED = 512, 0.25, 5_000, 200, 0

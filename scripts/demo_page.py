@@ -32,8 +32,8 @@ from sfumato.models.model import Model
 from sfumato.models.recipe import find_recipe, load_recipe
 from sfumato.models.run import load_model
 from sfumato.search import answer, gallery, texts
+from sfumato.search.answer import TextQuery
 from sfumato.search.collection import GaussianCollection
-from sfumato.search.options import TextQuery
 from sfumato.search.searcher import Searcher, advice
 from sfumato.training.loop import fit
 from sfumato.workflows.index import GalleryPart, create_collection

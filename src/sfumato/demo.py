@@ -24,10 +24,9 @@ from sfumato.models.run import Run, load_run
 from sfumato.models.split import embed_split, load_split
 from sfumato.reports.evaluation import print_evaluation
 from sfumato.reports.tables import percent, print_search, probability, signed
-from sfumato.search.answer import MANY, Answer
+from sfumato.search.answer import MANY, Answer, QueryInfo
 from sfumato.search.folder import is_collection
 from sfumato.search.index import GaussianIndex, copy_gallery
-from sfumato.search.options import QueryInfo
 from sfumato.training.loop import fit
 from sfumato.workflows.index import GalleryPart, build_index
 

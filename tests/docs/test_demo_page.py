@@ -20,7 +20,7 @@ from sfumato.data.sources import SOURCES, Source
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.models.recipe import find_recipe, load_recipe
 from sfumato.models.run import load_model
-from sfumato.search.options import QueryInfo
+from sfumato.search.answer import QueryInfo
 from sfumato.search.searcher import Searcher
 from sfumato.training.loop import fit
 from sfumato.workflows.index import GalleryPart, create_collection

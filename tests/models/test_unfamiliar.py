@@ -16,8 +16,8 @@ from sfumato.gaussian import GaussianEmbedding
 from sfumato.metrics.bootstrap import auroc
 from sfumato.models.run import WORDS, load_model, load_run
 from sfumato.models.unfamiliar import UnfamiliarTexts, nonsense
+from sfumato.search.answer import QueryInfo
 from sfumato.search.index import GaussianIndex
-from sfumato.search.options import QueryInfo
 
 
 @pytest.fixture(scope="module")

@@ -18,11 +18,11 @@ from sfumato.calibration.query_scores import QueryScores
 from sfumato.distances import csd_matrix
 from sfumato.errors import UserError
 from sfumato.gaussian import GaussianEmbedding
+from sfumato.search.answer import SearchOptions
 from sfumato.search.collection import GaussianCollection
 from sfumato.search.exact import LIFTED_DISTANCES, gallery_centre
 from sfumato.search.folder import is_collection
 from sfumato.search.index import GaussianIndex, copy_gallery
-from sfumato.search.options import SearchOptions
 from sfumato.search.stores.local import DATABASE, LocalStore
 from sfumato.search.stores.protocol import (
     Filter,

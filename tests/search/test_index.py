@@ -8,8 +8,8 @@ from sfumato.calibration.calibrator import Calibration
 from sfumato.calibration.query_scores import QueryScores
 from sfumato.distances import DISTANCES, csd_matrix
 from sfumato.gaussian import GaussianEmbedding
+from sfumato.search.answer import SearchOptions
 from sfumato.search.index import GaussianIndex
-from sfumato.search.options import SearchOptions
 
 
 def clustered(n, d=16, *, seed, n_clusters=40):

@@ -15,8 +15,8 @@ from sfumato.distances import DISTANCES, get_distance
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.search import blocks, screening
 from sfumato.search import index as index_module
+from sfumato.search.answer import SearchOptions
 from sfumato.search.index import GaussianIndex
-from sfumato.search.options import SearchOptions
 from sfumato.search.screening import Comparison, Screen
 from sfumato.search.stores.protocol import Filter
 

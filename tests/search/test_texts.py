@@ -14,9 +14,9 @@ from sfumato.calibration.fits import FitsCalibration
 from sfumato.calibration.query_scores import QueryScores
 from sfumato.distances import csd_matrix
 from sfumato.gaussian import GaussianEmbedding
+from sfumato.search.answer import QueryInfo, SearchOptions, TextQuery
 from sfumato.search.collection import GaussianCollection
 from sfumato.search.index import copy_gallery
-from sfumato.search.options import QueryInfo, SearchOptions, TextQuery
 from sfumato.search.stores.protocol import Filter, beside
 from sfumato.search.texts import (
     FUNCTION_WORDS,

@@ -34,10 +34,10 @@ from sfumato.data.image_decoding import decode_image
 from sfumato.data.images import SplitImages, UploadedImages
 from sfumato.errors import UserError
 from sfumato.models.run import load_run
+from sfumato.search.answer import SearchOptions, TextQuery
 from sfumato.search.collection import GaussianCollection
 from sfumato.search.folder import writers_lock
 from sfumato.search.index import GaussianIndex, copy_gallery
-from sfumato.search.options import SearchOptions, TextQuery
 from sfumato.search.stores.protocol import Filter
 from sfumato.serve.app import PAGE, create_app, route_of
 from sfumato.serve.server import check_host, check_names, hosts_of, is_loopback, run_app

@@ -23,8 +23,8 @@ from support.toy import make_toy
 from sfumato.encoders.features import Inputs
 from sfumato.models.recipe import load_recipe
 from sfumato.models.run import load_run
+from sfumato.search.answer import QueryInfo
 from sfumato.search.index import copy_gallery
-from sfumato.search.options import QueryInfo
 from sfumato.serve.sources import ServedGallery, Sources, vector_sides
 from sfumato.training.loop import fit
 from sfumato.workflows.index import build_index

@@ -3,9 +3,9 @@
 import torch
 
 from sfumato.gaussian import GaussianEmbedding
+from sfumato.search.answer import QueryInfo, SearchOptions
 from sfumato.search.collection import GaussianCollection
 from sfumato.search.index import copy_gallery
-from sfumato.search.options import QueryInfo, SearchOptions
 from sfumato.search.stores.protocol import WORDS, Filter, Records
 
 SCENES = ("a dog in the snow", "a cake on a table", "children run over a meadow", "a red car in the street")

@@ -15,7 +15,7 @@ from sfumato.errors import UserError
 from sfumato.models.evaluate import evaluate_run
 from sfumato.models.run import load_run
 from sfumato.models.split import embed_split, load_split
-from sfumato.search.options import SearchOptions
+from sfumato.search.answer import SearchOptions
 from sfumato.workflows.adopt import adopt
 from sfumato.workflows.export import export_run
 

@@ -24,7 +24,7 @@ from sfumato.serve.settings import Settings, parse_limits, read_keys, require_ex
 
 if TYPE_CHECKING:
     from sfumato.models.model import Model
-    from sfumato.search.options import SearchOptions
+    from sfumato.search.answer import SearchOptions
 
 
 @dataclass(frozen=True)
@@ -254,7 +254,7 @@ class Asked:
 
     def options(self) -> "SearchOptions":
         """How to search."""
-        from sfumato.search.options import SearchOptions
+        from sfumato.search.answer import SearchOptions
         from sfumato.search.stores.protocol import filter_of
 
         choices: dict[str, Any] = {
@@ -287,7 +287,7 @@ def search(
     Prints ids, distances, match probabilities and uncertainties.
     """
     from sfumato.reports.tables import print_match_meaning, print_search
-    from sfumato.search.options import TextQuery
+    from sfumato.search.answer import TextQuery
     from sfumato.workflows.search import search_index
 
     if not asked.query and not asked.image and not asked.item:

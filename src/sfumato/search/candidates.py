@@ -18,8 +18,7 @@ from sfumato.calibration.fits import N_NEAR, Evidence, FitsCalibration, FitsLogi
 from sfumato.calibration.scorer import MatchEstimate
 from sfumato.encoders.package_weights import sentence_vectors
 from sfumato.gaussian import GaussianEmbedding
-from sfumato.search.answer import Hit, Verdict, fits_verdict, verdict
-from sfumato.search.options import TextQuery
+from sfumato.search.answer import Hit, TextQuery, Verdict, fits_verdict, verdict
 from sfumato.search.stores.protocol import Records, VectorStore
 from sfumato.search.texts import ItemTexts, TextStore, word_stems
 

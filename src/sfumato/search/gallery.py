@@ -21,7 +21,7 @@ from sfumato.calibration.scorer import MatchEstimate, QueryContext, Scorer
 from sfumato.data.images import ImageSource
 from sfumato.distances import get_distance
 from sfumato.gaussian import GaussianEmbedding, check_finite
-from sfumato.search.answer import UNFAMILIAR, Answer, Hit, Verdict
+from sfumato.search.answer import UNFAMILIAR, Answer, Hit, QueryInfo, SearchOptions, TextQuery, Verdict
 from sfumato.search.candidates import (
     Candidates,
     Fitting,
@@ -33,7 +33,6 @@ from sfumato.search.candidates import (
     folded,
     padded,
 )
-from sfumato.search.options import QueryInfo, SearchOptions, TextQuery
 from sfumato.search.stores.protocol import Filter
 from sfumato.search.texts import TextStore, item_words, word_stems, words_of
 

@@ -18,11 +18,10 @@ from sfumato.encoders.dual import DualEncoder, piece_counter
 from sfumato.encoders.feature_rows import features_read
 from sfumato.errors import UserError
 from sfumato.gaussian import GaussianEmbedding
-from sfumato.search.answer import Answer, Hit
+from sfumato.search.answer import NATIVE, Answer, Duplicates, Hit, Order, QueryInfo, SearchOptions, Target, TextQuery
 from sfumato.search.collection import GaussianCollection
 from sfumato.search.gallery import Gallery
 from sfumato.search.index import copy_gallery
-from sfumato.search.options import NATIVE, Duplicates, Order, QueryInfo, SearchOptions, Target, TextQuery
 from sfumato.search.stores.protocol import filter_of
 from sfumato.search.texts import known_words, spelling, strange_script, words_of
 

@@ -14,8 +14,7 @@ from sfumato.data.images import handed_out
 from sfumato.evaluation.judgements import ShownHit, sample_hits
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.search.answer import Answer as Found
-from sfumato.search.answer import Hit
-from sfumato.search.options import GuaranteeError, QueryInfo, SearchOptions, check_native
+from sfumato.search.answer import GuaranteeError, Hit, QueryInfo, SearchOptions, check_native
 from sfumato.serve.problems import Refusal
 from sfumato.serve.queries import Asked
 from sfumato.serve.schemas import (

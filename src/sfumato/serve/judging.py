@@ -22,7 +22,7 @@ from sfumato.evaluation.judgements import (
     read_judgements,
 )
 from sfumato.metrics.bootstrap import Interval
-from sfumato.search.options import Target
+from sfumato.search.answer import Target
 from sfumato.serve.problems import WORD, Model, Refusal, busy
 from sfumato.serve.schemas import ItemId, Text
 from sfumato.serve.service import Service

@@ -13,9 +13,9 @@ import torch
 from sfumato.data.image_inputs import regions_to_bytes
 from sfumato.encoders.feature_rows import features_read
 from sfumato.gaussian import GaussianEmbedding
+from sfumato.search.answer import TextQuery
 from sfumato.search.candidates import GalleryRecords
 from sfumato.search.gallery import Gallery
-from sfumato.search.options import TextQuery
 from sfumato.search.searcher import combined
 from sfumato.serve.bodies import Budget
 from sfumato.serve.decoding import HEADER

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, ConfigDict, FailFast, Field, model_validator
 
 from sfumato.ids import id_error
-from sfumato.search.options import SearchOptions
+from sfumato.search.answer import SearchOptions
 from sfumato.search.stores.protocol import Filter, parse_where
 from sfumato.serve.problems import NO_NUL, WORD, Model, Refusal
 from sfumato.serve.settings import MOST, Rights

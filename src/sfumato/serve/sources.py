@@ -15,9 +15,9 @@ from sfumato.errors import UserError, as_typed
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.models.run import RECIPE
 from sfumato.progress import say
+from sfumato.search.answer import NATIVE, QueryKind
 from sfumato.search.collection import GaussianCollection
 from sfumato.search.gallery import Gallery
-from sfumato.search.options import NATIVE, QueryKind
 from sfumato.search.searcher import Searcher
 from sfumato.serve.schemas import GalleryName, Modality
 from sfumato.workflows import index

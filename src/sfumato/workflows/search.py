@@ -30,8 +30,7 @@ from sfumato.models.recipe import load_recipe
 from sfumato.models.run import RECIPE, choose_device, load_model
 from sfumato.models.split import embed_split, load_split, prepare_split, read_split
 from sfumato.progress import say
-from sfumato.search.answer import Answer
-from sfumato.search.options import SearchOptions, TextQuery
+from sfumato.search.answer import Answer, SearchOptions, TextQuery
 from sfumato.search.searcher import Searcher
 from sfumato.workflows.index import (
     GalleryPart,
