@@ -19,7 +19,6 @@ from papers.uncertainty.estimators import ESTIMATORS
 from sfumato.data.images import MemoryImage, thumbnail
 from sfumato.data.pairs import PairData
 from sfumato.data.sources import DataConfig
-from sfumato.encoders.feature_rows import features_read
 from sfumato.errors import UserError, counted
 from sfumato.evaluation.estimators import Estimator, Matching
 from sfumato.evaluation.protocols import EmbeddedSplit, evaluate_retrieval
@@ -123,7 +122,7 @@ class _Split:
         """The reason why a study cannot be done on this data with any embeddings; None if it can."""
         options, data = self.options, self.data
         if study == "sets":
-            if features := features_read(self.retrieval_model.model.image):
+            if features := self.retrieval_model.model.image.processor.reads:
                 return f"set algebra needs image files, but this model reads {features}"
             n_pairs = len(usual.choose_pairs(data.groups, options.n_pairs, options.seed))
             if n_pairs < LEAST_PAIRS:

@@ -22,7 +22,6 @@ from sfumato.data.image_decoding import decode_image
 from sfumato.data.images import Problems
 from sfumato.data.transforms import encode_png
 from sfumato.distances import get_distance
-from sfumato.encoders.feature_rows import features_read
 from sfumato.errors import UserError
 from sfumato.files import is_plain_name, read_json
 from sfumato.gaussian import GaussianEmbedding, ScalarUncertainty
@@ -227,7 +226,7 @@ def study_crops(
         raise UserError(f"thresholds must be different fractions in (0, 1], got {', '.join(map(str, thresholds))}")
     if sample < 1 or n_resamples < 0:
         raise UserError(f"crops.sample must be at least 1 and crops.bootstrap at least 0, got {sample}, {n_resamples}")
-    if features := features_read(retrieval_model.model.image):
+    if features := retrieval_model.model.image.processor.reads:
         raise UserError(f"the model reads {features}, but the crop study cuts crops out of image files")
     problems = Problems()
     pictures = read_boxed_images(Path(regions), Path(images), problems, sample=sample, seed=seed)

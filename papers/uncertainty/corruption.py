@@ -15,7 +15,6 @@ from papers.uncertainty.damage import IMAGE_CORRUPTIONS, TEXT_CORRUPTIONS, Corru
 from sfumato.data.images import ImageSource
 from sfumato.data.pairs import PairData
 from sfumato.encoders.dual import DualEncoder
-from sfumato.encoders.feature_rows import features_read
 from sfumato.evaluation.estimators import Estimator, Matching, estimate_uncertainty
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.ids import Side
@@ -57,7 +56,7 @@ class Corrupted:
 
 def not_corrupted(model: DualEncoder, side: Side) -> str | None:
     """Why a side has no corrupted queries: features cannot be corrupted."""
-    features = features_read(model.image if side == "image" else model.text)
+    features = (model.image if side == "image" else model.text).processor.reads
     return features and f"{side}s are not corrupted: the model reads {features}, which cannot be corrupted"
 
 

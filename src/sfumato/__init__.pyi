@@ -14,7 +14,6 @@ from .data.manifest import read_image_folder as read_image_folder
 from .data.manifest import read_manifest as read_manifest
 from .data.pairs import PairData as PairData
 from .data.shards import read_shards as read_shards
-from .data.shards import write_shards as write_shards
 from .distances import DISTANCES as DISTANCES
 from .distances import csd as csd
 from .distances import csd_matrix as csd_matrix

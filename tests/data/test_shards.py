@@ -8,11 +8,10 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from support.pictures import encoded, noise, write_tar
+from support.pictures import write_tar
 
-from sfumato.data.images import FileImage, Problems
-from sfumato.data.pairs import make_pair_data
-from sfumato.data.shards import ShardStream, expand_shards, write_shards
+from sfumato.data.images import Problems
+from sfumato.data.shards import ShardStream, expand_shards
 from sfumato.errors import UserError
 
 JPEG = b"\xff\xd8\xff and so on "
@@ -383,62 +382,3 @@ def test_shards_that_cannot_be_had(tmp_path):
     ):
         with pytest.raises(UserError, match=message):
             expand_shards(f"{tmp_path}/a-{spec}.tar")
-
-
-def save(path, kind="PNG", seed=0):
-    path.write_bytes(encoded(noise(5, 6, seed), kind))
-    return FileImage(path)
-
-
-def test_what_is_written_is_what_is_read(tmp_path):
-    images = [save(tmp_path / f"{kind}{i}", kind, i) for i, kind in enumerate(("PNG", "JPEG", "WEBP", "PNG"))]
-    captions = [["one", "un"], ["two"], ["drei ß", "三", " III\n"], ["four"]]
-    data = make_pair_data(["a", "b", "c", "d"], images, captions)
-    paths = write_shards(data, tmp_path / "deep" / "shards", per_shard=3)
-    assert [p.name for p in paths] == ["shard-00000.tar", "shard-00001.tar", "shard-00002.tar"]
-    assert expand_shards(str(tmp_path / "deep/shards")) == [str(p) for p in paths]
-    assert [p.name for p in (tmp_path / "deep").iterdir()] == ["shards"]
-    found, noted = one_pass(paths)
-    texts = [text.strip() for own in captions for text in own]
-    pictures = [image.path.read_bytes() for image, own in zip(images, captions, strict=True) for _ in own]
-    assert noted == [] and sorted(found) == [f"{i:09d}" for i in range(7)]
-    assert [(found[k].text, found[k].image) for k in sorted(found)] == list(zip(texts, pictures, strict=True))
-    with tarfile.open(paths[1]) as tar:
-        assert tar.getnames()[:6] == [
-            f"00000000{i}.{e}" for i, e in ((3, "webp"), (3, "txt"), (3, "json"), (4, "webp"), (4, "txt"), (4, "json"))
-        ]
-        assert json.load(tar.extractfile("000000004.json")) == {"image_id": "c", "text_id": "c#1"}
-    again = write_shards(data, tmp_path / "again", per_shard=3)
-    assert [p.read_bytes() for p in again] == [p.read_bytes() for p in paths]
-
-
-def test_pictures_that_cannot_be_written_are_told_or_raise(tmp_path):
-    images = [
-        save(tmp_path / "a.png"),
-        FileImage(tmp_path / "gone.png"),
-        save(tmp_path / "b.gif", "GIF"),
-        save(tmp_path / "c.png"),
-    ]
-    data = make_pair_data(["a", "gone", "b", "c"], images, [["1"], ["2", "3"], ["4"], ["5"]])
-    problems = Problems()
-    found, _ = one_pass(write_shards(data, tmp_path / "shards", problems=problems))
-    assert sorted((k, s.text) for k, s in found.items()) == [("000000000", "1"), ("000000004", "5")]
-    assert [p.location for p in problems.items] == [str(tmp_path / "gone.png"), str(tmp_path / "b.gif")]
-    assert "neither JPEG nor PNG nor WEBP" in problems.items[1].reason
-    with pytest.raises(FileNotFoundError, match=r"gone\.png"):
-        write_shards(data, tmp_path / "other")
-    with pytest.raises(UserError, match="no pair with a usable image"):
-        write_shards(data.keep_images(np.array([1])), tmp_path / "other", problems=problems)
-    # What did not succeed left nothing behind.
-    assert {p.name for p in tmp_path.iterdir()} == {"a.png", "b.gif", "c.png", "shards"}
-
-
-def test_a_folder_with_something_in_it_is_not_written_to(tmp_path):
-    data = make_pair_data(["a"], [save(tmp_path / "a.png")], [["1"]])
-    (tmp_path / "empty").mkdir()
-    assert len(write_shards(data, tmp_path / "empty")) == 1
-    for folder in (tmp_path / "empty", tmp_path / "a.png"):
-        with pytest.raises(UserError, match="it exists and is not an empty folder"):
-            write_shards(data, folder)
-    with pytest.raises(ValueError, match="per_shard must be at least 1, got 0"):
-        write_shards(data, tmp_path / "x", per_shard=0)

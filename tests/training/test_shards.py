@@ -7,7 +7,6 @@ from support.pictures import write_tar
 from support.toy import assert_same_tensors, make_toy
 
 from sfumato.data.images import Problems
-from sfumato.data.shards import write_shards
 from sfumato.errors import UserError
 from sfumato.models.process_group import alone
 from sfumato.models.recipe import load_recipe
@@ -17,13 +16,24 @@ from sfumato.models.state import save_state
 from sfumato.training.loop import fit
 
 
+def write_shards(split, folder, per_shard=20):
+    """A sample for every pair of a split."""
+    folder.mkdir()
+    for start in range(0, len(split.pairs), per_shard):
+        members = []
+        for number, (image, text) in enumerate(split.pairs[start : start + per_shard].tolist(), start):
+            members.append((f"{number:09d}.png", split.images[image].read_bytes()))
+            members.append((f"{number:09d}.txt", split.texts[text].encode()))
+        write_tar(folder / f"{start:05d}.tar", members)
+
+
 @pytest.fixture(scope="module")
 def toy(tmp_path_factory):
     folder = tmp_path_factory.mktemp("shards")
     recipe = make_toy(folder)
     splits = load_splits(load_recipe(recipe).data, Problems())
     for name in ("train", "val"):
-        write_shards(splits[name], folder / name, per_shard=20)
+        write_shards(splits[name], folder / name)
     stream = ["data.source=shards", f"data.path={folder}/train/*.tar", f"data.val_path={folder}/val"]
     return recipe, [*stream, "data.samples_per_epoch=192"], splits
 
@@ -66,7 +76,7 @@ def test_captions_of_a_stream_are_equal_whatever_their_case_unless_they_are_kept
 
 def test_what_a_stream_leaves_out_is_listed_with_the_run(toy, tmp_path, monkeypatch):
     recipe, stream, splits = toy
-    write_shards(splits["train"], tmp_path / "data", per_shard=20)
+    write_shards(splits["train"], tmp_path / "data")
     more = ("1.jpg", b"no picture"), ("1.txt", b"a red circle"), ("2.txt", b"no picture at all")
     write_tar(tmp_path / "data" / "more.tar", more)
     result = fit(load_recipe(recipe, [*stream, f"data.path={tmp_path}/data/*.tar", "train.epochs=1"]), tmp_path / "run")

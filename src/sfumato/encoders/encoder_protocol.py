@@ -86,6 +86,10 @@ class Processor(ABC):
     def stack(self, values: Sequence[Any]) -> Store:
         """The prepared inputs of several items, in memory."""
 
+    def blank(self) -> bytes | None:
+        """A file of features with a single row of ones, to test a model; None if its items are images or texts."""
+        return None
+
     def read(
         self, items: Sequence[Item], *, progress: Progress | None = None, on_error: OnError | None = None
     ) -> tuple[Store, np.ndarray]:

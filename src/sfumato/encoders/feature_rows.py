@@ -19,7 +19,6 @@ from sfumato.data.feature_tables import EmbeddingRow, EmbeddingTable
 from sfumato.data.image_inputs import regions_from_bytes, regions_to_bytes
 from sfumato.data.pairs import PairData
 from sfumato.data.transforms import drop_regions
-from sfumato.encoders.dual import Tower
 from sfumato.encoders.encoder_protocol import (
     BuildContext,
     Encoder,
@@ -193,6 +192,9 @@ class FeatureProcessor(Processor):
     def stack(self, values: Sequence[np.ndarray]) -> RaggedStore:
         return RaggedStore.from_features(values, self.channels)
 
+    def blank(self) -> bytes:
+        return regions_to_bytes(np.ones((1, self.channels), np.float32))
+
 
 class RegionProcessor(FeatureProcessor):
     """Checks region features once and leaves them on disk; each batch is read when it is needed."""
@@ -310,19 +312,6 @@ class RegionEncoder(Encoder):
         mean = self.mean(features, mask)
         log_var = None if self.variance_layers is None else self.variance_layers(features, mask)
         return TokenFeatures(mean, None if self.recurrent else mask, log_var)
-
-
-def features_read(tower: Tower) -> str:
-    """What a side of a model reads instead of image files or texts."""
-    return tower.processor.reads
-
-
-def blank_features(tower: Tower) -> bytes | None:
-    """A file of features with a single row of ones, to test a model."""
-    processor = tower.processor
-    if not isinstance(processor, FeatureProcessor):
-        return None
-    return regions_to_bytes(np.ones((1, processor.channels), np.float32))
 
 
 def build_regions(config: RegionImageConfig, context: BuildContext) -> tuple[RegionProcessor, RegionEncoder]:

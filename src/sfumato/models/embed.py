@@ -18,7 +18,6 @@ from sfumato.data.pairs import PairData
 from sfumato.data.sources import DataConfig
 from sfumato.encoders.dual import DualEncoder, Tower
 from sfumato.encoders.encoder_protocol import Item
-from sfumato.encoders.feature_rows import features_read
 from sfumato.encoders.frozen import FrozenProcessor
 from sfumato.errors import UserError
 from sfumato.gaussian import GaussianEmbedding
@@ -35,7 +34,7 @@ NamedItems = tuple[GaussianEmbedding, list[str], Problems]
 
 def file_endings(model: DualEncoder) -> frozenset[str]:
     """File name endings of what a model embeds on its image side: images, or .npy files of features."""
-    return REGION_ENDINGS if features_read(model.image) else IMAGE_ENDINGS
+    return REGION_ENDINGS if model.image.processor.reads else IMAGE_ENDINGS
 
 
 def model_digest(model: DualEncoder) -> str:
@@ -66,9 +65,9 @@ def embedding_steps(
     Returns (prepare, encode).
     """
     processor = tower.processor
-    if modality == "texts" and features_read(tower):
+    if modality == "texts" and tower.processor.reads:
         raise UserError(
-            f"this model reads {features_read(tower)} and has no encoder for texts; embed texts with the model that"
+            f"this model reads {tower.processor.reads} and has no encoder for texts; embed texts with the model that"
             " made the embeddings, and index a split of them: `sfumato index RUN --split NAME`"
         )
 

@@ -12,7 +12,6 @@ from sfumato.calibration.calibrator import Calibration
 from sfumato.data.image_inputs import ImageInput, image_sources, unreadable, vector_file
 from sfumato.distances import Distance, get_distance
 from sfumato.encoders.dual import DualEncoder, piece_counter
-from sfumato.encoders.feature_rows import features_read
 from sfumato.errors import UserError
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.matching import MATCH_PROBABILITY, SampledLogits, match_probability, match_probability_distance
@@ -68,7 +67,7 @@ class Model:
             ValueError: there are none, or an array has another shape or dtype.
         """
         tower = self.model.image
-        sources = image_sources(images, "embed_images", features=features_read(tower))
+        sources = image_sources(images, "embed_images", features=tower.processor.reads)
         if not sources:
             raise ValueError("embed_images: got no images, expected at least one")
         errors: list[UserError] = []
@@ -97,7 +96,7 @@ class Model:
         """
         if isinstance(texts, str):
             raise TypeError(f"embed_texts: got one string {texts!r}, expected a list of them: [{texts!r}]")
-        texts, reads = list(texts), features_read(self.model.text)
+        texts, reads = list(texts), self.model.text.processor.reads
         if not texts:
             raise ValueError("embed_texts: got no texts, expected at least one")
         for i, text in enumerate(texts):

@@ -19,7 +19,6 @@ from sfumato.charts import render_page, require_matplotlib
 from sfumato.data.images import Problems, thumbnail
 from sfumato.data.sources import DataConfig
 from sfumato.distances import Distance, get_distance
-from sfumato.encoders.feature_rows import features_read
 from sfumato.errors import UserError
 from sfumato.evaluation.protocols import Evaluation, evaluate_retrieval, table_rows
 from sfumato.evaluation.trust import FIGURES
@@ -313,7 +312,7 @@ def _report(
             trust=None if run is None else _read_object(run.folder / f"trust-{split}.json"),
             recipe="" if run is None else (run.folder / RECIPE).read_text(encoding="utf-8"),
             log=[] if run is None else read_log(run.folder / LOG),
-            notes=_notes(len(problems), features_read(retrieval_model.model.image)),
+            notes=_notes(len(problems), retrieval_model.model.image.processor.reads),
             version=__version__,
         )
     )

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from sfumato.data.images import Images, ImageSource, MemoryImage
 from sfumato.encoders.dual import DualEncoder, piece_counter
-from sfumato.encoders.feature_rows import features_read
 from sfumato.errors import UserError
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.search.answer import NATIVE, Answer, Duplicates, Hit, Order, QueryInfo, SearchOptions, Target, TextQuery
@@ -358,7 +357,7 @@ class Searcher:
     def _modality(self, queries: Any) -> Modality | None:
         """What queries are of; None if they do not say, as the files of a model that reads embeddings of both sides."""
         found = _modality(queries)
-        return None if found == "images" and features_read(self.model.model.text) else found
+        return None if found == "images" and self.model.model.text.processor.reads else found
 
 
 _MULTILINGUAL = "google/siglip-base-patch16-256-multilingual"

@@ -10,7 +10,6 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from sfumato.encoders.dual import DualEncoder
-from sfumato.encoders.feature_rows import features_read
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.models.embed import embedding_steps
 from sfumato.serve.decoding import Decoders, input_task
@@ -153,7 +152,7 @@ class Embedder:
         )  # fmt: skip
         # The same two steps as at ingestion: decode an image in a process, encode a batch in the thread of images.
         self._prepare, self._encode = embedding_steps(model.image, "images")
-        self._task = None if features_read(model.image) else input_task(model.image, self._prepare)
+        self._task = None if model.image.processor.reads else input_task(model.image, self._prepare)
         self.decoders = Decoders(
             settings.workers, seconds=settings.decode_timeout, memory_bytes=settings.decode_memory_mb * 1_000_000
         )

@@ -11,7 +11,6 @@ import numpy as np
 import torch
 
 from sfumato.data.image_inputs import regions_to_bytes
-from sfumato.encoders.feature_rows import features_read
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.search.answer import TextQuery
 from sfumato.search.candidates import GalleryRecords
@@ -64,8 +63,8 @@ class Queries:
         """The kinds of queries that the model can answer."""
         model, sides = self.model, self.vector_sides
         return QueryKinds(
-            text=not features_read(model.text),
-            image=not features_read(model.image),
+            text=not model.text.processor.reads,
+            image=not model.image.processor.reads,
             id=True,
             vector={name: side.channels for name, side in sides.items() if side.channels is not None},
         )
@@ -73,7 +72,7 @@ class Queries:
     def refuse_features(self, side: Literal["image", "text"], where: Sequence[str]) -> None:
         """Refuse the images or texts of a request if the model reads features instead of them."""
         model = self.model
-        features = features_read(model.image if side == "image" else model.text)
+        features = (model.image if side == "image" else model.text).processor.reads
         if where and features:
             kinds = self.kinds()
             ways = " or ".join(way for way, there in (("by text", kinds.text), ("by vector", kinds.vector)) if there)

@@ -17,7 +17,6 @@ from PIL import Image
 
 from sfumato import __version__
 from sfumato.data.images import handed_out
-from sfumato.encoders.feature_rows import blank_features
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.search.candidates import GalleryRecords
 from sfumato.search.stores.protocol import StoreBase
@@ -274,8 +273,8 @@ class Service:
             model = self.sources.model
             for health in self._stores.values():
                 await self.in_thread(health.start)
-            queries = await self.embedder.embed_images([blank_features(model.image) or file.getvalue()])
-            queries += await self.embedder.embed_texts([blank_features(model.text) or "ready"])
+            queries = await self.embedder.embed_images([model.image.processor.blank() or file.getvalue()])
+            queries += await self.embedder.embed_texts([model.text.processor.blank() or "ready"])
             rows = GaussianEmbedding.cat(checked(queries, ["image", "text"]))
             if rows.d != self.sources.d:
                 raise ValueError(

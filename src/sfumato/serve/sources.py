@@ -10,7 +10,7 @@ import torch
 
 from sfumato.data.images import Images, UploadedImages
 from sfumato.encoders.dual import DualEncoder, Tower
-from sfumato.encoders.feature_rows import EmbeddingProcessor, features_read
+from sfumato.encoders.feature_rows import EmbeddingProcessor
 from sfumato.errors import UserError, as_typed
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.models.run import RECIPE
@@ -150,7 +150,7 @@ def _from_gallery(folder: Path, run: str | None, store: str | None) -> Sources:
                 f" {retrieval_model.distance}; give the model that the index was built with"
             )
         location = str(run or gallery.metadata["run"])
-        shown = kind(gallery) == "images" and not features_read(retrieval_model.model.image)
+        shown = kind(gallery) == "images" and not retrieval_model.model.image.processor.reads
         served = ServedGallery(gallery, index.item_images(gallery, location) if shown else None)
         judge = retrieval_model.unfamiliar_texts
         return Sources(retrieval_model.model, Path(location).name, {kind(gallery): served}, judge)

@@ -7,7 +7,6 @@ import numpy as np
 from sfumato.calibration.calibrator import Calibration
 from sfumato.calibration.conditional import N_REFERENCE
 from sfumato.data.splits import WORDINGS
-from sfumato.encoders.feature_rows import features_read
 from sfumato.files import write_atomically
 from sfumato.models.calibrate import calibrate_split
 from sfumato.models.run import CALIBRATION, MODEL, TRAINED, TRAINING_CALIBRATION, WORDS, image_digest
@@ -71,7 +70,7 @@ def _remember_items(training: Training) -> None:
     assert training.data.indexed is not None
     model, data = training.learner.model, training.data.indexed.sampler.data
     remember_words(model, data.texts, training.folder / WORDS)
-    if not features_read(model.image):
+    if not model.image.processor.reads:
         write_atomically(training.folder / TRAINED, "".join(f"{image_digest(image)}\n" for image in data.images))
 
 

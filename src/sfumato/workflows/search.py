@@ -15,7 +15,7 @@ from sfumato.data.image_inputs import ImageInput, image_sources
 from sfumato.data.images import Problems, SplitImages
 from sfumato.distances import get_distance
 from sfumato.encoders.dual import DualEncoder
-from sfumato.encoders.feature_rows import EmbeddingProcessor, features_read
+from sfumato.encoders.feature_rows import EmbeddingProcessor
 from sfumato.errors import UserError, as_typed, counted
 from sfumato.evaluation.hits import first_hits
 from sfumato.evaluation.protocols import EmbeddedSplit
@@ -147,7 +147,7 @@ class LoadedModel(Model):
         if isinstance(images, GaussianEmbedding):
             return self._searcher(GalleryPart(images, _ids(ids, range(images.n))))
         names = [Path(i).as_posix() if isinstance(i, str | os.PathLike) else str(k) for k, i in enumerate(images)]
-        part, features = GalleryPart(self.embed_images(images), _ids(ids, names)), features_read(self.model.image)
+        part, features = GalleryPart(self.embed_images(images), _ids(ids, names)), self.model.image.processor.reads
         sources = image_sources(images, "index", features=features)
         given = None if features else SplitImages(dict(zip(part.ids, sources, strict=False)))
         return self._searcher(part, given)
@@ -258,7 +258,7 @@ def search_index(
 def _vector_files(model: DualEncoder, texts: Sequence[TextQuery]) -> list[TextQuery] | list[Path]:
     """The texts; for a model without an encoder for texts, the .npy files that they must be."""
     tower = model.text
-    if not features_read(tower):
+    if not tower.processor.reads:
         return list(texts)
     if any(one.also or one.without for one in texts):
         raise UserError("search: also and without stand beside texts to search for; leave them out")
