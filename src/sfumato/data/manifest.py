@@ -24,7 +24,8 @@ from sfumato.ids import uniform_hash
 MANIFEST_SUFFIXES = (".jsonl", ".csv", ".parquet")
 """Endings of manifests."""
 
-_COLUMNS = ("image", "captions", "caption", "caption_ids", "caption_id", "split", "id")
+COLUMNS = ("image", "captions", "caption", "caption_ids", "caption_id", "split", "id")
+"""Columns of a manifest that say what an item is."""
 
 
 def read_manifest(
@@ -60,29 +61,22 @@ def read_manifest(
     check_fractions(val_fraction, test_fraction)
     path = Path(path)
     root = Path(image_root) if image_root is not None else path.parent
-    items = _items(usable_rows(path, problems, ("image", "captions")), root, problems)
+    items = (item for item, _ in manifest_items(path, root, problems))
     return splits_of_items(items, path, problems, val_fraction, test_fraction)
 
 
-_Row = tuple[str, dict[str, Any]]
-
-
-def usable_rows(path: Path, problems: Problems, needed: Sequence[str]) -> Iterator[_Row]:
-    """The rows of a manifest; those that are none are reported."""
-    for location, values in read_rows(path, needed):
-        if isinstance(values, str):
-            problems.add(location, values)
-        else:
-            yield location, values
-
-
-def read_rows(path: Path, needed: Sequence[str]) -> Iterator[tuple[str, dict[str, Any] | str]]:
-    """The rows of a manifest as they stand in the file, each with its place; of a damaged one what is wrong with it."""
+def usable_rows(path: Path, problems: Problems, needed: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The rows of a manifest as they stand in the file, each with its place; damaged ones are reported."""
     if not path.is_file():
         raise UserError(f"there is no manifest {path}")
     if path.suffix.lower() not in MANIFEST_SUFFIXES:
         raise UserError(f"{path}: unknown kind of manifest {path.suffix!r}; expected {', '.join(MANIFEST_SUFFIXES)}")
-    return {".jsonl": _jsonl_rows, ".csv": _csv_rows, ".parquet": _parquet_rows}[path.suffix.lower()](path, needed)
+    read = {".jsonl": _jsonl_rows, ".csv": _csv_rows, ".parquet": _parquet_rows}[path.suffix.lower()]
+    for location, values in read(path, needed):
+        if isinstance(values, str):
+            problems.add(location, values)
+        else:
+            yield location, values
 
 
 def _jsonl_rows(path: Path, needed: Sequence[str]) -> Iterator[tuple[str, dict[str, Any] | str]]:
@@ -98,7 +92,7 @@ def _jsonl_rows(path: Path, needed: Sequence[str]) -> Iterator[tuple[str, dict[s
                 yield location, f"not JSON: {error}"
                 continue
             if isinstance(values, dict):
-                if first and not any(name in values for name in (*_COLUMNS, *needed)):
+                if first and not any(name in values for name in (*COLUMNS, *needed)):
                     _check_columns(path, list(values), needed)
                 first = False
                 yield location, values
@@ -163,7 +157,7 @@ def _parquet_rows(path: Path, needed: Sequence[str]) -> Iterator[tuple[str, dict
         with pyarrow.parquet.ParquetFile(path) as file:
             columns = file.schema_arrow.names
             _check_columns(path, columns, needed)
-            for batch in file.iter_batches(columns=[name for name in columns if name in {*_COLUMNS, *needed}]):
+            for batch in file.iter_batches(columns=[name for name in columns if name in {*COLUMNS, *needed}]):
                 for values in batch.to_pylist():
                     number += 1
                     yield f"{path}:row {number}", values
@@ -177,26 +171,33 @@ def _check_columns(path: Path, columns: Sequence[str], needed: Sequence[str]) ->
         raise UserError(f"{path}: {expected_columns(columns, lacking)}")
 
 
-def _items(rows: Iterable[_Row], root: Path, problems: Problems) -> Iterator[SourceItem]:
-    """The usable rows as items; the others are reported."""
-    for location, values in rows:
+def manifest_items(
+    path: Path, root: Path, problems: Problems, *, captioned: bool = True
+) -> Iterator[tuple[SourceItem, dict[str, Any]]]:
+    """The usable rows of a manifest as items, each with its values; the others are reported.
+
+    Without ``captioned`` a row need not have captions.
+    """
+    for location, values in usable_rows(path, problems, ("image", "captions") if captioned else ("image",)):
         try:
-            item = _item(location, values, root, problems)
+            item = _item(location, values, root, problems, captioned)
         except ValueError as error:
             problems.add(location, str(error))
         else:
-            if item.texts:
-                yield item
+            if item.texts or not captioned:
+                yield item, values
 
 
-def _item(location: str, values: dict[str, Any], root: Path, problems: Problems) -> SourceItem:
+def _item(location: str, values: dict[str, Any], root: Path, problems: Problems, captioned: bool) -> SourceItem:
     """A row as an item; it has no texts if all captions are empty. A ValueError says what is wrong with it."""
     image, captions = values.get("image"), values.get("captions", values.get("caption"))
     if not isinstance(image, str) or not image.strip():
         found = f"found {reprlib.repr(image)}; expected a path"
         raise ValueError(f"no image: {found if 'image' in values else expected_columns(list(values), ['image'])}")
-    if captions is None and not {"captions", "caption"} & values.keys():
+    if captioned and captions is None and not {"captions", "caption"} & values.keys():
         raise ValueError(f"no captions: {expected_columns(list(values), ['captions'])}")
+    if not captioned and not captions:
+        captions = []
     captions = [captions] if isinstance(captions, str) else captions
     if not isinstance(captions, list) or not all(isinstance(c, str) for c in captions):
         raise ValueError(f"captions: found {reprlib.repr(captions)}, expected a string or a list of strings")
@@ -205,9 +206,9 @@ def _item(location: str, values: dict[str, Any], root: Path, problems: Problems)
     split = str(values.get("split") or "")
     if not all(map(is_unicode, (image, identity, split, *captions, *ids))):
         raise ValueError("not valid Unicode; save the manifest as UTF-8")
-    texts = usable_captions(location, captions or [""], problems)
+    texts = usable_captions(location, captions or ([""] if captioned else []), problems)
     path = root / image
-    if texts and not os.path.isfile(path):  # Unlike Path.is_file, false for strings that cannot be paths.
+    if (texts or not captioned) and not os.path.isfile(path):  # Unlike Path.is_file, false for no path at all.
         raise ValueError(f"image {reprlib.repr(image) if len(image) > 500 else path} is missing")
     named = tuple((ids[number], text) for number, text in texts.items())
     return SourceItem(identity, FileImage(path), named, canonical_split(split), location)

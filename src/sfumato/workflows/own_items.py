@@ -13,7 +13,7 @@ from sfumato.data.coco import coco_images, json_kind, read_coco_captions, read_k
 from sfumato.data.hub_datasets import is_dataset_folder, read_dataset
 from sfumato.data.image_decoding import spelt
 from sfumato.data.images import FileImage, Problems, image_files
-from sfumato.data.manifest import MANIFEST_SUFFIXES, read_rows
+from sfumato.data.manifest import COLUMNS, MANIFEST_SUFFIXES, manifest_items
 from sfumato.data.pairs import PairData
 from sfumato.data.photographs import describe_image, file_fields
 from sfumato.data.shards import expand_shards, read_shards
@@ -111,30 +111,15 @@ def _stat_of(path: Path) -> str:
 def _manifest_items(source: Source, problems: Problems) -> Iterator[Item]:
     """The rows of a manifest; rows of one image are joined, and columns that are texts become fields."""
     rows: dict[str, tuple[str, list[str], dict[str, str]]] = {}
-    for location, values in read_rows(Path(source.path), ("image",)):
-        image = values if isinstance(values, str) else values.get("image")
-        if isinstance(values, str) or not isinstance(image, str) or not image.strip():
-            problems.add(location, values if isinstance(values, str) else f"no image: found {image!r}, expected a path")
-            continue
-        if not os.path.isfile(os.path.join(source.root, image)):
-            problems.add(location, f"image {image} is missing")
-            continue
-        captions = values.get("captions", values.get("caption")) or []
-        captions = [captions] if isinstance(captions, str) else captions
-        if not isinstance(captions, list) or not all(isinstance(one, str) for one in captions):
-            problems.add(location, f"captions: found {captions!r}, expected a text or a list of texts")
-            captions = []
-        own = {k: v for k, v in values.items() if k and k[0] != "_" and isinstance(v, str) and v and k not in _COLUMNS}
-        known = rows.setdefault(str(values.get("id") or image), (image, [], own))
-        known[1].extend(one.strip() for one in captions if one.strip())
-        if known[0] != image:
-            problems.add(location, f"id {values.get('id')!r} occurred before, with another image")
+    for item, values in manifest_items(Path(source.path), Path(source.root), problems, captioned=False):
+        own = {k: v for k, v in values.items() if k and k[0] != "_" and isinstance(v, str) and v and k not in COLUMNS}
+        image, captions, _ = rows.setdefault(item.id, (values["image"], [], own))
+        captions.extend(text for _, text in item.texts)
+        if image != values["image"]:
+            problems.add(item.location, f"id {item.id!r} occurred before, with another image")
     for id, (image, captions, own) in rows.items():
         given = own | ({"captions": "\n".join(captions)} if captions else {})
         yield _file_item(source, id, image, given)
-
-
-_COLUMNS = frozenset({"image", "id", "captions", "caption", "caption_ids", "caption_id", "split"})
 
 
 def _data_items(source: Source, data: PairData) -> list[Item]:
