@@ -28,7 +28,7 @@ from sfumato.data.pairs import PairData
 from sfumato.data.splits import images_of_part, noisy_pairs, parse_part, shuffle_pairs
 from sfumato.distances import get_distance
 from sfumato.encoders.backbones import text_backbone
-from sfumato.encoders.features import cached_features
+from sfumato.encoders.frozen import cached_features
 from sfumato.encoders.heads import AveragePool
 from sfumato.evaluation.benchmark_ground_truths import eccv_caption
 from sfumato.evaluation.pair_scores import (

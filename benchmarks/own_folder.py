@@ -22,7 +22,7 @@ import torch
 
 from sfumato import load
 from sfumato.distances import get_distance
-from sfumato.encoders.features import RaggedStore
+from sfumato.encoders.encoder_protocol import RaggedStore
 from sfumato.encoders.package_weights import sentence_vectors
 from sfumato.search.answer import QueryInfo
 from sfumato.search.collection import GaussianCollection

@@ -24,7 +24,7 @@ from torch.nn.functional import normalize
 
 from sfumato import load
 from sfumato.distances import get_distance
-from sfumato.encoders.features import RaggedStore
+from sfumato.encoders.encoder_protocol import RaggedStore
 from sfumato.models.model import Model
 from sfumato.models.recipe import find_recipe, load_recipe
 from sfumato.models.run import SMALL, load_run

@@ -32,8 +32,8 @@ from towers import inputs as clip_inputs
 
 from sfumato.encoders.clip import ClipImageConfig, ClipTextConfig, clip_image_encoder, clip_text_encoder
 from sfumato.encoders.dual import DualEncoder, Tower
+from sfumato.encoders.encoder_protocol import Inputs
 from sfumato.encoders.feature_rows import FeatureInput
-from sfumato.encoders.features import Inputs
 from sfumato.encoders.heads import GaussianHead
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.losses import MatchLoss, PCMELoss, PCMEOptions, PCMEPPLoss

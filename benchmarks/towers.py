@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from sfumato.encoders.clip import ARCHITECTURES, ClipImageConfig, ClipTextConfig, clip_image_encoder, clip_text_encoder
 from sfumato.encoders.dual import Tower
-from sfumato.encoders.features import Inputs, TokenFeatures
+from sfumato.encoders.encoder_protocol import Inputs, TokenFeatures
 from sfumato.encoders.heads import GaussianHead
 from sfumato.gaussian import GaussianEmbedding
 

@@ -15,8 +15,7 @@ from sfumato.data.image_inputs import regions_to_bytes
 from sfumato.data.images import Problems
 from sfumato.data.pairs import PairData
 from sfumato.data.sources import DataConfig
-from sfumato.encoders.encoder_protocol import Item
-from sfumato.encoders.features import FrozenBackbone, Store
+from sfumato.encoders.encoder_protocol import FrozenBackbone, Item, Store
 from sfumato.encoders.frozen import FrozenProcessor
 from sfumato.errors import UserError
 from sfumato.files import is_plain_name, is_unused, new_folder, reserve, write_atomically

@@ -22,8 +22,7 @@ from sfumato.data.pairs import PairData
 from sfumato.data.sources import DataConfig
 from sfumato.distances import get_distance
 from sfumato.encoders.dual import Tower
-from sfumato.encoders.encoder_protocol import Item
-from sfumato.encoders.features import Store, TokenFeatures
+from sfumato.encoders.encoder_protocol import Item, Store, TokenFeatures
 from sfumato.encoders.heads import AveragePool, GaussianHead
 from sfumato.errors import UserError
 from sfumato.evaluation.protocols import Query

@@ -5,8 +5,7 @@ from typing import Literal
 import torch
 from pydantic import Field
 
-from sfumato.encoders.encoder_protocol import BuildContext, Encoder, ImageEncoderConfig
-from sfumato.encoders.features import Inputs, TokenFeatures
+from sfumato.encoders.encoder_protocol import BuildContext, Encoder, ImageEncoderConfig, Inputs, TokenFeatures
 from sfumato.encoders.processors import PixelProcessor
 
 

@@ -10,7 +10,7 @@ from support.lazy import Lazy
 from sfumato.encoders import clip
 from sfumato.encoders.clip import ClipImageConfig, ClipImageEncoder, ClipTextConfig, ClipTextEncoder
 from sfumato.encoders.convolutional import ResNetImageConfig
-from sfumato.encoders.features import Inputs
+from sfumato.encoders.encoder_protocol import Inputs
 from sfumato.encoders.heads import GaussianHead, HeadOptions
 from sfumato.errors import UserError
 

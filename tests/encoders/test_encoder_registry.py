@@ -13,9 +13,8 @@ from support.tiny_models import tiny_architecture, tiny_resnet
 from support.toy import make_toy
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from sfumato.encoders.encoder_protocol import Encoder, ImageEncoderConfig, TextEncoderConfig
+from sfumato.encoders.encoder_protocol import Encoder, ImageEncoderConfig, TextEncoderConfig, TokenFeatures
 from sfumato.encoders.encoder_registry import ENCODERS, encoder_entry, encoder_section, register_encoder
-from sfumato.encoders.features import TokenFeatures
 from sfumato.encoders.processors import PixelProcessor, TokenProcessor
 from sfumato.encoders.scratch import SmallImageConfig, SmallTextConfig
 from sfumato.errors import UserError

@@ -5,7 +5,8 @@ import hashlib
 import numpy as np
 import pytest
 
-from sfumato.encoders.features import FeatureCache, RaggedStore, cached_features
+from sfumato.encoders.encoder_protocol import RaggedStore
+from sfumato.encoders.frozen import FeatureCache, cached_features
 
 
 class Counting:

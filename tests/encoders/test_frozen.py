@@ -11,9 +11,8 @@ from pydantic import ValidationError
 from sfumato.data.emoji import load_emoji
 from sfumato.data.image_decoding import decode_image
 from sfumato.encoders.backbones import SideBySide, TransformersNetwork, image_backbone, text_backbone
-from sfumato.encoders.encoder_protocol import BuildContext
+from sfumato.encoders.encoder_protocol import BuildContext, RaggedStore, TokenFeatures
 from sfumato.encoders.feature_rows import FeatureInput
-from sfumato.encoders.features import RaggedStore, TokenFeatures
 from sfumato.encoders.frozen import Deferred, FrozenImageConfig, FrozenTextConfig, build_frozen_image, build_frozen_text
 from sfumato.encoders.heads import GaussianHead, HeadOptions
 from sfumato.encoders.package_weights import MiniLM, package_folder

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from sfumato.encoders.features import Inputs
+from sfumato.encoders.encoder_protocol import Inputs
 from sfumato.encoders.scratch import WordEncoder, read_word_vectors, word_tokenizer
 from sfumato.errors import UserError
 

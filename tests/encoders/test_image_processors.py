@@ -13,8 +13,7 @@ from support.pictures import encoded, noise
 from sfumato.data.image_decoding import decode_image
 from sfumato.data.transforms import random_crop_box
 from sfumato.encoders.dual import DualEncoder, Tower
-from sfumato.encoders.encoder_protocol import Processor
-from sfumato.encoders.features import Store
+from sfumato.encoders.encoder_protocol import Processor, Store
 from sfumato.encoders.heads import GaussianHead
 from sfumato.encoders.processors import BilinearProcessor, ImageFileProcessor, ImageFileStore, PixelProcessor
 from sfumato.encoders.scratch import SmallImageEncoder

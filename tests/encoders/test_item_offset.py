@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from sfumato.distances import csd_matrix, squared_l2_matrix
-from sfumato.encoders.features import TokenFeatures
+from sfumato.encoders.encoder_protocol import TokenFeatures
 from sfumato.encoders.heads import GaussianHead, HeadOptions
 from sfumato.errors import UserError
 from sfumato.gaussian import GaussianEmbedding

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from sfumato.encoders.features import Inputs, TokenFeatures
+from sfumato.encoders.encoder_protocol import Inputs, TokenFeatures
 from sfumato.encoders.heads import GaussianHead, HeadOptions
 from sfumato.encoders.scratch import WordEncoder
 

@@ -6,8 +6,8 @@ import torch
 from torch import nn
 
 from sfumato.data.image_inputs import regions_to_bytes
+from sfumato.encoders.encoder_protocol import Inputs
 from sfumato.encoders.feature_rows import GraphLayer, RegionEncoder, RegionProcessor, RegionReasoning
-from sfumato.encoders.features import Inputs
 
 
 def layer_of(width, seed=0):

@@ -6,7 +6,7 @@ from support.lazy import Lazy
 from support.tiny_models import tiny_resnet
 
 from sfumato.encoders.convolutional import ResNetImageConfig, resnet_encoder
-from sfumato.encoders.features import Inputs
+from sfumato.encoders.encoder_protocol import Inputs
 from sfumato.errors import UserError
 
 transformers = Lazy("transformers", "the extra backbones is not installed")

@@ -13,7 +13,7 @@ from sfumato.encoders.clip import (
     clip_image_encoder,
     clip_text_encoder,
 )
-from sfumato.encoders.features import Inputs
+from sfumato.encoders.encoder_protocol import Inputs
 from sfumato.encoders.heads import POOLINGS, GaussianHead, HeadOptions
 
 SIZES = {"num_hidden_layers": 2, "num_attention_heads": 2}

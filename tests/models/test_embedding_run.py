@@ -9,7 +9,7 @@ import torch
 from support.serving import served
 
 from sfumato.distances import get_distance
-from sfumato.encoders.features import Inputs
+from sfumato.encoders.encoder_protocol import Inputs
 from sfumato.errors import UserError
 from sfumato.models.recipe import find_recipe, load_recipe
 from sfumato.models.run import load_model, load_run

@@ -19,7 +19,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from sfumato.data.transforms import IMAGENET_MEAN
 from sfumato.distances import csd_matrix
 from sfumato.encoders.clip import CLIP_MEAN, CLIP_STD
-from sfumato.encoders.features import Inputs
+from sfumato.encoders.encoder_protocol import Inputs
 from sfumato.errors import UserError
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.matching import match_logit

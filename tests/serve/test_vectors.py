@@ -20,7 +20,7 @@ from support.serving import (
 )
 from support.toy import make_toy
 
-from sfumato.encoders.features import Inputs
+from sfumato.encoders.encoder_protocol import Inputs
 from sfumato.models.recipe import load_recipe
 from sfumato.models.run import load_run
 from sfumato.search.answer import QueryInfo

@@ -9,8 +9,8 @@ from torch.nn import functional
 
 from sfumato.distances import get_distance
 from sfumato.encoders.dual import DualEncoder, Tower
+from sfumato.encoders.encoder_protocol import Inputs
 from sfumato.encoders.feature_rows import FeatureInput
-from sfumato.encoders.features import Inputs
 from sfumato.encoders.heads import GaussianHead, HeadOptions
 from sfumato.losses import LOSSES, PCMEOptions, PCMEPPOptions, register_loss
 from sfumato.models.process_group import ProcessGroup, join_process_group

@@ -8,8 +8,8 @@ from safetensors.torch import load_file
 from support.toy import make_toy
 
 from sfumato.encoders.dual import DualEncoder, Tower
+from sfumato.encoders.encoder_protocol import Inputs
 from sfumato.encoders.feature_rows import FeatureInput
-from sfumato.encoders.features import Inputs
 from sfumato.encoders.heads import GaussianHead
 from sfumato.encoders.scratch import SmallImageEncoder
 from sfumato.evaluation.protocols import evaluate_retrieval

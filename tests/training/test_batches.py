@@ -17,8 +17,8 @@ from sfumato.data.pairs import PairBatch, PairData, PairSampler
 from sfumato.data.shards import ShardBatch
 from sfumato.data.transforms import MixPlan
 from sfumato.encoders.dual import DualEncoder, Tower
+from sfumato.encoders.encoder_protocol import Inputs, PixelStore, RaggedStore
 from sfumato.encoders.feature_rows import FeatureInput
-from sfumato.encoders.features import Inputs, PixelStore, RaggedStore
 from sfumato.encoders.heads import GaussianHead
 from sfumato.encoders.processors import PixelProcessor, TokenProcessor, add_begin_and_end, train_tokenizer
 from sfumato.errors import UserError

@@ -7,7 +7,7 @@ import torch
 from support.tiny_models import tiny_architecture
 from support.toy import make_toy
 
-from sfumato.encoders.features import TokenFeatures
+from sfumato.encoders.encoder_protocol import TokenFeatures
 from sfumato.encoders.heads import GaussianHead, HeadOptions
 from sfumato.models.build import build_loss
 from sfumato.models.recipe import find_recipe, load_recipe

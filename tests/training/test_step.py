@@ -10,8 +10,8 @@ from torch import nn
 
 from sfumato.data.transforms import plan_mixing
 from sfumato.encoders.dual import DualEncoder, Tower
+from sfumato.encoders.encoder_protocol import Inputs, TokenFeatures
 from sfumato.encoders.feature_rows import FeatureInput
-from sfumato.encoders.features import Inputs, TokenFeatures
 from sfumato.encoders.heads import GaussianHead, HeadOptions
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.losses import LOSSES, PCMEPPOptions

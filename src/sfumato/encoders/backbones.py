@@ -24,7 +24,7 @@ from torch.nn import functional
 from sfumato.data.image_decoding import decode_image
 from sfumato.data.transforms import encode_png
 from sfumato.encoders.convolutional import CHANNELS, SIZES, efficientnet_lite, fold_batch_norms, weights_file
-from sfumato.encoders.features import FrozenBackbone
+from sfumato.encoders.encoder_protocol import FrozenBackbone
 from sfumato.encoders.package_weights import (
     MiniLM,
     Precision,

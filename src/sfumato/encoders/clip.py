@@ -22,10 +22,11 @@ from sfumato.encoders.encoder_protocol import (
     EncoderConfig,
     Fit,
     ImageEncoderConfig,
+    Inputs,
     StandardisedPixels,
     TextEncoderConfig,
+    TokenFeatures,
 )
-from sfumato.encoders.features import Inputs, TokenFeatures
 from sfumato.encoders.package_weights import from_pretrained, import_transformers, pretrained_tokenizer
 from sfumato.encoders.processors import ImageFileProcessor, TokenProcessor, add_begin_and_end, train_tokenizer
 from sfumato.errors import UserError

@@ -20,9 +20,10 @@ from sfumato.encoders.encoder_protocol import (
     Encoder,
     Fit,
     ImageEncoderConfig,
+    Inputs,
     StandardisedPixels,
+    TokenFeatures,
 )
-from sfumato.encoders.features import Inputs, TokenFeatures
 from sfumato.encoders.package_weights import from_pretrained, import_transformers, package_folder
 from sfumato.encoders.processors import ImageFileProcessor, PixelProcessor
 from sfumato.errors import UserError

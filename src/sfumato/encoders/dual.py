@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from sfumato.data.transforms import drop_tokens
-from sfumato.encoders.encoder_protocol import Encoder, Item, Processor, Progress
-from sfumato.encoders.features import Inputs, Store
+from sfumato.encoders.encoder_protocol import Encoder, Inputs, Item, Processor, Progress, Store
 from sfumato.encoders.heads import GaussianHead
 from sfumato.gaussian import GaussianEmbedding
 

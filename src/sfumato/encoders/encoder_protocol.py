@@ -1,4 +1,4 @@
-"""The base classes of encoders and processors, which the rest of the package uses for every kind of encoder.
+"""The base classes of encoders and processors, and the batches and stores of their inputs.
 
 A kind of encoder is one file with three things: its section of the recipe (a subclass of :class:`ImageEncoderConfig` or
 :class:`TextEncoderConfig`), the encoder itself (an :class:`Encoder`), and a build function that makes a
@@ -9,9 +9,9 @@ import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Protocol
 
 import numpy as np
 import torch
@@ -20,7 +20,138 @@ from tokenizers import Tokenizer
 from torch import Tensor, nn
 
 from sfumato.data import image_decoding
-from sfumato.encoders.features import Store, TokenFeatures
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """A batch of inputs of a tower."""
+
+    values: Tensor  # (n, 3, h, w) uint8 pixels, (n, t) int64 token ids or (n, t, c) float32 token features
+    mask: Tensor | None = None  # (n, t) bool, True where there is a token; None for pixels
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def __getitem__(self, part: slice) -> "Inputs":
+        return Inputs(self.values[part], None if self.mask is None else self.mask[part])
+
+    def to(self, device: torch.device | str) -> "Inputs":
+        """The same batch on another device."""
+        return Inputs(self.values.to(device), None if self.mask is None else self.mask.to(device))
+
+
+@dataclass(frozen=True)
+class TokenFeatures:
+    """The token features of a batch: the output of an encoder and the input of a Gaussian head."""
+
+    mean: Tensor  # (n, t, c) token features for the mean
+    mask: Tensor | None = None  # (n, t) bool, True where there is a token; None for all
+    log_var: Tensor | None = None
+    local: Tensor | None = None
+    local_mask: Tensor | None = None  # (n, s) bool, True where there is a feature; None for all
+
+    def float(self) -> "TokenFeatures":
+        """The same features in float32, or in float64 if they are in float64."""
+        features = {"mean": self.mean, "log_var": self.log_var, "local": self.local}
+        float32 = {
+            name: values.to(torch.promote_types(values.dtype, torch.float32))
+            for name, values in features.items()
+            if values is not None
+        }
+        return replace(self, **float32)
+
+    def for_log_var(self) -> tuple[Tensor, Tensor | None]:
+        """The features for the log variance. Returns (n, t, c)."""
+        features = self.mean if self.log_var is None else self.log_var
+        return features, self.mask if features.shape[1] == self.mean.shape[1] else None
+
+
+def padded(rows: Tensor, mask: Tensor) -> Tensor:
+    """Put the rows of present tokens at their places. rows (k, c), mask (n, t) -> (n, t, c)."""
+    return rows.new_zeros(*mask.shape, rows.shape[-1]).index_put((mask,), rows)
+
+
+class Store(Protocol):
+    """Random access to the inputs of one side of a data set."""
+
+    def __len__(self) -> int: ...
+
+    def batch(self, index: np.ndarray) -> Inputs:
+        """The inputs at some positions.
+
+        Args:
+            index: (n,) positions.
+
+        Returns:
+            A batch of n.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class PixelStore:
+    """Images of one size, in memory."""
+
+    pixels: Tensor  # (n, 3, h, w) uint8
+
+    def __len__(self) -> int:
+        return len(self.pixels)
+
+    def batch(self, index: np.ndarray) -> Inputs:
+        return Inputs(self.pixels[torch.from_numpy(index)])
+
+
+@dataclass(frozen=True)
+class RaggedStore:
+    """Token sequences of different lengths, concatenated in one array that may be memory mapped."""
+
+    rows: np.ndarray  # (total,) token ids or (total, c) token features
+    offsets: np.ndarray  # (n,) first row of each item
+    lengths: np.ndarray  # (n,) number of rows of each item
+
+    @classmethod
+    def from_list(cls, items: Sequence[Sequence[int]]) -> "RaggedStore":
+        """A store of token ids."""
+        lengths = np.array([len(i) for i in items], dtype=np.int64)
+        if len(lengths) and lengths.min() < 1:
+            raise ValueError(f"RaggedStore: item {int(lengths.argmin())} has no tokens; every item needs one")
+        rows = np.concatenate([np.asarray(i, dtype=np.int64) for i in items]) if len(items) else np.empty(0, np.int64)
+        return cls(rows, np.cumsum(lengths) - lengths, lengths)
+
+    @classmethod
+    def from_features(cls, items: Sequence[np.ndarray], channels: int) -> "RaggedStore":
+        """A store of the (t, c) features of several items."""
+        lengths = np.array([len(item) for item in items], dtype=np.int64)
+        rows = np.concatenate(items) if len(items) else np.empty((0, channels), np.float32)
+        return cls(rows, np.cumsum(lengths) - lengths, lengths)
+
+    def __len__(self) -> int:
+        return len(self.offsets)
+
+    def batch(self, index: np.ndarray) -> Inputs:
+        """Padded with 0 to the longest item of the batch."""
+        offsets, lengths = self.offsets[index], self.lengths[index]
+        position = np.arange(lengths.max(initial=1))
+        mask = position < lengths[:, None]
+        values = self.rows[np.where(mask, offsets[:, None] + position, offsets[:, None])]
+        values[~mask] = 0
+        dtype = torch.int64 if values.dtype.kind == "i" else torch.float32
+        return Inputs(torch.from_numpy(values).to(dtype), torch.from_numpy(mask))
+
+
+class FrozenBackbone(Protocol):
+    """A pre-trained network that converts raw items to token features and is never trained."""
+
+    channels: int
+    """c of its token features."""
+
+    fingerprint: str
+    """Changes whenever the features of the same item would."""
+
+    def __call__(self, items: Sequence[bytes] | Sequence[str]) -> list[np.ndarray]:
+        """Bytes of image files, or texts -> (t, c) features of each, in float16 or its ``feature_dtype``."""
+        ...
+
 
 Item = Callable[[], bytes | str]
 """A function that returns the bytes of an image file (or of a file of region features), or a text."""

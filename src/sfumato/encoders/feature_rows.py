@@ -24,14 +24,17 @@ from sfumato.encoders.encoder_protocol import (
     Encoder,
     EncoderConfig,
     ImageEncoderConfig,
+    Inputs,
     Item,
     OnError,
     Processor,
     Progress,
+    RaggedStore,
+    Store,
     TextEncoderConfig,
+    TokenFeatures,
     usable,
 )
-from sfumato.encoders.features import Inputs, RaggedStore, Store, TokenFeatures
 from sfumato.errors import UserError
 
 _FITTED, _BLOCK = 50_000, 1024

@@ -1,14 +1,20 @@
 """The kind "frozen": token features of a pre-trained backbone, computed once and cached on disk, before the encoder.
 
-The encoder after a backbone has no parameters: only the heads are trained.
+The encoder after a backbone has no parameters: only the heads are trained. The cache is content-addressed (the key of
+an item is the hash of its bytes, in a folder with the fingerprint of the backbone), memory mapped (a batch reads only
+its rows) and append-only: a killed process leaves at most an incomplete tail, which the next process removes.
 """
 
+import hashlib
+import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
+import filelock
 import numpy as np
 from pydantic import Field, NonNegativeInt, PositiveInt
 
@@ -24,20 +30,23 @@ from sfumato.encoders.convolutional import CHANNELS
 from sfumato.encoders.encoder_protocol import (
     BuildContext,
     EncoderConfig,
+    FrozenBackbone,
     ImageEncoderConfig,
     Item,
     OnError,
     Processor,
     Progress,
+    RaggedStore,
+    Store,
     TextEncoderConfig,
 )
 from sfumato.encoders.feature_rows import FeatureInput, Whiten
-from sfumato.encoders.features import FrozenBackbone, RaggedStore, Store, cached_features
 from sfumato.encoders.joint import is_open_clip, joint_image, joint_text
 from sfumato.encoders.package_weights import (
     MiniLM,
     Precision,
 )
+from sfumato.files import read_json, write_atomically, write_json
 
 ComputesIn = Annotated[
     Precision,
@@ -186,3 +195,156 @@ def _built(
     return FrozenProcessor(backbone, context.cache), FeatureInput(
         backbone.channels, context.feature_dropout, whiten=whiten
     )
+
+
+_RECORD = np.dtype([("digest", "V32"), ("offset", "<i8"), ("length", "<i8")])
+
+_DTYPES = {"float16": "<f2", "float32": "<f4"}
+
+
+class FeatureCache:
+    """Token features by content, for one backbone."""
+
+    def __init__(self, folder: str | Path, fingerprint: str, channels: int, dtype: str = "float16") -> None:
+        self.channels, self._dtype = channels, np.dtype(_DTYPES[dtype])
+        self._width = self._dtype.itemsize * channels
+        self.folder = Path(folder) / hashlib.sha256(fingerprint.encode()).hexdigest()[:20]
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._rows, self._index = self.folder / f"rows.f{8 * self._dtype.itemsize}", self.folder / "index.bin"
+        self._lock = filelock.FileLock(self.folder / "lock")
+        expected = {"fingerprint": fingerprint, "channels": channels, "dtype": dtype}
+        about = self.folder / "about.json"
+        if not about.exists():
+            write_json(about, expected)
+        elif read_json(about) != expected:
+            raise ValueError(
+                f"{self.folder}: holds a cache of other features ({about.read_text(encoding='utf-8').strip()});"
+                " delete the folder to rebuild it"
+            )
+
+    def known(self) -> dict[bytes, tuple[int, int]]:
+        """The items whose features are completely on disk."""
+        if not self._index.exists():
+            return {}
+        whole = self._index.stat().st_size // _RECORD.itemsize
+        records = np.fromfile(self._index, dtype=_RECORD, count=whole)
+        rows = self._rows.stat().st_size // self._width if self._rows.exists() else 0
+        fits = records["offset"] + records["length"] <= rows
+        return {r["digest"].tobytes(): (int(r["offset"]), int(r["length"])) for r in records[fits]}
+
+    def append(self, digests: Sequence[bytes], features: Sequence[np.ndarray]) -> None:
+        """Add items. Rows are forced to disk before their records, so that no record points at missing rows."""
+        with self._lock:
+            _truncate(self._index, _RECORD.itemsize)
+            _truncate(self._rows, self._width)
+            self._forget_lost_rows()
+            offset = self._rows.stat().st_size // self._width
+            records = np.empty(len(digests), dtype=_RECORD)
+            for record, digest, item in zip(records, digests, features, strict=True):
+                record["digest"], record["offset"], record["length"] = np.void(digest), offset, len(item)
+                offset += len(item)
+            for path, data in (
+                (self._rows, np.concatenate(features).astype(self._dtype).tobytes()),
+                (self._index, records.tobytes()),
+            ):
+                with path.open("ab") as file:
+                    file.write(data)
+                    file.flush()
+                    os.fsync(file.fileno())
+
+    def _forget_lost_rows(self) -> None:
+        """Remove records whose rows are missing (after a partial copy), before new rows are written there."""
+        records = np.fromfile(self._index, dtype=_RECORD)
+        fits = records["offset"] + records["length"] <= self._rows.stat().st_size // self._width
+        if not fits.all():
+            write_atomically(self._index, records[fits].tobytes())
+
+    def store(self, digests: Sequence[bytes]) -> RaggedStore:
+        """The features of items, memory mapped."""
+        known = self.known()
+        positions = np.array([known[digest] for digest in digests], dtype=np.int64).reshape(-1, 2)
+        rows: np.ndarray = np.empty((0, self.channels), self._dtype)
+        if len(positions):
+            rows = np.memmap(self._rows, dtype=self._dtype, mode="r").reshape(-1, self.channels)
+        return RaggedStore(rows, positions[:, 0], positions[:, 1])
+
+
+def cached_features(
+    backbone: FrozenBackbone,
+    read: Sequence[Callable[[], bytes | str]],
+    folder: str | Path,
+    *,
+    batch_size: int = 32,
+    progress: Callable[[int], None] | None = None,
+    on_error: Callable[[int, Exception], None] | None = None,
+) -> tuple[RaggedStore, np.ndarray]:
+    """Token features of items, read from the cache, or computed and added to it."""
+    dtype = getattr(backbone, "feature_dtype", "float16")
+    cache = FeatureCache(folder, backbone.fingerprint, backbone.channels, dtype)
+    known = set(cache.known())
+    digests: dict[int, bytes] = {}
+    waiting: dict[bytes, tuple[int, Any]] = {}
+    failed: dict[int, Exception] = {}
+
+    def compute() -> None:
+        good: dict[bytes, np.ndarray] = {}
+        try:
+            good = dict(zip(waiting, backbone([item for _, item in waiting.values()]), strict=True))
+        except (ValueError, OSError):
+            # One damaged image fails the whole batch: compute each alone to find it.
+            for digest, (position, item) in waiting.items():
+                try:
+                    good[digest] = backbone([item])[0]
+                except (ValueError, OSError) as error:
+                    failed[position] = error
+        if good:
+            cache.append(list(good), list(good.values()))
+            known.update(good)
+        waiting.clear()
+
+    for position, item in enumerate(_read_ahead(read, batch_size)):
+        if isinstance(item, Exception):
+            failed[position] = item
+        else:
+            digests[position] = hashlib.sha256(item if isinstance(item, bytes) else item.encode()).digest()
+            if digests[position] not in known:
+                waiting.setdefault(digests[position], (position, item))
+            if len(waiting) == batch_size:
+                compute()
+        if progress:
+            progress(1)
+    if waiting:
+        compute()
+    done = {position: digest for position, digest in digests.items() if digest in known}
+    for position in digests.keys() - done.keys():
+        failed.setdefault(position, ValueError("the same content as another item that cannot be decoded"))
+    for position, failure in sorted(failed.items()):
+        if on_error is None:
+            raise failure
+        on_error(position, failure)
+    return cache.store(list(done.values())), np.array(list(done), dtype=np.int64)
+
+
+def _read_ahead(read: Sequence[Callable[[], bytes | str]], block: int) -> Iterator[bytes | str | Exception]:
+    """Items or their errors; a block is read by two threads, which overlaps waiting for files."""
+
+    def read_part(part: Sequence[Callable[[], bytes | str]]) -> list[bytes | str | Exception]:
+        found: list[bytes | str | Exception] = []
+        for get in part:
+            try:
+                found.append(get())
+            except (ValueError, OSError) as error:
+                found.append(error)
+        return found
+
+    with ThreadPoolExecutor(2) as pool:
+        for start in range(0, len(read), block):
+            middle, end = start + block // 2, start + block
+            for part in pool.map(read_part, (read[start:middle], read[middle:end])):
+                yield from part
+
+
+def _truncate(path: Path, record: int) -> None:
+    """Create the file, or remove a partially written last record."""
+    with path.open("ab") as file:
+        file.truncate(path.stat().st_size // record * record)

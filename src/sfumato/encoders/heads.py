@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
-from sfumato.encoders.features import TokenFeatures, padded
+from sfumato.encoders.encoder_protocol import TokenFeatures, padded
 from sfumato.gaussian import GaussianEmbedding
 
 

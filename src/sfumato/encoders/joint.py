@@ -26,7 +26,7 @@ from sfumato.encoders.backbones import (
     pillow_images,
     white_image,
 )
-from sfumato.encoders.features import FrozenBackbone
+from sfumato.encoders.encoder_protocol import FrozenBackbone
 from sfumato.encoders.package_weights import (
     Precision,
     from_pretrained,

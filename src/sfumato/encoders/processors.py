@@ -17,8 +17,17 @@ from torch.nn import functional
 
 from sfumato.data.image_decoding import Fit, check_image, decode_image
 from sfumato.data.transforms import random_crop_box, resized_crop_box
-from sfumato.encoders.encoder_protocol import Item, OnError, Processor, Progress, usable
-from sfumato.encoders.features import Inputs, PixelStore, RaggedStore, Store
+from sfumato.encoders.encoder_protocol import (
+    Inputs,
+    Item,
+    OnError,
+    PixelStore,
+    Processor,
+    Progress,
+    RaggedStore,
+    Store,
+    usable,
+)
 from sfumato.errors import UserError
 
 

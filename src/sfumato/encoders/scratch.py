@@ -16,8 +16,16 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
-from sfumato.encoders.encoder_protocol import AugmentMode, BuildContext, Encoder, ImageEncoderConfig, TextEncoderConfig
-from sfumato.encoders.features import Inputs, TokenFeatures, padded
+from sfumato.encoders.encoder_protocol import (
+    AugmentMode,
+    BuildContext,
+    Encoder,
+    ImageEncoderConfig,
+    Inputs,
+    TextEncoderConfig,
+    TokenFeatures,
+    padded,
+)
 from sfumato.encoders.processors import (
     PixelProcessor,
     TokenProcessor,

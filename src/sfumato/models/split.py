@@ -12,8 +12,7 @@ from sfumato.data.pairs import PairData
 from sfumato.data.sources import DataConfig, get_source
 from sfumato.data.splits import WORDINGS, hold_out_wordings, merge_equal_texts, parse_part
 from sfumato.encoders.dual import DualEncoder, Tower
-from sfumato.encoders.encoder_protocol import Item
-from sfumato.encoders.features import Store
+from sfumato.encoders.encoder_protocol import Item, Store
 from sfumato.encoders.frozen import FrozenProcessor
 from sfumato.errors import UserError, counted
 from sfumato.gaussian import GaussianEmbedding

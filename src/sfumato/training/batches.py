@@ -29,7 +29,7 @@ from sfumato.data.transforms import (
     smooth_match,
 )
 from sfumato.encoders.dual import DualEncoder
-from sfumato.encoders.features import Inputs, Store
+from sfumato.encoders.encoder_protocol import Inputs, Store
 from sfumato.encoders.processors import MASK_TOKENS, ImageFileStore, TokenProcessor
 from sfumato.errors import UserError
 from sfumato.models.process_group import ProcessGroup

@@ -19,8 +19,7 @@ from torch import Tensor, nn
 
 from sfumato.data.transforms import MixPlan
 from sfumato.encoders.dual import DualEncoder
-from sfumato.encoders.encoder_protocol import Encoder
-from sfumato.encoders.features import Inputs
+from sfumato.encoders.encoder_protocol import Encoder, Inputs
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.losses import LossOutput, MatchLoss, PairBlock, loss_of_block
 from sfumato.losses.tiles import dense_labels

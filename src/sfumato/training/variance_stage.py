@@ -14,7 +14,7 @@ from torch import Tensor
 from sfumato.calibration.platt import fit_logits
 from sfumato.data.pairs import PairData
 from sfumato.encoders.dual import DualEncoder, Tower
-from sfumato.encoders.features import Store
+from sfumato.encoders.encoder_protocol import Store
 from sfumato.errors import UserError
 from sfumato.evaluation.estimators import ESTIMATORS, Matching, estimate_uncertainty
 from sfumato.gaussian import GaussianEmbedding
