@@ -16,9 +16,6 @@ ridge penalty; a hit of rank r weighs 1 / r.
 
 import json
 import math
-from dataclasses import dataclass
-from functools import cache
-from importlib import resources
 from numbers import Real
 from pathlib import Path
 from typing import Any
@@ -26,83 +23,17 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from sfumato.calibration.logistic import Floats, log_losses, newton, sigmoid
-from sfumato.calibration.score_formulas import SEGMENTS, SHAPE, ScoreFormula
+from sfumato.calibration.logistic import Floats, log_losses, sigmoid
+from sfumato.calibration.score_formulas import HitLists, ScoreFormula, fit_formula, priors
 from sfumato.errors import refuse_newer
 from sfumato.files import write_json
 
-_RISING = frozenset(("gap", "order", *SEGMENTS))
-"""Features that rise with the score of the hit: their weights are not negative."""
-
-_SMALL = 1e-9
-"""Standard deviation, as a fraction of the largest score, below which the scores of a list count as equal."""
+_FORMAT = 1
 
 _HUGE = 1e100
 
-_FOLDS, _FEWEST = 5, 20
-"""Folds for the decision whether scores are comparable, and lists below which it is not made."""
-
-_FORMAT = 1
-
 _SAME = object()
 """An argument that stays as it is."""
-
-
-@dataclass(frozen=True, eq=False)
-class _Lists:
-    """Hits ordered by list, then by falling score."""
-
-    order: npt.NDArray[np.intp]  # (n,) positions of the hits in the input
-    start: npt.NDArray[np.intp]  # (q,) first hit of each list
-    list_of: npt.NDArray[np.intp]  # (n,) the list of each hit
-    score: Floats  # (n,)
-
-    @classmethod
-    def of(cls, score: Floats, groups: npt.NDArray[Any]) -> "_Lists":
-        """The lists in the order of their first hits."""
-        first, inverse = np.unique(groups, return_index=True, return_inverse=True)[1:]
-        place = np.empty(len(first), np.intp)
-        place[first.argsort()] = np.arange(len(first))
-        number = place[inverse.reshape(-1)]
-        order = np.lexsort((-score, number))
-        start = np.searchsorted(number[order], np.arange(len(first)))
-        return cls(order, start, number[order], score[order])
-
-    def sums(self, values: Floats) -> Floats:
-        """(q,) sums over each list. values (n,)."""
-        found: Floats = np.add.reduceat(values, self.start) if len(values) else np.empty(0)
-        return found
-
-    def rank(self) -> Floats:
-        """(n,) one more than the number of larger scores in the list."""
-        new = np.ones(len(self.score), bool)
-        new[1:] = (self.score[1:] != self.score[:-1]) | (self.list_of[1:] != self.list_of[:-1])
-        first = np.maximum.accumulate(np.where(new, np.arange(len(new)), 0))
-        return (first - self.start[self.list_of] + 1).astype(np.float64)
-
-    def shape(self) -> Floats:
-        """(n, 5) the features SHAPE."""
-        size = np.diff(np.append(self.start, len(self.score)))
-        top, second = self.score[self.start], self.score[self.start + (size > 1)]
-        away = self.score - top[self.list_of]
-        mean = self.sums(away) / size
-        deviation = np.sqrt(self.sums((away - mean[self.list_of]) ** 2) / size)
-        deviation = np.where(deviation > _SMALL * np.abs(top), deviation, 1.0)
-        gap = away / deviation[self.list_of]
-        of_list = (top - second) / deviation, -mean / deviation, -np.log(self.sums(np.exp(gap)))
-        return np.stack([gap, -np.log(self.rank()), *(value[self.list_of] for value in of_list)], axis=1)
-
-
-def segments(score: Floats, knots: tuple[float, float]) -> Floats:
-    """(n, 3) the features SEGMENTS."""
-    low, high = knots
-    return np.stack([np.minimum(score, low), np.clip(score, low, high) - low, np.maximum(score, high) - high], axis=1)
-
-
-@cache
-def _priors() -> dict[str, ScoreFormula]:
-    text = resources.files("sfumato.calibration").joinpath("score_priors.json").read_text(encoding="utf-8")
-    return {kind: ScoreFormula.from_json(values) for kind, values in json.loads(text).items()}
 
 
 class ScoreCalibrator:
@@ -203,16 +134,13 @@ class ScoreCalibrator:
             ValueError: sizes do not fit, a score is not finite, a label is not 0, 1 or NaN, or all labels are equal.
         """
         self._check_arguments()
-        score, evidence, lists = self._read(X, groups)
-        label = _labels(y, len(score))
+        lists = self._read(X, groups)
+        label = _labels(y, len(lists.score))[lists.order]
         judged = label[~np.isnan(label)]
         if judged.min(initial=1) >= judged.max(initial=0):
             raise ValueError("ScoreCalibrator: all labels are equal; give hits that match and hits that do not")
-        label, evidence = label[lists.order], evidence[lists.order]
-        comparable = bool(self.comparable)
-        if isinstance(self.comparable, str):
-            comparable = self._is_comparable(lists, evidence, label)
-        self.formula_ = self._fitted(lists, evidence, label, comparable)
+        prior = None if self.prior is None else priors()[self.prior]
+        self.formula_ = fit_formula(lists, label, comparable=self.comparable, penalty=self.penalty, prior=prior)
         return self
 
     def decision_function(self, X: npt.ArrayLike, groups: npt.ArrayLike | None = None) -> Floats:
@@ -290,7 +218,7 @@ class ScoreCalibrator:
         Raises:
             ValueError: see :meth:`decision_function`.
         """
-        return self._nothing(*self._logit(X, groups), self._known().nothing)
+        return self._known().nothing_matches(*self._logit(X, groups))
 
     def score(self, X: npt.ArrayLike, y: npt.ArrayLike, groups: npt.ArrayLike | None = None) -> float:
         """Minus the log loss, where a hit of rank r weighs 1 / r: what `GridSearchCV` maximises.
@@ -357,8 +285,8 @@ class ScoreCalibrator:
             raise ValueError(f"ScoreCalibrator: comparable must be True, False or 'auto', got {self.comparable!r}")
         if not (isinstance(self.penalty, Real) and 0 < self.penalty < math.inf):
             raise ValueError(f"ScoreCalibrator: penalty must be a number above 0, got {self.penalty!r}")
-        if self.prior is not None and self.prior not in _priors():
-            raise ValueError(f"ScoreCalibrator: prior must be {', '.join(_priors())} or None, got {self.prior!r}")
+        if self.prior is not None and self.prior not in priors():
+            raise ValueError(f"ScoreCalibrator: prior must be {', '.join(priors())} or None, got {self.prior!r}")
 
     def _known(self) -> ScoreFormula:
         """The fitted formula, or that of the prior."""
@@ -367,10 +295,10 @@ class ScoreCalibrator:
         self._check_arguments()
         if self.prior is None:
             raise ValueError("ScoreCalibrator: not fitted; call fit with labels, or give prior='bm25' or another")
-        return _priors()[self.prior]
+        return priors()[self.prior]
 
-    def _read(self, X: npt.ArrayLike, groups: npt.ArrayLike | None) -> tuple[Floats, Floats, _Lists]:
-        """(n,) scores of which the larger are better, (n, e) further evidence, and the lists."""
+    def _read(self, X: npt.ArrayLike, groups: npt.ArrayLike | None) -> HitLists:
+        """The lists, with scores of which the larger are better."""
         values = np.asarray(X, dtype=np.float64)
         values = values.reshape(-1, 1) if values.ndim == 1 else values
         if values.ndim != 2 or not values.shape[1]:
@@ -385,62 +313,17 @@ class ScoreCalibrator:
         if len(group) != len(values):
             raise ValueError(f"ScoreCalibrator: got {len(group)} groups for {len(values)} hits; give one for each")
         score = values[:, 0] if self.higher_is_better else -values[:, 0]
-        return score, values[:, 1:], _Lists.of(score, group)
+        return HitLists.of(score, group, values[:, 1:])
 
-    def _logit(self, X: npt.ArrayLike, groups: npt.ArrayLike | None) -> tuple[_Lists, Floats]:
+    def _logit(self, X: npt.ArrayLike, groups: npt.ArrayLike | None) -> tuple[HitLists, Floats]:
         """The lists, and (n,) logits in their order."""
-        _, evidence, lists = self._read(X, groups)
-        known = self._known()
-        if evidence.shape[1] != known.n_evidence:
+        lists, known = self._read(X, groups), self._known()
+        if (n := lists.evidence.shape[1]) != known.n_evidence:
             raise ValueError(
-                f"ScoreCalibrator: X has {evidence.shape[1]} columns of further evidence, and the fit had"
-                f" {known.n_evidence}; give the same columns"
+                f"ScoreCalibrator: X has {n} columns of further evidence, and the fit had {known.n_evidence}; give the"
+                " same columns"
             )
-        return lists, known.logit(_features(lists, evidence[lists.order], known.knots))
-
-    def _is_comparable(self, lists: _Lists, evidence: Floats, label: Floats) -> bool:
-        """Whether the log loss of held-out lists is lower with the scores themselves, by more than a standard error."""
-        q = len(lists.start)
-        if q < _FEWEST:
-            return False
-        fold = np.random.default_rng(0).permutation(q) % _FOLDS
-        better = np.zeros(q)
-        for k in range(_FOLDS):
-            inside = fold[lists.list_of] != k
-            if not 0 < np.nanmean(label[inside]) < 1:
-                return False
-            part = _Lists.of(lists.score[inside], lists.list_of[inside])
-            for sign, comparable in ((1, False), (-1, True)):
-                formula = self._fitted(part, evidence[inside], label[inside], comparable)
-                logit = formula.logit(_features(lists, evidence, formula.knots))
-                loss = lists.sums(np.nan_to_num(log_losses(logit, label)) / lists.rank())
-                better += sign * np.where(fold == k, loss, 0)
-        return bool(better.mean() > better.std() / math.sqrt(q))
-
-    def _fitted(self, lists: _Lists, evidence: Floats, label: Floats, comparable: bool) -> ScoreFormula:
-        """The formula of labelled lists, all in the order of the lists."""
-        first = lists.score[lists.start]
-        low, high = np.quantile(first, [1 / 3, 2 / 3]).tolist()
-        knots = (low, high) if comparable and low < high else None
-        names = [*SHAPE, *(SEGMENTS if knots else ()), *(f"evidence {i}" for i in range(1, evidence.shape[1] + 1))]
-        features = _features(lists, evidence, knots)
-        prior = None if self.prior is None else _priors()[self.prior]
-        centre = np.array([0.0 if prior is None else prior.weights.get(name, 0.0) for name in names])
-        rising = np.array([name in _RISING for name in names])
-        judged, label = ~np.isnan(label), np.nan_to_num(label)
-        weights, intercept = _regression(features, label, judged / lists.rank(), self.penalty, centre, rising)
-        logit = intercept + features @ weights
-        has = lists.sums(label) > 0
-        known = np.where(has, 1.0, lists.sums(1.0 - judged) == 0)  # Else one that nobody judged may match.
-        about = _of_list(lists, logit)
-        empty = (np.where(has, 0.0, 1.0) * len(has) + 0.5) / (len(has) + 1)  # As if one list more were half empty.
-        slopes, start = _regression(about, empty, known, self.penalty, np.array([-1.0, 0.0]))
-        nothing = start, float(slopes[0]), float(slopes[1])
-        return ScoreFormula(dict(zip(names, weights.tolist(), strict=True)), intercept, knots, nothing)
-
-    def _nothing(self, lists: _Lists, logit: Floats, constants: tuple[float, float, float]) -> Floats:
-        found = sigmoid(constants[0] + _of_list(lists, logit) @ np.array(constants[1:]))
-        return np.minimum(found, sigmoid(-np.maximum.reduceat(logit, lists.start)))
+        return lists, known.logit(lists)
 
 
 def _labels(y: npt.ArrayLike, n: int) -> Floats:
@@ -451,48 +334,3 @@ def _labels(y: npt.ArrayLike, n: int) -> Floats:
     if not np.isin(label[~np.isnan(label)], (0, 1)).all():
         raise ValueError("ScoreCalibrator: a label of y is not 0, 1 or NaN; give 1 for a hit that matches, else 0")
     return label
-
-
-def _features(lists: _Lists, evidence: Floats, knots: tuple[float, float] | None) -> Floats:
-    """(n, f) the features of hits, in the order of the lists."""
-    own = [] if knots is None else [segments(lists.score, knots)]
-    return np.concatenate([lists.shape(), *own, evidence], axis=1)
-
-
-def _of_list(lists: _Lists, logit: Floats) -> Floats:
-    """(q, 2) the largest logit of each list, and the logarithm of its expected matches. logit (n,)."""
-    expected = np.maximum(lists.sums(sigmoid(logit)), 1e-12)
-    return np.stack([np.maximum.reduceat(logit, lists.start), np.log(expected)], axis=1)
-
-
-def _regression(
-    features: Floats,
-    label: Floats,
-    weight: Floats,
-    penalty: float,
-    centre: Floats,
-    rising: npt.NDArray[np.bool_] | None = None,
-) -> tuple[Floats, float]:
-    """Weights and intercept of a logistic regression whose ridge penalty is around a centre.
-
-    The penalty is on weights of standardised features. A rising feature whose weight would be negative is left out,
-    the most negative first.
-
-    features (n, f), label (n,), weight (n,), centre (f,), rising (f,).
-    """
-    mean, deviation = features.mean(0), features.std(0)
-    deviation = np.where(deviation > 0, deviation, 1.0)
-    columns = np.concatenate([(features - mean) / deviation, np.ones((len(features), 1))], axis=1)
-    start, ridge = np.append(centre * deviation, 0.0), np.append(np.full(features.shape[1], penalty), 1e-9)
-    none = np.zeros(len(label))
-    used = np.ones(len(start), bool)
-    while True:
-        solution = np.where(used, start, 0.0)
-        own = start[used]
-        solution[used] = newton(columns[:, used], label, weight, ridge[used], own, centre=own, offset=none)
-        wrong = np.zeros(len(start), bool) if rising is None else np.append(rising, False) & (solution < 0)
-        if not wrong.any():
-            break
-        used[np.where(wrong, solution, 0.0).argmin()] = False
-    weights = solution[:-1] / deviation
-    return weights, float(solution[-1] - mean @ weights)
