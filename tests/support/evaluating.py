@@ -1,7 +1,7 @@
 """Figures of embeddings, scores and lists against ground truths, in one call each."""
 
-from sfumato.evaluation.benchmarks import Embeddings, Scores, figures, rank
-from sfumato.evaluation.ranked_lists import Lists
+from sfumato.evaluation.benchmarks import figures, rank
+from sfumato.evaluation.sources import Embeddings, Lists, Scores
 
 
 def evaluate_benchmarks(images, texts, image_ids, text_ids, ground_truths, **options):

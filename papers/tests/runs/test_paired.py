@@ -12,10 +12,10 @@ from support.raising import raises
 from papers.runs.paired import compare_per_query, read_per_query, swap_test
 from papers.runs.strategies import STRATEGIES, FaissRanker
 from sfumato.errors import UserError
-from sfumato.evaluation.benchmarks import Embeddings, rank
+from sfumato.evaluation.benchmarks import rank
 from sfumato.evaluation.ground_truth import ground_truth_from_pairs
 from sfumato.evaluation.per_query import COMPARED, PerQuery, per_query_table, write_per_query
-from sfumato.evaluation.ranked_lists import Lists
+from sfumato.evaluation.sources import Embeddings, Lists
 from sfumato.gaussian import GaussianEmbedding
 
 # Three images and four texts on a line. Distances: a to t1..t4 = 1, 4, 9, 16; b: 1, 0, 1, 4 ...

@@ -1,8 +1,8 @@
 """Evaluation of embeddings, a score matrix or ranked lists against several ground truths at once.
 
-``figures(rank(source, image_ids, text_ids, ground_truths))``: a source is :class:`Embeddings`, :class:`Scores` or
-:class:`Lists`. Distances are computed once per direction, a block of queries at a time. The ranks that any ground truth
-needs are counted while the block is in memory, and ranks that several ground truths share are counted once.
+``figures(rank(source, image_ids, text_ids, ground_truths))``: evaluation/sources.py has the sources. Distances are
+computed once per direction, a block of queries at a time. The ranks that any ground truth needs are counted while the
+block is in memory, and ranks that several ground truths share are counted once.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -14,15 +14,12 @@ import torch
 from torch import Tensor
 
 from sfumato.data.coco import coco_image_id
-from sfumato.distances import Distance, get_distance
 from sfumato.errors import UserError
 from sfumato.evaluation.ground_truth import RECALLS, GroundTruth
-from sfumato.evaluation.protocols import Ranker
 from sfumato.gaussian import GaussianEmbedding, ScalarUncertainty
 from sfumato.ids import DIRECTIONS, Direction
 from sfumato.metrics import retrieval
 from sfumato.metrics.relevance import Relevance, sorted_distinct
-from sfumato.search.exact import distance_blocks
 
 
 # ---------------------------------------------------------------- ranks and figures
@@ -390,55 +387,3 @@ class EmbeddedSet:
             if (other := coco_image_id(identity)) in images:
                 images[identity] = images[other]
         return found
-
-
-@dataclass(frozen=True, eq=False)
-class Embeddings:
-    """Ranks by a distance with images as its first argument."""
-
-    images: GaussianEmbedding  # (n, d) embeddings
-    texts: GaussianEmbedding  # (m, d) embeddings
-    distance: str | Distance = "csd"
-    ranker: Ranker | None = None  # called for every gallery; None ranks by distances that are computed once
-    memory_mb: float = 64.0  # size of a block of distances, in MiB
-
-    def shape(self) -> tuple[int, ...]:
-        """See :meth:`Source.shape`."""
-        return self.images.n, self.texts.n
-
-    def fill(self, plan: RankPlan) -> None:
-        """See :meth:`Source.fill`."""
-        queries, gallery = (self.images, self.texts) if plan.direction == "i2t" else (self.texts, self.images)
-        oriented = get_distance(self.distance).for_direction(plan.direction)
-        if self.ranker is not None:
-            for group in plan.groups:
-                some, others = (
-                    e[torch.from_numpy(index).to(e.device)]
-                    for e, index in ((queries, group.rows), (gallery, group.gallery))
-                )
-                group.ranks = self.ranker(some, others, group.relevance, oriented)
-            return
-        for start, block in distance_blocks(queries, gallery, oriented, memory_mb=self.memory_mb):
-            plan.count(start, block)
-            del block  # Else it stays in memory until the next one is made.
-
-
-@dataclass(frozen=True, eq=False)
-class Scores:
-    """Ranks by a matrix of scores: an array, a memory map or a tensor. Ties go to the earlier gallery item."""
-
-    scores: retrieval.ScoreMatrix  # (n, m) images by texts
-    better: retrieval.Better  # "larger" for similarities, "smaller" for distances
-    memory_mb: float = 64.0  # size of a block of scores, in MiB
-
-    def shape(self) -> tuple[int, ...]:
-        """See :meth:`Source.shape`."""
-        return tuple(int(size) for size in self.scores.shape)
-
-    def fill(self, plan: RankPlan) -> None:
-        """See :meth:`Source.fill`."""
-        queries = "rows" if plan.direction == "i2t" else "columns"
-        blocks = retrieval.score_blocks(self.scores, better=self.better, queries=queries, memory_mb=self.memory_mb)  # type: ignore[arg-type]
-        for start, block in blocks:
-            plan.count(start, block)
-            del block  # As above.

@@ -25,7 +25,6 @@ from sfumato.evaluation.benchmark_ground_truths import (
 from sfumato.evaluation.benchmarks import (
     BenchmarkRanks,
     EmbeddedSet,
-    Scores,
     Subset,
     figures,
     keep_what_is_there,
@@ -33,8 +32,7 @@ from sfumato.evaluation.benchmarks import (
 )
 from sfumato.evaluation.ground_truth import GroundTruth, read_ground_truth
 from sfumato.evaluation.protocols import EvaluationOptions, samples_of
-from sfumato.evaluation.ranked_lists import Lists
-from sfumato.evaluation.similarities import distance_of_score, ranked_by
+from sfumato.evaluation.sources import Lists, Scores, distance_of_score, ranked_by
 from sfumato.files import read_json
 from sfumato.gaussian import ScalarUncertainty, accumulation_dtype
 from sfumato.matching import MATCH_PROBABILITY
